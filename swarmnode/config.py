@@ -1,0 +1,214 @@
+"""What a person sets for one node. What a swarm must agree on is not here but in its manifest.
+
+Frozen, and unknown keys are errors. Every field's description is what `swarmnode run --help` and docs/configuration.md show.
+Training keys carry TRL's names.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import platformdirs
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class NodeConfig(Section):
+    data_dir: Path = Field(default_factory=lambda: Path(platformdirs.user_state_dir("swarmnode")))
+    """Identity, peer book, trainer state and sockets live here. One node per directory."""
+    name: str = Field(default="", max_length=64)
+    """Shown on the status page and in logs; means nothing to peers."""
+
+
+class SwarmConfig(Section):
+    name: str = Field(default="local", min_length=1, max_length=64)
+    """Nodes with the same name, tasks and wire version form one swarm."""
+
+
+class NetworkConfig(Section):
+    listen_addrs: list[str] = ["/ip4/127.0.0.1/tcp/0"]
+    """Multiaddrs to listen on. Port 0 is chosen once and then kept in the data directory."""
+    announce_addrs: list[str] = []
+    """Multiaddrs told to peers instead of the listen addresses, e.g. behind a port mapping."""
+    initial_peers: list[str] = []
+    """Multiaddrs of peers to join through, each ending in /p2p/<peer id>."""
+    mdns: bool = True
+    """Find peers on the local network."""
+    max_connections: int = Field(default=200, ge=2)
+    """Inbound and outbound connections together."""
+    target_peers: int = Field(default=16, ge=1)
+    """Keep dialling known peers until this many are connected."""
+
+
+class LoraSettings(Section):
+    r: int = Field(default=0, ge=0)
+    """Rank; 0 trains all weights."""
+    lora_alpha: int = Field(default=16, ge=1)
+    """Scale of the adapter."""
+    target_modules: list[str] | Literal["all-linear"] = "all-linear"
+    """Modules that get an adapter, as peft names them."""
+
+
+class PolicyConfig(Section):
+    model: str = "embedded"
+    """`embedded`, a directory, or a Hugging Face Hub name."""
+    revision: str | None = None
+    """Revision of a Hub model."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda`, `cuda:1`, `mps`, …"""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Parameter dtype; `auto` is bfloat16 where the device has it, else float32."""
+    lora: LoraSettings = LoraSettings()
+    threads: int = Field(default=0, ge=0)
+    """CPU threads of the trainer; 0 leaves it to torch."""
+
+
+class TaskConfig(Section):
+    names: list[str] = Field(
+        default=[
+            "rg/chain_sum", "rg/basic_arithmetic", "rg/base_conversion", "rg/spell_backward", "rg/gcd",
+            "rg/lcm", "rg/count_bits", "rg/fraction_simplification", "rg/products",
+        ],
+        min_length=1,
+    )  # fmt: skip
+    """Tasks to train on; other nodes' groups of other tasks are not taken."""
+    held_out_per_task: int = Field(default=16, ge=1)
+    """Evaluation questions per task."""
+
+
+class TrainingConfig(Section):
+    num_generations: int = Field(default=8, ge=2, le=64)
+    """Completions per group, G."""
+    groups_per_step: int = Field(default=8, ge=1)
+    """Groups in a training batch, B = I + J."""
+    max_completion_length: int = Field(default=8, ge=1)
+    """Sampled tokens per completion, at most."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling; 1 is off."""
+    learning_rate: float = Field(default=3e-4, gt=0)
+    """AdamW learning rate."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW weight decay."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the learning rate rises linearly."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients are clipped to this norm."""
+    advantage: Literal["grpo", "dr_grpo", "mc_grpo", "gdpo"] = "grpo"
+    """Advantage estimator."""
+    loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
+    """Aggregation: token mean, sequence mean, or constant length."""
+    epsilon: float = Field(default=0.2, gt=0)
+    """Lower clip of the importance ratio."""
+    epsilon_high: float = Field(default=0.28, gt=0)
+    """Upper clip of the importance ratio."""
+    delta: float | None = Field(default=4.0, gt=1)
+    """Hard upper bound of the ratio for negative advantages too; none is off."""
+    beta: float = Field(default=0.0, ge=0)
+    """Weight of the KL penalty to the start policy; above 0 keeps a reference copy."""
+    num_iterations: int = Field(default=1, ge=1)
+    """Optimizer steps per batch."""
+    per_device_train_tokens: int = Field(default=16384, ge=64)
+    """Micro-batch bound, prompt and completion tokens with padding; halved when memory runs out."""
+    eval_every: int = Field(default=10, ge=1)
+    """Steps between held-out evaluations."""
+    max_steps: int = Field(default=0, ge=0)
+    """Stop after this many steps; 0 is never."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of sampling and initialisation."""
+    step_interval: float = Field(default=0.0, ge=0)
+    """Least seconds between the starts of two steps; paces a node that shares its machine."""
+
+
+class SharingConfig(Section):
+    enabled: bool = True
+    """Publish groups and train on those of other nodes."""
+    split: Literal["adaptive", "fixed"] = "adaptive"
+    """How the batch is split between own and external groups."""
+    external_groups: int = Field(default=4, ge=0)
+    """J of the fixed split; I is the rest of the batch."""
+    own_floor: float = Field(default=0.25, gt=0, le=1)
+    """Least share of the batch that a node generates itself (adaptive split)."""
+    correction: Literal["sequence", "none"] = "sequence"
+    """Off-policy correction of external groups; `none` is the paper's."""
+    sampler: Literal["weighted", "uniform"] = "weighted"
+    """How external groups are drawn from the pool; `uniform` is the paper's."""
+    zero_advantage_filter: bool = True
+    """Drop external groups whose rewards are all equal."""
+    max_staleness: int = Field(default=4, ge=0)
+    """Policy versions an external group may lie in the pool before it is drawn only to fill a batch."""
+    drop_staleness: int = Field(default=8, ge=1)
+    """Policy versions after which it is dropped."""
+    staleness_half_life: float = Field(default=4.0, gt=0)
+    """Policy versions in which a group's sampling weight halves."""
+    pool_groups: int = Field(default=2000, ge=1)
+    """Most groups in the pool."""
+    pool_bytes: int = Field(default=64 * 2**20, ge=2**20)
+    """Most bytes in the pool."""
+    peer_share: float = Field(default=0.125, gt=0, le=1)
+    """Most of the pool that one peer may fill."""
+    groups_per_second: float = Field(default=16.0, gt=0)
+    """Groups accepted from one peer, sustained."""
+    min_mean_logprob: float = Field(default=-12.0, lt=0)
+    """Groups of other models: completions less likely than this per token are not trained on."""
+    spot_check_tolerance: float = Field(default=1.0, gt=0)
+    """Groups of the same model: median |difference of log-probability| per token above which a group is rejected."""
+    utility_guard: bool = True
+    """Take fewer external groups while they disagree with what helps this node."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> SharingConfig:
+        if self.drop_staleness < self.max_staleness:
+            raise ValueError("drop_staleness must be at least max_staleness")
+        return self
+
+
+class HttpConfig(Section):
+    host: str = "127.0.0.1"
+    """Address of /metrics, /healthz, /readyz, /status and the status page. They are read-only."""
+    port: int = Field(default=9464, ge=0, le=65535)
+    """0 chooses a free port."""
+    enabled: bool = True
+    """Serve HTTP at all."""
+
+
+class LogConfig(Section):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe level that is written."""
+    format: Literal["auto", "console", "json"] = "auto"
+    """`auto` is console on a terminal, else JSON lines."""
+
+
+class SupervisorConfig(Section):
+    startup_seconds: float = Field(default=300.0, gt=0)
+    """A process that has not made its first progress by then is restarted."""
+    stall_floor_seconds: float = Field(default=30.0, gt=0)
+    """No progress for 4 × the p99 step time, and never less than this, is a failure."""
+    drain_seconds: float = Field(default=20.0, gt=0)
+    """Time to finish after the first SIGTERM."""
+    backoff_seconds: float = Field(default=0.5, gt=0)
+    """First pause before a restart; doubles, with jitter, up to 60 s."""
+    crash_limit: int = Field(default=6, ge=1)
+    """This many crashes of one process within crash_window_seconds end the node."""
+    crash_window_seconds: float = Field(default=300.0, gt=0)
+    """Window of crash_limit."""
+
+
+class Config(Section):
+    """A node's configuration. Precedence: command line, SWARMNODE_* environment, file, default."""
+
+    node: NodeConfig = NodeConfig()
+    swarm: SwarmConfig = SwarmConfig()
+    network: NetworkConfig = NetworkConfig()
+    policy: PolicyConfig = PolicyConfig()
+    task: TaskConfig = TaskConfig()
+    training: TrainingConfig = TrainingConfig()
+    sharing: SharingConfig = SharingConfig()
+    http: HttpConfig = HttpConfig()
+    log: LogConfig = LogConfig()
+    supervisor: SupervisorConfig = SupervisorConfig()

@@ -1,0 +1,1 @@
+"""libp2p on trio: host, guards, identity, peers, gossip, requests, reputation. Knows nothing of reinforcement learning."""

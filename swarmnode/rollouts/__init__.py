@@ -1,0 +1,1 @@
+"""SAPO: groups, admission, the pool and sampling from it. No torch; only exchange.py touches the network."""

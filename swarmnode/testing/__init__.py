@@ -1,0 +1,1 @@
+"""Fakes for us and for users, each verified against the real thing by the same tests."""

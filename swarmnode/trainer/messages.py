@@ -1,0 +1,140 @@
+"""What the trainer and the network process tell each other over their Unix socket.
+
+Both ends are ours and on one machine, but frames are still typed and capped. No torch here: the network process imports this.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
+
+FRAME_BYTES = 64 * 2**20
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """Trainer → network, first frame of every connection."""
+
+    model: bytes
+    """32 bytes: fingerprint of architecture and base weights."""
+    tokenizer: bytes
+    """32 bytes."""
+    policy_version: int
+    vocab_size: int
+    tokens_per_text_byte: float = 1.0
+    pid: int = 0
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """Network → trainer, answer to Hello."""
+
+    peer: str
+    """This node's peer id, base58."""
+    swarm: bytes
+    """32 bytes: swarm id."""
+
+
+class OwnGroup(msgspec.Struct, frozen=True, tag="own_group"):
+    """Trainer → network: a group to sign and publish. The network process adds model, tokenizer and time."""
+
+    task: TaskRef
+    policy_version: int
+    sequence: int
+    sampling: SamplingParams
+    completions: list[Completion]
+
+
+class Draw(msgspec.Struct, frozen=True, tag="draw"):
+    """Trainer → network: give me up to `count` external groups for the step at `policy_version`."""
+
+    request: int
+    count: int
+    policy_version: int
+
+
+class ExternalGroup(msgspec.Struct, frozen=True):
+    """An admitted group: what a peer sampled, with the prompt and the rewards that this node computed itself."""
+
+    content: bytes
+    peer: str
+    group: RolloutGroup
+    prompt: str
+    rewards: list[float]
+    staleness: int
+    """Own policy versions since it arrived."""
+
+
+class Drawn(msgspec.Struct, frozen=True, tag="drawn"):
+    """Network → trainer: the answer to Draw. `useful_arrived` counts non-zero-advantage groups admitted since the last Draw."""
+
+    request: int
+    groups: list[ExternalGroup]
+    useful_arrived: int
+
+
+class Judged(msgspec.Struct, frozen=True, tag="judged"):
+    """Trainer → network: what became of a drawn group: `used`, `spot_check`, `mean_logprob`, `untokenizable`."""
+
+    content: bytes
+    peer: str
+    outcome: str
+
+
+class Report(msgspec.Struct, frozen=True, tag="report"):
+    """Trainer → network after every step, evaluation and change of phase. Counters are totals since the trainer's first start.
+
+    `None` means not measured (yet); the exporter leaves the series out.
+    """
+
+    phase: str
+    """loading, generating, training, evaluating, paused, draining."""
+    step: int = 0
+    policy_version: int = 0
+    step_seconds: float | None = None
+    generate_seconds: float | None = None
+    train_seconds: float | None = None
+    reward_own: float | None = None
+    reward_external: float | None = None
+    reward_held_out: float | None = None
+    held_out_step: int | None = None
+    reward_held_out_start: float | None = None
+    loss: float | None = None
+    entropy: float | None = None
+    kl: float | None = None
+    clip_fraction: float | None = None
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    zero_advantage_share: float | None = None
+    external_share: float | None = None
+    correction_mean: float | None = None
+    """Mean of the external groups' sequence-level correction, in [0.8, 1]."""
+    own_groups: int = 0
+    """I of the last step."""
+    external_groups: int = 0
+    """J of the last step."""
+    own_groups_total: int = 0
+    external_groups_total: int = 0
+    tokens_total: int = 0
+    tokens_per_second: float | None = None
+    gradient_agreement: float | None = None
+    """Cosine of own and external gradients."""
+    external_scale: float = 1.0
+    """What the utility guard leaves of J, 0 to 1."""
+    device: str = ""
+    dtype: str = ""
+    device_memory_bytes: int | None = None
+    memory_bytes: int = 0
+    oom_retries_total: int = 0
+    micro_batch_tokens: int = 0
+    scorer_restarts_total: int = 0
+    state_saved_step: int = 0
+    peers_used: dict[str, int] = {}
+    """External groups trained on in total, by peer id."""
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """Network → trainer, and trainer → network: finish the step, save, leave."""
+
+
+ToNetwork = Hello | OwnGroup | Draw | Judged | Report | Drain
+ToTrainer = Welcome | Drawn | Drain

@@ -1,0 +1,15 @@
+"""Names on the wire. protocol/registry.toml holds the same table; a test compares the two."""
+
+DOMAIN_ROLLOUT = b"swarmnode/rollout/1"
+"""Domain string of a rollout envelope's signature."""
+
+ROLLOUT_TOPIC = "/swarmnode/rollouts/1"
+"""Prefix of the gossip topic; the swarm id in hex follows: `rollout_topic(swarm)`."""
+
+FETCH_PROTOCOL = "/swarmnode/fetch/1"
+"""Request/response: the body of a group that was announced by its hash."""
+
+
+def rollout_topic(swarm: bytes) -> str:
+    """The gossip topic of one swarm. `swarm` is the 32-byte swarm id."""
+    return f"{ROLLOUT_TOPIC}/{swarm.hex()}"
