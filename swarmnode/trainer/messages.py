@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import msgspec
 
-from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
+from swarmnode.rollouts.groups import Draw, Drawn, ExternalGroup, Judged, OwnGroup
+
+__all__ = [
+    "FRAME_BYTES", "Drain", "Draw", "Drawn", "ExternalGroup", "Hello", "Judged", "OwnGroup", "Report", "ToNetwork", "ToTrainer", "Welcome",
+]  # fmt: skip
 
 FRAME_BYTES = 64 * 2**20
 
@@ -32,52 +36,6 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """This node's peer id, base58."""
     swarm: bytes
     """32 bytes: swarm id."""
-
-
-class OwnGroup(msgspec.Struct, frozen=True, tag="own_group"):
-    """Trainer → network: a group to sign and publish. The network process adds model, tokenizer and time."""
-
-    task: TaskRef
-    policy_version: int
-    sequence: int
-    sampling: SamplingParams
-    completions: list[Completion]
-
-
-class Draw(msgspec.Struct, frozen=True, tag="draw"):
-    """Trainer → network: give me up to `count` external groups for the step at `policy_version`."""
-
-    request: int
-    count: int
-    policy_version: int
-
-
-class ExternalGroup(msgspec.Struct, frozen=True):
-    """An admitted group: what a peer sampled, with the prompt and the rewards that this node computed itself."""
-
-    content: bytes
-    peer: str
-    group: RolloutGroup
-    prompt: str
-    rewards: list[float]
-    staleness: int
-    """Own policy versions since it arrived."""
-
-
-class Drawn(msgspec.Struct, frozen=True, tag="drawn"):
-    """Network → trainer: the answer to Draw. `useful_arrived` counts non-zero-advantage groups admitted since the last Draw."""
-
-    request: int
-    groups: list[ExternalGroup]
-    useful_arrived: int
-
-
-class Judged(msgspec.Struct, frozen=True, tag="judged"):
-    """Trainer → network: what became of a drawn group: `used`, `spot_check`, `mean_logprob`, `untokenizable`."""
-
-    content: bytes
-    peer: str
-    outcome: str
 
 
 class Report(msgspec.Struct, frozen=True, tag="report"):

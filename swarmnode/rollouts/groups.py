@@ -1,0 +1,128 @@
+"""A group at each stage of its way through a node, and what the trainer asks of the rollout plane.
+
+    OwnGroup       trainer → publish              what this node sampled
+    Candidate      frame → signed, fresh, ours to score
+    Announced      frame → signed, fresh, too long for gossip: to be fetched
+    ExternalGroup  candidate → scored → pool → drawn for training
+
+They live here, below the trainer, because both ends of the process link need them (trainer/messages.py imports them).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
+
+
+class OwnGroup(msgspec.Struct, frozen=True, tag="own_group"):
+    """Trainer → network: a group to sign and publish. The network process adds model, tokenizer and time."""
+
+    task: TaskRef
+    policy_version: int
+    sequence: int
+    sampling: SamplingParams
+    completions: list[Completion]
+
+
+class Draw(msgspec.Struct, frozen=True, tag="draw"):
+    """Trainer → network: give me up to `count` external groups for the step at `policy_version`."""
+
+    request: int
+    count: int
+    policy_version: int
+
+
+class ExternalGroup(msgspec.Struct, frozen=True):
+    """An admitted group: what a peer sampled, with the prompt and the rewards that this node computed itself."""
+
+    content: bytes
+    """32 bytes: blake2b-256 of the envelope it came in."""
+    peer: str
+    group: RolloutGroup
+    prompt: str
+    rewards: list[float]
+    """(G,), each in [0, 1]."""
+    staleness: int
+    """Own policy versions since it arrived."""
+
+
+class Drawn(msgspec.Struct, frozen=True, tag="drawn"):
+    """Network → trainer: the answer to Draw. `useful_arrived` counts non-zero-advantage groups admitted since the last Draw."""
+
+    request: int
+    groups: list[ExternalGroup]
+    useful_arrived: int
+
+
+class Judged(msgspec.Struct, frozen=True, tag="judged"):
+    """Trainer → network: what became of a drawn group: `used`, `spot_check`, `mean_logprob`, `untokenizable`."""
+
+    content: bytes
+    peer: str
+    outcome: str
+
+
+class PolicyFacts(Protocol):
+    """What the rollout plane must know of the local policy; `trainer.messages.Hello` is one."""
+
+    @property
+    def model(self) -> bytes: ...
+    @property
+    def tokenizer(self) -> bytes: ...
+    @property
+    def policy_version(self) -> int: ...
+    @property
+    def tokens_per_text_byte(self) -> float: ...
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """A group that passed every check that needs no scorer."""
+
+    content: bytes
+    peer: str
+    group: RolloutGroup
+    received_at: float
+    """Unix seconds."""
+
+
+class Announced(msgspec.Struct, frozen=True):
+    """A signed promise of a group too long for gossip."""
+
+    content: bytes
+    """Content id that the fetched envelope must have."""
+    size: int
+    """Bytes that it must have."""
+    peer: str
+    """Its signer, to be fetched from and to have signed the body too."""
+    sequence: int
+    created_at: int
+    """Unix time, milliseconds."""
+    received_at: float
+
+
+def memory_bytes(group: RolloutGroup, prompt: str = "") -> int:
+    """About what a decoded group occupies: its variable parts, and 1 KiB for the group and 256 B for each completion's objects.
+
+    Text is counted at four bytes a character where it is not ASCII, as CPython stores it at worst.
+    """
+    total = 1024 + len(prompt) + 256 * len(group.completions)
+    for completion in group.completions:
+        text = len(completion.text)
+        total += (text if completion.text.isascii() else 4 * text) + len(completion.token_ids) + len(completion.logprobs)
+    return total
+
+
+def is_useful(rewards: list[float]) -> bool:
+    """Whether a group's rewards differ, so that it has a non-zero advantage."""
+    return max(rewards) - min(rewards) > 1e-9
+
+
+def without_token_ids(group: RolloutGroup) -> RolloutGroup:
+    """The same group as a peer with another tokenizer may use it: text, sums and counts only."""
+    if not any(c.token_ids or c.logprobs for c in group.completions):
+        return group
+    bare = [msgspec.structs.replace(c, token_ids=b"", logprobs=b"") for c in group.completions]
+    return msgspec.structs.replace(group, completions=bare)
