@@ -1,0 +1,62 @@
+"""What the network process and the trainer owe their supervisor: signs of progress, and not outliving it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+from swarmnode.errors import SwarmNodeError
+
+PROGRESS_FD = "SWARMNODE_PROGRESS_FD"
+
+
+class Progress:
+    """Writes one JSON line per sign of progress to the pipe that the supervisor reads.
+
+    Does nothing when the process was started by hand. Never blocks and never raises: a supervisor that
+    has gone must not end its child here, `die_with_parent` does that.
+    """
+
+    def __init__(self) -> None:
+        text = os.environ.pop(PROGRESS_FD, "")
+        self._fd = int(text) if text else None
+        self._count = 0
+        if self._fd is not None:
+            os.set_inheritable(self._fd, False)  # the scorer must not keep the pipe open
+            os.set_blocking(self._fd, False)
+
+    def __call__(self, status: str, step_seconds: float | None = None) -> None:
+        """Report progress. `step_seconds` is the length of a finished step, the basis of the stall deadline."""
+        self._count += 1
+        if self._fd is None:
+            return
+        line = json.dumps({"progress": self._count, "step_seconds": step_seconds, "status": status}) + "\n"
+        with contextlib.suppress(OSError):
+            os.write(self._fd, line.encode())
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to send SIGTERM when the parent ends, however it ends (Linux; elsewhere nothing)."""
+    if not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid()
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGTERM)
+    if os.getppid() != parent:  # it ended before we asked
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def run_main(name: str, main: Callable[[], int]) -> int:
+    """Run `main` and turn our own errors into one line on stderr and their exit code."""
+    try:
+        return main()
+    except SwarmNodeError as error:
+        print(f"{name}: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130

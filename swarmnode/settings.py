@@ -1,0 +1,158 @@
+"""Where a configuration comes from: command line over SWARMNODE_* environment over file over default.
+
+One wrong key or value is one line that names where it was written, the key and the nearest valid key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+from pydantic import BaseModel, ValidationError
+
+from swarmnode.config import Config
+from swarmnode.errors import ConfigError
+
+ENV_PREFIX = "SWARMNODE_"
+NOT_SETTINGS = {"SWARMNODE_CONFIG", "SWARMNODE_PROGRESS_FD"}
+"""Environment names with the prefix that are not configuration keys."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A configuration and, for every key that is not a default, where it was set."""
+
+    config: Config
+    origins: dict[str, str]
+
+    def rows(self) -> Iterator[tuple[str, Any, str]]:
+        """(dotted key, value, origin) for every key, in the order of config.py."""
+        for key in valid_keys():
+            yield key, _get(self.config, key), self.origins.get(key, "default")
+
+
+def default_file() -> Path:
+    """The file that is read when none is named: `config.toml` in the user's configuration directory."""
+    return Path(platformdirs.user_config_dir("swarmnode")) / "config.toml"
+
+
+def valid_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+    """Every dotted key of `model`, leaves only."""
+    keys: list[str] = []
+    for name, field in model.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            keys += valid_keys(inner, f"{prefix}{name}.")
+        else:
+            keys.append(prefix + name)
+    return keys
+
+
+def load(file: Path | None = None, environment: Mapping[str, str] | None = None, overrides: Sequence[str] = ()) -> Resolved:
+    """Merge all sources and validate.
+
+    Args:
+        file: a TOML file; None reads SWARMNODE_CONFIG or the default file, if there is one.
+        environment: usually `os.environ`.
+        overrides: `key=value` texts from the command line, dotted keys.
+
+    Raises:
+        ConfigError: for an unreadable file, an unknown key or a value that does not fit.
+    """
+    environment = environment or {}
+    settings: dict[str, tuple[Any, str]] = {}
+    for source in (_from_file(file, environment), _from_environment(environment), _from_overrides(overrides)):
+        settings.update(source)
+    nested: dict[str, Any] = {}
+    for key, (value, _) in settings.items():
+        *path, leaf = key.split(".")
+        section = nested
+        for name in path:
+            section = section.setdefault(name, {})
+        section[leaf] = value
+    origins = {key: origin for key, (_, origin) in settings.items()}
+    try:
+        return Resolved(Config.model_validate(nested), origins)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"] if isinstance(part, str))
+        known = next((k for k in origins if key == k or key.startswith(k + ".") or k.startswith(key + ".")), key)
+        raise ConfigError(f"{origins.get(known, 'configuration')}: {known}: {first['msg']}") from None
+
+
+def _from_file(file: Path | None, environment: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    named = file or (Path(environment["SWARMNODE_CONFIG"]) if environment.get("SWARMNODE_CONFIG") else None)
+    path = named or default_file()
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if named is None:
+            return {}
+        raise ConfigError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return {_known(key, str(path)): (value, str(path)) for key, value in _leaves(table)}
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    by_name = {ENV_PREFIX + key.replace(".", "_").upper(): key for key in valid_keys()}
+    found: dict[str, tuple[Any, str]] = {}
+    for name, text in environment.items():
+        if not name.startswith(ENV_PREFIX) or name in NOT_SETTINGS:
+            continue
+        if name not in by_name:
+            raise ConfigError(f"environment: unknown key {name}{_nearest(name, by_name)}")
+        found[by_name[name]] = (_parse(text), f"environment {name}")
+    return found
+
+
+def _from_overrides(overrides: Sequence[str]) -> dict[str, tuple[Any, str]]:
+    found: dict[str, tuple[Any, str]] = {}
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"command line: {text!r} is not key=value")
+        found[_known(key.strip().replace("-", "_"), "command line")] = (_parse(value), "command line")
+    return found
+
+
+def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    sections = {key.rpartition(".")[0] for key in valid_keys()}
+    for name, value in table.items():
+        key = prefix + name
+        if isinstance(value, dict) and (key in sections or any(s.startswith(key + ".") for s in sections)):
+            yield from _leaves(value, key + ".")
+        else:
+            yield key, value
+
+
+def _known(key: str, origin: str) -> str:
+    keys = valid_keys()
+    if key in keys:
+        return key
+    raise ConfigError(f"{origin}: unknown key {key}{_nearest(key, keys)}")
+
+
+def _nearest(name: str, names: Sequence[str] | Mapping[str, str]) -> str:
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    return f" (nearest: {close[0]})" if close else ""
+
+
+def _parse(text: str) -> Any:
+    """A value as TOML would read it, or the text itself: `1e-4`, `true`, `["a"]`, `/ip4/…`."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _get(config: BaseModel, key: str) -> Any:
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value

@@ -1,0 +1,224 @@
+"""`swarmnode run`: starts the network process and the trainer, watches both, restarts either alone.
+
+Neither libp2p nor torch is loaded here, so that what brings the others back is small and does not crash with them.
+Owns signals and the exit code: the first SIGTERM or SIGINT drains, the second aborts.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+import trio
+
+from swarmnode.config import Config
+from swarmnode.errors import Unavailable
+from swarmnode.files import write_atomically
+from swarmnode.process import PROGRESS_FD
+from swarmnode.watchdog import End, Watchdog
+
+log = structlog.get_logger("swarmnode.supervisor")
+
+COMMANDS = {"network": "swarmnode.node", "trainer": "swarmnode.trainer"}
+WATCH_INTERVAL_SECONDS = 0.25
+LINE_BYTES = 4096
+
+
+def run(config: Config) -> int:
+    """Run a node until it is told to stop or cannot go on; return its exit code.
+
+    Raises:
+        Unavailable: the data directory cannot be written, or another node runs in it.
+    """
+    return trio.run(Supervisor(config).run)
+
+
+@dataclass
+class Child:
+    name: str
+    watchdog: Watchdog
+    process: trio.Process | None = None
+    exited: trio.Event = field(default_factory=trio.Event)
+
+
+class Supervisor:
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._run_dir = config.node.data_dir / "run"
+        rng = random.Random()
+        self._children = {name: Child(name, Watchdog(name, config.supervisor, rng)) for name in COMMANDS}
+        self._stopping = trio.Event()
+        self._exit_code = 0
+
+    async def run(self) -> int:
+        lock = lock_data_dir(self._config.node.data_dir)
+        try:
+            config_file = self._run_dir / "config.json"
+            write_atomically(config_file, self._config.model_dump_json(indent=1).encode())
+            self._write_statistics()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._signals)
+                nursery.start_soon(self._drain_when_stopping, nursery.cancel_scope)
+                for child in self._children.values():
+                    nursery.start_soon(self._keep_running, child, config_file)
+            return self._exit_code
+        finally:
+            for child in self._children.values():
+                if child.process is not None and child.process.poll() is None:
+                    child.process.kill()
+                    with trio.CancelScope(shield=True):
+                        await child.process.wait()
+            os.close(lock)
+
+    async def _keep_running(self, child: Child, config_file: Path) -> None:
+        """Start `child`, wait for its end, and start it again until the watchdog or a signal says otherwise."""
+        while not self._stopping.is_set():
+            read_fd, write_fd = os.pipe()
+            child.exited = trio.Event()
+            child.process = await trio.lowlevel.open_process(
+                [sys.executable, "-m", COMMANDS[child.name], "--config", str(config_file)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(write_fd,),
+                env={**os.environ, PROGRESS_FD: str(write_fd)},
+                start_new_session=True,  # a terminal's Ctrl-C reaches us alone; we pass it on once
+            )
+            os.close(write_fd)
+            child.watchdog.started(trio.current_time())
+            log.info("started", process=child.name, pid=child.process.pid)
+            if self._stopping.is_set():
+                child.process.terminate()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._read_progress, child, read_fd)
+                nursery.start_soon(self._kill_when_stalled, child)
+                exit_code = await child.process.wait()
+                child.exited.set()
+                nursery.cancel_scope.cancel()
+            if self._stopping.is_set():
+                log.info("stopped", process=child.name, exit_code=exit_code)
+                return
+            verdict = child.watchdog.exited(trio.current_time(), exit_code)
+            self._write_statistics()
+            if isinstance(verdict, End):
+                log_ending = log.info if verdict.exit_code == 0 else log.error
+                log_ending("ending", reason=verdict.reason, exit_code=verdict.exit_code)
+                self._exit_code = verdict.exit_code
+                self._stopping.set()
+                return
+            log.warning("restarting", process=child.name, exit_code=exit_code, after_seconds=round(verdict.after_seconds, 2))
+            with trio.move_on_after(verdict.after_seconds):
+                await self._stopping.wait()
+
+    async def _read_progress(self, child: Child, fd: int) -> None:
+        async with trio.lowlevel.FdStream(fd) as pipe:
+            pending = b""
+            async for chunk in pipe:
+                *lines, pending = (pending + chunk).split(b"\n")
+                pending = pending[-LINE_BYTES:]
+                for line in lines:
+                    before = len(child.watchdog.statistics().recovery_seconds)
+                    message = parse_progress(line)
+                    if message is not None:
+                        child.watchdog.progressed(trio.current_time(), *message)
+                    if len(child.watchdog.statistics().recovery_seconds) != before:
+                        self._write_statistics()
+
+    async def _kill_when_stalled(self, child: Child) -> None:
+        while True:
+            await trio.sleep(WATCH_INTERVAL_SECONDS)
+            if trio.current_time() > child.watchdog.deadline() and not self._stopping.is_set():
+                log.error("no progress", process=child.name, status=child.watchdog.statistics().status)
+                child.watchdog.stalled()
+                if child.process is not None:
+                    child.process.kill()
+                await child.exited.wait()
+
+    async def _signals(self) -> None:
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as received:
+            async for signum in received:
+                if self._stopping.is_set():
+                    log.warning("aborting", signal=signal.Signals(signum).name)
+                    self._exit_code = 130 if signum == signal.SIGINT else 128 + signum
+                    self._send(signal.SIGKILL)
+                    return
+                log.info("draining", signal=signal.Signals(signum).name)
+                self._stopping.set()
+
+    async def _drain_when_stopping(self, scope: trio.CancelScope) -> None:
+        """The trainer first, so that its last groups can still be published; then the network; then force."""
+        await self._stopping.wait()
+        with trio.move_on_after(self._config.supervisor.drain_seconds) as bound:
+            for name in ("trainer", "network"):
+                await self._terminate(self._children[name])
+        if bound.cancelled_caught:
+            log.warning("drain took too long", seconds=self._config.supervisor.drain_seconds)
+            self._send(signal.SIGKILL)
+        for child in self._children.values():
+            if child.process is not None:
+                await child.exited.wait()
+        self._write_statistics()
+        scope.cancel()
+
+    async def _terminate(self, child: Child) -> None:
+        if child.process is None or child.process.poll() is not None:
+            return
+        child.process.terminate()
+        await child.exited.wait()
+
+    def _send(self, signum: signal.Signals) -> None:
+        for child in self._children.values():
+            if child.process is not None and child.process.poll() is None:
+                child.process.send_signal(signum)
+
+    def _write_statistics(self) -> None:
+        """For the network process to export: it serves the metrics, but cannot count its own deaths."""
+        processes = {}
+        for name, child in self._children.items():
+            statistics = child.watchdog.statistics()
+            processes[name] = {
+                "restarts": statistics.restarts,
+                "stalls": statistics.stalls,
+                "recovery_seconds": list(statistics.recovery_seconds),
+            }
+        try:
+            write_atomically(self._run_dir / "supervisor.json", json.dumps({"processes": processes}).encode())
+        except OSError as error:  # a full disk must not end a node that still trains
+            log.error("cannot write statistics", error=str(error))
+
+
+def parse_progress(line: bytes) -> tuple[float | None, str] | None:
+    """(step seconds, status) of one line of a child's pipe; None for a line that is not one of ours."""
+    try:
+        message = json.loads(line)
+        seconds = message["step_seconds"]
+        if seconds is not None and not (isinstance(seconds, int | float) and math.isfinite(seconds)):
+            return None
+        return seconds, str(message["status"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def lock_data_dir(data_dir: Path) -> int:
+    """Create the directory and hold it: one node per directory. Returns the descriptor that holds the lock."""
+    try:
+        (data_dir / "run").mkdir(parents=True, exist_ok=True, mode=0o700)
+        fd = os.open(data_dir / "run" / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise Unavailable(f"data directory {data_dir} cannot be used: {error.strerror}") from None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        owner = os.read(fd, 32).decode(errors="replace").strip()
+        os.close(fd)
+        raise Unavailable(f"data directory {data_dir} is in use by another node (pid {owner or 'unknown'})") from None
+    os.truncate(fd, 0)
+    os.write(fd, str(os.getpid()).encode())
+    return fd

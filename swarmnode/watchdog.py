@@ -1,0 +1,123 @@
+"""When a child process is stuck, when to start it again, and when to give up. Pure: no clock, no process.
+
+    started ──first progress──▶ running ──no progress──▶ stalled (killed by the caller)
+       │                           │                         │
+       └────────── exited ◀────────┴─────────────────────────┘ ──▶ Restart(after) | End(exit code)
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from dataclasses import dataclass
+
+from swarmnode.config import SupervisorConfig
+
+FINAL_CODES = frozenset({2, 77, 78})
+"""Exit codes that a restart cannot mend: usage, refused, configuration."""
+START_CODES = frozenset({69, 75})
+"""Exit codes that end the node when the process never ran: a port taken, a model that does not fit."""
+BACKOFF_CAP_SECONDS = 60.0
+STEPS_REMEMBERED = 256
+
+
+@dataclass(frozen=True)
+class Restart:
+    after_seconds: float
+
+
+@dataclass(frozen=True)
+class End:
+    exit_code: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class WatchStatistics:
+    restarts: int
+    stalls: int
+    recovery_seconds: tuple[float, ...]
+    """From each exit to the first progress afterwards; the newest 256."""
+    status: str
+
+
+class Watchdog:
+    """Judges one child process. The caller reports what happens and does what it is told.
+
+    Args:
+        name: of the process, for messages.
+        config: limits; see config.py.
+        rng: jitter of the back-off.
+    """
+
+    def __init__(self, name: str, config: SupervisorConfig, rng: random.Random) -> None:
+        self.name = name
+        self._config = config
+        self._rng = rng
+        self._started_at = 0.0
+        self._last_progress: float | None = None
+        self._ever_progressed = False
+        self._exited_at: float | None = None
+        self._step_seconds: deque[float] = deque(maxlen=STEPS_REMEMBERED)
+        self._crashes: deque[float] = deque()
+        self._failures_in_a_row = 0
+        self._restarts = 0
+        self._stalls = 0
+        self._recoveries: deque[float] = deque(maxlen=STEPS_REMEMBERED)
+        self._status = "starting"
+
+    def started(self, now: float) -> None:
+        self._started_at = now
+        self._last_progress = None
+
+    def progressed(self, now: float, step_seconds: float | None, status: str) -> None:
+        if self._exited_at is not None:
+            self._recoveries.append(now - self._exited_at)
+            self._exited_at = None
+        if step_seconds is not None and math.isfinite(step_seconds):
+            self._step_seconds.append(step_seconds)
+        self._last_progress = now
+        self._ever_progressed = True
+        self._status = status
+
+    def deadline(self) -> float:
+        """The time at which the process counts as stalled unless it makes progress first."""
+        if self._last_progress is None:
+            return self._started_at + self._config.startup_seconds
+        if not self._step_seconds and self._status.startswith("loading"):
+            return self._last_progress + self._config.startup_seconds
+        return self._last_progress + max(self._config.stall_floor_seconds, 4 * self._p99_step_seconds())
+
+    def stalled(self) -> None:
+        """The caller found the deadline passed and kills the process; `exited` follows."""
+        self._stalls += 1
+
+    def exited(self, now: float, exit_code: int) -> Restart | End:
+        """Decide what follows an exit that nobody asked for. `exit_code` is negative for a signal."""
+        self._exited_at = now
+        self._status = "down"
+        if exit_code == 0:
+            return End(0, f"{self.name} finished")
+        if exit_code in FINAL_CODES or (exit_code in START_CODES and not self._ever_progressed):
+            return End(exit_code, f"{self.name} cannot run")
+        self._crashes.append(now)
+        while self._crashes and self._crashes[0] <= now - self._config.crash_window_seconds:
+            self._crashes.popleft()
+        if len(self._crashes) >= self._config.crash_limit:
+            return End(75, f"{self.name} crashed {len(self._crashes)} times within {self._config.crash_window_seconds:.0f} s")
+        self._restarts += 1
+        if now - self._started_at > BACKOFF_CAP_SECONDS:
+            self._failures_in_a_row = 0
+        pause = min(BACKOFF_CAP_SECONDS, self._config.backoff_seconds * 2**self._failures_in_a_row)
+        self._failures_in_a_row += 1
+        return Restart(pause * self._rng.uniform(0.5, 1.0))
+
+    def _p99_step_seconds(self) -> float:
+        if not self._step_seconds:
+            return 0.0
+        ordered = sorted(self._step_seconds)
+        return ordered[min(len(ordered) - 1, math.ceil(0.99 * len(ordered)) - 1)]
+
+    def statistics(self) -> WatchStatistics:
+        return WatchStatistics(self._restarts, self._stalls, tuple(self._recoveries), self._status)

@@ -1,0 +1,75 @@
+"""Precedence, and that every mistake is one line naming origin, key and the nearest valid key."""
+
+import pytest
+
+from swarmnode import settings
+from swarmnode.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _no_file_of_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(settings, "default_file", lambda: tmp_path / "none.toml")
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text('[training]\nlearning_rate = 0.001\nnum_generations = 4\n[policy.lora]\nr = 8\n')
+    return path
+
+
+def test_command_line_beats_environment_beats_file_beats_default(file):
+    environment = {"SWARMNODE_TRAINING_LEARNING_RATE": "0.002", "SWARMNODE_TRAINING_SEED": "7", "PATH": "x"}
+    resolved = settings.load(file, environment, ["training.seed=9"])
+    assert resolved.config.training.learning_rate == 0.002
+    assert resolved.config.training.num_generations == 4
+    assert resolved.config.training.seed == 9
+    assert resolved.config.policy.lora.r == 8
+    origins = {key: origin for key, _, origin in resolved.rows()}
+    assert origins["training.seed"] == "command line"
+    assert origins["training.learning_rate"] == "environment SWARMNODE_TRAINING_LEARNING_RATE"
+    assert origins["policy.lora.r"] == str(file)
+    assert origins["training.temperature"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("[training]\nlearning_rat = 1\n", "{file}: unknown key training.learning_rat (nearest: training.learning_rate)"),
+        ("[trainin]\nx = 1\n", "{file}: unknown key trainin"),
+        ("[training]\nlearning_rate = -1\n", "{file}: training.learning_rate: Input should be greater than 0"),
+        ("[policy.lora]\nr = 'a'\n", "{file}: policy.lora.r: Input should be a valid integer"),
+        ("[training]\nlearning_rate = [1\n", "{file}: "),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_line(tmp_path, text, line):
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        settings.load(path)
+    assert str(caught.value).startswith(line.format(file=path))
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 78
+
+
+def test_mistakes_in_environment_and_command_line_name_their_origin():
+    with pytest.raises(ConfigError, match=r"environment: unknown key SWARMNODE_HTTP_PROT \(nearest: SWARMNODE_HTTP_PORT\)"):
+        settings.load(environment={"SWARMNODE_HTTP_PROT": "1"})
+    with pytest.raises(ConfigError, match=r"command line: unknown key http.prot \(nearest: http.port\)"):
+        settings.load(overrides=["http.prot=1"])
+    with pytest.raises(ConfigError, match="not key=value"):
+        settings.load(overrides=["http.port"])
+    with pytest.raises(ConfigError, match="command line: sharing.drop_staleness: .*at least max_staleness"):
+        settings.load(overrides=["sharing.drop_staleness=1"])
+
+
+def test_a_named_file_must_exist_and_the_default_one_need_not(tmp_path):
+    assert settings.load().origins == {}
+    with pytest.raises(ConfigError, match="no such file"):
+        settings.load(tmp_path / "none.toml")
+
+
+def test_lists_and_texts_parse_as_toml_or_stay_text():
+    config = settings.load(overrides=['network.initial_peers=["/ip4/1.2.3.4/tcp/1/p2p/x"]', "node.name=bob smith"]).config
+    assert config.network.initial_peers == ["/ip4/1.2.3.4/tcp/1/p2p/x"]
+    assert config.node.name == "bob smith"

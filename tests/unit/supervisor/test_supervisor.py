@@ -1,0 +1,136 @@
+"""The supervisor over real, small child processes."""
+
+import json
+import os
+import signal
+import sys
+import textwrap
+
+import pytest
+import trio
+
+from swarmnode import supervisor as module
+from swarmnode.config import Config
+from swarmnode.errors import Unavailable
+from swarmnode.supervisor import Supervisor, lock_data_dir, parse_progress
+from swarmnode.testing.waiting import until
+
+CHILD = textwrap.dedent("""
+    import os, signal, sys, time
+    sys.path.insert(0, {path!r})
+    from swarmnode.process import Progress, die_with_parent
+    die_with_parent()
+    progress = Progress()
+    name, marks = {name!r}, {marks!r}
+    with open(os.path.join(marks, name), "a") as file:
+        file.write(str(os.getpid()) + "\\n")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    {body}
+""")
+FOREVER = "while True: progress('training', 0.01); time.sleep(0.02)"
+
+
+@pytest.fixture
+def node(tmp_path, monkeypatch):
+    """Build a supervisor whose children run the given bodies; `pids(name)` are the children started so far."""
+
+    def build(network=FOREVER, trainer=FOREVER, **limits):
+        commands = {}
+        for name, body in {"network": network, "trainer": trainer}.items():
+            root = os.path.dirname(os.path.dirname(module.__file__))
+            code = CHILD.format(path=root, name=name, marks=str(tmp_path), body=body)
+            package = tmp_path / f"child_{name}.py"
+            package.write_text(code)
+            commands[name] = f"child_{name}"
+        monkeypatch.setattr(module, "COMMANDS", commands)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        config = Config.model_validate({
+            "node": {"data_dir": tmp_path / "data"},
+            "supervisor": {"backoff_seconds": 0.01, "stall_floor_seconds": 0.5, "drain_seconds": 5.0, **limits},
+        })  # fmt: skip
+        return Supervisor(config)
+
+    def pids(name):
+        path = tmp_path / name
+        return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+    build.pids = pids
+    build.statistics = lambda: json.loads((tmp_path / "data" / "run" / "supervisor.json").read_text())["processes"]
+    return build
+
+
+async def test_kill_minus_nine_of_one_child_restarts_it_alone(node):
+    supervisor = node()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(supervisor.run)
+        await until(lambda: node.pids("trainer") and node.pids("network"))
+        os.kill(node.pids("trainer")[0], signal.SIGKILL)
+        await until(lambda: len(node.pids("trainer")) == 2)
+        await until(lambda: node.statistics()["trainer"]["recovery_seconds"])
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert len(node.pids("network")) == 1
+    assert node.statistics()["trainer"]["restarts"] == 1
+
+
+async def test_a_child_without_progress_is_killed_and_restarted(node):
+    supervisor = node(trainer="progress('training', 0.01); time.sleep(60)")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(supervisor.run)
+        await until(lambda: len(node.pids("trainer")) == 2)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert node.statistics()["trainer"]["stalls"] >= 1
+
+
+async def test_a_finished_trainer_ends_the_node_with_zero(node):
+    with trio.fail_after(20):
+        assert await node(trainer="progress('training', 0.1); sys.exit(0)").run() == 0
+
+
+async def test_a_configuration_error_of_a_child_is_the_node_s_exit_code(node):
+    with trio.fail_after(20):
+        assert await node(trainer="sys.exit(78)").run() == 78
+    assert len(node.pids("trainer")) == 1
+
+
+async def test_the_crash_loop_breaker_opens(node):
+    with trio.fail_after(20):
+        assert await node(trainer="sys.exit(1)", crash_limit=3).run() == 75
+    assert len(node.pids("trainer")) == 3
+
+
+async def test_a_second_signal_aborts_a_drain_that_hangs(node):
+    stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FOREVER
+    supervisor = node(trainer=stubborn, drain_seconds=60.0)
+    codes = []
+
+    async def run():
+        codes.append(await supervisor.run())
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run)
+        await until(lambda: node.pids("trainer"))
+        await until(lambda: supervisor._children["trainer"].watchdog.statistics().status == "training")
+        os.kill(os.getpid(), signal.SIGTERM)
+        await until(supervisor._stopping.is_set)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert codes == [128 + signal.SIGTERM]
+
+
+def test_one_node_per_data_directory(tmp_path):
+    held = lock_data_dir(tmp_path)
+    with pytest.raises(Unavailable, match=rf"in use by another node \(pid {os.getpid()}\)"):
+        lock_data_dir(tmp_path)
+    os.close(held)
+    os.close(lock_data_dir(tmp_path))
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not os.path.exists("/proc"), reason="needs a directory that cannot be written")
+def test_an_unwritable_data_directory_is_one_clear_line(tmp_path):
+    target = "/proc/swarmnode" if sys.platform.startswith("linux") else str(tmp_path / "file" / "x")
+    with pytest.raises(Unavailable, match="cannot be used"):
+        lock_data_dir(module.Path(target))
+
+
+@pytest.mark.parametrize("line", [b"", b"{", b"[]", b'{"status":"x"}', b'{"step_seconds":"a","status":"x"}', b"\xff", b"3"])
+def test_progress_lines_that_are_not_ours_are_ignored(line):
+    assert parse_progress(line) is None

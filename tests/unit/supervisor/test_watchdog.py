@@ -1,0 +1,76 @@
+"""The watchdog's verdicts, over injected time."""
+
+import random
+
+import pytest
+
+from swarmnode.config import SupervisorConfig
+from swarmnode.watchdog import End, Restart, Watchdog
+
+CONFIG = SupervisorConfig(startup_seconds=100, stall_floor_seconds=10, backoff_seconds=1, crash_limit=3, crash_window_seconds=60)
+
+
+@pytest.fixture
+def watchdog():
+    dog = Watchdog("trainer", CONFIG, random.Random(0))
+    dog.started(0.0)
+    return dog
+
+
+def test_deadline_is_start_up_then_floor_then_four_times_p99(watchdog):
+    assert watchdog.deadline() == 100
+    watchdog.progressed(5.0, None, "loading model")
+    assert watchdog.deadline() == 105
+    watchdog.progressed(6.0, None, "generating")
+    assert watchdog.deadline() == 16
+    for _ in range(100):
+        watchdog.progressed(7.0, 5.0, "training")
+    assert watchdog.deadline() == 7 + 20
+    watchdog.progressed(8.0, float("nan"), "training")
+    assert watchdog.deadline() == 8 + 20
+
+
+def test_a_crash_restarts_with_growing_back_off_until_the_breaker_opens(watchdog):
+    watchdog.progressed(1.0, 1.0, "training")
+    first = watchdog.exited(2.0, -9)
+    assert isinstance(first, Restart)
+    assert 0.5 <= first.after_seconds <= 1
+    watchdog.started(3.0)
+    second = watchdog.exited(4.0, 1)
+    assert isinstance(second, Restart)
+    assert 1 <= second.after_seconds <= 2
+    watchdog.started(6.0)
+    verdict = watchdog.exited(7.0, 1)
+    assert verdict == End(75, "trainer crashed 3 times within 60 s")
+
+
+def test_crashes_outside_the_window_do_not_count(watchdog):
+    for at in (0.0, 61.0, 122.0, 183.0):
+        watchdog.started(at)
+        assert isinstance(watchdog.exited(at + 0.5, -9), Restart)
+
+
+@pytest.mark.parametrize(
+    ("code", "ran", "ends"), [(78, True, True), (77, True, True), (69, False, True), (69, True, False), (75, False, True)]
+)
+def test_exit_codes_that_end_the_node(watchdog, code, ran, ends):
+    if ran:
+        watchdog.progressed(1.0, None, "training")
+    verdict = watchdog.exited(2.0, code)
+    assert isinstance(verdict, End) == ends
+    if ends:
+        assert verdict.exit_code == code
+
+
+def test_a_finished_process_ends_the_node_well(watchdog):
+    assert watchdog.exited(2.0, 0) == End(0, "trainer finished")
+
+
+def test_recovery_is_from_exit_to_first_progress(watchdog):
+    watchdog.progressed(1.0, 1.0, "training")
+    watchdog.exited(2.0, -9)
+    watchdog.started(3.0)
+    watchdog.progressed(6.5, None, "loading")
+    watchdog.progressed(9.0, 1.0, "training")
+    assert watchdog.statistics().recovery_seconds == (4.5,)
+    assert watchdog.statistics().restarts == 1
