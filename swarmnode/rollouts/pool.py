@@ -1,0 +1,165 @@
+"""The pool: admitted groups waiting to be trained on. Pure: time, policy version and randomness are arguments.
+
+Bounded by groups and by bytes. A peer holds at most its share of either; its own oldest makes room for its newest, and when the pool
+itself is full the oldest of the most represented peer goes. A group is **drawn at most once**: a second pass over the same group in a later
+step is a second, more off-policy epoch on it, and a peer could otherwise be trained on for ever with one good group. The paper samples
+afresh each round from what was generated in that round, which is the same thing said with a global clock.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Callable
+
+import msgspec
+
+from swarmnode.config import SharingConfig
+from swarmnode.rollouts import sampling
+from swarmnode.rollouts.groups import ExternalGroup, is_useful, memory_bytes
+from swarmnode.wire import limits
+
+
+class PoolStatistics(msgspec.Struct, frozen=True):
+    groups: int
+    bytes: int
+    peers: int
+    largest_peer_share: float
+    """Groups of the most represented peer ÷ groups in the pool; 0 when empty."""
+    oldest_seconds: float
+    added: int
+    useful_added: int
+    """Added groups whose rewards differ."""
+    drawn: int
+    evicted_peer_share: int
+    evicted_full: int
+    expired_age: int
+    expired_version: int
+    refused: int
+    """Groups larger than one peer's share of the bytes, or already there."""
+
+
+class _Entry(msgspec.Struct):
+    group: ExternalGroup
+    arrived_at: float
+    arrived_version: int
+    bytes: int
+
+
+class Pool:
+    """Groups by peer, each peer's in order of arrival. `now` is Unix seconds; `policy_version` is this node's own counter."""
+
+    def __init__(self, cfg: SharingConfig, max_age: float = limits.GROUP_AGE_SECONDS) -> None:
+        self.cfg = cfg
+        self.max_age = max_age
+        self.peer_groups = max(1, int(cfg.pool_groups * cfg.peer_share))
+        self.peer_bytes = max(1, int(cfg.pool_bytes * cfg.peer_share))
+        self._peers: dict[str, OrderedDict[bytes, _Entry]] = {}
+        self._bytes_of: dict[str, int] = {}
+        self._groups = 0
+        self._bytes = 0
+        self._counts = dict.fromkeys(
+            ("added", "useful_added", "drawn", "evicted_peer_share", "evicted_full", "expired_age", "expired_version", "refused"), 0
+        )
+
+    def __len__(self) -> int:
+        return self._groups
+
+    def add(self, group: ExternalGroup, now: float, policy_version: int) -> bool:
+        """Take `group`, which arrives at `policy_version`. False where it is there already or too large for its peer's share."""
+        size = memory_bytes(group.group, group.prompt)
+        mine = self._peers.get(group.peer)
+        if size > self.peer_bytes or (mine is not None and group.content in mine):
+            self._counts["refused"] += 1
+            return False
+        while mine and (len(mine) >= self.peer_groups or self._bytes_of[group.peer] + size > self.peer_bytes):
+            self._remove(group.peer, next(iter(mine)), "evicted_peer_share")
+        while self._groups >= self.cfg.pool_groups or self._bytes + size > self.cfg.pool_bytes:
+            self._evict()
+        self._peers.setdefault(group.peer, OrderedDict())[group.content] = _Entry(group, now, policy_version, size)
+        self._bytes_of[group.peer] = self._bytes_of.get(group.peer, 0) + size
+        self._groups += 1
+        self._bytes += size
+        self._counts["added"] += 1
+        self._counts["useful_added"] += is_useful(group.rewards)
+        return True
+
+    def expire(self, now: float, policy_version: int) -> None:
+        """Drop what is older than `max_age` seconds or than `drop_staleness` own policy versions."""
+        for peer in list(self._peers):
+            for content, entry in list(self._peers[peer].items()):
+                if now - entry.arrived_at > self.max_age:
+                    self._remove(peer, content, "expired_age")
+                elif policy_version - entry.arrived_version > self.cfg.drop_staleness:
+                    self._remove(peer, content, "expired_version")
+
+    def draw(
+        self,
+        count: int,
+        policy_version: int,
+        now: float,
+        rng: random.Random,
+        trust: Callable[[str], float] = lambda peer: 1.0,
+    ) -> list[ExternalGroup]:
+        """Take out up to `count` groups for the step at `policy_version`; `trust` maps a peer to [0, 1].
+
+        Weighted: groups of at most `max_staleness` first, older ones only to fill. Uniform: the paper's, over everything in the pool.
+        """
+        self.expire(now, policy_version)
+        entries = [entry for mine in self._peers.values() for entry in mine.values()]
+        if count <= 0 or not entries:
+            return []
+        if self.cfg.sampler == "uniform":
+            chosen = rng.sample(entries, min(count, len(entries)))
+        else:
+            chosen = self._weighted(entries, count, policy_version, rng, trust)
+        for entry in chosen:
+            self._remove(entry.group.peer, entry.group.content, "drawn")
+        return [msgspec.structs.replace(e.group, staleness=_lag(e, policy_version)) for e in chosen]
+
+    def _weighted(
+        self, entries: list[_Entry], count: int, policy_version: int, rng: random.Random, trust: Callable[[str], float]
+    ) -> list[_Entry]:
+        trusted = {peer: trust(peer) for peer in self._peers}
+        weights = [
+            sampling.weight(e.group.rewards, _lag(e, policy_version), self.cfg.staleness_half_life, trusted[e.group.peer]) for e in entries
+        ]
+        ordered = sampling.shuffle_weighted(entries, weights, rng)
+        fresh = [e for e in ordered if _lag(e, policy_version) <= self.cfg.max_staleness]
+        stale = [e for e in ordered if _lag(e, policy_version) > self.cfg.max_staleness]
+        chosen = sampling.spread_over_peers(fresh, count, _peer)
+        return sampling.spread_over_peers(stale, count, _peer, already=chosen)
+
+    def _evict(self) -> None:
+        by_bytes = self._groups < self.cfg.pool_groups
+        most = max(self._peers, key=(lambda p: self._bytes_of[p]) if by_bytes else (lambda p: len(self._peers[p])))
+        self._remove(most, next(iter(self._peers[most])), "evicted_full")
+
+    def _remove(self, peer: str, content: bytes, why: str) -> None:
+        entry = self._peers[peer].pop(content)
+        self._bytes_of[peer] -= entry.bytes
+        if not self._peers[peer]:
+            del self._peers[peer], self._bytes_of[peer]
+        self._groups -= 1
+        self._bytes -= entry.bytes
+        self._counts[why] += 1
+
+    def statistics(self, now: float) -> PoolStatistics:
+        firsts = [next(iter(mine.values())).arrived_at for mine in self._peers.values()]
+        largest = max((len(mine) for mine in self._peers.values()), default=0)
+        return PoolStatistics(
+            groups=self._groups,
+            bytes=self._bytes,
+            peers=len(self._peers),
+            largest_peer_share=largest / self._groups if self._groups else 0.0,
+            oldest_seconds=max(0.0, now - min(firsts)) if firsts else 0.0,
+            **self._counts,
+        )
+
+
+def _lag(entry: _Entry, policy_version: int) -> int:
+    return max(0, policy_version - entry.arrived_version)
+
+
+def _peer(entry: _Entry) -> str:
+    return entry.group.peer

@@ -1,0 +1,149 @@
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarmnode.config import SharingConfig
+from swarmnode.rollouts.pool import Pool
+from swarmnode.testing.groups import external_group
+
+
+def filled(peers, each, **cfg):
+    pool = Pool(SharingConfig(**cfg))
+    for n in range(each):
+        for peer in peers:
+            assert pool.add(external_group(peer, n), now=float(n), policy_version=0)
+    return pool
+
+
+def draw(pool, count, version=0, now=0.0, seed=0, **kwargs):
+    return pool.draw(count, version, now, random.Random(seed), **kwargs)
+
+
+def test_a_group_is_drawn_at_most_once():
+    pool = filled("abcd", 2)
+    drawn = [g.content for _ in range(4) for g in draw(pool, 4)]
+    assert len(drawn) == len(set(drawn)) == 8
+    assert len(pool) == 0
+
+
+def test_the_same_group_is_not_added_twice():
+    pool = filled("a", 1)
+    assert not pool.add(external_group("a", 0), now=0.0, policy_version=0)
+    assert pool.statistics(0.0).refused == 1
+
+
+def test_one_peer_never_holds_more_than_its_share_of_the_groups():
+    pool = filled("a", 100, pool_groups=80)
+    stats = pool.statistics(100.0)
+    assert stats.groups == 10
+    assert stats.evicted_peer_share == 90
+
+
+def test_a_peer_that_is_full_loses_its_oldest_group():
+    pool = filled("a", 11, pool_groups=80)
+    numbers = {g.group.sequence for _ in range(10) for g in draw(pool, 2)}
+    assert numbers == set(range(1, 11))
+
+
+def test_one_peer_never_holds_more_than_its_share_of_the_bytes():
+    pool = Pool(SharingConfig(pool_bytes=2**20))
+    for n in range(100):
+        pool.add(external_group("a", n, text="x" * 10_000), now=0.0, policy_version=0)
+    assert 0 < pool.statistics(0.0).bytes <= 2**17
+
+
+def test_a_group_larger_than_a_peers_share_is_refused():
+    pool = Pool(SharingConfig(pool_bytes=2**20))
+    assert not pool.add(external_group("a", 0, text="x" * 2**17), now=0.0, policy_version=0)
+
+
+def test_a_full_pool_drops_the_oldest_group_of_the_most_represented_peer():
+    pool = Pool(SharingConfig(pool_groups=8, peer_share=0.5))
+    for peer, number in [("b", 0), ("a", 1), ("a", 2), ("a", 3), ("c", 4), ("c", 5), ("d", 6), ("e", 7), ("f", 8)]:
+        pool.add(external_group(peer, number), now=float(number), policy_version=0)
+    stats = pool.statistics(8.0)
+    assert (stats.groups, stats.evicted_full) == (8, 1)
+    left = {(g.peer, g.group.sequence) for _ in range(8) for g in draw(pool, 2)}
+    assert ("a", 1) not in left
+    assert ("b", 0) in left
+
+
+def test_groups_expire_by_age():
+    pool = filled("ab", 2)
+    pool.expire(now=3600.5, policy_version=0)
+    assert len(pool) == 2
+    assert pool.statistics(3600.5).expired_age == 2
+
+
+def test_groups_expire_by_own_policy_versions_since_they_arrived():
+    pool = filled("a", 1, drop_staleness=8)
+    pool.expire(0.0, 8)
+    assert len(pool) == 1
+    pool.expire(0.0, 9)
+    assert pool.statistics(0.0).expired_version == 1
+
+
+def test_stale_groups_are_drawn_only_to_fill():
+    pool = Pool(SharingConfig(max_staleness=4, drop_staleness=8))
+    for n, peer in enumerate("abcd"):
+        pool.add(external_group(peer, n), now=0.0, policy_version=0)
+    for n, peer in enumerate("ab"):
+        pool.add(external_group(peer, 10 + n), now=0.0, policy_version=5)
+    chosen = draw(pool, 2, version=5)
+    assert {g.group.sequence for g in chosen} == {10, 11}
+    assert {g.staleness for g in chosen} == {0}
+    assert {g.staleness for g in draw(pool, 2, version=5)} == {5}
+
+
+def test_staleness_is_never_negative_when_the_trainer_was_restored():
+    pool = Pool(SharingConfig())
+    pool.add(external_group("a", 0), now=0.0, policy_version=10)
+    assert draw(pool, 2, version=9)[0].staleness == 0
+
+
+def test_a_peer_without_trust_is_not_drawn():
+    pool = filled("ab", 3)
+    chosen = draw(pool, 4, trust=lambda peer: 0.0 if peer == "a" else 1.0)
+    assert {g.peer for g in chosen} == {"b"}
+
+
+def test_trusted_peers_are_drawn_more_often():
+    wins = 0
+    for seed in range(400):
+        pool = filled("ab", 1)
+        wins += draw(pool, 1, seed=seed, trust=lambda peer: 1.0 if peer == "a" else 0.25)[0].peer == "a"
+    assert wins / 400 == pytest.approx(0.8, abs=0.08)
+
+
+def test_uniform_sampling_is_the_papers_and_ignores_peers_and_trust():
+    pool = filled("a", 6, sampler="uniform")
+    assert len(draw(pool, 6, trust=lambda peer: 0.0)) == 6
+
+
+def test_a_draw_repeats_with_its_seed():
+    def once():
+        return [g.content for g in draw(filled("abcdef", 3), 5, seed=7)]
+
+    assert once() == once()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abcdefghij"), st.integers(0, 30_000), st.integers(0, 20)), max_size=120), st.integers(0, 2**32))
+def test_bounds_hold_whatever_arrives(arrivals, seed):
+    rng = random.Random(seed)
+    pool = Pool(SharingConfig(pool_groups=16, pool_bytes=2**20))
+    version = 0
+    for number, (peer, length, step) in enumerate(arrivals):
+        pool.add(external_group(peer, number, text="x" * length), now=float(number), policy_version=version)
+        if step == 0:
+            version += 1
+            drawn = pool.draw(4, version, float(number), rng)
+            assert len(drawn) <= 4
+        stats = pool.statistics(float(number))
+        assert stats.groups <= 16
+        assert stats.bytes <= 2**20
+        assert stats.groups == stats.added - stats.drawn - (
+            stats.evicted_full + stats.evicted_peer_share + stats.expired_age + stats.expired_version
+        )
