@@ -1,0 +1,309 @@
+"""Which peers there are, and when to dial which. Pure: no sockets, no clock; `now` is any monotonic time in seconds.
+
+    heard of ──▶ due ──▶ dialling ──▶ connected ──▶ due (at once, with jitter)
+                  ▲          │ failed
+                  └ back-off ┘  … until hopeless: forgotten (never a bootstrap peer)
+
+Bootstrap peers are dialled for ever. While no peer at all is connected every back-off is capped like theirs and nobody is forgotten: then
+it is more likely our network that is down than everybody else's. What strangers tell us is bounded in number, per peer and per prefix.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+
+from swarmnode.p2p.addresses import Address, parse
+
+SOURCES = ("bootstrap", "mdns", "book", "exchange")
+"""Where we heard of a peer, best first. A peer keeps the best source it was heard from."""
+
+MAX_PEERS = 1024
+ADDRESSES_PER_PEER = 8
+PEERS_PER_PREFIX = 8
+"""Peers of one /24 or /48 that are remembered from other peers' word alone. mDNS and bootstrap are exempt: a LAN is one prefix."""
+FIRST_BACKOFF = 0.5
+BOOTSTRAP_BACKOFF = 15.0
+OTHER_BACKOFF = 300.0
+IDLE_BOOTSTRAP_BACKOFF = 300.0
+"""Bootstrap peers are retried this seldom when enough peers are connected without them."""
+STABLE_SECONDS = 30.0
+"""A connection shorter than this counts as a failure: the peer is full, has banned us, or does not work."""
+HOPELESS_NEVER_CONNECTED = 5
+"""Failed dials after which a peer we never reached is forgotten."""
+HOPELESS_SECONDS = 7 * 86400.0
+"""A peer we did reach is forgotten when we have not for this long."""
+HINT_SECONDS = 60.0
+"""Hearing of a failing peer again shortens its back-off at most this often."""
+
+
+@dataclasses.dataclass(slots=True)
+class Peer:
+    """What we know of one peer. `addresses`: where to dial it, those that worked first."""
+
+    peer: str
+    source: str
+    addresses: list[str]
+    due: float
+    prefix: str | None
+    failures: int = 0
+    dialling: bool = False
+    connections: int = 0
+    inbound: bool = False
+    connected_at: float = -math.inf
+    last_seen: float = -math.inf
+    hinted: float = -math.inf
+    worked: set[str] = dataclasses.field(default_factory=set)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dial:
+    """One peer to dial now, at these addresses in this order."""
+
+    peer: str
+    addresses: tuple[str, ...]
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class PeerStatistics:
+    known: int
+    known_by_source: dict[str, int]
+    connected: int
+    inbound: int
+    outbound: int
+    dialling: int
+    dials: int
+    dial_failures: int
+    forgotten: int
+    refused: int
+    """Addresses not remembered because a bound was reached."""
+
+
+class PeerTable:
+    """`own`: our peer id, never dialled. `target`: peers to keep connected, as far as there are that many."""
+
+    def __init__(self, own: str, target: int, rng: random.Random) -> None:
+        self._own = own
+        self._target = target
+        self._rng = rng
+        self._peers: dict[str, Peer] = {}
+        self._dials = self._failures = self._forgotten = self._refused = 0
+
+    # -- hearing of peers
+
+    def add(self, peer: str, address: str, source: str, now: float) -> bool:
+        """Remembers where `peer` can be dialled. False if it is us, already known there, or one of the bounds is reached."""
+        if peer == self._own:
+            return False
+        known = self._peers.get(peer)
+        if known is None:
+            prefix = parse(address)[0].prefix
+            if not self._room(prefix, source, now):
+                self._refused += 1
+                return False
+            self._peers[peer] = Peer(peer, source, [address], due=now + self._jitter_start(source), prefix=prefix)
+            return True
+        known.source = min(known.source, source, key=SOURCES.index)
+        if known.failures and not known.connections and source != "book" and now - known.hinted >= HINT_SECONDS:
+            known.hinted = now
+            known.due = min(known.due, now + self._rng.uniform(0.0, 2.0))
+        if address in known.addresses:
+            return False
+        if len(known.addresses) >= ADDRESSES_PER_PEER:
+            stale = [each for each in known.addresses if each not in known.worked]
+            if not stale:
+                self._refused += 1
+                return False
+            known.addresses.remove(stale[-1])
+        known.addresses.append(address)
+        return True
+
+    def restore(self, peer: str, addresses: list[str], last_seen: float, now: float) -> None:
+        """A peer from the book. `last_seen` is in the past of `now`."""
+        for address in addresses:
+            self.add(peer, address, "book", now)
+        if (known := self._peers.get(peer)) is not None:
+            known.last_seen = max(known.last_seen, last_seen)
+
+    # -- dialling
+
+    def to_dial(self, now: float, limit: int = 8) -> list[Dial]:
+        """At most `limit` peers whose time has come, bootstrap first, then those seen last; each is dialling until told otherwise."""
+        dialling = sum(1 for each in self._peers.values() if each.dialling)
+        missing = self._target - len(self.connected()) - dialling
+        due = [each for each in self._peers.values() if each.due <= now and not each.dialling and not each.connections and each.addresses]
+        due.sort(key=lambda each: (each.source != "bootstrap", -each.last_seen, each.due))
+        dials = []
+        for each in due[: limit + MAX_PEERS]:
+            if len(dials) >= limit or (missing <= 0 and each.source != "bootstrap"):
+                break
+            if missing <= 0 and self._bootstrap_connected():
+                each.due = now + IDLE_BOOTSTRAP_BACKOFF * self._rng.uniform(0.5, 1.0)
+                continue
+            each.dialling = True
+            missing -= 1
+            self._dials += 1
+            dials.append(Dial(each.peer, tuple(each.addresses), each.source))
+        return dials
+
+    def next_due(self, now: float) -> float:
+        """Seconds until `to_dial` may return something new; infinite if only an event can change that."""
+        if len(self.connected()) >= self._target:
+            waiting = [each.due for each in self._peers.values() if each.source == "bootstrap" and not each.dialling and not each.connections]
+        else:
+            waiting = [each.due for each in self._peers.values() if not each.dialling and not each.connections]
+        return max(0.0, min(waiting) - now) if waiting else math.inf
+
+    def dialed_ok(self, peer: str, address: str, now: float) -> None:
+        """A dial to `address` ended in a connection with this very peer. (`connected` tells of the connection itself.)"""
+        if (known := self._peers.get(peer)) is None:
+            return
+        known.dialling = False
+        known.worked.add(address)
+        known.last_seen = now
+        if address in known.addresses:
+            known.addresses.remove(address)
+        known.addresses.insert(0, address)
+        del known.addresses[ADDRESSES_PER_PEER:]
+        known.worked &= set(known.addresses)
+
+    def failed(self, peer: str, now: float) -> None:
+        """A dial to all of its addresses failed."""
+        self._failures += 1
+        if (known := self._peers.get(peer)) is None:
+            return
+        known.dialling = False
+        known.failures += 1
+        known.worked.clear()
+        if self._hopeless(known, now):
+            self._forget(known)
+        else:
+            known.due = now + self._backoff(known)
+
+    # -- connections
+
+    def connected_to(self, peer: str, *, inbound: bool, now: float) -> None:
+        """A connection with `peer` was opened. An inbound peer is known without an address until it tells one."""
+        known = self._peers.get(peer)
+        if known is None:
+            if not self._room(None, "exchange", now):
+                self._refused += 1
+                return
+            known = self._peers[peer] = Peer(peer, "exchange", [], due=math.inf, prefix=None)
+        if known.connections == 0:
+            known.connected_at = now
+            known.inbound = inbound
+        known.connections += 1
+        known.last_seen = now
+
+    def disconnected(self, peer: str, now: float) -> None:
+        """A connection with `peer` was closed."""
+        if (known := self._peers.get(peer)) is None or known.connections == 0:
+            return
+        known.connections -= 1
+        if known.connections:
+            return
+        known.last_seen = now
+        known.failures = 0 if now - known.connected_at >= STABLE_SECONDS else known.failures + 1
+        if known.addresses:
+            known.due = now + self._backoff(known)
+        else:
+            self._forget(known)
+
+    def seen(self, peer: str, now: float) -> None:
+        """`peer` did something useful."""
+        if (known := self._peers.get(peer)) is not None:
+            known.last_seen = now
+
+    def drop(self, peer: str) -> None:
+        """Forgets a peer that we want nothing more to do with, unless a person configured it. Its connections are the caller's to close."""
+        if (known := self._peers.get(peer)) is not None and known.source != "bootstrap" and not known.connections:
+            self._forget(known)
+
+    # -- asking
+
+    def connected(self) -> list[str]:
+        return [each.peer for each in self._peers.values() if each.connections]
+
+    def get(self, peer: str) -> Peer | None:
+        return self._peers.get(peer)
+
+    def good(self, limit: int, *, apart_from: str, scope: int) -> list[tuple[str, list[str]]]:
+        """Peers to tell another of: connected now, a random `limit` of them, with addresses that reach at least as far as `scope`."""
+        found = []
+        for each in self._peers.values():
+            if each.connections and each.peer != apart_from:
+                told = [address for address in each.addresses if _scope(address) >= scope]
+                if told:
+                    found.append((each.peer, told))
+        return self._rng.sample(found, min(limit, len(found)))
+
+    def for_book(self, limit: int) -> list[Peer]:
+        """Peers worth remembering over a restart, those seen last first."""
+        kept = [each for each in self._peers.values() if each.addresses and each.last_seen > -math.inf]
+        kept.sort(key=lambda each: each.last_seen, reverse=True)
+        return kept[:limit]
+
+    def statistics(self) -> PeerStatistics:
+        connected = [each for each in self._peers.values() if each.connections]
+        inbound = sum(1 for each in connected if each.inbound)
+        return PeerStatistics(
+            known=len(self._peers),
+            known_by_source={source: sum(1 for each in self._peers.values() if each.source == source) for source in SOURCES},
+            connected=len(connected),
+            inbound=inbound,
+            outbound=len(connected) - inbound,
+            dialling=sum(1 for each in self._peers.values() if each.dialling),
+            dials=self._dials,
+            dial_failures=self._failures,
+            forgotten=self._forgotten,
+            refused=self._refused,
+        )
+
+    # -- rules
+
+    def _backoff(self, known: Peer) -> float:
+        """Seconds: exponential in the failures, capped, half of it jitter so that a swarm does not dial its lost bootstrap in step."""
+        patient = known.source != "bootstrap" and self.connected()
+        longest = OTHER_BACKOFF if patient else BOOTSTRAP_BACKOFF
+        return min(longest, FIRST_BACKOFF * 2.0 ** min(known.failures, 20)) * self._rng.uniform(0.5, 1.0)
+
+    def _hopeless(self, known: Peer, now: float) -> bool:
+        if known.source == "bootstrap" or not self.connected():
+            return False
+        if known.last_seen == -math.inf:
+            return known.failures >= HOPELESS_NEVER_CONNECTED
+        return now - known.last_seen > HOPELESS_SECONDS and known.failures >= HOPELESS_NEVER_CONNECTED
+
+    def _room(self, prefix: str | None, source: str, now: float) -> bool:
+        """Whether one more peer may be remembered, after making room by forgetting the least useful."""
+        if source in ("book", "exchange") and prefix is not None:
+            if sum(1 for each in self._peers.values() if each.prefix == prefix and each.source in ("book", "exchange")) >= PEERS_PER_PREFIX:
+                return False
+        if len(self._peers) < MAX_PEERS:
+            return True
+        spare = [each for each in self._peers.values() if each.source != "bootstrap" and not each.connections and not each.dialling]
+        if not spare:
+            return False
+        self._forget(min(spare, key=lambda each: (each.last_seen, -each.failures, each.due)))
+        return True
+
+    def _forget(self, known: Peer) -> None:
+        del self._peers[known.peer]
+        self._forgotten += 1
+
+    def _jitter_start(self, source: str) -> float:
+        return 0.0 if source == "bootstrap" else self._rng.uniform(0.0, 0.25)
+
+    def bootstrap(self) -> list[Peer]:
+        return [each for each in self._peers.values() if each.source == "bootstrap"]
+
+    def _bootstrap_connected(self) -> bool:
+        return any(each.connections for each in self.bootstrap())
+
+
+def _scope(address: str) -> int:
+    parsed: Address = parse(address)[0]
+    return parsed.scope
