@@ -3,11 +3,20 @@
 DOMAIN_ROLLOUT = b"swarmnode/rollout/1"
 """Domain string of a rollout envelope's signature."""
 
+DOMAIN_SWARM = b"swarmnode/swarm/1"
+"""Prefix of what is hashed into a swarm id."""
+
+DOMAIN_SEED = b"swarmnode/seed/1"
+"""Prefix of what is hashed into a block of task seeds."""
+
 ROLLOUT_TOPIC = "/swarmnode/rollouts/1"
 """Prefix of the gossip topic; the swarm id in hex follows: `rollout_topic(swarm)`."""
 
 FETCH_PROTOCOL = "/swarmnode/fetch/1"
 """Request/response: the body of a group that was announced by its hash."""
+
+PROTOCOLS = (FETCH_PROTOCOL, ROLLOUT_TOPIC)
+"""Everything two nodes must speak alike, sorted; part of the swarm id."""
 
 
 def rollout_topic(swarm: bytes) -> str:

@@ -1,21 +1,51 @@
-"""Caps, in bytes and counts, checked before anything is decoded. protocol/registry.toml holds the same table."""
+"""Caps, in bytes, counts and seconds. protocol/registry.toml holds the same table; a test compares the two.
+
+Sizes are checked before anything is decoded, declared sizes before anything is decompressed, the rest right after.
+"""
 
 GOSSIP_BYTES = 64 * 1024
 """A gossip frame (envelope) is at most this long; a longer group is announced and fetched."""
 GROUP_BYTES = 1024 * 1024
-"""A fetched envelope is at most this long, compressed or not."""
+"""A fetched envelope is at most this long, and so is a payload once decompressed, wherever it came from."""
+FETCH_REQUEST_BYTES = 64
+"""A fetch request is at most this long."""
+FETCH_RESPONSE_BYTES = GROUP_BYTES + 64
+"""A fetch response is at most this long: an envelope and the map around it."""
+ZSTD_WINDOW_BYTES = 1024 * 1024
+"""A zstd frame may ask its reader for at most this much history."""
+
+MIN_COMPLETIONS = 2
+"""An advantage needs at least two completions to compare."""
 COMPLETIONS = 64
-"""Completions in a group: 2 to this many."""
+"""Completions in a group, at most."""
 TEXT_BYTES = 64 * 1024
 """UTF-8 bytes of one completion."""
 TOKENS = 16 * 1024
-"""Tokens of one completion."""
+"""Tokens of one completion, and of `sampling.max_tokens`."""
 TASK_ID_BYTES = 64
 VERSION_BYTES = 64
+SWARM_NAME_BYTES = 256
+"""UTF-8 bytes of a swarm's name."""
+
 FINGERPRINT_BYTES = 32
 SWARM_ID_BYTES = 32
+CONTENT_ID_BYTES = 32
+KEY_BYTES = 32
+SIGNATURE_BYTES = 64
+
+INTEGER_BITS = 63
+"""Counters, seeds and times are 0 to 2**63 - 1, so that every language has a type for them."""
 INDEX_BITS = 20
 """A seed block holds 2**20 items."""
+DIFFICULTY = 255
+"""Largest difficulty of a task."""
+TEMPERATURE = 100.0
+"""Highest sampling temperature."""
+TOKEN_LOGPROB = -10_000.0
+"""Lowest log-probability of one token, nats: keeps every sum far inside f32."""
+LOGPROB_SLACK = 1e-3
+"""A packed log-probability may exceed 0 by this much: f32 soft-max rounding."""
+
 CLOCK_SKEW_SECONDS = 120.0
 """A group created further than this in the future is not accepted."""
 GROUP_AGE_SECONDS = 3600.0

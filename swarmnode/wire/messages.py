@@ -6,6 +6,10 @@ from typing import Literal
 
 import msgspec
 
+Codec = Literal["raw", "zstd"]
+Finish = Literal["eos", "length"]
+Status = Literal["ok", "unknown", "busy"]
+
 
 class TaskRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The address of one question: enough for anybody to regenerate it, never the question itself."""
@@ -34,7 +38,7 @@ class Completion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Number of sampled tokens, the EOS token included."""
     logprob: float
     """Sum of the sampler's log-probabilities over `tokens`, nats, <= 0."""
-    finish: Literal["eos", "length"]
+    finish: Finish
     token_ids: bytes = b""
     """`tokens` little-endian u32, or empty: for peers with the same tokenizer."""
     logprobs: bytes = b""
@@ -70,6 +74,10 @@ class Announce(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ann
     sequence: int
 
 
+Payload = RolloutGroup | Announce
+"""What an envelope carries."""
+
+
 class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Signed bytes. The signature covers domain string, swarm id and the exact payload bytes."""
 
@@ -79,8 +87,8 @@ class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """msgpack of a RolloutGroup or an Announce."""
     signature: bytes
     """64 bytes."""
-    codec: Literal["raw", "zstd"] = "raw"
-    """How `payload` is compressed. The signature covers it as sent."""
+    codec: Codec = "raw"
+    """How `payload` is compressed. The signature covers this field, and `payload` as sent."""
 
 
 class FetchRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -88,5 +96,5 @@ class FetchRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FetchResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    status: Literal["ok", "unknown", "busy"]
+    status: Status
     body: bytes = b""

