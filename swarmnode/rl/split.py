@@ -1,0 +1,115 @@
+"""How much of a training batch a node samples itself, and how much room it leaves for others' groups.
+
+With q the share of own groups that carry a signal, N nodes and a batch of B = I + J groups, a node trains on
+I·q + min(J, (N−1)·I·q) useful groups, at most where I* = B / (1 + (N−1)·q). No node knows N or q. Each knows how many useful
+groups arrived: `AdaptiveSplit` needs nothing else, and when everybody does the same its fixed point is I*. No torch here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+SMOOTHING = 0.4
+"""Weight of the newest count in the average: half of it is forgotten in 1.4 steps."""
+
+
+@dataclass(frozen=True)
+class SplitStatistics:
+    own_groups: int
+    """I: groups to generate for the next step."""
+    external_room: int
+    """J: external groups that the next step takes at most."""
+    useful_per_step: float
+    """Smoothed number of useful external groups that arrived per step."""
+    external_scale: float
+    """What the utility guard leaves of J."""
+
+
+class Split(Protocol):
+    """What the trainer asks of either split."""
+
+    external_scale: float
+
+    @property
+    def own_groups(self) -> int: ...
+    @property
+    def external_room(self) -> int: ...
+    def observe(self, useful_arrived: int) -> None: ...
+    def statistics(self) -> SplitStatistics: ...
+
+
+def floor_groups(batch: int, share: float) -> int:
+    """Least own groups per step, from a share of the batch: at least one, since a node that only takes starves the swarm."""
+    return min(batch, max(1, math.ceil(batch * share - 1e-9)))
+
+
+def _check(batch: int, scale: float) -> None:
+    if batch < 1 or not 0.0 <= scale <= 1.0:
+        raise ValueError(f"batch must be >= 1 and external_scale in [0, 1], not {batch}, {scale}")
+
+
+class AdaptiveSplit:
+    """I = B − min(room, round(s)), s ← 0.6 s + 0.4 · arrived, and room = B − floor external groups whatever s is.
+
+    Room does not shrink with s: rare successes come in bursts, and a burst refused is the only signal of many steps. A step may
+    therefore train on more than B groups. `smoothed` restores s after a restart. Raises ValueError for a floor outside 1..batch.
+    """
+
+    def __init__(self, batch: int, floor: int, smoothed: float = 0.0, external_scale: float = 1.0) -> None:
+        _check(batch, external_scale)
+        if not 1 <= floor <= batch:
+            raise ValueError(f"floor must be 1 to {batch}, not {floor}")
+        self.batch = batch
+        self.floor = floor
+        self.smoothed = smoothed
+        self.external_scale = external_scale
+        """Set by the utility guard, 0 to 1."""
+
+    def observe(self, useful_arrived: int) -> None:
+        """Tell how many useful (non-zero-advantage) external groups arrived since the last step, drawn or not."""
+        self.smoothed = (1.0 - SMOOTHING) * self.smoothed + SMOOTHING * useful_arrived
+
+    @property
+    def external_room(self) -> int:
+        return math.floor((self.batch - self.floor) * self.external_scale + 1e-9)
+
+    @property
+    def own_groups(self) -> int:
+        # half up, not Python's half to even: 0.5 and 2.5 should not differ in kind
+        return self.batch - min(self.external_room, math.floor(self.smoothed + 0.5))
+
+    def statistics(self) -> SplitStatistics:
+        return SplitStatistics(self.own_groups, self.external_room, self.smoothed, self.external_scale)
+
+
+class FixedSplit:
+    """The paper's: J = `external`, I = B − J, whatever arrives. The utility guard can still take from J, to I's benefit.
+
+    Source: SAPO (arXiv 2509.08721) §3, Algorithm 1. Raises ValueError for J outside 0..batch − 1.
+    """
+
+    def __init__(self, batch: int, external: int, external_scale: float = 1.0) -> None:
+        _check(batch, external_scale)
+        if not 0 <= external < batch:
+            raise ValueError(f"external must be 0 to {batch - 1}, not {external}")
+        self.batch = batch
+        self.external = external
+        self.smoothed = 0.0
+        self.external_scale = external_scale
+
+    def observe(self, useful_arrived: int) -> None:
+        """Only for the statistics."""
+        self.smoothed = (1.0 - SMOOTHING) * self.smoothed + SMOOTHING * useful_arrived
+
+    @property
+    def external_room(self) -> int:
+        return math.floor(self.external * self.external_scale + 1e-9)
+
+    @property
+    def own_groups(self) -> int:
+        return self.batch - self.external_room
+
+    def statistics(self) -> SplitStatistics:
+        return SplitStatistics(self.own_groups, self.external_room, self.smoothed, self.external_scale)

@@ -1,0 +1,91 @@
+"""Rewards to advantages."""
+
+import math
+
+import pytest
+import torch
+
+from swarmnode.rl.advantages import ESTIMATORS, advantages, train_mask, zero_advantage
+
+
+def test_grpo_divides_by_the_sample_deviation():
+    result = advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), "grpo")
+    assert torch.allclose(result, torch.tensor([[0.75, -0.25, -0.25, -0.25]]) / (0.5 + 1e-4))
+
+
+def test_dr_grpo_only_subtracts_the_mean():
+    result = advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), "dr_grpo")
+    assert torch.allclose(result, torch.tensor([[0.75, -0.25, -0.25, -0.25]]))
+
+
+def test_mc_grpo_gives_nothing_to_the_majority_and_stays_bounded():
+    # eight failures and a success: the median is a failure, so only the success is pushed
+    rewards = torch.tensor([[1.0] + [0.0] * 8])
+    result = advantages(rewards, "mc_grpo")
+    assert result[0, 1:].abs().max() == 0
+    assert 2.9 < result[0, 0] <= math.sqrt(9)
+
+
+def test_mc_grpo_keeps_the_sign_that_a_mean_would_flip():
+    # an outlier drags the mean above 0.6, which is better than most
+    rewards = torch.tensor([[0.1, 0.2, 0.3, 0.6, 5.0]])
+    assert advantages(rewards, "mc_grpo")[0, 3] > 0
+    assert advantages(rewards, "grpo")[0, 3] < 0
+
+
+def test_mc_grpo_leaves_out_exactly_one_completion_with_the_median_reward():
+    rewards = torch.tensor([[3.0, 1.0, 2.0], [0.0, 0.0, 1.0], [5.0, 5.0, 5.0]])
+    mask = train_mask(rewards, "mc_grpo")
+    assert mask.tolist() == [[True, True, False], [False, True, True], [False, True, True]]
+    assert (advantages(rewards, "mc_grpo")[~mask] == 0).all()
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "gdpo"])
+def test_other_estimators_train_on_every_completion(estimator):
+    assert train_mask(torch.rand(3, 4), estimator).all()
+
+
+def test_gdpo_tells_apart_what_a_sum_makes_equal():
+    # correctness and format; the sum of both is 1 for the first two completions
+    rewards = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [0.0, 0.0], [0.0, 1.0]]])
+    summed = advantages(rewards, "grpo")
+    apart = advantages(rewards, "gdpo")
+    assert summed[0, 0] == summed[0, 1]
+    assert apart[0, 0] > apart[0, 1]
+
+
+def test_gdpo_does_not_care_about_one_rewards_scale():
+    rewards = torch.rand(4, 6, 2, generator=torch.Generator().manual_seed(0))
+    scaled = rewards * torch.tensor([1.0, 1000.0])
+    assert torch.allclose(advantages(rewards, "gdpo"), advantages(scaled, "gdpo"), atol=2e-3)
+
+
+@pytest.mark.parametrize("estimator", list(ESTIMATORS))
+def test_equal_rewards_give_exact_zeros(estimator):
+    # 0.1 has no exact float: a mean of eight of them differs from it
+    rewards = torch.tensor([[0.1] * 8, [0.1] * 7 + [0.9]])
+    result = advantages(rewards, estimator)
+    assert (result[0] == 0).all()
+    assert result[1].abs().max() > 0.5
+
+
+@pytest.mark.parametrize("estimator", list(ESTIMATORS))
+def test_no_groups_is_no_error(estimator):
+    assert advantages(torch.zeros(0, 8), estimator).shape == (0, 8)
+
+
+def test_zero_advantage_looks_at_every_reward_function():
+    rewards = torch.tensor([[[1.0, 0.0], [0.0, 1.0]], [[1.0, 0.5], [1.0, 0.5]]])
+    assert zero_advantage(rewards).tolist() == [False, True]
+    assert zero_advantage(torch.tensor([[0.0, 0.0], [0.0, 1.0]])).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("rewards", [torch.zeros(8), torch.zeros(2, 1), torch.tensor([[0.0, math.nan]]), torch.tensor([[math.inf, 0.0]])])
+def test_refuses_other_shapes_and_what_is_not_finite(rewards):
+    with pytest.raises(ValueError):
+        advantages(rewards, "grpo")
+
+
+def test_refuses_an_unknown_estimator_and_names_the_known():
+    with pytest.raises(ValueError, match="mc_grpo"):
+        advantages(torch.zeros(1, 2), "ppo")

@@ -1,0 +1,101 @@
+"""The batch split: the rule, its fixed point, and that it never starves the swarm."""
+
+import random
+import subprocess
+import sys
+
+import pytest
+
+from swarmnode.rl.split import AdaptiveSplit, FixedSplit, floor_groups
+
+
+def test_alone_a_node_generates_its_whole_batch():
+    split = AdaptiveSplit(8, floor=2)
+    for _ in range(50):
+        split.observe(0)
+    assert split.own_groups == 8
+
+
+def test_the_average_moves_by_four_tenths():
+    split = AdaptiveSplit(8, floor=2)
+    split.observe(5)
+    assert split.smoothed == pytest.approx(2.0)
+    split.observe(5)
+    assert split.smoothed == pytest.approx(3.2)
+    assert split.own_groups == 5
+
+
+def test_own_groups_never_fall_below_the_floor():
+    split = AdaptiveSplit(8, floor=2)
+    for _ in range(50):
+        split.observe(1000)
+    assert split.own_groups == 2
+
+
+def test_a_burst_is_taken_however_quiet_it_was_before():
+    split = AdaptiveSplit(8, floor=2)
+    for _ in range(50):
+        split.observe(0)
+    assert split.external_room == 6
+
+
+def test_generation_rises_again_when_rewards_dry_up():
+    split = AdaptiveSplit(8, floor=2, smoothed=20.0)
+    for _ in range(12):
+        split.observe(0)
+    assert split.own_groups == 8
+
+
+@pytest.mark.parametrize(("q", "nodes"), [(0.03, 8), (0.1, 8), (0.16, 8), (0.4, 8), (0.1, 3)])
+def test_the_fixed_point_is_the_split_with_most_useful_groups(q, nodes):
+    # everybody follows the rule; each own group is useful with probability q
+    batch, rng = 8, random.Random(0)
+    splits = [AdaptiveSplit(batch, floor=2) for _ in range(nodes)]
+    own = []
+    for step in range(3000):
+        useful = [sum(rng.random() < q for _ in range(s.own_groups)) for s in splits]
+        for split, mine in zip(splits, useful, strict=True):
+            split.observe(sum(useful) - mine)
+        if step > 100:
+            own.append(sum(s.own_groups for s in splits) / nodes)
+    best = max(2.0, batch / (1 + (nodes - 1) * q))
+    assert sum(own) / len(own) == pytest.approx(best, abs=0.4)
+
+
+def test_the_guard_takes_external_room_and_gives_it_to_own_groups():
+    split = AdaptiveSplit(8, floor=2, smoothed=20.0)
+    split.external_scale = 0.5
+    assert (split.own_groups, split.external_room) == (5, 3)
+    split.external_scale = 0.0
+    assert (split.own_groups, split.external_room) == (8, 0)
+
+
+def test_a_fixed_split_stays_whatever_arrives():
+    split = FixedSplit(8, external=4)
+    split.observe(100)
+    assert (split.own_groups, split.external_room) == (4, 4)
+    split.external_scale = 0.5
+    assert (split.own_groups, split.external_room) == (6, 2)
+
+
+def test_statistics_are_a_snapshot():
+    split = AdaptiveSplit(8, floor=2)
+    before = split.statistics()
+    split.observe(20)
+    assert (before.own_groups, before.useful_per_step) == (8, 0.0)
+    assert split.statistics().own_groups == 2
+
+
+def test_floor_is_a_share_rounded_up_and_at_least_one():
+    assert [floor_groups(8, 0.25), floor_groups(8, 0.3), floor_groups(2, 0.01), floor_groups(8, 1.0)] == [2, 3, 1, 8]
+
+
+def test_impossible_splits_are_refused():
+    for build in (lambda: AdaptiveSplit(8, 0), lambda: AdaptiveSplit(8, 9), lambda: FixedSplit(8, 8), lambda: FixedSplit(8, -1)):
+        with pytest.raises(ValueError):
+            build()
+
+
+def test_the_split_needs_no_torch():
+    code = "import sys, swarmnode.rl.split; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

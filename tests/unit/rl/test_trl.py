@@ -1,0 +1,185 @@
+"""Our numbers are TRL's: advantages, and the loss and gradient of a fixed batch, from a real GRPOTrainer on a random model."""
+
+import copy
+import random
+
+import pytest
+import torch
+
+from swarmnode.rl.advantages import advantages
+from swarmnode.rl.objectives import policy_loss
+
+trl = pytest.importorskip("trl")
+
+PAD, EOS = 0, 1
+LENGTH = 7
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<pad>": PAD, "</s>": EOS} | {f"w{i}": i for i in range(2, 32)}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="</s>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="</s>", padding_side="left")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        pad_token_id=PAD, eos_token_id=EOS, bos_token_id=None, initializer_range=0.5,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("base")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return LlamaForCausalLM.from_pretrained(folder)  # with beta > 0, GRPOTrainer loads its reference from where the model came from
+
+
+def grpo_trainer(base, tokenizer, folder, reward_funcs=None, **settings):
+    from datasets import Dataset
+
+    args = trl.GRPOConfig(
+        output_dir=str(folder), use_cpu=True, bf16=False, report_to="none", per_device_train_batch_size=8, num_generations=4,
+        max_completion_length=LENGTH, temperature=1.0, disable_dropout=True, logging_strategy="no", save_strategy="no",
+        **settings,
+    )  # fmt: skip
+    trainer = trl.GRPOTrainer(
+        model=copy.deepcopy(base),
+        reward_funcs=reward_funcs or (lambda completions, **_: [0.0] * len(completions)),
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": ["w2 w3"] * 8}),
+        processing_class=tokenizer,
+    )
+    trainer.current_gradient_accumulation_steps = 1  # what Trainer.train sets before the first step
+    trainer.model.train()
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def batch(base):
+    """Two groups of four with prompts and completions of different lengths; the old and reference policies are elsewhere."""
+    generator = torch.Generator().manual_seed(1)
+    rows = 8
+    prompt_length = torch.tensor([3, 3, 3, 3, 5, 5, 5, 5])
+    completion_length = torch.tensor([7, 1, 4, 2, 6, 7, 3, 5])
+    prompt_mask = (torch.arange(5).flip(0) < prompt_length.unsqueeze(1)).long()  # left padding
+    completion_mask = (torch.arange(LENGTH) < completion_length.unsqueeze(1)).long()
+    ids = torch.randint(2, 32, (rows, 5 + LENGTH), generator=generator)
+    prompt_ids = ids[:, :5].masked_fill(prompt_mask == 0, PAD)
+    completion_ids = ids[:, 5:].masked_fill(completion_mask == 0, PAD)
+    inputs = {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": prompt_mask,
+        "completion_ids": completion_ids,
+        "completion_mask": completion_mask,
+        "num_items_in_batch": completion_mask.sum(),
+    }
+    with torch.no_grad():
+        now = completion_logprobs(base, inputs)
+    noise = lambda scale: torch.randn(rows, LENGTH, generator=generator) * scale
+    inputs["old_per_token_logps"] = now + noise(0.7)  # far enough that every clip is met
+    inputs["ref_per_token_logps"] = now + noise(0.5)
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.25, 0.0, 0.5, 0.0]])
+    inputs["advantages"] = advantages(rewards).flatten()
+    return inputs
+
+
+def completion_logprobs(model, inputs):
+    """(N, T), straight from the logits: nothing of TRL's, nothing of ours."""
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+    logits = model(input_ids=ids, attention_mask=mask).logits[:, -LENGTH - 1 : -1].float()
+    return logits.log_softmax(-1).gather(-1, inputs["completion_ids"].unsqueeze(-1)).squeeze(-1)
+
+
+def flat_gradient(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+MODES = [
+    dict(loss_type="dapo"),
+    dict(loss_type="grpo"),
+    dict(loss_type="dr_grpo"),
+    dict(loss_type="bnpo"),
+    dict(loss_type="dapo", delta=1.5),
+    dict(loss_type="grpo", delta=4.0, epsilon=0.1, epsilon_high=0.4),
+    dict(loss_type="dapo", beta=0.05, delta=4.0),
+    dict(loss_type="grpo", beta=0.3),
+    dict(loss_type="dapo", beta=0.3, use_bias_correction_kl=False),
+    dict(loss_type="dr_grpo", beta=0.1, delta=1.6),
+]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda m: ",".join(f"{k}={v}" for k, v in m.items()))
+def test_loss_and_gradient_equal_trls(mode, base, tokenizer, batch, tmp_path):
+    settings = {"epsilon": 0.2, "epsilon_high": 0.28, "beta": 0.0} | mode
+    trainer = grpo_trainer(base, tokenizer, tmp_path, **settings)
+    theirs = trainer.compute_loss(trainer.model, batch)
+    theirs.backward()
+
+    model = copy.deepcopy(base)
+    ours = policy_loss(
+        completion_logprobs(model, batch),
+        batch["old_per_token_logps"],
+        batch["advantages"],
+        batch["completion_mask"],
+        **settings | {"loss_type": settings["loss_type"].replace("bnpo", "dapo")},  # token mean of one batch is both
+        ref_logprobs=batch["ref_per_token_logps"],
+        max_completion_length=LENGTH,
+    )
+    ours.loss.backward()
+
+    assert abs(theirs.item()) > 1e-3
+    assert ours.loss.item() == pytest.approx(theirs.item(), abs=1e-4)
+    assert torch.allclose(flat_gradient(model), flat_gradient(trainer.model), atol=1e-4)
+    metrics = trainer._metrics["train"]
+    if "delta" not in mode:  # TRL counts its region clip after clamping to delta; ours counts what delta removes too
+        assert ours.clip_fraction.item() == pytest.approx(metrics["clip_ratio/region_mean"][0], abs=1e-6)
+    if settings["beta"] > 0:
+        assert ours.kl.item() == pytest.approx(metrics["kl"][0], abs=1e-4)
+
+
+def test_the_first_step_without_old_logprobs_equals_trls(base, tokenizer, batch, tmp_path):
+    fresh = {k: v for k, v in batch.items() if k != "old_per_token_logps"}
+    trainer = grpo_trainer(base, tokenizer, tmp_path, loss_type="dapo", epsilon_high=0.28)
+    trainer.compute_loss(trainer.model, fresh).backward()
+    model = copy.deepcopy(base)
+    policy_loss(completion_logprobs(model, batch), None, batch["advantages"], batch["completion_mask"]).loss.backward()
+    assert flat_gradient(model).norm() > 1e-2
+    assert torch.allclose(flat_gradient(model), flat_gradient(trainer.model), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "settings"),
+    [
+        ("grpo", dict(scale_rewards="group")),
+        ("dr_grpo", dict(scale_rewards="none")),
+        ("gdpo", dict(multi_objective_aggregation="normalize_then_sum", reward_weights=[1.0, 0.5])),
+    ],
+)
+def test_advantages_equal_trls(estimator, settings, base, tokenizer, tmp_path):
+    # TRL samples with its own model; our estimator gets the rewards that its reward functions returned
+    rng, seen = random.Random(0), {}
+
+    def correctness(completions, **_):
+        seen["correctness"] = [float(rng.random() < 0.4) for _ in completions]
+        return seen["correctness"]
+
+    def brevity(completions, **_):
+        seen["brevity"] = [rng.random() for _ in completions]
+        return seen["brevity"]
+
+    functions = [correctness, brevity] if estimator == "gdpo" else [correctness]
+    trainer = grpo_trainer(base, tokenizer, tmp_path, functions, **settings)
+    prompts = [{"prompt": "w2 w3"}] * 4 + [{"prompt": "w4 w5 w6"}] * 4
+    theirs = trainer._generate_and_score_completions(prompts)["advantages"]
+
+    rewards = torch.tensor([seen[f.__name__] for f in functions]).T.reshape(2, 4, len(functions))
+    ours = advantages(rewards, estimator, settings.get("reward_weights"))
+    assert ours.abs().max() > 0.1
+    assert torch.allclose(ours.flatten(), theirs, atol=1e-4)
