@@ -10,7 +10,7 @@ import msgspec
 from swarmnode.rollouts.groups import Draw, Drawn, ExternalGroup, Judged, OwnGroup
 
 __all__ = [
-    "FRAME_BYTES", "Drain", "Draw", "Drawn", "ExternalGroup", "Hello", "Judged", "OwnGroup", "Report", "ToNetwork", "ToTrainer", "Welcome",
+    "FRAME_BYTES", "Draw", "Drawn", "ExternalGroup", "Hello", "Judged", "OwnGroup", "Report", "ToNetwork", "ToTrainer", "Welcome",
 ]  # fmt: skip
 
 FRAME_BYTES = 64 * 2**20
@@ -90,9 +90,5 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     """External groups trained on in total, by peer id."""
 
 
-class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """Network → trainer, and trainer → network: finish the step, save, leave."""
-
-
-ToNetwork = Hello | OwnGroup | Draw | Judged | Report | Drain
-ToTrainer = Welcome | Drawn | Drain
+ToNetwork = Hello | OwnGroup | Draw | Judged | Report
+ToTrainer = Welcome | Drawn

@@ -1,0 +1,117 @@
+"""The network process's end of the link: answers the trainer, and outlives it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+import trio
+
+from swarmnode.errors import Unavailable
+from swarmnode.trainer.frames import FrameError, Unpacker, pack, socket_path, to_network
+from swarmnode.trainer.messages import Draw, Drawn, Hello, Judged, OwnGroup, Report, Welcome
+
+log = structlog.get_logger("swarmnode.link")
+
+WRITE_SECONDS = 10.0
+
+
+class Trainer(Protocol):
+    """What the network process does with what the trainer says."""
+
+    def hello(self, hello: Hello) -> Welcome: ...
+    def own_group(self, group: OwnGroup) -> Awaitable[None]: ...
+    def draw(self, draw: Draw) -> Drawn: ...
+    def judged(self, judged: Judged) -> None: ...
+    def report(self, report: Report) -> None: ...
+
+
+@dataclass(frozen=True)
+class LinkServerStatistics:
+    connected: bool
+    connections: int
+    bad_frames: int
+
+
+class LinkServer:
+    """Listens on the data directory's socket; a new trainer replaces an old one."""
+
+    def __init__(self, data_dir: Path, handler: Trainer) -> None:
+        self._data_dir = data_dir
+        self._handler = handler
+        self._current: trio.CancelScope | None = None
+        self._connections = 0
+        self._bad_frames = 0
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve until cancelled.
+
+        Raises:
+            Unavailable: the socket cannot be made.
+        """
+        path, directory = socket_path(self._data_dir)
+        listener = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)  # of an earlier process: the data directory's lock is held by our supervisor
+            try:
+                await listener.bind(path)
+                os.chmod(path, 0o600)
+                listener.listen(4)
+            except OSError as error:
+                raise Unavailable(f"link socket in {self._data_dir}: {error.strerror}") from None
+            task_status.started()
+            async with trio.open_nursery() as nursery:
+                while True:
+                    connection, _ = await listener.accept()
+                    if self._current is not None:
+                        self._current.cancel()
+                    nursery.start_soon(self._serve, trio.SocketStream(connection))
+        finally:
+            listener.close()
+            if directory is not None:
+                os.close(directory)
+
+    async def _serve(self, stream: trio.SocketStream) -> None:
+        self._connections += 1
+        unpacker = Unpacker(to_network)
+        with trio.CancelScope() as scope:
+            self._current = scope
+            async with stream:
+                try:
+                    async for data in stream:
+                        for message in unpacker.feed(bytes(data)):
+                            await self._handle(message, stream)
+                except FrameError as error:
+                    self._bad_frames += 1
+                    log.error("trainer sent a bad frame", error=str(error))
+                except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError) as error:
+                    log.info("trainer left", error=repr(error))
+        if self._current is scope:
+            self._current = None
+
+    async def _handle(self, message: Hello | OwnGroup | Draw | Judged | Report, stream: trio.SocketStream) -> None:
+        answer: Welcome | Drawn | None = None
+        match message:
+            case Hello():
+                answer = self._handler.hello(message)
+            case OwnGroup():
+                await self._handler.own_group(message)
+            case Draw():
+                answer = self._handler.draw(message)
+            case Judged():
+                self._handler.judged(message)
+            case Report():
+                self._handler.report(message)
+        if answer is not None:
+            with trio.fail_after(WRITE_SECONDS):
+                await stream.send_all(pack(answer))
+
+    def statistics(self) -> LinkServerStatistics:
+        return LinkServerStatistics(self._current is not None, self._connections, self._bad_frames)

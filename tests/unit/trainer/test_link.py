@@ -1,0 +1,150 @@
+"""Both ends of the link over a real Unix socket: order, restart of either end, bad frames, a path that is too long."""
+
+import socket
+import struct
+
+import pytest
+import trio
+
+from swarmnode.testing.waiting import until
+from swarmnode.trainer.frames import FrameError, Unpacker, pack, socket_path, to_network
+from swarmnode.trainer.link import QUEUED_FRAMES, Link
+from swarmnode.trainer.link_server import LinkServer
+from swarmnode.trainer.messages import Drawn, Hello, Judged, Report, Welcome
+
+HELLO = Hello(model=b"m" * 32, tokenizer=b"t" * 32, policy_version=3, vocab_size=120)
+WELCOME = Welcome(peer="12D3KooWtest", swarm=b"s" * 32)
+
+
+class Recorder:
+    """What the network process would do, recorded."""
+
+    def __init__(self):
+        self.seen = []
+
+    def hello(self, hello):
+        self.seen.append(hello)
+        return WELCOME
+
+    async def own_group(self, group):
+        self.seen.append(group)
+
+    def draw(self, draw):
+        return Drawn(draw.request, [], useful_arrived=draw.count)
+
+    def judged(self, judged):
+        self.seen.append(judged)
+
+    def report(self, report):
+        self.seen.append(report)
+
+    def reports(self):
+        return [message.step for message in self.seen if isinstance(message, Report)]
+
+
+@pytest.fixture
+def data_dir(tmp_path):
+    (tmp_path / "run").mkdir()
+    return tmp_path
+
+
+async def test_welcome_and_messages_in_order(data_dir):
+    recorder = Recorder()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(LinkServer(data_dir, recorder).run)
+        with Link(data_dir, lambda: HELLO) as link:
+            assert await trio.to_thread.run_sync(link.welcome, 5.0) == WELCOME
+            for step in range(100):
+                link.send(Report(phase="training", step=step))
+            await until(lambda: len(recorder.reports()) == 100)
+        assert recorder.seen[0] == HELLO
+        assert recorder.reports() == list(range(100))
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_draw_is_answered_without_the_step_waiting(data_dir):
+    async with trio.open_nursery() as nursery:
+        await nursery.start(LinkServer(data_dir, Recorder()).run)
+        with Link(data_dir, lambda: HELLO) as link:
+            await trio.to_thread.run_sync(link.welcome, 5.0)
+            link.request_external(6, policy_version=3)
+            assert await trio.to_thread.run_sync(link.take_external, 5.0) == ([], 6)
+            assert link.take_external(0.0) == ([], 0)
+        nursery.cancel_scope.cancel()
+
+
+async def test_the_network_process_restarts_and_nothing_queued_is_lost(data_dir):
+    recorder = Recorder()
+    with Link(data_dir, lambda: HELLO) as link:
+        link.send(Report(phase="training", step=1))
+        link.request_external(4, 0)
+        assert link.take_external(5.0) == ([], 0)  # nobody there: returns at once, does not wait 5 s
+        async with trio.open_nursery() as nursery:
+            await nursery.start(LinkServer(data_dir, recorder).run)
+            await until(lambda: recorder.reports() == [1])
+            nursery.cancel_scope.cancel()
+        await until(lambda: not link.statistics().connected)
+        link.send(Report(phase="training", step=2))
+        async with trio.open_nursery() as nursery:
+            await nursery.start(LinkServer(data_dir, recorder).run)
+            await until(lambda: recorder.reports() == [1, 2])
+            assert link.statistics().connections == 2
+            nursery.cancel_scope.cancel()
+
+
+async def test_a_new_trainer_replaces_the_old(data_dir):
+    server = LinkServer(data_dir, Recorder())
+    async with trio.open_nursery() as nursery:
+        await nursery.start(server.run)
+        path, _ = socket_path(data_dir)
+        old = await trio.open_unix_socket(path)
+        await old.send_all(pack(HELLO))
+        await old.receive_some(1)
+        with Link(data_dir, lambda: HELLO) as link:
+            assert await trio.to_thread.run_sync(link.welcome, 5.0) == WELCOME
+            with trio.fail_after(5):
+                while await old.receive_some(4096):
+                    pass
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("data", [struct.pack(">I", 2**31), struct.pack(">I", 3) + b"\xc1\xc1\xc1", pack(WELCOME)])
+async def test_a_bad_frame_closes_the_connection_and_is_counted(data_dir, data):
+    server = LinkServer(data_dir, Recorder())
+    async with trio.open_nursery() as nursery:
+        await nursery.start(server.run)
+        stream = await trio.open_unix_socket(socket_path(data_dir)[0])
+        await stream.send_all(data)
+        with trio.fail_after(5):
+            assert await stream.receive_some(1) == b""
+        assert server.statistics().bad_frames == 1
+        nursery.cancel_scope.cancel()
+
+
+def test_the_outbox_is_bounded_and_drops_the_oldest(data_dir):
+    link = Link(data_dir, lambda: HELLO)  # not started: nothing leaves
+    for step in range(QUEUED_FRAMES + 3):
+        link.send(Judged(content=b"", peer="", outcome=str(step)))
+    assert link.statistics().dropped_frames == 3
+    assert Unpacker(to_network).feed(link._outbox[0])[0].outcome == "3"
+
+
+def test_frames_survive_any_cut():
+    data = pack(HELLO) + pack(Report(phase="training", step=7))
+    unpacker = Unpacker(to_network)
+    messages = [message for byte in data for message in unpacker.feed(bytes([byte]))]
+    assert [type(message) for message in messages] == [Hello, Report]
+    with pytest.raises(FrameError):
+        Unpacker(to_network).feed(struct.pack(">I", 1) + b"\xc0")
+
+
+async def test_a_data_directory_that_is_too_deep_for_a_socket_works(tmp_path):
+    deep = tmp_path / ("d" * 120)
+    (deep / "run").mkdir(parents=True)
+    with pytest.raises(OSError, match="too long"):
+        socket.socket(socket.AF_UNIX).bind(str(deep / "run" / "link.sock"))
+    async with trio.open_nursery() as nursery:
+        await nursery.start(LinkServer(deep, Recorder()).run)
+        with Link(deep, lambda: HELLO) as link:
+            assert await trio.to_thread.run_sync(link.welcome, 5.0) == WELCOME
+        nursery.cancel_scope.cancel()

@@ -1,0 +1,113 @@
+"""State on disk: exact resumption, one rename, refusal of foreign or damaged files."""
+
+import copy
+
+import pytest
+import torch
+
+from swarmnode.errors import StateError
+from swarmnode.trainer import state
+from swarmnode.trainer.state import Counters, Saver
+
+
+def make(seed=0):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01), torch.Generator().manual_seed(seed)
+
+
+def step(model, optimizer, rng):
+    x = torch.randn(16, 4, generator=rng)
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_a_restored_trainer_continues_bit_for_bit(tmp_path):
+    model, optimizer, rng = make()
+    for _ in range(3):
+        step(model, optimizer, rng)
+    counters = Counters(step=3, policy_version=3, sequence=24, peers_used={"a": 2}, reward_held_out=0.25)
+    state.write(tmp_path, state.take(model, optimizer, rng, counters, "f"))
+    for _ in range(2):
+        step(model, optimizer, rng)
+
+    other, other_optimizer, other_rng = make(seed=1)
+    restored = state.restore(tmp_path, other, other_optimizer, other_rng, "f")
+    assert restored == counters
+    for _ in range(2):
+        step(other, other_optimizer, other_rng)
+    assert torch.equal(weights(model), weights(other))
+
+
+def test_a_snapshot_does_not_follow_the_model(tmp_path):
+    model, optimizer, rng = make()
+    step(model, optimizer, rng)
+    before = weights(model)
+    snapshot = state.take(model, optimizer, rng, Counters(step=1), "f")
+    step(model, optimizer, rng)
+    state.write(tmp_path, snapshot)
+    other, other_optimizer, other_rng = make(seed=1)
+    state.restore(tmp_path, other, other_optimizer, other_rng, "f")
+    assert torch.equal(weights(other), before)
+
+
+def test_frozen_parameters_are_not_written(tmp_path):
+    model, _, rng = make()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    names = state.take(model, optimizer, rng, Counters(), "f").tensors
+    assert "weights.2.weight" in names
+    assert "weights.0.weight" not in names
+
+
+def test_no_state_is_none(tmp_path):
+    assert state.restore(tmp_path, *make(), "f") is None
+
+
+@pytest.mark.parametrize("damage", ["truncate", "garbage", "foreign", "shape"])
+def test_a_damaged_or_foreign_file_is_refused_and_changes_nothing(tmp_path, damage):
+    model, optimizer, rng = make()
+    step(model, optimizer, rng)
+    state.write(tmp_path, state.take(model, optimizer, rng, Counters(step=1), "f"))
+    path = tmp_path / state.FILE
+    if damage == "truncate":
+        path.write_bytes(path.read_bytes()[:-10])
+    if damage == "garbage":
+        path.write_bytes(b"\xff" * 100)
+    target, target_optimizer, target_rng = make(seed=1)
+    if damage == "shape":
+        target[2] = torch.nn.Linear(8, 3)
+    before = copy.deepcopy(target.state_dict())
+    with pytest.raises(StateError, match="move it away"):
+        state.restore(tmp_path, target, target_optimizer, target_rng, "g" if damage == "foreign" else "f")
+    assert all(torch.equal(before[name], tensor) for name, tensor in target.state_dict().items())
+
+
+def test_the_saver_writes_the_newest_and_survives_a_full_disk(tmp_path, monkeypatch):
+    model, optimizer, rng = make()
+    saver = Saver(tmp_path / "trainer")
+    real, calls = state.write, []
+
+    def sometimes(directory, snapshot):
+        calls.append(snapshot.counters["step"])
+        if len(calls) == 1:
+            raise OSError(28, "No space left on device")
+        real(directory, snapshot)
+
+    monkeypatch.setattr(state, "write", sometimes)
+    for number in range(1, 6):
+        step(model, optimizer, rng)
+        saver.submit(state.take(model, optimizer, rng, Counters(step=number), "f"))
+    saver.close()
+    assert saver.saved_step in (0, 5)
+    assert calls[-1] == 5 or saver.error
+    saver = Saver(tmp_path / "trainer")
+    saver.submit(state.take(model, optimizer, rng, Counters(step=6), "f"))
+    saver.close()
+    assert saver.error is None
+    assert state.restore(tmp_path / "trainer", *make(1), "f").step == 6
