@@ -13,7 +13,18 @@ import numpy as np
 
 from swarmnode.errors import BadMessage
 from swarmnode.wire import limits
-from swarmnode.wire.messages import Announce, Completion, Envelope, FetchRequest, FetchResponse, RolloutGroup, SamplingParams, TaskRef
+from swarmnode.wire.messages import (
+    Announce,
+    Completion,
+    Envelope,
+    FetchRequest,
+    FetchResponse,
+    PeersRequest,
+    PeersResponse,
+    RolloutGroup,
+    SamplingParams,
+    TaskRef,
+)
 from swarmnode.wire.tensors import ITEM_BYTES, unpack_logprobs
 
 
@@ -97,12 +108,33 @@ def _check_fetch_response(response: FetchResponse) -> None:
     _between("body", len(response.body), 0, limits.GROUP_BYTES)
 
 
+def _check_peers_request(request: PeersRequest) -> None:
+    _length("swarm", request.swarm, limits.SWARM_ID_BYTES)
+    _check_addresses(request.addresses)
+
+
+def _check_peers_response(response: PeersResponse) -> None:
+    _length("swarm", response.swarm, limits.SWARM_ID_BYTES)
+    _between("peers", len(response.peers), 0, limits.PEERS)
+    for peer in response.peers:
+        _name("peer", peer.peer, limits.PEER_ID_BYTES)
+        _check_addresses(peer.addresses)
+
+
+def _check_addresses(addresses: list[str]) -> None:
+    _between("addresses", len(addresses), 0, limits.PEER_ADDRESSES)
+    for address in addresses:
+        _name("address", address, limits.ADDRESS_BYTES)
+
+
 _CHECKS: dict[type, Callable[[Any], None]] = {
     RolloutGroup: check_group,
     Announce: _check_announce,
     Envelope: _check_envelope,
     FetchRequest: _check_fetch_request,
     FetchResponse: _check_fetch_response,
+    PeersRequest: _check_peers_request,
+    PeersResponse: _check_peers_response,
 }
 
 

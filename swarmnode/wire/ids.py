@@ -15,6 +15,9 @@ ROLLOUT_TOPIC = "/swarmnode/rollouts/1"
 FETCH_PROTOCOL = "/swarmnode/fetch/1"
 """Request/response: the body of a group that was announced by its hash."""
 
+PEERS_PROTOCOL = "/swarmnode/peers/1"
+"""Request/response: peers of the same swarm that the responder is connected to. Not in `PROTOCOLS`: a node without it is found otherwise."""
+
 PROTOCOLS = (FETCH_PROTOCOL, ROLLOUT_TOPIC)
 """Everything two nodes must speak alike, sorted; part of the swarm id."""
 

@@ -11,6 +11,18 @@ FETCH_REQUEST_BYTES = 64
 """A fetch request is at most this long."""
 FETCH_RESPONSE_BYTES = GROUP_BYTES + 64
 """A fetch response is at most this long: an envelope and the map around it."""
+PEERS_REQUEST_BYTES = 4 * 1024
+"""A peers request is at most this long."""
+PEERS_RESPONSE_BYTES = 64 * 1024
+"""A peers response is at most this long."""
+PEERS = 32
+"""Peers in a peers response, at most."""
+PEER_ADDRESSES = 8
+"""Addresses of one peer in a peers request or response, at most."""
+PEER_ID_BYTES = 64
+"""A peer id in base58; that of an Ed25519 key has 52 characters."""
+ADDRESS_BYTES = 256
+"""A multiaddr as text."""
 ZSTD_WINDOW_BYTES = 1024 * 1024
 """A zstd frame may ask its reader for at most this much history."""
 

@@ -98,3 +98,26 @@ class FetchRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class FetchResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     status: Status
     body: bytes = b""
+
+
+class PeerAddresses(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where another peer may be dialled. A claim: only a dial that ends with this peer id proves it."""
+
+    peer: str
+    """Its peer id in base58."""
+    addresses: list[str]
+    """Multiaddrs `/ip4|ip6/<address>/tcp/<port>`, without the peer id."""
+
+
+class PeersRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    swarm: bytes
+    """32 bytes: the requester's swarm id."""
+    addresses: list[str]
+    """The requester's own listen or announce addresses; the responder believes the port and uses the IP address it sees."""
+
+
+class PeersResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    swarm: bytes
+    """32 bytes: the responder's swarm id; `peers` is empty when it is not the requester's."""
+    peers: list[PeerAddresses]
+    """Peers of this swarm that the responder is connected to now, a random choice."""
