@@ -1,0 +1,136 @@
+"""Regenerate questions and judge answers, in a sandboxed child. `Scorer` blocks (for the trainer); `AsyncScorer` is for trio (the network).
+
+Both replace their child when it dies or overruns, and ask again, one question at a time, so that only the question that did it pays for it.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Generator, Sequence
+from types import TracebackType
+from typing import Self, TypeVar
+
+from swarmnode.tasks.async_client import AsyncScorer
+from swarmnode.tasks.child import Child, Died, Wait
+from swarmnode.tasks.frames import FRAME_GROUPS, Question, Scored, ScoreError, ScorerFailed, TaskUnknown, prepare
+from swarmnode.tasks.tally import ScorerStatistics, Tally
+from swarmnode.wire.messages import TaskRef
+
+__all__ = ["AsyncScorer", "ScoreError", "Scored", "Scorer", "ScorerFailed", "ScorerStatistics", "TaskUnknown"]
+
+T = TypeVar("T")
+
+
+
+
+class Scorer:
+    """A scorer child for plain threads. Use it as a context manager; calls from several threads take turns.
+
+    deadline: wall-clock seconds for a request of up to 64 groups; cpu_seconds: CPU time that one may use;
+    startup_seconds: until a new child is ready.
+    """
+
+    def __init__(self, *, deadline: float = 10.0, cpu_seconds: int = 2, startup_seconds: float = 60.0) -> None:
+        self._deadline = deadline
+        self._cpu_seconds = cpu_seconds
+        self._startup_seconds = startup_seconds
+        self._child: Child | None = None
+        self._lock = threading.Lock()
+        self._tally = Tally()
+
+    def __enter__(self) -> Self:
+        """Start the child, so that the first question need not wait for it. Raises ScorerFailed."""
+        with self._lock:
+            self._start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the child. A later call would start another."""
+        with self._lock:
+            self._end()
+
+    def prompt(self, ref: TaskRef) -> str:
+        """The question's text. Raises TaskUnknown, ScorerFailed."""
+        return self.score(ref, []).prompt
+
+    def score(self, ref: TaskRef, completions: Sequence[str]) -> Scored:
+        """The question's text and a reward in [0, 1] for each completion (at most 64). Raises TaskUnknown, ScorerFailed, ValueError."""
+        (result,) = self.score_many([(ref, completions)])
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def score_many(self, items: Sequence[tuple[TaskRef, Sequence[str]]]) -> list[Scored | ScoreError]:
+        """The same for many questions at once, in order; what went wrong with one is in its place and costs the others nothing.
+
+        Raises ValueError when a question has more than 64 completions.
+        """
+        results: list[Scored | ScoreError | None] = [None] * len(items)
+        asked: list[tuple[int, Question]] = []
+        for place, (ref, completions) in enumerate(items):
+            try:
+                asked.append((place, prepare(ref, completions)))
+            except TaskUnknown as error:
+                results[place] = self._tally.unknown(error)
+        with self._lock:
+            for start in range(0, len(asked), FRAME_GROUPS):
+                part = asked[start : start + FRAME_GROUPS]
+                for (place, _), result in zip(part, self._ask([question for _, question in part]), strict=True):
+                    results[place] = result
+        return [result for result in results if result is not None]
+
+    def statistics(self) -> ScorerStatistics:
+        return self._tally.snapshot(self._child, waiting=0)
+
+    def _ask(self, questions: list[Question]) -> Sequence[Scored | ScoreError]:
+        """One frame. When it kills the child, each of its questions again, alone."""
+        try:
+            child = self._start()
+        except ScorerFailed as error:
+            return [error] * len(questions)
+        try:
+            scored = self._hold(child.ask(questions), self._deadline)
+        except (Died, TimeoutError) as error:
+            failure = self._tally.failure(error, self._end())
+            if len(questions) == 1:
+                return [failure]
+            return [result for question in questions for result in self._ask([question])]
+        self._tally.frame(questions)
+        return scored
+
+    def _start(self) -> Child:
+        """The child, a new one if there is none. Raises ScorerFailed."""
+        if self._child is not None and self._child.owner != os.getpid():
+            self._end()  # we are a fork: it is our parent's, we only close our copy of its pipes
+        if self._child is None:
+            try:
+                self._child = Child(self._cpu_seconds)
+                self._hold(self._child.hello(), self._startup_seconds)
+            except (OSError, Died) as error:  # TimeoutError is an OSError
+                raise self._tally.failure(error, self._end(), starting=True) from None
+            self._tally.started()
+        return self._child
+
+    def _end(self) -> str:
+        child, self._child = self._child, None
+        return child.end() if child is not None else ""
+
+    @staticmethod
+    def _hold(conversation: Generator[Wait, None, T], seconds: float) -> T:
+        """Hold a conversation to its end. Raises TimeoutError, and Died as the conversation does."""
+        end = time.monotonic() + seconds
+        try:
+            while True:
+                direction, descriptor = next(conversation)
+                poll = select.poll()
+                poll.register(descriptor, select.POLLIN if direction == "read" else select.POLLOUT)
+                if not poll.poll(max(0.0, end - time.monotonic()) * 1000):
+                    raise TimeoutError(f"no answer within {seconds:g} s")
+        except StopIteration as stop:
+            return stop.value

@@ -1,0 +1,120 @@
+"""What a client and its scorer child say to each other, and what they refuse to say.
+
+A frame is a big-endian u32 length and a msgpack array. One frame carries many groups, because a round trip costs as much as judging
+a few of them.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import msgspec
+
+from swarmnode.errors import LocalError, SwarmNodeError
+from swarmnode.tasks.registry import TASKS, task_version
+from swarmnode.tasks.seeds import is_address
+from swarmnode.wire.limits import COMPLETIONS, TEXT_BYTES
+from swarmnode.wire.messages import TaskRef
+
+FRAME_GROUPS = 64
+"""Groups in a request, at most."""
+FRAME_BYTES = 16 * 2**20
+"""A longer frame means that the other side is not what it should be."""
+HEADER = struct.Struct(">I")
+
+
+class ScorerFailed(LocalError):
+    """Raised (or put in the place of a result) when the child died or overran its deadline on this question, or could not be started."""
+
+
+class TaskUnknown(SwarmNodeError):
+    """Raised (or put in the place of a result) when this node cannot regenerate a question.
+
+    `reason` is task, version, address or difficulty.
+    """
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"unknown {reason}: {detail}")
+        self.reason = reason
+
+
+class Scored(msgspec.Struct, frozen=True, array_like=True):
+    """One question regenerated, and its completions judged."""
+
+    prompt: str
+    rewards: list[float]
+    """One per completion, in [0, 1], finite."""
+
+
+ScoreError = TaskUnknown | ScorerFailed
+
+
+class Question(msgspec.Struct, frozen=True, array_like=True):
+    """Client → child: regenerate this, judge these. A `None` answer was too long or unencodable to be sent: its reward is 0."""
+
+    task: str
+    seed: int
+    index: int
+    answers: list[str | None]
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True):
+    """Child → client, first frame: it has loaded its tasks and locked itself in."""
+
+    pid: int
+    layers: list[str]
+    """The sandbox layers that are active (`sandbox.LAYERS`)."""
+
+
+encode_questions = msgspec.msgpack.Encoder().encode
+decode_questions = msgspec.msgpack.Decoder(list[Question]).decode
+encode_scored = msgspec.msgpack.Encoder().encode
+decode_scored = msgspec.msgpack.Decoder(list[Scored]).decode
+decode_ready = msgspec.msgpack.Decoder(Ready).decode
+
+
+def prepare(ref: TaskRef, completions: Sequence[str]) -> Question:
+    """A question as the child takes it. Nothing is sent that this node could not regenerate or need not look at.
+
+    Raises TaskUnknown, and ValueError when there are more than 64 completions.
+    """
+    spec = TASKS.get(ref.id)
+    if spec is None:
+        raise TaskUnknown("task", repr(ref.id))
+    if ref.version != task_version(ref.id):
+        raise TaskUnknown("version", f"{ref.version!r} of {ref.id}, this node has {task_version(ref.id)!r}")
+    if not is_address(ref.seed, ref.index):
+        raise TaskUnknown("address", f"seed {ref.seed}, index {ref.index}")
+    if ref.difficulty != 0:
+        raise TaskUnknown("difficulty", f"{ref.difficulty} of {ref.id}, which has only 0")
+    if len(completions) > COMPLETIONS:
+        raise ValueError(f"{len(completions)} completions, more than {COMPLETIONS}")
+    return Question(ref.id, ref.seed, ref.index, [_sendable(text, spec.max_answer_bytes) for text in completions])
+
+
+def answer_of(text: str) -> str:
+    """The answer in a completion: what the last `<answer>…</answer>` holds, without white space around it, or else the whole text as it is.
+
+    Small policies answer outright; instruction-tuned ones think first and mark the answer, as reasoning-gym's own prompts ask them to.
+    """
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, end) if end >= 0 else -1
+    return text[start + len("<answer>") : end].strip() if start >= 0 else text
+
+
+def valid(scored: list[Scored], questions: list[Question]) -> bool:
+    """Whether a response answers the request: the child is ours, but it has been near strangers' text."""
+    return len(scored) == len(questions) and all(
+        len(s.rewards) == len(q.answers) and all(0.0 <= r <= 1.0 for r in s.rewards) for s, q in zip(scored, questions, strict=True)
+    )
+
+
+def _sendable(text: str, limit: int) -> str | None:
+    if len(text) > TEXT_BYTES:
+        return None
+    answer = answer_of(text)
+    try:
+        return answer if len(answer.encode()) <= limit else None
+    except UnicodeEncodeError:  # a lone surrogate: no UTF-8 text, so nobody's answer
+        return None

@@ -1,0 +1,113 @@
+"""The tasks a node may train on. A short list on purpose: each scorer on it has been read (docs/tasks.md says what it does with an answer).
+
+This module is imported everywhere and therefore does not import reasoning-gym: only its version is looked up.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+from swarmnode.errors import ConfigError, Unavailable
+from swarmnode.tasks import builtin
+
+ADAPTER_VERSION = "1"
+"""Enters every task version: change it when the adapter (`gym`) or what counts as the answer (`frames.answer_of`) changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSpec:
+    """One task: where its questions come from and how long an answer may be."""
+
+    id: str
+    kind: Literal["builtin", "reasoning_gym"]
+    generator: str
+    """Name within its kind: a key of `builtin.GENERATORS`, or a module of reasoning_gym such as `arithmetic.chain_sum`."""
+    settings: Mapping[str, Any]
+    """Arguments of the generator."""
+    max_answer_bytes: int = 256
+    """UTF-8 bytes; a longer answer is not looked at and its reward is 0."""
+
+
+def _gym(group: str, name: str, **settings: Any) -> TaskSpec:
+    return TaskSpec(f"rg/{name}", "reasoning_gym", f"{group}.{name}", MappingProxyType(settings))
+
+
+def _builtin(name: str, **settings: Any) -> TaskSpec:
+    return TaskSpec(f"builtin/{name}", "builtin", name, MappingProxyType(settings))
+
+
+_SPECS = (
+    _builtin("copy", digits=3),
+    _builtin("sum", terms=2),
+    _gym("arithmetic", "chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=1),
+    _gym(
+        "arithmetic", "basic_arithmetic",
+        min_terms=2, max_terms=2, min_digits=1, max_digits=1, operators=("+", "-", "*"), allow_parentheses=False, allow_negation=False,
+    ),
+    _gym("algorithmic", "base_conversion", min_base=2, max_base=3, min_value=0, max_value=15),
+    _gym("algorithmic", "spell_backward", min_word_len=3, max_word_len=4),
+    _gym("arithmetic", "gcd", min_value=1, max_value=20),
+    _gym("arithmetic", "lcm", min_value=1, max_value=9),
+    _gym("arithmetic", "count_bits", min_n=1, max_n=63),
+    _gym("arithmetic", "fraction_simplification", min_value=1, max_value=9, min_factor=2, max_factor=4, styles=("plain",)),
+    _gym("arithmetic", "products", min_digits=1, max_digits=1),
+)  # fmt: skip
+TASKS: Mapping[str, TaskSpec] = MappingProxyType({spec.id: spec for spec in _SPECS})
+"""Allow-list, by task id."""
+
+_EVAL = "its scorer passes the answer to eval()"
+_SYMPY = "its scorer passes the answer to sympy.parse_expr(), which is eval()"
+REFUSED: Mapping[str, str] = MappingProxyType({
+    "rg/binary_matrix": _EVAL,
+    "rg/countdown": _SYMPY,
+    "rg/intermediate_integration": _SYMPY,
+    "rg/n_queens": _EVAL,
+    "rg/polynomial_multiplication": _SYMPY,
+    "rg/puzzle24": _SYMPY,
+    "rg/simple_integration": _SYMPY,
+    "rg/spiral_matrix": _EVAL,
+    "rg/string_insertion": _EVAL,
+})  # fmt: skip
+"""reasoning-gym datasets (0.1.25) known to execute answer text, and how. The others that are not in TASKS are refused as unread."""
+
+
+@functools.cache
+def task_version(task_id: str) -> str:
+    """16 hex digits over everything that decides a question and its reward: nodes with equal versions regenerate equal questions.
+
+    Raises KeyError for a task that is not on the list, Unavailable when reasoning-gym is not installed.
+    """
+    spec = TASKS[task_id]
+    if spec.kind == "builtin":
+        source = ["swarmnode", builtin.VERSION]
+    else:
+        try:
+            source = ["reasoning-gym", importlib.metadata.version("reasoning-gym")]
+        except importlib.metadata.PackageNotFoundError:
+            raise Unavailable(f"task {task_id} needs reasoning-gym, which is not installed") from None
+    canonical = json.dumps([ADAPTER_VERSION, spec.id, source, spec.generator, dict(spec.settings), spec.max_answer_bytes], sort_keys=True)
+    return hashlib.blake2b(canonical.encode(), digest_size=8).hexdigest()
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raises ConfigError for the first name that is not a task of this node, saying why and what is nearest."""
+    seen: set[str] = set()
+    for name in names:
+        if name in REFUSED:
+            raise ConfigError(f"task.names: {name!r} is refused because {REFUSED[name]}: a peer could run code on this machine")
+        if name not in TASKS:
+            nearest = difflib.get_close_matches(name, TASKS, n=1, cutoff=0.0)[0]
+            raise ConfigError(f"task.names: {name!r} is not on the allow-list; the nearest that is: {nearest!r}")
+        if name in seen:
+            raise ConfigError(f"task.names: {name!r} is there twice")
+        seen.add(name)
+    if not seen:
+        raise ConfigError("task.names: no task")

@@ -1,0 +1,91 @@
+"""The scorer child: `python -m swarmnode.tasks.scorer`. Regenerates questions and judges answers, for peers' groups and our own alike.
+
+It loads its tasks, locks itself in (`sandbox`), says so, and then answers requests on stdin with responses on stdout until stdin ends. It
+holds no key, no weight, no socket and no file, and it forgets every request. A request it cannot parse ends it: its client starts another.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import NoReturn
+
+from swarmnode.tasks import builtin, frames, sandbox
+from swarmnode.tasks.gym import GymTask
+from swarmnode.tasks.registry import TASKS
+
+_STDIN, _STDOUT = 0, 1
+
+
+class Judge:
+    """All tasks, ready to be asked."""
+
+    def __init__(self) -> None:
+        self._gym = {spec.id: GymTask(spec) for spec in TASKS.values() if spec.kind == "reasoning_gym"}
+
+    def item(self, task_id: str, seed: int, index: int) -> builtin.Item:
+        """The question at an address. Raises KeyError for a task that is not on the allow-list."""
+        if task_id in self._gym:
+            return self._gym[task_id].item(seed, index)
+        spec = TASKS[task_id]
+        return builtin.GENERATORS[spec.generator](seed + index, **spec.settings)
+
+    def score(self, question: frames.Question) -> frames.Scored:
+        item = self.item(question.task, question.seed, question.index)
+        return frames.Scored(item.prompt, [0.0 if answer is None else _reward(item, answer) for answer in question.answers])
+
+
+def _reward(item: builtin.Item, answer: str) -> float:
+    """In [0, 1], whatever the scorer does: a scorer that raises or returns nonsense has not accepted the answer."""
+    try:
+        reward = item.reward(answer)
+    except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError, PermissionError):
+        return 0.0
+    return reward if 0.0 <= reward <= 1.0 else 0.0  # NaN fails both comparisons
+
+
+def main(parent: int, cpu_seconds: int) -> None:
+    """Serve until stdin ends. `parent`: pid of the client; `cpu_seconds`: CPU time that one request may use."""
+    judge = Judge()
+    layers = sandbox.enter(parent)
+    _write(frames.encode_scored(frames.Ready(os.getpid(), layers)))
+    while (request := _read_frame()) is not None:
+        sandbox.allow_cpu(cpu_seconds)
+        questions = frames.decode_questions(request)
+        _write(frames.encode_scored([judge.score(question) for question in questions]))
+
+
+def _read_frame() -> bytes | None:
+    header = _read(frames.HEADER.size)
+    if header is None:
+        return None
+    (length,) = frames.HEADER.unpack(header)
+    if length > frames.FRAME_BYTES:
+        _give_up("a request is too long")
+    return _read(length)
+
+
+def _read(length: int) -> bytes | None:
+    """Exactly `length` bytes, or None when stdin ends before."""
+    data = bytearray()
+    while len(data) < length:
+        chunk = os.read(_STDIN, min(length - len(data), 1 << 20))
+        if not chunk:
+            return None
+        data += chunk
+    return bytes(data)
+
+
+def _write(body: bytes) -> None:
+    view = memoryview(frames.HEADER.pack(len(body)) + body)
+    while view:
+        view = view[os.write(_STDOUT, view) :]
+
+
+def _give_up(reason: str) -> NoReturn:
+    os.write(2, f"scorer: {reason}\n".encode())
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,90 @@
+"""Which question comes next. Every node has its own stream, nobody can choose its questions, and nobody meets the exam early.
+
+A question's address is (seed, index), and reasoning-gym draws item i of a dataset from `Random(seed + i)`: two datasets whose seeds are
+close are the same stream, shifted. So a seed is the start of a block of 2**20 items and always a multiple of 2**20, and two different
+blocks share no item. A seed has 63 bits:
+
+    bit 62        1 for evaluation, 0 for training
+    bits 20..61   block: 42 bits of a hash
+    bits 0..19    zero: room for the index
+
+A training block follows from (swarm, peer, sequence >> 20), so a receiver can check it. Blocks are drawn, not assigned: of n blocks in use,
+two coincide with probability about n**2 / 2**43 (a thousand nodes with a million groups each: 1e-7), and then two nodes merely meet the
+same questions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from swarmnode.wire.limits import INDEX_BITS
+
+INDEX_SPAN = 2**INDEX_BITS
+"""Items in a block."""
+BLOCK_BITS = 42
+EVALUATION_BIT = 1 << (INDEX_BITS + BLOCK_BITS)
+SEED_LIMIT = EVALUATION_BIT << 1
+"""Seeds, and seed + index, are below this: 2**63."""
+SEQUENCE_LIMIT = 2 ** (64 + INDEX_BITS)
+
+_TRAINING = b"swarmnode/seed/1"
+_EVALUATION = b"swarmnode/evaluation/1"
+_CHOICE = b"swarmnode/task/1"
+
+
+def task_seed(swarm: bytes, peer: str, sequence: int) -> tuple[int, int]:
+    """The address (seed, index) of a node's question number `sequence`.
+
+    swarm: 32-byte swarm id; peer: base58 peer id; sequence: the node's own counter, 0 <= sequence < 2**84.
+    Raises ValueError when one of them is outside its range.
+    """
+    if len(swarm) != 32:
+        raise ValueError(f"a swarm id has 32 bytes, not {len(swarm)}")
+    if not 0 <= sequence < SEQUENCE_LIMIT:
+        raise ValueError("sequence is outside 0 to 2**84 - 1")
+    digest = hashlib.blake2b(_TRAINING + swarm + peer.encode() + (sequence >> INDEX_BITS).to_bytes(8, "big"), digest_size=32).digest()
+    return _block(digest) << INDEX_BITS, sequence & (INDEX_SPAN - 1)
+
+
+def check_seed(swarm: bytes, peer: str, sequence: int, seed: int, index: int) -> bool:
+    """Whether (seed, index) is what `peer` had to ask at `sequence`. Never raises: all of it may come from a peer."""
+    try:
+        return task_seed(swarm, peer, sequence) == (seed, index)
+    except ValueError:  # a length or range that nobody honest sends; UnicodeEncodeError is one too
+        return False
+
+
+def evaluation_seed(task_id: str, block: int = 0) -> int:
+    """First seed of a block of held-out questions: the same for every node and swarm, so that held-out rewards compare.
+
+    Raises ValueError when `block` is not in 0 to 2**64 - 1.
+    """
+    if not 0 <= block < 2**64:
+        raise ValueError("block is outside 0 to 2**64 - 1")
+    digest = hashlib.blake2b(_EVALUATION + task_id.encode() + b"\0" + block.to_bytes(8, "big"), digest_size=32).digest()
+    return EVALUATION_BIT | (_block(digest) << INDEX_BITS)
+
+
+def is_evaluation(seed: int) -> bool:
+    """Whether questions of this seed are held out: never trained on, never taken from a peer."""
+    return bool(seed & EVALUATION_BIT)
+
+
+def is_address(seed: int, index: int) -> bool:
+    """Whether (seed, index) can be a question's address at all: seed a multiple of 2**20 in 0 to 2**63 - 1, index in 0 to 2**20 - 1."""
+    return 0 <= seed < SEED_LIMIT and seed % INDEX_SPAN == 0 and 0 <= index < INDEX_SPAN
+
+
+def choose_task(names: Sequence[str], seed: int, index: int) -> str:
+    """The task of a question: uniform over the distinct `names`, in whatever order they are given. Raises ValueError when there is none."""
+    distinct = sorted(set(names))
+    if not distinct:
+        raise ValueError("no task to choose from")
+    digest = hashlib.blake2b(_CHOICE + seed.to_bytes(8, "big") + index.to_bytes(4, "big"), digest_size=8).digest()
+    return distinct[int.from_bytes(digest, "big") % len(distinct)]
+
+
+def _block(digest: bytes) -> int:
+    """The first 42 bits of a digest, big-endian."""
+    return int.from_bytes(digest[:8], "big") >> (64 - BLOCK_BITS)
