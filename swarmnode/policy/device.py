@@ -1,0 +1,108 @@
+"""Which device and dtype, why, and whether the model fits. Decided before weights are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psutil
+import torch
+from accelerate import init_empty_weights
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from swarmnode.config import PolicyConfig
+from swarmnode.errors import DeviceError, Unavailable
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TRAINED_BYTES = 16  # per trained parameter: float32 weight 4, gradient 4, Adam's two moments 8
+HEADROOM = 1.1  # activations and the allocator; micro-batches shrink to what is left
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the policy runs. `dtype` is what it computes in; trained weights are float32 whatever it is."""
+
+    device: torch.device
+    dtype: torch.dtype
+    reason: str
+    """One line for the log, e.g. "cuda:0, bfloat16: compute capability 9.0"."""
+    spread: bool = False
+    """Layers over all GPUs of this machine, by accelerate."""
+
+
+def probe(cfg: PolicyConfig) -> Placement:
+    """Device and dtype for `cfg`. Raises Unavailable when a device was named that torch does not have."""
+    if cfg.device == "auto":
+        name = "cuda:0" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    else:
+        name = cfg.device
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise Unavailable(f"policy.device {name!r} is not a device torch knows") from None
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise Unavailable(f"policy.device {name!r}: torch {torch.__version__} sees {count} CUDA devices here")
+        device = torch.device("cuda", device.index or 0)
+        major, minor = torch.cuda.get_device_capability(device)
+        best = torch.bfloat16 if major >= 8 else torch.float32  # older ones emulate bfloat16; float16 needs loss scaling
+        why = f"compute capability {major}.{minor}" if torch.version.hip is None else f"ROCm {torch.version.hip}"
+    elif device.type == "mps":
+        if not torch.backends.mps.is_available():
+            raise Unavailable("policy.device 'mps' is not available here")
+        best, why = torch.float32, "Apple GPU"
+    elif device.type == "cpu":
+        best, why = torch.float32, "no accelerator found" if cfg.device == "auto" else "configured"
+    else:
+        best, why = torch.float32, "configured"
+    if cfg.dtype != "auto":
+        why += ", dtype configured"
+    dtype = best if cfg.dtype == "auto" else DTYPES[cfg.dtype]
+    return Placement(device, dtype, f"{device}, {str(dtype).removeprefix('torch.')}: {why}")
+
+
+def count_parameters(config: PretrainedConfig) -> tuple[int, int]:
+    """(all parameters, inputs + outputs summed over the linear layers) of the architecture, without allocating it."""
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    head = model.get_output_embeddings()
+    linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
+    return sum(p.numel() for p in model.parameters()), sum(m.in_features + m.out_features for m in linear)
+
+
+def needed_bytes(parameters: int, lora_parameters: int, dtype: torch.dtype) -> int:
+    """Bytes to train. With LoRA (`lora_parameters` > 0) the base lies frozen in `dtype` and only the adapter has gradients."""
+    if lora_parameters:
+        return int(HEADROOM * (parameters * dtype.itemsize + lora_parameters * TRAINED_BYTES))
+    return int(HEADROOM * parameters * TRAINED_BYTES)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Free memory of the device; None where it cannot be asked."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "cpu":
+        return psutil.virtual_memory().available
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+    return None
+
+
+def fit(cfg: PolicyConfig, config: PretrainedConfig, placement: Placement) -> Placement:
+    """`placement`, spread over all GPUs when one is too small and none was named. Raises DeviceError when it does not fit."""
+    parameters, edges = count_parameters(config)
+    lora = cfg.lora.r * edges  # r × (inputs + outputs) of each adapted layer
+    need, free = needed_bytes(parameters, lora, placement.dtype), free_bytes(placement.device)
+    if free is None or need <= free:
+        return placement
+    if placement.device.type == "cuda" and cfg.device == "auto":
+        everywhere = sum(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
+        if need <= everywhere:
+            reason = f"{placement.reason}; layers over {torch.cuda.device_count()} GPUs, {need / 2**30:.1f} GiB do not fit on one"
+            return Placement(placement.device, placement.dtype, reason, spread=True)
+    hint = "" if cfg.lora.r else "; policy.lora.r = 16 trains an adapter instead of all weights"
+    raise DeviceError(
+        f"{cfg.model}: {parameters:,} parameters need about {need / 2**30:.1f} GiB to train (weights, gradients, Adam), "
+        f"{placement.device} has {free / 2**30:.1f} GiB free{hint}"
+    )

@@ -1,0 +1,284 @@
+"""Loads any Hugging Face causal LM, the embedded one by the same path, and holds it as a `Policy`."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from swarmnode.config import PolicyConfig
+from swarmnode.errors import DeviceError, Incompatible, Unavailable
+from swarmnode.policy.device import Placement, fit, probe
+from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash, weight_files
+
+PRECISION = {torch.float32: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(frozen=True)
+class PolicyStatistics:
+    parameters: int
+    trainable_parameters: int
+    device: str
+    dtype: str
+    device_memory_bytes: int | None
+    """Peak allocation on a CUDA device; None elsewhere."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A loaded model with its tokenizer, and everything about the pair that the trainer and peers ask for."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    device: torch.device
+    """Where input ids go."""
+    dtype: torch.dtype
+    """What the model computes in. Trained weights are float32 (accelerate's mixed precision)."""
+    reason: str
+    """Why this device and dtype, one line."""
+    fingerprint: bytes
+    """32 bytes: architecture and base weights."""
+    tokenizer_hash: bytes
+    """32 bytes."""
+    accelerator: Accelerator
+    """With dtype float16 use its `prepare_optimizer`, `backward` and `clip_grad_norm_`: they scale the loss."""
+    eos_id: int
+    """Ends a completion."""
+    eos_ids: frozenset[int]
+    """All tokens at which generation stops; chat models have several."""
+    pad_id: int
+    """Fills batches. Masked everywhere, so that any valid id will do."""
+    vocab_size: int
+    """Ids below this mean something to both model and tokenizer."""
+    adapter_off: bool = False
+    """True for the reference policy of a LoRA policy: same weights, adapter bypassed."""
+
+    def trainable_parameters(self) -> list[torch.nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def trainable_state(self) -> dict[str, torch.Tensor]:
+        """Name → trained tensor, not copied: what a checkpoint has to hold beside the base."""
+        return {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def load_trainable_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Overwrites the trained tensors. Raises Incompatible when names or shapes are not this policy's."""
+        mine = self.trainable_state()
+        wrong = [n for n in mine.keys() | state.keys() if n not in mine or n not in state or mine[n].shape != state[n].shape]
+        if wrong:
+            raise Incompatible(f"saved weights are of another policy: {sorted(wrong)[0]}")
+        with torch.no_grad():
+            for name, tensor in mine.items():
+                tensor.copy_(state[name])
+
+    def random_generator(self, seed: int) -> torch.Generator:
+        """A generator on the policy's device."""
+        return torch.Generator(self.device if self.device.type in ("cpu", "cuda") else "cpu").manual_seed(seed)
+
+    def encode_prompt(self, prompt: str) -> list[int]:
+        """Token ids of a question: one user turn and the start of the answer where the tokenizer has a chat template, else the text."""
+        if self.tokenizer.chat_template:
+            turn = [{"role": "user", "content": prompt}]
+            text = self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self.tokenizer(prompt)["input_ids"])
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of `ids` without special tokens."""
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def tokenize_completion(self, text: str, finish: str) -> list[int]:
+        """Ids of a peer's completion, EOS appended when it ended by itself (`finish == "eos"`).
+
+        Special tokens spelled out in the text stay text. Raises Incompatible when this tokenizer cannot represent it.
+        """
+        ids = list(self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+        unknown = self.tokenizer.unk_token_id
+        if unknown is not None and unknown in ids:
+            raise Incompatible("the tokenizer has no token for part of the text")
+        ids = [*ids, self.eos_id] if finish == "eos" else ids
+        return self.check_ids(ids)
+
+    def check_ids(self, ids: list[int]) -> list[int]:
+        """`ids`, which came from a peer. Raises Incompatible when empty or outside the vocabulary: an embedding would read past its end."""
+        if not ids or min(ids) < 0 or max(ids) >= self.vocab_size:
+            raise Incompatible(f"token ids are not {self.vocab_size} tokens' ids")
+        return ids
+
+    def logits(self, keep: int = 0, **inputs: Any) -> Any:
+        """The model's output for `inputs`, in mixed precision; logits (N, keep, V) of the last `keep` positions, of all where 0."""
+        bypass = self.model.disable_adapter() if self.adapter_off else contextlib.nullcontext()
+        with self.accelerator.autocast(), bypass:
+            if keep and takes_logits_to_keep(type(base_model(self.model))):
+                return self.model(**inputs, logits_to_keep=keep)
+            output = self.model(**inputs)
+        output.logits = output.logits[:, -keep:]
+        return output
+
+    def reference(self) -> Policy:
+        """This policy as it is now, frozen, for a KL term: a copy, or with LoRA the base under the same weights."""
+        if hasattr(self.model, "disable_adapter"):
+            return replace(self, adapter_off=True)
+        return replace(self, model=copy.deepcopy(self.model).requires_grad_(False))
+
+    def clone(self) -> Policy:
+        """An independent policy with equal weights, e.g. for many simulated nodes in one process."""
+        return replace(self, model=copy.deepcopy(self.model))
+
+    def statistics(self) -> PolicyStatistics:
+        return PolicyStatistics(
+            parameters=sum(p.numel() for p in self.model.parameters()),
+            trainable_parameters=sum(p.numel() for p in self.trainable_parameters()),
+            device=str(self.device),
+            dtype=str(self.dtype).removeprefix("torch."),
+            device_memory_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None,
+        )
+
+
+def load_policy(cfg: PolicyConfig, log: Callable[[str], None] = lambda line: None) -> Policy:
+    """Reads `cfg.model`: `embedded`, a directory, or a Hub name (HF_HUB_OFFLINE is respected). `log` gets a line per stage.
+
+    Never runs code that comes with a model and reads only safetensors. Raises Unavailable when the model or device is not
+    there, DeviceError, with the estimate, when it does not fit.
+    """
+    if cfg.threads:
+        torch.set_num_threads(cfg.threads)
+    disable_progress_bar()  # `log` says it, in lines
+    placement = probe(cfg)
+    log(placement.reason)
+    with local_directory(cfg) as directory:
+        config = offline(cfg, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False))
+        placement = fit(cfg, config, placement)
+        weight_files(directory)
+        log(f"loading {cfg.model}")
+        tokenizer = offline(cfg, lambda: AutoTokenizer.from_pretrained(directory, trust_remote_code=False))
+        model = load_model(cfg, directory, placement)
+        log("hashing the base weights")
+        identity = fingerprint(directory)
+    if cfg.lora.r:
+        model = add_adapter(cfg, model)
+    device = model.get_input_embeddings().weight.device if placement.spread else placement.device
+    accelerator = make_accelerator(placement)
+    eos_ids = end_tokens(cfg, model, tokenizer)
+    eos_id = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(eos_ids)
+    policy = Policy(
+        model=model, tokenizer=tokenizer, device=device, dtype=placement.dtype, reason=placement.reason,
+        fingerprint=identity, tokenizer_hash=tokenizer_hash(tokenizer), accelerator=accelerator, eos_id=eos_id, eos_ids=eos_ids,
+        pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_id,
+        vocab_size=min(len(tokenizer), model.get_input_embeddings().weight.shape[0]),
+    )  # fmt: skip
+    s = policy.statistics()
+    log(f"{cfg.model}: {s.parameters:,} parameters, {s.trainable_parameters:,} trained; {placement.reason}")
+    return policy
+
+
+@contextlib.contextmanager
+def local_directory(cfg: PolicyConfig) -> Iterator[Path]:
+    """The model as a directory, so that the rest knows one case only. Raises Unavailable with what was tried."""
+    if cfg.model == "embedded":
+        with resources.as_file(resources.files("swarmnode.policy") / "embedded") as directory:
+            yield directory
+        return
+    directory = Path(cfg.model).expanduser()
+    if not directory.is_dir():
+        if cfg.model.startswith((".", "/", "~")) or cfg.model.count("/") > 1:
+            raise Unavailable(f"policy.model {cfg.model!r}: no such directory")
+        directory = download(cfg)
+    if not (directory / "config.json").is_file():
+        raise Unavailable(f"policy.model {cfg.model!r}: no config.json in {directory}")
+    yield directory
+
+
+def download(cfg: PolicyConfig) -> Path:
+    """The snapshot of a Hub model, config first: whether the model fits is known before its weights are fetched."""
+    from huggingface_hub import hf_hub_download, snapshot_download
+
+    config_file = offline(cfg, lambda: hf_hub_download(cfg.model, "config.json", revision=cfg.revision))
+    config = offline(cfg, lambda: AutoConfig.from_pretrained(Path(config_file).parent, trust_remote_code=False))
+    fit(cfg, config, probe(cfg))
+    kinds = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+    fetch = lambda: snapshot_download(cfg.model, revision=cfg.revision, allow_patterns=kinds, ignore_patterns=["*/*", "consolidated*"])
+    return Path(offline(cfg, fetch))
+
+
+def offline(cfg: PolicyConfig, read: Callable[[], Any]) -> Any:
+    """`read()`, its many ways to fail turned into one line. Raises Unavailable."""
+    try:
+        return read()
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, OfflineModeIsEnabled, RepositoryNotFoundError
+
+        if isinstance(error, GatedRepoError):
+            why = "its licence has to be accepted on the Hub first"
+        elif isinstance(error, RepositoryNotFoundError):
+            why = "neither a directory nor a model on the Hub"
+        elif isinstance(error, (LocalEntryNotFoundError, OfflineModeIsEnabled)):
+            cause = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else "the Hub cannot be reached"
+            why = f"not a directory, not in the local cache, and {cause}"
+        else:
+            why = str(error).strip().split("\n")[0] or type(error).__name__
+        raise Unavailable(f"policy.model {cfg.model!r}: {why}") from error
+
+
+def load_model(cfg: PolicyConfig, directory: Path, placement: Placement) -> PreTrainedModel:
+    """Weights on their device: float32 where they are trained, the compute dtype where they lie frozen under an adapter."""
+    dtype = placement.dtype if cfg.lora.r else torch.float32
+    target = "auto" if placement.spread else {"": placement.device}
+    read = lambda: AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, device_map=target, use_safetensors=True, trust_remote_code=False
+    )
+    try:
+        model = offline(cfg, read)
+    except torch.OutOfMemoryError as error:
+        raise DeviceError(f"policy.model {cfg.model!r} does not fit on {placement.device}: {error}") from error
+    except (RuntimeError, AttributeError, TypeError) as error:  # wrong shapes, an architecture that is no causal LM
+        raise Unavailable(f"policy.model {cfg.model!r}: {str(error).strip().splitlines()[0]}") from error
+    return model.eval()  # no dropout: the log-probabilities of sampling and of training must be of one function
+
+
+def add_adapter(cfg: PolicyConfig, model: PreTrainedModel) -> PreTrainedModel:
+    """LoRA by peft: base frozen, adapter in float32. Raises Unavailable when `target_modules` names none of the model's."""
+    from peft import LoraConfig, get_peft_model
+
+    settings = LoraConfig(r=cfg.lora.r, lora_alpha=cfg.lora.lora_alpha, target_modules=cfg.lora.target_modules, task_type="CAUSAL_LM")
+    try:
+        return get_peft_model(model, settings).eval()
+    except ValueError as error:
+        raise Unavailable(f"policy.lora.target_modules: {str(error).splitlines()[0]}") from error
+
+
+def make_accelerator(placement: Placement) -> Accelerator:
+    """accelerate's mixed precision. Its state is global; two policies of different dtype in one process need it reset."""
+    wanted = PRECISION[placement.dtype]
+    if AcceleratorState._shared_state and AcceleratorState().mixed_precision != wanted:
+        AcceleratorState._reset_state()
+    return Accelerator(mixed_precision=wanted, cpu=placement.device.type == "cpu")
+
+
+def end_tokens(cfg: PolicyConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Where generation stops: what the tokenizer and the generation config say together. Raises Unavailable when neither says."""
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    found = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])} - {None}
+    if not found:
+        raise Unavailable(f"policy.model {cfg.model!r}: neither tokenizer nor generation config names an end-of-sequence token")
+    return frozenset(found)
+
+
+def base_model(model: Any) -> Any:
+    """The transformers model inside peft's wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def takes_logits_to_keep(kind: type) -> bool:
+    return "logits_to_keep" in inspect.signature(kind.forward).parameters
