@@ -1,0 +1,73 @@
+"""From a snapshot to verdicts. Pure, so that what an orchestrator acts on can be read and tested in one place.
+
+alive     /healthz: false only when a restart of the network process would help
+ready     /readyz: the node does its job: it listens, and the trainer has a policy
+troubles  what an operator should look at; the node goes on (the page calls it "degraded")
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from swarmnode.observe.snapshot import NodeSnapshot
+
+MAX_LOOP_SILENCE = 30.0
+"""Seconds without a turn of the event loop's own ticker after which the process counts as hung."""
+QUIET_SECONDS = 60.0
+"""A node may be without peers this long before anybody is told."""
+STALL_STEPS = 4
+STALL_FLOOR_SECONDS = 60.0
+REJECTED_SHARE = 0.5
+REJECTED_LEAST = 20
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    ok: bool
+    reasons: list[str] = []
+    """Why not, one sentence each; empty when ok."""
+
+
+def _verdict(reasons: list[str]) -> Verdict:
+    return Verdict(not reasons, reasons)
+
+
+def alive(silence_seconds: float) -> Verdict:
+    """`silence_seconds`: since the event loop's ticker last ran."""
+    if silence_seconds > MAX_LOOP_SILENCE:
+        return _verdict([f"the event loop's ticker has not run for {silence_seconds:.0f} s"])
+    return _verdict([])
+
+
+def ready(s: NodeSnapshot) -> Verdict:
+    """True once the network listens and the policy is loaded, and until the node drains. Peers are not needed: a lone node trains."""
+    reasons = []
+    if s.health.draining:
+        reasons.append("draining")
+    if not s.health.network_ready:
+        reasons.append("network not up yet")
+    if s.node.trainer and not s.health.policy_loaded:
+        reasons.append("policy not loaded yet")
+    return _verdict(reasons)
+
+
+def troubles(s: NodeSnapshot) -> list[str]:
+    """What is wrong with a node that runs, worst first. Empty is good."""
+    found = []
+    uptime = max(0.0, s.at - s.node.started_at)
+    report, age = s.trainer.report, s.trainer.age_seconds
+    if s.node.trainer and s.health.policy_loaded and not s.trainer.connected:
+        found.append("the trainer is not connected")
+    if s.trainer.connected and report is not None and age is not None and report.phase not in ("loading", "paused", "draining"):
+        patience = max(STALL_FLOOR_SECONDS, STALL_STEPS * (report.step_seconds or 0.0))
+        if age > patience:
+            found.append(f"the trainer has reported nothing for {age:.0f} s")
+    if s.node.sharing and s.health.network_ready and s.network.peers_in + s.network.peers_out == 0 and uptime > QUIET_SECONDS:
+        found.append("no peers connected" + ("" if s.network.peers_known else " and none known"))
+    rejected = sum(s.rollouts.rejected.values())
+    if rejected >= REJECTED_LEAST and rejected > REJECTED_SHARE * s.rollouts.received:
+        found.append("most groups from peers are rejected")
+    if report is not None and report.external_scale < 0.5:
+        found.append("peers' groups disagree with what helps this node; fewer are used")
+    if report is not None and report.oom_retries_total and report.micro_batch_tokens:
+        found.append(f"memory ran out; micro-batches are down to {report.micro_batch_tokens} tokens")
+    return found

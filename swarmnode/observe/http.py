@@ -1,0 +1,244 @@
+"""The node's read-only HTTP surface, in the node's own nursery.
+
+    /metrics   Prometheus or OpenMetrics text, as the scraper asks      /healthz   200 while the process works
+    /status    the snapshot and the charts' past, as JSON               /readyz    200 once it does its job, else 503 and why
+    /          the status page; its two files beside it
+
+Nothing here changes the node and nothing needs a secret, but it is bound to loopback unless told otherwise, and then a page on
+somebody's web site must not read it through the browser either (DNS rebinding): hence the check of the Host header.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from importlib import resources
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import Any
+from urllib.parse import urlsplit
+
+import hypercorn.config
+import hypercorn.trio
+import msgspec
+import structlog
+import trio
+from prometheus_client.exposition import choose_encoder
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from swarmnode.config import HttpConfig
+from swarmnode.errors import Unavailable
+from swarmnode.observe import health
+from swarmnode.observe.history import POINTS, History
+from swarmnode.observe.metrics import make_registry
+from swarmnode.observe.snapshot import NodeSnapshot
+
+TICK_SECONDS = 1.0
+STALLED_READER_SECONDS = 10
+"""A client that does not read its answer is dropped after this long; hypercorn itself would wait for ever, and with it the drain."""
+
+PAGE = {"/": ("index.html", "text/html"), "/app.js": ("app.js", "text/javascript"), "/style.css": ("style.css", "text/css")}
+HEADERS = (
+    (b"content-security-policy", b"default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"cache-control", b"no-store"),
+)
+
+log = structlog.get_logger(__name__)
+
+
+class Pulse:
+    """Once a second: takes a point of history, and measures how late the event loop is."""
+
+    def __init__(self, snapshot: Callable[[], NodeSnapshot], history: History) -> None:
+        self._snapshot = snapshot
+        self._history = history
+        self._ticked_at = trio.current_time()
+        self.lag_seconds = 0.0
+
+    @property
+    def silence_seconds(self) -> float:
+        return trio.current_time() - self._ticked_at
+
+    async def run(self) -> None:
+        failed = False
+        while True:
+            try:
+                self._history.add(self._snapshot())
+                failed = False
+            except Exception:  # a defect in what watches the node must not end the node; requests show it as status 500
+                if not failed:
+                    log.exception("no snapshot")
+                failed = True
+            due = trio.current_time() + TICK_SECONDS
+            await trio.sleep_until(due)
+            self._ticked_at = trio.current_time()
+            self.lag_seconds = max(0.0, self._ticked_at - due)
+
+
+def make_app(snapshot: Callable[[], NodeSnapshot], history: History, pulse: Pulse, only_loopback: bool) -> ASGIApp:
+    """The ASGI application, without a socket."""
+    registry = make_registry(snapshot)
+    files = resources.files("swarmnode.observe") / "page"
+    page = {path: ((files / name).read_bytes(), kind) for path, (name, kind) in PAGE.items()}
+
+    async def metrics(request: Request) -> Response:
+        encode, kind = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(registry), headers={"content-type": kind})
+
+    async def healthz(_: Request) -> Response:
+        return _json(health.alive(pulse.silence_seconds))
+
+    async def readyz(_: Request) -> Response:
+        return _json(health.ready(snapshot()))
+
+    async def status(request: Request) -> Response:
+        asked = request.query_params.get("points", str(POINTS))
+        if not (asked.isascii() and asked.isdecimal() and len(asked) <= 6):
+            raise HTTPException(400, "points must be a number")
+        return Response(status_json(snapshot(), history, int(asked)), media_type="application/json")
+
+    async def asset(request: Request) -> Response:
+        body, kind = page[request.url.path]
+        return Response(body, media_type=f"{kind}; charset=utf-8")
+
+    routes = [("/metrics", metrics), ("/healthz", healthz), ("/readyz", readyz), ("/status", status), *((path, asset) for path in page)]
+    app = Starlette(routes=[Route(path, serve, methods=["GET"]) for path, serve in routes])
+    return Gate(app, only_loopback)
+
+
+def status_json(snapshot: NodeSnapshot, history: History, points: int = POINTS) -> bytes:
+    """What /status answers: {"ready": Verdict, "troubles": [..], "snapshot": NodeSnapshot, "history": {column: [..]}}."""
+    told = {
+        "ready": health.ready(snapshot),
+        "troubles": health.troubles(snapshot),
+        "snapshot": snapshot,
+        "history": history.columns(points) if points else {},
+    }
+    return msgspec.json.encode(told)
+
+
+def _json(verdict: health.Verdict) -> Response:
+    return Response(msgspec.json.encode(verdict), status_code=200 if verdict.ok else 503, media_type="application/json")
+
+
+class Gate:
+    """In front of every route: refuses foreign hosts, sends the security headers with whatever is answered."""
+
+    def __init__(self, app: ASGIApp, only_loopback: bool) -> None:
+        self._app = app
+        self._only_loopback = only_loopback
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return  # a WebSocket handshake ends without an answer, which hypercorn turns into an error status
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*((k, v) for k, v in message["headers"] if k != b"cache-control"), *HEADERS]}
+            await send(message)
+
+        host = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "")
+        if self._only_loopback and not is_loopback(host):
+            await Response("421 this node answers to localhost only\n", 421)(scope, receive, send_with_headers)
+            return
+        await self._app(scope, receive, send_with_headers)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a Host header or a bind address names this machine: localhost, 127.0.0.0/8 or ::1, with any port, as people forward ports."""
+    if ip := _ip(host):
+        return ip.is_loopback
+    if not host or any(c in host for c in "@/?#\\"):
+        return False
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
+    ip = _ip(name)
+    return ip.is_loopback if ip else name == "localhost"
+
+
+def _ip(text: str) -> IPv4Address | IPv6Address | None:
+    try:
+        return ip_address(text)
+    except ValueError:
+        return None
+
+
+def listen(cfg: HttpConfig, stalled_reader_seconds: int = STALLED_READER_SECONDS) -> socket.socket:
+    """The listening socket. Raises `Unavailable` when the address cannot be had."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(cfg.host, cfg.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise Unavailable(f"http.host {cfg.host!r}: {error.strerror or error}") from error
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; inherited by accepted connections
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stalled_reader_seconds * 1000)
+        sock.bind(address)
+        sock.listen(64)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        raise Unavailable(f"http {cfg.host}:{cfg.port}: {error.strerror or error}; set http.port to a free one, or 0") from error
+    return sock
+
+
+async def serve_http(
+    cfg: HttpConfig,
+    snapshot: Callable[[], NodeSnapshot],
+    *,
+    sock: socket.socket | None = None,
+    shutdown_trigger: Callable[[], Awaitable[None]] | None = None,
+    task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED,  # type: ignore[name-defined]  # old stubs may be installed
+) -> None:
+    """Serve until cancelled, or until `shutdown_trigger` returns and open answers are sent.
+
+    Starts with the base URL, e.g. `http://127.0.0.1:9464`. `snapshot` is called once a second and once per request; what it raises is
+    logged and answered with status 500. `sock` is a listening socket to use, and close, instead of `listen(cfg)`. An error inside the
+    HTTP server is logged and the server started again: nobody who can open a connection may end the node.
+
+    Raises:
+        Unavailable: the port is taken.
+    """
+    sock = sock or listen(cfg)
+    host, port = sock.getsockname()[:2]
+    history = History()
+    pulse = Pulse(snapshot, history)
+    timed = lambda: msgspec.structs.replace(snapshot(), loop_lag_seconds=pulse.lag_seconds)
+    app = make_app(timed, history, pulse, only_loopback=is_loopback(host))
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(pulse.run)
+            task_status.started(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+            await _serve_steadily(app, sock, shutdown_trigger)
+            nursery.cancel_scope.cancel()
+    finally:
+        sock.close()
+
+
+async def _serve_steadily(app: Any, sock: socket.socket, shutdown_trigger: Callable[[], Awaitable[None]] | None) -> None:
+    while True:
+        config = hypercorn.config.Config()
+        config.bind = [f"fd://{sock.dup().detach()}"]  # a copy: hypercorn closes what it is given, and we may need it again
+        config.include_server_header = False
+        config.errorlog = logging.getLogger("hypercorn.error")
+        config.errorlog.setLevel(logging.WARNING)
+        try:
+            await hypercorn.trio.serve(app, config, shutdown_trigger=shutdown_trigger, mode="asgi")
+            return
+        except Exception:
+            log.exception("the HTTP server failed and is started again")
+            await trio.sleep(TICK_SECONDS)

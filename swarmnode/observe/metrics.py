@@ -1,0 +1,263 @@
+"""The table of everything that /metrics exports, and the collector that reads it off a snapshot when somebody scrapes.
+
+`METRICS` is the one source: names, types, help, labels and where each value comes from. Dashboards, rules and docs/monitoring.md
+are held to it by tests/deploy. Names follow https://prometheus.io/docs/practices/naming/: `swarmnode_`, base units, `_total`.
+
+Peer ids would make a new series per stranger, so they appear in `swarmnode_node_info` only, and there only our own. Label values are
+closed sets: those listed in a row are there from the start, at 0; the rest comes from dict keys of our own parts; what does not look
+like one, or is one too many, is counted as `other`.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+import swarmnode
+from swarmnode.observe.health import ready
+from swarmnode.observe.snapshot import Histogram, NodeSnapshot
+from swarmnode.rollouts.reasons import REASONS, Verdict
+from swarmnode.trainer.messages import Report
+
+Labels = tuple[str, ...]
+Value = float | None | Histogram | Mapping[Any, float | None]  # Any: a label value, or a tuple of them
+
+MAX_LABEL_VALUES = 64
+LABEL_VALUE = re.compile(r"[A-Za-z0-9_./+-]{1,64}")
+
+PHASES = ("loading", "generating", "training", "evaluating", "paused", "draining")
+JUDGED = ("used", "spot_check", "mean_logprob", "untokenizable")
+PROCESSES = ("network", "trainer")
+DIRECTIONS = ("in", "out")
+CHECKS = ("network", "policy", "joined")
+POOL_DROPS = ("expired_age", "expired_version", "evicted_full", "evicted_peer_share", "refused")
+IGNORED = tuple(reason for reason, verdict in REASONS.items() if verdict is Verdict.IGNORE)
+REJECTED = tuple(reason for reason, verdict in REASONS.items() if verdict is Verdict.REJECT)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One metric. `read` gives a number, a histogram, or numbers by label value (a tuple of them where there are two labels)."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram", "info"]
+    help: str
+    read: Callable[[NodeSnapshot], Value]
+    labels: Labels = ()
+    values: tuple[str, ...] = ()
+    """Label values that are exported even before anything happened (families of one label)."""
+
+
+def _report(read: Callable[[Report], Value]) -> Callable[[NodeSnapshot], Value]:
+    """Of the trainer's last report. Nothing until it has loaded its state: a counter that starts at 0 and jumps would look like work."""
+
+    def value(s: NodeSnapshot) -> Value:
+        report = s.trainer.report
+        return None if report is None or (report.phase == "loading" and report.step == 0) else read(report)
+
+    return value
+
+
+def _staleness(counts: Mapping[int, int]) -> Histogram:
+    bounds = (0, 1, 2, 4, 8)
+    sized = [0] * (len(bounds) + 1)
+    for versions, count in counts.items():
+        sized[next((i for i, bound in enumerate(bounds) if versions <= bound), len(bounds))] += count
+    return Histogram(tuple(float(b) for b in bounds), tuple(sized), float(sum(v * c for v, c in counts.items())))
+
+
+def _scorer_restarts(s: NodeSnapshot) -> dict[str, float | None]:
+    return {"network": s.scorer_restarts, "trainer": s.trainer.report.scorer_restarts_total if s.trainer.report else None}
+
+
+def _node_info(s: NodeSnapshot) -> dict[Labels, float | None]:
+    report = s.trainer.report
+    device, dtype = (report.device, report.dtype) if report else ("", "")
+    return {(s.node.peer, s.node.name, s.node.swarm, s.node.swarm_name, s.node.model, device, dtype): 1}
+
+
+METRICS: tuple[Family, ...] = (
+    # node
+    Family("swarmnode_build_info", "info", "Version of swarmnode and of Python; the value is always 1.",
+           lambda s: {(s.node.version or swarmnode.__version__, platform.python_version()): 1}, ("version", "python")),
+    Family("swarmnode_node_info", "info", "Who this node is; the value is always 1. The only metric with a peer id.",
+           _node_info, ("peer", "name", "swarm", "swarm_name", "model", "device", "dtype")),
+    Family("swarmnode_start_time_seconds", "gauge", "When the network process started, Unix time.", lambda s: s.node.started_at),
+    Family("swarmnode_ready", "gauge", "1 when /readyz answers 200.", lambda s: float(ready(s).ok)),
+    Family("swarmnode_check_ok", "gauge", "1 when the part is up: network listening, policy loaded, a peer met since the start.",
+           lambda s: {"network": s.health.network_ready, "policy": s.health.policy_loaded, "joined": s.health.joined}, ("check",), CHECKS),
+    Family("swarmnode_event_loop_lag_seconds", "gauge", "How late the network process's event loop woke a waiting task.",
+           lambda s: s.loop_lag_seconds),
+    # learning
+    Family("swarmnode_trainer_connected", "gauge", "1 while the trainer is connected to the network process.",
+           lambda s: float(s.trainer.connected)),
+    Family("swarmnode_trainer_report_age_seconds", "gauge", "Since the trainer last reported a step, an evaluation or a phase.",
+           lambda s: s.trainer.age_seconds),
+    Family("swarmnode_trainer_phase", "gauge", "1 for what the trainer is doing, 0 for the rest.",
+           lambda s: {s.trainer.report.phase: 1} if s.trainer.report and s.trainer.connected else {}, ("phase",), PHASES),
+    Family("swarmnode_steps_total", "counter", "Training steps finished.", _report(lambda r: r.step)),
+    Family("swarmnode_policy_version", "gauge", "Own policy version.", _report(lambda r: r.policy_version)),
+    Family("swarmnode_step_seconds", "histogram", "Duration of training steps, generation included.", lambda s: s.trainer.step_seconds),
+    Family("swarmnode_phase_seconds", "gauge", "Duration of the last step's parts.",
+           _report(lambda r: {"generating": r.generate_seconds, "training": r.train_seconds}), ("phase",)),
+    Family("swarmnode_reward", "gauge", "Mean reward, 0 to 1: on this node's fresh completions, on peers', and on held-out questions.",
+           _report(lambda r: {"own": r.reward_own, "external": r.reward_external, "held_out": r.reward_held_out}), ("source",)),
+    Family("swarmnode_reward_held_out_start", "gauge", "Mean held-out reward before the first step.",
+           _report(lambda r: r.reward_held_out_start)),
+    Family("swarmnode_loss", "gauge", "Policy loss of the last step.", _report(lambda r: r.loss)),
+    Family("swarmnode_entropy", "gauge", "Entropy of the policy per sampled token, nats.", _report(lambda r: r.entropy)),
+    Family("swarmnode_kl", "gauge", "KL divergence from the reference policy per token, nats.", _report(lambda r: r.kl)),
+    Family("swarmnode_clip_fraction", "gauge", "Share of tokens whose importance ratio was clipped.", _report(lambda r: r.clip_fraction)),
+    Family("swarmnode_gradient_norm", "gauge", "Gradient norm before clipping.", _report(lambda r: r.grad_norm)),
+    Family("swarmnode_learning_rate", "gauge", "Learning rate of the last step.", _report(lambda r: r.learning_rate)),
+    Family("swarmnode_zero_advantage_share", "gauge", "Share of own groups whose rewards were all equal, so that they teach nothing.",
+           _report(lambda r: r.zero_advantage_share)),
+    Family("swarmnode_batch_groups", "gauge", "Groups in the last batch: own (I) and peers' (J).",
+           _report(lambda r: {"own": r.own_groups, "external": r.external_groups}), ("source",)),
+    Family("swarmnode_trained_groups_total", "counter", "Groups trained on.",
+           _report(lambda r: {"own": r.own_groups_total, "external": r.external_groups_total}), ("source",)),
+    Family("swarmnode_tokens_total", "counter", "Tokens sampled by this node.", _report(lambda r: r.tokens_total)),
+    Family("swarmnode_tokens_per_second", "gauge", "Sampling speed in the last step.", _report(lambda r: r.tokens_per_second)),
+    Family("swarmnode_device_memory_bytes", "gauge", "Most accelerator memory the trainer has held.",
+           _report(lambda r: r.device_memory_bytes)),
+    Family("swarmnode_out_of_memory_retries_total", "counter", "Steps repeated with smaller micro-batches because memory ran out.",
+           _report(lambda r: r.oom_retries_total)),
+    Family("swarmnode_micro_batch_tokens", "gauge", "Micro-batch bound, tokens; halved when memory runs out.",
+           _report(lambda r: r.micro_batch_tokens)),
+    Family("swarmnode_unsaved_steps", "gauge", "Steps that a crash of the trainer now would cost.",
+           _report(lambda r: max(0, r.step - r.state_saved_step))),
+    # swarm utility
+    Family("swarmnode_external_share", "gauge", "Share of the last batch that came from peers.", _report(lambda r: r.external_share)),
+    Family("swarmnode_correction_mean", "gauge", "Mean off-policy correction of peers' groups, 0.8 to 1.",
+           _report(lambda r: r.correction_mean)),
+    Family("swarmnode_gradient_agreement", "gauge", "Cosine between the gradients of own and of peers' groups.",
+           _report(lambda r: r.gradient_agreement)),
+    Family("swarmnode_external_scale", "gauge", "What the utility guard leaves of the peers' share, 0 to 1.",
+           _report(lambda r: r.external_scale)),
+    Family("swarmnode_contributing_peers", "gauge", "Peers on whose groups this node has trained.",
+           _report(lambda r: len(r.peers_used))),
+    # rollouts
+    Family("swarmnode_rollouts_published_total", "counter", "Own groups published.", lambda s: s.rollouts.published),
+    Family("swarmnode_rollouts_publish_failures_total", "counter", "Own groups that could not be published.",
+           lambda s: s.rollouts.publish_failures),
+    Family("swarmnode_rollouts_received_total", "counter", "Groups that arrived from peers.", lambda s: s.rollouts.received),
+    Family("swarmnode_rollouts_admitted_total", "counter", "Groups that passed every check and went into the pool.",
+           lambda s: s.rollouts.admitted),
+    Family("swarmnode_rollouts_ignored_total", "counter", "Groups dropped without blame, by reason.",
+           lambda s: s.rollouts.ignored, ("reason",), IGNORED),
+    Family("swarmnode_rollouts_rejected_total", "counter", "Groups dropped at the cost of somebody's reputation, by reason.",
+           lambda s: s.rollouts.rejected, ("reason",), REJECTED),
+    Family("swarmnode_rollouts_drawn_total", "counter", "Groups handed to the trainer.", lambda s: s.rollouts.drawn),
+    Family("swarmnode_rollouts_used_total", "counter", "Groups of peers that were trained on.", lambda s: s.rollouts.used),
+    Family("swarmnode_rollouts_judged_total", "counter", "Groups handed to the trainer, by its verdict.",
+           lambda s: s.rollouts.judged, ("outcome",), JUDGED),
+    Family("swarmnode_rollouts_fetched_total", "counter", "Groups announced by hash, by outcome of fetching them.",
+           lambda s: s.rollouts.fetches, ("outcome",)),
+    Family("swarmnode_rollout_staleness_versions", "histogram", "Own policy versions between a group's arrival and its use.",
+           lambda s: _staleness(s.rollouts.staleness)),
+    Family("swarmnode_pool_groups", "gauge", "Groups in the pool.", lambda s: s.rollouts.pool.groups),
+    Family("swarmnode_pool_bytes", "gauge", "Bytes in the pool.", lambda s: s.rollouts.pool.bytes),
+    Family("swarmnode_pool_peers", "gauge", "Peers with a group in the pool.", lambda s: s.rollouts.pool.peers),
+    Family("swarmnode_pool_oldest_seconds", "gauge", "Age of the oldest group in the pool.", lambda s: s.rollouts.pool.oldest_seconds),
+    Family("swarmnode_pool_dropped_total", "counter", "Groups that left the pool unused or never got in, by reason.",
+           lambda s: s.rollouts.pool.dropped, ("reason",), POOL_DROPS),
+    # network
+    Family("swarmnode_peers", "gauge", "Connected peers, by who dialled.",
+           lambda s: {"in": s.network.peers_in, "out": s.network.peers_out}, ("direction",), DIRECTIONS),
+    Family("swarmnode_peers_known", "gauge", "Peers with a known address, connected or not.", lambda s: s.network.peers_known),
+    Family("swarmnode_peers_greylisted", "gauge", "Peers whose groups are not taken for now.", lambda s: s.network.greylisted),
+    Family("swarmnode_peers_banned", "gauge", "Peers that are not talked to.", lambda s: s.network.banned),
+    Family("swarmnode_mesh_peers", "gauge", "Peers in the gossip mesh.", lambda s: s.network.mesh),
+    Family("swarmnode_dials_total", "counter", "Attempts to connect to a peer.", lambda s: s.network.dials),
+    Family("swarmnode_dial_failures_total", "counter", "Attempts that failed.", lambda s: s.network.dial_failures),
+    Family("swarmnode_gossip_messages_total", "counter", "Gossip messages, by what happened to them.",
+           lambda s: s.network.gossip, ("event",)),
+    Family("swarmnode_requests_total", "counter", "Requests sent to peers, by outcome.", lambda s: s.network.requests, ("outcome",)),
+    Family("swarmnode_requests_served_total", "counter", "Requests of peers, by outcome.",
+           lambda s: s.network.requests_served, ("outcome",)),
+    Family("swarmnode_network_bytes_total", "counter", "Bytes by protocol and direction.",
+           lambda s: {(protocol, way): n for protocol, ways in s.network.bytes.items() for way, n in ways.items() if way in DIRECTIONS},
+           ("protocol", "direction")),
+    Family("swarmnode_guard_firings_total", "counter", "How often a guard around libp2p stepped in, by guard.",
+           lambda s: s.network.guards, ("guard",)),
+    # processes
+    Family("swarmnode_restarts_total", "counter", "Restarts by the supervisor, by process.",
+           lambda s: s.supervisor.restarts, ("process",), PROCESSES),
+    Family("swarmnode_stalls_total", "counter", "Restarts because a process made no progress in time, by process.",
+           lambda s: s.supervisor.stalls, ("process",), PROCESSES),
+    Family("swarmnode_recovery_seconds", "histogram", "From a process's death to its first progress again.",
+           lambda s: s.supervisor.recovery_seconds),
+    Family("swarmnode_scorer_restarts_total", "counter", "Scorers replaced because they died or overran, by the process that asks them.",
+           _scorer_restarts, ("process",), PROCESSES),
+    Family("swarmnode_process_memory_bytes", "gauge", "Resident memory, by process.",
+           lambda s: {name: use.memory_bytes for name, use in s.processes.items()}, ("process",)),
+    Family("swarmnode_process_cpu_seconds_total", "counter", "User and system CPU time, by process.",
+           lambda s: {name: use.cpu_seconds for name, use in s.processes.items()}, ("process",)),
+)  # fmt: skip
+
+
+def collect(family: Family, snapshot: NodeSnapshot) -> Metric:
+    """One family of one snapshot, in prometheus_client's terms."""
+    value = family.read(snapshot)
+    if family.kind == "histogram":
+        histogram = HistogramMetricFamily(family.name, family.help)
+        if isinstance(value, Histogram):
+            bounds = [*(str(float(b)) for b in value.bounds), "+Inf"]
+            histogram.add_metric([], list(zip(bounds, accumulate(value.counts), strict=True)), value.sum)
+        return histogram
+    make = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+    metric = make(family.name, family.help, labels=family.labels)
+    if not family.labels:
+        if isinstance(value, int | float):
+            metric.add_metric([], value)
+    elif value is not None:
+        assert isinstance(value, Mapping)
+        for labels, number in _closed(family, value).items():
+            if number is not None:
+                metric.add_metric(labels, number)
+    return metric
+
+
+def _closed(family: Family, value: Mapping) -> dict[Labels, float | None]:
+    """Label values → number: the declared ones first, at 0 unless told otherwise; strange and surplus ones summed up as `other`."""
+    found: dict[Labels, float | None] = {(name,): 0 for name in family.values}
+    for key, number in value.items():
+        labels = (key,) if isinstance(key, str) else key
+        if family.kind != "info" and labels not in found:
+            fits = len(found) < MAX_LABEL_VALUES and all(LABEL_VALUE.fullmatch(label) for label in labels)
+            if not fits:
+                labels = ("other", *labels[1:])
+                number = None if number is None else number + (found.get(labels) or 0)
+        found[labels] = number
+    return found
+
+
+class NodeCollector(Collector):
+    """Takes one snapshot per scrape, so that the numbers of one scrape belong together."""
+
+    def __init__(self, snapshot: Callable[[], NodeSnapshot]) -> None:
+        self._snapshot = snapshot
+
+    def describe(self) -> Iterable[Metric]:
+        """Names and types without values: registering must not need a running node."""
+        return [Metric(family.name, family.help, "gauge" if family.kind == "info" else family.kind) for family in METRICS]
+
+    def collect(self) -> Iterable[Metric]:
+        snapshot = self._snapshot()
+        for family in METRICS:
+            yield collect(family, snapshot)
+
+
+def make_registry(snapshot: Callable[[], NodeSnapshot]) -> CollectorRegistry:
+    """A registry of its own: nothing that a library registers globally leaks into /metrics."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(NodeCollector(snapshot))
+    return registry

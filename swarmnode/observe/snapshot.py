@@ -1,0 +1,178 @@
+"""Everything a node tells about itself, in one frozen tree. Metrics, health, /status and the page are functions of it.
+
+`node.py` fills it from the parts' `statistics()`, as often as somebody asks. Plain numbers, strings and dicts only: msgspec
+turns it into JSON as it is, and nothing here can be held against a running part.
+
+Counters are totals since the process that counts them started; `None` means not measured (yet), and its series is left out.
+A dict's keys are a closed set chosen by this node's code (a reason, an outcome, a guard), never a string that came from a peer.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from swarmnode.trainer.messages import Report
+
+
+class Histogram(msgspec.Struct, frozen=True):
+    """Observations by size. `counts[i]` holds those at most `bounds[i]`, not cumulated; the last one those above every bound."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    """len(bounds) + 1."""
+    sum: float = 0.0
+
+
+class NodeInfo(msgspec.Struct, frozen=True):
+    peer: str = ""
+    """Peer id, base58."""
+    name: str = ""
+    version: str = ""
+    swarm: str = ""
+    """Swarm id, hex."""
+    swarm_name: str = ""
+    model: str = ""
+    tasks: list[str] = []
+    addrs: list[str] = []
+    """Multiaddrs that a friend can put into initial_peers, peer id included."""
+    started_at: float = 0.0
+    """Unix seconds."""
+    sharing: bool = True
+    trainer: bool = True
+    """False for a node that only helps others to meet."""
+
+
+class Health(msgspec.Struct, frozen=True):
+    network_ready: bool = False
+    """The host listens and gossip has joined the topic."""
+    policy_loaded: bool = False
+    """The trainer has connected and is past loading."""
+    joined: bool = False
+    """At least one peer has been connected since the start."""
+    draining: bool = False
+
+
+class TrainerView(msgspec.Struct, frozen=True):
+    """The trainer as seen over the link. `report` is the last one, however old."""
+
+    connected: bool = False
+    report: Report | None = None
+    age_seconds: float | None = None
+    """Since the last report: a finished step, an evaluation or a change of phase."""
+    step_seconds: Histogram | None = None
+    pid: int | None = None
+
+
+class PoolView(msgspec.Struct, frozen=True):
+    groups: int = 0
+    bytes: int = 0
+    peers: int = 0
+    oldest_seconds: float | None = None
+    """Age of the oldest group; None when empty."""
+    max_groups: int = 0
+    max_bytes: int = 0
+    dropped: dict[str, int] = {}
+    """Groups that left unused, or never got in: expired_age, expired_version, evicted_full, evicted_peer_share, refused."""
+
+
+class RolloutsView(msgspec.Struct, frozen=True):
+    """Groups on their way from and to peers. received = admitted + Σ ignored + Σ rejected + those still being scored."""
+
+    published: int = 0
+    publish_failures: int = 0
+    received: int = 0
+    admitted: int = 0
+    ignored: dict[str, int] = {}
+    """By reason of rollouts.reasons; blameless: stale, duplicate, not for us."""
+    rejected: dict[str, int] = {}
+    """By reason of rollouts.reasons; each cost somebody reputation."""
+    drawn: int = 0
+    used: int = 0
+    """Groups of peers that the trainer trained on."""
+    judged: dict[str, int] = {}
+    """Drawn groups by the trainer's verdict: used, spot_check, mean_logprob, untokenizable."""
+    staleness: dict[int, int] = {}
+    """Groups given to the trainer, by own policy versions since they arrived."""
+    fetches: dict[str, int] = {}
+    """Announced groups by outcome of fetching them."""
+    pool: PoolView = PoolView()
+
+
+class NetworkView(msgspec.Struct, frozen=True):
+    peers_in: int = 0
+    peers_out: int = 0
+    peers_known: int = 0
+    mesh: int = 0
+    """Peers in the gossip mesh of the swarm's topic."""
+    dials: int = 0
+    dial_failures: int = 0
+    gossip: dict[str, int] = {}
+    """Messages by event: received, delivered, duplicate, published, and each reason for dropping one."""
+    requests: dict[str, int] = {}
+    """Requests sent, by outcome: ok, timeout, error, …"""
+    requests_served: dict[str, int] = {}
+    """Requests answered, by outcome."""
+    bytes: dict[str, dict[str, int]] = {}
+    """protocol → {"in": bytes, "out": bytes}."""
+    guards: dict[str, int] = {}
+    """How often each guard around libp2p stepped in, by its name."""
+    greylisted: int = 0
+    banned: int = 0
+
+
+class SupervisorView(msgspec.Struct, frozen=True):
+    """Read from `<data_dir>/run/supervisor.json`. Empty when the node runs without a supervisor."""
+
+    restarts: dict[str, int] = {}
+    """By process: network, trainer."""
+    stalls: dict[str, int] = {}
+    """Restarts because a process made no progress, by process."""
+    last_recovery_seconds: float | None = None
+    recovery_seconds: Histogram | None = None
+
+
+class ProcessUse(msgspec.Struct, frozen=True):
+    memory_bytes: int = 0
+    """Resident."""
+    cpu_seconds: float = 0.0
+    """User and system, since the process started."""
+
+
+class PeerRow(msgspec.Struct, frozen=True):
+    """One line of the page's table. Peer ids are shown here and never become a metric's label."""
+
+    peer: str
+    direction: str = ""
+    """in, out, or empty when not connected."""
+    admitted: int = 0
+    used: int = 0
+    rejected: int = 0
+    reputation: float = 0.0
+    last_seen_seconds: float | None = None
+    agent: str = ""
+
+
+class LogLine(msgspec.Struct, frozen=True):
+    at: float
+    """Unix seconds."""
+    level: str
+    logger: str
+    text: str
+
+
+class NodeSnapshot(msgspec.Struct, frozen=True):
+    at: float = 0.0
+    """Unix seconds when this was taken."""
+    node: NodeInfo = NodeInfo()
+    health: Health = Health()
+    trainer: TrainerView = TrainerView()
+    rollouts: RolloutsView = RolloutsView()
+    network: NetworkView = NetworkView()
+    supervisor: SupervisorView = SupervisorView()
+    scorer_restarts: int = 0
+    """Of the network process's scorer; the trainer's own is in its report."""
+    processes: dict[str, ProcessUse] = {}
+    loop_lag_seconds: float = 0.0
+    """How late the network process's event loop last woke a task that had asked for a moment."""
+    peers: list[PeerRow] = []
+    logs: list[LogLine] = []

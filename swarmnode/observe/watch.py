@@ -1,0 +1,138 @@
+"""The few numbers that must be kept between two scrapes: histograms, and the age of what other processes told us.
+
+Everything else in a snapshot is read from its owner at the moment of asking.
+"""
+
+from __future__ import annotations
+
+import bisect
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from swarmnode.observe.snapshot import Histogram, ProcessUse, SupervisorView, TrainerView
+from swarmnode.trainer.messages import Report
+
+STEP_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+"""Seconds. From the embedded policy on a CPU to a large model on a slow card."""
+RECOVERY_BOUNDS = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0)
+"""Seconds from a process's death to its first progress."""
+SUPERVISOR_FILE_BYTES = 2**16
+
+
+class Observations:
+    """A histogram that grows. `observe` never fails: what is not a number ≥ 0 is not an observation."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        if 0 <= value < float("inf"):
+            self._counts[bisect.bisect_left(self._bounds, value)] += 1
+            self._sum += value
+
+    def statistics(self) -> Histogram:
+        return Histogram(bounds=self._bounds, counts=tuple(self._counts), sum=self._sum)
+
+
+class TrainerWatch:
+    """Follows the trainer's reports. `now` is any monotonic clock, seconds."""
+
+    def __init__(self) -> None:
+        self._report: Report | None = None
+        self._reported_at = 0.0
+        self._connected = False
+        self._pid: int | None = None
+        self._steps = Observations(STEP_BOUNDS)
+
+    def connected(self, pid: int | None = None) -> None:
+        self._connected, self._pid = True, pid or None
+
+    def disconnected(self) -> None:
+        self._connected, self._pid = False, None
+
+    def report(self, report: Report, now: float) -> None:
+        """Take over a report. A step is observed once, however often it is mentioned; one that a restored trainer repeats, again."""
+        before = self._report.step if self._report is not None else 0
+        if report.step > before and report.step_seconds is not None:
+            self._steps.observe(report.step_seconds)
+        self._report, self._reported_at = report, now
+
+    def statistics(self, now: float) -> TrainerView:
+        age = None if self._report is None else max(0.0, now - self._reported_at)
+        return TrainerView(self._connected, self._report, age, self._steps.statistics(), self._pid)
+
+
+class SupervisedProcess(msgspec.Struct, frozen=True):
+    restarts: int = 0
+    stalls: int = 0
+    recovery_seconds: list[float] = []
+    """The newest few hundred, oldest first."""
+
+
+class SupervisorFile(msgspec.Struct, frozen=True):
+    """What the supervisor writes; fields it adds later are none of our business."""
+
+    processes: dict[str, SupervisedProcess] = {}
+
+
+class SupervisorWatch:
+    """Reads `<data_dir>/run/supervisor.json` and makes a histogram that only grows out of its bounded lists.
+
+    The file is our own, but it may be absent, or from another version: then the last view stays.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = SupervisorFile()
+        self._latest: float | None = None
+        self._recoveries = Observations(RECOVERY_BOUNDS)
+
+    def read(self) -> SupervisorView:
+        """Read the file again. Never raises for what is or is not in it."""
+        try:
+            with self._path.open("rb") as file:
+                told = msgspec.json.decode(file.read(SUPERVISOR_FILE_BYTES), type=SupervisorFile)
+        except (OSError, msgspec.MsgspecError):
+            return self.statistics()
+        for name, process in told.processes.items():
+            for seconds in appended(self._file.processes.get(name, SupervisedProcess()).recovery_seconds, process.recovery_seconds):
+                self._recoveries.observe(seconds)
+                self._latest = seconds
+        self._file = told
+        return self.statistics()
+
+    def statistics(self) -> SupervisorView:
+        processes = self._file.processes.items()
+        return SupervisorView(
+            restarts={name: process.restarts for name, process in processes},
+            stalls={name: process.stalls for name, process in processes},
+            last_recovery_seconds=self._latest,
+            recovery_seconds=self._recoveries.statistics(),
+        )
+
+
+def appended(before: list[float], after: list[float]) -> list[float]:
+    """What was appended to a list of which only the newest part is kept: `after` without its longest beginning that `before` ends with."""
+    for known in range(min(len(before), len(after)), 0, -1):
+        if before[-known:] == after[:known]:
+            return after[known:]
+    return after
+
+
+def process_use(pids: dict[str, int | None]) -> dict[str, ProcessUse]:
+    """Memory and CPU by process name. A process that is gone is left out."""
+    found = {}
+    for name, pid in pids.items():
+        try:
+            process = psutil.Process(pid) if pid else None
+            if process is not None:
+                with process.oneshot():
+                    times = process.cpu_times()
+                    found[name] = ProcessUse(process.memory_info().rss, times.user + times.system)
+        except psutil.Error:
+            continue
+    return found

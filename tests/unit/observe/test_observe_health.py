@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import msgspec
+
+from swarmnode.observe.health import MAX_LOOP_SILENCE, alive, ready, troubles
+from swarmnode.observe.history import History
+from swarmnode.observe.snapshot import Health, NetworkView, NodeInfo, NodeSnapshot, RolloutsView, TrainerView
+from swarmnode.testing.snapshots import STARTED_AT, example, example_at
+
+replace = msgspec.structs.replace
+
+
+def test_the_example_is_well() -> None:
+    assert ready(example()).ok
+    assert troubles(example()) == []
+
+
+def test_a_hung_loop_is_not_alive() -> None:
+    assert alive(MAX_LOOP_SILENCE - 1).ok
+    assert not alive(MAX_LOOP_SILENCE + 1).ok
+
+
+def test_a_lone_node_is_ready() -> None:
+    assert ready(NodeSnapshot(health=Health(network_ready=True, policy_loaded=True, joined=False))).ok
+
+
+def test_a_node_without_a_trainer_needs_no_policy() -> None:
+    assert ready(NodeSnapshot(node=NodeInfo(trainer=False), health=Health(network_ready=True))).ok
+
+
+def test_a_draining_node_is_not_ready() -> None:
+    verdict = ready(replace(example(), health=Health(network_ready=True, policy_loaded=True, draining=True)))
+    assert verdict.reasons == ["draining"]
+
+
+def test_no_peers_is_a_trouble_only_after_a_while() -> None:
+    alone = NetworkView(peers_known=0)
+    assert troubles(replace(example_at(30.0), network=alone)) == []
+    assert troubles(replace(example_at(90.0), network=alone)) == ["no peers connected and none known"]
+    unshared = replace(example().node, sharing=False)
+    assert troubles(replace(example_at(90.0), network=alone, node=unshared)) == []
+
+
+def test_a_silent_trainer_is_a_trouble_in_proportion_to_its_steps() -> None:
+    def after(age: float, step_seconds: float) -> list[str]:
+        report = replace(example().trainer.report, phase="training", step_seconds=step_seconds)
+        return troubles(replace(example(), trainer=TrainerView(connected=True, report=report, age_seconds=age)))
+
+    assert after(100.0, 40.0) == []
+    assert after(100.0, 2.0) == ["the trainer has reported nothing for 100 s"]
+
+
+def test_a_few_rejections_are_no_storm() -> None:
+    def rejecting(count: int, received: int) -> list[str]:
+        return troubles(replace(example(), rollouts=RolloutsView(received=received, rejected={"signature": count})))
+
+    assert rejecting(10, 10) == []
+    assert rejecting(40, 100) == []
+    assert rejecting(60, 100) == ["most groups from peers are rejected"]
+
+
+def test_history_keeps_a_whole_life_in_a_bounded_ring() -> None:
+    history = History(capacity=100)
+    for second in range(1000):
+        history.add(replace(example(), at=STARTED_AT + second))
+    at = history.columns()["at"]
+    assert 50 <= len(at) <= 100
+    assert at[0] == STARTED_AT
+    assert at[-1] > STARTED_AT + 980
+    gaps = {round(b - a) for a, b in pairwise(at)}
+    assert gaps == {16}
+
+
+def test_history_thins_out_to_what_was_asked_and_keeps_the_newest() -> None:
+    history = History()
+    for second in range(301):
+        history.add(example_at(float(second)))
+    columns = history.columns(points=50)
+    assert {len(column) for column in columns.values()} == {43}
+    assert columns["at"][-1] == STARTED_AT + 300
+
+
+def test_history_starts_over_when_the_clock_jumps_back() -> None:
+    history = History()
+    for second in (100.0, 101.0, 5.0):
+        history.add(example_at(second))
+    assert history.columns()["at"] == [STARTED_AT + 5]
