@@ -1,0 +1,54 @@
+"""How often each guard fired, by name, for this process. The names are a closed set, so that they can be a metric label."""
+
+import dataclasses
+import logging
+
+log = logging.getLogger("swarmnode.p2p.guards")
+
+NAMES = (
+    "slot_released",           # an inbound connection ended and gave its slot back
+    "address_full",            # one address asked for more inbound connections than its share
+    "handler_failed",          # an exception left a stream handler
+    "stream_abandoned",        # a closed stream whose peer never closed its half was dropped
+    "service_failed",          # an exception left a connection's own task
+    "window_overrun",          # a peer sent more than the credit it was given
+    "streams_overrun",         # a peer opened too many streams, or streams with our ids
+    "connection_full",         # the unread bytes of one connection passed their bound
+    "process_full",            # the unread bytes of all connections passed theirs; the largest holder was dropped
+    "write_stalled",           # a peer read nothing from its socket for WRITE_STALL_SECONDS
+    "window_stalled",          # a peer granted no credit for WINDOW_STALL_SECONDS
+    "stream_slots_exhausted",  # no outbound stream became free within OPEN_STREAM_SECONDS
+    "rpc_undecodable",         # a pubsub frame that is not an RPC
+    "rpc_oversize",            # a pubsub frame longer than the cap
+    "rpc_bounded",             # an RPC lost some of its entries to the caps on counts and lengths
+    "rpc_failed",              # the router raised on a control message
+    "message_refused",         # a message with odd ids, topics or length
+    "message_unsigned",        # signature missing, wrong, or with a poisoned key
+    "validator_failed",        # a topic validator raised
+    "forwarder_paced",         # a forwarder was made to wait
+    "cache_evicted",           # the message cache gave up its oldest message to stay below its bytes
+    "queue_full",              # an outbound RPC did not fit in a peer's queue
+    "heartbeat_failed",        # a GossipSub heartbeat raised and was restarted
+    "delivery_dropped",        # our own subscriber was too slow
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class GuardStatistics:
+    """`fired[name]`: times that guard fired since the process started; every name of `NAMES` is there."""
+
+    fired: dict[str, int]
+
+
+_fired = dict.fromkeys(NAMES, 0)
+
+
+def fired(name: str, detail: object = "") -> None:
+    """Count one firing of guard `name`; `KeyError` for a name that is not in `NAMES`."""
+    _fired[name] += 1
+    log.debug("guard %s: %s", name, detail)
+
+
+def statistics() -> GuardStatistics:
+    """A frozen copy of the counters."""
+    return GuardStatistics(fired=dict(_fired))

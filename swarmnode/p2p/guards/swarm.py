@@ -1,0 +1,195 @@
+"""Guards around libp2p/network: inbound slots, stream handlers, connection tasks, the dial cache, shutdown.
+
+A `Swarm` is libp2p's network service; one exception that reaches its nursery ends it and with it every connection of this node.
+"""
+
+import collections
+import contextlib
+import ipaddress
+from collections.abc import AsyncIterator, Sequence
+
+import trio
+from libp2p.abc import IHost, IMuxedConn
+from libp2p.network.connection.raw_connection import RawConnection
+from libp2p.network.connection.swarm_connection import SwarmConn
+from libp2p.network.stream.net_stream import NetStream
+from libp2p.network.swarm import Swarm
+from libp2p.stream_muxer.yamux.yamux import Yamux, YamuxStream
+from libp2p.transport.tcp import tcp
+from multiaddr import Multiaddr
+
+from swarmnode.errors import Unavailable
+from swarmnode.p2p.guards.counting import fired
+
+RESET_SECONDS = 2.0
+"""Time that telling a peer about a failed stream may take."""
+CLOSE_SECONDS = 5.0
+"""Time that closing a host may take before its sockets are left to the kernel."""
+NEGATIVE_CACHE_SECONDS = 1.0
+"""For this long after a failed dial libp2p refuses to dial the same peer; the redial loop has its own back-off."""
+INBOUND_PER_ADDRESS = 64
+"""Inbound connections from one IPv4 address or one IPv6 /64, so that one machine cannot take all slots."""
+
+_inbound: collections.Counter[str] = collections.Counter()
+
+
+def _origin(stream: object) -> str:
+    """The part of the remote address that one machine cannot choose freely; empty when the transport does not know it."""
+    remote = stream.get_remote_address()  # type: ignore[attr-defined]
+    if remote is None:
+        return ""
+    address = ipaddress.ip_address(remote[0].partition("%")[0])
+    return str(ipaddress.ip_network((address, 64), strict=False)) if address.version == 6 else str(address)
+
+
+def _install_inbound_slots() -> None:
+    """An inbound connection holds its slot while it lives.
+
+    Defect: `Swarm._do_handle_inbound_connection` waits for the end of the swarm, so a slot and a task are lost with every connection ever
+    accepted; after max_connections - min_connections of them all are refused. Here: it waits for the end of the connection; and one address
+    gets at most `INBOUND_PER_ADDRESS` slots. Cost: none.
+    Not needed any more when 400 sequential connections are served by a stock host.
+    """
+    original = Swarm._do_handle_inbound_connection
+
+    async def _do_handle_inbound_connection(self: Swarm, stream: object, maddr: Multiaddr, failure: object) -> None:
+        if isinstance(stream, IMuxedConn):  # a transport that multiplexes by itself; we use none
+            return await original(self, stream, maddr, failure)  # type: ignore[arg-type]
+        origin = _origin(stream)
+        if _inbound[origin] >= INBOUND_PER_ADDRESS:
+            fired("address_full", origin)
+            return await stream.close()  # type: ignore[attr-defined]
+        _inbound[origin] += 1
+        raw = RawConnection(stream, False)  # type: ignore[arg-type]
+        try:
+            remote = self._build_remote_multiaddr(stream)  # type: ignore[arg-type]
+            if remote is None or await self.connection_gate.is_allowed(remote):
+                connection = await self.upgrade_inbound_raw_conn(raw, maddr)
+                await connection.event_closed.wait()  # type: ignore[attr-defined]
+        finally:
+            fired("slot_released", origin)
+            _inbound[origin] -= 1
+            if not _inbound[origin]:
+                del _inbound[origin]
+            with trio.CancelScope(shield=True), trio.move_on_after(RESET_SECONDS):
+                await raw.close()
+        return None
+
+    Swarm._do_handle_inbound_connection = _do_handle_inbound_connection
+
+
+def abandon(stream: YamuxStream) -> None:
+    """Mark a stream that nobody will read any more; `yamux._sweep_stale_streams` drops it when the peer never closes its half."""
+    if not stream.recv_closed:
+        stream.abandoned_at = trio.current_time()
+
+
+def _install_handlers() -> None:
+    """No exception of a stream handler reaches the swarm, and no stream outlives its handler.
+
+    Defect: `SwarmConn._handle_muxed_stream` runs in the connection's nursery: an error of any handler (ours, identify, ping, pubsub) ends
+    the host; `StreamEOF` and `StreamReset` end the accept loop, so that all other streams of that peer hang; a handler that returns without
+    `close` leaves entries on both sides. Here: errors are counted and the stream reset; after a clean return it is closed.
+    Cost: none. Not needed any more when a stock host survives a handler that raises.
+    """
+    original, close = SwarmConn._handle_muxed_stream, NetStream.close
+
+    async def _handle_muxed_stream(self: SwarmConn, stream: YamuxStream) -> None:
+        try:
+            await original(self, stream)
+            if not stream.send_closed:
+                await stream.close()
+            abandon(stream)
+        except Exception as error:
+            fired("handler_failed", f"{self.muxed_conn.peer_id}: {error!r}")
+            with trio.CancelScope(shield=True), trio.move_on_after(RESET_SECONDS), contextlib.suppress(Exception):
+                await stream.reset()
+
+    async def _close(self: NetStream) -> None:
+        await close(self)
+        if isinstance(self.muxed_stream, YamuxStream):
+            abandon(self.muxed_stream)
+
+    SwarmConn._handle_muxed_stream = _handle_muxed_stream
+    NetStream.close = _close
+
+
+def _install_connection_tasks() -> None:
+    """An error in a connection's own tasks costs that connection.
+
+    Defect: `Swarm.add_conn` starts `Yamux.start` and `SwarmConn.start` as tasks of the whole service (also every notifee called when a
+    connection ends runs there). Here: their errors are counted and the connection is closed. Cost: none.
+    Not needed any more when `add_conn` starts them under a supervisor of their own.
+    """
+    start_muxer, start_connection = Yamux.start, SwarmConn.start
+
+    async def _start_muxer(self: Yamux) -> None:
+        try:
+            await start_muxer(self)
+        except Exception as error:
+            fired("service_failed", f"{self.peer_id}: {error!r}")
+            self.event_started.set()  # whoever waits for the start sees `is_closed`
+            with trio.CancelScope(shield=True), trio.move_on_after(RESET_SECONDS), contextlib.suppress(Exception):
+                await self._cleanup_on_error()
+
+    async def _start_connection(self: SwarmConn) -> None:
+        try:
+            await start_connection(self)
+        except Exception as error:
+            fired("service_failed", f"{self.muxed_conn.peer_id}: {error!r}")
+            with trio.CancelScope(shield=True), trio.move_on_after(RESET_SECONDS), contextlib.suppress(Exception):
+                await self.close()
+
+    Yamux.start = _start_muxer
+    SwarmConn.start = _start_connection
+
+
+def _install_exclusive_port() -> None:
+    """A listening port belongs to one process.
+
+    Defect: `transport/tcp/tcp.py:_set_reuse_flags` sets SO_REUSEPORT (for hole punching, which we do not do): a second node started on the
+    same port binds it too, and the kernel deals connections out between them. Here: SO_REUSEADDR only, so that the second bind fails.
+    Cost: no TCP hole punching. Not needed any more when SO_REUSEPORT is an option upstream.
+    """
+
+    def _set_reuse_flags(sock: trio.socket.SocketType) -> None:
+        sock.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_REUSEADDR, 1)
+
+    tcp._set_reuse_flags = _set_reuse_flags
+
+
+def install() -> None:
+    """Replace the methods above on the upstream classes."""
+    _install_inbound_slots()
+    _install_handlers()
+    _install_connection_tasks()
+    _install_exclusive_port()
+
+
+def guard_host(host: IHost) -> IHost:
+    """Settings of one host that have no constructor argument; returns `host`.
+
+    Defect: a failed dial blocks its peer for 60 s (`_NegativePeerCache`), so a peer that restarts stays unreachable for that long.
+    Here: `NEGATIVE_CACHE_SECONDS`. Not needed any more when the time is a setting.
+    """
+    host.get_network()._negative_peer_cache._ttl = NEGATIVE_CACHE_SECONDS  # type: ignore[attr-defined]
+    return host
+
+
+@contextlib.asynccontextmanager
+async def running(host: IHost, listen_addrs: Sequence[Multiaddr]) -> AsyncIterator[None]:
+    """`host.run(listen_addrs)` that fails when it cannot listen and leaves no socket behind.
+
+    Defects: `Swarm.listen` returns False and logs at debug level when a port is taken, so the host runs deaf; leaving `host.run` without
+    `host.close()` leaks every connection's socket. Here: `Unavailable`, and a close bounded by `CLOSE_SECONDS`. Cost: none.
+    Not needed any more when `host.run` raises and closes by itself.
+    """
+    async with host.run(listen_addrs):
+        try:
+            for address in listen_addrs:
+                if str(address) not in host.get_network().listeners:
+                    raise Unavailable(f"cannot listen on {address}: is another node using this port?")
+            yield
+        finally:
+            with trio.CancelScope(shield=True), trio.move_on_after(CLOSE_SECONDS):
+                await host.close()
