@@ -4,8 +4,8 @@
     IGNORE  not taken and not passed on, nobody to blame: late, seen before, not ours, too much for now
     REJECT  no honest, current node sends this: costs its author (or, where nobody signed it, whoever passed it on) reputation
 
-Whoever passes a frame on has checked the same things, so REJECT is only for what every honest node sees alike: a node with other
-tasks, another clock or a shorter memory must not blame its neighbour for the difference.
+Whoever passes a frame on has checked the same things, so REJECT is only for what every honest node of the swarm sees alike: a node with
+another clock or a shorter memory must not blame its neighbour for the difference.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ REASONS: Final[dict[str, Verdict]] = {
     "outdated": Verdict.IGNORE,
     # the question
     "seed": Verdict.REJECT,
-    "unknown_task": Verdict.IGNORE,
-    "unknown_version": Verdict.IGNORE,
+    "unknown_task": Verdict.REJECT,  # tasks and versions are hashed into the swarm id, and the swarm id is signed
+    "unknown_version": Verdict.REJECT,
     "unregenerable": Verdict.REJECT,  # task and version are ours and the sender's, so it generated what nobody can
     # the answers
-    "tokens": Verdict.REJECT,  # more text than its tokens can hold, more tokens than its own limit, sums that do not add up
+    "tokens": Verdict.REJECT,  # more text than its tokens can hold, or a sum of log-probabilities that is not their sum
     "too_long": Verdict.IGNORE,  # honest for a node with longer completions, but we will not train on it
     "charset": Verdict.IGNORE,
     "zero_advantage": Verdict.IGNORE,

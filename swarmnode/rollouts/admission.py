@@ -1,0 +1,239 @@
+"""Admission: what a frame from a stranger must pass before a node trains on it, cheapest check first. Pure, bounded, cannot raise.
+
+    frame ─ size ─ seen before? ─ envelope ─ own? greylisted? ─ pace ─ signature ─ payload (schema, bounds)
+          ─ clock ─ sequence ─ policy version ─ task known, version equal ─ seed is the sender's ─ tokens, length, charset ─► Candidate
+    Candidate ─ [scorer: prompt, rewards] ─ rewards sane ─ zero advantage ─► ExternalGroup
+
+A sender chooses neither the question nor its answer nor the reward: the question follows from (swarm, its peer id, its counter), and the
+rest is recomputed here. That is also why a rollout cannot be stolen: whoever signs another's completions must carry its own seed, whose
+question they do not answer; with the owner's seed they are refused as `seed`.
+What is left to a liar is bounded elsewhere: its share of the pool, of a step (sampling), and a correction that never exceeds 1.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Collection
+
+import msgspec
+
+from swarmnode.config import SharingConfig
+from swarmnode.errors import BadMessage
+from swarmnode.rollouts.groups import Announced, Candidate, ExternalGroup, is_useful
+from swarmnode.rollouts.reasons import REASONS, Verdict
+from swarmnode.rollouts.signers import Recent, Signer, Signers
+from swarmnode.tasks.registry import TASKS, task_version
+from swarmnode.tasks.seeds import check_seed
+from swarmnode.wire import codec, envelope, ids, limits, tensors
+from swarmnode.wire.messages import Announce, Completion, Envelope, RolloutGroup
+
+SEEN_FRAMES = 16_384
+"""Content ids remembered, so that a frame that comes twice costs one hash."""
+BYTES_PER_TOKEN = 256
+"""No tokenizer in use has a longer token; text beyond this is not what was sampled."""
+LONGER_THAN_OURS = 4
+"""Completions up to this many times our own limit are trained on."""
+_UNWANTED = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ufdd0-\ufdef\ufffe\uffff]")
+"""Control characters except tab, newline and carriage return; bidirectional overrides; non-characters."""
+
+
+class Rejected(msgspec.Struct, frozen=True):
+    """Not taken. `peer` is the author where the signature proved it, else None: then whoever passed it on is answerable."""
+
+    verdict: Verdict
+    reason: str
+    peer: str | None = None
+
+
+class AdmissionStatistics(msgspec.Struct, frozen=True):
+    outcomes: dict[str, int]
+    """`candidate`, `announced`, `admitted`, and every reason that occurred. Never a peer in a label."""
+    signers: int
+    seen: int
+    last_internal_error: str
+
+
+class Admission:
+    """Checks frames for one node. `now` is Unix seconds everywhere.
+
+    swarm: 32-byte swarm id; own_peer: this node's peer id; tasks: names it trains on; is_greylisted: peers not to be listened to.
+    """
+
+    def __init__(
+        self,
+        swarm: bytes,
+        own_peer: str,
+        tasks: Collection[str],
+        cfg: SharingConfig,
+        *,
+        max_completion_length: int = limits.TOKENS,
+        is_greylisted: Callable[[str], bool] = lambda peer: False,
+        max_signers: int = 4096,
+        max_seen: int = SEEN_FRAMES,
+    ) -> None:
+        self.swarm = swarm
+        self.own_peer = own_peer
+        self.cfg = cfg
+        self.max_completion_length = max_completion_length
+        self.is_greylisted = is_greylisted
+        self.tokenizer = b""
+        self.tokens_per_text_byte = 1.0
+        self._versions = {name: task_version(name) for name in tasks if name in TASKS}
+        self._signers = Signers(max_signers)
+        self._seen = Recent(max_seen)
+        self._outcomes: Counter[str] = Counter()
+        self._last_internal_error = ""
+
+    def set_policy(self, tokenizer: bytes, tokens_per_text_byte: float) -> None:
+        """Tell the length check what this node would make of a text. Until then every text counts one token a byte."""
+        self.tokenizer = tokenizer
+        self.tokens_per_text_byte = tokens_per_text_byte
+
+    def check_frame(self, frame: bytes, now: float) -> Candidate | Announced | Rejected:
+        """Everything that needs no scorer, on a frame from gossip. Cannot raise."""
+        return self._guarded(lambda: self._check_frame(frame, now))
+
+    def check_fetched(self, announced: Announced, body: bytes, now: float) -> Candidate | Rejected:
+        """The same for the body of an announced group, which its author was asked for. Cannot raise."""
+        result = self._guarded(lambda: self._check_fetched(announced, body, now))
+        assert not isinstance(result, Announced)
+        return result
+
+    def check_scored(self, candidate: Candidate, prompt: str, rewards: list[float]) -> ExternalGroup | Rejected:
+        """`rewards` (G,) as this node's scorer computed them. Cannot raise."""
+        if len(rewards) != len(candidate.group.completions) or not all(math.isfinite(r) and 0.0 <= r <= 1.0 for r in rewards):
+            return self.refuse("scorer", candidate.peer)
+        if self.cfg.zero_advantage_filter and not is_useful(rewards):
+            return self.refuse("zero_advantage", candidate.peer)
+        return ExternalGroup(candidate.content, candidate.peer, candidate.group, prompt, list(rewards), staleness=0)
+
+    def refuse(self, reason: str, peer: str | None = None) -> Rejected:
+        """Count `reason` and make the answer for it; also for the steps around admission (queue, scorer, fetch, trainer)."""
+        self._outcomes[reason] += 1
+        return Rejected(REASONS[reason], reason, peer)
+
+    def note_admitted(self) -> None:
+        """Count a group that reached the pool."""
+        self._outcomes["admitted"] += 1
+
+    def statistics(self) -> AdmissionStatistics:
+        return AdmissionStatistics(dict(self._outcomes), len(self._signers), len(self._seen), self._last_internal_error)
+
+    def _guarded(self, check: Callable[[], Candidate | Announced | str | tuple[str, str]]) -> Candidate | Announced | Rejected:
+        try:
+            result = check()
+        except Exception as error:  # a defect of ours that a frame found: it must cost that frame, not the node
+            self._last_internal_error = f"{type(error).__name__}: {error}"[:200]
+            return self.refuse("internal")
+        if isinstance(result, str):
+            return self.refuse(result)
+        if isinstance(result, tuple):
+            return self.refuse(*result)
+        self._outcomes["announced" if isinstance(result, Announced) else "candidate"] += 1
+        return result
+
+    def _check_frame(self, frame: bytes, now: float) -> Candidate | Announced | str | tuple[str, str]:
+        if len(frame) > limits.GOSSIP_BYTES:
+            return "oversize"
+        content = envelope.content_id(frame)
+        if content in self._seen:
+            return "duplicate"
+        try:
+            signed = codec.decode(frame, Envelope, limits.GOSSIP_BYTES)
+            signer = self._signers.find(signed.key)
+            peer = signer.peer if signer else envelope.peer_id(signed.key)
+            if peer == self.own_peer:
+                return "own"
+            if self.is_greylisted(peer):
+                return "greylisted"
+            if signer and not signer.has_token(self.cfg.groups_per_second, now):
+                return "rate"  # before the signature on purpose: a storm costs a hash, and a forged frame takes no token
+            envelope.verify(signed, ids.DOMAIN_ROLLOUT, self.swarm)
+        except BadMessage as bad:
+            return bad.reason
+        self._seen.add(content)
+        if signer is None:
+            signer = Signer(peer, self.cfg.groups_per_second, now)
+            self._signers.add(signed.key, signer)
+        signer.take_token()
+        try:
+            message = codec.decode_payload(signed, limits.GROUP_BYTES)
+        except BadMessage as bad:
+            return bad.reason, peer
+        reason = _clock_reason(message.created_at, now) or signer.sequence_reason(message.sequence, now)
+        if reason:
+            return reason, peer
+        if isinstance(message, Announce):
+            signer.note(message.sequence, now)
+            return Announced(message.content, message.size, peer, message.sequence, message.created_at, now)
+        return self._check_group(message, content, signer, now)
+
+    def _check_fetched(self, announced: Announced, body: bytes, now: float) -> Candidate | str | tuple[str, str]:
+        """Its sequence was taken when it was announced, and must be the one announced."""
+        peer = announced.peer
+        if len(body) != announced.size or envelope.content_id(body) != announced.content:
+            return "mismatch", peer
+        try:
+            signed = codec.decode(body, Envelope, limits.GROUP_BYTES)
+            if envelope.peer_id(signed.key) != peer:
+                return "mismatch", peer
+            envelope.verify(signed, ids.DOMAIN_ROLLOUT, self.swarm)
+            group = codec.decode_payload(signed, limits.GROUP_BYTES)
+        except BadMessage as bad:
+            return bad.reason, peer
+        if isinstance(group, Announce) or (group.sequence, group.created_at) != (announced.sequence, announced.created_at):
+            return "mismatch", peer
+        signer = self._signers.find(signed.key) or Signer(peer, self.cfg.groups_per_second, now)
+        return self._check_group(group, announced.content, signer, now)
+
+    def _check_group(self, group: RolloutGroup, content: bytes, signer: Signer, now: float) -> Candidate | tuple[str, str]:
+        reason = self._group_reason(group, signer, now)
+        if reason:
+            return reason, signer.peer
+        signer.note(group.sequence, now)
+        signer.note_version(group.model, group.policy_version, now)
+        return Candidate(content, signer.peer, group, now)
+
+    def _group_reason(self, group: RolloutGroup, signer: Signer, now: float) -> str | None:
+        if signer.is_outdated(group.model, group.policy_version, self.cfg.drop_staleness, now):
+            return "outdated"
+        task = group.task
+        if not check_seed(self.swarm, signer.peer, group.sequence, task.seed, task.index):
+            return "seed"
+        version = self._versions.get(task.id)
+        if version is None:
+            return "unknown_task"
+        if version != task.version:
+            return "unknown_version"
+        if not all(_adds_up(c) for c in group.completions):
+            return "tokens"
+        if any(self._own_tokens(c, group.tokenizer) > LONGER_THAN_OURS * self.max_completion_length for c in group.completions):
+            return "too_long"
+        if any(_UNWANTED.search(c.text) for c in group.completions):
+            return "charset"
+        return None
+
+    def _own_tokens(self, completion: Completion, tokenizer: bytes) -> float:
+        """About how many tokens a completion costs this node: as counted by a sender with the same tokenizer, else from its length."""
+        if tokenizer == self.tokenizer:
+            return completion.tokens
+        return len(completion.text.encode()) * self.tokens_per_text_byte
+
+
+def _clock_reason(created_at: int, now: float) -> str | None:
+    age = now - created_at / 1000
+    if age > limits.GROUP_AGE_SECONDS:
+        return "stale"
+    return "future" if age < -limits.CLOCK_SKEW_SECONDS else None
+
+
+def _adds_up(completion: Completion) -> bool:
+    """Whether text, token count and log-probabilities can belong together. The sum may differ by how it was rounded: 1 % and 0.05 nats."""
+    if len(completion.text.encode()) > BYTES_PER_TOKEN * completion.tokens:
+        return False
+    if not completion.logprobs:
+        return True
+    total = float(tensors.unpack_logprobs(completion.logprobs).sum(dtype="float64"))
+    return abs(total - completion.logprob) <= 0.05 + 0.01 * abs(total)

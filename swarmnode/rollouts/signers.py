@@ -1,0 +1,127 @@
+"""What a node remembers of each author of rollouts: pace, sequence numbers seen, newest policy version. Bounded per author and in authors.
+
+Identities are free, so nothing here may grow with their number: the least recently heard author is forgotten first, and being forgotten
+gives an author nothing but a fresh allowance.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from swarmnode.wire import limits
+
+WINDOW = 4096
+"""Sequence numbers below the newest that are still told apart; older ones count as late. A bit each."""
+BURST_SECONDS = 4.0
+"""A peer that was silent may catch up by this many seconds of its allowance."""
+VERSION_MEMORY_SECONDS = 600.0
+"""After so long without an equal or newer one, a sender's newest policy version no longer makes older ones outdated: its trainer may have
+gone back to an older state."""
+
+
+class Signer:
+    """One author: a token bucket, a replay window (as in IPsec, RFC 4303 section 3.4.3), and its newest policy version.
+
+    Times are Unix seconds; a clock that steps back only delays.
+    """
+
+    __slots__ = ("_bits", "_heard_at", "_newest_sequence", "_refilled_at", "_tokens", "_version", "_version_at", "peer")
+
+    def __init__(self, peer: str, rate: float, now: float) -> None:
+        self.peer = peer
+        self._tokens = max(1.0, rate * BURST_SECONDS)
+        self._refilled_at = now
+        self._newest_sequence = -1
+        self._bits = 0
+        self._heard_at = now
+        self._version: tuple[bytes, int] | None = None
+        self._version_at = now
+
+    def has_token(self, rate: float, now: float) -> bool:
+        """Whether one more group fits `rate` groups per second; takes nothing."""
+        elapsed = max(0.0, now - self._refilled_at)
+        self._tokens = min(max(1.0, rate * BURST_SECONDS), self._tokens + elapsed * rate)
+        self._refilled_at = now
+        return self._tokens >= 1.0
+
+    def take_token(self) -> None:
+        self._tokens -= 1.0
+
+    def sequence_reason(self, sequence: int, now: float) -> str | None:
+        """`sequence_reused`, `stale` (below the window), or None. An author silent for longer than a group lives starts anew."""
+        if now - self._heard_at > limits.GROUP_AGE_SECONDS + limits.CLOCK_SKEW_SECONDS:
+            self._newest_sequence, self._bits = -1, 0
+        behind = self._newest_sequence - sequence
+        if behind < 0:
+            return None
+        if behind >= WINDOW:
+            return "stale"
+        return "sequence_reused" if self._bits >> behind & 1 else None
+
+    def is_outdated(self, model: bytes, version: int, most_behind: int, now: float) -> bool:
+        """Whether `version` is more than `most_behind` behind the newest of the same model heard lately."""
+        if self._version is None or self._version[0] != model or now - self._version_at > VERSION_MEMORY_SECONDS:
+            return False
+        return self._version[1] - version > most_behind
+
+    def note(self, sequence: int, now: float) -> None:
+        """Remember that `sequence` was taken."""
+        ahead = sequence - self._newest_sequence
+        if ahead > 0:
+            self._bits = (self._bits << ahead | 1) & _MASK if ahead < WINDOW else 1
+            self._newest_sequence = sequence
+        else:
+            self._bits |= 1 << -ahead
+        self._heard_at = now
+
+    def note_version(self, model: bytes, version: int, now: float) -> None:
+        """Remember the newest version of the sender's model."""
+        forgotten = now - self._version_at > VERSION_MEMORY_SECONDS
+        if self._version is None or self._version[0] != model or forgotten or version >= self._version[1]:
+            self._version, self._version_at = (model, version), now
+
+
+_MASK = (1 << WINDOW) - 1
+
+
+class Signers:
+    """Authors by raw public key, at most `most` of them."""
+
+    def __init__(self, most: int = 4096) -> None:
+        self.most = most
+        self._by_key: OrderedDict[bytes, Signer] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def find(self, key: bytes) -> Signer | None:
+        """The author with this key, now the most recently heard; None when unknown. Never creates one: the key may be made up."""
+        signer = self._by_key.get(key)
+        if signer is not None:
+            self._by_key.move_to_end(key)
+        return signer
+
+    def add(self, key: bytes, signer: Signer) -> None:
+        """Remember an author whose signature was verified."""
+        self._by_key[key] = signer
+        if len(self._by_key) > self.most:
+            self._by_key.popitem(last=False)
+
+
+class Recent:
+    """A set of byte strings that forgets its oldest beyond `most`."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._items: OrderedDict[bytes, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __contains__(self, item: bytes) -> bool:
+        return item in self._items
+
+    def add(self, item: bytes) -> None:
+        self._items[item] = None
+        if len(self._items) > self.most:
+            self._items.popitem(last=False)

@@ -1,0 +1,288 @@
+import msgspec
+import pytest
+
+from swarmnode.config import SharingConfig
+from swarmnode.rollouts.admission import Admission, Rejected
+from swarmnode.rollouts.groups import Announced, Candidate, ExternalGroup
+from swarmnode.rollouts.reasons import REASONS, Verdict
+from swarmnode.testing.groups import BUILTIN_TASKS, TOKENIZER, Author, answer, hostile_frames, swarm_of
+from swarmnode.wire import codec, envelope, limits
+from swarmnode.wire.messages import Announce, Envelope
+
+SWARM = swarm_of()
+NOW = 1_800_000_000.0
+AUTHOR = Author(SWARM)
+HOSTILE = hostile_frames(AUTHOR, NOW)
+
+
+def admission(**kwargs):
+    cfg = {name: kwargs.pop(name) for name in list(kwargs) if name in SharingConfig.model_fields}
+    made = Admission(SWARM, Author(SWARM, seed=77).peer, BUILTIN_TASKS, SharingConfig(**cfg), **kwargs)
+    made.set_policy(TOKENIZER, 1.0)
+    return made
+
+
+def frame(sequence=0, author=AUTHOR, created=NOW, **kwargs):
+    return author.frame(author.group(sequence, created, **kwargs))
+
+
+def reason(result):
+    assert isinstance(result, Rejected), result
+    return result.reason
+
+
+def rewards_of(group):
+    right = answer(group.task)
+    return [float(c.text == right) for c in group.completions]
+
+
+def admitted(checks, candidate):
+    return checks.check_scored(candidate, "?", rewards_of(candidate.group))
+
+
+def test_an_honest_group_becomes_a_candidate_and_then_an_external_group():
+    checks = admission()
+    candidate = checks.check_frame(frame(), NOW)
+    assert isinstance(candidate, Candidate)
+    assert candidate.peer == AUTHOR.peer
+    assert candidate.content == envelope.content_id(frame())
+    group = admitted(checks, candidate)
+    assert isinstance(group, ExternalGroup)
+    assert sum(group.rewards) == 2
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_frame_is_rejected_for_its_reason(name):
+    bad, expected = HOSTILE[name]
+    checks = admission()
+    rejected = checks.check_frame(bad, NOW)
+    assert reason(rejected) == expected
+    assert rejected.verdict is REASONS[expected]
+    assert checks.statistics().outcomes == {expected: 1}
+    assert isinstance(checks.check_frame(frame(100), NOW), Candidate)
+
+
+def test_every_reason_has_a_verdict_and_none_of_them_accepts():
+    assert set(REASONS.values()) == {Verdict.IGNORE, Verdict.REJECT}
+    assert set(codec.DECODE_REASONS) | {"signature"} <= set(REASONS)
+
+
+def test_the_author_is_named_only_when_its_signature_proves_it():
+    checks = admission()
+    assert checks.check_frame(HOSTILE["wrong signature"][0], NOW).peer is None
+    assert checks.check_frame(HOSTILE["forged seed"][0], NOW).peer == AUTHOR.peer
+    assert checks.check_frame(HOSTILE["NaN"][0], NOW).peer == AUTHOR.peer
+
+
+def test_our_own_frame_that_comes_back_is_ignored():
+    checks = Admission(SWARM, AUTHOR.peer, BUILTIN_TASKS, SharingConfig())
+    assert reason(checks.check_frame(frame(), NOW)) == "own"
+
+
+def test_the_same_frame_twice_is_a_duplicate():
+    checks = admission()
+    checks.check_frame(frame(), NOW)
+    assert reason(checks.check_frame(frame(), NOW + 60)) == "duplicate"
+
+
+def test_a_sequence_number_is_taken_once_even_in_another_frame():
+    checks = admission()
+    checks.check_frame(frame(), NOW)
+    assert reason(checks.check_frame(frame(created=NOW + 1), NOW + 1)) == "sequence_reused"
+
+
+def test_a_replay_is_refused_after_the_frame_cache_forgot_it():
+    checks = admission(max_seen=4)
+    for sequence in range(20):
+        assert isinstance(checks.check_frame(frame(sequence), NOW), Candidate)
+    assert reason(checks.check_frame(frame(0), NOW)) == "sequence_reused"
+
+
+def test_a_replay_is_stale_after_everything_forgot_it():
+    checks = admission()
+    checks.check_frame(frame(), NOW)
+    assert reason(admission().check_frame(frame(), NOW + limits.GROUP_AGE_SECONDS + 1)) == "stale"
+
+
+def test_groups_may_arrive_out_of_order():
+    checks = admission()
+    assert all(isinstance(checks.check_frame(frame(n), NOW), Candidate) for n in (5, 3, 9, 4, 4100, 8))
+
+
+def test_a_sequence_far_behind_the_newest_is_late():
+    checks = admission()
+    checks.check_frame(frame(5000), NOW)
+    assert reason(checks.check_frame(frame(5000 - 4096), NOW)) == "stale"
+
+
+def test_an_author_that_starts_over_is_heard_again_after_a_groups_lifetime():
+    checks = admission()
+    checks.check_frame(frame(5000), NOW)
+    later = NOW + limits.GROUP_AGE_SECONDS + limits.CLOCK_SKEW_SECONDS + 1
+    assert isinstance(checks.check_frame(frame(0, created=later), later), Candidate)
+
+
+def test_a_storm_is_cut_to_the_rate_and_does_not_touch_others():
+    checks = admission(groups_per_second=2.0)
+    taken = sum(isinstance(checks.check_frame(frame(n), NOW), Candidate) for n in range(100))
+    assert taken == 8  # a burst of four seconds
+    assert checks.statistics().outcomes["rate"] == 92
+    assert isinstance(checks.check_frame(frame(author=Author(SWARM, seed=5)), NOW), Candidate)
+    assert sum(isinstance(checks.check_frame(frame(200 + n), NOW + 3), Candidate) for n in range(100)) == 6
+
+
+def test_forged_frames_do_not_use_up_an_authors_rate():
+    checks = admission(groups_per_second=2.0)
+    checks.check_frame(frame(0), NOW)
+    stranger = Author(SWARM, seed=5)
+    for n in range(50):
+        signed = codec.decode(frame(n, stranger), Envelope, 10**6)
+        forged = codec.encode(msgspec.structs.replace(signed, key=AUTHOR.key.public_key().public_bytes_raw()))
+        assert reason(checks.check_frame(forged, NOW)) == "signature"
+    assert isinstance(checks.check_frame(frame(1), NOW), Candidate)
+
+
+def test_a_version_far_behind_the_senders_newest_is_outdated():
+    checks = admission(drop_staleness=8)
+    assert isinstance(checks.check_frame(frame(0, policy_version=20), NOW), Candidate)
+    assert isinstance(checks.check_frame(frame(1, policy_version=12), NOW), Candidate)
+    assert reason(checks.check_frame(frame(2, policy_version=11), NOW)) == "outdated"
+
+
+def test_versions_are_compared_per_sender():
+    checks = admission()
+    checks.check_frame(frame(0, policy_version=1000), NOW)
+    assert isinstance(checks.check_frame(frame(0, Author(SWARM, seed=5), policy_version=0), NOW), Candidate)
+
+
+def test_a_sender_whose_trainer_went_back_is_believed_again_after_a_while():
+    checks = admission()
+    checks.check_frame(frame(0, policy_version=1000), NOW)
+    assert isinstance(checks.check_frame(frame(1, created=NOW + 601, policy_version=3), NOW + 601), Candidate)
+    assert isinstance(checks.check_frame(frame(2, created=NOW + 602, policy_version=3), NOW + 602), Candidate)
+
+
+def test_a_greylisted_author_is_not_listened_to():
+    checks = admission(is_greylisted=lambda peer: peer == AUTHOR.peer)
+    assert reason(checks.check_frame(frame(), NOW)) == "greylisted"
+
+
+def test_a_rollout_cannot_be_stolen_by_signing_it():
+    """With the owner's question the thief's seed is wrong; with the thief's own question the answers are."""
+    thief = Author(SWARM, seed=5)
+    owned = AUTHOR.group(0, NOW)
+    checks = admission()
+    assert reason(checks.check_frame(thief.frame(owned), NOW)) == "seed"
+    copied = thief.group(2, NOW, texts=[c.text for c in owned.completions])
+    candidate = checks.check_frame(thief.frame(copied), NOW)
+    assert reason(checks.check_scored(candidate, "?", rewards_of(copied))) == "zero_advantage"
+
+
+def test_lengths_far_beyond_our_own_are_not_trained_on():
+    checks = admission(max_completion_length=8)
+    assert isinstance(checks.check_frame(frame(0, texts=["1" * 32, "1"]), NOW), Candidate)
+    assert reason(checks.check_frame(frame(1, texts=["1" * 33, "1"]), NOW)) == "too_long"
+
+
+def test_lengths_of_another_tokenizer_are_estimated_from_the_text():
+    checks = admission(max_completion_length=8)
+    checks.set_policy(TOKENIZER, 0.25)
+    other = b"o" * 32
+    assert isinstance(checks.check_frame(frame(0, texts=["1" * 128, "1"], tokenizer=other), NOW), Candidate)
+    assert reason(checks.check_frame(frame(1, texts=["1" * 129, "1"], tokenizer=other), NOW)) == "too_long"
+
+
+def test_another_model_and_tokenizer_are_welcome():
+    assert isinstance(admission().check_frame(frame(tokenizer=b"o" * 32), NOW), Candidate)
+
+
+def test_equal_rewards_are_filtered_unless_that_is_off():
+    candidate = admission().check_frame(frame(), NOW)
+    assert reason(admission().check_scored(candidate, "?", [1.0] * 8)) == "zero_advantage"
+    assert isinstance(admission(zero_advantage_filter=False).check_scored(candidate, "?", [1.0] * 8), ExternalGroup)
+
+
+@pytest.mark.parametrize("rewards", [[0.0, 1.0], [], [float("nan")] * 8, [float("inf")] * 8, [2.0] + [0.0] * 7, [-0.1] + [0.0] * 7])
+def test_rewards_that_no_scorer_gives_are_our_own_failure(rewards):
+    checks = admission()
+    rejected = checks.check_scored(checks.check_frame(frame(), NOW), "?", rewards)
+    assert (rejected.reason, rejected.verdict) == ("scorer", Verdict.IGNORE)
+
+
+def announced_pair(sequence=0, **changes):
+    group = AUTHOR.group(sequence, NOW)
+    body = AUTHOR.frame(group)
+    fields = {"content": envelope.content_id(body), "size": len(body), "created_at": group.created_at, "sequence": group.sequence}
+    return AUTHOR.frame(Announce(**(fields | changes))), body
+
+
+def test_an_announced_group_is_admitted_once_fetched():
+    checks = admission()
+    announce, body = announced_pair()
+    announced = checks.check_frame(announce, NOW)
+    assert isinstance(announced, Announced)
+    assert isinstance(checks.check_fetched(announced, body, NOW), Candidate)
+
+
+def test_an_announcement_takes_its_sequence_number():
+    checks = admission()
+    announce, body = announced_pair()
+    checks.check_frame(announce, NOW)
+    assert reason(checks.check_frame(body, NOW)) == "sequence_reused"
+
+
+def other_authors_body():
+    return Author(SWARM, seed=5).frame(Author(SWARM, seed=5).group(0, NOW))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"x", frame(1), AUTHOR.frame(AUTHOR.group(0, NOW, size=3)), other_authors_body()],
+    ids=["empty", "garbage", "another group", "other bytes", "another author"],
+)
+def test_a_body_that_was_not_announced_is_held_against_its_author(body):
+    checks = admission()
+    announced = checks.check_frame(announced_pair()[0], NOW)
+    rejected = checks.check_fetched(announced, body, NOW)
+    assert (rejected.reason, rejected.verdict, rejected.peer) == ("mismatch", Verdict.REJECT, AUTHOR.peer)
+
+
+@pytest.mark.parametrize(
+    "body", [other_authors_body(), frame(1), announced_pair(3)[0]], ids=["another author", "another sequence", "announcement"]
+)
+def test_an_announcement_of_something_else_is_held_against_its_author(body):
+    checks = admission()
+    announced = checks.check_frame(announced_pair(content=envelope.content_id(body), size=len(body))[0], NOW)
+    assert reason(checks.check_fetched(announced, body, NOW)) == "mismatch"
+
+
+def test_a_fetched_body_passes_the_same_checks():
+    checks = admission()
+    body = HOSTILE["forged seed"][0]
+    announced = checks.check_frame(announced_pair(1, content=envelope.content_id(body), size=len(body))[0], NOW)
+    assert reason(checks.check_fetched(announced, body, NOW)) == "seed"
+
+
+def test_memory_is_bounded_in_authors_and_frames():
+    checks = admission(max_signers=8, max_seen=32)
+    for n in range(64):
+        checks.check_frame(frame(n, Author(SWARM, seed=100 + n)), NOW)
+    stats = checks.statistics()
+    assert (stats.signers, stats.seen) == (8, 32)
+
+
+def test_a_defect_of_ours_costs_the_frame_and_is_counted():
+    def broken(peer):
+        raise RuntimeError("our bug")
+
+    checks = admission(is_greylisted=broken)
+    rejected = checks.check_frame(frame(), NOW)
+    assert (rejected.reason, rejected.verdict, rejected.peer) == ("internal", Verdict.IGNORE, None)
+    assert "our bug" in checks.statistics().last_internal_error
+
+
+def test_no_peer_can_make_a_label():
+    checks = admission()
+    for bad, _ in HOSTILE.values():
+        checks.check_frame(bad, NOW)
+    assert set(checks.statistics().outcomes) <= set(REASONS) | {"candidate", "announced", "admitted"}
