@@ -1,0 +1,31 @@
+"""`python -m swarmnode.trainer --config FILE`: what the supervisor starts. torch and transformers are loaded here and nowhere else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from swarmnode.config import Config
+from swarmnode.process import Progress, die_with_parent, run_main
+
+
+def main() -> int:
+    die_with_parent()
+    progress = Progress()
+    config = Config.model_validate_json(Path(sys.argv[sys.argv.index("--config") + 1]).read_bytes())
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    progress("loading torch")
+    from swarmnode.observe import logs
+    from swarmnode.trainer.loop import Trainer
+
+    logs.configure(config.log, "trainer")
+    trainer = Trainer(config, progress)
+    signal.signal(signal.SIGTERM, lambda *_: trainer.stop())
+    trainer.run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_main("swarmnode trainer", main))

@@ -1,0 +1,50 @@
+"""Held-out reward: the same questions for every node and every time, from seeds that training refuses to draw."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from swarmnode.config import TaskConfig, TrainingConfig
+from swarmnode.policy.generate import generate
+from swarmnode.policy.load import Policy
+from swarmnode.policy.micro import MicroBatcher
+from swarmnode.tasks.client import Scored, Scorer
+from swarmnode.tasks.registry import task_version
+from swarmnode.tasks.seeds import evaluation_seed
+from swarmnode.wire.messages import TaskRef
+
+COMPLETIONS = 4
+"""Per question: the mean of four is a steadier number than four times the questions are a cheaper one."""
+GENERATOR_SEED = 20_260
+
+
+class Evaluation:
+    """Questions are regenerated once; every evaluation samples them with the same random numbers."""
+
+    def __init__(self, tasks: TaskConfig, training: TrainingConfig, scorer: Scorer) -> None:
+        self._training = training
+        self._scorer = scorer
+        self._refs = [
+            TaskRef(name, task_version(name), evaluation_seed(name), index)
+            for name in tasks.names
+            for index in range(tasks.held_out_per_task)
+        ]
+        questions = scorer.score_many([(ref, []) for ref in self._refs])
+        self._prompts = [q.prompt if isinstance(q, Scored) else None for q in questions]
+
+    def __call__(self, policy: Policy, batcher: MicroBatcher) -> float | None:
+        """Mean reward at the training temperature over all questions; None when nothing could be scored."""
+        asked = [(ref, prompt) for ref, prompt in zip(self._refs, self._prompts, strict=True) if prompt is not None]
+        cfg = self._training
+        generator = policy.random_generator(GENERATOR_SEED)
+
+        def sample(prompts: Sequence[str]):
+            return generate(policy, prompts, COMPLETIONS, cfg.max_completion_length, cfg.temperature, cfg.top_p, generator)
+
+        longest = max((len(policy.encode_prompt(prompt)) for _, prompt in asked), default=0) + cfg.max_completion_length
+        groups = batcher.generate([prompt for _, prompt in asked], COMPLETIONS, longest, sample)
+        scored = self._scorer.score_many(
+            [(ref, [c.text for c in group.completions]) for (ref, _), group in zip(asked, groups, strict=True)]
+        )
+        rewards = [reward for result in scored if isinstance(result, Scored) for reward in result.rewards]
+        return sum(rewards) / len(rewards) if rewards else None

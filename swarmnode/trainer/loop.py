@@ -1,0 +1,287 @@
+"""The trainer process: sample, share, learn, save; one step after the other, whatever the network does.
+
+    split → ask the network for J groups → sample I groups, score, publish → judge the J → one update → save → report
+
+The network process is asked at the start of a step and its answer taken at the end of sampling, so a step never waits
+for it. What arrives late is there for the next step.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import msgspec
+import psutil
+import structlog
+
+from swarmnode.config import Config
+from swarmnode.policy.load import load_policy
+from swarmnode.policy.micro import MicroBatcher
+from swarmnode.process import Progress
+from swarmnode.rl.split import AdaptiveSplit, FixedSplit, floor_groups
+from swarmnode.rl.utility import UtilityGuard
+from swarmnode.rollouts.groups import ExternalGroup, Judged
+from swarmnode.tasks.client import Scorer
+from swarmnode.trainer import state
+from swarmnode.trainer.batch import Judgement, Rows, TrainingGroup, assemble, judge
+from swarmnode.trainer.evaluate import Evaluation
+from swarmnode.trainer.link import Link
+from swarmnode.trainer.messages import Hello, Report
+from swarmnode.trainer.sampler import Sampler
+from swarmnode.trainer.state import SEQUENCE_MARGIN, Counters, Saver
+from swarmnode.trainer.update import Updater, UpdateStatistics
+
+log = structlog.get_logger("swarmnode.trainer")
+
+ANSWER_SECONDS = 0.05
+"""How long a step waits for groups that the network process has but has not handed over yet."""
+IDENTITY_SECONDS = 1.0
+"""Between two signs of progress while the network process has not said who we are."""
+
+
+class Trainer:
+    """One policy and everything that changes it. `run` returns when `stop` was called or `max_steps` are done."""
+
+    def __init__(self, config: Config, progress: Progress) -> None:
+        self._config = config
+        self._cfg = config.training
+        self._progress = progress
+        self._stop = threading.Event()
+        self._directory = config.node.data_dir / "trainer"
+        self._batcher = MicroBatcher(self._cfg.per_device_train_tokens)
+        self._counters = Counters()
+        self._backlog: list[ExternalGroup] = []
+        self._report = Report(phase="loading")
+
+    def stop(self) -> None:
+        """Finish the step, save and leave."""
+        self._stop.set()
+
+    def run(self) -> None:
+        """Load or restore the policy, then train.
+
+        Raises:
+            LocalError: the model does not exist or fit, or the state on disk is another model's.
+        """
+        self._load()
+        with Scorer() as self._scorer, Link(self._config.node.data_dir, self._hello) as self._link:
+            self._saver = Saver(self._directory)
+            self._say("loading")
+            if not self._wait_for_identity():
+                return
+            self._progress("loading evaluation")
+            self._evaluation = Evaluation(self._config.task, self._cfg, self._scorer)
+            self._sampler = Sampler(self._config, self._policy, self._scorer, self._batcher, self._rng, self._counters)
+            if self._counters.reward_held_out_start is None:
+                self._evaluate()
+            while not self._stop.is_set() and not self._finished():
+                started = time.monotonic()
+                self._step()
+                if self._counters.step % self._cfg.eval_every == 0:
+                    self._evaluate()
+                self._save()
+                self._pace(started)
+            self._say("draining")
+            self._save(last=True)
+            self._link.flush(2.0)
+
+    # ---- start --------------------------------------------------------------------------------------------------------
+
+    def _load(self) -> None:
+        def say(line: str) -> None:
+            log.info("policy", detail=line)
+            self._progress("loading policy")
+
+        self._policy = load_policy(self._config.policy, log=say)
+        reference = self._policy.reference() if self._cfg.beta > 0 else None
+        self._updater = Updater(self._policy, self._cfg, self._batcher, reference)
+        self._rng = self._policy.random_generator(self._cfg.seed)
+        self._fingerprint = f"{self._policy.fingerprint.hex()}/lora{self._config.policy.lora.r}"
+        restored = state.restore(self._directory, self._policy.model, self._updater.optimizer, self._rng, self._fingerprint)
+        if restored is not None:
+            self._counters = restored
+            self._counters.sequence += SEQUENCE_MARGIN
+            log.info("restored", step=restored.step, policy_version=restored.policy_version)
+        if self._counters.micro_batch_tokens:  # learnt from running out of memory
+            self._batcher.tokens = min(self._batcher.tokens, self._counters.micro_batch_tokens)
+        self._oom_before = self._counters.oom_retries_total
+        self._guard = UtilityGuard(external_scale=self._counters.external_scale)
+        batch = self._cfg.groups_per_step
+        if self._config.sharing.split == "fixed":
+            self._split: AdaptiveSplit | FixedSplit = FixedSplit(batch, min(self._config.sharing.external_groups, batch - 1))
+        else:
+            floor = floor_groups(batch, self._config.sharing.own_floor)
+            self._split = AdaptiveSplit(batch, floor, smoothed=self._counters.useful_per_step)
+
+    def _hello(self) -> Hello:
+        policy = self._policy
+        return Hello(
+            model=policy.fingerprint, tokenizer=policy.tokenizer_hash, policy_version=self._counters.policy_version,
+            vocab_size=policy.vocab_size, pid=os.getpid(),
+        )  # fmt: skip
+
+    def _wait_for_identity(self) -> bool:
+        """Our questions follow from the node's peer id, which the network process holds. Known from an earlier run, nobody waits."""
+        while not self._adopt_identity(IDENTITY_SECONDS):
+            if self._counters.peer:
+                return True
+            if self._stop.is_set():
+                return False
+            self._progress("loading, waiting for the network process")
+        return True
+
+    def _adopt_identity(self, seconds: float) -> bool:
+        welcome = self._link.welcome(seconds)
+        if welcome is None:
+            return False
+        self._counters.peer, self._counters.swarm = welcome.peer, welcome.swarm.hex()
+        return True
+
+    # ---- one step -----------------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        started = time.monotonic()
+        self._adopt_identity(0.0)
+        sharing = self._config.sharing.enabled
+        own_count = self._split.own_groups if sharing else self._cfg.groups_per_step
+        room = self._split.external_room if sharing else 0
+        if room > len(self._backlog):
+            self._link.request_external(room - len(self._backlog), self._counters.policy_version)
+
+        experience = self._sampler(own_count)
+        if sharing:
+            for message in experience.publishable:
+                self._link.send(message)
+        sampled = time.monotonic()
+
+        judgement = self._take_external(room)
+        groups = [*experience.groups, *judgement.accepted]
+        rows = assemble(groups, self._cfg.advantage)
+        result = self._updater.update(rows, self._counters.step)
+        self._count(experience.tokens, experience.groups, judgement.accepted, result)
+        self._measure(experience.groups, judgement, rows, result)
+        ended = time.monotonic()
+        self._report = msgspec.structs.replace(
+            self._report,
+            step_seconds=ended - started,
+            generate_seconds=sampled - started,
+            train_seconds=ended - sampled,
+            tokens_per_second=experience.tokens / max(sampled - started, 1e-9),
+        )
+        self._say("training", ended - started)
+
+    def _take_external(self, room: int) -> Judgement:
+        arrived, useful = self._link.take_external(ANSWER_SECONDS) if room else ([], 0)
+        self._split.observe(useful)
+        waiting = self._backlog + arrived
+        drawn, self._backlog = waiting[:room], waiting[room : room + self._cfg.groups_per_step]
+        judgement = judge(drawn, self._policy, self._batcher, self._config.sharing, self._cfg.temperature)
+        for group, outcome in judgement.outcomes:
+            self._link.send(Judged(group.content, group.peer, outcome))
+        return judgement
+
+    def _count(self, tokens: int, own: list[TrainingGroup], external: list[TrainingGroup], result: UpdateStatistics) -> None:
+        c = self._counters
+        c.step += 1
+        c.policy_version += int(result.stepped)
+        c.own_groups_total += len(own)
+        c.external_groups_total += len(external)
+        c.tokens_total += tokens
+        for group in external:
+            c.peers_used[group.peer] = c.peers_used.get(group.peer, 0) + 1
+        c.micro_batch_tokens = self._batcher.tokens
+        c.oom_retries_total = self._oom_before + self._batcher.statistics().oom_retries
+        c.useful_per_step = self._split.smoothed
+
+    def _measure(self, own: list[TrainingGroup], judgement: Judgement, rows: Rows, result: UpdateStatistics) -> None:
+        external = judgement.accepted
+        total = len(own) + len(external)
+        share = len(external) / total if total else None
+        reward_own = _mean([r for g in own for r in g.rewards])
+        if self._config.sharing.enabled and self._config.sharing.utility_guard:
+            self._split.external_scale = self._guard.observe(reward_own, result.agreement, share or 0.0)
+            self._counters.external_scale = self._split.external_scale
+        self._report = msgspec.structs.replace(
+            self._report,
+            reward_own=reward_own,
+            reward_external=_mean([r for g in external for r in g.rewards]),
+            loss=result.loss,
+            entropy=result.entropy,
+            kl=result.kl,
+            clip_fraction=result.clip_fraction,
+            grad_norm=result.grad_norm,
+            learning_rate=self._updater.learning_rate(self._counters.step - 1),
+            zero_advantage_share=rows.zero_advantage_share,
+            external_share=share,
+            correction_mean=_mean([w for g in external for w in g.weights]),
+            own_groups=len(own),
+            external_groups=len(external),
+            gradient_agreement=result.agreement,
+        )
+
+    # ---- between steps ------------------------------------------------------------------------------------------------
+
+    def _evaluate(self) -> None:
+        self._say("evaluating")
+        reward = self._evaluation(self._policy, self._batcher)
+        c = self._counters
+        if reward is not None:
+            c.reward_held_out, c.held_out_step = reward, c.step
+            if c.reward_held_out_start is None:
+                c.reward_held_out_start = reward
+            if self._config.sharing.enabled and self._config.sharing.utility_guard:
+                self._split.external_scale = self._guard.observe(None, None, self._report.external_share or 0.0, reward)
+            log.info("held out", step=c.step, reward=round(reward, 4))
+        self._say("evaluating")
+
+    def _save(self, last: bool = False) -> None:
+        if last or self._saver.idle:
+            self._saver.submit(
+                state.take(self._policy.model, self._updater.optimizer, self._rng, self._counters, self._fingerprint)
+            )  # fmt: skip
+        if last:
+            self._saver.close()
+        if self._saver.error:
+            log.error("state not saved", error=self._saver.error)
+
+    def _pace(self, started: float) -> None:
+        while not self._stop.is_set() and (left := started + self._cfg.step_interval - time.monotonic()) > 0:
+            self._stop.wait(min(left, 5.0))
+            self._progress("paused")
+
+    def _finished(self) -> bool:
+        return bool(self._cfg.max_steps) and self._counters.step >= self._cfg.max_steps
+
+    def _say(self, phase: str, step_seconds: float | None = None) -> None:
+        """Tell supervisor and network process where we are."""
+        self._progress(phase, step_seconds)
+        c, statistics = self._counters, self._policy.statistics()
+        self._report = msgspec.structs.replace(
+            self._report,
+            phase=phase,
+            step=c.step,
+            policy_version=c.policy_version,
+            reward_held_out=c.reward_held_out,
+            reward_held_out_start=c.reward_held_out_start,
+            held_out_step=c.held_out_step,
+            own_groups_total=c.own_groups_total,
+            external_groups_total=c.external_groups_total,
+            tokens_total=c.tokens_total,
+            external_scale=self._split.external_scale,
+            device=statistics.device,
+            dtype=statistics.dtype,
+            device_memory_bytes=statistics.device_memory_bytes,
+            memory_bytes=psutil.Process().memory_info().rss,
+            oom_retries_total=c.oom_retries_total,
+            micro_batch_tokens=self._batcher.tokens,
+            scorer_restarts_total=max(0, self._scorer.statistics().starts - 1),
+            state_saved_step=self._saver.saved_step,
+            peers_used=dict(c.peers_used),
+        )
+        self._link.send(self._report)
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None

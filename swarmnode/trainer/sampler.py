@@ -1,0 +1,94 @@
+"""A node's own experience: its next questions, its policy's answers, their rewards, and what of it is worth publishing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import structlog
+import torch
+
+from swarmnode.config import Config
+from swarmnode.policy.generate import GroupSample, generate
+from swarmnode.policy.load import Policy
+from swarmnode.policy.micro import MicroBatcher
+from swarmnode.rollouts.groups import OwnGroup
+from swarmnode.tasks.client import Scored, Scorer
+from swarmnode.tasks.registry import task_version
+from swarmnode.tasks.seeds import choose_task, task_seed
+from swarmnode.trainer.batch import TrainingGroup, own_group
+from swarmnode.trainer.state import Counters
+from swarmnode.wire.messages import Completion, SamplingParams, TaskRef
+from swarmnode.wire.tensors import pack_ids, pack_logprobs
+
+log = structlog.get_logger("swarmnode.trainer")
+
+
+@dataclass(frozen=True)
+class Experience:
+    groups: list[TrainingGroup]
+    publishable: list[OwnGroup]
+    """Those whose rewards differ: peers would drop the others unseen."""
+    tokens: int
+
+
+class Sampler:
+    """Draws `count` groups per call. The random generator and the counters belong to the trainer's saved state."""
+
+    def __init__(
+        self, config: Config, policy: Policy, scorer: Scorer, batcher: MicroBatcher, rng: torch.Generator, counters: Counters
+    ) -> None:
+        self._cfg = config.training
+        self._tasks = config.task.names
+        self._policy = policy
+        self._scorer = scorer
+        self._batcher = batcher
+        self._rng = rng
+        self._counters = counters
+
+    def __call__(self, count: int) -> Experience:
+        """Sample `count` groups at the present policy version. A group that cannot be scored is left out."""
+        numbered = [self._next_question() for _ in range(count)]
+        questions = self._scorer.score_many([(ref, []) for _, ref in numbered])
+        asked = [(n, ref, q.prompt) for (n, ref), q in zip(numbered, questions, strict=True) if isinstance(q, Scored)]
+        samples = self._generate([prompt for _, _, prompt in asked])
+        scored = self._scorer.score_many(
+            [(ref, [c.text for c in sample.completions]) for (_, ref, _), sample in zip(asked, samples, strict=True)]
+        )
+        groups, publishable = [], []
+        for (sequence, ref, _), sample, result in zip(asked, samples, scored, strict=True):
+            if not isinstance(result, Scored):
+                log.warning("group not scored", task=ref.id, error=str(result))
+                continue
+            groups.append(own_group(sample, result.rewards))
+            if len(set(result.rewards)) > 1:
+                publishable.append(self._message(sequence, ref, sample))
+        return Experience(groups, publishable, sum(len(c.ids) for sample in samples for c in sample.completions))
+
+    def _next_question(self) -> tuple[int, TaskRef]:
+        c = self._counters
+        sequence = c.sequence
+        c.sequence += 1
+        seed, index = task_seed(bytes.fromhex(c.swarm), c.peer, sequence)
+        name = choose_task(self._tasks, seed, index)
+        return sequence, TaskRef(name, task_version(name), seed, index)
+
+    def _generate(self, prompts: list[str]) -> list[GroupSample]:
+        cfg = self._cfg
+        size = cfg.num_generations + (cfg.advantage == "mc_grpo")  # its pivot is sampled and not trained on
+
+        def work(some: Sequence[str]) -> list[GroupSample]:
+            return generate(self._policy, some, size, cfg.max_completion_length, cfg.temperature, cfg.top_p, self._rng)
+
+        longest = max((len(self._policy.encode_prompt(prompt)) for prompt in prompts), default=0) + cfg.max_completion_length
+        return self._batcher.generate(prompts, size, longest, work)
+
+    def _message(self, sequence: int, ref: TaskRef, sample: GroupSample) -> OwnGroup:
+        cfg = self._cfg
+        completions = [
+            Completion(c.text, len(c.ids), min(0.0, math.fsum(c.logprobs)), c.finish, pack_ids(c.ids), pack_logprobs(c.logprobs))
+            for c in sample.completions
+        ]
+        sampling = SamplingParams(cfg.temperature, cfg.top_p, cfg.max_completion_length)
+        return OwnGroup(ref, self._counters.policy_version, sequence, sampling, completions)

@@ -1,0 +1,149 @@
+"""One optimizer update from assembled rows: micro-batches that add up to the whole batch's gradient, then one atomic step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from swarmnode.config import TrainingConfig
+from swarmnode.policy.load import Policy
+from swarmnode.policy.logprobs import collate, completion_logprobs
+from swarmnode.policy.micro import MicroBatcher
+from swarmnode.rl.objectives import policy_loss
+from swarmnode.rl.utility import AgreementProbe
+from swarmnode.trainer.batch import Rows
+
+
+@dataclass(frozen=True)
+class UpdateStatistics:
+    """Means per trained token; None when nothing was trained on."""
+
+    stepped: bool
+    loss: float | None = None
+    clip_fraction: float | None = None
+    kl: float | None = None
+    entropy: float | None = None
+    grad_norm: float | None = None
+    agreement: float | None = None
+    """Cosine of own and external gradients."""
+
+
+class Updater:
+    """Owns the optimizer. `reference` is the start policy, only with a KL penalty."""
+
+    def __init__(self, policy: Policy, cfg: TrainingConfig, batcher: MicroBatcher, reference: Policy | None = None) -> None:
+        if cfg.beta > 0 and reference is None:
+            raise ValueError("beta > 0 needs a reference policy")
+        self._policy = policy
+        self._cfg = cfg
+        self._batcher = batcher
+        self._reference = reference
+        self.optimizer = torch.optim.AdamW(policy.trainable_parameters(), lr=cfg.learning_rate, weight_decay=cfg.weight_decay)
+        self._accelerated = policy.accelerator.prepare_optimizer(self.optimizer)
+        self._probe = AgreementProbe(policy.trainable_parameters())
+
+    def learning_rate(self, step: int) -> float:
+        """Linear warm-up, then constant."""
+        return self._cfg.learning_rate * min(1.0, (step + 1) / (self._cfg.warmup_steps + 1))
+
+    def update(self, rows: Rows, step: int) -> UpdateStatistics:
+        """`num_iterations` optimizer steps on the same rows; the statistics are the last one's.
+
+        Rows without a signal are not run through the model, but their tokens count in the normaliser: a batch that says
+        little moves the policy little.
+        """
+        own, external = rows.informative(external=False), rows.informative(external=True)
+        if self._cfg.beta > 0:  # the penalty reaches rows without an advantage too
+            own = [i for i, is_external in enumerate(rows.external) if not is_external]
+            external = [i for i, is_external in enumerate(rows.external) if is_external]
+        if not own and not external:
+            return UpdateStatistics(stepped=False)
+        reference = self._reference_logprobs(rows)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate(step)
+        statistics = UpdateStatistics(stepped=False)
+        for _ in range(self._cfg.num_iterations):
+            statistics = self._one(rows, own, external, reference)
+        return statistics
+
+    def _one(self, rows: Rows, own: list[int], external: list[int], reference: list[list[float]] | None) -> UpdateStatistics:
+        divisor = self._normalizer(rows)
+        totals = torch.zeros(5, dtype=torch.float64)  # loss, clip·tokens, kl·tokens, entropy·tokens, tokens
+
+        def backward(indices: list[int]) -> torch.Tensor:
+            batch = collate([rows.rows[i] for i in indices], self._policy.pad_id, self._policy.device)
+            logprobs, entropy = completion_logprobs(self._policy, batch, self._cfg.temperature)  # (n, T)
+            mask = batch.completion_mask.to(logprobs.device)
+            out = policy_loss(
+                logprobs,
+                _padded([rows.old_logprobs[i] for i in indices], logprobs),
+                rows.advantages[indices].to(logprobs.device),
+                mask,
+                epsilon=self._cfg.epsilon,
+                epsilon_high=self._cfg.epsilon_high,
+                delta=self._cfg.delta,
+                loss_type=self._cfg.loss_type,
+                beta=self._cfg.beta,
+                ref_logprobs=None if reference is None else _padded([reference[i] for i in indices], logprobs),
+                weights=rows.weights[indices].to(logprobs.device),
+                normalizer=divisor,
+            )
+            self._policy.accelerator.backward(out.loss)
+            tokens = out.tokens.detach()
+            return torch.stack(
+                [out.loss.detach(), out.clip_fraction * tokens, out.kl * tokens, (entropy * mask).sum(), tokens]
+            ).double().cpu()  # fmt: skip
+
+        def accumulate(indices: list[int], restart) -> torch.Tensor:
+            lengths = [len(p) + len(c) for p, c in (rows.rows[i] for i in indices)]
+            groups = [rows.groups[i] for i in indices]
+            parts = self._batcher.run(lengths, lambda chosen: backward([indices[k] for k in chosen]), groups, restart)
+            return sum((part for _, part in parts), torch.zeros(5, dtype=torch.float64))
+
+        def own_pass() -> None:
+            nonlocal totals
+            self._accelerated.zero_grad()
+            totals = accumulate(own, self._accelerated.zero_grad)
+
+        own_pass()
+        agreement = None
+        if external:
+            self._probe.mark()
+            totals = totals + accumulate(external, own_pass)  # own_pass also undoes what a pass out of memory left
+            agreement = self._probe.read() if own else None
+        norm = self._policy.accelerator.clip_grad_norm_(self._policy.trainable_parameters(), self._cfg.max_grad_norm)
+        finite = norm is None or bool(torch.isfinite(norm))
+        if finite:
+            self._accelerated.step()
+        self._accelerated.zero_grad()
+        loss, clipped, kl, entropy, tokens = totals.tolist()
+        return UpdateStatistics(
+            stepped=finite,
+            loss=loss,
+            clip_fraction=clipped / max(tokens, 1.0),
+            kl=kl / max(tokens, 1.0) if self._cfg.beta > 0 else None,
+            entropy=entropy / max(tokens, 1.0),
+            grad_norm=float(norm) if norm is not None and finite else None,
+            agreement=agreement,
+        )
+
+    def _normalizer(self, rows: Rows) -> float:
+        if self._cfg.loss_type == "dapo":
+            return float(max(1, sum(len(completion) for _, completion in rows.rows)))
+        if self._cfg.loss_type == "grpo":
+            return float(len(rows.rows))
+        return float(len(rows.rows) * self._cfg.max_completion_length)
+
+    def _reference_logprobs(self, rows: Rows) -> list[list[float]] | None:
+        if self._reference is None or self._cfg.beta == 0:
+            return None
+        return self._batcher.score(self._reference, rows.rows, self._cfg.temperature)
+
+
+def _padded(values: list[list[float]], like: torch.Tensor) -> torch.Tensor:
+    """Ragged lists as (n, T), zeros on padding."""
+    out = torch.zeros(like.shape)
+    for i, row in enumerate(values):
+        out[i, : len(row)] = torch.tensor(row)
+    return out.to(like.device)
