@@ -1,0 +1,15 @@
+"""Entry point of `swarmnode`. Imports nothing heavy: see cli.py."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> int:
+    from swarmnode.cli import run
+
+    return run(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""The command line as a person meets it: fast help, one-line errors, exit codes; and nothing heavy loaded for either."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from swarmnode import cli
+
+HEAVY = {"torch", "transformers", "libp2p", "reasoning_gym", "accelerate", "peft", "prometheus_client", "trio", "pydantic"}
+
+
+def swarmnode(*arguments, **kwargs):
+    return subprocess.run([sys.executable, "-m", "swarmnode", *arguments], capture_output=True, text=True, timeout=60, **kwargs)
+
+
+def test_help_answers_within_half_a_second_and_names_the_commands():
+    times = []
+    for _ in range(5):  # the best of five: a busy machine is not the command's fault
+        start = time.perf_counter()
+        result = swarmnode("--help")
+        times.append(time.perf_counter() - start)
+    assert result.returncode == 0
+    for command in ("demo", "run", "status", "top", "config", "key"):
+        assert command in result.stdout
+    assert min(times) < 0.5
+
+
+def test_help_loads_nothing_heavy():
+    code = "import sys\nfrom swarmnode.cli import run\nrun(['--help'])\nprint('\\nMODULES ' + ' '.join(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    loaded = set(result.stdout.rpartition("MODULES ")[2].split())
+    assert not loaded & HEAVY
+
+
+@pytest.mark.parametrize(
+    ("module", "never"),
+    [
+        ("swarmnode.node", {"torch", "transformers", "peft", "accelerate"}),
+        ("swarmnode.supervisor", {"torch", "transformers", "libp2p"}),
+        ("swarmnode.tasks.scorer", {"torch", "transformers", "libp2p"}),
+        ("swarmnode.trainer.link_server", {"torch", "transformers"}),
+    ],
+)
+def test_each_process_loads_only_what_it_may(module, never):
+    code = f"import sys, {module}\nprint(' '.join(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert not set(result.stdout.split()) & never
+
+
+def test_a_wrong_flag_is_one_line_and_exit_two(capsys):
+    assert cli.run(["run", "--bogus"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "--bogus" in error
+
+
+def test_a_wrong_key_is_one_line_and_exit_78(tmp_path, capsys):
+    path = tmp_path / "config.toml"
+    path.write_text("[training]\nlearning_rat = 1\n")
+    assert cli.run(["run", "--config", str(path)]) == 78
+    assert capsys.readouterr().err == f"swarmnode: {path}: unknown key training.learning_rat (nearest: training.learning_rate)\n"
+
+
+@pytest.mark.parametrize(("task", "says"), [("rg/countdown", "countdown"), ("rg/chain_sun", "rg/chain_sum")])
+def test_a_task_that_is_not_allowed_is_refused_by_name(tmp_path, capsys, task, says):
+    assert cli.run(["run", "--data-dir", str(tmp_path), "--set", f'task.names=["{task}"]']) == 78
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+
+
+def test_config_show_tells_where_a_value_was_set(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("SWARMNODE_HTTP_PORT", "9999")
+    assert cli.run(["config", "show", "--json", "--data-dir", str(tmp_path), "--peer", "/ip4/1.2.3.4/tcp/5/p2p/x"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["http.port"] == {"value": 9999, "origin": "environment SWARMNODE_HTTP_PORT"}
+    assert shown["network.initial_peers"] == {"value": ["/ip4/1.2.3.4/tcp/5/p2p/x"], "origin": "command line"}
+    assert shown["training.seed"]["origin"] == "default"
+
+
+def test_key_show_prints_the_same_peer_id_twice_and_never_the_key(tmp_path, capsys):
+    assert cli.run(["key", "show", "--data-dir", str(tmp_path)]) == 0
+    first = capsys.readouterr().out
+    assert cli.run(["key", "show", "--data-dir", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == first
+    assert first.startswith("12D3KooW")
+    assert (tmp_path / "identity.key").stat().st_mode & 0o777 == 0o600
