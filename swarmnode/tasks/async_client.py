@@ -139,20 +139,23 @@ class AsyncScorer:
             self._news = trio.Event()
             await self._news.wait()
 
-    async def _serve(self, jobs: list[_Job]) -> None:
-        """One frame. When it kills the child, each of its questions again, alone. Raises ScorerFailed when no child can be started."""
+    async def _serve(self, jobs: list[_Job], again: bool = True) -> None:
+        """One frame. When it costs us the child, each of its questions once more, alone: whoever is there the second time too did it.
+
+        Raises ScorerFailed when no child can be started.
+        """
         child = await self._start()
         questions = [job.question for job in jobs]
         try:
             scored = await _hold(child.ask(questions), self._deadline)
         except (Died, TimeoutError) as error:
             failure = self._tally.failure(error, self._end())
-            if len(jobs) == 1:
+            if not again:
                 jobs[0].settle(failure)
                 return
             for job in jobs:
                 if job.wanted:
-                    await self._serve([job])
+                    await self._serve([job], again=False)
             return
         except BaseException:
             self._end()  # cancelled in the middle of a frame: what the pipe holds is nobody's

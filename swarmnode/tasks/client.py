@@ -1,6 +1,6 @@
 """Regenerate questions and judge answers, in a sandboxed child. `Scorer` blocks (for the trainer); `AsyncScorer` is for trio (the network).
 
-Both replace their child when it dies or overruns, and ask again, one question at a time, so that only the question that did it pays for it.
+Both replace their child when it dies or overruns, and ask again, one question at a time, so that only the question that did it goes without.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class Scorer:
     def statistics(self) -> ScorerStatistics:
         return self._tally.snapshot(self._child, waiting=0)
 
-    def _ask(self, questions: list[Question]) -> Sequence[Scored | ScoreError]:
-        """One frame. When it kills the child, each of its questions again, alone."""
+    def _ask(self, questions: list[Question], again: bool = True) -> Sequence[Scored | ScoreError]:
+        """One frame. When it costs us the child, each of its questions once more, alone: whoever is there the second time too did it."""
         try:
             child = self._start()
         except ScorerFailed as error:
@@ -98,9 +98,12 @@ class Scorer:
             scored = self._hold(child.ask(questions), self._deadline)
         except (Died, TimeoutError) as error:
             failure = self._tally.failure(error, self._end())
-            if len(questions) == 1:
+            if not again:
                 return [failure]
-            return [result for question in questions for result in self._ask([question])]
+            return [result for question in questions for result in self._ask([question], again=False)]
+        except BaseException:
+            self._end()  # interrupted in the middle of a frame: what the pipe holds is nobody's
+            raise
         self._tally.frame(questions)
         return scored
 
@@ -114,6 +117,9 @@ class Scorer:
                 self._hold(self._child.hello(), self._startup_seconds)
             except (OSError, Died) as error:  # TimeoutError is an OSError
                 raise self._tally.failure(error, self._end(), starting=True) from None
+            except BaseException:
+                self._end()
+                raise
             self._tally.started()
         return self._child
 

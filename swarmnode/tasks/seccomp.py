@@ -15,7 +15,7 @@ import sys
 _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
 _LOAD_WORD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06  # BPF_LD|W|ABS, BPF_JMP|JEQ|K, BPF_RET|K
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
-_NUMBER_OFFSET, _ARCH_OFFSET = 0, 4  # in struct seccomp_data
+_NUMBER_OFFSET, _ARCH_OFFSET, _FIRST_ARGUMENT_OFFSET = 0, 4, 16  # in struct seccomp_data, both machines being little-endian
 
 # name: number on x86-64, number on arm64 (None where it has no such call)
 _CALLS: dict[str, tuple[int, int | None]] = {
@@ -45,12 +45,12 @@ _CALLS: dict[str, tuple[int, int | None]] = {
     "getrusage": (98, 165),
     "getrlimit": (97, 163),
     "setrlimit": (160, 164),
-    "prlimit64": (302, 261),
     "clock_gettime": (228, 113),
     "gettimeofday": (96, 169),
     "exit": (60, 93),
     "exit_group": (231, 94),
 }
+_PRLIMIT64 = (302, 261)  # only on this process: pid 0
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 
@@ -63,7 +63,10 @@ def program(machine: str) -> bytes:
         (_JUMP_IF_EQUAL, 1, 0, arch),  # a 32-bit call has other numbers for the same words
         (_RETURN, 0, 0, _KILL),
         (_LOAD_WORD, 0, 0, _NUMBER_OFFSET),
-        *((_JUMP_IF_EQUAL, len(numbers) - i, 0, number) for i, number in enumerate(numbers)),
+        *((_JUMP_IF_EQUAL, len(numbers) - i + 3, 0, number) for i, number in enumerate(numbers)),
+        (_JUMP_IF_EQUAL, 0, 2, _PRLIMIT64[column]),
+        (_LOAD_WORD, 0, 0, _FIRST_ARGUMENT_OFFSET),
+        (_JUMP_IF_EQUAL, 1, 0, 0),
         (_RETURN, 0, 0, _ERRNO | errno.EPERM),
         (_RETURN, 0, 0, _ALLOW),
     ]

@@ -1,0 +1,130 @@
+"""Questions are the same on every node, and the answers that earn the reward are reasoning-gym's. pytest tests/unit/tasks/test_generation.py"""
+
+import hashlib
+import json
+import subprocess
+import sys
+
+import pytest
+
+from swarmnode.tasks.builtin import GENERATORS
+from swarmnode.tasks.client import Scorer
+from swarmnode.tasks.frames import answer_of
+from swarmnode.tasks.registry import TASKS, task_version
+from swarmnode.tasks.seeds import INDEX_SPAN, evaluation_seed, task_seed
+from swarmnode.wire.messages import TaskRef
+
+GYM = [task for task in TASKS if task.startswith("rg/")]
+ADDRESSES = [task_seed(bytes(32), "12D3KooWPeer", sequence) for sequence in (0, 1, INDEX_SPAN - 1, INDEX_SPAN, 9 * INDEX_SPAN + 4242)]
+
+# blake2b-64 of the prompts at ADDRESSES, joined by NUL.
+GOLDEN = {
+    "builtin/copy": "6ab081863cd57c38",
+    "builtin/sum": "28f376f8db996a97",
+    "rg/chain_sum": "151860bc30705b7e",
+    "rg/basic_arithmetic": "41d266e65294958d",
+    "rg/base_conversion": "0fad81944141e597",
+    "rg/spell_backward": "afc44116d7f94c52",
+    "rg/gcd": "98471e161d54520c",
+    "rg/lcm": "ffb2f9b603515c4a",
+    "rg/count_bits": "9eaf528060f00679",
+    "rg/fraction_simplification": "4d2215c05e27319d",
+    "rg/products": "5559c58a6ebbf17d",
+}
+
+# The library as its users call it, in a process of its own: a new dataset for every question, and the answer with its full marks.
+REFERENCE = """
+import json, sys
+import reasoning_gym
+found = []
+for name, settings, seed, index, texts in json.load(sys.stdin):
+    dataset = reasoning_gym.create_dataset(name, seed=seed, size=2**20, **settings)
+    entry = dataset[index]
+    texts = [entry["answer"] if text is None else text.replace("ANSWER", entry["answer"]) for text in texts]
+    found.append([entry["question"], texts, [dataset.score_answer(text, entry) for text in texts]])
+json.dump(found, sys.stdout)
+"""
+
+
+@pytest.fixture(scope="module")
+def scorer():
+    with Scorer() as scorer:
+        yield scorer
+
+
+def ref(task, address):
+    return TaskRef(task, task_version(task), *address)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_questions_are_what_other_nodes_get(scorer, task):
+    prompts = [scorer.prompt(ref(task, address)) for address in ADDRESSES]
+    assert hashlib.blake2b("\0".join(prompts).encode(), digest_size=8).hexdigest() == GOLDEN[task]
+
+
+def test_questions_and_rewards_are_reasoning_gyms(scorer):
+    """We load the datasets one by one and keep one object each; users make one dataset per seed. Both must agree, up to 63-bit seeds."""
+    texts = [None, "ANSWER", "ANSWER ", "=ANSWER", "0", "1", "1,0", "+2", "2.0", "10", "4/8", "abc", "", "ANSWERANSWER"]
+    addresses = [*ADDRESSES, (0, 0), (evaluation_seed("x"), INDEX_SPAN - 1), (2**63 - INDEX_SPAN, INDEX_SPAN - 1)]
+    jobs = [
+        (TASKS[task].generator.split(".")[1], dict(TASKS[task].settings), *address, texts) for task in GYM for address in addresses
+    ]
+    done = subprocess.run([sys.executable, "-c", REFERENCE], input=json.dumps(jobs), capture_output=True, text=True, check=True)
+    references = json.loads(done.stdout)
+    scored = scorer.score_many(
+        [(ref(task, address), answers) for (task, address), (_, answers, _) in zip([(t, a) for t in GYM for a in addresses], references, strict=True)]
+    )
+    assert [result.prompt for result in scored] == [question for question, _, _ in references]
+    assert [result.rewards for result in scored] == [[float(mark >= 1) for mark in marks] for _, _, marks in references]
+    assert all(result.rewards[0] == 1.0 for result in scored)  # the library's own answer
+
+
+def test_order_and_repetition_do_not_change_a_question(scorer):
+    refs = [ref(task, address) for task in TASKS for address in ADDRESSES]
+    forward = scorer.score_many([(r, []) for r in refs])
+    backward = scorer.score_many([(r, []) for r in reversed(refs)])
+    assert forward == backward[::-1]
+
+
+def test_reward_is_for_the_answer_and_not_for_text_that_contains_it(scorer):
+    for task in GYM:
+        assert scorer.score(ref(task, ADDRESSES[0]), ["0 1 2 3 4 5 6 7 8 9 10 11 1/2 2/3 a b c"]).rewards == [0.0]
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_builtin_prompts_are_printable_ascii(name):
+    settings = TASKS[f"builtin/{name}"].settings
+    for seed in range(200):
+        item = GENERATORS[name](seed, **settings)
+        assert item.prompt.isascii()
+        assert item.prompt.isprintable()
+        assert item.reward(item.answer) == 1.0
+
+
+@pytest.mark.parametrize(("text", "reward"), [("{}", 1.0), ("", 0.0), ("{}{}", 0.5), ("x{}", 0.0)])
+def test_copy_pays_for_digits_in_their_place(text, reward):
+    item = GENERATORS["copy"](3, digits=3)
+    assert len(set(item.answer)) == 3  # so that no shifted copy can match by chance
+    assert item.reward(text.replace("{}", item.answer)) == reward
+
+
+def test_sum_is_the_sum():
+    item = GENERATORS["sum"](11, terms=3)
+    assert sum(int(number) for number in item.prompt.rstrip("=").split("+")) == int(item.answer)
+    assert item.reward(item.answer + " ") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("12", "12"),
+        (" 12\n", " 12\n"),
+        ("so <answer> 12 </answer>.", "12"),
+        ("<answer>1</answer> no, <answer>2</answer>", "2"),
+        ("<answer>1", "<answer>1"),
+        ("1</answer>", "1</answer>"),
+        ("</answer>1<answer>", "</answer>1<answer>"),
+    ],
+)
+def test_the_answer_in_a_completion(text, answer):
+    assert answer_of(text) == answer

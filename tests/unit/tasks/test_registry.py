@@ -1,0 +1,97 @@
+"""The allow-list and the versions. pytest tests/unit/tasks/test_registry.py"""
+
+import dataclasses
+import subprocess
+import sys
+from types import MappingProxyType
+
+import pytest
+
+from swarmnode.config import TaskConfig
+from swarmnode.errors import ConfigError
+from swarmnode.tasks import registry
+from swarmnode.tasks.registry import REFUSED, TASKS, check_names, task_version
+
+DANGEROUS = [
+    "binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication",
+    "puzzle24", "simple_integration", "spiral_matrix", "string_insertion",
+]  # fmt: skip
+
+VERSIONS = {
+    "builtin/copy": "fc7505ef9c5f88f3",
+    "builtin/sum": "cf3196464b38f4f8",
+    "rg/chain_sum": "a2fea9cdcc58cfd2",
+    "rg/basic_arithmetic": "f896ce034f92e546",
+    "rg/base_conversion": "94d1593c3c838fe4",
+    "rg/spell_backward": "f88ac7e01e0b9b69",
+    "rg/gcd": "31fbfd81b0bc1431",
+    "rg/lcm": "cba97e70e2604d32",
+    "rg/count_bits": "3fb7526bec852f58",
+    "rg/fraction_simplification": "d6ae40bcbe00053e",
+    "rg/products": "c76c9e1683504daf",
+}
+
+
+def test_default_configuration_is_allowed():
+    check_names(TaskConfig().names)
+
+
+def test_every_task_is_allowed():
+    check_names(TASKS)
+
+
+@pytest.mark.parametrize("name", DANGEROUS)
+def test_a_scorer_that_executes_answers_is_refused_by_name(name):
+    with pytest.raises(ConfigError, match=rf"'rg/{name}' is refused because its scorer .*(eval|parse_expr)"):
+        check_names(["rg/chain_sum", f"rg/{name}"])
+
+
+def test_what_is_refused_is_not_a_task():
+    assert set(REFUSED) == {f"rg/{name}" for name in DANGEROUS}
+    assert not set(REFUSED) & set(TASKS)
+
+
+def test_a_scorer_that_nobody_read_is_not_on_the_list():
+    with pytest.raises(ConfigError, match="'rg/sudoku' is not on the allow-list"):
+        check_names(["rg/sudoku"])
+
+
+def test_a_typo_gets_the_nearest_name():
+    with pytest.raises(ConfigError, match="'rg/chain_sum'$"):
+        check_names(["rg/chain_smu"])
+
+
+@pytest.mark.parametrize(("names", "complaint"), [([], "no task"), (["rg/gcd", "rg/gcd"], "twice")])
+def test_a_list_that_makes_no_sense_is_an_error(names, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        check_names(names)
+
+
+def test_versions_are_what_other_nodes_have():
+    """A change here splits swarms: raise ADAPTER_VERSION or the library's pin on purpose, then write the new versions down."""
+    assert {name: task_version(name) for name in TASKS} == VERSIONS
+
+
+@pytest.mark.parametrize(
+    "change", [{"settings": MappingProxyType({"min_value": 1, "max_value": 21})}, {"max_answer_bytes": 255}, {"generator": "arithmetic.lcm"}]
+)
+def test_version_follows_the_settings(monkeypatch, change):
+    before = task_version("rg/gcd")
+    changed = dataclasses.replace(TASKS["rg/gcd"], **change)
+    monkeypatch.setattr(registry, "TASKS", {**TASKS, "rg/gcd": changed})
+    assert task_version.__wrapped__("rg/gcd") != before
+
+
+def test_version_follows_the_library(monkeypatch):
+    before = task_version("rg/gcd")
+    monkeypatch.setattr(registry.importlib.metadata, "version", lambda name: "0.1.26")
+    assert task_version.__wrapped__("rg/gcd") != before
+
+
+def test_the_list_is_read_without_reasoning_gym():
+    """Everything imports this module, also `swarmnode --help`."""
+    code = (
+        "import sys; from swarmnode.tasks.client import Scorer; from swarmnode.tasks.registry import *; [task_version(t) for t in TASKS]; "
+        "print(sorted({'reasoning_gym', 'torch', 'sympy', 'numpy', 'libp2p'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

@@ -1,0 +1,120 @@
+"""Question addresses: who asks what, and that nobody asks anybody else's. pytest tests/unit/tasks/test_seeds.py"""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarmnode.tasks.registry import TASKS
+from swarmnode.tasks.seeds import (
+    EVALUATION_BIT,
+    INDEX_SPAN,
+    SEED_LIMIT,
+    SEQUENCE_LIMIT,
+    check_seed,
+    choose_task,
+    evaluation_seed,
+    is_address,
+    is_evaluation,
+    task_seed,
+)
+
+SWARM = bytes(range(32))
+peers = st.text(alphabet="123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz", min_size=1, max_size=60)
+sequences = st.integers(0, SEQUENCE_LIMIT - 1)
+
+
+def test_address_of_a_known_question():
+    """The definition, written out: another implementation has to arrive at the same numbers."""
+    import hashlib
+
+    digest = hashlib.blake2b(b"swarmnode/seed/1" + SWARM + b"12D3KooWPeer" + (5).to_bytes(8, "big"), digest_size=32).digest()
+    block = int("".join(f"{byte:08b}" for byte in digest)[:42], 2)
+    assert task_seed(SWARM, "12D3KooWPeer", 5 * INDEX_SPAN + 77) == (block << 20, 77)
+    assert task_seed(SWARM, "12D3KooWPeer", 0) == (3172582050202910720, 0)
+
+
+@given(st.sets(st.tuples(peers, st.integers(0, 2**64 - 1)), min_size=2, max_size=40))
+@settings(max_examples=200)
+def test_no_two_streams_share_an_item(streams):
+    """Item i of a block is drawn from Random(seed + i), so the ranges seed..seed+2**20-1 of nodes, epochs and evaluation must be disjoint."""
+    starts = [task_seed(SWARM, peer, epoch * INDEX_SPAN)[0] for peer, epoch in streams]
+    starts += [evaluation_seed(task, block) for task in TASKS for block in range(2)]
+    starts.sort()
+    assert all(left + INDEX_SPAN <= right for left, right in itertools.pairwise(starts))
+
+
+def test_many_nodes_and_epochs_stay_apart():
+    starts = sorted(task_seed(SWARM, f"peer{n}", epoch * INDEX_SPAN)[0] for n in range(500) for epoch in range(20))
+    assert all(left + INDEX_SPAN <= right for left, right in itertools.pairwise(starts))
+
+
+@given(peers, sequences)
+def test_a_training_address_is_an_address_and_never_held_out(peer, sequence):
+    seed, index = task_seed(SWARM, peer, sequence)
+    assert is_address(seed, index)
+    assert not is_evaluation(seed)
+    assert not is_evaluation(seed + index)
+
+
+@given(st.text(min_size=1, max_size=20), st.integers(0, 2**64 - 1))
+def test_an_evaluation_address_is_an_address_and_held_out(task, block):
+    seed = evaluation_seed(task, block)
+    assert is_address(seed, INDEX_SPAN - 1)
+    assert is_evaluation(seed)
+
+
+@given(peers, sequences)
+def test_consecutive_questions_differ(peer, sequence):
+    if sequence + 1 < SEQUENCE_LIMIT:
+        assert task_seed(SWARM, peer, sequence) != task_seed(SWARM, peer, sequence + 1)
+
+
+@given(peers, sequences)
+def test_a_sender_cannot_choose_its_question(peer, sequence):
+    seed, index = task_seed(SWARM, peer, sequence)
+    assert check_seed(SWARM, peer, sequence, seed, index)
+    assert not check_seed(SWARM, peer, sequence, seed + INDEX_SPAN, index)
+    assert not check_seed(SWARM, peer, sequence, seed, (index + 1) % INDEX_SPAN)
+    assert not check_seed(SWARM, peer, sequence, seed | EVALUATION_BIT, index)
+    assert not check_seed(SWARM[::-1], peer, sequence, seed, index)
+    assert not check_seed(SWARM, peer + "x", sequence, seed, index)
+
+
+@given(st.binary(max_size=40), st.text(max_size=10), st.integers(-(2**90), 2**90), st.integers(-(2**70), 2**70), st.integers(-(2**70), 2**70))
+def test_checking_hostile_numbers_says_no_and_never_raises(swarm, peer, sequence, seed, index):
+    assert check_seed(swarm, peer, sequence, seed, index) is False
+
+
+def test_checking_a_peer_id_that_is_not_text_says_no():
+    assert check_seed(SWARM, "\ud800", 0, 0, 0) is False
+
+
+@pytest.mark.parametrize("sequence", [-1, SEQUENCE_LIMIT])
+def test_sequence_outside_its_range_is_an_error(sequence):
+    with pytest.raises(ValueError, match="sequence"):
+        task_seed(SWARM, "peer", sequence)
+
+
+@pytest.mark.parametrize(("seed", "index"), [(1, 0), (-INDEX_SPAN, 0), (SEED_LIMIT, 0), (0, -1), (0, INDEX_SPAN)])
+def test_what_is_no_address(seed, index):
+    assert not is_address(seed, index)
+
+
+def test_tasks_are_chosen_evenly():
+    names = list(TASKS)
+    counts = dict.fromkeys(names, 0)
+    for index in range(11_000):
+        counts[choose_task(names, 7 * INDEX_SPAN, index)] += 1
+    assert all(850 < count < 1150 for count in counts.values())
+
+
+@given(st.permutations(list(TASKS)), st.integers(0, 2**43 - 1), st.integers(0, INDEX_SPAN - 1))
+def test_the_choice_does_not_depend_on_the_order_of_names(names, block, index):
+    assert choose_task(names, block * INDEX_SPAN, index) == choose_task(sorted(names), block * INDEX_SPAN, index)
+
+
+def test_choosing_from_nothing_is_an_error():
+    with pytest.raises(ValueError, match="no task"):
+        choose_task([], 0, 0)
