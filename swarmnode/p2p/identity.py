@@ -49,7 +49,7 @@ def load_or_create(path: Path) -> Identity:
     try:
         key = serialization.load_pem_private_key(data, password=None)
     except (ValueError, TypeError) as error:  # TypeError: encrypted
-        raise StateError(f"the identity file {path} is not an unencrypted PEM key; restore it, or remove it to become a new peer") from error
+        raise StateError(f"the identity file {path} is not an unencrypted PEM key; restore or remove it") from error
     if not isinstance(key, Ed25519PrivateKey):
         raise StateError(f"the identity file {path} holds a key that is not Ed25519")
     return from_key(key)

@@ -150,10 +150,9 @@ class PeerTable:
 
     def next_due(self, now: float) -> float:
         """Seconds until `to_dial` may return something new; infinite if only an event can change that."""
-        if len(self.connected()) >= self._target:
-            waiting = [each.due for each in self._peers.values() if each.source == "bootstrap" and not each.dialling and not each.connections]
-        else:
-            waiting = [each.due for each in self._peers.values() if not each.dialling and not each.connections]
+        enough = len(self.connected()) >= self._target
+        candidates = self.bootstrap() if enough else self._peers.values()
+        waiting = [each.due for each in candidates if not each.dialling and not each.connections]
         return max(0.0, min(waiting) - now) if waiting else math.inf
 
     def dialed_ok(self, peer: str, address: str, now: float) -> None:
@@ -168,6 +167,11 @@ class PeerTable:
         known.addresses.insert(0, address)
         del known.addresses[ADDRESSES_PER_PEER:]
         known.worked &= set(known.addresses)
+
+    def undialled(self, peer: str) -> None:
+        """A dial was not needed after all: the peer had connected to us meanwhile."""
+        if (known := self._peers.get(peer)) is not None:
+            known.dialling = False
 
     def failed(self, peer: str, now: float) -> None:
         """A dial to all of its addresses failed."""
@@ -279,8 +283,10 @@ class PeerTable:
 
     def _room(self, prefix: str | None, source: str, now: float) -> bool:
         """Whether one more peer may be remembered, after making room by forgetting the least useful."""
-        if source in ("book", "exchange") and prefix is not None:
-            if sum(1 for each in self._peers.values() if each.prefix == prefix and each.source in ("book", "exchange")) >= PEERS_PER_PREFIX:
+        hearsay = ("book", "exchange")
+        if source in hearsay and prefix is not None:
+            neighbours = sum(1 for each in self._peers.values() if each.prefix == prefix and each.source in hearsay)
+            if neighbours >= PEERS_PER_PREFIX:
                 return False
         if len(self._peers) < MAX_PEERS:
             return True

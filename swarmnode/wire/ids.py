@@ -7,7 +7,13 @@ DOMAIN_SWARM = b"swarmnode/swarm/1"
 """Prefix of what is hashed into a swarm id."""
 
 DOMAIN_SEED = b"swarmnode/seed/1"
-"""Prefix of what is hashed into a block of task seeds."""
+"""Prefix of what is hashed into a block of training seeds."""
+
+DOMAIN_EVALUATION = b"swarmnode/evaluation/1"
+"""Prefix of what is hashed into a block of evaluation seeds."""
+
+DOMAIN_TASK = b"swarmnode/task/1"
+"""Prefix of what is hashed to choose a question's task."""
 
 ROLLOUT_TOPIC = "/swarmnode/rollouts/1"
 """Prefix of the gossip topic; the swarm id in hex follows: `rollout_topic(swarm)`."""
@@ -16,7 +22,7 @@ FETCH_PROTOCOL = "/swarmnode/fetch/1"
 """Request/response: the body of a group that was announced by its hash."""
 
 PEERS_PROTOCOL = "/swarmnode/peers/1"
-"""Request/response: peers of the same swarm that the responder is connected to. Not in `PROTOCOLS`: a node without it is found otherwise."""
+"""Request/response: peers of the same swarm that the responder is connected to. Not in `PROTOCOLS`: nodes can do without it."""
 
 PROTOCOLS = (FETCH_PROTOCOL, ROLLOUT_TOPIC)
 """Everything two nodes must speak alike, sorted; part of the swarm id."""

@@ -1,0 +1,88 @@
+"""The peer book, `peers.json`: where peers were and what they had earned, so that a restart does not start among strangers.
+
+Only ours is read, but a disk can lie: it is bounded, decoded by type, and whatever is wrong with it means an empty book and one warning.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from pathlib import Path
+
+import msgspec
+
+from swarmnode.p2p import addresses
+from swarmnode.p2p.files import write_atomic
+from swarmnode.p2p.peers import ADDRESSES_PER_PEER, PeerTable
+from swarmnode.p2p.reputation import Reputation, SavedRecord
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+BOOK_BYTES = 4 * 2**20
+BOOK_PEERS = 256
+BOOK_RECORDS = 4096
+
+
+class BookPeer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    peer: str
+    addresses: list[str]
+    age: float
+    """Seconds between seeing it last and saving."""
+
+
+class Book(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    version: int
+    saved_at: float
+    """Unix time, seconds."""
+    peers: list[BookPeer]
+    reputation: list[SavedRecord]
+
+
+def load(path: Path, table: PeerTable, reputation: Reputation, now: float, *, clock: float | None = None) -> int:
+    """Reads the book into `table` and `reputation`; returns the number of peers. Never raises for what is in the file.
+
+    `now`: monotonic; `clock`: Unix time, now if None.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(BOOK_BYTES + 1)
+        if len(data) > BOOK_BYTES:
+            raise ValueError(f"longer than {BOOK_BYTES} bytes")
+        book = msgspec.json.decode(data, type=Book)
+        if book.version != VERSION:
+            raise ValueError(f"version {book.version}")
+    except FileNotFoundError:
+        return 0
+    except (OSError, ValueError) as error:  # every msgspec error is a ValueError
+        log.warning("the peer book %s cannot be used and is begun anew: %s", path, error)
+        return 0
+    away = (time.time() if clock is None else clock) - book.saved_at
+    away = max(0.0, away) if math.isfinite(away) else 0.0
+    loaded = 0
+    for each in book.peers[:BOOK_PEERS]:
+        try:
+            peer = addresses.check_peer_id(each.peer)
+            known = [str(addresses.parse(text)[0]) for text in each.addresses[:ADDRESSES_PER_PEER]]
+        except ValueError:
+            continue
+        if known and math.isfinite(each.age):
+            table.restore(peer, known, now - away - max(0.0, each.age), now)
+            loaded += 1
+    reputation.restore(book.reputation, away, now)
+    return loaded
+
+
+def save(path: Path, data: bytes) -> None:
+    """Writes what `render` returned; a full disk is a warning. Blocks on fsync, so not on the trio thread while running."""
+    try:
+        write_atomic(path, data)
+    except OSError as error:
+        log.warning("the peer book %s could not be saved: %s", path, error)
+
+
+def render(table: PeerTable, reputation: Reputation, now: float) -> bytes:
+    """The book as JSON."""
+    peers = [BookPeer(each.peer, list(each.addresses), max(0.0, now - each.last_seen)) for each in table.for_book(BOOK_PEERS)]
+    return msgspec.json.encode(Book(VERSION, time.time(), peers, reputation.snapshot(now)[:BOOK_RECORDS]))

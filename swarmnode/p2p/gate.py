@@ -1,0 +1,44 @@
+"""Who may connect at all, decided at the end of the Noise handshake: the first moment at which a peer's id is proven."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from libp2p.abc import ISecureTransport
+from libp2p.security.exceptions import HandshakeFailure
+
+
+class Gate:
+    """`admit(peer, address, inbound)` is set by the network once it stands; until then everybody may pass. `refused` counts.
+
+    `address`: the remote (host, port), None if unknown. Our own id is never admitted: a dial that ends at ourselves is a wrong address.
+    """
+
+    def __init__(self) -> None:
+        self.admit: Callable[[str, tuple[str, int] | None, bool], bool] = lambda peer, address, inbound: True
+        self.refused = 0
+
+    def around(self, transport: ISecureTransport) -> ISecureTransport:
+        return _Gated(transport, self)
+
+    async def check(self, connection: Any, inbound: bool) -> Any:
+        """`connection` itself, or a closed connection and HandshakeFailure."""
+        peer = connection.get_remote_peer().to_base58()
+        if self.admit(peer, connection.get_remote_address(), inbound):
+            return connection
+        self.refused += 1
+        await connection.close()
+        raise HandshakeFailure(f"{peer} is not admitted")
+
+
+class _Gated(ISecureTransport):
+    def __init__(self, transport: ISecureTransport, gate: Gate) -> None:
+        self._transport = transport
+        self._gate = gate
+
+    async def secure_inbound(self, conn: Any) -> Any:
+        return await self._gate.check(await self._transport.secure_inbound(conn), True)
+
+    async def secure_outbound(self, conn: Any, peer_id: Any) -> Any:
+        return await self._gate.check(await self._transport.secure_outbound(conn, peer_id), False)

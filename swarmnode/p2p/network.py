@@ -1,0 +1,292 @@
+"""The network as the rest of a node sees it: who is connected, gossip, requests, standing of peers, and one snapshot of it all.
+
+Made by `host.open_host`, never by hand. Everything runs on the one trio thread; the pure parts (peers, reputation) are fed from here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import trio
+from libp2p.abc import INotifee
+from libp2p.network.connection.swarm_connection import SwarmConn
+from libp2p.peer.id import ID
+from multiaddr import Multiaddr
+
+from swarmnode.config import NetworkConfig
+from swarmnode.p2p import book, guards, mdns
+from swarmnode.p2p.addresses import Address, from_socket
+from swarmnode.p2p.dialer import Dialer
+from swarmnode.p2p.exchange import PeerExchange
+from swarmnode.p2p.gate import Gate
+from swarmnode.p2p.gossip import Gossip, GossipStatistics, Verdict
+from swarmnode.p2p.peers import PeerStatistics, PeerTable
+from swarmnode.p2p.reputation import COST, Reputation, ReputationStatistics, Standing
+from swarmnode.p2p.requests import Requests, RequestStatistics
+from swarmnode.p2p.traffic import Traffic, TrafficStatistics
+
+log = logging.getLogger(__name__)
+
+BOOK_SECONDS = 60.0
+TEND_SECONDS = 10.0
+ASK_JITTER_SECONDS = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class NetworkStatistics:
+    """Counters since the host was opened, gauges of now."""
+
+    peers: PeerStatistics
+    gossip: GossipStatistics
+    requests: RequestStatistics
+    traffic: TrafficStatistics
+    reputation: ReputationStatistics
+    guards: dict[str, int]
+    """Times each guard fired, in this process."""
+    refused_connections: int
+    """After the handshake: banned, from a crowded prefix, or ourselves."""
+    exchange: dict[str, int]
+    """Addresses heard of by peer exchange, by what became of them."""
+    mdns_running: bool
+
+
+class Network:
+    """`peer_id`: ours. `listen_addrs`: multiaddrs others can dial, with our peer id. `gossip`, `requests`, `peers`: see their files."""
+
+    def __init__(
+        self,
+        host: Any,
+        pubsub: Any,
+        router: Any,
+        nursery: trio.Nursery,
+        gate: Gate,
+        *,
+        own: str,
+        cfg: NetworkConfig,
+        data_dir: Path,
+        swarm: bytes,
+        listen: list[Address],
+        announce: list[Address],
+        bootstrap: list[tuple[Address, str]],
+        rng: random.Random | None = None,
+    ) -> None:
+        rng = rng or random.Random()
+        self.peer_id = own
+        self.listen_addrs = [f"{address}/p2p/{own}" for address in announce or listen]
+        self.reputation = Reputation()
+        self.peers = PeerTable(own, cfg.target_peers, rng)
+        self.requests = Requests(host, nursery, welcome=self.welcome)
+        self.gossip = Gossip(pubsub, router, own, nursery, welcome=self.welcome, judged=self._judged)
+        self._host = host
+        self._nursery = nursery
+        self._gate = gate
+        self._rng = rng
+        self._cfg = cfg
+        self._book = data_dir / "peers.json"
+        self._traffic = Traffic()
+        self._live: dict[SwarmConn, str] = {}
+        self._changed = trio.Event()
+        self._dialer = Dialer(self.peers, self._connect)
+        self._exchange = PeerExchange(
+            self.peers, self.requests, swarm=swarm, own=announce or listen, observed=self.observed, news=self._dialer.wake, rng=rng
+        )
+        self._mdns = mdns.Discovery(own, swarm, listen, self._heard) if cfg.mdns else None
+        self._bootstrap = bootstrap
+
+    # -- for `open_host`
+
+    async def start(self) -> None:
+        """Reads the book and starts what runs for as long as the host does."""
+        now = trio.current_time()
+        for address, peer in self._bootstrap:
+            self.peers.add(peer, str(address), "bootstrap", now)
+        loaded = book.load(self._book, self.peers, self.reputation, now)
+        swarm = self._host.get_network()
+        swarm.register_notifee(self._traffic)
+        swarm.register_notifee(_Events(self))
+        self._gate.admit = self._admit
+        self._nursery.start_soon(self._dialer.run)
+        self._nursery.start_soon(self._exchange.run)
+        self._nursery.start_soon(self._tend)
+        self._nursery.start_soon(self._keep_book)
+        if self._mdns is not None:
+            self._nursery.start_soon(self._mdns.run)
+        log.info("listening on %s, %d peers in the book", ", ".join(self.listen_addrs), loaded)
+
+    def stop(self) -> None:
+        """Saves the book one last time. Blocks for an fsync."""
+        book.save(self._book, book.render(self.peers, self.reputation, trio.current_time()))
+
+    # -- for everybody
+
+    def connected(self) -> list[str]:
+        """Peer ids."""
+        return self.peers.connected()
+
+    async def wait_connected(self, count: int = 1) -> None:
+        """Returns once `count` peers are connected."""
+        while len(self.connected()) < count:
+            await self._changed.wait()
+
+    def welcome(self, peer: str) -> bool:
+        """Whether anything of `peer` is to be looked at: it is neither greylisted nor banned."""
+        return self.reputation.standing(peer, trio.current_time()) is Standing.GOOD
+
+    def accepted(self, peer: str) -> None:
+        """Something that `peer` made passed every check."""
+        self.reputation.accepted(peer, trio.current_time())
+
+    def rejected(self, peer: str, reason: str, cost: float = COST) -> None:
+        """Something that `peer` made was provably wrong; it may be banned and disconnected for it. `reason`: of a closed set."""
+        if self.reputation.rejected(peer, reason, trio.current_time(), cost) is Standing.BANNED:
+            self.peers.drop(peer)
+            self.disconnect(peer)
+
+    def disconnect(self, peer: str) -> None:
+        """Closes all connections with `peer`, soon."""
+        if peer in self.connected():
+            self._nursery.start_soon(self._close_peer, peer)
+
+    def observed(self, peer: str) -> Address | None:
+        """The address at which we see a connected peer; the port is ephemeral if it dialled us."""
+        return next((address for connection, owner in self._live.items() if owner == peer and (address := _remote(connection))), None)
+
+    def statistics(self) -> NetworkStatistics:
+        now = trio.current_time()
+        return NetworkStatistics(
+            peers=self.peers.statistics(),
+            gossip=self.gossip.statistics(),
+            requests=self.requests.statistics(),
+            traffic=self._traffic.statistics(),
+            reputation=self.reputation.statistics(now),
+            guards=dict(guards.statistics().fired),
+            refused_connections=self._gate.refused,
+            exchange=dict(self._exchange.learned),
+            mdns_running=self._mdns is not None and self._mdns.running,
+        )
+
+    # -- connections
+
+    def _admit(self, peer: str, address: tuple[str, int] | None, inbound: bool) -> bool:
+        """At the end of a handshake: neither ourselves, nor banned, nor one too many from its prefix."""
+        now = trio.current_time()
+        prefix = _prefix(address)
+        self.reputation.place(peer, prefix, now)
+        if peer == self.peer_id or self.reputation.standing(peer, now) is Standing.BANNED:
+            return False
+        if inbound and prefix is not None:
+            crowd = sum(1 for connection in self._live if (seen := _remote(connection)) is not None and seen.prefix == prefix)
+            return crowd < max(4, self._cfg.max_connections // 4)
+        return True
+
+    def _opened(self, connection: SwarmConn) -> None:
+        peer = connection.muxed_conn.peer_id.to_base58()
+        if connection.is_closed or connection in self._live:
+            return
+        first = peer not in self._live.values()
+        self._live[connection] = peer
+        self.peers.connected_to(peer, inbound=str(connection.direction).lower().endswith("inbound"), now=trio.current_time())
+        if first:
+            self._nursery.start_soon(self._greet, peer)
+        self._notify()
+
+    def _closed(self, connection: SwarmConn) -> None:
+        peer = self._live.pop(connection, None)
+        if peer is None:
+            return
+        self.peers.disconnected(peer, trio.current_time())
+        if peer not in self._live.values():
+            self._exchange.forget(peer)
+            self.requests.forget(peer)
+        self._dialer.wake()
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+    async def _greet(self, peer: str) -> None:
+        """Asks a new peer whom it knows; with jitter, because it may have connected to many at once."""
+        await trio.sleep(self._rng.uniform(0.0, ASK_JITTER_SECONDS))
+        if peer in self.connected():
+            await self._exchange.ask(peer)
+
+    async def _connect(self, peer: str, address: str) -> bool:
+        """Dials; see `dialer.Connect`. Raises what the library raises."""
+        identity = ID.from_string(peer)
+        swarm = self._host.get_network()
+        if swarm.get_connections(identity):
+            return False
+        swarm.unblock_peer(identity)
+        await swarm.dial_addr(Multiaddr(f"{address}/p2p/{peer}"), identity)
+        return True
+
+    async def _close_peer(self, peer: str) -> None:
+        await self._host.get_network().close_peer(ID.from_string(peer))
+
+    # -- events from elsewhere
+
+    def _judged(self, peer: str, verdict: Verdict, reason: str) -> None:
+        """Gossip's verdict on what `peer` forwarded. Forwarding earns nothing: what is in the message is credited to whoever signed it."""
+        if verdict is Verdict.REJECT:
+            self.rejected(peer, f"gossip_{reason}")
+
+    def _heard(self, peer: str, address: str) -> None:
+        """mDNS found a peer."""
+        if self.peers.add(peer, address, "mdns", trio.current_time()):
+            self._dialer.wake()
+
+    # -- what goes on all the time
+
+    async def _tend(self) -> None:
+        """Tells the table of connections whose end the library did not announce, and the library of those it forgot to drop."""
+        swarm = self._host.get_network()
+        while True:
+            await trio.sleep(TEND_SECONDS)
+            for connection in [each for each in self._live if each.is_closed]:
+                swarm.remove_conn(connection)
+                self._closed(connection)
+
+    async def _keep_book(self) -> None:
+        while True:
+            await trio.sleep(BOOK_SECONDS)
+            data = book.render(self.peers, self.reputation, trio.current_time())
+            await trio.to_thread.run_sync(book.save, self._book, data)
+
+
+class _Events(INotifee):
+    """The swarm's announcements, passed on."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+
+    async def connected(self, network: Any, conn: Any) -> None:
+        self._network._opened(conn)
+
+    async def disconnected(self, network: Any, conn: Any) -> None:
+        self._network._closed(conn)
+
+    async def opened_stream(self, network: Any, stream: Any) -> None:
+        return None
+
+    async def closed_stream(self, network: Any, stream: Any) -> None:
+        return None
+
+    async def listen(self, network: Any, multiaddr: Any) -> None:
+        return None
+
+    async def listen_close(self, network: Any, multiaddr: Any) -> None:
+        return None
+
+
+def _remote(connection: Any) -> Address | None:
+    remote = connection.muxed_conn.get_remote_address()
+    return from_socket(*remote[:2]) if remote else None
+
+
+def _prefix(address: tuple[str, int] | None) -> str | None:
+    return from_socket(*address[:2]).prefix if address else None

@@ -1,0 +1,193 @@
+"""What a peer has earned, and when to stop listening to it. Pure; `now` is any monotonic time in seconds.
+
+    score: 0 for a stranger, up to BEST for a useful peer, halving every HALF_LIFE seconds, down by a cost per rejection
+    GOOD ──score ≤ GREYLIST──▶ GREYLISTED ──score ≤ BAN──▶ BANNED ──24 h──▶ GREYLISTED again
+      ◀──score > FORGIVEN──┘    nothing of it is looked at      connections closed and refused
+
+Trust is earned slowly and lost fast, as in GossipSub v1.1's peer score (Vyzovitis et al. 2020, section 3.2), but by what its messages were
+worth after full checks, not by timing. Identities are free, addresses less so: all peers of one /24 or /48 together can earn no more than
+PREFIX_BEST, and each ban makes the prefix's newcomers start lower.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import math
+
+BEST = 20.0
+PREFIX_BEST = 40.0
+EARNED = 0.1
+COST = 10.0
+"""Of one rejection. One every three minutes, for ever, is what an otherwise silent peer can afford."""
+GREYLIST = -50.0
+FORGIVEN = -25.0
+BAN = -100.0
+BAN_SECONDS = 86400.0
+HALF_LIFE = 600.0
+NEWCOMER_COST = 10.0
+NEWCOMER_LOWEST = -40.0
+"""A newcomer of a prefix with bans starts this much lower for each, but never greylisted: its neighbours' sins are not its own."""
+MAX_PEERS = 4096
+
+
+class Standing(enum.Enum):
+    GOOD = "good"
+    GREYLISTED = "greylisted"
+    BANNED = "banned"
+
+
+@dataclasses.dataclass(slots=True)
+class Record:
+    score: float
+    at: float
+    prefix: str | None = None
+    greylisted: bool = False
+    banned_until: float = -math.inf
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedRecord:
+    """One peer in a snapshot. Times are seconds from the moment of the snapshot, because monotonic clocks do not survive a restart."""
+
+    peer: str
+    score: float
+    prefix: str | None
+    banned_for: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ReputationStatistics:
+    peers: int
+    greylisted: int
+    banned: int
+    accepted: int
+    rejected: dict[str, int]
+    """By reason."""
+    bans: int
+
+
+class Reputation:
+    """Scores of at most MAX_PEERS peers; those that matter least are forgotten first."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, Record] = {}
+        self._by_prefix: dict[str, set[str]] = collections.defaultdict(set)
+        self._accepted = self._bans = 0
+        self._rejected = collections.Counter[str]()
+
+    def accepted(self, peer: str, now: float) -> None:
+        """Something of `peer` was useful."""
+        record = self._record(peer, now)
+        record.score = min(BEST, record.score + EARNED)
+        self._accepted += 1
+
+    def rejected(self, peer: str, reason: str, now: float, cost: float = COST) -> Standing:
+        """Something of `peer` was wrong in a way it must have known. `reason`: of a closed set, it becomes a metric label."""
+        record = self._record(peer, now)
+        record.score -= cost
+        self._rejected[reason] += 1
+        if record.score <= BAN and record.banned_until <= now:
+            record.banned_until = now + BAN_SECONDS
+            self._bans += 1
+        return self.standing(peer, now)
+
+    def place(self, peer: str, prefix: str | None, now: float) -> None:
+        """`peer` connects from the network `prefix` (None: this machine, or unknown)."""
+        if prefix is None:
+            return
+        known = peer in self._records
+        record = self._record(peer, now)
+        if not known:
+            bans = sum(1 for other in self._by_prefix[prefix] if self._records[other].banned_until > now)
+            record.score = max(NEWCOMER_LOWEST, -NEWCOMER_COST * bans)
+        if record.prefix is not None:
+            self._by_prefix[record.prefix].discard(peer)
+        record.prefix = prefix
+        self._by_prefix[prefix].add(peer)
+
+    def standing(self, peer: str, now: float) -> Standing:
+        if (record := self._records.get(peer)) is None:
+            return Standing.GOOD
+        if record.banned_until > now:
+            return Standing.BANNED
+        if record.banned_until > -math.inf:  # the ban is over: heard again once it has decayed to FORGIVEN
+            record.banned_until = -math.inf
+            record.score, record.at, record.greylisted = GREYLIST, now, True
+        self._decay(record, now)
+        record.greylisted = record.score <= (FORGIVEN if record.greylisted else GREYLIST)
+        return Standing.GREYLISTED if record.greylisted else Standing.GOOD
+
+    def score(self, peer: str, now: float) -> float:
+        """−∞ … BEST; a prefix's peers share PREFIX_BEST between them in proportion to what each has earned."""
+        if (record := self._records.get(peer)) is None:
+            return 0.0
+        self._decay(record, now)
+        if record.score <= 0 or record.prefix is None:
+            return record.score
+        earned = 0.0
+        for other in self._by_prefix[record.prefix]:
+            self._decay(self._records[other], now)
+            earned += max(0.0, self._records[other].score)
+        return record.score * min(1.0, PREFIX_BEST / earned)
+
+    def ban(self, peer: str, now: float) -> None:
+        """Bans `peer` whatever it has earned."""
+        self.rejected(peer, "banned", now, cost=BEST - BAN)
+
+    def snapshot(self, now: float) -> list[SavedRecord]:
+        """Everything worth keeping over a restart."""
+        saved = []
+        for peer, record in self._records.items():
+            self._decay(record, now)
+            if abs(record.score) >= EARNED or record.banned_until > now:
+                saved.append(SavedRecord(peer, record.score, record.prefix, max(0.0, record.banned_until - now)))
+        return saved
+
+    def restore(self, saved: list[SavedRecord], away: float, now: float) -> None:
+        """`away`: seconds since the snapshot was made."""
+        for each in saved[:MAX_PEERS]:
+            if not (math.isfinite(each.score) and math.isfinite(each.banned_for)):
+                continue
+            remaining = min(each.banned_for, BAN_SECONDS) - away
+            record = Record(min(BEST, each.score), now - away, each.prefix, banned_until=now + remaining if remaining > 0 else -math.inf)
+            self._records[each.peer] = record
+            if each.prefix is not None:
+                self._by_prefix[each.prefix].add(each.peer)
+
+    def statistics(self, now: float) -> ReputationStatistics:
+        standings = collections.Counter(self.standing(peer, now) for peer in self._records)
+        return ReputationStatistics(
+            peers=len(self._records),
+            greylisted=standings[Standing.GREYLISTED],
+            banned=standings[Standing.BANNED],
+            accepted=self._accepted,
+            rejected=dict(self._rejected),
+            bans=self._bans,
+        )
+
+    def _record(self, peer: str, now: float) -> Record:
+        record = self._records.get(peer)
+        if record is None:
+            if len(self._records) >= MAX_PEERS:
+                self._evict(now)
+            record = self._records[peer] = Record(0.0, now)
+        self._decay(record, now)
+        return record
+
+    def _evict(self, now: float) -> None:
+        """Forgets an eighth of the peers, those with the least to remember: a flood of new names pays for one pass in many."""
+        worth = {peer: (record.banned_until > now, abs(record.score)) for peer, record in self._records.items()}
+        for peer in sorted(worth, key=worth.__getitem__)[: MAX_PEERS // 8]:
+            record = self._records.pop(peer)
+            if record.prefix is not None:
+                self._by_prefix[record.prefix].discard(peer)
+                if not self._by_prefix[record.prefix]:
+                    del self._by_prefix[record.prefix]
+
+    @staticmethod
+    def _decay(record: Record, now: float) -> None:
+        if now > record.at:
+            record.score *= 0.5 ** ((now - record.at) / HALF_LIFE)
+            record.at = now
