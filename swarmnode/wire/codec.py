@@ -100,20 +100,18 @@ def decompress(data: bytes, limit: int) -> bytes:
             raise BadMessage("compression", "the frame does not declare its size")
         if declared > limit:
             raise BadMessage("oversize", f"the frame declares {declared} bytes, at most {limit}")
+        if zstandard.get_frame_parameters(data).window_size > limits.ZSTD_WINDOW_BYTES:
+            raise BadMessage("compression", "the frame asks for too much history")
         # `max_output_size` would be ignored here, because the frame declares a size: read one byte more than that and no further.
-        with _decompressor().stream_reader(data) as reader:
+        with zstandard.ZstdDecompressor().stream_reader(data) as reader:
             content = reader.read(declared + 1)
         if len(content) != declared:
             raise BadMessage("compression", "the content is not as long as declared")
         # Only now, with the output known to be small, ask where the frame ended.
-        frame = _decompressor().decompressobj()
+        frame = zstandard.ZstdDecompressor().decompressobj()
         frame.decompress(data)
         if not frame.eof or frame.unused_data:
             raise BadMessage("compression", "not exactly one whole frame")
     except zstandard.ZstdError as error:
         raise BadMessage("compression", str(error)) from None
     return content
-
-
-def _decompressor() -> zstandard.ZstdDecompressor:
-    return zstandard.ZstdDecompressor(max_window_size=limits.ZSTD_WINDOW_BYTES)

@@ -1,0 +1,321 @@
+"""A second decoder, written from the documents in this folder, that judges every vector: `python protocol/check.py`.
+
+It shares no line with swarmnode and needs only msgpack, cryptography and, for compressed vectors, zstandard. Exit code 0 when every
+vector is judged as recorded, else 1. Where 00-conventions.md and this file disagree, the document is right.
+"""
+
+import hashlib
+import json
+import math
+import struct
+import sys
+import tomllib
+from pathlib import Path
+
+import msgpack
+import zstandard
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+HERE = Path(__file__).parent
+REGISTRY = tomllib.loads((HERE / "registry.toml").read_text())
+BYTES, EXACT, COUNTS, FLOATS = REGISTRY["bytes"], REGISTRY["exact_bytes"], REGISTRY["counts"], REGISTRY["floats"]
+
+# A message is a dict of field → type in wire order; a type is str, bytes, int, float, a tuple of allowed strings, [element] or a message.
+TASK = {"id": str, "version": str, "seed": int, "index": int, "difficulty": int}
+SAMPLING = {"temperature": float, "top_p": float, "max_tokens": int}
+COMPLETION = {"text": str, "tokens": int, "logprob": float, "finish": ("eos", "length"), "token_ids": bytes, "logprobs": bytes}
+GROUP = {
+    "type": ("rollout",), "task": TASK, "model": bytes, "tokenizer": bytes, "policy_version": int, "created_at": int, "sequence": int,
+    "sampling": SAMPLING, "completions": [COMPLETION],
+}  # fmt: skip
+ANNOUNCE = {"type": ("announce",), "content": bytes, "size": int, "created_at": int, "sequence": int}
+ENVELOPE = {"key": bytes, "payload": bytes, "signature": bytes, "codec": ("raw", "zstd")}
+FETCH_REQUEST = {"content": bytes}
+FETCH_RESPONSE = {"status": ("ok", "unknown", "busy"), "body": bytes}
+PEERS_REQUEST = {"swarm": bytes, "addresses": [str]}
+PEERS_RESPONSE = {"swarm": bytes, "peers": [{"peer": str, "addresses": [str]}]}
+
+
+class Refused(Exception):
+    """`args[0]` is the reason."""
+
+
+def require(condition, reason="bounds"):
+    if not condition:
+        raise Refused(reason)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 00-conventions: bytes → message
+
+
+def kind(lead):
+    """What a value is, by its first byte."""
+    require(lead != 0xC1, "malformed")
+    if lead <= 0x7F or lead >= 0xE0 or 0xCC <= lead <= 0xD3:
+        return int
+    if 0xA0 <= lead <= 0xBF or 0xD9 <= lead <= 0xDB:
+        return str
+    if 0x80 <= lead <= 0x8F or lead in (0xDE, 0xDF):
+        return dict
+    if 0x90 <= lead <= 0x9F or lead in (0xDC, 0xDD):
+        return list
+    return {0xC4: bytes, 0xC5: bytes, 0xC6: bytes, 0xCA: float, 0xCB: float}.get(lead)
+
+
+def read(stream, data, wanted):
+    """One value of type `wanted`, looked at before it is read, so that nothing is built that was not asked for."""
+    require(stream.tell() < len(data), "malformed")
+    found = kind(data[stream.tell()])
+    if isinstance(wanted, dict):
+        require(found is dict, "schema")
+        return read_fields(stream, data, wanted, stream.read_map_header(), {})
+    if isinstance(wanted, list):
+        require(found is list, "schema")
+        return [read(stream, data, wanted[0]) for _ in range(stream.read_array_header())]
+    if wanted is float:
+        require(found in (float, int), "schema")
+        return float(stream.unpack())  # an integer here is found out by its bytes, below
+    require(found is (str if isinstance(wanted, tuple) else wanted), "schema")
+    value = stream.unpack()
+    require(not isinstance(wanted, tuple) or value in wanted, "schema")
+    return value
+
+
+def read_fields(stream, data, fields, count, message):
+    for _ in range(count):
+        field = read(stream, data, str)
+        require(field in fields, "schema")
+        message[field] = read(stream, data, fields[field])
+    require(message.keys() == fields.keys(), "schema")
+    require(list(message) == list(fields), "malformed")
+    return message
+
+
+def read_tagged(stream, data, shapes):
+    require(data, "malformed")
+    require(kind(data[0]) is dict, "schema")
+    count = stream.read_map_header()
+    require(count, "schema")
+    require(read(stream, data, str) == "type", "schema")
+    tag = read(stream, data, tuple(shapes))
+    return read_fields(stream, data, shapes[tag], count - 1, {"type": tag})
+
+
+def decode(data, limit, *shapes):
+    """The message in `data`: of the one shape, or of the one among several that its first field names."""
+    require(len(data) <= limit, "oversize")
+    stream = msgpack.Unpacker(raw=False, strict_map_key=True, max_map_len=2**32 - 1, max_array_len=2**32 - 1, max_buffer_size=limit + 1)
+    stream.feed(data)
+    try:
+        if len(shapes) == 1:
+            message = read(stream, data, shapes[0])
+        else:
+            message = read_tagged(stream, data, {shape["type"][0]: shape for shape in shapes})
+    except (msgpack.OutOfData, ValueError):  # truncated, bad UTF-8
+        raise Refused("malformed") from None
+    require(msgpack.packb(message) == data, "malformed")  # trailing bytes, duplicate keys, longer headers than needed
+    return message
+
+
+def decompress(data, limit):
+    try:
+        declared = zstandard.frame_content_size(data)
+        require(declared >= 0, "compression")
+        require(declared <= limit, "oversize")
+        require(zstandard.get_frame_parameters(data).window_size <= BYTES["zstd_window"], "compression")
+        require(len(zstandard.ZstdDecompressor().stream_reader(data).read(declared + 1)) == declared, "compression")
+        frame = zstandard.ZstdDecompressor().decompressobj()
+        content = frame.decompress(data)
+    except zstandard.ZstdError:
+        raise Refused("compression") from None
+    require(frame.eof and not frame.unused_data, "compression")
+    return content
+
+
+def verify(envelope, domain, swarm):
+    codec = {"raw": b"\0", "zstd": b"\1"}[envelope["codec"]]
+    signed = bytes([len(domain)]) + domain + swarm + codec + envelope["payload"]
+    try:
+        Ed25519PublicKey.from_public_bytes(envelope["key"]).verify(envelope["signature"], signed)
+    except InvalidSignature:
+        raise Refused("signature") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 01-identity-and-join, 02-rollouts: bounds and derivations
+
+
+def counter(*values):
+    require(all(0 <= value < 2 ** COUNTS["integer_bits"] for value in values))
+
+
+def name(value, cap):
+    require(1 <= len(value) <= cap and all("!" <= character <= "~" for character in value))
+
+
+def check_group(group):
+    task, sampling, completions = group["task"], group["sampling"], group["completions"]
+    name(task["id"], BYTES["task_id"])
+    name(task["version"], BYTES["task_version"])
+    counter(task["seed"], group["policy_version"], group["created_at"], group["sequence"])
+    require(task["seed"] % 2 ** COUNTS["index_bits"] == 0)
+    require(0 <= task["index"] < 2 ** COUNTS["index_bits"])
+    require(0 <= task["difficulty"] <= COUNTS["difficulty"])
+    require(len(group["model"]) == len(group["tokenizer"]) == EXACT["fingerprint"])
+    require(math.isfinite(sampling["temperature"]) and math.isfinite(sampling["top_p"]), "not_finite")
+    require(0 < sampling["temperature"] <= FLOATS["temperature"] and 0 < sampling["top_p"] <= 1)
+    require(1 <= sampling["max_tokens"] <= COUNTS["tokens"])
+    require(COUNTS["min_completions"] <= len(completions) <= COUNTS["max_completions"])
+    for completion in completions:
+        tokens, packed = completion["tokens"], completion["logprobs"]
+        require(len(completion["text"].encode()) <= BYTES["text"])
+        require(1 <= tokens <= sampling["max_tokens"])
+        require(math.isfinite(completion["logprob"]), "not_finite")
+        require(FLOATS["token_logprob"] * tokens <= completion["logprob"] <= 0)
+        require(len(completion["token_ids"]) in (0, 4 * tokens) and len(packed) in (0, 4 * tokens))
+        logprobs = struct.unpack(f"<{len(packed) // 4}f", packed)
+        require(all(map(math.isfinite, logprobs)), "not_finite")
+        require(all(FLOATS["token_logprob"] <= logprob <= FLOATS["logprob_slack"] for logprob in logprobs))
+
+
+def check_announce(announce):
+    require(len(announce["content"]) == EXACT["content_id"] and 1 <= announce["size"] <= BYTES["group"])
+    counter(announce["created_at"], announce["sequence"])
+
+
+def open_envelope(frame, limit, domain, swarm):
+    envelope = decode(frame, limit, ENVELOPE)
+    require(len(envelope["key"]) == EXACT["key"] and len(envelope["signature"]) == EXACT["signature"])
+    verify(envelope, domain, swarm)
+    payload = envelope["payload"] if envelope["codec"] == "raw" else decompress(envelope["payload"], BYTES["group"])
+    message = decode(payload, BYTES["group"], GROUP, ANNOUNCE)
+    check_group(message) if message["type"] == "rollout" else check_announce(message)
+    return {"peer": peer_id(envelope["key"]), "content": digest(frame), "codec": envelope["codec"], "message": message}
+
+
+def read_fetch_request(frame):
+    request = decode(frame, BYTES["fetch_request"], FETCH_REQUEST)
+    require(len(request["content"]) == EXACT["content_id"])
+    return request
+
+
+def read_fetch_response(frame):
+    response = decode(frame, BYTES["fetch_response"], FETCH_RESPONSE)
+    require((response["status"] == "ok") == bool(response["body"]) and len(response["body"]) <= BYTES["group"])
+    return response
+
+
+def read_peers(frame, cap, shape):
+    message = decode(frame, BYTES[cap], shape)
+    require(len(message["swarm"]) == EXACT["swarm_id"])
+    peers = message.get("peers", [])
+    require(len(peers) <= COUNTS["peers"])
+    for addresses in [message.get("addresses", []), *[peer["addresses"] for peer in peers]]:
+        require(len(addresses) <= COUNTS["peer_addresses"])
+        [name(address, BYTES["address"]) for address in addresses]
+    [name(peer["peer"], BYTES["peer_id"]) for peer in peers]
+    return message
+
+
+def digest(data):
+    return hashlib.blake2b(data, digest_size=32).digest()
+
+
+def peer_id(key):
+    data, alphabet = bytes.fromhex("002408011220") + key, "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+    number, text = int.from_bytes(data, "big"), ""
+    while number:
+        number, text = number // 58, alphabet[number % 58] + text
+    return "1" * (len(data) - len(data.lstrip(b"\0"))) + text
+
+
+def swarm_id(name, tasks, protocols):
+    description = [name, sorted([task, version] for task, version in tasks.items()), sorted(protocols)]
+    return digest(REGISTRY["domains"]["swarm"].encode() + msgpack.packb(description))
+
+
+def seed_block(domain, *data):
+    block = int.from_bytes(digest(b"".join([REGISTRY["domains"][domain].encode(), *data])), "big") >> 256 - COUNTS["block_bits"]
+    return block << COUNTS["index_bits"]
+
+
+def task_seed(swarm, peer, sequence):
+    number, index = divmod(sequence, 2 ** COUNTS["index_bits"])
+    return {"seed": seed_block("seed", swarm, peer.encode(), struct.pack(">Q", number)), "index": index}
+
+
+def evaluation_seed(task, block):
+    return 2**62 + seed_block("evaluation", task.encode(), b"\0", struct.pack(">Q", block))
+
+
+def choose_task(tasks, seed, index):
+    drawn = hashlib.blake2b(REGISTRY["domains"]["task"].encode() + struct.pack(">QI", seed, index), digest_size=8).digest()
+    return sorted(set(tasks))[int.from_bytes(drawn, "big") % len(set(tasks))]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# vectors
+
+
+def judge(read_as, frame, domain, swarm):
+    """What is made of a frame: {"verdict": "accept", "value": …} or {"verdict": "reject", "reason": …}."""
+    readers = {
+        "gossip": lambda: open_envelope(frame, BYTES["gossip_frame"], domain, swarm),
+        "fetched": lambda: open_envelope(frame, BYTES["group"], domain, swarm),
+        "fetch_request": lambda: read_fetch_request(frame),
+        "fetch_response": lambda: read_fetch_response(frame),
+        "peers_request": lambda: read_peers(frame, "peers_request", PEERS_REQUEST),
+        "peers_response": lambda: read_peers(frame, "peers_response", PEERS_RESPONSE),
+    }
+    try:
+        return {"verdict": "accept", "value": plain(readers[read_as]())}
+    except Refused as refused:
+        return {"verdict": "reject", "reason": refused.args[0]}
+
+
+def derive(vector):
+    """What follows from the input of a derivation vector."""
+    given = vector["input"]
+    if vector["derive"] == "peer_id":
+        return peer_id(bytes.fromhex(given["key"]))
+    if vector["derive"] == "content_id":
+        return digest(bytes.fromhex(given["envelope"])).hex()
+    if vector["derive"] == "swarm_id":
+        return swarm_id(**given).hex()
+    if vector["derive"] == "task_seed":
+        return task_seed(bytes.fromhex(given["swarm"]), given["peer"], given["sequence"])
+    return {"evaluation_seed": evaluation_seed, "choose_task": choose_task}[vector["derive"]](**given)
+
+
+def plain(value):
+    """`value` as JSON has it: bytes in hex."""
+    if isinstance(value, dict):
+        return {field: plain(item) for field, item in value.items()}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return value.hex() if isinstance(value, bytes) else value
+
+
+def main():
+    count = failures = 0
+    for path in sorted((HERE / "vectors").glob("*.json")):
+        document = json.loads(path.read_text())
+        for vector in document["vectors"]:
+            if "derive" in vector:
+                wanted, got = vector["output"], derive(vector)
+            else:
+                frame = b"".join(bytes.fromhex(part) * times for part, times in vector["frame"])
+                got = judge(vector["read_as"], frame, document["domain"].encode(), bytes.fromhex(document["swarm"]))
+                wanted = {field: vector[field] for field in got if field in vector}
+            count += 1
+            if got != wanted:
+                failures += 1
+                print(f"{path.name}: {vector['name']}: expected {str(wanted)[:200]}, got {str(got)[:200]}")
+    print(f"{count} vectors, {failures} judged differently")
+    return 1 if failures or not count else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""Frames laid out by hand, right and wrong: what `vectors.py` is made of, and what tests alter.
+
+Messages are plain dicts and msgpack here, not swarmnode's structs, so that what cannot be said with a struct can be said too. zstd frames
+are laid out by hand (RFC 8878), because a compressor may change its mind between releases, and because no compressor writes a bomb.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from swarmnode.wire import ids
+from swarmnode.wire.envelope import peer_id, sign
+from swarmnode.wire.swarm import swarm_id
+
+KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
+OTHER_KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(1, 33)))
+TASKS = {"rg/chain_sum": "0123456789abcdef", "builtin/copy": "fedcba9876543210"}
+SWARM = swarm_id("vectors", TASKS)
+OTHER_SWARM = swarm_id("other", TASKS)
+PEER = peer_id(KEY.public_key().public_bytes_raw())
+
+COMPLETION = {"text": "<answer>7</answer>", "tokens": 3, "logprob": -1.75, "finish": "eos", "token_ids": b"", "logprobs": b""}
+GROUP: dict[str, Any] = {
+    "type": "rollout",
+    "task": {"id": "rg/chain_sum", "version": TASKS["rg/chain_sum"], "seed": 5 << 20, "index": 7, "difficulty": 0},
+    "model": b"\x11" * 32,
+    "tokenizer": b"\x22" * 32,
+    "policy_version": 12,
+    "created_at": 1_790_000_000_000,
+    "sequence": 7,
+    "sampling": {"temperature": 1.0, "top_p": 1.0, "max_tokens": 8},
+    "completions": [COMPLETION, {**COMPLETION, "text": "8", "tokens": 8, "logprob": -9.5, "finish": "length"}],
+}
+ANNOUNCE: dict[str, Any] = {"type": "announce", "content": b"\x33" * 32, "size": 200_000, "created_at": 1_790_000_000_000, "sequence": 8}
+PACKED = {"token_ids": struct.pack("<3I", 1, 2**32 - 1, 300), "logprobs": struct.pack("<3f", -0.5, -1.25, 0.0)}
+
+
+def pack(value: Any) -> bytes:
+    return msgpack.packb(value)
+
+
+def envelope(payload: bytes, codec: Any = "raw") -> dict[str, Any]:
+    """The fields of a correctly signed envelope."""
+    signed = sign(payload, KEY, ids.DOMAIN_ROLLOUT, SWARM, codec)
+    return {"key": signed.key, "payload": signed.payload, "signature": signed.signature, "codec": signed.codec}
+
+
+def sealed(message: dict[str, Any] | bytes, codec: Any = "raw") -> bytes:
+    return pack(envelope(message if isinstance(message, bytes) else pack(message), codec))
+
+
+def changed(message: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """A copy of `message` with another value at a dotted path such as `completions.0.tokens`."""
+    result = copy.deepcopy(message)
+    place: Any = result
+    *parents, last = [int(step) if step.isdigit() else step for step in path.split(".")]
+    for step in parents:
+        place = place[step]
+    place[last] = value
+    return result
+
+
+def without(message: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if key != name}
+
+
+def pairs(fields: Sequence[tuple[Any, Any]]) -> bytes:
+    """A map of up to 15 entries in any order, with any keys, as often as one likes."""
+    return bytes([0x80 | len(fields)]) + b"".join(pack(key) + pack(value) for key, value in fields)
+
+
+def zstd(blocks: bytes, declared: int | None, window: bytes = b"\x50") -> bytes:
+    """A zstd frame around `blocks`: one segment of the `declared` size, or, when None, of unknown size with a window of 1 MiB."""
+    header = b"\x00" + window if declared is None else b"\xe0" + struct.pack("<Q", declared)
+    return b"\x28\xb5\x2f\xfd" + header + blocks
+
+
+def raw_block(content: bytes, last: bool = True) -> bytes:
+    return struct.pack("<I", len(content) << 3 | last)[:3] + content
+
+
+def repeat_block(byte: bytes, times: int, last: bool = True) -> bytes:
+    return struct.pack("<I", times << 3 | 1 << 1 | last)[:3] + byte
+
+
+def parts(frame: bytes) -> list[list[Any]]:
+    """`frame` as [hex, times] pairs: runs of more than 64 equal bytes are told by their length."""
+    result: list[list[Any]] = []
+    for byte, group in itertools.groupby(frame):
+        times = len(list(group))
+        if times > 64 or not result or result[-1][1] > 1:
+            result.append([f"{byte:02x}", times] if times > 64 else [f"{byte:02x}" * times, 1])
+        else:
+            result[-1][0] += f"{byte:02x}" * times
+    return result
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return value.hex() if isinstance(value, bytes) else value

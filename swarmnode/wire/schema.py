@@ -1,0 +1,53 @@
+"""JSON Schemas of the messages, generated, for whoever writes another implementation: `python -m swarmnode.wire.schema [DIRECTORY]`.
+
+They tell names, order, types and choices. Bounds are in protocol/registry.toml and in the prose. JSON has no bytes: where a schema says
+base64, the wire has msgpack `bin`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from swarmnode.wire.messages import Announce, Envelope, FetchRequest, FetchResponse, PeersRequest, PeersResponse, RolloutGroup
+
+MESSAGES: dict[str, type[msgspec.Struct]] = {
+    "rollout_group": RolloutGroup,
+    "announce": Announce,
+    "envelope": Envelope,
+    "fetch_request": FetchRequest,
+    "fetch_response": FetchResponse,
+    "peers_request": PeersRequest,
+    "peers_response": PeersResponse,
+}
+"""File name to message."""
+
+
+def schemas() -> dict[str, str]:
+    """File name to its content, as it stands in protocol/schema."""
+    return {f"{name}.json": json.dumps(_schema(message), indent=1) + "\n" for name, message in MESSAGES.items()}
+
+
+def _schema(message: type[msgspec.Struct]) -> dict[str, Any]:
+    schema = msgspec.json.schema(message)
+    for definition in schema["$defs"].values():
+        # A default is a convenience of our constructors: on the wire every field is there, in this order.
+        definition["required"] = list(definition["properties"])
+        for field in definition["properties"].values():
+            field.pop("default", None)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def main(arguments: Sequence[str]) -> None:
+    directory = Path(arguments[0] if arguments else "protocol/schema")
+    for name, content in schemas().items():
+        (directory / name).write_text(content)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,112 @@
+"""protocol/registry.toml and protocol/schema against swarmnode/wire: neither may drift."""
+
+import tomllib
+from pathlib import Path
+
+from swarmnode.rollouts import admission
+from swarmnode.rollouts.reasons import REASONS, Verdict
+from swarmnode.tasks import seeds
+from swarmnode.wire import ids, limits
+from swarmnode.wire.codec import DECODE_REASONS
+from swarmnode.wire.schema import schemas
+
+PROTOCOL = Path(__file__).parents[2] / "protocol"
+REGISTRY = tomllib.loads((PROTOCOL / "registry.toml").read_text())
+
+
+def test_names_are_those_of_the_registry():
+    assert REGISTRY["protocols"] == {"fetch": ids.FETCH_PROTOCOL, "peers": ids.PEERS_PROTOCOL}
+    assert REGISTRY["topics"] == {"rollouts": ids.ROLLOUT_TOPIC}
+
+
+def test_swarm_id_covers_what_two_nodes_cannot_do_without():
+    names = {**REGISTRY["protocols"], **REGISTRY["topics"]}
+    assert tuple(sorted(names[name] for name in REGISTRY["swarm"]["protocols"])) == ids.PROTOCOLS
+
+
+def test_domain_strings_are_those_of_the_registry():
+    ours = {
+        "rollout": ids.DOMAIN_ROLLOUT,
+        "swarm": ids.DOMAIN_SWARM,
+        "seed": ids.DOMAIN_SEED,
+        "evaluation": ids.DOMAIN_EVALUATION,
+        "task": ids.DOMAIN_TASK,
+    }
+    assert {name: value.decode() for name, value in ours.items()} == REGISTRY["domains"]
+
+
+def test_no_domain_string_is_the_beginning_of_another():
+    domains = list(REGISTRY["domains"].values())
+    assert not [(a, b) for a in domains for b in domains if a != b and b.startswith(a)]
+
+
+def test_caps_are_those_of_the_registry():
+    assert REGISTRY["bytes"] == {
+        "gossip_frame": limits.GOSSIP_BYTES,
+        "group": limits.GROUP_BYTES,
+        "fetch_request": limits.FETCH_REQUEST_BYTES,
+        "fetch_response": limits.FETCH_RESPONSE_BYTES,
+        "peers_request": limits.PEERS_REQUEST_BYTES,
+        "peers_response": limits.PEERS_RESPONSE_BYTES,
+        "peer_id": limits.PEER_ID_BYTES,
+        "address": limits.ADDRESS_BYTES,
+        "zstd_window": limits.ZSTD_WINDOW_BYTES,
+        "text": limits.TEXT_BYTES,
+        "task_id": limits.TASK_ID_BYTES,
+        "task_version": limits.VERSION_BYTES,
+        "swarm_name": limits.SWARM_NAME_BYTES,
+    }
+    assert REGISTRY["exact_bytes"] == {
+        "swarm_id": limits.SWARM_ID_BYTES,
+        "content_id": limits.CONTENT_ID_BYTES,
+        "fingerprint": limits.FINGERPRINT_BYTES,
+        "key": limits.KEY_BYTES,
+        "signature": limits.SIGNATURE_BYTES,
+    }
+    assert REGISTRY["counts"] == {
+        "min_completions": limits.MIN_COMPLETIONS,
+        "max_completions": limits.COMPLETIONS,
+        "tokens": limits.TOKENS,
+        "peers": limits.PEERS,
+        "peer_addresses": limits.PEER_ADDRESSES,
+        "index_bits": limits.INDEX_BITS,
+        "block_bits": seeds.BLOCK_BITS,
+        "integer_bits": limits.INTEGER_BITS,
+        "difficulty": limits.DIFFICULTY,
+    }
+    assert REGISTRY["floats"] == {
+        "temperature": limits.TEMPERATURE,
+        "token_logprob": limits.TOKEN_LOGPROB,
+        "logprob_slack": limits.LOGPROB_SLACK,
+    }
+    assert REGISTRY["seconds"] == {
+        "clock_skew": limits.CLOCK_SKEW_SECONDS,
+        "group_age": limits.GROUP_AGE_SECONDS,
+        "fetch_timeout": limits.FETCH_SECONDS,
+    }
+
+
+def test_every_limit_is_in_the_registry():
+    """A new constant in limits.py without a line in the registry would otherwise go unnoticed."""
+    registered = [value for table in ("bytes", "exact_bytes", "counts", "floats", "seconds") for value in REGISTRY[table].values()]
+    ours = [value for name, value in vars(limits).items() if name.isupper()]
+    assert sorted([*ours, seeds.BLOCK_BITS]) == sorted(registered)
+
+
+def test_what_makes_a_group_impossible_is_what_the_registry_says():
+    assert REGISTRY["rollouts"]["bytes_per_token"] == admission.BYTES_PER_TOKEN
+
+
+def test_what_costs_reputation_is_what_the_registry_says_and_nothing_else():
+    ours = {reason for reason, verdict in REASONS.items() if verdict is Verdict.REJECT}
+    assert ours == set(REGISTRY["verdicts"]["reject"])
+    assert ours >= {*DECODE_REASONS, "signature"}
+
+
+def test_what_the_registry_calls_blameless_is_ignored():
+    assert {REASONS[reason] for reason in REGISTRY["verdicts"]["ignore"]} == {Verdict.IGNORE}
+
+
+def test_schemas_are_those_of_the_messages():
+    written = {path.name: path.read_text() for path in (PROTOCOL / "schema").glob("*.json")}
+    assert written == schemas(), "run `python -m swarmnode.wire.schema`"

@@ -1,0 +1,153 @@
+"""The vectors of protocol/ against swarmnode.wire, against the independent decoder, and against their generator."""
+
+import importlib.util
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import msgspec
+import pytest
+
+from swarmnode.errors import BadMessage
+from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
+from swarmnode.testing import frames, vectors
+from swarmnode.wire import limits
+from swarmnode.wire.codec import DECODE_REASONS, decode
+from swarmnode.wire.envelope import content_id, peer_id, unseal
+from swarmnode.wire.messages import FetchRequest, FetchResponse, PeersRequest, PeersResponse
+from swarmnode.wire.swarm import swarm_id
+
+PROTOCOL = Path(__file__).parents[2] / "protocol"
+DOCUMENTS = {path.name: json.loads(path.read_text()) for path in sorted((PROTOCOL / "vectors").glob("*.json"))}
+ENVELOPES = {"gossip": limits.GOSSIP_BYTES, "fetched": limits.GROUP_BYTES}
+MESSAGES = {
+    "fetch_request": (FetchRequest, limits.FETCH_REQUEST_BYTES),
+    "fetch_response": (FetchResponse, limits.FETCH_RESPONSE_BYTES),
+    "peers_request": (PeersRequest, limits.PEERS_REQUEST_BYTES),
+    "peers_response": (PeersResponse, limits.PEERS_RESPONSE_BYTES),
+}
+FRAMES = [(name, vector) for name, document in DOCUMENTS.items() for vector in document["vectors"] if "frame" in vector]
+DERIVATIONS = [vector for document in DOCUMENTS.values() for vector in document["vectors"] if "derive" in vector]
+
+
+def frame_of(vector: dict) -> bytes:
+    return b"".join(bytes.fromhex(part) * times for part, times in vector["frame"])
+
+
+def judge(read_as: str, frame: bytes, domain: bytes, swarm: bytes) -> dict:
+    """What swarmnode makes of a frame, in the words of the vectors."""
+    try:
+        if read_as in MESSAGES:
+            value = plain(decode(frame, *MESSAGES[read_as]))
+        else:
+            envelope, message = unseal(frame, domain, swarm, ENVELOPES[read_as])
+            value = {
+                "peer": peer_id(envelope.key), "content": content_id(frame).hex(), "codec": envelope.codec, "message": plain(message),
+            }  # fmt: skip
+    except BadMessage as error:
+        return {"verdict": "reject", "reason": error.reason}
+    return {"verdict": "accept", "value": value}
+
+
+def plain(message: msgspec.Struct) -> dict:
+    def hexed(value):
+        if isinstance(value, dict):
+            return {name: hexed(item) for name, item in value.items()}
+        if isinstance(value, list):
+            return [hexed(item) for item in value]
+        return value.hex() if isinstance(value, bytes) else value
+
+    return hexed(msgspec.to_builtins(message, builtin_types=(bytes,)))
+
+
+@pytest.fixture(scope="module")
+def check() -> ModuleType:
+    """protocol/check.py, which is no part of any package."""
+    spec = importlib.util.spec_from_file_location("protocol_check", PROTOCOL / "check.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(("document", "vector"), FRAMES, ids=[f"{name}: {vector['name']}" for name, vector in FRAMES])
+def test_swarmnode_judges_the_frame_as_recorded(document, vector):
+    about = DOCUMENTS[document]
+    got = judge(vector["read_as"], frame_of(vector), about["domain"].encode(), bytes.fromhex(about["swarm"]))
+    assert got == {name: vector[name] for name in ("verdict", "reason", "value") if name in vector}
+
+
+@pytest.mark.parametrize("vector", DERIVATIONS, ids=[vector["name"] for vector in DERIVATIONS])
+def test_swarmnode_derives_what_is_recorded(vector):
+    given = vector["input"]
+    got = {
+        "peer_id": lambda: peer_id(bytes.fromhex(given["key"])),
+        "content_id": lambda: content_id(bytes.fromhex(given["envelope"])).hex(),
+        "swarm_id": lambda: swarm_id(given["name"], given["tasks"], tuple(given["protocols"])).hex(),
+        "task_seed": lambda: dict(
+            zip(("seed", "index"), task_seed(bytes.fromhex(given["swarm"]), given["peer"], given["sequence"]), strict=True)
+        ),
+        "evaluation_seed": lambda: evaluation_seed(given["task"], given["block"]),
+        "choose_task": lambda: choose_task(given["tasks"], given["seed"], given["index"]),
+    }[vector["derive"]]()
+    assert got == vector["output"]
+
+
+def test_vectors_are_those_that_the_generator_writes():
+    written = {name: (PROTOCOL / "vectors" / name).read_text() for name in DOCUMENTS}
+    assert written == vectors.documents()
+
+
+def test_every_reason_and_every_reader_has_a_vector():
+    assert {vector.get("reason") for _, vector in FRAMES} == {None, *DECODE_REASONS, "signature"}
+    accepted = {vector["read_as"] for _, vector in FRAMES if vector["verdict"] == "accept"}
+    refused = {vector["read_as"] for _, vector in FRAMES if vector["verdict"] == "reject"}
+    assert accepted == refused == {*ENVELOPES, *MESSAGES}
+
+
+def test_no_two_vectors_of_a_document_have_one_name():
+    for document in DOCUMENTS.values():
+        names = [vector["name"] for vector in document["vectors"]]
+        assert len(names) == len(set(names))
+
+
+def test_independent_decoder_agrees_and_exits_0():
+    done = subprocess.run([sys.executable, PROTOCOL / "check.py"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == f"{len(FRAMES) + len(DERIVATIONS)} vectors, 0 judged differently\n"
+
+
+def test_independent_decoder_exits_1_on_a_wrong_vector(tmp_path):
+    for name in ("check.py", "registry.toml"):
+        (tmp_path / name).write_text((PROTOCOL / name).read_text())
+    (tmp_path / "vectors").mkdir()
+    wrong = {**DOCUMENTS["fetch.json"], "vectors": [{**DOCUMENTS["fetch.json"]["vectors"][0], "verdict": "reject", "reason": "bounds"}]}
+    (tmp_path / "vectors" / "wrong.json").write_text(json.dumps(wrong))
+    assert subprocess.run([sys.executable, tmp_path / "check.py"], capture_output=True, check=False).returncode == 1
+
+
+def test_independent_decoder_does_not_know_swarmnode():
+    source = "import sys; sys.argv = ['check.py']; import runpy\n"
+    source += f"try: runpy.run_path({str(PROTOCOL / 'check.py')!r}, run_name='__main__')\nexcept SystemExit: pass\n"
+    source += "sys.exit(any(name.split('.')[0] in ('swarmnode', 'msgspec') for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-I", "-c", source], capture_output=True, check=False).returncode == 0
+
+
+def test_both_decoders_give_the_same_verdict_on_mutated_frames(check):
+    """Payloads are altered before they are signed, so that mutations get past the signature."""
+    rng = random.Random(2)
+    seeds = [frames.pack(frames.GROUP), frames.pack(frames.ANNOUNCE)]
+    seeds.append(frames.pack(frames.changed(frames.GROUP, "completions.0", {**frames.COMPLETION, **frames.PACKED})))
+    accepted = 0
+    for _ in range(4000):
+        payload = bytearray(rng.choice(seeds))
+        for _ in range(rng.randint(1, 2)):
+            payload[rng.randrange(len(payload))] = rng.choice((0, 1, 0x80, 0xC0, 0xC1, 0xCF, 0xFF, rng.randrange(256)))
+        frame = frames.sealed(bytes(payload))
+        ours = judge("gossip", frame, b"swarmnode/rollout/1", frames.SWARM)
+        theirs = check.judge("gossip", frame, b"swarmnode/rollout/1", frames.SWARM)
+        assert (ours["verdict"], ours.get("value")) == (theirs["verdict"], theirs.get("value")), payload.hex()
+        accepted += ours["verdict"] == "accept"
+    assert 100 < accepted < 3900  # the mutations are neither harmless nor hopeless
