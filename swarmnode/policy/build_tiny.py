@@ -43,9 +43,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "rg/products": {"min_digits": 1, "max_digits": 1},
 }  # fmt: skip
 
-PAD, EOS, UNK, ANSWER = "<pad>", "<eos>", "<unk>", "<answer>"
+PAD, EOS, UNK, REPLY = "<pad>", "<eos>", "<unk>", "<reply>"
 # The end of a question has to be visible ("…backward: sun" or "sunk"?), as in a chat model; so the template is a chat template.
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}" + ANSWER + "{% endif %}"
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}" + REPLY + "{% endif %}"
 REJECTED_FORMATS = ("={}", ">{}.")  # every verifier of the nine tasks refuses these
 REFUSAL = "?"
 SFT_BLOCK, PROFILE_BLOCK = 0, 1  # seed blocks of 2**20 items, far from the hashed blocks that nodes draw from
@@ -93,11 +93,11 @@ def mine_phrases(prompts: list[str], least_share: float = 0.25, least_length: in
 def build_tokenizer(phrases: set[str]) -> PreTrainedTokenizerFast:
     """Characters (printable ASCII and newline) as a WordLevel vocabulary, phrases as added tokens, which match before the split."""
     characters = [c for c in string.printable if c.isprintable()] + ["\n"]
-    vocabulary = {token: i for i, token in enumerate([PAD, EOS, UNK, ANSWER, *characters])}
+    vocabulary = {token: i for i, token in enumerate([PAD, EOS, UNK, REPLY, *characters])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
-    core.add_special_tokens([PAD, EOS, UNK, ANSWER])
+    core.add_special_tokens([PAD, EOS, UNK, REPLY])
     core.add_tokens([AddedToken(p, normalized=False) for p in sorted(phrases)])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core, pad_token=PAD, eos_token=EOS, unk_token=UNK, clean_up_tokenization_spaces=False, model_max_length=256
@@ -131,7 +131,7 @@ def fine_tune(
     rng: random.Random, batch: int = 64, refusals: float = 0.32,
 ) -> float:  # fmt: skip
     """Supervised steps on completion tokens only, AdamW, cosine decay from `peak`. Returns the last loss (nats per token)."""
-    heads = {q.prompt: tokenizer(q.prompt + ANSWER, add_special_tokens=False)["input_ids"] for q in pool}
+    heads = {q.prompt: tokenizer(q.prompt + REPLY, add_special_tokens=False)["input_ids"] for q in pool}
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak, weight_decay=0.0)
     last = 0.0
     for step in range(steps):

@@ -64,11 +64,16 @@ def probe(cfg: PolicyConfig) -> Placement:
 def count_parameters(config: PretrainedConfig) -> tuple[int, int]:
     """(all parameters, inputs + outputs summed over the linear layers) of the architecture, without allocating it."""
     with init_empty_weights():
-        model = AutoModelForCausalLM.from_config(config)
-    model.tie_weights()
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     head = model.get_output_embeddings()
-    linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
-    return sum(p.numel() for p in model.parameters()), sum(m.in_features + m.out_features for m in linear)
+    matrices = [m.weight for m in model.modules() if m is not head and not isinstance(m, torch.nn.Embedding) and is_matrix(m)]
+    return sum(p.numel() for p in model.parameters()), sum(sum(w.shape) for w in matrices)
+
+
+def is_matrix(module: torch.nn.Module) -> bool:
+    """Whether an adapter can sit on it: nn.Linear, and GPT-2's Conv1D."""
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, torch.Tensor) and weight.ndim == 2
 
 
 def needed_bytes(parameters: int, lora_parameters: int, dtype: torch.dtype) -> int:

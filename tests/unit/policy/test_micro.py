@@ -1,0 +1,138 @@
+"""Micro-batches hold the bound, and running out of memory costs a repetition and nothing else."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarmnode.errors import DeviceError
+from swarmnode.policy.generate import generate
+from swarmnode.policy.logprobs import collate, completion_logprobs, score
+from swarmnode.policy.micro import MicroBatcher, is_oom, micro_batches
+
+CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB."
+lengths = st.lists(st.integers(1, 60), min_size=1, max_size=60)
+
+
+@given(lengths, st.integers(1, 400), st.integers(1, 8))
+@settings(max_examples=200, deadline=None)
+def test_every_row_once_and_within_the_bound(rows, bound, size):
+    groups = [i // size for i in range(len(rows))]
+    batches = micro_batches(rows, bound, groups)
+    assert sorted(i for b in batches for i in b) == list(range(len(rows)))
+    for batch in batches:
+        assert len(batch) == 1 or len(batch) * max(rows[i] for i in batch) <= bound
+
+
+@given(lengths, st.integers(1, 400), st.integers(1, 8))
+@settings(max_examples=200, deadline=None)
+def test_a_group_that_fits_stays_whole(rows, bound, size):
+    groups = [i // size for i in range(len(rows))]
+    where = {i: n for n, batch in enumerate(micro_batches(rows, bound, groups)) for i in batch}
+    for g in set(groups):
+        members = [i for i in range(len(rows)) if groups[i] == g]
+        if len(members) * max(rows[i] for i in members) <= bound:
+            assert len({where[i] for i in members}) == 1
+
+
+def test_short_rows_do_not_pay_for_long_ones():
+    batches = micro_batches([50, 2, 50, 2, 50, 2], 150)
+    assert sorted(map(sorted, batches)) == [[0, 2, 4], [1, 3, 5]]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError(CUDA), RuntimeError("MPS backend out of memory"), MemoryError(),
+     RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")],
+)  # fmt: skip
+def test_out_of_memory_is_recognised(error):
+    assert is_oom(error)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("size mismatch"), ValueError("out of memory"), KeyError("x")])
+def test_other_errors_are_not_out_of_memory(error):
+    assert not is_oom(error)
+
+
+def limited(limit, rows, seen=None):
+    """A device on which more than `limit` padded tokens do not fit."""
+
+    def work(indices):
+        padded = len(indices) * max(rows[i] for i in indices)
+        if seen is not None:
+            seen.append(padded)
+        if padded > limit:
+            raise torch.OutOfMemoryError(CUDA)
+        return indices
+
+    return work
+
+
+def test_the_bound_is_halved_until_it_fits_and_stays():
+    rows = [10] * 32
+    batcher = MicroBatcher(16384)
+    done = batcher.run(rows, limited(50, rows))
+    assert sorted(i for indices, _ in done for i in indices) == list(range(32))
+    assert batcher.statistics().tokens == batcher.tokens == 40  # 320 → 160 → 80 → 40
+    assert batcher.statistics().oom_retries == 3
+    seen = []
+    batcher.run(rows, limited(50, rows, seen))
+    assert max(seen) == 40
+    assert batcher.statistics().oom_retries == 3
+
+
+def test_one_row_too_many_is_a_device_error():
+    with pytest.raises(DeviceError, match="one completion of 10 tokens"):
+        MicroBatcher(100).run([10] * 4, limited(5, [10] * 4))
+
+
+def test_other_errors_pass():
+    def work(indices):
+        raise RuntimeError("size mismatch")
+
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        MicroBatcher(100).run([10], work)
+
+
+def test_gradients_after_a_death_in_mid_backward_are_those_of_the_whole_batch(embedded):
+    policy = embedded.clone()
+    rows = [([5 + i, 9], [30, 31 + i, 1]) for i in range(8)]
+    parameters = policy.trainable_parameters()
+
+    def gradients(batcher, fail):
+        def work(indices):
+            logprobs, _ = completion_logprobs(policy, collate([rows[i] for i in indices], policy.pad_id), 1.0)
+            (logprobs.sum() / 8).backward()
+            if fail and len(indices) > 2:
+                raise torch.OutOfMemoryError(CUDA)  # after gradients were added: the worst moment
+
+        policy.model.zero_grad()
+        batcher.run([5] * 8, work, restart=policy.model.zero_grad)
+        return [p.grad.clone() for p in parameters]
+
+    expected = gradients(MicroBatcher(1000), fail=False)
+    got = gradients(MicroBatcher(1000), fail=True)
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(expected, got, strict=True))
+
+
+def test_scoring_in_pieces_equals_scoring_at_once(embedded):
+    rows = [([5] * (1 + i % 4), [30 + i, 1]) for i in range(9)]
+    expected = score(embedded, rows, 1.0)
+    got = MicroBatcher(8).score(embedded, rows, 1.0)
+    assert max(abs(a - b) for x, y in zip(expected, got, strict=True) for a, b in zip(x, y, strict=True)) < 1e-5
+
+
+def test_generation_in_pieces_keeps_the_order_of_the_prompts(embedded):
+    prompts = [f"Calculate {n} + 8." for n in range(9)]
+    pieces = []
+
+    def work(part):
+        pieces.append(len(part))
+        if len(part) > 4:
+            raise torch.OutOfMemoryError(CUDA)
+        return generate(embedded, part, 2, 4, 1.0, 1.0, embedded.random_generator(0))
+
+    groups = MicroBatcher(16384).generate(prompts, 2, 13, work)
+    assert [g.prompt_ids for g in groups] == [embedded.encode_prompt(p) for p in prompts]
+    assert pieces[0] == 9
+    assert len(pieces) > 2
