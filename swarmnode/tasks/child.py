@@ -5,6 +5,7 @@ Knows neither threads nor trio: `client` and `async_client` wait for it, each in
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -63,6 +64,7 @@ class Child:
         os.set_blocking(self._stdout.fileno(), False)
         self.owner = os.getpid()
         self.layers: tuple[str, ...] = ()
+        self._closed = False  # it has left, or is leaving, by itself
 
     @property
     def pid(self) -> int:
@@ -99,6 +101,7 @@ class Child:
             except BlockingIOError:
                 yield "write", self._stdin.fileno()
             except OSError:
+                self._closed = True
                 raise Died("it closed its end") from None
 
     def _receive(self) -> Generator[Wait, None, bytes]:
@@ -117,6 +120,7 @@ class Child:
                 yield "read", self._stdout.fileno()
                 continue
             if not chunk:
+                self._closed = True
                 raise Died("it closed its end")
             data += chunk
         return bytes(data)
@@ -125,17 +129,25 @@ class Child:
         """Kill and reap it, close its pipes, and return how it ended and its last words. Takes milliseconds; a second call does nothing."""
         if self._stderr < 0:
             return ""
-        code = self._process.poll()
-        if code is None and os.getpid() == self.owner:
-            self._process.kill()
-        if os.getpid() == self.owner:
-            self._process.wait(timeout=10)
+        how = self._reap() if os.getpid() == self.owner else "left to the process that we were forked from"
         words = self._last_words()
         self._stdin.close()
         self._stdout.close()
         os.close(self._stderr)
         self._stderr = -1
-        return f"{_describe(code)}{': ' + words if words else ''}"
+        return f"{how}: {words}" if words else how
+
+    def _reap(self) -> str:
+        """How it ended, waiting for that if it is on its way, else killing it."""
+        code = self._process.poll()
+        if code is None and self._closed:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self._process.wait(timeout=0.2)
+        if code is None:
+            self._process.kill()
+            self._process.wait()
+            return "killed by its client"
+        return f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
 
     def _last_words(self) -> str:
         data = bytearray()
@@ -151,9 +163,3 @@ def _environment() -> dict[str, str]:
     """What the interpreter needs to start, and nothing a scorer could want: no home, no token, no proxy."""
     keep = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     return {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", **keep}
-
-
-def _describe(code: int | None) -> str:
-    if code is None:
-        return "killed by its client"
-    return f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"

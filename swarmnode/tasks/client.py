@@ -1,6 +1,6 @@
 """Regenerate questions and judge answers, in a sandboxed child. `Scorer` blocks (for the trainer); `AsyncScorer` is for trio (the network).
 
-Both replace their child when it dies or overruns, and ask again, one question at a time, so that only the question that did it goes without.
+Both replace their child when it dies or overruns, and ask again, one question at a time, so that only the one that did it goes without.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Questions are the same on every node, and the answers that earn the reward are reasoning-gym's. pytest tests/unit/tasks/test_generation.py"""
+"""Questions are the same on every node, and what earns the reward is reasoning-gym's. pytest tests/unit/tasks/test_generation.py"""
 
 import hashlib
 import json
@@ -71,9 +71,8 @@ def test_questions_and_rewards_are_reasoning_gyms(scorer):
     ]
     done = subprocess.run([sys.executable, "-c", REFERENCE], input=json.dumps(jobs), capture_output=True, text=True, check=True)
     references = json.loads(done.stdout)
-    scored = scorer.score_many(
-        [(ref(task, address), answers) for (task, address), (_, answers, _) in zip([(t, a) for t in GYM for a in addresses], references, strict=True)]
-    )
+    refs = [ref(task, address) for task in GYM for address in addresses]
+    scored = scorer.score_many([(question, answers) for question, (_, answers, _) in zip(refs, references, strict=True)])
     assert [result.prompt for result in scored] == [question for question, _, _ in references]
     assert [result.rewards for result in scored] == [[float(mark >= 1) for mark in marks] for _, _, marks in references]
     assert all(result.rewards[0] == 1.0 for result in scored)  # the library's own answer

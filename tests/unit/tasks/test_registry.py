@@ -57,7 +57,7 @@ def test_a_scorer_that_nobody_read_is_not_on_the_list():
 
 
 def test_a_typo_gets_the_nearest_name():
-    with pytest.raises(ConfigError, match="'rg/chain_sum'$"):
+    with pytest.raises(ConfigError, match=r"'rg/chain_sum'$"):
         check_names(["rg/chain_smu"])
 
 
@@ -73,7 +73,8 @@ def test_versions_are_what_other_nodes_have():
 
 
 @pytest.mark.parametrize(
-    "change", [{"settings": MappingProxyType({"min_value": 1, "max_value": 21})}, {"max_answer_bytes": 255}, {"generator": "arithmetic.lcm"}]
+    "change",
+    [{"settings": MappingProxyType({"min_value": 1, "max_value": 21})}, {"max_answer_bytes": 255}, {"generator": "arithmetic.lcm"}],
 )
 def test_version_follows_the_settings(monkeypatch, change):
     before = task_version("rg/gcd")

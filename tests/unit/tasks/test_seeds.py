@@ -38,7 +38,7 @@ def test_address_of_a_known_question():
 @given(st.sets(st.tuples(peers, st.integers(0, 2**64 - 1)), min_size=2, max_size=40))
 @settings(max_examples=200)
 def test_no_two_streams_share_an_item(streams):
-    """Item i of a block is drawn from Random(seed + i), so the ranges seed..seed+2**20-1 of nodes, epochs and evaluation must be disjoint."""
+    """Item i of a block is drawn from Random(seed + i), so the ranges seed..seed+2**20-1 of nodes, epochs and evaluation are disjoint."""
     starts = [task_seed(SWARM, peer, epoch * INDEX_SPAN)[0] for peer, epoch in streams]
     starts += [evaluation_seed(task, block) for task in TASKS for block in range(2)]
     starts.sort()
@@ -82,7 +82,10 @@ def test_a_sender_cannot_choose_its_question(peer, sequence):
     assert not check_seed(SWARM, peer + "x", sequence, seed, index)
 
 
-@given(st.binary(max_size=40), st.text(max_size=10), st.integers(-(2**90), 2**90), st.integers(-(2**70), 2**70), st.integers(-(2**70), 2**70))
+hostile = st.integers(-(2**90), 2**90)
+
+
+@given(st.binary(max_size=40), st.text(max_size=10), hostile, hostile, hostile)
 def test_checking_hostile_numbers_says_no_and_never_raises(swarm, peer, sequence, seed, index):
     assert check_seed(swarm, peer, sequence, seed, index) is False
 

@@ -1,0 +1,182 @@
+"""The trio client: many callers, cancelled callers, lost children. pytest tests/unit/tasks/test_async_scorer.py"""
+
+import os
+import signal
+import threading
+
+import psutil
+import pytest
+import trio
+
+from swarmnode.tasks import child as child_module
+from swarmnode.tasks.child import Child
+from swarmnode.tasks.client import AsyncScorer, Scored, Scorer, ScorerFailed, TaskUnknown
+from swarmnode.tasks.registry import TASKS, task_version
+from swarmnode.wire.messages import TaskRef
+
+
+def ref(index=0, task="builtin/sum", **changes):
+    fields = {"id": task, "version": task_version(task), "seed": 4 << 20, "index": index} | changes
+    return TaskRef(**fields)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """What the blocking client says, by (task, index)."""
+    keys = [(task, index) for task in TASKS for index in range(30)]
+    with Scorer() as scorer:
+        return dict(zip(keys, scorer.score_many([(ref(index, task), ["7", "10"]) for task, index in keys]), strict=True))
+
+
+async def test_many_callers_each_get_their_own_answer(expected):
+    found = {}
+
+    async def ask(scorer, task, index):
+        found[task, index] = await scorer.score(ref(index, task), ["7", "10"])
+
+    async with AsyncScorer() as scorer:
+        async with trio.open_nursery() as nursery:
+            for task, index in expected:
+                nursery.start_soon(ask, scorer, task, index)
+        assert scorer.statistics().frames < len(expected) / 8  # they shared frames
+    assert found == expected
+
+
+async def test_many_questions_at_once_and_one_unknown(expected):
+    items = [(ref(index, task), ["7", "10"]) for task, index in expected]
+    items[5] = (ref(version="?"), [])
+    async with AsyncScorer() as scorer:
+        results = await scorer.score_many(items)
+    wanted = list(expected.values())
+    assert isinstance(results[5], TaskUnknown)
+    assert results[:5] + results[6:] == wanted[:5] + wanted[6:]
+
+
+async def test_what_cannot_be_regenerated_is_raised():
+    async with AsyncScorer() as scorer:
+        with pytest.raises(TaskUnknown):
+            await scorer.prompt(ref(task="rg/gcd", version=task_version("rg/lcm")))
+        with pytest.raises(TaskUnknown):
+            await scorer.prompt(TaskRef("rg/countdown", "", 0, 0))
+
+
+async def test_cancelled_callers_do_not_shift_the_answers_of_the_others(expected):
+    found = {}
+
+    async def ask(scorer, task, index):
+        found[task, index] = await scorer.score(ref(index, task), ["7", "10"])
+
+    async with AsyncScorer() as scorer:
+        for _ in range(3):
+            with trio.CancelScope() as scope:
+                async with trio.open_nursery() as nursery:
+                    for index in range(200):
+                        nursery.start_soon(scorer.score, ref(index), ["1"])
+                    await trio.testing.wait_all_tasks_blocked()
+                    scope.cancel()
+            async with trio.open_nursery() as nursery:
+                for task, index in expected:
+                    nursery.start_soon(ask, scorer, task, index)
+            assert found == expected
+            found.clear()
+        assert scorer.statistics().starts == 1
+        assert scorer.statistics().waiting == 0
+
+
+async def test_questions_wait_while_the_child_is_replaced(expected):
+    async with AsyncScorer() as scorer:
+        await scorer.prompt(ref())
+        os.kill(scorer.statistics().pid, signal.SIGSTOP)  # it hangs with the first frame, the others queue behind it
+        found = {}
+
+        async def ask(task, index):
+            found[task, index] = await scorer.score(ref(index, task), ["7", "10"])
+
+        async with trio.open_nursery() as nursery:
+            for task, index in expected:
+                nursery.start_soon(ask, task, index)
+            await trio.testing.wait_all_tasks_blocked()
+            assert scorer.statistics().waiting > 200
+            os.kill(scorer.statistics().pid, signal.SIGKILL)
+        assert found == expected
+        assert scorer.statistics().failures == 1
+
+
+async def test_a_child_that_hangs_is_replaced_after_the_deadline(expected):
+    async with AsyncScorer(deadline=0.5) as scorer:
+        await scorer.prompt(ref())
+        os.kill(scorer.statistics().pid, signal.SIGSTOP)
+        assert await scorer.score(ref(), ["7", "10"]) == expected["builtin/sum", 0]
+        assert "no answer within 0.5 s" in scorer.statistics().last_failure
+
+
+async def test_only_the_question_that_kills_the_child_goes_without(monkeypatch):
+    ask = Child.ask
+
+    def deadly(self, questions):
+        if any(question.index == 3 for question in questions):
+            os.kill(self.pid, signal.SIGKILL)
+        return ask(self, questions)
+
+    monkeypatch.setattr(Child, "ask", deadly)
+    async with AsyncScorer() as scorer:
+        results = await scorer.score_many([(ref(index), ["7"]) for index in range(6)])
+    assert [type(result) for result in results] == [Scored, Scored, Scored, ScorerFailed, Scored, Scored]
+
+
+async def test_a_child_that_cannot_start_fails_its_questions_and_is_tried_again(monkeypatch):
+    monkeypatch.setattr(child_module.sys, "executable", "/bin/false")
+    async with AsyncScorer() as scorer:
+        with pytest.raises(ScorerFailed, match="did not start"):
+            await scorer.prompt(ref())
+        monkeypatch.undo()
+        assert (await scorer.prompt(ref())).endswith("=")
+
+
+async def test_nobody_waits_for_a_closed_scorer():
+    scorer = AsyncScorer()
+    outcomes = []
+
+    async def ask(index):
+        try:
+            await scorer.score(ref(index), [])
+        except ScorerFailed:
+            outcomes.append(index)
+
+    async with trio.open_nursery() as callers:
+        async with trio.open_nursery() as home:
+            await home.start(scorer.run)
+            await scorer.prompt(ref())
+            os.kill(scorer.statistics().pid, signal.SIGSTOP)
+            for index in range(100):
+                callers.start_soon(ask, index)
+            await trio.testing.wait_all_tasks_blocked()
+            home.cancel_scope.cancel()  # 64 questions are with the child, 36 in the queue
+    assert sorted(outcomes) == list(range(100))
+    with pytest.raises(ScorerFailed, match="not running"):
+        await scorer.prompt(ref())
+
+
+async def test_no_child_is_left_behind():
+    before = {process.pid for process in psutil.Process().children()}
+    async with AsyncScorer() as scorer:
+        for _ in range(2):
+            await scorer.prompt(ref())
+            os.kill(scorer.statistics().pid, signal.SIGKILL)
+        await scorer.prompt(ref())
+    assert {process.pid for process in psutil.Process().children()} == before
+
+
+async def test_the_child_outlives_trios_worker_threads(monkeypatch):
+    """Linux sends the parent-death signal when the *thread* that made a process ends, and trio would make processes in worker threads."""
+    makers = []
+
+    class Popen(child_module.subprocess.Popen):
+        def __init__(self, *args, **options):
+            makers.append(threading.current_thread())
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr(child_module.subprocess, "Popen", Popen)
+    async with AsyncScorer() as scorer:
+        await scorer.prompt(ref())
+    assert makers == [threading.current_thread()]

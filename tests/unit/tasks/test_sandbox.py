@@ -1,0 +1,161 @@
+"""What the scorer child cannot do, tried from inside. Each trial runs `sandbox.enter` in a process of its own.
+
+pytest tests/unit/tasks/test_sandbox.py
+"""
+
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+
+import pytest
+
+from swarmnode.tasks import sandbox, seccomp
+from swarmnode.tasks.client import Scorer
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="most layers are Linux's")
+
+# Stands in for a scorer that has been taken over: takes down some layers first, to show that the others hold, then tries everything.
+INTRUDER = """
+import ctypes, json, os, resource, socket, subprocess, sys
+from swarmnode.tasks import sandbox, seccomp
+marker, without = sys.argv[1], sys.argv[2].split(",")
+if "audit" in without:
+    sys.addaudithook = lambda hook: None
+if "seccomp" in without:
+    seccomp.install = lambda libc: False
+layers = sandbox.enter(os.getppid())
+
+def fork():
+    if os.fork() == 0:
+        os._exit(0)
+    os.wait()
+
+def write():
+    with open(marker, "w") as file:
+        file.write("x")
+
+def write_by_libc():
+    descriptor = ctypes.CDLL(None, use_errno=True).open(marker.encode(), os.O_WRONLY | os.O_CREAT, 0o600)
+    if descriptor < 0:
+        raise OSError(ctypes.get_errno(), "open")
+
+def system():
+    if os.system("touch " + marker) != 0:
+        raise OSError("no shell")
+
+trials = {
+    "socket": lambda: socket.socket(), "pair": lambda: socket.socketpair(), "write": write, "write_by_libc": write_by_libc,
+    "read": lambda: open("/proc/self/status").read(), "spawn": lambda: subprocess.run(["true"], check=True), "system": system, "fork": fork,
+    "allocate": lambda: len(bytearray(4 << 30)), "kill": lambda: os.kill(os.getppid(), 0), "mkdir": lambda: os.mkdir(marker),
+    "parent_limit": lambda: resource.prlimit(os.getppid(), resource.RLIMIT_CORE, resource.getrlimit(resource.RLIMIT_CORE)),
+    "memory_limit": lambda: resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40)), "ctypes": lambda: ctypes.CDLL(None).getpid(),
+    "eval": lambda: eval("1 + 1"), "import": lambda: __import__("http.client"), "compute": lambda: sum(range(1000)),
+}
+done = []
+for name, trial in trials.items():
+    try:
+        trial()
+        done.append(name)
+    except (OSError, MemoryError, ValueError, ImportError, subprocess.SubprocessError):
+        pass
+os.write(1, json.dumps([layers, done]).encode())
+"""
+
+
+def intrude(folder, without=""):
+    """(active layers, what succeeded)"""
+    done = subprocess.run(
+        [sys.executable, "-c", INTRUDER, str(folder / "marker"), without],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env={"LANG": "C.UTF-8"},
+        check=True,
+    )
+    layers, succeeded = json.loads(done.stdout)
+    return layers, succeeded
+
+
+def test_nothing_but_computing_is_possible(tmp_path):
+    layers, succeeded = intrude(tmp_path)
+    assert {"env", "fds", "rlimits", "no_new_privs", "parent_death", "audit"} <= set(layers)
+    assert succeeded == ["compute"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.uname().machine not in ("x86_64", "aarch64"), reason="the filter has no call numbers for this machine")
+def test_the_kernel_refuses_it_when_the_interpreter_does_not(tmp_path):
+    layers, succeeded = intrude(tmp_path, without="audit")
+    if "seccomp" not in layers:
+        pytest.skip("this kernel has no seccomp filters")
+    assert set(succeeded) == {"ctypes", "eval", "compute"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_limits_hold_without_interpreter_and_filter(tmp_path):
+    _, succeeded = intrude(tmp_path, without="audit,seccomp")
+    assert not {"socket", "pair", "write", "read", "spawn", "system", "allocate", "memory_limit"} & set(succeeded)
+
+
+def test_filter_lets_through_only_what_is_listed():
+    """Run the program as the kernel would: every call of the list is allowed, every other one and every other architecture is not."""
+    for machine, (column, arch) in seccomp._ARCHITECTURES.items():
+        listed = {call[column] for call in seccomp._CALLS.values()} - {None}
+        for number in range(600):
+            verdict = 0x7FFF0000 if number in listed else 0x00050001
+            own = 0x7FFF0000 if number in listed | {seccomp._PRLIMIT64[column]} else 0x00050001
+            assert run_filter(seccomp.program(machine), number, arch, pid=1) == verdict
+            assert run_filter(seccomp.program(machine), number, arch, pid=0) == own
+        assert run_filter(seccomp.program(machine), min(listed), arch ^ 1, pid=0) == 0x80000000
+        assert run_filter(seccomp.program(machine), min(listed) | 0x40000000, arch, pid=0) == 0x00050001  # the x32 numbers
+
+
+def run_filter(program, number, arch, pid):
+    code = [struct.unpack_from("=HBBI", program, offset) for offset in range(0, len(program), 8)]
+    words = {0: number, 4: arch, 16: pid}
+    place, accumulator = 0, 0
+    while True:
+        operation, if_true, if_false, constant = code[place]
+        place += 1
+        if operation == 0x20:
+            accumulator = words[constant]
+        elif operation == 0x15:
+            place += if_true if accumulator == constant else if_false
+        elif operation == 0x06:
+            return constant
+
+
+def test_cpu_time_ends_a_computation_that_does_not():
+    code = "import os; from swarmnode.tasks import sandbox; sandbox.enter(os.getppid()); sandbox.allow_cpu(0)\nwhile True: pass"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
+    assert done.returncode == -signal.SIGXCPU
+
+
+def test_an_orphan_does_not_start():
+    code = "import os; from swarmnode.tasks import sandbox; sandbox.enter(os.getppid() + 1); os.write(1, b'started')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=30, check=True)
+    assert done.stdout == b""
+
+
+def test_the_child_reports_its_layers_and_has_nothing_of_ours(monkeypatch):
+    monkeypatch.setenv("SWARMNODE_SECRET", "token")
+    with open("/proc/self/status") as ours, Scorer() as scorer:
+        statistics = scorer.statistics()
+        assert set(statistics.layers) <= set(sandbox.LAYERS)
+        assert {"env", "fds", "rlimits", "no_new_privs", "parent_death", "audit"} <= set(statistics.layers)
+        with open(f"/proc/{statistics.pid}/environ", "rb") as file:
+            names = {entry.split(b"=")[0] for entry in file.read().split(b"\0") if entry}
+        assert names <= {b"LANG", b"PYTHONHASHSEED", b"LD_LIBRARY_PATH"}
+        assert sorted(os.listdir(f"/proc/{statistics.pid}/fd")) == ["0", "1", "2"]
+        assert ours.fileno() > 2
+
+
+def test_the_child_loads_nothing_heavy_and_no_refused_scorer():
+    code = "import sys; from swarmnode.tasks.scorer import Judge; Judge(); print(' '.join(sys.modules))"
+    loaded = set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+    assert not {"torch", "transformers", "trio", "libp2p", "numpy", "sympy", "matplotlib", "pydantic"} & loaded
+    refused = {"countdown", "puzzle24", "n_queens", "binary_matrix", "spiral_matrix", "string_insertion", "polynomial_multiplication"}
+    assert not refused & {module.rpartition(".")[2] for module in loaded if module.startswith("reasoning_gym")}

@@ -1,0 +1,237 @@
+"""The blocking client: a child that fails is replaced, and only who did it goes without. pytest tests/unit/tasks/test_scorer_client.py"""
+
+import gc
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+
+import psutil
+import pytest
+
+from swarmnode.tasks import child as child_module
+from swarmnode.tasks.child import Child, Died
+from swarmnode.tasks.client import Scored, Scorer, ScorerFailed, TaskUnknown
+from swarmnode.tasks.registry import TASKS, task_version
+from swarmnode.wire.messages import TaskRef
+
+
+def ref(index=0, task="builtin/sum", **changes):
+    fields = {"id": task, "version": task_version(task), "seed": 4 << 20, "index": index} | changes
+    return TaskRef(**fields)
+
+
+def answer(prompt):
+    return str(sum(int(number) for number in prompt.rstrip("=").split("+")))
+
+
+def children():
+    return {process.pid for process in psutil.Process().children()}
+
+
+@pytest.fixture
+def scorer():
+    before = children()
+    with Scorer() as scorer:
+        yield scorer
+    assert children() == before  # neither running nor a zombie
+
+
+def test_scores(scorer):
+    prompt = scorer.prompt(ref())
+    assert scorer.score(ref(), [answer(prompt), "x", ""]) == Scored(prompt, [1.0, 0.0, 0.0])
+
+
+def test_many_questions_come_back_in_order_over_several_frames(scorer):
+    refs = [ref(index, task) for index in range(20) for task in TASKS]
+    many = scorer.score_many([(r, ["7"]) for r in refs])
+    assert many == [scorer.score(r, ["7"]) for r in refs]
+    assert scorer.statistics().groups == 2 * len(refs)
+    assert scorer.statistics().frames < 1.1 * len(refs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"id": "rg/countdown"}, "task"),
+        ({"id": "rg/sudoku"}, "task"),
+        ({"id": "\x00"}, "task"),
+        ({"version": "0" * 16}, "version"),
+        ({"version": ""}, "version"),
+        ({"seed": 5}, "address"),
+        ({"seed": -(2**20)}, "address"),
+        ({"seed": 2**63}, "address"),
+        ({"index": 2**20}, "address"),
+        ({"index": -1}, "address"),
+        ({"difficulty": 1}, "difficulty"),
+    ],
+)
+def test_what_cannot_be_regenerated_is_unknown(scorer, changes, reason):
+    with pytest.raises(TaskUnknown) as caught:
+        scorer.score(ref(**changes), ["1"])
+    assert caught.value.reason == reason
+    assert scorer.statistics().unknown == 1
+
+
+def test_an_unknown_question_costs_its_neighbours_nothing(scorer):
+    first, second, third = scorer.score_many([(ref(0), []), (ref(1, version="?"), []), (ref(2), [])])
+    assert isinstance(second, TaskUnknown)
+    assert [first, third] == scorer.score_many([(ref(0), []), (ref(2), [])])
+
+
+def test_too_many_completions_are_the_callers_mistake(scorer):
+    with pytest.raises(ValueError, match="65 completions"):
+        scorer.score(ref(), [""] * 65)
+
+
+def test_a_killed_child_is_replaced_and_the_question_answered(scorer):
+    expected = scorer.score(ref(), ["7"])
+    before = scorer.statistics().pid
+    os.kill(before, signal.SIGKILL)
+    assert scorer.score(ref(), ["7"]) == expected
+    statistics = scorer.statistics()
+    assert statistics.pid != before
+    assert (statistics.starts, statistics.failures) == (2, 1)
+    assert "ended by SIGKILL" in statistics.last_failure
+
+
+def test_a_child_that_hangs_is_replaced_and_the_question_answered():
+    with Scorer(deadline=0.5) as scorer:
+        os.kill(scorer.statistics().pid, signal.SIGSTOP)
+        assert len(scorer.score(ref(), ["7"]).rewards) == 1
+        assert "no answer within 0.5 s" in scorer.statistics().last_failure
+
+
+def test_a_question_that_always_overruns_is_given_up(monkeypatch):
+    ask = Child.ask
+
+    def stopped(self, questions):
+        os.kill(self.pid, signal.SIGSTOP)
+        return ask(self, questions)
+
+    monkeypatch.setattr(Child, "ask", stopped)
+    with Scorer(deadline=0.2) as scorer:
+        with pytest.raises(ScorerFailed, match=r"no answer within 0\.2 s; killed by its client"):
+            scorer.score(ref(), ["7"])
+        assert scorer.statistics().failures == 2
+
+
+def test_only_the_question_that_kills_the_child_goes_without(scorer, monkeypatch):
+    """No allowed scorer can be made to die, so the death is staged: the child is killed whenever it gets to question 3."""
+    ask = Child.ask
+
+    def deadly(self, questions):
+        if any(question.index == 3 for question in questions):
+            os.kill(self.pid, signal.SIGKILL)
+        return ask(self, questions)
+
+    expected = scorer.score_many([(ref(index), ["7"]) for index in range(6)])
+    monkeypatch.setattr(Child, "ask", deadly)
+    results = scorer.score_many([(ref(index), ["7"]) for index in range(6)])
+    assert isinstance(results[3], ScorerFailed)
+    assert results[:3] + results[4:] == expected[:3] + expected[4:]
+
+
+def test_a_response_that_does_not_fit_is_not_believed(scorer, monkeypatch):
+    monkeypatch.setattr(child_module.frames, "decode_scored", lambda body: [Scored("?", [2.0])])
+    with pytest.raises(ScorerFailed, match="does not fit"):
+        scorer.score(ref(), ["7"])
+
+
+def test_the_childs_last_words_are_kept_but_not_many(scorer):
+    with scorer._lock:
+        body = b"\xc1" * 10
+        os.write(scorer._child._stdin.fileno(), len(body).to_bytes(4, "big") + body)
+        with pytest.raises(Died):
+            scorer._hold(scorer._child._receive(), 10)
+        words = scorer._end()
+    assert words.startswith("exit status 1: Traceback")
+    assert len(words) < child_module.STDERR_BYTES + 100
+
+
+def test_a_child_that_cannot_start_is_said_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(child_module, "_ROOT", tmp_path)
+    monkeypatch.setattr(child_module.sys, "executable", "/bin/false")
+    before = children()
+    scorer = Scorer()
+    with pytest.raises(ScorerFailed, match="did not start"):
+        scorer.prompt(ref())
+    assert all(isinstance(result, ScorerFailed) for result in scorer.score_many([(ref(), []), (ref(1), [])]))
+    assert children() == before
+
+
+def test_close_can_be_repeated_and_a_later_call_starts_again():
+    scorer = Scorer()
+    scorer.close()
+    prompt = scorer.prompt(ref())
+    scorer.close()
+    scorer.close()
+    assert scorer.prompt(ref()) == prompt
+    scorer.close()
+
+
+def test_threads_take_turns(scorer):
+    expected = {index: scorer.score(ref(index), ["7"]) for index in range(40)}
+    found = {}
+
+    def work(start):
+        for index in range(start, 40, 4):
+            found[index] = scorer.score(ref(index), ["7"])
+
+    threads = [threading.Thread(target=work, args=(start,)) for start in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == expected
+
+
+def test_a_fork_leaves_its_parents_child_alone():
+    code = """
+import os, sys
+from swarmnode.tasks.client import Scorer
+from swarmnode.tasks.registry import task_version
+from swarmnode.wire.messages import TaskRef
+ref = TaskRef("builtin/sum", task_version("builtin/sum"), 0, 0)
+with Scorer() as scorer:
+    prompt, pid = scorer.prompt(ref), scorer.statistics().pid
+    if (fork := os.fork()) == 0:
+        same = scorer.prompt(ref) == prompt and scorer.statistics().pid != pid
+        scorer.close()
+        os._exit(0 if same else 3)
+    assert os.waitpid(fork, 0)[1] == 0
+    assert scorer.prompt(ref) == prompt
+    assert scorer.statistics().pid == pid and scorer.statistics().failures == 0
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="parent death is signalled by Linux only")
+def test_a_child_does_not_outlive_its_killed_client():
+    code = """
+import time
+from swarmnode.tasks.client import Scorer
+scorer = Scorer().__enter__()
+print(scorer.statistics().pid, flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as client:
+        descriptor = os.pidfd_open(int(client.stdout.readline()))
+        client.kill()
+        assert select.select([descriptor], [], [], 10)[0]  # readable when the process has ended
+        os.close(descriptor)
+
+
+def test_no_descriptor_is_left_behind():
+    def descriptors():
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    before = descriptors()
+    with Scorer() as scorer:
+        for _ in range(3):
+            os.kill(scorer.statistics().pid, signal.SIGKILL)
+            scorer.prompt(ref())
+    assert descriptors() == before
