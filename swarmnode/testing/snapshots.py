@@ -42,9 +42,9 @@ def example_at(t: float) -> NodeSnapshot:
     """The node `t` seconds after its start."""
     steps = int(t / 2.4)
     learnt = 1 - math.exp(-t / 220)
-    received = int(t * 1.9)
-    rejected = int(t * 0.06)
-    ignored = int(t * 0.24)
+    received = int(t * 1.9 + 30 * math.sin(t / 45) + 8 * math.sin(t / 11))
+    rejected = int(t * 0.01 + 28 / (1 + math.exp((330 - t) / 14)))
+    ignored = int(t * 0.2 + 6 * math.sin(t / 60))
     admitted = received - rejected - ignored
     used = int(admitted * 0.8)
     seconds = Observations(STEP_BOUNDS)

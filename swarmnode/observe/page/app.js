@@ -1,1 +1,394 @@
+// The status page: asks /status every two seconds and draws what it says. No library, nothing from elsewhere.
+// Every string that could come from a peer reaches the document through textContent or setAttribute, never as markup.
+"use strict";
 
+const POLL_MS = 2000;
+const STALE_MS = 7000;
+const POINTS = 360;
+
+// --- small things ----------------------------------------------------------------------------------------------------
+
+const byId = (id) => document.getElementById(id);
+
+function node(tag, attributes = {}, ...children) {
+  const svg = ["svg", "path", "line", "text", "rect", "g", "circle"].includes(tag);
+  const made = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  made.append(...children.map((child) => (child instanceof Node ? child : document.createTextNode(String(child)))));
+  return made;
+}
+
+const known = (value) => value !== null && value !== undefined && Number.isFinite(value);
+const shortId = (peer) => (peer.length > 18 ? `${peer.slice(0, 8)}…${peer.slice(-6)}` : peer);
+const sum = (counts) => Object.values(counts).reduce((a, b) => a + b, 0);
+
+function count(value) {
+  if (!known(value)) return "–";
+  if (Math.abs(value) < 10000) return String(Math.round(value));
+  if (Math.abs(value) < 1e6) return `${(value / 1e3).toFixed(1)} k`;
+  return `${(value / 1e6).toFixed(1)} M`;
+}
+const fixed = (digits) => (value) => (known(value) ? value.toFixed(digits) : "–");
+
+function duration(seconds) {
+  if (!known(seconds)) return "–";
+  if (seconds < 1) return "now";
+  if (seconds < 60) return `${Math.round(seconds)} s`;
+  if (seconds < 5400) return `${Math.round(seconds / 60)} min`;
+  if (seconds < 129600) return `${(seconds / 3600).toFixed(1)} h`;
+  return `${(seconds / 86400).toFixed(1)} d`;
+}
+
+function bytes(value) {
+  if (!known(value)) return "–";
+  const units = ["B", "KiB", "MiB", "GiB"];
+  let i = 0;
+  while (value >= 1024 && i < units.length - 1) { value /= 1024; i += 1; }
+  return `${i ? value.toFixed(1) : value} ${units[i]}`;
+}
+
+// --- numbers over time -----------------------------------------------------------------------------------------------
+
+// An average that forgets; gaps stay gaps.
+function smooth(values) {
+  const keep = Math.max(0, 1 - 20 / Math.max(20, values.length));
+  let mean = null;
+  return values.map((value) => {
+    if (!known(value)) return null;
+    mean = mean === null ? value : keep * mean + (1 - keep) * value;
+    return mean;
+  });
+}
+
+// Totals → amounts per minute in at most `bins` equal spans of time. A total that falls is a process that started anew.
+function perMinute(at, totals, bins) {
+  const start = at[0], span = (at[at.length - 1] - start) / bins;
+  const rates = new Array(bins).fill(0);
+  for (let i = 1; i < at.length; i += 1) {
+    const bin = Math.min(bins - 1, Math.floor((at[i] - start) / span - 1e-9));
+    rates[Math.max(0, bin)] += Math.max(0, totals[i] - totals[i - 1]) * (60 / span);
+  }
+  return rates;
+}
+
+function ticks(low, high, wanted) {
+  const rough = (high - low) / wanted || 1;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= rough * 0.999);
+  const found = [];
+  for (let at = Math.ceil(low / step) * step; at <= high + step * 1e-6; at += step) found.push(Math.round(at / step) * step);
+  return found;
+}
+
+const plain = (value) => String(+value.toPrecision(6));
+
+// --- one chart -------------------------------------------------------------------------------------------------------
+
+const TIME_STEPS = [10, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400, 172800, 604800];
+const LEFT = 38, RIGHT = 6, TOP = 6, BOTTOM = 20;
+
+class Chart {
+  // options: title, height, wide, format, max (of the axis, at most), integer, stacked,
+  //          series: [{key, label, look, smooth, area}]
+  constructor(options) {
+    this.options = options;
+    this.chosen = null;
+    this.svg = node("svg", { role: "img", tabindex: "0", height: options.height });
+    this.caption = node("figcaption");
+    this.figure = node("figure", options.wide ? { class: "wide" } : {}, this.caption, this.svg);
+    this.svg.addEventListener("pointermove", (event) => this.point(event.clientX - this.svg.getBoundingClientRect().left));
+    this.svg.addEventListener("pointerleave", () => this.choose(null));
+    this.svg.addEventListener("blur", () => this.choose(null));
+    this.svg.addEventListener("keydown", (event) => this.key(event));
+  }
+
+  show(at, columns) {
+    const { stacked, series } = this.options;
+    this.at = at;
+    this.values = series.map(({ key }) => columns[key] || []);
+    this.bins = 0;
+    if (stacked && at.length > 1) {
+      this.bins = Math.min(60, at.length - 1);
+      this.values = this.values.map((totals) => perMinute(at, totals, this.bins));
+    }
+    this.draw();
+  }
+
+  get length() { return this.bins || this.at.length; }
+
+  point(x) {
+    const share = (x - LEFT) / (this.width - LEFT - RIGHT);
+    if (!this.at || this.at.length < 2) return;
+    if (this.bins) { this.choose(Math.floor(share * this.bins)); return; }
+    const time = this.at[0] + share * (this.at[this.at.length - 1] - this.at[0]);
+    let best = 0;
+    this.at.forEach((t, i) => { if (Math.abs(t - time) < Math.abs(this.at[best] - time)) best = i; });
+    this.choose(best);
+  }
+
+  key(event) {
+    const moves = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity };
+    if (event.key === "Escape") this.choose(null);
+    if (!(event.key in moves) || !this.at) return;
+    event.preventDefault();
+    this.choose((this.chosen === null ? this.length - 1 : this.chosen) + moves[event.key]);
+  }
+
+  choose(index) {
+    this.chosen = index === null ? null : Math.max(0, Math.min(this.length - 1, index));
+    if (this.at) this.draw();
+  }
+
+  draw() {
+    const { title, height, series, format, stacked } = this.options;
+    const { at, values } = this;
+    this.width = Math.max(160, this.svg.clientWidth || this.figure.clientWidth - 34);
+    const bottom = height - BOTTOM, right = this.width - RIGHT;
+    const index = this.chosen === null ? this.length - 1 : Math.min(this.chosen, this.length - 1);
+
+    const when = this.bins ? at[0] + ((index + 0.5) / this.bins) * (at[at.length - 1] - at[0]) : at[index];
+    const ago = this.chosen === null ? "" : ` · ${duration(at[at.length - 1] - when)} ago`;
+    this.caption.replaceChildren(node("span", { class: "title" }, title, node("span", { class: "muted" }, ago)));
+    this.caption.append(node("span", { class: series.length > 1 ? "keys row" : "keys" }, ...series.map(({ label, look }, i) => (
+      node("span", { class: stacked ? "key box" : "key" }, node("i", { class: look }), label ? `${label} ` : "", node("b", {}, format(values[i][index])))))));
+    const said = series.map(({ label }, i) => `${label} ${format(values[i][index])}`).join(", ");
+    this.svg.setAttribute("aria-label", `${title}: ${said}${ago}`);
+    this.svg.setAttribute("viewBox", `0 0 ${this.width} ${height}`);
+
+    const shown = values.flat().filter(known);
+    if (at.length < 2 || !shown.length) {
+      this.svg.replaceChildren(node("text", { x: this.width / 2, y: height / 2, "text-anchor": "middle" }, "nothing measured yet"));
+      return;
+    }
+    const [low, high] = this.range(shown);
+    const x = (time) => LEFT + ((time - at[0]) / (at[at.length - 1] - at[0] || 1)) * (right - LEFT);
+    const y = (value) => bottom - ((value - low) / (high - low)) * (bottom - TOP);
+    const parts = this.axes(low, high, x, y, bottom, right);
+    if (stacked) parts.push(...this.blocks(y, right));
+    else series.forEach((one, i) => parts.push(...this.line(one, values[i], x, y, bottom)));
+    if (this.chosen !== null) {
+      const across = this.bins ? LEFT + ((index + 0.5) / this.bins) * (right - LEFT) : x(at[index]);
+      parts.push(node("line", { class: "cursor", x1: across, x2: across, y1: TOP, y2: bottom }));
+    }
+    this.svg.replaceChildren(...parts);
+  }
+
+  range(shown) {
+    const { max, stacked, integer } = this.options;
+    let top = Math.max(...shown);
+    if (stacked) top = Math.max(...this.values[0].map((_, i) => this.values.reduce((total, column) => total + column[i], 0)));
+    top *= 1.08;
+    if (max !== undefined) top = Math.min(max, top);
+    if (integer) top = Math.max(2, top);
+    return [0, top > 0 ? top : 1];
+  }
+
+  axes(low, high, x, y, bottom, right) {
+    const parts = [];
+    for (const value of ticks(low, high, this.options.height > 160 || this.options.integer ? 4 : 3)) {
+      if (this.options.integer && value % 1) continue;
+      parts.push(node("line", { class: value === 0 ? "gridline base" : "gridline", x1: LEFT, x2: right, y1: y(value), y2: y(value) }));
+      parts.push(node("text", { x: LEFT - 8, y: y(value) + 4, "text-anchor": "end" }, plain(value)));
+    }
+    const { at } = this;
+    const now = at[at.length - 1], span = now - at[0];
+    const step = TIME_STEPS.find((seconds) => span / seconds <= (this.width > 420 ? 4.5 : 2.5)) || span;
+    parts.push(node("text", { x: right, y: bottom + 15, "text-anchor": "end" }, "now"));
+    for (let ago = step; ago <= span; ago += step) {
+      const across = x(now - ago);
+      parts.push(node("text", { x: across, y: bottom + 15, "text-anchor": across < LEFT + 24 ? "start" : "middle" }, `−${duration(ago)}`));
+    }
+    return parts;
+  }
+
+  line(one, column, x, y, bottom) {
+    const path = (values) => {
+      let d = "", pen = "M";
+      values.forEach((value, i) => {
+        if (!known(value)) { pen = "M"; return; }
+        d += `${pen}${x(this.at[i]).toFixed(1)} ${y(value).toFixed(1)}`;
+        pen = "L";
+      });
+      return d;
+    };
+    const parts = [];
+    const d = path(one.smooth ? smooth(column) : column);
+    if (one.area && d.indexOf("M", 1) < 0) {
+      const first = column.findIndex(known);
+      parts.push(node("path", { class: `area ${one.look}`, d: `${d}L${x(this.at[this.at.length - 1])} ${bottom}L${x(this.at[first])} ${bottom}Z` }));
+    }
+    if (one.smooth) parts.push(node("path", { class: `line raw ${one.look}`, d: path(column) }));
+    parts.push(node("path", { class: `line ${one.look}`, d, "data-series": one.key }));
+    return parts;
+  }
+
+  blocks(y, right) {
+    const parts = [];
+    const width = (right - LEFT) / this.bins;
+    const gap = width > 5 ? 1.5 : 0;
+    for (let i = 0; i < this.bins; i += 1) {
+      let under = 0;
+      this.options.series.forEach((one, k) => {
+        const over = under + this.values[k][i];
+        const tall = y(under) - y(over);
+        if (tall > 0) {
+          parts.push(node("rect", { class: `block ${one.look}`, x: (LEFT + i * width).toFixed(2), y: y(over).toFixed(2),
+            width: (width - gap).toFixed(2), height: tall.toFixed(2), "data-series": one.key }));
+        }
+        under = over;
+      });
+    }
+    return parts;
+  }
+}
+
+const CHARTS = [
+  new Chart({ title: "Reward", height: 220, wide: true, format: fixed(3), max: 1, series: [
+    { key: "reward_own", label: "own", look: "own", smooth: true },
+    { key: "reward_external", label: "peers'", look: "external", smooth: true },
+    { key: "reward_held_out", label: "held-out", look: "held-out" },
+  ] }),
+  new Chart({ title: "Groups from peers per minute", height: 220, wide: true, stacked: true, format: fixed(0), series: [
+    { key: "admitted", label: "admitted", look: "admitted" },
+    { key: "ignored", label: "ignored", look: "ignored" },
+    { key: "rejected", label: "rejected", look: "rejected" },
+  ] }),
+  new Chart({ title: "Peers", height: 130, integer: true, format: count, series: [{ key: "peers", label: "", look: "own", area: true }] }),
+  new Chart({ title: "Policy version", height: 130, integer: true, format: count,
+    series: [{ key: "policy_version", label: "", look: "plain", area: true }] }),
+  new Chart({ title: "Step seconds", height: 130, format: fixed(2),
+    series: [{ key: "step_seconds", label: "", look: "external", smooth: true }] }),
+];
+
+// --- everything that is not a chart ----------------------------------------------------------------------------------
+
+function tile(label, value, unit, note) {
+  const shown = node("p", { class: "value" }, value);
+  if (unit) shown.append(node("span", { class: "unit" }, unit));
+  return node("div", { class: "tile" }, node("p", { class: "label" }, label), shown, node("p", { class: "note" }, note || ""));
+}
+
+function tiles(s) {
+  const report = s.trainer.report || {};
+  const { rollouts, network } = s;
+  const gained = known(report.reward_held_out) && known(report.reward_held_out_start) ? report.reward_held_out - report.reward_held_out_start : null;
+  const since = gained === null ? "not evaluated yet" : `${gained < 0 ? "−" : "+"}${Math.abs(gained).toFixed(3)} since the start`;
+  byId("tiles").replaceChildren(
+    tile("Held-out reward", fixed(3)(report.reward_held_out), "", since),
+    tile("Used from peers", count(rollouts.used), "groups", `of ${count(rollouts.admitted)} admitted`),
+    tile("Peers", count(network.peers_in + network.peers_out), "", `${network.peers_known} known, ${network.mesh} in the mesh`),
+    tile("Policy version", count(report.policy_version), "", known(report.external_share) ? `${Math.round(report.external_share * 100)} % learnt from peers` : ""),
+    tile("Sampling", count(report.tokens_per_second), "tokens/s", `${fixed(2)(report.step_seconds)} s a step`),
+    tile("Pool", count(rollouts.pool.groups), "groups", `${bytes(rollouts.pool.bytes)}, ${rollouts.pool.peers} peers`),
+  );
+}
+
+function head(told) {
+  const s = told.snapshot, report = s.trainer.report || {};
+  const { node: me } = s;
+  byId("name").textContent = me.name || shortId(me.peer) || "swarmnode";
+  document.title = `${me.name || shortId(me.peer)} · swarmnode`;
+  const facts = [`swarm ${me.swarm_name}`, me.model, [report.device, report.dtype].filter(Boolean).join(" "), `up ${duration(s.at - me.started_at)}`, `v${me.version}`];
+  byId("facts").textContent = facts.filter(Boolean).join("  ·  ");
+  byId("phase").textContent = s.trainer.connected ? report.phase || "" : "no trainer";
+  const state = !told.ready.ok ? "starting" : told.troubles.length ? "degraded" : "ready";
+  announce(state, [...told.ready.reasons, ...told.troubles].join("; "));
+}
+
+function announce(state, why) {
+  document.body.dataset.state = state;
+  const words = { ready: "ready", starting: "starting", degraded: "needs a look", stale: "not answering" };
+  if (byId("state").textContent !== words[state]) byId("state").textContent = words[state];
+  byId("notice").hidden = !why;
+  if (byId("notice").textContent !== why) byId("notice").textContent = why;
+}
+
+function peers(rows) {
+  const order = [...rows].sort((a, b) => !a.direction - !b.direction || b.used - a.used || a.peer.localeCompare(b.peer));
+  const cell = (label, value, kind = "number") => node("td", { "data-label": label, class: kind }, value);
+  byId("peers").tBodies[0].replaceChildren(...order.map((row) => {
+    const id = node("code", { title: `${row.peer} ${row.agent}` }, shortId(row.peer));
+    return node("tr", row.direction ? {} : { class: "gone" },
+      cell("Peer", id, ""), cell("Link", row.direction || "none", ""), cell("Admitted", count(row.admitted)), cell("Used", count(row.used)),
+      cell("Rejected", count(row.rejected), row.rejected ? "number low" : "number"),
+      cell("Reputation", row.reputation.toFixed(2), row.reputation < 0 ? "number low" : "number"), cell("Seen", duration(row.last_seen_seconds)));
+  }));
+  byId("peers").hidden = !rows.length;
+  byId("no-peers").hidden = rows.length > 0;
+}
+
+function reasons(rollouts) {
+  const all = [
+    ...Object.entries(rollouts.rejected).map(([reason, n]) => [reason, n, "rejected"]),
+    ...Object.entries(rollouts.ignored).map(([reason, n]) => [reason, n, "ignored"]),
+  ].filter(([, n]) => n > 0).sort((a, b) => b[1] - a[1]).slice(0, 8);
+  const most = Math.max(1, ...all.map(([, n]) => n));
+  byId("reasons").replaceChildren(...all.map(([reason, n, look]) => node("li", {},
+    node("span", {}, reason.replaceAll("_", " "), node("span", { class: "muted" }, ` ${look}`)), node("span", {}, count(n)),
+    node("svg", { viewBox: "0 0 100 4", preserveAspectRatio: "none", "aria-hidden": "true" },
+      node("rect", { class: `block ${look}`, width: (100 * n) / most, height: 4 })))));
+  byId("no-reasons").hidden = all.length > 0;
+}
+
+function identity(me) {
+  const rows = [["peer", me.peer], ["swarm", me.swarm ? `${me.swarm.slice(0, 16)}…` : ""], ["address", me.addrs[0] || ""], ["tasks", me.tasks.join(", ")]];
+  byId("identity").replaceChildren(...rows.filter(([, value]) => value).flatMap(([name, value]) => [
+    node("dt", {}, name), node("dd", {}, node("code", {}, value)),
+  ]));
+}
+
+function logs(lines) {
+  byId("logs").replaceChildren(...[...lines].reverse().slice(0, 200).map((line) => node("li", {},
+    node("time", { class: "muted", datetime: new Date(line.at * 1000).toISOString() }, new Date(line.at * 1000).toLocaleTimeString([], { hour12: false })),
+    node("span", { class: /^[a-z]+$/.test(line.level) ? line.level : "" }, line.level),
+    node("span", { class: "text", title: line.logger }, line.text))));
+}
+
+// --- asking ----------------------------------------------------------------------------------------------------------
+
+let answeredAt = null, timer = null;
+const openedAt = performance.now();
+
+// What /status says, or null when there is no usable answer.
+async function ask() {
+  try {
+    const answer = await fetch(`/status?points=${POINTS}`, { signal: AbortSignal.timeout(STALE_MS) });
+    return answer.ok ? await answer.json() : null;
+  } catch {
+    return null; // the node is gone or slow; watchAge says so
+  }
+}
+
+function render(told) {
+  const s = told.snapshot;
+  head(told);
+  tiles(s);
+  for (const chart of CHARTS) chart.show(told.history.at, told.history);
+  peers(s.peers);
+  reasons(s.rollouts);
+  identity(s.node);
+  logs(s.logs);
+}
+
+async function poll() {
+  clearTimeout(timer);
+  const told = await ask();
+  clearTimeout(timer);
+  timer = setTimeout(poll, POLL_MS);
+  if (told === null) return;
+  answeredAt = performance.now();
+  render(told);
+}
+
+function watchAge() {
+  if (document.hidden) return; // browsers slow the timers of hidden pages down
+  const silent = performance.now() - (answeredAt === null ? openedAt : answeredAt);
+  byId("age").textContent = answeredAt === null ? "" : `updated ${duration(silent / 1000)}${silent < 1000 ? "" : " ago"}`;
+  if (silent > STALE_MS) announce("stale", `The node has not answered for ${duration(silent / 1000)}. What you see is its last known state.`);
+}
+
+byId("charts").append(...CHARTS.map((chart) => chart.figure));
+addEventListener("resize", () => { for (const chart of CHARTS) if (chart.at) chart.draw(); });
+document.addEventListener("visibilitychange", () => { if (!document.hidden) poll(); });
+setInterval(watchAge, 1000);
+poll();
