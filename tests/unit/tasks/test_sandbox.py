@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from swarmnode.tasks import sandbox, seccomp
+from swarmnode.tasks import child, sandbox, seccomp
 from swarmnode.tasks.client import Scorer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="most layers are Linux's")
@@ -20,8 +20,9 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="most layers are
 # Stands in for a scorer that has been taken over: takes down some layers first, to show that the others hold, then tries everything.
 INTRUDER = """
 import ctypes, json, os, resource, socket, subprocess, sys
-from swarmnode.tasks import sandbox, seccomp
-marker, without = sys.argv[1], sys.argv[2].split(",")
+from swarmnode.tasks import child, sandbox, seccomp
+marker, without, inherited = sys.argv[1], sys.argv[2].split(","), int(sys.argv[3])
+os.fstat(inherited)
 if "audit" in without:
     sys.addaudithook = lambda hook: None
 if "seccomp" in without:
@@ -52,7 +53,7 @@ trials = {
     "allocate": lambda: len(bytearray(4 << 30)), "kill": lambda: os.kill(os.getppid(), 0), "mkdir": lambda: os.mkdir(marker),
     "parent_limit": lambda: resource.prlimit(os.getppid(), resource.RLIMIT_CORE, resource.getrlimit(resource.RLIMIT_CORE)),
     "memory_limit": lambda: resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40)), "ctypes": lambda: ctypes.CDLL(None).getpid(),
-    "eval": lambda: eval("1 + 1"), "import": lambda: __import__("http.client"), "compute": lambda: sum(range(1000)),
+    "inherited": lambda: os.fstat(inherited), "eval": lambda: eval("1 + 1"), "import": lambda: __import__("http.client"), "compute": lambda: sum(range(1000)),
 }
 done = []
 for name, trial in trials.items():
@@ -67,14 +68,17 @@ os.write(1, json.dumps([layers, done]).encode())
 
 def intrude(folder, without=""):
     """(active layers, what succeeded)"""
+    secret = os.open("/dev/null", os.O_RDONLY)
     done = subprocess.run(
-        [sys.executable, "-c", INTRUDER, str(folder / "marker"), without],
+        [sys.executable, "-c", INTRUDER, str(folder / "marker"), without, str(secret)],
+        pass_fds=(secret,),
         capture_output=True,
         text=True,
         timeout=30,
         env={"LANG": "C.UTF-8"},
         check=True,
     )
+    os.close(secret)
     layers, succeeded = json.loads(done.stdout)
     return layers, succeeded
 
@@ -97,7 +101,7 @@ def test_the_kernel_refuses_it_when_the_interpreter_does_not(tmp_path):
 
 def test_limits_hold_without_interpreter_and_filter(tmp_path):
     _, succeeded = intrude(tmp_path, without="audit,seccomp")
-    assert not {"socket", "pair", "write", "read", "spawn", "system", "allocate", "memory_limit"} & set(succeeded)
+    assert not {"socket", "pair", "write", "read", "spawn", "system", "allocate", "memory_limit", "inherited"} & set(succeeded)
 
 
 def test_filter_lets_through_only_what_is_listed():
@@ -140,17 +144,21 @@ def test_an_orphan_does_not_start():
     assert done.stdout == b""
 
 
-def test_the_child_reports_its_layers_and_has_nothing_of_ours(monkeypatch):
+def test_the_child_reports_its_layers_and_gets_none_of_our_environment(monkeypatch):
+    environments = []
+
+    class Popen(child.subprocess.Popen):
+        def __init__(self, *args, env, **options):
+            environments.append(env)
+            super().__init__(*args, env=env, **options)
+
+    monkeypatch.setattr(child.subprocess, "Popen", Popen)
     monkeypatch.setenv("SWARMNODE_SECRET", "token")
-    with open("/proc/self/status") as ours, Scorer() as scorer:
-        statistics = scorer.statistics()
-        assert set(statistics.layers) <= set(sandbox.LAYERS)
-        assert {"env", "fds", "rlimits", "no_new_privs", "parent_death", "audit"} <= set(statistics.layers)
-        with open(f"/proc/{statistics.pid}/environ", "rb") as file:
-            names = {entry.split(b"=")[0] for entry in file.read().split(b"\0") if entry}
-        assert names <= {b"LANG", b"PYTHONHASHSEED", b"LD_LIBRARY_PATH"}
-        assert sorted(os.listdir(f"/proc/{statistics.pid}/fd")) == ["0", "1", "2"]
-        assert ours.fileno() > 2
+    with Scorer() as scorer:
+        layers = scorer.statistics().layers
+    assert set(layers) <= set(sandbox.LAYERS)
+    assert {"env", "fds", "rlimits", "no_new_privs", "parent_death", "audit"} <= set(layers)
+    assert set(environments[0]) <= {"LANG", "PYTHONHASHSEED", "LD_LIBRARY_PATH"}
 
 
 def test_the_child_loads_nothing_heavy_and_no_refused_scorer():
