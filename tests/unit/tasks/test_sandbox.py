@@ -53,7 +53,8 @@ trials = {
     "allocate": lambda: len(bytearray(4 << 30)), "kill": lambda: os.kill(os.getppid(), 0), "mkdir": lambda: os.mkdir(marker),
     "parent_limit": lambda: resource.prlimit(os.getppid(), resource.RLIMIT_CORE, resource.getrlimit(resource.RLIMIT_CORE)),
     "memory_limit": lambda: resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40)), "ctypes": lambda: ctypes.CDLL(None).getpid(),
-    "inherited": lambda: os.fstat(inherited), "eval": lambda: eval("1 + 1"), "import": lambda: __import__("http.client"), "compute": lambda: sum(range(1000)),
+    "inherited": lambda: os.fstat(inherited), "eval": lambda: eval("1 + 1"), "import": lambda: __import__("http.client"),
+    "compute": lambda: sum(range(1000)),
 }
 done = []
 for name, trial in trials.items():
