@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import psutil
 import torch
-from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from swarmnode.config import PolicyConfig
@@ -63,7 +62,7 @@ def probe(cfg: PolicyConfig) -> Placement:
 
 def count_parameters(config: PretrainedConfig) -> tuple[int, int]:
     """(all parameters, inputs + outputs summed over the linear layers) of the architecture, without allocating it."""
-    with init_empty_weights():
+    with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     head = model.get_output_embeddings()
     matrices = [m.weight for m in model.modules() if m is not head and not isinstance(m, torch.nn.Embedding) and is_matrix(m)]

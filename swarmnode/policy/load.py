@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
@@ -159,7 +160,7 @@ def load_policy(cfg: PolicyConfig, log: Callable[[str], None] = lambda line: Non
     log(placement.reason)
     with local_directory(cfg) as directory:
         config = offline(cfg, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False))
-        placement = fit(cfg, config, placement)
+        placement = offline(cfg, lambda: fit(cfg, config, placement))
         weight_files(directory)
         log(f"loading {cfg.model}")
         tokenizer = offline(cfg, lambda: AutoTokenizer.from_pretrained(directory, trust_remote_code=False))
@@ -206,7 +207,7 @@ def download(cfg: PolicyConfig) -> Path:
 
     config_file = offline(cfg, lambda: hf_hub_download(cfg.model, "config.json", revision=cfg.revision))
     config = offline(cfg, lambda: AutoConfig.from_pretrained(Path(config_file).parent, trust_remote_code=False))
-    fit(cfg, config, probe(cfg))
+    offline(cfg, lambda: fit(cfg, config, probe(cfg)))
     kinds = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
     fetch = lambda: snapshot_download(cfg.model, revision=cfg.revision, allow_patterns=kinds, ignore_patterns=["*/*", "consolidated*"])
     return Path(offline(cfg, fetch))
@@ -242,7 +243,7 @@ def load_model(cfg: PolicyConfig, directory: Path, placement: Placement) -> PreT
         model = offline(cfg, read)
     except torch.OutOfMemoryError as error:
         raise DeviceError(f"policy.model {cfg.model!r} does not fit on {placement.device}: {error}") from error
-    except (RuntimeError, AttributeError, TypeError) as error:  # wrong shapes, an architecture that is no causal LM
+    except (RuntimeError, AttributeError, TypeError, SafetensorError) as error:  # e.g. wrong shapes, a damaged file
         raise Unavailable(f"policy.model {cfg.model!r}: {str(error).strip().splitlines()[0]}") from error
     return model.eval()  # no dropout: the log-probabilities of sampling and of training must be of one function
 

@@ -53,7 +53,7 @@ def policies(model_dir):
 @pytest.fixture
 def plain_tokenizer_dir(tmp_path, model_dir):
     """A model whose tokenizer has no chat template, as base models'."""
-    directory = model_dir("qwen2")
+    directory = model_dir("gpt2")  # for qwen2, transformers replaces the pre-tokenizer that tokenizer.json names
     tokenizer = AutoTokenizer.from_pretrained(directory)
     tokenizer.chat_template = None
     (directory / "chat_template.jinja").unlink()

@@ -1,0 +1,325 @@
+"""Loading: one path for every model, one line for everything that can be wrong with it."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from swarmnode.config import LoraSettings, PolicyConfig
+from swarmnode.errors import DeviceError, Incompatible, Unavailable
+from swarmnode.policy import device
+from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash
+from swarmnode.policy.generate import generate
+from swarmnode.policy.load import load_policy
+from swarmnode.policy.logprobs import score
+
+ROWS = [([5, 9, 20], [30, 31, 1])]
+
+
+@pytest.fixture
+def llama(tmp_path, model_dir):
+    """A private copy that a test may damage."""
+    return shutil.copytree(model_dir("llama"), tmp_path / "llama")
+
+
+def cpu(directory, **more):
+    return PolicyConfig(model=str(directory), device="cpu", **more)
+
+
+def edit_config(directory, **values):
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+# --- what is there
+
+
+def test_every_stage_of_loading_is_a_line(llama):
+    lines = []
+    load_policy(cpu(llama), lines.append)
+    assert lines[0] == "cpu, float32: configured"
+    assert any("parameters" in line for line in lines)
+    assert len(lines) >= 4
+
+
+def test_a_chat_template_frames_the_prompt(embedded):
+    ids = embedded.encode_prompt("Calculate 1 + 2.")
+    assert embedded.tokenizer.decode(ids) == "Calculate 1 + 2.<reply>"
+
+
+def test_without_chat_template_the_prompt_is_the_text(plain_tokenizer_dir):
+    policy = load_policy(cpu(plain_tokenizer_dir))
+    assert policy.tokenizer.decode(policy.encode_prompt("Calculate 1 + 2.")) == "Calculate 1 + 2."
+
+
+def test_a_tokenizer_without_padding_token_is_padded_with_eos(llama):
+    path = llama / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    del settings["pad_token"]
+    path.write_text(json.dumps(settings))
+    policy = load_policy(cpu(llama))
+    assert policy.pad_id == policy.eos_id
+    assert len(generate(policy, ["1", "Calculate 1 + 2."], 2, 3, 1.0, 1.0, policy.random_generator(0))) == 2
+
+
+def test_frozen_base_under_an_adapter_and_the_reference_is_the_base(llama):
+    policy = load_policy(cpu(llama, lora=LoraSettings(r=4)))
+    s = policy.statistics()
+    assert 0 < s.trainable_parameters < s.parameters / 4 * 3
+    base = score(policy, ROWS, 1.0)
+    with torch.no_grad():
+        for parameter in policy.trainable_parameters():
+            parameter.add_(0.05)
+    assert score(policy, ROWS, 1.0) != base
+    assert score(policy.reference(), ROWS, 1.0) == base
+    assert policy.fingerprint == load_policy(cpu(llama)).fingerprint
+
+
+def test_adapter_in_float32_over_a_base_in_bfloat16(llama):
+    policy = load_policy(cpu(llama, dtype="bfloat16", lora=LoraSettings(r=4)))
+    try:
+        assert {p.dtype for p in policy.model.parameters() if not p.requires_grad} == {torch.bfloat16}
+        assert {p.dtype for p in policy.trainable_parameters()} == {torch.float32}
+    finally:
+        load_policy(PolicyConfig(device="cpu"))
+
+
+def test_trained_weights_are_float32_even_when_it_computes_in_bfloat16(llama):
+    policy = load_policy(cpu(llama, dtype="bfloat16"))
+    try:
+        assert {p.dtype for p in policy.trainable_parameters()} == {torch.float32}
+        assert policy.dtype == torch.bfloat16
+    finally:
+        load_policy(PolicyConfig(device="cpu"))
+
+
+def test_the_reference_of_full_weights_stays_where_it_was(embedded):
+    policy = embedded.clone()
+    reference, before = policy.reference(), score(policy, ROWS, 1.0)
+    with torch.no_grad():
+        policy.trainable_parameters()[0].add_(0.1)
+    assert score(reference, ROWS, 1.0) == before != score(policy, ROWS, 1.0)
+    assert reference.trainable_parameters() == []
+
+
+def test_saved_weights_come_back(embedded):
+    one, other = embedded.clone(), embedded.clone()
+    with torch.no_grad():
+        one.trainable_parameters()[0].add_(0.1)
+    other.load_trainable_state(one.trainable_state())
+    assert score(one, ROWS, 1.0) == score(other, ROWS, 1.0)
+
+
+def test_saved_weights_of_another_policy_are_refused(embedded, policies):
+    with pytest.raises(Incompatible, match="another policy"):
+        embedded.load_trainable_state(policies["llama"].trainable_state())
+
+
+# --- peers' text and ids
+
+
+def test_text_of_a_peer_becomes_tokens_with_eos_where_it_ended(embedded):
+    assert embedded.decode(embedded.tokenize_completion("12", "length")) == "12"
+    assert embedded.tokenize_completion("12", "eos") == [*embedded.tokenize_completion("12", "length"), embedded.eos_id]
+
+
+def test_special_tokens_spelled_out_stay_text(embedded):
+    ids = embedded.tokenize_completion("1<eos>2<reply>", "length")
+    assert embedded.eos_id not in ids
+    assert embedded.decode(ids) == "1<eos>2<reply>"
+
+
+@pytest.mark.parametrize("text", ["1²", "\u202e12", "\x00", "\t"])
+def test_text_that_the_tokenizer_cannot_say_is_refused(embedded, text):
+    with pytest.raises(Incompatible):
+        embedded.tokenize_completion(text, "eos")
+
+
+@pytest.mark.parametrize("ids", [[], [-1], [5, 2**31], [115]])
+def test_ids_outside_the_vocabulary_are_refused(embedded, ids):
+    with pytest.raises(Incompatible):
+        embedded.check_ids(ids)
+
+
+# --- identity
+
+
+def test_fingerprint_does_not_depend_on_how_the_model_is_cut_into_files(llama, policies):
+    tensors = load_file(llama / "model.safetensors")
+    names = sorted(tensors)
+    (llama / "model.safetensors").unlink()
+    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, part in parts.items():
+        save_file({n: tensors[n] for n in part}, llama / file)
+    index = {"metadata": {}, "weight_map": {n: file for file, part in parts.items() for n in part}}
+    (llama / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert fingerprint(llama) == policies["llama"].fingerprint
+    assert load_policy(cpu(llama)).fingerprint == policies["llama"].fingerprint
+
+
+def test_fingerprint_ignores_bookkeeping(llama):
+    before = fingerprint(llama)
+    edit_config(llama, transformers_version="9.9.9", use_cache=False, _name_or_path="somewhere")
+    assert fingerprint(llama) == before
+
+
+def test_fingerprint_sees_the_architecture(llama):
+    before = fingerprint(llama)
+    edit_config(llama, rms_norm_eps=1e-5)
+    assert fingerprint(llama) != before
+
+
+def test_fingerprint_sees_one_weight(llama):
+    before = fingerprint(llama)
+    tensors = load_file(llama / "model.safetensors")
+    tensors["model.norm.weight"][3] += 1e-6
+    save_file(tensors, llama / "model.safetensors")
+    assert fingerprint(llama) != before
+
+
+def test_training_does_not_change_the_fingerprint_of_another_dtype(llama):
+    assert fingerprint(llama) == load_policy(cpu(llama)).fingerprint
+    assert len(fingerprint(llama)) == 32
+
+
+def test_tokenizer_hash_is_of_the_mapping_not_of_the_object(plain_tokenizer_dir, policies):
+    policy = load_policy(cpu(plain_tokenizer_dir))
+    plain = policy.tokenizer_hash
+    assert plain != policies["gpt2"].tokenizer_hash  # the chat template is part of every prompt
+    policy.tokenizer(["1", "22"], padding=True, truncation=True, max_length=1)
+    assert tokenizer_hash(policy.tokenizer) == plain
+    policy.tokenizer.add_tokens(["forty-two"])
+    assert tokenizer_hash(policy.tokenizer) != plain
+
+
+# --- what is not there
+
+
+@pytest.mark.parametrize("model", ["/no/such/place", "./nowhere", "a/b/c"])
+def test_no_such_directory(model):
+    with pytest.raises(Unavailable, match="no such directory"):
+        load_policy(PolicyConfig(model=model))
+
+
+def test_a_hub_name_without_network_is_one_line(offline):
+    with pytest.raises(Unavailable, match="not in the local cache, and HF_HUB_OFFLINE is set") as caught:
+        load_policy(PolicyConfig(model="nobody/nothing-at-all"))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_directory_that_is_no_model(tmp_path):
+    with pytest.raises(Unavailable, match=r"no config\.json"):
+        load_policy(cpu(tmp_path))
+
+
+def test_pickled_weights_are_not_loaded(llama):
+    (llama / "model.safetensors").rename(llama / "pytorch_model.bin")
+    with pytest.raises(Unavailable, match="only safetensors"):
+        load_policy(cpu(llama))
+
+
+def test_truncated_weights(llama):
+    path = llama / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(Unavailable):
+        load_policy(cpu(llama))
+
+
+def test_code_that_comes_with_a_model_is_not_run(llama):
+    (llama / "evil.py").write_text(f"open({str(llama / 'ran')!r}, 'w')")
+    edit_config(llama, model_type="evil", auto_map={"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"})
+    with pytest.raises(Unavailable):
+        load_policy(cpu(llama))
+    assert not (llama / "ran").exists()
+
+
+def test_a_model_that_is_no_causal_lm(llama):
+    edit_config(llama, model_type="t5", architectures=["T5Model"])
+    with pytest.raises(Unavailable):
+        load_policy(cpu(llama))
+
+
+def test_weights_of_another_shape(llama):
+    edit_config(llama, intermediate_size=52)
+    with pytest.raises(Unavailable):
+        load_policy(cpu(llama))
+
+
+def test_a_device_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(Unavailable, match="sees 0 CUDA devices"):
+        load_policy(PolicyConfig(device="cuda"))
+    with pytest.raises(Unavailable, match="not a device"):
+        load_policy(PolicyConfig(device="abacus"))
+
+
+# --- does it fit: known from config.json alone
+
+
+def test_parameters_are_counted_without_weights(embedded, policies):
+    for policy in (embedded, policies["qwen2"], policies["gpt2"]):
+        assert device.count_parameters(policy.model.config)[0] == policy.statistics().parameters
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
+def test_adapter_parameters_are_counted_without_weights(model_dir, kind):
+    policy = load_policy(cpu(model_dir(kind), lora=LoraSettings(r=4)))
+    assert 4 * device.count_parameters(policy.model.config)[1] == policy.statistics().trainable_parameters
+
+
+def huge(llama):
+    """70 billion parameters, by name only."""
+    edit_config(
+        llama, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,
+        vocab_size=128256, head_dim=128,
+    )  # fmt: skip
+    (llama / "model.safetensors").unlink()
+    return llama
+
+
+def test_a_model_that_cannot_fit_is_refused_before_loading(llama, monkeypatch):
+    monkeypatch.setattr(device, "free_bytes", lambda where: 64 * 2**30)
+    with pytest.raises(DeviceError, match=r"need about 1\d{3}\.\d GiB to train .* cpu has 64.0 GiB free; policy.lora.r") as caught:
+        load_policy(cpu(huge(llama)))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_adapter_needs_less(llama, monkeypatch):
+    monkeypatch.setattr(device, "free_bytes", lambda where: 200 * 2**30)
+    with pytest.raises(Unavailable, match="safetensors"):  # it fits; its weights are what is missing
+        load_policy(cpu(huge(llama), dtype="bfloat16", lora=LoraSettings(r=16)))
+
+
+# --- the probe, with GPUs that this machine need not have
+
+
+def pretend(monkeypatch, capability, count=1, free=80 * 2**30):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: capability)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda d: (free, free))
+
+
+def test_bfloat16_where_the_device_has_it(monkeypatch):
+    pretend(monkeypatch, (9, 0))
+    assert device.probe(PolicyConfig()).reason == "cuda:0, bfloat16: compute capability 9.0"
+    pretend(monkeypatch, (7, 5))
+    assert device.probe(PolicyConfig()).reason == "cuda:0, float32: compute capability 7.5"
+
+
+def test_a_configured_dtype_is_said_to_be_configured(monkeypatch):
+    pretend(monkeypatch, (9, 0))
+    assert device.probe(PolicyConfig(dtype="float16")).reason == "cuda:0, float16: compute capability 9.0, dtype configured"
+
+
+def test_layers_are_spread_over_gpus_only_when_one_is_too_small(monkeypatch, embedded):
+    config = embedded.model.config
+    need = device.needed_bytes(embedded.statistics().parameters, 0, torch.bfloat16)
+    for free, spread in ((need + 1, False), (need // 2 + 1, True)):
+        pretend(monkeypatch, (9, 0), count=2, free=free)
+        assert device.fit(PolicyConfig(), config, device.probe(PolicyConfig())).spread is spread
+    one = PolicyConfig(device="cuda:1")  # a person who names a device means it
+    with pytest.raises(DeviceError):
+        device.fit(one, config, device.probe(one))
