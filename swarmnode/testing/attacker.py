@@ -1,0 +1,255 @@
+"""A libp2p client made of sockets, Noise and hand-packed frames, which can send what no library would: for tests of the guards.
+
+    async with attacker.connect(address) as peer:                 TCP, multistream, Noise with a fresh identity, multistream, Yamux
+        stream = await peer.open("/test/echo/1")                  SYN and protocol negotiation
+        await stream.send(b"…"); await stream.receive(3)
+        await peer.frame(DATA, stream.id, body=…, flags=FIN)      any Yamux frame, whatever the window says
+
+It shares no muxer code with py-libp2p, so it behaves the same whether or not the guards are installed in this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+from collections.abc import AsyncIterator
+
+import trio
+from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.crypto.keys import KeyPair
+from libp2p.crypto.x25519 import create_new_key_pair as create_noise_key
+from libp2p.io.trio import TrioTCPStream
+from libp2p.network.connection.raw_connection import RawConnection
+from libp2p.peer.id import ID
+from libp2p.pubsub.pb import rpc_pb2
+from libp2p.security.noise.patterns import PatternXX
+
+DATA, WINDOW_UPDATE, PING, GO_AWAY = range(4)
+SYN, ACK, FIN, RST = 1, 2, 4, 8
+MESHSUB = "/meshsub/1.1.0"
+HEADER = struct.Struct("!BBHII")
+WINDOW = 256 * 1024
+
+
+def varint(value: int) -> bytes:
+    """Unsigned LEB128."""
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def line(text: str) -> bytes:
+    """One multistream-select message."""
+    return varint(len(text) + 1) + text.encode() + b"\n"
+
+
+async def _read_line(read) -> str:
+    size = 0
+    for shift in range(0, 21, 7):
+        byte = (await read(1))[0]
+        size |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            break
+    return (await read(size)).decode().strip()
+
+
+async def select(read, write, protocol: str) -> None:
+    """Agree on `protocol`; ConnectionError when the other side does not speak it."""
+    await write(line("/multistream/1.0.0") + line(protocol))
+    if await _read_line(read) != "/multistream/1.0.0" or (answer := await _read_line(read)) != protocol:
+        raise ConnectionError(f"no {protocol}: {answer}")
+
+
+class Stream:
+    """One Yamux stream. `credit`: bytes that the other side still allows us."""
+
+    def __init__(self, peer: Peer, stream_id: int) -> None:
+        self.peer, self.id = peer, stream_id
+        self.credit = WINDOW
+        self.ended = self.was_reset = False
+        self._buffer = bytearray()
+        self._changed = trio.Event()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+    async def send(self, data: bytes) -> None:
+        """As an honest peer: waits for credit. ConnectionError once the stream was reset."""
+        view = memoryview(data)
+        while view:
+            while not self.credit:
+                if self.was_reset:
+                    raise ConnectionResetError("stream reset")
+                await self._changed.wait()
+            part = view[: min(self.credit, 64 * 1024)]
+            self.credit -= len(part)
+            await self.peer.frame(DATA, self.id, body=bytes(part))
+            view = view[len(part) :]
+
+    async def receive(self, size: int) -> bytes:
+        """Exactly `size` bytes; ConnectionError when the stream ends before."""
+        while len(self._buffer) < size:
+            if self.was_reset or self.ended or self.peer.lost.is_set():
+                raise ConnectionResetError(f"the stream ended after {len(self._buffer)} of {size} bytes")
+            await self._changed.wait()
+        out = bytes(self._buffer[:size])
+        del self._buffer[:size]
+        return out
+
+    async def close(self) -> None:
+        await self.peer.frame(WINDOW_UPDATE, self.id, flags=FIN)
+
+
+class Peer:
+    """Our end of one Yamux connection. `generous`: grant credit for what arrives; else a paused reader."""
+
+    def __init__(self, session, keys: KeyPair) -> None:
+        self.session, self.keys = session, keys
+        self.id = ID.from_pubkey(keys.public_key)
+        self.streams: dict[int, Stream] = {}
+        self.inbound: list[Stream] = []
+        self.lost = trio.Event()
+        self.generous = True
+        self._next = 1
+        self._lock = trio.Lock()
+
+    async def frame(self, kind: int, stream_id: int, *, flags: int = 0, length: int | None = None, body: bytes = b"") -> None:
+        """Send one frame as given; `length` defaults to that of `body`."""
+        async with self._lock:
+            await self.session.write(HEADER.pack(0, kind, flags, stream_id, len(body) if length is None else length) + body)
+
+    async def syn(self, stream_id: int | None = None) -> Stream:
+        """A new stream without negotiation."""
+        if stream_id is None:
+            stream_id, self._next = self._next, self._next + 2
+        stream = self.streams[stream_id] = Stream(self, stream_id)
+        await self.frame(WINDOW_UPDATE, stream_id, flags=SYN)
+        return stream
+
+    async def open(self, protocol: str) -> Stream:
+        """A new stream that speaks `protocol`."""
+        stream = await self.syn()
+        await select(stream.receive, stream.send, protocol)
+        return stream
+
+    async def publish(self, topic: str, data: bytes, stream: Stream | None = None) -> Stream:
+        """One properly signed message on a (new) pubsub stream."""
+        stream = stream or await self.open(MESHSUB)
+        await stream.send(frame_rpc(rpc_pb2.RPC(publish=[signed(self.keys, topic, data)])))
+        return stream
+
+    async def pump(self) -> None:
+        """Reads frames until the connection is lost."""
+        try:
+            while True:
+                _, kind, flags, stream_id, length = HEADER.unpack(await self._exactly(HEADER.size))
+                body = await self._exactly(length) if kind == DATA and length else b""
+                await self._take(kind, flags, stream_id, length, body)
+        except (Exception, trio.Cancelled):
+            self.lost.set()
+            for stream in self.streams.values():
+                stream.was_reset = True
+                stream._wake()
+            raise
+
+    async def _exactly(self, size: int) -> bytes:
+        out = b""
+        while len(out) < size:
+            out += await self.session.read(size - len(out))
+        return out
+
+    async def _take(self, kind: int, flags: int, stream_id: int, length: int, body: bytes) -> None:
+        if kind == PING and flags & SYN:
+            await self.frame(PING, 0, flags=ACK, length=length)
+        if kind not in (DATA, WINDOW_UPDATE):
+            return
+        if flags & SYN:
+            stream = self.streams[stream_id] = Stream(self, stream_id)
+            self.inbound.append(stream)
+            await self.frame(WINDOW_UPDATE, stream_id, flags=ACK)
+        stream = self.streams.get(stream_id)
+        if stream is None:
+            return
+        if kind == WINDOW_UPDATE:
+            stream.credit += length
+        stream._buffer += body
+        stream.ended |= bool(flags & FIN)
+        stream.was_reset |= bool(flags & RST)
+        stream._wake()
+        if body and self.generous:
+            await self.frame(WINDOW_UPDATE, stream_id, length=len(body))
+
+
+def endpoint(address: str) -> tuple[str, int]:
+    """Host and port of `/ip4/…/tcp/…`."""
+    parts = address.split("/")
+    return parts[2], int(parts[4])
+
+
+@contextlib.asynccontextmanager
+async def agreed(address: str, protocol: str, *, source: str | None = None) -> AsyncIterator[RawConnection]:
+    """TCP, and agreement on the security `protocol`; ConnectionError when the other side does not speak it."""
+    host, port = endpoint(address)
+    async with await trio.open_tcp_stream(host, port, local_address=source) as tcp:
+        raw = RawConnection(TrioTCPStream(tcp), True)
+
+        async def exactly(size: int) -> bytes:
+            out = b""
+            while len(out) < size:
+                part = await raw.read(size - len(out))
+                if not part:
+                    raise ConnectionResetError("closed during the handshake")
+                out += part
+            return out
+
+        await select(exactly, raw.write, protocol)
+        yield raw
+
+
+@contextlib.asynccontextmanager
+async def secured(address: str, *, source: str | None = None, keys: KeyPair | None = None) -> AsyncIterator[tuple]:
+    """TCP and Noise only: yields (session, keys)."""
+    async with agreed(address, "/noise", source=source) as raw:
+        keys = keys or create_new_key_pair(os.urandom(32))
+        pattern = PatternXX(ID.from_pubkey(keys.public_key), keys.private_key, create_noise_key().private_key)
+        yield await pattern.handshake_outbound(raw, None), keys
+
+
+@contextlib.asynccontextmanager
+async def connect(address: str, *, source: str | None = None, keys: KeyPair | None = None, seconds: float = 10.0) -> AsyncIterator[Peer]:
+    """A connected `Peer`; `seconds` is for the handshake. Leaving closes the socket without a goodbye."""
+    async with contextlib.AsyncExitStack() as stack:
+        with trio.fail_after(seconds):
+            session, keys = await stack.enter_async_context(secured(address, source=source, keys=keys))
+            await select(session.read, session.write, "/yamux/1.0.0")
+        peer = Peer(session, keys)
+        nursery = await stack.enter_async_context(trio.open_nursery())
+        stack.callback(nursery.cancel_scope.cancel)
+        nursery.start_soon(_pump, peer)
+        yield peer
+
+
+async def _pump(peer: Peer) -> None:
+    with contextlib.suppress(Exception):
+        await peer.pump()
+
+
+def signed(keys: KeyPair, topic: str, data: bytes, seqno: bytes | None = None) -> rpc_pb2.Message:
+    """A message as strict signing wants it."""
+    message = rpc_pb2.Message(
+        data=data, topicIDs=[topic], from_id=ID.from_pubkey(keys.public_key).to_bytes(), seqno=seqno or os.urandom(8)
+    )
+    message.signature = keys.private_key.sign(b"libp2p-pubsub:" + message.SerializeToString())
+    message.key = keys.public_key.serialize()
+    return message
+
+
+def frame_rpc(rpc: rpc_pb2.RPC | bytes) -> bytes:
+    """An RPC with its length, as it goes on a pubsub stream."""
+    body = rpc if isinstance(rpc, bytes) else rpc.SerializeToString()
+    return varint(len(body)) + body

@@ -1,0 +1,245 @@
+"""`python -m swarmnode.testing.host_child '<json options>'`: one libp2p host, stock or guarded, that a test can drive from outside.
+
+options   guarded: bool · gossip: "tuned" | "default" · validator: "accept" | "raise" · consume: bool · port: int · seed: int of the key
+          sweep: seconds between sweeps of dead streams · limits: {"yamux.PROCESS_BYTES": 1, …}, constants of the guards
+stdout    one line {"address": "/ip4/127.0.0.1/tcp/…", "peer": "12D3Koo…", "control": <port>} when it listens
+control   a loopback TCP port: one JSON request per line, {"do": "<name of an async function below>", …}, answered by one line
+
+Protocols: /test/echo/1 returns what it gets; /test/hold/1 reads nothing for ever; /test/pause/1 reads nothing for 6 s, then counts;
+/test/raise/1 raises ValueError; /test/ends/1 lets the end of the stream escape; /test/leave/1 returns at once and closes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import random
+import sys
+import warnings
+
+import trio
+from libp2p import new_host
+from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.network.config import ConnectionConfig
+from libp2p.peer.id import ID
+from libp2p.peer.peerinfo import PeerInfo
+from libp2p.pubsub.gossipsub import GossipSub
+from libp2p.pubsub.pubsub import Pubsub
+from libp2p.stream_muxer.yamux import yamux
+from libp2p.tools.anyio_service import background_trio_service
+from multiaddr import Multiaddr
+
+from swarmnode.p2p import guards
+
+TOPIC = "test"
+
+
+class Node:
+    """The host under test and what its handlers saw."""
+
+    def __init__(self, options: dict) -> None:
+        self.options = options
+        self.guarded: bool = options["guarded"]
+        yamux._STALE_STREAM_SWEEP_INTERVAL = options.get("sweep", 30.0)
+        seed = options.get("seed")
+        keys = create_new_key_pair(os.urandom(32) if seed is None else bytes([seed]) * 32)
+        self.address = Multiaddr(f"/ip4/127.0.0.1/tcp/{options.get('port', 0)}")
+        if self.guarded:
+            guards.install()
+            for name, value in options.get("limits", {}).items():
+                module, constant = name.split(".")
+                setattr(getattr(guards, module), constant, value)
+        self.host = self.build(keys)
+        self.router, self.pubsub = self._gossip()
+        self.delivered: list[str] = []
+        self.counted = 0
+        self.streams: list = []
+        for name in ("echo", "hold", "pause", "raise", "ends", "leave"):
+            self.host.set_stream_handler(f"/test/{name}/1", getattr(self, f"on_{name}"))
+
+    def build(self, keys):
+        """A host as py-libp2p makes it, or as we do."""
+        if not self.guarded:
+            return new_host(key_pair=keys)
+        config = ConnectionConfig(max_connections=250, high_watermark=250, low_watermark=0, min_connections=0)
+        return guards.guard_host(
+            new_host(key_pair=keys, sec_opt=guards.noise_only(keys), muxer_opt=guards.YAMUX_ONLY, connection_config=config)
+        )
+
+    def _gossip(self) -> tuple[GossipSub, Pubsub]:
+        tuned = {"heartbeat_interval": 1, "spam_protection_enabled": False, "adaptive_gossip_enabled": False, "prune_back_off": 1}
+        router = GossipSub(
+            protocols=["/meshsub/1.1.0"], degree=8, degree_low=6, degree_high=32, **(tuned if self.options.get("gossip") != "default" else {})
+        )
+        if not self.guarded:
+            return router, Pubsub(self.host, router, strict_signing=True)
+        return guards.guard_gossip(router), guards.GuardedPubsub(self.host, router, strict_signing=True)
+
+    # what peers can reach
+
+    async def on_echo(self, stream) -> None:
+        with contextlib.suppress(Exception):
+            while True:
+                await stream.write(await stream.read(65536))
+        await stream.close()
+
+    async def on_hold(self, stream) -> None:
+        await trio.sleep_forever()
+
+    async def on_pause(self, stream) -> None:
+        await trio.sleep(6)
+        with contextlib.suppress(Exception):
+            while True:
+                self.counted += len(await stream.read(65536))
+        await stream.close()
+
+    async def on_raise(self, stream) -> None:
+        raise ValueError("a handler with a bug")
+
+    async def on_ends(self, stream) -> None:
+        while True:
+            await stream.read(65536)
+
+    async def on_leave(self, stream) -> None:
+        await stream.read(1)
+
+    # what the test can ask for
+
+    async def stat(self) -> dict:
+        network = self.host.get_network()
+        muxers = [one.muxed_conn for one in network.get_connections()]
+        equivocation = getattr(self.router, "equivocation_detection", {})
+        return {
+            "connections": len(network.get_connections()),
+            "tasks": trio.lowlevel.current_statistics().tasks_living,
+            "streams": sum(len(one.streams) for one in muxers),
+            "slots": network._inbound_limiter.borrowed_tokens,
+            "fired": guards.statistics().fired,
+            "delivered": len(self.delivered),
+            "last": self.delivered[-1] if self.delivered else "",
+            "counted": self.counted,
+            "equivocation_bytes": sum(len(one.data) for one in equivocation.values()),
+            "seen_bytes": sum(map(len, getattr(self.pubsub.seen_messages, "cache", getattr(self.pubsub.seen_messages, "_until", {})))),
+            "cache_bytes": sum(len(one.data) for one in self.router.mcache.msgs.values()),
+            "deliveries": sum(map(len, self.router.recent_message_deliveries.values())),
+            "heartbeat": self.router.heartbeat_interval,
+            "topics": len(self.router.back_off) + sum(map(len, self.router.graft_flood_tracking.values())),
+        }
+
+    async def publish(self, count: int, size: int = 32, pause: float = 0.0) -> dict:
+        for number in range(count):
+            await self.pubsub.publish(TOPIC, number.to_bytes(4, "big") + bytes(size - 4))
+            await trio.sleep(pause)
+        return {}
+
+    async def _stream(self, address: str, peer: str, protocol: str):
+        await self.host.connect(PeerInfo(ID.from_base58(peer), [Multiaddr(address)]))
+        return await self.host.new_stream(ID.from_base58(peer), [f"/test/{protocol}/1"])
+
+    async def connect(self, address: str, peer: str) -> dict:
+        await self.host.connect(PeerInfo(ID.from_base58(peer), [Multiaddr(address)]))
+        return {}
+
+    async def cycle(self, address: str, peer: str, times: int) -> dict:
+        """Start another host in this process, let it connect, leave it; `times` over."""
+        for _ in range(times):
+            other = self.build(create_new_key_pair(os.urandom(32)))
+            with trio.move_on_after(5):
+                async with (guards.running if self.guarded else type(other).run)(other, [Multiaddr("/ip4/127.0.0.1/tcp/0")]):
+                    await other.connect(PeerInfo(ID.from_base58(peer), [Multiaddr(address)]))
+                    await (await other.new_stream(ID.from_base58(peer), ["/test/echo/1"])).close()
+        return {}
+
+    async def cancel_reads(self, address: str, peer: str, size: int) -> dict:
+        """Send and read back `size` bytes while reads are cancelled at random."""
+        stream, rng, sent, got = await self._stream(address, peer, "echo"), random.Random(0), os.urandom(size), bytearray()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(stream.write, sent)
+            while len(got) < size:
+                with trio.move_on_after(rng.random() * 0.004):
+                    got += await stream.read(65536)
+        await stream.close()
+        return {"intact": bytes(got) == sent}
+
+    async def cancel_writes(self, address: str, peer: str, times: int) -> dict:
+        """Cancel `times` large writes half-way, each on its own stream; then ask for an echo on the same connection."""
+        for number in range(times):
+            stream = await self._stream(address, peer, "echo")
+            with trio.move_on_after(0.02 + 0.003 * number):
+                await stream.write(bytes(20_000_000))
+            await stream.reset()
+        return await self.cancel_reads(address, peer, 1000)
+
+    async def unclosed(self, address: str, peer: str, count: int) -> dict:
+        """Open streams and close none; how many opened, and the error that stopped it."""
+        await self.connect(address, peer)
+        for number in range(count):
+            try:
+                self.streams.append(await self.host.get_network().new_stream(ID.from_base58(peer)))
+            except Exception as error:
+                return {"opened": number, "error": str(error)}
+        return {"opened": count, "error": ""}
+
+    async def write_paused(self, address: str, peer: str, size: int, protocol: str = "pause") -> dict:
+        stream = await self._stream(address, peer, protocol)
+        await stream.write(bytes(size))
+        await stream.close()
+        return {}
+
+    async def ask(self, address: str, peer: str, protocol: str, times: int) -> dict:
+        """Open a stream, send one byte, close; `times` over."""
+        for _ in range(times):
+            stream = await self._stream(address, peer, protocol)
+            await stream.write(b"x")
+            await stream.close()
+        return {}
+
+    # running
+
+    async def run(self) -> None:
+        if self.options.get("validator") == "raise":
+            self.pubsub.set_topic_validator(TOPIC, _raise, False)
+        start = guards.running if self.guarded else type(self.host).run
+        async with start(self.host, [self.address]), background_trio_service(self.pubsub), background_trio_service(self.router):
+            await self.pubsub.wait_until_ready()
+            subscription = await self.pubsub.subscribe(TOPIC)
+            async with trio.open_nursery() as nursery:
+                control = await nursery.start(functools.partial(trio.serve_tcp, self._control, 0, host="127.0.0.1"))
+                listener = next(iter(self.host.get_network().listeners.values()))
+                hello = {
+                    "address": str(listener.get_addrs()[0]),
+                    "peer": str(self.host.get_id()),
+                    "control": control[0].socket.getsockname()[1],
+                }
+                print(json.dumps(hello), flush=True)
+                if self.options.get("consume", True):
+                    async for message in subscription:
+                        self.delivered.append(message.data[:8].hex())
+
+    async def _control(self, stream: trio.SocketStream) -> None:
+        async for request in _lines(stream):
+            arguments = json.loads(request)
+            try:
+                answer = await getattr(self, arguments.pop("do"))(**arguments)
+            except Exception as error:
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            await stream.send_all(json.dumps(answer).encode() + b"\n")
+
+
+def _raise(forwarder, message) -> bool:
+    raise RuntimeError("a validator with a bug")
+
+
+async def _lines(stream: trio.SocketStream):
+    pending = b""
+    async for part in stream:
+        *lines, pending = (pending + part).split(b"\n")
+        for one in lines:
+            yield one
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    trio.run(Node(json.loads(sys.argv[1])).run)
