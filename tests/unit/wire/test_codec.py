@@ -1,0 +1,103 @@
+"""Decoding: what comes back, what is refused, and that nothing but BadMessage gets out."""
+
+import msgspec
+import pytest
+import zstandard
+
+from swarmnode.errors import BadMessage
+from swarmnode.testing import frames
+from swarmnode.wire import codec, limits
+from swarmnode.wire.messages import Announce, Envelope, FetchResponse, RolloutGroup
+
+GROUP = codec.decode_payload(Envelope(key=b"", payload=frames.pack(frames.GROUP), signature=b""))
+
+
+def reason_of(function, *arguments) -> str:
+    with pytest.raises(BadMessage) as caught:
+        function(*arguments)
+    return caught.value.reason
+
+
+def test_group_round_trips():
+    assert isinstance(GROUP, RolloutGroup)
+    assert codec.encode(GROUP) == frames.pack(frames.GROUP)
+
+
+def test_announcement_and_group_are_told_apart_by_their_tag():
+    assert isinstance(codec.decode_payload(Envelope(b"", frames.pack(frames.ANNOUNCE), b"")), Announce)
+
+
+def test_limit_is_inclusive():
+    frame = frames.sealed(frames.GROUP)
+    assert codec.decode(frame, Envelope, len(frame)).codec == "raw"
+    assert reason_of(codec.decode, frame, Envelope, len(frame) - 1) == "oversize"
+
+
+def test_oversize_is_found_before_anything_is_decoded():
+    assert reason_of(codec.decode, b"\xc1" * 100, Envelope, 99) == "oversize"
+
+
+def test_payload_limit_holds_for_what_was_decompressed():
+    payload = frames.pack(frames.changed(frames.GROUP, "completions.0.text", "a" * 1000))
+    compressed = codec.compress(payload)
+    envelope = Envelope(b"", compressed, b"", "zstd")
+    assert len(compressed) < 500
+    assert codec.decode_payload(envelope, len(payload)).completions[0].text == "a" * 1000
+    assert reason_of(codec.decode_payload, envelope, len(payload) - 1) == "oversize"
+
+
+def test_field_at_its_default_must_still_be_sent():
+    """Otherwise one group would have two encodings, and two content ids."""
+    assert reason_of(codec.decode, frames.pack(frames.without(frames.envelope(b"x"), "codec")), Envelope, 1000) == "malformed"
+
+
+def test_decoding_takes_any_bytes_like_that_libp2p_hands_out():
+    frame = frames.sealed(frames.GROUP)
+    assert codec.decode(bytearray(frame), Envelope, len(frame)) == codec.decode(frame, Envelope, len(frame))
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, 2**17, limits.GROUP_BYTES])
+def test_compression_round_trips(size):
+    data = bytes(range(256)) * (size // 256) + b"\x07" * (size % 256)
+    assert codec.decompress(codec.compress(data), size) == data
+
+
+def test_compression_declares_its_size_and_asks_for_little_history():
+    parameters = zstandard.get_frame_parameters(codec.compress(bytes(limits.GROUP_BYTES)))
+    assert parameters.content_size == limits.GROUP_BYTES
+    assert parameters.window_size <= limits.ZSTD_WINDOW_BYTES
+
+
+def test_a_compressor_that_does_not_declare_its_size_is_refused():
+    compressor = zstandard.ZstdCompressor().compressobj()
+    assert reason_of(codec.decompress, compressor.compress(b"abc") + compressor.flush(), 100) == "compression"
+
+
+def test_group_made_here_is_checked_like_one_that_was_received():
+    one = msgspec.structs.replace(GROUP, completions=GROUP.completions[:1])
+    assert reason_of(codec.check_group, one) == "bounds"
+    assert codec.check_group(GROUP) is None
+
+
+def test_lone_surrogate_of_a_local_tokenizer_is_found_before_signing():
+    broken = msgspec.structs.replace(GROUP.completions[0], text="\ud800")
+    assert reason_of(codec.check_group, msgspec.structs.replace(GROUP, completions=[broken, broken])) == "bounds"
+
+
+def test_fetch_response_of_the_largest_group_fits_its_cap():
+    response = FetchResponse(status="ok", body=bytes(limits.GROUP_BYTES))
+    frame = codec.encode(response)
+    assert codec.decode(frame, FetchResponse, limits.FETCH_RESPONSE_BYTES) == response
+
+
+def test_reason_of_every_error_is_one_of_the_closed_set():
+    hostile = [
+        b"",
+        b"\xc1",
+        b"\x80",
+        b"\x91" * 5000,
+        b"\x81\xa1\xff\x01",
+        frames.pack({"type": "rollout"}),
+        b"\x82\xa4task" + b"\x91" * 5000,
+    ]
+    assert {reason_of(codec.decode_payload, Envelope(b"", data, b"")) for data in hostile} <= set(codec.DECODE_REASONS)

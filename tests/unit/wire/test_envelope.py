@@ -1,0 +1,89 @@
+"""Signatures, peer ids and content ids."""
+
+import hashlib
+
+import msgspec
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from libp2p.crypto.ed25519 import Ed25519PublicKey
+from libp2p.peer.id import ID
+
+from swarmnode.errors import BadMessage
+from swarmnode.testing import frames
+from swarmnode.wire import codec, envelope, limits
+from swarmnode.wire.ids import DOMAIN_ROLLOUT
+
+DOMAIN, SWARM, KEY = DOMAIN_ROLLOUT, frames.SWARM, frames.KEY
+SIGNED = envelope.sign(b"payload", KEY, DOMAIN, SWARM)
+GROUP = codec.decode_payload(envelope.Envelope(key=b"", payload=frames.pack(frames.GROUP), signature=b""))
+
+
+def is_valid(signed, domain=DOMAIN, swarm=SWARM) -> bool:
+    reason = None
+    try:
+        envelope.verify(signed, domain, swarm)
+    except BadMessage as error:
+        reason = error.reason
+    assert reason in (None, "signature")
+    return reason is None
+
+
+def test_own_signature_verifies():
+    assert is_valid(SIGNED)
+
+
+@pytest.mark.parametrize("changes", [
+    {"payload": b"payloae"}, {"payload": b""}, {"codec": "zstd"}, {"signature": bytes(64)}, {"signature": b""},
+    {"key": b"\x01" * 32}, {"key": b""},
+])  # fmt: skip
+def test_any_change_breaks_the_signature(changes):
+    assert not is_valid(msgspec.structs.replace(SIGNED, **changes))
+
+
+def test_signature_means_nothing_in_another_swarm_or_domain():
+    assert not is_valid(SIGNED, swarm=frames.OTHER_SWARM)
+    assert not is_valid(SIGNED, domain=b"swarmnode/rollout/2")
+
+
+def test_signed_bytes_are_laid_out_as_documented():
+    laid_out = b"\x13swarmnode/rollout/1" + SWARM + b"\x00" + b"payload"
+    assert KEY.sign(laid_out) == SIGNED.signature
+
+
+def test_swarm_id_of_another_length_is_our_own_mistake():
+    with pytest.raises(ValueError):
+        envelope.verify(SIGNED, DOMAIN, SWARM[:31])
+
+
+def test_sealed_group_opens():
+    frame = envelope.seal(GROUP, KEY, DOMAIN, SWARM)
+    opened, message = envelope.unseal(frame, DOMAIN, SWARM, limits.GOSSIP_BYTES)
+    assert message == GROUP
+    assert envelope.peer_id(opened.key) == frames.PEER
+
+
+def test_seal_compresses_only_what_gets_shorter():
+    long = msgspec.structs.replace(GROUP.completions[0], text="a" * 4000)
+    longer = envelope.seal(msgspec.structs.replace(GROUP, completions=[long, long]), KEY, DOMAIN, SWARM)
+    announce = codec.decode_payload(envelope.Envelope(b"", frames.pack(frames.ANNOUNCE), b""))
+    assert len(longer) < 1000
+    sizes = [len(codec.encode(announce)), len(codec.compress(codec.encode(announce)))]
+    opened = codec.decode(envelope.seal(announce, KEY, DOMAIN, SWARM), envelope.Envelope, limits.GOSSIP_BYTES)
+    assert len(opened.payload) == min(sizes)
+
+
+def test_signature_is_looked_at_before_the_payload():
+    """Else a forger could have another peer blamed for garbage."""
+    forged = codec.encode(msgspec.structs.replace(SIGNED, payload=b"\xc1"))
+    with pytest.raises(BadMessage, match="signature"):
+        envelope.unseal(forged, DOMAIN, SWARM, limits.GOSSIP_BYTES)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_peer_id_is_libp2ps(seed):
+    public = Ed25519PrivateKey.from_private_bytes(hashlib.sha256(bytes([seed])).digest()).public_key().public_bytes_raw()
+    assert envelope.peer_id(public) == ID.from_pubkey(Ed25519PublicKey.from_bytes(public)).to_base58()
+
+
+def test_content_id_is_blake2b_256():
+    assert envelope.content_id(b"abc").hex() == "bddd813c634239723171ef3fee98579b94964e3bb1cb3e427262c8c068d52319"

@@ -1,0 +1,30 @@
+"""The swarm id: equal for those who can work together, different for all others."""
+
+import pytest
+
+from swarmnode.wire import ids
+from swarmnode.wire.swarm import swarm_id
+
+TASKS = {"a": "1", "b": "2"}
+
+
+def test_order_of_tasks_does_not_matter():
+    assert swarm_id("s", TASKS) == swarm_id("s", dict(reversed(TASKS.items())))
+
+
+@pytest.mark.parametrize("other", [
+    swarm_id("t", TASKS), swarm_id("s", {"a": "1"}), swarm_id("s", {"a": "1", "b": "3"}), swarm_id("s", {"a": "12", "b": ""}),
+    swarm_id("s", TASKS, ("/swarmnode/rollouts/2",)),
+])  # fmt: skip
+def test_any_difference_is_another_swarm(other):
+    assert swarm_id("s", TASKS) != other
+
+
+@pytest.mark.parametrize(("name", "tasks"), [("", TASKS), ("s" * 257, TASKS), ("s", {})])
+def test_swarm_needs_a_name_and_a_task(name, tasks):
+    with pytest.raises(ValueError):
+        swarm_id(name, tasks)
+
+
+def test_topic_names_the_swarm_in_hex():
+    assert ids.rollout_topic(b"\xab" * 32) == "/swarmnode/rollouts/1/" + "ab" * 32
