@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import io
+import json
+import logging
+import sys
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from swarmnode.config import LogConfig
+from swarmnode.observe.logs import BURST, MAX_TEXT, NOISY, REFILL_SECONDS, RING_LINES, Calm, configure
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level, levels = list(root.handlers), root.level, {name: logging.getLogger(name).level for name in NOISY}
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    for name, was in levels.items():
+        logging.getLogger(name).setLevel(was)
+    logging.captureWarnings(False)
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def lines(stream: io.StringIO) -> list[dict]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_all_libraries_write_the_same_lines() -> None:
+    stream = io.StringIO()
+    configure(LogConfig(), "network", stream)
+    structlog.contextvars.bind_contextvars(round=3)
+    structlog.get_logger("swarmnode.node").info("step finished", step=4)
+    logging.getLogger("libp2p.host").warning("stream %s failed", 7)
+    ours, theirs = lines(stream)
+    assert (ours["event"], ours["step"], ours["logger"], ours["level"]) == ("step finished", 4, "swarmnode.node", "info")
+    assert (theirs["event"], theirs["logger"], theirs["level"]) == ("stream 7 failed", "libp2p.host", "warning")
+    assert ours.keys() - {"step"} == theirs.keys()
+    assert (ours["round"], ours["process"]) == (3, "network")
+
+
+def test_a_terminal_gets_lines_for_eyes() -> None:
+    stream = Terminal()
+    configure(LogConfig(), "network", stream)
+    structlog.get_logger("swarmnode").info("listening", port=4)
+    assert not stream.getvalue().startswith("{")
+    assert "listening" in stream.getvalue()
+
+
+def test_libraries_are_quiet_below_warning_and_we_below_the_level() -> None:
+    stream = io.StringIO()
+    configure(LogConfig(level="info"), "network", stream)
+    for name in ("libp2p.pubsub", "hypercorn.error", "transformers.x"):
+        logging.getLogger(name).info("chatter")
+    structlog.get_logger("swarmnode").debug("detail")
+    assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize("key", ["private_key", "hf_token", "token", "password", "Authorization", "client_secret"])
+def test_secrets_are_blanked_by_key(key) -> None:
+    stream = io.StringIO()
+    ring = configure(LogConfig(), "network", stream)
+    structlog.get_logger("swarmnode").warning("opened", **{key: "hunter2"}, nested={key: "hunter2"})
+    assert "hunter2" not in stream.getvalue() + ring.statistics()[0].text
+    assert "opened" in stream.getvalue()
+
+
+def test_counts_of_tokens_are_no_secrets() -> None:
+    stream = io.StringIO()
+    configure(LogConfig(), "trainer", stream)
+    structlog.get_logger("swarmnode").info("step", tokens=5, tokens_per_second=2.5, token_ids=[1, 2], tokenizer="abc")
+    line = lines(stream)[0]
+    assert (line["tokens"], line["tokens_per_second"], line["token_ids"], line["tokenizer"]) == (5, 2.5, [1, 2], "abc")
+
+
+def test_secrets_are_blanked_in_text_and_tracebacks() -> None:
+    stream = io.StringIO()
+    ring = configure(LogConfig(), "trainer", stream)
+    key = "-----BEGIN PRIVATE KEY-----\nMC4CAQAwBQYDK2Vw\n-----END PRIVATE KEY-----"
+    try:
+        raise ValueError(f"no access with hf_{'a' * 34} and {key}")
+    except ValueError:
+        logging.getLogger("huggingface_hub").exception("401 for hf_%s", "b" * 34)
+    written = stream.getvalue() + ring.statistics()[0].text
+    assert "ValueError: no access with [secret]" in written
+    assert not any(secret in written for secret in ("aaaa", "bbbb", "MC4CAQ"))
+
+
+@pytest.mark.parametrize("stream", [Terminal(), io.StringIO()], ids=["terminal", "json"])
+def test_a_peers_text_cannot_move_the_cursor_or_fake_a_line(stream) -> None:
+    ring = configure(LogConfig(), "network", stream)
+    evil = "x\x1b[2J\n12:00:00 [info] all is well\u202e\x9b"
+    structlog.get_logger("swarmnode").warning(f"bad {evil}", agent=evil)
+    try:
+        raise RuntimeError(evil)
+    except RuntimeError:
+        structlog.get_logger("swarmnode").exception("handler failed")
+    written = stream.getvalue()
+    assert not any(bad in written for bad in ("\x1b[2J", "\u202e", "\x9b"))
+    shown = [line for kept in ring.statistics() for line in kept.text.splitlines()] + written.splitlines()
+    assert not any(line.startswith("12:00:00 [info] all is well") for line in shown)
+    assert len([line for line in written.splitlines() if "agent" in line]) == 1
+
+
+def test_long_values_and_bytes_are_cut() -> None:
+    stream = io.StringIO()
+    configure(LogConfig(), "network", stream)
+    structlog.get_logger("swarmnode").info("got", frame=b"\x00" * 10_000, text="y" * 100_000, many=list(range(1000)))
+    line = lines(stream)[0]
+    assert line["frame"] == "<10000 bytes>"
+    assert len(line["text"]) < MAX_TEXT + 40
+    assert len(line["many"]) == 64
+
+
+def test_a_line_that_cannot_be_formatted_does_not_raise(monkeypatch) -> None:
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    configure(LogConfig(), "network", io.StringIO())
+    logging.getLogger("libp2p").warning("%d peers", "no number")
+
+
+def test_the_ring_keeps_the_newest_lines() -> None:
+    ring = configure(LogConfig(), "network", io.StringIO())
+    for i in range(RING_LINES + 5):
+        structlog.get_logger("swarmnode").info("line", i=i)
+    kept = ring.statistics()
+    assert len(kept) == RING_LINES
+    assert (kept[0].text, kept[-1].text) == ("line i=5", f"line i={RING_LINES + 4}")
+    assert kept[-1].level == "info"
+
+
+def test_a_noisy_library_is_slowed_down_and_says_how_much_is_missing() -> None:
+    clock = [0.0]
+    calm = Calm(now=lambda: clock[0])
+
+    def passes(name: str) -> str | None:
+        record = logging.LogRecord(name, logging.WARNING, "", 0, "peer failed", (), None)
+        return record.getMessage() if calm.filter(record) and calm.filter(record) else None
+
+    storm = [passes("libp2p.host") for _ in range(100)]
+    assert sum(message is not None for message in storm) == BURST
+    assert passes("swarmnode.node") == "peer failed"
+    clock[0] += REFILL_SECONDS
+    assert passes("libp2p.other") == f"peer failed (and {100 - BURST} more lines not shown)"
+    assert passes("libp2p.other") is None
+
+
+def test_configuring_twice_writes_once() -> None:
+    stream = io.StringIO()
+    for _ in range(2):
+        configure(LogConfig(), "network", stream)
+    structlog.get_logger("swarmnode").info("once")
+    assert len(lines(stream)) == 1
+
+
+def test_standard_error_is_the_default(capsys) -> None:
+    configure(LogConfig(format="json"), "supervisor", sys.stderr)
+    structlog.get_logger("swarmnode").error("oh")
+    assert json.loads(capsys.readouterr().err)["event"] == "oh"
