@@ -10,17 +10,35 @@ from libp2p.security.exceptions import HandshakeFailure
 
 
 class Gate:
-    """`admit(peer, address, inbound)` is set by the network once it stands; until then everybody may pass. `refused` counts.
+    """`admit(peer, address, inbound)` is set by the network once it stands; until then everybody may pass.
 
-    `address`: the remote (host, port), None if unknown. Our own id is never admitted: a dial that ends at ourselves is a wrong address.
+    `address`: the remote (host, port), None if unknown. `refused`: peers that were not admitted. `failed`: inbound connections that did not
+    get through the handshake at all: port scans, garbage, peers that went silent.
     """
 
     def __init__(self) -> None:
         self.admit: Callable[[str, tuple[str, int] | None, bool], bool] = lambda peer, address, inbound: True
         self.refused = 0
+        self.failed = 0
 
     def around(self, transport: ISecureTransport) -> ISecureTransport:
+        """The same transport behind this gate."""
         return _Gated(transport, self)
+
+    def watch(self, upgrader: Any) -> None:
+        """Counts in `failed` what ends before it comes to the gate."""
+        upgrade = upgrader.upgrade_security
+
+        async def counting(raw: Any, is_initiator: bool, peer_id: Any = None) -> Any:
+            refused = self.refused
+            try:
+                return await upgrade(raw, is_initiator, peer_id)
+            except BaseException:  # a peer that goes silent is cancelled
+                if not is_initiator and refused == self.refused:
+                    self.failed += 1
+                raise
+
+        upgrader.upgrade_security = counting
 
     async def check(self, connection: Any, inbound: bool) -> Any:
         """`connection` itself, or a closed connection and HandshakeFailure."""

@@ -121,6 +121,7 @@ def build_host(
         ),
     )
     network = host.get_network()
+    gate.watch(network.upgrader)
     network.retry_config = RetryConfig(max_retries=0)
     network.auto_connector.maybe_connect = trio.lowlevel.checkpoint  # the redial loop in dialer.py is the only one that dials
     return guards.guard_host(host)

@@ -49,6 +49,8 @@ class NetworkStatistics:
     """Times each guard fired, in this process."""
     refused_connections: int
     """After the handshake: banned, from a crowded prefix, or ourselves."""
+    failed_handshakes: int
+    """Inbound connections that ended before it: garbage, port scans, silence."""
     exchange: dict[str, int]
     """Addresses heard of by peer exchange, by what became of them."""
     mdns_running: bool
@@ -165,6 +167,7 @@ class Network:
             reputation=self.reputation.statistics(now),
             guards=dict(guards.statistics().fired),
             refused_connections=self._gate.refused,
+            failed_handshakes=self._gate.failed,
             exchange=dict(self._exchange.learned),
             mdns_running=self._mdns is not None and self._mdns.running,
         )

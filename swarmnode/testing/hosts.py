@@ -1,0 +1,41 @@
+"""Real libp2p hosts on 127.0.0.1, several in one trio process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import trio
+
+from swarmnode.config import NetworkConfig
+from swarmnode.p2p import identity
+from swarmnode.p2p.host import NO_SWARM, open_host
+from swarmnode.p2p.network import Network
+
+
+@contextlib.asynccontextmanager
+async def hosts(
+    directory: Path, count: int, *, line: bool = False, swarm: bytes = NO_SWARM, **settings: object
+) -> AsyncIterator[list[Network]]:
+    """`count` hosts, connected. The first is everybody's bootstrap peer; with `line` each one's is the host before it, and peer exchange
+    is answered with nothing, so that they stay a line. `settings`: fields of NetworkConfig. Raises trio.TooSlowError after 10 s."""
+    async with contextlib.AsyncExitStack() as stack:
+        networks: list[Network] = []
+        for index in range(count):
+            known = [networks[-1 if line else 0].listen_addrs[0]] if networks else []
+            swarms = bytes([index]) * 32 if line else swarm
+            networks.append(await stack.enter_async_context(host(directory / str(index), initial_peers=known, swarm=swarms, **settings)))
+        with trio.fail_after(10):
+            for index, network in enumerate(networks):
+                neighbours = (index > 0) + (index < count - 1) if line else min(1, count - 1)
+                await network.wait_connected(neighbours)
+        yield networks
+
+
+@contextlib.asynccontextmanager
+async def host(data_dir: Path, *, swarm: bytes = NO_SWARM, **settings: object) -> AsyncIterator[Network]:
+    """One host without mDNS, its key in `data_dir`. `settings`: fields of NetworkConfig."""
+    cfg = NetworkConfig(**{"mdns": False, **settings})  # type: ignore[arg-type]
+    async with open_host(cfg, identity.load_or_create(data_dir / "identity.key"), data_dir, swarm=swarm) as network:
+        yield network

@@ -1,0 +1,144 @@
+"""The redial loop on a fake clock: trio jumps ahead whenever everybody waits."""
+
+import logging
+import random
+
+import trio
+
+from swarmnode.p2p import dialer
+from swarmnode.p2p.dialer import Dialer
+from swarmnode.p2p.peers import PeerTable
+
+
+class World:
+    """Peers that answer when `up`; counts what is dialled."""
+
+    def __init__(self, table: PeerTable) -> None:
+        self.table = table
+        self.up: set[str] = set()
+        self.hang: set[str] = set()
+        self.dials: list[tuple[float, str, str]] = []
+        self.under_way = self.most = 0
+
+    async def connect(self, peer: str, address: str) -> bool:
+        self.dials.append((trio.current_time(), peer, address))
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        try:
+            if peer in self.hang:
+                await trio.sleep_forever()
+            await trio.sleep(0.05)
+            if peer not in self.up:
+                raise OSError("connection refused")
+            self.table.connected_to(peer, inbound=False, now=trio.current_time())
+            return True
+        finally:
+            self.under_way -= 1
+
+
+def make(target: int = 16) -> tuple[PeerTable, World, Dialer]:
+    table = PeerTable("own", target, random.Random(0))
+    world = World(table)
+    return table, world, Dialer(table, world.connect)
+
+
+async def test_a_dead_bootstrap_is_tried_for_ever_and_warned_of_once_per_address(autojump_clock, nursery, caplog):
+    caplog.set_level(logging.INFO)
+    table, world, loop = make()
+    for port in (1, 2):
+        table.add("b", f"/ip4/20.0.0.1/tcp/{port}", "bootstrap", trio.current_time())
+    nursery.start_soon(loop.run)
+    await trio.sleep(3600)
+    assert len(world.dials) > 2 * 3600 / 16
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 2
+    assert "connection refused" in warnings[0]
+    world.up.add("b")
+    await trio.sleep(16)
+    assert table.connected() == ["b"]
+    assert "bootstrap peer reached: b" in caplog.text
+    nursery.cancel_scope.cancel()
+
+
+async def test_strangers_that_do_not_answer_are_not_news(autojump_clock, nursery, caplog):
+    table, _, loop = make()
+    for index in range(30):
+        table.add(f"x{index}", f"/ip4/20.{index}.0.1/tcp/1", "exchange", trio.current_time())
+    nursery.start_soon(loop.run)
+    await trio.sleep(600)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    nursery.cancel_scope.cancel()
+
+
+async def test_a_dial_that_hangs_ends_at_its_deadline_and_the_next_address_is_tried(autojump_clock, nursery):
+    table, world, loop = make()
+    world.hang.add("b")
+    for port in (1, 2):
+        table.add("b", f"/ip4/20.0.0.1/tcp/{port}", "bootstrap", trio.current_time())
+    start = trio.current_time()
+    nursery.start_soon(loop.run)
+    await trio.sleep(dialer.DIAL_SECONDS + 1)
+    assert [(round(at - start), address[-1]) for at, _, address in world.dials] == [(0, "1"), (10, "2")]
+    nursery.cancel_scope.cancel()
+
+
+async def test_few_are_dialled_at_a_time_and_hanging_ones_do_not_stop_the_others(autojump_clock, nursery):
+    table, world, loop = make(target=40)
+    for index in range(60):
+        world.hang.add(f"x{index}") if index < 6 else world.up.add(f"x{index}")
+        table.add(f"x{index}", f"/ip4/20.{index}.0.1/tcp/1", "mdns", trio.current_time())
+    nursery.start_soon(loop.run)
+    await trio.sleep(9.0)
+    assert world.most <= dialer.CONCURRENT
+    assert len(table.connected()) >= 30
+    nursery.cancel_scope.cancel()
+
+
+async def test_news_are_acted_on_at_once(autojump_clock, nursery):
+    table, world, loop = make()
+    nursery.start_soon(loop.run)
+    await trio.sleep(1.0)
+    world.up.add("x")
+    table.add("x", "/ip4/20.0.0.1/tcp/1", "bootstrap", trio.current_time())
+    loop.wake()
+    await trio.sleep(0.2)
+    assert table.connected() == ["x"]
+    nursery.cancel_scope.cancel()
+
+
+async def test_a_peer_that_came_by_itself_needs_no_dial(autojump_clock, nursery):
+    table = PeerTable("own", 4, random.Random(0))
+
+    async def connect(peer: str, address: str) -> bool:
+        table.connected_to(peer, inbound=True, now=trio.current_time())
+        await trio.lowlevel.checkpoint()
+        return False
+
+    loop = Dialer(table, connect)
+    table.add("x", "/ip4/20.0.0.1/tcp/1", "bootstrap", trio.current_time())
+    nursery.start_soon(loop.run)
+    await trio.sleep(1.0)
+    statistics = table.statistics()
+    assert (statistics.connected, statistics.dialling, statistics.dial_failures) == (1, 0, 0)
+    nursery.cancel_scope.cancel()
+
+
+async def test_every_peer_gone_for_a_minute_is_back_within_the_longest_back_off(autojump_clock, nursery):
+    table, world, loop = make()
+    sources = {"b": "bootstrap", "x": "exchange", "m": "mdns", "k": "book"}
+    world.up.update(sources)
+    for index, (peer, source) in enumerate(sources.items()):
+        table.add(peer, f"/ip4/20.{index}.0.1/tcp/1", source, trio.current_time())
+    nursery.start_soon(loop.run)
+    await trio.sleep(100)
+    assert sorted(table.connected()) == sorted(sources)
+    world.up.clear()
+    for peer in sources:
+        table.disconnected(peer, trio.current_time())
+    loop.wake()
+    await trio.sleep(60)
+    assert table.connected() == []
+    world.up.update(sources)
+    await trio.sleep(16)
+    assert sorted(table.connected()) == sorted(sources)
+    nursery.cancel_scope.cancel()

@@ -1,0 +1,292 @@
+"""The peer table under fake time: no sockets, no waiting."""
+
+import math
+import random
+
+import pytest
+
+from swarmnode.p2p import peers
+from swarmnode.p2p.addresses import LOOPBACK, PUBLIC
+from swarmnode.p2p.peers import PeerTable
+
+
+def address(index: int, port: int = 4001) -> str:
+    """A public address in a /24 of its own."""
+    return f"/ip4/{20 + index // 250}.{index % 250}.7.1/tcp/{port}"
+
+
+def table(target: int = 16, seed: int = 0) -> PeerTable:
+    return PeerTable("own", target, random.Random(seed))
+
+
+def names(dials) -> list[str]:
+    return [dial.peer for dial in dials]
+
+
+def connect(table: PeerTable, peer: str, now: float) -> None:
+    table.dialed_ok(peer, table.get(peer).addresses[0], now)
+    table.connected_to(peer, inbound=False, now=now)
+
+
+def test_a_bootstrap_peer_is_dialled_at_once_and_for_ever():
+    t = table()
+    t.add("b", address(0), "bootstrap", 0.0)
+    now, waits = 0.0, []
+    for _ in range(500):
+        assert names(t.to_dial(now)) == ["b"]
+        t.failed("b", now)
+        waits.append(t.next_due(now))
+        now += waits[-1]
+    assert waits[0] <= 1.0
+    assert max(waits) <= peers.BOOTSTRAP_BACKOFF
+    assert min(waits[10:]) >= peers.BOOTSTRAP_BACKOFF / 2
+    assert len(set(waits[10:])) > 400  # jitter: a swarm does not come back in step
+
+
+def test_others_wait_longer_but_not_while_everybody_is_gone():
+    t = table()
+    t.add("x", address(0), "mdns", 0.0)
+    t.add("friend", address(1), "mdns", 0.0)
+    t.get("x").last_seen = 0.0  # we know that it works, so it is not forgotten
+    connect(t, "friend", 0.0)
+
+    def wait_after_failures(now: float) -> float:
+        for _ in range(15):
+            t.failed("x", now)
+        return t.get("x").due - now
+
+    assert peers.OTHER_BACKOFF / 2 <= wait_after_failures(0.0) <= peers.OTHER_BACKOFF
+    t.disconnected("friend", 100.0)
+    assert wait_after_failures(100.0) <= peers.BOOTSTRAP_BACKOFF
+
+
+def test_a_peer_that_never_answers_is_forgotten_and_a_bootstrap_peer_is_not():
+    t = table()
+    for peer, source in (("b", "bootstrap"), ("x", "exchange"), ("friend", "mdns")):
+        t.add(peer, address(len(peer)), source, 0.0)
+    connect(t, "friend", 0.0)
+    for _ in range(peers.HOPELESS_NEVER_CONNECTED):
+        t.failed("x", 1.0)
+        t.failed("b", 1.0)
+    assert t.get("x") is None
+    assert t.get("b") is not None
+    assert t.statistics().forgotten == 1
+
+
+def test_nobody_is_forgotten_while_our_own_network_is_down():
+    t = table()
+    for index in range(20):
+        t.add(f"x{index}", address(index), "exchange", 0.0)
+    for _ in range(50):
+        for index in range(20):
+            t.failed(f"x{index}", 1.0)
+    assert t.statistics().known == 20
+
+
+def test_a_60_second_outage_of_every_peer_is_survived():
+    """Bootstrap, book and exchanged peers all vanish at 100 s and are back at 160 s: all connected again within 15 s of that."""
+    t = table()
+    sources = {"b": "bootstrap", "k": "book", "x": "exchange", "m": "mdns"}
+    for index, (peer, source) in enumerate(sources.items()):
+        t.add(peer, address(index), source, 0.0)
+        connect(t, peer, 0.0)
+    for peer in sources:
+        t.disconnected(peer, 100.0)
+    now, dials = 100.0, 0
+    while now < 175.0:
+        for dial in t.to_dial(now):
+            dials += 1
+            if now < 160.0:
+                t.failed(dial.peer, now)
+            else:
+                connect(t, dial.peer, now)
+        now += min(0.25, max(0.05, t.next_due(now)))
+    assert sorted(t.connected()) == sorted(sources)
+    assert dials < 4 * 14  # and patiently
+
+
+def test_enough_is_enough():
+    t = table(target=3)
+    for index in range(10):
+        t.add(f"x{index}", address(index), "mdns", 0.0)
+    assert len(t.to_dial(1.0)) == 3
+    assert t.to_dial(1.0) == []  # those under way count
+
+
+def test_bootstrap_peers_come_first_then_those_seen_last():
+    t = table()
+    t.add("x", address(0), "exchange", 0.0)
+    t.restore("old", [address(1)], last_seen=-1000.0, now=0.0)
+    t.restore("new", [address(2)], last_seen=-10.0, now=0.0)
+    t.add("b", address(3), "bootstrap", 0.0)
+    assert names(t.to_dial(1.0)) == ["b", "new", "old", "x"]
+
+
+def test_a_full_node_still_looks_for_one_bootstrap_peer_now_and_then():
+    t = table(target=1)
+    t.add("x", address(0), "mdns", 0.0)
+    connect(t, "x", 0.0)
+    t.add("b", address(1), "bootstrap", 0.0)
+    assert names(t.to_dial(0.0)) == ["b"]  # two halves of a swarm must be able to meet
+    connect(t, "b", 0.0)
+    t.add("c", address(2), "bootstrap", 0.0)
+    assert t.to_dial(0.0) == []
+    assert t.next_due(0.0) >= peers.IDLE_BOOTSTRAP_BACKOFF / 2
+
+
+def test_we_never_dial_ourselves_nor_a_connected_peer_nor_one_twice():
+    t = table()
+    assert not t.add("own", address(0), "bootstrap", 0.0)
+    t.add("x", address(1), "bootstrap", 0.0)
+    assert names(t.to_dial(1.0)) == ["x"]
+    assert t.to_dial(1.0) == []
+    connect(t, "x", 1.0)
+    assert t.to_dial(1e6) == []
+    assert t.next_due(1.0) == math.inf
+
+
+def test_a_lost_peer_is_dialled_again_within_a_second():
+    t = table()
+    t.add("x", address(0), "mdns", 0.0)
+    connect(t, "x", 0.0)
+    t.disconnected("x", 100.0)
+    assert t.next_due(100.0) <= peers.FIRST_BACKOFF
+
+
+def test_a_peer_that_hangs_up_at_once_is_backed_off_from():
+    t = table()
+    t.add("x", address(0), "bootstrap", 0.0)
+    now = 0.0
+    for _ in range(12):
+        now += t.next_due(now)
+        t.to_dial(now)
+        connect(t, "x", now)
+        t.disconnected("x", now + 0.5)
+    assert t.next_due(now + 0.5) >= peers.BOOTSTRAP_BACKOFF / 2
+
+
+def test_two_connections_with_a_peer_are_one_peer():
+    t = table()
+    t.connected_to("x", inbound=True, now=0.0)
+    t.connected_to("x", inbound=False, now=0.0)
+    assert t.connected() == ["x"]
+    t.disconnected("x", 1.0)
+    assert t.connected() == ["x"]
+    t.disconnected("x", 1.0)
+    assert t.connected() == []
+
+
+def test_an_inbound_peer_without_an_address_is_forgotten_when_it_leaves():
+    t = table()
+    t.connected_to("x", inbound=True, now=0.0)
+    assert t.statistics().inbound == 1
+    t.disconnected("x", 1.0)
+    assert t.get("x") is None
+
+
+def test_strangers_cannot_fill_the_table():
+    t = table()
+    t.add("b", address(0), "bootstrap", 0.0)
+    t.connected_to("friend", inbound=True, now=0.0)
+    for index in range(3 * peers.MAX_PEERS):
+        t.add(f"x{index}", address(index), "exchange", float(index))
+    assert t.statistics().known == peers.MAX_PEERS
+    assert t.get("b") is not None
+    assert t.connected() == ["friend"]
+
+
+def test_one_network_prefix_cannot_either():
+    t = table()
+    for index in range(100):
+        t.add(f"x{index}", f"/ip4/9.9.9.{index}/tcp/1", "exchange", 0.0)
+    assert t.statistics().known == peers.PEERS_PER_PREFIX
+    assert t.statistics().refused == 100 - peers.PEERS_PER_PREFIX
+    assert t.add("elsewhere", "/ip4/9.9.8.1/tcp/1", "exchange", 0.0)
+
+
+def test_a_lan_and_this_machine_are_not_prefixes_of_strangers():
+    t = table()
+    for index in range(50):
+        assert t.add(f"m{index}", f"/ip4/192.168.1.{index}/tcp/1", "mdns", 0.0)
+        assert t.add(f"l{index}", f"/ip4/127.0.0.1/tcp/{index + 1}", "exchange", 0.0)
+
+
+def test_a_peer_keeps_the_addresses_that_work():
+    t = table()
+    for port in range(1, 30):
+        t.add("x", address(0, port), "exchange", 0.0)
+    assert len(t.get("x").addresses) == peers.ADDRESSES_PER_PEER
+    t.dialed_ok("x", address(0, 3), 0.0)
+    for port in range(30, 60):
+        t.add("x", address(0, port), "exchange", 0.0)
+    assert t.get("x").addresses[0] == address(0, 3)
+    assert len(t.get("x").addresses) == peers.ADDRESSES_PER_PEER
+
+
+def test_hearing_of_a_failing_peer_again_helps_once_a_minute():
+    t = table()
+    t.add("x", address(0), "exchange", 0.0)
+    for _ in range(4):
+        t.failed("x", 0.0)
+    t.failed("x", 0.0)
+    assert t.next_due(0.0) > 2.0
+    t.add("x", address(0), "exchange", 0.0)
+    assert t.next_due(0.0) <= 2.0
+    t.failed("x", 1.0)
+    t.add("x", address(0), "exchange", 1.0)
+    assert t.next_due(1.0) > 2.0
+
+
+def test_a_peer_keeps_its_best_source():
+    t = table()
+    t.add("x", address(0), "exchange", 0.0)
+    t.add("x", address(0), "bootstrap", 0.0)
+    t.add("x", address(0), "book", 0.0)
+    assert t.get("x").source == "bootstrap"
+
+
+def test_others_are_told_of_connected_peers_only_and_only_of_what_they_can_reach():
+    t = table()
+    t.add("public", address(0), "exchange", 0.0)
+    t.add("here", "/ip4/127.0.0.1/tcp/1", "exchange", 0.0)
+    t.add("away", address(1), "exchange", 0.0)
+    connect(t, "public", 0.0)
+    connect(t, "here", 0.0)
+    assert t.good(32, apart_from="", scope=PUBLIC) == [("public", [address(0)])]
+    assert sorted(peer for peer, _ in t.good(32, apart_from="", scope=LOOPBACK)) == ["here", "public"]
+    assert t.good(32, apart_from="public", scope=PUBLIC) == []
+    assert len(t.good(1, apart_from="", scope=LOOPBACK)) == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_order_of_events_keeps_the_table_sound(seed):
+    rng = random.Random(seed)
+    t = table(target=4, seed=seed)
+    now, open_connections = 0.0, {}
+    for _ in range(2000):
+        now += rng.expovariate(2.0)
+        peer = f"p{rng.randrange(40)}"
+        event = rng.randrange(7)
+        if event == 0:
+            t.add(peer, address(rng.randrange(500)), rng.choice(peers.SOURCES), now)
+        elif event == 1:
+            t.connected_to(peer, inbound=rng.random() < 0.5, now=now)
+            open_connections[peer] = open_connections.get(peer, 0) + 1
+        elif event == 2 and open_connections.get(peer):
+            t.disconnected(peer, now)
+            open_connections[peer] -= 1
+        elif event == 3:
+            t.failed(peer, now)
+        elif event == 4:
+            t.dialed_ok(peer, address(rng.randrange(500)), now)
+        elif event == 5:
+            t.drop(peer)
+        else:
+            for dial in t.to_dial(now):
+                assert dial.addresses
+                assert not open_connections.get(dial.peer)
+        assert set(t.connected()) == {each for each, count in open_connections.items() if count}
+        statistics = t.statistics()
+        assert statistics.known <= peers.MAX_PEERS
+        assert statistics.known == sum(statistics.known_by_source.values())
+        assert t.next_due(now) >= 0.0

@@ -1,0 +1,83 @@
+import json
+import random
+
+import base58
+import pytest
+
+from swarmnode.p2p import addresses, book
+from swarmnode.p2p.peers import PeerTable
+from swarmnode.p2p.reputation import Reputation, Standing
+
+
+def peer(index: int) -> str:
+    return base58.b58encode(addresses.ED25519_PEER_ID + index.to_bytes(32, "big")).decode()
+
+
+def table() -> PeerTable:
+    return PeerTable("own", 16, random.Random(0))
+
+
+def filled(count: int) -> PeerTable:
+    t = table()
+    for index in range(count):
+        where = f"/ip4/20.{index % 250}.{index // 250}.1/tcp/4001"
+        t.add(peer(index), where, "exchange", 0.0)
+        t.dialed_ok(peer(index), where, float(index))
+    return t
+
+
+def test_peers_and_bans_survive_a_restart(tmp_path):
+    path = tmp_path / "peers.json"
+    before, bad = filled(3), Reputation()
+    bad.ban(peer(9), 10.0)
+    book.save(path, book.render(before, bad, 10.0))
+    after, reputation = table(), Reputation()
+    saved = json.loads(path.read_text())["saved_at"]
+    assert book.load(path, after, reputation, 1000.0, clock=saved + 60.0) == 3
+    assert after.get(peer(2)).addresses == before.get(peer(2)).addresses
+    assert after.get(peer(2)).last_seen == pytest.approx(1000.0 - 60.0 - 8.0)
+    assert [dial.peer for dial in after.to_dial(1001.0)] == [peer(2), peer(1), peer(0)]  # seen last, dialled first
+    assert reputation.standing(peer(9), 1000.0) is Standing.BANNED
+
+
+def test_the_book_is_bounded_and_keeps_those_seen_last():
+    data = json.loads(book.render(filled(1000), Reputation(), 2000.0))
+    assert len(data["peers"]) == book.BOOK_PEERS
+    assert data["peers"][0]["peer"] == peer(999)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"{", b"[]", b"\xff\xfe", b'{"version":2,"saved_at":0,"peers":[],"reputation":[]}', b'{"version":1,"saved_at":"x","peers":[]}',
+        b"[" * 100_000, b" " * (book.BOOK_BYTES + 1), b'{"version":1,"saved_at":0,"peers":[{"peer":1}],"reputation":[]}',
+    ],
+)  # fmt: skip
+def test_a_damaged_book_is_one_warning_and_an_empty_table(tmp_path, data, caplog):
+    path = tmp_path / "peers.json"
+    path.write_bytes(data)
+    t = table()
+    assert book.load(path, t, Reputation(), 0.0) == 0
+    assert t.statistics().known == 0
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_entries_that_make_no_sense_are_left_out(tmp_path):
+    path = tmp_path / "peers.json"
+    good = {"peer": peer(1), "addresses": ["/ip4/20.0.0.1/tcp/1"], "age": 1.0}
+    entries = [good, {**good, "peer": "x"}, {**good, "peer": peer(2), "addresses": ["x"]}, {**good, "peer": peer(3), "addresses": []}]
+    path.write_text(json.dumps({"version": 1, "saved_at": 1e300, "peers": entries, "reputation": []}))
+    t = table()
+    assert book.load(path, t, Reputation(), 0.0) == 1
+    assert t.get(peer(1)) is not None
+
+
+def test_no_book_is_no_news(tmp_path, caplog):
+    assert book.load(tmp_path / "peers.json", table(), Reputation(), 0.0) == 0
+    assert not caplog.records
+
+
+def test_a_book_that_cannot_be_saved_is_a_warning(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    book.save(tmp_path / "file" / "peers.json", b"{}")
+    assert len(caplog.records) == 1

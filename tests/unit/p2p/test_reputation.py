@@ -1,0 +1,123 @@
+import random
+
+import pytest
+
+from swarmnode.p2p import reputation
+from swarmnode.p2p.reputation import Reputation, Standing
+
+
+def greylist(r: Reputation, peer: str, now: float) -> None:
+    while r.standing(peer, now) is Standing.GOOD:
+        r.rejected(peer, "signature", now)
+
+
+def test_a_stranger_is_welcome():
+    assert Reputation().standing("x", 0.0) is Standing.GOOD
+    assert Reputation().score("x", 0.0) == 0.0
+
+
+def test_rejections_greylist_then_ban():
+    r, seen = Reputation(), []
+    for _ in range(10):
+        seen.append(r.rejected("x", "signature", 0.0))
+    assert seen == [Standing.GOOD] * 4 + [Standing.GREYLISTED] * 5 + [Standing.BANNED]
+    assert r.statistics(0.0).rejected == {"signature": 10}
+    assert r.statistics(0.0).banned == 1
+
+
+def test_a_ban_lasts_a_day_whatever_happens_and_ends_on_probation():
+    r = Reputation()
+    r.ban("x", 0.0)
+    for _ in range(10_000):
+        r.accepted("x", 3600.0)
+    assert r.standing("x", reputation.BAN_SECONDS - 1) is Standing.BANNED
+    assert r.standing("x", reputation.BAN_SECONDS + 1) is Standing.GREYLISTED
+    assert r.standing("x", reputation.BAN_SECONDS + 1 + 2 * reputation.HALF_LIFE) is Standing.GOOD
+
+
+def test_a_greylisted_peer_is_forgiven_later_than_it_was_greylisted():
+    r = Reputation()
+    greylist(r, "x", 0.0)
+    assert r.standing("x", 0.5 * reputation.HALF_LIFE) is Standing.GREYLISTED  # above GREYLIST, below FORGIVEN
+    assert r.standing("x", 1.1 * reputation.HALF_LIFE) is Standing.GOOD
+
+
+def test_trust_is_slow_and_bounded_and_its_loss_is_fast():
+    r = Reputation()
+    for _ in range(10_000):
+        r.accepted("x", 0.0)
+    assert r.score("x", 0.0) == reputation.BEST
+    for _ in range(7):
+        r.rejected("x", "reward", 0.0)
+    assert r.standing("x", 0.0) is Standing.GREYLISTED
+
+
+def test_what_was_earned_and_lost_fades():
+    r = Reputation()
+    r.rejected("x", "reward", 0.0)
+    assert r.score("x", reputation.HALF_LIFE) == pytest.approx(-reputation.COST / 2)
+
+
+def test_rare_faults_of_an_honest_peer_are_never_enough():
+    r = Reputation()
+    for hour in range(200):
+        assert r.rejected("x", "stale", hour * 600.0) is Standing.GOOD
+
+
+def test_a_prefix_earns_no_more_than_its_share():
+    r = Reputation()
+    for index in range(50):
+        r.place(f"x{index}", "9.9.9.0/24", 0.0)
+        for _ in range(300):
+            r.accepted(f"x{index}", 0.0)
+    r.place("alone", "9.9.8.0/24", 0.0)
+    for _ in range(300):
+        r.accepted("alone", 0.0)
+    assert sum(r.score(f"x{index}", 0.0) for index in range(50)) == pytest.approx(reputation.PREFIX_BEST)
+    assert r.score("alone", 0.0) == reputation.BEST
+
+
+def test_bans_follow_a_prefix_to_its_newcomers_but_not_far():
+    r = Reputation()
+    for index in range(10):
+        r.place(f"x{index}", "9.9.9.0/24", 0.0)
+        r.ban(f"x{index}", 0.0)
+    r.place("new", "9.9.9.0/24", 0.0)
+    r.place("other", "9.9.8.0/24", 0.0)
+    assert r.score("new", 0.0) == reputation.NEWCOMER_LOWEST
+    assert r.standing("new", 0.0) is Standing.GOOD
+    assert r.score("other", 0.0) == 0.0
+
+
+def test_memory_is_bounded_and_keeps_the_bans():
+    r, rng = Reputation(), random.Random(0)
+    for index in range(100):
+        r.ban(f"bad{index}", 0.0)
+    for index in range(3 * reputation.MAX_PEERS):
+        r.place(f"x{index}", f"{rng.randrange(99)}.0.0.0/24", 0.0)
+        r.accepted(f"x{index}", 0.0)
+    assert r.statistics(0.0).peers <= reputation.MAX_PEERS
+    assert r.statistics(0.0).banned == 100
+
+
+def test_a_restart_keeps_scores_and_what_is_left_of_a_ban():
+    before = Reputation()
+    before.place("x", "9.9.9.0/24", 0.0)
+    before.rejected("x", "reward", 0.0)
+    before.ban("y", 0.0)
+    after = Reputation()
+    after.restore(before.snapshot(1000.0), away=2000.0, now=50.0)
+    assert after.score("x", 50.0) == pytest.approx(before.score("x", 3000.0))
+    assert after.standing("y", 50.0) is Standing.BANNED
+    left = reputation.BAN_SECONDS - 3000.0
+    assert after.standing("y", 50.0 + left - 1) is Standing.BANNED
+    assert after.standing("y", 50.0 + left + 1) is not Standing.BANNED
+
+
+def test_a_snapshot_cannot_bring_in_nonsense():
+    r = Reputation()
+    bad = [reputation.SavedRecord("x", float("nan"), None, 0.0), reputation.SavedRecord("y", 1e9, None, float("inf"))]
+    r.restore([*bad, reputation.SavedRecord("z", 1e9, None, 1e12)], away=0.0, now=0.0)
+    assert r.score("z", 0.0) <= reputation.BEST
+    assert r.standing("z", reputation.BAN_SECONDS + 1) is not Standing.BANNED
+    assert r.statistics(0.0).peers == 1
