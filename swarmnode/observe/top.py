@@ -1,0 +1,153 @@
+"""`swarmnode top` and `swarmnode status`: the same /status that the page draws, in a terminal.
+
+`render` is a pure function of its answer, so it also shows three nodes of a demo side by side. Only reads; loads neither torch nor libp2p.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from swarmnode.errors import Unavailable
+from swarmnode.observe.logs import clean_text
+
+DEADLINE_SECONDS = 5.0
+MAX_BYTES = 16 * 2**20
+BARS = "▁▂▃▄▅▆▇█"
+Status = Mapping[str, Any]
+
+
+def fetch(url: str, points: int = 120) -> Status:
+    """What the node at `url` says. Raises `Unavailable` when none answers there, or something else does."""
+    address = f"{url.rstrip('/')}/status?points={points}"
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a node is never behind the proxy of the environment
+    try:
+        with opener.open(address, timeout=DEADLINE_SECONDS) as answer:
+            told = json.loads(answer.read(MAX_BYTES))
+    except (OSError, ValueError) as error:
+        raise Unavailable(f"no node answers at {url}: {getattr(error, 'reason', error)}") from error
+    if not isinstance(told, dict) or "snapshot" not in told:
+        raise Unavailable(f"{url} is not a swarmnode")
+    return told
+
+
+def text(value: Any, style: str = "") -> Text:
+    """A peer's name must neither style the table nor move the cursor: no markup, no control characters."""
+    return Text(clean_text(str(value)), style=style, no_wrap=True, overflow="ellipsis")
+
+
+def number(value: float | None, digits: int = 0, unit: str = "") -> str:
+    return "–" if value is None else f"{value:,.{digits}f}".replace(",", "\u202f") + (f" {unit}" if unit else "")
+
+
+def sparkline(values: list[float | None], width: int = 28) -> str:
+    """`values` thinned out to `width`, drawn from the lowest to the highest of them; a gap where nothing was measured."""
+    shown = values if len(values) <= width else [values[(i + 1) * len(values) // width - 1] for i in range(width)]
+    known = [value for value in shown if value is not None]
+    if not known:
+        return ""
+    low, high = min(known), max(known)
+    level = lambda value: round((value - low) / (high - low) * (len(BARS) - 1)) if high > low else 0
+    return "".join(" " if value is None else BARS[level(value)] for value in shown)
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def render(status: Status) -> RenderableType:
+    """One node: verdict, learning, rollouts, peers. `status` is the decoded answer of /status."""
+    s = status["snapshot"]
+    node, report = s["node"], s["trainer"]["report"] or {}
+    troubles = [*status["ready"]["reasons"], *status["troubles"]]
+    verdict = text("ready", "green") if not troubles else text("; ".join(troubles), "yellow" if status["ready"]["ok"] else "red")
+    title = clean_text(node["name"] or node["peer"][:16] or "swarmnode")
+    facts = [f"swarm {node['swarm_name']}", node["model"], report.get("device"), f"up {duration(s['at'] - node['started_at'])}"]
+    head = Text.assemble(verdict, "   ", text(" · ".join(str(fact) for fact in facts if fact), "dim"))
+    body = Group(head, "", _learning(s, report, status.get("history") or {}), "", _peers(s["peers"]))
+    return Panel(body, title=Text(title, style="bold"), title_align="left", border_style="dim", padding=(0, 1))
+
+
+def _learning(s: Status, report: Status, history: Status) -> Table:
+    rollouts, network, pool = s["rollouts"], s["network"], s["rollouts"]["pool"]
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), expand=True)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True, style="cyan", ratio=1)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    past = lambda column: sparkline(history.get(column) or [])
+    restarts = sum(s["supervisor"]["restarts"].values())
+    rejected, ignored = sum(rollouts["rejected"].values()), sum(rollouts["ignored"].values())
+    rows = [
+        ("reward held-out", number(report.get("reward_held_out"), 3), past("reward_held_out"), "published", number(rollouts["published"])),
+        ("reward own", number(report.get("reward_own"), 3), past("reward_own"), "admitted", number(rollouts["admitted"])),
+        ("reward peers'", number(report.get("reward_external"), 3), past("reward_external"), "used", number(rollouts["used"])),
+        ("policy version", number(report.get("policy_version")), report.get("phase", ""), "ignored", number(ignored)),
+        ("step", number(report.get("step_seconds"), 2, "s"), past("step_seconds"), "rejected", number(rejected)),
+        ("tokens/s", number(report.get("tokens_per_second")), "", "pool", number(pool["groups"])),
+        ("peers", number(network["peers_in"] + network["peers_out"]), past("peers"), "restarts", number(restarts)),
+    ]  # fmt: skip
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _peers(peers: list[Status], most: int = 12) -> RenderableType:
+    if not peers:
+        return text("no peers yet", "dim")
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("peer", no_wrap=True)
+    for name in ("link", "admitted", "used", "rejected", "reputation", "seen"):
+        table.add_column(name, justify="left" if name == "link" else "right", no_wrap=True)
+    order = sorted(peers, key=lambda peer: (not peer["direction"], -peer["used"], peer["peer"]))
+    for peer in order[:most]:
+        counts = [number(peer[name]) for name in ("admitted", "used", "rejected")]
+        seen = duration(peer["last_seen_seconds"])
+        style = "dim" if not peer["direction"] else "yellow" if peer["reputation"] < 0 else ""
+        table.add_row(text(peer["peer"][:16]), peer["direction"] or "–", *counts, number(peer["reputation"], 2), seen, style=style)
+    if len(order) > most:
+        table.add_row(text(f"and {len(order) - most} more", "dim"))
+    return table
+
+
+def top_command(url: str, interval: float = 1.0) -> None:
+    """Show the node at `url` until interrupted. Raises `Unavailable` when it does not answer at the start; later it says so and waits."""
+    shown = render(fetch(url))
+    try:
+        with Live(shown, console=Console(), screen=sys.stdout.isatty(), auto_refresh=False) as live:
+            while True:
+                try:
+                    shown = render(fetch(url))
+                    live.update(shown, refresh=True)
+                except Unavailable as error:
+                    live.update(Group(shown, text(error, "red")), refresh=True)
+                time.sleep(interval)
+    except KeyboardInterrupt:
+        return
+
+
+def status_command(url: str, as_json: bool = False) -> int:
+    """Print the node's state once. Returns 0 when it is ready, 1 when it is not; raises `Unavailable` when it does not answer."""
+    told = fetch(url, points=0 if as_json else 120)
+    if as_json:
+        print(json.dumps(told, indent=2))
+    else:
+        Console().print(render(told))
+    return 0 if told["ready"]["ok"] else 1

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from swarmnode.errors import Unavailable
+from swarmnode.observe.history import History
+from swarmnode.observe.http import status_json
+from swarmnode.observe.snapshot import NodeSnapshot
+from swarmnode.observe.top import fetch, render, sparkline, status_command
+from swarmnode.testing.snapshots import PEERS, example, example_at
+
+
+def told(snapshot: NodeSnapshot) -> dict:
+    history = History()
+    for second in range(60):
+        history.add(example_at(float(second)))
+    return json.loads(status_json(snapshot, history))
+
+
+def drawn(snapshot: NodeSnapshot, width: int = 110, styles: bool = True) -> str:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        console.print(render(told(snapshot)))
+    return console.export_text(styles=styles)
+
+
+@contextmanager
+def answering(body: bytes) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_shows_what_a_person_wants_to_know() -> None:
+    shown = drawn(example())
+    for expected in ("kitchen-3090", "ready", "0.631", "250", PEERS[0][:16], "rejected", "▁"):
+        assert expected in shown
+
+
+def test_an_empty_node_is_drawn_too() -> None:
+    shown = drawn(NodeSnapshot())
+    assert "network not up yet" in shown
+    assert "no peers yet" in shown
+
+
+def test_it_fits_a_narrow_terminal() -> None:
+    assert max(len(line) for line in drawn(example(), width=60, styles=False).splitlines()) <= 60
+
+
+def test_names_are_inert() -> None:
+    peer = msgspec.structs.replace(example().peers[0], peer="[red]x[/red]\x1b[2J")
+    node = msgspec.structs.replace(example().node, name="[bold]me[/bold]\x1b]0;owned\x07")
+    shown = drawn(msgspec.structs.replace(example(), peers=[peer], node=node))
+    assert "[red]x[/red]" in shown
+    assert "[bold]me[/bold]" in shown
+    assert "\x1b[2J" not in shown
+    assert "\x1b]0" not in shown
+
+
+def test_sparkline_spans_its_own_range_and_keeps_gaps() -> None:
+    assert sparkline([0.0, None, 1.0]) == "▁ █"
+    assert sparkline([5.0, 5.0]) == "▁▁"
+    assert sparkline([None]) == ""
+    assert sparkline([float(i) for i in range(100)], width=8) == "▁▂▃▄▅▆▇█"
+
+
+def test_status_prints_json_and_its_exit_code_is_the_verdict(capsys) -> None:
+    for snapshot, code in ((example(), 0), (NodeSnapshot(), 1)):
+        with answering(status_json(snapshot, History())) as url:
+            assert status_command(url, as_json=True) == code
+        assert json.loads(capsys.readouterr().out)["ready"]["ok"] == (code == 0)
+
+
+def test_nobody_there_and_somebody_else_are_one_clear_line() -> None:
+    with answering(b"<html>") as url, pytest.raises(Unavailable, match="no node answers"):
+        fetch(url)
+    with answering(b"[]") as url, pytest.raises(Unavailable, match="is not a swarmnode"):
+        fetch(url)
+    with pytest.raises(Unavailable, match=r"no node answers at .*Connection refused"):
+        fetch("http://127.0.0.1:9")
