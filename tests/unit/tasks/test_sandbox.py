@@ -6,6 +6,7 @@ pytest tests/unit/tasks/test_sandbox.py
 import json
 import os
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -21,13 +22,19 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="most layers are
 INTRUDER = """
 import ctypes, json, os, resource, socket, subprocess, sys
 from swarmnode.tasks import child, sandbox, seccomp
-marker, without, inherited = sys.argv[1], sys.argv[2].split(","), int(sys.argv[3])
+marker, without, inherited, port = sys.argv[1], sys.argv[2].split(","), int(sys.argv[3]), int(sys.argv[4])
 os.fstat(inherited)
 if "audit" in without:
     sys.addaudithook = lambda hook: None
 if "seccomp" in without:
     seccomp.install = lambda libc: False
+if "rlimits" in without:
+    resource.setrlimit = lambda limit, values: None
 layers = sandbox.enter(os.getppid())
+
+def connect():
+    with socket.socket() as connection:
+        connection.connect(("127.0.0.1", port))
 
 def fork():
     if os.fork() == 0:
@@ -48,7 +55,8 @@ def system():
         raise OSError("no shell")
 
 trials = {
-    "socket": lambda: socket.socket(), "pair": lambda: socket.socketpair(), "write": write, "write_by_libc": write_by_libc,
+    "socket": lambda: socket.socket(), "connect": connect, "pair": lambda: socket.socketpair(), "write": write,
+    "write_by_libc": write_by_libc,
     "read": lambda: open("/proc/self/status").read(), "spawn": lambda: subprocess.run(["true"], check=True), "system": system, "fork": fork,
     "allocate": lambda: len(bytearray(4 << 30)), "kill": lambda: os.kill(os.getppid(), 0), "mkdir": lambda: os.mkdir(marker),
     "parent_limit": lambda: resource.prlimit(os.getppid(), resource.RLIMIT_CORE, resource.getrlimit(resource.RLIMIT_CORE)),
@@ -67,11 +75,11 @@ os.write(1, json.dumps([layers, done]).encode())
 """
 
 
-def intrude(folder, without=""):
+def intrude(folder, without="", port=9):
     """(active layers, what succeeded)"""
     secret = os.open("/dev/null", os.O_RDONLY)
     done = subprocess.run(
-        [sys.executable, "-c", INTRUDER, str(folder / "marker"), without, str(secret)],
+        [sys.executable, "-c", INTRUDER, str(folder / "marker"), without, str(secret), str(port)],
         pass_fds=(secret,),
         capture_output=True,
         text=True,
@@ -102,7 +110,16 @@ def test_the_kernel_refuses_it_when_the_interpreter_does_not(tmp_path):
 
 def test_limits_hold_without_interpreter_and_filter(tmp_path):
     _, succeeded = intrude(tmp_path, without="audit,seccomp")
-    assert not {"socket", "pair", "write", "read", "spawn", "system", "allocate", "memory_limit", "inherited"} & set(succeeded)
+    assert not {"socket", "connect", "pair", "write", "read", "spawn", "system", "allocate", "memory_limit", "inherited"} & set(succeeded)
+
+
+def test_network_namespace_has_no_way_out(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        layers, succeeded = intrude(tmp_path, without="audit,seccomp,rlimits", port=server.getsockname()[1])
+    if "namespaces" not in layers:
+        pytest.skip("this machine lets us make no namespaces")
+    assert "socket" in succeeded
+    assert "connect" not in succeeded
 
 
 def test_filter_lets_through_only_what_is_listed():
