@@ -61,9 +61,9 @@ class AsyncScorer:
         await nursery.start(self.run)
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool | None:
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._cancel()
-        return await self._manager.__aexit__(kind, error, trace)
+        await self._manager.__aexit__(None, None, None)  # an error of the body leaves as it is, not in an ExceptionGroup
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve the queue until cancelled. Started as soon as it takes questions, which may be before the child is ready."""

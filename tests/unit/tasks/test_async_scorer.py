@@ -157,6 +157,23 @@ async def test_nobody_waits_for_a_closed_scorer():
         await scorer.prompt(ref())
 
 
+async def test_an_error_in_the_body_leaves_as_it_is():
+    with pytest.raises(ZeroDivisionError):
+        async with AsyncScorer() as scorer:
+            await scorer.prompt(ref())
+            raise ZeroDivisionError
+
+
+async def test_cancelling_the_body_closes_the_scorer():
+    with trio.CancelScope() as scope:
+        async with AsyncScorer() as scorer:
+            await scorer.prompt(ref())
+            scope.cancel()
+            await trio.sleep_forever()
+    assert scope.cancelled_caught
+    assert scorer.statistics().pid is None
+
+
 async def test_no_child_is_left_behind():
     before = {process.pid for process in psutil.Process().children()}
     async with AsyncScorer() as scorer:
