@@ -71,7 +71,8 @@ def run_node(*, config: ConfigFile = None, set_: Setting = None, data_dir: DataD
         Multiaddr of a peer to join through, ending in /p2p/<peer id>. May be repeated.
     """
     resolved = _load(config, set_, data_dir, peer)
-    from swarmnode import logs, supervisor
+    from swarmnode import supervisor
+    from swarmnode.observe import logs
     from swarmnode.tasks.registry import check_names
 
     check_names(resolved.config.task.names)

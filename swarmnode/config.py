@@ -195,6 +195,8 @@ class SupervisorConfig(Section):
     """First pause before a restart; doubles, with jitter, up to 60 s."""
     crash_limit: int = Field(default=6, ge=1)
     """This many crashes of one process within crash_window_seconds end the node."""
+    network_memory_bytes: int = Field(default=1536 * 2**20, ge=256 * 2**20)
+    """A network process that uses more memory than this ends itself and is started again: no peer may grow it for ever."""
     crash_window_seconds: float = Field(default=300.0, gt=0)
     """Window of crash_limit."""
 

@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from swarmnode.errors import SwarmNodeError
 
@@ -56,7 +56,22 @@ def run_main(name: str, main: Callable[[], int]) -> int:
     try:
         return main()
     except SwarmNodeError as error:
-        print(f"{name}: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
+        first = error
+    except BaseExceptionGroup as group:  # what a nursery makes of one error; anything else in it is a defect and keeps its traceback
+        errors = list(leaves(group))
+        if not isinstance(errors[0], SwarmNodeError):
+            raise
+        first = errors[0]
     except KeyboardInterrupt:
         return 130
+    print(f"{name}: {first}", file=sys.stderr, flush=True)
+    return first.exit_code
+
+
+def leaves(error: BaseException) -> Iterator[BaseException]:
+    """The exceptions inside nested groups, our own first."""
+    if not isinstance(error, BaseExceptionGroup):
+        yield error
+        return
+    inner = [leaf for child in error.exceptions for leaf in leaves(child)]
+    yield from sorted(inner, key=lambda leaf: not isinstance(leaf, SwarmNodeError))

@@ -46,7 +46,7 @@ def run(config: Config) -> int:
 class Child:
     name: str
     watchdog: Watchdog
-    process: trio.Process | None = None
+    process: subprocess.Popen[bytes] | None = None
     exited: trio.Event = field(default_factory=trio.Event)
 
 
@@ -75,8 +75,7 @@ class Supervisor:
             for child in self._children.values():
                 if child.process is not None and child.process.poll() is None:
                     child.process.kill()
-                    with trio.CancelScope(shield=True):
-                        await child.process.wait()
+                    child.process.wait()
             os.close(lock)
 
     async def _keep_running(self, child: Child, config_file: Path) -> None:
@@ -84,7 +83,8 @@ class Supervisor:
         while not self._stopping.is_set():
             read_fd, write_fd = os.pipe()
             child.exited = trio.Event()
-            child.process = await trio.lowlevel.open_process(
+            # From this thread: trio would start it from a worker thread, and die_with_parent fires when *that* ends.
+            child.process = subprocess.Popen(  # noqa: ASYNC220
                 [sys.executable, "-m", COMMANDS[child.name], "--config", str(config_file)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(write_fd,),
@@ -94,12 +94,10 @@ class Supervisor:
             os.close(write_fd)
             child.watchdog.started(trio.current_time())
             log.info("started", process=child.name, pid=child.process.pid)
-            if self._stopping.is_set():
-                child.process.terminate()
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._read_progress, child, read_fd)
                 nursery.start_soon(self._kill_when_stalled, child)
-                exit_code = await child.process.wait()
+                exit_code = await wait_for(child.process)
                 child.exited.set()
                 nursery.cancel_scope.cancel()
             if self._stopping.is_set():
@@ -180,18 +178,28 @@ class Supervisor:
 
     def _write_statistics(self) -> None:
         """For the network process to export: it serves the metrics, but cannot count its own deaths."""
-        processes = {}
-        for name, child in self._children.items():
-            statistics = child.watchdog.statistics()
-            processes[name] = {
-                "restarts": statistics.restarts,
-                "stalls": statistics.stalls,
-                "recovery_seconds": list(statistics.recovery_seconds),
-            }
+        watched = {name: child.watchdog.statistics() for name, child in self._children.items()}
+        told = {
+            "restarts": {name: statistics.restarts for name, statistics in watched.items()},
+            "stalls": {name: statistics.stalls for name, statistics in watched.items()},
+            "recovery_seconds": {name: list(statistics.recovery_seconds) for name, statistics in watched.items()},
+        }
         try:
-            write_atomically(self._run_dir / "supervisor.json", json.dumps({"processes": processes}).encode())
+            write_atomically(self._run_dir / "supervisor.json", json.dumps(told).encode())
         except OSError as error:  # a full disk must not end a node that still trains
             log.error("cannot write statistics", error=str(error))
+
+
+async def wait_for(process: subprocess.Popen[bytes]) -> int:
+    """Wait for a child to end; return its exit code, negative for a signal."""
+    if not hasattr(os, "pidfd_open"):
+        return await trio.to_thread.run_sync(process.wait, abandon_on_cancel=True)
+    fd = os.pidfd_open(process.pid)
+    try:
+        await trio.lowlevel.wait_readable(fd)
+    finally:
+        os.close(fd)
+    return process.wait()
 
 
 def parse_progress(line: bytes) -> tuple[float | None, str] | None:

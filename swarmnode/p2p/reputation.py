@@ -45,6 +45,7 @@ class Record:
     prefix: str | None = None
     greylisted: bool = False
     banned_until: float = -math.inf
+    rejections: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +88,7 @@ class Reputation:
         """Something of `peer` was wrong in a way it must have known. `reason`: of a closed set, it becomes a metric label."""
         record = self._record(peer, now)
         record.score -= cost
+        record.rejections += 1
         self._rejected[reason] += 1
         if record.score <= BAN and record.banned_until <= now:
             record.banned_until = now + BAN_SECONDS
@@ -118,6 +120,11 @@ class Reputation:
         self._decay(record, now)
         record.greylisted = record.score <= (FORGIVEN if record.greylisted else GREYLIST)
         return Standing.GREYLISTED if record.greylisted else Standing.GOOD
+
+    def rejections(self, peer: str) -> int:
+        """How often something of `peer` was wrong since this process started; for people."""
+        record = self._records.get(peer)
+        return 0 if record is None else record.rejections
 
     def score(self, peer: str, now: float) -> float:
         """−∞ … BEST; a prefix's peers share PREFIX_BEST between them in proportion to what each has earned."""

@@ -152,7 +152,7 @@ class Trainer:
 
         experience = self._sampler(own_count)
         if sharing:
-            for message in experience.publishable:
+            for message in experience.messages:
                 self._link.send(message)
         sampled = time.monotonic()
 

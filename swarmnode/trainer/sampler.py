@@ -1,4 +1,4 @@
-"""A node's own experience: its next questions, its policy's answers, their rewards, and what of it is worth publishing."""
+"""A node's own experience: its next questions, its policy's answers, their rewards, and the messages that publish it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ log = structlog.get_logger("swarmnode.trainer")
 @dataclass(frozen=True)
 class Experience:
     groups: list[TrainingGroup]
-    publishable: list[OwnGroup]
-    """Those whose rewards differ: peers would drop the others unseen."""
+    messages: list[OwnGroup]
+    """The same groups for the network process, which decides which of them are worth sending."""
     tokens: int
 
 
@@ -56,15 +56,14 @@ class Sampler:
         scored = self._scorer.score_many(
             [(ref, [c.text for c in sample.completions]) for (_, ref, _), sample in zip(asked, samples, strict=True)]
         )
-        groups, publishable = [], []
+        groups, messages = [], []
         for (sequence, ref, _), sample, result in zip(asked, samples, scored, strict=True):
             if not isinstance(result, Scored):
                 log.warning("group not scored", task=ref.id, error=str(result))
                 continue
             groups.append(own_group(sample, result.rewards))
-            if len(set(result.rewards)) > 1:
-                publishable.append(self._message(sequence, ref, sample))
-        return Experience(groups, publishable, sum(len(c.ids) for sample in samples for c in sample.completions))
+            messages.append(self._message(sequence, ref, sample, result.rewards))
+        return Experience(groups, messages, sum(len(c.ids) for sample in samples for c in sample.completions))
 
     def _next_question(self) -> tuple[int, TaskRef]:
         c = self._counters
@@ -84,11 +83,11 @@ class Sampler:
         longest = max((len(self._policy.encode_prompt(prompt)) for prompt in prompts), default=0) + cfg.max_completion_length
         return self._batcher.generate(prompts, size, longest, work)
 
-    def _message(self, sequence: int, ref: TaskRef, sample: GroupSample) -> OwnGroup:
+    def _message(self, sequence: int, ref: TaskRef, sample: GroupSample, rewards: list[float]) -> OwnGroup:
         cfg = self._cfg
         completions = [
             Completion(c.text, len(c.ids), min(0.0, math.fsum(c.logprobs)), c.finish, pack_ids(c.ids), pack_logprobs(c.logprobs))
             for c in sample.completions
         ]
         sampling = SamplingParams(cfg.temperature, cfg.top_p, cfg.max_completion_length)
-        return OwnGroup(ref, self._counters.policy_version, sequence, sampling, completions)
+        return OwnGroup(ref, self._counters.policy_version, sequence, sampling, completions, rewards)

@@ -55,7 +55,7 @@ def node(tmp_path, monkeypatch):
         return [int(line) for line in path.read_text().split()] if path.exists() else []
 
     build.pids = pids
-    build.statistics = lambda: json.loads((tmp_path / "data" / "run" / "supervisor.json").read_text())["processes"]
+    build.statistics = lambda: json.loads((tmp_path / "data" / "run" / "supervisor.json").read_text())
     return build
 
 
@@ -66,10 +66,10 @@ async def test_kill_minus_nine_of_one_child_restarts_it_alone(node):
         await until(lambda: node.pids("trainer") and node.pids("network"))
         os.kill(node.pids("trainer")[0], signal.SIGKILL)
         await until(lambda: len(node.pids("trainer")) == 2)
-        await until(lambda: node.statistics()["trainer"]["recovery_seconds"])
+        await until(lambda: node.statistics()["recovery_seconds"]["trainer"])
         os.kill(os.getpid(), signal.SIGTERM)
     assert len(node.pids("network")) == 1
-    assert node.statistics()["trainer"]["restarts"] == 1
+    assert node.statistics()["restarts"]["trainer"] == 1
 
 
 async def test_a_child_without_progress_is_killed_and_restarted(node):
@@ -78,7 +78,7 @@ async def test_a_child_without_progress_is_killed_and_restarted(node):
         nursery.start_soon(supervisor.run)
         await until(lambda: len(node.pids("trainer")) == 2)
         os.kill(os.getpid(), signal.SIGTERM)
-    assert node.statistics()["trainer"]["stalls"] >= 1
+    assert node.statistics()["stalls"]["trainer"] >= 1
 
 
 async def test_a_finished_trainer_ends_the_node_with_zero(node):
@@ -134,3 +134,18 @@ def test_an_unwritable_data_directory_is_one_clear_line(tmp_path):
 @pytest.mark.parametrize("line", [b"", b"{", b"[]", b'{"status":"x"}', b'{"step_seconds":"a","status":"x"}', b"\xff", b"3"])
 def test_progress_lines_that_are_not_ours_are_ignored(line):
     assert parse_progress(line) is None
+
+
+async def test_children_are_started_by_the_thread_whose_end_would_end_them(node):
+    supervisor = node(trainer="progress(open('/proc/self/status').read().split('PPid:')[1].split()[0]); time.sleep(60)")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(supervisor.run)
+        await until(lambda: node.pids("trainer") and node.pids("network"))
+        creator = [task for task in os.listdir("/proc/self/task") if str(node.pids("trainer")[0]) in _children(task)]
+        assert creator == [str(os.getpid())]
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _children(task):
+    with open(f"/proc/self/task/{task}/children") as file:
+        return file.read().split()

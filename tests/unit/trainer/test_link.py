@@ -10,7 +10,7 @@ from swarmnode.testing.waiting import until
 from swarmnode.trainer.frames import FrameError, Unpacker, pack, socket_path, to_network
 from swarmnode.trainer.link import QUEUED_FRAMES, Link
 from swarmnode.trainer.link_server import LinkServer
-from swarmnode.trainer.messages import Drawn, Hello, Judged, Report, Welcome
+from swarmnode.trainer.messages import Drawn, Hello, Report, Welcome
 
 HELLO = Hello(model=b"m" * 32, tokenizer=b"t" * 32, policy_version=3, vocab_size=120)
 WELCOME = Welcome(peer="12D3KooWtest", swarm=b"s" * 32)
@@ -124,9 +124,9 @@ async def test_a_bad_frame_closes_the_connection_and_is_counted(data_dir, data):
 def test_the_outbox_is_bounded_and_drops_the_oldest(data_dir):
     link = Link(data_dir, lambda: HELLO)  # not started: nothing leaves
     for step in range(QUEUED_FRAMES + 3):
-        link.send(Judged(content=b"", peer="", outcome=str(step)))
+        link.send(Report(phase="training", step=step))
     assert link.statistics().dropped_frames == 3
-    assert Unpacker(to_network).feed(link._outbox[0])[0].outcome == "3"
+    assert Unpacker(to_network).feed(link._outbox[0])[0].step == 3
 
 
 def test_frames_survive_any_cut():

@@ -1,0 +1,191 @@
+"""The network process: composition root. Builds the parts, owns the nursery, orders start and drain.
+
+    identity → swarm id → libp2p host → rollout exchange → link to the trainer → HTTP
+
+Parts do not know this module; it wires them and drives them. Never imports torch. When it dies, the trainer goes on; when the trainer
+dies, it goes on: what other nodes see is one peer that never left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import psutil
+import structlog
+import trio
+
+from swarmnode import __version__, view
+from swarmnode.config import Config
+from swarmnode.errors import LocalError
+from swarmnode.files import write_atomically
+from swarmnode.observe import logs
+from swarmnode.observe.http import serve_http
+from swarmnode.observe.snapshot import Health, NodeInfo, NodeSnapshot
+from swarmnode.observe.watch import SupervisorWatch, TrainerWatch, process_use
+from swarmnode.p2p.host import open_host
+from swarmnode.p2p.identity import Identity, load_or_create
+from swarmnode.p2p.network import Network
+from swarmnode.process import Progress, die_with_parent, run_main
+from swarmnode.rollouts.exchange import RolloutExchange
+from swarmnode.rollouts.groups import Draw, Drawn, Judged, OwnGroup
+from swarmnode.tasks.client import AsyncScorer
+from swarmnode.tasks.registry import task_version
+from swarmnode.trainer.link_server import LinkServer
+from swarmnode.trainer.messages import Hello, Report, Welcome
+from swarmnode.wire import ids
+from swarmnode.wire.swarm import swarm_id
+
+log = structlog.get_logger("swarmnode.node")
+
+HEARTBEAT_SECONDS = 1.0
+
+
+async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
+    """Run until SIGTERM.
+
+    Raises:
+        LocalError: something of this machine is missing or unsafe; errors.py says which exit code follows.
+    """
+    data_dir = config.node.data_dir
+    identity = load_or_create(data_dir / "identity.key")
+    swarm = swarm_id(config.swarm.name, {name: task_version(name) for name in config.task.names})
+    async with open_host(config.network, identity, data_dir, swarm=swarm) as network, AsyncScorer() as scorer:
+        node = Node(config, identity, swarm, network, scorer, ring)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(node.exchange.run)
+            await nursery.start(node.link.run)
+            if config.http.enabled:
+                node.url = await nursery.start(partial(serve_http, config.http, node.snapshot))
+            node.announce()
+            nursery.start_soon(node.beat, progress)
+            with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+                async for _ in signals:
+                    break
+            log.info("draining")
+            node.draining = True
+            nursery.cancel_scope.cancel()
+
+
+class Node:
+    """The parts, and what they are to the trainer (`link_server.Trainer`) and to whoever watches (`snapshot`)."""
+
+    def __init__(
+        self, config: Config, identity: Identity, swarm: bytes, network: Network, scorer: AsyncScorer, ring: logs.LogRing
+    ) -> None:
+        self._config = config
+        self._swarm = swarm
+        self._network = network
+        self._scorer = scorer
+        self._ring = ring
+        self.exchange = RolloutExchange(
+            network, scorer, identity.private_key, swarm, config.task.names, config.sharing,
+            max_completion_length=config.training.max_completion_length,
+        )  # fmt: skip
+        self.link = LinkServer(config.node.data_dir, self)
+        self.url = ""
+        self.draining = False
+        self._started_at = time.time()
+        self._trainer = TrainerWatch()
+        self._trainer_pid: int | None = None
+        self._supervisor = SupervisorWatch(config.node.data_dir / "run" / "supervisor.json")
+        self._staleness: Counter[int] = Counter()
+        self._ever_connected = False
+
+    # ---- for the trainer ----------------------------------------------------------------------------------------------
+
+    def hello(self, hello: Hello) -> Welcome:
+        log.info("trainer connected", pid=hello.pid, policy_version=hello.policy_version)
+        self._trainer_pid = hello.pid or None
+        self.exchange.set_policy(hello)
+        return Welcome(self._network.peer_id, self._swarm)
+
+    async def own_group(self, group: OwnGroup) -> None:
+        await self.exchange.publish(group)
+
+    def draw(self, draw: Draw) -> Drawn:
+        drawn = self.exchange.draw(draw)
+        self._staleness.update(min(group.staleness, self._config.sharing.drop_staleness) for group in drawn.groups)
+        return drawn
+
+    def judged(self, judged: Judged) -> None:
+        self.exchange.judged(judged)
+
+    def report(self, report: Report) -> None:
+        self._trainer.report(report, trio.current_time())
+
+    # ---- for whoever watches ------------------------------------------------------------------------------------------
+
+    def announce(self) -> None:
+        """Say where we are: in the log, and in a file for whoever started us."""
+        addresses = {"peer": self._network.peer_id, "addrs": self._network.listen_addrs, "http": self.url, "swarm": self._swarm.hex()}
+        write_atomically(self._config.node.data_dir / "run" / "addresses.json", json.dumps(addresses).encode())
+        log.info("listening", peer=self._network.peer_id, addrs=self._network.listen_addrs, status_page=self.url or "off")
+
+    async def beat(self, progress: Progress) -> None:
+        """A sign of life per second for the supervisor; ends the process when it has grown too large.
+
+        Raises:
+            LocalError: memory above `supervisor.network_memory_bytes`.
+        """
+        process = psutil.Process()
+        while True:
+            used = process.memory_info().rss
+            if used > self._config.supervisor.network_memory_bytes:
+                raise LocalError(f"the network process uses {used / 2**20:.0f} MiB; starting again")
+            self._ever_connected |= bool(self._network.connected())
+            progress("serving")
+            await trio.sleep(HEARTBEAT_SECONDS)
+
+    def snapshot(self) -> NodeSnapshot:
+        """Everything there is to see, now."""
+        now = trio.current_time()
+        network, exchange = self._network.statistics(), self.exchange.statistics()
+        if self.link.statistics().connected:
+            self._trainer.connected(self._trainer_pid)
+        else:
+            self._trainer.disconnected()
+        trainer = self._trainer.statistics(now)
+        report = trainer.report
+        sharing = self._config.sharing
+        return NodeSnapshot(
+            at=time.time(),
+            node=NodeInfo(
+                peer=self._network.peer_id, name=self._config.node.name, version=__version__, swarm=self._swarm.hex(),
+                swarm_name=self._config.swarm.name, model=self._config.policy.model, tasks=list(self._config.task.names),
+                addrs=self._network.listen_addrs, started_at=self._started_at, sharing=sharing.enabled,
+            ),
+            health=Health(
+                network_ready=True,
+                policy_loaded=report is not None and report.phase != "loading",
+                joined=self._ever_connected,
+                draining=self.draining,
+            ),
+            trainer=trainer,
+            rollouts=view.rollouts_view(exchange, self._staleness, sharing.pool_groups, sharing.pool_bytes),
+            network=view.network_view(network, ids.rollout_topic(self._swarm)),
+            supervisor=self._supervisor.read(),
+            scorer_restarts=max(0, self._scorer.statistics().starts - 1),
+            processes=process_use({"network": os.getpid(), "trainer": self._trainer_pid, "scorer": self._scorer.statistics().pid}),
+            peers=view.peer_rows(self._network, exchange.admitted_by_peer, report, now),
+            logs=self._ring.statistics(),
+        )  # fmt: skip
+
+
+def main() -> int:
+    die_with_parent()
+    progress = Progress()
+    config = Config.model_validate_json(Path(sys.argv[sys.argv.index("--config") + 1]).read_bytes())
+    ring = logs.configure(config.log, "network")
+    trio.run(run, config, progress, ring)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_main("swarmnode network", main))

@@ -1,0 +1,103 @@
+"""The parts' statistics as one `NodeSnapshot`: what metrics, the status page and health see of a node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from swarmnode.observe.snapshot import NetworkView, PeerRow, PoolView, RolloutsView
+from swarmnode.p2p.network import Network, NetworkStatistics
+from swarmnode.rollouts.exchange import ExchangeStatistics
+from swarmnode.rollouts.reasons import REASONS, Verdict
+from swarmnode.trainer.messages import Report
+
+PEER_ROWS = 64
+"""Peers in the page's table, at most."""
+
+
+def network_view(s: NetworkStatistics, topic: str) -> NetworkView:
+    """`topic`: whose mesh counts."""
+    protocols = s.traffic.received.keys() | s.traffic.sent.keys()
+    gossip = s.gossip
+    return NetworkView(
+        peers_in=s.peers.inbound,
+        peers_out=s.peers.outbound,
+        peers_known=s.peers.known,
+        mesh=gossip.mesh.get(topic, 0),
+        dials=s.peers.dials,
+        dial_failures=s.peers.dial_failures,
+        gossip={
+            "received": gossip.received, "accepted": gossip.accepted, "ignored": gossip.ignored, "rejected": gossip.rejected,
+            "delivered": gossip.delivered, "published": gossip.published, "unwelcome": gossip.unwelcome, "dropped": gossip.dropped,
+        },
+        requests=_by_outcome(s.requests.requests),
+        requests_served=_by_outcome(s.requests.served),
+        bytes={p: {"in": s.traffic.received.get(p, 0), "out": s.traffic.sent.get(p, 0)} for p in sorted(protocols)},
+        guards=dict(s.guards),
+        greylisted=s.reputation.greylisted,
+        banned=s.reputation.banned,
+    )  # fmt: skip
+
+
+def rollouts_view(s: ExchangeStatistics, staleness: Mapping[int, int], max_groups: int, max_bytes: int) -> RolloutsView:
+    """`staleness`: groups handed to the trainer, by own policy versions since they arrived."""
+    outcomes = s.admission.outcomes
+    by_verdict = lambda verdict: {reason: n for reason, n in outcomes.items() if REASONS.get(reason) is verdict}
+    failed = sum(s.published.get(outcome, 0) for outcome in ("failed", "invalid", "oversize", "rate", "no_policy"))
+    ignored, rejected = by_verdict(Verdict.IGNORE), by_verdict(Verdict.REJECT)
+    admitted = outcomes.get("admitted", 0)
+    return RolloutsView(
+        published=s.published.get("gossip", 0) + s.published.get("announced", 0),
+        publish_failures=failed,
+        received=admitted + sum(ignored.values()) + sum(rejected.values()) + s.waiting + s.fetching.pending,
+        admitted=admitted,
+        ignored=ignored,
+        rejected=rejected,
+        drawn=s.pool.drawn,
+        used=s.judged.get("used", 0),
+        judged=dict(s.judged),
+        staleness=dict(staleness),
+        fetches=dict(s.fetching.fetched),
+        pool=PoolView(
+            groups=s.pool.groups,
+            bytes=s.pool.bytes,
+            peers=s.pool.peers,
+            oldest_seconds=s.pool.oldest_seconds if s.pool.groups else None,
+            max_groups=max_groups,
+            max_bytes=max_bytes,
+            dropped={
+                "expired_age": s.pool.expired_age, "expired_version": s.pool.expired_version,
+                "evicted_full": s.pool.evicted_full, "evicted_peer_share": s.pool.evicted_peer_share,
+            },
+        ),
+    )  # fmt: skip
+
+
+def peer_rows(network: Network, admitted: Mapping[str, int], report: Report | None, now: float) -> list[PeerRow]:
+    """Connected peers first, then others we have heard from; `now` is trio's clock."""
+    used = report.peers_used if report is not None else {}
+    connected = network.connected()
+    others = [peer for peer in {**used, **admitted} if peer not in connected]
+    rows = []
+    for peer in [*connected, *others][:PEER_ROWS]:
+        known = network.peers.get(peer)
+        linked = known is not None and peer in connected
+        rows.append(
+            PeerRow(
+                peer=peer,
+                direction=("in" if known.inbound else "out") if known is not None and linked else "",
+                admitted=admitted.get(peer, 0),
+                used=used.get(peer, 0),
+                rejected=network.reputation.rejections(peer),
+                reputation=network.reputation.score(peer, now),
+                last_seen_seconds=max(0.0, now - known.last_seen) if known is not None and known.last_seen > 0 else None,
+            )
+        )
+    return rows
+
+
+def _by_outcome(by_protocol: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for outcomes in by_protocol.values():
+        for outcome, count in outcomes.items():
+            total[outcome] = total.get(outcome, 0) + count
+    return total
