@@ -158,10 +158,13 @@ async def test_nobody_waits_for_a_closed_scorer():
 
 
 async def test_an_error_in_the_body_leaves_as_it_is():
-    with pytest.raises(ZeroDivisionError):
+    async def body():
         async with AsyncScorer() as scorer:
             await scorer.prompt(ref())
             raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await body()
 
 
 async def test_cancelling_the_body_closes_the_scorer():
