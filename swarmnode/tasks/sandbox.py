@@ -30,7 +30,7 @@ from swarmnode.tasks import seccomp
 LAYERS = ("env", "fds", "rlimits", "no_new_privs", "parent_death", "namespaces", "no_caps", "seccomp", "audit")
 
 MEMORY_BYTES = 768 * 2**20
-"""Address space. The child needs about 100 MiB."""
+"""Address space. The child needs about 50 MiB."""
 CPU_SECONDS = 30
 """CPU time from one `allow_cpu()` to the next, when none is given."""
 
