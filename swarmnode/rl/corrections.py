@@ -37,6 +37,22 @@ def spot_check(local: torch.Tensor, sender: torch.Tensor, tolerance: float) -> b
     return bool(torch.isfinite(gap).all()) and float(gap.median()) <= tolerance
 
 
+def surprise_check(local: torch.Tensor, entropy: torch.Tensor, tolerance: float = 1.0) -> bool:
+    """Whether our policy, or one near it, may have *sampled* these tokens: mean of (−log-probability − entropy) within `tolerance`, nats.
+
+    `local`, `entropy` (T,): our log-probability of each token and our entropy there, all completions of one group end to end. Whatever a
+    policy samples has on average just its entropy's surprise, so the mean is near 0 for samples of a near policy. The spot check
+    alone asks whether the sender tells the truth about a text; a sender that computes the truth about a text it made up passes
+    it, and fails here.
+    One-sided: colder sampling than ours is less surprising, and no harm. One lucky completion in a group moves the mean little.
+    False for different lengths, nothing at all, and numbers that are not finite.
+    """
+    if local.shape != entropy.shape or local.numel() == 0:
+        return False
+    excess = -local.detach().float() - entropy.detach().float()
+    return bool(torch.isfinite(excess).all()) and float(excess.mean()) <= tolerance
+
+
 def mean_logprob_floor(local_sum: torch.Tensor, tokens: torch.Tensor, floor: float) -> torch.Tensor:
     """Which completions (N,) our policy finds at least as likely per token as `floor`, nats: the test for other models' groups.
 

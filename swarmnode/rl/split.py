@@ -36,13 +36,24 @@ class Split(Protocol):
     def own_groups(self) -> int: ...
     @property
     def external_room(self) -> int: ...
-    def observe(self, useful_arrived: int) -> None: ...
+    def observe(self, useful_arrived: int, drawn: int | None = None, used: int = 0) -> None: ...
     def statistics(self) -> SplitStatistics: ...
 
 
 def floor_groups(batch: int, share: float) -> int:
     """Least own groups per step, from a share of the batch: at least one, since a node that only takes starves the swarm."""
     return min(batch, max(1, math.ceil(batch * share - 1e-9)))
+
+
+def believed(useful_arrived: int, drawn: int | None, used: int) -> float:
+    """How many of the arrived groups count: the share that passed judgement among those that were drawn.
+
+    Counting what merely arrived would let a liar stop a node from generating: its groups look useful until they are judged. When
+    nothing was drawn although groups arrived, nobody's were trusted. `drawn=None`: not known, all count.
+    """
+    if drawn is None:
+        return float(useful_arrived)
+    return useful_arrived * min(used, drawn) / drawn if drawn > 0 else 0.0
 
 
 def _check(batch: int, scale: float) -> None:
@@ -67,9 +78,12 @@ class AdaptiveSplit:
         self.external_scale = external_scale
         """Set by the utility guard, 0 to 1."""
 
-    def observe(self, useful_arrived: int) -> None:
-        """Tell how many useful (non-zero-advantage) external groups arrived since the last step, drawn or not."""
-        self.smoothed = (1.0 - SMOOTHING) * self.smoothed + SMOOTHING * useful_arrived
+    def observe(self, useful_arrived: int, drawn: int | None = None, used: int = 0) -> None:
+        """Tell how many useful (non-zero-advantage) external groups arrived since the last step, drawn or not.
+
+        `drawn`, `used`: groups drawn for the step, and how many of them passed judgement; see `believed`.
+        """
+        self.smoothed = (1.0 - SMOOTHING) * self.smoothed + SMOOTHING * believed(useful_arrived, drawn, used)
 
     @property
     def external_room(self) -> int:
@@ -99,9 +113,9 @@ class FixedSplit:
         self.smoothed = 0.0
         self.external_scale = external_scale
 
-    def observe(self, useful_arrived: int) -> None:
+    def observe(self, useful_arrived: int, drawn: int | None = None, used: int = 0) -> None:
         """Only for the statistics."""
-        self.smoothed = (1.0 - SMOOTHING) * self.smoothed + SMOOTHING * useful_arrived
+        self.smoothed = (1.0 - SMOOTHING) * self.smoothed + SMOOTHING * believed(useful_arrived, drawn, used)
 
     @property
     def external_room(self) -> int:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from swarmnode.rl.corrections import mean_logprob_floor, sequence_correction, spot_check
+from swarmnode.rl.corrections import mean_logprob_floor, sequence_correction, spot_check, surprise_check
 
 
 def correction(local, sender, tokens=4):
@@ -52,6 +52,43 @@ def test_spot_check_refuses_text_that_the_policy_would_not_write():
 def test_spot_check_refuses_what_cannot_be_compared(sender):
     local = torch.tensor([-0.1, -0.1]) if sender else torch.tensor([])
     assert not spot_check(local, torch.tensor(sender), tolerance=1.0)
+
+
+def sampled(policy, reader, count=40, seed=0):
+    """`count` tokens drawn from `policy` (V,), and what `reader` (V,) makes of them: log-probabilities and entropies."""
+    drawn = torch.multinomial(policy.softmax(0), count, replacement=True, generator=torch.Generator().manual_seed(seed))
+    logs = reader.log_softmax(0)
+    return logs[drawn], torch.full((count,), float(-(logs.exp() * logs).sum()))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_surprise_check_takes_samples_of_this_and_of_a_near_policy(seed):
+    generator = torch.Generator().manual_seed(seed)
+    policy = torch.randn(50, generator=generator) * 3
+    near = policy + torch.randn(50, generator=generator) * 0.5
+    assert surprise_check(*sampled(policy, policy, seed=seed))
+    assert surprise_check(*sampled(near, policy, seed=seed))
+    assert surprise_check(*sampled(policy * 5, policy, seed=seed))  # colder
+
+
+def test_surprise_check_refuses_made_up_text_however_truthful_its_log_probabilities():
+    policy = torch.randn(50, generator=torch.Generator().manual_seed(1)) * 3
+    logs = policy.log_softmax(0)
+    made_up = logs[policy.argsort()[:40]]  # tokens that the policy hardly ever samples
+    assert spot_check(made_up, made_up, tolerance=1.0)
+    assert not surprise_check(made_up, torch.full((40,), float(-(logs.exp() * logs).sum())))
+
+
+def test_surprise_check_takes_a_group_with_one_lucky_completion():
+    excess = torch.zeros(32)
+    excess[:3] = 7.0  # a success that the policy finds one time in a thousand
+    assert surprise_check(-excess, torch.zeros(32))
+
+
+def test_surprise_check_refuses_what_cannot_be_compared():
+    assert not surprise_check(torch.tensor([]), torch.tensor([]))
+    assert not surprise_check(torch.tensor([-1.0, -math.inf]), torch.zeros(2))
+    assert not surprise_check(torch.tensor([-1.0]), torch.zeros(2))
 
 
 def test_mean_logprob_floor_is_per_token():

@@ -70,6 +70,26 @@ def test_the_guard_takes_external_room_and_gives_it_to_own_groups():
     assert (split.own_groups, split.external_room) == (8, 0)
 
 
+def test_groups_that_fail_judgement_do_not_stop_a_node_from_generating():
+    lied_to, served = AdaptiveSplit(8, floor=2), AdaptiveSplit(8, floor=2)
+    for _ in range(20):
+        lied_to.observe(50, drawn=6, used=0)
+        served.observe(50, drawn=6, used=6)
+    assert (lied_to.own_groups, served.own_groups) == (8, 2)
+
+
+def test_groups_of_peers_that_nobody_trusts_do_not_count():
+    split = AdaptiveSplit(8, floor=2)
+    split.observe(10, drawn=0)
+    assert split.smoothed == 0.0
+
+
+def test_half_of_the_drawn_passing_counts_half_of_the_arrived():
+    split = AdaptiveSplit(8, floor=2)
+    split.observe(10, drawn=4, used=2)
+    assert split.smoothed == pytest.approx(2.0)
+
+
 def test_a_fixed_split_stays_whatever_arrives():
     split = FixedSplit(8, external=4)
     split.observe(100)
