@@ -1,0 +1,132 @@
+"""The status page in a real Chromium: what it draws, what it does with hostile names, and that it talks to nobody else."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+import trio
+
+from swarmnode.config import HttpConfig
+from swarmnode.observe import http
+from swarmnode.observe.history import History
+from swarmnode.observe.snapshot import LogLine, NodeSnapshot
+from swarmnode.testing.snapshots import PEERS, example, example_at
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")]
+
+QUIET = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-component-update",
+    "--disable-sync", "--disable-default-apps", "--disable-extensions", "--enable-logging=stderr",
+)  # fmt: skip
+NOWHERE = "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1"
+REQUESTS = {"/", "/app.js", "/style.css", "/icon.svg", "/status?points=360"}
+
+
+class Past(History):
+    """Five minutes of the example, as if the node had been running."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for second in range(300, 600):
+            self.add(example_at(float(second)))
+
+
+class Visit:
+    def __init__(self, dom: str, log: str, net: dict, origin: str) -> None:
+        self.dom = dom
+        self.text = html.unescape(re.sub(r"<[^>]+>", " ", dom))
+        self.console = [line for line in log.splitlines() if ":CONSOLE" in line]
+        self.requests = {url.removeprefix(origin) for url in _requests(net, origin)}
+
+    def path(self, series: str) -> str:
+        """The points of one line, as the browser has them."""
+        found = re.search(rf'<path class="line [^"]*" d="([^"]*)" data-series="{series}"', self.dom)
+        return found.group(1) if found else ""
+
+
+def _requests(net: dict, origin: str) -> set[str]:
+    """URLs that the page asked for. Chromium's own errands are not the page's; NOWHERE keeps them on this machine."""
+    params = [event["params"] for event in net["events"] if "params" in event]
+    return {p["url"] for p in params if "url" in p and (p.get("initiator") == origin or p["url"].startswith(origin))}
+
+
+async def visit(tmp_path: Path, monkeypatch, snapshot=example, width: int = 1280, past=Past, seconds: int = 4) -> Visit:
+    monkeypatch.setattr(http, "History", past)
+    net_log = tmp_path / "net.json"
+    async with trio.open_nursery() as nursery:
+        url = await nursery.start(lambda task_status: http.serve_http(HttpConfig(port=0), snapshot, task_status=task_status))
+        mine = (f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},1200", f"--log-net-log={net_log}")
+        what = (f"--virtual-time-budget={seconds * 1000}", "--dump-dom", url)
+        with trio.fail_after(60):
+            done = await trio.run_process([CHROMIUM, *QUIET, NOWHERE, *mine, *what], capture_stdout=True, capture_stderr=True)
+        nursery.cancel_scope.cancel()
+    return Visit(done.stdout.decode(), done.stderr.decode(errors="replace"), json.loads(net_log.read_text()), url)
+
+
+async def test_the_page_draws_what_the_node_says(tmp_path, monkeypatch) -> None:
+    seen = await visit(tmp_path, monkeypatch)
+    for series in ("reward_own", "reward_external", "reward_held_out", "peers", "policy_version", "step_seconds"):
+        assert seen.path(series).count("L") > 100, series
+    assert "NaN" not in seen.dom
+    for series in ("admitted", "ignored", "rejected"):
+        assert seen.dom.count(f'data-series="{series}"') > 3, series
+    for value in ("0.631", "+0.561 since the start", "kitchen-3090", "ready", "swarm local", "seed"):
+        assert value in seen.text, value
+    for peer in PEERS:
+        assert f"{peer[:8]}…{peer[-6:]}" in seen.text
+    assert 'aria-label="Reward: own 0.642, peers\' 0.606, held-out 0.631"' in html.unescape(seen.dom).replace("&#39;", "'")
+    assert seen.console == []
+    assert seen.requests == REQUESTS
+
+
+async def test_hostile_strings_are_inert(tmp_path, monkeypatch) -> None:
+    evil = '"><script>document.title="owned"</script><img src="http://evil.example/x" onerror="document.title=\'owned\'">'
+    s = example()
+    snapshot = msgspec.structs.replace(
+        s,
+        node=msgspec.structs.replace(s.node, name=evil, swarm_name=evil, model=evil, tasks=[evil], addrs=[evil]),
+        peers=[msgspec.structs.replace(s.peers[0], peer=evil[:64], direction=evil, agent=evil)],
+        logs=[LogLine(s.at, evil, evil, evil)],
+        rollouts=msgspec.structs.replace(s.rollouts, rejected={evil: 7}),
+        trainer=msgspec.structs.replace(s.trainer, report=msgspec.structs.replace(s.trainer.report, phase=evil, device=evil)),
+    )
+    seen = await visit(tmp_path, monkeypatch, lambda: snapshot, width=390)
+    assert evil in seen.text
+    assert re.findall(r"<script[^>]*>", seen.dom) == ['<script src="/app.js" defer="">']
+    assert "<img" not in seen.dom
+    assert not re.search(r"<title>owned", seen.dom)
+    assert seen.console == []
+    assert seen.requests == REQUESTS
+
+
+async def test_an_empty_node_has_a_page_too(tmp_path, monkeypatch) -> None:
+    seen = await visit(tmp_path, monkeypatch, NodeSnapshot, past=History)
+    assert "nothing measured yet" in seen.text
+    assert "network not up yet; policy not loaded yet" in seen.text
+    assert "Nobody yet." in seen.text
+    assert seen.console == []
+
+
+async def test_the_page_says_when_the_node_stops_answering(tmp_path, monkeypatch) -> None:
+    asked = 0
+
+    def dying() -> NodeSnapshot:
+        nonlocal asked
+        asked += 1
+        if asked > 2:  # the history's first point, and the page's first question
+            raise RuntimeError("gone")
+        return example()
+
+    monkeypatch.setattr(http, "TICK_SECONDS", math.inf)
+    seen = await visit(tmp_path, monkeypatch, dying, seconds=20)
+    assert 'data-state="stale"' in seen.dom
+    assert "The node has not answered for" in seen.text
+    assert "0.631" in seen.text
