@@ -48,8 +48,19 @@ async def open_host(cfg: NetworkConfig, identity: Identity, data_dir: Path, *, s
 
     `swarm`: 32 bytes, keeps peers of other swarms out of the peer exchange and off mDNS. Raises ConfigError for an address that cannot be,
     Unavailable if a port is taken or an address is not this machine's, StateError if `data_dir/port` is not a port. If the library fails
-    later, its exception ends the block.
+    later, its exception ends the block. A single exception comes out as itself, whatever number of nurseries it went through.
     """
+    try:
+        async with _open(cfg, identity, data_dir, swarm) as network:
+            yield network
+    except BaseExceptionGroup as group:
+        if (error := _only(group)) is not None:
+            raise error from error.__cause__
+        raise
+
+
+@contextlib.asynccontextmanager
+async def _open(cfg: NetworkConfig, identity: Identity, data_dir: Path, swarm: bytes) -> AsyncIterator[Network]:
     quiet()
     listen = _listen_addresses(cfg, data_dir)
     announce = [_parse("announce_addrs", text)[0] for text in cfg.announce_addrs]
@@ -135,6 +146,19 @@ def quiet() -> None:
     if not os.environ.get("LIBP2P_DEBUG"):
         for name in ("libp2p", "libp2p.network.auto_connector", "libp2p.network.connection_pruner"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _only(group: BaseExceptionGroup) -> Exception | None:
+    """The one exception in `group`, None if there are several or a cancellation is among them, which must stay where it is."""
+    found: list[BaseException] = []
+    nested: list[BaseException] = [group]
+    while nested:
+        error = nested.pop()
+        if isinstance(error, BaseExceptionGroup):
+            nested += error.exceptions
+        else:
+            found.append(error)
+    return found[0] if len(found) == 1 and isinstance(found[0], Exception) else None
 
 
 async def _close_connections(host: Any) -> None:

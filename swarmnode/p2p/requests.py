@@ -252,12 +252,22 @@ async def close(stream: Any) -> None:
 
 
 async def reset(stream: Any) -> None:
-    """Ends both sides at once and wakes whoever reads or writes."""
+    """Ends both sides at once and wakes whoever reads or writes.
+
+    Yamux forgets a stream that is reset here without telling our own reader, which would wait for ever: its event is set by hand. The
+    woken reader leaves a fresh one behind, which the second reset, that of the task which did the I/O, takes away.
+    """
+    muxed = stream.muxed_stream
+    waiting = muxed.conn.stream_events.get(muxed.stream_id)
     with trio.CancelScope(shield=True):
         try:
             await stream.reset()
         except Exception as error:
             log.debug("resetting a stream failed: %r", error)
+    if muxed.stream_id not in muxed.conn.streams:
+        muxed.conn.stream_events.pop(muxed.stream_id, None)
+    if waiting is not None:
+        waiting.set()
 
 
 async def _watchdog(stream: Any, late: float) -> None:

@@ -1,0 +1,151 @@
+"""Gossip between real hosts on loopback, and the queue by itself."""
+
+import pytest
+import trio
+
+from swarmnode.p2p.gossip import Message, Topic, Verdict
+from swarmnode.testing.hosts import hosts
+from swarmnode.testing.waiting import until
+from swarmnode.wire.limits import GOSSIP_BYTES
+
+NAME = "/test/topic/1"
+
+
+def accept(data: bytes, peer: str) -> Verdict:
+    return Verdict.ACCEPT
+
+
+async def join(networks, *validators) -> list[Topic]:
+    """Everybody joins; returns once every pair of connected hosts knows that of each other and is in each other's mesh."""
+    topics = [await network.gossip.join(NAME, validator) for network, validator in zip(networks, validators, strict=True)]
+    await until(lambda: all(len(network.gossip.peers(NAME)) == len(network.connected()) for network in networks))
+    await until(lambda: all(network.gossip.statistics().mesh[NAME] == len(network.connected()) for network in networks))
+    return topics
+
+
+async def test_a_message_reaches_everybody_else_once_and_says_who_brought_it(tmp_path):
+    async with hosts(tmp_path, 3, line=True) as (a, b, c):
+        topics = await join((a, b, c), accept, accept, accept)
+        await a.gossip.publish(NAME, b"hello")
+        with trio.fail_after(5):
+            assert await topics[1].get() == Message(b"hello", a.peer_id)
+            assert await topics[2].get() == Message(b"hello", b.peer_id)
+        await c.gossip.publish(NAME, b"back")
+        with trio.fail_after(5):
+            assert await topics[0].get() == Message(b"back", b.peer_id)  # and not its own
+        assert len(topics[0]) == len(topics[2]) == 0
+
+
+@pytest.mark.parametrize("verdict", [Verdict.IGNORE, Verdict.REJECT])
+async def test_what_is_not_accepted_is_neither_delivered_nor_forwarded(tmp_path, verdict):
+    def picky(data: bytes, peer: str) -> Verdict:
+        return verdict if data == b"bad" else Verdict.ACCEPT
+
+    async with hosts(tmp_path, 3, line=True) as (a, b, c):
+        _, at_b, at_c = await join((a, b, c), accept, picky, accept)
+        await a.gossip.publish(NAME, b"bad")
+        await a.gossip.publish(NAME, b"good")
+        with trio.fail_after(5):
+            assert (await at_b.get()).data == b"good"
+            assert (await at_c.get()).data == b"good"
+        statistics = b.gossip.statistics()
+        assert (statistics.received, statistics.accepted, statistics.ignored + statistics.rejected) == (2, 1, 1)
+        assert (b.reputation.score(a.peer_id, trio.current_time()) < 0) is (verdict is Verdict.REJECT)
+
+
+async def test_a_validator_that_raises_costs_one_message(tmp_path, caplog):
+    def broken(data: bytes, peer: str) -> Verdict:
+        if data == b"bad":
+            raise RuntimeError("a bug of ours")
+        return Verdict.ACCEPT
+
+    async with hosts(tmp_path, 2) as (a, b):
+        _, at_b = await join((a, b), accept, broken)
+        await a.gossip.publish(NAME, b"bad")
+        await a.gossip.publish(NAME, b"good")
+        with trio.fail_after(5):
+            assert (await at_b.get()).data == b"good"
+        statistics = b.gossip.statistics()
+        assert (statistics.validator_errors, statistics.ignored) == (1, 1)
+        assert b.reputation.score(a.peer_id, trio.current_time()) == 0.0  # not its fault
+        assert "a bug of ours" in caplog.text
+
+
+async def test_the_longest_message_goes_through_and_a_longer_one_is_not_sent(tmp_path):
+    async with hosts(tmp_path, 2) as (a, b):
+        _, at_b = await join((a, b), accept, accept)
+        with pytest.raises(ValueError, match=str(GOSSIP_BYTES)):
+            await a.gossip.publish(NAME, bytes(GOSSIP_BYTES + 1))
+        await a.gossip.publish(NAME, bytes(GOSSIP_BYTES))
+        with trio.fail_after(5):
+            assert len((await at_b.get()).data) == GOSSIP_BYTES
+        assert (a.gossip.statistics().published, a.gossip.statistics().published_bytes) == (1, GOSSIP_BYTES)
+
+
+async def test_bursts_arrive_whole(tmp_path):
+    """The library's defaults lose two thirds of these: 10 per second and forwarder, 32 in the queue."""
+    async with hosts(tmp_path, 2) as (a, b):
+        _, at_b = await join((a, b), accept, accept)
+        for index in range(300):
+            await a.gossip.publish(NAME, index.to_bytes(4, "big"))
+            await trio.lowlevel.checkpoint()
+            await until(lambda: b.gossip.statistics().received > index - 20)  # noqa: B023 - called at once
+        await until(lambda: b.gossip.statistics().accepted == 300)
+        with trio.fail_after(5):
+            assert [int.from_bytes((await at_b.get()).data, "big") for _ in range(300)] == list(range(300))
+
+
+async def test_a_greylisted_forwarder_is_not_listened_to(tmp_path):
+    async with hosts(tmp_path, 2) as (a, b):
+        await join((a, b), accept, accept)
+        for _ in range(6):
+            b.rejected(a.peer_id, "signature")
+        await a.gossip.publish(NAME, b"x")
+        await until(lambda: b.gossip.statistics().received == 1)
+        statistics = b.gossip.statistics()
+        assert (statistics.unwelcome, statistics.ignored, statistics.queued) == (1, 1, 0)
+
+
+async def test_a_forwarder_of_rubbish_ends_up_banned_and_disconnected(tmp_path):
+    async with hosts(tmp_path, 2) as (a, b):
+        await join((a, b), accept, lambda data, peer: Verdict.REJECT)
+        for index in range(6):
+            await a.gossip.publish(NAME, bytes([index]))
+        await until(lambda: not b.welcome(a.peer_id))
+        b.rejected(a.peer_id, "reward", cost=50.0)
+        await until(lambda: b.connected() == [])
+        assert b.statistics().reputation.banned == 1
+        assert b.statistics().reputation.rejected == {"gossip_validator": 6, "reward": 1}
+
+
+async def test_a_topic_is_joined_once(tmp_path):
+    async with hosts(tmp_path, 1) as (a,):
+        await a.gossip.join(NAME, accept)
+        with pytest.raises(ValueError, match="joined already"):
+            await a.gossip.join(NAME, accept)
+
+
+async def test_the_queue_is_bounded_in_messages_and_in_bytes():
+    topic = Topic(NAME, accept, messages=3, size=100)
+    assert [topic.put(Message(bytes(10), "p")) for _ in range(4)] == [True, True, True, False]
+    assert (await topic.get()).data == bytes(10)
+    assert not topic.put(Message(bytes(81), "p"))
+    assert topic.put(Message(bytes(80), "p"))
+    assert (topic.dropped, topic.delivered, len(topic)) == (2, 1, 3)
+
+
+async def test_a_consumer_waits_for_news_and_can_be_cancelled(autojump_clock):
+    topic = Topic(NAME, accept, messages=3, size=100)
+    with trio.move_on_after(1) as scope:
+        await topic.get()
+    assert scope.cancelled_caught
+    async with trio.open_nursery() as nursery:
+
+        async def consume() -> None:
+            async for message in topic:
+                assert message.data == b"x"
+                return
+
+        nursery.start_soon(consume)
+        await trio.sleep(1)
+        topic.put(Message(b"x", "p"))

@@ -1,0 +1,220 @@
+"""Requests between two real hosts on loopback."""
+
+import logging
+
+import pytest
+import trio
+from libp2p.peer.id import ID
+
+from swarmnode.errors import BadMessage, PeerError, PeerTimeout
+from swarmnode.p2p import requests
+from swarmnode.testing.hosts import host, hosts
+from swarmnode.testing.waiting import until
+
+ECHO = "/test/echo/1"
+LIMITS = {"max_request_bytes": 1 << 20, "max_response_bytes": 1 << 20}
+
+
+async def echo(peer: str, data: bytes) -> bytes:
+    await trio.lowlevel.checkpoint()
+    return data
+
+
+def streams(network, peer: str) -> int:
+    """Application streams that `network` still keeps of its connection with `peer`."""
+    kept = [each.get_streams() for each in network._host.get_network().get_connections(ID.from_string(peer))]
+    return sum(1 for each in kept for stream in each if stream.get_protocol() == ECHO)
+
+
+async def ask(client, server, data: bytes = b"x", deadline: float = 5.0, limit: int = 1 << 20) -> bytes:
+    return await client.requests.request(server.peer_id, ECHO, data, deadline=deadline, max_response_bytes=limit)
+
+
+async def test_bytes_come_back_whole_and_streams_do_not_stay(tmp_path):
+    async with hosts(tmp_path, 2) as (server, client):
+        server.requests.serve(ECHO, echo, **LIMITS)
+        for data in (b"", b"x", bytes(range(256)) * 4096):
+            assert await ask(client, server, data) == data
+        assert client.requests.statistics().requests[ECHO] == {"ok": 3}
+        assert server.requests.statistics().served[ECHO] == {"ok": 3}
+        await until(lambda: streams(client, server.peer_id) == streams(server, client.peer_id) == 0)
+
+
+async def test_the_handler_is_told_who_asks(tmp_path):
+    async def who(peer: str, data: bytes) -> bytes:
+        await trio.lowlevel.checkpoint()
+        return peer.encode()
+
+    async with hosts(tmp_path, 2) as (server, client):
+        server.requests.serve(ECHO, who, **LIMITS)
+        assert await ask(client, server) == client.peer_id.encode()
+
+
+async def test_a_peer_that_never_answers_costs_the_deadline_and_nothing_else(tmp_path):
+    async def never(peer: str, data: bytes) -> bytes:
+        return await trio.sleep_forever()
+
+    async with hosts(tmp_path, 2) as (server, client):
+        server.requests.serve(ECHO, never, **LIMITS, deadline=0.5)
+        start = trio.current_time()
+        with pytest.raises(PeerTimeout):
+            await ask(client, server, deadline=0.3)
+        assert 0.3 <= trio.current_time() - start < 2.0
+        await until(lambda: client.requests.statistics().in_flight == server.requests.statistics().serving == 0)
+        server.requests.serve(ECHO, echo, **LIMITS)
+        assert await ask(client, server) == b"x"  # the connection is as good as before
+        assert streams(client, server.peer_id) <= 1
+
+
+async def test_a_cancelled_caller_leaves_the_connection_whole(tmp_path):
+    async with hosts(tmp_path, 2) as (server, client):
+        server.requests.serve(ECHO, echo, **LIMITS)
+        data = bytes(1 << 20)
+        for delay in (0.0, 0.001, 0.002, 0.004, 0.008, 0.016):
+            with trio.move_on_after(delay):
+                await ask(client, server, data)
+        assert await ask(client, server, data) == data
+        await until(lambda: client.requests.statistics().in_flight == 0)
+        assert client.peers.statistics().dials == 1  # never reconnected
+
+
+async def test_a_response_longer_than_allowed_is_not_read(tmp_path):
+    async with hosts(tmp_path, 2) as (server, client):
+        server.requests.serve(ECHO, echo, **LIMITS)
+        with pytest.raises(BadMessage, match="oversize"):
+            await ask(client, server, bytes(1001), limit=1000)
+        assert await ask(client, server, bytes(1000), limit=1000) == bytes(1000)
+        assert client.requests.statistics().requests[ECHO] == {"malformed": 1, "ok": 1}
+
+
+async def test_a_request_longer_than_allowed_is_not_read(tmp_path):
+    called = []
+
+    async def handler(peer: str, data: bytes) -> bytes:
+        called.append(len(data))
+        return await echo(peer, data)
+
+    async with hosts(tmp_path, 2) as (server, client):
+        server.requests.serve(ECHO, handler, max_request_bytes=1000, max_response_bytes=1000)
+        with pytest.raises(PeerError):
+            await ask(client, server, bytes(1001))
+        assert await ask(client, server, bytes(1000)) == bytes(1000)
+        assert called == [1000]
+        assert server.requests.statistics().served[ECHO] == {"malformed": 1, "ok": 1}
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"), [(KeyError("mine"), "error"), (PeerError("no"), "failed"), (BadMessage("schema"), "malformed")]
+)
+async def test_a_handler_that_raises_refuses_one_request_and_serves_the_next(tmp_path, caplog, error, outcome):
+    async def handler(peer: str, data: bytes) -> bytes:
+        if data == b"bad":
+            raise error
+        return await echo(peer, data)
+
+    async with hosts(tmp_path, 2) as (server, client):
+        server.requests.serve(ECHO, handler, **LIMITS)
+        with pytest.raises(PeerError):
+            await ask(client, server, b"bad")
+        assert await ask(client, server) == b"x"
+        assert server.requests.statistics().served[ECHO] == {outcome: 1, "ok": 1}
+        assert any(record.levelno == logging.ERROR for record in caplog.records) is (outcome == "error")
+
+
+async def test_a_handler_that_answers_too_much_is_our_error_and_sends_nothing(tmp_path):
+    async def handler(peer: str, data: bytes) -> bytes:
+        return await echo(peer, bytes(1001))
+
+    async with hosts(tmp_path, 2) as (server, client):
+        server.requests.serve(ECHO, handler, max_request_bytes=1000, max_response_bytes=1000)
+        with pytest.raises(PeerError):
+            await ask(client, server)
+        assert server.requests.statistics().served[ECHO] == {"error": 1}
+
+
+async def test_more_at_a_time_than_allowed_are_turned_away_and_the_others_served(tmp_path):
+    go = trio.Event()
+
+    async def slow(peer: str, data: bytes) -> bytes:
+        await go.wait()
+        return data
+
+    async with hosts(tmp_path, 2) as (server, client):
+        server.requests.serve(ECHO, slow, **LIMITS, concurrent=10, per_peer=2)
+        outcomes = []
+
+        async def one() -> None:
+            try:
+                outcomes.append(await ask(client, server))
+            except PeerTimeout:
+                raise
+            except PeerError:
+                outcomes.append("refused")
+                if outcomes.count("refused") == 3:
+                    go.set()
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(5):
+                nursery.start_soon(one)
+        assert sorted(map(str, outcomes)) == sorted(["b'x'"] * 2 + ["refused"] * 3)
+        assert server.requests.statistics().served[ECHO] == {"busy": 3, "ok": 2}
+
+
+async def test_requests_to_one_peer_wait_their_turn(tmp_path):
+    most = now = 0
+
+    async def counting(peer: str, data: bytes) -> bytes:
+        nonlocal most, now
+        now += 1
+        most = max(most, now)
+        await trio.sleep(0.01)
+        now -= 1
+        return data
+
+    async with hosts(tmp_path, 2) as (server, client):
+        server.requests.serve(ECHO, counting, **LIMITS, concurrent=1000, per_peer=1000)
+        async with trio.open_nursery() as nursery:
+            for _ in range(30):
+                nursery.start_soon(ask, client, server)
+        assert 1 < most <= requests.OUTBOUND_PER_PEER
+        assert client.requests.statistics().requests[ECHO] == {"ok": 30}
+
+
+async def test_what_a_peer_does_not_speak_and_a_peer_that_is_not_there_are_peer_errors(tmp_path):
+    async with hosts(tmp_path, 2) as (server, client):
+        with pytest.raises(PeerError):
+            await ask(client, server)
+        async with host(tmp_path / "stranger") as stranger:
+            with pytest.raises(PeerError, match="not connected"):
+                await ask(client, stranger)
+
+
+async def test_a_greylisted_peer_is_not_served(tmp_path):
+    async with hosts(tmp_path, 2) as (server, client):
+        server.requests.serve(ECHO, echo, **LIMITS)
+        for _ in range(6):
+            server.rejected(client.peer_id, "signature")
+        with pytest.raises(PeerError):
+            await ask(client, server)
+        assert server.requests.statistics().served[ECHO] == {"unwelcome": 1}
+
+
+async def test_a_peer_that_dies_in_the_middle_is_a_peer_error_at_once(tmp_path):
+    async def never(peer: str, data: bytes) -> bytes:
+        return await trio.sleep_forever()
+
+    async with host(tmp_path / "client") as client, trio.open_nursery() as nursery:
+        async with host(tmp_path / "server", initial_peers=client.listen_addrs) as server:
+            server.requests.serve(ECHO, never, **LIMITS)
+            await client.wait_connected()
+            failed = trio.Event()
+
+            async def one() -> None:
+                with pytest.raises(PeerError):
+                    await ask(client, server, deadline=60.0)
+                failed.set()
+
+            nursery.start_soon(one)
+            await until(lambda: server.requests.statistics().serving == 1)
+        with trio.fail_after(5):
+            await failed.wait()
