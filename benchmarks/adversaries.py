@@ -1,0 +1,335 @@
+"""A swarm in which some peers are hostile: signed frames through the real admission, pool, reputation and judgement of every honest node.
+
+Adversaries know everything: the code, every question's answer, an honest node's current weights. They send frames directly to everybody.
+"""
+
+from __future__ import annotations
+
+import random
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from benchmarks.simulator import PAYLOAD, Arm, Node, OwnSample, Swarm
+from swarmnode.config import TrainingConfig
+from swarmnode.p2p.reputation import Reputation, Standing
+from swarmnode.policy.load import Policy
+from swarmnode.policy.logprobs import score
+from swarmnode.rollouts.admission import Admission, Rejected
+from swarmnode.rollouts.groups import Announced
+from swarmnode.rollouts.reasons import REASONS, Verdict
+from swarmnode.rollouts.sampling import trust
+from swarmnode.tasks.client import Scorer
+from swarmnode.tasks.frames import Scored
+from swarmnode.tasks.gym import GymTask
+from swarmnode.tasks.registry import TASKS, task_version
+from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
+from swarmnode.trainer.batch import TrainingGroup
+from swarmnode.wire.codec import encode
+from swarmnode.wire.envelope import seal, sign, unseal
+from swarmnode.wire.ids import DOMAIN_ROLLOUT
+from swarmnode.wire.limits import GOSSIP_BYTES
+from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
+from swarmnode.wire.tensors import pack_ids, pack_logprobs
+
+FRAMES_PER_ROUND = 8
+"""Of one adversary, as many as an honest node sends at most. Flooding is `benchmarks.ingest`'s subject."""
+LONGEST = 32
+"""Four times the honest limit: what admission still takes."""
+
+
+class HostileSwarm(Swarm):
+    """`hostile` maps node index → attack name; the other nodes are honest and counted."""
+
+    def __init__(
+        self, arm: Arm, policies: Sequence[Policy], training: TrainingConfig, scorer: Scorer, seed: int, hostile: dict[int, str],
+        eval_questions: int = 12,
+    ) -> None:  # fmt: skip
+        super().__init__(arm, policies, training, scorer, seed, eval_questions)
+        self.honest = [n for n in self.nodes if n.index not in hostile]
+        self.hostile = [Adversary(self.nodes[i], attack, self, random.Random(f"{seed}/{i}/{attack}")) for i, attack in hostile.items()]
+        self.report: list[Node] = []
+        """Honest nodes whose results are averaged; empty means all."""
+        self.crashes: list[str] = []
+        self.sent = 0
+        self.fates: Counter[str] = Counter()
+        """What became of hostile frames, per receiver."""
+        self.honest_refused: Counter[str] = Counter()
+        self._answers: dict[bytes, Scored | Exception] = {}
+        self.gates: dict[int, tuple[Admission, Reputation]] = {}
+        for node in self.honest:
+            reputation = Reputation()
+            gate = Admission(
+                self.swarm, node.peer, self.names, arm.sharing, max_completion_length=training.max_completion_length,
+                is_greylisted=lambda peer, r=reputation: r.standing(peer, self.now) is not Standing.GOOD,
+            )  # fmt: skip
+            gate.set_policy(node.policy.tokenizer_hash, 1.0)
+            self.gates[node.index] = gate, reputation
+            node.on_judged = lambda peer, outcome, n=node: self._judged(n, peer, outcome)
+            node.trust = lambda peer, n=node, r=reputation: trust(float(r.standing(peer, self.now) is Standing.GOOD), n.used[peer])
+
+    @property
+    def counted(self) -> list[Node]:
+        return self.honest
+
+    @property
+    def reported(self) -> list[Node]:
+        return self.report or self.honest
+
+    def share(self, own: dict[int, list[OwnSample]]) -> None:
+        frames = [
+            (n, seal(n.rollout(o, self.now), n.key, DOMAIN_ROLLOUT, self.swarm)) for n in self.honest for o in own[n.index]
+        ]
+        overheard = [frame for _, frame in frames]
+        for adversary in self.hostile:
+            mine = adversary.frames(overheard)
+            self.sent += len(mine)
+            frames += [(adversary.node, frame) for frame in mine]
+        for sender, frame in frames:
+            for node in self.honest:
+                if node is not sender:
+                    self._guard(self._deliver, node, sender, frame)
+
+    def _deliver(self, node: Node, sender: Node, frame: bytes) -> None:
+        """One frame to one honest node, as `rollouts.exchange` does it."""
+        gate, reputation = self.gates[node.index]
+        result = gate.check_frame(frame, self.now)
+        if isinstance(result, Announced):
+            return  # nobody serves it
+        if not isinstance(result, Rejected):
+            scored = self._regenerate(result.content, result.group)
+            if isinstance(scored, Exception):
+                result = gate.refuse("scorer", result.peer)
+            else:
+                result = gate.check_scored(result, scored.prompt, scored.rewards)
+        if isinstance(result, Rejected):
+            if sender not in self.honest:
+                self.fates[result.reason] += 1
+            if result.verdict is Verdict.REJECT:
+                reputation.rejected(result.peer or sender.peer, result.reason, self.now)
+            return
+        reputation.accepted(result.peer, self.now)
+        gate.note_admitted()
+        node.receive(result, self.now)
+        if sender not in self.honest:
+            self.fates["admitted"] += 1
+
+    def _regenerate(self, content: bytes, group: RolloutGroup) -> Scored | Exception:
+        """The scorer's answer; the same for every receiver, so asked once."""
+        if content not in self._answers:
+            (self._answers[content],) = self.scorer.score_many([(group.task, [c.text for c in group.completions])])
+        return self._answers[content]
+
+    def _guard(self, work: Callable[..., Any], *args: Any) -> Any:
+        """An exception here would have ended a peer's handler or the node. Counted, the run goes on."""
+        try:
+            return work(*args)
+        except Exception:
+            self.crashes.append(traceback.format_exc(limit=4))
+            return None
+
+    def round(self) -> None:
+        self._answers.clear()
+        super().round()
+
+    def draw(self, node: Node) -> list[TrainingGroup]:
+        return self._guard(super().draw, node) or []
+
+    def _judged(self, node: Node, peer: str, outcome: str) -> None:
+        """What the forward pass said of a drawn group: it costs reputation, too."""
+        gate, reputation = self.gates[node.index]
+        if any(a.node.peer == peer for a in self.hostile):
+            self.fates[f"drawn: {outcome}"] += 1
+        elif outcome != "used":
+            self.honest_refused[outcome] += 1
+        if outcome != "used" and REASONS[outcome] is Verdict.REJECT:
+            gate.refuse(outcome, peer)
+            reputation.rejected(peer, outcome, self.now)
+
+    def result(self) -> dict[str, Any]:
+        """What the attack did, after `run`."""
+        peers = {a.node.peer for a in self.hostile}
+        used = sum(n.used.total() for n in self.honest)
+        theirs = sum(n.used[p] for n in self.honest for p in peers)
+        standing = [self.gates[n.index][1].standing(p, self.now) for n in self.honest for p in peers]
+        return {
+            "frames_sent": self.sent,
+            "fates": dict(self.fates),
+            "honest_refused": dict(self.honest_refused),
+            "genuine": sum(a.genuine for a in self.hostile) * len(self.honest),
+            "trained_on": theirs,
+            "share_of_external": theirs / used if used else 0.0,
+            "shut_out": sum(s is not Standing.GOOD for s in standing) / len(standing) if standing else None,
+            "internal_errors": sum(g.statistics().outcomes.get("internal", 0) for g, _ in self.gates.values()),
+            "crashes": len(self.crashes),
+            "first_crash": self.crashes[0] if self.crashes else "",
+        }
+
+
+class Adversary:
+    """Makes one attack's frames. It uses its own key, stream and counter like an honest node, and lies where that may pay."""
+
+    def __init__(self, node: Node, attack: str, world: HostileSwarm, rng: random.Random) -> None:
+        self.node, self.attack, self.world, self.rng = node, attack, world, rng
+        self.kept: list[RolloutGroup] = []
+        self.genuine = 0
+        self.gym = {name: GymTask(TASKS[name]) for name in world.names}
+
+    def frames(self, overheard: list[bytes]) -> list[bytes]:
+        """This round's frames."""
+        if self.attack == "silent":
+            return []
+        kinds = list(ATTACKS) if self.attack == "mixed" else [self.attack]
+        made: list[bytes] = []
+        for _ in range(FRAMES_PER_ROUND):
+            made += ATTACKS[self.rng.choice(kinds)](self, overheard)
+        return made
+
+    def seal(self, group: RolloutGroup) -> bytes:
+        return seal(group, self.node.key, DOMAIN_ROLLOUT, self.world.swarm)
+
+    def question(self) -> tuple[TaskRef, int, str]:
+        """The next question that this adversary may answer, and the answer."""
+        ((ref, sequence),) = self.node.ask(1, self.world.names)
+        return ref, sequence, self.gym[ref.id].item(ref.seed, ref.index).answer
+
+    def group(self, ref: TaskRef, sequence: int, completions: list[Completion], max_tokens: int = LONGEST) -> RolloutGroup:
+        policy = self.node.policy
+        return RolloutGroup(
+            ref, policy.fingerprint, policy.tokenizer_hash, self.node.version, int(self.world.now * 1000), sequence,
+            SamplingParams(1.0, 1.0, max_tokens), completions,
+        )  # fmt: skip
+
+    def completions(self, texts: list[str], truthful: bool, ref: TaskRef) -> list[Completion]:
+        """`truthful`: log-probabilities as an honest node's policy would really give; else what a confident policy would claim."""
+        victim = self.world.honest[0].policy
+        prompt = victim.encode_prompt(self.gym[ref.id].item(ref.seed, ref.index).prompt)
+        rows = [(prompt, victim.tokenize_completion(text, "eos")) for text in texts]
+        values = score(victim, rows, 1.0) if truthful else [[-0.3] * len(ids) for _, ids in rows]
+        values = [[max(v, -900.0) for v in row] for row in values]
+        return [
+            Completion(text, len(ids), sum(lp), "eos", pack_ids(ids), pack_logprobs(lp))
+            for text, (_, ids), lp in zip(texts, rows, values, strict=True)
+        ]
+
+
+def forged(self: Adversary, overheard: list[bytes]) -> list[bytes]:
+    """A question of its own choice (easy, answer known), a task or version that does not exist, an exam question."""
+    seed, index = task_seed(self.world.swarm, self.node.peer, self.rng.randrange(2**40))
+    name = choose_task(self.world.names, seed, index)
+    answer = self.gym[name].item(seed, index).answer
+    exam = evaluation_seed(name)
+    ref = self.rng.choice([
+        TaskRef(name, task_version(name), seed, index),
+        TaskRef("rg/binary_matrix", task_version(name), *task_seed(self.world.swarm, self.node.peer, self.node.sequence)),
+        TaskRef(name, "0" * 16, *task_seed(self.world.swarm, self.node.peer, self.node.sequence)),
+        TaskRef(name, task_version(name), exam, index),
+    ])  # fmt: skip
+    known = TaskRef(name, task_version(name), seed, index)
+    texts = [answer] * 4 + ["?"] * 4
+    made = self.group(ref, self.node.sequence, self.completions(texts, False, known))
+    self.node.sequence += 1
+    return [self.seal(made)]
+
+
+def _poisoned(self: Adversary, truthful: bool) -> list[bytes]:
+    ref, sequence, answer = self.question()
+    texts = [f"{PAYLOAD}<answer>{answer}</answer>"] * 4 + ["?"] * 4
+    return [self.seal(self.group(ref, sequence, self.completions(texts, truthful, ref)))]
+
+
+def poison(self: Adversary, overheard: list[bytes]) -> list[bytes]:
+    """Right answers with a payload in front, in a form that the verifier accepts; claimed to be sampled with confidence."""
+    return _poisoned(self, truthful=False)
+
+
+def informed(self: Adversary, overheard: list[bytes]) -> list[bytes]:
+    """The same, with the log-probabilities that the victim's own policy gives to that text: the spot check compares equal numbers."""
+    return _poisoned(self, truthful=True)
+
+
+def ids(self: Adversary, overheard: list[bytes]) -> list[bytes]:
+    """A clean text that earns the reward, and token ids that spell something else."""
+    ref, sequence, answer = self.question()
+    honest = self.completions([answer] * 4 + ["?"] * 4, True, ref)
+    payload = self.node.policy.tokenize_completion(PAYLOAD * 3, "eos")
+    lies = [
+        msgspec.structs.replace(c, tokens=len(payload), logprob=-0.3 * len(payload), token_ids=pack_ids(payload),
+                                logprobs=pack_logprobs([-0.3] * len(payload)))
+        for c in honest[:4]
+    ]  # fmt: skip
+    return [self.seal(self.group(ref, sequence, [*lies, *honest[4:]]))]
+
+
+def length(self: Adversary, overheard: list[bytes]) -> list[bytes]:
+    """Right answers far too long: a hundred times, with the truth about it or a lie, and just within what admission takes."""
+    ref, sequence, answer = self.question()
+    tag = f"<answer>{answer}</answer>"
+    kind = self.rng.choice(["long", "lie", "limit"])
+    pad = " " * (LONGEST - 1 - len(tag)) if kind == "limit" else " " * 800
+    texts = [pad + tag] * 4 + ["?"] * 4
+    made = self.completions(texts, kind != "lie", ref)
+    if kind == "lie":
+        made = [msgspec.structs.replace(c, tokens=2, logprob=-0.6, token_ids=b"", logprobs=b"") for c in made]
+    return [self.seal(self.group(ref, sequence, made, max_tokens=LONGEST if kind != "long" else 1024))]
+
+
+def garbage(self: Adversary, overheard: list[bytes]) -> list[bytes]:
+    """Random bytes, cut and flipped frames, absurd headers, numbers that are none, a foreign swarm's signature."""
+    rng = self.rng
+    victim = bytearray(rng.choice(overheard)) if overheard else bytearray(b"\x00")
+    flipped = bytearray(victim)
+    flipped[rng.randrange(len(flipped))] ^= 1 << rng.randrange(8)
+    ref, sequence, answer = self.question()
+    bad = Completion(answer, 2, float("nan"), "eos", b"", pack_logprobs([float("nan"), 0.0]))
+    nan = encode(self.group(ref, sequence, [bad, bad]))
+    foreign = encode(sign(nan, self.node.key, DOMAIN_ROLLOUT, bytes(32)))
+    return [
+        rng.randbytes(rng.randrange(2000)),
+        b"",
+        bytes(victim[: rng.randrange(len(victim))]),
+        bytes(flipped),
+        b"\xdd\xff\xff\xff\xff" + rng.randbytes(8),
+        b"\x91" * 60_000,
+        rng.randbytes(70_000),
+        encode(sign(nan, self.node.key, DOMAIN_ROLLOUT, self.world.swarm)),
+        foreign,
+    ]
+
+
+def replay(self: Adversary, overheard: list[bytes]) -> list[bytes]:
+    """A few genuine groups, then those again and again, others' frames again, and others' completions under its own name."""
+    made: list[bytes] = []
+    if self.genuine < FRAMES_PER_ROUND:
+        ref, sequence, answer = self.question()
+        good = self.group(ref, sequence, self.completions([answer] * 4 + ["?"] * 4, True, ref))
+        self.kept.append(good)
+        self.genuine += 1
+        made.append(self.seal(good))
+    else:
+        good = self.rng.choice(self.kept)
+        made.append(self.seal(good))
+        made.append(self.seal(msgspec.structs.replace(good, created_at=int(self.world.now * 1000))))  # other bytes, same question
+    if overheard:
+        other = self.rng.choice(overheard)
+        _, group = unseal(other, DOMAIN_ROLLOUT, self.world.swarm, GOSSIP_BYTES)
+        assert isinstance(group, RolloutGroup)
+        ref, sequence, _ = self.question()
+        stolen = msgspec.structs.replace(group, task=ref, sequence=sequence)
+        made += [other, other[:-1] + bytes([other[-1] ^ 1]), self.seal(group), self.seal(stolen)]
+    return made
+
+
+ATTACKS: dict[str, Callable[[Adversary, list[bytes]], list[bytes]]] = {
+    "forged": forged,
+    "poison": poison,
+    "informed": informed,
+    "ids": ids,
+    "length": length,
+    "garbage": garbage,
+    "replay": replay,
+}
+

@@ -1,0 +1,78 @@
+"""What every benchmark ends with: a table that a person can read, and the same as JSON with machine, date and command."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table, padded so that it also reads well in a terminal. Numbers to the right, text to the left."""
+    cells = [[str(c) for c in row] for row in rows]
+    widths = [max(len(h), *(len(r[i]) for r in cells)) if cells else len(h) for i, h in enumerate(headers)]
+    numeric = [bool(cells) and all(r[i][:1].isdigit() or r[i][:1] in "-+–." for r in cells) for i in range(len(headers))]
+    pad = lambda text, i: text.rjust(widths[i]) if numeric[i] else text.ljust(widths[i])
+    line = lambda row: "| " + " | ".join(pad(c, i) for i, c in enumerate(row)) + " |"
+    rule = "|" + "|".join("-" * (w + 1) + (":" if n else "-") for w, n in zip(widths, numeric, strict=True)) + "|"
+    return "\n".join([line(headers), rule, *map(line, cells)])
+
+
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """`mean ± sample standard deviation`, or the value alone when there is only one."""
+    if not values:
+        return "–"
+    mean = f"{statistics.fmean(values):.{digits}f}"
+    return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
+
+
+def middle(values: Sequence[float], digits: int = 2) -> str:
+    """`median [least–greatest]`: for times, which have a long tail."""
+    if not values:
+        return "–"
+    return f"{statistics.median(values):.{digits}f} [{min(values):.{digits}f}–{max(values):.{digits}f}]"
+
+
+def machine() -> str:
+    """The machine in words: cores this process may use, architecture, GPU."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    gpu = "no GPU"
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        names = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.split("\n")
+        gpu = ", ".join(n.strip() for n in names if n.strip()) or gpu
+    return f"{cores} cores {platform.machine().replace('_', '-')}, {gpu}"
+
+
+def command() -> str:
+    """The command line as a person would type it."""
+    module = sys.modules["__main__"].__spec__
+    name = f"python -m {module.name}" if module else f"python {sys.argv[0]}"
+    return " ".join([name, *sys.argv[1:]])
+
+
+def heading(title: str) -> str:
+    """First lines of a printed result and of its section in RESULTS.md."""
+    return f"## {title}\n\n{time.strftime('%Y-%m-%d')} · {machine()} · `{command()}`\n"
+
+
+def write_json(path: Path, results: Any) -> None:
+    """Results with machine, date, command and versions, written whole or not at all."""
+    document = {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "machine": machine(),
+        "python": platform.python_version(),
+        "command": command(),
+        "results": results,
+    }
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_text(json.dumps(document, indent=1) + "\n")
+    os.replace(temporary, path)

@@ -1,0 +1,405 @@
+"""N nodes in one process, in lockstep: the parts of a real node (policy, scorer, pool, split, corrections, update) without sockets.
+
+One round of every node: generate I groups → score → share → draw external groups → judge → one optimizer step. Groups reach the other
+pools in the same round. `Share` decides how: in memory here; benchmarks.adversaries sends signed frames through admission.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import fmean
+from typing import Any
+
+import torch
+import transformers
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from swarmnode.config import SharingConfig, TaskConfig, TrainingConfig
+from swarmnode.policy.generate import GroupSample, generate
+from swarmnode.policy.load import Policy
+from swarmnode.policy.logprobs import collate, completion_logprobs
+from swarmnode.policy.micro import MicroBatcher
+from swarmnode.rl.corrections import surprise_check
+from swarmnode.rl.split import AdaptiveSplit, FixedSplit, floor_groups
+from swarmnode.rl.utility import UtilityGuard
+from swarmnode.rollouts.groups import ExternalGroup, is_useful
+from swarmnode.rollouts.pool import Pool
+from swarmnode.tasks.client import Scorer
+from swarmnode.tasks.frames import Scored
+from swarmnode.tasks.registry import task_version
+from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
+from swarmnode.trainer.batch import TrainingGroup, assemble, judge, own_group
+from swarmnode.trainer.update import Updater
+from swarmnode.wire.envelope import peer_id
+from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
+from swarmnode.wire.swarm import swarm_id
+from swarmnode.wire.tensors import pack_ids, pack_logprobs
+
+ROUND_SECONDS = 2.0
+"""Simulated time between rounds: ages, rates and reputations need a clock."""
+START_TIME = 1_700_000_000.0
+PAPER = SharingConfig(sampler="uniform", correction="none", spot_check_tolerance=1e9)
+"""The paper's treatment of external groups: drawn uniformly, used as if sampled here."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to run a swarm."""
+
+    name: str
+    external: int | None = 0
+    """J of a fixed split; None is the adaptive one."""
+    sharing: SharingConfig = PAPER
+    filter_own: bool = False
+    """Leave own groups without a signal out of the batch (and so out of the loss's normaliser)."""
+    oversample: int = 0
+    """A lone node's most groups per step: it generates until the batch is full of useful groups."""
+    keep_pool: bool = False
+    """External groups stay drawable for later rounds, as in a real node; else only in the round they were made, as in the paper."""
+    guard: bool = False
+    surprise: bool = False
+    """Also ask of every drawn group whether our policy may have sampled it (`rl.corrections.surprise_check`)."""
+
+
+@dataclass
+class Point:
+    """Held-out reward and where it was measured, cumulative counts per node."""
+
+    round: int
+    tokens: float
+    samples: float
+    reward: float
+    payload: float = 0.0
+    length: float = 0.0
+
+
+@dataclass
+class Trace:
+    """What one arm did, averaged over the counted nodes; lists have one entry per round."""
+
+    arm: str
+    reward_own: list[float] = field(default_factory=list)
+    """Mean reward of the groups a node generated itself: local only."""
+    useful_own: list[float] = field(default_factory=list)
+    """Share of own groups with a signal."""
+    generated_groups: list[float] = field(default_factory=list)
+    tokens: list[float] = field(default_factory=list)
+    """Tokens sampled for training, per node, in this round."""
+    samples: list[float] = field(default_factory=list)
+    """Groups in the optimizer's batch."""
+    useful_samples: list[float] = field(default_factory=list)
+    external_scale: list[float] = field(default_factory=list)
+    agreement: list[float | None] = field(default_factory=list)
+    held_out: list[Point] = field(default_factory=list)
+    outcomes: dict[str, int] = field(default_factory=dict)
+    """Judgements of drawn external groups."""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class OwnSample:
+    ref: TaskRef
+    sequence: int
+    prompt: str
+    sample: GroupSample
+    rewards: list[float]
+
+
+class Node:
+    """One simulated node: identity, policy, optimizer, pool."""
+
+    def __init__(self, index: int, policy: Policy, arm: Arm, training: TrainingConfig, swarm: bytes, seed: int) -> None:
+        self.index, self.policy, self.arm, self.training, self.swarm = index, policy, arm, training, swarm
+        stream = f"{seed}/{index}"
+        self.key = Ed25519PrivateKey.from_private_bytes(hashlib.blake2b(f"benchmark/{stream}".encode(), digest_size=32).digest())
+        self.peer = peer_id(self.key.public_key().public_bytes_raw())
+        self.rng = random.Random(f"draw/{stream}")
+        self.generator = policy.random_generator(seed * 1009 + index)
+        self.batcher = MicroBatcher(training.per_device_train_tokens)
+        self.updater = Updater(policy, training, self.batcher)
+        self.pool = Pool(arm.sharing)
+        batch = training.groups_per_step
+        adaptive = AdaptiveSplit(batch, floor_groups(batch, arm.sharing.own_floor))
+        self.split = adaptive if arm.external is None else FixedSplit(batch, arm.external)
+        self.guard = UtilityGuard() if arm.guard else None
+        self.sequence = self.version = self.step = 0
+        self.arrived = self.drawn = self.passed = 0
+        self.used: Counter[str] = Counter()
+        self.outcomes: Counter[str] = Counter()
+        self.trust: Callable[[str], float] = lambda peer: 1.0
+        self.on_judged: Callable[[str, str], None] = lambda peer, outcome: None
+
+    def ask(self, count: int, names: Sequence[str]) -> list[tuple[TaskRef, int]]:
+        """The addresses of the next `count` questions of this node's own stream."""
+        asked = []
+        for _ in range(count):
+            seed, index = task_seed(self.swarm, self.peer, self.sequence)
+            name = choose_task(names, seed, index)
+            asked.append((TaskRef(name, task_version(name), seed, index), self.sequence))
+            self.sequence += 1
+        return asked
+
+    def sample(self, prompts: Sequence[str]) -> list[GroupSample]:
+        t = self.training
+        work = lambda some: generate(
+            self.policy, some, t.num_generations, t.max_completion_length, t.temperature, t.top_p, self.generator
+        )
+        return self.batcher.generate(prompts, t.num_generations, 32 + t.max_completion_length, work)
+
+    def rollout(self, own: OwnSample, now: float) -> RolloutGroup:
+        """What this node publishes of an own group."""
+        t = self.training
+        done = [
+            Completion(c.text, len(c.ids), sum(c.logprobs), c.finish, pack_ids(c.ids), pack_logprobs(c.logprobs))
+            for c in own.sample.completions
+        ]
+        sampling = SamplingParams(t.temperature, t.top_p, t.max_completion_length)
+        return RolloutGroup(
+            own.ref, self.policy.fingerprint, self.policy.tokenizer_hash, self.version, int(now * 1000), own.sequence, sampling, done
+        )
+
+    def receive(self, group: ExternalGroup, now: float) -> None:
+        """An admitted external group."""
+        if self.pool.add(group, now, self.version):
+            self.arrived += is_useful(group.rewards)
+
+    def draw(self, now: float) -> list[TrainingGroup]:
+        """External groups for this round, judged."""
+        drawn = self.pool.draw(self.split.external_room, self.version, now, self.rng, self.trust)
+        judged = judge(drawn, self.policy, self.batcher, self.arm.sharing, self.training.temperature)
+        accepted: list[TrainingGroup] = []
+        passed = iter(judged.accepted)
+        for group, outcome in judged.outcomes:
+            ready = next(passed) if outcome == "used" else None
+            if ready is not None and self.arm.surprise and not self.may_have_sampled(ready):
+                outcome, ready = "spot_check", None
+            self.outcomes[outcome] += 1
+            self.on_judged(group.peer, outcome)
+            if ready is not None:
+                accepted.append(ready)
+                self.used[group.peer] += 1
+        self.drawn, self.passed = len(drawn), len(accepted)
+        if not self.arm.keep_pool:
+            self.pool = Pool(self.arm.sharing)
+        return accepted
+
+    def may_have_sampled(self, group: TrainingGroup) -> bool:
+        with torch.no_grad():
+            batch = collate(group.rows, self.policy.pad_id)
+            logprobs, entropy = completion_logprobs(self.policy, batch, self.training.temperature)
+        return surprise_check(logprobs[batch.completion_mask], entropy[batch.completion_mask])
+
+    def learn(self, own: list[OwnSample], external: list[TrainingGroup], trace: dict[str, float]) -> None:
+        """One optimizer step; tells split and guard."""
+        mine = [own_group(o.sample, o.rewards) for o in own]
+        if self.arm.filter_own or self.arm.oversample:
+            mine = [g for g in mine if is_useful(g.rewards)]
+        if self.arm.oversample:
+            mine = mine[: self.training.groups_per_step]
+        batch = mine + external
+        agreement = None
+        if batch:
+            done = self.updater.update(assemble(batch, self.training.advantage), self.step)
+            self.version += done.stepped
+            agreement = done.agreement
+        self.step += 1
+        self.split.observe(self.arrived, self.drawn, self.passed)
+        self.arrived = 0
+        reward = fmean(fmean(o.rewards) for o in own)
+        if self.guard:
+            share = len(external) / len(batch) if batch else 0.0
+            self.split.external_scale = self.guard.observe(reward, agreement, share)
+        trace |= {
+            "reward_own": reward,
+            "useful_own": fmean(is_useful(o.rewards) for o in own),
+            "generated_groups": len(own),
+            "tokens": sum(len(c.ids) for o in own for c in o.sample.completions),
+            "samples": len(batch),
+            "useful_samples": sum(is_useful(g.rewards) for g in batch),
+            "external_scale": self.split.external_scale,
+        }
+        if agreement is not None:
+            trace["agreement"] = agreement
+
+
+class Swarm:
+    """Nodes in lockstep."""
+
+    def __init__(
+        self, arm: Arm, policies: Sequence[Policy], training: TrainingConfig, scorer: Scorer, seed: int, eval_questions: int = 12
+    ) -> None:  # fmt: skip
+        self.arm, self.training, self.scorer, self.seed = arm, training, scorer, seed
+        self.names = TaskConfig().names
+        self.swarm = swarm_id(f"benchmark-{seed}", {n: task_version(n) for n in self.names})
+        self.nodes = [Node(i, p, arm, training, self.swarm, seed) for i, p in enumerate(policies)]
+        self.now = START_TIME
+        self.trace = Trace(arm.name)
+        self._exam = self._make_exam(eval_questions)
+
+    @property
+    def counted(self) -> list[Node]:
+        """Nodes that train."""
+        return self.nodes
+
+    @property
+    def reported(self) -> list[Node]:
+        """Nodes whose results are averaged."""
+        return self.counted
+
+    def run(self, enough: Callable[[Trace], bool], eval_every: int) -> Trace:
+        """Rounds until `enough`, with a held-out evaluation every `eval_every` rounds, first and last."""
+        self.evaluate()
+        while not enough(self.trace):
+            self.round()
+            if len(self.trace.tokens) % eval_every == 0 or enough(self.trace):
+                self.evaluate()
+        for node in self.reported:
+            for outcome, count in node.outcomes.items():
+                self.trace.outcomes[outcome] = self.trace.outcomes.get(outcome, 0) + count
+        return self.trace
+
+    def round(self) -> None:
+        self.now += ROUND_SECONDS
+        own = self.generate()
+        self.share(own)
+        rows: list[dict[str, float]] = []
+        for node in self.counted:
+            row: dict[str, float] = {}
+            node.learn(own[node.index], self.draw(node), row)
+            if node in self.reported:
+                rows.append(row)
+        for name in ("reward_own", "useful_own", "generated_groups", "tokens", "samples", "useful_samples", "external_scale"):
+            getattr(self.trace, name).append(fmean(r[name] for r in rows))
+        agreements = [r["agreement"] for r in rows if "agreement" in r]
+        self.trace.agreement.append(fmean(agreements) if agreements else None)
+
+    def draw(self, node: Node) -> list[TrainingGroup]:
+        return node.draw(self.now)
+
+    def generate(self) -> dict[int, list[OwnSample]]:
+        """Own groups of every counted node, scored: all nodes' questions in one request."""
+        own: dict[int, list[OwnSample]] = {n.index: [] for n in self.counted}
+        batch = self.training.groups_per_step
+        while True:
+            asked = []
+            for node in self.counted:
+                done = own[node.index]
+                if self.arm.oversample:
+                    short = sum(is_useful(o.rewards) for o in done) < batch
+                    more = min(batch, self.arm.oversample - len(done)) if short else 0
+                else:
+                    more = 0 if done else node.split.own_groups
+                asked += [(node, ref, sequence) for ref, sequence in node.ask(more, self.names)]
+            if not asked:
+                return own
+            prompts = [s.prompt for s in self.score([(ref, []) for _, ref, _ in asked])]
+            samples: list[GroupSample] = []
+            for node in self.counted:
+                samples += node.sample([p for p, (n, _, _) in zip(prompts, asked, strict=True) if n is node])
+            scored = self.score([(ref, [c.text for c in s.completions]) for (_, ref, _), s in zip(asked, samples, strict=True)])
+            for (node, ref, sequence), sample, result in zip(asked, samples, scored, strict=True):
+                own[node.index].append(OwnSample(ref, sequence, result.prompt, sample, result.rewards))
+
+    def share(self, own: dict[int, list[OwnSample]]) -> None:
+        """Everybody's groups to everybody else's pool, in memory."""
+        if self.arm.external == 0:
+            return
+        for sender in self.nodes:
+            for one in own[sender.index]:
+                if self.arm.sharing.zero_advantage_filter and not is_useful(one.rewards):
+                    continue
+                content = hashlib.blake2b(f"{sender.peer}/{one.sequence}".encode(), digest_size=32).digest()
+                group = ExternalGroup(content, sender.peer, sender.rollout(one, self.now), one.prompt, one.rewards, staleness=0)
+                for receiver in self.nodes:
+                    if receiver is not sender:
+                        receiver.receive(group, self.now)
+
+    def score(self, items: Sequence[tuple[TaskRef, Sequence[str]]]) -> list[Scored]:
+        """Through the real sandboxed scorer. Raises its error: with honest addresses there is none."""
+        results = []
+        for result in self.scorer.score_many(items):
+            if isinstance(result, Exception):
+                raise result
+            results.append(result)
+        return results
+
+    def _make_exam(self, per_task: int) -> list[list[tuple[TaskRef, str]]]:
+        """Held-out questions of every node, other ones for each: from the evaluation range, which training never draws from."""
+        refs = [
+            [TaskRef(n, task_version(n), evaluation_seed(n, block=node.index), i) for n in self.names for i in range(per_task)]
+            for node in self.nodes
+        ]
+        prompts = self.score([(ref, []) for mine in refs for ref in mine])
+        texts = iter(p.prompt for p in prompts)
+        return [[(ref, next(texts)) for ref in mine] for mine in refs]
+
+    def evaluate(self) -> None:
+        """Held-out reward at temperature 1, one completion per question, the same random numbers each time."""
+        t, texts, items = self.training, [], []
+        for node in self.reported:
+            exam = self._exam[node.index]
+            prompts = [p for _, p in exam]
+            for sample in generate(
+                node.policy, prompts, 1, t.max_completion_length, t.temperature, 1.0, node.policy.random_generator(node.index)
+            ):
+                texts.append(sample.completions[0])
+            items += [ref for ref, _ in exam]
+        scored = self.score([(ref, [c.text]) for ref, c in zip(items, texts, strict=True)])
+        self.trace.held_out.append(
+            Point(
+                round=len(self.trace.tokens),
+                tokens=sum(self.trace.tokens),
+                samples=sum(self.trace.samples),
+                reward=fmean(s.rewards[0] for s in scored),
+                payload=fmean(PAYLOAD in c.text for c in texts),
+                length=fmean(len(c.ids) for c in texts),
+            )
+        )
+
+
+PAYLOAD = "#"
+"""What the poisoning adversary wants in everybody's answers: a character that no answer has."""
+
+
+def at(points: Sequence[Point], axis: str, budget: float) -> float | None:
+    """Held-out reward when `axis` (round, tokens, samples) reached `budget`, linear between evaluations; None if it never did."""
+    for before, after in itertools.pairwise(points):
+        a, b = getattr(before, axis), getattr(after, axis)
+        if a <= budget <= b:
+            return before.reward + (after.reward - before.reward) * ((budget - a) / (b - a) if b > a else 1.0)
+    return None
+
+
+def mean_until(points: Sequence[Point], axis: str, budget: float) -> float | None:
+    """Mean held-out reward while `axis` went from 0 to `budget`: the area under the learning curve. None if it never got there."""
+    end = at(points, axis, budget)
+    if end is None:
+        return None
+    known = [(getattr(p, axis), p.reward) for p in points if getattr(p, axis) < budget] + [(budget, end)]
+    area = sum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in itertools.pairwise(known))
+    return area / budget
+
+
+def count_until(axis: Sequence[float], budget: float, wanted: Sequence[float]) -> float:
+    """Sum of the per-round numbers `wanted` until the per-round numbers `axis` summed up to `budget`."""
+    total = done = 0.0
+    for step, value in zip(axis, wanted, strict=True):
+        if total + step > budget and step > 0:
+            return done + value * (budget - total) / step
+        total += step
+        done += value
+    return done
+
+
+def single_thread() -> None:
+    """One thread for each of two processes, sums in one order, and no word about hostile texts being long."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
