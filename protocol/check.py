@@ -7,6 +7,7 @@ vector is judged as recorded, else 1. Where 00-conventions.md and this file disa
 import hashlib
 import json
 import math
+import re
 import struct
 import sys
 import tomllib
@@ -35,6 +36,10 @@ FETCH_REQUEST = {"content": bytes}
 FETCH_RESPONSE = {"status": ("ok", "unknown", "busy"), "body": bytes}
 PEERS_REQUEST = {"swarm": bytes, "addresses": [str]}
 PEERS_RESPONSE = {"swarm": bytes, "peers": [{"peer": str, "addresses": [str]}]}
+
+
+UNWANTED = re.compile("[\\x00-\\x08\\x0b\\x0c\\x0e-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069\\ufdd0-\\ufdef\\ufffe\\uffff]")
+"""Control characters, bidirectional overrides, non-characters."""
 
 
 class Refused(Exception):
@@ -255,6 +260,58 @@ def choose_task(tasks, seed, index):
     return sorted(set(tasks))[int.from_bytes(drawn, "big") % len(set(tasks))]
 
 
+def admit(frames, own, tasks, now, domain, swarm):
+    """02, section 4.1 to 4.3, for the last of `frames`, which come one after the other: (verdict, reason)."""
+    contents, sequences, outcome = set(), set(), None
+    for frame in frames:
+        outcome = admit_one(frame, own, tasks, now, domain, swarm, contents, sequences)
+        contents.add(digest(frame))
+    return outcome
+
+
+def admit_one(frame, own, tasks, now, domain, swarm, contents, sequences):
+    if digest(frame) in contents:
+        return "duplicate"
+    try:
+        if peer_id(decode(frame, BYTES["gossip_frame"], ENVELOPE)["key"]) == own:
+            return "own"
+        opened = open_envelope(frame, BYTES["gossip_frame"], domain, swarm)
+    except Refused as refused:
+        return refused.args[0]
+    peer, message = opened["peer"], opened["message"]
+    age, sequence = now - message["created_at"] / 1000, message["sequence"]
+    if age > REGISTRY["seconds"]["group_age"]:
+        return "stale"
+    if age < -REGISTRY["seconds"]["clock_skew"]:
+        return "future"
+    if (peer, sequence) in sequences:
+        return "sequence_reused"
+    reason = None if message["type"] == "announce" else group_reason(message, peer, tasks, swarm)
+    if reason is None:
+        sequences.add((peer, sequence))
+    return reason
+
+
+def group_reason(group, peer, tasks, swarm):
+    task, rules = group["task"], REGISTRY["rollouts"]
+    if task_seed(swarm, peer, group["sequence"]) != {"seed": task["seed"], "index": task["index"]}:
+        return "seed"
+    if task["id"] not in tasks:
+        return "unknown_task"
+    if task["version"] != tasks[task["id"]]:
+        return "unknown_version"
+    for completion in group["completions"]:
+        total = sum(item for (item,) in struct.iter_unpack("<f", completion["logprobs"]))
+        slack = rules["logprob_sum_absolute"] + rules["logprob_sum_relative"] * abs(total)
+        if len(completion["text"].encode()) > rules["bytes_per_token"] * completion["tokens"]:
+            return "tokens"
+        if completion["logprobs"] and abs(total - completion["logprob"]) > slack:
+            return "tokens"
+    if any(UNWANTED.search(completion["text"]) for completion in group["completions"]):
+        return "charset"
+    return None
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # vectors
 
@@ -273,6 +330,18 @@ def judge(read_as, frame, domain, swarm):
         return {"verdict": "accept", "value": plain(readers[read_as]())}
     except Refused as refused:
         return {"verdict": "reject", "reason": refused.args[0]}
+
+
+def joined(parts):
+    return b"".join(bytes.fromhex(part) * times for part, times in parts)
+
+
+def admitted(vector, document):
+    given = vector["admit"]
+    frames = [joined(parts) for parts in [*given["after"], vector["frame"]]]
+    reason = admit(frames, given["own"], given["tasks"], given["now"], document["domain"].encode(), bytes.fromhex(document["swarm"]))
+    verdicts = [verdict for verdict, reasons in REGISTRY["verdicts"].items() if reason in reasons]
+    return [verdicts[0] if verdicts else "accept", reason]
 
 
 def derive(vector):
@@ -305,8 +374,10 @@ def main():
         for vector in document["vectors"]:
             if "derive" in vector:
                 wanted, got = vector["output"], derive(vector)
+            elif "admit" in vector:
+                wanted, got = [vector["verdict"], vector.get("reason")], admitted(vector, document)
             else:
-                frame = b"".join(bytes.fromhex(part) * times for part, times in vector["frame"])
+                frame = joined(vector["frame"])
                 got = judge(vector["read_as"], frame, document["domain"].encode(), bytes.fromhex(document["swarm"]))
                 wanted = {field: vector[field] for field in got if field in vector}
             count += 1

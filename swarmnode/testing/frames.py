@@ -25,6 +25,7 @@ TASKS = {"rg/chain_sum": "0123456789abcdef", "builtin/copy": "fedcba9876543210"}
 SWARM = swarm_id("vectors", TASKS)
 OTHER_SWARM = swarm_id("other", TASKS)
 PEER = peer_id(KEY.public_key().public_bytes_raw())
+OTHER_PEER = peer_id(OTHER_KEY.public_key().public_bytes_raw())
 
 COMPLETION = {"text": "<answer>7</answer>", "tokens": 3, "logprob": -1.75, "finish": "eos", "token_ids": b"", "logprobs": b""}
 GROUP: dict[str, Any] = {

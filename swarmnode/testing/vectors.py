@@ -21,6 +21,7 @@ from swarmnode.testing.frames import (
     GROUP,
     KEY,
     OTHER_KEY,
+    OTHER_PEER,
     OTHER_SWARM,
     PACKED,
     PEER,
@@ -348,6 +349,66 @@ def peers() -> Iterator[Vector]:
     yield rejected("oversize", "a response of 65,537 bytes", bytes(limits.PEERS_RESPONSE_BYTES + 1), "peers_response")
 
 
+def admission() -> Iterator[Vector]:
+    """The rules of 02, section 4, that need neither scorer nor policy."""
+    now = GROUP["created_at"] / 1000
+    seed, index = task_seed(SWARM, PEER, GROUP["sequence"])
+    other_seed, _ = task_seed(SWARM, OTHER_PEER, GROUP["sequence"])
+    honest = changed(changed(GROUP, "task.seed", seed), "task.index", index)
+    frame = sealed(honest)
+
+    def case(verdict: str, name: str, message: Any, *after: bytes, own: str = OTHER_PEER) -> Vector:
+        sent = message if isinstance(message, bytes) else sealed(message)
+        given = {"now": now, "own": own, "tasks": TASKS, "after": [parts(each) for each in after]}
+        outcome = {"verdict": "accept"} if verdict == "accept" else dict(zip(("verdict", "reason"), verdict.split(), strict=True))
+        return {"name": name, "admit": given, **outcome, "frame": parts(sent)}
+
+    def text(value: str, tokens: int = 3) -> dict[str, Any]:
+        return changed(honest, "completions.0", {**COMPLETION, "text": value, "tokens": tokens})
+
+    def packed(total: float) -> dict[str, Any]:
+        return changed(honest, "completions.0", {**COMPLETION, **PACKED, "logprob": total})  # PACKED sums to -1.75
+
+    later = sealed(changed(changed(honest, "sequence", 8), "task.index", 8))
+    yield case("accept", "a group", honest)
+    yield case("accept", "an announcement", ANNOUNCE)
+    yield case("accept", "an older sequence after a newer one", honest, later)
+    yield case("ignore duplicate", "the same frame again", frame, frame)
+    yield case("ignore own", "one's own", honest, own=PEER)
+    yield case("reject signature", "of another swarm", pack({**envelope(pack(honest)), "signature": bytes(64)}))
+    yield case("reject bounds", "a single completion", changed(honest, "completions", [COMPLETION]))
+    yield case("ignore sequence_reused", "another group with the same sequence", text("8"), frame)
+    yield case("ignore sequence_reused", "an announcement with the same sequence", {**ANNOUNCE, "sequence": 7}, frame)
+    yield case("accept", "an hour old", changed(honest, "created_at", GROUP["created_at"] - 3_600_000))
+    yield case("ignore stale", "an hour and a second old", changed(honest, "created_at", GROUP["created_at"] - 3_601_000))
+    yield case("accept", "two minutes ahead", changed(honest, "created_at", GROUP["created_at"] + 120_000))
+    yield case("ignore future", "two minutes and a second ahead", changed(honest, "created_at", GROUP["created_at"] + 121_000))
+    yield case("ignore future", "an announcement from the end of time", {**ANNOUNCE, "created_at": 2**63 - 1})
+    yield case("reject seed", "another block", changed(honest, "task.seed", seed + 2**20))
+    yield case("reject seed", "another index", changed(honest, "task.index", index + 1))
+    yield case("reject seed", "another sequence", {**honest, "sequence": 8})
+    yield case("reject seed", "the seed of another peer", changed(honest, "task.seed", other_seed))
+    yield case("reject seed", "an evaluation seed", changed(honest, "task.seed", evaluation_seed("rg/chain_sum", 0)))
+    yield case("reject unknown_task", "a task that the swarm does not have", changed(honest, "task.id", "rg/gcd"))
+    yield case("reject unknown_version", "a task at another version", changed(honest, "task.version", "0123456789abcdee"))
+    yield case("accept", "256 bytes of text for a token", text("a" * 256, 1))
+    yield case("reject tokens", "257 bytes of text for a token", text("a" * 257, 1))
+    yield case("reject tokens", "258 bytes in 86 characters for a token", text("≤" * 86, 1))
+    yield case("accept", "log-probabilities that sum up", packed(-1.75))
+    yield case("accept", "log-probabilities that sum up but for rounding", packed(-1.81))
+    yield case("reject tokens", "log-probabilities that sum to less", packed(-1.6))
+    yield case("reject tokens", "log-probabilities that sum to more", packed(-2.0))
+    yield case("accept", "tab, newline and carriage return", text("a\tb\r\nc"))
+    for name, character in (
+        ("escape", "\x1b"),
+        ("C1", "\x9b"),
+        ("bidirectional override", "\u202e"),
+        ("isolate", "\u2066"),
+        ("U+FFFF", "\uffff"),
+    ):
+        yield case("ignore charset", f"text with {name}", text(f"a{character}b"))
+
+
 def derivations() -> Iterator[Vector]:
     def derived(name: str, what: str, given: dict[str, Any], output: Any) -> Vector:
         return {"name": name, "derive": what, "input": given, "output": output}
@@ -382,6 +443,7 @@ DOCUMENTS: dict[str, tuple[str, tuple[Callable[[], Iterator[Vector]], ...]]] = {
     ),
     "fetch": ("Requests and responses of the fetch protocol.", (fetch,)),
     "peers": ("Requests and responses of the peers protocol.", (peers,)),
+    "admission": ("What a node makes of a frame from gossip, up to where it needs a scorer.", (admission,)),
     "derivations": ("Names and numbers that follow from others.", (derivations,)),
 }
 

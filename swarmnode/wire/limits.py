@@ -62,5 +62,3 @@ CLOCK_SKEW_SECONDS = 120.0
 """A group created further than this in the future is not accepted."""
 GROUP_AGE_SECONDS = 3600.0
 """A group older than this is stale."""
-FETCH_SECONDS = 20.0
-"""A whole fetch takes at most this long."""

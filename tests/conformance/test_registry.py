@@ -1,10 +1,13 @@
 """protocol/registry.toml and protocol/schema against swarmnode/wire: neither may drift."""
 
+import re
 import tomllib
 from pathlib import Path
 
+from swarmnode.p2p import exchange, host
 from swarmnode.rollouts import admission
 from swarmnode.rollouts.reasons import REASONS, Verdict
+from swarmnode.rollouts.shelf import Throughput
 from swarmnode.tasks import seeds
 from swarmnode.wire import ids, limits
 from swarmnode.wire.codec import DECODE_REASONS
@@ -82,8 +85,15 @@ def test_caps_are_those_of_the_registry():
     assert REGISTRY["seconds"] == {
         "clock_skew": limits.CLOCK_SKEW_SECONDS,
         "group_age": limits.GROUP_AGE_SECONDS,
-        "fetch_timeout": limits.FETCH_SECONDS,
     }
+
+
+def test_timeouts_are_those_of_the_registry():
+    assert REGISTRY["timeouts"] == {"fetch": Throughput.LONGEST, "peers": exchange.DEADLINE}
+
+
+def test_gossip_protocol_is_that_of_the_registry():
+    assert REGISTRY["transport"]["gossip"] == [host.MESHSUB]
 
 
 def test_every_limit_is_in_the_registry():
@@ -110,3 +120,17 @@ def test_what_the_registry_calls_blameless_is_ignored():
 def test_schemas_are_those_of_the_messages():
     written = {path.name: path.read_text() for path in (PROTOCOL / "schema").glob("*.json")}
     assert written == schemas(), "run `python -m swarmnode.wire.schema`"
+
+
+def test_documents_name_everything_in_the_registry():
+    text = "".join(path.read_text() for path in PROTOCOL.glob("0*.md"))
+    names = [*REGISTRY["protocols"].values(), *REGISTRY["topics"].values(), *REGISTRY["domains"].values()]
+    names += [f"`{name}`" for verdict in REGISTRY["verdicts"].values() for name in verdict]
+    names += [f"`{name}`" for table in ("security", "muxers", "gossip") for name in REGISTRY["transport"][table]]
+    assert [name for name in names if name not in text] == []
+
+
+def test_documents_give_each_reason_the_verdict_of_the_registry():
+    given = re.findall(r"\[(REJECT|IGNORE)\] ((?:`\w+`(?:, )?)+)", (PROTOCOL / "02-rollouts.md").read_text())
+    verdicts = {(name, verdict.lower()) for verdict, names in given for name in re.findall(r"\w+", names)}
+    assert verdicts == {(name, verdict) for verdict, names in REGISTRY["verdicts"].items() for name in names}

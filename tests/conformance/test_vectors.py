@@ -11,7 +11,9 @@ from types import ModuleType
 import msgspec
 import pytest
 
+from swarmnode.config import SharingConfig
 from swarmnode.errors import BadMessage
+from swarmnode.rollouts.admission import Admission, Rejected
 from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
 from swarmnode.testing import frames, vectors
 from swarmnode.wire import limits
@@ -29,12 +31,17 @@ MESSAGES = {
     "peers_request": (PeersRequest, limits.PEERS_REQUEST_BYTES),
     "peers_response": (PeersResponse, limits.PEERS_RESPONSE_BYTES),
 }
-FRAMES = [(name, vector) for name, document in DOCUMENTS.items() for vector in document["vectors"] if "frame" in vector]
+FRAMES = [(name, vector) for name, document in DOCUMENTS.items() for vector in document["vectors"] if "read_as" in vector]
+ADMISSIONS = [(document, vector) for document in DOCUMENTS.values() for vector in document["vectors"] if "admit" in vector]
 DERIVATIONS = [vector for document in DOCUMENTS.values() for vector in document["vectors"] if "derive" in vector]
 
 
 def frame_of(vector: dict) -> bytes:
-    return b"".join(bytes.fromhex(part) * times for part, times in vector["frame"])
+    return joined(vector["frame"])
+
+
+def joined(parts: list) -> bytes:
+    return b"".join(bytes.fromhex(part) * times for part, times in parts)
 
 
 def judge(read_as: str, frame: bytes, domain: bytes, swarm: bytes) -> dict:
@@ -79,6 +86,18 @@ def test_swarmnode_judges_the_frame_as_recorded(document, vector):
     assert got == {name: vector[name] for name in ("verdict", "reason", "value") if name in vector}
 
 
+@pytest.mark.parametrize(("about", "vector"), ADMISSIONS, ids=[vector["name"] for _, vector in ADMISSIONS])
+def test_swarmnode_admits_what_is_recorded(about, vector, monkeypatch):
+    given = vector["admit"]
+    monkeypatch.setattr("swarmnode.rollouts.admission.task_version", given["tasks"].get)  # those of the vectors, not today's
+    admission = Admission(bytes.fromhex(about["swarm"]), given["own"], given["tasks"], SharingConfig())
+    for earlier in given["after"]:
+        assert not isinstance(admission.check_frame(joined(earlier), given["now"]), Rejected)
+    got = admission.check_frame(frame_of(vector), given["now"])
+    outcome = (got.verdict.value, got.reason) if isinstance(got, Rejected) else ("accept", None)
+    assert outcome == (vector["verdict"], vector.get("reason"))
+
+
 @pytest.mark.parametrize("vector", DERIVATIONS, ids=[vector["name"] for vector in DERIVATIONS])
 def test_swarmnode_derives_what_is_recorded(vector):
     given = vector["input"]
@@ -116,7 +135,7 @@ def test_no_two_vectors_of_a_document_have_one_name():
 def test_independent_decoder_agrees_and_exits_0():
     done = subprocess.run([sys.executable, PROTOCOL / "check.py"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout == f"{len(FRAMES) + len(DERIVATIONS)} vectors, 0 judged differently\n"
+    assert done.stdout == f"{len(FRAMES) + len(ADMISSIONS) + len(DERIVATIONS)} vectors, 0 judged differently\n"
 
 
 def test_independent_decoder_exits_1_on_a_wrong_vector(tmp_path):
