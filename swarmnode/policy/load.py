@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator
@@ -89,11 +90,7 @@ class Policy:
 
     def encode_prompt(self, prompt: str) -> list[int]:
         """Token ids of a question: one user turn and the start of the answer where the tokenizer has a chat template, else the text."""
-        if self.tokenizer.chat_template:
-            turn = [{"role": "user", "content": prompt}]
-            text = self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
-            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        return list(self.tokenizer(prompt)["input_ids"])
+        return list(encode_prompt(self.tokenizer, prompt))
 
     def decode(self, ids: list[int]) -> str:
         """Text of `ids` without special tokens."""
@@ -245,6 +242,8 @@ def load_model(cfg: PolicyConfig, directory: Path, placement: Placement) -> PreT
         raise DeviceError(f"policy.model {cfg.model!r} does not fit on {placement.device}: {error}") from error
     except (RuntimeError, AttributeError, TypeError, SafetensorError) as error:  # e.g. wrong shapes, a damaged file
         raise Unavailable(f"policy.model {cfg.model!r}: {str(error).strip().splitlines()[0]}") from error
+    if getattr(model, "_is_stateful", False):
+        raise Unavailable(f"policy.model {cfg.model!r}: {type(model).__name__} keeps a recurrent state, which is not supported")
     return model.eval()  # no dropout: the log-probabilities of sampling and of training must be of one function
 
 
@@ -281,5 +280,14 @@ def base_model(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+@functools.lru_cache(maxsize=8192)  # evaluation asks the same questions again and again
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[int, ...]:
+    if not tokenizer.chat_template:
+        return tuple(tokenizer(prompt)["input_ids"])
+    text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False)
+    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+@functools.cache
 def takes_logits_to_keep(kind: type) -> bool:
     return "logits_to_keep" in inspect.signature(kind.forward).parameters

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from swarmnode.config import PolicyConfig
 from swarmnode.policy import load
@@ -14,6 +14,7 @@ CONFIGS = {
     "llama": lambda v: LlamaConfig(vocab_size=v, num_key_value_heads=4, tie_word_embeddings=True, **SHAPE),
     "qwen2": lambda v: Qwen2Config(vocab_size=v, num_key_value_heads=2, **SHAPE),  # grouped-query attention, biases
     "qwen3": lambda v: Qwen3Config(vocab_size=v, num_key_value_heads=1, head_dim=16, **SHAPE),  # query and key norms
+    "mistral": lambda v: MistralConfig(vocab_size=v, num_key_value_heads=2, sliding_window=6, **SHAPE),  # shorter than a prompt
     "gpt2": lambda v: GPT2Config(vocab_size=v, n_embd=32, n_layer=2, n_head=4, n_positions=128),  # absolute positions, Conv1D
 }
 

@@ -8,7 +8,7 @@ from swarmnode.policy.generate import generate, sample
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import score
 
-KINDS = ["llama", "qwen2", "qwen3", "gpt2"]
+KINDS = ["llama", "qwen2", "qwen3", "mistral", "gpt2"]
 PROMPTS = ["Calculate 10 + 8.", "12", "Find the Least Common Multiple (LCM) of these numbers: 6, 9"]  # of different lengths
 
 

@@ -6,7 +6,8 @@ import torch
 from swarmnode.policy import load
 from swarmnode.policy.logprobs import collate, completion_logprobs, score
 
-ROWS = [([5, 9, 20], [30, 31, 1]), ([7], [40]), ([5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 1])]
+LONG = [5, 6, 7, 8, 9, 10, 6, 7, 8, 9, 10]
+ROWS = [([5, 9, 20], [30, 31, 1]), (LONG, [11, 12, 13, 14, 1]), ([7], [40]), ([5, 9, 20], [1]), (LONG, [12, 1])]  # groups apart
 
 
 def naive(policy, row, temperature):
@@ -17,7 +18,7 @@ def naive(policy, row, temperature):
     return logp.gather(1, torch.tensor(completion)[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "gpt2"])
 def test_equal_to_one_row_at_a_time(policies, kind):
     policy = policies[kind]
     logprobs, entropy = completion_logprobs(policy, collate(ROWS, policy.pad_id), 0.9)
@@ -30,8 +31,9 @@ def test_equal_to_one_row_at_a_time(policies, kind):
         assert not entropy[i, n:].any()
 
 
-def test_gradient_equals_that_of_one_row_at_a_time(policies):
-    policy = policies["qwen2"].clone()
+@pytest.mark.parametrize("kind", ["qwen2", "mistral", "gpt2"])
+def test_gradient_equals_that_of_one_row_at_a_time(policies, kind):
+    policy = policies[kind].clone()
     logprobs, _ = completion_logprobs(policy, collate(ROWS, policy.pad_id), 1.0)
     together = torch.autograd.grad(logprobs.sum(), policy.trainable_parameters())
     separate = torch.autograd.grad(sum(naive(policy, row, 1.0)[0].sum() for row in ROWS), policy.trainable_parameters())
@@ -47,7 +49,7 @@ def test_entropy_carries_no_gradient(embedded):
 
 def test_scoring_carries_no_gradient_and_drops_padding(embedded):
     values = score(embedded, ROWS, 1.0)
-    assert [len(v) for v in values] == [3, 1, 5]
+    assert [len(v) for v in values] == [3, 5, 1, 1, 2]
     assert all(x <= 0 for v in values for x in v)
 
 
@@ -58,26 +60,32 @@ def test_a_model_that_always_makes_all_logits_gives_the_same(embedded, monkeypat
     assert max(abs(a - b) for x, y in zip(expected, got, strict=True) for a, b in zip(x, y, strict=True)) < 1e-5
 
 
-def test_the_head_runs_on_no_more_than_it_must(embedded, monkeypatch):
+def test_a_prompt_is_run_once_for_its_group_and_the_head_once_for_the_prompt(embedded, monkeypatch):
     seen = []
     forward = type(embedded.model).forward
 
     def spy(self, *args, **kwargs):
         out = forward(self, *args, **kwargs)
-        seen.append(out.logits.shape[1])
+        seen.append((tuple(kwargs["input_ids"].shape), tuple(out.logits.shape[:2])))
         return out
 
     monkeypatch.setattr(embedded.model, "forward", spy.__get__(embedded.model))
-    prompt = list(range(5, 25))
     monkeypatch.setattr(load, "takes_logits_to_keep", lambda kind: True)
-    score(embedded, [(prompt, [30, 1]), ([*prompt, 6], [1])], 1.0)
-    assert seen == [3]
+    prompt = list(range(5, 25))
+    score(embedded, [(prompt, [30, 31, 1])] * 8, 1.0)
+    assert seen == [((1, 20), (1, 1)), ((8, 2), (8, 2))]  # 20 + 8 · 2 tokens, not 8 · 23
 
 
-def test_batch_is_right_padded():
-    batch = collate(ROWS, 0)
-    assert batch.input_ids.tolist()[1] == [7, 40, 0, 0, 0, 0, 0, 0, 0, 0, 0]
-    assert batch.attention_mask.sum(1).tolist() == [6, 2, 11]
-    assert batch.completion_mask.sum(1).tolist() == [3, 1, 5]
-    assert batch.completion_ids.tolist()[0] == [30, 31, 1, 0, 0]
-    assert batch.prompt_lengths.tolist() == [3, 1, 6]
+def test_prompts_are_padded_on_the_left_completions_on_the_right():
+    batch = collate([([5, 9], [30, 1]), ([7], [40]), ([5, 9], [31])], 0)
+    assert batch.prompt_ids.tolist() == [[5, 9], [0, 7]]
+    assert batch.prompt_mask.tolist() == [[1, 1], [0, 1]]
+    assert batch.prompt_of.tolist() == [0, 1, 0]
+    assert batch.completion_ids.tolist() == [[30, 1], [40, 0], [31, 0]]
+    assert batch.completion_mask.tolist() == [[True, True], [True, False], [True, False]]
+
+
+@pytest.mark.parametrize("row", [([], [1]), ([1], [])])
+def test_an_empty_side_is_refused(row):
+    with pytest.raises(ValueError, match="at least one token"):
+        collate([row], 0)
