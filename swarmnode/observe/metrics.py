@@ -38,6 +38,10 @@ JUDGED = ("used", "spot_check", "mean_logprob", "untokenizable")
 PROCESSES = ("network", "trainer")
 DIRECTIONS = ("in", "out")
 CHECKS = ("network", "policy", "joined")
+REQUESTS = ("ok", "timeout", "failed", "malformed")
+SERVED = (*REQUESTS, "busy", "unwelcome", "error")
+FETCHES = ("ok", "fetch_timeout", "fetch_failed", "fetch_unknown", "fetch_busy", "mismatch")
+GOSSIP = ("received", "accepted", "ignored", "rejected", "delivered", "published", "unwelcome", "dropped")
 POOL_DROPS = ("expired_age", "expired_version", "evicted_full", "evicted_peer_share", "refused")
 IGNORED = tuple(reason for reason, verdict in REASONS.items() if verdict is Verdict.IGNORE)
 REJECTED = tuple(reason for reason, verdict in REASONS.items() if verdict is Verdict.REJECT)
@@ -160,7 +164,7 @@ METRICS: tuple[Family, ...] = (
     Family("swarmnode_rollouts_judged_total", "counter", "Groups handed to the trainer, by its verdict.",
            lambda s: s.rollouts.judged, ("outcome",), JUDGED),
     Family("swarmnode_rollouts_fetched_total", "counter", "Groups announced by hash, by outcome of fetching them.",
-           lambda s: s.rollouts.fetches, ("outcome",)),
+           lambda s: s.rollouts.fetches, ("outcome",), FETCHES),
     Family("swarmnode_rollout_staleness_versions", "histogram", "Own policy versions between a group's arrival and its use.",
            lambda s: _staleness(s.rollouts.staleness)),
     Family("swarmnode_pool_groups", "gauge", "Groups in the pool.", lambda s: s.rollouts.pool.groups),
@@ -179,10 +183,11 @@ METRICS: tuple[Family, ...] = (
     Family("swarmnode_dials_total", "counter", "Attempts to connect to a peer.", lambda s: s.network.dials),
     Family("swarmnode_dial_failures_total", "counter", "Attempts that failed.", lambda s: s.network.dial_failures),
     Family("swarmnode_gossip_messages_total", "counter", "Gossip messages, by what happened to them.",
-           lambda s: s.network.gossip, ("event",)),
-    Family("swarmnode_requests_total", "counter", "Requests sent to peers, by outcome.", lambda s: s.network.requests, ("outcome",)),
+           lambda s: s.network.gossip, ("event",), GOSSIP),
+    Family("swarmnode_requests_total", "counter", "Requests sent to peers, by outcome.",
+           lambda s: s.network.requests, ("outcome",), REQUESTS),
     Family("swarmnode_requests_served_total", "counter", "Requests of peers, by outcome.",
-           lambda s: s.network.requests_served, ("outcome",)),
+           lambda s: s.network.requests_served, ("outcome",), SERVED),
     Family("swarmnode_network_bytes_total", "counter", "Bytes by protocol and direction.",
            lambda s: {(protocol, way): n for protocol, ways in s.network.bytes.items() for way, n in ways.items() if way in DIRECTIONS},
            ("protocol", "direction")),

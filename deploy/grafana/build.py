@@ -1,0 +1,299 @@
+"""Writes the Grafana dashboards and the tables of docs/monitoring.md. Run it after changing swarmnode/observe/metrics.py or this file:
+
+    python deploy/grafana/build.py
+
+A panel here is one line: title, expressions with their legends, unit. Its description is the metrics' own help text. tests/deploy holds the
+files to this script, the script to the registry, and every registered metric to a panel or to EXEMPT.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from swarmnode.observe.metrics import METRICS
+
+ROOT = Path(__file__).parents[2]
+DASHBOARDS = Path(__file__).parent / "dashboards"
+RULES = ROOT / "deploy" / "prometheus" / "rules.yml"
+MONITORING = ROOT / "docs" / "monitoring.md"
+
+I = 'instance=~"$instance"'  # noqa: E741 - short, because it is in every expression
+EXEMPT: dict[str, str] = {}
+"""Metrics that are on no panel, and why."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    title: str
+    targets: tuple[tuple[str, str], ...]
+    """(expression, legend); the legend may use {{label}}."""
+    unit: str = "short"
+    kind: str = "timeseries"
+    """timeseries, stat, table."""
+    stack: bool = False
+    top: float | None = None
+    """Upper end of the axis."""
+    width: int = 8
+
+
+def p(title: str, *targets: str | tuple[str, str], **options: Any) -> Panel:
+    """A panel; a bare expression gets the instance as its legend."""
+    return Panel(title, tuple(t if isinstance(t, tuple) else (t, "{{instance}}") for t in targets), **options)
+
+
+def rate(metric: str, by: str = "") -> str:
+    """Per second, summed over everything but `by` and the instance."""
+    inside = f"rate({metric}{{{I}}}[$__rate_interval])"
+    return f"sum by (instance{', ' + by if by else ''}) ({inside})"
+
+
+def quantile(q: float, metric: str) -> str:
+    return f"histogram_quantile({q}, sum by (instance, le) (rate({metric}_bucket{{{I}}}[$__rate_interval])))"
+
+
+def gauge(metric: str, **labels: str) -> str:
+    matchers = [I, *(f'{name}="{value}"' for name, value in labels.items())]
+    return f"{metric}{{{', '.join(matchers)}}}"
+
+
+NODE: dict[str, list[Panel]] = {
+    "State": [
+        p("Ready", gauge("swarmnode_ready"), kind="stat", width=3),
+        p("Up", f"time() - {gauge('swarmnode_start_time_seconds')}", unit="s", kind="stat", width=3),
+        p("Parts", (gauge("swarmnode_check_ok"), "{{check}}"), kind="stat", width=4),
+        p("Policy version", gauge("swarmnode_policy_version"), kind="stat", width=3),
+        p("Held-out reward", gauge("swarmnode_reward", source="held_out"), kind="stat", width=3),
+        p("Phase", (f"{gauge('swarmnode_trainer_phase')} == 1", "{{phase}}"), kind="stat", width=4),
+        p("Restarts, last day", (f"sum by (process) (increase(swarmnode_restarts_total{{{I}}}[1d]))", "{{process}}"), kind="stat", width=4),
+        p("Node", gauge("swarmnode_node_info"), kind="table", width=16),
+        p("Build", gauge("swarmnode_build_info"), kind="table", width=8),
+    ],
+    "Learning": [
+        p("Reward", (gauge("swarmnode_reward"), "{{source}}"), (gauge("swarmnode_reward_held_out_start"), "held-out at the start"),
+          top=1, width=12),
+        p("Steps per minute", f"60 * {rate('swarmnode_steps_total')}", width=6),
+        p("Groups that teach nothing", gauge("swarmnode_zero_advantage_share"), unit="percentunit", top=1, width=6),
+        p("Loss", gauge("swarmnode_loss"), width=6),
+        p("Entropy", gauge("swarmnode_entropy"), width=6),
+        p("KL divergence", gauge("swarmnode_kl"), width=6),
+        p("Clip fraction", gauge("swarmnode_clip_fraction"), unit="percentunit", width=6),
+        p("Gradient norm", gauge("swarmnode_gradient_norm"), width=12),
+        p("Learning rate", gauge("swarmnode_learning_rate"), width=12),
+    ],
+    "Speed": [
+        p("Step", (quantile(0.5, "swarmnode_step_seconds"), "median"), (quantile(0.95, "swarmnode_step_seconds"), "p95"), unit="s"),
+        p("Parts of a step", (gauge("swarmnode_phase_seconds"), "{{phase}}"), unit="s", stack=True),
+        p("Tokens per second", (gauge("swarmnode_tokens_per_second"), "while sampling"), (rate("swarmnode_tokens_total"), "over all")),
+        p("Memory", (gauge("swarmnode_process_memory_bytes"), "{{process}}"), (gauge("swarmnode_device_memory_bytes"), "device"),
+          unit="bytes"),
+        p("CPU", (rate("swarmnode_process_cpu_seconds_total", "process"), "{{process}}"), unit="percentunit"),
+        p("Micro-batch", gauge("swarmnode_micro_batch_tokens")),
+    ],
+    "Supervision": [
+        p("Out-of-memory retries", f"increase(swarmnode_out_of_memory_retries_total{{{I}}}[1h])"),
+        p("Restarts and stalls per hour", (f"increase(swarmnode_restarts_total{{{I}}}[1h])", "{{process}} restarted"),
+          (f"increase(swarmnode_stalls_total{{{I}}}[1h])", "{{process}} stalled")),
+        p("Recovery", (f"histogram_quantile(0.95, sum by (instance, le) (increase(swarmnode_recovery_seconds_bucket{{{I}}}[1d])))",
+                       "p95 of the last day"), unit="s"),
+        p("Event loop lag", gauge("swarmnode_event_loop_lag_seconds"), unit="s", width=6),
+        p("Trainer's last report", gauge("swarmnode_trainer_report_age_seconds"), unit="s", width=6),
+        p("Trainer connected", gauge("swarmnode_trainer_connected"), top=1, width=6),
+        p("Steps a crash would cost", gauge("swarmnode_unsaved_steps"), width=6),
+    ],
+}  # fmt: skip
+
+SWARM: dict[str, list[Panel]] = {
+    "Does sharing help": [
+        p("Held-out reward", gauge("swarmnode_reward", source="held_out"), top=1, width=12),
+        p("Reward of peers' groups minus own",
+          f"{gauge('swarmnode_reward', source='external')} - ignoring(source) {gauge('swarmnode_reward', source='own')}", width=12),
+        p("Share of the batch from peers", gauge("swarmnode_external_share"), unit="percentunit", top=1, width=6),
+        p("What the utility guard leaves", gauge("swarmnode_external_scale"), unit="percentunit", top=1, width=6),
+        p("Gradient agreement", gauge("swarmnode_gradient_agreement"), width=6),
+        p("Off-policy correction", gauge("swarmnode_correction_mean"), top=1, width=6),
+        p("Batch", (gauge("swarmnode_batch_groups"), "{{instance}} {{source}}"), width=8),
+        p("Groups trained on per minute", (f"60 * {rate('swarmnode_trained_groups_total', 'source')}", "{{instance}} {{source}}"), width=8),
+        p("Peers that contributed", gauge("swarmnode_contributing_peers"), width=8),
+    ],
+    "Rollouts": [
+        p("Groups from peers, by outcome", (f"sum({rate('swarmnode_rollouts_admitted_total')})", "admitted"),
+          (f"sum({rate('swarmnode_rollouts_ignored_total')})", "ignored"),
+          (f"sum({rate('swarmnode_rollouts_rejected_total')})", "rejected"), unit="ops", stack=True, width=12),
+        p("Groups per second", (rate("swarmnode_rollouts_published_total"), "{{instance}} published"),
+          (rate("swarmnode_rollouts_received_total"), "{{instance}} received"),
+          (rate("swarmnode_rollouts_drawn_total"), "{{instance}} drawn"),
+          (rate("swarmnode_rollouts_used_total"), "{{instance}} used"), unit="ops", width=12),
+        p("Staleness of used groups", (quantile(0.5, "swarmnode_rollout_staleness_versions"), "{{instance}} median"),
+          (quantile(0.95, "swarmnode_rollout_staleness_versions"), "{{instance}} p95")),
+        p("Groups fetched by hash", (rate("swarmnode_rollouts_fetched_total", "outcome"), "{{outcome}}"), unit="ops"),
+        p("Pool", gauge("swarmnode_pool_groups")),
+        p("Pool size", gauge("swarmnode_pool_bytes"), unit="bytes", width=6),
+        p("Peers in the pool", gauge("swarmnode_pool_peers"), width=6),
+        p("Oldest group in the pool", gauge("swarmnode_pool_oldest_seconds"), unit="s", width=6),
+        p("Groups lost from the pool", (rate("swarmnode_pool_dropped_total", "reason"), "{{reason}}"), unit="ops", width=6),
+    ],
+    "Network": [
+        p("Peers", (gauge("swarmnode_peers"), "{{instance}} {{direction}}"), width=6),
+        p("Known peers", gauge("swarmnode_peers_known"), width=6),
+        p("Gossip mesh", gauge("swarmnode_mesh_peers"), width=6),
+        p("Dials", (rate("swarmnode_dials_total"), "{{instance}} all"), (rate("swarmnode_dial_failures_total"), "{{instance}} failed"),
+          unit="ops", width=6),
+        p("Bytes", (rate("swarmnode_network_bytes_total", "protocol, direction"), "{{protocol}} {{direction}}"), unit="Bps"),
+        p("Gossip messages", (rate("swarmnode_gossip_messages_total", "event"), "{{event}}"), unit="ops"),
+        p("Requests", (rate("swarmnode_requests_total", "outcome"), "{{outcome}}"), unit="ops"),
+    ],
+}  # fmt: skip
+
+SECURITY: dict[str, list[Panel]] = {
+    "What was refused": [
+        p("Rejected, by reason", (rate("swarmnode_rollouts_rejected_total", "reason"), "{{reason}}"), unit="ops", stack=True, width=12),
+        p("Ignored, by reason", (rate("swarmnode_rollouts_ignored_total", "reason"), "{{reason}}"), unit="ops", stack=True, width=12),
+        p("Rejected share of what arrives",
+          f"{rate('swarmnode_rollouts_rejected_total')} / {rate('swarmnode_rollouts_received_total')}", unit="percentunit", top=1),
+        p("Drawn groups, by the trainer's verdict", (rate("swarmnode_rollouts_judged_total", "outcome"), "{{outcome}}"), unit="ops"),
+        p("Own groups that could not be published", rate("swarmnode_rollouts_publish_failures_total"), unit="ops"),
+    ],
+    "Who is kept away": [
+        p("Greylisted peers", gauge("swarmnode_peers_greylisted")),
+        p("Banned peers", gauge("swarmnode_peers_banned")),
+        p("Requests of peers", (rate("swarmnode_requests_served_total", "outcome"), "{{outcome}}"), unit="ops"),
+    ],
+    "What held": [
+        p("Guards around libp2p", (rate("swarmnode_guard_firings_total", "guard"), "{{guard}}"), unit="ops", width=12),
+        p("Scorers replaced per hour", (f"increase(swarmnode_scorer_restarts_total{{{I}}}[1h])", "{{instance}} {{process}}"), width=6),
+        p("Memory of the network process", gauge("swarmnode_process_memory_bytes", process="network"), unit="bytes", width=6),
+    ],
+}  # fmt: skip
+
+BOARDS = {
+    "node": ("swarmnode: node", "One node: is it well, does it learn, how fast, what failed.", NODE),
+    "swarm": ("swarmnode: swarm", "All your nodes: what travels between them and their peers, and whether it helps.", SWARM),
+    "security": ("swarmnode: security", "What peers tried that honest peers do not try, and what became of it.", SECURITY),
+}
+FAMILIES = {family.name: family for family in METRICS}
+SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+
+
+def metric_names(expression: str) -> list[str]:
+    """The registered families that an expression reads, and whatever else looks like one of ours."""
+    found = re.findall(r"\bswarmnode_[a-z0-9_]+", expression)
+    return [re.sub(r"_(bucket|sum|count)$", "", name) if name not in FAMILIES else name for name in found]
+
+
+def panel_json(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
+    names = dict.fromkeys(name for expression, _ in panel.targets for name in metric_names(expression))
+    defaults: dict[str, Any] = {"unit": panel.unit, "min": 0} if panel.kind != "table" else {}
+    if panel.title in ("Loss", "Gradient agreement", "Reward of peers' groups minus own"):
+        del defaults["min"]
+    if panel.top is not None:
+        defaults["max"] = panel.top
+    if panel.kind == "timeseries":
+        fill = 60 if panel.stack else 8
+        stacking = {"mode": "normal" if panel.stack else "none", "group": "A"}
+        defaults["custom"] = {"lineWidth": 1, "fillOpacity": fill, "showPoints": "never", "spanNulls": False, "stacking": stacking}
+    options: dict[str, Any] = {
+        "timeseries": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi", "sort": "desc"}},
+        "stat": {"reduceOptions": {"calcs": ["lastNotNull"]}, "colorMode": "value", "graphMode": "area", "textMode": "auto"},
+        "table": {"showHeader": True},
+    }[panel.kind]
+    targets = []
+    for i, (expression, legend) in enumerate(panel.targets):
+        target = {"refId": chr(ord("A") + i), "datasource": SOURCE, "expr": expression, "legendFormat": legend}
+        targets.append({**target, "instant": True, "format": "table"} if panel.kind == "table" else target)
+    return {
+        "id": number,
+        "type": panel.kind,
+        "title": panel.title,
+        "description": "\n".join(f"`{name}`: {FAMILIES[name].help}" for name in names if name in FAMILIES),
+        "datasource": SOURCE,
+        "gridPos": {"x": x, "y": y, "w": panel.width, "h": {"stat": 4, "table": 4}.get(panel.kind, 8)},
+        "fieldConfig": {"defaults": defaults, "overrides": []},
+        "options": options,
+        "targets": targets,
+    }
+
+
+def dashboard(uid: str) -> dict[str, Any]:
+    """One dashboard in Grafana's JSON model (schema 39, Grafana 10.4 and later)."""
+    title, description, rows = BOARDS[uid]
+    panels: list[dict[str, Any]] = []
+    y = 0
+    for row, content in rows.items():
+        panels.append({"id": len(panels) + 1, "type": "row", "title": row, "collapsed": False, "panels": [],
+                       "gridPos": {"x": 0, "y": y, "w": 24, "h": 1}})  # fmt: skip
+        y, x, tallest = y + 1, 0, 0
+        for panel in content:
+            if x + panel.width > 24:
+                x, y, tallest = 0, y + tallest, 0
+            made = panel_json(panel, len(panels) + 1, x, y)
+            panels.append(made)
+            x, tallest = x + panel.width, max(tallest, made["gridPos"]["h"])
+        y += tallest
+    variables = [
+        {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"},
+        {"name": "instance", "label": "Node", "type": "query", "datasource": SOURCE, "refresh": 2,
+         "query": "label_values(swarmnode_build_info, instance)", "multi": True, "includeAll": True, "allValue": ".*",
+         "current": {"text": "All", "value": "$__all"}},
+    ]  # fmt: skip
+    return {
+        "uid": f"swarmnode-{uid}",
+        "title": title,
+        "description": description,
+        "tags": ["swarmnode"],
+        "editable": True,
+        "schemaVersion": 39,
+        "version": 1,
+        "refresh": "30s",
+        "time": {"from": "now-3h", "to": "now"},
+        "timezone": "browser",
+        "templating": {"list": variables},
+        "links": [{"type": "dashboards", "tags": ["swarmnode"], "asDropdown": False, "title": "", "icon": "external link"}],
+        "annotations": {"list": []},
+        "panels": panels,
+    }
+
+
+def metrics_table() -> str:
+    """Markdown rows of every registered family."""
+    rows = [f"| `{f.name}` | {f.kind} | {', '.join(f'`{label}`' for label in f.labels)} | {f.help} |" for f in METRICS]
+    return "\n".join(["| metric | type | labels | what |", "|---|---|---|---|", *rows])
+
+
+def alerts_table() -> str:
+    """Markdown rows of every alert."""
+    rules = yaml.safe_load(RULES.read_text())["groups"][0]["rules"]
+    rows = [
+        f"| `{r['alert']}` | {r['labels']['severity']} | {r.get('for', 'at once')} | {r['annotations']['description']} |" for r in rules
+    ]
+    return re.sub(r"\{\{.*?\}\}", "…", "\n".join(["| alert | severity | after | what it means |", "|---|---|---|---|", *rows]))
+
+
+def outputs() -> dict[Path, str]:
+    """Every generated file with its text."""
+    files = {DASHBOARDS / f"{uid}.json": json.dumps(dashboard(uid), indent=1, ensure_ascii=False) + "\n" for uid in BOARDS}
+    text = MONITORING.read_text()
+    for name, table in (("metrics", metrics_table()), ("alerts", alerts_table())):
+        begin, end = f"<!-- {name}: written by deploy/grafana/build.py -->\n", f"<!-- end of {name} -->"
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}\n{table}\n\n{end}{rest.partition(end)[2]}"
+    files[MONITORING] = text
+    return files
+
+
+def main() -> int:
+    for path, text in outputs().items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        print(path.relative_to(ROOT))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

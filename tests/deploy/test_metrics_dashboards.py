@@ -1,0 +1,165 @@
+"""Dashboards, rules and documentation against the registry: what they name exists, and what exists is shown."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+from prometheus_client.exposition import generate_latest
+
+from swarmnode.observe.metrics import METRICS, make_registry
+from swarmnode.observe.snapshot import NodeSnapshot
+from swarmnode.testing.snapshots import example
+
+ROOT = Path(__file__).parents[2]
+PROMETHEUS = ROOT / "deploy" / "prometheus"
+DASHBOARDS = ROOT / "deploy" / "grafana" / "dashboards"
+PROMTOOL = shutil.which("promtool")
+needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed")
+
+FAMILIES = {family.name: family for family in METRICS}
+MATCHER = re.compile(r"(swarmnode_[a-z0-9_]+)\{([^}]*)\}")
+TARGET_LABELS = {"instance", "job", "le"}
+
+
+def build() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("grafana_build", ROOT / "deploy" / "grafana" / "build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    import sys
+
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def panels() -> list[dict]:
+    return [panel for path in sorted(DASHBOARDS.glob("*.json")) for panel in json.loads(path.read_text())["panels"]]
+
+
+def panel_expressions() -> list[str]:
+    return [target["expr"] for panel in panels() for target in panel.get("targets", [])]
+
+
+def rule_expressions() -> list[str]:
+    return [rule["expr"] for group in yaml.safe_load((PROMETHEUS / "rules.yml").read_text())["groups"] for rule in group["rules"]]
+
+
+def family_of(name: str) -> str:
+    return name if name in FAMILIES else re.sub(r"_(bucket|sum|count)$", "", name)
+
+
+def names_in(expressions: list[str]) -> set[str]:
+    return {family_of(name) for expression in expressions for name in re.findall(r"\bswarmnode_[a-z0-9_]+", expression)}
+
+
+def promtool(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    assert PROMTOOL is not None
+    return subprocess.run([PROMTOOL, *arguments], input=stdin, capture_output=True, timeout=60, check=False)
+
+
+def test_every_metric_that_is_named_exists() -> None:
+    named = names_in(panel_expressions() + rule_expressions())
+    assert named - FAMILIES.keys() == set()
+    assert len(named) > 50
+
+
+def test_every_metric_is_on_a_panel_or_exempt_with_a_reason() -> None:
+    exempt = build().EXEMPT
+    assert FAMILIES.keys() - names_in(panel_expressions()) == exempt.keys()
+    assert all(exempt.values())
+
+
+def test_histograms_are_asked_for_buckets_and_the_rest_is_not() -> None:
+    for expression in panel_expressions() + rule_expressions():
+        for name in re.findall(r"\bswarmnode_[a-z0-9_]+", expression):
+            assert (name not in FAMILIES) == (FAMILIES[family_of(name)].kind == "histogram"), name
+
+
+def test_labels_in_matchers_groupings_and_legends_exist() -> None:
+    legends = [(target["expr"], target["legendFormat"]) for panel in panels() for target in panel.get("targets", [])]
+    for expression, legend in legends + [(expression, "") for expression in rule_expressions()]:
+        labels = set().union(*(FAMILIES[name].labels for name in names_in([expression]))) | TARGET_LABELS
+        used = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"", expression)) | set(re.findall(r"\{\{(\w+)\}\}", legend))
+        for grouping in re.findall(r"\b(?:by|without|ignoring|on)\s*\(([^)]*)\)", expression):
+            used |= {label.strip() for label in grouping.split(",")}
+        assert used <= labels, expression
+
+
+def test_label_values_in_matchers_exist() -> None:
+    scraped = generate_latest(make_registry(example)).decode()
+    for expression in panel_expressions() + rule_expressions():
+        for name, matchers in MATCHER.findall(expression):
+            for label, value in re.findall(r'(\w+)="([^"$]*)"', matchers):
+                assert re.search(rf'^{name}\{{[^}}]*{label}="{re.escape(value)}"', scraped, re.MULTILINE), (name, label, value)
+
+
+def test_generated_files_are_up_to_date() -> None:
+    for path, text in build().outputs().items():
+        assert path.read_text() == text, f"{path.relative_to(ROOT)}: run python deploy/grafana/build.py"
+
+
+def test_panels_do_not_overlap_and_have_a_description() -> None:
+    for path in DASHBOARDS.glob("*.json"):
+        taken: set[tuple[int, int]] = set()
+        for panel in json.loads(path.read_text())["panels"]:
+            at = panel["gridPos"]
+            cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+            assert not cells & taken, panel["title"]
+            assert at["x"] + at["w"] <= 24, panel["title"]
+            assert panel["type"] == "row" or panel["description"], panel["title"]
+            taken |= cells
+
+
+def test_provisioning_points_at_the_dashboards() -> None:
+    folder = ROOT / "deploy" / "grafana" / "provisioning"
+    provider = yaml.safe_load((folder / "dashboards" / "swarmnode.yml").read_text())["providers"][0]
+    assert provider["options"]["path"] in (ROOT / "docs" / "monitoring.md").read_text()
+    assert yaml.safe_load((folder / "datasources" / "prometheus.yml").read_text())["datasources"][0]["type"] == "prometheus"
+
+
+def test_every_alert_has_a_test_and_a_severity() -> None:
+    rules = yaml.safe_load((PROMETHEUS / "rules.yml").read_text())["groups"][0]["rules"]
+    tests = yaml.safe_load((PROMETHEUS / "rules_test.yml").read_text())["tests"]
+    raised = {case["alertname"] for test in tests for case in test["alert_rule_test"] if case["exp_alerts"]}
+    assert raised == {rule["alert"] for rule in rules}
+    assert {rule["labels"]["severity"] for rule in rules} == {"critical", "warning"}
+
+
+@needs_promtool
+def test_promtool_accepts_a_scrape() -> None:
+    for snapshot in (example(), NodeSnapshot()):
+        text = generate_latest(make_registry(lambda s=snapshot: s))
+        done = promtool("check", "metrics", stdin=text)
+        assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+@needs_promtool
+def test_promtool_accepts_the_configuration_and_its_rules() -> None:
+    done = promtool("check", "config", "--lint=all", "--lint-fatal", str(PROMETHEUS / "prometheus.yml"))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_promtool
+def test_promtool_runs_the_rule_tests() -> None:
+    done = promtool("test", "rules", str(PROMETHEUS / "rules_test.yml"))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_promtool
+def test_promtool_parses_every_panel(tmp_path) -> None:
+    expressions = [expression.replace("$__rate_interval", "5m").replace("$instance", ".*") for expression in panel_expressions()]
+    rules = [{"record": f"panel:{i}", "expr": expression} for i, expression in enumerate(expressions)]
+    path = tmp_path / "panels.yml"
+    path.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}))
+    done = promtool("check", "rules", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(expressions)} rules found".encode() in done.stdout
