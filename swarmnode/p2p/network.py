@@ -193,7 +193,9 @@ class Network:
         first = peer not in self._live.values()
         self._live[connection] = peer
         self.peers.connected_to(peer, inbound=str(connection.direction).lower().endswith("inbound"), now=trio.current_time())
-        if first:
+        if self.reputation.standing(peer, trio.current_time()) is Standing.BANNED:  # since the handshake
+            self.disconnect(peer)
+        elif first:
             self._nursery.start_soon(self._greet, peer)
         self._notify()
 

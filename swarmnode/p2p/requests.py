@@ -29,6 +29,9 @@ READ_BYTES = 65536
 OUTBOUND_PER_PEER = 8
 OUTBOUND = 64
 """Requests under way, to one peer and to all; more wait their turn within their own deadline."""
+END_SECONDS = 30.0
+"""Closing or resetting a stream is given up after this. The guards drop a connection that takes no frame for half as long, so that this
+cuts no frame in two."""
 OUTCOMES = ("ok", "timeout", "failed", "malformed")
 """Of our requests."""
 SERVED = ("ok", "timeout", "failed", "malformed", "busy", "unwelcome", "error")
@@ -244,7 +247,7 @@ async def read_exactly(stream: Any, count: int) -> bytes:
 
 async def close(stream: Any) -> None:
     """Ends our side in order. Whatever the library raises here has no one left to tell."""
-    with trio.CancelScope(shield=True):
+    with trio.CancelScope(shield=True), trio.move_on_after(END_SECONDS):
         try:
             await stream.close()
         except Exception as error:
@@ -259,7 +262,7 @@ async def reset(stream: Any) -> None:
     """
     muxed = stream.muxed_stream
     waiting = muxed.conn.stream_events.get(muxed.stream_id)
-    with trio.CancelScope(shield=True):
+    with trio.CancelScope(shield=True), trio.move_on_after(END_SECONDS):
         try:
             await stream.reset()
         except Exception as error:

@@ -1,0 +1,191 @@
+"""Opening, closing and refusing, with real sockets on loopback."""
+
+import os
+import socket
+
+import pytest
+import trio
+
+from swarmnode.errors import ConfigError, StateError, Unavailable
+from swarmnode.p2p import identity
+from swarmnode.testing.hosts import host, hosts
+from swarmnode.testing.waiting import until
+
+
+def port_of(network) -> int:
+    return int(network.listen_addrs[0].split("/")[4])
+
+
+async def test_the_port_is_chosen_once_and_kept(tmp_path):
+    async with host(tmp_path) as network:
+        first = port_of(network)
+    assert (tmp_path / "port").read_text() == f"{first}\n"
+    async with host(tmp_path) as network:
+        assert port_of(network) == first
+
+
+async def test_a_taken_port_is_unavailable_and_named(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(Unavailable, match=f"port {port}"):
+            async with host(tmp_path, listen_addrs=[f"/ip4/127.0.0.1/tcp/{port}"]):
+                pytest.fail("listens on a port that is taken")
+
+
+async def test_two_nodes_do_not_share_a_data_directory(tmp_path):
+    async with host(tmp_path) as network:
+        with pytest.raises(Unavailable, match=f"port {port_of(network)}"):
+            async with host(tmp_path):
+                pytest.fail("two nodes on one port")
+
+
+@pytest.mark.parametrize("text", ["", "x", "70000", "0", "-1", "4001 4002"])
+async def test_a_damaged_port_file_is_a_state_error(tmp_path, text):
+    (tmp_path / "port").write_text(text)
+    with pytest.raises(StateError, match="port"):
+        async with host(tmp_path):
+            pytest.fail("started")
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"listen_addrs": ["/ip4/127.0.0.1/udp/1"]}, "network.listen_addrs"),
+        ({"listen_addrs": ["/dns4/localhost/tcp/1"]}, "network.listen_addrs"),
+        ({"listen_addrs": []}, "network.listen_addrs"),
+        ({"announce_addrs": ["127.0.0.1:4001"]}, "network.announce_addrs"),
+        ({"initial_peers": ["/ip4/127.0.0.1/tcp/1"]}, "/p2p/<peer id>"),
+        ({"initial_peers": ["/ip4/127.0.0.1/tcp/1/p2p/x"]}, "network.initial_peers"),
+    ],
+)
+async def test_an_address_that_cannot_be_is_a_configuration_error_in_one_line(tmp_path, settings, named):
+    with pytest.raises(ConfigError, match=named) as caught:
+        async with host(tmp_path, **settings):
+            pytest.fail("started")
+    assert "\n" not in str(caught.value)
+
+
+async def test_an_address_that_is_not_this_machines_is_unavailable(tmp_path):
+    with pytest.raises(Unavailable, match=r"203\.0\.113\.1"):
+        async with host(tmp_path, listen_addrs=["/ip4/203.0.113.1/tcp/4001"]):
+            pytest.fail("started")
+
+
+async def test_announced_addresses_take_the_place_of_listen_addresses(tmp_path):
+    async with host(tmp_path, announce_addrs=["/dns4/node.example.org/tcp/4001"]) as network:
+        assert network.listen_addrs == [f"/dns4/node.example.org/tcp/4001/p2p/{network.peer_id}"]
+
+
+async def test_a_node_without_an_answer_from_anybody_runs_alone(tmp_path, caplog):
+    with socket.socket() as dead:
+        dead.bind(("127.0.0.1", 0))  # nobody listens there
+        other = identity.load_or_create(tmp_path / "other.key").peer_id
+        address = f"/ip4/127.0.0.1/tcp/{dead.getsockname()[1]}/p2p/{other}"
+        async with host(tmp_path, initial_peers=[address]) as network:
+            await until(lambda: network.statistics().peers.dial_failures >= 2)
+            assert network.connected() == []
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
+
+
+async def test_a_bootstrap_list_that_names_ourselves_is_no_mistake(tmp_path):
+    async with host(tmp_path) as network:
+        own = network.listen_addrs[0]
+    async with host(tmp_path, initial_peers=[own]) as network:
+        assert network.statistics().peers.known == 0
+
+
+async def test_another_key_at_a_bootstrap_address_is_not_believed(tmp_path):
+    other = identity.load_or_create(tmp_path / "other.key").peer_id
+    async with host(tmp_path / "a") as a:
+        wrong = a.listen_addrs[0].replace(a.peer_id, other)
+        async with host(tmp_path / "b", initial_peers=[wrong]) as b:
+            await until(lambda: b.statistics().peers.dial_failures >= 1)
+            assert b.connected() == []
+
+
+async def test_leaving_closes_every_socket(tmp_path):
+    async with hosts(tmp_path / "warm", 2):  # what is opened once and kept for the life of the process
+        pass
+    before = len(os.listdir("/proc/self/fd"))
+    async with hosts(tmp_path, 3):
+        assert len(os.listdir("/proc/self/fd")) > before
+    await until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+
+
+async def test_what_the_block_raises_comes_out_as_itself(tmp_path):
+    with pytest.raises(KeyError, match="mine"):
+        async with host(tmp_path):
+            raise KeyError("mine")
+
+
+async def test_cancelling_the_block_is_a_cancellation(tmp_path):
+    with trio.move_on_after(0.2) as scope:
+        async with host(tmp_path):
+            await trio.sleep_forever()
+    assert scope.cancelled_caught
+
+
+async def test_connections_are_bounded(tmp_path):
+    async with host(tmp_path / "server", max_connections=2) as server:
+        async with trio.open_nursery() as nursery:
+            started = []
+
+            async def client(index: int) -> None:
+                async with host(tmp_path / str(index), initial_peers=server.listen_addrs) as network:
+                    started.append(network)
+                    await trio.sleep_forever()
+
+            for index in range(5):
+                nursery.start_soon(client, index)
+            await until(lambda: len(started) == 5 and all(each.statistics().peers.dials >= 2 or each.connected() for each in started))
+            assert 1 <= len(server.connected()) <= 2
+            nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("banned_dials", [True, False])
+async def test_a_banned_peer_is_disconnected_and_stays_out(tmp_path, banned_dials):
+    async with host(tmp_path / "a") as a:
+        async with host(tmp_path / "b", initial_peers=a.listen_addrs) as b:
+            await a.wait_connected()
+            judge, banned = (a, b) if banned_dials else (b, a)
+            judge.rejected(banned.peer_id, "reward", cost=1000.0)
+            await until(lambda: judge.connected() == [])
+            before = judge.statistics()
+            await until(lambda: judge.statistics().refused_connections > before.refused_connections)
+            assert judge.connected() == []
+
+
+async def test_a_ban_survives_a_restart(tmp_path):
+    async with host(tmp_path / "a") as a:
+        async with host(tmp_path / "b", initial_peers=a.listen_addrs) as b:
+            await a.wait_connected()
+            a.rejected(b.peer_id, "reward", cost=1000.0)
+    async with host(tmp_path / "a") as a, host(tmp_path / "b", initial_peers=a.listen_addrs):
+        await until(lambda: a.statistics().refused_connections >= 1)
+        assert a.statistics().reputation.banned == 1
+
+
+async def test_garbage_on_the_port_is_counted_and_peers_are_served_meanwhile(tmp_path):
+    async with hosts(tmp_path, 2) as (server, client):
+        for garbage in (b"", b"\x00" * 100, b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), b"\x13/multistream/1.0.0\n\x07/secio\n"):
+            stream = await trio.open_tcp_stream("127.0.0.1", port_of(server))
+            async with stream:
+                await stream.send_all(garbage)
+        await until(lambda: server.statistics().failed_handshakes == 5)
+        await server._exchange.ask(client.peer_id)
+        assert server.requests.statistics().requests["/swarmnode/peers/1"]["ok"] >= 1
+        assert server.connected() == [client.peer_id]
+
+
+async def test_bytes_are_counted_by_protocol_and_direction(tmp_path):
+    async def answer(peer: str, data: bytes) -> bytes:
+        await trio.lowlevel.checkpoint()
+        return bytes(3000)
+
+    async with hosts(tmp_path, 2) as (server, client):
+        server.requests.serve("/test/1", answer, max_request_bytes=1000, max_response_bytes=3000)
+        await client.requests.request(server.peer_id, "/test/1", bytes(1000), deadline=5.0, max_response_bytes=3000)
+        await until(lambda: server.statistics().traffic.sent.get("/test/1") == 3004)
+        assert client.statistics().traffic.sent["/test/1"] == server.statistics().traffic.received["/test/1"] == 1004
+        assert client.statistics().traffic.received["/test/1"] == 3004
+        assert client.statistics().traffic.sent["/meshsub/1.1.0"] > 0
