@@ -19,6 +19,7 @@ import trio
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.keys import KeyPair
 from libp2p.crypto.x25519 import create_new_key_pair as create_noise_key
+from libp2p.io.exceptions import IOException
 from libp2p.io.trio import TrioTCPStream
 from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.peer.id import ID
@@ -201,10 +202,11 @@ async def agreed(address: str, protocol: str, *, source: str | None = None) -> A
         async def exactly(size: int) -> bytes:
             out = b""
             while len(out) < size:
-                part = await raw.read(size - len(out))
-                if not part:
-                    raise ConnectionResetError("closed during the handshake")
-                out += part
+                with contextlib.suppress(IOException):
+                    out += (part := await raw.read(size - len(out)))
+                    if part:
+                        continue
+                raise ConnectionResetError("closed during the handshake")
             return out
 
         await select(exactly, raw.write, protocol)
@@ -241,9 +243,7 @@ async def _pump(peer: Peer) -> None:
 
 def signed(keys: KeyPair, topic: str, data: bytes, seqno: bytes | None = None) -> rpc_pb2.Message:
     """A message as strict signing wants it."""
-    message = rpc_pb2.Message(
-        data=data, topicIDs=[topic], from_id=ID.from_pubkey(keys.public_key).to_bytes(), seqno=seqno or os.urandom(8)
-    )
+    message = rpc_pb2.Message(data=data, topicIDs=[topic], from_id=ID.from_pubkey(keys.public_key).to_bytes(), seqno=seqno or os.urandom(8))
     message.signature = keys.private_key.sign(b"libp2p-pubsub:" + message.SerializeToString())
     message.key = keys.public_key.serialize()
     return message

@@ -1,11 +1,11 @@
-"""`python -m swarmnode.testing.host_child '<json options>'`: one libp2p host, stock or guarded, that a test can drive from outside.
+"""`main(options, hello)` runs one libp2p host, stock or guarded, that a test can drive from outside (see host_process.py).
 
 options   guarded: bool · gossip: "tuned" | "default" · validator: "accept" | "raise" · consume: bool · port: int · seed: int of the key
           sweep: seconds between sweeps of dead streams · limits: {"yamux.PROCESS_BYTES": 1, …}, constants of the guards
-stdout    one line {"address": "/ip4/127.0.0.1/tcp/…", "peer": "12D3Koo…", "control": <port>} when it listens
+hello     a pipe that is sent {"address": "/ip4/127.0.0.1/tcp/…", "peer": "12D3Koo…", "control": <port>} when it listens
 control   a loopback TCP port: one JSON request per line, {"do": "<name of an async function below>", …}, answered by one line
 
-Protocols: /test/echo/1 returns what it gets; /test/hold/1 reads nothing for ever; /test/pause/1 reads nothing for 6 s, then counts;
+Protocols: /test/echo/1 returns what it gets; /test/hold/1 reads nothing for ever; /test/sink/1 counts; /test/pause/1 after 6 s;
 /test/raise/1 raises ValueError; /test/ends/1 lets the end of the stream escape; /test/leave/1 returns at once and closes nothing.
 """
 
@@ -16,8 +16,7 @@ import functools
 import json
 import os
 import random
-import sys
-import warnings
+from multiprocessing.connection import Connection
 
 import trio
 from libp2p import new_host
@@ -39,7 +38,8 @@ TOPIC = "test"
 class Node:
     """The host under test and what its handlers saw."""
 
-    def __init__(self, options: dict) -> None:
+    def __init__(self, options: dict, hello: Connection) -> None:
+        self.hello = hello
         self.options = options
         self.guarded: bool = options["guarded"]
         yamux._STALE_STREAM_SWEEP_INTERVAL = options.get("sweep", 30.0)
@@ -56,7 +56,7 @@ class Node:
         self.delivered: list[str] = []
         self.counted = 0
         self.streams: list = []
-        for name in ("echo", "hold", "pause", "raise", "ends", "leave"):
+        for name in ("echo", "hold", "sink", "pause", "raise", "ends", "leave"):
             self.host.set_stream_handler(f"/test/{name}/1", getattr(self, f"on_{name}"))
 
     def build(self, keys):
@@ -71,7 +71,11 @@ class Node:
     def _gossip(self) -> tuple[GossipSub, Pubsub]:
         tuned = {"heartbeat_interval": 1, "spam_protection_enabled": False, "adaptive_gossip_enabled": False, "prune_back_off": 1}
         router = GossipSub(
-            protocols=["/meshsub/1.1.0"], degree=8, degree_low=6, degree_high=32, **(tuned if self.options.get("gossip") != "default" else {})
+            protocols=["/meshsub/1.1.0"],
+            degree=8,
+            degree_low=6,
+            degree_high=32,
+            **(tuned if self.options.get("gossip") != "default" else {}),
         )
         if not self.guarded:
             return router, Pubsub(self.host, router, strict_signing=True)
@@ -88,12 +92,15 @@ class Node:
     async def on_hold(self, stream) -> None:
         await trio.sleep_forever()
 
-    async def on_pause(self, stream) -> None:
-        await trio.sleep(6)
+    async def on_sink(self, stream) -> None:
         with contextlib.suppress(Exception):
             while True:
                 self.counted += len(await stream.read(65536))
         await stream.close()
+
+    async def on_pause(self, stream) -> None:
+        await trio.sleep(6)
+        await self.on_sink(stream)
 
     async def on_raise(self, stream) -> None:
         raise ValueError("a handler with a bug")
@@ -118,8 +125,8 @@ class Node:
             "slots": network._inbound_limiter.borrowed_tokens,
             "fired": guards.statistics().fired,
             "delivered": len(self.delivered),
-            "last": self.delivered[-1] if self.delivered else "",
             "counted": self.counted,
+            "waiting": sum(one.statistics().current_buffer_used for one in self.pubsub.subscribed_topics_send.values()),
             "equivocation_bytes": sum(len(one.data) for one in equivocation.values()),
             "seen_bytes": sum(map(len, getattr(self.pubsub.seen_messages, "cache", getattr(self.pubsub.seen_messages, "_until", {})))),
             "cache_bytes": sum(len(one.data) for one in self.router.mcache.msgs.values()),
@@ -127,6 +134,9 @@ class Node:
             "heartbeat": self.router.heartbeat_interval,
             "topics": len(self.router.back_off) + sum(map(len, self.router.graft_flood_tracking.values())),
         }
+
+    async def saw(self, mark: str) -> dict:
+        return {"saw": mark in self.delivered}
 
     async def publish(self, count: int, size: int = 32, pause: float = 0.0) -> dict:
         for number in range(count):
@@ -182,6 +192,19 @@ class Node:
                 return {"opened": number, "error": str(error)}
         return {"opened": count, "error": ""}
 
+    async def keep(self, address: str, peer: str, protocol: str) -> dict:
+        """Open a stream for a later `write_kept`."""
+        self.streams.append(await self._stream(address, peer, protocol))
+        return {}
+
+    async def write_kept(self, size: int, cancel_after: float) -> dict:
+        """Write on the last kept stream and cancel that after a time; whether it had to be cancelled."""
+        with trio.move_on_after(cancel_after) as scope:
+            await self.streams[-1].write(bytes(size))
+        with trio.move_on_after(1):
+            await self.streams[-1].reset()
+        return {"cancelled": scope.cancelled_caught}
+
     async def write_paused(self, address: str, peer: str, size: int, protocol: str = "pause") -> dict:
         stream = await self._stream(address, peer, protocol)
         await stream.write(bytes(size))
@@ -208,12 +231,8 @@ class Node:
             async with trio.open_nursery() as nursery:
                 control = await nursery.start(functools.partial(trio.serve_tcp, self._control, 0, host="127.0.0.1"))
                 listener = next(iter(self.host.get_network().listeners.values()))
-                hello = {
-                    "address": str(listener.get_addrs()[0]),
-                    "peer": str(self.host.get_id()),
-                    "control": control[0].socket.getsockname()[1],
-                }
-                print(json.dumps(hello), flush=True)
+                address = str(listener.get_addrs()[0])
+                self.hello.send({"address": address, "peer": str(self.host.get_id()), "control": control[0].socket.getsockname()[1]})
                 if self.options.get("consume", True):
                     async for message in subscription:
                         self.delivered.append(message.data[:8].hex())
@@ -240,6 +259,8 @@ async def _lines(stream: trio.SocketStream):
             yield one
 
 
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    trio.run(Node(json.loads(sys.argv[1])).run)
+def main(options: dict, hello: Connection) -> None:
+    """Run until killed. Quiet, unless HOST_CHILD_STDERR is set: what a stock host has to say about an attack fills a screen."""
+    if not os.environ.get("HOST_CHILD_STDERR"):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    trio.run(Node(options, hello).run)

@@ -1,0 +1,192 @@
+"""Connections, streams and sockets: what a stock host leaks or lets others take, and that a guarded one does not."""
+
+import contextlib
+import socket
+
+import pytest
+import trio
+
+from swarmnode.testing import attacker
+from swarmnode.testing.host_process import guarded, processes, stock
+
+
+async def visits(host, count):
+    """Sequential honest visitors with a new identity each; how many of them were served."""
+    served = 0
+    for _ in range(count):
+        with contextlib.suppress(Exception):
+            async with attacker.connect(host.address, seconds=2) as peer:
+                stream = await peer.open("/test/echo/1")
+                await stream.send(b"hi")
+                with trio.fail_after(2):
+                    served += await stream.receive(2) == b"hi"
+    return served
+
+
+@pytest.mark.slow
+async def test_four_hundred_connections_one_after_another_are_all_served():
+    with processes(stock(), guarded()) as (leaky, tidy):
+        counts = {}
+
+        async def visit(host):
+            counts[host] = await visits(host, 400)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(visit, leaky)
+            nursery.start_soon(visit, tidy)
+        assert counts[leaky] < 300, "upstream fixed this: remove guard slot_released"
+        assert counts[tidy] == 400
+        assert await tidy.serves()
+        await tidy.settles("slots", 1)
+        assert (await tidy.ask("stat"))["tasks"] < 60
+
+
+async def test_one_address_cannot_take_all_inbound_slots():
+    with processes(guarded(limits={"swarm.INBOUND_PER_ADDRESS": 8})) as (host,):
+        async with contextlib.AsyncExitStack() as stack:
+            refused = 0
+            for _ in range(12):
+                try:
+                    await stack.enter_async_context(attacker.connect(host.address, source="127.0.0.2"))
+                except (ConnectionError, OSError, trio.TooSlowError):
+                    refused += 1
+            assert refused == 4
+            assert await host.serves()
+        await host.settles("slots", 1)
+        assert await host.serves(source="127.0.0.2")
+
+
+HALF_HANDSHAKES = {
+    "random bytes": [bytes(range(256)) * 40],
+    "http": [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"],
+    "endless varint": [b"\xff" * 64],
+    "wrong protocol": [attacker.line("/multistream/1.0.0") + attacker.line("/none/1.0.0")],
+    "noise of zeros": [attacker.line("/multistream/1.0.0") + attacker.line("/noise"), b"\x00\x20" + bytes(32), b"\xff\xff" + bytes(65535)],
+    "half a handshake": [attacker.line("/multistream/1.0.0") + attacker.line("/noise"), b"\x00"],
+    "nothing": [],
+}
+
+
+async def test_bytes_that_are_no_libp2p_cost_a_socket_for_a_while_and_nothing_else():
+    with processes(guarded()) as (host,):
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(10):
+                for parts in HALF_HANDSHAKES.values():
+                    stream = await stack.enter_async_context(
+                        await trio.open_tcp_stream(*attacker.endpoint(host.address), local_address="127.0.0.3")
+                    )
+                    with contextlib.suppress(trio.BrokenResourceError):
+                        for part in parts:
+                            await stream.send_all(part)
+            assert await host.serves()
+        await host.settles("slots", 1)
+        assert await host.serves()
+
+
+async def test_the_end_of_a_stream_that_leaves_a_handler_does_not_hang_its_neighbours():
+    async def neighbour_answers(host):
+        async with attacker.connect(host.address) as peer:
+            ending = await peer.open("/test/ends/1")
+            await ending.close()
+            await trio.sleep(0.3)
+            with trio.move_on_after(3), contextlib.suppress(ConnectionError):
+                stream = await peer.open("/test/echo/1")
+                await stream.send(b"x")
+                return await stream.receive(1) == b"x"
+        return False
+
+    with processes(stock(), guarded()) as (wedged, fine):
+        assert not await neighbour_answers(wedged), "upstream fixed this: remove guard handler_failed (end of stream)"
+        assert await neighbour_answers(fine)
+        assert await fine.serves()
+
+
+async def test_a_stream_ends_with_its_handler():
+    async def told(host):
+        async with attacker.connect(host.address) as peer:
+            stream = await peer.open("/test/leave/1")
+            await stream.send(b"x")
+            with trio.move_on_after(2), contextlib.suppress(ConnectionError):
+                await stream.receive(1)
+            return stream.ended
+
+    with processes(stock(), guarded()) as (forgetful, tidy):
+        assert not await told(forgetful), "upstream fixed this: remove guard handler_failed (close)"
+        assert await told(tidy)
+
+
+async def test_streams_that_the_peer_never_closes_are_forgotten():
+    with processes(stock(sweep=0.5), guarded(sweep=0.5, limits={"yamux.ABANDONED_SECONDS": 0.2})) as (hoarder, tidy):
+        async with attacker.connect(hoarder.address) as one, attacker.connect(tidy.address) as two:
+            for peer in (one, two):
+                for _ in range(50):
+                    stream = await peer.open("/test/leave/1")
+                    await stream.send(b"x")
+            await trio.sleep(2)
+            assert (await hoarder.ask("stat"))["streams"] >= 50, "upstream fixed this: remove guard stream_abandoned"
+            await tidy.settles("streams", 6)
+            stream = await two.open("/test/echo/1")
+            await stream.send(b"x")
+            with trio.fail_after(5):
+                assert await stream.receive(1) == b"x"
+
+
+async def test_running_out_of_outbound_streams_is_an_error_and_not_a_hang():
+    with processes(stock(), guarded(limits={"yamux.OPEN_STREAM_SECONDS": 0.5}), guarded()) as (hangs, fails, target):
+        to = {"address": target.address, "peer": target.peer, "count": 300}
+        with trio.move_on_after(6) as patience:
+            await hangs.ask("unclosed", seconds=60, **to)
+        assert patience.cancelled_caught, "upstream fixed this: remove guard stream_slots_exhausted"
+        answer = await fails.ask("unclosed", **to)
+        assert 200 < answer["opened"] < 300
+        assert answer["error"]
+        assert await target.serves()
+
+
+async def test_a_port_belongs_to_one_process():
+    with processes(stock(), guarded()) as (stock_one, guarded_one):
+        port = attacker.endpoint(stock_one.address)[1]
+        with processes(stock(port=port)) as (second,):
+            assert second.address == stock_one.address, "upstream fixed this: remove guard exclusive port"
+        with pytest.raises(RuntimeError), processes(guarded(port=attacker.endpoint(guarded_one.address)[1])):
+            pass
+        assert await guarded_one.serves()
+
+
+async def test_a_peer_that_comes_back_can_be_dialled():
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+    with processes(stock(), guarded()) as (bitter, forgiving):
+        async with trio.open_nursery() as nursery:
+            for host in (bitter, forgiving):
+                nursery.start_soon(fail_to_dial, host, port)
+        with processes(guarded(port=port, seed=7)) as (back,):
+            assert back.peer == PEER_OF_SEED_7
+            await trio.sleep(1.1)
+            answers = [await host.ask("connect", address=back.address, peer=back.peer) for host in (bitter, forgiving)]
+        assert "error" in answers[0], "upstream fixed this: remove guard negative cache"
+        assert "error" not in answers[1]
+
+
+async def fail_to_dial(host, port):
+    answer = await host.ask("connect", address=f"/ip4/127.0.0.1/tcp/{port}", peer=PEER_OF_SEED_7)
+    assert "error" in answer
+
+
+PEER_OF_SEED_7 = "12D3KooWRawPbxPtP1eZaJpumGnyWX2DcUyd3RQnydr3eAto4Az7"
+
+
+async def test_a_host_that_stops_leaves_no_sockets_behind():
+    with processes(guarded(), guarded(), stock()) as (target, tidy, leaky):
+        before = leaky.sockets(), tidy.sockets()
+        async with trio.open_nursery() as nursery:
+            for host in (leaky, tidy):
+                nursery.start_soon(cycle, host, target)
+        assert leaky.sockets() - before[0] >= 6, "upstream fixed this: remove guard running (close)"
+        assert tidy.sockets() - before[1] <= 2
+
+
+async def cycle(host, target):
+    answer = await host.ask("cycle", seconds=40, address=target.address, peer=target.peer, times=8)
+    assert "error" not in answer

@@ -1,0 +1,196 @@
+"""Yamux: buffers that a stranger can fill, frames that a cancellation cuts in two, writers that give up too soon or never."""
+
+import contextlib
+import os
+import signal
+
+import pytest
+import trio
+
+from swarmnode.testing import attacker
+from swarmnode.testing.host_process import guarded, processes, stock
+
+MB = 1_000_000
+
+
+async def push(peer, stream, size):
+    """Send `size` bytes in frames of 1 MB whatever the window says; stops when the connection is lost."""
+    with contextlib.suppress(Exception):
+        for _ in range(size // MB):
+            if peer.lost.is_set():
+                return
+            await peer.frame(attacker.DATA, stream.id, body=bytes(MB))
+
+
+async def flood(host, size):
+    """Growth of the host's resident bytes after `size` bytes were pushed into one stream that nobody reads."""
+    before = host.rss()
+    async with attacker.connect(host.address) as peer:
+        await push(peer, await peer.open("/test/hold/1"), size)
+        await trio.sleep(0.5)
+        return host.rss() - before
+
+
+async def test_a_flood_past_the_window_is_not_kept():
+    with processes(stock(), guarded()) as (swollen, bounded):
+        assert await flood(swollen, 256 * MB) > 200 * MB, "upstream fixed this: remove guard window_overrun"
+        for _ in range(4):
+            assert await flood(bounded, 256 * MB) < 48 * MB
+        assert await bounded.counted("window_overrun") == 4
+        assert await bounded.serves()
+
+
+async def test_many_streams_within_their_windows_are_bounded_together():
+    async def fill(host, streams):
+        before = host.rss()
+        async with attacker.connect(host.address) as peer:
+            with contextlib.suppress(Exception):
+                for _ in range(streams):
+                    stream = await peer.open("/test/hold/1")
+                    await peer.frame(attacker.DATA, stream.id, body=bytes(200_000))
+            await trio.sleep(0.5)
+            return host.rss() - before
+
+    with processes(stock(), guarded()) as (swollen, bounded):
+        assert await fill(swollen, 240) > 44 * MB, "upstream fixed this: remove guard connection_full"
+        assert await fill(bounded, 240) < 44 * MB
+        assert await bounded.counted("connection_full") == 1
+        assert await bounded.serves()
+
+
+async def test_many_connections_are_bounded_together_and_the_largest_pays():
+    limit = 16 * MB
+    with processes(guarded(limits={"yamux.PROCESS_BYTES": limit})) as (host,):
+        async with contextlib.AsyncExitStack() as stack:
+            honest = await stack.enter_async_context(attacker.connect(host.address))
+            small = await honest.open("/test/hold/1")
+            await small.send(bytes(100_000))
+            attackers = [await stack.enter_async_context(attacker.connect(host.address)) for _ in range(4)]
+            before = host.rss()
+            for peer in attackers:
+                with contextlib.suppress(Exception):
+                    for _ in range(40):  # 8 MB each
+                        stream = await peer.open("/test/hold/1")
+                        await peer.frame(attacker.DATA, stream.id, body=bytes(200_000))
+            await trio.sleep(0.3)
+            assert sum(peer.lost.is_set() for peer in attackers) >= 2
+            assert host.rss() - before < 2 * limit
+            assert await host.counted("process_full") >= 2
+            stream = await honest.open("/test/echo/1")  # on the connection it had all along
+            await stream.send(b"still here")
+            with trio.fail_after(5):
+                assert await stream.receive(10) == b"still here"
+        assert await host.serves()
+
+
+async def test_a_peer_may_not_open_streams_without_end():
+    async def open_streams(host):
+        async with attacker.connect(host.address) as peer:
+            with contextlib.suppress(Exception):
+                for _ in range(1500):
+                    await peer.syn()
+            most = 0
+            with trio.move_on_after(8):
+                while not peer.lost.is_set() and most < 1000:
+                    most = max(most, (await host.ask("stat"))["streams"])
+            return most
+
+    with processes(stock(), guarded()) as (generous, strict):
+        assert await open_streams(generous) >= 1000, "upstream fixed this: remove guard streams_overrun"
+        assert await open_streams(strict) < 600
+        await strict.settles("streams", 0)
+        assert await strict.counted("streams_overrun") == 1
+        assert await strict.serves()
+
+
+async def test_a_peer_may_not_use_our_stream_ids():
+    async def answered(host):
+        async with attacker.connect(host.address) as peer:
+            await peer.syn(1002)
+            with trio.move_on_after(1):
+                await peer.lost.wait()
+            return not peer.lost.is_set()
+
+    with processes(stock(), guarded()) as (lax, strict):
+        assert await answered(lax), "upstream fixed this: remove guard streams_overrun (parity)"
+        assert not await answered(strict)
+        assert await strict.serves()
+
+
+@pytest.mark.parametrize(("client", "works"), [(stock, False), (guarded, True)])
+@pytest.mark.parametrize(("do", "arguments"), [("cancel_reads", {"size": 8 * MB}), ("cancel_writes", {"times": 8})])
+async def test_cancelled_reads_and_writes_lose_nothing(do, arguments, client, works):
+    with processes(client(), guarded()) as (node, server):
+        try:
+            answer = await node.ask(do, seconds=25 if works else 5, address=server.address, peer=server.peer, **arguments)
+        except trio.TooSlowError:
+            answer = {"error": "hangs"}
+        if works:
+            assert answer == {"intact": True}
+        else:
+            assert answer != {"intact": True}, "upstream fixed this: remove guards write_frame and _install_shields"
+        assert await server.serves()
+
+
+@pytest.mark.parametrize(("client", "works"), [(stock, False), (guarded, True)])
+async def test_a_write_that_is_cancelled_while_the_peer_stands_still_leaves_a_usable_connection(client, works):
+    with processes(client(), guarded()) as (node, server):
+        to = {"address": server.address, "peer": server.peer}
+        await node.ask("keep", protocol="hold", **to)
+        os.kill(server.pid, signal.SIGSTOP)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lambda: node.ask("write_kept", size=40 * MB, cancel_after=0.5))
+            await trio.sleep(2)
+            os.kill(server.pid, signal.SIGCONT)
+        try:
+            answer = await node.ask("cancel_reads", seconds=6, size=100_000, **to)
+        except trio.TooSlowError:
+            answer = {"error": "hangs"}
+        if works:
+            assert answer == {"intact": True}
+        else:
+            assert answer != {"intact": True}, "upstream fixed this: remove guard write_frame (cancelled while blocked)"
+
+
+async def test_a_peer_that_reads_nothing_loses_its_connection():
+    with processes(stock(), guarded(limits={"yamux.WRITE_STALL_SECONDS": 1.0}), guarded()) as (hangs, gives_up, server):
+        to = {"address": server.address, "peer": server.peer}
+        for node in (hangs, gives_up):
+            await node.ask("keep", protocol="sink", **to)
+        os.kill(server.pid, signal.SIGSTOP)
+        with trio.move_on_after(4) as patience:
+            await hangs.ask("write_kept", seconds=60, size=40 * MB, cancel_after=60)
+        assert patience.cancelled_caught, "upstream fixed this: remove guard write_stalled"
+        answer = await gives_up.ask("write_kept", size=40 * MB, cancel_after=60)
+        assert "error" in answer
+        await gives_up.settles("connections", 0)
+        assert await gives_up.counted("write_stalled") == 1
+        os.kill(server.pid, signal.SIGCONT)
+        assert await gives_up.ask("cancel_reads", size=1000, **to) == {"intact": True}  # dialled again
+
+
+@pytest.mark.slow
+async def test_a_reader_that_pauses_six_seconds_gets_everything():
+    size = 24 * MB
+    with processes(stock(), guarded(), guarded()) as (impatient, patient, server):
+        answers = {}
+
+        async def write(node):
+            answers[node] = await node.ask("write_paused", seconds=30, address=server.address, peer=server.peer, size=size)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(write, impatient)
+            nursery.start_soon(write, patient)
+        assert "error" in answers[impatient], "upstream fixed this: remove guard window_stalled"
+        assert answers[patient] == {}
+        with trio.fail_after(10):
+            while (await server.ask("stat"))["counted"] < size:  # noqa: ASYNC110 - another process
+                await trio.sleep(0.05)
+
+
+async def test_a_writer_without_credit_fails_in_the_end():
+    with processes(guarded(limits={"yamux.WINDOW_STALL_SECONDS": 0.5}), guarded()) as (node, server):
+        answer = await node.ask("write_paused", address=server.address, peer=server.peer, size=24 * MB, protocol="hold")
+        assert "StreamReset" in answer["error"]
+        assert await node.counted("window_stalled") == 1
+        assert await node.ask("cancel_reads", address=server.address, peer=server.peer, size=1000) == {"intact": True}
