@@ -45,8 +45,8 @@ class Size:
     rounds: int
     hostile_rounds: int
     learning_rate: float
-    eval_every: int = 10
-    eval_questions: int = 12
+    eval_every: int = 5
+    eval_questions: int = 8
 
     @property
     def samples(self) -> float:
@@ -286,9 +286,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all results there, traces included")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--rounds", type=int, default=80, help="optimizer steps")
-    parser.add_argument("--hostile-rounds", type=int, default=60)
-    parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--rounds", type=int, default=40, help="optimizer steps")
+    parser.add_argument("--hostile-rounds", type=int, default=30)
+    parser.add_argument("--learning-rate", type=float, default=3e-4, help="the default of training.learning_rate")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS, metavar="ARM", help=", ".join(ARMS))
     parser.add_argument("--regimes", nargs="*", default=list(REGIMES), choices=REGIMES, metavar="REGIME", help=", ".join(REGIMES))
     parser.add_argument("--attacks", nargs="*", default=list(ATTACKS), choices=ATTACKS, metavar="ATTACK", help=", ".join(ATTACKS))
