@@ -90,6 +90,17 @@ def test_fetch_response_of_the_largest_group_fits_its_cap():
     assert codec.decode(frame, FetchResponse, limits.FETCH_RESPONSE_BYTES) == response
 
 
+def test_decoder_that_runs_out_of_stack_is_a_bad_message(monkeypatch):
+    """No message of today nests deeply enough; one of tomorrow might."""
+
+    class Deep:
+        def decode(self, data):
+            raise RecursionError
+
+    monkeypatch.setattr(codec, "_decoder", lambda type: Deep())
+    assert reason_of(codec.decode, b"\x80", Envelope, 10) == "malformed"
+
+
 def test_reason_of_every_error_is_one_of_the_closed_set():
     hostile = [
         b"",

@@ -124,6 +124,7 @@ def test_any_value_in_any_place_is_refused_or_comes_back(path, value):
 
 MEBIBYTE = 2**20
 ZEROS = b"".join(frames.repeat_block(b"\0", 2**17, last=i == 8191) for i in range(8192))  # a gigabyte in 32 KiB
+ENDLESS = frames.repeat_block(b"\0", 2**17, last=False) * 8192
 HEAD = frames.pack(frames.GROUP).split(frames.pack("completions"))[0] + frames.pack("completions")
 BOMBS = {
     "empty maps": (b"\xdd\x00\x0f\xff\x00" + b"\x80" * (MEBIBYTE - 300), "raw"),
@@ -142,6 +143,8 @@ BOMBS = {
     "a gigabyte, not declared": (frames.zstd(ZEROS, None), "zstd"),
     "a gigabyte that declares 1000 bytes": (frames.zstd(ZEROS, 1000), "zstd"),
     "a gigabyte that declares a mebibyte": (frames.zstd(ZEROS, MEBIBYTE), "zstd"),
+    "a gigabyte that declares 1000 bytes and does not end": (frames.zstd(ENDLESS, 1000), "zstd"),
+    "a gigabyte that declares a mebibyte and does not end": (frames.zstd(ENDLESS, MEBIBYTE), "zstd"),
     "a window of a gigabyte": (b"\x28\xb5\x2f\xfd\xc0\xa0" + struct.pack("<Q", 1000) + frames.raw_block(bytes(1000)), "zstd"),
 }
 
