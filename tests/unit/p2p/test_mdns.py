@@ -1,0 +1,98 @@
+import logging
+
+import pytest
+import trio
+
+from swarmnode.p2p import identity, mdns
+from swarmnode.p2p.addresses import Address
+from swarmnode.testing.hosts import host
+
+SWARM = bytes([3]) * 32
+
+
+@pytest.fixture
+def peers(tmp_path) -> list[str]:
+    return [identity.load_or_create(tmp_path / str(index)).peer_id for index in range(2)]
+
+
+def test_wildcards_are_told_as_the_addresses_behind_them_and_loopback_not_at_all():
+    hosts = [("ip4", "0.0.0.0"), ("ip4", "127.0.0.1"), ("ip6", "::"), ("ip4", "10.1.1.1")]
+    listen = [Address(kind, where, 4001 + index) for index, (kind, where) in enumerate(hosts)]
+    interfaces = ["127.0.0.1", "192.168.1.5", "10.0.0.2", "::1", "fd00::7", "fe80::1", "169.254.3.3"]
+    assert [str(each) for each in mdns.advertised(listen, interfaces)] == [
+        "/ip4/192.168.1.5/tcp/4001", "/ip4/10.0.0.2/tcp/4001", "/ip6/fd00::7/tcp/4003", "/ip4/10.1.1.1/tcp/4004",
+    ]  # fmt: skip
+
+
+def test_every_swarm_has_its_own_service_type():
+    assert mdns.service_type(SWARM) != mdns.service_type(bytes(32))
+    name = mdns.service_type(SWARM).split(".")[0]
+    assert len(name) <= 16  # RFC 6763: underscore and 15 characters
+
+
+def test_an_announcement_is_a_claim(peers):
+    good = {b"id": peers[0].encode()}
+    assert mdns.parse_service(good, ["192.168.1.5", "fd00::7"], 4001) == [
+        (peers[0], "/ip4/192.168.1.5/tcp/4001"), (peers[0], "/ip6/fd00::7/tcp/4001"),
+    ]  # fmt: skip
+    assert mdns.parse_service(good, ["0.0.0.0", "224.0.0.251", "169.254.1.1"], 4001) == []
+    assert mdns.parse_service(good, ["192.168.1.5"], None) == []
+    assert len(mdns.parse_service(good, [f"192.168.1.{index}" for index in range(200)], 4001)) == mdns.FOUND_ADDRESSES
+    for bad in ({}, {b"id": None}, {b"id": b"\xff\xfe"}, {b"id": b"12D3KooW"}, {b"id": peers[0].encode() * 9}):
+        with pytest.raises(ValueError):
+            mdns.parse_service(bad, ["192.168.1.5"], 4001)
+    with pytest.raises(ValueError):
+        mdns.parse_service(good, ["host.local"], 4001)
+
+
+async def test_two_nodes_hear_of_each_other_and_not_of_themselves(peers):
+    """Real multicast DNS, on the loopback interface only."""
+    heard: dict[str, dict[str, str]] = {peer: {} for peer in peers}
+    found = trio.Event()
+
+    def listener(own: str):
+        def heard_of(peer: str, address: str) -> None:
+            heard[own][peer] = address
+            if all(heard.values()):
+                found.set()
+
+        return heard_of
+
+    async with trio.open_nursery() as nursery:
+        nodes = []
+        for index, peer in enumerate(peers):
+            listen = [Address("ip4", "127.0.0.1", 4001 + index)]
+            nodes.append(mdns.Discovery(peer, SWARM, listen, listener(peer), interfaces=["127.0.0.1"]))
+            nursery.start_soon(nodes[-1].run)
+        with trio.fail_after(20):
+            await found.wait()
+        nursery.cancel_scope.cancel()
+    assert heard == {peers[0]: {peers[1]: "/ip4/127.0.0.1/tcp/4002"}, peers[1]: {peers[0]: "/ip4/127.0.0.1/tcp/4001"}}
+    assert not any(node.running for node in nodes)
+
+
+async def test_a_loopback_node_does_not_announce_itself(peers, caplog):
+    caplog.set_level(logging.INFO)
+    node = mdns.Discovery(peers[0], SWARM, [Address("ip4", "127.0.0.1", 4001)], lambda peer, address: None)
+    with trio.fail_after(5):
+        await node.run()
+    assert "only loopback" in caplog.text
+
+
+async def test_no_multicast_is_one_warning_and_no_more(peers, caplog, monkeypatch):
+    def broken(*args, **kwargs):
+        raise OSError("no such device")
+
+    monkeypatch.setattr(mdns, "Zeroconf", broken)
+    node = mdns.Discovery(peers[0], SWARM, [Address("ip4", "192.168.1.5", 4001)], lambda peer, address: None)
+    with trio.fail_after(5):
+        await node.run()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+async def test_a_node_finds_a_peer_by_what_mdns_heard(tmp_path):
+    async with host(tmp_path / "a") as a, host(tmp_path / "b") as b:
+        b._heard(a.peer_id, a.listen_addrs[0].split("/p2p/")[0])
+        with trio.fail_after(5):
+            await b.wait_connected()
+        assert b.statistics().peers.known_by_source["mdns"] == 1
