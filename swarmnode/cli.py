@@ -84,7 +84,7 @@ def run_node(*, config: ConfigFile = None, set_: Setting = None, data_dir: DataD
 def demo(
     *,
     nodes: int = 3,
-    minutes: float = 1.5,
+    minutes: float = 1.0,
     keep_running: bool = False,
     solo: bool = False,
     byzantine: int = 0,

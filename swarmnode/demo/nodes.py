@@ -1,0 +1,197 @@
+"""The demo's nodes: each a `swarmnode run` of its own, with its own directory, asked over its own HTTP server."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from swarmnode.config import Config
+from swarmnode.errors import Unavailable
+
+ANSWER_SECONDS = 2.0
+START = "import sys, swarmnode.cli, swarmnode.process as p; p.die_with_parent(); sys.exit(swarmnode.cli.run(sys.argv[1:]))"
+"""`swarmnode run` that does not outlive the demo, however that ends."""
+
+
+@dataclass
+class View:
+    """What the table and the verdict need of one node. Zeros and None until it has answered."""
+
+    peer: str = ""
+    phase: str = "starting"
+    step: int = 0
+    peers: int = 0
+    reward_own: float | None = None
+    reward_external: float | None = None
+    held_out_start: float | None = None
+    held_out: float | None = None
+    published: int = 0
+    admitted: int = 0
+    used: int = 0
+    rejected: dict[str, int] = field(default_factory=dict)
+    banned: int = 0
+    restarts: int = 0
+    peers_used: dict[str, int] = field(default_factory=dict)
+
+
+class DemoNode:
+    """One node. `view` is the last answer; a node that does not answer keeps it and shows its phase as `down`."""
+
+    def __init__(self, name: str, directory: Path, settings: dict[str, dict[str, Any]]) -> None:
+        self.name = name
+        self.directory = directory
+        self.view = View()
+        self.answered = False
+        """Whether the process that runs now has answered yet."""
+        self._process: subprocess.Popen[bytes] | None = None
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._config = directory / "config.toml"
+        self._config.write_text(toml_of({**settings, "node": {"data_dir": str(directory), "name": name}}))
+
+    def start(self, initial_peers: Sequence[str]) -> None:
+        """Start it, joining through `initial_peers`; the first node has none."""
+        self.answered = False
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("SWARMNODE_")}
+        environment["HF_HUB_OFFLINE"] = "1"
+        peers = [argument for peer in initial_peers for argument in ("--peer", peer)]
+        with open(self.directory / "node.log", "ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", START, "run", "--config", str(self._config), *peers],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True,
+            )  # fmt: skip
+
+    def wait_for_address(self, deadline: float) -> list[str]:
+        """Multiaddrs of this node. Raises Unavailable when it ends, or says nothing before `deadline` (monotonic)."""
+        path = self.directory / "run" / "addresses.json"
+        while time.monotonic() < deadline:
+            if path.exists():
+                return list(json.loads(path.read_bytes())["addrs"])
+            if self._process is None or self._process.poll() is not None:
+                break
+            time.sleep(0.05)
+        raise Unavailable(f"{self.name} did not start: {self.last_words()}")
+
+    @property
+    def url(self) -> str:
+        path = self.directory / "run" / "addresses.json"
+        return json.loads(path.read_bytes())["http"] if path.exists() else ""
+
+    def ask(self) -> None:
+        """Refresh `view` from the node's /status."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/status?points=1", timeout=ANSWER_SECONDS) as answer:
+                self.view = view_of(json.load(answer)["snapshot"])
+                self.answered = True
+        except (OSError, ValueError):
+            self.view.phase = "starting" if not self.view.peer else "down"
+
+    @property
+    def started(self) -> bool:
+        return self._process is not None
+
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def exit_code(self) -> int | None:
+        return None if self._process is None else self._process.poll()
+
+    def kill(self) -> None:
+        """kill -9 of the supervisor and everything that it started."""
+        if self._process is None:
+            return
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family = psutil.Process(self._process.pid)
+            for process in [*family.children(recursive=True), family]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        self._process.wait()
+        self.view.phase = "killed"
+
+    def stop(self) -> None:
+        """Ask it to drain; `wait` for the end."""
+        if self.alive():
+            self._process.send_signal(signal.SIGTERM)  # type: ignore[union-attr]
+
+    def wait(self, seconds: float) -> None:
+        if self._process is None:
+            return
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def last_words(self) -> str:
+        """The last line of the node's log."""
+        with contextlib.suppress(OSError):
+            lines = (self.directory / "node.log").read_text(errors="replace").strip().splitlines()
+            return lines[-1] if lines else "no log"
+        return "no log"
+
+
+class Liar(DemoNode):
+    """A Byzantine node: no supervisor, no trainer, no status page."""
+
+    def start(self, initial_peers: Sequence[str]) -> None:
+        settings = tomllib.loads(self._config.read_text())
+        settings["network"]["initial_peers"] = list(initial_peers)
+        config = self.directory / "config.json"
+        config.write_text(Config.model_validate(settings).model_dump_json())
+        with open(self.directory / "node.log", "ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "swarmnode.testing.byzantine", "--config", str(config)],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+
+    def ask(self) -> None:
+        self.view.phase = "lying" if self.alive() else "down"
+
+    def peer_id(self) -> str:
+        from swarmnode.p2p.identity import load_or_create  # late: it loads libp2p
+
+        return load_or_create(self.directory / "identity.key").peer_id
+
+
+def view_of(snapshot: dict[str, Any]) -> View:
+    """From a /status answer's snapshot."""
+    report = snapshot["trainer"].get("report") or {}
+    rollouts, network = snapshot["rollouts"], snapshot["network"]
+    return View(
+        peer=snapshot["node"]["peer"],
+        phase=report.get("phase", "loading"),
+        step=report.get("step", 0),
+        peers=network["peers_in"] + network["peers_out"],
+        reward_own=report.get("reward_own"),
+        reward_external=report.get("reward_external"),
+        held_out_start=report.get("reward_held_out_start"),
+        held_out=report.get("reward_held_out"),
+        published=rollouts["published"],
+        admitted=rollouts["admitted"],
+        used=report.get("external_groups_total", 0),
+        rejected=dict(rollouts["rejected"]),
+        banned=network["banned"],
+        restarts=sum(snapshot["supervisor"]["restarts"].values()),
+        peers_used=report.get("peers_used", {}),
+    )
+
+
+def toml_of(settings: dict[str, dict[str, Any]]) -> str:
+    """Sections of plain values as TOML; JSON's notation of texts, numbers, booleans and lists is TOML's too."""
+    lines = []
+    for section, values in settings.items():
+        lines.append(f"[{section}]")
+        lines += [f"{key} = {json.dumps(value)}" for key, value in values.items()]
+        lines.append("")
+    return "\n".join(lines)
