@@ -10,7 +10,7 @@ They live here, below the trainer, because both ends of the process link need th
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -25,6 +25,8 @@ class OwnGroup(msgspec.Struct, frozen=True, tag="own_group"):
     sequence: int
     sampling: SamplingParams
     completions: list[Completion]
+    rewards: list[float] = []
+    """(G,), as the trainer scored them, so that a group nobody can learn from is not published; empty: not told."""
 
 
 class Draw(msgspec.Struct, frozen=True, tag="draw"):
@@ -58,11 +60,11 @@ class Drawn(msgspec.Struct, frozen=True, tag="drawn"):
 
 
 class Judged(msgspec.Struct, frozen=True, tag="judged"):
-    """Trainer → network: what became of a drawn group: `used`, `spot_check`, `mean_logprob`, `untokenizable`."""
+    """Trainer → network: what became of a drawn group. All but `used` are reasons (`rollouts.reasons`)."""
 
     content: bytes
     peer: str
-    outcome: str
+    outcome: Literal["used", "spot_check", "mean_logprob", "untokenizable"]
 
 
 class PolicyFacts(Protocol):

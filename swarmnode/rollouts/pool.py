@@ -65,6 +65,11 @@ class Pool:
     def __len__(self) -> int:
         return self._groups
 
+    @property
+    def useful_added(self) -> int:
+        """Groups ever added whose rewards differ."""
+        return self._counts["useful_added"]
+
     def add(self, group: ExternalGroup, now: float, policy_version: int) -> bool:
         """Take `group`, which arrives at `policy_version`. False where it is there already or too large for its peer's share."""
         size = memory_bytes(group.group, group.prompt)

@@ -1,0 +1,329 @@
+"""The rollout plane at work: trio tasks, a network, a scorer. It only carries; the decisions are admission's and the pool's.
+
+    trainer ─ publish ─▶ check, sign ─▶ gossip                        up to 64 KB
+                                     └▶ shelf, and its hash on gossip  longer; whoever wants it fetches it
+    gossip ─▶ admission.check_frame (in the validator) ─▶ queue ─▶ scorer ─▶ admission.check_scored ─▶ pool ─ draw ─▶ trainer
+                          └ announced ─▶ fetching ─▶ admission.check_fetched ─▶ queue
+
+Nothing a peer does ends a task here: a failed fetch or scorer costs that group and is counted. What fails otherwise is a defect of ours and
+ends `run`, visibly; nothing is restarted in silence.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterable, Callable, Collection, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from swarmnode.config import SharingConfig
+from swarmnode.errors import BadMessage
+from swarmnode.p2p.gossip import Verdict as GossipVerdict
+from swarmnode.p2p.reputation import GREYLIST
+from swarmnode.rollouts import fetching, sampling
+from swarmnode.rollouts.admission import Admission, AdmissionStatistics, Rejected
+from swarmnode.rollouts.fetching import Fetching, FetchStatistics
+from swarmnode.rollouts.groups import Announced, Candidate, Draw, Drawn, Judged, OwnGroup, PolicyFacts, is_useful, without_token_ids
+from swarmnode.rollouts.pool import Pool, PoolStatistics
+from swarmnode.rollouts.reasons import REASONS, Verdict
+from swarmnode.rollouts.shelf import CandidateQueue
+from swarmnode.rollouts.signers import Signer
+from swarmnode.tasks.frames import Scored, ScoreError, ScorerFailed, TaskUnknown
+from swarmnode.wire import codec, envelope, ids, limits
+from swarmnode.wire.messages import Announce, RolloutGroup, TaskRef
+
+log = logging.getLogger(__name__)
+
+SCORER_GROUPS = 32
+"""Groups handed to the scorer at once, by each of SCORER_TASKS tasks: one frame is judged while the next is decoded."""
+SCORER_TASKS = 2
+EXPIRE_SECONDS = 30.0
+MAX_PEERS = 4096
+"""Peers whose trained-on groups are counted for their trust."""
+
+
+class Network(fetching.Network, Protocol):
+    """What is needed of `p2p.network.Network`; `testing.network` has another one."""
+
+    @property
+    def peer_id(self) -> str: ...
+    @property
+    def gossip(self) -> Any: ...
+    @property
+    def reputation(self) -> Any: ...
+    def welcome(self, peer: str) -> bool: ...
+    def accepted(self, peer: str) -> None: ...
+    def rejected(self, peer: str, reason: str) -> None: ...
+
+
+class Scoring(Protocol):
+    """What is needed of `tasks.client.AsyncScorer`."""
+
+    async def score_many(self, items: Sequence[tuple[TaskRef, Sequence[str]]]) -> list[Scored | ScoreError]: ...
+
+
+class ExchangeStatistics(msgspec.Struct, frozen=True):
+    admission: AdmissionStatistics
+    pool: PoolStatistics
+    fetching: FetchStatistics
+    published: dict[str, int]
+    """Own groups by outcome: `gossip`, `announced`, `zero_advantage`, `rate`, `oversize`, `invalid`, `no_policy`, `failed`, `disabled`."""
+    judged: dict[str, int]
+    """Drawn groups by what the trainer made of them."""
+    waiting: int
+    """Candidates before the scorer."""
+    admitted_by_peer: dict[str, int]
+    """Groups admitted of each peer, of the MAX_PEERS latest: for people, never a metric's label."""
+    peers_used: int
+    """Peers of which a group was trained on."""
+
+
+class RolloutExchange:
+    """Shares this node's groups and gathers others'.
+
+    key: this node's Ed25519 key; swarm: 32-byte swarm id; tasks: names this node trains on; max_completion_length: its own,
+    tokens; clock: Unix seconds. Start it with `await nursery.start(exchange.run)`; the other methods are for the process link.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        scorer: Scoring,
+        key: Ed25519PrivateKey,
+        swarm: bytes,
+        tasks: Collection[str],
+        cfg: SharingConfig,
+        *,
+        max_completion_length: int = limits.TOKENS,
+        clock: Callable[[], float] = time.time,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.cfg = cfg
+        self.swarm = swarm
+        self._network = network
+        self._scorer = scorer
+        self._key = key
+        self._clock = clock
+        self._rng = rng or random.Random()
+        self.admission = Admission(
+            swarm,
+            network.peer_id,
+            tasks,
+            cfg,
+            max_completion_length=max_completion_length,
+            is_greylisted=lambda peer: not network.welcome(peer),
+        )
+        self.pool = Pool(cfg)
+        self._policy: PolicyFacts | None = None
+        self._version = 0
+        self._pace = Signer(network.peer_id, cfg.groups_per_second, clock())
+        self._queue = CandidateQueue()
+        self._news = trio.Event()
+        self._fetching = Fetching(network, self._fetched, self._refuse)
+        self._used: OrderedDict[str, int] = OrderedDict()
+        self._admitted_of: OrderedDict[str, int] = OrderedDict()
+        self._useful_reported = 0
+        self._published: Counter[str] = Counter()
+        self._judged: Counter[str] = Counter()
+
+    # -- for the node
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:  # type: ignore[name-defined]  # trio-typing is old
+        """Until cancelled. Started once the topic is joined and long groups are served. With sharing off it only waits."""
+        if not self.cfg.enabled:
+            task_status.started()
+            await trio.sleep_forever()
+        topic = await self._network.gossip.join(ids.rollout_topic(self.swarm), self.validate)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_drain, topic)
+            nursery.start_soon(self._expire)
+            nursery.start_soon(self._fetching.run)
+            for _ in range(SCORER_TASKS):
+                nursery.start_soon(self._score)
+            task_status.started()
+
+    def statistics(self) -> ExchangeStatistics:
+        return ExchangeStatistics(
+            admission=self.admission.statistics(),
+            pool=self.pool.statistics(self._clock()),
+            fetching=self._fetching.statistics(),
+            published=dict(self._published),
+            judged=dict(self._judged),
+            waiting=len(self._queue),
+            admitted_by_peer=dict(self._admitted_of),
+            peers_used=len(self._used),
+        )
+
+    # -- for the trainer
+
+    def set_policy(self, policy: PolicyFacts) -> None:
+        """The trainer (re)started with this model: its Hello."""
+        self._policy = policy
+        self._version = policy.policy_version
+        self.admission.set_policy(policy.tokenizer, policy.tokens_per_text_byte)
+
+    async def publish(self, own: OwnGroup) -> str:
+        """Sign a group and send it out; returns its outcome, which is also counted. Never raises for a group that cannot be sent.
+
+        A group whose rewards are all equal stays here unless the filter is off: receivers would drop it.
+        """
+        outcome = await self._publish(own) if self.cfg.enabled else "disabled"
+        self._published[outcome] += 1
+        return outcome
+
+    def draw(self, request: Draw) -> Drawn:
+        """Up to `count` groups for the step at `policy_version`; each group of the pool is drawn at most once."""
+        self._version = request.policy_version
+        groups = self.pool.draw(request.count, request.policy_version, self._clock(), self._rng, self._trust)
+        tokenizer = self._policy.tokenizer if self._policy else b""
+        groups = [g if g.group.tokenizer == tokenizer else msgspec.structs.replace(g, group=without_token_ids(g.group)) for g in groups]
+        useful = self.pool.useful_added
+        arrived, self._useful_reported = useful - self._useful_reported, useful
+        return Drawn(request.request, groups, arrived)
+
+    def judged(self, judged: Judged) -> None:
+        """What the trainer made of a drawn group: builds its author's trust, or costs it."""
+        self._judged[judged.outcome] += 1
+        if judged.outcome == "used":
+            _count(self._used, judged.peer)
+            self._network.accepted(judged.peer)
+        elif REASONS[judged.outcome] is Verdict.REJECT:
+            self._used.pop(judged.peer, None)  # on probation again
+            self._network.rejected(judged.peer, judged.outcome)
+
+    def _trust(self, peer: str) -> float:
+        """1 for whoever has done nothing wrong, down to 0 where the network stops listening, times probation."""
+        if not self._network.welcome(peer):
+            return 0.0
+        score = self._network.reputation.score(peer, trio.current_time())
+        return sampling.trust(1.0 + min(0.0, score) / -GREYLIST, self._used.get(peer, 0))
+
+    # -- out
+
+    async def _publish(self, own: OwnGroup) -> str:
+        if self._policy is None:
+            return "no_policy"
+        if self.cfg.zero_advantage_filter and own.rewards and not is_useful(own.rewards):
+            return "zero_advantage"
+        now = self._clock()
+        if not self._pace.has_token(self.cfg.groups_per_second, now):
+            return "rate"  # peers take no more from us than we from them
+        group = RolloutGroup(
+            task=own.task,
+            model=self._policy.model,
+            tokenizer=self._policy.tokenizer,
+            policy_version=own.policy_version,
+            created_at=int(now * 1000),
+            sequence=own.sequence,
+            sampling=own.sampling,
+            completions=own.completions,
+        )
+        try:
+            codec.check_group(group)
+        except BadMessage as bad:
+            log.warning("own group %d is not valid and was not published: %s", own.sequence, bad)
+            return "invalid"
+        if len(codec.encode(group)) > limits.GROUP_BYTES:
+            group = without_token_ids(group)
+            if len(codec.encode(group)) > limits.GROUP_BYTES:
+                return "oversize"
+        frame = envelope.seal(group, self._key, ids.DOMAIN_ROLLOUT, self.swarm)
+        outcome = "gossip"
+        if len(frame) > limits.GOSSIP_BYTES:
+            content = envelope.content_id(frame)
+            self._fetching.shelf.put(content, frame)
+            announce = Announce(content, len(frame), group.created_at, group.sequence)
+            frame, outcome = envelope.seal(announce, self._key, ids.DOMAIN_ROLLOUT, self.swarm), "announced"
+        self._pace.take_token()
+        try:
+            await self._network.gossip.publish(ids.rollout_topic(self.swarm), frame)
+        except Exception:  # whatever the library raises, it is one group of ours that was not sent
+            log.exception("publishing group %d failed", own.sequence)
+            return "failed"
+        return outcome
+
+    # -- in
+
+    def validate(self, frame: bytes, forwarder: str) -> GossipVerdict:
+        """Gossip's validator: admission without the scorer. Cannot raise."""
+        result = self.admission.check_frame(frame, self._clock())
+        if isinstance(result, Rejected):
+            if result.verdict is Verdict.REJECT and result.peer is not None and result.peer != forwarder:
+                self._network.rejected(result.peer, result.reason)  # gossip holds it against the forwarder
+            return GossipVerdict(result.verdict.value)
+        if isinstance(result, Announced):
+            if (reason := self._fetching.want(result, forwarder)) is not None:
+                self.admission.refuse(reason, result.peer)
+        else:
+            self._enqueue(result)
+        return GossipVerdict.ACCEPT  # even when we are too busy for it: others need not be
+
+    def _enqueue(self, candidate: Candidate) -> None:
+        if self._queue.put(candidate):
+            self._news.set()
+        else:
+            self.admission.refuse("busy", candidate.peer)
+
+    async def _score(self) -> None:
+        """The queue, through the scorer, into the pool."""
+        while True:
+            while not (batch := self._queue.take(SCORER_GROUPS)):
+                self._news = trio.Event() if self._news.is_set() else self._news
+                await self._news.wait()
+            questions = [(c.group.task, [completion.text for completion in c.group.completions]) for c in batch]
+            try:
+                results = await self._scorer.score_many(questions)
+            except ScorerFailed as failed:  # there is no scorer to be had at all
+                results = [failed] * len(batch)
+            for candidate, scored in zip(batch, results, strict=True):
+                if isinstance(scored, Scored):
+                    self._admit(candidate, scored)
+                else:
+                    self._refuse("unregenerable" if isinstance(scored, TaskUnknown) else "scorer", candidate.peer)
+
+    def _admit(self, candidate: Candidate, scored: Scored) -> None:
+        group = self.admission.check_scored(candidate, scored.prompt, scored.rewards)
+        if isinstance(group, Rejected):
+            return
+        if self.pool.add(group, self._clock(), self._version):
+            self.admission.note_admitted()
+            _count(self._admitted_of, candidate.peer)
+        else:
+            self.admission.refuse("pool_full", candidate.peer)
+
+    def _refuse(self, reason: str, peer: str) -> None:
+        """Refuse a group after it was passed on: only `peer` can be answerable."""
+        if self.admission.refuse(reason, peer).verdict is Verdict.REJECT:
+            self._network.rejected(peer, reason)
+
+    def _fetched(self, announced: Announced, body: bytes) -> None:
+        result = self.admission.check_fetched(announced, body, self._clock())
+        if isinstance(result, Candidate):
+            self._fetching.shelf.put(announced.content, body)  # for peers that are not connected to its author
+            self._enqueue(result)
+        elif result.verdict is Verdict.REJECT:
+            self._network.rejected(announced.peer, result.reason)
+
+    async def _expire(self) -> None:
+        while True:
+            await trio.sleep(EXPIRE_SECONDS)
+            self.pool.expire(self._clock(), self._version)
+
+
+def _count(counts: OrderedDict[str, int], peer: str) -> None:
+    """One more of `peer`, who is the latest now; the one not heard of for longest is forgotten."""
+    counts[peer] = counts.pop(peer, 0) + 1
+    if len(counts) > MAX_PEERS:
+        counts.popitem(last=False)
+
+
+async def _drain(topic: AsyncIterable[Any]) -> None:
+    """Everything was taken in the validator; what gossip then delivers is only emptied out."""
+    async for _ in topic:
+        pass

@@ -1,0 +1,157 @@
+"""Groups too long for gossip: announced by hash, pulled by whoever wants them, at most once each and under a deadline.
+
+    want ─ room? ─▶ pending ─▶ one of a few workers ─ request ─▶ author, or whoever told us of it ─ hash checked ─▶ on_body
+                                                                                                  └ failed ───────▶ on_failed
+    serve ◀─ a peer wants one of ours, or one that we fetched
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+import trio
+
+from swarmnode.errors import BadMessage, PeerError, PeerTimeout
+from swarmnode.rollouts.groups import Announced
+from swarmnode.rollouts.shelf import Shelf, ShelfStatistics, Throughput
+from swarmnode.wire import codec, envelope, ids, limits
+from swarmnode.wire.messages import FetchRequest, FetchResponse
+
+WORKERS = 4
+PENDING = 64
+PENDING_PEER = 8
+SERVED_AT_ONCE = 8
+
+
+class Network(Protocol):
+    """What is needed of `p2p.network.Network`; `testing.network` has another one."""
+
+    @property
+    def requests(self) -> Any: ...
+    def connected(self) -> list[str]: ...
+
+
+class FetchStatistics(msgspec.Struct, frozen=True):
+    fetched: dict[str, int]
+    """By outcome: `ok` or a reason."""
+    served: dict[str, int]
+    """By outcome: `ok`, `unknown`, `busy`, `malformed`."""
+    pending: int
+    """Announced groups waiting for or under fetch."""
+    bytes_per_second: float
+    """Moving average of what a fetch achieves."""
+    shelf: ShelfStatistics
+
+
+class Fetching:
+    """on_body(announced, body) takes what came, its hash checked; on_failed(reason, peer) hears of what did not, and from whom."""
+
+    def __init__(self, network: Network, on_body: Callable[[Announced, bytes], None], on_failed: Callable[[str, str], None]) -> None:
+        self.shelf = Shelf()
+        self._network = network
+        self._on_body = on_body
+        self._on_failed = on_failed
+        self._pending: deque[tuple[Announced, str]] = deque()
+        self._of_peer: Counter[str] = Counter()
+        self._wanted: set[bytes] = set()
+        self._news = trio.Event()
+        self._throughput = Throughput()
+        self._fetched: Counter[str] = Counter()
+        self._served: Counter[str] = Counter()
+
+    async def run(self) -> None:
+        """Serve and fetch until cancelled."""
+        self._network.requests.serve(
+            ids.FETCH_PROTOCOL,
+            self._serve,
+            max_request_bytes=limits.FETCH_REQUEST_BYTES,
+            max_response_bytes=limits.FETCH_RESPONSE_BYTES,
+            concurrent=SERVED_AT_ONCE,
+        )
+        async with trio.open_nursery() as nursery:
+            for _ in range(WORKERS):
+                nursery.start_soon(self._work)
+
+    def want(self, announced: Announced, forwarder: str) -> str | None:
+        """Have it fetched. Returns why not: `busy` (too many pending, in all or of this author), `duplicate` (under way)."""
+        if announced.content in self._wanted:
+            return "duplicate"
+        if len(self._pending) >= PENDING or self._of_peer[announced.peer] >= PENDING_PEER:
+            return "busy"
+        self._wanted.add(announced.content)
+        self._pending.append((announced, forwarder))
+        self._of_peer[announced.peer] += 1
+        self._news.set()
+        return None
+
+    def statistics(self) -> FetchStatistics:
+        return FetchStatistics(
+            fetched=dict(self._fetched),
+            served=dict(self._served),
+            pending=len(self._wanted),
+            bytes_per_second=self._throughput.bytes_per_second,
+            shelf=self.shelf.statistics(),
+        )
+
+    async def _work(self) -> None:
+        while True:
+            while not self._pending:
+                self._news = trio.Event() if self._news.is_set() else self._news
+                await self._news.wait()
+            announced, forwarder = self._pending.popleft()
+            try:
+                await self._fetch(announced, forwarder)
+            finally:
+                self._wanted.discard(announced.content)
+                self._of_peer[announced.peer] -= 1
+                if not self._of_peer[announced.peer]:
+                    del self._of_peer[announced.peer]
+
+    async def _fetch(self, announced: Announced, forwarder: str) -> None:
+        """From its author, who has it; from whoever told us of it where the author is not connected to us."""
+        source = announced.peer if announced.peer in self._network.connected() else forwarder
+        started = trio.current_time()
+        body, outcome = await self._pull(announced, source)
+        self._fetched[outcome] += 1
+        if body is None:
+            self._on_failed(outcome, source)
+            return
+        self._throughput.observe(len(body), trio.current_time() - started)
+        self._on_body(announced, body)
+
+    async def _pull(self, announced: Announced, source: str) -> tuple[bytes | None, str]:
+        """(the announced bytes, `ok`) or (None, reason)."""
+        try:
+            data = await self._network.requests.request(
+                source,
+                ids.FETCH_PROTOCOL,
+                codec.encode(FetchRequest(announced.content)),
+                deadline=self._throughput.deadline(announced.size),
+                max_response_bytes=min(announced.size + 64, limits.FETCH_RESPONSE_BYTES),
+            )
+            response = codec.decode(data, FetchResponse, limits.FETCH_RESPONSE_BYTES)
+        except BadMessage as bad:
+            return None, bad.reason
+        except PeerTimeout:
+            return None, "fetch_timeout"
+        except PeerError:
+            return None, "fetch_failed"
+        if response.status != "ok":
+            return None, f"fetch_{response.status}"
+        if len(response.body) != announced.size or envelope.content_id(response.body) != announced.content:
+            return None, "mismatch"
+        return response.body, "ok"
+
+    async def _serve(self, peer: str, request: bytes) -> bytes:
+        """Answers FETCH_PROTOCOL. Raises BadMessage on nonsense, which resets the stream."""
+        try:
+            content = codec.decode(request, FetchRequest, limits.FETCH_REQUEST_BYTES).content
+        except BadMessage:
+            self._served["malformed"] += 1
+            raise
+        response = self.shelf.answer(peer, content)
+        self._served[response.status] += 1
+        return codec.encode(response)
