@@ -24,6 +24,8 @@ WORKERS = 4
 PENDING = 64
 PENDING_PEER = 8
 SERVED_AT_ONCE = 8
+PAUSES = (1.0, 2.0, 4.0)
+"""Seconds before asking again whoever is still fetching it too."""
 
 
 class Network(Protocol):
@@ -56,6 +58,7 @@ class Fetching:
         self._on_failed = on_failed
         self._pending: deque[tuple[Announced, str]] = deque()
         self._of_peer: Counter[str] = Counter()
+        self._active: set[str] = set()
         self._wanted: set[bytes] = set()
         self._news = trio.Event()
         self._throughput = Throughput()
@@ -98,23 +101,40 @@ class Fetching:
 
     async def _work(self) -> None:
         while True:
-            while not self._pending:
+            while (chosen := self._choose()) is None:
                 self._news = trio.Event() if self._news.is_set() else self._news
                 await self._news.wait()
-            announced, forwarder = self._pending.popleft()
+            announced, forwarder = chosen
+            self._active.add(announced.peer)
             try:
                 await self._fetch(announced, forwarder)
             finally:
+                self._active.discard(announced.peer)
                 self._wanted.discard(announced.content)
                 self._of_peer[announced.peer] -= 1
                 if not self._of_peer[announced.peer]:
                     del self._of_peer[announced.peer]
+                self._news.set()
+
+    def _choose(self) -> tuple[Announced, str] | None:
+        """The oldest pending of an author of whom nothing is under way: one that never delivers holds up one worker, not all."""
+        for place, (announced, forwarder) in enumerate(self._pending):
+            if announced.peer not in self._active:
+                del self._pending[place]
+                return announced, forwarder
+        return None
 
     async def _fetch(self, announced: Announced, forwarder: str) -> None:
-        """From its author, who has it; from whoever told us of it where the author is not connected to us."""
-        source = announced.peer if announced.peer in self._network.connected() else forwarder
-        started = trio.current_time()
-        body, outcome = await self._pull(announced, source)
+        """From its author, who has it; where we are not connected to the author, from whoever told us of it, who may not have it yet."""
+        from_author = announced.peer in self._network.connected()
+        source = announced.peer if from_author else forwarder
+        for pause in (None,) if from_author else (None, *PAUSES):
+            if pause is not None:
+                await trio.sleep(pause)
+            started = trio.current_time()
+            body, outcome = await self._pull(announced, source)
+            if outcome not in ("fetch_unknown", "fetch_busy"):
+                break
         self._fetched[outcome] += 1
         if body is None:
             self._on_failed(outcome, source)
