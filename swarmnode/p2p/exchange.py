@@ -43,6 +43,10 @@ class _Allowance:
     at: float
 
 
+LEARNED = ("learned", "malformed", "out_of_reach", "other_swarm", "failed")
+"""What becomes of an address, or of a whole answer."""
+
+
 class PeerExchange:
     """`observed(peer)`: the address we see a connected peer at. `own`: what we tell of ourselves. `news()`: the table changed."""
 
@@ -65,7 +69,7 @@ class PeerExchange:
         self._news = news
         self._rng = rng
         self._allowances: dict[str, _Allowance] = {}
-        self.learned = collections.Counter[str]()
+        self.learned = collections.Counter[str](dict.fromkeys(LEARNED, 0))
         requests.serve(
             ids.PEERS_PROTOCOL,
             self._answer,

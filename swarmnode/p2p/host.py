@@ -95,8 +95,10 @@ async def _open(cfg: NetworkConfig, identity: Identity, data_dir: Path, swarm: b
                         listen=listen, announce=announce, bootstrap=bootstrap,
                     )  # fmt: skip
                     await network.start()
-                    yield network
-                    network.stop()
+                    try:
+                        yield network
+                    finally:
+                        network.stop()
                     nursery.cancel_scope.cancel()
         finally:
             with trio.CancelScope(shield=True), trio.move_on_after(CLOSE_SECONDS):

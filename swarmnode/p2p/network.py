@@ -24,6 +24,7 @@ from swarmnode.p2p.dialer import Dialer
 from swarmnode.p2p.exchange import PeerExchange
 from swarmnode.p2p.gate import Gate
 from swarmnode.p2p.gossip import Gossip, GossipStatistics, Verdict
+from swarmnode.p2p.liveness import Liveness
 from swarmnode.p2p.peers import PeerStatistics, PeerTable
 from swarmnode.p2p.reputation import COST, Reputation, ReputationStatistics, Standing
 from swarmnode.p2p.requests import Requests, RequestStatistics
@@ -80,7 +81,7 @@ class Network:
         self.peer_id = own
         self.listen_addrs = [f"{address}/p2p/{own}" for address in announce or listen]
         self.reputation = Reputation()
-        self.peers = PeerTable(own, cfg.target_peers, rng)
+        self.peers = PeerTable(own, cfg.target_peers, rng, wanted=self._wanted)
         self.requests = Requests(host, nursery, welcome=self.welcome)
         self.gossip = Gossip(pubsub, router, own, nursery, welcome=self.welcome, judged=self._judged)
         self._host = host
@@ -145,7 +146,6 @@ class Network:
     def rejected(self, peer: str, reason: str, cost: float = COST) -> None:
         """Something that `peer` made was provably wrong; it may be banned and disconnected for it. `reason`: of a closed set."""
         if self.reputation.rejected(peer, reason, trio.current_time(), cost) is Standing.BANNED:
-            self.peers.drop(peer)
             self.disconnect(peer)
 
     def disconnect(self, peer: str) -> None:
@@ -174,12 +174,15 @@ class Network:
 
     # -- connections
 
+    def _wanted(self, peer: str, now: float) -> bool:
+        return self.reputation.standing(peer, now) is not Standing.BANNED
+
     def _admit(self, peer: str, address: tuple[str, int] | None, inbound: bool) -> bool:
         """At the end of a handshake: neither ourselves, nor banned, nor one too many from its prefix."""
         now = trio.current_time()
         prefix = _prefix(address)
         self.reputation.place(peer, prefix, now)
-        if peer == self.peer_id or self.reputation.standing(peer, now) is Standing.BANNED:
+        if peer == self.peer_id or not self._wanted(peer, now):
             return False
         if inbound and prefix is not None:
             crowd = sum(1 for connection in self._live if (seen := _remote(connection)) is not None and seen.prefix == prefix)
@@ -193,7 +196,7 @@ class Network:
         first = peer not in self._live.values()
         self._live[connection] = peer
         self.peers.connected_to(peer, inbound=str(connection.direction).lower().endswith("inbound"), now=trio.current_time())
-        if self.reputation.standing(peer, trio.current_time()) is Standing.BANNED:  # since the handshake
+        if not self._wanted(peer, trio.current_time()):  # banned since the handshake
             self.disconnect(peer)
         elif first:
             self._nursery.start_soon(self._greet, peer)
@@ -248,19 +251,29 @@ class Network:
     # -- what goes on all the time
 
     async def _tend(self) -> None:
-        """Tells the table of connections whose end the library did not announce, and the library of those it forgot to drop."""
-        swarm = self._host.get_network()
+        """Closes connections whose other end is gone without a word, and tells the table of ends that the library did not announce."""
+        swarm, liveness = self._host.get_network(), Liveness()
         while True:
             await trio.sleep(TEND_SECONDS)
             for connection in [each for each in self._live if each.is_closed]:
                 swarm.remove_conn(connection)
                 self._closed(connection)
+            pings = {each: (each.muxed_conn._ping_id, each.muxed_conn._ping_event.is_set()) for each in self._live}
+            for connection in liveness.dead(pings, trio.current_time()):
+                self._nursery.start_soon(_close_connection, connection)
 
     async def _keep_book(self) -> None:
         while True:
             await trio.sleep(BOOK_SECONDS)
             data = book.render(self.peers, self.reputation, trio.current_time())
             await trio.to_thread.run_sync(book.save, self._book, data)
+
+
+async def _close_connection(connection: SwarmConn) -> None:
+    try:
+        await connection.close()
+    except Exception as error:  # a connection that is gone for good has many ways to say so
+        log.debug("closing a silent connection: %r", error)
 
 
 class _Events(INotifee):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from collections.abc import Callable
 
 from swarmnode.p2p.addresses import Address, parse
 
@@ -82,20 +83,24 @@ class PeerStatistics:
 
 
 class PeerTable:
-    """`own`: our peer id, never dialled. `target`: peers to keep connected, as far as there are that many."""
+    """`own`: our peer id, never dialled. `target`: peers to keep connected, as far as there are that many.
+    `wanted(peer, now)`: False for one we want nothing to do with, for now; it is neither remembered nor dialled."""
 
-    def __init__(self, own: str, target: int, rng: random.Random) -> None:
+    def __init__(
+        self, own: str, target: int, rng: random.Random, *, wanted: Callable[[str, float], bool] = lambda peer, now: True
+    ) -> None:
         self._own = own
         self._target = target
         self._rng = rng
+        self._wanted = wanted
         self._peers: dict[str, Peer] = {}
         self._dials = self._failures = self._forgotten = self._refused = 0
 
     # -- hearing of peers
 
     def add(self, peer: str, address: str, source: str, now: float) -> bool:
-        """Remembers where `peer` can be dialled. False if it is us, already known there, or one of the bounds is reached."""
-        if peer == self._own:
+        """Remembers where `peer` can be dialled. False if it is us, not wanted, already known there, or a bound is reached."""
+        if peer == self._own or (source != "bootstrap" and not self._wanted(peer, now)):
             return False
         known = self._peers.get(peer)
         if known is None:
@@ -136,9 +141,12 @@ class PeerTable:
         due = [each for each in self._peers.values() if each.due <= now and not each.dialling and not each.connections and each.addresses]
         due.sort(key=lambda each: (each.source != "bootstrap", -each.last_seen, each.due))
         dials = []
-        for each in due[: limit + MAX_PEERS]:
+        for each in due:
             if len(dials) >= limit or (missing <= 0 and each.source != "bootstrap"):
                 break
+            if not self._wanted(each.peer, now):
+                each.due = now + OTHER_BACKOFF
+                continue
             if missing <= 0 and self._bootstrap_connected():
                 each.due = now + IDLE_BOOTSTRAP_BACKOFF * self._rng.uniform(0.5, 1.0)
                 continue
@@ -211,7 +219,7 @@ class PeerTable:
             return
         known.last_seen = now
         known.failures = 0 if now - known.connected_at >= STABLE_SECONDS else known.failures + 1
-        if known.addresses:
+        if known.addresses and (known.source == "bootstrap" or self._wanted(peer, now)):
             known.due = now + self._backoff(known)
         else:
             self._forget(known)
@@ -220,11 +228,6 @@ class PeerTable:
         """`peer` did something useful."""
         if (known := self._peers.get(peer)) is not None:
             known.last_seen = now
-
-    def drop(self, peer: str) -> None:
-        """Forgets a peer that we want nothing more to do with, unless a person configured it. Its connections are the caller's to close."""
-        if (known := self._peers.get(peer)) is not None and known.source != "bootstrap" and not known.connections:
-            self._forget(known)
 
     # -- asking
 

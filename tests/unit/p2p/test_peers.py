@@ -165,6 +165,21 @@ def test_a_peer_that_hangs_up_at_once_is_backed_off_from():
     assert t.next_due(now + 0.5) >= peers.BOOTSTRAP_BACKOFF / 2
 
 
+def test_a_banned_peer_is_neither_remembered_nor_dialled_until_it_is_wanted_again():
+    banned: set[str] = set()
+    t = PeerTable("own", 16, random.Random(0), wanted=lambda peer, now: peer not in banned)
+    t.add("b", address(0), "bootstrap", 0.0)
+    t.add("x", address(1), "mdns", 0.0)
+    connect(t, "x", 0.0)
+    banned |= {"b", "x", "y"}
+    t.disconnected("x", 1.0)
+    assert t.get("x") is None
+    assert not t.add("y", address(2), "exchange", 1.0)
+    assert t.to_dial(1.0) == []
+    banned.clear()
+    assert names(t.to_dial(1.0 + peers.OTHER_BACKOFF)) == ["b"]  # a person configured it
+
+
 def test_two_connections_with_a_peer_are_one_peer():
     t = table()
     t.connected_to("x", inbound=True, now=0.0)
@@ -280,7 +295,7 @@ def test_any_order_of_events_keeps_the_table_sound(seed):
         elif event == 4:
             t.dialed_ok(peer, address(rng.randrange(500)), now)
         elif event == 5:
-            t.drop(peer)
+            t.restore(peer, [address(rng.randrange(500))], now - 5.0, now)
         else:
             for dial in t.to_dial(now):
                 assert dial.addresses

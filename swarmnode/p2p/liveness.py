@@ -1,0 +1,28 @@
+"""Notices connections whose other end is gone without a word: power lost, cable pulled, process stopped. Pure.
+
+Yamux pings every connection every 30 s but draws no conclusion from silence, and TCP needs a quarter of an hour for its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+
+SILENT_SECONDS = 30.0
+"""A ping unanswered for this long means that nobody is there. The next ping is sent 40 s after an unanswered one."""
+
+
+class Liveness:
+    """Fed now and then with the state of every connection's ping."""
+
+    def __init__(self) -> None:
+        self._unanswered: dict[Hashable, tuple[int, float]] = {}
+
+    def dead(self, pings: Mapping[Hashable, tuple[int, bool]], now: float) -> list[Hashable]:
+        """Connections to close. `pings`: connection → (number of its latest ping, whether that was answered)."""
+        unanswered = {each: number for each, (number, answered) in pings.items() if number and not answered}
+        since = {}
+        for each, number in unanswered.items():
+            before = self._unanswered.get(each)
+            since[each] = before if before is not None and before[0] == number else (number, now)
+        self._unanswered = since
+        return [each for each, (_, at) in since.items() if now - at >= SILENT_SECONDS]

@@ -1,0 +1,26 @@
+from swarmnode.p2p.liveness import SILENT_SECONDS, Liveness
+
+
+def test_silence_after_one_ping_is_death_and_an_answer_is_life():
+    liveness = Liveness()
+    for now in range(0, int(SILENT_SECONDS), 10):
+        assert liveness.dead({"gone": (1, False), "there": (1, now > 0)}, now) == []
+    assert liveness.dead({"gone": (1, False), "there": (1, True)}, SILENT_SECONDS) == ["gone"]
+
+
+def test_a_slow_peer_that_answers_before_the_next_ping_lives():
+    liveness = Liveness()
+    for number in range(1, 20):
+        at = 40.0 * number
+        assert liveness.dead({"slow": (number, False)}, at) == []
+        assert liveness.dead({"slow": (number, False)}, at + 20.0) == []
+        assert liveness.dead({"slow": (number, True)}, at + 30.0) == []
+
+
+def test_a_connection_that_was_not_pinged_yet_is_alive_and_one_that_ended_is_forgotten():
+    liveness = Liveness()
+    assert liveness.dead({"new": (0, False)}, 0.0) == []
+    assert liveness.dead({"new": (0, False)}, 1e6) == []
+    liveness.dead({"x": (1, False)}, 0.0)
+    liveness.dead({}, 10.0)
+    assert liveness.dead({"x": (1, False)}, 100.0) == []
