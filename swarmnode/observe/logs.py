@@ -131,7 +131,7 @@ def line_text(_: Any, __: str, event: EventDict) -> str:
     """structlog renderer of the page's lines: the event and its values; time, level and logger have columns of their own."""
     words = [str(event.pop("event", ""))]
     exception = event.pop("exception", None)
-    for key in ("timestamp", "level", "logger", "process"):
+    for key in ("timestamp", "level", "logger"):
         event.pop(key, None)
     words += [f"{key}={value}" for key, value in event.items() if not key.startswith("_")]
     return " ".join(words) + (f"\n{exception}" if exception else "")
@@ -141,7 +141,7 @@ def configure(cfg: LogConfig, process: str, stream: IO[str] | None = None) -> Lo
     """Take over logging of this process, and return the ring that the status page shows.
 
     Args:
-        process: `supervisor`, `network`, `trainer` or `scorer`; on every JSON line.
+        process: `supervisor`, `network`, `trainer` or `scorer`; on every JSON line, as `component`.
         stream: where lines go; standard error by default.
 
     Calling it again replaces the earlier configuration.
@@ -149,9 +149,9 @@ def configure(cfg: LogConfig, process: str, stream: IO[str] | None = None) -> Lo
     stream = sys.stderr if stream is None else stream
     as_json = cfg.format == "json" or (cfg.format == "auto" and not stream.isatty())
 
-    def add_process(_: Any, __: str, event: EventDict) -> EventDict:
-        event["process"] = process
-        return event
+    def in_order(_: Any, __: str, event: EventDict) -> EventDict:
+        first = {"timestamp": event.pop("timestamp", ""), "level": event.pop("level", ""), "component": process}
+        return {**first, "logger": event.pop("logger", ""), "event": event.pop("event", ""), **event}
 
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -176,7 +176,7 @@ def configure(cfg: LogConfig, process: str, stream: IO[str] | None = None) -> Lo
 
     lines, ring = logging.StreamHandler(stream), LogRing()
     if as_json:
-        lines.setFormatter(formatter(add_process, structlog.processors.JSONRenderer()))
+        lines.setFormatter(formatter(in_order, structlog.processors.JSONRenderer()))
     else:
         plain = structlog.dev.plain_traceback
         lines.setFormatter(formatter(structlog.dev.ConsoleRenderer(colors=stream.isatty(), exception_formatter=plain, pad_event_to=0)))

@@ -107,9 +107,9 @@ class Chart {
     this.at = at;
     this.values = series.map(({ key }) => columns[key] || []);
     this.bins = 0;
-    if (stacked && at.length > 1) {
-      this.bins = Math.min(60, at.length - 1);
-      this.values = this.values.map((totals) => perMinute(at, totals, this.bins));
+    if (stacked) {
+      this.bins = Math.max(0, Math.min(60, at.length - 1));
+      this.values = this.values.map((totals) => (this.bins ? perMinute(at, totals, this.bins) : [null]));
     }
     this.draw();
   }
@@ -156,8 +156,10 @@ class Chart {
     this.svg.setAttribute("viewBox", `0 0 ${this.width} ${height}`);
 
     const shown = values.flat().filter(known);
-    if (at.length < 2 || !shown.length) {
-      this.svg.replaceChildren(node("text", { x: this.width / 2, y: height / 2, "text-anchor": "middle" }, "nothing measured yet"));
+    const silent = stacked && shown.every((value) => value === 0);
+    if (at.length < 2 || !shown.length || silent) {
+      this.svg.replaceChildren(node("text", { x: this.width / 2, y: height / 2, "text-anchor": "middle" },
+        silent ? "none yet" : shown.length ? "just started" : "nothing measured yet"));
       return;
     }
     const [low, high] = this.range(shown);
@@ -248,7 +250,7 @@ const CHARTS = [
     { key: "reward_external", label: "peers'", look: "external", smooth: true },
     { key: "reward_held_out", label: "held-out", look: "held-out" },
   ] }),
-  new Chart({ title: "Groups from peers per minute", height: 220, wide: true, stacked: true, format: fixed(0), series: [
+  new Chart({ title: "Groups from peers per minute", height: 220, wide: true, stacked: true, format: count, series: [
     { key: "admitted", label: "admitted", look: "admitted" },
     { key: "ignored", label: "ignored", look: "ignored" },
     { key: "rejected", label: "rejected", look: "rejected" },

@@ -46,7 +46,8 @@ def test_all_libraries_write_the_same_lines() -> None:
     assert (ours["event"], ours["step"], ours["logger"], ours["level"]) == ("step finished", 4, "swarmnode.node", "info")
     assert (theirs["event"], theirs["logger"], theirs["level"]) == ("stream 7 failed", "libp2p.host", "warning")
     assert ours.keys() - {"step"} == theirs.keys()
-    assert (ours["round"], ours["process"]) == (3, "network")
+    assert (ours["round"], ours["component"]) == (3, "network")
+    assert list(ours)[:5] == ["timestamp", "level", "component", "logger", "event"]
 
 
 def test_a_terminal_gets_lines_for_eyes() -> None:
