@@ -37,13 +37,15 @@ def swarm_of(name: str = "test", tasks: Sequence[str] = BUILTIN_TASKS) -> bytes:
 class Author:
     """A node as others see it: a key, a stream of questions, and completions whose rewards differ.
 
-    seed: makes the key, so that tests repeat.
+    seed: makes the key, so that tests repeat, unless a key is given.
     """
 
-    def __init__(self, swarm: bytes, seed: int = 0, tasks: Sequence[str] = BUILTIN_TASKS) -> None:
+    def __init__(
+        self, swarm: bytes, seed: int = 0, tasks: Sequence[str] = BUILTIN_TASKS, key: Ed25519PrivateKey | None = None
+    ) -> None:
         self.swarm = swarm
         self.tasks = tasks
-        self.key = Ed25519PrivateKey.from_private_bytes(hashlib.blake2b(f"author {seed}".encode(), digest_size=32).digest())
+        self.key = key or Ed25519PrivateKey.from_private_bytes(hashlib.blake2b(f"author {seed}".encode(), digest_size=32).digest())
         self.peer = envelope.peer_id(self.key.public_key().public_bytes_raw())
 
     def task(self, sequence: int) -> TaskRef:
@@ -83,6 +85,12 @@ class Author:
         """The same as the trainer would hand it to the network process."""
         group = self.group(sequence, 0.0, **kwargs)  # type: ignore[arg-type]
         return OwnGroup(group.task, group.policy_version, group.sequence, group.sampling, group.completions)
+
+    def long_group(self, sequence: int, **kwargs: object) -> OwnGroup:
+        """A group of about 125 KB as sent: seven of its texts are 12,000 random characters."""
+        rng = random.Random(sequence)
+        texts = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz0123456789", k=12_000)) for _ in range(7)]
+        return self.own_group(sequence, texts=[answer(self.task(sequence)), *texts], **kwargs)
 
     def frame(self, message: msgspec.Struct, swarm: bytes | None = None) -> bytes:
         """`message` signed, compressed where that is shorter."""

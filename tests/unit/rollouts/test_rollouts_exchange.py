@@ -51,14 +51,6 @@ class Swarm:
             await self.nursery.start(exchange.run)
         return self
 
-    def long_group(self, number, sequence):
-        """About 150 KB as sent."""
-        rng = random.Random(sequence)
-        texts = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz0123456789", k=12_000)) for _ in range(7)]
-        author = self.authors[number]
-        right = author.own_group(sequence).completions[0].text
-        return author.own_group(sequence, texts=[right, *texts])
-
     def outcomes(self, number):
         return self.exchanges[number].admission.statistics().outcomes
 
@@ -110,11 +102,11 @@ async def test_useful_arrived_counts_since_the_last_draw(swarm, autojump_clock):
 
 
 async def test_a_long_group_is_announced_and_fetched(swarm, autojump_clock):
-    assert await swarm.exchanges[0].publish(swarm.long_group(0, 0)) == "announced"
+    assert await swarm.exchanges[0].publish(swarm.authors[0].long_group(0)) == "announced"
     await settle()
     for number in (1, 2):
         (group,) = swarm.exchanges[number].draw(Draw(1, 2, 0)).groups
-        assert group.group.completions == swarm.long_group(0, 0).completions
+        assert group.group.completions == swarm.authors[0].long_group(0).completions
         assert swarm.exchanges[number].statistics().fetching.fetched == {"ok": 1}
     assert swarm.exchanges[0].statistics().fetching.served == {"ok": 2}
 
@@ -122,7 +114,7 @@ async def test_a_long_group_is_announced_and_fetched(swarm, autojump_clock):
 async def test_a_long_group_reaches_a_peer_that_is_not_connected_to_its_author(swarm, autojump_clock):
     swarm.medium.cut(swarm.authors[0].peer, swarm.authors[2].peer)
     swarm.medium.latency = 1.0  # so that the neighbour between them does not have it yet when it is asked first
-    await swarm.exchanges[0].publish(swarm.long_group(0, 0))
+    await swarm.exchanges[0].publish(swarm.authors[0].long_group(0))
     await settle()
     assert swarm.outcomes(2)["admitted"] == 1
     served = swarm.exchanges[1].statistics().fetching.served
@@ -133,7 +125,7 @@ async def test_a_long_group_reaches_a_peer_that_is_not_connected_to_its_author(s
 async def test_a_forwarder_that_never_has_it_is_asked_a_few_times_and_not_blamed(swarm, autojump_clock):
     swarm.medium.cut(swarm.authors[0].peer, swarm.authors[2].peer)
     swarm.networks[0].requests.serve(ids.FETCH_PROTOCOL, never, max_request_bytes=64, max_response_bytes=9)
-    await swarm.exchanges[0].publish(swarm.long_group(0, 0))
+    await swarm.exchanges[0].publish(swarm.authors[0].long_group(0))
     await settle()
     assert swarm.exchanges[2].statistics().fetching.fetched == {"fetch_unknown": 1}
     assert swarm.exchanges[1].statistics().fetching.served == {"unknown": 4}
@@ -142,7 +134,7 @@ async def test_a_forwarder_that_never_has_it_is_asked_a_few_times_and_not_blamed
 
 async def test_a_fetch_that_takes_too_long_is_given_up(swarm, autojump_clock):
     swarm.medium.latency = 100.0
-    await swarm.exchanges[0].publish(swarm.long_group(0, 0))
+    await swarm.exchanges[0].publish(swarm.authors[0].long_group(0))
     await settle()
     assert swarm.outcomes(1)["fetch_timeout"] == 1
     assert swarm.exchanges[1].statistics().fetching.pending == 0
@@ -150,7 +142,7 @@ async def test_a_fetch_that_takes_too_long_is_given_up(swarm, autojump_clock):
 
 async def test_a_peer_that_dies_after_announcing_costs_one_fetch(swarm, autojump_clock):
     swarm.medium.latency = 1.0
-    await swarm.exchanges[0].publish(swarm.long_group(0, 0))
+    await swarm.exchanges[0].publish(swarm.authors[0].long_group(0))
     swarm.medium.leave(swarm.authors[0].peer)
     await settle()
     assert swarm.outcomes(1)["fetch_failed"] == 1
@@ -164,7 +156,7 @@ async def test_an_announcer_without_bodies_holds_few_slots_and_others_are_fetche
         await swarm.publish_from(1, swarm.authors[1].frame(announce))
     assert swarm.exchanges[0].statistics().fetching.pending == 8
     assert swarm.outcomes(0)["busy"] == 32
-    await swarm.exchanges[2].publish(swarm.long_group(2, 0))
+    await swarm.exchanges[2].publish(swarm.authors[2].long_group(0))
     await trio.sleep(0.1)  # long before the first of those deadlines
     assert swarm.outcomes(0)["admitted"] == 1
 
@@ -173,7 +165,7 @@ async def test_a_body_other_than_announced_costs_its_author_reputation(swarm, au
     async def lie(peer, data):
         return codec.encode(FetchResponse("ok", b"x" * 9))
 
-    group = swarm.long_group(0, 0)
+    group = swarm.authors[0].long_group(0)
     swarm.networks[0].requests.serve(ids.FETCH_PROTOCOL, lie, max_request_bytes=64, max_response_bytes=10**7)
     await swarm.exchanges[0].publish(group)
     await settle()
@@ -188,7 +180,7 @@ async def test_nonsense_requests_are_counted_and_refused(swarm, autojump_clock):
 
 
 async def test_one_peer_is_given_one_body_only_so_often(swarm, autojump_clock):
-    await swarm.exchanges[0].publish(swarm.long_group(0, 0))
+    await swarm.exchanges[0].publish(swarm.authors[0].long_group(0))
     await settle()
     content = next(iter(swarm.exchanges[0]._fetching.shelf._bodies))
     for _ in range(5):
@@ -358,7 +350,7 @@ async def test_cancelling_leaves_nothing_behind(autojump_clock):
     with contextlib.suppress(trio.Cancelled):
         async with trio.open_nursery() as nursery:
             swarm = await Swarm(nursery, latency=50.0).start()
-            await swarm.exchanges[0].publish(swarm.long_group(0, 0))
+            await swarm.exchanges[0].publish(swarm.authors[0].long_group(0))
             await trio.sleep(1)
             assert swarm.exchanges[1].statistics().fetching.pending == 1
             nursery.cancel_scope.cancel()

@@ -1,0 +1,165 @@
+"""The exchange over real libp2p hosts with the real scorer, and over the in-memory network: what holds on one must hold on the other."""
+
+import contextlib
+import random
+import time
+
+import pytest
+import trio
+
+from swarmnode.config import SharingConfig
+from swarmnode.errors import BadMessage, PeerError, PeerTimeout
+from swarmnode.p2p import identity
+from swarmnode.p2p.gossip import Verdict
+from swarmnode.rollouts.exchange import RolloutExchange
+from swarmnode.rollouts.groups import Draw
+from swarmnode.tasks.client import AsyncScorer
+from swarmnode.testing.groups import BUILTIN_TASKS, MODEL, TOKENIZER, Author, hostile_frames, swarm_of
+from swarmnode.testing.hosts import hosts
+from swarmnode.testing.network import MemorySwarm
+from swarmnode.testing.waiting import until
+from swarmnode.trainer.messages import Hello
+from swarmnode.wire import ids, limits
+
+pytestmark = pytest.mark.swarm
+SWARM = swarm_of()
+TOPIC = ids.rollout_topic(SWARM)
+
+
+@contextlib.asynccontextmanager
+async def networks(kind, directory, count):
+    """(network, author with the same key) for each node; all connected with all."""
+    if kind == "memory":
+        authors = [Author(SWARM, seed=n) for n in range(count)]
+        medium = MemorySwarm()
+        yield [(medium.join(author.peer), author) for author in authors]
+        return
+    async with hosts(directory, count) as real:
+        with trio.fail_after(15):
+            for network in real:
+                await network.wait_connected(count - 1)
+        keys = [identity.load_or_create(directory / str(n) / "identity.key").private_key for n in range(count)]
+        yield [(network, Author(SWARM, key=key)) for network, key in zip(real, keys, strict=True)]
+
+
+@contextlib.asynccontextmanager
+async def exchanges(kind, directory, count):
+    """(exchange, author, network) for each node, meshed, with one scorer for all."""
+    async with networks(kind, directory, count) as nodes, AsyncScorer() as scorer, trio.open_nursery() as nursery:
+        running = []
+        for network, author in nodes:
+            exchange = RolloutExchange(network, scorer, author.key, SWARM, BUILTIN_TASKS, SharingConfig(), rng=random.Random(0))
+            exchange.set_policy(Hello(MODEL, TOKENIZER, 0, 120))
+            await nursery.start(exchange.run)
+            running.append((exchange, author, network))
+        await until(lambda: all(len(network.gossip.peers(TOPIC)) == count - 1 for network, _ in nodes), seconds=15)
+        if kind == "libp2p":
+            await until(lambda: all(network.gossip.statistics().mesh[TOPIC] == count - 1 for network, _ in nodes), seconds=15)
+        yield running
+        nursery.cancel_scope.cancel()
+
+
+both = pytest.mark.parametrize("kind", ["memory", "libp2p"])
+
+
+def admitted(exchange):
+    return exchange.admission.statistics().outcomes.get("admitted", 0)
+
+
+@both
+async def test_three_nodes_share_groups(kind, tmp_path):
+    async with exchanges(kind, tmp_path, 3) as nodes:
+        for exchange, author, _ in nodes:
+            for sequence in range(4):
+                assert await exchange.publish(author.own_group(sequence)) == "gossip"
+        await until(lambda: all(admitted(exchange) == 8 for exchange, _, _ in nodes), seconds=20)
+        for exchange, author, _ in nodes:
+            drawn = exchange.draw(Draw(1, 6, 1))
+            assert len(drawn.groups) == 6
+            assert drawn.useful_arrived == 8
+            assert author.peer not in {group.peer for group in drawn.groups}
+            assert all(sum(group.rewards) >= 2 for group in drawn.groups)
+
+
+@both
+async def test_a_long_group_travels_by_announcement_and_fetch(kind, tmp_path):
+    async with exchanges(kind, tmp_path, 3) as nodes:
+        own = nodes[0][1].long_group(0)
+        assert await nodes[0][0].publish(own) == "announced"
+        await until(lambda: all(admitted(exchange) == 1 for exchange, _, _ in nodes[1:]), seconds=20)
+        for exchange, _, _ in nodes[1:]:
+            (group,) = exchange.draw(Draw(1, 2, 0)).groups
+            assert group.group.completions == own.completions
+            assert exchange.statistics().fetching.fetched == {"ok": 1}
+
+
+@both
+async def test_hostile_frames_are_counted_and_an_honest_peer_is_served(kind, tmp_path):
+    async with exchanges(kind, tmp_path, 3) as nodes:
+        (_, author, network), (victim, _, _), (honest, honest_author, _) = nodes
+        chosen = ("duplicated key", "NaN", "wrong swarm", "stale", "unknown task", "deeply nested payload", "zstd bomb")
+        frames = hostile_frames(author, time.time())
+        for name in chosen:
+            await network.gossip.publish(TOPIC, frames[name][0])
+        assert await honest.publish(honest_author.own_group(0)) == "gossip"
+        await until(lambda: admitted(victim) == 1, seconds=20)
+        expected = {frames[name][1] for name in chosen}
+        await until(lambda: len(expected & set(victim.admission.statistics().outcomes)) >= 4, seconds=20)
+        assert not victim._network.welcome(author.peer)  # greylisted before it was through
+        assert victim._network.welcome(honest_author.peer)
+
+
+# The promises of the two networks themselves.
+
+
+@both
+async def test_a_validator_sees_a_message_once_and_rejects_for_good(kind, tmp_path):
+    async with networks(kind, tmp_path, 2) as [(a, _), (b, _)]:
+        seen = []
+
+        def validator(data, forwarder):
+            seen.append((data, forwarder))
+            return Verdict.ACCEPT if data == b"good" else Verdict.IGNORE
+
+        await a.gossip.join("t", lambda data, forwarder: Verdict.ACCEPT)
+        topic = await b.gossip.join("t", validator)
+        await until(lambda: b.peer_id in a.gossip.peers("t"), seconds=10)
+        if kind == "libp2p":
+            await until(lambda: a.gossip.statistics().mesh["t"] == 1, seconds=10)
+        await a.gossip.publish("t", b"bad")
+        await a.gossip.publish("t", b"good")
+        with trio.fail_after(10):
+            message = await topic.get()
+        assert (message.data, message.forwarder) == (b"good", a.peer_id)
+        assert sorted(seen) == [(b"bad", a.peer_id), (b"good", a.peer_id)]
+        with pytest.raises(ValueError):
+            await a.gossip.publish("t", b"x" * (limits.GOSSIP_BYTES + 1))
+        with pytest.raises(ValueError):
+            await b.gossip.join("t", validator)
+
+
+@both
+async def test_requests_end_in_an_answer_or_in_one_of_three_errors(kind, tmp_path):
+    async with networks(kind, tmp_path, 2) as [(a, _), (b, _)]:
+
+        async def handler(peer, data):
+            assert peer == a.peer_id
+            if data == b"refuse":
+                raise PeerError("no")
+            if data == b"hang":
+                await trio.sleep_forever()
+            return data * 2
+
+        b.requests.serve("/t/1", handler, max_request_bytes=100, max_response_bytes=200)
+
+        async def ask(data, protocol="/t/1", peer=b.peer_id, limit=200, deadline=5):
+            return await a.requests.request(peer, protocol, data, deadline=deadline, max_response_bytes=limit)
+
+        assert await ask(b"abc") == b"abcabc"
+        with pytest.raises(BadMessage):
+            await ask(b"abc", limit=5)
+        with pytest.raises(PeerTimeout):
+            await ask(b"hang", deadline=0.5)
+        for failing in (ask(b"refuse"), ask(b"x" * 101), ask(b"abc", protocol="/t/2"), ask(b"abc", peer=Author(SWARM, seed=50).peer)):
+            with pytest.raises(PeerError):
+                await failing
