@@ -9,6 +9,7 @@ Gradient checkpointing, TRL's default, is off.
     real rewards       what a node does. Most groups earn nothing at first and are then not run through the model again: part of our speed
     every group useful rewards replaced by 1, 0, 1, 0, …: both train on all 64 completions
     a larger model     random weights, 32 new tokens: less Python, more arithmetic
+    long prompts       the same by characters, prompts of 20 to 200 tokens: ours runs a group's prompt once, TRL once per completion
 
 That both compute the same loss is held by tests/unit/rl/test_trl.py.
 """
@@ -33,10 +34,11 @@ import datasets
 import torch
 import transformers
 import trl
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
+from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, TrainerCallback
 
 from benchmarks.report import heading, middle, table, write_json
 from swarmnode.config import Config, PolicyConfig, TrainingConfig
+from swarmnode.policy.build_tiny import build_tokenizer
 from swarmnode.policy.load import Policy, load_policy
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.tasks.client import Scored, Scorer
@@ -61,6 +63,8 @@ class Case:
     real_rewards: bool
     hidden: int = 0
     """0: the embedded policy. Else a random Llama of this width."""
+    long_prompts: bool = False
+    """Without the embedded tokenizer's phrases: one token per character."""
 
 
 @dataclass
@@ -168,28 +172,30 @@ def trl_trainer(case: Case, policy: Policy, scorer: Scorer, result: Result, fold
 def run(case: Case, scorer: Scorer) -> Result:
     """`case.steps` steps of each, in turns."""
     with tempfile.TemporaryDirectory() as folder:
-        policy = load_policy(PolicyConfig(model=random_model(case.hidden, folder) if case.hidden else "embedded", device="cpu"))
+        policy = load_policy(PolicyConfig(model=random_model(case, folder) if case.hidden else "embedded", device="cpu"))
         result = Result(case.name, policy.statistics().parameters, case.real_rewards)
         turns = Turns(step_of_ours(case, policy, scorer, result), result)
-        trl_trainer(case, policy, scorer, result, folder, turns).train()
+        trainer = trl_trainer(case, policy, scorer, result, folder, turns)
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
     for values in vars(result).values():
         if isinstance(values, list):
             del values[:WARM]
     return result
 
 
-def random_model(hidden: int, folder: str) -> str:
-    """A directory with a random Llama of 4 layers and the embedded tokenizer."""
-    embedded = load_policy(PolicyConfig(device="cpu"))
+def random_model(case: Case, folder: str) -> str:
+    """A directory with a random Llama of 4 layers."""
+    tokenizer = build_tokenizer(set()) if case.long_prompts else load_policy(PolicyConfig(device="cpu")).tokenizer
     config = LlamaConfig(
-        vocab_size=embedded.vocab_size, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=4,
-        num_attention_heads=hidden // 32,
-        max_position_embeddings=256, bos_token_id=None, eos_token_id=embedded.eos_id, pad_token_id=embedded.pad_id,
+        vocab_size=len(tokenizer), hidden_size=case.hidden, intermediate_size=3 * case.hidden, num_hidden_layers=4,
+        num_attention_heads=case.hidden // 32, max_position_embeddings=512, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     torch.manual_seed(0)
     directory = Path(folder) / "model"
     LlamaForCausalLM(config).save_pretrained(directory)
-    embedded.tokenizer.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
     return str(directory)
 
 
@@ -227,7 +233,8 @@ def main() -> None:
         Case("embedded policy, every group useful", steps, 8, False),
     ]
     if not args.quick:
-        cases.append(Case("random Llama 256 wide, 32 new tokens, every group useful", 12, 32, False, hidden=256))
+        cases.append(Case("random Llama, 256 wide, every group useful", 12, 32, False, hidden=256))
+        cases.append(Case("the same, long prompts", 12, 32, False, hidden=256, long_prompts=True))
     with Scorer() as scorer:
         results = [run(case, scorer) for case in cases]
     print(heading(f"trainer: local step against TRL {trl.__version__} GRPOTrainer"))

@@ -61,7 +61,7 @@ class PolicyConfig(Section):
     device: str = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:1`, `mps`, …"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Parameter dtype; `auto` is bfloat16 where the device has it, else float32."""
+    """What the model computes in, trained weights being float32; `auto` is bfloat16 where the device has it, else float32."""
     lora: LoraSettings = LoraSettings()
     threads: int = Field(default=0, ge=0)
     """CPU threads of the trainer; 0 leaves it to torch."""
