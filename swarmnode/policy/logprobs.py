@@ -72,7 +72,7 @@ def completion_logprobs(policy: Policy, batch: Batch, temperature: float) -> tup
     row = torch.arange(len(ids), device=ids.device)
     column = torch.zeros_like(row)
     if ids.shape[1] > 1:
-        cache.batch_select_indices(owner)
+        cache.batch_select_indices(owner.cpu())  # layers may lie on several devices
         before = ids[:, :-1]  # (N, T - 1), they predict the others
         seen = torch.cat([batch.prompt_mask[owner], mask[:, :-1].to(batch.prompt_mask.dtype)], 1)
         after = positions[owner, -1:] + 1 + torch.arange(before.shape[1], device=ids.device)

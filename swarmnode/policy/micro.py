@@ -83,7 +83,7 @@ class MicroBatcher:
         """[(row indices, work(row indices))] for all micro-batches.
 
         On out-of-memory everything is done again after `restart()`, which has to undo what `work` left, e.g. zero the
-        gradients: a backward pass that dies has added some of them already. Raises DeviceError when one row alone is too much.
+        gradients: a backward pass that dies has added some of them already. Raises DeviceError when one row (of `generate`: one question) alone is too much.
         """
         while True:
             done: list[tuple[list[int], T]] = []
@@ -98,7 +98,7 @@ class MicroBatcher:
                 failed = batches[len(done)]
                 padded = len(failed) * max(lengths[r] for r in failed)
                 if len(failed) == 1:
-                    raise DeviceError(f"out of memory with one completion of {padded} tokens") from error
+                    raise DeviceError(f"out of memory with {padded} tokens, and a micro-batch cannot be smaller") from error
             # Outside the handler: the exception's frames hold the tensors that have to go.
             del done
             self._shrink(padded)
