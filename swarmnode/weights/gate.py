@@ -1,0 +1,269 @@
+"""What a peer's tensors go through before one of our weights moves, in this order; the first failure ends it.
+
+    ours to judge?     greylisted, fingerprint, nonce; sizes were checked before anything was allocated (`payload`)
+    like mine?         names, dtype, shape, bounds → finite → norms: ‖θ_j‖ within [½, 2] ‖θ_i‖, ‖d‖ ≤ 10 τ
+    clip               θ̄ = θ_i + w · min(1, τ/‖d‖) · d,   d = θ_j − θ_i,   τ = 2 × running median of accepted ‖d‖
+    probe              loss of θ̄ on sequences that no peer has seen, not worse than that of θ_i by more than ε
+
+After the commit `watch` decides whether to take it back. What is left to a hostile partner is a nudge of at most w τ per exchange, in a
+direction that does not hurt on the probe (ClippedGossip, arXiv 2202.01545, with a threshold that a node can compute by itself).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from swarmnode.weights.outer import Tensors
+
+CLIP: Final = 2.0
+FAR: Final = 10.0
+"""In units of τ: no honest replica is so far away."""
+NORM_RATIO: Final = 2.0
+LARGEST: Final = 65504.0
+"""Largest |weight|: that of float16, which no trained policy comes near."""
+STRIKES: Final = 3.0
+FORGIVEN: Final = 0.5
+"""Strikes that one accepted exchange takes back: a peer cannot buy one attack with one good exchange."""
+WINDOW: Final = 32
+"""Accepted distances per fragment that the median runs over."""
+WINDOW_PER_PEER: Final = 4
+"""Of these from one peer: an eager peer must not set the threshold that it is held to."""
+FIRST: Final = 4
+"""Accepted distances before the median is believed. Until then τ is 2 ‖θ_i − φ_i‖, and nobody is called far away: we may have trained for
+one step and the partner for fifty."""
+LEAST_TAU: Final = 1e-4
+"""In units of ‖θ_i‖. Replicas that have become equal would otherwise call the first one that learns an attacker."""
+PEERS: Final = 4096
+CHUNK: Final = 2**22
+
+STRIKE: Final[dict[str, bool]] = {
+    "accepted": False,
+    "clipped": False,  # accepted, shortened: honest replicas differ in speed
+    "probation": False,  # passed everything, mixed with weight 0
+    "greylisted": False,
+    "fingerprint": False,  # another policy is not a crime
+    "nonce": True,
+    "payload": True,  # what `payload` or `codecs` refused
+    "names": True,
+    "dtype": True,
+    "shape": True,
+    "bounds": True,
+    "not_finite": True,
+    "norm_ratio": True,
+    "too_far": True,
+    "probe": True,
+    "lora_residual": False,
+    "reverted": True,
+    "own_not_finite": False,  # our own weights are broken; nobody else's fault
+}
+"""Every outcome, and whether it is a strike."""
+OUTCOMES: Final = tuple(STRIKE)
+
+Probe = Callable[[Mapping[str, torch.Tensor]], float]
+"""Loss in nats with these tensors in place of the policy's own."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """`mean` is θ̄, None where the exchange is refused: take a solo outer step then."""
+
+    outcome: str
+    mean: Tensors | None = None
+    distance: float | None = None
+    """‖d‖."""
+    relative_distance: float | None = None
+    """‖d‖ / ‖θ_i‖."""
+    scale: float = 0.0
+    """min(1, τ/‖d‖)."""
+    loss_before: float | None = None
+    loss_after: float | None = None
+    greylist: bool = False
+    """This was the strike too many."""
+
+    @property
+    def ok(self) -> bool:
+        return self.mean is not None
+
+
+@dataclass(frozen=True)
+class GateStatistics:
+    outcomes: dict[str, int]
+    """By outcome, all of OUTCOMES."""
+    clip_ratio: float
+    """Mean of min(1, τ/‖d‖) over accepted exchanges; 1 when nothing was clipped."""
+    relative_distance: float | None
+    """Of the last exchange that was measured."""
+    tau: dict[int, float]
+    """By fragment."""
+    strikes: int
+    """Peers with at least one."""
+    greylisted: int
+
+
+class Gate:
+    """Judges peers' tensors against ours. Pure but for the `probe` that it is handed; `now` is any monotonic time in seconds."""
+
+    def __init__(self, epsilon: float = 0.02, greylist_seconds: float = 3600.0) -> None:
+        """epsilon: nats that θ̄ may be worse than θ_i on the probe."""
+        self.epsilon = epsilon
+        self.greylist_seconds = greylist_seconds
+        self._distances: dict[int, deque[tuple[str, float]]] = {}
+        self._strikes: OrderedDict[str, float] = OrderedDict()
+        self._greylist: OrderedDict[str, float] = OrderedDict()
+        self._outcomes = Counter(dict.fromkeys(OUTCOMES, 0))
+        self._scales = 0.0
+        self._relative: float | None = None
+
+    def judge(
+        self,
+        peer: str,
+        mine: Mapping[str, torch.Tensor],
+        theirs: Mapping[str, torch.Tensor],
+        now: float,
+        *,
+        weight: float = 0.5,
+        moved: float = 0.0,
+        fragment: int = 0,
+        probe: Probe | None = None,
+        probation: bool = False,
+    ) -> Judged:
+        """What `theirs` from `peer` makes of `mine`; both float32 on the host and neither is changed.
+
+        weight: `rule.mixing_weight`, clamped to [0, ½]. moved: ‖θ_i − φ_i‖, how far we came by ourselves: stands in for the median until
+        enough was accepted. probation: run all checks and the probe with ½, then return θ_i itself (for newcomers).
+        """
+        if self.greylisted(peer, now):
+            return self._ended(peer, "greylisted", now)
+        if refusal := _unlike(mine, theirs):
+            return self._ended(peer, refusal, now)
+        own = norm(mine)
+        if not math.isfinite(own):
+            return self._ended(peer, "own_not_finite", now)
+        if refusal := _not_usable(theirs):
+            return self._ended(peer, refusal, now)
+        tau = self.tau(fragment, own, moved)
+        other, distance = norm(theirs), norm(theirs, minus=mine)
+        relative = distance / own if own > 0 else None
+        self._relative = relative
+        measured = {"distance": distance, "relative_distance": relative}
+        # young LoRA factors are all but zero, and their ratio says nothing; then the distance decides
+        if own > tau and not own / NORM_RATIO <= other <= own * NORM_RATIO:
+            return self._ended(peer, "norm_ratio", now, **measured)
+        known = len(self._distances.get(fragment, ())) >= FIRST
+        if known and distance > FAR * tau:
+            return self._ended(peer, "too_far", now, **measured)
+        scale = 1.0 if distance <= tau else tau / distance  # 0 where neither of us has a weight yet
+        step = scale * (0.5 if probation else min(max(weight, 0.0), 0.5))
+        mean = {name: t + step * (theirs[name] - t) for name, t in mine.items()}
+        losses: dict[str, float] = {}
+        if probe is not None:
+            losses = {"loss_before": probe(mine), "loss_after": probe(mean)}
+            if not losses["loss_after"] <= losses["loss_before"] + self.epsilon:  # a NaN is refused too
+                return self._ended(peer, "probe", now, **measured, scale=scale, **losses)
+        # clipped, so that no accepted exchange can raise the threshold by more than the others would; whole while there is no threshold
+        self._remember(fragment, peer, min(distance, tau) if known else distance)
+        self._scales += scale
+        if probation:
+            return self._ended(peer, "probation", now, mean=dict(mine), **measured, scale=scale, **losses)
+        outcome = "accepted" if scale == 1.0 else "clipped"
+        return self._ended(peer, outcome, now, mean=mean, **measured, scale=scale, **losses)
+
+    def refused(self, peer: str, outcome: str, now: float) -> Judged:
+        """Counts what others than `judge` found: fingerprint, nonce, payload, lora_residual, reverted. Raises KeyError for no outcome."""
+        STRIKE[outcome]
+        return self._ended(peer, outcome, now)
+
+    def greylisted(self, peer: str, now: float) -> bool:
+        """Whether nothing of `peer` is looked at."""
+        if self._greylist.get(peer, -math.inf) > now:
+            return True
+        self._greylist.pop(peer, None)
+        return False
+
+    def tau(self, fragment: int, own: float, moved: float) -> float:
+        """Length up to which a difference is taken whole. own: ‖θ_i‖ of the fragment."""
+        accepted = [distance for _, distance in self._distances.get(fragment, ())]
+        return max(CLIP * (statistics.median(accepted) if len(accepted) >= FIRST else moved), LEAST_TAU * own)
+
+    def _remember(self, fragment: int, peer: str, distance: float) -> None:
+        window = self._distances.setdefault(fragment, deque(maxlen=WINDOW))
+        of_peer = [entry for entry in window if entry[0] == peer]
+        if len(of_peer) >= WINDOW_PER_PEER:
+            window.remove(of_peer[0])
+        window.append((peer, distance))
+
+    def _ended(self, peer: str, outcome: str, now: float, **rest) -> Judged:
+        self._outcomes[outcome] += 1
+        strikes = self._strikes.pop(peer, 0.0)
+        if STRIKE[outcome]:
+            strikes += 1
+        elif outcome in ("accepted", "clipped"):
+            strikes -= FORGIVEN
+        greylist = strikes >= STRIKES
+        if greylist:
+            strikes = STRIKES - 1  # once it is heard again, one more is enough
+            _bounded(self._greylist, peer, now + self.greylist_seconds)
+        if strikes > 0:
+            _bounded(self._strikes, peer, strikes)
+        return Judged(outcome, greylist=greylist, **rest)
+
+    def statistics(self) -> GateStatistics:
+        taken = sum(self._outcomes[o] for o in ("accepted", "clipped", "probation"))
+        return GateStatistics(
+            outcomes=dict(self._outcomes),
+            clip_ratio=self._scales / taken if taken else 1.0,
+            relative_distance=self._relative,
+            tau={f: CLIP * statistics.median(d for _, d in window) for f, window in self._distances.items()},
+            strikes=len(self._strikes),
+            greylisted=len(self._greylist),
+        )
+
+
+def norm(tensors: Mapping[str, torch.Tensor], minus: Mapping[str, torch.Tensor] | None = None) -> float:
+    """Euclidean norm over all tensors, of their difference where `minus` is given; in float64, so that nothing finite overflows."""
+    total = 0.0
+    for name, tensor in tensors.items():
+        flat = tensor.reshape(-1)
+        other = None if minus is None else minus[name].reshape(-1)
+        for start in range(0, flat.numel(), CHUNK):  # a float64 copy of one chunk only
+            part = flat[start : start + CHUNK].double()
+            if other is not None:
+                part -= other[start : start + CHUNK]
+            total += float(part.dot(part))
+    return math.sqrt(total) if total >= 0 else math.nan
+
+
+def _unlike(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> str | None:
+    if mine.keys() != theirs.keys():
+        return "names"
+    if any(theirs[n].dtype != t.dtype or theirs[n].layout != torch.strided for n, t in mine.items()):
+        return "dtype"
+    if any(theirs[n].shape != t.shape for n, t in mine.items()):
+        return "shape"
+    return None
+
+
+def _not_usable(theirs: Mapping[str, torch.Tensor]) -> str | None:
+    for tensor in theirs.values():
+        flat = tensor.reshape(-1)
+        for start in range(0, flat.numel(), CHUNK):
+            largest = float(flat[start : start + CHUNK].abs().max())  # a NaN anywhere is the maximum
+            if not math.isfinite(largest):
+                return "not_finite"
+            if largest > LARGEST:
+                return "bounds"
+    return None
+
+
+def _bounded(table: OrderedDict[str, float], peer: str, value: float) -> None:
+    table.pop(peer, None)
+    table[peer] = value
+    if len(table) > PEERS:
+        table.popitem(last=False)

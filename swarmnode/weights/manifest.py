@@ -1,0 +1,62 @@
+"""Catching up: which neighbour's state a node without one takes. Pure, no torch; signing is `wire.envelope`'s.
+
+Replicas of a gossip swarm are never equal, so neighbours cannot agree on hashes. What they can agree on is how far the swarm has come: the
+second highest of the claimed outer steps is one that at least two claim to have reached, and a single liar cannot raise it. The state then
+comes from the neighbour that claims just that, is held to the hashes of that neighbour's own manifest, and stays on probation in the gate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from swarmnode.errors import BadMessage
+from swarmnode.wire.limits import INTEGER_BITS
+
+ASK = 3
+"""Neighbours to ask."""
+AGREE = 2
+HASH_BYTES = 32
+
+
+class TensorHash(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    phi: bytes
+    """32 bytes: SHA-256 of φ, float32 little-endian."""
+    delta: bytes
+    """32 bytes: SHA-256 of δ."""
+
+
+class StateManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="state"):
+    """What a node says its outer state is; travels signed."""
+
+    fingerprint: bytes
+    """32 bytes."""
+    outer_step: int
+    created_at: int
+    """Unix time, milliseconds."""
+    tensors: list[TensorHash]
+    """By name."""
+
+
+def check_manifest(manifest: StateManifest, names: list[str]) -> None:
+    """Raises BadMessage("bounds") unless `manifest` speaks of exactly our tensors, sorted, with whole hashes and a counter in range."""
+    if len(manifest.fingerprint) != HASH_BYTES or [t.name for t in manifest.tensors] != sorted(names):
+        raise BadMessage("bounds", "tensors")
+    if any(len(t.phi) != HASH_BYTES or len(t.delta) != HASH_BYTES for t in manifest.tensors):
+        raise BadMessage("bounds", "hash")
+    if not (0 <= manifest.outer_step < 2**INTEGER_BITS and 0 <= manifest.created_at < 2**INTEGER_BITS):
+        raise BadMessage("bounds", "counter")
+
+
+def agreed_source(manifests: Mapping[str, StateManifest], fingerprint: bytes, agree: int = AGREE) -> str | None:
+    """The peer to take the state from, or None where fewer than `agree` compatible neighbours answered.
+
+    Among several at the agreed step the lowest peer id; who is asked is the caller's random choice.
+    """
+    claims = sorted(((m.outer_step, peer) for peer, m in manifests.items() if m.fingerprint == fingerprint), reverse=True)
+    if len(claims) < agree:
+        return None
+    step = claims[agree - 1][0]
+    return min(peer for claimed, peer in claims if claimed == step)
