@@ -9,7 +9,7 @@ Gradient checkpointing, TRL's default, is off.
     real rewards       what a node does. Most groups earn nothing at first and are then not run through the model again: part of our speed
     every group useful rewards replaced by 1, 0, 1, 0, …: both train on all 64 completions
     a larger model     random weights, 32 new tokens: less Python, more arithmetic
-    long prompts       the same by characters, prompts of 17 to 185 tokens (mean 83): ours runs a group's prompt once, TRL once per completion
+    long prompts       the same, prompts of 17 to 185 tokens (mean 83): ours runs a prompt once, TRL once per completion
 
 That both compute the same loss is held by tests/unit/rl/test_trl.py.
 """

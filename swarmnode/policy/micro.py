@@ -83,7 +83,8 @@ class MicroBatcher:
         """[(row indices, work(row indices))] for all micro-batches.
 
         On out-of-memory everything is done again after `restart()`, which has to undo what `work` left, e.g. zero the
-        gradients: a backward pass that dies has added some of them already. Raises DeviceError when one row (of `generate`: one question) alone is too much.
+        gradients: a backward pass that dies has added some of them already. Raises DeviceError
+        when one row (of `generate`: one question) alone is too much.
         """
         while True:
             done: list[tuple[list[int], T]] = []
