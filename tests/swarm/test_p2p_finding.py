@@ -26,6 +26,15 @@ async def test_nodes_of_different_swarms_do_not(tmp_path):
             assert b.peers.get(c.peer_id) is None
 
 
+async def test_a_stranger_to_the_swarm_is_told_of_nobody(tmp_path):
+    async with hosts(tmp_path, 3) as (a, b, c):
+        await until(lambda: all(len(network.connected()) == 2 for network in (a, b, c)))
+        for swarm, told in ((bytes(32), {c.peer_id}), (OTHER, set())):
+            data, limit = codec.encode(PeersRequest(swarm, [])), limits.PEERS_RESPONSE_BYTES
+            answer = await b.requests.request(a.peer_id, ids.PEERS_PROTOCOL, data, deadline=5.0, max_response_bytes=limit)
+            assert {each.peer for each in codec.decode(answer, PeersResponse, limit).peers} == told
+
+
 async def test_a_bootstrap_peer_that_restarts_is_found_again_within_seconds_and_gossip_flows(tmp_path):
     async with host(tmp_path / "a") as a:
         known = a.listen_addrs
