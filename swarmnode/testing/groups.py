@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 from collections.abc import Sequence
@@ -175,7 +176,7 @@ def hostile_frames(author: Author, now: float, sequence: int = 0) -> dict[str, t
             with_first(0, text="1", tokens=1, token_ids=b"", logprobs=tensors.pack_logprobs([float("nan")])),
             "not_finite",
         ),
-        "zstd bomb": (author.sign(codec.compress(b"\0" * 50_000_000), "zstd"), "oversize"),
+        "zstd bomb": (author.sign(_bomb(), "zstd"), "oversize"),
         "zstd garbage": (author.sign(b"\x28\xb5\x2f\xfd" + b"\xff" * 50, "zstd"), "compression"),
         "wrong signature": (bytes(flipped), "signature"),
         "wrong swarm": (other_swarm.frame(group(0)), "signature"),
@@ -193,6 +194,12 @@ def hostile_frames(author: Author, now: float, sequence: int = 0) -> dict[str, t
         "control characters": (author.frame(author.group(sequence + 1, now, texts=["\x1b[2J", "1"])), "charset"),
         "bidirectional override": (author.frame(author.group(sequence + 1, now, texts=["1", "\u202e1"])), "charset"),
     }
+
+
+@functools.cache
+def _bomb() -> bytes:
+    """50 MB of zeros in a few kilobytes."""
+    return codec.compress(b"\0" * 50_000_000)
 
 
 def _duplicated_key(payload: bytes) -> bytes:
