@@ -13,7 +13,7 @@ upstream, what it costs and how to know that it is no longer needed; tests/unit/
 import importlib.metadata
 
 from swarmnode.errors import Refused
-from swarmnode.p2p.guards import gossip, swarm, yamux
+from swarmnode.p2p.guards import gossip, peerstore, swarm, yamux
 from swarmnode.p2p.guards.counting import NAMES, GuardStatistics, statistics
 from swarmnode.p2p.guards.gossip import GuardedPubsub, guard_gossip
 from swarmnode.p2p.guards.swarm import guard_host, running
@@ -49,4 +49,5 @@ def install() -> None:
         yamux.install()
         swarm.install()
         gossip.install()
+        peerstore.install()
         _installed = True

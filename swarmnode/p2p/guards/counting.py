@@ -8,6 +8,8 @@ log = logging.getLogger("swarmnode.p2p.guards")
 NAMES = (
     "slot_released",           # an inbound connection ended and gave its slot back
     "address_full",            # one address asked for more inbound connections than its share
+    "identify_refused",        # an identify message that is too long or broken
+    "peer_forgotten",          # the peer store was full and its oldest unconnected peer went
     "handler_failed",          # an exception left a stream handler
     "stream_abandoned",        # a closed stream whose peer never closed its half was dropped
     "service_failed",          # an exception left a connection's own task

@@ -33,6 +33,8 @@ MESSAGE_OVERHEAD_BYTES = 2048
 """Ids, topic, key and signature of one message."""
 MESSAGES_PER_RPC = 256
 TOPIC_BYTES = 128
+RECORD_BYTES = 4096
+"""A forwarder's signed record of its own addresses, which rides on every RPC; ours is below 300."""
 ID_BYTES = 80
 """Message ids and peer ids; ours are 46 and 38 bytes long."""
 IDS_PER_RPC = 512
@@ -116,7 +118,10 @@ def parse(frame: bytes, topics: Collection[str]) -> rpc_pb2.RPC:
     for index in reversed(range(len(rpc.subscriptions))):
         if len(rpc.subscriptions[index].topicid) > TOPIC_BYTES:
             del rpc.subscriptions[index]
-    if before != len(rpc.publish) + len(rpc.subscriptions):
+    oversize = len(rpc.senderRecord) > RECORD_BYTES
+    if oversize:
+        rpc.ClearField("senderRecord")
+    if oversize or before != len(rpc.publish) + len(rpc.subscriptions):
         fired("rpc_bounded")
     if rpc.HasField("control"):
         control = _bounded_control(rpc.control, topics)

@@ -20,6 +20,8 @@ from multiaddr import Multiaddr
 
 from swarmnode.errors import Unavailable
 from swarmnode.p2p.guards.counting import fired
+from swarmnode.p2p.guards.peerstore import guard_peerstore
+from swarmnode.p2p.guards.yamux import discard
 
 RESET_SECONDS = 2.0
 """Time that telling a peer about a failed stream may take."""
@@ -89,8 +91,9 @@ def _install_handlers() -> None:
 
     Defect: `SwarmConn._handle_muxed_stream` runs in the connection's nursery: an error of any handler (ours, identify, ping, pubsub) ends
     the host; `StreamEOF` and `StreamReset` end the accept loop, so that all other streams of that peer hang; a handler that returns without
-    `close` leaves entries on both sides. Here: errors are counted and the stream reset; after a clean return it is closed.
-    Cost: none. Not needed any more when a stock host survives a handler that raises.
+    `close` leaves entries on both sides, one that returns early leaves up to a window of unread bytes. Here: errors are counted and the
+    stream reset; after a clean return it is closed and its unread bytes are forgotten.
+    Cost: a handler cannot lend its stream to another task. Not needed any more when a stock host survives a handler that raises.
     """
     original, close = SwarmConn._handle_muxed_stream, NetStream.close
 
@@ -100,6 +103,7 @@ def _install_handlers() -> None:
             if not stream.send_closed:
                 await stream.close()
             abandon(stream)
+            discard(stream)
         except Exception as error:
             fired("handler_failed", f"{self.muxed_conn.peer_id}: {error!r}")
             with trio.CancelScope(shield=True), trio.move_on_after(RESET_SECONDS), contextlib.suppress(Exception):
@@ -167,12 +171,13 @@ def install() -> None:
 
 
 def guard_host(host: IHost) -> IHost:
-    """Settings of one host that have no constructor argument; returns `host`.
+    """What is set on one host and has no constructor argument, here and in `peerstore.guard_peerstore`; returns `host`.
 
     Defect: a failed dial blocks its peer for 60 s (`_NegativePeerCache`), so a peer that restarts stays unreachable for that long.
     Here: `NEGATIVE_CACHE_SECONDS`. Not needed any more when the time is a setting.
     """
     host.get_network()._negative_peer_cache._ttl = NEGATIVE_CACHE_SECONDS  # type: ignore[attr-defined]
+    guard_peerstore(host)
     return host
 
 

@@ -85,15 +85,18 @@ class Inbox(bytearray):
     Not needed any more when upstream closes a connection whose peer passes `recv_window`, and has a bound above streams.
     """
 
-    __slots__ = ("connection", "stream_id")
+    __slots__ = ("connection", "discards", "stream_id")
     connection: upstream.Yamux
     stream_id: int
+    discards: bool
 
     def extend(self, data: bytes) -> None:  # type: ignore[override]
         connection = self.connection
         if len(data) > connection.streams[self.stream_id].recv_window:
             fired("window_overrun", connection.peer_id)
             raise Violation("the peer sent more than its window")
+        if self.discards:
+            return
         if connection.unread_total.passes(len(data)):
             fired("connection_full", connection.peer_id)
             raise Violation("too many unread bytes on this connection")
@@ -127,8 +130,16 @@ class Inboxes(dict):  # type: ignore[type-arg]
                 fired("streams_overrun", connection.peer_id)
                 raise Violation("the peer opened a stream that it may not open")
         inbox = Inbox(buffer)
-        inbox.connection, inbox.stream_id = connection, stream_id
+        inbox.connection, inbox.stream_id, inbox.discards = connection, stream_id, False
         super().__setitem__(stream_id, inbox)
+
+
+def discard(stream: upstream.YamuxStream) -> None:
+    """Forget what `stream` has not read, and what it may still receive: its handler is gone."""
+    inbox = stream.conn.stream_buffers.get(stream.stream_id)
+    if inbox is not None:
+        inbox.clear()
+        inbox.discards = True
 
 
 def _drop(connection: upstream.Yamux) -> None:
@@ -314,7 +325,7 @@ def _install_sweep() -> None:
             if since is not None and not stream.closed and now - since >= ABANDONED_SECONDS:
                 fired("stream_abandoned", self.peer_id)
                 stream.closed = stream.recv_closed = True
-                self.stream_buffers.get(stream.stream_id, bytearray()).clear()
+                discard(stream)
         return sweep(self, now)
 
     upstream.Yamux._sweep_stale_streams = _sweep_stale_streams

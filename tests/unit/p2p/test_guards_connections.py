@@ -5,9 +5,12 @@ import socket
 
 import pytest
 import trio
+from libp2p.identity.identify.pb.identify_pb2 import Identify
 
 from swarmnode.testing import attacker
 from swarmnode.testing.host_process import guarded, processes, stock
+
+MB = 1_000_000
 
 
 async def visits(host, count):
@@ -28,13 +31,13 @@ async def test_four_hundred_connections_one_after_another_are_all_served():
     with processes(stock(), guarded()) as (leaky, tidy):
         counts = {}
 
-        async def visit(host):
-            counts[host] = await visits(host, 400)
+        async def visit(host, count):
+            counts[host] = await visits(host, count)
 
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(visit, leaky)
-            nursery.start_soon(visit, tidy)
-        assert counts[leaky] < 300, "upstream fixed this: remove guard slot_released"
+            nursery.start_soon(visit, leaky, 270)
+            nursery.start_soon(visit, tidy, 400)
+        assert counts[leaky] < 270, "upstream fixed this: remove guard slot_released"
         assert counts[tidy] == 400
         assert await tidy.serves()
         await tidy.settles("slots", 1)
@@ -81,6 +84,26 @@ async def test_bytes_that_are_no_libp2p_cost_a_socket_for_a_while_and_nothing_el
             assert await host.serves()
         await host.settles("slots", 1)
         assert await host.serves()
+
+
+async def test_long_identify_messages_are_not_remembered():
+    async def push(host):
+        before = host.rss()
+        async with attacker.connect(host.address) as peer:
+            for number in range(120):
+                with contextlib.suppress(ConnectionError), trio.move_on_after(1):
+                    stream = await peer.open("/ipfs/id/push/1.0.0")
+                    body = Identify(listen_addrs=[number.to_bytes(4, "big") + bytes(900_000)]).SerializeToString()
+                    await stream.send(attacker.varint(len(body)) + body)
+                    await stream.close()
+            await trio.sleep(0.5)
+        return host.rss() - before
+
+    with processes(stock(), guarded()) as (remembers, refuses):
+        assert await push(remembers) > 80 * MB, "upstream fixed this: remove guard identify_refused"
+        assert await push(refuses) < 30 * MB
+        assert await refuses.counted("identify_refused") == 120
+        assert await refuses.serves()
 
 
 async def test_the_end_of_a_stream_that_leaves_a_handler_does_not_hang_its_neighbours():

@@ -45,7 +45,15 @@ async def publish(host, count, size, pause_every=10):
                 await peer.publish("test", os.urandom(8) + bytes(size - 8), stream)
                 if number % pause_every == 0:
                     await trio.sleep(0.01)
-        await trio.sleep(0.5)
+        with trio.move_on_after(4):
+            while await arrived(host) < count:  # noqa: ASYNC110 - another process
+                await trio.sleep(0.05)
+
+
+async def arrived(host):
+    """Messages that the host has delivered, queued for its subscriber, or refused."""
+    stat = await host.ask("stat")
+    return stat["delivered"] + stat["waiting"] + stat["fired"]["message_refused"]
 
 
 async def test_a_slow_subscriber_finds_its_messages_waiting():
@@ -74,11 +82,11 @@ async def test_messages_longer_than_a_frame_are_refused():
         growth = []
         for host in (swollen, bounded):
             before = host.rss()
-            await publish(host, 300, 256_000)
+            await publish(host, 150, 256_000)
             growth.append(host.rss() - before)
-        assert growth[0] > 60 * MB, "upstream fixed this: remove guard message_refused (length)"
-        assert growth[1] < 30 * MB
-        assert await bounded.counted("message_refused") == 300
+        assert growth[0] > 30 * MB, "upstream fixed this: remove guard message_refused (length)"
+        assert growth[1] < 20 * MB
+        assert await bounded.counted("message_refused") == 150
         assert await bounded.serves()
 
 
