@@ -36,6 +36,19 @@ FETCH_REQUEST = {"content": bytes}
 FETCH_RESPONSE = {"status": ("ok", "unknown", "busy"), "body": bytes}
 PEERS_REQUEST = {"swarm": bytes, "addresses": [str]}
 PEERS_RESPONSE = {"swarm": bytes, "peers": [{"peer": str, "addresses": [str]}]}
+RULES = {
+    "min_completions": int, "max_completions": int, "max_tokens": int, "temperature": float, "top_p": float, "groups_per_second": float,
+}  # fmt: skip
+MANIFEST = {
+    "name": str, "founder": bytes, "created_at": int, "predecessor": bytes, "minimum_version": str, "protocols": [str],
+    "models": [{"name": str, "revision": str, "fingerprint": bytes, "tokenizer": bytes}],
+    "tasks": [{"id": str, "version": str, "settings": str}],
+    "rollouts": RULES, "settings": [{"key": str, "value": str}], "bootstrap": [str], "access": {"members": [str], "secret": bytes},
+}  # fmt: skip
+MANIFEST_REQUEST = {"swarm": bytes}
+MANIFEST_RESPONSE = {"manifest": bytes, "successor": bytes}
+SESSION = {"session": bytes, "started_at": int, "issued_at": int}
+SESSION_RESPONSE = {"sessions": [bytes]}
 
 
 UNWANTED = re.compile("[\\x00-\\x08\\x0b\\x0c\\x0e-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069\\ufdd0-\\ufdef\\ufffe\\uffff]")
@@ -160,6 +173,20 @@ def name(value, cap):
     require(1 <= len(value) <= cap and all("!" <= character <= "~" for character in value))
 
 
+def rising(values, low, cap):
+    require(low <= len(values) <= cap and all(a < b for a, b in zip(values, values[1:], strict=False)))
+
+
+def text(value, low, cap):
+    require(low <= len(value.encode()) <= cap and not re.search("[\\x00-\\x1f\\x7f-\\x9f]", value))
+
+
+def check_sampling(temperature, top_p, max_tokens):
+    require(math.isfinite(temperature) and math.isfinite(top_p), "not_finite")
+    require(0 < temperature <= FLOATS["temperature"] and 0 < top_p <= 1)
+    require(1 <= max_tokens <= COUNTS["tokens"])
+
+
 def check_group(group):
     task, sampling, completions = group["task"], group["sampling"], group["completions"]
     name(task["id"], BYTES["task_id"])
@@ -169,9 +196,7 @@ def check_group(group):
     require(0 <= task["index"] < 2 ** COUNTS["index_bits"])
     require(0 <= task["difficulty"] <= COUNTS["difficulty"])
     require(len(group["model"]) == len(group["tokenizer"]) == EXACT["fingerprint"])
-    require(math.isfinite(sampling["temperature"]) and math.isfinite(sampling["top_p"]), "not_finite")
-    require(0 < sampling["temperature"] <= FLOATS["temperature"] and 0 < sampling["top_p"] <= 1)
-    require(1 <= sampling["max_tokens"] <= COUNTS["tokens"])
+    check_sampling(**sampling)
     require(COUNTS["min_completions"] <= len(completions) <= COUNTS["max_completions"])
     for completion in completions:
         tokens, packed = completion["tokens"], completion["logprobs"]
@@ -222,6 +247,83 @@ def read_peers(frame, cap, shape):
         [name(address, BYTES["address"]) for address in addresses]
     [name(peer["peer"], BYTES["peer_id"]) for peer in peers]
     return message
+
+
+def read_manifest(frame):
+    """01, section 6."""
+    envelope = decode(frame, BYTES["manifest"], ENVELOPE)
+    require(len(envelope["key"]) == EXACT["key"] and len(envelope["signature"]) == EXACT["signature"])
+    require(envelope["codec"] == "raw", "compression")
+    swarm = digest(REGISTRY["domains"]["swarm_manifest"].encode() + envelope["payload"])
+    verify(envelope, REGISTRY["domains"]["manifest"].encode(), swarm)
+    manifest = decode(envelope["payload"], BYTES["manifest"], MANIFEST)
+    check_manifest(manifest)
+    require(manifest["founder"] == envelope["key"], "signature")
+    return {"swarm": swarm, "manifest": manifest}
+
+
+def check_manifest(manifest):
+    rules, access = manifest["rollouts"], manifest["access"]
+    text(manifest["name"], 1, BYTES["manifest_name"])
+    require(len(manifest["founder"]) == EXACT["key"] and len(manifest["predecessor"]) in (0, EXACT["swarm_id"]))
+    counter(manifest["created_at"])
+    name(manifest["minimum_version"], BYTES["minimum_version"])
+    rising(manifest["protocols"], 1, COUNTS["protocols"])
+    [name(protocol, BYTES["protocol"]) for protocol in manifest["protocols"]]
+    require(len(manifest["models"]) <= COUNTS["models"])
+    for model in manifest["models"]:
+        name(model["name"], BYTES["model_name"])
+        require(not model["revision"] or name(model["revision"], BYTES["revision"]) is None)
+        require(len(model["fingerprint"]) == len(model["tokenizer"]) == EXACT["fingerprint"])
+    rising([task["id"] for task in manifest["tasks"]], 1, COUNTS["tasks"])
+    for task in manifest["tasks"]:
+        name(task["id"], BYTES["task_id"])
+        name(task["version"], BYTES["task_version"])
+        text(task["settings"], 0, BYTES["setting_value"])
+    require(COUNTS["min_completions"] <= rules["min_completions"] <= rules["max_completions"] <= COUNTS["max_completions"])
+    check_sampling(rules["temperature"], rules["top_p"], rules["max_tokens"])
+    require(math.isfinite(rules["groups_per_second"]), "not_finite")
+    require(0 < rules["groups_per_second"] <= FLOATS["groups_per_second"])
+    rising([setting["key"] for setting in manifest["settings"]], 0, COUNTS["settings"])
+    for setting in manifest["settings"]:
+        name(setting["key"], BYTES["setting_key"])
+        text(setting["value"], 1, BYTES["setting_value"])
+    require(len(manifest["bootstrap"]) <= COUNTS["bootstrap"])
+    [name(address, BYTES["address"]) for address in manifest["bootstrap"]]
+    rising(access["members"], 0, COUNTS["members"])
+    [name(member, BYTES["peer_id"]) for member in access["members"]]
+    require(len(access["secret"]) in (0, EXACT["secret"]))
+
+
+def read_manifest_request(frame):
+    request = decode(frame, BYTES["manifest_request"], MANIFEST_REQUEST)
+    require(len(request["swarm"]) == EXACT["swarm_id"])
+    return request
+
+
+def read_manifest_response(frame):
+    response = decode(frame, BYTES["manifest_response"], MANIFEST_RESPONSE)
+    require(len(response["manifest"]) <= BYTES["manifest"])
+    require(len(response["successor"]) <= (BYTES["manifest"] if response["manifest"] else 0))
+    return response
+
+
+def read_session(frame, swarm):
+    envelope = decode(frame, BYTES["session_request"], ENVELOPE)
+    require(len(envelope["key"]) == EXACT["key"] and len(envelope["signature"]) == EXACT["signature"])
+    require(envelope["codec"] == "raw", "compression")
+    verify(envelope, REGISTRY["domains"]["session"].encode(), swarm)
+    session = decode(envelope["payload"], BYTES["session_request"], SESSION)
+    require(len(session["session"]) == EXACT["session"])
+    counter(session["started_at"], session["issued_at"])
+    return {"peer": peer_id(envelope["key"]), "session": session}
+
+
+def read_session_response(frame):
+    response = decode(frame, BYTES["session_response"], SESSION_RESPONSE)
+    require(len(response["sessions"]) <= COUNTS["sessions"])
+    require(all(1 <= len(session) <= BYTES["session_request"] for session in response["sessions"]))
+    return response
 
 
 def digest(data):
@@ -325,6 +427,11 @@ def judge(read_as, frame, domain, swarm):
         "fetch_response": lambda: read_fetch_response(frame),
         "peers_request": lambda: read_peers(frame, "peers_request", PEERS_REQUEST),
         "peers_response": lambda: read_peers(frame, "peers_response", PEERS_RESPONSE),
+        "manifest": lambda: read_manifest(frame),
+        "manifest_request": lambda: read_manifest_request(frame),
+        "manifest_response": lambda: read_manifest_response(frame),
+        "session": lambda: read_session(frame, swarm),
+        "session_response": lambda: read_session_response(frame),
     }
     try:
         return {"verdict": "accept", "value": plain(readers[read_as]())}

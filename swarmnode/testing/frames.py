@@ -19,6 +19,9 @@ from swarmnode.wire import ids
 from swarmnode.wire.envelope import peer_id, sign
 from swarmnode.wire.swarm import swarm_id
 
+Vector = dict[str, Any]
+"""One case of protocol/vectors."""
+
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 OTHER_KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(1, 33)))
 TASKS = {"rg/chain_sum": "0123456789abcdef", "builtin/copy": "fedcba9876543210"}
@@ -109,3 +112,11 @@ def plain(value: Any) -> Any:
     if isinstance(value, list):
         return [plain(item) for item in value]
     return value.hex() if isinstance(value, bytes) else value
+
+
+def accepted(name: str, read_as: str, frame: bytes, value: Any) -> Vector:
+    return {"name": name, "read_as": read_as, "verdict": "accept", "frame": parts(frame), "value": plain(value)}
+
+
+def rejected(reason: str, name: str, frame: bytes, read_as: str = "gossip") -> Vector:
+    return {"name": name, "read_as": read_as, "verdict": "reject", "reason": reason, "frame": parts(frame)}

@@ -15,6 +15,7 @@ from typing import Any
 import msgpack
 
 from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
+from swarmnode.testing import manifest_vectors
 from swarmnode.testing.frames import (
     ANNOUNCE,
     COMPLETION,
@@ -27,13 +28,15 @@ from swarmnode.testing.frames import (
     PEER,
     SWARM,
     TASKS,
+    Vector,
+    accepted,
     changed,
     envelope,
     pack,
     pairs,
     parts,
-    plain,
     raw_block,
+    rejected,
     repeat_block,
     sealed,
     without,
@@ -45,17 +48,6 @@ from swarmnode.wire.swarm import swarm_id
 
 GROUP_ORDER = 2**252 + 27742317777372353535851937790883648493
 """Order of Ed25519's base point: adding it to a signature's second half gives another that sloppy verifiers take."""
-
-Vector = dict[str, Any]
-
-
-def accepted(name: str, read_as: str, frame: bytes, value: Any) -> Vector:
-    return {"name": name, "read_as": read_as, "verdict": "accept", "frame": parts(frame), "value": plain(value)}
-
-
-def rejected(reason: str, name: str, frame: bytes, read_as: str = "gossip") -> Vector:
-    return {"name": name, "read_as": read_as, "verdict": "reject", "reason": reason, "frame": parts(frame)}
-
 
 def valid() -> Iterator[Vector]:
     def opened(name: str, message: dict[str, Any], read_as: str = "gossip", frame: bytes | None = None, codec: str = "raw") -> Vector:
@@ -443,6 +435,8 @@ DOCUMENTS: dict[str, tuple[str, tuple[Callable[[], Iterator[Vector]], ...]]] = {
     ),
     "fetch": ("Requests and responses of the fetch protocol.", (fetch,)),
     "peers": ("Requests and responses of the peers protocol.", (peers,)),
+    "manifests": ("Signed manifests, each with the swarm id that follows from it, and requests for them.", (manifest_vectors.manifests,)),
+    "sessions": ("Sessions, signed for the swarm of this file.", (manifest_vectors.sessions,)),
     "admission": ("What a node makes of a frame from gossip, up to where it needs a scorer.", (admission,)),
     "derivations": ("Names and numbers that follow from others.", (derivations,)),
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,16 @@ from swarmnode.wire.messages import (
     Envelope,
     FetchRequest,
     FetchResponse,
+    ManifestRequest,
+    ManifestResponse,
     PeersRequest,
     PeersResponse,
     RolloutGroup,
+    RolloutRules,
     SamplingParams,
+    Session,
+    SessionResponse,
+    SwarmManifest,
     TaskRef,
 )
 from swarmnode.wire.tensors import ITEM_BYTES, unpack_logprobs
@@ -127,6 +134,73 @@ def _check_addresses(addresses: list[str]) -> None:
         _name("address", address, limits.ADDRESS_BYTES)
 
 
+def _check_manifest(manifest: SwarmManifest) -> None:
+    _text("name", manifest.name, 1, limits.MANIFEST_NAME_BYTES)
+    _length("founder", manifest.founder, limits.KEY_BYTES)
+    _counter("created_at", manifest.created_at)
+    if manifest.predecessor:
+        _length("predecessor", manifest.predecessor, limits.SWARM_ID_BYTES)
+    _name("minimum_version", manifest.minimum_version, limits.MINIMUM_VERSION_BYTES)
+    _rising("protocols", manifest.protocols, 1, limits.PROTOCOL_IDS)
+    for protocol in manifest.protocols:
+        _name("protocol", protocol, limits.PROTOCOL_BYTES)
+    _between("models", len(manifest.models), 0, limits.MODELS)
+    for model in manifest.models:
+        _name("models.name", model.name, limits.MODEL_NAME_BYTES)
+        if model.revision:
+            _name("models.revision", model.revision, limits.REVISION_BYTES)
+        _length("models.fingerprint", model.fingerprint, limits.FINGERPRINT_BYTES)
+        _length("models.tokenizer", model.tokenizer, limits.FINGERPRINT_BYTES)
+    _rising("tasks", [task.id for task in manifest.tasks], 1, limits.TASKS)
+    for task in manifest.tasks:
+        _name("tasks.id", task.id, limits.TASK_ID_BYTES)
+        _name("tasks.version", task.version, limits.VERSION_BYTES)
+        _text("tasks.settings", task.settings, 0, limits.SETTING_VALUE_BYTES)
+    _check_rules(manifest.rollouts)
+    _rising("settings", [setting.key for setting in manifest.settings], 0, limits.SETTINGS)
+    for setting in manifest.settings:
+        _name("settings.key", setting.key, limits.SETTING_KEY_BYTES)
+        _text("settings.value", setting.value, 1, limits.SETTING_VALUE_BYTES)
+    _between("bootstrap", len(manifest.bootstrap), 0, limits.BOOTSTRAP_ADDRESSES)
+    for address in manifest.bootstrap:
+        _name("bootstrap", address, limits.ADDRESS_BYTES)
+    _rising("members", manifest.access.members, 0, limits.MEMBERS)
+    for member in manifest.access.members:
+        _name("members", member, limits.PEER_ID_BYTES)
+    if manifest.access.secret:
+        _length("secret", manifest.access.secret, limits.SECRET_BYTES)
+
+
+def _check_rules(rules: RolloutRules) -> None:
+    _between("min_completions", rules.min_completions, limits.MIN_COMPLETIONS, limits.COMPLETIONS)
+    _between("max_completions", rules.max_completions, rules.min_completions, limits.COMPLETIONS)
+    _check_sampling(SamplingParams(rules.temperature, rules.top_p, rules.max_tokens))
+    _finite("groups_per_second", rules.groups_per_second)
+    if not 0 < rules.groups_per_second <= limits.GROUPS_PER_SECOND:
+        raise BadMessage("bounds", "groups_per_second")
+
+
+def _check_manifest_request(request: ManifestRequest) -> None:
+    _length("swarm", request.swarm, limits.SWARM_ID_BYTES)
+
+
+def _check_manifest_response(response: ManifestResponse) -> None:
+    _between("manifest", len(response.manifest), 0, limits.MANIFEST_BYTES)
+    _between("successor", len(response.successor), 0, limits.MANIFEST_BYTES if response.manifest else 0)
+
+
+def _check_session(session: Session) -> None:
+    _length("session", session.session, limits.SESSION_BYTES)
+    _counter("started_at", session.started_at)
+    _counter("issued_at", session.issued_at)
+
+
+def _check_session_response(response: SessionResponse) -> None:
+    _between("sessions", len(response.sessions), 0, limits.SESSIONS)
+    for session in response.sessions:
+        _between("session", len(session), 1, limits.SESSION_REQUEST_BYTES)
+
+
 _CHECKS: dict[type, Callable[[Any], None]] = {
     RolloutGroup: check_group,
     Announce: _check_announce,
@@ -135,6 +209,11 @@ _CHECKS: dict[type, Callable[[Any], None]] = {
     FetchResponse: _check_fetch_response,
     PeersRequest: _check_peers_request,
     PeersResponse: _check_peers_response,
+    SwarmManifest: _check_manifest,
+    ManifestRequest: _check_manifest_request,
+    ManifestResponse: _check_manifest_response,
+    Session: _check_session,
+    SessionResponse: _check_session_response,
 }
 
 
@@ -168,3 +247,16 @@ def _name(name: str, value: str, limit: int) -> None:
     """Printable ASCII without spaces: names end up in logs and metric labels."""
     if not 1 <= len(value) <= limit or not all("!" <= character <= "~" for character in value):
         raise BadMessage("bounds", f"{name} is 1 to {limit} printable ASCII characters")
+
+
+def _text(name: str, value: str, low: int, high: int) -> None:
+    """UTF-8 text for people, of `low` to `high` bytes, without control characters."""
+    if not low <= len(_utf8(name, value)) <= high or any(c < " " or "\x7f" <= c <= "\x9f" for c in value):
+        raise BadMessage("bounds", f"{name} is {low} to {high} bytes of text without control characters")
+
+
+def _rising(name: str, values: list[str], low: int, high: int) -> None:
+    """Sorted, none twice: one manifest, one order."""
+    _between(name, len(values), low, high)
+    if any(a >= b for a, b in pairwise(values)):
+        raise BadMessage("bounds", f"{name} are sorted, none twice")

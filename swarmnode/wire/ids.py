@@ -6,6 +6,18 @@ DOMAIN_ROLLOUT = b"swarmnode/rollout/1"
 DOMAIN_SWARM = b"swarmnode/swarm/1"
 """Prefix of what is hashed into a swarm id."""
 
+DOMAIN_SWARM_MANIFEST = b"swarmnode/swarm/2"
+"""The same for a swarm that has a manifest."""
+
+DOMAIN_MANIFEST = b"swarmnode/manifest/1"
+"""Domain string of a manifest's signature."""
+
+DOMAIN_SECRET = b"swarmnode/secret/1"
+"""Prefix of what is hashed into a private swarm's commitment to its secret."""
+
+DOMAIN_SESSION = b"swarmnode/session/1"
+"""Domain string of a session's signature."""
+
 DOMAIN_SEED = b"swarmnode/seed/1"
 """Prefix of what is hashed into a block of training seeds."""
 
@@ -23,6 +35,15 @@ FETCH_PROTOCOL = "/swarmnode/fetch/1"
 
 PEERS_PROTOCOL = "/swarmnode/peers/1"
 """Request/response: peers of the same swarm that the responder is connected to. Not in `PROTOCOLS`: nodes can do without it."""
+
+MANIFEST_PROTOCOL = "/swarmnode/manifest/1"
+"""Request/response: a manifest by its swarm id, and its successor. Not in `PROTOCOLS`: it is spoken before there is a swarm."""
+
+SESSION_PROTOCOL = "/swarmnode/session/1"
+"""Request/response: this process's own session, against other sessions of the same key. Not in `PROTOCOLS`."""
+
+PRIVATE_SECURITY = "/swarmnode/noise-xxpsk0/1"
+"""Security protocol of a swarm with a pre-shared secret, in place of `/noise`."""
 
 PROTOCOLS = (FETCH_PROTOCOL, ROLLOUT_TOPIC)
 """Everything two nodes must speak alike, sorted; part of the swarm id."""

@@ -19,6 +19,16 @@ PEERS = 32
 """Peers in a peers response, at most."""
 PEER_ADDRESSES = 8
 """Addresses of one peer in a peers request or response, at most."""
+MANIFEST_BYTES = 64 * 1024
+"""A signed manifest, envelope and all, is at most this long."""
+MANIFEST_REQUEST_BYTES = 64
+MANIFEST_RESPONSE_BYTES = 2 * MANIFEST_BYTES + 64
+"""A manifest and its successor, and the map around them."""
+SESSION_REQUEST_BYTES = 512
+"""A signed session is at most this long."""
+SESSIONS = 4
+"""Sessions in a session response, at most."""
+SESSION_RESPONSE_BYTES = SESSIONS * (SESSION_REQUEST_BYTES + 4) + 32
 PEER_ID_BYTES = 64
 """A peer id in base58; that of an Ed25519 key has 52 characters."""
 ADDRESS_BYTES = 256
@@ -38,6 +48,28 @@ TASK_ID_BYTES = 64
 VERSION_BYTES = 64
 SWARM_NAME_BYTES = 256
 """UTF-8 bytes of a swarm's name."""
+
+MANIFEST_NAME_BYTES = 64
+"""UTF-8 bytes of the name in a manifest."""
+MODEL_NAME_BYTES = 256
+REVISION_BYTES = 64
+PROTOCOL_BYTES = 64
+SETTING_KEY_BYTES = 64
+SETTING_VALUE_BYTES = 1024
+"""Of a setting, and of a task's settings."""
+MINIMUM_VERSION_BYTES = 32
+MODELS = 8
+PROTOCOL_IDS = 16
+TASKS = 64
+SETTINGS = 64
+BOOTSTRAP_ADDRESSES = 16
+MEMBERS = 512
+"""Peer ids on a private swarm's allow-list, at most."""
+GROUPS_PER_SECOND = 1000.0
+"""Highest rate of groups from one peer that a manifest may ask for."""
+SECRET_BYTES = 32
+"""A private swarm's secret, and the commitment to it."""
+SESSION_BYTES = 16
 
 FINGERPRINT_BYTES = 32
 SWARM_ID_BYTES = 32

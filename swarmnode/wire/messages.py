@@ -121,3 +121,107 @@ class PeersResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """32 bytes: the responder's swarm id; `peers` is empty when it is not the requester's."""
     peers: list[PeerAddresses]
     """Peers of this swarm that the responder is connected to now, a random choice."""
+
+
+class ModelRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A model that members may start from. The hashes decide; name and revision say where to get it."""
+
+    name: str
+    """`embedded`, or its name on the Hugging Face Hub."""
+    revision: str
+    """Of the Hub; may be empty."""
+    fingerprint: bytes
+    """32 bytes: architecture and base weights."""
+    tokenizer: bytes
+    """32 bytes: hash of the tokenizer."""
+
+
+class TaskEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    id: str
+    version: str
+    settings: str
+    """For people: JSON of the generator's settings. `version` covers them."""
+
+
+class RolloutRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What every group in the swarm keeps to."""
+
+    min_completions: int
+    max_completions: int
+    max_tokens: int
+    """Of a completion."""
+    temperature: float
+    top_p: float
+    groups_per_second: float
+    """Of one peer, sustained."""
+
+
+class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A setting that members share beyond the rules: whoever does not know the key does not join."""
+
+    key: str
+    value: str
+    """JSON of the value."""
+
+
+class Access(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Who may be a member. Both empty: everybody."""
+
+    members: list[str]
+    """Peer ids. Founder and bootstrap peers are members without being listed."""
+    secret: bytes
+    """32 bytes: commitment to the pre-shared secret; empty when there is none."""
+
+
+class SwarmManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a swarm agrees on. Its hash is the swarm id: see `wire.manifest`."""
+
+    name: str
+    founder: bytes
+    """32 bytes: the raw Ed25519 public key that signed it."""
+    created_at: int
+    """Unix time, milliseconds."""
+    predecessor: bytes
+    """32 bytes: the swarm id that this manifest follows; empty for a first one."""
+    minimum_version: str
+    """Of swarmnode, e.g. `0.1.0`."""
+    protocols: list[str]
+    """Everything that two members must speak alike, sorted."""
+    models: list[ModelRef]
+    """Any of these; when empty, any model at all."""
+    tasks: list[TaskEntry]
+    """Sorted by id."""
+    rollouts: RolloutRules
+    settings: list[Setting]
+    """Sorted by key."""
+    bootstrap: list[str]
+    """Multiaddrs ending in `/p2p/<peer id>`."""
+    access: Access
+
+
+class ManifestRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    swarm: bytes
+    """32 bytes: the swarm id that the manifest hashes to."""
+
+
+class ManifestResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    manifest: bytes
+    """The signed manifest; empty when the responder does not have it."""
+    successor: bytes
+    """A signed manifest that names it as predecessor; empty when the responder knows none."""
+
+
+class Session(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One run of one process under a key; sent in an envelope, so that whoever passes it on can prove it."""
+
+    session: bytes
+    """16 random bytes, drawn when the process started."""
+    started_at: int
+    """Unix time, milliseconds."""
+    issued_at: int
+    """Unix time, milliseconds: when it was signed."""
+
+
+class SessionResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    sessions: list[bytes]
+    """Envelopes: other sessions of the requester's key that the responder heard of lately."""

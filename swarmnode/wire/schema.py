@@ -14,7 +14,20 @@ from typing import Any
 
 import msgspec
 
-from swarmnode.wire.messages import Announce, Envelope, FetchRequest, FetchResponse, PeersRequest, PeersResponse, RolloutGroup
+from swarmnode.wire.messages import (
+    Announce,
+    Envelope,
+    FetchRequest,
+    FetchResponse,
+    ManifestRequest,
+    ManifestResponse,
+    PeersRequest,
+    PeersResponse,
+    RolloutGroup,
+    Session,
+    SessionResponse,
+    SwarmManifest,
+)
 
 MESSAGES: dict[str, type[msgspec.Struct]] = {
     "rollout_group": RolloutGroup,
@@ -24,6 +37,11 @@ MESSAGES: dict[str, type[msgspec.Struct]] = {
     "fetch_response": FetchResponse,
     "peers_request": PeersRequest,
     "peers_response": PeersResponse,
+    "manifest": SwarmManifest,
+    "manifest_request": ManifestRequest,
+    "manifest_response": ManifestResponse,
+    "session": Session,
+    "session_response": SessionResponse,
 }
 """File name to message."""
 

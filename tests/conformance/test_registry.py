@@ -4,7 +4,9 @@ import re
 import tomllib
 from pathlib import Path
 
-from swarmnode.p2p import exchange, host
+import libp2p.security.noise.transport as noise_transport
+
+from swarmnode.p2p import exchange, host, manifests, sessions
 from swarmnode.rollouts import admission
 from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.rollouts.shelf import Throughput
@@ -18,7 +20,12 @@ REGISTRY = tomllib.loads((PROTOCOL / "registry.toml").read_text())
 
 
 def test_names_are_those_of_the_registry():
-    assert REGISTRY["protocols"] == {"fetch": ids.FETCH_PROTOCOL, "peers": ids.PEERS_PROTOCOL}
+    assert REGISTRY["protocols"] == {
+        "fetch": ids.FETCH_PROTOCOL,
+        "peers": ids.PEERS_PROTOCOL,
+        "manifest": ids.MANIFEST_PROTOCOL,
+        "session": ids.SESSION_PROTOCOL,
+    }
     assert REGISTRY["topics"] == {"rollouts": ids.ROLLOUT_TOPIC}
 
 
@@ -31,6 +38,10 @@ def test_domain_strings_are_those_of_the_registry():
     ours = {
         "rollout": ids.DOMAIN_ROLLOUT,
         "swarm": ids.DOMAIN_SWARM,
+        "swarm_manifest": ids.DOMAIN_SWARM_MANIFEST,
+        "manifest": ids.DOMAIN_MANIFEST,
+        "secret": ids.DOMAIN_SECRET,
+        "session": ids.DOMAIN_SESSION,
         "seed": ids.DOMAIN_SEED,
         "evaluation": ids.DOMAIN_EVALUATION,
         "task": ids.DOMAIN_TASK,
@@ -51,6 +62,11 @@ def test_caps_are_those_of_the_registry():
         "fetch_response": limits.FETCH_RESPONSE_BYTES,
         "peers_request": limits.PEERS_REQUEST_BYTES,
         "peers_response": limits.PEERS_RESPONSE_BYTES,
+        "manifest": limits.MANIFEST_BYTES,
+        "manifest_request": limits.MANIFEST_REQUEST_BYTES,
+        "manifest_response": limits.MANIFEST_RESPONSE_BYTES,
+        "session_request": limits.SESSION_REQUEST_BYTES,
+        "session_response": limits.SESSION_RESPONSE_BYTES,
         "peer_id": limits.PEER_ID_BYTES,
         "address": limits.ADDRESS_BYTES,
         "zstd_window": limits.ZSTD_WINDOW_BYTES,
@@ -58,6 +74,13 @@ def test_caps_are_those_of_the_registry():
         "task_id": limits.TASK_ID_BYTES,
         "task_version": limits.VERSION_BYTES,
         "swarm_name": limits.SWARM_NAME_BYTES,
+        "manifest_name": limits.MANIFEST_NAME_BYTES,
+        "model_name": limits.MODEL_NAME_BYTES,
+        "revision": limits.REVISION_BYTES,
+        "protocol": limits.PROTOCOL_BYTES,
+        "setting_key": limits.SETTING_KEY_BYTES,
+        "setting_value": limits.SETTING_VALUE_BYTES,
+        "minimum_version": limits.MINIMUM_VERSION_BYTES,
     }
     assert REGISTRY["exact_bytes"] == {
         "swarm_id": limits.SWARM_ID_BYTES,
@@ -65,6 +88,8 @@ def test_caps_are_those_of_the_registry():
         "fingerprint": limits.FINGERPRINT_BYTES,
         "key": limits.KEY_BYTES,
         "signature": limits.SIGNATURE_BYTES,
+        "secret": limits.SECRET_BYTES,
+        "session": limits.SESSION_BYTES,
     }
     assert REGISTRY["counts"] == {
         "min_completions": limits.MIN_COMPLETIONS,
@@ -72,6 +97,13 @@ def test_caps_are_those_of_the_registry():
         "tokens": limits.TOKENS,
         "peers": limits.PEERS,
         "peer_addresses": limits.PEER_ADDRESSES,
+        "models": limits.MODELS,
+        "protocols": limits.PROTOCOL_IDS,
+        "tasks": limits.TASKS,
+        "settings": limits.SETTINGS,
+        "bootstrap": limits.BOOTSTRAP_ADDRESSES,
+        "members": limits.MEMBERS,
+        "sessions": limits.SESSIONS,
         "index_bits": limits.INDEX_BITS,
         "block_bits": seeds.BLOCK_BITS,
         "integer_bits": limits.INTEGER_BITS,
@@ -81,6 +113,7 @@ def test_caps_are_those_of_the_registry():
         "temperature": limits.TEMPERATURE,
         "token_logprob": limits.TOKEN_LOGPROB,
         "logprob_slack": limits.LOGPROB_SLACK,
+        "groups_per_second": limits.GROUPS_PER_SECOND,
     }
     assert REGISTRY["seconds"] == {
         "clock_skew": limits.CLOCK_SKEW_SECONDS,
@@ -89,11 +122,21 @@ def test_caps_are_those_of_the_registry():
 
 
 def test_timeouts_are_those_of_the_registry():
-    assert REGISTRY["timeouts"] == {"fetch": Throughput.LONGEST, "peers": exchange.DEADLINE}
+    assert REGISTRY["timeouts"] == {
+        "fetch": Throughput.LONGEST,
+        "peers": exchange.DEADLINE,
+        "manifest": manifests.DEADLINE,
+        "session": sessions.DEADLINE,
+    }
 
 
 def test_gossip_protocol_is_that_of_the_registry():
     assert REGISTRY["transport"]["gossip"] == [host.MESHSUB]
+
+
+def test_security_protocols_are_those_of_the_registry():
+    assert REGISTRY["transport"]["security"] == [noise_transport.PROTOCOL_ID]
+    assert REGISTRY["transport"]["private_security"] == [ids.PRIVATE_SECURITY]
 
 
 def test_every_limit_is_in_the_registry():
@@ -126,7 +169,7 @@ def test_documents_name_everything_in_the_registry():
     text = "".join(path.read_text() for path in PROTOCOL.glob("0*.md"))
     names = [*REGISTRY["protocols"].values(), *REGISTRY["topics"].values(), *REGISTRY["domains"].values()]
     names += [f"`{name}`" for verdict in REGISTRY["verdicts"].values() for name in verdict]
-    names += [f"`{name}`" for table in ("security", "muxers", "gossip") for name in REGISTRY["transport"][table]]
+    names += [f"`{name}`" for table in ("security", "private_security", "muxers", "gossip") for name in REGISTRY["transport"][table]]
     assert [name for name in names if name not in text] == []
 
 

@@ -19,7 +19,17 @@ from swarmnode.testing import frames, vectors
 from swarmnode.wire import limits
 from swarmnode.wire.codec import DECODE_REASONS, decode
 from swarmnode.wire.envelope import content_id, peer_id, unseal
-from swarmnode.wire.messages import FetchRequest, FetchResponse, PeersRequest, PeersResponse
+from swarmnode.wire.manifest import open_manifest
+from swarmnode.wire.messages import (
+    FetchRequest,
+    FetchResponse,
+    ManifestRequest,
+    ManifestResponse,
+    PeersRequest,
+    PeersResponse,
+    SessionResponse,
+)
+from swarmnode.wire.session import open_session
 from swarmnode.wire.swarm import swarm_id
 
 PROTOCOL = Path(__file__).parents[2] / "protocol"
@@ -30,6 +40,9 @@ MESSAGES = {
     "fetch_response": (FetchResponse, limits.FETCH_RESPONSE_BYTES),
     "peers_request": (PeersRequest, limits.PEERS_REQUEST_BYTES),
     "peers_response": (PeersResponse, limits.PEERS_RESPONSE_BYTES),
+    "manifest_request": (ManifestRequest, limits.MANIFEST_REQUEST_BYTES),
+    "manifest_response": (ManifestResponse, limits.MANIFEST_RESPONSE_BYTES),
+    "session_response": (SessionResponse, limits.SESSION_RESPONSE_BYTES),
 }
 FRAMES = [(name, vector) for name, document in DOCUMENTS.items() for vector in document["vectors"] if "read_as" in vector]
 ADMISSIONS = [(document, vector) for document in DOCUMENTS.values() for vector in document["vectors"] if "admit" in vector]
@@ -49,6 +62,12 @@ def judge(read_as: str, frame: bytes, domain: bytes, swarm: bytes) -> dict:
     try:
         if read_as in MESSAGES:
             value = plain(decode(frame, *MESSAGES[read_as]))
+        elif read_as == "manifest":
+            opened = open_manifest(frame)
+            value = {"swarm": opened.swarm.hex(), "manifest": plain(opened.manifest)}
+        elif read_as == "session":
+            peer, session = open_session(frame, swarm)
+            value = {"peer": peer, "session": plain(session)}
         else:
             envelope, message = unseal(frame, domain, swarm, ENVELOPES[read_as])
             value = {
@@ -123,7 +142,7 @@ def test_every_reason_and_every_reader_has_a_vector():
     assert {vector.get("reason") for _, vector in FRAMES} == {None, *DECODE_REASONS, "signature"}
     accepted = {vector["read_as"] for _, vector in FRAMES if vector["verdict"] == "accept"}
     refused = {vector["read_as"] for _, vector in FRAMES if vector["verdict"] == "reject"}
-    assert accepted == refused == {*ENVELOPES, *MESSAGES}
+    assert accepted == refused == {*ENVELOPES, *MESSAGES, "manifest", "session"}
 
 
 def test_no_two_vectors_of_a_document_have_one_name():

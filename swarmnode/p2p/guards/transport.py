@@ -5,16 +5,49 @@ is not UTF-8 ends the process (stream_muxer/mplex/mplex.py `_handle_new_stream`,
 Not needed any more when upstream drops plaintext, secio and mplex from its defaults.
 """
 
-from libp2p.crypto.keys import KeyPair
+from libp2p.crypto.keys import KeyPair, PrivateKey
 from libp2p.crypto.x25519 import create_new_key_pair
 from libp2p.custom_types import TProtocol
+from libp2p.peer.id import ID
+from libp2p.security.noise.patterns import PatternXX
 from libp2p.security.noise.transport import PROTOCOL_ID, Transport
 from libp2p.stream_muxer.yamux.yamux import Yamux
+from noise.connection import NoiseConnection
+
+from swarmnode.wire import ids
 
 YAMUX_ONLY = {TProtocol("/yamux/1.0.0"): Yamux}
 """For `new_host(muxer_opt=…)`."""
 
 
-def noise_only(key_pair: KeyPair) -> dict[TProtocol, Transport]:
-    """For `new_host(sec_opt=…)`: Noise with the node's `key_pair` as identity and a fresh X25519 key."""
-    return {PROTOCOL_ID: Transport(key_pair, create_new_key_pair().private_key)}
+def noise_only(key_pair: KeyPair, secret: bytes | None = None) -> dict[TProtocol, Transport]:
+    """For `new_host(sec_opt=…)`: Noise with the node's `key_pair` as identity and a fresh X25519 key.
+
+    `secret` (32 bytes): of a private swarm; then another protocol, whose handshake fails at its first message for whoever does not have it.
+    """
+    if secret is None:
+        return {PROTOCOL_ID: Transport(key_pair, create_new_key_pair().private_key)}
+    return {TProtocol(ids.PRIVATE_SECURITY): _PrivateTransport(key_pair, create_new_key_pair().private_key, secret)}
+
+
+class _PrivateTransport(Transport):
+    """libp2p's handshake with the Noise modifier psk0: the secret enters the keys before anything is said."""
+
+    def __init__(self, key_pair: KeyPair, noise_key: PrivateKey, secret: bytes) -> None:
+        super().__init__(key_pair, noise_key)
+        self._secret = secret
+
+    def get_pattern(self) -> PatternXX:
+        return _PatternXXpsk0(self.local_peer, self.libp2p_privkey, self.noise_privkey, self._secret)
+
+
+class _PatternXXpsk0(PatternXX):
+    def __init__(self, local_peer: ID, identity: PrivateKey, noise_key: PrivateKey, secret: bytes) -> None:
+        super().__init__(local_peer, identity, noise_key)
+        self.protocol_name = b"Noise_XXpsk0_25519_ChaChaPoly_SHA256"
+        self._secret = secret
+
+    def create_noise_state(self, prologue: bytes | None = None) -> NoiseConnection:
+        state = super().create_noise_state(prologue)
+        state.set_psks(self._secret)
+        return state

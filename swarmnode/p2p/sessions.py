@@ -1,0 +1,165 @@
+"""The session protocol, `/swarmnode/session/1`: finds out that our key is in use by another process.
+
+Such a twin cannot be seen directly: gossip does not bring a peer its own messages, and nobody tells a peer its own address. But whoever is
+connected to both hears both. Each node therefore signs a session, tells it to its peers, and is answered with other sessions under its own
+key. They prove themselves: signed by that key, drawn by another process, and issued after this one started, so that a witness can neither
+make one up nor serve one of an earlier run.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import os
+import random
+import time
+from collections.abc import Callable
+
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from swarmnode.errors import BadMessage, PeerError, Refused
+from swarmnode.p2p.requests import Requests
+from swarmnode.wire import codec, ids, limits
+from swarmnode.wire.messages import Session, SessionResponse
+from swarmnode.wire.session import open_session, seal_session
+
+log = logging.getLogger(__name__)
+
+DEADLINE = 10.0
+NEW_PEER_SECONDS = 1.0
+"""How often we look for peers that have not been told yet."""
+TELL_SECONDS = 60.0
+"""Between two tellings to peers that have."""
+REMEMBER_SECONDS = 300.0
+PEERS = 4096
+"""Peers whose sessions are remembered, the latest."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SessionStatistics:
+    told: int
+    """Answers received."""
+    witnessed: int
+    """Peers whose sessions we remember."""
+    twins: int
+    """Proofs that our key is in use elsewhere."""
+
+
+class Witness:
+    """What we heard of others' sessions. Pure: `now` in seconds, any clock."""
+
+    def __init__(self) -> None:
+        self._heard: collections.OrderedDict[str, dict[bytes, tuple[float, bytes]]] = collections.OrderedDict()
+
+    def heard(self, peer: str, session: Session, frame: bytes, now: float) -> list[bytes]:
+        """Remembers the session of `peer`; returns the frames of its other sessions that are still fresh, latest first."""
+        known = {name: (at, other) for name, (at, other) in self._heard.pop(peer, {}).items() if now - at <= REMEMBER_SECONDS}
+        known.pop(session.session, None)
+        others = [other for _, other in sorted(known.values(), reverse=True)][: limits.SESSIONS]
+        latest = sorted(known.items(), key=lambda item: item[1][0], reverse=True)[: limits.SESSIONS]
+        self._heard[peer] = {session.session: (now, frame), **dict(latest)}
+        if len(self._heard) > PEERS:
+            self._heard.popitem(last=False)
+        return others
+
+    def __len__(self) -> int:
+        return len(self._heard)
+
+
+class Sessions:
+    """This process's session. `run` tells it to every peer and raises when it has a twin that was here first.
+
+    connected: peer ids; clock: Unix seconds.
+    """
+
+    def __init__(
+        self,
+        requests: Requests,
+        own: str,
+        key: Ed25519PrivateKey,
+        swarm: bytes,
+        connected: Callable[[], list[str]],
+        *,
+        clock: Callable[[], float] = time.time,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._requests = requests
+        self._own = own
+        self._key = key
+        self._swarm = swarm
+        self._connected = connected
+        self._clock = clock
+        self._rng = rng or random.Random()
+        self._session = os.urandom(limits.SESSION_BYTES)
+        self._started_at = int(clock() * 1000)
+        self._witness = Witness()
+        self._told = 0
+        self._twins = 0
+        requests.serve(
+            ids.SESSION_PROTOCOL,
+            self._answer,
+            max_request_bytes=limits.SESSION_REQUEST_BYTES,
+            max_response_bytes=limits.SESSION_RESPONSE_BYTES,
+            concurrent=16,
+            per_peer=2,
+            deadline=DEADLINE,
+        )
+
+    async def run(self) -> None:
+        """Raises Refused when another process that started earlier uses our key."""
+        told: set[str] = set()
+        again = trio.current_time() + TELL_SECONDS
+        while True:
+            connected = self._connected()
+            told &= set(connected)
+            new = [peer for peer in connected if peer not in told]
+            if not new and connected and trio.current_time() >= again:
+                new = [self._rng.choice(connected)]
+                again = trio.current_time() + TELL_SECONDS
+            for peer in new[:8]:
+                told.add(peer)
+                await self.tell(peer)
+            await trio.sleep(NEW_PEER_SECONDS)
+
+    async def tell(self, peer: str) -> None:
+        """Tells one peer. Raises Refused; never for anything the peer does."""
+        session = Session(self._session, self._started_at, int(self._clock() * 1000))
+        try:
+            data = await self._requests.request(
+                peer, ids.SESSION_PROTOCOL, seal_session(session, self._key, self._swarm),
+                deadline=DEADLINE, max_response_bytes=limits.SESSION_RESPONSE_BYTES,
+            )  # fmt: skip
+            response = codec.decode(data, SessionResponse, limits.SESSION_RESPONSE_BYTES)
+            found = [open_session(frame, self._swarm) for frame in response.sessions]
+        except PeerError as error:
+            log.debug("no word from %s of other sessions: %s", peer, error)
+            return
+        self._told += 1
+        for signer, other in found:
+            if self.is_twin(signer, other):
+                self._twins += 1
+                self._judge(other)
+
+    def is_twin(self, signer: str, other: Session) -> bool:
+        """Whether `other`, signed by `signer`, proves that another process has our key now."""
+        return signer == self._own and other.session != self._session and other.issued_at > self._started_at
+
+    def _judge(self, other: Session) -> None:
+        if (other.started_at, other.session) < (self._started_at, self._session):
+            raise Refused(
+                f"another running node uses this node's key ({self._own}) and started before it: stop one of the two, "
+                "or give this one a key of its own (`swarmnode key rotate`)"
+            )
+        log.error("another running node uses this node's key (%s); it started later and should end by itself", self._own)
+
+    async def _answer(self, peer: str, data: bytes) -> bytes:
+        """Their session. Raises BadMessage, also when it is not theirs."""
+        signer, session = open_session(data, self._swarm)
+        if signer != peer:
+            raise BadMessage("bounds", "a session of somebody else")
+        return codec.encode(SessionResponse(self._witness.heard(peer, session, data, trio.current_time())))
+
+    def statistics(self) -> SessionStatistics:
+        return SessionStatistics(self._told, len(self._witness), self._twins)
