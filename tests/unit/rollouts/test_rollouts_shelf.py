@@ -1,0 +1,84 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmnode.rollouts.groups import Candidate, memory_bytes
+from swarmnode.rollouts.shelf import SERVINGS, CandidateQueue, Shelf, Throughput
+from swarmnode.testing.groups import external_group
+
+
+def candidate(peer, number, text="12"):
+    return Candidate(number.to_bytes(32, "big"), peer, external_group(peer, number, text=text).group, 0.0)
+
+
+def test_the_queue_is_first_in_first_out():
+    queue = CandidateQueue()
+    for n in range(5):
+        assert queue.put(candidate("a", n))
+    assert [c.group.sequence for c in queue.take(3)] == [0, 1, 2]
+    assert [c.group.sequence for c in queue.take(3)] == [3, 4]
+    assert queue.take(3) == []
+
+
+def test_one_peer_cannot_fill_the_queue():
+    queue = CandidateQueue(groups=100, peer_groups=10)
+    assert sum(queue.put(candidate("a", n)) for n in range(50)) == 10
+    assert queue.put(candidate("b", 0))
+    queue.take(5)
+    assert queue.put(candidate("a", 60))
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcdefgh"), st.integers(0, 5000), st.booleans()), max_size=60))
+def test_the_queue_keeps_its_bounds_and_its_accounts(arrivals):
+    queue = CandidateQueue(groups=10, size=40_000, peer_groups=4)
+    inside = []
+    for number, (peer, length, take) in enumerate(arrivals):
+        one = candidate(peer, number, "x" * length)
+        if queue.put(one):
+            inside.append(one)
+        if take:
+            assert queue.take(2) == inside[:2]
+            del inside[:2]
+        assert len(queue) == len(inside) <= 10
+        assert sum(memory_bytes(c.group) for c in inside) <= 40_000
+        assert all(sum(c.peer == p for c in inside) <= 4 for p in "abcdefgh")
+
+
+def test_the_shelf_drops_its_oldest_by_number_and_by_bytes():
+    shelf = Shelf(groups=3, size=1000)
+    for n in range(4):
+        shelf.put(bytes([n]), b"x" * 10)
+    assert shelf.answer("p", b"\x00").status == "unknown"
+    assert shelf.answer("p", b"\x01").body == b"x" * 10
+    shelf.put(b"\x09", b"x" * 985)
+    assert shelf.statistics().bytes == 995
+    assert shelf.statistics().groups == 2
+
+
+def test_a_body_larger_than_the_shelf_stays_off_it():
+    shelf = Shelf(size=100)
+    shelf.put(b"c", b"x" * 101)
+    assert shelf.statistics().groups == 0
+
+
+def test_each_peer_is_served_a_body_only_so_often():
+    shelf = Shelf()
+    shelf.put(b"c", b"body")
+    assert [shelf.answer("p", b"c").status for _ in range(SERVINGS + 2)] == ["ok"] * SERVINGS + ["busy"] * 2
+    assert shelf.answer("q", b"c").status == "ok"
+
+
+def test_deadlines_follow_what_fetches_achieve():
+    speed = Throughput()
+    assert speed.deadline(256 * 1024) == pytest.approx(5.0)
+    for _ in range(50):
+        speed.observe(2**20, 0.1)
+    assert speed.deadline(2**20) == pytest.approx(2.3, abs=0.01)
+
+
+def test_a_dripping_peer_cannot_stretch_deadlines_without_end():
+    speed = Throughput()
+    for _ in range(100):
+        speed.observe(1, 30.0)
+    assert speed.bytes_per_second == Throughput.LEAST
+    assert speed.deadline(2**20) == Throughput.LONGEST

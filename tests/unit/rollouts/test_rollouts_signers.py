@@ -1,0 +1,85 @@
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarmnode.rollouts.signers import WINDOW, Recent, Signer, Signers
+
+MODEL = b"m" * 32
+
+
+def signer(rate=16.0):
+    return Signer("peer", rate, 0.0)
+
+
+def test_a_signer_may_burst_for_four_seconds_and_then_keeps_its_rate():
+    one, taken = signer(2.0), 0
+    for tenth in range(1000):
+        if one.has_token(2.0, tenth / 10):
+            one.take_token()
+            taken += 1
+    assert taken == pytest.approx(8 + 2 * 100, abs=1)
+
+
+def test_a_clock_that_steps_back_gives_no_tokens():
+    one = signer(1.0)
+    for _ in range(4):
+        one.take_token()
+    assert not one.has_token(1.0, -100.0)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(0, 3 * WINDOW), max_size=300), st.integers(0, 2**62))
+def test_the_window_takes_each_sequence_once_and_never_one_below_it(offsets, base):
+    one, seen, newest = signer(), set(), -1
+    for offset in offsets:
+        sequence = base + offset
+        reason = one.sequence_reason(sequence, 0.0)
+        if newest - sequence >= WINDOW:
+            assert reason == "stale"
+        elif sequence in seen:
+            assert reason == "sequence_reused"
+        else:
+            assert reason is None
+            one.note(sequence, 0.0)
+            seen.add(sequence)
+            newest = max(newest, sequence)
+
+
+def test_a_jump_to_the_largest_sequence_costs_no_memory():
+    one = signer()
+    one.note(3, 0.0)
+    one.note(2**63 - 1, 0.0)
+    assert one._bits == 1
+    assert one.sequence_reason(3, 0.0) == "stale"
+
+
+def test_versions_of_another_model_are_not_compared():
+    one = signer()
+    one.note_version(MODEL, 100, 0.0)
+    assert one.is_outdated(MODEL, 10, 8, 1.0)
+    assert not one.is_outdated(b"o" * 32, 10, 8, 1.0)
+
+
+def test_an_old_version_does_not_lower_the_newest():
+    one = signer()
+    one.note_version(MODEL, 100, 0.0)
+    one.note_version(MODEL, 95, 1.0)
+    assert one.is_outdated(MODEL, 91, 8, 2.0)
+
+
+def test_signers_forget_the_one_heard_longest_ago():
+    signers = Signers(most=3)
+    for name in "abc":
+        signers.add(name.encode(), signer())
+    signers.find(b"a")
+    signers.add(b"d", signer())
+    assert [signers.find(k) is not None for k in (b"a", b"b", b"c", b"d")] == [True, False, True, True]
+
+
+def test_recent_is_a_bounded_set():
+    recent, rng = Recent(100), random.Random(0)
+    for _ in range(1000):
+        recent.add(rng.randbytes(4))
+    assert len(recent) == 100
