@@ -178,14 +178,12 @@ class Supervisor:
 
     def _write_statistics(self) -> None:
         """For the network process to export: it serves the metrics, but cannot count its own deaths."""
-        watched = {name: child.watchdog.statistics() for name, child in self._children.items()}
-        told = {
-            "restarts": {name: statistics.restarts for name, statistics in watched.items()},
-            "stalls": {name: statistics.stalls for name, statistics in watched.items()},
-            "recovery_seconds": {name: list(statistics.recovery_seconds) for name, statistics in watched.items()},
-        }
+        told = {}
+        for name, child in self._children.items():
+            watched = child.watchdog.statistics()
+            told[name] = {"restarts": watched.restarts, "stalls": watched.stalls, "recovery_seconds": watched.recovery_seconds}
         try:
-            write_atomically(self._run_dir / "supervisor.json", json.dumps(told).encode())
+            write_atomically(self._run_dir / "supervisor.json", json.dumps({"processes": told}).encode())
         except OSError as error:  # a full disk must not end a node that still trains
             log.error("cannot write statistics", error=str(error))
 

@@ -1,8 +1,8 @@
 """When a child process is stuck, when to start it again, and when to give up. Pure: no clock, no process.
 
-    started ──first progress──▶ running ──no progress──▶ stalled (killed by the caller)
-       │                           │                         │
-       └────────── exited ◀────────┴─────────────────────────┘ ──▶ Restart(after) | End(exit code)
+    started ──past loading──▶ running ──no progress──▶ stalled (killed by the caller)
+       │                          │                        │
+       └────────── exited ◀───────┴────────────────────────┘ ──▶ Restart(after) | End(exit code)
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ FINAL_CODES = frozenset({2, 77, 78})
 """Exit codes that a restart cannot mend: usage, refused, configuration."""
 START_CODES = frozenset({69, 75})
 """Exit codes that end the node when the process never ran: a port taken, a model that does not fit."""
+LOADING = "loading"
+"""A status that begins so is progress, but not yet work."""
 BACKOFF_CAP_SECONDS = 60.0
 STEPS_REMEMBERED = 256
 
@@ -38,7 +40,7 @@ class WatchStatistics:
     restarts: int
     stalls: int
     recovery_seconds: tuple[float, ...]
-    """From each exit to the first progress afterwards; the newest 256."""
+    """From each exit until the process was past loading again; the newest 256."""
     status: str
 
 
@@ -57,7 +59,7 @@ class Watchdog:
         self._rng = rng
         self._started_at = 0.0
         self._last_progress: float | None = None
-        self._ever_progressed = False
+        self._ever_ran = False
         self._exited_at: float | None = None
         self._step_seconds: deque[float] = deque(maxlen=STEPS_REMEMBERED)
         self._crashes: deque[float] = deque()
@@ -72,20 +74,21 @@ class Watchdog:
         self._last_progress = None
 
     def progressed(self, now: float, step_seconds: float | None, status: str) -> None:
-        if self._exited_at is not None:
-            self._recoveries.append(now - self._exited_at)
-            self._exited_at = None
+        if not status.startswith(LOADING):
+            self._ever_ran = True
+            if self._exited_at is not None:
+                self._recoveries.append(now - self._exited_at)
+                self._exited_at = None
         if step_seconds is not None and math.isfinite(step_seconds):
             self._step_seconds.append(step_seconds)
         self._last_progress = now
-        self._ever_progressed = True
         self._status = status
 
     def deadline(self) -> float:
         """The time at which the process counts as stalled unless it makes progress first."""
         if self._last_progress is None:
             return self._started_at + self._config.startup_seconds
-        if not self._step_seconds and self._status.startswith("loading"):
+        if not self._step_seconds and self._status.startswith(LOADING):
             return self._last_progress + self._config.startup_seconds
         return self._last_progress + max(self._config.stall_floor_seconds, 4 * self._p99_step_seconds())
 
@@ -99,7 +102,7 @@ class Watchdog:
         self._status = "down"
         if exit_code == 0:
             return End(0, f"{self.name} finished")
-        if exit_code in FINAL_CODES or (exit_code in START_CODES and not self._ever_progressed):
+        if exit_code in FINAL_CODES or (exit_code in START_CODES and not self._ever_ran):
             return End(exit_code, f"{self.name} cannot run")
         self._crashes.append(now)
         while self._crashes and self._crashes[0] <= now - self._config.crash_window_seconds:

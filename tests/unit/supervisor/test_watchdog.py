@@ -56,6 +56,8 @@ def test_crashes_outside_the_window_do_not_count(watchdog):
 def test_exit_codes_that_end_the_node(watchdog, code, ran, ends):
     if ran:
         watchdog.progressed(1.0, None, "training")
+    else:
+        watchdog.progressed(1.0, None, "loading policy")
     verdict = watchdog.exited(2.0, code)
     assert isinstance(verdict, End) == ends
     if ends:
@@ -66,11 +68,11 @@ def test_a_finished_process_ends_the_node_well(watchdog):
     assert watchdog.exited(2.0, 0) == End(0, "trainer finished")
 
 
-def test_recovery_is_from_exit_to_first_progress(watchdog):
+def test_recovery_is_from_exit_until_loading_is_over(watchdog):
     watchdog.progressed(1.0, 1.0, "training")
     watchdog.exited(2.0, -9)
     watchdog.started(3.0)
     watchdog.progressed(6.5, None, "loading")
     watchdog.progressed(9.0, 1.0, "training")
-    assert watchdog.statistics().recovery_seconds == (4.5,)
+    assert watchdog.statistics().recovery_seconds == (7.0,)
     assert watchdog.statistics().restarts == 1

@@ -1,0 +1,224 @@
+"""Real nodes: supervisor, network process, trainer and scorers, over real sockets on loopback."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+
+from swarmnode.demo.nodes import DemoNode
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+
+FAST = {
+    "swarm": {"name": "test"},
+    "network": {"listen_addrs": ["/ip4/127.0.0.1/tcp/0"], "mdns": False},
+    "policy": {"threads": 1},
+    "training": {"step_interval": 0.2, "eval_every": 20},
+    "http": {"port": 0},
+    "supervisor": {"backoff_seconds": 0.1},
+}
+
+
+def until(condition, what, seconds=90.0):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        result = condition()
+        if result:
+            return result
+        time.sleep(0.1)
+    raise AssertionError(f"not within {seconds} s: {what}")
+
+
+def get(node, path):
+    with urllib.request.urlopen(node.url + path, timeout=5) as answer:
+        return answer.read().decode()
+
+
+def status(node):
+    try:
+        return json.loads(get(node, "/status?points=1"))["snapshot"]
+    except OSError:
+        return None
+
+
+def trained_on_peers(node):
+    node.ask()
+    return node.view.used > 0
+
+
+def child(node, module):
+    family = psutil.Process(node._process.pid).children()
+    return next((p for p in family if module in p.cmdline()), None)
+
+
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory):
+    """Two nodes; the second joins through the first."""
+    directory = tmp_path_factory.mktemp("swarm")
+    nodes = [DemoNode(f"node{i}", directory / f"node{i}", {**FAST, "training": {**FAST["training"], "seed": i}}) for i in range(2)]
+    try:
+        nodes[0].start([])
+        nodes[1].start(nodes[0].wait_for_address(time.monotonic() + 60))
+        for node in nodes:
+            until(lambda node=node: trained_on_peers(node), f"{node.name} trains on its peer's groups: {node.last_words()}")
+        yield nodes
+    finally:
+        for node in nodes:
+            node.stop()
+        for node in nodes:
+            node.wait(30)
+
+
+def test_each_trains_on_groups_of_the_other(swarm):
+    first, second = (status(node) for node in swarm)
+    assert first["trainer"]["report"]["peers_used"].keys() == {second["node"]["peer"]}
+    assert second["trainer"]["report"]["peers_used"].keys() == {first["node"]["peer"]}
+    assert first["rollouts"]["published"] > 0
+    assert first["rollouts"]["admitted"] > 0
+    assert first["rollouts"]["rejected"] == {}
+
+
+def test_metrics_of_a_running_node_pass_promtool(swarm):
+    promtool = subprocess.run(["sh", "-c", "command -v promtool"], capture_output=True, text=True).stdout.strip()
+    if not promtool:
+        pytest.skip("promtool is not installed")
+    text = get(swarm[0], "/metrics")
+    checked = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True, timeout=30)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert "swarmnode_rollouts_used_total " in text.replace("{", " ")
+    assert get(swarm[0], "/readyz")
+
+
+def test_the_network_process_never_loads_torch(swarm):
+    def maps(module):
+        return Path(f"/proc/{child(swarm[0], module).pid}/maps").read_text()
+
+    assert "libtorch" not in maps("swarmnode.node")
+    assert "libtorch" in maps("swarmnode.trainer")
+
+
+def test_kill_minus_nine_of_the_trainer_loses_at_most_one_step(swarm):
+    node = swarm[0]
+    network = child(node, "swarmnode.node").pid
+    before = status(node)["trainer"]["report"]["step"]
+    child(node, "swarmnode.trainer").send_signal(signal.SIGKILL)
+    until(lambda: (s := status(node)) and s["supervisor"]["restarts"].get("trainer"), "the supervisor counts a restart")
+    until(lambda: (s := status(node)) and s["trainer"]["connected"] and s["trainer"]["report"]["step"] > before, "it trains again")
+    restored = [line for line in (node.directory / "node.log").read_text().splitlines() if '"restored"' in line]
+    assert json.loads(restored[-1])["step"] >= before - 1
+    assert child(node, "swarmnode.node").pid == network
+
+
+def test_kill_minus_nine_of_the_network_process_costs_no_step(swarm):
+    node = swarm[1]
+    trainer = child(node, "swarmnode.trainer").pid
+    before = status(node)
+    child(node, "swarmnode.node").send_signal(signal.SIGKILL)
+    until(lambda: (s := status(node)) and s["supervisor"]["restarts"].get("network") == 1, "the network process is back")
+    after = until(
+        lambda: (s := status(node)) and s["trainer"]["report"] and s["network"]["peers_in"] + s["network"]["peers_out"] and s,
+        "it has its peer back",
+    )
+    assert child(node, "swarmnode.trainer").pid == trainer
+    assert after["node"]["peer"] == before["node"]["peer"]
+    assert after["node"]["addrs"] == before["node"]["addrs"]
+    assert after["trainer"]["report"]["step"] > before["trainer"]["report"]["step"]
+    used = after["trainer"]["report"]["external_groups_total"]
+    until(lambda: status(node)["trainer"]["report"]["external_groups_total"] > used, "it trains on peers' groups again")
+
+
+def test_sigterm_drains_within_its_bound_and_a_restart_resumes(swarm):
+    node = swarm[0]
+    before = status(node)
+    start = time.monotonic()
+    node.stop()
+    node.wait(30)
+    assert node.exit_code() == 0
+    assert time.monotonic() - start < 25
+    node.start([])  # its peer book knows the other
+    after = until(
+        lambda: (s := status(node)) and s["trainer"]["report"] and s["network"]["peers_in"] + s["network"]["peers_out"] and s,
+        "a restarted node finds its peer by the book",
+    )
+    assert after["node"]["peer"] == before["node"]["peer"]
+    assert after["trainer"]["report"]["step"] >= before["trainer"]["report"]["step"]
+
+
+def run_until_exit(tmp_path, *settings, seconds=60):
+    command = [sys.executable, "-m", "swarmnode", "run", "--data-dir", str(tmp_path / "data")]
+    for setting in ("network.mdns=false", "http.port=0", "policy.threads=1", *settings):
+        command += ["--set", setting]
+    return subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+
+
+def own_line(result, says):
+    lines = [line for line in result.stderr.splitlines() if line.startswith("swarmnode")]
+    assert len(lines) == 1, result.stderr
+    assert says in lines[0]
+    return lines[0]
+
+
+def test_a_taken_port_is_one_line_and_exit_69(tmp_path):
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = run_until_exit(tmp_path, f'network.listen_addrs=["/ip4/127.0.0.1/tcp/{port}"]')
+    assert result.returncode == 69
+    own_line(result, str(port))
+
+
+def test_a_taken_http_port_is_one_line_and_exit_69(tmp_path):
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = run_until_exit(tmp_path, f"http.port={port}")
+    assert result.returncode == 69
+    own_line(result, str(port))
+
+
+def test_a_key_that_others_can_read_is_refused_with_77(tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "identity.key").write_bytes(b"x" * 64)
+    os.chmod(data / "identity.key", 0o644)
+    result = run_until_exit(tmp_path)
+    assert result.returncode == 77
+    own_line(result, "chmod")
+
+
+def test_a_model_that_does_not_exist_is_one_line_and_exit_69(tmp_path):
+    result = run_until_exit(tmp_path, "policy.model=/nowhere/at/all")
+    assert result.returncode == 69
+    own_line(result, "/nowhere/at/all")
+
+
+def test_a_model_that_does_not_fit_is_one_line_with_the_estimate_and_exit_75(tmp_path):
+    model = tmp_path / "huge"
+    model.mkdir()
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16384, "num_hidden_layers": 200,
+              "num_attention_heads": 128, "num_key_value_heads": 128, "intermediate_size": 65536, "vocab_size": 128000}  # fmt: skip
+    (model / "config.json").write_text(json.dumps(config))
+    result = run_until_exit(tmp_path, f"policy.model={model}")
+    assert result.returncode == 75
+    assert "GiB" in own_line(result, "need about")
+
+
+def test_an_unreachable_bootstrap_is_a_warning_and_the_node_trains_alone(tmp_path):
+    dead = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWJGRv7Qiy8JU4HmmyQdgNkMKrw3DiLEvWRFM6WLrMyRXo"
+    result = run_until_exit(tmp_path, f'network.initial_peers=["{dead}"]', "training.max_steps=5", "training.step_interval=0.5", seconds=90)
+    assert result.returncode == 0, result.stderr
+    warnings = [line for line in result.stderr.splitlines() if '"warning"' in line and "127.0.0.1/tcp/9" in line]
+    assert len(warnings) == 1
