@@ -1,3 +1,6 @@
+import re
+from pathlib import Path
+
 import msgspec
 import pytest
 
@@ -286,3 +289,10 @@ def test_no_peer_can_make_a_label():
     for bad, _ in HOSTILE.values():
         checks.check_frame(bad, NOW)
     assert set(checks.statistics().outcomes) <= set(REASONS) | {"candidate", "announced", "admitted"}
+
+
+def test_every_reason_is_documented_with_its_verdict():
+    page = (Path(__file__).parents[3] / "docs" / "rollouts.md").read_text()
+    table = [line.split("|") for line in page.splitlines() if line.startswith("| `")]
+    documented = {name: row[2].strip() for row in table for name in re.findall(r"`(\w+)`", row[1]) if row[2].strip().isupper()}
+    assert documented == {name: verdict.name for name, verdict in REASONS.items()}
