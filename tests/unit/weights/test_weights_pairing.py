@@ -1,0 +1,388 @@
+"""Pairing: each transition by hand, then ten thousand seeded schedules that must all come to rest."""
+
+import dataclasses
+import random
+from collections import Counter
+
+import pytest
+
+from swarmnode.testing.pairing_sim import Conditions, Simulation
+from swarmnode.weights.messages import Accept, Busy, Propose, Release
+from swarmnode.weights.pairing import (
+    Applied,
+    Apply,
+    Close,
+    Due,
+    Ended,
+    Failed,
+    Open,
+    Opened,
+    Pairing,
+    Phase,
+    Pull,
+    Received,
+    Send,
+    Settings,
+    Solo,
+    Tick,
+    Transferred,
+    Unreachable,
+    Verified,
+    Verify,
+)
+from swarmnode.weights.partners import edge_rank, epoch_bucket, partner_order
+from swarmnode.weights.throughput import FLOOR_SECONDS, Throughput
+
+FP = bytes(32)
+NONCE, OTHER = b"n" * 16, b"m" * 16
+
+
+def node(own="b", **settings):
+    return Pairing(Settings(own, FP, **settings))
+
+
+def due(*candidates, fragment=0, seed=b"seed"):
+    return Due(fragment, 7, candidates, seed, lease_seconds=20.0)
+
+
+def propose(nonce=NONCE, fragment=0, fingerprint=FP):
+    return Propose(nonce, fingerprint, fragment, 5)
+
+
+def proposed(*candidates, own="b"):
+    """A node that has just proposed to the first of `candidates`, and its nonce."""
+    pairing = node(own)
+    (send,) = pairing.handle(due(*candidates, seed=own.encode()), 0.0)
+    return pairing, send.message.nonce
+
+
+def to_idle_again(pairing, now=10.0):
+    """Let the moment between two tries pass; what it does then."""
+    assert pairing.state.phase is Phase.IDLE
+    return pairing.handle(Tick(), max(now, pairing.deadline))
+
+
+def test_both_ends_walk_through_the_whole_exchange():
+    a, b = node("a"), node("b")
+    (send,) = a.handle(due("b"), 0.0)
+    (accept,) = b.handle(Received("a", send.message, 3), 0.1)
+    assert (accept.message.session, accept.message.outer_step) == (send.message.nonce, 3)
+    session = send.message.nonce
+    assert a.handle(Received("b", accept.message), 0.2) == (Open("b", session, 0),)
+    for end, peer, claim in ((a, "b", 3), (b, "a", 7)):
+        assert end.handle(Opened(session), 0.3) == ()
+        assert end.handle(Transferred(session), 1.0) == (Verify(peer, session, 0, claim),)
+        assert end.handle(Verified(session), 1.1) == (Apply(peer, session, 0),)
+        assert end.handle(Applied(session), 1.2) == (Ended(peer, "applied"),)
+        assert end.state.phase is Phase.IDLE
+        assert end.deadline == float("inf")
+    assert a.statistics().outcomes["applied"] == 1
+
+
+def test_busy_three_times_then_a_pull_from_the_first_that_answered():
+    pairing = node("a")
+    (send,) = pairing.handle(due("b", "c", "d", "e"), 0.0)
+    asked = []
+    for _ in range(3):
+        asked.append(send.peer)
+        assert pairing.handle(Received(send.peer, Busy(send.message.nonce, "busy")), 0.5)[0] == Ended(send.peer, "busy")
+        (send,) = to_idle_again(pairing)
+    assert asked == ["b", "c", "d"]
+    assert isinstance(send, Pull)
+    assert send.peer == "b"
+    assert pairing.handle(Transferred(send.session), 11.0) == (Verify("b", send.session, 0, 7),)
+
+
+def test_silence_ends_in_a_solo_step():
+    pairing, _ = proposed("a", "c", "d")
+    for _ in range(2):
+        pairing.handle(Tick(), pairing.deadline)
+        to_idle_again(pairing)
+    pairing.handle(Tick(), pairing.deadline)
+    assert to_idle_again(pairing) == (Solo(0), Ended("", "solo"))
+    assert pairing.statistics().solo_share == 1.0
+
+
+def test_a_failed_pull_ends_in_a_solo_step():
+    pairing, nonce = proposed("a")
+    pairing.handle(Received("a", Busy(nonce, "busy")), 0.1)
+    (pull,) = to_idle_again(pairing)
+    actions = pairing.handle(Failed(pull.session), 12.0)
+    assert actions == (Close(pull.session), Ended("a", "failed"), Solo(0), Ended("", "solo"))
+
+
+def test_nobody_to_ask_is_a_solo_step_at_once():
+    assert node().handle(due(), 0.0) == (Solo(0), Ended("", "solo"))
+
+
+def test_a_node_that_cannot_be_reached_is_skipped_without_waiting():
+    pairing, nonce = proposed("a", "c")
+    assert pairing.handle(Unreachable("a", nonce), 0.0) == (Ended("a", "unreachable"),)
+    assert to_idle_again(pairing)[0].peer == "c"
+
+
+@pytest.mark.parametrize(("own", "peer"), [("a", "b"), ("b", "a")])
+def test_two_proposals_that_meet_are_one_acceptance_and_the_lower_id_opens(own, peer):
+    pairing, mine = proposed(peer, own=own)
+    actions = pairing.handle(Received(peer, propose(OTHER)), 0.1)
+    session = mine if own < peer else OTHER
+    assert actions[0] == Send(peer, Accept(OTHER, session, 0, 0))
+    assert actions[1:] == ((Open(peer, session, 0),) if own < peer else ())
+    # and the other's ACCEPT, which names the same session, changes nothing any more
+    assert pairing.handle(Received(peer, Accept(mine, session, 0, 0)), 0.2) == ()
+    assert pairing.state.phase is Phase.PAIRED
+
+
+def test_mutual_proposals_pair_even_when_one_of_them_is_lost():
+    low, low_nonce = proposed("b", own="a")
+    high, high_nonce = proposed("a", own="b")
+    accept, opened = low.handle(Received("b", propose(high_nonce)), 0.1)  # the low one's own PROPOSE never arrives
+    assert opened == Open("b", low_nonce, 0)
+    assert high.handle(Received("a", accept.message), 0.2) == ()
+    assert (high.state.session, high.state.initiator, high.state.phase) == (low_nonce, False, Phase.PAIRED)
+
+
+def test_every_state_but_idle_answers_busy_to_a_third_peer():
+    pairing, nonce = proposed("c")
+    busy = (Send("x", Busy(OTHER, "busy")),)
+    ask = Received("x", propose(OTHER))
+    assert pairing.handle(ask, 0.1) == busy
+    pairing.handle(Received("c", Accept(nonce, nonce, 0, 0)), 0.1)
+    assert pairing.handle(ask, 0.1) == busy
+    for event in (Opened(nonce), Transferred(nonce), Verified(nonce)):
+        pairing.handle(event, 0.2)
+        assert pairing.handle(ask, 0.2) == busy
+    pairing.handle(Applied(nonce), 0.3)
+    assert isinstance(pairing.handle(ask, 0.4)[0].message, Accept)
+
+
+def test_a_resting_node_says_for_how_long():
+    pairing = node("a", rest_seconds=30.0)
+    pairing.handle(Received("b", propose()), 0.0)
+    for event in (Opened(NONCE), Transferred(NONCE), Verified(NONCE), Applied(NONCE)):
+        pairing.handle(event, 1.0)
+    assert pairing.handle(Received("c", propose(OTHER)), 11.0) == (Send("c", Busy(OTHER, "busy", 20)),)
+    assert isinstance(pairing.handle(Received("c", propose(OTHER)), 31.0)[0].message, Accept)
+
+
+def test_another_policy_is_refused_by_name():
+    pairing = node()
+    assert pairing.handle(Received("a", propose(fingerprint=b"x" * 32)), 0.0) == (Send("a", Busy(NONCE, "other_policy")),)
+    assert pairing.state.phase is Phase.IDLE
+
+
+def test_an_old_proposal_heard_again_opens_nothing():
+    pairing = node()
+    pairing.handle(Received("a", propose()), 0.0)
+    for event in (Opened(NONCE), Transferred(NONCE), Verified(NONCE), Applied(NONCE)):
+        pairing.handle(event, 1.0)
+    assert pairing.handle(Received("a", propose()), 2.0) == (Send("a", Busy(NONCE, "busy")),)
+
+
+def test_a_proposal_heard_twice_is_accepted_twice_and_pairs_once():
+    pairing = node()
+    first = pairing.handle(Received("a", propose()), 0.0)
+    state = pairing.state
+    assert pairing.handle(Received("a", propose()), 0.1) == first
+    assert pairing.state == state
+
+
+def test_an_acceptance_that_comes_too_late_is_released():
+    pairing, nonce = proposed("a", "c")
+    pairing.handle(Tick(), 2.0)
+    assert pairing.handle(Received("a", Accept(nonce, nonce, 0, 0)), 2.1) == (Send("a", Release(nonce)),)
+
+
+def test_a_partner_may_not_rename_our_session():
+    pairing, nonce = proposed("c", own="b")  # b < c: the session is b's whether or not c proposed too
+    actions = pairing.handle(Received("c", Accept(nonce, OTHER, 0, 0)), 0.1)
+    assert actions == (Send("c", Release(OTHER)), Ended("c", "failed"))
+
+
+def test_a_partner_may_not_choose_another_fragment():
+    pairing = node("b")
+    (send,) = pairing.handle(due("c", fragment=2), 0.0)
+    nonce = send.message.nonce
+    assert pairing.handle(Received("c", Accept(nonce, nonce, 3, 0)), 0.1)[1] == Ended("c", "failed")
+
+
+def test_who_proposes_and_vanishes_is_avoided_for_a_while():
+    pairing = node("b", avoid_seconds=100.0)
+    pairing.handle(Received("a", propose()), 0.0)
+    assert pairing.handle(Tick(), 5.0) == (Send("a", Release(NONCE)), Close(NONCE), Ended("a", "vanished"))
+    assert isinstance(pairing.handle(Received("a", propose(OTHER)), 6.0)[0].message, Busy)
+    assert pairing.handle(due("a", "c"), 7.0)[0].peer == "c"
+    pairing.handle(Tick(), 9.0)
+    assert isinstance(pairing.handle(Received("a", propose(b"k" * 16)), 106.0)[0].message, Accept)
+
+
+def test_a_transfer_that_overruns_its_lease_is_dropped_and_the_step_taken_alone():
+    pairing, nonce = proposed("c")
+    pairing.handle(Received("c", Accept(nonce, nonce, 0, 0)), 0.1)
+    pairing.handle(Opened(nonce), 1.0)
+    assert pairing.deadline == 21.0
+    assert pairing.handle(Tick(), 20.9) == ()
+    assert [type(a) for a in pairing.handle(Tick(), 21.0)] == [Send, Close, Ended, Solo, Ended]
+    assert pairing.handle(Transferred(nonce), 21.1) == ()  # too late, and of no session
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_session_that_dies_at_any_point_leaves_an_idle_node(steps):
+    pairing, nonce = proposed("c")
+    pairing.handle(Received("c", Accept(nonce, nonce, 0, 0)), 0.1)
+    for event in (Opened(nonce), Transferred(nonce), Verified(nonce))[:steps]:
+        pairing.handle(event, 0.2)
+    actions = pairing.handle(Failed(nonce), 0.3)
+    assert Close(nonce) in actions
+    assert Solo(0) in actions
+    assert pairing.state.phase is Phase.IDLE
+    assert pairing.state.due is None
+
+
+def test_an_exchange_that_a_partner_began_counts_as_our_outer_step():
+    pairing = node()
+    pairing.handle(Received("a", propose(fragment=1)), 0.0)
+    pairing.handle(Opened(NONCE), 0.1)
+    assert pairing.handle(due("c", fragment=1), 0.2) == ()  # waits for the session at hand
+    for event in (Transferred(NONCE), Verified(NONCE)):
+        pairing.handle(event, 0.3)
+    assert pairing.handle(Applied(NONCE), 0.4) == (Ended("a", "applied"),)
+
+
+def test_another_fragment_is_proposed_once_the_session_at_hand_is_over():
+    pairing = node()
+    pairing.handle(Received("a", propose(fragment=1)), 0.0)
+    pairing.handle(Opened(NONCE), 0.1)
+    pairing.handle(due("c", fragment=0), 0.2)
+    for event in (Transferred(NONCE), Verified(NONCE)):
+        pairing.handle(event, 0.3)
+    _, send = pairing.handle(Applied(NONCE), 0.4)
+    assert (send.peer, send.message.fragment) == ("c", 0)
+
+
+def test_training_does_not_wait_for_an_exchange_that_takes_too_long():
+    pairing, nonce = proposed("a")
+    actions = pairing.handle(due("c", fragment=1, seed=b"next"), 1.0)
+    assert actions[:3] == (Send("a", Release(nonce)), Solo(0), Ended("", "solo"))
+    assert (actions[3].peer, actions[3].message.fragment) == ("c", 1)
+
+
+def test_a_step_that_is_being_exchanged_is_not_also_taken_alone():
+    pairing, nonce = proposed("c")
+    pairing.handle(Received("c", Accept(nonce, nonce, 0, 0)), 0.1)
+    assert pairing.handle(due("d", fragment=0, seed=b"next"), 1.0) == ()
+    assert pairing.state.phase is Phase.PAIRED
+
+
+def test_random_events_never_raise_and_never_leave_a_state_without_a_deadline():
+    rng = random.Random(0)
+    nonces = [bytes([i]) * 16 for i in range(4)]
+    for _ in range(300):
+        pairing = node("m", avoid_seconds=3.0)
+        now = 0.0
+        for _ in range(60):
+            now += rng.choice((0.0, 0.1, 3.0))
+            nonce = rng.choice([*nonces, pairing.state.session or nonces[0]])
+            peer = rng.choice(["a", "z", "m", pairing.state.peer or "a"])
+            said = rng.choice([propose(nonce, rng.randrange(3)), Accept(nonce, rng.choice(nonces), rng.randrange(3), 0),
+                               Accept(nonce, nonce, 0, 0), Busy(nonce, "busy"), Release(nonce)])  # fmt: skip
+            new = due("a", "z", fragment=rng.randrange(3), seed=rng.randbytes(4))
+            event = rng.choice([Received(peer, said), Tick(), Opened(nonce), Transferred(nonce), Verified(nonce), Applied(nonce),
+                                Failed(nonce), Unreachable(peer, nonce), new])  # fmt: skip
+            pairing.handle(event, now)
+            settled = pairing.state.phase is Phase.IDLE and pairing.state.due is None
+            assert settled == (pairing.deadline == float("inf"))
+            assert len(pairing.state.finished) <= 32
+
+
+# ---- schedules ------------------------------------------------------------------------------------------------------------------
+
+
+def conditions(rng):
+    """Anything between a quiet LAN and a network that loses a third and delays beyond every deadline."""
+    return Conditions(
+        missing=rng.choice((0.0, 0.01, 0.05, 0.2)),
+        delay=rng.choice(((0.001, 0.01), (0.01, 0.15), (0.01, 1.5), (0.01, 6.0))),
+        loss=rng.choice((0.0, 0.0, 0.05, 0.3)),
+        duplicates=rng.choice((0.0, 0.0, 0.3)),
+        broken=rng.choice((0.0, 0.0, 0.3)),
+        spread=rng.choice((0.0, 0.5, 30.0)),
+    )
+
+
+def test_ten_thousand_schedules_come_to_rest():
+    total = Counter()
+    for seed in range(10_000):
+        rng = random.Random(f"schedule {seed}")
+        c = conditions(rng)
+        result = Simulation(rng.choice((2, 3, 3, 4, 4, 5, 6, 8)), seed, c).run()
+        # three tries and their pauses, one session per neighbour at worst, a pull: all of it bounded
+        assert result.last_second < c.spread + 150, f"seed {seed}"
+        total += result.outcomes
+    assert min(total[o] for o in ("applied", "pulled", "solo")) > 1000  # the schedules reached every ending
+
+
+def test_without_loss_nobody_ever_waits_for_an_answer_until_a_deadline():
+    """A cycle of waiting nodes could only be left by a timeout."""
+    tries = Counter()
+    for seed in range(300):
+        tries += Simulation(12, seed, Conditions(missing=0.2, spread=0.0, delay=(0.01, 0.9), duplicates=0.2)).run().tries
+    assert tries["applied"] > 1000
+    assert not any(tries[o] for o in ("propose_timeout", "open_timeout", "vanished", "transfer_timeout"))
+
+
+@pytest.mark.parametrize(("nodes", "seeds"), [(8, 150), (128, 8)])
+@pytest.mark.parametrize("missing", [0.0, 0.2])
+def test_four_of_five_nodes_find_a_partner_whatever_their_views_miss(nodes, seeds, missing):
+    total = Counter()
+    for seed in range(seeds):
+        total += Simulation(nodes, seed, Conditions(missing=missing)).run().outcomes
+    assert total["applied"] / total.total() > 0.78
+    assert total["solo"] / total.total() < 0.02
+
+
+def test_a_thousand_nodes_pair_as_well_as_eight():
+    result = Simulation(1000, 0, Conditions(missing=0.05)).run()
+    assert result.paired_share > 0.78
+    assert result.messages < 4 * 1000
+
+
+def test_lost_messages_cost_pairs_but_not_outer_steps():
+    total = Counter()
+    for seed in range(20):
+        total += Simulation(32, seed, dataclasses.replace(Conditions(), loss=0.3, broken=0.2)).run().outcomes
+    assert total.total() == 20 * 32
+    assert total["applied"] / total.total() > 0.3
+
+
+# ---- order and deadlines --------------------------------------------------------------------------------------------------------
+
+
+def test_an_edge_has_one_rank_at_both_ends_and_another_in_the_next_epoch():
+    swarm = bytes(32)
+    assert edge_rank(3, "a", "b", swarm) == edge_rank(3, "b", "a", swarm)
+    assert edge_rank(3, "a", "b", swarm) != edge_rank(4, "a", "b", swarm)
+    assert edge_rank(3, "a", "bc", swarm) != edge_rank(3, "ab", "c", swarm)
+    assert epoch_bucket(119.0) == 1
+
+
+def test_every_candidate_is_first_equally_often():
+    names = [f"p{i}" for i in range(10)]
+    first = Counter(partner_order("p0", [*names, "p3"], bucket, bytes(32))[0] for bucket in range(1800))
+    assert set(first) == set(names[1:])
+    assert min(first.values()) > 140
+    assert max(first.values()) < 270
+
+
+def test_deadlines_follow_the_measured_bandwidth():
+    throughput = Throughput()
+    throughput.finished(10_000_000, 1.0)
+    assert throughput.deadline_seconds(10_000_000) == pytest.approx(3.0 + FLOOR_SECONDS)
+    for _ in range(30):
+        throughput.finished(10_000_000, 10.0)
+    assert throughput.deadline_seconds(10_000_000) == pytest.approx(30.0 + FLOOR_SECONDS, rel=0.01)
+    throughput.overran()
+    assert throughput.deadline_seconds(10_000_000) == pytest.approx(60.0 + FLOOR_SECONDS, rel=0.01)
+    throughput.finished(0, 1.0)
+    throughput.finished(10, 0.0)
+    assert throughput.statistics().measured == 31
