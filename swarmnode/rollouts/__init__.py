@@ -1,1 +1,1 @@
-"""SAPO: groups, admission, the pool and sampling from it. No torch; only exchange.py touches the network."""
+"""SAPO: groups, admission, the pool and sampling from it. No torch; only exchange.py and fetching.py touch the network."""

@@ -134,7 +134,7 @@ class RolloutExchange:
 
     # -- for the node
 
-    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:  # type: ignore[name-defined]  # trio-typing is old
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:  # type: ignore[name-defined]
         """Until cancelled. Started once the topic is joined and long groups are served. With sharing off it only waits."""
         if not self.cfg.enabled:
             task_status.started()
@@ -143,7 +143,7 @@ class RolloutExchange:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_drain, topic)
             nursery.start_soon(self._expire)
-            nursery.start_soon(self._fetching.run)
+            await nursery.start(self._fetching.run)
             for _ in range(SCORER_TASKS):
                 nursery.start_soon(self._score)
             task_status.started()

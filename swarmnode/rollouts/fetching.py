@@ -65,8 +65,8 @@ class Fetching:
         self._fetched: Counter[str] = Counter()
         self._served: Counter[str] = Counter()
 
-    async def run(self) -> None:
-        """Serve and fetch until cancelled."""
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:  # type: ignore[name-defined]
+        """Serve and fetch until cancelled; started once it serves."""
         self._network.requests.serve(
             ids.FETCH_PROTOCOL,
             self._serve,
@@ -77,6 +77,7 @@ class Fetching:
         async with trio.open_nursery() as nursery:
             for _ in range(WORKERS):
                 nursery.start_soon(self._work)
+            task_status.started()
 
     def want(self, announced: Announced, forwarder: str) -> str | None:
         """Have it fetched. Returns why not: `busy` (too many pending, in all or of this author), `duplicate` (under way)."""

@@ -143,7 +143,7 @@ class MemoryRequests:
     def __init__(self, network: MemoryNetwork, swarm: MemorySwarm) -> None:
         self._network = network
         self._swarm = swarm
-        self._services: dict[str, tuple[Handler, int, int, int, int]] = {}
+        self._services: dict[str, tuple[Handler, int, int, int, int, float]] = {}
         self._active: Counter[tuple[str, str]] = Counter()
 
     def serve(
@@ -157,7 +157,8 @@ class MemoryRequests:
         per_peer: int | None = None,
         deadline: float = 30.0,
     ) -> None:
-        self._services[protocol] = (handler, max_request_bytes, max_response_bytes, concurrent, per_peer or max(1, concurrent // 4))
+        most_per_peer = per_peer or max(1, concurrent // 4)
+        self._services[protocol] = (handler, max_request_bytes, max_response_bytes, concurrent, most_per_peer, deadline)
 
     async def request(self, peer: str, protocol: str, data: bytes, *, deadline: float, max_response_bytes: int) -> bytes:
         with trio.move_on_after(deadline):
@@ -174,17 +175,18 @@ class MemoryRequests:
     async def _answer(self, peer: str, protocol: str, data: bytes) -> bytes:
         if protocol not in self._services:
             raise PeerError(f"{protocol} is not spoken here")
-        handler, max_request, max_response, concurrent, per_peer = self._services[protocol]
+        handler, max_request, max_response, concurrent, per_peer, deadline = self._services[protocol]
         busy = sum(n for (_, name), n in self._active.items() if name == protocol) >= concurrent or self._active[peer, protocol] >= per_peer
         if busy or len(data) > max_request or not self._network.welcome(peer):
             raise PeerError("the stream was reset")
         self._active[peer, protocol] += 1
         try:
-            response = await handler(peer, data)
+            with trio.move_on_after(deadline):
+                response = await handler(peer, data)
+                if len(response) <= max_response:
+                    return response
         except PeerError:
-            raise PeerError("the stream was reset") from None
+            pass  # a refusal looks like everything else that the responder does not want: its stream is reset
         finally:
             self._active[peer, protocol] -= 1
-        if len(response) > max_response:
-            raise PeerError("the stream was reset")
-        return response
+        raise PeerError("the stream was reset")
