@@ -145,7 +145,7 @@ class PeerExchange:
             except ValueError as error:
                 raise BadMessage("bounds", "address") from error
             if address.ip is not None and address.port and (address.ip.is_unspecified or address.ip == seen.ip):
-                self._table.add(peer, str(Address(seen.kind, seen.host, address.port)), "exchange", trio.current_time())
+                self._table.claim(peer, str(Address(seen.kind, seen.host, address.port)), trio.current_time())
 
     def _may_ask(self, peer: str, now: float) -> bool:
         allowance = self._allowances.setdefault(peer, _Allowance(REQUESTS_PER_PEER, now))

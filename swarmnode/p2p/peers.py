@@ -56,6 +56,9 @@ class Peer:
     last_seen: float = -math.inf
     hinted: float = -math.inf
     worked: set[str] = dataclasses.field(default_factory=set)
+    """Addresses at which we reached it."""
+    claimed: set[str] = dataclasses.field(default_factory=set)
+    """Addresses that it told of itself, at the IP address we see it at."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,8 +125,15 @@ class PeerTable:
                 self._refused += 1
                 return False
             known.addresses.remove(stale[-1])
+            known.claimed.discard(stale[-1])
         known.addresses.append(address)
         return True
+
+    def claim(self, peer: str, address: str, now: float) -> None:
+        """A connected peer says that it listens there, at the IP address we see it at."""
+        self.add(peer, address, "exchange", now)
+        if (known := self._peers.get(peer)) is not None and address in known.addresses:
+            known.claimed.add(address)
 
     def restore(self, peer: str, addresses: list[str], last_seen: float, now: float) -> None:
         """A peer from the book. `last_seen` is in the past of `now`."""
@@ -175,6 +185,7 @@ class PeerTable:
         known.addresses.insert(0, address)
         del known.addresses[ADDRESSES_PER_PEER:]
         known.worked &= set(known.addresses)
+        known.claimed &= set(known.addresses)
 
     def undialled(self, peer: str) -> None:
         """A dial was not needed after all: the peer had connected to us meanwhile."""
@@ -238,11 +249,15 @@ class PeerTable:
         return self._peers.get(peer)
 
     def good(self, limit: int, *, apart_from: str, scope: int) -> list[tuple[str, list[str]]]:
-        """Peers to tell another of: connected now, a random `limit` of them, with addresses that reach at least as far as `scope`."""
+        """Peers to tell another of: connected now, a random `limit` of them, with addresses that reach at least as far as `scope`.
+
+        Only what we dialled or saw ourselves is told: hearsay passed on would let one liar send the whole swarm to dial its victim.
+        """
         found = []
         for each in self._peers.values():
             if each.connections and each.peer != apart_from:
-                told = [address for address in each.addresses if _scope(address) >= scope]
+                sure = each.worked | each.claimed
+                told = [address for address in each.addresses if address in sure and _scope(address) >= scope]
                 if told:
                     found.append((each.peer, told))
         return self._rng.sample(found, min(limit, len(found)))

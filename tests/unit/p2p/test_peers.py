@@ -260,6 +260,17 @@ def test_a_peer_keeps_its_best_source():
     assert t.get("x").source == "bootstrap"
 
 
+def test_hearsay_is_dialled_but_not_passed_on():
+    t = table()
+    t.connected_to("x", inbound=True, now=0.0)
+    t.add("x", address(0), "exchange", 0.0)  # a liar's word
+    t.claim("x", address(1), 0.0)  # its own, seen there
+    assert t.good(32, apart_from="", scope=PUBLIC) == [("x", [address(1)])]
+    t.dialed_ok("x", address(2), 0.0)
+    assert t.good(32, apart_from="", scope=PUBLIC) == [("x", [address(2), address(1)])]
+    assert t.get("x").addresses == [address(2), address(0), address(1)]
+
+
 def test_others_are_told_of_connected_peers_only_and_only_of_what_they_can_reach():
     t = table()
     t.add("public", address(0), "exchange", 0.0)
