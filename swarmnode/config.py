@@ -13,6 +13,9 @@ import platformdirs
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
+QUIET_HOURS = r"^$|^([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d$"
+
+
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -22,6 +25,8 @@ class NodeConfig(Section):
     """Identity, peer book, trainer state and sockets live here. One node per directory."""
     name: str = Field(default="", max_length=64)
     """Shown on the status page and in logs; means nothing to peers."""
+    quiet_hours: str = Field(default="", pattern=QUIET_HOURS)
+    """Local time in which the machine is yours, e.g. `22:00-07:00`: no training steps and no sharing. Empty is none."""
 
 
 class SwarmConfig(Section):
@@ -42,6 +47,12 @@ class NetworkConfig(Section):
     """Inbound and outbound connections together."""
     target_peers: int = Field(default=16, ge=1)
     """Keep dialling known peers until this many are connected."""
+    upload_bytes_per_second: int = Field(default=0, ge=0)
+    """Sustained upload of this node, all protocols together; above it groups are not published, forwarded or served. 0 is off."""
+    download_bytes_per_second: int = Field(default=0, ge=0)
+    """Sustained download; above it nothing is fetched and the node leaves the gossip topic until it has caught up. 0 is off."""
+    monthly_bytes: int = Field(default=0, ge=0)
+    """Upload and download of a calendar month, local time; once used up, sharing pauses until the next. 0 is off."""
 
 
 class LoraSettings(Section):
@@ -63,6 +74,8 @@ class PolicyConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """What the model computes in, trained weights being float32; `auto` is bfloat16 where the device has it, else float32."""
     lora: LoraSettings = LoraSettings()
+    quantization: Literal["none", "8bit", "4bit"] = "none"
+    """Keep the frozen base in 8 or 4 bits (bitsandbytes, extra `quant`). Needs an adapter, lora.r > 0, and a CUDA device."""
     threads: int = Field(default=0, ge=0)
     """CPU threads of the trainer; 0 leaves it to torch."""
 
@@ -85,6 +98,8 @@ class TrainingConfig(Section):
     """Completions per group, G."""
     groups_per_step: int = Field(default=8, ge=1)
     """Groups in a training batch, B = I + J."""
+    target_step_seconds: float = Field(default=0.0, ge=0)
+    """Fit the groups of a step to this node's speed, between an eighth of groups_per_step and all of it; 0 is off."""
     max_completion_length: int = Field(default=8, ge=1)
     """Sampled tokens per completion, at most."""
     temperature: float = Field(default=1.0, gt=0)
