@@ -32,7 +32,7 @@ from swarmnode.rollouts.fetching import Fetching, FetchStatistics
 from swarmnode.rollouts.groups import Announced, Candidate, Draw, Drawn, Judged, OwnGroup, PolicyFacts, is_useful, without_token_ids
 from swarmnode.rollouts.pool import Pool, PoolStatistics
 from swarmnode.rollouts.reasons import REASONS, Verdict
-from swarmnode.rollouts.shelf import CandidateQueue
+from swarmnode.rollouts.shelf import CandidateQueue, Strikes
 from swarmnode.rollouts.signers import Signer
 from swarmnode.tasks.frames import Scored, ScoreError, ScorerFailed, TaskUnknown
 from swarmnode.wire import codec, envelope, ids, limits
@@ -124,6 +124,7 @@ class RolloutExchange:
         self._version = 0
         self._pace = Signer(network.peer_id, cfg.groups_per_second, clock())
         self._queue = CandidateQueue()
+        self._strikes = Strikes()
         self._news = trio.Event()
         self._fetching = Fetching(network, self._fetched, self._refuse)
         self._used: OrderedDict[str, int] = OrderedDict()
@@ -265,7 +266,9 @@ class RolloutExchange:
         return GossipVerdict.ACCEPT  # even when we are too busy for it: others need not be
 
     def _enqueue(self, candidate: Candidate) -> None:
-        if self._queue.put(candidate):
+        if self._strikes.is_out(candidate.peer, self._clock()):
+            self.admission.refuse("scorer", candidate.peer)
+        elif self._queue.put(candidate):
             self._news.set()
         else:
             self.admission.refuse("busy", candidate.peer)
@@ -281,11 +284,14 @@ class RolloutExchange:
                 results = await self._scorer.score_many(questions)
             except ScorerFailed as failed:  # there is no scorer to be had at all
                 results = [failed] * len(batch)
+            works = any(isinstance(scored, Scored) for scored in results)
             for candidate, scored in zip(batch, results, strict=True):
                 if isinstance(scored, Scored):
                     self._admit(candidate, scored)
-                else:
-                    self._refuse("unregenerable" if isinstance(scored, TaskUnknown) else "scorer", candidate.peer)
+                    continue
+                if isinstance(scored, ScorerFailed) and works:
+                    self._strikes.add(candidate.peer, self._clock())
+                self._refuse("unregenerable" if isinstance(scored, TaskUnknown) else "scorer", candidate.peer)
 
     def _admit(self, candidate: Candidate, scored: Scored) -> None:
         group = self.admission.check_scored(candidate, scored.prompt, scored.rewards)

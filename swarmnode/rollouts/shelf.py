@@ -1,4 +1,4 @@
-"""The bounded, pure halves of the exchange: the queue before the scorer, the shelf of long groups, and how long a fetch may take."""
+"""The bounded, pure parts of the exchange: the queue before the scorer, who wears the scorer out, the shelf of long groups, deadlines."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ QUEUE_GROUPS = 512
 QUEUE_BYTES = 32 * 2**20
 QUEUE_PEER_GROUPS = 64
 """Candidates waiting for the scorer: in all, and of one peer."""
+STRIKES = 3
+STRIKE_SECONDS = 600.0
+STRIKE_PEERS = 1024
 SHELF_GROUPS = 256
 SHELF_BYTES = 32 * 2**20
 SERVINGS = 3
@@ -55,6 +58,26 @@ class CandidateQueue:
                 del self._of_peer[candidate.peer]
             taken.append(candidate)
         return taken
+
+
+class Strikes:
+    """Authors whose groups failed the scorer: after STRIKES within STRIKE_SECONDS they are not scored for as long.
+
+    A failure may be ours, so it costs no reputation; but each can take the scorer away from everybody for seconds.
+    """
+
+    def __init__(self) -> None:
+        self._of: OrderedDict[str, tuple[int, float]] = OrderedDict()
+
+    def add(self, peer: str, now: float) -> None:
+        count, since = self._of.pop(peer, (0, now))
+        self._of[peer] = (1, now) if now - since > STRIKE_SECONDS else (count + 1, since if count + 1 < STRIKES else now)
+        if len(self._of) > STRIKE_PEERS:
+            self._of.popitem(last=False)
+
+    def is_out(self, peer: str, now: float) -> bool:
+        count, since = self._of.get(peer, (0, now))
+        return count >= STRIKES and now - since <= STRIKE_SECONDS
 
 
 class ShelfStatistics(msgspec.Struct, frozen=True):

@@ -229,6 +229,24 @@ async def test_a_poisoned_group_costs_itself_only(swarm, autojump_clock):
     assert swarm.networks[1].welcome(swarm.authors[0].peer)
 
 
+async def test_an_author_that_wears_the_scorer_out_is_not_scored_for_a_while(swarm, autojump_clock):
+    victim, (liar, _, honest) = swarm.exchanges[1], swarm.authors
+    for sequence in range(3):  # both in one batch: nothing runs between the two
+        victim.validate(liar.frame(liar.group(sequence, EPOCH, texts=["\N{SKULL}", "1"])), liar.peer)
+        victim.validate(honest.frame(honest.group(sequence, EPOCH)), honest.peer)
+        await trio.testing.wait_all_tasks_blocked()
+    assert swarm.outcomes(1) == {"candidate": 6, "scorer": 3, "admitted": 3}
+    victim.validate(liar.frame(liar.group(3, EPOCH)), liar.peer)
+    victim.validate(honest.frame(honest.group(3, EPOCH)), honest.peer)
+    await trio.testing.wait_all_tasks_blocked()
+    assert swarm.outcomes(1) == {"candidate": 8, "scorer": 4, "admitted": 4}
+    later = EPOCH + 601
+    await trio.sleep(601)
+    victim.validate(liar.frame(liar.group(4, later)), liar.peer)
+    await trio.testing.wait_all_tasks_blocked()
+    assert swarm.outcomes(1)["admitted"] == 5
+
+
 async def test_a_question_that_cannot_be_regenerated_costs_reputation(swarm, autojump_clock):
     group = swarm.authors[0].group(0, EPOCH)
     harder = msgspec.structs.replace(group.task, difficulty=3)

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnode.rollouts.groups import Candidate, memory_bytes
-from swarmnode.rollouts.shelf import SERVINGS, CandidateQueue, Shelf, Throughput
+from swarmnode.rollouts.shelf import SERVINGS, STRIKE_SECONDS, STRIKES, CandidateQueue, Shelf, Strikes, Throughput
 from swarmnode.testing.groups import external_group
 
 
@@ -82,3 +82,20 @@ def test_a_dripping_peer_cannot_stretch_deadlines_without_end():
         speed.observe(1, 30.0)
     assert speed.bytes_per_second == Throughput.LEAST
     assert speed.deadline(2**20) == Throughput.LONGEST
+
+
+def test_three_strikes_and_an_author_is_out_for_ten_minutes():
+    strikes = Strikes()
+    for n in range(STRIKES):
+        assert not strikes.is_out("a", n)
+        strikes.add("a", n)
+    assert strikes.is_out("a", STRIKES)
+    assert not strikes.is_out("b", STRIKES)
+    assert not strikes.is_out("a", STRIKES + STRIKE_SECONDS)
+
+
+def test_strikes_far_apart_are_forgiven():
+    strikes = Strikes()
+    for n in range(10):
+        strikes.add("a", n * (STRIKE_SECONDS + 1))
+        assert not strikes.is_out("a", n * (STRIKE_SECONDS + 1))
