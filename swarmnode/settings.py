@@ -156,3 +156,39 @@ def _get(config: BaseModel, key: str) -> Any:
     for name in key.split("."):
         value = getattr(value, name)
     return value
+
+
+def reference() -> str:
+    """docs/configuration.md: every key with its type, default and meaning, from config.py itself."""
+    lines = [
+        "# Configuration",
+        "",
+        "One TOML file, all of it optional. Precedence: command line (`--set key=value`), environment (`SWARMNODE_SECTION_KEY`), file",
+        "(`--config`, `SWARMNODE_CONFIG`, or `config.toml` in the user's configuration directory), default. `swarmnode config show` prints",
+        "what is set, and by what. An unknown key or a value that does not fit ends the command with exit code 78 and one line.",
+        "",
+        "This page is written by `python -m swarmnode.settings`; a test holds it to the code.",
+    ]
+    for section, field in Config.model_fields.items():
+        lines += ["", f"## `[{section}]`", "", "| key | default | meaning |", "|---|---|---|"]
+        lines += _reference_rows(field.annotation, "")
+    return "\n".join(lines) + "\n"
+
+
+def _reference_rows(model: Any, prefix: str) -> list[str]:
+    rows: list[str] = []
+    for name, field in model.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            rows += _reference_rows(inner, f"{prefix}{name}.")
+            continue
+        if field.default_factory is not None and "Path" in str(inner):
+            default = "the user's state directory"
+        else:
+            default = f"`{field.get_default(call_default_factory=True)!r}`"
+        rows.append(f"| `{prefix}{name}` | {default} | {field.description} |")
+    return rows
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

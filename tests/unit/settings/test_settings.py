@@ -73,3 +73,11 @@ def test_lists_and_texts_parse_as_toml_or_stay_text():
     config = settings.load(overrides=['network.initial_peers=["/ip4/1.2.3.4/tcp/1/p2p/x"]', "node.name=bob smith"]).config
     assert config.network.initial_peers == ["/ip4/1.2.3.4/tcp/1/p2p/x"]
     assert config.node.name == "bob smith"
+
+
+def test_every_key_is_documented_and_the_page_is_up_to_date():
+    from pathlib import Path
+
+    page = Path(__file__).parents[3] / "docs" / "configuration.md"
+    assert page.read_text() == settings.reference(), "run: python -m swarmnode.settings > docs/configuration.md"
+    assert "None |" not in settings.reference(), "a key without a description"
