@@ -31,7 +31,15 @@ class NodeConfig(Section):
 
 class SwarmConfig(Section):
     name: str = Field(default="local", min_length=1, max_length=64)
-    """Nodes with the same name, tasks and wire version form one swarm."""
+    """Nodes with the same name, tasks and wire version form one swarm, where there is no manifest."""
+    invite: str = Field(default="", max_length=8192)
+    """What `swarmnode join` is given; `run` then joins by itself, e.g. in a container. Empty: the swarm joined last, if any."""
+    id: str = Field(default="", pattern="^([0-9a-f]{64})?$")
+    """Filled in from the manifest that the node runs by; leave it empty."""
+    follow: Literal["ask", "founder", "never"] = "ask"
+    """When the founder signs a successor: wait for `swarmnode manifest follow`, move there by itself, or ignore it."""
+    secret_file: Path | None = None
+    """A private swarm's secret, readable by nobody else; without it, `swarm.secret` in the data directory, if there is one."""
 
 
 class NetworkConfig(Section):

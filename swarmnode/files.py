@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from pathlib import Path
+
+from swarmnode.errors import Refused, Unavailable
 
 
 def write_atomically(path: Path, data: bytes, mode: int = 0o600) -> None:
@@ -34,3 +37,21 @@ def sync_directory(directory: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def read_private(path: Path, what: str, limit: int) -> bytes | None:
+    """At most `limit` bytes of a file that only its owner may read; None if there is none. `what`: named in errors, e.g. "key file".
+
+    The descriptor that is read is checked, not the name, so that nothing can be swapped between. Raises Refused when others can read it,
+    Unavailable when we cannot.
+    """
+    try:
+        with open(path, "rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            if mode & 0o077:
+                raise Refused(f"others can read the {what} (mode {mode:04o}): chmod 600 {path}")
+            return file.read(limit)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise Unavailable(f"cannot read the {what} {path}: {error.strerror}") from None

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from swarmnode.errors import BadMessage, Incompatible
 from swarmnode.p2p.requests import Requests
 from swarmnode.wire import codec, ids, limits
-from swarmnode.wire.manifest import Opened, open_manifest
+from swarmnode.wire.manifest import Opened, follows, open_manifest
 from swarmnode.wire.messages import ManifestRequest, ManifestResponse
 
 DEADLINE = 10.0
@@ -68,9 +68,3 @@ async def fetch(requests: Requests, peer: str, swarm: bytes) -> Found:
     if not follows(successor, manifest):
         raise BadMessage("mismatch", "a successor that does not follow")
     return Found(manifest, successor)
-
-
-def follows(successor: Opened, manifest: Opened) -> bool:
-    """Whether `successor` is one of `manifest`: it names it, is by the same founder, and younger."""
-    new, old = successor.manifest, manifest.manifest
-    return new.predecessor == manifest.swarm and new.founder == old.founder and new.created_at > old.created_at

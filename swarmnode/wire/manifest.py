@@ -53,3 +53,9 @@ def open_manifest(signed: bytes) -> Opened:
     if manifest.founder != envelope.key:
         raise BadMessage("signature", "signed by another key than the founder's")
     return Opened(swarm, manifest, signed)
+
+
+def follows(successor: Opened, manifest: Opened) -> bool:
+    """Whether `successor` is one of `manifest`: it names it, is by the same founder, and younger."""
+    new, old = successor.manifest, manifest.manifest
+    return new.predecessor == manifest.swarm and new.founder == old.founder and new.created_at > old.created_at

@@ -1,0 +1,63 @@
+"""The invite: where peers are that have a swarm's manifest, and which swarm. What a person pastes.
+
+    /ip4/192.0.2.7/tcp/9512/p2p/12D3Koo…,/dns4/example.org/tcp/9512/p2p/12D3Koo…/swarm/<swarm id, 64 hex digits>
+
+Nothing in it has to be believed: a handshake proves the peer id, the swarm id proves the manifest. So it is not signed, and it does not
+expire: a founder who moves on signs a successor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swarmnode.errors import ConfigError
+from swarmnode.p2p import addresses
+from swarmnode.wire import limits
+
+LONGEST = (limits.BOOTSTRAP_ADDRESSES + 1) * (limits.ADDRESS_BYTES + 80)
+"""Characters."""
+_ID = re.compile("[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Invite:
+    addresses: tuple[str, ...]
+    """Multiaddrs, each ending in /p2p/<peer id>."""
+    swarm: bytes
+    """32 bytes."""
+
+    def __str__(self) -> str:
+        return f"{','.join(self.addresses)}/swarm/{self.swarm.hex()}"
+
+
+def parse(text: str) -> Invite:
+    """Raises ConfigError, which says what is wrong with which part."""
+    text = text.strip()
+    if len(text) > LONGEST:
+        raise ConfigError(f"invite: longer than {LONGEST} characters; was something else pasted?")
+    where, mark, swarm = text.rpartition("/swarm/")
+    if not mark:
+        raise ConfigError("invite: no /swarm/<swarm id> at its end; an invite is /ip4/<address>/tcp/<port>/p2p/<peer id>/swarm/<swarm id>")
+    if not _ID.fullmatch(swarm):
+        raise ConfigError(f"invite: {swarm[:80]!r} after /swarm/ is not a swarm id of 64 lower-case hex digits; was it cut off?")
+    return Invite(check_addresses(where.split(","), "invite"), bytes.fromhex(swarm))
+
+
+def check_addresses(texts: Sequence[str], where: str) -> tuple[str, ...]:
+    """The same multiaddrs, each with a peer id. `where`: named in errors. Raises ConfigError."""
+    if len(texts) > limits.BOOTSTRAP_ADDRESSES:
+        raise ConfigError(f"{where}: {len(texts)} addresses, at most {limits.BOOTSTRAP_ADDRESSES}")
+    found = []
+    for text in texts:
+        try:
+            address, peer = addresses.parse(text)
+        except ValueError as error:
+            raise ConfigError(f"{where}: {text[:120]!r}: {error}") from None
+        if peer is None:
+            raise ConfigError(f"{where}: {text[:120]!r} does not end in /p2p/<peer id>")
+        if address.port == 0 or (address.ip is not None and address.ip.is_unspecified):
+            raise ConfigError(f"{where}: {text[:120]!r} is not an address that anybody could dial")
+        found.append(f"{address}/p2p/{peer}")
+    return tuple(dict.fromkeys(found))
