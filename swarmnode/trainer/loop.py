@@ -174,12 +174,12 @@ class Trainer:
 
     def _take_external(self, room: int) -> Judgement:
         arrived, useful = self._link.take_external(ANSWER_SECONDS) if room else ([], 0)
-        self._split.observe(useful)
         waiting = self._backlog + arrived
         drawn, self._backlog = waiting[:room], waiting[room : room + self._cfg.groups_per_step]
         judgement = judge(drawn, self._policy, self._batcher, self._config.sharing, self._cfg.temperature)
         for group, outcome in judgement.outcomes:
             self._link.send(Judged(group.content, group.peer, outcome))
+        self._split.observe(useful, len(drawn), len(judgement.accepted))
         return judgement
 
     def _count(self, tokens: int, own: list[TrainingGroup], external: list[TrainingGroup], result: UpdateStatistics) -> None:

@@ -1,0 +1,141 @@
+"""The trainer over a real link, a real scorer and the embedded policy: it learns, uses what peers send, stops, and resumes."""
+
+import threading
+
+import pytest
+import torch
+import trio
+
+from swarmnode.config import Config, PolicyConfig
+from swarmnode.policy.generate import generate
+from swarmnode.policy.load import load_policy
+from swarmnode.process import Progress
+from swarmnode.rollouts.groups import ExternalGroup
+from swarmnode.tasks.client import Scored, Scorer
+from swarmnode.tasks.registry import task_version
+from swarmnode.tasks.seeds import task_seed
+from swarmnode.trainer.link_server import LinkServer
+from swarmnode.trainer.loop import Trainer
+from swarmnode.trainer.messages import Drawn, Welcome
+from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
+from swarmnode.wire.tensors import pack_ids, pack_logprobs
+
+ME, SWARM = "12D3KooWme", b"s" * 32
+
+
+class NetworkSide:
+    """The network process's half: hands out what it was given, and records."""
+
+    def __init__(self, external=()):
+        self.external = list(external)
+        self.published, self.outcomes, self.reports = [], [], []
+
+    def hello(self, hello):
+        return Welcome(ME, SWARM)
+
+    async def own_group(self, group):
+        self.published.append(group)
+
+    def draw(self, draw):
+        some, self.external = self.external[: draw.count], self.external[draw.count :]
+        return Drawn(draw.request, some, useful_arrived=len(some))
+
+    def judged(self, judged):
+        self.outcomes.append(judged.outcome)
+
+    def report(self, report):
+        self.reports.append(report)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+async def train(data_dir, network, **training):
+    (data_dir / "run").mkdir(exist_ok=True, parents=True)
+    config = Config.model_validate({"node": {"data_dir": data_dir}, "training": training, "task": {"held_out_per_task": 8}})
+    async with trio.open_nursery() as nursery:
+        await nursery.start(LinkServer(data_dir, network).run)
+        trainer = Trainer(config, Progress())
+        await trio.to_thread.run_sync(trainer.run)
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_lone_trainer_learns_and_publishes_what_says_something(tmp_path):
+    network = NetworkSide()
+    await train(tmp_path, network, max_steps=40, eval_every=40)
+    last = network.reports[-1]
+    assert last.step == 40
+    assert last.reward_held_out > last.reward_held_out_start + 0.1
+    assert last.state_saved_step == 40 or last.phase == "draining"
+    assert last.own_groups_total == len(network.published) == 40 * 8
+    sequences = [group.sequence for group in network.published]
+    assert len(set(sequences)) == len(sequences)
+    for group in network.published[:5]:
+        assert (group.task.seed, group.task.index) == task_seed(SWARM, ME, group.sequence)
+        assert len(group.rewards) == len(group.completions) == 8
+
+
+async def test_a_restarted_trainer_goes_on_where_it_stopped_and_repeats_no_question(tmp_path):
+    first, second = NetworkSide(), NetworkSide()
+    await train(tmp_path, first, max_steps=5)
+    await train(tmp_path, second, max_steps=8)
+    assert second.reports[0].step == 5
+    assert second.reports[-1].step == 8
+    assert second.reports[-1].reward_held_out_start == first.reports[-1].reward_held_out_start
+    assert min(group.sequence for group in second.published) > max(group.sequence for group in first.published)
+
+
+def groups_of_a_peer(count):
+    """Groups that another node of the same policy would have sampled: real questions, real rewards."""
+    policy = load_policy(PolicyConfig())
+    generator = policy.random_generator(7)
+    out, peer, sequence = [], "12D3KooWpeer", 0
+    with Scorer() as scorer:
+        while len(out) < count:
+            seed, index = task_seed(SWARM, peer, sequence)
+            ref = TaskRef("rg/gcd", task_version("rg/gcd"), seed, index)
+            sequence += 1
+            prompt = scorer.prompt(ref)
+            sample = generate(policy, [prompt], 8, 8, 1.0, 1.0, generator)[0]
+            scored = scorer.score(ref, [c.text for c in sample.completions])
+            assert isinstance(scored, Scored)
+            if len(set(scored.rewards)) < 2:
+                continue
+            completions = [
+                Completion(c.text, len(c.ids), sum(c.logprobs), c.finish, pack_ids(c.ids), pack_logprobs(c.logprobs))
+                for c in sample.completions
+            ]
+            group = RolloutGroup(
+                ref, policy.fingerprint, policy.tokenizer_hash, 0, 0, sequence, SamplingParams(1.0, 1.0, 8), completions
+            )
+            out.append(ExternalGroup(sequence.to_bytes(32, "big"), peer, group, prompt, scored.rewards, 0))
+    return out
+
+
+async def test_groups_of_a_peer_are_judged_used_and_counted(tmp_path):
+    network = NetworkSide(await trio.to_thread.run_sync(groups_of_a_peer, 6))
+    await train(tmp_path, network, max_steps=4)
+    last = network.reports[-1]
+    assert network.outcomes == ["used"] * 6
+    assert last.external_groups_total == 6
+    assert last.peers_used == {"12D3KooWpeer": 6}
+    assert any(report.gradient_agreement is not None for report in network.reports)
+    assert min(report.own_groups for report in network.reports if report.step > 0) < 8, "more from others means fewer of its own"
+
+
+async def test_stop_ends_a_trainer_that_still_waits_for_its_identity(tmp_path):
+    (tmp_path / "run").mkdir()
+    trainer = Trainer(Config.model_validate({"node": {"data_dir": tmp_path}}), Progress())
+    done = threading.Event()
+
+    def run():
+        trainer.run()
+        done.set()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trio.to_thread.run_sync, run)
+        await trio.lowlevel.checkpoint()
+        trainer.stop()
+    assert done.is_set()
