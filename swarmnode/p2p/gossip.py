@@ -143,6 +143,15 @@ class Gossip:
         self._nursery.start_soon(_drain, subscription)
         return joined
 
+    async def leave(self, topic: str) -> None:
+        """Asks the neighbours to send no more of a joined `topic`; what was delivered stays in its queue. Publishing still works."""
+        await self._pubsub.unsubscribe(topic)
+
+    async def rejoin(self, topic: str) -> None:
+        """Takes a `topic` that was left up again."""
+        if topic not in self._pubsub.topic_ids:
+            self._nursery.start_soon(_drain, await self._pubsub.subscribe(topic))
+
     async def publish(self, topic: str, data: bytes) -> None:
         """Sends `data` to the topic's peers; returns when it is queued for them. Raises ValueError above GOSSIP_BYTES, which the library
         would drop without a word further up."""

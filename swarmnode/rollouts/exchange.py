@@ -44,6 +44,8 @@ SCORER_GROUPS = 32
 """Groups handed to the scorer at once, by each of SCORER_TASKS tasks: one frame is judged while the next is decoded."""
 SCORER_TASKS = 2
 EXPIRE_SECONDS = 30.0
+BUDGET_SECONDS = 1.0
+"""Between two looks whether the budget still lets us listen."""
 MAX_PEERS = 4096
 """Peers whose trained-on groups are counted for their trust."""
 
@@ -68,12 +70,30 @@ class Scoring(Protocol):
     async def score_many(self, items: Sequence[tuple[TaskRef, Sequence[str]]]) -> list[Scored | ScoreError]: ...
 
 
+class Budget(Protocol):
+    """What is needed of `p2p.metering.Meter`."""
+
+    def allows(self, choice: str) -> bool: ...
+    def listening(self) -> bool: ...
+
+
+class Unlimited:
+    """No budget to mind."""
+
+    def allows(self, choice: str) -> bool:
+        return True
+
+    def listening(self) -> bool:
+        return True
+
+
 class ExchangeStatistics(msgspec.Struct, frozen=True):
     admission: AdmissionStatistics
     pool: PoolStatistics
     fetching: FetchStatistics
     published: dict[str, int]
-    """Own groups by outcome: `gossip`, `announced`, `zero_advantage`, `rate`, `oversize`, `invalid`, `no_policy`, `failed`, `disabled`."""
+    """Own groups by outcome: `gossip`, `announced`, `zero_advantage`, `rate`, `oversize`, `invalid`, `no_policy`, `failed`,
+    `budget`, `disabled`."""
     judged: dict[str, int]
     """Drawn groups by what the trainer made of them."""
     waiting: int
@@ -103,8 +123,10 @@ class RolloutExchange:
         max_completion_length: int = limits.TOKENS,
         clock: Callable[[], float] = time.time,
         rng: random.Random | None = None,
+        budget: Budget | None = None,
     ) -> None:
         self.cfg = cfg
+        self._budget: Budget = budget or Unlimited()
         self.swarm = swarm
         self._network = network
         self._scorer = scorer
@@ -126,7 +148,7 @@ class RolloutExchange:
         self._queue = CandidateQueue()
         self._strikes = Strikes()
         self._news = trio.Event()
-        self._fetching = Fetching(network, self._fetched, self._refuse)
+        self._fetching = Fetching(network, self._fetched, self._refuse, self._budget.allows)
         self._used: OrderedDict[str, int] = OrderedDict()
         self._admitted_of: OrderedDict[str, int] = OrderedDict()
         self._useful_reported = 0
@@ -144,6 +166,7 @@ class RolloutExchange:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_drain, topic)
             nursery.start_soon(self._expire)
+            nursery.start_soon(self._mind_budget)
             await nursery.start(self._fetching.run)
             for _ in range(SCORER_TASKS):
                 nursery.start_soon(self._score)
@@ -212,6 +235,8 @@ class RolloutExchange:
             return "no_policy"
         if self.cfg.zero_advantage_filter and own.rewards and not is_useful(own.rewards):
             return "zero_advantage"
+        if not self._budget.allows("publish"):
+            return "budget"
         now = self._clock()
         if not self._pace.has_token(self.cfg.groups_per_second, now):
             return "rate"  # peers take no more from us than we from them
@@ -263,6 +288,8 @@ class RolloutExchange:
                 self.admission.refuse(reason, result.peer)
         else:
             self._enqueue(result)
+        if not self._budget.allows("forward"):
+            return GossipVerdict.IGNORE  # taken, and not passed on
         return GossipVerdict.ACCEPT  # even when we are too busy for it: others need not be
 
     def _enqueue(self, candidate: Candidate) -> None:
@@ -315,6 +342,16 @@ class RolloutExchange:
             self._enqueue(result)
         elif result.verdict is Verdict.REJECT:
             self._network.rejected(announced.peer, result.reason)
+
+    async def _mind_budget(self) -> None:
+        """In the topic while there is budget for what others send, out of it otherwise."""
+        topic, listening = ids.rollout_topic(self.swarm), True
+        while True:
+            if self._budget.listening() != listening:
+                listening = not listening
+                log.info("the budget %s", "lets us listen again" if listening else "is used up for now: leaving the swarm's topic")
+                await (self._network.gossip.rejoin(topic) if listening else self._network.gossip.leave(topic))
+            await trio.sleep(BUDGET_SECONDS)
 
     async def _expire(self) -> None:
         while True:

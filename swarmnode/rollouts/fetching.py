@@ -51,11 +51,19 @@ class FetchStatistics(msgspec.Struct, frozen=True):
 class Fetching:
     """on_body(announced, body) takes what came, its hash checked; on_failed(reason, peer) hears of what did not, and from whom."""
 
-    def __init__(self, network: Network, on_body: Callable[[Announced, bytes], None], on_failed: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        network: Network,
+        on_body: Callable[[Announced, bytes], None],
+        on_failed: Callable[[str, str], None],
+        allows: Callable[[str], bool] = lambda choice: True,
+    ) -> None:
+        """`allows("fetch" | "serve")`: whether there is budget for it."""
         self.shelf = Shelf()
         self._network = network
         self._on_body = on_body
         self._on_failed = on_failed
+        self._allows = allows
         self._pending: deque[tuple[Announced, str]] = deque()
         self._of_peer: Counter[str] = Counter()
         self._active: set[str] = set()
@@ -108,7 +116,10 @@ class Fetching:
             announced, forwarder = chosen
             self._active.add(announced.peer)
             try:
-                await self._fetch(announced, forwarder)
+                if self._allows("fetch"):
+                    await self._fetch(announced, forwarder)
+                else:
+                    self._on_failed("busy", announced.peer)  # no budget: lost, as gossip loses what comes too fast
             finally:
                 self._active.discard(announced.peer)
                 self._wanted.discard(announced.content)
@@ -173,6 +184,6 @@ class Fetching:
         except BadMessage:
             self._served["malformed"] += 1
             raise
-        response = self.shelf.answer(peer, content)
+        response = self.shelf.answer(peer, content) if self._allows("serve") else FetchResponse("busy")
         self._served[response.status] += 1
         return codec.encode(response)

@@ -100,6 +100,15 @@ class MemoryGossip:
         self._network = network
         self._swarm = swarm
         self._topics: dict[str, Topic] = {}
+        self._left: dict[str, Topic] = {}
+
+    async def leave(self, topic: str) -> None:
+        self._left[topic] = self._topics.pop(topic)
+        await trio.lowlevel.checkpoint()
+
+    async def rejoin(self, topic: str) -> None:
+        self._topics[topic] = self._left.pop(topic)
+        await trio.lowlevel.checkpoint()
 
     async def join(self, topic: str, validator: Validator, *, messages: int = QUEUE_MESSAGES, size: int = QUEUE_BYTES) -> Topic:
         if topic in self._topics:

@@ -1,0 +1,151 @@
+"""How much this node may send and receive: two token buckets, a month's total, quiet hours. Pure: no clock, no socket, no file.
+
+    bytes that went by ─ observe ─▶ buckets (may go below zero)      whoever has a choice asks first:
+                                  └▶ the month's total               allows("publish" | "forward" | "serve" | "fetch"), listening()
+
+Every byte is charged, whatever protocol moved it; only what a node can do without asks. So a ping is never refused, and is paid for by a
+group that is not sent. What arrives over gossip cannot be refused at all, py-libp2p has no back-pressure that it survives: a node in
+debt leaves the topic instead, so that neighbours stop sending, and returns when it has caught up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import msgspec
+
+from swarmnode.config import NetworkConfig
+from swarmnode.hours import is_quiet
+
+BURST_SECONDS = 10.0
+"""What a bucket holds, in seconds of its rate …"""
+BURST_BYTES = 2**18
+"""… and never less than this, or a group of 64 KB to a few neighbours would not fit."""
+DEBT_SECONDS = 60.0
+"""A bucket's deepest debt, in seconds of its rate: a flood must not silence a node for the rest of the day."""
+UPLOADS = ("publish", "forward", "serve")
+CHOICES = (*UPLOADS, "fetch")
+"""What is done only while there is budget for it."""
+PAUSES = ("quiet_hours", "month", "download")
+"""Why a node does not listen to the swarm; the first two pause everything else in CHOICES too."""
+
+
+class TokenBucket:
+    """`rate` bytes per second, full at the start. Time that runs backwards adds nothing."""
+
+    def __init__(self, rate: float, now: float) -> None:
+        self.rate = rate
+        self.capacity = max(rate * BURST_SECONDS, BURST_BYTES)
+        self._level = self.capacity
+        self._at = now
+
+    def level(self, now: float) -> float:
+        """Bytes that may go by at once; below zero in debt."""
+        self._level = min(self.capacity, self._level + max(0.0, now - self._at) * self.rate)
+        self._at = now
+        return self._level
+
+    def charge(self, count: int, now: float) -> None:
+        """`count` bytes went by, allowed or not."""
+        self._level = max(self.level(now) - count, -DEBT_SECONDS * self.rate)
+
+
+class Month(msgspec.Struct, frozen=True):
+    """What is kept on disk."""
+
+    month: str = ""
+    """Local calendar month, "2026-11"."""
+    sent: int = 0
+    received: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class BudgetStatistics:
+    paused: tuple[str, ...]
+    """Of PAUSES; empty while the node listens to the swarm."""
+    upload_level: float | None
+    """Bytes that may be sent at once; None without a cap."""
+    download_level: float | None
+    month: Month
+    month_limit: int
+    """0 without one."""
+    refused: dict[str, int]
+    """Of CHOICES: what was left out for want of budget."""
+
+
+class Budget:
+    """The caps of `cfg` and the node's quiet hours. `now` is Unix seconds everywhere; `local` makes local calendar time of it.
+
+    month: as it was saved, so that a restart forgets nothing.
+    """
+
+    def __init__(
+        self,
+        cfg: NetworkConfig,
+        quiet_hours: str,
+        now: float,
+        *,
+        month: Month | None = None,
+        local: Callable[[float], time.struct_time] = time.localtime,
+    ) -> None:
+        self._upload = TokenBucket(cfg.upload_bytes_per_second, now) if cfg.upload_bytes_per_second else None
+        self._download = TokenBucket(cfg.download_bytes_per_second, now) if cfg.download_bytes_per_second else None
+        self._limit = cfg.monthly_bytes
+        self._quiet_hours = quiet_hours
+        self._local = local
+        self._sent = self._received = 0
+        self._catching_up = False
+        self._refused: Counter[str] = Counter()
+        saved = month or Month()
+        self._month = saved if saved.month == self._name(now) else Month(self._name(now))
+
+    def observe(self, sent: int, received: int, now: float) -> None:
+        """Tell the meter's totals since the process started."""
+        more_sent, more_received = max(0, sent - self._sent), max(0, received - self._received)
+        self._sent, self._received = sent, received
+        if self._upload is not None:
+            self._upload.charge(more_sent, now)
+        if self._download is not None:
+            self._download.charge(more_received, now)
+        kept = self._month if self._month.month == self._name(now) else Month(self._name(now))
+        self._month = Month(kept.month, kept.sent + more_sent, kept.received + more_received)
+
+    def allows(self, choice: str, now: float) -> bool:
+        """Whether `choice` (of CHOICES) may be done now. A refusal is counted."""
+        bucket = self._upload if choice in UPLOADS else self._download
+        allowed = not self._pauses(now) and (bucket is None or bucket.level(now) > 0)
+        if not allowed:
+            self._refused[choice] += 1
+        return allowed
+
+    def listening(self, now: float) -> bool:
+        """Whether to be in the gossip topic: not while paused, nor from the moment of debt until the bucket is half full again."""
+        if self._download is not None:
+            level = self._download.level(now)
+            self._catching_up = level < self._download.capacity / 2 if self._catching_up else level < 0
+        return not self._catching_up and not self._pauses(now)
+
+    def statistics(self, now: float) -> BudgetStatistics:
+        return BudgetStatistics(
+            paused=(*self._pauses(now), *(("download",) if self._catching_up else ())),
+            upload_level=self._upload.level(now) if self._upload is not None else None,
+            download_level=self._download.level(now) if self._download is not None else None,
+            month=self._month,
+            month_limit=self._limit,
+            refused={choice: self._refused[choice] for choice in CHOICES},
+        )
+
+    def _pauses(self, now: float) -> tuple[str, ...]:
+        """Reasons for sharing nothing at all."""
+        local = self._local(now)
+        quiet = is_quiet(self._quiet_hours, local.tm_hour * 60 + local.tm_min)
+        # Of an earlier month's total nothing is left once the calendar has turned, also when nothing was observed since.
+        spent = self._month.sent + self._month.received if self._month.month == self._name(now) else 0
+        return (*(("quiet_hours",) if quiet else ()), *(("month",) if self._limit and spent >= self._limit else ()))
+
+    def _name(self, now: float) -> str:
+        local = self._local(now)
+        return f"{local.tm_year:04d}-{local.tm_mon:02d}"

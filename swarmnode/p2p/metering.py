@@ -1,0 +1,90 @@
+"""The budget at work: reads the traffic meter and the clock, keeps the month's total on disk, and answers whoever asks.
+
+A total is saved once a minute and at the end, so a crash forgets at most a minute of it. What is metered are bytes of streams, before
+Noise and Yamux; on the wire they are two to five percent more.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import trio
+
+from swarmnode.config import NetworkConfig
+from swarmnode.files import write_atomically
+from swarmnode.p2p.budget import Budget, BudgetStatistics, Month
+from swarmnode.p2p.traffic import TrafficStatistics
+
+log = logging.getLogger(__name__)
+
+SAVE_SECONDS = 60.0
+FILE = "budget.json"
+FILE_BYTES = 4096
+
+
+class Meter:
+    """`traffic()`: bytes by protocol since the process started. `clock`: Unix seconds."""
+
+    def __init__(
+        self,
+        cfg: NetworkConfig,
+        quiet_hours: str,
+        data_dir: Path,
+        traffic: Callable[[], TrafficStatistics],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._path = data_dir / FILE
+        self._traffic = traffic
+        self._clock = clock
+        self._budget = Budget(cfg, quiet_hours, clock(), month=load(self._path))
+        self._saved: Month | None = None
+
+    def allows(self, choice: str) -> bool:
+        """See `Budget.allows`."""
+        return self._budget.allows(choice, self._observe())
+
+    def listening(self) -> bool:
+        """See `Budget.listening`."""
+        return self._budget.listening(self._observe())
+
+    def statistics(self) -> BudgetStatistics:
+        return self._budget.statistics(self._observe())
+
+    async def run(self) -> None:
+        """Save the month's total until cancelled, and once more then."""
+        try:
+            while True:
+                await trio.sleep(SAVE_SECONDS)
+                await trio.to_thread.run_sync(self._save, self.statistics().month)
+        finally:
+            self._save(self.statistics().month)
+
+    def _observe(self) -> float:
+        now, traffic = self._clock(), self._traffic()
+        self._budget.observe(sum(traffic.sent.values()), sum(traffic.received.values()), now)
+        return now
+
+    def _save(self, month: Month) -> None:
+        if month == self._saved:
+            return
+        try:
+            write_atomically(self._path, msgspec.json.encode(month))
+            self._saved = month
+        except OSError as error:  # a full disk must not end a node that still trains
+            log.error("cannot save %s: %s", self._path, error)
+
+
+def load(path: Path) -> Month | None:
+    """The saved total; None when there is none, or none that can be read: then the month starts again, which is said in the log."""
+    try:
+        with path.open("rb") as file:
+            return msgspec.json.decode(file.read(FILE_BYTES), type=Month)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError) as error:
+        log.warning("%s cannot be read, the month's bytes are counted from 0: %s", path, error)
+        return None

@@ -1,0 +1,127 @@
+"""Buckets, months and quiet hours, under a clock that the test moves."""
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmnode.config import NetworkConfig
+from swarmnode.hours import is_quiet
+from swarmnode.p2p.budget import BURST_BYTES, CHOICES, DEBT_SECONDS, Budget, Month, TokenBucket
+
+NOON = 1_790_000_000.0 // 86400 * 86400 + 12 * 3600  # 21 September 2026, 12:00 UTC
+HOUR = 3600.0
+
+
+def budget(now=NOON, quiet="", month=None, **caps):
+    return Budget(NetworkConfig(**caps), quiet, now, month=month, local=time.gmtime)
+
+
+@given(st.lists(st.tuples(st.floats(0, 30), st.integers(0, 50_000)), max_size=60))
+def test_what_a_bucket_lets_by_is_bounded_by_its_rate(steps):
+    """Whoever sends only above zero exceeds rate × time + capacity by at most the last thing sent."""
+    rate, now, sent, largest = 10_000.0, 0.0, 0, 0
+    bucket = TokenBucket(rate, now)
+    for pause, size in steps:
+        now += pause
+        if bucket.level(now) > 0:
+            bucket.charge(size, now)
+            sent, largest = sent + size, max(largest, size)
+        assert sent <= rate * now + bucket.capacity + largest
+
+
+def test_a_clock_that_is_set_back_or_forward_fills_nothing_beyond_the_bucket():
+    bucket = TokenBucket(1000.0, 100.0)
+    bucket.charge(int(bucket.capacity), 100.0)
+    assert bucket.level(0.0) == 0
+    assert bucket.level(1.0) == 1000
+    assert bucket.level(1e9) == bucket.capacity
+
+
+def test_debt_has_a_bottom():
+    bucket = TokenBucket(1000.0, 0.0)
+    bucket.charge(10**9, 0.0)
+    assert bucket.level(0.0) == -DEBT_SECONDS * 1000
+
+
+def test_small_rates_still_hold_one_round_of_gossip():
+    assert TokenBucket(10.0, 0.0).capacity == BURST_BYTES
+
+
+def test_without_caps_everything_is_allowed():
+    b = budget()
+    b.observe(10**12, 10**12, NOON)
+    assert all(b.allows(choice, NOON) for choice in CHOICES)
+    assert b.listening(NOON)
+
+
+def test_upload_debt_stops_what_is_sent_and_nothing_else():
+    b = budget(upload_bytes_per_second=100_000)
+    b.observe(2_000_000, 0, NOON)
+    assert [c for c in CHOICES if b.allows(c, NOON)] == ["fetch"]
+    assert b.listening(NOON)
+    assert b.statistics(NOON).refused == {"publish": 1, "forward": 1, "serve": 1, "fetch": 0}
+    assert b.allows("publish", NOON + 11)
+
+
+def test_download_debt_leaves_the_topic_until_the_bucket_is_half_full():
+    b = budget(download_bytes_per_second=100_000)
+    b.observe(0, 1_000_001, NOON)  # the bucket holds ten seconds: 1,000,000
+    assert not b.listening(NOON)
+    assert not b.allows("fetch", NOON)
+    assert b.allows("publish", NOON)
+    assert not b.listening(NOON + 4)
+    assert b.statistics(NOON + 4).paused == ("download",)
+    assert b.listening(NOON + 6)
+
+
+def test_the_month_pauses_sharing_at_its_limit_and_the_next_one_ends_that():
+    b = budget(monthly_bytes=1000)
+    b.observe(400, 599, NOON)
+    assert b.listening(NOON)
+    b.observe(401, 599, NOON)
+    assert not b.listening(NOON)
+    assert not any(b.allows(choice, NOON) for choice in CHOICES)
+    assert b.statistics(NOON).paused == ("month",)
+    october = NOON + 11 * 24 * HOUR
+    assert b.listening(october)
+    b.observe(411, 599, october)
+    assert b.statistics(october).month == Month("2026-10", 10, 0)
+
+
+def test_a_restart_goes_on_with_the_months_total():
+    b = budget(month=Month("2026-09", 500, 400), monthly_bytes=1000)
+    b.observe(60, 40, NOON)
+    assert b.statistics(NOON).month == Month("2026-09", 560, 440)
+    assert not b.listening(NOON)
+
+
+def test_a_saved_total_of_another_month_counts_no_more():
+    assert budget(month=Month("2026-08", 5000, 0), monthly_bytes=1000).listening(NOON)
+
+
+def test_quiet_hours_pause_everything_for_their_time():
+    b = budget(quiet="22:00-07:00")
+    quiet = [hour for hour in range(24) if not b.listening(NOON - 12 * HOUR + hour * HOUR)]
+    assert quiet == [0, 1, 2, 3, 4, 5, 6, 22, 23]
+    assert b.statistics(NOON + 11 * HOUR).paused == ("quiet_hours",)
+
+
+@pytest.mark.parametrize(
+    ("hours", "quiet", "loud"),
+    [("", [], [0, 720]), ("09:30-17:00", [570, 1019], [569, 1020]), ("22:00-07:00", [1320, 0, 419], [420, 1319]),
+     ("00:00-00:00", [0, 720, 1439], [])],
+)  # fmt: skip
+def test_quiet_hours_include_their_start_and_not_their_end(hours, quiet, loud):
+    assert all(is_quiet(hours, minute) for minute in quiet)
+    assert not any(is_quiet(hours, minute) for minute in loud)
+
+
+@pytest.mark.parametrize("text", ["22-07", "24:00-07:00", "22:00", "22:60-07:00", "10 pm"])
+def test_quiet_hours_that_are_none_are_a_configuration_error(text):
+    from swarmnode import settings
+    from swarmnode.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="quiet_hours"):
+        settings.load(None, {}, [f'node.quiet_hours="{text}"'])
