@@ -1,0 +1,96 @@
+"""Rules of CONTRIBUTING.md that a machine can hold us to."""
+
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted((ROOT / "swarmnode").rglob("*.py"))
+DANGEROUS = re.compile(
+    r"\b(?:c?pickle|dill|marshal|shelve)\b|torch\.load\(|(?<![.\w])(?:eval|exec)\(|parse_expr|sympify|trust_remote_code=True"
+)
+
+
+def code_of(path):
+    """Without comments and docstrings: saying why something is dangerous is allowed."""
+    import io
+    import tokenize
+
+    kept = []
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type not in (tokenize.COMMENT, tokenize.STRING, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
+            kept.append((token.start[0], token.string))
+    lines = {}
+    for number, text in kept:
+        before = lines.get(number, "")
+        lines[number] = before + (" " if before[-1:].isidentifier() and text.isidentifier() else "") + text
+    return lines
+
+
+def test_nothing_that_executes_data_is_in_the_package():
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {text}"
+        for path in SOURCES
+        for number, text in code_of(path).items()
+        if DANGEROUS.search(text)
+    ]
+    assert found == []
+
+
+def test_the_search_finds_what_it_is_there_for(tmp_path):
+    bad = tmp_path / "bad.py"
+    bad.write_text("import pickle\nx = torch.load(f)\ny = eval(text)\nmodel.eval()\nz = 'eval(1)'\n")
+    assert [number for number, text in code_of(bad).items() if DANGEROUS.search(text)] == [1, 2, 3]
+
+
+def test_no_file_is_above_600_lines():
+    assert [str(p.relative_to(ROOT)) for p in SOURCES if len(p.read_text().splitlines()) > 600] == []
+
+
+def test_no_path_of_somebody_s_machine():
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    pattern = re.compile(r"(?:^|[^A-Za-z0-9_.])/(?:home|root|work|Users)/")
+    found = []
+    for name in listed:
+        path = ROOT / name
+        if path.suffix in {".py", ".md", ".toml", ".json", ".yml", ".yaml", ".sh", ".service", ""} and path.is_file():
+            found += [name for line in path.read_text(errors="replace").splitlines() if pattern.search(line)]
+    assert [name for name in found if not name.endswith("test_house_rules.py")] == []
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--wheel-dir", str(directory), str(ROOT)], check=True, capture_output=True, timeout=110)
+    (path,) = directory.glob("*.whl")
+    return path
+
+
+def test_the_wheel_has_the_data_it_needs_and_nothing_else(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for needed in ("policy/embedded/model.safetensors", "policy/embedded/tokenizer.json", "observe/page/index.html", "observe/page/app.js"):
+        assert f"swarmnode/{needed}" in names
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"swarmnode"}
+
+
+def test_the_wheel_answers_outside_the_checkout(wheel, tmp_path):
+    unpacked = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(unpacked)
+    code = "import swarmnode, swarmnode.cli; print(swarmnode.__file__); swarmnode.cli.run(['--help'])"
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(unpacked)!r}); {code}"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0
+    assert result.stdout.startswith(str(unpacked))
+    assert "demo" in result.stdout
+
+
+def test_torch_is_pinned_for_set_up_and_open_for_everybody_else():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "torch>=2.6" in project["project"]["dependencies"]
+    assert "torch==2.13.0" in (ROOT / "constraints.txt").read_text()
