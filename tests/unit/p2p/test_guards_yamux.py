@@ -60,7 +60,7 @@ async def test_many_streams_within_their_windows_are_bounded_together():
 
 async def test_many_connections_are_bounded_together_and_the_largest_pays():
     limit = 16 * MB
-    with processes(guarded(limits={"yamux.PROCESS_BYTES": limit})) as (host,):
+    with processes(guarded(limits={"inbox.PROCESS_BYTES": limit})) as (host,):
         async with contextlib.AsyncExitStack() as stack:
             honest = await stack.enter_async_context(attacker.connect(host.address))
             small = await honest.open("/test/hold/1")
