@@ -13,9 +13,12 @@ from swarmnode.errors import Refused, Unavailable
 def write_atomically(path: Path, data: bytes, mode: int = 0o600) -> None:
     """Write to a temporary name beside `path`, sync, rename. A crash leaves the old file or the new one.
 
+    The directory is made (0700) if need be.
+
     Raises:
         OSError: the disk is full or the directory is not writable; the old file is untouched.
     """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(fd, "wb") as file:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
+from swarmnode.files import write_atomically
 from swarmnode.p2p import addresses
-from swarmnode.p2p.files import write_atomic
 from swarmnode.p2p.peers import ADDRESSES_PER_PEER, PeerTable
 from swarmnode.p2p.reputation import Reputation, SavedRecord
 
@@ -77,7 +77,7 @@ def load(path: Path, table: PeerTable, reputation: Reputation, now: float, *, cl
 def save(path: Path, data: bytes) -> None:
     """Writes what `render` returned; a full disk is a warning. Blocks on fsync, so not on the trio thread while running."""
     try:
-        write_atomic(path, data)
+        write_atomically(path, data)
     except OSError as error:
         log.warning("the peer book %s could not be saved: %s", path, error)
 

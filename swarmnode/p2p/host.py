@@ -13,11 +13,13 @@ import contextlib
 import errno
 import logging
 import os
+import random
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import trio
 from libp2p import new_host
 from libp2p.network.config import ConnectionConfig, RetryConfig
@@ -29,8 +31,8 @@ from multiaddr import Multiaddr
 
 from swarmnode.config import NetworkConfig
 from swarmnode.errors import ConfigError, StateError, Unavailable
+from swarmnode.files import write_atomically
 from swarmnode.p2p import addresses, guards
-from swarmnode.p2p.files import write_atomic
 from swarmnode.p2p.gate import Gate
 from swarmnode.p2p.identity import Identity
 from swarmnode.p2p.network import Network
@@ -39,19 +41,30 @@ from swarmnode.wire.limits import SWARM_ID_BYTES
 MESHSUB = "/meshsub/1.1.0"
 """1.2's IDONTWANT costs twice the CPU per message and saves nothing below 64 KB."""
 CLOSE_SECONDS = 5.0
+OWN_PORTS = range(20_000, 32_000)
+FAMILIES = (socket.AF_INET, socket.AF_INET6)
 NO_SWARM = bytes(SWARM_ID_BYTES)
 
 
 @contextlib.asynccontextmanager
-async def open_host(cfg: NetworkConfig, identity: Identity, data_dir: Path, *, swarm: bytes = NO_SWARM) -> AsyncIterator[Network]:
+async def open_host(
+    cfg: NetworkConfig,
+    identity: Identity,
+    data_dir: Path,
+    *,
+    swarm: bytes = NO_SWARM,
+    secret: bytes | None = None,
+    members: Collection[str] | None = None,
+) -> AsyncIterator[Network]:
     """A running host, listening and looking for peers; closed when the block is left.
 
-    `swarm`: 32 bytes, keeps peers of other swarms out of the peer exchange and off mDNS. Raises ConfigError for an address that cannot be,
+    `swarm`: 32 bytes, keeps peers of other swarms out of the peer exchange and off mDNS. `secret`: 32 bytes that a peer must have,
+    `members`: ids that it must be among, to get through the handshake. Raises ConfigError for an address that cannot be,
     Unavailable if a port is taken or an address is not this machine's, StateError if `data_dir/port` is not a port. If the library fails
     later, its exception ends the block. A single exception comes out as itself, whatever number of nurseries it went through.
     """
     try:
-        async with _open(cfg, identity, data_dir, swarm) as network:
+        async with _open(cfg, identity, data_dir, swarm, secret, members) as network:
             yield network
     except BaseExceptionGroup as group:
         if (error := _only(group)) is not None:
@@ -60,14 +73,16 @@ async def open_host(cfg: NetworkConfig, identity: Identity, data_dir: Path, *, s
 
 
 @contextlib.asynccontextmanager
-async def _open(cfg: NetworkConfig, identity: Identity, data_dir: Path, swarm: bytes) -> AsyncIterator[Network]:
+async def _open(
+    cfg: NetworkConfig, identity: Identity, data_dir: Path, swarm: bytes, secret: bytes | None, members: Collection[str] | None
+) -> AsyncIterator[Network]:
     quiet()
     listen = _listen_addresses(cfg, data_dir)
     announce = [_parse("announce_addrs", text)[0] for text in cfg.announce_addrs]
     bootstrap = [_bootstrap(text) for text in cfg.initial_peers]
     guards.install()
     gate = Gate()
-    host = build_host(cfg, identity, listen, announce, gate)
+    host = build_host(cfg, identity, listen, announce, gate, secret)
     router = guards.guard_gossip(
         GossipSub(
             protocols=[MESHSUB],
@@ -92,7 +107,7 @@ async def _open(cfg: NetworkConfig, identity: Identity, data_dir: Path, swarm: b
                     network = Network(
                         host, pubsub, router, nursery, gate,
                         own=identity.peer_id, cfg=cfg, data_dir=data_dir, swarm=swarm,
-                        listen=listen, announce=announce, bootstrap=bootstrap,
+                        listen=listen, announce=announce, bootstrap=bootstrap, members=members,
                     )  # fmt: skip
                     await network.start()
                     try:
@@ -106,10 +121,15 @@ async def _open(cfg: NetworkConfig, identity: Identity, data_dir: Path, swarm: b
 
 
 def build_host(
-    cfg: NetworkConfig, identity: Identity, listen: list[addresses.Address], announce: list[addresses.Address], gate: Gate
+    cfg: NetworkConfig,
+    identity: Identity,
+    listen: list[addresses.Address],
+    announce: list[addresses.Address],
+    gate: Gate,
+    secret: bytes | None = None,
 ) -> Any:
     """A guarded host that is not running yet."""
-    security = {protocol: gate.around(transport) for protocol, transport in guards.noise_only(identity.key_pair).items()}
+    security = {protocol: gate.around(transport) for protocol, transport in guards.noise_only(identity.key_pair, secret).items()}
     host = new_host(
         key_pair=identity.key_pair,
         transports=[TCP()],
@@ -171,6 +191,25 @@ async def _close_connections(host: Any) -> None:
             nursery.start_soon(network.close_peer, peer)
 
 
+def addresses_to_tell(cfg: NetworkConfig, data_dir: Path) -> list[addresses.Address]:
+    """Where others can dial this node, without starting it: what it announces, else what it listens on, its port chosen if need be.
+
+    An address that is every interface's is this machine's addresses, the widest-reaching first. Raises as `open_host` does.
+    """
+    if cfg.announce_addrs:
+        return [_parse("announce_addrs", text)[0] for text in cfg.announce_addrs]
+    found = []
+    for address in [_parse("listen_addrs", text)[0] for text in cfg.listen_addrs]:
+        port = address.port or _own_port(data_dir, address)
+        if address.ip is None or not address.ip.is_unspecified:
+            found.append(addresses.Address(address.kind, address.host, port))
+            continue
+        own = [each.address.split("%")[0] for interface in psutil.net_if_addrs().values() for each in interface if each.family in FAMILIES]
+        usable = [each for text in own if not (each := addresses.from_socket(text, port)).ip.is_link_local and each.kind == address.kind]
+        found += sorted(usable, key=lambda each: -each.scope)
+    return [each for each in found if each.scope] or found
+
+
 def _listen_addresses(cfg: NetworkConfig, data_dir: Path) -> list[addresses.Address]:
     """What to listen on, every port 0 replaced by this node's own port; each checked to be free.
 
@@ -199,12 +238,19 @@ def _own_port(data_dir: Path, address: addresses.Address) -> int:
             if not (text.isascii() and text.isdigit() and 0 < int(text) <= 65535):
                 raise StateError(f"{path} does not hold a port; remove it to choose a new one")
             return int(text)
-        with _probe(address) as probe:
-            port = probe.getsockname()[1]
-        write_atomic(path, f"{port}\n".encode(), mode=0o644)
+        port = _free_port(address)
+        write_atomically(path, f"{port}\n".encode(), mode=0o644)
         return port
     except (OSError, UnicodeDecodeError) as error:
         raise Unavailable(f"cannot use {path}: {error}") from error
+
+
+def _free_port(address: addresses.Address) -> int:
+    """A free port below those the system gives to outgoing connections: at a restart one of them could have taken it."""
+    for port in random.sample(OWN_PORTS, 64):
+        with contextlib.suppress(Unavailable), _probe(addresses.Address(address.kind, address.host, port)):
+            return port
+    raise Unavailable(f"none of 64 ports of {address.host} between {OWN_PORTS.start} and {OWN_PORTS.stop} is free")
 
 
 def _probe(address: addresses.Address) -> socket.socket:

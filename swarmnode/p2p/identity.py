@@ -18,7 +18,7 @@ from libp2p.crypto.keys import KeyPair
 from libp2p.peer.id import ID
 
 from swarmnode.errors import Refused, StateError, Unavailable
-from swarmnode.p2p.files import write_atomic
+from swarmnode.files import write_atomically
 
 LONGEST_FILE = 4096
 """A PKCS#8 Ed25519 key is 119 bytes; anything much longer is not one."""
@@ -42,7 +42,7 @@ def load_or_create(path: Path) -> Identity:
         data = _read_private(path)
         if data is None:
             key = Ed25519PrivateKey.generate()
-            write_atomic(path, _pem(key), mode=0o600)
+            write_atomically(path, _pem(key), mode=0o600)
             return from_key(key)
     except OSError as error:
         raise Unavailable(f"cannot use the identity file {path}: {error.strerror}") from error
