@@ -182,6 +182,25 @@ class Node:
             await stream.reset()
         return await self.cancel_reads(address, peer, 1000)
 
+    async def cancel_opens(self, address: str, peer: str, times: int) -> dict:
+        """Cancel `new_stream` after 0, 1, 2, … steps of the scheduler; how many of the 256 outbound slots are free afterwards."""
+        await self.connect(address, peer)
+        other = ID.from_base58(peer)
+
+        async def attempt(scope: trio.CancelScope) -> None:
+            with scope:
+                await (await self.host.new_stream(other, ["/test/echo/1"])).reset()
+
+        for number in range(times):
+            async with trio.open_nursery() as nursery:
+                scope = trio.CancelScope()
+                nursery.start_soon(attempt, scope)
+                for _ in range(number % 20):
+                    await trio.lowlevel.checkpoint()
+                scope.cancel()
+        await trio.sleep(0.5)
+        return {"free": min(one.muxed_conn.stream_backlog_semaphore.value for one in self.host.get_network().get_connections(other))}
+
     async def unclosed(self, address: str, peer: str, count: int) -> dict:
         """Open streams and close none; how many opened, and the error that stopped it."""
         await self.connect(address, peer)

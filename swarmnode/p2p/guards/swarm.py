@@ -116,6 +116,22 @@ def _install_handlers() -> None:
     NetStream.close = _close
 
 
+def _install_new_stream() -> None:
+    """A stream that was opened is handed to its caller, or closed.
+
+    Defect: `SwarmConn.new_stream` awaits between opening the stream and registering it; a cancellation there leaves a stream that nobody
+    knows, and one of 256 slots is gone. Here: registering is shielded; what follows in `BasicHost.new_stream` resets the stream by itself.
+    Cost: a cancel scope per stream. Not needed any more when upstream resets the stream there.
+    """
+
+    async def new_stream(self: SwarmConn) -> NetStream:
+        stream = await self.muxed_conn.open_stream()
+        with trio.CancelScope(shield=True):
+            return await self._add_stream(stream)
+
+    SwarmConn.new_stream = new_stream
+
+
 def _install_connection_tasks() -> None:
     """An error in a connection's own tasks costs that connection.
 
@@ -164,6 +180,7 @@ def install() -> None:
     """Replace the methods above on the upstream classes."""
     _install_inbound_slots()
     _install_handlers()
+    _install_new_stream()
     _install_connection_tasks()
     _install_exclusive_port()
 

@@ -166,6 +166,18 @@ async def test_running_out_of_outbound_streams_is_an_error_and_not_a_hang():
         assert await target.serves()
 
 
+async def test_cancelled_dials_of_a_stream_give_their_slot_back():
+    with processes(stock(), guarded(), guarded()) as (loses, keeps, target):
+        to = {"address": target.address, "peer": target.peer, "times": 100}
+        try:
+            free = (await loses.ask("cancel_opens", seconds=8, **to)).get("free", 0)
+        except trio.TooSlowError:
+            free = 0
+        assert free < 240, "upstream fixed this: remove guards open_stream and _install_new_stream"
+        assert (await keeps.ask("cancel_opens", **to))["free"] >= 254  # identify and pubsub may hold one each
+        assert await target.serves()
+
+
 async def test_a_port_belongs_to_one_process():
     with processes(stock(), guarded()) as (stock_one, guarded_one):
         port = attacker.endpoint(stock_one.address)[1]
