@@ -1,6 +1,6 @@
 """The network process: composition root. Builds the parts, owns the nursery, orders start and drain.
 
-    identity → swarm id → libp2p host → rollout exchange → link to the trainer → HTTP
+    member (identity → swarm id → libp2p host) → rollout exchange → link to the trainer → HTTP
 
 Parts do not know this module; it wires them and drives them. Never imports torch. When it dies, the trainer goes on; when the trainer
 dies, it goes on: what other nodes see is one peer that never left.
@@ -25,22 +25,21 @@ from swarmnode import __version__, view
 from swarmnode.config import Config
 from swarmnode.errors import LocalError
 from swarmnode.files import write_atomically
+from swarmnode.member import open_member
 from swarmnode.observe import logs
 from swarmnode.observe.http import serve_http
 from swarmnode.observe.snapshot import Health, NodeInfo, NodeSnapshot
 from swarmnode.observe.watch import SupervisorWatch, TrainerWatch, process_use
-from swarmnode.p2p.host import open_host
-from swarmnode.p2p.identity import Identity, load_or_create
+from swarmnode.p2p.identity import Identity
+from swarmnode.p2p.metering import Meter
 from swarmnode.p2p.network import Network
 from swarmnode.process import Progress, die_with_parent, run_main
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import Draw, Drawn, Judged, OwnGroup
 from swarmnode.tasks.client import AsyncScorer
-from swarmnode.tasks.registry import task_version
 from swarmnode.trainer.link_server import LinkServer
 from swarmnode.trainer.messages import Hello, Report, Welcome
 from swarmnode.wire import ids
-from swarmnode.wire.swarm import swarm_id
 
 log = structlog.get_logger("swarmnode.node")
 
@@ -53,11 +52,8 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
     Raises:
         LocalError: something of this machine is missing or unsafe; errors.py says which exit code follows.
     """
-    data_dir = config.node.data_dir
-    identity = load_or_create(data_dir / "identity.key")
-    swarm = swarm_id(config.swarm.name, {name: task_version(name) for name in config.task.names})
-    async with open_host(config.network, identity, data_dir, swarm=swarm) as network, AsyncScorer() as scorer:
-        node = Node(config, identity, swarm, network, scorer, ring)
+    async with open_member(config) as member, AsyncScorer() as scorer:
+        node = Node(config, member.identity, member.swarm, member.network, scorer, ring)
         async with trio.open_nursery() as nursery:
             await nursery.start(node.exchange.run)
             await nursery.start(node.link.run)
@@ -65,6 +61,8 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
                 node.url = await nursery.start(partial(serve_http, config.http, node.snapshot))
             node.announce()
             nursery.start_soon(node.beat, progress)
+            nursery.start_soon(member.run)
+            nursery.start_soon(node.meter.run)
             with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
                 async for _ in signals:
                     break
@@ -84,9 +82,10 @@ class Node:
         self._network = network
         self._scorer = scorer
         self._ring = ring
+        self.meter = Meter(config.network, config.node.quiet_hours, config.node.data_dir, lambda: network.statistics().traffic)
         self.exchange = RolloutExchange(
             network, scorer, identity.private_key, swarm, config.task.names, config.sharing,
-            max_completion_length=config.training.max_completion_length,
+            max_completion_length=config.training.max_completion_length, budget=self.meter,
         )  # fmt: skip
         self.link = LinkServer(config.node.data_dir, self)
         self.url = ""
@@ -170,6 +169,7 @@ class Node:
             trainer=trainer,
             rollouts=view.rollouts_view(exchange, self._staleness, sharing.pool_groups, sharing.pool_bytes),
             network=view.network_view(network, ids.rollout_topic(self._swarm)),
+            budget=view.budget_view(self.meter.statistics()),
             supervisor=self._supervisor.read(),
             scorer_restarts=max(0, self._scorer.statistics().starts - 1),
             processes=process_use({"network": os.getpid(), "trainer": self._trainer_pid, "scorer": self._scorer.statistics().pid}),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from swarmnode.observe.snapshot import NetworkView, PeerRow, PoolView, RolloutsView
+from swarmnode.observe.snapshot import BudgetView, NetworkView, PeerRow, PoolView, RolloutsView
+from swarmnode.p2p.budget import PAUSES, BudgetStatistics
 from swarmnode.p2p.network import Network, NetworkStatistics
 from swarmnode.rollouts.exchange import ExchangeStatistics
 from swarmnode.rollouts.reasons import REASONS, Verdict
@@ -70,6 +71,17 @@ def rollouts_view(s: ExchangeStatistics, staleness: Mapping[int, int], max_group
             },
         ),
     )  # fmt: skip
+
+
+def budget_view(s: BudgetStatistics) -> BudgetView:
+    levels = {"in": s.download_level, "out": s.upload_level}
+    return BudgetView(
+        paused={reason: reason in s.paused for reason in PAUSES},
+        level_bytes={way: level for way, level in levels.items() if level is not None},
+        month_bytes={"in": s.month.received, "out": s.month.sent},
+        month_limit_bytes=s.month_limit or None,
+        refused=dict(s.refused),
+    )
 
 
 def peer_rows(network: Network, admitted: Mapping[str, int], report: Report | None, now: float) -> list[PeerRow]:

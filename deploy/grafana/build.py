@@ -149,6 +149,13 @@ SWARM: dict[str, list[Panel]] = {
         p("Gossip messages", (rate("swarmnode_gossip_messages_total", "event"), "{{event}}"), unit="ops"),
         p("Requests", (rate("swarmnode_requests_total", "outcome"), "{{outcome}}"), unit="ops"),
     ],
+    "Budget": [
+        p("Sharing paused by", (f"{gauge('swarmnode_budget_paused')} == 1", "{{instance}} {{reason}}"), top=1, width=6),
+        p("Left in the buckets", (gauge("swarmnode_budget_level_bytes"), "{{instance}} {{direction}}"), unit="bytes", width=6),
+        p("This month", (gauge("swarmnode_budget_month_bytes"), "{{instance}} {{direction}}"),
+          (gauge("swarmnode_budget_month_limit_bytes"), "{{instance}} limit"), unit="bytes", width=6),
+        p("Left out for want of budget", (rate("swarmnode_budget_refusals_total", "what"), "{{instance}} {{what}}"), unit="ops", width=6),
+    ],
 }  # fmt: skip
 
 SECURITY: dict[str, list[Panel]] = {
@@ -190,7 +197,7 @@ def metric_names(expression: str) -> list[str]:
 def panel_json(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
     names = dict.fromkeys(name for expression, _ in panel.targets for name in metric_names(expression))
     defaults: dict[str, Any] = {"unit": panel.unit, "min": 0} if panel.kind != "table" else {}
-    if panel.title in ("Loss", "Gradient agreement", "Reward of peers' groups minus own"):
+    if panel.title in ("Loss", "Gradient agreement", "Reward of peers' groups minus own", "Left in the buckets"):
         del defaults["min"]
     if panel.top is not None:
         defaults["max"] = panel.top

@@ -53,6 +53,10 @@ def ready(s: NodeSnapshot) -> Verdict:
 def troubles(s: NodeSnapshot) -> list[str]:
     """What is wrong with a node that runs, worst first. Empty is good."""
     found = []
+    if s.node.sharing and s.budget.paused.get("month"):
+        found.append("the month's bytes are used up; sharing pauses until the next month")
+    if s.budget.paused.get("quiet_hours"):
+        found.append("quiet hours: neither training nor sharing")
     uptime = max(0.0, s.at - s.node.started_at)
     report, age = s.trainer.report, s.trainer.age_seconds
     if s.node.trainer and s.health.policy_loaded and not s.trainer.connected:

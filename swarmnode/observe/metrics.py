@@ -24,6 +24,7 @@ from prometheus_client.registry import Collector
 import swarmnode
 from swarmnode.observe.health import ready
 from swarmnode.observe.snapshot import Histogram, NodeSnapshot
+from swarmnode.p2p.budget import CHOICES, PAUSES
 from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.trainer.messages import Report
 
@@ -193,6 +194,17 @@ METRICS: tuple[Family, ...] = (
            ("protocol", "direction")),
     Family("swarmnode_guard_firings_total", "counter", "How often a guard around libp2p stepped in, by guard.",
            lambda s: s.network.guards, ("guard",)),
+    # budget
+    Family("swarmnode_budget_paused", "gauge", "1 while this keeps the node from listening to the swarm.",
+           lambda s: {reason: float(paused) for reason, paused in s.budget.paused.items()}, ("reason",), PAUSES),
+    Family("swarmnode_budget_level_bytes", "gauge", "What may go by at once; below 0 in debt. Only for directions with a cap.",
+           lambda s: s.budget.level_bytes, ("direction",)),
+    Family("swarmnode_budget_month_bytes", "gauge", "Bytes of this calendar month, kept over restarts.",
+           lambda s: s.budget.month_bytes, ("direction",), DIRECTIONS),
+    Family("swarmnode_budget_month_limit_bytes", "gauge", "At this many bytes, both directions together, sharing pauses.",
+           lambda s: s.budget.month_limit_bytes),
+    Family("swarmnode_budget_refusals_total", "counter", "What was left out for want of budget.",
+           lambda s: s.budget.refused, ("what",), CHOICES),
     # processes
     Family("swarmnode_restarts_total", "counter", "Restarts by the supervisor, by process.",
            lambda s: s.supervisor.restarts, ("process",), PROCESSES),

@@ -120,6 +120,20 @@ class NetworkView(msgspec.Struct, frozen=True):
     banned: int = 0
 
 
+class BudgetView(msgspec.Struct, frozen=True):
+    """What this node may send and receive, and whether it shares at all now."""
+
+    paused: dict[str, bool] = {}
+    """Why the node does not listen to the swarm: quiet_hours, month, download."""
+    level_bytes: dict[str, float] = {}
+    """What may go by at once, below zero in debt: "in" and "out", each only with a cap."""
+    month_bytes: dict[str, int] = {}
+    """"in" and "out" in this calendar month."""
+    month_limit_bytes: int | None = None
+    refused: dict[str, int] = {}
+    """What was left out for want of budget: publish, forward, serve, fetch."""
+
+
 class SupervisorView(msgspec.Struct, frozen=True):
     """Read from `<data_dir>/run/supervisor.json`. Empty when the node runs without a supervisor."""
 
@@ -168,6 +182,7 @@ class NodeSnapshot(msgspec.Struct, frozen=True):
     trainer: TrainerView = TrainerView()
     rollouts: RolloutsView = RolloutsView()
     network: NetworkView = NetworkView()
+    budget: BudgetView = BudgetView()
     supervisor: SupervisorView = SupervisorView()
     scorer_restarts: int = 0
     """Of the network process's scorer; the trainer's own is in its report."""

@@ -22,6 +22,8 @@ from swarmnode.p2p.traffic import TrafficStatistics
 log = logging.getLogger(__name__)
 
 SAVE_SECONDS = 60.0
+READ_SECONDS = 0.2
+"""The meter is read this often at most: whoever asks does so for every message."""
 FILE = "budget.json"
 FILE_BYTES = 4096
 
@@ -42,6 +44,7 @@ class Meter:
         self._clock = clock
         self._budget = Budget(cfg, quiet_hours, clock(), month=load(self._path))
         self._saved: Month | None = None
+        self._read_at = float("-inf")
 
     def allows(self, choice: str) -> bool:
         """See `Budget.allows`."""
@@ -64,8 +67,10 @@ class Meter:
             self._save(self.statistics().month)
 
     def _observe(self) -> float:
-        now, traffic = self._clock(), self._traffic()
-        self._budget.observe(sum(traffic.sent.values()), sum(traffic.received.values()), now)
+        now = self._clock()
+        if not self._read_at <= now < self._read_at + READ_SECONDS:
+            traffic, self._read_at = self._traffic(), now
+            self._budget.observe(sum(traffic.sent.values()), sum(traffic.received.values()), now)
         return now
 
     def _save(self, month: Month) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 from swarmnode.observe.snapshot import (
+    BudgetView,
     Health,
     LogLine,
     NetworkView,
@@ -100,6 +101,11 @@ def example_at(t: float) -> NodeSnapshot:
             requests={"ok": 12, "timeout": 1}, requests_served={"ok": 9},
             bytes={"/meshsub/1.1.0": {"in": received * 4100, "out": steps * 16400}, "/swarmnode/fetch/1": {"in": 21000, "out": 9000}},
             guards={"slot_released": 7, "window_overrun": 0, "message_unsigned": 11}, greylisted=1, banned=0,
+        ),
+        budget=BudgetView(
+            paused={"quiet_hours": False, "month": False, "download": False}, level_bytes={"in": 4.1e6, "out": 2.2e6 * (1 - learnt)},
+            month_bytes={"in": received * 4100, "out": steps * 16400}, month_limit_bytes=200 * 10**9,
+            refused={"publish": 0, "forward": int(t * 0.02), "serve": 0, "fetch": 0},
         ),
         supervisor=SupervisorView({"network": 0, "trainer": 1}, {"network": 0, "trainer": 0}, 3.4, recoveries.statistics()),
         scorer_restarts=0,
