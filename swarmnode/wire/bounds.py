@@ -16,6 +16,13 @@ from swarmnode.errors import BadMessage
 from swarmnode.wire import limits
 from swarmnode.wire.messages import (
     Announce,
+    BulkManifest,
+    BulkManifestRequest,
+    BulkManifestResponse,
+    BulkRequest,
+    BulkResponse,
+    BulkSocketRequest,
+    BulkSocketResponse,
     Completion,
     Envelope,
     FetchRequest,
@@ -201,6 +208,47 @@ def _check_session_response(response: SessionResponse) -> None:
         _between("session", len(session), 1, limits.SESSION_REQUEST_BYTES)
 
 
+def _check_bulk_manifest(manifest: BulkManifest) -> None:
+    _length("transfer", manifest.transfer, limits.TRANSFER_BYTES)
+    _between("chunk_bytes", manifest.chunk_bytes, limits.BULK_MIN_CHUNK_BYTES, limits.BULK_CHUNK_BYTES)
+    _between("size", manifest.size, 1, limits.BULK_CHUNKS * manifest.chunk_bytes)
+    _length("hashes", manifest.hashes, -(-manifest.size // manifest.chunk_bytes) * limits.CHUNK_HASH_BYTES)
+
+
+def _check_bulk_manifest_request(request: BulkManifestRequest) -> None:
+    _length("transfer", request.transfer, limits.TRANSFER_BYTES)
+
+
+def _check_bulk_manifest_response(response: BulkManifestResponse) -> None:
+    if bool(response.manifest) != (response.status == "ok"):
+        raise BadMessage("bounds", "a manifest comes with `ok` and only with it")
+    _between("manifest", len(response.manifest), 0, limits.BULK_MANIFEST_BYTES)
+
+
+def _check_bulk_request(request: BulkRequest) -> None:
+    _length("transfer", request.transfer, limits.TRANSFER_BYTES)
+    _length("root", request.root, limits.CHUNK_HASH_BYTES)
+    _between("wanted", len(request.wanted), 1, limits.BULK_CHUNKS // 8)
+    if not any(request.wanted):
+        raise BadMessage("bounds", "nothing is wanted")
+
+
+def _check_bulk_response(response: BulkResponse) -> None:
+    low, high = (1, limits.BULK_CHUNKS * limits.BULK_CHUNK_BYTES) if response.status == "ok" else (0, 0)
+    _between("size", response.size, low, high)
+
+
+def _check_bulk_socket_request(request: BulkSocketRequest) -> None:
+    _length("transfer", request.transfer, limits.TRANSFER_BYTES)
+    _length("root", request.root, limits.CHUNK_HASH_BYTES)
+
+
+def _check_bulk_socket_response(response: BulkSocketResponse) -> None:
+    ok = response.status == "ok"
+    _between("port", response.port, int(ok), 65535 if ok else 0)
+    _length("token", response.token, limits.TOKEN_BYTES if ok else 0)
+
+
 _CHECKS: dict[type, Callable[[Any], None]] = {
     RolloutGroup: check_group,
     Announce: _check_announce,
@@ -214,6 +262,13 @@ _CHECKS: dict[type, Callable[[Any], None]] = {
     ManifestResponse: _check_manifest_response,
     Session: _check_session,
     SessionResponse: _check_session_response,
+    BulkManifest: _check_bulk_manifest,
+    BulkManifestRequest: _check_bulk_manifest_request,
+    BulkManifestResponse: _check_bulk_manifest_response,
+    BulkRequest: _check_bulk_request,
+    BulkResponse: _check_bulk_response,
+    BulkSocketRequest: _check_bulk_socket_request,
+    BulkSocketResponse: _check_bulk_socket_response,
 }
 
 

@@ -18,6 +18,9 @@ DOMAIN_SECRET = b"swarmnode/secret/1"
 DOMAIN_SESSION = b"swarmnode/session/1"
 """Domain string of a session's signature."""
 
+DOMAIN_BULK = b"swarmnode/bulk/1"
+"""Prefix of what is hashed into a transfer's root."""
+
 DOMAIN_SEED = b"swarmnode/seed/1"
 """Prefix of what is hashed into a block of training seeds."""
 
@@ -41,6 +44,15 @@ MANIFEST_PROTOCOL = "/swarmnode/manifest/1"
 
 SESSION_PROTOCOL = "/swarmnode/session/1"
 """Request/response: this process's own session, against other sessions of the same key. Not in `PROTOCOLS`."""
+
+BULK_PROTOCOL = "/swarmnode/bulk/1"
+"""A stream of chunks. Not in `PROTOCOLS`: a node that has nothing to offer does without."""
+
+BULK_MANIFEST_PROTOCOL = "/swarmnode/bulk-manifest/1"
+"""Request/response: what a transfer consists of. Not in `PROTOCOLS`."""
+
+BULK_SOCKET_PROTOCOL = "/swarmnode/bulk-socket/1"
+"""Request/response: a port and a token for a TLS connection beside libp2p. Not in `PROTOCOLS`."""
 
 PRIVATE_SECURITY = "/swarmnode/noise-xxpsk0/1"
 """Security protocol of a swarm with a pre-shared secret, in place of `/noise`."""

@@ -29,6 +29,22 @@ SESSION_REQUEST_BYTES = 512
 SESSIONS = 4
 """Sessions in a session response, at most."""
 SESSION_RESPONSE_BYTES = SESSIONS * (SESSION_REQUEST_BYTES + 4) + 32
+BULK_CHUNK_BYTES = 1024 * 1024
+"""A chunk of a transfer is at most this long."""
+BULK_MIN_CHUNK_BYTES = 4 * 1024
+"""And at least this, the last one of a transfer excepted."""
+BULK_CHUNKS = 32 * 1024
+"""Chunks of a transfer, at most: 32 GiB."""
+BULK_MANIFEST_REQUEST_BYTES = 64
+BULK_MANIFEST_BYTES = 32 * BULK_CHUNKS + 128
+"""A transfer's manifest: a hash per chunk, and the map around them."""
+BULK_MANIFEST_RESPONSE_BYTES = BULK_MANIFEST_BYTES + 64
+BULK_SOCKET_REQUEST_BYTES = 128
+BULK_SOCKET_RESPONSE_BYTES = 96
+BULK_REQUEST_BYTES = BULK_CHUNKS // 8 + 128
+"""A request for chunks: one bit for each, and the map around them."""
+BULK_RESPONSE_BYTES = 48
+"""What precedes the chunks."""
 PEER_ID_BYTES = 64
 """A peer id in base58; that of an Ed25519 key has 52 characters."""
 ADDRESS_BYTES = 256
@@ -70,6 +86,12 @@ GROUPS_PER_SECOND = 1000.0
 SECRET_BYTES = 32
 """A private swarm's secret, and the commitment to it."""
 SESSION_BYTES = 16
+TRANSFER_BYTES = 32
+"""A transfer's id."""
+CHUNK_HASH_BYTES = 32
+"""The hash of a chunk, and the root over all of them."""
+TOKEN_BYTES = 32
+"""Admits one TLS connection, once."""
 
 FINGERPRINT_BYTES = 32
 SWARM_ID_BYTES = 32

@@ -211,6 +211,60 @@ class ManifestResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A signed manifest that names it as predecessor; empty when the responder knows none."""
 
 
+class BulkManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a transfer consists of. Its root (`wire.bulk.root`) covers all but the name."""
+
+    transfer: bytes
+    """32 bytes: the transfer's id, chosen by whoever offers it."""
+    size: int
+    """Bytes in all, at least 1."""
+    chunk_bytes: int
+    """Length of every chunk but the last, 4 KiB to 1 MiB."""
+    hashes: bytes
+    """32 bytes for each chunk: its blake2b-256."""
+
+
+class BulkManifestRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    transfer: bytes
+
+
+class BulkManifestResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    status: Status
+    manifest: bytes
+    """A BulkManifest when `status` is ok, else empty."""
+
+
+class BulkRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The first frame of a transfer, on a stream or behind the token on a TLS connection."""
+
+    transfer: bytes
+    root: bytes
+    """32 bytes: of the manifest that the requester has."""
+    wanted: bytes
+    """A bit for each chunk, chunk 0 the lowest of the first byte, the last byte padded with zeros; at least one is set."""
+
+
+class BulkResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The answer to it; when it is ok the wanted chunks follow, in order, and nothing between or behind them."""
+
+    status: Status
+    size: int
+    """Bytes that follow; 0 unless `status` is ok."""
+
+
+class BulkSocketRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    transfer: bytes
+    root: bytes
+
+
+class BulkSocketResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    status: Status
+    port: int
+    """TCP port of the responder's TLS listener, at the IP address of the libp2p connection; 0 unless `status` is ok."""
+    token: bytes
+    """32 bytes that admit the requester once; empty unless `status` is ok."""
+
+
 class Session(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One run of one process under a key; sent in an envelope, so that whoever passes it on can prove it."""
 

@@ -16,6 +16,13 @@ import msgspec
 
 from swarmnode.wire.messages import (
     Announce,
+    BulkManifest,
+    BulkManifestRequest,
+    BulkManifestResponse,
+    BulkRequest,
+    BulkResponse,
+    BulkSocketRequest,
+    BulkSocketResponse,
     Envelope,
     FetchRequest,
     FetchResponse,
@@ -42,6 +49,13 @@ MESSAGES: dict[str, type[msgspec.Struct]] = {
     "manifest_response": ManifestResponse,
     "session": Session,
     "session_response": SessionResponse,
+    "bulk_manifest": BulkManifest,
+    "bulk_manifest_request": BulkManifestRequest,
+    "bulk_manifest_response": BulkManifestResponse,
+    "bulk_request": BulkRequest,
+    "bulk_response": BulkResponse,
+    "bulk_socket_request": BulkSocketRequest,
+    "bulk_socket_response": BulkSocketResponse,
 }
 """File name to message."""
 

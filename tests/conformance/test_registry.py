@@ -25,6 +25,9 @@ def test_names_are_those_of_the_registry():
         "peers": ids.PEERS_PROTOCOL,
         "manifest": ids.MANIFEST_PROTOCOL,
         "session": ids.SESSION_PROTOCOL,
+        "bulk": ids.BULK_PROTOCOL,
+        "bulk_manifest": ids.BULK_MANIFEST_PROTOCOL,
+        "bulk_socket": ids.BULK_SOCKET_PROTOCOL,
     }
     assert REGISTRY["topics"] == {"rollouts": ids.ROLLOUT_TOPIC}
 
@@ -42,6 +45,7 @@ def test_domain_strings_are_those_of_the_registry():
         "manifest": ids.DOMAIN_MANIFEST,
         "secret": ids.DOMAIN_SECRET,
         "session": ids.DOMAIN_SESSION,
+        "bulk": ids.DOMAIN_BULK,
         "seed": ids.DOMAIN_SEED,
         "evaluation": ids.DOMAIN_EVALUATION,
         "task": ids.DOMAIN_TASK,
@@ -67,6 +71,15 @@ def test_caps_are_those_of_the_registry():
         "manifest_response": limits.MANIFEST_RESPONSE_BYTES,
         "session_request": limits.SESSION_REQUEST_BYTES,
         "session_response": limits.SESSION_RESPONSE_BYTES,
+        "bulk_chunk": limits.BULK_CHUNK_BYTES,
+        "bulk_min_chunk": limits.BULK_MIN_CHUNK_BYTES,
+        "bulk_manifest": limits.BULK_MANIFEST_BYTES,
+        "bulk_manifest_request": limits.BULK_MANIFEST_REQUEST_BYTES,
+        "bulk_manifest_response": limits.BULK_MANIFEST_RESPONSE_BYTES,
+        "bulk_request": limits.BULK_REQUEST_BYTES,
+        "bulk_response": limits.BULK_RESPONSE_BYTES,
+        "bulk_socket_request": limits.BULK_SOCKET_REQUEST_BYTES,
+        "bulk_socket_response": limits.BULK_SOCKET_RESPONSE_BYTES,
         "peer_id": limits.PEER_ID_BYTES,
         "address": limits.ADDRESS_BYTES,
         "zstd_window": limits.ZSTD_WINDOW_BYTES,
@@ -90,6 +103,9 @@ def test_caps_are_those_of_the_registry():
         "signature": limits.SIGNATURE_BYTES,
         "secret": limits.SECRET_BYTES,
         "session": limits.SESSION_BYTES,
+        "transfer": limits.TRANSFER_BYTES,
+        "chunk_hash": limits.CHUNK_HASH_BYTES,
+        "token": limits.TOKEN_BYTES,
     }
     assert REGISTRY["counts"] == {
         "min_completions": limits.MIN_COMPLETIONS,
@@ -103,6 +119,7 @@ def test_caps_are_those_of_the_registry():
         "settings": limits.SETTINGS,
         "bootstrap": limits.BOOTSTRAP_ADDRESSES,
         "members": limits.MEMBERS,
+        "bulk_chunks": limits.BULK_CHUNKS,
         "sessions": limits.SESSIONS,
         "index_bits": limits.INDEX_BITS,
         "block_bits": seeds.BLOCK_BITS,

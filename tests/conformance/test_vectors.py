@@ -16,11 +16,18 @@ from swarmnode.errors import BadMessage
 from swarmnode.rollouts.admission import Admission, Rejected
 from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
 from swarmnode.testing import frames, vectors
-from swarmnode.wire import limits
+from swarmnode.wire import bulk, limits
 from swarmnode.wire.codec import DECODE_REASONS, decode
 from swarmnode.wire.envelope import content_id, peer_id, unseal
 from swarmnode.wire.manifest import open_manifest
 from swarmnode.wire.messages import (
+    BulkManifest,
+    BulkManifestRequest,
+    BulkManifestResponse,
+    BulkRequest,
+    BulkResponse,
+    BulkSocketRequest,
+    BulkSocketResponse,
     FetchRequest,
     FetchResponse,
     ManifestRequest,
@@ -43,6 +50,13 @@ MESSAGES = {
     "manifest_request": (ManifestRequest, limits.MANIFEST_REQUEST_BYTES),
     "manifest_response": (ManifestResponse, limits.MANIFEST_RESPONSE_BYTES),
     "session_response": (SessionResponse, limits.SESSION_RESPONSE_BYTES),
+    "bulk_manifest": (BulkManifest, limits.BULK_MANIFEST_BYTES),
+    "bulk_manifest_request": (BulkManifestRequest, limits.BULK_MANIFEST_REQUEST_BYTES),
+    "bulk_manifest_response": (BulkManifestResponse, limits.BULK_MANIFEST_RESPONSE_BYTES),
+    "bulk_request": (BulkRequest, limits.BULK_REQUEST_BYTES),
+    "bulk_response": (BulkResponse, limits.BULK_RESPONSE_BYTES),
+    "bulk_socket_request": (BulkSocketRequest, limits.BULK_SOCKET_REQUEST_BYTES),
+    "bulk_socket_response": (BulkSocketResponse, limits.BULK_SOCKET_RESPONSE_BYTES),
 }
 FRAMES = [(name, vector) for name, document in DOCUMENTS.items() for vector in document["vectors"] if "read_as" in vector]
 ADMISSIONS = [(document, vector) for document in DOCUMENTS.values() for vector in document["vectors"] if "admit" in vector]
@@ -129,6 +143,7 @@ def test_swarmnode_derives_what_is_recorded(vector):
         ),
         "evaluation_seed": lambda: evaluation_seed(given["task"], given["block"]),
         "choose_task": lambda: choose_task(given["tasks"], given["seed"], given["index"]),
+        "bulk_root": lambda: bulk.root(BulkManifest(b"", given["size"], given["chunk_bytes"], bytes.fromhex(given["hashes"]))).hex(),
     }[vector["derive"]]()
     assert got == vector["output"]
 
