@@ -146,7 +146,8 @@ def top(*, url: Url = "http://127.0.0.1:9464") -> int:
     """
     from swarmnode.observe.top import top_command
 
-    return top_command(url)
+    top_command(url)
+    return 0
 
 
 @config_app.command(name="show")

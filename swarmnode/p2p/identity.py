@@ -47,12 +47,12 @@ def load_or_create(path: Path) -> Identity:
     except OSError as error:
         raise Unavailable(f"cannot use the identity file {path}: {error.strerror}") from error
     try:
-        key = serialization.load_pem_private_key(data, password=None)
+        loaded = serialization.load_pem_private_key(data, password=None)
     except (ValueError, TypeError) as error:  # TypeError: encrypted
         raise StateError(f"the identity file {path} is not an unencrypted PEM key; restore or remove it") from error
-    if not isinstance(key, Ed25519PrivateKey):
+    if not isinstance(loaded, Ed25519PrivateKey):
         raise StateError(f"the identity file {path} holds a key that is not Ed25519")
-    return from_key(key)
+    return from_key(loaded)
 
 
 def from_key(key: Ed25519PrivateKey) -> Identity:

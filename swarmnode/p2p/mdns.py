@@ -49,7 +49,7 @@ def advertised(listen: Iterable[Address], interfaces: Iterable[str]) -> list[Add
             continue
         candidates = [each for each in own if each.version == ip.version] if ip.is_unspecified else [ip]
         found += [Address(address.kind, str(each), address.port) for each in candidates]
-    return list(dict.fromkeys(each for each in found if each.scope != LOOPBACK and not each.ip.is_link_local))
+    return list(dict.fromkeys(each for each in found if each.scope != LOOPBACK and each.ip is not None and not each.ip.is_link_local))
 
 
 def interface_addresses() -> list[str]:

@@ -150,7 +150,7 @@ class PeerTable:
         missing = self._target - len(self.connected()) - dialling
         due = [each for each in self._peers.values() if each.due <= now and not each.dialling and not each.connections and each.addresses]
         due.sort(key=lambda each: (each.source != "bootstrap", -each.last_seen, each.due))
-        dials = []
+        dials: list[Dial] = []
         for each in due:
             if len(dials) >= limit or (missing <= 0 and each.source != "bootstrap"):
                 break

@@ -17,6 +17,10 @@ import msgspec
 from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
 
 
+Outcome = Literal["used", "spot_check", "mean_logprob", "untokenizable"]
+"""What the trainer makes of a drawn group."""
+
+
 class OwnGroup(msgspec.Struct, frozen=True, tag="own_group"):
     """Trainer → network: a group to sign and publish. The network process adds model, tokenizer and time."""
 
@@ -64,7 +68,7 @@ class Judged(msgspec.Struct, frozen=True, tag="judged"):
 
     content: bytes
     peer: str
-    outcome: Literal["used", "spot_check", "mean_logprob", "untokenizable"]
+    outcome: Outcome
 
 
 class PolicyFacts(Protocol):

@@ -21,7 +21,7 @@ from swarmnode.policy.logprobs import Row
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.rl.advantages import advantages, train_mask, zero_advantage
 from swarmnode.rl.corrections import mean_logprob_floor, sequence_correction, spot_check
-from swarmnode.rollouts.groups import ExternalGroup
+from swarmnode.rollouts.groups import ExternalGroup, Outcome
 from swarmnode.wire.messages import Completion
 from swarmnode.wire.tensors import unpack_ids, unpack_logprobs
 
@@ -47,7 +47,7 @@ class Judgement:
     """What became of drawn external groups."""
 
     accepted: list[TrainingGroup] = field(default_factory=list)
-    outcomes: list[tuple[ExternalGroup, str]] = field(default_factory=list)
+    outcomes: list[tuple[ExternalGroup, Outcome]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def completion_ids(policy: Policy, group: ExternalGroup, completion: Completion)
     return ids
 
 
-def weigh(group: ExternalGroup, local: list[list[float]], policy: Policy, cfg: SharingConfig) -> tuple[str, list[float]]:
+def weigh(group: ExternalGroup, local: list[list[float]], policy: Policy, cfg: SharingConfig) -> tuple[Outcome, list[float]]:
     """The judgement of one group and its completions' weights. `local` (G, T_i): our log-probabilities at the sender's temperature."""
     completions = group.group.completions
     same_policy = group.group.model == policy.fingerprint and group.group.tokenizer == policy.tokenizer_hash
