@@ -182,6 +182,16 @@ class Node:
             await stream.reset()
         return await self.cancel_reads(address, peer, 1000)
 
+    async def break_connections(self) -> dict:
+        """An error inside every connection's own task, as a bug in the muxer would cause."""
+
+        async def bug() -> None:
+            raise RuntimeError("a muxer with a bug")
+
+        for one in self.host.get_network().get_connections():
+            one.muxed_conn._nursery.start_soon(bug)
+        return {}
+
     async def cancel_opens(self, address: str, peer: str, times: int) -> dict:
         """Cancel `new_stream` after 0, 1, 2, … steps of the scheduler; how many of the 256 outbound slots are free afterwards."""
         await self.connect(address, peer)

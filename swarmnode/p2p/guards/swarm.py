@@ -135,8 +135,8 @@ def _install_new_stream() -> None:
 def _install_connection_tasks() -> None:
     """An error in a connection's own tasks costs that connection.
 
-    Defect: `Swarm.add_conn` starts `Yamux.start` and `SwarmConn.start` as tasks of the whole service (also every notifee called when a
-    connection ends runs there). Here: their errors are counted and the connection is closed. Cost: none.
+    Defect: `Swarm.add_conn` starts `Yamux.start` and `SwarmConn.start` as tasks of the whole service, so that an error in
+    either ends it. Here: their errors are counted and the connection is closed. Cost: none.
     Not needed any more when `add_conn` starts them under a supervisor of their own.
     """
     start_muxer, start_connection = Yamux.start, SwarmConn.start

@@ -107,6 +107,22 @@ async def test_a_killer_of_stock_hosts_is_survived(guard):
         assert guard == "transport" or counted[guard.split()[0]] == 1
 
 
+async def test_an_error_in_a_connections_own_task_costs_that_connection():
+    with processes(stock(), guarded()) as (victim, survivor):
+        async with attacker.connect(victim.address) as peer:
+            await peer.open("/test/hold/1")
+            with contextlib.suppress(Exception):
+                await victim.ask("break_connections")
+            assert await victim.dies(), "upstream fixed this: remove guard service_failed"
+        async with attacker.connect(survivor.address) as peer:
+            await peer.open("/test/hold/1")
+            await survivor.ask("break_connections")
+            with trio.fail_after(5):
+                await peer.lost.wait()
+        assert await survivor.counted("service_failed") == 1
+        assert await survivor.serves()
+
+
 async def test_one_rpc_of_twelve_thousand_messages_does_not_stop_the_loop():
     with processes(stock(), guarded()) as (victim, survivor):
         with contextlib.suppress(Exception):
