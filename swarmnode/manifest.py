@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from pydantic import ValidationError
 
 from swarmnode import __version__
@@ -163,6 +164,19 @@ def check_model(manifest: SwarmManifest, fingerprint: bytes, tokenizer: bytes) -
     names = " or ".join(f"{model.name} {model.fingerprint.hex()[:16]}…" for model in manifest.models)
     own = f"{fingerprint.hex()[:16]}…"
     raise Refused(f"the model loaded has fingerprint {own}; the swarm trains {names}: set policy.model and policy.revision")
+
+
+def shown(manifest: SwarmManifest) -> dict[str, Any]:
+    """As JSON has it, for people: bytes in hex."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: plain(item) for name, item in value.items()}
+        if isinstance(value, list):
+            return [plain(item) for item in value]
+        return value.hex() if isinstance(value, bytes) else value
+
+    return dict(plain(msgspec.to_builtins(manifest, builtin_types=(bytes,))))
 
 
 def members(manifest: SwarmManifest) -> frozenset[str] | None:

@@ -14,6 +14,7 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +22,7 @@ import structlog
 import trio
 
 from swarmnode.config import Config
-from swarmnode.errors import Unavailable
+from swarmnode.errors import SwarmNodeError, Unavailable
 from swarmnode.files import write_atomically
 from swarmnode.process import PROGRESS_FD
 from swarmnode.watchdog import End, Watchdog
@@ -33,13 +34,16 @@ WATCH_INTERVAL_SECONDS = 0.25
 LINE_BYTES = 4096
 
 
-def run(config: Config) -> int:
+def run(config: Config, refresh: Callable[[], Config] | None = None, commands: Mapping[str, str] = COMMANDS) -> int:
     """Run a node until it is told to stop or cannot go on; return its exit code.
+
+    refresh: the configuration again, asked before each start of a process, because a manifest may have changed it since.
+    commands: process name to module.
 
     Raises:
         Unavailable: the data directory cannot be written, or another node runs in it.
     """
-    return trio.run(Supervisor(config).run)
+    return trio.run(Supervisor(config, refresh, commands).run)
 
 
 @dataclass
@@ -51,11 +55,13 @@ class Child:
 
 
 class Supervisor:
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, refresh: Callable[[], Config] | None = None, commands: Mapping[str, str] = COMMANDS) -> None:
         self._config = config
+        self._refresh = refresh
+        self._commands = commands
         self._run_dir = config.node.data_dir / "run"
         rng = random.Random()
-        self._children = {name: Child(name, Watchdog(name, config.supervisor, rng)) for name in COMMANDS}
+        self._children = {name: Child(name, Watchdog(name, config.supervisor, rng)) for name in commands}
         self._stopping = trio.Event()
         self._exit_code = 0
 
@@ -63,7 +69,6 @@ class Supervisor:
         lock = lock_data_dir(self._config.node.data_dir)
         try:
             config_file = self._run_dir / "config.json"
-            write_atomically(config_file, self._config.model_dump_json(indent=1).encode())
             self._write_statistics()
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._signals)
@@ -81,11 +86,12 @@ class Supervisor:
     async def _keep_running(self, child: Child, config_file: Path) -> None:
         """Start `child`, wait for its end, and start it again until the watchdog or a signal says otherwise."""
         while not self._stopping.is_set():
+            self._write_config(config_file)
             read_fd, write_fd = os.pipe()
             child.exited = trio.Event()
             # From this thread: trio would start it from a worker thread, and die_with_parent fires when *that* ends.
             child.process = subprocess.Popen(  # noqa: ASYNC220
-                [sys.executable, "-m", COMMANDS[child.name], "--config", str(config_file)],
+                [sys.executable, "-m", self._commands[child.name], "--config", str(config_file)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(write_fd,),
                 env={**os.environ, PROGRESS_FD: str(write_fd)},
@@ -114,6 +120,15 @@ class Supervisor:
             log.warning("restarting", process=child.name, exit_code=exit_code, after_seconds=round(verdict.after_seconds, 2))
             with trio.move_on_after(verdict.after_seconds):
                 await self._stopping.wait()
+
+    def _write_config(self, config_file: Path) -> None:
+        """What the next process is started with. When it cannot be had again, it is what it was."""
+        if self._refresh is not None:
+            try:
+                self._config = self._refresh()
+            except SwarmNodeError as error:
+                log.error("keeping the configuration", error=str(error))
+        write_atomically(config_file, self._config.model_dump_json(indent=1).encode())
 
     async def _read_progress(self, child: Child, fd: int) -> None:
         async with trio.lowlevel.FdStream(fd) as pipe:
@@ -155,7 +170,8 @@ class Supervisor:
         await self._stopping.wait()
         with trio.move_on_after(self._config.supervisor.drain_seconds) as bound:
             for name in ("trainer", "network"):
-                await self._terminate(self._children[name])
+                if name in self._children:
+                    await self._terminate(self._children[name])
         if bound.cancelled_caught:
             log.warning("drain took too long", seconds=self._config.supervisor.drain_seconds)
             self._send(signal.SIGKILL)
@@ -215,7 +231,8 @@ def parse_progress(line: bytes) -> tuple[float | None, str] | None:
 def lock_data_dir(data_dir: Path) -> int:
     """Create the directory and hold it: one node per directory. Returns the descriptor that holds the lock."""
     try:
-        (data_dir / "run").mkdir(parents=True, exist_ok=True, mode=0o700)
+        data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (data_dir / "run").mkdir(exist_ok=True, mode=0o700)
         fd = os.open(data_dir / "run" / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise Unavailable(f"data directory {data_dir} cannot be used: {error.strerror}") from None

@@ -76,7 +76,7 @@ class Dialer:
                     self._reached(order)
                     return
                 except Exception as error:  # refused, reset, wrong key, no such name, full, … in a dozen exception types
-                    why = _why(error)
+                    why = first_cause(error)
             self._failed(order, address, why)
         self._table.failed(order.peer, trio.current_time())
 
@@ -95,10 +95,10 @@ class Dialer:
             log.info("bootstrap peer reached: %s", order.peer)
 
 
-def _why(error: BaseException) -> str:
+def first_cause(error: BaseException) -> str:
     """The first cause, which says what happened; the library's wrappers only say that something did."""
     while error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, BaseExceptionGroup):
-        return _why(error.exceptions[0])
+        return first_cause(error.exceptions[0])
     return str(error) or type(error).__name__

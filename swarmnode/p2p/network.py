@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import random
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 
 from swarmnode.config import NetworkConfig
+from swarmnode.errors import PeerError
 from swarmnode.p2p import book, guards, mdns
 from swarmnode.p2p.addresses import Address, from_socket
-from swarmnode.p2p.dialer import Dialer
+from swarmnode.p2p.dialer import DIAL_SECONDS, Dialer, first_cause
 from swarmnode.p2p.exchange import PeerExchange
 from swarmnode.p2p.gate import Gate
 from swarmnode.p2p.gossip import Gossip, GossipStatistics, Verdict
@@ -75,6 +77,7 @@ class Network:
         listen: list[Address],
         announce: list[Address],
         bootstrap: list[tuple[Address, str]],
+        members: Collection[str] | None = None,
         rng: random.Random | None = None,
     ) -> None:
         rng = rng or random.Random()
@@ -99,6 +102,7 @@ class Network:
         )
         self._mdns = mdns.Discovery(own, swarm, listen, self._heard) if cfg.mdns else None
         self._bootstrap = bootstrap
+        self._members = members
 
     # -- for `open_host`
 
@@ -148,6 +152,17 @@ class Network:
         if self.reputation.rejected(peer, reason, trio.current_time(), cost) is Standing.BANNED:
             self.disconnect(peer)
 
+    async def dial(self, peer: str, address: str) -> None:
+        """Connects now, beside the redial loop. Raises PeerError, which says why it failed."""
+        why = f"no answer within {DIAL_SECONDS:g} s"
+        with trio.move_on_after(DIAL_SECONDS):
+            try:
+                await self._connect(peer, address)
+                return
+            except Exception as error:  # as in the dialer: a dozen exception types, each of which says that it failed
+                why = first_cause(error)
+        raise PeerError(why)
+
     def disconnect(self, peer: str) -> None:
         """Closes all connections with `peer`, soon."""
         if peer in self.connected():
@@ -178,11 +193,13 @@ class Network:
         return self.reputation.standing(peer, now) is not Standing.BANNED
 
     def _admit(self, peer: str, address: tuple[str, int] | None, inbound: bool) -> bool:
-        """At the end of a handshake: neither ourselves, nor banned, nor one too many from its prefix."""
+        """At the end of a handshake: a member if the swarm is private; neither ourselves, nor banned, nor one too many from its prefix."""
         now = trio.current_time()
         prefix = _prefix(address)
         self.reputation.place(peer, prefix, now)
         if peer == self.peer_id or not self._wanted(peer, now):
+            return False
+        if self._members is not None and peer not in self._members:
             return False
         if inbound and prefix is not None:
             crowd = sum(1 for connection in self._live if (seen := _remote(connection)) is not None and seen.prefix == prefix)

@@ -17,6 +17,9 @@ import psutil
 import structlog
 
 from swarmnode.config import Config
+from swarmnode.errors import LocalError
+from swarmnode.manifest import check_model
+from swarmnode.manifest_store import stored
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.process import Progress
@@ -95,6 +98,9 @@ class Trainer:
             self._progress("loading policy")
 
         self._policy = load_policy(self._config.policy, log=say)
+        opened = stored(self._config)
+        if opened is not None:
+            check_model(opened.manifest, self._policy.fingerprint, self._policy.tokenizer_hash)
         reference = self._policy.reference() if self._cfg.beta > 0 else None
         self._updater = Updater(self._policy, self._cfg, self._batcher, reference)
         self._rng = self._policy.random_generator(self._cfg.seed)
@@ -103,6 +109,7 @@ class Trainer:
         if restored is not None:
             self._counters = restored
             self._counters.sequence += SEQUENCE_MARGIN
+            self._counters.swarm = self._config.swarm.id or restored.swarm
             log.info("restored", step=restored.step, policy_version=restored.policy_version)
         if self._counters.micro_batch_tokens:  # learnt from running out of memory
             self._batcher.tokens = min(self._batcher.tokens, self._counters.micro_batch_tokens)
@@ -136,6 +143,8 @@ class Trainer:
         welcome = self._link.welcome(seconds)
         if welcome is None:
             return False
+        if self._config.swarm.id and welcome.swarm.hex() != self._config.swarm.id:
+            raise LocalError("the node has moved to another swarm; starting again with its manifest")
         self._counters.peer, self._counters.swarm = welcome.peer, welcome.swarm.hex()
         return True
 
