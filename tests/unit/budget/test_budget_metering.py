@@ -60,9 +60,9 @@ def test_a_damaged_total_is_no_reason_not_to_start(tmp_path):
 
 async def test_a_full_disk_costs_the_total_and_not_the_node(tmp_path, monkeypatch):
     traffic = Traffic()
-    gone = tmp_path / "gone"
     traffic.sent = 1
-    m = meter(gone, traffic)
+    (tmp_path / "file").touch()
+    m = meter(tmp_path / "file", traffic)  # no directory, and none can be made
     errors = []
     monkeypatch.setattr(metering.log, "error", lambda *args: errors.append(args[0]))
     with trio.move_on_after(0.01):
