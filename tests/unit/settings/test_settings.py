@@ -59,7 +59,7 @@ def test_mistakes_in_environment_and_command_line_name_their_origin():
         settings.load(overrides=["http.prot=1"])
     with pytest.raises(ConfigError, match="not key=value"):
         settings.load(overrides=["http.port"])
-    with pytest.raises(ConfigError, match="command line: sharing.drop_staleness: .*at least max_staleness"):
+    with pytest.raises(ConfigError, match=r"command line: sharing\.drop_staleness: .*at least max_staleness"):
         settings.load(overrides=["sharing.drop_staleness=1"])
 
 
