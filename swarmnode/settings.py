@@ -66,7 +66,7 @@ def load(file: Path | None = None, environment: Mapping[str, str] | None = None,
     """
     environment = environment or {}
     settings: dict[str, tuple[Any, str]] = {}
-    for source in (_from_file(file, environment), _from_environment(environment), _from_overrides(overrides)):
+    for source in (_from_systemd(environment), _from_file(file, environment), _from_environment(environment), _from_overrides(overrides)):
         settings.update(source)
     nested: dict[str, Any] = {}
     for key, (value, _) in settings.items():
@@ -83,6 +83,12 @@ def load(file: Path | None = None, environment: Mapping[str, str] | None = None,
         key = ".".join(str(part) for part in first["loc"] if isinstance(part, str))
         known = next((k for k in origins if key == k or key.startswith(k + ".") or k.startswith(key + ".")), key)
         raise ConfigError(f"{origins.get(known, 'configuration')}: {known}: {first['msg']}") from None
+
+
+def _from_systemd(environment: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    """The directory that a unit's StateDirectory= gives us, in place of the user's; anything else said about it comes later and wins."""
+    directory = environment.get("STATE_DIRECTORY", "").split(":")[0]
+    return {"node.data_dir": (directory, "systemd STATE_DIRECTORY")} if directory else {}
 
 
 def _from_file(file: Path | None, environment: Mapping[str, str]) -> dict[str, tuple[Any, str]]:

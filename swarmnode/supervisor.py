@@ -24,6 +24,7 @@ import trio
 from swarmnode.config import Config
 from swarmnode.errors import SwarmNodeError, Unavailable
 from swarmnode.files import write_atomically
+from swarmnode.observe.systemd import Notifier
 from swarmnode.process import PROGRESS_FD
 from swarmnode.watchdog import End, Watchdog
 
@@ -31,6 +32,10 @@ log = structlog.get_logger("swarmnode.supervisor")
 
 COMMANDS = {"network": "swarmnode.node", "trainer": "swarmnode.trainer"}
 WATCH_INTERVAL_SECONDS = 0.25
+NOTIFY_SECONDS = 1.0
+"""Between two words to systemd; its watchdog must be patient for several of them."""
+OVERDUE_SECONDS = 5.0
+"""A process that is still there so long after it should have been killed is beyond us: systemd hears no more."""
 LINE_BYTES = 4096
 
 
@@ -70,8 +75,10 @@ class Supervisor:
         try:
             config_file = self._run_dir / "config.json"
             self._write_statistics()
+            self._notifier = Notifier(os.environ)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._signals)
+                nursery.start_soon(self._notify)
                 nursery.start_soon(self._drain_when_stopping, nursery.cancel_scope)
                 for child in self._children.values():
                     nursery.start_soon(self._keep_running, child, config_file)
@@ -154,6 +161,15 @@ class Supervisor:
                     child.process.kill()
                 await child.exited.wait()
 
+    async def _notify(self) -> None:
+        """Keep systemd informed. Nothing hangs while each process is either in time, or gone and about to be started again."""
+        while True:
+            late = trio.current_time() - OVERDUE_SECONDS
+            running = [child for child in self._children.values() if child.process is not None and child.process.poll() is None]
+            well = self._stopping.is_set() or all(child.watchdog.deadline() > late for child in running)
+            self._notifier.beat({name: child.watchdog.statistics().status for name, child in self._children.items()}, well)
+            await trio.sleep(NOTIFY_SECONDS)
+
     async def _signals(self) -> None:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as received:
             async for signum in received:
@@ -168,6 +184,7 @@ class Supervisor:
     async def _drain_when_stopping(self, scope: trio.CancelScope) -> None:
         """The trainer first, so that its last groups can still be published; then the network; then force."""
         await self._stopping.wait()
+        self._notifier.stopping(self._config.supervisor.drain_seconds)
         with trio.move_on_after(self._config.supervisor.drain_seconds) as bound:
             for name in ("trainer", "network"):
                 if name in self._children:

@@ -42,13 +42,12 @@ def node(tmp_path, monkeypatch):
             package = tmp_path / f"child_{name}.py"
             package.write_text(code)
             commands[name] = f"child_{name}"
-        monkeypatch.setattr(module, "COMMANDS", commands)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
         config = Config.model_validate({
             "node": {"data_dir": tmp_path / "data"},
             "supervisor": {"backoff_seconds": 0.01, "stall_floor_seconds": 0.5, "drain_seconds": 5.0, **limits},
         })  # fmt: skip
-        return Supervisor(config)
+        return Supervisor(config, commands=commands)
 
     def pids(name):
         path = tmp_path / name
