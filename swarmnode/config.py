@@ -12,7 +12,6 @@ from typing import Literal
 import platformdirs
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-
 QUIET_HOURS = r"^$|^([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d$"
 
 
@@ -181,6 +180,8 @@ class SharingConfig(Section):
     """Groups of other models: completions less likely than this per token are not trained on."""
     spot_check_tolerance: float = Field(default=1.0, gt=0)
     """Groups of the same model: median |difference of log-probability| per token above which a group is rejected."""
+    surprise_tolerance: float = Field(default=1.0, gt=0)
+    """Groups of the same model: mean excess of surprise over our policy's entropy per token, nats, above which nobody sampled them."""
     utility_guard: bool = True
     """Take fewer external groups while they disagree with what helps this node."""
 

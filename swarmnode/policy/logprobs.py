@@ -90,7 +90,13 @@ def completion_logprobs(policy: Policy, batch: Batch, temperature: float) -> tup
 
 
 @torch.no_grad()
+def score_with_entropy(policy: Policy, rows: Sequence[Row], temperature: float) -> list[tuple[list[float], list[float]]]:
+    """(log-probabilities, entropies) at the completion tokens of each row, without gradient, in one pass."""
+    logprobs, entropy = completion_logprobs(policy, collate(rows, policy.pad_id, policy.device), temperature)
+    values = zip(logprobs.tolist(), entropy.tolist(), rows, strict=True)
+    return [(chosen[: len(c)], spread[: len(c)]) for chosen, spread, (_, c) in values]
+
+
 def score(policy: Policy, rows: Sequence[Row], temperature: float) -> list[list[float]]:
     """Log-probability of each completion token of each row, without gradient, in one pass."""
-    logprobs, _ = completion_logprobs(policy, collate(rows, policy.pad_id, policy.device), temperature)
-    return [values[: len(c)] for values, (_, c) in zip(logprobs.tolist(), rows, strict=True)]
+    return [chosen for chosen, _ in score_with_entropy(policy, rows, temperature)]

@@ -12,7 +12,7 @@ import torch
 from swarmnode.errors import DeviceError
 from swarmnode.policy.generate import GroupSample
 from swarmnode.policy.load import Policy
-from swarmnode.policy.logprobs import Row, score
+from swarmnode.policy.logprobs import Row, score_with_entropy
 
 T = TypeVar("T")
 
@@ -116,13 +116,18 @@ class MicroBatcher:
                 out[row] = group
         return [g for g in out if g is not None]
 
-    def score(self, policy: Policy, rows: Sequence[Row], temperature: float) -> list[list[float]]:
-        """`logprobs.score` in micro-batches."""
-        out: list[list[float]] = [[] for _ in rows]
-        for indices, values in self.run([len(p) + len(c) for p, c in rows], lambda i: score(policy, [rows[r] for r in i], temperature)):
+    def score_with_entropy(self, policy: Policy, rows: Sequence[Row], temperature: float) -> list[tuple[list[float], list[float]]]:
+        """`logprobs.score_with_entropy` in micro-batches."""
+        out: list[tuple[list[float], list[float]]] = [([], [])] * len(rows)
+        work = lambda indices: score_with_entropy(policy, [rows[i] for i in indices], temperature)
+        for indices, values in self.run([len(p) + len(c) for p, c in rows], work):
             for index, value in zip(indices, values, strict=True):
                 out[index] = value
         return out
+
+    def score(self, policy: Policy, rows: Sequence[Row], temperature: float) -> list[list[float]]:
+        """`logprobs.score` in micro-batches."""
+        return [chosen for chosen, _ in self.score_with_entropy(policy, rows, temperature)]
 
     def _shrink(self, failed: int) -> None:
         """Half of what failed: the bound itself may be far above any batch there was."""

@@ -20,10 +20,13 @@ from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import Row
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.rl.advantages import advantages, train_mask, zero_advantage
-from swarmnode.rl.corrections import mean_logprob_floor, sequence_correction, spot_check
+from swarmnode.rl.corrections import mean_logprob_floor, sequence_correction, spot_check, surprise_check
 from swarmnode.rollouts.groups import ExternalGroup, Outcome
 from swarmnode.wire.messages import Completion
 from swarmnode.wire.tensors import unpack_ids, unpack_logprobs
+
+Scored = tuple[list[float], list[float]]
+"""(log-probabilities, entropies) of one completion's T tokens under our policy, nats."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +95,13 @@ def judge(groups: Sequence[ExternalGroup], policy: Policy, batcher: MicroBatcher
         except ForgedIds:
             judgement.outcomes.append((group, "spot_check"))
     local = _score(policy, batcher, [rows for _, rows in readable], temperature)
-    for (group, rows), logprobs in zip(readable, local, strict=True):
+    for (group, rows), scored in zip(readable, local, strict=True):
         theirs = group.group.sampling.temperature  # what the peer says is of its policy at its temperature
-        comparable = logprobs if theirs == temperature else _score(policy, batcher, [rows], theirs)[0]
+        comparable = scored if theirs == temperature else _score(policy, batcher, [rows], theirs)[0]
         outcome, weights = weigh(group, comparable, policy, cfg)
         judgement.outcomes.append((group, outcome))
         if outcome == "used":
-            judgement.accepted.append(TrainingGroup(rows, logprobs, group.rewards, weights, group.peer))
+            judgement.accepted.append(TrainingGroup(rows, [chosen for chosen, _ in scored], group.rewards, weights, group.peer))
     return judgement
 
 
@@ -120,8 +123,9 @@ def completion_ids(policy: Policy, group: ExternalGroup, completion: Completion)
     return ids
 
 
-def weigh(group: ExternalGroup, local: list[list[float]], policy: Policy, cfg: SharingConfig) -> tuple[Outcome, list[float]]:
-    """The judgement of one group and its completions' weights. `local` (G, T_i): our log-probabilities at the sender's temperature."""
+def weigh(group: ExternalGroup, scored: list[Scored], policy: Policy, cfg: SharingConfig) -> tuple[Outcome, list[float]]:
+    """The judgement of one group and its completions' weights. `scored` (G,): what our policy says at the sender's temperature."""
+    local = [chosen for chosen, _ in scored]  # (G, T_i)
     completions = group.group.completions
     same_policy = group.group.model == policy.fingerprint and group.group.tokenizer == policy.tokenizer_hash
     packed = [unpack_logprobs(c.logprobs).tolist() for c in completions]
@@ -129,7 +133,8 @@ def weigh(group: ExternalGroup, local: list[list[float]], policy: Policy, cfg: S
     if same_policy and all(packed):
         ours = torch.tensor([x for row in local for x in row])
         theirs = torch.tensor([x for row in packed for x in row])
-        if not spot_check(ours, theirs, cfg.spot_check_tolerance):
+        entropy = torch.tensor([x for _, spread in scored for x in spread])
+        if not spot_check(ours, theirs, cfg.spot_check_tolerance) or not surprise_check(ours, entropy, cfg.surprise_tolerance):
             return "spot_check", []
     else:
         tokens = torch.tensor([float(len(row)) for row in local])
@@ -168,8 +173,8 @@ def assemble(groups: Sequence[TrainingGroup], estimator: str) -> Rows:
     )
 
 
-def _score(policy: Policy, batcher: MicroBatcher, groups: list[list[Row]], temperature: float) -> list[list[list[float]]]:
-    flat = batcher.score(policy, [row for rows in groups for row in rows], temperature)
+def _score(policy: Policy, batcher: MicroBatcher, groups: list[list[Row]], temperature: float) -> list[list[Scored]]:
+    flat = batcher.score_with_entropy(policy, [row for rows in groups for row in rows], temperature)
     out, start = [], 0
     for rows in groups:
         out.append(flat[start : start + len(rows)])

@@ -8,6 +8,7 @@ import torch
 from swarmnode.config import PolicyConfig, SharingConfig
 from swarmnode.policy.generate import generate
 from swarmnode.policy.load import load_policy
+from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.rollouts.groups import ExternalGroup
 from swarmnode.trainer.batch import assemble, judge, own_group
@@ -81,6 +82,17 @@ def test_logprobs_of_another_policy_fail_the_spot_check(policy, sample):
     judgement = judged(policy, external(policy, sample, shift=-3.0))
     assert judgement.accepted == []
     assert [outcome for _, outcome in judgement.outcomes] == ["spot_check"]
+
+
+def test_a_made_up_text_with_true_logprobs_is_too_surprising(policy, sample):
+    """A liar that computes what our policy gives to a text that it made up: the numbers agree, and nobody sampled it."""
+    made_up = [policy.tokenize_completion(text, "eos") for text in ("zQ9", "Kx7", "qZ4", "Wv3")]
+    logprobs = score(policy, [(sample.prompt_ids, ids) for ids in made_up], 1.0)
+    completions = [type(sample.completions[0])(ids, lps, policy.decode(ids), "eos") for ids, lps in zip(made_up, logprobs, strict=True)]
+    forged = external(policy, type(sample)(sample.prompt_ids, completions))
+    assert [outcome for _, outcome in judged(policy, forged).outcomes] == ["spot_check"]
+    blind = SharingConfig(surprise_tolerance=100.0)
+    assert [outcome for _, outcome in judged(policy, forged, blind).outcomes] == ["used"], "the spot check alone believes it"
 
 
 def test_ids_that_do_not_spell_the_rewarded_text_are_caught(policy, sample):
