@@ -38,6 +38,9 @@ WINDOW_PER_PEER: Final = 4
 FIRST: Final = 4
 """Accepted distances before the median is believed. Until then τ is 2 ‖θ_i − φ_i‖, and nobody is called far away: we may have trained for
 one step and the partner for fifty."""
+EPSILON_RANGE: Final = 4.0
+"""ε grows with what honest exchanges do to the probe (a policy that learns fast moves it up and down), but no further than this times the
+least ε."""
 LEAST_TAU: Final = 1e-4
 """In units of ‖θ_i‖. Replicas that have become equal would otherwise call the first one that learns an attacker."""
 PEERS: Final = 4096
@@ -102,6 +105,8 @@ class GateStatistics:
     """Of the last exchange that was measured."""
     tau: dict[int, float]
     """By fragment."""
+    epsilon: float
+    """Nats that the probe may be worse, now."""
     strikes: int
     """Peers with at least one."""
     greylisted: int
@@ -110,11 +115,12 @@ class GateStatistics:
 class Gate:
     """Judges peers' tensors against ours. Pure but for the `probe` that it is handed; `now` is any monotonic time in seconds."""
 
-    def __init__(self, epsilon: float = 0.02, greylist_seconds: float = 3600.0) -> None:
-        """epsilon: nats that θ̄ may be worse than θ_i on the probe."""
+    def __init__(self, epsilon: float = 0.05, greylist_seconds: float = 3600.0) -> None:
+        """epsilon: nats that θ̄ may be worse than θ_i on the probe, at least."""
         self.epsilon = epsilon
         self.greylist_seconds = greylist_seconds
         self._distances: dict[int, deque[tuple[str, float]]] = {}
+        self._changes: deque[tuple[str, float]] = deque(maxlen=WINDOW)
         self._strikes: OrderedDict[str, float] = OrderedDict()
         self._greylist: OrderedDict[str, float] = OrderedDict()
         self._outcomes = Counter(dict.fromkeys(OUTCOMES, 0))
@@ -165,10 +171,13 @@ class Gate:
         losses: dict[str, float] = {}
         if probe is not None:
             losses = {"loss_before": probe(mine), "loss_after": probe(mean)}
-            if not losses["loss_after"] <= losses["loss_before"] + self.epsilon:  # a NaN is refused too
+            change = losses["loss_after"] - losses["loss_before"]
+            if not change <= self.tolerance():  # a NaN is refused too
                 return self._ended(peer, "probe", now, **measured, scale=scale, **losses)
+            _remember(self._changes, peer, abs(change))
         # clipped, so that no accepted exchange can raise the threshold by more than the others would; whole while there is no threshold
-        self._remember(fragment, peer, min(distance, tau) if known else distance)
+        window = self._distances.setdefault(fragment, deque(maxlen=WINDOW))
+        _remember(window, peer, min(distance, tau) if known else distance)
         self._scales += scale
         if probation:
             return self._ended(peer, "probation", now, mean=dict(mine), **measured, scale=scale, **losses)
@@ -192,12 +201,10 @@ class Gate:
         accepted = [distance for _, distance in self._distances.get(fragment, ())]
         return max(CLIP * (statistics.median(accepted) if len(accepted) >= FIRST else moved), LEAST_TAU * own)
 
-    def _remember(self, fragment: int, peer: str, distance: float) -> None:
-        window = self._distances.setdefault(fragment, deque(maxlen=WINDOW))
-        of_peer = [entry for entry in window if entry[0] == peer]
-        if len(of_peer) >= WINDOW_PER_PEER:
-            window.remove(of_peer[0])
-        window.append((peer, distance))
+    def tolerance(self) -> float:
+        """ε, nats."""
+        usual = 2 * statistics.median(c for _, c in self._changes) if len(self._changes) >= FIRST else 0.0
+        return min(max(self.epsilon, usual), EPSILON_RANGE * self.epsilon)
 
     def _ended(self, peer: str, outcome: str, now: float, **rest) -> Judged:
         self._outcomes[outcome] += 1
@@ -221,6 +228,7 @@ class Gate:
             clip_ratio=self._scales / taken if taken else 1.0,
             relative_distance=self._relative,
             tau={f: CLIP * statistics.median(d for _, d in window) for f, window in self._distances.items()},
+            epsilon=self.tolerance(),
             strikes=len(self._strikes),
             greylisted=len(self._greylist),
         )
@@ -260,6 +268,13 @@ def _not_usable(theirs: Mapping[str, torch.Tensor]) -> str | None:
             if largest > LARGEST:
                 return "bounds"
     return None
+
+
+def _remember(window: deque[tuple[str, float]], peer: str, value: float) -> None:
+    of_peer = [entry for entry in window if entry[0] == peer]
+    if len(of_peer) >= WINDOW_PER_PEER:
+        window.remove(of_peer[0])
+    window.append((peer, value))
 
 
 def _bounded(table: OrderedDict[str, float], peer: str, value: float) -> None:

@@ -1,0 +1,331 @@
+"""Does averaging in pairs keep replicas together, and do they learn as well? `python -m benchmarks.noloco [--quick] [--json PATH]`
+
+Eight tiny Llamas (benchmarks/replicas.py) on unlike shards of demonstrations, one thread, the product's own outer rules, codecs, fragments
+and gate. All arms of a seed have the same start, the same batches and the same pairs. Held-out loss is over all tasks, mean over honest
+replicas. Bytes are what a node sends, per parameter: encoded payloads counted for exchanges in pairs, computed for a ring all-reduce in
+bfloat16 where all take part. With a hostile peer the control is `one peer silent`: its text is missing there too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.replicas import Parameters, Text, batches, initial, learning_rate, losses, read_text
+from benchmarks.report import heading, spread, table, write_json
+from swarmnode.weights.codecs import Anchor, decode, encode, make_anchor
+from swarmnode.weights.fragments import cut, due
+from swarmnode.weights.gate import Gate, norm
+from swarmnode.weights.layout import Layout, elements, make_layout
+from swarmnode.weights.outer import OuterState, Tensors, average, blend, host_copy
+from swarmnode.weights.rule import make_rule
+
+REPLICAS, HOSTILE = 8, 7
+RING_BYTES = 2 * 2 * (REPLICAS - 1) / REPLICAS
+"""Sent per node and parameter by a ring all-reduce in bfloat16."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    name: str
+    rule: str = "noloco"
+    every: int = 1
+    """Sync interval in units of H."""
+    codec: str = "bfloat16"
+    fragments: int = 1
+    dropped: float = 0.0
+    """Share of exchanges that fail; both ends then step alone."""
+    gate: bool = False
+    hostile: str = ""
+    """What the last replica does: flip sends −θ; informed sends the worst that passes its partner's clip; silent exchanges nothing."""
+
+
+ARMS = (
+    Arm("no averaging", "off"),
+    Arm("DDP, every step", "ddp"),
+    Arm("DiLoCo, H", "diloco"),
+    Arm("DiLoCo, 2H", "diloco", every=2),
+    Arm("gossip", "gossip"),
+    Arm("NoLoCo"),
+    Arm("NoLoCo, two tensors (paper)", "noloco_two"),
+    Arm("NoLoCo, 30 % of exchanges dropped", dropped=0.3),
+    Arm("NoLoCo, int8 of anchor difference", codec="int8"),
+    Arm("NoLoCo, 4 fragments", fragments=4),
+    Arm("NoLoCo + gate, all honest", gate=True),
+    Arm("NoLoCo, one peer silent", hostile="silent"),
+    Arm("one peer sends −θ, no gate", hostile="flip"),
+    Arm("one peer sends −θ, gate", gate=True, hostile="flip"),
+    Arm("one informed peer, gate", gate=True, hostile="informed"),
+)
+QUICK = ("no averaging", "DDP, every step", "DiLoCo, H", "gossip", "NoLoCo", "one peer sends −θ, no gate", "one peer sends −θ, gate")
+
+
+@dataclass(frozen=True)
+class Size:
+    steps: int
+    sync_every: int
+    batch: int
+    peak: float = 3e-3
+    warmup: int = 20
+    own_share: float = 0.75
+
+
+@dataclass
+class Swarm:
+    """One arm of one seed."""
+
+    arm: Arm
+    size: Size
+    text: Text
+    seed: int
+    parameters: Parameters
+    sent: float = 0.0
+    """Bytes per node and parameter."""
+    syncs: int = 0
+    curve: list[tuple[float, float]] = field(default_factory=list)
+    """(learning rate, replica standard deviation) right before each sync."""
+    judged: Counter = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        for p in self.parameters.values():
+            p.requires_grad_(True)
+        self.views = [{n: p.data[i] for n, p in self.parameters.items()} for i in range(REPLICAS)]
+        self.layout = make_layout((n, p.shape, "float32") for n, p in self.views[0].items())
+        self.pieces = cut(self.layout, self.arm.fragments)
+        self.honest = [i for i in range(REPLICAS) if not (self.arm.hostile and i == HOSTILE)]
+        if self.arm.rule != "ddp":
+            self.states = [OuterState(view, make_rule(self.arm.rule)) for view in self.views]
+        start = host_copy(self.views[0])
+        self.anchors = [make_anchor({s.name: start[s.name] for s in piece}) if self.arm.codec == "int8" else None for piece in self.pieces]
+        self.gates = [Gate() for _ in range(REPLICAS)]
+        self.rng = random.Random(f"noloco pairs {self.seed}")
+        self.faults = random.Random(f"noloco faults {self.seed}")
+
+    def run(self, data: torch.Tensor) -> None:
+        optimizer = torch.optim.Adam(self.parameters.values(), lr=self.size.peak)
+        for step, tokens in enumerate(data):  # (R, B, T + 1)
+            rate = learning_rate(step, self.size.steps, self.size.peak, self.size.warmup)
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.zero_grad()
+            losses(self.parameters, tokens).sum().backward()
+            self._clip()
+            optimizer.step()
+            self._sync(step + 1, rate)
+
+    def _clip(self) -> None:
+        """To norm 1, each replica by itself; after averaging where gradients are averaged."""
+        gradients = [p.grad for p in self.parameters.values()]
+        if self.arm.rule == "ddp":
+            for g in gradients:
+                g.copy_(g.mean(0, keepdim=True).expand_as(g))
+            self.sent += RING_BYTES
+            self.syncs += 1
+        norms = sum(g.flatten(1).square().sum(1) for g in gradients).sqrt()  # (R,)
+        scale = (1.0 / (norms + 1e-6)).clamp(max=1.0)
+        for g in gradients:
+            g.mul_(scale.view(-1, *[1] * (g.dim() - 1)))
+
+    def _sync(self, step: int, rate: float) -> None:
+        arm, every = self.arm, self.size.sync_every * self.arm.every
+        if step % self.size.sync_every == 0:
+            self.curve.append((rate, self.deviation()))
+        if arm.rule in ("ddp", "off"):
+            return
+        fragment = due(step, every, arm.fragments)
+        if fragment is None:
+            return
+        piece = self.pieces[fragment]
+        snapshots = [host_copy(view, [s.name for s in piece]) for view in self.views]
+        if arm.rule == "diloco":
+            mean = average(snapshots)
+            self.sent += RING_BYTES * elements(piece) / elements(self.layout)
+            self.syncs += 1
+            for i in range(REPLICAS):
+                self._commit(i, snapshots[i], mean)
+            return
+        order = self.rng.sample(range(REPLICAS), REPLICAS)
+        for i, j in zip(order[::2], order[1::2], strict=True):
+            if self.faults.random() < arm.dropped or (arm.hostile == "silent" and HOSTILE in (i, j)):
+                self._commit(i, snapshots[i], snapshots[i])
+                self._commit(j, snapshots[j], snapshots[j])
+                continue
+            for me, other in ((i, j), (j, i)):
+                if arm.hostile and me == HOSTILE:
+                    self._commit(me, snapshots[me], snapshots[me])
+                else:
+                    self._exchange(me, other, snapshots, fragment, step)
+        self.syncs += 1 if fragment == arm.fragments - 1 else 0
+
+    def _exchange(self, me: int, other: int, snapshots: list[Tensors], fragment: int, step: int) -> None:
+        """What `me` makes of what `other` sends."""
+        piece, anchor, mine = self.pieces[fragment], self.anchors[fragment], snapshots[me]
+        sent = snapshots[other]
+        moved = {n: t - self.states[me].phi[n] for n, t in mine.items()}
+        if self.arm.hostile and other == HOSTILE:
+            sent = self._attack(me, mine, moved)
+        theirs = self._travel(sent, piece, fragment, anchor)
+        if self.arm.rule == "noloco_two":
+            slow = {n: self.states[me].phi[n] for n in mine}
+            their_slow = self._travel({n: self._phi_before[other][n] for n in mine}, piece, fragment, anchor)
+            self._commit(me, mine, blend(mine, theirs), blend(slow, their_slow))
+            return
+        if not self.arm.gate:
+            self._commit(me, mine, blend(mine, theirs))
+            return
+        judged = self.gates[me].judge(
+            f"peer{other}", mine, theirs, float(step), moved=norm(moved), fragment=fragment, probe=lambda t: self._probe(me, t)
+        )
+        self.judged["hostile " * (other == HOSTILE and bool(self.arm.hostile)) + judged.outcome] += 1
+        self._commit(me, mine, judged.mean if judged.mean is not None else mine)
+
+    def _travel(self, tensors: Tensors, piece: Layout, fragment: int, anchor: Anchor | None) -> Tensors:
+        payload = encode(tensors, piece, self.arm.codec, fragment=fragment, anchor=anchor)
+        self.sent += len(payload) / elements(self.layout) / REPLICAS
+        return decode(payload, piece, self.arm.codec, fragment=fragment, anchor=anchor)
+
+    def _attack(self, me: int, mine: Tensors, moved: Tensors) -> Tensors:
+        """flip: −θ. informed: against what the partner has just learned, exactly as far as its gate lets through whole."""
+        if self.arm.hostile == "flip":
+            return {n: -t for n, t in host_copy(self.views[HOSTILE], mine).items()}
+        length = norm(moved)
+        tau = self.gates[me].tau(0, norm(mine), length)
+        return {n: t - moved[n] * (0.99 * tau / max(length, 1e-12)) for n, t in mine.items()}
+
+    def _probe(self, me: int, tensors: Tensors) -> float:
+        full = {n: tensors.get(n, p)[None] for n, p in self.views[me].items()}
+        with torch.no_grad():
+            return float(losses(full, self.text.probe[None]))
+
+    def _commit(self, me: int, snapshot: Tensors, mean: Tensors, mean_phi: Tensors | None = None) -> None:
+        state = self.states[me]
+        if self.arm.rule == "noloco_two":
+            before = self._phi_before
+            state.step(mean, mean_phi or {n: before[me][n] for n in mean})
+        else:
+            state.step(mean)
+        state.commit(self.views[me], snapshot)
+
+    @property
+    def _phi_before(self) -> list[Tensors]:
+        """φ of all replicas at the last sync: partners exchange at the same time, whoever is looked at first."""
+        if getattr(self, "_phi_at", None) != len(self.curve):
+            self._phi_at = len(self.curve)
+            self._phi = [dict(state.phi) for state in self.states]
+        return self._phi
+
+    # ---- measuring ----------------------------------------------------------------------------------------------------
+
+    def deviation(self) -> float:
+        """Standard deviation over honest replicas, root mean square over parameters."""
+        total = sum(float(p.data[self.honest].var(0, unbiased=False).sum()) for p in self.parameters.values())
+        return (total / elements(self.layout)) ** 0.5
+
+    def held_out(self) -> list[float]:
+        """Of every honest replica, nats."""
+        with torch.no_grad():
+            each = losses(self.parameters, self.text.held_out.expand(REPLICAS, -1, -1))
+        return [float(each[i]) for i in self.honest]
+
+    def held_out_of_mean(self) -> float:
+        with torch.no_grad():
+            mean = {n: p[self.honest].mean(0, keepdim=True) for n, p in self.parameters.items()}
+            return float(losses(mean, self.text.held_out[None]))
+
+
+def run(arm: Arm, size: Size, text: Text, data: torch.Tensor, seed: int) -> dict[str, Any]:
+    started = time.process_time()
+    swarm = Swarm(arm, size, text, seed, initial(seed, REPLICAS, text.vocabulary))
+    swarm.run(data)
+    each = swarm.held_out()
+    after_warmup = [point for i, point in enumerate(swarm.curve) if (i + 1) * size.sync_every > 3 * size.warmup]
+    rates, deviations = zip(*after_warmup, strict=True)
+    return {
+        "arm": arm.name, "seed": seed, "held_out": statistics.fmean(each), "worst": max(each), "of_mean": swarm.held_out_of_mean(),
+        "deviation_end": swarm.deviation(), "deviation_most": max(d for _, d in swarm.curve),
+        "pearson": statistics.correlation(rates, deviations) if min(deviations) > 1e-9 and len(rates) > 2 else None,
+        "bytes_per_parameter": swarm.sent, "bytes_per_sync": swarm.sent / swarm.syncs if swarm.syncs else 0.0,
+        "judged": dict(swarm.judged), "curve": swarm.curve, "cpu_seconds": time.process_time() - started,
+    }  # fmt: skip
+
+
+def tables(results: list[dict[str, Any]], size: Size, parameters: int) -> str:
+    by_arm: dict[str, list[dict[str, Any]]] = {}
+    for r in results:
+        by_arm.setdefault(r["arm"], []).append(r)
+    base = {r["seed"]: r["held_out"] for r in by_arm.get("NoLoCo", [])}
+    rows = []
+    for name, runs in by_arm.items():
+        of = lambda key, runs=runs: [r[key] for r in runs]
+        against = [r["held_out"] - base[r["seed"]] for r in runs if r["seed"] in base]
+        pearson = [p for p in of("pearson") if p is not None]
+        rows.append([
+            name, spread(of("held_out"), 3), spread(against, 3) if against and name != "NoLoCo" else "–", spread(of("of_mean"), 3),
+            f"{statistics.fmean(of('deviation_most')):.4f}", f"{statistics.fmean(of('deviation_end')):.4f}",
+            f"{min(pearson):.2f} to {max(pearson):.2f}" if pearson else "–", f"{statistics.fmean(of('bytes_per_sync')):.2f}",
+            f"{statistics.fmean(of('bytes_per_parameter')):.0f}",
+        ])  # fmt: skip
+    headers = [
+        "arm", "held-out loss", "against NoLoCo by seed", "loss of the mean of replicas", "replica s.d., most", "at the end",
+        "Pearson of s.d. and learning rate", "bytes/parameter per sync", "in total",
+    ]  # fmt: skip
+    lines = [table(headers, rows)]
+    counted = [(n, sum((Counter(r["judged"]) for r in runs), Counter())) for n, runs in by_arm.items() if any(r["judged"] for r in runs)]
+    if counted:
+        lines += ["", "What the gates said, all seeds:", ""]
+        lines += [f"* {n}: " + ", ".join(f"{v} {k}" for k, v in c.most_common()) for n, c in counted]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.noloco", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )  # fmt: skip
+    names = [arm.name for arm in ARMS]
+    parser.add_argument("--quick", action="store_true", help="one seed, seven arms, a third of the steps; under a minute")
+    parser.add_argument("--json", type=Path, help="write all results there")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=1, help="seed 0 was used to choose ε of the gate")
+    parser.add_argument("--steps", type=int, default=320)
+    parser.add_argument("--sync-every", type=int, default=20, help="H")
+    parser.add_argument("--batch", type=int, default=4, help="windows of 32 tokens per replica and step")
+    parser.add_argument("--own-share", type=float, default=0.75, help="of a replica's windows from its own task; 0 is IID")
+    parser.add_argument("--arms", nargs="+", default=names, choices=names, metavar="ARM", help="; ".join(names))
+    args = parser.parse_args()
+    if args.quick:
+        args.seeds, args.steps, args.sync_every, args.arms = 1, 120, 10, list(QUICK)
+    torch.set_num_threads(1)  # tiny products: more threads only wait for each other
+    size = Size(args.steps, args.sync_every, args.batch, own_share=args.own_share)
+    text = read_text(120 if args.quick else 600, 72 if args.quick else 270, 32)
+    parameters = sum(p[0].numel() for p in initial(0, 1, text.vocabulary).values())
+    print(heading("noloco: does averaging in pairs keep replicas together, and do they learn as well?"))
+    print(
+        f"{REPLICAS} replicas of {parameters:,} parameters, {size.steps} steps, H = {size.sync_every}, {args.seeds} seeds, "
+        f"{size.own_share:.0%} of a replica's text from its own task, Adam {size.peak:g} with cosine to a tenth, clip 1\n",
+        flush=True,
+    )
+    results = []
+    for seed in range(args.first_seed, args.first_seed + args.seeds):
+        data = batches(text, REPLICAS, size.steps, size.batch, size.own_share, seed)
+        for arm in ARMS:
+            if arm.name not in args.arms:
+                continue
+            results.append(run(arm, size, text, data, seed))
+            r = results[-1]
+            line = f"seed {seed} {arm.name}: {r['held_out']:.3f}, {r['cpu_seconds']:.0f} CPU s {r['judged'] or ''}"
+            print(time.strftime("%H:%M:%S"), line, file=sys.stderr, flush=True)
+            if args.json:
+                write_json(args.json, {"size": vars(args) | {"json": str(args.json)}, "parameters": parameters, "runs": results})
+    print(tables(results, size, parameters), flush=True)
+
+
+if __name__ == "__main__":
+    main()
