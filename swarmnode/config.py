@@ -54,6 +54,8 @@ class NetworkConfig(Section):
     """Inbound and outbound connections together."""
     target_peers: int = Field(default=16, ge=1)
     """Keep dialling known peers until this many are connected."""
+    bulk_port: int = Field(default=0, ge=-1, le=65535)
+    """Port of a second listener, over which tensors travel beside libp2p; 0 is a free one at every start, -1 none: they share libp2p's."""
     upload_bytes_per_second: int = Field(default=0, ge=0)
     """Sustained upload of this node, all protocols together; above it groups are not published, forwarded or served. 0 is off."""
     download_bytes_per_second: int = Field(default=0, ge=0)

@@ -22,6 +22,7 @@ from swarmnode.config import NetworkConfig
 from swarmnode.errors import PeerError
 from swarmnode.p2p import book, guards, mdns
 from swarmnode.p2p.addresses import Address, from_socket
+from swarmnode.p2p.bulk import Bulk, BulkStatistics
 from swarmnode.p2p.dialer import DIAL_SECONDS, Dialer, first_cause
 from swarmnode.p2p.exchange import PeerExchange
 from swarmnode.p2p.gate import Gate
@@ -46,6 +47,7 @@ class NetworkStatistics:
     peers: PeerStatistics
     gossip: GossipStatistics
     requests: RequestStatistics
+    bulk: BulkStatistics
     traffic: TrafficStatistics
     reputation: ReputationStatistics
     guards: dict[str, int]
@@ -60,7 +62,7 @@ class NetworkStatistics:
 
 
 class Network:
-    """`peer_id`: ours. `listen_addrs`: multiaddrs others can dial, with our peer id. `gossip`, `requests`, `peers`: see their files."""
+    """`peer_id`: ours. `listen_addrs`: multiaddrs others can dial, with our peer id. `gossip`, `requests`, …: see their files."""
 
     def __init__(
         self,
@@ -94,6 +96,11 @@ class Network:
         self._cfg = cfg
         self._book = data_dir / "peers.json"
         self._traffic = Traffic()
+        self.bulk = Bulk(
+            host, nursery, self.requests,
+            listen=listen, port=cfg.bulk_port, observed=self.observed,
+            welcome=self.welcome, judged=self.rejected, metered=self._traffic.count,
+        )  # fmt: skip
         self._live: dict[SwarmConn, str] = {}
         self._changed = trio.Event()
         self._dialer = Dialer(self.peers, self._connect)
@@ -116,6 +123,7 @@ class Network:
         swarm.register_notifee(self._traffic)
         swarm.register_notifee(_Events(self))
         self._gate.admit = self._admit
+        await self.bulk.start()
         self._nursery.start_soon(self._dialer.run)
         self._nursery.start_soon(self._exchange.run)
         self._nursery.start_soon(self._tend)
@@ -178,6 +186,7 @@ class Network:
             peers=self.peers.statistics(),
             gossip=self.gossip.statistics(),
             requests=self.requests.statistics(),
+            bulk=self.bulk.statistics(),
             traffic=self._traffic.statistics(),
             reputation=self.reputation.statistics(now),
             guards=dict(guards.statistics().fired),

@@ -26,6 +26,11 @@ class Traffic(INotifee):
         self._received = collections.Counter[str]()
         self._sent = collections.Counter[str]()
 
+    def count(self, protocol: str, received: int, sent: int) -> None:
+        """Bytes that went by on a connection of our own, beside libp2p."""
+        self._received[protocol] += received
+        self._sent[protocol] += sent
+
     async def opened_stream(self, network: Any, stream: Any) -> None:
         read, write, received, sent = stream.read, stream.write, self._received, self._sent
 

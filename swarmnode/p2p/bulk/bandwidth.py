@@ -1,0 +1,52 @@
+"""How fast each peer was, and how long a transfer from it may therefore take. Pure.
+
+deadline = bytes / bandwidth · 3 + 2 s: a constant would be too long for a small fragment and too short for a slow line.
+"""
+
+from __future__ import annotations
+
+import collections
+
+PEERS = 1024
+"""Peers remembered, those heard of last."""
+WEIGHT = 0.3
+"""Of the newest transfer in the moving average."""
+UNKNOWN = 2e6
+"""Bytes per second assumed of a peer nobody has measured yet, and of all before the first."""
+SLOWEST = 64 * 1024
+"""Bytes per second: a peer that is slower gets no more time than this would take."""
+LEAST_BYTES = 256 * 1024
+"""Shorter transfers measure latency, not bandwidth."""
+FACTOR = 3.0
+SLACK_SECONDS = 2.0
+
+
+class Bandwidth:
+    """Exponential moving averages, bytes per second."""
+
+    def __init__(self) -> None:
+        self._peers: collections.OrderedDict[str, float] = collections.OrderedDict()
+        self._all: float | None = None
+
+    def observe(self, peer: str, count: int, seconds: float) -> None:
+        """`count` bytes came from `peer` in `seconds`, whether or not that was all there should have been."""
+        if count < LEAST_BYTES or seconds <= 0:
+            return
+        rate = max(SLOWEST, count / seconds)
+        before = self._peers.pop(peer, None)
+        self._peers[peer] = rate if before is None else before + WEIGHT * (rate - before)
+        self._all = rate if self._all is None else self._all + WEIGHT * (rate - self._all)
+        if len(self._peers) > PEERS:
+            self._peers.popitem(last=False)
+
+    def estimate(self, peer: str) -> float:
+        """Bytes per second. For a stranger: UNKNOWN, or what the others average when that is less."""
+        return self._peers.get(peer) or min(UNKNOWN, self._all or UNKNOWN)
+
+    def deadline(self, peer: str, count: int) -> float:
+        """Seconds that `count` bytes from `peer` may take."""
+        return count / self.estimate(peer) * FACTOR + SLACK_SECONDS
+
+    def snapshot(self) -> dict[str, float]:
+        """By peer, those heard of last at the end."""
+        return dict(self._peers)

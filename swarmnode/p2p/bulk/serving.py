@@ -1,0 +1,276 @@
+"""The side that has something: what is offered, to whom, how many at a time, and the writing of it.
+
+Transfers offered to everybody may fill at most half of the slots, so that strangers cannot keep a partner from what is offered to it alone.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import logging
+import socket
+import ssl
+from collections.abc import Callable
+from typing import Any
+
+import trio
+
+from swarmnode.errors import BadMessage, PeerError
+from swarmnode.p2p.bulk import tls
+from swarmnode.p2p.bulk.content import BulkSource
+from swarmnode.p2p.bulk.listener import Caller
+from swarmnode.p2p.requests import LENGTH, close, read_frame, reset
+from swarmnode.wire import bulk, codec, ids, limits
+from swarmnode.wire.messages import BulkRequest, BulkResponse
+
+log = logging.getLogger(__name__)
+
+SERVING = 8
+"""Transfers served at a time, on both paths together."""
+SERVING_PUBLIC = SERVING // 2
+"""Of these, such as anybody may ask for."""
+SERVING_PER_PEER = 2
+STREAMS = 64
+"""Streams that may be open to us at a time, those included that have not asked for anything yet. More are reset."""
+STREAMS_PER_PEER = 4
+STALL_SECONDS = 30.0
+"""A transfer of which nothing moves for this long is ended, by either side."""
+SLOWEST = 64 * 1024
+"""Bytes per second: no peer may hold a slot longer than its transfer would take at this rate, and STALL_SECONDS."""
+REFUSAL_SECONDS = 5.0
+OUTCOMES = ("ok", "unknown", "busy", "unwelcome", "malformed", "stalled", "withdrawn", "failed")
+
+
+class Offer:
+    """`audience`: peer ids, None for everybody. `pushes`: transfers of it that are under way."""
+
+    def __init__(self, source: BulkSource, audience: frozenset[str] | None) -> None:
+        self.source = source
+        self.audience = audience
+        self.pushes: set[Push] = set()
+
+
+@dataclasses.dataclass(eq=False)
+class Push:
+    """One transfer under way. `stop()` ends its connection; `outcome` says why, once somebody has."""
+
+    peer: str
+    offer: Offer
+    indices: list[int]
+    stop: Callable[[], None]
+    moved: int = 0
+    told: int = 0
+    """Of `moved`: what the meter knows."""
+    outcome: str | None = None
+
+    @property
+    def size(self) -> int:
+        return sum(len(self.offer.source.chunk(index)) for index in self.indices)
+
+    @property
+    def longest(self) -> float:
+        """Seconds after which even a transfer that moves is ended."""
+        return STALL_SECONDS + self.size / SLOWEST
+
+    def end(self, outcome: str) -> None:
+        if self.outcome is None:
+            self.outcome = outcome
+            self.stop()
+
+
+class Serving:
+    """`nursery`: outlives every stream. `welcome(peer)`: whether anything of it is looked at. `allows()`: whether there is budget.
+    `metered(protocol, received, sent)`: bytes that went by beside libp2p."""
+
+    def __init__(
+        self,
+        nursery: trio.Nursery,
+        limiter: trio.CapacityLimiter,
+        welcome: Callable[[str], bool],
+        allows: Callable[[], bool],
+        metered: Callable[[str, int, int], None],
+    ) -> None:
+        self._nursery = nursery
+        self._limiter = limiter
+        self._welcome = welcome
+        self._allows = allows
+        self._metered = metered
+        self._streams: collections.Counter[str] = collections.Counter()
+        self._pushes: set[Push] = set()
+        self.offers: dict[bytes, Offer] = {}
+        self.outcomes: dict[str, collections.Counter[str]] = {"stream": collections.Counter(), "socket": collections.Counter()}
+        self.sent: collections.Counter[str] = collections.Counter()
+
+    @property
+    def active(self) -> int:
+        return len(self._pushes)
+
+    def withdraw(self, transfer: bytes) -> None:
+        offer = self.offers.pop(transfer, None)
+        for push in tuple(offer.pushes) if offer else ():
+            push.end("withdrawn")
+
+    def find(self, peer: str, transfer: bytes, root: bytes | None = None) -> Offer | None:
+        """What `peer` may have under this id and root."""
+        offer = self.offers.get(transfer)
+        if offer is None or (offer.audience is not None and peer not in offer.audience):
+            return None
+        return offer if root is None or offer.source.root == root else None
+
+    def has_room(self, peer: str, offer: Offer) -> bool:
+        if sum(push.peer == peer for push in self._pushes) >= SERVING_PER_PEER or not self._allows():
+            return False
+        public = sum(push.offer.audience is None for push in self._pushes)
+        return self.active < SERVING and (offer.audience is not None or public < SERVING_PUBLIC)
+
+    def begin(self, peer: str, request: BulkRequest, stop: Callable[[], None]) -> Push | str:
+        """Takes a slot, or says why not: `unknown` or `busy`. Raises BadMessage when the request does not fit what is offered."""
+        offer = self.find(peer, request.transfer, request.root)
+        if offer is None:
+            return "unknown"
+        indices = bulk.unpack_wanted(request.wanted, bulk.count(offer.source.manifest(request.transfer)))
+        if not self.has_room(peer, offer):
+            return "busy"
+        push = Push(peer, offer, indices, stop)
+        self._pushes.add(push)
+        offer.pushes.add(push)
+        return push
+
+    def finish(self, push: Push) -> None:
+        self._pushes.discard(push)
+        push.offer.pushes.discard(push)
+
+    async def on_stream(self, stream: Any) -> None:
+        """Handler of the bulk protocol. Never raises; always closes or resets."""
+        peer = stream.muxed_conn.peer_id.to_base58()
+        if not self._welcome(peer):
+            outcome = "unwelcome"
+        elif self._streams.total() >= STREAMS or self._streams[peer] >= STREAMS_PER_PEER:
+            outcome = "busy"
+        else:
+            self._streams[peer] += 1
+            try:
+                outcome = await self._answer(peer, stream)
+            finally:
+                self._streams[peer] -= 1
+                if not self._streams[peer]:
+                    del self._streams[peer]
+        self.outcomes["stream"][outcome] += 1
+        await (close(stream) if outcome in ("ok", "unknown") else reset(stream))
+
+    async def _answer(self, peer: str, stream: Any) -> str:
+        """As `Requests._answer`: no scope around stream I/O, a watchdog resets the stream instead."""
+        outcome = "failed"
+        push: Push | str = "failed"
+        async with trio.open_nursery() as nursery:
+            stop = lambda: self._nursery.start_soon(reset, stream)  # not this nursery: it may be gone when an offer is withdrawn
+            asking = trio.CancelScope()
+            nursery.start_soon(_watch_request, asking, stop)
+            try:
+                request = codec.decode(await read_frame(stream, limits.BULK_REQUEST_BYTES), BulkRequest, limits.BULK_REQUEST_BYTES)
+                asking.cancel()
+                push = self.begin(peer, request, stop)
+                if isinstance(push, str):
+                    await stream.write(refusal(push))
+                    outcome = push
+                else:
+                    nursery.start_soon(watch, lambda: push.moved, lambda: push.end("stalled"), push.longest)
+                    await stream.write(response(push))
+                    for index in push.indices:
+                        await stream.write(push.offer.source.chunk(index))
+                        push.moved += len(push.offer.source.chunk(index))
+                    outcome = "ok"
+            except BadMessage:
+                outcome = "malformed"
+            except Exception as error:  # the library raises many kinds when a stream ends
+                log.debug("a bulk stream of %s ended: %r", peer, error)
+            finally:
+                if isinstance(push, Push):
+                    self.finish(push)
+                    self.sent["stream"] += push.moved
+            nursery.cancel_scope.cancel()
+        if isinstance(push, Push):
+            outcome = outcome if outcome == "ok" else push.outcome or outcome
+        return outcome
+
+    async def on_caller(self, caller: Caller, control: socket.socket) -> None:
+        """A TLS connection whose token was good. Never raises; whoever calls closes the connection."""
+        outcome = "unwelcome"
+        if self._welcome(caller.peer):
+            try:
+                push = self.begin(caller.peer, caller.request, lambda: tls.shut_down(control))
+                outcome = await self._send(caller.connection, control, push)
+            except BadMessage:
+                outcome = "malformed"
+        self.outcomes["socket"][outcome] += 1
+
+    async def _send(self, connection: ssl.SSLSocket, control: socket.socket, push: Push | str) -> str:
+        if isinstance(push, str):
+            with trio.move_on_after(REFUSAL_SECONDS), contextlib.suppress(PeerError):
+                await tls.in_thread(control, self._limiter, tls.send, connection, refusal(push))
+            return push
+        outcome = "failed"
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(watch, lambda: self._meter(push), lambda: push.end("stalled"), push.longest)
+                try:
+                    await tls.in_thread(control, self._limiter, _send_chunks, connection, push)
+                    outcome = "ok"
+                except PeerError as error:
+                    log.debug("a bulk connection of %s ended: %s", push.peer, error)
+                    outcome = push.outcome or outcome
+                nursery.cancel_scope.cancel()
+        finally:
+            self.finish(push)
+            self.sent["socket"] += push.moved
+            self._meter(push)
+        return outcome
+
+    def _meter(self, push: Push) -> int:
+        self._metered(ids.BULK_SOCKET_PROTOCOL, 0, push.moved - push.told)
+        push.told = push.moved
+        return push.moved
+
+
+def _send_chunks(connection: ssl.SSLSocket, push: Push) -> None:
+    """Blocks, in a thread. Raises PeerError."""
+    tls.send(connection, response(push))
+    for index in push.indices:
+        chunk = push.offer.source.chunk(index)
+        tls.send(connection, chunk)
+        push.moved += len(chunk)
+
+
+def response(push: Push) -> bytes:
+    """The frame that precedes the chunks."""
+    return _frame(BulkResponse("ok", push.size))
+
+
+def refusal(status: Any) -> bytes:
+    return _frame(BulkResponse(status, 0))
+
+
+def _frame(message: BulkResponse) -> bytes:
+    encoded = codec.encode(message)
+    return LENGTH.pack(len(encoded)) + encoded
+
+
+async def _watch_request(scope: trio.CancelScope, stop: Callable[[], None]) -> None:
+    """Until `scope`, which is the watch's and not the stream's, is cancelled."""
+    with scope:
+        await watch(lambda: 0, stop, STALL_SECONDS)
+
+
+async def watch(moved: Callable[[], int], stop: Callable[[], None], longest: float) -> None:
+    """Calls `stop` once `moved()` has not changed for STALL_SECONDS, or `longest` seconds have passed."""
+    began = changed = trio.current_time()
+    last = moved()
+    while True:
+        await trio.sleep(1.0)
+        now, current = trio.current_time(), moved()
+        if current != last:
+            last, changed = current, now
+        if now - changed >= STALL_SECONDS or now - began >= longest:
+            return stop()
+
