@@ -26,7 +26,6 @@ from swarmnode.p2p.host import open_host
 from swarmnode.p2p.identity import Identity, load_or_create
 from swarmnode.p2p.manifests import Found
 from swarmnode.process import die_with_parent, run_main
-from swarmnode.wire import ids
 
 TRY_SECONDS = 30.0
 """Peers that cannot be reached are tried again until then."""
@@ -75,16 +74,24 @@ async def fetch(identity: Identity, invite: Invite, secret: bytes | None, *, sec
 
 
 def _is_wrong(why: str) -> bool:
+    """Whether trying again cannot help."""
+    return _is_another_peer(why) or _is_another_protocol(why)
+
+
+def _is_another_peer(why: str) -> bool:
     return "peer id does not correspond" in why
+
+
+def _is_another_protocol(why: str) -> bool:
+    return "protocols not supported" in why
 
 
 def explain(why: str, secret: bytes | None) -> str:
     """The library's reason in words that say what to do."""
-    if _is_wrong(why):
+    if _is_another_peer(why):
         return "the peer there is not the one that the invite names: the invite is forged, or that node has a new key"
-    if ids.PRIVATE_SECURITY in why or "not supported" in why or "negotiat" in why.lower():
-        hint = "that swarm has no secret" if secret else "a private swarm? give its --secret-file"
-        return f"no common security protocol: {hint} ({why})"
+    if _is_another_protocol(why):
+        return "its swarm has no secret, this node has one" if secret else "its swarm is private: --secret-file names its secret"
     return why
 
 

@@ -31,7 +31,10 @@ log = structlog.get_logger("swarmnode.manifest")
 LOOK_SECONDS = 2.0
 """Between two looks at who is connected and what was chosen."""
 ASK_SECONDS = 600.0
-"""Between two askings of peers that were asked already, with jitter."""
+"""Between two askings of one peer, with jitter."""
+RETRY_SECONDS = 30.0
+AT_ONCE = 4
+"""Peers asked in one round."""
 
 
 @dataclass(frozen=True)
@@ -95,35 +98,32 @@ class Successors:
 
     async def run(self) -> None:
         """Raises LocalError when another manifest was chosen, by a person or by policy."""
-        asked: set[str] = set()
-        again = trio.current_time() + ASK_SECONDS
+        due: dict[str, float] = {}  # connected peers, and when to ask them next
         if (waiting := self._store.successor(self._opened)) is not None:
             self._consider(waiting)
         while True:
             if self._store.current() != self._opened.swarm:
                 raise LocalError("another manifest was chosen; starting again with it")
-            connected = self._network.connected()
-            if trio.current_time() >= again:
-                again = trio.current_time() + self._rng.uniform(0.5, 1.5) * ASK_SECONDS
-                asked.clear()
-            asked &= set(connected)
-            for peer in [peer for peer in connected if peer not in asked][:4]:
-                asked.add(peer)
-                await self._ask(peer)
+            now = trio.current_time()
+            due = {peer: due.get(peer, now) for peer in self._network.connected()}
+            for peer in [peer for peer, at in due.items() if at <= now][:AT_ONCE]:
+                answered = await self._ask(peer)
+                due[peer] = trio.current_time() + (self._rng.uniform(0.5, 1.5) * ASK_SECONDS if answered else RETRY_SECONDS)
             await trio.sleep(LOOK_SECONDS)
 
-    async def _ask(self, peer: str) -> None:
-        """Never raises for anything the peer does."""
+    async def _ask(self, peer: str) -> bool:
+        """Whether the peer answered. Never raises for anything it does."""
         try:
             found = await manifests.fetch(self._network.requests, peer, self._opened.swarm)
         except PeerError as error:
             log.debug("no manifest from a peer", peer=peer, error=str(error))
-            return
+            return False
         try:
             if found.successor is not None and self._store.add_successor(self._opened, found.successor):
                 self._consider(found.successor)
         except SwarmNodeError as error:  # a full disk does not end a node
             log.error("a successor cannot be kept", error=str(error))
+        return True
 
     def _consider(self, successor: Opened) -> None:
         """Follow it, or say how to."""

@@ -150,7 +150,7 @@ def build_host(
             high_watermark=cfg.max_connections,
             low_watermark=0,
             min_connections=0,
-            max_connections_per_peer=2,
+            max_connections_per_peer=4,  # two that dialled each other at once, and again when one of them has restarted unnoticed
         ),
     )
     network = host.get_network()

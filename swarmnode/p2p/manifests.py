@@ -58,7 +58,7 @@ async def fetch(requests: Requests, peer: str, swarm: bytes) -> Found:
     )
     response = codec.decode(data, ManifestResponse, limits.MANIFEST_RESPONSE_BYTES)
     if not response.manifest:
-        raise Incompatible(f"{peer} does not have the manifest of swarm {swarm.hex()}")
+        raise Incompatible(f"the peer does not have the manifest of swarm {swarm.hex()}")
     manifest = open_manifest(response.manifest)
     if manifest.swarm != swarm:
         raise BadMessage("mismatch", f"a manifest that hashes to {manifest.swarm.hex()}, not to {swarm.hex()}")

@@ -28,10 +28,14 @@ from swarmnode.wire.session import open_session, seal_session
 log = logging.getLogger(__name__)
 
 DEADLINE = 10.0
-NEW_PEER_SECONDS = 1.0
-"""How often we look for peers that have not been told yet."""
+LOOK_SECONDS = 1.0
+"""How often we look for peers that are to be told."""
 TELL_SECONDS = 60.0
-"""Between two tellings to peers that have."""
+"""Between two tellings of one peer, with jitter."""
+RETRY_SECONDS = 5.0
+"""After a peer did not answer: it may have only just started."""
+AT_ONCE = 4
+"""Peers told in one round."""
 REMEMBER_SECONDS = 300.0
 PEERS = 4096
 """Peers whose sessions are remembered, the latest."""
@@ -109,22 +113,17 @@ class Sessions:
 
     async def run(self) -> None:
         """Raises Refused when another process that started earlier uses our key."""
-        told: set[str] = set()
-        again = trio.current_time() + TELL_SECONDS
+        due: dict[str, float] = {}  # connected peers, and when to tell them next
         while True:
-            connected = self._connected()
-            told &= set(connected)
-            new = [peer for peer in connected if peer not in told]
-            if not new and connected and trio.current_time() >= again:
-                new = [self._rng.choice(connected)]
-                again = trio.current_time() + TELL_SECONDS
-            for peer in new[:8]:
-                told.add(peer)
-                await self.tell(peer)
-            await trio.sleep(NEW_PEER_SECONDS)
+            now = trio.current_time()
+            due = {peer: due.get(peer, now) for peer in self._connected()}
+            for peer in [peer for peer, at in due.items() if at <= now][:AT_ONCE]:
+                told = await self.tell(peer)
+                due[peer] = trio.current_time() + (self._rng.uniform(0.5, 1.5) * TELL_SECONDS if told else RETRY_SECONDS)
+            await trio.sleep(LOOK_SECONDS)
 
-    async def tell(self, peer: str) -> None:
-        """Tells one peer. Raises Refused; never for anything the peer does."""
+    async def tell(self, peer: str) -> bool:
+        """Tells one peer; whether it answered. Raises Refused; never for anything the peer does."""
         session = Session(self._session, self._started_at, int(self._clock() * 1000))
         try:
             data = await self._requests.request(
@@ -135,12 +134,13 @@ class Sessions:
             found = [open_session(frame, self._swarm) for frame in response.sessions]
         except PeerError as error:
             log.debug("no word from %s of other sessions: %s", peer, error)
-            return
+            return False
         self._told += 1
         for signer, other in found:
             if self.is_twin(signer, other):
                 self._twins += 1
                 self._judge(other)
+        return True
 
     def is_twin(self, signer: str, other: Session) -> bool:
         """Whether `other`, signed by `signer`, proves that another process has our key now."""
