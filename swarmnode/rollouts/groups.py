@@ -16,7 +16,6 @@ import msgspec
 
 from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
 
-
 Outcome = Literal["used", "spot_check", "mean_logprob", "untokenizable"]
 """What the trainer makes of a drawn group."""
 
