@@ -1,4 +1,4 @@
-"""The addresses this node dials: `/ip4|ip6|dns|dns4|dns6/<host>/tcp/<port>[/p2p/<peer id>]`. Pure.
+"""The addresses this node dials: `/ip4|ip6|dns|dns4|dns6/<host>/tcp/<port>[/p2p/<peer id>]`, and places at relays. Pure.
 
 Strings from peers come here before anything else looks at them, so the parser is small, strict and bounded instead of general.
 """
@@ -46,6 +46,48 @@ class Address:
     @property
     def prefix(self) -> str | None:
         return None if self.ip is None else prefix_of(self.ip)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Circuit:
+    """A place at a relay where a peer that cannot be reached can be called: `<address>/p2p/<relay>/p2p-circuit`."""
+
+    address: Address
+    """The relay's."""
+    relay: str
+    """Peer id."""
+
+    def __str__(self) -> str:
+        return f"{self.address}/p2p/{self.relay}/p2p-circuit"
+
+    @property
+    def scope(self) -> int:
+        return self.address.scope
+
+    @property
+    def prefix(self) -> str:
+        """Peers behind one relay have nothing else in common: they count as the relay's, not as its network's."""
+        return f"relay {self.relay}"
+
+
+def parse_any(text: str) -> tuple[Address | Circuit, str | None]:
+    """Like `parse`, and also for a place at a relay. Raises ValueError."""
+    if len(text) > LONGEST_ADDRESS:
+        raise ValueError("too long")
+    direct, circuit, rest = text.partition("/p2p-circuit")
+    if not circuit:
+        return parse(text)
+    address, relay = parse(direct)
+    if relay is None:
+        raise ValueError("a relay without its peer id")
+    if rest and not rest.startswith("/p2p/"):
+        raise ValueError("not of the form <relay's address>/p2p/<relay>/p2p-circuit/p2p/<peer id>")
+    return Circuit(address, relay), check_peer_id(rest.removeprefix("/p2p/")) if rest else None
+
+
+def is_circuit(text: str) -> bool:
+    """Of an address that was parsed before."""
+    return "/p2p-circuit" in text
 
 
 def parse(text: str) -> tuple[Address, str | None]:
@@ -104,9 +146,10 @@ def prefix_of(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str | None:
     return str(ipaddress.ip_network((ip, 24 if ip.version == 4 else 48), strict=False))
 
 
-def dialable(address: Address, teller: Address | None) -> bool:
+def dialable(address: Address | Circuit, teller: Address | None) -> bool:
     """Whether an address heard from a peer at `teller` may be dialled: no names (a resolver is not a peer's to steer), nothing unspecified
     or multicast, and nothing that reaches less far than the teller does (a stranger shall not point us at our own loopback or LAN)."""
+    address = address.address if isinstance(address, Circuit) else address
     ip = address.ip
     if ip is None or address.port == 0 or ip.is_unspecified or ip.is_multicast or ip.is_link_local:
         return False

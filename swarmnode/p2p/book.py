@@ -64,7 +64,7 @@ def load(path: Path, table: PeerTable, reputation: Reputation, now: float, *, cl
     for each in book.peers[:BOOK_PEERS]:
         try:
             peer = addresses.check_peer_id(each.peer)
-            known = [str(addresses.parse(text)[0]) for text in each.addresses[:ADDRESSES_PER_PEER]]
+            known = [str(addresses.parse_any(text)[0]) for text in each.addresses[:ADDRESSES_PER_PEER]]
         except ValueError:
             continue
         if known and math.isfinite(each.age):

@@ -13,13 +13,16 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
+from swarmnode.p2p.addresses import is_circuit
 from swarmnode.p2p.peers import Dial, PeerTable
 
 log = logging.getLogger(__name__)
 
 DIAL_SECONDS = 10.0
 """One address: TCP connect, Noise, Yamux."""
-ADDRESSES_PER_DIAL = 3
+ADDRESSES_PER_DIAL = 4
+DIRECT_SECONDS = 4.0
+"""One direct address of a peer that can be called through a relay too: behind a router, SYNs are lost without a word."""
 CONCURRENT = 8
 LONGEST_SLEEP = 5.0
 """The loop looks at least this often, whatever the table says, so that a lost wake-up costs seconds at most."""
@@ -65,9 +68,11 @@ class Dialer:
 
     async def _dial(self, order: Dial) -> None:
         """One peer. Never raises: whatever happens on the way to a peer is an outcome."""
+        relayed = any(map(is_circuit, order.addresses))
         for address in order.addresses[:ADDRESSES_PER_DIAL]:
-            why = f"no answer within {DIAL_SECONDS:g} s"
-            with trio.move_on_after(DIAL_SECONDS):
+            seconds = DIRECT_SECONDS if relayed and not is_circuit(address) else DIAL_SECONDS
+            why = f"no answer within {seconds:g} s"
+            with trio.move_on_after(seconds):
                 try:
                     if await self._connect(order.peer, address):
                         self._table.dialed_ok(order.peer, address, trio.current_time())

@@ -19,7 +19,8 @@ import trio
 
 from swarmnode.errors import BadMessage, PeerError
 from swarmnode.p2p import addresses
-from swarmnode.p2p.addresses import Address
+from swarmnode.p2p.addresses import Address, Circuit
+from swarmnode.p2p.nat import Nat
 from swarmnode.p2p.peers import PeerTable
 from swarmnode.p2p.requests import Requests
 from swarmnode.wire import codec, ids, limits
@@ -48,7 +49,7 @@ LEARNED = ("learned", "malformed", "out_of_reach", "other_swarm", "failed")
 
 
 class PeerExchange:
-    """`observed(peer)`: the address we see a connected peer at. `own`: what we tell of ourselves. `news()`: the table changed."""
+    """`nat`: knows where peers are and where we are. `news()`: the table changed."""
 
     def __init__(
         self,
@@ -56,16 +57,14 @@ class PeerExchange:
         requests: Requests,
         *,
         swarm: bytes,
-        own: list[Address],
-        observed: Callable[[str], Address | None],
+        nat: Nat,
         news: Callable[[], None],
         rng: random.Random,
     ) -> None:
         self._table = table
         self._requests = requests
         self._swarm = swarm
-        self._request = codec.encode(PeersRequest(swarm, [str(address) for address in own[: limits.PEER_ADDRESSES]]))
-        self._observed = observed
+        self._nat = nat
         self._news = news
         self._rng = rng
         self._allowances: dict[str, _Allowance] = {}
@@ -84,16 +83,21 @@ class PeerExchange:
         """Asks a few connected peers every ASK_SECONDS, until cancelled."""
         while True:
             await trio.sleep(ASK_SECONDS * self._rng.uniform(0.75, 1.25))
-            connected = self._table.connected()
-            async with trio.open_nursery() as nursery:
-                for peer in self._rng.sample(connected, min(ASK_AT_ONCE, len(connected))):
-                    nursery.start_soon(self.ask, peer)
+            await self.ask_some()
+
+    async def ask_some(self) -> None:
+        """Asks a few connected peers, and so tells them where we are now."""
+        connected = self._table.connected()
+        async with trio.open_nursery() as nursery:
+            for peer in self._rng.sample(connected, min(ASK_AT_ONCE, len(connected))):
+                nursery.start_soon(self.ask, peer)
 
     async def ask(self, peer: str) -> None:
         """Asks one connected peer and puts what it tells into the table. Never raises for anything the peer does."""
         try:
+            request = codec.encode(PeersRequest(self._swarm, self._nat.own_addresses(peer)[: limits.PEER_ADDRESSES]))
             data = await self._requests.request(
-                peer, ids.PEERS_PROTOCOL, self._request, deadline=DEADLINE, max_response_bytes=limits.PEERS_RESPONSE_BYTES
+                peer, ids.PEERS_PROTOCOL, request, deadline=DEADLINE, max_response_bytes=limits.PEERS_RESPONSE_BYTES
             )
             response = codec.decode(data, PeersResponse, limits.PEERS_RESPONSE_BYTES)
         except PeerError as error:
@@ -103,22 +107,27 @@ class PeerExchange:
         if response.swarm != self._swarm:
             self.learned["other_swarm"] += 1
             return
-        self._learn(response.peers, self._observed(peer))
+        teller = self._nat.vantage(peer)
+        if teller is not None:
+            self._learn(response.peers, peer, teller)
 
     def forget(self, peer: str) -> None:
         """`peer` is gone."""
         self._allowances.pop(peer, None)
 
-    def _learn(self, told: list[PeerAddresses], teller: Address | None) -> None:
+    def _learn(self, told: list[PeerAddresses], peer: str, teller: Address) -> None:
+        """`peer`, who told, is at the address `teller`, or behind a relay there."""
         now = trio.current_time()
         for each in told:
             for text in each.addresses:
                 try:
-                    address, _ = addresses.parse(text)
+                    address, _ = addresses.parse_any(text)
                     addresses.check_peer_id(each.peer)
                 except ValueError:
                     self.learned["malformed"] += 1
                     continue
+                if isinstance(address, Circuit):
+                    address = self._place(address, peer, teller)
                 if not addresses.dialable(address, teller):
                     self.learned["out_of_reach"] += 1
                 elif self._table.add(each.peer, str(address), "exchange", now):
@@ -130,21 +139,33 @@ class PeerExchange:
         if not self._may_ask(peer, trio.current_time()):
             raise PeerError(f"{peer} asks too often")
         request = codec.decode(data, PeersRequest, limits.PEERS_REQUEST_BYTES)
-        seen = self._observed(peer)
+        seen = self._nat.vantage(peer)
         if request.swarm != self._swarm or seen is None:
             return codec.encode(PeersResponse(self._swarm, []))
-        self._believe(peer, request.addresses, seen)
-        good = self._table.good(limits.PEERS, apart_from=peer, scope=seen.scope)
+        self._believe(peer, request.addresses, self._nat.observed(peer))
+        good = self._table.good(limits.PEERS, apart_from=peer, scope=seen.scope, also=self._nat.relayed_here)
         return codec.encode(PeersResponse(self._swarm, [PeerAddresses(other, where[: limits.PEER_ADDRESSES]) for other, where in good]))
 
-    def _believe(self, peer: str, claimed: list[str], seen: Address) -> None:
-        """Keeps the requester's own ports, at the IP address it really has."""
+    def _place(self, circuit: Circuit, peer: str, teller: Address) -> Circuit:
+        """Where the relay is, if we know better than who told; a relay that speaks of itself is where we see it."""
+        known = self._nat.address_of(circuit.relay)
+        if known is None and circuit.relay == peer and circuit.address.ip is not None and circuit.address.ip.is_unspecified:
+            known = Address(teller.kind, teller.host, circuit.address.port)
+        return circuit if known is None else Circuit(known, circuit.relay)
+
+    def _believe(self, peer: str, claimed: list[str], seen: Address | None) -> None:
+        """Keeps the requester's own ports, at the IP address it really has (`seen`; None if it is relayed), and its relays, where we know
+        the address of those ourselves."""
         for text in claimed:
             try:
-                address, _ = addresses.parse(text)
+                address, _ = addresses.parse_any(text)
             except ValueError as error:
                 raise BadMessage("bounds", "address") from error
-            if address.ip is not None and address.port and (address.ip.is_unspecified or address.ip == seen.ip):
+            if isinstance(address, Circuit):
+                where = self._nat.address_of(address.relay)
+                if where is not None and address.relay != peer:
+                    self._table.claim(peer, str(Circuit(where, address.relay)), trio.current_time())
+            elif seen is not None and address.ip is not None and address.port and (address.ip.is_unspecified or address.ip == seen.ip):
                 self._table.claim(peer, str(Address(seen.kind, seen.host, address.port)), trio.current_time())
 
     def _may_ask(self, peer: str, now: float) -> bool:

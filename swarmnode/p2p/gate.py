@@ -8,16 +8,18 @@ from typing import Any
 from libp2p.abc import ISecureTransport
 from libp2p.security.exceptions import HandshakeFailure
 
+from swarmnode.p2p.circuits import CircuitConnection
+
 
 class Gate:
-    """`admit(peer, address, inbound)` is set by the network once it stands; until then everybody may pass.
+    """`admit(peer, address, inbound, relay)` is set by the network once it stands; until then everybody may pass.
 
-    `address`: the remote (host, port), None if unknown. `refused`: peers that were not admitted. `failed`: inbound connections that did not
-    get through the handshake at all: port scans, garbage, peers that went silent.
+    `address`: the remote (host, port), None if unknown. `relay`: the peer that the connection goes through, if any. `refused`: peers that
+    were not admitted. `failed`: inbound connections that did not get through the handshake: port scans, garbage, peers that went silent.
     """
 
     def __init__(self) -> None:
-        self.admit: Callable[[str, tuple[str, int] | None, bool], bool] = lambda peer, address, inbound: True
+        self.admit: Callable[[str, tuple[str, int] | None, bool, str | None], bool] = lambda peer, address, inbound, relay: True
         self.refused = 0
         self.failed = 0
 
@@ -40,10 +42,10 @@ class Gate:
 
         upgrader.upgrade_security = counting
 
-    async def check(self, connection: Any, inbound: bool) -> Any:
+    async def check(self, connection: Any, inbound: bool, relay: str | None) -> Any:
         """`connection` itself, or a closed connection and HandshakeFailure."""
         peer = connection.get_remote_peer().to_base58()
-        if self.admit(peer, connection.get_remote_address(), inbound):
+        if self.admit(peer, connection.get_remote_address(), inbound, relay):
             return connection
         self.refused += 1
         await connection.close()
@@ -56,7 +58,11 @@ class _Gated(ISecureTransport):
         self._gate = gate
 
     async def secure_inbound(self, conn: Any) -> Any:
-        return await self._gate.check(await self._transport.secure_inbound(conn), True)
+        return await self._gate.check(await self._transport.secure_inbound(conn), True, _relay(conn))
 
     async def secure_outbound(self, conn: Any, peer_id: Any) -> Any:
-        return await self._gate.check(await self._transport.secure_outbound(conn, peer_id), False)
+        return await self._gate.check(await self._transport.secure_outbound(conn, peer_id), False, _relay(conn))
+
+
+def _relay(raw: Any) -> str | None:
+    return raw.relay if isinstance(raw, CircuitConnection) else None

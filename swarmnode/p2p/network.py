@@ -21,13 +21,14 @@ from multiaddr import Multiaddr
 from swarmnode.config import NetworkConfig
 from swarmnode.errors import PeerError
 from swarmnode.p2p import book, guards, mdns
-from swarmnode.p2p.addresses import Address, from_socket
+from swarmnode.p2p.addresses import Address, Circuit, from_socket, parse_any
 from swarmnode.p2p.bulk import Bulk, BulkStatistics
 from swarmnode.p2p.dialer import DIAL_SECONDS, Dialer, first_cause
 from swarmnode.p2p.exchange import PeerExchange
 from swarmnode.p2p.gate import Gate
 from swarmnode.p2p.gossip import Gossip, GossipStatistics, Verdict
 from swarmnode.p2p.liveness import Liveness
+from swarmnode.p2p.nat import Nat, NatStatistics
 from swarmnode.p2p.peers import PeerStatistics, PeerTable
 from swarmnode.p2p.reputation import COST, Reputation, ReputationStatistics, Standing
 from swarmnode.p2p.requests import Requests, RequestStatistics
@@ -59,6 +60,8 @@ class NetworkStatistics:
     exchange: dict[str, int]
     """Addresses heard of by peer exchange, by what became of them."""
     mdns_running: bool
+    nat: NatStatistics
+    """Whether we can be reached, relays, hole punching."""
 
 
 class Network:
@@ -104,9 +107,11 @@ class Network:
         self._live: dict[SwarmConn, str] = {}
         self._changed = trio.Event()
         self._dialer = Dialer(self.peers, self._connect)
-        self._exchange = PeerExchange(
-            self.peers, self.requests, swarm=swarm, own=announce or listen, observed=self.observed, news=self._dialer.wake, rng=rng
-        )
+        self.nat = Nat(
+            host, nursery, self.peers, cfg, own=own, listen=listen, announce=announce, welcome=self.welcome,
+            dial=self._dial_direct, tell=self._tell, rng=rng,
+        )  # fmt: skip
+        self._exchange = PeerExchange(self.peers, self.requests, swarm=swarm, nat=self.nat, news=self._dialer.wake, rng=rng)
         self._mdns = mdns.Discovery(own, swarm, listen, self._heard) if cfg.mdns else None
         self._bootstrap = bootstrap
         self._members = members
@@ -124,6 +129,7 @@ class Network:
         swarm.register_notifee(_Events(self))
         self._gate.admit = self._admit
         await self.bulk.start()
+        self.nat.start()
         self._nursery.start_soon(self._dialer.run)
         self._nursery.start_soon(self._exchange.run)
         self._nursery.start_soon(self._tend)
@@ -178,7 +184,7 @@ class Network:
 
     def observed(self, peer: str) -> Address | None:
         """The address at which we see a connected peer; the port is ephemeral if it dialled us."""
-        return next((address for connection, owner in self._live.items() if owner == peer and (address := _remote(connection))), None)
+        return self.nat.observed(peer)
 
     def statistics(self) -> NetworkStatistics:
         now = trio.current_time()
@@ -194,6 +200,7 @@ class Network:
             failed_handshakes=self._gate.failed,
             exchange=dict(self._exchange.learned),
             mdns_running=self._mdns is not None and self._mdns.running,
+            nat=self.nat.statistics(),
         )
 
     # -- connections
@@ -201,8 +208,10 @@ class Network:
     def _wanted(self, peer: str, now: float) -> bool:
         return self.reputation.standing(peer, now) is not Standing.BANNED
 
-    def _admit(self, peer: str, address: tuple[str, int] | None, inbound: bool) -> bool:
-        """At the end of a handshake: a member if the swarm is private; neither ourselves, nor banned, nor one too many from its prefix."""
+    def _admit(self, peer: str, address: tuple[str, int] | None, inbound: bool, relay: str | None = None) -> bool:
+        """At the end of a handshake: a member if the swarm is private; neither ourselves, nor banned, nor one too many from its prefix.
+
+        Who comes through a relay has no prefix, so that it does not answer for the relay's neighbours; it counts among those behind it."""
         now = trio.current_time()
         prefix = _prefix(address)
         self.reputation.place(peer, prefix, now)
@@ -210,10 +219,12 @@ class Network:
             return False
         if self._members is not None and peer not in self._members:
             return False
+        most = max(4, self._cfg.max_connections // 4)
+        if inbound and relay is None:
+            self.nat.reach.came(peer)
         if inbound and prefix is not None:
-            crowd = sum(1 for connection in self._live if (seen := _remote(connection)) is not None and seen.prefix == prefix)
-            return crowd < max(4, self._cfg.max_connections // 4)
-        return True
+            return most > sum(1 for connection in self._live if (seen := _remote(connection)) is not None and seen.prefix == prefix)
+        return relay is None or self.nat.behind(relay) < most
 
     def _opened(self, connection: SwarmConn) -> None:
         peer = connection.muxed_conn.peer_id.to_base58()
@@ -221,6 +232,7 @@ class Network:
             return
         first = peer not in self._live.values()
         self._live[connection] = peer
+        self.nat.opened(connection, peer)
         self.peers.connected_to(peer, inbound=str(connection.direction).lower().endswith("inbound"), now=trio.current_time())
         if not self._wanted(peer, trio.current_time()):  # banned since the handshake
             self.disconnect(peer)
@@ -232,6 +244,7 @@ class Network:
         peer = self._live.pop(connection, None)
         if peer is None:
             return
+        self.nat.closed(connection)
         self.peers.disconnected(peer, trio.current_time())
         if peer not in self._live.values():
             self._exchange.forget(peer)
@@ -247,7 +260,12 @@ class Network:
         """Asks a new peer whom it knows; with jitter, because it may have connected to many at once."""
         await trio.sleep(self._rng.uniform(0.0, ASK_JITTER_SECONDS))
         if peer in self.connected():
+            await self.nat.greet(peer)
+        if peer in self.connected():
             await self._exchange.ask(peer)
+
+    async def _tell(self) -> None:
+        await self._exchange.ask_some()
 
     async def _connect(self, peer: str, address: str) -> bool:
         """Dials; see `dialer.Connect`. Raises what the library raises."""
@@ -255,9 +273,17 @@ class Network:
         swarm = self._host.get_network()
         if swarm.get_connections(identity):
             return False
+        where, _ = parse_any(address)
+        if isinstance(where, Circuit):
+            await self.nat.call(peer, where)
+        else:
+            await self._dial_direct(where, peer)
+        return True
+
+    async def _dial_direct(self, address: Address, peer: str) -> None:
+        swarm, identity = self._host.get_network(), ID.from_string(peer)
         swarm.unblock_peer(identity)
         await swarm.dial_addr(Multiaddr(f"{address}/p2p/{peer}"), identity)
-        return True
 
     async def _close_peer(self, peer: str) -> None:
         await self._host.get_network().close_peer(ID.from_string(peer))

@@ -15,7 +15,7 @@ import math
 import random
 from collections.abc import Callable
 
-from swarmnode.p2p.addresses import Address, parse
+from swarmnode.p2p.addresses import is_circuit, parse_any
 
 SOURCES = ("bootstrap", "mdns", "book", "exchange")
 """Where we heard of a peer, best first. A peer keeps the best source it was heard from."""
@@ -24,6 +24,10 @@ MAX_PEERS = 1024
 ADDRESSES_PER_PEER = 8
 PEERS_PER_PREFIX = 8
 """Peers of one /24 or /48 that are remembered from other peers' word alone. mDNS and bootstrap are exempt: a LAN is one prefix."""
+PEERS_PER_RELAY = 64
+"""The same for peers that are known behind one relay only."""
+DIRECT_FIRST = 2
+"""Direct addresses to try before one at a relay."""
 FIRST_BACKOFF = 0.5
 BOOTSTRAP_BACKOFF = 15.0
 OTHER_BACKOFF = 300.0
@@ -107,7 +111,7 @@ class PeerTable:
             return False
         known = self._peers.get(peer)
         if known is None:
-            prefix = parse(address)[0].prefix
+            prefix = parse_any(address)[0].prefix
             if not self._room(prefix, source, now):
                 self._refused += 1
                 return False
@@ -163,7 +167,7 @@ class PeerTable:
             each.dialling = True
             missing -= 1
             self._dials += 1
-            dials.append(Dial(each.peer, tuple(each.addresses), each.source))
+            dials.append(Dial(each.peer, _in_order(each.addresses), each.source))
         return dials
 
     def next_due(self, now: float) -> float:
@@ -248,16 +252,19 @@ class PeerTable:
     def get(self, peer: str) -> Peer | None:
         return self._peers.get(peer)
 
-    def good(self, limit: int, *, apart_from: str, scope: int) -> list[tuple[str, list[str]]]:
+    def good(
+        self, limit: int, *, apart_from: str, scope: int, also: Callable[[str], list[str]] = lambda peer: []
+    ) -> list[tuple[str, list[str]]]:
         """Peers to tell another of: connected now, a random `limit` of them, with addresses that reach at least as far as `scope`.
 
-        Only what we dialled or saw ourselves is told: hearsay passed on would let one liar send the whole swarm to dial its victim.
+        Only what we dialled or saw ourselves is told: hearsay passed on would let one liar send the whole swarm to dial its victim. That a
+        call through a relay came about does not prove the relay's address: we may have been connected to it. `also(peer)`: more to tell.
         """
         found = []
         for each in self._peers.values():
             if each.connections and each.peer != apart_from:
-                sure = each.worked | each.claimed
-                told = [address for address in each.addresses if address in sure and _scope(address) >= scope]
+                sure = each.claimed | {address for address in each.worked if not is_circuit(address)}
+                told = [address for address in each.addresses if address in sure and _scope(address) >= scope] + also(each.peer)
                 if told:
                     found.append((each.peer, told))
         return self._rng.sample(found, min(limit, len(found)))
@@ -304,7 +311,7 @@ class PeerTable:
         hearsay = ("book", "exchange")
         if source in hearsay and prefix is not None:
             neighbours = sum(1 for each in self._peers.values() if each.prefix == prefix and each.source in hearsay)
-            if neighbours >= PEERS_PER_PREFIX:
+            if neighbours >= (PEERS_PER_RELAY if prefix.startswith("relay ") else PEERS_PER_PREFIX):
                 return False
         if len(self._peers) < MAX_PEERS:
             return True
@@ -329,5 +336,10 @@ class PeerTable:
 
 
 def _scope(address: str) -> int:
-    parsed: Address = parse(address)[0]
-    return parsed.scope
+    return parse_any(address)[0].scope
+
+
+def _in_order(known: list[str]) -> tuple[str, ...]:
+    """Direct ones first, but no long row of dead ones before the first relay."""
+    direct = [each for each in known if not is_circuit(each)]
+    return (*direct[:DIRECT_FIRST], *(each for each in known if is_circuit(each)), *direct[DIRECT_FIRST:])

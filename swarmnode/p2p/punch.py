@@ -1,0 +1,250 @@
+"""Hole punching (DCUtR, `/libp2p/dcutr`, wire-compatible): two peers that met through a relay try to connect directly.
+
+    called peer ─ CONNECT, its addresses ─▶ caller         both now know where the other's router shows it, if that router keeps ports
+    called peer ◀─ CONNECT, its addresses ─ caller
+    called peer ─ SYNC ─▶ caller, which dials at once; the called peer dials half a round trip later: the two SYNs cross, each opens its
+    own router for the other's, and TCP's simultaneous open makes one connection of the two. On it the caller is Noise's initiator.
+
+Both dial from the port that they listen on, so that the address that others see is the one that is dialled. Routers that choose another
+outside port for each destination (symmetric NAT) cannot be predicted: then the connection through the relay stays (docs/networking.md).
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import trio
+from libp2p.io.trio import TrioTCPStream
+from libp2p.network.connection.raw_connection import RawConnection
+from libp2p.peer.id import ID
+from libp2p.relay.circuit_v2.pb import dcutr_pb2 as pb
+from multiaddr import Multiaddr
+
+from swarmnode.errors import PeerError
+from swarmnode.p2p.addresses import Address, dialable, parse
+from swarmnode.p2p.circuits import relay_of
+from swarmnode.p2p.requests import close, reset
+from swarmnode.p2p.talk import answer, converse, read_message, write_message
+
+log = logging.getLogger(__name__)
+
+DCUTR = "/libp2p/dcutr"
+ROUNDS = 3
+ROUND_PAUSE_SECONDS = 2.0
+TALK_SECONDS = 10.0
+DIAL_SECONDS = 5.0
+HANDSHAKE_SECONDS = 10.0
+ADDRESSES = 2
+"""Addresses of the other side that are dialled. It tells them, so that more would be a way to have us dial around."""
+AT_ONCE = 8
+SESSIONS = 6
+SESSION_SECONDS = 600.0
+"""With one peer, at most SESSIONS in this time, whoever begins them."""
+PEERS = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class PunchStatistics:
+    succeeded: int
+    failed: int
+    """Peers that stayed on the relay, after all rounds."""
+    refused: int
+
+
+class Allowance:
+    """Sessions per peer and time. Pure."""
+
+    def __init__(self) -> None:
+        self._begun: collections.OrderedDict[str, list[float]] = collections.OrderedDict()
+
+    def take(self, peer: str, now: float) -> bool:
+        begun = [at for at in self._begun.pop(peer, []) if now - at < SESSION_SECONDS]
+        allowed = len(begun) < SESSIONS
+        self._begun[peer] = [*begun, now] if allowed else begun
+        while len(self._begun) > PEERS:
+            self._begun.popitem(last=False)
+        return allowed
+
+
+class Puncher:
+    """`own()`: addresses at which others see us. `listen`: what we listen on, to dial from. `direct(peer)`: whether there is a direct
+    connection. `vantage(peer)`: from where the peer speaks: nothing that reaches less far is dialled for it."""
+
+    def __init__(
+        self,
+        host: Any,
+        nursery: trio.Nursery,
+        *,
+        own_id: str,
+        own: Callable[[], list[Address]],
+        listen: list[Address],
+        direct: Callable[[str], bool],
+        welcome: Callable[[str], bool],
+        vantage: Callable[[str], Address | None],
+    ) -> None:
+        self._host = host
+        self._nursery = nursery
+        self._own_id = own_id
+        self._own = own
+        self._listen = listen
+        self._direct = direct
+        self._welcome = welcome
+        self._vantage = vantage
+        self._allowance = Allowance()
+        self._active: set[str] = set()
+        self._succeeded = self._failed = self._refused = 0
+        host.set_stream_handler(DCUTR, self._on_stream)
+
+    def statistics(self) -> PunchStatistics:
+        return PunchStatistics(self._succeeded, self._failed, self._refused)
+
+    async def upgrade(self, peer: str) -> None:
+        """We were called by `peer` through a relay: try to connect directly. Never raises for anything the peer does."""
+        if peer in self._active or len(self._active) >= AT_ONCE or not self._own():
+            return
+        self._active.add(peer)
+        try:
+            for attempt in range(ROUNDS):
+                if attempt:
+                    await trio.sleep(ROUND_PAUSE_SECONDS * attempt)
+                if self._direct(peer) or not self._allowance.take(peer, trio.current_time()) or not await self._round(peer):
+                    break
+            if self._direct(peer):
+                self._succeeded += 1
+                log.info("direct connection with %s, the relay is not needed", peer)
+            else:
+                self._failed += 1
+                log.debug("no direct way to %s, staying on the relay", peer)
+        finally:
+            self._active.discard(peer)
+
+    async def _round(self, peer: str) -> bool:
+        """One attempt. False if another makes no sense."""
+        try:
+            (addresses, seconds), _ = await converse(self._host, self._nursery, peer, DCUTR, self._agree, deadline=TALK_SECONDS)
+        except PeerError as error:
+            log.debug("%s does not punch: %s", peer, error)
+            return False
+        if not (targets := self._targets(peer, addresses)):
+            return False
+        await trio.sleep(min(seconds / 2, 1.0))
+        await self._dial_all(peer, targets, initiator=False)
+        return True
+
+    async def _agree(self, stream: Any) -> tuple[list[bytes], float]:
+        """(their addresses, round trip in seconds); SYNC is on its way to them when this returns."""
+        await write_message(stream, self._connect_message())
+        at = trio.current_time()
+        reply = await read_message(stream, pb.HolePunch)
+        seconds = trio.current_time() - at
+        if reply.type != pb.HolePunch.CONNECT:
+            raise PeerError("not a CONNECT")
+        await write_message(stream, pb.HolePunch(type=pb.HolePunch.SYNC))
+        return list(reply.ObsAddrs), seconds
+
+    async def _on_stream(self, stream: Any) -> None:
+        """We called, and the called peer wants a direct connection."""
+        peer = stream.muxed_conn.peer_id.to_base58()
+        rival = peer in self._active and self._own_id < peer  # both began: the session of the lesser id goes on
+        pointless = relay_of(stream.muxed_conn) is None or self._direct(peer) or not self._own()
+        if rival or pointless or not self._welcome(peer) or len(self._active) >= AT_ONCE:
+            self._refused += 1
+            await reset(stream)
+            return
+        if not self._allowance.take(peer, trio.current_time()):
+            self._refused += 1
+            await reset(stream)
+            return
+        self._active.add(peer)
+        try:
+            addresses = await answer(stream, self._answer, deadline=TALK_SECONDS)
+            if addresses:
+                await self._dial_all(peer, self._targets(peer, addresses), initiator=True)
+                await close(stream)
+        finally:
+            self._active.discard(peer)
+
+    async def _answer(self, stream: Any) -> list[bytes]:
+        request = await read_message(stream, pb.HolePunch)
+        if request.type != pb.HolePunch.CONNECT:
+            raise PeerError("not a CONNECT")
+        await write_message(stream, self._connect_message())
+        if (await read_message(stream, pb.HolePunch)).type != pb.HolePunch.SYNC:
+            raise PeerError("not a SYNC")
+        return list(request.ObsAddrs)
+
+    def _connect_message(self) -> pb.HolePunch:
+        return pb.HolePunch(type=pb.HolePunch.CONNECT, ObsAddrs=[Multiaddr(str(each)).to_bytes() for each in self._own()[:ADDRESSES]])
+
+    def _targets(self, peer: str, raw: list[bytes]) -> list[Address]:
+        """Those of the told addresses that we dial."""
+        vantage = self._vantage(peer)
+        targets = []
+        for each in raw[: 2 * ADDRESSES]:
+            try:
+                address = parse(str(Multiaddr(each)))[0]
+            except Exception as error:  # the parser raises what its codecs raise
+                log.debug("%s told something that is not an address: %r", peer, error)
+                continue
+            if vantage is not None and dialable(address, vantage):
+                targets.append(address)
+        return targets[:ADDRESSES]
+
+    async def _dial_all(self, peer: str, targets: list[Address], *, initiator: bool) -> None:
+        async with trio.open_nursery() as nursery:
+            for address in targets:
+                nursery.start_soon(self._dial, peer, address, initiator)
+
+    async def _dial(self, peer: str, target: Address, initiator: bool) -> None:
+        """One simultaneous open and the handshake on it. Never raises."""
+        source = next((each for each in self._listen if each.kind == target.kind), None)
+        if source is None:
+            return
+        raw = None
+        try:
+            with trio.fail_after(DIAL_SECONDS):
+                raw = await connect_from(source, target, initiator=initiator)
+            with trio.fail_after(HANDSHAKE_SECONDS):
+                swarm = self._host.get_network()
+                if initiator:
+                    await swarm.upgrade_outbound_raw_conn(raw, ID.from_string(peer))
+                else:
+                    muxed = await swarm.upgrade_inbound_raw_conn(raw, Multiaddr(str(target)))
+                    if muxed.peer_id.to_base58() != peer:
+                        await muxed.close()
+        except Exception as error:  # no answer, refused, the pair of ports in use, a failed handshake, …: this attempt is over
+            log.debug("no way to %s at %s: %r", peer, target, error)
+            if raw is not None:
+                with trio.CancelScope(shield=True), trio.move_on_after(1.0):
+                    await raw.close()
+
+
+async def connect_from(source: Address, target: Address, *, initiator: bool) -> RawConnection:
+    """A TCP connection to `target` from the very port that we listen on. Raises OSError.
+
+    The port stays ours alone: a listener binds it without SO_REUSEPORT (guards/swarm.py) and is given that option only once it listens.
+    """
+    family = trio.socket.AF_INET if target.kind == "ip4" else trio.socket.AF_INET6
+    sock = trio.socket.socket(family, trio.socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_REUSEADDR, 1)
+        sock.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_REUSEPORT, 1)
+        await sock.bind((source.host, source.port))
+        await sock.connect((target.host, target.port))
+    except BaseException:
+        sock.close()
+        raise
+    return RawConnection(TrioTCPStream(trio.SocketStream(sock)), initiator)
+
+
+def share_port(host: Any) -> None:
+    """Lets `connect_from` use the ports of a host that listens. Nobody can listen on them: that takes the option before binding too."""
+    for listener in host.get_network().listeners.values():
+        for each in getattr(listener, "listeners", []):
+            if hasattr(socket, "SO_REUSEPORT"):
+                each.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

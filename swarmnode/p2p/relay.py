@@ -1,0 +1,325 @@
+"""Circuit relay v2, the relay's side: carries bytes between two peers that cannot reach each other. Wire-compatible with other libp2ps.
+
+    peer B ─ RESERVE ─▶ relay: B may be called through us for RESERVATION_SECONDS, while it stays connected
+    peer A ─ CONNECT B ─▶ relay ─ CONNECT from A ─▶ B ─ OK ─▶ relay ─ OK ─▶ A, then bytes both ways until a limit or either end
+
+Ours instead of the library's, which reserves for whatever peer id a message names (so that one peer can take all reservations, or ask for
+someone else), keeps one circuit per peer and ends another's when a second one closes, and writes its error messages into the middle of a
+circuit's data. Here a reservation belongs to the peer that the handshake proved, ends with its connection, and everything is bounded.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import trio
+from libp2p.peer.id import ID
+from libp2p.relay.circuit_v2.pb import circuit_pb2 as pb
+from multiaddr import Multiaddr
+
+from swarmnode.errors import PeerError
+from swarmnode.p2p.addresses import ED25519_PEER_ID
+from swarmnode.p2p.circuits import relay_of
+from swarmnode.p2p.requests import close, reset
+from swarmnode.p2p.talk import answer, converse, read_message, write_message
+
+log = logging.getLogger(__name__)
+
+HOP = "/libp2p/circuit/relay/0.2.0/hop"
+STOP = "/libp2p/circuit/relay/0.2.0/stop"
+HOP_SECONDS = 10.0
+"""A request must have come by then."""
+STOP_SECONDS = 8.0
+"""The peer that is called must have answered by then."""
+PIECE_BYTES = 65536
+CALLS_PER_PEER = 8
+CALL_SECONDS = 4.0
+"""A peer may call, or reserve, CALLS_PER_PEER times at once and once more for each CALL_SECONDS."""
+CALLERS = 4096
+"""Peers whose calls are counted, the latest."""
+OUTCOMES = ("ok", "refused", "no_reservation", "full", "failed", "malformed")
+
+
+@dataclasses.dataclass(frozen=True)
+class RelayLimits:
+    reservations: int = 64
+    circuits: int = 128
+    circuits_per_peer: int = 16
+    """Circuits that one peer may have, counted at both ends."""
+    reservation_seconds: int = 1800
+    circuit_seconds: int = 3600
+    circuit_bytes: int = 1 << 30
+    """Both ways together. The end of a circuit is the end of a connection; its ends may call again."""
+    bytes_per_second: int = 0
+    """All circuits together; 0 is no limit."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RelayStatistics:
+    serving: bool
+    reservations: int
+    circuits: int
+    reserved: dict[str, int]
+    """Requests for a reservation, by outcome, since the start."""
+    called: dict[str, int]
+    """Requests for a circuit."""
+    bytes: int
+    """Relayed, since the start."""
+
+
+class Book:
+    """Who has a reservation and who has how many circuits. Pure: `now` in seconds, any monotonic clock."""
+
+    def __init__(self, limits: RelayLimits) -> None:
+        self._limits = limits
+        self._until: dict[str, float] = {}
+        self._circuits = collections.Counter[str]()
+        self._open = 0
+        self._callers: collections.OrderedDict[str, tuple[float, float]] = collections.OrderedDict()
+
+    def reserve(self, peer: str, now: float) -> bool:
+        """Grants or renews; False when all are taken."""
+        self._expire(now)
+        if peer not in self._until and len(self._until) >= self._limits.reservations:
+            return False
+        self._until[peer] = now + self._limits.reservation_seconds
+        return True
+
+    def reserved(self, peer: str, now: float) -> bool:
+        return self._until.get(peer, 0.0) > now
+
+    def gone(self, peer: str) -> None:
+        """`peer` has disconnected, or is not to be served any more."""
+        self._until.pop(peer, None)
+
+    def open(self, caller: str, called: str) -> bool:
+        """Counts a circuit; False when that would be one too many."""
+        most = self._limits.circuits_per_peer
+        if self._open >= self._limits.circuits or self._circuits[caller] >= most or self._circuits[called] >= most:
+            return False
+        self._open += 1
+        self._circuits[caller] += 1
+        self._circuits[called] += 1
+        return True
+
+    def close(self, caller: str, called: str) -> None:
+        self._open -= 1
+        for peer in (caller, called):
+            self._circuits[peer] -= 1
+            if not self._circuits[peer]:
+                del self._circuits[peer]
+
+    def may_ask(self, peer: str, now: float) -> bool:
+        """A token bucket for each peer."""
+        left, at = self._callers.pop(peer, (float(CALLS_PER_PEER), now))
+        left = min(float(CALLS_PER_PEER), left + (now - at) / CALL_SECONDS)
+        self._callers[peer] = (left - 1.0 if left >= 1.0 else left, now)
+        if len(self._callers) > CALLERS:
+            self._callers.popitem(last=False)
+        return left >= 1.0
+
+    def counts(self, now: float) -> tuple[int, int]:
+        """(reservations, circuits) now."""
+        self._expire(now)
+        return len(self._until), self._open
+
+    def _expire(self, now: float) -> None:
+        for peer in [peer for peer, until in self._until.items() if until <= now]:
+            del self._until[peer]
+
+
+class Relay:
+    """`addresses()`: multiaddrs at which we are dialled, without our peer id. `welcome(peer)`: False for who is not to be served."""
+
+    def __init__(
+        self,
+        host: Any,
+        nursery: trio.Nursery,
+        limits: RelayLimits,
+        *,
+        own: str,
+        addresses: Callable[[], list[str]],
+        welcome: Callable[[str], bool],
+    ) -> None:
+        self._host = host
+        self._nursery = nursery
+        self._limits = limits
+        self._own = own
+        self._addresses = addresses
+        self._welcome = welcome
+        self._book = Book(limits)
+        self._serving = False
+        self._bytes = 0
+        self._free_at = 0.0
+        self._reserved = collections.Counter[str](dict.fromkeys(OUTCOMES, 0))
+        self._called = collections.Counter[str](dict.fromkeys(OUTCOMES, 0))
+
+    @property
+    def serving(self) -> bool:
+        return self._serving
+
+    def serve(self, serving: bool) -> None:
+        """Begins or stops to be a relay. Circuits that are open stay so."""
+        if serving and not self._serving:
+            self._host.set_stream_handler(HOP, self._on_hop)
+            log.info("relaying for peers that cannot be reached: up to %d of them", self._limits.reservations)
+        elif self._serving and not serving:
+            self._host.remove_stream_handler(HOP)
+        self._serving = serving
+
+    def gone(self, peer: str) -> None:
+        """`peer` has disconnected."""
+        self._book.gone(peer)
+
+    def reserved(self, peer: str) -> bool:
+        """Whether `peer` can be called through us."""
+        return self._serving and self._book.reserved(peer, trio.current_time())
+
+    def statistics(self) -> RelayStatistics:
+        reservations, circuits = self._book.counts(trio.current_time())
+        return RelayStatistics(self._serving, reservations, circuits, dict(self._reserved), dict(self._called), self._bytes)
+
+    # -- requests
+
+    async def _on_hop(self, stream: Any) -> None:
+        """One request of a peer; a circuit lives in here until it ends."""
+        peer = stream.muxed_conn.peer_id.to_base58()
+        request = await answer(stream, lambda stream: read_message(stream, pb.HopMessage), deadline=HOP_SECONDS)
+        if request is None:
+            self._called["malformed"] += 1
+        elif not self._serving or not self._welcome(peer) or relay_of(stream.muxed_conn) is not None:
+            self._called["refused"] += 1
+            await self._refuse(stream, pb.PERMISSION_DENIED)
+        elif not self._book.may_ask(peer, trio.current_time()):
+            self._called["refused"] += 1
+            await self._refuse(stream, pb.RESOURCE_LIMIT_EXCEEDED)
+        elif request.type == pb.HopMessage.RESERVE:
+            await self._reserve(peer, stream)
+        elif request.type == pb.HopMessage.CONNECT:
+            await self._connect(peer, request.peer.id, stream)
+        else:
+            self._called["malformed"] += 1
+            await self._refuse(stream, pb.MALFORMED_MESSAGE)
+
+    async def _reserve(self, peer: str, stream: Any) -> None:
+        """For whoever is at the other end of this connection, whatever the message says."""
+        if not self._book.reserve(peer, trio.current_time()):
+            self._reserved["full"] += 1
+            await self._refuse(stream, pb.RESERVATION_REFUSED)
+            return
+        addresses = [Multiaddr(f"{address}/p2p/{self._own}").to_bytes() for address in self._addresses()[:8]]
+        granted = pb.HopMessage(
+            type=pb.HopMessage.STATUS,
+            status=pb.OK,
+            reservation=pb.Reservation(expire=int(time.time()) + self._limits.reservation_seconds, addrs=addresses),
+            limit=self._limit(),
+        )
+        self._reserved["ok"] += 1
+        if await answer(stream, lambda stream: _say(stream, granted), deadline=HOP_SECONDS):
+            await close(stream)
+
+    async def _connect(self, caller: str, wanted: bytes, stream: Any) -> None:
+        called = _peer_id(wanted)
+        now = trio.current_time()
+        if called is None:
+            self._called["malformed"] += 1
+            await self._refuse(stream, pb.MALFORMED_MESSAGE)
+        elif not self._book.reserved(called, now) or not self._welcome(called) or called == caller:
+            self._called["no_reservation"] += 1
+            await self._refuse(stream, pb.NO_RESERVATION)
+        elif not self._book.open(caller, called):
+            self._called["full"] += 1
+            await self._refuse(stream, pb.RESOURCE_LIMIT_EXCEEDED)
+        else:
+            try:
+                await self._circuit(caller, called, stream)
+            finally:
+                self._book.close(caller, called)
+
+    async def _circuit(self, caller: str, called: str, stream: Any) -> None:
+        """Calls `called`, then carries bytes until either end, or a limit, ends it."""
+        call = pb.StopMessage(type=pb.StopMessage.CONNECT, peer=pb.PeerId(id=_raw_id(caller)), limit=self._limit())
+
+        async def ring(other: Any) -> None:
+            await write_message(other, call)
+            reply = await read_message(other, pb.StopMessage)
+            if reply.type != pb.StopMessage.STATUS or reply.status != pb.OK:
+                raise PeerError(f"{called} does not take the call")
+
+        try:
+            _, other = await converse(self._host, self._nursery, called, STOP, ring, deadline=STOP_SECONDS, keep=True)
+        except PeerError as error:
+            log.debug("no circuit from %s to %s: %s", caller, called, error)
+            self._called["failed"] += 1
+            await self._refuse(stream, pb.CONNECTION_FAILED)
+            return
+        established = pb.HopMessage(type=pb.HopMessage.STATUS, status=pb.OK, limit=self._limit())
+        if not await answer(stream, lambda stream: _say(stream, established), deadline=HOP_SECONDS):
+            self._called["failed"] += 1
+            await reset(other)
+            return
+        self._called["ok"] += 1
+        await self._carry(stream, other)
+
+    async def _carry(self, one: Any, other: Any) -> None:
+        """Bytes both ways. Returns when both streams are reset; the peers' own handshake tells them what an end means."""
+        ended = trio.Event()
+        left = self._limits.circuit_bytes
+
+        async def pump(source: Any, sink: Any) -> None:
+            nonlocal left
+            try:
+                while (data := await source.read(PIECE_BYTES)) and left >= len(data):
+                    left -= len(data)
+                    self._bytes += len(data)
+                    await self._pace(len(data))
+                    await sink.write(data)
+            except Exception as error:  # closed, reset, stalled, connection lost: an end
+                log.debug("a circuit ended: %r", error)
+            finally:
+                ended.set()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(pump, one, other)
+            nursery.start_soon(pump, other, one)
+            try:
+                with trio.move_on_after(self._limits.circuit_seconds):
+                    await ended.wait()
+            finally:
+                await reset(one)
+                await reset(other)
+
+    async def _pace(self, count: int) -> None:
+        """Waits as long as `count` bytes take at the rate of all circuits together."""
+        if self._limits.bytes_per_second:
+            now = trio.current_time()
+            self._free_at = max(self._free_at, now - 1.0) + count / self._limits.bytes_per_second
+            if self._free_at > now:
+                await trio.sleep(self._free_at - now)
+
+    async def _refuse(self, stream: Any, status: int) -> None:
+        refusal = pb.HopMessage(type=pb.HopMessage.STATUS, status=status)
+        if await answer(stream, lambda stream: _say(stream, refusal), deadline=HOP_SECONDS):
+            await close(stream)
+
+    def _limit(self) -> pb.Limit:
+        return pb.Limit(duration=self._limits.circuit_seconds, data=self._limits.circuit_bytes)
+
+
+async def _say(stream: Any, message: Any) -> bool:
+    await write_message(stream, message)
+    return True
+
+
+def _peer_id(raw: bytes) -> str | None:
+    """As text; None if it is not that of an Ed25519 key."""
+    return ID(raw).to_base58() if len(raw) == 38 and raw.startswith(ED25519_PEER_ID) else None
+
+
+def _raw_id(peer: str) -> bytes:
+    return ID.from_string(peer).to_bytes()

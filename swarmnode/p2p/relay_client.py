@@ -1,0 +1,277 @@
+"""Circuit relay v2, the side of a node that cannot be reached: keeps reservations with relays, takes calls, and calls others.
+
+    planned by `Reservations` (pure): which connected peer to ask now ─▶ RESERVE ─▶ granted: we can be called at its address ─▶ renewed
+                                                                               └▶ refused: asked again after a back-off, others meanwhile
+    a call  ─▶ taken only from a relay that we reserved with ─▶ handshake as inbound     (the relay's word for who calls counts for nothing)
+    to call ─▶ stream to the relay (dialled if need be) ─▶ CONNECT ─▶ handshake as outbound
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import trio
+from libp2p.peer.id import ID
+from libp2p.relay.circuit_v2.pb import circuit_pb2 as pb
+from multiaddr import Multiaddr
+
+from swarmnode.errors import BadMessage, PeerError
+from swarmnode.p2p.addresses import Address, Circuit
+from swarmnode.p2p.circuits import CircuitConnection, relay_of
+from swarmnode.p2p.relay import HOP, STOP
+from swarmnode.p2p.requests import reset
+from swarmnode.p2p.talk import answer, converse, read_message, write_message
+
+log = logging.getLogger(__name__)
+
+RELAYS = 2
+"""Reservations to keep: when one relay goes, the other still works."""
+RESERVE_SECONDS = 10.0
+CONNECT_SECONDS = 9.0
+"""Less than a dial may take (dialer.py), so that the reason comes out."""
+SHORTEST_SECONDS = 60.0
+LONGEST_SECONDS = 6 * 3600.0
+"""A grant is taken to be no shorter and no longer than this, whatever the relay's clock says."""
+FIRST_BACKOFF = 5.0
+LONGEST_BACKOFF = 600.0
+LOOK_SECONDS = 30.0
+"""The loop looks at least this often."""
+CALLS = 16
+"""Incoming calls whose handshake is under way."""
+HANDSHAKE_SECONDS = 15.0
+
+
+@dataclasses.dataclass(frozen=True)
+class RelayClientStatistics:
+    relays: list[str]
+    """Peer ids of relays through which we can be called now."""
+    reserved: int
+    """Grants, renewals included."""
+    refused: int
+    calls: dict[str, int]
+    """Incoming, by outcome."""
+    dials: dict[str, int]
+    """Outgoing, by outcome."""
+
+
+class Reservations:
+    """Whom to ask for a reservation, and when to renew. Pure: `now` in seconds, any monotonic clock."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._granted: dict[str, tuple[float, float]] = {}
+        self._waiting: dict[str, tuple[int, float]] = {}
+
+    def held(self, now: float) -> list[str]:
+        """Relays whose reservation is valid."""
+        return [relay for relay, (_, until) in self._granted.items() if until > now]
+
+    def due(self, candidates: list[str], now: float) -> str | None:
+        """The next one to ask: a renewal first, then, while there are too few, a candidate (best first) whose back-off is over."""
+        for relay, (renew, _) in self._granted.items():
+            if renew <= now and self._ready(relay, now):
+                return relay
+        if len(self.held(now)) < RELAYS:
+            return next((each for each in candidates if each not in self._granted and self._ready(each, now)), None)
+        return None
+
+    def granted(self, relay: str, seconds: float, now: float) -> None:
+        seconds = min(max(seconds, SHORTEST_SECONDS), LONGEST_SECONDS)
+        self._granted[relay] = (now + seconds * self._rng.uniform(0.5, 0.75), now + seconds)
+        self._waiting.pop(relay, None)
+
+    def refused(self, relay: str, now: float) -> None:
+        failures = self._waiting.get(relay, (0, 0.0))[0] + 1
+        pause = min(LONGEST_BACKOFF, FIRST_BACKOFF * 2.0 ** min(failures - 1, 10)) * self._rng.uniform(0.5, 1.0)
+        self._waiting[relay] = (failures, now + pause)
+        if relay in self._granted and self._granted[relay][1] <= now:
+            del self._granted[relay]
+
+    def gone(self, relay: str) -> bool:
+        """The relay has disconnected, and our reservation with it. True if there was one."""
+        self._waiting.pop(relay, None)
+        return self._granted.pop(relay, None) is not None
+
+    def drop_all(self) -> None:
+        """We can be reached without."""
+        self._granted.clear()
+
+    def next_due(self, now: float) -> float:
+        """Seconds until `due` may change its mind by itself."""
+        times = [renew for renew, _ in self._granted.values()] + [ready for _, ready in self._waiting.values()]
+        return max(0.0, min([each for each in times if each > now], default=now + LOOK_SECONDS) - now)
+
+    def _ready(self, relay: str, now: float) -> bool:
+        return self._waiting.get(relay, (0, 0.0))[1] <= now
+
+
+class RelayClient:
+    """`candidates()`: peers that we are directly connected to, best first. `wanted()`: whether we need relays at all.
+    `address_of(relay)`: where others can dial it. `dial(address, peer)`: connects directly. `news()`: our addresses have changed."""
+
+    def __init__(
+        self,
+        host: Any,
+        nursery: trio.Nursery,
+        *,
+        candidates: Callable[[], list[str]],
+        wanted: Callable[[], bool],
+        address_of: Callable[[str], Address | None],
+        dial: Callable[[Address, str], Awaitable[None]],
+        news: Callable[[], None],
+        rng: random.Random,
+    ) -> None:
+        self._host = host
+        self._nursery = nursery
+        self._candidates = candidates
+        self._wanted = wanted
+        self._address_of = address_of
+        self._dial = dial
+        self._news = news
+        self._plan = Reservations(rng)
+        self._wake = trio.Event()
+        self._ringing = 0
+        self._reserved = self._refused = 0
+        self._calls = collections.Counter[str]({"ok": 0, "refused": 0, "failed": 0})
+        self._dials = collections.Counter[str]({"ok": 0, "failed": 0})
+        host.set_stream_handler(STOP, self._on_stop)
+
+    # -- being reachable
+
+    async def run(self) -> None:
+        """Keeps reservations until cancelled."""
+        while True:
+            self._wake = trio.Event()
+            if self._wanted():
+                await self._reserve_due()
+            elif self._plan.held(trio.current_time()):
+                self._plan.drop_all()
+                self._news()
+            with trio.move_on_after(max(0.1, min(LOOK_SECONDS, self._plan.next_due(trio.current_time())))):
+                await self._wake.wait()
+
+    def wake(self) -> None:
+        """Somebody connected, or our need has changed."""
+        self._wake.set()
+
+    def gone(self, peer: str) -> None:
+        """`peer` has disconnected."""
+        if self._plan.gone(peer):
+            self._news()
+        self.wake()
+
+    def addresses(self) -> list[Circuit]:
+        """Where we can be called now."""
+        found = [(relay, self._address_of(relay)) for relay in self._plan.held(trio.current_time())]
+        return [Circuit(address, relay) for relay, address in found if address is not None]
+
+    def statistics(self) -> RelayClientStatistics:
+        held = self._plan.held(trio.current_time())
+        return RelayClientStatistics(held, self._reserved, self._refused, dict(self._calls), dict(self._dials))
+
+    async def _reserve_due(self) -> None:
+        while (relay := self._plan.due(self._candidates(), trio.current_time())) is not None:
+            before = relay in self._plan.held(trio.current_time())
+            try:
+                seconds, _ = await converse(self._host, self._nursery, relay, HOP, _ask, deadline=RESERVE_SECONDS)
+            except PeerError as error:
+                log.debug("no reservation with %s: %s", relay, error)
+                self._refused += 1
+                self._plan.refused(relay, trio.current_time())
+                continue
+            if relay not in self._candidates():  # it left while it answered
+                continue
+            self._reserved += 1
+            self._plan.granted(relay, seconds, trio.current_time())
+            if not before:
+                log.info("reachable through the relay %s", relay)
+                self._news()
+
+    async def _on_stop(self, stream: Any) -> None:
+        """Somebody calls us through a relay; lives as long as the connection does."""
+        relay = stream.muxed_conn.peer_id.to_base58()
+        expected = relay in self._plan.held(trio.current_time()) and relay_of(stream.muxed_conn) is None
+        if not expected or self._ringing >= CALLS:
+            self._calls["refused"] += 1
+            await reset(stream)
+            return
+        self._ringing += 1
+        try:
+            connection = await self._take(relay, stream)
+        finally:
+            self._ringing -= 1
+        self._calls["failed" if connection is None else "ok"] += 1
+        if connection is None:
+            await reset(stream)
+        else:
+            await connection.event_closed.wait()
+
+    async def _take(self, relay: str, stream: Any) -> Any:
+        """The multiplexed connection; None if it did not come about."""
+        caller = await answer(stream, _accept, deadline=HANDSHAKE_SECONDS)
+        if caller is None:
+            return None
+        raw = CircuitConnection(stream, relay, caller, initiator=False)
+        try:
+            with trio.fail_after(HANDSHAKE_SECONDS):
+                return await self._host.get_network().upgrade_inbound_raw_conn(raw, raw.get_transport_addresses()[0])
+        except Exception as error:  # garbage, a wrong key, not admitted, too slow: in a dozen exception types
+            log.debug("a call through %s failed: %r", relay, error)
+            return None
+
+    # -- calling
+
+    async def call(self, peer: str, circuit: Circuit) -> None:
+        """Connects to `peer` through a relay. Raises PeerError, or what the handshake raises."""
+        try:
+            await self._call(peer, circuit)
+        except BaseException:
+            self._dials["failed"] += 1
+            raise
+        self._dials["ok"] += 1
+
+    async def _call(self, peer: str, circuit: Circuit) -> None:
+        if not self._host.get_network().get_connections(ID.from_string(circuit.relay)):
+            await self._dial(circuit.address, circuit.relay)
+
+        async def connect(stream: Any) -> None:
+            await write_message(stream, pb.HopMessage(type=pb.HopMessage.CONNECT, peer=pb.PeerId(id=ID.from_string(peer).to_bytes())))
+            _check(await read_message(stream, pb.HopMessage))
+
+        _, stream = await converse(self._host, self._nursery, circuit.relay, HOP, connect, deadline=CONNECT_SECONDS, keep=True)
+        raw = CircuitConnection(stream, circuit.relay, peer, initiator=True)
+        try:
+            await self._host.get_network().upgrade_outbound_raw_conn(raw, ID.from_string(peer))
+        except BaseException:
+            self._nursery.start_soon(raw.close)
+            raise
+
+
+async def _ask(stream: Any) -> float:
+    """Asks for a reservation; returns the seconds it is for."""
+    await write_message(stream, pb.HopMessage(type=pb.HopMessage.RESERVE))
+    reply = await read_message(stream, pb.HopMessage)
+    _check(reply)
+    return float(reply.reservation.expire) - time.time()
+
+
+async def _accept(stream: Any) -> str:
+    """Takes a call; returns who calls, as the relay says."""
+    call = await read_message(stream, pb.StopMessage)
+    if call.type != pb.StopMessage.CONNECT:
+        raise BadMessage("bounds", "not a call")
+    caller = ID(call.peer.id).to_base58()
+    Multiaddr(f"/p2p/{caller}")  # raises for what is not a peer id
+    await write_message(stream, pb.StopMessage(type=pb.StopMessage.STATUS, status=pb.OK))
+    return caller
+
+
+def _check(reply: pb.HopMessage) -> None:
+    if reply.type != pb.HopMessage.STATUS or reply.status != pb.OK:
+        raise PeerError(f"the relay said no (status {reply.status})")
