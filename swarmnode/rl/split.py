@@ -37,6 +37,7 @@ class Split(Protocol):
     @property
     def external_room(self) -> int: ...
     def observe(self, useful_arrived: int, drawn: int | None = None, used: int = 0) -> None: ...
+    def resize(self, batch: int) -> None: ...
     def statistics(self) -> SplitStatistics: ...
 
 
@@ -68,12 +69,14 @@ class AdaptiveSplit:
     therefore train on more than B groups. `smoothed` restores s after a restart. Raises ValueError for a floor outside 1..batch.
     """
 
-    def __init__(self, batch: int, floor: int, smoothed: float = 0.0, external_scale: float = 1.0) -> None:
+    def __init__(self, batch: int, floor: int, smoothed: float = 0.0, external_scale: float = 1.0, share: float | None = None) -> None:
+        """`share`: of the batch, what `floor` is made of when the batch changes; else it keeps its proportion."""
         _check(batch, external_scale)
         if not 1 <= floor <= batch:
             raise ValueError(f"floor must be 1 to {batch}, not {floor}")
         self.batch = batch
         self.floor = floor
+        self._share = floor / batch if share is None else share
         self.smoothed = smoothed
         self.external_scale = external_scale
         """Set by the utility guard, 0 to 1."""
@@ -84,6 +87,11 @@ class AdaptiveSplit:
         `drawn`, `used`: groups drawn for the step, and how many of them passed judgement; see `believed`.
         """
         self.smoothed = (1.0 - SMOOTHING) * self.smoothed + SMOOTHING * believed(useful_arrived, drawn, used)
+
+    def resize(self, batch: int) -> None:
+        """Another B from the next step on. Raises ValueError below 1."""
+        _check(batch, self.external_scale)
+        self.batch, self.floor = batch, floor_groups(batch, self._share)
 
     @property
     def external_room(self) -> int:
@@ -110,12 +118,18 @@ class FixedSplit:
             raise ValueError(f"external must be 0 to {batch - 1}, not {external}")
         self.batch = batch
         self.external = external
+        self._share = external / batch
         self.smoothed = 0.0
         self.external_scale = external_scale
 
     def observe(self, useful_arrived: int, drawn: int | None = None, used: int = 0) -> None:
         """Only for the statistics."""
         self.smoothed = (1.0 - SMOOTHING) * self.smoothed + SMOOTHING * believed(useful_arrived, drawn, used)
+
+    def resize(self, batch: int) -> None:
+        """Another B from the next step on, J in proportion. Raises ValueError below 1."""
+        _check(batch, self.external_scale)
+        self.batch, self.external = batch, min(batch - 1, round(batch * self._share))
 
     @property
     def external_room(self) -> int:

@@ -18,6 +18,7 @@ import structlog
 
 from swarmnode.config import Config
 from swarmnode.errors import LocalError
+from swarmnode.hours import is_quiet
 from swarmnode.manifest import check_model
 from swarmnode.manifest_store import stored
 from swarmnode.policy.load import load_policy
@@ -32,6 +33,7 @@ from swarmnode.trainer.batch import Judgement, Rows, TrainingGroup, assemble, ju
 from swarmnode.trainer.evaluate import Evaluation
 from swarmnode.trainer.link import Link
 from swarmnode.trainer.messages import Hello, Report
+from swarmnode.trainer.pace import fitted
 from swarmnode.trainer.sampler import Sampler
 from swarmnode.trainer.state import SEQUENCE_MARGIN, Counters, Saver
 from swarmnode.trainer.update import Updater, UpdateStatistics
@@ -40,6 +42,8 @@ log = structlog.get_logger("swarmnode.trainer")
 
 ANSWER_SECONDS = 0.05
 """How long a step waits for groups that the network process has but has not handed over yet."""
+REST_SECONDS = 5.0
+"""Between two looks at the clock in quiet hours."""
 IDENTITY_SECONDS = 1.0
 """Between two signs of progress while the network process has not said who we are."""
 
@@ -80,6 +84,8 @@ class Trainer:
             if self._counters.reward_held_out_start is None:
                 self._evaluate()
             while not self._stop.is_set() and not self._finished():
+                if self._rested():
+                    continue
                 started = time.monotonic()
                 self._step()
                 if self._counters.step % self._cfg.eval_every == 0:
@@ -115,12 +121,15 @@ class Trainer:
             self._batcher.tokens = min(self._batcher.tokens, self._counters.micro_batch_tokens)
         self._oom_before = self._counters.oom_retries_total
         self._guard = UtilityGuard(external_scale=self._counters.external_scale)
+        before = self._counters.groups_per_step or self._cfg.groups_per_step
+        self._batch = fitted(before, 0.0, self._cfg.target_step_seconds, self._cfg.groups_per_step)
         batch = self._cfg.groups_per_step
         if self._config.sharing.split == "fixed":
             self._split: AdaptiveSplit | FixedSplit = FixedSplit(batch, min(self._config.sharing.external_groups, batch - 1))
         else:
-            floor = floor_groups(batch, self._config.sharing.own_floor)
-            self._split = AdaptiveSplit(batch, floor, smoothed=self._counters.useful_per_step)
+            share = self._config.sharing.own_floor
+            self._split = AdaptiveSplit(batch, floor_groups(batch, share), smoothed=self._counters.useful_per_step, share=share)
+        self._split.resize(self._groups)
 
     def _hello(self) -> Hello:
         policy = self._policy
@@ -154,7 +163,7 @@ class Trainer:
         started = time.monotonic()
         self._adopt_identity(0.0)
         sharing = self._config.sharing.enabled
-        own_count = self._split.own_groups if sharing else self._cfg.groups_per_step
+        own_count = self._split.own_groups if sharing else self._groups
         room = self._split.external_room if sharing else 0
         if room > len(self._backlog):
             self._link.request_external(room - len(self._backlog), self._counters.policy_version)
@@ -172,6 +181,7 @@ class Trainer:
         self._count(experience.tokens, experience.groups, judgement.accepted, result)
         self._measure(experience.groups, judgement, rows, result)
         ended = time.monotonic()
+        self._fit(ended - started)
         self._report = msgspec.structs.replace(
             self._report,
             step_seconds=ended - started,
@@ -200,7 +210,9 @@ class Trainer:
         c.tokens_total += tokens
         for group in external:
             c.peers_used[group.peer] = c.peers_used.get(group.peer, 0) + 1
-        c.micro_batch_tokens = self._batcher.tokens
+        learnt = self._batcher.tokens < self._cfg.per_device_train_tokens
+        c.micro_batch_tokens = self._batcher.tokens if learnt else 0  # so that a larger setting counts after a restart
+        c.groups_per_step = self._batch
         c.oom_retries_total = self._oom_before + self._batcher.statistics().oom_retries
         c.useful_per_step = self._split.smoothed
 
@@ -254,6 +266,30 @@ class Trainer:
             self._saver.close()
         if self._saver.error:
             log.error("state not saved", error=self._saver.error)
+
+    @property
+    def _groups(self) -> int:
+        """Groups of the next step, B."""
+        return max(1, round(self._batch))
+
+    def _fit(self, seconds: float) -> None:
+        """Fewer groups where a step took longer than it should, more where it need not be so few."""
+        self._batch = fitted(self._batch, seconds, self._cfg.target_step_seconds, self._cfg.groups_per_step)
+        if self._groups != self._split.batch:
+            log.info("groups per step", groups=self._groups, step_seconds=round(seconds, 2))
+            self._split.resize(self._groups)
+
+    def _rested(self) -> bool:
+        """Wait a little if these are quiet hours, and say whether they were. The model stays loaded."""
+        now = time.localtime()
+        if not is_quiet(self._config.node.quiet_hours, now.tm_hour * 60 + now.tm_min):
+            return False
+        if self._report.phase != "paused":
+            log.info("quiet hours", hours=self._config.node.quiet_hours)
+            self._say("paused")
+        self._progress("paused")
+        self._stop.wait(REST_SECONDS)
+        return True
 
     def _pace(self, started: float) -> None:
         while not self._stop.is_set() and (left := started + self._cfg.step_interval - time.monotonic()) > 0:

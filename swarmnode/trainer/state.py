@@ -41,6 +41,9 @@ class Counters(msgspec.Struct):
     tokens_total: int = 0
     oom_retries_total: int = 0
     micro_batch_tokens: int = 0
+    """Learnt from running out of memory; 0 while it never did."""
+    groups_per_step: float = 0.0
+    """Fitted to this node's speed; 0 before the first step."""
     useful_per_step: float = 0.0
     external_scale: float = 1.0
     reward_held_out: float | None = None

@@ -1,0 +1,165 @@
+"""A node that is slow, small or at rest: batches fitted to its speed, a memory limit learnt once, quiet hours."""
+
+import threading
+
+import pytest
+import torch
+import trio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmnode.config import Config
+from swarmnode.policy.load import Policy
+from swarmnode.process import Progress
+from swarmnode.rl.split import AdaptiveSplit, FixedSplit, floor_groups
+from swarmnode.trainer import loop
+from swarmnode.trainer.link_server import LinkServer
+from swarmnode.trainer.loop import Trainer
+from swarmnode.trainer.messages import Drawn, Welcome
+from swarmnode.trainer.pace import fitted
+
+
+class NetworkSide:
+    """A network process without peers."""
+
+    def __init__(self):
+        self.reports = []
+
+    def hello(self, hello):
+        return Welcome("12D3KooWme", b"s" * 32)
+
+    async def own_group(self, group):
+        pass
+
+    def draw(self, draw):
+        return Drawn(draw.request, [], useful_arrived=0)
+
+    def judged(self, judged):
+        pass
+
+    def report(self, report):
+        self.reports.append(report)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+async def train(data_dir, *, on_report=None, node=None, **training):
+    """Run a trainer to its end; returns its reports."""
+    (data_dir / "run").mkdir(exist_ok=True, parents=True)
+    settings = {"node": {"data_dir": data_dir, **(node or {})}, "training": training, "task": {"held_out_per_task": 1}}
+    network = NetworkSide()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(LinkServer(data_dir, network).run)
+        trainer = Trainer(Config.model_validate(settings), Progress())
+        if on_report is not None:
+            network.report = lambda report: (network.reports.append(report), on_report(trainer, report))
+        await trio.to_thread.run_sync(trainer.run)
+        nursery.cancel_scope.cancel()
+    return network.reports
+
+
+class Allocator:
+    """Stands in for a device's memory: a forward pass over more tokens than fit fails as torch's CPU allocator does."""
+
+    def __init__(self, monkeypatch, tokens):
+        self.tokens, self.failures = tokens, 0
+        real = Policy.logits
+
+        def logits(policy, keep=0, **inputs):
+            if inputs["input_ids"].numel() > self.tokens:
+                self.failures += 1
+                raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate")
+            return real(policy, keep, **inputs)
+
+        monkeypatch.setattr(Policy, "logits", logits)
+
+
+async def test_a_memory_limit_is_learnt_in_one_run_and_known_in_the_next(tmp_path, monkeypatch):
+    allocator = Allocator(monkeypatch, tokens=64)
+    first = await train(tmp_path, max_steps=2, eval_every=100)
+    assert first[-1].step == 2
+    assert first[-1].oom_retries_total > 0
+    limit = first[-1].micro_batch_tokens
+    assert 0 < limit < 16384
+    assert allocator.failures == first[-1].oom_retries_total
+
+    allocator.failures = 0
+    second = await train(tmp_path, max_steps=4, eval_every=100)
+    assert second[-1].step == 4
+    assert allocator.failures == 0
+    assert second[-1].micro_batch_tokens == limit
+    assert second[-1].oom_retries_total == first[-1].oom_retries_total
+
+
+async def test_without_a_shortage_a_larger_setting_counts_after_a_restart(tmp_path):
+    await train(tmp_path, max_steps=1, eval_every=100, per_device_train_tokens=2048)
+    reports = await train(tmp_path, max_steps=2, eval_every=100, per_device_train_tokens=4096)
+    assert reports[-1].micro_batch_tokens == 4096
+
+
+async def test_a_machine_too_small_for_one_question_ends_in_one_line(tmp_path, monkeypatch):
+    from swarmnode.errors import DeviceError
+
+    Allocator(monkeypatch, tokens=4)
+    with pytest.raises(ExceptionGroup) as raised:
+        await train(tmp_path, max_steps=1)
+    assert isinstance(raised.value.exceptions[0], DeviceError)
+
+
+async def test_a_slow_node_takes_smaller_steps_and_remembers(tmp_path):
+    first = await train(tmp_path, max_steps=6, eval_every=100, target_step_seconds=1e-3)
+    trained = [report.own_groups for report in first if report.own_groups]
+    assert trained[0] == 8
+    assert trained[-1] == 1
+    second = await train(tmp_path, max_steps=7, eval_every=100, target_step_seconds=1e-3)
+    assert {report.own_groups for report in second if report.own_groups} == {1}
+
+
+async def test_quiet_hours_rest_the_trainer_which_stops_when_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "REST_SECONDS", 0.01)
+    rested = threading.Event()
+
+    def stop_once_paused(trainer, report):
+        if report.phase == "paused":
+            rested.set()
+            trainer.stop()
+
+    reports = await train(tmp_path, on_report=stop_once_paused, node={"quiet_hours": "00:00-00:00"}, max_steps=5)
+    assert rested.is_set()
+    assert reports[-1].step == 0
+
+
+@given(st.floats(1, 64), st.floats(0, 1e4), st.floats(0, 1e3), st.integers(1, 64))
+def test_groups_stay_within_their_bounds(groups, seconds, target, configured):
+    assert 1 <= fitted(groups, seconds, target, configured) <= configured
+
+
+def test_without_a_target_nothing_is_fitted():
+    assert fitted(3.0, 1000.0, 0.0, 16) == 16
+
+
+@pytest.mark.parametrize(("overhead", "per_group", "target"), [(1.0, 2.0, 12.0), (0.0, 0.5, 4.0), (5.0, 1.0, 13.0)])
+def test_steps_come_to_take_as_long_as_they_should(overhead, per_group, target):
+    groups, seconds = 32.0, 0.0
+    for _ in range(20):
+        seconds = overhead + per_group * round(groups)
+        groups = fitted(groups, seconds, target, 32)
+    assert seconds == pytest.approx(target, rel=0.15)
+
+
+def test_one_slow_step_costs_half_the_batch_at_most():
+    assert fitted(16.0, 1e6, 1.0, 16) == 8.0
+
+
+@pytest.mark.parametrize("batch", range(1, 17))
+def test_a_resized_split_still_adds_up(batch):
+    adaptive = AdaptiveSplit(8, floor_groups(8, 0.25), share=0.25)
+    fixed = FixedSplit(8, 4)
+    for split in (adaptive, fixed):
+        split.resize(batch)
+        assert split.own_groups >= 1
+        assert split.own_groups + (split.external_room if split is fixed else 0) == batch
+    assert adaptive.floor == floor_groups(batch, 0.25)
