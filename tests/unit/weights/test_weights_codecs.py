@@ -1,0 +1,359 @@
+"""Payloads: what survives the journey, what it costs, and that hostile bytes only ever raise BadMessage with a known reason."""
+
+import random
+
+import msgspec
+import pytest
+import torch
+import zstandard
+
+from swarmnode.errors import BadMessage
+from swarmnode.weights.codecs import decode, encode, make_anchor
+from swarmnode.weights.layout import BLOCK, TensorSpec, body_bytes, elements, make_layout, payload_limit
+from swarmnode.weights.messages import MESSAGE_BYTES, Accept, Busy, Propose, Release, decode_message, encode_message
+from swarmnode.weights.patches import PATCHES_PER_ANCHOR, PatchReader, PatchWriter
+from swarmnode.weights.payload import PAYLOAD_REASONS, Header, build, checksum, parse, peek
+
+LAYOUT = make_layout([("w", (30, 20), "float32"), ("a.bias", (7,), "float32"), ("scalar", (), "float32")])
+
+
+def tensors(seed=0, scale=1.0):
+    rng = torch.Generator().manual_seed(seed)
+    return {s.name: scale * torch.randn(s.shape, generator=rng) for s in LAYOUT}
+
+
+def reheaded(payload, **changes):
+    """The payload with another header."""
+    header = peek(payload, LAYOUT)
+    start = 4 + int.from_bytes(payload[:4], "big")
+    return build(msgspec.structs.replace(header, **changes), [payload[start:]])
+
+
+def with_tensor(payload, index=0, **changes):
+    heads = list(peek(payload, LAYOUT).tensors)
+    heads[index] = msgspec.structs.replace(heads[index], **changes)
+    return reheaded(payload, tensors=heads)
+
+
+def with_body(payload, index, body):
+    """The payload with another body, its header made to fit: what a liar who can compute would send."""
+    header = peek(payload, LAYOUT)
+    start = 4 + int.from_bytes(payload[:4], "big")
+    bodies = []
+    for tensor in header.tensors:
+        bodies.append(payload[start : start + tensor.length])
+        start += tensor.length
+    bodies[index] = body
+    heads = [msgspec.structs.replace(t, length=len(b), checksum=checksum(b)) for t, b in zip(header.tensors, bodies, strict=True)]
+    return build(msgspec.structs.replace(header, tensors=heads), bodies)
+
+
+def reason(data, codec="bfloat16", **options):
+    with pytest.raises(BadMessage) as error:
+        decode(data, LAYOUT, codec, **options)
+    assert error.value.reason in PAYLOAD_REASONS
+    return error.value.reason
+
+
+def refusal(read, *args, **options):
+    """The reason with which `read` refused, None where it did not; anything but BadMessage is a failure."""
+    try:
+        read(*args, **options)
+    except BadMessage as error:
+        return error.reason
+    return None
+
+
+def test_float32_is_exact():
+    sent = tensors()
+    got = decode(encode(sent, LAYOUT, "float32"), LAYOUT, "float32")
+    assert all(torch.equal(got[n], t) and got[n].shape == t.shape for n, t in sent.items())
+
+
+def test_bfloat16_rounds_to_nearest():
+    sent = tensors()
+    got = decode(encode(sent, LAYOUT, "bfloat16"), LAYOUT, "bfloat16")
+    assert all(torch.equal(got[n], t.to(torch.bfloat16).float()) for n, t in sent.items())
+
+
+def test_int8_errs_by_a_254th_of_the_largest_difference_in_a_block():
+    anchor = make_anchor(tensors(1, scale=100.0))
+    sent = {n: t + 0.01 * tensors(2)[n] for n, t in anchor.tensors.items()}
+    got = decode(encode(sent, LAYOUT, "int8", anchor=anchor), LAYOUT, "int8", anchor=anchor)
+    for n in sent:
+        largest = (sent[n] - anchor.tensors[n]).abs().max()
+        assert (got[n] - sent[n]).abs().max() <= largest / 254 + 1e-5  # and the rounding of float32 at 100
+    # of the weights themselves it would err by a hundred times as much as the replicas differ
+    assert (sent["w"] - anchor.tensors["w"]).abs().max() < 100 * 3 / 254
+
+
+def test_int8_of_no_difference_is_no_difference():
+    anchor = make_anchor(tensors(1))
+    got = decode(encode(anchor.tensors, LAYOUT, "int8", anchor=anchor), LAYOUT, "int8", anchor=anchor)
+    assert all(torch.equal(got[n], t) for n, t in anchor.tensors.items())
+
+
+@pytest.mark.parametrize(("codec", "per_element"), [("float32", 4.0), ("bfloat16", 2.0), ("int8", 1 + 4 / BLOCK)])
+def test_a_payload_costs_what_its_codec_says(codec, per_element):
+    layout = make_layout([("w", (64, 1024), "float32")])
+    sent = {"w": torch.randn(64, 1024)}
+    anchor = make_anchor({"w": torch.zeros(64, 1024)}) if codec == "int8" else None
+    payload = encode(sent, layout, codec, anchor=anchor)
+    assert len(payload) == pytest.approx(per_element * elements(layout), rel=0.003)
+    assert len(payload) <= payload_limit(layout, codec)
+
+
+def test_int8_needs_an_anchor_and_nothing_else_takes_one():
+    anchor = make_anchor(tensors())
+    for options in ({"codec": "int8"}, {"codec": "bfloat16", "anchor": anchor}, {"codec": "patch"}):
+        with pytest.raises(ValueError, match=r"anchor|history"):
+            encode(tensors(), LAYOUT, **options)
+
+
+def test_another_anchor_is_noticed():
+    mine, theirs = make_anchor(tensors(1)), make_anchor(tensors(2))
+    assert mine.hash != theirs.hash
+    payload = encode(tensors(), LAYOUT, "int8", anchor=theirs)
+    assert reason(payload, "int8", anchor=mine) == "anchor"
+
+
+def test_every_lie_in_a_header_is_refused_by_name():
+    good = encode(tensors(), LAYOUT, "bfloat16", fragment=2)
+    assert decode(good, LAYOUT, "bfloat16", fragment=2)
+    check = lambda data: reason(data, fragment=2)
+    assert reason(good) == "fragment"
+    assert check(reheaded(good, codec="float32")) == "codec"
+    assert check(reheaded(good, anchor=bytes(32))) == "anchor"
+    assert check(reheaded(good, sequence=1)) == "anchor"
+    assert check(with_tensor(good, name="other")) == "names"
+    assert check(reheaded(good, tensors=peek(good, LAYOUT).tensors[:2])) == "names"
+    assert check(reheaded(good, tensors=peek(good, LAYOUT).tensors[::-1])) == "names"
+    assert check(with_tensor(good, 2, shape=(20, 30))) == "shape"
+    assert check(with_tensor(good, 2, shape=(2**62, 2**62))) == "shape"
+    assert check(with_tensor(good, dtype="float16")) == "dtype"
+    assert check(with_tensor(good, length=2**62)) == "size"
+    assert check(with_tensor(good, length=-14)) == "size"
+    assert check(with_tensor(good, checksum=b"short")) == "size"
+    assert check(with_tensor(good, checksum=bytes(16))) == "checksum"
+
+
+def test_every_lie_about_length_is_refused():
+    good = encode(tensors(), LAYOUT, "bfloat16")
+    assert reason(good + b"\0") == "size"
+    assert reason(good[:-1]) == "size"
+    assert reason(good + bytes(10_000)) == "oversize"
+    assert reason(b"") == "malformed"
+    assert reason(b"\xff\xff\xff\xff" + good[4:]) == "oversize"
+    assert reason((1000).to_bytes(4, "big") + bytes(30)) in ("malformed", "oversize")
+    assert reason(good[:20]) == "malformed"
+
+
+def test_a_header_has_one_encoding_only():
+    good = encode(tensors(), LAYOUT, "bfloat16")
+    header = msgspec.to_builtins(peek(good, LAYOUT), builtin_types=(bytes,))
+    body = good[4 + int.from_bytes(good[:4], "big") :]
+    rebuilt = lambda h: (head := msgspec.msgpack.encode(h)) and len(head).to_bytes(4, "big") + head + body
+    assert rebuilt(header) == good
+    assert reason(rebuilt(dict(reversed(header.items())))) == "malformed"
+    assert reason(rebuilt({**header, "more": 1})) == "schema"
+    assert reason(rebuilt({**header, "codec": "pickle"})) == "schema"
+
+
+def test_a_hostile_quantiser_is_refused():
+    anchor = make_anchor(tensors(1))
+    good = encode(tensors(), LAYOUT, "int8", anchor=anchor)
+    body = lambda scale, q: torch.tensor([scale]).numpy().tobytes() + bytes([q]) * 7  # a.bias: one block of 7
+    check = lambda scale, q=1: reason(with_body(good, 0, body(scale, q)), "int8", anchor=anchor)
+    assert check(float("nan")) == "not_finite"
+    assert check(float("inf")) == "not_finite"
+    assert check(-1.0) == "bounds"
+    assert check(1.0, 0x80) == "bounds"
+    assert decode(with_body(good, 0, body(1.0, 0x7F)), LAYOUT, "int8", anchor=anchor)
+
+
+@pytest.mark.parametrize("codec", ["float32", "bfloat16", "int8"])
+def test_mutated_payloads_raise_nothing_but_known_reasons(codec):
+    anchor = make_anchor(tensors(1)) if codec == "int8" else None
+    good = encode(tensors(), LAYOUT, codec, anchor=anchor)
+    rng = random.Random(codec)
+    head = 4 + int.from_bytes(good[:4], "big")
+    for _ in range(1500):
+        data = bytearray(good)
+        for _ in range(rng.randint(1, 3)):
+            where = rng.randrange(head) if rng.random() < 0.8 else rng.randrange(len(data))
+            data[where] = rng.randrange(256)
+        cut = data[: rng.randrange(len(data))] if rng.random() < 0.2 else data
+        found = refusal(decode, bytes(cut), LAYOUT, codec, anchor=anchor)
+        assert found in PAYLOAD_REASONS or (found is None and bytes(cut) == good)  # everything is compared or under a checksum
+
+
+def test_parsing_copies_nothing():
+    good = encode(tensors(), LAYOUT, "float32")
+    for body in parse(good, LAYOUT, "float32").bodies:
+        assert body.obj is good
+
+
+# ---- patches --------------------------------------------------------------------------------------------------------------------
+
+
+def changed(t, share, rng):
+    out = {}
+    for n, x in t.items():
+        mask = torch.rand(x.shape, generator=rng) < share
+        out[n] = torch.where(mask, x + 1.0, x)
+    return out
+
+
+def as_published(t):
+    return {n: x.to(torch.bfloat16).float() for n, x in t.items()}
+
+
+def test_a_reader_follows_a_writer_through_patches_and_wholes():
+    writer, reader = PatchWriter(LAYOUT), PatchReader(LAYOUT)
+    rng = torch.Generator().manual_seed(0)
+    state = tensors()
+    sequences = []
+    for _ in range(2 * PATCHES_PER_ANCHOR + 3):
+        payload = writer.publish(state)
+        sequences.append(peek(payload, LAYOUT).sequence)
+        got = reader.read(payload)
+        assert all(torch.equal(got[n], t) for n, t in as_published(state).items())
+        state = changed(state, 0.02, rng)
+    assert sequences == [*range(10), *range(10), 0, 1, 2]
+    assert writer.statistics().whole == 3
+
+
+def test_a_patch_of_one_weight_in_a_hundred_is_a_fraction_of_the_whole():
+    layout = make_layout([("w", (256, 256), "float32")])
+    writer = PatchWriter(layout)
+    first = {"w": torch.randn(256, 256)}
+    whole = len(writer.publish(first))
+    rng = torch.Generator().manual_seed(0)
+    patch = len(writer.publish(changed(first, 0.01, rng)))
+    assert patch < whole / 20
+    assert writer.statistics().changed_share == pytest.approx(0.01, rel=0.2)
+
+
+def test_a_patch_that_would_be_longer_than_the_whole_is_the_whole():
+    writer = PatchWriter(LAYOUT)
+    writer.publish(tensors(1))
+    assert peek(writer.publish(tensors(2)), LAYOUT).sequence == 0
+
+
+def published(count=3):
+    writer = PatchWriter(LAYOUT)
+    rng = torch.Generator().manual_seed(0)
+    state, payloads = tensors(), []
+    for _ in range(count):
+        payloads.append(writer.publish(state))
+        state = changed(state, 0.05, rng)
+    return payloads
+
+
+def patch_reason(reader, data):
+    with pytest.raises(BadMessage) as error:
+        reader.read(data)
+    return error.value.reason
+
+
+def test_a_reader_who_missed_one_asks_for_the_whole_and_is_unharmed():
+    first, second, third = published()
+    reader = PatchReader(LAYOUT)
+    assert patch_reason(reader, second) == "anchor"
+    reader.read(first)
+    assert patch_reason(reader, third) == "anchor"
+    reader.read(second)
+    assert patch_reason(reader, second) == "anchor"  # and a replay is no patch of what it made
+    reader.read(third)
+
+
+def patched(payload, content, index=2):
+    """The patch with another compressed body for tensor `index`; its checksum stays that of the honest result."""
+    header = peek(payload, LAYOUT)
+    start = 4 + int.from_bytes(payload[:4], "big")
+    bodies = []
+    for tensor in header.tensors:
+        bodies.append(payload[start : start + tensor.length])
+        start += tensor.length
+    bodies[index] = content
+    heads = [msgspec.structs.replace(t, length=len(b)) for t, b in zip(header.tensors, bodies, strict=True)]
+    return build(msgspec.structs.replace(header, tensors=heads), bodies)
+
+
+def items(*pairs):
+    gaps = b"".join(g.to_bytes(4, "little") for g, _ in pairs)
+    return zstandard.compress(gaps + b"".join(v.to_bytes(2, "little") for _, v in pairs))
+
+
+def test_hostile_patches_are_refused_by_name():
+    first, second = published(2)
+    reader = PatchReader(LAYOUT)
+    reader.read(first)
+    check = lambda content: patch_reason(reader, patched(second, content))
+    assert check(items((3, 1))) == "checksum"
+    assert check(items((600, 1))) == "bounds"  # the tensor has 600 elements
+    assert check(items((3, 1), (0, 2))) == "bounds"
+    assert check(items((2**32 - 1, 1), (2**32 - 1, 1), (2, 1))) == "bounds"
+    assert check(zstandard.compress(b"12345")) == "size"
+    assert check(zstandard.compress(b"")) == "size"
+    assert check(b"not zstd") == "compression"
+    assert check(zstandard.compress(bytes(2**24))) == "oversize"  # declares 16 MiB for a tensor whose patch has at most 3,600 bytes
+    assert check(zstandard.ZstdCompressor(write_content_size=False).compress(bytes(6))) == "compression"
+    assert check(bytes(6 * 600 + 1)) == "size"
+    got = reader.read(second)  # after all that it is where it was
+    assert got["w"].shape == (30, 20)
+
+
+def test_mutated_patches_raise_nothing_but_known_reasons():
+    first, second = published(2)
+    rng = random.Random(0)
+    for _ in range(1500):
+        reader = PatchReader(LAYOUT)
+        reader.read(first)
+        data = bytearray(second)
+        for _ in range(rng.randint(1, 4)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        assert refusal(reader.read, bytes(data)) in (None, *PAYLOAD_REASONS)
+
+
+# ---- layouts and messages ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_layout_is_sorted_and_refuses_what_cannot_be_averaged():
+    assert [s.name for s in LAYOUT] == ["a.bias", "scalar", "w"]
+    assert elements(LAYOUT) == 608
+    for bad in ([("a", (1,), "float32")] * 2, [("a", (0, 3), "float32")]):
+        with pytest.raises(ValueError, match="tensor"):
+            make_layout(bad)
+    assert body_bytes(TensorSpec("x", (257,), "float32"), "int8") == 257 + 8
+
+
+@pytest.mark.parametrize("message", [
+    Propose(b"n" * 16, bytes(32), 3, 2**63 - 1), Accept(b"n" * 16, b"s" * 16, 0, 0), Busy(b"n" * 16, "busy", 30), Release(b"s" * 16),
+])  # fmt: skip
+def test_messages_travel_and_their_bounds_hold(message):
+    data = encode_message(message)
+    assert len(data) <= MESSAGE_BYTES
+    assert decode_message(data) == message
+
+
+@pytest.mark.parametrize(("message", "why"), [
+    (Propose(b"n" * 15, bytes(32), 0, 0), "bounds"), (Propose(b"n" * 16, bytes(31), 0, 0), "bounds"),
+    (Propose(b"n" * 16, bytes(32), -1, 0), "bounds"), (Propose(b"n" * 16, bytes(32), 1024, 0), "bounds"),
+    (Accept(b"n" * 16, b"", 0, 0), "bounds"), (Accept(b"n" * 16, b"s" * 16, 0, 2**63), "bounds"),
+    (Busy(b"n" * 16, "busy", -1), "bounds"), (Busy(b"n" * 16, "tired"), "schema"), (Release(b"s" * 300), "oversize"),
+    (Header("int8", 0, 0, b"", []), "schema"),
+])  # fmt: skip
+def test_messages_outside_their_bounds_are_refused(message, why):
+    with pytest.raises(BadMessage) as error:
+        decode_message(msgspec.msgpack.encode(message))
+    assert error.value.reason == why
+
+
+def test_any_bytes_are_a_message_or_a_bad_message():
+    rng = random.Random(0)
+    for _ in range(5000):
+        data = bytearray(encode_message(Propose(b"n" * 16, bytes(32), 3, 7)))
+        for _ in range(rng.randint(1, 4)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        assert refusal(decode_message, bytes(data)) in (None, "oversize", "malformed", "schema", "bounds")

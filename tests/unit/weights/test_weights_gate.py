@@ -1,0 +1,288 @@
+"""The gate: what is refused and why, and that nothing that passes moves a weight further than the bound."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from swarmnode.weights.gate import FAR, FIRST, OUTCOMES, STRIKE, Gate, norm
+from swarmnode.weights.watch import RewardWatch
+
+W = 0.5
+
+
+def weights(seed=0, scale=1.0):
+    rng = torch.Generator().manual_seed(seed)
+    return {"a": scale * torch.randn(40, 5, generator=rng), "b": scale * torch.randn(30, generator=rng)}
+
+
+def near(mine, distance, seed=1):
+    """Tensors at `distance` from `mine`."""
+    d = weights(seed)
+    factor = distance / norm(d)
+    return {n: t + factor * d[n] for n, t in mine.items()}
+
+
+def trained_gate(mine, distance=1.0, **settings):
+    """A gate that has accepted honest partners at `distance`: τ is twice that."""
+    gate = Gate(**settings)
+    for i in range(FIRST):
+        assert gate.judge(f"honest{i}", mine, near(mine, distance, seed=i + 1), 0.0, moved=distance).ok
+    return gate
+
+
+def test_an_honest_partner_is_averaged_with_whole():
+    mine = weights()
+    theirs = near(mine, 1.0)
+    judged = trained_gate(mine).judge("p", mine, theirs, 1.0)
+    assert judged.outcome == "accepted"
+    for n in mine:
+        torch.testing.assert_close(judged.mean[n], (mine[n] + theirs[n]) / 2)
+
+
+def test_a_far_partner_is_clipped_to_tau():
+    mine = weights()
+    judged = trained_gate(mine).judge("p", mine, near(mine, 8.0), 1.0)
+    assert judged.outcome == "clipped"
+    assert judged.distance == pytest.approx(8.0, rel=1e-4)
+    assert norm(judged.mean, minus=mine) == pytest.approx(W * 2.0, rel=1e-4)
+    assert judged.scale == pytest.approx(0.25, rel=1e-4)
+
+
+HOSTILE = {
+    "nan": (lambda m: {**m, "b": torch.full_like(m["b"], math.nan)}, "not_finite"),
+    "one nan": (lambda m: {**m, "b": torch.where(torch.arange(30) == 29, torch.tensor(math.nan), m["b"])}, "not_finite"),
+    "inf": (lambda m: {n: torch.full_like(t, -math.inf) for n, t in m.items()}, "not_finite"),
+    "times a million": (lambda m: {n: 1e6 * t for n, t in m.items()}, "bounds"),
+    "times three": (lambda m: {n: 3 * t for n, t in m.items()}, "norm_ratio"),
+    "huge": (lambda m: {n: torch.full_like(t, 3e38) for n, t in m.items()}, "bounds"),
+    "zero": (lambda m: {n: torch.zeros_like(t) for n, t in m.items()}, "norm_ratio"),
+    "sign-flipped": (lambda m: {n: -t for n, t in m.items()}, "too_far"),
+    "noise": (lambda m: weights(99), "too_far"),
+    "transposed": (lambda m: {**m, "a": m["a"].T}, "shape"),
+    "flattened": (lambda m: {**m, "a": m["a"].reshape(-1)}, "shape"),
+    "float64": (lambda m: {**m, "a": m["a"].double()}, "dtype"),
+    "integers": (lambda m: {**m, "a": m["a"].long()}, "dtype"),
+    "sparse": (lambda m: {**m, "a": m["a"].to_sparse()}, "dtype"),
+    "missing": (lambda m: {"a": m["a"]}, "names"),
+    "extra": (lambda m: {**m, "c": torch.zeros(1)}, "names"),
+    "renamed": (lambda m: {"a": m["a"], "B": m["b"]}, "names"),
+}
+
+
+@pytest.mark.parametrize("attack", HOSTILE)
+def test_hostile_tensors_are_refused_by_cause_and_change_nothing(attack):
+    mine = weights()
+    before = {n: t.clone() for n, t in mine.items()}
+    gate = trained_gate(mine, 0.5)
+    make, outcome = HOSTILE[attack]
+    judged = gate.judge("p", mine, make(mine), 1.0, probe=lambda _: 1.0)
+    assert (judged.outcome, judged.mean) == (outcome, None)
+    assert all(torch.equal(mine[n], before[n]) for n in mine)
+    assert gate.statistics().outcomes[outcome] == 1
+    assert gate.statistics().strikes == 1
+
+
+def test_no_partner_moves_the_weights_further_than_the_bound():
+    rng = random.Random(0)
+    for trial in range(300):
+        mine = weights(trial, scale=10 ** rng.uniform(-3, 1))
+        gate = trained_gate(mine, norm(mine) * 10 ** rng.uniform(-3, -1)) if rng.random() < 0.7 else Gate()
+        moved = norm(mine) * 10 ** rng.uniform(-4, -1)
+        for exchange in range(4):
+            tau = gate.tau(0, norm(mine), moved)
+            theirs = near(mine, norm(mine) * 10 ** rng.uniform(-4, 2), seed=1000 * trial + exchange)
+            if rng.random() < 0.3:
+                make, _ = HOSTILE[rng.choice(list(HOSTILE))]
+                theirs = make(theirs)
+            weight = rng.choice((0.5, 0.1, 7.0, -1.0))
+            judged = gate.judge(f"p{rng.randrange(3)}", mine, theirs, 0.0, moved=moved, weight=weight)
+            if judged.ok:
+                most = min(max(weight, 0.0), 0.5) * tau
+                assert norm(judged.mean, minus=mine) <= most * 1.0001 + 1e-6 * norm(mine)
+                assert all(bool(torch.isfinite(t).all()) for t in judged.mean.values())
+                mine = judged.mean
+
+
+def test_a_patient_attacker_cannot_raise_its_own_threshold():
+    mine = weights()
+    gate = trained_gate(mine, 0.1)
+    for i in range(FIRST, 3 * FIRST):
+        gate.judge(f"honest{i}", mine, near(mine, 0.1, seed=i), 0.0)
+    tau = gate.tau(0, norm(mine), 0.0)
+    for i in range(100):
+        distance = 0.9 * FAR * gate.tau(0, norm(mine), 0.0)
+        gate.judge("attacker", mine, near(mine, distance, seed=i), 0.0)
+    assert gate.tau(0, norm(mine), 0.0) <= 1.01 * tau
+
+
+def test_before_anything_was_accepted_our_own_progress_is_the_measure():
+    mine = weights()
+    judged = Gate().judge("p", mine, near(mine, 5.0), 0.0, moved=0.5)
+    assert judged.outcome == "clipped"
+    assert norm(judged.mean, minus=mine) == pytest.approx(W * 2 * 0.5, rel=1e-3)
+
+
+def test_an_untrained_adapter_neither_moves_nor_blames():
+    """B of LoRA starts at zero: no ratio, no threshold, nothing to hold against a partner that has trained."""
+    mine = {"b": torch.zeros(10)}
+    gate = Gate()
+    judged = gate.judge("p", mine, {"b": torch.ones(10)}, 0.0)
+    assert judged.ok
+    assert torch.equal(judged.mean["b"], mine["b"])
+    assert gate.statistics().strikes == 0
+
+
+def test_equal_replicas_do_not_call_the_first_learner_an_attacker():
+    mine = weights()
+    gate = Gate()
+    for i in range(10):
+        assert gate.judge(f"p{i}", mine, mine, 0.0).outcome == "accepted"
+    assert gate.judge("learner", mine, near(mine, 1e-4 * norm(mine)), 0.0).ok
+
+
+def test_what_hurts_on_private_sequences_is_refused():
+    mine = weights()
+    calls = []
+
+    def probe(tensors):
+        calls.append(tensors)
+        return 2.0 if tensors is mine else 2.1
+
+    judged = trained_gate(mine, epsilon=0.05).judge("p", mine, near(mine, 1.0), 0.0, probe=probe)
+    assert (judged.outcome, judged.loss_before, judged.loss_after) == ("probe", 2.0, 2.1)
+    assert len(calls) == 2
+    assert trained_gate(mine, epsilon=0.2).judge("p", mine, near(mine, 1.0), 0.0, probe=probe).ok
+
+
+def test_a_probe_that_is_nan_refuses():
+    mine = weights()
+    probe = lambda t: 1.0 if t is mine else math.nan
+    assert trained_gate(mine).judge("p", mine, near(mine, 1.0), 0.0, probe=probe).outcome == "probe"
+
+
+def test_the_probes_tolerance_grows_with_honest_changes_and_no_further_than_its_range():
+    mine = weights()
+    gate = trained_gate(mine, epsilon=0.05)
+    for i in range(8):
+        gate.judge(f"p{i}", mine, near(mine, 1.0, seed=i), 0.0, probe=lambda t: 2.0 if t is mine else 1.94)
+    assert gate.tolerance() == pytest.approx(0.12)
+    for i in range(64):
+        gate.judge(f"p{i}", mine, near(mine, 1.0, seed=i), 0.0, probe=lambda t: 9.0 if t is mine else 1.0)
+    assert gate.tolerance() == pytest.approx(0.2)
+
+
+def test_a_newcomer_is_judged_and_mixed_with_nothing():
+    mine = weights()
+    gate = trained_gate(mine)
+    judged = gate.judge("p", mine, near(mine, 1.0), 0.0, probation=True, probe=lambda t: 1.0)
+    assert judged.outcome == "probation"
+    assert all(torch.equal(judged.mean[n], mine[n]) for n in mine)
+    assert gate.judge("p", mine, near(mine, 1.0), 0.0, probation=True, probe=lambda t: 1.0 + (t is not mine)).outcome == "probe"
+
+
+def test_three_strikes_and_nothing_of_the_peer_is_looked_at_for_an_hour():
+    mine = weights()
+    gate = trained_gate(mine, greylist_seconds=3600.0)
+    flipped = {n: -t for n, t in mine.items()}
+    assert [gate.judge("p", mine, flipped, 0.0).greylist for _ in range(3)] == [False, False, True]
+    assert gate.judge("p", mine, near(mine, 1.0), 3599.0, probe=pytest.fail).outcome == "greylisted"
+    assert gate.judge("q", mine, near(mine, 1.0), 0.0).ok
+    assert gate.judge("p", mine, near(mine, 1.0), 3600.0).ok
+    assert gate.judge("p", mine, flipped, 3600.0).greylist is False
+    assert gate.judge("p", mine, flipped, 3600.0).greylist is True
+
+
+def test_one_good_exchange_does_not_pay_for_one_attack():
+    mine = weights()
+    gate = trained_gate(mine)
+    flipped = {n: -t for n, t in mine.items()}
+    greylisted = 0
+    for _ in range(6):
+        gate.judge("p", mine, near(mine, 1.0), 0.0)
+        greylisted += gate.judge("p", mine, flipped, 0.0).greylist
+    assert greylisted == 1
+
+
+def test_our_own_broken_weights_are_nobody_elses_fault():
+    mine = weights()
+    mine["a"][0, 0] = math.nan
+    gate = Gate()
+    assert gate.judge("p", mine, weights(1), 0.0).outcome == "own_not_finite"
+    assert gate.statistics().strikes == 0
+
+
+def test_outcomes_of_others_are_counted_with_ours_and_unknown_ones_are_a_bug():
+    gate = Gate()
+    for outcome in ("nonce", "payload", "fingerprint", "lora_residual", "reverted"):
+        gate.refused("p", outcome, 0.0)
+    statistics = gate.statistics()
+    assert set(statistics.outcomes) == set(OUTCOMES) == set(STRIKE)
+    assert sum(statistics.outcomes.values()) == 5
+    assert statistics.greylisted == 1  # nonce, payload, reverted
+    with pytest.raises(KeyError):
+        gate.refused("p", "because", 0.0)
+
+
+def test_fragments_have_thresholds_of_their_own():
+    mine = weights()
+    gate = trained_gate(mine, 0.1)
+    assert gate.tau(0, norm(mine), 3.0) == pytest.approx(0.2, rel=1e-3)
+    assert gate.tau(1, norm(mine), 3.0) == 6.0
+
+
+def test_a_flood_of_identities_does_not_grow_the_gate():
+    mine = {"a": torch.ones(2)}
+    gate = Gate()
+    for i in range(5000):
+        gate.judge(f"p{i}", mine, {"a": torch.full((2,), math.nan)}, 0.0)
+    assert gate.statistics().strikes == 4096
+
+
+def test_norms_are_taken_in_float64():
+    assert norm({"a": torch.full((4,), 1e30)}) == pytest.approx(2e30)
+    assert norm({"a": torch.full((5, 2**20), 1.0)}) == pytest.approx(math.sqrt(5 * 2**20))
+
+
+# ---- the watch ------------------------------------------------------------------------------------------------------------------
+
+
+def watched(rewards, k=3.0):
+    watch = RewardWatch(k=k)
+    for r in rewards:
+        watch.observe(r)
+    return watch
+
+
+def test_a_fall_after_an_exchange_names_the_partner():
+    watch = watched([0.50, 0.52, 0.49, 0.51])
+    watch.committed("p")
+    assert watch.observe(0.2) == "p"
+    assert watch.statistics().reverts == 1
+    watch.committed("q")
+    assert watch.observe(0.5) is None  # held to the reward before the fall, which the revert has brought back
+
+
+def test_a_fall_within_the_noise_or_without_an_exchange_names_nobody():
+    noisy = watched([0.5, 0.3, 0.6, 0.4, 0.55, 0.35])
+    noisy.committed("p")
+    assert noisy.observe(0.2) is None
+    calm = watched([0.5, 0.5, 0.5])
+    assert calm.observe(0.1) is None
+
+
+def test_equal_rewards_do_not_make_a_measurement_exact():
+    watch = watched([0.5] * 10)
+    watch.committed("p")
+    assert watch.observe(0.45) is None  # floor: 3 × 0.02
+    watch.committed("p")
+    assert watch.observe(0.3) == "p"
+
+
+def test_the_first_reward_and_a_nan_accuse_nobody():
+    watch = RewardWatch()
+    watch.committed("p")
+    assert watch.observe(0.0) is None
+    watch.committed("p")
+    assert watch.observe(math.nan) is None

@@ -1,0 +1,216 @@
+"""Fragments, fingerprints, adapters and manifests: what nodes must derive alike without asking each other."""
+
+import hashlib
+import itertools
+import math
+import random
+import subprocess
+import sys
+
+import msgspec
+import pytest
+import torch
+
+from swarmnode.errors import BadMessage
+from swarmnode.weights.fingerprint import LoraShape, fingerprint
+from swarmnode.weights.fragments import check_schedule, cut, due, layer_of
+from swarmnode.weights.layout import elements, make_layout
+from swarmnode.weights.lora import RESIDUAL_LIMIT, freeze_a, mean_product, pairs, residual, shared_a
+from swarmnode.weights.manifest import StateManifest, TensorHash, agreed_source, check_manifest
+
+LLAMA = [
+    ("model.embed_tokens.weight", (1000, 64), "float32"), ("lm_head.weight", (1000, 64), "float32"),
+    ("model.norm.weight", (64,), "float32"),
+    *((f"model.layers.{i}.{part}.weight", (64, 64), "float32") for i in range(10) for part in ("self_attn.q_proj", "mlp.up_proj")),
+]  # fmt: skip
+
+
+def test_fragments_are_a_partition_with_strided_layers():
+    layout = make_layout(LLAMA)
+    parts = cut(layout, 4)
+    assert sorted(s.name for part in parts for s in part) == [s.name for s in layout]
+    for f, part in enumerate(parts):
+        assert {layer for s in part if (layer := layer_of(s.name)) is not None} == set(range(f, 10, 4))
+    # embedding and head are larger than a layer: on different fragments, and none of them where there are three layers
+    sizes = [elements(part) for part in parts]
+    assert max(sizes) < 2 * min(sizes) + 64_000
+    assert len({f for f, part in enumerate(parts) for s in part if s.elements == 64_000}) == 2
+
+
+def test_the_cut_depends_on_names_and_shapes_only():
+    shuffled = LLAMA[:]
+    random.Random(0).shuffle(shuffled)
+    assert cut(make_layout(shuffled), 4) == cut(make_layout(LLAMA), 4)
+    assert cut(make_layout(LLAMA), 1) == (make_layout(LLAMA),)
+
+
+def test_layers_are_found_in_the_names_of_models_and_adapters():
+    assert layer_of("base_model.model.model.layers.11.self_attn.q_proj.lora_A.default.weight") == 11
+    assert layer_of("transformer.h.0.attn.c_attn.weight") == 0
+    assert layer_of("model.embed_tokens.weight") is None
+    assert layer_of("lm_head2.weight") is None
+
+
+def test_more_fragments_than_there_are_pieces_is_an_error():
+    with pytest.raises(ValueError, match="do not make"):
+        cut(make_layout(LLAMA), 14)
+    with pytest.raises(ValueError, match="at least one"):
+        cut(make_layout(LLAMA), 0)
+
+
+@pytest.mark.parametrize(("every", "count"), [(50, 1), (50, 4), (20, 7), (5, 5), (10, 3)])
+def test_each_fragment_is_due_once_per_interval_and_evenly_staggered(every, count):
+    check_schedule(every, count)
+    for start in (0, every, 40 * every):
+        steps = [(step, f) for step in range(start + 1, start + every + 1) if (f := due(step, every, count)) is not None]
+        assert [f for _, f in steps] == list(range(count))
+        assert steps[-1][0] == start + every
+        gaps = [b - a for (a, _), (b, _) in itertools.pairwise(steps)]
+        assert all(abs(g - every / count) < 1 for g in gaps)
+
+
+def test_two_fragments_in_one_step_are_refused():
+    with pytest.raises(ValueError, match="do not fit"):
+        check_schedule(4, 5)
+
+
+# ---- fingerprint ------------------------------------------------------------------------------------------------------------------
+
+BASE = {
+    "swarm": b"s" * 32, "base": b"b" * 32, "tokenizer": b"t" * 32, "layout": make_layout(LLAMA), "codec": "bfloat16", "fragments": 4,
+    "lora": None,
+}  # fmt: skip
+LORA = LoraShape(16, 32, ("k_proj", "q_proj"), 7)
+
+
+def test_everything_that_must_agree_changes_the_fingerprint():
+    other = [
+        {"swarm": b"S" * 32}, {"base": b"B" * 32}, {"tokenizer": b"T" * 32}, {"codec": "int8"}, {"fragments": 3}, {"lora": LORA},
+        {"layout": make_layout(LLAMA[1:])}, {"layout": make_layout([("renamed", *LLAMA[0][1:]), *LLAMA[1:]])},
+        {"layout": make_layout([(LLAMA[0][0], (64, 1000), "float32"), *LLAMA[1:]])},
+        {"layout": make_layout([(LLAMA[0][0], (1000, 64), "bfloat16"), *LLAMA[1:]])},
+        *({"lora": msgspec.structs.replace(LORA, **change)}
+          for change in ({"r": 8}, {"alpha": 16}, {"target_modules": ("q_proj",)}, {"a_seed": 8}, {"a_seed": None})),
+    ]  # fmt: skip
+    found = {fingerprint(**BASE), *(fingerprint(**{**BASE, **change}) for change in other)}
+    assert len(found) == len(other) + 1
+    assert all(len(f) == 32 for f in found)
+
+
+def test_the_order_of_tensors_does_not():
+    assert fingerprint(**{**BASE, "layout": BASE["layout"][::-1]}) == fingerprint(**BASE)
+
+
+def test_a_hash_of_another_length_is_our_bug():
+    with pytest.raises(ValueError, match="tokenizer"):
+        fingerprint(**{**BASE, "tokenizer": b""})
+
+
+def test_the_fingerprint_is_pinned():
+    """It is on the wire: another value is another protocol."""
+    layout = make_layout([("w", (2, 3), "float32")])
+    got = fingerprint(bytes(32), bytes(32), bytes(32), layout, "bfloat16", 1, LoraShape(8, 16, ("q_proj",), 1))
+    assert got.hex() == PINNED
+
+
+PINNED = "b96ddd61cf10151eff1685a3eb36029c9dbc5443031660a5c0c815b91dc1db54"
+
+
+# ---- adapters -----------------------------------------------------------------------------------------------------------------------
+
+
+def adapter(seed, r=4, spread=1.0):
+    rng = torch.Generator().manual_seed(seed)
+    names = [f"layers.{i}.q.lora_{m}.default.weight" for i in range(3) for m in "AB"]
+    return {n: spread * torch.randn((r, 20) if ".lora_A." in n else (30, r), generator=rng) for n in names}
+
+
+def test_the_residual_is_what_averaging_factors_gets_wrong():
+    mine, theirs = adapter(1), adapter(2)
+    wrong = product = 0.0
+    for a, b in pairs(mine):
+        exact = mean_product(mine, theirs, a, b)
+        factors = (mine[b] + theirs[b]) / 2 @ ((mine[a] + theirs[a]) / 2)
+        wrong += float((exact - factors).square().sum())
+        product += float(exact.square().sum())
+    assert residual(mine, theirs).ratio == pytest.approx(math.sqrt(wrong / product), rel=1e-4)
+    assert not residual(mine, theirs).allowed
+
+
+def test_with_one_shared_a_averaging_b_is_exact():
+    mine, theirs = adapter(1), adapter(2)
+    theirs |= {a: mine[a] for a, _ in pairs(mine)}
+    assert residual(mine, theirs).ratio == 0.0
+    a, b = pairs(mine)[0]
+    torch.testing.assert_close((mine[b] + theirs[b]) / 2 @ mine[a], mean_product(mine, theirs, a, b))
+
+
+def test_replicas_close_to_each_other_may_average_both_factors():
+    mine = adapter(1)
+    noise = adapter(2, spread=0.05)
+    close = residual(mine, {n: t + noise[n] for n, t in mine.items()})
+    assert 0 < close.ratio < RESIDUAL_LIMIT
+    assert close.allowed
+
+
+def test_an_adapter_that_is_still_zero_is_not_divided_by():
+    zero = {n: torch.zeros_like(t) if ".lora_B." in n else t for n, t in adapter(1).items()}
+    assert residual(zero, zero).ratio == 0.0
+    other = {n: torch.zeros_like(t) if ".lora_B." in n else t for n, t in adapter(2).items()}
+    assert residual(zero, other).ratio == 0.0
+
+
+def test_every_node_makes_the_same_a():
+    a = shared_a("layers.0.q.lora_A.default.weight", (16, 64), 7)
+    assert a.dtype == torch.float32
+    assert float(a.abs().max()) <= 1 / 8
+    assert float(a.std()) == pytest.approx(1 / 8 / math.sqrt(3), rel=0.05)
+    assert abs(float(a.mean())) < 0.01
+    assert not torch.equal(a, shared_a("layers.1.q.lora_A.default.weight", (16, 64), 7))
+    assert not torch.equal(a, shared_a("layers.0.q.lora_A.default.weight", (16, 64), 8))
+    assert hashlib.sha256(a.numpy().tobytes()).hexdigest() == PINNED_A  # on every platform and with every version of torch
+
+
+PINNED_A = "aa9d9ed1f96ee369acc4126dc2ae12f0554e70f5d8f983a62b8fe124982f5258"
+
+
+def test_freezing_leaves_only_b_to_train():
+    parameters = {n: torch.nn.Parameter(t) for n, t in adapter(1).items()}
+    frozen = freeze_a(parameters, 7)
+    assert {n for n, p in parameters.items() if not p.requires_grad} == set(frozen) == {a for a, _ in pairs(parameters)}
+    assert torch.equal(parameters[frozen[0]], shared_a(frozen[0], (4, 20), 7))
+
+
+# ---- manifests ----------------------------------------------------------------------------------------------------------------------
+
+FP = b"f" * 32
+
+
+def manifest(step, fp=FP, names=("a", "b")):
+    return StateManifest(fp, step, 0, [TensorHash(n, bytes(32), bytes(32)) for n in names])
+
+
+def test_a_lone_liar_cannot_say_how_far_the_swarm_is():
+    assert agreed_source({"liar": manifest(2**60), "p": manifest(40), "q": manifest(38)}, FP) == "p"
+    assert agreed_source({"low": manifest(0), "p": manifest(40), "q": manifest(40)}, FP) == "p"
+
+
+def test_one_answer_agrees_with_nobody():
+    assert agreed_source({"p": manifest(40)}, FP) is None
+    assert agreed_source({"p": manifest(40), "q": manifest(40, fp=b"g" * 32)}, FP) is None
+    assert agreed_source({}, FP) is None
+
+
+def test_a_manifest_speaks_of_our_tensors_or_is_refused():
+    check_manifest(manifest(3), ["b", "a"])
+    for bad in (manifest(3, names=("a",)), manifest(3, names=("b", "a")), manifest(-1), manifest(2**63), manifest(3, fp=b"")):
+        with pytest.raises(BadMessage) as error:
+            check_manifest(bad, ["a", "b"])
+        assert error.value.reason == "bounds"
+
+
+def test_the_network_half_loads_no_torch():
+    modules = "rule pairing partners throughput layout fragments fingerprint payload manifest messages watch"
+    code = f"import sys\nfor m in '{modules}'.split(): __import__('swarmnode.weights.' + m)\nprint('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

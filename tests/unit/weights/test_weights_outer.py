@@ -1,0 +1,288 @@
+"""The outer rules against the paper's algebra, and the arithmetic of stability against what replicas do."""
+
+import math
+
+import pytest
+import torch
+
+from swarmnode.errors import StateError
+from swarmnode.weights.outer import OuterState, average, blend, host_copy
+from swarmnode.weights.rule import (
+    Rule,
+    check_stability,
+    contraction,
+    make_rule,
+    mixing_weight,
+    next_clock,
+    stable_bound,
+    too_far_behind,
+)
+
+
+def replica(seed, size=50):
+    rng = torch.Generator().manual_seed(seed)
+    return {"a.weight": torch.randn(size, generator=rng), "b.weight": torch.randn(3, 4, generator=rng)}
+
+
+def inner_steps(parameters, rng):
+    for p in parameters.values():
+        p.add_(0.1 * torch.randn(p.shape, generator=rng))
+
+
+def pairs(count, rng):
+    order = torch.randperm(count, generator=rng).tolist()
+    return list(zip(order[::2], order[1::2], strict=True))
+
+
+def spread_of(replicas):
+    return sum(float(torch.stack([r[n] for r in replicas]).double().var(0).sum()) for n in replicas[0])
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [(0.5, 0.7), (0.3, 0.5), (0.0, 1.0)])
+def test_one_tensor_gives_what_the_paper_gets_from_two(alpha, beta):
+    one, two = [replica(i) for i in range(4)], [replica(i) for i in range(4)]
+    states_one = [OuterState(r, make_rule("noloco", alpha, beta)) for r in one]
+    states_two = [OuterState(r, make_rule("noloco_two", alpha, beta)) for r in two]
+    rng_one, rng_two = torch.Generator().manual_seed(9), torch.Generator().manual_seed(9)
+    for round_ in range(10):
+        for a, b in zip(one, two, strict=True):
+            inner_steps(a, rng_one)
+            inner_steps(b, rng_two)
+        for i, j in pairs(4, torch.Generator().manual_seed(round_)):
+            thetas, phis = [host_copy(two[k]) for k in (i, j)], [dict(states_two[k].phi) for k in (i, j)]
+            ours = [host_copy(one[k]) for k in (i, j)]
+            for k in (i, j):
+                states_one[k].step(average(ours))
+                states_one[k].commit(one[k], host_copy(one[k]))
+                states_two[k].step(average(thetas), average(phis))
+                states_two[k].commit(two[k], host_copy(two[k]))
+    for a, b in zip(one, two, strict=True):
+        for name in a:
+            torch.testing.assert_close(a[name], b[name], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["noloco", "gossip"])
+def test_a_symmetric_exchange_moves_the_mean_as_if_nobody_had_exchanged(name):
+    replicas = [replica(1), replica(2)]
+    states = [OuterState(r, make_rule(name)) for r in replicas]
+    slow = average([s.phi for s in states])
+    rng = torch.Generator().manual_seed(0)
+    for r in replicas:
+        inner_steps(r, rng)
+    fast = average(replicas)
+    mine = [host_copy(r) for r in replicas]
+    for k in (0, 1):
+        states[k].step(blend(mine[k], mine[1 - k]))
+    after = average([s.phi for s in states])
+    for n in after:
+        torch.testing.assert_close(after[n], slow[n] + states[0].rule.beta * (fast[n] - slow[n]), rtol=0, atol=1e-6)
+
+
+def disagreement(rule, rounds, count=64, size=1500):
+    """Squared disagreement of `count` replicas that only average, after every round."""
+    replicas = [replica(i, size) for i in range(count)]
+    states = [OuterState(r, rule) for r in replicas]
+    rng = torch.Generator().manual_seed(0)
+    seen = []
+    for _ in range(rounds):
+        thetas = [dict(s.phi) for s in states]
+        for i, j in pairs(count, rng):
+            mean = blend(thetas[i], thetas[j])
+            states[i].step(mean)
+            states[j].step(mean)
+        seen.append(spread_of([s.phi for s in states]))
+    return seen
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [(0.5, 0.7), (0.0, 1.0), (0.5, 0.3)])
+def test_disagreement_contracts_at_the_derived_rate(alpha, beta):
+    seen = disagreement(make_rule("noloco", alpha, beta), 26)
+    measured = (seen[25] / seen[5]) ** (1 / 20)
+    assert measured == pytest.approx(contraction(alpha, beta, share=64 / (2 * 63)), rel=0.03)
+
+
+@pytest.mark.parametrize(("alpha", "gamma"), [(0.9, 0.7), (0.5, 1.7), (0.9, 1.0)])
+def test_beyond_the_bound_replicas_drift_apart(alpha, gamma):
+    with pytest.raises(ValueError, match="diverge"):
+        make_rule("noloco", alpha, gamma)
+    seen = disagreement(Rule("noloco", alpha, gamma, gamma, "one"), 16, size=200)  # as if nobody had checked
+    assert seen[15] > seen[5] > 0
+    assert contraction(alpha, gamma) > 1
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5, 0.7, 0.9])
+@pytest.mark.parametrize("share", [0.5, 4 / 7, 0.75])
+def test_the_bound_is_where_the_spectral_radius_is_one(alpha, share):
+    bound = stable_bound(alpha, share)
+    assert contraction(alpha, 0.99 * bound, share) < 1 < contraction(alpha, 1.01 * bound, share)
+    assert stable_bound(alpha) == pytest.approx(2 * (1 - alpha**2))
+
+
+@pytest.mark.parametrize(("alpha", "gamma"), [(1.0, 0.1), (-0.1, 0.5), (0.5, 0.0), (0.5, 1.5), (math.nan, 0.5), (0.5, math.nan)])
+def test_a_rule_that_cannot_work_is_refused_when_it_is_made(alpha, gamma):
+    with pytest.raises(ValueError, match=r"alpha|beta"):
+        check_stability(alpha, gamma)
+
+
+def test_rules_take_only_what_they_have():
+    for name, values in (("gossip", {"alpha": 0.5}), ("off", {"beta": 0.5}), ("noloco", {"gamma": 0.3}), ("average", {})):
+        with pytest.raises(ValueError, match=r"."):
+            make_rule(name, **values)
+    assert make_rule() == Rule("noloco", 0.5, 0.7, 0.7, "one")
+
+
+def test_gossip_is_exactly_the_mean():
+    mine, theirs = replica(1), replica(2)
+    state = OuterState(mine, make_rule("gossip"))
+    mean = blend(mine, theirs)
+    state.step(mean)
+    state.commit(mine, host_copy(mine))
+    for n in mine:
+        assert torch.equal(mine[n], mean[n])
+
+
+def test_off_leaves_the_weights_as_they_are():
+    mine = replica(1)
+    state = OuterState(mine, make_rule("off"))
+    inner_steps(mine, torch.Generator().manual_seed(0))
+    before = host_copy(mine)
+    state.step(before)
+    state.commit(mine, before)
+    assert all(torch.equal(mine[n], before[n]) for n in mine)
+
+
+def test_a_swarm_of_equal_replicas_under_diloco_stays_equal_and_is_heavy_ball():
+    replicas = [replica(0) for _ in range(3)]
+    states = [OuterState(r, make_rule("diloco")) for r in replicas]
+    phi, delta = replica(0), {n: torch.zeros_like(t) for n, t in replica(0).items()}
+    rng = torch.Generator().manual_seed(1)
+    for _ in range(5):
+        for r in replicas:
+            inner_steps(r, rng)
+        mean = average(replicas)
+        for n in phi:
+            delta[n] = 0.3 * delta[n] + 0.7 * (mean[n] - phi[n])  # DiLoCo's outer gradient is φ − θ̄
+            phi[n] = phi[n] + delta[n]
+        for s, r in zip(states, replicas, strict=True):
+            s.step(mean)
+            s.commit(r, host_copy(r))
+    for r in replicas:
+        for n in r:
+            torch.testing.assert_close(r[n], phi[n], rtol=0, atol=1e-5)
+
+
+def test_steps_taken_while_the_bytes_travelled_are_kept():
+    mine = replica(1)
+    state = OuterState(mine, make_rule())
+    snapshot = host_copy(mine)
+    moved = {"a.weight": torch.zeros(50), "b.weight": torch.zeros(3, 4)}
+    moved["a.weight"][:10] = 0.25
+    for n, p in mine.items():
+        p.add_(moved[n])
+    state.step(blend(snapshot, replica(2)))
+    state.commit(mine, snapshot)
+    torch.testing.assert_close(mine["a.weight"][:10], state.phi["a.weight"][:10] + 0.25)
+    assert torch.equal(mine["a.weight"][10:], state.phi["a.weight"][10:])  # bit by bit where nothing moved
+    assert torch.equal(mine["b.weight"], state.phi["b.weight"])
+
+
+def test_a_weight_that_became_nan_is_healed_by_the_next_outer_step():
+    mine = replica(1)
+    state = OuterState(mine, make_rule())
+    snapshot = host_copy(mine)
+    mine["a.weight"][3] = math.nan
+    mine["b.weight"][0, 0] = math.inf
+    state.step(snapshot)
+    state.commit(mine, snapshot)
+    assert all(bool(torch.isfinite(p).all()) for p in mine.values())
+    assert mine["a.weight"][3] == state.phi["a.weight"][3]
+
+
+def test_a_step_that_would_not_be_finite_changes_nothing():
+    mine = replica(1)
+    state = OuterState(mine, make_rule())
+    before = {n: t.clone() for n, t in state.tensors().items()}
+    bad = host_copy(mine)
+    bad["b.weight"][0, 0] = math.inf  # the second tensor: the first must not have been stepped either
+    with pytest.raises(ValueError, match="finite"):
+        state.step(bad)
+    with pytest.raises(ValueError, match="not a tensor"):
+        state.step({"a.weight": torch.zeros(7)})
+    assert all(torch.equal(t, before[n]) for n, t in state.tensors().items())
+    assert state.statistics().steps == 0
+
+
+def test_one_fragment_is_stepped_and_the_other_left_alone():
+    mine = replica(1)
+    state = OuterState(mine, make_rule())
+    inner_steps(mine, torch.Generator().manual_seed(0))
+    before, phi_b = host_copy(mine), state.phi["b.weight"]
+    piece = host_copy(mine, ["a.weight"])
+    state.step(piece)
+    state.commit(mine, piece)
+    assert torch.equal(mine["b.weight"], before["b.weight"])
+    assert state.phi["b.weight"] is phi_b
+    assert not torch.equal(mine["a.weight"], before["a.weight"])
+
+
+def test_a_revert_brings_everything_back_once():
+    mine = replica(1)
+    state = OuterState(mine, make_rule())
+    inner_steps(mine, torch.Generator().manual_seed(0))
+    weights, outer = host_copy(mine), {n: t.clone() for n, t in state.tensors().items()}
+    state.step(blend(weights, replica(2)))
+    state.commit(mine, weights)
+    assert state.statistics().revertible
+    assert state.revert(mine)
+    assert all(torch.equal(mine[n], weights[n]) for n in mine)
+    assert all(torch.equal(t, outer[n]) for n, t in state.tensors().items())
+    assert not state.revert(mine)
+    assert state.statistics().reverts == 1
+
+
+def test_bfloat16_weights_have_float32_slow_weights():
+    mine = {"a": torch.randn(20, dtype=torch.bfloat16)}
+    state = OuterState(mine, make_rule())
+    assert state.phi["a"].dtype == torch.float32
+    start = host_copy(mine)
+    for _ in range(40):  # each step is far below what bfloat16 can show; their sum is not
+        state.step({"a": state.phi["a"] + 1e-4 * start["a"].sign()})
+        state.commit(mine, host_copy(mine))
+    assert mine["a"].dtype == torch.bfloat16
+    assert bool(((state.phi["a"] - start["a"]).abs() > 2e-3).all())
+
+
+def test_a_restart_goes_on_with_the_same_momentum():
+    mine = replica(1)
+    state = OuterState(mine, make_rule())
+    state.step(blend(host_copy(mine), replica(2)))
+    saved = {n: t.clone() for n, t in state.tensors().items()}
+    other = OuterState(replica(1), make_rule())
+    other.load(saved)
+    assert all(torch.equal(t, saved[n]) for n, t in other.tensors().items())
+    with pytest.raises(StateError, match="another policy"):
+        other.load({**saved, "phi.a.weight": torch.zeros(3)})
+
+
+def test_a_newcomer_becomes_its_neighbour_or_stays_what_it_was():
+    neighbour, newcomer = replica(1), replica(2)
+    theirs, mine = OuterState(neighbour, make_rule()), OuterState(newcomer, make_rule())
+    theirs.step(blend(host_copy(neighbour), replica(3)))
+    bad = {n: t.clone() for n, t in theirs.phi.items()}
+    bad["a.weight"][0] = math.nan
+    before = host_copy(newcomer)
+    with pytest.raises(StateError, match="finite"):
+        mine.adopt(newcomer, bad, theirs.delta)
+    assert all(torch.equal(newcomer[n], before[n]) for n in before)
+    mine.adopt(newcomer, theirs.phi, theirs.delta)
+    assert all(torch.equal(newcomer[n], theirs.phi[n]) and torch.equal(mine.delta[n], theirs.delta[n]) for n in before)
+
+
+def test_a_partner_that_lags_weighs_less_and_one_that_claims_to_lead_no_more():
+    assert [mixing_weight(lag) for lag in (-3.0, 0.0, 1.0, 3.0)] == [0.5, 0.5, 0.25, 0.125]
+    assert not too_far_behind(4.0)
+    assert too_far_behind(4.5)
+
+
+def test_counters_meet_and_a_liar_moves_one_by_one():
+    assert (next_clock(5, None), next_clock(5, 5), next_clock(5, 2), next_clock(5, 2**60)) == (6, 6, 6, 7)
