@@ -103,6 +103,12 @@ class PolicyConfig(Section):
     threads: int = Field(default=0, ge=0)
     """CPU threads of the trainer; 0 leaves it to torch."""
 
+    @model_validator(mode="after")
+    def _frozen_base(self) -> PolicyConfig:
+        if self.quantization != "none" and not self.lora.r:
+            raise ValueError("a quantised base cannot be trained itself: policy.quantization needs an adapter, policy.lora.r above 0")
+        return self
+
 
 class TaskConfig(Section):
     names: list[str] = Field(

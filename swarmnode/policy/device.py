@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from swarmnode.config import PolicyConfig
 from swarmnode.errors import DeviceError, Unavailable
 
+BASE_BITS = {"none": None, "8bit": 8, "4bit": 4}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TRAINED_BYTES = 16  # per trained parameter: float32 weight 4, gradient 4, Adam's two moments 8
 HEADROOM = 1.1  # activations and the allocator; micro-batches shrink to what is left
@@ -75,10 +76,12 @@ def is_matrix(module: torch.nn.Module) -> bool:
     return isinstance(weight, torch.Tensor) and weight.ndim == 2
 
 
-def needed_bytes(parameters: int, lora_parameters: int, dtype: torch.dtype) -> int:
-    """Bytes to train. With LoRA (`lora_parameters` > 0) the base lies frozen in `dtype` and only the adapter has gradients."""
+def needed_bytes(parameters: int, lora_parameters: int, dtype: torch.dtype, base_bits: int | None = None) -> int:
+    """Bytes to train. With LoRA (`lora_parameters` > 0) the base lies frozen in `dtype`, or in `base_bits`, and only the adapter has
+    gradients. Embeddings and norms are not quantised, which the headroom has to hold."""
     if lora_parameters:
-        return int(HEADROOM * (parameters * dtype.itemsize + lora_parameters * TRAINED_BYTES))
+        base = parameters * (dtype.itemsize if base_bits is None else base_bits / 8)
+        return int(HEADROOM * (base + lora_parameters * TRAINED_BYTES))
     return int(HEADROOM * parameters * TRAINED_BYTES)
 
 
@@ -97,7 +100,7 @@ def fit(cfg: PolicyConfig, config: PretrainedConfig, placement: Placement) -> Pl
     """`placement`, spread over all GPUs when one is too small and none was named. Raises DeviceError when it does not fit."""
     parameters, edges = count_parameters(config)
     lora = cfg.lora.r * edges  # r × (inputs + outputs) of each adapted layer
-    need, free = needed_bytes(parameters, lora, placement.dtype), free_bytes(placement.device)
+    need, free = needed_bytes(parameters, lora, placement.dtype, BASE_BITS[cfg.quantization]), free_bytes(placement.device)
     if free is None or need <= free:
         return placement
     if placement.device.type == "cuda" and cfg.device == "auto":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import importlib.util
 import inspect
 import os
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from swarmnode.config import PolicyConfig
@@ -233,8 +234,9 @@ def load_model(cfg: PolicyConfig, directory: Path, placement: Placement) -> PreT
     """Weights on their device: float32 where they are trained, the compute dtype where they lie frozen under an adapter."""
     dtype = placement.dtype if cfg.lora.r else torch.float32
     target = "auto" if placement.spread else {"": placement.device}
+    extra = {} if cfg.quantization == "none" else {"quantization_config": quantization(cfg, placement)}
     read = lambda: AutoModelForCausalLM.from_pretrained(
-        directory, dtype=dtype, device_map=target, use_safetensors=True, trust_remote_code=False
+        directory, dtype=dtype, device_map=target, use_safetensors=True, trust_remote_code=False, **extra
     )
     try:
         model = offline(cfg, read)
@@ -247,12 +249,31 @@ def load_model(cfg: PolicyConfig, directory: Path, placement: Placement) -> PreT
     return model.eval()  # no dropout: the log-probabilities of sampling and of training must be of one function
 
 
+def quantization(cfg: PolicyConfig, placement: Placement) -> BitsAndBytesConfig:
+    """How bitsandbytes is to keep the frozen base: LLM.int8() (arXiv 2208.07339) or NF4 with double quantisation (QLoRA, arXiv 2305.14314).
+
+    Raises Unavailable without the extra `quant`, and on anything but a CUDA device.
+    """
+    key = f"policy.quantization {cfg.quantization!r}"
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise Unavailable(f"{key} needs bitsandbytes: pip install 'swarmnode[quant]'")
+    if placement.device.type != "cuda":
+        raise Unavailable(f"{key} needs a CUDA device, not {placement.device}")
+    if cfg.quantization == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=placement.dtype
+    )
+
+
 def add_adapter(cfg: PolicyConfig, model: PreTrainedModel) -> PreTrainedModel:
     """LoRA by peft: base frozen, adapter in float32. Raises Unavailable when `target_modules` names none of the model's."""
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
     settings = LoraConfig(r=cfg.lora.r, lora_alpha=cfg.lora.lora_alpha, target_modules=cfg.lora.target_modules, task_type="CAUSAL_LM")
     try:
+        if cfg.quantization != "none":
+            model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         return get_peft_model(model, settings).eval()
     except ValueError as error:
         raise Unavailable(f"policy.lora.target_modules: {str(error).splitlines()[0]}") from error
