@@ -43,7 +43,7 @@ def encode(tensors: Mapping[str, torch.Tensor], layout: Layout, codec: Codec, *,
         raise ValueError("patches have a history: use patches.PatchWriter")
     if (codec == "int8") != (anchor is not None):
         raise ValueError("int8, and only int8, is relative to an anchor")
-    bodies = []
+    bodies, base = [], anchor.tensors if anchor else {}
     for spec in layout:
         tensor = tensors[spec.name]
         if codec == "float32":
@@ -51,7 +51,7 @@ def encode(tensors: Mapping[str, torch.Tensor], layout: Layout, codec: Codec, *,
         elif codec == "bfloat16":
             bodies.append(to_bytes(bfloat16_bits(tensor), "<i2"))
         else:
-            bodies.append(_encode_int8(tensor - anchor.tensors[spec.name]))
+            bodies.append(_encode_int8(tensor - base[spec.name]))
     heads = [TensorHeader(s.name, s.shape, s.dtype, len(b), checksum(b)) for s, b in zip(layout, bodies, strict=True)]
     return build(Header(codec, fragment, 0, anchor.hash if anchor else b"", heads), bodies)
 
@@ -66,14 +66,14 @@ def decode(data: bytes | memoryview, layout: Layout, codec: Codec, *, fragment: 
     if (codec == "int8") != (anchor is not None):
         raise ValueError("int8, and only int8, is relative to an anchor")
     parsed = parse(data, layout, codec, fragment=fragment, anchor=anchor.hash if anchor else b"")
-    tensors = {}
+    tensors, base = {}, anchor.tensors if anchor else {}
     for spec, body in zip(layout, parsed.bodies, strict=True):
         if codec == "float32":
             flat = torch.from_numpy(np.frombuffer(body, "<f4").copy())
         elif codec == "bfloat16":
             flat = bfloat16_values(torch.from_numpy(np.frombuffer(body, "<i2").copy()))
         else:
-            flat = _decode_int8(body, spec.elements) + anchor.tensors[spec.name].reshape(-1)
+            flat = _decode_int8(body, spec.elements) + base[spec.name].reshape(-1)
         tensors[spec.name] = flat.reshape(spec.shape)
     return tensors
 
