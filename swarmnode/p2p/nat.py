@@ -77,10 +77,11 @@ class Nat:
         self._tell = tell
         self._telling = False
         self._live: dict[SwarmConn, tuple[str, str | None]] = {}
+        self._punched: set[str] = set()
         outside = [each.port for each in announce or listen if each.scope > addresses.LOOPBACK or each.ip.is_unspecified]  # type: ignore[union-attr]
         self.reach = Reach(
             host, nursery, own=own, ports=list(dict.fromkeys(outside)), welcome=welcome, observed=self.observed,
-            connected=table.connected, changed=self._verdict_changed, rng=rng,
+            connected=lambda: [peer for peer in table.connected() if peer not in self._punched], changed=self._verdict_changed, rng=rng,
         )  # fmt: skip
         limits = RelayLimits(
             reservations=cfg.relay_reservations, circuits=cfg.relay_circuits, circuit_seconds=cfg.relay_circuit_seconds,
@@ -114,6 +115,7 @@ class Nat:
         if relay is None:
             self._client.wake()
             if self._circuits(peer):
+                self._punched.add(peer)
                 self._nursery.start_soon(self._replace_circuits, peer)
         elif self._punching and _inbound(connection):
             self._nursery.start_soon(self._punch, peer)
@@ -122,12 +124,13 @@ class Nat:
         """That connection was closed."""
         peer, relay = self._live.pop(connection)
         if relay is None and not self.is_direct(peer):
+            self._punched.discard(peer)
             self._relay.gone(peer)
             self._client.gone(peer)
 
     async def greet(self, peer: str) -> None:
         """A new peer: before it is told our addresses, we want to know whether they are any good."""
-        if self._role != "off":
+        if self._role != "off" and peer not in self._punched:  # our router lets those in that we punched a hole for
             await self.reach.greet(peer)
 
     async def call(self, peer: str, circuit: Circuit) -> None:

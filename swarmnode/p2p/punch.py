@@ -35,9 +35,9 @@ log = logging.getLogger(__name__)
 
 DCUTR = "/libp2p/dcutr"
 ROUNDS = 3
-ROUND_PAUSE_SECONDS = 2.0
+ROUND_PAUSE_SECONDS = 1.0
 TALK_SECONDS = 10.0
-DIAL_SECONDS = 5.0
+DIAL_SECONDS = 4.0
 HANDSHAKE_SECONDS = 10.0
 ADDRESSES = 2
 """Addresses of the other side that are dialled. It tells them, so that more would be a way to have us dial around."""

@@ -1,0 +1,145 @@
+"""Networks with routers, made of Linux network namespaces: a "public" bridge, private networks behind masquerading NAT. Root only.
+
+    with Topology() as net:
+        net.public("relay", "5.5.5.5")             # a namespace on the bridge
+        net.behind_nat("a", "5.5.5.11")            # 192.168.1.2 in namespace a, router at 5.5.5.11; nothing comes in unasked
+        net.spawn("a", [sys.executable, …])        # a process in there
+
+Nothing leaves: the namespaces have no way out, so that public addresses can be used, without which a node takes itself to be on a LAN.
+Namespaces have names of their own and are torn down with the processes that were spawned in them, also after a failure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+from typing import Any, Literal
+
+Kind = Literal["preserving", "random", "fully-random"]
+"""How a router chooses the outside port: the inside one if it is free; or any other for each connection."""
+
+END_SECONDS = 5.0
+
+
+def missing() -> str:
+    """Why there can be no namespaces here; empty if there can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    for tool in ("ip", "nft"):
+        if shutil.which(tool) is None:
+            return f"`{tool}` is not installed (Debian: apt-get install iproute2 nftables)"
+    probe = f"sn{secrets.token_hex(3)}-p"
+    if subprocess.run(["ip", "netns", "add", probe], capture_output=True).returncode:
+        return "this kernel or container does not let us make network namespaces"
+    try:
+        rules = "table ip t { chain c { type nat hook postrouting priority 100; masquerade; }; }"
+        load = subprocess.run(["ip", "netns", "exec", probe, "nft", "-f", "-"], input=rules.encode(), capture_output=True)
+        return "this kernel has no nftables masquerading" if load.returncode else ""
+    finally:
+        subprocess.run(["ip", "netns", "del", probe], capture_output=True)
+
+
+class Topology:
+    """A bridge `5.5.5.0/24` and what hangs on it. Raises OSError when the kernel refuses something."""
+
+    def __init__(self) -> None:
+        self._tag = f"sn{secrets.token_hex(2)}"
+        self._names: list[str] = []
+        self._processes: list[subprocess.Popen] = []
+        self._routers: dict[str, str] = {}
+
+    def __enter__(self) -> Topology:
+        try:
+            self._add("wan")
+            self._in("wan", "ip link add br0 type bridge", "ip link set br0 up")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            self.kill(process)
+        for name in self._names:
+            for pid in subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split():
+                with contextlib.suppress(ProcessLookupError):  # a child of what was spawned
+                    os.kill(int(pid), signal.SIGKILL)
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+    def public(self, name: str, address: str) -> None:
+        """A namespace with one interface on the bridge."""
+        self._add(name)
+        self._plug(name, address)
+
+    def behind_nat(self, name: str, outside: str, kind: Kind = "preserving") -> None:
+        """A namespace `name` in a private network whose router masquerades as `outside`, and drops what was not asked for from inside."""
+        number = len(self._routers) + 1
+        router = self._routers[name] = f"{name}r"
+        self._add(router)
+        self._add(name)
+        self._plug(router, outside)
+        self._run(f"ip link add {self._tag}i netns {self._ns(router)} type veth peer name eth0 netns {self._ns(name)}")
+        self._in(
+            router, f"ip link set {self._tag}i name inside", f"ip addr add 192.168.{number}.1/24 dev inside", "ip link set inside up",
+            "sysctl -qw net.ipv4.ip_forward=1",
+        )  # fmt: skip
+        self._in(
+            name, f"ip addr add 192.168.{number}.2/24 dev eth0", "ip link set eth0 up", f"ip route add default via 192.168.{number}.1"
+        )
+        flag = "" if kind == "preserving" else kind
+        rules = f"""
+            table ip router {{
+                chain outgoing {{ type nat hook postrouting priority 100; oifname "outside" masquerade {flag}; }};
+                chain through {{ type filter hook forward priority 0; policy drop;
+                    iifname "inside" accept; ct state established,related accept; }};
+                chain incoming {{ type filter hook input priority 0; policy drop; ct state established,related accept; }};
+            }}
+        """
+        self._in(router, "nft -f -", data=rules)
+
+    def spawn(self, name: str, command: list[str], **options: Any) -> subprocess.Popen:
+        """Starts `command` in the namespace; killed when the topology goes. `options`: of subprocess.Popen."""
+        process = subprocess.Popen(["ip", "netns", "exec", self._ns(name), *command], **options)
+        self._processes.append(process)
+        return process
+
+    def kill(self, process: subprocess.Popen) -> None:
+        """As a power cut would, as far as the process is concerned; its kernel still says goodbye."""
+        if process.poll() is None:
+            process.kill()
+            process.wait(END_SECONDS)
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+    def run(self, name: str, command: str) -> str:
+        """The output of a command in the namespace; empty if it fails."""
+        return subprocess.run(["ip", "netns", "exec", self._ns(name), *command.split()], capture_output=True, text=True).stdout
+
+    def _ns(self, name: str) -> str:
+        return f"{self._tag}-{name}"
+
+    def _add(self, name: str) -> None:
+        self._run(f"ip netns add {self._ns(name)}")
+        self._names.append(self._ns(name))
+        self._in(name, "ip link set lo up")
+
+    def _plug(self, name: str, address: str) -> None:
+        port = f"p{len(self._names)}"
+        self._run(f"ip link add outside netns {self._ns(name)} type veth peer name {port} netns {self._ns('wan')}")
+        self._in("wan", f"ip link set {port} master br0", f"ip link set {port} up")
+        self._in(name, f"ip addr add {address}/24 dev outside", "ip link set outside up")
+
+    def _in(self, name: str, *commands: str, data: str | None = None) -> None:
+        for command in commands:
+            self._run(f"ip netns exec {self._ns(name)} {command}", data)
+
+    @staticmethod
+    def _run(command: str, data: str | None = None) -> None:
+        done = subprocess.run(command.split(), capture_output=True, input=None if data is None else data.encode())
+        if done.returncode:
+            raise OSError(f"{command}: {done.stderr.decode().strip()}")

@@ -1,0 +1,82 @@
+"""Two hosts behind masquerading routers and a public relay, in network namespaces: what gets through, what stays without the relay."""
+
+import contextlib
+
+import pytest
+
+from swarmnode.testing.nat_process import NatHost, wait_until
+from swarmnode.testing.netns import Topology, missing
+
+pytestmark = [pytest.mark.nat, pytest.mark.timeout(120), pytest.mark.skipif(bool(missing()), reason=missing() or "-")]
+
+RELAY = {"listen_addrs": ["/ip4/5.5.5.5/tcp/9000"], "relay": "server"}
+MEBIBYTE = 2**20
+
+
+@contextlib.contextmanager
+def swarm(tmp_path, kinds, **settings):
+    """(start the relay, a, b): two hosts behind routers of these kinds, met through the relay, which runs."""
+    with Topology() as net:
+        net.public("relay", "5.5.5.5")
+        for name, outside, kind in (("a", "5.5.5.11", kinds[0]), ("b", "5.5.5.12", kinds[1])):
+            net.behind_nat(name, outside, kind)
+
+        def start_relay():
+            return NatHost(net, "relay", tmp_path / "relay", **RELAY)
+
+        relay = start_relay()
+        nodes = {"listen_addrs": ["/ip4/0.0.0.0/tcp/9100"], "initial_peers": relay.addrs, **settings}
+        a, b = (NatHost(net, name, tmp_path / name, **nodes) for name in ("a", "b"))
+        wait_until(lambda: a.sees(b) and b.sees(a), "they find each other through the relay")
+        yield start_relay, relay, a, b
+
+
+def exchange(a, b):
+    """Gossip and 1 MiB requests with their answers, both ways."""
+    for one, other in ((a, b), (b, a)):
+        text = f"from {one.peer}"
+
+        def heard(one=one, other=other, text=text):
+            one.do("publish", text=text)  # again: a mesh takes a heartbeat to form
+            return text in other.do("received")["texts"]
+
+        wait_until(heard, "gossip arrives")
+        assert one.do("request", peer=other.peer, bytes=MEBIBYTE).get("same") is True
+
+
+def test_neither_can_be_reached_and_both_say_so_and_reserve(tmp_path):
+    with swarm(tmp_path, ("preserving", "fully-random"), hole_punching=False) as (_, relay, a, b):
+        for host in (a, b):
+            nat = host.do("stat")["nat"]
+            assert nat["reach"]["verdict"] == "private"
+            assert nat["client"]["relays"] == [relay.peer]
+            assert host.log().count("port 9100 is not reachable from outside: running outbound-only") == 1
+        reach = relay.do("stat")["nat"]["reach"]
+        assert reach["verdict"] == "public"
+        assert a.do("stat")["nat"]["reach"]["observed"] == "5.5.5.11"
+        assert a.sees(b) == b.sees(a) == "relayed"
+        exchange(a, b)
+
+
+def test_routers_that_keep_ports_let_a_direct_connection_through_that_outlives_the_relay(tmp_path):
+    with swarm(tmp_path, ("preserving", "preserving")) as (_, relay, a, b):
+        wait_until(lambda: a.sees(b) == b.sees(a) == "direct", "the hole is punched")
+        wait_until(lambda: relay.do("stat")["nat"]["relay"]["circuits"] == 0, "the circuit is given up")
+        exchange(a, b)
+        relay.kill()
+        wait_until(lambda: relay.peer not in a.do("stat")["connected"], "the relay is missed")
+        assert a.sees(b) == b.sees(a) == "direct"
+        exchange(a, b)
+
+
+@pytest.mark.parametrize("kinds", [("preserving", "fully-random"), ("random", "random")])
+def test_routers_that_do_not_leave_them_on_the_relay_and_they_come_back_with_it(tmp_path, kinds):
+    with swarm(tmp_path, kinds) as (start_relay, relay, a, b):
+        exchange(a, b)
+        wait_until(lambda: sum(each.do("stat")["nat"]["punch"]["failed"] for each in (a, b)) == 1, "punching is given up", 60.0)
+        assert a.sees(b) == b.sees(a) == "relayed"
+        relay.kill()
+        wait_until(lambda: not a.sees(b) and not b.sees(a), "they lose each other")
+        start_relay()
+        wait_until(lambda: a.sees(b) == b.sees(a) == "relayed", "they find each other again", 60.0)
+        exchange(a, b)
