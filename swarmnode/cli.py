@@ -357,6 +357,46 @@ def top(*, url: Url = "http://127.0.0.1:9464") -> int:
     return 0
 
 
+@app.command(name="export")
+def export_policy(
+    directory: Path,
+    *,
+    merge: Annotated[bool, Parameter(negative=())] = False,
+    config: ConfigFile = None,
+    set_: Setting = None,
+    data_dir: DataDir = None,
+    json: AsJson = False,
+) -> int:
+    """Write the policy as it was last saved to a directory that transformers loads. The node may go on running.
+
+    Parameters
+    ----------
+    directory
+        Must not exist yet, or be empty.
+    merge
+        With LoRA, whole weights instead of an adapter.
+    config
+        As for `run`.
+    set_
+        As for `run`.
+    data_dir
+        As for `run`.
+    json
+        As JSON, for a script.
+    """
+    resolved = _load(config, set_, data_dir, None)
+    from swarmnode import export, manifest_store
+
+    told = export.export(manifest_store.honoured(resolved.config)[0], directory, merge)
+    if json:
+        import json as json_module
+
+        print(json_module.dumps(told))
+    else:
+        print(f"{told['kind']} of step {told['step']} (policy version {told['policy_version']}) in {directory}")
+    return 0
+
+
 @config_app.command(name="show")
 def config_show(
     *, config: ConfigFile = None, set_: Setting = None, data_dir: DataDir = None, peer: Peer = None, json: AsJson = False

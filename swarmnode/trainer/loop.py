@@ -110,7 +110,7 @@ class Trainer:
         reference = self._policy.reference() if self._cfg.beta > 0 else None
         self._updater = Updater(self._policy, self._cfg, self._batcher, reference)
         self._rng = self._policy.random_generator(self._cfg.seed)
-        self._fingerprint = f"{self._policy.fingerprint.hex()}/lora{self._config.policy.lora.r}"
+        self._fingerprint = state.owner(self._policy.fingerprint, self._config.policy.lora.r)
         restored = state.restore(self._directory, self._policy.model, self._updater.optimizer, self._rng, self._fingerprint)
         if restored is not None:
             self._counters = restored

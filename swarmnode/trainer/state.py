@@ -98,13 +98,16 @@ def write(directory: Path, snapshot: Snapshot) -> None:
     sync_directory(directory)
 
 
-def restore(
-    directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, rng: torch.Generator, fingerprint: str
-) -> Counters | None:
-    """Put the last written state into model, optimizer and generator; None when there is none.
+def owner(fingerprint: bytes, lora_rank: int) -> str:
+    """Whose state it is: the base and the kind of weights that are trained on it."""
+    return f"{fingerprint.hex()}/lora{lora_rank}"
+
+
+def read(directory: Path, fingerprint: str) -> tuple[Counters, dict[str, torch.Tensor]] | None:
+    """(counters, tensors by the names above) of the last written state; None when there is none.
 
     Raises:
-        StateError: the file is damaged, or belongs to another policy. Nothing has been changed then.
+        StateError: the file is damaged, or belongs to another policy than `fingerprint`'s (see `owner`).
     """
     path = directory / FILE
     if not path.exists():
@@ -118,10 +121,25 @@ def restore(
         raise StateError(f"{path} is damaged ({error}); move it away to start from the base policy") from None
     if metadata.get("fingerprint") != fingerprint:
         raise StateError(f"{path} belongs to another model; move it away, or set policy.model and policy.lora as they were")
+    return counters, tensors
+
+
+def restore(
+    directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, rng: torch.Generator, fingerprint: str
+) -> Counters | None:
+    """Put the last written state into model, optimizer and generator; None when there is none.
+
+    Raises:
+        StateError: the file is damaged, or belongs to another policy. Nothing has been changed then.
+    """
+    found = read(directory, fingerprint)
+    if found is None:
+        return None
+    counters, tensors = found
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     weights = {name.removeprefix("weights."): t for name, t in tensors.items() if name.startswith("weights.")}
     if {n: t.shape for n, t in weights.items()} != {n: p.shape for n, p in trainable.items()}:
-        raise StateError(f"{path} has other tensors than the model; move it away to start from the base policy")
+        raise StateError(f"{directory / FILE} has other tensors than the model; move it away to start from the base policy")
     with torch.no_grad():
         for name, parameter in trainable.items():
             parameter.copy_(weights[name])

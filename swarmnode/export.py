@@ -1,0 +1,40 @@
+"""`swarmnode export`: what the trainer last saved, as a directory that transformers loads. A child does the work: no torch here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from swarmnode.config import Config
+from swarmnode.errors import ConfigError, DeviceError, Refused, StateError, Unavailable
+
+CHILD = "swarmnode.trainer.export"
+ERRORS = {kind.exit_code: kind for kind in (StateError, ConfigError, Refused, DeviceError, Unavailable)}
+
+
+def export(config: Config, directory: Path, merge: bool) -> dict[str, Any]:
+    """Write the saved policy to `directory`, whole or not at all, while the node may go on running. Returns what swarmnode.json there says.
+
+    merge: with LoRA, weights of their own instead of an adapter.
+
+    Raises Unavailable when there is no state or the directory is not empty or cannot be written, StateError when the state is another
+    model's.
+    """
+    target = directory.absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise Unavailable(f"{target} exists and is not an empty directory; name another")
+    done = subprocess.run(
+        [sys.executable, "-m", CHILD, str(target), *(["--merge"] if merge else [])],
+        input=config.model_dump_json().encode(),
+        stdout=subprocess.PIPE,  # what it does goes to our stderr
+        env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+        check=False,
+    )
+    said = done.stdout.decode(errors="replace").strip().splitlines()
+    if done.returncode != 0 or not said:
+        raise ERRORS.get(done.returncode, Unavailable)(said[-1] if said else f"export ended with {done.returncode}")
+    return dict(json.loads(said[-1]))

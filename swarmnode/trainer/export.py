@@ -1,0 +1,108 @@
+"""`python -m swarmnode.trainer.export DIR [--merge]`, configuration on stdin: what `swarmnode export` starts.
+
+    base weights + trainer/state.safetensors ─▶ model ─▶ DIR.partial ─▶ DIR
+
+On the CPU and in float32, whatever the trainer uses, so that nothing is lost and a running trainer keeps its device.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoTokenizer, PreTrainedModel
+
+from swarmnode.config import Config, PolicyConfig
+from swarmnode.errors import LocalError, StateError, Unavailable
+from swarmnode.files import sync_directory
+from swarmnode.policy.device import Placement
+from swarmnode.policy.fingerprint import fingerprint
+from swarmnode.policy.load import add_adapter, load_model, local_directory
+from swarmnode.trainer import state
+
+
+@dataclass(frozen=True)
+class Exported:
+    """swarmnode.json in the directory."""
+
+    kind: str
+    """weights, or adapter."""
+    step: int
+    policy_version: int
+    reward_held_out: float | None
+    base: str
+    base_fingerprint: str
+    """Hex; what a manifest calls the model."""
+    swarm: str
+    """Id, hex."""
+
+
+def export(config: Config, target: Path, merge: bool) -> Exported:
+    """See `swarmnode.export.export`."""
+    cfg = config.policy.model_copy(update={"device": "cpu", "dtype": "float32", "quantization": "none"})
+    with local_directory(cfg) as directory:
+        base = fingerprint(directory)
+        found = state.read(config.node.data_dir / "trainer", state.owner(base, cfg.lora.r))
+        if found is None:
+            raise Unavailable(f"nothing to export: {config.node.data_dir} has no trained state yet; run the node first")
+        counters, tensors = found
+        model = trained(cfg, directory, {n.removeprefix("weights."): t for n, t in tensors.items() if n.startswith("weights.")})
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    kind = "weights"
+    if cfg.lora.r and merge:
+        model = model.merge_and_unload()
+    elif cfg.lora.r:
+        kind = "adapter"
+        model.peft_config["default"].base_model_name_or_path = str(directory) if cfg.model == "embedded" else cfg.model
+    told = Exported(
+        kind, counters.step, counters.policy_version, counters.reward_held_out, cfg.model, base.hex(), counters.swarm,
+    )  # fmt: skip
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        (partial / "swarmnode.json").write_text(json.dumps(asdict(told), indent=1) + "\n")
+        if target.exists():
+            target.rmdir()  # empty, or somebody else has just filled it
+        os.replace(partial, target)
+        sync_directory(target.parent)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise Unavailable(f"cannot write {target}: {error}") from None
+    return told
+
+
+def trained(cfg: PolicyConfig, directory: Path, weights: dict[str, torch.Tensor]) -> PreTrainedModel:
+    """The base in `directory` with the trained tensors in it. Raises StateError when they are not this model's."""
+    model = load_model(cfg, directory, Placement(torch.device("cpu"), torch.float32, ""))
+    if cfg.lora.r:
+        model = add_adapter(cfg, model)
+    mine = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if {name: p.shape for name, p in mine.items()} != {name: t.shape for name, t in weights.items()}:
+        raise StateError("the saved state has other tensors than the model; set policy.lora as it was")
+    with torch.no_grad():
+        for name, parameter in mine.items():
+            parameter.copy_(weights[name])
+    return model
+
+
+def main() -> int:
+    config = Config.model_validate_json(sys.stdin.buffer.read())
+    try:
+        print(json.dumps(asdict(export(config, Path(sys.argv[1]), "--merge" in sys.argv[2:]))))
+        return 0
+    except LocalError as error:
+        print(error)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

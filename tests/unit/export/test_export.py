@@ -1,0 +1,112 @@
+"""What is exported loads with transformers alone and says the same as the trained policy."""
+
+import json
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from swarmnode import cli
+from swarmnode.config import Config, PolicyConfig
+from swarmnode.errors import StateError, Unavailable
+from swarmnode.policy.load import Policy, load_policy
+from swarmnode.trainer import export as child
+from swarmnode.trainer import state
+
+IDS = torch.tensor([[5, 9, 17, 3, 8]])
+
+
+def trained(tmp_path, lora: int = 0) -> Policy:
+    """A policy whose weights have moved, saved as the trainer saves it."""
+    torch.set_num_threads(1)
+    policy = load_policy(PolicyConfig.model_validate({"lora": {"r": lora}, "device": "cpu"}))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.trainable_parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    counters = state.Counters(step=7, policy_version=6, reward_held_out=0.25, swarm="ab")
+    optimizer = torch.optim.AdamW(policy.trainable_parameters())
+    directory = tmp_path / "data" / "trainer"
+    directory.mkdir(parents=True)
+    name = state.owner(policy.fingerprint, lora)
+    state.write(directory, state.take(policy.model, optimizer, policy.random_generator(0), counters, name))
+    return policy
+
+
+def command(tmp_path, *arguments):
+    """The whole of `swarmnode export`, which starts a process: seconds."""
+    return cli.run(["export", str(tmp_path / "out"), "--data-dir", str(tmp_path / "data"), *arguments])
+
+
+def export(tmp_path, lora=0, merge=False):
+    """What that process does."""
+    config = Config.model_validate({"node": {"data_dir": tmp_path / "data"}, "policy": {"lora": {"r": lora}}})
+    return child.export(config, tmp_path / "out", merge)
+
+
+@torch.no_grad()
+def logits(model):
+    return model(input_ids=IDS).logits
+
+
+def test_full_weights_load_back_to_identical_logits(tmp_path, capsys):
+    policy = trained(tmp_path)
+    assert command(tmp_path, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["kind"], told["step"], told["policy_version"], told["swarm"]) == ("weights", 7, 6, "ab")
+    assert told == json.loads((tmp_path / "out" / "swarmnode.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert torch.equal(logits(model), logits(policy.model))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer("17 + 25")["input_ids"] == policy.tokenizer("17 + 25")["input_ids"]
+    assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".partial")] == []
+
+
+def test_an_adapter_loads_on_its_base_and_merged_without_one(tmp_path):
+    policy = trained(tmp_path, lora=4)
+    assert export(tmp_path, lora=4).kind == "adapter"
+    adapter = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert torch.equal(logits(adapter), logits(policy.model))
+    assert sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")) < 200_000
+
+    (tmp_path / "out").rename(tmp_path / "adapter")
+    assert export(tmp_path, lora=4, merge=True).kind == "weights"
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert torch.allclose(logits(merged), logits(policy.model), atol=1e-5)
+
+
+def test_another_models_state_is_refused_and_nothing_is_written(tmp_path, capsys):
+    trained(tmp_path)
+    assert command(tmp_path, "--set", "policy.lora.r=4") == 69
+    assert "belongs to another model" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_a_state_there_is_nothing_to_export(tmp_path):
+    with pytest.raises(Unavailable, match="run the node first"):
+        export(tmp_path)
+
+
+def test_a_directory_with_something_in_it_is_left_alone(tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    assert command(tmp_path) == 69
+    assert "not an empty directory" in capsys.readouterr().err
+    assert (tmp_path / "out" / "mine").exists()
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff" * 200])
+def test_a_damaged_state_is_said_to_be_damaged(tmp_path, damage):
+    trained(tmp_path)
+    (tmp_path / "data" / "trainer" / state.FILE).write_bytes(damage)
+    with pytest.raises(StateError, match="is damaged"):
+        export(tmp_path)
+
+
+def test_a_target_that_cannot_be_written_leaves_no_rest(tmp_path):
+    trained(tmp_path)
+    (tmp_path / "out").touch()  # a file since the command looked
+    with pytest.raises(Unavailable, match="cannot write"):
+        export(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"data", "out"}
