@@ -2,6 +2,7 @@
 
     <swarm id in hex>.manifest   the envelope, as received
     current                      the swarm id of the one that the node runs by
+    peers                        multiaddrs of the last invite, a line each: the manifest's own may be gone
 
 Everything read here is verified again, so that a damaged or altered file is an error and not another swarm.
 """
@@ -13,13 +14,15 @@ from pathlib import Path
 
 from swarmnode import manifest
 from swarmnode.config import Config
-from swarmnode.errors import BadMessage, Refused, StateError, Unavailable
+from swarmnode.errors import BadMessage, ConfigError, Refused, StateError, Unavailable
 from swarmnode.files import write_atomically
+from swarmnode.invite import check_addresses
 from swarmnode.manifest import Change
 from swarmnode.wire import limits
 from swarmnode.wire.manifest import Opened, follows, open_manifest
 
 CURRENT = "current"
+PEERS = "peers"
 MOST = 256
 """Manifests read from a directory at most; a node adds one per successor that it moves to, and one that waits."""
 
@@ -66,6 +69,17 @@ class ManifestStore:
     def choose(self, swarm: bytes) -> None:
         """Run by this one from now on. A running node moves there by itself within seconds."""
         self._write(CURRENT, f"{swarm.hex()}\n".encode())
+
+    def keep_peers(self, addresses: Sequence[str]) -> None:
+        """Remember where an invite led, for the next start."""
+        self._write(PEERS, "".join(f"{address}\n" for address in addresses).encode())
+
+    def peers(self) -> list[str]:
+        """Multiaddrs of the last invite; none when there was none or they cannot be read, which is no reason not to run."""
+        try:
+            return list(check_addresses((self._directory / PEERS).read_text().split(), PEERS))
+        except (OSError, ValueError, ConfigError):
+            return []
 
     def successor(self, opened: Opened) -> Opened | None:
         """The best successor that is here: the youngest, then the one with the greater id."""
@@ -146,7 +160,9 @@ def honoured(config: Config, peer: str = "") -> tuple[Config, Sequence[Change]]:
     if opened is None:
         return config, []
     refuse_if_any(manifest.can_honour(opened.manifest, config, peer), opened)
-    return manifest.agreed(config, opened)
+    peers = [*config.network.initial_peers, *ManifestStore(config.node.data_dir).peers()]
+    network = config.network.model_copy(update={"initial_peers": list(dict.fromkeys(peers))})
+    return manifest.agreed(config.model_copy(update={"network": network}), opened)
 
 
 def refuse_if_any(problems: Sequence[str], opened: Opened) -> None:

@@ -154,6 +154,7 @@ def join(config: Config, invite: Invite) -> Opened:
         manifest_store.refuse_if_any(manifest.can_honour(opened.manifest, config, peer), opened)
         store.add(opened)
         store.choose(opened.swarm)
+        store.keep_peers(invite.addresses)
     log.info("joined", name=opened.manifest.name, swarm=opened.swarm.hex())
     return opened
 
@@ -232,6 +233,7 @@ def prepare(config: Config) -> Config:
         current = store.current()
         if current is None or not store.descends(current, invite.swarm):
             join(config, invite)
+        store.keep_peers(invite.addresses)
     agreed, changes = manifest_store.honoured(config)
     for change in changes:
         if change.key != "swarm.id":

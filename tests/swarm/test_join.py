@@ -1,0 +1,212 @@
+"""`init`, `join` and `bootstrap` as an operator uses them: real processes, one invite, one swarm."""
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+
+from swarmnode import cli, membership
+from swarmnode.demo.nodes import DemoNode
+from swarmnode.manifest_store import ManifestStore
+from swarmnode.testing.manifests import founded
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+
+FAST = {
+    "network": {"listen_addrs": ["/ip4/127.0.0.1/tcp/0"], "mdns": False},
+    "policy": {"threads": 1},
+    "training": {"step_interval": 0.2, "eval_every": 50, "temperature": 0.9},
+    "task": {"names": ["builtin/copy", "builtin/sum"]},
+    "sharing": {"spot_check_tolerance": 100.0, "surprise_tolerance": 100.0},  # policies that learn this fast soon differ
+    "http": {"port": 0},
+    "supervisor": {"backoff_seconds": 0.1},
+}
+
+
+def until(condition, what, seconds=90.0):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            if result := condition():
+                return result
+        time.sleep(0.1)
+    raise AssertionError(f"not within {seconds} s: {what}")
+
+
+def status(node):
+    with urllib.request.urlopen(f"{node.url}/status?points=1", timeout=5) as answer:
+        return json.load(answer)["snapshot"]
+
+
+def used(node):
+    node.ask()
+    return node.view.used
+
+
+@pytest.fixture
+def founded_at(tmp_path, capsys):
+    """A founder that does not run yet, and its invite."""
+    node = DemoNode("a", tmp_path / "a", {**FAST, "swarm": {"name": "trial"}})
+    assert cli.run(["init", "--config", str(node._config)]) == 0
+    return node, capsys.readouterr().out.strip()
+
+
+@pytest.mark.slow
+def test_three_nodes_of_one_invite_train_on_each_others_groups(tmp_path, founded_at, capsys):
+    a, invite = founded_at
+    others = {**FAST, "training": {"step_interval": 0.2, "eval_every": 50}, "task": {"names": ["rg/gcd"]}}
+    b = DemoNode("b", tmp_path / "b", others)
+    c = DemoNode("c", tmp_path / "c", {**others, "swarm": {"invite": invite}})  # joins when it runs
+    bootstrap = None
+    try:
+        a.start([])
+        a.wait_for_address(time.monotonic() + 60)
+        assert cli.run(["join", invite, "--config", str(b._config), "--no-run"]) == 0
+        for node in (b, c):
+            node.start([])
+        for node in (b, c):
+            node.wait_for_address(time.monotonic() + 90)
+        for node in (a, b, c):
+            until(lambda node=node: used(node) > 0, f"{node.name} trains on its peers' groups: {node.last_words()}")
+        told = [status(node)["node"] for node in (a, b, c)]
+        assert {each["swarm"] for each in told} == {invite.rpartition("/")[2]}
+        assert all(each["tasks"] == ["builtin/copy", "builtin/sum"] and each["swarm_name"] == "trial" for each in told)
+        assert json.loads((tmp_path / "b" / "run" / "config.json").read_bytes())["training"]["temperature"] == 0.9
+
+        # a key in a second node is found out by whoever is connected to both
+        a.stop()
+        a.wait(30)
+        twin = tmp_path / "twin"
+        twin.mkdir(mode=0o700)
+        (twin / "identity.key").write_bytes((tmp_path / "b" / "identity.key").read_bytes())
+        (twin / "identity.key").chmod(0o600)
+        command = [sys.executable, "-m", "swarmnode", "join", f"{status(c)['node']['addrs'][0]}/swarm/{told[0]['swarm']}"]
+        done = subprocess.run([*command, "--config", str(b._config), "--data-dir", str(twin)], capture_output=True, text=True, timeout=90)
+        assert done.returncode == 77
+        assert "another running node uses this node's key" in done.stderr
+        assert b.alive()
+
+        # a bootstrap node needs no trainer, and newcomers find the others through it
+        bootstrap = DemoNode("d", tmp_path / "d", others)
+        log = open(tmp_path / "d" / "node.log", "wb")  # noqa: SIM115
+        bootstrap._process = subprocess.Popen(
+            [sys.executable, "-m", "swarmnode", "bootstrap", command[-1], "--config", str(bootstrap._config)],
+            stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+        log.close()
+        bootstrap.wait_for_address(time.monotonic() + 60)
+        until(lambda: status(bootstrap)["network"]["peers_in"] + status(bootstrap)["network"]["peers_out"] >= 2, bootstrap.last_words())
+        assert status(bootstrap)["node"]["trainer"] is False
+        assert set(status(bootstrap)["processes"]) == {"network"}
+    finally:
+        for node in filter(None, (a, b, c, bootstrap)):
+            node.stop()
+        for node in filter(None, (a, b, c, bootstrap)):
+            node.wait(30)
+    assert [node.exit_code() for node in (a, b, c, bootstrap)] == [0, 0, 0, 0]
+
+
+# ---- refusals, one line and one exit code each
+
+
+def served_by_a_child(monkeypatch, opened, successor=None):
+    """What `python -m swarmnode.join` would have printed."""
+    answer = {"peer": "12D3KooWNobody", "manifest": opened.signed.hex(), "successor": successor.signed.hex() if successor else ""}
+    monkeypatch.setattr(membership, "_child", lambda *_: answer)
+
+
+def join(tmp_path, opened, *more):
+    where = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
+    return cli.run(["join", f"{where}/swarm/{opened.swarm.hex()}", "--no-run", "--data-dir", str(tmp_path), *more])
+
+
+def refusal(capsys):
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1, error
+    return error
+
+
+@pytest.mark.parametrize(("change", "says"), [({"minimum_version": "99.0"}, "99.0"), ({"protocols": ["/x/1"]}, "/x/1")])
+def test_a_swarm_that_this_version_cannot_honour_is_refused_and_not_joined(tmp_path, monkeypatch, capsys, change, says):
+    opened = founded(**change)
+    served_by_a_child(monkeypatch, opened)
+    assert join(tmp_path, opened) == 77
+    assert says in refusal(capsys)
+    assert ManifestStore(tmp_path).current() is None
+
+
+def test_a_child_that_brings_back_another_manifest_is_not_believed(tmp_path, monkeypatch, capsys):
+    served_by_a_child(monkeypatch, founded(name="another"))
+    assert join(tmp_path, founded()) == 77
+    assert "not that of the invite" in refusal(capsys)
+    assert ManifestStore(tmp_path).current() is None
+
+
+def test_a_node_of_one_swarm_does_not_join_another_in_the_same_directory(tmp_path, monkeypatch, capsys):
+    served_by_a_child(monkeypatch, founded())
+    assert join(tmp_path, founded()) == 0
+    assert join(tmp_path, founded()) == 0
+    capsys.readouterr()
+    served_by_a_child(monkeypatch, founded(name="another"))
+    assert join(tmp_path, founded(name="another")) == 77
+    assert "--data-dir" in refusal(capsys)
+    assert ManifestStore(tmp_path).current() == founded().swarm
+
+
+def test_whoever_follows_founders_joins_the_successor_and_nobody_else_does(tmp_path, monkeypatch):
+    first = founded()
+    second = founded(predecessor=first.swarm, created_at=first.manifest.created_at + 1)
+    served_by_a_child(monkeypatch, first, second)
+    for policy, expected in (("founder", second), ("ask", first), ("never", first)):
+        assert join(tmp_path / policy, first, "--set", f"swarm.follow={policy}") == 0
+        assert ManifestStore(tmp_path / policy).current() == expected.swarm
+
+
+def test_a_broken_invite_is_refused_before_anything_is_tried(tmp_path, capsys):
+    assert cli.run(["join", "/ip4/127.0.0.1/tcp/1/swarm/nothex", "--no-run", "--data-dir", str(tmp_path)]) == 78
+    assert "swarm id" in refusal(capsys)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_loose_secret_file_is_refused(tmp_path, capsys):
+    file = tmp_path / "secret"
+    file.write_text("00" * 32)
+    file.chmod(0o644)
+    assert join(tmp_path, founded(), "--secret-file", str(file)) == 77
+    assert "chmod 600" in refusal(capsys)
+
+
+def test_a_directory_with_a_swarm_founds_no_other_but_a_successor_by_the_founder_alone(tmp_path, capsys):
+    store = ManifestStore(tmp_path)
+    store.add(founded())
+    store.choose(founded().swarm)
+    assert cli.run(["init", "--data-dir", str(tmp_path)]) == 77
+    assert "--successor" in refusal(capsys)
+    assert cli.run(["init", "--successor", "--data-dir", str(tmp_path)]) == 77
+    assert "only the founder" in refusal(capsys)
+
+
+def test_there_is_nothing_to_follow_before_a_successor_is_known(tmp_path, capsys):
+    store = ManifestStore(tmp_path)
+    store.add(founded())
+    store.choose(founded().swarm)
+    assert cli.run(["manifest", "follow", "--data-dir", str(tmp_path)]) == 77
+    assert "no successor" in refusal(capsys)
+    store.add(founded(predecessor=founded().swarm, created_at=founded().manifest.created_at + 1))
+    assert cli.run(["manifest", "follow", "--data-dir", str(tmp_path)]) == 0
+    assert ManifestStore(tmp_path).current() != founded().swarm
+
+
+def test_a_bootstrap_node_without_a_swarm_says_what_to_give_it(tmp_path, capsys):
+    assert cli.run(["bootstrap", "--data-dir", str(tmp_path)]) == 78
+    assert "invite" in refusal(capsys)
+
+
+def test_a_manifest_file_that_is_none_is_refused(tmp_path, capsys):
+    (tmp_path / "m").write_bytes(founded().signed[:-1])
+    assert cli.run(["bootstrap", "--manifest", str(tmp_path / "m"), "--data-dir", str(tmp_path)]) == 77
+    assert "not a manifest" in refusal(capsys)

@@ -1,0 +1,227 @@
+"""Joining over real hosts: what a peer in an invite can get wrong, private swarms, successors, and a key in use twice."""
+
+import itertools
+import shutil
+
+import msgspec
+import pytest
+import trio
+
+from swarmnode import join
+from swarmnode.config import Config, NetworkConfig
+from swarmnode.errors import LocalError, Refused, Unavailable
+from swarmnode.invite import Invite
+from swarmnode.manifest_store import ManifestStore
+from swarmnode.member import Successors
+from swarmnode.p2p import manifests
+from swarmnode.p2p.host import open_host
+from swarmnode.p2p.identity import from_key, load_or_create
+from swarmnode.p2p.sessions import Sessions, Witness
+from swarmnode.testing.frames import KEY, OTHER_KEY
+from swarmnode.testing.hosts import host
+from swarmnode.testing.manifests import CONFIG, founded, succeeding
+from swarmnode.testing.waiting import until
+from swarmnode.wire.messages import Envelope, Session
+from swarmnode.wire.session import seal_session
+
+FIRST = founded()
+SECOND = succeeding(FIRST)
+JOINER = from_key(OTHER_KEY)
+NOWHERE = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
+SECRET = bytes(range(32))
+
+
+def invite(*networks, swarm=FIRST.swarm):
+    return Invite(tuple(address for network in networks for address in network.listen_addrs), swarm)
+
+
+def serving(network, manifest=FIRST.signed, successor=b""):
+    manifests.serve(network.requests, lambda swarm: (manifest, successor))
+    return network
+
+
+def refounded(opened):
+    """The same manifest, its signature made by somebody else."""
+    envelope = msgspec.msgpack.decode(opened.signed, type=Envelope)
+    return msgspec.msgpack.encode(msgspec.structs.replace(envelope, signature=bytes(64)))
+
+
+async def test_the_manifest_comes_from_whichever_peer_is_there(tmp_path):
+    async with host(tmp_path / "a") as a:
+        where = Invite((NOWHERE, *serving(a).listen_addrs), FIRST.swarm)
+        found = await join.fetch(JOINER, where, None)
+    assert (found.manifest, found.successor) == (FIRST, None)
+
+
+async def test_a_successor_comes_with_it(tmp_path):
+    async with host(tmp_path / "a") as a:
+        found = await join.fetch(JOINER, invite(serving(a, successor=SECOND.signed)), None)
+    assert found.successor == SECOND
+
+
+@pytest.mark.parametrize(
+    ("manifest", "successor", "says"),
+    [
+        (SECOND.signed, b"", "hashes to"),
+        (refounded(FIRST), b"", "signature"),
+        (FIRST.signed[:-1], b"", "malformed"),
+        (b"\x93" * 60_000, b"", "schema"),
+        (b"", b"", "does not have the manifest"),
+        (FIRST.signed, FIRST.signed, "does not follow"),
+        (FIRST.signed, succeeding(FIRST, OTHER_KEY).signed, "does not follow"),
+    ],
+)
+async def test_a_peer_with_something_else_is_refused_and_told_apart(tmp_path, manifest, successor, says):
+    async with host(tmp_path / "a") as a:
+        with pytest.raises(Refused, match=says):
+            await join.fetch(JOINER, invite(serving(a, manifest, successor)), None)
+
+
+async def test_a_bootstrap_that_is_not_the_peer_it_claims_is_refused(tmp_path):
+    async with host(tmp_path / "a") as a:
+        where = serving(a).listen_addrs[0].partition("/p2p/")[0]
+        with pytest.raises(Refused, match="not the one that the invite names"):
+            await join.fetch(JOINER, Invite((f"{where}/p2p/{NOWHERE.rpartition('/')[2]}",), FIRST.swarm), None)
+
+
+async def test_an_honest_peer_beside_a_wrong_one_is_enough(tmp_path):
+    async with host(tmp_path / "a") as a, host(tmp_path / "b") as b:
+        found = await join.fetch(JOINER, invite(serving(a, SECOND.signed), serving(b)), None)
+    assert found.manifest == FIRST
+
+
+async def test_nobody_there_is_unavailable_and_not_refused():
+    with pytest.raises(Unavailable, match="Connection refused"):
+        await join.fetch(JOINER, Invite((NOWHERE,), FIRST.swarm), None, seconds=0.5)
+
+
+# ---- private swarms
+
+
+async def test_who_has_the_secret_gets_the_manifest_and_nobody_else(tmp_path):
+    founder = load_or_create(tmp_path / "identity.key")
+    async with open_host(NetworkConfig(mdns=False), founder, tmp_path, secret=SECRET) as network:
+        where = invite(serving(network))
+        assert (await join.fetch(JOINER, where, SECRET)).manifest == FIRST
+        with pytest.raises(Refused, match="--secret-file"):
+            await join.fetch(JOINER, where, None)
+        with pytest.raises((Refused, Unavailable)):
+            await join.fetch(JOINER, where, bytes(32), seconds=1.0)
+        assert network.connected() == []
+
+
+async def test_members_of_a_swarm_with_a_secret_connect(tmp_path):
+    async with open_host(NetworkConfig(mdns=False), from_key(KEY), tmp_path / "a", secret=SECRET) as a:
+        cfg = NetworkConfig(mdns=False, initial_peers=a.listen_addrs)
+        async with open_host(cfg, JOINER, tmp_path / "b", secret=SECRET) as b:
+            with trio.fail_after(10):
+                await b.wait_connected()
+
+
+async def test_who_is_not_on_the_list_is_closed_at_the_handshake(tmp_path):
+    founder = load_or_create(tmp_path / "identity.key")
+    async with open_host(NetworkConfig(mdns=False), founder, tmp_path, members={JOINER.peer_id}) as network:
+        where = invite(serving(network))
+        assert (await join.fetch(JOINER, where, None)).manifest == FIRST
+        stranger = load_or_create(tmp_path / "stranger.key")
+        with pytest.raises(Unavailable):
+            await join.fetch(stranger, where, None, seconds=1.0)
+        assert network.statistics().refused_connections >= 1
+
+
+# ---- successors
+
+
+def successors(network, directory, follow, opened=FIRST):
+    store = ManifestStore(directory)
+    store.add(opened)
+    store.choose(opened.swarm)
+    config = Config.model_validate({**CONFIG.model_dump(), "swarm": {"follow": follow}})
+    return store, Successors(config, opened, store, network)
+
+
+@pytest.mark.parametrize(("policy", "moves"), [("founder", True), ("ask", False), ("never", False)])
+async def test_a_running_node_hears_of_a_successor_and_moves_by_policy_only(tmp_path, policy, moves):
+    async with host(tmp_path / "a") as a, host(tmp_path / "b", initial_peers=a.listen_addrs) as b:
+        serving(a, FIRST.signed, SECOND.signed)
+        store, following = successors(b, tmp_path / "b", policy)
+        await b.wait_connected()
+        async with trio.open_nursery() as nursery:
+
+            async def run():
+                if moves:
+                    with pytest.raises(LocalError, match="starting again"):
+                        await following.run()
+                else:
+                    await following.run()
+
+            nursery.start_soon(run)
+            await until(lambda: store.successor(FIRST) == SECOND)
+            await until(lambda: store.current() == (SECOND.swarm if moves else FIRST.swarm))
+            if not moves:
+                nursery.cancel_scope.cancel()
+
+
+async def test_a_successor_that_trains_another_model_is_not_followed_by_itself(tmp_path):
+    async with host(tmp_path / "a") as a, host(tmp_path / "b", initial_peers=a.listen_addrs) as b:
+        serving(a, FIRST.signed, succeeding(FIRST, models=[]).signed)
+        store, following = successors(b, tmp_path / "b", "founder")
+        await b.wait_connected()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(following.run)
+            await until(lambda: store.successor(FIRST) is not None)
+            assert store.current() == FIRST.swarm
+            nursery.cancel_scope.cancel()
+
+
+# ---- one key, two processes
+
+
+async def test_of_two_processes_with_one_key_the_later_one_ends_and_the_other_goes_on(tmp_path):
+    async with host(tmp_path / "a") as a, host(tmp_path / "b", initial_peers=a.listen_addrs) as b:
+        shutil.copytree(tmp_path / "b", tmp_path / "c", ignore=shutil.ignore_patterns("port"))
+        async with host(tmp_path / "c", initial_peers=a.listen_addrs) as c:
+            await until(lambda: b.connected() and c.connected())
+            clock = itertools.count(1000).__next__
+            key = load_or_create(tmp_path / "b" / "identity.key").private_key
+            made = {
+                name: Sessions(network.requests, network.peer_id, own, FIRST.swarm, network.connected, clock=clock)
+                for name, network, own in (("a", a, KEY), ("b", b, key))
+            }
+            assert await made["b"].tell(a.peer_id)
+            later = Sessions(c.requests, c.peer_id, key, FIRST.swarm, c.connected, clock=clock)
+            await made["b"].tell(a.peer_id)
+            with pytest.raises(Refused, match="another running node uses this node's key") as raised:
+                await later.tell(a.peer_id)
+            assert raised.value.exit_code == 77
+            await made["b"].tell(a.peer_id)  # goes on
+            assert made["b"].statistics().twins == 1
+
+
+async def test_a_session_of_an_earlier_run_is_no_twin(tmp_path):
+    async with host(tmp_path / "a") as a:
+        sessions = Sessions(a.requests, a.peer_id, KEY, FIRST.swarm, a.connected, clock=lambda: 1000.0)
+        own, name = a.peer_id, bytes(16)
+        assert not sessions.is_twin(own, Session(name, 0, 1_000_000))
+        assert sessions.is_twin(own, Session(name, 0, 1_000_001))
+        assert not sessions.is_twin("somebody else", Session(name, 0, 1_000_001))
+
+
+def test_a_witness_remembers_a_few_sessions_of_many_peers_for_a_while():
+    witness = Witness()
+
+    def heard(peer, number, now):
+        session = Session(number.to_bytes(16, "big"), 0, 0)
+        return witness.heard(peer, session, seal_session(session, KEY, FIRST.swarm), now)
+
+    assert heard("p", 1, 0.0) == []
+    assert heard("p", 1, 1.0) == []
+    assert len(heard("p", 2, 2.0)) == 1
+    assert heard("q", 3, 2.0) == []
+    assert len(heard("p", 3, 3.0)) == 2
+    for number in range(4, 50):
+        assert len(heard("p", number, 4.0)) <= 4
+    assert heard("p", 50, 1000.0) == []
+    for number in range(5000):
+        heard(str(number), 1, 1000.0)
+    assert len(witness) == 4096

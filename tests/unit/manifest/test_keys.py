@@ -1,0 +1,102 @@
+"""Backing up, bringing in and replacing a node's key."""
+
+import os
+
+import pytest
+
+from swarmnode import cli, keys
+from swarmnode.errors import Refused, StateError, Unavailable
+from swarmnode.p2p.identity import load_or_create
+from swarmnode.supervisor import lock_data_dir
+
+
+def node(directory):
+    directory.mkdir(exist_ok=True)
+    return load_or_create(directory / "identity.key").peer_id
+
+
+def mode(path):
+    return path.stat().st_mode & 0o777
+
+
+def test_a_backup_is_the_key_for_ones_own_eyes_and_overwrites_nothing(tmp_path):
+    peer = node(tmp_path / "a")
+    file = tmp_path / "backup.key"
+    assert keys.backup(tmp_path / "a", file) == peer
+    assert mode(file) == 0o600
+    with pytest.raises(Refused, match="exists"):
+        keys.backup(tmp_path / "a", file)
+
+
+def test_there_is_nothing_to_back_up_before_there_is_a_key(tmp_path):
+    with pytest.raises(Unavailable, match="no key"):
+        keys.backup(tmp_path, tmp_path / "backup.key")
+
+
+def test_a_backup_brought_into_another_directory_is_the_same_node(tmp_path):
+    peer = node(tmp_path / "a")
+    keys.backup(tmp_path / "a", tmp_path / "backup.key")
+    assert keys.bring(tmp_path / "b", tmp_path / "backup.key") == (peer, None)
+    assert node(tmp_path / "b") == peer
+    assert mode(tmp_path / "b" / "identity.key") == 0o600
+
+
+def test_a_key_that_others_can_read_is_not_brought_in(tmp_path):
+    node(tmp_path / "a")
+    keys.backup(tmp_path / "a", tmp_path / "backup.key")
+    (tmp_path / "backup.key").chmod(0o644)
+    with pytest.raises(Refused, match="chmod 600"):
+        keys.bring(tmp_path / "b", tmp_path / "backup.key")
+    assert not (tmp_path / "b" / "identity.key").exists()
+
+
+def test_another_key_is_replaced_only_when_asked_and_then_kept(tmp_path):
+    peer, own = node(tmp_path / "a"), node(tmp_path / "b")
+    keys.backup(tmp_path / "a", tmp_path / "backup.key")
+    with pytest.raises(Refused, match="--replace"):
+        keys.bring(tmp_path / "b", tmp_path / "backup.key")
+    assert node(tmp_path / "b") == own
+    brought, kept = keys.bring(tmp_path / "b", tmp_path / "backup.key", replace=True)
+    assert (brought, node(tmp_path / "b")) == (peer, peer)
+    assert keys.peer_of(kept.read_bytes(), kept) == own
+    assert mode(kept) == 0o600
+
+
+@pytest.mark.parametrize("data", [b"", b"not a key", b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"])
+def test_what_is_no_key_is_not_brought_in(tmp_path, data):
+    file = tmp_path / "key"
+    file.write_bytes(data)
+    file.chmod(0o600)
+    with pytest.raises(StateError, match="not an unencrypted PEM key"):
+        keys.bring(tmp_path / "b", file)
+
+
+def test_rotation_gives_a_new_key_and_keeps_the_old_one(tmp_path):
+    peer = node(tmp_path)
+    before, after, kept = keys.rotate(tmp_path)
+    assert before == peer != after == node(tmp_path)
+    assert keys.peer_of(kept.read_bytes(), kept) == peer
+    assert mode(kept) == mode(tmp_path / "identity.key") == 0o600
+
+
+def test_the_key_of_a_running_node_stays(tmp_path):
+    peer = node(tmp_path)
+    lock = lock_data_dir(tmp_path)
+    try:
+        with pytest.raises(Unavailable, match="in use"):
+            keys.rotate(tmp_path)
+    finally:
+        os.close(lock)
+    assert node(tmp_path) == peer
+
+
+def test_no_command_prints_the_key(tmp_path, capsys):
+    data = ["--data-dir", str(tmp_path)]
+    cli.run(["key", "show", *data])
+    assert cli.run(["key", "backup", str(tmp_path / "k"), *data]) == 0
+    assert cli.run(["key", "rotate", *data]) == 0
+    assert cli.run(["key", "import", str(tmp_path / "k"), *data]) == 77
+    assert cli.run(["key", "import", str(tmp_path / "k"), "--replace", *data]) == 0
+    said = "".join(capsys.readouterr())
+    for file in tmp_path.glob("*.key"):
+        assert file.read_text().splitlines()[1] not in said

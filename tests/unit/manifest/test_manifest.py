@@ -1,0 +1,267 @@
+"""What a manifest says, what stands against honouring it, and what it makes of a configuration."""
+
+import json
+import random
+
+import msgspec
+import pytest
+
+from swarmnode import manifest
+from swarmnode.config import Config
+from swarmnode.errors import BadMessage, ConfigError, Refused
+from swarmnode.testing.frames import KEY, OTHER_KEY, OTHER_PEER, PEER
+from swarmnode.testing.manifests import CONFIG, MODEL, founded, succeeding
+from swarmnode.wire import limits
+from swarmnode.wire.manifest import follows, manifest_id, open_manifest
+from swarmnode.wire.messages import Access, Envelope, ModelRef, Setting, TaskEntry
+
+SECRET = bytes(range(32))
+
+
+def changed(**sections):
+    return Config.model_validate({**CONFIG.model_dump(), **{k: {**CONFIG.model_dump()[k], **v} for k, v in sections.items()}})
+
+
+def problems(opened, config=CONFIG, peer=""):
+    return manifest.can_honour(opened.manifest, config, peer)
+
+
+# ---- bytes
+
+
+def test_a_manifest_comes_back_as_it_was_signed():
+    opened = founded()
+    assert open_manifest(opened.signed) == opened
+    assert opened.manifest.founder == KEY.public_key().public_bytes_raw()
+
+
+def test_every_flipped_bit_is_another_swarm_or_none():
+    opened = founded()
+    rng = random.Random(1)
+    for _ in range(500):
+        data = bytearray(opened.signed)
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        with pytest.raises(BadMessage):
+            open_manifest(bytes(data))
+
+
+def test_a_manifest_of_another_founder_with_the_same_content_is_another_swarm():
+    assert founded(KEY).swarm != founded(OTHER_KEY).swarm
+
+
+def test_the_swarm_id_is_the_hash_of_the_exact_payload():
+    opened = founded()
+    payload = msgspec.msgpack.decode(opened.signed, type=Envelope).payload
+    assert opened.swarm == manifest_id(payload)
+
+
+def test_a_manifest_beyond_the_cap_cannot_be_signed():
+    tasks = [TaskEntry(f"builtin/{n:03}", "00", "x" * 1024) for n in range(64)]
+    with pytest.raises(BadMessage, match="oversize"):
+        founded(tasks=tasks)
+
+
+def test_members_in_another_order_cannot_be_signed():
+    with pytest.raises(BadMessage, match="sorted"):
+        founded(access=Access(sorted([PEER, OTHER_PEER], reverse=True), b""))
+
+
+@pytest.mark.parametrize(
+    ("successor", "expected"),
+    [
+        (lambda first: succeeding(first), True),
+        (lambda first: succeeding(first, OTHER_KEY), False),
+        (lambda first: succeeding(first, later=0), False),
+        (lambda first: succeeding(succeeding(first)), False),
+        (lambda first: founded(created_at=first.manifest.created_at + 1), False),
+    ],
+)
+def test_a_successor_names_its_predecessor_is_younger_and_of_the_same_founder(successor, expected):
+    first = founded()
+    assert follows(successor(first), first) is expected
+
+
+# ---- drafting
+
+
+def test_a_draft_is_what_its_own_founder_can_honour_and_changes_nothing_but_ids():
+    opened = founded()
+    assert problems(opened) == []
+    config, changes = manifest.agreed(CONFIG, opened)
+    assert [change.key for change in changes] == ["swarm.id"]
+    assert config.swarm.id == opened.swarm.hex()
+
+
+def test_a_draft_takes_group_sizes_from_half_to_twice_ones_own():
+    rules = founded().manifest.rollouts
+    assert (rules.min_completions, rules.max_completions) == (4, 16)
+    with pytest.raises(ConfigError, match="outside"):
+        founded(completions=(2, 4))
+
+
+# ---- honouring
+
+
+@pytest.mark.parametrize(
+    ("minimum", "ok"), [("0.0.9", True), ("0.1.0", True), ("0.1", True), ("0.10.0", False), ("1", False), ("soon", False)]
+)
+def test_the_minimum_version_is_compared_by_numbers(minimum, ok):
+    found = problems(founded(minimum_version=minimum))
+    assert (found == []) is ok
+    assert ok or "upgrade" in found[0]
+
+
+def test_a_protocol_that_is_not_spoken_is_named():
+    assert "/swarmnode/rollouts/9" in problems(founded(protocols=["/swarmnode/fetch/1", "/swarmnode/rollouts/9"]))[0]
+
+
+def test_the_older_of_two_ordinals_is_honoured(monkeypatch):
+    monkeypatch.setattr(manifest, "SPOKEN", manifest.SPOKEN | {"/swarmnode/rollouts/2"})
+    assert problems(founded()) == []
+    assert problems(founded(protocols=["/swarmnode/fetch/1", "/swarmnode/rollouts/2"])) == []
+
+
+@pytest.mark.parametrize(
+    ("task", "says"),
+    [
+        (TaskEntry("builtin/copy", "0000000000000000", ""), "version"),
+        (TaskEntry("rg/unheard_of", "00", ""), "not one of this version's"),
+        (TaskEntry("rg/countdown", "00", ""), "could run code"),
+    ],
+)
+def test_a_task_that_this_node_does_not_have_alike_is_named(task, says):
+    (problem,) = problems(founded(tasks=[task]))
+    assert task.id in problem
+    assert says in problem
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting("node.data_dir", '"/etc"'),
+        Setting("http.host", '"0.0.0.0"'),
+        Setting("training.advantage", '"best"'),
+        Setting("training.advantage", "[" * 1000),
+        Setting("training.advantage", "{'a': 1}"),
+        Setting("training.loss_type", "1e999"),
+    ],
+)
+def test_a_setting_outside_the_list_or_the_type_is_a_problem_and_never_applied(setting):
+    opened = founded(settings=[setting])
+    assert setting.key in problems(opened)[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "ok"),
+    [
+        (MODEL, "embedded", True),
+        (ModelRef("org/model-0.5B", "main", bytes(32), bytes(32)), "embedded", True),
+        (ModelRef("my-model", "", bytes(32), bytes(32)), "embedded", False),
+        (ModelRef("../../etc/x", "", bytes(32), bytes(32)), "embedded", False),
+        (ModelRef("/etc/model", "", bytes(32), bytes(32)), "embedded", False),
+    ],
+)
+def test_a_model_is_embedded_or_on_the_hub_and_never_a_path_of_the_founders(model, name, ok):
+    assert (problems(founded(models=[model]), changed(policy={"model": name})) == []) is ok
+
+
+def test_a_directory_of_ones_own_stands_in_for_the_model(tmp_path):
+    opened = founded(models=[ModelRef("my-model", "", bytes(32), bytes(32))])
+    config = changed(policy={"model": str(tmp_path)})
+    assert problems(opened, config) == []
+    assert manifest.agreed(config, opened)[0].policy.model == str(tmp_path)
+
+
+def test_the_hashes_decide_whether_the_model_is_the_swarms():
+    opened = founded()
+    manifest.check_model(opened.manifest, MODEL.fingerprint, MODEL.tokenizer)
+    with pytest.raises(Refused, match="fingerprint"):
+        manifest.check_model(opened.manifest, bytes(32), MODEL.tokenizer)
+    with pytest.raises(Refused, match="tokenizer"):
+        manifest.check_model(opened.manifest, MODEL.fingerprint, bytes(32))
+    manifest.check_model(founded(models=[]).manifest, bytes(32), bytes(32))
+
+
+def test_all_problems_are_told_at_once():
+    opened = founded(minimum_version="9", tasks=[TaskEntry("builtin/copy", "00", ""), TaskEntry("builtin/zzz", "00", "")])
+    assert len(problems(opened)) == 3
+
+
+# ---- private swarms
+
+
+def test_members_are_those_listed_the_founder_and_the_bootstrap_peers():
+    bootstrap = "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
+    opened = founded(access=Access([OTHER_PEER], b""), bootstrap=[f"/ip4/192.0.2.7/tcp/1/p2p/{bootstrap}", "/unix/socket"])
+    assert manifest.members(opened.manifest) == {OTHER_PEER, PEER, bootstrap}
+    assert problems(opened, peer=OTHER_PEER) == []
+    assert "not on its list" in problems(opened, peer="12D3KooWSomebodyElse")[0]
+    assert manifest.members(founded().manifest) is None
+
+
+def test_a_secret_is_needed_and_must_be_the_right_one(tmp_path):
+    opened = founded(secret=SECRET)
+    config = changed(node={"data_dir": tmp_path})
+    assert "--secret-file" in problems(opened, config)[0]
+    file = tmp_path / "swarm.secret"
+    file.write_text(bytes(32).hex())
+    file.chmod(0o600)
+    assert "another swarm's" in problems(opened, config)[0]
+    file.write_text(SECRET.hex() + "\n")
+    assert problems(opened, config) == []
+    assert SECRET not in opened.signed
+
+
+def test_a_secret_that_others_can_read_is_refused(tmp_path):
+    file = tmp_path / "swarm.secret"
+    file.write_text(SECRET.hex())
+    file.chmod(0o640)
+    with pytest.raises(Refused, match="chmod 600"):
+        manifest.swarm_secret(changed(node={"data_dir": tmp_path}))
+
+
+# ---- agreeing
+
+
+def test_what_must_agree_replaces_what_was_set_and_is_told():
+    opened = founded()
+    own = changed(training={"temperature": 0.5, "top_p": 0.9, "num_generations": 32, "advantage": "dr_grpo"}, task={"names": ["rg/gcd"]})
+    config, changes = manifest.agreed(own, opened)
+    assert (config.training.temperature, config.training.top_p, config.training.advantage) == (1.0, 1.0, "grpo")
+    assert config.task.names == ["builtin/copy", "builtin/sum"]
+    assert {"training.temperature", "task.names", "training.num_generations"} <= {change.key for change in changes}
+    assert next(change for change in changes if change.key == "training.temperature").was == 0.5
+
+
+@pytest.mark.parametrize(("own", "agreed"), [(2, 4), (4, 4), (9, 9), (16, 16), (64, 16)])
+def test_ones_own_group_size_stays_within_the_swarms_bounds(own, agreed):
+    assert manifest.agreed(changed(training={"num_generations": own}), founded())[0].training.num_generations == agreed
+
+
+@pytest.mark.parametrize(("own", "agreed"), [(8, 512), (100, 100), (4096, 512)])
+def test_ones_own_length_stays_below_the_swarms_and_follows_it_where_unset(own, agreed):
+    opened = founded(config=changed(training={"max_completion_length": 512}))
+    assert manifest.agreed(changed(training={"max_completion_length": own}), opened)[0].training.max_completion_length == agreed
+
+
+def test_what_is_a_nodes_own_business_is_left_alone():
+    own = changed(training={"learning_rate": 0.5, "groups_per_step": 3}, http={"port": 1}, network={"initial_peers": ["x"]})
+    config, _ = manifest.agreed(own, founded(bootstrap=[f"/ip4/192.0.2.7/tcp/1/p2p/{PEER}"]))
+    assert (config.training.learning_rate, config.training.groups_per_step, config.http.port) == (0.5, 3, 1)
+    assert config.network.initial_peers == ["x", f"/ip4/192.0.2.7/tcp/1/p2p/{PEER}"]
+
+
+def test_the_model_is_the_manifests_where_ones_own_is_not_among_them():
+    hub = ModelRef("org/model", "abc", bytes(32), bytes(32))
+    assert manifest.agreed(CONFIG, founded(models=[hub]))[0].policy.model == "org/model"
+    assert manifest.agreed(CONFIG, founded(models=[hub, MODEL]))[0].policy.model == "embedded"
+    assert manifest.agreed(CONFIG, founded(models=[]))[0].policy.model == "embedded"
+
+
+def test_what_is_shown_is_json():
+    assert json.loads(json.dumps(manifest.shown(founded().manifest)))["founder"] == KEY.public_key().public_bytes_raw().hex()
+
+
+def test_the_largest_allow_list_fits():
+    opened = founded(access=Access(sorted(f"12D3KooW{n:044}" for n in range(limits.MEMBERS)), b""))
+    assert len(opened.signed) < limits.MANIFEST_BYTES

@@ -1,0 +1,119 @@
+"""The manifests in a data directory: chains, choices, damage."""
+
+import pytest
+
+from swarmnode import manifest_store
+from swarmnode.config import Config
+from swarmnode.errors import Refused, StateError
+from swarmnode.manifest_store import ManifestStore
+from swarmnode.testing.frames import OTHER_KEY, PEER
+from swarmnode.testing.manifests import founded, succeeding
+
+FIRST = founded()
+SECOND = succeeding(FIRST)
+THIRD = succeeding(SECOND)
+
+
+def config_in(directory):
+    return Config.model_validate({"node": {"data_dir": directory}})
+
+
+def test_an_empty_directory_has_no_manifest(tmp_path):
+    store = ManifestStore(tmp_path)
+    assert store.current() is None
+    assert store.get(FIRST.swarm) is None
+    assert store.lookup(FIRST.swarm) == (b"", b"")
+    assert manifest_store.honoured(config_in(tmp_path)) == (config_in(tmp_path), [])
+
+
+def test_what_was_chosen_is_what_a_node_runs_by(tmp_path):
+    store = ManifestStore(tmp_path)
+    store.add(FIRST)
+    store.choose(FIRST.swarm)
+    assert ManifestStore(tmp_path).current() == FIRST.swarm
+    config, _ = manifest_store.honoured(config_in(tmp_path))
+    assert config.swarm.id == FIRST.swarm.hex()
+    assert config.task.names == ["builtin/copy", "builtin/sum"]
+
+
+def test_where_the_invite_led_is_tried_beside_the_manifests_own_peers(tmp_path):
+    there = f"/ip4/192.0.2.1/tcp/1/p2p/{PEER}"
+    opened = founded(bootstrap=[f"/ip4/192.0.2.2/tcp/1/p2p/{PEER}"])
+    store = ManifestStore(tmp_path)
+    store.add(opened)
+    store.choose(opened.swarm)
+    store.keep_peers([there])
+    assert manifest_store.honoured(config_in(tmp_path))[0].network.initial_peers == [there, *opened.manifest.bootstrap]
+    (tmp_path / "manifest" / "peers").write_text("nonsense")
+    assert manifest_store.honoured(config_in(tmp_path))[0].network.initial_peers == opened.manifest.bootstrap
+
+
+def test_a_chosen_manifest_that_cannot_be_honoured_is_refused_in_one_line(tmp_path):
+    opened = founded(minimum_version="99")
+    store = ManifestStore(tmp_path)
+    store.add(opened)
+    store.choose(opened.swarm)
+    with pytest.raises(Refused, match=r"cannot honour .*99.*upgrade") as raised:
+        manifest_store.honoured(config_in(tmp_path))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_chosen_manifest_that_is_gone_is_an_error_and_not_another_swarm(tmp_path):
+    ManifestStore(tmp_path).choose(FIRST.swarm)
+    with pytest.raises(StateError, match="join again"):
+        manifest_store.stored(config_in(tmp_path))
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data + b"\0", lambda data: b"", lambda data: SECOND.signed])
+def test_a_damaged_file_is_an_error_and_not_another_swarm(tmp_path, damage):
+    store = ManifestStore(tmp_path)
+    store.add(FIRST)
+    store.path(FIRST.swarm).write_bytes(damage(FIRST.signed))
+    with pytest.raises(StateError, match=FIRST.swarm.hex()):
+        store.get(FIRST.swarm)
+    assert store.lookup(FIRST.swarm) == (b"", b"")
+
+
+def test_a_current_file_that_is_no_id_is_an_error(tmp_path):
+    ManifestStore(tmp_path).choose(FIRST.swarm)
+    (tmp_path / "manifest" / "current").write_text("../../etc/passwd")
+    with pytest.raises(StateError):
+        ManifestStore(tmp_path).current()
+
+
+def test_the_chain_of_successors_is_followed_to_its_end(tmp_path):
+    store = ManifestStore(tmp_path)
+    for opened in (FIRST, SECOND, THIRD):
+        store.add(opened)
+    assert store.latest(FIRST.swarm) == THIRD
+    assert store.lookup(FIRST.swarm) == (FIRST.signed, SECOND.signed)
+    assert store.descends(THIRD.swarm, FIRST.swarm)
+    assert not store.descends(FIRST.swarm, THIRD.swarm)
+
+
+def test_of_two_successors_the_younger_counts_and_the_other_is_dropped(tmp_path):
+    store = ManifestStore(tmp_path)
+    younger = succeeding(FIRST, later=2)
+    store.add(FIRST)
+    assert store.add_successor(FIRST, SECOND)
+    assert store.add_successor(FIRST, younger)
+    assert not store.add_successor(FIRST, SECOND)
+    assert not store.add_successor(FIRST, younger)
+    assert store.successor(FIRST) == younger
+    assert store.get(SECOND.swarm) is None
+
+
+def test_a_successor_that_a_node_already_runs_by_is_kept(tmp_path):
+    store = ManifestStore(tmp_path)
+    store.add(FIRST)
+    store.add_successor(FIRST, SECOND)
+    store.choose(SECOND.swarm)
+    store.add_successor(FIRST, succeeding(FIRST, later=2))
+    assert store.get(SECOND.swarm) == SECOND
+
+
+def test_a_successor_of_somebody_else_is_none(tmp_path):
+    store = ManifestStore(tmp_path)
+    store.add(FIRST)
+    store.add(succeeding(FIRST, OTHER_KEY))
+    assert store.successor(FIRST) is None
