@@ -5,6 +5,7 @@ vector is judged as recorded, else 1. Where 00-conventions.md and this file disa
 """
 
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -182,7 +183,7 @@ def name(value, cap):
 
 
 def rising(values, low, cap):
-    require(low <= len(values) <= cap and all(a < b for a, b in zip(values, values[1:], strict=False)))
+    require(low <= len(values) <= cap and all(a < b for a, b in itertools.pairwise(values)))
 
 
 def text(value, low, cap):
@@ -397,46 +398,59 @@ def choose_task(tasks, seed, index):
     return sorted(set(tasks))[int.from_bytes(drawn, "big") % len(set(tasks))]
 
 
-def admit(frames, own, tasks, now, domain, swarm):
+def admit(frames, given, domain, swarm):
     """02, section 4.1 to 4.3, for the last of `frames`, which come one after the other: (verdict, reason)."""
     contents, sequences, outcome = set(), set(), None
     for frame in frames:
-        outcome = admit_one(frame, own, tasks, now, domain, swarm, contents, sequences)
+        outcome = admit_one(frame, given, domain, swarm, contents, sequences)
         contents.add(digest(frame))
     return outcome
 
 
-def admit_one(frame, own, tasks, now, domain, swarm, contents, sequences):
+def admit_one(frame, given, domain, swarm, contents, sequences):
     if digest(frame) in contents:
         return "duplicate"
     try:
-        if peer_id(decode(frame, BYTES["gossip_frame"], ENVELOPE)["key"]) == own:
+        if peer_id(decode(frame, BYTES["gossip_frame"], ENVELOPE)["key"]) == given["own"]:
             return "own"
         opened = open_envelope(frame, BYTES["gossip_frame"], domain, swarm)
     except Refused as refused:
         return refused.args[0]
     peer, message = opened["peer"], opened["message"]
-    age, sequence = now - message["created_at"] / 1000, message["sequence"]
+    age, sequence = given["now"] - message["created_at"] / 1000, message["sequence"]
     if age > REGISTRY["seconds"]["group_age"]:
         return "stale"
     if age < -REGISTRY["seconds"]["clock_skew"]:
         return "future"
     if (peer, sequence) in sequences:
         return "sequence_reused"
-    reason = None if message["type"] == "announce" else group_reason(message, peer, tasks, swarm)
+    reason = None if message["type"] == "announce" else group_reason(message, peer, given, swarm)
     if reason is None:
         sequences.add((peer, sequence))
     return reason
 
 
-def group_reason(group, peer, tasks, swarm):
-    task, rules = group["task"], REGISTRY["rollouts"]
+def within(group, rules, models):
+    """Whether the manifest allows it. `models`: [fingerprint, tokenizer] in hex of each; none: any."""
+    sampling = group["sampling"]
+    return (
+        rules["min_completions"] <= len(group["completions"]) <= rules["max_completions"]
+        and sampling["max_tokens"] <= rules["max_tokens"]
+        and (sampling["temperature"], sampling["top_p"]) == (rules["temperature"], rules["top_p"])
+        and (not models or [group["model"].hex(), group["tokenizer"].hex()] in models)
+    )
+
+
+def group_reason(group, peer, given, swarm):
+    task, tasks, rules = group["task"], given["tasks"], REGISTRY["rollouts"]
     if task_seed(swarm, peer, group["sequence"]) != {"seed": task["seed"], "index": task["index"]}:
         return "seed"
     if task["id"] not in tasks:
         return "unknown_task"
     if task["version"] != tasks[task["id"]]:
         return "unknown_version"
+    if "rules" in given and not within(group, given["rules"], given["models"]):
+        return "agreement"
     for completion in group["completions"]:
         total = sum(item for (item,) in struct.iter_unpack("<f", completion["logprobs"]))
         slack = rules["logprob_sum_absolute"] + rules["logprob_sum_relative"] * abs(total)
@@ -488,7 +502,7 @@ def joined(parts):
 def admitted(vector, document):
     given = vector["admit"]
     frames = [joined(parts) for parts in [*given["after"], vector["frame"]]]
-    reason = admit(frames, given["own"], given["tasks"], given["now"], document["domain"].encode(), bytes.fromhex(document["swarm"]))
+    reason = admit(frames, given, document["domain"].encode(), bytes.fromhex(document["swarm"]))
     verdicts = [verdict for verdict, reasons in REGISTRY["verdicts"].items() if reason in reasons]
     return [verdicts[0] if verdicts else "accept", reason]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,8 @@ from swarmnode.p2p import addresses
 from swarmnode.tasks.registry import REFUSED, TASKS, task_version
 from swarmnode.wire import ids, limits
 from swarmnode.wire.envelope import peer_id
-from swarmnode.wire.manifest import Opened
-from swarmnode.wire.messages import Access, ModelRef, RolloutRules, Setting, SwarmManifest, TaskEntry
+from swarmnode.wire.manifest import Opened, keeps_rules
+from swarmnode.wire.messages import Access, ModelRef, RolloutGroup, RolloutRules, Setting, SwarmManifest, TaskEntry
 
 AGREED = ("training.advantage", "training.loss_type")
 """Configuration keys that travel under `settings`. A key that is not here makes a manifest one that this version cannot honour."""
@@ -71,8 +71,8 @@ def draft(
     training = config.training
     size = training.num_generations
     low, high = completions or (max(limits.MIN_COMPLETIONS, size // 2), min(limits.COMPLETIONS, 2 * size))
-    if not low <= training.num_generations <= high:
-        raise ConfigError(f"training.num_generations is {training.num_generations}, outside the swarm's {low} to {high}")
+    if not low <= size <= high - (training.advantage == "mc_grpo"):
+        raise ConfigError(f"training.num_generations is {size}, outside the swarm's {low} to {high} (mc_grpo samples one more)")
     return SwarmManifest(
         name=config.swarm.name,
         founder=founder,
@@ -130,17 +130,20 @@ def agreed(config: Config, opened: Opened) -> tuple[Config, list[Change]]:
     own_length = config.training.max_completion_length
     unset = own_length == TrainingConfig.model_fields["max_completion_length"].default
     known = dict.fromkeys([*config.network.initial_peers, *bootstrap(manifest)])
+    settings = {setting.key: json.loads(setting.value) for setting in manifest.settings}
+    pivot = settings.get("training.advantage", config.training.advantage) == "mc_grpo"  # one completion more than is trained on
+    most = max(limits.MIN_COMPLETIONS, rules.max_completions - pivot)
     wanted: dict[str, Any] = {
         "swarm.id": opened.swarm.hex(),
         "swarm.name": manifest.name,
         "network.initial_peers": list(known),
         "task.names": [task.id for task in manifest.tasks],
-        "training.num_generations": min(max(config.training.num_generations, rules.min_completions), rules.max_completions),
+        "training.num_generations": min(max(config.training.num_generations, rules.min_completions), most),
         "training.max_completion_length": rules.max_tokens if unset else min(own_length, rules.max_tokens),
         "training.temperature": rules.temperature,
         "training.top_p": rules.top_p,
         "sharing.groups_per_second": rules.groups_per_second,
-        **{setting.key: json.loads(setting.value) for setting in manifest.settings},
+        **settings,
     }
     model = chosen_model(manifest, config)
     if model is not None and model.name != config.policy.model:
@@ -177,6 +180,12 @@ def shown(manifest: SwarmManifest) -> dict[str, Any]:
         return value.hex() if isinstance(value, bytes) else value
 
     return dict(plain(msgspec.to_builtins(manifest, builtin_types=(bytes,))))
+
+
+def rules_of(manifest: SwarmManifest) -> Callable[[RolloutGroup], bool]:
+    """The check that every member makes of every group."""
+    models = frozenset((model.fingerprint, model.tokenizer) for model in manifest.models)
+    return lambda group: keeps_rules(group, manifest.rollouts, models)
 
 
 def members(manifest: SwarmManifest) -> frozenset[str] | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 import structlog
@@ -24,6 +24,7 @@ from swarmnode.p2p.network import Network
 from swarmnode.p2p.sessions import Sessions
 from swarmnode.tasks.registry import task_version
 from swarmnode.wire.manifest import Opened
+from swarmnode.wire.messages import RolloutGroup
 from swarmnode.wire.swarm import swarm_id
 
 log = structlog.get_logger("swarmnode.manifest")
@@ -47,6 +48,8 @@ class Member:
     network: Network
     sessions: Sessions
     successors: Successors | None
+    keeps_rules: Callable[[RolloutGroup], bool]
+    """Whether a group is one that the swarm's manifest allows."""
 
     async def run(self) -> None:
         """What goes on all the time. Raises LocalError when this process has to start again or must not go on."""
@@ -80,7 +83,8 @@ async def open_member(config: Config) -> AsyncIterator[Member]:
         manifests.serve(network.requests, store.lookup)
         sessions = Sessions(network.requests, identity.peer_id, identity.private_key, swarm, network.connected)
         successors = Successors(config, opened, store, network) if opened is not None else None
-        yield Member(identity, swarm, opened, network, sessions, successors)
+        keeps_rules = manifest.rules_of(opened.manifest) if opened is not None else lambda group: True
+        yield Member(identity, swarm, opened, network, sessions, successors, keeps_rules)
 
 
 class Successors:

@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -40,6 +41,7 @@ from swarmnode.tasks.client import AsyncScorer
 from swarmnode.trainer.link_server import LinkServer
 from swarmnode.trainer.messages import Hello, Report, Welcome
 from swarmnode.wire import ids
+from swarmnode.wire.messages import RolloutGroup
 
 log = structlog.get_logger("swarmnode.node")
 
@@ -53,7 +55,7 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
         LocalError: something of this machine is missing or unsafe; errors.py says which exit code follows.
     """
     async with open_member(config) as member, AsyncScorer() as scorer:
-        node = Node(config, member.identity, member.swarm, member.network, scorer, ring)
+        node = Node(config, member.identity, member.swarm, member.network, scorer, ring, member.keeps_rules)
         async with trio.open_nursery() as nursery:
             await nursery.start(node.exchange.run)
             await nursery.start(node.link.run)
@@ -75,7 +77,14 @@ class Node:
     """The parts, and what they are to the trainer (`link_server.Trainer`) and to whoever watches (`snapshot`)."""
 
     def __init__(
-        self, config: Config, identity: Identity, swarm: bytes, network: Network, scorer: AsyncScorer, ring: logs.LogRing
+        self,
+        config: Config,
+        identity: Identity,
+        swarm: bytes,
+        network: Network,
+        scorer: AsyncScorer,
+        ring: logs.LogRing,
+        keeps_rules: Callable[[RolloutGroup], bool] = lambda group: True,
     ) -> None:
         self._config = config
         self._swarm = swarm
@@ -85,7 +94,7 @@ class Node:
         self.meter = Meter(config.network, config.node.quiet_hours, config.node.data_dir, lambda: network.statistics().traffic)
         self.exchange = RolloutExchange(
             network, scorer, identity.private_key, swarm, config.task.names, config.sharing,
-            max_completion_length=config.training.max_completion_length, budget=self.meter,
+            max_completion_length=config.training.max_completion_length, keeps_rules=keeps_rules, budget=self.meter,
         )  # fmt: skip
         self.link = LinkServer(config.node.data_dir, self)
         self.url = ""

@@ -58,7 +58,8 @@ class AdmissionStatistics(msgspec.Struct, frozen=True):
 class Admission:
     """Checks frames for one node. `now` is Unix seconds everywhere.
 
-    swarm: 32-byte swarm id; own_peer: this node's peer id; tasks: names it trains on; is_greylisted: peers not to be listened to.
+    swarm: 32-byte swarm id; own_peer: this node's peer id; tasks: names it trains on; is_greylisted: peers not to be listened to;
+    keeps_rules: whether a group is one that the swarm's manifest allows.
     """
 
     def __init__(
@@ -72,12 +73,14 @@ class Admission:
         is_greylisted: Callable[[str], bool] = lambda peer: False,
         max_signers: int = 4096,
         max_seen: int = SEEN_FRAMES,
+        keeps_rules: Callable[[RolloutGroup], bool] = lambda group: True,
     ) -> None:
         self.swarm = swarm
         self.own_peer = own_peer
         self.cfg = cfg
         self.max_completion_length = max_completion_length
         self.is_greylisted = is_greylisted
+        self.keeps_rules = keeps_rules
         self.tokenizer = b""
         self.tokens_per_text_byte = 1.0
         self._versions = {name: task_version(name) for name in tasks if name in TASKS}
@@ -207,6 +210,8 @@ class Admission:
             return "unknown_task"
         if version != task.version:
             return "unknown_version"
+        if not self.keeps_rules(group):
+            return "agreement"
         if not all(_adds_up(c) for c in group.completions):
             return "tokens"
         if any(self._own_tokens(c, group.tokenizer) > LONGER_THAN_OURS * self.max_completion_length for c in group.completions):

@@ -121,6 +121,7 @@ class RolloutExchange:
         cfg: SharingConfig,
         *,
         max_completion_length: int = limits.TOKENS,
+        keeps_rules: Callable[[RolloutGroup], bool] = lambda group: True,
         clock: Callable[[], float] = time.time,
         rng: random.Random | None = None,
         budget: Budget | None = None,
@@ -140,6 +141,7 @@ class RolloutExchange:
             cfg,
             max_completion_length=max_completion_length,
             is_greylisted=lambda peer: not network.welcome(peer),
+            keeps_rules=keeps_rules,
         )
         self.pool = Pool(cfg)
         self._policy: PolicyFacts | None = None
@@ -254,6 +256,8 @@ class RolloutExchange:
             codec.check_group(group)
         except BadMessage as bad:
             log.warning("own group %d is not valid and was not published: %s", own.sequence, bad)
+            return "invalid"
+        if not self.admission.keeps_rules(group):  # sampled before the manifest changed
             return "invalid"
         if len(codec.encode(group)) > limits.GROUP_BYTES:
             group = without_token_ids(group)

@@ -44,6 +44,7 @@ REASONS: Final[dict[str, Verdict]] = {
     "unknown_task": Verdict.REJECT,  # tasks and versions are hashed into the swarm id, and the swarm id is signed
     "unknown_version": Verdict.REJECT,
     "unregenerable": Verdict.REJECT,  # task and version are ours and the sender's, so it generated what nobody can
+    "agreement": Verdict.REJECT,  # group size, sampling or model against the manifest, which everybody has
     # the answers
     "tokens": Verdict.REJECT,  # more text than its tokens can hold, or a sum of log-probabilities that is not their sum
     "too_long": Verdict.IGNORE,  # honest for a node with longer completions, but we will not train on it

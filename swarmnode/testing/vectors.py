@@ -349,9 +349,9 @@ def admission() -> Iterator[Vector]:
     honest = changed(changed(GROUP, "task.seed", seed), "task.index", index)
     frame = sealed(honest)
 
-    def case(verdict: str, name: str, message: Any, *after: bytes, own: str = OTHER_PEER) -> Vector:
+    def case(verdict: str, name: str, message: Any, *after: bytes, own: str = OTHER_PEER, **rules: Any) -> Vector:
         sent = message if isinstance(message, bytes) else sealed(message)
-        given = {"now": now, "own": own, "tasks": TASKS, "after": [parts(each) for each in after]}
+        given = {"now": now, "own": own, "tasks": TASKS, "after": [parts(each) for each in after], **rules}
         outcome = {"verdict": "accept"} if verdict == "accept" else dict(zip(("verdict", "reason"), verdict.split(), strict=True))
         return {"name": name, "admit": given, **outcome, "frame": parts(sent)}
 
@@ -383,6 +383,19 @@ def admission() -> Iterator[Vector]:
     yield case("reject seed", "an evaluation seed", changed(honest, "task.seed", evaluation_seed("rg/chain_sum", 0)))
     yield case("reject unknown_task", "a task that the swarm does not have", changed(honest, "task.id", "rg/gcd"))
     yield case("reject unknown_version", "a task at another version", changed(honest, "task.version", "0123456789abcdee"))
+    rules = {"min_completions": 2, "max_completions": 4, "max_tokens": 8, "temperature": 1.0, "top_p": 1.0, "groups_per_second": 16.0}
+    model = [GROUP["model"].hex(), GROUP["tokenizer"].hex()]
+    yield case("accept", "within the manifest's rules", honest, rules=rules, models=[model])
+    yield case("accept", "any model where the manifest names none", changed(honest, "model", b"\x77" * 32), rules=rules, models=[])
+    for name, path, value in (
+        ("more completions than the manifest allows", "completions", [COMPLETION] * 5),
+        ("another temperature than the manifest's", "sampling.temperature", 0.5),
+        ("another top-p than the manifest's", "sampling.top_p", 0.5),
+        ("more tokens than the manifest allows", "sampling.max_tokens", 9),
+        ("a model that the manifest does not name", "model", b"\x77" * 32),
+        ("a tokenizer that the manifest does not name", "tokenizer", b"\x77" * 32),
+    ):
+        yield case("reject agreement", name, changed(honest, path, value), rules=rules, models=[model])
     yield case("accept", "256 bytes of text for a token", text("a" * 256, 1))
     yield case("reject tokens", "257 bytes of text for a token", text("a" * 257, 1))
     yield case("reject tokens", "258 bytes in 86 characters for a token", text("≤" * 86, 1))

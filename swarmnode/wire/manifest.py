@@ -10,6 +10,7 @@ and all, so the lists in it are bounded twice.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -18,7 +19,7 @@ from swarmnode.errors import BadMessage
 from swarmnode.wire import ids, limits
 from swarmnode.wire.codec import decode, encode
 from swarmnode.wire.envelope import sign, verify
-from swarmnode.wire.messages import Envelope, SwarmManifest
+from swarmnode.wire.messages import Envelope, RolloutGroup, RolloutRules, SwarmManifest
 
 
 def manifest_id(payload: bytes) -> bytes:
@@ -59,3 +60,13 @@ def follows(successor: Opened, manifest: Opened) -> bool:
     """Whether `successor` is one of `manifest`: it names it, is by the same founder, and younger."""
     new, old = successor.manifest, manifest.manifest
     return new.predecessor == manifest.swarm and new.founder == old.founder and new.created_at > old.created_at
+
+
+def keeps_rules(group: RolloutGroup, rules: RolloutRules, models: Collection[tuple[bytes, bytes]]) -> bool:
+    """Whether a group is one that the manifest allows. `models`: (fingerprint, tokenizer) of each; empty: any."""
+    return (
+        rules.min_completions <= len(group.completions) <= rules.max_completions
+        and group.sampling.max_tokens <= rules.max_tokens
+        and (group.sampling.temperature, group.sampling.top_p) == (rules.temperature, rules.top_p)
+        and (not models or (group.model, group.tokenizer) in models)
+    )

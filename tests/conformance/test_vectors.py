@@ -19,7 +19,7 @@ from swarmnode.testing import frames, vectors
 from swarmnode.wire import bulk, limits
 from swarmnode.wire.codec import DECODE_REASONS, decode
 from swarmnode.wire.envelope import content_id, peer_id, unseal
-from swarmnode.wire.manifest import open_manifest
+from swarmnode.wire.manifest import keeps_rules, open_manifest
 from swarmnode.wire.messages import (
     BulkManifest,
     BulkManifestRequest,
@@ -34,6 +34,7 @@ from swarmnode.wire.messages import (
     ManifestResponse,
     PeersRequest,
     PeersResponse,
+    RolloutRules,
     SessionResponse,
 )
 from swarmnode.wire.session import open_session
@@ -123,7 +124,11 @@ def test_swarmnode_judges_the_frame_as_recorded(document, vector):
 def test_swarmnode_admits_what_is_recorded(about, vector, monkeypatch):
     given = vector["admit"]
     monkeypatch.setattr("swarmnode.rollouts.admission.task_version", given["tasks"].get)  # those of the vectors, not today's
-    admission = Admission(bytes.fromhex(about["swarm"]), given["own"], given["tasks"], SharingConfig())
+    rules = lambda group: True
+    if "rules" in given:
+        models = {(bytes.fromhex(model), bytes.fromhex(tokenizer)) for model, tokenizer in given["models"]}
+        rules = lambda group: keeps_rules(group, RolloutRules(**given["rules"]), models)
+    admission = Admission(bytes.fromhex(about["swarm"]), given["own"], given["tasks"], SharingConfig(), keeps_rules=rules)
     for earlier in given["after"]:
         assert not isinstance(admission.check_frame(joined(earlier), given["now"]), Rejected)
     got = admission.check_frame(frame_of(vector), given["now"])

@@ -258,6 +258,13 @@ def test_the_model_is_the_manifests_where_ones_own_is_not_among_them():
     assert manifest.agreed(CONFIG, founded(models=[]))[0].policy.model == "embedded"
 
 
+@pytest.mark.parametrize(("own", "agreed"), [(4, 4), (16, 15), (64, 15)])
+def test_mc_grpo_samples_one_more_and_still_stays_within_the_swarms_bounds(own, agreed):
+    opened = founded(config=changed(training={"advantage": "mc_grpo"}))
+    config, _ = manifest.agreed(changed(training={"num_generations": own}), opened)
+    assert (config.training.num_generations, config.training.advantage) == (agreed, "mc_grpo")
+
+
 def test_what_is_shown_is_json():
     assert json.loads(json.dumps(manifest.shown(founded().manifest)))["founder"] == KEY.public_key().public_bytes_raw().hex()
 
