@@ -1,8 +1,8 @@
 """Reaching and being reached across routers: what we know of our own reachability, relays, calls and hole punching, held together.
 
-    a peer connects ─▶ reach: can it dial us back? ─┬─ yes ─▶ we relay for others (relay.py, in role auto or server)
-                                                    └─ no ──▶ we reserve with relays (relay_client.py) and tell their addresses
-    a call comes in through a relay ─▶ punch: try to connect directly ─▶ direct: the circuit is closed, else it stays
+    a peer connects ─▶ can it dial us back (autonat.py)? ─┬─ yes ─▶ we relay for others (relay.py), unless we are not to
+                                                          └─ no ──▶ we reserve with relays (relay_client.py) and tell their addresses
+    a call comes in through a relay ─▶ try to connect directly (punch.py) ─▶ direct: the circuit is closed, else it stays
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from libp2p.network.connection.swarm_connection import SwarmConn
 from swarmnode.config import NetworkConfig
 from swarmnode.p2p import addresses
 from swarmnode.p2p.addresses import PUBLIC, Address, Circuit, from_socket
+from swarmnode.p2p.autonat import Reach, ReachStatistics, Verdict
 from swarmnode.p2p.circuits import relay_of
 from swarmnode.p2p.peers import PeerTable
 from swarmnode.p2p.punch import Puncher, PunchStatistics, share_port
-from swarmnode.p2p.reach import Reach, ReachStatistics, Verdict
 from swarmnode.p2p.relay import Relay, RelayLimits, RelayStatistics
 from swarmnode.p2p.relay_client import RelayClient, RelayClientStatistics
 
@@ -127,6 +127,8 @@ class Nat:
             self._punched.discard(peer)
             self._relay.gone(peer)
             self._client.gone(peer)
+        if not self._live:
+            self.reach.alone()
 
     async def greet(self, peer: str) -> None:
         """A new peer: before it is told our addresses, we want to know whether they are any good."""

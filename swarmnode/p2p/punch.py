@@ -37,6 +37,8 @@ DCUTR = "/libp2p/dcutr"
 ROUNDS = 3
 ROUND_PAUSE_SECONDS = 1.0
 TALK_SECONDS = 10.0
+LATER_SECONDS = 0.01
+"""The caller, who is the initiator, goes first: where one side has no router, its SYN meets a listener, which takes the other role."""
 DIAL_SECONDS = 4.0
 HANDSHAKE_SECONDS = 10.0
 ADDRESSES = 2
@@ -132,7 +134,7 @@ class Puncher:
             return False
         if not (targets := self._targets(peer, addresses)):
             return False
-        await trio.sleep(min(seconds / 2, 1.0))
+        await trio.sleep(min(seconds / 2, 1.0) + LATER_SECONDS)
         await self._dial_all(peer, targets, initiator=False)
         return True
 

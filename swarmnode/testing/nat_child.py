@@ -1,4 +1,4 @@
-"""`python -m swarmnode.testing.nat_child <data dir> <NetworkConfig as JSON>`: one real host, driven by lines of JSON on standard input.
+"""`python -m swarmnode.testing.nat_child <data dir> <NetworkConfig as JSON> [<swarm id>]`: one real host, driven by lines of JSON on stdin.
 
 First line out: {"peer": …, "addrs": […]}. Then one line for each line in: {"do": "stat"}, {"do": "publish", "text": …}, {"do": "received"},
 {"do": "request", "peer": …, "bytes": …}. It ends with its standard input. Gossip and requests accept everything: the network is the test.
@@ -60,8 +60,8 @@ class Child:
         return {"same": answer == data, "digest": hashlib.sha256(answer).hexdigest(), "seconds": trio.current_time() - at}
 
 
-async def main(data_dir: Path, cfg: NetworkConfig) -> None:
-    async with open_host(cfg, identity.load_or_create(data_dir / "identity.key"), data_dir, swarm=SWARM) as network:
+async def main(data_dir: Path, cfg: NetworkConfig, swarm: bytes = SWARM) -> None:
+    async with open_host(cfg, identity.load_or_create(data_dir / "identity.key"), data_dir, swarm=swarm) as network:
         child = Child(network)
 
         async def echo(peer: str, data: bytes) -> bytes:
@@ -82,4 +82,4 @@ async def main(data_dir: Path, cfg: NetworkConfig) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(relativeCreated)d %(name)s %(message)s")
-    trio.run(main, Path(sys.argv[1]), NetworkConfig.model_validate_json(sys.argv[2]))
+    trio.run(main, Path(sys.argv[1]), NetworkConfig.model_validate_json(sys.argv[2]), *map(bytes.fromhex, sys.argv[3:]))

@@ -14,13 +14,14 @@ from swarmnode.testing.netns import Topology
 
 
 class NatHost:
-    """`name`: the namespace. `settings`: fields of NetworkConfig. Its key and port stay in `directory`, so that it can be started again."""
+    """`name`: the namespace. `swarm`: its id, 32 bytes in hex. `settings`: fields of NetworkConfig.
+    Its key and port stay in `directory`, so that it can be started again."""
 
-    def __init__(self, net: Topology, name: str, directory: Path, **settings: object) -> None:
+    def __init__(self, net: Topology, name: str, directory: Path, *, swarm: str = "09" * 32, **settings: object) -> None:
         directory.mkdir(exist_ok=True)
         self._net = net
         self._log = directory / "log"
-        command = [sys.executable, "-m", "swarmnode.testing.nat_child", str(directory), json.dumps({"mdns": False, **settings})]
+        command = [sys.executable, "-m", "swarmnode.testing.nat_child", str(directory), json.dumps({"mdns": False, **settings}), swarm]
         with open(self._log, "ab") as log:
             self.process = net.spawn(name, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
         hello = self._read()

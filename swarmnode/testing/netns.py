@@ -17,6 +17,7 @@ import secrets
 import shutil
 import signal
 import subprocess
+import sys
 from typing import Any, Literal
 
 Kind = Literal["preserving", "random", "fully-random"]
@@ -116,9 +117,9 @@ class Topology:
             if pipe is not None:
                 pipe.close()
 
-    def run(self, name: str, command: str) -> str:
-        """The output of a command in the namespace; empty if it fails."""
-        return subprocess.run(["ip", "netns", "exec", self._ns(name), *command.split()], capture_output=True, text=True).stdout
+    def run_python(self, name: str, code: str) -> str:
+        """The output of a Python program in the namespace; empty if it fails."""
+        return subprocess.run(["ip", "netns", "exec", self._ns(name), sys.executable, "-c", code], capture_output=True, text=True).stdout
 
     def _ns(self, name: str) -> str:
         return f"{self._tag}-{name}"

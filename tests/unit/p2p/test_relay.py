@@ -1,15 +1,20 @@
 """Real hosts on loopback that talk through a relay: reservations, calls, limits, bans."""
 
 import contextlib
+import random
 
 import pytest
 import trio
+from libp2p.peer.id import ID
+from libp2p.relay.circuit_v2.pb import circuit_pb2 as pb
 
 from swarmnode.errors import PeerError
 from swarmnode.p2p.addresses import Circuit, parse
 from swarmnode.p2p.gossip import Verdict
 from swarmnode.p2p.network import Network
-from swarmnode.p2p.relay import Book, RelayLimits
+from swarmnode.p2p.relay import HOP, STOP, Book, RelayLimits
+from swarmnode.p2p.relay_client import Reservations
+from swarmnode.p2p.talk import converse, read_message, write_message
 from swarmnode.testing.hosts import host
 from swarmnode.testing.waiting import until
 
@@ -50,3 +55,243 @@ async def test_a_request_of_a_mebibyte_crosses_a_relay_both_ways(tmp_path):
         assert relay.statistics().nat.relay.bytes > 4 * 2**20
         assert a.statistics().nat.relayed == b.statistics().nat.relayed == 1
         assert a.observed(b.peer_id) is None
+
+
+async def test_gossip_crosses_a_relay_both_ways(tmp_path):
+    async with relayed(tmp_path) as (relay, a, b):
+        await call(a, b, relay)
+        at_a = await a.gossip.join(NAME, lambda data, peer: Verdict.ACCEPT)
+        at_b = await b.gossip.join(NAME, lambda data, peer: Verdict.ACCEPT)
+        await until(lambda: a.gossip.statistics().mesh[NAME] == b.gossip.statistics().mesh[NAME] == 1)
+        await a.gossip.publish(NAME, b"from a")
+        await b.gossip.publish(NAME, b"from b")
+        with trio.fail_after(5):
+            assert (await at_b.get()).data == b"from a"
+            assert (await at_a.get()).data == b"from b"
+
+
+async def test_members_find_each_other_through_the_relay_by_themselves(tmp_path):
+    swarm = bytes([3]) * 32
+    async with host(tmp_path / "relay", swarm=swarm, relay="server") as relay:
+        known = {"swarm": swarm, "initial_peers": relay.listen_addrs, "relay": "client", "hole_punching": False}
+        async with host(tmp_path / "a", **known) as a:
+            await until(lambda: relay.statistics().nat.relay.reservations == 1)
+            a.nat.own_addresses = lambda peer: [str(each) for each in a.nat._client.addresses()]  # as if no router let anybody in
+            async with host(tmp_path / "b", **known) as b:
+                await until(lambda: b.peers.get(a.peer_id) is not None and str(place(relay)) in b.peers.get(a.peer_id).addresses)
+                await until(lambda: a.peer_id in b.connected())
+
+
+async def test_a_handler_that_raises_costs_a_relayed_peer_one_stream(tmp_path):
+    async with relayed(tmp_path) as (relay, a, b):
+        await call(a, b, relay)
+
+        async def broken(peer, data):
+            if data == b"break":
+                raise ValueError("a bug")
+            return data
+
+        b.requests.serve(NAME, broken, max_request_bytes=64, max_response_bytes=64)
+        with pytest.raises(PeerError):
+            await a.requests.request(b.peer_id, NAME, b"break", deadline=5.0, max_response_bytes=64)
+        assert await a.requests.request(b.peer_id, NAME, b"whole", deadline=5.0, max_response_bytes=64) == b"whole"
+        assert a.statistics().nat.client.dials == {"ok": 1, "failed": 0}
+
+
+async def test_who_has_not_reserved_cannot_be_called(tmp_path):
+    async with host(tmp_path / "relay", relay="server") as relay, host(tmp_path / "b", initial_peers=relay.listen_addrs, relay="off") as b:
+        async with host(tmp_path / "a", initial_peers=relay.listen_addrs, swarm=bytes([1]) * 32, relay="off") as a:
+            await until(lambda: len(relay.connected()) == 2)
+            with pytest.raises(PeerError, match="204"):
+                await a.nat.call(b.peer_id, place(relay))
+            assert relay.statistics().nat.relay.called["no_reservation"] == 1
+
+
+async def test_a_reservation_is_for_who_asks_whatever_name_the_message_bears(tmp_path):
+    async with relayed(tmp_path) as (relay, a, _):
+        victim = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
+
+        async def reserve(stream):
+            await write_message(stream, pb.HopMessage(type=pb.HopMessage.RESERVE, peer=pb.PeerId(id=ID.from_string(victim).to_bytes())))
+            return await read_message(stream, pb.HopMessage)
+
+        answer, _ = await converse(a._host, a._nursery, relay.peer_id, HOP, reserve, deadline=5.0)
+        assert answer.status == pb.OK
+        assert relay.statistics().nat.relay.reservations == 2  # a's own and b's, as before
+        assert not relay.nat._relay.reserved(victim)
+
+
+async def test_reservations_end_with_their_connection(tmp_path):
+    async with host(tmp_path / "relay", relay="server") as relay:
+        async with host(tmp_path / "b", initial_peers=relay.listen_addrs, relay="client"):
+            await until(lambda: relay.statistics().nat.relay.reservations == 1)
+        await until(lambda: relay.statistics().nat.relay.reservations == 0)
+
+
+async def test_a_relay_that_leaves_is_no_address_any_more_and_is_asked_again_when_it_returns(tmp_path):
+    async with host(tmp_path / "relay", relay="server") as relay:
+        known = relay.listen_addrs
+        listening = parse(known[0])[0].port
+    async with host(tmp_path / "b", initial_peers=known, relay="client") as b:
+        for _ in range(2):
+            async with host(tmp_path / "relay", relay="server", listen_addrs=[f"/ip4/127.0.0.1/tcp/{listening}"]) as relay:
+                await until(lambda relay=relay: b.nat.own_addresses(relay.peer_id)[1:] == [str(place(relay))])
+            await until(lambda: b.statistics().nat.client.relays == [])
+
+
+async def test_one_circuit_too_many_is_refused_and_the_rest_go_on(tmp_path):
+    async with relayed(tmp_path, relay_circuits=1) as (relay, a, b):
+        await call(a, b, relay)
+        with pytest.raises(PeerError, match="201"):
+            await b.nat.call(a.peer_id, place(relay))
+        assert relay.statistics().nat.relay.called["full"] == 1
+        assert b.peer_id in a.connected()
+
+
+async def test_a_circuit_ends_at_its_bytes_and_leaves_nothing_behind(tmp_path):
+    async with relayed(tmp_path, relay_circuit_bytes=2**17) as (relay, a, b):
+        await call(a, b, relay)
+
+        async def swallow(peer, data):
+            return b""
+
+        b.requests.serve(NAME, swallow, max_request_bytes=2**20, max_response_bytes=64)
+        with pytest.raises(PeerError):
+            await a.requests.request(b.peer_id, NAME, bytes(2**20), deadline=10.0, max_response_bytes=64)
+        await until(lambda: b.peer_id not in a.connected() and a.peer_id not in b.connected())
+        await until(lambda: relay.statistics().nat.relay.circuits == 0)
+        assert relay.nat._relay._book._circuits == {}
+        assert relay.peer_id in a.connected()
+        assert relay.peer_id in b.connected()
+
+
+async def test_a_circuit_ends_at_its_time(tmp_path):
+    async with relayed(tmp_path, relay_circuit_seconds=1) as (relay, a, b):
+        await call(a, b, relay)
+        await until(lambda: b.peer_id not in a.connected() and a.peer_id not in b.connected(), 5.0)
+
+
+async def test_a_banned_peer_does_not_come_back_through_a_relay(tmp_path):
+    async with relayed(tmp_path) as (relay, a, b):
+        for _ in range(100):
+            b.rejected(a.peer_id, "seed", cost=100.0)
+        refused = b.statistics().refused_connections
+        with contextlib.suppress(Exception):
+            await a.nat.call(b.peer_id, place(relay))
+        await until(lambda: b.statistics().refused_connections == refused + 1)
+        await until(lambda: b.peer_id not in a.connected())
+        assert a.peer_id not in b.connected()
+
+
+async def test_who_is_banned_by_the_relay_is_not_relayed(tmp_path):
+    async with relayed(tmp_path) as (relay, a, b):
+        relay.reputation.rejected(a.peer_id, "seed", trio.current_time(), 1e6)  # its connection is still there
+        with pytest.raises(PeerError, match="202"):
+            await a.nat.call(b.peer_id, place(relay))
+
+
+async def test_a_relayed_peer_answers_for_no_prefix_but_those_behind_one_relay_are_counted(tmp_path):
+    async with host(tmp_path / "b", max_connections=16) as b:
+        b.nat.behind = lambda relay: 3
+        assert b._admit("x", None, True, "relay")
+        assert b.reputation._records["x"].prefix is None if "x" in b.reputation._records else True
+        b.nat.behind = lambda relay: 4
+        assert not b._admit("y", None, True, "relay")
+        assert b._admit("y", ("5.5.5.5", 1), True)  # the relay's own address is not theirs
+
+
+async def test_calls_are_taken_from_our_own_relays_only(tmp_path):
+    async with host(tmp_path / "b", relay="off") as b, host(tmp_path / "a", initial_peers=b.listen_addrs, relay="off") as a:
+        await until(lambda: a.connected() and b.connected())
+
+        async def ring(stream):
+            caller = pb.PeerId(id=ID.from_string(a.peer_id).to_bytes())
+            await write_message(stream, pb.StopMessage(type=pb.StopMessage.CONNECT, peer=caller))
+            return await read_message(stream, pb.StopMessage)
+
+        with pytest.raises(PeerError):
+            await converse(a._host, a._nursery, b.peer_id, STOP, ring, deadline=5.0)
+        assert b.statistics().nat.client.calls["refused"] == 1
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\xff\xff\xff\xff\x7f", b"\x05\xff\xff\xff\xff\xff", b"\x02\x08\x01", b"\x04\x08\x01\x12\x00"])
+async def test_garbage_ends_its_stream_only(tmp_path, garbage):
+    async with relayed(tmp_path) as (relay, a, b):
+
+        async def talk(stream):
+            await stream.write(garbage)
+            await stream.close_write()
+            return await read_message(stream, pb.HopMessage)
+
+        for protocol, peer in ((HOP, relay.peer_id), (STOP, relay.peer_id)):
+            with contextlib.suppress(PeerError):
+                await converse(a._host, a._nursery, peer, protocol, talk, deadline=5.0)
+        await call(a, b, relay)
+
+
+# -- pure
+
+
+def test_a_full_book_renews_but_takes_nobody_new_until_one_expires():
+    book = Book(RelayLimits(reservations=2, reservation_seconds=100))
+    assert book.reserve("a", 0.0)
+    assert book.reserve("b", 50.0)
+    assert not book.reserve("c", 60.0)
+    assert book.reserve("a", 90.0)
+    assert not book.reserve("c", 140.0)
+    assert book.reserve("c", 150.0)
+    assert not book.reserved("b", 150.0)
+    assert book.counts(150.0) == (2, 0)
+
+
+def test_circuits_are_counted_at_both_ends():
+    book = Book(RelayLimits(circuits=10, circuits_per_peer=2))
+    assert book.open("a", "b")
+    assert book.open("c", "b")
+    assert not book.open("d", "b")
+    assert book.open("d", "a")
+    assert not book.open("a", "e")
+    book.close("a", "b")
+    assert book.open("a", "e")
+
+
+def test_who_calls_too_often_waits():
+    book = Book(RelayLimits())
+    assert [book.may_ask("a", 0.0) for _ in range(9)] == [True] * 8 + [False]
+    assert book.may_ask("b", 0.0)
+    assert not book.may_ask("a", 3.9)
+    assert book.may_ask("a", 4.0)
+
+
+def test_reservations_are_renewed_before_they_end_and_refusals_are_not_repeated_at_once():
+    plan = Reservations(random.Random(0))
+    assert plan.due(["r", "s", "t"], 0.0) == "r"
+    plan.granted("r", 1000.0, 0.0)
+    assert plan.due(["r", "s", "t"], 0.0) == "s"
+    plan.refused("s", 0.0)
+    assert plan.due(["r", "s", "t"], 0.0) == "t"
+    plan.granted("t", 1000.0, 0.0)
+    assert plan.due(["r", "s", "t"], 10.0) is None
+    assert plan.due(["r", "s", "t"], 760.0) in ("r", "t")
+    assert plan.held(999.0) == ["r", "t"]
+    assert plan.held(1000.0) == []
+    assert plan.gone("r")
+    assert plan.due(["s", "t"], 10.0) == "s"
+
+
+def test_refusals_cost_longer_and_longer_up_to_a_bound():
+    plan, now, pauses = Reservations(random.Random(0)), 0.0, []
+    for _ in range(15):
+        plan.refused("r", now)
+        pauses.append(plan.next_due(now))
+        now += pauses[-1]
+    assert pauses[0] <= 5.0
+    assert 300.0 <= pauses[-1] <= 600.0
+
+
+def test_a_grant_is_neither_forever_nor_over_at_once():
+    plan = Reservations(random.Random(0))
+    plan.granted("r", 1e12, 0.0)
+    assert plan.held(6 * 3600.0) == []
+    plan.granted("r", -5.0, 0.0)
+    assert plan.held(59.0) == ["r"]

@@ -1,0 +1,83 @@
+"""Real nodes with trainers: two behind masquerading routers, one public. All train on each other's groups."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from swarmnode.config import Config
+from swarmnode.demo.nodes import toml_of
+from swarmnode.tasks.registry import task_version
+from swarmnode.testing.nat_process import NatHost, wait_until
+from swarmnode.testing.netns import Topology, missing
+from swarmnode.wire.swarm import swarm_id
+
+pytestmark = [pytest.mark.nat, pytest.mark.swarm, pytest.mark.timeout(240), pytest.mark.skipif(bool(missing()), reason=missing() or "-")]
+
+SETTINGS = {
+    "swarm": {"name": "nat"},
+    "policy": {"threads": 1},
+    "training": {"step_interval": 1.0, "eval_every": 1000, "groups_per_step": 4},
+    "http": {"port": 9464},
+}
+FETCH = "import urllib.request; print(urllib.request.urlopen('http://127.0.0.1:9464/status?points=1', timeout=5).read().decode())"
+
+
+class Node:
+    """A node in its namespace; its status page is only there."""
+
+    def __init__(self, net, name, directory, network):
+        self.net, self.name, self.directory = net, name, directory
+        directory.mkdir(mode=0o700)
+        config = directory / "config.toml"
+        config.write_text(toml_of({**SETTINGS, "node": {"data_dir": str(directory), "name": name}, "network": {"mdns": False, **network}}))
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("SWARMNODE_")} | {"HF_HUB_OFFLINE": "1"}
+        with open(directory / "node.log", "ab") as log:
+            command = [sys.executable, "-m", "swarmnode", "run", "--config", str(config)]
+            self.process = net.spawn(name, command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+
+    def address(self):
+        path = self.directory / "run" / "addresses.json"
+        return wait_until(lambda: path.exists() and json.loads(path.read_bytes()), f"{self.name} starts: {self.log()[-800:]}", 60.0)
+
+    def peers_used(self):
+        """Groups trained on, by peer."""
+        text = self.net.run_python(self.name, FETCH)
+        report = json.loads(text)["snapshot"]["trainer"]["report"] if text else None
+        return report["peers_used"] if report else {}
+
+    def log(self):
+        return (self.directory / "node.log").read_text(errors="replace")
+
+
+def test_nodes_behind_two_routers_and_a_public_one_all_train_on_each_other(tmp_path):
+    """All with default settings. The relay knows nothing of rollouts; the routers let no direct connection through. So what a and b tell each other goes by circuit,
+    or by the public node."""
+    swarm = swarm_id(SETTINGS["swarm"]["name"], {name: task_version(name) for name in Config().task.names}).hex()
+    with Topology() as net:
+        net.public("relay", "5.5.5.5")
+        net.public("c", "5.5.5.6")
+        net.behind_nat("a", "5.5.5.11")
+        net.behind_nat("b", "5.5.5.12", "fully-random")
+        relay = NatHost(net, "relay", tmp_path / "relay", swarm=swarm, listen_addrs=["/ip4/5.5.5.5/tcp/9000"])
+        private = {"listen_addrs": ["/ip4/0.0.0.0/tcp/9100"], "initial_peers": relay.addrs}
+        nodes = [Node(net, name, tmp_path / name, private) for name in ("a", "b")]
+        nodes.append(Node(net, "c", tmp_path / "c", {"listen_addrs": ["/ip4/5.5.5.6/tcp/9000"], "initial_peers": relay.addrs}))
+        peers = {node.name: node.address()["peer"] for node in nodes}
+        left = {(node.name, peers[other]) for node in nodes for other in peers if other != node.name}
+
+        def all_used():
+            for node in nodes:
+                left.difference_update((node.name, peer) for peer, count in node.peers_used().items() if count)
+            return not left
+
+        try:
+            wait_until(all_used, "every node trains on groups of both others", 120.0)
+        except AssertionError:
+            raise AssertionError(f"missing: {left}; {[node.log()[-1500:] for node in nodes]}") from None
+        carried = relay.do("stat")["nat"]["relay"]
+        assert carried["reservations"] == 2
+        assert carried["circuits"] >= 1
+        assert carried["bytes"] > 20_000
