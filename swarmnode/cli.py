@@ -357,6 +357,32 @@ def top(*, url: Url = "http://127.0.0.1:9464") -> int:
     return 0
 
 
+@app.command
+def doctor(
+    *, config: ConfigFile = None, set_: Setting = None, data_dir: DataDir = None, peer: Peer = None, json: AsJson = False
+) -> int:
+    """Will this node run? Checks configuration, directory, key, ports, clock, peers, device and model, and says what to do.
+
+    Exits with 0, or with what the node itself would: 69 something is missing, 75 the model does not fit, 77 refused, 78 configuration.
+
+    Parameters
+    ----------
+    config
+        As for `run`.
+    set_
+        As for `run`.
+    data_dir
+        As for `run`.
+    peer
+        As for `run`.
+    json
+        As JSON, for a script.
+    """
+    from swarmnode.doctor.command import doctor as examine
+
+    return examine(lambda: _load(config, set_, data_dir, peer), json)
+
+
 @app.command(name="export")
 def export_policy(
     directory: Path,
@@ -416,8 +442,7 @@ def config_show(
     json
         As JSON, for a script.
     """
-    resolved = _load(config, set_, data_dir, peer)
-    rows = list(resolved.rows())
+    rows = list(_by_manifest(_load(config, set_, data_dir, peer)).rows())
     if json:
         import json as json_module
 
@@ -525,6 +550,19 @@ def _run(resolved: Resolved, commands: Mapping[str, str] | None = None) -> int:
     logs.configure(config.log, "supervisor")
     agreed = membership.prepare(config)
     return supervisor.run(agreed, lambda: membership.refresh(config), commands or supervisor.COMMANDS)
+
+
+def _by_manifest(resolved: Resolved) -> Resolved:
+    """What a node would run with: values of the manifest in place of what was set, and said to be from there."""
+    from swarmnode import manifest_store
+    from swarmnode.settings import Resolved
+
+    try:
+        agreed, changes = manifest_store.honoured(resolved.config)
+    except SwarmNodeError as error:
+        print(f"swarmnode: without the manifest: {error}", file=sys.stderr)
+        return resolved
+    return Resolved(agreed, {**resolved.origins, **{change.key: f"manifest {agreed.swarm.id[:16]}…" for change in changes}})
 
 
 def _quoted(value: object) -> str:

@@ -1,313 +1,89 @@
-"""Whether others can reach us: peers are asked to dial us back (AutoNAT v1, `/libp2p/autonat/1.0.0`, wire-compatible).
+"""`python -m swarmnode.p2p.reach`, request as JSON on stdin: which bootstrap addresses answer as the peer they name, as JSON on stdout.
 
-    we ─ our ports ─▶ peer ─ TCP and Noise to the address it sees us at ─▶ our listener      we count it only if we saw it arrive
-    we ◀─ ok, or no way ─ peer
-
-A peer that says ok without having come is not believed: that would keep us from looking for a relay. A peer that says no may lie. The
-majority of those asked counts, of those that see us from furthest away: a neighbour on the LAN says nothing about the world.
-
-We dial back nothing but the address at which we see the asking peer, one TCP connection at a time, rarely: whoever asks must already hold a
-connection from there, so nobody can send us to anybody else. The library's service dials any number of times, every address in turn, for
-as many askers as come, and believes what it is told.
+Two steps each, because they fail for different reasons: a TCP connection, then Noise and Yamux with the peer id checked. The host is of
+this process alone: not at our own port, and without our peer book.
 """
 
 from __future__ import annotations
 
-import collections
-import dataclasses
-import logging
-import random
-from collections.abc import Callable
-from typing import Any, Literal
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import trio
-from libp2p.host.autonat.pb import autonat_pb2 as pb
-from libp2p.peer.id import ID
-from multiaddr import Multiaddr
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from swarmnode.config import NetworkConfig
 from swarmnode.errors import PeerError
-from swarmnode.p2p.addresses import Address, from_socket, parse
-from swarmnode.p2p.circuits import relay_of
-from swarmnode.p2p.requests import close
-from swarmnode.p2p.talk import answer, converse, read_message, write_message
-
-log = logging.getLogger(__name__)
-
-AUTONAT = "/libp2p/autonat/1.0.0"
-DIAL_BACK_SECONDS = 5.0
-CHECK_SECONDS = 12.0
-ARRIVAL_SECONDS = 1.0
-PORTS = 2
-"""Ports dialled for one request."""
-DIALS_AT_ONCE = 4
-PAUSE_SECONDS = 20.0
-"""Between two dial-backs to one IP address."""
-PAUSED = 4096
-VOTERS = 8
-"""The latest votes count; an older one of the same peer is replaced."""
-VOTE_SECONDS = 3600.0
-CHECK_FIRST = 3
-"""Peers asked as they connect, before asking becomes rare."""
-CHECK_EVERY_SECONDS = 600.0
-
-Verdict = Literal["unknown", "public", "private"]
+from swarmnode.p2p import addresses
+from swarmnode.p2p.host import open_host
+from swarmnode.p2p.identity import from_key, load_or_create
 
 
-@dataclasses.dataclass(frozen=True)
-class ReachStatistics:
-    verdict: Verdict
-    """`private`: nobody can dial us; we only dial out, and are called through relays."""
-    observed: str
-    """The IP address that peers see us at, empty while unknown."""
-    reachable_votes: int
-    unreachable_votes: int
-    dial_backs: dict[str, int]
-    """That we made for others, by outcome."""
+class Request(msgspec.Struct, frozen=True):
+    addresses: list[str]
+    """Multiaddrs with peer ids."""
+    swarm: str
+    """Id, hex."""
+    secret: str = ""
+    """A private swarm's, hex."""
+    identity: str = ""
+    """Path of this node's key, for swarms that only let members in; empty uses a fresh one, which a running node's key needs."""
+    seconds: float = 8.0
+    """For each address, all at the same time."""
 
 
-class Votes:
-    """What peers found. Pure: `now` in seconds, any monotonic clock."""
+async def reach(request: Request) -> list[dict[str, str]]:
+    """Fields of `doctor.checks.PeerFacts`, in the order of the request."""
+    identity = load_or_create(Path(request.identity)) if request.identity else from_key(Ed25519PrivateKey.generate())
+    cfg = NetworkConfig(listen_addrs=["/ip4/127.0.0.1/tcp/0"], mdns=False)
+    found: dict[str, dict[str, str]] = {}
+    with tempfile.TemporaryDirectory(prefix="swarmnode-reach-") as directory:
+        secret = bytes.fromhex(request.secret) or None
+        async with open_host(cfg, identity, Path(directory), swarm=bytes.fromhex(request.swarm), secret=secret) as network:
 
-    def __init__(self) -> None:
-        self._votes: collections.OrderedDict[str, tuple[bool, int, float]] = collections.OrderedDict()
+            async def look(text: str) -> None:
+                found[text] = {"address": text, **await answer(network, text, request.seconds)}
 
-    def vote(self, peer: str, reachable: bool, scope: int, now: float) -> None:
-        """`scope`: of the address at which the peer sees us, or we see it."""
-        self._votes.pop(peer, None)
-        self._votes[peer] = (reachable, scope, now)
-        while len(self._votes) > VOTERS:
-            self._votes.popitem(last=False)
-
-    def counts(self, now: float) -> tuple[int, int]:
-        """(reachable, unreachable), of those that see us from furthest away."""
-        recent = [(reachable, scope) for reachable, scope, at in self._votes.values() if now - at <= VOTE_SECONDS]
-        furthest = max((scope for _, scope in recent), default=0)
-        votes = [reachable for reachable, scope in recent if scope == furthest]
-        return sum(votes), len(votes) - sum(votes)
-
-    def verdict(self, now: float) -> Verdict:
-        """A tie is private: a relay too many costs little."""
-        yes, no = self.counts(now)
-        return "unknown" if not yes + no else "public" if yes > no else "private"
+            async with trio.open_nursery() as nursery:
+                for text in request.addresses:
+                    nursery.start_soon(look, text)
+    return [found[text] for text in request.addresses]
 
 
-class Pauses:
-    """One dial-back per IP address and PAUSE_SECONDS. Pure."""
-
-    def __init__(self) -> None:
-        self._until: collections.OrderedDict[str, float] = collections.OrderedDict()
-
-    def take(self, host: str, now: float) -> bool:
-        if self._until.get(host, now) > now:
-            return False
-        self._until.pop(host, None)
-        self._until[host] = now + PAUSE_SECONDS
-        while len(self._until) > PAUSED:
-            self._until.popitem(last=False)
-        return True
-
-
-class Reach:
-    """`ports`: where we listen, other than on loopback alone; empty if nowhere. `observed(peer)`: the address we see a peer at, None if it
-    is relayed. `changed(verdict)` is called with each new one."""
-
-    def __init__(
-        self,
-        host: Any,
-        nursery: trio.Nursery,
-        *,
-        own: str,
-        ports: list[int],
-        welcome: Callable[[str], bool],
-        observed: Callable[[str], Address | None],
-        connected: Callable[[], list[str]],
-        changed: Callable[[Verdict], None],
-        rng: random.Random,
-        least_scope: int = 1,
-    ) -> None:
-        self._host = host
-        self._nursery = nursery
-        self._own = own
-        self._ports = ports
-        self._welcome = welcome
-        self._observed = observed
-        self._connected = connected
-        self._changed = changed
-        self._rng = rng
-        self._least_scope = least_scope
-        self._votes = Votes()
-        self._pauses = Pauses()
-        self._asked: dict[str, trio.Event] = {}
-        self._verdict: Verdict = "unknown"
-        self._own_address: Address | None = None
-        self._dialling = 0
-        self._served = collections.Counter[str]({"ok": 0, "unreachable": 0, "refused": 0})
-        host.set_stream_handler(AUTONAT, self._on_stream)
-
-    @property
-    def verdict(self) -> Verdict:
-        return self._verdict
-
-    @property
-    def own_address(self) -> Address | None:
-        """The address at which peers see us, with our own port, once known."""
-        return self._own_address
-
-    def came(self, peer: str) -> None:
-        """`peer` has connected to our listener, as its handshake proved."""
-        if peer in self._asked:
-            self._asked[peer].set()
-
-    def statistics(self) -> ReachStatistics:
-        yes, no = self._votes.counts(trio.current_time())
-        return ReachStatistics(self._verdict, self._own_address.host if self._own_address else "", yes, no, dict(self._served))
-
-    # -- asking
-
-    async def run(self) -> None:
-        """Asks one connected peer now and then, until cancelled."""
-        while True:
-            await trio.sleep(CHECK_EVERY_SECONDS * self._rng.uniform(0.5, 1.0))
-            candidates = [peer for peer in self._connected() if self._askable(peer)]
-            if candidates:
-                await self.check(self._rng.choice(candidates))
-
-    async def greet(self, peer: str) -> None:
-        """A new peer: asked while too few have been."""
-        if self._askable(peer) and sum(self._votes.counts(trio.current_time())) < CHECK_FIRST:
-            await self.check(peer)
-
-    async def check(self, peer: str) -> None:
-        """Asks one connected peer. Never raises for anything the peer does."""
-        seen = self._observed(peer)
-        if seen is None or peer in self._asked:
-            return
-        if not self._ports:
-            self._vote(peer, False, seen)
-            return
-        came = self._asked[peer] = trio.Event()
-        try:
-            (reachable, address), _ = await converse(self._host, self._nursery, peer, AUTONAT, self._ask, deadline=CHECK_SECONDS)
-        except PeerError as error:
-            log.debug("%s does not say whether we can be reached: %s", peer, error)
-        else:
-            if address is not None:
-                self._own_address = address
-            with trio.move_on_after(ARRIVAL_SECONDS):  # its answer may overtake the end of its handshake
-                if reachable:
-                    await came.wait()
-            self._vote(peer, reachable and came.is_set(), seen)
-        finally:
-            del self._asked[peer]
-
-    def _askable(self, peer: str) -> bool:
-        seen = self._observed(peer)
-        return seen is not None and seen.scope >= self._least_scope
-
-    async def _ask(self, stream: Any) -> tuple[bool, Address | None]:
-        """(it says that it reached us, where it sees us). Raises PeerError when it did not try."""
-        told = [Multiaddr(f"/ip4/0.0.0.0/tcp/{port}").to_bytes() for port in self._ports[:PORTS]]
-        info = pb.Message.PeerInfo(id=ID.from_string(self._own).to_bytes(), addrs=told)
-        await write_message(stream, pb.Message(type=pb.Message.DIAL, dial=pb.Message.Dial(peer=info)))
-        reply = await read_message(stream, pb.Message)
-        status = reply.dialResponse.status
-        if reply.type != pb.Message.DIAL_RESPONSE or status not in (pb.Message.OK, pb.Message.E_DIAL_ERROR):
-            raise PeerError(f"no dial-back (status {status})")
-        return status == pb.Message.OK, _address(reply.dialResponse.addr)
-
-    def _vote(self, peer: str, reachable: bool, seen: Address) -> None:
-        now = trio.current_time()
-        self._votes.vote(peer, reachable, seen.scope, now)
-        verdict = self._votes.verdict(now)
-        if verdict == self._verdict:
-            return
-        self._verdict = verdict
-        if verdict == "private":
-            where = f"port {self._ports[0]} is not reachable" if self._ports else "this node listens on loopback only, it is not reachable"
-            log.warning("%s from outside: running outbound-only (docs/networking.md)", where)
-        else:
-            log.info("reachable from outside%s", f" at {self._own_address}" if self._own_address else "")
-        self._changed(verdict)
-
-    # -- being asked
-
-    async def _on_stream(self, stream: Any) -> None:
-        request = await answer(stream, lambda stream: read_message(stream, pb.Message), deadline=CHECK_SECONDS)
-        if request is None:
-            return
-        status, address = await self._dial_back(stream.muxed_conn, request)
-        reply = pb.Message.DialResponse(status=status, statusText="", addr=b"" if address is None else Multiaddr(str(address)).to_bytes())
-        response = pb.Message(type=pb.Message.DIAL_RESPONSE, dialResponse=reply)
-
-        async def reply_to(stream: Any) -> bool:
-            await write_message(stream, response)
-            return True
-
-        if await answer(stream, reply_to, deadline=CHECK_SECONDS):
-            await close(stream)
-
-    async def _dial_back(self, muxed: Any, request: pb.Message) -> tuple[int, Address | None]:
-        """Dials the asking peer at the IP address we see it at. Returns the status and the address that was tried last."""
-        peer = muxed.peer_id.to_base58()
-        remote = muxed.get_remote_address()
-        ports = list(dict.fromkeys(port for raw in list(request.dial.peer.addrs)[:8] if (port := _port(raw))))[:PORTS]
-        if request.type != pb.Message.DIAL or not ports:
-            return pb.Message.E_BAD_REQUEST, None
-        relayed = remote is None or relay_of(muxed) is not None
-        now = trio.current_time()
-        if relayed or not self._welcome(peer) or self._dialling >= DIALS_AT_ONCE or not self._pauses.take(remote[0], now):
-            self._served["refused"] += 1
-            return pb.Message.E_DIAL_REFUSED, None
-        self._dialling += 1
-        try:
-            for port in ports:
-                address = from_socket(remote[0], port)
-                if await self._reaches(peer, address):
-                    self._served["ok"] += 1
-                    return pb.Message.OK, address
-        finally:
-            self._dialling -= 1
-        self._served["unreachable"] += 1
-        return pb.Message.E_DIAL_ERROR, address
-
-    async def _reaches(self, peer: str, address: Address) -> bool:
-        """Whether this very peer answers there. The connection is closed after the handshake."""
-        swarm = self._host.get_network()
-        with trio.move_on_after(DIAL_BACK_SECONDS):
-            raw = None
-            try:
-                multiaddr = Multiaddr(str(address))
-                raw = await swarm.transport_manager.transport_for_dialing(multiaddr).dial(multiaddr)
-                await swarm.upgrader.upgrade_security(raw, True, ID.from_string(peer))
-                return True
-            except Exception as error:  # refused, unreachable, another peer, garbage: in a dozen exception types
-                log.debug("%s cannot be dialled at %s: %r", peer, address, error)
-            finally:
-                if raw is not None:
-                    with trio.CancelScope(shield=True), trio.move_on_after(1.0):
-                        await _close_raw(raw)
-        return False
-
-
-async def _close_raw(raw: Any) -> None:
+async def answer(network: Any, text: str, seconds: float) -> dict[str, str]:
+    """outcome and detail of one address."""
     try:
-        await raw.close()
-    except Exception as error:  # it may have gone by itself
-        log.debug("closing a dial-back: %r", error)
-
-
-def _port(raw: bytes) -> int | None:
-    """The TCP port of a binary multiaddr; None if there is none, or it goes through a relay."""
-    address = _address(raw)
-    return address.port if address is not None and address.port else None
-
-
-def _address(raw: bytes) -> Address | None:
-    """A binary multiaddr of the one kind that we use; None for any other, and for garbage."""
-    if not raw or len(raw) > 256:
-        return None
+        where, peer = addresses.parse(text)
+    except ValueError as error:
+        return {"outcome": "not_tried", "detail": str(error)}
+    if peer is None or not isinstance(where, addresses.Address):
+        return {"outcome": "not_tried", "detail": "not a direct address of a named peer"}
+    started = time.monotonic()
     try:
-        return parse(str(Multiaddr(raw)))[0]
-    except Exception as error:  # the parser raises what its codecs raise
-        log.debug("not an address: %r", error)
-        return None
+        with trio.fail_after(seconds):
+            await (await trio.open_tcp_stream(where.host, where.port)).aclose()
+    except (OSError, trio.TooSlowError) as error:
+        why = str(error.__cause__ or error) if isinstance(error, OSError) else f"no answer within {seconds:g} s"
+        return {"outcome": "unreachable", "detail": why}
+    connected = time.monotonic() - started
+    try:
+        with trio.fail_after(seconds):
+            await network.dial(peer, str(where))
+    except trio.TooSlowError:
+        return {"outcome": "no_handshake", "detail": f"no handshake within {seconds:g} s"}
+    except PeerError as error:
+        wrong = "peer id does not correspond" in str(error)
+        return {"outcome": "wrong_peer" if wrong else "no_handshake", "detail": "" if wrong else str(error)[:200]}
+    return {
+        "outcome": "ok",
+        "detail": f"TCP in {connected * 1000:.0f} ms, handshake in {(time.monotonic() - started - connected) * 1000:.0f} ms",
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(trio.run(reach, msgspec.json.decode(sys.stdin.buffer.read(), type=Request))))

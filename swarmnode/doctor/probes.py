@@ -1,0 +1,273 @@
+"""Looks at this machine and gathers the facts that `checks` judges. Changes nothing but a file that is written and removed at once.
+
+What needs torch or libp2p is asked of children, which have a deadline and may die of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import re
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from swarmnode.config import Config, PolicyConfig
+from swarmnode.doctor.checks import ClockFacts, DeviceFacts, DirectoryFacts, KeyFacts, PeerFacts, PortFacts, ReachFacts
+
+EXAMINE_SECONDS = 180.0
+"""torch may come from a cold disk, config.json from the Hub."""
+REACH_SECONDS = 60.0
+STATUS_SECONDS = 3.0
+STATUS_BYTES = 4 * 2**20
+TIME_ERROR = 5
+"""adjtimex(2): the clock is not synchronised."""
+VENDORS = {"0x10de": "nvidia", "0x1002": "amd"}
+PEM = re.compile(rb"-----BEGIN PRIVATE KEY-----\s")
+
+
+# ---- data directory, key ----------------------------------------------------------------------------------------------------
+
+
+def directory(data_dir: Path) -> DirectoryFacts:
+    """Of a directory that does not exist yet, its nearest parent is looked at."""
+    place = next(path for path in (data_dir, *data_dir.parents) if path.exists())
+    problem, mode = "", 0o700
+    try:
+        with tempfile.NamedTemporaryFile(dir=place, prefix=".doctor."):
+            pass
+        mode = stat.S_IMODE(data_dir.stat().st_mode) if data_dir.exists() else 0o700
+    except OSError as error:
+        problem = (error.strerror or str(error)) + ("" if place == data_dir else f" ({place})")
+    usage = os.statvfs(place)
+    state = data_dir / "trainer" / "state.safetensors"
+    try:
+        state_bytes = state.stat().st_size
+    except OSError:
+        state_bytes = 0
+    return DirectoryFacts(str(data_dir), problem, mode, usage.f_bavail * usage.f_frsize, state_bytes, running_pid(data_dir))
+
+
+def running_pid(data_dir: Path) -> int | None:
+    """Of the node that holds the directory's lock; None when nobody does."""
+    try:
+        fd = os.open(data_dir / "run" / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return None
+    except OSError:
+        text = os.read(fd, 32).decode(errors="replace").strip()
+        return int(text) if text.isascii() and text.isdigit() else -1
+    finally:
+        os.close(fd)
+
+
+def key(path: Path) -> KeyFacts:
+    """Looks for the frame of a PEM key and lets cryptography judge the rest; libp2p is not needed for that."""
+    try:
+        mode, data = stat.S_IMODE(path.stat().st_mode), path.read_bytes()[:4097]
+    except FileNotFoundError:
+        return KeyFacts(str(path))
+    except OSError as error:
+        return KeyFacts(str(path), "unreadable", detail=error.strerror or str(error))
+    if not PEM.match(data):
+        return KeyFacts(str(path), "damaged", mode, "no PEM private key")
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    try:
+        loaded = serialization.load_pem_private_key(data, password=None)
+    except (ValueError, TypeError) as error:
+        return KeyFacts(str(path), "damaged", mode, str(error).split("\n")[0][:120])
+    good = isinstance(loaded, Ed25519PrivateKey)
+    return KeyFacts(str(path), "good" if good else "damaged", mode, "" if good else "not Ed25519")
+
+
+# ---- ports and reachability -------------------------------------------------------------------------------------------------
+
+LISTEN = re.compile(r"/(ip4|ip6)/([^/]+)/tcp/(\d+)")
+
+
+def listen_addresses(config: Config) -> list[tuple[str, int]]:
+    """(IP, port) of each listen address; port 0 replaced by the one that was chosen at the first start."""
+    saved = config.node.data_dir / "port"
+    text = saved.read_text(errors="replace").strip() if saved.is_file() else ""
+    own = int(text) if text.isascii() and text.isdigit() else 0
+    found = [LISTEN.fullmatch(text) for text in config.network.listen_addrs]
+    return [(match[2], int(match[3]) or own) for match in found if match is not None]
+
+
+def ports(config: Config, running: bool) -> list[PortFacts]:
+    """Every port that the node listens on. One that is taken while the node runs is taken by it."""
+    wanted = [("network.listen_addrs", host, port) for host, port in listen_addresses(config)]
+    if config.http.enabled:
+        wanted.append(("http.port", config.http.host, config.http.port))
+    facts = []
+    for name, host, port in wanted:
+        problem = port_problem(host, port) if port else ""
+        ours = bool(problem) and running and problem == TAKEN
+        facts.append(PortFacts(name, host, port, problem, ours))
+    return facts
+
+
+TAKEN = "another process listens there"
+
+
+def port_problem(host: str, port: int) -> str:
+    """Why nobody can listen there now; empty when one can."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return TAKEN
+        return {errno.EACCES: "not allowed for this user", errno.EADDRNOTAVAIL: "not an address of this machine"}.get(
+            error.errno or 0, error.strerror or str(error)
+        )
+    return ""
+
+
+def reachability(config: Config) -> ReachFacts:
+    own = [a.address for interface in psutil.net_if_addrs().values() for a in interface if a.family in (socket.AF_INET, socket.AF_INET6)]
+    elsewhere = [text for text in config.network.initial_peers if not text.startswith(("/ip4/127.", "/ip6/::1/"))]
+    return ReachFacts(
+        [host for host, _ in listen_addresses(config)],
+        config.network.announce_addrs,
+        [address.partition("%")[0] for address in own],
+        bool(elsewhere),
+    )
+
+
+def peers(config: Config, swarm: bytes, secret: bytes | None, running: bool) -> list[PeerFacts]:
+    """Every bootstrap address, tried by a child. With this node's own key unless a node is using it."""
+    path = config.node.data_dir / "identity.key"
+    request = {
+        "addresses": config.network.initial_peers,
+        "swarm": swarm.hex(),
+        "secret": (secret or b"").hex(),
+        "identity": str(path) if path.exists() and not running else "",
+    }
+    if not request["addresses"]:
+        return []
+    try:
+        return [PeerFacts(**row) for row in child("swarmnode.p2p.reach", json.dumps(request).encode(), REACH_SECONDS)]
+    except ChildFailed as failed:
+        return [PeerFacts(address, "not_tried", str(failed)) for address in config.network.initial_peers]
+
+
+# ---- clock ------------------------------------------------------------------------------------------------------------------
+
+
+def clock(data_dir: Path, status: dict[str, Any]) -> ClockFacts:
+    """`status`: of the running node; empty without one."""
+    newest = None
+    for path in (data_dir / "peers.json", data_dir / "trainer" / "state.safetensors", data_dir / "run" / "supervisor.json"):
+        with contextlib.suppress(OSError):
+            newest = max(newest or 0.0, path.stat().st_mtime)
+    rollouts = status.get("rollouts", {})
+    ignored = rollouts.get("ignored", {})
+    return ClockFacts(
+        time.time(), newest, kernel_synchronised(), rollouts.get("received", 0), ignored.get("future", 0), ignored.get("stale", 0)
+    )
+
+
+def kernel_synchronised() -> bool | None:
+    """What the kernel was told by whoever keeps its time; None where there is no adjtimex, or it may not be asked."""
+    if not sys.platform.startswith("linux"):
+        return None
+    answer = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(512))  # struct timex, modes 0: only reads
+    return None if answer < 0 else answer != TIME_ERROR
+
+
+# ---- device -----------------------------------------------------------------------------------------------------------------
+
+
+def device(cfg: PolicyConfig) -> DeviceFacts:
+    hardware, driver = gpus(), nvidia_driver()
+    try:
+        found = child("swarmnode.policy.examine", cfg.model_dump_json().encode(), EXAMINE_SECONDS)
+    except ChildFailed as failed:
+        found = {"error": str(failed)}
+    return DeviceFacts(configured=cfg.device, model=cfg.model, hardware=hardware, driver=driver, **found)
+
+
+def gpus(root: Path = Path("/sys/bus/pci/devices")) -> list[str]:
+    """Vendors of display and compute devices on the PCI bus. A container sees them too, though it may not be given them."""
+    found = set()
+    for place in root.glob("*") if root.is_dir() else ():
+        with contextlib.suppress(OSError):
+            kind, vendor = (place / "class").read_text().strip(), (place / "vendor").read_text().strip()
+            if kind.startswith("0x03") and vendor in VENDORS:
+                found.add(VENDORS[vendor])
+    return sorted(found)
+
+
+def nvidia_driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """Version of the loaded kernel driver; empty without."""
+    try:
+        match = re.search(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", path.read_text())
+    except OSError:
+        return ""
+    return match[1] if match else "unknown"
+
+
+# ---- helpers ----------------------------------------------------------------------------------------------------------------
+
+
+class ChildFailed(Exception):
+    """Raised when a child gave no answer; says why in one line."""
+
+
+def child(module: str, request: bytes, seconds: float) -> Any:
+    """The JSON that `python -m module` answers to `request`."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", module], input=request, capture_output=True, timeout=seconds, check=False,
+            env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise ChildFailed(f"no answer within {seconds:.0f} s") from None
+    lines = done.stdout.decode(errors="replace").strip().splitlines()
+    try:
+        return json.loads(lines[-1])
+    except (IndexError, ValueError):
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        raise ChildFailed(said[-1][:300] if said else f"ended with {done.returncode}") from None
+
+
+def status(config: Config) -> dict[str, Any]:
+    """/status of the node that runs in this data directory; empty when there is none, or none that answers."""
+    try:
+        url = json.loads((config.node.data_dir / "run" / "addresses.json").read_bytes())["http"]
+        if not url:
+            return {}
+        host = url.replace("//0.0.0.0", "//127.0.0.1").replace("//[::]", "//[::1]")
+        with urllib.request.urlopen(f"{host}/status?points=1", timeout=STATUS_SECONDS) as answer:
+            return dict(msgspec.json.decode(answer.read(STATUS_BYTES)))
+    except (OSError, ValueError, KeyError, TypeError, urllib.error.URLError, msgspec.MsgspecError):
+        return {}
+
+
+def open_files() -> int:
+    """Most descriptors that a process of this user may have."""
+    import resource
+
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

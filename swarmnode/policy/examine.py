@@ -1,0 +1,64 @@
+"""`python -m swarmnode.policy.examine`, PolicyConfig as JSON on stdin: device, torch and memory fit as JSON on stdout. Reads no weights.
+
+Of a model on the Hub only config.json is fetched. A process of its own, since torch takes seconds to load and may fail in C.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+from swarmnode.config import PolicyConfig
+from swarmnode.errors import LocalError
+from swarmnode.policy.device import BASE_BITS, Placement, count_parameters, fit, free_bytes, needed_bytes, probe
+from swarmnode.policy.fingerprint import weight_files
+from swarmnode.policy.load import local_directory, offline
+
+
+def examine(cfg: PolicyConfig) -> dict[str, Any]:
+    """Fields of `doctor.checks.DeviceFacts`; an error of ours ends up in `error` and `error_code` beside what was found before it."""
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" if torch.version.hip else ""
+    found: dict[str, Any] = {"torch": torch.__version__, "built_for": built}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if built and not torch.cuda.is_available() and said:
+            found["gpu_error"] = str(said[0].message).split("\n")[0]
+    try:
+        placement = probe(cfg)
+        found.update(placement=placement.reason, on_cpu=placement.device.type == "cpu")
+        found.update(fitted(cfg, placement))
+    except LocalError as error:
+        found.update(error=str(error), error_code=error.exit_code)
+    return found
+
+
+def fitted(cfg: PolicyConfig, placement: Placement) -> dict[str, Any]:
+    """Raises Unavailable without the model, DeviceError when it does not fit."""
+    config = architecture(cfg)
+    parameters, edges = count_parameters(config)
+    need = needed_bytes(parameters, cfg.lora.r * edges, placement.dtype, BASE_BITS[cfg.quantization])
+    found = {"parameters": parameters, "need_bytes": need, "free_bytes": free_bytes(placement.device)}
+    return {**found, "placement": fit(cfg, config, placement).reason}
+
+
+def architecture(cfg: PolicyConfig) -> PretrainedConfig:
+    """config.json of the model. Raises Unavailable."""
+    read = lambda directory: offline(cfg, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False))
+    on_hub = cfg.model != "embedded" and not Path(cfg.model).expanduser().is_dir() and cfg.model.count("/") <= 1
+    if on_hub and not cfg.model.startswith((".", "/", "~")):
+        from huggingface_hub import hf_hub_download
+
+        return read(Path(offline(cfg, lambda: hf_hub_download(cfg.model, "config.json", revision=cfg.revision))).parent)
+    with local_directory(cfg) as directory:
+        weight_files(directory)
+        return read(directory)
+
+
+if __name__ == "__main__":
+    print(json.dumps(examine(PolicyConfig.model_validate_json(sys.stdin.buffer.read()))))

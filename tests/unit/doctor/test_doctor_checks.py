@@ -1,0 +1,117 @@
+"""The judgements: facts in, level and exit code out; every trouble comes with something to do."""
+
+import dataclasses
+
+import pytest
+
+from swarmnode.doctor import checks
+from swarmnode.doctor.checks import Check, ClockFacts, ConfigFacts, DeviceFacts, DirectoryFacts, KeyFacts, PeerFacts, PortFacts, ReachFacts
+
+GIB = 2**30
+DIRECTORY = DirectoryFacts("/data", free_bytes=50 * GIB)
+GPU = DeviceFacts(
+    torch="2.13.0", built_for="CUDA 12.8", placement="cuda:0, bfloat16: compute capability 9.0", on_cpu=False, hardware=["nvidia"],
+    driver="570.1", parameters=10**9, need_bytes=18 * GIB, free_bytes=80 * GIB,
+)  # fmt: skip
+CPU = DeviceFacts(
+    torch="2.13.0+cpu", placement="cpu, float32: no accelerator found", parameters=10**5, need_bytes=2**21, free_bytes=8 * GIB
+)
+
+
+def but(facts, **changes):
+    return dataclasses.replace(facts, **changes)
+
+
+def reach(*hosts, own=("127.0.0.1", "192.168.1.7"), announced=(), wants=True):
+    return checks.check_reachability(ReachFacts(hosts, announced, own, wants))
+
+
+@pytest.mark.parametrize(
+    ("check", "level", "code", "says"),
+    [
+        (checks.check_directory(DIRECTORY), "ok", 0, "writable"),
+        (checks.check_directory(but(DIRECTORY, problem="Permission denied")), "fail", 69, "Permission denied"),
+        (checks.check_directory(but(DIRECTORY, mode=0o777)), "warn", 0, "0777"),
+        (checks.check_directory(but(DIRECTORY, running_pid=12)), "ok", 0, "pid 12"),
+        (checks.check_disk(DIRECTORY), "ok", 0, "50.0 GiB"),
+        (checks.check_disk(but(DIRECTORY, free_bytes=10 * 2**20)), "fail", 69, "10 MiB"),
+        (checks.check_disk(but(DIRECTORY, free_bytes=2 * GIB)), "warn", 0, "2.0 GiB"),
+        (checks.check_disk(but(DIRECTORY, state_bytes=30 * GIB)), "warn", 0, "beside the old one"),
+        (checks.check_key(KeyFacts("/k")), "ok", 0, "first start"),
+        (checks.check_key(KeyFacts("/k", "good")), "ok", 0, "only its owner"),
+        (checks.check_key(KeyFacts("/k", "good", 0o640)), "fail", 77, "0640"),
+        (checks.check_key(KeyFacts("/k", "damaged", detail="no PEM")), "fail", 69, "not a key"),
+        (checks.check_key(KeyFacts("/k", "unreadable", detail="Permission denied")), "fail", 69, "cannot be read"),
+        (checks.check_port(PortFacts("http.port", "127.0.0.1", 9464)), "ok", 0, "free"),
+        (checks.check_port(PortFacts("http.port", "127.0.0.1", 9464, "another process listens there")), "fail", 69, "another process"),
+        (checks.check_port(PortFacts("network.listen_addrs", "0.0.0.0", 4001, "taken", ours=True)), "ok", 0, "this node's"),
+        (checks.check_port(PortFacts("network.listen_addrs", "0.0.0.0", 0)), "ok", 0, "first start"),
+        (reach("127.0.0.1"), "warn", 0, "outbound only"),
+        (reach("127.0.0.1", wants=False), "ok", 0, "this machine only"),
+        (reach("0.0.0.0"), "warn", 0, "behind NAT"),
+        (reach("0.0.0.0", own=("127.0.0.1", "8.8.8.8")), "ok", 0, "8.8.8.8"),
+        (reach("0.0.0.0", announced=["/dns4/me.example/tcp/4001"]), "ok", 0, "me.example"),
+        (checks.check_clock(ClockFacts(1000.0)), "ok", 0, "cannot be told"),
+        (checks.check_clock(ClockFacts(1000.0, synchronised=True)), "ok", 0, "synchronised"),
+        (checks.check_clock(ClockFacts(1000.0, synchronised=False)), "warn", 0, "not synchronised"),
+        (checks.check_clock(ClockFacts(1000.0, newest_file=5000.0)), "fail", 69, "4000 s behind"),
+        (checks.check_clock(ClockFacts(1000.0, received=40, future=30)), "fail", 69, "clock is behind"),
+        (checks.check_clock(ClockFacts(1000.0, received=40, stale=30)), "fail", 69, "clock is ahead of"),
+        (checks.check_clock(ClockFacts(1000.0, received=40, future=3)), "ok", 0, "as peers' clocks are"),
+        (checks.check_device(CPU), "ok", 0, "no accelerator"),
+        (checks.check_device(GPU), "ok", 0, "compute capability"),
+        (checks.check_device(but(CPU, hardware=["nvidia"])), "fail", 69, "driver is not loaded"),
+        (checks.check_device(but(CPU, hardware=["nvidia"], driver="570.1")), "fail", 69, "built for the CPU"),
+        (checks.check_device(but(CPU, hardware=["nvidia"], driver="470.1", built_for="CUDA 12.8", gpu_error="driver too old")),
+         "fail", 69, "driver 470.1: driver too old"),
+        (checks.check_device(but(CPU, hardware=["nvidia"], configured="cpu")), "ok", 0, "cpu"),
+        (checks.check_device(but(CPU, hardware=["amd"])), "warn", 0, "not built for ROCm"),
+        (checks.check_device(but(CPU, hardware=["amd"], built_for="ROCm 6.4")), "fail", 69, "cannot use the AMD GPU"),
+        (checks.check_device(DeviceFacts(error="libtorch_cpu.so: cannot open")), "fail", 69, "cannot be loaded"),
+        (checks.check_device(DeviceFacts(torch="2.13.0", error="'cuda:3' is not here", error_code=69)), "fail", 69, "cuda:3"),
+        (checks.check_model(CPU), "ok", 0, "2 MiB to train"),
+        (checks.check_model(but(GPU, error="needs 900 GiB", error_code=75)), "fail", 75, "900 GiB"),
+        (checks.check_model(but(CPU, error="no such directory", error_code=69)), "fail", 69, "no such directory"),
+        (checks.check_model(but(CPU, parameters=10**9)), "warn", 0, "on the CPU"),
+        (checks.check_model(DeviceFacts()), "warn", 0, "not examined"),
+        (checks.check_files(20_000, 200), "ok", 0, "20000"),
+        (checks.check_files(256, 200), "warn", 0, "256"),
+        (checks.check_config(ConfigFacts()), "ok", 0, "defaults"),
+        (checks.check_config(ConfigFacts("unknown key")), "fail", 78, "unknown key"),
+        (checks.check_config(ConfigFacts("cannot honour", 77)), "fail", 77, "cannot honour"),
+        (checks.check_config(ConfigFacts(http_host="0.0.0.0")), "warn", 0, "0.0.0.0"),
+    ],
+)  # fmt: skip
+def test_a_fact_is_judged(check, level, code, says):
+    assert (check.level, check.exit_code) == (level, code)
+    assert says in check.what
+    assert bool(check.todo) == (level != "ok")
+    assert "\n" not in check.what + check.todo
+
+
+def bootstrap(*outcomes):
+    return checks.check_peers([PeerFacts(f"/ip4/1.2.3.{i}/tcp/4001", outcome) for i, outcome in enumerate(outcomes)])
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "levels", "code"),
+    [
+        ((), ["warn"], 0),
+        (("ok",), ["ok"], 0),
+        (("ok", "unreachable", "wrong_peer"), ["ok", "warn", "warn"], 0),
+        (("unreachable", "no_handshake"), ["fail", "fail"], 69),
+        (("unreachable", "wrong_peer"), ["fail", "fail"], 77),
+        (("not_tried",), ["warn"], 0),
+    ],
+)
+def test_one_bootstrap_peer_that_answers_is_enough(outcomes, levels, code):
+    found = bootstrap(*outcomes)
+    assert [check.level for check in found] == levels
+    assert checks.exit_code(found) == code
+
+
+def test_the_exit_code_is_what_a_person_has_to_mend_first():
+    failed = [Check("a", "fail", "", exit_code=code) for code in (75, 69, 77)]
+    assert checks.exit_code(failed) == 77
+    assert checks.exit_code([*failed, Check("b", "fail", "", exit_code=78)]) == 78
+    assert checks.exit_code([Check("c", "warn", "")]) == 0

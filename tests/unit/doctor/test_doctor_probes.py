@@ -1,0 +1,188 @@
+"""What is seen of a real directory, socket, key and peer; and the command over all of it."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import trio
+
+from swarmnode import cli
+from swarmnode.config import Config, PolicyConfig
+from swarmnode.doctor import probes
+from swarmnode.doctor.checks import DeviceFacts
+from swarmnode.p2p.identity import load_or_create
+from swarmnode.policy.examine import examine
+from swarmnode.supervisor import lock_data_dir
+from swarmnode.testing.hosts import host
+
+CPU = DeviceFacts(torch="2.13.0", placement="cpu, float32", parameters=1, need_bytes=1, free_bytes=2**30)
+
+
+def config(data_dir, **sections):
+    return Config.model_validate({"node": {"data_dir": data_dir}, **sections})
+
+
+def test_a_directory_that_is_not_there_yet_is_judged_by_its_parent(tmp_path):
+    facts = probes.directory(tmp_path / "a" / "b")
+    assert (facts.problem, facts.running_pid) == ("", None)
+    assert facts.free_bytes > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_the_way_is_a_problem(tmp_path):
+    (tmp_path / "file").touch()
+    assert "Not a directory" in probes.directory(tmp_path / "file").problem
+
+
+def test_the_node_that_runs_in_a_directory_is_noticed_and_not_disturbed(tmp_path):
+    held = lock_data_dir(tmp_path)
+    assert probes.directory(tmp_path).running_pid == os.getpid()
+    os.close(held)
+    assert probes.directory(tmp_path).running_pid is None
+    os.close(lock_data_dir(tmp_path))
+
+
+def test_keys(tmp_path):
+    path = tmp_path / "identity.key"
+    assert probes.key(path).state == "absent"
+    load_or_create(path)
+    assert (probes.key(path).state, probes.key(path).mode) == ("good", 0o600)
+    path.chmod(0o644)
+    assert probes.key(path).mode == 0o644
+    path.write_bytes(path.read_bytes()[:60])
+    assert probes.key(path).state == "damaged"
+    path.write_bytes(b"ssh-ed25519 AAAA")
+    assert probes.key(path).state == "damaged"
+
+
+def test_a_taken_port_is_ours_only_while_our_node_runs(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        node = config(tmp_path, network={"listen_addrs": [f"/ip4/127.0.0.1/tcp/{port}"]}, http={"enabled": False})
+        (stranger,), (own,) = probes.ports(node, running=False), probes.ports(node, running=True)
+    assert (stranger.problem, stranger.ours) == (probes.TAKEN, False)
+    assert own.ours
+    assert probes.ports(node, running=False)[0].problem == ""
+
+
+def test_an_address_of_another_machine_cannot_be_listened_on():
+    assert "not an address of this machine" in probes.port_problem("192.0.2.1", 4001)
+
+
+def test_the_port_of_the_first_start_is_the_one_that_is_looked_at(tmp_path):
+    (tmp_path / "port").write_text("4711\n")
+    assert probes.listen_addresses(config(tmp_path)) == [("127.0.0.1", 4711)]
+
+
+def test_a_clock_behind_the_nodes_own_files_shows(tmp_path):
+    (tmp_path / "peers.json").touch()
+    os.utime(tmp_path / "peers.json", (0, time.time() + 7200))
+    facts = probes.clock(tmp_path, {"rollouts": {"received": 9, "ignored": {"future": 5}}})
+    assert facts.newest_file == pytest.approx(facts.now + 7200, abs=60)
+    assert (facts.received, facts.future, facts.stale) == (9, 5, 0)
+    assert facts.synchronised in (True, False, None)
+
+
+def test_gpus_are_found_on_the_bus_and_drivers_by_their_version(tmp_path):
+    for name, kind, vendor in (("0", "0x030200", "0x10de"), ("1", "0x020000", "0x10de"), ("2", "0x030000", "0x1002")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "class").write_text(kind + "\n")
+        (tmp_path / name / "vendor").write_text(vendor + "\n")
+    assert probes.gpus(tmp_path) == ["amd", "nvidia"]
+    assert probes.gpus(tmp_path / "none") == []
+    version = tmp_path / "version"
+    version.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build\n")
+    assert probes.nvidia_driver(version) == "570.124.06"
+    version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.161.07  Sat Feb 17\n")
+    assert probes.nvidia_driver(version) == "535.161.07"
+    assert probes.nvidia_driver(tmp_path / "absent") == ""
+
+
+def test_a_child_that_dies_or_says_nonsense_is_one_line():
+    with pytest.raises(probes.ChildFailed, match="No module named"):
+        probes.child("swarmnode.no_such_module", b"", 30)
+
+
+def test_the_policy_is_examined_without_its_weights():
+    found = examine(PolicyConfig(device="cpu"))
+    assert DeviceFacts(**found).parameters > 100_000
+    assert "error" not in found
+    missing = examine(PolicyConfig(model="/no/such/model", device="cpu"))
+    assert (missing["error_code"], missing["on_cpu"]) == (69, True)
+    assert "no such directory" in missing["error"]
+    assert examine(PolicyConfig(device="cuda:7"))["error_code"] == 69
+
+
+async def test_bootstrap_peers_are_told_apart(tmp_path):
+    """One that answers, one with another key, one that is no peer, one that is not there: each for its own reason."""
+    async with host(tmp_path / "peer") as network:
+        good = network.listen_addrs[0]
+        other = load_or_create(tmp_path / "other.key").peer_id
+        listener = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.serve_listeners, hang_up, listener)
+            silent = f"/ip4/127.0.0.1/tcp/{listener[0].socket.getsockname()[1]}/p2p/{other}"
+            with socket.socket() as unused:
+                unused.bind(("127.0.0.1", 0))
+                absent = f"/ip4/127.0.0.1/tcp/{unused.getsockname()[1]}/p2p/{other}"
+                wrong = good.rpartition("/")[0] + "/" + other
+                node = config(tmp_path / "me", network={"initial_peers": [good, wrong, silent, absent]})
+                facts = await trio.to_thread.run_sync(probes.peers, node, bytes(32), None, False)
+            nursery.cancel_scope.cancel()
+    assert [fact.outcome for fact in facts] == ["ok", "wrong_peer", "no_handshake", "unreachable"]
+    assert [fact.address for fact in facts] == [good, wrong, silent, absent]
+
+
+async def hang_up(stream):
+    await stream.aclose()
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    monkeypatch.setattr(probes, "device", lambda cfg: CPU)
+    monkeypatch.setattr(probes, "kernel_synchronised", lambda: True)
+
+
+def doctor(*arguments):
+    return cli.run(["doctor", *map(str, arguments)])
+
+
+def test_a_fresh_machine_passes_and_stays_as_it_was(tmp_path, on_cpu, capsys):
+    assert doctor("--data-dir", tmp_path / "new", "--set", "http.port=0", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["exit_code"] == 0
+    assert {"configuration", "data directory", "disk", "key", "port", "http port", "clock", "bootstrap", "device", "model"} <= {
+        check["name"] for check in told["checks"]
+    }
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_wrong_configuration_is_the_only_thing_that_is_said(tmp_path, capsys):
+    assert doctor("--data-dir", tmp_path, "--set", "http.prot=1") == 78
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("FAIL  configuration: command line: unknown key http.prot")
+    assert len(printed) == 2
+
+
+def test_a_task_that_does_not_exist_is_a_wrong_configuration(tmp_path, capsys):
+    assert doctor("--data-dir", tmp_path, "--set", 'task.names=["rg/no_such"]') == 78
+
+
+def test_a_loose_key_ends_it_as_it_would_end_the_node(tmp_path, on_cpu, capsys):
+    load_or_create(tmp_path / "identity.key")
+    (tmp_path / "identity.key").chmod(0o640)
+    assert doctor("--data-dir", tmp_path, "--set", "http.port=0") == 77
+    assert f"chmod 600 {tmp_path / 'identity.key'}" in capsys.readouterr().out
+
+
+def test_neither_torch_nor_libp2p_is_loaded_for_it():
+    code = (
+        "import sys, swarmnode.doctor.command, swarmnode.export; "
+        "print([name for name in ('torch', 'transformers', 'libp2p') if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
