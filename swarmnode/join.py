@@ -30,6 +30,8 @@ from swarmnode.process import die_with_parent, run_main
 TRY_SECONDS = 30.0
 """Peers that cannot be reached are tried again until then."""
 PAUSE_SECONDS = 2.0
+CLOSED = ("reset by peer", "Connection closed", "failed to open a stream", "is not connected")
+"""What the library says, depending on how far we had come, when a peer hangs up on us at the end of the handshake."""
 
 
 async def fetch(identity: Identity, invite: Invite, secret: bytes | None, *, seconds: float = TRY_SECONDS) -> Found:
@@ -92,6 +94,9 @@ def explain(why: str, secret: bytes | None) -> str:
         return "the peer there is not the one that the invite names: the invite is forged, or that node has a new key"
     if _is_another_protocol(why):
         return "its swarm has no secret, this node has one" if secret else "its swarm is private: --secret-file names its secret"
+    if any(text in why for text in CLOSED):
+        reason = "has another secret" if secret else "is not on the list of a private swarm"
+        return f"it closed the connection; this node {reason}, or that peer has refused it for a while ({why})"
     return why
 
 

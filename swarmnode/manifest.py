@@ -31,7 +31,10 @@ from swarmnode.wire.envelope import peer_id
 from swarmnode.wire.manifest import Opened, keeps_rules
 from swarmnode.wire.messages import Access, ModelRef, RolloutGroup, RolloutRules, Setting, SwarmManifest, TaskEntry
 
-AGREED = ("training.advantage", "training.loss_type")
+AGREED = (
+    "training.advantage", "training.loss_type",
+    "weights.codec", "weights.fragments", "weights.lora_a", "weights.rule", "weights.sync_every",
+)  # fmt: skip
 """Configuration keys that travel under `settings`. A key that is not here makes a manifest one that this version cannot honour."""
 SPOKEN = frozenset(ids.PROTOCOLS)
 """Protocols that this node can speak with members: also the older ordinals, where there are any."""

@@ -190,6 +190,31 @@ def test_a_directory_with_a_swarm_founds_no_other_but_a_successor_by_the_founder
     assert "only the founder" in refusal(capsys)
 
 
+def test_config_show_tells_what_the_manifest_set(tmp_path, capsys):
+    store = ManifestStore(tmp_path)
+    store.add(founded())
+    store.choose(founded().swarm)
+    assert cli.run(["config", "show", "--json", "--data-dir", str(tmp_path), "--set", "training.temperature=0.5"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["training.temperature"] == {"value": 1.0, "origin": f"manifest {founded().swarm.hex()[:16]}…"}
+    assert shown["training.learning_rate"]["origin"] == "default"
+
+
+def test_manifest_show_prints_an_invite_and_a_successor(tmp_path, capsys):
+    assert cli.run(["manifest", "show", "--data-dir", str(tmp_path)]) == 69
+    first = founded(bootstrap=["/ip4/192.0.2.7/tcp/1/p2p/12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"])
+    second = founded(predecessor=first.swarm, created_at=first.manifest.created_at + 1)
+    store = ManifestStore(tmp_path)
+    for opened in (second, first):
+        store.add(opened)
+    store.choose(first.swarm)
+    capsys.readouterr()
+    assert cli.run(["manifest", "show", "--data-dir", str(tmp_path)]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert membership.invites.parse(shown["invite"]).swarm == first.swarm
+    assert shown["successor"]["swarm"] == second.swarm.hex()
+
+
 def test_there_is_nothing_to_follow_before_a_successor_is_known(tmp_path, capsys):
     store = ManifestStore(tmp_path)
     store.add(founded())
