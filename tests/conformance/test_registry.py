@@ -6,7 +6,7 @@ from pathlib import Path
 
 import libp2p.security.noise.transport as noise_transport
 
-from swarmnode.p2p import exchange, host, manifests, sessions
+from swarmnode.p2p import bulk, exchange, host, manifests, sessions
 from swarmnode.rollouts import admission
 from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.rollouts.shelf import Throughput
@@ -144,6 +144,9 @@ def test_timeouts_are_those_of_the_registry():
         "peers": exchange.DEADLINE,
         "manifest": manifests.DEADLINE,
         "session": sessions.DEADLINE,
+        "bulk_manifest": bulk.service.REQUEST_SECONDS,
+        "bulk_socket": bulk.calling.AGREE_SECONDS,
+        "bulk_token": bulk.listener.TOKEN_SECONDS,
     }
 
 

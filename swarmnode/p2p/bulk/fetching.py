@@ -54,6 +54,7 @@ class Pull:
         self.accepted = 0
         self.told = 0
         self.live = True
+        self.spoilt = False
         self.error: Exception | None = None
         self.stream: Any = None
         self.done = trio.Event()
@@ -77,6 +78,11 @@ class Pull:
     def fail(self, error: Exception) -> None:
         """The first cause counts; later ones follow from it."""
         self.error = self.error or error
+
+    def spoil(self, error: Exception) -> None:
+        """A chunk was wrong, or the sink cannot take it: that counts, however the reading ended, and nothing more is verified."""
+        if not self.spoilt:
+            self.error, self.spoilt = error, True
 
     def count(self, more: int) -> None:
         self.moved += more
@@ -154,10 +160,10 @@ async def _verify(pull: Pull, receive: Any, verified: trio.Event, limiter: trio.
     try:
         async for index in receive:
             async with pull.verifying:
-                if pull.live and pull.error is None:
+                if pull.live and not pull.spoilt:
                     await trio.to_thread.run_sync(pull.verify, index, limiter=limiter)
     except Exception as error:  # a chunk that does not fit, or a sink that cannot take it: the latter is for the caller to see
-        pull.fail(error)
+        pull.spoil(error)
         if pull.stream is not None:
             await reset(pull.stream)
         async for _ in receive:
@@ -184,11 +190,11 @@ async def over_socket(control: socket.socket, connection: ssl.SSLSocket, pull: P
 
     def verify() -> None:
         while (index := read.get()) is not None:
-            if pull.error is None:
+            if not pull.spoilt:
                 try:
                     pull.verify(index)
                 except Exception as error:  # as above
-                    pull.fail(error)
+                    pull.spoil(error)
                     tls.shut_down(control)
 
     def receive() -> None:

@@ -1,0 +1,236 @@
+"""Bulk transfer between two processes on loopback, over a libp2p stream and over a pinned TLS socket, against plain TLS on trio.
+
+    serving process  ─ 256 MB ─▶  this process (fetches, verifies)        per round: plain TLS, stream, socket, one after the other
+            ▲                          ▲
+            └── pings ── third process ┘      what a transfer does to everybody else's requests
+
+Plain TLS is `trio.SSLStream` with the same certificates and 1 MiB writes, copied to where the bytes shall be, nothing hashed: what a bare
+transport would do. Ours hash every chunk besides. Goals (benchmarks of weights.md): 0.6 for the stream, 0.9 for the socket.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from benchmarks import report
+from swarmnode.errors import PeerError
+from swarmnode.p2p import identity
+from swarmnode.p2p.bulk import BulkSource, MemorySink
+from swarmnode.p2p.bulk.tls import Contexts
+from swarmnode.p2p.network import Network
+from swarmnode.testing.hosts import host
+
+MIB = 2**20
+TRANSFER = b"exchange".ljust(32, b"\0")
+PING = "/benchmark/ping/1"
+PING_SECONDS = 0.02
+PATHS = ("plain TLS on trio", "stream", "socket")
+GOALS = {"stream": 0.6, "socket": 0.9}
+
+
+async def pong(peer: str, data: bytes) -> bytes:
+    await trio.lowlevel.checkpoint()
+    return data
+
+
+@contextlib.asynccontextmanager
+async def node(directory: Path, known: list[str]) -> Any:
+    """A host that answers pings."""
+    async with host(directory, initial_peers=known) as network:
+        network.requests.serve(PING, pong, max_request_bytes=64, max_response_bytes=64)
+        yield network
+
+
+def contexts(directory: Path) -> Contexts:
+    return Contexts(identity.load_or_create(directory / "identity.key").key_pair)
+
+
+# -- the serving process
+
+
+def serve(directory: Path, size: int, pipe: Connection) -> None:
+    trio.run(_serve, directory, size, pipe)
+
+
+async def _serve(directory: Path, size: int, pipe: Connection) -> None:
+    source = BulkSource(os.urandom(size))
+    async with node(directory, []) as network, trio.open_nursery() as nursery:
+        network.bulk.offer(TRANSFER, source)
+        handler = functools.partial(_serve_plain, contexts(directory).server, source)
+        (listener,) = await nursery.start(functools.partial(trio.serve_tcp, handler, 0, host="127.0.0.1"))
+        pipe.send((network.listen_addrs[0], listener.socket.getsockname()[1]))
+        await trio.to_thread.run_sync(pipe.recv, abandon_on_cancel=True)
+        nursery.cancel_scope.cancel()
+
+
+async def _serve_plain(context: Any, source: BulkSource, tcp: trio.SocketStream) -> None:
+    stream = trio.SSLStream(tcp, context, server_side=True, https_compatible=True)
+    for start in range(0, source.size, MIB):
+        await stream.send_all(source.chunk(start // MIB))
+    await stream.aclose()
+
+
+# -- the third process
+
+
+def ping(directory: Path, known: list[str], pipe: Connection) -> None:
+    trio.run(_ping, directory, known, pipe)
+
+
+async def _ping(directory: Path, known: list[str], pipe: Connection) -> None:
+    """Pings both every 20 ms until told to stop, then sends [(start, seconds)] of each, on the clock that processes share."""
+    samples: list[list[tuple[float, float]]] = [[] for _ in known]
+    async with node(directory, known) as network, trio.open_nursery() as nursery:
+        await network.wait_connected(len(known))
+        pipe.send("ready")
+        for peer, series in zip((address.rpartition("/")[2] for address in known), samples, strict=True):
+            nursery.start_soon(_ping_one, network, peer, series)
+        await trio.to_thread.run_sync(pipe.recv, abandon_on_cancel=True)
+        nursery.cancel_scope.cancel()
+    pipe.send(samples)
+
+
+async def _ping_one(network: Network, peer: str, series: list[tuple[float, float]]) -> None:
+    while True:
+        began = time.monotonic()
+        with contextlib.suppress(PeerError):
+            await network.requests.request(peer, PING, b"", deadline=10, max_response_bytes=64)
+            series.append((began, time.monotonic() - began))
+        await trio.sleep(PING_SECONDS)
+
+
+# -- this process
+
+
+async def fetch_plain(context: Any, port: int, size: int) -> None:
+    data, filled = memoryview(bytearray(size)), 0
+    stream = trio.SSLStream(await trio.open_tcp_stream("127.0.0.1", port), context, https_compatible=True)
+    async with stream:
+        while filled < size:
+            part = await stream.receive_some(MIB)
+            data[filled : filled + len(part)] = part
+            filled += len(part)
+
+
+async def measure(size: int, rounds: int) -> dict[str, Any]:
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        directory = Path(name)
+
+        def start(target: Any, *args: Any) -> Connection:
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(target=target, args=(*args, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            stack.callback(process.join, 20)
+            return ours
+
+        server = start(serve, directory / "server", size)
+        address, port = await trio.to_thread.run_sync(server.recv)
+        async with node(directory / "client", [address]) as network:
+            await network.wait_connected()
+            pinger = start(ping, directory / "pinger", [network.listen_addrs[0], address])
+            await trio.to_thread.run_sync(pinger.recv)
+            result = await _measure(network, address.rpartition("/")[2], contexts(directory / "client").client, port, size, rounds)
+            pinger.send("stop")
+            samples = await trio.to_thread.run_sync(pinger.recv)
+            server.send("stop")
+    spans: dict[str, list[tuple[float, float]]] = result.pop("spans")
+    result["pings"] = {
+        path: {who: _during(spans[path], series) for who, series in zip(("fetching", "serving"), samples, strict=True)} for path in spans
+    }
+    return result
+
+
+async def _measure(network: Network, peer: str, context: Any, port: int, size: int, rounds: int) -> dict[str, Any]:
+    manifest = await network.bulk.manifest(peer, TRANSFER)
+    seconds: dict[str, list[float]] = {path: [] for path in PATHS}
+    cpu: dict[str, list[float]] = {path: [] for path in PATHS}
+    spans: dict[str, list[tuple[float, float]]] = {path: [] for path in ("idle", *PATHS)}
+    for number in range(rounds + 1):
+        began = time.monotonic()
+        await trio.sleep(0.5)
+        spans["idle"].append((began, time.monotonic()))
+        for path in PATHS:
+            sink = MemorySink(manifest, limit=size)
+            began, used = time.monotonic(), time.process_time()
+            if path in GOALS:
+                await network.bulk.fetch(peer, TRANSFER, manifest, sink, deadline=600, path=path)
+            else:
+                await fetch_plain(context, port, size)
+            ended = time.monotonic()
+            if number:  # the first round warms up
+                seconds[path].append(ended - began)
+                cpu[path].append(time.process_time() - used)
+                spans[path].append((began, ended))
+            del sink
+    return {
+        "bytes": size,
+        "rounds": rounds,
+        "megabytes_per_second": {path: [size / each / 1e6 for each in seconds[path]] for path in PATHS},
+        "cpu_seconds_fetching": cpu,
+        "ratios": {path: [plain / each for plain, each in zip(seconds[PATHS[0]], seconds[path], strict=True)] for path in GOALS},
+        "spans": spans,
+    }
+
+
+def _during(spans: list[tuple[float, float]], series: list[tuple[float, float]]) -> list[float]:
+    """Milliseconds of the pings that began in one of the spans."""
+    return sorted(1000 * seconds for at, seconds in series if any(began <= at < ended for began, ended in spans))
+
+
+def show(results: dict[str, Any]) -> str:
+    ratios, speed, cpu = results["ratios"], results["megabytes_per_second"], results["cpu_seconds_fetching"]
+    rows = [
+        [
+            path, report.middle(speed[path], 0), report.middle(ratios[path]) if path in ratios else "1", GOALS.get(path, "–"),
+            report.middle(cpu[path]),
+        ]
+        for path in PATHS
+    ]  # fmt: skip
+    pings = [
+        [path, *(_quantiles(results["pings"][path][who]) for who in ("fetching", "serving"))] for path in ("idle", *PATHS)
+    ]
+    return "\n".join(
+        [
+            report.heading("exchange: bulk transfer between two processes"),
+            f"{results['bytes'] / 1e6:.0f} MB on loopback, {results['rounds']} rounds, the three in turn; median [least–greatest]:\n",
+            report.table(["path", "MB/s", "of plain TLS, same round", "goal", "CPU s of the fetching process"], rows),
+            "\nA third process pings both ends every 20 ms meanwhile; milliseconds, p50 / p99 / most (count):\n",
+            report.table(["during", "the fetching node answers in", "the serving node answers in"], pings),
+        ]
+    )
+
+
+def _quantiles(values: list[float]) -> str:
+    if len(values) < 2:
+        return f"too few ({len(values)})"
+    return f"{statistics.median(values):.1f} / {values[int(0.99 * (len(values) - 1))]:.1f} / {values[-1]:.1f} ({len(values)})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.exchange", description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="32 MB instead of 256 MB")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path, help="also write the results here")
+    arguments = parser.parse_args()
+    results = trio.run(measure, (32 if arguments.quick else 256) * 10**6, arguments.rounds)
+    print(show(results))
+    if arguments.json:
+        report.write_json(arguments.json, results)
+
+
+if __name__ == "__main__":
+    main()

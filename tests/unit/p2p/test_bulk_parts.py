@@ -1,0 +1,205 @@
+"""What bulk transfers are made of, without a network: wanted bits, roots, sources, sinks, tokens, bandwidth, slots."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmnode.errors import BadMessage, Unavailable
+from swarmnode.p2p.bulk import Bandwidth, BulkSource, FileSink, MemorySink, bandwidth, listener, serving
+from swarmnode.p2p.bulk.listener import Tokens
+from swarmnode.wire import bulk
+from swarmnode.wire.messages import BulkManifest, BulkRequest
+
+KIB = 1024
+TRANSFER = b"t" * 32
+
+
+@given(st.integers(1, 70), st.data())
+def test_wanted_bits_come_back_as_they_were(chunks, data):
+    indices = sorted(data.draw(st.sets(st.integers(0, chunks - 1))))
+    assert bulk.unpack_wanted(bulk.pack_wanted(indices, chunks), chunks) == indices
+
+
+@pytest.mark.parametrize(("wanted", "chunks"), [(b"\x01", 9), (b"\x01\x00", 8), (b"\x08", 3), (b"\x01\x80", 15), (b"", 1)])
+def test_bits_that_do_not_fit_the_chunks_are_refused(wanted, chunks):
+    with pytest.raises(BadMessage, match="bounds"):
+        bulk.unpack_wanted(wanted, chunks)
+
+
+def test_a_root_covers_size_cut_and_every_hash_but_not_the_id():
+    manifest = BulkManifest(TRANSFER, 8 * KIB, 4 * KIB, bytes(64))
+    others = [
+        BulkManifest(TRANSFER, 8 * KIB - 1, 4 * KIB, bytes(64)),
+        BulkManifest(TRANSFER, 8 * KIB, 4 * KIB + 1, bytes(64)),
+        BulkManifest(TRANSFER, 8 * KIB, 4 * KIB, bytes(63) + b"\1"),
+    ]
+    assert len({bulk.root(each) for each in [manifest, *others]}) == 4
+    assert bulk.root(BulkManifest(b"o" * 32, 8 * KIB, 4 * KIB, bytes(64))) == bulk.root(manifest)
+
+
+def test_a_source_hashes_every_chunk_and_cuts_the_last_short(tmp_path):
+    data = bytes(range(256)) * 33  # 8448 bytes
+    (tmp_path / "data").write_bytes(data)
+    for source in (BulkSource(data, chunk_bytes=4 * KIB), BulkSource.from_file(tmp_path / "data", chunk_bytes=4 * KIB)):
+        chunks = [bytes(source.chunk(index)) for index in range(3)]
+        assert list(map(len, chunks)) == [4096, 4096, 256]
+        assert b"".join(chunks) == data
+        assert source.hashes == b"".join(map(bulk.digest, chunks))
+        assert source.root == bulk.root(source.manifest(TRANSFER))
+
+
+@pytest.mark.parametrize(("size", "chunk"), [(0, 4096), (1, 4095), (1, 2**20 + 1), (4096 * 32_768 + 1, 4096)])
+def test_a_source_that_no_manifest_can_describe_is_refused(size, chunk):
+    with pytest.raises(ValueError):
+        BulkSource(bytes(size), chunk_bytes=chunk)
+
+
+def test_a_manifest_of_more_than_allowed_is_refused_before_anything_is_allocated(tmp_path):
+    manifest = BulkManifest(TRANSFER, 2**35, 2**20, bytes(32 * 32_768))
+    with pytest.raises(BadMessage, match="oversize"):
+        MemorySink(manifest, limit=2**35 - 1)
+    with pytest.raises(BadMessage, match="oversize"):
+        FileSink(manifest, tmp_path / "sink", limit=2**35 - 1)
+    assert not (tmp_path / "sink").exists()
+
+
+@pytest.mark.parametrize("fields", [{"hashes": bytes(32)}, {"size": 0}, {"chunk_bytes": 1}, {"size": 2**63}])
+def test_a_manifest_that_contradicts_itself_makes_no_sink(fields):
+    with pytest.raises(BadMessage, match="bounds"):
+        MemorySink(BulkManifest(**{"transfer": TRANSFER, "size": 8192, "chunk_bytes": 4096, "hashes": bytes(64), **fields}), limit=2**40)
+
+
+def test_memory_of_another_length_is_refused():
+    manifest = BulkSource(bytes(100)).manifest(TRANSFER)
+    with pytest.raises(ValueError):
+        MemorySink(manifest, limit=100, memory=bytearray(99))
+    with pytest.raises(ValueError):
+        MemorySink(manifest, limit=100, memory=bytes(100))
+
+
+def test_a_file_is_taken_up_where_its_hashes_are_right(tmp_path):
+    source = BulkSource(bytes(range(256)) * 64, chunk_bytes=4 * KIB)
+    manifest = source.manifest(TRANSFER)
+    first = FileSink(manifest, tmp_path / "sink", limit=2**20)
+    assert first.missing() == [0, 1, 2, 3]
+    first.view(1)[:] = source.chunk(1)
+    first.view(2)[:] = b"x" * 4096
+    first.flush()
+    again = FileSink(manifest, tmp_path / "sink", limit=2**20)
+    assert again.missing() == [0, 2, 3]
+    assert (tmp_path / "sink").stat().st_mode & 0o077 == 0
+
+
+def test_a_file_that_cannot_be_made_is_this_machines_fault(tmp_path):
+    with pytest.raises(Unavailable):
+        FileSink(BulkSource(b"x").manifest(TRANSFER), tmp_path / "none" / "sink", limit=1)
+    with pytest.raises(Unavailable):
+        BulkSource.from_file(tmp_path / "none")
+
+
+def tokens() -> Tokens:
+    numbers = itertools.count()
+    return Tokens(lambda size: next(numbers).to_bytes(size, "big"))
+
+
+def test_a_token_is_good_once():
+    granted = tokens()
+    token = granted.issue("A", TRANSFER, 0.0)
+    assert "A" in granted
+    assert granted.redeem(token, "A", TRANSFER, 1.0)
+    assert not granted.redeem(token, "A", TRANSFER, 1.0)
+    assert "A" not in granted
+
+
+@pytest.mark.parametrize(("peer", "transfer", "at"), [("B", TRANSFER, 1.0), ("A", b"o" * 32, 1.0), ("A", TRANSFER, listener.TOKEN_SECONDS)])
+def test_a_token_is_for_one_peer_one_transfer_and_a_while(peer, transfer, at):
+    granted = tokens()
+    token = granted.issue("A", TRANSFER, 0.0)
+    assert not granted.redeem(token, peer, transfer, at)
+    assert len(granted) == 0  # and whoever tried has used it up
+
+
+def test_tokens_are_bounded_for_a_peer_and_for_all():
+    granted = tokens()
+    issued = [granted.issue("A", TRANSFER, 0.0) for _ in range(listener.TOKENS_PER_PEER + 1)]
+    assert [granted.redeem(each, "A", TRANSFER, 0.0) for each in issued] == [False] + [True] * listener.TOKENS_PER_PEER
+    for number in range(listener.TOKENS + 10):
+        granted.issue(f"peer {number}", TRANSFER, 0.0)
+    assert len(granted) == listener.TOKENS
+    assert "peer 9" not in granted
+
+
+def test_a_deadline_follows_what_was_measured():
+    measured = Bandwidth()
+    assert measured.deadline("A", 2_000_000) == pytest.approx(2_000_000 / bandwidth.UNKNOWN * 3 + 2)
+    measured.observe("A", 10_000_000, 1.0)
+    assert measured.deadline("A", 10_000_000) == pytest.approx(5.0)
+    measured.observe("A", 10_000_000, 10.0)  # 1 MB/s enters with its weight
+    assert measured.estimate("A") == pytest.approx(10e6 + bandwidth.WEIGHT * (1e6 - 10e6))
+
+
+def test_a_fast_peer_makes_no_stranger_late_and_a_slow_one_gets_no_eternity():
+    measured = Bandwidth()
+    measured.observe("fast", 10**9, 1.0)
+    assert measured.estimate("stranger") == bandwidth.UNKNOWN
+    measured.observe("slow", 10**6, 10_000.0)
+    assert measured.estimate("slow") == bandwidth.SLOWEST
+    measured.observe("tiny", 1000, 10.0)
+    assert "tiny" not in measured.snapshot()
+
+
+def test_only_so_many_peers_are_remembered():
+    measured = Bandwidth()
+    for number in range(bandwidth.PEERS + 5):
+        measured.observe(str(number), 10**6, 1.0)
+    assert next(iter(measured.snapshot())) == "5"
+
+
+def slots() -> serving.Serving:
+    return serving.Serving(None, None, lambda peer: True, lambda: True, lambda protocol, received, sent: None)
+
+
+def begin(served: serving.Serving, peer: str, transfer: bytes = TRANSFER, root: bytes | None = None) -> serving.Push | str:
+    root = served.offers[transfer].source.root if root is None else root
+    return served.begin(peer, BulkRequest(transfer, root, b"\x01"), lambda: None)
+
+
+def test_a_peer_gets_its_share_of_the_slots_and_gets_it_back():
+    served = slots()
+    served.offers[TRANSFER] = serving.Offer(BulkSource(b"x"), frozenset({"A", "B"}))
+    pushes = [begin(served, "A") for _ in range(serving.SERVING_PER_PEER)]
+    assert begin(served, "A") == "busy"
+    assert isinstance(begin(served, "B"), serving.Push)
+    served.finish(pushes[0])
+    assert isinstance(begin(served, "A"), serving.Push)
+
+
+def test_strangers_cannot_take_the_slots_of_partners():
+    served = slots()
+    partner = b"p" * 32
+    served.offers[TRANSFER] = serving.Offer(BulkSource(b"x"), None)
+    served.offers[partner] = serving.Offer(BulkSource(b"y"), frozenset({"partner"}))
+    outcomes = [begin(served, f"stranger {number}") for number in range(serving.SERVING)]
+    assert outcomes.count("busy") == serving.SERVING - serving.SERVING_PUBLIC
+    assert isinstance(begin(served, "partner", partner), serving.Push)
+    assert begin(served, "stranger", partner) == "unknown"
+
+
+def test_what_is_offered_with_another_root_is_unknown_and_nothing_is_served_without_budget():
+    served = slots()
+    served.offers[TRANSFER] = serving.Offer(BulkSource(b"x"), None)
+    assert begin(served, "A", root=bytes(32)) == "unknown"
+    served._allows = lambda: False
+    assert begin(served, "A") == "busy"
+
+
+def test_withdrawing_ends_what_is_under_way():
+    served = slots()
+    served.offers[TRANSFER] = serving.Offer(BulkSource(b"x"), None)
+    stopped = []
+    push = served.begin("A", BulkRequest(TRANSFER, served.offers[TRANSFER].source.root, b"\x01"), lambda: stopped.append(1))
+    served.withdraw(TRANSFER)
+    served.withdraw(TRANSFER)
+    assert (push.outcome, stopped, served.offers) == ("withdrawn", [1], {})
