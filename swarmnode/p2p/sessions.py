@@ -2,8 +2,8 @@
 
 Such a twin cannot be seen directly: gossip does not bring a peer its own messages, and nobody tells a peer its own address. But whoever is
 connected to both hears both. Each node therefore signs a session, tells it to its peers, and is answered with other sessions under its own
-key. They prove themselves: signed by that key, drawn by another process, and issued after this one started, so that a witness can neither
-make one up nor serve one of an earlier run.
+key. They prove themselves: signed by that key, drawn by another process, issued after this one started, and then issued again. So a witness
+can neither make one up nor serve one of an earlier run, and a clock that was set back since that run ends nobody.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ log = logging.getLogger(__name__)
 DEADLINE = 10.0
 LOOK_SECONDS = 1.0
 """How often we look for peers that are to be told."""
-TELL_SECONDS = 60.0
+TELL_SECONDS = 30.0
 """Between two tellings of one peer, with jitter."""
 RETRY_SECONDS = 5.0
-"""After a peer did not answer: it may have only just started."""
+"""After a peer did not answer, which may have only just started, and after a first suspicion."""
 AT_ONCE = 4
 """Peers told in one round."""
 REMEMBER_SECONDS = 300.0
+SUSPECTS = 16
 PEERS = 4096
 """Peers whose sessions are remembered, the latest."""
 
@@ -99,6 +100,7 @@ class Sessions:
         self._session = os.urandom(limits.SESSION_BYTES)
         self._started_at = int(clock() * 1000)
         self._witness = Witness()
+        self._suspected: dict[bytes, int] = {}  # session → when it was first issued, as told
         self._told = 0
         self._twins = 0
         requests.serve(
@@ -118,8 +120,9 @@ class Sessions:
             now = trio.current_time()
             due = {peer: due.get(peer, now) for peer in self._connected()}
             for peer in [peer for peer, at in due.items() if at <= now][:AT_ONCE]:
-                told = await self.tell(peer)
-                due[peer] = trio.current_time() + (self._rng.uniform(0.5, 1.5) * TELL_SECONDS if told else RETRY_SECONDS)
+                suspected = len(self._suspected)
+                steady = await self.tell(peer) and len(self._suspected) == suspected
+                due[peer] = trio.current_time() + (self._rng.uniform(0.5, 1.5) * TELL_SECONDS if steady else RETRY_SECONDS)
             await trio.sleep(LOOK_SECONDS)
 
     async def tell(self, peer: str) -> bool:
@@ -143,8 +146,13 @@ class Sessions:
         return True
 
     def is_twin(self, signer: str, other: Session) -> bool:
-        """Whether `other`, signed by `signer`, proves that another process has our key now."""
-        return signer == self._own and other.session != self._session and other.issued_at > self._started_at
+        """Whether `other`, signed by `signer`, proves with what was told before that another process has our key now."""
+        if signer != self._own or other.session == self._session or other.issued_at <= self._started_at:
+            return False
+        first = self._suspected.setdefault(other.session, other.issued_at)
+        if len(self._suspected) > SUSPECTS:
+            del self._suspected[next(iter(self._suspected))]
+        return other.issued_at > first
 
     def _judge(self, other: Session) -> None:
         if (other.started_at, other.session) < (self._started_at, self._session):

@@ -188,23 +188,24 @@ async def test_of_two_processes_with_one_key_the_later_one_ends_and_the_other_go
                 name: Sessions(network.requests, network.peer_id, own, FIRST.swarm, network.connected, clock=clock)
                 for name, network, own in (("a", a, KEY), ("b", b, key))
             }
-            assert await made["b"].tell(a.peer_id)
             later = Sessions(c.requests, c.peer_id, key, FIRST.swarm, c.connected, clock=clock)
-            await made["b"].tell(a.peer_id)
+            for sessions in (made["b"], later, made["b"]):
+                assert await sessions.tell(a.peer_id)  # neither has seen the other issue a second one
             with pytest.raises(Refused, match="another running node uses this node's key") as raised:
                 await later.tell(a.peer_id)
             assert raised.value.exit_code == 77
             await made["b"].tell(a.peer_id)  # goes on
-            assert made["b"].statistics().twins == 1
+            assert (made["b"].statistics().twins, later.statistics().twins) == (1, 1)
 
 
 async def test_a_session_of_an_earlier_run_is_no_twin(tmp_path):
     async with host(tmp_path / "a") as a:
         sessions = Sessions(a.requests, a.peer_id, KEY, FIRST.swarm, a.connected, clock=lambda: 1000.0)
-        own, name = a.peer_id, bytes(16)
-        assert not sessions.is_twin(own, Session(name, 0, 1_000_000))
-        assert sessions.is_twin(own, Session(name, 0, 1_000_001))
-        assert not sessions.is_twin("somebody else", Session(name, 0, 1_000_001))
+        own, earlier, other = a.peer_id, bytes(16), bytes([1]) * 16
+        assert not any(sessions.is_twin(own, Session(earlier, 0, at)) for at in (900_000, 999_999, 1_000_000))
+        assert not any(sessions.is_twin(own, Session(earlier, 0, 1_000_500)) for _ in range(3))  # the clock was set back, it issues no more
+        assert [sessions.is_twin(own, Session(other, 0, at)) for at in (1_000_001, 1_000_002)] == [False, True]
+        assert not any(sessions.is_twin("somebody else", Session(other, 0, at)) for at in (1_000_001, 1_000_002))
 
 
 def test_a_witness_remembers_a_few_sessions_of_many_peers_for_a_while():
