@@ -17,10 +17,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from swarmnode.config import Config
 from swarmnode.weights.outer import Tensors
 
 RESIDUAL_LIMIT = 0.01
+A_SEED = 0
+"""Of the A that all nodes share."""
 A_MARK, B_MARK = ".lora_A.", ".lora_B."
+
+
+def shares_a(config: Config) -> bool:
+    """Whether a node so configured freezes its adapters' A at the shared values."""
+    return config.policy.lora.r > 0 and config.weights.rule != "off" and config.weights.lora_a == "shared"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What two nodes say before tensors move. Each fits into one small frame; none is ever queued or waited for with a lock held."""
+"""What two nodes say before tensors move: small frames, a state's manifest excepted; nothing is queued or waited for with a lock held."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from swarmnode.wire.limits import INTEGER_BITS
 
 MESSAGE_BYTES: Final = 256
 NONCE_BYTES: Final = 16
-FINGERPRINT_BYTES: Final = 32
+STATE_BYTES: Final = 4 * 2**20
+"""A manifest of a state names every tensor."""
+HASH_BYTES: Final = 32
 FRAGMENTS: Final = 1024
 RETRY_SECONDS: Final = 3600
 
@@ -49,22 +51,78 @@ class Release(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="rele
     session: bytes
 
 
-Message = Propose | Accept | Busy | Release
+class Here(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="here"):
+    """What I average, and how far I am; answered by the same."""
+
+    fingerprint: bytes
+    outer_step: int
+
+
+class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"):
+    """My weights of `session` can be fetched, as protocol/05-bulk.md says. Not answered. Also the answer to `latest`."""
+
+    session: bytes
+    """All zero in an answer to `latest`."""
+    transfer: bytes
+    """32 bytes."""
+    root: bytes
+    """32 bytes."""
+    size: int
+    outer_step: int
+    """Of the fragment, when the weights were copied."""
+
+
+class Latest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="latest"):
+    """Which weights of `fragment` can be had without you taking part? Answered by `ready`, or not at all."""
+
+    fingerprint: bytes
+    fragment: int
+
+
+Message = Propose | Accept | Busy | Release | Here | Ready | Latest
+
+
+class StateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="state_request"):
+    """What is your outer state?"""
+
+    fingerprint: bytes
+
+
+class StateResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="state_response"):
+    manifest: bytes
+    """An envelope around a StateManifest, signed by the responder."""
+    transfer: bytes
+    root: bytes
+    size: int
+
+
+_HASHES: Final = ("fingerprint", "transfer", "root")
+_COUNTERS: Final = ("outer_step", "size")
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
+_state_decoder = msgspec.msgpack.Decoder(StateRequest | StateResponse)
 
 
-def encode_message(message: Message) -> bytes:
+def encode_message(message: Message | StateRequest | StateResponse) -> bytes:
     return _encoder.encode(message)
 
 
 def decode_message(data: bytes) -> Message:
     """Raises BadMessage: oversize, malformed, schema or bounds."""
-    if len(data) > MESSAGE_BYTES:
-        raise BadMessage("oversize", f"{len(data)} bytes, at most {MESSAGE_BYTES}")
+    return _decode(data, _decoder, MESSAGE_BYTES)
+
+
+def decode_state(data: bytes) -> StateRequest | StateResponse:
+    """Raises BadMessage as `decode_message` does."""
+    return _decode(data, _state_decoder, STATE_BYTES)
+
+
+def _decode(data: bytes, decoder: msgspec.msgpack.Decoder, limit: int):  # type: ignore[no-untyped-def]
+    if len(data) > limit:
+        raise BadMessage("oversize", f"{len(data)} bytes, at most {limit}")
     try:
-        message = _decoder.decode(data)
+        message = decoder.decode(data)
     except msgspec.ValidationError as error:
         raise BadMessage("schema", str(error)) from None
     except (ValueError, RecursionError) as error:
@@ -73,10 +131,13 @@ def decode_message(data: bytes) -> Message:
         raise BadMessage("malformed", "not the canonical encoding")
     if any(len(getattr(message, name, b"\0" * NONCE_BYTES)) != NONCE_BYTES for name in ("nonce", "session")):
         raise BadMessage("bounds", "a nonce has 16 bytes")
-    if isinstance(message, Propose) and len(message.fingerprint) != FINGERPRINT_BYTES:
-        raise BadMessage("bounds", "a fingerprint has 32 bytes")
-    if isinstance(message, (Propose, Accept)) and not (0 <= message.fragment < FRAGMENTS and 0 <= message.outer_step < 2**INTEGER_BITS):
+    if any(len(getattr(message, name, b"\0" * HASH_BYTES)) != HASH_BYTES for name in _HASHES):
+        raise BadMessage("bounds", "a fingerprint, transfer or root has 32 bytes")
+    counted = all(0 <= getattr(message, name, 0) < 2**INTEGER_BITS for name in _COUNTERS)
+    if not counted or not 0 <= getattr(message, "fragment", 0) < FRAGMENTS:
         raise BadMessage("bounds", "counter")
     if isinstance(message, Busy) and not 0 <= message.retry_seconds <= RETRY_SECONDS:
         raise BadMessage("bounds", "retry_seconds")
+    if isinstance(message, Ready | StateResponse) and message.size < 1:
+        raise BadMessage("bounds", "size")
     return message

@@ -223,6 +223,17 @@ def test_a_reader_follows_a_writer_through_patches_and_wholes():
     assert writer.statistics().whole == 3
 
 
+@pytest.mark.parametrize("elements", [1, 2, 50])
+def test_the_patch_of_a_tiny_tensor_fits_its_cap(elements):
+    layout = make_layout([("tiny", (elements,), "float32"), ("w", (500,), "float32")])
+    first = {"tiny": torch.zeros(elements), "w": torch.zeros(500)}
+    writer, reader = PatchWriter(layout), PatchReader(layout)
+    reader.read(writer.publish(first))
+    payload = writer.publish({"tiny": torch.randn(elements), "w": first["w"]})
+    assert peek(payload, layout).sequence == 1
+    reader.read(payload)
+
+
 def test_a_patch_of_one_weight_in_a_hundred_is_a_fraction_of_the_whole():
     layout = make_layout([("w", (256, 256), "float32")])
     writer = PatchWriter(layout)
@@ -267,6 +278,16 @@ def test_a_reader_who_missed_one_asks_for_the_whole_and_is_unharmed():
     reader.read(third)
 
 
+def test_a_publisher_that_never_sends_a_whole_is_not_followed(monkeypatch):
+    monkeypatch.setattr("swarmnode.weights.patches.PATCHES_PER_ANCHOR", 100)
+    payloads = published(PATCHES_PER_ANCHOR + 1)
+    monkeypatch.undo()
+    reader = PatchReader(LAYOUT)
+    for payload in payloads[:-1]:
+        reader.read(payload)
+    assert patch_reason(reader, payloads[-1]) == "anchor"
+
+
 def patched(payload, content, index=2):
     """The patch with another compressed body for tensor `index`; its checksum stays that of the honest result."""
     header = peek(payload, LAYOUT)
@@ -299,7 +320,7 @@ def test_hostile_patches_are_refused_by_name():
     assert check(b"not zstd") == "compression"
     assert check(zstandard.compress(bytes(2**24))) == "oversize"  # declares 16 MiB for a tensor whose patch has at most 3,600 bytes
     assert check(zstandard.ZstdCompressor(write_content_size=False).compress(bytes(6))) == "compression"
-    assert check(bytes(6 * 600 + 1)) == "size"
+    assert check(bytes(body_bytes(LAYOUT[2], "patch") + 1)) == "size"
     got = reader.read(second)  # after all that it is where it was
     assert got["w"].shape == (30, 20)
 

@@ -117,6 +117,14 @@ def test_a_patient_attacker_cannot_raise_its_own_threshold():
     assert gate.tau(0, norm(mine), 0.0) <= 1.01 * tau
 
 
+def test_even_as_half_of_the_partners_it_raises_the_threshold_slowly():
+    mine = weights()
+    gate = trained_gate(mine, 0.1)
+    for i in range(4):
+        gate.judge("attacker", mine, near(mine, 1.8, seed=i), 0.0)
+    assert gate.tau(0, norm(mine), 0.0) <= 2 * 0.2
+
+
 def test_before_anything_was_accepted_our_own_progress_is_the_measure():
     mine = weights()
     judged = Gate().judge("p", mine, near(mine, 5.0), 0.0, moved=0.5)

@@ -37,6 +37,11 @@ def test_fragments_are_a_partition_with_strided_layers():
     assert len({f for f, part in enumerate(parts) for s in part if s.elements == 64_000}) == 2
 
 
+def test_large_tensors_without_a_layer_are_placed_first():
+    parts = cut(make_layout([("a", (1,), "float32"), ("b", (1,), "float32"), ("c", (100,), "float32")]), 2)
+    assert [[s.name for s in part] for part in parts] == [["c"], ["a", "b"]]
+
+
 def test_the_cut_depends_on_names_and_shapes_only():
     shuffled = LLAMA[:]
     random.Random(0).shuffle(shuffled)

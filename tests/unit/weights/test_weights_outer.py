@@ -173,6 +173,7 @@ def test_a_swarm_of_equal_replicas_under_diloco_stays_equal_and_is_heavy_ball():
 
 def test_steps_taken_while_the_bytes_travelled_are_kept():
     mine = replica(1)
+    mine["b.weight"].mul_(1000.0)  # so that θ + (φ − θ) is not φ in float32
     state = OuterState(mine, make_rule())
     snapshot = host_copy(mine)
     moved = {"a.weight": torch.zeros(50), "b.weight": torch.zeros(3, 4)}

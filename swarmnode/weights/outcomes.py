@@ -1,0 +1,52 @@
+"""What can become of an exchange, by name: closed sets, so that each can be a metric's label. No torch.
+
+How a try or an exchange ended on the wire is `pairing.OUTCOMES`. What our gate made of a partner's weights is here, and what that costs
+the partner's standing (`p2p.reputation`): a payload that is not what was agreed on proves a lie; weights that are merely too far away or
+make us worse do not, and cost less.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+PROOF: Final = 10.0
+SUSPICION: Final = 3.0
+
+OUTCOMES: Final[dict[str, float]] = {
+    "accepted": 0.0,
+    "clipped": 0.0,
+    "probation": 0.0,
+    "lagging": 0.0,
+    "greylisted": 0.0,
+    "fingerprint": 0.0,
+    "nonce": PROOF,
+    "payload": PROOF,
+    "names": PROOF,
+    "dtype": PROOF,
+    "shape": PROOF,
+    "bounds": PROOF,
+    "not_finite": PROOF,
+    "norm_ratio": PROOF,
+    "too_far": SUSPICION,
+    "probe": SUSPICION,
+    "lora_residual": 0.0,
+    "reverted": SUSPICION,
+    "own_not_finite": 0.0,
+    "local": 0.0,
+}
+"""Every outcome of `gate.Gate`, `lagging` (too many outer steps behind us) and `local` (a file of ours was not there), with its cost."""
+
+ADOPTIONS: Final[dict[str, float]] = {
+    "adopted": 0.0,
+    "payload": PROOF,
+    "hash": PROOF,
+    "not_finite": PROOF,
+    "norm_ratio": PROOF,
+    "worse": SUSPICION,
+    "nothing": 0.0,
+    "local": 0.0,
+}
+"""What became of a neighbour's state."""
+
+VANISHED: Final = 2.0
+"""Cost of a proposal after which nothing came: a crash looks like it."""
