@@ -8,7 +8,6 @@ Source: sd_notify(3), systemd 252.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 from collections.abc import Mapping, MutableMapping
@@ -49,14 +48,19 @@ class Notifier:
         self._send(f"EXTEND_TIMEOUT_USEC={int((seconds + EXTEND_SECONDS) * 1e6)}")
 
     def _once(self, key: str, value: str) -> None:
-        if self._told.get(key) != value:
+        """What systemd has taken is not said again; what it had no room for is."""
+        if self._told.get(key) != value and self._send(f"{key}={value}"):
             self._told[key] = value
-            self._send(f"{key}={value}")
 
-    def _send(self, line: str) -> None:
-        if self._socket is not None:
-            with contextlib.suppress(OSError):  # a manager that does not listen must not end what it manages
-                self._socket.sendto(line.encode(), self._address)
+    def _send(self, line: str) -> bool:
+        """False when it did not get there; a manager that does not listen must not end what it manages."""
+        if self._socket is None:
+            return False
+        try:
+            self._socket.sendto(line.encode(), self._address)
+        except OSError:
+            return False
+        return True
 
 
 def past_loading(status: str) -> bool:

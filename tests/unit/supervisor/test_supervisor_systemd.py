@@ -88,6 +88,15 @@ def test_without_systemd_or_with_one_that_went_away_nothing_happens(tmp_path, no
     notifier.beat({"trainer": "training"}, well=True)
 
 
+def test_what_there_was_no_room_for_is_said_again(notifier, manager):
+    while notifier._send("WATCHDOG=1"):
+        pass  # nobody reads: the socket holds a handful
+    notifier.beat({"network": "serving"}, well=True)
+    manager.heard()
+    notifier.beat({"network": "serving"}, well=True)
+    assert manager.heard() == ["STATUS=network: serving", "READY=1", "WATCHDOG=1"]
+
+
 def test_children_inherit_nothing_of_it():
     environment = {"NOTIFY_SOCKET": "@x", "WATCHDOG_USEC": "1", "WATCHDOG_PID": "7", "PATH": "/bin"}
     Notifier(environment)._socket.close()
