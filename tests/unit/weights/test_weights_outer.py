@@ -173,7 +173,6 @@ def test_a_swarm_of_equal_replicas_under_diloco_stays_equal_and_is_heavy_ball():
 
 def test_steps_taken_while_the_bytes_travelled_are_kept():
     mine = replica(1)
-    mine["b.weight"].mul_(1000.0)  # so that θ + (φ − θ) is not φ in float32
     state = OuterState(mine, make_rule())
     snapshot = host_copy(mine)
     moved = {"a.weight": torch.zeros(50), "b.weight": torch.zeros(3, 4)}
@@ -185,6 +184,17 @@ def test_steps_taken_while_the_bytes_travelled_are_kept():
     torch.testing.assert_close(mine["a.weight"][:10], state.phi["a.weight"][:10] + 0.25)
     assert torch.equal(mine["a.weight"][10:], state.phi["a.weight"][10:])  # bit by bit where nothing moved
     assert torch.equal(mine["b.weight"], state.phi["b.weight"])
+
+
+def test_weights_that_did_not_move_become_phi_bit_by_bit():
+    mine = {"a": 1000.0 * torch.randn(50)}
+    state = OuterState(mine, make_rule("gossip"))
+    snapshot = host_copy(mine)
+    mean = {"a": 1e-3 * torch.randn(50)}
+    assert not torch.equal(snapshot["a"] + (mean["a"] - snapshot["a"]), mean["a"])  # which is why
+    state.step(mean)
+    state.commit(mine, snapshot)
+    assert torch.equal(mine["a"], mean["a"])
 
 
 def test_a_weight_that_became_nan_is_healed_by_the_next_outer_step():
