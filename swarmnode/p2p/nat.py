@@ -22,7 +22,7 @@ from swarmnode.p2p.addresses import PUBLIC, Address, Circuit, from_socket
 from swarmnode.p2p.autonat import Reach, ReachStatistics, Verdict
 from swarmnode.p2p.circuits import relay_of
 from swarmnode.p2p.peers import PeerTable
-from swarmnode.p2p.punch import Puncher, PunchStatistics, share_port
+from swarmnode.p2p.punch import Puncher, PunchStatistics
 from swarmnode.p2p.relay import Relay, RelayLimits, RelayStatistics
 from swarmnode.p2p.relay_client import RelayClient, RelayClientStatistics
 
@@ -101,7 +101,7 @@ class Nat:
     def start(self) -> None:
         """Starts what runs for as long as the host does; the host listens."""
         if self._punching:
-            share_port(self._host)
+            self._puncher.start()
         self._relay.serve(self._role == "server")
         self._nursery.start_soon(self.reach.run)
         self._nursery.start_soon(self._client.run)

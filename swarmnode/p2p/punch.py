@@ -100,7 +100,11 @@ class Puncher:
         self._allowance = Allowance()
         self._active: set[str] = set()
         self._succeeded = self._failed = self._refused = 0
-        host.set_stream_handler(DCUTR, self._on_stream)
+
+    def start(self) -> None:
+        """The host listens: from now on its ports can be dialled from, and others may ask us to."""
+        share_port(self._host)
+        self._host.set_stream_handler(DCUTR, self._on_stream)
 
     def statistics(self) -> PunchStatistics:
         return PunchStatistics(self._succeeded, self._failed, self._refused)

@@ -41,7 +41,8 @@ LONGEST_SECONDS = 6 * 3600.0
 FIRST_BACKOFF = 5.0
 LONGEST_BACKOFF = 600.0
 LOOK_SECONDS = 30.0
-"""The loop looks at least this often."""
+LOOK_AGAIN_SECONDS = 5.0
+"""The loop looks at least this often, and this often while there is no relay: we may learn where a peer listens without being told."""
 CALLS = 16
 """Incoming calls whose handshake is under way."""
 HANDSHAKE_SECONDS = 15.0
@@ -153,7 +154,9 @@ class RelayClient:
             elif self._plan.held(trio.current_time()):
                 self._plan.drop_all()
                 self._news()
-            with trio.move_on_after(max(0.1, min(LOOK_SECONDS, self._plan.next_due(trio.current_time())))):
+            now = trio.current_time()
+            content = not self._wanted() or self._plan.held(now)
+            with trio.move_on_after(max(0.1, min(LOOK_SECONDS if content else LOOK_AGAIN_SECONDS, self._plan.next_due(now)))):
                 await self._wake.wait()
 
     def wake(self) -> None:

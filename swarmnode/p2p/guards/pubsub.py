@@ -114,6 +114,32 @@ class GuardedPubsub(Pubsub):
             fired("forwarder_paced", peer)
             await trio.sleep(delay)
 
+    async def handle_dead_peer_queue(self) -> None:
+        """Begin again on another connection when the one that carried our stream has closed.
+
+        Defect: while a peer has another connection nothing is done, and `peers` keeps the dead stream until something is written to it. A
+        node that only listens never notices, the peer has forgotten its subscriptions, and gossip between the two is over. It happens when
+        a circuit is replaced by a direct connection, and when two that dialled each other at once give one connection up.
+        """
+        async with self.dead_peer_receive_channel:
+            self.event_handle_dead_peer_queue_started.set()
+            async for peer in self.dead_peer_receive_channel:
+                stream = self.peers.get(peer)
+                if not self._peer_is_connected(peer):
+                    self._handle_dead_peer(peer)
+                elif stream is not None and stream.muxed_conn.is_closed:
+                    self._begin_again(peer)
+
+    def _begin_again(self, peer: ID) -> None:
+        """A new stream to a peer that is still connected. What it subscribed to stays: its own stream to us may be alive, and silent."""
+        topics = [topic for topic, peers in self.peer_topics.items() if peer in peers]
+        count = self._peer_subscription_count.get(peer)
+        self._handle_dead_peer(peer)
+        for topic in topics:
+            self.peer_topics.setdefault(topic, set()).add(peer)
+        if count is not None:
+            self._peer_subscription_count[peer] = count
+
     async def push_msg(self, msg_forwarder: ID, msg: rpc_pb2.Message) -> None:
         """Judge, deliver and forward one message. Never raises for a peer's message; for our own, what the router raises."""
         own = msg_forwarder == self.my_id

@@ -165,9 +165,9 @@ def _install_connection_tasks() -> None:
 def _install_exclusive_port() -> None:
     """A listening port belongs to one process.
 
-    Defect: `transport/tcp/tcp.py:_set_reuse_flags` sets SO_REUSEPORT (for hole punching, which we do not do): a second node started on the
-    same port binds it too, and the kernel deals connections out between them. Here: SO_REUSEADDR only, so that the second bind fails.
-    Cost: no TCP hole punching. Not needed any more when SO_REUSEPORT is an option upstream.
+    Defect: `transport/tcp/tcp.py:_set_reuse_flags` sets SO_REUSEPORT (for hole punching): a second node started on the same port binds it
+    too, and the kernel deals connections out between them. Here: SO_REUSEADDR only, so that the second bind fails. Cost: none; hole
+    punching sets SO_REUSEPORT once the port is ours (`punch.share_port`). Not needed any more when SO_REUSEPORT is an option upstream.
     """
 
     def _set_reuse_flags(sock: trio.socket.SocketType) -> None:

@@ -1,0 +1,165 @@
+"""Whether we can be reached: votes, dial-backs over loopback, and who is not dialled."""
+
+import logging
+
+import pytest
+import trio
+from libp2p.host.autonat.pb import autonat_pb2 as pb
+from libp2p.peer.id import ID
+from multiaddr import Multiaddr
+
+from swarmnode.errors import PeerError
+from swarmnode.p2p.addresses import PRIVATE, PUBLIC, parse
+from swarmnode.p2p.autonat import AUTONAT, PAUSE_SECONDS, PAUSED, VOTE_SECONDS, VOTERS, Pauses, Votes
+from swarmnode.p2p.talk import converse, read_message, write_message
+from swarmnode.testing.hosts import host, hosts
+from swarmnode.testing.waiting import until
+
+
+def port_of(network):
+    return parse(network.listen_addrs[0])[0].port
+
+
+def listens_at(network, port):
+    """As if it listened not only on loopback."""
+    network.nat.reach._ports = [port]
+
+
+async def test_a_node_that_can_be_dialled_back_is_public(tmp_path):
+    async with hosts(tmp_path, 2) as (a, b):
+        listens_at(a, port_of(a))
+        await a.nat.reach.check(b.peer_id)
+        reach = a.statistics().nat.reach
+        assert reach.verdict == "public"
+        assert (reach.reachable_votes, reach.unreachable_votes, reach.observed) == (1, 0, "127.0.0.1")
+        assert b.statistics().nat.reach.dial_backs == {"ok": 1, "unreachable": 0, "refused": 0}
+        assert a.connected() == [b.peer_id]
+        assert a.statistics().nat.relay.serving  # role auto
+
+
+async def test_a_port_nobody_answers_at_is_private_said_once_and_relays_are_looked_for(tmp_path, caplog):
+    async with hosts(tmp_path, 3) as (a, b, c):
+        await until(lambda: len(a.connected()) == 2 and all(a.nat.address_of(peer.peer_id) for peer in (b, c)))
+        listens_at(a, 1)
+        with caplog.at_level(logging.WARNING, "swarmnode"):
+            for peer in (b, c):
+                await a.nat.reach.check(peer.peer_id)
+        assert a.nat.reach.verdict == "private"
+        assert caplog.text.count("port 1 is not reachable from outside: running outbound-only") == 1
+        await until(lambda: a.statistics().nat.client.refused)  # neither of them is a relay
+        b.nat._relay.serve(True)
+        a.nat._client._plan._waiting.clear()
+        a.nat._client.wake()
+        await until(lambda: a.statistics().nat.client.relays == [b.peer_id])
+
+
+async def test_another_peer_at_our_port_is_not_us(tmp_path):
+    async with hosts(tmp_path, 2) as (a, b), host(tmp_path / "c") as c:
+        listens_at(a, port_of(c))
+        await a.nat.reach.check(b.peer_id)
+        assert a.nat.reach.verdict == "private"
+
+
+async def test_who_says_ok_without_having_come_is_not_believed(tmp_path):
+    async with hosts(tmp_path, 2) as (a, b):
+
+        async def lie(muxed, request):
+            return pb.Message.OK, None
+
+        b.nat.reach._dial_back = lie
+        listens_at(a, port_of(a))
+        await a.nat.reach.check(b.peer_id)
+        assert a.nat.reach.verdict == "private"
+
+
+async def test_only_the_address_we_see_is_dialled_and_not_twice_at_once(tmp_path):
+    async with hosts(tmp_path, 2) as (a, b):
+        dialled = []
+
+        async def reaches(peer, address):
+            dialled.append(str(address))
+            return False
+
+        b.nat.reach._reaches = reaches
+        told = [f"/ip4/9.9.9.9/tcp/{port}" for port in (7001, 7001, 7002, 7003)]
+
+        async def ask(stream):
+            info = pb.Message.PeerInfo(id=ID.from_string(a.peer_id).to_bytes(), addrs=[Multiaddr(each).to_bytes() for each in told])
+            await write_message(stream, pb.Message(type=pb.Message.DIAL, dial=pb.Message.Dial(peer=info)))
+            return (await read_message(stream, pb.Message)).dialResponse.status
+
+        for expected in (pb.Message.E_DIAL_ERROR, pb.Message.E_DIAL_REFUSED):
+            assert (await converse(a._host, a._nursery, b.peer_id, AUTONAT, ask, deadline=5.0))[0] == expected
+        assert dialled == ["/ip4/127.0.0.1/tcp/7001", "/ip4/127.0.0.1/tcp/7002"]
+
+
+async def test_who_does_not_ask_from_its_own_address_is_refused(tmp_path):
+    """Through a relay nobody's address is known."""
+    async with hosts(tmp_path, 2) as (a, b):
+        b.nat.reach._host.get_network().get_connections(ID.from_string(a.peer_id))[0].muxed_conn.get_remote_address = lambda: None
+        listens_at(a, port_of(a))
+        await a.nat.reach.check(b.peer_id)
+        assert a.nat.reach.verdict == "unknown"
+        assert b.statistics().nat.reach.dial_backs["refused"] == 1
+
+
+@pytest.mark.parametrize("garbage", [b"\x00", b"\x02\x08\x00", b"\x05\xff\xff\xff\xff\xff", b"\x80\x80\x80\x80\x01"])
+async def test_garbage_is_answered_or_reset_and_nothing_else(tmp_path, garbage):
+    async with hosts(tmp_path, 2) as (a, b):
+
+        async def talk(stream):
+            await stream.write(garbage)
+            await stream.close_write()
+            return (await read_message(stream, pb.Message)).dialResponse.status
+
+        try:
+            status, _ = await converse(a._host, a._nursery, b.peer_id, AUTONAT, talk, deadline=5.0)
+            assert status == pb.Message.E_BAD_REQUEST
+        except PeerError:
+            assert b.connected() == [a.peer_id]
+
+
+async def test_loopback_peers_are_not_asked(tmp_path):
+    async with hosts(tmp_path, 2) as (a, _):
+        await a.nat.greet(a.connected()[0])
+        assert a.nat.reach.verdict == "unknown"
+        assert trio.current_time() >= 0
+
+
+# -- pure
+
+
+def test_a_majority_decides_and_a_tie_is_private():
+    votes = Votes()
+    assert votes.verdict(0.0) == "unknown"
+    for peer, reachable, verdict in (("a", True, "public"), ("b", False, "private"), ("c", True, "public"), ("c", False, "private")):
+        votes.vote(peer, reachable, PUBLIC, 0.0)
+        assert votes.verdict(0.0) == verdict
+
+
+def test_those_who_see_us_from_furthest_away_count():
+    votes = Votes()
+    votes.vote("a", True, PRIVATE, 0.0)
+    votes.vote("b", True, PRIVATE, 0.0)
+    assert votes.verdict(0.0) == "public"
+    votes.vote("c", False, PUBLIC, 0.0)
+    assert votes.verdict(0.0) == "private"
+
+
+def test_votes_age_and_are_bounded():
+    votes = Votes()
+    for number in range(100):
+        votes.vote(f"p{number}", True, PUBLIC, float(number))
+    assert votes.counts(100.0) == (VOTERS, 0)
+    assert votes.verdict(100.0 + VOTE_SECONDS) == "unknown"
+
+
+def test_an_address_is_dialled_back_rarely_and_not_all_are_remembered():
+    pauses = Pauses()
+    assert pauses.take("5.5.5.5", 0.0)
+    assert pauses.take("5.5.5.6", 0.0)
+    assert not pauses.take("5.5.5.5", PAUSE_SECONDS - 0.1)
+    assert pauses.take("5.5.5.5", PAUSE_SECONDS)
+    for number in range(2 * PAUSED):
+        pauses.take(str(number), 0.0)
+    assert len(pauses._until) == PAUSED

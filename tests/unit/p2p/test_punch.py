@@ -1,0 +1,118 @@
+"""Hole punching without holes: who dials, from where, and who is refused. Through real routers: tests/nat."""
+
+import contextlib
+import socket
+
+import pytest
+import trio
+from libp2p.relay.circuit_v2.pb import dcutr_pb2 as pb
+from multiaddr import Multiaddr
+
+from swarmnode.errors import PeerError, Unavailable
+from swarmnode.p2p.addresses import Address, Circuit, parse
+from swarmnode.p2p.gossip import Verdict
+from swarmnode.p2p.punch import DCUTR, PEERS, SESSION_SECONDS, SESSIONS, Allowance, connect_from
+from swarmnode.p2p.talk import converse, write_message
+from swarmnode.testing.hosts import host
+from swarmnode.testing.waiting import until
+
+
+@contextlib.asynccontextmanager
+async def called(tmp_path, **settings):
+    """(relay, a, b): a has called b through the relay; both tell their listen addresses, as if a router showed them there."""
+    async with host(tmp_path / "relay", relay="server") as relay:
+        known = {"initial_peers": relay.listen_addrs, "relay": "client", **settings}
+        async with host(tmp_path / "a", swarm=bytes([1]) * 32, **known) as a, host(tmp_path / "b", swarm=bytes([2]) * 32, **known) as b:
+            for each in (a, b):
+                each.nat._puncher._own = lambda each=each: [parse(each.listen_addrs[0])[0]]
+            await until(lambda: relay.statistics().nat.relay.reservations == 2 and a.connected() and b.connected())
+            await a.nat.call(b.peer_id, Circuit(parse(relay.listen_addrs[0])[0], relay.peer_id))
+            await until(lambda: b.peer_id in a.connected() and a.peer_id in b.connected())
+            yield relay, a, b
+
+
+async def test_a_circuit_is_replaced_by_a_direct_connection_and_gossip_goes_on(tmp_path):
+    """At most what was on its way when the circuit was closed is lost."""
+    async with called(tmp_path) as (relay, a, b):
+        at_b = await b.gossip.join("/t/1", lambda data, peer: Verdict.ACCEPT)
+        await a.gossip.join("/t/1", lambda data, peer: Verdict.ACCEPT)
+        await until(lambda: a.gossip.statistics().mesh["/t/1"] == 1)
+        heard, sent, gone_at = set(), 0, 10_000
+
+        async def listen():
+            while True:
+                heard.add((await at_b.get()).data)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(listen)
+            while sent < gone_at + 10:
+                await a.gossip.publish("/t/1", b"%d" % sent)
+                sent += 1
+                await trio.sleep(0.1)
+                if relay.statistics().nat.relay.circuits == 0:
+                    gone_at = min(gone_at, sent)
+            await until(lambda: b"%d" % (sent - 1) in heard)
+            nursery.cancel_scope.cancel()
+        assert len(heard) >= sent - 2
+        assert a.nat.is_direct(b.peer_id)
+        assert b.statistics().nat.punch.succeeded == 1
+        assert a.statistics().nat.relayed == b.statistics().nat.relayed == 0
+
+
+async def test_without_punching_the_circuit_stays(tmp_path):
+    async with called(tmp_path, hole_punching=False) as (_, a, b):
+        await a.nat._puncher.upgrade(b.peer_id)  # which b does not answer
+        assert a.statistics().nat.punch.failed == 1
+        assert not b.nat.is_direct(a.peer_id)
+        assert a.statistics().nat.relayed == 1
+
+
+async def test_over_a_direct_connection_there_is_nothing_to_punch(tmp_path):
+    async with host(tmp_path / "a") as a, host(tmp_path / "b", initial_peers=a.listen_addrs) as b:
+        await until(lambda: a.connected() and b.connected())
+
+        async def talk(stream):
+            await write_message(stream, pb.HolePunch(type=pb.HolePunch.CONNECT))
+            await stream.read(1)
+
+        with pytest.raises(PeerError):
+            await converse(b._host, b._nursery, a.peer_id, DCUTR, talk, deadline=5.0)
+        assert a.statistics().nat.punch.refused == 1
+
+
+async def test_two_addresses_at_most_are_dialled_and_none_that_reaches_less_far(tmp_path):
+    async with host(tmp_path / "a") as a:
+        a.nat._puncher._vantage = lambda peer: Address("ip4", "5.5.5.5", 1)
+        told = ["/ip4/127.0.0.1/tcp/1", "/ip4/192.168.0.1/tcp/2", "/ip4/6.6.6.1/tcp/3", "/ip4/6.6.6.2/tcp/4", "/ip4/6.6.6.3/tcp/5"]
+        found = a.nat._puncher._targets("x", [b"garbage", *(Multiaddr(each).to_bytes() for each in told[2:])])
+        assert [each.port for each in found] == [3, 4]
+        assert a.nat._puncher._targets("x", [Multiaddr(each).to_bytes() for each in told[:2]]) == []
+        a.nat._puncher._vantage = lambda peer: None
+        assert a.nat._puncher._targets("x", [Multiaddr(told[2]).to_bytes()]) == []
+
+
+async def test_we_dial_from_the_port_that_we_listen_on_and_nobody_else_can_listen_there(tmp_path):
+    async with host(tmp_path / "a") as a:
+        own = parse(a.listen_addrs[0])[0]
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", 0))
+            other.listen()
+            raw = await connect_from(own, Address("ip4", "127.0.0.1", other.getsockname()[1]), initiator=True)
+            accepted, where = other.accept()
+            assert where == ("127.0.0.1", own.port)
+            accepted.close()
+            await raw.close()
+        with pytest.raises(Unavailable, match="taken"):
+            async with host(tmp_path / "b", listen_addrs=[str(own)]):
+                pass
+
+
+def test_sessions_with_one_peer_are_few_and_peers_are_not_remembered_for_ever():
+    allowance = Allowance()
+    assert [allowance.take("a", float(at)) for at in range(SESSIONS + 1)] == [True] * SESSIONS + [False]
+    assert allowance.take("b", 6.0)
+    assert not allowance.take("a", SESSION_SECONDS - 0.1)
+    assert allowance.take("a", SESSION_SECONDS)
+    for number in range(2 * PEERS):
+        allowance.take(str(number), 0.0)
+    assert len(allowance._begun) == PEERS
