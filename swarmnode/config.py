@@ -234,7 +234,7 @@ class WeightsConfig(Section):
     """Outer steps behind beyond which a replica is not averaged with, and takes the state of one that is ahead."""
     probe_sequences: int = Field(default=32, ge=8)
     """Own rewarded completions on which averaged weights must not be worse."""
-    probe_tolerance: float = Field(default=0.05, gt=0)
+    probe_tolerance: float = Field(default=0.1, gt=0)
     """Nats per token that they may be worse."""
     revert_sigma: float = Field(default=3.0, gt=0)
     """An exchange is taken back when held-out reward then falls by more than this many of its usual changes."""

@@ -40,6 +40,8 @@ from swarmnode.rollouts.groups import Draw, Drawn, Judged, OwnGroup
 from swarmnode.tasks.client import AsyncScorer
 from swarmnode.trainer.link_server import LinkServer
 from swarmnode.trainer.messages import Hello, Report, Welcome
+from swarmnode.weights import local
+from swarmnode.weights.exchange import WeightExchange
 from swarmnode.wire import ids
 from swarmnode.wire.messages import RolloutGroup
 
@@ -58,6 +60,7 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
         node = Node(config, member.identity, member.swarm, member.network, scorer, ring, member.keeps_rules)
         async with trio.open_nursery() as nursery:
             await nursery.start(node.exchange.run)
+            await nursery.start(node.weights_plane.run)
             await nursery.start(node.link.run)
             if config.http.enabled:
                 node.url = await nursery.start(partial(serve_http, config.http, node.snapshot))
@@ -97,6 +100,9 @@ class Node:
             max_completion_length=config.training.max_completion_length, keeps_rules=keeps_rules, budget=self.meter,
         )  # fmt: skip
         self.link = LinkServer(config.node.data_dir, self)
+        self.weights_plane = WeightExchange(
+            network, identity.private_key, swarm, config.weights, config.node.data_dir, self.link.tell, budget=self.meter.allows
+        )  # fmt: skip
         self.url = ""
         self.draining = False
         self._started_at = time.time()
@@ -112,6 +118,7 @@ class Node:
         log.info("trainer connected", pid=hello.pid, policy_version=hello.policy_version)
         self._trainer_pid = hello.pid or None
         self.exchange.set_policy(hello)
+        self.weights_plane.set_policy(hello.replica, hello.model, hello.tokenizer)
         return Welcome(self._network.peer_id, self._swarm)
 
     async def own_group(self, group: OwnGroup) -> None:
@@ -127,6 +134,9 @@ class Node:
 
     def report(self, report: Report) -> None:
         self._trainer.report(report, trio.current_time())
+
+    def weights(self, message: local.FromTrainer) -> None:
+        self.weights_plane.receive(message)
 
     # ---- for whoever watches ------------------------------------------------------------------------------------------
 
@@ -177,6 +187,7 @@ class Node:
             ),
             trainer=trainer,
             rollouts=view.rollouts_view(exchange, self._staleness, sharing.pool_groups, sharing.pool_bytes),
+            weights=view.weights_view(self.weights_plane.statistics()),
             network=view.network_view(network, ids.rollout_topic(self._swarm)),
             budget=view.budget_view(self.meter.statistics()),
             supervisor=self._supervisor.read(),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from swarmnode.observe.snapshot import BudgetView, NetworkView, PeerRow, PoolView, RolloutsView
+from swarmnode.observe.snapshot import BudgetView, NetworkView, PeerRow, PoolView, RolloutsView, WeightsView
 from swarmnode.p2p.budget import PAUSES, BudgetStatistics
 from swarmnode.p2p.network import Network, NetworkStatistics
 from swarmnode.rollouts.exchange import ExchangeStatistics
 from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.trainer.messages import Report
+from swarmnode.weights.exchange import WeightsStatistics
 
 PEER_ROWS = 64
 """Peers in the page's table, at most."""
@@ -71,6 +72,22 @@ def rollouts_view(s: ExchangeStatistics, staleness: Mapping[int, int], max_group
             },
         ),
     )  # fmt: skip
+
+
+def weights_view(s: WeightsStatistics) -> WeightsView:
+    return WeightsView(
+        enabled=s.enabled,
+        phase=s.phase,
+        candidates=s.candidates,
+        outcomes={outcome: n for outcome, n in s.outcomes.items() if n},
+        failures=dict(s.failures),
+        judged=dict(s.judged),
+        exchange_seconds=s.exchange_seconds,
+        received_bytes=s.received_bytes,
+        adoptions=dict(s.catch_up.adoptions),
+        states_served=s.catch_up.served,
+        pairs=dict(s.pairs),
+    )
 
 
 def budget_view(s: BudgetStatistics) -> BudgetView:

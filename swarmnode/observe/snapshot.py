@@ -98,6 +98,31 @@ class RolloutsView(msgspec.Struct, frozen=True):
     pool: PoolView = PoolView()
 
 
+class WeightsView(msgspec.Struct, frozen=True):
+    """Averaging as the network process sees it; what the gate and the outer steps did is in the trainer's report."""
+
+    enabled: bool = False
+    phase: str = ""
+    """Of the exchange under way: idle, proposed, paired, transfer, verify, apply."""
+    candidates: int = 0
+    """Connected peers with the same policy."""
+    outcomes: dict[str, int] = {}
+    """Tries and exchanges by how they ended (weights.pairing)."""
+    failures: dict[str, int] = {}
+    """Failed exchanges by cause (weights.exchange)."""
+    judged: dict[str, int] = {}
+    """Partners' weights by what the gate made of them (weights.outcomes)."""
+    exchange_seconds: float = 0.0
+    """Of all finished exchanges together."""
+    received_bytes: int = 0
+    """Of their payloads."""
+    adoptions: dict[str, int] = {}
+    """Neighbours' states by what became of them (weights.outcomes)."""
+    states_served: int = 0
+    pairs: dict[str, int] = {}
+    """Exchanges by peer; shown, and never a metric's label."""
+
+
 class NetworkView(msgspec.Struct, frozen=True):
     peers_in: int = 0
     peers_out: int = 0
@@ -181,6 +206,7 @@ class NodeSnapshot(msgspec.Struct, frozen=True):
     health: Health = Health()
     trainer: TrainerView = TrainerView()
     rollouts: RolloutsView = RolloutsView()
+    weights: WeightsView = WeightsView()
     network: NetworkView = NetworkView()
     budget: BudgetView = BudgetView()
     supervisor: SupervisorView = SupervisorView()

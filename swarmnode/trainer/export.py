@@ -13,10 +13,12 @@ import shutil
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from swarmnode.config import Config, PolicyConfig
 from swarmnode.errors import LocalError, StateError, Unavailable
@@ -25,6 +27,7 @@ from swarmnode.policy.device import Placement
 from swarmnode.policy.fingerprint import fingerprint
 from swarmnode.policy.load import add_adapter, load_model, local_directory
 from swarmnode.trainer import state
+from swarmnode.weights.lora import A_SEED, freeze_a, shares_a
 
 
 @dataclass(frozen=True)
@@ -45,14 +48,16 @@ class Exported:
 
 def export(config: Config, target: Path, merge: bool) -> Exported:
     """See `swarmnode.export.export`."""
+    disable_progress_bar()
     cfg = config.policy.model_copy(update={"device": "cpu", "dtype": "float32", "quantization": "none"})
     with local_directory(cfg) as directory:
         base = fingerprint(directory)
-        found = state.read(config.node.data_dir / "trainer", state.owner(base, cfg.lora.r))
+        found = state.read(config.node.data_dir / "trainer", state.owner(base, cfg.lora.r, shares_a(config)))
         if found is None:
             raise Unavailable(f"nothing to export: {config.node.data_dir} has no trained state yet; run the node first")
         counters, tensors = found
-        model = trained(cfg, directory, {n.removeprefix("weights."): t for n, t in tensors.items() if n.startswith("weights.")})
+        weights = {n.removeprefix("weights."): t for n, t in tensors.items() if n.startswith("weights.")}
+        model: Any = trained(cfg, directory, weights, shares_a(config))
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     kind = "weights"
     if cfg.lora.r and merge:
@@ -80,11 +85,16 @@ def export(config: Config, target: Path, merge: bool) -> Exported:
     return told
 
 
-def trained(cfg: PolicyConfig, directory: Path, weights: dict[str, torch.Tensor]) -> PreTrainedModel:
-    """The base in `directory` with the trained tensors in it. Raises StateError when they are not this model's."""
+def trained(cfg: PolicyConfig, directory: Path, weights: dict[str, torch.Tensor], shared_a: bool = False) -> PreTrainedModel:
+    """The base in `directory` with the trained tensors in it; shared_a: with the A that all nodes have.
+
+    Raises StateError when they are not this model's.
+    """
     model = load_model(cfg, directory, Placement(torch.device("cpu"), torch.float32, ""))
     if cfg.lora.r:
         model = add_adapter(cfg, model)
+    if shared_a:
+        freeze_a(dict(model.named_parameters()), A_SEED)
     mine = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if {name: p.shape for name, p in mine.items()} != {name: t.shape for name, t in weights.items()}:
         raise StateError("the saved state has other tensors than the model; set policy.lora as it was")

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from swarmnode.trainer.frames import FrameError, Unpacker, pack, socket_path, to_trainer
 from swarmnode.trainer.messages import Draw, Drawn, ExternalGroup, Hello, Judged, OwnGroup, Report, Welcome
+from swarmnode.weights import local
 
 QUEUED_FRAMES = 512
 RETRY_SECONDS = 0.2
@@ -39,11 +40,15 @@ class Link:
     Args:
         data_dir: of the node.
         hello: called for every new connection, from the link's thread.
+        weights: called with what concerns averaging, from the link's thread; returns at once.
     """
 
-    def __init__(self, data_dir: Path, hello: Callable[[], Hello]) -> None:
+    def __init__(
+        self, data_dir: Path, hello: Callable[[], Hello], weights: Callable[[local.ToTrainer], None] = lambda message: None
+    ) -> None:
         self._data_dir = data_dir
         self._hello = hello
+        self._weights = weights
         self._lock = threading.Condition()
         self._outbox: deque[bytes] = deque()
         self._ready: list[ExternalGroup] = []
@@ -77,7 +82,7 @@ class Link:
             self._lock.wait_for(lambda: self._welcome is not None, timeout=seconds)
             return self._welcome
 
-    def send(self, message: OwnGroup | Judged | Report) -> None:
+    def send(self, message: OwnGroup | Judged | Report | local.FromTrainer) -> None:
         """Queue a message; it is lost if the network process stays away while QUEUED_FRAMES others follow."""
         frame = pack(message)
         with self._lock:
@@ -180,7 +185,10 @@ class Link:
             except BlockingIOError:
                 return unsent
 
-    def _receive(self, message: Welcome | Drawn) -> None:
+    def _receive(self, message: Welcome | Drawn | local.ToTrainer) -> None:
+        if not isinstance(message, Welcome | Drawn):
+            self._weights(message)
+            return
         with self._lock:
             if isinstance(message, Welcome):
                 self._welcome = message

@@ -16,10 +16,13 @@ import trio
 from swarmnode.errors import Unavailable
 from swarmnode.trainer.frames import FrameError, Unpacker, pack, socket_path, to_network
 from swarmnode.trainer.messages import Draw, Drawn, Hello, Judged, OwnGroup, Report, Welcome
+from swarmnode.weights import local
 
 log = structlog.get_logger("swarmnode.link")
 
 WRITE_SECONDS = 10.0
+QUEUED = 256
+"""Messages of our own that wait for a trainer to read; more are not sent."""
 
 
 class Trainer(Protocol):
@@ -30,6 +33,7 @@ class Trainer(Protocol):
     def draw(self, draw: Draw) -> Drawn: ...
     def judged(self, judged: Judged) -> None: ...
     def report(self, report: Report) -> None: ...
+    def weights(self, message: local.FromTrainer) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class LinkServer:
         self._data_dir = data_dir
         self._handler = handler
         self._current: trio.CancelScope | None = None
+        self._outbox: trio.MemorySendChannel[local.ToTrainer] | None = None
         self._connections = 0
         self._bad_frames = 0
 
@@ -78,25 +83,55 @@ class LinkServer:
             if directory is not None:
                 os.close(directory)
 
+    def tell(self, message: local.ToTrainer) -> bool:
+        """Say something that the trainer did not ask for, soon; False when there is none, or it does not read."""
+        if self._outbox is None:
+            return False
+        try:
+            self._outbox.send_nowait(message)
+        except (trio.WouldBlock, trio.BrokenResourceError):
+            return False
+        return True
+
     async def _serve(self, stream: trio.SocketStream) -> None:
         self._connections += 1
-        unpacker = Unpacker(to_network)
-        with trio.CancelScope() as scope:
-            self._current = scope
-            async with stream:
-                try:
-                    async for data in stream:
-                        for message in unpacker.feed(bytes(data)):
-                            await self._handle(message, stream)
-                except FrameError as error:
-                    self._bad_frames += 1
-                    log.error("trainer sent a bad frame", error=str(error))
-                except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError) as error:
-                    log.info("trainer left", error=repr(error))
+        outbox, ours = trio.open_memory_channel[local.ToTrainer](QUEUED)
+        turn = trio.Lock()
+        with trio.CancelScope() as scope, outbox:
+            self._current, self._outbox = scope, outbox
+            async with stream, trio.open_nursery() as nursery:
+                nursery.start_soon(self._write, stream, turn, ours)
+                await self._read(stream, turn)
+                nursery.cancel_scope.cancel()
         if self._current is scope:
-            self._current = None
+            self._current = self._outbox = None
 
-    async def _handle(self, message: Hello | OwnGroup | Draw | Judged | Report, stream: trio.SocketStream) -> None:
+    async def _read(self, stream: trio.SocketStream, turn: trio.Lock) -> None:
+        unpacker = Unpacker(to_network)
+        try:
+            async for data in stream:
+                for message in unpacker.feed(bytes(data)):
+                    await self._handle(message, stream, turn)
+        except FrameError as error:
+            self._bad_frames += 1
+            log.error("trainer sent a bad frame", error=str(error))
+        except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError) as error:
+            log.info("trainer left", error=repr(error))
+
+    async def _write(self, stream: trio.SocketStream, turn: trio.Lock, ours: trio.MemoryReceiveChannel[local.ToTrainer]) -> None:
+        """What we say unasked, between answers."""
+        try:
+            async for message in ours:
+                async with turn:
+                    with trio.fail_after(WRITE_SECONDS):
+                        await stream.send_all(pack(message))
+        except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError) as error:
+            log.info("trainer does not listen", error=repr(error))
+            await stream.aclose()  # a frame may have been cut in two: the trainer connects again
+
+    async def _handle(
+        self, message: Hello | OwnGroup | Draw | Judged | Report | local.FromTrainer, stream: trio.SocketStream, turn: trio.Lock
+    ) -> None:
         answer: Welcome | Drawn | None = None
         match message:
             case Hello():
@@ -109,9 +144,12 @@ class LinkServer:
                 self._handler.judged(message)
             case Report():
                 self._handler.report(message)
+            case _:
+                self._handler.weights(message)
         if answer is not None:
-            with trio.fail_after(WRITE_SECONDS):
-                await stream.send_all(pack(answer))
+            async with turn:
+                with trio.fail_after(WRITE_SECONDS):
+                    await stream.send_all(pack(answer))
 
     def statistics(self) -> LinkServerStatistics:
         return LinkServerStatistics(self._current is not None, self._connections, self._bad_frames)

@@ -15,6 +15,7 @@ import time
 import msgspec
 import psutil
 import structlog
+import torch
 
 from swarmnode.config import Config
 from swarmnode.errors import LocalError
@@ -22,6 +23,7 @@ from swarmnode.hours import is_quiet
 from swarmnode.manifest import check_model
 from swarmnode.manifest_store import stored
 from swarmnode.policy.load import load_policy
+from swarmnode.policy.logprobs import Row
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.process import Progress
 from swarmnode.rl.split import AdaptiveSplit, FixedSplit, floor_groups
@@ -37,6 +39,10 @@ from swarmnode.trainer.pace import fitted
 from swarmnode.trainer.sampler import Sampler
 from swarmnode.trainer.state import SEQUENCE_MARGIN, Counters, Saver
 from swarmnode.trainer.update import Updater, UpdateStatistics
+from swarmnode.trainer.weights import Replica
+from swarmnode.weights import local
+from swarmnode.weights.fingerprint import LoraShape
+from swarmnode.weights.lora import A_SEED, freeze_a, shares_a
 
 log = structlog.get_logger("swarmnode.trainer")
 
@@ -61,6 +67,7 @@ class Trainer:
         self._counters = Counters()
         self._backlog: list[ExternalGroup] = []
         self._report = Report(phase="loading")
+        self._replica: Replica | None = None
 
     def stop(self) -> None:
         """Finish the step, save and leave."""
@@ -73,7 +80,7 @@ class Trainer:
             LocalError: the model does not exist or fit, or the state on disk is another model's.
         """
         self._load()
-        with Scorer() as self._scorer, Link(self._config.node.data_dir, self._hello) as self._link:
+        with Scorer() as self._scorer, Link(self._config.node.data_dir, self._hello, self._about_weights) as self._link:
             self._saver = Saver(self._directory)
             self._say("loading")
             if not self._wait_for_identity():
@@ -83,11 +90,13 @@ class Trainer:
             self._sampler = Sampler(self._config, self._policy, self._scorer, self._batcher, self._rng, self._counters)
             if self._counters.reward_held_out_start is None:
                 self._evaluate()
+            self._join()
             while not self._stop.is_set() and not self._finished():
                 if self._rested():
                     continue
                 started = time.monotonic()
                 self._step()
+                self._average()
                 if self._counters.step % self._cfg.eval_every == 0:
                     self._evaluate()
                 self._save()
@@ -107,13 +116,24 @@ class Trainer:
         opened = stored(self._config)
         if opened is not None:
             check_model(opened.manifest, self._policy.fingerprint, self._policy.tokenizer_hash)
+        shared_a = shares_a(self._config)
+        if shared_a:
+            freeze_a(dict(self._policy.model.named_parameters()), A_SEED)
         reference = self._policy.reference() if self._cfg.beta > 0 else None
         self._updater = Updater(self._policy, self._cfg, self._batcher, reference)
         self._rng = self._policy.random_generator(self._cfg.seed)
-        self._fingerprint = state.owner(self._policy.fingerprint, self._config.policy.lora.r)
-        restored = state.restore(self._directory, self._policy.model, self._updater.optimizer, self._rng, self._fingerprint)
+        self._fingerprint = state.owner(self._policy.fingerprint, self._config.policy.lora.r, shared_a)
+        if self._config.weights.rule != "off":
+            self._replica = self._make_replica()
+        outer: dict[str, torch.Tensor] = {}
+        restored = state.restore(
+            self._directory, self._policy.model, self._updater.optimizer, self._rng, self._fingerprint, outer.update
+        )  # fmt: skip
         if restored is not None:
             self._counters = restored
+            if self._replica is not None:
+                self._replica.counters(restored)
+                self._replica.restore(outer)
             self._counters.sequence += SEQUENCE_MARGIN
             self._counters.swarm = self._config.swarm.id or restored.swarm
             log.info("restored", step=restored.step, policy_version=restored.policy_version)
@@ -131,11 +151,48 @@ class Trainer:
             self._split = AdaptiveSplit(batch, floor_groups(batch, share), smoothed=self._counters.useful_per_step, share=share)
         self._split.resize(self._groups)
 
+    def _make_replica(self) -> Replica:
+        """Before a state is restored: the base weights are what the codec is relative to."""
+        lora = self._config.policy.lora
+        modules = [lora.target_modules] if isinstance(lora.target_modules, str) else lora.target_modules
+        a_seed = A_SEED if shares_a(self._config) else None
+        return Replica(
+            self._policy, self._config.weights, self._counters, self._batcher, self._config.node.data_dir,
+            lock=self._updater.lock, send=lambda message: self._link.send(message), temperature=self._cfg.temperature,
+            adapter=LoraShape(lora.r, lora.lora_alpha, tuple(sorted(modules)), a_seed) if lora.r else None,
+        )  # fmt: skip
+
+    def _about_weights(self, message: local.ToTrainer) -> None:
+        if self._replica is not None:
+            self._replica.receive(message)
+
+    def _join(self) -> None:
+        """A node that has learnt nothing yet would rather start where its neighbours are; nobody waits for longer than configured."""
+        if self._replica is None or not self._fresh:
+            return
+        late = time.monotonic() + self._config.weights.join_seconds
+        while not self._stop.is_set() and time.monotonic() < late and not self._replica.settled(0.2):
+            self._progress("loading, asking neighbours for their state")
+            self._average(stepped=False)
+        if self._average(stepped=False) and self._counters.step == 0:
+            self._evaluate()
+
+    @property
+    def _fresh(self) -> bool:
+        return self._counters.step == 0 and not any(self._counters.outer_clocks)
+
+    def _average(self, stepped: bool = True) -> bool:
+        """Outer steps, and whatever the network process has said about them. Whether the policy has changed."""
+        if self._replica is None:
+            return False
+        return self._replica.between_steps(self._link.statistics().connected, self._report.step_seconds or 0.0, stepped)
+
     def _hello(self) -> Hello:
         policy = self._policy
         return Hello(
             model=policy.fingerprint, tokenizer=policy.tokenizer_hash, policy_version=self._counters.policy_version,
             vocab_size=policy.vocab_size, pid=os.getpid(),
+            replica=self._replica.facts(self._fresh) if self._replica is not None else None,
         )  # fmt: skip
 
     def _wait_for_identity(self) -> bool:
@@ -169,6 +226,8 @@ class Trainer:
             self._link.request_external(room - len(self._backlog), self._counters.policy_version)
 
         experience = self._sampler(own_count)
+        if self._replica is not None:
+            self._replica.remember([row for group in experience.groups for row in best_rows(group)])
         if sharing:
             for message in experience.messages:
                 self._link.send(message)
@@ -255,12 +314,15 @@ class Trainer:
             if self._config.sharing.enabled and self._config.sharing.utility_guard:
                 self._split.external_scale = self._guard.observe(None, None, self._report.external_share or 0.0, reward)
             log.info("held out", step=c.step, reward=round(reward, 4))
+            if self._replica is not None:
+                self._replica.observe(reward)
         self._say("evaluating")
 
     def _save(self, last: bool = False) -> None:
         if last or self._saver.idle:
+            outer = self._replica.tensors() if self._replica is not None else None
             self._saver.submit(
-                state.take(self._policy.model, self._updater.optimizer, self._rng, self._counters, self._fingerprint)
+                state.take(self._policy.model, self._updater.optimizer, self._rng, self._counters, self._fingerprint, outer)
             )  # fmt: skip
         if last:
             self._saver.close()
@@ -324,8 +386,15 @@ class Trainer:
             scorer_restarts_total=max(0, self._scorer.statistics().starts - 1),
             state_saved_step=self._saver.saved_step,
             peers_used=dict(c.peers_used),
+            weights=self._replica.report() if self._replica is not None else None,
         )
         self._link.send(self._report)
+
+
+def best_rows(group: TrainingGroup) -> list[Row]:
+    """Completions that earned more than others of their group."""
+    best = max(group.rewards)
+    return [row for row, reward in zip(group.rows, group.rewards, strict=True) if reward == best] if best > min(group.rewards) else []
 
 
 def _mean(values: list[float]) -> float | None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import msgspec
 
 from swarmnode.rollouts.groups import Draw, Drawn, ExternalGroup, Judged, OwnGroup
+from swarmnode.weights import local
 
 __all__ = [
-    "FRAME_BYTES", "Draw", "Drawn", "ExternalGroup", "Hello", "Judged", "OwnGroup", "Report", "ToNetwork", "ToTrainer", "Welcome",
+    "FRAME_BYTES", "Draw", "Drawn", "ExternalGroup", "Hello", "Judged", "OwnGroup", "Report", "ToNetwork", "ToTrainer", "WeightsReport",
+    "Welcome",
 ]  # fmt: skip
 
 FRAME_BYTES = 64 * 2**20
@@ -27,6 +29,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     vocab_size: int
     tokens_per_text_byte: float = 1.0
     pid: int = 0
+    replica: local.ReplicaFacts | None = None
+    """None where nothing is averaged."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
@@ -36,6 +40,33 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """This node's peer id, base58."""
     swarm: bytes
     """32 bytes: swarm id."""
+
+
+class WeightsReport(msgspec.Struct, frozen=True):
+    """Of the trainer's half of averaging. Totals as in Report."""
+
+    rule: str = ""
+    fragments: int = 1
+    outer_step: int = 0
+    """Of the fragment that is furthest behind."""
+    exchanges_total: int = 0
+    solo_steps_total: int = 0
+    reverts_total: int = 0
+    """Since the process started, as are `outcomes` and `stall_seconds_total`."""
+    distance: float | None = None
+    """‖θ_j − θ_i‖ / ‖θ_i‖ at the last exchange: how far replicas are apart."""
+    clip_ratio: float | None = None
+    """Mean share of a partner's difference that was taken; 1 when nothing is clipped."""
+    lag: float | None = None
+    """Outer steps that the last partner was behind us; negative when ahead."""
+    momentum_norm: float = 0.0
+    probation: bool = False
+    outcomes: dict[str, int] = {}
+    """Exchanges by what the gate made of them."""
+    payload_bytes: int = 0
+    """Of the last one that was made here."""
+    stall_seconds_total: float = 0.0
+    """That training stood still for gate and outer steps."""
 
 
 class Report(msgspec.Struct, frozen=True, tag="report"):
@@ -88,7 +119,9 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     state_saved_step: int = 0
     peers_used: dict[str, int] = {}
     """External groups trained on in total, by peer id."""
+    weights: WeightsReport | None = None
+    """None where nothing is averaged."""
 
 
-ToNetwork = Hello | OwnGroup | Draw | Judged | Report
-ToTrainer = Welcome | Drawn
+ToNetwork = Hello | OwnGroup | Draw | Judged | Report | local.FromTrainer
+ToTrainer = Welcome | Drawn | local.ToTrainer

@@ -3,6 +3,7 @@
     weights.<name>      the trainable parameters
     first.<name>        AdamW's first moment      second.<name>   its second moment
     reference.<name>    the start policy, only with a KL penalty on full weights
+    outer.phi.<name>    slow weights of the outer step, and outer.delta.<name> its momentum, where replicas are averaged
     rng                 state of the sampling generator, u8
     metadata            counters and fingerprint, JSON
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,12 @@ class Counters(msgspec.Struct):
     reward_held_out_start: float | None = None
     held_out_step: int | None = None
     peers_used: dict[str, int] = {}
+    outer_clocks: list[int] = []
+    """Outer steps, by fragment."""
+    exchanges_total: int = 0
+    solo_steps_total: int = 0
+    probation: bool = False
+    """Our state is a neighbour's, and no exchange has shown yet that it fits."""
     peer: str = ""
     swarm: str = ""
 
@@ -65,9 +73,18 @@ class Snapshot:
     fingerprint: str
 
 
-def take(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rng: torch.Generator, counters: Counters, fingerprint: str) -> Snapshot:
-    """Copy everything to host memory between two steps; writing the copy needs the model no more."""
-    tensors = {"rng": rng.get_state().clone()}
+OUTER = "outer."
+
+
+def take(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, rng: torch.Generator, counters: Counters, fingerprint: str,
+    outer: Mapping[str, torch.Tensor] | None = None,
+) -> Snapshot:  # fmt: skip
+    """Copy everything to host memory between two steps; writing the copy needs the model no more.
+
+    outer: the outer step's tensors, which never change once they are made, so they are not copied.
+    """
+    tensors = {"rng": rng.get_state().clone(), **{f"{OUTER}{name}": tensor for name, tensor in (outer or {}).items()}}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -98,9 +115,9 @@ def write(directory: Path, snapshot: Snapshot) -> None:
     sync_directory(directory)
 
 
-def owner(fingerprint: bytes, lora_rank: int) -> str:
-    """Whose state it is: the base and the kind of weights that are trained on it."""
-    return f"{fingerprint.hex()}/lora{lora_rank}"
+def owner(fingerprint: bytes, lora_rank: int, shared_a: bool = False) -> str:
+    """Whose state it is: the base and the kind of weights that are trained on it. shared_a: of the adapters, only B is."""
+    return f"{fingerprint.hex()}/lora{lora_rank}" + "/b" * shared_a
 
 
 def read(directory: Path, fingerprint: str) -> tuple[Counters, dict[str, torch.Tensor]] | None:
@@ -125,9 +142,10 @@ def read(directory: Path, fingerprint: str) -> tuple[Counters, dict[str, torch.T
 
 
 def restore(
-    directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, rng: torch.Generator, fingerprint: str
-) -> Counters | None:
-    """Put the last written state into model, optimizer and generator; None when there is none.
+    directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, rng: torch.Generator, fingerprint: str,
+    outer: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None,
+) -> Counters | None:  # fmt: skip
+    """Put the last written state into model, optimizer and generator; None when there is none. `outer` is handed what `take` was.
 
     Raises:
         StateError: the file is damaged, or belongs to another policy. Nothing has been changed then.
@@ -140,6 +158,7 @@ def restore(
     weights = {name.removeprefix("weights."): t for name, t in tensors.items() if name.startswith("weights.")}
     if {n: t.shape for n, t in weights.items()} != {n: p.shape for n, p in trainable.items()}:
         raise StateError(f"{directory / FILE} has other tensors than the model; move it away to start from the base policy")
+    outer({name.removeprefix(OUTER): t for name, t in tensors.items() if name.startswith(OUTER)})  # may refuse: first
     with torch.no_grad():
         for name, parameter in trainable.items():
             parameter.copy_(weights[name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +43,8 @@ class Updater:
         self.optimizer = torch.optim.AdamW(policy.trainable_parameters(), lr=cfg.learning_rate, weight_decay=cfg.weight_decay)
         self._accelerated = policy.accelerator.prepare_optimizer(self.optimizer)
         self._probe = AgreementProbe(policy.trainable_parameters())
+        self.lock = threading.Lock()
+        """Held while the weights move, so that another thread can copy them at any other time."""
 
     def learning_rate(self, step: int) -> float:
         """Linear warm-up, then constant."""
@@ -115,7 +118,8 @@ class Updater:
         norm = self._policy.accelerator.clip_grad_norm_(self._policy.trainable_parameters(), self._cfg.max_grad_norm)
         finite = norm is None or bool(torch.isfinite(norm))
         if finite:
-            self._accelerated.step()
+            with self.lock:
+                self._accelerated.step()
         self._accelerated.zero_grad()
         loss, clipped, kl, entropy, tokens = totals.tolist()
         return UpdateStatistics(

@@ -364,8 +364,8 @@ class WeightExchange:
             answer = await self._ask(peer, message, self._pairing.settings.propose_seconds)
         except PeerTimeout:
             return  # the machine's own deadline
-        except PeerError:
-            self._members.said(peer, b"", 0, trio.current_time())
+        except PeerError as error:
+            log.info("%s cannot be proposed to: %s", peer, error)
             self._handle(pairing.Unreachable(peer, message.nonce))
             return
         if isinstance(answer, Accept | Busy) and answer.nonce == message.nonce and self._fits(answer):

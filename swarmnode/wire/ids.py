@@ -21,6 +21,9 @@ DOMAIN_SESSION = b"swarmnode/session/1"
 DOMAIN_BULK = b"swarmnode/bulk/1"
 """Prefix of what is hashed into a transfer's root."""
 
+DOMAIN_STATE = b"swarmnode/state/1"
+"""Domain string of the signature of an outer state's manifest."""
+
 DOMAIN_SEED = b"swarmnode/seed/1"
 """Prefix of what is hashed into a block of training seeds."""
 
@@ -53,6 +56,12 @@ BULK_MANIFEST_PROTOCOL = "/swarmnode/bulk-manifest/1"
 
 BULK_SOCKET_PROTOCOL = "/swarmnode/bulk-socket/1"
 """Request/response: a port and a token for a TLS connection beside libp2p. Not in `PROTOCOLS`."""
+
+WEIGHTS_PROTOCOL = "/swarmnode/weights/1"
+"""Request/response: what partners say about averaging. Not in `PROTOCOLS`: nodes share rollouts without it."""
+
+WEIGHTS_STATE_PROTOCOL = "/swarmnode/weights-state/1"
+"""Request/response: the signed manifest of an outer state, and where to fetch that. Not in `PROTOCOLS`."""
 
 PRIVATE_SECURITY = "/swarmnode/noise-xxpsk0/1"
 """Security protocol of a swarm with a pre-shared secret, in place of `/noise`."""
