@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -61,7 +62,7 @@ def test_three_nodes_of_one_invite_train_on_each_others_groups(tmp_path, founded
     others = {**FAST, "training": {"step_interval": 0.2, "eval_every": 50}, "task": {"names": ["rg/gcd"]}}
     b = DemoNode("b", tmp_path / "b", others)
     c = DemoNode("c", tmp_path / "c", {**others, "swarm": {"invite": invite}})  # joins when it runs
-    bootstrap = None
+    d = DemoNode("d", tmp_path / "d", others)
     try:
         a.start([])
         a.wait_for_address(time.monotonic() + 60)
@@ -77,37 +78,31 @@ def test_three_nodes_of_one_invite_train_on_each_others_groups(tmp_path, founded
         assert all(each["tasks"] == ["builtin/copy", "builtin/sum"] and each["swarm_name"] == "trial" for each in told)
         assert json.loads((tmp_path / "b" / "run" / "config.json").read_bytes())["training"]["temperature"] == 0.9
 
-        # a key in a second node is found out by whoever is connected to both
-        a.stop()
-        a.wait(30)
+        # the founder goes; a bootstrap node, which needs no trainer, is led in by a member
+        for node in (a, b):
+            node.stop()
+        invite = f"{told[2]['addrs'][0]}/swarm/{told[2]['swarm']}"
+        command = [sys.executable, "-m", "swarmnode", "bootstrap", invite, "--config", str(d._config)]
+        with open(d.directory / "node.log", "wb") as log:
+            d._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        d.wait_for_address(time.monotonic() + 90)
+        until(lambda: status(d)["network"]["peers_in"] + status(d)["network"]["peers_out"], d.last_words())
+        assert status(d)["node"]["trainer"] is False
+        assert set(status(d)["processes"]) == {"network"}
+
+        # a second process with its key is found out by the member that is connected to both
         twin = tmp_path / "twin"
-        twin.mkdir(mode=0o700)
-        (twin / "identity.key").write_bytes((tmp_path / "b" / "identity.key").read_bytes())
-        (twin / "identity.key").chmod(0o600)
-        command = [sys.executable, "-m", "swarmnode", "join", f"{status(c)['node']['addrs'][0]}/swarm/{told[0]['swarm']}"]
-        done = subprocess.run([*command, "--config", str(b._config), "--data-dir", str(twin)], capture_output=True, text=True, timeout=90)
+        shutil.copytree(d.directory, twin, ignore=shutil.ignore_patterns("run", "port"))
+        done = subprocess.run([*command, "--data-dir", str(twin)], capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 77
         assert "another running node uses this node's key" in done.stderr
-        assert b.alive()
-
-        # a bootstrap node needs no trainer, and newcomers find the others through it
-        bootstrap = DemoNode("d", tmp_path / "d", others)
-        log = open(tmp_path / "d" / "node.log", "wb")  # noqa: SIM115
-        bootstrap._process = subprocess.Popen(
-            [sys.executable, "-m", "swarmnode", "bootstrap", command[-1], "--config", str(bootstrap._config)],
-            stdout=log, stderr=log, start_new_session=True,
-        )  # fmt: skip
-        log.close()
-        bootstrap.wait_for_address(time.monotonic() + 60)
-        until(lambda: status(bootstrap)["network"]["peers_in"] + status(bootstrap)["network"]["peers_out"] >= 2, bootstrap.last_words())
-        assert status(bootstrap)["node"]["trainer"] is False
-        assert set(status(bootstrap)["processes"]) == {"network"}
+        assert d.alive()
     finally:
-        for node in filter(None, (a, b, c, bootstrap)):
+        for node in (a, b, c, d):
             node.stop()
-        for node in filter(None, (a, b, c, bootstrap)):
+        for node in (a, b, c, d):
             node.wait(30)
-    assert [node.exit_code() for node in (a, b, c, bootstrap)] == [0, 0, 0, 0]
+    assert [node.exit_code() for node in (a, b, c, d)] == [0, 0, 0, 0]
 
 
 # ---- refusals, one line and one exit code each
