@@ -339,9 +339,10 @@ def _received(state: State, event: Received, now: float, settings: Settings) -> 
         if state.phase is Phase.PROPOSED and (peer, message.nonce) == (state.peer, state.session):
             return _next_try(state, now, settings, message.reason, alive=message.reason == "busy")
         return state, ()
-    if (peer, message.session) == (state.peer, state.session) and state.phase in (Phase.PAIRED, Phase.TRANSFER) and not state.one_sided:
+    ours = isinstance(message, Release) and (peer, message.session) == (state.peer, state.session)
+    if ours and state.phase in (Phase.PAIRED, Phase.TRANSFER) and not state.one_sided:
         return _abort(state, now, settings, "released", tell=False)
-    return state, ()
+    return state, ()  # messages for the driver end here too: a peer may send anything at any time
 
 
 def _proposal(state: State, event: Received, message: Propose, now: float, settings: Settings) -> _Result:

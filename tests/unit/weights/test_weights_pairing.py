@@ -274,6 +274,18 @@ def test_a_step_that_is_being_exchanged_is_not_also_taken_alone():
     assert pairing.state.phase is Phase.PAIRED
 
 
+def test_a_release_ends_the_session_before_its_bytes_are_here_and_not_after():
+    pairing = node()
+    pairing.handle(Received("a", propose()), 0.0)
+    assert pairing.handle(Received("x", Release(NONCE)), 0.1) == ()  # not its session
+    assert pairing.handle(Received("a", Release(NONCE)), 0.1) == (Close(NONCE), Ended("a", "released"))
+    pairing.handle(Received("a", propose(OTHER)), 0.2)
+    for event in (Opened(OTHER), Transferred(OTHER)):
+        pairing.handle(event, 0.3)
+    assert pairing.handle(Received("a", Release(OTHER)), 0.4) == ()
+    assert pairing.state.phase is Phase.VERIFY
+
+
 def test_random_events_never_raise_and_never_leave_a_state_without_a_deadline():
     rng = random.Random(0)
     nonces = [bytes([i]) * 16 for i in range(4)]
