@@ -40,6 +40,7 @@ TALK_SECONDS = 10.0
 LATER_SECONDS = 0.01
 """The caller, who is the initiator, goes first: where one side has no router, its SYN meets a listener, which takes the other role."""
 DIAL_SECONDS = 4.0
+REFUSED_SECONDS = 0.03
 HANDSHAKE_SECONDS = 10.0
 ADDRESSES = 2
 """Addresses of the other side that are dialled. It tells them, so that more would be a way to have us dial around."""
@@ -214,7 +215,7 @@ class Puncher:
         raw = None
         try:
             with trio.fail_after(DIAL_SECONDS):
-                raw = await connect_from(source, target, initiator=initiator)
+                raw = await connect_until_open(source, target, initiator=initiator)
             with trio.fail_after(HANDSHAKE_SECONDS):
                 swarm = self._host.get_network()
                 if initiator:
@@ -228,6 +229,15 @@ class Puncher:
             if raw is not None:
                 with trio.CancelScope(shield=True), trio.move_on_after(1.0):
                     await raw.close()
+
+
+async def connect_until_open(source: Address, target: Address, *, initiator: bool) -> RawConnection:
+    """Like `connect_from`, again and again while the other router refuses: it may not have seen its own side's SYN yet."""
+    while True:
+        try:
+            return await connect_from(source, target, initiator=initiator)
+        except ConnectionRefusedError:
+            await trio.sleep(REFUSED_SECONDS)
 
 
 async def connect_from(source: Address, target: Address, *, initiator: bool) -> RawConnection:

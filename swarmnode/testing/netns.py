@@ -76,8 +76,9 @@ class Topology:
         self._add(name)
         self._plug(name, address)
 
-    def behind_nat(self, name: str, outside: str, kind: Kind = "preserving") -> None:
-        """A namespace `name` in a private network whose router masquerades as `outside`, and drops what was not asked for from inside."""
+    def behind_nat(self, name: str, outside: str, kind: Kind = "preserving", *, resets: bool = False) -> None:
+        """A namespace `name` in a private network whose router masquerades as `outside`, and drops what was not asked for from inside;
+        with `resets` it answers that with a TCP reset."""
         number = len(self._routers) + 1
         router = self._routers[name] = f"{name}r"
         self._add(router)
@@ -92,12 +93,14 @@ class Topology:
             name, f"ip addr add 192.168.{number}.2/24 dev eth0", "ip link set eth0 up", f"ip route add default via 192.168.{number}.1"
         )
         flag = "" if kind == "preserving" else kind
+        last = "reject with tcp reset;" if resets else ""
         rules = f"""
             table ip router {{
                 chain outgoing {{ type nat hook postrouting priority 100; oifname "outside" masquerade {flag}; }};
                 chain through {{ type filter hook forward priority 0; policy drop;
                     iifname "inside" accept; ct state established,related accept; }};
-                chain incoming {{ type filter hook input priority 0; policy drop; ct state established,related accept; }};
+                chain incoming {{ type filter hook input priority 0; policy drop; ct state established,related accept;
+                    meta l4proto tcp {last or "drop;"} }};
             }}
         """
         self._in(router, "nft -f -", data=rules)
