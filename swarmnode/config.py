@@ -201,9 +201,9 @@ class SharingConfig(Section):
     """Groups accepted from one peer, sustained."""
     min_mean_logprob: float = Field(default=-12.0, lt=0)
     """Groups of other models: completions less likely than this per token are not trained on."""
-    spot_check_tolerance: float = Field(default=1.0, gt=0)
-    """Groups of the same model: median |difference of log-probability| per token above which a group is rejected."""
-    surprise_tolerance: float = Field(default=1.0, gt=0)
+    spot_check_tolerance: float = Field(default=3.0, gt=0)
+    """Groups of the same model: median |difference of log-probability| per token, nats, above which a group is not trained on."""
+    surprise_tolerance: float = Field(default=4.0, gt=0)
     """Groups of the same model: mean excess of surprise over our policy's entropy per token, nats, above which nobody sampled them."""
     utility_guard: bool = True
     """Take fewer external groups while they disagree with what helps this node."""

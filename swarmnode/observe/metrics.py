@@ -35,7 +35,7 @@ MAX_LABEL_VALUES = 64
 LABEL_VALUE = re.compile(r"[A-Za-z0-9_./+-]{1,64}")
 
 PHASES = ("loading", "generating", "training", "evaluating", "paused", "draining")
-JUDGED = ("used", "spot_check", "mean_logprob", "untokenizable")
+JUDGED = ("used", "forged_ids", "spot_check", "mean_logprob", "untokenizable")
 PROCESSES = ("network", "trainer")
 DIRECTIONS = ("in", "out")
 CHECKS = ("network", "policy", "joined")

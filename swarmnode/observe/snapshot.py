@@ -90,7 +90,7 @@ class RolloutsView(msgspec.Struct, frozen=True):
     used: int = 0
     """Groups of peers that the trainer trained on."""
     judged: dict[str, int] = {}
-    """Drawn groups by the trainer's verdict: used, spot_check, mean_logprob, untokenizable."""
+    """Drawn groups by the trainer's verdict: used, forged_ids, spot_check, mean_logprob, untokenizable."""
     staleness: dict[int, int] = {}
     """Groups given to the trainer, by own policy versions since they arrived."""
     fetches: dict[str, int] = {}

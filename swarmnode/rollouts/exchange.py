@@ -219,8 +219,10 @@ class RolloutExchange:
         if judged.outcome == "used":
             _count(self._used, judged.peer)
             self._network.accepted(judged.peer)
-        elif REASONS[judged.outcome] is Verdict.REJECT:
-            self._used.pop(judged.peer, None)  # on probation again
+            return
+        if judged.outcome in ("forged_ids", "spot_check"):
+            self._used.pop(judged.peer, None)  # on probation again: fewer of its groups are drawn, whoever is to blame
+        if REASONS[judged.outcome] is Verdict.REJECT:
             self._network.rejected(judged.peer, judged.outcome)
 
     def _trust(self, peer: str) -> float:

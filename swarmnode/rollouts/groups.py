@@ -16,7 +16,7 @@ import msgspec
 
 from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
 
-Outcome = Literal["used", "spot_check", "mean_logprob", "untokenizable"]
+Outcome = Literal["used", "forged_ids", "spot_check", "mean_logprob", "untokenizable"]
 """What the trainer makes of a drawn group."""
 
 

@@ -62,7 +62,8 @@ REASONS: Final[dict[str, Verdict]] = {
     "fetch_busy": Verdict.IGNORE,
     "mismatch": Verdict.REJECT,  # not the bytes that its announcement named
     # what the trainer found
-    "spot_check": Verdict.REJECT,
+    "forged_ids": Verdict.REJECT,  # token ids that do not spell the text that earned the reward
+    "spot_check": Verdict.IGNORE,  # against our own policy, which may be the one that is far from everybody else's
     "mean_logprob": Verdict.IGNORE,
     "untokenizable": Verdict.IGNORE,
 }

@@ -93,7 +93,7 @@ def judge(groups: Sequence[ExternalGroup], policy: Policy, batcher: MicroBatcher
         except Incompatible:
             judgement.outcomes.append((group, "untokenizable"))
         except ForgedIds:
-            judgement.outcomes.append((group, "spot_check"))
+            judgement.outcomes.append((group, "forged_ids"))
     local = _score(policy, batcher, [rows for _, rows in readable], temperature)
     for (group, rows), scored in zip(readable, local, strict=True):
         theirs = group.group.sampling.temperature  # what the peer says is of its policy at its temperature

@@ -22,7 +22,6 @@ FAST = {
     "policy": {"threads": 1},
     "training": {"step_interval": 0.2, "eval_every": 50, "temperature": 0.9},
     "task": {"names": ["builtin/copy", "builtin/sum"]},
-    "sharing": {"spot_check_tolerance": 100.0, "surprise_tolerance": 100.0},  # policies that learn this fast soon differ
     "http": {"port": 0},
     "supervisor": {"backoff_seconds": 0.1},
 }

@@ -333,14 +333,25 @@ async def test_token_ids_are_dropped_for_a_trainer_with_another_tokenizer(swarm,
     assert all(c.token_ids and c.logprobs for c in same.group.completions)
 
 
-async def test_a_failed_spot_check_costs_trust_and_reputation(swarm, autojump_clock):
+async def test_a_failed_spot_check_costs_trust_and_no_reputation(swarm, autojump_clock):
+    """Our own policy may be the one that moved: honest nodes must not end up greylisting each other for learning."""
+    exchange, peer = swarm.exchanges[1], swarm.authors[0].peer
+    for _ in range(16):
+        exchange.judged(Judged(b"c" * 32, peer, "used"))
+    for _ in range(100):
+        exchange.judged(Judged(b"c" * 32, peer, "spot_check"))
+    assert exchange._trust(peer) == 0.25
+    assert exchange._network.welcome(peer)
+
+
+async def test_forged_ids_cost_trust_and_reputation(swarm, autojump_clock):
     exchange, liar = swarm.exchanges[1], swarm.authors[0].peer
     for _ in range(16):
         exchange.judged(Judged(b"c" * 32, liar, "used"))
     assert exchange._trust(liar) == 1.0
-    exchange.judged(Judged(b"c" * 32, liar, "spot_check"))
+    exchange.judged(Judged(b"c" * 32, liar, "forged_ids"))
     assert exchange._trust(liar) < 0.25
-    assert exchange.statistics().judged == {"used": 16, "spot_check": 1}
+    assert exchange.statistics().judged == {"used": 16, "forged_ids": 1}
 
 
 async def test_an_unlikely_text_is_nobodys_fault(swarm, autojump_clock):

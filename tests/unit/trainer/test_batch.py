@@ -78,8 +78,8 @@ def test_the_paper_s_mode_has_no_correction(policy, sample):
     assert judged(policy, external(policy, sample, shift=5.0), cfg).accepted[0].weights == [1.0] * 4
 
 
-def test_logprobs_of_another_policy_fail_the_spot_check(policy, sample):
-    judgement = judged(policy, external(policy, sample, shift=-3.0))
+def test_logprobs_of_a_far_policy_fail_the_spot_check(policy, sample):
+    judgement = judged(policy, external(policy, sample, shift=-5.0))
     assert judgement.accepted == []
     assert [outcome for _, outcome in judgement.outcomes] == ["spot_check"]
 
@@ -100,7 +100,7 @@ def test_ids_that_do_not_spell_the_rewarded_text_are_caught(policy, sample):
     texts[2] = texts[2] + "7"
     judgement = judged(policy, external(policy, sample, texts=texts))
     assert judgement.accepted == []
-    assert [outcome for _, outcome in judgement.outcomes] == ["spot_check"]
+    assert [outcome for _, outcome in judgement.outcomes] == ["forged_ids"]
 
 
 def test_another_tokenizer_s_group_is_read_as_text(policy, sample):
