@@ -13,7 +13,7 @@ upstream, what it costs and how to know that it is no longer needed; tests/unit/
 import importlib.metadata
 
 from swarmnode.errors import Refused
-from swarmnode.p2p.guards import gossip, inbox, peerstore, swarm, yamux
+from swarmnode.p2p.guards import gossip, inbox, packets, peerstore, swarm, yamux
 from swarmnode.p2p.guards.counting import NAMES, GuardStatistics, statistics
 from swarmnode.p2p.guards.gossip import guard_gossip
 from swarmnode.p2p.guards.pubsub import GuardedPubsub
@@ -49,6 +49,7 @@ def install() -> None:
     if not _installed:
         yamux.install()
         inbox.install()
+        packets.install()
         swarm.install()
         gossip.install()
         peerstore.install()

@@ -5,6 +5,7 @@ is not UTF-8 ends the process (stream_muxer/mplex/mplex.py `_handle_new_stream`,
 Not needed any more when upstream drops plaintext, secio and mplex from its defaults.
 """
 
+from libp2p.abc import IRawConnection, ISecureConn
 from libp2p.crypto.keys import KeyPair, PrivateKey
 from libp2p.crypto.x25519 import create_new_key_pair
 from libp2p.custom_types import TProtocol
@@ -14,6 +15,7 @@ from libp2p.security.noise.transport import PROTOCOL_ID, Transport
 from libp2p.stream_muxer.yamux.yamux import Yamux
 from noise.connection import NoiseConnection
 
+from swarmnode.p2p.guards import packets
 from swarmnode.wire import ids
 
 YAMUX_ONLY = {TProtocol("/yamux/1.0.0"): Yamux}
@@ -26,11 +28,21 @@ def noise_only(key_pair: KeyPair, secret: bytes | None = None) -> dict[TProtocol
     `secret` (32 bytes): of a private swarm; then another protocol, whose handshake fails at its first message for whoever does not have it.
     """
     if secret is None:
-        return {PROTOCOL_ID: Transport(key_pair, create_new_key_pair().private_key)}
+        return {PROTOCOL_ID: _Transport(key_pair, create_new_key_pair().private_key)}
     return {TProtocol(ids.PRIVATE_SECURITY): _PrivateTransport(key_pair, create_new_key_pair().private_key, secret)}
 
 
-class _PrivateTransport(Transport):
+class _Transport(Transport):
+    """Noise whose sessions read and write in bulk: see `packets`."""
+
+    async def secure_inbound(self, conn: IRawConnection) -> ISecureConn:
+        return packets.in_bulk(await super().secure_inbound(conn))  # type: ignore[arg-type]
+
+    async def secure_outbound(self, conn: IRawConnection, peer_id: ID) -> ISecureConn:
+        return packets.in_bulk(await super().secure_outbound(conn, peer_id))  # type: ignore[arg-type]
+
+
+class _PrivateTransport(_Transport):
     """libp2p's handshake with the Noise modifier psk0: the secret enters the keys before anything is said."""
 
     def __init__(self, key_pair: KeyPair, noise_key: PrivateKey, secret: bytes) -> None:

@@ -1,0 +1,106 @@
+"""Packets read and written in bulk carry the same bytes as one by one, however the socket cuts them."""
+
+import random
+
+import pytest
+import trio
+import trio.testing
+from cryptography.exceptions import InvalidTag
+from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.io.exceptions import IncompleteReadError
+from libp2p.io.trio import TrioTCPStream
+from libp2p.network.connection.raw_connection import RawConnection
+from libp2p.peer.id import ID
+from libp2p.security.noise.transport import PROTOCOL_ID, Transport
+
+from swarmnode.p2p import guards
+from swarmnode.p2p.guards import packets
+
+
+class Dribble(RawConnection):
+    """Gives what it reads in pieces of 1 to `most` bytes."""
+
+    def __init__(self, stream, initiator: bool, most: int) -> None:
+        super().__init__(TrioTCPStream(stream), initiator)
+        self.random, self.most = random.Random(7), most
+
+    async def read(self, n: int | None = None) -> bytes:
+        return await super().read(min(n or self.most, self.random.randint(1, self.most)))
+
+
+async def sessions(most: int = 2**20, *, stock: bool = False):
+    """A dialler's and a listener's session after the handshake, the latter with the library's own reading and writing if `stock`."""
+    keys = [create_new_key_pair(bytes([number]) * 32) for number in (1, 2)]
+    listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    ours = await trio.testing.open_stream_to_socket_listener(listeners[0])
+    theirs = await listeners[0].accept()
+    await listeners[0].aclose()
+    dialler = guards.noise_only(keys[0])[PROTOCOL_ID]
+    listener = guards.noise_only(keys[1])[PROTOCOL_ID]
+    done = []
+
+    async def inbound() -> None:
+        secure = Transport.secure_inbound if stock else type(listener).secure_inbound
+        done.append(await secure(listener, Dribble(theirs, False, most)))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(inbound)
+        outbound = await dialler.secure_outbound(Dribble(ours, True, most), ID.from_pubkey(keys[1].public_key))
+    return outbound, done[0]
+
+
+async def test_sessions_on_sockets_are_those_in_bulk():
+    ours, theirs = await sessions()
+    assert isinstance(ours.read.__self__, packets.Packets)
+    assert isinstance(theirs.write.__self__, packets.Packets)
+    await ours.close()
+    await theirs.close()
+
+
+@pytest.mark.parametrize("stock", [False, True])
+@pytest.mark.parametrize("most", [200, 70_000, 2**20])
+async def test_bytes_arrive_in_order_however_they_are_cut(stock, most):
+    numbers = random.Random(most)
+    sizes = [1, 2, 65519, 65520, 262_144] if most > 200 else [1, 500, 3000]
+    data = [numbers.randbytes(size) for size in sizes for _ in range(2)]
+    reads = [1, 7, 12, 65_519, 100_000] if most > 200 else [1, 7, 12]
+    for sender, receiver in ((0, 1), (1, 0)):
+        pair = await sessions(most, stock=stock)
+        received = bytearray()
+
+        async def send(session) -> None:
+            for each in data:
+                await session.write(each)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(send, pair[sender])
+            total = sum(map(len, data))
+            while len(received) < total:
+                received += await pair[receiver].read(min(numbers.choice(reads), total - len(received)))
+        assert bytes(received) == b"".join(data)
+        for session in pair:
+            await session.close()
+
+
+async def test_what_there_is_is_given_when_no_length_is_asked_for():
+    ours, theirs = await sessions()
+    await ours.write(b"x" * 100)
+    assert await theirs.read(40) == b"x" * 40
+    assert await theirs.read(None) == b"x" * 60
+    assert await theirs.read(0) == b""
+    await ours.close()
+    await theirs.close()
+
+
+async def test_an_early_end_and_an_altered_packet_end_the_reading():
+    ours, theirs = await sessions()
+    await ours.write(b"x" * 10)
+    await ours.close()
+    with pytest.raises(IncompleteReadError):
+        await theirs.read(11)
+    ours, theirs = await sessions()
+    await ours.conn.read_writer.read_write_closer.write(b"\x00\x20" + bytes(32))
+    with pytest.raises(InvalidTag):
+        await theirs.read(1)
+    await ours.close()
+    await theirs.close()
