@@ -3,9 +3,9 @@
     peer B ─ RESERVE ─▶ relay: B may be called through us for RESERVATION_SECONDS, while it stays connected
     peer A ─ CONNECT B ─▶ relay ─ CONNECT from A ─▶ B ─ OK ─▶ relay ─ OK ─▶ A, then bytes both ways until a limit or either end
 
-Ours instead of the library's, which reserves for whatever peer id a message names (so that one peer can take all reservations, or ask for
-someone else), keeps one circuit per peer and ends another's when a second one closes, and writes its error messages into the middle of a
-circuit's data. Here a reservation belongs to the peer that the handshake proved, ends with its connection, and everything is bounded.
+Ours instead of the library's, which keeps a place for whatever peer id a message names (so that one peer can take them all), keeps one
+circuit per peer and closes another's streams when one ends, and writes its error messages into the middle of a circuit's data. Here a
+reservation belongs to the peer that the handshake proved, ends with its connection, and everything is bounded.
 """
 
 from __future__ import annotations
