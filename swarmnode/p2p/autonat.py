@@ -7,8 +7,8 @@ A peer that says ok without having come is not believed: that would keep us from
 majority of those asked counts, of those that see us from furthest away: a neighbour on the LAN says nothing about the world.
 
 We dial back nothing but the address at which we see the asking peer, one TCP connection at a time, rarely: whoever asks must already hold a
-connection from there, so nobody can send us to anybody else. The library's service dials any number of times, every address in turn, for
-as many askers as come, and believes what it is told.
+connection from there, so nobody can send us to anybody else. (The library's service does not dial at all: it asks for a connection with a
+peer that it is connected to, and so finds everybody reachable.)
 """
 
 from __future__ import annotations

@@ -1,0 +1,100 @@
+"""Places at relays: as text, in the peer table, and in peer exchange."""
+
+import random
+
+import pytest
+
+from swarmnode.p2p import addresses
+from swarmnode.p2p.addresses import Address, Circuit, dialable, parse_any
+from swarmnode.p2p.peers import PEERS_PER_PREFIX, PEERS_PER_RELAY, PeerTable
+from swarmnode.testing.hosts import host, hosts
+from swarmnode.testing.waiting import until
+from swarmnode.wire import codec, ids, limits
+from swarmnode.wire.messages import PeerAddresses, PeersRequest, PeersResponse
+
+RELAY = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
+PEER = "12D3KooWJWoaqZhDaoEFshF7Rh1bpY9ohihFhzcW6d69Lr2NASuq"
+PLACE = f"/ip4/5.5.5.5/tcp/9/p2p/{RELAY}/p2p-circuit"
+
+
+def test_a_place_at_a_relay_is_read_and_written_alike():
+    assert parse_any(PLACE) == (Circuit(Address("ip4", "5.5.5.5", 9), RELAY), None)
+    assert parse_any(f"{PLACE}/p2p/{PEER}") == (Circuit(Address("ip4", "5.5.5.5", 9), RELAY), PEER)
+    assert str(parse_any(PLACE)[0]) == PLACE
+    assert parse_any("/ip4/5.5.5.5/tcp/9") == (Address("ip4", "5.5.5.5", 9), None)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "/p2p-circuit", f"/p2p/{RELAY}/p2p-circuit", "/ip4/5.5.5.5/tcp/9/p2p-circuit", f"{PLACE}/tcp/1", f"{PLACE}/p2p/x", f"{PLACE}x",
+        f"{PLACE}/p2p/{PEER}/p2p-circuit", f"{PLACE}{PLACE}", f"/ip4/5.5.5.5/udp/9/p2p/{RELAY}/p2p-circuit", PLACE + "/" * 300,
+    ],
+)  # fmt: skip
+def test_anything_else_is_refused(text):
+    with pytest.raises(ValueError):
+        parse_any(text)
+
+
+def test_a_relay_reaches_as_far_as_its_address_does():
+    near = Circuit(Address("ip4", "127.0.0.1", 9), RELAY)
+    assert not dialable(near, Address("ip4", "5.5.5.5", 1))
+    assert dialable(near, Address("ip4", "127.0.0.1", 1))
+    assert not dialable(Circuit(Address("dns4", "localhost", 9), RELAY), None)
+    assert not dialable(Circuit(Address("ip4", "0.0.0.0", 9), RELAY), None)
+
+
+def test_direct_addresses_are_tried_first_but_no_long_row_of_them():
+    table = PeerTable("own", 8, random.Random(0))
+    direct = [f"/ip4/5.5.{number}.5/tcp/9" for number in range(4)]
+    for address in [PLACE, *direct]:
+        table.add("p", address, "exchange", 0.0)
+    (dial,) = table.to_dial(10.0)
+    assert dial.addresses == (*direct[:2], PLACE, *direct[2:])
+
+
+def test_peers_behind_one_relay_are_bounded_apart_from_its_network():
+    table = PeerTable("own", 8, random.Random(0))
+    for number in range(2 * PEERS_PER_RELAY):
+        table.add(f"r{number}", PLACE, "exchange", 0.0)
+        table.add(f"d{number}", f"/ip4/5.5.5.{number}/tcp/9", "exchange", 0.0)
+    assert table.statistics().known == PEERS_PER_RELAY + PEERS_PER_PREFIX
+
+
+def test_a_call_that_worked_does_not_prove_the_address_of_the_relay():
+    table = PeerTable("own", 8, random.Random(0))
+    table.add("p", PLACE, "exchange", 0.0)
+    table.connected_to("p", inbound=False, now=0.0)
+    table.dialed_ok("p", PLACE, 0.0)
+    assert table.good(8, apart_from="x", scope=addresses.PUBLIC) == []
+    table.claim("p", PLACE, 0.0)
+    assert table.good(8, apart_from="x", scope=addresses.PUBLIC) == [("p", [PLACE])]
+
+
+async def ask(one, other, told):
+    """The peers that `other` tells `one`, which tells `told` of itself."""
+    data = codec.encode(PeersRequest(bytes(32), told))
+    limit = limits.PEERS_RESPONSE_BYTES
+    answer = await one.requests.request(other.peer_id, ids.PEERS_PROTOCOL, data, deadline=5.0, max_response_bytes=limit)
+    return {each.peer: each.addresses for each in codec.decode(answer, PeersResponse, limit).peers}
+
+
+async def test_a_relay_that_nobody_has_dialled_is_not_passed_on(tmp_path):
+    """Else one liar could send the swarm to any address, as a relay's."""
+    async with hosts(tmp_path, 3) as (a, b, c):
+        await until(lambda: len(a.connected()) == 2 and a.nat.address_of(c.peer_id) is not None)
+        await ask(b, a, [f"/ip4/9.9.9.9/tcp/9/p2p/{RELAY}/p2p-circuit", f"/ip4/9.9.9.9/tcp/9/p2p/{c.peer_id}/p2p-circuit"])
+        places = [each for each in (await ask(c, a, [])).get(b.peer_id, []) if addresses.is_circuit(each)]
+        known = addresses.parse(c.listen_addrs[0])[0]
+        assert places == [str(Circuit(known, c.peer_id))]  # the lie is gone, the one we can correct is corrected
+
+
+async def test_a_relay_that_does_not_know_its_address_is_where_it_is_seen(tmp_path):
+    async with host(tmp_path / "a") as a, host(tmp_path / "b", initial_peers=a.listen_addrs) as b:
+        await until(lambda: a.connected() and b.connected())
+        teller = b.nat.vantage(a.peer_id)
+        b.nat.address_of = lambda peer: None
+        b._exchange._learn([PeerAddresses(PEER, [f"/ip4/0.0.0.0/tcp/77/p2p/{a.peer_id}/p2p-circuit"])], a.peer_id, teller)
+        assert b.peers.get(PEER).addresses == [f"/ip4/127.0.0.1/tcp/77/p2p/{a.peer_id}/p2p-circuit"]
+        b._exchange._learn([PeerAddresses(RELAY, [f"/ip4/0.0.0.0/tcp/77/p2p/{PEER}/p2p-circuit"])], a.peer_id, teller)
+        assert b.peers.get(RELAY) is None
