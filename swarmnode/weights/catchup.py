@@ -25,7 +25,7 @@ from swarmnode.errors import BadMessage, LocalError, PeerError
 from swarmnode.weights import local
 from swarmnode.weights.layout import payload_limit
 from swarmnode.weights.manifest import AGREE, ASK, StateManifest, agreed_source, check_manifest
-from swarmnode.weights.messages import STATE_BYTES, StateRequest, StateResponse, decode_state, encode_message
+from swarmnode.weights.messages import STATE_BYTES, STATE_REQUEST_BYTES, StateRequest, StateResponse, decode_state, encode_message
 from swarmnode.weights.offers import Offers
 from swarmnode.weights.outcomes import ADOPTIONS, PROOF
 from swarmnode.wire import codec, envelope, ids
@@ -97,9 +97,9 @@ class CatchUp:
 
     def heard(self, step: int, most: float) -> None:
         """A peer claims `step` outer steps; beyond `most` of them we are too far behind to be averaged with."""
-        if step > most and trio.current_time() >= self._next:
+        if not self._fresh and step > most and trio.current_time() >= self._next:
             self._next = trio.current_time() + AGAIN_SECONDS
-            self._beyond, self._fresh = most, False
+            self._beyond = most
             self._wanted.set()
 
     async def run(self) -> None:
@@ -129,7 +129,9 @@ class CatchUp:
                 async with trio.open_nursery() as nursery:
                     for peer in chosen:
                         nursery.start_soon(self._ask, peer, answers)
-            source = agreed_source({peer: manifest for peer, (manifest, _) in answers.items()}, self._fingerprint)
+            early = len(answers) < ASK and trio.current_time() - began < GRACE_SECONDS
+            claims = {peer: manifest for peer, (manifest, _) in answers.items()}
+            source = agreed_source(claims, self._fingerprint) if not early else None
             if source is not None and answers[source][0].outer_step > self._beyond:
                 if await self._pull(source, *answers[source]):
                     return True
@@ -216,7 +218,7 @@ class CatchUp:
 
     def serve(self) -> None:
         self._network.requests.serve(
-            ids.WEIGHTS_STATE_PROTOCOL, self._answer, max_request_bytes=64, max_response_bytes=STATE_BYTES,
+            ids.WEIGHTS_STATE_PROTOCOL, self._answer, max_request_bytes=STATE_REQUEST_BYTES, max_response_bytes=STATE_BYTES,
             concurrent=8, per_peer=1, deadline=ASK_SECONDS,
         )  # fmt: skip
 

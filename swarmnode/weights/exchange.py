@@ -224,7 +224,7 @@ class WeightExchange:
             self._pairing.settings, open_seconds=min(max(OPEN_SECONDS[0], 5 + 2 * step), OPEN_SECONDS[1]),
             verify_seconds=60 + 4 * step, apply_seconds=300 + 4 * step, rest_seconds=REST_SHARE * interval,
         )  # fmt: skip
-        candidates = self._candidates() if self._budget("fetch") else []
+        candidates = self._near(due.clock) if self._budget("fetch") else []
         order = partner_order(self._network.peer_id, candidates, epoch_bucket(self._clock()), self._swarm)
         lease = self._lease(order[0] if order else "", due.fragment)
         self._handle(pairing.Due(due.fragment, due.clock, tuple(order), secrets.token_bytes(NONCE_BYTES), lease))
@@ -296,7 +296,6 @@ class WeightExchange:
         session = Session(state.session, state.peer, state.fragment, state.outer_step, state.lease_seconds)
         self._session = session
         session.theirs = self._early.pop((session.peer, session.id), None)
-        self._catch_up.heard(state.outer_step, self._clocks[state.fragment] + self.cfg.max_lag)
         if not self._tell(local.TakeSnapshot(session.id, session.fragment)):
             self._soon(self._fail_soon, session.id, "no_trainer")
 
@@ -341,6 +340,10 @@ class WeightExchange:
             for peer in self._members.candidates(self._network.connected(), self._pairing.settings.fingerprint, now)
             if self._network.welcome(peer)
         ]
+
+    def _near(self, clock: int) -> list[str]:
+        """Candidates whose claims are not so far from ours that the gate would refuse, theirs or ours."""
+        return [peer for peer in self._candidates() if abs(self._members.outer_step(peer) - clock) <= self.cfg.max_lag]
 
     def _lease(self, peer: str, fragment: int) -> float:
         """Seconds that a payload may take, both ways at once."""
@@ -402,6 +405,12 @@ class WeightExchange:
             return  # it does not average, or its trainer is not there yet: then it will ask us
         if isinstance(answer, Here):
             members.said(peer, answer.fingerprint, answer.outer_step, trio.current_time())
+            self._heard(answer)
+
+    def _heard(self, here: Here) -> None:
+        """Somebody far ahead is a reason to look whether the swarm is."""
+        if here.fingerprint == self._pairing.settings.fingerprint:
+            self._catch_up.heard(here.outer_step, min(self._clocks, default=0) + self.cfg.max_lag)
 
     def _here(self) -> Here:
         return Here(self._pairing.settings.fingerprint, min(self._clocks, default=0))
@@ -428,6 +437,7 @@ class WeightExchange:
         match message:
             case Here():
                 self._members.said(peer, message.fingerprint, message.outer_step, trio.current_time())
+                self._heard(message)
                 answer = self._here()
             case Propose():
                 answer = self._answer(peer, message)

@@ -11,6 +11,7 @@ from swarmnode.wire.limits import INTEGER_BITS
 
 MESSAGE_BYTES: Final = 256
 NONCE_BYTES: Final = 16
+STATE_REQUEST_BYTES: Final = 128
 STATE_BYTES: Final = 4 * 2**20
 """A manifest of a state names every tensor."""
 HASH_BYTES: Final = 32

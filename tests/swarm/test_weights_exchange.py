@@ -1,0 +1,185 @@
+"""Averaging over real libp2p hosts: two sides agree, fetch, gate and commit; a newcomer gets its neighbours' state."""
+
+import contextlib
+
+import pytest
+import torch
+import trio
+
+from swarmnode.p2p import identity
+from swarmnode.testing.hosts import hosts
+from swarmnode.testing.replica import CONFIG, SWARM, Node, identical, plane
+from swarmnode.testing.waiting import until
+from swarmnode.weights import exchange as exchange_module
+from swarmnode.weights import local
+
+pytestmark = pytest.mark.swarm
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(exchange_module, "OPEN_SECONDS", (1.0, 120.0))
+    monkeypatch.setattr(exchange_module, "GREET_SECONDS", 0.05)
+
+
+@contextlib.asynccontextmanager
+async def nodes(directory, count, **options):
+    """`count` planes that know of each other, the weights of each already moved by its own steps."""
+    async with hosts(directory, count, swarm=SWARM) as networks, contextlib.AsyncExitStack() as stack:
+        made: list[Node] = []
+        for number, network in enumerate(networks):
+            await network.wait_connected(count - 1)
+            path = directory / str(number)
+            key = identity.load_or_create(path / "identity.key").private_key
+            node = await stack.enter_async_context(plane(network, key, path, seed=number, **options))
+            node.step()
+            made.append(node)
+        await until(lambda: all(node.candidates() == count - 1 for node in made))
+        yield made
+
+
+def distance(a, b):
+    one, other = a.weights(), b.weights()
+    return float(sum((one[n] - other[n]).norm() for n in one))
+
+
+async def test_a_pair_meets_in_the_middle(tmp_path):
+    async with nodes(tmp_path, 2) as (a, b):
+        middle = {n: (t + b.weights()[n]) / 2 for n, t in a.weights().items()}
+        a.due()
+        await until(lambda: a.outcome("applied") and b.outcome("applied"))
+        assert distance(a, b) < 1e-3
+        assert all(torch.allclose(t, middle[n], atol=1e-5) for n, t in a.weights().items())
+        assert a.counters.outer_clocks == b.counters.outer_clocks == [1]
+        assert a.counters.policy_version == 1
+        payload = a.exchange.statistics().received_bytes
+        assert 2 * 64 * 64 * 4 < payload < 2 * 64 * 64 * 4 + 600  # one policy, once
+
+
+async def test_both_propose_at_once_and_average_once(tmp_path):
+    async with nodes(tmp_path, 2) as (a, b):
+        a.due()
+        b.due()
+        await until(lambda: a.counters.outer_clocks == [1] and b.counters.outer_clocks == [1])
+        assert distance(a, b) < 1e-3
+
+
+async def test_steps_taken_while_weights_travel_are_kept(tmp_path):
+    async with nodes(tmp_path, 2) as (a, b):
+        a.hold = {local.CommitExchange}
+        a.due()
+        await until(lambda: any(isinstance(m, local.CommitExchange) for m in a.told))
+        commit = next(m for m in a.told if isinstance(m, local.CommitExchange))
+        before = a.weights()
+        a.step()
+        moved = {n: t - before[n] for n, t in a.weights().items()}
+        a.replica.receive(commit)
+        await until(lambda: a.outcome("applied") and b.outcome("applied"))
+        apart = {n: t - b.weights()[n] for n, t in a.weights().items()}
+        assert all(torch.allclose(apart[n], t, atol=1e-4) for n, t in moved.items())
+
+
+async def test_alone_the_outer_step_is_taken_alone(tmp_path):
+    async with nodes(tmp_path, 1) as (a,):
+        a.due()
+        await until(lambda: a.counters.solo_steps_total == 1)
+        assert a.outcome("solo") == 1
+
+
+async def test_a_busy_partner_is_pulled_from(tmp_path):
+    async with nodes(tmp_path, 2) as (a, b):
+        b.exchange.receive(local.Due(0, 0, 0.01))
+        await until(lambda: a.outcome("applied") and b.outcome("applied"))  # now both have published
+        b.hold = {local.TakeSnapshot, local.SoloStep, local.JudgePayload}
+        b.step()
+        a.step()
+        b.exchange._pairing.settings = b.exchange._pairing.settings.__class__(
+            b.network.peer_id, b.exchange._pairing.settings.fingerprint, rest_seconds=60.0
+        )
+        b.exchange._pairing.state = b.exchange._pairing.state.__class__(rest_until=trio.current_time() + 60)
+        a.due()
+        await until(lambda: a.outcome("pulled"), seconds=15)
+        assert b.outcome("applied") == 1
+        assert a.counters.outer_clocks == [2]
+
+
+async def test_a_trainer_that_starts_again_in_the_middle_costs_the_exchange_only(tmp_path):
+    async with nodes(tmp_path, 2) as (a, b):
+        a.hold = {local.JudgePayload}
+        a.due()
+        await until(lambda: any(isinstance(m, local.JudgePayload) for m in a.told))
+        before = a.weights()
+        a.connect()
+        assert a.exchange.statistics().phase == "idle"
+        assert a.exchange.statistics().failures == {"no_trainer": 1}
+        assert identical(before, a.weights())
+        a.hold = set()
+        await until(lambda: b.exchange.statistics().phase == "idle" and a.candidates() == 1)
+        a.due()
+        await until(lambda: a.outcome("applied"))
+
+
+async def test_a_newcomer_has_a_neighbours_state_before_its_first_step(tmp_path):
+    async with hosts(tmp_path, 4, swarm=SWARM) as networks, contextlib.AsyncExitStack() as stack:
+        with trio.fail_after(15):
+            for network in networks:
+                await network.wait_connected(3)
+        keys = [identity.load_or_create(tmp_path / str(n) / "identity.key").private_key for n in range(4)]
+        old = []
+        for number in range(3):
+            node = await stack.enter_async_context(plane(networks[number], keys[number], tmp_path / str(number), seed=number))
+            node.step()
+            old.append(node)
+        for clock, node in zip((30, 31, 900), old, strict=True):  # the third lies about how far it is
+            node.counters.outer_clocks[0] = clock
+            node.replica._outer.step(node.weights())  # φ is its own now
+            node.connect()
+        await until(lambda: all(node.candidates() == 2 for node in old))
+        new = await stack.enter_async_context(plane(networks[3], keys[3], tmp_path / "3", fresh=True))
+        await until(lambda: new.exchange.statistics().catch_up.adoptions == {"adopted": 1}, seconds=15)
+        assert new.replica.settled(0)
+        assert new.exchange.statistics().catch_up.source == old[1].network.peer_id  # what two claim to have reached
+        assert identical(new.replica._outer.phi, old[1].replica._outer.phi)
+        assert identical(new.replica._outer.delta, old[1].replica._outer.delta)
+        assert identical(new.weights(), old[1].replica._outer.phi)
+        assert new.counters.outer_clocks == [31]
+        for node in old:
+            node.counters.outer_clocks[0] = 31
+            node.step()
+            node.connect()
+        await until(lambda: len(new.exchange._near(31)) == 3)
+        before = new.weights()
+        new.due()  # on probation: everything but the mixing
+        await until(lambda: new.outcome("applied"))
+        assert identical(new.weights(), before)
+        assert not new.counters.probation
+        new.due()
+        await until(lambda: new.outcome("applied") == 2)
+        assert not identical(new.weights(), before)
+
+
+async def test_one_neighbour_alone_is_not_believed(tmp_path):
+    async with hosts(tmp_path, 2, swarm=SWARM) as networks, contextlib.AsyncExitStack() as stack:
+        keys = [identity.load_or_create(tmp_path / str(n) / "identity.key").private_key for n in range(2)]
+        old = await stack.enter_async_context(plane(networks[0], keys[0], tmp_path / "0"))
+        old.step()
+        old.counters.outer_clocks[0] = 30
+        old.connect()
+        new = await stack.enter_async_context(plane(networks[1], keys[1], tmp_path / "1", fresh=True))
+        before = new.weights()
+        await until(lambda: new.replica.settled(0), seconds=15)
+        assert new.exchange.statistics().catch_up.adoptions == {}
+        assert identical(before, new.weights())
+
+
+async def test_a_policy_of_another_fingerprint_is_no_candidate(tmp_path):
+    async with hosts(tmp_path, 2, swarm=SWARM) as networks, contextlib.AsyncExitStack() as stack:
+        keys = [identity.load_or_create(tmp_path / str(n) / "identity.key").private_key for n in range(2)]
+        a = await stack.enter_async_context(plane(networks[0], keys[0], tmp_path / "0"))
+        other = CONFIG.model_copy(update={"codec": "bfloat16"})
+        b = await stack.enter_async_context(plane(networks[1], keys[1], tmp_path / "1", cfg=other))
+        await until(lambda: b.network.peer_id in a.exchange._members._members and a.network.peer_id in b.exchange._members._members)
+        await trio.sleep(0.2)
+        a.due()
+        await until(lambda: a.counters.solo_steps_total == 1)
+        assert a.candidates() == b.candidates() == 0
