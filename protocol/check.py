@@ -50,6 +50,12 @@ MANIFEST_REQUEST = {"swarm": bytes}
 MANIFEST_RESPONSE = {"manifest": bytes, "successor": bytes}
 SESSION = {"session": bytes, "started_at": int, "issued_at": int}
 SESSION_RESPONSE = {"sessions": [bytes]}
+SUMMARY = {
+    "name": str, "version": str, "created_at": int, "uptime": int, "step": int, "policy_version": int, "reward": float, "published": int,
+    "peers": int,
+}  # fmt: skip
+SUMMARY_REQUEST = {"summary": bytes}
+SUMMARY_RESPONSE = {"summaries": [bytes]}
 STATUS = ("ok", "unknown", "busy")
 BULK_MANIFEST = {"transfer": bytes, "size": int, "chunk_bytes": int, "hashes": bytes}
 BULK_MANIFEST_REQUEST = {"transfer": bytes}
@@ -335,6 +341,34 @@ def read_session_response(frame):
     return response
 
 
+def read_summary(frame, swarm):
+    """01, section 10."""
+    envelope = decode(frame, BYTES["summary"], ENVELOPE)
+    require(len(envelope["key"]) == EXACT["key"] and len(envelope["signature"]) == EXACT["signature"])
+    require(envelope["codec"] == "raw", "compression")
+    verify(envelope, REGISTRY["domains"]["summary"].encode(), swarm)
+    summary = decode(envelope["payload"], BYTES["summary"], SUMMARY)
+    text(summary["name"], 0, BYTES["summary_name"])
+    name(summary["version"], BYTES["minimum_version"])
+    counter(*[value for value in summary.values() if isinstance(value, int)])
+    require(math.isfinite(summary["reward"]), "not_finite")
+    require(summary["reward"] == -1 or 0 <= summary["reward"] <= 1)
+    return {"peer": peer_id(envelope["key"]), "summary": summary}
+
+
+def read_summary_request(frame):
+    request = decode(frame, BYTES["summary_request"], SUMMARY_REQUEST)
+    require(len(request["summary"]) <= BYTES["summary"])
+    return request
+
+
+def read_summary_response(frame):
+    response = decode(frame, BYTES["summary_response"], SUMMARY_RESPONSE)
+    require(len(response["summaries"]) <= COUNTS["summaries"])
+    require(all(1 <= len(summary) <= BYTES["summary"] for summary in response["summaries"]))
+    return response
+
+
 def read_bulk(frame, name, shape):
     """05, sections 2 to 5."""
     message = decode(frame, BYTES[name], shape)
@@ -481,6 +515,9 @@ def judge(read_as, frame, domain, swarm):
         "manifest_response": lambda: read_manifest_response(frame),
         "session": lambda: read_session(frame, swarm),
         "session_response": lambda: read_session_response(frame),
+        "summary": lambda: read_summary(frame, swarm),
+        "summary_request": lambda: read_summary_request(frame),
+        "summary_response": lambda: read_summary_response(frame),
         "bulk_manifest": lambda: read_bulk(frame, "bulk_manifest", BULK_MANIFEST),
         "bulk_manifest_request": lambda: read_bulk(frame, "bulk_manifest_request", BULK_MANIFEST_REQUEST),
         "bulk_manifest_response": lambda: read_bulk(frame, "bulk_manifest_response", BULK_MANIFEST_RESPONSE),

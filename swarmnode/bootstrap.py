@@ -27,7 +27,7 @@ from swarmnode.member import Member, open_member
 from swarmnode.observe import logs
 from swarmnode.observe.http import serve_http
 from swarmnode.observe.snapshot import Health, NodeInfo, NodeSnapshot
-from swarmnode.observe.watch import SupervisorWatch, process_use
+from swarmnode.observe.watch import SupervisorWatch, disk_use, process_use
 from swarmnode.process import Progress, die_with_parent, run_main
 from swarmnode.wire import ids
 
@@ -97,6 +97,8 @@ class BootstrapNode:
             ),
             health=Health(network_ready=True, joined=self._ever_connected),
             network=view.network_view(network.statistics(), ids.rollout_topic(swarm)),
+            swarm=view.swarm_view(self._member.summaries.statistics(), time.time()),
+            disk=disk_use(self._config.node.data_dir),
             supervisor=self._supervisor.read(),
             processes=process_use({"network": os.getpid()}),
             peers=view.peer_rows(network, {}, None, trio.current_time()),

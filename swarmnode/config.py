@@ -23,7 +23,9 @@ class NodeConfig(Section):
     data_dir: Path = Field(default_factory=lambda: Path(platformdirs.user_state_dir("swarmnode")))
     """Identity, peer book, trainer state and sockets live here. One node per directory."""
     name: str = Field(default="", max_length=64)
-    """Shown on the status page and in logs; means nothing to peers."""
+    """Shown on the status page and in logs, and, with share_summary, to other nodes' operators; means nothing to their programs."""
+    share_summary: bool = True
+    """Tell peers this node's name, version, step, held-out reward, counts and uptime, for the swarm panel of their status pages."""
     quiet_hours: str = Field(default="", pattern=QUIET_HOURS)
     """Local time in which the machine is yours, e.g. `22:00-07:00`: no training steps and no sharing. Empty is none."""
 

@@ -1,6 +1,7 @@
 """A member of a swarm on the network, whatever else it does: the common start of `node.py` and `bootstrap.py`.
 
     identity ─ stored manifest ─▶ swarm id, secret, members ─▶ host ─▶ serves the manifest, looks for successors, tells its session
+                                                                    and what this node says of itself
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from swarmnode.p2p.host import open_host
 from swarmnode.p2p.identity import Identity, load_or_create
 from swarmnode.p2p.network import Network
 from swarmnode.p2p.sessions import Sessions
-from swarmnode.tasks.registry import task_version
+from swarmnode.p2p.summaries import Summaries
+from swarmnode.tasks.registry import install, task_version
 from swarmnode.wire.manifest import Opened
 from swarmnode.wire.messages import RolloutGroup
 from swarmnode.wire.swarm import swarm_id
@@ -47,6 +49,7 @@ class Member:
     """None in a swarm without a manifest."""
     network: Network
     sessions: Sessions
+    summaries: Summaries
     successors: Successors | None
     keeps_rules: Callable[[RolloutGroup], bool]
     """Whether a group is one that the swarm's manifest allows."""
@@ -55,6 +58,7 @@ class Member:
         """What goes on all the time. Raises LocalError when this process has to start again or must not go on."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.sessions.run)
+            nursery.start_soon(self.summaries.run)
             if self.successors is not None:
                 nursery.start_soon(self.successors.run)
 
@@ -66,6 +70,7 @@ async def open_member(config: Config) -> AsyncIterator[Member]:
     Raises LocalError, see errors.py: an unusable key, a damaged manifest, a port that is taken, a secret that is missing.
     """
     data_dir = config.node.data_dir
+    install(config.task.modules, config.task.settings)
     identity = load_or_create(data_dir / "identity.key")
     opened = manifest_store.stored(config)
     if config.swarm.id != (opened.swarm.hex() if opened is not None else ""):
@@ -82,9 +87,10 @@ async def open_member(config: Config) -> AsyncIterator[Member]:
         store = ManifestStore(data_dir)
         manifests.serve(network.requests, store.lookup)
         sessions = Sessions(network.requests, identity.peer_id, identity.private_key, swarm, network.connected)
+        summaries = Summaries(network.requests, identity.peer_id, identity.private_key, swarm, network.connected, welcome=network.welcome)
         successors = Successors(config, opened, store, network) if opened is not None else None
         keeps_rules = manifest.rules_of(opened.manifest) if opened is not None else lambda group: True
-        yield Member(identity, swarm, opened, network, sessions, successors, keeps_rules)
+        yield Member(identity, swarm, opened, network, sessions, summaries, successors, keeps_rules)
 
 
 class Successors:

@@ -30,10 +30,11 @@ from swarmnode.member import open_member
 from swarmnode.observe import logs
 from swarmnode.observe.http import serve_http
 from swarmnode.observe.snapshot import Health, NodeInfo, NodeSnapshot
-from swarmnode.observe.watch import SupervisorWatch, TrainerWatch, process_use
+from swarmnode.observe.watch import SupervisorWatch, TrainerWatch, disk_use, process_use
 from swarmnode.p2p.identity import Identity
 from swarmnode.p2p.metering import Meter
 from swarmnode.p2p.network import Network
+from swarmnode.p2p.summaries import Summaries
 from swarmnode.process import Progress, die_with_parent, run_main
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import Draw, Drawn, Judged, OwnGroup
@@ -43,7 +44,7 @@ from swarmnode.trainer.messages import Hello, Report, Welcome
 from swarmnode.weights import local
 from swarmnode.weights.exchange import WeightExchange
 from swarmnode.wire import ids
-from swarmnode.wire.messages import RolloutGroup
+from swarmnode.wire.messages import RolloutGroup, Summary
 
 log = structlog.get_logger("swarmnode.node")
 
@@ -57,7 +58,7 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
         LocalError: something of this machine is missing or unsafe; errors.py says which exit code follows.
     """
     async with open_member(config) as member, AsyncScorer() as scorer:
-        node = Node(config, member.identity, member.swarm, member.network, scorer, ring, member.keeps_rules)
+        node = Node(config, member.identity, member.swarm, member.network, member.summaries, scorer, ring, member.keeps_rules)
         async with trio.open_nursery() as nursery:
             await nursery.start(node.exchange.run)
             await nursery.start(node.weights_plane.run)
@@ -85,6 +86,7 @@ class Node:
         identity: Identity,
         swarm: bytes,
         network: Network,
+        summaries: Summaries,
         scorer: AsyncScorer,
         ring: logs.LogRing,
         keeps_rules: Callable[[RolloutGroup], bool] = lambda group: True,
@@ -92,6 +94,9 @@ class Node:
         self._config = config
         self._swarm = swarm
         self._network = network
+        self._summaries = summaries
+        if config.node.share_summary:
+            summaries.say = self.summary
         self._scorer = scorer
         self._ring = ring
         self.meter = Meter(config.network, config.node.quiet_hours, config.node.data_dir, lambda: network.statistics().traffic)
@@ -137,6 +142,16 @@ class Node:
 
     def weights(self, message: local.FromTrainer) -> None:
         self.weights_plane.receive(message)
+
+    # ---- for other nodes' operators -----------------------------------------------------------------------------------
+
+    def summary(self, created_at: int) -> Summary:
+        """What peers may show of this node. `created_at`: Unix milliseconds."""
+        published = self.exchange.statistics().published
+        return view.own_summary(
+            created_at, self._started_at, self._config.node.name, self._trainer.statistics(trio.current_time()).report,
+            version=__version__, published=published.get("gossip", 0) + published.get("announced", 0), peers=len(self._network.connected()),
+        )  # fmt: skip
 
     # ---- for whoever watches ------------------------------------------------------------------------------------------
 
@@ -189,7 +204,9 @@ class Node:
             rollouts=view.rollouts_view(exchange, self._staleness, sharing.pool_groups, sharing.pool_bytes),
             weights=view.weights_view(self.weights_plane.statistics()),
             network=view.network_view(network, ids.rollout_topic(self._swarm)),
+            swarm=view.swarm_view(self._summaries.statistics(), time.time()),
             budget=view.budget_view(self.meter.statistics()),
+            disk=disk_use(self._config.node.data_dir),
             supervisor=self._supervisor.read(),
             scorer_restarts=max(0, self._scorer.statistics().starts - 1),
             processes=process_use({"network": os.getpid(), "trainer": self._trainer_pid, "scorer": self._scorer.statistics().pid}),

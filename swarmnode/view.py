@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 
-from swarmnode.observe.snapshot import BudgetView, NetworkView, PeerRow, PoolView, RolloutsView, WeightsView
+from swarmnode.observe.snapshot import BudgetView, ClaimRow, NetworkView, PeerRow, PoolView, RolloutsView, SwarmView, WeightsView
 from swarmnode.p2p.budget import PAUSES, BudgetStatistics
 from swarmnode.p2p.network import Network, NetworkStatistics
+from swarmnode.p2p.summaries import SummaryStatistics
 from swarmnode.rollouts.exchange import ExchangeStatistics
 from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.trainer.messages import Report
 from swarmnode.weights.exchange import WeightsStatistics
+from swarmnode.wire import limits
+from swarmnode.wire.messages import Summary
 
 PEER_ROWS = 64
 """Peers in the page's table, at most."""
+CLAIM_ROWS = 128
+"""Lines of the swarm panel, at most."""
+NAME_CHARACTERS = 32
+"""Of a node's name, as told and as shown."""
 
 
 def network_view(s: NetworkStatistics, topic: str) -> NetworkView:
@@ -88,6 +96,50 @@ def weights_view(s: WeightsStatistics) -> WeightsView:
         states_served=s.catch_up.served,
         pairs=dict(s.pairs),
     )
+
+
+def swarm_view(s: SummaryStatistics, now: float) -> SwarmView:
+    """`now`: Unix seconds."""
+    rewards = [claim.summary.reward for claim in s.claims if claim.summary.reward >= 0]
+    return SwarmView(
+        reporting=len(s.claims),
+        reward_median=statistics.median(rewards) if rewards else None,
+        policy_version_median=statistics.median(claim.summary.policy_version for claim in s.claims) if s.claims else None,
+        rows=[
+            ClaimRow(
+                peer=claim.peer, name=plain_name(claim.summary.name), version=claim.summary.version, step=claim.summary.step,
+                policy_version=claim.summary.policy_version, reward=claim.summary.reward if claim.summary.reward >= 0 else None,
+                published=claim.summary.published, peers=claim.summary.peers, uptime_seconds=claim.summary.uptime,
+                age_seconds=max(0.0, now - claim.summary.created_at / 1000), direct=claim.direct,
+            )
+            for claim in s.claims[:CLAIM_ROWS]
+        ],
+        heard=dict(s.heard),
+        clock_offset_seconds=s.clock_offset,
+    )  # fmt: skip
+
+
+def own_summary(
+    created_at: int, started_at: float, name: str, report: Report | None, *, version: str, published: int, peers: int
+) -> Summary:
+    """What this node says of itself. `created_at`: Unix milliseconds; `started_at`: Unix seconds."""
+    reward = report.reward_held_out if report is not None else None
+    return Summary(
+        name=plain_name(name).encode()[: limits.SUMMARY_NAME_BYTES].decode(errors="ignore"),
+        version=version[: limits.MINIMUM_VERSION_BYTES],
+        created_at=created_at,
+        uptime=max(0, int(created_at / 1000 - started_at)),
+        step=report.step if report is not None else 0,
+        policy_version=report.policy_version if report is not None else 0,
+        reward=-1.0 if reward is None else min(1.0, max(0.0, float(reward))),
+        published=published,
+        peers=peers,
+    )
+
+
+def plain_name(name: str) -> str:
+    """At most NAME_CHARACTERS of it, without what turns the text around it or cannot be seen: it may be a stranger's."""
+    return "".join(c if c.isprintable() else "\ufffd" for c in name[:NAME_CHARACTERS])
 
 
 def budget_view(s: BudgetStatistics) -> BudgetView:

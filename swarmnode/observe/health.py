@@ -17,6 +17,10 @@ QUIET_SECONDS = 60.0
 """A node may be without peers this long before anybody is told."""
 STALL_STEPS = 4
 STALL_FLOOR_SECONDS = 60.0
+CLOCK_SECONDS = 30.0
+"""Peers' clocks may be this far from ours; at 120 s they stop taking our groups, or we theirs."""
+DISK_SHARE = 0.05
+DISK_BYTES = 10 * 2**30
 REJECTED_SHARE = 0.5
 REJECTED_LEAST = 20
 
@@ -67,6 +71,11 @@ def troubles(s: NodeSnapshot) -> list[str]:
             found.append(f"the trainer has reported nothing for {age:.0f} s")
     if s.node.sharing and s.health.network_ready and s.network.peers_in + s.network.peers_out == 0 and uptime > QUIET_SECONDS:
         found.append("no peers connected" + ("" if s.network.peers_known else " and none known"))
+    offset = s.swarm.clock_offset_seconds
+    if offset is not None and abs(offset) > CLOCK_SECONDS:
+        found.append(f"this clock is {abs(offset):.0f} s {'behind' if offset > 0 else 'ahead of'} those of most peers")
+    if s.disk.free_bytes is not None and s.disk.total_bytes and s.disk.free_bytes < min(DISK_BYTES, DISK_SHARE * s.disk.total_bytes):
+        found.append(f"{s.disk.free_bytes / 2**20:.0f} MiB are left on the data directory's disk; state may not be saved")
     rejected = sum(s.rollouts.rejected.values())
     if rejected >= REJECTED_LEAST and rejected > REJECTED_SHARE * s.rollouts.received:
         found.append("most groups from peers are rejected")

@@ -25,6 +25,7 @@ import swarmnode
 from swarmnode.observe.health import ready
 from swarmnode.observe.snapshot import Histogram, NodeSnapshot
 from swarmnode.p2p.budget import CHOICES, PAUSES
+from swarmnode.p2p.summaries import HEARD
 from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.trainer.messages import Report
 
@@ -194,6 +195,16 @@ METRICS: tuple[Family, ...] = (
            ("protocol", "direction")),
     Family("swarmnode_guard_firings_total", "counter", "How often a guard around libp2p stepped in, by guard.",
            lambda s: s.network.guards, ("guard",)),
+    # what peers say of themselves
+    Family("swarmnode_claimed_peers", "gauge", "Peers with a recent summary of themselves, connected or not; claimed, not verified.",
+           lambda s: s.swarm.reporting),
+    Family("swarmnode_claimed_reward_median", "gauge", "Median of the held-out rewards that peers claim.", lambda s: s.swarm.reward_median),
+    Family("swarmnode_claimed_policy_version_median", "gauge", "Median of the policy versions that peers claim.",
+           lambda s: s.swarm.policy_version_median),
+    Family("swarmnode_summaries_total", "counter", "Summaries from peers, by what became of them.",
+           lambda s: s.swarm.heard, ("outcome",), HEARD),
+    Family("swarmnode_clock_offset_seconds", "gauge", "By how much peers' clocks are ahead of this one, their median; two peers at least.",
+           lambda s: s.swarm.clock_offset_seconds),
     # budget
     Family("swarmnode_budget_paused", "gauge", "1 while this keeps the node from listening to the swarm.",
            lambda s: {reason: float(paused) for reason, paused in s.budget.paused.items()}, ("reason",), PAUSES),
@@ -205,6 +216,9 @@ METRICS: tuple[Family, ...] = (
            lambda s: s.budget.month_limit_bytes),
     Family("swarmnode_budget_refusals_total", "counter", "What was left out for want of budget.",
            lambda s: s.budget.refused, ("what",), CHOICES),
+    # disk
+    Family("swarmnode_disk_free_bytes", "gauge", "Room on the data directory's file system, for this user.", lambda s: s.disk.free_bytes),
+    Family("swarmnode_disk_size_bytes", "gauge", "Size of the data directory's file system.", lambda s: s.disk.total_bytes),
     # processes
     Family("swarmnode_restarts_total", "counter", "Restarts by the supervisor, by process.",
            lambda s: s.supervisor.restarts, ("process",), PROCESSES),

@@ -145,6 +145,47 @@ class NetworkView(msgspec.Struct, frozen=True):
     banned: int = 0
 
 
+class ClaimRow(msgspec.Struct, frozen=True):
+    """What another node says of itself. Only `peer` is proved: it signed this."""
+
+    peer: str
+    name: str = ""
+    version: str = ""
+    step: int = 0
+    policy_version: int = 0
+    reward: float | None = None
+    """Held-out."""
+    published: int = 0
+    peers: int = 0
+    uptime_seconds: int = 0
+    age_seconds: float = 0.0
+    """Since it was signed, by our clock."""
+    direct: bool = False
+    """Whether it told us itself, rather than another peer."""
+
+
+class SwarmView(msgspec.Struct, frozen=True):
+    """The swarm as its nodes describe themselves: claimed, not verified."""
+
+    reporting: int = 0
+    """Peers with a summary that is not too old; `rows` may be fewer."""
+    reward_median: float | None = None
+    policy_version_median: float | None = None
+    rows: list[ClaimRow] = []
+    heard: dict[str, int] = {}
+    """Summaries by what became of them (p2p.summaries)."""
+    clock_offset_seconds: float | None = None
+    """By how much our peers' clocks are ahead of ours, their median; None while fewer than two have told."""
+
+
+class DiskView(msgspec.Struct, frozen=True):
+    """Of the file system that holds the data directory. None where it cannot be asked."""
+
+    free_bytes: int | None = None
+    """For this user."""
+    total_bytes: int | None = None
+
+
 class BudgetView(msgspec.Struct, frozen=True):
     """What this node may send and receive, and whether it shares at all now."""
 
@@ -208,7 +249,9 @@ class NodeSnapshot(msgspec.Struct, frozen=True):
     rollouts: RolloutsView = RolloutsView()
     weights: WeightsView = WeightsView()
     network: NetworkView = NetworkView()
+    swarm: SwarmView = SwarmView()
     budget: BudgetView = BudgetView()
+    disk: DiskView = DiskView()
     supervisor: SupervisorView = SupervisorView()
     scorer_restarts: int = 0
     """Of the network process's scorer; the trainer's own is in its report."""

@@ -6,12 +6,13 @@ Everything else in a snapshot is read from its owner at the moment of asking.
 from __future__ import annotations
 
 import bisect
+import shutil
 from pathlib import Path
 
 import msgspec
 import psutil
 
-from swarmnode.observe.snapshot import Histogram, ProcessUse, SupervisorView, TrainerView
+from swarmnode.observe.snapshot import DiskView, Histogram, ProcessUse, SupervisorView, TrainerView
 from swarmnode.trainer.messages import Report
 
 STEP_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -121,6 +122,15 @@ def appended(before: list[float], after: list[float]) -> list[float]:
         if before[-known:] == after[:known]:
             return after[known:]
     return after
+
+
+def disk_use(directory: Path) -> DiskView:
+    """Room where `directory` lies. Never raises."""
+    try:
+        usage = shutil.disk_usage(directory)
+    except OSError:
+        return DiskView()
+    return DiskView(usage.free, usage.total)
 
 
 def process_use(pids: dict[str, int | None]) -> dict[str, ProcessUse]:

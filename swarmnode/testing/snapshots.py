@@ -9,6 +9,8 @@ import math
 
 from swarmnode.observe.snapshot import (
     BudgetView,
+    ClaimRow,
+    DiskView,
     Health,
     LogLine,
     NetworkView,
@@ -19,6 +21,7 @@ from swarmnode.observe.snapshot import (
     ProcessUse,
     RolloutsView,
     SupervisorView,
+    SwarmView,
     TrainerView,
 )
 from swarmnode.observe.watch import RECOVERY_BOUNDS, STEP_BOUNDS, Observations
@@ -75,6 +78,14 @@ def example_at(t: float) -> NodeSnapshot:
         )
         for i, (peer, share) in enumerate(zip(PEERS, (58, 40, 2, 0), strict=True))
     ]  # fmt: skip
+    claims = [
+        ClaimRow(
+            peer=peer, name=("attic", "Küche 2", "", "gpu-box-7")[i], version="0.1.0", step=steps * pace // 10,
+            policy_version=steps * pace // 10, reward=None if i == 2 else (0.1 + 0.5 * learnt) * pace / 10, published=steps * 4,
+            peers=3 + i, uptime_seconds=int(t) + 700 * i, age_seconds=4.0 + 11 * i, direct=i < 3,
+        )
+        for i, (peer, pace) in enumerate(zip(PEERS, (10, 9, 3, 11), strict=True))
+    ]  # fmt: skip
     return NodeSnapshot(
         at=STARTED_AT + t,
         node=NodeInfo(
@@ -102,6 +113,11 @@ def example_at(t: float) -> NodeSnapshot:
             bytes={"/meshsub/1.1.0": {"in": received * 4100, "out": steps * 16400}, "/swarmnode/fetch/1": {"in": 21000, "out": 9000}},
             guards={"slot_released": 7, "window_overrun": 0, "message_unsigned": 11}, greylisted=1, banned=0,
         ),
+        swarm=SwarmView(
+            reporting=len(claims), reward_median=0.1 + 0.5 * learnt, policy_version_median=float(steps), rows=claims,
+            heard={"taken": int(t / 10), "known": int(t / 4), "old": 1}, clock_offset_seconds=-0.4,
+        ),
+        disk=DiskView(free_bytes=212 * 2**30, total_bytes=476 * 2**30),
         budget=BudgetView(
             paused={"quiet_hours": False, "month": False, "download": False}, level_bytes={"in": 4.1e6, "out": 2.2e6 * (1 - learnt)},
             month_bytes={"in": received * 4100, "out": steps * 16400}, month_limit_bytes=200 * 10**9,

@@ -36,6 +36,9 @@ from swarmnode.wire.messages import (
     SamplingParams,
     Session,
     SessionResponse,
+    Summary,
+    SummaryRequest,
+    SummaryResponse,
     SwarmManifest,
     TaskRef,
 )
@@ -208,6 +211,26 @@ def _check_session_response(response: SessionResponse) -> None:
         _between("session", len(session), 1, limits.SESSION_REQUEST_BYTES)
 
 
+def _check_summary(summary: Summary) -> None:
+    _text("name", summary.name, 0, limits.SUMMARY_NAME_BYTES)
+    _name("version", summary.version, limits.MINIMUM_VERSION_BYTES)
+    for name in ("created_at", "uptime", "step", "policy_version", "published", "peers"):
+        _counter(name, getattr(summary, name))
+    _finite("reward", summary.reward)
+    if summary.reward != -1 and not 0 <= summary.reward <= 1:
+        raise BadMessage("bounds", "reward is 0 to 1, or -1")
+
+
+def _check_summary_request(request: SummaryRequest) -> None:
+    _between("summary", len(request.summary), 0, limits.SUMMARY_BYTES)
+
+
+def _check_summary_response(response: SummaryResponse) -> None:
+    _between("summaries", len(response.summaries), 0, limits.SUMMARIES)
+    for summary in response.summaries:
+        _between("summary", len(summary), 1, limits.SUMMARY_BYTES)
+
+
 def _check_bulk_manifest(manifest: BulkManifest) -> None:
     _length("transfer", manifest.transfer, limits.TRANSFER_BYTES)
     _between("chunk_bytes", manifest.chunk_bytes, limits.BULK_MIN_CHUNK_BYTES, limits.BULK_CHUNK_BYTES)
@@ -262,6 +285,9 @@ _CHECKS: dict[type, Callable[[Any], None]] = {
     ManifestResponse: _check_manifest_response,
     Session: _check_session,
     SessionResponse: _check_session_response,
+    Summary: _check_summary,
+    SummaryRequest: _check_summary_request,
+    SummaryResponse: _check_summary_response,
     BulkManifest: _check_bulk_manifest,
     BulkManifestRequest: _check_bulk_manifest_request,
     BulkManifestResponse: _check_bulk_manifest_response,

@@ -18,6 +18,9 @@ DOMAIN_SECRET = b"swarmnode/secret/1"
 DOMAIN_SESSION = b"swarmnode/session/1"
 """Domain string of a session's signature."""
 
+DOMAIN_SUMMARY = b"swarmnode/summary/1"
+"""Domain string of a summary's signature."""
+
 DOMAIN_BULK = b"swarmnode/bulk/1"
 """Prefix of what is hashed into a transfer's root."""
 
@@ -47,6 +50,9 @@ MANIFEST_PROTOCOL = "/swarmnode/manifest/1"
 
 SESSION_PROTOCOL = "/swarmnode/session/1"
 """Request/response: this process's own session, against other sessions of the same key. Not in `PROTOCOLS`."""
+
+SUMMARY_PROTOCOL = "/swarmnode/summary/1"
+"""Request/response: what nodes say of themselves, for people to look at. Not in `PROTOCOLS`."""
 
 BULK_PROTOCOL = "/swarmnode/bulk/1"
 """A stream of chunks. Not in `PROTOCOLS`: a node that has nothing to offer does without."""

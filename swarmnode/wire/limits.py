@@ -29,6 +29,18 @@ SESSION_REQUEST_BYTES = 512
 SESSIONS = 4
 """Sessions in a session response, at most."""
 SESSION_RESPONSE_BYTES = SESSIONS * (SESSION_REQUEST_BYTES + 4) + 32
+SUMMARY_BYTES = 512
+"""A signed summary is at most this long."""
+SUMMARY_REQUEST_BYTES = SUMMARY_BYTES + 16
+SUMMARIES = 32
+"""Summaries in a summary response, at most."""
+SUMMARY_RESPONSE_BYTES = SUMMARIES * (SUMMARY_BYTES + 4) + 32
+SUMMARY_NAME_BYTES = 64
+"""UTF-8 bytes of a node's name in its summary."""
+SUMMARY_SECONDS = 30.0
+"""Between two summaries of one node, at least."""
+SUMMARY_AGE_SECONDS = 300.0
+"""A summary older than this is neither shown nor passed on."""
 BULK_CHUNK_BYTES = 1024 * 1024
 """A chunk of a transfer is at most this long."""
 BULK_MIN_CHUNK_BYTES = 4 * 1024

@@ -276,6 +276,38 @@ class Session(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Unix time, milliseconds: when it was signed."""
 
 
+class Summary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a node says of itself; sent in an envelope. Every field is a claim that nobody can check."""
+
+    name: str
+    """Its operator's name for it; may be empty."""
+    version: str
+    """Of its program."""
+    created_at: int
+    """Unix time, milliseconds: when it was signed."""
+    uptime: int
+    """Seconds."""
+    step: int
+    """Training steps."""
+    policy_version: int
+    reward: float
+    """Held-out reward, 0 to 1; -1 when there is none."""
+    published: int
+    """Groups, since it started."""
+    peers: int
+    """Connected to it."""
+
+
+class SummaryRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    summary: bytes
+    """An envelope: the requester's own summary, just signed; empty when it does not share one."""
+
+
+class SummaryResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    summaries: list[bytes]
+    """Envelopes, as received: a random choice of those that the responder has, its own among them."""
+
+
 class SessionResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sessions: list[bytes]
     """Envelopes: other sessions of the requester's key that the responder heard of lately."""

@@ -33,6 +33,9 @@ from swarmnode.wire.messages import (
     RolloutGroup,
     Session,
     SessionResponse,
+    Summary,
+    SummaryRequest,
+    SummaryResponse,
     SwarmManifest,
 )
 
@@ -49,6 +52,9 @@ MESSAGES: dict[str, type[msgspec.Struct]] = {
     "manifest_response": ManifestResponse,
     "session": Session,
     "session_response": SessionResponse,
+    "summary": Summary,
+    "summary_request": SummaryRequest,
+    "summary_response": SummaryResponse,
     "bulk_manifest": BulkManifest,
     "bulk_manifest_request": BulkManifestRequest,
     "bulk_manifest_response": BulkManifestResponse,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import libp2p.security.noise.transport as noise_transport
 
-from swarmnode.p2p import bulk, exchange, host, manifests, sessions
+from swarmnode.p2p import bulk, exchange, host, manifests, sessions, summaries
 from swarmnode.rollouts import admission
 from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.rollouts.shelf import Throughput
@@ -25,6 +25,7 @@ def test_names_are_those_of_the_registry():
         "peers": ids.PEERS_PROTOCOL,
         "manifest": ids.MANIFEST_PROTOCOL,
         "session": ids.SESSION_PROTOCOL,
+        "summary": ids.SUMMARY_PROTOCOL,
         "weights": ids.WEIGHTS_PROTOCOL,
         "weights_state": ids.WEIGHTS_STATE_PROTOCOL,
         "bulk": ids.BULK_PROTOCOL,
@@ -47,6 +48,7 @@ def test_domain_strings_are_those_of_the_registry():
         "manifest": ids.DOMAIN_MANIFEST,
         "secret": ids.DOMAIN_SECRET,
         "session": ids.DOMAIN_SESSION,
+        "summary": ids.DOMAIN_SUMMARY,
         "bulk": ids.DOMAIN_BULK,
         "state": ids.DOMAIN_STATE,
         "seed": ids.DOMAIN_SEED,
@@ -74,6 +76,10 @@ def test_caps_are_those_of_the_registry():
         "manifest_response": limits.MANIFEST_RESPONSE_BYTES,
         "session_request": limits.SESSION_REQUEST_BYTES,
         "session_response": limits.SESSION_RESPONSE_BYTES,
+        "summary": limits.SUMMARY_BYTES,
+        "summary_request": limits.SUMMARY_REQUEST_BYTES,
+        "summary_response": limits.SUMMARY_RESPONSE_BYTES,
+        "summary_name": limits.SUMMARY_NAME_BYTES,
         "bulk_chunk": limits.BULK_CHUNK_BYTES,
         "bulk_min_chunk": limits.BULK_MIN_CHUNK_BYTES,
         "bulk_manifest": limits.BULK_MANIFEST_BYTES,
@@ -124,6 +130,7 @@ def test_caps_are_those_of_the_registry():
         "members": limits.MEMBERS,
         "bulk_chunks": limits.BULK_CHUNKS,
         "sessions": limits.SESSIONS,
+        "summaries": limits.SUMMARIES,
         "index_bits": limits.INDEX_BITS,
         "block_bits": seeds.BLOCK_BITS,
         "integer_bits": limits.INTEGER_BITS,
@@ -138,6 +145,8 @@ def test_caps_are_those_of_the_registry():
     assert REGISTRY["seconds"] == {
         "clock_skew": limits.CLOCK_SKEW_SECONDS,
         "group_age": limits.GROUP_AGE_SECONDS,
+        "summary": limits.SUMMARY_SECONDS,
+        "summary_age": limits.SUMMARY_AGE_SECONDS,
     }
 
 
@@ -147,6 +156,7 @@ def test_timeouts_are_those_of_the_registry():
         "peers": exchange.DEADLINE,
         "manifest": manifests.DEADLINE,
         "session": sessions.DEADLINE,
+        "summary": summaries.DEADLINE,
         "bulk_manifest": bulk.service.REQUEST_SECONDS,
         "bulk_socket": bulk.calling.AGREE_SECONDS,
         "bulk_token": bulk.listener.TOKEN_SECONDS,

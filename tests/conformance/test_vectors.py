@@ -36,8 +36,11 @@ from swarmnode.wire.messages import (
     PeersResponse,
     RolloutRules,
     SessionResponse,
+    SummaryRequest,
+    SummaryResponse,
 )
 from swarmnode.wire.session import open_session
+from swarmnode.wire.summary import open_summary
 from swarmnode.wire.swarm import swarm_id
 
 PROTOCOL = Path(__file__).parents[2] / "protocol"
@@ -51,6 +54,8 @@ MESSAGES = {
     "manifest_request": (ManifestRequest, limits.MANIFEST_REQUEST_BYTES),
     "manifest_response": (ManifestResponse, limits.MANIFEST_RESPONSE_BYTES),
     "session_response": (SessionResponse, limits.SESSION_RESPONSE_BYTES),
+    "summary_request": (SummaryRequest, limits.SUMMARY_REQUEST_BYTES),
+    "summary_response": (SummaryResponse, limits.SUMMARY_RESPONSE_BYTES),
     "bulk_manifest": (BulkManifest, limits.BULK_MANIFEST_BYTES),
     "bulk_manifest_request": (BulkManifestRequest, limits.BULK_MANIFEST_REQUEST_BYTES),
     "bulk_manifest_response": (BulkManifestResponse, limits.BULK_MANIFEST_RESPONSE_BYTES),
@@ -83,6 +88,9 @@ def judge(read_as: str, frame: bytes, domain: bytes, swarm: bytes) -> dict:
         elif read_as == "session":
             peer, session = open_session(frame, swarm)
             value = {"peer": peer, "session": plain(session)}
+        elif read_as == "summary":
+            peer, summary = open_summary(frame, swarm)
+            value = {"peer": peer, "summary": plain(summary)}
         else:
             envelope, message = unseal(frame, domain, swarm, ENVELOPES[read_as])
             value = {
@@ -162,7 +170,7 @@ def test_every_reason_and_every_reader_has_a_vector():
     assert {vector.get("reason") for _, vector in FRAMES} == {None, *DECODE_REASONS, "signature"}
     accepted = {vector["read_as"] for _, vector in FRAMES if vector["verdict"] == "accept"}
     refused = {vector["read_as"] for _, vector in FRAMES if vector["verdict"] == "reject"}
-    assert accepted == refused == {*ENVELOPES, *MESSAGES, "manifest", "session"}
+    assert accepted == refused == {*ENVELOPES, *MESSAGES, "manifest", "session", "summary"}
 
 
 def test_no_two_vectors_of_a_document_have_one_name():

@@ -1,0 +1,25 @@
+"""What a node says of itself, signed, so that whoever passes it on cannot have made it up (protocol/01, section 10)."""
+
+from __future__ import annotations
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from swarmnode.errors import BadMessage
+from swarmnode.wire import ids, limits
+from swarmnode.wire.codec import decode, encode
+from swarmnode.wire.envelope import peer_id, sign, verify
+from swarmnode.wire.messages import Envelope, Summary
+
+
+def seal_summary(summary: Summary, private_key: Ed25519PrivateKey, swarm: bytes) -> bytes:
+    """The bytes of a signed summary; `swarm` is the 32-byte swarm id."""
+    return encode(sign(encode(summary), private_key, ids.DOMAIN_SUMMARY, swarm))
+
+
+def open_summary(frame: bytes, swarm: bytes) -> tuple[str, Summary]:
+    """The peer id that signed it, and the summary. Raises BadMessage with a reason of `codec.DECODE_REASONS`, or "signature"."""
+    envelope = decode(frame, Envelope, limits.SUMMARY_BYTES)
+    if envelope.codec != "raw":
+        raise BadMessage("compression", "a summary is not compressed")
+    verify(envelope, ids.DOMAIN_SUMMARY, swarm)
+    return peer_id(envelope.key), decode(envelope.payload, Summary, limits.SUMMARY_BYTES)

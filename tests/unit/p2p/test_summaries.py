@@ -1,0 +1,300 @@
+"""Summaries of other nodes: what is kept of them, what a liar can fill, and what they tell about our clock."""
+
+import itertools
+import random
+
+import msgspec
+import pytest
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from swarmnode import view
+from swarmnode.errors import BadMessage, PeerError
+from swarmnode.p2p import summaries
+from swarmnode.p2p.summaries import CLAIMS, PASSED_ON, Claims, Clocks, Summaries, SummaryStatistics
+from swarmnode.testing.frames import KEY, OTHER_KEY, OTHER_PEER, OTHER_SWARM, PEER, SWARM
+from swarmnode.trainer.messages import Report
+from swarmnode.wire import codec, limits
+from swarmnode.wire.envelope import peer_id
+from swarmnode.wire.messages import Summary, SummaryRequest, SummaryResponse
+from swarmnode.wire.summary import open_summary, seal_summary
+
+NOW = 1_790_000_000.0
+
+
+def summary(at=NOW, **changes):
+    values = {"name": "a", "version": "0.1.0", "uptime": 60, "step": 5, "policy_version": 5, "reward": 0.5, "published": 9, "peers": 2}
+    return Summary(**{**values, **changes, "created_at": int(at * 1000)})
+
+
+def take(claims, signer="p", at=NOW, by=None, now=NOW, **changes):
+    frame = f"{signer} {at}".encode()
+    return claims.take(frame, signer, summary(at, **changes), by or signer, now)
+
+
+class Wire:
+    """Requests without a network: what was asked, and answers to give."""
+
+    def __init__(self, answers=()):
+        self.asked = []
+        self.answers = dict(answers)
+        self.handler = None
+
+    def serve(self, protocol, handler, **bounds):
+        self.handler = handler
+
+    async def request(self, peer, protocol, data, *, deadline, max_response_bytes):
+        self.asked.append((peer, trio.current_time(), data))
+        answer = self.answers.get(peer)
+        if answer is None:
+            raise PeerError("gone")
+        return answer
+
+
+def ours(wire, connected=(), clock=lambda: NOW + trio.current_time(), **options):
+    node = Summaries(wire, PEER, KEY, SWARM, lambda: list(connected), clock=clock, rng=random.Random(1), **options)
+    node.say = lambda created_at: summary(created_at / 1000)
+    return node
+
+
+def response(*frames):
+    return codec.encode(SummaryResponse(list(frames)))
+
+
+# ---- what is kept
+
+
+def test_a_peer_has_one_summary_the_latest():
+    claims = Claims("me")
+    assert [take(claims), take(claims, at=NOW + 30, now=NOW + 30, step=7)] == ["taken", "taken"]
+    assert [(claim.peer, claim.summary.step) for claim in claims.all()] == [("p", 7)]
+
+
+def test_a_peer_is_heard_once_in_thirty_seconds_and_never_backwards():
+    claims = Claims("me")
+    assert take(claims) == "taken"
+    assert take(claims, at=NOW + 29.9, now=NOW + 30) == "known"
+    assert take(claims, at=NOW - 40) == "known"
+    assert take(claims, at=NOW + 30, now=NOW + 30) == "taken"
+
+
+@pytest.mark.parametrize(("at", "outcome"), [(-301, "old"), (-300, "taken"), (120, "taken"), (121, "future")])
+def test_a_summary_is_neither_old_nor_from_the_future(at, outcome):
+    assert take(Claims("me"), at=NOW + at) == outcome
+
+
+def test_our_own_coming_back_is_not_taken():
+    assert take(Claims("me"), "me", by="p") == "own"
+
+
+def test_what_grows_old_is_dropped_and_not_passed_on():
+    claims = Claims("me")
+    take(claims)
+    claims.expire(NOW + 301)
+    assert claims.all() == claims.frames(32, "", random.Random(0)) == []
+
+
+def test_one_that_passes_on_fills_only_its_share():
+    claims = Claims("me")
+    outcomes = [take(claims, f"sybil {i}", by="liar") for i in range(PASSED_ON + 50)]
+    assert outcomes == ["taken"] * PASSED_ON + ["full"] * 50
+    assert take(claims, "somebody", by="honest") == "taken"
+
+
+def test_memory_is_bounded_and_who_speaks_for_itself_finds_room():
+    claims = Claims("me")
+    for i in range(CLAIMS):
+        take(claims, f"p{i}", at=NOW - i / 10, by=f"teller {i % 8}")
+    assert len(claims) == CLAIMS
+    assert take(claims, "late", by="another") == "full"
+    assert take(claims, "direct") == "taken"
+    assert len(claims) == CLAIMS
+    assert claims.all()[0].peer == "direct"
+    assert f"p{CLAIMS - 1}" not in [claim.peer for claim in claims.all()]  # the oldest that was passed on
+
+
+def test_those_that_told_us_themselves_come_first():
+    claims = Claims("me")
+    take(claims, "heard of", at=NOW, by="teller")
+    take(claims, "direct", at=NOW - 60)
+    assert [(claim.peer, claim.direct) for claim in claims.all()] == [("direct", True), ("heard of", False)]
+
+
+def test_a_requester_is_not_told_of_itself():
+    claims = Claims("me")
+    take(claims, "a")
+    take(claims, "b")
+    assert claims.frames(32, "a", random.Random(0)) == [f"b {NOW}".encode()]
+
+
+# ---- the clock
+
+
+def test_one_peer_does_not_tell_the_time_and_two_must_agree():
+    clocks = Clocks()
+    clocks.told("a", 500.0, 0.0)
+    assert clocks.offset(0.0) is None
+    clocks.told("b", 0.5, 0.0)
+    assert clocks.offset(0.0) == 0.5
+
+
+def test_a_minority_of_liars_does_not_move_the_clock():
+    clocks = Clocks()
+    for i, offset in enumerate((1e15, 1e15, 90.2, 90.0, 89.8)):
+        clocks.told(f"p{i}", offset, 0.0)
+    assert clocks.offset(0.0) == 90.2
+    assert clocks.offset(summaries.CLOCK_SECONDS + 1) is None
+
+
+def test_clocks_are_bounded():
+    clocks = Clocks()
+    for i in range(summaries.CLOCKS + 10):
+        clocks.told(f"p{i}", 0.0, 0.0)
+    assert len(clocks._told) == summaries.CLOCKS
+
+
+# ---- telling and asking
+
+
+async def test_a_peer_is_told_at_most_once_in_thirty_seconds(autojump_clock):
+    wire = Wire()
+    with trio.move_on_after(200):
+        await ours(wire, [OTHER_PEER]).run()
+    times = [at for _, at, _ in wire.asked]
+    assert times[0] < 2
+    assert 4 <= len(times) <= 7
+    assert min(b - a for a, b in itertools.pairwise(times)) >= limits.SUMMARY_SECONDS
+
+
+async def test_of_many_peers_those_not_asked_for_longest_are_next(autojump_clock):
+    peers = [f"p{i}" for i in range(8)]
+    wire = Wire()
+    node = ours(wire, peers)
+    await node.round(peers)
+    await node.round(peers)
+    assert sorted(peer for peer, _, _ in wire.asked) == peers
+
+
+async def test_what_is_told_is_signed_for_this_swarm():
+    wire = Wire()
+    await ours(wire).round([OTHER_PEER])
+    frame = codec.decode(wire.asked[0][2], SummaryRequest, limits.SUMMARY_REQUEST_BYTES).summary
+    assert open_summary(frame, SWARM)[0] == PEER
+    with pytest.raises(BadMessage, match="signature"):
+        open_summary(frame, OTHER_SWARM)
+
+
+async def test_who_shares_nothing_still_hears():
+    wire = Wire({OTHER_PEER: response(seal_summary(summary(), OTHER_KEY, SWARM))})
+    node = ours(wire, clock=lambda: NOW)
+    node.say = lambda created_at: None
+    await node.round([OTHER_PEER])
+    assert codec.decode(wire.asked[0][2], SummaryRequest, limits.SUMMARY_REQUEST_BYTES).summary == b""
+    assert [claim.peer for claim in node.statistics().claims] == [OTHER_PEER]
+    assert codec.decode(await wire.handler(OTHER_PEER, codec.encode(SummaryRequest(b""))), SummaryResponse, 20_000).summaries == []
+
+
+async def test_an_answer_has_our_own_summary_and_those_of_others():
+    wire = Wire()
+    node = ours(wire, clock=lambda: NOW)
+    third = Ed25519PrivateKey.from_private_bytes(b"\x07" * 32)
+    await node.round([OTHER_PEER])
+    name = peer_id(third.public_key().public_bytes_raw())
+    await wire.handler(name, codec.encode(SummaryRequest(seal_summary(summary(), third, SWARM))))
+    answer = await wire.handler(OTHER_PEER, codec.encode(SummaryRequest(seal_summary(summary(), OTHER_KEY, SWARM))))
+    told = [open_summary(frame, SWARM)[0] for frame in codec.decode(answer, SummaryResponse, limits.SUMMARY_RESPONSE_BYTES).summaries]
+    assert told == [PEER, name]
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        codec.encode(SummaryRequest(seal_summary(summary(), KEY, SWARM))),
+        codec.encode(SummaryRequest(seal_summary(summary(), OTHER_KEY, OTHER_SWARM))),
+        codec.encode(SummaryRequest(b"\x93" * 500)),
+        b"\xdf\xff\xff\xff\xff",
+        b"",
+    ],
+    ids=["of somebody else", "of another swarm", "nested arrays", "a map of 2**32 entries", "nothing"],
+)
+async def test_a_hostile_request_is_malformed_and_leaves_nothing(request_bytes):
+    wire = Wire()
+    node = ours(wire, clock=lambda: NOW)
+    with pytest.raises(BadMessage):
+        await wire.handler(OTHER_PEER, request_bytes)
+    assert node.statistics() == SummaryStatistics([], dict.fromkeys(summaries.HEARD, 0), None)
+
+
+@pytest.mark.parametrize(
+    ("answer", "heard"),
+    [
+        (response(seal_summary(summary(), OTHER_KEY, OTHER_SWARM), b"\xc1", b"\x91" * 512), {"malformed": 3}),
+        (b"\xdd\xff\xff\xff\xff", {"malformed": 1}),
+        (response(seal_summary(summary(NOW + 9999), OTHER_KEY, SWARM)), {"future": 1}),
+        (response(*[seal_summary(summary(), OTHER_KEY, SWARM)] * 32), {"taken": 1, "known": 31}),
+        (response(seal_summary(summary(), KEY, SWARM)), {"own": 1}),
+        (None, {"failed": 1}),
+    ],
+)
+async def test_a_hostile_answer_is_counted_and_the_rest_goes_on(answer, heard):
+    node = ours(Wire({OTHER_PEER: answer} if answer else {}), clock=lambda: NOW)
+    await node.round([OTHER_PEER])
+    assert {outcome: n for outcome, n in node.statistics().heard.items() if n} == heard
+
+
+async def test_a_summary_of_a_banned_peer_is_not_shown():
+    wire = Wire({"x": response(seal_summary(summary(), OTHER_KEY, SWARM))})
+    node = ours(wire, clock=lambda: NOW, welcome=lambda peer: peer != OTHER_PEER)
+    await node.round(["x"])
+    assert (node.statistics().claims, node.statistics().heard["unwelcome"]) == ([], 1)
+
+
+async def test_a_peer_that_asks_too_often_is_not_answered(autojump_clock):
+    wire = Wire()
+    ours(wire)
+    for _ in range(summaries.ANSWERS):
+        await wire.handler(OTHER_PEER, codec.encode(SummaryRequest(b"")))
+    with pytest.raises(PeerError, match="too often"):
+        await wire.handler(OTHER_PEER, codec.encode(SummaryRequest(b"")))
+    await trio.sleep(30)
+    await wire.handler(OTHER_PEER, codec.encode(SummaryRequest(b"")))
+
+
+async def test_a_clock_that_is_off_is_seen_though_the_summaries_are_not_taken():
+    wire = Wire()
+    node = ours(wire, clock=lambda: NOW - 400)
+    for number in range(3):
+        key = Ed25519PrivateKey.from_private_bytes(bytes([40 + number]) * 32)
+        frame = seal_summary(summary(NOW + number), key, SWARM)
+        await wire.handler(peer_id(key.public_key().public_bytes_raw()), codec.encode(SummaryRequest(frame)))
+    assert node.statistics().clock_offset == 401
+    assert node.statistics().claims == []
+
+
+# ---- what is shown of it
+
+
+def test_a_name_is_shown_short_and_without_what_turns_the_text_around():
+    assert view.plain_name("Küche\u202e\u2066\u200b" + "x" * 60) == "Küche" + "\ufffd" * 3 + "x" * 24
+
+
+def test_our_own_summary_is_within_every_bound():
+    report = Report(phase="training", step=3, policy_version=2, reward_held_out=1.0000001)
+    told = view.own_summary(int(NOW * 1000), NOW + 5, "🦋\x1b" * 40, report, version="1" * 50, published=4, peers=2)
+    assert open_summary(seal_summary(told, KEY, SWARM), SWARM) == (PEER, told)
+    assert (told.reward, told.uptime, told.step) == (1.0, 0, 3)
+    assert view.own_summary(0, 0.0, "", None, version="1", published=0, peers=0).reward == -1
+
+
+def test_the_panel_is_bounded_and_its_medians_are_not_moved_by_one_liar():
+    claims = Claims("me")
+    for i in range(300):
+        take(claims, f"p{i}", reward=0.4, policy_version=10)
+    take(claims, "liar", reward=1.0, policy_version=2**63 - 1)
+    take(claims, "new", reward=-1.0)
+    shown = view.swarm_view(SummaryStatistics(claims.all(), {}, None), NOW + 5)
+    assert (shown.reporting, len(shown.rows)) == (302, view.CLAIM_ROWS)
+    assert (shown.reward_median, shown.policy_version_median) == (0.4, 10)
+    assert shown.rows[0].age_seconds == 5
+    assert next(row for row in shown.rows if row.peer == "p0").reward == 0.4
+    assert msgspec.json.encode(shown)
