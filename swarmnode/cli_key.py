@@ -22,7 +22,7 @@ def key_show(*, config: ConfigFile = None, data_dir: DataDir = None) -> int:
     data_dir
         As for `run`.
     """
-    resolved = load(config, None, data_dir, None)
+    resolved = load(config, None, data_dir, None, tasks=False)
     from swarmnode.p2p.identity import load_or_create
 
     resolved.config.node.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -43,7 +43,7 @@ def key_backup(file: Path, *, config: ConfigFile = None, data_dir: DataDir = Non
     data_dir
         As for `run`.
     """
-    resolved = load(config, None, data_dir, None).config
+    resolved = load(config, None, data_dir, None, tasks=False).config
     from swarmnode import keys
 
     print(f"{keys.backup(resolved.node.data_dir, file)} is backed up in {file}")
@@ -65,7 +65,7 @@ def key_import(file: Path, *, config: ConfigFile = None, data_dir: DataDir = Non
     replace
         Also when this node has another key already, which is kept beside it.
     """
-    resolved = load(config, None, data_dir, None).config
+    resolved = load(config, None, data_dir, None, tasks=False).config
     from swarmnode import keys
 
     peer, kept = keys.bring(resolved.node.data_dir, file, replace)
@@ -84,7 +84,7 @@ def key_rotate(*, config: ConfigFile = None, data_dir: DataDir = None) -> int:
     data_dir
         As for `run`.
     """
-    resolved = load(config, None, data_dir, None).config
+    resolved = load(config, None, data_dir, None, tasks=False).config
     from swarmnode import keys
 
     before, after, kept = keys.rotate(resolved.node.data_dir)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,9 +33,24 @@ def run_resolved(resolved: Resolved, commands: Mapping[str, str] | None = None) 
 
     config = resolved.config
     check_names(config.task.names)
+    prove_own_tasks(config.task.modules)
     logs.configure(config.log, "supervisor")
     agreed = membership.prepare(config)
     return supervisor.run(agreed, lambda: membership.refresh(config), commands or supervisor.COMMANDS)
+
+
+def prove_own_tasks(modules: Sequence[str]) -> None:
+    """Run the owner's tasks once where they will run, so that what is wrong with them is one line now. Raises ConfigError."""
+    if not modules:
+        return
+    from swarmnode.errors import ConfigError
+    from swarmnode.tasks.client import Scorer, ScorerFailed
+
+    try:
+        with Scorer():
+            pass
+    except ScorerFailed as error:
+        raise ConfigError(str(error)) from None
 
 
 def by_manifest(resolved: Resolved) -> Resolved:
@@ -55,12 +70,20 @@ def quoted(value: object) -> str:
     return '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def load(config: Path | None, settings_: list[str] | None, data_dir: Path | None, peers: list[str] | None) -> Resolved:
+def load(
+    config: Path | None, settings_: list[str] | None, data_dir: Path | None, peers: list[str] | None, *, tasks: bool = True
+) -> Resolved:
+    """The configuration of a command; its tasks are known then, those of the node's owner too, unless the command has nothing to do with
+    them. Raises ConfigError."""
     from swarmnode import settings
+    from swarmnode.tasks import registry
 
     overrides = list(settings_ or [])
     if data_dir is not None:
         overrides.append(f"node.data_dir={quoted(data_dir.absolute())}")
     if peers:
         overrides.append(f"network.initial_peers=[{', '.join(quoted(peer) for peer in peers)}]")
-    return settings.load(config, os.environ, overrides)
+    resolved = settings.load(config, os.environ, overrides)
+    if tasks:
+        registry.install(resolved.config.task.modules, resolved.config.task.settings)
+    return resolved

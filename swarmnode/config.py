@@ -121,6 +121,10 @@ class TaskConfig(Section):
         min_length=1,
     )  # fmt: skip
     """Tasks to train on; other nodes' groups of other tasks are not taken."""
+    modules: list[str] = []
+    """Tasks of your own, `package.module:function`, installed beside swarmnode; name them in `names` too. docs/own-task.md."""
+    settings: dict[str, dict[str, bool | int | float | str]] = {}
+    """Arguments of such a task, by its name."""
     held_out_per_task: int = Field(default=16, ge=1)
     """Evaluation questions per task."""
 

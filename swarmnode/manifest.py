@@ -25,6 +25,7 @@ from swarmnode.config import Config, TrainingConfig
 from swarmnode.errors import ConfigError, Refused, Unavailable
 from swarmnode.files import read_private
 from swarmnode.p2p import addresses
+from swarmnode.tasks import own
 from swarmnode.tasks.registry import REFUSED, TASKS, task_version
 from swarmnode.wire import ids, limits
 from swarmnode.wire.envelope import peer_id
@@ -257,6 +258,8 @@ def version_numbers(version: str) -> tuple[int, ...]:
 def _task_problems(task: TaskEntry) -> list[str]:
     if task.id in REFUSED:
         return [f"its task {task.id} is refused because {REFUSED[task.id]}: a peer could run code on this machine"]
+    if task.id not in TASKS and own.NAME.fullmatch(task.id):
+        return [f"its task {task.id} is its founder's own: get that module, read it, install it, and name it in task.modules"]
     if task.id not in TASKS:
         return [f"its task {task.id} is not one of this version's: upgrade, or install what provides it"]
     try:
@@ -265,6 +268,9 @@ def _task_problems(task: TaskEntry) -> list[str]:
         return [str(error)]
     if version == task.version:
         return []
+    if TASKS[task.id].source is not None:
+        wanted = f"the swarm's has the settings {task.settings}, here they are {_settings_text(task.id)}"
+        return [f"its task {task.id} has version {task.version}, here {version}: get the founder's files, to the byte ({wanted})"]
     return [f"its task {task.id} has version {task.version}, here it has {version}: install the swarm's version"]
 
 

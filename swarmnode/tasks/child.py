@@ -6,6 +6,8 @@ Knows neither threads nor trio: `client` and `async_client` wait for it, each in
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -17,6 +19,7 @@ from typing import Literal
 import msgspec
 
 from swarmnode.tasks import frames
+from swarmnode.tasks.registry import TASKS
 
 STDERR_BYTES = 4096
 """The last words that are kept."""
@@ -43,7 +46,7 @@ class Child:
             os.set_blocking(error_read, False)
             os.set_blocking(error_write, False)  # a child that talks too much loses words, not time
             self._process = subprocess.Popen(
-                [sys.executable, "-E", "-s", "-B", "-m", "swarmnode.tasks.scorer", str(os.getpid()), str(cpu_seconds)],
+                [sys.executable, "-E", "-s", "-B", "-m", "swarmnode.tasks.scorer", str(os.getpid()), str(cpu_seconds), own_tasks()],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=error_write,
@@ -157,6 +160,12 @@ class Child:
         except BlockingIOError:  # a forked copy still holds the other end: what was written is read
             pass
         return data.decode(errors="replace").strip()
+
+
+def own_tasks() -> str:
+    """The owner's tasks that this process knows of, as JSON: task → [source, settings]. By this alone the child learns of them."""
+    found = {spec.id: [dataclasses.astuple(spec.source), dict(spec.settings)] for spec in TASKS.values() if spec.source is not None}
+    return json.dumps(found)
 
 
 def _environment() -> dict[str, str]:

@@ -1,6 +1,7 @@
 """The tasks a node may train on. A short list on purpose: each scorer on it has been read (docs/tasks.md says what it does with an answer).
 
-This module is imported everywhere and therefore does not import reasoning-gym: only its version is looked up.
+This module is imported everywhere and therefore does not import reasoning-gym: only its version is looked up. Nor does it import the tasks
+that the node's owner brings (`install`): their files are hashed.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import functools
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
 from swarmnode.errors import ConfigError, Unavailable
-from swarmnode.tasks import builtin
+from swarmnode.tasks import builtin, own
+from swarmnode.wire.limits import TASK_ID_BYTES
 
 ADAPTER_VERSION = "1"
 """Enters every task version: change it when the adapter (`gym`) or what counts as the answer (`frames.answer_of`) changes."""
@@ -27,13 +29,15 @@ class TaskSpec:
     """One task: where its questions come from and how long an answer may be."""
 
     id: str
-    kind: Literal["builtin", "reasoning_gym"]
+    kind: Literal["builtin", "reasoning_gym", "own"]
     generator: str
-    """Name within its kind: a key of `builtin.GENERATORS`, or a module of reasoning_gym such as `arithmetic.chain_sum`."""
+    """Name within its kind: a key of `builtin.GENERATORS`, a module of reasoning_gym such as `arithmetic.chain_sum`, `module:function`."""
     settings: Mapping[str, Any]
     """Arguments of the generator."""
     max_answer_bytes: int = 256
     """UTF-8 bytes; a longer answer is not looked at and its reward is 0."""
+    source: own.Source | None = None
+    """Of an owner's task."""
 
 
 def _gym(group: str, name: str, **settings: Any) -> TaskSpec:
@@ -60,8 +64,10 @@ _SPECS = (
     _gym("arithmetic", "fraction_simplification", min_value=1, max_value=9, min_factor=2, max_factor=4, styles=("plain",)),
     _gym("arithmetic", "products", min_digits=1, max_digits=1),
 )  # fmt: skip
-TASKS: Mapping[str, TaskSpec] = MappingProxyType({spec.id: spec for spec in _SPECS})
-"""Allow-list, by task id."""
+_TASKS = {spec.id: spec for spec in _SPECS}
+TASKS: Mapping[str, TaskSpec] = MappingProxyType(_TASKS)
+"""Allow-list, by task id: those above, and those that this process was told of by `install`."""
+OWN_ANSWER_BYTES = 4096
 
 _EVAL = "its scorer passes the answer to eval()"
 _SYMPY = "its scorer passes the answer to sympy.parse_expr(), which is eval()"
@@ -86,7 +92,9 @@ def task_version(task_id: str) -> str:
     Raises KeyError for a task that is not on the list, Unavailable when reasoning-gym is not installed.
     """
     spec = TASKS[task_id]
-    if spec.kind == "builtin":
+    if spec.source is not None:
+        source = ["own", spec.source.content]
+    elif spec.kind == "builtin":
         source = ["swarmnode", builtin.VERSION]
     else:
         try:
@@ -97,6 +105,22 @@ def task_version(task_id: str) -> str:
     return hashlib.blake2b(canonical.encode(), digest_size=8).hexdigest()
 
 
+def install(modules: Sequence[str], settings: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add the tasks that this node's owner names (`task.modules`, `task.settings`) to the list, for this process. None of them is run.
+
+    No name in a manifest, which is a stranger's, gets here. Raises ConfigError when one cannot be found.
+    """
+    for task in modules:
+        if len(task) > TASK_ID_BYTES:
+            raise ConfigError(f"task.modules: {task!r} is longer than {TASK_ID_BYTES} characters")
+        arguments = MappingProxyType(dict(settings.get(task, {})))
+        _TASKS[task] = TaskSpec(task, "own", task, arguments, OWN_ANSWER_BYTES, own.find(task))
+    for task in settings:
+        if task not in modules:
+            raise ConfigError(f"task.settings: {task!r} is not in task.modules; other tasks have the settings that all nodes have")
+    task_version.cache_clear()
+
+
 def check_names(names: Iterable[str]) -> None:
     """Raises ConfigError for the first name that is not a task of this node, saying why and what is nearest."""
     seen: set[str] = set()
@@ -104,6 +128,8 @@ def check_names(names: Iterable[str]) -> None:
         if name in REFUSED:
             raise ConfigError(f"task.names: {name!r} is refused because {REFUSED[name]}: a peer could run code on this machine")
         if name not in TASKS:
+            if own.NAME.fullmatch(name):
+                raise ConfigError(f"task.names: {name!r} is not in task.modules, which names the modules that this node may load")
             nearest = difflib.get_close_matches(name, TASKS, n=1, cutoff=0.0)[0]
             raise ConfigError(f"task.names: {name!r} is not on the allow-list; the nearest that is: {nearest!r}")
         if name in seen:

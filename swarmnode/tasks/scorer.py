@@ -6,11 +6,14 @@ holds no key, no weight, no socket and no file, and it forgets every request. A 
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from typing import NoReturn
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
-from swarmnode.tasks import builtin, frames, sandbox
+from swarmnode.errors import ConfigError
+from swarmnode.tasks import builtin, frames, own, sandbox
 from swarmnode.tasks.gym import GymTask
 from swarmnode.tasks.registry import TASKS
 
@@ -20,13 +23,17 @@ _STDIN, _STDOUT = 0, 1
 class Judge:
     """All tasks, ready to be asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, tasks: Mapping[str, own.OwnTask] | None = None) -> None:
+        """`tasks`: those that the node's owner brings."""
+        self._own = tasks or {}
         self._gym = {spec.id: GymTask(spec) for spec in TASKS.values() if spec.kind == "reasoning_gym"}
 
     def item(self, task_id: str, seed: int, index: int) -> builtin.Item:
         """The question at an address. Raises KeyError for a task that is not on the allow-list."""
         if task_id in self._gym:
             return self._gym[task_id].item(seed, index)
+        if task_id in self._own:
+            return self._own[task_id].item(seed, index)
         spec = TASKS[task_id]
         return builtin.GENERATORS[spec.generator](seed + index, **spec.settings)
 
@@ -44,15 +51,26 @@ def _reward(item: builtin.Item, answer: str) -> float:
     return reward if 0.0 <= reward <= 1.0 else 0.0  # NaN fails both comparisons
 
 
-def main(parent: int, cpu_seconds: int) -> None:
-    """Serve until stdin ends. `parent`: pid of the client; `cpu_seconds`: CPU time that one request may use."""
-    judge = Judge()
-    layers = sandbox.enter(parent)
+def main(parent: int, cpu_seconds: int, told: str = "{}") -> None:
+    """Serve until stdin ends. `parent`: pid of the client; `cpu_seconds`: CPU time that one request may use; `told`: the owner's tasks, as
+    JSON, see `child.own_tasks`."""
+    try:
+        tasks = own.load({task: (own.Source(*source), settings) for task, (source, settings) in _parsed(told)})
+        judge = Judge(tasks)
+        layers = sandbox.enter(parent)
+        for task in tasks.values():
+            task.prove()
+    except ConfigError as error:
+        _give_up(" ".join(str(error).split()))
     _write(frames.encode_scored(frames.Ready(os.getpid(), layers)))
     while (request := _read_frame()) is not None:
         sandbox.allow_cpu(cpu_seconds)
         questions = frames.decode_questions(request)
         _write(frames.encode_scored([judge.score(question) for question in questions]))
+
+
+def _parsed(told: str) -> list[tuple[str, tuple[list[str], dict[str, Any]]]]:
+    return list(json.loads(told).items())
 
 
 def _read_frame() -> bytes | None:
@@ -88,4 +106,4 @@ def _give_up(reason: str) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

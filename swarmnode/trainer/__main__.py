@@ -9,12 +9,14 @@ from pathlib import Path
 
 from swarmnode.config import Config
 from swarmnode.process import Progress, die_with_parent, run_main
+from swarmnode.tasks import registry
 
 
 def main() -> int:
     die_with_parent()
     progress = Progress()
     config = Config.model_validate_json(Path(sys.argv[sys.argv.index("--config") + 1]).read_bytes())
+    registry.install(config.task.modules, config.task.settings)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     progress("loading torch")
     from swarmnode.observe import logs

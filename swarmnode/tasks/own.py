@@ -1,0 +1,178 @@
+"""Tasks that the owner of this node brings: `package.module:function`, named in `task.modules`. docs/own-task.md is the guide.
+
+    parents   find the file ─ hash what is in it ─▶ task version          nothing of it is imported, or run
+    scorer    find the file ─ hash it again, equal? ─ import ─ lock in ─ try it ─▶ ready
+
+A function takes a `random.Random` and its settings, and returns the prompt and the function that gives an answer its reward, 0 to 1:
+
+    def reverse(rng, letters=4):
+        word = "".join(rng.choice("abcdefgh") for _ in range(letters))
+        return f"Spell this backward: {word}", lambda answer: float(answer == word[::-1])
+
+Its code is part of its identity. Nodes with other code have another task version, and so are of another swarm.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import os
+import random
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swarmnode.errors import ConfigError
+from swarmnode.tasks.builtin import Item
+
+NAME = re.compile(r"([A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*)*):([A-Za-z_][A-Za-z0-9_]*)")
+PROMPT_CHARACTERS = 8192
+FILES, BYTES = 1024, 16 * 2**20
+"""A package with more than this is more than a task."""
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+Generator = Callable[..., tuple[str, Callable[[str], float]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the code of a module is, and what it was when it was hashed."""
+
+    top: str
+    """Name of the top-level module or package."""
+    path: str
+    """File of the module, or folder of the package."""
+    content: str
+    """32 hex digits over every file of it."""
+
+
+def find(task: str) -> Source:
+    """The source of `package.module:function`, found as an import would find it but without importing anything.
+
+    Raises ConfigError when it is not so written, not installed, or could stand for something else.
+    """
+    match = NAME.fullmatch(task)
+    if match is None:
+        raise ConfigError(f"task.modules: {task[:80]!r} is not <module>:<function>, such as 'words:reverse'")
+    module = match[1]
+    top, *rest = module.split(".")
+    if top in sys.stdlib_module_names or top == "swarmnode":
+        whose = "swarmnode" if top == "swarmnode" else "Python"
+        raise ConfigError(f"task.modules: {task!r}: {top!r} is a module of {whose} itself; rename yours")
+    spec = _spec(top)
+    if spec is None or spec.origin is None:
+        raise ConfigError(f"task.modules: {task!r}: no module {top!r} is installed for {sys.executable}: pip install it there")
+    origin = Path(spec.origin)
+    path = origin.parent if spec.submodule_search_locations else origin
+    if origin.suffix != ".py" or not origin.is_file():
+        raise ConfigError(f"task.modules: {task!r}: {origin} is not a Python file")
+    if rest and not _is_there(path, rest):
+        raise ConfigError(f"task.modules: {task!r}: there is no {'.'.join(rest)!r} in {path}")
+    return Source(top, str(path), _hash(path, task))
+
+
+def _spec(top: str) -> Any:
+    """Of a top-level module. Finders of such look at names and files and run none of them; those of submodules would run the package."""
+    for finder in sys.meta_path:
+        find_spec = getattr(finder, "find_spec", None)
+        if find_spec is not None and (spec := find_spec(top, None)) is not None:
+            return spec
+    return None
+
+
+def _is_there(path: Path, rest: list[str]) -> bool:
+    inner = path.joinpath(*rest)
+    return path.is_dir() and (inner.with_suffix(".py").is_file() or (inner / "__init__.py").is_file())
+
+
+def _hash(path: Path, task: str) -> str:
+    """Over names and contents of all files of a package, data included, since a list of words decides questions like code does."""
+    files = [path] if path.is_file() else sorted(_files(path))
+    if len(files) > FILES or sum(file.stat().st_size for file in files) > BYTES:
+        limits = f"{FILES} files or {BYTES >> 20} MiB"
+        raise ConfigError(f"task.modules: {task!r}: {path} is larger than {limits}: give the task a package of its own")
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        data = file.read_bytes()
+        name = file.name if path.is_file() else file.relative_to(path).as_posix()
+        digest.update(f"{len(name.encode())} {len(data)} ".encode() + name.encode() + data)
+    return digest.hexdigest()
+
+
+def _files(folder: Path) -> list[Path]:
+    found = []
+    for root, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name != "__pycache__"]
+        found += [Path(root, name) for name in names if not name.endswith((".pyc", ".pyo"))]
+    return found
+
+
+class OwnTask:
+    """One task of its owner's. Imported by the scorer child only: making one runs the owner's code."""
+
+    def __init__(self, task: str, source: Source, settings: Mapping[str, Any]) -> None:
+        """Raises ConfigError when the code is not what was hashed, or cannot be imported."""
+        self._task = task
+        self._settings = settings
+        module, _, function = task.partition(":")
+        if _hash(Path(source.path), task) != source.content:
+            raise ConfigError(f"{task!r} has changed in {source.path} since this node started: restart it, or put the file back")
+        try:
+            _import_top(source)
+            self._generate: Generator = getattr(importlib.import_module(module), function)
+        except Exception as error:  # whatever a module raises, it is its owner who has to hear of it
+            raise ConfigError(f"task.modules: {task!r} cannot be imported: {type(error).__name__}: {error}") from error
+
+    def item(self, seed: int, index: int) -> Item:
+        """The question at (seed, index)."""
+        prompt, reward = self._generate(random.Random(seed + index), **self._settings)
+        if not isinstance(prompt, str) or not 0 < len(prompt) <= PROMPT_CHARACTERS:
+            raise TypeError(f"{self._task} made a prompt that is not a text of 1 to {PROMPT_CHARACTERS} characters")
+        return Item(prompt, "", lambda answer: float(reward(answer)))
+
+    def prove(self) -> None:
+        """Make a few questions and judge an answer, locked in as it will be. Raises ConfigError for what would go wrong later."""
+        try:
+            for index in range(3):
+                first, second = self.item(0, index), self.item(0, index)
+                reward = first.reward("")
+                if first.prompt != second.prompt:
+                    raise ValueError("the same seed gave two questions: draw from the random.Random that it is given, and nothing else")
+                if not 0.0 <= reward <= 1.0:
+                    raise ValueError(f"its reward for an empty answer is {reward}, not in 0 to 1")
+        except Exception as error:
+            raise ConfigError(f"task.modules: {self._task!r} does not work: {type(error).__name__}: {error}") from error
+
+
+def _import_top(source: Source) -> None:
+    """Import exactly the file that was hashed: not another of that name on the path, nor bytecode that lies beside it."""
+    if source.top in sys.modules:
+        return
+    folder = Path(source.path)
+    file, inside = (folder / "__init__.py", [source.path]) if folder.is_dir() else (folder, None)
+    spec = importlib.util.spec_from_file_location(source.top, file, submodule_search_locations=inside)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[source.top] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
+def load(tasks: Mapping[str, tuple[Source, Mapping[str, Any]]]) -> dict[str, OwnTask]:
+    """The owner's tasks in a process that has nothing to lose yet. Raises ConfigError.
+
+    A library that starts threads would keep them outside the sandbox's filter, which is a thread's own: so there must be none.
+    """
+    if not tasks:
+        return {}
+    sys.pycache_prefix = os.devnull  # bytecode is found by the time and size of its source; we go by content
+    os.environ.update(dict.fromkeys(THREADS, "1"))
+    loaded = {task: OwnTask(task, source, settings) for task, (source, settings) in tasks.items()}
+    for name in THREADS:
+        del os.environ[name]
+    if sys.platform == "linux" and (threads := len(os.listdir("/proc/self/task"))) > 1:
+        raise ConfigError(f"task.modules: {', '.join(tasks)}: importing them started {threads - 1} threads, which a sandbox cannot hold")
+    return loaded

@@ -1,0 +1,219 @@
+"""Tasks that a node's owner brings: found and hashed without being run, run in the sandbox only, one line for whatever is wrong.
+
+pytest tests/unit/tasks/test_own.py
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from swarmnode import cli, manifest
+from swarmnode.config import Config
+from swarmnode.errors import ConfigError
+from swarmnode.tasks import own, registry
+from swarmnode.tasks.client import AsyncScorer, Scorer, ScorerFailed, TaskUnknown
+from swarmnode.testing.manifests import founded
+from swarmnode.wire.messages import TaskEntry, TaskRef
+
+WORDS = """
+import pathlib
+import letters_of_mine.alphabet
+
+TRACE = pathlib.Path(__file__).with_name("imported.txt")
+
+def reverse(rng, length=4):
+    word = "".join(rng.choice(letters_of_mine.alphabet.LETTERS) for _ in range(length))
+    return f"Spell this backward: {word}", lambda answer: float(answer == word[::-1])
+
+def snoop(rng):
+    return "Snoop", lambda answer: float(len(open("/etc/passwd").read()) > 0)
+
+def forgetful(rng, calls=[]):
+    calls.append(1)
+    return f"{len(calls)}", lambda answer: 1.0
+
+def boast(rng):
+    return "Boast", lambda answer: 2.0
+
+def crash(rng):
+    raise RuntimeError("no question today")
+"""
+NAME = "letters_of_mine.words:reverse"
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package with a task in it, on the path of this process and of no other; the list of tasks as it was afterwards."""
+    folder = tmp_path / "site" / "letters_of_mine"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("")
+    (folder / "alphabet.py").write_text("LETTERS = 'abcdef'\n")
+    (folder / "words.py").write_text(WORDS)
+    monkeypatch.syspath_prepend(str(folder.parent))
+    before = dict(registry.TASKS)
+    yield folder
+    registry._TASKS.clear()
+    registry._TASKS.update(before)
+    registry.task_version.cache_clear()
+
+
+def installed(*tasks, **settings):
+    registry.install(tasks, settings)
+    return [registry.task_version(task) for task in tasks]
+
+
+def ref(task=NAME, index=0, **changes):
+    fields = {"id": task, "version": registry.task_version(task), "seed": 4 << 20, "index": index} | changes
+    return TaskRef(**fields)
+
+
+def test_question_and_reward_come_from_the_owners_code(package):
+    installed(NAME)
+    with Scorer() as scorer:
+        prompts = [scorer.prompt(ref(index=index)) for index in range(20)]
+        word = prompts[0].rpartition(" ")[2]
+        answers = [word[::-1], f"{word}?", f"so: <answer> {word[::-1]} </answer>"]
+        assert scorer.score(ref(), answers).rewards == [1.0, 0.0, 1.0]
+        assert scorer.statistics().failures == 0
+    assert len(set(prompts)) > 10
+    with Scorer() as again:
+        assert [again.prompt(ref(index=index)) for index in range(20)] == prompts
+
+
+async def test_the_network_process_scorer_judges_it_too(package):
+    installed(NAME)
+    async with AsyncScorer() as scorer:
+        word = (await scorer.prompt(ref())).rpartition(" ")[2]
+        assert (await scorer.score(ref(), [word[::-1], "?"])).rewards == [1.0, 0.0]
+
+
+def test_settings_reach_the_function_and_the_version(package):
+    (plain,) = installed(NAME)
+    registry.install([NAME], {NAME: {"length": 9}})
+    assert registry.task_version(NAME) != plain
+    with Scorer() as scorer:
+        assert len(scorer.prompt(ref()).rpartition(" ")[2]) == 9
+        with pytest.raises(TaskUnknown, match="version"):
+            scorer.prompt(ref(version=plain))
+
+
+@pytest.mark.parametrize("file", ["words.py", "alphabet.py", "list.txt"])
+def test_the_version_follows_every_file_of_the_package(package, file):
+    (before,) = installed(NAME)
+    with open(package / file, "a") as changed:
+        changed.write("# another byte\n")
+    assert installed(NAME) != [before]
+
+
+def test_the_version_does_not_depend_on_where_the_package_lies_nor_on_bytecode(package, tmp_path, monkeypatch):
+    (before,) = installed(NAME)
+    (package / "__pycache__").mkdir()
+    (package / "__pycache__" / "words.cpython-311.pyc").write_bytes(b"x")
+    elsewhere = tmp_path / "elsewhere"
+    package.parent.rename(elsewhere)
+    monkeypatch.syspath_prepend(str(elsewhere))
+    assert installed(NAME) == [before]
+
+
+def test_no_process_but_the_scorer_runs_it(package):
+    (package / "__init__.py").write_text("raise SystemExit('imported')\n")
+    (package / "words.py").write_text("raise SystemExit('imported')\n")
+    installed(NAME)
+    registry.check_names([NAME])
+    assert manifest.draft(Config.model_validate({"task": {"names": [NAME]}}), bytes(32), [], created_at=1).tasks[0].id == NAME
+    assert not any(name.startswith("letters_of_mine") for name in sys.modules)
+
+
+def test_the_sandbox_holds_for_it(package):
+    task = "letters_of_mine.words:snoop"
+    installed(task)
+    with pytest.raises(ScorerFailed, match="PermissionError"), Scorer():
+        pass
+
+
+def test_code_that_changes_while_the_node_runs_is_not_run(package):
+    installed(NAME)
+    with Scorer() as scorer:
+        scorer.prompt(ref())
+        (package / "words.py").write_text(WORDS + "\n")
+        scorer.close()
+        with pytest.raises(ScorerFailed, match=r"has changed in .* restart"):
+            scorer.prompt(ref())
+
+
+def test_stale_bytecode_beside_the_source_is_not_run(package):
+    """Bytecode that claims to be of a source with the same time and size."""
+    source = package / "words.py"
+    honest = source.read_text()
+    source.write_text(honest.replace("backward", "sideways"))
+    subprocess.run([sys.executable, "-m", "compileall", "-q", str(package)], check=True)
+    stat = source.stat()
+    source.write_text(honest)
+    os.utime(source, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    installed(NAME)
+    with Scorer() as scorer:
+        assert "backward" in scorer.prompt(ref())
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [("forgetful", "the same seed gave two questions"), ("boast", "not in 0 to 1"), ("crash", "no question today"), ("missing", "missing")],
+)
+def test_a_task_that_does_not_work_is_one_line_before_the_node_runs(package, tmp_path, capsys, function, says):
+    task = f"letters_of_mine.words:{function}"
+    settings = ["--set", f'task.modules=["{task}"]', "--set", f'task.names=["{task}"]']
+    assert cli.run(["run", "--data-dir", str(tmp_path / "data"), *settings]) == 78
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert says in error
+
+
+@pytest.mark.parametrize(
+    ("task", "says"),
+    [
+        ("words", "is not <module>:<function>"),
+        ("../words:reverse", "is not <module>:<function>"),
+        ("json:loads", "of Python itself"),
+        ("swarmnode.cli:run", "of swarmnode itself"),
+        ("nowhere_installed:task", "pip install"),
+        ("letters_of_mine.nothing:task", "no 'nothing'"),
+    ],
+)
+def test_a_name_that_leads_nowhere_or_somewhere_else_is_refused(package, task, says):
+    with pytest.raises(ConfigError, match=says):
+        own.find(task)
+
+
+def test_settings_without_their_task_are_an_error():
+    with pytest.raises(ConfigError, match=r"not in task\.modules"):
+        registry.install([], {"rg/gcd": {"min_value": 2}})
+
+
+def test_a_name_that_only_a_manifest_or_task_names_gives_loads_nothing(package):
+    with pytest.raises(ConfigError, match=r"not in task\.modules"):
+        registry.check_names([NAME])
+    (problem,) = manifest.can_honour(founded(tasks=[TaskEntry(NAME, "0" * 16, "{}")]).manifest, Config())
+    assert "name it in task.modules" in problem
+
+
+def test_members_with_other_code_cannot_honour_the_manifest(package):
+    (version,) = installed(NAME)
+    theirs = founded(tasks=[TaskEntry(NAME, version, "{}")]).manifest
+    assert manifest.can_honour(theirs, Config()) == []
+    (package / "alphabet.py").write_text("LETTERS = 'abcdeg'\n")
+    installed(NAME)
+    (problem,) = manifest.can_honour(theirs, Config())
+    assert version in problem
+    assert "to the byte" in problem
+
+
+def test_config_show_has_it_and_a_module_that_is_missing_stops_no_key_command(package, tmp_path, capsys):
+    settings = ["--set", f'task.modules=["{NAME}"]', "--set", f'task.settings={{"{NAME}" = {{length = 3}}}}']
+    assert cli.run(["config", "show", "--json", "--data-dir", str(tmp_path), *settings]) == 0
+    assert json.loads(capsys.readouterr().out)["task.settings"]["value"] == {NAME: {"length": 3}}
+    (tmp_path / "c.toml").write_text('[task]\nmodules = ["nowhere_installed:task"]\n')
+    assert cli.run(["key", "show", "--config", str(tmp_path / "c.toml"), "--data-dir", str(tmp_path)]) == 0
+    assert cli.run(["config", "show", "--config", str(tmp_path / "c.toml"), "--data-dir", str(tmp_path)]) == 78
