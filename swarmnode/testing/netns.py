@@ -66,9 +66,9 @@ class Topology:
         for process in self._processes:
             self.kill(process)
         for name in self._names:
-            for pid in subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split():
+            for pid in self._pids_of(name):
                 with contextlib.suppress(ProcessLookupError):  # a child of what was spawned
-                    os.kill(int(pid), signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
     def public(self, name: str, address: str) -> None:
@@ -120,9 +120,30 @@ class Topology:
             if pipe is not None:
                 pipe.close()
 
+    def kill_all(self, name: str) -> None:
+        """As a power cut of that machine: every process in the namespace at once, without a chance to drain."""
+        while pids := self._pids(name):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for process in self._processes:
+                process.poll()  # ours are reaped, the others by whoever they were left to
+
+    def run(self, name: str, command: list[str], **options: Any) -> subprocess.CompletedProcess:
+        """Runs `command` in the namespace to its end. `options`: of subprocess.run."""
+        return subprocess.run(["ip", "netns", "exec", self._ns(name), *command], **options)
+
     def run_python(self, name: str, code: str) -> str:
         """The output of a Python program in the namespace; empty if it fails."""
         return subprocess.run(["ip", "netns", "exec", self._ns(name), sys.executable, "-c", code], capture_output=True, text=True).stdout
+
+    def _pids(self, name: str) -> list[int]:
+        return self._pids_of(self._ns(name))
+
+    @staticmethod
+    def _pids_of(namespace: str) -> list[int]:
+        told = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True).stdout
+        return [int(pid) for pid in told.split()]
 
     def _ns(self, name: str) -> str:
         return f"{self._tag}-{name}"

@@ -1,0 +1,154 @@
+"""The joining story of README.md, command by command: `init` on a public machine, `join` from two others behind routers of their own."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+from swarmnode.testing.nat_process import wait_until
+from swarmnode.testing.netns import Topology, missing
+
+pytestmark = [
+    pytest.mark.nat, pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(240),
+    pytest.mark.skipif(bool(missing()), reason=missing() or "-"),
+]  # fmt: skip
+
+JOINED_SECONDS = 120.0
+FETCH = "import urllib.request; print(urllib.request.urlopen('http://127.0.0.1:{}', timeout=5).read().decode())"
+QUERY = "api/v1/query?query=swarmnode_trained_groups_total%7Bsource%3D%22external%22%7D"
+
+
+class Machine:
+    """A namespace with one node in it, used by its command line and looked at through its own HTTP server only."""
+
+    def __init__(self, net, name, directory, listen):
+        self.net, self.name, self.directory = net, name, directory
+        directory.mkdir()
+        sets = (f'network.listen_addrs=["/ip4/{listen}/tcp/9512"]', "network.mdns=false", "policy.threads=1", "training.step_interval=1.0")
+        self.options = ["--data-dir", str(directory / "data"), *(word for each in sets for word in ("--set", each))]
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("SWARMNODE_")}
+        self.environment = {**kept, "HF_HUB_OFFLINE": "1"}
+
+    def command(self, *words):
+        """Runs to its end; its standard output."""
+        command = [sys.executable, "-m", "swarmnode", *words, *self.options]
+        done = self.net.run(self.name, command, capture_output=True, text=True, timeout=100, env=self.environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def start(self, *words):
+        """Runs on; `words` as they stand in README.md."""
+        with open(self.directory / "node.log", "ab") as log:
+            command = [sys.executable, "-m", "swarmnode", *words, *self.options]
+            self.process = self.net.spawn(self.name, command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment)
+
+    def get(self, path, port=9464):
+        return self.net.run_python(self.name, FETCH.format(f"{port}/{path}"))
+
+    def snapshot(self):
+        text = self.get("status?points=1")
+        return json.loads(text)["snapshot"] if text else None
+
+    @property
+    def peer(self):
+        told = self.snapshot()
+        return told["node"]["peer"] if told else ""
+
+    def used(self):
+        """Groups trained on, by peer."""
+        told = self.snapshot()
+        report = told["trainer"]["report"] if told else None
+        return report["peers_used"] if report else {}
+
+    def steps(self):
+        told = self.snapshot()
+        return told["trainer"]["report"]["step"] if told and told["trainer"]["report"] else 0
+
+    def metric(self, name):
+        """Sum over all series of a metric in /metrics."""
+        lines = [line for line in self.get("metrics").splitlines() if line.split("{")[0].split(" ")[0] == name]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+    def log(self):
+        return (self.directory / "node.log").read_text(errors="replace")
+
+
+def use_each_other(machines, more_than=()):
+    """Whether each has trained on groups of every other; beyond what it had in `more_than`, {name: {peer: count}}."""
+    before = dict(more_than)
+    peers = {machine.name: machine.peer for machine in machines}
+    return all(
+        machine.used().get(peer, 0) > before.get(machine.name, {}).get(peer, 0)
+        for machine in machines
+        for name, peer in peers.items()
+        if name != machine.name and peer
+    ) and all(peers.values())
+
+
+def wait_for(condition, what, seconds, machines):
+    try:
+        return wait_until(condition, what, seconds)
+    except AssertionError as error:
+        tails = {machine.name: (machine.used(), machine.log()[-1500:]) for machine in machines}
+        raise AssertionError(f"{error}: {tails}") from None
+
+
+def prometheus(machine, directory):
+    """A Prometheus beside the node; False where none is installed."""
+    if shutil.which("prometheus") is None:
+        return False
+    config = directory / "prometheus.yml"
+    config.write_text("scrape_configs: [{job_name: swarmnode, scrape_interval: 1s, static_configs: [{targets: ['127.0.0.1:9464']}]}]")
+    command = [
+        "prometheus", f"--config.file={config}", f"--storage.tsdb.path={directory / 'tsdb'}", "--web.listen-address=127.0.0.1:9090",
+    ]  # fmt: skip
+    machine.net.spawn(machine.name, command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return True
+
+
+def test_found_a_swarm_join_it_from_behind_two_routers_and_lose_the_founder(tmp_path):
+    with Topology() as net:
+        net.public("f", "5.5.5.5")
+        net.behind_nat("a", "5.5.5.11")
+        net.behind_nat("b", "5.5.5.12")
+        founder = Machine(net, "f", tmp_path / "f", "5.5.5.5")
+        a, b = (Machine(net, name, tmp_path / name, "0.0.0.0") for name in ("a", "b"))
+        everybody = [founder, a, b]
+
+        invite = founder.command("init", "--name", "evening")
+        assert invite.startswith("/ip4/5.5.5.5/tcp/9512/p2p/12D3Koo")
+        founder.start("run")
+        wait_until(lambda: founder.peer, "the founder runs", 60.0)
+
+        joined = time.monotonic()
+        for machine in (a, b):
+            machine.start("join", invite)
+        wait_for(lambda: use_each_other(everybody), "all three train on groups of both others", JOINED_SECONDS, everybody)
+        assert time.monotonic() - joined < JOINED_SECONDS
+        assert {machine.snapshot()["node"]["swarm"] for machine in everybody} == {invite.rpartition("/")[2]}
+        for machine in everybody:
+            assert machine.metric("swarmnode_peers") >= 2
+            assert machine.metric("swarmnode_contributing_peers") == 2
+            assert machine.metric("swarmnode_trained_groups_total") > 0
+        if prometheus(a, tmp_path):
+            wait_until(lambda: '"source":"external"' in a.get(QUERY, 9090), "Prometheus has the series")
+
+        # the founder, who is bootstrap peer and relay too, loses power: the hole is punched, so the two go on with each other
+        of_founder = founder.used()
+        net.kill_all("f")
+        before = {machine.name: machine.used() for machine in (a, b)}
+        steps = [machine.steps() for machine in (a, b)]
+        wait_for(lambda: use_each_other([a, b], before), "the two go on without the founder", 60.0, [a, b])
+        assert all(machine.steps() > step for machine, step in zip((a, b), steps, strict=True))
+
+        # a member loses power; nothing but `run`, and nobody but the other one behind a router is there, then the founder returns
+        before = {"f": of_founder, "a": a.used(), "b": b.used()}
+        peer = b.peer
+        net.kill_all("b")
+        founder.start("run")
+        b.start("run")
+        wait_for(lambda: b.peer == peer and use_each_other(everybody, before), "all three are back", 90.0, everybody)
