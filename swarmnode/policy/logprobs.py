@@ -80,13 +80,19 @@ def completion_logprobs(policy: Policy, batch: Batch, temperature: float) -> tup
         later, place = mask[:, 1:].nonzero(as_tuple=True)
         logits.append(output.logits[later, place])
         row, column = torch.cat([row, later]), torch.cat([column, place + 1])
-    scores = torch.cat(logits).float() / (temperature or 1.0)  # (M, V), M completion tokens
-    total = scores.logsumexp(-1)
-    chosen = scores.gather(-1, ids[row, column][:, None])[:, 0] - total
-    with torch.no_grad():
-        spread = total.detach() - (scores.detach() - total.detach()[:, None]).exp().mul_(scores.detach()).sum(-1)
+    chosen, spread = token_logprobs(torch.cat(logits), ids[row, column], temperature)  # M completion tokens
     zeros = torch.zeros(ids.shape, device=chosen.device)
     return zeros.index_put((row, column), chosen), zeros.index_put((row, column), spread)
+
+
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of logits (M, V) and tokens (M,): log-probability of each token, with gradient, and the entropy there, without; both (M,) float32."""
+    scores = logits.float() / (temperature or 1.0)
+    total = scores.logsumexp(-1)
+    chosen = scores.gather(-1, tokens[:, None])[:, 0] - total
+    with torch.no_grad():
+        spread = total.detach() - (scores.detach() - total.detach()[:, None]).exp().mul_(scores.detach()).sum(-1)
+    return chosen, spread
 
 
 @torch.no_grad()

@@ -51,7 +51,7 @@ def encode(tensors: Mapping[str, torch.Tensor], layout: Layout, codec: Codec, *,
         elif codec == "bfloat16":
             bodies.append(to_bytes(bfloat16_bits(tensor), "<i2"))
         else:
-            bodies.append(_encode_int8(tensor - base[spec.name]))
+            bodies.append(int8_to_bytes((tensor - base[spec.name]).reshape(-1), BLOCK))
     heads = [TensorHeader(s.name, s.shape, s.dtype, len(b), checksum(b)) for s, b in zip(layout, bodies, strict=True)]
     return build(Header(codec, fragment, 0, anchor.hash if anchor else b"", heads), bodies)
 
@@ -73,7 +73,7 @@ def decode(data: bytes | memoryview, layout: Layout, codec: Codec, *, fragment: 
         elif codec == "bfloat16":
             flat = bfloat16_values(torch.from_numpy(np.frombuffer(body, "<i2").copy()))
         else:
-            flat = _decode_int8(body, spec.elements) + base[spec.name].reshape(-1)
+            flat = int8_from_bytes(body, spec.elements, BLOCK) + base[spec.name].reshape(-1)
         tensors[spec.name] = flat.reshape(spec.shape)
     return tensors
 
@@ -90,23 +90,32 @@ def bfloat16_values(bits: torch.Tensor) -> torch.Tensor:
 
 def to_bytes(tensor: torch.Tensor, dtype: str) -> bytes:
     """Row-major little-endian bytes; dtype as numpy writes it, e.g. `<f4`."""
-    return tensor.detach().contiguous().numpy().astype(dtype, copy=False).tobytes()
+    return tensor.detach().cpu().contiguous().numpy().astype(dtype, copy=False).tobytes()
 
 
-def _encode_int8(difference: torch.Tensor) -> bytes:
-    """f32 scale per block of 256, then i8 per element: value = scale · q, q in −127 … 127."""
-    flat = difference.reshape(-1)
-    blocks = -(-flat.numel() // BLOCK)
-    padded = torch.zeros(blocks * BLOCK)
+def int8_blocks(flat: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(elements,) float32 → one float32 scale per `block` elements, and int8 (elements,): value = scale · q, q in −127 … 127.
+
+    A value errs by at most 1/254 of the largest magnitude in its block.
+    """
+    blocks = -(-flat.numel() // block)
+    padded = torch.zeros(blocks * block, device=flat.device)
     padded[: flat.numel()] = flat
-    padded = padded.view(blocks, BLOCK)
+    padded = padded.view(blocks, block)
     scales = padded.abs().amax(1) / 127  # (blocks,)
     q = torch.where(scales[:, None] > 0, padded / scales[:, None], 0.0).round().clamp(-127, 127).to(torch.int8)
-    return to_bytes(scales, "<f4") + to_bytes(q.view(-1)[: flat.numel()], "i1")
+    return scales, q.view(-1)[: flat.numel()]
 
 
-def _decode_int8(body: memoryview, elements: int) -> torch.Tensor:
-    blocks = -(-elements // BLOCK)
+def int8_to_bytes(flat: torch.Tensor, block: int) -> bytes:
+    """`int8_blocks` as bytes: all scales, f32, then all values."""
+    scales, q = int8_blocks(flat, block)
+    return to_bytes(scales, "<f4") + to_bytes(q, "i1")
+
+
+def int8_from_bytes(body: bytes | memoryview, elements: int, block: int) -> torch.Tensor:
+    """(elements,) float32 from `int8_to_bytes`; the length of `body` was checked by the caller. Raises BadMessage."""
+    blocks = -(-elements // block)
     scales = torch.from_numpy(np.frombuffer(body[: 4 * blocks], "<f4").copy())
     if not bool(torch.isfinite(scales).all()):
         raise BadMessage("not_finite", "scale")
@@ -115,6 +124,6 @@ def _decode_int8(body: memoryview, elements: int) -> torch.Tensor:
     q = np.frombuffer(body[4 * blocks :], "i1")
     if q.min() < -127:
         raise BadMessage("bounds", "−128 is not a quantised value")
-    padded = torch.zeros(blocks * BLOCK)
+    padded = torch.zeros(blocks * block)
     padded[:elements] = torch.from_numpy(q.astype(np.float32))
-    return (padded.view(blocks, BLOCK) * scales[:, None]).view(-1)[:elements]
+    return (padded.view(blocks, block) * scales[:, None]).view(-1)[:elements]

@@ -1,0 +1,193 @@
+"""A chain of stages is the whole model: outputs, log-probabilities, gradients, greedy tokens."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import DynamicCache
+
+from swarmnode.errors import BadMessage, Unavailable
+from swarmnode.policy.logprobs import collate, completion_logprobs
+from swarmnode.stages.packing import packing
+from swarmnode.stages.runtime import StageRuntime
+from swarmnode.stages.sessions import Prompts
+from swarmnode.stages.spec import stage_specs
+from swarmnode.stages.split import load_stage, load_whole_state, split_model, whole_state
+
+KINDS = ["llama", "llama-tied", "qwen2", "qwen3", "mistral"]
+SPLITS = [[4], [2, 2], [1, 3], [1, 2, 1], [1, 1, 1, 1]]
+ROWS = [([5, 6, 7, 8, 9, 10], [11, 12, 13]), ([5, 6, 7, 8, 9, 10], [3]), ([2, 4], [1, 20, 21, 22, 23]), ([2, 4], [9, 8])]
+
+
+def chain(model, layers):
+    return [StageRuntime(spec, stage) for spec, stage in split_model(model, layers)]
+
+
+def logits_of(stages, ids, mask, positions):
+    x = ids
+    for stage in stages:
+        x = stage.run(x, mask, positions)
+    return x
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_the_whole_models_exactly(models, kind):
+    ids = torch.randint(0, 61, (3, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        whole = models[kind](input_ids=ids, attention_mask=mask, position_ids=positions).logits
+        for layers in SPLITS:
+            assert torch.equal(logits_of(chain(models[kind], layers), ids, mask, positions), whole), layers
+
+
+def test_the_embedded_policy_splits_exactly(embedded):
+    ids = torch.tensor([embedded.encode_prompt("What is 3 + 4?")])
+    mask, positions = torch.ones_like(ids), torch.arange(ids.shape[1])[None]
+    with torch.no_grad():
+        whole = embedded.model(input_ids=ids).logits
+        assert torch.equal(logits_of(chain(embedded.model, [1, 1]), ids, mask, positions), whole)
+
+
+def through(stages, batch, weight, temperature=0.8):
+    """Log-probabilities, and gradients by the whole model's names, of Σ weight · logprob."""
+    inputs = [None]
+    for stage in stages[:-1]:
+        inputs.append(stage.forward(batch, inputs[-1]))
+    seen = []
+
+    def loss(logprobs, entropy):
+        seen.append(logprobs.detach())
+        return (logprobs * weight).sum()
+
+    gradient = stages[-1].learn(batch, inputs[-1], temperature, loss)
+    for stage, x in zip(reversed(stages[:-1]), reversed(inputs[:-1]), strict=True):
+        gradient = stage.backward(batch, x, gradient)
+    gradients = {}
+    for stage in stages:
+        for name, parameter in stage.model.named_parameters():
+            if parameter.requires_grad:
+                name = stage.spec.whole(name)
+                gradients[name] = gradients.get(name, 0) + parameter.grad  # both halves of a tied embedding
+    return seen[0], gradients
+
+
+def compare(embedded, model, layers):
+    policy = replace(embedded, model=copy.deepcopy(model))
+    batch = collate(ROWS, 0)
+    weight = torch.randn(batch.completion_ids.shape, generator=torch.Generator().manual_seed(1))
+    expected, _ = completion_logprobs(policy, batch, 0.8)
+    (expected * weight).sum().backward()
+    logprobs, gradients = through(chain(model, layers), batch, weight)
+    assert torch.allclose(logprobs, expected.detach(), atol=1e-6)
+    mine = {name: p.grad for name, p in policy.model.named_parameters() if p.requires_grad}
+    assert mine.keys() == gradients.keys()
+    for name, gradient in mine.items():
+        assert torch.allclose(gradients[name], gradient, atol=1e-5 * max(1.0, float(gradient.abs().max()))), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_the_whole_models(models, embedded, kind):
+    for layers in SPLITS:
+        compare(embedded, models[kind], layers)
+
+
+@pytest.mark.parametrize("kind", ["llama-tied", "qwen3"])
+def test_gradients_of_a_lora_adapter_are_the_whole_models(models, embedded, kind):
+    torch.manual_seed(9)
+    settings = LoraConfig(r=3, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(copy.deepcopy(models[kind]), settings).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:  # zero at the start, which would hide lora_A's gradient
+                parameter.normal_(0, 0.1)
+    compare(embedded, model, [1, 2, 1])
+    assert all(stage.embedding() is None for stage in chain(model, [1, 2, 1]))  # frozen: nothing to sum
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_tokens_are_the_whole_models(models, kind):
+    prompts = [[5, 6, 7, 8, 9, 10], [2, 4]]
+    ids = torch.tensor([[0] * (6 - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (6 - len(p)) + [1] * len(p) for p in prompts])
+    expected = models[kind].generate(
+        input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=8, min_new_tokens=8, pad_token_id=0, eos_token_id=None
+    )[:, 6:]
+    for layers in SPLITS:
+        stages = chain(models[kind], layers)
+        x = None
+        for stage in stages:
+            x = stage.prefill(b"s", b"f", Prompts(ids, mask, 1), x)
+        drawn = [x.argmax(-1)]
+        while len(drawn) < 8:
+            x = drawn[-1]
+            for stage in stages:
+                x = stage.decode(b"s", b"f", [0, 1], x)
+            drawn.append(x.argmax(-1))
+        assert torch.equal(torch.stack(drawn, 1), expected), layers
+
+
+def test_a_row_that_ended_leaves_the_others_as_they_are(models):
+    prompts = Prompts(torch.tensor([[5, 6, 7]]), torch.ones(1, 3, dtype=torch.long), 3)
+    all_rows, some = chain(models["qwen3"], [4])[0], chain(models["qwen3"], [4])[0]
+    for stage in (all_rows, some):
+        stage.prefill(b"s", b"f", prompts, None)
+        stage.decode(b"s", b"f", [0, 1, 2], torch.tensor([1, 2, 3]))
+    expected = all_rows.decode(b"s", b"f", [0, 1, 2], torch.tensor([4, 5, 6]))[[0, 2]]
+    assert torch.allclose(some.decode(b"s", b"f", [0, 2], torch.tensor([4, 6])), expected, atol=1e-5)
+    assert some.statistics().cache_bytes < all_rows.statistics().cache_bytes
+
+
+@pytest.mark.parametrize(
+    ("session", "fingerprint", "rows", "reason"),
+    [(b"t", b"f", [0], "session"), (b"s", b"g", [0], "fingerprint"), (b"s", b"f", [2], "rows"), (b"s", b"f", [1, 0], "rows"),
+     (b"s", b"f", [], "rows"), (b"s", b"f", [0, 0], "rows")],
+)  # fmt: skip
+def test_a_step_that_the_session_does_not_have_is_refused(models, session, fingerprint, rows, reason):
+    stage = chain(models["llama"], [4])[0]
+    stage.prefill(b"s", b"f", Prompts(torch.tensor([[5, 6]]), torch.ones(1, 2, dtype=torch.long), 2), None)
+    with pytest.raises(BadMessage) as caught:
+        stage.decode(session, fingerprint, rows, torch.zeros(len(rows), dtype=torch.long))
+    assert caught.value.reason == reason
+
+
+def test_packing_goes_there_and_back():
+    batch = collate(ROWS, 0)
+    where = packing(batch)
+    assert where.rows == 6 + 2 + (2 + 0 + 4 + 1)  # each prompt once, each completion without its last token
+    rows = torch.randn(where.rows, 5)
+    assert torch.equal(where.pack(*where.unpack(rows)), rows)
+
+
+def test_a_stage_reads_only_its_own_tensors(models, tmp_path):
+    models["qwen2"].save_pretrained(tmp_path)
+    for (spec, stage), alone in zip(split_model(models["qwen2"], [1, 2, 1]), stage_specs(models["qwen2"].config, [1, 2, 1]), strict=True):
+        loaded = load_stage(tmp_path, alone)
+        assert sum(p.numel() for p in loaded.parameters()) < sum(p.numel() for p in models["qwen2"].parameters())
+        assert all(torch.equal(a, b) for a, b in zip(whole_state(spec, stage).values(), whole_state(alone, loaded).values(), strict=True))
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(Unavailable):
+        load_stage(tmp_path, alone)
+
+
+def test_the_stages_weights_together_are_the_whole_models(models):
+    model = copy.deepcopy(models["llama-tied"])
+    pieces = split_model(model, [1, 2, 1])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    moved = {name: p.detach() for name, p in model.named_parameters()}
+    for spec, stage in pieces:
+        load_whole_state(spec, stage, moved)
+    together = {name: tensor for spec, stage in pieces for name, tensor in whole_state(spec, stage).items()}
+    assert together.keys() == moved.keys()
+    assert all(torch.equal(together[name], moved[name]) for name in moved)
+
+
+def test_caches_know_their_layers(models):
+    (_, first), (_, second) = split_model(models["qwen2"], [2, 2])
+    kinds = [[type(layer).__name__ for layer in DynamicCache(config=stage.config).layers] for stage in (first, second)]
+    assert kinds == [["DynamicLayer"] * 2, ["DynamicSlidingWindowLayer"] * 2]

@@ -1,0 +1,99 @@
+"""Specs name every tensor once (a tied embedding twice); plans are the best there are, within memory."""
+
+from itertools import permutations, product
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarmnode.errors import ConfigError, Refused
+from swarmnode.stages.plan import Capacity, ModelCost, Part, Plan, make_plan, model_cost
+from swarmnode.stages.spec import holders, stage_specs
+
+CONFIG = SimpleNamespace(
+    model_type="qwen2", num_hidden_layers=4, tie_word_embeddings=True, hidden_size=8, num_attention_heads=2, num_key_value_heads=1,
+    intermediate_size=16, vocab_size=32,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("prefix", ["", "base_model.model."])
+def test_names_go_there_and_back(prefix):
+    names = [f"{prefix}model.layers.{i}.mlp.up_proj.weight" for i in range(4)] + [f"{prefix}model.norm.weight"]
+    specs = stage_specs(CONFIG, [1, 2, 1])
+    for name in names:
+        (holder,) = holders(specs, name)
+        assert specs[holder].whole(specs[holder].local(name)) == name
+    assert specs[1].local(names[2]) == f"{prefix}model.layers.1.mlp.up_proj.weight"
+
+
+def test_a_tied_embedding_is_at_both_ends_and_an_untied_one_is_not():
+    name = "model.embed_tokens.weight"
+    specs = stage_specs(CONFIG, [1, 2, 1])
+    assert holders(specs, name) == [0, 2]
+    assert specs[2].local(name) == "lm_head.weight"
+    assert specs[2].whole("lm_head.weight") == name
+    untied = stage_specs(SimpleNamespace(**{**vars(CONFIG), "tie_word_embeddings": False}), [2, 2])
+    assert holders(untied, name) == [0]
+    assert holders(untied, "lm_head.weight") == [1]
+
+
+@pytest.mark.parametrize("layers", [[], [4, 0], [2, 3], [5, -1]])
+def test_layers_that_are_not_the_models_are_refused(layers):
+    with pytest.raises(ConfigError, match="layers"):
+        stage_specs(CONFIG, layers)
+
+
+def test_an_architecture_that_scales_its_embedding_is_refused():
+    with pytest.raises(ConfigError, match="gemma"):
+        stage_specs(SimpleNamespace(**{**vars(CONFIG), "model_type": "gemma"}), [2, 2])
+
+
+part = st.builds(Part, memory=st.integers(0, 6).map(float), work=st.integers(0, 6).map(float))
+models = st.builds(ModelCost, embedding=part, layers=st.lists(part, min_size=1, max_size=4).map(tuple), head=part)
+capacity = st.builds(Capacity, st.integers(0, 20).map(float), st.sampled_from([0.5, 1.0, 2.0]), st.sampled_from([0.0, 1.0]))
+capacities = st.lists(capacity, min_size=1, max_size=3)
+
+
+def cost(model: ModelCost, members, order, blocks) -> float | None:
+    """Seconds of the slowest stage, or None where it does not fit: written without the planner's tricks."""
+    slowest, start = 0.0, 0
+    for position, (index, block) in enumerate(zip(order, blocks, strict=True)):
+        last = position == len(order) - 1
+        parts = list(model.layers[start : start + block]) + [model.embedding] * (position == 0) + [model.head] * last
+        start += block
+        if sum(p.memory for p in parts) > members[index].memory:
+            return None
+        slowest = max(slowest, sum(p.work for p in parts) / members[index].speed + (0 if last else members[index].hop_seconds))
+    return slowest
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(models, capacities)
+def test_no_plan_is_faster_than_the_planners(model, members):
+    count = len(model.layers)
+    possible = [
+        (seconds, len(order))
+        for size in range(1, len(members) + 1)
+        for order in permutations(range(len(members)), size)
+        for blocks in product(range(1, count + 1), repeat=size)
+        if sum(blocks) == count and (seconds := cost(model, members, order, blocks)) is not None
+    ]
+    if not possible:
+        with pytest.raises(Refused):
+            make_plan(model, members)
+        return
+    plan = make_plan(model, members)
+    assert plan.slowest_seconds == cost(model, members, plan.members, plan.layers)
+    assert (plan.slowest_seconds, len(plan.members)) == min(possible)
+
+
+def test_a_member_that_holds_everything_alone_is_a_crew_of_one_when_hops_are_slow():
+    model = model_cost(CONFIG, batch_tokens=16, cached_tokens=64)
+    everything = Capacity(1e9, 1e6, hop_seconds=1e3)
+    assert make_plan(model, [everything, everything]) == Plan((0,), (4,), pytest.approx(make_plan(model, [everything]).slowest_seconds))
+
+
+def test_a_faster_member_gets_more_layers():
+    model = ModelCost(Part(0, 0), (Part(1, 1),) * 6, Part(0, 0))
+    assert make_plan(model, [Capacity(9, 1.0), Capacity(9, 2.0)]).layers == (2, 4)
