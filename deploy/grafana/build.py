@@ -28,6 +28,12 @@ I = 'instance=~"$instance"'  # noqa: E741 - short, because it is in every expres
 EXEMPT: dict[str, str] = {}
 """Metrics that are on no panel, and why."""
 
+SIGNED = (
+    "Loss", "Gradient agreement", "Reward of peers' groups minus own", "Left in the buckets", "Peers' clocks ahead of ours",
+    "Outer steps that the last partner was behind",
+)  # fmt: skip
+"""Panels whose axis goes below 0."""
+
 
 @dataclass(frozen=True)
 class Panel:
@@ -105,6 +111,9 @@ NODE: dict[str, list[Panel]] = {
         p("Event loop lag", gauge("swarmnode_event_loop_lag_seconds"), unit="s", width=6),
         p("Trainer's last report", gauge("swarmnode_trainer_report_age_seconds"), unit="s", width=6),
         p("Trainer connected", gauge("swarmnode_trainer_connected"), top=1, width=6),
+        p("Peers' clocks ahead of ours", gauge("swarmnode_clock_offset_seconds"), unit="s", width=12),
+        p("Room on the disk", (gauge("swarmnode_disk_free_bytes"), "{{instance}} free"),
+          (gauge("swarmnode_disk_size_bytes"), "{{instance}} in all"), unit="bytes", width=12),
         p("Steps a crash would cost", gauge("swarmnode_unsaved_steps"), width=6),
     ],
 }  # fmt: skip
@@ -138,6 +147,32 @@ SWARM: dict[str, list[Panel]] = {
         p("Peers in the pool", gauge("swarmnode_pool_peers"), width=6),
         p("Oldest group in the pool", gauge("swarmnode_pool_oldest_seconds"), unit="s", width=6),
         p("Groups lost from the pool", (rate("swarmnode_pool_dropped_total", "reason"), "{{reason}}"), unit="ops", width=6),
+    ],
+    "Weights": [
+        p("Outer steps and tries per minute, by how they ended",
+          (f"60 * {rate('swarmnode_weights_exchanges_total', 'outcome')}", "{{outcome}}"), stack=True, width=12),
+        p("Failed exchanges per hour, by cause", (f"sum by (cause) (increase(swarmnode_weights_failures_total{{{I}}}[1h]))", "{{cause}}"),
+          width=6),
+        p("Partners' weights, by what the gate made of them",
+          (f"60 * {rate('swarmnode_weights_judged_total', 'outcome')}", "{{outcome}}"), width=6),
+        p("Distance of the last partner", gauge("swarmnode_weights_distance"), width=6),
+        p("Share of its difference that was taken", gauge("swarmnode_weights_clip_ratio"), unit="percentunit", top=1, width=6),
+        p("Outer steps", gauge("swarmnode_weights_outer_step"), width=6),
+        p("Outer steps that the last partner was behind", gauge("swarmnode_weights_lag"), width=6),
+        p("Partners to choose from", gauge("swarmnode_weights_candidates"), width=6),
+        p("Norm of the outer momentum", gauge("swarmnode_weights_momentum_norm"), width=6),
+        p("Exchanging, and training stood still for it", (rate("swarmnode_weights_exchange_seconds_total"), "{{instance}} exchanging"),
+          (rate("swarmnode_weights_stall_seconds_total"), "{{instance}} stood still"), unit="percentunit", width=6),
+        p("Bytes of partners' weights", rate("swarmnode_weights_received_bytes_total"), unit="Bps", width=6),
+        p("States of neighbours", (f"sum by (outcome) (increase(swarmnode_weights_adoptions_total{{{I}}}[1h]))", "{{outcome}} per hour"),
+          (f"sum(increase(swarmnode_weights_states_served_total{{{I}}}[1h]))", "served per hour"), width=12),
+        p("Exchanges taken back per day", f"increase(swarmnode_weights_reverts_total{{{I}}}[1d])", width=12),
+    ],
+    "Claimed by peers, not verified": [
+        p("Peers that say how they are", gauge("swarmnode_claimed_peers"), width=6),
+        p("Median of their held-out rewards", gauge("swarmnode_claimed_reward_median"), top=1, width=6),
+        p("Median of their policy versions", gauge("swarmnode_claimed_policy_version_median"), width=6),
+        p("Summaries heard", (rate("swarmnode_summaries_total", "outcome"), "{{outcome}}"), unit="ops", width=6),
     ],
     "Network": [
         p("Peers", (gauge("swarmnode_peers"), "{{instance}} {{direction}}"), width=6),
@@ -197,7 +232,7 @@ def metric_names(expression: str) -> list[str]:
 def panel_json(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
     names = dict.fromkeys(name for expression, _ in panel.targets for name in metric_names(expression))
     defaults: dict[str, Any] = {"unit": panel.unit, "min": 0} if panel.kind != "table" else {}
-    if panel.title in ("Loss", "Gradient agreement", "Reward of peers' groups minus own", "Left in the buckets"):
+    if panel.title in SIGNED:
         del defaults["min"]
     if panel.top is not None:
         defaults["max"] = panel.top

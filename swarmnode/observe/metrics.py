@@ -27,7 +27,9 @@ from swarmnode.observe.snapshot import Histogram, NodeSnapshot
 from swarmnode.p2p.budget import CHOICES, PAUSES
 from swarmnode.p2p.summaries import HEARD
 from swarmnode.rollouts.reasons import REASONS, Verdict
-from swarmnode.trainer.messages import Report
+from swarmnode.trainer.messages import Report, WeightsReport
+from swarmnode.weights import outcomes, pairing
+from swarmnode.weights.exchange import FAILURES
 
 Labels = tuple[str, ...]
 Value = float | None | Histogram | Mapping[Any, float | None]  # Any: a label value, or a tuple of them
@@ -70,6 +72,16 @@ def _report(read: Callable[[Report], Value]) -> Callable[[NodeSnapshot], Value]:
         return None if report is None or (report.phase == "loading" and report.step == 0) else read(report)
 
     return value
+
+
+def _averaging(read: Callable[[NodeSnapshot], Value]) -> Callable[[NodeSnapshot], Value]:
+    """Nothing on a node that averages nothing."""
+    return lambda s: read(s) if s.weights.enabled else None
+
+
+def _weights(read: Callable[[WeightsReport], Value]) -> Callable[[NodeSnapshot], Value]:
+    """Of the trainer's half of averaging."""
+    return _report(lambda r: None if r.weights is None else read(r.weights))
 
 
 def _staleness(counts: Mapping[int, int]) -> Histogram:
@@ -195,6 +207,35 @@ METRICS: tuple[Family, ...] = (
            ("protocol", "direction")),
     Family("swarmnode_guard_firings_total", "counter", "How often a guard around libp2p stepped in, by guard.",
            lambda s: s.network.guards, ("guard",)),
+    # weights
+    Family("swarmnode_weights_exchanges_total", "counter", "Outer steps, tries and exchanges, by how they ended.",
+           _averaging(lambda s: s.weights.outcomes), ("outcome",), pairing.OUTCOMES),
+    Family("swarmnode_weights_failures_total", "counter", "Exchanges that failed, by cause.",
+           _averaging(lambda s: s.weights.failures), ("cause",), FAILURES),
+    Family("swarmnode_weights_judged_total", "counter", "Partners' weights, by what the gate made of them.",
+           _averaging(lambda s: s.weights.judged), ("outcome",), tuple(outcomes.OUTCOMES)),
+    Family("swarmnode_weights_adoptions_total", "counter", "Neighbours' states, by what became of them.",
+           _averaging(lambda s: s.weights.adoptions), ("outcome",), tuple(outcomes.ADOPTIONS)),
+    Family("swarmnode_weights_states_served_total", "counter", "States given to neighbours.",
+           _averaging(lambda s: s.weights.states_served)),
+    Family("swarmnode_weights_candidates", "gauge", "Connected peers with the same policy.", _averaging(lambda s: s.weights.candidates)),
+    Family("swarmnode_weights_exchange_seconds_total", "counter", "Seconds that finished exchanges took.",
+           _averaging(lambda s: s.weights.exchange_seconds)),
+    Family("swarmnode_weights_received_bytes_total", "counter", "Bytes of partners' weights.",
+           _averaging(lambda s: s.weights.received_bytes)),
+    Family("swarmnode_weights_outer_step", "gauge", "Outer steps of the fragment that is furthest behind.",
+           _weights(lambda w: w.outer_step)),
+    Family("swarmnode_weights_distance", "gauge", "How far the last partner was, relative to the norm of our weights.",
+           _weights(lambda w: w.distance)),
+    Family("swarmnode_weights_clip_ratio", "gauge", "Share of a partner's difference that was taken; 1 when nothing was clipped.",
+           _weights(lambda w: w.clip_ratio)),
+    Family("swarmnode_weights_lag", "gauge", "Outer steps that the last partner was behind; negative when ahead.",
+           _weights(lambda w: w.lag)),
+    Family("swarmnode_weights_momentum_norm", "gauge", "Norm of the outer momentum.", _weights(lambda w: w.momentum_norm)),
+    Family("swarmnode_weights_reverts_total", "counter", "Exchanges taken back because held-out reward fell.",
+           _weights(lambda w: w.reverts_total)),
+    Family("swarmnode_weights_stall_seconds_total", "counter", "Seconds that training stood still for averaging.",
+           _weights(lambda w: w.stall_seconds_total)),
     # what peers say of themselves
     Family("swarmnode_claimed_peers", "gauge", "Peers with a recent summary of themselves, connected or not; claimed, not verified.",
            lambda s: s.swarm.reporting),

@@ -23,9 +23,10 @@ from swarmnode.observe.snapshot import (
     SupervisorView,
     SwarmView,
     TrainerView,
+    WeightsView,
 )
 from swarmnode.observe.watch import RECOVERY_BOUNDS, STEP_BOUNDS, Observations
-from swarmnode.trainer.messages import Report
+from swarmnode.trainer.messages import Report, WeightsReport
 
 STARTED_AT = 1_790_000_000.0
 OWN = "12D3KooWPzVVwhZ6NRtTQXGnCo6WhqPV1xuoHPSdWBCSKwGGLCoN"
@@ -67,6 +68,10 @@ def example_at(t: float) -> NodeSnapshot:
         gradient_agreement=0.31 + 0.1 * _wobble(t, 0.2), external_scale=1.0, device="cpu", dtype="float32",
         device_memory_bytes=312 * 2**20, memory_bytes=640 * 2**20, oom_retries_total=0, micro_batch_tokens=16384,
         scorer_restarts_total=1, state_saved_step=steps, peers_used={PEERS[0]: used * 3 // 5, PEERS[1]: used * 2 // 5},
+        weights=WeightsReport(
+            rule="noloco", fragments=4, outer_step=steps // 50, exchanges_total=steps // 14, solo_steps_total=1, distance=0.021,
+            clip_ratio=0.97, lag=0.0, momentum_norm=0.4, outcomes={"accepted": steps // 15}, payload_bytes=41_000, stall_seconds_total=steps * 0.004,
+        ),
     )  # fmt: skip
     connected = min(3, int(t / 8))
     ways = ("out", "in", "out", "")
@@ -112,6 +117,12 @@ def example_at(t: float) -> NodeSnapshot:
             requests={"ok": 12, "timeout": 1}, requests_served={"ok": 9},
             bytes={"/meshsub/1.1.0": {"in": received * 4100, "out": steps * 16400}, "/swarmnode/fetch/1": {"in": 21000, "out": 9000}},
             guards={"slot_released": 7, "window_overrun": 0, "message_unsigned": 11}, greylisted=1, banned=0,
+        ),
+        weights=WeightsView(
+            enabled=True, phase="idle", candidates=2, exchange_seconds=steps * 0.02, received_bytes=steps // 14 * 41_000, states_served=1,
+            outcomes={"applied": steps // 15, "pulled": steps // 90, "solo": 1, "busy": steps // 40, "failed": 2},
+            failures={"timeout": 1, "hash": 1}, judged={"accepted": steps // 15, "clipped": 2}, adoptions={"adopted": 1},
+            pairs={PEERS[0]: steps // 25, PEERS[1]: steps // 38},
         ),
         swarm=SwarmView(
             reporting=len(claims), reward_median=0.1 + 0.5 * learnt, policy_version_median=float(steps), rows=claims,
