@@ -75,8 +75,9 @@ class BulkSink(Protocol):
 class MemorySink:
     """A manifest's bytes in memory.
 
-    limit: bytes; a manifest of more raises BadMessage("oversize") before anything is allocated. memory: to be filled instead of a new
-    bytearray, writable, exactly as long; ValueError if not.
+    limit: bytes; a manifest of more raises BadMessage("oversize") before anything is allocated. memory: to be filled instead of pages of
+    its own (which the kernel hands out as they are written; a bytearray would be zeroed first, in the event loop); writable and exactly as
+    long, ValueError if not.
     """
 
     def __init__(self, manifest: BulkManifest, *, limit: int, memory: Buffer | None = None) -> None:
@@ -85,7 +86,7 @@ class MemorySink:
             raise BadMessage("oversize", f"{manifest.size} bytes announced, {limit} allowed")
         self.manifest = manifest
         self.size = manifest.size
-        self.data = memoryview(bytearray(manifest.size) if memory is None else memory).cast("B")
+        self.data = memoryview(mmap.mmap(-1, manifest.size) if memory is None else memory).cast("B")
         if len(self.data) != self.size or self.data.readonly:
             raise ValueError(f"{self.size} writable bytes are needed")
         self._have = bytearray(bulk.count(manifest))
