@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 AUTONAT = "/libp2p/autonat/1.0.0"
 DIAL_BACK_SECONDS = 5.0
 CHECK_SECONDS = 12.0
-ARRIVAL_SECONDS = 1.0
+ARRIVAL_SECONDS = 3.0
 PORTS = 2
 """Ports dialled for one request."""
 DIALS_AT_ONCE = 4
@@ -87,10 +87,12 @@ class Votes:
         votes = [reachable for reachable, scope in recent if scope == furthest]
         return sum(votes), len(votes) - sum(votes)
 
-    def verdict(self, now: float) -> Verdict:
-        """A tie is private: a relay too many costs little."""
+    def verdict(self, now: float, before: Verdict = "unknown") -> Verdict:
+        """A tie changes nothing: one peer that is too slow, or lies, does not end a relay."""
         yes, no = self.counts(now)
-        return "unknown" if not yes + no else "public" if yes > no else "private"
+        if yes == no:
+            return before
+        return "public" if yes > no else "private"
 
 
 class Pauses:
@@ -173,7 +175,7 @@ class Reach:
     async def run(self) -> None:
         """Asks one connected peer now and then, until cancelled."""
         while True:
-            known = self._votes.verdict(trio.current_time()) != "unknown"
+            known = sum(self._votes.counts(trio.current_time())) > 0
             await trio.sleep((CHECK_EVERY_SECONDS if known else CHECK_UNKNOWN_SECONDS) * self._rng.uniform(0.5, 1.0))
             candidates = [peer for peer in self._connected() if self._askable(peer)]
             if candidates:
@@ -225,7 +227,7 @@ class Reach:
     def _vote(self, peer: str, reachable: bool, seen: Address) -> None:
         now = trio.current_time()
         self._votes.vote(peer, reachable, seen.scope, now)
-        verdict = self._votes.verdict(now)
+        verdict = self._votes.verdict(now, self._verdict)
         if verdict == self._verdict:
             return
         self._verdict = verdict

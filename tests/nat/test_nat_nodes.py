@@ -53,8 +53,8 @@ class Node:
 
 
 def test_nodes_behind_two_routers_and_a_public_one_all_train_on_each_other(tmp_path):
-    """All with default settings. The relay knows nothing of rollouts; the routers let no direct connection through. So what a and b tell each other goes by circuit,
-    or by the public node."""
+    """All with default settings. The relay knows nothing of rollouts, and the routers let no direct connection through: what a and b tell
+    each other goes by circuit, or by the public node."""
     swarm = swarm_id(SETTINGS["swarm"]["name"], {name: task_version(name) for name in Config().task.names}).hex()
     with Topology() as net:
         net.public("relay", "5.5.5.5")
@@ -83,4 +83,7 @@ def test_nodes_behind_two_routers_and_a_public_one_all_train_on_each_other(tmp_p
             now = relay.do("stat")["nat"]["relay"]
             return now["circuits"] >= 1 and now["bytes"] > 20_000
 
-        wait_until(carried, "a circuit carries gossip", 60.0)
+        try:
+            wait_until(carried, "a circuit carries gossip", 60.0)
+        except AssertionError:
+            raise AssertionError(f"{relay.do('stat')} {[node.log()[-1500:] for node in nodes]}") from None

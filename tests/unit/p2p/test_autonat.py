@@ -128,12 +128,16 @@ async def test_loopback_peers_are_not_asked(tmp_path):
 # -- pure
 
 
-def test_a_majority_decides_and_a_tie_is_private():
+def test_a_majority_decides_and_a_tie_changes_nothing():
     votes = Votes()
     assert votes.verdict(0.0) == "unknown"
-    for peer, reachable, verdict in (("a", True, "public"), ("b", False, "private"), ("c", True, "public"), ("c", False, "private")):
+    assert votes.verdict(0.0, "public") == "public"
+    for peer, reachable, before, verdict in (
+        ("a", True, "unknown", "public"), ("b", False, "public", "public"), ("b", False, "private", "private"),
+        ("c", False, "public", "private"), ("c", True, "private", "public"),
+    ):  # fmt: skip
         votes.vote(peer, reachable, PUBLIC, 0.0)
-        assert votes.verdict(0.0) == verdict
+        assert votes.verdict(0.0, before) == verdict
 
 
 def test_those_who_see_us_from_furthest_away_count():
