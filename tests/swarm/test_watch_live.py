@@ -1,0 +1,149 @@
+"""Prometheus as Debian ships it watches a running swarm of three: every query of every dashboard finds something to draw."""
+
+import contextlib
+import json
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+import pytest
+import yaml
+
+from swarmnode.demo.nodes import DemoNode
+
+PROMETHEUS = shutil.which("prometheus")
+pytestmark = [
+    pytest.mark.swarm,
+    pytest.mark.slow,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not installed"),
+]
+
+ROOT = Path(__file__).parents[2]
+NODE = {
+    "swarm": {"name": "watched"},
+    "network": {
+        "listen_addrs": ["/ip4/127.0.0.1/tcp/0"], "mdns": False,
+        "upload_bytes_per_second": 2**30, "download_bytes_per_second": 2**30, "monthly_bytes": 2**40,
+    },
+    "policy": {"threads": 1},
+    "training": {"step_interval": 0.5, "eval_every": 10, "beta": 0.001},
+    "weights": {"rule": "noloco", "sync_every": 10, "fragments": 2, "join_seconds": 2.0},
+    "http": {"port": 0},
+}  # fmt: skip
+"""A node with everything on that a panel shows: a reference policy for the KL divergence, averaging, caps."""
+EXEMPT = {
+    "swarmnode_device_memory_bytes": "no accelerator here",
+    "swarmnode_budget_paused": "drawn only while sharing is paused",
+}
+"""Metrics whose panels may stay empty on a healthy node with a CPU, and why."""
+SECONDS = 80.0
+
+
+def queries():
+    """(dashboard, panel, query) of every target, as Grafana would ask it."""
+    found = []
+    for path in sorted((ROOT / "deploy" / "grafana" / "dashboards").glob("*.json")):
+        for panel in json.loads(path.read_text())["panels"]:
+            for target in panel.get("targets", []):
+                query = target["expr"].replace("$__rate_interval", "15s").replace("$instance", ".*")
+                found.append((path.stem, panel["title"], query))
+    return found
+
+
+def ask(url, path, **parameters):
+    """An answer of Prometheus's HTTP API; None while it does not listen yet."""
+    try:
+        with urllib.request.urlopen(f"{url}{path}?{urllib.parse.urlencode(parameters)}", timeout=5) as answer:
+            return json.load(answer)["data"]
+    except (OSError, urllib.error.URLError):
+        return None
+
+
+def free_port():
+    with socket.socket() as chosen:
+        chosen.bind(("127.0.0.1", 0))
+        return chosen.getsockname()[1]
+
+
+@contextlib.contextmanager
+def watching(directory, targets):
+    """Prometheus, scraping `targets` each second by the repository's own configuration; yields its URL."""
+    config = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())
+    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    config["rule_files"] = [str(ROOT / "deploy" / "prometheus" / "rules.yml")]
+    config["scrape_configs"][0]["static_configs"] = [{"targets": targets}]
+    path = directory / "prometheus.yml"
+    path.write_text(yaml.safe_dump(config))
+    url = f"127.0.0.1:{free_port()}"
+    with open(directory / "prometheus.log", "wb") as log:
+        process = subprocess.Popen(
+            [PROMETHEUS, f"--config.file={path}", f"--storage.tsdb.path={directory / 'data'}", f"--web.listen-address={url}"],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+        )  # fmt: skip
+        try:
+            yield f"http://{url}"
+        finally:
+            process.terminate()
+            process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def prometheus(tmp_path_factory):
+    """The URL of one that has watched a swarm of three until nothing was missing, or SECONDS; and what was missing then."""
+    directory = tmp_path_factory.mktemp("watched")
+    settings = [{**NODE, "training": {**NODE["training"], "seed": i}} for i in range(3)]
+    nodes = [DemoNode(f"node{i}", directory / f"node{i}", settings[i]) for i in range(3)]
+    try:
+        nodes[0].start([])
+        known = nodes[0].wait_for_address(time.monotonic() + 60)
+        for node in nodes[1:]:
+            node.start(known)
+        for node in nodes[1:]:
+            node.wait_for_address(time.monotonic() + 60)
+        with watching(directory, [node.url.removeprefix("http://") for node in nodes]) as url:
+            missing, deadline = queries(), time.monotonic() + SECONDS
+            while time.monotonic() < deadline and any(not exempt(query) for *_, query in missing):
+                time.sleep(1)
+                missing = [each for each in missing if not (ask(url, "/api/v1/query", query=each[2]) or {}).get("result")]
+            yield url, missing
+    finally:
+        for node in nodes:
+            node.kill()  # how a node drains is tested elsewhere
+
+
+def exempt(query):
+    return any(name in query for name in EXEMPT)
+
+
+def test_every_query_of_every_dashboard_returns_a_series(prometheus):
+    _, missing = prometheus
+    assert [each for each in missing if not exempt(each[2])] == []
+
+
+def test_all_three_nodes_are_scraped_and_nothing_critical_fires(prometheus):
+    url, _ = prometheus
+    targets = ask(url, "/api/v1/targets")["activeTargets"]
+    assert [(target["health"], target["lastError"]) for target in targets] == [("up", "")] * 3
+    alerts = ask(url, "/api/v1/alerts")["alerts"]
+    assert [alert["labels"]["alertname"] for alert in alerts if alert["state"] == "firing"] == []
+
+
+def test_rules_evaluate_against_real_series(prometheus):
+    url, _ = prometheus
+    rules = [rule for group in ask(url, "/api/v1/rules")["groups"] for rule in group["rules"]]
+    assert len(rules) > 15
+    assert {rule["name"]: rule.get("lastError", "") for rule in rules if rule["health"] != "ok"} == {}
+
+
+def test_every_node_shows_the_swarm(prometheus):
+    url, _ = prometheus
+    found = ask(url, "/api/v1/query", query="swarmnode_claimed_peers")["result"]
+    claimed = {each["metric"]["instance"]: float(each["value"][1]) for each in found}
+    assert len(claimed) == 3
+    assert max(claimed.values()) == 2
