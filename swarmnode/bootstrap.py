@@ -71,7 +71,10 @@ class BootstrapNode:
         """Say where we are: in the log, and in a file for whoever started us."""
         network = self._member.network
         addresses = {"peer": network.peer_id, "addrs": network.listen_addrs, "http": self.url, "swarm": self._member.swarm.hex()}
-        write_atomically(self._config.node.data_dir / "run" / "addresses.json", json.dumps(addresses).encode())
+        try:
+            write_atomically(self._config.node.data_dir / "run" / "addresses.json", json.dumps(addresses).encode())
+        except OSError as error:  # a full disk: what is there is of the last start, with the same port
+            log.error("cannot say where we are", error=str(error))
         log.info("listening", peer=network.peer_id, addrs=network.listen_addrs, status_page=self.url or "off")
 
     async def beat(self, progress: Progress) -> None:
@@ -96,7 +99,7 @@ class BootstrapNode:
                 started_at=self._started_at, sharing=False, trainer=False,
             ),
             health=Health(network_ready=True, joined=self._ever_connected),
-            network=view.network_view(network.statistics(), ids.rollout_topic(swarm)),
+            network=view.network_view(network.statistics(), ids.rollout_topic(swarm, self._member.spoken.rollouts)),
             swarm=view.swarm_view(self._member.summaries.statistics(), time.time()),
             disk=disk_use(self._config.node.data_dir),
             supervisor=self._supervisor.read(),

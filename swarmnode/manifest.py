@@ -37,8 +37,6 @@ AGREED = (
     "weights.codec", "weights.fragments", "weights.lora_a", "weights.rule", "weights.sync_every",
 )  # fmt: skip
 """Configuration keys that travel under `settings`. A key that is not here makes a manifest one that this version cannot honour."""
-SPOKEN = frozenset(ids.PROTOCOLS)
-"""Protocols that this node can speak with members: also the older ordinals, where there are any."""
 SECRET_FILE = "swarm.secret"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 
@@ -115,7 +113,7 @@ def can_honour(manifest: SwarmManifest, config: Config, peer: str = "") -> list[
     """
     return [
         *_version_problems(manifest.minimum_version),
-        *[f"its members speak {name}, this version of swarmnode does not: upgrade" for name in manifest.protocols if name not in SPOKEN],
+        *[f"its members speak {name}, this version of swarmnode does not: upgrade" for name in manifest.protocols if name not in ids.SPOKEN],
         *[problem for task in manifest.tasks for problem in _task_problems(task)],
         *_setting_problems(manifest, config),
         *_model_problems(manifest, config),

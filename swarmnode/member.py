@@ -25,6 +25,7 @@ from swarmnode.p2p.network import Network
 from swarmnode.p2p.sessions import Sessions
 from swarmnode.p2p.summaries import Summaries
 from swarmnode.tasks.registry import install, task_version
+from swarmnode.wire import ids
 from swarmnode.wire.manifest import Opened
 from swarmnode.wire.messages import RolloutGroup
 from swarmnode.wire.swarm import swarm_id
@@ -51,6 +52,8 @@ class Member:
     sessions: Sessions
     summaries: Summaries
     successors: Successors | None
+    spoken: ids.Spoken
+    """The ordinals that the swarm speaks, which may be older than this version's newest."""
     keeps_rules: Callable[[RolloutGroup], bool]
     """Whether a group is one that the swarm's manifest allows."""
 
@@ -90,7 +93,8 @@ async def open_member(config: Config) -> AsyncIterator[Member]:
         summaries = Summaries(network.requests, identity.peer_id, identity.private_key, swarm, network.connected, welcome=network.welcome)
         successors = Successors(config, opened, store, network) if opened is not None else None
         keeps_rules = manifest.rules_of(opened.manifest) if opened is not None else lambda group: True
-        yield Member(identity, swarm, opened, network, sessions, summaries, successors, keeps_rules)
+        spoken = ids.spoken_in(opened.manifest.protocols) if opened is not None else ids.Spoken()
+        yield Member(identity, swarm, opened, network, sessions, summaries, successors, spoken, keeps_rules)
 
 
 class Successors:

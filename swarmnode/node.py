@@ -58,7 +58,9 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
         LocalError: something of this machine is missing or unsafe; errors.py says which exit code follows.
     """
     async with open_member(config) as member, AsyncScorer() as scorer:
-        node = Node(config, member.identity, member.swarm, member.network, member.summaries, scorer, ring, member.keeps_rules)
+        node = Node(
+            config, member.identity, member.swarm, member.network, member.summaries, scorer, ring, member.keeps_rules, member.spoken
+        )
         async with trio.open_nursery() as nursery:
             await nursery.start(node.exchange.run)
             await nursery.start(node.weights_plane.run)
@@ -90,9 +92,11 @@ class Node:
         scorer: AsyncScorer,
         ring: logs.LogRing,
         keeps_rules: Callable[[RolloutGroup], bool] = lambda group: True,
+        spoken: ids.Spoken = ids.Spoken(),  # noqa: B008 - immutable
     ) -> None:
         self._config = config
         self._swarm = swarm
+        self._topic = ids.rollout_topic(swarm, spoken.rollouts)
         self._network = network
         self._summaries = summaries
         if config.node.share_summary:
@@ -102,7 +106,7 @@ class Node:
         self.meter = Meter(config.network, config.node.quiet_hours, config.node.data_dir, lambda: network.statistics().traffic)
         self.exchange = RolloutExchange(
             network, scorer, identity.private_key, swarm, config.task.names, config.sharing,
-            max_completion_length=config.training.max_completion_length, keeps_rules=keeps_rules, budget=self.meter,
+            max_completion_length=config.training.max_completion_length, keeps_rules=keeps_rules, budget=self.meter, spoken=spoken,
         )  # fmt: skip
         self.link = LinkServer(config.node.data_dir, self)
         self.weights_plane = WeightExchange(
@@ -158,7 +162,10 @@ class Node:
     def announce(self) -> None:
         """Say where we are: in the log, and in a file for whoever started us."""
         addresses = {"peer": self._network.peer_id, "addrs": self._network.listen_addrs, "http": self.url, "swarm": self._swarm.hex()}
-        write_atomically(self._config.node.data_dir / "run" / "addresses.json", json.dumps(addresses).encode())
+        try:
+            write_atomically(self._config.node.data_dir / "run" / "addresses.json", json.dumps(addresses).encode())
+        except OSError as error:  # a full disk: what is there is of the last start, with the same port
+            log.error("cannot say where we are", error=str(error))
         log.info("listening", peer=self._network.peer_id, addrs=self._network.listen_addrs, status_page=self.url or "off")
 
     async def beat(self, progress: Progress) -> None:
@@ -203,7 +210,7 @@ class Node:
             trainer=trainer,
             rollouts=view.rollouts_view(exchange, self._staleness, sharing.pool_groups, sharing.pool_bytes),
             weights=view.weights_view(self.weights_plane.statistics()),
-            network=view.network_view(network, ids.rollout_topic(self._swarm)),
+            network=view.network_view(network, self._topic),
             swarm=view.swarm_view(self._summaries.statistics(), time.time()),
             budget=view.budget_view(self.meter.statistics()),
             disk=disk_use(self._config.node.data_dir),

@@ -20,7 +20,7 @@ from typing import Any
 import trio
 from libp2p.peer.id import ID
 
-from swarmnode.errors import BadMessage, PeerError, PeerTimeout
+from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,8 @@ class Requests:
         """The response of a connected peer. `deadline` in seconds covers everything, waiting for a slot included.
 
         Raises PeerTimeout after the deadline, BadMessage("oversize") if the response is announced longer than `max_response_bytes`,
-        PeerError if the peer is not connected, does not speak the protocol, or resets the stream.
+        Incompatible if the peer does not speak the protocol (ask again by an older ordinal, if there is one), PeerError if it is not
+        connected or resets the stream.
         """
         exchange = _Exchange()
         try:
@@ -140,7 +141,8 @@ class Requests:
         except PeerError as error:
             exchange.error = error
         except Exception as error:  # the library raises many kinds; each means that this peer did not answer
-            exchange.error = PeerError(f"{protocol} with {peer} failed: {type(error).__name__}: {error}"[:300])
+            kind = Incompatible if "protocols not supported" in str(error.__cause__) else PeerError
+            exchange.error = kind(f"{protocol} with {peer} failed: {type(error).__name__}: {error}"[:300])
         finally:
             self._in_flight -= 1
             exchange.done.set()

@@ -108,7 +108,8 @@ class RolloutExchange:
     """Shares this node's groups and gathers others'.
 
     key: this node's Ed25519 key; swarm: 32-byte swarm id; tasks: names this node trains on; max_completion_length: its own,
-    tokens; clock: Unix seconds. Start it with `await nursery.start(exchange.run)`; the other methods are for the process link.
+    tokens; clock: Unix seconds; spoken: the ordinals of the swarm. Start it with `await nursery.start(exchange.run)`; the other
+    methods are for the process link.
     """
 
     def __init__(
@@ -125,8 +126,10 @@ class RolloutExchange:
         clock: Callable[[], float] = time.time,
         rng: random.Random | None = None,
         budget: Budget | None = None,
+        spoken: ids.Spoken = ids.Spoken(),  # noqa: B008 - immutable
     ) -> None:
         self.cfg = cfg
+        self._topic = ids.rollout_topic(swarm, spoken.rollouts)
         self._budget: Budget = budget or Unlimited()
         self.swarm = swarm
         self._network = network
@@ -150,7 +153,7 @@ class RolloutExchange:
         self._queue = CandidateQueue()
         self._strikes = Strikes()
         self._news = trio.Event()
-        self._fetching = Fetching(network, self._fetched, self._refuse, self._budget.allows)
+        self._fetching = Fetching(network, self._fetched, self._refuse, self._budget.allows, spoken.fetch)
         self._used: OrderedDict[str, int] = OrderedDict()
         self._admitted_of: OrderedDict[str, int] = OrderedDict()
         self._useful_reported = 0
@@ -164,7 +167,7 @@ class RolloutExchange:
         if not self.cfg.enabled:
             task_status.started()
             await trio.sleep_forever()
-        topic = await self._network.gossip.join(ids.rollout_topic(self.swarm), self.validate)
+        topic = await self._network.gossip.join(self._topic, self.validate)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_drain, topic)
             nursery.start_soon(self._expire)
@@ -274,7 +277,7 @@ class RolloutExchange:
             frame, outcome = envelope.seal(announce, self._key, ids.DOMAIN_ROLLOUT, self.swarm), "announced"
         self._pace.take_token()
         try:
-            await self._network.gossip.publish(ids.rollout_topic(self.swarm), frame)
+            await self._network.gossip.publish(self._topic, frame)
         except Exception:  # whatever the library raises, it is one group of ours that was not sent
             log.exception("publishing group %d failed", own.sequence)
             return "failed"
@@ -351,7 +354,7 @@ class RolloutExchange:
 
     async def _mind_budget(self) -> None:
         """In the topic while there is budget for what others send, out of it otherwise."""
-        topic, listening = ids.rollout_topic(self.swarm), True
+        topic, listening = self._topic, True
         while True:
             if self._budget.listening() != listening:
                 listening = not listening

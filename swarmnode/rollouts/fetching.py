@@ -57,13 +57,15 @@ class Fetching:
         on_body: Callable[[Announced, bytes], None],
         on_failed: Callable[[str, str], None],
         allows: Callable[[str], bool] = lambda choice: True,
+        protocol: str = ids.FETCH_PROTOCOL,
     ) -> None:
-        """`allows("fetch" | "serve")`: whether there is budget for it."""
+        """`allows("fetch" | "serve")`: whether there is budget for it. `protocol`: the ordinal that the swarm speaks."""
         self.shelf = Shelf()
         self._network = network
         self._on_body = on_body
         self._on_failed = on_failed
         self._allows = allows
+        self._protocol = protocol
         self._pending: deque[tuple[Announced, str]] = deque()
         self._of_peer: Counter[str] = Counter()
         self._active: set[str] = set()
@@ -76,7 +78,7 @@ class Fetching:
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:  # type: ignore[name-defined]
         """Serve and fetch until cancelled; started once it serves."""
         self._network.requests.serve(
-            ids.FETCH_PROTOCOL,
+            self._protocol,
             self._serve,
             max_request_bytes=limits.FETCH_REQUEST_BYTES,
             max_response_bytes=limits.FETCH_RESPONSE_BYTES,
@@ -159,7 +161,7 @@ class Fetching:
         try:
             data = await self._network.requests.request(
                 source,
-                ids.FETCH_PROTOCOL,
+                self._protocol,
                 codec.encode(FetchRequest(announced.content)),
                 deadline=self._throughput.deadline(announced.size),
                 max_response_bytes=min(announced.size + 64, limits.FETCH_RESPONSE_BYTES),
@@ -178,7 +180,7 @@ class Fetching:
         return response.body, "ok"
 
     async def _serve(self, peer: str, request: bytes) -> bytes:
-        """Answers FETCH_PROTOCOL. Raises BadMessage on nonsense, which resets the stream."""
+        """Answers the fetch protocol. Raises BadMessage on nonsense, which resets the stream."""
         try:
             content = codec.decode(request, FetchRequest, limits.FETCH_REQUEST_BYTES).content
         except BadMessage:

@@ -1,5 +1,10 @@
 """Names on the wire. protocol/registry.toml holds the same table; a test compares the two."""
 
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
 DOMAIN_ROLLOUT = b"swarmnode/rollout/1"
 """Domain string of a rollout envelope's signature."""
 
@@ -72,10 +77,30 @@ WEIGHTS_STATE_PROTOCOL = "/swarmnode/weights-state/1"
 PRIVATE_SECURITY = "/swarmnode/noise-xxpsk0/1"
 """Security protocol of a swarm with a pre-shared secret, in place of `/noise`."""
 
-PROTOCOLS = (FETCH_PROTOCOL, ROLLOUT_TOPIC)
-"""Everything two nodes must speak alike, sorted; part of the swarm id."""
+FETCH_ORDINALS = (FETCH_PROTOCOL,)
+ROLLOUT_ORDINALS = (ROLLOUT_TOPIC,)
+"""What this version speaks with members, newest first: the present ordinal and, for a release at least, the one before."""
+
+PROTOCOLS = (FETCH_ORDINALS[0], ROLLOUT_ORDINALS[0])
+"""Everything two nodes must speak alike, sorted; part of the swarm id. A swarm that is founded now speaks the newest."""
+
+SPOKEN = frozenset({*FETCH_ORDINALS, *ROLLOUT_ORDINALS})
+"""Names in a manifest that this version can honour."""
 
 
-def rollout_topic(swarm: bytes) -> str:
-    """The gossip topic of one swarm. `swarm` is the 32-byte swarm id."""
-    return f"{ROLLOUT_TOPIC}/{swarm.hex()}"
+class Spoken(NamedTuple):
+    """Which ordinals a swarm speaks."""
+
+    fetch: str = FETCH_ORDINALS[0]
+    rollouts: str = ROLLOUT_ORDINALS[0]
+
+
+def spoken_in(protocols: Collection[str]) -> Spoken:
+    """What to speak in a swarm whose manifest names `protocols`: what all its members do, however much newer this version is."""
+    fetch, rollouts = (next((name for name in known if name in protocols), known[0]) for known in (FETCH_ORDINALS, ROLLOUT_ORDINALS))
+    return Spoken(fetch, rollouts)
+
+
+def rollout_topic(swarm: bytes, prefix: str = ROLLOUT_ORDINALS[0]) -> str:
+    """The gossip topic of one swarm. `swarm` is the 32-byte swarm id, `prefix` the ordinal that it speaks."""
+    return f"{prefix}/{swarm.hex()}"

@@ -11,7 +11,7 @@ from swarmnode.config import Config
 from swarmnode.errors import BadMessage, ConfigError, Refused
 from swarmnode.testing.frames import KEY, OTHER_KEY, OTHER_PEER, PEER
 from swarmnode.testing.manifests import CONFIG, MODEL, founded, succeeding
-from swarmnode.wire import limits
+from swarmnode.wire import ids, limits
 from swarmnode.wire.manifest import follows, manifest_id, open_manifest
 from swarmnode.wire.messages import Access, Envelope, ModelRef, Setting, TaskEntry
 
@@ -116,7 +116,7 @@ def test_a_protocol_that_is_not_spoken_is_named():
 
 
 def test_the_older_of_two_ordinals_is_honoured(monkeypatch):
-    monkeypatch.setattr(manifest, "SPOKEN", manifest.SPOKEN | {"/swarmnode/rollouts/2"})
+    monkeypatch.setattr(ids, "SPOKEN", ids.SPOKEN | {"/swarmnode/rollouts/2"})
     assert problems(founded()) == []
     assert problems(founded(protocols=["/swarmnode/fetch/1", "/swarmnode/rollouts/2"])) == []
 
