@@ -225,6 +225,27 @@ def test_a_bootstrap_node_without_a_swarm_says_what_to_give_it(tmp_path, capsys)
     assert "invite" in refusal(capsys)
 
 
+def test_a_manifest_file_beyond_the_cap_is_refused_unread(tmp_path, capsys):
+    (tmp_path / "m").write_bytes(founded().signed + bytes(1 << 20))
+    assert cli.run(["bootstrap", "--manifest", str(tmp_path / "m"), "--data-dir", str(tmp_path)]) == 77
+    assert "oversize" in refusal(capsys)
+    assert ManifestStore(tmp_path).current() is None
+
+
+def test_a_manifest_that_grew_on_disk_is_damaged_and_the_key_and_book_are_left_alone(tmp_path, capsys):
+    store = ManifestStore(tmp_path)
+    store.add(founded())
+    store.choose(founded().swarm)
+    kept = {name: name.encode() for name in ("identity.key", "peers.json")}
+    for name, data in kept.items():
+        (tmp_path / name).write_bytes(data)
+    with open(store.path(founded().swarm), "ab") as file:
+        file.write(bytes(1 << 17))
+    assert cli.run(["run", "--data-dir", str(tmp_path)]) == 69
+    assert "remove it and join again" in refusal(capsys)
+    assert {name: (tmp_path / name).read_bytes() for name in kept} == kept
+
+
 def test_a_manifest_file_that_is_none_is_refused(tmp_path, capsys):
     (tmp_path / "m").write_bytes(founded().signed[:-1])
     assert cli.run(["bootstrap", "--manifest", str(tmp_path / "m"), "--data-dir", str(tmp_path)]) == 77

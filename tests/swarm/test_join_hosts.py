@@ -21,6 +21,7 @@ from swarmnode.testing.frames import KEY, OTHER_KEY
 from swarmnode.testing.hosts import host
 from swarmnode.testing.manifests import CONFIG, founded, succeeding
 from swarmnode.testing.waiting import until
+from swarmnode.wire import limits
 from swarmnode.wire.messages import Envelope, Session
 from swarmnode.wire.session import seal_session
 
@@ -66,6 +67,7 @@ async def test_a_successor_comes_with_it(tmp_path):
         (refounded(FIRST), b"", "signature"),
         (FIRST.signed[:-1], b"", "malformed"),
         (b"\x93" * 60_000, b"", "schema"),
+        (b"\x93" * (limits.MANIFEST_BYTES + 1), b"", "bounds: manifest is 0 to 65536"),
         (b"", b"", "does not have the manifest"),
         (FIRST.signed, FIRST.signed, "does not follow"),
         (FIRST.signed, succeeding(FIRST, OTHER_KEY).signed, "does not follow"),
