@@ -48,13 +48,13 @@ class Tiny(torch.nn.Module):
 
 
 class Judge:
-    """Stands in for MicroBatcher.score: a loss that is the distance from what the weights were when it was made."""
+    """Stands in for MicroBatcher.score: a loss that is the distance from `ideal`, what the weights were when it was made."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._ideal = {n: p.detach().clone() for n, p in model.named_parameters()}
+        self.ideal = {n: p.detach().clone() for n, p in model.named_parameters()}
 
     def score(self, policy: Any, rows: list[Any], temperature: float) -> list[list[float]]:
-        loss = sum(float((p.detach() - self._ideal[n]).norm()) for n, p in policy.model.named_parameters())
+        loss = sum(float((p.detach() - self.ideal[n]).norm()) for n, p in policy.model.named_parameters())
         return [[-loss]] * len(rows)
 
 

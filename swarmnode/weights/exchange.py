@@ -221,7 +221,7 @@ class WeightExchange:
         step = max(0.0, due.step_seconds)
         interval = self.cfg.sync_every * step / max(1, len(self._limits))
         self._pairing.settings = msgspec.structs.replace(
-            self._pairing.settings, open_seconds=min(max(OPEN_SECONDS[0], 5 + 2 * step), OPEN_SECONDS[1]),
+            self._pairing.settings, open_seconds=min(OPEN_SECONDS[0] + 2 * step, OPEN_SECONDS[1]),
             verify_seconds=60 + 4 * step, apply_seconds=300 + 4 * step, rest_seconds=REST_SHARE * interval,
         )  # fmt: skip
         candidates = self._near(due.clock) if self._budget("fetch") else []
@@ -422,7 +422,7 @@ class WeightExchange:
         await trio.lowlevel.checkpoint()
         try:
             message = decode_message(data)
-            if self._facts is not None and isinstance(message, Propose | Latest):
+            if self._facts is not None and isinstance(message, Propose):
                 ours = message.fingerprint == self._pairing.settings.fingerprint
                 if ours and not self._fits(message):
                     raise BadMessage("bounds", "fragment")

@@ -11,13 +11,15 @@ from typing import Final
 
 PROOF: Final = 10.0
 SUSPICION: Final = 3.0
+INSISTENCE: Final = 25.0
+"""Of a peer that three strikes have made unwelcome at the gate, and that goes on."""
 
 OUTCOMES: Final[dict[str, float]] = {
     "accepted": 0.0,
     "clipped": 0.0,
     "probation": 0.0,
     "lagging": 0.0,
-    "greylisted": 0.0,
+    "greylisted": INSISTENCE,
     "fingerprint": 0.0,
     "nonce": PROOF,
     "payload": PROOF,

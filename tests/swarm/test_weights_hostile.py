@@ -1,0 +1,186 @@
+"""A partner that lies, dies or stalls, over real sockets: not one bit of ours changes, it is counted by cause, and it costs standing."""
+
+import contextlib
+
+import pytest
+import trio
+
+from swarmnode.p2p import identity
+from swarmnode.testing.hosts import hosts
+from swarmnode.testing.replica import CONFIG, SWARM, identical, plane
+from swarmnode.testing.waiting import until
+from swarmnode.testing.weight_liar import MANNERS, PAYLOADS, WeightLiar
+from swarmnode.trainer import weights as trainer_weights
+from swarmnode.weights import exchange as exchange_module
+from swarmnode.weights import local
+from swarmnode.weights.messages import Accept, Busy, Here, Propose
+
+pytestmark = pytest.mark.swarm
+
+JUDGED = {
+    "nan": "not_finite", "infinite": "not_finite", "huge": "bounds", "flipped": "probe", "shape": "shape", "dtype": "dtype",
+    "names": "names", "checksum": "payload", "truncated": "payload", "longer": "payload", "codec": "payload", "fragment": "payload",
+    "garbage": "payload",
+}  # fmt: skip
+FAILED = {
+    "too_large": "size", "other_size": "failed", "other_root": "malformed", "not_offered": "failed", "wrong_hash": "hash",
+}  # fmt: skip
+ENDED = {"silent": "open_timeout", "release": "released", "no_answer": "propose_timeout", "other_nonce": "unreachable"}
+BLAMELESS = {"other_size", "not_offered", "silent", "release", "no_answer"}
+"""What an honest partner that crashes looks like too."""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(exchange_module, "OPEN_SECONDS", (0.5, 120.0))
+    monkeypatch.setattr(exchange_module, "GREET_SECONDS", 0.05)
+    monkeypatch.setattr(trainer_weights, "LEAST_PROBE", 1)
+
+
+@contextlib.asynccontextmanager
+async def victim_and_liar(directory, *kinds, cfg=CONFIG, **options):
+    """The liar knows the victim's policy and is its only candidate."""
+    async with hosts(directory, 2, swarm=SWARM) as (one, other), trio.open_nursery() as nursery:
+        key = identity.load_or_create(directory / "0" / "identity.key").private_key
+        async with plane(one, key, directory / "0", cfg=cfg) as victim:
+            victim.replica.remember([([1], [2])])
+            victim.step(0.05)
+            victim.due()
+            await until(lambda: victim.counters.solo_steps_total == 1 and victim.exchange._published)
+            liar = WeightLiar(other, kinds, **options)
+            await nursery.start(liar.run)
+            await liar.learn(one.peer_id)
+            victim.step(0.05)
+            if "flipped" in kinds:
+                victim.judge.ideal = victim.weights()
+            await until(lambda: victim.candidates() == 1)
+            yield victim, liar, other.peer_id
+            nursery.cancel_scope.cancel()
+
+
+def score(victim, liar):
+    return victim.network.reputation.score(liar, trio.current_time())
+
+
+@pytest.mark.parametrize("kind", [*PAYLOADS, *MANNERS])
+async def test_a_lie_changes_not_one_bit(kind, tmp_path):
+    async with victim_and_liar(tmp_path, kind) as (victim, _, liar):
+        before = victim.weights()
+        victim.due()
+        await until(lambda: victim.outcome("solo") == 2, seconds=10)
+        statistics = victim.exchange.statistics()
+        assert identical(before, victim.weights())
+        assert statistics.outcomes["applied"] == 0
+        assert statistics.phase == "idle"
+        if kind in JUDGED:
+            assert statistics.judged == {JUDGED[kind]: 1}
+        elif kind in FAILED:
+            assert statistics.failures == {FAILED[kind]: 1}
+        else:
+            assert statistics.outcomes[ENDED[kind]] == 1
+        assert (score(victim, liar) < -1) == (kind not in BLAMELESS)
+        assert not list((tmp_path / "0" / "weights").glob("in-*"))
+
+
+@pytest.mark.parametrize(("kind", "codec"), [("nan", "int8"), ("huge", "int8"), ("nan", "bfloat16"), ("flipped", "bfloat16")])
+async def test_hostile_values_are_refused_in_every_codec(kind, codec, tmp_path):
+    cfg = CONFIG.model_copy(update={"codec": codec})
+    async with victim_and_liar(tmp_path, kind, cfg=cfg) as (victim, _, _):
+        before = victim.weights()
+        victim.due()
+        refused = ("not_finite", "bounds", "norm_ratio", "probe")
+        await until(lambda: any(victim.exchange.statistics().judged.get(name) for name in refused), seconds=10)
+        assert identical(before, victim.weights())
+
+
+async def test_an_honest_partner_is_taken_by_the_same_road(tmp_path):
+    async with victim_and_liar(tmp_path) as (victim, _, liar):
+        victim.due()
+        await until(lambda: victim.outcome("applied") == 1, seconds=10)
+        assert score(victim, liar) > 0
+
+
+async def test_lies_are_not_listened_to_for_ever(tmp_path):
+    async with victim_and_liar(tmp_path, "nan") as (victim, _, liar):
+        for expected in range(2, 8):
+            victim.due()
+            await until(lambda expected=expected: victim.outcome("solo") == expected, seconds=10)
+        assert not victim.network.welcome(liar)
+        assert victim.exchange.statistics().judged["not_finite"] <= 6
+        assert victim.candidates() == 0
+
+
+async def test_who_proposes_and_vanishes_is_avoided(tmp_path):
+    async with victim_and_liar(tmp_path) as (victim, liar, peer):
+        before = victim.weights()
+        assert isinstance(await liar.propose(victim.network.peer_id, follow=False), Accept)
+        await until(lambda: victim.outcome("vanished") == 1, seconds=10)
+        assert isinstance(await liar.propose(victim.network.peer_id, follow=False), Busy)
+        assert score(victim, peer) < 0
+        assert identical(before, victim.weights())
+
+
+async def test_a_flood_of_proposals_gets_one_accept_and_leaves_nothing_behind(tmp_path):
+    async with victim_and_liar(tmp_path) as (victim, liar, _):
+        answers = [await liar.propose(victim.network.peer_id, follow=False) for _ in range(40)]
+        assert sum(isinstance(answer, Accept) for answer in answers) == 1
+        assert len(victim.replica._exchanges) <= 4
+        await until(lambda: victim.exchange.statistics().phase == "idle", seconds=10)
+        await until(lambda: not victim.replica._exchanges)
+
+
+async def test_a_replayed_proposal_opens_nothing(tmp_path):
+    async with victim_and_liar(tmp_path) as (victim, liar, _):
+        nonce = b"\x07" * 16
+        assert isinstance(await liar.propose(victim.network.peer_id, nonce=nonce), Accept)
+        await until(lambda: victim.outcome("applied") == 1, seconds=10)
+        assert isinstance(await liar.propose(victim.network.peer_id, nonce=nonce), Busy)
+        assert victim.outcome("applied") == 1
+
+
+async def test_another_fingerprint_is_told_so_and_blameless(tmp_path):
+    async with victim_and_liar(tmp_path) as (victim, liar, peer):
+        answer = await liar.ask(victim.network.peer_id, Propose(b"n" * 16, bytes(32), 1023, 0))
+        assert answer == Busy(b"n" * 16, "other_policy")
+        assert score(victim, peer) >= 0
+
+
+async def test_claims_of_a_great_lead_move_the_clock_by_one(tmp_path):
+    async with victim_and_liar(tmp_path, step=2**62) as (victim, liar, _):
+        await liar.propose(victim.network.peer_id)
+        await until(lambda: victim.outcome("applied") == 1, seconds=10)
+        assert victim.counters.outer_clocks == [3]  # one alone, and this one with the one that is ahead
+        await liar.ask(victim.network.peer_id, Here(liar.fingerprint, 2**63 - 1))
+        await until(lambda: victim.exchange.statistics().catch_up.source == "", seconds=5)
+        assert victim.exchange.statistics().catch_up.adoptions == {}
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x81\xa4type\xa7propose", bytes(256), b"\x82" * 200])
+async def test_garbage_costs_standing_and_nothing_else(data, tmp_path):
+    async with victim_and_liar(tmp_path) as (victim, liar, peer):
+        with contextlib.suppress(Exception):
+            await liar._network.requests.request(
+                victim.network.peer_id, "/swarmnode/weights/1", data, deadline=5.0, max_response_bytes=256
+            )  # fmt: skip
+        assert score(victim, peer) < -1
+        victim.due()
+        await until(lambda: victim.outcome("applied") == 1, seconds=10)
+
+
+async def test_an_answer_to_nothing_is_refused(tmp_path):
+    async with victim_and_liar(tmp_path) as (victim, liar, peer):
+        with contextlib.suppress(Exception):
+            await liar.ask(victim.network.peer_id, Accept(b"n" * 16, b"n" * 16, 0, 0))
+        assert score(victim, peer) < -1
+        assert victim.exchange.statistics().phase == "idle"
+
+
+async def test_a_partner_that_is_cut_off_in_the_middle_leaves_everything_as_it_was(tmp_path):
+    async with victim_and_liar(tmp_path) as (victim, _, peer):
+        victim.hold = {local.TakeSnapshot}
+        before = victim.weights()
+        victim.due()
+        await until(lambda: victim.exchange.statistics().phase == "paired")
+        victim.network.disconnect(peer)
+        await until(lambda: victim.exchange.statistics().phase == "idle", seconds=10)
+        assert identical(before, victim.weights())
