@@ -13,6 +13,14 @@ from swarmnode.observe.snapshot import NodeSnapshot
 POINTS = 2000
 
 
+def _bytes(way: str) -> Callable[[NodeSnapshot], float]:
+    return lambda s: sum(ways.get(way, 0) for ways in s.network.bytes.values())
+
+
+def _process(name: str, field: str) -> Callable[[NodeSnapshot], float | None]:
+    return lambda s: getattr(s.processes[name], field) if name in s.processes else None
+
+
 def _report(field: str) -> Callable[[NodeSnapshot], float | None]:
     return lambda s: None if s.trainer.report is None else getattr(s.trainer.report, field)
 
@@ -30,6 +38,12 @@ COLUMNS: dict[str, Callable[[NodeSnapshot], float | None]] = {
     "peers": lambda s: s.network.peers_in + s.network.peers_out,
     "policy_version": _report("policy_version"),
     "step_seconds": _report("step_seconds"),
+    "bytes_in": _bytes("in"),
+    "bytes_out": _bytes("out"),
+    "memory_network": _process("network", "memory_bytes"),
+    "memory_trainer": _process("trainer", "memory_bytes"),
+    "cpu_network": _process("network", "cpu_seconds"),
+    "cpu_trainer": _process("trainer", "cpu_seconds"),
 }
 """Column → its value. Counters stay totals here; the page takes differences."""
 

@@ -16,7 +16,7 @@ import trio
 from swarmnode.config import HttpConfig
 from swarmnode.observe import http
 from swarmnode.observe.history import History
-from swarmnode.observe.snapshot import LogLine, NodeSnapshot
+from swarmnode.observe.snapshot import ClaimRow, DiskView, LogLine, NodeSnapshot, SwarmView, WeightsView
 from swarmnode.testing.snapshots import PEERS, example, example_at
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -73,10 +73,10 @@ async def visit(tmp_path: Path, monkeypatch, snapshot=example, width: int = 1280
 
 async def test_the_page_draws_what_the_node_says(tmp_path, monkeypatch) -> None:
     seen = await visit(tmp_path, monkeypatch)
-    for series in ("reward_own", "reward_external", "reward_held_out", "peers", "policy_version", "step_seconds"):
+    for series in ("reward_own", "reward_external", "reward_held_out", "peers", "policy_version", "step_seconds", "memory_trainer"):
         assert seen.path(series).count("L") > 100, series
     assert "NaN" not in seen.dom
-    for series in ("admitted", "ignored", "rejected"):
+    for series in ("admitted", "ignored", "rejected", "bytes_in", "bytes_out", "cpu_network", "cpu_trainer"):
         assert seen.dom.count(f'data-series="{series}"') > 3, series
     for value in ("0.631", "+0.561 since the start", "kitchen-3090", "ready", "swarm local", "seed"):
         assert value in seen.text, value
@@ -87,6 +87,34 @@ async def test_the_page_draws_what_the_node_says(tmp_path, monkeypatch) -> None:
     assert seen.requests == REQUESTS
 
 
+async def test_the_page_shows_the_swarm_the_exchanges_and_what_the_node_costs(tmp_path, monkeypatch) -> None:
+    seen = await visit(tmp_path, monkeypatch, width=390)
+    text = re.sub(r"\s+", " ", seen.text)
+    assert "Swarm (claimed, not verified) 4 peers say so of themselves; the median of their held-out rewards is 0.567." in text
+    for value in (
+        "attic", "Küche 2", "gpu-box-7", "0.624", "heard of through another peer",
+        "noloco", "5, 4 fragments", "2.1 % away, 97 % taken", "accepted 16, clipped 2",
+        "applied done 16", "busy no partner 6", "failed no effect 2",
+        "96.0 MiB, 24 s of CPU", "212.0 GiB free of 476.0 GiB", "/meshsub/1.1.0 4.5 MiB", "of 186.3 GiB", "0.4 s ahead of most peers'",
+    ):  # fmt: skip
+        assert value in (text if value != "heard of through another peer" else seen.dom), value
+    assert seen.console == []
+
+
+async def test_a_budget_that_is_used_up_and_a_full_disk_are_said(tmp_path, monkeypatch) -> None:
+    s = example()
+    budget = msgspec.structs.replace(s.budget, paused={"quiet_hours": True, "month": True, "download": False}, level_bytes={"out": -2048.0})
+    swarm, disk = SwarmView(clock_offset_seconds=95.0), DiskView(2**29, 2**38)
+    poor = msgspec.structs.replace(s, budget=budget, disk=disk, weights=WeightsView(), swarm=swarm)
+    seen = await visit(tmp_path, monkeypatch, lambda: poor)
+    for value in ("quiet hours, month", "out -2.0 KiB", "512.0 MiB free of 256.0 GiB", "512 MiB are left on the data directory's disk"):
+        assert value in seen.text, value
+    assert "this clock is 95 s behind those of most peers" in seen.text
+    assert "Nobody has said anything of itself yet." in seen.text
+    assert re.search(r'id="no-weights"[^>]*>', seen.dom).group(0).count("hidden") == 0
+    assert seen.console == []
+
+
 async def test_hostile_strings_are_inert(tmp_path, monkeypatch) -> None:
     evil = '"><script>document.title="owned"</script><img src="http://evil.example/x" onerror="document.title=\'owned\'">'
     s = example()
@@ -95,6 +123,9 @@ async def test_hostile_strings_are_inert(tmp_path, monkeypatch) -> None:
         node=msgspec.structs.replace(s.node, name=evil, swarm_name=evil, model=evil, tasks=[evil], addrs=[evil]),
         peers=[msgspec.structs.replace(s.peers[0], peer=evil[:64], direction=evil, agent=evil)],
         logs=[LogLine(s.at, evil, evil, evil)],
+        swarm=SwarmView(reporting=1, rows=[ClaimRow(peer=evil[:64], name=evil, version=evil)]),
+        weights=WeightsView(enabled=True, phase=evil, outcomes={evil: 3}, judged={evil: 1}, pairs={evil: 2}),
+        network=msgspec.structs.replace(s.network, bytes={evil: {"in": 1, "out": 2}}),
         rollouts=msgspec.structs.replace(s.rollouts, rejected={evil: 7}),
         trainer=msgspec.structs.replace(s.trainer, report=msgspec.structs.replace(s.trainer.report, phase=evil, device=evil)),
     )

@@ -43,8 +43,8 @@ function bytes(value) {
   if (!known(value)) return "–";
   const units = ["B", "KiB", "MiB", "GiB"];
   let i = 0;
-  while (value >= 1024 && i < units.length - 1) { value /= 1024; i += 1; }
-  return `${i ? value.toFixed(1) : value} ${units[i]}`;
+  while (Math.abs(value) >= 1024 && i < units.length - 1) { value /= 1024; i += 1; }
+  return `${i ? value.toFixed(1) : Math.round(value)} ${units[i]}`;
 }
 
 // --- numbers over time -----------------------------------------------------------------------------------------------
@@ -60,13 +60,15 @@ function smooth(values) {
   });
 }
 
+const scaled = (values, scale) => (scale ? values.map((value) => (known(value) ? value / scale : null)) : values);
+
 // Totals → amounts per minute in at most `bins` equal spans of time. A total that falls is a process that started anew.
 function perMinute(at, totals, bins) {
   const start = at[0], span = (at[at.length - 1] - start) / bins;
   const rates = new Array(bins).fill(0);
   for (let i = 1; i < at.length; i += 1) {
     const bin = Math.min(bins - 1, Math.floor((at[i] - start) / span - 1e-9));
-    rates[Math.max(0, bin)] += Math.max(0, totals[i] - totals[i - 1]) * (60 / span);
+    if (known(totals[i]) && known(totals[i - 1])) rates[Math.max(0, bin)] += Math.max(0, totals[i] - totals[i - 1]) * (60 / span);
   }
   return rates;
 }
@@ -88,7 +90,7 @@ const TIME_STEPS = [10, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 288
 const LEFT = 38, RIGHT = 6, TOP = 6, BOTTOM = 20;
 
 class Chart {
-  // options: title, height, wide, format, max (of the axis, at most), integer, stacked,
+  // options: title, height, wide, format, max (of the axis, at most), integer, stacked, scale (values are divided by it),
   //          series: [{key, label, look, smooth, area}]
   constructor(options) {
     this.options = options;
@@ -103,9 +105,9 @@ class Chart {
   }
 
   show(at, columns) {
-    const { stacked, series } = this.options;
+    const { stacked, series, scale } = this.options;
     this.at = at;
-    this.values = series.map(({ key }) => columns[key] || []);
+    this.values = series.map(({ key }) => scaled(columns[key] || [], scale));
     this.bins = 0;
     if (stacked) {
       this.bins = Math.max(0, Math.min(60, at.length - 1));
@@ -260,6 +262,18 @@ const CHARTS = [
     series: [{ key: "policy_version", label: "", look: "plain", area: true }] }),
   new Chart({ title: "Step seconds", height: 130, format: fixed(2),
     series: [{ key: "step_seconds", label: "", look: "external", smooth: true }] }),
+  new Chart({ title: "Network, KiB per minute", height: 130, stacked: true, scale: 1024, format: count, series: [
+    { key: "bytes_in", label: "received", look: "own" },
+    { key: "bytes_out", label: "sent", look: "external" },
+  ] }),
+  new Chart({ title: "Memory, MiB", height: 130, scale: 2 ** 20, format: count, series: [
+    { key: "memory_network", label: "network", look: "own" },
+    { key: "memory_trainer", label: "trainer", look: "external" },
+  ] }),
+  new Chart({ title: "CPU, seconds per minute", height: 130, stacked: true, format: fixed(1), series: [
+    { key: "cpu_network", label: "network", look: "own" },
+    { key: "cpu_trainer", label: "trainer", look: "external" },
+  ] }),
 ];
 
 // --- everything that is not a chart ----------------------------------------------------------------------------------
@@ -305,9 +319,10 @@ function announce(state, why) {
   if (byId("notice").textContent !== why) byId("notice").textContent = why;
 }
 
+const cell = (label, value, kind = "number") => node("td", { "data-label": label, class: kind }, value);
+
 function peers(rows) {
   const order = [...rows].sort((a, b) => !a.direction - !b.direction || b.used - a.used || a.peer.localeCompare(b.peer));
-  const cell = (label, value, kind = "number") => node("td", { "data-label": label, class: kind }, value);
   byId("peers").tBodies[0].replaceChildren(...order.map((row) => {
     const id = node("code", { title: `${row.peer} ${row.agent}` }, shortId(row.peer));
     return node("tr", row.direction ? {} : { class: "gone" },
@@ -319,16 +334,84 @@ function peers(rows) {
   byId("no-peers").hidden = rows.length > 0;
 }
 
+function swarm(s) {
+  const said = s.swarm.rows;
+  const median = known(s.swarm.reward_median) ? `; the median of their held-out rewards is ${s.swarm.reward_median.toFixed(3)}` : "";
+  const more = s.swarm.reporting > said.length ? `, ${said.length} of them shown` : "";
+  byId("swarm-line").textContent = said.length
+    ? `${s.swarm.reporting} peers say so of themselves${more}${median}.`
+    : "Nobody has said anything of itself yet. Peers that share a summary do so within a minute.";
+  byId("swarm").tBodies[0].replaceChildren(...said.map((row) => node("tr", row.direct ? {} : { class: "gone" },
+    cell("Name", row.name || "–", "named"),
+    cell("Peer", node("code", { title: row.direct ? row.peer : `${row.peer}, heard of through another peer` }, shortId(row.peer)), ""),
+    cell("Version", row.version, ""), cell("Policy", count(row.policy_version)), cell("Steps", count(row.step)), cell("Held-out", fixed(3)(row.reward)),
+    cell("Published", count(row.published)), cell("Peers", count(row.peers)), cell("Up", duration(row.uptime_seconds)),
+    cell("Said", duration(row.age_seconds)))));
+  byId("swarm").hidden = !said.length;
+}
+
+function facts(list, rows) {
+  byId(list).replaceChildren(...rows.filter(([, value]) => value).flatMap(([name, value]) => [node("dt", {}, name), node("dd", {}, value)]));
+}
+
+function bars(list, all) {
+  const most = Math.max(1, ...all.map(([, n]) => n));
+  byId(list).replaceChildren(...all.map(([name, n, look, note]) => node("li", {},
+    node("span", {}, name.replaceAll("_", " "), node("span", { class: "muted" }, ` ${note}`)), node("span", {}, count(n)),
+    node("svg", { viewBox: "0 0 100 4", preserveAspectRatio: "none", "aria-hidden": "true" },
+      node("rect", { class: `block ${look}`, width: (100 * n) / most, height: 4 })))));
+}
+
+const DONE = ["applied", "pulled", "solo"], NOBODY = ["busy", "other_policy", "unreachable", "propose_timeout", "released"];
+
+function weights(s) {
+  const { weights: w } = s, told = (s.trainer.report || {}).weights || {};
+  const finished = (w.outcomes.applied || 0) + (w.outcomes.pulled || 0);
+  const partners = Object.entries(w.pairs).sort((a, b) => b[1] - a[1]).slice(0, 4).map(([peer, n]) => `${shortId(peer)} ${count(n)}×`);
+  facts("weights", !w.enabled ? [] : [
+    ["rule", [told.rule, told.probation ? "on probation" : "", w.phase === "idle" ? "" : w.phase].filter(Boolean).join(", ")],
+    ["outer steps", known(told.outer_step) ? `${count(told.outer_step)}, ${count(told.fragments)} fragments` : ""],
+    ["partners", `${count(w.candidates)} to choose from${partners.length ? "; " : ""}${partners.join(", ")}`],
+    ["last partner", known(told.distance) ? `${(100 * told.distance).toFixed(1)} % away, ${known(told.clip_ratio) ? Math.round(100 * told.clip_ratio) : "–"} % taken` : ""],
+    ["exchanges", finished ? `${(w.exchange_seconds / finished).toFixed(2)} s each, ${bytes(w.received_bytes)} received` : ""],
+    ["taken back", told.reverts_total ? count(told.reverts_total) : ""],
+    ["gate", Object.entries(w.judged).filter(([, n]) => n > 0).map(([outcome, n]) => `${outcome.replaceAll("_", " ")} ${count(n)}`).join(", ")],
+  ]);
+  const look = (outcome) => (DONE.includes(outcome) ? ["admitted", "done"] : NOBODY.includes(outcome) ? ["ignored", "no partner"] : ["rejected", "no effect"]);
+  bars("exchanges", !w.enabled ? [] : Object.entries(w.outcomes).filter(([, n]) => n > 0).sort((a, b) => b[1] - a[1]).slice(0, 8)
+    .map(([outcome, n]) => [outcome, n, ...look(outcome)]));
+  byId("no-weights").hidden = w.enabled;
+}
+
+function resources(s) {
+  const { budget: b, disk, processes } = s;
+  const used = (b.month_bytes.in || 0) + (b.month_bytes.out || 0);
+  const paused = Object.keys(b.paused).filter((why) => b.paused[why]).map((why) => why.replaceAll("_", " "));
+  const device = (s.trainer.report || {}).device_memory_bytes;
+  const offset = s.swarm.clock_offset_seconds;
+  facts("resources", [
+    ...Object.entries(processes).map(([name, use]) => [name, `${bytes(use.memory_bytes)}, ${duration(use.cpu_seconds)} of CPU`]),
+    ["device", known(device) ? `${bytes(device)} at most` : ""],
+    ["disk", known(disk.free_bytes) ? `${bytes(disk.free_bytes)} free of ${bytes(disk.total_bytes)}` : ""],
+    ["this month", used || b.month_limit_bytes ? `${bytes(used)}${b.month_limit_bytes ? ` of ${bytes(b.month_limit_bytes)}` : ""}` : ""],
+    ["may go now", Object.entries(b.level_bytes).map(([way, level]) => `${way} ${bytes(level)}`).join(", ")],
+    ["sharing paused", paused.join(", ")],
+    ["clock", known(offset) ? `${Math.abs(offset).toFixed(1)} s ${offset > 0 ? "behind" : "ahead of"} most peers'` : ""],
+  ]);
+  const traffic = Object.entries(s.network.bytes).sort((x, y) => sum(y[1]) - sum(x[1])).slice(0, 8);
+  byId("traffic").tBodies[0].replaceChildren(...traffic.map(([protocol, ways]) => node("tr", {},
+    cell("Protocol", node("code", {}, protocol), ""), cell("Received", bytes(ways.in)), cell("Sent", bytes(ways.out)))));
+  byId("traffic").hidden = !traffic.length;
+  byId("no-traffic").hidden = traffic.length > 0;
+}
+
 function reasons(rollouts) {
   const all = [
     ...Object.entries(rollouts.rejected).map(([reason, n]) => [reason, n, "rejected"]),
     ...Object.entries(rollouts.ignored).map(([reason, n]) => [reason, n, "ignored"]),
+    ...Object.entries(rollouts.judged).filter(([outcome]) => outcome !== "used").map(([outcome, n]) => [outcome, n, "ignored", "by the trainer"]),
   ].filter(([, n]) => n > 0).sort((a, b) => b[1] - a[1]).slice(0, 8);
-  const most = Math.max(1, ...all.map(([, n]) => n));
-  byId("reasons").replaceChildren(...all.map(([reason, n, look]) => node("li", {},
-    node("span", {}, reason.replaceAll("_", " "), node("span", { class: "muted" }, ` ${look}`)), node("span", {}, count(n)),
-    node("svg", { viewBox: "0 0 100 4", preserveAspectRatio: "none", "aria-hidden": "true" },
-      node("rect", { class: `block ${look}`, width: (100 * n) / most, height: 4 })))));
+  bars("reasons", all.map(([reason, n, look, note]) => [reason, n, look, note || look]));
   byId("no-reasons").hidden = all.length > 0;
 }
 
@@ -368,6 +451,9 @@ function render(told) {
   for (const chart of CHARTS) chart.show(told.history.at, told.history);
   peers(s.peers);
   reasons(s.rollouts);
+  swarm(s);
+  weights(s);
+  resources(s);
   identity(s.node);
   logs(s.logs);
 }

@@ -6,7 +6,7 @@ import msgspec
 
 from swarmnode.observe.health import MAX_LOOP_SILENCE, alive, ready, troubles
 from swarmnode.observe.history import History
-from swarmnode.observe.snapshot import Health, NetworkView, NodeInfo, NodeSnapshot, RolloutsView, TrainerView
+from swarmnode.observe.snapshot import DiskView, Health, NetworkView, NodeInfo, NodeSnapshot, RolloutsView, SwarmView, TrainerView
 from swarmnode.testing.snapshots import STARTED_AT, example, example_at
 
 replace = msgspec.structs.replace
@@ -41,6 +41,25 @@ def test_no_peers_is_a_trouble_only_after_a_while() -> None:
     assert troubles(replace(example_at(90.0), network=alone)) == ["no peers connected and none known"]
     unshared = replace(example().node, sharing=False)
     assert troubles(replace(example_at(90.0), network=alone, node=unshared)) == []
+
+
+def test_a_clock_that_is_off_is_a_trouble_either_way() -> None:
+    def at(offset: float | None) -> list[str]:
+        return troubles(replace(example(), swarm=SwarmView(clock_offset_seconds=offset)))
+
+    assert at(95.0) == ["this clock is 95 s behind those of most peers"]
+    assert at(-95.0) == ["this clock is 95 s ahead of those of most peers"]
+    assert at(29.0) == at(None) == []
+
+
+def test_a_disk_is_low_by_share_and_by_bytes() -> None:
+    def left(free: int, total: int) -> bool:
+        return any("disk" in trouble for trouble in troubles(replace(example(), disk=DiskView(free, total))))
+
+    assert left(2**30, 100 * 2**30)
+    assert not left(20 * 2**30, 4096 * 2**30)  # a small share of much
+    assert not left(2**30, 10 * 2**30)  # a small disk as it was
+    assert troubles(replace(example(), disk=DiskView())) == []
 
 
 def test_a_silent_trainer_is_a_trouble_in_proportion_to_its_steps() -> None:
