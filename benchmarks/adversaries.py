@@ -15,7 +15,7 @@ import msgspec
 
 from benchmarks.simulator import PAYLOAD, Arm, Node, OwnSample, Swarm
 from swarmnode.config import TrainingConfig
-from swarmnode.p2p.reputation import Reputation, Standing
+from swarmnode.p2p.reputation import GREYLIST, Reputation, Standing
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import score
 from swarmnode.rollouts.admission import Admission, Rejected
@@ -69,7 +69,7 @@ class HostileSwarm(Swarm):
             gate.set_policy(node.policy.tokenizer_hash, 1.0)
             self.gates[node.index] = gate, reputation
             node.on_judged = lambda peer, outcome, n=node: self._judged(n, peer, outcome)
-            node.trust = lambda peer, n=node, r=reputation: trust(float(r.standing(peer, self.now) is Standing.GOOD), n.used[peer])
+            node.trust = lambda peer, n=node, r=reputation: trust(1.0 + min(0.0, r.score(peer, self.now)) / -GREYLIST, n.used[peer])
 
     @property
     def counted(self) -> list[Node]:
@@ -145,6 +145,8 @@ class HostileSwarm(Swarm):
             self.fates[f"drawn: {outcome}"] += 1
         elif outcome != "used":
             self.honest_refused[outcome] += 1
+        if outcome in ("forged_ids", "spot_check"):
+            node.trained_on[peer] += node.used.pop(peer, 0)  # on probation again, as in `rollouts.exchange`
         if outcome != "used" and REASONS[outcome] is Verdict.REJECT:
             gate.refuse(outcome, peer)
             reputation.rejected(peer, outcome, self.now)
@@ -152,8 +154,8 @@ class HostileSwarm(Swarm):
     def result(self) -> dict[str, Any]:
         """What the attack did, after `run`."""
         peers = {a.node.peer for a in self.hostile}
-        used = sum(n.used.total() for n in self.honest)
-        theirs = sum(n.used[p] for n in self.honest for p in peers)
+        used = sum(n.used.total() + n.trained_on.total() for n in self.honest)
+        theirs = sum(n.used[p] + n.trained_on[p] for n in self.honest for p in peers)
         standing = [self.gates[n.index][1].standing(p, self.now) for n in self.honest for p in peers]
         return {
             "frames_sent": self.sent,

@@ -31,8 +31,8 @@ REGIMES = ("ultra-sparse", "sparse", "moderate", "dense", "heterogeneous")
 ARMS = ("8/0", "8/0 + filter", "6/2", "4/4 unfiltered", "4/4", "4/4 + correction", "2/6", "adaptive", "swarmnode", "lone, over-sampling")
 FIXED = ("8/0", "6/2", "4/4", "2/6")
 ATTACKS = (
-    "none", "silent", "forged", "poison", "informed", "informed + surprise", "ids", "length", "length + surprise", "garbage", "replay",
-    "mixed", "mixed + surprise",
+    "none", "silent", "forged", "poison", "informed", "informed, unchecked", "ids", "length", "length, unchecked", "garbage", "replay",
+    "mixed",
 )  # fmt: skip
 HOSTILE_REGIME = "moderate"
 HOSTILE_NODES = (6, 7)
@@ -122,8 +122,9 @@ def run_hostile(seed: int, attacks: Sequence[str], size: Size, base: str) -> lis
     with Scorer() as scorer:
         for attack in attacks:
             started = time.process_time()
-            kind, _, check = attack.partition(" + ")
-            arm = replace(product, surprise=bool(check))
+            kind, _, unchecked = attack.partition(", ")  # unchecked: nobody asks whether a policy can have sampled a text
+            sharing = SharingConfig(surprise_tolerance=1e9) if unchecked else SharingConfig()
+            arm = replace(product, sharing=sharing)
             hostile = {} if kind == "none" else dict.fromkeys(HOSTILE_NODES, kind)
             swarm = HostileSwarm(arm, [p.clone() for p in policies], training, scorer, seed, hostile, size.eval_questions)
             if kind == "none":  # all eight honest; measured on the six that are honest in every arm

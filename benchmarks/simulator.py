@@ -22,9 +22,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from swarmnode.config import SharingConfig, TaskConfig, TrainingConfig
 from swarmnode.policy.generate import GroupSample, generate
 from swarmnode.policy.load import Policy
-from swarmnode.policy.logprobs import collate, completion_logprobs
 from swarmnode.policy.micro import MicroBatcher
-from swarmnode.rl.corrections import surprise_check
 from swarmnode.rl.split import AdaptiveSplit, FixedSplit, floor_groups
 from swarmnode.rl.utility import UtilityGuard
 from swarmnode.rollouts.groups import ExternalGroup, is_useful
@@ -43,7 +41,7 @@ from swarmnode.wire.tensors import pack_ids, pack_logprobs
 ROUND_SECONDS = 2.0
 """Simulated time between rounds: ages, rates and reputations need a clock."""
 START_TIME = 1_700_000_000.0
-PAPER = SharingConfig(sampler="uniform", correction="none", spot_check_tolerance=1e9)
+PAPER = SharingConfig(sampler="uniform", correction="none", spot_check_tolerance=1e9, surprise_tolerance=1e9)
 """The paper's treatment of external groups: drawn uniformly, used as if sampled here."""
 
 
@@ -62,8 +60,6 @@ class Arm:
     keep_pool: bool = False
     """External groups stay drawable for later rounds, as in a real node; else only in the round they were made, as in the paper."""
     guard: bool = False
-    surprise: bool = False
-    """Also ask of every drawn group whether our policy may have sampled it (`rl.corrections.surprise_check`)."""
 
 
 @dataclass
@@ -133,6 +129,9 @@ class Node:
         self.sequence = self.version = self.step = 0
         self.arrived = self.drawn = self.passed = 0
         self.used: Counter[str] = Counter()
+        """Groups of a peer that were trained on and count for its trust."""
+        self.trained_on: Counter[str] = Counter()
+        """Those that no longer count."""
         self.outcomes: Counter[str] = Counter()
         self.trust: Callable[[str], float] = lambda peer: 1.0
         self.on_judged: Callable[[str, str], None] = lambda peer, outcome: None
@@ -175,27 +174,14 @@ class Node:
         """External groups for this round, judged."""
         drawn = self.pool.draw(self.split.external_room, self.version, now, self.rng, self.trust)
         judged = judge(drawn, self.policy, self.batcher, self.arm.sharing, self.training.temperature)
-        accepted: list[TrainingGroup] = []
-        passed = iter(judged.accepted)
         for group, outcome in judged.outcomes:
-            ready = next(passed) if outcome == "used" else None
-            if ready is not None and self.arm.surprise and not self.may_have_sampled(ready):
-                outcome, ready = "spot_check", None
             self.outcomes[outcome] += 1
+            self.used[group.peer] += outcome == "used"
             self.on_judged(group.peer, outcome)
-            if ready is not None:
-                accepted.append(ready)
-                self.used[group.peer] += 1
-        self.drawn, self.passed = len(drawn), len(accepted)
+        self.drawn, self.passed = len(drawn), len(judged.accepted)
         if not self.arm.keep_pool:
             self.pool = Pool(self.arm.sharing)
-        return accepted
-
-    def may_have_sampled(self, group: TrainingGroup) -> bool:
-        with torch.no_grad():
-            batch = collate(group.rows, self.policy.pad_id)
-            logprobs, entropy = completion_logprobs(self.policy, batch, self.training.temperature)
-        return surprise_check(logprobs[batch.completion_mask], entropy[batch.completion_mask])
+        return judged.accepted
 
     def learn(self, own: list[OwnSample], external: list[TrainingGroup], trace: dict[str, float]) -> None:
         """One optimizer step; tells split and guard."""
