@@ -1,0 +1,319 @@
+"""What the members of a crew send each other, and how it looks on a stream. No torch.
+
+    u32be header length ‖ header (canonical msgpack, tagged by `type`) ‖ body
+
+The length of the body follows from the header, and is computed from it and checked before a byte of it is read: no number that a peer sends
+is ever a size to allocate. Every header says where in a crew's life it belongs; `fence.py` drops what is over.
+"""
+
+from __future__ import annotations
+
+import functools
+from itertools import pairwise
+from typing import Any, Final, Literal, Protocol
+
+import msgspec
+
+from swarmnode.errors import BadMessage
+
+FRAME_REASONS: Final = ("oversize", "malformed", "schema", "bounds", "not_finite", "shape", "size", "truncated")
+"""Every reason with which frames, their bodies and `work.py` raise BadMessage."""
+HEADER_BYTES: Final = 16 * 1024
+CHUNK_BYTES: Final = 1024 * 1024
+"""Written to a stream at a time, at most."""
+CREW_BYTES: Final = 16
+SESSION_BYTES: Final = 16
+FINGERPRINT_BYTES: Final = 32
+MICRO_BATCHES: Final = 1024
+"""In one step, at most."""
+STAGES: Final = 64
+ABOUT_ITEM_BYTES: Final = 48
+"""Of a micro-batch's description per token, at most; see `work.py`."""
+INT8_BLOCK: Final = 64
+COUNTER: Final = 2**63 - 1
+
+ActivationCodec = Literal["float32", "bfloat16", "int8"]
+REFUSALS = Literal["micro_batches", "not_finite", "attempt", "timeout", "session", "fingerprint", "rows", "frame"]
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where in a crew's life a frame belongs: its fencing tokens."""
+
+    crew: bytes
+    roster_epoch: int
+    stage: int
+    """The sender's."""
+    stage_epoch: int
+    """How many holders the sender's stage has had."""
+    step: int
+    """Committed steps at the sender."""
+
+
+class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
+    place: Place
+
+
+class Forward(Header, tag="forward"):
+    """Stage i → i + 1. Body: description of the micro-batch (`work.MicroBatch`) ‖ activations."""
+
+    micro_batch: int
+    purpose: Literal["learn", "score"]
+    codec: ActivationCodec
+    rows: int
+    about: int
+    """Bytes of the description."""
+
+
+class Backward(Header, tag="backward"):
+    """Stage i → i − 1. Body: gradient of what `Forward` brought."""
+
+    micro_batch: int
+    codec: ActivationCodec
+    rows: int
+
+
+class Learnt(Header, tag="learnt"):
+    """Tail → head: sums over one micro-batch's trained tokens."""
+
+    micro_batch: int
+    loss: float
+    clipped: float
+    kl: float
+    entropy: float
+    tokens: float
+
+
+class Scores(Header, tag="scores"):
+    """Tail → head. Body: log-probability of each completion token, completion after completion, f32; then entropies."""
+
+    micro_batch: int
+    rows: int
+    """Completion tokens."""
+
+
+class Prefill(Header, tag="prefill"):
+    """Stage i → i + 1. Body: `work.Questions` ‖ activations."""
+
+    session: bytes
+    fingerprint: bytes
+    codec: ActivationCodec
+    rows: int
+    about: int
+
+
+class Decode(Header, tag="decode"):
+    """Stage i → i + 1: one token further. Body: which completions, u32 each ‖ activations."""
+
+    session: bytes
+    fingerprint: bytes
+    codec: ActivationCodec
+    rows: int
+
+
+class Tokens(Header, tag="tokens"):
+    """Tail → head. Body: a token id for each completion that is left, u32 ‖ their log-probabilities, f32."""
+
+    session: bytes
+    rows: int
+
+
+class Drop(Header, tag="drop"):
+    """Head → all: a wave is over."""
+
+    session: bytes
+
+
+class Lost(Header, tag="lost"):
+    """Any → head: this wave cannot go on here; begin it again from token ids."""
+
+    session: bytes
+    reason: REFUSALS
+
+
+class Embedding(Header, tag="embedding"):
+    """Head ↔ tail: rows first … first + rows − 1 of a tied embedding's gradient, float32."""
+
+    attempt: int
+    first: int
+    rows: int
+
+
+class Propose(Header, tag="propose"):
+    """Head → all: take the step of exactly these micro-batches."""
+
+    attempt: int
+    micro_batches: tuple[int, ...]
+    """Rising."""
+
+
+class Acknowledge(Header, tag="acknowledge"):
+    """Any → head: gradients of exactly these are here, or why not."""
+
+    attempt: int
+    refused: REFUSALS | None
+    squared_norm: float
+    """Of this stage's raw gradient, before any clipping; of a tied embedding only the head counts it."""
+
+
+class Commit(Header, tag="commit"):
+    attempt: int
+    norm: float
+    """Of the whole policy's raw gradient."""
+    clip: float
+    learning_rate: float
+
+
+class Abort(Header, tag="abort"):
+    """Head → all: drop the gradients of this attempt."""
+
+    attempt: int
+    reason: REFUSALS
+
+
+class Done(Header, tag="done"):
+    """Any → head: the step is taken here."""
+
+    attempt: int
+
+
+Compute = Forward | Backward | Learnt | Scores | Prefill | Decode | Tokens | Drop | Lost
+Control = Embedding | Propose | Acknowledge | Commit | Abort | Done
+Frame = Compute | Control
+
+
+class FrameLimits(msgspec.Struct, frozen=True):
+    """What a crew's model and settings allow; nothing larger is received."""
+
+    hidden: int
+    """Values of one token's activation."""
+    vocab: int
+    tokens: int
+    """Padded tokens of a micro-batch or of a wave's prompts, at most."""
+    sessions: int = 64
+    """Waves in flight, at most."""
+
+
+class Reader(Protocol):
+    async def receive_some(self, max_bytes: int | None = None) -> bytes: ...
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+@functools.cache
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kind)
+
+
+def read_message(data: bytes, kind: Any) -> Any:
+    """The `kind` that `data` is the one encoding of. Raises BadMessage: malformed, schema."""
+    try:
+        message = _decoder(kind).decode(data)
+    except msgspec.ValidationError as error:
+        raise BadMessage("schema", str(error)) from None
+    except (ValueError, RecursionError) as error:
+        raise BadMessage("malformed", str(error)) from None
+    if _encoder.encode(message) != data:
+        raise BadMessage("malformed", "not the canonical encoding")
+    return message
+
+
+def write_message(message: msgspec.Struct) -> bytes:
+    return _encoder.encode(message)
+
+
+def int8_block(hidden: int) -> int:
+    """Values that share a scale: 64, or the largest divisor of a hidden size that 64 does not divide."""
+    return max(size for size in range(1, INT8_BLOCK + 1) if hidden % size == 0)
+
+
+def activation_bytes(codec: ActivationCodec, rows: int, hidden: int) -> int:
+    """Of (rows, hidden) values, exactly."""
+    if codec == "int8":
+        return rows * hidden + 4 * rows * (hidden // int8_block(hidden))
+    return rows * hidden * (4 if codec == "float32" else 2)
+
+
+def body_bytes(frame: Frame, limits: FrameLimits) -> int:
+    """Exactly how long the body after this header is. Raises BadMessage: bounds, not_finite, where a field is outside `limits`."""
+    _check(frame, limits)
+    match frame:
+        case Forward() | Prefill():
+            return frame.about + activation_bytes(frame.codec, frame.rows, limits.hidden)
+        case Backward():
+            return activation_bytes(frame.codec, frame.rows, limits.hidden)
+        case Decode():
+            return 4 * frame.rows + activation_bytes(frame.codec, frame.rows, limits.hidden)
+        case Scores() | Tokens():
+            return 8 * frame.rows
+        case Embedding():
+            return 4 * frame.rows * limits.hidden
+        case _:
+            return 0
+
+
+def pack_frame(frame: Frame, body: bytes = b"") -> bytes:
+    head = _encoder.encode(frame)
+    return len(head).to_bytes(4, "big") + head + body
+
+
+async def read_frame(stream: Reader, limits: FrameLimits) -> tuple[Frame, bytes] | None:
+    """The next frame and its body; None at the end of the stream. Raises BadMessage with a reason of FRAME_REASONS."""
+    prefix = await _exactly(stream, 4, at_start=True)
+    if prefix is None:
+        return None
+    length = int.from_bytes(prefix, "big")
+    if not 0 < length <= HEADER_BYTES:
+        raise BadMessage("oversize", f"a header of {length} bytes")
+    frame = read_message(await _exactly(stream, length) or b"", Frame)
+    return frame, await _exactly(stream, body_bytes(frame, limits)) or b""
+
+
+async def _exactly(stream: Reader, count: int, at_start: bool = False) -> bytes | None:
+    data = bytearray()
+    while len(data) < count:
+        some = await stream.receive_some(min(count - len(data), CHUNK_BYTES))
+        if not some:
+            if at_start and not data:
+                return None
+            raise BadMessage("truncated", f"{len(data)} of {count} bytes")
+        data += some
+    return bytes(data)
+
+
+def _check(frame: Frame, limits: FrameLimits) -> None:
+    place = frame.place
+    _length("crew", place.crew, CREW_BYTES)
+    _between("stage", place.stage, 0, STAGES - 1)
+    for name in ("roster_epoch", "stage_epoch", "step"):
+        _between(name, getattr(place, name), 0, COUNTER)
+    about = ABOUT_ITEM_BYTES * (limits.tokens + 16)
+    for name, low, high in (("micro_batch", 0, COUNTER), ("attempt", 0, COUNTER), ("rows", 1, limits.tokens), ("about", 1, about)):
+        if hasattr(frame, name):
+            _between(name, getattr(frame, name), low, high)
+    for name, length in (("session", SESSION_BYTES), ("fingerprint", FINGERPRINT_BYTES)):
+        if hasattr(frame, name):
+            _length(name, getattr(frame, name), length)
+    for name in ("loss", "clipped", "kl", "entropy", "tokens", "squared_norm", "norm", "clip", "learning_rate"):
+        value = getattr(frame, name, 0.0)
+        if value - value != 0.0:  # NaN and infinities
+            raise BadMessage("not_finite", name)
+        if name in ("squared_norm", "norm", "clip", "learning_rate", "tokens") and value < 0:
+            raise BadMessage("bounds", name)
+    if isinstance(frame, Embedding):
+        _between("first", frame.first, 0, limits.vocab - frame.rows)
+    if isinstance(frame, Propose):
+        ids = frame.micro_batches
+        _between("micro_batches", len(ids), 1, MICRO_BATCHES)
+        if ids[0] < 0 or ids[-1] > COUNTER or any(a >= b for a, b in pairwise(ids)):
+            raise BadMessage("bounds", "micro_batches rise")
+
+
+def _between(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise BadMessage("bounds", f"{name} is {low} to {high}")
+
+
+def _length(name: str, value: bytes, length: int) -> None:
+    if len(value) != length:
+        raise BadMessage("bounds", f"{name} is {length} bytes")

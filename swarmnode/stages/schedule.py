@@ -1,0 +1,77 @@
+"""1F1B: which micro-batch a stage works on next. Pure; no torch.
+
+A stage goes backward whenever it can, and forward only while fewer than (stages − its index) of its micro-batches wait for their
+gradient. With equal stages this yields the 1F1B order (PipeDream-Flush, arXiv 2104.04473 §2.2.1): the bubble of a pipeline that runs all
+forwards first, (S − 1) / (M + S − 1), with the inputs of at most S micro-batches kept instead of M. It needs neither the number of
+micro-batches nor anybody's clock, and a frame that comes late or twice changes the order and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+Work = tuple[Literal["forward", "backward", "learn"], int]
+"""What to do with which micro-batch. `learn` is the tail's forward, loss and backward in one."""
+
+
+@dataclass(frozen=True)
+class ScheduleStatistics:
+    waiting: int
+    """Forwards that came and were not yet run."""
+    in_flight: int
+    """Micro-batches whose gradient is awaited: inputs kept."""
+    refused: int
+
+
+class Schedule:
+    def __init__(self, stage: int, stages: int) -> None:
+        self._tail = stage == stages - 1
+        self._room = stages - stage
+        self._forwards: deque[int] = deque()
+        self._backwards: deque[int] = deque()
+        self._in_flight: set[int] = set()
+        self._seen: set[int] = set()
+        self._refused = 0
+
+    def statistics(self) -> ScheduleStatistics:
+        return ScheduleStatistics(len(self._forwards), len(self._in_flight), self._refused)
+
+    def forward_came(self, micro_batch: int) -> bool:
+        """False, and nothing changes, where it came before in this step."""
+        if micro_batch in self._seen:
+            self._refused += 1
+            return False
+        self._seen.add(micro_batch)
+        self._forwards.append(micro_batch)
+        return True
+
+    def backward_came(self, micro_batch: int) -> bool:
+        """False, and nothing changes, where no such micro-batch waits for its gradient."""
+        if micro_batch not in self._in_flight or micro_batch in self._backwards:
+            self._refused += 1
+            return False
+        self._backwards.append(micro_batch)
+        return True
+
+    def next(self) -> Work | None:
+        """What to do now, and it counts as done; None while there is nothing but to wait."""
+        if self._backwards:
+            micro_batch = self._backwards.popleft()
+            self._in_flight.discard(micro_batch)
+            return "backward", micro_batch
+        if not self._forwards or len(self._in_flight) >= self._room:
+            return None
+        micro_batch = self._forwards.popleft()
+        if self._tail:
+            return "learn", micro_batch
+        self._in_flight.add(micro_batch)
+        return "forward", micro_batch
+
+    def clear(self) -> None:
+        """The step is over, one way or the other."""
+        self._forwards.clear()
+        self._backwards.clear()
+        self._in_flight.clear()
+        self._seen.clear()

@@ -1,0 +1,228 @@
+"""1F1B takes the time and keeps the inputs that it should; a step is taken by all stages with one set of micro-batches, or by none."""
+
+import heapq
+import random
+
+import pytest
+
+from swarmnode.stages.commit import Answer, Confirm, Coordinator, Discard, Participant, Prepare, Take, resolve
+from swarmnode.stages.fence import Fence
+from swarmnode.stages.frames import Place
+from swarmnode.stages.schedule import Schedule
+
+
+def simulate(stages: int, micro_batches: int, forward: float = 1.0, backward: float = 2.0, rng: random.Random | None = None):
+    """Event by event: when all backwards are done, the most inputs each stage kept, and each stage's order of work."""
+    schedules = [Schedule(i, stages) for i in range(stages)]
+    busy, peak = [False] * stages, [0] * stages
+    orders: list[list] = [[] for _ in range(stages)]
+    events: list = []
+    for m in range(micro_batches):
+        schedules[0].forward_came(m)
+    now, count = 0.0, 0
+
+    def start(i):
+        nonlocal count
+        work = None if busy[i] else schedules[i].next()
+        if work is None:
+            return
+        busy[i] = True
+        orders[i].append(work)
+        peak[i] = max(peak[i], schedules[i].statistics().in_flight + (work[0] != "forward"))
+        seconds = {"forward": forward, "backward": backward, "learn": forward + backward}[work[0]] * (rng.uniform(0.5, 2) if rng else 1)
+        count += 1
+        heapq.heappush(events, (now + seconds, count, i, work))
+
+    start(0)
+    while events:
+        now, _, i, (kind, m) = heapq.heappop(events)
+        busy[i] = False
+        if kind == "forward":
+            assert schedules[i + 1].forward_came(m)
+        elif i > 0:
+            assert schedules[i - 1].backward_came(m)
+        for j in range(stages):
+            start(j)
+    return now, peak, orders
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 3), (2, 1), (2, 5), (4, 4), (4, 16), (8, 8)])
+def test_the_bubble_and_the_inputs_kept_are_those_of_1f1b(stages, micro_batches):
+    seconds, peak, orders = simulate(stages, micro_batches)
+    assert seconds == (micro_batches + stages - 1) * 3.0
+    assert all(kept <= stages - i for i, kept in enumerate(peak))
+    for i, order in enumerate(orders[:-1]):
+        warm = min(stages - i, micro_batches)
+        kinds = [kind for kind, _ in order]
+        steady = ["backward", "forward"] * (micro_batches - warm)
+        assert kinds == ["forward"] * warm + steady + ["backward"] * warm
+
+
+def test_every_micro_batch_gets_through_whatever_the_stages_take():
+    for seed in range(50):
+        rng = random.Random(seed)
+        stages, count = rng.randint(1, 6), rng.randint(1, 12)
+        _, peak, orders = simulate(stages, count, rng=rng)
+        for i, order in enumerate(orders):
+            last = {m for kind, m in order if kind in ("backward", "learn")}
+            assert last == set(range(count)), seed
+            assert peak[i] <= stages - i
+
+
+def test_frames_that_come_twice_or_unasked_change_nothing():
+    schedule = Schedule(0, 2)
+    assert schedule.forward_came(7)
+    assert not schedule.forward_came(7)
+    assert not schedule.backward_came(7)  # not sent on yet
+    assert schedule.next() == ("forward", 7)
+    assert schedule.backward_came(7)
+    assert not schedule.backward_came(7)
+    assert schedule.next() == ("backward", 7)
+    assert not schedule.forward_came(7)
+    assert schedule.next() is None
+    assert schedule.statistics().refused == 4
+
+
+def test_a_different_set_of_micro_batches_is_refused_and_dropped():
+    stage = Participant()
+    stage.accumulated(1)
+    assert stage.propose(0, 1, [1, 2]) == Answer(1, "micro_batches")
+    assert stage.abort(0, 1) == Discard(1)
+    assert stage.step == 0
+    assert stage.may_accumulate(1)
+
+
+def test_nothing_is_added_once_a_proposal_is_answered():
+    stage = Participant()
+    stage.accumulated(1)
+    with pytest.raises(ValueError):
+        stage.accumulated(1)
+    assert stage.propose(0, 1, [1]) == Prepare(1)
+    assert not stage.may_accumulate(2)
+    assert stage.prepared(1, None, 0.0) == Answer(1, "not_finite")
+
+
+def test_a_commit_that_comes_twice_is_taken_once():
+    stage = Participant()
+    stage.accumulated(1)
+    stage.propose(0, 1, [1])
+    assert stage.commit(0, 1) is None  # not prepared yet
+    stage.prepared(1, 2.0, 0.0)
+    assert stage.propose(0, 1, [1]) == Answer(1, None, 2.0)
+    assert stage.commit(0, 2) is None
+    assert stage.commit(0, 1) == Take(1)
+    assert stage.commit(0, 1) == Confirm(1)
+    assert stage.propose(0, 1, [1]) == Confirm(1)
+    assert stage.abort(0, 1) is None
+    assert stage.step == 1
+
+
+def test_a_stage_that_hears_nothing_asks_and_gets_the_old_decision():
+    head, stage = Coordinator(2), Participant()
+    stage.accumulated(1)
+    attempt = head.begin(deadline=10.0)
+    stage.propose(0, attempt, [1])
+    answer = stage.prepared(attempt, 1.0, now=0.0)
+    head.acknowledged(0, attempt, None, 3.0)
+    decided = head.acknowledged(1, attempt, answer.refused, answer.squared_norm)
+    assert decided.stages == (0, 1)
+    assert decided.squared_norm == 4.0
+    assert stage.tick(29.0) is None
+    again = stage.tick(30.0)
+    assert head.acknowledged(1, again.attempt, again.refused, again.squared_norm).stages == (1,)
+
+
+def test_the_deadline_aborts_and_a_late_acknowledgement_does_not_commit():
+    head = Coordinator(2)
+    attempt = head.begin(deadline=5.0)
+    head.acknowledged(0, attempt, None, 1.0)
+    assert head.tick(4.9) is None
+    assert head.tick(5.0).refused == "timeout"
+    assert head.acknowledged(1, attempt, None, 1.0).refused == "timeout"
+    assert head.statistics().aborted == {"timeout": 1}
+
+
+def test_schedules_of_messages_never_split_a_step():
+    """Any order, loss and repetition: a stage only takes what all have prepared, with one set, and the head never alone."""
+    committed = aborted = 0
+    for seed in range(1500):
+        rng = random.Random(seed)
+        count = rng.randint(2, 5)
+        head, stages = Coordinator(count), [Participant() for _ in range(count)]
+        proposal = [1, 2]
+        for stage in stages:
+            for m in proposal if rng.random() < 0.9 else [1]:
+                stage.accumulated(m)
+        attempt = head.begin(deadline=50.0)
+        mail = [("propose", i) for i in range(count)]
+        now, taken, prepared = 0.0, set(), set()
+        for _ in range(300):
+            now += 1.0
+            if decided := head.tick(now):
+                mail += [("decision", i, decided) for i in decided.stages]
+            for i, stage in enumerate(stages):
+                if again := stage.tick(now):
+                    mail.append(("acknowledge", i, again))
+            if not mail:
+                continue
+            letter = mail.pop(rng.randrange(len(mail)))
+            if rng.random() < 0.15:
+                continue  # lost
+            if rng.random() < 0.15:
+                mail.append(letter)  # twice
+            kind, i = letter[0], letter[1]
+            action = None
+            if kind == "propose":
+                action = stages[i].propose(0, attempt, proposal)
+                if isinstance(action, Prepare):
+                    action = stages[i].prepared(attempt, 1.0, now)
+                    prepared.add(i)
+                if isinstance(action, Answer):
+                    mail.append(("acknowledge", i, action))
+            elif kind == "acknowledge":
+                decided = head.acknowledged(i, letter[2].attempt, letter[2].refused, letter[2].squared_norm)
+                mail += [("decision", j, decided) for j in decided.stages if j > 0 or decided.refused] if decided else []
+            elif kind == "decision":
+                decided = letter[2]
+                action = stages[i].abort(0, attempt) if decided.refused else stages[i].commit(0, attempt)
+            elif kind == "done" and head.done(i, attempt):
+                action = stages[0].commit(0, attempt)
+                taken.add(0) if isinstance(action, Take) else None
+                assert taken - {0}, seed  # somebody else first
+                continue
+            if isinstance(action, Take):
+                assert prepared == set(range(count)), seed
+                assert i not in taken, seed
+                taken.add(i)
+            if isinstance(action, (Take, Confirm)):
+                mail.append(("done", i))
+        if taken:
+            assert not head.statistics().aborted, seed
+            survivors = [(s.step, s.phase) for s in stages[1:]]  # the head dies now
+            assert resolve(survivors) == 1, seed
+            committed += 1
+        elif head.statistics().aborted:
+            aborted += 1
+            assert all(s.step == 0 for s in stages)
+    assert committed > 300
+    assert aborted > 300
+
+
+def test_survivors_of_a_head_agree():
+    assert resolve([(3, "open"), (2, "prepared")]) == 3
+    assert resolve([(2, "prepared"), (2, "open")]) == 2
+    with pytest.raises(ValueError):
+        resolve([(3, "open"), (2, "open")])
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [({}, None), ({"step": 6}, None), ({"step": 4}, "step"), ({"step": 7}, "newer"), ({"crew": b"x" * 16}, "crew"),
+     ({"stage": 2}, "stage"), ({"roster_epoch": 1}, "roster_epoch"), ({"roster_epoch": 3}, "newer"), ({"stage_epoch": 3}, "stage_epoch"),
+     ({"stage_epoch": 5}, "newer")],
+)  # fmt: skip
+def test_the_past_is_dropped(changed, reason):
+    fence = Fence(Place(b"c" * 16, 2, 0, 0, 0), [0, 4, 0])
+    place = {"crew": b"c" * 16, "roster_epoch": 2, "stage": 1, "stage_epoch": 4, "step": 5, **changed}
+    assert fence.check(Place(**place), 1, 5) == reason
+    assert fence.statistics().dropped == ({reason: 1} if reason else {})
