@@ -69,6 +69,7 @@ class Supervisor:
         self._children = {name: Child(name, Watchdog(name, config.supervisor, rng)) for name in commands}
         self._stopping = trio.Event()
         self._exit_code = 0
+        self._written = False
 
     async def run(self) -> int:
         lock = lock_data_dir(self._config.node.data_dir)
@@ -129,13 +130,22 @@ class Supervisor:
                 await self._stopping.wait()
 
     def _write_config(self, config_file: Path) -> None:
-        """What the next process is started with. When it cannot be had again, it is what it was."""
+        """What the next process is started with. When it cannot be had or written again, it is what it was.
+
+        Raises Unavailable when there is none from before.
+        """
         if self._refresh is not None:
             try:
                 self._config = self._refresh()
             except SwarmNodeError as error:
                 log.error("keeping the configuration", error=str(error))
-        write_atomically(config_file, self._config.model_dump_json(indent=1).encode())
+        try:
+            write_atomically(config_file, self._config.model_dump_json(indent=1).encode())
+        except OSError as error:  # a full disk must not end a node that still trains
+            if not self._written:
+                raise Unavailable(f"cannot write {config_file}: {error.strerror}") from None
+            log.error("cannot write the configuration, keeping what was written", error=str(error))
+        self._written = True
 
     async def _read_progress(self, child: Child, fd: int) -> None:
         async with trio.lowlevel.FdStream(fd) as pipe:

@@ -52,6 +52,8 @@ REST_SECONDS = 5.0
 """Between two looks at the clock in quiet hours."""
 IDENTITY_SECONDS = 1.0
 """Between two signs of progress while the network process has not said who we are."""
+COMPLAIN_SECONDS = 30.0
+"""Between two complaints that the state cannot be saved."""
 
 
 class Trainer:
@@ -68,6 +70,7 @@ class Trainer:
         self._backlog: list[ExternalGroup] = []
         self._report = Report(phase="loading")
         self._replica: Replica | None = None
+        self._complain_at = float("-inf")
 
     def stop(self) -> None:
         """Finish the step, save and leave."""
@@ -326,8 +329,10 @@ class Trainer:
             )  # fmt: skip
         if last:
             self._saver.close()
-        if self._saver.error:
-            log.error("state not saved", error=self._saver.error)
+        now = time.monotonic()
+        if self._saver.error and now >= self._complain_at:
+            log.error("state not saved", error=self._saver.error, saved_step=self._saver.saved_step)
+            self._complain_at = now + COMPLAIN_SECONDS
 
     @property
     def _groups(self) -> int:

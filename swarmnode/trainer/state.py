@@ -107,11 +107,12 @@ def write(directory: Path, snapshot: Snapshot) -> None:
     metadata = {"counters": json.dumps(snapshot.counters), "fingerprint": snapshot.fingerprint}
     try:
         save_file(snapshot.tensors, temporary, metadata=metadata)
-    except SafetensorError as error:
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, directory / FILE)
+    except (SafetensorError, OSError) as error:
+        temporary.unlink(missing_ok=True)  # on a full disk, half a state would take the room of what is small
         raise OSError(str(error)) from None
-    with open(temporary, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, directory / FILE)
     sync_directory(directory)
 
 
