@@ -5,12 +5,14 @@ pytest tests/unit/tasks/test_own.py
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from swarmnode import cli, manifest
+from swarmnode import cli, manifest, settings
 from swarmnode.config import Config
 from swarmnode.errors import ConfigError
 from swarmnode.tasks import own, registry
@@ -41,6 +43,7 @@ def boast(rng):
 def crash(rng):
     raise RuntimeError("no question today")
 """
+KINDS = [("python", 0), ("toml", 1), ("python", 1)]
 NAME = "letters_of_mine.words:reverse"
 
 
@@ -185,6 +188,26 @@ def test_a_task_that_does_not_work_is_one_line_before_the_node_runs(package, tmp
 def test_a_name_that_leads_nowhere_or_somewhere_else_is_refused(package, task, says):
     with pytest.raises(ConfigError, match=says):
         own.find(task)
+
+
+def test_the_guides_own_example_works(tmp_path, monkeypatch, package):
+    """docs/own-task.md, as it stands there."""
+    text = (Path(__file__).parents[3] / "docs" / "own-task.md").read_text()
+    module, configuration, look = (re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL)[-1 if kind == "toml" else at] for kind, at in KINDS)
+    (tmp_path / "guide").mkdir()
+    (tmp_path / "guide" / "words.py").write_text(module)
+    (tmp_path / "swarm.toml").write_text(configuration)
+    monkeypatch.syspath_prepend(str(tmp_path / "guide"))
+    task = settings.load(tmp_path / "swarm.toml").config.task
+    registry.install(task.modules, task.settings)
+    registry.check_names(task.names)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "guide")}
+    done = subprocess.run([sys.executable, "-c", look], env=environment, capture_output=True, text=True, timeout=60, check=True)
+    prompt, word = re.search(r"prompt='(Spell this word backward: (\w+)\\nAnswer: )'", done.stdout).groups()
+    with Scorer() as scorer:
+        reference = TaskRef("words:reverse", registry.task_version("words:reverse"), 0, 0)
+        assert scorer.prompt(reference) == prompt.replace("\\n", "\n")
+        assert scorer.score(reference, [word[::-1], word]).rewards == [1.0, 0.0]
 
 
 def test_settings_without_their_task_are_an_error():
