@@ -267,6 +267,16 @@ async def test_garbage_and_silence_on_the_port_keep_nobody_else_out(tmp_path, mo
         assert outcomes["ok"] == 1
 
 
+async def test_handshakes_under_way_are_bounded_over_all_addresses(tmp_path):
+    async with hosts(tmp_path, 1) as (server,), contextlib.AsyncExitStack() as stack:
+        port = server.bulk.statistics().port
+        for number in range(listener.HANDSHAKES + 8):
+            source = f"127.0.0.{10 + number // 3}"
+            await stack.enter_async_context(await trio.open_tcp_stream("127.0.0.1", port, local_address=source))
+        await until(lambda: server.bulk.statistics().handshakes.get("crowded") == 8)
+        assert server.bulk._threads.borrowed_tokens == listener.HANDSHAKES
+
+
 # -- peers that are somebody else
 
 
