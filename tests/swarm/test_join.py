@@ -88,6 +88,7 @@ def test_three_nodes_of_one_invite_train_on_each_others_groups(tmp_path, founded
         until(lambda: status(d)["network"]["peers_in"] + status(d)["network"]["peers_out"], d.last_words())
         assert status(d)["node"]["trainer"] is False
         assert set(status(d)["processes"]) == {"network"}
+        until(lambda: "c" in {row["name"] for row in status(d)["swarm"]["rows"]}, f"it shows the swarm: {d.last_words()}")
 
         # a second process with its key is found out by the member that is connected to both
         twin = tmp_path / "twin"
@@ -96,6 +97,7 @@ def test_three_nodes_of_one_invite_train_on_each_others_groups(tmp_path, founded
         assert done.returncode == 77
         assert "another running node uses this node's key" in done.stderr
         assert d.alive()
+        assert status(d)["node"]["peer"] not in {row["peer"] for row in status(c)["swarm"]["rows"]}  # it trains nothing and tells nothing
     finally:
         for node in (a, b, c, d):
             node.stop()
@@ -182,6 +184,29 @@ def test_a_directory_with_a_swarm_founds_no_other_but_a_successor_by_the_founder
     assert "--successor" in refusal(capsys)
     assert cli.run(["init", "--successor", "--data-dir", str(tmp_path)]) == 77
     assert "only the founder" in refusal(capsys)
+
+
+def test_a_founder_whose_clock_went_back_signs_no_successor_and_keeps_everything(tmp_path, monkeypatch, capsys):
+    found = ["init", "--any-model", "--data-dir", str(tmp_path), "--set", 'task.names=["builtin/copy"]']
+    assert cli.run(found) == 0
+    key, current = (tmp_path / "identity.key").read_bytes(), ManifestStore(tmp_path).current()
+    capsys.readouterr()
+    now = time.time()
+    with monkeypatch.context() as patched:
+        patched.setattr(membership.time, "time", lambda: now - 86_400)
+        assert cli.run([*found, "--successor"]) == 78
+    assert "clock is behind" in refusal(capsys)
+    assert ((tmp_path / "identity.key").read_bytes(), ManifestStore(tmp_path).current()) == (key, current)
+    assert cli.run([*found, "--successor"]) == 0
+    assert ManifestStore(tmp_path).current() != current
+
+
+def test_whoever_joins_needs_no_clock_that_agrees_with_the_founders(tmp_path, monkeypatch):
+    for name, days in (("past", -4000), ("future", 4000)):
+        opened = founded(created_at=int((time.time() + 86_400 * days) * 1000))
+        served_by_a_child(monkeypatch, opened)
+        assert join(tmp_path / name, opened) == 0
+        assert ManifestStore(tmp_path / name).current() == opened.swarm
 
 
 def test_config_show_tells_what_the_manifest_set(tmp_path, capsys):
