@@ -222,7 +222,7 @@ class SharingConfig(Section):
 
 
 class WeightsConfig(Section):
-    rule: Literal["noloco", "gossip", "off"] = "off"
+    rule: Literal["noloco", "gossip", "off"] = "noloco"
     """How replicas of one policy are averaged: `noloco`, `gossip` (the plain mean of a pair), or not at all."""
     sync_every: int = Field(default=50, ge=1)
     """Training steps between two outer steps, H."""

@@ -45,6 +45,14 @@ class View:
     banned: int = 0
     restarts: int = 0
     peers_used: dict[str, int] = field(default_factory=dict)
+    distance: float | None = None
+    """From the last partner's weights, relative to the norm of its own."""
+    distances: list[float] = field(default_factory=list)
+    """Every distance seen so far, oldest first."""
+    exchanges: int = 0
+    solo_steps: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+    """Partners' weights that were not taken, by cause."""
 
 
 class DemoNode:
@@ -93,7 +101,7 @@ class DemoNode:
         """Refresh `view` from the node's /status."""
         try:
             with urllib.request.urlopen(f"{self.url}/status?points=1", timeout=ANSWER_SECONDS) as answer:
-                self.view = view_of(json.load(answer)["snapshot"])
+                self.view = view_of(json.load(answer)["snapshot"], self.view.distances)
                 self.answered = True
         except (OSError, ValueError):
             self.view.phase = "starting" if not self.view.peer else "down"
@@ -164,8 +172,14 @@ class Liar(DemoNode):
         return load_or_create(self.directory / "identity.key").peer_id
 
 
-def view_of(snapshot: dict[str, Any]) -> View:
-    """From a /status answer's snapshot."""
+TAKEN = ("accepted", "clipped", "probation", "lagging")
+
+
+def view_of(snapshot: dict[str, Any], before: Sequence[float] = ()) -> View:
+    """From a /status answer's snapshot. before: distances seen earlier."""
+    averaging = (snapshot["trainer"].get("report") or {}).get("weights") or {}
+    distance = averaging.get("distance")
+    new = [distance] if distance is not None and [distance] != list(before[-1:]) else []
     report = snapshot["trainer"].get("report") or {}
     rollouts, network = snapshot["rollouts"], snapshot["network"]
     return View(
@@ -184,6 +198,11 @@ def view_of(snapshot: dict[str, Any]) -> View:
         banned=network["banned"],
         restarts=sum(snapshot["supervisor"]["restarts"].values()),
         peers_used=report.get("peers_used", {}),
+        distance=distance,
+        distances=[*before, *new],
+        exchanges=averaging.get("exchanges_total", 0),
+        solo_steps=averaging.get("solo_steps_total", 0),
+        refused={cause: n for cause, n in snapshot["weights"]["judged"].items() if cause not in TAKEN},
     )
 
 

@@ -27,6 +27,9 @@ LINE_EVERY_SECONDS = 10.0
 STEP_SECONDS = 0.6
 """A step of the embedded policy takes some 30 ms alone. Paced, three trainers fit on two cores and a person can watch."""
 
+SYNC_EVERY = 10
+"""Steps between outer steps: fifty, as by default, would leave a demo of a hundred steps two of them."""
+
 
 @dataclass(frozen=True)
 class DemoOptions:
@@ -48,6 +51,7 @@ def settings_of(options: DemoOptions, number: int) -> dict[str, dict[str, Any]]:
         "policy": {"threads": 1},
         "training": {"step_interval": STEP_SECONDS, "eval_every": 10, "seed": number},
         "sharing": {"enabled": not options.solo},
+        "weights": {"rule": "off" if options.solo else "noloco", "sync_every": SYNC_EVERY},
         "http": {"port": options.http_port + number if options.http_port else 0},
         "log": {"format": "json"},
     }
@@ -157,6 +161,7 @@ class Swarm:
             liars=[liar.peer_id() for liar in self.liars],
             kills=list(self._kills.values()),
             crashed=self._crashed,
+            averaging=not self._options.solo and len(self.nodes) > 1,
         )
 
     def _kill(self) -> None:

@@ -16,7 +16,7 @@ def table(nodes: Sequence[DemoNode], seconds: float) -> Table:
     out = Table(title=f"swarmnode demo, {seconds:.0f} s", title_justify="left", expand=False)
     for heading in ("node", "peer", "phase"):
         out.add_column(heading)
-    for heading in ("step", "peers", "own", "external", "held-out", "published", "admitted", "used", "rejected"):
+    for heading in ("step", "peers", "own", "external", "held-out", "published", "admitted", "used", "rejected", "averaged", "apart"):
         out.add_column(heading, justify="right")
     for node in nodes:
         v = node.view
@@ -24,6 +24,7 @@ def table(nodes: Sequence[DemoNode], seconds: float) -> Table:
         out.add_row(
             node.name, f"…{v.peer[-6:]}" if v.peer else "–", v.phase, str(v.step), str(v.peers), _reward(v.reward_own),
             _reward(v.reward_external), rise, str(v.published), str(v.admitted), str(v.used), str(sum(v.rejected.values())),
+            str(v.exchanges), _share(v.distance),
         )  # fmt: skip
     return out
 
@@ -31,7 +32,8 @@ def table(nodes: Sequence[DemoNode], seconds: float) -> Table:
 def line(nodes: Sequence[DemoNode], seconds: float) -> str:
     """The same in one line."""
     parts = [
-        f"{node.name} {node.view.phase} step {node.view.step} held-out {_reward(node.view.held_out)} used {node.view.used}"
+        f"{node.name} {node.view.phase} step {node.view.step} held-out {_reward(node.view.held_out)} used {node.view.used} "
+        f"apart {_share(node.view.distance)}"
         for node in nodes
     ]
     return f"{seconds:4.0f} s  " + " | ".join(parts)
@@ -46,6 +48,10 @@ def verdict_text(findings: Sequence[Finding]) -> Text:
     ok = all(finding.ok for finding in findings)
     text.append("the swarm learned\n" if ok else "not as it should be\n", style="bold")
     return text
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2%}"
 
 
 def _reward(value: float | None) -> str:

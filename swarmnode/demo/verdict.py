@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from swarmnode.demo.nodes import View
 
+SHRINK = 0.8
+"""The last distance between replicas is at most this share of the largest one. Left alone, the last would be the largest."""
 RISE = 0.05
 """Least rise of held-out reward on every node. Sampling 576 answers leaves a standard error of at most 0.02."""
 
@@ -30,8 +32,9 @@ class Kill:
 
 
 def judge(
-    views: Sequence[tuple[str, View]], *, sharing: bool, liars: Sequence[str] = (), kills: Sequence[Kill] = (), crashed: Sequence[str] = ()
-) -> list[Finding]:
+    views: Sequence[tuple[str, View]], *, sharing: bool, liars: Sequence[str] = (), kills: Sequence[Kill] = (), crashed: Sequence[str] = (),
+    averaging: bool = False,
+) -> list[Finding]:  # fmt: skip
     """Everything that has to be true, each with its numbers. `liars`: their peer ids."""
     killed = {kill.name for kill in kills}
     findings = []
@@ -47,6 +50,8 @@ def judge(
             believed = sum(view.peers_used.get(liar, 0) for liar in liars)
             findings.append(Finding(f"{name}: rejected from peers: {reasons}; {view.banned} banned", bool(view.rejected)))
             findings.append(Finding(f"{name}: trained on {believed} groups of the Byzantine node", believed == 0))
+        if averaging:
+            findings.append(_consensus(name, view, whole=name not in killed))
         if name not in killed:
             findings.append(Finding(f"{name}: {view.restarts} restarts", view.restarts == 0))
     for kill in kills:
@@ -55,6 +60,19 @@ def judge(
         findings.append(Finding(f"{kill.name}: killed -9 at step {kill.step_before}, came back {after} as the same peer", came_back))
     findings += [Finding(f"{line}", False) for line in crashed]
     return findings
+
+
+def _consensus(name: str, view: View, whole: bool) -> Finding:
+    """Replicas are furthest apart while they learn fastest; averaging then brings them together again, or they would go on drifting.
+
+    whole: it was there all the time; of one that was not, it is enough that it averages.
+    """
+    seen = view.distances
+    if not seen:
+        return Finding(f"{name}: averaged with nobody", False)
+    refused = ", ".join(f"{cause} {n}" for cause, n in sorted(view.refused.items())) or "none"
+    text = f"{name}: averaged {view.exchanges} times; replicas were up to {max(seen):.2%} apart, then {seen[-1]:.2%}; refused: {refused}"
+    return Finding(text, view.exchanges > 0 and (not whole or seen[-1] <= max(seen) * SHRINK))
 
 
 def _number(value: float | None) -> str:

@@ -1,7 +1,8 @@
 """A node that lies and spams, over real sockets: `python -m swarmnode.testing.byzantine --config FILE`.
 
 It joins like any node and then sends, for ever: every hostile frame of `testing.groups`, replays, other people's groups under its own
-name, more of everything than it may, and raw garbage to its peers' ports. For `swarmnode demo --byzantine` and for tests of swarms.
+name, more of everything than it may, weights that are not finite, scaled, turned around or of another shape, and raw garbage to its
+peers' ports. For `swarmnode demo --byzantine` and for tests of swarms.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import random
 import socket
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -24,12 +26,15 @@ from swarmnode.p2p.network import Network
 from swarmnode.process import die_with_parent, run_main
 from swarmnode.tasks.registry import task_version
 from swarmnode.testing.groups import Author, hostile_frames
+from swarmnode.testing.weight_liar import WeightLiar
 from swarmnode.wire import codec, ids
 from swarmnode.wire.messages import Envelope
 from swarmnode.wire.swarm import swarm_id
 
 FRAMES_PER_SECOND = 40.0
 GARBAGE_SECONDS = 2.0
+LIES = ("nan", "huge", "flipped", "shape", "truncated", "wrong_hash", "silent")
+"""About weights, in turn."""
 
 
 async def run(config: Config) -> None:
@@ -50,6 +55,7 @@ async def run(config: Config) -> None:
         subscription = await network.gossip.join(topic, listen)
         nursery.start_soon(_empty, subscription)
         nursery.start_soon(_throw_garbage, network)
+        nursery.start_soon(partial(WeightLiar(network, LIES).run, proposes=True))
         rng = random.Random(0)
         for sequence in itertools.count(0, 2):
             frames = [frame for frame, _ in hostile_frames(liar, time.time(), sequence).values()]

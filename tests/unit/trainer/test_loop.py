@@ -28,7 +28,7 @@ class NetworkSide:
 
     def __init__(self, external=()):
         self.external = list(external)
-        self.published, self.outcomes, self.reports = [], [], []
+        self.published, self.outcomes, self.reports, self.averaging = [], [], [], []
 
     def hello(self, hello):
         return Welcome(ME, SWARM)
@@ -46,6 +46,9 @@ class NetworkSide:
     def report(self, report):
         self.reports.append(report)
 
+    def weights(self, message):
+        self.averaging.append(message)
+
 
 @pytest.fixture(autouse=True)
 def _one_thread():
@@ -54,7 +57,9 @@ def _one_thread():
 
 async def train(data_dir, network, **training):
     (data_dir / "run").mkdir(exist_ok=True, parents=True)
-    config = Config.model_validate({"node": {"data_dir": data_dir}, "training": training, "task": {"held_out_per_task": 8}})
+    config = Config.model_validate(
+        {"node": {"data_dir": data_dir}, "training": training, "task": {"held_out_per_task": 8}, "weights": {"join_seconds": 0}}
+    )
     async with trio.open_nursery() as nursery:
         await nursery.start(LinkServer(data_dir, network).run)
         trainer = Trainer(config, Progress())
@@ -70,6 +75,8 @@ async def test_a_lone_trainer_learns_and_publishes_what_says_something(tmp_path)
     assert last.reward_held_out > last.reward_held_out_start + 0.1
     assert last.state_saved_step == 40 or last.phase == "draining"
     assert last.own_groups_total == len(network.published) == 40 * 8
+    assert [(due.fragment, due.clock) for due in network.averaging] == [(0, 0)]  # of two fragments, after 25 steps of 50
+    assert last.weights.outer_step == last.weights.exchanges_total == 0  # nobody has found a partner for it
     sequences = [group.sequence for group in network.published]
     assert len(set(sequences)) == len(sequences)
     for group in network.published[:5]:

@@ -1,0 +1,46 @@
+"""The demo's finding about replicas: they came together again, or it says so."""
+
+import msgspec
+import pytest
+
+from swarmnode.demo.nodes import View, view_of
+from swarmnode.demo.verdict import Kill, judge
+from swarmnode.observe.snapshot import NodeSnapshot, TrainerView, WeightsView
+from swarmnode.trainer.messages import Report, WeightsReport
+
+
+def finding(kills=(), **fields):
+    view = View(held_out_start=0.0, held_out=0.5, **fields)
+    (found,) = [f for f in judge([("node0", view)], sharing=False, averaging=True, kills=kills) if "averaged" in f.text]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("distances", "exchanges", "ok"), [([0.01, 0.02, 0.005], 3, True), ([0.01, 0.02], 3, False), ([], 0, False), ([0.02, 0.01], 0, False)]
+)
+def test_replicas_must_have_come_together_again(distances, exchanges, ok):
+    assert finding(distances=distances, exchanges=exchanges).ok is ok
+
+
+def test_of_a_node_that_was_killed_averaging_at_all_is_enough():
+    kill = Kill("node0", "p", 3, 4, "p")
+    assert finding([kill], distances=[0.01, 0.02], exchanges=1).ok
+
+
+def test_nothing_is_said_where_nothing_is_averaged():
+    assert not [f for f in judge([("node0", View())], sharing=False) if "averaged" in f.text]
+
+
+def test_distances_are_collected_over_answers():
+    def answer(distance):
+        report = Report(phase="training", weights=WeightsReport(distance=distance, exchanges_total=2))
+        judged = {"accepted": 3, "not_finite": 1, "clipped": 1}
+        snapshot = NodeSnapshot(trainer=TrainerView(report=report), weights=WeightsView(judged=judged))
+        return msgspec.to_builtins(snapshot, str_keys=True)
+
+    view = View()
+    for distance in (None, 0.02, 0.02, 0.01):
+        view = view_of(answer(distance), view.distances)
+    assert view.distances == [0.02, 0.01]
+    assert view.exchanges == 2
+    assert view.refused == {"not_finite": 1}
