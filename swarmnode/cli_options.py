@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,28 +29,15 @@ def run_resolved(resolved: Resolved, commands: Mapping[str, str] | None = None) 
     """Run a node by the manifest that is chosen, if any, else by its configuration alone."""
     from swarmnode import membership, supervisor
     from swarmnode.observe import logs
+    from swarmnode.tasks.client import prove_own
     from swarmnode.tasks.registry import check_names
 
     config = resolved.config
     check_names(config.task.names)
-    prove_own_tasks(config.task.modules)
+    prove_own(config.task.modules)
     logs.configure(config.log, "supervisor")
     agreed = membership.prepare(config)
     return supervisor.run(agreed, lambda: membership.refresh(config), commands or supervisor.COMMANDS)
-
-
-def prove_own_tasks(modules: Sequence[str]) -> None:
-    """Run the owner's tasks once where they will run, so that what is wrong with them is one line now. Raises ConfigError."""
-    if not modules:
-        return
-    from swarmnode.errors import ConfigError
-    from swarmnode.tasks.client import Scorer, ScorerFailed
-
-    try:
-        with Scorer():
-            pass
-    except ScorerFailed as error:
-        raise ConfigError(str(error)) from None
 
 
 def by_manifest(resolved: Resolved) -> Resolved:

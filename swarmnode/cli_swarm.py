@@ -59,12 +59,12 @@ def init(
     named = [f"swarm.name={quoted(name)}"] if name else []
     resolved = load(config, [*(set_ or []), *named], data_dir, None).config
     from swarmnode import membership
-    from swarmnode.cli_options import prove_own_tasks
     from swarmnode.errors import ConfigError
+    from swarmnode.tasks.client import prove_own
     from swarmnode.tasks.registry import check_names
 
     check_names(resolved.task.names)
-    prove_own_tasks(resolved.task.modules)
+    prove_own(resolved.task.modules)
     if (min_completions is None) != (max_completions is None):
         raise ConfigError("init: --min-completions and --max-completions come together")
     completions = (min_completions, max_completions) if min_completions is not None and max_completions is not None else None

@@ -13,6 +13,7 @@ from swarmnode.doctor import checks, probes
 from swarmnode.doctor.checks import Check, ConfigFacts
 from swarmnode.errors import SwarmNodeError
 from swarmnode.settings import Resolved
+from swarmnode.tasks.client import prove_own
 from swarmnode.tasks.registry import check_names
 from swarmnode.wire.limits import SWARM_ID_BYTES
 
@@ -39,6 +40,7 @@ def examine(load: Callable[[], Resolved]) -> Iterator[Check]:
     try:
         resolved = load()
         check_names(resolved.config.task.names)
+        prove_own(resolved.config.task.modules)
     except SwarmNodeError as error:
         yield checks.check_config(ConfigFacts(str(error), error.exit_code))
         return

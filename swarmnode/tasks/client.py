@@ -13,17 +13,16 @@ from collections.abc import Generator, Sequence
 from types import TracebackType
 from typing import Self, TypeVar
 
+from swarmnode.errors import ConfigError
 from swarmnode.tasks.async_client import AsyncScorer
 from swarmnode.tasks.child import Child, Died, Wait
 from swarmnode.tasks.frames import FRAME_GROUPS, Question, Scored, ScoreError, ScorerFailed, TaskUnknown, prepare
 from swarmnode.tasks.tally import ScorerStatistics, Tally
 from swarmnode.wire.messages import TaskRef
 
-__all__ = ["AsyncScorer", "ScoreError", "Scored", "Scorer", "ScorerFailed", "ScorerStatistics", "TaskUnknown"]
+__all__ = ["AsyncScorer", "ScoreError", "Scored", "Scorer", "ScorerFailed", "ScorerStatistics", "TaskUnknown", "prove_own"]
 
 T = TypeVar("T")
-
-
 
 
 class Scorer:
@@ -140,3 +139,14 @@ class Scorer:
                     raise TimeoutError(f"no answer within {seconds:g} s")
         except StopIteration as stop:
             return stop.value
+
+
+def prove_own(modules: Sequence[str]) -> None:
+    """Run the owner's tasks once where they will run, so that what is wrong with them is one line now. Raises ConfigError."""
+    if not modules:
+        return
+    try:
+        with Scorer():
+            pass
+    except ScorerFailed as error:
+        raise ConfigError(str(error)) from None

@@ -167,11 +167,13 @@ def test_stale_bytecode_beside_the_source_is_not_run(package):
 )
 def test_a_task_that_does_not_work_is_one_line_before_the_node_runs(package, tmp_path, capsys, function, says):
     task = f"letters_of_mine.words:{function}"
-    settings = ["--set", f'task.modules=["{task}"]', "--set", f'task.names=["{task}"]']
-    assert cli.run(["run", "--data-dir", str(tmp_path / "data"), *settings]) == 78
+    options = ["--data-dir", str(tmp_path / "data"), "--set", f'task.modules=["{task}"]', "--set", f'task.names=["{task}"]']
+    assert cli.run(["run", *options]) == 78
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert says in error
+    assert cli.run(["doctor", *options]) == 78
+    assert says in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
