@@ -14,7 +14,7 @@ from typing import Final
 from swarmnode.stages.frames import Place
 
 FENCE_REASONS: Final = ("crew", "stage", "roster_epoch", "stage_epoch", "step", "newer")
-"""Why a frame is dropped. `newer`: its roster or its step is ahead of ours by more than one decision can explain."""
+"""Why a frame is dropped. `newer`: its roster, its sender's epoch or its step is ahead of ours: we missed something."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Fence:
     def statistics(self) -> FenceStatistics:
         return FenceStatistics(dict(self._dropped))
 
-    def check(self, place: Place, sender: int, step: int) -> str | None:
+    def check(self, place: Place, sender: int, step: int | None) -> str | None:
         """Why a frame that came from stage `sender` is to be dropped while we are at `step`; None where it counts.
 
-        A frame of the next step counts: its sender committed a moment before us.
+        `step` is None for frames of the commit itself, which `commit` orders by step and attempt: they are about being a step apart.
         """
         reason = self._reason(place, sender, step)
         if reason:
@@ -53,6 +53,6 @@ class Fence:
             return "newer" if place.roster_epoch > mine.roster_epoch else "roster_epoch"
         if place.stage_epoch != self._stage_epochs[sender]:
             return "newer" if place.stage_epoch > self._stage_epochs[sender] else "stage_epoch"
-        if place.step < step:
-            return "step"
-        return "newer" if place.step > step + 1 else None
+        if step is None or place.step == step:
+            return None
+        return "step" if place.step < step else "newer"

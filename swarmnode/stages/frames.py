@@ -33,7 +33,7 @@ INT8_BLOCK: Final = 64
 COUNTER: Final = 2**63 - 1
 
 ActivationCodec = Literal["float32", "bfloat16", "int8"]
-REFUSALS = Literal["micro_batches", "not_finite", "attempt", "timeout", "session", "fingerprint", "rows", "frame"]
+REFUSALS = Literal["micro_batches", "not_finite", "attempt", "timeout", "session", "fingerprint", "rows", "frame", "gone"]
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -130,6 +130,13 @@ class Lost(Header, tag="lost"):
     reason: REFUSALS
 
 
+class Failed(Header, tag="failed"):
+    """Any → head: this micro-batch cannot go on here."""
+
+    micro_batch: int
+    reason: REFUSALS
+
+
 class Embedding(Header, tag="embedding"):
     """Head ↔ tail: rows first … first + rows − 1 of a tied embedding's gradient, float32."""
 
@@ -176,7 +183,7 @@ class Done(Header, tag="done"):
     attempt: int
 
 
-Compute = Forward | Backward | Learnt | Scores | Prefill | Decode | Tokens | Drop | Lost
+Compute = Forward | Backward | Learnt | Scores | Prefill | Decode | Tokens | Drop | Lost | Failed
 Control = Embedding | Propose | Acknowledge | Commit | Abort | Done
 Frame = Compute | Control
 

@@ -118,7 +118,7 @@ class StageRuntime:
         cache = DynamicCache(config=self.model.config)
         padded = prompts.ids if x is None else x.new_zeros(*prompts.mask.shape, x.shape[1]).index_put(where, x)
         out = self.run(padded, prompts.mask, positions, cache, keep=1)
-        self.sessions.open(session, fingerprint, cache, prompts.mask, prompts.num_generations)
+        self.sessions.open(session, fingerprint, cache, prompts)
         return out[:, -1] if self.spec.has_head else out[where].float()
 
     @torch.no_grad()

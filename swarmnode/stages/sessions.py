@@ -27,6 +27,8 @@ class Prompts:
     mask: torch.Tensor
     """(Q, P) 1 on tokens."""
     num_generations: int
+    names: tuple[int, ...] = ()
+    """(Q · num_generations,) what the completions are called; empty: 0, 1, …"""
 
 
 @dataclass
@@ -57,12 +59,12 @@ class Sessions:
         layers = [layer for s in self._sessions.values() for layer in s.cache.layers if layer.is_initialized]
         return SessionStatistics(len(self._sessions), sum(t.numel() * t.element_size() for la in layers for t in (la.keys, la.values)))
 
-    def open(self, session: bytes, fingerprint: bytes, cache: DynamicCache, mask: torch.Tensor, num_generations: int) -> None:
+    def open(self, session: bytes, fingerprint: bytes, cache: DynamicCache, prompts: Prompts) -> None:
         """Keeps a prefilled cache of Q prompts, repeated for their completions. One that was open under this name is replaced."""
-        cache.batch_repeat_interleave(num_generations)
-        mask = mask.repeat_interleave(num_generations, 0)
+        cache.batch_repeat_interleave(prompts.num_generations)
+        mask = prompts.mask.repeat_interleave(prompts.num_generations, 0)
         position = mask.sum(1, keepdim=True) - 1
-        self._sessions[session] = Session(fingerprint, cache, list(range(len(mask))), mask, position)
+        self._sessions[session] = Session(fingerprint, cache, list(prompts.names or range(len(mask))), mask, position)
 
     def step(self, session: bytes, fingerprint: bytes, rows: list[int]) -> Session:
         """The session, one token further, with `rows` only. Raises BadMessage with a reason of SESSION_REASONS."""

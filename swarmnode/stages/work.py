@@ -6,7 +6,7 @@ a micro-batch before.
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import msgspec
@@ -93,11 +93,14 @@ def read_micro_batch(data: bytes, rows: int, limits: FrameLimits, purpose: str) 
         raise BadMessage("bounds", f"{padded} padded tokens")
     if len(batch.prompt_of) != count or min(batch.prompt_of) < 0 or max(batch.prompt_of) >= len(batch.prompt_lengths):
         raise BadMessage("bounds", "prompt_of")
-    if set(batch.prompt_of) != set(range(len(batch.prompt_lengths))):
-        raise BadMessage("bounds", "a prompt without a completion")
+    if list(dict.fromkeys(batch.prompt_of)) != list(range(len(batch.prompt_lengths))):
+        raise BadMessage("bounds", "prompts are not in the order of their completions")
     if batch.rows != rows:
         raise BadMessage("shape", f"{rows} rows for {batch.rows} tokens")
     _ids(batch.prompt_ids, sum(batch.prompt_lengths), limits)
+    ends = list(accumulate(4 * length for length in batch.prompt_lengths))
+    if len({batch.prompt_ids[a:b] for a, b in pairwise([0, *ends])}) != len(ends):
+        raise BadMessage("bounds", "a prompt is there twice")
     _ids(batch.completion_ids, sum(batch.completion_lengths), limits)
     _positive("temperature", batch.temperature)
     if (batch.loss is None) != (purpose == "score"):

@@ -1,0 +1,421 @@
+"""One member of a crew: frames in, one stage's work, frames out. Its part in generation, in training and in taking a step.
+
+Everything happens in one task, one frame or one piece of work after the other; only the computing itself may be elsewhere (`compute`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import trio
+
+from swarmnode.errors import BadMessage
+from swarmnode.policy.generate import sample
+from swarmnode.policy.logprobs import Batch
+from swarmnode.stages import frames
+from swarmnode.stages.activations import decode, encode
+from swarmnode.stages.commit import Answer, Confirm, Discard, Participant, Prepare, Take
+from swarmnode.stages.fence import Fence, FenceStatistics
+from swarmnode.stages.frames import ActivationCodec, Frame, Place
+from swarmnode.stages.learning import batch_of, loss_of, prompts_of
+from swarmnode.stages.links import Arrival, Links, LinkStatistics
+from swarmnode.stages.runtime import RuntimeStatistics, StageRuntime
+from swarmnode.stages.schedule import Schedule, ScheduleStatistics, Work
+from swarmnode.stages.work import MicroBatch, Questions, read_micro_batch, read_questions
+from swarmnode.wire.tensors import pack_ids, pack_logprobs, unpack_ids
+
+T = TypeVar("T")
+Compute = Callable[[Callable[[], T]], Awaitable[T]]
+TICK_SECONDS = 1.0
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """Computes beside the event loop: heartbeats and other streams go on."""
+    return await trio.to_thread.run_sync(work)
+
+
+async def inline(work: Callable[[], T]) -> T:
+    """Computes here and now: deterministic, for tests and for a crew in one process."""
+    return work()
+
+
+@dataclass(frozen=True)
+class CrewSettings:
+    """What all members of a crew agree on."""
+
+    base: bytes
+    """32 bytes: fingerprint of the policy that training began with."""
+    codec: ActivationCodec = "bfloat16"
+    gradient_codec: ActivationCodec = "bfloat16"
+    weight_decay: float = 0.0
+
+
+@dataclass
+class Kept:
+    """A micro-batch whose gradient has not come: its input, and nothing of its graph."""
+
+    work: MicroBatch
+    about: bytes
+    batch: Batch
+    x: torch.Tensor | None
+    gradient: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class MemberStatistics:
+    step: int
+    runtime: RuntimeStatistics
+    links: LinkStatistics
+    fence: FenceStatistics
+    schedule: ScheduleStatistics
+    refused: dict[str, int]
+    """Frames that passed their header and then were not what they said, by reason."""
+    squared_norm: float
+    """Of the last step's raw gradient: what CheckFree weights this stage by."""
+
+
+class Member:
+    """Stage `runtime.spec.index` of a crew. `run` it in a nursery; it ends by cancellation."""
+
+    def __init__(self, runtime: StageRuntime, links: Links, fence: Fence, settings: CrewSettings, compute: Any = in_thread) -> None:
+        spec = runtime.spec
+        self.runtime = runtime
+        self.links = links
+        self.settings = settings
+        self.index, self.stages = spec.index, spec.stages
+        self.participant = Participant(fence.place.step)
+        self.squared_norm = 0.0
+        trained = runtime.parameters()
+        self.optimizer = torch.optim.AdamW(trained, weight_decay=settings.weight_decay) if trained else None
+        self._fence = fence
+        self._compute = compute
+        self._schedule = Schedule(spec.index, spec.stages)
+        self._kept: dict[int, Kept] = {}
+        self._waves: dict[bytes, Questions] = {}
+        self._drawn: dict[bytes, int] = {}
+        self._half: tuple[int, torch.Tensor, int] | None = None
+        self._refused: Counter[str] = Counter()
+
+    def statistics(self) -> MemberStatistics:
+        return MemberStatistics(
+            step=self.participant.step,
+            runtime=self.runtime.statistics(),
+            links=self.links.statistics(),
+            fence=self._fence.statistics(),
+            schedule=self._schedule.statistics(),
+            refused=dict(self._refused),
+            squared_norm=self.squared_norm,
+        )
+
+    @property
+    def place(self) -> Place:
+        p = self._fence.place
+        return Place(p.crew, p.roster_epoch, p.stage, p.stage_epoch, self.participant.step)
+
+    @property
+    def fingerprint(self) -> bytes:
+        """32 bytes: of the policy that all stages together are at this step."""
+        p = self.place
+        parts = self.settings.base + p.crew + p.roster_epoch.to_bytes(8, "big") + p.step.to_bytes(8, "big") + self.settings.codec.encode()
+        return hashlib.blake2b(parts, digest_size=frames.FINGERPRINT_BYTES).digest()
+
+    async def run(self) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.links.run)
+            nursery.start_soon(self._tick)
+            await self._serve()
+
+    async def _tick(self) -> None:
+        while True:
+            await trio.sleep(TICK_SECONDS)
+            self._answer(self.participant.tick(trio.current_time()))
+
+    async def _serve(self) -> None:
+        """Frames first: a gradient that has arrived goes before the next forward."""
+        while True:
+            try:
+                arrival = self.links.inbox.receive_nowait()
+            except trio.WouldBlock:
+                work = self._schedule.next()
+                if work is not None:
+                    await self._do(work)
+                    await trio.lowlevel.checkpoint()
+                    continue
+                arrival = await self.links.inbox.receive()
+            await self._arrived(arrival)
+
+    async def _arrived(self, arrival: Arrival) -> None:
+        frame = arrival.frame
+        if frame is None:
+            self.gone(arrival.sender, arrival.reason)
+            return
+        control = isinstance(frame, frames.Control)
+        if self._fence.check(frame.place, arrival.sender, None if control else self.participant.step):
+            return
+        try:
+            await self.handle(arrival.sender, frame, arrival.body)
+        except BadMessage as error:
+            self._refused[error.reason] += 1
+            self._cannot(frame, error.reason if error.reason in ("session", "fingerprint", "rows") else "frame")
+        except ValueError:  # `encode`: our own numbers are not finite
+            self._refused["not_finite"] += 1
+            self._cannot(frame, "not_finite")
+
+    def _cannot(self, frame: Frame, reason: Any) -> None:
+        """Tells the head at once: without it the deadline would."""
+        if isinstance(frame, (frames.Prefill, frames.Decode)):
+            self._forget(frame.session)
+            self.links.send(0, frames.Lost(self.place, frame.session, reason))
+        elif isinstance(frame, (frames.Forward, frames.Backward)):
+            self.links.send(0, frames.Failed(self.place, frame.micro_batch, reason))
+
+    def gone(self, stage: int, reason: str) -> None:
+        """The stream of another stage ended. Nothing of what was begun with it can end well."""
+        self._drop_all()
+
+    async def handle(self, sender: int, frame: Frame, body: bytes) -> None:
+        """One frame that passed the fence. Raises BadMessage, ValueError."""
+        before, after = sender == self.index - 1 or (sender == 0 == self.index), sender == self.index + 1
+        match frame:
+            case frames.Forward() if before:
+                await self._forward(frame, body)
+            case frames.Backward() if after:
+                kept = self._kept.get(frame.micro_batch)
+                if kept is None or kept.work.rows != frame.rows:
+                    raise BadMessage("shape", "not a gradient that is waited for")
+                gradient = decode(body, frame.rows, self.runtime.hidden_size, frame.codec)
+                if self._schedule.backward_came(frame.micro_batch):
+                    kept.gradient = gradient.to(self.runtime.device)
+            case frames.Prefill() if before:
+                await self._prefill(frame, body)
+            case frames.Decode() if before:
+                await self._decode(frame, body)
+            case frames.Drop() if sender == 0:
+                self._forget(frame.session)
+            case frames.Embedding() if self.runtime.embedding() is not None and sender in (0, self.stages - 1):
+                self._other_half(frame, body)
+            case frames.Propose() if sender == 0:
+                self._proposed(self.participant.propose(frame.place.step, frame.attempt, frame.micro_batches))
+            case frames.Commit() if sender == 0:
+                action = self.participant.commit(frame.place.step, frame.attempt)
+                if isinstance(action, Take):
+                    await self._compute(lambda: self._step(frame.clip, frame.learning_rate))
+                if action is not None:
+                    self._confirm(frame.attempt)
+            case frames.Abort() if sender == 0:
+                if isinstance(self.participant.abort(frame.place.step, frame.attempt), Discard):
+                    self._drop_all()
+            case _:
+                raise BadMessage("bounds", f"{type(frame).__name__} from stage {sender}")
+
+    # Training.
+
+    async def _forward(self, frame: frames.Forward, body: bytes) -> None:
+        about = body[: frame.about]
+        work = read_micro_batch(about, frame.rows, self.links.limits, frame.purpose)
+        x = None if self.index == 0 else self._received(body[frame.about :], frame.rows, frame.codec)
+        kept = Kept(work, about, batch_of(work, self.runtime.device), x)
+        if frame.purpose == "score":
+            await self._score(frame.micro_batch, kept)
+        elif self.participant.may_accumulate(frame.micro_batch) and self._schedule.forward_came(frame.micro_batch):
+            self._kept[frame.micro_batch] = kept
+
+    async def _do(self, work: Work) -> None:
+        kind, micro_batch = work
+        kept = self._kept[micro_batch]
+        try:
+            if kind == "forward":
+                self._pass_on(micro_batch, kept, "learn", await self._compute(lambda: self.runtime.forward(kept.batch, kept.x)))
+                return
+            if kind == "learn":
+                sums: list[float] = []
+                gradient = await self._compute(lambda: self._learn(kept, sums))
+            else:
+                gradient = await self._compute(lambda: self.runtime.backward(kept.batch, kept.x, kept.gradient))  # type: ignore[arg-type]
+            del self._kept[micro_batch]
+            self.participant.accumulated(micro_batch)
+            if self.index > 0:
+                body = encode(gradient, self.settings.gradient_codec)
+                self.links.send(
+                    self.index - 1, frames.Backward(self.place, micro_batch, self.settings.gradient_codec, kept.work.rows), body
+                )
+            else:
+                self.finished(micro_batch)
+            if kind == "learn":
+                self.links.send(0, frames.Learnt(self.place, micro_batch, *sums))
+        except ValueError:
+            self._refused["not_finite"] += 1
+            self.links.send(0, frames.Failed(self.place, micro_batch, "not_finite"))
+
+    def finished(self, micro_batch: int) -> None:
+        """Stage 0: the gradient went all the way through."""
+
+    def _learn(self, kept: Kept, sums: list[float]) -> torch.Tensor | None:
+        def loss(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+            value, parts = loss_of(kept.work, kept.batch, logprobs, entropy)
+            sums.extend(parts)
+            return value
+
+        return self.runtime.learn(kept.batch, kept.x, kept.work.temperature, loss)
+
+    async def _score(self, micro_batch: int, kept: Kept) -> None:
+        if not self.runtime.spec.has_head:
+            self._pass_on(micro_batch, kept, "score", await self._compute(lambda: self.runtime.forward(kept.batch, kept.x)))
+            return
+        scores = await self._compute(lambda: self.runtime.score(kept.batch, kept.x, kept.work.temperature))
+        mask = kept.batch.completion_mask
+        body = b"".join(pack_logprobs(values[mask].cpu().numpy()) for values in scores)
+        self.links.send(0, frames.Scores(self.place, micro_batch, int(mask.sum())), body)
+
+    def _pass_on(self, micro_batch: int, kept: Kept, purpose: Any, y: torch.Tensor) -> None:
+        frame = frames.Forward(self.place, micro_batch, purpose, self.settings.codec, kept.work.rows, len(kept.about))
+        self.links.send(self.index + 1, frame, kept.about + encode(y, self.settings.codec))
+
+    def _received(self, body: bytes, rows: int, codec: ActivationCodec) -> torch.Tensor:
+        if codec != self.settings.codec:
+            raise BadMessage("schema", f"activations in {codec}, and the crew's are {self.settings.codec}")
+        return decode(body, rows, self.runtime.hidden_size, codec).to(self.runtime.device)
+
+    # Generation.
+
+    async def _prefill(self, frame: frames.Prefill, body: bytes) -> None:
+        about = body[: frame.about]
+        questions = read_questions(about, frame.rows, self.links.limits)
+        if frame.fingerprint != self.fingerprint:
+            raise BadMessage("fingerprint", "a wave of another policy")
+        if frame.session not in self._waves and len(self._waves) >= self.links.limits.sessions:
+            raise BadMessage("session", "too many waves")
+        x = None if self.index == 0 else self._received(body[frame.about :], frame.rows, frame.codec)
+        prompts = prompts_of(questions, self.runtime.device)
+        self._waves[frame.session] = questions
+        self._drawn[frame.session] = questions.position
+        y = await self._compute(lambda: self.runtime.prefill(frame.session, frame.fingerprint, prompts, x))
+        if self.runtime.spec.has_head:
+            self._draw(frame.session, list(questions.names), y.repeat_interleave(questions.num_generations, 0))
+            return
+        passed = frames.Prefill(self.place, frame.session, frame.fingerprint, self.settings.codec, frame.rows, frame.about)
+        self.links.send(self.index + 1, passed, about + encode(y, self.settings.codec))
+
+    async def _decode(self, frame: frames.Decode, body: bytes) -> None:
+        names = unpack_ids(body[: 4 * frame.rows]).tolist()
+        rest = body[4 * frame.rows :]
+        wave = self._waves.get(frame.session)
+        if wave is None:
+            raise BadMessage("session", "not open here")
+        if self._drawn[frame.session] + 1 >= wave.max_tokens:
+            raise BadMessage("rows", "the wave has all its tokens")
+        if self.index == 0:
+            x = torch.tensor(unpack_ids(rest), device=self.runtime.device).long()
+        else:
+            x = self._received(rest, frame.rows, frame.codec)
+        y = await self._compute(lambda: self.runtime.decode(frame.session, frame.fingerprint, names, x))
+        self._drawn[frame.session] += 1
+        if self.runtime.spec.has_head:
+            self._draw(frame.session, names, y)
+            return
+        passed = frames.Decode(self.place, frame.session, frame.fingerprint, self.settings.codec, frame.rows)
+        self.links.send(self.index + 1, passed, body[: 4 * frame.rows] + encode(y, self.settings.codec))
+
+    def _draw(self, session: bytes, names: list[int], logits: torch.Tensor) -> None:
+        """Tail: a token for each of `names` from logits (n, V). A completion's draw at a position is the same whoever else is left."""
+        wave, position = self._waves[session], self._drawn[session]
+        key = hashlib.blake2b(wave.seed.to_bytes(8, "big") + position.to_bytes(8, "big"), digest_size=8).digest()
+        generator = torch.Generator(logits.device).manual_seed(int.from_bytes(key, "big") >> 1)
+        every = logits.new_zeros(wave.total, logits.shape[1])
+        every[names] = logits
+        token, logprob = sample(every, wave.temperature, wave.top_p, generator)
+        body = pack_ids(token[names].tolist()) + pack_logprobs(logprob[names].cpu().numpy())
+        self.links.send(0, frames.Tokens(self.place, session, len(names)), body)
+
+    def _forget(self, session: bytes) -> None:
+        self._waves.pop(session, None)
+        self._drawn.pop(session, None)
+        self.runtime.sessions.drop(session)
+
+    # Taking a step.
+
+    def _proposed(self, action: Prepare | Answer | Confirm | None) -> None:
+        if isinstance(action, Confirm):
+            self._confirm(action.attempt)
+        elif isinstance(action, Answer):
+            self._answer(action)
+        elif isinstance(action, Prepare):
+            shared = self.runtime.embedding()
+            if shared is not None:
+                self._send_half(action.attempt, shared)
+            self._prepared()
+
+    def _send_half(self, attempt: int, shared: torch.nn.Parameter) -> None:
+        """Our half of a tied embedding's gradient to the other end, exactly: both ends must stay one tensor."""
+        gradient = torch.zeros_like(shared) if shared.grad is None else shared.grad
+        other = self.stages - 1 if self.index == 0 else 0
+        rows = self.links.limits.tokens
+        for first in range(0, len(gradient), rows):
+            part = gradient[first : first + rows].float()
+            self.links.send(other, frames.Embedding(self.place, attempt, first, len(part)), encode(part, "float32"))
+
+    def _other_half(self, frame: frames.Embedding, body: bytes) -> None:
+        if frame.place.step != self.participant.step or frame.attempt < self.participant.attempt:
+            return
+        shared = self.runtime.embedding()
+        assert shared is not None
+        if self._half is None or self._half[0] != frame.attempt:
+            self._half = (frame.attempt, torch.zeros(shared.shape), 0)
+        attempt, half, rows = self._half
+        if frame.first != rows:  # streams keep order, so anything else is a repetition
+            return
+        half[rows : rows + frame.rows] = decode(body, frame.rows, self.runtime.hidden_size, "float32")
+        self._half = (attempt, half, rows + frame.rows)
+        self._prepared()
+
+    def _prepared(self) -> None:
+        """Once the gradients are final: acknowledge with their norm."""
+        attempt = self.participant.attempt
+        shared = self.runtime.embedding()
+        if self.participant.phase != "preparing":
+            return
+        if shared is not None:
+            if self._half is None or self._half[0] != attempt or self._half[2] < len(shared):
+                return
+            theirs = self._half[1].to(shared.device, shared.dtype)
+            shared.grad = theirs if shared.grad is None else shared.grad + theirs
+            self._half = None
+        squared = torch.zeros((), dtype=torch.float64)
+        for parameter in self.runtime.parameters():
+            if parameter.grad is not None and not (parameter is shared and self.index > 0):
+                squared += parameter.grad.double().square().sum().cpu()
+        self.squared_norm = float(squared)
+        self._answer(self.participant.prepared(attempt, self.squared_norm if torch.isfinite(squared) else None, trio.current_time()))
+
+    def _answer(self, answer: Answer | None) -> None:
+        if answer is not None:
+            self.links.send(0, frames.Acknowledge(self.place, answer.attempt, answer.refused, answer.squared_norm))
+
+    def _confirm(self, attempt: int) -> None:
+        self.links.send(0, frames.Done(self.place, attempt))
+
+    def _step(self, clip: float, learning_rate: float) -> None:
+        if self.optimizer is not None:
+            for parameter in self.runtime.parameters():
+                if parameter.grad is not None and clip < 1.0:
+                    parameter.grad.mul_(clip)
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+            self.optimizer.step()
+        self._drop_all()
+
+    def _drop_all(self) -> None:
+        """Gradients, inputs and caches: they belong to weights that have moved, or to a step that will not be."""
+        for parameter in self.runtime.parameters():
+            parameter.grad = None
+        self._schedule.clear()
+        self._kept.clear()
+        self._waves.clear()
+        self._drawn.clear()
+        self._half = None
+        self.runtime.sessions.clear()

@@ -1,0 +1,340 @@
+"""A crew in one process is the unsplit policy: its step, its tokens, its log-probabilities; and it takes a step together or not at all."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+import trio
+from peft import LoraConfig, get_peft_model
+
+from swarmnode.config import TrainingConfig
+from swarmnode.errors import PeerError
+from swarmnode.policy.generate import generate
+from swarmnode.policy.logprobs import score
+from swarmnode.policy.micro import MicroBatcher
+from swarmnode.stages import frames
+from swarmnode.stages.crew import open_crew
+from swarmnode.stages.frames import FrameLimits
+from swarmnode.stages.learning import LearnRow
+from swarmnode.stages.member import CrewSettings, in_thread
+from swarmnode.stages.runtime import StageRuntime
+from swarmnode.stages.split import split_model, whole_state
+from swarmnode.trainer.batch import assemble, own_group
+from swarmnode.trainer.update import Updater
+
+BASE = b"b" * 32
+EXACT = CrewSettings(BASE, "float32", "float32")
+PROMPTS = ["What is 3 + 4?", "Calculate 10 + 8.", "12", "Find the LCM of 6, 9"]
+ENDS = frozenset({1})
+
+
+def limits_of(model, tokens=4096):
+    return FrameLimits(hidden=model.config.hidden_size, vocab=model.config.vocab_size, tokens=tokens)
+
+
+def crew_of(model, layers, settings=EXACT, **keys):
+    runtimes = [StageRuntime(spec, stage) for spec, stage in split_model(model, layers)]
+    return open_crew(runtimes, settings, limits_of(model), **keys)
+
+
+def together(crew):
+    return {name: t for m in crew.members for name, t in whole_state(m.runtime.spec, m.runtime.model).items()}
+
+
+@pytest.fixture
+def policy(models, embedded):
+    """kind → a policy of that model, with the embedded one's tokenizer cut to its vocabulary."""
+
+    def build(kind):
+        if kind == "embedded":
+            return embedded.clone()
+        return replace(embedded, model=models[kind]).clone()
+
+    return build
+
+
+def experience(policy):
+    prompts = [[5, 6, 7, 8, 9, 10], [2, 4]]
+    generator = torch.Generator().manual_seed(2)
+    rows, old = [], []
+    for prompt in prompts:
+        for length in (3, 1, 5, 2):
+            rows.append((prompt, torch.randint(2, 60, (length,), generator=generator).tolist()))
+    for _, completion in rows:
+        old.append((torch.randn(len(completion), generator=generator) * 0.1).tolist())
+    exact = score(policy, rows, 1.0)
+    return rows, [[a + b for a, b in zip(x, y, strict=True)] for x, y in zip(exact, old, strict=True)]
+
+
+def grpo(policy):
+    """Rows as the unsplit trainer takes them, and as a crew does."""
+    rows, old = experience(policy)
+
+    class Sample:
+        def __init__(self, part):
+            self.prompt_ids = rows[part[0]][0]
+            self.completions = [type("C", (), {"ids": rows[i][1], "logprobs": old[i]}) for i in part]
+
+    groups = [own_group(Sample(range(4)), [1.0, 0.0, 0.0, 1.0]), own_group(Sample(range(4, 8)), [0.0, 1.0, 0.0, 0.0])]
+    assembled = assemble(groups, "grpo")
+    learn = [
+        LearnRow(p, c, o, float(a), 1.0, g)
+        for (p, c), o, a, g in zip(assembled.rows, assembled.old_logprobs, assembled.advantages, assembled.groups, strict=True)
+    ]
+    return assembled, learn
+
+
+def normalizer(rows, cfg):
+    if cfg.loss_type == "dapo":
+        return sum(len(row.completion_ids) for row in rows)
+    return len(rows) * (1 if cfg.loss_type == "grpo" else cfg.max_completion_length)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers", "loss_type", "tokens"),
+    [("embedded", [1, 1], "dapo", 64), ("llama-tied", [1, 2, 1], "dapo", 64), ("llama", [1, 1, 1, 1], "grpo", 64),
+     ("qwen2", [2, 2], "dr_grpo", 4096), ("qwen3", [4], "dapo", 64)],
+)  # fmt: skip
+async def test_two_grpo_steps_are_those_of_the_unsplit_trainer(policy, kind, layers, loss_type, tokens):
+    whole = policy(kind)
+    cfg = TrainingConfig(loss_type=loss_type, per_device_train_tokens=tokens, weight_decay=0.01, max_grad_norm=0.5)
+    assembled, rows = grpo(whole)
+    start = {name: t.clone() for name, t in whole.trainable_state().items()}
+    async with crew_of(whole.model, layers) as crew:
+        updater = Updater(whole, cfg, MicroBatcher(tokens))
+        for step in range(2):
+            expected = updater.update(assembled, step)
+            got = await crew.head.update(rows, cfg, normalizer(rows, cfg), cfg.learning_rate)
+            assert got.refused is None
+            assert got.loss == pytest.approx(expected.loss, abs=1e-5)
+            assert got.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+            assert got.entropy == pytest.approx(expected.entropy, abs=1e-4)
+            assert got.clip_fraction == pytest.approx(expected.clip_fraction, abs=1e-6)
+        mine = together(crew)
+        assert mine.keys() == start.keys()
+        for name, tensor in whole.trainable_state().items():
+            assert torch.allclose(mine[name], tensor, atol=1e-4), name
+        moved = sum(float((mine[name] - start[name]).abs().sum()) for name in start)
+        off = sum(float((mine[name] - tensor).abs().sum()) for name, tensor in whole.trainable_state().items())
+        assert off < 1e-2 * moved  # a step is 3e-4 for every weight: near it in sum, not only within a tolerance
+        assert all(member.participant.step == 2 for member in crew.members)
+
+
+async def test_a_lora_step_is_that_of_the_unsplit_trainer(policy):
+    whole = policy("llama-tied")
+    torch.manual_seed(1)
+    model = get_peft_model(whole.model, LoraConfig(r=2, lora_alpha=4, target_modules="all-linear", task_type="CAUSAL_LM")).eval()
+    whole = replace(whole, model=model)
+    cfg = TrainingConfig()
+    assembled, rows = grpo(whole)
+    async with crew_of(whole.model, [2, 2]) as crew:
+        updater = Updater(whole, cfg, MicroBatcher(4096))
+        for step in range(2):
+            updater.update(assembled, step)
+            assert (await crew.head.update(rows, cfg, normalizer(rows, cfg), cfg.learning_rate)).refused is None
+        mine, theirs = together(crew), whole.trainable_state()
+        assert mine.keys() == theirs.keys()
+        assert all(torch.allclose(mine[name], theirs[name], atol=1e-4) for name in theirs)
+
+
+async def test_both_ends_of_a_tied_embedding_stay_one_tensor(policy):
+    whole = policy("qwen3")
+    cfg = TrainingConfig(learning_rate=1e-2)
+    _, rows = grpo(whole)
+    async with crew_of(whole.model, [1, 2, 1], CrewSettings(BASE, "int8", "bfloat16")) as crew:
+        for _ in range(3):
+            assert (await crew.head.update(rows, cfg, 10.0, 1e-2)).refused is None
+        ends = [crew.members[i].runtime.embedding() for i in (0, 2)]
+        assert torch.equal(*ends)
+        assert not torch.equal(ends[0], whole.model.get_input_embeddings().weight)
+
+
+def texts(waves):
+    return [ids for wave in waves for ids in wave.ids]
+
+
+@pytest.mark.parametrize("layers", [[2], [1, 1]])
+async def test_greedy_tokens_are_those_of_generate(embedded, layers):
+    expected = generate(embedded, PROMPTS, 2, 8, 0.0, 1.0, embedded.random_generator(0))
+    heads = [embedded.encode_prompt(p) for p in PROMPTS]
+    async with crew_of(embedded.model, layers) as crew:
+        waves = await crew.head.generate(heads, 2, 8, 0.0, 1.0, embedded.eos_ids, random.Random(0))
+        assert texts(waves) == [c.ids for g in expected for c in g.completions]
+        recorded = [x for wave in waves for row in wave.logprobs for x in row]
+        assert recorded == pytest.approx([x for g in expected for c in g.completions for x in c.logprobs], abs=1e-4)
+        await quiet()
+        assert all(member.runtime.statistics().sessions == 0 for member in crew.members)
+
+
+async def quiet():
+    """Until every frame that is under way has been handled."""
+    for _ in range(100):
+        await trio.lowlevel.checkpoint()
+
+
+HEADS = [[5, 6, 7, 8, 9, 10], [2, 4], [11, 12, 13], [14, 3], [7, 7, 7, 7], [9]]
+
+
+async def sampled(model, layers, settings=EXACT, **keys):
+    async with crew_of(model, layers, settings, **keys) as crew:
+        return await crew.head.generate(HEADS, 3, 6, 0.9, 0.95, ENDS, random.Random(5))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral"])
+async def test_a_sampled_token_does_not_depend_on_who_computes_beside(models, kind):
+    """The first of two stages draws what one of two other splits draws; waves of the same prompts have the same seeds."""
+    assert texts(await sampled(models[kind], [2, 2])) == texts(await sampled(models[kind], [3, 1]))
+
+
+async def test_as_many_waves_as_stages_are_in_flight(models):
+    most = 0
+    async with crew_of(models["llama"], [1, 1, 1, 1]) as crew:
+        async with trio.open_nursery() as nursery:
+
+            async def watch():
+                nonlocal most
+                while True:
+                    most = max(most, crew.head.head_statistics().waves)
+                    await trio.lowlevel.checkpoint()
+
+            nursery.start_soon(watch)
+            waves = await crew.head.generate(HEADS, 2, 6, 1.0, 1.0, frozenset(), random.Random(5))
+            nursery.cancel_scope.cancel()
+    assert most >= 3  # six prompts in waves of two are three
+    assert [p for wave in waves for p in wave.prompts] == HEADS
+
+
+async def test_a_wave_whose_caches_are_lost_goes_on_with_the_same_tokens(models):
+    undisturbed = texts(await sampled(models["llama-tied"], [1, 2, 1]))
+    async with crew_of(models["llama-tied"], [1, 2, 1]) as crew:
+        body = crew.members[1]
+        steps, original = 0, body.runtime.decode
+
+        def forgetful(session, fingerprint, rows, x):
+            nonlocal steps
+            steps += 1
+            if steps in (2, 7):
+                body.runtime.sessions.clear()
+            return original(session, fingerprint, rows, x)
+
+        body.runtime.decode = forgetful
+        waves = await crew.head.generate(HEADS, 3, 6, 0.9, 0.95, ENDS, random.Random(5))
+        assert crew.head.head_statistics().begun_again >= 2
+        assert texts(waves) == undisturbed
+
+
+@pytest.mark.parametrize(("codec", "far"), [("float32", 1e-4), ("bfloat16", 0.02), ("int8", 0.05)])
+async def test_recorded_logprobs_are_those_that_training_computes_again(models, policy, codec, far):
+    """The importance ratio of a fresh rollout is 1, whatever the codec; against the unsplit policy it is off by the codec's rounding."""
+    settings = CrewSettings(BASE, codec, "bfloat16")
+    async with crew_of(models["llama"], [1, 1, 1, 1], settings) as crew:
+        waves = await crew.head.generate(HEADS, 3, 6, 1.0, 1.0, ENDS, random.Random(5))
+        rows = [(wave.prompts[i // 3], ids) for wave in waves for i, ids in enumerate(wave.ids)]
+        recorded = torch.tensor([x for wave in waves for row in wave.logprobs for x in row])
+        scored = torch.tensor([x for logprobs, _ in await crew.head.score(rows, 1.0) for x in logprobs])
+    whole = torch.tensor([x for row in score(policy("llama"), rows, 1.0) for x in row])
+    assert float((recorded - scored).abs().max()) < 1e-3
+    assert float((recorded - whole).abs().max()) < far
+    if codec != "float32":  # what a sampler with another codec than the trainer's would be off by
+        assert float((recorded - whole).abs().max()) > 2e-3
+
+
+def weights(crew):
+    return torch.cat([p.detach().flatten() for m in crew.members for p in m.runtime.parameters()])
+
+
+async def test_a_micro_batch_that_only_one_stage_knows_drops_the_step_everywhere(models, policy):
+    _, rows = grpo(policy("llama"))
+    cfg = TrainingConfig()
+    async with crew_of(models["llama"], [1, 2, 1]) as crew:
+        start = weights(crew)
+        crew.members[1].participant.accumulated(999)
+        result = await crew.head.update(rows, cfg, 10.0, 1e-3)
+        assert result.refused == "micro_batches"
+        assert await all_dropped(crew)
+        assert torch.equal(weights(crew), start)
+        assert (await crew.head.update(rows, cfg, 10.0, 1e-3)).refused is None  # and the next one is taken
+        assert not torch.equal(weights(crew), start)
+
+
+async def all_dropped(crew):
+    await quiet()
+    return all(p.grad is None for m in crew.members for p in m.runtime.parameters())
+
+
+async def test_a_stage_with_broken_weights_drops_the_step_everywhere(models, policy):
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 2, 1]) as crew:
+        with torch.no_grad():
+            next(iter(crew.members[1].runtime.parameters())).fill_(float("nan"))
+        result = await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)
+        assert result.refused == "not_finite"
+        assert await all_dropped(crew)
+        assert all(m.participant.step == 0 for m in crew.members)
+
+
+async def test_a_stage_that_says_nothing_costs_the_deadline_and_no_step(models, policy, autojump_clock):
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 2, 1], seconds=60.0) as crew:
+        original = crew.members[2].handle
+
+        async def silent(sender, frame, body):
+            if not isinstance(frame, frames.Propose):
+                await original(sender, frame, body)
+
+        crew.members[2].handle = silent
+        assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused == "timeout"
+        assert trio.current_time() >= 60.0
+        assert await all_dropped(crew)
+        crew.members[2].handle = original
+        assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused is None
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+async def test_a_stage_that_is_gone_ends_what_was_begun_and_no_step_is_taken(models, policy, stage):
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 2, 1]) as crew:
+        original = crew.members[stage].handle
+
+        async def dies(sender, frame, body):
+            if isinstance(frame, frames.Propose):
+                for (a, b), stream in crew.streams.items():
+                    if stage in (a, b):
+                        await stream.aclose()
+                return
+            await original(sender, frame, body)
+
+        crew.members[stage].handle = dies
+        with pytest.raises(PeerError, match=f"stage {stage} is gone"):
+            await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)
+        with pytest.raises(PeerError, match="gone"):
+            await crew.head.generate(HEADS, 2, 4, 1.0, 1.0, ENDS, random.Random(0))
+        assert all(m.participant.step == 0 for m in crew.members)
+
+
+async def test_frames_of_the_past_and_of_a_stranger_are_dropped(models):
+    async with crew_of(models["llama"], [2, 2]) as crew:
+        member, place = crew.members[1], crew.head.place
+        old = frames.Place(b"x" * 16, place.roster_epoch, 0, 0, 0)
+        crew.head.links.send(1, frames.Abort(old, 3, "timeout"))
+        crew.head.links.send(1, frames.Drop(frames.Place(place.crew, 0, 0, 1, 0), b"s" * 16))
+        crew.head.links.send(1, frames.Tokens(place, b"s" * 16, 1), b"\0" * 8)
+        await quiet()
+        assert member.statistics().fence.dropped == {"crew": 1, "newer": 1}
+        assert member.statistics().refused == {"bounds": 1}
+        assert member.participant.attempt == 0
+
+
+async def test_bytes_that_are_no_frame_end_that_stream_and_nothing_else(models):
+    async with crew_of(models["llama"], [1, 2, 1]) as crew:
+        await crew.streams[2, 1].send_all(b"\xff" * 64)
+        await quiet()
+        assert crew.members[1].statistics().links.refused == {"oversize": 1}
+        crew.head.links.send(1, frames.Drop(crew.head.place, b"s" * 16))  # still served
+        await quiet()
+        assert crew.members[1].statistics().links.frames_received == 1
+
+
+async def test_computing_beside_the_event_loop_gives_the_same(models):
+    assert texts(await sampled(models["llama"], [2, 2], compute=in_thread)) == texts(await sampled(models["llama"], [2, 2]))
