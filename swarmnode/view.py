@@ -45,6 +45,12 @@ def network_view(s: NetworkStatistics, topic: str) -> NetworkView:
         guards=dict(s.guards),
         greylisted=s.reputation.greylisted,
         banned=s.reputation.banned,
+        reach=s.nat.reach.verdict,
+        relayed=s.nat.relayed,
+        relays=len(s.nat.client.relays),
+        relay_circuits=s.nat.relay.circuits,
+        relay_bytes=s.nat.relay.bytes,
+        punches={"succeeded": s.nat.punch.succeeded, "failed": s.nat.punch.failed, "refused": s.nat.punch.refused},
     )  # fmt: skip
 
 

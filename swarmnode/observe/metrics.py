@@ -38,6 +38,8 @@ MAX_LABEL_VALUES = 64
 LABEL_VALUE = re.compile(r"[A-Za-z0-9_./+-]{1,64}")
 
 PHASES = ("loading", "generating", "training", "evaluating", "paused", "draining")
+REACH = ("public", "private", "unknown")
+PUNCHES = ("succeeded", "failed", "refused")
 JUDGED = ("used", "forged_ids", "spot_check", "mean_logprob", "untokenizable")
 PROCESSES = ("network", "trainer")
 DIRECTIONS = ("in", "out")
@@ -193,6 +195,14 @@ METRICS: tuple[Family, ...] = (
     Family("swarmnode_peers_known", "gauge", "Peers with a known address, connected or not.", lambda s: s.network.peers_known),
     Family("swarmnode_peers_greylisted", "gauge", "Peers whose groups are not taken for now.", lambda s: s.network.greylisted),
     Family("swarmnode_peers_banned", "gauge", "Peers that are not talked to.", lambda s: s.network.banned),
+    Family("swarmnode_reach", "gauge", "1 for what is known of whether strangers can dial this node.",
+           lambda s: {verdict: float(verdict == s.network.reach) for verdict in REACH}, ("verdict",), REACH),
+    Family("swarmnode_peers_relayed", "gauge", "Peers connected through a relay only.", lambda s: s.network.relayed),
+    Family("swarmnode_relays", "gauge", "Relays through which this node can be called.", lambda s: s.network.relays),
+    Family("swarmnode_relay_circuits", "gauge", "Circuits that this node carries for others.", lambda s: s.network.relay_circuits),
+    Family("swarmnode_relay_bytes_total", "counter", "Bytes carried for others.", lambda s: s.network.relay_bytes),
+    Family("swarmnode_hole_punches_total", "counter", "Peers behind routers, by whether a direct connection was made.",
+           lambda s: s.network.punches, ("outcome",), PUNCHES),
     Family("swarmnode_mesh_peers", "gauge", "Peers in the gossip mesh.", lambda s: s.network.mesh),
     Family("swarmnode_dials_total", "counter", "Attempts to connect to a peer.", lambda s: s.network.dials),
     Family("swarmnode_dial_failures_total", "counter", "Attempts that failed.", lambda s: s.network.dial_failures),

@@ -143,6 +143,18 @@ class NetworkView(msgspec.Struct, frozen=True):
     """How often each guard around libp2p stepped in, by its name."""
     greylisted: int = 0
     banned: int = 0
+    reach: str = "unknown"
+    """Whether strangers can dial this node: public, private (outbound only, or through a relay), unknown."""
+    relayed: int = 0
+    """Peers connected through a relay only."""
+    relays: int = 0
+    """Relays through which this node can be called."""
+    relay_circuits: int = 0
+    """Circuits that this node carries for others now."""
+    relay_bytes: int = 0
+    """Carried for others."""
+    punches: dict[str, int] = {}
+    """Peers by outcome of hole punching: succeeded, failed, refused."""
 
 
 class ClaimRow(msgspec.Struct, frozen=True):
