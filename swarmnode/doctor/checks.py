@@ -18,8 +18,6 @@ GRAVEST = (CONFIGURATION, REFUSED, UNAVAILABLE, RETRY)
 LEAST_FREE_BYTES = 256 * 2**20
 COMFORTABLE_FREE_BYTES = 5 * 2**30
 FUTURE_SECONDS = 60.0
-WINDOW_SECONDS = 600
-"""Groups dated further off than this are not taken by peers."""
 SPARE_FILES = 512
 """Descriptors beside connections: files, scorers, HTTP."""
 
@@ -220,7 +218,7 @@ class ClockFacts:
 
 
 def check_clock(f: ClockFacts) -> Check:
-    """Peers take nothing dated more than ten minutes off. Alone, only a clock that was set back or that nobody sets can be noticed; a
+    """Peers take nothing dated more than two minutes ahead of them, or an hour old. Alone, only a clock that was set back or that nobody sets can be noticed; a
     running node also knows what peers' signed dates are like."""
     name = "clock"
     mend = "switch time synchronisation on (timedatectl set-ntp true, or chrony)"
@@ -230,7 +228,7 @@ def check_clock(f: ClockFacts) -> Check:
     if f.newest_file is not None and f.newest_file > f.now + FUTURE_SECONDS:
         return fail(name, f"it is {f.newest_file - f.now:.0f} s behind this node's own files: it was set back", mend, UNAVAILABLE)
     if f.synchronised is False:
-        return warn(name, f"not synchronised, says the kernel; peers ignore what is dated {WINDOW_SECONDS} s off", mend)
+        return warn(name, f"not synchronised, says the kernel; peers ignore what is dated {CLOCK_SKEW_SECONDS:.0f} s ahead of them", mend)
     if f.synchronised is None and not f.received:
         return ok(name, "not behind this node's files; whether it is right cannot be told from here")
     return ok(name, "synchronised" if f.synchronised else "as peers' clocks are")
