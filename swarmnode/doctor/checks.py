@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from swarmnode.wire.limits import CLOCK_SKEW_SECONDS
+
 UNAVAILABLE, RETRY, REFUSED, CONFIGURATION = 69, 75, 77, 78
 GRAVEST = (CONFIGURATION, REFUSED, UNAVAILABLE, RETRY)
 """Of several failures the exit code tells the first of these: what a person has to mend comes before what may mend itself."""
@@ -218,8 +220,8 @@ class ClockFacts:
 
 
 def check_clock(f: ClockFacts) -> Check:
-    """Peers take nothing dated more than two minutes ahead of them, or an hour old. Alone, only a clock that was set back or that nobody sets can be noticed; a
-    running node also knows what peers' signed dates are like."""
+    """Peers take nothing dated more than two minutes ahead of them, or an hour old. Alone, only a clock that was set back or that nobody
+    sets can be noticed; a running node also knows what peers' signed dates are like."""
     name = "clock"
     mend = "switch time synchronisation on (timedatectl set-ntp true, or chrony)"
     for count, way in ((f.future, "behind"), (f.stale, "ahead of")):
