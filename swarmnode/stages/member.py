@@ -6,6 +6,7 @@ Everything happens in one task, one frame or one piece of work after the other; 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ class MemberStatistics:
     refused: dict[str, int]
     """Frames that passed their header and then were not what they said, by reason."""
     squared_norm: float
-    """Of the last step's raw gradient: what CheckFree weights this stage by."""
+    """Of its layers' last raw gradient, before clipping: what CheckFree weights this stage by."""
 
 
 class Member:
@@ -385,12 +386,15 @@ class Member:
             theirs = self._half[1].to(shared.device, shared.dtype)
             shared.grad = theirs if shared.grad is None else shared.grad + theirs
             self._half = None
-        squared = torch.zeros((), dtype=torch.float64)
-        for parameter in self.runtime.parameters():
+        squared = layers = 0.0
+        for name, parameter in self.runtime.model.named_parameters():
             if parameter.grad is not None and not (parameter is shared and self.index > 0):
-                squared += parameter.grad.double().square().sum().cpu()
-        self.squared_norm = float(squared)
-        self._answer(self.participant.prepared(attempt, self.squared_norm if torch.isfinite(squared) else None, trio.current_time()))
+                part = float(parameter.grad.double().square().sum())
+                squared += part
+                layers += part if ".layers." in name else 0.0
+        if math.isfinite(squared):
+            self.squared_norm = layers
+        self._answer(self.participant.prepared(attempt, squared if math.isfinite(squared) else None, trio.current_time()))
 
     def _answer(self, answer: Answer | None) -> None:
         if answer is not None:

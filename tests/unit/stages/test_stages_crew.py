@@ -338,3 +338,17 @@ async def test_bytes_that_are_no_frame_end_that_stream_and_nothing_else(models):
 
 async def test_computing_beside_the_event_loop_gives_the_same(models):
     assert texts(await sampled(models["llama"], [2, 2], compute=in_thread)) == texts(await sampled(models["llama"], [2, 2]))
+
+
+async def test_what_checkfree_weights_a_stage_by_is_its_layers_raw_gradient(models, policy):
+    whole = policy("llama-tied")
+    _, rows = grpo(whole)
+    cfg = TrainingConfig(max_grad_norm=1e-3)  # clips
+    norms = {}
+    for layers in ([4], [1, 2, 1]):
+        async with crew_of(whole.model, layers) as crew:
+            result = await crew.head.update(rows, cfg, 10.0, 1e-3)
+            norms[len(layers)] = [m.statistics().squared_norm for m in crew.members]
+    assert sum(norms[3]) == pytest.approx(norms[1][0], rel=1e-4)
+    assert min(norms[3]) > 1e-2  # not what clipping left
+    assert sum(norms[3]) < result.grad_norm**2  # embedding and norm belong to no layer
