@@ -134,6 +134,16 @@ class Participant:
         self._clear()
         return Discard(attempt)
 
+    def lose(self) -> bool:
+        """Whether the gradients may be dropped without a decision, e.g. because a neighbour is gone; then they count as dropped.
+
+        What was prepared has to stay: others may have taken the step already.
+        """
+        if self.phase == "prepared":
+            return False
+        self._clear()
+        return True
+
     def tick(self, now: float) -> Answer | None:
         """Asks again for a decision that does not come."""
         if self.phase != "prepared" or now - self._since < DECISION_SECONDS:

@@ -66,6 +66,7 @@ class Head(Member):
         self.seconds = seconds
         self._wake = trio.Event()
         self._next_id = 0
+        self._current: dict[int, int] = {}  # what is under way: micro-batch → completion tokens
         self._finished: set[int] = set()
         self._learnt: dict[int, frames.Learnt] = {}
         self._scores: dict[int, list[float]] = {}
@@ -110,6 +111,7 @@ class Head(Member):
         lengths = [len(p) + len(c) for p, c in rows]
         pieces = {self._id(): piece for piece in micro_batches(lengths, self.links.limits.tokens)}
         self._scores.clear()
+        self._current = {number: sum(len(rows[i][1]) for i in piece) for number, piece in pieces.items()}
         self._failed = None
         with self._deadline():
             for number, piece in pieces.items():
@@ -130,7 +132,8 @@ class Head(Member):
     async def update(self, rows: Sequence[LearnRow], cfg: TrainingConfig, normalizer: float, learning_rate: float) -> StepResult:
         """One optimizer step of all stages, or of none. `normalizer` is the whole batch's, rows that are not here included.
 
-        Raises PeerError when a stage is gone (what was accumulated is dropped then too), ValueError for too many micro-batches.
+        Raises PeerError when a stage is gone (what was accumulated is dropped then too, unless the step was decided), PeerTimeout when
+        the step was decided and a stage does not say that it took it, ValueError for too many micro-batches.
         """
         lengths = [len(row.prompt_ids) + len(row.completion_ids) for row in rows]
         tokens = min(cfg.per_device_train_tokens, self.links.limits.tokens)
@@ -140,6 +143,7 @@ class Head(Member):
         self._finished.clear()
         self._learnt.clear()
         self._failed = self._decided = None
+        self._current = {number: sum(len(row.completion_ids) for row in piece) for number, piece in pieces.items()}
         self._learning = (cfg.max_grad_norm, learning_rate)
         attempt = self.coordinator.begin(trio.current_time() + self.seconds)
         try:
@@ -160,6 +164,8 @@ class Head(Member):
             if not isinstance(error, PeerTimeout):
                 raise
         decided = self._decided
+        if decided is not None and decided.refused is None and not self.coordinator.settled:
+            raise PeerTimeout("a stage has not said that it took the step which was decided")
         if decided is None or decided.refused is not None:
             return StepResult(refused=decided.refused if decided else "timeout")
         sums = [self._learnt[number] for number in pieces]
@@ -177,10 +183,15 @@ class Head(Member):
         match frame:
             case frames.Tokens() if sender == tail:
                 self._tokens(frame, body)
+            case frames.Learnt() | frames.Scores() | frames.Failed() if frame.micro_batch not in self._current:
+                return  # of an attempt that is over
             case frames.Learnt() if sender == tail:
                 self._learnt[frame.micro_batch] = frame
             case frames.Scores() if sender == tail:
-                self._scores[frame.micro_batch] = unpack_logprobs(body).tolist()
+                scores = unpack_logprobs(body).tolist()
+                if frame.rows != self._current[frame.micro_batch] or not all(map(math.isfinite, scores)):
+                    raise BadMessage("shape", "not a score for each token")
+                self._scores[frame.micro_batch] = scores
             case frames.Lost():
                 self._lost(frame.session, frame.reason)
             case frames.Failed():

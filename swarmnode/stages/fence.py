@@ -43,7 +43,7 @@ class Fence:
             self._dropped[reason] += 1
         return reason
 
-    def _reason(self, place: Place, sender: int, step: int) -> str | None:
+    def _reason(self, place: Place, sender: int, step: int | None) -> str | None:
         mine = self.place
         if place.crew != mine.crew:
             return "crew"

@@ -53,7 +53,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     place: Place
 
 
-class Forward(Header, tag="forward"):
+class Forward(Header, frozen=True, tag="forward"):
     """Stage i → i + 1. Body: description of the micro-batch (`work.MicroBatch`) ‖ activations."""
 
     micro_batch: int
@@ -64,7 +64,7 @@ class Forward(Header, tag="forward"):
     """Bytes of the description."""
 
 
-class Backward(Header, tag="backward"):
+class Backward(Header, frozen=True, tag="backward"):
     """Stage i → i − 1. Body: gradient of what `Forward` brought."""
 
     micro_batch: int
@@ -72,7 +72,7 @@ class Backward(Header, tag="backward"):
     rows: int
 
 
-class Learnt(Header, tag="learnt"):
+class Learnt(Header, frozen=True, tag="learnt"):
     """Tail → head: sums over one micro-batch's trained tokens."""
 
     micro_batch: int
@@ -83,7 +83,7 @@ class Learnt(Header, tag="learnt"):
     tokens: float
 
 
-class Scores(Header, tag="scores"):
+class Scores(Header, frozen=True, tag="scores"):
     """Tail → head. Body: log-probability of each completion token, completion after completion, f32; then entropies."""
 
     micro_batch: int
@@ -91,7 +91,7 @@ class Scores(Header, tag="scores"):
     """Completion tokens."""
 
 
-class Prefill(Header, tag="prefill"):
+class Prefill(Header, frozen=True, tag="prefill"):
     """Stage i → i + 1. Body: `work.Questions` ‖ activations."""
 
     session: bytes
@@ -101,7 +101,7 @@ class Prefill(Header, tag="prefill"):
     about: int
 
 
-class Decode(Header, tag="decode"):
+class Decode(Header, frozen=True, tag="decode"):
     """Stage i → i + 1: one token further. Body: which completions, u32 each ‖ activations."""
 
     session: bytes
@@ -110,34 +110,34 @@ class Decode(Header, tag="decode"):
     rows: int
 
 
-class Tokens(Header, tag="tokens"):
+class Tokens(Header, frozen=True, tag="tokens"):
     """Tail → head. Body: a token id for each completion that is left, u32 ‖ their log-probabilities, f32."""
 
     session: bytes
     rows: int
 
 
-class Drop(Header, tag="drop"):
+class Drop(Header, frozen=True, tag="drop"):
     """Head → all: a wave is over."""
 
     session: bytes
 
 
-class Lost(Header, tag="lost"):
+class Lost(Header, frozen=True, tag="lost"):
     """Any → head: this wave cannot go on here; begin it again from token ids."""
 
     session: bytes
     reason: REFUSALS
 
 
-class Failed(Header, tag="failed"):
+class Failed(Header, frozen=True, tag="failed"):
     """Any → head: this micro-batch cannot go on here."""
 
     micro_batch: int
     reason: REFUSALS
 
 
-class Embedding(Header, tag="embedding"):
+class Embedding(Header, frozen=True, tag="embedding"):
     """Head ↔ tail: rows first … first + rows − 1 of a tied embedding's gradient, float32."""
 
     attempt: int
@@ -145,7 +145,7 @@ class Embedding(Header, tag="embedding"):
     rows: int
 
 
-class Propose(Header, tag="propose"):
+class Propose(Header, frozen=True, tag="propose"):
     """Head → all: take the step of exactly these micro-batches."""
 
     attempt: int
@@ -153,7 +153,7 @@ class Propose(Header, tag="propose"):
     """Rising."""
 
 
-class Acknowledge(Header, tag="acknowledge"):
+class Acknowledge(Header, frozen=True, tag="acknowledge"):
     """Any → head: gradients of exactly these are here, or why not."""
 
     attempt: int
@@ -162,7 +162,7 @@ class Acknowledge(Header, tag="acknowledge"):
     """Of this stage's raw gradient, before any clipping; of a tied embedding only the head counts it."""
 
 
-class Commit(Header, tag="commit"):
+class Commit(Header, frozen=True, tag="commit"):
     attempt: int
     norm: float
     """Of the whole policy's raw gradient."""
@@ -170,14 +170,14 @@ class Commit(Header, tag="commit"):
     learning_rate: float
 
 
-class Abort(Header, tag="abort"):
+class Abort(Header, frozen=True, tag="abort"):
     """Head → all: drop the gradients of this attempt."""
 
     attempt: int
     reason: REFUSALS
 
 
-class Done(Header, tag="done"):
+class Done(Header, frozen=True, tag="done"):
     """Any → head: the step is taken here."""
 
     attempt: int

@@ -176,8 +176,11 @@ class Member:
             self.links.send(0, frames.Failed(self.place, frame.micro_batch, reason))
 
     def gone(self, stage: int, reason: str) -> None:
-        """The stream of another stage ended. Nothing of what was begun with it can end well."""
-        self._drop_all()
+        """The stream of another stage ended. Nothing of what was begun with it can end well, but for a step that was promised."""
+        if self.participant.lose():
+            self._drop_all()
+        else:
+            self._drop_waves()
 
     async def handle(self, sender: int, frame: Frame, body: bytes) -> None:
         """One frame that passed the fence. Raises BadMessage, ValueError."""
@@ -419,7 +422,10 @@ class Member:
             parameter.grad = None
         self._schedule.clear()
         self._kept.clear()
+        self._half = None
+        self._drop_waves()
+
+    def _drop_waves(self) -> None:
         self._waves.clear()
         self._drawn.clear()
-        self._half = None
         self.runtime.sessions.clear()

@@ -21,9 +21,9 @@ from swarmnode.policy.logprobs import Batch
 class Packing:
     """Where the rows of a batch are."""
 
-    prompts: tuple[torch.Tensor, torch.Tensor]
+    prompts: tuple[torch.Tensor, ...]
     """(row, column) of each prompt token."""
-    completions: tuple[torch.Tensor, torch.Tensor]
+    completions: tuple[torch.Tensor, ...]
     """(row, column) of each completion token that has a successor."""
     shape: tuple[int, int, int, int]
     """Q, P, N, T."""
@@ -50,4 +50,5 @@ class Packing:
 def packing(batch: Batch) -> Packing:
     prompts = batch.prompt_mask.nonzero(as_tuple=True)
     completions = batch.completion_mask[:, 1:].nonzero(as_tuple=True)
-    return Packing(prompts, completions, (*batch.prompt_ids.shape, *batch.completion_ids.shape))
+    (questions, width), (count, longest) = batch.prompt_ids.shape, batch.completion_ids.shape
+    return Packing(prompts, completions, (questions, width, count, longest))

@@ -56,8 +56,9 @@ class Sessions:
         self._sessions: dict[bytes, Session] = {}
 
     def statistics(self) -> SessionStatistics:
-        layers = [layer for s in self._sessions.values() for layer in s.cache.layers if layer.is_initialized]
-        return SessionStatistics(len(self._sessions), sum(t.numel() * t.element_size() for la in layers for t in (la.keys, la.values)))
+        layers: list[Any] = [layer for s in self._sessions.values() for layer in s.cache.layers]
+        tensors = [t for layer in layers if layer.is_initialized for t in (layer.keys, layer.values)]
+        return SessionStatistics(len(self._sessions), sum(t.numel() * t.element_size() for t in tensors))
 
     def open(self, session: bytes, fingerprint: bytes, cache: DynamicCache, prompts: Prompts) -> None:
         """Keeps a prefilled cache of Q prompts, repeated for their completions. One that was open under this name is replaced."""

@@ -89,7 +89,7 @@ def read_micro_batch(data: bytes, rows: int, limits: FrameLimits, purpose: str) 
     _lengths(batch.prompt_lengths, limits)
     _lengths(batch.completion_lengths, limits)
     padded = len(batch.prompt_lengths) * max(batch.prompt_lengths) + count * (max(batch.prompt_lengths) + max(batch.completion_lengths))
-    if padded > 2 * limits.tokens:  # N · (P + T) ≤ tokens, and there are no more prompts than completions
+    if padded > 3 * limits.tokens:  # a row is at most L long and N · L ≤ tokens, so Q · P ≤ tokens and N · (P + T) ≤ 2 tokens
         raise BadMessage("bounds", f"{padded} padded tokens")
     if len(batch.prompt_of) != count or min(batch.prompt_of) < 0 or max(batch.prompt_of) >= len(batch.prompt_lengths):
         raise BadMessage("bounds", "prompt_of")

@@ -6,8 +6,9 @@
     identity    the residual branches end in zero: the stage passes on what it gets
 
 ω is the squared norm of the last **raw** gradient. Taken after clipping to a common norm, as the authors' code does, both are equal as
-soon as both clip, and `checkfree` is `uniform`. These are last resorts. In a small model the average was no better than `identity`, and copies
-at the ends of a model that was not trained with swapped stages cost 3 nats: there, and wherever a true copy must be had, they are refused.
+soon as both clip, and `checkfree` is `uniform`. These are last resorts. In a small model the average was no better than `identity`, and
+copies at the ends of a model that was not trained with swapped stages cost 3 nats: there, and wherever a true copy must be had, they are
+refused.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import trio
 from peft import LoraConfig, get_peft_model
 
 from swarmnode.config import TrainingConfig
-from swarmnode.errors import PeerError
+from swarmnode.errors import PeerError, PeerTimeout
 from swarmnode.policy.generate import generate
 from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher
@@ -352,3 +352,68 @@ async def test_what_checkfree_weights_a_stage_by_is_its_layers_raw_gradient(mode
     assert sum(norms[3]) == pytest.approx(norms[1][0], rel=1e-4)
     assert min(norms[3]) > 1e-2  # not what clipping left
     assert sum(norms[3]) < result.grad_norm**2  # embedding and norm belong to no layer
+
+
+async def test_a_stage_that_lost_its_gradients_does_not_say_that_it_has_them(models, policy):
+    """Its stream to a neighbour breaks after the last backward, and the head does not know: the step is refused, not taken without it."""
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 2, 1]) as crew:
+        start = weights(crew)
+        original = crew.members[1].handle
+
+        async def breaks(sender, frame, body):
+            if isinstance(frame, frames.Propose):
+                crew.members[1].gone(2, "closed")
+            await original(sender, frame, body)
+
+        crew.members[1].handle = breaks
+        assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused == "micro_batches"
+        assert torch.equal(weights(crew), start)
+
+
+async def test_a_stage_that_promised_a_step_takes_it_though_its_neighbour_is_gone(models, policy):
+    _, rows = grpo(policy("llama"))
+    ends = []
+    for neighbour_goes in (False, True):
+        async with crew_of(models["llama"], [1, 2, 1]) as crew:
+            original = crew.members[1].handle
+
+            async def handle(sender, frame, body, crew=crew, original=original, goes=neighbour_goes):
+                if isinstance(frame, frames.Commit) and goes:
+                    crew.members[1].gone(2, "closed")
+                await original(sender, frame, body)
+
+            crew.members[1].handle = handle
+            assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused is None
+            ends.append(weights(crew))
+    assert torch.equal(*ends)
+
+
+async def test_a_decided_step_that_a_stage_does_not_confirm_is_said(models, policy, autojump_clock):
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 2, 1], seconds=60.0) as crew:
+        original = crew.members[2].handle
+
+        async def hangs(sender, frame, body):
+            if not isinstance(frame, frames.Commit):
+                await original(sender, frame, body)
+
+        crew.members[2].handle = hangs
+        with pytest.raises(PeerTimeout):
+            await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)
+        assert [m.participant.step for m in crew.members] == [1, 1, 0]
+        assert crew.members[2].participant.phase == "prepared"  # it can still take it: `resolve`
+
+
+async def test_a_failure_of_an_attempt_that_is_over_costs_nothing(models, policy):
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 2, 1]) as crew:
+        original = crew.head.handle
+
+        async def late(sender, frame, body):
+            if isinstance(frame, frames.Learnt):
+                await original(2, frames.Failed(frame.place, 10**6, "frame"), b"")
+            await original(sender, frame, body)
+
+        crew.head.handle = late
+        assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused is None
