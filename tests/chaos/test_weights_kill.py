@@ -1,0 +1,58 @@
+"""kill -9 of one side of an exchange in every state that it has: the other has its weights as they were or wholly averaged, and goes on."""
+
+import msgspec
+import pytest
+import torch
+import trio
+
+from swarmnode.p2p import identity
+from swarmnode.testing import replica_child
+from swarmnode.testing.hosts import host
+from swarmnode.testing.replica import SWARM, identical, plane
+from swarmnode.testing.waiting import until
+from swarmnode.weights import exchange as exchange_module
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(120)]
+
+STATES = ("paired", "transfer", "verify", "apply")
+CASES = [("proposed", True, 0.0), ("proposed", True, 0.05), *((state, proposes, 0.0) for state in STATES for proposes in (True, False))]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(exchange_module, "OPEN_SECONDS", (0.5, 120.0))
+    monkeypatch.setattr(exchange_module, "GREET_SECONDS", 0.05)
+
+
+@pytest.mark.parametrize(("state", "proposes", "linger"), CASES)
+async def test_the_survivor_is_whole_and_goes_on(state, proposes, linger, tmp_path):
+    torch.set_num_threads(1)
+    key = identity.load_or_create(tmp_path / "0" / "identity.key").private_key
+    async with host(tmp_path / "0", swarm=SWARM) as network, plane(network, key, tmp_path / "0") as node:
+        pairing = node.exchange._pairing
+        pairing.settings = msgspec.structs.replace(pairing.settings, avoid_seconds=1.0)  # of who proposed and vanished; minutes, otherwise
+        node.step()
+        before = node.weights()
+        child = replica_child.start(tmp_path / "1", network.listen_addrs[0], proposes=proposes, die_in=state, linger=linger)
+        if not proposes:
+            await until(lambda: node.candidates() == 1, seconds=60)
+            node.due()
+        await trio.to_thread.run_sync(child.join, 60)
+        assert child.exitcode == -9
+        await until(lambda: node.exchange.statistics().phase == "idle", seconds=20)
+        averaged = node.outcome("applied") == 1
+        assert averaged == (not identical(before, node.weights()))
+        assert not averaged or state in ("transfer", "verify", "apply")  # only then had it everything it needed
+        assert node.counters.outer_clocks[0] <= 1
+
+        child = replica_child.start(tmp_path / "1", network.listen_addrs[0], proposes=False, die_in="", linger=0.0)
+        await until(lambda: node.candidates() == 1 and len(network.connected()) == 1, seconds=60)
+        done = node.outcome("applied")
+        for _ in range(5):  # it may be avoided or in its last session for a moment
+            node.due()
+            with trio.move_on_after(8):
+                await until(lambda: node.outcome("applied") > done)
+                break
+        assert node.outcome("applied") > done
+        child.kill()
+        await trio.to_thread.run_sync(child.join, 10)
