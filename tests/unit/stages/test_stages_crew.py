@@ -14,14 +14,17 @@ from swarmnode.policy.generate import generate
 from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.stages import frames
+from swarmnode.stages.activations import encode
 from swarmnode.stages.crew import open_crew
-from swarmnode.stages.frames import FrameLimits
-from swarmnode.stages.learning import LearnRow
+from swarmnode.stages.frames import FrameLimits, write_message
+from swarmnode.stages.learning import LearnRow, describe
 from swarmnode.stages.member import CrewSettings, in_thread
 from swarmnode.stages.runtime import StageRuntime
 from swarmnode.stages.split import split_model, whole_state
+from swarmnode.stages.waves import Wave
 from swarmnode.trainer.batch import assemble, own_group
 from swarmnode.trainer.update import Updater
+from swarmnode.wire.tensors import pack_ids
 
 BASE = b"b" * 32
 EXACT = CrewSettings(BASE, "float32", "float32")
@@ -417,3 +420,40 @@ async def test_a_failure_of_an_attempt_that_is_over_costs_nothing(models, policy
 
         crew.head.handle = late
         assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused is None
+
+
+async def test_every_position_of_every_completion_is_a_draw_of_its_own(policy):
+    model = policy("llama").model
+    with torch.no_grad():
+        model.lm_head.weight.zero_()  # every token equally likely: whatever repeats is the generator's doing
+    async with crew_of(model, [2, 2]) as crew:
+        waves = await crew.head.generate([[5, 6], [7, 8]], 2, 8, 1.0, 1.0, frozenset(), random.Random(5))
+    drawn = texts(waves)
+    assert len({tuple(ids) for ids in drawn}) == 4
+    assert all(len(set(ids)) > 4 for ids in drawn)
+
+
+async def test_what_does_not_fit_the_crew_is_refused_by_reason(models):
+    async with crew_of(models["llama"], [2, 2]) as crew:
+        head, member, work = crew.head, crew.members[1], describe([([5, 6], [7, 8])], 1.0)
+        about = write_message(work)
+        rows = torch.zeros(work.rows, 32)
+        size = len(about)
+        head.links.send(1, frames.Forward(head.place, 1, "score", "bfloat16", work.rows, size), about + encode(rows, "bfloat16"))
+        head.links.send(1, frames.Backward(head.place, 1, "float32", work.rows), encode(rows, "float32"))
+        await quiet()
+        assert member.statistics().refused == {"schema": 1, "bounds": 1}  # another codec; a gradient from the stage before
+        wave = Wave(b"w" * 16, [[5, 6]], 2, 4, 1.0, 1.0, 3, ENDS)
+        about = write_message(wave.questions())
+        size = len(about)
+        head.links.send(1, frames.Prefill(head.place, b"w" * 16, b"x" * 32, "float32", 2, size), about + encode(rows[:2], "float32"))
+        head.links.send(1, frames.Decode(head.place, b"w" * 16, head.fingerprint, "float32", 1), b"\0" * 4 + encode(rows[:1], "float32"))
+        await quiet()
+        assert member.statistics().refused == {"schema": 1, "bounds": 1, "fingerprint": 1, "session": 1}
+        assert member.statistics().runtime.sessions == 0
+        head._open[b"w" * 16] = wave
+        member.links.send(0, frames.Tokens(member.place, b"w" * 16, 1), b"\0" * 8)  # there are two
+        member.links.send(0, frames.Tokens(member.place, b"w" * 16, 2), pack_ids([60, 61]) + b"\0" * 8)  # there is no 61
+        await quiet()
+        assert head.statistics().refused == {"shape": 1, "bounds": 1}
+        assert wave.ids == [[], []]

@@ -226,3 +226,18 @@ def test_the_past_is_dropped(changed, reason):
     place = {"crew": b"c" * 16, "roster_epoch": 2, "stage": 1, "stage_epoch": 4, "step": 5, **changed}
     assert fence.check(Place(**place), 1, 5) == reason
     assert fence.statistics().dropped == ({reason: 1} if reason else {})
+
+
+def test_the_head_steps_with_the_first_other_stage_and_not_before_a_decision():
+    head = Coordinator(3)
+    attempt = head.begin(deadline=5.0)
+    assert not head.done(1, attempt)
+    for stage in range(3):
+        head.acknowledged(stage, attempt, None, 1.0)
+    assert not head.done(0, attempt)
+    assert head.done(1, attempt)
+    assert not head.done(2, attempt)
+    assert head.settled
+    head.acknowledged(1, head.begin(deadline=9.0), "not_finite", 0.0)
+    assert not head.done(1, head.attempt)
+    assert not head.settled
