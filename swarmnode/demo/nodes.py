@@ -50,6 +50,7 @@ class View:
     distances: list[float] = field(default_factory=list)
     """Every distance seen so far, oldest first."""
     exchanges: int = 0
+    outer_step: int = 0
     solo_steps: int = 0
     refused: dict[str, int] = field(default_factory=dict)
     """Partners' weights that were not taken, by cause."""
@@ -201,6 +202,7 @@ def view_of(snapshot: dict[str, Any], before: Sequence[float] = ()) -> View:
         distance=distance,
         distances=[*before, *new],
         exchanges=averaging.get("exchanges_total", 0),
+        outer_step=averaging.get("outer_step", 0),
         solo_steps=averaging.get("solo_steps_total", 0),
         refused={cause: n for cause, n in snapshot["weights"]["judged"].items() if cause not in TAKEN},
     )

@@ -323,11 +323,14 @@ class Replica:
         self._lag = float(exchange.clock - exchange.their_clock)
         outcome = refused
         if not outcome and self._lag > self._cfg.max_lag:
-            outcome = "lagging"
+            # it has more to gain from us than we from it: it gets ours, and we step as if alone
+            outcome, exchange.mean = "lagging", dict(exchange.snapshot)
         elif not outcome and theirs is not None and self._adapter is not None and self._adapter.a_seed is None:
             outcome = "" if lora.residual(exchange.snapshot, theirs).allowed else "lora_residual"
-        if outcome or theirs is None:
-            if outcome not in ("lagging", "local"):
+        if outcome == "lagging":
+            pass
+        elif outcome or theirs is None:
+            if outcome != "local":
                 self._gate.refused(peer, outcome, now)
         else:
             slow = {name: self._outer.phi[name] for name in exchange.snapshot}
@@ -337,7 +340,7 @@ class Replica:
             )  # fmt: skip
             outcome, exchange.mean = judged.outcome, judged.mean
             exchange.probation = outcome == "probation"
-            self._distance = judged.relative_distance if judged.relative_distance is not None else self._distance
+            self._distance = judged.relative_distance if judged.ok else self._distance  # of what was refused, anybody's guess
             if judged.outcome == "probe":
                 log.info("weights of %s would make us worse: %.3f nats, not %.3f", peer, judged.loss_after, judged.loss_before)
         if exchange.mean is None:

@@ -1,7 +1,7 @@
 """Getting the swarm's state from neighbours, and giving ours: for a node that is new, has lost its disk, or was away for too long.
 
     needs a state ─▶ ask three for signed manifests ─▶ `manifest.agreed_source` ─▶ fetch φ, δ ─▶ AdoptState ─▶ trainer, on probation
-    is asked for one ─▶ WriteState ─▶ trainer ─▶ StateWritten ─▶ sign, offer        at most one file a minute, whoever asks how often
+    is asked for one ─▶ WriteState ─▶ trainer ─▶ StateWritten ─▶ sign, offer        one file at a time, for all who ask
 
 There is no server of checkpoints. A signature makes a manifest somebody's: tensors that do not have its hashes are held against that peer.
 """
@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from swarmnode.errors import BadMessage, LocalError, PeerError
 from swarmnode.weights import local
 from swarmnode.weights.layout import payload_limit
-from swarmnode.weights.manifest import AGREE, ASK, StateManifest, agreed_source, check_manifest
+from swarmnode.weights.manifest import ASK, StateManifest, agreed_source, check_manifest
 from swarmnode.weights.messages import STATE_BYTES, STATE_REQUEST_BYTES, StateRequest, StateResponse, decode_state, encode_message
 from swarmnode.weights.offers import Offers
 from swarmnode.weights.outcomes import ADOPTIONS, PROOF
@@ -36,8 +36,10 @@ log = logging.getLogger(__name__)
 WRITE_SECONDS = 30.0
 """For our trainer to write its state."""
 ASK_SECONDS = WRITE_SECONDS + 10.0
-KEEP_SECONDS = 60.0
-"""A written state is given out for so long before another one is made."""
+KEEP_SECONDS = 5.0
+KEEP_FACTOR = 20.0
+"""A written state is given out for at least so long, and for so many times as long as it took to write: whoever asks how often, our trainer
+spends no more than a twentieth of its writing on it."""
 OFFER_SECONDS = 600.0
 GRACE_SECONDS = 3.0
 """How long to wait for more neighbours than there are."""
@@ -82,6 +84,7 @@ class CatchUp:
         self._next = float("-inf")
         self._written: tuple[float, bytes, Any, Path] | None = None
         self._pending = False
+        self._asked_at = 0.0
         self._writing = trio.Event()
         self._adopting: trio.Event | None = None
         self._adoptions: Counter[str] = Counter()
@@ -129,7 +132,8 @@ class CatchUp:
                 async with trio.open_nursery() as nursery:
                     for peer in chosen:
                         nursery.start_soon(self._ask, peer, answers)
-            early = len(answers) < ASK and trio.current_time() - began < GRACE_SECONDS
+            patient = trio.current_time() - began < GRACE_SECONDS
+            early = len(answers) < ASK and patient
             claims = {peer: manifest for peer, (manifest, _) in answers.items()}
             source = agreed_source(claims, self._fingerprint) if not early else None
             if source is not None and answers[source][0].outer_step > self._beyond:
@@ -138,11 +142,11 @@ class CatchUp:
                 del answers[source]
                 continue
             enough = len(answers) >= min(ASK, len(self._network.connected())) or len(answers) >= ASK
-            if (enough or not others) and trio.current_time() - began >= GRACE_SECONDS:
+            if (enough or not others) and not patient:
                 break  # nobody is ahead of us, or too few to agree
             await trio.sleep(LOOK_SECONDS)
-        if 0 < len(answers) < AGREE:
-            log.info("no two neighbours to agree on a state: %d answered", len(answers))
+        steps = sorted((manifest.outer_step for manifest, _ in answers.values()), reverse=True)
+        log.info("no state to take: %d neighbours asked, their outer steps %s, ours %g", len(asked), steps, self._beyond)
         return False
 
     async def _ask(self, peer: str, answers: dict[str, tuple[StateManifest, StateResponse]]) -> None:
@@ -152,7 +156,7 @@ class CatchUp:
                 deadline=ASK_SECONDS, max_response_bytes=STATE_BYTES,
             )  # fmt: skip
         except PeerError as error:
-            log.debug("no state manifest of %s: %s", peer, error)
+            log.info("no state manifest of %s: %s", peer, error)
             return
         try:
             answers[peer] = self._open(peer, data)
@@ -235,7 +239,7 @@ class CatchUp:
             raise PeerError("another policy")
         if self._written is None or trio.current_time() >= self._written[0]:
             if not self._pending:  # once for all who wait
-                self._pending, self._writing = True, trio.Event()
+                self._pending, self._writing, self._asked_at = True, trio.Event(), trio.current_time()
                 self._tell(local.WriteState())
             with trio.move_on_after(WRITE_SECONDS):
                 await self._writing.wait()
@@ -254,7 +258,8 @@ class CatchUp:
             manifest = StateManifest(self._fingerprint, message.outer_step, int(time.time() * 1000), message.tensors)
             signed = codec.encode(envelope.sign(_encoder.encode(manifest), self._key, ids.DOMAIN_STATE, self._swarm))
             now = trio.current_time()
-            self._offers.offer(source, path, now + KEEP_SECONDS + OFFER_SECONDS, [])  # keeps the file for who comes later
-            self._written = (now + KEEP_SECONDS, signed, source, path)
+            until = now + max(KEEP_SECONDS, KEEP_FACTOR * (now - self._asked_at))
+            self._offers.offer(source, path, until + OFFER_SECONDS, [])  # keeps the file for who comes later
+            self._written = (until, signed, source, path)
         self._pending = False
         self._writing.set()

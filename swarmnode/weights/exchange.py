@@ -224,8 +224,9 @@ class WeightExchange:
             self._pairing.settings, open_seconds=min(OPEN_SECONDS[0] + 2 * step, OPEN_SECONDS[1]),
             verify_seconds=60 + 4 * step, apply_seconds=300 + 4 * step, rest_seconds=REST_SHARE * interval,
         )  # fmt: skip
-        candidates = self._near(due.clock) if self._budget("fetch") else []
+        candidates = self._candidates() if self._budget("fetch") else []
         order = partner_order(self._network.peer_id, candidates, epoch_bucket(self._clock()), self._swarm)
+        order.sort(key=lambda peer: abs(self._members.outer_step(peer) - due.clock) > self.cfg.max_lag)  # with those there is less to gain
         lease = self._lease(order[0] if order else "", due.fragment)
         self._handle(pairing.Due(due.fragment, due.clock, tuple(order), secrets.token_bytes(NONCE_BYTES), lease))
 
@@ -340,10 +341,6 @@ class WeightExchange:
             for peer in self._members.candidates(self._network.connected(), self._pairing.settings.fingerprint, now)
             if self._network.welcome(peer)
         ]
-
-    def _near(self, clock: int) -> list[str]:
-        """Candidates whose claims are not so far from ours that the gate would refuse, theirs or ours."""
-        return [peer for peer in self._candidates() if abs(self._members.outer_step(peer) - clock) <= self.cfg.max_lag]
 
     def _lease(self, peer: str, fragment: int) -> float:
         """Seconds that a payload may take, both ways at once."""

@@ -36,7 +36,8 @@ OUTCOMES: Final[dict[str, float]] = {
     "own_not_finite": 0.0,
     "local": 0.0,
 }
-"""Every outcome of `gate.Gate`, `lagging` (too many outer steps behind us) and `local` (a file of ours was not there), with its cost."""
+"""Every outcome of `gate.Gate`, `lagging` (too many outer steps behind us: served, not mixed with) and `local` (no file, or our weights had
+moved on), with its cost."""
 
 ADOPTIONS: Final[dict[str, float]] = {
     "adopted": 0.0,

@@ -147,7 +147,7 @@ async def test_a_newcomer_has_a_neighbours_state_before_its_first_step(tmp_path)
             node.counters.outer_clocks[0] = 31
             node.step()
             node.connect()
-        await until(lambda: len(new.exchange._near(31)) == 3)
+        await until(lambda: {new.exchange._members.outer_step(node.network.peer_id) for node in old} == {31})
         before = new.weights()
         new.due()  # on probation: everything but the mixing
         await until(lambda: new.outcome("applied"))
@@ -183,3 +183,18 @@ async def test_a_policy_of_another_fingerprint_is_no_candidate(tmp_path):
         a.due()
         await until(lambda: a.counters.solo_steps_total == 1)
         assert a.candidates() == b.candidates() == 0
+
+
+async def test_who_is_far_ahead_is_mixed_with_and_who_is_far_behind_is_only_served(tmp_path):
+    async with nodes(tmp_path, 2) as (a, b):
+        a.counters.outer_clocks[0] = 20
+        a.connect()
+        await until(lambda: a.candidates() == 1)
+        ahead, behind = a.weights(), b.weights()
+        b.due()
+        await until(lambda: a.outcome("applied") and b.outcome("applied"))
+        assert identical(a.weights(), ahead)
+        assert all(torch.allclose(t, (ahead[n] + behind[n]) / 2, atol=1e-5) for n, t in b.weights().items())
+        assert a.exchange.statistics().judged == {"lagging": 1}
+        assert (a.counters.outer_clocks, b.counters.outer_clocks) == ([21], [2])
+        assert a.network.welcome(b.network.peer_id)
