@@ -52,6 +52,27 @@ _manifests = msgspec.msgpack.Decoder(StateManifest)
 _encoder = msgspec.msgpack.Encoder()
 
 
+def open_state_manifest(frame: bytes, swarm: bytes) -> tuple[str, StateManifest]:
+    """(peer id of its signer, manifest). Raises BadMessage; whose tensors it speaks of is not looked at."""
+    signed = codec.decode(frame, Envelope, STATE_BYTES)
+    if signed.codec != "raw":
+        raise BadMessage("compression", "a state's manifest is sent as it is")
+    envelope.verify(signed, ids.DOMAIN_STATE, swarm)
+    try:
+        manifest = _manifests.decode(signed.payload)
+    except msgspec.ValidationError as error:
+        raise BadMessage("schema", str(error)) from None
+    except (ValueError, RecursionError) as error:
+        raise BadMessage("malformed", str(error)) from None
+    if _encoder.encode(manifest) != signed.payload:
+        raise BadMessage("malformed", "not the canonical encoding")
+    names = [tensor.name for tensor in manifest.tensors]
+    if names != sorted(set(names)):
+        raise BadMessage("bounds", "tensors are sorted, none twice")
+    check_manifest(manifest, names)
+    return envelope.peer_id(signed.key), manifest
+
+
 class CatchUpStatistics(msgspec.Struct, frozen=True):
     adoptions: dict[str, int]
     """Neighbours' states by `outcomes.ADOPTIONS`."""
@@ -170,16 +191,9 @@ class CatchUp:
         response = decode_state(data)
         if not isinstance(response, StateResponse):
             raise BadMessage("schema", "not a response")
-        signed = codec.decode(response.manifest, Envelope, STATE_BYTES)
-        if envelope.peer_id(signed.key) != peer or signed.codec != "raw":
+        signer, manifest = open_state_manifest(response.manifest, self._swarm)
+        if signer != peer:
             raise BadMessage("signature", "somebody else's")
-        envelope.verify(signed, ids.DOMAIN_STATE, self._swarm)
-        try:
-            manifest = _manifests.decode(signed.payload)
-        except (ValueError, RecursionError) as error:
-            raise BadMessage("schema", str(error)) from None
-        if _encoder.encode(manifest) != signed.payload:
-            raise BadMessage("malformed", "not the canonical encoding")
         check_manifest(manifest, [spec.name for spec in self._facts.layout])
         if response.size > payload_limit(self._facts.state(), "float32"):
             raise BadMessage("oversize", f"{response.size} bytes of state")

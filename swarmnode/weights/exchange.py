@@ -10,6 +10,7 @@ task here, holds a lock or keeps the trainer waiting; it ends an exchange, which
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import time
@@ -204,14 +205,14 @@ class WeightExchange:
             case local.Due():
                 self._due(message)
             case local.Snapshot():
-                self._nursery.start_soon(self._offer, message)
+                self._soon(self._offer, message)
             case local.Gated():
                 self._gated(message)
             case local.Committed():
                 self._clocks[message.fragment] = message.clock
                 self._handle(pairing.Applied(message.session))
             case local.StateWritten():
-                self._nursery.start_soon(self._catch_up.written, message)
+                self._soon(self._catch_up.written, message)
             case local.Adopted():
                 self._clocks = list(message.clocks)
                 self._catch_up.adopted(message)
@@ -319,8 +320,10 @@ class WeightExchange:
         self._fail(session, cause)
 
     def _soon(self, work: Callable[..., Any], *args: Any) -> None:
+        """Start `work`; not when the exchange is ending, which the trainer may learn a moment later than we do."""
         if self._nursery is not None:
-            self._nursery.start_soon(work, *args)
+            with contextlib.suppress(RuntimeError):  # closed to new arrivals: trio has no way to ask first
+                self._nursery.start_soon(work, *args)
 
     async def _tick(self) -> None:
         while True:

@@ -97,6 +97,8 @@ class StateResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     size: int
 
 
+_TAG: Final = b"\xa4type"
+"""msgpack of the string `type`."""
 _HASHES: Final = ("fingerprint", "transfer", "root")
 _COUNTERS: Final = ("outer_step", "size")
 
@@ -122,6 +124,8 @@ def decode_state(data: bytes) -> StateRequest | StateResponse:
 def _decode(data: bytes, decoder: msgspec.msgpack.Decoder, limit: int):  # type: ignore[no-untyped-def]
     if len(data) > limit:
         raise BadMessage("oversize", f"{len(data)} bytes, at most {limit}")
+    if len(data) > len(_TAG) and data[1 : 1 + len(_TAG)] != _TAG:
+        raise BadMessage("schema", "the first field must be `type`")
     try:
         message = decoder.decode(data)
     except msgspec.ValidationError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,12 @@ MESSAGES: dict[str, type[msgspec.Struct]] = {
 
 def schemas() -> dict[str, str]:
     """File name to its content, as it stands in protocol/schema."""
-    return {f"{name}.json": json.dumps(_schema(message), indent=1) + "\n" for name, message in MESSAGES.items()}
+    return render(MESSAGES)
+
+
+def render(messages: Mapping[str, type[msgspec.Struct]]) -> dict[str, str]:
+    """Of any messages."""
+    return {f"{name}.json": json.dumps(_schema(message), indent=1) + "\n" for name, message in messages.items()}
 
 
 def _schema(message: type[msgspec.Struct]) -> dict[str, Any]:

@@ -11,6 +11,10 @@ from swarmnode.rollouts import admission
 from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.rollouts.shelf import Throughput
 from swarmnode.tasks import seeds
+from swarmnode.weights import catchup
+from swarmnode.weights import exchange as weights_exchange
+from swarmnode.weights import messages as weights_messages
+from swarmnode.weights.schema import schemas as weights_schemas
 from swarmnode.wire import ids, limits
 from swarmnode.wire.codec import DECODE_REASONS
 from swarmnode.wire.schema import schemas
@@ -89,6 +93,9 @@ def test_caps_are_those_of_the_registry():
         "bulk_response": limits.BULK_RESPONSE_BYTES,
         "bulk_socket_request": limits.BULK_SOCKET_REQUEST_BYTES,
         "bulk_socket_response": limits.BULK_SOCKET_RESPONSE_BYTES,
+        "weights_message": weights_messages.MESSAGE_BYTES,
+        "weights_state_request": weights_messages.STATE_REQUEST_BYTES,
+        "weights_state_response": weights_messages.STATE_BYTES,
         "peer_id": limits.PEER_ID_BYTES,
         "address": limits.ADDRESS_BYTES,
         "zstd_window": limits.ZSTD_WINDOW_BYTES,
@@ -112,6 +119,7 @@ def test_caps_are_those_of_the_registry():
         "signature": limits.SIGNATURE_BYTES,
         "secret": limits.SECRET_BYTES,
         "session": limits.SESSION_BYTES,
+        "nonce": weights_messages.NONCE_BYTES,
         "transfer": limits.TRANSFER_BYTES,
         "chunk_hash": limits.CHUNK_HASH_BYTES,
         "token": limits.TOKEN_BYTES,
@@ -135,6 +143,8 @@ def test_caps_are_those_of_the_registry():
         "block_bits": seeds.BLOCK_BITS,
         "integer_bits": limits.INTEGER_BITS,
         "difficulty": limits.DIFFICULTY,
+        "fragments": weights_messages.FRAGMENTS,
+        "retry_seconds": weights_messages.RETRY_SECONDS,
     }
     assert REGISTRY["floats"] == {
         "temperature": limits.TEMPERATURE,
@@ -157,6 +167,8 @@ def test_timeouts_are_those_of_the_registry():
         "manifest": manifests.DEADLINE,
         "session": sessions.DEADLINE,
         "summary": summaries.DEADLINE,
+        "weights": weights_exchange.SAY_SECONDS,
+        "weights_state": catchup.ASK_SECONDS,
         "bulk_manifest": bulk.service.REQUEST_SECONDS,
         "bulk_socket": bulk.calling.AGREE_SECONDS,
         "bulk_token": bulk.listener.TOKEN_SECONDS,
@@ -176,6 +188,8 @@ def test_every_limit_is_in_the_registry():
     """A new constant in limits.py without a line in the registry would otherwise go unnoticed."""
     registered = [value for table in ("bytes", "exact_bytes", "counts", "floats", "seconds") for value in REGISTRY[table].values()]
     ours = [value for name, value in vars(limits).items() if name.isupper()]
+    said = weights_messages
+    ours += [said.MESSAGE_BYTES, said.STATE_REQUEST_BYTES, said.STATE_BYTES, said.NONCE_BYTES, said.FRAGMENTS, said.RETRY_SECONDS]
     assert sorted([*ours, seeds.BLOCK_BITS]) == sorted(registered)
 
 
@@ -195,7 +209,7 @@ def test_what_the_registry_calls_blameless_is_ignored():
 
 def test_schemas_are_those_of_the_messages():
     written = {path.name: path.read_text() for path in (PROTOCOL / "schema").glob("*.json")}
-    assert written == schemas(), "run `python -m swarmnode.wire.schema`"
+    assert written == schemas() | weights_schemas(), "run `python -m swarmnode.wire.schema` and `python -m swarmnode.weights.schema`"
 
 
 def test_documents_name_everything_in_the_registry():

@@ -16,6 +16,12 @@ from swarmnode.errors import BadMessage
 from swarmnode.rollouts.admission import Admission, Rejected
 from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
 from swarmnode.testing import frames, vectors
+from swarmnode.weights.catchup import open_state_manifest
+from swarmnode.weights.fingerprint import LoraShape, fingerprint
+from swarmnode.weights.fragments import cut
+from swarmnode.weights.layout import make_layout
+from swarmnode.weights.messages import decode_message, decode_state
+from swarmnode.weights.partners import edge_rank
 from swarmnode.wire import bulk, limits
 from swarmnode.wire.codec import DECODE_REASONS, decode
 from swarmnode.wire.envelope import content_id, peer_id, unseal
@@ -64,9 +70,16 @@ MESSAGES = {
     "bulk_socket_request": (BulkSocketRequest, limits.BULK_SOCKET_REQUEST_BYTES),
     "bulk_socket_response": (BulkSocketResponse, limits.BULK_SOCKET_RESPONSE_BYTES),
 }
+WEIGHTS = {"weights": decode_message, "weights_state": decode_state}
 FRAMES = [(name, vector) for name, document in DOCUMENTS.items() for vector in document["vectors"] if "read_as" in vector]
 ADMISSIONS = [(document, vector) for document in DOCUMENTS.values() for vector in document["vectors"] if "admit" in vector]
 DERIVATIONS = [vector for document in DOCUMENTS.values() for vector in document["vectors"] if "derive" in vector]
+
+
+def weights_fingerprint(given: dict) -> str:
+    hashes = [bytes.fromhex(given[name]) for name in ("swarm", "base", "tokenizer")]
+    adapter = given["adapter"] and LoraShape(*given["adapter"][:2], tuple(given["adapter"][2]), given["adapter"][3])
+    return fingerprint(*hashes, make_layout(given["layout"]), given["codec"], given["fragments"], adapter).hex()
 
 
 def frame_of(vector: dict) -> bytes:
@@ -82,6 +95,11 @@ def judge(read_as: str, frame: bytes, domain: bytes, swarm: bytes) -> dict:
     try:
         if read_as in MESSAGES:
             value = plain(decode(frame, *MESSAGES[read_as]))
+        elif read_as in WEIGHTS:
+            value = plain(WEIGHTS[read_as](frame))
+        elif read_as == "state_manifest":
+            peer, state = open_state_manifest(frame, swarm)
+            value = {"peer": peer, "manifest": plain(state)}
         elif read_as == "manifest":
             opened = open_manifest(frame)
             value = {"swarm": opened.swarm.hex(), "manifest": plain(opened.manifest)}
@@ -156,6 +174,9 @@ def test_swarmnode_derives_what_is_recorded(vector):
         ),
         "evaluation_seed": lambda: evaluation_seed(given["task"], given["block"]),
         "choose_task": lambda: choose_task(given["tasks"], given["seed"], given["index"]),
+        "edge_rank": lambda: edge_rank(given["epoch"], given["one"], given["other"], bytes.fromhex(given["swarm"])).hex(),
+        "weights_fingerprint": lambda: weights_fingerprint(given),
+        "weights_fragments": lambda: [[spec.name for spec in part] for part in cut(make_layout(given["layout"]), given["fragments"])],
         "bulk_root": lambda: bulk.root(BulkManifest(b"", given["size"], given["chunk_bytes"], bytes.fromhex(given["hashes"]))).hex(),
     }[vector["derive"]]()
     assert got == vector["output"]
@@ -170,7 +191,7 @@ def test_every_reason_and_every_reader_has_a_vector():
     assert {vector.get("reason") for _, vector in FRAMES} == {None, *DECODE_REASONS, "signature"}
     accepted = {vector["read_as"] for _, vector in FRAMES if vector["verdict"] == "accept"}
     refused = {vector["read_as"] for _, vector in FRAMES if vector["verdict"] == "reject"}
-    assert accepted == refused == {*ENVELOPES, *MESSAGES, "manifest", "session", "summary"}
+    assert accepted == refused == {*ENVELOPES, *MESSAGES, *WEIGHTS, "state_manifest", "manifest", "session", "summary"}
 
 
 def test_no_two_vectors_of_a_document_have_one_name():
