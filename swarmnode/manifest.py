@@ -113,7 +113,11 @@ def can_honour(manifest: SwarmManifest, config: Config, peer: str = "") -> list[
     """
     return [
         *_version_problems(manifest.minimum_version),
-        *[f"its members speak {name}, this version of swarmnode does not: upgrade" for name in manifest.protocols if name not in ids.SPOKEN],
+        *[
+            f"its members speak {name}, this version of swarmnode does not: upgrade"
+            for name in manifest.protocols
+            if name not in ids.SPOKEN
+        ],
         *[problem for task in manifest.tasks for problem in _task_problems(task)],
         *_setting_problems(manifest, config),
         *_model_problems(manifest, config),

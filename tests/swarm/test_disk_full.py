@@ -31,6 +31,14 @@ SETTINGS = {
 
 
 @pytest.fixture
+def command_of(process):
+    """Its arguments; none for one that has just ended."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
 def small_disk(tmp_path):
     """A directory on a file system of 12 MiB."""
     directory = tmp_path / "disk"
@@ -89,7 +97,7 @@ def test_with_a_full_disk_training_goes_on_and_nothing_is_lost(small_disk, tmp_p
 
         for module in ("swarmnode.trainer", "swarmnode.node"):  # both die and come back without a byte to write
             family = psutil.Process(node._process.pid).children()
-            next(child for child in family if module in child.cmdline()).send_signal(signal.SIGKILL)
+            next(child for child in family if module in command_of(child)).send_signal(signal.SIGKILL)
         until(lambda: log().count("restarting") >= 2 and '"restored"' in log(), lambda: log()[-1500:])
         back = until(reached("step", saved + 1), lambda: log()[-3000:])
         assert back["state_saved_step"] <= saved

@@ -13,6 +13,7 @@ from swarmnode.errors import StateError, Unavailable
 from swarmnode.policy.load import Policy, load_policy
 from swarmnode.trainer import export as child
 from swarmnode.trainer import state
+from swarmnode.weights.lora import A_SEED, freeze_a, shares_a
 
 IDS = torch.tensor([[5, 9, 17, 3, 8]])
 
@@ -21,6 +22,9 @@ def trained(tmp_path, lora: int = 0) -> Policy:
     """A policy whose weights have moved, saved as the trainer saves it."""
     torch.set_num_threads(1)
     policy = load_policy(PolicyConfig.model_validate({"lora": {"r": lora}, "device": "cpu"}))
+    config = Config.model_validate({"policy": {"lora": {"r": lora}}})
+    if shares_a(config):
+        freeze_a(dict(policy.model.named_parameters()), A_SEED)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in policy.trainable_parameters():
@@ -29,7 +33,7 @@ def trained(tmp_path, lora: int = 0) -> Policy:
     optimizer = torch.optim.AdamW(policy.trainable_parameters())
     directory = tmp_path / "data" / "trainer"
     directory.mkdir(parents=True)
-    name = state.owner(policy.fingerprint, lora)
+    name = state.owner(policy.fingerprint, lora, shares_a(config))
     state.write(directory, state.take(policy.model, optimizer, policy.random_generator(0), counters, name))
     return policy
 
