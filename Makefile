@@ -22,7 +22,7 @@ demo: setup
 	$(BIN)/swarmnode demo
 
 test: setup
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 2 --dist loadfile
 
 check: setup
 	$(BIN)/ruff check .
