@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 EXCHANGES = 4
 """Exchanges whose copies are kept; the network process has one at a time, the rest are ones it gave up while we were busy."""
 JOBS = 64
+FILES = 64
+"""Newest files of ours that are left to the network process; what it has open stays readable without a name."""
 LEAST_PROBE = 8
 """Sequences below which the probe says nothing."""
 
@@ -107,6 +109,7 @@ class Replica:
         self._payload_bytes = 0
         self._stalled = 0.0
         self.counters(counters)
+        self._written: deque[Path] = deque()
         self._thread = threading.Thread(target=self._work, name="weights", daemon=True)
         self._thread.start()
 
@@ -206,6 +209,9 @@ class Replica:
             with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.writelines(pieces)
             os.replace(temporary, path)
+            self._written.append(path)
+            while len(self._written) > FILES:  # the network process deletes what it has served; where there is none, nobody does
+                self._written.popleft().unlink(missing_ok=True)
         except OSError as error:
             log.warning("weights not written: %s", error)
             return ""

@@ -261,3 +261,14 @@ def test_an_unstable_rule_is_refused_when_the_configuration_is_read():
     with pytest.raises(ValueError, match="diverge"):
         Config.model_validate({"weights": {"outer_momentum": 0.9}})
     assert Config.model_validate({"weights": {"outer_momentum": 0.9, "rule": "gossip"}}).weights.rule == "gossip"
+
+
+def test_files_do_not_pile_up_where_nobody_serves_them(made, monkeypatch):
+    from swarmnode.trainer import weights as trainer_weights
+
+    monkeypatch.setattr(trainer_weights, "FILES", 3)
+    a = made("a")
+    for _ in range(8):
+        a.replica._solo(0)
+    a.settle()
+    assert len(list((a.directory / "weights").iterdir())) == 3
