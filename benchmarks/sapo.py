@@ -29,6 +29,9 @@ B, G, NODES = 8, 8, 8
 TOKENS_PER_COMPLETION = 3.6
 REGIMES = ("ultra-sparse", "sparse", "moderate", "dense", "heterogeneous")
 ARMS = ("8/0", "8/0 + filter", "6/2", "4/4 unfiltered", "4/4", "4/4 + correction", "2/6", "adaptive", "swarmnode", "lone, over-sampling")
+AVERAGING = ("8/0 + NoLoCo", "4/4 + NoLoCo")
+"""Arms of their own: `--arms 8/0 4/4 "8/0 + NoLoCo" "4/4 + NoLoCo"`."""
+AVERAGE_EVERY = 5
 FIXED = ("8/0", "6/2", "4/4", "2/6")
 ATTACKS = (
     "none", "silent", "forged", "poison", "informed", "informed, unchecked", "ids", "length", "length, unchecked", "garbage", "replay",
@@ -74,6 +77,8 @@ def arms(names: Sequence[str]) -> list[Any]:
         Arm("adaptive", None),
         Arm("swarmnode", None, SharingConfig(), keep_pool=True, guard=True),
         Arm("lone, over-sampling", oversample=4 * B),
+        Arm("8/0 + NoLoCo", average=AVERAGE_EVERY),
+        Arm("4/4 + NoLoCo", 4, average=AVERAGE_EVERY),
     ]
     return [arm for arm in known if arm.name in names]
 
@@ -192,7 +197,7 @@ def note(line: str) -> None:
 
 def regime_tables(regime: str, results: Sequence[dict[str, Any]], size: Size) -> str:
     """Three tables of one regime: mean ± s.d. over seeds. – where an arm never reached the budget."""
-    by_arm = {name: [r for r in results if r["arm"] == name] for name in ARMS}
+    by_arm = {name: [r for r in results if r["arm"] == name] for name in ARMS + AVERAGING}
     by_arm = {name: rows for name, rows in by_arm.items() if rows}
     seeds = len(next(iter(by_arm.values())))
 
@@ -290,7 +295,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40, help="optimizer steps")
     parser.add_argument("--hostile-rounds", type=int, default=30)
     parser.add_argument("--learning-rate", type=float, default=3e-4, help="the default of training.learning_rate")
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS, metavar="ARM", help=", ".join(ARMS))
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS + AVERAGING, metavar="ARM", help=", ".join(ARMS + AVERAGING))
     parser.add_argument("--regimes", nargs="*", default=list(REGIMES), choices=REGIMES, metavar="REGIME", help=", ".join(REGIMES))
     parser.add_argument("--attacks", nargs="*", default=list(ATTACKS), choices=ATTACKS, metavar="ATTACK", help=", ".join(ATTACKS))
     parser.add_argument("--processes", type=int, default=2)

@@ -33,6 +33,13 @@ from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
 from swarmnode.trainer.batch import TrainingGroup, assemble, judge, own_group
 from swarmnode.trainer.update import Updater
+from swarmnode.weights.codecs import decode as decode_averaged
+from swarmnode.weights.codecs import encode as encode_averaged
+from swarmnode.weights.codecs import make_anchor
+from swarmnode.weights.gate import Gate, norm
+from swarmnode.weights.layout import make_layout
+from swarmnode.weights.outer import OuterState, Tensors, host_copy
+from swarmnode.weights.rule import make_rule
 from swarmnode.wire.envelope import peer_id
 from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
 from swarmnode.wire.swarm import swarm_id
@@ -60,6 +67,8 @@ class Arm:
     keep_pool: bool = False
     """External groups stay drawable for later rounds, as in a real node; else only in the round they were made, as in the paper."""
     guard: bool = False
+    average: int = 0
+    """Rounds between two outer steps: all nodes in random pairs, NoLoCo with the product's gate, int8 on the wire; 0 is never."""
 
 
 @dataclass
@@ -109,6 +118,30 @@ class OwnSample:
     rewards: list[float]
 
 
+class Averaging:
+    """A node's slow weights, gate and codec: what `trainer.weights.Replica` has, without files and threads."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.parameters = policy.trainable_state()
+        self.layout = make_layout((name, p.shape, "float32") for name, p in self.parameters.items())
+        self.anchor = make_anchor(host_copy(self.parameters))
+        self.outer = OuterState(self.parameters, make_rule("noloco"))
+        self.gate = Gate(0.1)
+
+    def copy(self) -> tuple[Tensors, bytes]:
+        """Weights, and the payload that a partner gets of them."""
+        snapshot = host_copy(self.parameters)
+        return snapshot, encode_averaged(snapshot, self.layout, "int8", anchor=self.anchor)
+
+    def step(self, peer: str, snapshot: Tensors, payload: bytes, now: float) -> str:
+        """What the gate made of the partner's payload; the outer step is taken either way."""
+        theirs = decode_averaged(payload, self.layout, "int8", anchor=self.anchor)
+        judged = self.gate.judge(peer, snapshot, theirs, now, moved=norm(snapshot, minus=self.outer.phi))
+        self.outer.step(judged.mean if judged.mean is not None else snapshot)
+        self.outer.commit(self.parameters, snapshot)
+        return judged.outcome
+
+
 class Node:
     """One simulated node: identity, policy, optimizer, pool."""
 
@@ -133,6 +166,7 @@ class Node:
         self.trained_on: Counter[str] = Counter()
         """Those that no longer count."""
         self.outcomes: Counter[str] = Counter()
+        self.replica = Averaging(policy) if arm.average else None
         self.trust: Callable[[str], float] = lambda peer: 1.0
         self.on_judged: Callable[[str, str], None] = lambda peer, outcome: None
 
@@ -264,8 +298,26 @@ class Swarm:
                 rows.append(row)
         for name in ("reward_own", "useful_own", "generated_groups", "tokens", "samples", "useful_samples", "external_scale"):
             getattr(self.trace, name).append(fmean(r[name] for r in rows))
+        if self.arm.average and len(self.trace.tokens) % self.arm.average == 0:
+            self.average()
         agreements = [r["agreement"] for r in rows if "agreement" in r]
         self.trace.agreement.append(fmean(agreements) if agreements else None)
+
+    def average(self) -> None:
+        """One outer step of everybody, in random pairs."""
+        order = list(self.counted)
+        random.Random(f"pairs/{self.seed}/{len(self.trace.tokens)}").shuffle(order)
+        extra = self.trace.extra
+        for one, other in zip(order[::2], order[1::2], strict=False):
+            assert one.replica is not None
+            assert other.replica is not None
+            (mine, sent), (theirs, received) = one.replica.copy(), other.replica.copy()
+            for node, snapshot, payload, peer in ((one, mine, received, other.peer), (other, theirs, sent, one.peer)):
+                assert node.replica is not None
+                outcome = node.replica.step(peer, snapshot, payload, self.now)
+                node.version += 1
+                extra["payload_bytes"] = len(payload)
+                extra[f"exchange {outcome}"] = extra.get(f"exchange {outcome}", 0) + 1
 
     def draw(self, node: Node) -> list[TrainingGroup]:
         return node.draw(self.now)
