@@ -30,7 +30,6 @@ SETTINGS = {
 }
 
 
-@pytest.fixture
 def command_of(process):
     """Its arguments; none for one that has just ended."""
     try:
@@ -39,6 +38,7 @@ def command_of(process):
         return []
 
 
+@pytest.fixture
 def small_disk(tmp_path):
     """A directory on a file system of 12 MiB."""
     directory = tmp_path / "disk"
