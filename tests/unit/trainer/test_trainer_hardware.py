@@ -53,7 +53,7 @@ async def train(data_dir, *, on_report=None, node=None, **training):
     network = NetworkSide()
     async with trio.open_nursery() as nursery:
         await nursery.start(LinkServer(data_dir, network).run)
-        trainer = Trainer(Config.model_validate(settings), Progress())
+        trainer = Trainer(Config.model_validate({"weights": {"rule": "off"}, **settings}), Progress())
         if on_report is not None:
             network.report = lambda report: (network.reports.append(report), on_report(trainer, report))
         await trio.to_thread.run_sync(trainer.run)
