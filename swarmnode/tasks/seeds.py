@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
+from swarmnode.wire.ids import DOMAIN_EVALUATION, DOMAIN_SEED, DOMAIN_TASK
 from swarmnode.wire.limits import INDEX_BITS
 
 INDEX_SPAN = 2**INDEX_BITS
@@ -27,10 +28,6 @@ EVALUATION_BIT = 1 << (INDEX_BITS + BLOCK_BITS)
 SEED_LIMIT = EVALUATION_BIT << 1
 """Seeds, and seed + index, are below this: 2**63."""
 SEQUENCE_LIMIT = 2 ** (64 + INDEX_BITS)
-
-_TRAINING = b"swarmnode/seed/1"
-_EVALUATION = b"swarmnode/evaluation/1"
-_CHOICE = b"swarmnode/task/1"
 
 
 def task_seed(swarm: bytes, peer: str, sequence: int) -> tuple[int, int]:
@@ -43,7 +40,7 @@ def task_seed(swarm: bytes, peer: str, sequence: int) -> tuple[int, int]:
         raise ValueError(f"a swarm id has 32 bytes, not {len(swarm)}")
     if not 0 <= sequence < SEQUENCE_LIMIT:
         raise ValueError("sequence is outside 0 to 2**84 - 1")
-    digest = hashlib.blake2b(_TRAINING + swarm + peer.encode() + (sequence >> INDEX_BITS).to_bytes(8, "big"), digest_size=32).digest()
+    digest = hashlib.blake2b(DOMAIN_SEED + swarm + peer.encode() + (sequence >> INDEX_BITS).to_bytes(8, "big"), digest_size=32).digest()
     return _block(digest) << INDEX_BITS, sequence & (INDEX_SPAN - 1)
 
 
@@ -62,7 +59,7 @@ def evaluation_seed(task_id: str, block: int = 0) -> int:
     """
     if not 0 <= block < 2**64:
         raise ValueError("block is outside 0 to 2**64 - 1")
-    digest = hashlib.blake2b(_EVALUATION + task_id.encode() + b"\0" + block.to_bytes(8, "big"), digest_size=32).digest()
+    digest = hashlib.blake2b(DOMAIN_EVALUATION + task_id.encode() + b"\0" + block.to_bytes(8, "big"), digest_size=32).digest()
     return EVALUATION_BIT | (_block(digest) << INDEX_BITS)
 
 
@@ -81,7 +78,7 @@ def choose_task(names: Sequence[str], seed: int, index: int) -> str:
     distinct = sorted(set(names))
     if not distinct:
         raise ValueError("no task to choose from")
-    digest = hashlib.blake2b(_CHOICE + seed.to_bytes(8, "big") + index.to_bytes(4, "big"), digest_size=8).digest()
+    digest = hashlib.blake2b(DOMAIN_TASK + seed.to_bytes(8, "big") + index.to_bytes(4, "big"), digest_size=8).digest()
     return distinct[int.from_bytes(digest, "big") % len(distinct)]
 
 
