@@ -11,7 +11,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from swarmnode import __version__
 from swarmnode.cli_key import key_app
-from swarmnode.cli_options import AsJson, ConfigFile, DataDir, Peer, Setting, Url, by_manifest, load, run_resolved
+from swarmnode.cli_options import AsJson, ConfigFile, DataDir, Peer, Setting, Url, by_manifest, load, run_resolved, say
 from swarmnode.cli_swarm import bootstrap_node, init, join, manifest_app
 from swarmnode.errors import SwarmNodeError
 
@@ -52,19 +52,7 @@ def run(argv: list[str]) -> int:
 
 @app.command(name="run")
 def run_node(*, config: ConfigFile = None, set_: Setting = None, data_dir: DataDir = None, peer: Peer = None) -> int:
-    """Run a node until it is told to stop. The first Ctrl-C drains, the second aborts.
-
-    Parameters
-    ----------
-    config
-        TOML file. Without it, SWARMNODE_CONFIG or config.toml in the user's configuration directory.
-    set_
-        key=value, any key of docs/configuration.md. May be repeated.
-    data_dir
-        Where this node keeps its identity and state. Short for --set node.data_dir=…
-    peer
-        Multiaddr of a peer to join through, ending in /p2p/<peer id>. May be repeated.
-    """
+    """Run a node until it is told to stop. The first Ctrl-C drains, the second aborts."""
     return run_resolved(load(config, set_, data_dir, peer))
 
 
@@ -77,7 +65,7 @@ def demo(
     solo: bool = False,
     byzantine: int = 0,
     kill: int = 0,
-    data_dir: DataDir = None,
+    data_dir: Annotated[Path | None, Parameter(name=["--data-dir", "-d"])] = None,
     http_port: int = 9464,
 ) -> int:
     """A real swarm on this machine: every node has its own processes, policy and identity. Ends with a verdict.
@@ -115,8 +103,6 @@ def status(*, url: Url = "http://127.0.0.1:9464", json: AsJson = False) -> int:
     ----------
     url
         Address of the node's HTTP server.
-    json
-        As JSON, for a script.
     """
     from swarmnode.observe.top import status_command
 
@@ -142,21 +128,7 @@ def top(*, url: Url = "http://127.0.0.1:9464") -> int:
 def doctor(*, config: ConfigFile = None, set_: Setting = None, data_dir: DataDir = None, peer: Peer = None, json: AsJson = False) -> int:
     """Will this node run? Checks configuration, directory, key, ports, clock, peers, device and model, and says what to do.
 
-    Exits with 0, or with what the node itself would: 69 something is missing, 75 the model does not fit, 77 refused, 78 configuration.
-
-    Parameters
-    ----------
-    config
-        As for `run`.
-    set_
-        As for `run`.
-    data_dir
-        As for `run`.
-    peer
-        As for `run`.
-    json
-        As JSON, for a script.
-    """
+    Exits with 0, or with what the node itself would: 69 something is missing, 75 the model does not fit, 77 refused, 78 configuration."""
     from swarmnode.doctor.command import doctor as examine
 
     return examine(lambda: load(config, set_, data_dir, peer), json)
@@ -180,47 +152,19 @@ def export_policy(
         Must not exist yet, or be empty.
     merge
         With LoRA, whole weights instead of an adapter.
-    config
-        As for `run`.
-    set_
-        As for `run`.
-    data_dir
-        As for `run`.
-    json
-        As JSON, for a script.
     """
     resolved = load(config, set_, data_dir, None)
     from swarmnode import export, manifest_store
 
     told = export.export(manifest_store.honoured(resolved.config)[0], directory, merge)
-    if json:
-        import json as json_module
-
-        print(json_module.dumps(told))
-    else:
-        print(f"{told['kind']} of step {told['step']} (policy version {told['policy_version']}) in {directory}")
-    return 0
+    return say(told, f"{told['kind']} of step {told['step']} (policy version {told['policy_version']}) in {directory}", json)
 
 
 @config_app.command(name="show")
 def config_show(
     *, config: ConfigFile = None, set_: Setting = None, data_dir: DataDir = None, peer: Peer = None, json: AsJson = False
 ) -> int:
-    """Every key with its value and where that was set.
-
-    Parameters
-    ----------
-    config
-        As for `run`.
-    set_
-        As for `run`.
-    data_dir
-        As for `run`.
-    peer
-        As for `run`.
-    json
-        As JSON, for a script.
-    """
+    """Every key with its value and where that was set."""
     rows = list(by_manifest(load(config, set_, data_dir, peer)).rows())
     if json:
         import json as json_module

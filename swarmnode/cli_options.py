@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -15,11 +16,26 @@ from swarmnode.errors import SwarmNodeError
 if TYPE_CHECKING:
     from swarmnode.settings import Resolved
 
-ConfigFile = Annotated[Path | None, Parameter(name=["--config", "-c"])]
-Setting = Annotated[list[str] | None, Parameter(name=["--set", "-s"], negative=())]
-DataDir = Annotated[Path | None, Parameter(name=["--data-dir", "-d"])]
-Peer = Annotated[list[str] | None, Parameter(name=["--peer", "-p"], negative=())]
-AsJson = Annotated[bool, Parameter(name="--json", negative=())]
+ConfigFile = Annotated[
+    Path | None,
+    Parameter(
+        name=["--config", "-c"],
+        help="TOML file. Without it, SWARMNODE_CONFIG or config.toml in the user's configuration directory.",
+    ),
+]
+Setting = Annotated[
+    list[str] | None,
+    Parameter(name=["--set", "-s"], negative=(), help="key=value, any key of docs/configuration.md. May be repeated."),
+]
+DataDir = Annotated[
+    Path | None,
+    Parameter(name=["--data-dir", "-d"], help="Where this node keeps its identity and state. Short for --set node.data_dir=…"),
+]
+Peer = Annotated[
+    list[str] | None,
+    Parameter(name=["--peer", "-p"], negative=(), help="Multiaddr of a peer to join through, ending in /p2p/<peer id>. May be repeated."),
+]
+AsJson = Annotated[bool, Parameter(name="--json", negative=(), help="As JSON, for a script.")]
 Url = Annotated[str, Parameter(name="--url")]
 Flag = Annotated[bool, Parameter(negative=())]
 Texts = Annotated[list[str] | None, Parameter(negative=())]
@@ -51,6 +67,12 @@ def by_manifest(resolved: Resolved) -> Resolved:
         print(f"swarmnode: without the manifest: {error}", file=sys.stderr)
         return resolved
     return Resolved(agreed, {**resolved.origins, **{change.key: f"manifest {agreed.swarm.id[:16]}…" for change in changes}})
+
+
+def say(told: Mapping[str, object], text: str, as_json: bool) -> int:
+    """Print what a command did, for a script or for a person; the exit code of having done it."""
+    print(json.dumps(told) if as_json else text)
+    return 0
 
 
 def quoted(value: object) -> str:

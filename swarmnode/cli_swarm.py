@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cyclopts import App
 
-from swarmnode.cli_options import AsJson, ConfigFile, DataDir, Flag, Peer, Setting, Texts, load, quoted, run_resolved
+from swarmnode.cli_options import AsJson, ConfigFile, DataDir, Flag, Peer, Setting, Texts, load, quoted, run_resolved, say
 
 manifest_app = App(name="manifest", help="What this node's swarm agrees on.")
 
@@ -29,14 +29,10 @@ def init(
 ) -> int:
     """Found a swarm: sign a manifest of this configuration with this node's key, and print its invite.
 
+    Model, tasks and training of the configuration become the swarm's.
+
     Parameters
     ----------
-    config
-        As for `run`. Model, tasks and training become the swarm's.
-    set_
-        As for `run`.
-    data_dir
-        As for `run`.
     name
         Of the swarm. Short for --set swarm.name=…
     bootstrap
@@ -53,8 +49,6 @@ def init(
         Of a group, at most. Without it, twice training.num_generations.
     successor
         Follow this data directory's manifest by a new one. Members move there, or are told.
-    json
-        As JSON, for a script.
     """
     named = [f"swarm.name={quoted(name)}"] if name else []
     resolved = load(config, [*(set_ or []), *named], data_dir, None).config
@@ -71,11 +65,8 @@ def init(
     asked = membership.Founding(bootstrap or (), member or (), private, any_model, completions, successor)
     opened, invite = membership.init(resolved, asked)
     if json:
-        import json as json_module
-
         path = membership.ManifestStore(resolved.node.data_dir).path(opened.swarm)
-        print(json_module.dumps({"swarm": opened.swarm.hex(), "invite": str(invite), "manifest": str(path)}))
-        return 0
+        return say({"swarm": opened.swarm.hex(), "invite": str(invite), "manifest": str(path)}, "", as_json=True)
     print(f"founded {opened.manifest.name!r}; `swarmnode run` runs this node, `swarmnode join INVITE` others:", file=sys.stderr)
     if all(address.startswith(("/ip4/127.", "/ip6/::1/")) for address in invite.addresses):
         print("only this machine can use this invite: set network.listen_addrs, or name a --bootstrap address", file=sys.stderr)
@@ -91,6 +82,7 @@ def join(
     data_dir: DataDir = None,
     secret_file: Path | None = None,
     no_run: Flag = False,
+    json: AsJson = False,
 ) -> int:
     """Join a swarm: fetch its manifest, verify it, check that this node can honour it, then run. Afterwards `run` is enough.
 
@@ -98,12 +90,6 @@ def join(
     ----------
     invite
         /ip4/<address>/tcp/<port>/p2p/<peer id>/swarm/<swarm id>, as `init` printed it.
-    config
-        As for `run`.
-    set_
-        As for `run`.
-    data_dir
-        As for `run`.
     secret_file
         A private swarm's secret. It is copied into the data directory.
     no_run
@@ -120,8 +106,8 @@ def join(
         membership.keep_secret(resolved.config, secret_file)
     opened = membership.join(resolved.config, parsed)
     if no_run:
-        print(f"joined {opened.manifest.name!r}, swarm {opened.swarm.hex()}")
-        return 0
+        told = {"swarm": opened.swarm.hex(), "name": opened.manifest.name}
+        return say(told, f"joined {opened.manifest.name!r}, swarm {opened.swarm.hex()}", json)
     return run_resolved(resolved)
 
 
@@ -141,14 +127,6 @@ def bootstrap_node(
     ----------
     invite
         To the swarm; not needed when the data directory has a manifest.
-    config
-        As for `run`.
-    set_
-        As for `run`.
-    data_dir
-        As for `run`.
-    peer
-        As for `run`.
     manifest
         A signed manifest, for a swarm that nobody runs yet: the file that `init` stored.
     secret_file
@@ -174,15 +152,7 @@ def bootstrap_node(
 
 @manifest_app.command(name="show")
 def manifest_show(*, config: ConfigFile = None, data_dir: DataDir = None) -> int:
-    """Print the manifest that this node runs by, its invite, and a successor if one is known, as JSON.
-
-    Parameters
-    ----------
-    config
-        As for `run`.
-    data_dir
-        As for `run`.
-    """
+    """Print the manifest that this node runs by, its invite, and a successor if one is known, as JSON."""
     resolved = load(config, None, data_dir, None).config
     import json as json_module
 
@@ -205,19 +175,11 @@ def manifest_show(*, config: ConfigFile = None, data_dir: DataDir = None) -> int
 
 
 @manifest_app.command(name="follow")
-def manifest_follow(*, config: ConfigFile = None, data_dir: DataDir = None) -> int:
-    """Move to the founder's latest successor. A running node starts again with it by itself.
-
-    Parameters
-    ----------
-    config
-        As for `run`.
-    data_dir
-        As for `run`.
-    """
+def manifest_follow(*, config: ConfigFile = None, data_dir: DataDir = None, json: AsJson = False) -> int:
+    """Move to the founder's latest successor. A running node starts again with it by itself."""
     resolved = load(config, None, data_dir, None).config
     from swarmnode import membership
 
     opened = membership.follow(resolved)
-    print(f"this node is of swarm {opened.manifest.name!r} now, {opened.swarm.hex()}")
-    return 0
+    told = {"swarm": opened.swarm.hex(), "name": opened.manifest.name}
+    return say(told, f"this node is of swarm {opened.manifest.name!r} now, {opened.swarm.hex()}", json)

@@ -1,5 +1,6 @@
 """The command line as a person meets it: fast help, one-line errors, exit codes; and nothing heavy loaded for either."""
 
+import contextlib
 import json
 import resource
 import subprocess
@@ -89,3 +90,26 @@ def test_key_show_prints_the_same_peer_id_twice_and_never_the_key(tmp_path, caps
     assert capsys.readouterr().out == first
     assert first.startswith("12D3KooW")
     assert (tmp_path / "identity.key").stat().st_mode & 0o777 == 0o600
+
+
+def test_key_commands_answer_a_script(tmp_path, capsys):
+    def key(*argv):
+        assert cli.run(["key", *argv, "--data-dir", str(tmp_path / "node"), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    first = key("show")["peer"]
+    assert key("backup", str(tmp_path / "copy.key")) == {"peer": first, "file": str(tmp_path / "copy.key")}
+    rotated = key("rotate")
+    assert rotated["former_peer"] == first != rotated["peer"]
+    brought = key("import", str(tmp_path / "copy.key"), "--replace")
+    assert brought["peer"] == first
+    assert {rotated["former_key"], brought["former_key"]} == {str(path) for path in (tmp_path / "node").glob("identity-*.key")}
+
+
+@pytest.mark.parametrize("command", ["run", "join", "doctor", "config show", "key rotate", "export"])
+def test_the_options_that_commands_share_are_explained_in_each(command, capsys):
+    with contextlib.suppress(SystemExit):
+        cli.run([*command.split(), "--help"])
+    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "TOML file. Without it" in said
+    assert "Where this node keeps its identity and state" in said
