@@ -49,7 +49,8 @@ def test_the_search_finds_what_it_is_there_for(tmp_path):
 
 
 def test_no_file_is_above_600_lines():
-    assert [str(p.relative_to(ROOT)) for p in SOURCES if len(p.read_text().splitlines()) > 600] == []
+    files = [*SOURCES, *(ROOT / "protocol").glob("*.py")]
+    assert [str(p.relative_to(ROOT)) for p in files if len(p.read_text().splitlines()) > 600] == []
 
 
 def test_no_path_of_somebody_s_machine():

@@ -1,10 +1,11 @@
 """The vectors of protocol/ against swarmnode.wire, against the independent decoder, and against their generator."""
 
-import importlib.util
+import importlib
 import json
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -131,12 +132,11 @@ def plain(message: msgspec.Struct) -> dict:
 
 
 @pytest.fixture(scope="module")
-def check() -> ModuleType:
-    """protocol/check.py, which is no part of any package."""
-    spec = importlib.util.spec_from_file_location("protocol_check", PROTOCOL / "check.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def check() -> Iterator[ModuleType]:
+    """protocol/check.py, which is no part of any package, as a program finds it: with its own folder first on the path."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(PROTOCOL))
+        yield importlib.import_module("check")
 
 
 @pytest.mark.parametrize(("document", "vector"), FRAMES, ids=[f"{name}: {vector['name']}" for name, vector in FRAMES])
@@ -207,18 +207,20 @@ def test_independent_decoder_agrees_and_exits_0():
 
 
 def test_independent_decoder_exits_1_on_a_wrong_vector(tmp_path):
-    for name in ("check.py", "registry.toml"):
-        (tmp_path / name).write_text((PROTOCOL / name).read_text())
+    for path in (*PROTOCOL.glob("check*.py"), PROTOCOL / "registry.toml"):
+        (tmp_path / path.name).write_text(path.read_text())
     (tmp_path / "vectors").mkdir()
     wrong = {**DOCUMENTS["fetch.json"], "vectors": [{**DOCUMENTS["fetch.json"]["vectors"][0], "verdict": "reject", "reason": "bounds"}]}
     (tmp_path / "vectors" / "wrong.json").write_text(json.dumps(wrong))
-    assert subprocess.run([sys.executable, tmp_path / "check.py"], capture_output=True, check=False).returncode == 1
+    done = subprocess.run([sys.executable, tmp_path / "check.py"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (1, "1 vectors, 1 judged differently")
 
 
 def test_independent_decoder_does_not_know_swarmnode():
-    source = "import sys; sys.argv = ['check.py']; import runpy\n"
+    source = f"import sys; sys.argv = ['check.py']; sys.path.insert(0, {str(PROTOCOL)!r}); import runpy\n"
     source += f"try: runpy.run_path({str(PROTOCOL / 'check.py')!r}, run_name='__main__')\nexcept SystemExit: pass\n"
-    source += "sys.exit(any(name.split('.')[0] in ('swarmnode', 'msgspec') for name in sys.modules))"
+    source += "names = {name.split('.')[0] for name in sys.modules}\n"
+    source += "sys.exit('check_bulk' not in names or bool(names & {'swarmnode', 'msgspec'}))"
     assert subprocess.run([sys.executable, "-I", "-c", source], capture_output=True, check=False).returncode == 0
 
 

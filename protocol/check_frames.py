@@ -1,0 +1,142 @@
+"""00-conventions: from bytes to a message of a known shape, signatures, and bounds that every document uses.
+
+A message is a dict of field → type in wire order; a type is str, bytes, int, float, a tuple of allowed strings, [element] or a message.
+"""
+
+import hashlib
+import itertools
+import re
+import tomllib
+from pathlib import Path
+
+import msgpack
+import zstandard
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+REGISTRY = tomllib.loads((Path(__file__).parent / "registry.toml").read_text())
+BYTES, EXACT, COUNTS, FLOATS = REGISTRY["bytes"], REGISTRY["exact_bytes"], REGISTRY["counts"], REGISTRY["floats"]
+
+ENVELOPE = {"key": bytes, "payload": bytes, "signature": bytes, "codec": ("raw", "zstd")}
+
+
+class Refused(Exception):
+    """`args[0]` is the reason."""
+
+
+def require(condition, reason="bounds"):
+    if not condition:
+        raise Refused(reason)
+
+
+def kind(lead):
+    """What a value is, by its first byte."""
+    require(lead != 0xC1, "malformed")
+    if lead <= 0x7F or lead >= 0xE0 or 0xCC <= lead <= 0xD3:
+        return int
+    if 0xA0 <= lead <= 0xBF or 0xD9 <= lead <= 0xDB:
+        return str
+    if 0x80 <= lead <= 0x8F or lead in (0xDE, 0xDF):
+        return dict
+    if 0x90 <= lead <= 0x9F or lead in (0xDC, 0xDD):
+        return list
+    return {0xC4: bytes, 0xC5: bytes, 0xC6: bytes, 0xCA: float, 0xCB: float}.get(lead)
+
+
+def read(stream, data, wanted):
+    """One value of type `wanted`, looked at before it is read, so that nothing is built that was not asked for."""
+    require(stream.tell() < len(data), "malformed")
+    found = kind(data[stream.tell()])
+    if isinstance(wanted, dict):
+        require(found is dict, "schema")
+        return read_fields(stream, data, wanted, stream.read_map_header(), {})
+    if isinstance(wanted, list):
+        require(found is list, "schema")
+        return [read(stream, data, wanted[0]) for _ in range(stream.read_array_header())]
+    if wanted is float:
+        require(found in (float, int), "schema")
+        return float(stream.unpack())  # an integer here is found out by its bytes, below
+    require(found is (str if isinstance(wanted, tuple) else wanted), "schema")
+    value = stream.unpack()
+    require(not isinstance(wanted, tuple) or value in wanted, "schema")
+    return value
+
+
+def read_fields(stream, data, fields, count, message):
+    for _ in range(count):
+        field = read(stream, data, str)
+        require(field in fields, "schema")
+        message[field] = read(stream, data, fields[field])
+    require(message.keys() == fields.keys(), "schema")
+    require(list(message) == list(fields), "malformed")
+    return message
+
+
+def read_tagged(stream, data, shapes):
+    require(data, "malformed")
+    require(kind(data[0]) is dict, "schema")
+    count = stream.read_map_header()
+    require(count, "schema")
+    require(read(stream, data, str) == "type", "schema")
+    tag = read(stream, data, tuple(shapes))
+    return read_fields(stream, data, shapes[tag], count - 1, {"type": tag})
+
+
+def decode(data, limit, *shapes):
+    """The message in `data`: of the one shape, or of the one among several that its first field names."""
+    require(len(data) <= limit, "oversize")
+    stream = msgpack.Unpacker(raw=False, strict_map_key=True, max_map_len=2**32 - 1, max_array_len=2**32 - 1, max_buffer_size=limit + 1)
+    stream.feed(data)
+    try:
+        if len(shapes) == 1:
+            message = read(stream, data, shapes[0])
+        else:
+            message = read_tagged(stream, data, {shape["type"][0]: shape for shape in shapes})
+    except (msgpack.OutOfData, ValueError):  # truncated, bad UTF-8
+        raise Refused("malformed") from None
+    require(msgpack.packb(message) == data, "malformed")  # trailing bytes, duplicate keys, longer headers than needed
+    return message
+
+
+def decompress(data, limit):
+    try:
+        declared = zstandard.frame_content_size(data)
+        require(declared >= 0, "compression")
+        require(declared <= limit, "oversize")
+        require(zstandard.get_frame_parameters(data).window_size <= BYTES["zstd_window"], "compression")
+        require(len(zstandard.ZstdDecompressor().stream_reader(data).read(declared + 1)) == declared, "compression")
+        frame = zstandard.ZstdDecompressor().decompressobj()
+        content = frame.decompress(data)
+    except zstandard.ZstdError:
+        raise Refused("compression") from None
+    require(frame.eof and not frame.unused_data, "compression")
+    return content
+
+
+def verify(envelope, domain, swarm):
+    codec = {"raw": b"\0", "zstd": b"\1"}[envelope["codec"]]
+    signed = bytes([len(domain)]) + domain + swarm + codec + envelope["payload"]
+    try:
+        Ed25519PublicKey.from_public_bytes(envelope["key"]).verify(envelope["signature"], signed)
+    except InvalidSignature:
+        raise Refused("signature") from None
+
+
+def counter(*values):
+    require(all(0 <= value < 2 ** COUNTS["integer_bits"] for value in values))
+
+
+def name(value, cap):
+    require(1 <= len(value) <= cap and all("!" <= character <= "~" for character in value))
+
+
+def rising(values, low, cap):
+    require(low <= len(values) <= cap and all(a < b for a, b in itertools.pairwise(values)))
+
+
+def text(value, low, cap):
+    require(low <= len(value.encode()) <= cap and not re.search("[\\x00-\\x1f\\x7f-\\x9f]", value))
+
+
+def digest(data):
+    return hashlib.blake2b(data, digest_size=32).digest()

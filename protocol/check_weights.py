@@ -1,0 +1,89 @@
+"""03-weights: what partners say, states and their manifests, and what follows from names and shapes."""
+
+import hashlib
+import itertools
+import math
+import re
+import struct
+
+import msgpack
+from check_frames import BYTES, COUNTS, ENVELOPE, EXACT, REGISTRY, counter, decode, require, verify
+from check_join import peer_id
+
+WEIGHTS = (
+    {"type": ("here",), "fingerprint": bytes, "outer_step": int},
+    {"type": ("propose",), "nonce": bytes, "fingerprint": bytes, "fragment": int, "outer_step": int},
+    {"type": ("accept",), "nonce": bytes, "session": bytes, "fragment": int, "outer_step": int},
+    {"type": ("busy",), "nonce": bytes, "reason": ("busy", "other_policy"), "retry_seconds": int},
+    {"type": ("release",), "session": bytes},
+    {"type": ("ready",), "session": bytes, "transfer": bytes, "root": bytes, "size": int, "outer_step": int},
+    {"type": ("latest",), "fingerprint": bytes, "fragment": int},
+)
+WEIGHTS_STATE = (
+    {"type": ("state_request",), "fingerprint": bytes},
+    {"type": ("state_response",), "manifest": bytes, "transfer": bytes, "root": bytes, "size": int},
+)
+STATE_MANIFEST = {
+    "type": ("state",), "fingerprint": bytes, "outer_step": int, "created_at": int,
+    "tensors": [{"name": str, "phi": bytes, "delta": bytes}],
+}  # fmt: skip
+
+
+def read_weights(frame, cap, shapes):
+    """03, sections 2 and 7."""
+    message = decode(frame, BYTES[cap], *shapes)
+    for field, length in (("nonce", "nonce"), ("session", "nonce"), ("fingerprint", "fingerprint"), ("transfer", "transfer")):
+        require(len(message.get(field, bytes(EXACT[length]))) == EXACT[length])
+    require(len(message.get("root", bytes(EXACT["chunk_hash"]))) == EXACT["chunk_hash"])
+    counter(message.get("outer_step", 0), message.get("size", 1) - 1, message.get("size", 1))
+    require(0 <= message.get("fragment", 0) < COUNTS["fragments"])
+    require(0 <= message.get("retry_seconds", 0) <= COUNTS["retry_seconds"])
+    return message
+
+
+def read_state_manifest(frame, swarm):
+    envelope = decode(frame, BYTES["weights_state_response"], ENVELOPE)
+    require(len(envelope["key"]) == EXACT["key"] and len(envelope["signature"]) == EXACT["signature"])
+    require(envelope["codec"] == "raw", "compression")
+    verify(envelope, REGISTRY["domains"]["state"].encode(), swarm)
+    manifest = decode(envelope["payload"], BYTES["weights_state_response"], STATE_MANIFEST)
+    require(len(manifest["fingerprint"]) == EXACT["fingerprint"])
+    counter(manifest["outer_step"], manifest["created_at"])
+    require(all(a["name"] < b["name"] for a, b in itertools.pairwise(manifest["tensors"])))
+    require(all(len(tensor["phi"]) == len(tensor["delta"]) == 32 for tensor in manifest["tensors"]))
+    return {"peer": peer_id(envelope["key"]), "manifest": manifest}
+
+
+def edge_rank(epoch, one, other, swarm):
+    low, high = sorted((one.encode(), other.encode()))
+    content = b"swarmnode/pairing/1" + struct.pack(">QH", epoch, len(low)) + low + high + bytes.fromhex(swarm)
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def weights_fingerprint(swarm, base, tokenizer, layout, codec, fragments, adapter):
+    hashes = [bytes.fromhex(value) for value in (swarm, base, tokenizer)]
+    return hashlib.sha256(msgpack.packb(["swarmnode/weights", 1, *hashes, sorted(layout), codec, fragments, adapter])).hexdigest()
+
+
+def weights_fragments(layout, fragments):
+    """03, section 1."""
+    layer = {name: re.search(r"(?:^|\.)([0-9]+)(?:\.|$)", name) for name, _, _ in layout}
+    layers = sorted({int(found[1]) for found in layer.values() if found})
+    size = {name: math.prod(shape) for name, shape, _ in layout}
+    count = max(1, min(fragments, len(layers)))
+    parts = [[name for name in layer if layer[name] and layers.index(int(layer[name][1])) % count == part] for part in range(count)]
+    for name in sorted((name for name in layer if not layer[name]), key=lambda name: (-size[name], name)):
+        min(parts, key=lambda part: sum(size[other] for other in part)).append(name)
+    return [sorted(part) for part in parts]
+
+
+READERS = {
+    "weights": lambda frame, domain, swarm: read_weights(frame, "weights_message", WEIGHTS),
+    "weights_state": lambda frame, domain, swarm: read_weights(frame, "weights_state_response", WEIGHTS_STATE),
+    "state_manifest": lambda frame, domain, swarm: read_state_manifest(frame, swarm),
+}
+DERIVATIONS = {
+    "edge_rank": edge_rank,
+    "weights_fingerprint": weights_fingerprint,
+    "weights_fragments": weights_fragments,
+}
