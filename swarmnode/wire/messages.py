@@ -221,7 +221,7 @@ class BulkManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chunk_bytes: int
     """Length of every chunk but the last, 4 KiB to 1 MiB."""
     hashes: bytes
-    """32 bytes for each chunk: its blake2b-256."""
+    """32 bytes for each chunk: its BLAKE3."""
 
 
 class BulkManifestRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
