@@ -174,6 +174,31 @@ def check_reachability(f: ReachFacts) -> Check:
 
 
 @dataclass(frozen=True)
+class DialBackFacts:
+    """What peers found when they dialled this node back; of the running node, or of a trial at its ports."""
+
+    verdict: Literal["unknown", "public", "private"] = "unknown"
+    observed: str = ""
+    """IP address that they see this node at; empty while unknown."""
+    relays: int = 0
+    """Peers that relay calls to this node."""
+
+
+def check_dial_back(f: DialBackFacts) -> Check:
+    """The NAT and relay class, from outside."""
+    name = "dial-back"
+    seen = f" at {f.observed}" if f.observed else ""
+    if f.verdict == "public":
+        return ok(name, f"peers reach this node{seen}")
+    if f.verdict == "unknown":
+        return ok(name, "not known: no peer beyond this machine has tried to reach this node")
+    todo = "forward the port and name the outside address in network.announce_addrs, or leave it: dialling out works"
+    if f.relays:
+        return ok(name, f"peers cannot dial this node; {f.relays} of them relay{'s' if f.relays == 1 else ''} for it")
+    return warn(name, "peers cannot dial this node, and none relays for it: it takes part through the connections that it makes", todo)
+
+
+@dataclass(frozen=True)
 class PeerFacts:
     address: str
     outcome: Literal["ok", "unreachable", "no_handshake", "wrong_peer", "not_tried"]

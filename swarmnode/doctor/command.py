@@ -57,9 +57,12 @@ def examine(load: Callable[[], Resolved]) -> Iterator[Check]:
     for port in probes.ports(config, running):
         yield checks.check_port(port)
     yield checks.check_files(probes.open_files(), config.network.max_connections)
-    yield checks.check_clock(probes.clock(data_dir, probes.status(config) if running else {}))
+    status = probes.status(config) if running else {}
+    yield checks.check_clock(probes.clock(data_dir, status))
     yield checks.check_reachability(probes.reachability(config))
-    yield from checks.check_peers(probes.peers(config, swarm, secret, running))
+    peers, dial_back = probes.peers(config, swarm, secret, running)
+    yield from checks.check_peers(peers)
+    yield checks.check_dial_back(probes.dialled_back(status) if running else dial_back)
     device = probes.device(config.policy)
     yield checks.check_device(device)
     yield checks.check_model(device)

@@ -27,7 +27,7 @@ import msgspec
 import psutil
 
 from swarmnode.config import Config, PolicyConfig
-from swarmnode.doctor.checks import ClockFacts, DeviceFacts, DirectoryFacts, KeyFacts, PeerFacts, PortFacts, ReachFacts
+from swarmnode.doctor.checks import ClockFacts, DeviceFacts, DialBackFacts, DirectoryFacts, KeyFacts, PeerFacts, PortFacts, ReachFacts
 
 EXAMINE_SECONDS = 180.0
 """torch may come from a cold disk, config.json from the Hub."""
@@ -156,28 +156,43 @@ def reachability(config: Config) -> ReachFacts:
     )
 
 
-def peers(config: Config, swarm: bytes, secret: bytes | None, running: bool) -> list[PeerFacts]:
-    """Every bootstrap address, tried by a child. With this node's own key unless a node is using it."""
+def peers(config: Config, swarm: bytes, secret: bytes | None, running: bool) -> tuple[list[PeerFacts], DialBackFacts]:
+    """Every bootstrap address, tried by a child; with this node's own key and ports, which are dialled back, unless a node uses them."""
     path = config.node.data_dir / "identity.key"
     request = {
         "addresses": config.network.initial_peers,
         "swarm": swarm.hex(),
         "secret": (secret or b"").hex(),
         "identity": str(path) if path.exists() and not running else "",
+        "listen": [] if running else own_ports(config),
+        "relay": config.network.relay,
     }
     if not request["addresses"]:
-        return []
+        return [], DialBackFacts()
     try:
-        return [PeerFacts(**row) for row in child("swarmnode.p2p.reach", json.dumps(request).encode(), REACH_SECONDS)]
+        told = child("swarmnode.p2p.reach", json.dumps(request).encode(), REACH_SECONDS)
     except ChildFailed as failed:
-        return [PeerFacts(address, "not_tried", str(failed)) for address in config.network.initial_peers]
+        return [PeerFacts(address, "not_tried", str(failed)) for address in config.network.initial_peers], DialBackFacts()
+    return [PeerFacts(**row) for row in told["peers"]], DialBackFacts(**told["dial_back"])
+
+
+def own_ports(config: Config) -> list[str]:
+    """Multiaddrs that a trial can listen on: free ones, not those that are only chosen at the first start."""
+    free = [(host, port) for host, port in listen_addresses(config) if port and not port_problem(host, port)]
+    return [f"/ip{6 if ':' in host else 4}/{host}/tcp/{port}" for host, port in free]
+
+
+def dialled_back(status: dict[str, Any]) -> DialBackFacts:
+    """`status`: the running node's snapshot."""
+    network = status.get("network", {})
+    return DialBackFacts(network.get("reach", "unknown"), relays=network.get("relays", 0))
 
 
 # ---- clock ------------------------------------------------------------------------------------------------------------------
 
 
 def clock(data_dir: Path, status: dict[str, Any]) -> ClockFacts:
-    """`status`: of the running node; empty without one."""
+    """`status`: the running node's snapshot; empty without one."""
     newest = None
     for path in (data_dir / "peers.json", data_dir / "trainer" / "state.safetensors", data_dir / "run" / "supervisor.json"):
         with contextlib.suppress(OSError):
@@ -254,14 +269,14 @@ def child(module: str, request: bytes, seconds: float) -> Any:
 
 
 def status(config: Config) -> dict[str, Any]:
-    """/status of the node that runs in this data directory; empty when there is none, or none that answers."""
+    """Snapshot of the node that runs in this data directory, from its /status; empty when there is none, or none that answers."""
     try:
         url = json.loads((config.node.data_dir / "run" / "addresses.json").read_bytes())["http"]
         if not url:
             return {}
         host = url.replace("//0.0.0.0", "//127.0.0.1").replace("//[::]", "//[::1]")
         with urllib.request.urlopen(f"{host}/status?points=1", timeout=STATUS_SECONDS) as answer:
-            return dict(msgspec.json.decode(answer.read(STATUS_BYTES)))
+            return dict(msgspec.json.decode(answer.read(STATUS_BYTES))["snapshot"])
     except (OSError, ValueError, KeyError, TypeError, urllib.error.URLError, msgspec.MsgspecError):
         return {}
 

@@ -1,7 +1,8 @@
-"""`python -m swarmnode.p2p.reach`, request as JSON on stdin: which bootstrap addresses answer as the peer they name, as JSON on stdout.
+"""`python -m swarmnode.p2p.reach`, request as JSON on stdin: which bootstrap addresses answer as the peer they name, and whether those
+peers can dial us back, as JSON on stdout.
 
-Two steps each, because they fail for different reasons: a TCP connection, then Noise and Yamux with the peer id checked. The host is of
-this process alone: not at our own port, and without our peer book.
+Two steps for each address, because they fail for different reasons: a TCP connection, then Noise and Yamux with the peer id checked. The
+host is of this process alone, without our peer book; at the node's own ports, which are then dialled back, while no node listens there.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import trio
@@ -35,12 +36,16 @@ class Request(msgspec.Struct, frozen=True):
     """Path of this node's key, for swarms that only let members in; empty uses a fresh one, which a running node's key needs."""
     seconds: float = 8.0
     """For each address, all at the same time."""
+    listen: list[str] = []
+    """Multiaddrs that peers are asked to dial back; empty does not ask."""
+    relay: Literal["off", "client", "server", "auto"] = "off"
+    dial_back_seconds: float = 16.0
 
 
-async def reach(request: Request) -> list[dict[str, str]]:
-    """Fields of `doctor.checks.PeerFacts`, in the order of the request."""
+async def reach(request: Request) -> dict[str, Any]:
+    """`peers`: fields of `doctor.checks.PeerFacts`, in the order of the request; `dial_back`: fields of `doctor.checks.DialBackFacts`."""
     identity = load_or_create(Path(request.identity)) if request.identity else from_key(Ed25519PrivateKey.generate())
-    cfg = NetworkConfig(listen_addrs=["/ip4/127.0.0.1/tcp/0"], mdns=False)
+    cfg = NetworkConfig(listen_addrs=request.listen or ["/ip4/127.0.0.1/tcp/0"], mdns=False, relay=request.relay, bulk_port=-1)
     found: dict[str, dict[str, str]] = {}
     with tempfile.TemporaryDirectory(prefix="swarmnode-reach-") as directory:
         secret = bytes.fromhex(request.secret) or None
@@ -52,7 +57,20 @@ async def reach(request: Request) -> list[dict[str, str]]:
             async with trio.open_nursery() as nursery:
                 for text in request.addresses:
                     nursery.start_soon(look, text)
-    return [found[text] for text in request.addresses]
+            asked = request.listen and any(row["outcome"] == "ok" for row in found.values())
+            told = await dial_back(network, request.dial_back_seconds) if asked else {}
+    return {"peers": [found[text] for text in request.addresses], "dial_back": told}
+
+
+async def dial_back(network: Any, seconds: float) -> dict[str, Any]:
+    """What connected peers say of dialling us, as soon as it is known; when they cannot, also whether one of them relays for us."""
+    until = trio.current_time() + seconds
+    while True:
+        nat = network.statistics().nat
+        settled = nat.reach.verdict == "public" or (nat.reach.verdict == "private" and nat.client.relays)
+        if settled or trio.current_time() >= until:
+            return {"verdict": nat.reach.verdict, "observed": nat.reach.observed, "relays": len(nat.client.relays)}
+        await trio.sleep(0.2)
 
 
 async def answer(network: Any, text: str, seconds: float) -> dict[str, str]:

@@ -1,9 +1,12 @@
 """Two hosts behind masquerading routers and a public relay, in network namespaces: what gets through, what stays without the relay."""
 
 import contextlib
+import json
+import sys
 
 import pytest
 
+from swarmnode.doctor.checks import DialBackFacts
 from swarmnode.testing.nat_process import NatHost, wait_until
 from swarmnode.testing.netns import Topology, missing
 
@@ -79,3 +82,21 @@ def test_a_router_that_does_not_leaves_them_on_the_relay_and_they_come_back_with
         start_relay()
         wait_until(lambda: a.sees(b) == b.sees(a) == "relayed", "they find each other again", 60.0)
         exchange(a, b)
+
+
+def test_the_doctor_asks_to_be_dialled_back_and_tells_the_nat_class_from_it(tmp_path):
+    def probe(net, name):
+        asked = {"addresses": relay.addrs, "swarm": "09" * 32, "listen": ["/ip4/0.0.0.0/tcp/9100"], "relay": "auto"}
+        command = [sys.executable, "-m", "swarmnode.p2p.reach"]
+        done = net.run(name, command, input=json.dumps(asked), capture_output=True, text=True, timeout=60)
+        told = json.loads(done.stdout.splitlines()[-1])
+        assert [row["outcome"] for row in told["peers"]] == ["ok"]
+        return DialBackFacts(**told["dial_back"])
+
+    with Topology() as net:
+        net.public("relay", "5.5.5.5")
+        net.public("open", "5.5.5.6")
+        net.behind_nat("closed", "5.5.5.11")
+        relay = NatHost(net, "relay", tmp_path / "relay", **RELAY)
+        assert probe(net, "closed") == DialBackFacts("private", "5.5.5.11", 1)
+        assert probe(net, "open") == DialBackFacts("public", "5.5.5.6", 0)

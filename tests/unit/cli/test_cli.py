@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from swarmnode import cli
+from swarmnode import cli, cli_options
 
 HEAVY = {"torch", "transformers", "libp2p", "reasoning_gym", "accelerate", "peft", "prometheus_client", "trio", "pydantic"}
 
@@ -113,3 +113,14 @@ def test_the_options_that_commands_share_are_explained_in_each(command, capsys):
     said = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "TOML file. Without it" in said
     assert "Where this node keeps its identity and state" in said
+
+
+@pytest.mark.parametrize(("text", "count"), [("6GiB", 6 * 2**30), ("1.5 gb", 1_500_000_000), ("1048576", 2**20), ("0", 0)])
+def test_a_stage_capacity_is_a_size(text, count):
+    assert cli_options.load(None, None, None, None, tasks=False, stage_capacity=text).config.stages.capacity == count
+
+
+@pytest.mark.parametrize("text", ["much", "-1", "6 parsecs", "", "1e400GB"])
+def test_a_stage_capacity_that_is_none_is_one_line_and_the_exit_code_of_configuration(text, capsys):
+    assert cli.run(["run", f"--stage-capacity={text}"]) == 78
+    assert capsys.readouterr().err.count("\n") == 1

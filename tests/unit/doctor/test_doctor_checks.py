@@ -5,7 +5,18 @@ import dataclasses
 import pytest
 
 from swarmnode.doctor import checks
-from swarmnode.doctor.checks import Check, ClockFacts, ConfigFacts, DeviceFacts, DirectoryFacts, KeyFacts, PeerFacts, PortFacts, ReachFacts
+from swarmnode.doctor.checks import (
+    Check,
+    ClockFacts,
+    ConfigFacts,
+    DeviceFacts,
+    DialBackFacts,
+    DirectoryFacts,
+    KeyFacts,
+    PeerFacts,
+    PortFacts,
+    ReachFacts,
+)
 
 GIB = 2**30
 DIRECTORY = DirectoryFacts("/data", free_bytes=50 * GIB)
@@ -115,3 +126,19 @@ def test_the_exit_code_is_what_a_person_has_to_mend_first():
     assert checks.exit_code(failed) == 77
     assert checks.exit_code([*failed, Check("b", "fail", "", exit_code=78)]) == 78
     assert checks.exit_code([Check("c", "warn", "")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("facts", "level", "says"),
+    [
+        (DialBackFacts("public", "203.0.113.7"), "ok", "peers reach this node at 203.0.113.7"),
+        (DialBackFacts("private", "203.0.113.7", 1), "ok", "1 of them relays for it"),
+        (DialBackFacts("private", "203.0.113.7", 2), "ok", "2 of them relay for it"),
+        (DialBackFacts("private"), "warn", "none relays for it"),
+        (DialBackFacts(), "ok", "not known"),
+    ],
+)
+def test_who_can_be_dialled_and_who_is_relayed_is_told_apart(facts, level, says):
+    check = checks.check_dial_back(facts)
+    assert check.level == level
+    assert says in check.what

@@ -1,10 +1,12 @@
 """What is seen of a real directory, socket, key and peer; and the command over all of it."""
 
+import http.server
 import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -13,10 +15,13 @@ import trio
 from swarmnode import cli
 from swarmnode.config import Config, PolicyConfig
 from swarmnode.doctor import probes
-from swarmnode.doctor.checks import DeviceFacts
+from swarmnode.doctor.checks import DeviceFacts, DialBackFacts
+from swarmnode.observe.history import History
+from swarmnode.observe.http import status_json
 from swarmnode.p2p.identity import load_or_create
 from swarmnode.policy.examine import examine
 from swarmnode.supervisor import lock_data_dir
+from swarmnode.testing import snapshots
 from swarmnode.testing.hosts import host
 
 CPU = DeviceFacts(torch="2.13.0", placement="cpu, float32", parameters=1, need_bytes=1, free_bytes=2**30)
@@ -87,6 +92,33 @@ def test_a_clock_behind_the_nodes_own_files_shows(tmp_path):
     assert facts.synchronised in (True, False, None)
 
 
+def test_a_running_node_is_asked_over_its_own_http_server(tmp_path):
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(status_json(seen, History()))
+
+        def log_message(self, *args):
+            pass
+
+    seen = snapshots.example()
+    with http.server.HTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "addresses.json").write_text(json.dumps({"http": f"http://127.0.0.1:{server.server_port}"}))
+        status = probes.status(config(tmp_path))
+    assert probes.clock(tmp_path, status).received == seen.rollouts.received > 0
+    assert probes.dialled_back(status) == DialBackFacts(seen.network.reach, "", seen.network.relays)
+
+
+def test_only_ports_that_are_known_and_free_are_tried(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        addresses = [f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}", "/ip6/::1/tcp/0"]
+        assert probes.own_ports(config(tmp_path, network={"listen_addrs": addresses})) == []
+    assert probes.own_ports(config(tmp_path, network={"listen_addrs": addresses})) == addresses[:1]
+
+
 def test_gpus_are_found_on_the_bus_and_drivers_by_their_version(tmp_path):
     for name, kind, vendor in (("0", "0x030200", "0x10de"), ("1", "0x020000", "0x10de"), ("2", "0x030000", "0x1002")):
         (tmp_path / name).mkdir()
@@ -131,10 +163,11 @@ async def test_bootstrap_peers_are_told_apart(tmp_path):
                 absent = f"/ip4/127.0.0.1/tcp/{unused.getsockname()[1]}/p2p/{other}"
                 wrong = good.rpartition("/")[0] + "/" + other
                 node = config(tmp_path / "me", network={"initial_peers": [good, wrong, silent, absent]})
-                facts = await trio.to_thread.run_sync(probes.peers, node, bytes(32), None, False)
+                facts, dial_back = await trio.to_thread.run_sync(probes.peers, node, bytes(32), None, False)
             nursery.cancel_scope.cancel()
     assert [fact.outcome for fact in facts] == ["ok", "wrong_peer", "no_handshake", "unreachable"]
     assert [fact.address for fact in facts] == [good, wrong, silent, absent]
+    assert dial_back == DialBackFacts("unknown")  # the port is only chosen at the first start: there is nothing to dial back yet
 
 
 async def hang_up(stream):
@@ -185,4 +218,3 @@ def test_neither_torch_nor_libp2p_is_loaded_for_it():
         "print([name for name in ('torch', 'transformers', 'libp2p') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
-
