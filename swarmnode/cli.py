@@ -11,7 +11,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from swarmnode import __version__
 from swarmnode.cli_key import key_app
-from swarmnode.cli_options import AsJson, ConfigFile, DataDir, Peer, Setting, Url, by_manifest, load, run_resolved, say
+from swarmnode.cli_options import AsJson, Capacity, ConfigFile, DataDir, Peer, Setting, Url, by_manifest, load, run_resolved, say
 from swarmnode.cli_swarm import bootstrap_node, init, join, manifest_app
 from swarmnode.errors import SwarmNodeError
 
@@ -51,9 +51,11 @@ def run(argv: list[str]) -> int:
 
 
 @app.command(name="run")
-def run_node(*, config: ConfigFile = None, set_: Setting = None, data_dir: DataDir = None, peer: Peer = None) -> int:
+def run_node(
+    *, config: ConfigFile = None, set_: Setting = None, data_dir: DataDir = None, peer: Peer = None, stage_capacity: Capacity = None
+) -> int:
     """Run a node until it is told to stop. The first Ctrl-C drains, the second aborts."""
-    return run_resolved(load(config, set_, data_dir, peer))
+    return run_resolved(load(config, set_, data_dir, peer, stage_capacity=stage_capacity))
 
 
 @app.command

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from swarmnode.errors import SwarmNodeError
+from swarmnode.errors import ConfigError, SwarmNodeError
 
 if TYPE_CHECKING:
     from swarmnode.settings import Resolved
@@ -35,10 +36,19 @@ Peer = Annotated[
     list[str] | None,
     Parameter(name=["--peer", "-p"], negative=(), help="Multiaddr of a peer to join through, ending in /p2p/<peer id>. May be repeated."),
 ]
+Capacity = Annotated[
+    str | None,
+    Parameter(
+        name="--stage-capacity",
+        help="Memory that a stage of a crew may take here, e.g. 6GiB or a number of bytes. Short for --set stages.capacity=…",
+    ),
+]
 AsJson = Annotated[bool, Parameter(name="--json", negative=(), help="As JSON, for a script.")]
 Url = Annotated[str, Parameter(name="--url")]
 Flag = Annotated[bool, Parameter(negative=())]
 Texts = Annotated[list[str] | None, Parameter(negative=())]
+
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def run_resolved(resolved: Resolved, commands: Mapping[str, str] | None = None) -> int:
@@ -79,9 +89,18 @@ def quoted(value: object) -> str:
     return '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
+def size_bytes(text: str) -> int:
+    """`6GiB`, `500 MB` or `1048576` in bytes. Raises ConfigError."""
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s*([A-Za-z]*)", text.strip())
+    if found is None or found[2].upper() not in UNITS:
+        raise ConfigError(f"command line: {text!r} is not a size; write 6GiB, 500MB or a number of bytes")
+    return int(float(found[1]) * UNITS[found[2].upper()])
+
+
 def load(
-    config: Path | None, settings_: list[str] | None, data_dir: Path | None, peers: list[str] | None, *, tasks: bool = True
-) -> Resolved:
+    config: Path | None, settings_: list[str] | None, data_dir: Path | None, peers: list[str] | None, *, tasks: bool = True,
+    stage_capacity: str | None = None,
+) -> Resolved:  # fmt: skip
     """The configuration of a command; its tasks are known then, those of the node's owner too, unless the command has nothing to do with
     them. Raises ConfigError."""
     from swarmnode import settings
@@ -92,6 +111,8 @@ def load(
         overrides.append(f"node.data_dir={quoted(data_dir.absolute())}")
     if peers:
         overrides.append(f"network.initial_peers=[{', '.join(quoted(peer) for peer in peers)}]")
+    if stage_capacity is not None:
+        overrides.append(f"stages.capacity={size_bytes(stage_capacity)}")
     resolved = settings.load(config, os.environ, overrides)
     if tasks:
         registry.install(resolved.config.task.modules, resolved.config.task.settings)

@@ -256,6 +256,27 @@ class WeightsConfig(Section):
         return self
 
 
+class StagesConfig(Section):
+    mode: Literal["auto", "off", "always"] = "auto"
+    """When the policy is held in stages by a crew of nodes: `auto` where it does not fit this node, `always`, `off` never."""
+    capacity: int = Field(default=0, ge=0)
+    """Bytes that this node gives to a stage: weights, gradients, optimizer and caches. 0 is what is measured to be free."""
+    stages: int = Field(default=0, ge=0, le=8)
+    """Stages of a crew that this node founds; 0 is what the planner finds fastest."""
+    codec: Literal["float32", "bfloat16", "int8"] = "bfloat16"
+    """How activations travel, in generation and training alike."""
+    gradient_codec: Literal["float32", "bfloat16", "int8"] = "bfloat16"
+    """How gradients travel."""
+    shadow_every: int = Field(default=20, ge=1)
+    """Committed steps between two copies of a stage at its neighbours."""
+    synthesis: Literal["checkfree", "uniform", "identity", "copy", "none"] = "checkfree"
+    """How a stage is made anew when nobody has a copy of it; `none` dissolves the crew instead."""
+    paper_mode: bool = False
+    """Train so that the first and last stage can be made anew too: half of the micro-batches in swapped order. From scratch only."""
+    wait_seconds: float = Field(default=120.0, gt=0)
+    """How long a crew waits for somebody to take a vacant stage before it dissolves."""
+
+
 class HttpConfig(Section):
     host: str = "127.0.0.1"
     """Address of /metrics, /healthz, /readyz, /status and the status page. They are read-only."""
@@ -300,6 +321,7 @@ class Config(Section):
     training: TrainingConfig = TrainingConfig()
     sharing: SharingConfig = SharingConfig()
     weights: WeightsConfig = WeightsConfig()
+    stages: StagesConfig = StagesConfig()
     http: HttpConfig = HttpConfig()
     log: LogConfig = LogConfig()
     supervisor: SupervisorConfig = SupervisorConfig()

@@ -1,13 +1,17 @@
-"""Files are replaced whole or not at all."""
+"""Files are replaced whole or not at all; and how to reach a Unix socket whose path is too long for one."""
 
 from __future__ import annotations
 
 import os
 import stat
+import sys
 import tempfile
 from pathlib import Path
 
 from swarmnode.errors import Refused, Unavailable
+
+SOCKET_PATH_BYTES = 100
+"""A Unix socket's path may have about 107 bytes; a data directory may be deeper than that."""
 
 
 def write_atomically(path: Path, data: bytes, mode: int = 0o600) -> None:
@@ -58,3 +62,17 @@ def read_private(path: Path, what: str, limit: int) -> bytes | None:
         return None
     except OSError as error:
         raise Unavailable(f"cannot read the {what} {path}: {error.strerror}") from None
+
+
+def socket_address(path: Path) -> tuple[str, int | None]:
+    """Address of a Unix socket at `path`, and a descriptor to close when done with it.
+
+    A path that is too long is reached through a descriptor of its directory (Linux).
+    Raises Unavailable where that does not exist.
+    """
+    if len(os.fsencode(path)) <= SOCKET_PATH_BYTES:
+        return str(path), None
+    if not sys.platform.startswith("linux"):
+        raise Unavailable(f"{path} is too deep for a Unix socket: choose a data directory that keeps it under {SOCKET_PATH_BYTES} bytes")
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    return f"/proc/self/fd/{directory}/{path.name}", directory

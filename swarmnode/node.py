@@ -38,6 +38,7 @@ from swarmnode.p2p.summaries import Summaries
 from swarmnode.process import Progress, die_with_parent, run_main
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import Draw, Drawn, Judged, OwnGroup
+from swarmnode.stages import local as stages
 from swarmnode.tasks.client import AsyncScorer
 from swarmnode.trainer.link_server import LinkServer
 from swarmnode.trainer.messages import Hello, Report, Welcome
@@ -147,6 +148,9 @@ class Node:
 
     def weights(self, message: local.FromTrainer) -> None:
         self.weights_plane.receive(message)
+
+    def stages(self, message: stages.FromTrainer) -> None:
+        log.debug("no crews here", message=type(message).__name__)
 
     # ---- for other nodes' operators -----------------------------------------------------------------------------------
 

@@ -5,19 +5,14 @@
 
 from __future__ import annotations
 
-import os
 import struct
-import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from swarmnode.errors import Unavailable
+from swarmnode.files import socket_address
 from swarmnode.trainer.messages import FRAME_BYTES, ToNetwork, ToTrainer
-
-PATH_BYTES = 100
-"""A Unix socket's path may have about 107 bytes; a data directory may be deeper than that."""
 
 _LENGTH = struct.Struct(">I")
 _encoder = msgspec.msgpack.Encoder()
@@ -30,18 +25,8 @@ class FrameError(Exception):
 
 
 def socket_path(data_dir: Path) -> tuple[str, int | None]:
-    """Address of the link's socket, and a descriptor to close when done with it.
-
-    A path that is too long is reached through a descriptor of its directory (Linux).
-    Raises Unavailable where that does not exist.
-    """
-    path = data_dir / "run" / "link.sock"
-    if len(os.fsencode(path)) <= PATH_BYTES:
-        return str(path), None
-    if not sys.platform.startswith("linux"):
-        raise Unavailable(f"data directory {data_dir} is too deep for a Unix socket: choose a path under {PATH_BYTES} bytes")
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    return f"/proc/self/fd/{directory}/link.sock", directory
+    """Address of the link's socket, and a descriptor to close when done with it. Raises Unavailable; see `files.socket_address`."""
+    return socket_address(data_dir / "run" / "link.sock")
 
 
 def pack(message: Any) -> bytes:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from swarmnode.stages import local as stages_local
 from swarmnode.trainer.frames import FrameError, Unpacker, pack, socket_path, to_trainer
 from swarmnode.trainer.messages import Draw, Drawn, ExternalGroup, Hello, Judged, OwnGroup, Report, Welcome
 from swarmnode.weights import local
@@ -41,14 +42,17 @@ class Link:
         data_dir: of the node.
         hello: called for every new connection, from the link's thread.
         weights: called with what concerns averaging, from the link's thread; returns at once.
+        stages: the same with what concerns a crew.
     """
 
     def __init__(
-        self, data_dir: Path, hello: Callable[[], Hello], weights: Callable[[local.ToTrainer], None] = lambda message: None
-    ) -> None:
+        self, data_dir: Path, hello: Callable[[], Hello], weights: Callable[[local.ToTrainer], None] = lambda message: None,
+        stages: Callable[[stages_local.ToTrainer], None] = lambda message: None,
+    ) -> None:  # fmt: skip
         self._data_dir = data_dir
         self._hello = hello
         self._weights = weights
+        self._stages = stages
         self._lock = threading.Condition()
         self._outbox: deque[bytes] = deque()
         self._ready: list[ExternalGroup] = []
@@ -82,7 +86,7 @@ class Link:
             self._lock.wait_for(lambda: self._welcome is not None, timeout=seconds)
             return self._welcome
 
-    def send(self, message: OwnGroup | Judged | Report | local.FromTrainer) -> None:
+    def send(self, message: OwnGroup | Judged | Report | local.FromTrainer | stages_local.FromTrainer) -> None:
         """Queue a message; it is lost if the network process stays away while QUEUED_FRAMES others follow."""
         frame = pack(message)
         with self._lock:
@@ -185,7 +189,10 @@ class Link:
             except BlockingIOError:
                 return unsent
 
-    def _receive(self, message: Welcome | Drawn | local.ToTrainer) -> None:
+    def _receive(self, message: Welcome | Drawn | local.ToTrainer | stages_local.ToTrainer) -> None:
+        if isinstance(message, stages_local.ToTrainer):
+            self._stages(message)
+            return
         if not isinstance(message, Welcome | Drawn):
             self._weights(message)
             return

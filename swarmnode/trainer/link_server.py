@@ -14,6 +14,7 @@ import structlog
 import trio
 
 from swarmnode.errors import Unavailable
+from swarmnode.stages import local as stages
 from swarmnode.trainer.frames import FrameError, Unpacker, pack, socket_path, to_network
 from swarmnode.trainer.messages import Draw, Drawn, Hello, Judged, OwnGroup, Report, Welcome
 from swarmnode.weights import local
@@ -23,6 +24,8 @@ log = structlog.get_logger("swarmnode.link")
 WRITE_SECONDS = 10.0
 QUEUED = 256
 """Messages of our own that wait for a trainer to read; more are not sent."""
+
+Unasked = local.ToTrainer | stages.ToTrainer
 
 
 class Trainer(Protocol):
@@ -34,6 +37,7 @@ class Trainer(Protocol):
     def judged(self, judged: Judged) -> None: ...
     def report(self, report: Report) -> None: ...
     def weights(self, message: local.FromTrainer) -> None: ...
+    def stages(self, message: stages.FromTrainer) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class LinkServer:
         self._data_dir = data_dir
         self._handler = handler
         self._current: trio.CancelScope | None = None
-        self._outbox: trio.MemorySendChannel[local.ToTrainer] | None = None
+        self._outbox: trio.MemorySendChannel[Unasked] | None = None
         self._connections = 0
         self._bad_frames = 0
 
@@ -83,7 +87,7 @@ class LinkServer:
             if directory is not None:
                 os.close(directory)
 
-    def tell(self, message: local.ToTrainer) -> bool:
+    def tell(self, message: Unasked) -> bool:
         """Say something that the trainer did not ask for, soon; False when there is none, or it does not read."""
         if self._outbox is None:
             return False
@@ -95,7 +99,7 @@ class LinkServer:
 
     async def _serve(self, stream: trio.SocketStream) -> None:
         self._connections += 1
-        outbox, ours = trio.open_memory_channel[local.ToTrainer](QUEUED)
+        outbox, ours = trio.open_memory_channel[Unasked](QUEUED)
         turn = trio.Lock()
         with trio.CancelScope() as scope, outbox:
             self._current, self._outbox = scope, outbox
@@ -118,7 +122,7 @@ class LinkServer:
         except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError) as error:
             log.info("trainer left", error=repr(error))
 
-    async def _write(self, stream: trio.SocketStream, turn: trio.Lock, ours: trio.MemoryReceiveChannel[local.ToTrainer]) -> None:
+    async def _write(self, stream: trio.SocketStream, turn: trio.Lock, ours: trio.MemoryReceiveChannel[Unasked]) -> None:
         """What we say unasked, between answers."""
         try:
             async for message in ours:
@@ -130,8 +134,9 @@ class LinkServer:
             await stream.aclose()  # a frame may have been cut in two: the trainer connects again
 
     async def _handle(
-        self, message: Hello | OwnGroup | Draw | Judged | Report | local.FromTrainer, stream: trio.SocketStream, turn: trio.Lock
-    ) -> None:
+        self, message: Hello | OwnGroup | Draw | Judged | Report | local.FromTrainer | stages.FromTrainer, stream: trio.SocketStream,
+        turn: trio.Lock,
+    ) -> None:  # fmt: skip
         answer: Welcome | Drawn | None = None
         match message:
             case Hello():
@@ -144,6 +149,8 @@ class LinkServer:
                 self._handler.judged(message)
             case Report():
                 self._handler.report(message)
+            case stages.Offering() | stages.StageStatus():
+                self._handler.stages(message)
             case _:
                 self._handler.weights(message)
         if answer is not None:

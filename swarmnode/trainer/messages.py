@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from swarmnode.rollouts.groups import Draw, Drawn, ExternalGroup, Judged, OwnGroup
+from swarmnode.stages import local as stages
 from swarmnode.weights import local
 
 __all__ = [
@@ -123,5 +124,5 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     """None where nothing is averaged."""
 
 
-ToNetwork = Hello | OwnGroup | Draw | Judged | Report | local.FromTrainer
-ToTrainer = Welcome | Drawn | local.ToTrainer
+ToNetwork = Hello | OwnGroup | Draw | Judged | Report | local.FromTrainer | stages.FromTrainer
+ToTrainer = Welcome | Drawn | local.ToTrainer | stages.ToTrainer

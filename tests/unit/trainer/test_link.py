@@ -6,6 +6,8 @@ import struct
 import pytest
 import trio
 
+from swarmnode.stages.local import Assigned, Offering, Released, Resumed, StageStatus, Suspended
+from swarmnode.stages.plan import Capacity, ModelCost, Part
 from swarmnode.testing.waiting import until
 from swarmnode.trainer.frames import FrameError, Unpacker, pack, socket_path, to_network
 from swarmnode.trainer.link import QUEUED_FRAMES, Link
@@ -37,6 +39,9 @@ class Recorder:
 
     def report(self, report):
         self.seen.append(report)
+
+    def stages(self, message):
+        self.seen.append(message)
 
     def reports(self):
         return [message.step for message in self.seen if isinstance(message, Report)]
@@ -70,6 +75,27 @@ async def test_a_draw_is_answered_without_the_step_waiting(data_dir):
             link.request_external(6, policy_version=3)
             assert await trio.to_thread.run_sync(link.take_external, 5.0) == ([], 6)
             assert link.take_external(0.0) == ([], 0)
+        nursery.cancel_scope.cancel()
+
+
+async def test_what_concerns_a_crew_goes_both_ways(data_dir):
+    recorder, told = Recorder(), []
+    offering = Offering(b"m" * 32, Capacity(2e9, 1e12, 0.01), ModelCost(Part(1, 0), (Part(2, 3),) * 4, Part(1, 1)))
+    status = StageStatus(b"c" * 32, 1, 2, "active", step=3, progress=9, probe_kl=None)
+    server = LinkServer(data_dir, recorder)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(server.run)
+        with Link(data_dir, lambda: HELLO, stages=told.append) as link:
+            await trio.to_thread.run_sync(link.welcome, 5.0)
+            link.send(offering)
+            link.send(status)
+            await until(lambda: len(recorder.seen) == 3)
+            assert recorder.seen[1:] == [offering, status]
+            assigned = Assigned(b"c" * 32, 1, 2, (1, 1, 1), (2, 1, 1), ("a", "", "c"), 0, True, False, "/run/stages.sock")
+            for message in (assigned, Suspended("why"), Resumed(1), Released("over")):
+                assert server.tell(message)
+            await until(lambda: len(told) == 4)
+            assert told == [assigned, Suspended("why"), Resumed(1), Released("over")]
         nursery.cancel_scope.cancel()
 
 
