@@ -14,13 +14,14 @@ from swarmnode.testing.nat_process import NatHost, wait_until
 from swarmnode.testing.netns import Topology, missing
 from swarmnode.wire.swarm import swarm_id
 
-pytestmark = [pytest.mark.nat, pytest.mark.swarm, pytest.mark.timeout(240), pytest.mark.skipif(bool(missing()), reason=missing() or "-")]
+pytestmark = [pytest.mark.nat, pytest.mark.swarm, pytest.mark.timeout(400), pytest.mark.skipif(bool(missing()), reason=missing() or "-")]
 
 SETTINGS = {
     "swarm": {"name": "nat"},
     "policy": {"threads": 1},
     "training": {"step_interval": 1.0, "eval_every": 1000, "groups_per_step": 4},
     "http": {"port": 9464},
+    "weights": {"sync_every": 4, "fragments": 1},
 }
 FETCH = "import urllib.request; print(urllib.request.urlopen('http://127.0.0.1:9464/status?points=1', timeout=5).read().decode())"
 
@@ -42,19 +43,31 @@ class Node:
         path = self.directory / "run" / "addresses.json"
         return wait_until(lambda: path.exists() and json.loads(path.read_bytes()), f"{self.name} starts: {self.log()[-800:]}", 60.0)
 
+    def snapshot(self):
+        """None while there is none."""
+        text = self.net.run_python(self.name, FETCH)
+        return json.loads(text)["snapshot"] if text else None
+
+    def report(self):
+        told = self.snapshot()
+        return (told["trainer"]["report"] if told else None) or {"peers_used": {}, "step": 0}
+
     def peers_used(self):
         """Groups trained on, by peer."""
-        text = self.net.run_python(self.name, FETCH)
-        report = json.loads(text)["snapshot"]["trainer"]["report"] if text else None
-        return report["peers_used"] if report else {}
+        return self.report()["peers_used"]
+
+    def averaged_with(self, peer):
+        """Whether weights went both ways."""
+        told = self.snapshot()
+        return bool(told) and told["weights"]["pairs"].get(peer, 0) > 0
 
     def log(self):
         return (self.directory / "node.log").read_text(errors="replace")
 
 
 def test_nodes_behind_two_routers_and_a_public_one_all_train_on_each_other(tmp_path):
-    """Default settings, but that the public node does not relay. The relay knows nothing of rollouts, and the routers let no direct
-    connection through: what a and b tell each other goes by circuit, or by the public node."""
+    """The public node does not relay. The relay knows nothing of rollouts, and the routers let no direct connection through: what a and b
+    tell each other goes by circuit, or by the public node; their weights, by circuit alone."""
     swarm = swarm_id(SETTINGS["swarm"]["name"], {name: task_version(name) for name in Config().task.names}).hex()
     with Topology() as net:
         net.public("relay", "5.5.5.5")
@@ -88,3 +101,19 @@ def test_nodes_behind_two_routers_and_a_public_one_all_train_on_each_other(tmp_p
             wait_until(carried, "a circuit carries gossip", 60.0)
         except AssertionError:
             raise AssertionError(f"{relay.do('stat')} {[node.log()[-1500:] for node in nodes]}") from None
+        a, b = nodes[:2]
+        wait_until(lambda: a.averaged_with(peers["b"]) and b.averaged_with(peers["a"]), "a and b exchange weights", 90.0)
+
+        # The public node leaves, then the relay: each is alone, trains on, and is found again when the relay returns.
+        net.kill_all("c")
+        net.kill_all("relay")
+        wait_until(lambda: all(each.snapshot()["network"]["peers_out"] == 0 for each in (a, b)), "they lose each other", 60.0)
+        alone = {each.name: each.report()["step"] for each in (a, b)}
+        wait_until(lambda: all(each.report()["step"] >= alone[each.name] + 3 for each in (a, b)), "each trains on alone", 60.0)
+        before = {"a": a.peers_used().get(peers["b"], 0), "b": b.peers_used().get(peers["a"], 0)}
+        NatHost(net, "relay", tmp_path / "relay", swarm=swarm, listen_addrs=["/ip4/5.5.5.5/tcp/9000"], relay="server")
+        found = lambda: a.peers_used().get(peers["b"], 0) > before["a"] and b.peers_used().get(peers["a"], 0) > before["b"]
+        try:
+            wait_until(found, "they train on each other's groups again", 90.0)
+        except AssertionError:
+            raise AssertionError(f"{[node.log()[-1500:] for node in (a, b)]}") from None
