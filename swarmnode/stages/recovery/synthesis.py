@@ -16,16 +16,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 import torch
 
 from swarmnode.errors import Incompatible, Refused
+from swarmnode.stages.recovery.ladder import LEARNING_RATE_FACTOR, Method, Run, check
 from swarmnode.stages.spec import StageSpec
 
-Method = Literal["checkfree", "uniform", "identity", "copy"]
-LEARNING_RATE_FACTOR: Final = 1.1
-"""Algorithm 1, line 4; once, not for each recovery."""
 BRANCH_ENDS: Final = ("self_attn.o_proj.", "mlp.down_proj.")
 
 
@@ -37,18 +35,6 @@ class Neighbour:
     """Its layers' tensors by their local names, `model.layers.0.…`; others are ignored."""
     squared_norm: float
     """‖∇W‖² over those layers at the last step, before clipping."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """What decides whether a synthesis would harm."""
-
-    swapped: bool = False
-    """Half of the micro-batches run in `swapped_order` since the start: then second and last but one have learnt the ends' job."""
-    pretrained: bool = False
-    """A base was published: its stage is a better source than any neighbour."""
-    adapter: bool = False
-    """Only a LoRA adapter is trained."""
 
 
 @dataclass(frozen=True)
@@ -82,22 +68,6 @@ def synthesise(
             raise Refused(f"{name} can only be restored from a true copy, and none is left")
         state[name] = ends[name].clone()
     return Synthesis(state, LEARNING_RATE_FACTOR if paper else 1.0)
-
-
-def check(method: Method, spec: StageSpec, run: Run) -> None:
-    """Raises Refused where `method` would harm this stage of this run."""
-    at_end = spec.has_embedding or spec.has_head
-    if run.adapter:
-        raise Refused("an adapter is not averaged with another layer's: the base with its last known adapter, or none, is closer")
-    if method in ("checkfree", "uniform") and at_end:
-        raise Refused(f"{method} needs a neighbour on both sides, and stage {spec.index} of {spec.stages} has one")
-    if method == "copy":
-        if not at_end:
-            raise Refused(f"copy is for the first and the last stage, and stage {spec.index} of {spec.stages} is neither")
-        if run.pretrained:
-            raise Refused("copy needs a run trained with swapped stages, which costs a pretrained policy 2 nats: restore the base's stage")
-        if not run.swapped:
-            raise Refused("copy needs a run trained with swapped stages; without that the copy costs 3 nats")
 
 
 def average(before: Neighbour | None, after: Neighbour | None, spec: StageSpec, uniform: bool) -> dict[str, torch.Tensor]:
@@ -134,13 +104,3 @@ def end_names(spec: StageSpec) -> list[str]:
     names = ["model.embed_tokens.weight"] if spec.has_embedding else []
     tied_here = spec.tied and spec.stages == 1
     return names + (["model.norm.weight"] + ([] if tied_here else ["lm_head.weight"]) if spec.has_head else [])
-
-
-def swapped_order(stages: int) -> tuple[int, ...]:
-    """CheckFree+: the order of the stages for half of the micro-batches, first two and last two exchanged.
-
-    Embedding and head stay at the ends. Raises Refused for fewer than four stages: the pairs would overlap.
-    """
-    if stages < 4:
-        raise Refused("swapped stages need at least four")
-    return (1, 0, *range(2, stages - 2), stages - 1, stages - 2)

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from swarmnode.errors import Incompatible, Refused
-from swarmnode.stages.recovery.synthesis import Neighbour, Run, swapped_order, synthesise
+from swarmnode.stages.recovery.ladder import Run
+from swarmnode.stages.recovery.synthesis import Neighbour, synthesise
+from swarmnode.stages.routes import swapped_order
 from swarmnode.stages.runtime import StageRuntime
 from swarmnode.stages.split import split_model
 
