@@ -4,6 +4,7 @@
     Offering      this much of a stage I can hold ─▶ control: offers it, or keeps it for the next vacancy
                   build the stage, restore it     ◀─ Assigned      a roster with us in it was adopted
     StageStatus   loading, probation, active, …   ─▶ control, heartbeats
+                  take or drop a last step        ◀─ Settled       everybody who kept a stage has said where it stopped
                   drop what is under way, wait    ◀─ Suspended     somebody is suspected
                   go on                           ◀─ Resumed       he was there after all
                   links and fences anew           ◀─ Assigned      a new roster; `held`: the stage in memory stays
@@ -22,7 +23,9 @@ import msgspec
 
 from swarmnode.stages.plan import Capacity, ModelCost
 
-StagePhase = Literal["loading", "probation", "active", "failed", "idle"]
+StagePhase = Literal["loading", "ready", "probation", "active", "failed", "idle"]
+"""`ready`: a stage that was in memory has stopped under a new roster, says its step and waits for Settled. After that, and after a gate
+where there was one, it is `active`."""
 RUNGS = ("", "R0", "R1", "R2", "R3", "R4", "R5", "R6")
 """Where a stage's weights came from; empty for a founding member, who has the base model's."""
 
@@ -73,6 +76,16 @@ class StageStatus(msgspec.Struct, frozen=True, tag="stages_status"):
     tokens_per_second: float | None = None
     reason: str = ""
     """Why it failed, for people."""
+    prepared: bool = False
+    """It has acknowledged the next step (`commit.Participant.phase`) and would take it."""
+    attempt: int = 0
+    """Of the step it is prepared for, or else of the last one taken."""
+    clip: float = 1.0
+    """Of the last step taken: what a stage that missed the commit needs to take it too."""
+    learning_rate: float = 0.0
+    """Of the last step taken."""
+    load: int = 0
+    """Pieces of work in hand: nothing done while there are some is a trainer that hangs."""
 
 
 # ---- network → trainer ----------------------------------------------------------------------------------------------------------
@@ -111,6 +124,20 @@ class Resumed(msgspec.Struct, frozen=True, tag="stages_resumed"):
     roster_epoch: int
 
 
+class Settled(msgspec.Struct, frozen=True, tag="stages_settled"):
+    """All stages that were kept have stopped under this roster, and this is how many steps the crew has taken (`commit.resolve`).
+
+    A stage with one step less is prepared for it and takes it, with these numbers; one with as many drops its gradients. Then it is
+    `active`. A stage that is restored counts as having taken as many.
+    """
+
+    roster_epoch: int
+    step: int
+    attempt: int = 0
+    clip: float = 1.0
+    learning_rate: float = 0.0
+
+
 class Released(msgspec.Struct, frozen=True, tag="stages_released"):
     """This node holds no stage any more; the stage's memory may go."""
 
@@ -133,4 +160,4 @@ class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 FromTrainer = Offering | StageStatus
-ToTrainer = Assigned | Suspended | Resumed | Released
+ToTrainer = Assigned | Settled | Suspended | Resumed | Released
