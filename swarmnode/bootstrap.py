@@ -28,6 +28,7 @@ from swarmnode.observe import logs
 from swarmnode.observe.http import serve_http
 from swarmnode.observe.snapshot import Health, NodeInfo, NodeSnapshot
 from swarmnode.observe.watch import SupervisorWatch, disk_use, process_use
+from swarmnode.p2p.metering import Meter
 from swarmnode.process import Progress, die_with_parent, run_main
 from swarmnode.wire import ids
 
@@ -48,6 +49,7 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
             node.announce()
             nursery.start_soon(node.beat, progress)
             nursery.start_soon(member.run)
+            nursery.start_soon(node.meter.run)
             with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
                 async for _ in signals:
                     break
@@ -64,6 +66,9 @@ class BootstrapNode:
         self._ring = ring
         self._started_at = time.time()
         self._ever_connected = False
+        network = member.network
+        self.meter = Meter(config.network, config.node.quiet_hours, config.node.data_dir, lambda: network.statistics().traffic)
+        network.keep_to(self.meter.allows)
         self._supervisor = SupervisorWatch(config.node.data_dir / "run" / "supervisor.json")
         self.url = ""
 
@@ -101,6 +106,7 @@ class BootstrapNode:
             health=Health(network_ready=True, joined=self._ever_connected),
             network=view.network_view(network.statistics(), ids.rollout_topic(swarm, self._member.spoken.rollouts)),
             swarm=view.swarm_view(self._member.summaries.statistics(), time.time()),
+            budget=view.budget_view(self.meter.statistics()),
             disk=disk_use(self._config.node.data_dir),
             supervisor=self._supervisor.read(),
             processes=process_use({"network": os.getpid()}),

@@ -105,7 +105,7 @@ class Node:
         self._scorer = scorer
         self._ring = ring
         self.meter = Meter(config.network, config.node.quiet_hours, config.node.data_dir, lambda: network.statistics().traffic)
-        network.bulk.allows = self.meter.allows
+        network.keep_to(self.meter.allows)
         self.exchange = RolloutExchange(
             network, scorer, identity.private_key, swarm, config.task.names, config.sharing,
             max_completion_length=config.training.max_completion_length, keeps_rules=keeps_rules, budget=self.meter, spoken=spoken,

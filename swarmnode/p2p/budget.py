@@ -1,7 +1,7 @@
 """How much this node may send and receive: two token buckets, a month's total, quiet hours. Pure: no clock, no socket, no file.
 
     bytes that went by ─ observe ─▶ buckets (may go below zero)      whoever has a choice asks first:
-                                  └▶ the month's total               allows("publish" | "forward" | "serve" | "fetch"), listening()
+                                  └▶ the month's total               allows(choice of CHOICES), listening()
 
 Every byte is charged, whatever protocol moved it; only what a node can do without asks. So a ping is never refused, and is paid for by a
 group that is not sent. What arrives over gossip cannot be refused at all, py-libp2p has no back-pressure that it survives: a node in
@@ -26,7 +26,7 @@ BURST_BYTES = 2**18
 """… and never less than this, or a group of 64 KB to a few neighbours would not fit."""
 DEBT_SECONDS = 60.0
 """A bucket's deepest debt, in seconds of its rate: a flood must not silence a node for the rest of the day."""
-UPLOADS = ("publish", "forward", "serve")
+UPLOADS = ("publish", "forward", "serve", "relay")
 CHOICES = (*UPLOADS, "fetch")
 """What is done only while there is budget for it."""
 PAUSES = ("quiet_hours", "month", "download")

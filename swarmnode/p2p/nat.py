@@ -1,8 +1,8 @@
 """Reaching and being reached across routers: what we know of our own reachability, relays, calls and hole punching, held together.
 
-    a peer connects ─▶ can it dial us back (autonat.py)? ─┬─ yes ─▶ we relay for others (relay.py), unless we are not to
-                                                          └─ no ──▶ we reserve with relays (relay_client.py) and tell their addresses
-    a call comes in through a relay ─▶ try to connect directly (punch.py) ─▶ direct: the circuit is closed, else it stays
+a peer connects ─▶ can it dial us back (autonat.py)? ─┬─ yes ─▶ we relay for others (relay.py), unless we are not to
+                                                      └─ no ──▶ we reserve with relays (relay_client.py) and tell their addresses
+a call comes in through a relay ─▶ try to connect directly (punch.py) ─▶ direct: the circuit is closed, else it stays
 """
 
 from __future__ import annotations
@@ -87,9 +87,7 @@ class Nat:
             reservations=cfg.relay_reservations, circuits=cfg.relay_circuits, circuit_seconds=cfg.relay_circuit_seconds,
             circuit_bytes=cfg.relay_circuit_bytes, bytes_per_second=cfg.relay_bytes_per_second,
         )  # fmt: skip
-        self._relay = Relay(
-            host, nursery, limits, own=own, addresses=lambda: [str(self._own_place())], welcome=welcome
-        )
+        self.relay = Relay(host, nursery, limits, own=own, addresses=lambda: [str(self._own_place())], welcome=welcome)
         self._client = RelayClient(
             host, nursery, candidates=self._candidates, wanted=self._wants_relays, address_of=self.address_of, dial=dial,
             news=self._news, rng=rng,
@@ -102,7 +100,7 @@ class Nat:
         """Starts what runs for as long as the host does; the host listens."""
         if self._punching:
             self._puncher.start()
-        self._relay.serve(self._role == "server")
+        self.relay.serve(self._role == "server")
         self._nursery.start_soon(self.reach.run)
         self._nursery.start_soon(self._client.run)
 
@@ -125,7 +123,7 @@ class Nat:
         peer, relay = self._live.pop(connection)
         if relay is None and not self.is_direct(peer):
             self._punched.discard(peer)
-            self._relay.gone(peer)
+            self.relay.gone(peer)
             self._client.gone(peer)
         if not self._live:
             self.reach.alone()
@@ -182,14 +180,14 @@ class Nat:
 
     def relayed_here(self, peer: str) -> list[str]:
         """Where others can call a peer that has reserved with us."""
-        return [str(Circuit(self._own_place(), self._own))] if self._relay.reserved(peer) else []
+        return [str(Circuit(self._own_place(), self._own))] if self.relay.reserved(peer) else []
 
     def statistics(self) -> NatStatistics:
         direct = {peer for peer, relay in self._live.values() if relay is None}
         everybody = {peer for peer, _ in self._live.values()}
         return NatStatistics(
             reach=self.reach.statistics(),
-            relay=self._relay.statistics(),
+            relay=self.relay.statistics(),
             client=self._client.statistics(),
             punch=self._puncher.statistics(),
             direct=len(direct),
@@ -218,7 +216,7 @@ class Nat:
 
     def _verdict_changed(self, verdict: Verdict) -> None:
         if self._role == "auto":
-            self._relay.serve(verdict == "public")
+            self.relay.serve(verdict == "public")
         self._client.wake()
         self._news()
 

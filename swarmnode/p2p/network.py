@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import random
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from swarmnode.p2p.nat import Nat, NatStatistics
 from swarmnode.p2p.peers import PeerStatistics, PeerTable
 from swarmnode.p2p.reputation import COST, Reputation, ReputationStatistics, Standing
 from swarmnode.p2p.requests import Requests, RequestStatistics
+from swarmnode.p2p.streams import Streams, StreamStatistics
 from swarmnode.p2p.traffic import Traffic, TrafficStatistics
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 BOOK_SECONDS = 60.0
 TEND_SECONDS = 10.0
 ASK_JITTER_SECONDS = 0.5
+HELD = "held"
+"""Tag of connections that the library's pruner leaves alone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +52,7 @@ class NetworkStatistics:
     gossip: GossipStatistics
     requests: RequestStatistics
     bulk: BulkStatistics
+    streams: StreamStatistics
     traffic: TrafficStatistics
     reputation: ReputationStatistics
     guards: dict[str, int]
@@ -91,6 +95,7 @@ class Network:
         self.reputation = Reputation()
         self.peers = PeerTable(own, cfg.target_peers, rng, wanted=self._wanted)
         self.requests = Requests(host, nursery, welcome=self.welcome)
+        self.streams = Streams(host, nursery, welcome=self.welcome)
         self.gossip = Gossip(pubsub, router, own, nursery, welcome=self.welcome, judged=self._judged)
         self._host = host
         self._nursery = nursery
@@ -105,6 +110,7 @@ class Network:
             welcome=self.welcome, judged=self.rejected, metered=self._traffic.count,
         )  # fmt: skip
         self._live: dict[SwarmConn, str] = {}
+        self._held: set[str] = set()
         self._changed = trio.Event()
         self._dialer = Dialer(self.peers, self._connect)
         self.nat = Nat(
@@ -115,6 +121,11 @@ class Network:
         self._mdns = mdns.Discovery(own, swarm, listen, self._heard) if cfg.mdns else None
         self._bootstrap = bootstrap
         self._members = members
+
+    def keep_to(self, allows: Callable[[str], bool]) -> None:
+        """Ask `allows(choice)`, see `Meter.allows`, before bytes are spent on others: what is served to them, what is relayed."""
+        self.bulk.allows = allows
+        self.nat.relay.allows = lambda: allows("relay")
 
     # -- for `open_host`
 
@@ -177,6 +188,17 @@ class Network:
                 why = first_cause(error)
         raise PeerError(why)
 
+    def hold(self, peers: Collection[str]) -> None:
+        """Somebody here depends on these, and no longer on those of the last call: redial them first and for ever, and never prune them."""
+        swarm, mine = self._host.get_network(), {peer for peer in peers if peer != self.peer_id and _is_peer_id(peer)}
+        for peer in self._held - mine:
+            swarm.unprotect(ID.from_string(peer), HELD)
+        for peer in mine - self._held:
+            swarm.protect(ID.from_string(peer), HELD)
+        self._held = mine
+        self.peers.hold(mine, trio.current_time())
+        self._dialer.wake()
+
     def disconnect(self, peer: str) -> None:
         """Closes all connections with `peer`, soon."""
         if peer in self.connected():
@@ -193,6 +215,7 @@ class Network:
             gossip=self.gossip.statistics(),
             requests=self.requests.statistics(),
             bulk=self.bulk.statistics(),
+            streams=self.streams.statistics(),
             traffic=self._traffic.statistics(),
             reputation=self.reputation.statistics(now),
             guards=dict(guards.statistics().fired),
@@ -351,6 +374,13 @@ class _Events(INotifee):
 
     async def listen_close(self, network: Any, multiaddr: Any) -> None:
         return None
+
+
+def _is_peer_id(text: str) -> bool:
+    try:
+        return ID.from_string(text).to_base58() == text
+    except ValueError:
+        return False
 
 
 def _remote(connection: Any) -> Address | None:

@@ -36,6 +36,8 @@ HOP_SECONDS = 10.0
 """A request must have come by then."""
 STOP_SECONDS = 8.0
 """The peer that is called must have answered by then."""
+BUDGET_SECONDS = 3.0
+"""A circuit that may carry nothing for so long is ended."""
 PIECE_BYTES = 65536
 CALLS_PER_PEER = 8
 CALL_SECONDS = 4.0
@@ -152,6 +154,8 @@ class Relay:
         self._own = own
         self._addresses = addresses
         self._welcome = welcome
+        self.allows: Callable[[], bool] = lambda: True
+        """Whether there is budget for others' bytes."""
         self._book = Book(limits)
         self._serving = False
         self._bytes = 0
@@ -232,7 +236,7 @@ class Relay:
         elif not self._book.reserved(called, now) or not self._welcome(called) or called == caller:
             self._called["no_reservation"] += 1
             await self._refuse(stream, pb.NO_RESERVATION)
-        elif not self._book.open(caller, called):
+        elif not self.allows() or not self._book.open(caller, called):
             self._called["full"] += 1
             await self._refuse(stream, pb.RESOURCE_LIMIT_EXCEEDED)
         else:
@@ -278,6 +282,8 @@ class Relay:
                     left -= len(data)
                     self._bytes += len(data)
                     await self._pace(len(data))
+                    if not await self._in_budget():
+                        break
                     await sink.write(data)
             except Exception as error:  # closed, reset, stalled, connection lost: an end
                 log.debug("a circuit ended: %r", error)
@@ -301,6 +307,15 @@ class Relay:
             self._free_at = max(self._free_at, now - 1.0) + count / self._limits.bytes_per_second
             if self._free_at > now:
                 await trio.sleep(self._free_at - now)
+
+    async def _in_budget(self) -> bool:
+        """Waits a little for the budget to allow more. Not for long: whoever is not read from ends the connection, and circuits are
+        begun again sooner than that."""
+        with trio.move_on_after(BUDGET_SECONDS):
+            while not self.allows():  # noqa: ASYNC110 - the budget is read, it tells nobody
+                await trio.sleep(0.2)
+            return True
+        return False
 
     async def _refuse(self, stream: Any, status: int) -> None:
         refusal = pb.HopMessage(type=pb.HopMessage.STATUS, status=status)

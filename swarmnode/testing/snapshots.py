@@ -133,7 +133,7 @@ def example_at(t: float) -> NodeSnapshot:
         budget=BudgetView(
             paused={"quiet_hours": False, "month": False, "download": False}, level_bytes={"in": 4.1e6, "out": 2.2e6 * (1 - learnt)},
             month_bytes={"in": received * 4100, "out": steps * 16400}, month_limit_bytes=200 * 10**9,
-            refused={"publish": 0, "forward": int(t * 0.02), "serve": 0, "fetch": 0},
+            refused={"publish": 0, "forward": int(t * 0.02), "serve": 0, "relay": 0, "fetch": 0},
         ),
         supervisor=SupervisorView({"network": 0, "trainer": 1}, {"network": 0, "trainer": 0}, 3.4, recoveries.statistics()),
         scorer_restarts=0,

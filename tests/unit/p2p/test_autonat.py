@@ -47,7 +47,7 @@ async def test_a_port_nobody_answers_at_is_private_said_once_and_relays_are_look
         assert a.nat.reach.verdict == "private"
         assert caplog.text.count("port 1 is not reachable from outside: running outbound-only") == 1
         await until(lambda: a.statistics().nat.client.refused)  # neither of them is a relay
-        b.nat._relay.serve(True)
+        b.nat.relay.serve(True)
         a.nat._client._plan._waiting.clear()
         a.nat._client.wake()
         await until(lambda: a.statistics().nat.client.relays == [b.peer_id])

@@ -122,7 +122,7 @@ async def test_a_reservation_is_for_who_asks_whatever_name_the_message_bears(tmp
         answer, _ = await converse(a._host, a._nursery, relay.peer_id, HOP, reserve, deadline=5.0)
         assert answer.status == pb.OK
         assert relay.statistics().nat.relay.reservations == 2  # a's own and b's, as before
-        assert not relay.nat._relay.reserved(victim)
+        assert not relay.nat.relay.reserved(victim)
 
 
 async def test_reservations_end_with_their_connection(tmp_path):
@@ -164,7 +164,7 @@ async def test_a_circuit_ends_at_its_bytes_and_leaves_nothing_behind(tmp_path):
             await a.requests.request(b.peer_id, NAME, bytes(2**20), deadline=10.0, max_response_bytes=64)
         await until(lambda: b.peer_id not in a.connected() and a.peer_id not in b.connected())
         await until(lambda: relay.statistics().nat.relay.circuits == 0)
-        assert relay.nat._relay._book._circuits == {}
+        assert relay.nat.relay._book._circuits == {}
         assert relay.peer_id in a.connected()
         assert relay.peer_id in b.connected()
 
@@ -324,3 +324,25 @@ async def test_one_peer_takes_all_places_of_a_stock_relay_by_naming_others(tmp_p
                 await ask(name)  # an error, but the place is taken
             own = await ask(ID.from_string(a.peer_id).to_bytes())
             assert own in (pb.RESERVATION_REFUSED, pb.RESOURCE_LIMIT_EXCEEDED)  # upstream has fixed this when it is OK
+
+
+async def test_a_relay_without_budget_ends_its_circuits_and_takes_no_calls_until_it_has_some(tmp_path):
+    async with relayed(tmp_path) as (relay, a, b):
+        await call(a, b, relay)
+        asked, budget = [], False
+
+        def allows(choice):
+            asked.append(choice)
+            return budget
+
+        relay.keep_to(allows)
+        with pytest.raises(PeerError):
+            await a.requests.request(b.peer_id, NAME, bytes(1000), deadline=20.0, max_response_bytes=10)
+        await until(lambda: relay.statistics().nat.relay.circuits == 0, 10.0)
+        assert set(asked) == {"relay"}
+        with pytest.raises(PeerError):
+            await a.nat.call(b.peer_id, place(relay))
+        assert relay.statistics().nat.relay.reservations == 2
+        budget = True
+        await until(lambda: b.peer_id not in a.connected())
+        await call(a, b, relay)
