@@ -12,6 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -207,7 +208,8 @@ class Node:
     def draw(self, now: float) -> list[TrainingGroup]:
         """External groups for this round, judged."""
         drawn = self.pool.draw(self.split.external_room, self.version, now, self.rng, self.trust)
-        judged = judge(drawn, self.policy, self.batcher, self.arm.sharing, self.training.temperature)
+        score = partial(self.batcher.score_with_entropy, self.policy)
+        judged = judge(drawn, self.policy, score, self.arm.sharing, self.training.temperature)
         for group, outcome in judged.outcomes:
             self.outcomes[outcome] += 1
             self.used[group.peer] += outcome == "used"

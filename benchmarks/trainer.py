@@ -37,17 +37,16 @@ import trl
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, TrainerCallback
 
 from benchmarks.report import heading, middle, table, write_json
-from swarmnode.config import Config, PolicyConfig, TrainingConfig
+from swarmnode.config import Config, PolicyConfig, TrainingConfig, WeightsConfig
 from swarmnode.policy.build_tiny import build_tokenizer
 from swarmnode.policy.load import Policy, load_policy
-from swarmnode.policy.micro import MicroBatcher
 from swarmnode.tasks.client import Scored, Scorer
 from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import choose_task, task_seed
 from swarmnode.trainer.batch import assemble
+from swarmnode.trainer.engine import WholePolicy
 from swarmnode.trainer.sampler import Sampler
 from swarmnode.trainer.state import Counters
-from swarmnode.trainer.update import Updater
 from swarmnode.wire.messages import TaskRef
 
 G, B = 8, 8
@@ -92,10 +91,10 @@ class Result:
 def step_of_ours(case: Case, policy: Policy, scorer: Scorer, result: Result) -> Callable[[], None]:
     """Our local step, the parts that `swarmnode.trainer.loop` is made of."""
     training = TrainingConfig(num_generations=G, groups_per_step=B, max_completion_length=case.new_tokens)
-    config = Config(training=training)
-    batcher = MicroBatcher(training.per_device_train_tokens)
-    sampler = Sampler(config, policy, scorer, batcher, policy.random_generator(0), Counters(peer="ours", swarm=SWARM.hex()))
-    updater = Updater(policy, training, batcher)
+    config = Config(training=training, weights=WeightsConfig(rule="off"))
+    counters = Counters(peer="ours", swarm=SWARM.hex())
+    engine = WholePolicy(config, policy, counters, send=lambda message: None)
+    sampler = Sampler(config, engine, scorer, policy.random_generator(0), counters)
     count = 0
 
     def step() -> None:
@@ -105,7 +104,7 @@ def step_of_ours(case: Case, policy: Policy, scorer: Scorer, result: Result) -> 
         sampled = time.perf_counter()
         if not case.real_rewards:
             groups = [replace(g, rewards=alternating(len(g.rewards))) for g in groups]
-        updater.update(assemble(groups, training.advantage), count)
+        engine.update(assemble(groups, training.advantage), count)
         result.ours_seconds.append(time.perf_counter() - wall)
         result.ours_cpu_seconds.append(time.process_time() - cpu)
         result.ours_generate_seconds.append(sampled - wall)

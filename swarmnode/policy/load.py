@@ -25,6 +25,7 @@ from swarmnode.config import PolicyConfig
 from swarmnode.errors import DeviceError, Incompatible, Unavailable
 from swarmnode.policy.device import Placement, fit, probe
 from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash, weight_files
+from swarmnode.policy.text import PolicyText
 
 PRECISION = {torch.float32: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -40,31 +41,18 @@ class PolicyStatistics:
 
 
 @dataclass(frozen=True)
-class Policy:
+class Policy(PolicyText):
     """A loaded model with its tokenizer, and everything about the pair that the trainer and peers ask for."""
 
     model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
     device: torch.device
     """Where input ids go."""
     dtype: torch.dtype
     """What the model computes in. Trained weights are float32 (accelerate's mixed precision)."""
     reason: str
     """Why this device and dtype, one line."""
-    fingerprint: bytes
-    """32 bytes: architecture and base weights."""
-    tokenizer_hash: bytes
-    """32 bytes."""
     accelerator: Accelerator
     """With dtype float16 use its `prepare_optimizer`, `backward` and `clip_grad_norm_`: they scale the loss."""
-    eos_id: int
-    """Ends a completion."""
-    eos_ids: frozenset[int]
-    """All tokens at which generation stops; chat models have several."""
-    pad_id: int
-    """Fills batches. Masked everywhere, so that any valid id will do."""
-    vocab_size: int
-    """Ids below this mean something to both model and tokenizer."""
     adapter_off: bool = False
     """True for the reference policy of a LoRA policy: same weights, adapter bypassed."""
 
@@ -88,32 +76,6 @@ class Policy:
     def random_generator(self, seed: int) -> torch.Generator:
         """A generator on the policy's device."""
         return torch.Generator(self.device if self.device.type in ("cpu", "cuda") else "cpu").manual_seed(seed)
-
-    def encode_prompt(self, prompt: str) -> list[int]:
-        """Token ids of a question: one user turn and the start of the answer where the tokenizer has a chat template, else the text."""
-        return list(encode_prompt(self.tokenizer, prompt))
-
-    def decode(self, ids: list[int]) -> str:
-        """Text of `ids` without special tokens."""
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
-
-    def tokenize_completion(self, text: str, finish: str) -> list[int]:
-        """Ids of a peer's completion, EOS appended when it ended by itself (`finish == "eos"`).
-
-        Special tokens spelled out in the text stay text. Raises Incompatible when this tokenizer cannot represent it.
-        """
-        ids = list(self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
-        unknown = self.tokenizer.unk_token_id
-        if unknown is not None and unknown in ids:
-            raise Incompatible("the tokenizer has no token for part of the text")
-        ids = [*ids, self.eos_id] if finish == "eos" else ids
-        return self.check_ids(ids)
-
-    def check_ids(self, ids: list[int]) -> list[int]:
-        """`ids`, which came from a peer. Raises Incompatible when empty or outside the vocabulary: an embedding would read past its end."""
-        if not ids or min(ids) < 0 or max(ids) >= self.vocab_size:
-            raise Incompatible(f"token ids are not {self.vocab_size} tokens' ids")
-        return ids
 
     def logits(self, keep: int = 0, **inputs: Any) -> Any:
         """The model's output for `inputs`, in mixed precision; logits (N, keep, V) of the last `keep` positions, of all where 0."""
@@ -299,14 +261,6 @@ def end_tokens(cfg: PolicyConfig, model: PreTrainedModel, tokenizer: PreTrainedT
 def base_model(model: Any) -> Any:
     """The transformers model inside peft's wrapper."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-@functools.lru_cache(maxsize=8192)  # evaluation asks the same questions again and again
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[int, ...]:
-    if not tokenizer.chat_template:
-        return tuple(tokenizer(prompt)["input_ids"])
-    text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False)
-    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 @functools.cache

@@ -8,7 +8,7 @@ A group that fails its check is judged and left out; nothing that a peer sent ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,9 +16,8 @@ import torch
 from swarmnode.config import SharingConfig
 from swarmnode.errors import Incompatible
 from swarmnode.policy.generate import GroupSample
-from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import Row
-from swarmnode.policy.micro import MicroBatcher
+from swarmnode.policy.text import PolicyText
 from swarmnode.rl.advantages import advantages, train_mask, zero_advantage
 from swarmnode.rl.corrections import mean_logprob_floor, sequence_correction, spot_check, surprise_check
 from swarmnode.rollouts.groups import ExternalGroup, Outcome
@@ -27,6 +26,8 @@ from swarmnode.wire.tensors import unpack_ids, unpack_logprobs
 
 Scored = tuple[list[float], list[float]]
 """(log-probabilities, entropies) of one completion's T tokens under our policy, nats."""
+Score = Callable[[Sequence[Row], float], list[Scored]]
+"""Of rows, at a temperature."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def own_group(sample: GroupSample, rewards: Sequence[float]) -> TrainingGroup:
     return TrainingGroup(rows, [c.logprobs for c in sample.completions], list(rewards), [1.0] * len(rows))
 
 
-def judge(groups: Sequence[ExternalGroup], policy: Policy, batcher: MicroBatcher, cfg: SharingConfig, temperature: float) -> Judgement:
+def judge(groups: Sequence[ExternalGroup], policy: PolicyText, score: Score, cfg: SharingConfig, temperature: float) -> Judgement:
     """Check drawn groups by one forward pass of the local policy, and weigh what passes (rollouts.md 4 and 5)."""
     judgement = Judgement()
     readable: list[tuple[ExternalGroup, list[Row]]] = []
@@ -94,10 +95,10 @@ def judge(groups: Sequence[ExternalGroup], policy: Policy, batcher: MicroBatcher
             judgement.outcomes.append((group, "untokenizable"))
         except ForgedIds:
             judgement.outcomes.append((group, "forged_ids"))
-    local = _score(policy, batcher, [rows for _, rows in readable], temperature)
+    local = _score(score, [rows for _, rows in readable], temperature)
     for (group, rows), scored in zip(readable, local, strict=True):
         theirs = group.group.sampling.temperature  # what the peer says is of its policy at its temperature
-        comparable = scored if theirs == temperature else _score(policy, batcher, [rows], theirs)[0]
+        comparable = scored if theirs == temperature else _score(score, [rows], theirs)[0]
         outcome, weights = weigh(group, comparable, policy, cfg)
         judgement.outcomes.append((group, outcome))
         if outcome == "used":
@@ -109,7 +110,7 @@ class ForgedIds(Exception):
     """Raised when a completion's token ids do not spell its text: the text earned the reward, the ids would be trained on."""
 
 
-def completion_ids(policy: Policy, group: ExternalGroup, completion: Completion) -> list[int]:
+def completion_ids(policy: PolicyText, group: ExternalGroup, completion: Completion) -> list[int]:
     """Ids to train on: the sender's where it has our tokenizer, else its text in our tokens.
 
     Raises Incompatible when the text has no tokens here, ForgedIds when ids and text disagree.
@@ -123,7 +124,7 @@ def completion_ids(policy: Policy, group: ExternalGroup, completion: Completion)
     return ids
 
 
-def weigh(group: ExternalGroup, scored: list[Scored], policy: Policy, cfg: SharingConfig) -> tuple[Outcome, list[float]]:
+def weigh(group: ExternalGroup, scored: list[Scored], policy: PolicyText, cfg: SharingConfig) -> tuple[Outcome, list[float]]:
     """The judgement of one group and its completions' weights. `scored` (G,): what our policy says at the sender's temperature."""
     local = [chosen for chosen, _ in scored]  # (G, T_i)
     completions = group.group.completions
@@ -173,8 +174,8 @@ def assemble(groups: Sequence[TrainingGroup], estimator: str) -> Rows:
     )
 
 
-def _score(policy: Policy, batcher: MicroBatcher, groups: list[list[Row]], temperature: float) -> list[list[Scored]]:
-    flat = batcher.score_with_entropy(policy, [row for rows in groups for row in rows], temperature)
+def _score(score: Score, groups: list[list[Row]], temperature: float) -> list[list[Scored]]:
+    flat = score([row for rows in groups for row in rows], temperature)
     out, start = [], 0
     for rows in groups:
         out.append(flat[start : start + len(rows)])

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from swarmnode.config import TaskConfig, TrainingConfig
-from swarmnode.policy.generate import generate
-from swarmnode.policy.load import Policy
-from swarmnode.policy.micro import MicroBatcher
 from swarmnode.tasks.client import Scored, Scorer
 from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import evaluation_seed
+from swarmnode.trainer.engine import Engine
 from swarmnode.wire.messages import TaskRef
 
 COMPLETIONS = 4
@@ -32,17 +28,13 @@ class Evaluation:
         questions = scorer.score_many([(ref, []) for ref in self._refs])
         self._prompts = [q.prompt if isinstance(q, Scored) else None for q in questions]
 
-    def __call__(self, policy: Policy, batcher: MicroBatcher) -> float | None:
+    def __call__(self, engine: Engine) -> float | None:
         """Mean reward at the training temperature over all questions; None when nothing could be scored."""
         asked = [(ref, prompt) for ref, prompt in zip(self._refs, self._prompts, strict=True) if prompt is not None]
         cfg = self._training
-        generator = policy.random_generator(GENERATOR_SEED)
-
-        def sample(prompts: Sequence[str]):
-            return generate(policy, prompts, COMPLETIONS, cfg.max_completion_length, cfg.temperature, cfg.top_p, generator)
-
-        longest = max((len(policy.encode_prompt(prompt)) for _, prompt in asked), default=0) + cfg.max_completion_length
-        groups = batcher.generate([prompt for _, prompt in asked], COMPLETIONS, longest, sample)
+        generator = engine.random_generator(GENERATOR_SEED)
+        prompts = [prompt for _, prompt in asked]
+        groups = engine.generate(prompts, COMPLETIONS, cfg.max_completion_length, cfg.temperature, cfg.top_p, generator)
         scored = self._scorer.score_many(
             [(ref, [c.text for c in group.completions]) for (ref, _), group in zip(asked, groups, strict=True)]
         )

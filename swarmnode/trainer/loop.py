@@ -11,38 +11,30 @@ from __future__ import annotations
 import os
 import threading
 import time
+from pathlib import Path
 
 import msgspec
 import psutil
 import structlog
-import torch
 
 from swarmnode.config import Config
 from swarmnode.errors import LocalError
 from swarmnode.hours import is_quiet
-from swarmnode.manifest import check_model
-from swarmnode.manifest_store import stored
-from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import Row
-from swarmnode.policy.micro import MicroBatcher
 from swarmnode.process import Progress
 from swarmnode.rl.split import AdaptiveSplit, FixedSplit, floor_groups
 from swarmnode.rl.utility import UtilityGuard
 from swarmnode.rollouts.groups import ExternalGroup, Judged
 from swarmnode.tasks.client import Scorer
-from swarmnode.trainer import state
 from swarmnode.trainer.batch import Judgement, Rows, TrainingGroup, assemble, judge
+from swarmnode.trainer.engine import Engine, EngineGone, WholePolicy, open_policy
 from swarmnode.trainer.evaluate import Evaluation
 from swarmnode.trainer.link import Link
 from swarmnode.trainer.messages import Hello, Report
 from swarmnode.trainer.pace import fitted
 from swarmnode.trainer.sampler import Sampler
 from swarmnode.trainer.state import SEQUENCE_MARGIN, Counters, Saver
-from swarmnode.trainer.update import Updater, UpdateStatistics
-from swarmnode.trainer.weights import Replica
-from swarmnode.weights import local
-from swarmnode.weights.fingerprint import LoraShape
-from swarmnode.weights.lora import A_SEED, freeze_a, shares_a
+from swarmnode.trainer.update import UpdateStatistics
 
 log = structlog.get_logger("swarmnode.trainer")
 
@@ -57,20 +49,12 @@ COMPLAIN_SECONDS = 30.0
 
 
 class Trainer:
-    """One policy and everything that changes it. `run` returns when `stop` was called or `max_steps` are done."""
+    """A whole policy and everything that changes it. `run` returns when `stop` was called or `max_steps` are done."""
 
     def __init__(self, config: Config, progress: Progress) -> None:
         self._config = config
-        self._cfg = config.training
         self._progress = progress
         self._stop = threading.Event()
-        self._directory = config.node.data_dir / "trainer"
-        self._batcher = MicroBatcher(self._cfg.per_device_train_tokens)
-        self._counters = Counters()
-        self._backlog: list[ExternalGroup] = []
-        self._report = Report(phase="loading")
-        self._replica: Replica | None = None
-        self._complain_at = float("-inf")
 
     def stop(self) -> None:
         """Finish the step, save and leave."""
@@ -82,15 +66,50 @@ class Trainer:
         Raises:
             LocalError: the model does not exist or fit, or the state on disk is another model's.
         """
-        self._load()
-        with Scorer() as self._scorer, Link(self._config.node.data_dir, self._hello, self._about_weights) as self._link:
-            self._saver = Saver(self._directory)
+
+        def say(line: str) -> None:
+            log.info("policy", detail=line)
+            self._progress("loading policy")
+
+        counters = Counters()
+        engine = WholePolicy(self._config, open_policy(self._config, say), counters, lambda message: link.send(message))
+        link = Link(self._config.node.data_dir, lambda: loop.hello(), engine.receive)
+        loop = Loop(self._config, self._progress, self._stop, engine, link, counters, self._config.node.data_dir / "trainer")
+        with Scorer() as scorer, link:
+            loop.run(scorer)
+
+
+class Loop:
+    """Sample, share, learn, save, with an engine. Takes back what is in `directory`, if anything is. Raises StateError where it cannot."""
+
+    def __init__(
+        self, config: Config, progress: Progress, stop: threading.Event, engine: Engine, link: Link, counters: Counters, directory: Path
+    ) -> None:  # fmt: skip
+        self._config = config
+        self._cfg = config.training
+        self._progress = progress
+        self._stop = stop
+        self._engine = engine
+        self._link = link
+        self._counters = counters
+        self._directory = directory
+        self._backlog: list[ExternalGroup] = []
+        self._report = Report(phase="loading")
+        self._complain_at = float("-inf")
+        self._rng = engine.random_generator(self._cfg.seed)
+        self._restore()
+
+    def run(self, scorer: Scorer) -> None:
+        """Until `stop` or `max_steps`. The link has been entered. Raises EngineGone."""
+        self._scorer = scorer
+        self._saver = Saver(self._directory)
+        try:
             self._say("loading")
             if not self._wait_for_identity():
                 return
             self._progress("loading evaluation")
             self._evaluation = Evaluation(self._config.task, self._cfg, self._scorer)
-            self._sampler = Sampler(self._config, self._policy, self._scorer, self._batcher, self._rng, self._counters)
+            self._sampler = Sampler(self._config, self._engine, self._scorer, self._rng, self._counters)
             if self._counters.reward_held_out_start is None:
                 self._evaluate()
             self._join()
@@ -107,41 +126,28 @@ class Trainer:
             self._say("draining")
             self._save(last=True)
             self._link.flush(2.0)
+        except EngineGone:
+            self._save(last=True)
+            raise
+        finally:
+            self._saver.close()
+
+    def hello(self) -> Hello:
+        text = self._engine.text
+        return Hello(
+            model=text.fingerprint, tokenizer=text.tokenizer_hash, policy_version=self._counters.policy_version,
+            vocab_size=text.vocab_size, pid=os.getpid(), replica=self._engine.facts(self._fresh),
+        )  # fmt: skip
 
     # ---- start --------------------------------------------------------------------------------------------------------
 
-    def _load(self) -> None:
-        def say(line: str) -> None:
-            log.info("policy", detail=line)
-            self._progress("loading policy")
-
-        self._policy = load_policy(self._config.policy, log=say)
-        opened = stored(self._config)
-        if opened is not None:
-            check_model(opened.manifest, self._policy.fingerprint, self._policy.tokenizer_hash)
-        shared_a = shares_a(self._config)
-        if shared_a:
-            freeze_a(dict(self._policy.model.named_parameters()), A_SEED)
-        reference = self._policy.reference() if self._cfg.beta > 0 else None
-        self._updater = Updater(self._policy, self._cfg, self._batcher, reference)
-        self._rng = self._policy.random_generator(self._cfg.seed)
-        self._fingerprint = state.owner(self._policy.fingerprint, self._config.policy.lora.r, shared_a)
-        if self._config.weights.rule != "off":
-            self._replica = self._make_replica()
-        outer: dict[str, torch.Tensor] = {}
-        restored = state.restore(
-            self._directory, self._policy.model, self._updater.optimizer, self._rng, self._fingerprint, outer.update
-        )  # fmt: skip
+    def _restore(self) -> None:
+        restored = self._engine.restore(self._directory, self._rng)
         if restored is not None:
             self._counters = restored
-            if self._replica is not None:
-                self._replica.counters(restored)
-                self._replica.restore(outer)
             self._counters.sequence += SEQUENCE_MARGIN
             self._counters.swarm = self._config.swarm.id or restored.swarm
             log.info("restored", step=restored.step, policy_version=restored.policy_version)
-        if self._counters.micro_batch_tokens:  # learnt from running out of memory
-            self._batcher.tokens = min(self._batcher.tokens, self._counters.micro_batch_tokens)
         self._oom_before = self._counters.oom_retries_total
         self._guard = UtilityGuard(external_scale=self._counters.external_scale)
         before = self._counters.groups_per_step or self._cfg.groups_per_step
@@ -154,27 +160,12 @@ class Trainer:
             self._split = AdaptiveSplit(batch, floor_groups(batch, share), smoothed=self._counters.useful_per_step, share=share)
         self._split.resize(self._groups)
 
-    def _make_replica(self) -> Replica:
-        """Before a state is restored: the base weights are what the codec is relative to."""
-        lora = self._config.policy.lora
-        modules = [lora.target_modules] if isinstance(lora.target_modules, str) else lora.target_modules
-        a_seed = A_SEED if shares_a(self._config) else None
-        return Replica(
-            self._policy, self._config.weights, self._counters, self._batcher, self._config.node.data_dir,
-            lock=self._updater.lock, send=lambda message: self._link.send(message), temperature=self._cfg.temperature,
-            adapter=LoraShape(lora.r, lora.lora_alpha, tuple(sorted(modules)), a_seed) if lora.r else None,
-        )  # fmt: skip
-
-    def _about_weights(self, message: local.ToTrainer) -> None:
-        if self._replica is not None:
-            self._replica.receive(message)
-
     def _join(self) -> None:
         """A node that has learnt nothing yet would rather start where its neighbours are; nobody waits for longer than configured."""
-        if self._replica is None or not self._fresh:
+        if not self._fresh:
             return
         late = time.monotonic() + self._config.weights.join_seconds
-        while not self._stop.is_set() and time.monotonic() < late and not self._replica.settled(0.2):
+        while not self._stop.is_set() and time.monotonic() < late and not self._engine.wait_for_state(0.2):
             self._progress("loading, asking neighbours for their state")
             self._average(stepped=False)
         if self._average(stepped=False) and self._counters.step == 0:
@@ -186,17 +177,7 @@ class Trainer:
 
     def _average(self, stepped: bool = True) -> bool:
         """Outer steps, and whatever the network process has said about them. Whether the policy has changed."""
-        if self._replica is None:
-            return False
-        return self._replica.between_steps(self._link.statistics().connected, self._report.step_seconds or 0.0, stepped)
-
-    def _hello(self) -> Hello:
-        policy = self._policy
-        return Hello(
-            model=policy.fingerprint, tokenizer=policy.tokenizer_hash, policy_version=self._counters.policy_version,
-            vocab_size=policy.vocab_size, pid=os.getpid(),
-            replica=self._replica.facts(self._fresh) if self._replica is not None else None,
-        )  # fmt: skip
+        return self._engine.average(self._link.statistics().connected, self._report.step_seconds or 0.0, stepped)
 
     def _wait_for_identity(self) -> bool:
         """Our questions follow from the node's peer id, which the network process holds. Known from an earlier run, nobody waits."""
@@ -229,8 +210,7 @@ class Trainer:
             self._link.request_external(room - len(self._backlog), self._counters.policy_version)
 
         experience = self._sampler(own_count)
-        if self._replica is not None:
-            self._replica.remember([row for group in experience.groups for row in best_rows(group)])
+        self._engine.remember([row for group in experience.groups for row in best_rows(group)])
         if sharing:
             for message in experience.messages:
                 self._link.send(message)
@@ -239,7 +219,7 @@ class Trainer:
         judgement = self._take_external(room)
         groups = [*experience.groups, *judgement.accepted]
         rows = assemble(groups, self._cfg.advantage)
-        result = self._updater.update(rows, self._counters.step)
+        result = self._engine.update(rows, self._counters.step)
         self._count(experience.tokens, experience.groups, judgement.accepted, result)
         self._measure(experience.groups, judgement, rows, result)
         ended = time.monotonic()
@@ -257,7 +237,7 @@ class Trainer:
         arrived, useful = self._link.take_external(ANSWER_SECONDS) if room else ([], 0)
         waiting = self._backlog + arrived
         drawn, self._backlog = waiting[:room], waiting[room : room + self._cfg.groups_per_step]
-        judgement = judge(drawn, self._policy, self._batcher, self._config.sharing, self._cfg.temperature)
+        judgement = judge(drawn, self._engine.text, self._engine.score, self._config.sharing, self._cfg.temperature)
         for group, outcome in judgement.outcomes:
             self._link.send(Judged(group.content, group.peer, outcome))
         self._split.observe(useful, len(drawn), len(judgement.accepted))
@@ -272,10 +252,11 @@ class Trainer:
         c.tokens_total += tokens
         for group in external:
             c.peers_used[group.peer] = c.peers_used.get(group.peer, 0) + 1
-        learnt = self._batcher.tokens < self._cfg.per_device_train_tokens
-        c.micro_batch_tokens = self._batcher.tokens if learnt else 0  # so that a larger setting counts after a restart
+        now = self._engine.statistics()
+        learnt = now.micro_batch_tokens < self._cfg.per_device_train_tokens
+        c.micro_batch_tokens = now.micro_batch_tokens if learnt else 0  # so that a larger setting counts after a restart
         c.groups_per_step = self._batch
-        c.oom_retries_total = self._oom_before + self._batcher.statistics().oom_retries
+        c.oom_retries_total = self._oom_before + now.oom_retries
         c.useful_per_step = self._split.smoothed
 
     def _measure(self, own: list[TrainingGroup], judgement: Judgement, rows: Rows, result: UpdateStatistics) -> None:
@@ -295,7 +276,7 @@ class Trainer:
             kl=result.kl,
             clip_fraction=result.clip_fraction,
             grad_norm=result.grad_norm,
-            learning_rate=self._updater.learning_rate(self._counters.step - 1),
+            learning_rate=self._engine.learning_rate(self._counters.step - 1),
             zero_advantage_share=rows.zero_advantage_share,
             external_share=share,
             correction_mean=_mean([w for g in external for w in g.weights]),
@@ -308,7 +289,7 @@ class Trainer:
 
     def _evaluate(self) -> None:
         self._say("evaluating")
-        reward = self._evaluation(self._policy, self._batcher)
+        reward = self._evaluation(self._engine)
         c = self._counters
         if reward is not None:
             c.reward_held_out, c.held_out_step = reward, c.step
@@ -317,18 +298,12 @@ class Trainer:
             if self._config.sharing.enabled and self._config.sharing.utility_guard:
                 self._split.external_scale = self._guard.observe(None, None, self._report.external_share or 0.0, reward)
             log.info("held out", step=c.step, reward=round(reward, 4))
-            if self._replica is not None:
-                self._replica.observe(reward)
+            self._engine.observe(reward)
         self._say("evaluating")
 
     def _save(self, last: bool = False) -> None:
         if last or self._saver.idle:
-            outer = self._replica.tensors() if self._replica is not None else None
-            self._saver.submit(
-                state.take(self._policy.model, self._updater.optimizer, self._rng, self._counters, self._fingerprint, outer)
-            )  # fmt: skip
-        if last:
-            self._saver.close()
+            self._saver.submit(self._engine.snapshot(self._rng, self._counters))
         now = time.monotonic()
         if self._saver.error and now >= self._complain_at:
             log.error("state not saved", error=self._saver.error, saved_step=self._saver.saved_step)
@@ -369,7 +344,7 @@ class Trainer:
     def _say(self, phase: str, step_seconds: float | None = None) -> None:
         """Tell supervisor and network process where we are."""
         self._progress(phase, step_seconds)
-        c, statistics = self._counters, self._policy.statistics()
+        c, statistics = self._counters, self._engine.statistics()
         self._report = msgspec.structs.replace(
             self._report,
             phase=phase,
@@ -387,11 +362,11 @@ class Trainer:
             device_memory_bytes=statistics.device_memory_bytes,
             memory_bytes=psutil.Process().memory_info().rss,
             oom_retries_total=c.oom_retries_total,
-            micro_batch_tokens=self._batcher.tokens,
+            micro_batch_tokens=statistics.micro_batch_tokens,
             scorer_restarts_total=max(0, self._scorer.statistics().starts - 1),
             state_saved_step=self._saver.saved_step,
             peers_used=dict(c.peers_used),
-            weights=self._replica.report() if self._replica is not None else None,
+            weights=self._engine.averaging(),
         )
         self._link.send(self._report)
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import structlog
 import torch
 
 from swarmnode.config import Config
-from swarmnode.policy.generate import GroupSample, generate
-from swarmnode.policy.load import Policy
-from swarmnode.policy.micro import MicroBatcher
+from swarmnode.policy.generate import GroupSample
 from swarmnode.rollouts.groups import OwnGroup
 from swarmnode.tasks.client import Scored, Scorer
 from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import choose_task, task_seed
 from swarmnode.trainer.batch import TrainingGroup, own_group
+from swarmnode.trainer.engine import Engine
 from swarmnode.trainer.state import Counters
 from swarmnode.wire.messages import Completion, SamplingParams, TaskRef
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
@@ -36,14 +34,11 @@ class Experience:
 class Sampler:
     """Draws `count` groups per call. The random generator and the counters belong to the trainer's saved state."""
 
-    def __init__(
-        self, config: Config, policy: Policy, scorer: Scorer, batcher: MicroBatcher, rng: torch.Generator, counters: Counters
-    ) -> None:
+    def __init__(self, config: Config, engine: Engine, scorer: Scorer, rng: torch.Generator, counters: Counters) -> None:
         self._cfg = config.training
         self._tasks = config.task.names
-        self._policy = policy
+        self._engine = engine
         self._scorer = scorer
-        self._batcher = batcher
         self._rng = rng
         self._counters = counters
 
@@ -76,12 +71,7 @@ class Sampler:
     def _generate(self, prompts: list[str]) -> list[GroupSample]:
         cfg = self._cfg
         size = cfg.num_generations + (cfg.advantage == "mc_grpo")  # its pivot is sampled and not trained on
-
-        def work(some: Sequence[str]) -> list[GroupSample]:
-            return generate(self._policy, some, size, cfg.max_completion_length, cfg.temperature, cfg.top_p, self._rng)
-
-        longest = max((len(self._policy.encode_prompt(prompt)) for prompt in prompts), default=0) + cfg.max_completion_length
-        return self._batcher.generate(prompts, size, longest, work)
+        return self._engine.generate(prompts, size, cfg.max_completion_length, cfg.temperature, cfg.top_p, self._rng)
 
     def _message(self, sequence: int, ref: TaskRef, sample: GroupSample, rewards: list[float]) -> OwnGroup:
         cfg = self._cfg

@@ -46,32 +46,25 @@ class Updater:
         self.lock = threading.Lock()
         """Held while the weights move, so that another thread can copy them at any other time."""
 
-    def learning_rate(self, step: int) -> float:
-        """Linear warm-up, then constant."""
-        return self._cfg.learning_rate * min(1.0, (step + 1) / (self._cfg.warmup_steps + 1))
-
     def update(self, rows: Rows, step: int) -> UpdateStatistics:
         """`num_iterations` optimizer steps on the same rows; the statistics are the last one's.
 
         Rows without a signal are not run through the model, but their tokens count in the normaliser: a batch that says
         little moves the policy little.
         """
-        own, external = rows.informative(external=False), rows.informative(external=True)
-        if self._cfg.beta > 0:  # the penalty reaches rows without an advantage too
-            own = [i for i, is_external in enumerate(rows.external) if not is_external]
-            external = [i for i, is_external in enumerate(rows.external) if is_external]
+        own, external = trained(rows, self._cfg)
         if not own and not external:
             return UpdateStatistics(stepped=False)
         reference = self._reference_logprobs(rows)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate(step)
+            group["lr"] = learning_rate(self._cfg, step)
         statistics = UpdateStatistics(stepped=False)
         for _ in range(self._cfg.num_iterations):
             statistics = self._one(rows, own, external, reference)
         return statistics
 
     def _one(self, rows: Rows, own: list[int], external: list[int], reference: list[list[float]] | None) -> UpdateStatistics:
-        divisor = self._normalizer(rows)
+        divisor = normalizer(rows, self._cfg)
         totals = torch.zeros(5, dtype=torch.float64)  # loss, clip·tokens, kl·tokens, entropy·tokens, tokens
 
         def backward(indices: list[int]) -> torch.Tensor:
@@ -132,17 +125,32 @@ class Updater:
             agreement=agreement,
         )
 
-    def _normalizer(self, rows: Rows) -> float:
-        if self._cfg.loss_type == "dapo":
-            return float(max(1, sum(len(completion) for _, completion in rows.rows)))
-        if self._cfg.loss_type == "grpo":
-            return float(len(rows.rows))
-        return float(len(rows.rows) * self._cfg.max_completion_length)
-
     def _reference_logprobs(self, rows: Rows) -> list[list[float]] | None:
         if self._reference is None or self._cfg.beta == 0:
             return None
         return self._batcher.score(self._reference, rows.rows, self._cfg.temperature)
+
+
+def learning_rate(cfg: TrainingConfig, step: int) -> float:
+    """Linear warm-up, then constant."""
+    return cfg.learning_rate * min(1.0, (step + 1) / (cfg.warmup_steps + 1))
+
+
+def trained(rows: Rows, cfg: TrainingConfig) -> tuple[list[int], list[int]]:
+    """Indices of the own and of the external rows that have to be run through the model."""
+    if cfg.beta > 0:  # the penalty reaches rows without an advantage too
+        own = [i for i, is_external in enumerate(rows.external) if not is_external]
+        return own, [i for i, is_external in enumerate(rows.external) if is_external]
+    return rows.informative(external=False), rows.informative(external=True)
+
+
+def normalizer(rows: Rows, cfg: TrainingConfig) -> float:
+    """What the loss of all rows is divided by, whichever of them are run."""
+    if cfg.loss_type == "dapo":
+        return float(max(1, sum(len(completion) for _, completion in rows.rows)))
+    if cfg.loss_type == "grpo":
+        return float(len(rows.rows))
+    return float(len(rows.rows) * cfg.max_completion_length)
 
 
 def _padded(values: list[list[float]], like: torch.Tensor) -> torch.Tensor:

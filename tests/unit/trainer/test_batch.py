@@ -1,6 +1,7 @@
 """What a drawn group may become: trained on at its weight, or judged and left out; never an exception."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def external(policy, sample, *, texts=None, ids=True, shift=0.0, model=None, tok
 
 
 def judged(policy, group, cfg=CFG):
-    return judge([group], policy, MicroBatcher(4096), cfg, 1.0)
+    return judge([group], policy, partial(MicroBatcher(4096).score_with_entropy, policy), cfg, 1.0)
 
 
 def test_an_honest_group_is_used_at_full_weight_with_the_sender_s_ids(policy, sample):

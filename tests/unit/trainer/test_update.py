@@ -11,7 +11,7 @@ from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.trainer import update as module
 from swarmnode.trainer.batch import TrainingGroup, assemble, own_group
-from swarmnode.trainer.update import Updater
+from swarmnode.trainer.update import Updater, learning_rate
 
 PROMPTS = ["What is 3 + 4?", "Find the greatest common divisor (GCD) of these numbers: 4, 6. Return only the GCD as your answer."]
 
@@ -112,6 +112,6 @@ def _poisoned(*arguments, **keys):
     return out._replace(loss=out.loss * float("nan"))
 
 
-def test_learning_rate_warms_up(base):
-    updater = Updater(base.clone(), TrainingConfig(learning_rate=1.0, warmup_steps=3), MicroBatcher(100))
-    assert [updater.learning_rate(step) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+def test_learning_rate_warms_up():
+    cfg = TrainingConfig(learning_rate=1.0, warmup_steps=3)
+    assert [learning_rate(cfg, step) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]

@@ -1,0 +1,63 @@
+"""What of a policy needs none of its weights: its tokenizer and its identity. Whoever holds a stage has it, and the head trains with it."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from swarmnode.errors import Incompatible
+
+
+@dataclass(frozen=True)
+class PolicyText:
+    """Text to token ids and back."""
+
+    tokenizer: PreTrainedTokenizerBase
+    fingerprint: bytes
+    """32 bytes: architecture and base weights."""
+    tokenizer_hash: bytes
+    """32 bytes."""
+    eos_id: int
+    """Ends a completion."""
+    eos_ids: frozenset[int]
+    """All tokens at which generation stops; chat models have several."""
+    pad_id: int
+    """Fills batches. Masked everywhere, so that any valid id will do."""
+    vocab_size: int
+    """Ids below this mean something to both model and tokenizer."""
+
+    def encode_prompt(self, prompt: str) -> list[int]:
+        """Token ids of a question: one user turn and the start of the answer where the tokenizer has a chat template, else the text."""
+        return list(encode_prompt(self.tokenizer, prompt))
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of `ids` without special tokens."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+    def tokenize_completion(self, text: str, finish: str) -> list[int]:
+        """Ids of a peer's completion, EOS appended when it ended by itself (`finish == "eos"`).
+
+        Special tokens spelled out in the text stay text. Raises Incompatible when this tokenizer cannot represent it.
+        """
+        ids = list(self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+        unknown = self.tokenizer.unk_token_id
+        if unknown is not None and unknown in ids:
+            raise Incompatible("the tokenizer has no token for part of the text")
+        ids = [*ids, self.eos_id] if finish == "eos" else ids
+        return self.check_ids(ids)
+
+    def check_ids(self, ids: list[int]) -> list[int]:
+        """`ids`, which came from a peer. Raises Incompatible when empty or outside the vocabulary: an embedding would read past its end."""
+        if not ids or min(ids) < 0 or max(ids) >= self.vocab_size:
+            raise Incompatible(f"token ids are not {self.vocab_size} tokens' ids")
+        return ids
+
+
+@functools.lru_cache(maxsize=8192)  # evaluation asks the same questions again and again
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[int, ...]:
+    if not tokenizer.chat_template:
+        return tuple(tokenizer(prompt)["input_ids"])
+    text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False)
+    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
