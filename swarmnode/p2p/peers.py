@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from swarmnode.p2p.addresses import is_circuit, parse_any
 
@@ -31,6 +31,8 @@ DIRECT_FIRST = 2
 FIRST_BACKOFF = 0.5
 BOOTSTRAP_BACKOFF = 15.0
 OTHER_BACKOFF = 300.0
+HELD_BACKOFF = 4.0
+"""Peers that somebody here depends on are retried this often."""
 IDLE_BOOTSTRAP_BACKOFF = 300.0
 """Bootstrap peers are retried this seldom when enough peers are connected without them."""
 STABLE_SECONDS = 30.0
@@ -93,14 +95,13 @@ class PeerTable:
     """`own`: our peer id, never dialled. `target`: peers to keep connected, as far as there are that many.
     `wanted(peer, now)`: False for one we want nothing to do with, for now; it is neither remembered nor dialled."""
 
-    def __init__(
-        self, own: str, target: int, rng: random.Random, *, wanted: Callable[[str, float], bool] = lambda peer, now: True
-    ) -> None:
+    def __init__(self, own: str, target: int, rng: random.Random, *, wanted: Callable[[str, float], bool] = lambda peer, now: True) -> None:
         self._own = own
         self._target = target
         self._rng = rng
         self._wanted = wanted
         self._peers: dict[str, Peer] = {}
+        self._held: frozenset[str] = frozenset()
         self._dials = self._failures = self._forgotten = self._refused = 0
 
     # -- hearing of peers
@@ -146,6 +147,13 @@ class PeerTable:
         if (known := self._peers.get(peer)) is not None:
             known.last_seen = max(known.last_seen, last_seen)
 
+    def hold(self, peers: Iterable[str], now: float) -> None:
+        """Somebody here depends on these, and no longer on those of the last call: dial them at once and for ever, whatever the target."""
+        before, self._held = self._held, frozenset(peers)
+        for peer in self._held - before:
+            if (known := self._peers.get(peer)) is not None and known.addresses and not known.connections:
+                known.due = min(known.due, now)
+
     # -- dialling
 
     def to_dial(self, now: float, limit: int = 8) -> list[Dial]:
@@ -153,15 +161,16 @@ class PeerTable:
         dialling = sum(1 for each in self._peers.values() if each.dialling)
         missing = self._target - len(self.connected()) - dialling
         due = [each for each in self._peers.values() if each.due <= now and not each.dialling and not each.connections and each.addresses]
-        due.sort(key=lambda each: (each.source != "bootstrap", -each.last_seen, each.due))
+        due.sort(key=lambda each: (each.peer not in self._held, each.source != "bootstrap", -each.last_seen, each.due))
         dials: list[Dial] = []
         for each in due:
-            if len(dials) >= limit or (missing <= 0 and each.source != "bootstrap"):
+            held = each.peer in self._held
+            if len(dials) >= limit or (missing <= 0 and each.source != "bootstrap" and not held):
                 break
             if not self._wanted(each.peer, now):
                 each.due = now + OTHER_BACKOFF
                 continue
-            if missing <= 0 and self._bootstrap_connected():
+            if missing <= 0 and not held and self._bootstrap_connected():
                 each.due = now + IDLE_BOOTSTRAP_BACKOFF * self._rng.uniform(0.5, 1.0)
                 continue
             each.dialling = True
@@ -173,7 +182,8 @@ class PeerTable:
     def next_due(self, now: float) -> float:
         """Seconds until `to_dial` may return something new; infinite if only an event can change that."""
         enough = len(self.connected()) >= self._target
-        candidates = self.bootstrap() if enough else self._peers.values()
+        always = lambda each: each.source == "bootstrap" or each.peer in self._held
+        candidates = [each for each in self._peers.values() if always(each) or not enough]
         waiting = [each.due for each in candidates if not each.dialling and not each.connections]
         return max(0.0, min(waiting) - now) if waiting else math.inf
 
@@ -295,12 +305,14 @@ class PeerTable:
 
     def _backoff(self, known: Peer) -> float:
         """Seconds: exponential in the failures, capped, half of it jitter so that a swarm does not dial its lost bootstrap in step."""
+        if known.peer in self._held:
+            return min(HELD_BACKOFF, FIRST_BACKOFF * 2.0 ** min(known.failures, 20)) * self._rng.uniform(0.5, 1.0)
         patient = known.source != "bootstrap" and self.connected()
         longest = OTHER_BACKOFF if patient else BOOTSTRAP_BACKOFF
         return min(longest, FIRST_BACKOFF * 2.0 ** min(known.failures, 20)) * self._rng.uniform(0.5, 1.0)
 
     def _hopeless(self, known: Peer, now: float) -> bool:
-        if known.source == "bootstrap" or not self.connected():
+        if known.source == "bootstrap" or known.peer in self._held or not self.connected():
             return False
         if known.last_seen == -math.inf:
             return known.failures >= HOPELESS_NEVER_CONNECTED
@@ -315,11 +327,14 @@ class PeerTable:
                 return False
         if len(self._peers) < MAX_PEERS:
             return True
-        spare = [each for each in self._peers.values() if each.source != "bootstrap" and not each.connections and not each.dialling]
+        spare = [each for each in self._peers.values() if self._may_go(each)]
         if not spare:
             return False
         self._forget(min(spare, key=lambda each: (each.last_seen, -each.failures, each.due)))
         return True
+
+    def _may_go(self, each: Peer) -> bool:
+        return each.source != "bootstrap" and each.peer not in self._held and not each.connections and not each.dialling
 
     def _forget(self, known: Peer) -> None:
         del self._peers[known.peer]

@@ -68,7 +68,8 @@ async def write(self: upstream.YamuxStream, data: bytes) -> None:
     """Send `data` as the peer grants credit; replaces `YamuxStream.write`. A cancelled call may have sent part of `data`.
 
     Defect: a reader that pauses for 5 s costs the sender its stream ("Timed out waiting for window update after 5 seconds").
-    Here: the writer waits `WINDOW_STALL_SECONDS`, asleep; the caller's own watchdog decides earlier if it wants to.
+    Here: the writer waits `WINDOW_STALL_SECONDS`, or what `patience_seconds` of the stream says, asleep; the caller's own watchdog decides
+    earlier if it wants to.
     Cost: none, less polling. Not needed any more when upstream makes that timeout a setting.
     """
     view = memoryview(data)
@@ -89,7 +90,7 @@ async def write(self: upstream.YamuxStream, data: bytes) -> None:
 
 
 async def _wait_for_credit(stream: upstream.YamuxStream) -> None:
-    deadline = trio.current_time() + WINDOW_STALL_SECONDS
+    deadline = trio.current_time() + stream.__dict__.get("patience_seconds", WINDOW_STALL_SECONDS)
     while stream.send_window <= 0 and not (stream.closed or stream.send_closed):
         if trio.current_time() >= deadline:
             fired("window_stalled", stream.conn.peer_id)

@@ -1,0 +1,259 @@
+"""Long-lived streams to peers, both ways, that whoever uses them may cancel, let wait, or drop.
+
+    send ─▶ a chunk ─▶ task: stream.write        task: stream.read ─▶ a chunk ─▶ receive
+
+No cancel scope is put around libp2p I/O (requests.py says why): two tasks of the network's own do it, and hand over one chunk at a time. So
+a user that does not receive holds up the peer by Yamux's window, 8 MiB at most, and nobody else on the connection. There is no timeout
+for such a pause; a peer that takes nothing while we write, and sends nothing either, for STALL_SECONDS is given up.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import trio
+from libp2p.network.stream.exceptions import StreamEOF
+from libp2p.peer.id import ID
+
+from swarmnode.errors import PeerError, PeerTimeout
+from swarmnode.p2p.requests import close, reset
+
+log = logging.getLogger(__name__)
+
+READ_BYTES = 256 * 1024
+"""Read at a time, at most."""
+STALL_SECONDS = 300.0
+"""Nothing moved either way for so long while we were writing: the stream is reset. That a peer is gone, heartbeats tell long before."""
+WATCH_SECONDS = 1.0
+REFUSED = ("unwelcome", "busy")
+"""Why an incoming stream was reset at once."""
+
+Accept = Callable[["PeerStream"], None]
+"""Takes a stream that a peer has opened, at once; whoever does not want it resets it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamStatistics:
+    open: int
+    opened: dict[str, int]
+    """Of ours, by protocol."""
+    accepted: dict[str, int]
+    """Of theirs."""
+    refused: dict[str, int]
+    """Of theirs, by REFUSED."""
+    stalled: int
+
+
+class PeerStream:
+    """One stream. `peer`: at its other end. `sent`, `received`: bytes. `closed`: nothing of it is left. One task sends, one receives."""
+
+    def __init__(self, peer: str, stream: Any, nursery: trio.Nursery) -> None:
+        self.peer = peer
+        self.sent = 0
+        self.received = 0
+        self.stalled = False
+        self.closed = trio.Event()
+        self._stream = stream
+        self._nursery = nursery
+        self._why = ""
+        self._unread = b""
+        self._running = 2
+        self._writing = False
+        self._arrive, self._in = trio.open_memory_channel[bytes](0)
+        self._out, self._leave = trio.open_memory_channel[bytes | memoryview](0)
+        stream.muxed_stream.__dict__["patience_seconds"] = math.inf  # we watch it ourselves
+        nursery.start_soon(self._read)
+        nursery.start_soon(self._write)
+        nursery.start_soon(self._watch)
+
+    async def receive(self) -> bytes:
+        """Up to READ_BYTES, in order; b"" once the peer has said its last. Raises PeerError when the stream is broken."""
+        if self._unread:
+            data, self._unread = self._unread, b""
+            return data
+        try:
+            return await self._in.receive()
+        except (trio.EndOfChannel, trio.ClosedResourceError):
+            if self._why:
+                raise PeerError(self._why) from None
+            return b""
+
+    def unread(self, data: bytes) -> None:
+        """Give back what was received and is for whoever receives next."""
+        self._unread = data + self._unread
+
+    async def send(self, data: bytes | memoryview) -> None:
+        """Returns when the one before it was written. Raises PeerError when the stream is broken, ValueError after `finish`."""
+        try:
+            await self._out.send(data)
+        except trio.BrokenResourceError:
+            raise PeerError(self._why or "the stream ended") from None
+        except trio.ClosedResourceError:
+            raise ValueError("sent after the end") if not self._why else PeerError(self._why) from None
+
+    def finish(self) -> None:
+        """What was sent is written, then the peer is told that this was all. It may still send."""
+        self._out.close()
+
+    def reset(self, why: str = "reset here") -> None:
+        """Ends both directions, soon; whoever sends or receives is told `why`."""
+        if self.closed.is_set() or self._why:
+            return
+        self._why = why
+        self._out.close()
+        self._in.close()
+        self._nursery.start_soon(reset, self._stream)
+
+    async def _read(self) -> None:
+        try:
+            while data := await self._stream.read(READ_BYTES):
+                self.received += len(data)
+                await self._arrive.send(data)
+        except StreamEOF as error:
+            if self._stream.muxed_conn.event_shutting_down.is_set():  # which the library calls an end, too
+                self._broken(error)
+        except trio.BrokenResourceError:
+            pass  # nobody receives any more
+        except Exception as error:  # the library raises many kinds when a stream ends
+            self._broken(error)
+        await self._done()
+
+    async def _write(self) -> None:
+        try:
+            async for data in self._leave:
+                self._writing = True
+                await self._stream.write(data)
+                self._writing = False
+                self.sent += len(data)
+            if not self._why:
+                self._writing = True
+                await self._stream.close_write()
+        except Exception as error:
+            self._broken(error)
+        self._writing = False
+        self._leave.close()
+        await self._done()
+
+    def _broken(self, error: Exception) -> None:
+        log.debug("a stream of %s ended: %r", self.peer, error)
+        self.reset(f"{type(error).__name__}: {error}"[:200] or "broken")
+
+    async def _done(self) -> None:
+        """The last of the two ends the stream."""
+        self._arrive.close()
+        self._running -= 1
+        if not self._running:
+            await (reset(self._stream) if self._why else close(self._stream))
+            self.closed.set()
+
+    async def _watch(self) -> None:
+        moved, since = -1, trio.current_time()
+        while self._running:
+            now, current = trio.current_time(), self.sent + self.received
+            if current != moved or not self._writing:
+                moved, since = current, now
+            elif now - since >= STALL_SECONDS:
+                self.stalled = True
+                self.reset(f"nothing moved for {STALL_SECONDS:g} s")
+                return
+            with trio.move_on_after(WATCH_SECONDS):
+                await self.closed.wait()
+
+
+class Streams:
+    """`host`: a guarded libp2p host. `nursery`: where the I/O lives. `welcome(peer)`: False if nothing of this peer is to be taken."""
+
+    def __init__(self, host: Any, nursery: trio.Nursery, *, welcome: Callable[[str], bool] = lambda peer: True) -> None:
+        self._host = host
+        self._nursery = nursery
+        self._welcome = welcome
+        self._open: set[PeerStream] = set()
+        self._opened: collections.Counter[str] = collections.Counter()
+        self._accepted: collections.Counter[str] = collections.Counter()
+        self._refused: collections.Counter[str] = collections.Counter()
+        self._stalled = 0
+
+    async def open(self, peer: str, protocol: str, *, deadline: float) -> PeerStream:
+        """A new stream to a connected peer, within `deadline` seconds. Raises PeerTimeout, PeerError."""
+        opening = _Opening()
+        try:
+            with trio.move_on_after(deadline):
+                self._nursery.start_soon(self._dial, opening, peer, protocol)
+                await opening.done.wait()
+        finally:
+            opening.abandoned = not opening.done.is_set()
+        if opening.stream is None:
+            raise opening.error or PeerTimeout(f"{peer} opened no {protocol} within {deadline:g} s")
+        self._opened[protocol] += 1
+        return self._made(peer, opening.stream)
+
+    def serve(self, protocol: str, accept: Accept, *, concurrent: int, per_peer: int) -> None:
+        """Gives what peers open to `accept`. `concurrent`, `per_peer`: at a time; others are reset at once."""
+        active: collections.Counter[str] = collections.Counter()
+
+        async def on_stream(stream: Any) -> None:  # the stream lives as long as this does
+            peer = stream.muxed_conn.peer_id.to_base58()
+            crowded = active.total() >= concurrent or active[peer] >= per_peer
+            if crowded or not self._welcome(peer):
+                self._refused["busy" if crowded else "unwelcome"] += 1
+                await reset(stream)
+                return
+            active[peer] += 1
+            try:
+                self._accepted[protocol] += 1
+                made = self._made(peer, stream)
+                accept(made)
+                await made.closed.wait()
+            finally:
+                active[peer] -= 1
+                if not active[peer]:
+                    del active[peer]
+
+        self._host.set_stream_handler(protocol, on_stream)
+
+    def statistics(self) -> StreamStatistics:
+        return StreamStatistics(len(self._open), dict(self._opened), dict(self._accepted), dict(self._refused), self._stalled)
+
+    def _made(self, peer: str, stream: Any) -> PeerStream:
+        made = PeerStream(peer, stream, self._nursery)
+        self._open.add(made)
+        self._nursery.start_soon(self._forget, made)
+        return made
+
+    async def _forget(self, made: PeerStream) -> None:
+        await made.closed.wait()
+        self._open.discard(made)
+        self._stalled += made.stalled
+
+    async def _dial(self, opening: _Opening, peer: str, protocol: str) -> None:
+        """Never raises; a stream that nobody waits for any more is reset."""
+        stream = None
+        try:
+            identity = ID.from_string(peer)
+            if not self._host.get_network().get_connections(identity):
+                raise PeerError(f"{peer} is not connected")
+            stream = await self._host.new_stream(identity, [protocol])
+        except PeerError as error:
+            opening.error = error
+        except Exception as error:  # as in requests.py
+            opening.error = PeerError(f"{protocol} with {peer} failed: {type(error).__name__}: {error}"[:300])
+        if opening.abandoned and stream is not None:
+            await reset(stream)
+            return
+        opening.stream = stream
+        opening.done.set()
+
+
+class _Opening:
+    """A stream that is being opened. The dialling task fills in `stream` or `error` and sets `done`; the caller may have gone by then."""
+
+    def __init__(self) -> None:
+        self.done = trio.Event()
+        self.stream: Any = None
+        self.error: PeerError | None = None
+        self.abandoned = False
