@@ -65,7 +65,7 @@ class Head(Member):
         self.coordinator = Coordinator(self.stages)
         self.seconds = seconds
         self._wake = trio.Event()
-        self._next_id = 0
+        self._next_id = self._turn = 0
         self._current: dict[int, int] = {}  # what is under way: micro-batch → completion tokens
         self._finished: set[int] = set()
         self._learnt: dict[int, frames.Learnt] = {}
@@ -137,7 +137,7 @@ class Head(Member):
         """
         lengths = [len(row.prompt_ids) + len(row.completion_ids) for row in rows]
         tokens = min(cfg.per_device_train_tokens, self.links.limits.tokens)
-        pieces = {self._id(): [rows[i] for i in piece] for piece in micro_batches(lengths, tokens, [row.group for row in rows])}
+        pieces = {self._learn_id(): [rows[i] for i in piece] for piece in micro_batches(lengths, tokens, [row.group for row in rows])}
         if len(pieces) > frames.MICRO_BATCHES:
             raise ValueError(f"{len(pieces)} micro-batches in one step, at most {frames.MICRO_BATCHES}")
         self._finished.clear()
@@ -296,6 +296,13 @@ class Head(Member):
 
     def _id(self) -> int:
         self._next_id += 1
+        return self._next_id
+
+    def _learn_id(self) -> int:
+        """Even and odd in turn, across steps: of a swapped run's micro-batches every other one is swapped."""
+        self._turn += 1
+        while self._id() % 2 != self._turn % 2:
+            pass
         return self._next_id
 
     def _session(self) -> bytes:

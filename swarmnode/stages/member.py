@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import trio
 
-from swarmnode.errors import BadMessage
+from swarmnode.errors import BadMessage, Refused
 from swarmnode.policy.generate import sample
 from swarmnode.policy.logprobs import Batch
 from swarmnode.stages import frames
@@ -25,8 +25,9 @@ from swarmnode.stages.fence import Fence, FenceStatistics
 from swarmnode.stages.frames import ActivationCodec, Frame, Place
 from swarmnode.stages.learning import batch_of, loss_of, prompts_of
 from swarmnode.stages.links import Arrival, Links, LinkStatistics
+from swarmnode.stages.routes import Route, Routes, arriving, returning
 from swarmnode.stages.runtime import RuntimeStatistics, StageRuntime
-from swarmnode.stages.schedule import Schedule, ScheduleStatistics, Work
+from swarmnode.stages.schedule import Limit, Schedule, ScheduleStatistics, Work
 from swarmnode.stages.work import MicroBatch, Questions, read_micro_batch, read_questions
 from swarmnode.wire.tensors import pack_ids, pack_logprobs, unpack_ids
 
@@ -54,12 +55,50 @@ class CrewSettings:
     codec: ActivationCodec = "bfloat16"
     gradient_codec: ActivationCodec = "bfloat16"
     weight_decay: float = 0.0
+    swapped: bool = False
+    """CheckFree+: half of the micro-batches of a step with the first two and the last two stages exchanged."""
+
+
+class Observer:
+    """What a member tells of its training; this one listens to nothing. All but `committed` are called between two computations."""
+
+    def received(self, micro_batch: int, about: bytes, sender: int, body: bytes) -> None:
+        """A micro-batch to learn from came. about: `work.MicroBatch`; body: activations in the crew's codec, empty at the start."""
+
+    def sent(self, micro_batch: int, receiver: int, body: bytes) -> None:
+        """Its activations went on."""
+
+    def learnt(self, micro_batch: int, logprobs: torch.Tensor) -> None:
+        """Tail: log-probabilities (tokens,) of what it is learnt from, before the step."""
+
+    def committed(self, member: Member) -> None:
+        """The step is taken: `member.participant.step` of them now. Where the member computes; nothing else does meanwhile."""
+
+    def dropped(self) -> None:
+        """Everything that was received since the last step will be in none."""
+
+
+@dataclass
+class Pace:
+    """Learning rate of one stage relative to the crew's."""
+
+    factor: float = 1.0
+    warmup: int = 0
+    """Steps over which it rises to the factor, because the optimizer is new."""
+    taken: int = 0
+
+    def next(self) -> float:
+        self.taken += 1
+        return self.factor * (1.0 if self.taken >= self.warmup else self.taken / self.warmup)
 
 
 @dataclass
 class Kept:
     """A micro-batch whose gradient has not come: its input, and nothing of its graph."""
 
+    route: Route
+    hop: int
+    """Of the route: which of its visits this is."""
     work: MicroBatch
     about: bytes
     batch: Batch
@@ -81,7 +120,10 @@ class MemberStatistics:
 
 
 class Member:
-    """Stage `runtime.spec.index` of a crew. `run` it in a nursery; it ends by cancellation."""
+    """Stage `runtime.spec.index` of a crew. `run` it in a nursery; it ends by cancellation.
+
+    Raises Refused for swapped stages where there are fewer than four, or under an adapter.
+    """
 
     def __init__(self, runtime: StageRuntime, links: Links, fence: Fence, settings: CrewSettings, compute: Any = in_thread) -> None:
         spec = runtime.spec
@@ -91,12 +133,16 @@ class Member:
         self.index, self.stages = spec.index, spec.stages
         self.participant = Participant(fence.place.step)
         self.squared_norm = 0.0
-        trained = runtime.parameters()
-        self.optimizer = torch.optim.AdamW(trained, weight_decay=settings.weight_decay) if trained else None
+        self.optimizer = optimizer_of(runtime, settings.weight_decay)
+        self.pace = Pace()
+        self.observer = Observer()
+        if settings.swapped and hasattr(runtime.model, "peft_config"):
+            raise Refused("swapped stages are for whole weights, and only an adapter is trained here")
+        self._routes = Routes(spec.stages, settings.swapped)
         self._fence = fence
         self._compute = compute
         self._schedule = Schedule(spec.index, spec.stages)
-        self._kept: dict[int, Kept] = {}
+        self._kept: dict[tuple[int, int], Kept] = {}
         self._waves: dict[bytes, Questions] = {}
         self._drawn: dict[bytes, int] = {}
         self._half: tuple[int, torch.Tensor, int] | None = None
@@ -184,16 +230,19 @@ class Member:
 
     async def handle(self, sender: int, frame: Frame, body: bytes) -> None:
         """One frame that passed the fence. Raises BadMessage, ValueError."""
-        before, after = sender == self.index - 1 or (sender == 0 == self.index), sender == self.index + 1
+        before = sender == self.index - 1 or (sender == 0 == self.index)
         match frame:
-            case frames.Forward() if before:
-                await self._forward(frame, body)
-            case frames.Backward() if after:
-                kept = self._kept.get(frame.micro_batch)
+            case frames.Forward():
+                await self._forward(sender, frame, body)
+            case frames.Backward():
+                hop = returning(self._routes.of(frame.micro_batch), sender, self.index)
+                if hop is None:
+                    raise BadMessage("bounds", f"a gradient from stage {sender}")
+                kept = self._kept.get((frame.micro_batch, hop))
                 if kept is None or kept.work.rows != frame.rows:
                     raise BadMessage("shape", "not a gradient that is waited for")
                 gradient = decode(body, frame.rows, self.runtime.hidden_size, frame.codec)
-                if self._schedule.backward_came(frame.micro_batch):
+                if self._schedule.backward_came((frame.micro_batch, hop)):
                     kept.gradient = gradient.to(self.runtime.device)
             case frames.Prefill() if before:
                 await self._prefill(frame, body)
@@ -208,7 +257,7 @@ class Member:
             case frames.Commit() if sender == 0:
                 action = self.participant.commit(frame.place.step, frame.attempt)
                 if isinstance(action, Take):
-                    await self._compute(lambda: self._step(frame.clip, frame.learning_rate))
+                    await self.take(frame.clip, frame.learning_rate)
                 if action is not None:
                     self._confirm(frame.attempt)
             case frames.Abort() if sender == 0:
@@ -219,35 +268,48 @@ class Member:
 
     # Training.
 
-    async def _forward(self, frame: frames.Forward, body: bytes) -> None:
+    async def _forward(self, sender: int, frame: frames.Forward, body: bytes) -> None:
         about = body[: frame.about]
         work = read_micro_batch(about, frame.rows, self.links.limits, frame.purpose)
-        x = None if self.index == 0 else self._received(body[frame.about :], frame.rows, frame.codec)
-        kept = Kept(work, about, batch_of(work, self.runtime.device), x)
+        route = self._routes.of(frame.micro_batch, frame.purpose)
+        hop = arriving(route, sender, self.index)
+        if hop is None:
+            raise BadMessage("bounds", f"a forward from stage {sender}")
+        x = None if hop == 0 else self._received(body[frame.about :], frame.rows, frame.codec)
+        kept = Kept(route, hop, work, about, batch_of(work, self.runtime.device), x)
         if frame.purpose == "score":
             await self._score(frame.micro_batch, kept)
-        elif self.participant.may_accumulate(frame.micro_batch) and self._schedule.forward_came(frame.micro_batch):
-            self._kept[frame.micro_batch] = kept
+        elif self.participant.may_accumulate(frame.micro_batch) and self._schedule.forward_came(
+            (frame.micro_batch, hop), self._limit(kept)
+        ):
+            self._kept[frame.micro_batch, hop] = kept
+            self.observer.received(frame.micro_batch, about, sender, body[frame.about :])
+
+    def _limit(self, kept: Kept) -> Limit:
+        if kept.hop == len(kept.route) - 1:
+            return "learn"
+        return "free" if self.settings.swapped and kept.hop > 0 else "counted"
 
     async def _do(self, work: Work) -> None:
-        kind, micro_batch = work
-        kept = self._kept[micro_batch]
+        kind, (micro_batch, hop) = work
+        kept = self._kept[micro_batch, hop]
+        part = kept.route[hop].part
         try:
             if kind == "forward":
-                self._pass_on(micro_batch, kept, "learn", await self._compute(lambda: self.runtime.forward(kept.batch, kept.x)))
+                self._pass_on(micro_batch, kept, "learn", await self._compute(lambda: self.runtime.forward(kept.batch, kept.x, part)))
                 return
             if kind == "learn":
                 sums: list[float] = []
-                gradient = await self._compute(lambda: self._learn(kept, sums))
+                gradient = await self._compute(lambda: self._learn(micro_batch, kept, sums))
             else:
-                gradient = await self._compute(lambda: self.runtime.backward(kept.batch, kept.x, kept.gradient))  # type: ignore[arg-type]
-            del self._kept[micro_batch]
-            self.participant.accumulated(micro_batch)
-            if self.index > 0:
-                body = encode(gradient, self.settings.gradient_codec)
-                self.links.send(
-                    self.index - 1, frames.Backward(self.place, micro_batch, self.settings.gradient_codec, kept.work.rows), body
-                )
+                gradient = await self._compute(lambda: self.runtime.backward(kept.batch, kept.x, kept.gradient, part))  # type: ignore[arg-type]
+            del self._kept[micro_batch, hop]
+            if hop == min(i for i, visit in enumerate(kept.route) if visit.stage == self.index):
+                self.participant.accumulated(micro_batch)
+            if hop > 0:
+                codec = self.settings.gradient_codec
+                frame = frames.Backward(self.place, micro_batch, codec, kept.work.rows)
+                self.links.send(kept.route[hop - 1].stage, frame, encode(gradient, codec))
             else:
                 self.finished(micro_batch)
             if kind == "learn":
@@ -259,13 +321,14 @@ class Member:
     def finished(self, micro_batch: int) -> None:
         """Stage 0: the gradient went all the way through."""
 
-    def _learn(self, kept: Kept, sums: list[float]) -> torch.Tensor | None:
+    def _learn(self, micro_batch: int, kept: Kept, sums: list[float]) -> torch.Tensor | None:
         def loss(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
             value, parts = loss_of(kept.work, kept.batch, logprobs, entropy)
             sums.extend(parts)
+            self.observer.learnt(micro_batch, logprobs.detach()[kept.batch.completion_mask].float().cpu())
             return value
 
-        return self.runtime.learn(kept.batch, kept.x, kept.work.temperature, loss)
+        return self.runtime.learn(kept.batch, kept.x, kept.work.temperature, loss, kept.route[kept.hop].part)
 
     async def _score(self, micro_batch: int, kept: Kept) -> None:
         if not self.runtime.spec.has_head:
@@ -278,7 +341,10 @@ class Member:
 
     def _pass_on(self, micro_batch: int, kept: Kept, purpose: Any, y: torch.Tensor) -> None:
         frame = frames.Forward(self.place, micro_batch, purpose, self.settings.codec, kept.work.rows, len(kept.about))
-        self.links.send(self.index + 1, frame, kept.about + encode(y, self.settings.codec))
+        body, receiver = encode(y, self.settings.codec), kept.route[kept.hop + 1].stage
+        self.links.send(receiver, frame, kept.about + body)
+        if purpose == "learn":
+            self.observer.sent(micro_batch, receiver, body)
 
     def _received(self, body: bytes, rows: int, codec: ActivationCodec) -> torch.Tensor:
         if codec != self.settings.codec:
@@ -406,15 +472,21 @@ class Member:
     def _confirm(self, attempt: int) -> None:
         self.links.send(0, frames.Done(self.place, attempt))
 
+    async def take(self, clip: float, learning_rate: float) -> None:
+        """The optimizer's part of a step that `participant` has just counted."""
+        await self._compute(lambda: self._step(clip, learning_rate))
+        self._drop_all()
+
     def _step(self, clip: float, learning_rate: float) -> None:
         if self.optimizer is not None:
             for parameter in self.runtime.parameters():
                 if parameter.grad is not None and clip < 1.0:
                     parameter.grad.mul_(clip)
+            own = self.pace.next()
             for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate
+                group["lr"] = learning_rate * (1.0 if group["shared"] else own)
             self.optimizer.step()
-        self._drop_all()
+        self.observer.committed(self)
 
     def _drop_all(self) -> None:
         """Gradients, inputs and caches: they belong to weights that have moved, or to a step that will not be."""
@@ -423,9 +495,18 @@ class Member:
         self._schedule.clear()
         self._kept.clear()
         self._half = None
+        self.observer.dropped()
         self._drop_waves()
 
     def _drop_waves(self) -> None:
         self._waves.clear()
         self._drawn.clear()
         self.runtime.sessions.clear()
+
+
+def optimizer_of(runtime: StageRuntime, weight_decay: float) -> torch.optim.AdamW | None:
+    """Of what is trained here; None where that is nothing. A tied embedding goes at the crew's pace alone, or its two copies would part."""
+    shared = runtime.embedding()
+    own = [p for p in runtime.parameters() if p is not shared]
+    groups = [{"params": params, "shared": ends} for params, ends in ((own, False), ([] if shared is None else [shared], True)) if params]
+    return torch.optim.AdamW(groups, weight_decay=weight_decay) if groups else None

@@ -4,16 +4,21 @@ A stage goes backward whenever it can, and forward only while fewer than (stages
 gradient. With equal stages this yields the 1F1B order (PipeDream-Flush, arXiv 2104.04473 §2.2.1): the bubble of a pipeline that runs all
 forwards first, (S − 1) / (M + S − 1), with the inputs of at most S micro-batches kept instead of M. It needs neither the number of
 micro-batches nor anybody's clock, and a frame that comes late or twice changes the order and nothing else.
+
+In a swapped run (`routes.py`) stages wait for each other in both directions, and a limit at each of them would let them wait for ever.
+There only the head limits, where a micro-batch begins: as many are under way as there are stages.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-Work = tuple[Literal["forward", "backward", "learn"], int]
+Work = tuple[Literal["forward", "backward", "learn"], Any]
 """What to do with which micro-batch. `learn` is the tail's forward, loss and backward in one."""
+Limit = Literal["counted", "free", "learn"]
+"""Whether a forward waits for room. What is learnt at once needs none."""
 
 
 @dataclass(frozen=True)
@@ -26,28 +31,30 @@ class ScheduleStatistics:
 
 
 class Schedule:
+    """A micro-batch is named by anything that can be a key; one that visits a stage twice has two names."""
+
     def __init__(self, stage: int, stages: int) -> None:
-        self._tail = stage == stages - 1
+        self._default: Limit = "learn" if stage == stages - 1 else "counted"
         self._room = stages - stage
-        self._forwards: deque[int] = deque()
-        self._backwards: deque[int] = deque()
-        self._in_flight: set[int] = set()
-        self._seen: set[int] = set()
+        self._forwards: deque[tuple[Any, Limit]] = deque()
+        self._backwards: deque[Any] = deque()
+        self._in_flight: dict[Any, Limit] = {}
+        self._seen: set[Any] = set()
         self._refused = 0
 
     def statistics(self) -> ScheduleStatistics:
         return ScheduleStatistics(len(self._forwards), len(self._in_flight), self._refused)
 
-    def forward_came(self, micro_batch: int) -> bool:
+    def forward_came(self, micro_batch: Any, limit: Limit | None = None) -> bool:
         """False, and nothing changes, where it came before in this step."""
         if micro_batch in self._seen:
             self._refused += 1
             return False
         self._seen.add(micro_batch)
-        self._forwards.append(micro_batch)
+        self._forwards.append((micro_batch, limit or self._default))
         return True
 
-    def backward_came(self, micro_batch: int) -> bool:
+    def backward_came(self, micro_batch: Any) -> bool:
         """False, and nothing changes, where no such micro-batch waits for its gradient."""
         if micro_batch not in self._in_flight or micro_batch in self._backwards:
             self._refused += 1
@@ -59,14 +66,17 @@ class Schedule:
         """What to do now, and it counts as done; None while there is nothing but to wait."""
         if self._backwards:
             micro_batch = self._backwards.popleft()
-            self._in_flight.discard(micro_batch)
+            del self._in_flight[micro_batch]
             return "backward", micro_batch
-        if not self._forwards or len(self._in_flight) >= self._room:
+        full = sum(limit == "counted" for limit in self._in_flight.values()) >= self._room
+        ready = next((item for item in self._forwards if not full or item[1] != "counted"), None)
+        if ready is None:
             return None
-        micro_batch = self._forwards.popleft()
-        if self._tail:
+        self._forwards.remove(ready)
+        micro_batch, limit = ready
+        if limit == "learn":
             return "learn", micro_batch
-        self._in_flight.add(micro_batch)
+        self._in_flight[micro_batch] = limit
         return "forward", micro_batch
 
     def clear(self) -> None:

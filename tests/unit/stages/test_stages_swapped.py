@@ -1,0 +1,135 @@
+"""A swapped run is the whole model with its layers in another order for half of the micro-batches (CheckFree+)."""
+
+import copy
+import random
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from swarmnode.config import TrainingConfig
+from swarmnode.errors import Refused
+from swarmnode.policy.logprobs import collate, completion_logprobs
+from swarmnode.policy.micro import micro_batches
+from swarmnode.rl.objectives import policy_loss
+from swarmnode.stages.crew import open_crew
+from swarmnode.stages.frames import FrameLimits
+from swarmnode.stages.learning import LearnRow
+from swarmnode.stages.member import CrewSettings
+from swarmnode.stages.routes import Hop, Routes, arriving, returning, swapped
+from swarmnode.stages.runtime import StageRuntime
+from swarmnode.stages.split import split_model, whole_state
+
+SETTINGS = CrewSettings(b"b" * 32, "float32", "float32", swapped=True)
+CFG = TrainingConfig(per_device_train_tokens=64, max_grad_norm=1e9, weight_decay=0.0)
+
+
+def rows_of(count):
+    generator = torch.Generator().manual_seed(2)
+    draw = lambda n: torch.randint(2, 60, (n,), generator=generator).tolist()
+    return [LearnRow(draw(14 + i % 3), draw(1 + i % 5), [-3.0] * (1 + i % 5), 1.0 - i % 3, 1.0, i) for i in range(count)]
+
+
+def crew_of(model, layers, settings=SETTINGS):
+    runtimes = [StageRuntime(spec, stage) for spec, stage in split_model(model, layers)]
+    return open_crew(runtimes, settings, FrameLimits(hidden=32, vocab=61, tokens=4096))
+
+
+class Unsplit:
+    """The whole model's trainer, with `layers` in another order for every other micro-batch."""
+
+    def __init__(self, model, order):
+        self.model = copy.deepcopy(model)
+        self.order, self.turn = order, 0
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), weight_decay=0.0)
+
+    def step(self, rows, normalizer, rate):
+        plain = list(self.model.model.layers)
+        for piece in micro_batches([len(r.prompt_ids) + len(r.completion_ids) for r in rows], 64, [r.group for r in rows]):
+            self.turn += 1
+            self.model.model.layers = torch.nn.ModuleList([plain[i] for i in self.order] if self.turn % 2 else plain)
+            part = [rows[i] for i in piece]
+            batch = collate([(r.prompt_ids, r.completion_ids) for r in part], 0)
+            view = type("P", (), {"model": self.model, "logits": lambda s, keep=0, **k: self.model(logits_to_keep=keep, **k)})()
+            logprobs, _ = completion_logprobs(view, batch, 1.0)
+            old = torch.full_like(logprobs, -3.0) * batch.completion_mask
+            out = policy_loss(
+                logprobs, old, torch.tensor([r.advantage for r in part]), batch.completion_mask, epsilon=CFG.epsilon,
+                epsilon_high=CFG.epsilon_high, delta=CFG.delta, loss_type=CFG.loss_type, beta=0.0, ref_logprobs=None,
+                weights=torch.ones(len(part)), normalizer=normalizer,
+            )  # fmt: skip
+            out.loss.backward()
+        self.model.model.layers = torch.nn.ModuleList(plain)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("layers", "order"), [([1, 1, 1, 1], (1, 0, 3, 2)), ([1, 2, 1, 1, 1, 1], (1, 2, 0, 3, 4, 6, 5))]
+)  # the order of layers that `swapped_order` of stages makes
+async def test_two_swapped_steps_are_those_of_the_whole_model_in_swapped_order(models, layers, order):
+    model = copy.deepcopy(models["llama"])
+    if len(order) > 4:
+        torch.manual_seed(5)
+        config = copy.deepcopy(model.config)
+        config.num_hidden_layers = len(order)
+        model = type(model)(config).eval()
+    rows = rows_of(21)
+    unsplit = Unsplit(model, order)
+    async with crew_of(model, layers) as crew:
+        for _ in range(2):
+            result = await crew.head.update(rows, CFG, 30.0, 1e-3)
+            assert result.refused is None
+            unsplit.step(rows, 30.0, 1e-3)
+        mine = {name: t for m in crew.members for name, t in whole_state(m.runtime.spec, m.runtime.model).items()}
+        moved = {name: float((t - models["llama"].state_dict()[name]).abs().max()) for name, t in mine.items() if len(order) == 4}
+        assert all(value > 1e-4 for value in moved.values())
+        for name, tensor in unsplit.model.state_dict().items():
+            assert torch.allclose(mine[name], tensor, atol=2e-4), name
+        assert sum(float((mine[n] - t).abs().mean()) for n, t in unsplit.model.state_dict().items()) < 1e-4 * len(mine)
+        assert all(m.statistics().schedule.in_flight == 0 for m in crew.members)
+
+
+async def test_what_is_generated_and_scored_is_the_plain_policy(models):
+    async with crew_of(models["llama"], [1, 1, 1, 1]) as swapping, crew_of(models["llama"], [4], CrewSettings(b"b" * 32, "float32")) as one:
+        prompts, ends = [[5, 6, 7], [8, 9]], frozenset()
+        waves = [await crew.head.generate(prompts, 2, 5, 0.0, 1.0, ends, random.Random(1)) for crew in (swapping, one)]
+        assert [ids for wave in waves[0] for ids in wave.ids] == [ids for wave in waves[1] for ids in wave.ids]
+        scored = [await crew.head.score([([5, 6], [7, 8, 9]), ([3], [4])], 1.0) for crew in (swapping, one)]
+        assert torch.allclose(torch.tensor(scored[0][0][0]), torch.tensor(scored[1][0][0]), atol=1e-4)
+
+
+async def test_swapped_stages_are_refused_where_there_are_too_few(models):
+    with pytest.raises(Refused, match="four"):
+        async with crew_of(models["llama"], [2, 1, 1]):
+            pass
+
+
+async def test_an_adapter_is_not_trained_with_swapped_stages(models):
+    torch.manual_seed(1)
+    adapter = get_peft_model(copy.deepcopy(models["llama"]), LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    with pytest.raises(Refused, match="adapter"):
+        async with crew_of(adapter, [1, 1, 1, 1]):
+            pass
+
+
+@pytest.mark.parametrize("stages", [4, 5, 8])
+def test_every_hop_is_known_by_who_it_comes_from(stages):
+    route = swapped(stages)
+    assert [hop.part for hop in route] == ["embed", *["layers"] * stages, "head"]
+    assert arriving(route, 0, 0) == 0
+    for i in range(1, len(route)):
+        assert arriving(route, route[i - 1].stage, route[i].stage) == i
+        assert returning(route, route[i].stage, route[i - 1].stage) == i - 1
+    assert arriving(route, 2, 0) is None
+    assert returning(route, 0, stages - 1) is None
+
+
+def test_every_other_micro_batch_is_swapped_and_no_score():
+    routes = Routes(4, True)
+    assert routes.of(2) == tuple(Hop(i, "all") for i in range(4))
+    assert routes.of(3) == swapped(4)
+    assert routes.of(3, "score") == routes.of(2)
+    assert Routes(4, False).of(3) == routes.of(2)
