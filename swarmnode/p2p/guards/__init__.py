@@ -13,7 +13,7 @@ upstream, what it costs and how to know that it is no longer needed; tests/unit/
 import importlib.metadata
 
 from swarmnode.errors import Refused
-from swarmnode.p2p.guards import gossip, inbox, packets, peerstore, swarm, yamux
+from swarmnode.p2p.guards import gossip, inbox, packets, peerstore, swarm, transport, yamux
 from swarmnode.p2p.guards.counting import NAMES, GuardStatistics, statistics
 from swarmnode.p2p.guards.gossip import guard_gossip
 from swarmnode.p2p.guards.pubsub import GuardedPubsub
@@ -53,4 +53,5 @@ def install() -> None:
         swarm.install()
         gossip.install()
         peerstore.install()
+        transport.install()
         _installed = True

@@ -3,6 +3,10 @@
 Defects: a stock host also accepts `/plaintext/2.0.0` and secio (`new_host(sec_opt=None)`), and mplex, whose `NewStream` with a name that
 is not UTF-8 ends the process (stream_muxer/mplex/mplex.py `_handle_new_stream`, C1). Here: neither is offered. Cost: none.
 Not needed any more when upstream drops plaintext, secio and mplex from its defaults.
+
+Of a peer that connects by IPv6 a stock host does not know the address: `TrioTCPStream.get_remote_address` takes only pairs, and IPv6 sockets
+tell four values. Limits and bans by prefix then see nobody, and all IPv6 peers together are one address. Here: the first two. Cost: none.
+Not needed any more when a stock stream over `::1` tells where its peer is.
 """
 
 from libp2p.abc import IRawConnection, ISecureConn
@@ -12,6 +16,7 @@ from libp2p.custom_types import TProtocol
 from libp2p.peer.id import ID
 from libp2p.security.noise.patterns import PatternXX
 from libp2p.security.noise.transport import PROTOCOL_ID, Transport
+from libp2p.io.trio import TrioTCPStream
 from libp2p.stream_muxer.yamux.yamux import Yamux
 from noise.connection import NoiseConnection
 
@@ -20,6 +25,22 @@ from swarmnode.wire import ids
 
 YAMUX_ONLY = {TProtocol("/yamux/1.0.0"): Yamux}
 """For `new_host(muxer_opt=…)`."""
+
+
+def install() -> None:
+    """Replace `TrioTCPStream.get_remote_address` for this whole process."""
+    TrioTCPStream.get_remote_address = _remote_address
+
+
+def _remote_address(self: TrioTCPStream) -> tuple[str, int] | None:
+    """(IP, port), also after the socket was closed, if it was asked before."""
+    if self._cached_remote_address is None:
+        try:
+            host, port = self.stream.socket.getpeername()[:2]
+        except (AttributeError, OSError, ValueError):  # no socket, or a closed one; a Unix socket's address is one text
+            return None
+        self._cached_remote_address = (str(host), int(port))
+    return self._cached_remote_address
 
 
 def noise_only(key_pair: KeyPair, secret: bytes | None = None) -> dict[TProtocol, Transport]:

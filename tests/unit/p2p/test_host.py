@@ -2,12 +2,15 @@
 
 import os
 import socket
+import subprocess
+import sys
 
 import pytest
 import trio
 
 from swarmnode.errors import ConfigError, StateError, Unavailable
 from swarmnode.p2p import identity
+from swarmnode.p2p.bulk import BulkSource, MemorySink
 from swarmnode.testing.hosts import host, hosts
 from swarmnode.testing.waiting import until
 
@@ -229,3 +232,34 @@ async def test_bytes_are_counted_by_protocol_and_direction(tmp_path):
         assert client.statistics().traffic.sent["/test/1"] == server.statistics().traffic.received["/test/1"] == 1004
         assert client.statistics().traffic.received["/test/1"] == 3004
         assert client.statistics().traffic.sent["/meshsub/1.1.0"] > 0
+
+
+async def test_peers_are_seen_by_ipv6_too_so_that_limits_by_prefix_hold(tmp_path):
+    """Stock: nobody's address is known, see `guards.transport`."""
+    async with host(tmp_path / "a", listen_addrs=["/ip6/::1/tcp/0"]) as a, host(tmp_path / "b", initial_peers=a.listen_addrs) as b:
+        await b.wait_connected(1)
+        await until(lambda: a.observed(b.peer_id) is not None)
+        assert (a.observed(b.peer_id).host, b.observed(a.peer_id).host) == ("::1", "::1")
+        data = bytes(range(256)) * 40_000
+        a.bulk.offer(bytes(32), BulkSource(data))
+        manifest = await b.bulk.manifest(a.peer_id, bytes(32))
+        sink = MemorySink(manifest, limit=len(data))
+        await b.bulk.fetch(a.peer_id, bytes(32), manifest, sink, deadline=20.0)
+        assert bytes(sink.data) == data
+        assert b.bulk.statistics().fetched["socket"]["ok"] == 1
+
+
+STOCK = """
+import socket, trio
+from libp2p.io.trio import TrioTCPStream
+async def main():
+    listeners = await trio.open_tcp_listeners(0, host="::1")
+    raw = await trio.open_tcp_stream("::1", listeners[0].socket.getsockname()[1])
+    print(TrioTCPStream(raw).get_remote_address())
+trio.run(main)
+"""
+
+
+def test_a_stock_stream_does_not_know_an_ipv6_peer():
+    told = subprocess.run([sys.executable, "-c", STOCK], capture_output=True, text=True, check=True).stdout.strip()
+    assert told == "None", "upstream fixed this: remove guards.transport.install"
