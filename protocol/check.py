@@ -12,21 +12,23 @@ from pathlib import Path
 import check_bulk
 import check_join
 import check_rollouts
+import check_stages
 import check_weights
 from check_frames import REGISTRY, Refused, digest
 
 HERE = Path(__file__).parent
-PARTS = (check_join, check_rollouts, check_weights, check_bulk)
+PARTS = (check_join, check_rollouts, check_weights, check_stages, check_bulk)
 READERS = {read_as: reader for part in PARTS for read_as, reader in part.READERS.items()}
-"""Name of what a frame is read as → reader of (frame, domain, swarm id)."""
+"""Name of what a frame is read as → reader of (frame, domain, swarm id), or of (frame, what the vector gives)."""
 DERIVATIONS = {name: derive for part in PARTS for name, derive in part.DERIVATIONS.items()}
 DERIVATIONS["content_id"] = lambda envelope: digest(bytes.fromhex(envelope)).hex()
 
 
-def judge(read_as, frame, domain, swarm):
+def judge(read_as, frame, domain, swarm, given=None):
     """What is made of a frame: {"verdict": "accept", "value": …} or {"verdict": "reject", "reason": …}."""
+    about = (domain, swarm) if given is None else (given,)
     try:
-        return {"verdict": "accept", "value": plain(READERS[read_as](frame, domain, swarm))}
+        return {"verdict": "accept", "value": plain(READERS[read_as](frame, *about))}
     except Refused as refused:
         return {"verdict": "reject", "reason": refused.args[0]}
 
@@ -63,7 +65,7 @@ def main():
                 wanted, got = [vector["verdict"], vector.get("reason")], admitted(vector, document)
             else:
                 frame = joined(vector["frame"])
-                got = judge(vector["read_as"], frame, document["domain"].encode(), bytes.fromhex(document["swarm"]))
+                got = judge(vector["read_as"], frame, document["domain"].encode(), bytes.fromhex(document["swarm"]), vector.get("given"))
                 wanted = {field: vector[field] for field in got if field in vector}
             count += 1
             if got != wanted:

@@ -1,6 +1,7 @@
 """00-conventions: from bytes to a message of a known shape, signatures, and bounds that every document uses.
 
-A message is a dict of field → type in wire order; a type is str, bytes, int, float, a tuple of allowed strings, [element] or a message.
+A message is a dict of field → type in wire order; a type is str, bytes, int, float, a tuple of allowed strings, [element], a message, or a
+`Maybe` or `Row`.
 """
 
 import hashlib
@@ -18,6 +19,20 @@ REGISTRY = tomllib.loads((Path(__file__).parent / "registry.toml").read_text())
 BYTES, EXACT, COUNTS, FLOATS = REGISTRY["bytes"], REGISTRY["exact_bytes"], REGISTRY["counts"], REGISTRY["floats"]
 
 ENVELOPE = {"key": bytes, "payload": bytes, "signature": bytes, "codec": ("raw", "zstd")}
+
+
+class Maybe:
+    """`wanted`, or nil."""
+
+    def __init__(self, wanted):
+        self.wanted = wanted
+
+
+class Row:
+    """A message as an array: its fields in order, without their names."""
+
+    def __init__(self, **fields):
+        self.fields = fields
 
 
 class Refused(Exception):
@@ -40,13 +55,20 @@ def kind(lead):
         return dict
     if 0x90 <= lead <= 0x9F or lead in (0xDC, 0xDD):
         return list
-    return {0xC4: bytes, 0xC5: bytes, 0xC6: bytes, 0xCA: float, 0xCB: float}.get(lead)
+    return {0xC0: type(None), 0xC4: bytes, 0xC5: bytes, 0xC6: bytes, 0xCA: float, 0xCB: float}.get(lead)
 
 
 def read(stream, data, wanted):
     """One value of type `wanted`, looked at before it is read, so that nothing is built that was not asked for."""
     require(stream.tell() < len(data), "malformed")
     found = kind(data[stream.tell()])
+    if isinstance(wanted, Maybe):
+        if found is type(None):
+            return stream.unpack()
+        return read(stream, data, wanted.wanted)
+    if isinstance(wanted, Row):
+        require(found is list and stream.read_array_header() == len(wanted.fields), "schema")
+        return [read(stream, data, field) for field in wanted.fields.values()]
     if isinstance(wanted, dict):
         require(found is dict, "schema")
         return read_fields(stream, data, wanted, stream.read_map_header(), {})

@@ -30,7 +30,8 @@ from swarmnode.stages.links import Links
 from swarmnode.stages.member import CrewSettings, Member, inline
 from swarmnode.stages.runtime import StageRuntime
 from swarmnode.stages.waves import Wave, cut
-from swarmnode.wire.tensors import pack_ids, unpack_ids, unpack_logprobs
+from swarmnode.stages.work import read_scores, read_tokens
+from swarmnode.wire.tensors import pack_ids
 
 BEGIN_AGAIN: Final = 4
 """Times that one wave is begun again before its generation fails."""
@@ -69,7 +70,7 @@ class Head(Member):
         self._current: dict[int, int] = {}  # what is under way: micro-batch → completion tokens
         self._finished: set[int] = set()
         self._learnt: dict[int, frames.Learnt] = {}
-        self._scores: dict[int, list[float]] = {}
+        self._scores: dict[int, tuple[list[float], list[float]]] = {}
         self._open: dict[bytes, Wave] = {}
         self._begun_again = 0
         self._failed: REFUSALS | None = None
@@ -121,11 +122,10 @@ class Head(Member):
             raise PeerError(f"the crew cannot score: {self._failed}")
         out: list[tuple[list[float], list[float]]] = [([], [])] * len(rows)
         for number, piece in pieces.items():
-            values = self._scores[number]
-            half, at = len(values) // 2, 0
+            (logprobs, entropies), at = self._scores[number], 0
             for i in piece:
                 size = len(rows[i][1])
-                out[i] = (values[at : at + size], values[half + at : half + at + size])
+                out[i] = (logprobs[at : at + size], entropies[at : at + size])
                 at += size
         return out
 
@@ -188,10 +188,9 @@ class Head(Member):
             case frames.Learnt() if sender == tail:
                 self._learnt[frame.micro_batch] = frame
             case frames.Scores() if sender == tail:
-                scores = unpack_logprobs(body).tolist()
-                if frame.rows != self._current[frame.micro_batch] or not all(map(math.isfinite, scores)):
+                if frame.rows != self._current[frame.micro_batch]:
                     raise BadMessage("shape", "not a score for each token")
-                self._scores[frame.micro_batch] = scores
+                self._scores[frame.micro_batch] = read_scores(body, frame.rows)
             case frames.Lost():
                 self._lost(frame.session, frame.reason)
             case frames.Failed():
@@ -243,10 +242,7 @@ class Head(Member):
             return
         if frame.rows != len(wave.live):
             raise BadMessage("shape", "not a token for each completion that is left")
-        ids, logprobs = unpack_ids(body[: 4 * frame.rows]), unpack_logprobs(body[4 * frame.rows :]).tolist()
-        if ids.max() >= self.links.limits.vocab or not all(math.isfinite(x) and x <= 1e-3 for x in logprobs):
-            raise BadMessage("bounds", "a token that cannot be")
-        wave.took(ids.tolist(), [min(x, 0.0) for x in logprobs])
+        wave.took(*read_tokens(body, frame.rows, self.links.limits))
         if not wave.live:
             self._end(frame.session)
             return

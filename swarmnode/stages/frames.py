@@ -15,22 +15,21 @@ from typing import Any, Final, Literal, Protocol
 import msgspec
 
 from swarmnode.errors import BadMessage
+from swarmnode.wire import limits as caps
 
 FRAME_REASONS: Final = ("oversize", "malformed", "schema", "bounds", "not_finite", "shape", "size", "truncated")
 """Every reason with which frames, their bodies and `work.py` raise BadMessage."""
-HEADER_BYTES: Final = 16 * 1024
+HEADER_BYTES: Final = caps.STAGE_HEADER_BYTES
 CHUNK_BYTES: Final = 1024 * 1024
 """Written to a stream at a time, at most."""
-CREW_BYTES: Final = 16
-SESSION_BYTES: Final = 16
-FINGERPRINT_BYTES: Final = 32
-MICRO_BATCHES: Final = 1024
-"""In one step, at most."""
-STAGES: Final = 64
-ABOUT_ITEM_BYTES: Final = 48
-"""Of a micro-batch's description per token, at most; see `work.py`."""
-INT8_BLOCK: Final = 64
-COUNTER: Final = 2**63 - 1
+CREW_BYTES: Final = caps.CREW_BYTES
+SESSION_BYTES: Final = caps.WAVE_BYTES
+FINGERPRINT_BYTES: Final = caps.FINGERPRINT_BYTES
+MICRO_BATCHES: Final = caps.MICRO_BATCHES
+STAGES: Final = caps.STAGES
+ABOUT_ITEM_BYTES: Final = caps.STAGE_ABOUT_ITEM_BYTES
+INT8_BLOCK: Final = caps.STAGE_ACTIVATION_BLOCK
+COUNTER: Final = 2**caps.INTEGER_BITS - 1
 
 ActivationCodec = Literal["float32", "bfloat16", "int8"]
 REFUSALS = Literal["micro_batches", "not_finite", "attempt", "timeout", "session", "fingerprint", "rows", "frame", "gone"]
@@ -204,6 +203,8 @@ class Reader(Protocol):
     async def receive_some(self, max_bytes: int | None = None) -> bytes: ...
 
 
+_TAG: Final = b"\xa4type"
+"""msgpack of the string `type`."""
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -272,7 +273,10 @@ async def read_frame(stream: Reader, limits: FrameLimits) -> tuple[Frame, bytes]
     length = int.from_bytes(prefix, "big")
     if not 0 < length <= HEADER_BYTES:
         raise BadMessage("oversize", f"a header of {length} bytes")
-    frame = read_message(await _exactly(stream, length) or b"", Frame)
+    head = await _exactly(stream, length) or b""
+    if len(head) > len(_TAG) and head[1 : 1 + len(_TAG)] != _TAG:
+        raise BadMessage("schema", "the first field must be `type`")
+    frame = read_message(head, Frame)
     return frame, await _exactly(stream, body_bytes(frame, limits)) or b""
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from swarmnode.errors import BadMessage
 from swarmnode.stages.frames import COUNTER, FrameLimits, read_message
+from swarmnode.wire.limits import LOGPROB_SLACK
 from swarmnode.wire.tensors import unpack_ids, unpack_logprobs
 
 
@@ -132,6 +133,29 @@ def read_questions(data: bytes, rows: int, limits: FrameLimits) -> Questions:
     return q
 
 
+def read_tokens(body: bytes, rows: int, limits: FrameLimits) -> tuple[list[int], list[float]]:
+    """(rows,) token ids and their log-probabilities, the body of `Tokens`. Raises BadMessage: shape, bounds, not_finite."""
+    _ids(body[: 4 * rows], rows, limits)
+    logprobs = unpack_logprobs(body[4 * rows :])
+    if len(logprobs) != rows:
+        raise BadMessage("shape", f"{len(logprobs)} log-probabilities for {rows} tokens")
+    if not np.isfinite(logprobs).all():
+        raise BadMessage("not_finite", "log-probabilities")
+    if (logprobs > LOGPROB_SLACK).any():
+        raise BadMessage("bounds", "a log-probability above 0")
+    return unpack_ids(body[: 4 * rows]).tolist(), np.minimum(logprobs, 0.0).tolist()
+
+
+def read_scores(body: bytes, rows: int) -> tuple[list[float], list[float]]:
+    """(rows,) log-probabilities and entropies, the body of `Scores`. Raises BadMessage: shape, bounds, not_finite."""
+    values = unpack_logprobs(body)
+    if len(values) != 2 * rows:
+        raise BadMessage("shape", f"{len(values)} values for {rows} tokens")
+    if not np.isfinite(values).all():
+        raise BadMessage("not_finite", "scores")
+    return values[:rows].tolist(), values[rows:].tolist()
+
+
 def _check_loss(loss: Loss, count: int, tokens: int) -> None:
     reference = tokens if loss.beta > 0 else 0
     for name, length in (("advantages", count), ("weights", count), ("old_logprobs", tokens), ("reference", reference)):
@@ -143,8 +167,8 @@ def _check_loss(loss: Loss, count: int, tokens: int) -> None:
     for name in ("normalizer", "epsilon", "epsilon_high", "delta"):
         if getattr(loss, name) is not None:
             _positive(name, getattr(loss, name))
-    if not 0 <= loss.beta < float("inf"):
-        raise BadMessage("bounds", "beta")
+    if loss.beta != 0:
+        _positive("beta", loss.beta)
 
 
 def _lengths(lengths: tuple[int, ...], limits: FrameLimits) -> None:

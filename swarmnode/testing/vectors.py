@@ -15,7 +15,7 @@ from typing import Any
 import msgpack
 
 from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
-from swarmnode.testing import bulk_vectors, manifest_vectors, summary_vectors, weight_vectors
+from swarmnode.testing import bulk_vectors, manifest_vectors, stage_vectors, summary_vectors, weight_vectors
 from swarmnode.testing.frames import (
     ANNOUNCE,
     COMPLETION,
@@ -454,6 +454,9 @@ DOCUMENTS: dict[str, tuple[str, tuple[Callable[[], Iterator[Vector]], ...]]] = {
     "bulk": ("Manifests of transfers, requests for chunks, and roots.", (bulk_vectors.messages, bulk_vectors.roots)),
     "weights": ("What partners say, states and their manifests, and what follows from names and shapes.", (
         weight_vectors.messages, weight_vectors.states, weight_vectors.derivations,
+    )),
+    "stages": ("Frames between the members of a crew with the `given` shapes; the fence; what a stage answers while a step is taken.", (
+        stage_vectors.frames, stage_vectors.hostile_headers, stage_vectors.hostile_bodies, stage_vectors.fences, stage_vectors.commits,
     )),
     "admission": ("What a node makes of a frame from gossip, up to where it needs a scorer.", (admission,)),
     "derivations": ("Names and numbers that follow from others.", (derivations,)),

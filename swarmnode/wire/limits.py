@@ -57,6 +57,20 @@ BULK_REQUEST_BYTES = BULK_CHUNKS // 8 + 128
 """A request for chunks: one bit for each, and the map around them."""
 BULK_RESPONSE_BYTES = 48
 """What precedes the chunks."""
+STAGE_HEADER_BYTES = 16 * 1024
+"""The header of a frame between members of a crew."""
+STAGE_ABOUT_ITEM_BYTES = 48
+"""Of a micro-batch's description, per token that the crew allows, at most."""
+STAGE_ACTIVATION_BLOCK = 64
+"""Values of one token that share a scale under `int8`, at most."""
+CREW_BYTES = 16
+"""Of a crew's id in a frame: its first half."""
+WAVE_BYTES = 16
+"""Of a wave's name."""
+STAGES = 64
+"""Of a crew, at most."""
+MICRO_BATCHES = 1024
+"""In one step, at most."""
 PEER_ID_BYTES = 64
 """A peer id in base58; that of an Ed25519 key has 52 characters."""
 ADDRESS_BYTES = 256

@@ -79,6 +79,8 @@ def render(messages: Mapping[str, type[msgspec.Struct]]) -> dict[str, str]:
 def _schema(message: type[msgspec.Struct]) -> dict[str, Any]:
     schema = msgspec.json.schema(message)
     for definition in schema["$defs"].values():
+        if "properties" not in definition:
+            continue  # an array: its fields are there by their places
         # A default is a convenience of our constructors: on the wire every field is there, in this order.
         definition["required"] = list(definition["properties"])
         for field in definition["properties"].values():

@@ -5,11 +5,15 @@ import tomllib
 from pathlib import Path
 
 import libp2p.security.noise.transport as noise_transport
+import pytest
 
 from swarmnode.p2p import bulk, exchange, host, manifests, sessions, summaries
 from swarmnode.rollouts import admission
 from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.rollouts.shelf import Throughput
+from swarmnode.stages.fence import FENCE_REASONS
+from swarmnode.stages.frames import FRAME_REASONS
+from swarmnode.stages.schema import schemas as stages_schemas
 from swarmnode.tasks import seeds
 from swarmnode.weights import catchup
 from swarmnode.weights import exchange as weights_exchange
@@ -32,6 +36,8 @@ def test_names_are_those_of_the_registry():
         "summary": ids.SUMMARY_PROTOCOL,
         "weights": ids.WEIGHTS_PROTOCOL,
         "weights_state": ids.WEIGHTS_STATE_PROTOCOL,
+        "crews": ids.CREWS_PROTOCOL,
+        "stage_stream": ids.STAGE_STREAM_PROTOCOL,
         "bulk": ids.BULK_PROTOCOL,
         "bulk_manifest": ids.BULK_MANIFEST_PROTOCOL,
         "bulk_socket": ids.BULK_SOCKET_PROTOCOL,
@@ -96,6 +102,8 @@ def test_caps_are_those_of_the_registry():
         "weights_message": weights_messages.MESSAGE_BYTES,
         "weights_state_request": weights_messages.STATE_REQUEST_BYTES,
         "weights_state_response": weights_messages.STATE_BYTES,
+        "stage_header": limits.STAGE_HEADER_BYTES,
+        "stage_about_item": limits.STAGE_ABOUT_ITEM_BYTES,
         "peer_id": limits.PEER_ID_BYTES,
         "address": limits.ADDRESS_BYTES,
         "zstd_window": limits.ZSTD_WINDOW_BYTES,
@@ -123,6 +131,8 @@ def test_caps_are_those_of_the_registry():
         "transfer": limits.TRANSFER_BYTES,
         "chunk_hash": limits.CHUNK_HASH_BYTES,
         "token": limits.TOKEN_BYTES,
+        "crew": limits.CREW_BYTES,
+        "wave": limits.WAVE_BYTES,
     }
     assert REGISTRY["counts"] == {
         "min_completions": limits.MIN_COMPLETIONS,
@@ -145,6 +155,9 @@ def test_caps_are_those_of_the_registry():
         "difficulty": limits.DIFFICULTY,
         "fragments": weights_messages.FRAGMENTS,
         "retry_seconds": weights_messages.RETRY_SECONDS,
+        "stages": limits.STAGES,
+        "micro_batches": limits.MICRO_BATCHES,
+        "stage_activation_block": limits.STAGE_ACTIVATION_BLOCK,
     }
     assert REGISTRY["floats"] == {
         "temperature": limits.TEMPERATURE,
@@ -207,9 +220,15 @@ def test_what_the_registry_calls_blameless_is_ignored():
     assert {REASONS[reason] for reason in REGISTRY["verdicts"]["ignore"]} == {Verdict.IGNORE}
 
 
+def test_what_becomes_of_a_stage_s_frames_is_what_the_registry_says():
+    assert {name: set(reasons) for name, reasons in REGISTRY["stage_verdicts"].items()} == {
+        "reject": set(FRAME_REASONS), "ignore": set(FENCE_REASONS),
+    }  # fmt: skip
+
+
 def test_schemas_are_those_of_the_messages():
     written = {path.name: path.read_text() for path in (PROTOCOL / "schema").glob("*.json")}
-    assert written == schemas() | weights_schemas(), "run `python -m swarmnode.wire.schema` and `python -m swarmnode.weights.schema`"
+    assert written == schemas() | weights_schemas() | stages_schemas(), "run `python -m swarmnode.{wire,weights,stages}.schema`"
 
 
 def test_documents_name_everything_in_the_registry():
@@ -220,7 +239,8 @@ def test_documents_name_everything_in_the_registry():
     assert [name for name in names if name not in text] == []
 
 
-def test_documents_give_each_reason_the_verdict_of_the_registry():
-    given = re.findall(r"\[(REJECT|IGNORE)\] ((?:`\w+`(?:, )?)+)", (PROTOCOL / "02-rollouts.md").read_text())
+@pytest.mark.parametrize(("document", "table"), [("02-rollouts.md", "verdicts"), ("04-stages.md", "stage_verdicts")])
+def test_documents_give_each_reason_the_verdict_of_the_registry(document, table):
+    given = re.findall(r"\[(REJECT|IGNORE)\] ((?:`\w+`(?:, )?)+)", (PROTOCOL / document).read_text())
     verdicts = {(name, verdict.lower()) for verdict, names in given for name in re.findall(r"\w+", names)}
-    assert verdicts == {(name, verdict) for verdict, names in REGISTRY["verdicts"].items() for name in names}
+    assert verdicts == {(name, verdict) for verdict, names in REGISTRY[table].items() for name in names}

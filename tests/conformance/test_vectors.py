@@ -15,8 +15,12 @@ import pytest
 from swarmnode.config import SharingConfig
 from swarmnode.errors import BadMessage
 from swarmnode.rollouts.admission import Admission, Rejected
+from swarmnode.stages.fence import FENCE_REASONS, Fence
+from swarmnode.stages.frames import FRAME_REASONS, Place
 from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
-from swarmnode.testing import frames, vectors
+from swarmnode.testing import frames, stage_vectors, vectors
+from swarmnode.testing.stage_reading import read_whole
+from swarmnode.testing.stage_vectors import answers
 from swarmnode.weights.catchup import open_state_manifest
 from swarmnode.weights.fingerprint import LoraShape, fingerprint
 from swarmnode.weights.fragments import cut
@@ -71,6 +75,8 @@ MESSAGES = {
     "bulk_socket_request": (BulkSocketRequest, limits.BULK_SOCKET_REQUEST_BYTES),
     "bulk_socket_response": (BulkSocketResponse, limits.BULK_SOCKET_RESPONSE_BYTES),
 }
+STAGES = {"stage_frame": read_whole}
+"""Read with what the vector gives: a crew's shapes."""
 WEIGHTS = {"weights": decode_message, "weights_state": decode_state}
 FRAMES = [(name, vector) for name, document in DOCUMENTS.items() for vector in document["vectors"] if "read_as" in vector]
 ADMISSIONS = [(document, vector) for document in DOCUMENTS.values() for vector in document["vectors"] if "admit" in vector]
@@ -83,6 +89,13 @@ def weights_fingerprint(given: dict) -> str:
     return fingerprint(*hashes, make_layout(given["layout"]), given["codec"], given["fragments"], adapter).hex()
 
 
+def stage_fence(given: dict) -> str | None:
+    roster = given["roster"]
+    fence = Fence(Place(bytes.fromhex(roster["crew"]), roster["roster_epoch"], 0, 0, given["step"]), roster["stage_epochs"])
+    place = Place(bytes.fromhex(given["place"][0]), *given["place"][1:])
+    return fence.check(place, given["sender"], None if given["control"] else given["step"])
+
+
 def frame_of(vector: dict) -> bytes:
     return joined(vector["frame"])
 
@@ -91,10 +104,12 @@ def joined(parts: list) -> bytes:
     return b"".join(bytes.fromhex(part) * times for part, times in parts)
 
 
-def judge(read_as: str, frame: bytes, domain: bytes, swarm: bytes) -> dict:
+def judge(read_as: str, frame: bytes, domain: bytes, swarm: bytes, given: dict | None = None) -> dict:
     """What swarmnode makes of a frame, in the words of the vectors."""
     try:
-        if read_as in MESSAGES:
+        if read_as in STAGES:
+            value = hexed(STAGES[read_as](frame, given))
+        elif read_as in MESSAGES:
             value = plain(decode(frame, *MESSAGES[read_as]))
         elif read_as in WEIGHTS:
             value = plain(WEIGHTS[read_as](frame))
@@ -121,14 +136,15 @@ def judge(read_as: str, frame: bytes, domain: bytes, swarm: bytes) -> dict:
 
 
 def plain(message: msgspec.Struct) -> dict:
-    def hexed(value):
-        if isinstance(value, dict):
-            return {name: hexed(item) for name, item in value.items()}
-        if isinstance(value, list):
-            return [hexed(item) for item in value]
-        return value.hex() if isinstance(value, bytes) else value
-
     return hexed(msgspec.to_builtins(message, builtin_types=(bytes,)))
+
+
+def hexed(value):
+    if isinstance(value, dict):
+        return {name: hexed(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [hexed(item) for item in value]
+    return value.hex() if isinstance(value, bytes) else value
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +158,7 @@ def check() -> Iterator[ModuleType]:
 @pytest.mark.parametrize(("document", "vector"), FRAMES, ids=[f"{name}: {vector['name']}" for name, vector in FRAMES])
 def test_swarmnode_judges_the_frame_as_recorded(document, vector):
     about = DOCUMENTS[document]
-    got = judge(vector["read_as"], frame_of(vector), about["domain"].encode(), bytes.fromhex(about["swarm"]))
+    got = judge(vector["read_as"], frame_of(vector), about["domain"].encode(), bytes.fromhex(about["swarm"]), vector.get("given"))
     assert got == {name: vector[name] for name in ("verdict", "reason", "value") if name in vector}
 
 
@@ -177,6 +193,8 @@ def test_swarmnode_derives_what_is_recorded(vector):
         "edge_rank": lambda: edge_rank(given["epoch"], given["one"], given["other"], bytes.fromhex(given["swarm"])).hex(),
         "weights_fingerprint": lambda: weights_fingerprint(given),
         "weights_fragments": lambda: [[spec.name for spec in part] for part in cut(make_layout(given["layout"]), given["fragments"])],
+        "stage_fence": lambda: stage_fence(given),
+        "stage_commit": lambda: answers(given["step"], given["events"]),
         "bulk_root": lambda: bulk.root(BulkManifest(b"", given["size"], given["chunk_bytes"], bytes.fromhex(given["hashes"]))).hex(),
     }[vector["derive"]]()
     assert got == vector["output"]
@@ -188,10 +206,10 @@ def test_vectors_are_those_that_the_generator_writes():
 
 
 def test_every_reason_and_every_reader_has_a_vector():
-    assert {vector.get("reason") for _, vector in FRAMES} == {None, *DECODE_REASONS, "signature"}
+    assert {vector.get("reason") for _, vector in FRAMES} == {None, *DECODE_REASONS, "signature", *FRAME_REASONS}
     accepted = {vector["read_as"] for _, vector in FRAMES if vector["verdict"] == "accept"}
     refused = {vector["read_as"] for _, vector in FRAMES if vector["verdict"] == "reject"}
-    assert accepted == refused == {*ENVELOPES, *MESSAGES, *WEIGHTS, "state_manifest", "manifest", "session", "summary"}
+    assert accepted == refused == {*ENVELOPES, *MESSAGES, *WEIGHTS, *STAGES, "state_manifest", "manifest", "session", "summary"}
 
 
 def test_no_two_vectors_of_a_document_have_one_name():
@@ -240,3 +258,25 @@ def test_both_decoders_give_the_same_verdict_on_mutated_frames(check):
         assert (ours["verdict"], ours.get("value")) == (theirs["verdict"], theirs.get("value")), payload.hex()
         accepted += ours["verdict"] == "accept"
     assert 100 < accepted < 3900  # the mutations are neither harmless nor hopeless
+
+
+def test_both_decoders_give_the_same_verdict_on_mutated_frames_of_a_crew(check):
+    """No signature is in the way: every alteration reaches the decoder."""
+    rng = random.Random(3)
+    given = stage_vectors.GIVEN
+    seeds = [frame_of(v) for v in DOCUMENTS["stages.json"]["vectors"] if v.get("verdict") == "accept" and v["given"] == given]
+    assert len(seeds) > 15
+    accepted = 0
+    for _ in range(3000):
+        frame = bytearray(rng.choice(seeds))
+        for _ in range(rng.randint(1, 2)):
+            frame[rng.randrange(len(frame))] = rng.choice((0, 1, 0x80, 0xC0, 0xC1, 0xCF, 0xFF, rng.randrange(256)))
+        ours = judge("stage_frame", bytes(frame), b"", b"", given)
+        theirs = check.judge("stage_frame", bytes(frame), b"", b"", given)
+        assert (ours["verdict"], str(ours.get("value"))) == (theirs["verdict"], str(theirs.get("value"))), frame.hex()
+        accepted += ours["verdict"] == "accept"
+    assert 100 < accepted < 2900
+
+
+def test_every_reason_of_the_fence_has_a_vector():
+    assert {v["output"] for v in DERIVATIONS if v["derive"] == "stage_fence"} == {None, *FENCE_REASONS}

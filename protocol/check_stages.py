@@ -1,0 +1,267 @@
+"""04-stages, sections 2 to 6: frames between the members of a crew, the fence, and taking a step."""
+
+import itertools
+import math
+import struct
+
+from check_frames import BYTES, COUNTS, EXACT, FLOATS, Maybe, Row, counter, decode, require
+
+CODEC = ("float32", "bfloat16", "int8")
+REASON = ("micro_batches", "not_finite", "attempt", "timeout", "session", "fingerprint", "rows", "frame", "gone")
+PLACE = Row(crew=bytes, roster_epoch=int, stage=int, stage_epoch=int, step=int)
+BODIES = {  # type → fields behind `place`
+    "forward": {"micro_batch": int, "purpose": ("learn", "score"), "codec": CODEC, "rows": int, "about": int},
+    "backward": {"micro_batch": int, "codec": CODEC, "rows": int},
+    "learnt": {"micro_batch": int, "loss": float, "clipped": float, "kl": float, "entropy": float, "tokens": float},
+    "scores": {"micro_batch": int, "rows": int},
+    "prefill": {"session": bytes, "fingerprint": bytes, "codec": CODEC, "rows": int, "about": int},
+    "decode": {"session": bytes, "fingerprint": bytes, "codec": CODEC, "rows": int},
+    "tokens": {"session": bytes, "rows": int},
+    "drop": {"session": bytes},
+    "lost": {"session": bytes, "reason": REASON},
+    "failed": {"micro_batch": int, "reason": REASON},
+    "embedding": {"attempt": int, "first": int, "rows": int},
+    "propose": {"attempt": int, "micro_batches": [int]},
+    "acknowledge": {"attempt": int, "refused": Maybe(REASON), "squared_norm": float},
+    "commit": {"attempt": int, "norm": float, "clip": float, "learning_rate": float},
+    "abort": {"attempt": int, "reason": REASON},
+    "done": {"attempt": int},
+}
+HEADERS = [{"type": (tag,), "place": PLACE, **fields} for tag, fields in BODIES.items()]
+LOSS = {
+    "old_logprobs": bytes, "reference": bytes, "advantages": bytes, "weights": bytes, "normalizer": float,
+    "loss_type": ("dapo", "grpo", "dr_grpo"), "epsilon": float, "epsilon_high": float, "delta": Maybe(float), "beta": float,
+}  # fmt: skip
+MICRO_BATCH = {
+    "prompt_lengths": [int], "prompt_ids": bytes, "prompt_of": [int], "completion_lengths": [int], "completion_ids": bytes,
+    "temperature": float, "loss": Maybe(LOSS),
+}  # fmt: skip
+WAVE = {
+    "lengths": [int], "ids": bytes, "num_generations": int, "names": [int], "total": int, "position": int, "max_tokens": int,
+    "temperature": float, "top_p": float, "seed": int,
+}  # fmt: skip
+F32_OVERFLOW = (2 - 2**-24) * 2.0**127
+"""From here on a number rounds to an infinite f32."""
+
+
+def read_frame(data, crew):
+    """One frame, all of `data`, in a crew with `hidden`, `vocab`, `tokens` and `codec`."""
+    require(len(data) >= 4, "truncated")
+    length = int.from_bytes(data[:4], "big")
+    require(0 < length <= BYTES["stage_header"], "oversize")
+    require(len(data) >= 4 + length, "truncated")
+    header = decode(data[4 : 4 + length], BYTES["stage_header"], *HEADERS)
+    size = body_bytes(header, crew)
+    body = data[4 + length :]
+    require(len(body) >= size, "truncated")
+    require(len(body) == size, "size")
+    return {"header": header, **read_body(header, body, crew)}
+
+
+def body_bytes(header, crew):
+    """Section 2.2, and how long the body is."""
+    place, rows = header["place"], header.get("rows", 1)
+    require(len(place[0]) == EXACT["crew"] and 0 <= place[2] < COUNTS["stages"])
+    counter(place[1], place[3], place[4], header.get("micro_batch", 0), header.get("attempt", 0))
+    require(1 <= rows <= crew["tokens"])
+    require(1 <= header.get("about", 1) <= BYTES["stage_about_item"] * (crew["tokens"] + 16))
+    require(len(header.get("session", bytes(EXACT["wave"]))) == EXACT["wave"])
+    require(len(header.get("fingerprint", bytes(EXACT["fingerprint"]))) == EXACT["fingerprint"])
+    for field, value in header.items():
+        if isinstance(value, float):
+            require(math.isfinite(value), "not_finite")
+            require(value >= 0 or field in ("loss", "clipped", "kl", "entropy"))
+    activations = rows * hidden_bytes(header.get("codec", "float32"), crew["hidden"])
+    if header["type"] == "propose":
+        ids = header["micro_batches"]
+        require(1 <= len(ids) <= COUNTS["micro_batches"] and all(a < b for a, b in itertools.pairwise(ids)))
+        counter(*ids)
+    if header["type"] == "embedding":
+        require(0 <= header["first"] <= crew["vocab"] - rows)
+    return {
+        "forward": header.get("about", 0) + activations, "prefill": header.get("about", 0) + activations, "backward": activations,
+        "decode": 4 * rows + activations, "scores": 8 * rows, "tokens": 8 * rows, "embedding": activations,
+    }.get(header["type"], 0)  # fmt: skip
+
+
+def block_of(hidden):
+    return next(size for size in range(COUNTS["stage_activation_block"], 0, -1) if hidden % size == 0)
+
+
+def hidden_bytes(codec, hidden):
+    return {"float32": 4 * hidden, "bfloat16": 2 * hidden, "int8": hidden + 4 * (hidden // block_of(hidden))}[codec]
+
+
+def read_body(header, body, crew):
+    """Sections 3 and 4: {"about": …, "values": activations as f32, "ids", "logprobs", …}, as far as there are any."""
+    tag, rows = header["type"], header.get("rows", 0)
+    if tag in ("forward", "prefill"):
+        read = read_micro_batch if tag == "forward" else read_wave
+        about = read(body[: header["about"]], rows, crew, header.get("purpose"))
+        return {"about": about, "values": activations(body[header["about"] :], header, crew, crew["codec"])}
+    if tag == "decode":
+        return {"names": numbers(body[: 4 * rows], "I"), "values": activations(body[4 * rows :], header, crew, crew["codec"])}
+    if tag in ("backward", "embedding"):
+        return {"values": activations(body, header, crew, header.get("codec", "float32"))}
+    if tag == "tokens":
+        ids, logprobs = token_ids(body[: 4 * rows], rows, crew), finite(body[4 * rows :], rows)
+        require(all(logprob <= FLOATS["logprob_slack"] for logprob in logprobs))
+        return {"ids": ids, "logprobs": [min(logprob, 0.0) for logprob in logprobs]}
+    if tag == "scores":
+        return {"logprobs": finite(body, 2 * rows)[:rows], "entropies": finite(body, 2 * rows)[rows:]}
+    return {}
+
+
+def activations(body, header, crew, codec):
+    """f32, one after the other, in hex as they would be on the wire."""
+    require(header.get("codec", "float32") == codec, "schema")
+    count = header["rows"] * crew["hidden"]
+    if codec == "float32":
+        values = numbers(body, "f")
+    elif codec == "bfloat16":
+        values = numbers(b"".join(b"\0\0" + body[at : at + 2] for at in range(0, len(body), 2)), "f")
+    else:
+        block = block_of(crew["hidden"])
+        scales, codes = numbers(body[: 4 * (count // block)], "f"), struct.unpack(f"<{count}b", body[4 * (count // block) :])
+        require(all(map(math.isfinite, scales)), "not_finite")
+        require(all(scale >= 0 for scale in scales) and min(codes) >= -127)
+        values = [scales[at // block] * code for at, code in enumerate(codes)]
+    require(all(math.isfinite(value) and abs(value) < F32_OVERFLOW for value in values), "not_finite")
+    return struct.pack(f"<{count}f", *(value + 0.0 for value in values))
+
+
+def read_micro_batch(data, rows, crew, purpose):
+    batch = decode(data, len(data), MICRO_BATCH)
+    prompts, completions, owners = batch["prompt_lengths"], batch["completion_lengths"], batch["prompt_of"]
+    lengths(prompts, crew)
+    lengths(completions, crew)
+    padded = len(prompts) * max(prompts) + len(completions) * (max(prompts) + max(completions))
+    require(padded <= 3 * crew["tokens"])
+    require(len(owners) == len(completions) and list(dict.fromkeys(owners)) == list(range(len(prompts))))
+    require(rows == sum(prompts) + sum(completions) - len(completions), "shape")
+    ids = token_ids(batch["prompt_ids"], sum(prompts), crew)
+    ends = list(itertools.accumulate(prompts, initial=0))
+    require(len({tuple(ids[a:b]) for a, b in itertools.pairwise(ends)}) == len(prompts))
+    token_ids(batch["completion_ids"], sum(completions), crew)
+    positive(batch["temperature"])
+    loss = batch["loss"]
+    require((loss is not None) == (purpose == "learn"))
+    if loss is not None:
+        require(math.isfinite(loss["beta"]), "not_finite")
+        require(loss["beta"] >= 0)
+        finite(loss["old_logprobs"], sum(completions))
+        finite(loss["reference"], sum(completions) if loss["beta"] > 0 else 0)
+        finite(loss["advantages"], len(completions))
+        finite(loss["weights"], len(completions))
+        positive(loss["normalizer"], loss["epsilon"], loss["epsilon_high"], 1.0 if loss["delta"] is None else loss["delta"])
+    return batch
+
+
+def read_wave(data, rows, crew, _):
+    wave = decode(data, len(data), WAVE)
+    names, count = wave["names"], len(wave["lengths"]) * wave["num_generations"]
+    lengths(wave["lengths"], crew)
+    counter(wave["seed"])
+    require(1 <= wave["num_generations"] <= crew["tokens"] and 0 <= wave["position"] < wave["max_tokens"] <= crew["tokens"])
+    require(count <= wave["total"] <= crew["tokens"])
+    require(wave["total"] * (max(wave["lengths"]) + wave["max_tokens"] - wave["position"]) <= crew["tokens"])
+    require(len(names) == count and names[0] >= 0 and names[-1] < wave["total"] and all(a < b for a, b in itertools.pairwise(names)))
+    require(sum(wave["lengths"]) == rows, "shape")
+    token_ids(wave["ids"], rows, crew)
+    require(math.isfinite(wave["temperature"]) and math.isfinite(wave["top_p"]), "not_finite")
+    require(wave["temperature"] >= 0 and 0 < wave["top_p"] <= 1)
+    return wave
+
+
+def lengths(values, crew):
+    require(1 <= len(values) <= crew["tokens"] and all(1 <= value <= crew["tokens"] for value in values))
+
+
+def numbers(data, kind):
+    require(len(data) % 4 == 0)
+    return list(struct.unpack(f"<{len(data) // 4}{kind}", data))
+
+
+def token_ids(data, count, crew):
+    ids = numbers(data, "I")
+    require(len(ids) == count, "shape")
+    require(all(token < crew["vocab"] for token in ids))
+    return ids
+
+
+def finite(data, count):
+    values = numbers(data, "f")
+    require(len(values) == count, "shape")
+    require(all(map(math.isfinite, values)), "not_finite")
+    return values
+
+
+def positive(*values):
+    require(all(map(math.isfinite, values)), "not_finite")
+    require(all(value > 0 for value in values))
+
+
+def stage_fence(roster, sender, step, place, control):
+    """Section 5: why a frame from `sender` is dropped by a member at `step`, or None. `roster`: crew, roster_epoch, stage_epochs."""
+    crew, roster_epoch, stage, stage_epoch, at = place
+    if crew != roster["crew"]:
+        return "crew"
+    if stage != sender or stage >= len(roster["stage_epochs"]):
+        return "stage"
+    ours = [(roster_epoch, roster["roster_epoch"], "roster_epoch"), (stage_epoch, roster["stage_epochs"][sender], "stage_epoch")]
+    for theirs, known, reason in ours if control else [*ours, (at, step, "step")]:
+        if theirs != known:
+            return reason if theirs < known else "newer"
+    return None
+
+
+def stage_commit(step, events):
+    """Section 6: what a stage that has taken `step` steps answers to each of `events`."""
+    state = {"step": step, "attempt": 0, "phase": "open", "have": set(), "norm": 0.0}
+    return [commit_answer(state, *event) for event in events]
+
+
+def commit_answer(state, event, *given):
+    if event == "gradient":
+        if state["phase"] != "open" or given[0] in state["have"]:
+            return ["ignored"]
+        state["have"].add(given[0])
+        return ["added"]
+    if event == "propose":
+        return proposed(state, *given)
+    step, attempt = given
+    if event == "commit":
+        if (step, attempt) == (state["step"] - 1, state["attempt"]):
+            return ["done", attempt]
+        if (step, attempt, state["phase"]) != (state["step"], state["attempt"], "prepared"):
+            return []
+        state.update(step=step + 1, phase="open", have=set())
+        return ["step", "done", attempt]
+    if step != state["step"] or attempt < state["attempt"]:
+        return []
+    state.update(attempt=attempt, phase="open", have=set())
+    return ["drop"]
+
+
+def proposed(state, step, attempt, micro_batches, squared_norm):
+    """`squared_norm` of the gradients that are here; None where they are not finite."""
+    if (step, attempt) == (state["step"] - 1, state["attempt"]):
+        return ["done", attempt]
+    if step < state["step"] or attempt < state["attempt"]:
+        return []
+    if step > state["step"]:
+        return ["acknowledge", attempt, "attempt", 0.0]
+    if attempt == state["attempt"] and state["phase"] == "prepared":
+        return ["acknowledge", attempt, None, state["norm"]]
+    state["attempt"] = attempt
+    if set(micro_batches) != state["have"]:
+        return ["acknowledge", attempt, "micro_batches", 0.0]
+    if squared_norm is None:
+        state["phase"] = "open"
+        return ["acknowledge", attempt, "not_finite", 0.0]
+    state.update(phase="prepared", norm=squared_norm)
+    return ["acknowledge", attempt, None, squared_norm]
+
+
+READERS = {"stage_frame": read_frame}
+DERIVATIONS = {"stage_fence": stage_fence, "stage_commit": stage_commit}
