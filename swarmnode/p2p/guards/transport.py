@@ -4,7 +4,7 @@ Defects: a stock host also accepts `/plaintext/2.0.0` and secio (`new_host(sec_o
 is not UTF-8 ends the process (stream_muxer/mplex/mplex.py `_handle_new_stream`, C1). Here: neither is offered. Cost: none.
 Not needed any more when upstream drops plaintext, secio and mplex from its defaults.
 
-Of a peer that connects by IPv6 a stock host does not know the address: `TrioTCPStream.get_remote_address` takes only pairs, and IPv6 sockets
+Of a peer that connects by IPv6 a stock host does not know the address: `TrioTCPStream.get_remote_address` takes pairs, and IPv6 sockets
 tell four values. Limits and bans by prefix then see nobody, and all IPv6 peers together are one address. Here: the first two. Cost: none.
 Not needed any more when a stock stream over `::1` tells where its peer is.
 """
@@ -13,10 +13,10 @@ from libp2p.abc import IRawConnection, ISecureConn
 from libp2p.crypto.keys import KeyPair, PrivateKey
 from libp2p.crypto.x25519 import create_new_key_pair
 from libp2p.custom_types import TProtocol
+from libp2p.io.trio import TrioTCPStream
 from libp2p.peer.id import ID
 from libp2p.security.noise.patterns import PatternXX
 from libp2p.security.noise.transport import PROTOCOL_ID, Transport
-from libp2p.io.trio import TrioTCPStream
 from libp2p.stream_muxer.yamux.yamux import Yamux
 from noise.connection import NoiseConnection
 
@@ -29,7 +29,7 @@ YAMUX_ONLY = {TProtocol("/yamux/1.0.0"): Yamux}
 
 def install() -> None:
     """Replace `TrioTCPStream.get_remote_address` for this whole process."""
-    TrioTCPStream.get_remote_address = _remote_address
+    TrioTCPStream.get_remote_address = _remote_address  # type: ignore[method-assign]
 
 
 def _remote_address(self: TrioTCPStream) -> tuple[str, int] | None:
