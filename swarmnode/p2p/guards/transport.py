@@ -4,7 +4,7 @@ Defects: a stock host also accepts `/plaintext/2.0.0` and secio (`new_host(sec_o
 is not UTF-8 ends the process (stream_muxer/mplex/mplex.py `_handle_new_stream`, C1). Here: neither is offered. Cost: none.
 Not needed any more when upstream drops plaintext, secio and mplex from its defaults.
 
-Of a peer that connects by IPv6 a stock host does not know the address: `TrioTCPStream.get_remote_address` takes pairs, and IPv6 sockets
+Of a peer that connects by IPv6 a stock host knows no address: `TrioTCPStream.get_remote_address` takes pairs, and IPv6 sockets
 tell four values. Limits and bans by prefix then see nobody, and all IPv6 peers together are one address. Here: the first two. Cost: none.
 Not needed any more when a stock stream over `::1` tells where its peer is.
 """
