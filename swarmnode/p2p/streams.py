@@ -115,12 +115,14 @@ class PeerStream:
                 self.received += len(data)
                 await self._arrive.send(data)
         except StreamEOF as error:
-            if self._stream.muxed_conn.event_shutting_down.is_set():  # which the library calls an end, too
+            muxed = self._stream.muxed_stream
+            if muxed.reset_received or muxed.conn.event_shutting_down.is_set():  # which the library calls an end, too
                 self._broken(error)
         except trio.BrokenResourceError:
             pass  # nobody receives any more
         except Exception as error:  # the library raises many kinds when a stream ends
             self._broken(error)
+        self._arrive.close()
         await self._done()
 
     async def _write(self) -> None:
@@ -141,11 +143,10 @@ class PeerStream:
 
     def _broken(self, error: Exception) -> None:
         log.debug("a stream of %s ended: %r", self.peer, error)
-        self.reset(f"{type(error).__name__}: {error}"[:200] or "broken")
+        self.reset(f"broken: {type(error).__name__} {error}"[:200])
 
     async def _done(self) -> None:
         """The last of the two ends the stream."""
-        self._arrive.close()
         self._running -= 1
         if not self._running:
             await (reset(self._stream) if self._why else close(self._stream))

@@ -1,0 +1,182 @@
+"""Long-lived streams between two real hosts on loopback: whole, patient, cancellable, bounded."""
+
+import contextlib
+
+import pytest
+import trio
+
+from swarmnode.errors import PeerError, PeerTimeout
+from swarmnode.p2p import streams as streams_module
+from swarmnode.p2p.guards import yamux
+from swarmnode.testing.hosts import hosts
+from swarmnode.testing.waiting import until
+
+PROTOCOL = "/test/stream/1"
+
+
+@contextlib.asynccontextmanager
+async def joined(directory, *, per_peer=4):
+    """Two hosts and a stream from the second to the first: (server, client, its end, our end)."""
+    arrived = []
+    async with hosts(directory, 2) as (server, client):
+        server.streams.serve(PROTOCOL, arrived.append, concurrent=8, per_peer=per_peer)
+        ours = await client.streams.open(server.peer_id, PROTOCOL, deadline=5)
+        await ours.send(b"hello")
+        await until(lambda: arrived)
+        assert await arrived[0].receive() == b"hello"
+        yield server, client, arrived[0], ours
+
+
+async def drain(stream, count):
+    data = bytearray()
+    while len(data) < count and (more := await stream.receive()):
+        data += more
+    return bytes(data)
+
+
+async def test_both_ways_at_once_and_an_end_each(tmp_path):
+    async with joined(tmp_path) as (server, client, theirs, ours):
+        there, back = bytes(range(256)) * 4096, bytes(reversed(range(256))) * 4096
+        got = {}
+
+        async def send(stream, data):
+            for at in range(0, len(data), 100_000):
+                await stream.send(data[at : at + 100_000])
+            stream.finish()
+
+        async def receive(name, stream, count):
+            got[name] = await drain(stream, count)
+            assert await stream.receive() == b""
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(send, ours, there)
+            nursery.start_soon(send, theirs, back)
+            nursery.start_soon(receive, "there", theirs, len(there))
+            nursery.start_soon(receive, "back", ours, len(back))
+        assert got == {"there": there, "back": back}
+        with trio.fail_after(5):
+            await ours.closed.wait()
+            await theirs.closed.wait()
+        await until(lambda: client.streams.statistics().open == server.streams.statistics().open == 0)
+        assert ours.sent == theirs.received == len(there) + 5
+
+
+async def test_a_user_that_does_not_receive_holds_up_the_sender_and_not_the_connection(tmp_path, monkeypatch):
+    """Longer than the guards let other writers wait for credit, which is why the stream brings patience of its own."""
+    monkeypatch.setattr(yamux, "WINDOW_STALL_SECONDS", 0.2)
+    async with joined(tmp_path) as (server, client, theirs, ours):
+
+        async def echo(peer, data):
+            return data
+
+        server.requests.serve("/test/echo/1", echo, max_request_bytes=100, max_response_bytes=100)
+        data = bytes(64) * 2**14  # 1 MiB, 32 times: far beyond the window
+        async with trio.open_nursery() as nursery:
+
+            async def send():
+                for _ in range(32):
+                    await ours.send(data)
+                ours.finish()
+
+            nursery.start_soon(send)
+            before = -1
+            with trio.fail_after(20):
+                while ours.sent != before:  # until nothing moves for a second
+                    before = ours.sent
+                    await trio.sleep(1.0)
+            assert 0 < ours.sent < 16 * 2**20
+            assert await client.requests.request(server.peer_id, "/test/echo/1", b"x", deadline=5, max_response_bytes=9) == b"x"
+            assert len(await drain(theirs, 32 * len(data))) == 32 * len(data)
+
+
+async def test_a_cancelled_receive_loses_nothing(tmp_path):
+    async with joined(tmp_path) as (_, _, theirs, ours):
+        data = bytes(range(256)) * 8192
+        got = bytearray()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ours.send, data)
+            with trio.fail_after(20):
+                while len(got) < len(data):
+                    with trio.move_on_after(0.001):
+                        got += await theirs.receive()
+        assert got == data
+
+
+async def test_a_reset_is_told_to_both_ends(tmp_path):
+    async with joined(tmp_path) as (_, _, theirs, ours):
+        ours.reset("had enough")
+        with trio.fail_after(5):
+            with pytest.raises(PeerError):
+                await theirs.receive()
+            with pytest.raises(PeerError, match="had enough"):
+                await ours.receive()
+            with pytest.raises(PeerError):
+                await ours.send(b"more")
+            await ours.closed.wait()
+            await theirs.closed.wait()
+
+
+async def test_a_peer_that_is_gone_breaks_the_stream(tmp_path):
+    async with joined(tmp_path) as (server, client, theirs, ours):
+        client.disconnect(server.peer_id)
+        with trio.fail_after(10):
+            with pytest.raises(PeerError):
+                while True:
+                    await theirs.receive()
+            with pytest.raises(PeerError):
+                while True:
+                    await ours.send(b"x")
+
+
+async def test_a_stream_that_stands_still_both_ways_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(streams_module, "STALL_SECONDS", 0.5)
+    monkeypatch.setattr(streams_module, "WATCH_SECONDS", 0.05)
+    async with joined(tmp_path) as (_, client, theirs, ours):
+        await trio.sleep(1.0)  # idle is not stalled
+        await ours.send(b"still there")
+        assert await theirs.receive() == b"still there"
+        with trio.fail_after(20), pytest.raises(PeerError, match="nothing moved"):
+            while True:
+                await ours.send(bytes(2**20))  # nobody receives
+        await until(lambda: client.streams.statistics().stalled == 1)
+
+
+async def test_who_opens_too_many_is_refused_and_others_are_not_kept_waiting(tmp_path):
+    async with joined(tmp_path, per_peer=1) as (server, client, theirs, ours):
+        with trio.fail_after(5), pytest.raises(PeerError):  # before or after both have agreed on a protocol
+            await (await client.streams.open(server.peer_id, PROTOCOL, deadline=5)).receive()
+        assert server.streams.statistics().refused == {"busy": 1}
+        ours.finish()
+        theirs.finish()
+        with trio.fail_after(5):
+            while await theirs.receive():
+                pass
+            while await ours.receive():
+                pass
+            await theirs.closed.wait()
+        await until(lambda: server.streams.statistics().open == 0)
+        third = await client.streams.open(server.peer_id, PROTOCOL, deadline=5)
+        await third.send(b"now")
+        await until(lambda: server.streams.statistics().accepted == {PROTOCOL: 2})
+
+
+async def test_opening_to_nobody_fails_in_time(tmp_path):
+    async with hosts(tmp_path, 2) as (server, client):
+        with pytest.raises(PeerError):
+            await client.streams.open("12D3KooWGC6TvWhfagpX6wvJHxYvKpPzAkRjHhkQsbnNkzDDpwU3", PROTOCOL, deadline=5)
+        with pytest.raises(PeerError):
+            await client.streams.open(server.peer_id, "/test/unknown/1", deadline=5)
+        with pytest.raises(PeerTimeout):
+            await client.streams.open(server.peer_id, PROTOCOL, deadline=0.0)
+
+
+async def test_whom_somebody_depends_on_is_dialled_again_and_not_pruned(tmp_path):
+    async with hosts(tmp_path, 2, target_peers=1) as (server, client):
+        client.hold([server.peer_id, "not a peer id", client.peer_id])
+        tags = client._host.get_network().tag_store
+        assert [each.to_base58() for each in tags.get_protected_peers()] == [server.peer_id]
+        client.disconnect(server.peer_id)
+        await until(lambda: not client.connected())
+        await until(lambda: client.connected() == [server.peer_id])
+        client.hold([])
+        assert not tags.get_protected_peers()
