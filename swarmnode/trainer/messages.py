@@ -67,7 +67,7 @@ class WeightsReport(msgspec.Struct, frozen=True):
     payload_bytes: int = 0
     """Of the last one that was made here."""
     stall_seconds_total: float = 0.0
-    """That training stood still for gate and outer steps."""
+    """That training stood still for the probe and commits, or at most did while a copy kept the optimizer from the weights."""
 
 
 class Report(msgspec.Struct, frozen=True, tag="report"):

@@ -1,7 +1,7 @@
 """The trainer's half of averaging: copies weights for a partner, judges the partner's, and moves ours between two steps.
 
-    any time         worker thread: copy (never while the optimizer moves the weights), encode, write; read, decode
-    between steps    main thread:   gate, probe ─▶ outer step and commit, all at once      nothing here waits for the network
+    any time         worker thread: copy (never while the optimizer moves the weights), encode, write; read, decode, gate; the outer step
+    between steps    main thread:   probe, which needs the model ─▶ … ─▶ commit, all at once       nothing here waits for the network
 
 What travels is in `weights.local`. Until a commit no weight has moved, so an exchange that ends for whatever reason leaves the policy as
 it was, bit by bit; the commit itself is part of the same state file as everything else, so a kill at any time loses it whole or not at all.
@@ -10,6 +10,7 @@ it was, bit by bit; the commit itself is part of the same state file as everythi
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import mmap
@@ -34,10 +35,10 @@ from swarmnode.trainer.messages import WeightsReport
 from swarmnode.trainer.state import Counters
 from swarmnode.weights import codecs, fragments, local, lora
 from swarmnode.weights.fingerprint import LoraShape
-from swarmnode.weights.gate import NORM_RATIO, Gate, norm
+from swarmnode.weights.gate import NORM_RATIO, Examined, Gate, norm
 from swarmnode.weights.layout import make_layout
 from swarmnode.weights.manifest import TensorHash
-from swarmnode.weights.outer import OuterState, Tensors, host_copy
+from swarmnode.weights.outer import OuterState, Prepared, Tensors, host_copy
 from swarmnode.weights.rule import make_rule, mixing_weight, next_clock
 from swarmnode.weights.watch import RewardWatch
 
@@ -61,9 +62,9 @@ class Exchange:
     """Our weights when the copy was made, float32 on the host."""
     clock: int
     peer: str = ""
-    their_clock: int = 0
-    mean: Tensors | None = None
-    """What the gate made of both; None before."""
+    their_clock: int | None = None
+    prepared: Prepared | None = None
+    """The outer step with what the gate made of both; None before."""
     probation: bool = False
 
 
@@ -107,7 +108,7 @@ class Replica:
         self._distance: float | None = None
         self._lag: float | None = None
         self._payload_bytes = 0
-        self._stalled = 0.0
+        self._stalled = self._held = 0.0
         self.counters(counters)
         self._written: deque[Path] = deque()
         self._thread = threading.Thread(target=self._work, name="weights", daemon=True)
@@ -158,7 +159,7 @@ class Replica:
                 with self._mutex:
                     self._exchanges.pop(message.session, None)
             case local.SoloStep():
-                self._arrived.append(lambda: self._solo(message.fragment))
+                self._job(lambda: self._solo(message.fragment))
             case local.WriteState():
                 self._job(self._write_state)
             case local.AdoptState():
@@ -176,11 +177,17 @@ class Replica:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            job()
+            try:
+                job()
+            except Exception as error:  # it would end this thread unseen: the trainer is to fail of it, at its next step
+                self._arrived.append(functools.partial(_raise, error))
 
     def _copy(self, fragment: int) -> Exchange:
         with self._lock:
-            return Exchange(fragment, host_copy(self._parameters, self._names[fragment]), self._counters.outer_clocks[fragment])
+            began = time.monotonic()
+            copied = Exchange(fragment, host_copy(self._parameters, self._names[fragment]), self._counters.outer_clocks[fragment])
+            self._held += time.monotonic() - began
+        return copied
 
     def _take(self, session: bytes, fragment: int) -> None:
         if not 0 <= fragment < len(self._parts):
@@ -218,7 +225,7 @@ class Replica:
         return str(path)
 
     def _read(self, message: local.JudgePayload) -> None:
-        """A partner's payload → tensors; what they are worth is found out between two steps."""
+        """A partner's payload → tensors, and all of the gate but the probe, which is for between two steps."""
         with self._mutex:
             exchange = self._exchanges.get(message.session)
         if exchange is None:  # a one-sided pull: our side of it starts now
@@ -240,7 +247,34 @@ class Replica:
         except (OSError, ValueError) as error:
             log.warning("weights of %s could not be read: %s", message.peer, error)
             outcome = "local"
-        self._arrived.append(lambda: self._judge(message.session, theirs, outcome))
+        found = self._examine(exchange, theirs) if theirs is not None else outcome
+        self._arrived.append(lambda: self._judge(message.session, found))
+
+    def _examine(self, exchange: Exchange, theirs: Tensors) -> Examined | str:
+        """Of `outcomes.OUTCOMES` where that is clear without the gate."""
+        assert exchange.their_clock is not None
+        self._lag = float(exchange.clock - exchange.their_clock)
+        if self._lag > self._cfg.max_lag:
+            return "lagging"
+        if self._adapter is not None and self._adapter.a_seed is None and not lora.residual(exchange.snapshot, theirs).allowed:
+            return "lora_residual"
+        with self._mutex:
+            slow = {name: self._outer.phi[name] for name in exchange.snapshot}
+        return self._gate.examine(
+            exchange.peer, exchange.snapshot, theirs, time.monotonic(), weight=mixing_weight(self._lag),
+            moved=norm(exchange.snapshot, minus=slow), fragment=exchange.fragment, probation=self._counters.probation,
+        )  # fmt: skip
+
+    def _prepare(self, session: bytes, exchange: Exchange, mean: Tensors, outcome: str) -> None:
+        """The outer step that a commit will take; then we have all that it needs."""
+        exchange.prepared = self._outer.prepare(mean)
+        self._send(local.Gated(session, True, outcome, exchange.peer))
+
+    def _solo(self, fragment: int) -> None:
+        if 0 <= fragment < len(self._parts):
+            exchange = self._copy(fragment)
+            exchange.prepared = self._outer.prepare(exchange.snapshot)
+            self._arrived.append(lambda: self._commit_solo(exchange))
 
     def _write_state(self) -> None:
         with self._mutex:
@@ -280,7 +314,7 @@ class Replica:
         if due is not None and connected:
             self._send(local.Due(due, self._counters.outer_clocks[due], step_seconds))
         elif due is not None:
-            changed |= self._solo(due)
+            self._job(lambda: self._solo(due))
         self._counters.policy_version += int(changed)
         self._stalled += time.monotonic() - started
         return changed
@@ -298,6 +332,7 @@ class Replica:
                 log.warning("the state of %s is worse than what we had: %.3f, not %.3f", peer, reward, before)
                 with self._lock, self._mutex:
                     self._outer.adopt(self._parameters, phi, delta)
+                    self._exchanges.clear()
                 self._counters.outer_clocks = clocks
                 self._send(local.Adopted(peer, "worse", list(clocks)))
                 return self._moved()
@@ -308,6 +343,7 @@ class Replica:
         self._last = ""
         with self._lock, self._mutex:
             reverted = self._outer.revert(self._parameters)
+            self._exchanges.clear()
         if reverted:
             log.warning("held-out reward fell: the exchange with %s is taken back", worse)
             self._gate.refused(worse, "reverted", time.monotonic())
@@ -318,41 +354,34 @@ class Replica:
         self._counters.policy_version += 1
         return True
 
-    def _judge(self, session: bytes, theirs: Tensors | None, refused: str) -> bool:
+    def _judge(self, session: bytes, found: Examined | str) -> bool:
         now = time.monotonic()
         with self._mutex:
             exchange = self._exchanges.get(session)
         if exchange is None:  # dropped, or our weights have moved on without it
             self._send(local.Gated(session, False, "local", ""))
             return False
-        peer, fragment = exchange.peer, exchange.fragment
-        self._lag = float(exchange.clock - exchange.their_clock)
-        outcome = refused
-        if not outcome and self._lag > self._cfg.max_lag:
-            # it has more to gain from us than we from it: it gets ours, and we step as if alone
-            outcome, exchange.mean = "lagging", dict(exchange.snapshot)
-        elif not outcome and theirs is not None and self._adapter is not None and self._adapter.a_seed is None:
-            outcome = "" if lora.residual(exchange.snapshot, theirs).allowed else "lora_residual"
-        if outcome == "lagging":
-            pass
-        elif outcome or theirs is None:
-            if outcome != "local":
-                self._gate.refused(peer, outcome, now)
+        mean: Tensors | None = None
+        if isinstance(found, str):
+            outcome = found
+            if outcome == "lagging":  # it has more to gain from us than we from it: it gets ours, and we step as if alone
+                mean = exchange.snapshot
+            elif outcome != "local":
+                self._gate.refused(exchange.peer, outcome, now)
         else:
-            slow = {name: self._outer.phi[name] for name in exchange.snapshot}
-            judged = self._gate.judge(
-                peer, exchange.snapshot, theirs, now, weight=mixing_weight(self._lag), moved=norm(exchange.snapshot, minus=slow),
-                fragment=fragment, probe=self._probe if len(self._rows) >= LEAST_PROBE else None, probation=self._counters.probation,
-            )  # fmt: skip
-            outcome, exchange.mean = judged.outcome, judged.mean
+            probed = found.mean is not None and len(self._rows) >= LEAST_PROBE
+            judged = self._gate.conclude(found, now, (self._probe(found.mine), self._probe(found.mean or {})) if probed else None)
+            outcome, mean = judged.outcome, judged.mean
             exchange.probation = outcome == "probation"
             self._distance = judged.relative_distance if judged.ok else self._distance  # of what was refused, anybody's guess
             if judged.outcome == "probe":
-                log.info("weights of %s would make us worse: %.3f nats, not %.3f", peer, judged.loss_after, judged.loss_before)
-        if exchange.mean is None:
+                log.info("weights of %s would make us worse: %.3f nats, not %.3f", exchange.peer, judged.loss_after, judged.loss_before)
+        if mean is None:
             with self._mutex:
                 self._exchanges.pop(session, None)
-        self._send(local.Gated(session, exchange.mean is not None, outcome, peer))
+            self._send(local.Gated(session, False, outcome, exchange.peer))
+        else:
+            self._job(functools.partial(self._prepare, session, exchange, mean, outcome))
         return False
 
     def _probe(self, tensors: Mapping[str, torch.Tensor]) -> float:
@@ -375,10 +404,9 @@ class Replica:
     def _commit(self, session: bytes) -> bool:
         with self._mutex:
             exchange = self._exchanges.pop(session, None)
-        if exchange is None or exchange.mean is None:
+        if exchange is None or not self._step(exchange):
             self._send(local.Gated(session, False, "local", ""))
             return False
-        self._step(exchange, exchange.mean, exchange.their_clock)
         if exchange.probation:
             self._counters.probation = False
         else:
@@ -388,25 +416,27 @@ class Replica:
         self._send(local.Committed(session, exchange.fragment, self._counters.outer_clocks[exchange.fragment]))
         return True
 
-    def _solo(self, fragment: int) -> bool:
-        if not 0 <= fragment < len(self._parts):
-            return False
-        exchange = self._copy(fragment)
-        self._step(exchange, exchange.snapshot, None)
+    def _commit_solo(self, exchange: Exchange) -> bool:
+        while not self._step(exchange):  # an exchange, a revert or a neighbour's state came in between: once more, from where we are now
+            exchange = self._copy(exchange.fragment)
+            exchange.prepared = self._outer.prepare(exchange.snapshot)
         self._counters.solo_steps_total += 1
         self._last = ""
         self._job(lambda: self._publish(b"", exchange))
         return True
 
-    def _step(self, exchange: Exchange, mean: Tensors, their_clock: int | None) -> None:
-        """One outer step. Other copies of the fragment are of weights that are gone: nothing may be corrected against them."""
+    def _step(self, exchange: Exchange) -> bool:
+        """Take the outer step that was prepared, unless φ has moved since. Other copies of the fragment are of weights that are gone then:
+        nothing may be corrected against them."""
         with self._lock, self._mutex:
-            self._outer.step(mean)
+            if exchange.prepared is None or not self._outer.take(exchange.prepared):
+                return False
             self._outer.commit(self._parameters, exchange.snapshot)
             clocks = self._counters.outer_clocks
-            clocks[exchange.fragment] = next_clock(clocks[exchange.fragment], their_clock)
+            clocks[exchange.fragment] = next_clock(clocks[exchange.fragment], exchange.their_clock)
             for session in [s for s, other in self._exchanges.items() if other.fragment == exchange.fragment]:
                 del self._exchanges[session]
+        return True
 
     def _adopt(self, message: local.AdoptState, tensors: Tensors, outcome: str) -> bool:
         phi = {name: tensors[f"phi.{name}"] for name in self._parameters} if not outcome else {}
@@ -441,8 +471,12 @@ class Replica:
             exchanges_total=self._counters.exchanges_total, solo_steps_total=self._counters.solo_steps_total, reverts_total=outer.reverts,
             distance=self._distance, clip_ratio=gate.clip_ratio, lag=self._lag, momentum_norm=outer.momentum_norm,
             probation=self._counters.probation, outcomes={name: n for name, n in gate.outcomes.items() if n},
-            payload_bytes=self._payload_bytes, stall_seconds_total=self._stalled,
+            payload_bytes=self._payload_bytes, stall_seconds_total=self._stalled + self._held,
         )  # fmt: skip
+
+
+def _raise(error: Exception) -> bool:
+    raise error
 
 
 def _mapped(path: Path) -> memoryview:

@@ -5,6 +5,10 @@
     clip               θ̄ = θ_i + w · min(1, τ/‖d‖) · d,   d = θ_j − θ_i,   τ = 2 × running median of accepted ‖d‖
     probe              loss of θ̄ on sequences that no peer has seen, not worse than that of θ_i by more than ε
 
+`examine` is everything but the probe and needs no model, so another thread can do it while the model trains; `conclude` is the rest.
+A proof of a lie is a strike. Weights that merely do not suit us (too far away, worse on our sequences, a reward that fell) can be an honest
+node's: such a peer is a misfit for a while, and no worse for it.
+
 After the commit `watch` decides whether to take it back. What is left to a hostile partner is a nudge of at most w τ per exchange, in a
 direction that does not hurt on the probe (ClippedGossip, arXiv 2202.01545, with a threshold that a node can compute by itself).
 """
@@ -13,6 +17,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -35,6 +40,7 @@ WINDOW: Final = 32
 """Accepted distances per fragment that the median runs over."""
 WINDOW_PER_PEER: Final = 4
 """Of these from one peer: an eager peer must not set the threshold that it is held to."""
+MISFIT_SECONDS: Final = 600.0
 FIRST: Final = 4
 """Accepted distances before the median is believed. Until then τ is 2 ‖θ_i − φ_i‖, and nobody is called far away: we may have trained for
 one step and the partner for fifty."""
@@ -51,6 +57,7 @@ STRIKE: Final[dict[str, bool]] = {
     "clipped": False,  # accepted, shortened: honest replicas differ in speed
     "probation": False,  # passed everything, mixed with weight 0
     "greylisted": False,
+    "misfit": False,  # did not suit us several times: not looked at for a while
     "fingerprint": False,  # another policy is not a crime
     "nonce": True,
     "payload": True,  # what `payload` or `codecs` refused
@@ -60,13 +67,15 @@ STRIKE: Final[dict[str, bool]] = {
     "bounds": True,
     "not_finite": True,
     "norm_ratio": True,
-    "too_far": True,
-    "probe": True,
+    "too_far": False,
+    "probe": False,
     "lora_residual": False,
-    "reverted": True,
+    "reverted": False,
     "own_not_finite": False,  # our own weights are broken; nobody else's fault
 }
 """Every outcome, and whether it is a strike."""
+UNSUITABLE: Final = ("too_far", "probe", "reverted")
+"""No strikes, but not for ever either: three, counted as strikes are, make a misfit."""
 OUTCOMES: Final = tuple(STRIKE)
 
 Probe = Callable[[Mapping[str, torch.Tensor]], float]
@@ -96,6 +105,24 @@ class Judged:
 
 
 @dataclass(frozen=True)
+class Examined:
+    """What `examine` found. `refusal` empty: the probe and `conclude` come next."""
+
+    peer: str
+    refusal: str
+    mine: Mapping[str, torch.Tensor]
+    fragment: int = 0
+    mean: Tensors | None = None
+    """What the probe has to look at; of a newcomer not what will be taken."""
+    distance: float | None = None
+    relative_distance: float | None = None
+    scale: float = 0.0
+    remembered: float = 0.0
+    """Distance that goes into the median."""
+    probation: bool = False
+
+
+@dataclass(frozen=True)
 class GateStatistics:
     outcomes: dict[str, int]
     """By outcome, all of OUTCOMES."""
@@ -110,10 +137,11 @@ class GateStatistics:
     strikes: int
     """Peers with at least one."""
     greylisted: int
+    misfits: int
 
 
 class Gate:
-    """Judges peers' tensors against ours. Pure but for the `probe` that it is handed; `now` is any monotonic time in seconds."""
+    """Judges peers' tensors against ours; `now` is any monotonic time in seconds. Every method may be called from any thread."""
 
     def __init__(self, epsilon: float = 0.05, greylist_seconds: float = 3600.0) -> None:
         """epsilon: nats that θ̄ may be worse than θ_i on the probe, at least."""
@@ -123,6 +151,9 @@ class Gate:
         self._changes: deque[tuple[str, float]] = deque(maxlen=WINDOW)
         self._strikes: OrderedDict[str, float] = OrderedDict()
         self._greylist: OrderedDict[str, float] = OrderedDict()
+        self._unsuitable: OrderedDict[str, float] = OrderedDict()
+        self._misfits: OrderedDict[str, float] = OrderedDict()
+        self._lock = threading.Lock()
         self._outcomes = Counter(dict.fromkeys(OUTCOMES, 0))
         self._scales = 0.0
         self._relative: float | None = None
@@ -145,56 +176,84 @@ class Gate:
         weight: `rule.mixing_weight`, clamped to [0, ½]. moved: ‖θ_i − φ_i‖, how far we came by ourselves: stands in for the median until
         enough was accepted. probation: run all checks and the probe with ½, then return θ_i itself (for newcomers).
         """
-        if self.greylisted(peer, now):
-            return self._ended(peer, "greylisted", now)
+        found = self.examine(peer, mine, theirs, now, weight=weight, moved=moved, fragment=fragment, probation=probation)
+        losses = None
+        if probe is not None and found.mean is not None:
+            losses = (probe(mine), probe(found.mean))
+        return self.conclude(found, now, losses)
+
+    def examine(
+        self,
+        peer: str,
+        mine: Mapping[str, torch.Tensor],
+        theirs: Mapping[str, torch.Tensor],
+        now: float,
+        *,
+        weight: float = 0.5,
+        moved: float = 0.0,
+        fragment: int = 0,
+        probation: bool = False,
+    ) -> Examined:
+        """All that comes before the probe. Counts nothing; may run in another thread than the rest."""
+        refuse = lambda outcome, **measured: Examined(peer, outcome, mine, fragment, **measured)
+        with self._lock:
+            shut = "greylisted" if _until(self._greylist, peer, now) else "misfit" if _until(self._misfits, peer, now) else ""
+        if shut:
+            return refuse(shut)
         if refusal := _unlike(mine, theirs):
-            return self._ended(peer, refusal, now)
+            return refuse(refusal)
         own = norm(mine)
         if not math.isfinite(own):
-            return self._ended(peer, "own_not_finite", now)
+            return refuse("own_not_finite")
         if refusal := _not_usable(theirs):
-            return self._ended(peer, refusal, now)
-        tau = self.tau(fragment, own, moved)
+            return refuse(refusal)
+        with self._lock:
+            tau, known = self.tau(fragment, own, moved), len(self._distances.get(fragment, ())) >= FIRST
         other, distance = norm(theirs), norm(theirs, minus=mine)
         relative = distance / own if own > 0 else None
-        self._relative = relative
-        measured = {"distance": distance, "relative_distance": relative}
         # young LoRA factors are all but zero, and their ratio says nothing; then the distance decides
         if own > tau and not own / NORM_RATIO <= other <= own * NORM_RATIO:
-            return self._ended(peer, "norm_ratio", now, **measured)
-        known = len(self._distances.get(fragment, ())) >= FIRST
+            return refuse("norm_ratio", distance=distance, relative_distance=relative)
         if known and distance > FAR * tau:
-            return self._ended(peer, "too_far", now, **measured)
+            return refuse("too_far", distance=distance, relative_distance=relative)
         scale = 1.0 if distance <= tau else tau / distance  # 0 where neither of us has a weight yet
         step = scale * (0.5 if probation else min(max(weight, 0.0), 0.5))
         mean = {name: t + step * (theirs[name] - t) for name, t in mine.items()}
-        losses: dict[str, float] = {}
-        if probe is not None:
-            losses = {"loss_before": probe(mine), "loss_after": probe(mean)}
-            change = losses["loss_after"] - losses["loss_before"]
-            if not change <= self.tolerance():  # a NaN is refused too
-                return self._ended(peer, "probe", now, **measured, scale=scale, **losses)
-            _remember(self._changes, peer, abs(change))
         # clipped, so that no accepted exchange can raise the threshold by more than the others would; whole while there is no threshold
-        window = self._distances.setdefault(fragment, deque(maxlen=WINDOW))
-        _remember(window, peer, min(distance, tau) if known else distance)
-        self._scales += scale
-        if probation:
-            return self._ended(peer, "probation", now, mean=dict(mine), **measured, scale=scale, **losses)
-        outcome = "accepted" if scale == 1.0 else "clipped"
-        return self._ended(peer, outcome, now, mean=mean, **measured, scale=scale, **losses)
+        remembered = min(distance, tau) if known else distance
+        return Examined(peer, "", mine, fragment, mean, distance, relative, scale, remembered, probation)
+
+    def conclude(self, found: Examined, now: float, losses: tuple[float, float] | None = None) -> Judged:
+        """losses: of θ_i and of `found.mean` on the probe; None without one."""
+        peer, measured = found.peer, {"distance": found.distance, "relative_distance": found.relative_distance}
+        with self._lock:
+            if found.relative_distance is not None:
+                self._relative = found.relative_distance
+            if found.mean is None:
+                return self._ended(peer, found.refusal, now, **measured)
+            judged = measured | {"scale": found.scale}
+            if losses is not None:
+                judged |= {"loss_before": losses[0], "loss_after": losses[1]}
+                change = losses[1] - losses[0]
+                if not change <= self.tolerance():  # a NaN is refused too
+                    return self._ended(peer, "probe", now, **judged)
+                _remember(self._changes, peer, abs(change))
+            _remember(self._distances.setdefault(found.fragment, deque(maxlen=WINDOW)), peer, found.remembered)
+            self._scales += found.scale
+            if found.probation:
+                return self._ended(peer, "probation", now, mean=dict(found.mine), **judged)
+            return self._ended(peer, "accepted" if found.scale == 1.0 else "clipped", now, mean=found.mean, **judged)
 
     def refused(self, peer: str, outcome: str, now: float) -> Judged:
         """Counts what others than `judge` found: fingerprint, nonce, payload, lora_residual, reverted. Raises KeyError for no outcome."""
         STRIKE[outcome]
-        return self._ended(peer, outcome, now)
+        with self._lock:
+            return self._ended(peer, outcome, now)
 
     def greylisted(self, peer: str, now: float) -> bool:
-        """Whether nothing of `peer` is looked at."""
-        if self._greylist.get(peer, -math.inf) > now:
-            return True
-        self._greylist.pop(peer, None)
-        return False
+        """Whether nothing of `peer` is looked at, for what it has done."""
+        with self._lock:
+            return _until(self._greylist, peer, now)
 
     def tau(self, fragment: int, own: float, moved: float) -> float:
         """Length up to which a difference is taken whole. own: ‖θ_i‖ of the fragment."""
@@ -208,30 +267,27 @@ class Gate:
 
     def _ended(self, peer: str, outcome: str, now: float, **rest) -> Judged:
         self._outcomes[outcome] += 1
-        strikes = self._strikes.pop(peer, 0.0)
-        if STRIKE[outcome]:
-            strikes += 1
-        elif outcome in ("accepted", "clipped"):
-            strikes -= FORGIVEN
-        greylist = strikes >= STRIKES
+        good = outcome in ("accepted", "clipped")
+        greylist = _struck(self._strikes, peer, STRIKE[outcome], good)
         if greylist:
-            strikes = STRIKES - 1  # once it is heard again, one more is enough
             _bounded(self._greylist, peer, now + self.greylist_seconds)
-        if strikes > 0:
-            _bounded(self._strikes, peer, strikes)
+        if _struck(self._unsuitable, peer, outcome in UNSUITABLE, good):
+            _bounded(self._misfits, peer, now + MISFIT_SECONDS)
         return Judged(outcome, greylist=greylist, **rest)
 
     def statistics(self) -> GateStatistics:
-        taken = sum(self._outcomes[o] for o in ("accepted", "clipped", "probation"))
-        return GateStatistics(
-            outcomes=dict(self._outcomes),
-            clip_ratio=self._scales / taken if taken else 1.0,
-            relative_distance=self._relative,
-            tau={f: CLIP * statistics.median(d for _, d in window) for f, window in self._distances.items()},
-            epsilon=self.tolerance(),
-            strikes=len(self._strikes),
-            greylisted=len(self._greylist),
-        )
+        with self._lock:
+            taken = sum(self._outcomes[o] for o in ("accepted", "clipped", "probation"))
+            return GateStatistics(
+                outcomes=dict(self._outcomes),
+                clip_ratio=self._scales / taken if taken else 1.0,
+                relative_distance=self._relative,
+                tau={f: CLIP * statistics.median(d for _, d in window) for f, window in self._distances.items()},
+                epsilon=self.tolerance(),
+                strikes=len(self._strikes),
+                greylisted=len(self._greylist),
+                misfits=len(self._misfits),
+            )
 
 
 def norm(tensors: Mapping[str, torch.Tensor], minus: Mapping[str, torch.Tensor] | None = None) -> float:
@@ -275,6 +331,25 @@ def _remember(window: deque[tuple[str, float]], peer: str, value: float) -> None
     if len(of_peer) >= WINDOW_PER_PEER:
         window.remove(of_peer[0])
     window.append((peer, value))
+
+
+def _until(table: OrderedDict[str, float], peer: str, now: float) -> bool:
+    """Whether `peer` is in `table` still."""
+    if table.get(peer, -math.inf) > now:
+        return True
+    table.pop(peer, None)
+    return False
+
+
+def _struck(table: OrderedDict[str, float], peer: str, bad: bool, good: bool) -> bool:
+    """One count more in `table`, or half a one less; whether that was the last straw."""
+    count = table.pop(peer, 0.0) + (1.0 if bad else -FORGIVEN if good else 0.0)
+    last = count >= STRIKES
+    if last:
+        count = STRIKES - 1  # once it is heard again, one more is enough
+    if count > 0:
+        _bounded(table, peer, count)
+    return last
 
 
 def _bounded(table: OrderedDict[str, float], peer: str, value: float) -> None:

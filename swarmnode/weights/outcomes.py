@@ -1,8 +1,8 @@
 """What can become of an exchange, by name: closed sets, so that each can be a metric's label. No torch.
 
 How a try or an exchange ended on the wire is `pairing.OUTCOMES`. What our gate made of a partner's weights is here, and what that costs
-the partner's standing (`p2p.reputation`): a payload that is not what was agreed on proves a lie; weights that are merely too far away or
-make us worse do not, and cost less.
+the partner's standing (`p2p.reputation`): a payload that is not what was agreed on proves a lie. What an honest node can cause costs
+nothing: weights that make us worse, or are far away, are those of a node that learned something else, until they prove otherwise.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Final
 
 PROOF: Final = 10.0
-SUSPICION: Final = 3.0
 INSISTENCE: Final = 25.0
 """Of a peer that three strikes have made unwelcome at the gate, and that goes on."""
 
@@ -20,6 +19,7 @@ OUTCOMES: Final[dict[str, float]] = {
     "probation": 0.0,
     "lagging": 0.0,
     "greylisted": INSISTENCE,
+    "misfit": 0.0,
     "fingerprint": 0.0,
     "nonce": PROOF,
     "payload": PROOF,
@@ -29,10 +29,10 @@ OUTCOMES: Final[dict[str, float]] = {
     "bounds": PROOF,
     "not_finite": PROOF,
     "norm_ratio": PROOF,
-    "too_far": SUSPICION,
-    "probe": SUSPICION,
+    "too_far": 0.0,
+    "probe": 0.0,
     "lora_residual": 0.0,
-    "reverted": SUSPICION,
+    "reverted": 0.0,
     "own_not_finite": 0.0,
     "local": 0.0,
 }
@@ -45,7 +45,7 @@ ADOPTIONS: Final[dict[str, float]] = {
     "hash": PROOF,
     "not_finite": PROOF,
     "norm_ratio": PROOF,
-    "worse": SUSPICION,
+    "worse": 0.0,
     "nothing": 0.0,
     "local": 0.0,
 }

@@ -1,10 +1,10 @@
 """φ and δ of one replica, and the step that moves them. float32 on the host, whatever the policy computes in.
 
-    trainer, every H inner steps                               who
-    snapshot = host_copy(parameters)                           the trainer, between two inner steps; this is what partners are served
-    … inner steps go on while bytes travel …
-    mean = what the gate made of snapshot and the partner's    `gate` (solo: the snapshot itself)
-    state.step(mean); state.commit(parameters, snapshot)       the trainer, between two inner steps
+    trainer, every H inner steps                               when
+    snapshot = host_copy(parameters)                           while the optimizer stands still; this is what partners are served
+    mean = what the gate made of snapshot and the partner's    while inner steps go on, as bytes travel (solo: the snapshot itself)
+    prepared = state.prepare(mean)                             likewise: nothing that it reads is ever changed in place
+    state.take(prepared); state.commit(parameters, snapshot)   between two inner steps; `step` is prepare and take
 
 The optimizer's moments are neither exchanged nor reset. Weights are set with `copy_`: multiplying a NaN by zero leaves a NaN, and a replica
 that caught one could never be healed.
@@ -12,6 +12,7 @@ that caught one could never be healed.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -59,23 +60,42 @@ class _Before:
     weights: Tensors
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """An outer step that has been computed and not been taken. Make it with `OuterState.prepare`."""
+
+    phi: Tensors
+    delta: Tensors
+    squares: dict[str, float]
+    """‖δ‖² of each tensor."""
+    before: Tensors
+    """φ that it starts from."""
+
+
 class OuterState:
     """The slow half of a replica.
 
-    `step` and `commit` look at all tensors before they change the first one; a step that raises has changed nothing. One earlier state
-    is kept for `revert`.
+    A step that raises has changed nothing. One earlier state is kept for `revert`. `prepare` may run in another thread; everything else is
+    for whoever moves the weights.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], rule: Rule) -> None:
         self.rule = rule
         self.phi = host_copy(parameters)
         self.delta = {name: torch.zeros_like(p) for name, p in self.phi.items()}
+        self._squares = dict.fromkeys(self.phi, 0.0)
+        self._lock = threading.Lock()
+        """φ and δ of one moment, never half of each."""
         self._before: _Before | None = None
         self._steps = 0
         self._reverts = 0
 
     def step(self, mean: Mapping[str, torch.Tensor], mean_phi: Mapping[str, torch.Tensor] | None = None) -> None:
-        """δ ← α δ + β (θ̄ − φ), φ ← φ + δ for the tensors in `mean`: all, or one fragment's.
+        """One outer step; arguments and errors as of `prepare`."""
+        self.take(self.prepare(mean, mean_phi))
+
+    def prepare(self, mean: Mapping[str, torch.Tensor], mean_phi: Mapping[str, torch.Tensor] | None = None) -> Prepared:
+        """δ ← α δ + β (θ̄ − φ), φ ← φ + δ for the tensors in `mean`: all, or one fragment's. Changes nothing yet.
 
         mean: θ̄, float32 on the host. mean_phi: mean of φ over the pair, only for `noloco_two`, whose form is
         δ ← α δ + β (θ̄ − φ̄) + γ (φ̄ − φ) (paper, equation 2 with the sign of its proof).
@@ -84,26 +104,37 @@ class OuterState:
         rule = self.rule
         if (mean_phi is None) == (rule.name == "noloco_two"):
             raise ValueError("mean_phi goes with noloco_two and only with it")
-        phi, delta = {}, {}
+        with self._lock:
+            slow_before, delta_before = dict(self.phi), dict(self.delta)
+        phi, delta, before = {}, {}, {}
         for name, theta in mean.items():
-            if name not in self.phi or theta.shape != self.phi[name].shape:
+            if name not in slow_before or theta.shape != slow_before[name].shape:
                 raise ValueError(f"{name} is not a tensor of this replica")
-            old = self.phi[name]
+            old = before[name] = slow_before[name]
             if rule.alpha == 0 and rule.beta == 1:  # gossip: exactly the mean, not the mean up to rounding
                 phi[name], delta[name] = theta.clone(), torch.zeros_like(old)
             else:
                 if mean_phi is None:
-                    delta[name] = rule.alpha * self.delta[name] + rule.beta * (theta - old)
+                    delta[name] = rule.alpha * delta_before[name] + rule.beta * (theta - old)
                 else:
                     slow = mean_phi[name]
-                    delta[name] = rule.alpha * self.delta[name] + rule.beta * (theta - slow) + rule.gamma * (slow - old)
+                    delta[name] = rule.alpha * delta_before[name] + rule.beta * (theta - slow) + rule.gamma * (slow - old)
                 phi[name] = old + delta[name]
             if not bool(torch.isfinite(phi[name]).all()):
                 raise ValueError(f"{name} would not be finite")
-        self._before = _Before({n: self.phi[n] for n in phi}, {n: self.delta[n] for n in phi}, {})
-        self.phi.update(phi)
-        self.delta.update(delta)
-        self._steps += 1
+        return Prepared(phi, delta, {n: _square(d) for n, d in delta.items()}, before)
+
+    def take(self, prepared: Prepared) -> bool:
+        """φ and δ become what was prepared. False, and nothing changes, where φ has moved since."""
+        with self._lock:
+            if any(self.phi[name] is not old for name, old in prepared.before.items()):
+                return False
+            self._before = _Before({n: self.phi[n] for n in prepared.phi}, {n: self.delta[n] for n in prepared.phi}, {})
+            self.phi.update(prepared.phi)
+            self.delta.update(prepared.delta)
+            self._squares.update(prepared.squares)
+            self._steps += 1
+        return True
 
     @torch.no_grad()
     def commit(self, parameters: Mapping[str, torch.Tensor], snapshot: Mapping[str, torch.Tensor]) -> None:
@@ -116,9 +147,9 @@ class OuterState:
         for name, then in snapshot.items():
             now, phi = parameters[name], self.phi[name].to(parameters[name].device)
             then = then.to(now.device)
-            moved = now.float() + (phi - then)
-            keep = (now.float() != then) & torch.isfinite(moved)
-            now.copy_(torch.where(keep, moved, phi))
+            moved = (phi - then).add_(now)
+            still = now.float().eq(then).logical_or_(moved.isfinite().logical_not_())
+            now.copy_(torch.where(still, phi, moved))
 
     @torch.no_grad()
     def revert(self, parameters: Mapping[str, torch.Tensor]) -> bool:
@@ -126,8 +157,10 @@ class OuterState:
         before, self._before = self._before, None
         if before is None:
             return False
-        self.phi.update(before.phi)
-        self.delta.update(before.delta)
+        with self._lock:
+            self.phi.update(before.phi)
+            self.delta.update(before.delta)
+        self._squares.update({name: _square(tensor) for name, tensor in before.delta.items()})
         for name, tensor in before.weights.items():
             parameters[name].copy_(tensor)
         self._reverts += 1
@@ -148,7 +181,10 @@ class OuterState:
                 raise StateError("outer state of another policy")
             if not all(bool(torch.isfinite(t).all()) for t in tensors.values()):
                 raise StateError("outer state is not finite")
-        self.phi, self.delta = host_copy(phi), host_copy(delta)
+        slow, momentum = host_copy(phi), host_copy(delta)
+        with self._lock:
+            self.phi, self.delta = slow, momentum
+        self._squares = {name: _square(tensor) for name, tensor in self.delta.items()}
         self._before = None
         for name, tensor in self.phi.items():
             parameters[name].copy_(tensor)
@@ -162,10 +198,15 @@ class OuterState:
         mine = self.tensors()
         if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in mine.items()}:
             raise StateError("outer state of another policy")
-        self.phi = {n: tensors[f"phi.{n}"].clone() for n in self.phi}
-        self.delta = {n: tensors[f"delta.{n}"].clone() for n in self.delta}
+        with self._lock:
+            self.phi = {n: tensors[f"phi.{n}"].clone() for n in self.phi}
+            self.delta = {n: tensors[f"delta.{n}"].clone() for n in self.delta}
+        self._squares = {name: _square(tensor) for name, tensor in self.delta.items()}
         self._before = None
 
     def statistics(self) -> OuterStatistics:
-        norm = sum(float(d.square().sum(dtype=torch.float64)) for d in self.delta.values()) ** 0.5
-        return OuterStatistics(self.rule.name, self._steps, self._reverts, norm, self._before is not None)
+        return OuterStatistics(self.rule.name, self._steps, self._reverts, sum(self._squares.values()) ** 0.5, self._before is not None)
+
+
+def _square(tensor: torch.Tensor) -> float:
+    return float(tensor.square().sum(dtype=torch.float64))

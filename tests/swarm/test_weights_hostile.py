@@ -26,8 +26,8 @@ FAILED = {
     "too_large": "size", "other_size": "failed", "other_root": "malformed", "not_offered": "failed", "wrong_hash": "hash",
 }  # fmt: skip
 ENDED = {"silent": "open_timeout", "release": "released", "no_answer": "propose_timeout", "other_nonce": "unreachable"}
-BLAMELESS = {"other_size", "not_offered", "silent", "release", "no_answer"}
-"""What an honest partner that crashes looks like too."""
+BLAMELESS = {"other_size", "not_offered", "silent", "release", "no_answer", "flipped"}
+"""What an honest partner that crashes, or has learned something else, looks like too."""
 
 
 @pytest.fixture(autouse=True)

@@ -59,10 +59,16 @@ class Made:
         self.replica.receive(local.JudgePayload(session, fragment, "peer", 0, str(path)))
         self.settle()
         self.replica.between_steps(True, 0.1, stepped=False)
+        self.settle()
         return next(m for m in reversed(self.said) if isinstance(m, local.Gated))
 
     def commit(self, session=b"s" * 16):
         self.replica.receive(local.CommitExchange(session))
+        return self.replica.between_steps(True, 0.1, stepped=False)
+
+    def solo(self, fragment):
+        self.replica.receive(local.SoloStep(fragment))
+        self.settle()
         return self.replica.between_steps(True, 0.1, stepped=False)
 
     def save(self, path):
@@ -168,9 +174,63 @@ def test_without_a_network_process_the_outer_step_is_taken_alone(made):
     a = made("a")
     a.step()
     assert a.counters.step == 2
-    assert a.replica.between_steps(False, 0.1)
+    assert not a.replica.between_steps(False, 0.1)  # the step is computed while the next one is trained
+    a.settle()
+    assert a.replica.between_steps(False, 0.1, stepped=False)
     assert a.counters.solo_steps_total == 1
     assert a.counters.outer_clocks == [1, 0]
+
+
+def test_a_step_alone_that_an_exchange_overtakes_starts_from_where_that_has_led(made):
+    a, b, partner = made("a"), made("b"), made("c")
+    partner.step(seed=2)
+    for each in (a, b):
+        each.step()
+        assert each.exchange(partner).ok
+    a.replica.receive(local.CommitExchange(b"s" * 16))
+    a.replica.receive(local.SoloStep(0))
+    a.settle()  # what the step alone would be, from φ as it is before the commit
+    assert a.replica.between_steps(True, 0.1, stepped=False)
+    b.commit()
+    b.solo(0)
+    assert a.counters.outer_clocks == b.counters.outer_clocks == [2, 0]
+    assert identical(a.weights(), b.weights())
+    assert identical(a.replica.tensors(), b.replica.tensors())
+
+
+def test_an_exchange_that_a_step_alone_overtakes_is_not_applied(made):
+    a, partner = made("a"), made("c")
+    partner.step(seed=2)
+    a.step()
+    assert a.exchange(partner).ok
+    a.solo(0)
+    before = a.weights()
+    assert not a.commit()
+    assert identical(a.weights(), before)
+    assert a.said[-1] == local.Gated(b"s" * 16, False, "local", "")
+
+
+def test_nothing_is_corrected_against_weights_that_a_revert_has_undone(made):
+    a, partner = made("a"), made("c")
+    partner.step(seed=2)
+    for reward in (0.5, 0.5, 0.5):
+        a.replica.observe(reward)
+    before = a.weights()
+    assert a.exchange(partner).ok
+    a.commit()
+    assert a.exchange(partner, session=b"t" * 16).ok
+    assert a.replica.observe(0.1)
+    assert not a.commit(b"t" * 16)
+    assert identical(a.weights(), before)
+
+
+def test_what_goes_wrong_in_the_worker_thread_is_not_lost(made, monkeypatch):
+    a = made("a")
+    monkeypatch.setattr(codecs, "encode", lambda *args, **options: 1 / 0)
+    a.replica.receive(local.TakeSnapshot(b"s" * 16, 0))
+    a.settle()
+    with pytest.raises(ZeroDivisionError):
+        a.replica.between_steps(True, 0.1, stepped=False)
 
 
 def test_each_fragment_is_due_once_in_sync_every_steps(made):
@@ -207,7 +267,7 @@ def adopt(a, other, step=30, wrong=""):
 def test_a_neighbours_state_is_taken_bit_by_bit_and_on_probation(made):
     a, other = made("a"), made("b")
     other.step(seed=5)
-    other.replica._solo(0)
+    other.solo(0)
     assert adopt(a, other) == "adopted"
     assert identical(a.weights(), other.replica._outer.phi)
     assert identical(a.replica.tensors(), other.replica.tensors())
@@ -229,8 +289,8 @@ def test_a_state_that_makes_the_policy_worse_is_given_up_again(made):
     a, other = made("a"), made("b")
     a.counters.reward_held_out = 0.5
     other.step(seed=5)
-    other.replica._solo(0)
-    other.replica._solo(1)
+    other.solo(0)
+    other.solo(1)
     before = a.weights()
     assert adopt(a, other) == "adopted"
     assert not identical(a.weights(), before)
@@ -269,6 +329,6 @@ def test_files_do_not_pile_up_where_nobody_serves_them(made, monkeypatch):
     monkeypatch.setattr(trainer_weights, "FILES", 3)
     a = made("a")
     for _ in range(8):
-        a.replica._solo(0)
+        a.solo(0)
     a.settle()
     assert len(list((a.directory / "weights").iterdir())) == 3

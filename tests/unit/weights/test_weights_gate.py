@@ -6,7 +6,9 @@ import random
 import pytest
 import torch
 
-from swarmnode.weights.gate import FAR, FIRST, OUTCOMES, STRIKE, Gate, norm
+from swarmnode.weights.gate import FAR, FIRST, MISFIT_SECONDS, OUTCOMES, STRIKE, UNSUITABLE, Gate, norm
+from swarmnode.weights.outcomes import ADOPTIONS
+from swarmnode.weights.outcomes import OUTCOMES as COSTS
 from swarmnode.weights.watch import RewardWatch
 
 W = 0.5
@@ -81,7 +83,7 @@ def test_hostile_tensors_are_refused_by_cause_and_change_nothing(attack):
     assert (judged.outcome, judged.mean) == (outcome, None)
     assert all(torch.equal(mine[n], before[n]) for n in mine)
     assert gate.statistics().outcomes[outcome] == 1
-    assert gate.statistics().strikes == 1
+    assert gate.statistics().strikes == STRIKE[outcome]
 
 
 def test_no_partner_moves_the_weights_further_than_the_bound():
@@ -190,27 +192,72 @@ def test_a_newcomer_is_judged_and_mixed_with_nothing():
     assert gate.judge("p", mine, near(mine, 1.0), 0.0, probation=True, probe=lambda t: 1.0 + (t is not mine)).outcome == "probe"
 
 
+def broken(mine):
+    return {n: torch.full_like(t, math.nan) for n, t in mine.items()}
+
+
 def test_three_strikes_and_nothing_of_the_peer_is_looked_at_for_an_hour():
     mine = weights()
     gate = trained_gate(mine, greylist_seconds=3600.0)
-    flipped = {n: -t for n, t in mine.items()}
-    assert [gate.judge("p", mine, flipped, 0.0).greylist for _ in range(3)] == [False, False, True]
+    assert [gate.judge("p", mine, broken(mine), 0.0).greylist for _ in range(3)] == [False, False, True]
     assert gate.judge("p", mine, near(mine, 1.0), 3599.0, probe=pytest.fail).outcome == "greylisted"
     assert gate.judge("q", mine, near(mine, 1.0), 0.0).ok
     assert gate.judge("p", mine, near(mine, 1.0), 3600.0).ok
-    assert gate.judge("p", mine, flipped, 3600.0).greylist is False
-    assert gate.judge("p", mine, flipped, 3600.0).greylist is True
+    assert gate.judge("p", mine, broken(mine), 3600.0).greylist is False
+    assert gate.judge("p", mine, broken(mine), 3600.0).greylist is True
 
 
 def test_one_good_exchange_does_not_pay_for_one_attack():
     mine = weights()
     gate = trained_gate(mine)
-    flipped = {n: -t for n, t in mine.items()}
     greylisted = 0
     for _ in range(6):
         gate.judge("p", mine, near(mine, 1.0), 0.0)
-        greylisted += gate.judge("p", mine, flipped, 0.0).greylist
+        greylisted += gate.judge("p", mine, broken(mine), 0.0).greylist
     assert greylisted == 1
+
+
+def test_what_an_honest_node_can_cause_is_no_strike_and_costs_no_standing():
+    """Weights that do not suit us can be honest ones: of a node with other questions, of one that was cut off, of an unlucky evaluation."""
+    for outcome in UNSUITABLE:
+        assert not STRIKE[outcome]
+        assert COSTS[outcome] == 0
+    assert COSTS["misfit"] == ADOPTIONS["worse"] == 0
+    for outcome, strike in STRIKE.items():
+        if strike:
+            assert COSTS[outcome] > 0
+
+
+def test_whoever_never_suits_us_is_left_alone_for_a_while_and_no_worse_for_it():
+    mine = weights()
+    gate = trained_gate(mine)
+    worse = lambda t: 1.0 + (t is not mine)
+    assert [gate.judge("p", mine, near(mine, 1.0), 0.0, probe=worse).outcome for _ in range(4)] == ["probe"] * 3 + ["misfit"]
+    statistics = gate.statistics()
+    assert (statistics.misfits, statistics.strikes, statistics.greylisted) == (1, 0, 0)
+    assert gate.judge("p", mine, near(mine, 1.0), MISFIT_SECONDS, probe=lambda t: 1.0).outcome == "accepted"
+
+
+def test_now_and_then_unsuitable_is_not_a_misfit():
+    mine = weights()
+    gate = trained_gate(mine)
+    worse = lambda t: 1.0 + (t is not mine)
+    for _ in range(8):
+        assert gate.judge("p", mine, near(mine, 1.0), 0.0, probe=worse).outcome == "probe"
+        assert gate.judge("p", mine, near(mine, 1.0), 0.0, probe=lambda t: 1.0).ok
+        assert gate.judge("p", mine, near(mine, 1.0), 0.0, probe=lambda t: 1.0).ok
+
+
+def test_examining_counts_nothing_until_it_is_concluded():
+    mine = weights()
+    gate = trained_gate(mine)
+    before = gate.statistics()
+    found = gate.examine("p", mine, near(mine, 1.0), 0.0)
+    refused = gate.examine("p", mine, broken(mine), 0.0)
+    assert gate.statistics() == before
+    assert gate.conclude(found, 0.0, (1.0, 1.0)).outcome == "accepted"
+    assert gate.conclude(refused, 0.0).outcome == "not_finite"
+    assert gate.statistics().strikes == 1
 
 
 def test_our_own_broken_weights_are_nobody_elses_fault():
@@ -228,7 +275,7 @@ def test_outcomes_of_others_are_counted_with_ours_and_unknown_ones_are_a_bug():
     statistics = gate.statistics()
     assert set(statistics.outcomes) == set(OUTCOMES) == set(STRIKE)
     assert sum(statistics.outcomes.values()) == 5
-    assert statistics.greylisted == 1  # nonce, payload, reverted
+    assert (statistics.strikes, statistics.greylisted) == (1, 0)  # nonce and payload are of one peer
     with pytest.raises(KeyError):
         gate.refused("p", "because", 0.0)
 

@@ -223,6 +223,43 @@ def test_a_step_that_would_not_be_finite_changes_nothing():
     assert state.statistics().steps == 0
 
 
+def test_a_step_prepared_beforehand_is_the_same_step_and_changes_nothing_until_it_is_taken():
+    one, other = replica(1), replica(1)
+    ahead, at_once = OuterState(one, make_rule()), OuterState(other, make_rule())
+    mean = blend(host_copy(one), replica(2))
+    before = dict(ahead.tensors())
+    prepared = ahead.prepare(mean)
+    assert all(t is before[n] for n, t in ahead.tensors().items())
+    assert ahead.take(prepared)
+    at_once.step(mean)
+    assert all(torch.equal(t, ahead.tensors()[n]) for n, t in at_once.tensors().items())
+    assert not ahead.take(prepared)  # φ has moved since
+    assert ahead.statistics().steps == 1
+
+
+def test_the_norm_of_the_momentum_is_kept_up_to_date():
+    mine = replica(1)
+    state = OuterState(mine, make_rule())
+
+    def is_right():
+        expected = math.sqrt(sum(float(d.square().sum()) for d in state.delta.values()))
+        return state.statistics().momentum_norm == pytest.approx(expected, rel=1e-5)
+
+    for piece in (["a.weight"], ["b.weight"], None):
+        inner_steps(mine, torch.Generator().manual_seed(0))
+        snapshot = host_copy(mine, piece)
+        state.step(blend(snapshot, replica(2)))
+        state.commit(mine, snapshot)
+        assert is_right()
+    saved = state.tensors()
+    state.revert(mine)
+    assert is_right()
+    state.load(saved)
+    assert is_right()
+    state.adopt(mine, replica(3), replica(4))
+    assert is_right()
+
+
 def test_one_fragment_is_stepped_and_the_other_left_alone():
     mine = replica(1)
     state = OuterState(mine, make_rule())
