@@ -37,15 +37,19 @@ from swarmnode.trainer.update import Updater
 from swarmnode.weights.codecs import decode as decode_averaged
 from swarmnode.weights.codecs import encode as encode_averaged
 from swarmnode.weights.codecs import make_anchor
+from swarmnode.weights.fragments import cut
 from swarmnode.weights.gate import Gate, norm
 from swarmnode.weights.layout import make_layout
 from swarmnode.weights.outer import OuterState, Tensors, host_copy
 from swarmnode.weights.rule import make_rule
-from swarmnode.wire.envelope import peer_id
+from swarmnode.wire.envelope import peer_id, seal
+from swarmnode.wire.ids import DOMAIN_ROLLOUT
 from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
 from swarmnode.wire.swarm import swarm_id
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
 
+PARTS = 2
+"""Fragments, where bytes are counted."""
 ROUND_SECONDS = 2.0
 """Simulated time between rounds: ages, rates and reputations need a clock."""
 START_TIME = 1_700_000_000.0
@@ -70,6 +74,10 @@ class Arm:
     guard: bool = False
     average: int = 0
     """Rounds between two outer steps: all nodes in random pairs, NoLoCo with the product's gate, int8 on the wire; 0 is never."""
+    as_much_as: str = ""
+    """Another arm, whose received bytes this one may receive too: what sharing leaves of them goes to outer steps, a fragment at a time."""
+    share_one_of: int = 1
+    """Of a node's useful groups, one of so many is published."""
 
 
 @dataclass
@@ -96,6 +104,8 @@ class Trace:
     generated_groups: list[float] = field(default_factory=list)
     tokens: list[float] = field(default_factory=list)
     """Tokens sampled for training, per node, in this round."""
+    received: list[float] = field(default_factory=list)
+    """Bytes of others' signed groups and weights that reached a node in this round, each once; what gossip adds is not in it."""
     samples: list[float] = field(default_factory=list)
     """Groups in the optimizer's batch."""
     useful_samples: list[float] = field(default_factory=list)
@@ -122,22 +132,25 @@ class OwnSample:
 class Averaging:
     """A node's slow weights, gate and codec: what `trainer.weights.Replica` has, without files and threads."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, parts: int) -> None:
         self.parameters = policy.trainable_state()
-        self.layout = make_layout((name, p.shape, "float32") for name, p in self.parameters.items())
-        self.anchor = make_anchor(host_copy(self.parameters))
+        layout = make_layout((name, p.shape, "float32") for name, p in self.parameters.items())
+        self.parts = cut(layout, parts)
+        base = host_copy(self.parameters)
+        self.anchors = [make_anchor({spec.name: base[spec.name] for spec in part}) for part in self.parts]
         self.outer = OuterState(self.parameters, make_rule("noloco"))
         self.gate = Gate(0.1)
 
-    def copy(self) -> tuple[Tensors, bytes]:
+    def copy(self, fragment: int) -> tuple[Tensors, bytes]:
         """Weights, and the payload that a partner gets of them."""
-        snapshot = host_copy(self.parameters)
-        return snapshot, encode_averaged(snapshot, self.layout, "int8", anchor=self.anchor)
+        snapshot = host_copy(self.parameters, [spec.name for spec in self.parts[fragment]])
+        return snapshot, encode_averaged(snapshot, self.parts[fragment], "int8", fragment=fragment, anchor=self.anchors[fragment])
 
-    def step(self, peer: str, snapshot: Tensors, payload: bytes, now: float) -> str:
+    def step(self, peer: str, fragment: int, snapshot: Tensors, payload: bytes, now: float) -> str:
         """What the gate made of the partner's payload; the outer step is taken either way."""
-        theirs = decode_averaged(payload, self.layout, "int8", anchor=self.anchor)
-        judged = self.gate.judge(peer, snapshot, theirs, now, moved=norm(snapshot, minus=self.outer.phi))
+        theirs = decode_averaged(payload, self.parts[fragment], "int8", fragment=fragment, anchor=self.anchors[fragment])
+        slow = {name: self.outer.phi[name] for name in snapshot}
+        judged = self.gate.judge(peer, snapshot, theirs, now, moved=norm(snapshot, minus=slow), fragment=fragment)
         self.outer.step(judged.mean if judged.mean is not None else snapshot)
         self.outer.commit(self.parameters, snapshot)
         return judged.outcome
@@ -167,7 +180,7 @@ class Node:
         self.trained_on: Counter[str] = Counter()
         """Those that no longer count."""
         self.outcomes: Counter[str] = Counter()
-        self.replica = Averaging(policy) if arm.average else None
+        self.replica = Averaging(policy, PARTS if arm.as_much_as else 1) if arm.average or arm.as_much_as else None
         self.trust: Callable[[str], float] = lambda peer: 1.0
         self.on_judged: Callable[[str, str], None] = lambda peer, outcome: None
 
@@ -256,14 +269,19 @@ class Swarm:
     """Nodes in lockstep."""
 
     def __init__(
-        self, arm: Arm, policies: Sequence[Policy], training: TrainingConfig, scorer: Scorer, seed: int, eval_questions: int = 12
+        self, arm: Arm, policies: Sequence[Policy], training: TrainingConfig, scorer: Scorer, seed: int, eval_questions: int = 12,
+        allowance: Sequence[float] = (),
     ) -> None:  # fmt: skip
+        """allowance: for an arm with `as_much_as`, what that one received in each round."""
         self.arm, self.training, self.scorer, self.seed = arm, training, scorer, seed
         self.names = TaskConfig().names
         self.swarm = swarm_id(f"benchmark-{seed}", {n: task_version(n) for n in self.names})
         self.nodes = [Node(i, p, arm, training, self.swarm, seed) for i, p in enumerate(policies)]
         self.now = START_TIME
         self.trace = Trace(arm.name)
+        self._allowance = list(itertools.accumulate(allowance))
+        self._received = 0.0
+        self._outer_steps = 0
         self._exam = self._make_exam(eval_questions)
 
     @property
@@ -300,24 +318,38 @@ class Swarm:
                 rows.append(row)
         for name in ("reward_own", "useful_own", "generated_groups", "tokens", "samples", "useful_samples", "external_scale"):
             getattr(self.trace, name).append(fmean(r[name] for r in rows))
-        if self.arm.average and len(self.trace.tokens) % self.arm.average == 0:
+        rounds = len(self.trace.tokens)
+        if self.arm.average and rounds % self.arm.average == 0:
             self.average()
+        while self._allowance and self._affordable(self._allowance[min(rounds, len(self._allowance)) - 1]):
+            self.average()
+        self.trace.received.append(self._received / len(self.counted) - sum(self.trace.received))
         agreements = [r["agreement"] for r in rows if "agreement" in r]
         self.trace.agreement.append(fmean(agreements) if agreements else None)
+
+    def _affordable(self, most: float) -> bool:
+        """Whether one more exchange keeps what a node received below `most`."""
+        replica = self.counted[0].replica
+        assert replica is not None
+        payload = replica.copy(self._outer_steps % PARTS)[1]
+        return self._received / len(self.counted) + len(payload) <= most
 
     def average(self) -> None:
         """One outer step of everybody, in random pairs."""
         order = list(self.counted)
         random.Random(f"pairs/{self.seed}/{len(self.trace.tokens)}").shuffle(order)
+        fragment = self._outer_steps % PARTS if self.arm.as_much_as else 0
+        self._outer_steps += 1
         extra = self.trace.extra
         for one, other in zip(order[::2], order[1::2], strict=False):
             assert one.replica is not None
             assert other.replica is not None
-            (mine, sent), (theirs, received) = one.replica.copy(), other.replica.copy()
+            (mine, sent), (theirs, received) = one.replica.copy(fragment), other.replica.copy(fragment)
             for node, snapshot, payload, peer in ((one, mine, received, other.peer), (other, theirs, sent, one.peer)):
                 assert node.replica is not None
-                outcome = node.replica.step(peer, snapshot, payload, self.now)
+                outcome = node.replica.step(peer, fragment, snapshot, payload, self.now)
                 node.version += 1
+                self._received += len(payload)
                 extra["payload_bytes"] = len(payload)
                 extra[f"exchange {outcome}"] = extra.get(f"exchange {outcome}", 0) + 1
 
@@ -353,14 +385,18 @@ class Swarm:
         if self.arm.external == 0:
             return
         for sender in self.nodes:
-            for one in own[sender.index]:
-                if self.arm.sharing.zero_advantage_filter and not is_useful(one.rewards):
+            useful = [one for one in own[sender.index] if is_useful(one.rewards) or not self.arm.sharing.zero_advantage_filter]
+            for one in useful:
+                if one.sequence % self.arm.share_one_of:
                     continue
                 content = hashlib.blake2b(f"{sender.peer}/{one.sequence}".encode(), digest_size=32).digest()
-                group = ExternalGroup(content, sender.peer, sender.rollout(one, self.now), one.prompt, one.rewards, staleness=0)
+                rollout = sender.rollout(one, self.now)
+                size = len(seal(rollout, sender.key, DOMAIN_ROLLOUT, self.swarm))
+                group = ExternalGroup(content, sender.peer, rollout, one.prompt, one.rewards, staleness=0)
                 for receiver in self.nodes:
                     if receiver is not sender:
                         receiver.receive(group, self.now)
+                        self._received += size
 
     def score(self, items: Sequence[tuple[TaskRef, Sequence[str]]]) -> list[Scored]:
         """Through the real sandboxed scorer. Raises its error: with honest addresses there is none."""
