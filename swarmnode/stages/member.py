@@ -74,6 +74,9 @@ class Observer:
     def committed(self, member: Member) -> None:
         """The step is taken: `member.participant.step` of them now. Where the member computes; nothing else does meanwhile."""
 
+    def stepped(self) -> None:
+        """After `committed`, in the member's task."""
+
     def dropped(self) -> None:
         """Everything that was received since the last step will be in none."""
 
@@ -475,6 +478,7 @@ class Member:
     async def take(self, clip: float, learning_rate: float) -> None:
         """The optimizer's part of a step that `participant` has just counted."""
         await self._compute(lambda: self._step(clip, learning_rate))
+        self.observer.stepped()
         self._drop_all()
 
     def _step(self, clip: float, learning_rate: float) -> None:

@@ -44,11 +44,7 @@ def build_stage(
     own = stage_config(config, spec)
     with torch.device("meta"):  # shapes without memory: the ends that are cut off would be the largest tensors
         model = AutoModelForCausalLM.from_config(own, dtype=dtype)
-    if not spec.has_embedding:
-        model.model.embed_tokens = nn.Identity()
-    if not spec.has_head:
-        model.model.norm = nn.Identity()
-        model.lm_head = nn.Identity()
+    cut_ends(model, spec)
     model.model.rotary_emb = type(model.model.rotary_emb)(config=own).to(device)  # buffers that no file holds
     state = {}
     for name, parameter in model.state_dict().items():
@@ -61,6 +57,15 @@ def build_stage(
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     return model.requires_grad_(True).eval()  # no dropout, as in `policy.load`
+
+
+def cut_ends(model: Any, spec: StageSpec) -> None:
+    """Whatever of embedding, norm and head is not this stage's is replaced by nothing."""
+    if not spec.has_embedding:
+        model.model.embed_tokens = nn.Identity()
+    if not spec.has_head:
+        model.model.norm = nn.Identity()
+        model.lm_head = nn.Identity()
 
 
 def load_stage(

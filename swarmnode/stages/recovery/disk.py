@@ -1,0 +1,52 @@
+"""A state as one safetensors file, replaced whole or not at all. Torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from swarmnode.errors import StateError
+from swarmnode.files import sync_directory
+
+
+def save(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> None:
+    """Temporary name, sync, rename. The directory is made (0700) if need be. Raises OSError; the old file is then untouched."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        save_file(dict(tensors), temporary, metadata={"about": json.dumps(about)})
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (SafetensorError, OSError) as error:
+        temporary.unlink(missing_ok=True)  # on a full disk, half a state would take the room of what is small
+        raise OSError(str(error)) from None
+    sync_directory(path.parent)
+
+
+def read_about(path: Path) -> dict[str, Any] | None:
+    """What was said with the tensors; None without a file. Raises StateError for one that is damaged."""
+    return None if not path.exists() else _open(path, lambda file: {})[1]
+
+
+def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """(tensors, what was said with them). Raises StateError for a file that is damaged or not there."""
+    return _open(path, lambda file: {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - not a mapping
+
+
+def _open(path: Path, read: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    try:
+        with safe_open(path, "pt", device="cpu") as file:
+            about = json.loads((file.metadata() or {})["about"])
+            if not isinstance(about, dict):
+                raise ValueError("no description")
+            return read(file), about
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise StateError(f"{path} is damaged: {error}") from None

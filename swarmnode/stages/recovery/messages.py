@@ -1,0 +1,195 @@
+"""What members send each other on their state streams, and how long it may be. No torch.
+
+    u32be header length ‖ header (canonical msgpack, tagged by `type`) ‖ body of a Chunk
+
+    Ask ──▶ Holds                         what is there for the asker's stage
+    Want ──▶ Have, Chunk … | Lack         one of SERVED
+    Have, Chunk … ──▶ Kept | Lack         pushed: a shadow, an end's copy, probes
+    Have, Chunk … ──▶ Have, Chunk … | Lack    `run`: activations in, activations or log-probabilities out
+
+How long a transfer is follows from the model, for the few things where it cannot it is capped; a `size` that differs is refused before
+memory is taken. No chunk is longer than 1 MiB, and what arrives is looked at only once its hash is the promised one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Final, Literal
+
+import msgspec
+
+from swarmnode.errors import BadMessage
+from swarmnode.stages.frames import CHUNK_BYTES, COUNTER, CREW_BYTES, HEADER_BYTES, STAGES, ActivationCodec, Place, Reader
+from swarmnode.stages.frames import read_message as _read
+from swarmnode.stages.frames import write_message as _write
+from swarmnode.weights.layout import Layout, elements
+
+STATE_REASONS: Final = ("oversize", "malformed", "schema", "bounds", "size", "hash", "not_finite", "shape", "truncated")
+"""Every reason with which a state stream's messages and bodies raise BadMessage."""
+ROOT_BYTES: Final = 32
+Form = Literal["exact", "small"]
+"""Of a shadow: float32 with AdamW's moments and counts, or bfloat16 without."""
+What = Literal["shadow", "layers", "tied", "ends", "probes", "edges", "run", "ran"]
+LACKS = Literal["none", "loading", "refused", "busy", "failed"]
+
+
+class StateMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
+    place: Place
+    request: int
+    """Numbered by whoever began; answers repeat it."""
+
+
+class Ask(StateMessage, frozen=True, tag="ask"):
+    pass
+
+
+class Holds(StateMessage, frozen=True, tag="holds"):
+    """All of the asker's stage; None where there is nothing."""
+
+    loaded: bool
+    """The answering stage has its weights."""
+    shadow: int | None
+    """Committed steps in it."""
+    ends: int | None
+    probes: int | None
+
+
+class Want(StateMessage, frozen=True, tag="want"):
+    what: Literal["shadow", "layers", "tied", "ends", "probes", "edges"]
+
+
+class Have(StateMessage, frozen=True, tag="have"):
+    """`size` bytes follow in chunks."""
+
+    answer: bool
+    """To a request of the receiver, or the beginning of one."""
+    what: What
+    step: int
+    """Committed steps in it."""
+    size: int
+    root: bytes
+    """32 bytes, blake2b of all."""
+    form: Form = "exact"
+    codec: ActivationCodec = "float32"
+    """Of activations: `edges`, `run`, `ran`."""
+    rows: int = 0
+    about: int = 0
+    """Bytes of the description before the activations of `run`."""
+    squared_norm: float = 0.0
+    """Of the stage's last raw gradient over its layers: what CheckFree weights it by."""
+    factor: float = 1.0
+    """Of its learning rate, to the crew's."""
+
+
+class Chunk(StateMessage, frozen=True, tag="chunk"):
+    answer: bool
+    at: int
+    length: int
+
+
+class Kept(StateMessage, frozen=True, tag="kept"):
+    """What was pushed is stored."""
+
+    what: What
+    step: int
+
+
+class Lack(StateMessage, frozen=True, tag="lack"):
+    answer: bool
+    reason: LACKS
+
+
+Message = Ask | Holds | Want | Have | Chunk | Kept | Lack
+
+
+class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A micro-batch that was learnt from, and what the policy said of it then."""
+
+    micro_batch: int
+    step: int
+    """Committed steps when it was computed."""
+    rows: int
+    about: bytes
+    """`work.MicroBatch`."""
+    logprobs: bytes
+    """f32 for each completion token, by the whole policy as it was then."""
+
+
+class Edge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Activations of a committed micro-batch on their way from one stage to another."""
+
+    micro_batch: int
+    step: int
+    source: int
+    target: int
+    rows: int
+    about: bytes
+    body: bytes
+    """In the crew's codec."""
+
+
+def root_of(body: bytes | bytearray | memoryview) -> bytes:
+    return hashlib.blake2b(body, digest_size=ROOT_BYTES).digest()
+
+
+def state_bytes(layout: Layout, form: Form) -> int:
+    """Of a shadow: weights, first and second moments and a count for each tensor; or weights in two bytes each."""
+    return 12 * elements(layout) + 4 * len(layout) if form == "exact" else 2 * elements(layout)
+
+
+def pack(message: Message, body: bytes | memoryview = b"") -> bytes:
+    head = _write(message)
+    return len(head).to_bytes(4, "big") + head + body
+
+
+async def read(stream: Reader) -> tuple[Message, bytes] | None:
+    """The next message and a chunk's bytes; None at the end. Raises BadMessage: oversize, malformed, schema, bounds, truncated."""
+    prefix = await _exactly(stream, 4)
+    if not prefix:
+        return None
+    length = int.from_bytes(prefix, "big")
+    if len(prefix) < 4 or not 0 < length <= HEADER_BYTES:
+        raise BadMessage("truncated" if len(prefix) < 4 else "oversize", f"a header of {length} bytes")
+    head = await _exactly(stream, length)
+    if len(head) < length:
+        raise BadMessage("truncated", f"{len(head)} of {length} bytes")
+    message: Message = _read(head, Message)
+    _check(message)
+    if not isinstance(message, Chunk):
+        return message, b""
+    body = await _exactly(stream, message.length)
+    if len(body) < message.length:
+        raise BadMessage("truncated", f"{len(body)} of {message.length} bytes")
+    return message, body
+
+
+async def _exactly(stream: Reader, count: int) -> bytes:
+    """`count` bytes, or fewer at the end of the stream."""
+    data = bytearray()
+    while len(data) < count:
+        some = await stream.receive_some(count - len(data))
+        if not some:
+            break
+        data += some
+    return bytes(data)
+
+
+def _check(message: Message) -> None:
+    place = message.place
+    if len(place.crew) != CREW_BYTES or not 0 <= place.stage < STAGES:
+        raise BadMessage("bounds", "place")
+    numbers = [message.request, place.roster_epoch, place.stage_epoch, place.step]
+    for name in ("step", "size", "rows", "about", "at"):
+        numbers.append(getattr(message, name, 0))
+    if isinstance(message, Holds):
+        numbers += [step for step in (message.shadow, message.ends, message.probes) if step is not None]
+    if not all(0 <= number <= COUNTER for number in numbers):
+        raise BadMessage("bounds", "a number")
+    if isinstance(message, Chunk) and not 1 <= message.length <= CHUNK_BYTES:
+        raise BadMessage("bounds", f"a chunk of {message.length} bytes")
+    if isinstance(message, Have):
+        if len(message.root) != ROOT_BYTES:
+            raise BadMessage("bounds", "root")
+        for value in (message.squared_norm, message.factor):
+            if not 0.0 <= value < float("inf"):
+                raise BadMessage("not_finite", "a norm or a factor")
