@@ -50,13 +50,15 @@ class StreamStatistics:
 
 
 class PeerStream:
-    """One stream. `peer`: at its other end. `sent`, `received`: bytes. `closed`: nothing of it is left. One task sends, one receives."""
+    """One stream. `peer`: at its other end. `sent`, `received`: bytes. `broken`: it did not end in order. `closed`: nothing of it is
+    left. One task sends, one receives."""
 
     def __init__(self, peer: str, stream: Any, nursery: trio.Nursery) -> None:
         self.peer = peer
         self.sent = 0
         self.received = 0
         self.stalled = False
+        self.broken = trio.Event()
         self.closed = trio.Event()
         self._stream = stream
         self._nursery = nursery
@@ -105,6 +107,7 @@ class PeerStream:
         if self.closed.is_set() or self._why:
             return
         self._why = why
+        self.broken.set()
         self._out.close()
         self._in.close()
         self._nursery.start_soon(reset, self._stream)
@@ -115,8 +118,7 @@ class PeerStream:
                 self.received += len(data)
                 await self._arrive.send(data)
         except StreamEOF as error:
-            muxed = self._stream.muxed_stream
-            if muxed.reset_received or muxed.conn.event_shutting_down.is_set():  # which the library calls an end, too
+            if self._gone():  # which the library calls an end, too
                 self._broken(error)
         except trio.BrokenResourceError:
             pass  # nobody receives any more
@@ -141,6 +143,11 @@ class PeerStream:
         self._leave.close()
         await self._done()
 
+    def _gone(self) -> bool:
+        """Whether the peer has reset the stream, or the connection is closed."""
+        muxed = self._stream.muxed_stream
+        return muxed.reset_received or muxed.conn.event_shutting_down.is_set()
+
     def _broken(self, error: Exception) -> None:
         log.debug("a stream of %s ended: %r", self.peer, error)
         self.reset(f"broken: {type(error).__name__} {error}"[:200])
@@ -156,6 +163,8 @@ class PeerStream:
         moved, since = -1, trio.current_time()
         while self._running:
             now, current = trio.current_time(), self.sent + self.received
+            if self._gone():  # nobody reads, who would have been told
+                self.reset("broken")
             if current != moved or not self._writing:
                 moved, since = current, now
             elif now - since >= STALL_SECONDS:

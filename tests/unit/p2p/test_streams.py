@@ -34,6 +34,16 @@ async def drain(stream, count):
     return bytes(data)
 
 
+async def receive_for_ever(stream):
+    while True:
+        await stream.receive()
+
+
+async def send_for_ever(stream, data):
+    while True:
+        await stream.send(data)
+
+
 async def test_both_ways_at_once_and_an_end_each(tmp_path):
     async with joined(tmp_path) as (server, client, theirs, ours):
         there, back = bytes(range(256)) * 4096, bytes(reversed(range(256))) * 4096
@@ -121,11 +131,9 @@ async def test_a_peer_that_is_gone_breaks_the_stream(tmp_path):
         client.disconnect(server.peer_id)
         with trio.fail_after(10):
             with pytest.raises(PeerError):
-                while True:
-                    await theirs.receive()
+                await receive_for_ever(theirs)
             with pytest.raises(PeerError):
-                while True:
-                    await ours.send(b"x")
+                await send_for_ever(ours, b"x")
 
 
 async def test_a_stream_that_stands_still_both_ways_is_given_up(tmp_path, monkeypatch):
@@ -136,8 +144,7 @@ async def test_a_stream_that_stands_still_both_ways_is_given_up(tmp_path, monkey
         await ours.send(b"still there")
         assert await theirs.receive() == b"still there"
         with trio.fail_after(20), pytest.raises(PeerError, match="nothing moved"):
-            while True:
-                await ours.send(bytes(2**20))  # nobody receives
+            await send_for_ever(ours, bytes(2**20))
         await until(lambda: client.streams.statistics().stalled == 1)
 
 

@@ -1,0 +1,472 @@
+"""Streams between the trainers of a crew, through both network processes: bytes, not looked at; bounded, back-pressured, of one roster.
+No torch.
+
+    trainer ─ Unix socket ─ pipe ─ libp2p ═ /swarmnode/stage-stream/1 ═ libp2p ─ pipe ─ Unix socket ─ trainer
+        Open{stage, kind} ─▶            StreamOpen ─▶ is that peer this stage's holder? park
+                                        ◀─ StreamReady   once its trainer has opened its end too            ◀─ Open{stage, kind}
+
+The lower stage dials, again and again while its trainer's connection is open and the roster is the same. A pipe holds two chunks of 256 KiB
+each way; a trainer that does not read fills Yamux's window (8 MiB at most) and holds up who sends to it, and nobody else. When one end of a
+pipe ends, so does the other. What was in flight arrives first, unless the stream was broken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, Literal, Protocol
+
+import msgspec
+import trio
+
+from swarmnode.errors import BadMessage, PeerError, Unavailable
+from swarmnode.files import socket_address
+from swarmnode.stages.frames import read_message, write_message
+from swarmnode.stages.local import Open, socket_file
+from swarmnode.wire import ids
+
+log = logging.getLogger(__name__)
+
+OPEN_BYTES: Final = 512
+"""Open, StreamOpen, StreamReady: encoded, at most."""
+READ_BYTES: Final = 256 * 1024
+OPEN_SECONDS: Final = 10.0
+"""To say what a connection or a stream is to be."""
+DIAL_SECONDS: Final = 10.0
+PARK_SECONDS: Final = 60.0
+"""A stream waits so long for its trainer to open the other end; then its dialler tries again."""
+RETRY_SECONDS: Final = (0.1, 2.0)
+"""Between two tries, doubling."""
+LINGER_SECONDS: Final = 10.0
+"""After our trainer has ended its half, the other half has so long to end."""
+BUDGET_SECONDS: Final = 0.25
+"""Between two looks whether there is budget again."""
+CONNECTIONS: Final = 64
+"""Of the trainer, at a time: twice what eight stages and two kinds need."""
+STREAMS: Final = 32
+STREAMS_PER_PEER: Final = 6
+"""Incoming ones, at a time: two kinds, those of the roster before, and as many on their way."""
+PROOF: Final = 10.0
+"""Standing that a StreamOpen costs which is none."""
+REFUSALS: Final = ("malformed", "timeout", "crew", "roster_epoch", "stage", "stage_epoch", "peer")
+"""Why an incoming stream is reset."""
+
+Kind = Literal["frames", "state"]
+Key = tuple[int, Kind]
+"""The other stage, and what the stream is for."""
+
+
+class StreamOpen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Dialler → acceptor, the first message of a stream: u32be length ‖ canonical msgpack."""
+
+    crew: bytes
+    roster_epoch: int
+    from_stage: int
+    from_epoch: int
+    """The dialler's stage epoch."""
+    to_stage: int
+    kind: Kind
+
+
+class StreamReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Acceptor → dialler: the trainer is there. What follows, both ways, is theirs."""
+
+    crew: bytes
+    roster_epoch: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Circle:
+    """A roster as far as streams are concerned, seen from one of its stages."""
+
+    crew: bytes
+    roster_epoch: int
+    stage: int
+    """Ours."""
+    members: tuple[str, ...]
+    """Peer id by stage; empty while it is vacant."""
+    stage_epochs: tuple[int, ...]
+
+
+class Stream(Protocol):
+    """`p2p.streams.PeerStream`."""
+
+    peer: str
+    sent: int
+    received: int
+    broken: trio.Event
+    closed: trio.Event
+
+    async def receive(self) -> bytes: ...
+    async def send(self, data: bytes | memoryview) -> None: ...
+    def unread(self, data: bytes) -> None: ...
+    def finish(self) -> None: ...
+    def reset(self, why: str = ...) -> None: ...
+
+
+class PipesStatistics(msgspec.Struct, frozen=True):
+    open: dict[str, int]
+    """Pipes with both ends, by kind."""
+    waiting: int
+    """Connections of our trainer whose other end is not there."""
+    parked: int
+    """Streams of others whose trainer here is not there."""
+    opened: dict[str, int]
+    """By kind, since the start, as are those below."""
+    lost: dict[str, int]
+    """Ended by the other side, or broken, while the roster was the same."""
+    refused: dict[str, int]
+    """Streams of others, by REFUSALS."""
+    sent: dict[str, int]
+    """Bytes, by kind."""
+    received: dict[str, int]
+    throttled_seconds: float
+    """That a pipe waited for the node's byte budget."""
+
+
+class Pipes:
+    """`streams`: of the network. lost(peer, stage): a stream of frames to that stage's holder ended, and not by our doing.
+    allows("serve" | "fetch"): whether bytes may go out, come in. rejected: as of the network."""
+
+    def __init__(
+        self, streams: Any, data_dir: Path, lost: Callable[[str, int], None], *, allows: Callable[[str], bool] = lambda choice: True,
+        rejected: Callable[[str, str, float], None] = lambda peer, reason, cost: None,
+    ) -> None:  # fmt: skip
+        self.path = socket_file(data_dir)
+        self._streams = streams
+        self._lost = lost
+        self._allows = allows
+        self._rejected = rejected
+        self._circle: Circle | None = None
+        self._life = trio.CancelScope()
+        self._pipes: dict[Key, _Pipe] = {}
+        self._parked: dict[Key, Stream] = {}
+        self._moved = trio.Event()
+        self._nursery: trio.Nursery | None = None
+        self._connections = 0
+        self._opened: Counter[str] = Counter()
+        self._ended: Counter[str] = Counter()
+        self._refused: Counter[str] = Counter()
+        self._sent: Counter[str] = Counter()
+        self._received: Counter[str] = Counter()
+        self._throttled = 0.0
+
+    # -- for the plane
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:  # type: ignore[name-defined]
+        """Serve until cancelled. Raises Unavailable when the socket cannot be made."""
+        address, directory = socket_address(self.path)
+        listener = trio.socket.socket(trio.socket.AF_UNIX, trio.socket.SOCK_STREAM)
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(address)  # of an earlier process: the data directory's lock is held by our supervisor
+            try:
+                await listener.bind(address)
+                os.chmod(address, 0o600)
+                listener.listen(CONNECTIONS)
+            except OSError as error:
+                raise Unavailable(f"stage socket {self.path}: {error.strerror}") from None
+            self._streams.serve(ids.STAGE_STREAM_PROTOCOL, self._accept, concurrent=STREAMS, per_peer=STREAMS_PER_PEER)
+            async with trio.open_nursery() as self._nursery:
+                task_status.started()
+                while True:
+                    connection, _ = await _accepted(listener)
+                    self._nursery.start_soon(self._connected, trio.SocketStream(connection))
+        finally:
+            self.release()
+            listener.close()
+            if directory is not None:
+                os.close(directory)
+
+    def assign(self, circle: Circle) -> None:
+        """Streams are of this roster from now on; all others end."""
+        self.release()
+        self._circle = circle
+
+    def release(self) -> None:
+        """No roster: every stream ends, none is taken."""
+        self._circle = None
+        for pipe in list(self._pipes.values()):
+            pipe.end()
+        self._pipes.clear()
+        for stream in self._parked.values():
+            stream.reset("another roster")
+        self._parked.clear()
+
+    def statistics(self) -> PipesStatistics:
+        whole = [kind for (_, kind), pipe in self._pipes.items() if pipe.stream is not None]
+        sent, received = Counter(self._sent), Counter(self._received)
+        for (_, kind), pipe in self._pipes.items():
+            if pipe.stream is not None:
+                sent[kind] += pipe.stream.sent
+                received[kind] += pipe.stream.received
+        return PipesStatistics(
+            open={kind: whole.count(kind) for kind in ("frames", "state")}, waiting=len(self._pipes) - len(whole), parked=len(self._parked),
+            opened=dict(self._opened), lost=dict(self._ended), refused=dict(self._refused), sent=dict(sent), received=dict(received),
+            throttled_seconds=self._throttled,
+        )  # fmt: skip
+
+    # -- the trainer's side
+
+    async def _connected(self, unix: trio.SocketStream) -> None:
+        """One connection of our trainer. Never raises but LocalErrors; always closes."""
+        async with unix:
+            if self._connections >= CONNECTIONS:
+                return
+            self._connections += 1
+            try:
+                opened: Open | None = None
+                with trio.move_on_after(OPEN_SECONDS):
+                    opened = await _read_open(unix)
+                if opened is not None and (circle := self._circle_of(opened)) is not None:
+                    await self._serve(unix, circle, (opened.stage, opened.kind))
+            except BadMessage as error:
+                log.error("our trainer opened no stream: %s", error)
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                pass  # it has gone; it knows
+            finally:
+                self._connections -= 1
+
+    def _circle_of(self, opened: Open) -> Circle | None:
+        circle = self._circle
+        if circle is None or (opened.crew, opened.roster_epoch) != (circle.crew, circle.roster_epoch):
+            return None  # of a roster that is over, or that our trainer knows before we do
+        fits = 0 <= opened.stage < len(circle.members) and opened.stage != circle.stage and circle.members[opened.stage]
+        return circle if fits else None
+
+    async def _serve(self, unix: trio.SocketStream, circle: Circle, key: Key) -> None:
+        before = self._pipes.pop(key, None)
+        if before is not None:
+            before.end()
+        pipe = self._pipes[key] = _Pipe(unix)
+        lost = False
+        try:
+            with pipe.scope:
+                if circle.stage < key[0]:
+                    stream = await self._dial(circle, key)
+                else:
+                    stream = await self._take(circle, key)
+                pipe.stream = stream
+                self._opened[key[1]] += 1
+                lost = await self._pump(pipe, stream)
+        finally:
+            if self._pipes.get(key) is pipe:
+                del self._pipes[key]
+            if pipe.stream is not None:
+                self._sent[key[1]] += pipe.stream.sent
+                self._received[key[1]] += pipe.stream.received
+                pipe.stream.reset("the pipe ended")
+        if lost and self._circle is circle:
+            self._ended[key[1]] += 1
+            if key[1] == "frames":
+                self._lost(circle.members[key[0]], key[0])
+
+    # -- the other side
+
+    async def _dial(self, circle: Circle, key: Key) -> Stream:
+        """Until it is there: whoever does not want it any more cancels."""
+        stage, kind = key
+        pause = RETRY_SECONDS[0]
+        while True:
+            stream: Stream | None = None
+            try:
+                stream = await self._streams.open(circle.members[stage], ids.STAGE_STREAM_PROTOCOL, deadline=DIAL_SECONDS)
+                await stream.send(
+                    _framed(StreamOpen(circle.crew, circle.roster_epoch, circle.stage, circle.stage_epochs[circle.stage], stage, kind))
+                )
+                with trio.move_on_after(PARK_SECONDS + DIAL_SECONDS):
+                    ready = await _read_first(stream, StreamReady)
+                    if (ready.crew, ready.roster_epoch) == (circle.crew, circle.roster_epoch):
+                        ours, stream = stream, None
+                        return ours
+            except BadMessage as error:
+                self._rejected(circle.members[stage], "stages_malformed", PROOF)
+                log.info("no stream to stage %d: %s", stage, error)
+            except PeerError as error:
+                log.debug("no stream to stage %d yet: %s", stage, error)
+            finally:
+                if stream is not None:
+                    stream.reset("not wanted")
+            await trio.sleep(pause)
+            pause = min(2 * pause, RETRY_SECONDS[1])
+
+    async def _take(self, circle: Circle, key: Key) -> Stream:
+        while True:
+            stream = self._parked.pop(key, None)
+            if stream is not None and not stream.closed.is_set():
+                try:
+                    await stream.send(_framed(StreamReady(circle.crew, circle.roster_epoch)))
+                    return stream
+                except PeerError:
+                    continue  # given up meanwhile; it dials again
+            await self._moved.wait()
+
+    def _accept(self, stream: Stream) -> None:
+        """A peer has opened a stream."""
+        if self._nursery is None or self._circle is None:
+            self._refused["crew"] += 1
+            stream.reset("no crew here")
+            return
+        self._nursery.start_soon(self._greet, stream)
+
+    async def _greet(self, stream: Stream) -> None:
+        """Reads what it is to be, and parks it. Never raises."""
+        reason = "timeout"
+        try:
+            with trio.move_on_after(OPEN_SECONDS):
+                opened = await _read_first(stream, StreamOpen)
+                reason = self._refusal(stream.peer, opened)
+        except BadMessage as error:
+            reason = "malformed"
+            self._rejected(stream.peer, "stages_malformed", PROOF)
+            log.info("%s opened no stream: %s", stream.peer, error)
+        except PeerError as error:
+            log.debug("%s: %s", stream.peer, error)
+        if reason:
+            self._refused[reason] += 1
+            stream.reset(reason)
+            return
+        await self._park(stream, (opened.from_stage, opened.kind))
+
+    def _refusal(self, peer: str, opened: StreamOpen) -> str:
+        """Of REFUSALS; empty for one that is welcome."""
+        circle = self._circle
+        if circle is None or opened.crew != circle.crew:
+            return "crew"
+        if opened.roster_epoch != circle.roster_epoch:
+            return "roster_epoch"
+        if opened.to_stage != circle.stage or not 0 <= opened.from_stage < circle.stage:
+            return "stage"
+        if circle.members[opened.from_stage] != peer:
+            return "peer"
+        return "" if circle.stage_epochs[opened.from_stage] == opened.from_epoch else "stage_epoch"
+
+    async def _park(self, stream: Stream, key: Key) -> None:
+        before = self._parked.pop(key, None)
+        if before is not None:
+            before.reset("replaced by a newer one")
+        self._parked[key] = stream
+        self._moved.set()
+        self._moved = trio.Event()
+        with trio.move_on_after(PARK_SECONDS):
+            await stream.closed.wait()
+        if self._parked.get(key) is stream:
+            del self._parked[key]
+            stream.reset("its trainer did not come")
+
+    # -- both
+
+    async def _pump(self, pipe: _Pipe, stream: Stream) -> bool:
+        """Bytes both ways until one side ends. Whether that was the other side."""
+        first = ""  # who ended first
+
+        async def down() -> None:
+            nonlocal first
+            here = True
+            with contextlib.suppress(PeerError):
+                while data := await stream.receive():
+                    await self._within("fetch")
+                    try:
+                        if here:
+                            await pipe.unix.send_all(data)
+                    except (trio.BrokenResourceError, trio.ClosedResourceError):
+                        here, first = False, first or "ours"  # what else comes is for nobody; what we still have to send may go
+            first = first or "theirs"
+            if first == "theirs":
+                nursery.cancel_scope.cancel()
+
+        async def watch() -> None:
+            nonlocal first
+            await stream.broken.wait()  # also while our trainer does not take what came before
+            first = first or "theirs"
+            nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(down)
+            nursery.start_soon(watch)
+            try:
+                while data := await pipe.unix.receive_some(READ_BYTES):
+                    await self._within("serve")
+                    await stream.send(data)
+                first = first or "ours"
+            except PeerError:
+                first = first or "theirs"
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                first = first or "ours"
+            if first == "ours":
+                stream.finish()
+                with trio.move_on_after(LINGER_SECONDS):
+                    await stream.closed.wait()
+            nursery.cancel_scope.cancel()
+        return first == "theirs"
+
+    async def _within(self, choice: str) -> None:
+        """Returns once the node's byte budget allows more."""
+        while not self._allows(choice):
+            await trio.sleep(BUDGET_SECONDS)
+            self._throttled += BUDGET_SECONDS
+
+
+class _Pipe:
+    """One connection of our trainer, and the stream it is joined with, once there is one."""
+
+    def __init__(self, unix: trio.SocketStream) -> None:
+        self.unix = unix
+        self.stream: Stream | None = None
+        self.scope = trio.CancelScope()
+
+    def end(self) -> None:
+        self.scope.cancel()
+
+
+async def _accepted(listener: trio.socket.SocketType) -> tuple[trio.socket.SocketType, Any]:
+    while True:
+        try:
+            return await listener.accept()
+        except OSError as error:  # out of descriptors: others are closed sooner or later
+            log.error("a stream of our trainer was not taken: %s", error)
+            await trio.sleep(RETRY_SECONDS[1])
+
+
+def _framed(message: msgspec.Struct) -> bytes:
+    data = write_message(message)
+    return len(data).to_bytes(4, "big") + data
+
+
+async def _read_first(stream: Any, kind: Any) -> Any:
+    """The first message on a stream; what follows it stays there. Raises BadMessage, PeerError."""
+    data = b""
+    while (end := _end(data)) is None or len(data) < end:
+        more = await stream.receive()
+        if not more:
+            raise PeerError("the stream ended before its first message")
+        data += more
+    stream.unread(data[end:])
+    return read_message(data[4:end], kind)
+
+
+async def _read_open(unix: trio.SocketStream) -> Open | None:
+    """None when the trainer said nothing. Raises BadMessage, and what the socket raises."""
+    data = b""
+    while (end := _end(data)) is None or len(data) < end:
+        more = await unix.receive_some(4 if end is None else end - len(data))
+        if not more:
+            return None
+        data += more
+    opened: Open = read_message(data[4:end], Open)
+    return opened
+
+
+def _end(data: bytes) -> int | None:
+    """Where the message at the start of `data` ends; None where its length is not there yet. Raises BadMessage("oversize")."""
+    if len(data) < 4:
+        return None
+    length = int.from_bytes(data[:4], "big")
+    if not 0 < length <= OPEN_BYTES:
+        raise BadMessage("oversize", f"a first message of {length} bytes")
+    return 4 + length

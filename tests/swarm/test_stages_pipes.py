@@ -1,0 +1,375 @@
+"""Stage streams between real libp2p hosts on loopback: bytes of a trainer to another's, bounded, of one roster, for its members only."""
+
+import contextlib
+import gc
+import hashlib
+import os
+
+import msgspec
+import psutil
+import pytest
+import trio
+
+from swarmnode.errors import PeerError
+from swarmnode.p2p import streams as streams_module
+from swarmnode.p2p.guards import yamux
+from swarmnode.stages import pipes as pipes_module
+from swarmnode.stages.pipes import Pipes, StreamOpen
+from swarmnode.testing.hosts import hosts
+from swarmnode.testing.pipe_ends import circles, open_pipe
+from swarmnode.testing.waiting import until
+from swarmnode.wire import ids
+
+pytestmark = pytest.mark.swarm
+
+
+@contextlib.asynccontextmanager
+async def crew(directory, count=2, *, members=None, allows=lambda choice: True):
+    """`count` hosts, all connected with all, the first `members` of them a crew: (networks, pipes, circles, what each was told is lost)."""
+    members = count if members is None else members
+    async with hosts(directory, count) as networks, trio.open_nursery() as nursery:
+        every, lost = [], [[] for _ in networks]
+        for number, network in enumerate(networks):
+            await network.wait_connected(count - 1)
+            (directory / str(number) / "run").mkdir()
+            said = lost[number]
+            made = Pipes(
+                network.streams, directory / str(number), lambda peer, stage, said=said: said.append(stage), allows=allows,
+                rejected=network.rejected,
+            )  # fmt: skip
+            await nursery.start(made.run)
+            every.append(made)
+        seen = circles([network.peer_id for network in networks[:members]])
+        for made, circle in zip(every, seen, strict=False):
+            made.assign(circle)
+        yield networks, every, seen, lost
+        nursery.cancel_scope.cancel()
+
+
+async def send_all(stream, seed, megabytes, digest):
+    block = bytes(range(256)) * 4096
+    for number in range(megabytes):
+        piece = seed + number.to_bytes(8, "big") + block[16:]
+        digest.update(piece)
+        await stream.send_all(piece)
+
+
+async def receive_all(stream, count, digest):
+    while count:
+        data = await stream.receive_some(min(count, 2**20))
+        assert data, f"{count} bytes are missing"
+        digest.update(data)
+        count -= len(data)
+
+
+async def exactly(stream, count):
+    data = b""
+    while len(data) < count and (more := await stream.receive_some(count - len(data))):
+        data += more
+    return data
+
+
+async def ended(stream):
+    """The stream ends, however, within five seconds."""
+    with trio.fail_after(5), contextlib.suppress(trio.BrokenResourceError):
+        while await stream.receive_some(2**20):
+            pass
+
+
+async def test_sixty_four_megabytes_both_ways_arrive_whole_in_bounded_memory(tmp_path):
+    async with crew(tmp_path) as (_, (a, b), (ca, cb), lost):
+        one, other = await open_pipe(a, ca, 1), await open_pipe(b, cb, 0)
+        gc.collect()
+        before = psutil.Process().memory_info().rss
+        sent, got = [hashlib.blake2b(), hashlib.blake2b()], [hashlib.blake2b(), hashlib.blake2b()]
+        most = 0
+
+        async def watch():
+            nonlocal most
+            while True:
+                most = max(most, psutil.Process().memory_info().rss - before)
+                await trio.sleep(0.05)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(watch)
+            async with trio.open_nursery() as transfers:
+                transfers.start_soon(send_all, one, b"12345678", 64, sent[0])
+                transfers.start_soon(send_all, other, b"87654321", 64, sent[1])
+                transfers.start_soon(receive_all, other, 64 * 2**20, got[0])
+                transfers.start_soon(receive_all, one, 64 * 2**20, got[1])
+            nursery.cancel_scope.cancel()
+        assert [each.digest() for each in sent] == [each.digest() for each in got]
+        assert most < 80 * 2**20  # both ends of two directions: windows of 8 MiB and what is on its way
+        statistics = a.statistics()
+        assert statistics.open == {"frames": 1, "state": 0}
+        assert statistics.sent["frames"] == pytest.approx(64 * 2**20, abs=1000)
+        await one.aclose()
+        await ended(other)
+        await until(lambda: lost == [[], [0]])
+        assert a.statistics().lost == {}
+
+
+async def test_the_metered_bytes_are_those_of_the_stage_protocol(tmp_path):
+    async with crew(tmp_path) as (networks, (a, b), (ca, cb), _):
+        one, other = await open_pipe(a, ca, 1, "state"), await open_pipe(b, cb, 0, "state")
+        await one.send_all(bytes(100_000))
+        assert len(await exactly(other, 100_000)) == 100_000
+        assert networks[0].statistics().traffic.sent[ids.STAGE_STREAM_PROTOCOL] == pytest.approx(100_000, abs=500)
+        assert networks[1].statistics().traffic.received[ids.STAGE_STREAM_PROTOCOL] == pytest.approx(100_000, abs=500)
+
+
+async def test_what_is_written_before_the_other_end_is_there_arrives(tmp_path):
+    async with crew(tmp_path) as (_, (a, b), (ca, cb), _):
+        one = await open_pipe(a, ca, 1)
+        await one.send_all(b"early")
+        await until(lambda: b.statistics().parked == 1)
+        assert a.statistics().waiting == 1
+        other = await open_pipe(b, cb, 0)
+        await other.send_all(b"hello")
+        assert await exactly(other, 5) == b"early"
+        assert await exactly(one, 5) == b"hello"
+        assert a.statistics().waiting == b.statistics().parked == 0
+
+
+async def test_the_upper_end_may_be_there_first_and_both_kinds_side_by_side(tmp_path):
+    async with crew(tmp_path, 3) as (_, pipes, seen, _):
+        ends = {}
+        for kind in ("frames", "state"):
+            for here in (2, 1, 0):
+                for there in range(3):
+                    if there != here:
+                        ends[here, there, kind] = await open_pipe(pipes[here], seen[here], there, kind)
+        for (here, there, kind), end in ends.items():
+            await end.send_all(f"{here}{there}{kind[0]}".encode())
+        for (here, there, kind), end in ends.items():
+            assert await exactly(end, 3) == f"{there}{here}{kind[0]}".encode()
+        assert all(each.statistics().open == {"frames": 2, "state": 2} for each in pipes)
+
+
+async def test_a_trainer_that_is_busy_for_long_holds_up_its_sender_and_loses_nothing(tmp_path, monkeypatch):
+    """The guards give other writers half a second without credit here; our trainer reads nothing for three."""
+    monkeypatch.setattr(yamux, "WINDOW_STALL_SECONDS", 0.5)
+    async with crew(tmp_path) as (networks, (a, b), (ca, cb), lost):
+
+        async def echo(peer, data):
+            return data
+
+        networks[1].requests.serve("/test/echo/1", echo, max_request_bytes=100, max_response_bytes=100)
+        one, other = await open_pipe(a, ca, 1), await open_pipe(b, cb, 0)
+        sent, got = hashlib.blake2b(), hashlib.blake2b()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(send_all, one, b"12345678", 40, sent)
+            before, still = -1, 0
+            with trio.fail_after(20):
+                while still < 3:
+                    now = a.statistics().sent.get("frames", 0)
+                    before, still = now, still + 1 if now == before else 0
+                    await trio.sleep(1.0)
+            assert 2**18 < before < 20 * 2**20
+            ask = networks[0].requests.request
+            assert await ask(networks[1].peer_id, "/test/echo/1", b"x", deadline=2, max_response_bytes=9) == b"x"
+            await receive_all(other, 40 * 2**20, got)
+        assert sent.digest() == got.digest()
+        assert lost == [[], []]
+
+
+async def test_a_stream_that_stands_still_for_too_long_ends_on_both_sides(tmp_path, monkeypatch):
+    monkeypatch.setattr(streams_module, "STALL_SECONDS", 0.5)
+    monkeypatch.setattr(streams_module, "WATCH_SECONDS", 0.05)
+    async with crew(tmp_path) as (_, (a, b), (ca, cb), lost):
+        one, _unread = await open_pipe(a, ca, 1), await open_pipe(b, cb, 0)
+        with trio.fail_after(20), pytest.raises(trio.BrokenResourceError):
+            await send_all(one, b"12345678", 64, hashlib.blake2b())
+        await until(lambda: lost == [[1], [0]])
+        assert a.statistics().lost == b.statistics().lost == {"frames": 1}
+
+
+async def test_a_new_roster_ends_every_stream_and_nobody_is_called_lost(tmp_path):
+    async with crew(tmp_path) as (networks, (a, b), (ca, cb), lost):
+        one, other = await open_pipe(a, ca, 1), await open_pipe(b, cb, 0)
+        await one.send_all(b"x")
+        assert await exactly(other, 1) == b"x"
+        newer = circles([network.peer_id for network in networks], roster_epoch=2)
+        a.assign(newer[0])
+        b.assign(newer[1])
+        await ended(one)
+        await ended(other)
+        late = await open_pipe(a, ca, 1)  # of the roster before
+        await ended(late)
+        one, other = await open_pipe(a, newer[0], 1), await open_pipe(b, newer[1], 0)
+        await one.send_all(b"y")
+        assert await exactly(other, 1) == b"y"
+        assert lost == [[], []]
+        a.release()
+        await ended(one)
+        await until(lambda: lost == [[], [0]])  # b's roster is the same: for b it is the stream of a member that broke
+
+
+async def test_a_member_that_is_a_roster_ahead_tries_until_the_other_is_there_too(tmp_path):
+    async with crew(tmp_path) as (networks, (a, b), _, lost):
+        newer = circles([network.peer_id for network in networks], roster_epoch=2)
+        a.assign(newer[0])
+        one = await open_pipe(a, newer[0], 1)
+        await until(lambda: b.statistics().refused.get("roster_epoch", 0) >= 2)
+        b.assign(newer[1])
+        other = await open_pipe(b, newer[1], 0)
+        await one.send_all(b"at last")
+        assert await exactly(other, 7) == b"at last"
+        assert lost == [[], []]
+
+
+async def test_a_host_that_is_gone_is_told_at_once(tmp_path):
+    async with crew(tmp_path, 3) as (networks, pipes, seen, lost):
+        ends = {(i, j): await open_pipe(pipes[i], seen[i], j) for i in range(3) for j in range(3) if i != j}
+        await until(lambda: all(each.statistics().open["frames"] == 2 for each in pipes))
+        began = trio.current_time()
+        networks[1].disconnect(networks[0].peer_id)
+        networks[1].disconnect(networks[2].peer_id)
+        await until(lambda: lost[0] == [1] and lost[2] == [1], seconds=5)
+        assert trio.current_time() - began < 2
+        await ended(ends[0, 1])
+        assert pipes[0].statistics().open["frames"] == 1  # that to stage 2
+
+
+async def test_a_stream_of_state_that_ends_is_nobody_s_loss(tmp_path):
+    async with crew(tmp_path) as (_, (a, b), (ca, cb), lost):
+        one, other = await open_pipe(a, ca, 1, "state"), await open_pipe(b, cb, 0, "state")
+        await one.send_all(b"all of it")
+        await one.aclose()
+        assert await exactly(other, 100) == b"all of it"
+        await until(lambda: b.statistics().lost == {"state": 1})
+        assert lost == [[], []]
+
+
+async def open_as(network, peer, opened):
+    """What a peer of any kind could say. The stream."""
+    data = opened if isinstance(opened, bytes) else msgspec.msgpack.encode(opened)
+    stream = await network.streams.open(peer, ids.STAGE_STREAM_PROTOCOL, deadline=5)
+    await stream.send(len(data).to_bytes(4, "big") + data)
+    return stream
+
+
+async def refused(network, peer, opened):
+    """The same, and it does not last: it is reset, perhaps before both have agreed on a protocol."""
+    with trio.fail_after(5), contextlib.suppress(PeerError):
+        await (await open_as(network, peer, opened)).closed.wait()
+
+
+def said(circle, **other):
+    """What a member that dials says."""
+    fields = {"crew": circle.crew, "roster_epoch": 1, "from_stage": 0, "from_epoch": 1, "to_stage": 1, "kind": "frames", **other}
+    return StreamOpen(**fields)
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        ({"crew": b"x" * 32}, "crew"),
+        ({"roster_epoch": 0}, "roster_epoch"),
+        ({"roster_epoch": 2}, "roster_epoch"),
+        ({"from_stage": 1}, "stage"),
+        ({"from_stage": 7}, "stage"),
+        ({"from_stage": -1}, "stage"),
+        ({"to_stage": 0}, "stage"),
+        ({"from_epoch": 2}, "stage_epoch"),
+    ],
+)
+async def test_a_member_is_refused_where_the_roster_says_otherwise(tmp_path, other, reason):
+    async with crew(tmp_path) as (networks, (_, b), (ca, _), _):
+        await refused(networks[0], networks[1].peer_id, said(ca, **other))
+        assert b.statistics().refused == {reason: 1}
+        assert b.statistics().parked == 0
+        assert networks[1].welcome(networks[0].peer_id)
+
+
+async def test_a_stranger_gets_no_stream_whatever_it_says(tmp_path):
+    async with crew(tmp_path, 3, members=2) as (networks, (_, b, _), (ca, _), _):
+        await refused(networks[2], networks[1].peer_id, said(ca))
+        assert b.statistics().refused == {"peer": 1}
+        await refused(networks[1], networks[2].peer_id, said(ca))  # who has no crew takes none
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\xc1", b"\x80", bytes(513), msgspec.msgpack.encode({"crew": b"c" * 32}), msgspec.msgpack.encode(("crew",))],
+    ids=["empty", "garbage", "nothing", "long", "half", "array"],
+)
+async def test_what_is_no_message_costs_standing(tmp_path, data):
+    async with crew(tmp_path) as (networks, (_, b), _, _):
+        await refused(networks[0], networks[1].peer_id, data)
+        assert b.statistics().refused == {"malformed": 1}
+        assert networks[1].reputation.statistics(trio.current_time()).rejected["stages_malformed"] == 1
+
+
+async def test_streams_are_parked_once_and_not_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr(pipes_module, "PARK_SECONDS", 0.5)
+    async with crew(tmp_path) as (networks, (_, b), (ca, _), _):
+        first = await open_as(networks[0], networks[1].peer_id, said(ca))
+        await until(lambda: b.statistics().parked == 1)
+        second = await open_as(networks[0], networks[1].peer_id, said(ca))
+        with trio.fail_after(5):
+            await first.closed.wait()
+            assert b.statistics().parked == 1
+            await second.closed.wait()
+        assert b.statistics().parked == 0
+
+
+async def test_who_says_nothing_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(pipes_module, "OPEN_SECONDS", 0.3)
+    async with crew(tmp_path) as (networks, (a, b), _, _):
+        silent = await networks[0].streams.open(networks[1].peer_id, ids.STAGE_STREAM_PROTOCOL, deadline=5)
+        with trio.fail_after(5):
+            await silent.closed.wait()
+        assert b.statistics().refused == {"timeout": 1}
+        unix = await trio.open_unix_socket(str(a.path))
+        await ended(unix)
+        garbage = await trio.open_unix_socket(str(a.path))
+        await garbage.send_all(bytes(100))
+        await ended(garbage)
+        assert a.statistics().waiting == 0
+
+
+async def test_a_trainer_that_opens_the_same_again_takes_over(tmp_path):
+    async with crew(tmp_path) as (_, (a, b), (ca, cb), _):
+        old, other = await open_pipe(a, ca, 1), await open_pipe(b, cb, 0)
+        await old.send_all(b"old")
+        assert await exactly(other, 3) == b"old"
+        new = await open_pipe(a, ca, 1)
+        await ended(old)
+        await ended(other)
+        other = await open_pipe(b, cb, 0)
+        await new.send_all(b"new")
+        assert await exactly(other, 3) == b"new"
+
+
+async def test_without_budget_bytes_wait(tmp_path):
+    allowed = [False]
+    async with crew(tmp_path, allows=lambda choice: allowed[0]) as (_, (a, b), (ca, cb), _):
+        one, other = await open_pipe(a, ca, 1), await open_pipe(b, cb, 0)
+        await one.send_all(b"x")
+        await until(lambda: a.statistics().throttled_seconds > 0)
+        assert a.statistics().sent["frames"] < 300  # no more than what the stream was opened with
+        allowed[0] = True
+        assert await exactly(other, 1) == b"x"
+
+
+async def test_nothing_stays_open_when_the_pipes_end(tmp_path):
+    async with hosts(tmp_path, 2) as networks:
+        seen = circles([network.peer_id for network in networks])
+        for _ in range(3):
+            async with trio.open_nursery() as nursery:
+                pipes = []
+                for number, network in enumerate(networks):
+                    (tmp_path / str(number) / "run").mkdir(exist_ok=True)
+                    made = Pipes(network.streams, tmp_path / str(number), lambda peer, stage: None)
+                    await nursery.start(made.run)
+                    made.assign(seen[number])
+                    pipes.append(made)
+                one, other = await open_pipe(pipes[0], seen[0], 1), await open_pipe(pipes[1], seen[1], 0)
+                await one.send_all(b"x")
+                assert await exactly(other, 1) == b"x"
+                nursery.cancel_scope.cancel()
+            await ended(one)
+            await ended(other)
+            await until(lambda: networks[0].streams.statistics().open == networks[1].streams.statistics().open == 0)
+        assert oct(os.stat(pipes[0].path).st_mode)[-3:] == "600"
