@@ -1,0 +1,253 @@
+"""What does it cost to lose a stage? `python -m benchmarks.checkfree [--quick] [--json PATH] [--seeds N] [--processes N]`
+
+A tiny Llama of eight one-layer stages (benchmarks/staged.py), trained from scratch.
+(a) One loss, every way to recover, against the paired run that lost nothing (benchmarks/forks.py).
+(b) Losses at random at the paper's rates, iterations to a target loss (benchmarks/failures.py).
+(c) As (a) for a policy that was fine-tuned from a published base, whole and with LoRA.
+The recoveries are the product's own functions.
+`--table PATH` prints the tables of a JSON file again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import failures
+from benchmarks import recoveries as ways
+from benchmarks.failures import ARMS, NO_FAILURE, NO_FAILURE_SWAPPED, RATES, schedule, survive
+from benchmarks.forks import METHODS, PLACES, Size, Trunk, compare, grow
+from benchmarks.recoveries import Recovery
+from benchmarks.report import heading, table, write_json
+from benchmarks.staged import STAGES, Corpus, Staged, build, language, tasks
+from swarmnode.config import LoraSettings
+
+FULL = Size()
+QUICK = Size(steps=100, tuned_steps=60, marks=(0, 10), quick=True)
+CAP = 2.5
+"""Iterations of (b) at most, in units of those to the target without failures."""
+TUNED = (
+    "exact, with Adam (R0)", "shadow, 20 steps old (R2)", "shadow, 50 steps old (R2)", "base weights (R3)",
+    "CheckFree (R4)", "CheckFree, healed", "identity", "identity, healed",
+)  # fmt: skip
+ADAPTER = {
+    "exact, with Adam (R0)": "exact, with Adam (R0)", "shadow, 20 steps old (R2)": "shadow, 20 steps old (R2)",
+    "shadow, 50 steps old (R2)": "shadow, 50 steps old (R2)", "base weights (R3)": "base without its adapter (R3)",
+    "CheckFree (R4)": "neighbours' adapters averaged (forced)",
+}  # fmt: skip
+"""Method → what it is for an adapter."""
+
+
+# ---- the parts
+
+
+def corpora(size: Size) -> tuple[Corpus, Corpus]:
+    return language(32 if size.quick else 64), tasks(32 if size.quick else 64, 100 if size.quick else 400)
+
+
+def single(seed: int, size: Size) -> list[dict[str, Any]]:
+    """Parts (a) and (c) of one seed."""
+    torch.set_num_threads(1)
+    text, demonstrations = corpora(size)
+    rows: list[dict[str, Any]] = []
+
+    def part(
+        name: str, trunk: Trunk, corpus: Corpus, first: int, methods: dict[str, Recovery], places: Sequence[str], marks: Sequence[int]
+    ) -> None:
+        wanted = [(method, PLACES[place], recovery) for place in places for method, recovery in methods.items()]
+        where = {lost: place for place, lost in PLACES.items()}
+        for row in compare(trunk, corpus, seed, first, marks, wanted):
+            rows.append({"part": name, "place": where[tuple(row["lost"])]} | row)
+
+    inner, others = ("an inner stage",), tuple(p for p in PLACES if p != "an inner stage")
+    trunk = grow(Staged(build(seed), size.rate), text, seed, 0, size.steps)
+    part("from scratch", trunk, text, size.steps, METHODS, inner if size.quick else tuple(PLACES), size.marks)
+
+    if not size.quick:
+        swapped = grow(Staged(build(seed), size.rate, swapped=True), text, seed, 0, size.steps)
+        average, copies = {"CheckFree (R4)": METHODS["CheckFree (R4)"]}, {"copy (CheckFree+, R5)": ways.synthesis("copy")}
+        part("trained with swapped order", swapped, text, size.steps, average, inner, size.marks)
+        part("trained with swapped order", swapped, text, size.steps, copies, ("the first stage", "the last stage"), size.marks)
+
+    trunk.staged.roll_back(trunk.checkpoint)
+    published = copy.deepcopy(trunk.staged.model)
+    tuned = grow(
+        Staged(copy.deepcopy(published), size.tuned_rate), demonstrations, seed, 0, size.tuned_steps,
+        [kept.without_moments() for kept in trunk.history.now],
+    )  # fmt: skip
+    part("fine-tuned", tuned, demonstrations, size.tuned_steps, {m: METHODS[m] for m in TUNED if m in METHODS}, inner, size.marks)
+    if not size.quick:
+        part("fine-tuned", tuned, demonstrations, size.tuned_steps, {m: METHODS[m] for m in TUNED if m in METHODS}, others, (0,))
+    rows.append({"part": "weights moved", "seed": seed, "share": moved(tuned)})
+
+    staged = Staged(adapted(published, size.rank, seed), size.adapter_rate)
+    start = [staged.copy_of(i) for i in range(STAGES)]
+    with_adapter = grow(staged, demonstrations, seed, 0, size.tuned_steps, start)
+    named = {name: METHODS[method] for method, name in ADAPTER.items()}
+    part("fine-tuned with LoRA", with_adapter, demonstrations, size.tuned_steps, named, inner, size.marks)
+    if not size.quick:
+        part("fine-tuned with LoRA", with_adapter, demonstrations, size.tuned_steps, named, others, (0,))
+    return rows
+
+
+def adapted(model: Any, rank: int, seed: int) -> Any:
+    """A copy of `model` under a fresh adapter, as `policy.load` makes it."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    usual = LoraSettings(r=rank)
+    settings = LoraConfig(r=usual.r, lora_alpha=usual.lora_alpha, target_modules=usual.target_modules, task_type="CAUSAL_LM")
+    return get_peft_model(copy.deepcopy(model), settings).eval()
+
+
+def moved(trunk: Trunk) -> list[float]:
+    """‖W − W_base‖ / ‖W_base‖ of each stage."""
+    shares = []
+    for now, base in zip(trunk.history.now, trunk.history.base, strict=True):
+        square = lambda tensors: float(sum(t.square().sum() for t in tensors))
+        shares.append((square(now.weights[n] - t for n, t in base.weights.items()) / square(base.weights.values())) ** 0.5)
+    return shares
+
+
+def control(seed: int, size: Size) -> dict[str, Any]:
+    """Part (b) without failures: sets the target of its seed."""
+    torch.set_num_threads(1)
+    run = survive(NO_FAILURE, size, corpora(size)[0], seed, {}, size.steps, None)
+    target = failures.target_of(run["curve"], size.steps)
+    return run | {"rate": "none", "target": target, "iterations": failures.first_at(run["curve"], target)}
+
+
+def at_rate(seed: int, size: Size, rate: str, target: float) -> list[dict[str, Any]]:
+    """Part (b) at one rate; `none` is the swapped order without failures."""
+    torch.set_num_threads(1)
+    corpus, cap = corpora(size)[0], int(CAP * size.steps)
+    if rate == "none":
+        return [survive(NO_FAILURE_SWAPPED, size, corpus, seed, {}, cap, target) | {"rate": rate}]
+    quick = ("checkpoint every 10", "shadows every 20", "CheckFree", "CheckFree+")
+    arms = [arm for arm in ARMS if rate in arm.rates and (not size.quick or arm.name in quick)]
+    lost = schedule(seed, RATES[rate], cap)
+    return [survive(arm, size, corpus, seed, lost, cap, target) | {"rate": rate} for arm in arms]
+
+
+# ---- the tables
+
+
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    """`median [least … greatest]`, signed."""
+    if not values:
+        return "–"
+    middle = f"{statistics.median(values):+.{digits}f}"
+    return f"{middle} [{min(values):+.{digits}f} … {max(values):+.{digits}f}]" if len(values) > 1 else middle
+
+
+def single_tables(rows: list[dict[str, Any]]) -> str:
+    lines: list[str] = []
+    rows = [r for r in rows if "method" in r]
+    for part in dict.fromkeys(r["part"] for r in rows):
+        for place in dict.fromkeys(r["place"] for r in rows if r["part"] == part):
+            here = [r for r in rows if (r["part"], r["place"]) == (part, place)]
+            marks = sorted({int(m) for r in here for m in r.get("gap", {})})
+            body = []
+            for method in dict.fromkeys(r["method"] for r in here):
+                runs = [r for r in here if r["method"] == method]
+                done = [r for r in runs if "refused" not in r]
+                if not done:
+                    body.append([method, "refused", *["–"] * len(marks), "–", "–"])
+                    continue
+                gap = lambda m, done=done: [{int(k): v for k, v in r["gap"].items()}[m] for r in done]
+                passed = f"{sum(r['gate'] for r in done)} of {len(done)}"
+                body.append([
+                    method, spread([r["jump"] for r in done]), *[spread(gap(m)) for m in marks],
+                    f"{statistics.median(r['kl'] for r in done):.4f}", passed,
+                ])  # fmt: skip
+            headers = [place + " is lost", "jump", *[f"gap after {m}" for m in marks], "KL", "passes the gate"]
+            lines += [f"### {part}, {place}", "", table(headers, body), ""]
+    return "\n".join(lines)
+
+
+def failure_table(runs: list[dict[str, Any]]) -> str:
+    """Iterations to the target over those without failures, by seed; time in the same unit."""
+    alone = {r["seed"]: r["iterations"] for r in runs if r["arm"] == NO_FAILURE.name}
+    rates = [rate for rate in RATES if any(r["rate"] == rate for r in runs)]
+
+    def cell(arm: str, rate: str) -> str:
+        here = [r for r in runs if (r["arm"], r["rate"]) == (arm, rate)]
+        if not here:
+            return "–"
+        ratios = sorted((r["iterations"] or float("inf")) / alone[r["seed"]] for r in here)
+        show = lambda x, r=here[0]: f"{x:.2f}" if x < float("inf") else f">{r['cap'] / alone[r['seed']]:.1f}"
+        lost = statistics.median(r["failures"] for r in here)
+        return f"{show(statistics.median_high(ratios))} [{show(ratios[0])} … {show(ratios[-1])}], {lost:g} losses"
+
+    body = [["no failure", *["1"] * len(rates)], ["no failure, swapped order", *[cell(NO_FAILURE_SWAPPED.name, "none")] * len(rates)]]
+    factor = failures.REDUNDANT_SECONDS / failures.PLAIN_SECONDS
+    body += [["redundant computation: time, modelled", *[f"{factor:.2f}"] * len(rates)]]
+    body += [[arm.name, *[cell(arm.name, rate) for rate in rates]] for arm in ARMS if any(r["arm"] == arm.name for r in runs)]
+    return table(["iterations to the target, of those without failure", *rates], body)
+
+
+def tables(results: dict[str, Any]) -> str:
+    share = [s for r in results["single"] if r["part"] == "weights moved" for s in r["share"]]
+    note = f"Fine-tuning moved a stage's weights by {statistics.median(share or [0]):.1%} of their norm (median over stages and seeds).\n"
+    return "\n".join([single_tables(results["single"]), note, "### failures at random", "", failure_table(results["failures"])])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.checkfree", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="one seed, short, an inner stage and one failure rate only; under a minute")
+    parser.add_argument("--json", type=Path, help="write all results there")
+    parser.add_argument("--table", type=Path, help="run nothing: print the tables of this JSON file")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=1, help="seed 0 was used to choose the sizes")
+    parser.add_argument("--processes", type=int, default=2, help="one thread each")
+    args = parser.parse_args()
+    if args.table:
+        print(tables(json.loads(args.table.read_text())["results"]))
+        return
+    seeds, size = (1, QUICK) if args.quick else (args.seeds, FULL)
+    print(heading("checkfree: what does it cost to lose a stage?"), flush=True)
+    print(tables(run(range(args.first_seed, args.first_seed + seeds), size, args.processes, args.json)), flush=True)
+
+
+def run(seeds: Sequence[int], size: Size, processes: int, path: Path | None) -> dict[str, Any]:
+    """All parts of all seeds; what there is is written to `path` whenever a piece is done."""
+    results: dict[str, Any] = {"size": vars(size), "cap": CAP, "single": [], "failures": []}
+    started = time.time()
+
+    def done(what: str, kind: str, rows: list[dict[str, Any]]) -> None:
+        results[kind] += rows
+        print(f"{time.time() - started:5.0f} s  {what}", file=sys.stderr, flush=True)
+        if path:
+            write_json(path, results)
+
+    rates = ("16 %/h",) if size.quick else ("none", *RATES)
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        controls = [(seed, pool.submit(control, seed, size)) for seed in seeds]
+        singles = [(seed, pool.submit(single, seed, size)) for seed in seeds]
+        later = []
+        for seed, future in controls:
+            row = future.result()
+            done(f"seed {seed}: no failure", "failures", [row])
+            later += [(seed, rate, pool.submit(at_rate, seed, size, rate, row["target"])) for rate in rates]
+        for seed, rows in singles:
+            done(f"seed {seed}: single losses", "single", rows.result())
+        for seed, rate, found in later:
+            done(f"seed {seed}: failures at {rate}", "failures", found.result())
+    return results
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""The bookkeeping of benchmarks.checkfree: forks that are paired, stages that are really lost, failures that hit every arm alike."""
+
+import math
+
+import pytest
+import torch
+
+from benchmarks import recoveries
+from benchmarks.checkfree import at_rate, failure_table, single_tables
+from benchmarks.failures import ARMS, NO_FAILURE, RATES, Arm, first_at, schedule, survive, target_of
+from benchmarks.forks import METHODS, Size, compare, follow, fork, grow
+from benchmarks.staged import STAGES, VOCABULARY, WINDOW, Corpus, Staged, build, encode
+
+SIZE = Size(steps=52, tuned_steps=52, marks=(0, 3))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    """Counting upwards, at one of three speeds."""
+    stream = torch.cat([torch.arange(0, 4000, pace) % VOCABULARY for pace in (1, 2, 3)])
+    return Corpus(stream, torch.stack([stream[s : s + WINDOW + 1] for s in range(0, 7000, 900)]))
+
+
+@pytest.fixture(scope="module")
+def trunk(corpus):
+    torch.set_num_threads(1)
+    return grow(Staged(build(0), 4e-3), corpus, 0, 0, SIZE.steps)
+
+
+def rows_of(trunk, corpus, lost, *names):
+    rows = compare(trunk, corpus, 0, SIZE.steps, SIZE.marks, [(name, lost, METHODS[name]) for name in names])
+    return {row["method"]: row for row in rows}
+
+
+def test_what_is_not_lost_has_no_gap_to_the_control(trunk, corpus):
+    trunk.staged.roll_back(trunk.checkpoint)
+    once = follow(trunk, corpus, 0, SIZE.steps, SIZE.marks)
+    trunk.staged.roll_back(trunk.checkpoint)
+    assert follow(trunk, corpus, 0, SIZE.steps, SIZE.marks) == once
+
+
+@pytest.mark.parametrize("lost", [(3,), (0,), (7,), (3, 4)])
+def test_exact_recovery_costs_nothing_and_random_does(trunk, corpus, lost):
+    rows = rows_of(trunk, corpus, lost, "exact, with Adam (R0)", "random")
+    exact, random = rows["exact, with Adam (R0)"], rows["random"]
+    assert exact["jump"] == exact["kl"] == exact["nll_rise"] == 0.0
+    assert exact["gap"] == {3: 0.0}
+    assert exact["gate"]
+    assert random["jump"] > 0.0
+    assert random["kl"] > 0.0
+
+
+def test_a_fresh_optimizer_is_the_only_thing_lost(trunk, corpus):
+    row = rows_of(trunk, corpus, (3,), "exact, Adam fresh")["exact, Adam fresh"]
+    assert row["jump"] == 0.0
+    assert row["gap"][3] != 0.0
+
+
+def test_what_a_method_cannot_do_is_said_and_not_counted(trunk, corpus):
+    rows = [*rows_of(trunk, corpus, (3, 4), "CheckFree (R4)", "identity").values()]
+    assert "neighbour is lost too" in rows[0]["refused"]
+    assert "jump" not in rows[0]
+    shown = single_tables([row | {"part": "from scratch", "place": "two adjacent stages"} for row in rows])
+    assert "refused" in shown
+    assert "identity" in shown
+
+
+def test_a_lost_stage_is_gone(trunk, corpus):
+    staged = trunk.staged
+    staged.roll_back(trunk.checkpoint)
+    staged.lose(3)
+    assert math.isnan(staged.measure(corpus.held_out))
+    fork(trunk, (3,), recoveries.exact)
+    assert math.isfinite(staged.measure(corpus.held_out))
+
+
+def test_the_paper_raises_the_learning_rate_of_the_stage_it_made(trunk):
+    fork(trunk, (3,), METHODS["CheckFree (R4)"])
+    assert trunk.staged.factors == [1.0, 1.0, 1.0, 1.1, 1.0, 1.0, 1.0, 1.0]
+    trunk.staged.roll_back(trunk.checkpoint)
+    assert trunk.staged.factors == [1.0] * STAGES
+
+
+def test_swapped_order_trains_other_weights_and_leaves_the_model_as_it_was(corpus):
+    plain, swapped = Staged(build(0), 4e-3), Staged(build(0), 4e-3, swapped=True)
+    assert plain.measure(corpus.held_out) == swapped.measure(corpus.held_out)
+    for staged in (plain, swapped):
+        staged.step(corpus.batch(0, 0))
+    assert [n for n, _ in swapped.model.named_parameters()] == [n for n, _ in plain.model.named_parameters()]
+    assert plain.measure(corpus.held_out) != swapped.measure(corpus.held_out)
+
+
+def test_failures_hit_every_arm_alike_and_one_stage_at_a_time():
+    drawn = schedule(3, RATES["16 %/h"], 5000)
+    assert drawn == schedule(3, RATES["16 %/h"], 5000)
+    assert schedule(3, RATES["16 %/h"], 800) == {i: s for i, s in drawn.items() if i < 800}
+    assert len(drawn) == pytest.approx(5000 * (1 - (1 - 4e-3) ** STAGES), rel=0.2)
+    assert set(drawn.values()) == set(range(STAGES))
+
+
+def test_without_a_failure_in_it_every_plain_arm_is_the_control(corpus):
+    control = survive(NO_FAILURE, SIZE, corpus, 0, {}, 20, None)
+    for arm in ARMS:
+        if not arm.swapped:
+            assert survive(arm, SIZE, corpus, 0, {}, 20, None)["curve"] == control["curve"]
+
+
+def test_arms_meet_the_failures_that_are_theirs(corpus):
+    failures, counted = {3: 0, 5: 3, 7: 7}, {}
+    for arm in ARMS:
+        run = survive(arm, SIZE, corpus, 0, failures, 10, None)
+        counted[arm.name] = run["failures"]
+        assert math.isfinite(run["curve"][-1])
+    assert counted["checkpoint every 10"] == counted["shadows every 20"] == counted["CheckFree+"] == 3
+    assert counted["CheckFree"] == counted["random"] == 1
+
+
+def test_a_checkpoint_takes_back_what_came_after_it(corpus):
+    """Lost before iteration 15 with one every 10: iterations 15 to 19 go on from the weights of 10."""
+    rolled = survive(Arm("c", checkpoint=10), SIZE, corpus, 0, {15: 3}, 20, None)
+    staged = Staged(build(0), SIZE.rate)
+    for i in (*range(10), *range(15, 20)):
+        staged.step(corpus.batch(0, i))
+    assert rolled["curve"][-1] == pytest.approx(staged.measure(corpus.held_out), abs=1e-6)
+
+
+def test_the_target_is_what_the_control_had():
+    curve = [5.0, 4.0, 3.0, 2.0, 1.0]
+    assert target_of(curve, 40) == pytest.approx(3.0)
+    assert first_at(curve, target_of(curve, 40)) == 40
+    assert first_at(curve, 0.5) is None
+
+
+def test_a_run_that_never_arrives_is_shown_as_such():
+    runs = [
+        {"seed": 1, "arm": "no failure", "rate": "none", "iterations": 300, "failures": 0, "cap": 300},
+        {"seed": 1, "arm": "CheckFree", "rate": "16 %/h", "iterations": None, "failures": 7, "cap": 750},
+    ]
+    assert ">2.5 [>2.5 … >2.5], 7 losses" in failure_table(runs)
+
+
+def test_text_is_printable_characters_only():
+    assert encode("a~ \n\té").tolist() == [65, 94, 0, 95]
+
+
+def test_quick_runs_only_the_arms_that_it_names():
+    size = Size(steps=10, quick=True)
+    assert [r["arm"] for r in at_rate(1, size, "16 %/h", 99.0)] == ["checkpoint every 10", "shadows every 20", "CheckFree", "CheckFree+"]
