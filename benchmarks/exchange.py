@@ -5,7 +5,8 @@
             └── pings ── third process ┘      what a transfer does to everybody else's requests
 
 Plain TLS is `trio.SSLStream` with the same certificates and 1 MiB writes, copied to where the bytes shall be, nothing hashed: what a bare
-transport would do. Ours hash every chunk besides. Goals (benchmarks of weights.md): 0.6 for the stream, 0.9 for the socket.
+transport would do. Ours hash every chunk besides. Goals (benchmarks of weights.md): 0.6 for the stream, 0.9 for the socket; and training
+stands still for less than 1 % of the time (benchmarks/stalls.py).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 import psutil
 import trio
 
-from benchmarks import report
+from benchmarks import report, stalls
 from swarmnode.errors import PeerError
 from swarmnode.p2p import identity
 from swarmnode.p2p.bulk import BulkSource, MemorySink
@@ -237,11 +238,19 @@ def _quantiles(values: list[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.exchange", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="32 MB instead of 256 MB")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=7, help="0 leaves the transfers out")
+    parser.add_argument("--stall-steps", type=int, help="outer steps of two training nodes; 0 leaves them out (60, with --quick 2)")
+    parser.add_argument("--stall-seconds", type=float, default=480.0, help="most time for them")
     parser.add_argument("--json", type=Path, help="also write the results here")
     arguments = parser.parse_args()
-    results = trio.run(measure, (32 if arguments.quick else 256) * 10**6, arguments.rounds)
-    print(show(results))
+    results: dict[str, Any] = {}
+    if arguments.rounds:
+        results = trio.run(measure, (32 if arguments.quick else 256) * 10**6, arguments.rounds)
+        print(show(results), flush=True)
+    outer_steps = (2 if arguments.quick else 60) if arguments.stall_steps is None else arguments.stall_steps
+    if outer_steps:
+        results["stalls"] = stalls.measure(outer_steps, arguments.stall_seconds)
+        print(stalls.show(results["stalls"]))
     if arguments.json:
         report.write_json(arguments.json, results)
 

@@ -62,6 +62,7 @@ ARMS = (
     Arm("NoLoCo, 4 fragments", fragments=4),
     Arm("NoLoCo + gate, all honest", gate=True),
     Arm("NoLoCo, one peer silent", hostile="silent"),
+    Arm("NoLoCo + gate, one peer silent", gate=True, hostile="silent"),
     Arm("one peer sends −θ, no gate", hostile="flip"),
     Arm("one peer sends −θ, gate", gate=True, hostile="flip"),
     Arm("one informed peer, gate", gate=True, hostile="informed"),

@@ -49,6 +49,8 @@ EXCHANGES = 4
 JOBS = 64
 FILES = 64
 """Newest files of ours that are left to the network process; what it has open stays readable without a name."""
+EARLY = 0.5
+"""Of the time between two outer steps of a fragment: one taken so short a time ago counts for the one that is due now."""
 LEAST_PROBE = 8
 """Sequences below which the probe says nothing."""
 
@@ -90,6 +92,7 @@ class Replica:
         self._parts = fragments.cut(self._layout, local.fragments_of(self._layout, cfg.fragments))
         fragments.check_schedule(max(cfg.sync_every, len(self._parts)), len(self._parts))
         self._names = [[spec.name for spec in part] for part in self._parts]
+        self._stepped_at = [-self._cfg.sync_every] * len(self._parts)
         self._adapter = adapter
         base = host_copy(self._parameters) if cfg.codec == "int8" else {}
         self._anchors = [codecs.make_anchor({n: base[n] for n in names}) if base else None for names in self._names]
@@ -310,7 +313,10 @@ class Replica:
         for _ in range(len(self._arrived)):
             changed |= self._arrived.popleft()()
         count = len(self._parts)
-        due = fragments.due(self._counters.step, max(self._cfg.sync_every, count), count) if stepped else None
+        every = max(self._cfg.sync_every, count)
+        due = fragments.due(self._counters.step, every, count) if stepped else None
+        if due is not None and self._counters.step - self._stepped_at[due] < every * EARLY:
+            due = None  # a partner that proposed has had us take it a moment ago
         if due is not None and connected:
             self._send(local.Due(due, self._counters.outer_clocks[due], step_seconds))
         elif due is not None:
@@ -370,7 +376,7 @@ class Replica:
                 self._gate.refused(exchange.peer, outcome, now)
         else:
             probed = found.mean is not None and len(self._rows) >= LEAST_PROBE
-            judged = self._gate.conclude(found, now, (self._probe(found.mine), self._probe(found.mean or {})) if probed else None)
+            judged = self._gate.conclude(found, now, self._probe(found.mine, found.mean or {}) if probed else None)
             outcome, mean = judged.outcome, judged.mean
             exchange.probation = outcome == "probation"
             self._distance = judged.relative_distance if judged.ok else self._distance  # of what was refused, anybody's guess
@@ -384,17 +390,19 @@ class Replica:
             self._job(functools.partial(self._prepare, session, exchange, mean, outcome))
         return False
 
-    def _probe(self, tensors: Mapping[str, torch.Tensor]) -> float:
-        """Mean loss of our rewarded completions with `tensors` in the policy, nats per token; the policy is as before afterwards."""
-        before = {name: self._parameters[name].detach().clone() for name in tensors}
+    def _probe(self, one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> tuple[float, float]:
+        """Mean loss of our rewarded completions with either in the policy, nats per token; the policy is as before afterwards."""
+        before = {name: self._parameters[name].detach().clone() for name in one}
+        losses = []
         with self._lock:
             try:
-                self._set(tensors)
-                scored = self._batcher.score(self._policy, list(self._rows), self._temperature)
+                for tensors in (one, other):
+                    self._set(tensors)
+                    values = [v for row in self._batcher.score(self._policy, list(self._rows), self._temperature) for v in row]
+                    losses.append(-sum(values) / max(1, len(values)))
             finally:
                 self._set(before)
-        values = [value for row in scored for value in row]
-        return -sum(values) / max(1, len(values))
+        return losses[0], losses[1]
 
     @torch.no_grad()
     def _set(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -434,6 +442,7 @@ class Replica:
             self._outer.commit(self._parameters, exchange.snapshot)
             clocks = self._counters.outer_clocks
             clocks[exchange.fragment] = next_clock(clocks[exchange.fragment], exchange.their_clock)
+            self._stepped_at[exchange.fragment] = self._counters.step
             for session in [s for s, other in self._exchanges.items() if other.fragment == exchange.fragment]:
                 del self._exchanges[session]
         return True

@@ -244,6 +244,21 @@ def test_each_fragment_is_due_once_in_sync_every_steps(made):
     assert due == [(2, 0), (4, 1), (6, 0), (8, 1)]
 
 
+@pytest.mark.parametrize(("ago", "due"), [(1, []), (2, [(4, 1)])])
+def test_a_step_that_a_partner_had_us_take_counts_for_the_one_that_is_due(ago, due, made):
+    a, partner = made("a"), made("c")
+    partner.step(seed=2)
+    a.counters.step = 4 - ago - 1
+    a.step(size=0.0)
+    assert a.exchange(partner, fragment=1).ok
+    assert a.commit()
+    a.said.clear()
+    while a.counters.step < 4:
+        a.step(size=0.0)
+        a.replica.between_steps(True, 0.1)
+    assert [(4, m.fragment) for m in a.said if isinstance(m, local.Due) and m.fragment == 1] == due
+
+
 def adopt(a, other, step=30, wrong=""):
     tensors = other.replica.tensors()
     hashes = {n: hashlib.sha256(codecs.to_bytes(t, "<f4")).digest() for n, t in tensors.items()}
