@@ -19,6 +19,8 @@ STALL_STEPS = 4
 STALL_FLOOR_SECONDS = 60.0
 CLOCK_SECONDS = 30.0
 """Peers' clocks may be this far from ours; at 120 s they stop taking our groups, or we theirs."""
+STANDING_SECONDS = 30.0
+"""A crew may stand still this long before anybody is told: a stage comes back from a neighbour in a third of that."""
 DISK_SHARE = 0.05
 DISK_BYTES = 10 * 2**30
 REJECTED_SHARE = 0.5
@@ -71,6 +73,13 @@ def troubles(s: NodeSnapshot) -> list[str]:
             found.append(f"the trainer has reported nothing for {age:.0f} s")
     if s.node.sharing and s.health.network_ready and s.network.peers_in + s.network.peers_out == 0 and uptime > QUIET_SECONDS:
         found.append("no peers connected" + ("" if s.network.peers_known else " and none known"))
+    crew = s.stages
+    if crew.stage is not None and crew.phase == "failed":
+        found.append(f"this node's stage could not be restored{': ' if crew.reason else ''}{crew.reason}")
+    if crew.stage is not None and crew.fenced:
+        found.append("no majority of the crew hears this node; it takes no step")
+    if crew.standing_seconds is not None and crew.standing_seconds > STANDING_SECONDS and crew.state != "forming":
+        found.append(f"the crew has taken no step for {crew.standing_seconds:.0f} s")
     offset = s.swarm.clock_offset_seconds
     if offset is not None and abs(offset) > CLOCK_SECONDS:
         found.append(f"this clock is {abs(offset):.0f} s {'behind' if offset > 0 else 'ahead of'} those of most peers")

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import platform
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -23,10 +24,16 @@ from prometheus_client.registry import Collector
 
 import swarmnode
 from swarmnode.observe.health import ready
-from swarmnode.observe.snapshot import Histogram, NodeSnapshot
+from swarmnode.observe.snapshot import Histogram, NodeSnapshot, StagesView
 from swarmnode.p2p.budget import CHOICES, PAUSES
 from swarmnode.p2p.summaries import HEARD
 from swarmnode.rollouts.reasons import REASONS, Verdict
+from swarmnode.stages.events import NOTES, CrewState, SlotState
+from swarmnode.stages.fence import FENCE_REASONS
+from swarmnode.stages.frames import FRAME_REASONS
+from swarmnode.stages.local import RUNGS, StagePhase
+from swarmnode.stages.pipes import REFUSALS as STREAM_REFUSALS
+from swarmnode.stages.pipes import Kind
 from swarmnode.trainer.messages import Report, WeightsReport
 from swarmnode.weights import outcomes, pairing
 from swarmnode.weights.exchange import FAILURES
@@ -49,6 +56,10 @@ SERVED = (*REQUESTS, "busy", "unwelcome", "error")
 FETCHES = ("ok", "fetch_timeout", "fetch_failed", "fetch_unknown", "fetch_busy", "mismatch")
 GOSSIP = ("received", "accepted", "ignored", "rejected", "delivered", "published", "unwelcome", "dropped")
 POOL_DROPS = ("expired_age", "expired_version", "evicted_full", "evicted_peer_share", "refused")
+CREW_STATES: tuple[str, ...] = get_args(CrewState)
+SLOT_STATES: tuple[str, ...] = get_args(SlotState)
+STAGE_PHASES: tuple[str, ...] = get_args(StagePhase)
+KINDS: tuple[str, ...] = get_args(Kind)
 IGNORED = tuple(reason for reason, verdict in REASONS.items() if verdict is Verdict.IGNORE)
 REJECTED = tuple(reason for reason, verdict in REASONS.items() if verdict is Verdict.REJECT)
 
@@ -84,6 +95,16 @@ def _averaging(read: Callable[[NodeSnapshot], Value]) -> Callable[[NodeSnapshot]
 def _weights(read: Callable[[WeightsReport], Value]) -> Callable[[NodeSnapshot], Value]:
     """Of the trainer's half of averaging."""
     return _report(lambda r: None if r.weights is None else read(r.weights))
+
+
+def _crew(read: Callable[[StagesView], Value]) -> Callable[[NodeSnapshot], Value]:
+    """Nothing on a node that holds its policy alone."""
+    return lambda s: read(s.stages) if s.stages.enabled else None
+
+
+def _stage(read: Callable[[StagesView], Value]) -> Callable[[NodeSnapshot], Value]:
+    """Nothing on a node without a stage."""
+    return _crew(lambda c: read(c) if c.stage is not None else None)
 
 
 def _staleness(counts: Mapping[int, int]) -> Histogram:
@@ -246,6 +267,47 @@ METRICS: tuple[Family, ...] = (
            _weights(lambda w: w.reverts_total)),
     Family("swarmnode_weights_stall_seconds_total", "counter", "Seconds that training stood still for averaging.",
            _weights(lambda w: w.stall_seconds_total)),
+    # crews
+    Family("swarmnode_crew_state", "gauge", "1 for the state of this node's crew, 0 for the rest.",
+           _crew(lambda c: {state: float(state == c.state) for state in CREW_STATES}), ("state",), CREW_STATES),
+    Family("swarmnode_crew_slots", "gauge", "Stages of this node's crew, by state.",
+           _crew(lambda c: dict(Counter(slot.state for slot in c.slots))), ("state",), SLOT_STATES),
+    Family("swarmnode_crew_roster_epoch", "gauge", "Rosters that the crew has had.", _stage(lambda c: c.roster_epoch)),
+    Family("swarmnode_crew_fenced", "gauge", "1 while no majority of the crew hears this node, so that it takes no step.",
+           _stage(lambda c: float(c.fenced))),
+    Family("swarmnode_crew_offers", "gauge", "Other nodes that would hold a stage.", _crew(lambda c: c.offers)),
+    Family("swarmnode_crew_standing_seconds", "gauge", "Since the crew last took steps; 0 while it does.",
+           _crew(lambda c: c.standing_seconds)),
+    Family("swarmnode_crew_events_total", "counter", "What happened in this node's crews.", _crew(lambda c: c.events), ("event",), NOTES),
+    Family("swarmnode_crew_recovery_seconds", "histogram", "From a crew's standing still to its running again.",
+           _crew(lambda c: c.recovery_seconds)),
+    Family("swarmnode_stage_index", "gauge", "Which stage this node holds; 0 publishes and trains.", _stage(lambda c: c.stage)),
+    Family("swarmnode_stage_phase", "gauge", "1 for what this node's stage is doing, 0 for the rest.",
+           _stage(lambda c: {phase: float(phase == c.phase) for phase in STAGE_PHASES}), ("phase",), STAGE_PHASES),
+    Family("swarmnode_stage_step", "gauge", "Steps that this node's stage has taken.", _stage(lambda c: c.step)),
+    Family("swarmnode_stage_rungs_total", "counter", "Where this node's stages came from, R0 to R6, best first.",
+           _crew(lambda c: c.rungs), ("rung",), tuple(filter(None, RUNGS))),
+    Family("swarmnode_stage_rung_seconds", "gauge", "That the last rung took.", _stage(lambda c: c.rung_seconds)),
+    Family("swarmnode_stage_shadow_age_steps", "gauge", "Steps since the newest copy of this node's stage that a neighbour has.",
+           _stage(lambda c: c.shadow_age_steps)),
+    Family("swarmnode_stage_probe_kl", "gauge", "KL divergence over the last recovery, nats per token: before against after.",
+           _stage(lambda c: c.probe_kl)),
+    Family("swarmnode_stage_bubble_share", "gauge", "Share of the last step in which this node's stage waited.",
+           _stage(lambda c: c.bubble_share)),
+    Family("swarmnode_stage_tokens_per_second", "gauge", "Tokens that go through this node's stage.",
+           _stage(lambda c: c.tokens_per_second)),
+    Family("swarmnode_stage_frames_dropped_total", "counter", "Frames of the crew that counted for nothing, by reason.",
+           _crew(lambda c: c.dropped), ("reason",), (*FENCE_REASONS, *FRAME_REASONS)),
+    Family("swarmnode_stage_streams", "gauge", "Open streams to other stages, by kind.", _crew(lambda c: c.streams), ("kind",), KINDS),
+    Family("swarmnode_stage_streams_lost_total", "counter", "Streams that the other side ended, or that broke, by kind.",
+           _crew(lambda c: c.streams_lost), ("kind",), KINDS),
+    Family("swarmnode_stage_streams_refused_total", "counter", "Streams of peers that were not taken, by reason.",
+           _crew(lambda c: c.streams_refused), ("reason",), STREAM_REFUSALS),
+    Family("swarmnode_stage_bytes_total", "counter", "Bytes between stages, by kind and direction.",
+           _crew(lambda c: {(kind, way): n for kind, ways in c.bytes.items() for way, n in ways.items() if way in DIRECTIONS}),
+           ("kind", "direction")),
+    Family("swarmnode_stage_throttled_seconds_total", "counter", "Seconds that streams between stages waited for the byte budget.",
+           _crew(lambda c: c.throttled_seconds)),
     # what peers say of themselves
     Family("swarmnode_claimed_peers", "gauge", "Peers with a recent summary of themselves, connected or not; claimed, not verified.",
            lambda s: s.swarm.reporting),

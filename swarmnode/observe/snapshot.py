@@ -157,6 +157,77 @@ class NetworkView(msgspec.Struct, frozen=True):
     """Peers by outcome of hole punching: succeeded, failed, refused."""
 
 
+class SlotRow(msgspec.Struct, frozen=True):
+    """One stage of this node's crew, as the crew's roster and heartbeats have it."""
+
+    stage: int
+    peer: str = ""
+    """Who holds it; empty while it is vacant."""
+    state: str = "vacant"
+    """vacant, claimed, loading, probation, active, suspect, draining."""
+    stage_epoch: int = 0
+    step: int = 0
+    """Steps that it has taken."""
+    layers: int | None = None
+
+
+class StagesView(msgspec.Struct, frozen=True):
+    """The crew of which this node holds a stage, and that stage. Not `enabled` on a node that holds its policy alone."""
+
+    enabled: bool = False
+    """This node would hold a stage, or does."""
+    state: str = "none"
+    """Of the crew: none, forming, running, paused, recovering."""
+    crew: str = ""
+    """Id, hex; empty outside a crew."""
+    roster_epoch: int = 0
+    fenced: bool = False
+    """No majority of the crew hears this node: it takes no step."""
+    slots: list[SlotRow] = []
+    offers: int = 0
+    """Other nodes that would hold a stage."""
+    events: dict[str, int] = {}
+    """What happened in the crew, as often (stages.events.NOTES)."""
+    standing_seconds: float | None = None
+    """Since the crew last took steps; 0 while it does."""
+    last_recovery_seconds: float | None = None
+    recovery_seconds: Histogram | None = None
+    """From the crew's standing still to its running again."""
+    stage: int | None = None
+    """Ours, and what follows is of it."""
+    phase: str = ""
+    """loading, probation, active, failed, idle."""
+    step: int = 0
+    rung: str = ""
+    """Where its weights came from, R0 to R6; empty for a founding member's."""
+    rungs: dict[str, int] = {}
+    """How often each was taken."""
+    rung_seconds: float | None = None
+    """That the last one took."""
+    shadow_step: int | None = None
+    """Of the newest copy of it that a neighbour has."""
+    shadow_age_steps: int | None = None
+    """Steps that its loss would cost where only shadows are left: all of them while nobody has a copy."""
+    probe_kl: float | None = None
+    """Nats per token, of the gate after the last recovery."""
+    bubble_share: float | None = None
+    tokens_per_second: float | None = None
+    reason: str = ""
+    """Why it failed, or the crew was left."""
+    dropped: dict[str, int] = {}
+    """Frames by why they counted for nothing (stages.fence, stages.frames)."""
+    streams: dict[str, int] = {}
+    """Open ones to other stages, by kind: frames, state."""
+    streams_lost: dict[str, int] = {}
+    """Ended by the other side, by kind."""
+    streams_refused: dict[str, int] = {}
+    """Of others, by reason (stages.pipes)."""
+    bytes: dict[str, dict[str, int]] = {}
+    """kind → {"in": bytes, "out": bytes}."""
+    throttled_seconds: float = 0.0
+    """That streams waited for the byte budget."""
+
+
 class ClaimRow(msgspec.Struct, frozen=True):
     """What another node says of itself. Only `peer` is proved: it signed this."""
 
@@ -241,7 +312,6 @@ class PeerRow(msgspec.Struct, frozen=True):
     rejected: int = 0
     reputation: float = 0.0
     last_seen_seconds: float | None = None
-    agent: str = ""
 
 
 class LogLine(msgspec.Struct, frozen=True):
@@ -260,6 +330,7 @@ class NodeSnapshot(msgspec.Struct, frozen=True):
     trainer: TrainerView = TrainerView()
     rollouts: RolloutsView = RolloutsView()
     weights: WeightsView = WeightsView()
+    stages: StagesView = StagesView()
     network: NetworkView = NetworkView()
     swarm: SwarmView = SwarmView()
     budget: BudgetView = BudgetView()

@@ -72,7 +72,7 @@ def duration(seconds: float | None) -> str:
 
 
 def render(status: Status) -> RenderableType:
-    """One node: verdict, learning, rollouts, peers. `status` is the decoded answer of /status."""
+    """One node: verdict, learning, rollouts, peers, its crew, and what peers claim. `status` is the decoded answer of /status."""
     s = status["snapshot"]
     node, report = s["node"], s["trainer"]["report"] or {}
     troubles = [*status["ready"]["reasons"], *status["troubles"]]
@@ -80,7 +80,12 @@ def render(status: Status) -> RenderableType:
     title = clean_text(node["name"] or node["peer"][:16] or "swarmnode")
     facts = [f"swarm {node['swarm_name']}", node["model"], report.get("device"), f"up {duration(s['at'] - node['started_at'])}"]
     head = Text.assemble(verdict, "   ", text(" · ".join(str(fact) for fact in facts if fact), "dim"))
-    body = Group(head, "", _learning(s, report, status.get("history") or {}), "", _peers(s["peers"]))
+    parts: list[RenderableType] = [head, "", _learning(s, report, status.get("history") or {}), "", _peers(s["peers"])]
+    if s["stages"]["enabled"]:
+        parts += ["", _crew(s["stages"], node["peer"])]
+    if s["swarm"]["rows"]:
+        parts += ["", _swarm(s["swarm"])]
+    body = Group(*parts)
     return Panel(body, title=Text(title, style="bold"), title_align="left", border_style="dim", padding=(0, 1))
 
 
@@ -125,6 +130,48 @@ def _peers(peers: list[Status], most: int = 12) -> RenderableType:
     if len(order) > most:
         table.add_row(text(f"and {len(order) - most} more", "dim"))
     return table
+
+
+SLOT_STYLES = {"active": "green", "vacant": "red", "suspect": "yellow", "claimed": "yellow", "loading": "yellow", "probation": "yellow"}
+
+
+def _crew(crew: Status, me: str) -> RenderableType:
+    """Stages in order, who holds each, and how it is."""
+    if not crew["slots"]:
+        return text(f"in no crew; {crew['offers']} others would hold a stage", "dim")
+    facts = [
+        f"crew {crew['state']}", f"roster {crew['roster_epoch']}",
+        f"standing still for {duration(crew['standing_seconds'])}" if crew["standing_seconds"] else "",
+        f"recovered in {crew['last_recovery_seconds']:.1f} s" if crew["last_recovery_seconds"] is not None else "",
+        f"rung {crew['rung']}" if crew["rung"] else "",
+        f"shadow {crew['shadow_age_steps']} steps old" if crew["shadow_age_steps"] is not None else "",
+        "no majority hears this node" if crew["fenced"] else "",
+    ]  # fmt: skip
+    well = crew["state"] == "running" and not crew["fenced"]
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for name in ("stage", "held by", "layers", "state", "step"):
+        table.add_column(name, justify="right" if name in ("layers", "step") else "left", no_wrap=True)
+    for slot in crew["slots"]:
+        holder = "this node" if slot["peer"] and slot["peer"] == me else slot["peer"][:16] or "nobody"
+        state = text(slot["state"], SLOT_STYLES.get(slot["state"], ""))
+        table.add_row(str(slot["stage"]), text(holder), number(slot["layers"]), state, number(slot["step"]))
+    return Group(text(" · ".join(fact for fact in facts if fact), "" if well else "yellow"), table)
+
+
+def _swarm(swarm: Status, most: int = 8) -> RenderableType:
+    """What peers say of themselves."""
+    median = f", median held-out {number(swarm['reward_median'], 3)}" if swarm["reward_median"] is not None else ""
+    head = text(f"swarm: {swarm['reporting']} peers tell of themselves (claimed){median}", "dim")
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for name in ("name", "peer", "policy", "held-out", "published", "peers", "said"):
+        table.add_column(name, justify="left" if name in ("name", "peer") else "right", no_wrap=True)
+    for row in swarm["rows"][:most]:
+        counts = [number(row["policy_version"]), number(row["reward"], 3), number(row["published"]), number(row["peers"])]
+        style = "" if row["direct"] else "dim"
+        table.add_row(text(row["name"] or "–"), text(row["peer"][:16]), *counts, duration(row["age_seconds"]), style=style)
+    if len(swarm["rows"]) > most:
+        table.add_row(text(f"and {len(swarm['rows']) - most} more", "dim"))
+    return Group(head, table)
 
 
 def top_command(url: str, interval: float = 1.0) -> None:

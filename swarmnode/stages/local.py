@@ -86,6 +86,8 @@ class StageStatus(msgspec.Struct, frozen=True, tag="stages_status"):
     """Of the last step taken."""
     load: int = 0
     """Pieces of work in hand: nothing done while there are some is a trainer that hangs."""
+    dropped: dict[str, int] = {}
+    """Frames that counted for nothing, by reason of `fence` and `frames`; of this trainer process."""
 
 
 # ---- network → trainer ----------------------------------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ from swarmnode.observe.snapshot import (
     PoolView,
     ProcessUse,
     RolloutsView,
+    SlotRow,
+    StagesView,
     SupervisorView,
     SwarmView,
     TrainerView,
@@ -80,7 +82,6 @@ def example_at(t: float) -> NodeSnapshot:
         PeerRow(
             peer=peer, direction=ways[i] if i < connected else "", admitted=admitted * share // 100, used=used * share // 100,
             rejected=rejected if i == 2 else 0, reputation=(0.98, 0.91, -4.2, 0.0)[i], last_seen_seconds=(0.4, 2.1, 0.9, 340.0)[i],
-            agent="swarmnode/0.1.0",
         )
         for i, (peer, share) in enumerate(zip(PEERS, (58, 40, 2, 0), strict=True))
     ]  # fmt: skip
@@ -92,6 +93,22 @@ def example_at(t: float) -> NodeSnapshot:
         )
         for i, (peer, pace) in enumerate(zip(PEERS, (10, 9, 3, 11), strict=True))
     ]  # fmt: skip
+    healed = Observations(RECOVERY_BOUNDS)
+    healed.observe(6.4)
+    crew = StagesView(
+        enabled=True, state="running", crew="9b1c40e2" * 8, roster_epoch=4, offers=1, stage=1, phase="active", step=steps,
+        slots=[
+            SlotRow(i, holder, "active", (0, 0, 1, 0)[i], steps, (4, 6, 6, 4)[i])
+            for i, holder in enumerate((PEERS[0], OWN, PEERS[1], PEERS[3]))
+        ],
+        events={"founded": 1, "running": 2, "paused": 1, "suspected": 2, "refuted": 1, "evicted": 1, "claimed": 1, "settled": 1},
+        standing_seconds=0.0, last_recovery_seconds=6.4, recovery_seconds=healed.statistics(), rung="R2", rungs={"R2": 1}, rung_seconds=2.1,
+        shadow_step=steps // 20 * 20, shadow_age_steps=steps % 20, probe_kl=0.0007, bubble_share=0.18 + 0.03 * _wobble(t, 0.5),
+        tokens_per_second=540.0, dropped={"roster_epoch": 14, "stage_epoch": 3}, streams={"frames": 3, "state": 0},
+        streams_lost={"frames": 1}, streams_refused={"roster_epoch": 2},
+        bytes={"frames": {"in": steps * 61_000, "out": steps * 58_000}, "state": {"in": 41 * 2**20, "out": steps // 20 * 2**20}},
+        throttled_seconds=0.5,
+    )  # fmt: skip
     return NodeSnapshot(
         at=STARTED_AT + t,
         node=NodeInfo(
@@ -118,7 +135,9 @@ def example_at(t: float) -> NodeSnapshot:
             requests={"ok": 12, "timeout": 1}, requests_served={"ok": 9},
             bytes={"/meshsub/1.1.0": {"in": received * 4100, "out": steps * 16400}, "/swarmnode/fetch/1": {"in": 21000, "out": 9000}},
             guards={"slot_released": 7, "window_overrun": 0, "message_unsigned": 11}, greylisted=1, banned=0,
+            reach="private", relayed=1, relays=2, relay_circuits=0, relay_bytes=0, punches={"succeeded": 3, "failed": 1, "refused": 0},
         ),
+        stages=crew,
         weights=WeightsView(
             enabled=True, phase="idle", candidates=2, exchange_seconds=steps * 0.02, received_bytes=steps // 14 * 41_000, states_served=1,
             outcomes={"applied": steps // 15, "pulled": steps // 90, "solo": 1, "busy": steps // 40, "failed": 2},

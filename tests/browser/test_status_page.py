@@ -16,7 +16,7 @@ import trio
 from swarmnode.config import HttpConfig
 from swarmnode.observe import http
 from swarmnode.observe.history import History
-from swarmnode.observe.snapshot import ClaimRow, DiskView, LogLine, NodeSnapshot, SwarmView, WeightsView
+from swarmnode.observe.snapshot import ClaimRow, DiskView, LogLine, NodeSnapshot, SlotRow, StagesView, SwarmView, WeightsView
 from swarmnode.testing.snapshots import PEERS, example, example_at
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -101,6 +101,47 @@ async def test_the_page_shows_the_swarm_the_exchanges_and_what_the_node_costs(tm
     assert seen.console == []
 
 
+def recovering() -> NodeSnapshot:
+    """Stage 2 is vacant, stage 3 suspected, and the head, which nobody knows by name, loads its stage."""
+    s = example()
+    states = ("loading", "active", "vacant", "suspect")
+    slots = [msgspec.structs.replace(slot, state=state) for slot, state in zip(s.stages.slots, states, strict=True)]
+    slots[0], slots[2] = msgspec.structs.replace(slots[0], peer=PEERS[2]), msgspec.structs.replace(slots[2], peer="")
+    crew = msgspec.structs.replace(s.stages, state="recovering", slots=slots, standing_seconds=42.0)
+    return msgspec.structs.replace(s, stages=crew)
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+async def test_the_crew_is_drawn_in_the_order_of_its_stages_by_colour_and_by_word(tmp_path, monkeypatch, width) -> None:
+    seen = await visit(tmp_path, monkeypatch, recovering, width=width)
+    text = re.sub(r"\s+", " ", seen.text)
+    short = lambda peer: f"{peer[:8]}…{peer[-6:]}"
+    assert (
+        f"Stage 0 · head {short(PEERS[2])} loading 4 layers, step 250 Stage 1 this node active 6 layers, step 250 "
+        f"Stage 2 nobody vacant 6 layers, step 250 Stage 3 · tail gpu-box-7 {short(PEERS[3])} suspected 4 layers, step 250"
+    ) in text
+    assert re.findall(r'<li class="(\w*)" data-stage="(\d)"', seen.dom) == [("warn", "0"), ("good", "1"), ("bad", "2"), ("warn", "3")]
+    for value in (
+        "Recovering a stage; no step for 42 s; roster 4; 1 other node offers to hold a stage.",
+        "R2, a neighbour's shadow, in 2.1 s", "of step 240, 10 steps old", "6.4 s until it ran again", "suspected 2, refuted 1, evicted 1",
+        "0.00070 nats per token", "roster epoch 14, stage epoch 3", "the crew has taken no step for 42 s",
+        "not by strangers; through relays, or where it dials", "2 through which it can be called", "succeeded 3, failed 1",
+    ):  # fmt: skip
+        assert value in text, value
+    assert seen.console == []
+
+
+async def test_a_node_that_holds_its_policy_alone_shows_no_crew(tmp_path, monkeypatch) -> None:
+    seen = await visit(tmp_path, monkeypatch, lambda: msgspec.structs.replace(example(), stages=StagesView()))
+    assert re.search(r'id="crew-card"[^>]*hidden', seen.dom)
+    waiting = StagesView(enabled=True, offers=2, reason="dissolved: stage 2 was vacant for 120 s")
+    (tmp_path / "again").mkdir()
+    seen = await visit(tmp_path / "again", monkeypatch, lambda: msgspec.structs.replace(example(), stages=waiting))
+    said = "In no crew; 2 other nodes offer to hold a stage; dissolved: stage 2 was vacant for 120 s."
+    assert said in seen.text
+    assert not re.search(r'id="crew-card"[^>]*hidden', seen.dom)
+
+
 async def test_a_budget_that_is_used_up_and_a_full_disk_are_said(tmp_path, monkeypatch) -> None:
     s = example()
     budget = msgspec.structs.replace(s.budget, paused={"quiet_hours": True, "month": True, "download": False}, level_bytes={"out": -2048.0})
@@ -121,11 +162,15 @@ async def test_hostile_strings_are_inert(tmp_path, monkeypatch) -> None:
     snapshot = msgspec.structs.replace(
         s,
         node=msgspec.structs.replace(s.node, name=evil, swarm_name=evil, model=evil, tasks=[evil], addrs=[evil]),
-        peers=[msgspec.structs.replace(s.peers[0], peer=evil[:64], direction=evil, agent=evil)],
+        peers=[msgspec.structs.replace(s.peers[0], peer=evil[:64], direction=evil)],
         logs=[LogLine(s.at, evil, evil, evil)],
         swarm=SwarmView(reporting=1, rows=[ClaimRow(peer=evil[:64], name=evil, version=evil)]),
+        stages=StagesView(
+            enabled=True, state=evil, crew=evil, stage=0, phase=evil, rung=evil, reason=evil, events={evil: 1}, dropped={evil: 1},
+            bytes={evil: {"in": 1, "out": 2}}, slots=[SlotRow(0, evil, evil), SlotRow(1, evil[:64], "active")],
+        ),
         weights=WeightsView(enabled=True, phase=evil, outcomes={evil: 3}, judged={evil: 1}, pairs={evil: 2}),
-        network=msgspec.structs.replace(s.network, bytes={evil: {"in": 1, "out": 2}}),
+        network=msgspec.structs.replace(s.network, bytes={evil: {"in": 1, "out": 2}}, reach=evil, punches={evil: 1}),
         rollouts=msgspec.structs.replace(s.rollouts, rejected={evil: 7}),
         trainer=msgspec.structs.replace(s.trainer, report=msgspec.structs.replace(s.trainer.report, phase=evil, device=evil)),
     )

@@ -324,7 +324,7 @@ const cell = (label, value, kind = "number") => node("td", { "data-label": label
 function peers(rows) {
   const order = [...rows].sort((a, b) => !a.direction - !b.direction || b.used - a.used || a.peer.localeCompare(b.peer));
   byId("peers").tBodies[0].replaceChildren(...order.map((row) => {
-    const id = node("code", { title: `${row.peer} ${row.agent}` }, shortId(row.peer));
+    const id = node("code", { title: row.peer }, shortId(row.peer));
     return node("tr", row.direction ? {} : { class: "gone" },
       cell("Peer", id, ""), cell("Link", row.direction || "none", ""), cell("Admitted", count(row.admitted)), cell("Used", count(row.used)),
       cell("Rejected", count(row.rejected), row.rejected ? "number low" : "number"),
@@ -383,6 +383,52 @@ function weights(s) {
   byId("no-weights").hidden = w.enabled;
 }
 
+const SLOT_LOOKS = { active: "good", probation: "warn", loading: "warn", claimed: "warn", draining: "warn", suspect: "warn", vacant: "bad" };
+const SLOT_WORDS = { suspect: "suspected", probation: "on probation", draining: "leaving" };
+const CREW_WORDS = { none: "In no crew", forming: "Forming", running: "Running", paused: "Paused", recovering: "Recovering a stage" };
+const RUNG_WORDS = { R0: "own journal", R1: "another crew", R2: "a neighbour's shadow", R3: "the base model", R4: "an average of its neighbours",
+  R5: "a copy of its neighbour", R6: "nothing was left" };
+const rungName = (rung) => (RUNG_WORDS[rung] ? `${rung}, ${RUNG_WORDS[rung]}` : rung);
+
+function crew(s) {
+  const { stages: c } = s, last = c.slots.length - 1;
+  byId("crew-card").hidden = !c.enabled;
+  const names = Object.fromEntries(s.swarm.rows.map((row) => [row.peer, row.name]));
+  const others = c.offers === 1 ? "1 other node offers" : `${c.offers} other nodes offer`;
+  byId("crew-line").textContent = [
+    CREW_WORDS[c.state] || c.state, c.standing_seconds > 1 ? `no step for ${duration(c.standing_seconds)}` : "",
+    c.fenced ? "no majority hears this node, so it takes no step" : "", c.slots.length ? `roster ${c.roster_epoch}` : "",
+    `${others} to hold a stage`, c.slots.length ? "" : c.reason,
+  ].filter(Boolean).join("; ") + ".";
+  byId("crew").replaceChildren(...c.slots.map((slot) => {
+    const mine = slot.peer && slot.peer === s.node.peer;
+    const id = node("code", { title: slot.peer }, shortId(slot.peer)); // beside the name, which anybody may claim
+    const who = !slot.peer ? [node("span", { class: "muted" }, "nobody")]
+      : mine ? [node("b", {}, "this node")] : names[slot.peer] ? [`${names[slot.peer]} `, id] : [id];
+    const role = last === 0 ? "" : slot.stage === 0 ? " · head" : slot.stage === last ? " · tail" : "";
+    return node("li", { class: SLOT_LOOKS[slot.state] || "", "data-stage": slot.stage },
+      node("p", { class: "label" }, `Stage ${slot.stage}${role}`), node("p", { class: "holder" }, ...who),
+      node("p", { class: "slot" }, SLOT_WORDS[slot.state] || slot.state),
+      node("p", { class: "note" }, [known(slot.layers) ? `${slot.layers} layers` : "", `step ${count(slot.step)}`, slot.peer && slot.stage_epoch ? `holder ${slot.stage_epoch + 1}` : ""].filter(Boolean).join(", ")));
+  }));
+  const events = (...kinds) => kinds.map((kind) => [kind, c.events[kind] || 0]).filter(([, n]) => n).map(([kind, n]) => `${kind} ${count(n)}`).join(", ");
+  facts("crew-facts", !c.slots.length ? [] : [
+    ["crew", c.crew ? `${c.crew.slice(0, 16)}…` : ""],
+    ["last recovery", known(c.last_recovery_seconds) ? `${c.last_recovery_seconds.toFixed(1)} s until it ran again` : "none yet"],
+    ["members", events("suspected", "refuted", "evicted", "claimed", "dissolved") || "nobody was suspected"],
+    ["between stages", Object.entries(c.bytes).map(([kind, ways]) => `${kind} ${bytes(ways.in)} in, ${bytes(ways.out)} out`).join("; ")],
+    ["dropped", Object.entries(c.dropped).filter(([, n]) => n).map(([reason, n]) => `${reason.replaceAll("_", " ")} ${count(n)}`).join(", ")],
+  ]);
+  facts("stage-facts", !known(c.stage) ? [] : [
+    ["our stage", `${c.stage}, ${c.phase || "not there yet"}, step ${count(c.step)}`],
+    ["came from", c.rung ? `${rungName(c.rung)}${known(c.rung_seconds) ? `, in ${c.rung_seconds.toFixed(1)} s` : ""}` : "the base model, when the crew was founded"],
+    ["its shadow", known(c.shadow_step) ? `of step ${count(c.shadow_step)}, ${count(c.shadow_age_steps)} steps old` : c.slots.length > 1 ? "nobody has one yet" : ""],
+    ["probe", known(c.probe_kl) ? `${c.probe_kl.toPrecision(2)} nats per token between before and after` : ""],
+    ["speed", [known(c.tokens_per_second) ? `${count(c.tokens_per_second)} tokens/s` : "", known(c.bubble_share) ? `waits ${Math.round(100 * c.bubble_share)} % of a step` : ""].filter(Boolean).join(", ")],
+    ["failed", c.phase === "failed" ? c.reason : ""],
+  ]);
+}
+
 function resources(s) {
   const { budget: b, disk, processes } = s;
   const used = (b.month_bytes.in || 0) + (b.month_bytes.out || 0);
@@ -413,6 +459,20 @@ function reasons(rollouts) {
   ].filter(([, n]) => n > 0).sort((a, b) => b[1] - a[1]).slice(0, 8);
   bars("reasons", all.map(([reason, n, look, note]) => [reason, n, look, note || look]));
   byId("no-reasons").hidden = all.length > 0;
+}
+
+const REACH_WORDS = { public: "by anybody", private: "not by strangers; through relays, or where it dials", unknown: "not known yet" };
+
+function reach(network) {
+  const punches = Object.entries(network.punches).filter(([, n]) => n > 0).map(([outcome, n]) => `${outcome} ${count(n)}`).join(", ");
+  const carries = network.relay_circuits || network.relay_bytes;
+  facts("reach", [
+    ["can be dialled", REACH_WORDS[network.reach] || network.reach],
+    ["relays", network.relays ? `${count(network.relays)} through which it can be called` : ""],
+    ["peers by relay", network.relayed ? count(network.relayed) : ""],
+    ["hole punches", punches],
+    ["carries for others", carries ? `${count(network.relay_circuits)} circuits, ${bytes(network.relay_bytes)} so far` : ""],
+  ]);
 }
 
 function identity(me) {
@@ -449,12 +509,14 @@ function render(told) {
   head(told);
   tiles(s);
   for (const chart of CHARTS) chart.show(told.history.at, told.history);
+  crew(s);
   peers(s.peers);
   reasons(s.rollouts);
   swarm(s);
   weights(s);
   resources(s);
   identity(s.node);
+  reach(s.network);
   logs(s.logs);
 }
 

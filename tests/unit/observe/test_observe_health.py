@@ -106,3 +106,15 @@ def test_history_starts_over_when_the_clock_jumps_back() -> None:
     for second in (100.0, 101.0, 5.0):
         history.add(example_at(second))
     assert history.columns()["at"] == [STARTED_AT + 5]
+
+
+def test_a_crew_that_stands_still_is_fenced_or_lost_its_stage_is_said() -> None:
+    def said(**fields: object) -> list[str]:
+        return troubles(replace(example(), stages=replace(example().stages, **fields)))
+
+    assert said(standing_seconds=30.0) == []
+    assert said(standing_seconds=31.0, state="recovering") == ["the crew has taken no step for 31 s"]
+    assert said(standing_seconds=31.0, state="forming") == []
+    assert said(fenced=True) == ["no majority of the crew hears this node; it takes no step"]
+    assert said(phase="failed", reason="gate: KL 0.4") == ["this node's stage could not be restored: gate: KL 0.4"]
+    assert said(fenced=True, stage=None) == []

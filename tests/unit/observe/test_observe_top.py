@@ -13,7 +13,7 @@ from rich.console import Console
 from swarmnode.errors import Unavailable
 from swarmnode.observe.history import History
 from swarmnode.observe.http import status_json
-from swarmnode.observe.snapshot import NodeSnapshot
+from swarmnode.observe.snapshot import NodeSnapshot, StagesView
 from swarmnode.observe.top import fetch, render, sparkline, status_command
 from swarmnode.testing.snapshots import PEERS, example, example_at
 
@@ -55,6 +55,25 @@ def test_shows_what_a_person_wants_to_know() -> None:
     shown = drawn(example())
     for expected in ("kitchen-3090", "ready", "0.631", "250", PEERS[0][:16], "rejected", "▁"):
         assert expected in shown
+
+
+def test_shows_the_crew_in_the_order_of_its_stages_and_what_peers_claim() -> None:
+    s = example()
+    slots = [*s.stages.slots[:2], msgspec.structs.replace(s.stages.slots[2], peer="", state="vacant"), s.stages.slots[3]]
+    crew = msgspec.structs.replace(s.stages, state="paused", slots=slots, standing_seconds=42.0)
+    shown = drawn(msgspec.structs.replace(s, stages=crew), styles=False)
+    for expected in ("crew paused · roster 4 · standing still for 42 s · recovered in 6.4 s · rung R2", "shadow 10 steps old"):
+        assert expected in shown
+    lines = [line.split() for line in shown.splitlines()]
+    at = next(i for i, line in enumerate(lines) if line[1:3] == ["stage", "held"])
+    assert [line[1:-1] for line in lines[at + 1 : at + 5]] == [
+        ["0", PEERS[0][:16], "4", "active", "250"], ["1", "this", "node", "6", "active", "250"],
+        ["2", "nobody", "6", "vacant", "250"], ["3", PEERS[3][:16], "4", "active", "250"],
+    ]  # fmt: skip
+    for expected in ("4 peers tell of themselves (claimed), median held-out 0.567", "attic", "Küche 2", "0.624"):
+        assert expected in shown
+    assert "in no crew; 1 others" in drawn(msgspec.structs.replace(s, stages=msgspec.structs.replace(crew, slots=[])))
+    assert "crew" not in drawn(msgspec.structs.replace(s, stages=StagesView()))
 
 
 def test_an_empty_node_is_drawn_too() -> None:
