@@ -164,6 +164,10 @@ class Network:
         while len(self.connected()) < count:
             await self._changed.wait()
 
+    async def changed(self) -> None:
+        """Returns when a connection was opened or closed."""
+        await self._changed.wait()
+
     def welcome(self, peer: str) -> bool:
         """Whether anything of `peer` is to be looked at: it is neither greylisted nor banned."""
         return self.reputation.standing(peer, trio.current_time()) is Standing.GOOD

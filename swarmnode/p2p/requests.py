@@ -11,6 +11,7 @@ by another. A caller is back on time even when the connection is so stuck that t
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import logging
 import struct
@@ -90,8 +91,11 @@ class Requests:
 
     # -- ours
 
-    async def request(self, peer: str, protocol: str, data: bytes, *, deadline: float, max_response_bytes: int) -> bytes:
-        """The response of a connected peer. `deadline` in seconds covers everything, waiting for a slot included.
+    async def request(
+        self, peer: str, protocol: str, data: bytes, *, deadline: float, max_response_bytes: int, urgent: bool = False
+    ) -> bytes:
+        """The response of a connected peer. `deadline` in seconds covers everything, waiting for a slot included. `urgent` ones wait for no
+        slot; whoever sends them sees to it that they are few.
 
         Raises PeerTimeout after the deadline, BadMessage("oversize") if the response is announced longer than `max_response_bytes`,
         Incompatible if the peer does not speak the protocol (ask again by an older ordinal, if there is one), PeerError if it is not
@@ -100,8 +104,10 @@ class Requests:
         exchange = _Exchange()
         try:
             with trio.move_on_after(deadline):
-                slots = self._peer_slots.setdefault(peer, trio.Semaphore(OUTBOUND_PER_PEER))
-                async with slots, self._slots:
+                async with contextlib.AsyncExitStack() as slots:
+                    if not urgent:
+                        await slots.enter_async_context(self._peer_slots.setdefault(peer, trio.Semaphore(OUTBOUND_PER_PEER)))
+                        await slots.enter_async_context(self._slots)
                     self._nursery.start_soon(self._exchange, exchange, peer, protocol, data, max_response_bytes)
                     await exchange.done.wait()
         finally:

@@ -70,6 +70,35 @@ def peer_id(key: bytes) -> str:
     return _BASE58[0] * zeros + digits
 
 
+def peer_key(peer: str) -> bytes | None:
+    """The raw 32-byte Ed25519 public key that a peer id is made of; None for text that is no such peer id."""
+    if len(peer) > limits.PEER_ID_BYTES or not peer.startswith(_BASE58[0]):
+        return None
+    number = 0
+    for digit in peer:
+        value = _BASE58.find(digit)
+        if value < 0:
+            return None
+        number = number * 58 + value
+    length = len(_KEY_PREFIX) + limits.KEY_BYTES
+    if number.bit_length() > 8 * length:
+        return None
+    key = number.to_bytes(length, "big")[len(_KEY_PREFIX) :]
+    return key if peer_id(key) == peer else None
+
+
+def signed_by(peer: str, data: bytes, signature: bytes) -> bool:
+    """Whether the holder of `peer` has signed exactly `data`. What is signed says itself what it is for."""
+    key = peer_key(peer)
+    if key is None:
+        return False
+    try:
+        Ed25519PublicKey.from_public_bytes(key).verify(signature, data)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
 def content_id(envelope: bytes) -> bytes:
     """The name of an envelope: blake2b-256 of its bytes, 32 bytes."""
     return hashlib.blake2b(envelope, digest_size=limits.CONTENT_ID_BYTES).digest()

@@ -5,6 +5,8 @@ import hashlib
 import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from hypothesis import given
+from hypothesis import strategies as st
 from libp2p.crypto.ed25519 import Ed25519PublicKey
 from libp2p.peer.id import ID
 
@@ -87,3 +89,20 @@ def test_peer_id_is_libp2ps(seed):
 
 def test_content_id_is_blake2b_256():
     assert envelope.content_id(b"abc").hex() == "bddd813c634239723171ef3fee98579b94964e3bb1cb3e427262c8c068d52319"
+
+
+@given(st.binary(min_size=32, max_size=32))
+def test_a_peer_id_is_its_key(seed):
+    key = Ed25519PrivateKey.from_private_bytes(seed)
+    public = key.public_key().public_bytes_raw()
+    peer = envelope.peer_id(public)
+    assert envelope.peer_key(peer) == public
+    assert envelope.signed_by(peer, b"data", key.sign(b"data"))
+    assert not envelope.signed_by(peer, b"date", key.sign(b"data"))
+
+
+@given(st.text(max_size=80) | st.text("123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz", max_size=80))
+def test_other_text_is_no_peer_id_and_signs_nothing(text):
+    assert envelope.peer_key(text) is None
+    assert not envelope.signed_by(text, b"data", bytes(64))
+    assert envelope.peer_key("1" + text) is None
