@@ -27,6 +27,8 @@ from swarmnode.weights.layout import Layout, elements
 STATE_REASONS: Final = ("oversize", "malformed", "schema", "bounds", "size", "hash", "not_finite", "shape", "truncated")
 """Every reason with which a state stream's messages and bodies raise BadMessage."""
 ROOT_BYTES: Final = 32
+FACTOR: Final = 2.0
+"""Of a stage's learning rate, at most: what a peer may make us train with."""
 Form = Literal["exact", "small"]
 """Of a shadow: float32 with AdamW's moments and counts, or bfloat16 without."""
 What = Literal["shadow", "layers", "tied", "ends", "probes", "edges", "run", "ran"]
@@ -47,7 +49,9 @@ class Holds(StateMessage, frozen=True, tag="holds"):
     """All of the asker's stage; None where there is nothing."""
 
     loaded: bool
-    """The answering stage has its weights."""
+    """The answering stage has its weights, and they are good."""
+    rung: int | None
+    """It has a candidate of this rung, which is being judged."""
     shadow: int | None
     """Committed steps in it."""
     ends: int | None
@@ -182,7 +186,7 @@ def _check(message: Message) -> None:
     for name in ("step", "size", "rows", "about", "at"):
         numbers.append(getattr(message, name, 0))
     if isinstance(message, Holds):
-        numbers += [step for step in (message.shadow, message.ends, message.probes) if step is not None]
+        numbers += [step for step in (message.rung, message.shadow, message.ends, message.probes) if step is not None]
     if not all(0 <= number <= COUNTER for number in numbers):
         raise BadMessage("bounds", "a number")
     if isinstance(message, Chunk) and not 1 <= message.length <= CHUNK_BYTES:
@@ -190,6 +194,7 @@ def _check(message: Message) -> None:
     if isinstance(message, Have):
         if len(message.root) != ROOT_BYTES:
             raise BadMessage("bounds", "root")
-        for value in (message.squared_norm, message.factor):
-            if not 0.0 <= value < float("inf"):
-                raise BadMessage("not_finite", "a norm or a factor")
+        if not 0.0 <= message.squared_norm < float("inf"):
+            raise BadMessage("not_finite", "a norm")
+        if not 0.0 < message.factor <= FACTOR:
+            raise BadMessage("bounds", "a factor of the learning rate")

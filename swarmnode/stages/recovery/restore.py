@@ -1,0 +1,293 @@
+"""The whole of getting a lost stage back: ask everybody, climb down the ladder, judge, heal, and say what was done. Torch.
+
+    loading      the best source that is left; what it gave is checked and put into the stage
+    probation    the last micro-batches through all stages; a stage that is off is healed, or the next source is taken
+    rejoin       `Restored.install` gives the new member its optimizer, its pace and its norm
+
+Two stages may be restored at once: each is judged through the other's candidate. Where that fails, the one with the worse source goes on
+down its ladder, and the other waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+import trio
+
+from swarmnode.errors import Incompatible, PeerError, Refused, StateError, Unavailable
+from swarmnode.policy.fingerprint import fingerprint
+from swarmnode.stages.member import Member, Pace
+from swarmnode.stages.recovery.gate import judge
+from swarmnode.stages.recovery.healing import Healing, heal, pairs_of
+from swarmnode.stages.recovery.journal import Journal
+from swarmnode.stages.recovery.ladder import Found, Ladder, RecoverySettings, Run, Rung, Source, Verdict
+from swarmnode.stages.recovery.messages import Holds, Probe
+from swarmnode.stages.recovery.state import StageState, Tensors, host_copy, load_moments, load_weights, trained
+from swarmnode.stages.recovery.synthesis import synthesise
+from swarmnode.stages.recovery.transfer import AGAIN_SECONDS, StatePeer
+from swarmnode.stages.runtime import StageRuntime
+from swarmnode.stages.spec import StageSpec
+from swarmnode.stages.split import load_stage
+
+Base = Callable[[], Tensors]
+"""The stage that training began with, or the last known adapter on it, by the stage's own names. Raises LocalError."""
+Tell = Callable[[Literal["loading", "probation"], Rung], None]
+
+
+@dataclass(frozen=True)
+class Replica:
+    """The same stage of another crew, verbatim: replicas that were averaged are two policies, and their mean is a third."""
+
+    weights: Tensors
+    """φ."""
+    outer: Tensors = field(default_factory=dict)
+    """δ and whatever else the outer step keeps; handed through."""
+    second: Tensors = field(default_factory=dict)
+    """AdamW's second moments, where they came along; not used alone."""
+    step: int | None = None
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was done, and what the new member needs; `install` it before it runs."""
+
+    rung: Rung
+    step: int | None
+    """Committed steps in the weights; None where that cannot be said."""
+    holder: int | None
+    """Stage that had them; None: this machine, a replica, or made of neighbours."""
+    seconds: float
+    verdict: Verdict | None
+    """None where nobody had a probe."""
+    healings: tuple[Healing, ...]
+    tried: tuple[tuple[Rung, str], ...]
+    """What was refused before, and why."""
+    state: StageState
+    pace: Pace
+    outer: Tensors
+    rng: torch.Tensor | None
+
+    def install(self, member: Member) -> None:
+        """Moments, norm, learning rate, generator. The weights are in the runtime already."""
+        load_moments(member, self.state)
+        member.squared_norm = self.state.squared_norm
+        member.pace = replace(self.pace)
+        if self.rng is not None:
+            torch.set_rng_state(self.rng)
+
+
+@dataclass
+class _Candidate:
+    state: StageState
+    pace: Pace
+    outer: Tensors = field(default_factory=dict)
+    rng: torch.Tensor | None = None
+
+
+async def restore(
+    peer: StatePeer, *, step: int, run: Run, journal: Journal | None = None, base: Base | None = None,
+    replica: Callable[[], Awaitable[Replica]] | None = None, tell: Tell = lambda phase, rung: None,
+) -> Restored:  # fmt: skip
+    """The stage `peer.runtime` as good as it can be had; `step` is how many the crew has committed. `peer.run` must be running.
+
+    Without a `base` there is no R3: a run from scratch has none that is worth anything.
+
+    Raises Refused where no rung is left (R6), with every rung's reason, and PeerError when a stage that is needed for judging is gone.
+    """
+    started = trio.current_time()
+    settings, spec = peer.settings, peer.spec
+    peer.phase, peer.rung, peer.restored = "empty", None, None
+    holds = await peer.ask()
+    probes = await _probes(peer, holds)
+    found = Found(
+        journal=journal.step if journal is not None else None,
+        replica=replica is not None,
+        shadows={stage: h.shadow for stage, h in holds.items() if h.shadow is not None},
+        base=base is not None,
+        alive=frozenset(stage for stage, h in holds.items() if h.loaded),
+        ends=frozenset(stage for stage, h in holds.items() if h.ends is not None),
+    )
+    ladder = Ladder(found, spec, step, run, settings)
+    while True:
+        source = ladder.next()
+        tell("loading", source.rung)
+        try:
+            candidate = await _load(source, peer, holds, run, journal, base, replica)
+            await peer.compute(lambda c=candidate: load_weights(peer.runtime, c.state.weights))
+            peer.phase, peer.rung, peer.restored = "candidate", source.rung, candidate.state
+            await _tie(peer, candidate, holds)
+        except (PeerError, StateError, Unavailable, Refused, OSError) as error:
+            peer.phase = "empty"
+            ladder.refuse(source, str(error))
+            continue
+        tell("probation", source.rung)
+        healings: list[Healing] = []
+        while True:
+            verdict = await _judge(peer, ladder, source, probes, len(healings)) if probes else None
+            what = ladder.judge(source, verdict, len(healings))
+            if what != "heal":
+                break
+            healing = await _heal(peer, probes, settings)
+            if healing is None:
+                what = "next"
+                break
+            healings.append(healing)
+            fresh = {name: host_copy(tensor) for name, tensor in trained(peer.runtime).items()}
+            candidate = _Candidate(_without_moments(candidate.state, fresh, peer), _new_pace(settings, candidate.pace.factor))
+            peer.restored = candidate.state
+        if what == "rejoin":
+            peer.phase, peer.rung = "whole", None
+            seconds = trio.current_time() - started
+            return Restored(
+                source.rung, source.step, source.holder, seconds, verdict, tuple(healings), tuple(ladder.tried), candidate.state,
+                candidate.pace, candidate.outer, candidate.rng,
+            )  # fmt: skip
+        peer.phase = "empty"
+        ladder.refuse(source, _said(verdict, len(healings)))
+
+
+async def _load(
+    source: Source, peer: StatePeer, holds: Mapping[int, Holds], run: Run, journal: Journal | None, base: Base | None,
+    replica: Callable[[], Awaitable[Replica]] | None,
+) -> _Candidate:  # fmt: skip
+    """Raises PeerError, StateError, Unavailable, Refused, OSError where the source is not what it was said to be."""
+    spec, settings = peer.spec, peer.settings
+    match source.rung:
+        case Rung.JOURNAL:
+            assert journal is not None
+            kept = await peer.compute(journal.read)
+            return _Candidate(kept.state, kept.pace, rng=kept.rng)
+        case Rung.REPLICA:
+            assert replica is not None
+            theirs = await replica()
+            return _Candidate(StageState(theirs.step or 0, theirs.weights), _new_pace(settings), theirs.outer)
+        case Rung.SHADOW:
+            assert source.holder is not None
+            state = await peer.fetch_shadow(source.holder)
+            return _Candidate(state, Pace(state.factor) if state.counts else _new_pace(settings, state.factor))
+        case Rung.BASE:
+            assert base is not None
+            weights = await peer.compute(base)
+            return _Candidate(StageState(0, weights), _new_pace(settings))
+    before = None if spec.has_embedding else await peer.fetch_layers(spec.index - 1)
+    after = None if spec.has_head else await peer.fetch_layers(spec.index + 1)
+    ends = None
+    if spec.has_embedding or spec.has_head:
+        newest = max((h.ends, -stage) for stage, h in holds.items() if h.ends is not None)
+        ends = await peer.fetch_ends(-newest[1])
+    assert source.method is not None
+    method = source.method
+    made = await peer.compute(lambda: synthesise(method, spec, before, after, run, ends=ends, paper=settings.paper))
+    pace = Pace(made.learning_rate_factor) if settings.paper else _new_pace(settings)
+    return _Candidate(StageState(0, made.state), pace)
+
+
+async def _tie(peer: StatePeer, candidate: _Candidate, holds: Mapping[int, Holds]) -> None:
+    """A tied embedding is one tensor with one optimizer: both are the other end's. Where both ends are lost, they are the head's."""
+    spec = peer.spec
+    if peer.runtime.embedding() is None:
+        return
+    other = holds.get(spec.stages - 1 if spec.has_embedding else 0)
+    if spec.has_embedding and (other is None or not other.loaded):
+        return
+    theirs = await peer.fetch_tied()
+    state = candidate.state
+    (name,) = theirs.weights
+    merge = lambda mine, new: {**{n: t for n, t in mine.items() if n != name}, **new}
+    candidate.state = replace(
+        state, weights=merge(state.weights, theirs.weights), first=merge(state.first, theirs.first),
+        second=merge(state.second, theirs.second), counts=merge(state.counts, theirs.counts),
+    )  # fmt: skip
+    await peer.compute(lambda: load_weights(peer.runtime, candidate.state.weights))
+    peer.restored = candidate.state
+
+
+async def _probes(peer: StatePeer, holds: Mapping[int, Holds]) -> list[Probe]:
+    """The newest that anybody has and that are what they say."""
+    for _, stage in sorted(((h.probes, stage) for stage, h in holds.items() if h.probes is not None), reverse=True):
+        try:
+            return await peer.fetch_probes(stage)
+        except PeerError:
+            continue
+    return list(peer.recorder.probes)
+
+
+async def _judge(peer: StatePeer, ladder: Ladder, source: Source, probes: list[Probe], healings: int) -> Verdict:
+    """A verdict that this stage has to answer for: none that another one which is restored with a worse source may have brought about."""
+    until = trio.current_time() + peer.settings.seconds
+    while True:
+        verdict = await judge(peer, probes)
+        if ladder.judge(source, verdict, healings) == "rejoin" or trio.current_time() >= until:
+            return verdict
+        holds = await peer.ask()
+        others = [(h.rung, -stage) for stage, h in holds.items() if not h.loaded and h.rung is not None]
+        if not others or max(others) < (int(source.rung), -peer.spec.index):
+            return verdict
+        await trio.sleep(AGAIN_SECONDS)
+
+
+async def _heal(peer: StatePeer, probes: list[Probe], settings: RecoverySettings) -> Healing | None:
+    """None where the neighbours kept nothing to heal it by."""
+    edges = []
+    for stage in (peer.spec.index - 1, peer.spec.index + 1):
+        if 0 <= stage < peer.spec.stages:
+            try:
+                edges += await peer.fetch_edges(stage)
+            except PeerError:
+                return None
+    pairs = await peer.compute(lambda: pairs_of(peer.runtime, edges, probes, peer.limits, peer.codec))
+    if not pairs:
+        return None
+    peer.phase = "empty"  # weights that change between two questions are nobody's
+    try:
+        return await peer.compute(lambda: heal(peer.runtime, pairs, settings.healing_steps, settings.healing_rate))
+    finally:
+        peer.phase = "candidate"
+
+
+def _without_moments(state: StageState, weights: Tensors, peer: StatePeer) -> StageState:
+    """Other weights, a new optimizer; but for a tied embedding, which was not touched."""
+    shared = peer.runtime.embedding()
+    names = {name for name, tensor in trained(peer.runtime).items() if tensor is shared}
+    keep = lambda tensors: {name: t for name, t in tensors.items() if name in names}
+    return replace(state, weights=weights, first=keep(state.first), second=keep(state.second), counts=keep(state.counts))
+
+
+def _new_pace(settings: RecoverySettings, factor: float = 1.0) -> Pace:
+    return Pace(factor, settings.warmup_steps)
+
+
+def _said(verdict: Verdict | None, healings: int) -> str:
+    healed = f" after {healings} healings" if healings else ""
+    if verdict is None:
+        return "there is no probe to judge it by"
+    if not verdict.finite:
+        return f"its numbers are not finite{healed}"
+    return f"KL {verdict.kl:.3g}, NLL +{verdict.nll_rise:.3g} nats per token{healed}"
+
+
+def base_stage(directory: Path, spec: StageSpec, expected: bytes) -> Base:
+    """R3 for whole weights: from a model's directory, once its fingerprint is `expected` (32 bytes, `policy.fingerprint`)."""
+
+    def read() -> Tensors:
+        found = fingerprint(directory)
+        if found != expected:
+            raise StateError(f"{directory} holds {found.hex()[:16]}…, not the model that training began with, {expected.hex()[:16]}…")
+        return {name: host_copy(p) for name, p in load_stage(directory, spec).named_parameters()}
+
+    return read
+
+
+def base_adapter(runtime: StageRuntime, last: Tensors | None = None) -> Base:
+    """R3 under LoRA: the last known adapter, or the untrained one that is in `runtime` now. Make it before anything is restored.
+
+    Raises Incompatible when `last` is of another stage.
+    """
+    untrained = {name: host_copy(tensor) for name, tensor in trained(runtime).items()}
+    if last is not None and {n: t.shape for n, t in last.items()} != {n: t.shape for n, t in untrained.items()}:
+        raise Incompatible("the last known adapter is of another stage")
+    return lambda: dict(last) if last is not None else untrained
