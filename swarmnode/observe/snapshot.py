@@ -166,6 +166,7 @@ class SlotRow(msgspec.Struct, frozen=True):
     state: str = "vacant"
     """vacant, claimed, loading, probation, active, suspect, draining."""
     stage_epoch: int = 0
+    """How many holders it has had."""
     step: int = 0
     """Steps that it has taken."""
     layers: int | None = None

@@ -9,8 +9,9 @@ is ever a size to allocate. Every header says where in a crew's life it belongs;
 from __future__ import annotations
 
 import functools
+import types
 from itertools import pairwise
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol, get_args
 
 import msgspec
 
@@ -213,8 +214,16 @@ def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(kind)
 
 
+@functools.cache
+def _is_tagged(kind: Any) -> bool:
+    """Whether `kind` is one of several messages, told apart by their first field."""
+    return isinstance(kind, types.UnionType) and all(hasattr(one, "__struct_config__") and one.__struct_config__.tag for one in get_args(kind))
+
+
 def read_message(data: bytes, kind: Any) -> Any:
     """The `kind` that `data` is the one encoding of. Raises BadMessage: malformed, schema."""
+    if len(data) > len(_TAG) and _is_tagged(kind) and data[1 : 1 + len(_TAG)] != _TAG:
+        raise BadMessage("schema", "the first field must be `type`")
     try:
         message = _decoder(kind).decode(data)
     except msgspec.ValidationError as error:
@@ -273,10 +282,7 @@ async def read_frame(stream: Reader, limits: FrameLimits) -> tuple[Frame, bytes]
     length = int.from_bytes(prefix, "big")
     if not 0 < length <= HEADER_BYTES:
         raise BadMessage("oversize", f"a header of {length} bytes")
-    head = await _exactly(stream, length) or b""
-    if len(head) > len(_TAG) and head[1 : 1 + len(_TAG)] != _TAG:
-        raise BadMessage("schema", "the first field must be `type`")
-    frame = read_message(head, Frame)
+    frame = read_message(await _exactly(stream, length) or b"", Frame)
     return frame, await _exactly(stream, body_bytes(frame, limits)) or b""
 
 

@@ -98,7 +98,7 @@ def example_at(t: float) -> NodeSnapshot:
     crew = StagesView(
         enabled=True, state="running", crew="9b1c40e2" * 8, roster_epoch=4, offers=1, stage=1, phase="active", step=steps,
         slots=[
-            SlotRow(i, holder, "active", (0, 0, 1, 0)[i], steps, (4, 6, 6, 4)[i])
+            SlotRow(i, holder, "active", (1, 1, 2, 1)[i], steps, (4, 6, 6, 4)[i])
             for i, holder in enumerate((PEERS[0], OWN, PEERS[1], PEERS[3]))
         ],
         events={"founded": 1, "running": 2, "paused": 1, "suspected": 2, "refuted": 1, "evicted": 1, "claimed": 1, "settled": 1},

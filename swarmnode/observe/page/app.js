@@ -409,7 +409,7 @@ function crew(s) {
     return node("li", { class: SLOT_LOOKS[slot.state] || "", "data-stage": slot.stage },
       node("p", { class: "label" }, `Stage ${slot.stage}${role}`), node("p", { class: "holder" }, ...who),
       node("p", { class: "slot" }, SLOT_WORDS[slot.state] || slot.state),
-      node("p", { class: "note" }, [known(slot.layers) ? `${slot.layers} layers` : "", `step ${count(slot.step)}`, slot.peer && slot.stage_epoch ? `holder ${slot.stage_epoch + 1}` : ""].filter(Boolean).join(", ")));
+      node("p", { class: "note" }, [known(slot.layers) ? `${slot.layers} layers` : "", `step ${count(slot.step)}`, slot.peer && slot.stage_epoch > 1 ? `holder ${slot.stage_epoch}` : ""].filter(Boolean).join(", ")));
   }));
   const events = (...kinds) => kinds.map((kind) => [kind, c.events[kind] || 0]).filter(([, n]) => n).map(([kind, n]) => `${kind} ${count(n)}`).join(", ");
   facts("crew-facts", !c.slots.length ? [] : [
