@@ -217,7 +217,8 @@ def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 @functools.cache
 def _is_tagged(kind: Any) -> bool:
     """Whether `kind` is one of several messages, told apart by their first field."""
-    return isinstance(kind, types.UnionType) and all(hasattr(one, "__struct_config__") and one.__struct_config__.tag for one in get_args(kind))
+    parts = get_args(kind) if isinstance(kind, types.UnionType) else ()
+    return bool(parts) and all(hasattr(one, "__struct_config__") and one.__struct_config__.tag for one in parts)
 
 
 def read_message(data: bytes, kind: Any) -> Any:
