@@ -61,12 +61,13 @@ def run_node(
 @app.command
 def demo(
     *,
-    nodes: int = 3,
+    nodes: int | None = None,
     minutes: float = 1.0,
     keep_running: bool = False,
     solo: bool = False,
     byzantine: int = 0,
     kill: int = 0,
+    crew: Annotated[bool, Parameter(negative=())] = False,
     data_dir: Annotated[Path | None, Parameter(name=["--data-dir", "-d"])] = None,
     http_port: int = 9464,
 ) -> int:
@@ -75,7 +76,7 @@ def demo(
     Parameters
     ----------
     nodes
-        Honest nodes, each a network process and a trainer.
+        Honest nodes, each a network process and a trainer: 3, or 4 in a crew.
     minutes
         Time to learn, after the nodes have loaded.
     keep_running
@@ -86,6 +87,8 @@ def demo(
         Further nodes that lie and spam.
     kill
         Nodes that are killed -9 half-way and have to come back.
+    crew
+        One policy in stages on all nodes, and one stage killed -9 every 20 s.
     data_dir
         Keep the nodes' directories here; otherwise they are temporary.
     http_port
@@ -93,7 +96,8 @@ def demo(
     """
     from swarmnode.demo import DemoOptions, run_demo
 
-    options = DemoOptions(nodes, minutes, keep_running, solo, byzantine, kill, data_dir, http_port)
+    count = nodes if nodes is not None else 4 if crew else 3
+    options = DemoOptions(count, minutes, keep_running, solo, byzantine, kill, data_dir, http_port, crew)
     return run_demo(options)
 
 

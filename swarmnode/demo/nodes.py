@@ -54,6 +54,17 @@ class View:
     solo_steps: int = 0
     refused: dict[str, int] = field(default_factory=dict)
     """Partners' weights that were not taken, by cause."""
+    trainer_pid: int | None = None
+    crew_state: str = "none"
+    stage: int | None = None
+    """That it holds; None without a crew, and what follows is of it."""
+    stage_phase: str = ""
+    stage_step: int = 0
+    rung: str = ""
+    rung_seconds: float | None = None
+    shadow_age: int | None = None
+    probe_kl: float | None = None
+    tokens_per_second: float | None = None
 
 
 class DemoNode:
@@ -182,7 +193,7 @@ def view_of(snapshot: dict[str, Any], before: Sequence[float] = ()) -> View:
     distance = averaging.get("distance")
     new = [distance] if distance is not None and [distance] != list(before[-1:]) else []
     report = snapshot["trainer"].get("report") or {}
-    rollouts, network = snapshot["rollouts"], snapshot["network"]
+    rollouts, network, stages = snapshot["rollouts"], snapshot["network"], snapshot["stages"]
     return View(
         peer=snapshot["node"]["peer"],
         phase=report.get("phase", "loading"),
@@ -205,6 +216,16 @@ def view_of(snapshot: dict[str, Any], before: Sequence[float] = ()) -> View:
         outer_step=averaging.get("outer_step", 0),
         solo_steps=averaging.get("solo_steps_total", 0),
         refused={cause: n for cause, n in snapshot["weights"]["judged"].items() if cause not in TAKEN},
+        trainer_pid=snapshot["trainer"]["pid"],
+        crew_state=stages["state"],
+        stage=stages["stage"],
+        stage_phase=stages["phase"],
+        stage_step=stages["step"],
+        rung=stages["rung"],
+        rung_seconds=stages["rung_seconds"],
+        shadow_age=stages["shadow_age_steps"],
+        probe_kl=stages["probe_kl"],
+        tokens_per_second=stages["tokens_per_second"],
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
+from swarmnode.demo.crew import CrewSwarm
 from swarmnode.demo.nodes import DemoNode, Liar
 from swarmnode.demo.table import line, table, verdict_text
 from swarmnode.demo.verdict import Finding, Kill, judge
@@ -41,6 +42,7 @@ class DemoOptions:
     kill: int = 0
     data_dir: Path | None = None
     http_port: int = 9464
+    crew: bool = False
 
 
 def settings_of(options: DemoOptions, number: int) -> dict[str, dict[str, Any]]:
@@ -66,7 +68,7 @@ def run_demo(options: DemoOptions) -> int:
     console = Console()
     temporary = options.data_dir is None
     directory = Path(tempfile.mkdtemp(prefix="swarmnode-demo-")) if options.data_dir is None else options.data_dir.absolute()
-    swarm = Swarm(options, directory)
+    swarm = CrewSwarm(options, directory) if options.crew else Swarm(options, directory)
     with _stop_on_signal() as stop:
         try:
             swarm.start(console)

@@ -20,10 +20,10 @@ def table(nodes: Sequence[DemoNode], seconds: float) -> Table:
         out.add_column(heading, justify="right")
     for node in nodes:
         v = node.view
-        rise = f"{_reward(v.held_out_start)} → {_reward(v.held_out)}" if v.held_out is not None else "–"
+        rise = f"{reward(v.held_out_start)} → {reward(v.held_out)}" if v.held_out is not None else "–"
         out.add_row(
-            node.name, f"…{v.peer[-6:]}" if v.peer else "–", v.phase, str(v.step), str(v.peers), _reward(v.reward_own),
-            _reward(v.reward_external), rise, str(v.published), str(v.admitted), str(v.used), str(sum(v.rejected.values())),
+            node.name, f"…{v.peer[-6:]}" if v.peer else "–", v.phase, str(v.step), str(v.peers), reward(v.reward_own),
+            reward(v.reward_external), rise, str(v.published), str(v.admitted), str(v.used), str(sum(v.rejected.values())),
             str(v.exchanges), _share(v.distance),
         )  # fmt: skip
     return out
@@ -32,7 +32,7 @@ def table(nodes: Sequence[DemoNode], seconds: float) -> Table:
 def line(nodes: Sequence[DemoNode], seconds: float) -> str:
     """The same in one line."""
     parts = [
-        f"{node.name} {node.view.phase} step {node.view.step} held-out {_reward(node.view.held_out)} used {node.view.used} "
+        f"{node.name} {node.view.phase} step {node.view.step} held-out {reward(node.view.held_out)} used {node.view.used} "
         f"apart {_share(node.view.distance)}"
         for node in nodes
     ]
@@ -54,5 +54,5 @@ def _share(value: float | None) -> str:
     return "–" if value is None else f"{value:.2%}"
 
 
-def _reward(value: float | None) -> str:
+def reward(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"

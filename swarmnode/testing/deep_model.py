@@ -1,0 +1,50 @@
+"""The embedded policy with as many layers as a crew needs: the same function, and it learns.
+
+Between its two trained layers lie random ones whose outputs are zero, so each of them adds nothing to the residual stream, to begin with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from importlib import resources
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+
+def write_deep_model(directory: Path, layers: int = 8, tied: bool = True) -> Path:
+    """A model's directory. tied: as the embedded policy is; else its head is a copy of its embedding."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with resources.as_file(resources.files("swarmnode.policy") / "embedded") as embedded:
+        small = AutoModelForCausalLM.from_pretrained(embedded, dtype=torch.float32)
+        config = AutoConfig.from_pretrained(embedded)
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+            shutil.copy(embedded / name, directory / name)
+    config.num_hidden_layers = layers
+    config.tie_word_embeddings = tied
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[0]] * layers
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for layer in model.model.layers[1:-1]:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.layers[0].load_state_dict(small.model.layers[0].state_dict())
+        model.model.layers[-1].load_state_dict(small.model.layers[1].state_dict())
+        model.model.norm.load_state_dict(small.model.norm.state_dict())
+        model.model.embed_tokens.load_state_dict(small.model.embed_tokens.state_dict())
+        if not tied:
+            model.lm_head.weight.copy_(small.model.embed_tokens.weight)
+    model.save_pretrained(directory, safe_serialization=True)
+    return directory
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Write the deep embedded policy to a directory.")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--layers", type=int, default=8)
+    asked = parser.parse_args()
+    write_deep_model(asked.directory, asked.layers)
