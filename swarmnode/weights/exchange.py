@@ -281,7 +281,7 @@ class WeightExchange:
                 self._ended(peer, outcome, session)
 
     def _ended(self, peer: str, outcome: str, session: Session | None) -> None:
-        if outcome == "vanished":
+        if outcome == "vanished" and pairing.vanished(self._pairing.state, peer) > 1:  # once is what a crash looks like
             self._network.rejected(peer, "weights_vanished", VANISHED)
         if outcome in ("applied", "pulled") and session is not None:
             self._network.accepted(peer)

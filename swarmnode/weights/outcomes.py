@@ -52,4 +52,4 @@ ADOPTIONS: Final[dict[str, float]] = {
 """What became of a neighbour's state."""
 
 VANISHED: Final = 2.0
-"""Cost of a proposal after which nothing came: a crash looks like it."""
+"""Cost of a proposal after which nothing came, from the second in a row on: once is what a crash looks like."""

@@ -28,6 +28,7 @@ from swarmnode.weights.messages import NONCE_BYTES, Accept, Busy, Message, Propo
 FINISHED: Final = 32
 """Sessions that are remembered, so that an old PROPOSE heard again opens nothing."""
 AVOIDED: Final = 32
+AVOID_FACTOR: Final = 5
 
 OUTCOMES: Final = (
     "applied", "pulled", "solo",  # how an outer step ended
@@ -64,8 +65,11 @@ class Settings(msgspec.Struct, frozen=True):
     """Longest moment in IDLE between two tries."""
     rest_seconds: float = 0.0
     """After an exchange: refuse others' proposals for so long, so that eager peers do not set our sync interval."""
+    avoid_first_seconds: float = 15.0
+    """Refuse and skip a peer that proposed and vanished, for so long: a node that was killed is back by then. Five times as long when it
+    does so again before an exchange with it has gone well."""
     avoid_seconds: float = 300.0
-    """Refuse and skip a peer that proposed and vanished, for so long."""
+    """But no longer than this."""
 
 
 # ---- events -------------------------------------------------------------------------------------------------------------------
@@ -227,8 +231,8 @@ class State(msgspec.Struct, frozen=True):
     """Our own outer step that has not been taken yet."""
     rest_until: float = -math.inf
     finished: tuple[bytes, ...] = ()
-    avoided: tuple[tuple[str, float], ...] = ()
-    """(peer, until)."""
+    avoided: tuple[tuple[str, float, int], ...] = ()
+    """(peer, until, how often it has vanished), the latest last."""
 
 
 _Result = tuple[State, tuple[Action, ...]]
@@ -267,7 +271,8 @@ def _session_event(state: State, event: Event, now: float, settings: Settings) -
         due = state.due
         if due is not None and due.fragment == state.fragment:  # also when the partner proposed: our step was taken early
             due = None
-        idle = _replace(_idle(state), due=due, rest_until=now + settings.rest_seconds)
+        avoided = state.avoided if state.one_sided else _forgiven(state, state.peer)
+        idle = _replace(_idle(state), due=due, rest_until=now + settings.rest_seconds, avoided=avoided)
         return _with((ended,), _go_on(idle, now, settings))
     return state, ()
 
@@ -293,7 +298,7 @@ def _go_on(state: State, now: float, settings: Settings) -> _Result:
     due = state.due
     if due is None:
         return state, ()
-    avoided = {peer for peer, until in state.avoided if until > now}
+    avoided = {peer for peer, until, _ in state.avoided if until > now}
     left = [peer for peer in due.candidates if peer not in avoided and peer != settings.own]
     if due.tried < settings.tries and left:
         peer, nonce = left[0], _nonce(due.seed, due.tried)
@@ -352,7 +357,7 @@ def _proposal(state: State, event: Received, message: Propose, now: float, setti
     in_session = state.peer == peer and state.phase in (Phase.PAIRED, Phase.TRANSFER) and not state.one_sided
     if in_session and nonce in (state.session, state.answers):  # heard twice: say it twice
         return state, (Send(peer, Accept(nonce, state.session, state.fragment, event.outer_step)),)
-    if peer == settings.own or nonce in state.finished or any(p == peer and until > now for p, until in state.avoided):
+    if peer == settings.own or nonce in state.finished or any(p == peer and until > now for p, until, _ in state.avoided):
         return state, (Send(peer, Busy(nonce, "busy")),)
     if state.phase is Phase.PROPOSED and state.peer == peer and state.due is not None:  # both proposed
         first = settings.own < peer
@@ -403,7 +408,9 @@ def _timeout(state: State, now: float, settings: Settings) -> _Result:
     if state.phase is Phase.PAIRED:
         if state.initiator:
             return _abort(state, now, settings, "open_timeout")
-        avoided = (*state.avoided, (state.peer, now + settings.avoid_seconds))[-AVOIDED:]
+        times = 1 + vanished(state, state.peer)
+        seconds = min(settings.avoid_seconds, settings.avoid_first_seconds * AVOID_FACTOR ** (times - 1))
+        avoided = (*_forgiven(state, state.peer), (state.peer, now + seconds, times))[-AVOIDED:]
         return _abort(_replace(state, avoided=avoided), now, settings, "vanished")
     return _abort(state, now, settings, f"{state.phase.value}_timeout")
 
@@ -419,6 +426,15 @@ def _abort(state: State, now: float, settings: Settings, outcome: str, *, tell: 
     if due is not None and started and due.fragment == fragment:
         return _replace(state, due=None), (*actions, Solo(fragment), Ended("", "solo"))
     return _wait(state, actions, now, settings)
+
+
+def vanished(state: State, peer: str) -> int:
+    """How often `peer` has proposed and vanished since the last exchange with it; as long as that is remembered."""
+    return next((times for p, _, times in state.avoided if p == peer), 0)
+
+
+def _forgiven(state: State, peer: str) -> tuple[tuple[str, float, int], ...]:
+    return tuple(entry for entry in state.avoided if entry[0] != peer)
 
 
 def _drop(state: State) -> _Result:

@@ -2,6 +2,7 @@
 
 import contextlib
 
+import msgspec
 import pytest
 import trio
 
@@ -110,13 +111,17 @@ async def test_lies_are_not_listened_to_for_ever(tmp_path):
         assert victim.candidates() == 0
 
 
-async def test_who_proposes_and_vanishes_is_avoided(tmp_path):
+async def test_who_proposes_and_vanishes_is_avoided_and_worse_off_the_second_time(tmp_path):
     async with victim_and_liar(tmp_path) as (victim, liar, peer):
+        pairing = victim.exchange._pairing
+        pairing.settings = msgspec.structs.replace(pairing.settings, avoid_seconds=0.2)
         before = victim.weights()
-        assert isinstance(await liar.propose(victim.network.peer_id, follow=False), Accept)
-        await until(lambda: victim.outcome("vanished") == 1, seconds=10)
-        assert isinstance(await liar.propose(victim.network.peer_id, follow=False), Busy)
-        assert score(victim, peer) < 0
+        for times in (1, 2):
+            await until(lambda: all(ends < trio.current_time() for _, ends, _ in pairing.state.avoided))
+            assert isinstance(await liar.propose(victim.network.peer_id, follow=False), Accept)
+            await until(lambda times=times: victim.outcome("vanished") == times, seconds=10)
+            assert isinstance(await liar.propose(victim.network.peer_id, follow=False), Busy)
+            assert (score(victim, peer) < 0) == (times == 2)
         assert identical(before, victim.weights())
 
 

@@ -29,6 +29,7 @@ from swarmnode.weights.pairing import (
     Unreachable,
     Verified,
     Verify,
+    vanished,
 )
 from swarmnode.weights.partners import edge_rank, epoch_bucket, partner_order
 from swarmnode.weights.throughput import FLOOR_SECONDS, Throughput
@@ -206,14 +207,38 @@ def test_a_partner_may_not_choose_another_fragment():
     assert pairing.handle(Received("c", Accept(nonce, nonce, 3, 0)), 0.1)[1] == Ended("c", "failed")
 
 
-def test_who_proposes_and_vanishes_is_avoided_for_a_while():
-    pairing = node("b", avoid_seconds=100.0)
+def test_who_proposes_and_vanishes_is_avoided_for_a_moment_as_after_a_crash():
+    pairing = node("b")
     pairing.handle(Received("a", propose()), 0.0)
     assert pairing.handle(Tick(), 5.0) == (Send("a", Release(NONCE)), Close(NONCE), Ended("a", "vanished"))
     assert isinstance(pairing.handle(Received("a", propose(OTHER)), 6.0)[0].message, Busy)
     assert pairing.handle(due("a", "c"), 7.0)[0].peer == "c"
     pairing.handle(Tick(), 9.0)
-    assert isinstance(pairing.handle(Received("a", propose(b"k" * 16)), 106.0)[0].message, Accept)
+    assert isinstance(pairing.handle(Received("a", propose(b"k" * 16)), 21.0)[0].message, Accept)
+
+
+def vanish(pairing, now, nonce):
+    """`a` proposes at `now` and is not heard of again. When it is listened to again."""
+    assert isinstance(pairing.handle(Received("a", propose(nonce)), now)[0].message, Accept)
+    assert pairing.handle(Tick(), now + 5.0)[-1] == Ended("a", "vanished")
+    ((peer, until, _),) = pairing.state.avoided
+    assert peer == "a"
+    return until
+
+
+def test_who_does_so_again_and_again_is_avoided_for_longer_until_an_exchange_goes_well():
+    pairing, now = node("b"), 0.0
+    for times, seconds in enumerate((15.0, 75.0, 300.0, 300.0), 1):
+        until = vanish(pairing, now, bytes([times]) * 16)
+        assert until - now - 5.0 == seconds
+        assert vanished(pairing.state, "a") == times
+        now = until
+    nonce = b"k" * 16
+    pairing.handle(Received("a", propose(nonce)), now)
+    for event in (Opened(nonce), Transferred(nonce), Verified(nonce), Applied(nonce)):
+        pairing.handle(event, now)
+    assert vanished(pairing.state, "a") == 0
+    assert vanish(pairing, now, b"j" * 16) - now - 5.0 == 15.0
 
 
 def test_a_transfer_that_overruns_its_lease_is_dropped_and_the_step_taken_alone():
