@@ -197,6 +197,12 @@ SWARM: dict[str, list[Panel]] = {
           unit="s", width=6),
         p("What happened, per hour", (f"sum by (event) (increase(swarmnode_crew_events_total{{{I}}}[1h]))", "{{event}}"), width=12),
         p("Rosters", gauge("swarmnode_crew_roster_epoch"), width=6),
+        p("Heartbeats wait", gauge("swarmnode_crew_heartbeat_seconds"), unit="s", width=6),
+        p("Not answered, no message, not written down, per hour",
+          (f"sum by (message) (increase(swarmnode_crew_unanswered_total{{{I}}}[1h]))", "{{message}} not answered"),
+          (f"sum by (instance) (increase(swarmnode_crew_malformed_total{{{I}}}[1h]))", "{{instance}} no message"),
+          (f"sum by (instance) (increase(swarmnode_crew_unsaved_total{{{I}}}[1h]))", "{{instance}} votes not written"),
+          (f"sum by (instance) (increase(swarmnode_stage_trainer_restarts_total{{{I}}}[1h]))", "{{instance}} trainer ended"), width=6),
         p("Others that would hold a stage", gauge("swarmnode_crew_offers"), width=6),
     ],
     "Claimed by peers, not verified": [

@@ -32,6 +32,7 @@ from swarmnode.stages.events import NOTES, CrewState, SlotState
 from swarmnode.stages.fence import FENCE_REASONS
 from swarmnode.stages.frames import FRAME_REASONS
 from swarmnode.stages.local import RUNGS, StagePhase
+from swarmnode.stages.messages import Request
 from swarmnode.stages.pipes import REFUSALS as STREAM_REFUSALS
 from swarmnode.stages.pipes import Kind
 from swarmnode.trainer.messages import Report, WeightsReport
@@ -60,6 +61,7 @@ CREW_STATES: tuple[str, ...] = get_args(CrewState)
 SLOT_STATES: tuple[str, ...] = get_args(SlotState)
 STAGE_PHASES: tuple[str, ...] = get_args(StagePhase)
 KINDS: tuple[str, ...] = get_args(Kind)
+SAID: tuple[str, ...] = tuple(str(message.__struct_config__.tag) for message in get_args(Request))
 IGNORED = tuple(reason for reason, verdict in REASONS.items() if verdict is Verdict.IGNORE)
 REJECTED = tuple(reason for reason, verdict in REASONS.items() if verdict is Verdict.REJECT)
 
@@ -281,6 +283,15 @@ METRICS: tuple[Family, ...] = (
     Family("swarmnode_crew_events_total", "counter", "What happened in this node's crews.", _crew(lambda c: c.events), ("event",), NOTES),
     Family("swarmnode_crew_recovery_seconds", "histogram", "From a crew's standing still to its running again.",
            _crew(lambda c: c.recovery_seconds)),
+    Family("swarmnode_crew_heartbeat_seconds", "gauge", "That the last heartbeat to another member waited for its answer.",
+           _stage(lambda c: c.heartbeat_seconds)),
+    Family("swarmnode_crew_unanswered_total", "counter", "Requests to other members without an answer, by message.",
+           _crew(lambda c: c.unanswered), ("message",), SAID),
+    Family("swarmnode_crew_malformed_total", "counter", "Requests about crews that were none.", _crew(lambda c: c.malformed)),
+    Family("swarmnode_crew_unsaved_total", "counter", "Votes not cast because they could not be written to disk.",
+           _crew(lambda c: c.unsaved)),
+    Family("swarmnode_stage_trainer_restarts_total", "counter", "Times that the trainer was ended because it had work and did none.",
+           _crew(lambda c: c.trainer_restarts)),
     Family("swarmnode_stage_index", "gauge", "Which stage this node holds; 0 publishes and trains.", _stage(lambda c: c.stage)),
     Family("swarmnode_stage_phase", "gauge", "1 for what this node's stage is doing, 0 for the rest.",
            _stage(lambda c: {phase: float(phase == c.phase) for phase in STAGE_PHASES}), ("phase",), STAGE_PHASES),

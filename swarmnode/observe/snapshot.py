@@ -194,6 +194,16 @@ class StagesView(msgspec.Struct, frozen=True):
     last_recovery_seconds: float | None = None
     recovery_seconds: Histogram | None = None
     """From the crew's standing still to its running again."""
+    heartbeat_seconds: float | None = None
+    """That the last heartbeat waited for its answer."""
+    unanswered: dict[str, int] = {}
+    """Requests to other members without an answer, by message."""
+    malformed: int = 0
+    """Requests of others that were none."""
+    unsaved: int = 0
+    """Votes that were not cast because they could not be written down."""
+    trainer_restarts: int = 0
+    """Times that our trainer was ended because it had work and did none."""
     stage: int | None = None
     """Ours, and what follows is of it."""
     phase: str = ""

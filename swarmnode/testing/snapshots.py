@@ -103,6 +103,7 @@ def example_at(t: float) -> NodeSnapshot:
         ],
         events={"founded": 1, "running": 2, "paused": 1, "suspected": 2, "refuted": 1, "evicted": 1, "claimed": 1, "settled": 1},
         standing_seconds=0.0, last_recovery_seconds=6.4, recovery_seconds=healed.statistics(), rung="R2", rungs={"R2": 1}, rung_seconds=2.1,
+        heartbeat_seconds=0.02, unanswered={"heartbeat": 12, "prepare": 1}, malformed=0, unsaved=0, trainer_restarts=0,
         shadow_step=steps // 20 * 20, shadow_age_steps=steps % 20, probe_kl=0.0007, bubble_share=0.18 + 0.03 * _wobble(t, 0.5),
         tokens_per_second=540.0, dropped={"roster_epoch": 14, "stage_epoch": 3}, streams={"frames": 3, "state": 0},
         streams_lost={"frames": 1}, streams_refused={"roster_epoch": 2},
