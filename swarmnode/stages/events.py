@@ -28,7 +28,7 @@ CrewState = Literal["none", "forming", "running", "paused", "recovering"]
 SlotState = Literal["vacant", "claimed", "loading", "probation", "active", "suspect", "draining"]
 NOTES = (
     "founded", "adopted", "running", "paused", "suspected", "refuted", "evicted", "claimed", "settled", "fenced", "dissolved", "released",
-    "refused",
+    "refused", "stalled",
 )  # fmt: skip
 
 
@@ -173,6 +173,12 @@ class CloseStreams(msgspec.Struct, frozen=True):
     """No stage stream is welcome."""
 
 
+class RestartTrainer(msgspec.Struct, frozen=True):
+    """Our trainer has work and does none of it: end its process, so that its supervisor starts another."""
+
+    reason: str
+
+
 class Note(msgspec.Struct, frozen=True):
     """For logs and metrics: `what` is one of NOTES."""
 
@@ -180,7 +186,7 @@ class Note(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
-Action = Answer | Send | Persist | TellTrainer | OpenStreams | CloseStreams | Note
+Action = Answer | Send | Persist | TellTrainer | OpenStreams | CloseStreams | RestartTrainer | Note
 
 
 class SlotStatistics(msgspec.Struct, frozen=True):

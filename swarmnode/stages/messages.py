@@ -5,7 +5,7 @@
     Prepare      Promise | Refuse | Adopt
     Propose      Vote | Refuse | Adopt
     Adopt        Noted | Leave
-    Heartbeat    Alive | Adopt | Refuse
+    Heartbeat    Alive | Adopt | Refuse | Leave
     Leave        Noted
 
 One message is one frame of the request protocol, canonical msgpack with the tag `type` first, at most MESSAGE_BYTES, and every value is
@@ -49,9 +49,10 @@ VOTE_DOMAIN: Final = b"swarmnode/crew-vote/1"
 NO_CREW: Final = bytes(CREW_BYTES)
 NO_HASH: Final = bytes(HASH_BYTES)
 
-Phase = Literal["absent", "loading", "ready", "probation", "active", "failed"]
-"""Of a stage at its holder. `absent`: the trainer is gone, its network process is there. `ready`: it holds the stage in memory and has
-stopped at the roster's beginning. `active`: it could take the next step. `failed`: no rung of the ladder is left."""
+Phase = Literal["absent", "claiming", "stopping", "ready", "loading", "probation", "active", "failed"]
+"""Of a stage at its holder. `absent`: the trainer is gone, its network process is there. `claiming`: a trainer is back, without the stage
+in memory: the next record gives it a new stage epoch. `stopping`: it has the stage in memory and still does something of the roster before;
+`ready`: it has stopped, and its step is final. `active`: it could take the next step. `failed`: no rung of the ladder is left."""
 REFUSALS: Final = ("ballot", "epoch", "alive", "unknown", "busy", "record")
 """`ballot`: promised to a higher one. `epoch`: not the next one here. `alive`: somebody to be evicted is well. `unknown`: not my crew.
 `busy`: promised to another crew. `record`: not a lawful successor."""
@@ -130,8 +131,12 @@ class Status(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """Grows with each piece of work done."""
     load: int = 0
     """Pieces of work in hand."""
+    journal: bool = False
+    """What is being restored here is the sender's own copy of exactly `step` steps (rung R0)."""
     broken: bool = False
     """A stream of this roster broke here: only a new roster helps."""
+    version: int = 0
+    """Grows with every change at the sender, across its restarts too: messages overtake each other."""
 
 
 class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="offer"):
@@ -421,7 +426,7 @@ def _check_chain(certificates: tuple[Certificate, ...]) -> None:
 
 
 def _check_status(status: Status) -> None:
-    _counters(status.step, status.attempt, status.progress, status.load)
+    _counters(status.step, status.attempt, status.progress, status.load, status.version)
     _amounts(status.clip, status.learning_rate)
 
 

@@ -58,8 +58,18 @@ class Plan:
     """Of a micro-batch in the slowest stage."""
 
 
-def make_plan(model: ModelCost, members: Sequence[Capacity]) -> Plan:
+def stage_memory(model: ModelCost, layers: Sequence[int], stage: int) -> float:
+    """Bytes that whoever holds `stage` of these blocks needs."""
+    start = sum(layers[:stage])
+    memory = sum(part.memory for part in model.layers[start : start + layers[stage]])
+    memory += model.embedding.memory if stage == 0 else 0.0
+    return memory + (model.head.memory if stage == len(layers) - 1 else 0.0)
+
+
+def make_plan(model: ModelCost, members: Sequence[Capacity], stages: int = 0) -> Plan:
     """The fastest plan; among equals the one with the fewest stages, then the one that uses earlier members. Deterministic.
+
+    `stages` asks for exactly so many; 0 for as many as is fastest.
 
     Raises Refused when no crew of these members can hold the model, ValueError for more than MEMBERS.
     """
@@ -72,7 +82,7 @@ def make_plan(model: ModelCost, members: Sequence[Capacity]) -> Plan:
     best: list[dict[int, tuple[float, int, tuple[int, ...], tuple[int, ...]]]] = [{} for _ in range(1 << len(members))]
     best[0][0] = (0.0, 0, (), ())
     for used in range(1 << len(members)):
-        for start, (slowest, stages, order, blocks) in best[used].items():
+        for start, (slowest, placed, order, blocks) in best[used].items():
             for index, member in enumerate(members):
                 if used >> index & 1:
                     continue
@@ -87,11 +97,11 @@ def make_plan(model: ModelCost, members: Sequence[Capacity]) -> Plan:
                         if bytes_ > member.memory:
                             break
                     seconds = max(slowest, amount / member.speed + (member.hop_seconds if end < count else 0.0))
-                    found = (seconds, stages + 1, (*order, index), (*blocks, end - start))
+                    found = (seconds, placed + 1, (*order, index), (*blocks, end - start))
                     grown = best[used | 1 << index]
                     if end not in grown or found < grown[end]:
                         grown[end] = found
-    whole = [table[count] for table in best if count in table]
+    whole = [table[count] for used, table in enumerate(best) if count in table and stages in (0, used.bit_count())]
     if not whole:
         need = model.embedding.memory + memory[-1] + model.head.memory
         have = sum(member.memory for member in members)

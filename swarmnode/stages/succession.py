@@ -1,0 +1,120 @@
+"""What the next record should say: who loses a stage, who claims one, who fills a vacancy. Pure; no torch.
+
+    the holder                                        its stage
+    has a trainer again, or is a new process          its own again, stage epoch + 1: at once
+    said that it leaves; found no rung                a spare's, or vacant
+    no connection for `gone_seconds`                  a spare's, if there is one
+    silent for `evict_seconds`                        a spare's, or vacant
+    no trainer for `restart_seconds`                  a spare's, if there is one
+    broken streams, everybody well                    its own, same stage epoch, under a new roster epoch
+    well                                              its own
+
+A restart is preferred to a spare: its journal is exact. Vacant stages are never merged into others: layers never move within a crew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from swarmnode.stages.events import Settings
+from swarmnode.stages.messages import Offer, Record, Seat, Voter, crew_id, record_hash, voters_of
+from swarmnode.stages.plan import ModelCost, stage_memory
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one member knows of the holder of a seat."""
+
+    claims: bytes = b""
+    """Incarnation under which it wants its own seat again; empty for none."""
+    left: bool = False
+    failed: bool = False
+    broken: bool = False
+    suspected: bool = False
+    silent_seconds: float = 0.0
+    gone_seconds: float = 0.0
+    """Without a connection; 0 with one."""
+    absent_seconds: float = 0.0
+    """Without a trainer; 0 with one."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    record: Record
+    evicting: tuple[str, ...]
+    """Who loses a seat for not being heard: voters who hear it refuse."""
+
+
+def next_record(
+    present: Record,
+    facts: Mapping[str, Facts],
+    spares: Mapping[str, Offer],
+    cost: ModelCost | None,
+    step: int,
+    settings: Settings,
+    *,
+    dissolve: str = "",
+) -> Wish | None:
+    """What to propose; None where the present record is the best there is.
+
+    `facts` of every holder, `spares` by peer, not seated in this crew. `step`: how many steps all stages have taken.
+    """
+    left_over = dict(spares)
+    seats, evicting = [], []
+    reason = dissolve
+    for stage, seat in enumerate(present.seats):
+        fact = facts.get(seat.peer, Facts())
+        if not seat.peer or fact.left or fact.failed or _silent(fact, settings):
+            spare = _take(left_over, present, stage, cost)
+            if seat.peer and not fact.left and not fact.failed:
+                evicting.append(seat.peer)
+            if fact.failed and spare is None and not reason:
+                reason = f"no source of weights is left for stage {stage}"
+        elif fact.claims:
+            seats.append(Seat(seat.peer, fact.claims, seat.stage_epoch + 1))
+            continue
+        elif fact.gone_seconds >= settings.gone_seconds or fact.absent_seconds >= settings.restart_seconds:
+            spare = _take(left_over, present, stage, cost)
+            if spare is None:
+                seats.append(seat)
+                continue
+            if fact.suspected:
+                evicting.append(seat.peer)
+        else:
+            seats.append(seat)
+            continue
+        seats.append(Seat("", b"", seat.stage_epoch) if spare is None else Seat(spare.peer, spare.incarnation, seat.stage_epoch + 1))
+    relink = any(fact.broken for fact in facts.values()) and not any(fact.suspected or fact.left for fact in facts.values())
+    if tuple(seats) == present.seats and not relink and not reason:
+        return None
+    held = {seat.peer for seat in seats}
+    witnesses = [v for v in present.witnesses if v.peer not in held and not facts.get(v.peer, Facts()).suspected]
+    if not witnesses and len(seats) % 2 == 0 and left_over:
+        peer = min(left_over)
+        witnesses = [Voter(peer, left_over[peer].incarnation)]
+    record = Record(
+        crew_id(present), present.epoch + 1, record_hash(present), present.model, present.layers, tuple(seats), tuple(witnesses),
+        voters_of(present), max(step, present.step), present.lease_seconds, reason,
+    )  # fmt: skip
+    return Wish(record, tuple(evicting))
+
+
+def _silent(fact: Facts, settings: Settings) -> bool:
+    return fact.suspected and fact.silent_seconds >= settings.evict_seconds
+
+
+def _take(spares: dict[str, Offer], present: Record, stage: int, cost: ModelCost | None) -> Voter | None:
+    """The best spare for `stage`, removed from `spares`: one with a copy of it on disk, else the fastest that it fits into."""
+    need = 0.0 if cost is None or len(cost.layers) != sum(present.layers) else stage_memory(cost, present.layers, stage)
+    able = [peer for peer, offer in spares.items() if offer.model == present.model and offer.memory >= max(need, 1.0)]
+    if not able:
+        return None
+    crew = crew_id(present)
+
+    def order(peer: str) -> tuple[bool, float, str]:
+        offer = spares[peer]
+        return (offer.crew, offer.stage) != (crew, stage), -offer.speed, peer
+
+    best = min(able, key=order)
+    return Voter(best, spares.pop(best).incarnation)
