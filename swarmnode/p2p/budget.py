@@ -115,11 +115,15 @@ class Budget:
 
     def allows(self, choice: str, now: float) -> bool:
         """Whether `choice` (of CHOICES) may be done now. A refusal is counted."""
-        bucket = self._upload if choice in UPLOADS else self._download
-        allowed = not self._pauses(now) and (bucket is None or bucket.level(now) > 0)
+        allowed = self.has_room(choice, now)
         if not allowed:
             self._refused[choice] += 1
         return allowed
+
+    def has_room(self, choice: str, now: float) -> bool:
+        """The same for who will wait: nothing is counted."""
+        bucket = self._upload if choice in UPLOADS else self._download
+        return not self._pauses(now) and (bucket is None or bucket.level(now) > 0)
 
     def listening(self, now: float) -> bool:
         """Whether to be in the gossip topic: not while paused, nor from the moment of debt until the bucket is half full again."""

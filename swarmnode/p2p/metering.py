@@ -50,6 +50,10 @@ class Meter:
         """See `Budget.allows`."""
         return self._budget.allows(choice, self._observe())
 
+    def has_room(self, choice: str) -> bool:
+        """See `Budget.has_room`."""
+        return self._budget.has_room(choice, self._observe())
+
     def listening(self) -> bool:
         """See `Budget.listening`."""
         return self._budget.listening(self._observe())

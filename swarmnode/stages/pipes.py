@@ -130,7 +130,7 @@ class PipesStatistics(msgspec.Struct, frozen=True):
 
 
 class Pipes:
-    """`streams`: of the network. lost(peer, stage): a stream of frames to that stage's holder ended, and not by our doing.
+    """`streams`: of the network. lost(peer, roster epoch): a stream of frames with a member of the present roster ended, not by our doing.
     allows("serve" | "fetch"): whether bytes may go out, come in. rejected: as of the network."""
 
     def __init__(
@@ -264,7 +264,7 @@ class Pipes:
         if lost and self._circle is circle:
             self._ended[key[1]] += 1
             if key[1] == "frames":
-                self._lost(circle.members[key[0]], key[0])
+                self._lost(circle.members[key[0]], circle.roster_epoch)
 
     # -- the other side
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -48,11 +48,12 @@ class LinkServerStatistics:
 
 
 class LinkServer:
-    """Listens on the data directory's socket; a new trainer replaces an old one."""
+    """Listens on the data directory's socket; a new trainer replaces an old one. `left`: called when none is connected any more."""
 
-    def __init__(self, data_dir: Path, handler: Trainer) -> None:
+    def __init__(self, data_dir: Path, handler: Trainer, left: Callable[[], None] = lambda: None) -> None:
         self._data_dir = data_dir
         self._handler = handler
+        self._left = left
         self._current: trio.CancelScope | None = None
         self._outbox: trio.MemorySendChannel[Unasked] | None = None
         self._connections = 0
@@ -109,6 +110,7 @@ class LinkServer:
                 nursery.cancel_scope.cancel()
         if self._current is scope:
             self._current = self._outbox = None
+            self._left()
 
     async def _read(self, stream: trio.SocketStream, turn: trio.Lock) -> None:
         unpacker = Unpacker(to_network)

@@ -34,7 +34,7 @@ async def crew(directory, count=2, *, members=None, allows=lambda choice: True):
             (directory / str(number) / "run").mkdir()
             said = lost[number]
             made = Pipes(
-                network.streams, directory / str(number), lambda peer, stage, said=said: said.append(stage), allows=allows,
+                network.streams, directory / str(number), lambda peer, epoch, said=said: said.append(peer), allows=allows,
                 rejected=network.rejected,
             )  # fmt: skip
             await nursery.start(made.run)
@@ -78,6 +78,7 @@ async def ended(stream):
 
 async def test_sixty_four_megabytes_both_ways_arrive_whole_in_bounded_memory(tmp_path):
     async with crew(tmp_path) as (_, (a, b), (ca, cb), lost):
+        peer_a = ca.members[0]
         one, other = await open_pipe(a, ca, 1), await open_pipe(b, cb, 0)
         gc.collect()
         before = psutil.Process().memory_info().rss
@@ -105,7 +106,7 @@ async def test_sixty_four_megabytes_both_ways_arrive_whole_in_bounded_memory(tmp
         assert statistics.sent["frames"] == pytest.approx(64 * 2**20, abs=1000)
         await one.aclose()
         await ended(other)
-        await until(lambda: lost == [[], [0]])
+        await until(lambda: lost == [[], [peer_a]])
         assert a.statistics().lost == {}
 
 
@@ -177,10 +178,11 @@ async def test_a_stream_that_stands_still_for_too_long_ends_on_both_sides(tmp_pa
     monkeypatch.setattr(streams_module, "STALL_SECONDS", 0.5)
     monkeypatch.setattr(streams_module, "WATCH_SECONDS", 0.05)
     async with crew(tmp_path) as (_, (a, b), (ca, cb), lost):
+        peer_a, peer_b = ca.members
         one, _unread = await open_pipe(a, ca, 1), await open_pipe(b, cb, 0)
         with trio.fail_after(20), pytest.raises(trio.BrokenResourceError):
             await send_all(one, b"12345678", 64, hashlib.blake2b())
-        await until(lambda: lost == [[1], [0]])
+        await until(lambda: lost == [[peer_b], [peer_a]])
         assert a.statistics().lost == b.statistics().lost == {"frames": 1}
 
 
@@ -189,6 +191,7 @@ async def test_a_new_roster_ends_every_stream_and_nobody_is_called_lost(tmp_path
         one, other = await open_pipe(a, ca, 1), await open_pipe(b, cb, 0)
         await one.send_all(b"x")
         assert await exactly(other, 1) == b"x"
+        peer_a = networks[0].peer_id
         newer = circles([network.peer_id for network in networks], roster_epoch=2)
         a.assign(newer[0])
         b.assign(newer[1])
@@ -202,7 +205,7 @@ async def test_a_new_roster_ends_every_stream_and_nobody_is_called_lost(tmp_path
         assert lost == [[], []]
         a.release()
         await ended(one)
-        await until(lambda: lost == [[], [0]])  # b's roster is the same: for b it is the stream of a member that broke
+        await until(lambda: lost == [[], [peer_a]])  # b's roster is the same: for b it is the stream of a member that broke
 
 
 async def test_a_member_that_is_a_roster_ahead_tries_until_the_other_is_there_too(tmp_path):
@@ -225,7 +228,7 @@ async def test_a_host_that_is_gone_is_told_at_once(tmp_path):
         began = trio.current_time()
         networks[1].disconnect(networks[0].peer_id)
         networks[1].disconnect(networks[2].peer_id)
-        await until(lambda: lost[0] == [1] and lost[2] == [1], seconds=5)
+        await until(lambda: lost[0] == lost[2] == [networks[1].peer_id], seconds=5)
         assert trio.current_time() - began < 2
         await ended(ends[0, 1])
         assert pipes[0].statistics().open["frames"] == 1  # that to stage 2
@@ -361,7 +364,7 @@ async def test_nothing_stays_open_when_the_pipes_end(tmp_path):
                 pipes = []
                 for number, network in enumerate(networks):
                     (tmp_path / str(number) / "run").mkdir(exist_ok=True)
-                    made = Pipes(network.streams, tmp_path / str(number), lambda peer, stage: None)
+                    made = Pipes(network.streams, tmp_path / str(number), lambda peer, epoch: None)
                     await nursery.start(made.run)
                     made.assign(seen[number])
                     pipes.append(made)
