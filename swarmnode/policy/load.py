@@ -18,7 +18,15 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from swarmnode.config import PolicyConfig
@@ -145,8 +153,11 @@ def load_policy(cfg: PolicyConfig, log: Callable[[str], None] = lambda line: Non
 
 
 @contextlib.contextmanager
-def local_directory(cfg: PolicyConfig) -> Iterator[Path]:
-    """The model as a directory, so that the rest knows one case only. Raises Unavailable with what was tried."""
+def local_directory(cfg: PolicyConfig, fits: bool = True) -> Iterator[Path]:
+    """The model as a directory, so that the rest knows one case only. Raises Unavailable with what was tried.
+
+    fits: refuse to fetch, with DeviceError, what this machine could not hold.
+    """
     if cfg.model == "embedded":
         with resources.as_file(resources.files("swarmnode.policy") / "embedded") as directory:
             yield directory
@@ -155,19 +166,20 @@ def local_directory(cfg: PolicyConfig) -> Iterator[Path]:
     if not directory.is_dir():
         if cfg.model.startswith((".", "/", "~")) or cfg.model.count("/") > 1:
             raise Unavailable(f"policy.model {cfg.model!r}: no such directory")
-        directory = download(cfg)
+        directory = download(cfg, fits)
     if not (directory / "config.json").is_file():
         raise Unavailable(f"policy.model {cfg.model!r}: no config.json in {directory}")
     yield directory
 
 
-def download(cfg: PolicyConfig) -> Path:
+def download(cfg: PolicyConfig, fits: bool = True) -> Path:
     """The snapshot of a Hub model, config first: whether the model fits is known before its weights are fetched."""
     from huggingface_hub import hf_hub_download, snapshot_download
 
     config_file = offline(cfg, lambda: hf_hub_download(cfg.model, "config.json", revision=cfg.revision))
-    config = offline(cfg, lambda: AutoConfig.from_pretrained(Path(config_file).parent, trust_remote_code=False))
-    offline(cfg, lambda: fit(cfg, config, probe(cfg)))
+    if fits:
+        config = offline(cfg, lambda: AutoConfig.from_pretrained(Path(config_file).parent, trust_remote_code=False))
+        offline(cfg, lambda: fit(cfg, config, probe(cfg)))
     kinds = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
     fetch = lambda: snapshot_download(cfg.model, revision=cfg.revision, allow_patterns=kinds, ignore_patterns=["*/*", "consolidated*"])
     return Path(offline(cfg, fetch))
@@ -230,15 +242,22 @@ def quantization(cfg: PolicyConfig, placement: Placement) -> BitsAndBytesConfig:
 
 def add_adapter(cfg: PolicyConfig, model: PreTrainedModel) -> PreTrainedModel:
     """LoRA by peft: base frozen, adapter in float32. Raises Unavailable when `target_modules` names none of the model's."""
-    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+    from peft import get_peft_model, prepare_model_for_kbit_training
 
-    settings = LoraConfig(r=cfg.lora.r, lora_alpha=cfg.lora.lora_alpha, target_modules=cfg.lora.target_modules, task_type="CAUSAL_LM")
+    settings = lora_settings(cfg)
     try:
         if cfg.quantization != "none":
             model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         return get_peft_model(model, settings).eval()
     except ValueError as error:
         raise Unavailable(f"policy.lora.target_modules: {str(error).splitlines()[0]}") from error
+
+
+def lora_settings(cfg: PolicyConfig) -> Any:
+    """peft's LoraConfig."""
+    from peft import LoraConfig
+
+    return LoraConfig(r=cfg.lora.r, lora_alpha=cfg.lora.lora_alpha, target_modules=cfg.lora.target_modules, task_type="CAUSAL_LM")
 
 
 def make_accelerator(placement: Placement) -> Accelerator:
@@ -251,7 +270,20 @@ def make_accelerator(placement: Placement) -> Accelerator:
 
 def end_tokens(cfg: PolicyConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Where generation stops: what the tokenizer and the generation config say together. Raises Unavailable when neither says."""
-    configured = getattr(model.generation_config, "eos_token_id", None)
+    return ends_of(cfg, model.generation_config, tokenizer)
+
+
+def configured_ends(cfg: PolicyConfig, directory: Path, config: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """`end_tokens` of a model that is not loaded."""
+    try:
+        generation = GenerationConfig.from_pretrained(directory)
+    except OSError:  # it has none: transformers makes one of the model's config
+        generation = GenerationConfig.from_model_config(config)
+    return ends_of(cfg, generation, tokenizer)
+
+
+def ends_of(cfg: PolicyConfig, generation: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    configured = getattr(generation, "eos_token_id", None)
     found = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])} - {None}
     if not found:
         raise Unavailable(f"policy.model {cfg.model!r}: neither tokenizer nor generation config names an end-of-sequence token")

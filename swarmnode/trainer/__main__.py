@@ -20,10 +20,10 @@ def main() -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     progress("loading torch")
     from swarmnode.observe import logs
-    from swarmnode.trainer.loop import Trainer
+    from swarmnode.trainer.crew import make_trainer
 
     logs.configure(config.log, "trainer")
-    trainer = Trainer(config, progress)
+    trainer = make_trainer(config, progress)
     signal.signal(signal.SIGTERM, lambda *_: trainer.stop())
     trainer.run()
     return 0

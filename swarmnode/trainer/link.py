@@ -86,7 +86,7 @@ class Link:
             self._lock.wait_for(lambda: self._welcome is not None, timeout=seconds)
             return self._welcome
 
-    def send(self, message: OwnGroup | Judged | Report | local.FromTrainer | stages_local.FromTrainer) -> None:
+    def send(self, message: Hello | OwnGroup | Judged | Report | local.FromTrainer | stages_local.FromTrainer) -> None:
         """Queue a message; it is lost if the network process stays away while QUEUED_FRAMES others follow."""
         frame = pack(message)
         with self._lock:

@@ -26,6 +26,7 @@ from swarmnode.rl.split import AdaptiveSplit, FixedSplit, floor_groups
 from swarmnode.rl.utility import UtilityGuard
 from swarmnode.rollouts.groups import ExternalGroup, Judged
 from swarmnode.tasks.client import Scorer
+from swarmnode.trainer import state
 from swarmnode.trainer.batch import Judgement, Rows, TrainingGroup, assemble, judge
 from swarmnode.trainer.engine import Engine, EngineGone, WholePolicy, open_policy
 from swarmnode.trainer.evaluate import Evaluation
@@ -46,6 +47,8 @@ IDENTITY_SECONDS = 1.0
 """Between two signs of progress while the network process has not said who we are."""
 COMPLAIN_SECONDS = 30.0
 """Between two complaints that the state cannot be saved."""
+HEAD = "head"
+"""Below the trainer's directory: what it was as a crew's head."""
 
 
 class Trainer:
@@ -145,9 +148,12 @@ class Loop:
         restored = self._engine.restore(self._directory, self._rng)
         if restored is not None:
             self._counters = restored
-            self._counters.sequence += SEQUENCE_MARGIN
             self._counters.swarm = self._config.swarm.id or restored.swarm
             log.info("restored", step=restored.step, policy_version=restored.policy_version)
+        top = self._config.node.data_dir / "trainer"  # as a whole node and as a crew's head it is one peer with one series of numbers
+        used = state.used_sequences(top, top / HEAD)
+        if restored is not None or used:
+            self._counters.sequence = max(self._counters.sequence, used) + SEQUENCE_MARGIN
         self._oom_before = self._counters.oom_retries_total
         self._guard = UtilityGuard(external_scale=self._counters.external_scale)
         before = self._counters.groups_per_step or self._cfg.groups_per_step

@@ -60,6 +60,8 @@ class Counters(msgspec.Struct):
     """Our state is a neighbour's, and no exchange has shown yet that it fits."""
     peer: str = ""
     swarm: str = ""
+    crew: str = ""
+    """Hex; of the crew whose head counted this."""
 
 
 SEQUENCE_MARGIN = 4096
@@ -95,6 +97,24 @@ def take(
             tensors[f"second.{name}"] = _host_copy(moments["exp_avg_sq"])
             tensors[f"steps.{name}"] = moments["step"].detach().cpu().clone().reshape(1)
     return Snapshot(tensors, msgspec.to_builtins(counters), fingerprint)
+
+
+def take_counters(rng: torch.Generator, counters: Counters, fingerprint: str) -> Snapshot:
+    """Of a trainer whose weights are kept elsewhere."""
+    return Snapshot({"rng": rng.get_state().clone()}, msgspec.to_builtins(counters), fingerprint)
+
+
+def used_sequences(*directories: Path) -> int:
+    """The highest group number that any of these states knows of; 0 where there is none. Damaged ones say nothing."""
+    highest = 0
+    for directory in directories:
+        try:
+            with safe_open(directory / FILE, "pt", device="cpu") as file:
+                metadata = file.metadata() or {}
+            highest = max(highest, int(json.loads(metadata["counters"])["sequence"]))
+        except (SafetensorError, OSError, KeyError, ValueError, TypeError):
+            continue
+    return highest
 
 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:

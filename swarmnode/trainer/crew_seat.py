@@ -1,0 +1,364 @@
+"""This node's seat in a crew, as the network process assigns it: one trio program in a thread of its own, whatever the training loop does.
+
+    Assigned    what was under way ends; stage in memory:  ready ─ Settled ─▶ active
+                                         else:             loading, or probation without a journal ─ Settled ─▶ restored: active
+    Resumed     the head begins
+    Suspended   the gate is shut: nothing is begun, nothing that others send is acted on
+    Released    the stage is forgotten
+
+The thread's state is read by others through `wait`, and only the head's calls come from outside (`call`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import structlog
+import trio
+
+from swarmnode.errors import LocalError, PeerError
+from swarmnode.process import Progress
+from swarmnode.stages import local
+from swarmnode.stages.local import Assigned, Settled, StageStatus
+from swarmnode.trainer.crew_stage import CrewHead, Stage
+from swarmnode.trainer.crew_streams import Gate, close_all, connect_all
+from swarmnode.trainer.engine import EngineGone
+
+log = structlog.get_logger("swarmnode.crew")
+
+T = TypeVar("T")
+STATUS_SECONDS = 1.0
+
+
+@dataclass
+class Restored:
+    """Where a stage's weights came from."""
+
+    rung: str = ""
+    """Of `local.RUNGS`."""
+    probe_kl: float | None = None
+
+
+class Recovery(Protocol):
+    """How a stage that is not in memory gets its weights, and what keeps them safe from then on."""
+
+    def journal(self, assigned: Assigned) -> int | None:
+        """Steps of this node's own copy of the stage; None where it has none."""
+        ...
+
+    async def restore(self, assigned: Assigned, stage: Stage, settled: Settled, gate: Gate) -> Restored:
+        """Fill `stage`, whose weights are the base model's. Raises PeerError, Refused."""
+        ...
+
+    async def serve(self, assigned: Assigned, stage: Stage, gate: Gate) -> None:
+        """As long as the roster lasts: answer neighbours who restore theirs, and keep copies of ours."""
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """Of StageStatus: shadow_step, shadow_age_steps."""
+        ...
+
+    def forget(self) -> None:
+        """The stage is given up."""
+        ...
+
+
+@dataclass
+class Seat:
+    assigned: Assigned
+    since: float = field(default_factory=time.monotonic)
+    phase: local.StagePhase = "loading"
+    reason: str = ""
+    rung: str = ""
+    rung_seconds: float | None = None
+    probe_kl: float | None = None
+    journal: int | None = None
+    settled: Settled | None = None
+    came: trio.Event = field(default_factory=trio.Event)
+    """Settled has come."""
+    gate: Gate = field(default_factory=Gate)
+    resumed: bool = False
+    """All stages are active: the head may begin."""
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    over: trio.Event = field(default_factory=trio.Event)
+    """Nothing of it runs any more."""
+
+
+class Sitting:
+    """build(assigned): makes the stage with the base's weights, in a thread. built(stage): it has its own now.
+    send: to the network process, from any thread."""
+
+    def __init__(
+        self, build: Callable[[Assigned], Stage], recovery: Recovery, send: Callable[[local.FromTrainer], None], progress: Progress,
+        built: Callable[[Stage], None] = lambda stage: None,
+    ) -> None:  # fmt: skip
+        self._build = build
+        self._built = built
+        self._recovery = recovery
+        self._send = send
+        self._progress = progress
+        self._changed = threading.Condition()
+        self._waiting: deque[local.ToTrainer] = deque()
+        self._wake: trio.Event | None = None
+        self._token: trio.lowlevel.TrioToken | None = None
+        self._seat: Seat | None = None
+        self.stage: Stage | None = None
+        self._death: BaseException | None = None
+        self._ended = False
+        self._shown = -1
+
+    # ---- from other threads --------------------------------------------------------------------------------------------
+
+    def receive(self, message: local.ToTrainer) -> None:
+        """From the link's thread; returns at once."""
+        with self._changed:
+            self._waiting.append(message)
+        token, wake = self._token, self._wake
+        if token is not None and wake is not None:
+            with contextlib.suppress(trio.RunFinishedError):
+                token.run_sync_soon(self._woken)
+
+    def start(self) -> None:
+        """In a thread of its own."""
+        self._thread = threading.Thread(target=self._main, name="crew", daemon=True)
+        self._thread.start()
+
+    def stop(self, seconds: float = 10.0) -> None:
+        token = self._token
+        self._ended = True
+        if token is not None:
+            with contextlib.suppress(trio.RunFinishedError):
+                token.run_sync_soon(self._woken)
+        self._thread.join(seconds)
+
+    def check(self) -> None:
+        """Raises what ended the thread, if anything did."""
+        if self._death is not None:
+            raise self._death
+
+    def wait(self, what: Callable[[], T | None], seconds: float) -> T | None:
+        """The first true value of `what()`, which is asked at each change; None after `seconds`. Raises what ended the thread."""
+        with self._changed:
+            found: list[T] = []
+
+            def look() -> bool:
+                got = what()
+                if got:
+                    found.append(got)
+                return bool(got) or self._death is not None
+
+            self._changed.wait_for(look, seconds)
+        self.check()
+        return found[0] if found else None
+
+    def head(self) -> CrewHead | None:
+        """The member that may begin something now: of stage 0, active, not suspended."""
+        seat, stage = self._seat, self.stage
+        if seat is None or stage is None or seat.phase != "active" or not seat.resumed or not isinstance(stage.member, CrewHead):
+            return None
+        return stage.member if stage.member.usable else None
+
+    def heads(self, crew: bytes | None = None) -> bytes | None:
+        """The crew whose first stage we hold, or are about to, if it is `crew`; None otherwise."""
+        seat = self._seat
+        if seat is None or seat.assigned.stage != 0 or crew not in (None, seat.assigned.crew):
+            return None
+        return seat.assigned.crew
+
+    def call(self, work: Callable[[], Awaitable[T]]) -> T:
+        """`await work()` in the thread's loop. Raises what it raises, and EngineGone when the loop has ended."""
+        if self._token is None:
+            raise EngineGone("the crew's thread has not begun")
+        try:
+            return trio.from_thread.run(work, trio_token=self._token)
+        except (trio.RunFinishedError, trio.Cancelled):
+            self.check()
+            raise EngineGone("the crew's thread has ended") from None
+
+    @property
+    def active(self) -> bool:
+        seat = self._seat
+        return seat is not None and seat.phase == "active"
+
+    def status(self) -> StageStatus | None:
+        seat, stage = self._seat, self.stage
+        if seat is None:
+            return None
+        a = seat.assigned
+        if stage is None or not stage.is_of(a) or seat.phase == "loading":
+            return StageStatus(
+                a.crew, a.roster_epoch, a.stage, seat.phase, step=seat.journal or 0, rung="R0" if seat.journal is not None else "",
+                reason=seat.reason, load=1,
+            )  # fmt: skip
+        attempt, clip, learning_rate = stage.member.last
+        if stage.prepared:
+            attempt = stage.member.participant.attempt
+        return StageStatus(
+            a.crew, a.roster_epoch, a.stage, seat.phase, step=stage.step, progress=stage.progress(), rung=seat.rung,
+            rung_seconds=seat.rung_seconds, squared_norm=stage.member.squared_norm, probe_kl=seat.probe_kl,
+            bubble_share=stage.meter.waited_share, reason=seat.reason, prepared=stage.prepared, attempt=attempt, clip=clip,
+            learning_rate=learning_rate, load=stage.load(), **self._recovery.facts(),
+        )  # fmt: skip
+
+    # ---- the thread ----------------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            trio.run(self._run)
+        except BaseException as error:  # raised again where somebody waits
+            self._death = error
+        finally:
+            with self._changed:
+                self._changed.notify_all()
+
+    async def _run(self) -> None:
+        self._token, self._wake = trio.lowlevel.current_trio_token(), trio.Event()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._beat)
+            while not self._ended:
+                while self._waiting:
+                    await self._handle(self._waiting.popleft(), nursery)
+                await self._wake.wait()
+                self._wake = trio.Event()
+            self._say()  # where it stopped
+            await self._leave("stopping")
+            nursery.cancel_scope.cancel()
+
+    def _woken(self) -> None:
+        if self._wake is not None:
+            self._wake.set()
+
+    async def _handle(self, message: local.ToTrainer, nursery: trio.Nursery) -> None:
+        seat = self._seat
+        match message:
+            case Assigned():
+                await self._leave("another roster")
+                with self._changed:
+                    self._seat = Seat(message)
+                log.info("assigned", crew=message.crew.hex()[:16], epoch=message.roster_epoch, stage=message.stage, held=message.held)
+                nursery.start_soon(self._hold, self._seat)
+            case Settled() if seat is not None and message.roster_epoch == seat.assigned.roster_epoch and seat.settled is None:
+                seat.settled = message
+                seat.came.set()
+            case local.Suspended() if seat is not None:
+                log.info("suspended", reason=message.reason)
+                seat.gate.shut()
+                seat.resumed = False
+            case local.Resumed() if seat is not None and message.roster_epoch == seat.assigned.roster_epoch:
+                log.info("resumed")
+                seat.gate.let()
+                seat.resumed = True
+            case local.Released():
+                log.info("released", reason=message.reason)
+                await self._leave("released")
+                with self._changed:
+                    self._seat = self.stage = None
+                self._recovery.forget()
+        self._say()
+
+    async def _leave(self, why: str) -> None:
+        """Everything of the present roster ends; weights and optimizer stay, and what was promised."""
+        seat = self._seat
+        if seat is None:
+            return
+        seat.scope.cancel()
+        await seat.over.wait()
+        if self.stage is not None and isinstance(self.stage.member, CrewHead):
+            self.stage.member.gone(0, why)  # whoever waits for it
+
+    async def _hold(self, seat: Seat) -> None:
+        assigned = seat.assigned
+        try:
+            with seat.scope:
+                try:
+                    await self._sit(seat)
+                except* (PeerError, LocalError) as group:
+                    self._failed(seat, str(group.exceptions[0]))
+        finally:
+            seat.over.set()
+            log.info("seat ended", stage=assigned.stage, epoch=assigned.roster_epoch, phase=seat.phase)
+
+    async def _sit(self, seat: Seat) -> None:
+        assigned = seat.assigned
+        stage = self.stage
+        if stage is not None and assigned.held and stage.is_of(assigned):
+            self._enter(seat, "ready")
+            await seat.came.wait()
+            assert seat.settled is not None
+            if not await stage.settle(seat.settled):
+                log.warning("behind the crew, restoring", step=stage.step, crew_step=seat.settled.step)
+                stage = await self._load(seat)
+        else:
+            stage = await self._load(seat)
+        assert seat.settled is not None
+        step, gate = seat.settled.step, seat.gate
+        streams = await connect_all(assigned, "frames", gate)
+        try:
+            member = stage.begin(assigned, streams, step)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(member.run)
+                nursery.start_soon(self._recovery.serve, assigned, stage, gate)
+                self._enter(seat, "active")
+        finally:
+            with trio.CancelScope(shield=True):
+                await close_all(streams)
+
+    async def _load(self, seat: Seat) -> Stage:
+        """A stage that is not in memory: built, settled with the others, restored."""
+        assigned = seat.assigned
+        with self._changed:
+            self.stage = None
+        seat.journal = await trio.to_thread.run_sync(self._recovery.journal, assigned)
+        self._say()
+        stage = await trio.to_thread.run_sync(self._build, assigned)
+        if seat.journal is None:
+            self._enter(seat, "probation")  # nothing that others have to wait for, to know where the crew stands
+        await seat.came.wait()
+        assert seat.settled is not None
+        with self._changed:
+            self.stage = stage
+        restored = await self._recovery.restore(assigned, stage, seat.settled, seat.gate)
+        self._built(stage)
+        seat.rung, seat.rung_seconds, seat.probe_kl = restored.rung, time.monotonic() - seat.since, restored.probe_kl
+        log.info("stage restored", stage=assigned.stage, rung=seat.rung or "base", seconds=round(seat.rung_seconds, 2))
+        return stage
+
+    def _enter(self, seat: Seat, phase: local.StagePhase) -> None:
+        with self._changed:
+            seat.phase = phase
+        self._say()
+
+    def _failed(self, seat: Seat, reason: str) -> None:
+        log.error("the stage is lost", reason=reason)
+        seat.reason = reason[:128]
+        self._enter(seat, "failed")
+
+    # ---- for whoever watches -------------------------------------------------------------------------------------------
+
+    def _say(self) -> None:
+        status = self.status()
+        if status is not None:
+            self._send(status)
+        with self._changed:
+            self._changed.notify_all()
+
+    async def _beat(self) -> None:
+        """A status a second; and a sign of progress for the supervisor while there is progress, or nothing to do."""
+        while True:
+            await trio.sleep(STATUS_SECONDS)
+            self._say()
+            status = self.status()
+            if status is None:
+                self._progress("waiting for a crew")
+                continue
+            if status.phase in ("loading", "probation"):
+                self._progress("loading a stage")
+            elif status.load == 0 or status.progress != self._shown:
+                self._progress(f"stage {status.stage}")
+            self._shown = status.progress

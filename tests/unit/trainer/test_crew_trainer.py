@@ -1,0 +1,222 @@
+"""Trainers that hold a policy together: they learn as one that holds it whole, publish as any, and know when they need each other."""
+
+import contextlib
+import math
+import threading
+from functools import partial
+
+import pytest
+import torch
+import trio
+from transformers import GPT2Config
+
+from swarmnode.config import Config, PolicyConfig
+from swarmnode.errors import DeviceError, Refused
+from swarmnode.policy.load import load_policy
+from swarmnode.policy.micro import MicroBatcher
+from swarmnode.process import Progress
+from swarmnode.rollouts.groups import ExternalGroup
+from swarmnode.tasks.client import Scorer
+from swarmnode.testing.crew_network import crew_network
+from swarmnode.testing.deep_model import write_deep_model
+from swarmnode.testing.waiting import until
+from swarmnode.trainer.batch import TrainingGroup, assemble, judge
+from swarmnode.trainer.crew import CrewTrainer, make_trainer
+from swarmnode.trainer.crew_policy import CrewPolicy
+from swarmnode.trainer.engine import EngineGone
+from swarmnode.trainer.loop import Trainer
+from swarmnode.trainer.state import SEQUENCE_MARGIN
+from swarmnode.trainer.update import Updater
+from swarmnode.wire.messages import RolloutGroup
+from swarmnode.wire.tensors import unpack_ids, unpack_logprobs
+
+PROMPTS = ["What is 3 + 4?", "Calculate 10 + 8.", "Find the LCM of 6, 9"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_deep_model(tmp_path_factory.mktemp("model"), layers=4)
+
+
+def config(directory, model, codec="float32", **sections):
+    sections = {"training": {}, "stages": {}, **sections}
+    return Config.model_validate(
+        {
+            "node": {"data_dir": directory},
+            "policy": {"model": str(model), "device": "cpu"},
+            "task": {"held_out_per_task": 2},
+            "weights": {"rule": "off"},
+            **sections,
+            "training": {"eval_every": 1000, **sections["training"]},
+            "stages": {"mode": "always", "codec": codec, "gradient_codec": codec, **sections["stages"]},
+        }
+    )
+
+
+@contextlib.asynccontextmanager
+async def crew(tmp_path, configs, layers):
+    """(network, trainers) of one running crew, all in this process."""
+    directories = [tmp_path / f"node{i}" for i in range(len(configs))]
+    async with crew_network(directories, layers) as network, trio.open_nursery() as nursery:
+        trainers = [CrewTrainer(c, Progress()) for c in configs]
+        for trainer in trainers:
+            nursery.start_soon(trio.to_thread.run_sync, trainer.run)
+        try:
+            await until(lambda: network.running, seconds=60)
+            yield network, trainers
+        finally:
+            for trainer in trainers:
+                trainer.stop()
+
+
+def make(tmp_path, model, count=2, **sections):
+    return [config(tmp_path / f"node{i}", model, **sections) for i in range(count)]
+
+
+def whole(model):
+    return load_policy(PolicyConfig(model=str(model), device="cpu"))
+
+
+def engine_of(trainer):
+    """The engine that the head's loop has, in its place: nobody else asks the head for anything then."""
+    return CrewPolicy(trainer._config, trainer._model, trainer._sitting, trainer._sitting.heads(), threading.Event())
+
+
+async def in_thread(work, *args):
+    return await trio.to_thread.run_sync(lambda: work(*args))
+
+
+class Idle:
+    """Stands in for the loop: a head that begins nothing by itself."""
+
+    def __init__(self, monkeypatch):
+        monkeypatch.setattr(CrewTrainer, "_lead", lambda self, crew, scorer: self._stop.wait())
+
+
+async def test_a_crew_learns_publishes_and_goes_on_after_a_restart(tmp_path, model):
+    configs = make(tmp_path, model, 3, training={"max_steps": 24, "eval_every": 24})
+    async with crew(tmp_path, configs, [1, 2, 1]) as (network, _):
+        head = network.nodes[0]
+        await until(lambda: head.reports and head.reports[-1].phase == "draining", seconds=90)
+    last = head.reports[-1]
+    assert last.step == 24
+    assert last.reward_held_out > last.reward_held_out_start + 0.02
+    assert not any(node.published or node.reports for node in network.nodes[1:])
+    policy = whole(model)
+    assert {hello.model for node in network.nodes for hello in node.hellos} == {policy.fingerprint}
+    assert {hello.tokenizer for node in network.nodes for hello in node.hellos} == {policy.tokenizer_hash}
+    assert [group.policy_version for group in head.published] == sorted(group.policy_version for group in head.published)
+    assert last.policy_version == head.status.step, "steps with nothing to learn are none of the crew's"
+
+    # the whole crew again: from its journals, and no question twice
+    again = make(tmp_path, model, 3, training={"max_steps": 26})
+    async with crew(tmp_path, again, [1, 2, 1]) as (network, _):
+        await until(lambda: network.nodes[0].reports and network.nodes[0].reports[-1].phase == "draining", seconds=60)
+        assert [node.rungs for node in network.nodes] == [["R0"]] * 3
+        assert network.resumed_at[0][1] == last.policy_version
+        assert network.nodes[0].reports[0].step == 24
+        repeated = {g.sequence for g in network.nodes[0].published} & {g.sequence for g in head.published}
+        assert not repeated
+        assert min(g.sequence for g in network.nodes[0].published) >= max(g.sequence for g in head.published) + SEQUENCE_MARGIN
+
+
+async def test_a_crew_s_step_is_that_of_the_whole_policy(tmp_path, model, monkeypatch):
+    Idle(monkeypatch)
+    configs = make(tmp_path, model, 4, training={"weight_decay": 0.01, "max_grad_norm": 0.5})
+    policy = whole(model)
+    cfg = configs[0].training
+    generator = torch.Generator().manual_seed(5)
+    prompts = [policy.encode_prompt(p) for p in PROMPTS]
+    groups = []
+    for i, peer in enumerate(["", "", "someone"]):
+        rows = [(prompts[i], torch.randint(4, 100, (n,), generator=generator).tolist()) for n in (3, 1, 5, 2)]
+        old = [[-4.0] * len(c) for _, c in rows]
+        groups.append(TrainingGroup(rows, old, [1.0, 0.0, 0.0, 1.0], [1.0, 0.9, 1.0, 0.8], peer))
+    rows = assemble(groups, "grpo")
+    updater = Updater(policy, cfg, MicroBatcher(16384))
+    async with crew(tmp_path, configs, [1, 1, 1, 1]) as (_, trainers):
+        engine = engine_of(trainers[0])
+        for step in range(2):
+            expected = updater.update(rows, step)
+            got = await in_thread(engine.update, rows, step)
+            assert got.stepped
+            assert got.loss == pytest.approx(expected.loss, abs=1e-5)
+            assert got.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+        scored = await in_thread(engine.score, rows.rows, 1.0)
+        ours = MicroBatcher(16384).score_with_entropy(policy, rows.rows, 1.0)
+        for (a, b), (c, d) in zip(scored, ours, strict=True):
+            assert a == pytest.approx(c, abs=1e-4)
+            assert b == pytest.approx(d, abs=1e-3)
+        state = {}
+        for trainer in trainers:
+            runtime = trainer._sitting.stage.runtime
+            state |= {runtime.spec.whole(n): p.detach() for n, p in runtime.model.named_parameters()}
+        for name, tensor in policy.trainable_state().items():
+            assert torch.allclose(state[name], tensor, atol=1e-4), name
+
+
+async def test_a_whole_node_believes_what_a_crew_with_rounded_activations_publishes(tmp_path, model):
+    configs = make(tmp_path, model, 2, codec="int8", training={"max_steps": 1})
+    async with crew(tmp_path, configs, [2, 2]) as (network, _):
+        await until(lambda: network.nodes[0].published, seconds=60)
+        policy = whole(model)
+        groups = []
+        with Scorer() as scorer:
+            prompts = [scorer.prompt(own.task) for own in network.nodes[0].published[:4]]
+        for own, prompt in zip(network.nodes[0].published, prompts, strict=False):
+            group = RolloutGroup(
+                own.task, policy.fingerprint, policy.tokenizer_hash, 0, 0, own.sequence, own.sampling, own.completions
+            )  # fmt: skip
+            groups.append(ExternalGroup(bytes(32), "12D3KooWpeer", group, prompt, own.rewards, 0))
+            for completion in own.completions:
+                logprobs = unpack_logprobs(completion.logprobs)
+                assert len(logprobs) == len(unpack_ids(completion.token_ids)) == completion.tokens
+                assert math.isclose(math.fsum(logprobs.tolist()), completion.logprob, abs_tol=1e-4)
+                assert policy.decode(unpack_ids(completion.token_ids).tolist()) == completion.text
+        judged = judge(groups, policy, partial(MicroBatcher(16384).score_with_entropy, policy), configs[0].sharing, 1.0)
+        assert [outcome for _, outcome in judged.outcomes] == ["used"] * 4
+
+
+async def test_a_head_s_calls_outlive_a_roster_and_end_with_its_seat(tmp_path, model, monkeypatch):
+    Idle(monkeypatch)
+    async with crew(tmp_path, make(tmp_path, model), [2, 2]) as (network, trainers):
+        engine = engine_of(trainers[0])
+        results = []
+
+        async def ask():
+            results.append(await in_thread(engine.generate, PROMPTS * 8, 4, 8, 1.0, 1.0, torch.Generator().manual_seed(1)))
+
+        expected = await in_thread(engine.generate, PROMPTS * 8, 4, 8, 1.0, 1.0, torch.Generator().manual_seed(1))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await until(lambda: trainers[0]._sitting.head().head_statistics().waves)
+            network.new_roster()
+        assert network.epoch == 2
+        ids = lambda groups: [[c.ids for c in g.completions] for g in groups]
+        assert ids(results[0]) == ids(expected), "begun again, and the same tokens drawn"
+        network.release(network.nodes[0])
+        with pytest.raises(EngineGone):
+            await in_thread(engine.score, [([5, 6], [7])], 1.0)
+
+
+def test_who_needs_a_crew(tmp_path, model):
+    fits = config(tmp_path, model, stages={"mode": "auto"})
+    assert isinstance(make_trainer(fits, Progress()), Trainer)
+    small = config(tmp_path, model, stages={"mode": "auto", "capacity": 2**20})
+    assert isinstance(make_trainer(small, Progress()), CrewTrainer)
+    assert isinstance(make_trainer(config(tmp_path, model, stages={"mode": "off", "capacity": 2**20}), Progress()), Trainer)
+    assert isinstance(make_trainer(config(tmp_path, model), Progress()), CrewTrainer)
+
+
+def test_what_no_crew_can_do_is_said_at_the_start(tmp_path, model):
+    with pytest.raises(Refused, match="beta"):
+        CrewTrainer(config(tmp_path, model, training={"beta": 0.1}), Progress()).run()
+    other = tmp_path / "gpt2"
+    GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64).save_pretrained(other)
+    with pytest.raises(DeviceError, match="gpt2"):
+        make_trainer(config(tmp_path, other, stages={"mode": "auto", "capacity": 2**16}), Progress())
