@@ -320,7 +320,7 @@ class Pipes:
         try:
             with trio.move_on_after(OPEN_SECONDS):
                 opened = await _read_first(stream, StreamOpen)
-                reason = self._refusal(stream.peer, opened)
+                reason = refusal(self._circle, stream.peer, opened)
         except BadMessage as error:
             reason = "malformed"
             self._rejected(stream.peer, "stages_malformed", PROOF)
@@ -332,19 +332,6 @@ class Pipes:
             stream.reset(reason)
             return
         await self._park(stream, (opened.from_stage, opened.kind))
-
-    def _refusal(self, peer: str, opened: StreamOpen) -> str:
-        """Of REFUSALS; empty for one that is welcome."""
-        circle = self._circle
-        if circle is None or opened.crew != circle.crew:
-            return "crew"
-        if opened.roster_epoch != circle.roster_epoch:
-            return "roster_epoch"
-        if opened.to_stage != circle.stage or not 0 <= opened.from_stage < circle.stage:
-            return "stage"
-        if circle.members[opened.from_stage] != peer:
-            return "peer"
-        return "" if circle.stage_epochs[opened.from_stage] == opened.from_epoch else "stage_epoch"
 
     async def _park(self, stream: Stream, key: Key) -> None:
         before = self._parked.pop(key, None)
@@ -410,6 +397,19 @@ class Pipes:
         while not self._allows(choice):
             await trio.sleep(BUDGET_SECONDS)
             self._throttled += BUDGET_SECONDS
+
+
+def refusal(circle: Circle | None, peer: str, opened: StreamOpen) -> str:
+    """Why a stream that `peer` opened is not taken, of REFUSALS; empty for one that is welcome."""
+    if circle is None or opened.crew != circle.crew:
+        return "crew"
+    if opened.roster_epoch != circle.roster_epoch:
+        return "roster_epoch"
+    if opened.to_stage != circle.stage or not 0 <= opened.from_stage < circle.stage:
+        return "stage"
+    if circle.members[opened.from_stage] != peer:
+        return "peer"
+    return "" if circle.stage_epochs[opened.from_stage] == opened.from_epoch else "stage_epoch"
 
 
 class _Pipe:
