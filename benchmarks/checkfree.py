@@ -5,7 +5,7 @@ A tiny Llama of eight one-layer stages (benchmarks/staged.py), trained from scra
 (b) Losses at random at the paper's rates, iterations to a target loss (benchmarks/failures.py).
 (c) As (a) for a policy that was fine-tuned from a published base, whole and with LoRA.
 The recoveries are the product's own functions.
-`--table PATH` prints the tables of a JSON file again.
+`--table PATH …` prints the tables of JSON files again, of several as of one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from benchmarks import failures
 from benchmarks import recoveries as ways
 from benchmarks.failures import ARMS, NO_FAILURE, NO_FAILURE_SWAPPED, RATES, schedule, survive
-from benchmarks.forks import METHODS, PLACES, Size, Trunk, compare, grow
+from benchmarks.forks import HEALED, METHODS, PLACES, Size, Trunk, compare, grow
 from benchmarks.recoveries import Recovery
 from benchmarks.report import heading, table, write_json
 from benchmarks.staged import STAGES, Corpus, Staged, build, language, tasks
@@ -35,11 +35,12 @@ from swarmnode.config import LoraSettings
 
 FULL = Size()
 QUICK = Size(steps=100, tuned_steps=60, marks=(0, 10), quick=True)
+PARTS = ("single", "failures")
 CAP = 2.5
 """Iterations of (b) at most, in units of those to the target without failures."""
 TUNED = (
     "exact, with Adam (R0)", "shadow, 20 steps old (R2)", "shadow, 50 steps old (R2)", "base weights (R3)",
-    "CheckFree (R4)", "CheckFree, healed", "identity", "identity, healed",
+    "CheckFree (R4)", "identity",
 )  # fmt: skip
 ADAPTER = {
     "exact, with Adam (R0)": "exact, with Adam (R0)", "shadow, 20 steps old (R2)": "shadow, 20 steps old (R2)",
@@ -52,20 +53,25 @@ ADAPTER = {
 # ---- the parts
 
 
-def corpora(size: Size) -> tuple[Corpus, Corpus]:
-    return language(32 if size.quick else 64), tasks(32 if size.quick else 64, 100 if size.quick else 400)
+def text_of(size: Size) -> Corpus:
+    return language(32 if size.quick else 64)
 
 
 def single(seed: int, size: Size) -> list[dict[str, Any]]:
     """Parts (a) and (c) of one seed."""
     torch.set_num_threads(1)
-    text, demonstrations = corpora(size)
+    text, demonstrations = text_of(size), tasks(32 if size.quick else 64, 100 if size.quick else 400)
     rows: list[dict[str, Any]] = []
 
     def part(
         name: str, trunk: Trunk, corpus: Corpus, first: int, methods: dict[str, Recovery], places: Sequence[str], marks: Sequence[int]
     ) -> None:
-        wanted = [(method, PLACES[place], recovery) for place in places for method, recovery in methods.items()]
+        wanted = []
+        for place in places:
+            for method, recovery in methods.items():
+                wanted.append((method, PLACES[place], recovery, False))
+                if method in HEALED:
+                    wanted.append((f"{method}, healed", PLACES[place], recovery, True))
         where = {lost: place for place, lost in PLACES.items()}
         for row in compare(trunk, corpus, seed, first, marks, wanted):
             rows.append({"part": name, "place": where[tuple(row["lost"])]} | row)
@@ -86,9 +92,9 @@ def single(seed: int, size: Size) -> list[dict[str, Any]]:
         Staged(copy.deepcopy(published), size.tuned_rate), demonstrations, seed, 0, size.tuned_steps,
         [kept.without_moments() for kept in trunk.history.now],
     )  # fmt: skip
-    part("fine-tuned", tuned, demonstrations, size.tuned_steps, {m: METHODS[m] for m in TUNED if m in METHODS}, inner, size.marks)
+    part("fine-tuned", tuned, demonstrations, size.tuned_steps, {m: METHODS[m] for m in TUNED}, inner, size.marks)
     if not size.quick:
-        part("fine-tuned", tuned, demonstrations, size.tuned_steps, {m: METHODS[m] for m in TUNED if m in METHODS}, others, (0,))
+        part("fine-tuned", tuned, demonstrations, size.tuned_steps, {m: METHODS[m] for m in TUNED}, others, (0,))
     rows.append({"part": "weights moved", "seed": seed, "share": moved(tuned)})
 
     staged = Staged(adapted(published, size.rank, seed), size.adapter_rate)
@@ -123,7 +129,7 @@ def moved(trunk: Trunk) -> list[float]:
 def control(seed: int, size: Size) -> dict[str, Any]:
     """Part (b) without failures: sets the target of its seed."""
     torch.set_num_threads(1)
-    run = survive(NO_FAILURE, size, corpora(size)[0], seed, {}, size.steps, None)
+    run = survive(NO_FAILURE, size, text_of(size), seed, {}, size.steps, None)
     target = failures.target_of(run["curve"], size.steps)
     return run | {"rate": "none", "target": target, "iterations": failures.first_at(run["curve"], target)}
 
@@ -131,7 +137,7 @@ def control(seed: int, size: Size) -> dict[str, Any]:
 def at_rate(seed: int, size: Size, rate: str, target: float) -> list[dict[str, Any]]:
     """Part (b) at one rate; `none` is the swapped order without failures."""
     torch.set_num_threads(1)
-    corpus, cap = corpora(size)[0], int(CAP * size.steps)
+    corpus, cap = text_of(size), int(CAP * size.steps)
     if rate == "none":
         return [survive(NO_FAILURE_SWAPPED, size, corpus, seed, {}, cap, target) | {"rate": rate}]
     quick = ("checkpoint every 10", "shadows every 20", "CheckFree", "CheckFree+")
@@ -198,9 +204,14 @@ def failure_table(runs: list[dict[str, Any]]) -> str:
 
 
 def tables(results: dict[str, Any]) -> str:
-    share = [s for r in results["single"] if r["part"] == "weights moved" for s in r["share"]]
-    note = f"Fine-tuning moved a stage's weights by {statistics.median(share or [0]):.1%} of their norm (median over stages and seeds).\n"
-    return "\n".join([single_tables(results["single"]), note, "### failures at random", "", failure_table(results["failures"])])
+    lines = []
+    if results["single"]:
+        share = [s for r in results["single"] if r["part"] == "weights moved" for s in r["share"]]
+        note = f"Fine-tuning moved a stage's weights by {statistics.median(share):.1%} of their norm (median over stages and seeds).\n"
+        lines += [single_tables(results["single"]), note]
+    if results["failures"]:
+        lines += ["### failures at random", "", failure_table(results["failures"])]
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -209,20 +220,23 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="one seed, short, an inner stage and one failure rate only; under a minute")
     parser.add_argument("--json", type=Path, help="write all results there")
-    parser.add_argument("--table", type=Path, help="run nothing: print the tables of this JSON file")
+    parser.add_argument("--table", type=Path, nargs="+", metavar="JSON", help="run nothing: print the tables of these results")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="single: (a) and (c); failures: (b)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=1, help="seed 0 was used to choose the sizes")
     parser.add_argument("--processes", type=int, default=2, help="one thread each")
     args = parser.parse_args()
     if args.table:
-        print(tables(json.loads(args.table.read_text())["results"]))
+        read = [json.loads(path.read_text())["results"] for path in args.table]
+        print(tables({part: [row for results in read for row in results[part]] for part in PARTS}))
         return
     seeds, size = (1, QUICK) if args.quick else (args.seeds, FULL)
     print(heading("checkfree: what does it cost to lose a stage?"), flush=True)
-    print(tables(run(range(args.first_seed, args.first_seed + seeds), size, args.processes, args.json)), flush=True)
+    results = run(range(args.first_seed, args.first_seed + seeds), size, args.parts, args.processes, args.json)
+    print(tables(results), flush=True)
 
 
-def run(seeds: Sequence[int], size: Size, processes: int, path: Path | None) -> dict[str, Any]:
+def run(seeds: Sequence[int], size: Size, parts: Sequence[str], processes: int, path: Path | None) -> dict[str, Any]:
     """All parts of all seeds; what there is is written to `path` whenever a piece is done."""
     results: dict[str, Any] = {"size": vars(size), "cap": CAP, "single": [], "failures": []}
     started = time.time()
@@ -235,8 +249,8 @@ def run(seeds: Sequence[int], size: Size, processes: int, path: Path | None) -> 
 
     rates = ("16 %/h",) if size.quick else ("none", *RATES)
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        controls = [(seed, pool.submit(control, seed, size)) for seed in seeds]
-        singles = [(seed, pool.submit(single, seed, size)) for seed in seeds]
+        controls = [(seed, pool.submit(control, seed, size)) for seed in seeds if "failures" in parts]
+        singles = [(seed, pool.submit(single, seed, size)) for seed in seeds if "single" in parts]
         later = []
         for seed, future in controls:
             row = future.result()
