@@ -8,6 +8,7 @@ dies, it goes on: what other nodes see is one peer that never left.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -39,6 +40,7 @@ from swarmnode.process import Progress, die_with_parent, run_main
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import Draw, Drawn, Judged, OwnGroup
 from swarmnode.stages import local as stages
+from swarmnode.stages.plane import StagePlane
 from swarmnode.tasks.client import AsyncScorer
 from swarmnode.trainer.link_server import LinkServer
 from swarmnode.trainer.messages import Hello, Report, Welcome
@@ -50,6 +52,8 @@ from swarmnode.wire.messages import RolloutGroup, Summary
 log = structlog.get_logger("swarmnode.node")
 
 HEARTBEAT_SECONDS = 1.0
+PAUSES = ("quiet_hours", "month")
+"""Why a node leaves its crew for a while: what `Budget` calls a pause and is not over in a moment."""
 
 
 async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
@@ -65,6 +69,7 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
         async with trio.open_nursery() as nursery:
             await nursery.start(node.exchange.run)
             await nursery.start(node.weights_plane.run)
+            await nursery.start(node.stage_plane.run)
             await nursery.start(node.link.run)
             if config.http.enabled:
                 node.url = await nursery.start(partial(serve_http, config.http, node.snapshot))
@@ -77,6 +82,7 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
                     break
             log.info("draining")
             node.draining = True
+            await node.stage_plane.leave("its node stops")
             nursery.cancel_scope.cancel()
 
 
@@ -110,9 +116,13 @@ class Node:
             network, scorer, identity.private_key, swarm, config.task.names, config.sharing,
             max_completion_length=config.training.max_completion_length, keeps_rules=keeps_rules, budget=self.meter, spoken=spoken,
         )  # fmt: skip
-        self.link = LinkServer(config.node.data_dir, self)
+        self.link = LinkServer(config.node.data_dir, self, lambda: self.stage_plane.trainer_left())
         self.weights_plane = WeightExchange(
             network, identity.private_key, swarm, config.weights, config.node.data_dir, self.link.tell, budget=self.meter.allows
+        )  # fmt: skip
+        self.stage_plane = StagePlane(
+            network, identity.private_key, config.stages, config.node.data_dir, self.link.tell, restart=self.end_trainer,
+            paused=lambda: next((why for why in self.meter.statistics().paused if why in PAUSES), ""), allows=self.meter.has_room,
         )  # fmt: skip
         self.url = ""
         self.draining = False
@@ -130,6 +140,7 @@ class Node:
         self._trainer_pid = hello.pid or None
         self.exchange.set_policy(hello)
         self.weights_plane.set_policy(hello.replica, hello.model, hello.tokenizer)
+        self.stage_plane.hello(hello.pid)
         return Welcome(self._network.peer_id, self._swarm)
 
     async def own_group(self, group: OwnGroup) -> None:
@@ -150,7 +161,14 @@ class Node:
         self.weights_plane.receive(message)
 
     def stages(self, message: stages.FromTrainer) -> None:
-        log.debug("no crews here", message=type(message).__name__)
+        self.stage_plane.receive(message)
+
+    def end_trainer(self, reason: str) -> None:
+        """The trainer hangs: end its process. The supervisor starts another."""
+        log.error("ending the trainer", reason=reason, pid=self._trainer_pid)
+        if self._trainer_pid is not None and self.link.statistics().connected:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._trainer_pid, signal.SIGKILL)
 
     # ---- for other nodes' operators -----------------------------------------------------------------------------------
 
