@@ -55,7 +55,7 @@ def kind(lead):
         return dict
     if 0x90 <= lead <= 0x9F or lead in (0xDC, 0xDD):
         return list
-    return {0xC0: type(None), 0xC4: bytes, 0xC5: bytes, 0xC6: bytes, 0xCA: float, 0xCB: float}.get(lead)
+    return {0xC0: type(None), 0xC2: bool, 0xC3: bool, 0xC4: bytes, 0xC5: bytes, 0xC6: bytes, 0xCA: float, 0xCB: float}.get(lead)
 
 
 def read(stream, data, wanted):

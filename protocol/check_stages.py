@@ -61,7 +61,7 @@ def read_frame(data, crew):
 def body_bytes(header, crew):
     """Section 2.2, and how long the body is."""
     place, rows = header["place"], header.get("rows", 1)
-    require(len(place[0]) == EXACT["crew"] and 0 <= place[2] < COUNTS["stages"])
+    require(len(place[0]) == EXACT["crew_prefix"] and 0 <= place[2] < COUNTS["stages"])
     counter(place[1], place[3], place[4], header.get("micro_batch", 0), header.get("attempt", 0))
     require(1 <= rows <= crew["tokens"])
     require(1 <= header.get("about", 1) <= BYTES["stage_about_item"] * (crew["tokens"] + 16))
@@ -215,6 +215,15 @@ def stage_fence(roster, sender, step, place, control):
     return None
 
 
+def stage_route(stages, swapped, micro_batch, purpose):
+    """Section 2.3: [stage, what of it is run] of each visit."""
+    if not (swapped and purpose == "learn" and micro_batch % 2):
+        return [[stage, "all"] for stage in range(stages)]
+    middle = [[stage, "layers"] for stage in range(2, stages - 2)]
+    ends = [[stages - 1, "layers"], [stages - 2, "layers"], [stages - 1, "head"]]
+    return [[0, "embed"], [1, "layers"], [0, "layers"], *middle, *ends]
+
+
 def stage_commit(step, events):
     """Section 6: what a stage that has taken `step` steps answers to each of `events`."""
     state = {"step": step, "attempt": 0, "phase": "open", "have": set(), "norm": 0.0}
@@ -264,4 +273,4 @@ def proposed(state, step, attempt, micro_batches, squared_norm):
 
 
 READERS = {"stage_frame": read_frame}
-DERIVATIONS = {"stage_fence": stage_fence, "stage_commit": stage_commit}
+DERIVATIONS = {"stage_fence": stage_fence, "stage_commit": stage_commit, "stage_route": stage_route}

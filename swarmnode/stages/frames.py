@@ -23,7 +23,7 @@ FRAME_REASONS: Final = ("oversize", "malformed", "schema", "bounds", "not_finite
 HEADER_BYTES: Final = caps.STAGE_HEADER_BYTES
 CHUNK_BYTES: Final = 1024 * 1024
 """Written to a stream at a time, at most."""
-CREW_BYTES: Final = caps.CREW_BYTES
+CREW_BYTES: Final = caps.CREW_PREFIX_BYTES
 SESSION_BYTES: Final = caps.WAVE_BYTES
 FINGERPRINT_BYTES: Final = caps.FINGERPRINT_BYTES
 MICRO_BATCHES: Final = caps.MICRO_BATCHES

@@ -9,13 +9,29 @@ from typing import Any, get_args
 
 import msgspec
 
+from swarmnode.stages import messages
 from swarmnode.stages.frames import Frame
+from swarmnode.stages.pipes import StreamOpen, StreamReady
+from swarmnode.stages.recovery.messages import Edge, Probe
+from swarmnode.stages.recovery.messages import Message as StateMessage
 from swarmnode.stages.work import MicroBatch, Questions
 from swarmnode.wire.schema import render
 
-FRAMES: tuple[Any, ...] = get_args(Frame)
+
+def _named(prefix: str, union: Any) -> dict[str, Any]:
+    return {f"{prefix}_{message.__struct_config__.tag}": message for message in get_args(union)}
+
+
 MESSAGES: dict[str, type[msgspec.Struct]] = {
-    **{f"stage_{frame.__struct_config__.tag}": frame for frame in FRAMES},
+    **_named("stage", Frame),
+    **_named("state", StateMessage),
+    **_named("crews", messages.Message),
+    "crew_record": messages.Record,
+    "crew_certificate": messages.Certificate,
+    "stage_stream_open": StreamOpen,
+    "stage_stream_ready": StreamReady,
+    "state_probe": Probe,
+    "state_edge": Edge,
     "stage_micro_batch": MicroBatch,
     "stage_wave": Questions,
 }

@@ -9,6 +9,7 @@ from typing import Any
 from swarmnode.stages.commit import Answer, Confirm, Discard, Participant, Prepare, Take
 from swarmnode.stages.fence import Fence
 from swarmnode.stages.frames import Place
+from swarmnode.stages.routes import Routes
 from swarmnode.testing.frames import Vector, accepted, changed, pack, pairs, rejected, without
 
 CREW = bytes(range(16))
@@ -302,6 +303,15 @@ def hostile_bodies() -> Iterator[Vector]:
 
 def learn_raw(about: bytes) -> bytes:
     return joined(header("forward", **{**forward_fields(BATCH), "about": len(about)}), about + floats(*VALUES))
+
+
+def routes() -> Iterator[Vector]:
+    learn = [(3, False, 1), (4, True, 1), (4, True, 2), (5, True, 7), (8, True, 9)]
+    for stages, swapped, number, purpose in [*((*case, "learn") for case in learn), (4, True, 1, "score")]:
+        output = [[hop.stage, hop.part] for hop in Routes(stages, swapped).of(number, purpose)]  # type: ignore[arg-type]
+        given = {"stages": stages, "swapped": swapped, "micro_batch": number, "purpose": purpose}
+        name = f"way of micro-batch {number} to {purpose} through {stages} stages{', swapped' if swapped else ''}"
+        yield {"name": name, "derive": "stage_route", "input": given, "output": output}
 
 
 def fences() -> Iterator[Vector]:

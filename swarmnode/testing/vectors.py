@@ -15,7 +15,7 @@ from typing import Any
 import msgpack
 
 from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
-from swarmnode.testing import bulk_vectors, manifest_vectors, stage_vectors, summary_vectors, weight_vectors
+from swarmnode.testing import bulk_vectors, crew_vectors, manifest_vectors, stage_vectors, summary_vectors, weight_vectors
 from swarmnode.testing.frames import (
     ANNOUNCE,
     COMPLETION,
@@ -456,7 +456,11 @@ DOCUMENTS: dict[str, tuple[str, tuple[Callable[[], Iterator[Vector]], ...]]] = {
         weight_vectors.messages, weight_vectors.states, weight_vectors.derivations,
     )),
     "stages": ("Frames between the members of a crew with the `given` shapes; the fence; what a stage answers while a step is taken.", (
-        stage_vectors.frames, stage_vectors.hostile_headers, stage_vectors.hostile_bodies, stage_vectors.fences, stage_vectors.commits,
+        stage_vectors.frames, stage_vectors.hostile_headers, stage_vectors.hostile_bodies, stage_vectors.routes, stage_vectors.fences,
+        stage_vectors.commits,
+    )),
+    "crews": ("What members' network processes say, rosters and the votes for them, and who may open a stream.", (
+        crew_vectors.messages, crew_vectors.adoptions, crew_vectors.streams, crew_vectors.derivations,
     )),
     "admission": ("What a node makes of a frame from gossip, up to where it needs a scorer.", (admission,)),
     "derivations": ("Names and numbers that follow from others.", (derivations,)),

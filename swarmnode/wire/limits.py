@@ -63,7 +63,7 @@ STAGE_ABOUT_ITEM_BYTES = 48
 """Of a micro-batch's description, per token that the crew allows, at most."""
 STAGE_ACTIVATION_BLOCK = 64
 """Values of one token that share a scale under `int8`, at most."""
-CREW_BYTES = 16
+CREW_PREFIX_BYTES = 16
 """Of a crew's id in a frame: its first half."""
 WAVE_BYTES = 16
 """Of a wave's name."""

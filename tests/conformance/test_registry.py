@@ -11,8 +11,12 @@ from swarmnode.p2p import bulk, exchange, host, manifests, sessions, summaries
 from swarmnode.rollouts import admission
 from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.rollouts.shelf import Throughput
+from swarmnode.stages import frames as stage_frames
+from swarmnode.stages import messages as crews
+from swarmnode.stages import pipes, plane
 from swarmnode.stages.fence import FENCE_REASONS
-from swarmnode.stages.frames import FRAME_REASONS
+from swarmnode.stages.plan import MEMBERS
+from swarmnode.stages.recovery.messages import STATE_REASONS
 from swarmnode.stages.schema import schemas as stages_schemas
 from swarmnode.tasks import seeds
 from swarmnode.weights import catchup
@@ -64,6 +68,8 @@ def test_domain_strings_are_those_of_the_registry():
         "seed": ids.DOMAIN_SEED,
         "evaluation": ids.DOMAIN_EVALUATION,
         "task": ids.DOMAIN_TASK,
+        "crew_record": crews.RECORD_DOMAIN,
+        "crew_vote": crews.VOTE_DOMAIN,
     }
     assert {name: value.decode() for name, value in ours.items()} == REGISTRY["domains"]
 
@@ -102,6 +108,10 @@ def test_caps_are_those_of_the_registry():
         "weights_message": weights_messages.MESSAGE_BYTES,
         "weights_state_request": weights_messages.STATE_REQUEST_BYTES,
         "weights_state_response": weights_messages.STATE_BYTES,
+        "crews_message": crews.MESSAGE_BYTES,
+        "crew_reason": crews.REASON_BYTES,
+        "stage_open": pipes.OPEN_BYTES,
+        "stage_chunk": stage_frames.CHUNK_BYTES,
         "stage_header": limits.STAGE_HEADER_BYTES,
         "stage_about_item": limits.STAGE_ABOUT_ITEM_BYTES,
         "peer_id": limits.PEER_ID_BYTES,
@@ -131,7 +141,10 @@ def test_caps_are_those_of_the_registry():
         "transfer": limits.TRANSFER_BYTES,
         "chunk_hash": limits.CHUNK_HASH_BYTES,
         "token": limits.TOKEN_BYTES,
-        "crew": limits.CREW_BYTES,
+        "crew": crews.CREW_BYTES,
+        "crew_prefix": limits.CREW_PREFIX_BYTES,
+        "record_hash": crews.HASH_BYTES,
+        "incarnation": crews.INCARNATION_BYTES,
         "wave": limits.WAVE_BYTES,
     }
     assert REGISTRY["counts"] == {
@@ -156,6 +169,10 @@ def test_caps_are_those_of_the_registry():
         "fragments": weights_messages.FRAGMENTS,
         "retry_seconds": weights_messages.RETRY_SECONDS,
         "stages": limits.STAGES,
+        "seats": MEMBERS,
+        "witnesses": crews.WITNESSES,
+        "chain": crews.CHAIN,
+        "layers": crews.LAYERS,
         "micro_batches": limits.MICRO_BATCHES,
         "stage_activation_block": limits.STAGE_ACTIVATION_BLOCK,
     }
@@ -164,6 +181,7 @@ def test_caps_are_those_of_the_registry():
         "token_logprob": limits.TOKEN_LOGPROB,
         "logprob_slack": limits.LOGPROB_SLACK,
         "groups_per_second": limits.GROUPS_PER_SECOND,
+        "crew_amount": 1e30,
     }
     assert REGISTRY["seconds"] == {
         "clock_skew": limits.CLOCK_SKEW_SECONDS,
@@ -182,6 +200,10 @@ def test_timeouts_are_those_of_the_registry():
         "summary": summaries.DEADLINE,
         "weights": weights_exchange.SAY_SECONDS,
         "weights_state": catchup.ASK_SECONDS,
+        "crews": plane.SAY_SECONDS,
+        "heartbeat": plane.BEAT_SECONDS,
+        "stage_open": pipes.OPEN_SECONDS,
+        "stage_stream": pipes.PARK_SECONDS,
         "bulk_manifest": bulk.service.REQUEST_SECONDS,
         "bulk_socket": bulk.calling.AGREE_SECONDS,
         "bulk_token": bulk.listener.TOKEN_SECONDS,
@@ -203,6 +225,8 @@ def test_every_limit_is_in_the_registry():
     ours = [value for name, value in vars(limits).items() if name.isupper()]
     said = weights_messages
     ours += [said.MESSAGE_BYTES, said.STATE_REQUEST_BYTES, said.STATE_BYTES, said.NONCE_BYTES, said.FRAGMENTS, said.RETRY_SECONDS]
+    ours += [crews.MESSAGE_BYTES, crews.REASON_BYTES, crews.CREW_BYTES, crews.HASH_BYTES, crews.INCARNATION_BYTES, crews.WITNESSES]
+    ours += [crews.CHAIN, crews.LAYERS, MEMBERS, pipes.OPEN_BYTES, stage_frames.CHUNK_BYTES, 1e30]
     assert sorted([*ours, seeds.BLOCK_BITS]) == sorted(registered)
 
 
@@ -222,7 +246,8 @@ def test_what_the_registry_calls_blameless_is_ignored():
 
 def test_what_becomes_of_a_stage_s_frames_is_what_the_registry_says():
     assert {name: set(reasons) for name, reasons in REGISTRY["stage_verdicts"].items()} == {
-        "reject": set(FRAME_REASONS), "ignore": set(FENCE_REASONS),
+        "reject": {*stage_frames.FRAME_REASONS, *STATE_REASONS, "signature"},
+        "ignore": {*FENCE_REASONS, *pipes.REFUSALS} - {"malformed"},
     }  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """The vectors of protocol/ against swarmnode.wire, against the independent decoder, and against their generator."""
 
+import dataclasses
 import importlib
 import json
 import random
@@ -15,10 +16,15 @@ import pytest
 from swarmnode.config import SharingConfig
 from swarmnode.errors import BadMessage
 from swarmnode.rollouts.admission import Admission, Rejected
+from swarmnode.stages import messages as crews
+from swarmnode.stages import pipes
 from swarmnode.stages.fence import FENCE_REASONS, Fence
-from swarmnode.stages.frames import FRAME_REASONS, Place
+from swarmnode.stages.frames import FRAME_REASONS, Place, read_message
+from swarmnode.stages.roster import Acceptor
+from swarmnode.stages.routes import Routes
 from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
-from swarmnode.testing import frames, stage_vectors, vectors
+from swarmnode.testing import crew_vectors, frames, stage_vectors, vectors
+from swarmnode.testing.crew_vectors import PEERS
 from swarmnode.testing.stage_reading import read_whole
 from swarmnode.testing.stage_vectors import answers
 from swarmnode.weights.catchup import open_state_manifest
@@ -29,7 +35,7 @@ from swarmnode.weights.messages import decode_message, decode_state
 from swarmnode.weights.partners import edge_rank
 from swarmnode.wire import bulk, limits
 from swarmnode.wire.codec import DECODE_REASONS, decode
-from swarmnode.wire.envelope import content_id, peer_id, unseal
+from swarmnode.wire.envelope import content_id, peer_id, signed_by, unseal
 from swarmnode.wire.manifest import keeps_rules, open_manifest
 from swarmnode.wire.messages import (
     BulkManifest,
@@ -75,9 +81,9 @@ MESSAGES = {
     "bulk_socket_request": (BulkSocketRequest, limits.BULK_SOCKET_REQUEST_BYTES),
     "bulk_socket_response": (BulkSocketResponse, limits.BULK_SOCKET_RESPONSE_BYTES),
 }
-STAGES = {"stage_frame": read_whole}
-"""Read with what the vector gives: a crew's shapes."""
+CREWS = {"crews_request": crews.decode_request, "crews_answer": crews.decode_answer}
 WEIGHTS = {"weights": decode_message, "weights_state": decode_state}
+OPEN_REFUSALS = {reason for reason in pipes.REFUSALS if reason not in ("malformed", "timeout")}
 FRAMES = [(name, vector) for name, document in DOCUMENTS.items() for vector in document["vectors"] if "read_as" in vector]
 ADMISSIONS = [(document, vector) for document in DOCUMENTS.values() for vector in document["vectors"] if "admit" in vector]
 DERIVATIONS = [vector for document in DOCUMENTS.values() for vector in document["vectors"] if "derive" in vector]
@@ -87,6 +93,49 @@ def weights_fingerprint(given: dict) -> str:
     hashes = [bytes.fromhex(given[name]) for name in ("swarm", "base", "tokenizer")]
     adapter = given["adapter"] and LoraShape(*given["adapter"][:2], tuple(given["adapter"][2]), given["adapter"][3])
     return fingerprint(*hashes, make_layout(given["layout"]), given["codec"], given["fragments"], adapter).hex()
+
+
+def route(given: dict) -> tuple:
+    return Routes(given["stages"], given["swapped"]).of(given["micro_batch"], given["purpose"])
+
+
+def unplain(value):
+    """A record or message of crews as it was before its bytes were written in hex."""
+    if isinstance(value, dict):
+        fields = ("crew", "previous", "model")
+        return {name: bytes.fromhex(item) if name in fields else unplain(item) for name, item in value.items()}
+    if isinstance(value, list) and len(value) in (2, 3) and isinstance(value[1], str):
+        return [value[0], bytes.fromhex(value[1]), *value[2:]] if isinstance(value[0], str) else value
+    return [unplain(item) for item in value] if isinstance(value, list) else value
+
+
+def read_adopt(frame: bytes, given: dict) -> dict:
+    """What a member that knows the record `known`, or none, takes over."""
+    adopt = crews.decode_answer(frame)
+    if not isinstance(adopt, crews.Adopt):
+        raise BadMessage("schema", "no adoption")
+    acceptor = Acceptor(crews.Voter("", b""), lambda data: b"", signed_by)
+    if given["known"]:
+        known = read_message(bytes.fromhex(given["known"]), crews.Record)
+        acceptor.learn((crews.Certificate(known, 0, ()),))
+    acceptor.learn(acceptor.check_chain(adopt.certificates))
+    record = acceptor.record
+    seats = [list(msgspec.structs.astuple(seat)) for seat in record.seats]
+    return {"crew": acceptor.crew, "hash": crews.record_hash(record), "epoch": record.epoch, "seats": seats}
+
+
+def read_stream_open(frame: bytes, given: dict) -> dict:
+    if len(frame) > pipes.OPEN_BYTES:
+        raise BadMessage("oversize", "to open a stream")
+    opened = read_message(frame, pipes.StreamOpen)
+    refused = pipes.refusal(crew_vectors.circle(given["roster"]), given["peer"], opened)
+    if refused:
+        raise BadMessage(refused)
+    return msgspec.to_builtins(opened, builtin_types=(bytes,))
+
+
+STAGES = {"stage_frame": read_whole, "crews_adopt": read_adopt, "stage_stream_open": read_stream_open}
+"""Read with what the vector gives: a crew's shapes, the record that is known, the roster."""
 
 
 def stage_fence(given: dict) -> str | None:
@@ -111,6 +160,8 @@ def judge(read_as: str, frame: bytes, domain: bytes, swarm: bytes, given: dict |
             value = hexed(STAGES[read_as](frame, given))
         elif read_as in MESSAGES:
             value = plain(decode(frame, *MESSAGES[read_as]))
+        elif read_as in CREWS:
+            value = plain(CREWS[read_as](frame))
         elif read_as in WEIGHTS:
             value = plain(WEIGHTS[read_as](frame))
         elif read_as == "state_manifest":
@@ -193,6 +244,9 @@ def test_swarmnode_derives_what_is_recorded(vector):
         "edge_rank": lambda: edge_rank(given["epoch"], given["one"], given["other"], bytes.fromhex(given["swarm"])).hex(),
         "weights_fingerprint": lambda: weights_fingerprint(given),
         "weights_fragments": lambda: [[spec.name for spec in part] for part in cut(make_layout(given["layout"]), given["fragments"])],
+        "stage_route": lambda: [list(dataclasses.astuple(hop)) for hop in route(given)],
+        "record_hash": lambda: crews.record_hash(crew_vectors.read(unplain(given["record"]), crews.Record)).hex(),
+        "crew_votes": lambda: crew_vectors.voted(PEERS.index(given["voter"]), [(kind, unplain(m)) for kind, m in given["events"]]),
         "stage_fence": lambda: stage_fence(given),
         "stage_commit": lambda: answers(given["step"], given["events"]),
         "bulk_root": lambda: bulk.root(BulkManifest(b"", given["size"], given["chunk_bytes"], bytes.fromhex(given["hashes"]))).hex(),
@@ -206,10 +260,12 @@ def test_vectors_are_those_that_the_generator_writes():
 
 
 def test_every_reason_and_every_reader_has_a_vector():
-    assert {vector.get("reason") for _, vector in FRAMES} == {None, *DECODE_REASONS, "signature", *FRAME_REASONS}
+    assert {vector.get("reason") for _, vector in FRAMES} == {
+        None, *DECODE_REASONS, "signature", *FRAME_REASONS, *OPEN_REFUSALS,
+    }  # fmt: skip
     accepted = {vector["read_as"] for _, vector in FRAMES if vector["verdict"] == "accept"}
     refused = {vector["read_as"] for _, vector in FRAMES if vector["verdict"] == "reject"}
-    assert accepted == refused == {*ENVELOPES, *MESSAGES, *WEIGHTS, *STAGES, "state_manifest", "manifest", "session", "summary"}
+    assert accepted == refused == {*ENVELOPES, *MESSAGES, *WEIGHTS, *STAGES, *CREWS, "state_manifest", "manifest", "session", "summary"}
 
 
 def test_no_two_vectors_of_a_document_have_one_name():
@@ -280,3 +336,20 @@ def test_both_decoders_give_the_same_verdict_on_mutated_frames_of_a_crew(check):
 
 def test_every_reason_of_the_fence_has_a_vector():
     assert {v["output"] for v in DERIVATIONS if v["derive"] == "stage_fence"} == {None, *FENCE_REASONS}
+
+
+def test_both_decoders_give_the_same_verdict_on_mutated_messages_about_crews(check):
+    rng = random.Random(4)
+    seeds = [v for v in DOCUMENTS["crews.json"]["vectors"] if v.get("verdict") == "accept"]
+    accepted = 0
+    for _ in range(3000):
+        vector = rng.choice(seeds)
+        frame = bytearray(frame_of(vector))
+        for _ in range(rng.randint(1, 2)):
+            frame[rng.randrange(len(frame))] = rng.choice((0, 1, 0x80, 0xC0, 0xC1, 0xC3, 0xCF, 0xFF, rng.randrange(256)))
+        given = vector.get("given")
+        ours = judge(vector["read_as"], bytes(frame), b"", b"", given)
+        theirs = check.judge(vector["read_as"], bytes(frame), b"", b"", given)
+        assert (ours["verdict"], str(ours.get("value"))) == (theirs["verdict"], str(theirs.get("value"))), frame.hex()
+        accepted += ours["verdict"] == "accept"
+    assert 100 < accepted < 2900

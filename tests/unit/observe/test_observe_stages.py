@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from swarmnode.observe.stages import StagesWatch
+from swarmnode.observe.stages import stages_view
 from swarmnode.stages.events import ControlStatistics, SlotStatistics
 from swarmnode.stages.local import StageStatus
 from swarmnode.stages.pipes import PipesStatistics
+from swarmnode.stages.plane import BOUNDS, StagesStatistics
 
 CREW = b"\x07" * 32
-SLOTS = tuple(SlotStatistics(stage, f"peer{stage}", 0, "active", 40) for stage in range(3))
+SLOTS = tuple(SlotStatistics(stage, f"peer{stage}", 1, "active", 40) for stage in range(3))
 CONTROL = ControlStatistics(
-    state="running", crew=CREW.hex(), roster_epoch=2, stage=1, slots=SLOTS, fenced=False, offers=1, notes={"running": 1},
+    state="running", crew=CREW.hex(), roster_epoch=2, stage=1, slots=SLOTS, fenced=False, offers=1, notes={"running": 1, "refuted": 2},
     standing_seconds=0.0, recovery_seconds=None,
 )  # fmt: skip
 STATUS = StageStatus(CREW, 2, 1, "active", step=40, shadow_step=20, shadow_age_steps=20, dropped={"stage_epoch": 3})
@@ -20,54 +21,44 @@ PIPES = PipesStatistics(
     open={"frames": 2, "state": 0}, waiting=0, parked=0, opened={"frames": 3}, lost={"frames": 1}, refused={"peer": 2},
     sent={"frames": 10}, received={"frames": 7, "state": 5}, throttled_seconds=0.5,
 )  # fmt: skip
+PLANE = StagesStatistics(
+    enabled=True, control=CONTROL, layers=(4, 6, 6), own=STATUS, trainer=True, recoveries=2,
+    recovery_seconds_total=9.0, recovery_counts=(1, 0, 1, *[0] * (len(BOUNDS) - 2)), rungs={"R2": 1}, last_reason="",
+    heartbeat_seconds=0.01,
+    unanswered={"heartbeat": 2}, malformed=1, unsaved=0, trainer_restarts=0, pipes=PIPES,
+)  # fmt: skip
 
 
 def test_a_crew_is_seen_as_it_is() -> None:
-    view = StagesWatch().view(CONTROL, STATUS, PIPES, layers=(4, 6, 6))
+    view = stages_view(PLANE)
     assert [(slot.stage, slot.peer, slot.state, slot.layers) for slot in view.slots] == [
         (0, "peer0", "active", 4), (1, "peer1", "active", 6), (2, "peer2", "active", 6),
     ]  # fmt: skip
-    assert (view.stage, view.phase, view.step, view.shadow_age_steps, view.dropped) == (1, "active", 40, 20, {"stage_epoch": 3})
+    assert (view.enabled, view.stage, view.phase, view.step, view.shadow_age_steps) == (True, 1, "active", 40, 20)
+    assert (view.dropped, view.events["refuted"], view.rungs, view.unanswered) == ({"stage_epoch": 3}, 2, {"R2": 1}, {"heartbeat": 2})
     assert view.bytes == {"frames": {"in": 7, "out": 10}, "state": {"in": 5, "out": 0}}
-    assert view.rungs == {}
     assert view.recovery_seconds is not None
-    assert sum(view.recovery_seconds.counts) == 0
+    assert (view.recovery_seconds.bounds, sum(view.recovery_seconds.counts), view.recovery_seconds.sum) == (BOUNDS, 2, 9.0)
 
 
 def test_a_status_of_another_crew_or_stage_is_not_ours() -> None:
     for status in (None, replace(STATUS, crew=b"\x08" * 32), replace(STATUS, stage=2)):
-        view = StagesWatch().view(CONTROL, status, PIPES)
+        view = stages_view(replace(PLANE, own=status))
         assert (view.phase, view.step, view.shadow_age_steps, view.dropped) == ("", 0, None, {})
 
 
 def test_without_a_shadow_every_step_would_be_lost_but_a_crew_of_one_has_nobody_to_keep_one() -> None:
     bare = replace(STATUS, shadow_step=None, shadow_age_steps=None)
-    assert StagesWatch().view(CONTROL, bare, PIPES).shadow_age_steps == 40
-    alone = replace(CONTROL, slots=SLOTS[:1], stage=0)
-    assert StagesWatch().view(alone, replace(bare, stage=0), PIPES).shadow_age_steps is None
+    assert stages_view(replace(PLANE, own=bare)).shadow_age_steps == 40
+    alone = replace(PLANE, control=replace(CONTROL, slots=SLOTS[:1], stage=0), own=replace(bare, stage=0))
+    assert stages_view(alone).shadow_age_steps is None
 
 
-def test_a_rung_counts_once_each_time_it_was_taken() -> None:
-    watch = StagesWatch()
-    taken = replace(STATUS, rung="R2", rung_seconds=2.5)
-    said = [
-        STATUS, replace(STATUS, rung="R2"), taken, taken, replace(taken, roster_epoch=3, phase="probation"), None, taken,
-        replace(taken, rung="R3", rung_seconds=4.0), replace(taken, rung_seconds=1.0),
-    ]  # fmt: skip
-    for status in said:
-        view = watch.view(CONTROL, status, PIPES)
-    assert view.rungs == {"R2": 2, "R3": 1}
-
-
-def test_a_recovery_counts_once_it_is_over() -> None:
-    watch = StagesWatch()
-    for notes, seconds in (({"running": 1}, None), ({"running": 1, "paused": 1}, None), ({"running": 2}, 6.0), ({"running": 2}, 6.0)):
-        view = watch.view(replace(CONTROL, notes=notes, recovery_seconds=seconds), STATUS, PIPES)
-    assert view.recovery_seconds is not None
-    assert (sum(view.recovery_seconds.counts), view.recovery_seconds.sum, view.last_recovery_seconds) == (1, 6.0, 6.0)
-
-
-def test_outside_a_crew_nothing_stands_still() -> None:
+def test_a_node_that_holds_its_policy_alone_has_nothing_to_show_and_one_that_waits_has() -> None:
     out = ControlStatistics("none", "", 0, None, (), False, 2, {}, 0.0, None)
-    view = StagesWatch().view(out, None, PIPES, reason="dissolved: no spare")
-    assert (view.enabled, view.state, view.standing_seconds, view.offers, view.reason) == (True, "none", None, 2, "dissolved: no spare")
+    waiting = stages_view(replace(PLANE, control=out, own=None, layers=(), last_reason="stage 2 was vacant for 120 s"))
+    assert (waiting.enabled, waiting.state, waiting.standing_seconds, waiting.offers) == (True, "none", None, 2)
+    assert waiting.reason == "stage 2 was vacant for 120 s"
+    assert not stages_view(replace(PLANE, control=out, own=None, trainer=False)).enabled
+    assert stages_view(replace(PLANE, trainer=False)).enabled  # its trainer restarts, the crew is there
+    assert not stages_view(replace(PLANE, enabled=False)).enabled
