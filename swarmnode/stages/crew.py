@@ -335,9 +335,12 @@ class Crew:
 @asynccontextmanager
 async def open_crew(
     runtimes: Sequence[StageRuntime], settings: CrewSettings, limits: FrameLimits, *, crew: bytes = b"\0" * frames.CREW_BYTES,
-    compute: Any = inline, seconds: float = 600.0,
+    compute: Any = inline, seconds: float = 600.0, epoch: int = 0, step: int = 0,
 ) -> AsyncIterator[Crew]:  # fmt: skip
-    """All stages in this process, over memory streams: for tests, and for a node that holds a whole policy. Closed on leaving."""
+    """All stages in this process, over memory streams: for tests, and for a node that holds a whole policy. Closed on leaving.
+
+    Under roster `epoch`, with `step` committed steps behind it; the members do nothing before the caller's first wait.
+    """
     from trio.testing import memory_stream_pair
 
     count = len(runtimes)
@@ -348,7 +351,7 @@ async def open_crew(
     members: list[Member] = []
     for i, runtime in enumerate(runtimes):
         links = Links(i, {j: streams[i, j] for j in range(count) if j != i}, limits)
-        fence = Fence(Place(crew, 0, i, 0, 0), [0] * count)
+        fence = Fence(Place(crew, epoch, i, 0, step), [0] * count)
         if i == 0:
             members.append(Head(runtime, links, fence, settings, compute, seconds=seconds))
         else:

@@ -48,13 +48,14 @@ def pairs_of(
 ) -> list[Pair]:
     """What can be put together from neighbours' `edges` and, at the tail, `probes`; the newest last. They were checked."""
     spec = runtime.spec
-    came = {edge.micro_batch: edge for edge in edges if edge.target == spec.index}
-    went: dict[int, Edge | Probe] = {edge.micro_batch: edge for edge in edges if edge.source == spec.index}
+    number = lambda item: (item.step, item.micro_batch)  # a new roster counts micro-batches anew
+    came = {number(edge): edge for edge in edges if edge.target == spec.index}
+    went: dict[tuple[int, int], Edge | Probe] = {number(edge): edge for edge in edges if edge.source == spec.index}
     if spec.has_head:
-        went = {probe.micro_batch: probe for probe in probes}
+        went = {number(probe): probe for probe in probes}
     out = []
-    for number, after in sorted(went.items()):
-        before = came.get(number)
+    for key, after in sorted(went.items(), key=lambda item: item[0]):
+        before = came.get(key)
         if before is None and not spec.has_embedding:
             continue
         if before is not None and (before.about, before.rows) != (after.about, after.rows):

@@ -6,7 +6,7 @@
     R3  base       the stage that training began with
 
 Expected harm rises along the ladder, but for a journal that is older than a shadow: then the younger one goes first. A source that is
-refused says why, and `Ladder.tried` is what to show a person.
+refused says why: `Ladder.tried` is what to show a person.
 """
 
 from __future__ import annotations
@@ -91,6 +91,8 @@ class Source:
     """Stage that has it; None: this machine, or a replica."""
     method: Method | None = None
     """Of R4 and R5."""
+    exact: bool = False
+    """It is this stage as it was: the crew's last step, from our own disk, or from two neighbours that agree."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,8 @@ class Found:
     replica: bool = False
     shadows: Mapping[int, int] = field(default_factory=dict)
     """Holder's stage → steps."""
+    roots: Mapping[int, bytes] = field(default_factory=dict)
+    """Holder's stage → the shadow's hash."""
     base: bool = False
     alive: frozenset[int] = frozenset()
     """Other stages that have their weights."""
@@ -126,14 +130,16 @@ class Ladder:
         self._settings = settings
         self._step = step
         self.tried: list[tuple[Rung, str]] = []
-        """(rung, why it was not taken), in order."""
+        """(rung, why it did not serve), in order."""
+        self.excluded: list[tuple[Rung, str]] = []
+        """(rung, why it was not even tried)."""
         self._left = list(self._sources(found, spec, run))
 
     def next(self) -> Source:
         """The best source that was not refused. Raises Refused, with every rung's reason, when there is none (R6)."""
         if self._left:
             return self._left[0]
-        said = "; ".join(f"R{int(rung)} {rung.name.lower()}: {why}" for rung, why in self.tried)
+        said = "; ".join(f"R{int(rung)} {rung.name.lower()}: {why}" for rung, why in self.tried + self.excluded)
         raise Refused(f"no source is left for this stage: {said or 'nobody has a copy'}")
 
     def refuse(self, source: Source, why: str) -> None:
@@ -144,32 +150,35 @@ class Ladder:
     def judge(self, source: Source, verdict: Verdict | None, healings: int) -> Literal["rejoin", "heal", "next"]:
         """What to do with a stage that was restored from `source` and healed `healings` times.
 
-        Without a probe a true copy is trusted, and nothing else. In paper mode only what is not finite is refused.
+        Without a probe a true copy is trusted, and nothing else. What is exact, and everything in paper mode, has to be finite and no more:
+        the probe is of before the last step, so that even the very same stage is as far from it as that step went.
         """
         s = self._settings
         if verdict is None:
             return "rejoin" if source.rung <= Rung.BASE or s.paper else "next"
         if not verdict.finite:
             return "next"
-        if s.paper or (verdict.kl < s.gate_kl and verdict.nll_rise < s.gate_nll):
+        if s.paper or (source.exact and not healings) or (verdict.kl < s.gate_kl and verdict.nll_rise < s.gate_nll):
             return "rejoin"
         return "heal" if healings < s.healings else "next"
 
     def _sources(self, found: Found, spec: StageSpec, run: Run) -> Iterable[Source]:
-        copies = [] if found.journal is None else [Source(Rung.JOURNAL, found.journal)]
-        copies += [Source(Rung.SHADOW, step, holder) for holder, step in found.shadows.items()]
+        copies = [] if found.journal is None else [Source(Rung.JOURNAL, found.journal, exact=found.journal == self._step)]
+        for holder, step in found.shadows.items():
+            agree = [i for i, root in found.roots.items() if found.shadows[i] == step and root == found.roots.get(holder)]
+            copies.append(Source(Rung.SHADOW, step, holder, exact=step == self._step and len(agree) > 1))
         if self._settings.paper:
-            self.tried += [(source.rung, "paper mode") for source in copies] + ([(Rung.BASE, "paper mode")] if found.base else [])
+            self.excluded += [(source.rung, "paper mode") for source in copies] + ([(Rung.BASE, "paper mode")] if found.base else [])
             copies = []
         for source in [c for c in copies if c.step is not None and c.step > self._step]:
             copies.remove(source)
-            self.tried.append((source.rung, f"it is of step {source.step}, and the crew's is {self._step}"))
-        copies.sort(key=lambda c: (-(c.step or 0), c.rung, -1 if c.holder is None else c.holder))
-        exact = [c for c in copies if c.rung == Rung.JOURNAL and c.step == self._step]
-        yield from exact
+            self.excluded.append((source.rung, f"it is of step {source.step}, and the crew's is {self._step}"))
+        copies.sort(key=lambda c: (-(c.step or 0), c.rung, not c.exact, -1 if c.holder is None else c.holder))
+        own = [c for c in copies if c.rung == Rung.JOURNAL and c.exact]
+        yield from own
         if found.replica:
             yield Source(Rung.REPLICA)
-        yield from (c for c in copies if c not in exact)
+        yield from (c for c in copies if c not in own)
         if found.base and not self._settings.paper:
             yield Source(Rung.BASE)
         yield from self._synthesis(found, spec, run)
@@ -179,7 +188,7 @@ class Ladder:
         rung = Rung.COPY if at_end else Rung.SYNTHESIS
         method = self._settings.synthesis
         if method == "none":
-            self.tried.append((rung, "synthesis is switched off"))
+            self.excluded.append((rung, "synthesis is switched off"))
             return
         if at_end and method != "identity":
             method = "copy"
@@ -195,7 +204,7 @@ class Ladder:
             if at_end and not found.ends:
                 raise Refused("nobody keeps a copy of this end's embedding or head")
         except Refused as error:
-            self.tried.append((rung, str(error)))
+            self.excluded.append((rung, str(error)))
             return
         yield Source(rung, method=method)
 

@@ -54,6 +54,8 @@ class Holds(StateMessage, frozen=True, tag="holds"):
     """It has a candidate of this rung, which is being judged."""
     shadow: int | None
     """Committed steps in it."""
+    root: bytes
+    """32 bytes, the shadow's; empty without one. Two neighbours that name the same need not be judged."""
     ends: int | None
     probes: int | None
 
@@ -186,6 +188,8 @@ def _check(message: Message) -> None:
     for name in ("step", "size", "rows", "about", "at"):
         numbers.append(getattr(message, name, 0))
     if isinstance(message, Holds):
+        if len(message.root) != (0 if message.shadow is None else ROOT_BYTES):
+            raise BadMessage("bounds", "root")
         numbers += [step for step in (message.rung, message.shadow, message.ends, message.probes) if step is not None]
     if not all(0 <= number <= COUNTER for number in numbers):
         raise BadMessage("bounds", "a number")

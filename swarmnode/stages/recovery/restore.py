@@ -107,6 +107,7 @@ async def restore(
         journal=journal.step if journal is not None else None,
         replica=replica is not None,
         shadows={stage: h.shadow for stage, h in holds.items() if h.shadow is not None},
+        roots={stage: h.root for stage, h in holds.items() if h.shadow is not None},
         base=base is not None,
         alive=frozenset(stage for stage, h in holds.items() if h.loaded),
         ends=frozenset(stage for stage, h in holds.items() if h.ends is not None),
@@ -167,7 +168,9 @@ async def _load(
             return _Candidate(StageState(theirs.step or 0, theirs.weights), _new_pace(settings), theirs.outer)
         case Rung.SHADOW:
             assert source.holder is not None
-            state = await peer.fetch_shadow(source.holder)
+            state = await peer.fetch_shadow(source.holder, holds[source.holder].root)
+            if state.step != source.step:
+                raise Incompatible(f"a shadow of step {state.step}, not {source.step}")
             return _Candidate(state, Pace(state.factor) if state.counts else _new_pace(settings, state.factor))
         case Rung.BASE:
             assert base is not None

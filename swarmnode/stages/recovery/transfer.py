@@ -110,9 +110,12 @@ class StatePeer(Channel):
                 nursery.start_soon(one, stage)
         return found
 
-    async def fetch_shadow(self, holder: int) -> StageState:
+    async def fetch_shadow(self, holder: int, root: bytes) -> StageState:
+        """The one that it said it has."""
         layout = self.layouts[self.spec.index]
         have, body = await self._fetch(holder, "shadow", lambda have: m.state_bytes(layout, have.form))
+        if have.root != root:
+            raise BadMessage("hash", f"another shadow than stage {holder} named")
         return await self.compute(lambda: decode_state(body, layout, have.form, have.step, have.squared_norm, have.factor))
 
     async def fetch_layers(self, stage: int) -> Neighbour:
@@ -226,7 +229,8 @@ class StatePeer(Channel):
         ends, probes = self.ends.get(stage), self.recorder.probes
         rung = int(self.rung) if self.phase == "candidate" and self.rung is not None else None
         return m.Holds(
-            self.place, number, self.phase == "whole", rung, shadow.step if shadow else None, ends[0] if ends else None,
+            self.place, number, self.phase == "whole", rung, shadow.step if shadow else None,
+            shadow.root if shadow else b"", ends[0] if ends else None,
             probes[-1].step if probes else None,
         )  # fmt: skip
 

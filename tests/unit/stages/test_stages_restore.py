@@ -1,0 +1,242 @@
+"""A member of a crew is killed and gets its stage back by every rung; then the crew goes on as if nothing had been."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from swarmnode.config import TrainingConfig
+from swarmnode.errors import PeerTimeout
+from swarmnode.stages.learning import LearnRow
+from swarmnode.stages.member import CrewSettings
+from swarmnode.stages.recovery.ladder import RecoverySettings, Run, Rung
+from swarmnode.stages.recovery.restore import Replica, base_adapter
+from swarmnode.stages.recovery.state import host_copy, trained
+from swarmnode.testing.lost_stages import Fleet, quiet
+
+SETTINGS = CrewSettings(b"b" * 32, "float32", "float32")
+CFG = TrainingConfig(per_device_train_tokens=64, weight_decay=0.0)
+SPLITS = {2: [2, 2], 3: [1, 2, 1], 4: [1, 1, 1, 1]}
+
+
+def rows_of(seed, count=12):
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda n: torch.randint(2, 60, (n,), generator=generator).tolist()
+    return [LearnRow(draw(14 + i % 3), draw(1 + i % 5), [-3.0] * (1 + i % 5), 1.0 - i % 3, 1.0, i) for i in range(count)]
+
+
+@pytest.fixture
+def fleet(models, tmp_path):
+    made = []
+
+    def build(stages=4, kind="llama", settings=None, crew=SETTINGS, run=None, model=None, name="crew", **keys):
+        chosen = RecoverySettings(**{"shadow_every": 1, "seconds": 30.0, **(settings or {})})
+        one = Fleet(model or copy.deepcopy(models[kind]), SPLITS[stages], tmp_path / name, crew, chosen, run or Run(), **keys)
+        made.append(one)
+        return one
+
+    yield build
+    for one in made:
+        one.close()
+
+
+async def learn(crew, steps, first=0, rate=1e-4):
+    for number in range(first, first + steps):
+        result = await crew.head.update(rows_of(number), CFG, 30.0, rate)
+        assert result.refused is None
+    await quiet()
+
+
+def flush(fleet):
+    for station in fleet.stations:
+        station.journal.flush()
+
+
+async def unfailed(build, steps, **keys):
+    """Weights of a crew that nothing happened to."""
+    fleet = build(name="unfailed", **keys)
+    async with fleet.up() as crew:
+        await learn(crew, steps)
+    return fleet.weights()
+
+
+def apart(mine, theirs):
+    """Largest difference of any weight."""
+    assert mine.keys() == theirs.keys()
+    return max(float((mine[name] - theirs[name]).abs().max()) for name in mine)
+
+
+async def lose_and_go_on(fleet, lost, disk=False, before=3, after=2, prepare=None):
+    """Trains, kills `lost`, restores them, trains on → weights at the end."""
+    async with fleet.up() as crew:
+        for number in range(before):
+            await learn(crew, 1, number)
+            flush(fleet)
+    for stage in lost:
+        station = fleet.kill(stage, disk)
+        if prepare is not None:
+            prepare(station)
+    async with fleet.up() as crew:
+        assert crew is not None, fleet.failed
+        await learn(crew, after, before)
+    return fleet.weights()
+
+
+@pytest.mark.parametrize(("stages", "lost", "kind"), [(2, 0, "llama"), (3, 1, "llama-tied"), (3, 2, "llama-tied"), (4, 3, "qwen2")])
+async def test_r0_a_node_that_comes_back_goes_on_exactly(fleet, stages, lost, kind):
+    expected = await unfailed(fleet, 5, stages=stages, kind=kind)
+    mine = fleet(stages, kind)
+    assert apart(await lose_and_go_on(mine, [lost], disk=True), expected) == 0.0
+    got = mine.restored[lost]
+    assert (got.rung, got.step, got.tried, got.healings) == (Rung.JOURNAL, 3, (), ())
+    assert got.verdict.kl < 5e-3
+    assert mine.told == [(lost, "loading", 0), (lost, "probation", 0)]
+
+
+@pytest.mark.parametrize(("stages", "lost", "kind"), [(2, 1, "llama"), (3, 0, "llama-tied"), (3, 1, "llama"), (4, 2, "qwen3")])
+async def test_r2_a_fresh_shadow_goes_on_exactly(fleet, stages, lost, kind):
+    expected = await unfailed(fleet, 5, stages=stages, kind=kind)
+    mine = fleet(stages, kind)
+    assert apart(await lose_and_go_on(mine, [lost]), expected) == 0.0
+    got = mine.restored[lost]
+    assert (got.rung, got.step) == (Rung.SHADOW, 3)
+    assert got.holder in ((lost - 1) % stages, (lost + 1) % stages)
+    assert got.verdict.kl < 0.02
+
+
+async def test_r2_under_an_adapter_goes_on_exactly(fleet, models):
+    def adapted():
+        torch.manual_seed(1)
+        settings = LoraConfig(r=2, lora_alpha=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        return get_peft_model(copy.deepcopy(models["llama-tied"]), settings).eval()
+
+    expected = await unfailed(fleet, 5, model=adapted(), run=Run(adapter=True, pretrained=True))
+    mine = fleet(model=adapted(), run=Run(adapter=True, pretrained=True))
+    frozen = {n: p.clone() for n, p in mine.stations[1].runtime.model.named_parameters() if not p.requires_grad}
+    assert apart(await lose_and_go_on(mine, [1]), expected) == 0.0
+    assert mine.restored[1].rung == Rung.SHADOW
+    assert all(torch.equal(frozen[n], p) for n, p in mine.stations[1].runtime.model.named_parameters() if n in frozen)
+
+
+@pytest.mark.parametrize("form", ["exact", "small"])
+async def test_r2_an_old_shadow_is_as_far_off_as_the_steps_it_lacks(fleet, form):
+    """Step 3, and shadows of step 2: what is lost is one step of one stage, 1e-4 per weight; in bfloat16 2⁻⁹ of a weight besides."""
+    expected = await unfailed(fleet, 3)
+    mine = fleet(settings={"shadow_every": 2, "exact_bytes": 2**28 if form == "exact" else 0})
+    async with mine.up() as crew:
+        await learn(crew, 3)
+    mine.kill(1)
+    async with mine.up() as crew:
+        got, weights = mine.restored[1], mine.weights()
+        assert (got.rung, got.step) == (Rung.SHADOW, 2)
+        assert got.verdict.kl < 0.02
+        assert bool(got.state.counts) == (form == "exact")
+        assert crew.members[1].pace.warmup == (0 if form == "exact" else 10)
+        for name, tensor in expected.items():
+            if name.startswith("1 "):
+                bound = 1.2e-4 + (0.0 if form == "exact" else 2**-8 * float(tensor.abs().max()))
+                assert 0 < float((weights[name] - tensor).abs().max()) <= bound, name
+            else:
+                assert torch.equal(weights[name], tensor)
+        await learn(crew, 1, 3)
+
+
+async def test_r1_a_replica_is_taken_verbatim_and_what_its_outer_step_keeps_is_handed_on(fleet):
+    mine = fleet(3, settings={"shadow_every": 100})
+    async with mine.up() as crew:
+        await learn(crew, 2)
+    theirs = {name: host_copy(tensor) + 1e-5 for name, tensor in trained(mine.stations[1].runtime).items()}
+    delta = {name: torch.ones_like(tensor) for name, tensor in theirs.items()}
+
+    async def replica():
+        return Replica(theirs, delta, step=7)
+
+    mine.kill(1).replica = replica
+    async with mine.up() as crew:
+        got = mine.restored[1]
+        assert got.rung == Rung.REPLICA
+        assert all(torch.equal(tensor, theirs[name]) for name, tensor in trained(mine.stations[1].runtime).items())
+        assert got.outer is delta
+        await learn(crew, 1, 2)
+
+
+@pytest.mark.parametrize("lost", [[0, 1], [1, 2], [2, 3], [3, 0], [0, 2]])
+async def test_any_two_stages_of_four_may_be_lost_at_once(fleet, lost):
+    expected = await unfailed(fleet, 5, kind="llama-tied")
+    mine = fleet(kind="llama-tied")
+    assert apart(await lose_and_go_on(mine, lost), expected) == 0.0
+    assert {mine.restored[stage].rung for stage in lost} == {Rung.SHADOW}
+
+
+async def test_three_neighbours_lost_together_end_the_crew_with_every_reason(fleet, autojump_clock):
+    mine = fleet(settings={"seconds": 5.0})
+    async with mine.up() as crew:
+        await learn(crew, 1)
+    for stage in (0, 1, 2):
+        mine.kill(stage)
+    async with mine.up() as crew:
+        assert crew is None
+        assert "R4 synthesis: a neighbour is lost too" in str(mine.failed[1])
+        assert isinstance(mine.failed[0], PeerTimeout)  # it has its shadow, and nobody to be judged with
+
+
+async def test_noise_does_not_pass_the_gate_and_the_next_rung_is_taken(fleet):
+    expected = await unfailed(fleet, 5)
+    mine = fleet(settings={"shadow_every": 1, "healings": 0})
+
+    async def noise():
+        return Replica({name: torch.randn_like(tensor) for name, tensor in trained(mine.stations[2].runtime).items()})
+
+    async def nothing():
+        tensors = trained(mine.stations[2].runtime)
+        return Replica({name: torch.full_like(tensor, float("nan")) for name, tensor in tensors.items()})
+
+    for source, said in ((noise, "KL"), (nothing, "not finite")):
+        mine = fleet(settings={"shadow_every": 1, "healings": 0}, name=said)
+        after = await lose_and_go_on(mine, [2], prepare=lambda station, source=source: setattr(station, "replica", source))
+        assert apart(after, expected) == 0.0
+        got = mine.restored[2]
+        assert got.rung == Rung.SHADOW
+        assert [rung for rung, _ in got.tried] == [Rung.REPLICA]
+        assert said in got.tried[0][1]
+
+
+async def test_r3_the_base_adapter_when_nobody_has_a_shadow(fleet, models):
+    torch.manual_seed(1)
+    settings = LoraConfig(r=2, lora_alpha=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(copy.deepcopy(models["llama"]), settings).eval()
+    mine = fleet(3, model=model, settings={"shadow_every": 100}, run=Run(adapter=True, pretrained=True))
+    untrained = {name: t.clone() for name, t in trained(mine.stations[1].runtime).items()}
+    read = base_adapter(mine.stations[1].runtime)
+    async with mine.up() as crew:
+        await learn(crew, 2)
+    mine.kill(1).base = read
+    async with mine.up() as crew:
+        got = mine.restored[1]
+        assert (got.rung, got.step) == (Rung.BASE, None)
+        assert all(torch.equal(t, untrained[name]) for name, t in trained(mine.stations[1].runtime).items())
+        assert crew.members[1].pace.warmup == 10
+        await learn(crew, 1, 2)
+
+
+@pytest.mark.parametrize("lost", [0, 3])
+async def test_the_probe_survives_head_and_tail(fleet, lost):
+    mine = fleet()
+    async with mine.up() as crew:
+        await learn(crew, 2)
+        probes = {s.spec.index: list(s.watch.probes) for s in mine.stations}
+    assert len(probes[3]) == 8
+    assert probes[0] == probes[2] == probes[3]
+    mine.kill(lost)
+    async with mine.up() as crew:
+        assert mine.restored[lost].verdict.tokens > 8
+
+
+async def test_r4_checkfree_is_healed_until_it_passes_and_the_crew_goes_on(fleet):
+    mine = fleet(settings={"shadow_every": 100, "healings": 3})
+    async with mine.up() as crew:
+        await learn(crew, 3)
+    mine.kill(1)
+    async with mine.up() as crew:
+        print(mine.restored.get(1) and (mine.restored[1].rung, mine.restored[1].verdict, mine.restored[1].healings), mine.failed)
