@@ -53,7 +53,11 @@ def is_oom(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(s in text for s in ("out of memory", "can't allocate memory", "cannot allocate memory"))
+    return isinstance(error, RuntimeError) and any(s in text for s in NO_MEMORY)
+
+
+NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "status_alloc_failed")
+"""In what backends say; the last is cuBLAS and cuDNN, which allocate a workspace at the first call on a device or stream."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ One file and one rename, so weights and counters can never be of different steps
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import threading
@@ -184,13 +185,22 @@ def restore(
         for name, parameter in trainable.items():
             parameter.copy_(weights[name])
             if f"first.{name}" in tensors:
+                step = tensors[f"steps.{name}"].reshape(())
                 optimizer.state[parameter] = {
-                    "step": tensors[f"steps.{name}"].reshape(()),
+                    "step": step.to(parameter.device) if optimizer.defaults.get("fused") else step,
                     "exp_avg": tensors[f"first.{name}"].to(parameter.device),
                     "exp_avg_sq": tensors[f"second.{name}"].to(parameter.device),
                 }
-    rng.set_state(tensors["rng"])
+    set_generator(rng, tensors["rng"])
     return counters
+
+
+def set_generator(rng: torch.Generator, state: torch.Tensor) -> None:
+    """Continue where `state` (bytes) was taken; that of another kind of device cannot be continued and becomes a seed."""
+    if state.shape == rng.get_state().shape:
+        rng.set_state(state)
+    else:
+        rng.manual_seed(int.from_bytes(hashlib.sha256(state.numpy().tobytes()).digest()[:8], "big") >> 1)
 
 
 class Saver:

@@ -40,7 +40,10 @@ class Updater:
         self._cfg = cfg
         self._batcher = batcher
         self._reference = reference
-        self.optimizer = torch.optim.AdamW(policy.trainable_parameters(), lr=cfg.learning_rate, weight_decay=cfg.weight_decay)
+        fused = policy.device.type == "cuda" or None  # one kernel, and no temporary copies of all weights
+        self.optimizer = torch.optim.AdamW(
+            policy.trainable_parameters(), lr=cfg.learning_rate, weight_decay=cfg.weight_decay, fused=fused
+        )  # fmt: skip
         self._accelerated = policy.accelerator.prepare_optimizer(self.optimizer)
         self._probe = AgreementProbe(policy.trainable_parameters())
         self.lock = threading.Lock()

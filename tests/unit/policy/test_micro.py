@@ -43,6 +43,7 @@ def test_short_rows_do_not_pay_for_long_ones():
 @pytest.mark.parametrize(
     "error",
     [torch.OutOfMemoryError(CUDA), RuntimeError("MPS backend out of memory"), MemoryError(),
+     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
      RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")],
 )  # fmt: skip
 def test_out_of_memory_is_recognised(error):

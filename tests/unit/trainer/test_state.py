@@ -111,3 +111,26 @@ def test_the_saver_writes_the_newest_and_survives_a_full_disk(tmp_path, monkeypa
     saver.close()
     assert saver.error is None
     assert state.restore(tmp_path / "trainer", *make(1), "f").step == 6
+
+
+def test_a_generator_of_another_kind_of_device_becomes_a_seed():
+    on_a_gpu = torch.arange(16, dtype=torch.uint8)  # seed and offset, where a CPU keeps 5 KB
+    first, second, other = torch.Generator(), torch.Generator(), torch.Generator()
+    state.set_generator(first, on_a_gpu)
+    state.set_generator(second, on_a_gpu)
+    state.set_generator(other, on_a_gpu + 1)
+    draws = [torch.rand(4, generator=rng).tolist() for rng in (first, second, other)]
+    assert draws[0] == draws[1] != draws[2]
+
+
+def test_the_step_count_lies_where_a_fused_optimizer_wants_it(tmp_path):
+    model, _, rng = make()
+    fused = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    step(model, fused, rng)
+    state.write(tmp_path, state.take(model, fused, rng, Counters(step=1), "f"))
+    other, _, other_rng = make(seed=1)
+    restored = torch.optim.AdamW(other.parameters(), lr=1e-2, fused=True)
+    state.restore(tmp_path, other, restored, other_rng, "f")
+    step(model, fused, rng)
+    step(other, restored, other_rng)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
