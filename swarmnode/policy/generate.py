@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 import torch
 from transformers import DynamicCache
 
+from swarmnode.policy.decode import decoder
 from swarmnode.policy.load import Policy
 
 
@@ -63,34 +64,26 @@ def generate(
     ids = torch.tensor([[policy.pad_id] * (width - len(h)) + h for h in heads], device=policy.device)  # (Q, P)
     mask = torch.tensor([[0] * (width - len(h)) + [1] * len(h) for h in heads], device=policy.device)  # (Q, P)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    cache = DynamicCache(config=policy.model.config)
-    output = policy.logits(keep=1, input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
-    cache.batch_repeat_interleave(num_generations)
-    logits = output.logits[:, -1].repeat_interleave(num_generations, 0)  # (N, V), N = Q · G
-    position = positions[:, -1:].repeat_interleave(num_generations, 0)  # (N, 1)
-    rows = logits.shape[0]
-    room = torch.ones(rows, max_tokens, dtype=mask.dtype, device=policy.device)
-    mask = torch.cat([mask.repeat_interleave(num_generations, 0), room], 1)  # (N, P + T); the part in use is a view
-
+    rows = len(heads) * num_generations  # N
     ends = torch.tensor(sorted(policy.eos_ids), device=policy.device)
     done = torch.zeros(rows, dtype=torch.bool, device=policy.device)
     lengths = torch.full((rows,), max_tokens, device=policy.device)
     tokens, logprobs = [], []
-    for step in range(max_tokens):
-        token, logprob = sample(logits, temperature, top_p, generator)
-        tokens.append(token)
-        logprobs.append(logprob)
-        ended = torch.isin(token, ends) & ~done
-        lengths[ended] = step + 1
-        done |= ended
-        if step + 1 == max_tokens or bool(done.all()):
-            break
-        position = position + 1
-        output = policy.logits(
-            keep=1, input_ids=token[:, None], attention_mask=mask[:, : width + step + 1], position_ids=position,
-            past_key_values=cache, use_cache=True,
-        )  # fmt: skip
-        logits = output.logits[:, -1]
+    with policy.accelerator.autocast():  # around all steps, so that weights are cast to the compute dtype once and not at each of them
+        cache = DynamicCache(config=policy.model.config)
+        output = policy.logits(keep=1, input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
+        logits = output.logits[:, -1].repeat_interleave(num_generations, 0)  # (N, V)
+        advance = decoder(policy, cache, mask, positions[:, -1:], num_generations, max_tokens - 1)
+        for step in range(max_tokens):
+            token, logprob = sample(logits, temperature, top_p, generator)
+            tokens.append(token)
+            logprobs.append(logprob)
+            ended = torch.isin(token, ends) & ~done
+            lengths[ended] = step + 1
+            done |= ended
+            if step + 1 == max_tokens or bool(done.all()):
+                break
+            logits = advance(token)
 
     drawn = torch.stack(tokens, 1).tolist()  # N lists of up to T, with junk after EOS
     chances = torch.stack(logprobs, 1).tolist()

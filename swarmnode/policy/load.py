@@ -126,6 +126,8 @@ def load_policy(cfg: PolicyConfig, log: Callable[[str], None] = lambda line: Non
     disable_progress_bar()  # `log` says it, in lines
     placement = probe(cfg)
     log(placement.reason)
+    if placement.device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans each new shape for a tenth of a second, and ours are new at every step
     with local_directory(cfg) as directory:
         config = offline(cfg, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False))
         placement = offline(cfg, lambda: fit(cfg, config, placement))
@@ -263,8 +265,11 @@ def lora_settings(cfg: PolicyConfig) -> Any:
 def make_accelerator(placement: Placement) -> Accelerator:
     """accelerate's mixed precision. Its state is global; two policies of different dtype in one process need it reset."""
     wanted = PRECISION[placement.dtype]
-    if AcceleratorState._shared_state and AcceleratorState().mixed_precision != wanted:
-        AcceleratorState._reset_state()
+    if AcceleratorState._shared_state:
+        state = AcceleratorState()
+        elsewhere = state.device.type != placement.device.type  # autocast is of the state's kind of device
+        if elsewhere or state.mixed_precision != wanted:
+            AcceleratorState._reset_state(reset_partial_state=elsewhere)
     return Accelerator(mixed_precision=wanted, cpu=placement.device.type == "cpu")
 
 

@@ -1,0 +1,62 @@
+"""Decoding with memory of fixed size: the same numbers as with a cache that grows. On CPU; recorded steps are in test_gpu_policy.py."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from swarmnode.policy import decode
+
+PROMPTS = [[5, 9, 7, 12, 8], [11, 6], [9, 9, 4]]
+GENERATIONS, STEPS = 3, 7
+
+
+def prefilled(policy):
+    width = max(map(len, PROMPTS))
+    ids = torch.tensor([[policy.pad_id] * (width - len(p)) + p for p in PROMPTS])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in PROMPTS])
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    cache = DynamicCache(config=policy.model.config)
+    policy.logits(keep=1, input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
+    return cache, mask.repeat_interleave(GENERATIONS, 0), positions[:, -1:].repeat_interleave(GENERATIONS, 0)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@torch.no_grad()
+def test_fixed_memory_computes_what_growing_memory_computes(policies, kind):
+    policy = policies[kind]
+    assert decode.has_fixed_form(policy.model, prefilled(policy)[0])
+    fixed = decode.Fixed(policy, *prefilled(policy), GENERATIONS, STEPS)
+    growing = decode.Growing(policy, *prefilled(policy), GENERATIONS, STEPS)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(STEPS):
+        token = torch.randint(4, 40, (len(PROMPTS) * GENERATIONS,), generator=generator)
+        ours, theirs = fixed(token), growing(token)
+        assert ours.std() > 0.1
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_memory_grows_when_it_is_used_up(policies, monkeypatch):
+    monkeypatch.setattr(decode, "ROOM", 2)
+    policy = policies["qwen2"]
+    fixed = decode.Fixed(policy, *prefilled(policy), GENERATIONS, 40)
+    growing = decode.Growing(policy, *prefilled(policy), GENERATIONS, 40)
+    sizes = set()
+    for number in range(40):
+        token = torch.full((len(PROMPTS) * GENERATIONS,), 5 + number % 20)
+        torch.testing.assert_close(fixed(token), growing(token), atol=1e-4, rtol=1e-4)
+        sizes.add(fixed._allowed.shape[1])
+    assert sizes == {8, 10, 14, 22, 38, 70}
+
+
+@torch.no_grad()
+def test_a_sliding_window_has_no_fixed_form(policies):
+    assert not decode.has_fixed_form(policies["mistral"].model, prefilled(policies["mistral"])[0])
+
+
+@torch.no_grad()
+def test_a_cpu_records_nothing(policies):
+    policy = policies["llama"]
+    cache, mask, position = prefilled(policy)
+    assert not decode.recordable(policy, cache)
+    assert isinstance(decode.decoder(policy, cache, mask[::GENERATIONS], position[::GENERATIONS], GENERATIONS, 100), decode.Growing)
