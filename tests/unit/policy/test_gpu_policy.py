@@ -1,0 +1,169 @@
+"""The policy on a real CUDA device: skipped where there is none."""
+
+import logging
+
+import pytest
+import torch
+
+from swarmnode.config import PolicyConfig
+from swarmnode.policy import decode
+from swarmnode.policy.generate import generate
+from swarmnode.policy.load import load_policy
+from swarmnode.policy.logprobs import collate, completion_logprobs, score
+from swarmnode.policy.micro import MicroBatcher
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+PROMPTS = ["Calculate 10 + 8.", "12", "Find the Least Common Multiple (LCM) of these numbers: 6, 9"]
+KINDS = ["llama", "qwen2", "qwen3", "mistral", "gpt2"]
+BIG = 0.5 * 2**30  # bytes this process may hold while memory is short
+
+
+@pytest.fixture(autouse=True)
+def _after():
+    yield
+    load_policy(PolicyConfig(device="cpu"))  # accelerate's precision and device are global: leave a CPU behind
+
+
+def rows(groups):
+    return [(g.prompt_ids, c.ids) for g in groups for c in g.completions]
+
+
+def load(directory, **settings):
+    return load_policy(PolicyConfig.model_validate({"model": str(directory), "device": "cuda", "dtype": "float32"} | settings))
+
+
+def gaps(policy, groups):
+    recorded = torch.tensor([x for g in groups for c in g.completions for x in c.logprobs])
+    return (recorded - torch.tensor([x for row in score(policy, rows(groups), 1.0) for x in row])).abs()
+
+
+def test_auto_is_the_gpu_in_bfloat16():
+    policy = load_policy(PolicyConfig())
+    assert (policy.device.type, policy.dtype) == ("cuda", torch.bfloat16)
+    assert {p.dtype for p in policy.trainable_parameters()} == {torch.float32}
+    groups = generate(policy, PROMPTS, 8, 8, 1.0, 1.0, policy.random_generator(1))
+    assert 0 < gaps(policy, groups).max() < 0.5
+    assert policy.statistics().device_memory_bytes > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [4, 16])
+def test_recorded_logprobs_are_those_that_training_recomputes(model_dir, kind, tokens):
+    policy = load(model_dir(kind))
+    groups = generate(policy, PROMPTS, 4, tokens, 1.0, 1.0, policy.random_generator(1))
+    assert gaps(policy, groups).max() < 1e-3
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_a_recorded_step_samples_what_single_launches_sample(model_dir, kind, monkeypatch):
+    policy = load(model_dir(kind))
+    used = []
+    real = decode.Recorded._record
+    monkeypatch.setattr(decode.Recorded, "_record", lambda self: (real(self), used.append(self._graph))[0])
+    # another batch shape, then weights that have moved: every call records anew
+    for prompts, count in [(PROMPTS, 4), (PROMPTS[:1], 9), (PROMPTS, 4)]:
+        recorded = generate(policy, prompts, count, 24, 1.0, 1.0, policy.random_generator(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(decode, "RECORD_FROM", 1000)
+            single = generate(policy, prompts, count, 24, 1.0, 1.0, policy.random_generator(1))
+        assert [i for _, i in rows(recorded)] == [i for _, i in rows(single)]
+        with torch.no_grad():
+            for parameter in policy.trainable_parameters():
+                parameter.mul_(1.01)
+    assert len(used) == 3
+    assert all(graph is not None for graph in used)
+
+
+def test_memory_that_grows_is_recorded_anew(model_dir, monkeypatch):
+    policy = load(model_dir("qwen2"))
+    monkeypatch.setattr(decode, "ROOM", 4)
+    grown = generate(policy, PROMPTS, 4, 40, 1.0, 1.0, policy.random_generator(1))
+    monkeypatch.setattr(decode, "RECORD_FROM", 1000)
+    single = generate(policy, PROMPTS, 4, 40, 1.0, 1.0, policy.random_generator(1))
+    assert [i for _, i in rows(grown)] == [i for _, i in rows(single)]
+
+
+def test_what_cannot_be_recorded_is_launched(model_dir, monkeypatch, caplog):
+    policy = load(model_dir("llama"))
+    real, steps = decode.Recorded._step, []
+
+    def looks_at_a_value(self):
+        steps.append(float(self._column[0]))  # a copy to the host: forbidden while recording
+        real(self)
+
+    monkeypatch.setattr(decode.Recorded, "_step", looks_at_a_value)
+    with caplog.at_level(logging.WARNING):
+        groups = generate(policy, PROMPTS, 4, 12, 1.0, 1.0, policy.random_generator(1))
+    assert "cannot be recorded" in caplog.text
+    assert len(steps) == 11
+    assert gaps(policy, groups).max() < 1e-3
+
+
+def test_cpu_and_gpu_agree(model_dir):
+    directory = model_dir("qwen2")
+    here = load_policy(PolicyConfig(model=str(directory), device="cpu"))
+    groups = generate(here, PROMPTS, 4, 8, 1.0, 1.0, here.random_generator(1))
+    on_cpu = score(here, rows(groups), 1.0)
+    on_gpu = score(load(directory), rows(groups), 1.0)
+    flat = lambda values: torch.tensor([x for row in values for x in row])
+    torch.testing.assert_close(flat(on_gpu), flat(on_cpu), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("quantization", ["none", "8bit", "4bit"])
+def test_an_adapter_learns_on_a_frozen_base(model_dir, quantization):
+    if quantization != "none":
+        pytest.importorskip("bitsandbytes")
+    policy = load(model_dir("qwen2"), dtype="bfloat16", lora={"r": 8}, quantization=quantization)
+    before = {n: p.detach().clone() for n, p in policy.model.named_parameters()}
+    assert {p.dtype for p in policy.trainable_parameters()} == {torch.float32}
+    groups = generate(policy, PROMPTS, 4, 12, 1.0, 1.0, policy.random_generator(1))
+    assert gaps(policy, groups).median() < 0.2
+    optimizer = torch.optim.AdamW(policy.trainable_parameters(), lr=1e-2, fused=True)
+    batch = collate(rows(groups), policy.pad_id, policy.device)
+    losses = []
+    for _ in range(12):
+        logprobs, _ = completion_logprobs(policy, batch, 1.0)
+        loss = -logprobs.sum() / batch.completion_mask.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.1
+    moved = {n for n, p in policy.model.named_parameters() if not torch.equal(p, before[n])}
+    assert moved
+    assert all("lora_" in n for n in moved)
+
+
+@pytest.fixture
+def short_of_memory():
+    """The allocator refuses to hold more than `BIG`, as a small card does."""
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(BIG / total)
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_passes_shrink_to_the_memory_there_is(model_dir, short_of_memory):
+    policy = load(model_dir("llama"))
+    many = [([5, 6, 7], [8 + i % 9] * 40) for i in range(40_000)]
+    batcher = MicroBatcher(10_000_000)
+    whole = batcher.score(policy, many, 1.0)
+    assert batcher.statistics().oom_retries > 0
+    assert 40 < batcher.tokens < 10_000_000
+    assert torch.cuda.max_memory_reserved() <= BIG
+    retries = batcher.statistics().oom_retries
+    batcher.score(policy, many, 1.0)
+    assert batcher.statistics().oom_retries == retries
+    few = score(policy, many[:3], 1.0)
+    assert all(a == pytest.approx(b, abs=1e-3) for a, b in zip(whole, few, strict=False))
+
+
+def test_sampling_shrinks_to_the_memory_there_is(model_dir, short_of_memory):
+    policy = load(model_dir("llama"))
+    batcher = MicroBatcher(100_000_000)
+    rng = policy.random_generator(1)
+    groups = batcher.generate(PROMPTS * 100, 64, 100, lambda some: generate(policy, some, 64, 96, 1.0, 1.0, rng))
+    assert batcher.statistics().oom_retries > 0
+    assert len(groups) == 300
+    assert gaps(policy, groups[:2]).max() < 1e-3
