@@ -1,6 +1,6 @@
 """How fast is our local step (generate, score, update) against TRL's GRPOTrainer: `python -m benchmarks.trainer [--quick] [--json PATH]`.
 
-Same model, tasks, batch (8 questions × 8 completions), dtype (float32), sampling, loss and optimizer settings; one thread each.
+Same model, tasks, batch (8 questions × 8 completions), dtype, sampling, loss and optimizer settings; one thread each on a CPU.
 The two take turns **step by step in one process**, so that whatever else the machine does hits both and the ratio stands. TRL is
 timed between its `on_step_begin` and `on_step_end`, without data loading and logging; both score through the same sandboxed scorer;
 TRL gets its prompts ready made, ours regenerates them.
@@ -10,14 +10,16 @@ Gradient checkpointing, TRL's default, is off.
     every group useful rewards replaced by 1, 0, 1, 0, …: both train on all 64 completions
     a larger model     random weights, 32 new tokens: less Python, more arithmetic
     long prompts       the same, prompts of 17 to 185 tokens (mean 83): ours runs a prompt once, TRL once per completion
+    --shape NAME       on a GPU: random weights of that shape (benchmarks/shapes.py) with few, with many prompt tokens, and long completions
 
-That both compute the same loss is held by tests/unit/rl/test_trl.py.
+Before the first step, loss and gradient of both are compared on one batch; tests/unit/rl/test_trl.py holds them equal, mode by mode.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import statistics
 import tempfile
@@ -37,9 +39,14 @@ import trl
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, TrainerCallback
 
 from benchmarks.report import heading, middle, table, write_json
+from benchmarks.shapes import SHAPES, build
 from swarmnode.config import Config, PolicyConfig, TrainingConfig, WeightsConfig
 from swarmnode.policy.build_tiny import build_tokenizer
+from swarmnode.policy.generate import generate
 from swarmnode.policy.load import Policy, load_policy
+from swarmnode.policy.logprobs import collate, completion_logprobs
+from swarmnode.rl.advantages import advantages
+from swarmnode.rl.objectives import policy_loss
 from swarmnode.tasks.client import Scored, Scorer
 from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import choose_task, task_seed
@@ -64,6 +71,12 @@ class Case:
     """0: the embedded policy. Else a random Llama of this width."""
     long_prompts: bool = False
     """Without the embedded tokenizer's phrases: one token per character."""
+    shape: str = ""
+    """A name in benchmarks.shapes, instead of the embedded policy."""
+    device: str = "cpu"
+    dtype: str = "float32"
+    tokens: int = TrainingConfig().per_device_train_tokens
+    """Bound of a micro-batch, ours; TRL runs its batch in one piece."""
 
 
 @dataclass
@@ -81,6 +94,10 @@ class Result:
     """Share of groups that the update ran through the model."""
     ours_reward: list[float] = field(default_factory=list)
     trl_reward: list[float] = field(default_factory=list)
+    loss_difference: float = 0.0
+    """Between ours and TRL's on one batch, before the first step."""
+    gradient_difference: float = 0.0
+    """Norm of the difference over the norm of TRL's gradient, there."""
 
     def ratio(self, cpu: bool = False) -> float:
         """Samples per second, ours over TRL's: equal samples a step, so the ratio of total times."""
@@ -90,7 +107,9 @@ class Result:
 
 def step_of_ours(case: Case, policy: Policy, scorer: Scorer, result: Result) -> Callable[[], None]:
     """Our local step, the parts that `swarmnode.trainer.loop` is made of."""
-    training = TrainingConfig(num_generations=G, groups_per_step=B, max_completion_length=case.new_tokens)
+    training = TrainingConfig(
+        num_generations=G, groups_per_step=B, max_completion_length=case.new_tokens, per_device_train_tokens=case.tokens
+    )  # fmt: skip
     config = Config(training=training, weights=WeightsConfig(rule="off"))
     counters = Counters(peer="ours", swarm=SWARM.hex())
     engine = WholePolicy(config, policy, counters, send=lambda message: None)
@@ -99,13 +118,13 @@ def step_of_ours(case: Case, policy: Policy, scorer: Scorer, result: Result) -> 
 
     def step() -> None:
         nonlocal count
-        wall, cpu = time.perf_counter(), time.process_time()
+        wall, cpu = now(), time.process_time()
         groups = sampler(B).groups
-        sampled = time.perf_counter()
+        sampled = now()
         if not case.real_rewards:
             groups = [replace(g, rewards=alternating(len(g.rewards))) for g in groups]
         engine.update(assemble(groups, training.advantage), count)
-        result.ours_seconds.append(time.perf_counter() - wall)
+        result.ours_seconds.append(now() - wall)
         result.ours_cpu_seconds.append(time.process_time() - cpu)
         result.ours_generate_seconds.append(sampled - wall)
         result.ours_useful_groups.append(statistics.fmean(len(set(g.rewards)) > 1 for g in groups))
@@ -113,6 +132,13 @@ def step_of_ours(case: Case, policy: Policy, scorer: Scorer, result: Result) -> 
         count += 1
 
     return step
+
+
+def now() -> float:
+    """Seconds, with everything that was started on a GPU done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def alternating(count: int) -> list[float]:
@@ -128,10 +154,10 @@ class Turns(TrainerCallback):
         self._start = (0.0, 0.0)
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        self._start = time.perf_counter(), time.process_time()
+        self._start = now(), time.process_time()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self._result.trl_seconds.append(time.perf_counter() - self._start[0])
+        self._result.trl_seconds.append(now() - self._start[0])
         self._result.trl_cpu_seconds.append(time.process_time() - self._start[1])
         self._ours()
 
@@ -157,7 +183,8 @@ def trl_trainer(case: Case, policy: Policy, scorer: Scorer, result: Result, fold
 
     ours = TrainingConfig()
     settings = trl.GRPOConfig(
-        output_dir=folder, use_cpu=True, bf16=False, gradient_checkpointing=False, disable_dropout=True, seed=0,
+        output_dir=folder, use_cpu=case.device == "cpu", bf16=case.dtype == "bfloat16", gradient_checkpointing=False,
+        disable_dropout=True, seed=0,
         per_device_train_batch_size=B * G, gradient_accumulation_steps=1, num_generations=G, max_steps=case.steps + WARM,
         max_completion_length=case.new_tokens, temperature=ours.temperature, top_p=ours.top_p, learning_rate=ours.learning_rate,
         lr_scheduler_type="constant", weight_decay=ours.weight_decay, max_grad_norm=ours.max_grad_norm, loss_type=ours.loss_type,
@@ -171,11 +198,12 @@ def trl_trainer(case: Case, policy: Policy, scorer: Scorer, result: Result, fold
 def run(case: Case, scorer: Scorer) -> Result:
     """`case.steps` steps of each, in turns."""
     with tempfile.TemporaryDirectory() as folder:
-        policy = load_policy(PolicyConfig(model=random_model(case, folder) if case.hidden else "embedded", device="cpu"))
+        policy = load_policy(PolicyConfig(model=model_of(case, folder), device=case.device, dtype=case.dtype))
         result = Result(case.name, policy.statistics().parameters, case.real_rewards)
         turns = Turns(step_of_ours(case, policy, scorer, result), result)
         trainer = trl_trainer(case, policy, scorer, result, folder, turns)
         trainer.remove_callback(PrinterCallback)
+        result.loss_difference, result.gradient_difference = differences(case, policy, trainer)
         trainer.train()
     for values in vars(result).values():
         if isinstance(values, list):
@@ -183,9 +211,48 @@ def run(case: Case, scorer: Scorer) -> Result:
     return result
 
 
-def random_model(case: Case, folder: str) -> str:
-    """A directory with a random Llama of 4 layers."""
+def differences(case: Case, policy: Policy, trainer: trl.GRPOTrainer) -> tuple[float, float]:
+    """(loss, gradient) on one batch that `policy` sampled: absolute, and relative to TRL's gradient. The weights of both are equal."""
+    prompts = [row["prompt"] for row in trainer.train_dataset.select(range(B))]
+    prompts = [p.removesuffix("<reply>") for p in prompts]  # the chat template puts it back
+    groups = generate(policy, prompts, G, case.new_tokens, 1.0, 1.0, policy.random_generator(1))
+    rows = [(g.prompt_ids, c.ids) for g in groups for c in g.completions]
+    batch = collate(rows, policy.pad_id, policy.device)
+    old = torch.zeros(batch.completion_ids.shape, device=policy.device)
+    for row, chances in zip(old, [c.logprobs for g in groups for c in g.completions], strict=True):
+        row[: len(chances)] = torch.tensor(chances)
+    worth = advantages(torch.tensor([alternating(G)] * B)).flatten().to(policy.device)
+
+    ours = policy_loss(completion_logprobs(policy, batch, 1.0)[0], old, worth, batch.completion_mask)
+    policy.accelerator.backward(ours.loss)
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.train()
+    mask = batch.completion_mask.long()
+    inputs = {
+        "prompt_ids": batch.prompt_ids[batch.prompt_of], "prompt_mask": batch.prompt_mask[batch.prompt_of],
+        "completion_ids": batch.completion_ids, "completion_mask": mask, "num_items_in_batch": mask.sum(),
+        "old_per_token_logps": old, "advantages": worth,
+    }  # fmt: skip
+    theirs = trainer.compute_loss(trainer.model, inputs)
+    theirs.backward()
+    mine, other = policy.trainable_parameters(), [p for p in trainer.model.parameters() if p.requires_grad]
+    gap = torch.stack([(a.grad - b.grad).square().sum() for a, b in zip(mine, other, strict=True)]).sum()
+    size = torch.stack([b.grad.square().sum() for b in other]).sum()
+    for parameter in (*mine, *other):
+        parameter.grad = None
+    return abs(ours.loss.item() - theirs.item()), math.sqrt(gap.item() / size.item())
+
+
+def model_of(case: Case, folder: str) -> str:
+    """What `policy.model` is to be."""
+    if not case.hidden and not case.shape:
+        return "embedded"
     tokenizer = build_tokenizer(set()) if case.long_prompts else load_policy(PolicyConfig(device="cpu")).tokenizer
+    return build(case.shape, tokenizer, Path(folder) / "model", case.device) if case.shape else random_model(case, folder, tokenizer)
+
+
+def random_model(case: Case, folder: str, tokenizer: Any) -> str:
+    """A directory with a random Llama of 4 layers."""
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=case.hidden, intermediate_size=3 * case.hidden, num_hidden_layers=4,
         num_attention_heads=case.hidden // 32, max_position_embeddings=512, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
@@ -205,12 +272,14 @@ def show(results: list[Result]) -> str:
     headers = [
         "case", "parameters", "ours, samples/s", "TRL, samples/s", "ratio", "ratio of CPU time", "ours, ms a step",
         "of it sampling, scoring", "TRL, ms a step", "groups trained on", "reward of last 10, ours", "TRL",
+        "same batch: loss differs by", "gradient by",
     ]  # fmt: skip
     rows = [
         [
             r.case, f"{r.parameters:,}", per_second(r.ours_seconds), per_second(r.trl_seconds),
             f"{r.ratio():.2f}", f"{r.ratio(cpu=True):.2f}", ms(r.ours_seconds), ms(r.ours_generate_seconds), ms(r.trl_seconds),
             f"{statistics.fmean(r.ours_useful_groups):.0%}", last(r, r.ours_reward), last(r, r.trl_reward),
+            f"{r.loss_difference:.0e}", f"{r.gradient_difference:.0e}",
         ]
         for r in results
     ]  # fmt: skip
@@ -220,20 +289,32 @@ def show(results: list[Result]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="few steps, without the larger model; under a minute")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--shape", default="", choices=("", *SHAPES), help="random weights of this shape instead of the small policies")
     parser.add_argument("--json", type=Path, help="write the same as JSON")
     args = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     logging.getLogger("trl").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
+    place: dict[str, Any] = {"device": args.device, "dtype": args.dtype}
     steps = 15 if args.quick else 80
     cases = [
-        Case("embedded policy, real rewards", steps, 8, True),
-        Case("embedded policy, every group useful", steps, 8, False),
+        Case("embedded policy, real rewards", steps, 8, True, **place),
+        Case("embedded policy, every group useful", steps, 8, False, **place),
     ]
-    if not args.quick:
-        cases.append(Case("random Llama, 256 wide, every group useful", 12, 32, False, hidden=256))
-        cases.append(Case("the same, long prompts", 12, 32, False, hidden=256, long_prompts=True))
+    if args.shape:
+        place |= {"shape": args.shape, "tokens": 65_536}
+        steps = 2 if args.quick else 10
+        cases = [
+            Case(f"{args.shape}, short prompts, 32 new tokens", steps, 32, False, **place),
+            Case("the same, long prompts", steps, 32, False, long_prompts=True, **place),
+            Case("the same, long prompts, 256 new tokens", max(1, steps // 2), 256, False, long_prompts=True, **place),
+        ][: 1 if args.quick else 3]
+    elif not args.quick:
+        cases.append(Case("random Llama, 256 wide, every group useful", 12, 32, False, hidden=256, **place))
+        cases.append(Case("the same, long prompts", 12, 32, False, hidden=256, long_prompts=True, **place))
     with Scorer() as scorer:
         results = [run(case, scorer) for case in cases]
     print(heading(f"trainer: local step against TRL {trl.__version__} GRPOTrainer"))
