@@ -1,15 +1,23 @@
-"""A founding record from offers. Pure: whoever has heard the same offers makes the same record. No torch."""
+"""A crew from offers: who offers, who founds, and one founding at a time. Pure; no torch.
+
+Whoever has heard the same offers plans the same crew. Once no new offer has come for a while, the lowest peer id among those it names
+proposes it; all of them sign, or it comes to nothing, and whoever refused is left out for a moment. A signature reserves its
+giver for as long as the proposal lives.
+"""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 
 import msgspec
 
 from swarmnode.errors import Refused
+from swarmnode.stages.events import Settings
 from swarmnode.stages.local import Offering
-from swarmnode.stages.messages import NO_CREW, NO_HASH, Offer, Record, Seat, Voter, voters_of
+from swarmnode.stages.messages import NO_CREW, NO_HASH, Certificate, Offer, Record, Seat, Vote, Voter, voters_of
 from swarmnode.stages.plan import MEMBERS, Capacity, make_plan
+from swarmnode.stages.roster import Founding, Verify
 
 
 def founding_record(offers: Mapping[str, Offer], offering: Offering, stages: int, lease_seconds: float) -> Record | None:
@@ -31,3 +39,94 @@ def founding_record(offers: Mapping[str, Offer], offering: Offering, stages: int
     witnesses = tuple(Voter(peer, offers[peer].incarnation) for peer in left[:1]) if len(seats) % 2 == 0 else ()
     record = Record(NO_CREW, 1, NO_HASH, offering.model, plan.layers, seats, witnesses, (), 0, round(lease_seconds))
     return msgspec.structs.replace(record, voters=voters_of(record))
+
+
+class Forming:
+    """Offers of others, and our part in at most one founding at a time."""
+
+    def __init__(self, me: str, settings: Settings, rng: random.Random) -> None:
+        self.me, self._settings, self._rng = me, settings, rng
+        self._offers: dict[str, tuple[Offer, float]] = {}
+        self._refused: dict[str, float] = {}
+        self._founding: Founding | None = None
+        self._reserved: tuple[Record, float] | None = None
+        self._retry = 0.0
+        self._newest = 0.0
+        self._planned: tuple[object, Record | None] = (None, None)
+
+    def begin(self, now: float) -> None:
+        """Nobody is heard yet: a moment to gather."""
+        self._newest = now
+
+    def heard(self, peer: str, offer: Offer, now: float) -> None:
+        known = self._offers.get(peer)
+        if known is None and len(self._offers) >= self._settings.most_peers:
+            self._forget_old(now)
+            if len(self._offers) >= self._settings.most_peers:
+                return
+        if known is None or known[0].incarnation != offer.incarnation:
+            self._newest = now
+        self._offers[peer] = (offer, now)
+
+    def gone(self, peer: str) -> None:
+        self._offers.pop(peer, None)
+
+    def offers(self, now: float) -> dict[str, Offer]:
+        """Those that count."""
+        oldest = now - 3 * self._settings.offer_seconds
+        return {peer: offer for peer, (offer, heard) in self._offers.items() if heard >= oldest}
+
+    def _forget_old(self, now: float) -> None:
+        alive = self.offers(now)
+        self._offers = {peer: known for peer, known in self._offers.items() if peer in alive}
+        self._refused = {peer: until for peer, until in self._refused.items() if until > now}
+
+    def propose(self, own: Offer, offering: Offering, now: float) -> Record | None:
+        """The founding record to propose now, where everybody is quiet and it is our turn."""
+        settings = self._settings
+        if self._founding is not None and now < self._founding.deadline:
+            return None
+        if self._reserved is not None and now < self._reserved[1]:
+            return None
+        self._founding = self._reserved = None
+        if now < self._retry or now - self._newest < settings.gather_seconds:
+            return None
+        free = {peer: offer for peer, offer in self.offers(now).items() if now >= self._refused.get(peer, 0.0)}
+        free[self.me] = own
+        record = self._plan(free, offering)
+        if record is None:
+            return None
+        turn = sorted(voter.peer for voter in record.voters)
+        if self.me not in turn or now - self._newest < settings.gather_seconds + turn.index(self.me) * 2 * settings.request_seconds:
+            return None
+        self._founding = Founding(record, now + settings.request_seconds)
+        self._retry = now + settings.request_seconds * (1 + self._rng.random())
+        self._reserved = (record, self._retry)
+        return record
+
+    def _plan(self, offers: dict[str, Offer], offering: Offering) -> Record | None:
+        """`founding_record`, computed once for the same offers."""
+        key = (tuple(sorted(offers.items())), offering)
+        if self._planned[0] != key:
+            self._planned = (key, founding_record(offers, offering, self._settings.stages, self._settings.lease_seconds))
+        return self._planned[1]
+
+    def may_sign(self, record: Record, now: float) -> bool:
+        """Whether we are free for `record`; then we are reserved for it."""
+        if self._reserved is not None and now < self._reserved[1] and self._reserved[0] != record:
+            return False
+        self._reserved = (record, now + 2 * self._settings.request_seconds)
+        return True
+
+    def voted(self, peer: str, vote: Vote, verify: Verify) -> Certificate | None:
+        """The certificate, once all have signed."""
+        return None if self._founding is None else self._founding.voted(peer, vote, verify)
+
+    def refused(self, peer: str, record: Record, now: float) -> None:
+        if self._founding is not None and self._founding.record == record:
+            self._refused[peer] = now + 3 * self._settings.offer_seconds
+            self._founding = self._reserved = None
+
+    def joined(self) -> None:
+        """We are in a crew."""
+        self._founding = self._reserved = None

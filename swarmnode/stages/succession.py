@@ -14,12 +14,27 @@ A restart is preferred to a spare: its journal is exact. Vacant stages are never
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from swarmnode.stages.events import Settings
-from swarmnode.stages.messages import Offer, Record, Seat, Voter, crew_id, record_hash, voters_of
+from swarmnode.stages.messages import (
+    Certificate,
+    Offer,
+    Promise,
+    Propose,
+    Record,
+    Refuse,
+    Seat,
+    Vote,
+    Voter,
+    crew_id,
+    record_hash,
+    voters_of,
+)
 from swarmnode.stages.plan import ModelCost, stage_memory
+from swarmnode.stages.roster import Acceptor, Proposal, Verify, next_ballot
 
 
 @dataclass(frozen=True)
@@ -118,3 +133,76 @@ def _take(spares: dict[str, Offer], present: Record, stage: int, cost: ModelCost
 
     best = min(able, key=order)
     return Voter(best, spares.pop(best).incarnation)
+
+
+class Proposing:
+    """Our own proposals for the next record: one at a time, each with its deadline, and a random pause after one that failed."""
+
+    def __init__(self, acceptor: Acceptor, settings: Settings, rng: random.Random) -> None:
+        self._acceptor, self._settings, self._rng = acceptor, settings, rng
+        self.proposal: Proposal | None = None
+        self._ballot = 0
+        self._retry = 0.0
+        self._wished: float | None = None
+
+    def restart(self) -> None:
+        """There is a new record."""
+        self.proposal, self._ballot, self._wished = None, 0, None
+
+    def due(self, wished: bool, place: int | None, now: float) -> bool:
+        """Whether to `begin` now. `place`: ours among the stages that are left; None where we may not propose.
+
+        The lowest proposes; if nothing comes of it, the next one does.
+        """
+        if self.proposal is not None and now >= self.proposal.deadline:
+            self._fail(now, self._rng.uniform(0.0, 0.5) * self._settings.request_seconds)
+        if not wished:
+            self._wished = None
+            return False
+        if self._wished is None:
+            self._wished = now
+        if self.proposal is not None or place is None or now < self._retry:
+            return False
+        return now - self._wished >= place * 1.5 * self._settings.request_seconds
+
+    def begin(self, wish: Wish, now: float) -> Promise | None:
+        """A new ballot; returns our own promise. Its Prepare goes to everybody once that is on disk."""
+        present = self._acceptor.record
+        assert present is not None
+        self._ballot = next_ballot(max(self._ballot, self._acceptor.promised), voters_of(present).index(self._acceptor.me))
+        proposal = Proposal(present, self._ballot, wish.evicting, now + self._settings.request_seconds)
+        promise = self._acceptor.prepare(proposal.prepare)
+        if not isinstance(promise, Promise):
+            return None
+        self.proposal = proposal
+        return promise
+
+    def promised(self, peer: str, promise: Promise) -> bool:
+        """Whether a majority has promised just now: then `choose`."""
+        return self.proposal is not None and self.proposal.promised(peer, promise)
+
+    def choose(self, wish: Record | None) -> tuple[Propose, Vote] | None:
+        """What to propose, with our own vote for it; None where there is nothing any more."""
+        assert self.proposal is not None
+        propose = self.proposal.choose(wish)
+        vote = None if propose is None else self._acceptor.propose(propose)
+        if propose is None or not isinstance(vote, Vote):
+            self.proposal = None
+            return None
+        return propose, vote
+
+    def voted(self, peer: str, vote: Vote, verify: Verify) -> Certificate | None:
+        return None if self.proposal is None else self.proposal.voted(peer, vote, verify)
+
+    def refused(self, ballot: int, refusal: Refuse, now: float) -> None:
+        """By a voter, what we asked in `ballot`."""
+        if self.proposal is None or ballot != self.proposal.ballot:
+            return
+        if refusal.reason == "ballot":
+            self._ballot = max(self._ballot, refusal.ballot)
+            self._fail(now, self._rng.uniform(0.05, 0.5) * self._settings.request_seconds)
+        elif refusal.reason == "alive":
+            self._fail(now, self._settings.heartbeat_seconds)
+
+    def _fail(self, now: float, pause: float) -> None:
+        self.proposal, self._retry = None, now + pause

@@ -89,7 +89,7 @@ class History:
         """`writer` has gone from `step` steps to one more."""
         self.note(now, "took", stage, step, writer)
         if self._sets.setdefault((crew, step), micro_batches) != micro_batches:
-            raise Violation(f"step {step} of other micro-batches at stage {stage}")
+            raise Violation(f"step {step} of {micro_batches} at stage {stage}, and of {self._sets[crew, step]} elsewhere")
         if self._taken.get((writer, crew, stage), -1) >= step:
             raise Violation(f"{writer} takes step {step} twice")
         self._taken[writer, crew, stage] = step
@@ -99,8 +99,13 @@ class History:
             self._all_took[crew] = (step + 1, set(takers.values()))
             self.counts["steps"] = self.counts.get("steps", 0) + 1
 
-    def settled(self, crew: bytes, step: int, keeping: set[str]) -> None:
-        """The crew goes on at `step`; `keeping` are the trainer processes that are part of it with what they hold."""
+    def settled(self, crew: bytes, epoch: int, step: int, keeping: set[str]) -> None:
+        """The crew goes on at `step`; `keeping` are the trainer processes that are part of it with what they hold.
+
+        What somebody who missed the newest record believes counts for nothing.
+        """
+        if (crew, epoch + 1) in self._records:
+            return
         taken, takers = self._all_took.get(crew, (0, set()))
         if step < taken and takers & keeping:
             raise Violation(f"the crew goes on at {step}, and {taken} steps had been taken by all")

@@ -1,4 +1,4 @@
-"""A trainer process of the simulated crew: real `commit` and `fence`, weights that are a hash of what was learnt, and no time of its own."""
+"""A trainer process of the simulated crew: real `commit` and `fence`, and weights that are a hash of what was learnt."""
 
 from __future__ import annotations
 
@@ -93,12 +93,10 @@ class Trainer:
         place = Place(assigned.crew[:16], assigned.roster_epoch, stage, assigned.stage_epochs[stage], self.participant.step)
         self.fence = Fence(place, assigned.stage_epochs)
         same = before is not None and (before.crew, before.stage) == (assigned.crew, stage) and self.weight != b""
-        if assigned.held:
-            if not same or self.phase in ("idle", "loading"):
-                raise AssertionError("said to be held, and it is not")
+        if assigned.held and same and self.phase not in ("idle", "loading", "failed"):
             self._later(self.world.rng.uniform(0.0, 0.5), "stopped")
             return
-        self.phase, self.weight, self.rung = "loading", b"", ""
+        self.phase, self.weight, self.rung, self.learnt = "loading", b"", "", ()
         self.report()
         self._later(self.world.rng.uniform(0.1, 1.5), "founded" if assigned.founding else "loaded")
 
@@ -170,7 +168,7 @@ class Trainer:
             step = self.participant.step
         if step != settled.step:  # behind for good
             self.phase, self.work = "loading", self.work + 1
-            self.weight = b""
+            self.weight, self.learnt = b"", ()
             self.report()
             self._later(self.world.rng.uniform(0.1, 1.5), "loaded")
             return

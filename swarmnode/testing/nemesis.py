@@ -29,8 +29,8 @@ from swarmnode.testing.crew_trainer import Journal, Message, Trainer
 
 MODEL = bytes(32)
 SETTINGS = Settings(
-    tick_seconds=1.0, heartbeat_seconds=2.0, offer_seconds=3.0, gather_seconds=2.0, request_seconds=1.5, gone_seconds=4.0, evict_seconds=13.0,
-    restart_seconds=15.0, stuck_seconds=20.0, wait_seconds=40.0, lease_seconds=30.0,
+    tick_seconds=1.0, heartbeat_seconds=2.0, offer_seconds=3.0, gather_seconds=2.0, request_seconds=1.5, gone_seconds=4.0,
+    evict_seconds=13.0, restart_seconds=15.0, stuck_seconds=20.0, wait_seconds=40.0, lease_seconds=30.0,
 )  # fmt: skip
 FAULT_SECONDS = 25.0
 """During which faults begin; what they break is mended soon after."""
@@ -114,7 +114,7 @@ class World:
                     break
             self.now = when
             function(*args)
-        if not ended:
+        if not ended and (self._queue or not self._quiet()):
             raise Violation("no end: " + "; ".join(self._describe(node) for node in self.nodes.values()))
         return self.history
 
@@ -183,16 +183,16 @@ class World:
             self.at(node.stopped_until, self._tick, name, life)
             return
         self.event(name, life, ev.Tick())
-        trainer = node.trainer
-        if trainer is not None:
-            if self.rng.random() < 0.3 and node.control is not None and node.control.may_average:
-                self.history.averaged(self.now, name, trainer.phase, self._lease_left(node))
+        averages = self.rng.random() < 0.3 and node.control is not None and node.control.may_average
+        if averages and node.trainer is not None:
+            self.history.averaged(self.now, name, node.trainer.phase, self._lease_left(node))
         self.after(self.settings.tick_seconds / node.rate, self._tick, name, life)
 
     def _lease_left(self, node: Node) -> float:
         """Seconds until half a lease after the last moment at which a majority heard the node."""
         control = node.control
-        assert control is not None and control.roster is not None
+        assert control is not None
+        assert control.roster is not None
         voters = messages.voters_of(control.roster)
         times = sorted((self.now if voter.peer == node.name else node.heard_by.get(voter.peer, 0.0) for voter in voters), reverse=True)
         return times[len(times) // 2] + self.settings.lease_seconds / 2 / node.rate + 1.5 * self.settings.tick_seconds - self.now
@@ -226,7 +226,7 @@ class World:
                 case ev.TellTrainer():
                     if isinstance(action.message, local.Settled) and node.trainer is not None:
                         keeping = {t.name for n in self.nodes.values() if (t := n.trainer) is not None and t.phase in ("ready", "active")}
-                        self.history.settled(control.acceptor.crew, action.message.step, keeping)
+                        self.history.settled(control.acceptor.crew, action.message.roster_epoch, action.message.step, keeping)
                     if node.trainer is not None:
                         node.trainer.told(action.message, self.now)
                 case ev.RestartTrainer():
