@@ -31,6 +31,7 @@ from swarmnode.member import open_member
 from swarmnode.observe import logs
 from swarmnode.observe.http import serve_http
 from swarmnode.observe.snapshot import Health, NodeInfo, NodeSnapshot
+from swarmnode.observe.stages import stages_view
 from swarmnode.observe.watch import SupervisorWatch, TrainerWatch, disk_use, process_use
 from swarmnode.p2p.identity import Identity
 from swarmnode.p2p.metering import Meter
@@ -233,6 +234,7 @@ class Node:
             trainer=trainer,
             rollouts=view.rollouts_view(exchange, self._staleness, sharing.pool_groups, sharing.pool_bytes),
             weights=view.weights_view(self.weights_plane.statistics()),
+            stages=stages_view(self.stage_plane.statistics()),
             network=view.network_view(network, self._topic),
             swarm=view.swarm_view(self._summaries.statistics(), time.time()),
             budget=view.budget_view(self.meter.statistics()),

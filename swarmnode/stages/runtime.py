@@ -39,6 +39,8 @@ class RuntimeStatistics:
     decode_steps: int
     sessions: int
     cache_bytes: int
+    tokens: int
+    """That went forward: in training, for scores, in prompts and one by one."""
 
 
 class StageRuntime:
@@ -51,12 +53,12 @@ class StageRuntime:
         self.device = next(model.parameters()).device
         self.hidden_size = int(model.config.hidden_size)
         self.sessions = Sessions(model.config)
-        self._forwards = self._backwards = self._decode_steps = 0
+        self._forwards = self._backwards = self._decode_steps = self._tokens = 0
         self._layers: Any = None
 
     def statistics(self) -> RuntimeStatistics:
         kept = self.sessions.statistics()
-        return RuntimeStatistics(self._forwards, self._backwards, self._decode_steps, kept.sessions, kept.bytes)
+        return RuntimeStatistics(self._forwards, self._backwards, self._decode_steps, kept.sessions, kept.bytes, self._tokens)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """The trained ones."""
@@ -99,7 +101,9 @@ class StageRuntime:
     def forward(self, batch: Batch, x: torch.Tensor | None, part: Part = "all") -> torch.Tensor:
         """`x` (R, H), None where token ids go in → (R, H) for the next stage. Not for the last stage's head."""
         self._forwards += 1
-        return self._hidden(batch, x, part).float()
+        out = self._hidden(batch, x, part).float()
+        self._tokens += len(out)
+        return out
 
     def backward(self, batch: Batch, x: torch.Tensor | None, gradient: torch.Tensor, part: Part = "all") -> torch.Tensor | None:
         """Adds to the weights' gradients; `gradient` (R, H) of what `forward` gave → gradient of `x`, None on stage 0."""
@@ -114,6 +118,7 @@ class StageRuntime:
         """Last stage: forward, loss and backward in one → gradient of `x`, None where this is the only stage."""
         self._forwards += 1
         self._backwards += 1
+        self._tokens += _rows(batch, x)
         inputs = None if x is None else x.detach().requires_grad_()
         loss(*self._logprobs(batch, inputs, temperature, part)).backward()
         return None if inputs is None else inputs.grad
@@ -122,6 +127,7 @@ class StageRuntime:
     def score(self, batch: Batch, x: torch.Tensor | None, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Last stage, without gradient: log-probabilities and entropies, (N, T) each."""
         self._forwards += 1
+        self._tokens += _rows(batch, x)
         return self._logprobs(batch, x, temperature)
 
     @torch.no_grad()
@@ -129,6 +135,7 @@ class StageRuntime:
         """Opens a session: `x` (prompt tokens, H), None on stage 0 → the same, or logits (Q, V) on the last stage."""
         self._decode_steps += 1
         where = prompts.mask.nonzero(as_tuple=True)
+        self._tokens += len(where[0])
         positions = (prompts.mask.cumsum(1) - 1).clamp(min=0)
         cache = DynamicCache(config=self.model.config)
         padded = prompts.ids if x is None else x.new_zeros(*prompts.mask.shape, x.shape[1]).index_put(where, x)
@@ -143,6 +150,7 @@ class StageRuntime:
         Rows that are left out are dropped from the cache for good. Raises BadMessage as `Sessions.step` does.
         """
         self._decode_steps += 1
+        self._tokens += len(rows)
         kept = self.sessions.step(session, fingerprint, rows)
         out = self.run(x[:, None], kept.mask, kept.position, kept.cache, keep=1)
         return out[:, -1] if self.spec.has_head else out[:, 0].float()
@@ -203,6 +211,13 @@ class StageRuntime:
         chosen, spread = token_logprobs(torch.cat(logits), batch.completion_ids[row, column], temperature)
         zeros = torch.zeros(batch.completion_ids.shape, device=chosen.device)
         return zeros.index_put((row, column), chosen), zeros.index_put((row, column), spread)
+
+
+def _rows(batch: Batch, x: torch.Tensor | None) -> int:
+    """Packed rows of a batch: those of `x`, or as `packing.Packing` counts them."""
+    if x is not None:
+        return len(x)
+    return int(batch.prompt_mask.sum()) + int(batch.completion_mask.sum()) - len(batch.completion_ids)
 
 
 def _shallow(module: Any) -> Any:

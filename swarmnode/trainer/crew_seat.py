@@ -202,8 +202,9 @@ class Sitting:
         return StageStatus(
             a.crew, a.roster_epoch, a.stage, seat.phase, step=stage.step, progress=stage.progress(), rung=seat.rung,
             rung_seconds=seat.rung_seconds, squared_norm=stage.member.squared_norm, probe_kl=seat.probe_kl,
-            bubble_share=stage.meter.waited_share, reason=seat.reason, prepared=stage.prepared, attempt=attempt, clip=clip,
-            learning_rate=learning_rate, load=stage.load(), **self._recovery.facts(),
+            bubble_share=stage.meter.waited_share, tokens_per_second=stage.meter.tokens_per_second, reason=seat.reason,
+            prepared=stage.prepared, attempt=attempt, clip=clip, learning_rate=learning_rate, load=stage.load(), dropped=stage.dropped(),
+            **self._recovery.facts(),
         )  # fmt: skip
 
     # ---- the thread ----------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -31,8 +32,11 @@ class Meter:
         self.computing = 0
         self._busy = 0.0
         self._since = time.monotonic()
+        self._tokens = 0
         self.waited_share: float | None = None
         """Of the last step's time."""
+        self.tokens_per_second: float | None = None
+        """In the last step's time."""
 
     async def __call__(self, work: Callable[[], T]) -> T:
         self.computing += 1
@@ -43,11 +47,13 @@ class Meter:
             self.computing -= 1
             self._busy += time.monotonic() - started
 
-    def step(self) -> None:
-        """A step was taken."""
+    def step(self, tokens: int) -> None:
+        """A step was taken; `tokens` have gone through so far."""
         now = time.monotonic()
-        self.waited_share = max(0.0, 1.0 - self._busy / max(now - self._since, 1e-9))
-        self._busy, self._since = 0.0, now
+        elapsed = max(now - self._since, 1e-9)
+        self.waited_share = max(0.0, 1.0 - self._busy / elapsed)
+        self.tokens_per_second = (tokens - self._tokens) / elapsed
+        self._busy, self._since, self._tokens = 0.0, now, tokens
 
 
 class Careful(Member):
@@ -83,6 +89,7 @@ class Stage:
         self.observers: list[Observer] = []
         self._settings = settings
         self._limits = limits
+        self._dropped: Counter[str] = Counter()
         self.member = self._make(assigned, {}, 0)
         if self.member.optimizer is not None:
             self.member.optimizer.register_step_pre_hook(lambda *_: _acquire(self.lock))
@@ -112,7 +119,8 @@ class Stage:
 
     def begin(self, assigned: Assigned, streams: dict[int, trio.abc.Stream], step: int) -> CrewMember | CrewHead:
         """A new member under a new roster, with what the old one had of weights, optimizer and pace. To be `run`."""
-        before, self.member = self.member, self._make(assigned, streams, step)
+        before, self._dropped = self.member, Counter(self.dropped())
+        self.member = self._make(assigned, streams, step)
         self.member.optimizer, self.member.pace = before.optimizer, before.pace
         self.member.squared_norm, self.member.last = before.squared_norm, before.last
         for parameter in self.runtime.parameters():
@@ -137,6 +145,11 @@ class Stage:
         """Grows with each piece of work done."""
         done = self.runtime.statistics()
         return done.forwards + done.backwards + done.decode_steps + self.member.statistics().links.frames_received + self.step
+
+    def dropped(self) -> dict[str, int]:
+        """Frames that counted for nothing, under all rosters, by reason."""
+        now = self.member.statistics()
+        return dict(self._dropped + Counter(now.fence.dropped) + Counter(now.links.refused) + Counter(now.refused))
 
     def load(self) -> int:
         """Pieces of work in hand."""
@@ -166,7 +179,7 @@ class Observers(Observer):
             observer.learnt(micro_batch, logprobs)
 
     def committed(self, member: Member) -> None:
-        self._stage.meter.step()
+        self._stage.meter.step(self._stage.runtime.statistics().tokens)
         for observer in self._stage.observers:
             observer.committed(member)
 

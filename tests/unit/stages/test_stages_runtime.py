@@ -154,6 +154,22 @@ def test_a_step_that_the_session_does_not_have_is_refused(models, session, finge
     assert caught.value.reason == reason
 
 
+@pytest.mark.parametrize("layers", [[4], [2, 2], [1, 2, 1]])
+def test_every_stage_counts_each_token_that_went_through_it_once(models, layers):
+    stages = chain(copy.deepcopy(models["llama"]), layers)
+    batch = collate(ROWS, 0, torch.device("cpu"))
+    rows = 6 + 2 + (3 + 1 + 5 + 2) - 4  # two prompts once, and each completion without its last token
+    through(stages, batch, torch.ones(batch.completion_ids.shape))
+    assert [stage.statistics().tokens for stage in stages] == [rows] * len(stages)
+    x = None
+    for stage in stages:
+        x = stage.prefill(b"s", b"f", Prompts(torch.tensor([[0, 2, 4], [5, 6, 7]]), torch.tensor([[0, 1, 1], [1, 1, 1]]), 1), x)
+    x = x.argmax(-1)
+    for stage in stages:
+        x = stage.decode(b"s", b"f", [0, 1], x)
+    assert [stage.statistics().tokens for stage in stages] == [rows + 5 + 2] * len(stages)
+
+
 def test_packing_goes_there_and_back():
     batch = collate(ROWS, 0)
     where = packing(batch)
