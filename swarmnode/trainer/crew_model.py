@@ -26,7 +26,7 @@ from swarmnode.policy.text import PolicyText
 from swarmnode.stages.frames import FrameLimits
 from swarmnode.stages.local import Offering
 from swarmnode.stages.member import CrewSettings
-from swarmnode.stages.plan import Capacity, model_cost
+from swarmnode.stages.plan import Capacity, ModelCost, model_cost
 from swarmnode.stages.runtime import StageRuntime
 from swarmnode.stages.spec import check_model_type, stage_specs
 from swarmnode.stages.split import adapt, load_stage
@@ -34,6 +34,8 @@ from swarmnode.weights.lora import A_SEED, freeze_a, shares_a
 
 TOKENS = 16384
 """Padded tokens of a micro-batch or wave in any crew: what a member is ready to receive."""
+PROMPT_TOKENS = 64
+"""Of a question, about: for how much the caches of a step's waves take."""
 SPEED_SIZE = 512
 """Of the matrices that are multiplied to measure a machine."""
 SPEED_SECONDS = 0.1
@@ -88,10 +90,14 @@ def fits_whole(config: Config, directory: Path, placement: Placement) -> bool:
         return True
     if placement.device.type == "cuda" and config.policy.device == "auto" and not config.stages.capacity and torch.cuda.device_count() > 1:
         return True  # `policy.device.fit` spreads it over all GPUs, or says why not
+    says = f"{config.policy.model}: its weights need about {need / 2**30:.1f} GiB to train, {placement.device} has {room / 2**30:.1f} GiB"
     try:
         check_model_type(hf)
     except ConfigError as error:
-        raise DeviceError(f"{config.policy.model} needs about {need / 2**30:.1f} GiB, here are {room / 2**30:.1f}, and {error}") from None
+        raise DeviceError(f"{says}, and {error}") from None
+    layer = cost_of(config, hf, placement).layers[0].memory * HEADROOM
+    if layer > room:
+        raise DeviceError(f"{says}, and one layer alone needs {layer / 2**30:.1f} GiB")
     return False
 
 
@@ -152,16 +158,21 @@ def check_trainable(config: Config) -> None:
 
 def make_offering(config: Config, hf: Any, placement: Placement, identity: bytes) -> Offering:
     """What this node can hold, and what there is to hold."""
+    room = capacity(config, placement)
+    memory = float(room) if room is not None else float(whole_bytes(config, hf, placement))
+    return Offering(identity, Capacity(memory / HEADROOM, measure_speed(placement)), cost_of(config, hf, placement))
+
+
+def cost_of(config: Config, hf: Any, placement: Placement) -> ModelCost:
+    """Of the parts of the model as this swarm trains it."""
     lora = config.policy.lora.r > 0
     cfg = config.training
     tokens = min(cfg.per_device_train_tokens, TOKENS)
-    cost = model_cost(
-        hf, batch_tokens=tokens, cached_tokens=tokens, weight_bytes=placement.dtype.itemsize if lora else 4,
+    cached = min(cfg.groups_per_step * cfg.num_generations * (PROMPT_TOKENS + cfg.max_completion_length), TOKENS)
+    return model_cost(
+        hf, batch_tokens=tokens, cached_tokens=cached, weight_bytes=placement.dtype.itemsize if lora else 4,
         trained_bytes=0 if lora else TRAINED_BYTES - 4,
     )  # fmt: skip
-    room = capacity(config, placement)
-    memory = float(room) if room is not None else float(whole_bytes(config, hf, placement))
-    return Offering(identity, Capacity(memory / HEADROOM, measure_speed(placement)), cost)
 
 
 def measure_speed(placement: Placement) -> float:

@@ -207,15 +207,17 @@ async def test_a_head_s_calls_outlive_a_roster_and_end_with_its_seat(tmp_path, m
 def test_who_needs_a_crew(tmp_path, model):
     fits = config(tmp_path, model, stages={"mode": "auto"})
     assert isinstance(make_trainer(fits, Progress()), Trainer)
-    small = config(tmp_path, model, stages={"mode": "auto", "capacity": 2**20})
+    small = config(tmp_path, model, stages={"mode": "auto", "capacity": 3 * 2**20})
     assert isinstance(make_trainer(small, Progress()), CrewTrainer)
-    assert isinstance(make_trainer(config(tmp_path, model, stages={"mode": "off", "capacity": 2**20}), Progress()), Trainer)
+    assert isinstance(make_trainer(config(tmp_path, model, stages={"mode": "off", "capacity": 3 * 2**20}), Progress()), Trainer)
     assert isinstance(make_trainer(config(tmp_path, model), Progress()), CrewTrainer)
 
 
 def test_what_no_crew_can_do_is_said_at_the_start(tmp_path, model):
     with pytest.raises(Refused, match="beta"):
         CrewTrainer(config(tmp_path, model, training={"beta": 0.1}), Progress()).run()
+    with pytest.raises(DeviceError, match="one layer alone"):
+        make_trainer(config(tmp_path, model, stages={"mode": "auto", "capacity": 2**20}), Progress())
     other = tmp_path / "gpt2"
     GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64).save_pretrained(other)
     with pytest.raises(DeviceError, match="gpt2"):
