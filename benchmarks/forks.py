@@ -25,12 +25,14 @@ AGES = (20, 50)
 
 @dataclass(frozen=True)
 class Size:
-    steps: int = 300
-    """Before a stage is lost; also where the target of part (b) is."""
+    trunk_steps: int = 500
+    """Before a stage is lost in part (a)."""
+    steps: int = 200
+    """Without failures to the target of part (b)."""
     tuned_steps: int = 120
     marks: tuple[int, ...] = (0, 10, 30, 60)
     """Steps after a loss at which the held-out loss is taken."""
-    rate: float = 4e-3
+    rate: float = 3e-3
     tuned_rate: float = 1e-3
     adapter_rate: float = 4e-3
     rank: int = 8

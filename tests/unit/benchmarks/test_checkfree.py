@@ -14,7 +14,8 @@ from swarmnode.stages.recovery.healing import heal
 from swarmnode.stages.runtime import StageRuntime
 from swarmnode.stages.split import build_stage
 
-SIZE = Size(steps=52, tuned_steps=52, marks=(0, 3))
+SIZE = Size(rate=4e-3, marks=(0, 3))
+TRUNK = 52
 
 
 @pytest.fixture(autouse=True)
@@ -35,19 +36,19 @@ def corpus():
 @pytest.fixture(scope="module")
 def trunk(corpus):
     torch.set_num_threads(1)
-    return grow(Staged(build(0), 4e-3), corpus, 0, 0, SIZE.steps)
+    return grow(Staged(build(0), 4e-3), corpus, 0, 0, TRUNK)
 
 
 def rows_of(trunk, corpus, lost, *names, healed=False):
-    rows = compare(trunk, corpus, 0, SIZE.steps, SIZE.marks, [(name, lost, METHODS[name], healed) for name in names])
+    rows = compare(trunk, corpus, 0, TRUNK, SIZE.marks, [(name, lost, METHODS[name], healed) for name in names])
     return {row["method"]: row for row in rows}
 
 
 def test_what_is_not_lost_has_no_gap_to_the_control(trunk, corpus):
     trunk.staged.roll_back(trunk.checkpoint)
-    once = follow(trunk, corpus, 0, SIZE.steps, SIZE.marks)
+    once = follow(trunk, corpus, 0, TRUNK, SIZE.marks)
     trunk.staged.roll_back(trunk.checkpoint)
-    assert follow(trunk, corpus, 0, SIZE.steps, SIZE.marks) == once
+    assert follow(trunk, corpus, 0, TRUNK, SIZE.marks) == once
 
 
 @pytest.mark.parametrize("lost", [(3,), (0,), (7,), (3, 4)])
@@ -157,9 +158,9 @@ def test_a_checkpoint_takes_back_what_came_after_it(corpus):
 
 
 def test_the_target_is_what_the_control_had():
-    curve = [5.0, 4.0, 3.0, 2.0, 1.0]
-    assert target_of(curve, 40) == pytest.approx(3.0)
-    assert first_at(curve, target_of(curve, 40)) == 40
+    curve = [7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
+    assert target_of(curve, 60) == pytest.approx(4.0)
+    assert first_at(curve, target_of(curve, 60)) == 60
     assert first_at(curve, 0.5) is None
 
 
