@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
@@ -21,6 +22,9 @@ from swarmnode.stages.recovery.messages import Edge, Probe
 from swarmnode.stages.recovery.probes import work_of
 from swarmnode.stages.runtime import StageRuntime
 from swarmnode.wire.tensors import unpack_logprobs
+
+SMALLEST: Final = 0.01
+"""A tensor that is smaller is treated as if it had this root mean square: a new adapter's B is zero."""
 
 
 @dataclass(frozen=True)
@@ -44,18 +48,24 @@ class Healing:
 
 
 def pairs_of(
-    runtime: StageRuntime, edges: Sequence[Edge], probes: Sequence[Probe], limits: FrameLimits, codec: ActivationCodec
+    runtime: StageRuntime, edges: Sequence[Edge], probes: Sequence[Probe], limits: FrameLimits, codec: ActivationCodec, judged: int
 ) -> list[Pair]:
-    """What can be put together from neighbours' `edges` and, at the tail, `probes`; the newest last. They were checked."""
+    """What can be put together from neighbours' `edges` and, at the tail, `probes`; the newest last. They were checked.
+
+    The last `judged` probes are left out: the stage is judged by them.
+    """
     spec = runtime.spec
     number = lambda item: (item.step, item.micro_batch)  # a new roster counts micro-batches anew
     came = {number(edge): edge for edge in edges if edge.target == spec.index}
     went: dict[tuple[int, int], Edge | Probe] = {number(edge): edge for edge in edges if edge.source == spec.index}
     if spec.has_head:
         went = {number(probe): probe for probe in probes}
+    judges = {number(probe) for probe in probes[-judged:]}
     out = []
     for key, after in sorted(went.items(), key=lambda item: item[0]):
         before = came.get(key)
+        if key in judges:
+            continue
         if before is None and not spec.has_embedding:
             continue
         if before is not None and (before.about, before.rows) != (after.about, after.rows):
@@ -69,7 +79,8 @@ def pairs_of(
 
 
 def heal(runtime: StageRuntime, pairs: Sequence[Pair], steps: int, rate: float) -> Healing:
-    """`steps` of AdamW over `pairs` in turn; the rate falls to zero. Where that did not help, the weights are as before.
+    """`steps` of AdamW over `pairs` in turn, at `rate` of each tensor's root mean square, falling to zero. Where that did not help, the
+    weights are as before.
 
     A tied embedding is left alone: the other end has it too. `pairs` is not empty.
     """
@@ -77,10 +88,11 @@ def heal(runtime: StageRuntime, pairs: Sequence[Pair], steps: int, rate: float) 
     parameters = [p for p in runtime.parameters() if p is not shared]
     kept = [p.detach().clone() for p in parameters]
     before = _mean(runtime, pairs)
-    optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
+    sizes = [rate * max(float(p.detach().float().square().mean().sqrt()), SMALLEST) for p in parameters]
+    optimizer = torch.optim.AdamW([{"params": [p]} for p in parameters], weight_decay=0.0)
     for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = rate * (1.0 - step / steps)
+        for group, size in zip(optimizer.param_groups, sizes, strict=True):
+            group["lr"] = size * (1.0 - step / steps)
         loss = _loss(runtime, pairs[step % len(pairs)])
         loss.backward()
         optimizer.step()

@@ -57,7 +57,10 @@ class RecoverySettings:
     paper: bool = False
     """CheckFree+ as it is written: no shadow, journal or base; synthesis without healing; learning rate × 1.1; swapped order."""
     probes: int = 8
-    """Committed micro-batches that a recovered stage is judged by."""
+    """Committed micro-batches that a recovered stage is judged by: the last ones."""
+    memory: int = 24
+    """Committed micro-batches that are remembered; the ones before the last `probes` are what a stage is healed with, so that it is judged
+    by others."""
     gate_kl: float = 0.02
     """Nats per token of KL(before ‖ recovered)."""
     gate_nll: float = 0.05
@@ -65,7 +68,8 @@ class RecoverySettings:
     healings: int = 2
     """Distillations before a source is given up."""
     healing_steps: int = 120
-    healing_rate: float = 1e-3
+    healing_rate: float = 0.04
+    """Of each tensor's root mean square: what AdamW moves a weight by in a step, at first."""
     warmup_steps: int = 10
     """Steps over which the learning rate of a stage with a fresh optimizer rises to what it is elsewhere."""
     exact_bytes: int = 256 * 1024 * 1024

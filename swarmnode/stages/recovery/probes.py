@@ -51,6 +51,8 @@ class Recorder(Observer):
     probes: list[Probe] = field(default_factory=list)
     """The newest, oldest first: own ones at the tail, the tail's elsewhere."""
     edges: deque[Edge] = field(default_factory=deque)
+    ends: dict[int, tuple[int, dict[str, torch.Tensor]]] = field(default_factory=dict)
+    """Paper mode: end stage → (step, true copies of its embedding, or norm and head)."""
     _pending: dict[int, _Pending] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -75,7 +77,7 @@ class Recorder(Observer):
 
     def committed(self, member: Member) -> None:
         step = member.participant.step - 1
-        for number, seen in sorted(self._pending.items())[-self.settings.probes :]:
+        for number, seen in sorted(self._pending.items())[-self.settings.memory :]:
             rows = read_message(seen.about, MicroBatch).rows
             if seen.logprobs:
                 self.probes.append(Probe(number, step, rows, seen.about, seen.logprobs))
@@ -84,8 +86,8 @@ class Recorder(Observer):
             if seen.target is not None:
                 self.edges.append(Edge(number, step, self.spec.index, seen.target, rows, seen.about, seen.went))
         self._pending.clear()
-        del self.probes[: -self.settings.probes]
-        while len(self.edges) > 2 * self.settings.probes or sum(len(edge.body) for edge in self.edges) > self.settings.pair_bytes:
+        del self.probes[: -self.settings.memory]
+        while len(self.edges) > 2 * self.settings.memory or sum(len(edge.body) for edge in self.edges) > self.settings.pair_bytes:
             self.edges.popleft()
 
     def dropped(self) -> None:

@@ -128,7 +128,7 @@ async def restore(
         tell("probation", source.rung)
         healings: list[Healing] = []
         while True:
-            verdict = await _judge(peer, ladder, source, probes, len(healings)) if probes else None
+            verdict = await _judge(peer, ladder, source, probes[-settings.probes :], len(healings)) if probes else None
             what = ladder.judge(source, verdict, len(healings))
             if what != "heal":
                 break
@@ -242,7 +242,7 @@ async def _heal(peer: StatePeer, probes: list[Probe], settings: RecoverySettings
                 edges += await peer.fetch_edges(stage)
             except PeerError:
                 return None
-    pairs = await peer.compute(lambda: pairs_of(peer.runtime, edges, probes, peer.limits, peer.codec))
+    pairs = await peer.compute(lambda: pairs_of(peer.runtime, edges, probes, peer.limits, peer.codec, settings.probes))
     if not pairs:
         return None
     peer.phase = "empty"  # weights that change between two questions are nobody's

@@ -72,8 +72,6 @@ class StatePeer(Channel):
         self.phase: Phase = "empty"
         self.rung: Rung | None = None
         """Of the candidate."""
-        self.ends: dict[int, tuple[int, dict[str, torch.Tensor]]] = {}
-        """End stage → (step, true copies of its embedding, or norm and head)."""
         self.restored: StageState | None = None
         """What the weights here were restored from, until there is a member: its moments are those of a tied embedding."""
         self._store = store
@@ -139,7 +137,7 @@ class StatePeer(Channel):
         return await self.compute(lambda: decode_state(body, layout, "exact", have.step, 0.0, 1.0))
 
     async def fetch_probes(self, holder: int) -> list[m.Probe]:
-        """At most `settings.probes`, oldest first, every one a micro-batch that this model can have been given."""
+        """At most `settings.memory`, oldest first, every one a micro-batch that this model can have been given."""
         _, body = await self._fetch(holder, "probes", self._probe_bytes)
         return self._read_probes(body)
 
@@ -147,7 +145,7 @@ class StatePeer(Channel):
         """Activations that came to us or went from us, as that neighbour kept them."""
         _, body = await self._fetch(holder, "edges", self._edge_bytes)
         edges: list[m.Edge] = read_message(body, list[m.Edge])
-        if len(edges) > 2 * self.settings.probes:
+        if len(edges) > 2 * self.settings.memory:
             raise BadMessage("bounds", f"{len(edges)} edges")
         for edge in edges:
             work_of(edge, self.limits)
@@ -226,7 +224,7 @@ class StatePeer(Channel):
 
     def holds(self, stage: int, number: int) -> m.Holds:
         shadow = self._store.get(stage) if self._store is not None else None
-        ends, probes = self.ends.get(stage), self.recorder.probes
+        ends, probes = self.recorder.ends.get(stage), self.recorder.probes
         rung = int(self.rung) if self.phase == "candidate" and self.rung is not None else None
         return m.Holds(
             self.place, number, self.phase == "whole", rung, shadow.step if shadow else None,
@@ -251,8 +249,8 @@ class StatePeer(Channel):
         if what == "shadow" and self._store is not None and (shadow := self._store.get(stage)) is not None:
             more = {"form": shadow.form, "squared_norm": shadow.squared_norm, "factor": shadow.factor}
             return shadow.step, self._store.read(stage), more
-        if what == "ends" and stage in self.ends:
-            step, tensors = self.ends[stage]
+        if what == "ends" and stage in self.recorder.ends:
+            step, tensors = self.recorder.ends[stage]
             return step, pack_floats(tensors, ends_layout(self._end(stage), self.layouts[stage])), {}
         if what == "probes" and self.recorder.probes:
             return self.recorder.probes[-1].step, _pack(self.recorder.probes), {}
@@ -303,7 +301,7 @@ class StatePeer(Channel):
         if have.what == "shadow" and self._store is not None:
             await self.compute(lambda: self._keep_shadow(stage, have, body))
         elif have.what == "ends":
-            self.ends[stage] = have.step, read_floats(body, ends_layout(self._end(stage), self.layouts[stage]))
+            self.recorder.ends[stage] = have.step, read_floats(body, ends_layout(self._end(stage), self.layouts[stage]))
         elif have.what == "probes":
             self.recorder.probes[:] = self._read_probes(body)
         self.send(stage, m.Kept(self.place, have.request, have.what, have.step))
@@ -326,16 +324,16 @@ class StatePeer(Channel):
     def _probe_bytes(self, have: m.Have) -> int:
         """What they say, up to a cap: a description is as long as its tokens need."""
         each = ABOUT_ITEM_BYTES * (self.limits.tokens + 16) + 4 * self.limits.tokens + 256
-        return _at_most(have, self.settings.probes * each + 16)
+        return _at_most(have, self.settings.memory * each + 16)
 
     def _edge_bytes(self, have: m.Have) -> int:
         about = ABOUT_ITEM_BYTES * (self.limits.tokens + 16) + 256
-        bodies = 2 * self.settings.probes * activation_bytes("float32", self.limits.tokens, self.limits.hidden)
-        return _at_most(have, 2 * self.settings.probes * about + min(bodies, self.settings.pair_bytes) + 16)
+        bodies = 2 * self.settings.memory * activation_bytes("float32", self.limits.tokens, self.limits.hidden)
+        return _at_most(have, 2 * self.settings.memory * about + min(bodies, self.settings.pair_bytes) + 16)
 
     def _read_probes(self, body: bytes) -> list[m.Probe]:
         probes: list[m.Probe] = read_message(body, list[m.Probe])
-        if not 1 <= len(probes) <= self.settings.probes:
+        if not 1 <= len(probes) <= self.settings.memory:
             raise BadMessage("bounds", f"{len(probes)} probes")
         for probe in probes:
             values = unpack_logprobs(probe.logprobs)
