@@ -302,7 +302,6 @@ class CrewControl:
             self._set_status(msgspec.structs.replace(self._status, broken=True))
 
     def _heard(self, peer: str) -> None:
-        self._heard_crew = self._now
         if self._detector.heard(peer, self._now):
             self._changed = True
             self._note("refuted", peer)
@@ -381,6 +380,7 @@ class CrewControl:
         if peer not in view.members:
             return Refuse("unknown")
         self._heard(peer)
+        self._heard_crew = self._now
         if message.roster_epoch == epoch:
             self._take_status(view, peer, message.status)
         return messages.Alive(view.crew, epoch, message.sequence, self._status)
@@ -390,6 +390,7 @@ class CrewControl:
         if view is None or answer.crew != view.crew:
             return
         self._heard(peer)
+        self._heard_crew = self._now
         sent = self._sent.get(answer.sequence)
         if sent is not None:
             self._lease.renewed(peer, sent)
@@ -649,8 +650,7 @@ class CrewControl:
         for peer in self._detector.newly_suspected(self._now):
             self._note("suspected", f"{peer}: silent")
         if view.stage is None:
-            if self._now - self._heard_crew >= self.settings.wait_seconds:
-                self._leave_crew("a witness of nothing", tell=False)
+            self._end_alone(view)
             return
         self._check_lease()
         if self._running and self._progress.stalled(self._now):
@@ -700,10 +700,12 @@ class CrewControl:
             self._leave_crew(self._draining[0], tell=True)
             return True
         why = ""
-        if self._stood() >= self.settings.wait_seconds + LAST_WORD_SECONDS:
+        if view.stage is None:
+            why = "a witness of nothing" if self._now - self._heard_crew >= self.settings.wait_seconds else ""
+        elif self._stood() >= self.settings.wait_seconds + LAST_WORD_SECONDS:
             why = self._why_standing(view)
-        elif len(view.members & view.left) > (len(view.members) - 1) // 2:
-            why = "most members have left"
+        if len(view.members - view.left - view.strangers) < messages.majority(len(view.members)):
+            why = "most members have left, or have forgotten the crew"
         if not why:
             return False
         self._note("dissolved", why)

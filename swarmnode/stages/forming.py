@@ -15,13 +15,13 @@ import msgspec
 from swarmnode.errors import Refused
 from swarmnode.stages.events import Settings
 from swarmnode.stages.local import Offering
-from swarmnode.stages.messages import NO_CREW, NO_HASH, Certificate, Offer, Record, Seat, Vote, Voter, voters_of
+from swarmnode.stages.messages import NO_CREW, NO_HASH, NONCE_BYTES, Certificate, Offer, Record, Seat, Vote, Voter, voters_of
 from swarmnode.stages.plan import MEMBERS, Capacity, make_plan
 from swarmnode.stages.roster import Founding, Verify
 
 
 def founding_record(offers: Mapping[str, Offer], offering: Offering, stages: int, lease_seconds: float) -> Record | None:
-    """A crew of those who offer, as `plan.make_plan` places them; None where they cannot hold the model.
+    """A crew of those who offer, as `plan.make_plan` places them, its nonce all zero; None where they cannot hold the model.
 
     The largest MEMBERS are considered. An even number of stages gets a witness where somebody is left over: then one half of a crew that
     falls apart can go on. `stages` asks for exactly so many; 0 for what is fastest.
@@ -37,7 +37,7 @@ def founding_record(offers: Mapping[str, Offer], offering: Offering, stages: int
     seats = tuple(Seat(peer, offers[peer].incarnation, 1) for peer in holders)
     left = sorted(peer for peer, offer in offers.items() if offer.model == offering.model and peer not in holders)
     witnesses = tuple(Voter(peer, offers[peer].incarnation) for peer in left[:1]) if len(seats) % 2 == 0 else ()
-    record = Record(NO_CREW, 1, NO_HASH, offering.model, plan.layers, seats, witnesses, (), 0, round(lease_seconds))
+    record = Record(NO_CREW, 1, NO_HASH, offering.model, plan.layers, seats, witnesses, (), 0, round(lease_seconds), bytes(NONCE_BYTES))
     return msgspec.structs.replace(record, voters=voters_of(record))
 
 
@@ -99,6 +99,7 @@ class Forming:
         turn = sorted(voter.peer for voter in record.voters)
         if self.me not in turn or now - self._newest < settings.gather_seconds + turn.index(self.me) * 2 * settings.request_seconds:
             return None
+        record = msgspec.structs.replace(record, nonce=self._rng.randbytes(NONCE_BYTES))
         self._founding = Founding(record, now + settings.request_seconds)
         self._retry = now + settings.request_seconds * (1 + self._rng.random())
         self._reserved = (record, self._retry)

@@ -38,6 +38,7 @@ HASH_BYTES: Final = 32
 CREW_BYTES: Final = 32
 """Frames carry the first 16; see `frames.Place`."""
 INCARNATION_BYTES: Final = 8
+NONCE_BYTES: Final = 8
 WITNESSES: Final = 1
 VOTERS: Final = MEMBERS + WITNESSES
 CHAIN: Final = 8
@@ -96,6 +97,8 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step: int
     """Committed steps that the proposer knew of: the crew goes on there or later."""
     lease_seconds: int
+    nonce: bytes
+    """8 random bytes of whoever founded the crew: the same members may found another one."""
     dissolved: str = ""
     """Why the crew ends with this record; empty where it goes on."""
 
@@ -309,8 +312,8 @@ def check_successor(previous: Record, record: Record) -> None:
         raise BadMessage("bounds", "does not follow the record before")
     if record.voters != voters_of(previous):
         raise BadMessage("bounds", "its voters are not those of the record before")
-    if (record.model, record.layers, record.lease_seconds) != (previous.model, previous.layers, previous.lease_seconds):
-        raise BadMessage("bounds", "a crew's model, layers and lease never change")
+    if any(getattr(record, name) != getattr(previous, name) for name in ("model", "layers", "lease_seconds", "nonce")):
+        raise BadMessage("bounds", "a crew's model, layers, lease and nonce never change")
     if previous.dissolved or record.step < previous.step:
         raise BadMessage("bounds", "after the end, or back in time")
     for before, after in zip(previous.seats, record.seats, strict=True):
@@ -385,6 +388,7 @@ def check_record(record: Record) -> None:
     _ballot(record.crew, record.epoch, 0)
     for name in ("previous", "model"):
         _length(name, getattr(record, name), HASH_BYTES)
+    _length("nonce", record.nonce, NONCE_BYTES)
     if record.epoch < 1 or (record.epoch == 1) != (record.previous == NO_HASH) or (record.epoch == 1) != (record.crew == NO_CREW):
         raise BadMessage("bounds", "a founding record, and only it, has epoch 1 and nothing before it")
     if not 1 <= len(record.seats) <= min(MEMBERS, STAGES) or len(record.layers) != len(record.seats):

@@ -110,7 +110,7 @@ def next_record(
         witnesses = [Voter(peer, left_over[peer].incarnation)]
     record = Record(
         crew_id(present), present.epoch + 1, record_hash(present), present.model, present.layers, tuple(seats), tuple(witnesses),
-        voters_of(present), max(step, present.step), present.lease_seconds, reason,
+        voters_of(present), max(step, present.step), present.lease_seconds, present.nonce, reason,
     )  # fmt: skip
     return Wish(record, tuple(evicting))
 

@@ -83,6 +83,8 @@ class World:
         self.cut: dict[tuple[str, str], float] = {}
         self._last_frame: dict[tuple[str, str], float] = {}
         self._triggers: dict[str, list[str]] = {}
+        self._first_step: dict[tuple[bytes, int], int] = {}
+        self._draining: set[str] = set()
         self.nodes: dict[str, Node] = {}
         part = Part(1.0, 1.0)
         self.cost = ModelCost(part, (part,) * (2 * self.stages), part)
@@ -126,11 +128,14 @@ class World:
         return f"{node.name} {control.state} {control.roster.epoch if control.roster else ''} [{slots}] {control._status.phase}"
 
     def _quiet(self) -> bool:
-        """Everybody runs in one crew with all that it names, and takes steps; or is in none."""
+        """Everybody runs in one crew with all that it names, and takes steps; or is in none, and they are too few for another."""
+        free, running = 0, False
         for node in self.nodes.values():
             control = node.control
             if control is None or control.roster is None or control.stage is None:
+                free += control is not None and node.name not in self._draining
                 continue
+            running = True
             if not control.running:
                 return False
             for seat in control.roster.seats:
@@ -141,14 +146,11 @@ class World:
             first = self._first_step.setdefault((control.acceptor.crew, control.roster.epoch), head.participant.step if head else 0)
             if head is None or head.participant.step < first + 2:
                 return False
-        return True
-
-    _first_step: dict[tuple[bytes, int], int]
+        return running or free < self.stages
 
     # ---- nodes ----------------------------------------------------------------------------------------------------------------
 
     def _add(self, name: str, rate: float, when: float) -> None:
-        self._first_step = {}
         self.nodes[name] = Node(name, rate, offset=self.rng.uniform(0, 1000))
         self.at(when, self.boot, name)
 
@@ -157,6 +159,7 @@ class World:
         if node.control is not None or node.dead:
             return
         node.life += 1
+        self._draining.discard(name)
         sign, verify = _keys(name)
         rng = random.Random(self.rng.randrange(2**60))
         node.control = self._make_control(name, sign, verify, self.settings, rng, node.memory)
@@ -385,7 +388,7 @@ class World:
             self._kill, self._kill, self._kill_trainers, self._stop, self._cut_off, self._cut_off, self._neighbours, self._everybody,
             self._kill_on, self._kill_on, self._stop_trainer_link, self._drain,
         )  # fmt: skip
-        for _ in range(rng.choice((1, 1, 2, 2, 3))):
+        for _ in range(rng.choice((1, 2, 2, 3, 3, 4, 5))):
             self.at(rng.uniform(4.0, FAULT_SECONDS), rng.choice(kinds))
         self.at(FAULT_SECONDS + 10.0, self._mend)
         self.quiet_from = FAULT_SECONDS + 10.0
@@ -528,6 +531,8 @@ class World:
     def _drain(self) -> None:
         node = self.nodes[self._some()]
         if node.control is not None:
+            self.history.note(self.now, "drain", node.name)
+            self._draining.add(node.name)
             self.event(node.name, node.life, ev.Drain("asked to"))
 
 
