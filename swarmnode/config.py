@@ -246,6 +246,8 @@ class WeightsConfig(Section):
     """An exchange is taken back when held-out reward then falls by more than this many of its usual changes."""
     join_seconds: float = Field(default=15.0, ge=0)
     """How long a node without state waits for that of its neighbours before it starts from the base policy."""
+    join_from_one: bool = False
+    """Take the state of a single neighbour where there is no second one to compare it with: for two nodes that trust each other."""
 
     @model_validator(mode="after")
     def _stable(self) -> WeightsConfig:

@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from swarmnode.errors import BadMessage, LocalError, PeerError
 from swarmnode.weights import local
 from swarmnode.weights.layout import payload_limit
-from swarmnode.weights.manifest import ASK, StateManifest, agreed_source, check_manifest
+from swarmnode.weights.manifest import AGREE, ASK, StateManifest, agreed_source, check_manifest
 from swarmnode.weights.messages import STATE_BYTES, STATE_REQUEST_BYTES, StateRequest, StateResponse, decode_state, encode_message
 from swarmnode.weights.offers import Offers
 from swarmnode.weights.outcomes import ADOPTIONS, PROOF
@@ -83,11 +83,12 @@ class CatchUpStatistics(msgspec.Struct, frozen=True):
 
 
 class CatchUp:
-    """`candidates()`: peers of our fingerprint in good standing. `tell`: as WeightExchange."""
+    """`candidates()`: peers of our fingerprint in good standing. `tell`: as WeightExchange. from_one: as `weights.join_from_one`."""
 
     def __init__(
         self, network: Any, key: Ed25519PrivateKey, swarm: bytes, offers: Offers, tell: Callable[[local.ToTrainer], bool],
         candidates: Callable[[], list[str]], join_seconds: float = 15.0, rng: random.Random | None = None,
+        *, from_one: bool = False,
     ) -> None:  # fmt: skip
         self._network = network
         self._key = key
@@ -96,6 +97,7 @@ class CatchUp:
         self._tell = tell
         self._candidates = candidates
         self._join_seconds = join_seconds
+        self._from_one = from_one
         self._rng = rng or random.Random()
         self._facts: local.ReplicaFacts | None = None
         self._fingerprint = b""
@@ -156,7 +158,8 @@ class CatchUp:
             patient = trio.current_time() - began < GRACE_SECONDS
             early = len(answers) < ASK and patient
             claims = {peer: manifest for peer, (manifest, _) in answers.items()}
-            source = agreed_source(claims, self._fingerprint) if not early else None
+            alone = self._from_one and len(answers) == 1 and not patient
+            source = agreed_source(claims, self._fingerprint, 1 if alone else AGREE) if not early else None
             if source is not None and answers[source][0].outer_step > self._beyond:
                 if await self._pull(source, *answers[source]):
                     return True

@@ -153,7 +153,9 @@ class WeightExchange:
         self._pairs: Counter[str] = Counter()
         self._seconds = 0.0
         self._received = 0
-        self._catch_up = CatchUp(network, key, swarm, self._offers, self._tell, self._candidates, cfg.join_seconds)
+        self._catch_up = CatchUp(
+            network, key, swarm, self._offers, self._tell, self._candidates, cfg.join_seconds, from_one=cfg.join_from_one
+        )  # fmt: skip
 
     # -- for the node
 
@@ -235,7 +237,7 @@ class WeightExchange:
         outcome = gated.outcome if gated.outcome in OUTCOMES else "local"
         self._judged[outcome] += 1
         if OUTCOMES[outcome] and gated.peer:
-            self._network.rejected(gated.peer, f"weights_{outcome}", OUTCOMES[outcome])
+            self._lied(gated.peer, f"weights_{outcome}", OUTCOMES[outcome])
         if gated.ok:
             self._handle(pairing.Verified(gated.session))
         elif gated.session:
@@ -290,6 +292,11 @@ class WeightExchange:
             if session.path is not None and session.path.exists():
                 self._received += session.path.stat().st_size
             self._end(session, keep=True)
+
+    def _lied(self, peer: str, reason: str, cost: float = PROOF) -> None:
+        """It has shown that an exchange with it is wasted: none for a while, whatever its standing is otherwise."""
+        self._network.rejected(peer, reason, cost)
+        self._handle(pairing.Lied(peer))
 
     def _begin(self, state: pairing.State) -> None:
         """Both sides have agreed: now each needs a copy of its weights."""
@@ -503,7 +510,7 @@ class WeightExchange:
         if session.mine is None or session.theirs is None or self._pairing.state.phase is not Phase.PAIRED:
             return
         if session.theirs.size > self._limits[session.fragment]:
-            self._network.rejected(session.peer, "weights_size", PROOF)
+            self._lied(session.peer, "weights_size")
             self._fail(session.id, "size")
             return
         session.clock = session.theirs.outer_step
@@ -534,7 +541,7 @@ class WeightExchange:
                 await self._offers.fetch(session.peer, ready.transfer, ready.root, ready.size, path, limit, late)
             except BadMessage as bad:
                 cause = "hash" if bad.reason == "hash" else "malformed"
-                self._network.rejected(session.peer, f"weights_{cause}", PROOF)
+                self._lied(session.peer, f"weights_{cause}")
             except PeerTimeout:
                 cause = "timeout"
             except PeerError as error:

@@ -66,10 +66,10 @@ class Settings(msgspec.Struct, frozen=True):
     rest_seconds: float = 0.0
     """After an exchange: refuse others' proposals for so long, so that eager peers do not set our sync interval."""
     avoid_first_seconds: float = 15.0
-    """Refuse and skip a peer that proposed and vanished, for so long: a node that was killed is back by then. Five times as long when it
-    does so again before an exchange with it has gone well."""
+    """Refuse and skip a peer that agreed to an exchange and was not heard of, for so long: a node that was killed is back by then. Five
+    times as long when it does so again before an exchange with it has gone well."""
     avoid_seconds: float = 300.0
-    """But no longer than this."""
+    """But no longer than this; and for so long one whose lie was proved."""
 
 
 # ---- events -------------------------------------------------------------------------------------------------------------------
@@ -139,11 +139,17 @@ class Failed(msgspec.Struct, frozen=True):
     session: bytes
 
 
+class Lied(msgspec.Struct, frozen=True):
+    """What `peer` sent was proved to be none of what was agreed on. Ends nothing by itself."""
+
+    peer: str
+
+
 class Tick(msgspec.Struct, frozen=True):
     """Time has passed; send one at `Pairing.deadline`."""
 
 
-Event = Due | Received | Unreachable | Opened | Transferred | Verified | Applied | Failed | Tick
+Event = Due | Received | Unreachable | Opened | Transferred | Verified | Applied | Failed | Lied | Tick
 
 
 # ---- actions ------------------------------------------------------------------------------------------------------------------
@@ -232,7 +238,7 @@ class State(msgspec.Struct, frozen=True):
     rest_until: float = -math.inf
     finished: tuple[bytes, ...] = ()
     avoided: tuple[tuple[str, float, int], ...] = ()
-    """(peer, until, how often it has vanished), the latest last."""
+    """(peer, until, how often it was not heard of), the latest last."""
 
 
 _Result = tuple[State, tuple[Action, ...]]
@@ -244,6 +250,8 @@ def advance(state: State, event: Event, now: float, settings: Settings) -> _Resu
         return _received(state, event, now, settings)
     if isinstance(event, Due):
         return _due(state, event, now, settings)
+    if isinstance(event, Lied):
+        return _avoid(state, event.peer, now + settings.avoid_seconds, 1 + vanished(state, event.peer)), ()
     if isinstance(event, Tick):
         return _timeout(state, now, settings) if now >= state.deadline else (state, ())
     if isinstance(event, Unreachable):
@@ -406,12 +414,10 @@ def _timeout(state: State, now: float, settings: Settings) -> _Result:
     if state.phase is Phase.PROPOSED:  # whoever accepts after this hears Release, and so does one whose ACCEPT was lost
         return _with((Send(state.peer, Release(state.session)),), _next_try(state, now, settings, "propose_timeout"))
     if state.phase is Phase.PAIRED:
-        if state.initiator:
-            return _abort(state, now, settings, "open_timeout")
         times = 1 + vanished(state, state.peer)
         seconds = min(settings.avoid_seconds, settings.avoid_first_seconds * AVOID_FACTOR ** (times - 1))
-        avoided = (*_forgiven(state, state.peer), (state.peer, now + seconds, times))[-AVOIDED:]
-        return _abort(_replace(state, avoided=avoided), now, settings, "vanished")
+        outcome = "open_timeout" if state.initiator else "vanished"
+        return _abort(_avoid(state, state.peer, now + seconds, times), now, settings, outcome)
     return _abort(state, now, settings, f"{state.phase.value}_timeout")
 
 
@@ -428,8 +434,12 @@ def _abort(state: State, now: float, settings: Settings, outcome: str, *, tell: 
     return _wait(state, actions, now, settings)
 
 
+def _avoid(state: State, peer: str, until: float, times: int) -> State:
+    return _replace(state, avoided=(*_forgiven(state, peer), (peer, until, times))[-AVOIDED:])
+
+
 def vanished(state: State, peer: str) -> int:
-    """How often `peer` has proposed and vanished since the last exchange with it; as long as that is remembered."""
+    """How often `peer` has agreed and not been heard of since the last exchange with it; as long as that is remembered."""
     return next((times for p, _, times in state.avoided if p == peer), 0)
 
 

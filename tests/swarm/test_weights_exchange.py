@@ -158,18 +158,35 @@ async def test_a_newcomer_has_a_neighbours_state_before_its_first_step(tmp_path)
         assert not identical(new.weights(), before)
 
 
-async def test_one_neighbour_alone_is_not_believed(tmp_path):
+@pytest.mark.parametrize("from_one", [False, True])
+async def test_one_neighbour_alone_is_not_believed_unless_that_was_asked_for(from_one, tmp_path):
     async with hosts(tmp_path, 2, swarm=SWARM) as networks, contextlib.AsyncExitStack() as stack:
         keys = [identity.load_or_create(tmp_path / str(n) / "identity.key").private_key for n in range(2)]
         old = await stack.enter_async_context(plane(networks[0], keys[0], tmp_path / "0"))
         old.step()
         old.counters.outer_clocks[0] = 30
         old.connect()
-        new = await stack.enter_async_context(plane(networks[1], keys[1], tmp_path / "1", fresh=True))
+        cfg = CONFIG.model_copy(update={"join_from_one": from_one})
+        new = await stack.enter_async_context(plane(networks[1], keys[1], tmp_path / "1", fresh=True, cfg=cfg))
         before = new.weights()
         await until(lambda: new.replica.settled(0), seconds=15)
-        assert new.exchange.statistics().catch_up.adoptions == {}
-        assert identical(before, new.weights())
+        await until(lambda: new.exchange.statistics().catch_up.adoptions == ({"adopted": 1} if from_one else {}))
+        assert identical(new.weights(), old.replica._outer.phi if from_one else before)
+
+
+async def test_of_two_neighbours_no_single_one_is_believed_even_if_that_was_asked_for(tmp_path):
+    async with hosts(tmp_path, 3, swarm=SWARM) as networks, contextlib.AsyncExitStack() as stack:
+        keys = [identity.load_or_create(tmp_path / str(n) / "identity.key").private_key for n in range(3)]
+        for number, clock in enumerate((900, 30)):  # the first lies about how far it is
+            node = await stack.enter_async_context(plane(networks[number], keys[number], tmp_path / str(number), seed=number))
+            node.counters.outer_clocks[0] = clock
+            node.connect()
+        cfg = CONFIG.model_copy(update={"join_from_one": True})
+        with trio.fail_after(15):
+            await networks[2].wait_connected(2)
+        new = await stack.enter_async_context(plane(networks[2], keys[2], tmp_path / "2", fresh=True, cfg=cfg))
+        await until(lambda: new.replica.settled(0), seconds=15)
+        assert new.exchange.statistics().catch_up.source == networks[1].peer_id
 
 
 async def test_a_policy_of_another_fingerprint_is_no_candidate(tmp_path):

@@ -101,12 +101,24 @@ async def test_an_honest_partner_is_taken_by_the_same_road(tmp_path):
         assert score(victim, liar) > 0
 
 
+async def test_after_one_lie_no_other_is_listened_to_for_a_while(tmp_path):
+    async with victim_and_liar(tmp_path, "nan") as (victim, liar, peer):
+        for expected in range(2, 5):
+            victim.due()
+            await until(lambda expected=expected: victim.outcome("solo") == expected, seconds=10)
+        assert victim.exchange.statistics().judged == {"not_finite": 1}
+        assert isinstance(await liar.propose(victim.network.peer_id, follow=False), Busy)
+        assert score(victim, peer) < -1
+
+
 async def test_lies_are_not_listened_to_for_ever(tmp_path):
-    async with victim_and_liar(tmp_path, "nan") as (victim, _, liar):
+    async with victim_and_liar(tmp_path, "nan") as (victim, _, peer):
+        pairing = victim.exchange._pairing
+        pairing.settings = msgspec.structs.replace(pairing.settings, avoid_seconds=0.0)
         for expected in range(2, 8):
             victim.due()
             await until(lambda expected=expected: victim.outcome("solo") == expected, seconds=10)
-        assert not victim.network.welcome(liar)
+        assert not victim.network.welcome(peer)
         assert victim.exchange.statistics().judged["not_finite"] <= 6
         assert victim.candidates() == 0
 

@@ -15,6 +15,7 @@ from swarmnode.weights.pairing import (
     Due,
     Ended,
     Failed,
+    Lied,
     Open,
     Opened,
     Pairing,
@@ -224,6 +225,22 @@ def vanish(pairing, now, nonce):
     ((peer, until, _),) = pairing.state.avoided
     assert peer == "a"
     return until
+
+
+def test_who_accepts_and_is_not_heard_of_is_not_asked_again_at_once():
+    pairing, nonce = proposed("c")
+    pairing.handle(Received("c", Accept(nonce, nonce, 0, 0)), 0.1)
+    assert Ended("c", "open_timeout") in pairing.handle(Tick(), pairing.deadline)
+    assert [(peer, times) for peer, _, times in pairing.state.avoided] == [("c", 1)]
+
+
+def test_one_proved_lie_is_enough_to_leave_a_peer_alone():
+    pairing = node("b", avoid_seconds=300.0)
+    assert pairing.handle(Lied("a"), 0.0) == ()
+    assert isinstance(pairing.handle(Received("a", propose()), 299.0)[0].message, Busy)
+    assert pairing.handle(due("a", "c"), 299.0)[0].peer == "c"
+    pairing.handle(Tick(), 302.0)
+    assert isinstance(pairing.handle(Received("a", propose(OTHER)), 302.0)[0].message, Accept)
 
 
 def test_who_does_so_again_and_again_is_avoided_for_longer_until_an_exchange_goes_well():
