@@ -11,7 +11,7 @@ VOTER = Row(peer=str, incarnation=bytes)
 SEAT = Row(peer=str, incarnation=bytes, stage_epoch=int)
 RECORD = {
     "crew": bytes, "epoch": int, "previous": bytes, "model": bytes, "layers": [int], "seats": [SEAT], "witnesses": [VOTER],
-    "voters": [VOTER], "step": int, "lease_seconds": int, "dissolved": str,
+    "voters": [VOTER], "step": int, "lease_seconds": int, "nonce": bytes, "dissolved": str,
 }  # fmt: skip
 CERTIFICATE = {"record": RECORD, "ballot": int, "votes": [Row(peer=str, incarnation=bytes, signature=bytes)]}
 PHASE = ("absent", "claiming", "stopping", "ready", "loading", "probation", "active", "failed")
@@ -39,7 +39,7 @@ REQUESTS = (OFFER, PREPARE, PROPOSE, ADOPT, HEARTBEAT, LEAVE)
 ANSWERS = (PROMISE, VOTE, REFUSE, ADOPT, ALIVE, LEAVE, NOTED)
 LENGTHS = {
     "model": "record_hash", "previous": "record_hash", "hash": "record_hash", "crew": "crew", "incarnation": "incarnation",
-    "signature": "signature",
+    "signature": "signature", "nonce": "crew_nonce",
 }  # fmt: skip
 
 
@@ -160,7 +160,7 @@ def check_successor(previous, record):
     """Section 9.3: whether it may follow, votes aside."""
     require(record["crew"] == crew_id(previous) and record["epoch"] == previous["epoch"] + 1)
     require(record["previous"] == record_hash(previous) and record["voters"] == voters_of(previous))
-    require(all(record[field] == previous[field] for field in ("model", "layers", "lease_seconds")))
+    require(all(record[field] == previous[field] for field in ("model", "layers", "lease_seconds", "nonce")))
     require(not previous["dissolved"] and record["step"] >= previous["step"])
     for (was, as_, before), (is_, like, after) in zip(previous["seats"], record["seats"], strict=True):
         if not is_:
@@ -237,7 +237,7 @@ def unhexed(record):
     return [unhexed(value) for value in record] if isinstance(record, list) else record
 
 
-BYTES_FIELDS = ("crew", "previous", "model")
+BYTES_FIELDS = ("crew", "previous", "model", "nonce")
 READERS = {
     "stage_stream_open": read_stream_open,
     "crews_request": lambda frame, domain, swarm: read_message(frame, REQUESTS),

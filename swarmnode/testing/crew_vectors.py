@@ -28,7 +28,8 @@ def founding(members: int = 4, **fields: Any) -> dict[str, Any]:
     seats = [[*VOTERS[n], 1] for n in range(members)]
     return {
         "crew": ZERO, "epoch": 1, "previous": ZERO, "model": MODEL, "layers": [4] * members, "seats": seats, "witnesses": [VOTERS[4]],
-        "voters": [*VOTERS[:members], VOTERS[4]], "step": 0, "lease_seconds": 30, "dissolved": "", **fields,
+        "voters": [*VOTERS[:members], VOTERS[4]], "step": 0, "lease_seconds": 30, "nonce": b"\x08" * 8,
+        "dissolved": "", **fields,
     }  # fmt: skip
 
 
@@ -173,6 +174,7 @@ def records() -> Iterator[Vector]:
     yield bad("ten voters", after(voters=[[f"peer{n}", bytes(8)] for n in range(10)]))
     yield bad("a voter twice", after(voters=[*VOTERS[:4], VOTERS[0]]))
     yield bad("a founding record that somebody else signs", founding(voters=[*VOTERS[:4], VOTERS[5]]))
+    yield bad("a nonce of 7 bytes", founding(nonce=bytes(7)))
     yield bad("a step of -1", after(step=-1))
     yield bad("an end without words in ASCII", after(dissolved="größer"))
 
@@ -230,6 +232,7 @@ def adoptions() -> Iterator[Vector]:
     yield bad("bounds", "voters of its own choice", certificate(others, (0, 1, 2)))
     yield bad("bounds", "another model", certificate(after(model=b"\x12" * 32), (0, 1, 3)))
     yield bad("bounds", "layers that move", certificate(after(layers=[4, 4, 5, 3]), (0, 1, 3)))
+    yield bad("bounds", "another nonce", certificate(after(nonce=bytes(8)), (0, 1, 3)))
     yield bad("bounds", "another lease", certificate(after(lease_seconds=300), (0, 1, 3)))
     early = after(after(), step=40)
     yield bad("bounds", "back in time", chain, certificate(early, (0, 1, 3)))

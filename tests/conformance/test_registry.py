@@ -145,6 +145,7 @@ def test_caps_are_those_of_the_registry():
         "crew_prefix": limits.CREW_PREFIX_BYTES,
         "record_hash": crews.HASH_BYTES,
         "incarnation": crews.INCARNATION_BYTES,
+        "crew_nonce": crews.NONCE_BYTES,
         "wave": limits.WAVE_BYTES,
     }
     assert REGISTRY["counts"] == {
@@ -226,6 +227,7 @@ def test_every_limit_is_in_the_registry():
     said = weights_messages
     ours += [said.MESSAGE_BYTES, said.STATE_REQUEST_BYTES, said.STATE_BYTES, said.NONCE_BYTES, said.FRAGMENTS, said.RETRY_SECONDS]
     ours += [crews.MESSAGE_BYTES, crews.REASON_BYTES, crews.CREW_BYTES, crews.HASH_BYTES, crews.INCARNATION_BYTES, crews.WITNESSES]
+    ours += [crews.NONCE_BYTES]
     ours += [crews.CHAIN, crews.LAYERS, MEMBERS, pipes.OPEN_BYTES, stage_frames.CHUNK_BYTES, 1e30]
     assert sorted([*ours, seeds.BLOCK_BITS]) == sorted(registered)
 

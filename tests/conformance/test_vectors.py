@@ -102,7 +102,7 @@ def route(given: dict) -> tuple:
 def unplain(value):
     """A record or message of crews as it was before its bytes were written in hex."""
     if isinstance(value, dict):
-        fields = ("crew", "previous", "model")
+        fields = ("crew", "previous", "model", "nonce")
         return {name: bytes.fromhex(item) if name in fields else unplain(item) for name, item in value.items()}
     if isinstance(value, list) and len(value) in (2, 3) and isinstance(value[1], str):
         return [value[0], bytes.fromhex(value[1]), *value[2:]] if isinstance(value[0], str) else value
