@@ -1,0 +1,386 @@
+"""State streams: what honest peers give each other, and what hostile ones get: refused, counted, and in the end a closed stream."""
+
+import copy
+from dataclasses import replace
+
+import msgspec
+import pytest
+import torch
+import trio
+from trio.testing import memory_stream_pair
+
+from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout, StateError
+from swarmnode.stages.fence import Fence
+from swarmnode.stages.frames import FrameLimits, Place
+from swarmnode.stages.member import inline
+from swarmnode.stages.recovery import channel
+from swarmnode.stages.recovery import messages as m
+from swarmnode.stages.recovery.ladder import RecoverySettings
+from swarmnode.stages.recovery.shadows import ShadowStore, ring
+from swarmnode.stages.recovery.state import StageState, decode_state, encode_state, host_copy, layout_of, stage_layouts, trained
+from swarmnode.stages.recovery.transfer import StatePeer
+from swarmnode.stages.runtime import StageRuntime
+from swarmnode.stages.split import split_model
+
+CREW = b"c" * 16
+LIMITS = FrameLimits(hidden=32, vocab=61, tokens=64)
+SETTINGS = RecoverySettings(seconds=5.0)
+
+
+class Wire:
+    """Stage 1 of three with a real `StatePeer`; the test is stages 0 and 2."""
+
+    def __init__(self, model, tmp_path, settings=SETTINGS, epoch=3):
+        pieces = split_model(model, [1, 2, 1])
+        self.layouts = stage_layouts(model.config, [spec for spec, _ in pieces])
+        self.runtimes = [StageRuntime(spec, stage) for spec, stage in pieces]
+        self.store = ShadowStore(tmp_path, CREW, {i: self.layouts[i] for i in (0, 2)})
+        self.ends, far = {}, {}
+        for stage in (0, 2):
+            self.ends[stage], far[stage] = memory_stream_pair()
+        fence = Fence(Place(CREW, epoch, 1, 0, 9), [0, 0, 0])
+        self.peer = StatePeer(
+            self.runtimes[1], fence, far, LIMITS, self.layouts, settings, store=self.store, codec="float32", compute=inline
+        )
+        self.epoch = epoch
+
+    def place(self, sender, **other):
+        fields = {"crew": CREW, "roster_epoch": self.epoch, "stage": sender, "stage_epoch": 0, "step": 9}
+        return Place(**{**fields, **other})
+
+    def state(self, stage, step=9):
+        weights = {name: host_copy(t) for name, t in trained(self.runtimes[stage]).items()}
+        return StageState(step, weights, weights, {n: t.square() for n, t in weights.items()}, dict.fromkeys(weights, 9.0), 2.5)
+
+    async def send(self, stage, *messages):
+        for message in messages:
+            await self.ends[stage].send_all(m.pack(*message) if isinstance(message, tuple) else m.pack(message))
+        await quiet()
+
+    async def push(self, stage, what, body, size=None, root=None, **more):
+        have = m.Have(self.place(stage), 1, False, what, 9, len(body) if size is None else size, root or m.root_of(body), **more)
+        await self.send(stage, have)
+        for at in range(0, len(body), 2**20):
+            part = body[at : at + 2**20]
+            await self.send(stage, (m.Chunk(self.place(stage), 1, False, at, len(part)), part))
+        await quiet()
+
+    async def answer(self, stage):
+        """The next message to `stage`."""
+        with trio.fail_after(1):
+            return (await m.read(self.ends[stage]))[0]
+
+    def refused(self):
+        return self.peer.statistics().channel.refused
+
+
+async def quiet():
+    for _ in range(50):
+        await trio.lowlevel.checkpoint()
+
+
+@pytest.fixture
+async def wire(models, tmp_path):
+    made = Wire(copy.deepcopy(models["llama-tied"]), tmp_path)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(made.peer.run)
+        await quiet()
+        yield made
+        nursery.cancel_scope.cancel()
+
+
+def test_a_state_survives_its_bytes(models):
+    layout = layout_of(models["llama"])
+    weights = {name: host_copy(p) for name, p in models["llama"].named_parameters()}
+    some = set(list(weights)[:5])  # the others were never stepped
+    kept = lambda value: {name: t * value for name, t in weights.items() if name in some}
+    state = StageState(4, weights, kept(2.0), {n: t.square() for n, t in kept(1.0).items()}, dict.fromkeys(some, 4.0), 1.5, 1.1)
+    body = encode_state(state, layout, "exact")
+    assert len(body) == m.state_bytes(layout, "exact")
+    again = decode_state(body, layout, "exact", 4, 1.5, 1.1)
+    for part in ("weights", "first", "second"):
+        mine, theirs = getattr(state, part), getattr(again, part)
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert (again.counts, again.step, again.squared_norm, again.factor) == (state.counts, 4, 1.5, 1.1)
+    small = decode_state(encode_state(state, layout, "small"), layout, "small", 4, 1.5, 1.0)
+    assert not small.counts
+    for name, tensor in weights.items():
+        assert bool(((small.weights[name] - tensor).abs() <= 2**-8 * tensor.abs()).all())
+
+
+async def test_a_shadow_is_stored_confirmed_and_given_back(wire):
+    body = encode_state(wire.state(0), wire.layouts[0], "exact")
+    await wire.push(0, "shadow", body, squared_norm=2.5)
+    assert isinstance(await wire.answer(0), m.Kept)
+    await wire.send(0, m.Ask(wire.place(0), 5))
+    holds = await wire.answer(0)
+    assert (holds.shadow, holds.root, holds.loaded) == (9, m.root_of(body), False)
+    await wire.send(0, m.Want(wire.place(0), 6, "shadow"))
+    have = await wire.answer(0)
+    assert (have.size, have.root, have.squared_norm) == (len(body), m.root_of(body), 2.5)
+    assert wire.store.read(0) == body
+
+
+async def hostile(wire, stage, what, body, reason, **more):
+    await wire.push(stage, what, body, **more)
+    assert wire.refused() == {reason: 1}
+    assert wire.store.get(stage) is None
+    assert (await wire.answer(stage)).reason == "refused"
+
+
+async def test_a_wrong_hash_is_refused(wire):
+    await hostile(wire, 0, "shadow", encode_state(wire.state(0), wire.layouts[0], "exact"), "hash", root=b"x" * 32)
+
+
+async def test_numbers_that_are_none_are_refused(wire):
+    state = wire.state(0)
+    next(iter(state.weights.values())).view(-1)[3] = float("nan")
+    await hostile(wire, 0, "shadow", encode_state(state, wire.layouts[0], "exact"), "not_finite")
+
+
+async def test_a_negative_second_moment_is_refused(wire):
+    state = wire.state(0)
+    state = replace(state, second={name: -t.abs() - 1 for name, t in state.second.items()})
+    await hostile(wire, 0, "shadow", encode_state(state, wire.layouts[0], "exact"), "bounds")
+
+
+async def test_another_stages_shape_is_refused_before_a_byte_of_it_is_kept(wire):
+    await hostile(wire, 0, "shadow", encode_state(wire.state(1), wire.layouts[1], "exact"), "size")
+    assert not wire.peer._incoming
+
+
+async def test_a_claim_beyond_the_model_takes_no_memory(wire):
+    await hostile(wire, 0, "shadow", b"", "size", size=2**50, root=b"x" * 32)
+    assert not wire.peer._incoming
+
+
+@pytest.mark.parametrize(("stage", "what", "more"), [
+    (0, "layers", {}), (0, "ran", {}), (0, "tied", {}), (0, "probes", {}),
+    (0, "shadow", {"form": "small"}), (0, "run", {"rows": 65, "about": 1}), (0, "run", {"rows": 4, "about": 8}),
+])  # fmt: skip
+async def test_what_a_peer_has_no_business_to_send_is_refused(wire, stage, what, more):
+    await hostile(wire, stage, what, b"x" * 64, "size" if what == "run" and more["rows"] == 4 else "bounds", **more)
+
+
+async def test_chunks_out_of_place_end_a_transfer(wire):
+    body = encode_state(wire.state(0), wire.layouts[0], "exact")
+    await wire.send(0, m.Have(wire.place(0), 1, False, "shadow", 9, len(body), m.root_of(body)))
+    await wire.send(0, (m.Chunk(wire.place(0), 1, False, 100, 8), b"x" * 8))
+    assert wire.refused() == {"size": 1}
+    await wire.send(0, (m.Chunk(wire.place(0), 1, False, 0, 8), b"x" * 8))  # of nothing that is expected
+    assert wire.refused() == {"size": 1}
+
+
+async def test_messages_of_the_past_and_of_strangers_do_nothing(wire):
+    body = encode_state(wire.state(0), wire.layouts[0], "exact")
+    for other in ({"roster_epoch": 2}, {"crew": b"x" * 16}, {"stage_epoch": 1}, {"stage": 2}, {"roster_epoch": 4}):
+        place = wire.place(0, **other)
+        await wire.send(0, m.Have(place, 1, False, "shadow", 9, len(body), m.root_of(body)))
+    assert wire.peer.statistics().channel.fenced == {"roster_epoch": 1, "crew": 1, "newer": 2, "stage": 1}
+    assert wire.refused() == {}
+    assert not wire.peer._incoming
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"\xff" * 64, "oversize"),
+        (b"\0\0\0\x04\xc1bcd", "malformed"),
+        (b"\0\0\0\x04abcd", "schema"),
+        (b"\0\0\0\x08abcd", "truncated"),
+        (b"\0\0", "truncated"),
+    ],
+)
+async def test_bytes_that_are_no_message_end_that_stream_and_no_other(wire, data, reason):
+    await wire.ends[0].send_all(data)
+    await wire.ends[0].send_eof()
+    await quiet()
+    assert wire.refused() == {reason: 1}
+    assert wire.peer.gone == {0: reason}
+    await wire.send(2, m.Ask(wire.place(2), 1))
+    assert isinstance(await wire.answer(2), m.Holds)
+
+
+async def test_who_does_not_stop_is_cut_off(wire):
+    for number in range(channel.MISBEHAVED):
+        assert 0 not in wire.peer.gone
+        await wire.send(0, m.Have(wire.place(0), number, False, "layers", 9, 8, b"x" * 32))
+    assert wire.peer.gone == {0: "misbehaved"}
+
+
+async def test_more_than_a_few_transfers_at_once_are_refused(wire):
+    body = encode_state(wire.state(0), wire.layouts[0], "exact")
+    for number in range(channel.SERVED + 1):
+        await wire.send(0, m.Have(wire.place(0), number, False, "shadow", 9, len(body), m.root_of(body)))
+    assert wire.refused() == {"bounds": 1}
+
+
+class Liar:
+    """Stage 0 answers every request of the peer with what the test says."""
+
+    def __init__(self, wire, nursery, reply):
+        self.wire = wire
+        nursery.start_soon(self.serve, reply)
+
+    async def serve(self, reply):
+        while (got := await m.read(self.wire.ends[0])) is not None:
+            for message in reply(got[0]) if not isinstance(got[0], m.Chunk) else []:
+                await self.wire.ends[0].send_all(m.pack(*message) if isinstance(message, tuple) else m.pack(message))
+
+
+def giving(wire, what, body, root=None, size=None, **more):
+    def reply(message):
+        place = wire.place(0)
+        yield m.Have(place, message.request, True, what, 9, size or len(body), root or m.root_of(body), **more)
+        for at in range(0, len(body), 2**20):
+            part = body[at : at + 2**20]
+            yield m.Chunk(place, message.request, True, at, len(part)), part
+
+    return reply
+
+
+async def fetched(wire, reply, ask):
+    result = error = None
+    async with trio.open_nursery() as nursery:
+        Liar(wire, nursery, reply)
+        try:
+            result = await ask()
+        except PeerError as caught:
+            error = caught
+        nursery.cancel_scope.cancel()
+    if error is not None:
+        raise error
+    return result
+
+
+async def test_what_a_lost_stage_is_given_is_looked_at_before_it_is_used(wire):
+    good = encode_state(wire.state(1), wire.layouts[1], "exact")
+    ask = lambda root=None: lambda: wire.peer.fetch_shadow(0, root or m.root_of(good))
+    state = await fetched(wire, giving(wire, "shadow", good), ask())
+    assert state.squared_norm == 0.0
+    assert state.weights.keys() == trained(wire.runtimes[1]).keys()
+    for reply, wanted, reason in (
+        (giving(wire, "shadow", good, root=b"y" * 32), b"y" * 32, "hash"),
+        (giving(wire, "shadow", good), b"z" * 32, "hash"),
+        (giving(wire, "shadow", good[:-4]), None, "size"),
+        (giving(wire, "shadow", good, size=2**40), None, "size"),
+        (giving(wire, "layers", good), None, "schema"),
+    ):
+        with pytest.raises(BadMessage) as caught:
+            await fetched(wire, reply, ask(wanted))
+        assert caught.value.reason == reason
+
+
+async def test_waiting_for_somebody_who_says_nothing_ends(wire, autojump_clock):
+    before = trio.current_time()
+    with pytest.raises(PeerTimeout):
+        await wire.peer.fetch_layers(0)
+    assert trio.current_time() - before == pytest.approx(5.0)
+    assert await wire.peer.ask() == {}
+
+
+async def test_a_stream_that_ends_fails_what_waits_for_it_at_once(wire, autojump_clock):
+    before = trio.current_time()
+
+    async def leave():
+        await quiet()
+        await wire.ends[0].aclose()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(leave)
+        with pytest.raises(PeerError, match="stage 0 is gone"):
+            await wire.peer.fetch_layers(0)
+    assert trio.current_time() == before
+
+
+async def test_a_stage_that_is_being_restored_is_waited_for_and_not_for_ever(wire, autojump_clock):
+    asked = 0
+
+    def loading(message):
+        nonlocal asked
+        asked += 1
+        yield m.Lack(wire.place(0), message.request, True, "loading")
+
+    wire.peer.spec = replace(wire.peer.spec, tied=True)
+    with pytest.raises(PeerTimeout, match="not restored within"):
+        await fetched(wire, loading, lambda: wire.peer._patiently(0, lambda: wire.peer.fetch_layers(0)))
+    assert asked > 10
+    with pytest.raises(Incompatible):
+        await fetched(wire, loading, lambda: wire.peer.fetch_layers(0))
+
+
+async def test_a_fetch_goes_before_a_push_and_pushes_keep_to_their_share(models, tmp_path, autojump_clock):
+    settings = RecoverySettings(uplink=2e5, uplink_share=0.1)  # 1e4 bytes per second to each neighbour
+    wire = Wire(copy.deepcopy(models["llama-tied"]), tmp_path, settings)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wire.peer.run)
+        await quiet()
+        wire.peer.phase = "whole"
+        state = wire.state(1)
+        wire.peer.push_shadow(state)
+        wire.peer.push_shadow(state)  # the first is still under way
+        await quiet()
+        size = m.state_bytes(wire.layouts[1], "exact")
+        assert isinstance(await wire.answer(0), m.Have)
+        first = await wire.answer(0)
+        assert first.length == min(size, 2**20)
+        started = trio.current_time()
+        await wire.send(0, m.Want(wire.place(0), 7, "layers"))
+        assert (await wire.answer(0)).what == "layers"
+        assert trio.current_time() == started
+        body = b"p" * 1000
+        wire.peer.push(0, wire.peer.have("probes", 9, body), body)
+        await wire.answer(0)  # the chunk of layers
+        with trio.fail_after(100):
+            late = (await m.read(wire.ends[0]))[0]
+        assert late.what == "probes"
+        assert trio.current_time() - started == pytest.approx(size / 1e4, rel=0.01)
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_shadow_is_skipped_while_the_last_one_is_on_its_way(models, tmp_path, autojump_clock):
+    wire = Wire(copy.deepcopy(models["llama-tied"]), tmp_path, RecoverySettings(uplink=2e4))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wire.peer.run)
+        await quiet()
+        wire.peer.push(0, wire.peer.have("probes", 9, b"p" * 100), b"p" * 100)
+        await quiet()
+        wire.peer.push_shadow(wire.state(1))
+        await quiet()
+        wire.peer.push_shadow(wire.state(1))
+        assert wire.peer.statistics().skipped >= 1
+        nursery.cancel_scope.cancel()
+
+
+def test_a_store_forgets_what_is_damaged_and_remembers_what_is_not(models, tmp_path):
+    wire = Wire(models["llama"], tmp_path)
+    body = encode_state(wire.state(0), wire.layouts[0], "exact")
+    have = m.Have(wire.place(0), 1, False, "shadow", 9, len(body), m.root_of(body))
+    wire.store.put(0, have, body)
+    wire.store.put(0, msgspec.structs.replace(have, step=8), body)  # older: kept out
+    again = ShadowStore(tmp_path, CREW, {0: wire.layouts[0]})
+    assert again.get(0).step == 9
+    assert again.read(0) == body
+    file = next(tmp_path.rglob("stage-0.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(bytes(data))
+    with pytest.raises(StateError, match="damaged"):
+        again.read(0)
+    assert again.get(0) is None
+    assert again.statistics().damaged == 1
+    file.write_bytes(b"not a file of tensors")
+    assert ShadowStore(tmp_path, CREW, {0: wire.layouts[0]}).statistics().damaged == 1
+    with pytest.raises(BadMessage, match="hash"):
+        again.put(0, have, body[:-1] + b"x")
+    with pytest.raises(BadMessage, match="belongs"):
+        again.put(1, have, body)
+    ShadowStore(tmp_path, b"d" * 16, {0: wire.layouts[0]})
+    assert not list(tmp_path.rglob("stage-*"))  # another crew's
+
+
+def test_a_ring_of_two_has_one_neighbour():
+    assert [ring(i, 2) for i in range(2)] == [(1,), (0,)]
+    assert [ring(i, 4) for i in range(4)] == [(3, 1), (0, 2), (1, 3), (2, 0)]
+    assert ring(0, 1) == ()
