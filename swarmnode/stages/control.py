@@ -372,13 +372,15 @@ class CrewControl:
     def _heartbeat(self, peer: str, message: messages.Heartbeat) -> messages.Answer:
         view = self._view
         if view is None or message.crew != view.crew:
-            return Leave(message.crew, message.roster_epoch) if message.crew in self._ended else Refuse("unknown")
+            if message.crew in self._ended:
+                return Leave(message.crew, message.roster_epoch)
+            return Refuse("unknown", incarnation=self.acceptor.me.incarnation)
         epoch = view.record.epoch
         if message.roster_epoch < epoch:
             self._heard(peer)
             return self.acceptor.newer_than(message.roster_epoch)
         if peer not in view.members:
-            return Refuse("unknown")
+            return self.acceptor.newer_than(0)
         self._heard(peer)
         self._heard_crew = self._now
         if message.roster_epoch == epoch:
@@ -456,6 +458,7 @@ class CrewControl:
         self._lease.begin(view.members, self._now)
         self._progress.restart()
         self._running, self._announce = False, True
+        self._heard_crew = self._now
         if self._standing is None:
             self._standing = self._now
         if view.stage is None:
@@ -554,13 +557,13 @@ class CrewControl:
         if self._running and not view.strangers:
             return None
         offers = self._forming.offers(self._now)
-        unheard = {voter.peer for voter in view.record.witnesses if self._detector.suspects(voter.peer)}
-        spares = {peer: offer for peer, offer in offers.items() if peer not in view.seated and peer not in unheard}
+        lost = view.left | view.strangers | {peer for peer in view.others if self._detector.suspects(peer)}
+        spares = {peer: offer for peer, offer in offers.items() if peer not in view.seated and peer not in lost}
         offers.pop(self.me, None)
         why = self._why_standing(view) if self._stood() >= self.settings.wait_seconds else ""
         cost = self._trainer.offering.cost if self._trainer is not None else None
         facts = view.facts(self._detector, self._gone, offers, self._now)
-        return next_record(view.record, facts, spares, cost, view.steps_of_all, self.settings, dissolve=why)
+        return next_record(view.record, facts, spares, cost, view.steps_of_all, self.settings, lost=lost, dissolve=why)
 
     def _stood(self) -> float:
         """Seconds without steps."""
@@ -632,8 +635,11 @@ class CrewControl:
         view = self._view
         if isinstance(request, messages.Heartbeat):
             if view is not None and refusal.reason == "unknown" and (request.crew, request.roster_epoch) == (view.crew, view.record.epoch):
-                view.forgot(peer, self._now)
                 self._heard(peer)
+                if Voter(peer, refusal.incarnation) in view.voters:
+                    self._do(ev.Send(peer, self.acceptor.newer_than(0)))
+                else:
+                    view.forgot(peer, self._now)
         elif isinstance(request, messages.Propose) and request.record.epoch == 1:
             self._forming.refused(peer, request.record, self._now)
         elif isinstance(request, messages.Prepare | messages.Propose):

@@ -197,6 +197,8 @@ class Refuse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="refus
     reason: Refusal
     ballot: int = 0
     """Promised to this one."""
+    incarnation: bytes = bytes(INCARNATION_BYTES)
+    """Of the sender, with `unknown`: whether it is another process, or has not heard yet."""
 
 
 class Adopt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="adopt"):
@@ -373,6 +375,7 @@ def check_message(message: Message) -> None:
             _length("signature", message.signature, SIGNATURE_BYTES)
         case Refuse():
             _counters(message.ballot)
+            _length("incarnation", message.incarnation, INCARNATION_BYTES)
         case Adopt():
             _check_chain(message.certificates)
         case Heartbeat() | Alive():

@@ -15,7 +15,7 @@ A restart is preferred to a spare: its journal is exact. Vacant stages are never
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from swarmnode.stages.events import Settings
@@ -69,11 +69,13 @@ def next_record(
     step: int,
     settings: Settings,
     *,
+    lost: Collection[str] = (),
     dissolve: str = "",
 ) -> Wish | None:
     """What to propose; None where the present record is the best there is.
 
-    `facts` of every holder, `spares` by peer, not seated in this crew. `step`: how many steps all stages have taken.
+    `facts` of every holder, `spares` by peer, not seated in this crew. `step`: how many steps all stages have taken. `lost`: voters that
+    are suspected, have left or forgotten; a witness among them is replaced, but nothing is changed only for that.
     """
     left_over = dict(spares)
     seats, evicting = [], []
@@ -100,11 +102,11 @@ def next_record(
             seats.append(seat)
             continue
         seats.append(Seat("", b"", seat.stage_epoch) if spare is None else Seat(spare.peer, spare.incarnation, seat.stage_epoch + 1))
-    relink = any(fact.broken for fact in facts.values()) and not any(fact.suspected or fact.left for fact in facts.values())
+    relink = any(fact.broken for fact in facts.values()) and not any(fact.suspected for fact in facts.values())
     if tuple(seats) == present.seats and not relink and not reason:
         return None
     held = {seat.peer for seat in seats}
-    witnesses = [v for v in present.witnesses if v.peer not in held and not facts.get(v.peer, Facts()).suspected]
+    witnesses = [v for v in present.witnesses if v.peer not in held and v.peer not in lost]
     if not witnesses and len(seats) % 2 == 0 and left_over:
         peer = min(left_over)
         witnesses = [Voter(peer, left_over[peer].incarnation)]

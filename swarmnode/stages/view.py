@@ -67,7 +67,7 @@ class View:
 
     def is_well(self, detector: Detector) -> bool:
         """Whether steps can be taken."""
-        if self.settled is None or self.left or len(self.seated) < len(self.record.seats):
+        if self.settled is None or not self.left.isdisjoint(self.seated) or len(self.seated) < len(self.record.seats):
             return False
         for peer in self.seated:
             status = self.statuses.get(peer)
