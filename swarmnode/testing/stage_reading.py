@@ -11,6 +11,7 @@ from swarmnode.errors import BadMessage
 from swarmnode.stages import frames
 from swarmnode.stages.activations import decode
 from swarmnode.stages.frames import FrameLimits, read_frame
+from swarmnode.stages.recovery import messages as recovery
 from swarmnode.stages.work import read_micro_batch, read_questions, read_scores, read_tokens
 from swarmnode.wire.tensors import unpack_ids
 
@@ -37,6 +38,17 @@ def read_whole(data: bytes, given: dict[str, Any]) -> dict[str, Any]:
         raise BadMessage("size", f"{len(stream.data)} bytes too many")
     frame, body = got
     return {"header": msgspec.to_builtins(frame, builtin_types=(bytes,)), **_body(frame, body, limits, given["codec"])}
+
+
+def read_state(data: bytes) -> dict[str, Any]:
+    """One message of a state stream. Raises BadMessage with a reason of STATE_REASONS."""
+    stream = Bytes(data)
+    got = trio.run(recovery.read, stream)
+    if got is None:
+        raise BadMessage("truncated", "nothing")
+    if stream.data:
+        raise BadMessage("size", f"{len(stream.data)} bytes too many")
+    return {"header": msgspec.to_builtins(got[0], builtin_types=(bytes,)), "body": got[1]}
 
 
 def _body(frame: frames.Frame, body: bytes, limits: FrameLimits, codec: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 import msgpack
 
 from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
-from swarmnode.testing import bulk_vectors, crew_vectors, manifest_vectors, stage_vectors, summary_vectors, weight_vectors
+from swarmnode.testing import bulk_vectors, crew_vectors, manifest_vectors, stage_vectors, state_vectors, summary_vectors, weight_vectors
 from swarmnode.testing.frames import (
     ANNOUNCE,
     COMPLETION,
@@ -461,6 +461,9 @@ DOCUMENTS: dict[str, tuple[str, tuple[Callable[[], Iterator[Vector]], ...]]] = {
     )),
     "crews": ("What members' network processes say, rosters and the votes for them, and who may open a stream.", (
         crew_vectors.messages, crew_vectors.adoptions, crew_vectors.streams, crew_vectors.derivations,
+    )),
+    "state": ("What members of a crew send each other of their stages' state, and how long it is.", (
+        state_vectors.messages, state_vectors.derivations,
     )),
     "admission": ("What a node makes of a frame from gossip, up to where it needs a scorer.", (admission,)),
     "derivations": ("Names and numbers that follow from others.", (derivations,)),

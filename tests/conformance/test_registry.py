@@ -16,7 +16,7 @@ from swarmnode.stages import messages as crews
 from swarmnode.stages import pipes, plane
 from swarmnode.stages.fence import FENCE_REASONS
 from swarmnode.stages.plan import MEMBERS
-from swarmnode.stages.recovery.messages import STATE_REASONS
+from swarmnode.stages.recovery.messages import FACTOR, STATE_REASONS
 from swarmnode.stages.schema import schemas as stages_schemas
 from swarmnode.tasks import seeds
 from swarmnode.weights import catchup
@@ -182,6 +182,7 @@ def test_caps_are_those_of_the_registry():
         "token_logprob": limits.TOKEN_LOGPROB,
         "logprob_slack": limits.LOGPROB_SLACK,
         "groups_per_second": limits.GROUPS_PER_SECOND,
+        "crew_factor": FACTOR,
         "crew_amount": 1e30,
     }
     assert REGISTRY["seconds"] == {
@@ -227,7 +228,7 @@ def test_every_limit_is_in_the_registry():
     said = weights_messages
     ours += [said.MESSAGE_BYTES, said.STATE_REQUEST_BYTES, said.STATE_BYTES, said.NONCE_BYTES, said.FRAGMENTS, said.RETRY_SECONDS]
     ours += [crews.MESSAGE_BYTES, crews.REASON_BYTES, crews.CREW_BYTES, crews.HASH_BYTES, crews.INCARNATION_BYTES, crews.WITNESSES]
-    ours += [crews.NONCE_BYTES]
+    ours += [crews.NONCE_BYTES, FACTOR]
     ours += [crews.CHAIN, crews.LAYERS, MEMBERS, pipes.OPEN_BYTES, stage_frames.CHUNK_BYTES, 1e30]
     assert sorted([*ours, seeds.BLOCK_BITS]) == sorted(registered)
 

@@ -20,12 +20,13 @@ from swarmnode.stages import messages as crews
 from swarmnode.stages import pipes
 from swarmnode.stages.fence import FENCE_REASONS, Fence
 from swarmnode.stages.frames import FRAME_REASONS, Place, read_message
+from swarmnode.stages.recovery.messages import root_of, state_bytes
 from swarmnode.stages.roster import Acceptor
 from swarmnode.stages.routes import Routes
 from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
 from swarmnode.testing import crew_vectors, frames, stage_vectors, vectors
 from swarmnode.testing.crew_vectors import PEERS
-from swarmnode.testing.stage_reading import read_whole
+from swarmnode.testing.stage_reading import read_state, read_whole
 from swarmnode.testing.stage_vectors import answers
 from swarmnode.weights.catchup import open_state_manifest
 from swarmnode.weights.fingerprint import LoraShape, fingerprint
@@ -81,6 +82,7 @@ MESSAGES = {
     "bulk_socket_request": (BulkSocketRequest, limits.BULK_SOCKET_REQUEST_BYTES),
     "bulk_socket_response": (BulkSocketResponse, limits.BULK_SOCKET_RESPONSE_BYTES),
 }
+STATE = ("state_message",)
 CREWS = {"crews_request": crews.decode_request, "crews_answer": crews.decode_answer}
 WEIGHTS = {"weights": decode_message, "weights_state": decode_state}
 OPEN_REFUSALS = {reason for reason in pipes.REFUSALS if reason not in ("malformed", "timeout")}
@@ -160,6 +162,8 @@ def judge(read_as: str, frame: bytes, domain: bytes, swarm: bytes, given: dict |
             value = hexed(STAGES[read_as](frame, given))
         elif read_as in MESSAGES:
             value = plain(decode(frame, *MESSAGES[read_as]))
+        elif read_as in STATE:
+            value = hexed(read_state(frame))
         elif read_as in CREWS:
             value = plain(CREWS[read_as](frame))
         elif read_as in WEIGHTS:
@@ -245,6 +249,8 @@ def test_swarmnode_derives_what_is_recorded(vector):
         "weights_fingerprint": lambda: weights_fingerprint(given),
         "weights_fragments": lambda: [[spec.name for spec in part] for part in cut(make_layout(given["layout"]), given["fragments"])],
         "stage_route": lambda: [list(dataclasses.astuple(hop)) for hop in route(given)],
+        "state_bytes": lambda: state_bytes(make_layout((str(n), s, "float32") for n, s in enumerate(given["shapes"])), given["form"]),
+        "state_root": lambda: root_of(bytes.fromhex(given["body"])).hex(),
         "record_hash": lambda: crews.record_hash(crew_vectors.read(unplain(given["record"]), crews.Record)).hex(),
         "crew_votes": lambda: crew_vectors.voted(PEERS.index(given["voter"]), [(kind, unplain(m)) for kind, m in given["events"]]),
         "stage_fence": lambda: stage_fence(given),
@@ -265,7 +271,8 @@ def test_every_reason_and_every_reader_has_a_vector():
     }  # fmt: skip
     accepted = {vector["read_as"] for _, vector in FRAMES if vector["verdict"] == "accept"}
     refused = {vector["read_as"] for _, vector in FRAMES if vector["verdict"] == "reject"}
-    assert accepted == refused == {*ENVELOPES, *MESSAGES, *WEIGHTS, *STAGES, *CREWS, "state_manifest", "manifest", "session", "summary"}
+    readers = {*ENVELOPES, *MESSAGES, *WEIGHTS, *STAGES, *STATE, *CREWS, "state_manifest", "manifest", "session", "summary"}
+    assert accepted == refused == readers
 
 
 def test_no_two_vectors_of_a_document_have_one_name():
@@ -338,9 +345,10 @@ def test_every_reason_of_the_fence_has_a_vector():
     assert {v["output"] for v in DERIVATIONS if v["derive"] == "stage_fence"} == {None, *FENCE_REASONS}
 
 
-def test_both_decoders_give_the_same_verdict_on_mutated_messages_about_crews(check):
+@pytest.mark.parametrize("document", ["crews.json", "state.json"])
+def test_both_decoders_give_the_same_verdict_on_mutated_messages_of_a_crew(check, document):
     rng = random.Random(4)
-    seeds = [v for v in DOCUMENTS["crews.json"]["vectors"] if v.get("verdict") == "accept"]
+    seeds = [v for v in DOCUMENTS[document]["vectors"] if v.get("verdict") == "accept"]
     accepted = 0
     for _ in range(3000):
         vector = rng.choice(seeds)

@@ -14,6 +14,7 @@ memory is taken. No chunk is longer than 1 MiB, and what arrives is looked at on
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Final, Literal
 
 import msgspec
@@ -198,7 +199,7 @@ def _check(message: Message) -> None:
     if isinstance(message, Have):
         if len(message.root) != ROOT_BYTES:
             raise BadMessage("bounds", "root")
-        if not 0.0 <= message.squared_norm < float("inf"):
-            raise BadMessage("not_finite", "a norm")
-        if not 0.0 < message.factor <= FACTOR:
-            raise BadMessage("bounds", "a factor of the learning rate")
+        if not (math.isfinite(message.squared_norm) and math.isfinite(message.factor)):
+            raise BadMessage("not_finite", "a norm or a factor")
+        if message.squared_norm < 0 or not 0.0 < message.factor <= FACTOR:
+            raise BadMessage("bounds", "a norm or a factor of the learning rate")

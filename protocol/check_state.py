@@ -1,0 +1,58 @@
+"""04-stages, section 10: what members send each other on streams of state."""
+
+import hashlib
+import math
+
+from check_frames import BYTES, COUNTS, EXACT, FLOATS, Maybe, counter, decode, require
+from check_stages import CODEC, PLACE
+
+WHAT = ("shadow", "layers", "tied", "ends", "probes", "edges", "run", "ran")
+MESSAGES = {  # type → fields behind `place` and `request`
+    "ask": {},
+    "holds": {"loaded": bool, "rung": Maybe(int), "shadow": Maybe(int), "root": bytes, "ends": Maybe(int), "probes": Maybe(int)},
+    "want": {"what": WHAT[:6]},
+    "have": {
+        "answer": bool, "what": WHAT, "step": int, "size": int, "root": bytes, "form": ("exact", "small"), "codec": CODEC, "rows": int,
+        "about": int, "squared_norm": float, "factor": float,
+    },
+    "chunk": {"answer": bool, "at": int, "length": int},
+    "kept": {"what": WHAT, "step": int},
+    "lack": {"answer": bool, "reason": ("none", "loading", "refused", "busy", "failed")},
+}  # fmt: skip
+HEADERS = [{"type": (tag,), "place": PLACE, "request": int, **fields} for tag, fields in MESSAGES.items()]
+
+
+def read_message(data, domain, swarm):
+    """One message, all of `data`."""
+    require(len(data) >= 4, "truncated")
+    length = int.from_bytes(data[:4], "big")
+    require(0 < length <= BYTES["stage_header"], "oversize")
+    require(len(data) >= 4 + length, "truncated")
+    header = decode(data[4 : 4 + length], BYTES["stage_header"], *HEADERS)
+    place, body = header["place"], data[4 + length :]
+    require(len(place[0]) == EXACT["crew_prefix"] and 0 <= place[2] < COUNTS["stages"])
+    counter(place[1], place[3], place[4], *[value for value in header.values() if type(value) is int])
+    root = EXACT["record_hash"] if header.get("shadow") is not None or header["type"] == "have" else 0
+    require(len(header.get("root", b"")) == root)
+    if header["type"] == "have":
+        require(math.isfinite(header["squared_norm"]) and math.isfinite(header["factor"]), "not_finite")
+        require(header["squared_norm"] >= 0 and 0 < header["factor"] <= FLOATS["crew_factor"])
+    require(1 <= header.get("length", 1) <= BYTES["stage_chunk"])
+    size = header.get("length", 0)
+    require(len(body) >= size, "truncated")
+    require(len(body) == size, "size")
+    return {"header": header, "body": body}
+
+
+def state_bytes(shapes, form):
+    """Of a shadow of tensors with these shapes."""
+    elements = sum(math.prod(shape) for shape in shapes)
+    return 12 * elements + 4 * len(shapes) if form == "exact" else 2 * elements
+
+
+def state_root(body):
+    return hashlib.blake2b(bytes.fromhex(body), digest_size=32).hexdigest()
+
+
+READERS = {"state_message": read_message}
+DERIVATIONS = {"state_bytes": state_bytes, "state_root": state_root}
