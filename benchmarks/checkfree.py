@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ FULL = Size()
 QUICK = Size(trunk_steps=100, steps=100, tuned_steps=60, marks=(0, 10), quick=True)
 FINER = ("exact, Adam fresh", "shadow in bfloat16 without Adam, 20 steps old")
 """Measured at the inner stage only."""
+QUICK_ARMS = ("checkpoint every 10", "shadows every 20", "CheckFree", "CheckFree+")
 PARTS = ("single", "failures")
 CAP = 2.0
 """Iterations of (b) at most, in units of those to the target without failures."""
@@ -131,24 +133,22 @@ def moved(trunk: Trunk) -> list[float]:
     return shares
 
 
-def control(seed: int, size: Size) -> dict[str, Any]:
-    """Part (b) without failures: sets the target of its seed."""
-    torch.set_num_threads(1)
-    run = survive(NO_FAILURE, size, text_of(size), seed, {}, size.steps, None)
-    target = failures.target_of(run["curve"], size.steps)
-    return run | {"rate": "none", "target": target, "iterations": failures.first_at(run["curve"], target)}
-
-
-def at_rate(seed: int, size: Size, rate: str, target: float) -> list[dict[str, Any]]:
-    """Part (b) at one rate; `none` is the swapped order without failures."""
+def at_random(seed: int, size: Size, rates: Sequence[str]) -> list[dict[str, Any]]:
+    """Part (b) of one seed. The run without failures sets the target."""
     torch.set_num_threads(1)
     corpus, cap = text_of(size), int(CAP * size.steps)
-    if rate == "none":
-        return [survive(NO_FAILURE_SWAPPED, size, corpus, seed, {}, cap, target) | {"rate": rate}]
-    quick = ("checkpoint every 10", "shadows every 20", "CheckFree", "CheckFree+")
-    arms = [arm for arm in ARMS if rate in arm.rates and (not size.quick or arm.name in quick)]
-    lost = schedule(seed, RATES[rate], cap)
-    return [survive(arm, size, corpus, seed, lost, cap, target) | {"rate": rate} for arm in arms]
+    row, plain = survive(NO_FAILURE, size, corpus, seed, {}, size.steps, None)
+    target = failures.target_of(plain.curve, size.steps)
+    rows = [row | {"rate": "none", "iterations": failures.first_at(plain.curve, target), "target": target}]
+    row, swapped = survive(NO_FAILURE_SWAPPED, size, corpus, seed, {}, cap, target)
+    rows.append(row | {"rate": "none"})
+    for rate in rates:
+        lost = schedule(seed, RATES[rate], cap)
+        for arm in ARMS:
+            if rate in arm.rates and (not size.quick or arm.name in QUICK_ARMS):
+                row, _ = survive(arm, size, corpus, seed, lost, cap, target, swapped if arm.swapped else plain)
+                rows.append(row | {"rate": rate})
+    return rows
 
 
 # ---- the tables
@@ -227,6 +227,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all results there")
     parser.add_argument("--table", type=Path, nargs="+", metavar="JSON", help="run nothing: print the tables of these results")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="single: (a) and (c); failures: (b)")
+    parser.add_argument("--rates", nargs="+", choices=list(RATES), default=list(RATES), help="of (b)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=1, help="seed 0 was used to choose the sizes")
     parser.add_argument("--processes", type=int, default=2, help="one thread each")
@@ -236,35 +237,24 @@ def main() -> None:
         print(tables({part: [row for results in read for row in results[part]] for part in PARTS}))
         return
     seeds, size = (1, QUICK) if args.quick else (args.seeds, FULL)
+    args.rates = ["16 %/h"] if args.quick else args.rates
     print(heading("checkfree: what does it cost to lose a stage?"), flush=True)
-    results = run(range(args.first_seed, args.first_seed + seeds), size, args.parts, args.processes, args.json)
+    results = run(range(args.first_seed, args.first_seed + seeds), size, args.parts, args.rates, args.processes, args.json)
     print(tables(results), flush=True)
 
 
-def run(seeds: Sequence[int], size: Size, parts: Sequence[str], processes: int, path: Path | None) -> dict[str, Any]:
+def run(seeds: Sequence[int], size: Size, parts: Sequence[str], rates: Sequence[str], processes: int, path: Path | None) -> dict[str, Any]:
     """All parts of all seeds; what there is is written to `path` whenever a piece is done."""
     results: dict[str, Any] = {"size": vars(size), "cap": CAP, "single": [], "failures": []}
     started = time.time()
-
-    def done(what: str, kind: str, rows: list[dict[str, Any]]) -> None:
-        results[kind] += rows
-        print(f"{time.time() - started:5.0f} s  {what}", file=sys.stderr, flush=True)
-        if path:
-            write_json(path, results)
-
-    rates = ("16 %/h",) if size.quick else ("none", *RATES)
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        controls = [(seed, pool.submit(control, seed, size)) for seed in seeds if "failures" in parts]
-        singles = [(seed, pool.submit(single, seed, size)) for seed in seeds if "single" in parts]
-        later = []
-        for seed, future in controls:
-            row = future.result()
-            done(f"seed {seed}: no failure", "failures", [row])
-            later += [(seed, rate, pool.submit(at_rate, seed, size, rate, row["target"])) for rate in rates]
-        for seed, rows in singles:
-            done(f"seed {seed}: single losses", "single", rows.result())
-        for seed, rate, found in later:
-            done(f"seed {seed}: failures at {rate}", "failures", found.result())
+        work = {"single": single, "failures": partial(at_random, rates=rates)}
+        jobs = [(seed, part, pool.submit(work[part], seed, size)) for seed in seeds for part in parts]
+        for seed, part, rows in jobs:
+            results[part] += rows.result()
+            print(f"{time.time() - started:5.0f} s  seed {seed}: {part}", file=sys.stderr, flush=True)
+            if path:
+                write_json(path, results)
     return results
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -67,29 +67,50 @@ ARMS = (
 NO_FAILURE, NO_FAILURE_SWAPPED = Arm("no failure"), Arm("no failure, swapped order", swapped=True)
 
 
+@dataclass
+class Trail:
+    """A run so far. What a run without failures leaves is where the others of its seed begin: up to the first loss they are that run."""
+
+    curve: list[float] = field(default_factory=list)
+    """Held-out loss after every EVERY iterations."""
+    checkpoints: list[Any] = field(default_factory=list)
+    """Before the first iteration, and after every EVERY."""
+
+
 def survive(
     arm: Arm, size: Size, corpus: Corpus, seed: int, failures: Mapping[int, int], cap: int, target: float | None,
-) -> dict[str, Any]:  # fmt: skip
-    """Trains until the held-out loss is down at `target`, `cap` iterations at most.
+    before: Trail | None = None,
+) -> tuple[dict[str, Any], Trail]:  # fmt: skip
+    """Trains until the held-out loss is down at `target`, `cap` iterations at most. `before`: of the same run without failures.
 
-    `iterations` is None where the target was not reached; `curve` has the held-out loss after every EVERY iterations.
+    `iterations` is None where the target was not reached. The trail has no checkpoints where `before` was given.
     """
-    staged = Staged(build(seed), size.rate, arm.swapped)
-    kept: Any = staged.checkpoint()
-    suffered, curve, reached = 0, [], None
-    for i in range(cap):
-        if i in failures and (arm.ends or arm.inner is None or 0 < failures[i] < STAGES - 1):
+    staged, own = Staged(build(seed), size.rate, arm.swapped), before is None
+    if before is None:
+        before = Trail([], [staged.checkpoint()])
+    hits = {i: stage for i, stage in failures.items() if arm.ends or arm.inner is None or 0 < stage < STAGES - 1}
+    start = min(min(hits, default=cap) // EVERY, len(before.checkpoints) - 1)  # in units of EVERY
+    trail = Trail(before.curve[:start], before.checkpoints if own else [])
+    staged.roll_back(before.checkpoints[start])
+    every = arm.checkpoint or arm.shadow or EVERY
+    kept = before.checkpoints[start * EVERY // every * every // EVERY]
+    reached, suffered = None if target is None else first_at(trail.curve, target), 0
+    for i in range(start * EVERY, 0 if reached else cap):
+        if i in hits:
             suffered += 1
-            restore(arm, staged, failures[i], kept, seed * 1_000_003 + i)
+            restore(arm, staged, hits[i], kept, seed * 1_000_003 + i)
         staged.step(corpus.batch(seed, i))
-        if (arm.checkpoint and (i + 1) % arm.checkpoint == 0) or (arm.shadow and (i + 1) % arm.shadow == 0):
+        if (arm.checkpoint or arm.shadow) and (i + 1) % every == 0:
             kept = staged.checkpoint()
         if (i + 1) % EVERY == 0:
-            curve.append(staged.measure(corpus.held_out))
-            if target is not None and len(curve) >= WINDOW and statistics.fmean(curve[-WINDOW:]) <= target:
+            trail.curve.append(staged.measure(corpus.held_out))
+            if own:
+                trail.checkpoints.append(staged.checkpoint())
+            if target is not None and first_at(trail.curve, target):
                 reached = i + 1
                 break
-    return {"seed": seed, "arm": arm.name, "iterations": reached, "failures": suffered, "cap": cap, "curve": curve}
+    row = {"seed": seed, "arm": arm.name, "iterations": reached, "failures": suffered, "cap": cap, "curve": trail.curve}
+    return row, trail
 
 
 def restore(arm: Arm, staged: Staged, stage: int, kept: Any, seed: int) -> None:

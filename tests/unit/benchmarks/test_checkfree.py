@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import recoveries
-from benchmarks.checkfree import at_rate, failure_table, single_tables
+from benchmarks.checkfree import failure_table, single_tables
 from benchmarks.failures import ARMS, NO_FAILURE, RATES, Arm, first_at, schedule, survive, target_of
 from benchmarks.forks import METHODS, Size, compare, follow, fork, grow
 from benchmarks.staged import STAGES, VOCABULARY, WINDOW, Corpus, Staged, build, encode
@@ -132,16 +132,31 @@ def test_failures_hit_every_arm_alike_and_one_stage_at_a_time():
 
 
 def test_without_a_failure_in_it_every_plain_arm_is_the_control(corpus):
-    control = survive(NO_FAILURE, SIZE, corpus, 0, {}, 10, None)
+    control, _ = survive(NO_FAILURE, SIZE, corpus, 0, {}, 10, None)
     for arm in ARMS:
         if arm.name in ("checkpoint every 10", "shadows every 20", "CheckFree"):
-            assert survive(arm, SIZE, corpus, 0, {}, 10, None)["curve"] == control["curve"]
+            assert survive(arm, SIZE, corpus, 0, {}, 10, None)[0]["curve"] == control["curve"]
+
+
+@pytest.mark.parametrize("arm", [Arm("checkpoints", checkpoint=20), Arm("shadows", shadow=20), ARMS[4]])
+def test_what_came_before_the_first_failure_need_not_be_trained_again(corpus, arm):
+    failures = {24: 3, 27: 3}
+    _, before = survive(NO_FAILURE, SIZE, corpus, 0, {}, 30, None)
+    assert survive(arm, SIZE, corpus, 0, failures, 30, None)[0] == survive(arm, SIZE, corpus, 0, failures, 30, None, before)[0]
+
+
+def test_a_run_that_nothing_happens_to_ends_where_the_control_does(corpus):
+    _, before = survive(NO_FAILURE, SIZE, corpus, 0, {}, 60, None)
+    target = target_of(before.curve, 60)
+    row, _ = survive(Arm("c", checkpoint=10), SIZE, corpus, 0, {60: 3}, 120, target, before)
+    assert row["iterations"] == first_at(before.curve, target)
+    assert row["failures"] == 0
 
 
 def test_arms_meet_the_failures_that_are_theirs(corpus):
     failures, counted = {3: 0, 5: 3, 7: 7}, {}
     for arm in (arm for arm in ARMS if arm.name in ("checkpoint every 10", "shadows every 20", "CheckFree", "CheckFree+", "random")):
-        run = survive(arm, SIZE, corpus, 0, failures, 10, None)
+        run, _ = survive(arm, SIZE, corpus, 0, failures, 10, None)
         counted[arm.name] = run["failures"]
         assert math.isfinite(run["curve"][-1])
     assert counted["checkpoint every 10"] == counted["shadows every 20"] == counted["CheckFree+"] == 3
@@ -150,7 +165,7 @@ def test_arms_meet_the_failures_that_are_theirs(corpus):
 
 def test_a_checkpoint_takes_back_what_came_after_it(corpus):
     """Lost before iteration 15 with one every 10: iterations 15 to 19 go on from the weights of 10."""
-    rolled = survive(Arm("c", checkpoint=10), SIZE, corpus, 0, {15: 3}, 20, None)
+    rolled, _ = survive(Arm("c", checkpoint=10), SIZE, corpus, 0, {15: 3}, 20, None)
     staged = Staged(build(0), SIZE.rate)
     for i in (*range(10), *range(15, 20)):
         staged.step(corpus.batch(0, i))
@@ -174,8 +189,3 @@ def test_a_run_that_never_arrives_is_shown_as_such():
 
 def test_text_is_printable_characters_only():
     assert encode("a~ \n\té").tolist() == [65, 94, 0, 95]
-
-
-def test_quick_runs_only_the_arms_that_it_names():
-    size = Size(steps=4, quick=True)
-    assert [r["arm"] for r in at_rate(1, size, "16 %/h", 99.0)] == ["checkpoint every 10", "shadows every 20", "CheckFree", "CheckFree+"]
