@@ -44,6 +44,9 @@ RETRY_SECONDS: Final = (0.1, 2.0)
 """Between two tries, doubling."""
 LINGER_SECONDS: Final = 10.0
 """After our trainer has ended its half, the other half has so long to end."""
+ORDERLY_SECONDS: Final = 1.0
+"""A stream that ends in order may end because of a roster that we hear of in a moment; only after this long is it called lost. One that
+breaks is, at once."""
 BUDGET_SECONDS: Final = 0.25
 """Between two looks whether there is budget again."""
 CONNECTIONS: Final = 64
@@ -192,7 +195,7 @@ class Pipes:
         """No roster: every stream ends, none is taken."""
         self._circle = None
         for pipe in list(self._pipes.values()):
-            pipe.end()
+            pipe.scope.cancel()
         self._pipes.clear()
         for stream in self._parked.values():
             stream.reset("another roster")
@@ -242,7 +245,7 @@ class Pipes:
     async def _serve(self, unix: trio.SocketStream, circle: Circle, key: Key) -> None:
         before = self._pipes.pop(key, None)
         if before is not None:
-            before.end()
+            before.scope.cancel()
         pipe = self._pipes[key] = _Pipe(unix)
         lost = False
         try:
@@ -258,10 +261,25 @@ class Pipes:
             if self._pipes.get(key) is pipe:
                 del self._pipes[key]
             if pipe.stream is not None:
-                self._sent[key[1]] += pipe.stream.sent
-                self._received[key[1]] += pipe.stream.received
-                pipe.stream.reset("the pipe ended")
-        if lost and self._circle is circle:
+                self._part(key[1], pipe.stream)
+        if lost and pipe.stream is not None:
+            assert self._nursery is not None
+            self._nursery.start_soon(self._report, circle, key, pipe.stream)
+
+    def _part(self, kind: Kind, stream: Stream) -> None:
+        """Ends a stream in order, soon: the other side gets what is on its way."""
+        self._sent[kind] += stream.sent
+        self._received[kind] += stream.received
+        stream.finish()
+        if self._nursery is not None and not self._nursery.cancel_scope.cancel_called:
+            self._nursery.start_soon(_farewell, stream)
+        else:
+            stream.reset("the pipe ended")
+
+    async def _report(self, circle: Circle, key: Key, stream: Stream) -> None:
+        with trio.move_on_after(ORDERLY_SECONDS):
+            await stream.broken.wait()
+        if self._circle is circle:
             self._ended[key[1]] += 1
             if key[1] == "frames":
                 self._lost(circle.members[key[0]], circle.roster_epoch)
@@ -420,8 +438,13 @@ class _Pipe:
         self.stream: Stream | None = None
         self.scope = trio.CancelScope()
 
-    def end(self) -> None:
-        self.scope.cancel()
+
+async def _farewell(stream: Stream) -> None:
+    with trio.move_on_after(LINGER_SECONDS), contextlib.suppress(PeerError):
+        while await stream.receive():
+            pass
+        await stream.closed.wait()
+    stream.reset("the pipe ended")
 
 
 async def _accepted(listener: trio.socket.SocketType) -> tuple[trio.socket.SocketType, Any]:

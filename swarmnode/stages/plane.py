@@ -398,7 +398,7 @@ class StagePlane:
             self._malformed += 1
             self._network.rejected(peer, "stages_malformed", PROOF)
             raise
-        answer = await self._ask(ev.Received(peer, message))
+        answer = no_say(self._control.roster, peer, message) or await self._ask(ev.Received(peer, message))
         if answer is None:
             raise PeerError("no answer")
         return messages.encode_message(answer)
@@ -412,6 +412,24 @@ class _Event:
         self.answer: messages.Answer | None = None
         self.error: Exception | None = None
         self.done = trio.Event()
+
+
+def no_say(roster: messages.Record | None, peer: str, message: messages.Request) -> messages.Answer | None:
+    """What to answer to `peer` who is no voter and speaks as if it were one, under our roster or of a crew to be founded; else None."""
+    match message:
+        case messages.Prepare(crew, epoch) | messages.Propose(messages.Record(crew, epoch)) if epoch > 1:
+            ours = roster is not None and crew == messages.crew_id(roster) and epoch == roster.epoch + 1
+            return messages.Refuse("unknown") if ours and not _votes(roster, peer) else None
+        case messages.Propose(record):
+            return None if any(voter.peer == peer for voter in record.voters) else messages.Refuse("record")
+        case messages.Leave(crew):
+            ours = roster is not None and crew == messages.crew_id(roster)
+            return messages.Noted() if ours and not _votes(roster, peer) else None
+    return None
+
+
+def _votes(roster: messages.Record | None, peer: str) -> bool:
+    return roster is not None and any(voter.peer == peer for voter in messages.voters_of(roster))
 
 
 def _circle(roster: messages.Record, stage: int | None) -> Circle:
