@@ -80,7 +80,7 @@ VOTE = {
     "type": "vote", "crew": CREW, "epoch": 2, "ballot": 17, "hash": digest(after()), "incarnation": INCARNATIONS[0],
     "signature": KEYS[0].sign(b"vote"),
 }  # fmt: skip
-REFUSE = {"type": "refuse", "reason": "ballot", "ballot": 33}
+REFUSE = {"type": "refuse", "reason": "ballot", "ballot": 33, "incarnation": bytes(8)}
 
 
 def messages() -> Iterator[Vector]:
@@ -127,6 +127,7 @@ def messages() -> Iterator[Vector]:
     yield bad("bounds", "a ballot of -1", PREPARE, ballot=-1)
     yield bad("bounds", "an incarnation of 7 bytes", OFFER, incarnation=bytes(7))
     yield bad("bounds", "a model of 31 bytes", OFFER, model=MODEL[1:])
+    yield bad("bounds", "a refusal's incarnation of 9 bytes", REFUSE, incarnation=bytes(9), read_as="crews_answer")
     yield bad("bounds", "less than no memory", OFFER, memory=-1.0)
     yield bad("bounds", "more speed than there is", OFFER, speed=1.1e30)
     yield bad("bounds", "nine to evict", PREPARE, evicting=[PEERS[0]] * 9)
