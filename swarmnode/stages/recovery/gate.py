@@ -3,8 +3,9 @@
     r = log π_new(token) − log π_old(token)     over the tokens that were learnt from, drawn from about the old policy
     KL(old ‖ new) ≈ mean(eʳ − 1 − r) ≥ 0        rise of the negative log-likelihood = − mean r
 
-π_old is what the tail computed before the step that the micro-batch was in. A damaged policy earns the same rewards everywhere, so nothing
-that is learnt from rewards can heal it: it has to be found out before it takes part.
+π_old is what the tail computed before the step that the micro-batch was in. Only the newest step's are asked: what was learnt since would
+count as damage, and a policy that learns fast moves by more than the gate allows in a few steps. A damaged policy earns the same rewards
+everywhere, so nothing that is learnt from rewards can heal it: it has to be found out before it takes part.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ async def judge(peer: StatePeer, probes: Sequence[Probe]) -> Verdict:
     """`peer.runtime` in its place among the others. `probes` is not empty. Raises PeerError when a stage is gone or never gets ready."""
     shifts: list[np.ndarray] = []
     errors: list[Exception] = []
-    waiting = list(probes)
+    newest = max(probe.step for probe in probes)
+    waiting = [probe for probe in probes if probe.step == newest]
 
     async def work() -> None:
         while waiting and not errors:

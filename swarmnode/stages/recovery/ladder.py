@@ -148,7 +148,8 @@ class Ladder:
 
     def refuse(self, source: Source, why: str) -> None:
         """`source` was not there, was not what it said, or failed its gate."""
-        self._left.remove(source)
+        if source in self._left:
+            self._left.remove(source)
         self.tried.append((source.rung, why))
 
     def judge(self, source: Source, verdict: Verdict | None, healings: int) -> Literal["rejoin", "heal", "next"]:

@@ -53,6 +53,8 @@ class Holds(StateMessage, frozen=True, tag="holds"):
     """The answering stage has its weights, and they are good."""
     rung: int | None
     """It has a candidate of this rung, which is being judged."""
+    exhausted: bool
+    """And nothing else left to try."""
     shadow: int | None
     """Committed steps in it."""
     root: bytes

@@ -5,7 +5,7 @@
     rejoin       `Restored.install` gives the new member its optimizer, its pace and its norm
 
 Two stages may be restored at once: each is judged through the other's candidate. Where that fails, the one with the worse source goes on
-down its ladder, and the other waits for it.
+down its ladder, and the other waits for it; who comes to the end goes back to his best source and lets the other one try.
 """
 
 from __future__ import annotations
@@ -98,11 +98,9 @@ async def restore(
 
     Raises Refused where no rung is left (R6), with every rung's reason, and PeerError when a stage that is needed for judging is gone.
     """
-    started = trio.current_time()
-    settings, spec = peer.settings, peer.spec
-    peer.phase, peer.rung, peer.restored = "empty", None, None
+    settings = peer.settings
+    peer.phase, peer.rung, peer.restored, peer.exhausted = "empty", None, None, False
     holds = await peer.ask()
-    probes = await _probes(peer, holds)
     found = Found(
         journal=journal.step if journal is not None else None,
         replica=replica is not None,
@@ -112,43 +110,119 @@ async def restore(
         alive=frozenset(stage for stage, h in holds.items() if h.loaded),
         ends=frozenset(stage for stage, h in holds.items() if h.ends is not None),
     )
-    ladder = Ladder(found, spec, step, run, settings)
-    while True:
-        source = ladder.next()
-        tell("loading", source.rung)
-        try:
-            candidate = await _load(source, peer, holds, run, journal, base, replica)
-            await peer.compute(lambda c=candidate: load_weights(peer.runtime, c.state.weights))
-            peer.phase, peer.rung, peer.restored = "candidate", source.rung, candidate.state
-            await _tie(peer, candidate, holds)
-        except (PeerError, StateError, Unavailable, Refused, OSError) as error:
-            peer.phase = "empty"
-            ladder.refuse(source, str(error))
-            continue
-        tell("probation", source.rung)
+    ladder = Ladder(found, peer.spec, step, run, settings)
+    load = lambda source: _load(source, peer, holds, run, journal, base, replica)
+    return await _Recovery(peer, ladder, holds, await _probes(peer, holds), load, tell).run()
+
+
+@dataclass
+class _Recovery:
+    """One way down the ladder."""
+
+    peer: StatePeer
+    ladder: Ladder
+    holds: Mapping[int, Holds]
+    probes: list[Probe]
+    load: Callable[[Source], Awaitable[_Candidate]]
+    tell: Tell
+    started: float = field(default_factory=trio.current_time)
+    first: Source | None = None
+    """The best source that was there."""
+
+    async def run(self) -> Restored:
+        while True:
+            try:
+                source = self.ladder.next()
+            except Refused:
+                got = await self._wait()
+                if got is None:
+                    raise
+                return got
+            if (got := await self._try(source)) is not None:
+                return got
+
+    async def _try(self, source: Source) -> Restored | None:
+        """None where it did not serve; the ladder knows why."""
+        peer, settings = self.peer, self.peer.settings
+        candidate = await self._seat(source)
+        if candidate is None:
+            return None
+        self.tell("probation", source.rung)
         healings: list[Healing] = []
         while True:
-            verdict = await _judge(peer, ladder, source, probes[-settings.probes :], len(healings)) if probes else None
-            what = ladder.judge(source, verdict, len(healings))
-            if what != "heal":
-                break
-            healing = await _heal(peer, probes, settings)
+            verdict = await self._judge(source, len(healings)) if self.probes else None
+            what = self.ladder.judge(source, verdict, len(healings))
+            if what == "rejoin":
+                return self._done(source, candidate, verdict, healings)
+            healing = await _heal(peer, self.probes, settings) if what == "heal" else None
             if healing is None:
-                what = "next"
-                break
+                peer.phase = "empty"
+                self.ladder.refuse(source, _said(verdict, len(healings)))
+                return None
             healings.append(healing)
             fresh = {name: host_copy(tensor) for name, tensor in trained(peer.runtime).items()}
             candidate = _Candidate(_without_moments(candidate.state, fresh, peer), _new_pace(settings, candidate.pace.factor))
             peer.restored = candidate.state
-        if what == "rejoin":
-            peer.phase, peer.rung = "whole", None
-            seconds = trio.current_time() - started
-            return Restored(
-                source.rung, source.step, source.holder, seconds, verdict, tuple(healings), tuple(ladder.tried), candidate.state,
-                candidate.pace, candidate.outer, candidate.rng,
-            )  # fmt: skip
-        peer.phase = "empty"
-        ladder.refuse(source, _said(verdict, len(healings)))
+
+    async def _seat(self, source: Source) -> _Candidate | None:
+        """What `source` gives, in the stage. None where it is not there or not what it said."""
+        peer = self.peer
+        self.tell("loading", source.rung)
+        try:
+            candidate = await self.load(source)
+            await peer.compute(lambda: load_weights(peer.runtime, candidate.state.weights))
+            peer.phase, peer.rung, peer.restored = "candidate", source.rung, candidate.state
+            await _tie(peer, candidate, self.holds)
+        except (PeerError, StateError, Unavailable, Refused, OSError) as error:
+            peer.phase = "empty"
+            self.ladder.refuse(source, str(error))
+            return None
+        self.first = self.first or source
+        return candidate
+
+    async def _judge(self, source: Source, healings: int) -> Verdict:
+        """A verdict that this stage has to answer for: none that another one, restored with a worse source, may have brought about."""
+        until = trio.current_time() + self.peer.settings.seconds
+        while True:
+            verdict = await judge(self.peer, self._judges())
+            if self.ladder.judge(source, verdict, healings) == "rejoin" or trio.current_time() >= until:
+                return verdict
+            others = [(h.rung, -stage) for stage, h in await self._unfinished() if h.rung is not None and not h.exhausted]
+            if not others or max(others) < (int(source.rung), -self.peer.spec.index):
+                return verdict
+            await trio.sleep(AGAIN_SECONDS)
+
+    async def _wait(self) -> Restored | None:
+        """Nothing is left, but what failed may have failed through another stage that is being restored: with the best source that there
+        was, until that one has found a better. None where there is no other, or it did not help."""
+        peer, source = self.peer, self.first
+        until = trio.current_time() + peer.settings.seconds
+        if source is None or not await self._unfinished() or (candidate := await self._seat(source)) is None:
+            return None
+        peer.exhausted = True
+        while True:
+            verdict = await judge(peer, self._judges()) if self.probes else None
+            if self.ladder.judge(source, verdict, 0) == "rejoin":
+                return self._done(source, candidate, verdict, [])
+            others = await self._unfinished()
+            if all(h.exhausted for _, h in others) or trio.current_time() >= until:
+                peer.phase = "empty"
+                return None
+            await trio.sleep(AGAIN_SECONDS)
+
+    async def _unfinished(self) -> list[tuple[int, Holds]]:
+        """Other stages that answer and are being restored."""
+        return [(stage, h) for stage, h in (await self.peer.ask()).items() if not h.loaded]
+
+    def _judges(self) -> list[Probe]:
+        return self.probes[-self.peer.settings.probes :]
+
+    def _done(self, source: Source, candidate: _Candidate, verdict: Verdict | None, healings: list[Healing]) -> Restored:
+        self.peer.phase, self.peer.rung, self.peer.exhausted = "whole", None, False
+        return Restored(
+            source.rung, source.step, source.holder, trio.current_time() - self.started, verdict, tuple(healings),
+            tuple(self.ladder.tried), candidate.state, candidate.pace, candidate.outer, candidate.rng,
+        )  # fmt: skip
 
 
 async def _load(
@@ -217,20 +291,6 @@ async def _probes(peer: StatePeer, holds: Mapping[int, Holds]) -> list[Probe]:
         except PeerError:
             continue
     return list(peer.recorder.probes)
-
-
-async def _judge(peer: StatePeer, ladder: Ladder, source: Source, probes: list[Probe], healings: int) -> Verdict:
-    """A verdict that this stage has to answer for: none that another one which is restored with a worse source may have brought about."""
-    until = trio.current_time() + peer.settings.seconds
-    while True:
-        verdict = await judge(peer, probes)
-        if ladder.judge(source, verdict, healings) == "rejoin" or trio.current_time() >= until:
-            return verdict
-        holds = await peer.ask()
-        others = [(h.rung, -stage) for stage, h in holds.items() if not h.loaded and h.rung is not None]
-        if not others or max(others) < (int(source.rung), -peer.spec.index):
-            return verdict
-        await trio.sleep(AGAIN_SECONDS)
 
 
 async def _heal(peer: StatePeer, probes: list[Probe], settings: RecoverySettings) -> Healing | None:

@@ -72,6 +72,8 @@ class StatePeer(Channel):
         self.phase: Phase = "empty"
         self.rung: Rung | None = None
         """Of the candidate."""
+        self.exhausted = False
+        """There is no other candidate left."""
         self.restored: StageState | None = None
         """What the weights here were restored from, until there is a member: its moments are those of a tied embedding."""
         self._store = store
@@ -227,7 +229,7 @@ class StatePeer(Channel):
         ends, probes = self.recorder.ends.get(stage), self.recorder.probes
         rung = int(self.rung) if self.phase == "candidate" and self.rung is not None else None
         return m.Holds(
-            self.place, number, self.phase == "whole", rung, shadow.step if shadow else None,
+            self.place, number, self.phase == "whole", rung, self.exhausted, shadow.step if shadow else None,
             shadow.root if shadow else b"", ends[0] if ends else None,
             probes[-1].step if probes else None,
         )  # fmt: skip

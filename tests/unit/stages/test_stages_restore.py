@@ -315,3 +315,20 @@ async def test_in_paper_mode_the_stage_goes_a_tenth_faster_and_a_tied_embedding_
         await learn(crew, 1, 1, rate=1e-3)
         groups = crew.members[3].optimizer.param_groups
         assert [(group["shared"], group["lr"]) for group in groups] == [(False, pytest.approx(1.1e-3)), (True, pytest.approx(1e-3))]
+
+
+async def test_of_two_stages_that_come_back_together_none_has_to_answer_for_the_other(fleet):
+    """Shadows are of step 2 of 3, so both are judged. One has a replica of noise, and the other is judged through it at first."""
+    mine = fleet(settings={"shadow_every": 2, "healings": 0})
+    async with mine.up() as crew:
+        await learn(crew, 3)
+
+    async def noise():
+        return Replica({name: torch.randn_like(tensor) for name, tensor in trained(mine.stations[2].runtime).items()})
+
+    mine.kill(2).replica = noise
+    mine.kill(1)
+    async with mine.up() as crew:
+        assert crew is not None, mine.failed
+        assert [mine.restored[stage].rung for stage in (1, 2)] == [Rung.SHADOW, Rung.SHADOW]
+        assert [rung for rung, _ in mine.restored[2].tried] == [Rung.REPLICA]

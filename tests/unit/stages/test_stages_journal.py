@@ -1,0 +1,230 @@
+"""What a stage writes down of itself and remembers of its work: whole or not at all, of this crew and stage, and no more than it may."""
+
+import copy
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from swarmnode.errors import StateError, Unavailable
+from swarmnode.policy.fingerprint import fingerprint
+from swarmnode.stages.fence import Fence
+from swarmnode.stages.frames import FrameLimits, Place, write_message
+from swarmnode.stages.learning import describe
+from swarmnode.stages.links import Links
+from swarmnode.stages.member import CrewSettings, Member, Pace, inline
+from swarmnode.stages.recovery import disk
+from swarmnode.stages.recovery.journal import FILE, Journal
+from swarmnode.stages.recovery.ladder import RecoverySettings
+from swarmnode.stages.recovery.probes import Recorder
+from swarmnode.stages.recovery.restore import base_stage
+from swarmnode.stages.recovery.state import load_moments, load_weights, take, trained
+from swarmnode.stages.runtime import StageRuntime
+from swarmnode.stages.split import split_model
+
+CREW = b"c" * 16
+
+
+def member_of(models, step=0, kind="llama", stage=1):
+    spec, model = split_model(copy.deepcopy(models[kind]), [1, 2, 1])[stage]
+    fence = Fence(Place(CREW, 0, stage, 0, step), [0, 0, 0])
+    links = Links(stage, {}, FrameLimits(hidden=32, vocab=61, tokens=64))
+    return Member(StageRuntime(spec, model), links, fence, CrewSettings(b"b" * 32), inline)
+
+
+def train(member, steps=1):
+    generator = torch.Generator().manual_seed(member.participant.step)
+    for _ in range(steps):
+        for parameter in member.runtime.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        member.participant.step += 1
+        member._step(1.0, 1e-3)
+
+
+def closed(journal):
+    journal.close()
+    return journal
+
+
+def test_a_member_goes_on_from_its_journal_bit_by_bit(models, tmp_path):
+    member = member_of(models)
+    member.squared_norm, member.pace = 2.5, Pace(1.1, 10)
+    train(member, 3)
+    torch.manual_seed(7)
+    journal = Journal(tmp_path, CREW, member.runtime.spec)
+    assert journal.step is None
+    journal.note(member)
+    closed(journal)
+    drawn = torch.rand(3)
+    again = Journal(tmp_path, CREW, member.runtime.spec)
+    kept = again.read()
+    assert (again.step, kept.state.step, kept.state.squared_norm, kept.pace) == (3, 3, 2.5, Pace(1.1, 10, 3))
+    other = member_of(models)
+    load_weights(other.runtime, kept.state.weights)
+    load_moments(other, kept.state)
+    other.participant.step, other.pace = 3, kept.pace
+    torch.set_rng_state(kept.rng)
+    assert torch.equal(torch.rand(3), drawn)
+    train(member, 2)
+    train(other, 2)
+    mine, theirs = trained(member.runtime), trained(other.runtime)
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert not list(tmp_path.glob("*.tmp"))
+    closed(again)
+
+
+def test_only_the_newest_is_kept_and_a_busy_disk_costs_steps_and_no_time(models, tmp_path, monkeypatch):
+    import threading
+
+    member, go = member_of(models), threading.Event()
+    save = disk.save
+    monkeypatch.setattr(disk, "save", lambda *args: (go.wait(10), save(*args)))
+    journal = Journal(tmp_path, CREW, member.runtime.spec)
+    for _ in range(3):
+        train(member)
+        journal.note(member)  # returns at once; the second and third find the disk busy
+    assert journal.statistics().skipped == 2
+    go.set()
+    journal.flush()
+    assert journal.step == 1
+    train(member)
+    journal.note(member)
+    assert closed(journal).step == 4
+
+
+def test_a_full_disk_is_said_and_leaves_the_old_state(models, tmp_path, monkeypatch):
+    member = member_of(models)
+    journal = Journal(tmp_path, CREW, member.runtime.spec)
+    train(member)
+    journal.note(member)
+    journal.flush()
+
+    def full(*args, **keys):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(disk, "save_file", full)
+    train(member)
+    journal.note(member)
+    journal.flush()
+    assert journal.statistics().error == "no space left on device"
+    assert journal.read().state.step == 1
+    monkeypatch.undo()
+    journal.note(member)
+    assert closed(journal).statistics().error is None
+    assert journal.step == 2
+
+
+@pytest.mark.parametrize("damage", ["cut", "noise", "nothing said", "no moments of a weight"])
+def test_a_damaged_journal_is_no_source(models, tmp_path, damage):
+    member = member_of(models)
+    train(member)
+    journal = Journal(tmp_path, CREW, member.runtime.spec)
+    journal.note(member)
+    closed(journal)
+    file = tmp_path / FILE
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:-100])
+    elif damage == "noise":
+        file.write_bytes(b"\xff" * 200)
+    elif damage == "nothing said":
+        save_file({"rng": torch.zeros(3)}, file)
+    else:
+        tensors, about = disk.load(file)
+        del tensors["rng"]
+        disk.save(file, tensors, about)
+    again = Journal(tmp_path, CREW, member.runtime.spec)
+    if damage == "no moments of a weight":
+        with pytest.raises(StateError, match="lacks"):
+            again.read()
+    else:
+        assert again.step is None
+        assert "damaged" in again.statistics().error
+        with pytest.raises(StateError):
+            again.read()
+    again.note(member)  # it is overwritten
+    assert closed(again).step == 1
+
+
+def test_a_journal_of_another_crew_or_stage_counts_as_none(models, tmp_path):
+    member = member_of(models)
+    train(member)
+    journal = Journal(tmp_path, CREW, member.runtime.spec)
+    journal.note(member)
+    closed(journal)
+    for crew, spec in (
+        (b"d" * 16, member.runtime.spec),
+        (CREW, replace(member.runtime.spec, index=0)),
+        (CREW, replace(member.runtime.spec, last=2)),
+    ):
+        other = closed(Journal(tmp_path, crew, spec))
+        assert other.step is None
+        with pytest.raises(StateError, match="another"):
+            other.read()
+
+
+def test_a_state_is_a_copy(models):
+    member = member_of(models)
+    train(member)
+    state = take(member)
+    before = {name: t.clone() for name, t in state.weights.items()}
+    train(member)
+    assert all(torch.equal(before[name], t) for name, t in state.weights.items())
+    assert set(state.counts.values()) == {1.0}
+
+
+def seen(recorder, number, rows=3, body=b"x" * 12):
+    about = write_message(describe([([5, 6, 7], [8])], 1.0))
+    recorder.received(number, about, recorder.spec.index - 1, body)
+    recorder.sent(number, recorder.spec.index + 1, body)
+
+
+def test_what_was_not_committed_is_not_remembered_and_what_was_is_bounded(models):
+    member = member_of(models)
+    recorder = Recorder(member.runtime.spec, RecoverySettings(memory=4))
+    seen(recorder, 1)
+    recorder.dropped()
+    seen(recorder, 2)
+    member.participant.step = 1
+    recorder.committed(member)
+    assert [(edge.micro_batch, edge.source, edge.target, edge.step) for edge in recorder.edges] == [(2, 0, 1, 0), (2, 1, 2, 0)]
+    for number in range(3, 20):
+        seen(recorder, number)
+    recorder.committed(member)
+    assert {edge.micro_batch for edge in recorder.edges} == {16, 17, 18, 19}
+    small = Recorder(member.runtime.spec, RecoverySettings(memory=4, pair_bytes=30))
+    for number in range(4):
+        seen(small, number)
+    small.committed(member)
+    assert small.statistics().edge_bytes == 24
+
+
+def test_swapped_micro_batches_say_nothing_of_the_policy(models):
+    spec = replace(member_of(models).runtime.spec, stages=4)
+    recorder = Recorder(spec, RecoverySettings(paper=True))
+    member = member_of(models, 1)
+    for number in range(4):
+        seen(recorder, number)
+    recorder.committed(member)
+    assert {edge.micro_batch for edge in recorder.edges} == {0, 2}
+
+
+def test_the_bases_stage_is_read_once_its_hash_is_right(models, tmp_path):
+    models["llama"].save_pretrained(tmp_path, safe_serialization=True)
+    spec, stage = split_model(models["llama"], [1, 2, 1])[1]
+    right = fingerprint(tmp_path)
+    weights = base_stage(tmp_path, spec, right)()
+    assert all(torch.equal(weights[name], p) for name, p in stage.named_parameters())
+    with pytest.raises(StateError, match="not the model"):
+        base_stage(tmp_path, spec, b"x" * 32)()
+    file = tmp_path / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(bytes(data))
+    with pytest.raises(StateError):
+        base_stage(tmp_path, spec, right)()
+    file.unlink()
+    with pytest.raises(Unavailable):
+        base_stage(tmp_path, spec, right)()
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "llama"
