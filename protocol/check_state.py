@@ -9,7 +9,10 @@ from check_stages import CODEC, PLACE
 WHAT = ("shadow", "layers", "tied", "ends", "probes", "edges", "run", "ran")
 MESSAGES = {  # type → fields behind `place` and `request`
     "ask": {},
-    "holds": {"loaded": bool, "rung": Maybe(int), "shadow": Maybe(int), "root": bytes, "ends": Maybe(int), "probes": Maybe(int)},
+    "holds": {
+        "loaded": bool, "rung": Maybe(int), "exhausted": bool, "shadow": Maybe(int), "root": bytes, "ends": Maybe(int),
+        "probes": Maybe(int),
+    },
     "want": {"what": WHAT[:6]},
     "have": {
         "answer": bool, "what": WHAT, "step": int, "size": int, "root": bytes, "form": ("exact", "small"), "codec": CODEC, "rows": int,

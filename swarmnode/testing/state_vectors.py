@@ -23,11 +23,11 @@ HAVE = message(
     "have", answer=True, what="shadow", step=40, size=24_576, root=ROOT, form="exact", codec="float32", rows=0, about=0, squared_norm=0.5,
     factor=1.1,
 )  # fmt: skip
-HOLDS = message("holds", loaded=True, rung=None, shadow=40, root=ROOT, ends=None, probes=38)
+HOLDS = message("holds", loaded=True, rung=None, exhausted=False, shadow=40, root=ROOT, ends=None, probes=38)
 GOOD: list[dict[str, Any]] = [
     message("ask"),
     HOLDS,
-    message("holds", loaded=False, rung=2, shadow=None, root=b"", ends=0, probes=None),
+    message("holds", loaded=False, rung=2, exhausted=True, shadow=None, root=b"", ends=0, probes=None),
     *(message("want", what=what) for what in ("shadow", "layers", "tied", "ends", "probes", "edges")),
     HAVE,
     {**HAVE, "answer": False, "what": "run", "codec": "int8", "rows": 9, "about": 300, "form": "small", "factor": 2.0},
