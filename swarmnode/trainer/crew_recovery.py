@@ -1,26 +1,38 @@
 """How this node's stage gets its weights, and what keeps them safe from then on: `stages.recovery`, wired to the seat.
 
-    on disk    <data>/trainer/stage/       our own stage's journal          <data>/trainer/shadows/    neighbours' stages
+    on disk    <data>/trainer/stage/       our own stage's journal
+               <data>/trainer/shadows/     our ring neighbours' stages
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
+import structlog
 import trio
 
 from swarmnode.config import Config
-from swarmnode.errors import StateError
-from swarmnode.stages.local import Assigned, Settled
+from swarmnode.policy.load import lora_settings
+from swarmnode.stages.fence import Fence
+from swarmnode.stages.frames import CREW_BYTES, Place
+from swarmnode.stages.local import Assigned
+from swarmnode.stages.recovery import restore as recovery
 from swarmnode.stages.recovery.journal import Journal
-from swarmnode.stages.recovery.ladder import RecoverySettings
-from swarmnode.stages.recovery.shadows import Shadowing
-from swarmnode.stages.recovery.state import load_moments, load_weights
-from swarmnode.stages.spec import StageSpec, stage_specs
+from swarmnode.stages.recovery.ladder import RecoverySettings, Run
+from swarmnode.stages.recovery.restore import Base, base_adapter, base_stage
+from swarmnode.stages.recovery.shadows import Shadowing, ShadowStore, ring
+from swarmnode.stages.recovery.state import stage_layouts
+from swarmnode.stages.recovery.transfer import StatePeer
+from swarmnode.stages.spec import stage_specs
 from swarmnode.trainer.crew_model import CrewModel
-from swarmnode.trainer.crew_seat import Restored
-from swarmnode.trainer.crew_stage import Stage
-from swarmnode.trainer.crew_streams import Gate
+from swarmnode.trainer.crew_seat import Tell
+from swarmnode.trainer.crew_stage import CrewHead, CrewMember, Stage
+from swarmnode.trainer.crew_streams import Gate, close_all, connect_all
+from swarmnode.weights.layout import Layout
+
+log = structlog.get_logger("swarmnode.crew")
 
 
 class StageRecovery:
@@ -31,51 +43,87 @@ class StageRecovery:
         self._model = model
         self._directory = config.node.data_dir / "trainer"
         self._settings = recovery_settings(config)
+        self._run = run_of(config)
         self._journal: Journal | None = None
+        self._store: ShadowStore | None = None
+        self._layouts: tuple[Layout, ...] = ()
+        self._base: Base | None = None
         self._shadowing: Shadowing | None = None
+        self._peer: StatePeer | None = None
 
     def journal(self, assigned: Assigned) -> int | None:
-        spec = self._spec(assigned)
         if self._journal is not None:
             self._journal.close()
+        specs = stage_specs(self._model.config, assigned.layers)
+        spec = specs[assigned.stage]
         self._journal = Journal(self._directory / "stage", assigned.crew, spec)
+        lora = lora_settings(self._config.policy) if self._config.policy.lora.r else None
+        self._layouts = stage_layouts(self._model.config, specs, lora)
+        neighbours = {i: self._layouts[i] for i in ring(spec.index, spec.stages)}
+        self._store = ShadowStore(self._directory / "shadows", assigned.crew, neighbours)
         return self._journal.step
 
-    async def restore(self, assigned: Assigned, stage: Stage, settled: Settled, gate: Gate) -> Restored:
-        journal = self._journal
-        assert journal is not None
-        restored = Restored("" if assigned.founding else "R3")
-        if journal.step is not None and journal.step <= settled.step:
-            try:
-                kept = await trio.to_thread.run_sync(journal.read)
-                load_weights(stage.runtime, kept.state.weights)
-                load_moments(stage.member, kept.state)
-                stage.member.pace, stage.member.squared_norm = kept.pace, kept.state.squared_norm
-                restored = Restored("R0")
-            except StateError:
-                pass
-        self._shadowing = Shadowing(stage.runtime.spec, self._settings, journal)
+    def built(self, stage: Stage) -> None:
+        spec = stage.runtime.spec
+        adapter = self._config.policy.lora.r > 0
+        self._base = base_adapter(stage.runtime) if adapter else base_stage(self._model.directory, spec, self._model.text.fingerprint)
+        self._shadowing = Shadowing(spec, self._settings, self._journal)
         stage.observers.append(self._shadowing)
-        return restored
 
-    async def serve(self, assigned: Assigned, stage: Stage, gate: Gate) -> None:
-        await trio.sleep_forever()
+    @contextlib.asynccontextmanager
+    async def open(self, assigned: Assigned, stage: Stage, step: int) -> AsyncIterator[None]:
+        assert self._shadowing is not None
+        place = Place(assigned.crew[:CREW_BYTES], assigned.roster_epoch, assigned.stage, assigned.stage_epochs[assigned.stage], step)
+        streams = await connect_all(assigned, "state", Gate())  # what lies here is as good while the crew is suspended
+        try:
+            self._peer = self._shadowing.peer = peer = StatePeer(
+                stage.runtime, Fence(place, assigned.stage_epochs), streams, self._model.limits(), self._layouts, settings=self._settings,
+                store=self._store, recorder=self._shadowing, codec=self._config.stages.codec, compute=stage.meter,
+            )  # fmt: skip
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(peer.run)
+                yield
+                nursery.cancel_scope.cancel()
+        finally:
+            self._peer = self._shadowing.peer = None
+            with trio.CancelScope(shield=True):
+                await close_all(streams)
 
-    def facts(self) -> dict[str, Any]:
-        return {}
+    async def restore(self, stage: Stage, step: int, tell: Tell) -> tuple[str, float | None]:
+        assert self._peer is not None
+        restored = await recovery.restore(
+            self._peer, step=step, run=self._run, journal=self._journal, base=self._base,
+            tell=lambda phase, rung: tell(phase, f"R{int(rung)}"),
+        )  # fmt: skip
+        restored.install(stage.member)
+        for rung, why in restored.tried:
+            log.info("rung not taken", rung=f"R{int(rung)}", reason=why)
+        return f"R{int(restored.rung)}", restored.verdict.kl if restored.verdict is not None else None
 
-    def forget(self) -> None:
-        self._shadowing = None
+    def attach(self, member: CrewMember | CrewHead) -> None:
+        assert self._peer is not None
+        self._peer.attach(member)
+
+    def facts(self, step: int) -> dict[str, Any]:
+        peer = self._peer
+        kept = peer.statistics().kept if peer is not None else {}
+        if not kept:
+            return {}
+        newest = max(kept.values())
+        return {"shadow_step": newest, "shadow_age_steps": max(0, step - newest)}
 
     def close(self) -> None:
         """Writes what is pending."""
         if self._journal is not None:
             self._journal.close()
-
-    def _spec(self, assigned: Assigned) -> StageSpec:
-        return stage_specs(self._model.config, assigned.layers)[assigned.stage]
+            self._journal = None
 
 
 def recovery_settings(config: Config) -> RecoverySettings:
     cfg = config.stages
     return RecoverySettings(shadow_every=cfg.shadow_every, synthesis=cfg.synthesis, paper=cfg.paper_mode)
+
+
+def run_of(config: Config) -> Run:
+    """Paper mode is for runs from scratch; any other begins with a base that others can read too."""
+    return Run(swapped=config.stages.paper_mode, pretrained=not config.stages.paper_mode, adapter=config.policy.lora.r > 0)

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -26,7 +27,7 @@ from swarmnode.errors import LocalError, PeerError
 from swarmnode.process import Progress
 from swarmnode.stages import local
 from swarmnode.stages.local import Assigned, Settled, StageStatus
-from swarmnode.trainer.crew_stage import CrewHead, Stage
+from swarmnode.trainer.crew_stage import CrewHead, CrewMember, Stage
 from swarmnode.trainer.crew_streams import Gate, close_all, connect_all
 from swarmnode.trainer.engine import EngineGone
 
@@ -36,36 +37,35 @@ T = TypeVar("T")
 STATUS_SECONDS = 1.0
 
 
-@dataclass
-class Restored:
-    """Where a stage's weights came from."""
-
-    rung: str = ""
-    """Of `local.RUNGS`."""
-    probe_kl: float | None = None
+Tell = Callable[[local.StagePhase, str], None]
+"""What is being done now: phase, and rung of `local.RUNGS`."""
 
 
 class Recovery(Protocol):
     """How a stage that is not in memory gets its weights, and what keeps them safe from then on."""
 
     def journal(self, assigned: Assigned) -> int | None:
-        """Steps of this node's own copy of the stage; None where it has none."""
+        """Steps of this node's own copy of the stage; None where it has none. In a thread."""
         ...
 
-    async def restore(self, assigned: Assigned, stage: Stage, settled: Settled, gate: Gate) -> Restored:
-        """Fill `stage`, whose weights are the base model's. Raises PeerError, Refused."""
+    def built(self, stage: Stage) -> None:
+        """A stage with the base model's weights is there."""
         ...
 
-    async def serve(self, assigned: Assigned, stage: Stage, gate: Gate) -> None:
-        """As long as the roster lasts: answer neighbours who restore theirs, and keep copies of ours."""
+    def open(self, assigned: Assigned, stage: Stage, step: int) -> AbstractAsyncContextManager[None]:
+        """While it is open, others' stages can be asked and are answered. Raises PeerError."""
         ...
 
-    def facts(self) -> dict[str, Any]:
+    async def restore(self, stage: Stage, step: int, tell: Tell) -> tuple[str, float | None]:
+        """Fill `stage`: (rung, KL of the probe). Raises Refused where no rung is left, PeerError where somebody is lost meanwhile."""
+        ...
+
+    def attach(self, member: CrewMember | CrewHead) -> None:
+        """The stage is in order."""
+        ...
+
+    def facts(self, step: int) -> dict[str, Any]:
         """Of StageStatus: shadow_step, shadow_age_steps."""
-        ...
-
-    def forget(self) -> None:
-        """The stage is given up."""
         ...
 
 
@@ -204,7 +204,7 @@ class Sitting:
             rung_seconds=seat.rung_seconds, squared_norm=stage.member.squared_norm, probe_kl=seat.probe_kl,
             bubble_share=stage.meter.waited_share, tokens_per_second=stage.meter.tokens_per_second, reason=seat.reason,
             prepared=stage.prepared, attempt=attempt, clip=clip, learning_rate=learning_rate, load=stage.load(), dropped=stage.dropped(),
-            **self._recovery.facts(),
+            **self._recovery.facts(stage.step),
         )  # fmt: skip
 
     # ---- the thread ----------------------------------------------------------------------------------------------------
@@ -260,7 +260,6 @@ class Sitting:
                 await self._leave("released")
                 with self._changed:
                     self._seat = self.stage = None
-                self._recovery.forget()
         self._say()
 
     async def _leave(self, why: str) -> None:
@@ -286,49 +285,62 @@ class Sitting:
             log.info("seat ended", stage=assigned.stage, epoch=assigned.roster_epoch, phase=seat.phase)
 
     async def _sit(self, seat: Seat) -> None:
-        assigned = seat.assigned
-        stage = self.stage
-        if stage is not None and assigned.held and stage.is_of(assigned):
+        assigned, stage = seat.assigned, self.stage
+        held = stage is not None and assigned.held and stage.is_of(assigned)
+        if stage is not None and held:
             self._enter(seat, "ready")
             await seat.came.wait()
             assert seat.settled is not None
-            if not await stage.settle(seat.settled):
-                log.warning("behind the crew, restoring", step=stage.step, crew_step=seat.settled.step)
-                stage = await self._load(seat)
-        else:
+            held = await stage.settle(seat.settled)
+            if not held:
+                log.warning("behind the crew", step=stage.step, crew_step=seat.settled.step)
+        if stage is None or not held:
             stage = await self._load(seat)
         assert seat.settled is not None
-        step, gate = seat.settled.step, seat.gate
-        streams = await connect_all(assigned, "frames", gate)
-        try:
-            member = stage.begin(assigned, streams, step)
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(member.run)
-                nursery.start_soon(self._recovery.serve, assigned, stage, gate)
+        step = seat.settled.step
+        async with self._recovery.open(assigned, stage, step):
+            if not held:
+                await self._restore(seat, stage, step)
+            streams = await connect_all(assigned, "frames", seat.gate)
+            try:
+                member = stage.begin(assigned, streams, step)
+                self._recovery.attach(member)
                 self._enter(seat, "active")
-        finally:
-            with trio.CancelScope(shield=True):
-                await close_all(streams)
+                await member.run()
+            finally:
+                with trio.CancelScope(shield=True):
+                    await close_all(streams)
 
     async def _load(self, seat: Seat) -> Stage:
-        """A stage that is not in memory: built, settled with the others, restored."""
+        """A stage that is not in memory, with the base's weights, once it is known where the crew stands."""
         assigned = seat.assigned
         with self._changed:
             self.stage = None
         seat.journal = await trio.to_thread.run_sync(self._recovery.journal, assigned)
         self._say()
         stage = await trio.to_thread.run_sync(self._build, assigned)
+        self._recovery.built(stage)
         if seat.journal is None:
             self._enter(seat, "probation")  # nothing that others have to wait for, to know where the crew stands
         await seat.came.wait()
-        assert seat.settled is not None
         with self._changed:
             self.stage = stage
-        restored = await self._recovery.restore(assigned, stage, seat.settled, seat.gate)
-        self._built(stage)
-        seat.rung, seat.rung_seconds, seat.probe_kl = restored.rung, time.monotonic() - seat.since, restored.probe_kl
-        log.info("stage restored", stage=assigned.stage, rung=seat.rung or "base", seconds=round(seat.rung_seconds, 2))
         return stage
+
+    async def _restore(self, seat: Seat, stage: Stage, step: int) -> None:
+        def tell(phase: local.StagePhase, rung: str) -> None:
+            seat.rung = rung
+            self._enter(seat, phase)
+
+        if not seat.assigned.founding or step:
+            try:
+                seat.rung, seat.probe_kl = await self._recovery.restore(stage, step, tell)
+            except PeerError as error:
+                log.warning("restoring needs somebody who is gone", error=str(error))
+                await trio.sleep_forever()  # the next roster says with whom to try again
+        self._built(stage)
+        seat.rung_seconds = time.monotonic() - seat.since
+        log.info("stage restored", stage=stage.index, rung=seat.rung or "base", seconds=round(seat.rung_seconds, 2), step=step)
 
     def _enter(self, seat: Seat, phase: local.StagePhase) -> None:
         with self._changed:

@@ -183,6 +183,10 @@ class Observers(Observer):
         for observer in self._stage.observers:
             observer.committed(member)
 
+    def stepped(self) -> None:
+        for observer in self._stage.observers:
+            observer.stepped()
+
     def dropped(self) -> None:
         for observer in self._stage.observers:
             observer.dropped()
