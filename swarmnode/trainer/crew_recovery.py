@@ -23,7 +23,7 @@ from swarmnode.stages.recovery.journal import Journal
 from swarmnode.stages.recovery.ladder import RecoverySettings, Run
 from swarmnode.stages.recovery.restore import Base, base_adapter, base_stage
 from swarmnode.stages.recovery.shadows import Shadowing, ShadowStore, ring
-from swarmnode.stages.recovery.state import stage_layouts
+from swarmnode.stages.recovery.state import stage_layouts, take
 from swarmnode.stages.recovery.transfer import StatePeer
 from swarmnode.stages.spec import stage_specs
 from swarmnode.trainer.crew_model import CrewModel
@@ -50,6 +50,8 @@ class StageRecovery:
         self._base: Base | None = None
         self._shadowing: Shadowing | None = None
         self._peer: StatePeer | None = None
+        self._holders: tuple[int, ...] = ()
+        """Stage epochs of our ring neighbours, when they were last given our state."""
 
     def journal(self, assigned: Assigned) -> int | None:
         if self._journal is not None:
@@ -100,9 +102,13 @@ class StageRecovery:
             log.info("rung not taken", rung=f"R{int(rung)}", reason=why)
         return f"R{int(restored.rung)}", restored.verdict.kl if restored.verdict is not None else None
 
-    def attach(self, member: CrewMember | CrewHead) -> None:
+    def attach(self, assigned: Assigned, member: CrewMember | CrewHead) -> None:
         assert self._peer is not None
         self._peer.attach(member)
+        holders = tuple(assigned.stage_epochs[i] for i in ring(assigned.stage, len(assigned.layers)))
+        if holders != self._holders and not self._settings.paper:
+            self._peer.push_shadow(take(member))  # a neighbour that is new has none of ours, and the next comes in many steps
+        self._holders = holders
 
     def facts(self, step: int) -> dict[str, Any]:
         peer = self._peer

@@ -60,8 +60,8 @@ class Recovery(Protocol):
         """Fill `stage`: (rung, KL of the probe). Raises Refused where no rung is left, PeerError where somebody is lost meanwhile."""
         ...
 
-    def attach(self, member: CrewMember | CrewHead) -> None:
-        """The stage is in order."""
+    def attach(self, assigned: Assigned, member: CrewMember | CrewHead) -> None:
+        """The stage is in order; `member` has not begun."""
         ...
 
     def facts(self, step: int) -> dict[str, Any]:
@@ -191,11 +191,10 @@ class Sitting:
         if seat is None:
             return None
         a = seat.assigned
-        if stage is None or not stage.is_of(a) or seat.phase == "loading":
-            return StageStatus(
-                a.crew, a.roster_epoch, a.stage, seat.phase, step=seat.journal or 0, rung="R0" if seat.journal is not None else "",
-                reason=seat.reason, load=1,
-            )  # fmt: skip
+        if stage is None or not stage.is_of(a) or seat.phase in ("loading", "probation"):
+            rung = seat.rung if seat.settled is not None else "R0" if seat.journal is not None else ""
+            step = seat.settled.step if seat.settled is not None else seat.journal or 0
+            return StageStatus(a.crew, a.roster_epoch, a.stage, seat.phase, step=step, rung=rung, reason=seat.reason, load=1)
         attempt, clip, learning_rate = stage.member.last
         if stage.prepared:
             attempt = stage.member.participant.attempt
@@ -304,7 +303,7 @@ class Sitting:
             streams = await connect_all(assigned, "frames", seat.gate)
             try:
                 member = stage.begin(assigned, streams, step)
-                self._recovery.attach(member)
+                self._recovery.attach(assigned, member)
                 self._enter(seat, "active")
                 await member.run()
             finally:
