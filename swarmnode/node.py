@@ -31,7 +31,7 @@ from swarmnode.member import open_member
 from swarmnode.observe import logs
 from swarmnode.observe.http import serve_http
 from swarmnode.observe.snapshot import Health, NodeInfo, NodeSnapshot
-from swarmnode.observe.stages import stages_view
+from swarmnode.observe.stages import policy_loaded, stages_view
 from swarmnode.observe.watch import SupervisorWatch, TrainerWatch, disk_use, process_use
 from swarmnode.p2p.identity import Identity
 from swarmnode.p2p.metering import Meter
@@ -217,6 +217,7 @@ class Node:
             self._trainer.disconnected()
         trainer = self._trainer.statistics(now)
         report = trainer.report
+        crew = stages_view(self.stage_plane.statistics())
         sharing = self._config.sharing
         return NodeSnapshot(
             at=time.time(),
@@ -227,14 +228,14 @@ class Node:
             ),
             health=Health(
                 network_ready=True,
-                policy_loaded=report is not None and report.phase != "loading",
+                policy_loaded=policy_loaded(report, crew),
                 joined=self._ever_connected,
                 draining=self.draining,
             ),
             trainer=trainer,
             rollouts=view.rollouts_view(exchange, self._staleness, sharing.pool_groups, sharing.pool_bytes),
             weights=view.weights_view(self.weights_plane.statistics()),
-            stages=stages_view(self.stage_plane.statistics()),
+            stages=crew,
             network=view.network_view(network, self._topic),
             swarm=view.swarm_view(self._summaries.statistics(), time.time()),
             budget=view.budget_view(self.meter.statistics()),

@@ -45,14 +45,19 @@ def alive(silence_seconds: float) -> Verdict:
 
 
 def ready(s: NodeSnapshot) -> Verdict:
-    """True once the network listens and the policy is loaded, and until the node drains. Peers are not needed: a lone node trains."""
+    """True once the network listens and the policy, or this node's stage of it, is loaded, and until the node drains.
+
+    Peers are not needed: a lone node trains. One whose policy needs a crew is not ready without one.
+    """
     reasons = []
     if s.health.draining:
         reasons.append("draining")
     if not s.health.network_ready:
         reasons.append("network not up yet")
     if s.node.trainer and not s.health.policy_loaded:
-        reasons.append("policy not loaded yet")
+        crew = s.stages
+        waiting = "waits for others to hold the policy with" if crew.stage is None else "its stage is not loaded yet"
+        reasons.append(waiting if crew.enabled else "policy not loaded yet")
     return _verdict(reasons)
 
 
@@ -67,7 +72,8 @@ def troubles(s: NodeSnapshot) -> list[str]:
     report, age = s.trainer.report, s.trainer.age_seconds
     if s.node.trainer and s.health.policy_loaded and not s.trainer.connected:
         found.append("the trainer is not connected")
-    if s.trainer.connected and report is not None and age is not None and report.phase not in ("loading", "paused", "draining"):
+    leads = not s.stages.enabled or s.stages.stage == 0  # of a crew only the head has anything to report
+    if leads and s.trainer.connected and report is not None and age is not None and report.phase not in ("loading", "paused", "draining"):
         patience = max(STALL_FLOOR_SECONDS, STALL_STEPS * (report.step_seconds or 0.0))
         if age > patience:
             found.append(f"the trainer has reported nothing for {age:.0f} s")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from swarmnode.observe.snapshot import Histogram, SlotRow, StagesView
 from swarmnode.stages.local import StageStatus
 from swarmnode.stages.plane import BOUNDS, StagesStatistics
+from swarmnode.trainer.messages import Report
 
 WAYS = ("in", "out")
 NOTHING = StageStatus(b"", 0, 0, "idle")
@@ -57,6 +58,13 @@ def stages_view(s: StagesStatistics) -> StagesView:
         },
         throttled_seconds=pipes.throttled_seconds,
     )
+
+
+def policy_loaded(report: Report | None, crew: StagesView) -> bool:
+    """Whether this node has the policy, or its stage of it, in working order."""
+    if crew.enabled:
+        return crew.stage is not None and crew.phase in ("active", "probation")
+    return report is not None and report.phase != "loading"
 
 
 def _shadow_age(stage: StageStatus, stages: int) -> int | None:

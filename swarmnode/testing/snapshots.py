@@ -96,10 +96,10 @@ def example_at(t: float) -> NodeSnapshot:
     healed = Observations(RECOVERY_BOUNDS)
     healed.observe(6.4)
     crew = StagesView(
-        enabled=True, state="running", crew="9b1c40e2" * 8, roster_epoch=4, offers=1, stage=1, phase="active", step=steps,
+        enabled=True, state="running", crew="9b1c40e2" * 8, roster_epoch=4, offers=1, stage=0, phase="active", step=steps,
         slots=[
             SlotRow(i, holder, "active", (1, 1, 2, 1)[i], steps, (4, 6, 6, 4)[i])
-            for i, holder in enumerate((PEERS[0], OWN, PEERS[1], PEERS[3]))
+            for i, holder in enumerate((OWN, PEERS[0], PEERS[1], PEERS[3]))
         ],
         events={"founded": 1, "running": 2, "paused": 1, "suspected": 2, "refuted": 1, "evicted": 1, "claimed": 1, "settled": 1},
         standing_seconds=0.0, last_recovery_seconds=6.4, recovery_seconds=healed.statistics(), rung="R2", rungs={"R2": 1}, rung_seconds=2.1,

@@ -102,11 +102,11 @@ async def test_the_page_shows_the_swarm_the_exchanges_and_what_the_node_costs(tm
 
 
 def recovering() -> NodeSnapshot:
-    """Stage 2 is vacant, stage 3 suspected, and the head, which nobody knows by name, loads its stage."""
+    """Stage 2 is vacant, stage 3 suspected, and stage 1 being loaded by somebody without a name."""
     s = example()
-    states = ("loading", "active", "vacant", "suspect")
+    states = ("active", "loading", "vacant", "suspect")
     slots = [msgspec.structs.replace(slot, state=state) for slot, state in zip(s.stages.slots, states, strict=True)]
-    slots[0], slots[2] = msgspec.structs.replace(slots[0], peer=PEERS[2]), msgspec.structs.replace(slots[2], peer="")
+    slots[1], slots[2] = msgspec.structs.replace(slots[1], peer=PEERS[2]), msgspec.structs.replace(slots[2], peer="")
     crew = msgspec.structs.replace(s.stages, state="recovering", slots=slots, standing_seconds=42.0)
     return msgspec.structs.replace(s, stages=crew)
 
@@ -117,10 +117,10 @@ async def test_the_crew_is_drawn_in_the_order_of_its_stages_by_colour_and_by_wor
     text = re.sub(r"\s+", " ", seen.text)
     short = lambda peer: f"{peer[:8]}…{peer[-6:]}"
     assert (
-        f"Stage 0 · head {short(PEERS[2])} loading 4 layers, step 250 Stage 1 this node active 6 layers, step 250 "
+        f"Stage 0 · head this node active 4 layers, step 250 Stage 1 {short(PEERS[2])} loading 6 layers, step 250 "
         f"Stage 2 nobody vacant 6 layers, step 250 Stage 3 · tail gpu-box-7 {short(PEERS[3])} suspected 4 layers, step 250"
     ) in text
-    assert re.findall(r'<li class="(\w*)" data-stage="(\d)"', seen.dom) == [("warn", "0"), ("good", "1"), ("bad", "2"), ("warn", "3")]
+    assert re.findall(r'<li class="(\w*)" data-stage="(\d)"', seen.dom) == [("good", "0"), ("warn", "1"), ("bad", "2"), ("warn", "3")]
     for value in (
         "Recovering a stage; no step for 42 s; roster 4; 1 other node offers to hold a stage.",
         "R2, a neighbour's shadow, in 2.1 s", "of step 240, 10 steps old", "6.4 s until it ran again", "suspected 2, refuted 1, evicted 1",

@@ -118,3 +118,20 @@ def test_a_crew_that_stands_still_is_fenced_or_lost_its_stage_is_said() -> None:
     assert said(fenced=True) == ["no majority of the crew hears this node; it takes no step"]
     assert said(phase="failed", reason="gate: KL 0.4") == ["this node's stage could not be restored: gate: KL 0.4"]
     assert said(fenced=True, stage=None) == []
+
+
+def test_a_node_that_needs_a_crew_says_what_it_waits_for() -> None:
+    def said(**fields: object) -> list[str]:
+        health = Health(network_ready=True, policy_loaded=False)
+        return ready(replace(example(), health=health, stages=replace(example().stages, **fields))).reasons
+
+    assert said(stage=None, phase="") == ["waits for others to hold the policy with"]
+    assert said(phase="loading") == ["its stage is not loaded yet"]
+    assert said(enabled=False) == ["policy not loaded yet"]
+
+
+def test_a_member_that_is_not_the_head_has_nothing_to_report() -> None:
+    silent = replace(example(), trainer=replace(example().trainer, age_seconds=500.0))
+    assert troubles(silent) == ["the trainer has reported nothing for 500 s"]
+    assert troubles(replace(silent, stages=replace(silent.stages, stage=1))) == []
+    assert troubles(replace(silent, stages=replace(silent.stages, enabled=False))) == ["the trainer has reported nothing for 500 s"]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from swarmnode.observe.stages import stages_view
+from swarmnode.observe.snapshot import StagesView
+from swarmnode.observe.stages import policy_loaded, stages_view
 from swarmnode.stages.events import ControlStatistics, SlotStatistics
 from swarmnode.stages.local import StageStatus
 from swarmnode.stages.pipes import PipesStatistics
 from swarmnode.stages.plane import BOUNDS, StagesStatistics
+from swarmnode.trainer.messages import Report
 
 CREW = b"\x07" * 32
 SLOTS = tuple(SlotStatistics(stage, f"peer{stage}", 1, "active", 40) for stage in range(3))
@@ -62,3 +64,15 @@ def test_a_node_that_holds_its_policy_alone_has_nothing_to_show_and_one_that_wai
     assert not stages_view(replace(PLANE, control=out, own=None, trainer=False)).enabled
     assert stages_view(replace(PLANE, trainer=False)).enabled  # its trainer restarts, the crew is there
     assert not stages_view(replace(PLANE, enabled=False)).enabled
+
+
+def test_a_member_that_trains_nothing_itself_has_the_policy_once_its_stage_is_there() -> None:
+    view = stages_view(PLANE)
+    assert policy_loaded(None, view)  # only the head reports
+    assert policy_loaded(None, replace(view, phase="probation"))
+    assert not policy_loaded(Report(phase="generating"), replace(view, phase="loading"))
+    assert not policy_loaded(Report(phase="generating"), replace(view, stage=None, phase=""))  # it was a head, and its crew is gone
+    alone = StagesView()
+    assert policy_loaded(Report(phase="generating"), alone)
+    assert not policy_loaded(Report(phase="loading"), alone)
+    assert not policy_loaded(None, alone)

@@ -67,7 +67,7 @@ def test_shows_the_crew_in_the_order_of_its_stages_and_what_peers_claim() -> Non
     lines = [line.split() for line in shown.splitlines()]
     at = next(i for i, line in enumerate(lines) if line[1:3] == ["stage", "held"])
     assert [line[1:-1] for line in lines[at + 1 : at + 5]] == [
-        ["0", PEERS[0][:16], "4", "active", "250"], ["1", "this", "node", "6", "active", "250"],
+        ["0", "this", "node", "4", "active", "250"], ["1", PEERS[0][:16], "6", "active", "250"],
         ["2", "nobody", "6", "vacant", "250"], ["3", PEERS[3][:16], "4", "active", "250"],
     ]  # fmt: skip
     for expected in ("4 peers tell of themselves (claimed), median held-out 0.567", "attic", "Küche 2", "0.624"):
