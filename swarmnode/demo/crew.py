@@ -146,7 +146,7 @@ class CrewSwarm:
         if self.kills and self.kills[-1].step_after is None:
             kill = self.kills[-1]
             node = next((node for node in self.nodes if node.view.stage == kill.stage), None)
-            back = node is not None and node.view.stage_phase == "active" and node.view.trainer_pid != self._killed_pid
+            back = node is not None and node.view.stage_phase == "active" and node.view.trainer_pid not in (None, self._killed_pid)
             if back and node is not None and self.step > max(kill.step_before, self._step_seen):
                 self.kills[-1] = replace(kill, step_after=self.step, seconds=now - kill.at, rung=node.view.rung)
             elif not back:

@@ -1,0 +1,213 @@
+"""How fast is a policy whole again when a stage is lost, and what does being split cost? `python -m benchmarks.crew`
+
+Four real nodes on this machine (supervisor, network process and trainer each) hold the embedded policy, made eight layers deep, as four
+stages. Then, again and again: kill -9 of the trainer of one stage, each in turn; of two neighbours' trainers at once; of everything that
+a node runs, which is started again at once, as systemd would. Measured from outside, ten times a second: seconds from the kill to the next
+step that every stage has taken, the steps that were taken and are gone, and the rung that brought the stage back.
+
+The same nodes before the first kill, and one node that holds the same policy whole, say what the split costs.
+
+Goals: p95 of the seconds at most 10; at most one step lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from benchmarks import report
+from swarmnode.demo.crew import crew_settings, write_model
+from swarmnode.demo.nodes import DemoNode
+from swarmnode.demo.run import DemoOptions
+
+STAGES = 4
+LOOK_SECONDS = 0.1
+FORM_SECONDS = 180.0
+RETURN_SECONDS = 120.0
+CALM_SECONDS = 5.0
+"""Between two kills: the crew has taken steps again, and copies of the stages have been sent."""
+STEPS = 10
+"""Of undisturbed training that are timed."""
+
+
+@dataclass(frozen=True)
+class Recovery:
+    kind: str
+    """trainer, neighbours, node."""
+    stages: tuple[int, ...]
+    seconds: float | None
+    """From the kill to the next step of the whole crew; None if there was none within RETURN_SECONDS."""
+    lost: int
+    """Steps that had been taken and are not any more."""
+    rungs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Speed:
+    arm: str
+    step_seconds: float
+    tokens_per_second: float | None
+
+
+class Crew:
+    """The nodes, by what their status pages say."""
+
+    def __init__(self, directory: Path, nodes: int, mode: str) -> None:
+        options = DemoOptions(nodes=nodes, http_port=0)
+        model = write_model(directory / "model")
+        self.nodes = []
+        for i in range(nodes):
+            settings = crew_settings(options, i, model)
+            settings["stages"]["mode"] = mode
+            self.nodes.append(DemoNode(f"node{i}", directory / f"{mode}{i}", settings))
+        self.nodes[0].start([])
+        self._first = self.nodes[0].wait_for_address(time.monotonic() + FORM_SECONDS)
+        for node in self.nodes[1:]:
+            node.start(self._first)
+
+    def holder(self, stage: int) -> DemoNode:
+        return next(node for node in self.nodes if node.view.stage == stage)
+
+    def steps(self) -> list[int]:
+        """Taken, by stage."""
+        return [self.holder(stage).view.stage_step for stage in range(len(self.nodes))]
+
+    def wait(self, true: Callable[[], bool], seconds: float) -> float | None:
+        """Seconds until `true()`; None if it does not become so."""
+        started = time.monotonic()
+        while time.monotonic() - started < seconds:
+            for node in self.nodes:
+                node.ask()
+            with contextlib.suppress(StopIteration):
+                if true():
+                    return time.monotonic() - started
+            time.sleep(LOOK_SECONDS)
+        return None
+
+    def running(self) -> bool:
+        return all(self.holder(stage).view.stage_phase == "active" for stage in range(len(self.nodes))) and min(self.steps()) > 0
+
+    def lose(self, kind: str, stages: Sequence[int]) -> Recovery:
+        """Kill what holds `stages`, and wait for the crew to go on."""
+        holders = [self.holder(stage) for stage in stages]
+        before, pids = max(self.steps()), [node.view.trainer_pid for node in holders]
+        for node, pid in zip(holders, pids, strict=True):
+            if kind == "node":
+                node.kill()
+                node.start(self._first)
+            elif pid is not None:
+                psutil.Process(pid).kill()
+        least = before
+
+        def again() -> bool:
+            nonlocal least
+            back = all(node.view.trainer_pid not in (None, pid) for node, pid in zip(holders, pids, strict=True))
+            steps = self.steps()
+            if not back:
+                least = max(least, *steps)  # a step that was under way may still have been taken
+                return False
+            return self.running() and min(steps) > least
+
+        seconds = self.wait(again, RETURN_SECONDS)
+        return Recovery(kind, tuple(stages), seconds, max(0, before - max(self.steps())), tuple(node.view.rung for node in holders))
+
+    def speed(self, arm: str) -> Speed:
+        """Over STEPS steps, of the node that leads them."""
+        lead = lambda: self.holder(0) if len(self.nodes) > 1 else self.nodes[0]
+        first = lead().view.step
+        seconds = self.wait(lambda: lead().view.step >= first + STEPS, RETURN_SECONDS)
+        tokens = lead().view.tokens_per_second
+        return Speed(arm, seconds / STEPS if seconds is not None else float("nan"), tokens)
+
+    def end(self) -> None:
+        for node in self.nodes:
+            node.stop()
+        for node in self.nodes:
+            node.wait(30.0)
+
+
+@contextlib.contextmanager
+def crew(directory: Path, nodes: int, mode: str) -> Iterator[Crew]:
+    running = Crew(directory, nodes, mode)
+    try:
+        yield running
+    finally:
+        running.end()
+
+
+def kills(rounds: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Each stage in turn, first and last included, then neighbours, then whole nodes."""
+    trainers = [("trainer", (stage,)) for stage in range(STAGES)]
+    pairs = [("neighbours", (stage, stage + 1)) for stage in range(STAGES - 1)]
+    nodes = [("node", (stage,)) for stage in range(STAGES)]
+    return [*trainers * rounds, *pairs * rounds, *nodes * rounds]
+
+
+def measure(directory: Path, rounds: int, quick: bool) -> tuple[list[Speed], list[Recovery]]:
+    speeds, recoveries = [], []
+    with crew(directory, 1, "off") as whole:
+        whole.wait(lambda: whole.nodes[0].view.step > 0, FORM_SECONDS)
+        speeds.append(whole.speed("whole, one node"))
+    with crew(directory, STAGES, "always") as split:
+        if split.wait(split.running, FORM_SECONDS) is None:
+            raise SystemExit(f"the crew did not form: {[node.last_words() for node in split.nodes]}")
+        speeds.append(split.speed(f"in {STAGES} stages"))
+        for kind, stages in [("trainer", (2,)), ("trainer", (0,))] if quick else kills(rounds):
+            split.wait(split.running, RETURN_SECONDS)
+            time.sleep(CALM_SECONDS)
+            split.wait(split.running, RETURN_SECONDS)
+            recoveries.append(split.lose(kind, stages))
+            print(recoveries[-1], flush=True)
+    return speeds, recoveries
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The least value that `share` of them do not exceed."""
+    ranked = sorted(values)
+    return ranked[max(0, -(-len(ranked) * int(share * 100) // 100) - 1)]
+
+
+def rows(recoveries: Sequence[Recovery]) -> list[list[str]]:
+    out = []
+    for kind in ("trainer", "neighbours", "node"):
+        mine = [r for r in recoveries if r.kind == kind]
+        if not mine:
+            continue
+        seconds = [r.seconds if r.seconds is not None else float("inf") for r in mine]
+        rungs = sorted({rung for r in mine for rung in r.rungs})
+        counted = ", ".join(f"{rung or 'none'} {sum(r.rungs.count(rung) for r in mine)}" for rung in rungs)
+        p50, p95 = statistics.median(seconds), percentile(seconds, 0.95)
+        out.append([kind, str(len(mine)), f"{p50:.1f}", f"{p95:.1f}", f"{max(seconds):.1f}", str(max(r.lost for r in mine)), counted])
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="two kills")
+    parser.add_argument("--rounds", type=int, default=2, help="how often each of the eleven kills is done")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="swarmnode-crew-") as directory:
+        speeds, recoveries = measure(Path(directory), options.rounds, options.quick)
+    print(report.heading("crew: a lost stage, and what being split costs"))
+    headers = ["killed", "times", "s, p50", "s, p95", "s, most", "steps lost, most", "rungs taken"]
+    print(report.table(headers, rows(recoveries)))
+    print()
+    base = speeds[0].step_seconds
+    print(
+        report.table(["arm", "s per step", "of whole"], [[s.arm, f"{s.step_seconds:.2f}", f"{base / s.step_seconds:.2f}"] for s in speeds])
+    )
+    if options.json:
+        report.write_json(options.json, {"speeds": [asdict(s) for s in speeds], "recoveries": [asdict(r) for r in recoveries]})
+
+
+if __name__ == "__main__":
+    main()
