@@ -52,7 +52,7 @@ class Holds(StateMessage, frozen=True, tag="holds"):
     loaded: bool
     """The answering stage has its weights, and they are good."""
     rung: int | None
-    """It has a candidate of this rung, which is being judged."""
+    """It is being restored, and has a candidate of this rung, which is being judged; 6 while it has none."""
     exhausted: bool
     """And nothing else left to try."""
     shadow: int | None

@@ -28,7 +28,7 @@ from swarmnode.stages.recovery.ladder import Found, Ladder, RecoverySettings, Ru
 from swarmnode.stages.recovery.messages import Holds, Probe
 from swarmnode.stages.recovery.state import StageState, Tensors, host_copy, load_moments, load_weights, trained
 from swarmnode.stages.recovery.synthesis import synthesise
-from swarmnode.stages.recovery.transfer import AGAIN_SECONDS, StatePeer
+from swarmnode.stages.recovery.transfer import AGAIN_SECONDS, ASK_SECONDS, StatePeer
 from swarmnode.stages.runtime import StageRuntime
 from swarmnode.stages.spec import StageSpec
 from swarmnode.stages.split import load_stage
@@ -99,8 +99,8 @@ async def restore(
     Raises Refused where no rung is left (R6), with every rung's reason, and PeerError when a stage that is needed for judging is gone.
     """
     settings = peer.settings
-    peer.phase, peer.rung, peer.restored, peer.exhausted = "empty", None, None, False
-    holds = await peer.ask()
+    peer.phase, peer.rung, peer.restored, peer.exhausted = "empty", Rung.NONE, None, False
+    holds = await _ask(peer)
     found = Found(
         journal=journal.step if journal is not None else None,
         replica=replica is not None,
@@ -156,7 +156,7 @@ class _Recovery:
                 return self._done(source, candidate, verdict, healings)
             healing = await _heal(peer, self.probes, settings) if what == "heal" else None
             if healing is None:
-                peer.phase = "empty"
+                peer.phase, peer.rung = "empty", Rung.NONE
                 self.ladder.refuse(source, _said(verdict, len(healings)))
                 return None
             healings.append(healing)
@@ -174,7 +174,7 @@ class _Recovery:
             peer.phase, peer.rung, peer.restored = "candidate", source.rung, candidate.state
             await _tie(peer, candidate, self.holds)
         except (PeerError, StateError, Unavailable, Refused, OSError) as error:
-            peer.phase = "empty"
+            peer.phase, peer.rung = "empty", Rung.NONE
             self.ladder.refuse(source, str(error))
             return None
         self.first = self.first or source
@@ -281,6 +281,16 @@ async def _tie(peer: StatePeer, candidate: _Candidate, holds: Mapping[int, Holds
     )  # fmt: skip
     await peer.compute(lambda: load_weights(peer.runtime, candidate.state.weights))
     peer.restored = candidate.state
+
+
+async def _ask(peer: StatePeer) -> dict[int, Holds]:
+    """Once every stage that answers knows whether it has its weights: one that is just taking its seat is no lost neighbour."""
+    until = trio.current_time() + ASK_SECONDS
+    while True:
+        holds = await peer.ask()
+        if all(h.loaded or h.rung is not None for h in holds.values()) or trio.current_time() >= until:
+            return holds
+        await trio.sleep(AGAIN_SECONDS)
 
 
 async def _probes(peer: StatePeer, holds: Mapping[int, Holds]) -> list[Probe]:

@@ -71,7 +71,7 @@ class StatePeer(Channel):
         self.recorder = recorder if recorder is not None else Recorder(runtime.spec, settings)
         self.phase: Phase = "empty"
         self.rung: Rung | None = None
-        """Of the candidate."""
+        """Of the candidate; NONE while there is none yet; None where nothing is being restored."""
         self.exhausted = False
         """There is no other candidate left."""
         self.restored: StageState | None = None
@@ -227,7 +227,7 @@ class StatePeer(Channel):
     def holds(self, stage: int, number: int) -> m.Holds:
         shadow = self._store.get(stage) if self._store is not None else None
         ends, probes = self.recorder.ends.get(stage), self.recorder.probes
-        rung = int(self.rung) if self.phase == "candidate" and self.rung is not None else None
+        rung = None if self.rung is None else int(self.rung)
         return m.Holds(
             self.place, number, self.phase == "whole", rung, self.exhausted, shadow.step if shadow else None,
             shadow.root if shadow else b"", ends[0] if ends else None,

@@ -53,12 +53,18 @@ def flush(fleet):
         station.journal.flush()
 
 
+UNFAILED = {}
+
+
 async def unfailed(build, steps, **keys):
-    """Weights of a crew that nothing happened to."""
-    fleet = build(name="unfailed", **keys)
-    async with fleet.up() as crew:
-        await learn(crew, steps)
-    return fleet.weights()
+    """Weights of a crew that nothing happened to; one for each kind of crew."""
+    key = (steps, keys.get("stages", 4), keys.get("kind", "llama"), "model" in keys)
+    if key not in UNFAILED:
+        fleet = build(name="unfailed", **keys)
+        async with fleet.up() as crew:
+            await learn(crew, steps)
+        UNFAILED[key] = fleet.weights()
+    return UNFAILED[key]
 
 
 def apart(mine, theirs):
