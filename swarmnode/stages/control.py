@@ -48,7 +48,7 @@ class CrewControl:
 
     def __init__(self, me: str, sign: Sign, verify: Verify, settings: Settings, rng: random.Random, memory: bytes = b"") -> None:
         self.me, self.settings = me, settings
-        self._verify = verify
+        self._verify, self._rng = verify, rng
         known = remembered_incarnation(memory)
         self.acceptor = Acceptor(Voter(me, known or rng.randbytes(messages.INCARNATION_BYTES)), sign, verify)
         if known:
@@ -493,7 +493,7 @@ class CrewControl:
                 self._tell(local.Released(reason))
                 self._note("released", reason)
         self._do(ev.CloseStreams())
-        self.acceptor.forget()
+        self.acceptor.forget(self._rng.randbytes(messages.INCARNATION_BYTES))
         self._persist()
         self._proposing.restart()
         self._view = self._holding = self._standing = self._claimed = None

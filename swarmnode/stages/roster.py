@@ -117,8 +117,9 @@ class Acceptor:
             self.accepted_ballot, self.accepted = known.accepted_ballot, known.accepted
             self.crew = crew_id(self.chain[-1].record)
 
-    def forget(self) -> None:
-        """In no crew any more."""
+    def forget(self, incarnation: bytes) -> None:
+        """In no crew any more, and with the votes the voter goes: whoever comes back to the crew is another one, `incarnation`."""
+        self.me = Voter(self.me.peer, incarnation)
         self.chain, self.crew = (), messages.NO_CREW
         self.promised, self.accepted_ballot, self.accepted = 0, 0, None
 

@@ -80,7 +80,7 @@ class History:
             raise Violation(f"{node} votes for two records in ballot {ballot} of epoch {epoch}")
 
     def accepted(self, crew: bytes, stage: int, stage_epoch: int, writer: str) -> None:
-        """A frame of `writer`, a trainer process, was taken as the stage's."""
+        """A frame of `writer`, a trainer process, was taken as the stage's, in the epoch that the receiver goes by."""
         known = self._writers.setdefault((crew, stage, stage_epoch), writer)
         if known != writer:
             raise Violation(f"two writers of stage {stage}, epoch {stage_epoch}: {known} and {writer}")

@@ -215,7 +215,7 @@ class Trainer:
         step = self.participant.step if message.kind == "work" else None
         if self.world.fence_check(self.fence, message.place, sender, step) is not None:
             return
-        self.world.history.accepted(self.assigned.crew, sender, message.place.stage_epoch, writer)
+        self.world.history.accepted(self.assigned.crew, sender, self.assigned.stage_epochs[sender], writer)
         self._handle(sender, message, now)
 
     def _handle(self, sender: int, message: Message, now: float) -> None:

@@ -73,7 +73,7 @@ class World:
         rng = self.rng
         self.stages = rng.choice((1, 2, 2, 3, 3, 3, 3, 4, 4))
         self.spares = rng.choice((0, 0, 1, 1, 2))
-        self.loss = rng.choice((0.0, 0.0, 0.02, 0.1))
+        self.loss = rng.choice((0.0, 0.0, 0.02, 0.1, 0.3))
         self.copies = rng.choice((0.0, 0.0, 0.1))
         self.delay = rng.choice((0.02, 0.05, 0.3))
         self.frames_overtake = rng.random() < 0.1
@@ -81,7 +81,7 @@ class World:
         self.replicas = rng.random() < 0.3
         self.quiet_from = 1e9
         self.cut: dict[tuple[str, str], float] = {}
-        self._last_frame: dict[tuple[str, str], float] = {}
+        self._last_frame: dict[tuple[str, str, int], float] = {}
         self._triggers: dict[str, list[str]] = {}
         self._first_step: dict[tuple[bytes, int], int] = {}
         self._draining: set[str] = set()
@@ -342,9 +342,10 @@ class World:
         if (name, peer) in self.cut or self.nodes[peer].trainer is None:
             self.after(self.rng.uniform(0.01, 2.0), self._stream_breaks, name, peer, message.place.roster_epoch)
             return
-        when = self.now + self._latency() + (self.rng.random() * 3 if self.rng.random() < 0.05 else 0.0)
+        when = self.now + self._latency() + (self.rng.random() * 5 if self.rng.random() < 0.05 else 0.0)
         if not self.frames_overtake:
-            when = self._last_frame[name, peer] = max(when, self._last_frame.get((name, peer), 0.0) + 1e-6)
+            stream = name, peer, message.place.roster_epoch
+            when = self._last_frame[stream] = max(when, self._last_frame.get(stream, 0.0) + 1e-6)
         for _ in range(2 if self.copies and self.rng.random() < self.copies else 1):
             self.at(when, self._frame_arrives, peer, self.nodes[peer].trainer, message, trainer.name)
 
