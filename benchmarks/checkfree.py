@@ -163,28 +163,48 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
 
 
 def single_tables(rows: list[dict[str, Any]]) -> str:
+    """Where runs were followed one table for each place, else the jumps of all places in one."""
     lines: list[str] = []
     rows = [r for r in rows if "method" in r]
     for part in dict.fromkeys(r["part"] for r in rows):
-        for place in dict.fromkeys(r["place"] for r in rows if r["part"] == part):
-            here = [r for r in rows if (r["part"], r["place"]) == (part, place)]
-            marks = sorted({int(m) for r in here for m in r.get("gap", {})})
+        here = [r for r in rows if r["part"] == part]
+        places = list(dict.fromkeys(r["place"] for r in here))
+        followed = [place for place in places if any(r.get("gap") for r in here if r["place"] == place)]
+        for place in followed:
+            lines += [f"### {part}, lost: {place}", "", place_table([r for r in here if r["place"] == place]), ""]
+        if jumps := [place for place in places if place not in followed]:
+            some = [r for r in here if r["place"] in jumps]
             body = []
-            for method in dict.fromkeys(r["method"] for r in here):
-                runs = [r for r in here if r["method"] == method]
-                done = [r for r in runs if "refused" not in r]
-                if not done:
-                    body.append([method, "refused", *["–"] * len(marks), "–", "–"])
-                    continue
-                gap = lambda m, done=done: [{int(k): v for k, v in r["gap"].items()}[m] for r in done]
-                passed = f"{sum(r['gate'] for r in done)} of {len(done)}"
-                body.append([
-                    method, spread([r["jump"] for r in done]), *[spread(gap(m)) for m in marks],
-                    f"{statistics.median(r['kl'] for r in done):.4f}", passed,
-                ])  # fmt: skip
-            headers = [place + " is lost", "jump", *[f"gap after {m}" for m in marks], "KL", "passes the gate"]
-            lines += [f"### {part}, {place}", "", table(headers, body), ""]
+            for method in methods_of(some):
+                mine = [r for r in some if r["method"] == method and "jump" in r]
+                body.append([method, *[with_gate([r for r in mine if r["place"] == place]) for place in jumps]])
+            lines += [f"### {part}, jump (passes the gate), lost:", "", table(["", *jumps], body), ""]
     return "\n".join(lines)
+
+
+def methods_of(rows: list[dict[str, Any]]) -> list[str]:
+    """In their order; without the healed form of what is refused everywhere."""
+    done = {r["method"] for r in rows if "jump" in r}
+    return [m for m in dict.fromkeys(r["method"] for r in rows) if m in done or not m.endswith(", healed")]
+
+
+def with_gate(done: list[dict[str, Any]]) -> str:
+    return f"{spread([r['jump'] for r in done])} ({sum(r['gate'] for r in done)} of {len(done)})" if done else "refused"
+
+
+def place_table(rows: list[dict[str, Any]]) -> str:
+    marks = sorted({int(m) for r in rows for m in r.get("gap", {})})
+    body = []
+    for method in methods_of(rows):
+        done = [r for r in rows if r["method"] == method and "jump" in r]
+        if not done:
+            body.append([method, "refused", *["–"] * (len(marks) + 2)])
+            continue
+        gap = lambda m, done=done: [{int(k): v for k, v in r["gap"].items()}[m] for r in done]  # JSON has text for keys
+        kl = statistics.median(r["kl"] for r in done)
+        passed = f"{sum(r['gate'] for r in done)} of {len(done)}"
+        body.append([method, spread([r["jump"] for r in done]), *[spread(gap(m)) for m in marks], f"{kl:.4f}", passed])
+    return table(["", "jump", *[f"gap after {m}" for m in marks], "KL", "passes the gate"], body)
 
 
 def failure_table(runs: list[dict[str, Any]]) -> str:
