@@ -34,8 +34,8 @@ LAYER = 1e9
 COST = ModelCost(Part(0.1 * LAYER, 0.0), (Part(LAYER, 1e6),) * 4, Part(0.1 * LAYER, 1e5))
 """Of four layers."""
 QUICK = Settings(
-    tick_seconds=0.25, heartbeat_seconds=1.0, offer_seconds=0.5, gather_seconds=1.0, request_seconds=1.0, lease_seconds=12,
-    sigma_floor_seconds=0.5, gone_seconds=2.0, evict_seconds=6.0, restart_seconds=5.0, stuck_seconds=8.0, wait_seconds=15.0,
+    tick_seconds=0.25, heartbeat_seconds=1.0, offer_seconds=2.0, gather_seconds=1.5, request_seconds=4.0, lease_seconds=16,
+    sigma_floor_seconds=1.0, gone_seconds=2.0, evict_seconds=8.0, restart_seconds=8.0, stuck_seconds=12.0, wait_seconds=25.0,
 )  # fmt: skip
 """About half of real time: a request takes milliseconds of CPU, and all nodes of a test share one thread."""
 STATUS_SECONDS = 0.25
