@@ -207,7 +207,7 @@ class StagesView(msgspec.Struct, frozen=True):
     stage: int | None = None
     """Ours, and what follows is of it."""
     phase: str = ""
-    """loading, probation, active, failed, idle."""
+    """loading, ready, probation, active, failed, idle; empty while there is no trainer that has it."""
     step: int = 0
     rung: str = ""
     """Where its weights came from, R0 to R6; empty for a founding member's."""

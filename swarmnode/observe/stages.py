@@ -37,7 +37,7 @@ def stages_view(s: StagesStatistics) -> StagesView:
         unsaved=s.unsaved,
         trainer_restarts=s.trainer_restarts,
         stage=control.stage,
-        phase=stage.phase if held else "",
+        phase=stage.phase if held and s.trainer else "",
         step=stage.step,
         rung=stage.rung,
         rungs=dict(s.rungs),
@@ -63,7 +63,7 @@ def stages_view(s: StagesStatistics) -> StagesView:
 def policy_loaded(report: Report | None, crew: StagesView) -> bool:
     """Whether this node has the policy, or its stage of it, in working order."""
     if crew.enabled:
-        return crew.stage is not None and crew.phase in ("active", "probation")
+        return crew.stage is not None and crew.phase in ("ready", "probation", "active")
     return report is not None and report.phase != "loading"
 
 

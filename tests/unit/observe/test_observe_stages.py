@@ -69,7 +69,11 @@ def test_a_node_that_holds_its_policy_alone_has_nothing_to_show_and_one_that_wai
 def test_a_member_that_trains_nothing_itself_has_the_policy_once_its_stage_is_there() -> None:
     view = stages_view(PLANE)
     assert policy_loaded(None, view)  # only the head reports
-    assert policy_loaded(None, replace(view, phase="probation"))
+    for phase in ("ready", "probation"):
+        assert policy_loaded(None, replace(view, phase=phase))
+    killed = stages_view(replace(PLANE, trainer=False))
+    assert (killed.enabled, killed.stage, killed.phase, killed.step) == (True, 1, "", 40)
+    assert not policy_loaded(None, killed)
     assert not policy_loaded(Report(phase="generating"), replace(view, phase="loading"))
     assert not policy_loaded(Report(phase="generating"), replace(view, stage=None, phase=""))  # it was a head, and its crew is gone
     alone = StagesView()
