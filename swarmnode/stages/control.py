@@ -24,21 +24,19 @@ import msgspec
 from swarmnode.errors import BadMessage
 from swarmnode.stages import events as ev
 from swarmnode.stages import local, messages
-from swarmnode.stages.detector import Detector, Progress
+from swarmnode.stages.detector import Detector
 from swarmnode.stages.events import ControlStatistics, CrewState, Settings
 from swarmnode.stages.forming import Forming
+from swarmnode.stages.holding import Holding
 from swarmnode.stages.messages import Adopt, Certificate, Leave, Offer, Record, Refuse, Status, Voter, crew_id, voters_of
 from swarmnode.stages.roster import Acceptor, Lease, Sign, Verify, remembered_incarnation
-from swarmnode.stages.settling import KEPT
-from swarmnode.stages.succession import Proposing, Wish, next_record
+from swarmnode.stages.succession import Proposing, Wish
 from swarmnode.stages.view import View
 
 ENDED: Final = 32
 """Crews that this node has left, so that late messages of theirs bring nobody back."""
 SENT: Final = 64
 """Heartbeats whose answers may still come."""
-VERSION_BITS: Final = 40
-"""Of a status' number; the process' own start is above them."""
 LAST_WORD_SECONDS: Final = 10.0
 """For those who stay to agree on an end; after that a member that has to go goes alone."""
 
@@ -55,7 +53,6 @@ class CrewControl:
             self.acceptor.remember(memory)
         self._detector = Detector(settings.heartbeat_seconds, settings.tick_seconds, settings.phi, settings.sigma_floor_seconds)
         self._lease = Lease(settings.lease_seconds)
-        self._progress = Progress(settings.slow_steps)
         self._forming = Forming(me, settings, rng)
         self._proposing = Proposing(self.acceptor, settings, rng)
         self._notes = Counter(dict.fromkeys(ev.NOTES, 0))
@@ -72,17 +69,11 @@ class CrewControl:
         self._gone: dict[str, float] = {}
         self._offered = -1e9
         self._ended: deque[bytes] = deque(maxlen=ENDED)
-        # the own trainer
-        self._trainer: ev.TrainerOffers | None = None
-        self._holding: tuple[bytes, int, int] | None = None
-        """(crew, stage, stage epoch) that the trainer process has in memory."""
-        self._claimed: tuple[bytes, int, int] | None = None
-        """The same of a trainer before it: the next record gives the present one another stage epoch."""
+        # the own trainer and crew
+        self._own = Holding(settings.slow_steps)
         self._draining: tuple[str, float] | None = None
-        # the own crew
         self._view: View | None = None
-        self._status = Status()
-        self._version = self._sequence = 0
+        self._sequence = 0
         self._sent: dict[int, float] = {}
         self._beat = -1e9
         self._running = self._ever_ran = self._fenced = False
@@ -109,7 +100,7 @@ class CrewControl:
     @property
     def may_average(self) -> bool:
         """Whether the own stage may be averaged with other crews' and rollouts be published: never in PROBATION, fenced, or in doubt."""
-        return self._running and not self._fenced and self._status.phase == "active"
+        return self._running and not self._fenced and self._own.status.phase == "active"
 
     @property
     def state(self) -> CrewState:
@@ -172,7 +163,7 @@ class CrewControl:
 
     def _start(self) -> None:
         self._started = True
-        self._version = self.acceptor.begin() << VERSION_BITS
+        self._own.begin(self.acceptor.begin())
         self._persist()
         self._forming.begin(self._now)
         self._heard_crew = self._now
@@ -190,7 +181,7 @@ class CrewControl:
         self._do(ev.Persist(self.acceptor.memory()))
 
     def _tell(self, message: local.ToTrainer) -> None:
-        if self._trainer is not None:
+        if self._own.trainer is not None:
             self._do(ev.TellTrainer(message))
 
     def _tick(self) -> None:
@@ -200,58 +191,36 @@ class CrewControl:
             self._announce = True
         if self._now - self._offered >= settings.offer_seconds - slack:
             self._send_offers()
-        if self._view is None and self._trainer is not None and self._draining is None:
-            record = self._forming.propose(self._offer(self._trainer), self._trainer.offering, self._now)
+        trainer = self._own.trainer
+        if self._view is None and trainer is not None and self._draining is None:
+            record = self._forming.propose(self._own.offer(self.acceptor.me.incarnation), trainer.offering, self._now)
             if record is not None:
                 self._send_founding(record)
 
     # ---- the own trainer ----------------------------------------------------------------------------------------------------
 
     def _trainer_offers(self, event: ev.TrainerOffers) -> None:
-        self._trainer, view = event, self._view
-        if event.fresh:
-            self._holding = None
-            self._progress.restart()
-        if view is None or view.stage is None:
+        status = self._own.came(event, self._view)
+        if status is None:
             self._send_offers()
-        elif event.fresh:
-            self._claimed = (view.crew, view.stage, view.seat.stage_epoch)
-            self._set_status(Status("claiming"))
-        else:  # the same process, whose link broke: its streams may have, too
-            self._set_status(msgspec.structs.replace(self._status, phase="stopping", broken=True))
+        else:
+            self._set_status(status)
 
     def _trainer_left(self) -> None:
-        self._trainer = None
-        self._set_status(Status("absent", step=self._status.step))
+        self._set_status(self._own.left())
 
     def _trainer_status(self, said: local.StageStatus) -> None:
-        view = self._view
-        if view is None or self._trainer is None or said.phase == "idle" or self._status.phase in ("absent", "claiming"):
-            return
-        if view.stage is None or (said.crew, said.roster_epoch, said.stage) != (view.crew, view.record.epoch, view.stage):
-            return
-        phase = said.phase
-        if self._status.phase == "stopping" and phase in ("active", "probation"):
-            return  # said before it heard of this roster
-        if phase == "active" and (view.settled is None or said.step < view.settled.step):
-            phase = "probation"  # nobody is active before it is known where the crew stands
-        if phase in KEPT:
-            self._holding = (view.crew, view.stage, view.seat.stage_epoch)
-        elif phase in ("loading", "failed"):
-            self._holding = None
-        self._set_status(Status(
-            phase, said.step, said.prepared, said.attempt, said.clip, said.learning_rate, said.progress, said.load,
-            journal=said.rung == "R0" and phase not in KEPT, broken=self._status.broken,
-        ))  # fmt: skip
-        if self._running:
-            self._progress.report(said.step, said.progress, said.load, self._now)
+        status = self._own.said(said, self._view)
+        if status is not None:
+            self._set_status(status)
+            if self._running:
+                self._own.progress.report(said.step, said.progress, said.load, self._now)
 
-    def _set_status(self, status: Status) -> None:
-        self._version += 1
-        before, self._status = self._status, msgspec.structs.replace(status, version=self._version)
+    def _set_status(self, new: Status) -> None:
+        before, status = self._own.status, self._own.set(new)
         if self._view is None or self._view.stage is None:
             return
-        self._view.take(self.me, self._status, self._now)
+        self._view.take(self.me, status, self._now)
         changed = (before.phase, before.broken) != (status.phase, status.broken)
         if changed or (not self._running and (before.step, before.journal) != (status.step, status.journal)):
             self._announce = True
@@ -277,8 +246,7 @@ class CrewControl:
         if len(self._connected) < self.settings.most_peers or self._is_member(peer):
             self._connected[peer] = None
         if self._offers_itself:
-            assert self._trainer is not None
-            self._do(ev.Send(peer, self._offer(self._trainer)))
+            self._do(ev.Send(peer, self._own.offer(self.acceptor.me.incarnation)))
         elif self._is_member(peer):
             self._send_heartbeat(peer)
 
@@ -298,8 +266,8 @@ class CrewControl:
         if view is None or view.stage is None or event.roster_epoch != view.record.epoch:
             return
         self._suspect(event.peer, "a stream broke")
-        if not self._status.broken:
-            self._set_status(msgspec.structs.replace(self._status, broken=True))
+        if not self._own.status.broken:
+            self._set_status(msgspec.structs.replace(self._own.status, broken=True))
 
     def _heard(self, peer: str) -> None:
         if self._detector.heard(peer, self._now):
@@ -361,7 +329,7 @@ class CrewControl:
 
     def _send_heartbeat(self, peer: str) -> None:
         assert self._view is not None
-        self._do(ev.Send(peer, messages.Heartbeat(self._view.crew, self._view.record.epoch, self._sequence, self._status)))
+        self._do(ev.Send(peer, messages.Heartbeat(self._view.crew, self._view.record.epoch, self._sequence, self._own.status)))
 
     def _send_leave(self, reason: str) -> None:
         assert self._view is not None
@@ -385,7 +353,7 @@ class CrewControl:
         self._heard_crew = self._now
         if message.roster_epoch == epoch:
             self._take_status(view, peer, message.status)
-        return messages.Alive(view.crew, epoch, message.sequence, self._status)
+        return messages.Alive(view.crew, epoch, message.sequence, self._own.status)
 
     def _alive(self, peer: str, answer: messages.Alive) -> None:
         view = self._view
@@ -416,7 +384,7 @@ class CrewControl:
         if view is None or crew != view.crew:
             if self.acceptor.me not in voters_of(last) or last.dissolved:
                 return messages.Noted()
-            if crew in self._ended or view is not None or self._trainer is None or self._draining is not None:
+            if crew in self._ended or view is not None or self._own.trainer is None or self._draining is not None:
                 return Leave(crew, last.epoch, "not here")
         elif last.epoch <= view.record.epoch:
             return messages.Noted()
@@ -456,30 +424,18 @@ class CrewControl:
         self._gone = {peer: since for peer, since in self._gone.items() if peer in view.members}
         self._detector.watch(set(view.others), self._now)
         self._lease.begin(view.members, self._now)
-        self._progress.restart()
+        self._own.progress.restart()
         self._running, self._announce = False, True
         self._heard_crew = self._now
         if self._standing is None:
             self._standing = self._now
         if view.stage is None:
             return
-        here = (view.crew, view.stage, view.seat.stage_epoch)
-        if self._trainer is None:
-            self._set_status(Status("absent", step=self._status.step))
-        elif self._claimed == here:
-            self._set_status(Status("claiming"))  # this record was made before our claim was heard
-        else:
-            self._claimed = None
-            self._assign(view, held=self._holding == here)
-
-    def _assign(self, view: View, *, held: bool) -> None:
-        record, stage = view.record, view.stage
-        assert stage is not None
-        self._set_status(Status("stopping" if held else "loading", step=self._status.step if held else 0))
-        epochs, members = tuple(seat.stage_epoch for seat in record.seats), tuple(seat.peer for seat in record.seats)
-        founding = view.seat.stage_epoch == 1 and record.step == 0 and not held
-        self._tell(local.Assigned(view.crew, record.epoch, stage, epochs, record.layers, members, record.step, founding, held, ""))
-        self._do(ev.OpenStreams(record))
+        status, assigned = self._own.under(view)
+        self._set_status(status)
+        if assigned is not None:
+            self._tell(assigned)
+            self._do(ev.OpenStreams(record))
 
     def _leave_crew(self, reason: str, *, tell: bool, ended: bool = False) -> None:
         """`tell` the others; `ended` where nobody may bring us back."""
@@ -489,16 +445,16 @@ class CrewControl:
                 self._send_leave(reason)
             if ended or tell:
                 self._ended.append(view.crew)
-            if view.stage is not None or self._holding is not None:
+            if view.stage is not None or self._own.holds:
                 self._tell(local.Released(reason))
                 self._note("released", reason)
         self._do(ev.CloseStreams())
         self.acceptor.forget(self._rng.randbytes(messages.INCARNATION_BYTES))
         self._persist()
         self._proposing.restart()
-        self._view = self._holding = self._standing = self._claimed = None
+        self._view = self._standing = None
+        self._own.release()
         self._running = self._ever_ran = self._fenced = False
-        self._status = Status()
         self._gone.clear()
         self._detector.watch(set(), self._now)
         self._forming.begin(self._now)
@@ -508,19 +464,11 @@ class CrewControl:
 
     @property
     def _offers_itself(self) -> bool:
-        return self.stage is None and self._trainer is not None and self._draining is None
-
-    def _offer(self, trainer: ev.TrainerOffers) -> Offer:
-        offering, capacity = trainer.offering, trainer.offering.capacity
-        return Offer(
-            offering.model, self.acceptor.me.incarnation, capacity.memory, capacity.speed, capacity.hop_seconds,
-            trainer.crew, trainer.stage, trainer.step,
-        )  # fmt: skip
+        return self.stage is None and self._own.trainer is not None and self._draining is None
 
     def _send_offers(self) -> None:
         if self._offers_itself:
-            assert self._trainer is not None
-            self._offered, offer = self._now, self._offer(self._trainer)
+            self._offered, offer = self._now, self._own.offer(self.acceptor.me.incarnation)
             for peer in self._connected:
                 self._do(ev.Send(peer, offer))
 
@@ -544,9 +492,9 @@ class CrewControl:
         self._voted(self.me, vote)
 
     def _sign_founding(self, record: Record) -> messages.Vote | Refuse:
-        if self._view is not None or self._draining is not None or self._trainer is None:
+        if self._view is not None or self._draining is not None or self._own.trainer is None:
             return Refuse("busy")
-        if self.acceptor.me not in record.voters or record.model != self._trainer.offering.model:
+        if self.acceptor.me not in record.voters or record.model != self._own.trainer.offering.model:
             return Refuse("record")
         return self.acceptor.sign_founding(record) if self._forming.may_sign(record, self._now) else Refuse("busy")
 
@@ -556,29 +504,15 @@ class CrewControl:
         """The record that ought to be next, if any."""
         if self._running and not view.strangers:
             return None
-        offers = self._forming.offers(self._now)
-        lost = view.left | view.strangers | {peer for peer in view.others if self._detector.suspects(peer)}
-        spares = {peer: offer for peer, offer in offers.items() if peer not in view.seated and peer not in lost}
+        trainer, offers = self._own.trainer, self._forming.offers(self._now)
         offers.pop(self.me, None)
-        why = self._why_standing(view) if self._stood() >= self.settings.wait_seconds else ""
-        cost = self._trainer.offering.cost if self._trainer is not None else None
-        facts = view.facts(self._detector, self._gone, offers, self._now)
-        return next_record(view.record, facts, spares, cost, view.steps_of_all, self.settings, lost=lost, dissolve=why)
+        why = view.why_standing(self._detector, self._stood()) if self._stood() >= self.settings.wait_seconds else ""
+        cost = None if trainer is None else trainer.offering.cost
+        return view.wish(self._detector, self._gone, offers, cost, self.settings, self._now, dissolve=why)
 
     def _stood(self) -> float:
         """Seconds without steps."""
         return 0.0 if self._standing is None else self._now - self._standing
-
-    def _why_standing(self, view: View) -> str:
-        stands = [f"stage {slot.stage} {slot.state}" for slot in view.slots(self._detector) if slot.state != "active"]
-        return f"stood still for {self._stood():.0f} s: {', '.join(stands[:3]) or 'streams'}"[: messages.REASON_BYTES]
-
-    def _place(self, view: View) -> int | None:
-        """Ours among the stages that are left; None where we may not propose."""
-        if not view.is_voter:
-            return None
-        left = [p for p in view.seated if p == self.me or not (self._detector.suspects(p) or p in view.left or p in view.strangers)]
-        return left.index(self.me)
 
     def _propose(self, wish: Wish) -> None:
         promise = self._proposing.begin(wish, self._now)
@@ -598,11 +532,8 @@ class CrewControl:
             return None
         if self._stood() >= self.settings.stuck_seconds:
             return None
-        return Refuse("alive") if any(peer == self.me or self._is_well(peer) for peer in message.evicting) else None
-
-    def _is_well(self, peer: str) -> bool:
-        silent = self._detector.silent_seconds(peer, self._now)
-        return self._is_member(peer) and not self._detector.suspects(peer) and silent < self.settings.gone_seconds
+        well = (peer == self.me or view.hears(peer, self._detector, self.settings.gone_seconds, self._now) for peer in message.evicting)
+        return Refuse("alive") if any(well) else None
 
     def _promised(self, peer: str, promise: messages.Promise) -> None:
         view = self._view
@@ -659,7 +590,7 @@ class CrewControl:
             self._end_alone(view)
             return
         self._check_lease()
-        if self._running and self._progress.stalled(self._now):
+        if self._running and self._own.progress.stalled(self._now):
             self._note("stalled")
             self._do(ev.RestartTrainer("work in hand, and nothing done"))
             self._trainer_left()
@@ -671,7 +602,8 @@ class CrewControl:
         if self._end_alone(view):
             return
         wish = self._wish(view)
-        if self._proposing.due(wish is not None, self._place(view) if wish is not None else None, self._now) and wish is not None:
+        place = None if wish is None else view.place(self._detector)
+        if self._proposing.due(wish is not None, place, self._now) and wish is not None:
             self._propose(wish)
 
     def _check_lease(self) -> None:
@@ -681,7 +613,7 @@ class CrewControl:
             self._note("fenced")
             self._do(ev.CloseStreams())
             self._tell(local.Suspended("no majority of the crew is heard"))
-            self._set_status(msgspec.structs.replace(self._status, broken=True))
+            self._set_status(msgspec.structs.replace(self._own.status, broken=True))
         elif self._fenced and not late:
             self._fenced = False
 
@@ -696,7 +628,7 @@ class CrewControl:
         elif self._running and not well:
             self._running = False
             self._standing = self._now
-            self._progress.restart()
+            self._own.progress.restart()
             self._note("paused")
             self._tell(local.Suspended("a member is in doubt"))
 
@@ -709,7 +641,7 @@ class CrewControl:
         if view.stage is None:
             why = "a witness of nothing" if self._now - self._heard_crew >= self.settings.wait_seconds else ""
         elif self._stood() >= self.settings.wait_seconds + LAST_WORD_SECONDS:
-            why = self._why_standing(view)
+            why = view.why_standing(self._detector, self._stood())
         if len(view.members - view.left - view.strangers) < messages.majority(len(view.members)):
             why = "most members have left, or have forgotten the crew"
         if not why:

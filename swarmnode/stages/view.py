@@ -6,10 +6,11 @@ from collections.abc import Mapping
 
 from swarmnode.stages import local
 from swarmnode.stages.detector import Detector
-from swarmnode.stages.events import SlotState, SlotStatistics
-from swarmnode.stages.messages import Offer, Record, Seat, Status, Voter, crew_id, voters_of
+from swarmnode.stages.events import Settings, SlotState, SlotStatistics
+from swarmnode.stages.messages import REASON_BYTES, Offer, Record, Seat, Status, Voter, crew_id, voters_of
+from swarmnode.stages.plan import ModelCost
 from swarmnode.stages.settling import settle
-from swarmnode.stages.succession import Facts
+from swarmnode.stages.succession import Facts, Wish, next_record
 
 
 class View:
@@ -105,6 +106,39 @@ class View:
             gone_seconds=now - gone[peer] if suspected and peer in gone else 0.0,
             absent_seconds=now - self._absent[peer] if peer in self._absent else 0.0,
         )
+
+    def wish(
+        self,
+        detector: Detector,
+        gone: Mapping[str, float],
+        offers: Mapping[str, Offer],
+        cost: ModelCost | None,
+        settings: Settings,
+        now: float,
+        *,
+        dissolve: str,
+    ) -> Wish | None:
+        """The record that ought to be next, if any; with a reason in `dissolve` one that ends the crew."""
+        lost = self.left | self.strangers | {peer for peer in self.others if detector.suspects(peer)}
+        spares = {peer: offer for peer, offer in offers.items() if peer not in self.seated and peer not in lost}
+        facts = self.facts(detector, gone, offers, now)
+        return next_record(self.record, facts, spares, cost, self.steps_of_all, settings, lost=lost, dissolve=dissolve)
+
+    def place(self, detector: Detector) -> int | None:
+        """Ours among the stages that are left, which propose in this order; None where we may not."""
+        if not self.is_voter:
+            return None
+        left = [p for p in self.seated if p == self.me or not (detector.suspects(p) or p in self.left or p in self.strangers)]
+        return left.index(self.me)
+
+    def hears(self, peer: str, detector: Detector, within: float, now: float) -> bool:
+        """Whether `peer` is a member and well."""
+        return peer in self.members and not detector.suspects(peer) and detector.silent_seconds(peer, now) < within
+
+    def why_standing(self, detector: Detector, stood: float) -> str:
+        """For people, and short enough for a record."""
+        stands = [f"stage {slot.stage} {slot.state}" for slot in self.slots(detector) if slot.state != "active"]
+        return f"stood still for {stood:.0f} s: {', '.join(stands[:3]) or 'streams'}"[:REASON_BYTES]
 
     def slots(self, detector: Detector) -> tuple[SlotStatistics, ...]:
         return tuple(self._slot(i, seat, detector) for i, seat in enumerate(self.record.seats))

@@ -125,7 +125,7 @@ class World:
         if control is None:
             return f"{node.name} down"
         slots = ",".join(f"{slot.peer}:{slot.stage_epoch}:{slot.state}" for slot in control.statistics().slots)
-        return f"{node.name} {control.state} {control.roster.epoch if control.roster else ''} [{slots}] {control._status.phase}"
+        return f"{node.name} {control.state} {control.roster.epoch if control.roster else ''} [{slots}] {control._own.status.phase}"
 
     def _quiet(self) -> bool:
         """Everybody runs in one crew with all that it names, and takes steps; or is in none, and they are too few for another."""
