@@ -81,7 +81,7 @@ def render(status: Status) -> RenderableType:
     facts = [f"swarm {node['swarm_name']}", node["model"], report.get("device"), f"up {duration(s['at'] - node['started_at'])}"]
     head = Text.assemble(verdict, "   ", text(" · ".join(str(fact) for fact in facts if fact), "dim"))
     parts: list[RenderableType] = [head, "", _learning(s, report, status.get("history") or {}), "", _peers(s["peers"])]
-    if s["stages"]["enabled"]:
+    if s.get("stages", {}).get("enabled"):  # a node of the release before has none
         parts += ["", _crew(s["stages"], node["peer"])]
     if s["swarm"]["rows"]:
         parts += ["", _swarm(s["swarm"])]
