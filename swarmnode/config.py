@@ -238,7 +238,7 @@ class WeightsConfig(Section):
     """With an adapter: freeze A at values that all nodes derive alike and average B, which is exact; or train and average both."""
     max_lag: float = Field(default=4.0, gt=0)
     """Outer steps behind beyond which a replica is not averaged with, and takes the state of one that is ahead."""
-    probe_sequences: int = Field(default=32, ge=8)
+    probe_sequences: int = Field(default=16, ge=8)
     """Own rewarded completions on which averaged weights must not be worse."""
     probe_tolerance: float = Field(default=0.1, gt=0)
     """Nats per token that they may be worse."""
