@@ -64,6 +64,8 @@ class Fleet:
     failed: dict[int, Exception] = field(default_factory=dict)
     told: list[tuple[int, str, int]] = field(default_factory=list)
     """(stage, phase, rung) in order."""
+    seating: float = 0.0
+    """Seconds under a new roster until who kept his stage says so."""
 
     def __post_init__(self) -> None:
         pieces = split_model(self.model, self.layers)
@@ -116,12 +118,11 @@ class Fleet:
             )  # fmt: skip
             station.watch.peer = peer
             self.peers.append(peer)
-            if station.member is not None:
-                peer.attach(station.member)
         self.restored, self.failed = {}, {}
         async with trio.open_nursery() as nursery:
             for peer in self.peers:
                 nursery.start_soon(peer.run)
+            nursery.start_soon(self._sit_down)
             fresh = self.step == 0 and self.epoch == 1
             if not fresh:
                 async with trio.open_nursery() as restoring:
@@ -139,6 +140,13 @@ class Fleet:
                     yield crew
                     self.step = crew.head.participant.step
             nursery.cancel_scope.cancel()
+
+    async def _sit_down(self) -> None:
+        if self.seating:
+            await trio.sleep(self.seating)
+        for station, peer in zip(self.stations, self.peers, strict=True):
+            if station.member is not None:
+                peer.attach(station.member)
 
     def _seat(self, station: Station, member: Member, peer: StatePeer) -> None:
         old = station.member

@@ -312,6 +312,18 @@ async def test_paper_mode_trains_swapped_and_restores_without_any_storage(fleet,
     assert apart(mine.weights(), before) > 1e-5
 
 
+async def test_a_neighbour_that_is_just_taking_its_seat_is_waited_for(fleet, autojump_clock):
+    mine = fleet(crew=PAPER, settings={"paper": True}, run=Run(swapped=True))
+    async with mine.up() as crew:
+        await learn(crew, 1)
+    mine.kill(1)
+    mine.seating = 3.0
+    async with mine.up() as crew:
+        assert crew is not None, mine.failed
+        assert mine.restored[1].rung == Rung.SYNTHESIS
+        assert 3.0 <= mine.restored[1].seconds < 4.0
+
+
 async def test_in_paper_mode_the_stage_goes_a_tenth_faster_and_a_tied_embedding_does_not(fleet):
     mine = fleet(kind="llama-tied", crew=PAPER, settings={"paper": True}, run=Run(swapped=True))
     async with mine.up() as crew:

@@ -1,0 +1,100 @@
+"""What each rung of the ladder costs a crew of four: python -m benchmarks.recovery (a few minutes on two cores).
+
+A Llama of random weights, each layer a function of its own, is the hard case for synthesis: neighbours know nothing of what was lost. All
+members, streams and files are real, in one process. KL and NLL are the gate's, of the newest step's micro-batches; a stage is healed with
+older ones. Of R0 they are what the last step itself moved the policy by.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import trio
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from swarmnode.config import TrainingConfig
+from swarmnode.stages.learning import LearnRow
+from swarmnode.stages.member import CrewSettings
+from swarmnode.stages.recovery.gate import judge
+from swarmnode.stages.recovery.ladder import RecoverySettings
+from swarmnode.stages.recovery.messages import state_bytes
+from swarmnode.testing.lost_stages import Fleet, quiet
+
+STEPS, AGE, ROWS, LOST = 12, 8, 24, 1
+CFG = TrainingConfig(per_device_train_tokens=64, weight_decay=0.0)
+BASE = RecoverySettings(shadow_every=10**6, gate_kl=1e9, gate_nll=1e9, seconds=60.0)
+WAYS = {  # name → (settings, whether the node's disk is left)
+    "R0 journal": (BASE, True),
+    "R2 shadow of the last step, exact": (replace(BASE, shadow_every=1), False),
+    "R2 shadow of the last step, small": (replace(BASE, shadow_every=1, exact_bytes=0), False),
+    f"R2 shadow {STEPS - AGE} steps old, exact": (replace(BASE, shadow_every=AGE), False),
+    f"R2 shadow {STEPS - AGE} steps old, small": (replace(BASE, shadow_every=AGE, exact_bytes=0), False),
+    "R4 identity": (replace(BASE, synthesis="identity"), False),
+    "R4 uniform": (replace(BASE, synthesis="uniform"), False),
+    "R4 checkfree": (BASE, False),
+    "R4 checkfree, healed once": (replace(BASE, gate_kl=0.0, healings=1), False),
+    "R4 checkfree, healed twice": (replace(BASE, gate_kl=0.0, healings=2), False),
+}
+
+
+def model_of(seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, tie_word_embeddings=False
+    )
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(4)  # so that the next token is neither certain nor uniform
+    return model
+
+
+def rows_of(seed: int) -> list[LearnRow]:
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda n: torch.randint(2, 60, (n,), generator=generator).tolist()
+    return [LearnRow(draw(14 + i % 3), draw(1 + i % 5), [-4.0] * (1 + i % 5), 1.0 - i % 3, 1.0, i) for i in range(ROWS)]
+
+
+async def measure(seed: int, settings: RecoverySettings, disk: bool, rate: float) -> tuple[float, float, float, str]:
+    """(KL, NLL rise, seconds of the restoration, what was refused)."""
+    with tempfile.TemporaryDirectory() as directory:
+        fleet = Fleet(model_of(seed), [1, 1, 1, 1], Path(directory), CrewSettings(b"b" * 32, "float32", "float32"), settings)
+        async with fleet.up() as crew:
+            for number in range(STEPS):
+                await crew.head.update(rows_of(1000 * seed + number), CFG, 100.0, rate)
+                fleet.stations[LOST].journal.flush()
+            await quiet()
+        fleet.kill(LOST, disk)
+        started = time.perf_counter()
+        async with fleet.up():
+            seconds = time.perf_counter() - started
+            peer = fleet.peers[LOST]
+            verdict = await judge(peer, fleet.stations[0].watch.probes[-8:])
+            said = str(fleet.failed.get(LOST, ""))
+        fleet.close()
+        return verdict.kl, verdict.nll_rise, seconds, said
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rate", type=float, default=1e-5)
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    layout = Fleet(model_of(0), [1, 1, 1, 1], Path(tempfile.mkdtemp()), CrewSettings(b"b" * 32), BASE).layouts[LOST]
+    print(f"a stage of {state_bytes(layout, 'small') // 2:,} weights: a shadow of {state_bytes(layout, 'exact'):,} bytes exact, "
+          f"{state_bytes(layout, 'small'):,} small")  # fmt: skip
+    for name, (settings, disk) in WAYS.items():
+        results = [trio.run(measure, seed, settings, disk, chosen.rate) for seed in range(chosen.seeds)]
+        kl, rise, seconds = (sum(part) / len(results) for part in list(zip(*results, strict=True))[:3])
+        print(f"{name:36s} KL {kl:9.2g}   NLL {rise:+9.2g}   {1000 * seconds:6.0f} ms", flush=True)
+
+
+if __name__ == "__main__":
+    main()
