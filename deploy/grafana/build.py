@@ -243,6 +243,10 @@ SECURITY: dict[str, list[Panel]] = {
           f"{rate('swarmnode_rollouts_rejected_total')} / {rate('swarmnode_rollouts_received_total')}", unit="percentunit", top=1),
         p("Drawn groups, by the trainer's verdict", (rate("swarmnode_rollouts_judged_total", "outcome"), "{{outcome}}"), unit="ops"),
         p("Own groups that could not be published", rate("swarmnode_rollouts_publish_failures_total"), unit="ops"),
+        p("Between stages: streams refused", (rate("swarmnode_stage_streams_refused_total", "reason"), "{{reason}}"), unit="ops"),
+        p("Between stages: frames that counted for nothing", (rate("swarmnode_stage_frames_dropped_total", "reason"), "{{reason}}"),
+          unit="ops"),
+        p("Requests about crews that were none", rate("swarmnode_crew_malformed_total"), unit="ops"),
     ],
     "Who is kept away": [
         p("Greylisted peers", gauge("swarmnode_peers_greylisted")),
