@@ -98,7 +98,7 @@ async def restore(
 
     Raises Refused where no rung is left (R6), with every rung's reason, and PeerError when a stage that is needed for judging is gone.
     """
-    settings = peer.settings
+    settings, started = peer.settings, trio.current_time()
     peer.phase, peer.rung, peer.restored, peer.exhausted = "empty", Rung.NONE, None, False
     holds = await _ask(peer)
     found = Found(
@@ -112,7 +112,7 @@ async def restore(
     )
     ladder = Ladder(found, peer.spec, step, run, settings)
     load = lambda source: _load(source, peer, holds, run, journal, base, replica)
-    return await _Recovery(peer, ladder, holds, await _probes(peer, holds), load, tell).run()
+    return await _Recovery(peer, ladder, holds, await _probes(peer, holds), load, tell, started).run()
 
 
 @dataclass
@@ -125,7 +125,7 @@ class _Recovery:
     probes: list[Probe]
     load: Callable[[Source], Awaitable[_Candidate]]
     tell: Tell
-    started: float = field(default_factory=trio.current_time)
+    started: float
     first: Source | None = None
     """The best source that was there."""
 
