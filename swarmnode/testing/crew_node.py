@@ -31,23 +31,21 @@ from swarmnode.testing.pipe_ends import open_pipe
 MODEL = b"\x05" * 32
 LAYER = 1e9
 """Bytes."""
-COST = ModelCost(Part(0.1 * LAYER, 0.0), (Part(LAYER, 1e6),) * 4, Part(0.1 * LAYER, 1e5))
-"""Of four layers."""
 QUICK = Settings(
     tick_seconds=0.25, heartbeat_seconds=1.0, offer_seconds=2.0, gather_seconds=1.5, request_seconds=4.0, lease_seconds=16,
     sigma_floor_seconds=1.0, gone_seconds=2.0, evict_seconds=8.0, restart_seconds=8.0, stuck_seconds=12.0, wait_seconds=25.0,
 )  # fmt: skip
 """About half of real time: a request takes milliseconds of CPU, and all nodes of a test share one thread."""
-STATUS_SECONDS = 0.25
-STEP_SECONDS = 0.01
+STATUS_SECONDS = 0.5
+STEP_SECONDS = 0.1
 _STEP = struct.Struct(">Q")
 _pids = itertools.count(1000)
 
 
 class PretendedTrainer:
-    """One trainer process. `holds`: bytes that it can give. `frozen`: it answers nothing more, as one that hangs."""
+    """One trainer process, of a model of `layers` layers of which it can hold one. `frozen`: it answers nothing more, as one that hangs."""
 
-    def __init__(self, plane: StagePlane, holds: float) -> None:
+    def __init__(self, plane: StagePlane, layers: int) -> None:
         self.pid = next(_pids)
         self.step = 0
         self.assigned: local.Assigned | None = None
@@ -55,7 +53,9 @@ class PretendedTrainer:
         self.told: list[local.ToTrainer] = []
         self.frozen = False
         self._plane = plane
-        self._holds = holds
+        self._offering = local.Offering(
+            MODEL, Capacity(1.3 * LAYER, 1e9, 0.001), ModelCost(Part(0.1 * LAYER, 0), (Part(LAYER, 1e6),) * layers, Part(0.1 * LAYER, 1e5))
+        )
         self._phase: local.StagePhase = "idle"
         self._prepared = False
         self._progress = 0
@@ -64,7 +64,7 @@ class PretendedTrainer:
 
     def connect(self) -> None:
         self._plane.hello(self.pid)
-        self._plane.receive(local.Offering(MODEL, Capacity(self._holds, 1e9, 0.001), COST))
+        self._plane.receive(self._offering)
         self._status()
 
     def tell(self, message: local.ToTrainer) -> bool:
@@ -149,18 +149,18 @@ class CrewNode:
     """A node's network and stage plane. `restarts`: reasons with which its trainer was to be ended."""
 
     def __init__(
-        self, network: Network, key: Ed25519PrivateKey, directory: Path, settings: Settings, cfg: StagesConfig, holds: float,
+        self, network: Network, key: Ed25519PrivateKey, directory: Path, settings: Settings, cfg: StagesConfig, layers: int,
     ) -> None:  # fmt: skip
         self.network = network
         self.restarts: list[str] = []
         self.paused = ""
-        self._holds = holds
+        self._layers = layers
         self._gone = trio.Event()
         self._scope = trio.CancelScope()
         self.plane = StagePlane(
             network, key, cfg, directory, self._tell, restart=self.restarts.append, paused=lambda: self.paused, settings=settings
         )  # fmt: skip
-        self.trainer = PretendedTrainer(self.plane, holds)
+        self.trainer = PretendedTrainer(self.plane, layers)
 
     def _tell(self, message: local.ToTrainer) -> bool:
         return self.trainer.tell(message)
@@ -197,17 +197,17 @@ class CrewNode:
 
     def start_trainer(self) -> None:
         """Another process."""
-        self.trainer = PretendedTrainer(self.plane, self._holds)
+        self.trainer = PretendedTrainer(self.plane, self._layers)
         self._gone.set()
 
 
 @contextlib.asynccontextmanager
 async def crew_node(
-    network: Network, key: Ed25519PrivateKey, directory: Path, *, settings: Settings = QUICK, holds: float = 1.3 * LAYER, **cfg: Any
+    network: Network, key: Ed25519PrivateKey, directory: Path, *, settings: Settings = QUICK, layers: int = 3, **cfg: Any
 ) -> AsyncIterator[CrewNode]:
-    """A running node whose trainer offers to hold a stage of one layer."""
+    """A running node whose trainer offers to hold one of `layers` layers."""
     (directory / "run").mkdir(exist_ok=True)
-    node = CrewNode(network, key, directory, settings, StagesConfig(**cfg), holds)
+    node = CrewNode(network, key, directory, settings, StagesConfig(**cfg), layers)
     async with trio.open_nursery() as nursery:
         await nursery.start(node.run)
         try:
