@@ -4,7 +4,7 @@ import itertools
 import math
 import struct
 
-from check_frames import BYTES, COUNTS, EXACT, FLOATS, Maybe, Row, counter, decode, require
+from check_frames import BYTES, COUNTS, EXACT, FLOATS, Maybe, Row, counter, decode, digest, require
 
 CODEC = ("float32", "bfloat16", "int8")
 REASON = ("micro_batches", "not_finite", "attempt", "timeout", "session", "fingerprint", "rows", "frame", "gone")
@@ -224,6 +224,12 @@ def stage_route(stages, swapped, micro_batch, purpose):
     return [[0, "embed"], [1, "layers"], [0, "layers"], *middle, *ends]
 
 
+def stage_fingerprint(base, place, codec):
+    """Section 3.3."""
+    parts = [bytes.fromhex(base), bytes.fromhex(place[0]), struct.pack(">QQ", place[1], place[4]), codec.encode()]
+    return digest(b"".join(parts)).hex()
+
+
 def stage_commit(step, events):
     """Section 6: what a stage that has taken `step` steps answers to each of `events`."""
     state = {"step": step, "attempt": 0, "phase": "open", "have": set(), "norm": 0.0}
@@ -273,4 +279,4 @@ def proposed(state, step, attempt, micro_batches, squared_norm):
 
 
 READERS = {"stage_frame": read_frame}
-DERIVATIONS = {"stage_fence": stage_fence, "stage_commit": stage_commit, "stage_route": stage_route}
+DERIVATIONS = {"stage_fence": stage_fence, "stage_commit": stage_commit, "stage_route": stage_route, "stage_fingerprint": stage_fingerprint}

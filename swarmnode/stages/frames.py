@@ -9,6 +9,7 @@ is ever a size to allocate. Every header says where in a crew's life it belongs;
 from __future__ import annotations
 
 import functools
+import hashlib
 import types
 from itertools import pairwise
 from typing import Any, Final, Literal, Protocol, get_args
@@ -268,6 +269,12 @@ def body_bytes(frame: Frame, limits: FrameLimits) -> int:
             return 4 * frame.rows * limits.hidden
         case _:
             return 0
+
+
+def policy_fingerprint(base: bytes, place: Place, codec: ActivationCodec) -> bytes:
+    """32 bytes: of the policy that all stages of a crew together are. `base`: 32 bytes, of the one that training began with."""
+    parts = base + place.crew + place.roster_epoch.to_bytes(8, "big") + place.step.to_bytes(8, "big") + codec.encode()
+    return hashlib.blake2b(parts, digest_size=FINGERPRINT_BYTES).digest()
 
 
 def pack_frame(frame: Frame, body: bytes = b"") -> bytes:

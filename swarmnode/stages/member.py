@@ -170,9 +170,7 @@ class Member:
     @property
     def fingerprint(self) -> bytes:
         """32 bytes: of the policy that all stages together are at this step."""
-        p = self.place
-        parts = self.settings.base + p.crew + p.roster_epoch.to_bytes(8, "big") + p.step.to_bytes(8, "big") + self.settings.codec.encode()
-        return hashlib.blake2b(parts, digest_size=frames.FINGERPRINT_BYTES).digest()
+        return frames.policy_fingerprint(self.settings.base, self.place, self.settings.codec)
 
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:

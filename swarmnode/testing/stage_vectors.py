@@ -8,7 +8,7 @@ from typing import Any
 
 from swarmnode.stages.commit import Answer, Confirm, Discard, Participant, Prepare, Take
 from swarmnode.stages.fence import Fence
-from swarmnode.stages.frames import Place
+from swarmnode.stages.frames import Place, policy_fingerprint
 from swarmnode.stages.routes import Routes
 from swarmnode.testing.frames import Vector, accepted, changed, pack, pairs, rejected, without
 
@@ -312,6 +312,14 @@ def routes() -> Iterator[Vector]:
         given = {"stages": stages, "swapped": swapped, "micro_batch": number, "purpose": purpose}
         name = f"way of micro-batch {number} to {purpose} through {stages} stages{', swapped' if swapped else ''}"
         yield {"name": name, "derive": "stage_route", "input": given, "output": output}
+
+
+def fingerprints() -> Iterator[Vector]:
+    for place, codec in ((PLACE, "bfloat16"), (PLACE, "int8"), ([CREW, 3, 2, 7, 40], "int8"), ([CREW, 3, 1, 2, 41], "int8")):
+        output = policy_fingerprint(PRINT, Place(*place), codec).hex()  # type: ignore[arg-type]
+        told = [place[0].hex(), *place[1:]]
+        given = {"base": PRINT.hex(), "place": told, "codec": codec}
+        yield {"name": f"fingerprint at {told[1:]} in {codec}", "derive": "stage_fingerprint", "input": given, "output": output}
 
 
 def fences() -> Iterator[Vector]:

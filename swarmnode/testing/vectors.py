@@ -456,8 +456,8 @@ DOCUMENTS: dict[str, tuple[str, tuple[Callable[[], Iterator[Vector]], ...]]] = {
         weight_vectors.messages, weight_vectors.states, weight_vectors.derivations,
     )),
     "stages": ("Frames between the members of a crew with the `given` shapes; the fence; what a stage answers while a step is taken.", (
-        stage_vectors.frames, stage_vectors.hostile_headers, stage_vectors.hostile_bodies, stage_vectors.routes, stage_vectors.fences,
-        stage_vectors.commits,
+        stage_vectors.frames, stage_vectors.hostile_headers, stage_vectors.hostile_bodies, stage_vectors.routes, stage_vectors.fingerprints,
+        stage_vectors.fences, stage_vectors.commits,
     )),
     "crews": ("What members' network processes say, rosters and the votes for them, and who may open a stream.", (
         crew_vectors.messages, crew_vectors.adoptions, crew_vectors.streams, crew_vectors.derivations,

@@ -19,7 +19,7 @@ from swarmnode.rollouts.admission import Admission, Rejected
 from swarmnode.stages import messages as crews
 from swarmnode.stages import pipes
 from swarmnode.stages.fence import FENCE_REASONS, Fence
-from swarmnode.stages.frames import FRAME_REASONS, Place, read_message
+from swarmnode.stages.frames import FRAME_REASONS, Place, policy_fingerprint, read_message
 from swarmnode.stages.recovery.messages import root_of, state_bytes
 from swarmnode.stages.roster import Acceptor
 from swarmnode.stages.routes import Routes
@@ -140,11 +140,14 @@ STAGES = {"stage_frame": read_whole, "crews_adopt": read_adopt, "stage_stream_op
 """Read with what the vector gives: a crew's shapes, the record that is known, the roster."""
 
 
+def place_of(told: list) -> Place:
+    return Place(bytes.fromhex(told[0]), *told[1:])
+
+
 def stage_fence(given: dict) -> str | None:
     roster = given["roster"]
     fence = Fence(Place(bytes.fromhex(roster["crew"]), roster["roster_epoch"], 0, 0, given["step"]), roster["stage_epochs"])
-    place = Place(bytes.fromhex(given["place"][0]), *given["place"][1:])
-    return fence.check(place, given["sender"], None if given["control"] else given["step"])
+    return fence.check(place_of(given["place"]), given["sender"], None if given["control"] else given["step"])
 
 
 def frame_of(vector: dict) -> bytes:
@@ -248,6 +251,7 @@ def test_swarmnode_derives_what_is_recorded(vector):
         "edge_rank": lambda: edge_rank(given["epoch"], given["one"], given["other"], bytes.fromhex(given["swarm"])).hex(),
         "weights_fingerprint": lambda: weights_fingerprint(given),
         "weights_fragments": lambda: [[spec.name for spec in part] for part in cut(make_layout(given["layout"]), given["fragments"])],
+        "stage_fingerprint": lambda: policy_fingerprint(bytes.fromhex(given["base"]), place_of(given["place"]), given["codec"]).hex(),
         "stage_route": lambda: [list(dataclasses.astuple(hop)) for hop in route(given)],
         "state_bytes": lambda: state_bytes(make_layout((str(n), s, "float32") for n, s in enumerate(given["shapes"])), given["form"]),
         "state_root": lambda: root_of(bytes.fromhex(given["body"])).hex(),
