@@ -40,7 +40,7 @@ def pack_floats(tensors: Tensors, layout: Layout) -> bytes:
     return b"".join(to_bytes(host_copy(tensors[spec.name]), "<f4") for spec in layout)
 
 
-def read_floats(body: bytes, layout: Layout) -> dict[str, torch.Tensor]:
+def read_floats(body: bytes | bytearray, layout: Layout) -> dict[str, torch.Tensor]:
     """float32 on the host; the length was checked. Raises BadMessage: not_finite."""
     flat = torch.from_numpy(np.frombuffer(body, "<f4").copy())
     if not bool(torch.isfinite(flat).all()):

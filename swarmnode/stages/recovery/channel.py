@@ -121,11 +121,15 @@ class Channel:
         return Place(p.crew, p.roster_epoch, p.stage, p.stage_epoch, self.step)
 
     async def run(self) -> None:
-        async with trio.open_nursery() as nursery:
-            self._nursery = nursery
-            for stage, stream in self.streams.items():
-                nursery.start_soon(self._read, stage, stream)
-                nursery.start_soon(self._write, stage, stream)
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                for stage, stream in self.streams.items():
+                    nursery.start_soon(self._read, stage, stream)
+                    nursery.start_soon(self._write, stage, stream)
+                await trio.sleep_forever()  # answers and pushes come and go
+        finally:
+            self._nursery = None
 
     # A subclass's.
 
@@ -140,7 +144,7 @@ class Channel:
         """How long what `stage` begins to send must be. Raises BadMessage for what it has no business to send."""
         raise NotImplementedError
 
-    async def pushed(self, stage: int, have: m.Have, body: bytes) -> None:
+    async def pushed(self, stage: int, have: m.Have, body: bytearray) -> None:
         """It came, with the hash that was promised. Raises as `serve` does."""
         raise NotImplementedError
 
@@ -179,6 +183,7 @@ class Channel:
             self._lose(stage, "does not read")
 
     def spawn(self, work: Callable[..., Awaitable[Any]], *args: Any) -> None:
+        """Only while `run` does."""
         if self._nursery is not None:
             self._nursery.start_soon(work, *args)
 
@@ -372,9 +377,9 @@ class Channel:
             self._refuse(stage, error)
             self._answered(stage, have.request, error)
         elif have.answer:
-            self._answered(stage, have.request, (have, bytes(body)))
+            self._answered(stage, have.request, (have, body))
         else:
-            await self.pushed(stage, have, bytes(body))
+            await self.pushed(stage, have, body)
 
     # Serving.
 

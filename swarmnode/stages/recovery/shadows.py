@@ -87,7 +87,7 @@ class ShadowStore:
     def get(self, stage: int) -> Shadow | None:
         return self._shadows.get(stage)
 
-    def put(self, stage: int, have: Have, body: bytes | bytearray) -> None:
+    def put(self, stage: int, have: Have, body: bytearray) -> None:
         """Stores a shadow of `stage`, unless a newer one is here. Raises BadMessage: bounds, size, hash; OSError for the disk."""
         layout = self._layouts.get(stage)
         if layout is None:
@@ -101,7 +101,7 @@ class ShadowStore:
             return
         shadow = Shadow(have.step, have.form, have.root, have.squared_norm, have.factor)
         about = {"step": have.step, "form": have.form, "root": have.root.hex(), "squared_norm": have.squared_norm, "factor": have.factor}
-        disk.save(self._path(stage), {"body": torch.frombuffer(bytearray(body), dtype=torch.uint8)}, about)
+        disk.save(self._path(stage), {"body": torch.frombuffer(body, dtype=torch.uint8)}, about)
         self._shadows[stage] = shadow
 
     def read(self, stage: int) -> bytes:

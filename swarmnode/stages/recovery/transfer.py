@@ -26,7 +26,7 @@ from swarmnode.stages.recovery.channel import Channel, ChannelStatistics, Loadin
 from swarmnode.stages.recovery.ladder import RecoverySettings, Rung
 from swarmnode.stages.recovery.probes import Recorder, work_of
 from swarmnode.stages.recovery.shadows import ShadowStore, form_of, ring
-from swarmnode.stages.recovery.state import StageState, decode_state, encode_state, host_copy, trained
+from swarmnode.stages.recovery.state import StageState, check_state, decode_state, encode_state, host_copy, trained
 from swarmnode.stages.recovery.synthesis import Neighbour
 from swarmnode.stages.runtime import StageRuntime
 from swarmnode.stages.spec import StageSpec
@@ -146,7 +146,7 @@ class StatePeer(Channel):
     async def fetch_edges(self, holder: int) -> list[m.Edge]:
         """Activations that came to us or went from us, as that neighbour kept them."""
         _, body = await self._fetch(holder, "edges", self._edge_bytes)
-        edges: list[m.Edge] = read_message(body, list[m.Edge])
+        edges: list[m.Edge] = read_message(bytes(body), list[m.Edge])
         if len(edges) > 2 * self.settings.memory:
             raise BadMessage("bounds", f"{len(edges)} edges")
         for edge in edges:
@@ -171,9 +171,9 @@ class StatePeer(Channel):
         upload = probe.about + x
         have = self.have("run", self.step, upload, codec=self.codec, rows=probe.rows, about=len(probe.about))
         _, body = await self._patiently(stage, lambda: self.call(stage, have, size, upload))
-        return body
+        return bytes(body)
 
-    async def _fetch(self, stage: int, what: Any, size: Callable[[m.Have], int]) -> tuple[m.Have, bytes]:
+    async def _fetch(self, stage: int, what: Any, size: Callable[[m.Have], int]) -> tuple[m.Have, bytearray]:
         def checked(have: m.Have) -> int:
             if have.what != what:
                 raise BadMessage("schema", f"{have.what} is not {what}")
@@ -296,9 +296,9 @@ class StatePeer(Channel):
             return have.about + (0 if ours == 0 else activation_bytes(self.codec, have.rows, self.runtime.hidden_size))
         raise BadMessage("bounds", f"{have.what} from stage {stage}")
 
-    async def pushed(self, stage: int, have: m.Have, body: bytes) -> None:
+    async def pushed(self, stage: int, have: m.Have, body: bytearray) -> None:
         if have.what == "run":
-            await self._run(stage, have, body)
+            await self._run(stage, have, bytes(body))
             return
         if have.what == "shadow" and self._store is not None:
             await self.compute(lambda: self._keep_shadow(stage, have, body))
@@ -308,9 +308,9 @@ class StatePeer(Channel):
             self.recorder.probes[:] = self._read_probes(body)
         self.send(stage, m.Kept(self.place, have.request, have.what, have.step))
 
-    def _keep_shadow(self, stage: int, have: m.Have, body: bytes) -> None:
+    def _keep_shadow(self, stage: int, have: m.Have, body: bytearray) -> None:
         assert self._store is not None
-        decode_state(body, self.layouts[stage], have.form, have.step, have.squared_norm, have.factor)  # what is not finite is no shadow
+        check_state(body, self.layouts[stage], have.form)
         self._store.put(stage, have, body)
 
     async def _run(self, stage: int, have: m.Have, body: bytes) -> None:
@@ -333,8 +333,8 @@ class StatePeer(Channel):
         bodies = 2 * self.settings.memory * activation_bytes("float32", self.limits.tokens, self.limits.hidden)
         return _at_most(have, 2 * self.settings.memory * about + min(bodies, self.settings.pair_bytes) + 16)
 
-    def _read_probes(self, body: bytes) -> list[m.Probe]:
-        probes: list[m.Probe] = read_message(body, list[m.Probe])
+    def _read_probes(self, body: bytearray) -> list[m.Probe]:
+        probes: list[m.Probe] = read_message(bytes(body), list[m.Probe])
         if not 1 <= len(probes) <= self.settings.memory:
             raise BadMessage("bounds", f"{len(probes)} probes")
         for probe in probes:

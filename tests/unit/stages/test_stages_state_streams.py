@@ -145,6 +145,19 @@ async def test_a_negative_second_moment_is_refused(wire):
     await hostile(wire, 0, "shadow", encode_state(state, wire.layouts[0], "exact"), "bounds")
 
 
+async def test_numbers_that_are_none_are_refused_in_bfloat16_too(models, tmp_path):
+    wire = Wire(copy.deepcopy(models["llama-tied"]), tmp_path, RecoverySettings(exact_bytes=0))
+    state = wire.state(0)
+    next(iter(state.weights.values())).view(-1)[3] = float("inf")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wire.peer.run)
+        await quiet()
+        await hostile(wire, 0, "shadow", encode_state(state, wire.layouts[0], "small"), "not_finite", form="small")
+        await wire.push(0, "shadow", encode_state(wire.state(0), wire.layouts[0], "small"), form="small")
+        assert wire.store.get(0).form == "small"
+        nursery.cancel_scope.cancel()
+
+
 async def test_another_stages_shape_is_refused_before_a_byte_of_it_is_kept(wire):
     await hostile(wire, 0, "shadow", encode_state(wire.state(1), wire.layouts[1], "exact"), "size")
     assert not wire.peer._incoming
@@ -355,7 +368,7 @@ async def test_a_shadow_is_skipped_while_the_last_one_is_on_its_way(models, tmp_
 
 def test_a_store_forgets_what_is_damaged_and_remembers_what_is_not(models, tmp_path):
     wire = Wire(models["llama"], tmp_path)
-    body = encode_state(wire.state(0), wire.layouts[0], "exact")
+    body = bytearray(encode_state(wire.state(0), wire.layouts[0], "exact"))
     have = m.Have(wire.place(0), 1, False, "shadow", 9, len(body), m.root_of(body))
     wire.store.put(0, have, body)
     wire.store.put(0, msgspec.structs.replace(have, step=8), body)  # older: kept out
