@@ -121,10 +121,11 @@ class CrewTrainer:
     # ---- the stage -----------------------------------------------------------------------------------------------------
 
     def _build(self, assigned: Assigned) -> Stage:
+        if self._averaging is not None:  # and with it, the stage before: there may be no room for two
+            self._averaging.close()
+            self._averaging = None
         runtime = self._model.build(assigned.layers, assigned.stage, self._config)
         stage = Stage(assigned, runtime, self._model.settings(self._config), self._model.limits())
-        if self._averaging is not None:
-            self._averaging.close()
         self._averaging = make_averaging(self._config, stage, self._link.send, lambda: self._link.statistics().connected)
         return stage
 

@@ -6,6 +6,7 @@ Nothing of the weights is read before a stage was assigned, except to hash them;
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -176,7 +177,10 @@ def cost_of(config: Config, hf: Any, placement: Placement) -> ModelCost:
 
 
 def measure_speed(placement: Placement) -> float:
-    """Floating-point operations per second of a matrix product, forward."""
+    """Floating-point operations per second of a matrix product, forward, to a power of two.
+
+    So crews of like machines are split alike whatever else these are doing, and their stages can be averaged with each other's.
+    """
     size = SPEED_SIZE
     dtype = placement.dtype if placement.device.type != "cpu" else torch.float32
     a = torch.ones(size, size, device=placement.device, dtype=dtype)
@@ -187,4 +191,4 @@ def measure_speed(placement: Placement) -> float:
             b = a @ a
         float(b.sum())
         done += 4
-    return done * 2.0 * size**3 / spent
+    return 2.0 ** round(math.log2(done * 2.0 * size**3 / spent))

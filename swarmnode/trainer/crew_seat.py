@@ -294,6 +294,7 @@ class Sitting:
             if not held:
                 log.warning("behind the crew", step=stage.step, crew_step=seat.settled.step)
         if stage is None or not held:
+            stage = None  # there may be no room for two
             stage = await self._load(seat)
         assert seat.settled is not None
         step = seat.settled.step

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import shutil
 import threading
 from functools import partial
 
@@ -58,12 +59,17 @@ def config(directory, model, codec="float32", **sections):
     )
 
 
+class Trainers(list):
+    nursery: trio.Nursery
+
+
 @contextlib.asynccontextmanager
 async def crew(tmp_path, configs, layers):
     """(network, trainers) of one running crew, all in this process."""
     directories = [tmp_path / f"node{i}" for i in range(len(configs))]
     async with crew_network(directories, layers) as network, trio.open_nursery() as nursery:
-        trainers = [CrewTrainer(c, Progress()) for c in configs]
+        trainers = Trainers(CrewTrainer(c, Progress()) for c in configs)
+        trainers.nursery = nursery
         for trainer in trainers:
             nursery.start_soon(trio.to_thread.run_sync, trainer.run)
         try:
@@ -158,6 +164,53 @@ async def test_a_crew_s_step_is_that_of_the_whole_policy(tmp_path, model, monkey
             state |= {runtime.spec.whole(n): p.detach() for n, p in runtime.model.named_parameters()}
         for name, tensor in policy.trainable_state().items():
             assert torch.allclose(state[name], tensor, atol=1e-4), name
+
+
+def some_rows(policy, seed):
+    generator = torch.Generator().manual_seed(seed)
+    prompts = [policy.encode_prompt(p) for p in PROMPTS[:2]]
+    groups = []
+    for prompt in prompts:
+        rows = [(prompt, torch.randint(4, 100, (n,), generator=generator).tolist()) for n in (3, 1, 5, 2)]
+        groups.append(TrainingGroup(rows, [[-4.0] * len(c) for _, c in rows], [1.0, 0.0, 0.0, 1.0], [1.0] * 4))
+    return assemble(groups, "grpo")
+
+
+@pytest.mark.parametrize("rung", ["", "R0", "R2"])
+async def test_a_run_that_lost_a_stage_ends_where_one_that_did_not_does(tmp_path, model, monkeypatch, rung):
+    """Two adjacent stages at once: from their own disks, or from shadows at the others; exactly."""
+    Idle(monkeypatch)
+    configs = make(tmp_path, model, 4, stages={"shadow_every": 1})
+    policy = whole(model)
+    updater = Updater(policy, configs[0].training, MicroBatcher(16384))
+    async with crew(tmp_path, configs, [1, 1, 1, 1]) as (network, trainers):
+        engine = engine_of(trainers[0])
+        for step in range(6):
+            if step == 3 and rung:
+                shadows = lambda: all(n.status.shadow_step == 3 for n in network.nodes)
+                await until(shadows, seconds=20)
+                for stage in (1, 2):
+                    trainers[stage].stop()
+                await until(lambda: not any(network.nodes[stage].connected for stage in (1, 2)))
+                for stage in (1, 2):
+                    if rung == "R2":
+                        shutil.rmtree(tmp_path / f"node{stage}" / "trainer" / "stage")
+                    network.nodes[stage].pid = 0  # another process
+                    trainers[stage] = again = CrewTrainer(configs[stage], Progress())
+                    trainers.nursery.start_soon(trio.to_thread.run_sync, again.run)
+                await until(lambda: network.running, seconds=40)
+                assert [n.rungs for n in network.nodes] == [[], [rung], [rung], []]
+            rows = some_rows(policy, step)
+            expected = updater.update(rows, step)
+            got = await in_thread(engine.update, rows, step)
+            assert got.stepped
+            assert got.loss == pytest.approx(expected.loss, abs=1e-4)
+        state = {}
+        for trainer in trainers:
+            runtime = trainer._sitting.stage.runtime
+            state |= {runtime.spec.whole(n): p.detach() for n, p in runtime.model.named_parameters()}
+        for name, tensor in policy.trainable_state().items():
+            assert torch.allclose(state[name], tensor, atol=2e-4), name
 
 
 async def test_a_whole_node_believes_what_a_crew_with_rounded_activations_publishes(tmp_path, model):

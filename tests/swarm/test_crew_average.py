@@ -1,0 +1,120 @@
+"""Stages of different crews are averaged with each other over real hosts: those of the same layers, and nobody with anybody else."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+import trio
+
+from swarmnode.config import Config
+from swarmnode.p2p import identity
+from swarmnode.stages.local import Assigned
+from swarmnode.testing.deep_model import write_deep_model
+from swarmnode.testing.hosts import hosts
+from swarmnode.testing.waiting import until
+from swarmnode.trainer.crew_average import StageAveraging, averaged
+from swarmnode.trainer.crew_model import open_model
+from swarmnode.trainer.crew_stage import Stage
+from swarmnode.weights import exchange as exchange_module
+from swarmnode.weights.exchange import WeightExchange
+
+pytestmark = pytest.mark.swarm
+SWARM = b"\x21" * 32
+
+
+class Holder:
+    """One node: a stage, its averaging, the network half. Steps are taken by the test."""
+
+    def __init__(self, network, directory, config, model, crew, index, seed):
+        self.model = model
+        epochs, members = (1, 1), ("a", "b")
+        assigned = Assigned(bytes([crew]) * 32, 1, index, epochs, (2, 2), members, 0, True, False, "")
+        self.stage = Stage(assigned, model.build((2, 2), index, config), model.settings(config), model.limits())
+        key = identity.load_or_create(directory / "identity.key").private_key
+        self.exchange = WeightExchange(network, key, SWARM, config.weights, directory, self._tell)
+        self._token = trio.lowlevel.current_trio_token()
+        self.averaging = StageAveraging(config, self.stage, self._send)
+        self._generator = torch.Generator().manual_seed(seed)
+        self.steps = 0
+
+    def _tell(self, message):
+        self.averaging.receive(message)
+        return True
+
+    def _send(self, message):
+        with contextlib.suppress(trio.RunFinishedError):
+            self._token.run_sync_soon(self.exchange.receive, message)
+
+    def connect(self):
+        self.averaging.begin()
+        self.exchange.set_policy(self.averaging.facts(), self.model.text.fingerprint, self.model.text.tokenizer_hash)
+
+    def step(self, size=0.001):
+        """A step of its crew."""
+        with torch.no_grad():
+            for p in self.stage.runtime.parameters():
+                p.add_(size * torch.randn(p.shape, generator=self._generator))
+        self.steps += 1
+        self.averaging.committed(SimpleNamespace(participant=SimpleNamespace(step=self.steps)))
+
+    def weights(self):
+        return {n: p.detach().clone() for n, p in averaged(self.stage).items()}
+
+    def candidates(self):
+        return self.exchange.statistics().candidates
+
+
+def distance(a, b):
+    one, other = a.weights(), b.weights()
+    return float(sum((one[n] - other[n]).norm() for n in one))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    torch.set_num_threads(1)
+    monkeypatch.setattr(exchange_module, "OPEN_SECONDS", (1.0, 120.0))
+    monkeypatch.setattr(exchange_module, "GREET_SECONDS", 0.05)
+
+
+async def test_a_stage_is_averaged_with_the_same_layers_of_another_crew_and_with_nothing_else(tmp_path):
+    path = write_deep_model(tmp_path / "model", layers=4)
+    weights = {"rule": "gossip", "codec": "float32", "fragments": 1, "sync_every": 4}
+
+    def config(directory):
+        policy = {"model": str(path), "device": "cpu"}
+        return Config.model_validate({"node": {"data_dir": directory}, "policy": policy, "weights": weights, "stages": {"mode": "always"}})
+
+    async with hosts(tmp_path, 3, swarm=SWARM) as networks, contextlib.AsyncExitStack() as stack:
+        holders = []
+        for number, (network, (crew, index)) in enumerate(zip(networks, [(1, 1), (2, 1), (1, 0)], strict=True)):
+            await network.wait_connected(2)
+            directory = tmp_path / str(number)
+            model = stack.enter_context(open_model(config(directory)))
+            holders.append(Holder(network, directory, config(directory), model, crew, index, number))
+            stack.callback(holders[-1].averaging.close)
+        first, second, head = holders
+        # the tied embedding is at both ends of a crew: averaged at one of them with somebody, it would be two
+        assert not any("embed_tokens" in name or "lm_head" in name for holder in holders for name in holder.weights())
+        assert set(first.weights()) == set(second.weights())
+        assert not set(first.weights()) & set(head.weights())
+        async with trio.open_nursery() as nursery:
+            for holder in holders:
+                await nursery.start(holder.exchange.run)
+                holder.connect()
+            await until(lambda: first.candidates() == second.candidates() == 1)
+            assert head.candidates() == 0
+            for _ in range(2):
+                first.step()
+                second.step()
+            before, others = distance(first, second), head.weights()
+            for _ in range(200):  # until the pair has met: an outer step is due at every fourth, and committed between two
+                if first.averaging.report().exchanges_total and second.averaging.report().exchanges_total:
+                    break
+                first.step(0.0)
+                second.step(0.0)
+                await trio.sleep(0.05)
+            assert first.averaging.report().exchanges_total == second.averaging.report().exchanges_total == 1
+            assert distance(first, second) < 0.1 * before
+            assert all(torch.equal(t, others[n]) for n, t in head.weights().items())
+            nursery.cancel_scope.cancel()
