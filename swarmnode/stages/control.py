@@ -285,7 +285,7 @@ class CrewControl:
             case messages.Prepare():
                 answer = self._protect(message) or self.acceptor.prepare(message)
             case messages.Propose():
-                answer = self._sign_founding(message.record) if message.record.epoch == 1 else self.acceptor.propose(message)
+                answer = self._sign_founding(peer, message.record) if message.record.epoch == 1 else self.acceptor.propose(message)
             case Adopt():
                 answer = self._adopt_came(message.certificates)
             case Leave():
@@ -491,12 +491,12 @@ class CrewControl:
                 self._do(ev.Send(voter.peer, messages.Propose(record, 0)))
         self._voted(self.me, vote)
 
-    def _sign_founding(self, record: Record) -> messages.Vote | Refuse:
+    def _sign_founding(self, peer: str, record: Record) -> messages.Vote | Refuse:
         if self._view is not None or self._draining is not None or self._own.trainer is None:
             return Refuse("busy")
         if self.acceptor.me not in record.voters or record.model != self._own.trainer.offering.model:
             return Refuse("record")
-        return self.acceptor.sign_founding(record) if self._forming.may_sign(record, self._now) else Refuse("busy")
+        return self.acceptor.sign_founding(record) if self._forming.may_sign(peer, self._now) else Refuse("busy")
 
     # ---- proposals ----------------------------------------------------------------------------------------------------------
 
@@ -572,7 +572,7 @@ class CrewControl:
                 else:
                     view.forgot(peer, self._now)
         elif isinstance(request, messages.Propose) and request.record.epoch == 1:
-            self._forming.refused(peer, request.record, self._now)
+            self._forming.refused(peer, request.record, refusal.reason, self._now)
         elif isinstance(request, messages.Prepare | messages.Propose):
             self._proposing.refused(request.ballot, refusal, self._now)
             if refusal.reason == "epoch" and view is not None:

@@ -1,8 +1,8 @@
 """A crew from offers: who offers, who founds, and one founding at a time. Pure; no torch.
 
 Whoever has heard the same offers plans the same crew. Once no new offer has come for a while, the lowest peer id among those it names
-proposes it; all of them sign, or it comes to nothing, and whoever refused is left out for a moment. A signature reserves its
-giver for as long as the proposal lives.
+proposes it; all of them sign, or it comes to nothing and is tried again. A signature reserves its giver for as long as the proposal
+lives. Whoever hears that somebody else proposes waits its turn anew, so two founders do not get in each other's way for ever.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ def founding_record(offers: Mapping[str, Offer], offering: Offering, stages: int
     falls apart can go on. `stages` asks for exactly so many; 0 for what is fastest.
     """
     able = [peer for peer, offer in offers.items() if offer.model == offering.model and offer.memory > 0 and offer.speed > 0]
+    if len(able) < max(1, stages):
+        return None
     able.sort(key=lambda peer: (-offers[peer].memory, peer))
     able = sorted(able[:MEMBERS], key=lambda peer: (offers[peer].crew, offers[peer].stage, peer))  # who had neighbours gets them again
     try:
@@ -49,9 +51,11 @@ class Forming:
         self._offers: dict[str, tuple[Offer, float]] = {}
         self._refused: dict[str, float] = {}
         self._founding: Founding | None = None
-        self._reserved: tuple[Record, float] | None = None
+        self._reserved: tuple[str, float] | None = None
+        """(For whose proposal, until when.)"""
         self._retry = 0.0
         self._newest = 0.0
+        """When something new was heard: an offer, or somebody else's proposal."""
         self._planned: tuple[object, Record | None] = (None, None)
 
     def begin(self, now: float) -> None:
@@ -97,12 +101,12 @@ class Forming:
         if record is None:
             return None
         turn = sorted(voter.peer for voter in record.voters)
-        if self.me not in turn or now - self._newest < settings.gather_seconds + turn.index(self.me) * 2 * settings.request_seconds:
+        if self.me not in turn or now - self._newest < settings.gather_seconds + turn.index(self.me) * 2.5 * settings.request_seconds:
             return None
         record = msgspec.structs.replace(record, nonce=self._rng.randbytes(NONCE_BYTES))
         self._founding = Founding(record, now + settings.request_seconds)
         self._retry = now + settings.request_seconds * (1 + self._rng.random())
-        self._reserved = (record, self._retry)
+        self._reserved = (self.me, self._retry)
         return record
 
     def _plan(self, offers: dict[str, Offer], offering: Offering) -> Record | None:
@@ -112,20 +116,23 @@ class Forming:
             self._planned = (key, founding_record(offers, offering, self._settings.stages, self._settings.lease_seconds))
         return self._planned[1]
 
-    def may_sign(self, record: Record, now: float) -> bool:
-        """Whether we are free for `record`; then we are reserved for it."""
-        if self._reserved is not None and now < self._reserved[1] and self._reserved[0] != record:
+    def may_sign(self, founder: str, now: float) -> bool:
+        """Whether we are free for a crew of `founder`'s; then we are reserved for it."""
+        self._newest = now
+        if self._reserved is not None and now < self._reserved[1] and self._reserved[0] != founder:
             return False
-        self._reserved = (record, now + 2 * self._settings.request_seconds)
+        self._reserved = (founder, now + 2 * self._settings.request_seconds)
         return True
 
     def voted(self, peer: str, vote: Vote, verify: Verify) -> Certificate | None:
         """The certificate, once all have signed."""
         return None if self._founding is None else self._founding.voted(peer, vote, verify)
 
-    def refused(self, peer: str, record: Record, now: float) -> None:
+    def refused(self, peer: str, record: Record, reason: str, now: float) -> None:
+        """Our founding record, by `peer`: who is busy may be free the next time."""
         if self._founding is not None and self._founding.record == record:
-            self._refused[peer] = now + 3 * self._settings.offer_seconds
+            if reason != "busy":
+                self._refused[peer] = now + 3 * self._settings.offer_seconds
             self._founding = self._reserved = None
 
     def joined(self) -> None:

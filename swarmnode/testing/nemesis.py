@@ -87,7 +87,7 @@ class World:
         self._draining: set[str] = set()
         self.nodes: dict[str, Node] = {}
         part = Part(1.0, 1.0)
-        self.cost = ModelCost(part, (part,) * (2 * self.stages), part)
+        self.cost = ModelCost(part, (part,) * self.stages, part)
         self.settings = Settings(**{**{f: getattr(SETTINGS, f) for f in SETTINGS.__struct_fields__}, "stages": self.stages})
         for number in range(self.stages + self.spares):
             rate = rng.choice((1.0, 1.0, 0.98, 1.03))

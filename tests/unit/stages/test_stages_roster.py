@@ -1,0 +1,230 @@
+"""One record per epoch whoever proposes, votes that survive a restart or do not count, chains that hold, a lease that ends."""
+
+import hashlib
+import random
+
+import msgspec
+import pytest
+
+from swarmnode.errors import BadMessage
+from swarmnode.stages import messages as m
+from swarmnode.stages.roster import Acceptor, Founding, Lease, Proposal, next_ballot, remembered_incarnation
+
+NAMES = ("a", "b", "c", "d")
+
+
+def sign_as(peer):
+    return lambda data: hashlib.blake2b(data, key=peer.encode(), digest_size=64).digest()
+
+
+def verify(peer, data, signature):
+    return sign_as(peer)(data) == signature
+
+
+def voter(name, life=1):
+    return m.Voter(name, bytes([life]) * m.INCARNATION_BYTES)
+
+
+def founding(names=NAMES, witnesses=()):
+    seats = tuple(m.Seat(name, voter(name).incarnation, 1) for name in names)
+    record = m.Record(m.NO_CREW, 1, m.NO_HASH, bytes(32), (1,) * len(names), seats, witnesses, (), 0, 30, bytes(8))
+    return msgspec.structs.replace(record, voters=m.voters_of(record))
+
+
+def crew(names=NAMES, witnesses=()):
+    """Acceptors by name, all at the founding record."""
+    record = founding(names, witnesses)
+    acceptors = {v.peer: Acceptor(v, sign_as(v.peer), verify) for v in record.voters}
+    votes = Founding(record, 1.0)
+    certificates = [votes.voted(name, acceptor.sign_founding(record), verify) for name, acceptor in acceptors.items()]
+    assert certificates[:-1] == [None] * (len(acceptors) - 1)  # all have to sign
+    for acceptor in acceptors.values():
+        acceptor.learn(acceptor.check_chain((certificates[-1],)))
+    return acceptors
+
+
+def successor(record, **changes):
+    values = {
+        "crew": m.crew_id(record), "epoch": record.epoch + 1, "previous": m.record_hash(record), "voters": m.voters_of(record), **changes
+    }  # fmt: skip
+    return msgspec.structs.replace(record, **values)
+
+
+def without(record, name):
+    seats = tuple(m.Seat("", b"", s.stage_epoch) if s.peer == name else s for s in record.seats)
+    return successor(record, seats=seats)
+
+
+def ballot(acceptors, proposer, voters, wish, number=None):
+    """Whole ballot among those who hear it; the certificate, or None."""
+    record = acceptors[proposer].record
+    number = number or next_ballot(acceptors[proposer].promised, m.voters_of(record).index(acceptors[proposer].me))
+    proposal = Proposal(record, number, (), 1.0)
+    for name in voters:
+        answer = acceptors[name].prepare(proposal.prepare)
+        if isinstance(answer, m.Promise) and proposal.promised(name, answer):
+            break
+    else:
+        return None
+    propose = proposal.choose(wish)
+    certificate = None
+    for name in voters:
+        vote = acceptors[name].propose(propose)
+        if isinstance(vote, m.Vote):
+            certificate = proposal.voted(name, vote, verify) or certificate
+    return certificate
+
+
+def test_a_majority_makes_the_next_record_and_a_minority_none():
+    acceptors = crew()
+    wish = without(acceptors["a"].record, "d")
+    assert ballot(acceptors, "a", "ab", wish) is None
+    certificate = ballot(acceptors, "a", "abc", wish)
+    m.check_certificate(certificate, verify)
+    for name in "abcd":
+        acceptors[name].learn(acceptors[name].check_chain((certificate,)))
+    assert not acceptors["d"].is_voter
+    assert ballot(acceptors, "a", "ab", without(acceptors["a"].record, "c")) is not None  # two of the three that are left
+
+
+def test_what_may_have_been_decided_is_proposed_again_instead_of_the_wish():
+    acceptors = crew()
+    first, other = without(acceptors["a"].record, "d"), without(acceptors["a"].record, "a")
+    assert ballot(acceptors, "a", "abc", first) is not None  # decided, and nobody hears of it
+    certificate = ballot(acceptors, "b", "bcd", other)
+    assert certificate.record == first
+
+
+def test_two_proposers_never_get_two_records():
+    for seed in range(300):
+        rng = random.Random(seed)
+        acceptors, decided = crew(), {}
+        for _ in range(6):
+            proposer = rng.choice("abcd")
+            heard = [name for name in "abcd" if name == proposer or rng.random() < 0.7]
+            rng.shuffle(heard)
+            certificate = ballot(acceptors, proposer, heard, without(acceptors[proposer].record, rng.choice("abcd")))
+            if certificate is not None:
+                decided[m.record_hash(certificate.record)] = certificate
+        assert len(decided) <= 1
+
+
+def test_a_voter_remembers_its_vote_over_a_restart_or_is_another_voter():
+    acceptors = crew()
+    first = without(acceptors["a"].record, "d")
+    assert ballot(acceptors, "a", "abc", first) is not None
+    memory = acceptors["c"].memory()
+    again = Acceptor(m.Voter("c", remembered_incarnation(memory)), sign_as("c"), verify)
+    again.remember(memory)
+    assert (again.accepted, again.promised, again.crew) == (first, acceptors["c"].promised, acceptors["c"].crew)
+    acceptors["c"] = again
+    assert ballot(acceptors, "b", "bcd", without(again.record, "a")).record == first
+
+    fresh = Acceptor(voter("c", life=2), sign_as("c"), verify)
+    fresh.learn(fresh.check_chain(acceptors["a"].chain))
+    assert isinstance(fresh.prepare(m.Prepare(fresh.crew, 2, m.record_hash(fresh.record), 99)), m.Refuse)
+    assert remembered_incarnation(b"") is None
+    assert remembered_incarnation(memory[:-5]) is None
+
+
+def test_whoever_leaves_a_crew_is_another_voter_when_it_comes_back():
+    acceptor = crew()["a"]
+    acceptor.forget(b"another!")
+    assert acceptor.me == m.Voter("a", b"another!")
+    assert acceptor.record is None
+
+
+def test_refusals():
+    acceptors = crew()
+    a = acceptors["a"]
+    prepare = m.Prepare(a.crew, 2, m.record_hash(a.record), 33)
+    assert isinstance(a.prepare(prepare), m.Promise)
+    assert isinstance(a.prepare(prepare), m.Promise)  # heard twice
+    assert a.prepare(msgspec.structs.replace(prepare, ballot=17)) == m.Refuse("ballot", 33)
+    assert a.prepare(msgspec.structs.replace(prepare, crew=bytes(32))).reason == "unknown"
+    assert a.prepare(msgspec.structs.replace(prepare, epoch=4)).reason == "epoch"
+    assert isinstance(a.prepare(msgspec.structs.replace(prepare, epoch=1)), m.Adopt)
+    wrong = successor(a.record, layers=(2, 1, 1, 1))
+    assert a.propose(m.Propose(wrong, 40)).reason == "record"
+    right = without(a.record, "d")
+    assert isinstance(a.propose(m.Propose(right, 40)), m.Vote)
+    assert a.propose(m.Propose(without(a.record, "c"), 40)).reason == "ballot"  # one record per ballot
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"epoch": 3}, {"previous": bytes(32)}, {"model": b"x" * 32}, {"layers": (1, 1, 1, 2)}, {"lease_seconds": 31}, {"nonce": b"x" * 8},
+        {"voters": ()}, {"crew": bytes(32)},
+        {"seats": tuple(m.Seat(n, voter(n).incarnation, 3) for n in NAMES)},  # an epoch skipped
+        {"seats": (m.Seat("x", voter("x").incarnation, 1), *(m.Seat(n, voter(n).incarnation, 1) for n in "bcd"))},  # a new holder, the old epoch
+    ],
+)  # fmt: skip
+def test_what_is_no_lawful_successor(changes):
+    record = founding()
+    m.check_successor(record, successor(record))
+    with pytest.raises(BadMessage):
+        m.check_successor(record, successor(record, **changes))
+    ended = successor(record, dissolved="over")
+    m.check_successor(record, ended)
+    with pytest.raises(BadMessage):
+        m.check_successor(ended, successor(ended))
+
+
+def test_certificates_need_enough_true_votes_of_voters():
+    acceptors = crew()
+    certificate = ballot(acceptors, "a", "abc", without(acceptors["a"].record, "d"))
+    replace = msgspec.structs.replace
+    forged = replace(certificate.votes[0], signature=bytes(64))
+    for votes in (certificate.votes[:2], (forged, *certificate.votes[1:]), certificate.votes[:1] * 3):
+        with pytest.raises(BadMessage):
+            m.check_certificate(replace(certificate, votes=votes), verify)
+    with pytest.raises(BadMessage):
+        m.check_certificate(replace(certificate, ballot=certificate.ballot + 1), verify)
+    other_life = replace(certificate.votes[0], incarnation=voter("a", 2).incarnation)
+    with pytest.raises(BadMessage):
+        m.check_certificate(replace(certificate, votes=(other_life, *certificate.votes[1:])), verify)
+
+
+def test_a_chain_brings_who_was_away_up_to_date_and_a_gap_does_not():
+    acceptors = crew()
+    late = acceptors["d"]
+    for gone in "dc":
+        certificate = ballot(acceptors, "a", "abc", without(acceptors["a"].record, gone))
+        for name in "abc":
+            acceptors[name].learn(acceptors[name].check_chain((certificate,)))
+    newer = acceptors["a"].newer_than(1)
+    with pytest.raises(BadMessage):
+        late.check_chain(newer.certificates[1:])
+    checked = late.check_chain(newer.certificates)
+    assert [c.record.epoch for c in checked] == [2, 3]
+    late.learn(checked)
+    assert late.check_chain(newer.certificates) == ()
+    with pytest.raises(BadMessage):
+        late.check_chain(crew("wxyz")["w"].chain)
+
+
+def test_witnesses_make_half_of_an_even_crew_able_to_go_on():
+    acceptors = crew("ab", (voter("w"),))
+    assert ballot(acceptors, "a", "aw", without(acceptors["a"].record, "b")) is not None
+    assert ballot(crew("ab"), "a", "a", without(founding("ab"), "b")) is None
+
+
+def test_a_lease_is_as_old_as_the_last_majority():
+    lease = Lease(30.0)
+    lease.begin("abcd", 100.0)
+    assert lease.ends("a", 100.0) == 115.0
+    lease.renewed("b", 110.0)
+    assert lease.ends("a", 112.0) == 115.0  # two of four are none
+    lease.renewed("c", 111.0)
+    assert lease.ends("a", 112.0) == 125.0
+    lease.renewed("c", 105.0)  # an answer that was long on its way
+    lease.renewed("stranger", 200.0)
+    assert lease.ends("a", 112.0) == 125.0
+    assert Lease(30.0).ends("a", 5.0) == 5.0
+
+
+def test_ballots_of_two_voters_differ():
+    ballots = {next_ballot(at_least, place) for at_least in range(0, 64, 16) for place in range(9)}
+    assert len(ballots) == 4 * 9
+    assert next_ballot(35, 2) > 35
