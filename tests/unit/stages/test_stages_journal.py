@@ -174,6 +174,17 @@ def test_a_state_is_a_copy(models):
     assert set(state.counts.values()) == {1.0}
 
 
+def test_a_new_optimizer_begins_gently(models):
+    member = member_of(models)
+    member.pace = Pace(1.1, 4)
+    rates = []
+    for _ in range(6):
+        train(member)
+        rates.append(member.optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([1.1e-3 * share for share in (0.25, 0.5, 0.75, 1.0, 1.0, 1.0)])
+    assert Pace().next() == 1.0
+
+
 def seen(recorder, number, rows=3, body=b"x" * 12):
     about = write_message(describe([([5, 6, 7], [8])], 1.0))
     recorder.received(number, about, recorder.spec.index - 1, body)

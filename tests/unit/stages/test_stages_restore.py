@@ -148,6 +148,24 @@ async def test_r2_an_old_shadow_is_as_far_off_as_the_steps_it_lacks(fleet, form)
         await learn(crew, 1, 3)
 
 
+@pytest.mark.parametrize(("lost", "kind"), [([3], "llama-tied"), ([0], "qwen3"), ([0, 3], "llama-tied")])
+async def test_both_ends_of_a_tied_embedding_stay_one_tensor_whoever_was_lost(fleet, lost, kind):
+    """Shadows are of step 2 of 3: an end that is restored takes the other's tensor as it is now, and its moments."""
+    mine = fleet(kind=kind, settings={"shadow_every": 2})
+    async with mine.up() as crew:
+        await learn(crew, 3)
+        now = crew.members[0].runtime.embedding().detach().clone()
+    for stage in lost:
+        mine.kill(stage)
+    async with mine.up() as crew:
+        ends = [crew.members[i].runtime.embedding() for i in (0, 3)]
+        assert torch.equal(*ends)
+        assert torch.equal(ends[0], now) is (len(lost) == 1)
+        await learn(crew, 2, 3, rate=1e-3)
+        assert torch.equal(*ends)
+        assert not torch.equal(ends[0], now)
+
+
 async def test_r1_a_replica_is_taken_verbatim_and_what_its_outer_step_keeps_is_handed_on(fleet):
     mine = fleet(3, settings={"shadow_every": 100})
     async with mine.up() as crew:
