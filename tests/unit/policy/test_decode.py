@@ -20,7 +20,7 @@ def prefilled(policy):
     return cache, mask.repeat_interleave(GENERATIONS, 0), positions[:, -1:].repeat_interleave(GENERATIONS, 0)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2"])
 @torch.no_grad()
 def test_fixed_memory_computes_what_growing_memory_computes(policies, kind):
     policy = policies[kind]

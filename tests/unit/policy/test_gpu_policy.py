@@ -54,7 +54,7 @@ def test_recorded_logprobs_are_those_that_training_recomputes(model_dir, kind, t
     assert gaps(policy, groups).max() < 1e-3
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2"])
 def test_a_recorded_step_samples_what_single_launches_sample(model_dir, kind, monkeypatch):
     policy = load(model_dir(kind))
     used = []

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from swarmnode.policy import load
+from swarmnode.policy import load, logprobs
 from swarmnode.policy.logprobs import collate, completion_logprobs, score
 
 LONG = [5, 6, 7, 8, 9, 10, 6, 7, 8, 9, 10]
@@ -18,24 +18,34 @@ def naive(policy, row, temperature):
     return logp.gather(1, torch.tensor(completion)[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
+@pytest.fixture(params=["one pass", "two passes"])
+def passes(request, monkeypatch):
+    """Either way, wherever the model allows it."""
+    monkeypatch.setattr(logprobs.Batch, "padded_tokens", 10**6)  # whatever it costs
+    monkeypatch.setattr(logprobs, "ONE_PASS_ELSEWHERE", 1024 if request.param == "one pass" else 0)
+    return request.param
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "gpt2"])
-def test_equal_to_one_row_at_a_time(policies, kind):
+def test_equal_to_one_row_at_a_time(policies, kind, passes):
     policy = policies[kind]
-    logprobs, entropy = completion_logprobs(policy, collate(ROWS, policy.pad_id), 0.9)
+    possible = kind != "mistral"  # its sliding window is in masks of its own
+    assert logprobs.fits_one_pass(policy, collate(ROWS, policy.pad_id)) is (possible and passes == "one pass")
+    chosen, entropy = completion_logprobs(policy, collate(ROWS, policy.pad_id), 0.9)
     for i, row in enumerate(ROWS):
         expected, spread = naive(policy, row, 0.9)
         n = len(row[1])
-        assert torch.allclose(logprobs[i, :n], expected, atol=1e-4)
+        assert torch.allclose(chosen[i, :n], expected, atol=1e-4)
         assert torch.allclose(entropy[i, :n], spread, atol=1e-3)
-        assert not logprobs[i, n:].any()
+        assert not chosen[i, n:].any()
         assert not entropy[i, n:].any()
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "mistral", "gpt2"])
-def test_gradient_equals_that_of_one_row_at_a_time(policies, kind):
+def test_gradient_equals_that_of_one_row_at_a_time(policies, kind, passes):
     policy = policies[kind].clone()
-    logprobs, _ = completion_logprobs(policy, collate(ROWS, policy.pad_id), 1.0)
-    together = torch.autograd.grad(logprobs.sum(), policy.trainable_parameters())
+    chosen, _ = completion_logprobs(policy, collate(ROWS, policy.pad_id), 1.0)
+    together = torch.autograd.grad(chosen.sum(), policy.trainable_parameters())
     separate = torch.autograd.grad(sum(naive(policy, row, 1.0)[0].sum() for row in ROWS), policy.trainable_parameters())
     assert any(g.abs().max() > 0.1 for g in together)
     for a, b in zip(together, separate, strict=True):
@@ -60,7 +70,7 @@ def test_a_model_that_always_makes_all_logits_gives_the_same(embedded, monkeypat
     assert max(abs(a - b) for x, y in zip(expected, got, strict=True) for a, b in zip(x, y, strict=True)) < 1e-5
 
 
-def test_a_prompt_is_run_once_for_its_group_and_the_head_once_for_the_prompt(embedded, monkeypatch):
+def test_a_prompt_is_run_once_for_its_group_and_the_head_once_for_the_prompt(embedded, monkeypatch, passes):
     seen = []
     forward = type(embedded.model).forward
 
@@ -73,7 +83,8 @@ def test_a_prompt_is_run_once_for_its_group_and_the_head_once_for_the_prompt(emb
     monkeypatch.setattr(load, "takes_logits_to_keep", lambda kind: True)
     prompt = list(range(5, 25))
     score(embedded, [(prompt, [30, 31, 1])] * 8, 1.0)
-    assert seen == [((1, 20), (1, 1)), ((8, 2), (8, 2))]  # 20 + 8 · 2 tokens, not 8 · 23
+    # 20 + 8 · 3 or 8 · 2 tokens, not 8 · 23
+    assert seen == ([((1, 44), (1, 25))] if passes == "one pass" else [((1, 20), (1, 1)), ((8, 2), (8, 2))])
 
 
 def test_prompts_are_padded_on_the_left_completions_on_the_right():
@@ -89,3 +100,12 @@ def test_prompts_are_padded_on_the_left_completions_on_the_right():
 def test_an_empty_side_is_refused(row):
     with pytest.raises(ValueError, match="at least one token"):
         collate([row], 0)
+
+
+def test_one_pass_is_for_short_rows_and_full_groups(embedded):
+    batch = lambda rows: collate(rows, embedded.pad_id)
+    group = [([5, 9, 20], [30, 31, 1])] * 8
+    assert logprobs.fits_one_pass(embedded, batch(group))
+    assert not logprobs.fits_one_pass(embedded, batch([(p, c * 100) for p, c in group]))
+    lonely = [([5, 9, 20 + i], [30, 31, 1]) for i in range(20)]
+    assert not logprobs.fits_one_pass(embedded, batch(group + lonely))  # each would be padded to eight completions

@@ -78,7 +78,7 @@ class Allocator:
 
 
 async def test_a_memory_limit_is_learnt_in_one_run_and_known_in_the_next(tmp_path, monkeypatch):
-    allocator = Allocator(monkeypatch, tokens=64)
+    allocator = Allocator(monkeypatch, tokens=80)
     first = await train(tmp_path, max_steps=2, eval_every=100)
     assert first[-1].step == 2
     assert first[-1].oom_retries_total > 0
