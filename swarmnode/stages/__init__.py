@@ -1,6 +1,6 @@
 """Crews: one policy too large for each of several nodes, held as contiguous blocks of layers. CheckFree's problem, arXiv 2506.15461.
 
-No torch (the network process imports these): spec, plan, frames, work, fence, schedule, commit, links, waves.
+No torch (the network process imports these): spec, plan, frames, work, fence, schedule, routes, commit, links, waves.
 Torch (the trainer imports these): split, packing, runtime, sessions, activations, learning, member, crew, recovery.
 
 Not here: what a gradient of rewards is (`rl`), how a token is drawn and a whole policy loaded (`policy`), averaging with other crews

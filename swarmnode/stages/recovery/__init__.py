@@ -1,4 +1,7 @@
-"""A lost stage from what is left. Torch.
+"""A lost stage from what is left: copies that others keep, and where there is none, its neighbours. CheckFree, arXiv 2506.15461.
 
-Not here: true copies of a stage (replicas, shadows, the base), which come first; and the healing and the gate that have to follow.
+No torch: ladder, messages, channel.
+Torch: state, disk, journal, shadows, probes, bodies, transfer (what is kept and what travels); synthesis, healing, gate, restore.
+
+Not here: who holds which stage (`stages`), and the replica of another crew (`weights`), which the trainer hands in.
 """

@@ -66,10 +66,23 @@ class Recorder(Observer):
     def received(self, micro_batch: int, about: bytes, sender: int, body: bytes) -> None:
         if self._routes.of(micro_batch) == self._plain:
             self._pending[micro_batch] = _Pending(about, sender, body)
+            self._trim()
 
     def sent(self, micro_batch: int, receiver: int, body: bytes) -> None:
         if micro_batch in self._pending:
             self._pending[micro_batch].target, self._pending[micro_batch].went = receiver, body
+            self._trim()
+
+    def _trim(self) -> None:
+        """A step may have a thousand micro-batches: no more of them is kept while it lasts than afterwards."""
+        while len(self._pending) > self.settings.memory:
+            del self._pending[next(iter(self._pending))]
+        size = sum(len(seen.came) + len(seen.went) for seen in self._pending.values())
+        for seen in self._pending.values():
+            if size <= self.settings.pair_bytes:
+                return
+            size -= len(seen.came) + len(seen.went)
+            seen.came, seen.went, seen.target = b"", b"", None
 
     def learnt(self, micro_batch: int, logprobs: torch.Tensor) -> None:
         if micro_batch in self._pending:
@@ -77,7 +90,7 @@ class Recorder(Observer):
 
     def committed(self, member: Member) -> None:
         step = member.participant.step - 1
-        for number, seen in sorted(self._pending.items())[-self.settings.memory :]:
+        for number, seen in sorted(self._pending.items()):
             rows = read_message(seen.about, MicroBatch).rows
             if seen.logprobs:
                 self.probes.append(Probe(number, step, rows, seen.about, seen.logprobs))

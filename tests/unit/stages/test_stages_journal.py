@@ -202,13 +202,16 @@ def test_what_was_not_committed_is_not_remembered_and_what_was_is_bounded(models
     assert [(edge.micro_batch, edge.source, edge.target, edge.step) for edge in recorder.edges] == [(2, 0, 1, 0), (2, 1, 2, 0)]
     for number in range(3, 20):
         seen(recorder, number)
+        assert len(recorder._pending) <= 4
     recorder.committed(member)
     assert {edge.micro_batch for edge in recorder.edges} == {16, 17, 18, 19}
     small = Recorder(member.runtime.spec, RecoverySettings(memory=4, pair_bytes=30))
     for number in range(4):
         seen(small, number)
+        assert sum(len(p.came) + len(p.went) for p in small._pending.values()) <= 30
     small.committed(member)
     assert small.statistics().edge_bytes == 24
+    assert {edge.micro_batch for edge in small.edges} == {3}
 
 
 def test_swapped_micro_batches_say_nothing_of_the_policy(models):
