@@ -203,7 +203,6 @@ def test_timeouts_are_those_of_the_registry():
         "weights": weights_exchange.SAY_SECONDS,
         "weights_state": catchup.ASK_SECONDS,
         "crews": plane.SAY_SECONDS,
-        "heartbeat": plane.BEAT_SECONDS,
         "stage_open": pipes.OPEN_SECONDS,
         "stage_stream": pipes.PARK_SECONDS,
         "bulk_manifest": bulk.service.REQUEST_SECONDS,
