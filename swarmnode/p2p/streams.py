@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 READ_BYTES = 256 * 1024
 """Read at a time, at most."""
+WRITE_BYTES = 64 * 1024
+"""Written at a time: what a heartbeat waits for on a slow line, several times, because opening its stream takes several frames."""
 STALL_SECONDS = 300.0
 """Nothing moved either way for so long while we were writing: the stream is reset. That a peer is gone, heartbeats tell long before."""
 WATCH_SECONDS = 1.0
@@ -131,9 +133,11 @@ class PeerStream:
         try:
             async for data in self._leave:
                 self._writing = True
-                await self._stream.write(data)
+                for at in range(0, len(data), WRITE_BYTES):
+                    piece = memoryview(data)[at : at + WRITE_BYTES]
+                    await self._stream.write(piece)
+                    self.sent += len(piece)
                 self._writing = False
-                self.sent += len(data)
             if not self._why:
                 self._writing = True
                 await self._stream.close_write()

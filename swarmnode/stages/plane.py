@@ -40,10 +40,8 @@ log = logging.getLogger(__name__)
 MEMORY: Final = "crew.bin"
 """Below the data directory: what this node has promised, voted for and adopted."""
 MEMORY_BYTES: Final = 4 * 2**20
-BEAT_SECONDS: Final = 4.0
-"""For the answer to a heartbeat; the next one does not wait for it."""
 SAY_SECONDS: Final = 10.0
-"""For the answer to anything else."""
+"""For an answer. The next heartbeat does not wait for that of the last: over a slow line that tensors fill it takes seconds."""
 LEAVE_SECONDS: Final = 3.0
 """For others to hear that this node is going."""
 SAVE_SECONDS: Final = 1.0
@@ -375,7 +373,7 @@ class StagePlane:
         answer: messages.Answer | None = None
         try:
             data = await self._network.requests.request(
-                peer, ids.CREWS_PROTOCOL, messages.encode_message(message), deadline=BEAT_SECONDS if beat else SAY_SECONDS,
+                peer, ids.CREWS_PROTOCOL, messages.encode_message(message), deadline=SAY_SECONDS,
                 max_response_bytes=messages.MESSAGE_BYTES, urgent=not isinstance(message, messages.Offer),
             )  # fmt: skip
             answer = messages.decode_answer(data)
