@@ -12,10 +12,11 @@ import trio
 
 from swarmnode.errors import PeerError
 from swarmnode.p2p import streams as streams_module
+from swarmnode.p2p.addresses import Circuit, parse
 from swarmnode.p2p.guards import yamux
 from swarmnode.stages import pipes as pipes_module
 from swarmnode.stages.pipes import Pipes, StreamOpen
-from swarmnode.testing.hosts import hosts
+from swarmnode.testing.hosts import host, hosts
 from swarmnode.testing.pipe_ends import circles, open_pipe
 from swarmnode.testing.waiting import until
 from swarmnode.wire import ids
@@ -232,6 +233,44 @@ async def test_a_host_that_is_gone_is_told_at_once(tmp_path):
         assert trio.current_time() - began < 2
         await ended(ends[0, 1])
         assert pipes[0].statistics().open["frames"] == 1  # that to stage 2
+
+
+async def test_it_works_through_a_relay_and_ends_with_it(tmp_path):
+    members = {"relay": "client", "hole_punching": False}
+    async with host(tmp_path / "relay", relay="server", relay_circuit_bytes=8 * 2**20) as relay, trio.open_nursery() as nursery:
+        known = {"initial_peers": relay.listen_addrs, **members}
+        async with host(tmp_path / "a", swarm=b"a" * 32, **known) as one, host(tmp_path / "b", swarm=b"b" * 32, **known) as other:
+            await until(lambda: relay.statistics().nat.relay.reservations == 2)
+            await one.nat.call(other.peer_id, Circuit(parse(relay.listen_addrs[0])[0], relay.peer_id))
+            await until(lambda: other.peer_id in one.connected() and one.peer_id in other.connected())
+            lost, made = [], []
+            for network, name in ((one, "a"), (other, "b")):
+                (tmp_path / name / "run").mkdir()
+                made.append(Pipes(network.streams, tmp_path / name, lambda peer, epoch: lost.append(peer)))
+                await nursery.start(made[-1].run)
+            seen = circles([one.peer_id, other.peer_id])
+            for each, circle in zip(made, seen, strict=True):
+                each.assign(circle)
+            a, b = await open_pipe(made[0], seen[0], 1), await open_pipe(made[1], seen[1], 0)
+            sent, got = hashlib.blake2b(), hashlib.blake2b()
+            async with trio.open_nursery() as transfer:
+                transfer.start_soon(send_all, a, b"12345678", 2, sent)
+                await receive_all(b, 2 * 2**20, got)
+            assert sent.digest() == got.digest()
+            assert one.statistics().nat.relayed == 1
+            with trio.fail_after(30):
+                async with trio.open_nursery() as transfer:
+                    transfer.start_soon(drain, b)
+                    with contextlib.suppress(trio.BrokenResourceError):  # more than the relay carries
+                        await send_all(a, b"12345678", 64, hashlib.blake2b())
+            await until(lambda: sorted(lost) == sorted([one.peer_id, other.peer_id]))
+            nursery.cancel_scope.cancel()
+
+
+async def drain(stream):
+    with contextlib.suppress(trio.BrokenResourceError):
+        while await stream.receive_some(2**20):
+            pass
 
 
 async def test_a_stream_of_state_that_ends_is_nobody_s_loss(tmp_path):
