@@ -11,6 +11,7 @@ import contextlib
 import os
 import threading
 
+import msgspec
 import structlog
 
 from swarmnode.config import Config
@@ -65,7 +66,7 @@ class CrewTrainer:
         """Raises LocalError: the model does not exist or cannot be held in stages; DeviceError: a stage does not fit."""
         with contextlib.ExitStack() as stack:
             self._model = stack.enter_context(open_model(self._config, self._tell))
-            self._recovery = StageRecovery(self._config, self._model)
+            self._recovery = StageRecovery(self._config, self._model, lambda: self._averaging, self._seek)
             self._link = Link(self._config.node.data_dir, self._hello, self._about_weights, self._about_crew)
             self._sitting = Sitting(self._build, self._recovery, self._link.send, self._progress, self._built)
             stack.callback(self._recovery.close)
@@ -132,7 +133,7 @@ class CrewTrainer:
     def _built(self, stage: Stage) -> None:
         """It has its weights: from here on it averages."""
         if self._averaging is not None:
-            self._averaging.begin()
+            self._averaging.begin(self._recovery.outer)
             stage.observers.insert(0, self._averaging)  # before whoever keeps copies of what it makes
 
     # ---- the link ------------------------------------------------------------------------------------------------------
@@ -155,13 +156,18 @@ class CrewTrainer:
             vocab_size=text.vocab_size, pid=os.getpid(), replica=averaging.facts() if averaging is not None else None,
         )  # fmt: skip
 
+    def _seek(self) -> None:
+        """The stage looks for its state in other crews: it averages with nobody, but has to be known to whoever could give it."""
+        if self._averaging is not None:
+            self._link.send(msgspec.structs.replace(self._hello_now(), replica=self._averaging.facts()))
+
     def _averages(self) -> StageAveraging | None:
         """Nobody else's weights are mixed with those of a stage that has not shown what it is."""
         return self._averaging if self._sitting.active else None
 
     def _about_weights(self, message: local.ToTrainer) -> None:
-        averaging = self._averages()
-        if averaging is not None:
+        averaging = self._averaging
+        if averaging is not None and (self._sitting.active or isinstance(message, local.AdoptState)):
             averaging.receive(message)
 
     def _about_crew(self, message: stages.ToTrainer) -> None:

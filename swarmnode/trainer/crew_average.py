@@ -10,14 +10,19 @@ stage can judge a policy of which it has a part; norm, direction and distance of
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import time
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
+import trio
 
 from swarmnode.config import Config
+from swarmnode.errors import PeerError
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.stages.member import Member, Observer
 from swarmnode.trainer.crew_stage import Stage
@@ -26,6 +31,18 @@ from swarmnode.trainer.messages import WeightsReport
 from swarmnode.trainer.state import Counters
 from swarmnode.trainer.weights import Replica
 from swarmnode.weights import local
+
+SEEK_SECONDS = 30.0
+"""For another crew to be found and to have sent its state; how long a transfer may take is the network process's business."""
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A state of another crew, by names in the whole model."""
+
+    phi: dict[str, torch.Tensor]
+    outer: dict[str, torch.Tensor]
+    """`phi.<name>` and `delta.<name>`, for `StageAveraging.begin`."""
 
 
 class StageAveraging(Observer):
@@ -36,7 +53,12 @@ class StageAveraging(Observer):
     ) -> None:  # fmt: skip
         self._counters = Counters()
         self._connected = connected
+        self._send = send
         self._since = time.monotonic()
+        self._marker = config.node.data_dir / "trainer" / "stage" / "averaged"
+        self._whose = f"{stage.crew.hex()} {stage.index}"
+        self._marked = False
+        self._seeking: queue.SimpleQueue[local.AdoptState] | None = None
         tensors = averaged(stage)
         policy: Any = SimpleNamespace(model=SimpleNamespace(named_parameters=lambda: iter(tensors.items())))
         self._replica = Replica(
@@ -44,22 +66,69 @@ class StageAveraging(Observer):
             lock=stage.lock, send=send, adapter=adapter_shape(config),
         )  # fmt: skip
 
-    def begin(self) -> None:
-        """The stage has its weights: slow weights are theirs, without momentum."""
-        self._replica.restore({})
+    def begin(self, outer: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
+        """The stage has its weights. outer: φ and δ, where they came with them; else slow weights are theirs, without momentum."""
+        self._seeking = None
+        self._replica.restore(outer)
 
     def committed(self, member: Member) -> None:
         now = time.monotonic()
         seconds, self._since = now - self._since, now
         self._counters.step = member.participant.step
         self._replica.between_steps(self._connected(), seconds, stepped=True)
+        if self._counters.exchanges_total and not self._marked:
+            self._mark()
 
     def receive(self, message: local.ToTrainer) -> None:
         """From the link's thread."""
-        self._replica.receive(message)
+        seeking = self._seeking
+        if isinstance(message, local.AdoptState):
+            if seeking is not None:
+                seeking.put(message)
+            elif message.peer:  # one stage with another crew's weights, and the others with ours, would be no policy at all
+                self._send(local.Adopted(message.peer, "local", list(self._counters.outer_clocks)))
+        elif seeking is None:
+            self._replica.receive(message)
 
     def facts(self) -> local.ReplicaFacts:
-        return self._replica.facts(False)
+        """While a state is sought, as one that has none."""
+        return self._replica.facts(self._seeking is not None)
+
+    # ---- R1: the state of the same stage in another crew ------------------------------------------------------------------
+
+    def met(self) -> bool:
+        """Whether this stage has been averaged with another crew's, by this node: then there is, or was, somebody to ask."""
+        try:
+            return self._marker.read_text() == self._whose
+        except OSError:
+            return False
+
+    def seek(self) -> None:
+        """From now on it is φ and δ of somebody else that are waited for; say so to the network process."""
+        self._seeking = queue.SimpleQueue()
+
+    async def fetch(self) -> Fetched:
+        """What was found. Raises PeerError when that is nothing, in time or at all."""
+        assert self._seeking is not None
+        seeking = self._seeking
+        try:
+            message = await trio.to_thread.run_sync(lambda: seeking.get(timeout=SEEK_SECONDS))
+        except queue.Empty:
+            raise PeerError("no other crew answers") from None
+        if not message.peer:
+            raise PeerError("no other crew has this stage")
+        tensors, outcome = await trio.to_thread.run_sync(self._replica.read_state, message)
+        self._send(local.Adopted(message.peer, outcome or "adopted", [message.outer_step] * len(self._counters.outer_clocks)))
+        if outcome:
+            raise PeerError(f"the state of {message.peer}: {outcome}")
+        self._counters.outer_clocks = [message.outer_step] * len(self._counters.outer_clocks)
+        return Fetched({n.removeprefix("phi."): t for n, t in tensors.items() if n.startswith("phi.")}, tensors)
+
+    def _mark(self) -> None:
+        self._marked = True
+        with contextlib.suppress(OSError):  # without it, one rung less is tried
+            self._marker.parent.mkdir(parents=True, exist_ok=True)
+            self._marker.write_text(self._whose)
 
     def report(self) -> WeightsReport:
         return self._replica.report()

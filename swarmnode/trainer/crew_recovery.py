@@ -7,10 +7,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from typing import Any
 
 import structlog
+import torch
 import trio
 
 from swarmnode.config import Config
@@ -21,11 +23,12 @@ from swarmnode.stages.local import Assigned
 from swarmnode.stages.recovery import restore as recovery
 from swarmnode.stages.recovery.journal import Journal
 from swarmnode.stages.recovery.ladder import RecoverySettings, Run
-from swarmnode.stages.recovery.restore import Base, base_adapter, base_stage
+from swarmnode.stages.recovery.restore import Base, Replica, base_adapter, base_stage
 from swarmnode.stages.recovery.shadows import Shadowing, ShadowStore, ring
-from swarmnode.stages.recovery.state import stage_layouts, take
+from swarmnode.stages.recovery.state import host_copy, stage_layouts, take, trained
 from swarmnode.stages.recovery.transfer import StatePeer
 from swarmnode.stages.spec import stage_specs
+from swarmnode.trainer.crew_average import StageAveraging
 from swarmnode.trainer.crew_model import CrewModel
 from swarmnode.trainer.crew_seat import Tell
 from swarmnode.trainer.crew_stage import CrewHead, CrewMember, Stage
@@ -36,9 +39,16 @@ log = structlog.get_logger("swarmnode.crew")
 
 
 class StageRecovery:
-    """`crew_seat.Recovery` of this node."""
+    """`crew_seat.Recovery` of this node. averaging: of the stage that is being restored; asked: it seeks now, tell the network process."""
 
-    def __init__(self, config: Config, model: CrewModel) -> None:
+    def __init__(
+        self, config: Config, model: CrewModel, averaging: Callable[[], StageAveraging | None] = lambda: None,
+        asked: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self._averaging = averaging
+        self._asked = asked
+        self.outer: Mapping[str, torch.Tensor] = {}
+        """φ and δ that came with the weights (R1); empty where none did."""
         self._config = config
         self._model = model
         self._directory = config.node.data_dir / "trainer"
@@ -66,6 +76,7 @@ class StageRecovery:
         return self._journal.step
 
     def built(self, stage: Stage) -> None:
+        self.outer = {}
         spec = stage.runtime.spec
         adapter = self._config.policy.lora.r > 0
         self._base = base_adapter(stage.runtime) if adapter else base_stage(self._model.directory, spec, self._model.text.fingerprint)
@@ -93,14 +104,27 @@ class StageRecovery:
 
     async def restore(self, stage: Stage, step: int, tell: Tell) -> tuple[str, float | None]:
         assert self._peer is not None
+        averaging = self._averaging()
+        met = averaging is not None and averaging.met()
         restored = await recovery.restore(
             self._peer, step=step, run=self._run, journal=self._journal, base=self._base,
+            replica=partial(self._replica, stage, averaging) if averaging is not None and met else None,
             tell=lambda phase, rung: tell(phase, f"R{int(rung)}"),
         )  # fmt: skip
         restored.install(stage.member)
+        self.outer = restored.outer
         for rung, why in restored.tried:
             log.info("rung not taken", rung=f"R{int(rung)}", reason=why)
         return f"R{int(restored.rung)}", restored.verdict.kl if restored.verdict is not None else None
+
+    async def _replica(self, stage: Stage, averaging: StageAveraging) -> Replica:
+        """R1. Raises PeerError."""
+        averaging.seek()
+        self._asked()
+        found = await averaging.fetch()
+        spec, weights = stage.runtime.spec, {n: host_copy(t) for n, t in trained(stage.runtime).items()}  # what is not averaged stays
+        weights |= {name: tensor for whole, tensor in found.phi.items() if (name := spec.local(whole)) is not None}
+        return Replica(weights, outer=found.outer)
 
     def attach(self, assigned: Assigned, member: CrewMember | CrewHead) -> None:
         assert self._peer is not None

@@ -288,17 +288,20 @@ class Replica:
         entries = [TensorHash(s.name, hashes[f"phi.{s.name}"], hashes[f"delta.{s.name}"]) for s in self._layout]
         self._send(local.StateWritten(path, clock, entries))
 
-    def _read_state(self, message: local.AdoptState) -> None:
-        outcome, tensors = "", {}
+    def read_state(self, message: local.AdoptState) -> tuple[Tensors, str]:
+        """φ and δ of somebody else, and of `outcomes.ADOPTIONS` why they are none; empty where they are."""
         try:
             tensors = codecs.decode(_mapped(Path(message.path)), local.state_layout(self._layout), "float32")
-            said = {f"phi.{t.name}": t.phi for t in message.tensors} | {f"delta.{t.name}": t.delta for t in message.tensors}
-            if any(hashlib.sha256(codecs.to_bytes(tensor, "<f4")).digest() != said.get(name) for name, tensor in tensors.items()):
-                outcome = "hash"
         except BadMessage:
-            outcome = "payload"
+            return {}, "payload"
         except (OSError, ValueError):
-            outcome = "local"
+            return {}, "local"
+        said = {f"phi.{t.name}": t.phi for t in message.tensors} | {f"delta.{t.name}": t.delta for t in message.tensors}
+        honest = all(hashlib.sha256(codecs.to_bytes(tensor, "<f4")).digest() == said.get(name) for name, tensor in tensors.items())
+        return (tensors, "") if honest else ({}, "hash")
+
+    def _read_state(self, message: local.AdoptState) -> None:
+        tensors, outcome = self.read_state(message)
         self._arrived.append(lambda: self._adopt(message, tensors, outcome))
 
     # ---- main thread, between two steps ----------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import torch
 import trio
 
 from swarmnode.config import Config
+from swarmnode.errors import PeerError
 from swarmnode.p2p import identity
 from swarmnode.stages.local import Assigned
 from swarmnode.testing.deep_model import write_deep_model
@@ -77,7 +78,9 @@ def quick(monkeypatch):
     monkeypatch.setattr(exchange_module, "GREET_SECONDS", 0.05)
 
 
-async def test_a_stage_is_averaged_with_the_same_layers_of_another_crew_and_with_nothing_else(tmp_path):
+@contextlib.asynccontextmanager
+async def stages(tmp_path, seats):
+    """A holder for each (crew, stage), hosts connected and weight planes running; nobody is connected to its own plane yet."""
     path = write_deep_model(tmp_path / "model", layers=4)
     weights = {"rule": "gossip", "codec": "float32", "fragments": 1, "sync_every": 4}
 
@@ -85,36 +88,79 @@ async def test_a_stage_is_averaged_with_the_same_layers_of_another_crew_and_with
         policy = {"model": str(path), "device": "cpu"}
         return Config.model_validate({"node": {"data_dir": directory}, "policy": policy, "weights": weights, "stages": {"mode": "always"}})
 
-    async with hosts(tmp_path, 3, swarm=SWARM) as networks, contextlib.AsyncExitStack() as stack:
+    async with hosts(tmp_path, len(seats), swarm=SWARM) as networks, contextlib.AsyncExitStack() as stack, trio.open_nursery() as nursery:
         holders = []
-        for number, (network, (crew, index)) in enumerate(zip(networks, [(1, 1), (2, 1), (1, 0)], strict=True)):
-            await network.wait_connected(2)
+        for number, (network, (crew, index)) in enumerate(zip(networks, seats, strict=True)):
+            await network.wait_connected(len(seats) - 1)
             directory = tmp_path / str(number)
             model = stack.enter_context(open_model(config(directory)))
             holders.append(Holder(network, directory, config(directory), model, crew, index, number))
             stack.callback(holders[-1].averaging.close)
+            await nursery.start(holders[-1].exchange.run)
+        yield holders
+        nursery.cancel_scope.cancel()
+
+
+async def meet(first, second):
+    """An outer step is due at every fourth, and committed between two. How far they were apart before."""
+    for _ in range(2):
+        first.step()
+        second.step()
+    before = distance(first, second)
+    for _ in range(200):
+        if first.averaging.report().exchanges_total and second.averaging.report().exchanges_total:
+            break
+        first.step(0.0)
+        second.step(0.0)
+        await trio.sleep(0.05)
+    assert first.averaging.report().exchanges_total == second.averaging.report().exchanges_total == 1
+    first.step(0.0)
+    second.step(0.0)
+    return before
+
+
+async def test_a_stage_is_averaged_with_the_same_layers_of_another_crew_and_with_nothing_else(tmp_path):
+    async with stages(tmp_path, [(1, 1), (2, 1), (1, 0)]) as holders:
         first, second, head = holders
         # the tied embedding is at both ends of a crew: averaged at one of them with somebody, it would be two
         assert not any("embed_tokens" in name or "lm_head" in name for holder in holders for name in holder.weights())
         assert set(first.weights()) == set(second.weights())
         assert not set(first.weights()) & set(head.weights())
-        async with trio.open_nursery() as nursery:
-            for holder in holders:
-                await nursery.start(holder.exchange.run)
-                holder.connect()
-            await until(lambda: first.candidates() == second.candidates() == 1)
-            assert head.candidates() == 0
-            for _ in range(2):
-                first.step()
-                second.step()
-            before, others = distance(first, second), head.weights()
-            for _ in range(200):  # until the pair has met: an outer step is due at every fourth, and committed between two
-                if first.averaging.report().exchanges_total and second.averaging.report().exchanges_total:
-                    break
-                first.step(0.0)
-                second.step(0.0)
-                await trio.sleep(0.05)
-            assert first.averaging.report().exchanges_total == second.averaging.report().exchanges_total == 1
-            assert distance(first, second) < 0.1 * before
-            assert all(torch.equal(t, others[n]) for n, t in head.weights().items())
-            nursery.cancel_scope.cancel()
+        for holder in holders:
+            holder.connect()
+        await until(lambda: first.candidates() == second.candidates() == 1)
+        assert head.candidates() == 0
+        before, others = await meet(first, second), head.weights()
+        assert distance(first, second) < 0.1 * before
+        assert all(torch.equal(t, others[n]) for n, t in head.weights().items())
+
+
+async def test_a_stage_that_is_lost_gets_its_state_from_other_crews(tmp_path):
+    async with stages(tmp_path, [(1, 1), (2, 1), (3, 1)]) as holders:
+        first, second, lost = holders
+        first.connect()
+        second.connect()
+        await until(lambda: first.candidates() == second.candidates() == 1)
+        await meet(first, second)
+        assert first.averaging.met()
+        assert not lost.averaging.met()
+        lost.averaging.seek()
+        lost.exchange.set_policy(lost.averaging.facts(), lost.model.text.fingerprint, lost.model.text.tokenizer_hash)
+        with trio.fail_after(30):
+            found = await lost.averaging.fetch()
+        sources = [holder.averaging._replica._outer.phi for holder in (first, second)]
+        assert any(all(torch.equal(found.phi[n], phi[n]) for n in phi) for phi in sources)
+        assert {f"phi.{n}" for n in found.phi} | {f"delta.{n}" for n in found.phi} == set(found.outer)
+        lost.averaging.begin(found.outer)
+        assert lost.averaging.facts().clocks == first.averaging.facts().clocks
+        assert not lost.averaging.facts().fresh
+
+
+async def test_without_another_crew_a_lost_stage_is_told_so(tmp_path):
+    async with stages(tmp_path, [(1, 1), (1, 0)]) as holders:
+        lost, other = holders
+        other.connect()
+        lost.averaging.seek()
+        lost.exchange.set_policy(lost.averaging.facts(), lost.model.text.fingerprint, lost.model.text.tokenizer_hash)
+        with trio.fail_after(20), pytest.raises(PeerError, match="no other crew"):
+            await lost.averaging.fetch()
