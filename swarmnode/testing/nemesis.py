@@ -71,8 +71,7 @@ class World:
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
         rng = self.rng
-        self.stages = rng.choice((1, 2, 2, 3, 3, 3, 3, 4, 4))
-        self.spares = rng.choice((0, 0, 1, 1, 2))
+        self.stages, self.spares = self.draw_sizes()
         self.loss = rng.choice((0.0, 0.0, 0.02, 0.1, 0.3))
         self.copies = rng.choice((0.0, 0.0, 0.1))
         self.delay = rng.choice((0.02, 0.05, 0.3))
@@ -93,6 +92,10 @@ class World:
             rate = rng.choice((1.0, 1.0, 0.98, 1.03))
             self._add(f"n{number}", rate, 0.0 if number < self.stages or rng.random() < 0.5 else rng.uniform(5, 25))
 
+    def draw_sizes(self) -> tuple[int, int]:
+        """Stages of the crew, and nodes more than that."""
+        return self.rng.choice((1, 2, 2, 3, 3, 3, 3, 4, 4)), self.rng.choice((0, 0, 1, 1, 2))
+
     # ---- time -----------------------------------------------------------------------------------------------------------------
 
     def at(self, when: float, function: Callable[..., None], *args: Any) -> None:
@@ -102,11 +105,14 @@ class World:
     def after(self, seconds: float, function: Callable[..., None], *args: Any) -> None:
         self.at(self.now + seconds, function, *args)
 
+    def next_event(self) -> tuple[float, int, Callable[..., None], tuple[Any, ...]]:
+        return heapq.heappop(self._queue)
+
     def run(self) -> History:
         self._plan_faults()
         step, ended = -1, False
         while self._queue:
-            when, _, function, args = heapq.heappop(self._queue)
+            when, _, function, args = self.next_event()
             if when > self.quiet_from and int(when) != step:
                 step = int(when)
                 if self._quiet():

@@ -157,7 +157,8 @@ def test_refusals():
         {"epoch": 3}, {"previous": bytes(32)}, {"model": b"x" * 32}, {"layers": (1, 1, 1, 2)}, {"lease_seconds": 31}, {"nonce": b"x" * 8},
         {"voters": ()}, {"crew": bytes(32)},
         {"seats": tuple(m.Seat(n, voter(n).incarnation, 3) for n in NAMES)},  # an epoch skipped
-        {"seats": (m.Seat("x", voter("x").incarnation, 1), *(m.Seat(n, voter(n).incarnation, 1) for n in "bcd"))},  # a new holder, the old epoch
+        # a new holder, the old epoch
+        {"seats": (m.Seat("x", voter("x").incarnation, 1), *(m.Seat(n, voter(n).incarnation, 1) for n in "bcd"))},
     ],
 )  # fmt: skip
 def test_what_is_no_lawful_successor(changes):
