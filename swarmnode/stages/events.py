@@ -49,7 +49,7 @@ class Settings(msgspec.Struct, frozen=True):
     """Who is not heard by a majority for half of it stops by itself."""
     sigma_floor_seconds: float = 1.0
     phi: float = 8.0
-    gone_seconds: float = 4.0
+    gone_seconds: float = 3.0
     """A member without a connection is replaced after so long where a spare is there."""
     evict_seconds: float = 13.0
     """Any other silent member loses its seat after so long."""
