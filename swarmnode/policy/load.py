@@ -174,6 +174,18 @@ def local_directory(cfg: PolicyConfig, fits: bool = True) -> Iterator[Path]:
     yield directory
 
 
+@contextlib.contextmanager
+def config_directory(cfg: PolicyConfig) -> Iterator[Path]:
+    """Where the model's config.json is; of a Hub model nothing else is fetched. Raises Unavailable."""
+    if cfg.model != "embedded" and not Path(cfg.model).expanduser().is_dir() and not cfg.model.startswith((".", "/", "~")):
+        from huggingface_hub import hf_hub_download
+
+        yield Path(offline(cfg, lambda: hf_hub_download(cfg.model, "config.json", revision=cfg.revision))).parent
+        return
+    with local_directory(cfg) as directory:
+        yield directory
+
+
 def download(cfg: PolicyConfig, fits: bool = True) -> Path:
     """The snapshot of a Hub model, config first: whether the model fits is known before its weights are fetched."""
     from huggingface_hub import hf_hub_download, snapshot_download

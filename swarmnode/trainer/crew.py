@@ -16,7 +16,7 @@ import structlog
 
 from swarmnode.config import Config
 from swarmnode.policy.device import probe
-from swarmnode.policy.load import local_directory
+from swarmnode.policy.load import config_directory
 from swarmnode.process import Progress
 from swarmnode.stages import local as stages
 from swarmnode.stages.local import Assigned
@@ -43,7 +43,7 @@ def make_trainer(config: Config, progress: Progress) -> Trainer | CrewTrainer:
     """Whole where the policy fits, or is to be; else in a crew. Reads no weights. Raises LocalError, ConfigError."""
     if config.stages.mode == "off":
         return Trainer(config, progress)
-    with local_directory(config.policy, fits=False) as directory:
+    with config_directory(config.policy) as directory:
         whole = fits_whole(config, directory, probe(config.policy))
     return Trainer(config, progress) if whole else CrewTrainer(config, progress)
 
