@@ -21,12 +21,12 @@ pytestmark = [pytest.mark.swarm, pytest.mark.slow]
 
 
 class Crew:
-    """Nodes, each in a scope of its own, so that one can be ended alone. The first host is everybody's bootstrap peer and no node."""
+    """Nodes, each in a task of its own, so that one can be ended alone. The first host is everybody's bootstrap peer and no node."""
 
     def __init__(self, directory, nursery, **options):
         self.directory, self.nursery, self.options = directory, nursery, options
         self.nodes = {}
-        self.scopes = {}
+        self.ends = {}
         self.stopped = {}
         self.known = []
 
@@ -36,19 +36,18 @@ class Crew:
 
     async def _run(self, name, options, task_status=trio.TASK_STATUS_IGNORED):
         directory = self.directory / name
-        self.stopped[name] = trio.Event()
-        with trio.CancelScope() as self.scopes[name]:
-            async with host(directory, initial_peers=self.known, target_peers=8) as network:
-                key = identity.load_or_create(directory / "identity.key").private_key
-                async with crew_node(network, key, directory, **options) as node:
-                    self.nodes[name] = node
-                    task_status.started()
-                    await trio.sleep_forever()
+        self.ends[name], self.stopped[name] = trio.Event(), trio.Event()
+        async with host(directory, initial_peers=self.known, target_peers=8) as network:
+            key = identity.load_or_create(directory / "identity.key").private_key
+            async with crew_node(network, key, directory, **options) as node:
+                self.nodes[name] = node
+                task_status.started()
+                await self.ends[name].wait()
         self.stopped[name].set()
 
     async def kill(self, *names):
         for name in names:
-            self.scopes[name].cancel()
+            self.ends[name].set()
             del self.nodes[name]
         for name in names:
             await self.stopped[name].wait()
@@ -86,8 +85,7 @@ async def crew(directory, names="abc", **options):
             with trio.fail_after(20):
                 await node.network.wait_connected(len(names))
         yield made, bootstrap
-        for scope in made.scopes.values():
-            scope.cancel()
+        await made.kill(*list(made.nodes))
 
 
 def notes(node):
@@ -186,7 +184,7 @@ async def test_a_crew_that_finds_nobody_for_a_stage_ends_and_says_why(tmp_path):
         for node in made.nodes.values():
             assert node.trainer.assigned is None
             await until(lambda node=node: node.plane.statistics().pipes.open == {"frames": 0, "state": 0})
-            assert not node.network._host.get_network().tag_store.get_protected_peers()
+            await until(lambda node=node: not node.network._host.get_network().tag_store.get_protected_peers())
 
 
 async def test_who_is_left_alone_waits_for_nobody_for_ever(tmp_path):
