@@ -125,3 +125,15 @@ def test_quiet_hours_that_are_none_are_a_configuration_error(text):
 
     with pytest.raises(ConfigError, match="quiet_hours"):
         settings.load(None, {}, [f'node.quiet_hours="{text}"'])
+
+
+def test_who_only_waits_is_not_counted_as_refused():
+    b = budget(upload_bytes_per_second=1000)
+    assert b.has_room("serve", NOON)
+    b.observe(10**7, 0, NOON)
+    assert not b.has_room("serve", NOON)
+    assert b.has_room("fetch", NOON)
+    assert sum(b.statistics(NOON).refused.values()) == 0
+    assert not b.allows("serve", NOON)
+    assert b.statistics(NOON).refused["serve"] == 1
+    assert not budget(quiet="11:00-13:00").has_room("fetch", NOON)

@@ -316,3 +316,36 @@ def test_any_order_of_events_keeps_the_table_sound(seed):
         assert statistics.known <= peers.MAX_PEERS
         assert statistics.known == sum(statistics.known_by_source.values())
         assert t.next_due(now) >= 0.0
+
+
+def test_whom_somebody_depends_on_is_dialled_first_whatever_the_target_and_for_ever():
+    t = table(target=1)
+    for index, name in enumerate(("friend", "member", "other")):
+        t.add(name, address(index), "exchange", 0.0)
+    connect(t, "friend", 0.0)
+    assert names(t.to_dial(10.0)) == []
+    t.hold(["member", "nobody we know"], 10.0)
+    assert names(t.to_dial(10.0)) == ["member"]
+    now, waits = 10.0, []
+    for _ in range(50):
+        t.failed("member", now)
+        waits.append(t.next_due(now))
+        now += waits[-1]
+        assert names(t.to_dial(now)) == ["member"]
+    assert max(waits) <= peers.HELD_BACKOFF
+    t.failed("member", now)
+    t.hold([], now)
+    assert names(t.to_dial(now + 1000.0)) == []
+    assert t.next_due(now) == math.inf
+
+
+def test_a_table_that_is_full_forgets_others_before_whom_somebody_depends_on(monkeypatch):
+    monkeypatch.setattr(peers, "MAX_PEERS", 3)
+    t = table()
+    for index in range(3):
+        t.add(f"p{index}", address(index), "exchange", 0.0)
+    t.hold(["p0", "p1"], 0.0)
+    assert t.add("new", address(9), "exchange", 1.0)
+    assert t.get("p0") is not None
+    assert t.get("p1") is not None
+    assert t.get("p2") is None

@@ -193,6 +193,31 @@ async def test_requests_to_one_peer_wait_their_turn(tmp_path):
         assert client.requests.statistics().requests[ECHO] == {"ok": 30}
 
 
+async def test_what_is_urgent_waits_for_nobody_s_turn(tmp_path):
+    go = trio.Event()
+
+    async def slow(peer: str, data: bytes) -> bytes:
+        await go.wait()
+        return data
+
+    async with hosts(tmp_path, 2) as (server, client):
+        server.requests.serve("/test/slow/1", slow, **LIMITS, concurrent=1000, per_peer=1000)
+        server.requests.serve(ECHO, echo, **LIMITS)
+        options = {"deadline": 20.0, "max_response_bytes": 9}
+
+        async def fetch():
+            await client.requests.request(server.peer_id, "/test/slow/1", b"x", **options)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(2 * requests.OUTBOUND_PER_PEER):
+                nursery.start_soon(fetch)
+            await until(lambda: client.requests.statistics().in_flight == requests.OUTBOUND_PER_PEER)
+            with pytest.raises(PeerTimeout):
+                await ask(client, server, deadline=0.5)
+            assert await client.requests.request(server.peer_id, ECHO, b"x", **options, urgent=True) == b"x"
+            go.set()
+
+
 async def test_what_a_peer_does_not_speak_and_a_peer_that_is_not_there_are_peer_errors(tmp_path):
     async with hosts(tmp_path, 2) as (server, client):
         with pytest.raises(PeerError):
