@@ -78,13 +78,14 @@ def test_a_member_goes_on_from_its_journal_bit_by_bit(models, tmp_path):
 def test_only_the_newest_is_kept_and_a_busy_disk_costs_steps_and_no_time(models, tmp_path, monkeypatch):
     import threading
 
-    member, go = member_of(models), threading.Event()
+    member, begun, go = member_of(models), threading.Event(), threading.Event()
     save = disk.save
-    monkeypatch.setattr(disk, "save", lambda *args: (go.wait(10), save(*args)))
+    monkeypatch.setattr(disk, "save", lambda *args: (begun.set(), go.wait(10), save(*args)))
     journal = Journal(tmp_path, CREW, member.runtime.spec)
     for _ in range(3):
         train(member)
         journal.note(member)  # returns at once; the second and third find the disk busy
+        begun.wait(10)
     assert journal.statistics().skipped == 2
     go.set()
     journal.flush()

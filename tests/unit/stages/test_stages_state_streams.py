@@ -183,6 +183,18 @@ async def test_chunks_out_of_place_end_a_transfer(wire):
     assert wire.refused() == {"size": 1}
     await wire.send(0, (m.Chunk(wire.place(0), 1, False, 0, 8), b"x" * 8))  # of nothing that is expected
     assert wire.refused() == {"size": 1}
+    await wire.send(0, m.Have(wire.place(0), 2, False, "shadow", 9, len(body), m.root_of(body)))
+    await wire.send(0, (m.Chunk(wire.place(0), 2, False, 5, len(body) - 5), body[5:]))
+    assert wire.refused() == {"size": 2}
+
+
+async def test_shadows_are_kept_for_ring_neighbours_only(wire):
+    size = m.state_bytes(wire.layouts[0], "exact")
+    have = m.Have(wire.place(0), 1, False, "shadow", 9, size, b"x" * 32)
+    assert wire.peer.expected(0, have) == size
+    wire.peer.spec = replace(wire.peer.spec, index=3, stages=5)
+    with pytest.raises(BadMessage, match="bounds"):
+        wire.peer.expected(0, have)
 
 
 async def test_messages_of_the_past_and_of_strangers_do_nothing(wire):
