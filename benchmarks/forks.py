@@ -77,8 +77,9 @@ def grow(staged: Staged, corpus: Corpus, seed: int, first: int, steps: int, base
         if base is None and i + 1 == steps // 2:
             base = everything()
     assert base is not None
-    probes = [corpus.batch(seed, first + i) for i in range(max(0, steps - SETTINGS.probes), steps)]
-    pairs = ways.seen_by_neighbours(staged, probes) if not hasattr(staged.model, "peft_config") else []
+    remembered = [corpus.batch(seed, first + i) for i in range(max(0, steps - SETTINGS.memory), steps)]
+    older, probes = remembered[: -SETTINGS.probes], remembered[-SETTINGS.probes :]
+    pairs = ways.seen_by_neighbours(staged, older) if not hasattr(staged.model, "peft_config") else []
     return Trunk(staged, staged.checkpoint(), History(everything(), shadows, base, probes, pairs))
 
 

@@ -36,9 +36,9 @@ class History:
     base: list[StageCopy]
     """Every stage of what was published last."""
     probes: list[torch.Tensor]
-    """The last micro-batches, newest last, (BATCH, WINDOW + 1) each."""
+    """The last micro-batches, newest last, (BATCH, WINDOW + 1) each: by them the gate judges."""
     pairs: list[list[Pair]]
-    """Stage → what came to it and what it made of it, for each probe: its neighbours have that."""
+    """Stage → what came to it and what it made of it in the micro-batches before the probes: its neighbours have that."""
 
 
 @dataclass(frozen=True)
@@ -133,10 +133,10 @@ def zeroed(staged: Staged, stage: int, lost: tuple[int, ...], rng: torch.Generat
 
 
 @torch.no_grad()
-def seen_by_neighbours(staged: Staged, probes: list[torch.Tensor]) -> list[list[Pair]]:
+def seen_by_neighbours(staged: Staged, batches: list[torch.Tensor]) -> list[list[Pair]]:
     """Stage → pairs of the policy as it is now. Each window is a prompt of one character and a completion of the rest."""
     found: list[list[Pair]] = [[] for _ in range(STAGES)]
-    for tokens in probes:
+    for tokens in batches:
         rows, ones = len(tokens), torch.ones(len(tokens), WINDOW, dtype=torch.bool)
         batch = Batch(tokens[:, :1], ones[:, :1].long(), torch.arange(rows), tokens[:, 1:], ones)
         out = staged.model(input_ids=tokens[:, :-1], use_cache=False, output_hidden_states=True)
