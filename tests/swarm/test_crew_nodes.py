@@ -47,14 +47,19 @@ def snapshot(node):
         return None
 
 
-def trainer_of(node):
+def child(node, module):
     family = psutil.Process(node._process.pid).children()
-    return next((p for p in family if "swarmnode.trainer" in p.cmdline()), None)
+    return next((p for p in family if module in p.cmdline()), None)
+
+
+def trainer_of(node):
+    return child(node, "swarmnode.trainer")
 
 
 class Crew:
     def __init__(self, directory):
-        model = write_deep_model(directory / "model", layers=8)
+        self.directory = directory
+        self.model = model = write_deep_model(directory / "model", layers=8)
         self.nodes = [DemoNode(f"node{i}", directory / f"node{i}", settings(model, i)) for i in range(NODES)]
         self.nodes[0].start([])
         self.address = self.nodes[0].wait_for_address(time.monotonic() + PATIENCE)
@@ -129,9 +134,37 @@ def test_kill_minus_nine_of_trainers_costs_no_committed_step(crew, stages):
         assert after[stage][0] is before[stage][0]
 
 
+def test_kill_minus_nine_of_a_network_process_costs_no_committed_step(crew):
+    trainers = {}
+
+    def kill(nodes):
+        trainers.update({stage: trainer_of(node).pid for stage, node in nodes.items()})
+        child(nodes[1], "swarmnode.node").send_signal(signal.SIGKILL)
+
+    _, after = lose(crew, kill)
+    assert {stage: trainer_of(node).pid for stage, (node, _) in after.items()} == trainers, "nobody's trainer had to be started again"
+
+
 def test_kill_minus_nine_of_a_whole_node_costs_no_committed_step(crew):
     def kill(nodes):
         nodes[2].kill()
         nodes[2].start(crew.address)
 
     lose(crew, kill)
+
+
+def test_a_spare_takes_the_seat_of_a_node_that_does_not_come_back(crew):
+    spare = DemoNode("spare", crew.directory / "spare", settings(crew.model, NODES))
+    crew.nodes.append(spare)
+    spare.start(crew.address)
+    spare.wait_for_address(time.monotonic() + PATIENCE)
+    until(lambda: (s := snapshot(crew.seen()[0][0])) and s["stages"]["offers"], crew.story)
+
+    def kill(nodes):
+        nodes[1].kill()
+        crew.nodes.remove(nodes[1])
+
+    _, after = lose(crew, kill)
+    node, view = after[1]
+    assert node is spare
+    assert view["rung"] in ("R2", "R3"), crew.story()
