@@ -15,8 +15,6 @@ A suspicion only pauses. Everything that is waited for has a bound, and a crew t
 
 from __future__ import annotations
 
-import random
-from collections import Counter, deque
 from typing import Final
 
 import msgspec
@@ -24,108 +22,17 @@ import msgspec
 from swarmnode.errors import BadMessage
 from swarmnode.stages import events as ev
 from swarmnode.stages import local, messages
-from swarmnode.stages.detector import Detector
-from swarmnode.stages.events import ControlStatistics, CrewState, Settings
-from swarmnode.stages.forming import Forming
-from swarmnode.stages.holding import Holding
 from swarmnode.stages.messages import Adopt, Certificate, Leave, Offer, Record, Refuse, Status, Voter, crew_id, voters_of
-from swarmnode.stages.roster import Acceptor, Lease, Sign, Verify, remembered_incarnation
-from swarmnode.stages.succession import Proposing, Wish
+from swarmnode.stages.standing import Standing
+from swarmnode.stages.succession import Wish
 from swarmnode.stages.view import View
 
-ENDED: Final = 32
-"""Crews that this node has left, so that late messages of theirs bring nobody back."""
-SENT: Final = 64
-"""Heartbeats whose answers may still come."""
 LAST_WORD_SECONDS: Final = 10.0
 """For those who stay to agree on an end; after that a member that has to go goes alone."""
 
 
-class CrewControl:
+class CrewControl(Standing):
     """See `events` for what goes in and what comes out."""
-
-    def __init__(self, me: str, sign: Sign, verify: Verify, settings: Settings, rng: random.Random, memory: bytes = b"") -> None:
-        self.me, self.settings = me, settings
-        self._verify, self._rng = verify, rng
-        known = remembered_incarnation(memory)
-        self.acceptor = Acceptor(Voter(me, known or rng.randbytes(messages.INCARNATION_BYTES)), sign, verify)
-        if known:
-            self.acceptor.remember(memory)
-        self._detector = Detector(settings.heartbeat_seconds, settings.tick_seconds, settings.phi, settings.sigma_floor_seconds)
-        self._lease = Lease(settings.lease_seconds)
-        self._forming = Forming(me, settings, rng)
-        self._proposing = Proposing(self.acceptor, settings, rng)
-        self._notes = Counter(dict.fromkeys(ev.NOTES, 0))
-        # this event
-        self._now = 0.0
-        self._started = False
-        self._out: list[ev.Action] = []
-        self._changed = False
-        """Whether an event may have consequences beyond its own answer; most heartbeats have none."""
-        self._announce = False
-        """Whether the others are to hear our status now."""
-        # the neighbourhood
-        self._connected: dict[str, None] = {}
-        self._gone: dict[str, float] = {}
-        self._offered = -1e9
-        self._ended: deque[bytes] = deque(maxlen=ENDED)
-        # the own trainer and crew
-        self._own = Holding(settings.slow_steps)
-        self._draining: tuple[str, float] | None = None
-        self._view: View | None = None
-        self._sequence = 0
-        self._sent: dict[int, float] = {}
-        self._beat = -1e9
-        self._running = self._ever_ran = self._fenced = False
-        self._standing: float | None = None
-        self._recovery_seconds: float | None = None
-        self._heard_crew = 0.0
-
-    # ---- what others may read -----------------------------------------------------------------------------------------------
-
-    @property
-    def roster(self) -> Record | None:
-        return self.acceptor.record
-
-    @property
-    def stage(self) -> int | None:
-        """That we hold by the present record."""
-        return None if self._view is None else self._view.stage
-
-    @property
-    def running(self) -> bool:
-        """Whether steps are to be taken, as far as this node knows."""
-        return self._running
-
-    @property
-    def may_average(self) -> bool:
-        """Whether the own stage may be averaged with other crews' and rollouts be published: never in PROBATION, fenced, or in doubt."""
-        return self._running and not self._fenced and self._own.status.phase == "active"
-
-    @property
-    def state(self) -> CrewState:
-        if self._view is None:
-            return "none"
-        if self._running:
-            return "running"
-        if not self._ever_ran and self._view.record.epoch == 1:
-            return "forming"
-        return "paused" if self._view.ran else "recovering"
-
-    def statistics(self) -> ControlStatistics:
-        view = self._view
-        return ControlStatistics(
-            state=self.state,
-            crew="" if view is None else view.crew.hex(),
-            roster_epoch=0 if view is None else view.record.epoch,
-            stage=self.stage,
-            slots=() if view is None else view.slots(self._detector),
-            fenced=self._fenced,
-            offers=len(self._forming.offers(self._now)),
-            notes=dict(self._notes),
-            standing_seconds=self._stood(),
-            recovery_seconds=self._recovery_seconds,
-        )
 
     # ---- events -------------------------------------------------------------------------------------------------------------
 
@@ -170,20 +77,6 @@ class CrewControl:
         if self.roster is not None:  # from memory
             self._begin_roster()
 
-    def _do(self, action: ev.Action) -> None:
-        self._out.append(action)
-
-    def _note(self, what: str, detail: str = "") -> None:
-        self._notes[what] += 1
-        self._do(ev.Note(what, detail))
-
-    def _persist(self) -> None:
-        self._do(ev.Persist(self.acceptor.memory()))
-
-    def _tell(self, message: local.ToTrainer) -> None:
-        if self._own.trainer is not None:
-            self._do(ev.TellTrainer(message))
-
     def _tick(self) -> None:
         self._detector.tick(self._now)
         settings, slack = self.settings, 0.25 * self.settings.tick_seconds
@@ -216,15 +109,6 @@ class CrewControl:
             if self._running:
                 self._own.progress.report(said.step, said.progress, said.load, self._now)
 
-    def _set_status(self, new: Status) -> None:
-        before, status = self._own.status, self._own.set(new)
-        if self._view is None or self._view.stage is None:
-            return
-        self._view.take(self.me, status, self._now)
-        changed = (before.phase, before.broken) != (status.phase, status.broken)
-        if changed or (not self._running and (before.step, before.journal) != (status.step, status.journal)):
-            self._announce = True
-
     def _drain(self, reason: str) -> None:
         view = self._view
         if self._draining is not None:
@@ -237,9 +121,6 @@ class CrewControl:
             view.left.add(self.me)
 
     # ---- peers --------------------------------------------------------------------------------------------------------------
-
-    def _is_member(self, peer: str) -> bool:
-        return self._view is not None and peer in self._view.members
 
     def _peer_back(self, peer: str) -> None:
         self._gone.pop(peer, None)
@@ -315,27 +196,6 @@ class CrewControl:
                     self._view.left.add(peer)
 
     # ---- heartbeats ---------------------------------------------------------------------------------------------------------
-
-    def _send_heartbeats(self) -> None:
-        self._announce = False
-        if self._view is None:
-            return
-        self._beat = self._now
-        self._sequence += 1
-        self._sent[self._sequence] = self._now
-        self._sent.pop(self._sequence - SENT, None)
-        for peer in self._view.others:
-            self._send_heartbeat(peer)
-
-    def _send_heartbeat(self, peer: str) -> None:
-        assert self._view is not None
-        self._do(ev.Send(peer, messages.Heartbeat(self._view.crew, self._view.record.epoch, self._sequence, self._own.status)))
-
-    def _send_leave(self, reason: str) -> None:
-        assert self._view is not None
-        leave = Leave(self._view.crew, self._view.record.epoch, reason[: messages.REASON_BYTES])
-        for peer in self._view.others:
-            self._do(ev.Send(peer, leave))
 
     def _heartbeat(self, peer: str, message: messages.Heartbeat) -> messages.Answer:
         view = self._view
@@ -462,16 +322,6 @@ class CrewControl:
 
     # ---- offers and founding ------------------------------------------------------------------------------------------------
 
-    @property
-    def _offers_itself(self) -> bool:
-        return self.stage is None and self._own.trainer is not None and self._draining is None
-
-    def _send_offers(self) -> None:
-        if self._offers_itself:
-            self._offered, offer = self._now, self._own.offer(self.acceptor.me.incarnation)
-            for peer in self._connected:
-                self._do(ev.Send(peer, offer))
-
     def _offer_came(self, peer: str, offer: Offer) -> messages.Noted | Adopt:
         self._forming.heard(peer, offer, self._now)
         view = self._view
@@ -509,10 +359,6 @@ class CrewControl:
         why = view.why_standing(self._detector, self._stood()) if self._stood() >= self.settings.wait_seconds else ""
         cost = None if trainer is None else trainer.offering.cost
         return view.wish(self._detector, self._gone, offers, cost, self.settings, self._now, dissolve=why)
-
-    def _stood(self) -> float:
-        """Seconds without steps."""
-        return 0.0 if self._standing is None else self._now - self._standing
 
     def _propose(self, wish: Wish) -> None:
         promise = self._proposing.begin(wish, self._now)

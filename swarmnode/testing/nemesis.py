@@ -481,6 +481,7 @@ class World:
         if roster is None or a.control is None or a.control.stage is None:
             return
         stage = a.control.stage
+        self.history.note(self.now, "neighbours", a.name)
         for peer in {a.name, roster.seats[(stage + 1) % len(roster.seats)].peer} - {""}:
             if self.rng.random() < 0.5:
                 self.kill(peer)
@@ -489,6 +490,7 @@ class World:
 
     def _everybody(self) -> None:
         if self.rng.random() < 0.4:
+            self.history.note(self.now, "everybody")
             for name in self.nodes:
                 self.kill(name)
 
@@ -503,6 +505,7 @@ class World:
         if not waiting:
             return False
         who = waiting.pop()
+        self.history.note(self.now, f"kill while {what}", name, who)
         names = {name} if who == "it" else set()
         control = self.nodes[name].control
         if control is not None and control.roster is not None and who != "it":

@@ -29,7 +29,8 @@ def test_the_schedules_reach_what_they_are_for():
             counts[what] = counts.get(what, 0) + count
     wanted = {
         "founded", "running", "paused", "suspected", "refuted", "evicted", "claimed", "settled", "fenced", "dissolved", "released", "kill",
-        "kill trainer", "stop", "cut", "drain", "took", "averaged",
+        "kill trainer", "stop", "cut", "drain", "took", "averaged", "neighbours", "everybody",
+        "kill while loading", "kill while acknowledge", "kill while took",
     }  # fmt: skip
     assert not wanted - counts.keys()
 
