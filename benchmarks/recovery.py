@@ -66,6 +66,7 @@ async def measure(seed: int, settings: RecoverySettings, disk: bool, rate: float
     with tempfile.TemporaryDirectory() as directory:
         fleet = Fleet(model_of(seed), [1, 1, 1, 1], Path(directory), CrewSettings(b"b" * 32, "float32", "float32"), settings)
         async with fleet.up() as crew:
+            assert crew is not None
             for number in range(STEPS):
                 await crew.head.update(rows_of(1000 * seed + number), CFG, 100.0, rate)
                 fleet.stations[LOST].journal.flush()
