@@ -5,7 +5,8 @@
     me        own peer id
     sign      data → 64 bytes; verify: (peer, data, signature) → bool, False for a peer id without a key in it
     settings  Settings
-    rng       random.Random; nothing else is random
+    rng       random.Random; nothing else is random. Never the same twice: a start without memory draws its incarnation from it, and whoever
+              draws that of a process before it votes again in its name
     memory    what the last Persist said, b"" after a start without it
     .handle(event, now) → list[Action], `now` any monotonic seconds of this machine; carry the actions out in order
     .roster, .statistics()

@@ -31,7 +31,8 @@ from swarmnode.files import write_atomically
 from swarmnode.stages import events as ev
 from swarmnode.stages import local, messages
 from swarmnode.stages.control import CrewControl
-from swarmnode.stages.pipes import Circle, Pipes, PipesStatistics
+from swarmnode.stages.opening import Circle
+from swarmnode.stages.pipes import Pipes, PipesStatistics
 from swarmnode.wire import ids
 from swarmnode.wire.envelope import signed_by
 
@@ -124,7 +125,7 @@ class StagePlane:
         self._tell = tell
         self._restart = restart
         self._paused = paused
-        self._rng = rng or random.Random(network.peer_id)
+        self._rng = rng or random.SystemRandom()  # incarnations: a process that forgot its votes must not draw the same again
         self._path = data_dir / MEMORY
         self.pipes = Pipes(network.streams, data_dir, self._lost, allows=allows, rejected=network.rejected)
         self._control = self._new_control(b"")
