@@ -33,8 +33,8 @@ from swarmnode.stages.fence import FENCE_REASONS
 from swarmnode.stages.frames import FRAME_REASONS
 from swarmnode.stages.local import RUNGS, StagePhase
 from swarmnode.stages.messages import Request
-from swarmnode.stages.pipes import REFUSALS as STREAM_REFUSALS
-from swarmnode.stages.pipes import Kind
+from swarmnode.stages.opening import REFUSALS as STREAM_REFUSALS
+from swarmnode.stages.opening import Kind
 from swarmnode.trainer.messages import Report, WeightsReport
 from swarmnode.weights import outcomes, pairing
 from swarmnode.weights.exchange import FAILURES

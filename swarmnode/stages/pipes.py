@@ -13,27 +13,24 @@ pipe ends, so does the other. What was in flight arrives first, unless the strea
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final
 
 import msgspec
 import trio
 
 from swarmnode.errors import BadMessage, PeerError, Unavailable
 from swarmnode.files import socket_address
-from swarmnode.stages.frames import read_message, write_message
 from swarmnode.stages.local import Open, socket_file
+from swarmnode.stages.opening import Circle, Kind, Stream, StreamOpen, StreamReady, framed, read_first, read_open, refusal
 from swarmnode.wire import ids
 
 log = logging.getLogger(__name__)
 
-OPEN_BYTES: Final = 512
-"""Open, StreamOpen, StreamReady: encoded, at most."""
 READ_BYTES: Final = 256 * 1024
 OPEN_SECONDS: Final = 10.0
 """To say what a connection or a stream is to be."""
@@ -56,60 +53,8 @@ STREAMS_PER_PEER: Final = 6
 """Incoming ones, at a time: two kinds, those of the roster before, and as many on their way."""
 PROOF: Final = 10.0
 """Standing that a StreamOpen costs which is none."""
-REFUSALS: Final = ("malformed", "timeout", "crew", "roster_epoch", "stage", "stage_epoch", "peer")
-"""Why an incoming stream is reset."""
-
-Kind = Literal["frames", "state"]
 Key = tuple[int, Kind]
 """The other stage, and what the stream is for."""
-
-
-class StreamOpen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Dialler → acceptor, the first message of a stream: u32be length ‖ canonical msgpack."""
-
-    crew: bytes
-    roster_epoch: int
-    from_stage: int
-    from_epoch: int
-    """The dialler's stage epoch."""
-    to_stage: int
-    kind: Kind
-
-
-class StreamReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Acceptor → dialler: the trainer is there. What follows, both ways, is theirs."""
-
-    crew: bytes
-    roster_epoch: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Circle:
-    """A roster as far as streams are concerned, seen from one of its stages."""
-
-    crew: bytes
-    roster_epoch: int
-    stage: int
-    """Ours."""
-    members: tuple[str, ...]
-    """Peer id by stage; empty while it is vacant."""
-    stage_epochs: tuple[int, ...]
-
-
-class Stream(Protocol):
-    """`p2p.streams.PeerStream`."""
-
-    peer: str
-    sent: int
-    received: int
-    broken: trio.Event
-    closed: trio.Event
-
-    async def receive(self) -> bytes: ...
-    async def send(self, data: bytes | memoryview) -> None: ...
-    def unread(self, data: bytes) -> None: ...
-    def finish(self) -> None: ...
-    def reset(self, why: str = ...) -> None: ...
 
 
 class PipesStatistics(msgspec.Struct, frozen=True):
@@ -225,7 +170,7 @@ class Pipes:
             try:
                 opened: Open | None = None
                 with trio.move_on_after(OPEN_SECONDS):
-                    opened = await _read_open(unix)
+                    opened = await read_open(unix)
                 if opened is not None and (circle := self._circle_of(opened)) is not None:
                     await self._serve(unix, circle, (opened.stage, opened.kind))
             except BadMessage as error:
@@ -295,10 +240,10 @@ class Pipes:
             try:
                 stream = await self._streams.open(circle.members[stage], ids.STAGE_STREAM_PROTOCOL, deadline=DIAL_SECONDS)
                 await stream.send(
-                    _framed(StreamOpen(circle.crew, circle.roster_epoch, circle.stage, circle.stage_epochs[circle.stage], stage, kind))
+                    framed(StreamOpen(circle.crew, circle.roster_epoch, circle.stage, circle.stage_epochs[circle.stage], stage, kind))
                 )
                 with trio.move_on_after(PARK_SECONDS + DIAL_SECONDS):
-                    ready = await _read_first(stream, StreamReady)
+                    ready = await read_first(stream, StreamReady)
                     if (ready.crew, ready.roster_epoch) == (circle.crew, circle.roster_epoch):
                         ours, stream = stream, None
                         return ours
@@ -318,7 +263,7 @@ class Pipes:
             stream = self._parked.pop(key, None)
             if stream is not None and not stream.closed.is_set():
                 try:
-                    await stream.send(_framed(StreamReady(circle.crew, circle.roster_epoch)))
+                    await stream.send(framed(StreamReady(circle.crew, circle.roster_epoch)))
                     return stream
                 except PeerError:
                     continue  # given up meanwhile; it dials again
@@ -337,7 +282,7 @@ class Pipes:
         reason = "timeout"
         try:
             with trio.move_on_after(OPEN_SECONDS):
-                opened = await _read_first(stream, StreamOpen)
+                opened = await read_first(stream, StreamOpen)
                 reason = refusal(self._circle, stream.peer, opened)
         except BadMessage as error:
             reason = "malformed"
@@ -417,19 +362,6 @@ class Pipes:
             self._throttled += BUDGET_SECONDS
 
 
-def refusal(circle: Circle | None, peer: str, opened: StreamOpen) -> str:
-    """Why a stream that `peer` opened is not taken, of REFUSALS; empty for one that is welcome."""
-    if circle is None or opened.crew != circle.crew:
-        return "crew"
-    if opened.roster_epoch != circle.roster_epoch:
-        return "roster_epoch"
-    if opened.to_stage != circle.stage or not 0 <= opened.from_stage < circle.stage:
-        return "stage"
-    if circle.members[opened.from_stage] != peer:
-        return "peer"
-    return "" if circle.stage_epochs[opened.from_stage] == opened.from_epoch else "stage_epoch"
-
-
 class _Pipe:
     """One connection of our trainer, and the stream it is joined with, once there is one."""
 
@@ -454,42 +386,3 @@ async def _accepted(listener: trio.socket.SocketType) -> tuple[trio.socket.Socke
         except OSError as error:  # out of descriptors: others are closed sooner or later
             log.error("a stream of our trainer was not taken: %s", error)
             await trio.sleep(RETRY_SECONDS[1])
-
-
-def _framed(message: msgspec.Struct) -> bytes:
-    data = write_message(message)
-    return len(data).to_bytes(4, "big") + data
-
-
-async def _read_first(stream: Any, kind: Any) -> Any:
-    """The first message on a stream; what follows it stays there. Raises BadMessage, PeerError."""
-    data = b""
-    while (end := _end(data)) is None or len(data) < end:
-        more = await stream.receive()
-        if not more:
-            raise PeerError("the stream ended before its first message")
-        data += more
-    stream.unread(data[end:])
-    return read_message(data[4:end], kind)
-
-
-async def _read_open(unix: trio.SocketStream) -> Open | None:
-    """None when the trainer said nothing. Raises BadMessage, and what the socket raises."""
-    data = b""
-    while (end := _end(data)) is None or len(data) < end:
-        more = await unix.receive_some(4 if end is None else end - len(data))
-        if not more:
-            return None
-        data += more
-    opened: Open = read_message(data[4:end], Open)
-    return opened
-
-
-def _end(data: bytes) -> int | None:
-    """Where the message at the start of `data` ends; None where its length is not there yet. Raises BadMessage("oversize")."""
-    if len(data) < 4:
-        return None
-    length = int.from_bytes(data[:4], "big")
-    if not 0 < length <= OPEN_BYTES:
-        raise BadMessage("oversize", f"a first message of {length} bytes")
-    return 4 + length

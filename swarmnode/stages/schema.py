@@ -11,7 +11,7 @@ import msgspec
 
 from swarmnode.stages import messages
 from swarmnode.stages.frames import Frame
-from swarmnode.stages.pipes import StreamOpen, StreamReady
+from swarmnode.stages.opening import StreamOpen, StreamReady
 from swarmnode.stages.recovery.messages import Edge, Probe
 from swarmnode.stages.recovery.messages import Message as StateMessage
 from swarmnode.stages.work import MicroBatch, Questions

@@ -23,7 +23,7 @@ from swarmnode.config import StagesConfig
 from swarmnode.p2p.network import Network
 from swarmnode.stages import local
 from swarmnode.stages.events import Settings
-from swarmnode.stages.pipes import Circle
+from swarmnode.stages.opening import Circle
 from swarmnode.stages.plan import Capacity, ModelCost, Part
 from swarmnode.stages.plane import StagePlane
 from swarmnode.testing.pipe_ends import open_pipe

@@ -10,7 +10,7 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarmnode.stages.messages import Certificate, Prepare, Promise, Propose, Refuse, Vote, Voter, record_hash
-from swarmnode.stages.pipes import Circle
+from swarmnode.stages.opening import Circle
 from swarmnode.stages.roster import Acceptor
 from swarmnode.testing.frames import Vector, accepted, pack, pairs, plain, rejected, without
 from swarmnode.wire.envelope import peer_id

@@ -8,7 +8,8 @@ import msgspec
 import trio
 
 from swarmnode.stages import local
-from swarmnode.stages.pipes import Circle, Kind, Pipes
+from swarmnode.stages.opening import Circle, Kind
+from swarmnode.stages.pipes import Pipes
 
 
 async def open_pipe(pipes: Pipes, circle: Circle, stage: int, kind: Kind = "frames", **other: Any) -> trio.SocketStream:

@@ -13,7 +13,7 @@ from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.rollouts.shelf import Throughput
 from swarmnode.stages import frames as stage_frames
 from swarmnode.stages import messages as crews
-from swarmnode.stages import pipes, plane
+from swarmnode.stages import opening, pipes, plane
 from swarmnode.stages.fence import FENCE_REASONS
 from swarmnode.stages.plan import MEMBERS
 from swarmnode.stages.recovery.messages import FACTOR, STATE_REASONS
@@ -110,7 +110,7 @@ def test_caps_are_those_of_the_registry():
         "weights_state_response": weights_messages.STATE_BYTES,
         "crews_message": crews.MESSAGE_BYTES,
         "crew_reason": crews.REASON_BYTES,
-        "stage_open": pipes.OPEN_BYTES,
+        "stage_open": opening.OPEN_BYTES,
         "stage_chunk": stage_frames.CHUNK_BYTES,
         "stage_header": limits.STAGE_HEADER_BYTES,
         "stage_about_item": limits.STAGE_ABOUT_ITEM_BYTES,
@@ -228,7 +228,7 @@ def test_every_limit_is_in_the_registry():
     ours += [said.MESSAGE_BYTES, said.STATE_REQUEST_BYTES, said.STATE_BYTES, said.NONCE_BYTES, said.FRAGMENTS, said.RETRY_SECONDS]
     ours += [crews.MESSAGE_BYTES, crews.REASON_BYTES, crews.CREW_BYTES, crews.HASH_BYTES, crews.INCARNATION_BYTES, crews.WITNESSES]
     ours += [crews.NONCE_BYTES, FACTOR]
-    ours += [crews.CHAIN, crews.LAYERS, MEMBERS, pipes.OPEN_BYTES, stage_frames.CHUNK_BYTES, 1e30]
+    ours += [crews.CHAIN, crews.LAYERS, MEMBERS, opening.OPEN_BYTES, stage_frames.CHUNK_BYTES, 1e30]
     assert sorted([*ours, seeds.BLOCK_BITS]) == sorted(registered)
 
 
@@ -249,7 +249,7 @@ def test_what_the_registry_calls_blameless_is_ignored():
 def test_what_becomes_of_a_stage_s_frames_is_what_the_registry_says():
     assert {name: set(reasons) for name, reasons in REGISTRY["stage_verdicts"].items()} == {
         "reject": {*stage_frames.FRAME_REASONS, *STATE_REASONS, "signature"},
-        "ignore": {*FENCE_REASONS, *pipes.REFUSALS} - {"malformed"},
+        "ignore": {*FENCE_REASONS, *opening.REFUSALS} - {"malformed"},
     }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from swarmnode.config import SharingConfig
 from swarmnode.errors import BadMessage
 from swarmnode.rollouts.admission import Admission, Rejected
 from swarmnode.stages import messages as crews
-from swarmnode.stages import pipes
+from swarmnode.stages import opening
 from swarmnode.stages.fence import FENCE_REASONS, Fence
 from swarmnode.stages.frames import FRAME_REASONS, Place, policy_fingerprint, read_message
 from swarmnode.stages.recovery.messages import root_of, state_bytes
@@ -85,7 +85,7 @@ MESSAGES = {
 STATE = ("state_message",)
 CREWS = {"crews_request": crews.decode_request, "crews_answer": crews.decode_answer}
 WEIGHTS = {"weights": decode_message, "weights_state": decode_state}
-OPEN_REFUSALS = {reason for reason in pipes.REFUSALS if reason not in ("malformed", "timeout")}
+OPEN_REFUSALS = {reason for reason in opening.REFUSALS if reason not in ("malformed", "timeout")}
 FRAMES = [(name, vector) for name, document in DOCUMENTS.items() for vector in document["vectors"] if "read_as" in vector]
 ADMISSIONS = [(document, vector) for document in DOCUMENTS.values() for vector in document["vectors"] if "admit" in vector]
 DERIVATIONS = [vector for document in DOCUMENTS.values() for vector in document["vectors"] if "derive" in vector]
@@ -127,10 +127,10 @@ def read_adopt(frame: bytes, given: dict) -> dict:
 
 
 def read_stream_open(frame: bytes, given: dict) -> dict:
-    if len(frame) > pipes.OPEN_BYTES:
+    if len(frame) > opening.OPEN_BYTES:
         raise BadMessage("oversize", "to open a stream")
-    opened = read_message(frame, pipes.StreamOpen)
-    refused = pipes.refusal(crew_vectors.circle(given["roster"]), given["peer"], opened)
+    opened = read_message(frame, opening.StreamOpen)
+    refused = opening.refusal(crew_vectors.circle(given["roster"]), given["peer"], opened)
     if refused:
         raise BadMessage(refused)
     return msgspec.to_builtins(opened, builtin_types=(bytes,))

@@ -15,7 +15,8 @@ from swarmnode.p2p import streams as streams_module
 from swarmnode.p2p.addresses import Circuit, parse
 from swarmnode.p2p.guards import yamux
 from swarmnode.stages import pipes as pipes_module
-from swarmnode.stages.pipes import Pipes, StreamOpen
+from swarmnode.stages.opening import StreamOpen
+from swarmnode.stages.pipes import Pipes
 from swarmnode.testing.hosts import host, hosts
 from swarmnode.testing.pipe_ends import circles, open_pipe
 from swarmnode.testing.waiting import until

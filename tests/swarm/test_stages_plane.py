@@ -10,7 +10,7 @@ from swarmnode.errors import PeerError
 from swarmnode.p2p import identity
 from swarmnode.stages import messages
 from swarmnode.stages import plane as plane_module
-from swarmnode.stages.pipes import Circle
+from swarmnode.stages.opening import Circle
 from swarmnode.testing.crew_node import MODEL, QUICK, crew_node
 from swarmnode.testing.hosts import host
 from swarmnode.testing.pipe_ends import open_pipe
