@@ -34,6 +34,7 @@ from swarmnode.trainer.crew_seat import Tell
 from swarmnode.trainer.crew_stage import CrewHead, CrewMember, Stage
 from swarmnode.trainer.crew_streams import Gate, close_all, connect_all
 from swarmnode.weights.layout import Layout
+from swarmnode.weights.lora import A_MARK, shares_a
 
 log = structlog.get_logger("swarmnode.crew")
 
@@ -71,6 +72,8 @@ class StageRecovery:
         self._journal = Journal(self._directory / "stage", assigned.crew, spec)
         lora = lora_settings(self._config.policy) if self._config.policy.lora.r else None
         self._layouts = stage_layouts(self._model.config, specs, lora)
+        if shares_a(self._config):  # frozen, and everybody derives the same
+            self._layouts = tuple(tuple(spec for spec in layout if A_MARK not in spec.name) for layout in self._layouts)
         neighbours = {i: self._layouts[i] for i in ring(spec.index, spec.stages)}
         self._store = ShadowStore(self._directory / "shadows", assigned.crew, neighbours)
         return self._journal.step

@@ -1,27 +1,149 @@
-"""What a stage says of its speed."""
+"""What stays of a stage between two rosters: the step that was promised, the numbers that another stage needs for it, and nothing else."""
 
+import msgspec
 import pytest
+import torch
+import trio
+import trio.testing
 
-from swarmnode.trainer import crew_stage
-from swarmnode.trainer.crew_stage import Meter
+from swarmnode.config import Config
+from swarmnode.errors import PeerError
+from swarmnode.stages.commit import Answer, Prepare
+from swarmnode.stages.local import Assigned, Settled
+from swarmnode.testing.deep_model import write_deep_model
+from swarmnode.trainer import crew_streams, state
+from swarmnode.trainer.crew_model import open_model
+from swarmnode.trainer.crew_stage import Stage
+from swarmnode.trainer.crew_streams import Gate, GatedStream, connect
+from swarmnode.trainer.state import Counters
+
+CREW = b"c" * 32
 
 
-async def test_a_meter_tells_how_much_of_a_step_was_waiting_and_what_went_through(monkeypatch):
-    now = 100.0
-    monkeypatch.setattr(crew_stage.time, "monotonic", lambda: now)
-    meter = Meter()
-    assert (meter.waited_share, meter.tokens_per_second) == (None, None)
+def assigned(epoch=1, held=False, index=1, socket=""):
+    return Assigned(CREW, epoch, index, (1, 1), (1, 1), ("a", "b"), 0, not held, held, socket)
 
-    def work():
-        nonlocal now
-        assert meter.computing == 1
-        now += 3.0
-        return "done"
 
-    assert await meter(work) == "done"
-    now += 1.0
-    meter.step(800)
-    assert (meter.waited_share, meter.tokens_per_second) == (pytest.approx(0.25), pytest.approx(200.0))
-    now += 2.0
-    meter.step(900)  # of the second step only
-    assert (meter.waited_share, meter.tokens_per_second, meter.computing) == (pytest.approx(1.0), pytest.approx(50.0), 0)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    torch.set_num_threads(1)
+    path = write_deep_model(tmp_path_factory.mktemp("model"), layers=2, tied=False)
+    config = Config.model_validate({"policy": {"model": str(path), "device": "cpu"}, "stages": {"mode": "always"}})
+    with open_model(config) as opened:
+        yield config, opened
+
+
+@pytest.fixture
+def stage(model):
+    config, opened = model
+    return Stage(assigned(), opened.build((1, 1), 1, config), opened.settings(config), opened.limits())
+
+
+def prepare(stage, attempt=3):
+    """It has a gradient of ones, and has acknowledged the step."""
+    for parameter in stage.runtime.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    stage.member.participant.accumulated(1)
+    assert isinstance(stage.member.participant.propose(stage.step, attempt, [1]), Prepare)
+    assert isinstance(stage.member.participant.prepared(attempt, 1.0, 0.0), Answer)
+    assert stage.prepared
+
+
+def copy(stage):
+    return [p.detach().clone() for p in stage.runtime.parameters()]
+
+
+def moved(stage, before):
+    return max(float((p.detach() - b).abs().max()) for p, b in zip(stage.runtime.parameters(), before, strict=True))
+
+
+async def test_a_promised_step_that_others_took_is_taken_with_their_numbers(stage):
+    prepare(stage)
+    before = copy(stage)
+    assert await stage.settle(Settled(2, 1, 3, 0.5, 0.01))
+    assert stage.step == 1
+    assert moved(stage, before) == pytest.approx(0.01, rel=1e-3)  # Adam's first step is the learning rate
+    assert stage.member.last == (3, 0.5, 0.01)
+    again = stage.begin(assigned(2, held=True), {}, 1)
+    assert again.participant.step == 1
+    assert again.last == (3, 0.5, 0.01), "another roster may still need them"
+
+
+async def test_a_promised_step_that_nobody_took_is_dropped(stage):
+    prepare(stage)
+    before = copy(stage)
+    assert await stage.settle(Settled(2, 0))
+    member = stage.begin(assigned(2, held=True), {}, 0)
+    assert moved(stage, before) == 0.0
+    assert all(p.grad is None for p in stage.runtime.parameters())
+    assert member.participant.phase == "open"
+
+
+@pytest.mark.parametrize("settled", [Settled(2, 2, 3), Settled(2, 1, 4)])
+async def test_a_step_that_was_not_promised_cannot_be_followed(stage, settled):
+    prepare(stage, attempt=3)
+    before = copy(stage)
+    assert not await stage.settle(settled)
+    assert moved(stage, before) == 0.0
+
+
+async def test_the_optimizer_goes_on_under_the_next_roster_and_holds_the_lock_while_it_moves_weights(stage):
+    prepare(stage)
+    await stage.settle(Settled(2, 1, 3, 1.0, 0.01))
+    optimizer, seen = stage.member.optimizer, []
+    stage.begin(assigned(2, held=True), {}, 1)
+    assert stage.member.optimizer is optimizer
+    assert float(next(iter(optimizer.state.values()))["step"]) == 1
+    optimizer.register_step_pre_hook(lambda *_: seen.append(stage.lock.locked()))
+    prepare(stage)
+    await stage.settle(Settled(3, 2, 3, 1.0, 0.01))
+    assert seen == [True]
+    assert not stage.lock.locked()
+    assert float(next(iter(optimizer.state.values()))["step"]) == 2
+
+
+async def test_a_step_that_is_counted_is_taken_even_if_the_roster_ends_meanwhile(stage):
+    prepare(stage)
+    before = copy(stage)
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        await stage.settle(Settled(2, 1, 3, 1.0, 0.01))
+    assert stage.step == 1
+    assert moved(stage, before) > 0.0
+
+
+def test_another_stage_or_crew_is_another_stage(stage):
+    assert stage.is_of(assigned(7, held=True))
+    assert not stage.is_of(assigned(index=0))
+    assert not stage.is_of(msgspec.structs.replace(assigned(), crew=b"d" * 32))
+    assert not stage.is_of(msgspec.structs.replace(assigned(), layers=(1, 2)))
+
+
+async def test_nothing_is_read_while_the_gate_is_shut(autojump_clock):
+    ours, theirs = trio.testing.memory_stream_pair()
+    gate = Gate()
+    stream = GatedStream(ours, gate)
+    await theirs.send_all(b"before")
+    assert await stream.receive_some() == b"before"
+    gate.shut()
+    await theirs.send_all(b"after")
+    with trio.move_on_after(5) as waited:
+        await stream.receive_some()
+    assert waited.cancelled_caught
+    gate.let()
+    assert await stream.receive_some() == b"after"
+
+
+async def test_a_network_process_that_is_away_is_an_error_within_its_bound(tmp_path, autojump_clock, monkeypatch):
+    started = trio.current_time()
+    with pytest.raises(PeerError):
+        await connect(assigned(socket=str(tmp_path / "stages.sock")), 0, "frames")
+    assert trio.current_time() - started == pytest.approx(crew_streams.CONNECT_SECONDS, abs=0.2)
+
+
+def test_group_numbers_are_found_wherever_they_were_used(tmp_path):
+    assert state.used_sequences(tmp_path, tmp_path / "head") == 0
+    (tmp_path / "head").mkdir()
+    state.write(tmp_path / "head", state.take_counters(torch.Generator(), Counters(sequence=4711), "f"))
+    (tmp_path / state.FILE).write_bytes(b"damaged")
+    assert state.used_sequences(tmp_path, tmp_path / "head") == 4711

@@ -49,10 +49,10 @@ def config(directory, model, codec="float32", **sections):
     return Config.model_validate(
         {
             "node": {"data_dir": directory},
-            "policy": {"model": str(model), "device": "cpu"},
             "task": {"held_out_per_task": 2},
             "weights": {"rule": "off"},
             **sections,
+            "policy": {"model": str(model), "device": "cpu", **sections.get("policy", {})},
             "training": {"eval_every": 1000, **sections["training"]},
             "stages": {"mode": "always", "codec": codec, "gradient_codec": codec, **sections["stages"]},
         }
@@ -211,6 +211,41 @@ async def test_a_run_that_lost_a_stage_ends_where_one_that_did_not_does(tmp_path
             state |= {runtime.spec.whole(n): p.detach() for n, p in runtime.model.named_parameters()}
         for name, tensor in policy.trainable_state().items():
             assert torch.allclose(state[name], tensor, atol=2e-4), name
+
+
+async def test_a_crew_trains_an_adapter_and_gets_a_lost_stage_s_part_of_it_back(tmp_path, model, monkeypatch):
+    Idle(monkeypatch)
+    adapter = {"lora": {"r": 4, "lora_alpha": 8}}
+    settings = {"policy": adapter, "weights": {"rule": "noloco"}, "stages": {"shadow_every": 1}, "training": {"learning_rate": 1e-2}}
+    configs = make(tmp_path, model, 3, **settings)
+    async with crew(tmp_path, configs, [1, 2, 1]) as (network, trainers):
+        engine = engine_of(trainers[0])
+        policy = whole(model)
+        for step in range(2):
+            assert (await in_thread(engine.update, some_rows(policy, step), step)).stepped
+        parts = lambda: {
+            f"{t._sitting.stage.index} {n}": p.detach().clone()
+            for t in trainers
+            for n, p in t._sitting.stage.runtime.model.named_parameters()
+            if p.requires_grad
+        }
+        before = parts()
+        assert before
+        assert all("lora_B" in name for name in before), "A is the same everywhere and frozen"
+        assert all(float(t.abs().max()) > 0 for t in before.values())
+        await until(lambda: all(n.status.shadow_step == 2 for n in network.nodes), seconds=20)
+        trainers[1].stop()
+        await until(lambda: not network.nodes[1].connected)
+        shutil.rmtree(tmp_path / "node1" / "trainer" / "stage")
+        network.nodes[1].pid = 0
+        trainers[1] = CrewTrainer(configs[1], Progress())
+        trainers.nursery.start_soon(trio.to_thread.run_sync, trainers[1].run)
+        await until(lambda: network.running, seconds=40)
+        assert network.nodes[1].rungs == ["R2"]
+        after = parts()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        hello = network.nodes[1].hellos[-1]
+        assert hello.replica is None or all("layers.1." in t.name or "layers.2." in t.name for t in hello.replica.layout)
 
 
 async def test_a_whole_node_believes_what_a_crew_with_rounded_activations_publishes(tmp_path, model):
