@@ -22,6 +22,7 @@ import torch
 
 from benchmarks.replicas import Parameters, Text, batches, initial, learning_rate, losses, read_text
 from benchmarks.report import heading, spread, table, write_json
+from swarmnode.config import WeightsConfig
 from swarmnode.weights.codecs import Anchor, decode, encode, make_anchor
 from swarmnode.weights.fragments import cut, due
 from swarmnode.weights.gate import Gate, norm
@@ -107,7 +108,7 @@ class Swarm:
             self.states = [OuterState(view, make_rule(self.arm.rule)) for view in self.views]
         start = host_copy(self.views[0])
         self.anchors = [make_anchor({s.name: start[s.name] for s in piece}) if self.arm.codec == "int8" else None for piece in self.pieces]
-        self.gates = [Gate() for _ in range(REPLICAS)]
+        self.gates = [Gate(WeightsConfig().probe_tolerance) for _ in range(REPLICAS)]
         self.rng = random.Random(f"noloco pairs {self.seed}")
         self.faults = random.Random(f"noloco faults {self.seed}")
 
@@ -294,7 +295,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one seed, seven arms, a third of the steps; under a minute")
     parser.add_argument("--json", type=Path, help="write all results there")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--first-seed", type=int, default=1, help="seed 0 was used to choose ε of the gate")
+    parser.add_argument("--first-seed", type=int, default=1, help="seed 0 was used to look at settings of the gate")
     parser.add_argument("--steps", type=int, default=320)
     parser.add_argument("--sync-every", type=int, default=20, help="H")
     parser.add_argument("--batch", type=int, default=4, help="windows of 32 tokens per replica and step")
