@@ -56,9 +56,10 @@ class Sessions:
         self._sessions: dict[bytes, Session] = {}
 
     def statistics(self) -> SessionStatistics:
-        layers: list[Any] = [layer for s in self._sessions.values() for layer in s.cache.layers]
+        open_now = list(self._sessions.values())  # at once: who asks may do so while another thread computes
+        layers: list[Any] = [layer for s in open_now for layer in list(s.cache.layers)]
         tensors = [t for layer in layers if layer.is_initialized for t in (layer.keys, layer.values)]
-        return SessionStatistics(len(self._sessions), sum(t.numel() * t.element_size() for t in tensors))
+        return SessionStatistics(len(open_now), sum(t.numel() * t.element_size() for t in tensors))
 
     def open(self, session: bytes, fingerprint: bytes, cache: DynamicCache, prompts: Prompts) -> None:
         """Keeps a prefilled cache of Q prompts, repeated for their completions. One that was open under this name is replaced."""
