@@ -441,7 +441,7 @@ class World:
     def _stop(self) -> None:
         """SIGSTOP of a whole node, past its lease or not; then it goes on as if nothing had been."""
         node = self.nodes[self._some()]
-        node.stopped_until = self.now + self.rng.choice((3.0, 10.0, 20.0, 40.0))
+        node.stopped_until = max(node.stopped_until, self.now + self.rng.choice((3.0, 10.0, 20.0, 40.0)))
         self.history.note(self.now, "stop", node.name)
         self.quiet_from = max(self.quiet_from, node.stopped_until)
 
