@@ -244,7 +244,7 @@ class CrewControl(Standing):
         if view is None or crew != view.crew:
             if self.acceptor.me not in voters_of(last) or last.dissolved:
                 return messages.Noted()
-            if crew in self._ended or view is not None or self._own.trainer is None or self._draining is not None:
+            if crew in self._ended or view is not None or not self._own.knows(last) or self._draining is not None:
                 return Leave(crew, last.epoch, "not here")
         elif last.epoch <= view.record.epoch:
             return messages.Noted()
@@ -344,7 +344,7 @@ class CrewControl(Standing):
     def _sign_founding(self, peer: str, record: Record) -> messages.Vote | Refuse:
         if self._view is not None or self._draining is not None or self._own.trainer is None:
             return Refuse("busy")
-        if self.acceptor.me not in record.voters or record.model != self._own.trainer.offering.model:
+        if self.acceptor.me not in record.voters or not self._own.knows(record):
             return Refuse("record")
         return self.acceptor.sign_founding(record) if self._forming.may_sign(peer, self._now) else Refuse("busy")
 

@@ -8,7 +8,7 @@ lives. Whoever hears that somebody else proposes waits its turn anew, so two fou
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -83,7 +83,11 @@ class Forming:
     def _forget_old(self, now: float) -> None:
         alive = self.offers(now)
         self._offers = {peer: known for peer, known in self._offers.items() if peer in alive}
+
+    def _leave_out(self, peers: Iterable[str], now: float) -> None:
+        """Of our plans, for a while."""
         self._refused = {peer: until for peer, until in self._refused.items() if until > now}
+        self._refused |= dict.fromkeys(peers, now + 3 * self._settings.offer_seconds)
 
     def propose(self, own: Offer, offering: Offering, now: float) -> Record | None:
         """The founding record to propose now, where everybody is quiet and it is our turn."""
@@ -92,6 +96,8 @@ class Forming:
             return None
         if self._reserved is not None and now < self._reserved[1]:
             return None
+        if self._founding is not None:  # who said nothing is left out for a while: else one that never signs keeps all others from founding
+            self._leave_out(self._founding.missing, now)
         self._founding = self._reserved = None
         if now < self._retry or now - self._newest < settings.gather_seconds:
             return None
@@ -101,7 +107,11 @@ class Forming:
         if record is None:
             return None
         turn = sorted(voter.peer for voter in record.voters)
-        if self.me not in turn or now - self._newest < settings.gather_seconds + turn.index(self.me) * 2.5 * settings.request_seconds:
+        place = turn.index(self.me) if self.me in turn else len(turn)
+        if now - self._newest < settings.gather_seconds + place * 2.5 * settings.request_seconds:
+            return None
+        if self.me not in turn:  # each had its turn, and none was heard to found anything
+            self._leave_out(turn, now)
             return None
         record = msgspec.structs.replace(record, nonce=self._rng.randbytes(NONCE_BYTES))
         self._founding = Founding(record, now + settings.request_seconds)
@@ -132,7 +142,7 @@ class Forming:
         """Our founding record, by `peer`: who is busy may be free the next time."""
         if self._founding is not None and self._founding.record == record:
             if reason != "busy":
-                self._refused[peer] = now + 3 * self._settings.offer_seconds
+                self._leave_out((peer,), now)
             self._founding = self._reserved = None
 
     def joined(self) -> None:

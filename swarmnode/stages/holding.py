@@ -9,7 +9,7 @@ import msgspec
 from swarmnode.stages import events as ev
 from swarmnode.stages import local
 from swarmnode.stages.detector import Progress
-from swarmnode.stages.messages import Offer, Status
+from swarmnode.stages.messages import Offer, Record, Status
 from swarmnode.stages.settling import KEPT
 from swarmnode.stages.view import View
 
@@ -40,6 +40,13 @@ class Holding:
         self._version += 1
         self.status = msgspec.structs.replace(status, version=self._version)
         return self.status
+
+    def knows(self, record: Record) -> bool:
+        """Whether the crew of `record` has the trainer's model, and all of its layers."""
+        if self.trainer is None:
+            return False
+        offering = self.trainer.offering
+        return record.model == offering.model and sum(record.layers) == len(offering.cost.layers)
 
     def offer(self, incarnation: bytes) -> Offer:
         assert self.trainer is not None

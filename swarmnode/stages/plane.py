@@ -50,7 +50,7 @@ SAVE_SECONDS: Final = 1.0
 LOOK_SECONDS: Final = 5.0
 """Between two looks who is connected, whatever the network says."""
 QUEUE: Final = 1024
-"""Messages of our trainer that wait."""
+"""Messages that wait for control; our trainer's and peers' beyond that are not taken."""
 PROOF: Final = 10.0
 """Standing that bytes cost which are no message."""
 BOUNDS: Final = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0)
@@ -239,7 +239,7 @@ class StagePlane:
             return b""
 
     def _tell_control(self, event: ev.Event) -> None:
-        """Queues. Peers can have 64 requests waiting, our own requests their answers, the trainer QUEUE; the rest is rare."""
+        """Queues. Peers and the trainer can have QUEUE waiting, our own requests their answers; the rest is rare."""
         if self.cfg.mode != "off":
             self._say.send_nowait(_Event(event))
 
@@ -373,6 +373,12 @@ class StagePlane:
         began = trio.current_time()
         answer: messages.Answer | None = None
         try:
+            messages.check_message(message)
+        except BadMessage as error:  # somebody has counted to the end, and it would cost us our standing to go on
+            log.warning("not said to %s: %s", peer, error)
+            self._tell_control(ev.Answered(peer, message, None))
+            return
+        try:
             data = await self._network.requests.request(
                 peer, ids.CREWS_PROTOCOL, messages.encode_message(message), deadline=SAY_SECONDS,
                 max_response_bytes=messages.MESSAGE_BYTES, urgent=not isinstance(message, messages.Offer),
@@ -397,6 +403,8 @@ class StagePlane:
             self._malformed += 1
             self._network.rejected(peer, "stages_malformed", PROOF)
             raise
+        if self._said.statistics().current_buffer_used >= QUEUE:  # a disk that takes nothing holds up control, and peers ask again
+            raise PeerError("busy")
         answer = no_say(self._control.roster, peer, message) or await self._ask(ev.Received(peer, message))
         if answer is None:
             raise PeerError("no answer")

@@ -266,7 +266,12 @@ class Founding:
         if not verify(peer, vote_bytes(self._digest, 1, 0, self._digest, vote.incarnation), vote.signature):
             return None
         self._votes[peer] = Signed(peer, vote.incarnation, vote.signature)
-        return Certificate(self.record, 0, tuple(self._votes.values())) if len(self._votes) == len(self._voters) else None
+        return None if self.missing else Certificate(self.record, 0, tuple(self._votes.values()))
+
+    @property
+    def missing(self) -> frozenset[str]:
+        """Who has not signed."""
+        return frozenset(self._voters.keys() - self._votes.keys())
 
 
 def next_ballot(at_least: int, place: int) -> int:

@@ -314,3 +314,43 @@ def test_who_has_no_vote_has_no_say(peer, message, answer):
     assert no_say(ours, peer, message) == answer
     if not (isinstance(message, messages.Propose) and message.record.epoch == 1):
         assert no_say(None, peer, message) is None
+
+
+async def test_what_would_be_no_message_is_not_said(made):
+    """Somebody counted to the end: whoever counts on would be taken for one who sends nonsense."""
+    plane, network, _ = made
+    beyond = messages.Prepare(b"c" * 32, 2**63, b"p" * 32, 1)
+    control().answers[ev.TrainerLeft] = [ev.Send("a", beyond)]
+    plane.hello(1)
+    plane.receive(OFFERING)
+    plane.trainer_left()
+    await trio.testing.wait_all_tasks_blocked()
+    assert control().heard[-1] == ev.Answered("a", beyond, None)
+    assert network.asked == []
+    assert network.blamed == []
+
+
+async def test_while_nothing_can_be_written_down_only_so_many_wait(made, monkeypatch):
+    _, network, _ = made
+    monkeypatch.setattr(plane_module, "QUEUE", 3)
+    control().answers[ev.Received] = [ev.Persist(b"promised"), ev.Answer(messages.Noted())]
+    full, outcomes = [OSError(28, "No space left on device")], []
+
+    def write(path, data):
+        if full:
+            raise full[0]
+
+    async def ask():
+        try:
+            outcomes.append(await serve(network, LEAVE))
+        except PeerError as error:
+            outcomes.append(str(error))
+
+    monkeypatch.setattr(plane_module, "write_atomically", write)
+    async with trio.open_nursery() as nursery:
+        for _ in range(10):
+            nursery.start_soon(ask)
+            await trio.sleep(0.01)
+        assert outcomes == ["busy"] * 6
+        full.clear()
+    assert outcomes[6:] == [messages.Noted()] * 4
