@@ -21,7 +21,7 @@ from swarmnode.stages.frames import CHUNK_BYTES, Place
 from swarmnode.stages.recovery import messages as m
 
 SERVED: Final = 4
-"""Requests and transfers of one peer at a time."""
+"""Requests and transfers of one peer at a time; answers that it has not read yet are among them."""
 MISBEHAVED: Final = 16
 QUEUED: Final = 1024
 """Messages to one peer; who lets so many wait is gone."""
@@ -384,7 +384,8 @@ class Channel:
     # Serving.
 
     def _soon(self, stage: int, number: int, work: Callable[..., Awaitable[Any]], *args: Any) -> None:
-        if self._serving[stage] >= SERVED:
+        unread = sum(out.have.answer for out in self._outboxes[stage].transfers)  # who asks and does not read gets no more of them
+        if self._serving[stage] + unread >= SERVED:
             self.lack(stage, number, "busy")
             return
         self._serving[stage] += 1

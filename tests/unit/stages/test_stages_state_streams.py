@@ -409,3 +409,13 @@ def test_a_ring_of_two_has_one_neighbour():
     assert [ring(i, 2) for i in range(2)] == [(1,), (0,)]
     assert [ring(i, 4) for i in range(4)] == [(3, 1), (0, 2), (1, 3), (2, 0)]
     assert ring(0, 1) == ()
+
+
+async def test_who_asks_and_does_not_read_gets_no_more_than_a_few_answers(wire):
+    wire.peer.phase = "whole"
+    wire.peer.streams[0].send_stream.send_all_hook = trio.sleep_forever
+    for number in range(1, 4 * channel.SERVED):
+        await wire.send(0, m.Want(wire.place(0), number, "layers"))
+    waiting = wire.peer._outboxes[0].transfers
+    assert len(waiting) <= channel.SERVED
+    assert wire.peer.statistics().channel.failed == 0
