@@ -23,6 +23,7 @@ import trio
 
 from swarmnode.config import Config
 from swarmnode.errors import PeerError
+from swarmnode.files import write_atomically
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.stages.member import Member, Observer
 from swarmnode.trainer.crew_stage import Stage
@@ -127,8 +128,7 @@ class StageAveraging(Observer):
     def _mark(self) -> None:
         self._marked = True
         with contextlib.suppress(OSError):  # without it, one rung less is tried
-            self._marker.parent.mkdir(parents=True, exist_ok=True)
-            self._marker.write_text(self._whose)
+            write_atomically(self._marker, self._whose.encode())
 
     def report(self) -> WeightsReport:
         return self._replica.report()

@@ -65,7 +65,7 @@ class CrewModel:
     def build(self, layers: tuple[int, ...], index: int, config: Config) -> StageRuntime:
         """Stage `index` with the base model's weights, under an adapter where one is trained. Takes seconds.
 
-        Raises LocalError: the layers are not the model's, or a file is missing or damaged.
+        Raises ConfigError: the layers are not the model's; LocalError: a file is missing or damaged.
         """
         spec = stage_specs(self.config, layers)[index]
         lora = config.policy.lora.r > 0

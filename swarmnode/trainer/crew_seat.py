@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 import structlog
 import trio
 
-from swarmnode.errors import LocalError, PeerError
+from swarmnode.errors import PeerError, SwarmNodeError
 from swarmnode.process import Progress
 from swarmnode.stages import local
 from swarmnode.stages.local import Assigned, Settled, StageStatus
@@ -277,7 +277,7 @@ class Sitting:
             with seat.scope:
                 try:
                     await self._sit(seat)
-                except* (PeerError, LocalError) as group:
+                except* SwarmNodeError as group:  # also layers that are not the model's, whoever assigned them
                     self._failed(seat, str(group.exceptions[0]))
         finally:
             seat.over.set()

@@ -71,15 +71,22 @@ async def connect(assigned: Assigned, stage: int, kind: Literal["frames", "state
         while True:
             address, directory = socket_address(Path(assigned.socket))
             try:
-                stream = await trio.open_unix_socket(address)
-                await stream.send_all(len(body).to_bytes(4, "big") + body)
-                return stream
-            except OSError:
+                return await _said(await trio.open_unix_socket(address), len(body).to_bytes(4, "big") + body)
+            except (OSError, trio.BrokenResourceError):
                 await trio.sleep(RETRY_SECONDS)
             finally:
                 if directory is not None:
                     os.close(directory)
     raise PeerError("the network process takes no streams for stages")
+
+
+async def _said(stream: trio.abc.Stream, data: bytes) -> trio.abc.Stream:
+    try:
+        await stream.send_all(data)
+    except BaseException:
+        await trio.aclose_forcefully(stream)
+        raise
+    return stream
 
 
 async def connect_all(assigned: Assigned, kind: Literal["frames", "state"], gate: Gate) -> dict[int, trio.abc.Stream]:
