@@ -199,6 +199,10 @@ class Streams:
             with trio.move_on_after(deadline):
                 self._nursery.start_soon(self._dial, opening, peer, protocol)
                 await opening.done.wait()
+        except trio.Cancelled:
+            if opening.stream is not None:  # it came in the same moment
+                self._nursery.start_soon(reset, opening.stream)
+            raise
         finally:
             opening.abandoned = not opening.done.is_set()
         if opening.stream is None:

@@ -271,8 +271,9 @@ class Pipes:
 
     def _accept(self, stream: Stream) -> None:
         """A peer has opened a stream."""
-        if self._nursery is None or self._circle is None:
-            self._refused["crew"] += 1
+        circle = self._circle
+        if self._nursery is None or circle is None or stream.peer not in circle.members:  # a stranger keeps no member waiting for a place
+            self._refused["crew" if circle is None else "peer"] += 1
             stream.reset("no crew here")
             return
         self._nursery.start_soon(self._greet, stream)

@@ -416,3 +416,14 @@ async def test_nothing_stays_open_when_the_pipes_end(tmp_path):
             await ended(other)
             await until(lambda: networks[0].streams.statistics().open == networks[1].streams.statistics().open == 0)
         assert oct(os.stat(pipes[0].path).st_mode)[-3:] == "600"
+
+
+async def test_strangers_keep_no_member_waiting_for_a_place(tmp_path):
+    async with crew(tmp_path, 3, members=2) as (networks, (_, b, _), (ca, _), _):
+        for _ in range(3):  # it is reset at once, perhaps before both have agreed on a protocol, and not after OPEN_SECONDS
+            with trio.fail_after(5), contextlib.suppress(PeerError):
+                silent = await networks[2].streams.open(networks[1].peer_id, ids.STAGE_STREAM_PROTOCOL, deadline=5)
+                await silent.closed.wait()
+        assert b.statistics().refused == {"peer": 3}
+        await open_as(networks[0], networks[1].peer_id, said(ca))
+        await until(lambda: b.statistics().parked == 1)
