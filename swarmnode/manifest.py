@@ -33,7 +33,7 @@ from swarmnode.wire.manifest import Opened, keeps_rules
 from swarmnode.wire.messages import Access, ModelRef, RolloutGroup, RolloutRules, Setting, SwarmManifest, TaskEntry
 
 AGREED = (
-    "training.advantage", "training.loss_type",
+    "stages.codec", "stages.gradient_codec", "stages.paper_mode", "training.advantage", "training.loss_type",
     "weights.codec", "weights.fragments", "weights.lora_a", "weights.rule", "weights.sync_every",
 )  # fmt: skip
 """Configuration keys that travel under `settings`. A key that is not here makes a manifest one that this version cannot honour."""

@@ -42,7 +42,7 @@ class Offering(msgspec.Struct, frozen=True, tag="stages_offering"):
     """Sent at every connection and whenever a number changes."""
 
     model: bytes
-    """32 bytes: fingerprint of architecture and base weights, as in Hello."""
+    """32 bytes: which weights, and what a crew that trains them must have alike (`crew_model.crew_terms`)."""
     capacity: Capacity
     cost: ModelCost
     """Of the model's parts, so that whoever founds a crew can plan it."""

@@ -85,7 +85,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     previous: bytes
     """Hash of the record before; all zero in a founding record."""
     model: bytes
-    """32 bytes: which weights and architecture, as nodes name them to each other."""
+    """32 bytes: which weights, and what a crew that trains them must have alike."""
     layers: tuple[int, ...]
     """Per stage; never changes within a crew."""
     seats: tuple[Seat, ...]

@@ -9,7 +9,6 @@ other speeds. `crew_history` holds what happens to what must be true, and raises
 from __future__ import annotations
 
 import argparse
-import hashlib
 import heapq
 import random
 import sys
@@ -25,7 +24,7 @@ from swarmnode.stages.events import Settings
 from swarmnode.stages.fence import Fence
 from swarmnode.stages.plan import Capacity, ModelCost, Part
 from swarmnode.testing.crew_history import History, Violation
-from swarmnode.testing.crew_trainer import Journal, Message, Trainer
+from swarmnode.testing.crew_trainer import Journal, Message, Trainer, named_keys
 
 MODEL = bytes(32)
 SETTINGS = Settings(
@@ -166,7 +165,7 @@ class World:
             return
         node.life += 1
         self._draining.discard(name)
-        sign, verify = _keys(name)
+        sign, verify = named_keys(name)
         rng = random.Random(self.rng.randrange(2**60))
         node.control = self._make_control(name, sign, verify, self.settings, rng, node.memory)
         node.heard_by = {}
@@ -544,15 +543,6 @@ class World:
             self.history.note(self.now, "drain", node.name)
             self._draining.add(node.name)
             self.event(node.name, node.life, ev.Drain("asked to"))
-
-
-def _keys(name: str) -> tuple[Any, Any]:
-    """Signatures that only whoever knows the name can make: enough where nobody forges."""
-
-    def sign(data: bytes, who: str = name) -> bytes:
-        return hashlib.blake2b(data, key=who.encode(), digest_size=64).digest()
-
-    return sign, lambda peer, data, signature: sign(data, peer) == signature
 
 
 def check(seed: int, **options: Any) -> History:

@@ -6,6 +6,8 @@ Nothing of the weights is read before a stage was assigned, except to hash them;
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -161,7 +163,22 @@ def make_offering(config: Config, hf: Any, placement: Placement, identity: bytes
     """What this node can hold, and what there is to hold."""
     room = capacity(config, placement)
     memory = float(room) if room is not None else float(whole_bytes(config, hf, placement))
-    return Offering(identity, Capacity(memory / HEADROOM, measure_speed(placement)), cost_of(config, hf, placement))
+    terms = crew_terms(config, identity)
+    return Offering(terms, Capacity(memory / HEADROOM, measure_speed(placement)), cost_of(config, hf, placement))
+
+
+def crew_terms(config: Config, identity: bytes) -> bytes:
+    """32 bytes: hash of everything that members of a crew must have alike. Who would train otherwise names another model: they never meet.
+
+    identity: fingerprint of architecture and base weights.
+    """
+    stages, lora = config.stages, config.policy.lora
+    terms = {
+        "codec": stages.codec, "gradient_codec": stages.gradient_codec, "paper_mode": stages.paper_mode,
+        "lora": lora.model_dump() if lora.r else None, "shares_a": bool(lora.r) and shares_a(config),
+        "weight_decay": config.training.weight_decay,
+    }  # fmt: skip
+    return hashlib.blake2b(identity + json.dumps(terms, sort_keys=True, separators=(",", ":")).encode(), digest_size=32).digest()
 
 
 def cost_of(config: Config, hf: Any, placement: Placement) -> ModelCost:

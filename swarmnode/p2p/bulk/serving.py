@@ -273,4 +273,3 @@ async def watch(moved: Callable[[], int], stop: Callable[[], None], longest: flo
             last, changed = current, now
         if now - changed >= STALL_SECONDS or now - began >= longest:
             return stop()
-

@@ -1,0 +1,45 @@
+"""Nodes that would train differently never offer themselves to one crew; and a manifest says how its crews train."""
+
+import pytest
+
+from swarmnode.config import Config
+from swarmnode.manifest import AGREED
+from swarmnode.trainer.crew_model import crew_terms
+
+BASE = bytes(32)
+
+
+def terms(**sections):
+    return crew_terms(Config.model_validate(sections), BASE)
+
+
+def test_nodes_of_one_configuration_name_one_model():
+    assert terms() == terms(node={"name": "another"}, stages={"capacity": 10**9, "shadow_every": 7})
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"stages": {"codec": "int8"}},
+        {"stages": {"gradient_codec": "float32"}},
+        {"stages": {"paper_mode": True}},
+        {"policy": {"lora": {"r": 4}}},
+        {"training": {"weight_decay": 0.1}},
+    ],
+)
+def test_whoever_trains_otherwise_names_another(sections):
+    assert terms(**sections) != terms()
+
+
+def test_adapters_differ_by_rank_and_by_what_of_them_is_frozen():
+    ranks = {terms(policy={"lora": {"r": r}}) for r in (4, 8)}
+    frozen = {terms(policy={"lora": {"r": 4}}, weights={"lora_a": a}) for a in ("shared", "trained")}
+    assert len(ranks) == len(frozen) == 2
+
+
+def test_another_base_is_another_model():
+    assert crew_terms(Config(), b"\1" * 32) != terms()
+
+
+def test_a_swarm_agrees_on_how_its_crews_train():
+    assert {"stages.codec", "stages.gradient_codec", "stages.paper_mode"} <= set(AGREED)
