@@ -184,10 +184,11 @@ class _Recovery:
         """A verdict that this stage has to answer for: none that another one, restored with a worse source, may have brought about."""
         until = trio.current_time() + self.peer.settings.seconds
         while True:
+            unfinished = await self._unfinished()  # asked first: one that gets ready meanwhile may have spoilt the verdict before
             verdict = await judge(self.peer, self._judges())
             if self.ladder.judge(source, verdict, healings) == "rejoin" or trio.current_time() >= until:
                 return verdict
-            others = [(h.rung, -stage) for stage, h in await self._unfinished() if h.rung is not None and not h.exhausted]
+            others = [(h.rung, -stage) for stage, h in unfinished if h.rung is not None and not h.exhausted]
             if not others or max(others) < (int(source.rung), -self.peer.spec.index):
                 return verdict
             await trio.sleep(AGAIN_SECONDS)
@@ -201,10 +202,10 @@ class _Recovery:
             return None
         peer.exhausted = True
         while True:
+            others = await self._unfinished()  # before the verdict, as in `_judge`
             verdict = await judge(peer, self._judges()) if self.probes else None
             if self.ladder.judge(source, verdict, 0) == "rejoin":
                 return self._done(source, candidate, verdict, [])
-            others = await self._unfinished()
             if all(h.exhausted for _, h in others) or trio.current_time() >= until:
                 peer.phase = "empty"
                 return None
