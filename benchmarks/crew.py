@@ -74,7 +74,8 @@ class Crew:
             node.start(self._first)
 
     def holder(self, stage: int) -> DemoNode:
-        return next(node for node in self.nodes if node.view.stage == stage)
+        """Raises LookupError while nobody says that it holds it."""
+        return {node.view.stage: node for node in self.nodes}[stage]
 
     def steps(self) -> list[int]:
         """Taken, by stage."""
@@ -86,7 +87,7 @@ class Crew:
         while time.monotonic() - started < seconds:
             for node in self.nodes:
                 node.ask()
-            with contextlib.suppress(StopIteration):
+            with contextlib.suppress(LookupError):
                 if true():
                     return time.monotonic() - started
             time.sleep(LOOK_SECONDS)
