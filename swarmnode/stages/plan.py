@@ -1,14 +1,18 @@
 """Who holds which layers: contiguous blocks that make the slowest stage as fast as the members' memory allows. Pure; no torch.
 
 A pipeline is as fast as its slowest stage, so that is what is minimised, over every order of the members and every way to leave some out.
-Dynamic programming over (set of members used, layers placed) is exact, and small: a crew has at most eight members.
+Whether a bound on its seconds can be kept is dynamic programming over sets of members, exact and small: a crew has at most eight. The
+least such bound is found by halving.
 """
 
 from __future__ import annotations
 
+import bisect
+import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Final
 
 from swarmnode.errors import Refused
@@ -69,45 +73,126 @@ def stage_memory(model: ModelCost, layers: Sequence[int], stage: int) -> float:
 def make_plan(model: ModelCost, members: Sequence[Capacity], stages: int = 0) -> Plan:
     """The fastest plan; among equals the one with the fewest stages, then the one that uses earlier members. Deterministic.
 
-    `stages` asks for exactly so many; 0 for as many as is fastest.
+    `stages` asks for exactly so many; 0 for as many as is fastest. Asked for a number, it is the fastest where layers cost alike.
 
     Raises Refused when no crew of these members can hold the model, ValueError for more than MEMBERS.
     """
     if len(members) > MEMBERS:
         raise ValueError(f"at most {MEMBERS} members")
-    count = len(model.layers)
-    memory = [0.0, *accumulate(part.memory for part in model.layers)]
-    work = [0.0, *accumulate(part.work for part in model.layers)]
-    # best[used][l]: (slowest seconds, stages, member order, layers per stage) with the first l layers placed on the set `used`
-    best: list[dict[int, tuple[float, int, tuple[int, ...], tuple[int, ...]]]] = [{} for _ in range(1 << len(members))]
-    best[0][0] = (0.0, 0, (), ())
-    for used in range(1 << len(members)):
-        for start, (slowest, placed, order, blocks) in best[used].items():
-            for index, member in enumerate(members):
-                if used >> index & 1:
-                    continue
-                for end in range(start + 1, count + 1):
-                    bytes_, amount = memory[end] - memory[start], work[end] - work[start]
-                    if start == 0:
-                        bytes_, amount = bytes_ + model.embedding.memory, amount + model.embedding.work
-                    if bytes_ > member.memory:
-                        break  # more layers need only more
-                    if end == count:
-                        bytes_, amount = bytes_ + model.head.memory, amount + model.head.work
-                        if bytes_ > member.memory:
-                            break
-                    seconds = max(slowest, amount / member.speed + (member.hop_seconds if end < count else 0.0))
-                    found = (seconds, placed + 1, (*order, index), (*blocks, end - start))
-                    grown = best[used | 1 << index]
-                    if end not in grown or found < grown[end]:
-                        grown[end] = found
-    whole = [table[count] for used, table in enumerate(best) if count in table and stages in (0, used.bit_count())]
-    if not whole:
-        need = model.embedding.memory + memory[-1] + model.head.memory
+    search = _Search(model, members)
+    found = search.within(sys.float_info.max, stages)
+    if found is None:
+        need = model.embedding.memory + search.memory[-1] + model.head.memory
         have = sum(member.memory for member in members)
         raise Refused(f"{len(members)} members with {have:.3g} bytes together cannot hold the model's {need:.3g} in blocks of layers")
-    slowest, _, order, blocks = min(whole)
-    return Plan(order, blocks, slowest)
+    too_fast = 0.0  # nothing is known to be faster than this
+    while (better := search.within(math.nextafter(found.slowest_seconds, -1.0), stages)) is not None:
+        found = better
+        middle = too_fast + (found.slowest_seconds - too_fast) / 2
+        if (better := search.within(middle, stages)) is None:
+            too_fast = middle
+        else:
+            found = better
+    return search.earliest(found)
+
+
+class _Search:
+    """Plans none of whose stages takes longer than a bound: of a set of members, only how far they reach counts, and further is always
+    better. So a search is at most MEMBERS · 2^MEMBERS steps, whatever the model."""
+
+    def __init__(self, model: ModelCost, members: Sequence[Capacity]) -> None:
+        self.model, self.members, self.count = model, members, len(model.layers)
+        self.memory = [0.0, *accumulate(part.memory for part in model.layers)]
+        self.work = [0.0, *accumulate(part.work for part in model.layers)]
+
+    def within(self, bound: float, stages: int) -> Plan | None:
+        """The plan with the fewest stages, then of the earliest members. `stages`: exactly so many; 0 for any number."""
+        reach = [-1] * (1 << len(self.members))
+        reach[0] = 0
+        fewest = len(self.members) + 1
+        for used, start in enumerate(reach):
+            placed = used.bit_count() + 1
+            if start < 0 or placed >= fewest or (stages and placed > stages):
+                continue
+            for index in range(len(self.members)):
+                if used >> index & 1:
+                    continue
+                if stages in (0, placed) and self.seconds(index, start, self.count) <= bound:
+                    fewest = placed
+                    break
+                end = self._reach(index, start, self.count - max(1, stages - placed), bound)
+                if end > start:
+                    reach[used | 1 << index] = max(end, reach[used | 1 << index])
+        if fewest > len(self.members):
+            return None
+        order = self._order(0, 0, fewest, bound, set())
+        assert order is not None
+        ends = self.ends(order, bound)
+        assert ends is not None
+        blocks = [*pairwise((0, *ends))]
+        slowest = max(self.seconds(index, *block) for index, block in zip(order, blocks, strict=True))
+        return Plan(order, tuple(end - start for start, end in blocks), slowest)
+
+    def seconds(self, index: int, start: int, end: int) -> float:
+        """Of a micro-batch in layers [start, end) at this member; infinite where they do not fit."""
+        member, last = self.members[index], end == self.count
+        memory, work = self.memory[end] - self.memory[start], self.work[end] - self.work[start]
+        if start == 0:
+            memory, work = memory + self.model.embedding.memory, work + self.model.embedding.work
+        if last:
+            memory, work = memory + self.model.head.memory, work + self.model.head.work
+        return math.inf if memory > member.memory else work / member.speed + (0.0 if last else member.hop_seconds)
+
+    def _reach(self, index: int, start: int, most: int, bound: float) -> int:
+        """How far this member can go on from `start`, at most to `most`, which is not the end; `start` where it cannot take a layer."""
+        member, first = self.members[index], self.model.embedding if start == 0 else Part(0.0, 0.0)
+        room = self.memory[start] + member.memory - first.memory
+        time = self.work[start] + (bound - member.hop_seconds) * member.speed - first.work
+        end = min(bisect.bisect_right(self.memory, room), bisect.bisect_right(self.work, time)) - 1
+        end = max(start, min(end, most))  # but for rounding
+        while end < most and self.seconds(index, start, end + 1) <= bound:
+            end += 1
+        while end > start and self.seconds(index, start, end) > bound:
+            end -= 1
+        return end
+
+    def _order(self, used: int, start: int, left: int, bound: float, dead: set[tuple[int, int]]) -> tuple[int, ...] | None:
+        """`left` members that hold what is left from `start` on, the earliest; None without."""
+        if (used, start) in dead:
+            return None
+        for index in range(len(self.members)):
+            if used >> index & 1:
+                continue
+            if left == 1:
+                if self.seconds(index, start, self.count) <= bound:
+                    return (index,)
+                continue
+            end = self._reach(index, start, self.count - left + 1, bound)
+            rest = self._order(used | 1 << index, end, left - 1, bound, dead) if end > start else None
+            if rest is not None:
+                return (index, *rest)
+        dead.add((used, start))
+        return None
+
+    def ends(self, order: tuple[int, ...], bound: float, start: int = 0) -> tuple[int, ...] | None:
+        """Where each of these stops when each takes as much as it can, from `start` on; None where that does not hold the rest."""
+        ends = [start]
+        for position, index in enumerate(order[:-1]):
+            ends.append(self._reach(index, ends[-1], self.count - len(order) + position + 1, bound))
+            if ends[-1] <= ends[-2]:
+                return None
+        if not ends[-1] < self.count or self.seconds(order[-1], ends[-1], self.count) > bound:
+            return None
+        return (*ends[1:], self.count)
+
+    def earliest(self, plan: Plan) -> Plan:
+        """As fast as `plan`, with as little as can be in its first stages."""
+        order, bound, cuts = plan.members, plan.slowest_seconds, [0]
+        for position in range(1, len(order)):
+            start, rest = cuts[-1], order[position:]
+            fits = (e for e in range(start + 1, self.count) if self.seconds(order[position - 1], start, e) <= bound)
+            cuts.append(next(e for e in fits if self.ends(rest, bound, e) is not None))
+        return Plan(order, tuple(after - before for before, after in pairwise((*cuts, self.count))), bound)
 
 
 def model_cost(config: Any, *, batch_tokens: int, cached_tokens: int, weight_bytes: int = 4, trained_bytes: int = 12) -> ModelCost:

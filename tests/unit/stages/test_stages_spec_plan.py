@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarmnode.errors import ConfigError, Refused
+from swarmnode.stages import plan as plan_module
 from swarmnode.stages.plan import Capacity, ModelCost, Part, Plan, make_plan, model_cost
 from swarmnode.stages.spec import holders, stage_specs
 
@@ -97,3 +98,16 @@ def test_a_member_that_holds_everything_alone_is_a_crew_of_one_when_hops_are_slo
 def test_a_faster_member_gets_more_layers():
     model = ModelCost(Part(0, 0), (Part(1, 1),) * 6, Part(0, 0))
     assert make_plan(model, [Capacity(9, 1.0), Capacity(9, 2.0)]).layers == (2, 4)
+
+
+def test_a_big_model_and_a_full_crew_are_planned_in_few_looks(monkeypatch):
+    looks = []
+    seconds = plan_module._Search.seconds
+    monkeypatch.setattr(plan_module._Search, "seconds", lambda *args: looks.append(1) or seconds(*args))
+    model = ModelCost(Part(1, 0), (Part(1.0, 1.0),) * 80, Part(1, 0.5))
+    members = [Capacity(15.0 + 3 * i, 1.0 + i / 4, 0.01 * i) for i in range(8)]
+    plan = make_plan(model, members)
+    assert len(looks) < 100_000  # placing every block with every set of members is forty times that
+    assert plan.slowest_seconds == cost(model, members, plan.members, plan.layers)
+    assert sum(plan.layers) == 80
+    assert plan.slowest_seconds < 80.5 / sum(member.speed for member in members) + 1.0  # as fast as all together, but for one layer
