@@ -56,6 +56,7 @@ def read_message(frame, shapes):
     if "status" in message:
         counter(*[value for value in message["status"] if type(value) is int])
         amounts(*[value for value in message["status"] if isinstance(value, float)])
+        require(message["status"][4] <= 1)  # clip
     if message["type"] == "adopt":
         check_chain(message["certificates"])
     return message

@@ -71,6 +71,7 @@ def body_bytes(header, crew):
         if isinstance(value, float):
             require(math.isfinite(value), "not_finite")
             require(value >= 0 or field in ("loss", "clipped", "kl", "entropy"))
+            require(value <= 1 or field != "clip")
     activations = rows * hidden_bytes(header.get("codec", "float32"), crew["hidden"])
     if header["type"] == "propose":
         ids = header["micro_batches"]

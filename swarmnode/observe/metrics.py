@@ -29,6 +29,7 @@ from swarmnode.p2p.budget import CHOICES, PAUSES
 from swarmnode.p2p.summaries import HEARD
 from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.stages.events import NOTES, CrewState, SlotState
+from swarmnode.stages.faults import DEVICE
 from swarmnode.stages.fence import FENCE_REASONS
 from swarmnode.stages.frames import FRAME_REASONS
 from swarmnode.stages.local import RUNGS, StagePhase
@@ -308,7 +309,7 @@ METRICS: tuple[Family, ...] = (
     Family("swarmnode_stage_tokens_per_second", "gauge", "Tokens that go through this node's stage.",
            _stage(lambda c: c.tokens_per_second)),
     Family("swarmnode_stage_frames_dropped_total", "counter", "Frames of the crew that counted for nothing, by reason.",
-           _crew(lambda c: c.dropped), ("reason",), (*FENCE_REASONS, *FRAME_REASONS)),
+           _crew(lambda c: c.dropped), ("reason",), (*FENCE_REASONS, *FRAME_REASONS, DEVICE)),
     Family("swarmnode_stage_streams", "gauge", "Open streams to other stages, by kind.", _crew(lambda c: c.streams), ("kind",), KINDS),
     Family("swarmnode_stage_streams_lost_total", "counter", "Streams that the other side ended, or that broke, by kind.",
            _crew(lambda c: c.streams_lost), ("kind",), KINDS),

@@ -61,6 +61,12 @@ def probe(cfg: PolicyConfig) -> Placement:
     return Placement(device, dtype, f"{device}, {str(dtype).removeprefix('torch.')}: {why}")
 
 
+def set_up(device: torch.device) -> None:
+    """What torch is told of a device before a policy, or a stage of one, computes there."""
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans each new shape for a tenth of a second, and ours are new at every step
+
+
 def count_parameters(config: PretrainedConfig) -> tuple[int, int]:
     """(all parameters, inputs + outputs summed over the linear layers) of the architecture, without allocating it."""
     with torch.device("meta"):

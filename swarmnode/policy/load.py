@@ -31,7 +31,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from swarmnode.config import PolicyConfig
 from swarmnode.errors import DeviceError, Incompatible, Unavailable
-from swarmnode.policy.device import Placement, fit, probe
+from swarmnode.policy.device import Placement, fit, probe, set_up
 from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash, weight_files
 from swarmnode.policy.text import PolicyText
 
@@ -126,8 +126,7 @@ def load_policy(cfg: PolicyConfig, log: Callable[[str], None] = lambda line: Non
     disable_progress_bar()  # `log` says it, in lines
     placement = probe(cfg)
     log(placement.reason)
-    if placement.device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans each new shape for a tenth of a second, and ours are new at every step
+    set_up(placement.device)
     with local_directory(cfg) as directory:
         config = offline(cfg, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False))
         placement = offline(cfg, lambda: fit(cfg, config, placement))

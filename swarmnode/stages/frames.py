@@ -325,6 +325,8 @@ def _check(frame: Frame, limits: FrameLimits) -> None:
             raise BadMessage("not_finite", name)
         if name in ("squared_norm", "norm", "clip", "learning_rate", "tokens") and value < 0:
             raise BadMessage("bounds", name)
+        if name == "clip" and value > 1:
+            raise BadMessage("bounds", name)
     if isinstance(frame, Embedding):
         _between("first", frame.first, 0, limits.vocab - frame.rows)
     if isinstance(frame, Propose):

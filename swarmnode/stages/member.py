@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import torch
 import trio
 
-from swarmnode.errors import BadMessage, Refused
+from swarmnode.errors import BadMessage, DeviceError, Refused
 from swarmnode.policy.generate import sample
 from swarmnode.policy.logprobs import Batch
-from swarmnode.stages import frames
+from swarmnode.stages import faults, frames
 from swarmnode.stages.activations import decode, encode
 from swarmnode.stages.commit import Answer, Confirm, Discard, Participant, Prepare, Take
 from swarmnode.stages.fence import Fence, FenceStatistics
@@ -57,6 +57,8 @@ class CrewSettings:
     weight_decay: float = 0.0
     swapped: bool = False
     """CheckFree+: half of the micro-batches of a step with the first two and the last two stages exchanged."""
+    learning_rate: float = math.inf
+    """This node's own bound: no stage here takes a step with more, whatever the head says."""
 
 
 class Observer:
@@ -213,6 +215,11 @@ class Member:
         except ValueError:  # `encode`: our own numbers are not finite
             self._refused["not_finite"] += 1
             self._cannot(frame, "not_finite")
+        except (RuntimeError, MemoryError) as error:
+            if not faults.of_device(error):
+                raise
+            self._refused[faults.DEVICE] += 1
+            self._cannot(frame, "frame")
 
     def _cannot(self, frame: Frame, reason: Any) -> None:
         """Tells the head at once: without it the deadline would."""
@@ -221,6 +228,8 @@ class Member:
             self.links.send(0, frames.Lost(self.place, frame.session, reason))
         elif isinstance(frame, (frames.Forward, frames.Backward)):
             self.links.send(0, frames.Failed(self.place, frame.micro_batch, reason))
+        elif isinstance(frame, (frames.Propose, frames.Embedding)):
+            self.links.send(0, frames.Acknowledge(self.place, frame.attempt, reason, 0.0))
 
     def gone(self, stage: int, reason: str) -> None:
         """The stream of another stage ended. Nothing of what was begun with it can end well, but for a step that was promised."""
@@ -318,6 +327,11 @@ class Member:
         except ValueError:
             self._refused["not_finite"] += 1
             self.links.send(0, frames.Failed(self.place, micro_batch, "not_finite"))
+        except (RuntimeError, MemoryError) as error:
+            if not faults.of_device(error):
+                raise
+            self._refused[faults.DEVICE] += 1
+            self.links.send(0, frames.Failed(self.place, micro_batch, "frame"))
 
     def finished(self, micro_batch: int) -> None:
         """Stage 0: the gradient went all the way through."""
@@ -474,21 +488,35 @@ class Member:
         self.links.send(0, frames.Done(self.place, attempt))
 
     async def take(self, clip: float, learning_rate: float) -> None:
-        """The optimizer's part of a step that `participant` has just counted."""
+        """The optimizer's part of a step that `participant` has just counted.
+
+        Raises DeviceError where the device fails in the middle of it: what these weights are then, nobody knows.
+        """
         await self._compute(lambda: self._step(clip, learning_rate))
         self.observer.stepped()
         self._drop_all()
 
     def _step(self, clip: float, learning_rate: float) -> None:
         if self.optimizer is not None:
-            for parameter in self.runtime.parameters():
-                if parameter.grad is not None and clip < 1.0:
-                    parameter.grad.mul_(clip)
-            own = self.pace.next()
-            for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate * (1.0 if group["shared"] else own)
-            self.optimizer.step()
+            try:
+                self._move(self.optimizer, clip, learning_rate)
+            except (RuntimeError, MemoryError) as error:
+                if not faults.of_device(error):
+                    raise
+                raise DeviceError(f"half of a step: {error}") from error
         self.observer.committed(self)
+
+    def _move(self, optimizer: torch.optim.AdamW, clip: float, learning_rate: float) -> None:
+        for parameter in self.runtime.parameters():
+            if parameter.grad is not None and clip < 1.0:
+                parameter.grad.mul_(clip)
+        own = self.pace.next()
+        rates = [learning_rate * (1.0 if group["shared"] else own) for group in optimizer.param_groups]
+        if max(rates) > self.settings.learning_rate:
+            self._refused["bounds"] += 1
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = min(rate, self.settings.learning_rate)
+        optimizer.step()
 
     def _drop_all(self) -> None:
         """Gradients, inputs and caches: they belong to weights that have moved, or to a step that will not be."""

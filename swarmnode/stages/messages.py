@@ -435,6 +435,8 @@ def _check_chain(certificates: tuple[Certificate, ...]) -> None:
 def _check_status(status: Status) -> None:
     _counters(status.step, status.attempt, status.progress, status.load, status.version)
     _amounts(status.clip, status.learning_rate)
+    if status.clip > 1:
+        raise BadMessage("bounds", "clip")
 
 
 def _ballot(crew: bytes, epoch: int, ballot: int) -> None:

@@ -139,6 +139,7 @@ def messages() -> Iterator[Vector]:
     yield bad("bounds", "a vote for 31 bytes", VOTE, hash=bytes(31), read_as="crews_answer")
     yield bad("bounds", "a status of step -1", HEARTBEAT, status=["active", -1, *STATUS[2:]])
     yield bad("bounds", "a clip factor below 0", HEARTBEAT, status=[*STATUS[:4], -1.0, *STATUS[5:]])
+    yield bad("bounds", "a clip factor above 1", HEARTBEAT, status=[*STATUS[:4], 1.5, *STATUS[5:]])
     yield bad("not_finite", "a learning rate of nan", HEARTBEAT, status=[*STATUS[:5], NAN, *STATUS[6:]])
     yield bad("not_finite", "a memory of infinity", OFFER, memory=float("inf"))
     yield bad("not_finite", "a speed of nan", OFFER, speed=NAN)

@@ -195,6 +195,7 @@ def hostile_headers() -> Iterator[Vector]:
     yield bad("bounds", "a norm below 0", joined({**commit, "norm": -0.5}))
     yield bad("bounds", "a squared norm below 0", joined({**acknowledge, "squared_norm": -1.0}))
     yield bad("bounds", "a learning rate that climbs", joined({**commit, "learning_rate": -1e-6}))
+    yield bad("bounds", "a clip factor that makes gradients larger", joined({**commit, "clip": 1.5}))
     yield bad("bounds", "fewer than no tokens", joined({**learnt, "tokens": -1.0}))
     for value in (NAN, INF, -INF):
         yield bad("not_finite", f"a norm of {value}", joined({**commit, "norm": value}))

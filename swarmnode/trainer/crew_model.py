@@ -22,7 +22,7 @@ from swarmnode.config import Config
 from swarmnode.errors import ConfigError, DeviceError, Refused
 from swarmnode.manifest import check_model
 from swarmnode.manifest_store import stored
-from swarmnode.policy.device import HEADROOM, TRAINED_BYTES, Placement, count_parameters, free_bytes, needed_bytes, probe
+from swarmnode.policy.device import HEADROOM, TRAINED_BYTES, Placement, count_parameters, free_bytes, needed_bytes, probe, set_up
 from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash
 from swarmnode.policy.load import configured_ends, local_directory, lora_settings, offline
 from swarmnode.policy.text import PolicyText
@@ -30,6 +30,7 @@ from swarmnode.stages.frames import FrameLimits
 from swarmnode.stages.local import Offering
 from swarmnode.stages.member import CrewSettings
 from swarmnode.stages.plan import Capacity, ModelCost, model_cost
+from swarmnode.stages.recovery.ladder import LEARNING_RATE_FACTOR
 from swarmnode.stages.runtime import StageRuntime
 from swarmnode.stages.spec import check_model_type, stage_specs
 from swarmnode.stages.split import adapt, load_stage
@@ -62,6 +63,7 @@ class CrewModel:
         return CrewSettings(
             base=self.text.fingerprint, codec=config.stages.codec, gradient_codec=config.stages.gradient_codec,
             weight_decay=config.training.weight_decay, swapped=config.stages.paper_mode,
+            learning_rate=config.training.learning_rate * (LEARNING_RATE_FACTOR if config.stages.paper_mode else 1.0),
         )  # fmt: skip
 
     def build(self, layers: tuple[int, ...], index: int, config: Config) -> StageRuntime:
@@ -130,6 +132,7 @@ def open_model(config: Config, say: Callable[[str], None] = lambda line: None) -
     if cfg.threads:
         torch.set_num_threads(cfg.threads)
     placement = probe(cfg)
+    set_up(placement.device)
     with local_directory(cfg, fits=False) as directory:
         hf = offline(cfg, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False))
         check_model_type(hf)
@@ -176,7 +179,7 @@ def crew_terms(config: Config, identity: bytes) -> bytes:
     terms = {
         "codec": stages.codec, "gradient_codec": stages.gradient_codec, "paper_mode": stages.paper_mode,
         "lora": lora.model_dump() if lora.r else None, "shares_a": bool(lora.r) and shares_a(config),
-        "weight_decay": config.training.weight_decay,
+        "weight_decay": config.training.weight_decay, "learning_rate": config.training.learning_rate,
     }  # fmt: skip
     return hashlib.blake2b(identity + json.dumps(terms, sort_keys=True, separators=(",", ":")).encode(), digest_size=32).digest()
 

@@ -83,7 +83,7 @@ class StageRecovery:
         spec = stage.runtime.spec
         adapter = self._config.policy.lora.r > 0
         self._base = base_adapter(stage.runtime) if adapter else base_stage(self._model.directory, spec, self._model.text.fingerprint)
-        self._shadowing = Shadowing(spec, self._settings, self._journal)
+        self._shadowing = Shadowing(spec, self._settings, self._journal, self._store)
         stage.observers.append(self._shadowing)
 
     @contextlib.asynccontextmanager
@@ -154,7 +154,8 @@ class StageRecovery:
 
 def recovery_settings(config: Config) -> RecoverySettings:
     cfg = config.stages
-    return RecoverySettings(shadow_every=cfg.shadow_every, synthesis=cfg.synthesis, paper=cfg.paper_mode)
+    uplink = float(config.network.upload_bytes_per_second)
+    return RecoverySettings(shadow_every=cfg.shadow_every, synthesis=cfg.synthesis, paper=cfg.paper_mode, uplink=uplink)
 
 
 def run_of(config: Config) -> Run:

@@ -59,6 +59,8 @@ class Meter:
 class Careful(Member):
     """A member that is never stopped between counting a step and taking it, and that remembers what it took."""
 
+    lock: threading.Lock
+    """The stage's."""
     last: tuple[int, float, float] = (0, 1.0, 0.0)
     """(attempt, clip, learning rate) of the last step: what another stage needs to take it too."""
 
@@ -66,6 +68,10 @@ class Careful(Member):
         self.last = (self.participant.attempt, clip, learning_rate)
         with trio.CancelScope(shield=True):  # around computing only
             await super().take(clip, learning_rate)
+
+    def _move(self, optimizer: torch.optim.AdamW, clip: float, learning_rate: float) -> None:
+        with self.lock:
+            super()._move(optimizer, clip, learning_rate)
 
 
 class CrewMember(Careful, Member):
@@ -91,9 +97,6 @@ class Stage:
         self._limits = limits
         self._dropped: Counter[str] = Counter()
         self.member = self._make(assigned, {}, 0)
-        if self.member.optimizer is not None:
-            self.member.optimizer.register_step_pre_hook(lambda *_: _acquire(self.lock))
-            self.member.optimizer.register_step_post_hook(lambda *_: self.lock.release())
 
     @property
     def step(self) -> int:
@@ -138,6 +141,7 @@ class Stage:
             member = CrewHead(self.runtime, links, fence, self._settings, self.meter, seconds=HEAD_SECONDS)
         else:
             member = CrewMember(self.runtime, links, fence, self._settings, self.meter)
+        member.lock = self.lock
         member.observer = Observers(self)
         return member
 
@@ -154,10 +158,6 @@ class Stage:
     def load(self) -> int:
         """Pieces of work in hand."""
         return self.meter.computing + self.member.statistics().schedule.waiting
-
-
-def _acquire(lock: threading.Lock) -> None:
-    lock.acquire()
 
 
 class Observers(Observer):

@@ -16,6 +16,7 @@ import msgspec
 import trio
 
 from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout, StateError
+from swarmnode.stages import faults
 from swarmnode.stages.fence import Fence
 from swarmnode.stages.frames import CHUNK_BYTES, Place
 from swarmnode.stages.recovery import messages as m
@@ -78,7 +79,7 @@ class ChannelStatistics:
     fenced: dict[str, int]
     """Messages of the past, by reason of `fence.FENCE_REASONS`."""
     failed: int
-    """Requests of peers that we could not answer: our disk, or our numbers."""
+    """Requests of peers that we could not answer: our disk, our device, or our numbers."""
 
 
 class Channel:
@@ -101,6 +102,8 @@ class Channel:
         self._calls: dict[tuple[int, int], _Call] = {}
         self._incoming: dict[tuple[int, bool, int], _Incoming] = {}
         self._serving: Counter[int] = Counter()
+        self._storing: set[int] = set()
+        """Stages whose shadow has come and is being stored."""
         self._number = 0
         self._refused: Counter[str] = Counter()
         self._blame: Counter[int] = Counter()
@@ -137,7 +140,8 @@ class Channel:
         raise NotImplementedError
 
     async def serve(self, stage: int, want: m.Want) -> None:
-        """Answers with `answer` or `lack`. What it raises (BadMessage, StateError, OSError, ValueError) is answered and counted."""
+        """Answers with `answer` or `lack`. What it raises (BadMessage, StateError, OSError, ValueError, `faults.of_device`) is answered and
+        counted."""
         raise NotImplementedError
 
     def expected(self, stage: int, have: m.Have) -> int:
@@ -216,7 +220,10 @@ class Channel:
         if outbox.messages:
             return outbox.messages.popleft()
         now = trio.current_time()
-        ready = [out for out in outbox.transfers if not out.push] or ([] if now < outbox.not_before else list(outbox.transfers))
+        begun = {out.have.what for out in outbox.transfers if out.push and out.at > 0}  # of each kind of push one after the other
+        ready = [out for out in outbox.transfers if not out.push]
+        if not ready and now >= outbox.not_before:
+            ready = [out for out in outbox.transfers if out.at > 0 or out.have.what not in begun]
         if not ready:
             return None
         out = ready[0]
@@ -338,6 +345,12 @@ class Channel:
                 raise BadMessage("size", f"{have.size} bytes of {have.what}, which has {size}")
             if key in self._incoming or sum(k[0] == stage for k in self._incoming) >= SERVED:
                 raise BadMessage("bounds", "too many transfers at once")
+            if call is None and have.what == "shadow":  # as large as a stage: there is room for one of each neighbour
+                if any(k[0] == stage and not k[1] and incoming.have.what == "shadow" for k, incoming in self._incoming.items()):
+                    raise BadMessage("bounds", "two shadows at once")
+                if stage in self._storing:
+                    self.lack(stage, have.request, "busy")
+                    return
         except BadMessage as error:
             self._reject(stage, have, error)
             raise
@@ -359,8 +372,18 @@ class Channel:
             del self._incoming[key]
             if have.answer:
                 self.spawn(self._complete, stage, have, incoming.body)
+            elif have.what == "shadow":
+                self._storing.add(stage)
+                if not self._soon(stage, have.request, self._store_shadow, stage, have, incoming.body):
+                    self._storing.discard(stage)
             else:
                 self._soon(stage, have.request, self._complete, stage, have, incoming.body)
+
+    async def _store_shadow(self, stage: int, have: m.Have, body: bytearray) -> None:
+        try:
+            await self._complete(stage, have, body)
+        finally:
+            self._storing.discard(stage)
 
     def _reject(self, stage: int, have: m.Have, error: BadMessage) -> None:
         """Tells whoever waits for it: here, or there."""
@@ -383,13 +406,15 @@ class Channel:
 
     # Serving.
 
-    def _soon(self, stage: int, number: int, work: Callable[..., Awaitable[Any]], *args: Any) -> None:
+    def _soon(self, stage: int, number: int, work: Callable[..., Awaitable[Any]], *args: Any) -> bool:
+        """Whether it will be done."""
         unread = sum(out.have.answer for out in self._outboxes[stage].transfers)  # who asks and does not read gets no more of them
         if self._serving[stage] + unread >= SERVED:
             self.lack(stage, number, "busy")
-            return
+            return False
         self._serving[stage] += 1
         self.spawn(self._guarded, stage, number, work, args)
+        return True
 
     async def _guarded(self, stage: int, number: int, work: Callable[..., Awaitable[Any]], args: Iterable[Any]) -> None:
         try:
@@ -398,6 +423,11 @@ class Channel:
             self._refuse(stage, error)
             self.lack(stage, number, "refused")
         except (StateError, OSError, ValueError):
+            self._failed += 1
+            self.lack(stage, number, "failed")
+        except (RuntimeError, MemoryError) as error:
+            if not faults.of_device(error):
+                raise
             self._failed += 1
             self.lack(stage, number, "failed")
         finally:

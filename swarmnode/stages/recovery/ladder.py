@@ -77,7 +77,7 @@ class RecoverySettings:
     pair_bytes: int = 256 * 1024 * 1024
     """Activations that a stage keeps for healing its neighbours."""
     uplink: float = 0.0
-    """Bytes per second; 0 is unknown."""
+    """Bytes per second; 0 is without limit."""
     uplink_share: float = 0.05
     """Of it for shadows."""
     seconds: float = 120.0

@@ -10,7 +10,7 @@ down its ladder, and the other waits for it; who comes to the end goes back to h
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -34,7 +34,7 @@ from swarmnode.stages.spec import StageSpec
 from swarmnode.stages.split import load_stage
 
 Base = Callable[[], Tensors]
-"""The stage that training began with, or the last known adapter on it, by the stage's own names. Raises LocalError."""
+"""The stage that training began with, or under LoRA its untrained adapter, by the stage's own names. Raises LocalError."""
 Tell = Callable[[Literal["loading", "probation"], Rung], None]
 
 
@@ -111,8 +111,9 @@ async def restore(
         ends=frozenset(stage for stage, h in holds.items() if h.ends is not None),
     )
     ladder = Ladder(found, peer.spec, step, run, settings)
-    load = lambda source: _load(source, peer, holds, run, journal, base, replica)
-    return await _Recovery(peer, ladder, holds, await _probes(peer, holds), load, tell, started).run()
+    judged: set[tuple[Rung, int | None]] = set()
+    load = lambda source: _load(source, peer, holds, step, run, journal, base, replica, judged)
+    return await _Recovery(peer, ladder, holds, await _probes(peer, holds), load, tell, started, judged).run()
 
 
 @dataclass
@@ -126,6 +127,8 @@ class _Recovery:
     load: Callable[[Source], Awaitable[_Candidate]]
     tell: Tell
     started: float
+    judged: set[tuple[Rung, int | None]]
+    """(rung, holder) of what was in the stage and did not pass."""
     first: Source | None = None
     """The best source that was there."""
 
@@ -157,6 +160,7 @@ class _Recovery:
             healing = await _heal(peer, self.probes, settings) if what == "heal" else None
             if healing is None:
                 peer.phase, peer.rung = "empty", Rung.NONE
+                self.judged.add((source.rung, source.holder))
                 self.ladder.refuse(source, _said(verdict, len(healings)))
                 return None
             healings.append(healing)
@@ -227,8 +231,8 @@ class _Recovery:
 
 
 async def _load(
-    source: Source, peer: StatePeer, holds: Mapping[int, Holds], run: Run, journal: Journal | None, base: Base | None,
-    replica: Callable[[], Awaitable[Replica]] | None,
+    source: Source, peer: StatePeer, holds: Mapping[int, Holds], step: int, run: Run, journal: Journal | None, base: Base | None,
+    replica: Callable[[], Awaitable[Replica]] | None, judged: Set[tuple[Rung, int | None]],
 ) -> _Candidate:  # fmt: skip
     """Raises PeerError, StateError, Unavailable, Refused, OSError where the source is not what it was said to be."""
     spec, settings = peer.spec, peer.settings
@@ -250,7 +254,8 @@ async def _load(
         case Rung.BASE:
             assert base is not None
             weights = await peer.compute(base)
-            return _Candidate(StageState(0, weights), _new_pace(settings))
+            last = await _last_adapter(peer, holds, step, journal, judged, weights) if run.adapter else None
+            return _Candidate(StageState(0, weights) if last is None else last, _new_pace(settings))
     before = None if spec.has_embedding else await peer.fetch_layers(spec.index - 1)
     after = None if spec.has_head else await peer.fetch_layers(spec.index + 1)
     ends = None
@@ -262,6 +267,30 @@ async def _load(
     made = await peer.compute(lambda: synthesise(method, spec, before, after, run, ends=ends, paper=settings.paper))
     pace = Pace(made.learning_rate_factor) if settings.paper else _new_pace(settings)
     return _Candidate(StageState(0, made.state), pace)
+
+
+async def _last_adapter(
+    peer: StatePeer, holds: Mapping[int, Holds], step: int, journal: Journal | None, judged: Set[tuple[Rung, int | None]], base: Tensors
+) -> StageState | None:
+    """The newest adapter of this stage of this crew up to `step`, however old: as a rung of its own it could not be had, and is asked for
+    again. None where there is none that fits. Not one that was judged: it would not pass on the same base either, and an untrained may.
+    """
+    known = [(h.shadow, Rung.SHADOW, stage) for stage, h in holds.items() if h.shadow is not None]
+    here = [(journal.step, Rung.JOURNAL, None)] if journal is not None and journal.step is not None else []
+    for age, rung, holder in sorted([*here, *known], key=lambda one: -one[0]):
+        if age > step or (rung, holder) in judged:
+            continue
+        try:
+            if holder is not None:
+                state = await peer.fetch_shadow(holder, holds[holder].root)
+            else:
+                assert journal is not None
+                state = (await peer.compute(journal.read)).state
+        except (PeerError, StateError, OSError):
+            continue  # the next newest, or the untrained one
+        if {n: t.shape for n, t in state.weights.items()} == {n: t.shape for n, t in base.items()}:
+            return StageState(state.step, state.weights)
+    return None
 
 
 async def _tie(peer: StatePeer, candidate: _Candidate, holds: Mapping[int, Holds]) -> None:
@@ -356,12 +385,7 @@ def base_stage(directory: Path, spec: StageSpec, expected: bytes) -> Base:
     return read
 
 
-def base_adapter(runtime: StageRuntime, last: Tensors | None = None) -> Base:
-    """R3 under LoRA: the last known adapter, or the untrained one that is in `runtime` now. Make it before anything is restored.
-
-    Raises Incompatible when `last` is of another stage.
-    """
+def base_adapter(runtime: StageRuntime) -> Base:
+    """R3 under LoRA: the untrained adapter that is in `runtime` now, where no later one is known. Make it before anything is restored."""
     untrained = {name: host_copy(tensor) for name, tensor in trained(runtime).items()}
-    if last is not None and {n: t.shape for n, t in last.items()} != {n: t.shape for n, t in untrained.items()}:
-        raise Incompatible("the last known adapter is of another stage")
-    return lambda: dict(last) if last is not None else untrained
+    return lambda: untrained

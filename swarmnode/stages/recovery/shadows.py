@@ -9,7 +9,9 @@ holding one, any two stages of four may be lost at once.
 
 from __future__ import annotations
 
+import logging
 import shutil
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,10 @@ from swarmnode.stages.recovery.synthesis import end_names
 from swarmnode.stages.spec import StageSpec
 from swarmnode.weights.layout import Layout
 
+log = logging.getLogger(__name__)
+
+RAN: Final = "ran"
+"""An empty file in the directory of a crew that has taken a step with this node."""
 KEYS: Final = {"step": int, "form": str, "root": str, "squared_norm": float, "factor": float}
 
 
@@ -63,7 +69,8 @@ class StoreStatistics:
 
 
 class ShadowStore:
-    """Shadows of `stages` of one crew, in `directory`/<crew>; those of former crews are deleted. One per stage, the newest.
+    """Shadows of `stages` of one crew, in `directory`/<crew>. One per stage, the newest. Those of the crew before are deleted once this one
+    has taken a step (`ran`), those of crews that never have at once: a crew that does nothing costs another one none of its copies.
 
     No more than the form's size of every stage's layout is ever kept: what a peer claims has no part in it.
     """
@@ -72,13 +79,30 @@ class ShadowStore:
         self._directory = directory / crew.hex()
         self._layouts = dict(layouts)
         self._shadows: dict[int, Shadow] = {}
+        self._lock = threading.Lock()
+        """One file is written or read at a time, and `_shadows` says what is in it."""
         self._damaged = 0
+        self._ran = False
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         for other in directory.iterdir():
-            if other.is_dir() and other != self._directory:
+            if other.is_dir() and other != self._directory and not (other / RAN).exists():
                 shutil.rmtree(other)
         for stage in layouts:
             self._remember(stage)
+
+    def ran(self) -> None:
+        """This crew has taken a step."""
+        if self._ran:
+            return
+        self._ran = True
+        try:
+            self._directory.mkdir(mode=0o700, exist_ok=True)
+            (self._directory / RAN).touch()
+            for other in self._directory.parent.iterdir():
+                if other.is_dir() and other != self._directory:
+                    shutil.rmtree(other)
+        except OSError as error:
+            log.warning("the shadows of another crew stay: %s", error)
 
     def statistics(self) -> StoreStatistics:
         size = sum(state_bytes(self._layouts[stage], shadow.form) for stage, shadow in self._shadows.items())
@@ -88,7 +112,10 @@ class ShadowStore:
         return self._shadows.get(stage)
 
     def put(self, stage: int, have: Have, body: bytearray) -> None:
-        """Stores a shadow of `stage`, unless a newer one is here. Raises BadMessage: bounds, size, hash; OSError for the disk."""
+        """Stores a shadow of `stage`, unless a newer one is here; in any thread.
+
+        Raises BadMessage: bounds, size, hash; OSError for the disk.
+        """
         layout = self._layouts.get(stage)
         if layout is None:
             raise BadMessage("bounds", f"no shadow of stage {stage} belongs here")
@@ -96,25 +123,27 @@ class ShadowStore:
             raise BadMessage("size", f"{len(body)} bytes of a shadow of {state_bytes(layout, have.form)}")
         if root_of(body) != have.root:
             raise BadMessage("hash", "a shadow")
-        old = self._shadows.get(stage)
-        if old is not None and old.step > have.step:
-            return
         shadow = Shadow(have.step, have.form, have.root, have.squared_norm, have.factor)
         about = {"step": have.step, "form": have.form, "root": have.root.hex(), "squared_norm": have.squared_norm, "factor": have.factor}
-        disk.save(self._path(stage), {"body": torch.frombuffer(body, dtype=torch.uint8)}, about)
-        self._shadows[stage] = shadow
+        with self._lock:
+            old = self._shadows.get(stage)
+            if old is not None and old.step > have.step:
+                return
+            disk.save(self._path(stage), {"body": torch.frombuffer(body, dtype=torch.uint8)}, about)
+            self._shadows[stage] = shadow
 
     def read(self, stage: int) -> bytes:
         """The bytes of `stage`'s shadow. Raises StateError where they are not those that were stored; the shadow is gone then."""
-        shadow = self._shadows[stage]
-        try:
-            body = disk.load(self._path(stage))[0]["body"].numpy().tobytes()
-            if root_of(body) != shadow.root:
-                raise StateError(f"{self._path(stage)} is damaged")
-            return body
-        except (StateError, KeyError) as error:
-            self._forget(stage)
-            raise StateError(str(error)) from None
+        with self._lock:
+            try:
+                shadow = self._shadows[stage]
+                body = disk.load(self._path(stage))[0]["body"].numpy().tobytes()
+                if root_of(body) != shadow.root:
+                    raise StateError(f"{self._path(stage)} is damaged")
+                return body
+            except (StateError, KeyError) as error:
+                self._forget(stage)
+                raise StateError(str(error)) from None
 
     def _remember(self, stage: int) -> None:
         try:
@@ -146,12 +175,15 @@ class Peer(Protocol):
 class Shadowing(Recorder):
     """Observer of one member. Set `peer` once there are state streams; without one, it only remembers."""
 
-    def __init__(self, spec: StageSpec, settings: RecoverySettings, journal: Journal | None = None) -> None:
+    def __init__(
+        self, spec: StageSpec, settings: RecoverySettings, journal: Journal | None = None, store: ShadowStore | None = None
+    ) -> None:  # fmt: skip
         super().__init__(spec, settings)
         self.peer: Peer | None = None
         self.copied = 0
         """Shadows taken."""
         self._journal = journal
+        self._store = store
         self._state: StageState | None = None
         self._ends: tuple[int, dict[str, torch.Tensor]] | None = None
 
@@ -160,6 +192,8 @@ class Shadowing(Recorder):
         step, paper = member.participant.step, self.settings.paper
         if self._journal is not None:
             self._journal.note(member)
+        if self._store is not None:
+            self._store.ran()
         if not paper and step % self.settings.shadow_every == 0:
             self._state = take(member)
         if paper and (self.spec.has_embedding or self.spec.has_head):

@@ -1,5 +1,6 @@
 """A crew in one process is the unsplit policy: its step, its tokens, its log-probabilities; and it takes a step together or not at all."""
 
+import contextlib
 import random
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import trio
 from peft import LoraConfig, get_peft_model
 
 from swarmnode.config import TrainingConfig
-from swarmnode.errors import PeerError, PeerTimeout
+from swarmnode.errors import DeviceError, PeerError, PeerTimeout
 from swarmnode.policy.generate import generate
 from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher
@@ -275,6 +276,79 @@ async def test_a_stage_with_broken_weights_drops_the_step_everywhere(models, pol
         assert result.refused == "not_finite"
         assert await all_dropped(crew)
         assert all(m.participant.step == 0 for m in crew.members)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("mat1 and mat2 shapes cannot be multiplied")])
+@pytest.mark.parametrize(("stage", "method"), [(1, "forward"), (1, "backward"), (2, "learn")])
+async def test_a_stage_whose_device_fails_drops_the_step_everywhere_and_goes_on(models, policy, stage, method, error):
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 2, 1]) as crew:
+        member, start = crew.members[stage], weights(crew)
+        with fails(member.runtime, method, error):
+            assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused == "frame"
+            assert await all_dropped(crew)
+        assert member.statistics().refused["device"] >= 1
+        assert torch.equal(weights(crew), start)
+        assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused is None
+
+
+@contextlib.contextmanager
+def fails(owner, name, error):
+    def raises(*_, **__):
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, raises)
+        yield
+
+
+async def test_scores_and_waves_that_the_device_cannot_do_are_given_back(models):
+    error = torch.OutOfMemoryError("CUDA out of memory")
+    async with crew_of(models["llama"], [1, 2, 1]) as crew:
+        with fails(crew.members[2].runtime, "score", error), pytest.raises(PeerError, match="cannot score: frame"):
+            await crew.head.score([([5, 6], [7, 8])], 1.0)
+        with fails(crew.members[1].runtime, "prefill", error), pytest.raises(PeerError, match="last: frame"):
+            await crew.head.generate(HEADS, 2, 4, 1.0, 1.0, ENDS, random.Random(0))
+        assert crew.members[1].statistics().runtime.sessions == 0
+        crew.head._gone = None
+        assert len(await crew.head.score([([5, 6], [7, 8])], 1.0)) == 1
+
+
+async def test_an_end_that_cannot_send_its_half_of_the_embedding_refuses_the_step(models, policy):
+    _, rows = grpo(policy("llama-tied"))
+    async with crew_of(models["llama-tied"], [2, 2]) as crew:
+        with fails(crew.members[1], "_send_half", torch.OutOfMemoryError("CUDA out of memory")):
+            assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused == "frame"
+        assert await all_dropped(crew)
+        assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused is None
+
+
+@pytest.mark.parametrize("error", [AttributeError("no such thing"), KeyError("x"), NotImplementedError(), torch.AcceleratorError("lost")])
+async def test_our_own_defects_and_a_lost_device_end_a_member(models, error):
+    with pytest.RaisesGroup(type(error), flatten_subgroups=True):
+        async with crew_of(models["llama"], [2, 2]) as crew:
+            with fails(crew.members[1].runtime, "score", error):
+                await crew.head.score([([5, 6], [7, 8])], 1.0)
+
+
+async def test_half_of_a_step_is_a_stage_that_is_lost(models, policy):
+    _, rows = grpo(policy("llama"))
+    with pytest.RaisesGroup(DeviceError, flatten_subgroups=True):
+        async with crew_of(models["llama"], [2, 2]) as crew:
+            with fails(crew.members[1].optimizer, "step", torch.OutOfMemoryError("CUDA out of memory")):
+                await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)
+
+
+async def test_no_stage_goes_faster_than_its_own_node_allows(models, policy):
+    _, rows = grpo(policy("llama"))
+    settings = replace(EXACT, learning_rate=1.1e-3)
+    async with crew_of(models["llama"], [2, 2], settings) as crew:
+        member = crew.members[1]
+        member.pace.factor = 1.1
+        for rate, taken, refused in ((1e-3, 1.1e-3, {}), (5.0, 1.1e-3, {"bounds": 1})):
+            assert (await crew.head.update(rows, TrainingConfig(), 10.0, rate)).refused is None
+            assert [group["lr"] for group in member.optimizer.param_groups] == [pytest.approx(taken)]
+            assert member.statistics().refused == refused
 
 
 async def test_a_stage_that_says_nothing_costs_the_deadline_and_no_step(models, policy, autojump_clock):

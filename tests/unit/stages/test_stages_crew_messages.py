@@ -88,6 +88,7 @@ replace = msgspec.structs.replace
         m.Propose(record(dissolved="\n"), 0), m.Propose(record(dissolved="x" * 129), 0), m.Propose(record(step=-1), 0),
         m.Adopt(()), chain(*[record()] * 9), chain(later, record()), chain(later, later),
         replace(REQUESTS[4], status=m.Status(clip=float("nan"))), replace(REQUESTS[4], status=m.Status(learning_rate=-1.0)),
+        replace(REQUESTS[4], status=m.Status(clip=1.5)),
         replace(REQUESTS[4], status=m.Status(step=2**63)), replace(REQUESTS[4], sequence=-1), replace(REQUESTS[5], reason="é"),
     ],
 )  # fmt: skip

@@ -11,8 +11,10 @@ from swarmnode.errors import PeerTimeout
 from swarmnode.stages.learning import LearnRow
 from swarmnode.stages.member import CrewSettings
 from swarmnode.stages.recovery.ladder import RecoverySettings, Run, Rung
+from swarmnode.stages.recovery.messages import Have, root_of
 from swarmnode.stages.recovery.restore import Replica, base_adapter
-from swarmnode.stages.recovery.state import host_copy, trained
+from swarmnode.stages.recovery.state import StageState, encode_state, host_copy, trained
+from swarmnode.stages.recovery.transfer import StatePeer
 from swarmnode.testing.lost_stages import Fleet, quiet
 
 SETTINGS = CrewSettings(b"b" * 32, "float32", "float32")
@@ -112,13 +114,9 @@ async def test_r2_a_fresh_shadow_goes_on_exactly(fleet, stages, lost, kind):
 
 
 async def test_r2_under_an_adapter_goes_on_exactly(fleet, models):
-    def adapted():
-        torch.manual_seed(1)
-        settings = LoraConfig(r=2, lora_alpha=4, target_modules="all-linear", task_type="CAUSAL_LM")
-        return get_peft_model(copy.deepcopy(models["llama-tied"]), settings).eval()
-
-    expected = await unfailed(fleet, 5, model=adapted(), run=Run(adapter=True, pretrained=True))
-    mine = fleet(model=adapted(), run=Run(adapter=True, pretrained=True))
+    make = lambda: adapted(copy.deepcopy(models["llama-tied"]))
+    expected = await unfailed(fleet, 5, model=make(), run=Run(adapter=True, pretrained=True))
+    mine = fleet(model=make(), run=Run(adapter=True, pretrained=True))
     frozen = {n: p.clone() for n, p in mine.stations[1].runtime.model.named_parameters() if not p.requires_grad}
     assert apart(await lose_and_go_on(mine, [1]), expected) == 0.0
     assert mine.restored[1].rung == Rung.SHADOW
@@ -205,12 +203,17 @@ async def test_three_neighbours_lost_together_end_the_crew_with_every_reason(fle
         assert isinstance(mine.failed[0], PeerTimeout)  # it has its shadow, and nobody to be judged with
 
 
+def noise_for(runtime):
+    generator = torch.Generator().manual_seed(7)
+    return {name: torch.randn(tensor.shape, generator=generator) for name, tensor in trained(runtime).items()}
+
+
 async def test_noise_does_not_pass_the_gate_and_the_next_rung_is_taken(fleet):
     expected = await unfailed(fleet, 5)
     mine = fleet(settings={"shadow_every": 1, "healings": 0})
 
     async def noise():
-        return Replica({name: torch.randn_like(tensor) for name, tensor in trained(mine.stations[2].runtime).items()})
+        return Replica(noise_for(mine.stations[2].runtime))
 
     async def nothing():
         tensors = trained(mine.stations[2].runtime)
@@ -227,9 +230,7 @@ async def test_noise_does_not_pass_the_gate_and_the_next_rung_is_taken(fleet):
 
 
 async def test_r3_the_base_adapter_when_nobody_has_a_shadow(fleet, models):
-    torch.manual_seed(1)
-    settings = LoraConfig(r=2, lora_alpha=4, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = get_peft_model(copy.deepcopy(models["llama"]), settings).eval()
+    model = adapted(copy.deepcopy(models["llama"]))
     mine = fleet(3, model=model, settings={"shadow_every": 100}, run=Run(adapter=True, pretrained=True))
     untrained = {name: t.clone() for name, t in trained(mine.stations[1].runtime).items()}
     read = base_adapter(mine.stations[1].runtime)
@@ -242,6 +243,55 @@ async def test_r3_the_base_adapter_when_nobody_has_a_shadow(fleet, models):
         assert all(torch.equal(t, untrained[name]) for name, t in trained(mine.stations[1].runtime).items())
         assert crew.members[1].pace.warmup == 10
         await learn(crew, 1, 2)
+
+
+def adapted(model):
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(r=2, lora_alpha=4, target_modules="all-linear", task_type="CAUSAL_LM")).eval()
+
+
+async def test_r3_takes_the_newest_adapter_that_could_not_be_had_before(fleet, models, monkeypatch):
+    """Both shadows cannot be fetched when it is their turn, and can a little later: not the untrained adapter is taken, but that one."""
+    mine = fleet(3, model=adapted(copy.deepcopy(models["llama"])), run=Run(adapter=True, pretrained=True))
+    read = base_adapter(mine.stations[1].runtime)
+    async with mine.up() as crew:
+        await learn(crew, 2)
+    before = {name: t.clone() for name, t in trained(mine.stations[1].runtime).items()}
+    mine.kill(1).base = read
+    fetch, asked = StatePeer.fetch_shadow, []
+
+    async def late(peer, holder, root):
+        asked.append(holder)
+        if len(asked) <= 2:
+            raise PeerTimeout(f"stage {holder}")
+        return await fetch(peer, holder, root)
+
+    monkeypatch.setattr(StatePeer, "fetch_shadow", late)
+    async with mine.up() as crew:
+        got = mine.restored[1]
+        assert [rung for rung, _ in got.tried] == [Rung.SHADOW, Rung.SHADOW]
+        assert got.rung == Rung.BASE
+        assert all(torch.equal(t, before[name]) for name, t in trained(mine.stations[1].runtime).items())
+        await learn(crew, 1, 2)
+
+
+async def test_r3_does_not_take_an_adapter_that_was_judged(fleet, models):
+    """A neighbour's shadow is noise: the gate refuses it, and the untrained adapter comes next, which passes after two small steps."""
+    settings = {"shadow_every": 100, "healings": 0}
+    mine = fleet(3, model=adapted(copy.deepcopy(models["llama"])), run=Run(adapter=True, pretrained=True), settings=settings)
+    runtime = mine.stations[1].runtime
+    untrained, read = {name: t.clone() for name, t in trained(runtime).items()}, base_adapter(runtime)
+    async with mine.up() as crew:
+        await learn(crew, 2, rate=1e-5)
+        body = bytearray(encode_state(StageState(1, noise_for(runtime)), mine.layouts[1], "exact"))
+        mine.stations[0].store.put(1, Have(crew.head.place, 1, False, "shadow", 1, len(body), root_of(body)), body)
+    mine.kill(1).base = read
+    async with mine.up():
+        got = mine.restored[1]
+        assert [rung for rung, _ in got.tried] == [Rung.SHADOW]
+        assert "KL" in got.tried[0][1]
+        assert got.rung == Rung.BASE
+        assert all(torch.equal(t, untrained[name]) for name, t in trained(mine.stations[1].runtime).items())
 
 
 @pytest.mark.parametrize("lost", [0, 3])
@@ -360,7 +410,7 @@ async def test_of_two_stages_that_come_back_together_none_has_to_answer_for_the_
         await learn(crew, 3)
 
     async def noise():
-        return Replica({name: torch.randn_like(tensor) for name, tensor in trained(mine.stations[2].runtime).items()})
+        return Replica(noise_for(mine.stations[2].runtime))
 
     mine.kill(2).replica = noise
     mine.kill(1)

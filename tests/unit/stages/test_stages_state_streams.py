@@ -1,6 +1,7 @@
 """State streams: what honest peers give each other, and what hostile ones get: refused, counted, and in the end a closed stream."""
 
 import copy
+import threading
 from dataclasses import replace
 
 import msgspec
@@ -13,7 +14,7 @@ from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout, S
 from swarmnode.stages.fence import Fence
 from swarmnode.stages.frames import FrameLimits, Place
 from swarmnode.stages.member import inline
-from swarmnode.stages.recovery import channel
+from swarmnode.stages.recovery import channel, disk
 from swarmnode.stages.recovery import messages as m
 from swarmnode.stages.recovery.ladder import RecoverySettings
 from swarmnode.stages.recovery.shadows import ShadowStore, ring
@@ -235,10 +236,104 @@ async def test_who_does_not_stop_is_cut_off(wire):
 
 
 async def test_more_than_a_few_transfers_at_once_are_refused(wire):
-    body = encode_state(wire.state(0), wire.layouts[0], "exact")
     for number in range(channel.SERVED + 1):
-        await wire.send(0, m.Have(wire.place(0), number, False, "shadow", 9, len(body), m.root_of(body)))
+        have = m.Have(wire.place(0), number, False, "run", 9, 8 + 4 * 4 * 32, b"x" * 32, codec="float32", rows=4, about=8)
+        await wire.send(0, have)
     assert wire.refused() == {"bounds": 1}
+
+
+async def test_one_shadow_of_a_neighbour_at_a_time_is_kept_in_memory(wire):
+    body = encode_state(wire.state(0), wire.layouts[0], "exact")
+    have = lambda number: m.Have(wire.place(0), number, False, "shadow", 9, len(body), m.root_of(body))
+    await wire.send(0, have(1), have(2))
+    assert wire.refused() == {"bounds": 1}
+    assert (await wire.answer(0)).reason == "refused"
+    assert [key for key in wire.peer._incoming] == [(0, False, 1)]
+    storing, go_on = wire.peer.compute, trio.Event()
+
+    async def slow(work):
+        await go_on.wait()
+        return await storing(work)
+
+    wire.peer.compute = slow
+    for at in range(0, len(body), 2**20):
+        part = body[at : at + 2**20]
+        await wire.send(0, (m.Chunk(wire.place(0), 1, False, at, len(part)), part))
+    await wire.send(0, have(3))  # the disk is slow, which is not the neighbour's fault
+    assert (await wire.answer(0)).reason == "busy"
+    assert wire.refused() == {"bounds": 1}
+    assert not wire.peer._incoming
+    go_on.set()
+    await quiet()
+    assert isinstance(await wire.answer(0), m.Kept)
+    await wire.push(0, "shadow", body)
+    assert isinstance(await wire.answer(0), m.Kept)
+
+
+async def test_two_pushes_of_one_kind_go_one_after_the_other(wire):
+    wire.peer.push(0, wire.peer.have("shadow", 8, bytes(2**21)), bytes(2**21))
+    await quiet()
+    assert isinstance(await wire.answer(0), m.Have)
+    wire.peer.push(0, wire.peer.have("shadow", 9, bytes(2**21)), bytes(2**21))
+    got = [await wire.answer(0) for _ in range(5)]
+    assert [type(one).__name__ for one in got] == ["Chunk", "Chunk", "Have", "Chunk", "Chunk"]
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("The size of tensor a must match"), MemoryError()]
+)
+async def test_what_the_device_cannot_do_is_answered_and_the_member_goes_on(wire, error, monkeypatch):
+    def fails(*_):
+        raise error
+
+    wire.peer.phase = "whole"
+    monkeypatch.setattr(wire.peer, "_body", fails)
+    await wire.send(0, m.Want(wire.place(0), 5, "layers"))
+    assert (await wire.answer(0)).reason == "failed"
+    assert wire.peer.statistics().channel.failed == 1
+    await wire.send(2, m.Ask(wire.place(2), 1))
+    assert isinstance(await wire.answer(2), m.Holds)
+
+
+@pytest.mark.parametrize("error", [AttributeError("no such thing"), KeyError("x"), NotImplementedError(), RecursionError()])
+async def test_our_own_defects_are_not_swallowed(models, tmp_path, error, monkeypatch):
+    wire = Wire(models["llama"], tmp_path)
+
+    def fails(*_):
+        raise error
+
+    wire.peer.phase = "whole"
+    monkeypatch.setattr(wire.peer, "_body", fails)
+    with pytest.RaisesGroup(type(error), flatten_subgroups=True):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wire.peer.run)
+            await quiet()
+            await wire.send(0, m.Want(wire.place(0), 5, "layers"))
+
+
+def test_shadows_that_are_stored_in_two_threads_end_in_one_whole_file(models, tmp_path, monkeypatch):
+    wire = Wire(models["llama"], tmp_path)
+    bodies = {step: bytearray(encode_state(wire.state(0, step), wire.layouts[0], "exact")) for step in (8, 9)}
+    for step, body in bodies.items():
+        body[:4] = step.to_bytes(4, "little")
+    save, inside, most = disk.save, [], []
+
+    def watched(*args):
+        inside.append(1)
+        most.append(len(inside))
+        save(*args)
+        inside.pop()
+
+    monkeypatch.setattr(disk, "save", watched)
+    have = lambda step: m.Have(wire.place(0), 1, False, "shadow", step, len(bodies[step]), m.root_of(bodies[step]))
+    threads = [threading.Thread(target=wire.store.put, args=(0, have(step), bodies[step])) for step in (8, 9) * 4]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(most) == 1
+    assert wire.store.get(0).step == 9
+    assert wire.store.read(0) == bodies[9]
 
 
 class Liar:

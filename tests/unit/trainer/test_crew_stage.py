@@ -7,12 +7,15 @@ import trio
 import trio.testing
 
 from swarmnode.config import Config
-from swarmnode.errors import PeerError
+from swarmnode.errors import DeviceError, PeerError
+from swarmnode.policy.device import Placement
 from swarmnode.stages.commit import Answer, Prepare
-from swarmnode.stages.local import Assigned, Settled
+from swarmnode.stages.local import Assigned, Offering, Settled
+from swarmnode.stages.plan import Capacity
 from swarmnode.testing.deep_model import write_deep_model
-from swarmnode.trainer import crew_streams, state
+from swarmnode.trainer import crew_model, crew_streams, state
 from swarmnode.trainer.crew_model import open_model
+from swarmnode.trainer.crew_recovery import recovery_settings
 from swarmnode.trainer.crew_stage import Stage
 from swarmnode.trainer.crew_streams import Gate, GatedStream, connect
 from swarmnode.trainer.state import Counters
@@ -28,7 +31,9 @@ def assigned(epoch=1, held=False, index=1, socket=""):
 def model(tmp_path_factory):
     torch.set_num_threads(1)
     path = write_deep_model(tmp_path_factory.mktemp("model"), layers=2, tied=False)
-    config = Config.model_validate({"policy": {"model": str(path), "device": "cpu"}, "stages": {"mode": "always"}})
+    config = Config.model_validate(
+        {"policy": {"model": str(path), "device": "cpu"}, "stages": {"mode": "always"}, "training": {"learning_rate": 0.01}}
+    )
     with open_model(config) as opened:
         yield config, opened
 
@@ -110,6 +115,42 @@ async def test_a_step_that_is_counted_is_taken_even_if_the_roster_ends_meanwhile
         await stage.settle(Settled(2, 1, 3, 1.0, 0.01))
     assert stage.step == 1
     assert moved(stage, before) > 0.0
+
+
+async def test_the_lock_is_free_again_when_the_device_fails_in_the_middle_of_a_step(stage):
+    prepare(stage)
+
+    def no_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    stage.member.optimizer.register_step_pre_hook(no_memory)
+    with pytest.raises(DeviceError, match="half of a step"):
+        await stage.settle(Settled(2, 1, 3, 1.0, 0.01))
+    assert not stage.lock.locked()
+
+
+async def test_no_step_is_taken_faster_than_this_node_is_configured_for(stage, model):
+    prepare(stage)
+    before = copy(stage)
+    await stage.settle(Settled(2, 1, 3, 1.0, 1e6))
+    assert moved(stage, before) == pytest.approx(model[0].training.learning_rate, rel=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_a_stage_is_set_up_as_a_whole_policy_is(model, kind, monkeypatch):
+    config, _ = model
+    switched = []
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", switched.append)
+    monkeypatch.setattr(crew_model, "probe", lambda cfg: Placement(torch.device(kind), torch.float32, "for the test"))
+    monkeypatch.setattr(crew_model, "make_offering", lambda *_: Offering(bytes(32), Capacity(2**30, 1e9), None))
+    with open_model(config):
+        assert switched == ([False] if kind == "cuda" else [])
+
+
+@pytest.mark.parametrize(("bytes_per_second", "uplink"), [(0, 0.0), (10**6, 1e6)])
+def test_shadows_keep_to_a_share_of_the_uplink(bytes_per_second, uplink):
+    settings = recovery_settings(Config.model_validate({"network": {"upload_bytes_per_second": bytes_per_second}}))
+    assert (settings.uplink, settings.uplink_share) == (uplink, 0.05)
 
 
 def test_another_stage_or_crew_is_another_stage(stage):

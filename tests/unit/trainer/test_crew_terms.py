@@ -25,6 +25,7 @@ def test_nodes_of_one_configuration_name_one_model():
         {"stages": {"paper_mode": True}},
         {"policy": {"lora": {"r": 4}}},
         {"training": {"weight_decay": 0.1}},
+        {"training": {"learning_rate": 1e-5}},
     ],
 )
 def test_whoever_trains_otherwise_names_another(sections):
