@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
@@ -15,7 +13,7 @@ from swarmnode.stages.opening import StreamOpen, StreamReady
 from swarmnode.stages.recovery.messages import Edge, Probe
 from swarmnode.stages.recovery.messages import Message as StateMessage
 from swarmnode.stages.work import MicroBatch, Questions
-from swarmnode.wire.schema import render
+from swarmnode.wire.schema import render, write
 
 
 def _named(prefix: str, union: Any) -> dict[str, Any]:
@@ -43,11 +41,5 @@ def schemas() -> dict[str, str]:
     return render(MESSAGES)
 
 
-def main(arguments: Sequence[str]) -> None:
-    directory = Path(arguments[0] if arguments else "protocol/schema")
-    for name, content in schemas().items():
-        (directory / name).write_text(content)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    write(schemas(), sys.argv[1:])

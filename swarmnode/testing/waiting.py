@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import trio
+
+T = TypeVar("T")
 
 
 async def until(condition: Callable[[], object], seconds: float = 20.0, interval: float = 0.02) -> None:
@@ -12,3 +15,14 @@ async def until(condition: Callable[[], object], seconds: float = 20.0, interval
     with trio.fail_after(seconds):
         while not condition():  # noqa: ASYNC110 - the condition is outside this process
             await trio.sleep(interval)
+
+
+async def still(value: Callable[[], T], seconds: float = 0.5, within: float = 20.0) -> T:
+    """Return `value()` once it has been the same for `seconds`; raise trio.TooSlowError after `within`."""
+    last, since = value(), trio.current_time()
+    with trio.fail_after(within):
+        while trio.current_time() - since < seconds:
+            await trio.sleep(0.02)
+            if (now := value()) != last:
+                last, since = now, trio.current_time()
+    return last

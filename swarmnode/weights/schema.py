@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
 from swarmnode.weights.manifest import StateManifest
 from swarmnode.weights.messages import Accept, Busy, Here, Latest, Propose, Ready, Release, StateRequest, StateResponse
 from swarmnode.weights.payload import Header
-from swarmnode.wire.schema import render
+from swarmnode.wire.schema import render, write
 
 MESSAGES: dict[str, type[msgspec.Struct]] = {
     "weights_here": Here,
@@ -34,11 +32,5 @@ def schemas() -> dict[str, str]:
     return render(MESSAGES)
 
 
-def main(arguments: Sequence[str]) -> None:
-    directory = Path(arguments[0] if arguments else "protocol/schema")
-    for name, content in schemas().items():
-        (directory / name).write_text(content)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    write(schemas(), sys.argv[1:])

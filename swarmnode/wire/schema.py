@@ -88,11 +88,12 @@ def _schema(message: type[msgspec.Struct]) -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
-def main(arguments: Sequence[str]) -> None:
+def write(rendered: Mapping[str, str], arguments: Sequence[str]) -> None:
+    """What a command does with its schemas: into the directory that is its one argument, or protocol/schema."""
     directory = Path(arguments[0] if arguments else "protocol/schema")
-    for name, content in schemas().items():
+    for name, content in rendered.items():
         (directory / name).write_text(content)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    write(schemas(), sys.argv[1:])

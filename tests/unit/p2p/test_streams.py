@@ -9,7 +9,7 @@ from swarmnode.errors import PeerError, PeerTimeout
 from swarmnode.p2p import streams as streams_module
 from swarmnode.p2p.guards import yamux
 from swarmnode.testing.hosts import hosts
-from swarmnode.testing.waiting import until
+from swarmnode.testing.waiting import still, until
 
 PROTOCOL = "/test/stream/1"
 
@@ -89,12 +89,7 @@ async def test_a_user_that_does_not_receive_holds_up_the_sender_and_not_the_conn
                 ours.finish()
 
             nursery.start_soon(send)
-            before = -1
-            with trio.fail_after(20):
-                while ours.sent != before:  # until nothing moves for a second
-                    before = ours.sent
-                    await trio.sleep(1.0)
-            assert 0 < ours.sent < 16 * 2**20
+            assert 0 < await still(lambda: ours.sent) < 16 * 2**20
             assert await client.requests.request(server.peer_id, "/test/echo/1", b"x", deadline=5, max_response_bytes=9) == b"x"
             assert len(await drain(theirs, 32 * len(data))) == 32 * len(data)
 
@@ -137,10 +132,12 @@ async def test_a_peer_that_is_gone_breaks_the_stream(tmp_path):
 
 
 async def test_a_stream_that_stands_still_both_ways_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(streams_module, "STALL_SECONDS", 0.5)
-    monkeypatch.setattr(streams_module, "WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(streams_module, "STALL_SECONDS", 0.3)
+    monkeypatch.setattr(streams_module, "WATCH_SECONDS", 0.02)
     async with joined(tmp_path) as (_, client, theirs, ours):
-        await trio.sleep(1.0)  # idle is not stalled
+        looks, gone = [], ours._gone
+        monkeypatch.setattr(ours, "_gone", lambda: looks.append(trio.current_time()) or gone())
+        await until(lambda: len(looks) > 2 and looks[-1] - looks[0] > 2 * 0.3)  # watched for long, and idle is not stalled
         await ours.send(b"still there")
         assert await theirs.receive() == b"still there"
         with trio.fail_after(20), pytest.raises(PeerError, match="nothing moved"):

@@ -7,34 +7,12 @@ import trio
 from swarmnode.config import Config
 from swarmnode.errors import DeviceError
 from swarmnode.process import Progress
+from swarmnode.testing.network_side import NetworkSide
 from swarmnode.trainer.link_server import LinkServer
 from swarmnode.trainer.loop import Trainer
-from swarmnode.trainer.messages import Drawn, Welcome
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 LARGE = {"groups_per_step": 128, "num_generations": 64, "max_completion_length": 64, "per_device_train_tokens": 10_000_000}
-
-
-class NetworkSide:
-    """A network process without peers."""
-
-    def __init__(self):
-        self.reports = []
-
-    def hello(self, hello):
-        return Welcome("12D3KooWme", b"s" * 32)
-
-    async def own_group(self, group):
-        pass
-
-    def draw(self, draw):
-        return Drawn(draw.request, [], useful_arrived=0)
-
-    def judged(self, judged):
-        pass
-
-    def report(self, report):
-        self.reports.append(report)
 
 
 async def train(data_dir, *, policy, **training):

@@ -14,40 +14,11 @@ from swarmnode.rollouts.groups import ExternalGroup
 from swarmnode.tasks.client import Scored, Scorer
 from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import task_seed
+from swarmnode.testing.network_side import ME, SWARM, NetworkSide
 from swarmnode.trainer.link_server import LinkServer
 from swarmnode.trainer.loop import Trainer
-from swarmnode.trainer.messages import Drawn, Welcome
 from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
-
-ME, SWARM = "12D3KooWme", b"s" * 32
-
-
-class NetworkSide:
-    """The network process's half: hands out what it was given, and records."""
-
-    def __init__(self, external=()):
-        self.external = list(external)
-        self.published, self.outcomes, self.reports, self.averaging = [], [], [], []
-
-    def hello(self, hello):
-        return Welcome(ME, SWARM)
-
-    async def own_group(self, group):
-        self.published.append(group)
-
-    def draw(self, draw):
-        some, self.external = self.external[: draw.count], self.external[draw.count :]
-        return Drawn(draw.request, some, useful_arrived=len(some))
-
-    def judged(self, judged):
-        self.outcomes.append(judged.outcome)
-
-    def report(self, report):
-        self.reports.append(report)
-
-    def weights(self, message):
-        self.averaging.append(message)
 
 
 @pytest.fixture(autouse=True)

@@ -12,33 +12,11 @@ from swarmnode.config import Config
 from swarmnode.policy.load import Policy
 from swarmnode.process import Progress
 from swarmnode.rl.split import AdaptiveSplit, FixedSplit, floor_groups
+from swarmnode.testing.network_side import NetworkSide
 from swarmnode.trainer import loop
 from swarmnode.trainer.link_server import LinkServer
 from swarmnode.trainer.loop import Trainer
-from swarmnode.trainer.messages import Drawn, Welcome
 from swarmnode.trainer.pace import fitted
-
-
-class NetworkSide:
-    """A network process without peers."""
-
-    def __init__(self):
-        self.reports = []
-
-    def hello(self, hello):
-        return Welcome("12D3KooWme", b"s" * 32)
-
-    async def own_group(self, group):
-        pass
-
-    def draw(self, draw):
-        return Drawn(draw.request, [], useful_arrived=0)
-
-    def judged(self, judged):
-        pass
-
-    def report(self, report):
-        self.reports.append(report)
 
 
 @pytest.fixture(autouse=True)
