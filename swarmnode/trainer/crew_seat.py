@@ -69,6 +69,14 @@ class Recovery(Protocol):
         ...
 
 
+def _first(group: BaseExceptionGroup) -> str:
+    """What the first error in it says, however many nurseries it came through."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error)
+
+
 @dataclass
 class Seat:
     assigned: Assigned
@@ -278,7 +286,7 @@ class Sitting:
                 try:
                     await self._sit(seat)
                 except* SwarmNodeError as group:  # also layers that are not the model's, whoever assigned them
-                    self._failed(seat, str(group.exceptions[0]))
+                    self._failed(seat, _first(group))
         finally:
             seat.over.set()
             log.info("seat ended", stage=assigned.stage, epoch=assigned.roster_epoch, phase=seat.phase)
