@@ -47,7 +47,7 @@ class CrewControl(Standing):
             case ev.Received():
                 self._received(event.peer, event.message)
             case ev.Answered():
-                self._answered(event.peer, event.request, event.answer)
+                self._answered(event)
             case ev.TrainerStatus():
                 self._trainer_status(event.status)
             case ev.StreamLost():
@@ -75,6 +75,7 @@ class CrewControl(Standing):
         self._forming.begin(self._now)
         self._heard_crew = self._now
         if self.roster is not None:  # from memory
+            self._signers = self._others_of(self.acceptor.chain[-1])
             self._begin_roster()
 
     def _tick(self) -> None:
@@ -84,18 +85,24 @@ class CrewControl(Standing):
             self._announce = True
         if self._now - self._offered >= settings.offer_seconds - slack:
             self._send_offers()
+        self._repeat_offers()
+        self._foreign = {peer: until for peer, until in self._foreign.items() if self._now < until}
         trainer = self._own.trainer
         if self._view is None and trainer is not None and self._draining is None:
-            record = self._forming.propose(self._own.offer(self.acceptor.me.incarnation), trainer.offering, self._now)
+            own = self._own.offer(self.acceptor.me.incarnation)
+            record = self._forming.propose(own, trainer.offering, self._now, lambda peer: self._patience.waits(peer, self._now))
             if record is not None:
                 self._send_founding(record)
 
     # ---- the own trainer ----------------------------------------------------------------------------------------------------
 
     def _trainer_offers(self, event: ev.TrainerOffers) -> None:
-        status = self._own.came(event, self._view)
-        if status is None:
-            self._send_offers()
+        status, view = self._own.came(event, self._view), self._view
+        if view is not None and view.stage is not None and not self._own.knows(view.record):
+            self._leave_crew("the trainer has another model", tell=True)
+        if self._view is None or status is None:
+            if not self._offers_itself or self._own.offer(self.acceptor.me.incarnation) != self._said:
+                self._send_offers()
         else:
             self._set_status(status)
 
@@ -108,6 +115,19 @@ class CrewControl(Standing):
             self._set_status(status)
             if self._running:
                 self._own.progress.report(said.step, said.progress, said.load, self._now)
+            self._see_work(said)
+
+    def _see_work(self, said: local.StageStatus) -> None:
+        """What tells a crew from one that was founded to keep us busy."""
+        view = self._view
+        if view is None or view.settled is None:
+            return
+        if self._idle is not None and said.progress != self._idle[1]:
+            self._worked, self._idle = True, None
+        if not self._stepped and said.phase == "active" and said.step > view.settled.step:
+            self._stepped = self._worked = True
+            self._idle = None
+            self._patience.took_a_step(view.others)
 
     def _drain(self, reason: str) -> None:
         view = self._view
@@ -127,13 +147,14 @@ class CrewControl(Standing):
         if len(self._connected) < self.settings.most_peers or self._is_member(peer):
             self._connected[peer] = None
         if self._offers_itself:
-            self._do(ev.Send(peer, self._own.offer(self.acceptor.me.incarnation)))
+            self._send_offer(peer)
         elif self._is_member(peer):
             self._send_heartbeat(peer)
 
     def _peer_gone(self, peer: str) -> None:
         self._connected.pop(peer, None)
         self._forming.gone(peer)
+        self._again.pop(peer, None)
         if self._is_member(peer):
             self._gone.setdefault(peer, self._now)
             self._suspect(peer, "no connection")
@@ -157,6 +178,8 @@ class CrewControl(Standing):
 
     def _received(self, peer: str, message: messages.Request) -> None:
         answer: messages.Answer = messages.Noted()
+        if self._foreign.pop(peer, None) is not None and self._offers_itself:
+            self._send_offer(peer)  # it speaks of crews after all: it is another process than the one that did not
         match message:
             case messages.Heartbeat():
                 self._changed = False
@@ -176,7 +199,10 @@ class CrewControl(Standing):
             self._persist()
         self._do(ev.Answer(answer))
 
-    def _answered(self, peer: str, request: messages.Request, answer: messages.Answer | None) -> None:
+    def _answered(self, event: ev.Answered) -> None:
+        peer, request, answer = event.peer, event.request, event.answer
+        if isinstance(request, Offer):
+            self._offer_answered(peer, answer, event.foreign)
         match answer:
             case messages.Alive():
                 self._changed = self._fenced
@@ -255,8 +281,19 @@ class CrewControl(Standing):
             if view is not None and certificates[0].record.epoch > view.record.epoch + 1:
                 self._leave_crew("too many rosters were missed", tell=False)
             return messages.Noted()
+        if view is None:
+            signers = tuple(dict.fromkeys(peer for certificate in new for peer in self._others_of(certificate)))
+            if any(self._patience.waits(peer, self._now) for peer in signers):
+                return Leave(crew, last.epoch, "not now")
+            self._came_by(signers)
         self._learn(new)
         return messages.Noted()
+
+    def _others_of(self, certificate: Certificate) -> tuple[str, ...]:
+        return tuple(vote.peer for vote in certificate.votes if vote.peer != self.me)
+
+    def _came_by(self, signers: tuple[str, ...]) -> None:
+        self._signers, self._stepped, self._worked, self._idle = signers, False, False, None
 
     def _learn(self, new: tuple[Certificate, ...]) -> None:
         """Go over to the newest of these records."""
@@ -283,7 +320,7 @@ class CrewControl(Standing):
         self._proposing.restart()
         self._gone = {peer: since for peer, since in self._gone.items() if peer in view.members}
         self._detector.watch(set(view.others), self._now)
-        self._lease.begin(view.members, self._now)
+        self._lease.begin(view.members, self._now, record.lease_seconds)
         self._own.progress.restart()
         self._running, self._announce = False, True
         self._heard_crew = self._now
@@ -305,6 +342,8 @@ class CrewControl(Standing):
                 self._send_leave(reason)
             if ended or tell:
                 self._ended.append(view.crew)
+            if view.stage is not None and not self._stepped and self._draining is None:
+                self._patience.never_ran(self._signers, self._now)
             if view.stage is not None or self._own.holds:
                 self._tell(local.Released(reason))
                 self._note("released", reason)
@@ -315,6 +354,7 @@ class CrewControl(Standing):
         self._view = self._standing = None
         self._own.release()
         self._running = self._ever_ran = self._fenced = False
+        self._came_by(())
         self._gone.clear()
         self._detector.watch(set(), self._now)
         self._forming.begin(self._now)
@@ -342,9 +382,10 @@ class CrewControl(Standing):
         self._voted(self.me, vote)
 
     def _sign_founding(self, peer: str, record: Record) -> messages.Vote | Refuse:
-        if self._view is not None or self._draining is not None or self._own.trainer is None:
-            return Refuse("busy")
-        if self.acceptor.me not in record.voters or not self._own.knows(record):
+        if self._view is not None or self._draining is not None or not self._own.knows(record):
+            return Refuse("record")  # not soon, either: the founder does without us
+        others = (voter.peer for voter in record.voters if voter.peer != self.me)
+        if self.acceptor.me not in record.voters or any(self._patience.waits(peer, self._now) for peer in others):
             return Refuse("record")
         return self.acceptor.sign_founding(record) if self._forming.may_sign(peer, self._now) else Refuse("busy")
 
@@ -404,6 +445,8 @@ class CrewControl(Standing):
         self._note("founded" if founding else "claimed", f"roster {record.epoch} of {len(record.seats)} stages")
         told = {voter.peer for voter in (*record.voters, *voters_of(record))} - {self.me}
         before = self.acceptor.chain[-1:]
+        if self._view is None:
+            self._came_by(self._others_of(certificate))
         self._learn((certificate,))
         for other in sorted(told):
             self._do(ev.Send(other, Adopt((*before, certificate))))
@@ -469,6 +512,8 @@ class CrewControl(Standing):
             self._running = view.ran = self._ever_ran = True
             self._recovery_seconds = self._stood() if view.record.epoch > 1 else None
             self._standing = None
+            if not self._worked and self._idle is None:
+                self._idle = (self._now, self._own.status.progress)
             self._note("running", f"roster {view.record.epoch}")
             self._tell(local.Resumed(view.record.epoch))
         elif self._running and not well:
@@ -488,6 +533,8 @@ class CrewControl(Standing):
             why = "a witness of nothing" if self._now - self._heard_crew >= self.settings.wait_seconds else ""
         elif self._stood() >= self.settings.wait_seconds + LAST_WORD_SECONDS:
             why = view.why_standing(self._detector, self._stood())
+        elif self._running and view.stage > 0 and self._idle is not None and self._now - self._idle[0] >= self.settings.idle_seconds:
+            why = "the crew has nothing to do"
         if len(view.members - view.left - view.strangers) < messages.majority(len(view.members)):
             why = "most members have left, or have forgotten the crew"
         if not why:

@@ -40,8 +40,18 @@ class Settings(msgspec.Struct, frozen=True):
     """Of a crew that this node founds; 0 is what the planner finds fastest."""
     tick_seconds: float = 0.5
     heartbeat_seconds: float = 1.0
-    offer_seconds: float = 2.0
-    """Between two offers to the same peer; an offer counts for three times as long."""
+    offer_seconds: float = 10.0
+    """Between two offers to the same peer where nothing has changed; an offer counts for three times as long."""
+    offer_retry_seconds: float = 2.0
+    """Until one that was not answered is said again, OFFER_TRIES times."""
+    foreign_seconds: float = 300.0
+    """No offer to a peer that does not speak of crews, for so long."""
+    left_out_seconds: float = 6.0
+    """Who did not sign our founding record is in none of our plans for so long."""
+    plan_seconds: float = 3.0
+    """Between two plans, whatever others offer."""
+    idle_seconds: float = 300.0
+    """A crew that runs and has nothing for our stage to do from its start is left after so long."""
     gather_seconds: float = 3.0
     """A crew is founded when no new offer came for so long."""
     request_seconds: float = 2.0
@@ -86,6 +96,8 @@ class Answered(msgspec.Struct, frozen=True):
     peer: str
     request: messages.Request
     answer: messages.Answer | None
+    foreign: bool = False
+    """It does not speak this protocol at all."""
 
 
 class StreamLost(msgspec.Struct, frozen=True):
@@ -226,5 +238,6 @@ class Control(Protocol):
     def roster(self) -> Record | None: ...
     @property
     def may_average(self) -> bool: ...
+    def within_lease(self, now: float) -> bool: ...
     def handle(self, event: Event, now: float) -> list[Action]: ...
     def statistics(self) -> ControlStatistics: ...

@@ -8,7 +8,7 @@ lives. Whoever hears that somebody else proposes waits its turn anew, so two fou
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
@@ -57,6 +57,10 @@ class Forming:
         self._newest = 0.0
         """When something new was heard: an offer, or somebody else's proposal."""
         self._planned: tuple[object, Record | None] = (None, None)
+        self._plan_from = -1e18
+        """When the next plan may be made."""
+        self._last: Record | None = None
+        """That we proposed."""
 
     def begin(self, now: float) -> None:
         """Nobody is heard yet: a moment to gather."""
@@ -87,10 +91,12 @@ class Forming:
     def _leave_out(self, peers: Iterable[str], now: float) -> None:
         """Of our plans, for a while."""
         self._refused = {peer: until for peer, until in self._refused.items() if until > now}
-        self._refused |= dict.fromkeys(peers, now + 3 * self._settings.offer_seconds)
+        self._refused |= dict.fromkeys(peers, now + self._settings.left_out_seconds)
 
-    def propose(self, own: Offer, offering: Offering, now: float) -> Record | None:
-        """The founding record to propose now, where everybody is quiet and it is our turn."""
+    def propose(
+        self, own: Offer, offering: Offering, now: float, waits: Callable[[str], bool] = lambda peer: False
+    ) -> Record | None:  # fmt: skip
+        """The founding record to propose now, where everybody is quiet and it is our turn. Not with those for whom it `waits`."""
         settings = self._settings
         if self._founding is not None and now < self._founding.deadline:
             return None
@@ -101,9 +107,9 @@ class Forming:
         self._founding = self._reserved = None
         if now < self._retry or now - self._newest < settings.gather_seconds:
             return None
-        free = {peer: offer for peer, offer in self.offers(now).items() if now >= self._refused.get(peer, 0.0)}
+        free = {peer: offer for peer, offer in self.offers(now).items() if now >= self._refused.get(peer, -1e18) and not waits(peer)}
         free[self.me] = own
-        record = self._plan(free, offering)
+        record = self._plan(free, offering, now)
         if record is None:
             return None
         turn = sorted(voter.peer for voter in record.voters)
@@ -114,15 +120,19 @@ class Forming:
             self._leave_out(turn, now)
             return None
         record = msgspec.structs.replace(record, nonce=self._rng.randbytes(NONCE_BYTES))
+        self._last = record
         self._founding = Founding(record, now + settings.request_seconds)
         self._retry = now + settings.request_seconds * (1 + self._rng.random())
         self._reserved = (self.me, self._retry)
         return record
 
-    def _plan(self, offers: dict[str, Offer], offering: Offering) -> Record | None:
-        """`founding_record`, computed once for the same offers."""
-        key = (tuple(sorted(offers.items())), offering)
+    def _plan(self, offers: dict[str, Offer], offering: Offering, now: float) -> Record | None:
+        """`founding_record`, computed once for the same offers, and not again at once however often somebody's offer changes."""
+        key = (tuple(sorted(offers.items(), key=lambda item: item[0])), offering)
         if self._planned[0] != key:
+            if now < self._plan_from:
+                return None
+            self._plan_from = now + self._settings.plan_seconds
             self._planned = (key, founding_record(offers, offering, self._settings.stages, self._settings.lease_seconds))
         return self._planned[1]
 
@@ -139,10 +149,11 @@ class Forming:
         return None if self._founding is None else self._founding.voted(peer, vote, verify)
 
     def refused(self, peer: str, record: Record, reason: str, now: float) -> None:
-        """Our founding record, by `peer`: who is busy may be free the next time."""
+        """Our founding record, by `peer`: who is busy may be free the next time; who will not sign is none of our plans until it offers."""
+        if reason != "busy" and record == self._last:
+            self._leave_out((peer,), now)
+            self._offers.pop(peer, None)
         if self._founding is not None and self._founding.record == record:
-            if reason != "busy":
-                self._leave_out((peer,), now)
             self._founding = self._reserved = None
 
     def joined(self) -> None:

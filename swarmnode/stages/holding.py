@@ -62,7 +62,7 @@ class Holding:
         if event.fresh:
             self._held = None
             self.progress.restart()
-        if view is None or view.stage is None:
+        if view is None or view.stage is None or not self.knows(view.record):
             return None
         if event.fresh:
             self._claimed = (view.crew, view.stage, view.seat.stage_epoch)
@@ -98,7 +98,7 @@ class Holding:
         record, stage = view.record, view.stage
         assert stage is not None
         here = (view.crew, stage, view.seat.stage_epoch)
-        if self.trainer is None:
+        if not self.knows(record):
             return Status("absent", step=self.status.step), None
         if self._claimed == here:  # this record was made before our claim was heard
             return Status("claiming"), None

@@ -143,7 +143,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="offer"):
-    """Said to everybody connected, every few seconds while it holds."""
+    """Said to everybody connected, at once when it changes, and again every few seconds while it holds."""
 
     model: bytes
     incarnation: bytes

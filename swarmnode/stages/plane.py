@@ -26,7 +26,7 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarmnode.config import StagesConfig
-from swarmnode.errors import BadMessage, PeerError
+from swarmnode.errors import BadMessage, Incompatible, PeerError
 from swarmnode.files import write_atomically
 from swarmnode.stages import events as ev
 from swarmnode.stages import local, messages
@@ -170,8 +170,9 @@ class StagePlane:
 
     @property
     def may_average(self) -> bool:
-        """See `CrewControl.may_average`; also true while this node holds no stage at all."""
-        return self._control.roster is None or self._control.may_average
+        """See `CrewControl.may_average`, by the clock of this moment; also true while this node is in no crew at all."""
+        control = self._control
+        return control.roster is None or (control.may_average and control.within_lease(trio.current_time()))
 
     async def leave(self, reason: str) -> None:
         """This node is about to stop: say so to the crew, and return when it has heard it, or after LEAVE_SECONDS."""
@@ -372,6 +373,7 @@ class StagePlane:
         beat = isinstance(message, messages.Heartbeat)
         began = trio.current_time()
         answer: messages.Answer | None = None
+        foreign = False
         try:
             messages.check_message(message)
         except BadMessage as error:  # somebody has counted to the end, and it would cost us our standing to go on
@@ -388,12 +390,13 @@ class StagePlane:
             self._network.rejected(peer, "stages_malformed", PROOF)
             log.info("%s answered with no message: %s", peer, error)
         except PeerError as error:
+            foreign = isinstance(error, Incompatible)
             log.debug("%s: %s", peer, error)
         if answer is None:
             self._unanswered[type(message).__name__.lower()] += 1
         elif beat:
             self._heartbeat_seconds = trio.current_time() - began
-        self._tell_control(ev.Answered(peer, message, answer))
+        self._tell_control(ev.Answered(peer, message, answer, foreign))
 
     async def _serve(self, peer: str, data: bytes) -> bytes:
         """What a peer says. Raises PeerError to reset the stream."""

@@ -48,6 +48,8 @@ from swarmnode.stages.messages import (
 
 BALLOT_PLACES: Final = 16
 """Ballots of a round: one for each voter."""
+LEAP: Final = 2**24
+"""A ballot that is so far above what was promised is refused: a million rounds are weeks, and one who counts to the end ends the crew."""
 
 Sign = Callable[[bytes], bytes]
 Verify = Callable[[str, bytes, bytes], bool]
@@ -132,7 +134,7 @@ class Acceptor:
         refusal = self._out_of_place(message.crew, message.epoch, message.previous)
         if refusal is not None:
             return refusal
-        if message.ballot < self.promised:
+        if not self.promised <= message.ballot <= self.promised + LEAP:
             return Refuse("ballot", self.promised)
         self.promised = message.ballot
         return Promise(message.crew, message.epoch, message.ballot, self.accepted_ballot, self.accepted)
@@ -142,7 +144,8 @@ class Acceptor:
         refusal = self._out_of_place(record.crew, record.epoch, record.previous)
         if refusal is not None:
             return refusal
-        if message.ballot < self.promised or (message.ballot == self.accepted_ballot and record != self.accepted):
+        again = message.ballot == self.accepted_ballot and record != self.accepted
+        if again or not self.promised <= message.ballot <= self.promised + LEAP:
             return Refuse("ballot", self.promised)
         try:
             check_successor(self._present, record)
@@ -283,11 +286,12 @@ class Lease:
     """Until when a majority of voters, ourselves counted, is known to have heard us."""
 
     def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+        self._most = self.seconds = seconds
         self._heard: dict[str, float] = {}
 
-    def begin(self, voters: Iterable[str], now: float) -> None:
-        """A new record: its voters stood by it just now."""
+    def begin(self, voters: Iterable[str], now: float, seconds: float) -> None:
+        """A new record: its voters stood by it just now. `seconds` as it says; never more than ours."""
+        self.seconds = min(self._most, seconds)
         self._heard = {peer: max(self._heard.get(peer, now), now) for peer in voters}
 
     def renewed(self, peer: str, sent: float) -> None:

@@ -15,13 +15,16 @@ from swarmnode.stages.detector import Detector
 from swarmnode.stages.events import ControlStatistics, CrewState, Settings
 from swarmnode.stages.forming import Forming
 from swarmnode.stages.holding import Holding
-from swarmnode.stages.messages import Leave, Record, Status, Voter
+from swarmnode.stages.messages import Leave, Offer, Record, Status, Voter
+from swarmnode.stages.patience import Patience
 from swarmnode.stages.roster import Acceptor, Lease, Sign, Verify, remembered_incarnation
 from swarmnode.stages.succession import Proposing
 from swarmnode.stages.view import View
 
 ENDED: Final = 32
 """Crews that this node has left, so that late messages of theirs bring nobody back."""
+OFFER_TRIES: Final = 3
+"""Of one offer to a peer that does not answer."""
 SENT: Final = 64
 """Heartbeats whose answers may still come."""
 
@@ -53,6 +56,12 @@ class Standing:
         self._connected: dict[str, None] = {}
         self._gone: dict[str, float] = {}
         self._offered = -1e9
+        self._said: Offer | None = None
+        """What the others were told last."""
+        self._again: dict[str, tuple[float, int]] = {}
+        """Peer → (when to offer again what it did not answer, how often that was)."""
+        self._foreign: dict[str, float] = {}
+        """Peers that do not speak of crews → until when they are offered nothing."""
         self._ended: deque[bytes] = deque(maxlen=ENDED)
         # the own trainer and crew
         self._own = Holding(settings.slow_steps)
@@ -62,6 +71,15 @@ class Standing:
         self._sent: dict[int, float] = {}
         self._beat = -1e9
         self._running = self._ever_ran = self._fenced = False
+        self._patience = Patience(settings.wait_seconds)
+        self._signers: tuple[str, ...] = ()
+        """Of the record with which we came to the crew."""
+        self._stepped = False
+        """Our stage has taken a step in this crew."""
+        self._worked = False
+        """It had something to do."""
+        self._idle: tuple[float, int] | None = None
+        """Since when the crew has run without any work for our stage, and the count of its pieces by then; None once there was some."""
         self._standing: float | None = None
         self._recovery_seconds: float | None = None
         self._heard_crew = 0.0
@@ -86,6 +104,10 @@ class Standing:
     def may_average(self) -> bool:
         """Whether the own stage may be averaged with other crews' and rollouts be published: never in PROBATION, fenced, or in doubt."""
         return self._running and not self._fenced and self._own.status.phase == "active"
+
+    def within_lease(self, now: float) -> bool:
+        """Whether a majority is known to have heard us lately, also where no event has told control how late it is."""
+        return self._view is not None and now < self._lease.ends(self.me, now)
 
     @property
     def state(self) -> CrewState:
@@ -171,6 +193,28 @@ class Standing:
 
     def _send_offers(self) -> None:
         if self._offers_itself:
-            self._offered, offer = self._now, self._own.offer(self.acceptor.me.incarnation)
+            self._offered, self._said = self._now, self._own.offer(self.acceptor.me.incarnation)
+            self._again.clear()
             for peer in self._connected:
-                self._do(ev.Send(peer, offer))
+                self._send_offer(peer)
+
+    def _send_offer(self, peer: str) -> None:
+        if self._now >= self._foreign.get(peer, -1e18) and not self._patience.waits(peer, self._now):
+            self._do(ev.Send(peer, self._own.offer(self.acceptor.me.incarnation)))
+
+    def _repeat_offers(self) -> None:
+        """To those who did not answer the last one."""
+        due = [peer for peer, (when, _) in self._again.items() if self._now >= when]
+        for peer in due if self._offers_itself else ():
+            when, tries = self._again[peer]
+            self._again[peer] = (when + 1e9, tries)  # until that is answered, or not
+            self._send_offer(peer)
+
+    def _offer_answered(self, peer: str, answer: messages.Answer | None, foreign: bool) -> None:
+        if foreign and peer in self._connected:
+            self._foreign[peer] = self._now + self.settings.foreign_seconds
+        tries = self._again.get(peer, (0.0, 0))[1]
+        if answer is None and not foreign and peer in self._connected and tries < OFFER_TRIES:
+            self._again[peer] = (self._now + self.settings.offer_retry_seconds, tries + 1)
+        else:
+            self._again.pop(peer, None)

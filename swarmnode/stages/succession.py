@@ -34,7 +34,7 @@ from swarmnode.stages.messages import (
     voters_of,
 )
 from swarmnode.stages.plan import ModelCost, stage_memory
-from swarmnode.stages.roster import Acceptor, Proposal, Verify, next_ballot
+from swarmnode.stages.roster import LEAP, Acceptor, Proposal, Verify, next_ballot
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class Proposing:
         if self.proposal is None or ballot != self.proposal.ballot:
             return
         if refusal.reason == "ballot":
-            self._ballot = max(self._ballot, refusal.ballot)
+            self._ballot = max(self._ballot, min(refusal.ballot, self._acceptor.promised + LEAP // 4))  # the others would follow no further
             self._fail(now, self._rng.uniform(0.05, 0.5) * self._settings.request_seconds)
         elif refusal.reason == "alive":
             self._fail(now, self._settings.heartbeat_seconds)

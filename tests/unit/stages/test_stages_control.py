@@ -302,3 +302,22 @@ def test_statistics_say_who_holds_what():
     witness = next(n for n in world.nodes.values() if n.control.stage is None)
     assert witness.control.statistics().stage is None
     assert witness.control.statistics().crew == said.crew
+
+
+def test_a_lease_that_is_over_is_over_before_any_event_says_so():
+    world = story(3)
+    node = world.head()
+    now = world.now * node.rate + node.offset
+    assert node.control.may_average
+    assert node.control.within_lease(now)
+    assert not node.control.within_lease(now + world.settings.lease_seconds / 2 + 1)
+
+
+def test_members_of_a_crew_that_has_taken_steps_do_not_wait_for_each_other():
+    world = story(3)
+    control = world.head().control
+    others = [name for name in world.nodes if world.nodes[name].control is not control]
+    for number in range(5):
+        control._patience.never_ran((f"s{number}",), 0.0)
+    assert control._patience.waits("s0", 1.0)
+    assert not any(control._patience.waits(name, 1.0) for name in others)

@@ -7,7 +7,7 @@ import pytest
 import trio
 
 from swarmnode.config import StagesConfig
-from swarmnode.errors import PeerError, PeerTimeout
+from swarmnode.errors import Incompatible, PeerError, PeerTimeout
 from swarmnode.stages import events as ev
 from swarmnode.stages import local, messages
 from swarmnode.stages import plane as plane_module
@@ -46,6 +46,7 @@ class Control:
         self.roster = None
         self.stage = 0
         self.may_average = False
+        self.leased = True
         self.recovery = None
         Control.made.append(self)
 
@@ -59,6 +60,9 @@ class Control:
 
     def statistics(self):
         return ev.ControlStatistics("none", "c1", 0, None, (), False, 0, {}, 0.0, self.recovery)
+
+    def within_lease(self, now):
+        return self.leased
 
     def kinds(self):
         return [type(event).__name__ for event in self.heard]
@@ -201,6 +205,26 @@ async def test_an_answer_that_is_none_or_late_is_told_as_such(made):
     assert network.blamed == [("a", "stages_malformed")] * 2
     assert plane.statistics().unanswered == {"leave": 4}
     assert all(urgent for *_, urgent, _ in network.asked)
+
+
+async def test_who_does_not_speak_of_crews_is_told_as_such(made):
+    plane, network, _ = made
+    control().answers[ev.TrainerOffers] = [ev.Send("a", LEAVE)]
+    network.reply = Incompatible("another protocol")
+    plane.hello(1)
+    plane.receive(OFFERING)
+    await trio.testing.wait_all_tasks_blocked()
+    assert control().heard[-1] == ev.Answered("a", LEAVE, None, foreign=True)
+
+
+async def test_nobody_averages_in_a_crew_that_stands_or_past_the_lease(made):
+    plane, _, _ = made
+    assert plane.may_average  # in no crew
+    crew = control()
+    crew.roster = record()
+    for running, leased in ((False, True), (True, False), (False, False), (True, True)):
+        crew.may_average, crew.leased = running, leased
+        assert plane.may_average == (running and leased)
 
 
 async def test_bytes_that_are_no_message_never_reach_control(made):

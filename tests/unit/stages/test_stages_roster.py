@@ -7,8 +7,10 @@ import msgspec
 import pytest
 
 from swarmnode.errors import BadMessage
+from swarmnode.stages import events as ev
 from swarmnode.stages import messages as m
-from swarmnode.stages.roster import Acceptor, Founding, Lease, Proposal, next_ballot, remembered_incarnation
+from swarmnode.stages.roster import LEAP, Acceptor, Founding, Lease, Proposal, next_ballot, remembered_incarnation
+from swarmnode.stages.succession import Proposing, Wish
 
 NAMES = ("a", "b", "c", "d")
 
@@ -213,7 +215,7 @@ def test_witnesses_make_half_of_an_even_crew_able_to_go_on():
 
 def test_a_lease_is_as_old_as_the_last_majority():
     lease = Lease(30.0)
-    lease.begin("abcd", 100.0)
+    lease.begin("abcd", 100.0, 30)
     assert lease.ends("a", 100.0) == 115.0
     lease.renewed("b", 110.0)
     assert lease.ends("a", 112.0) == 115.0  # two of four are none
@@ -229,3 +231,26 @@ def test_ballots_of_two_voters_differ():
     ballots = {next_ballot(at_least, place) for at_least in range(0, 64, 16) for place in range(9)}
     assert len(ballots) == 4 * 9
     assert next_ballot(35, 2) > 35
+
+
+def test_no_ballot_leaps_so_far_that_the_others_cannot_follow():
+    acceptors = crew()
+    record, me = acceptors["a"].record, acceptors["a"]
+    prepare = lambda number: m.Prepare(m.crew_id(record), 2, m.record_hash(record), number)
+    assert acceptors["b"].prepare(prepare(2**62)) == m.Refuse("ballot", 0)
+    assert acceptors["b"].propose(m.Propose(without(record, "d"), LEAP + 1)) == m.Refuse("ballot", 0)
+    assert isinstance(acceptors["b"].prepare(prepare(LEAP)), m.Promise)
+    proposing = Proposing(me, ev.Settings(), random.Random(1))
+    for now in range(20):  # one member refuses with the highest ballot there is
+        assert isinstance(proposing.begin(Wish(without(record, "d"), ()), float(now)), m.Promise)
+        ballot = proposing.proposal.ballot
+        assert isinstance(acceptors["c"].prepare(prepare(ballot)), m.Promise)
+        proposing.refused(ballot, m.Refuse("ballot", 2**62), float(now))
+    assert ballot < 20 * LEAP
+
+
+def test_a_lease_is_never_longer_than_the_record_says_or_than_its_own_node():
+    for said, ends in ((10, 105.0), (300, 115.0)):
+        lease = Lease(30.0)
+        lease.begin("abcd", 100.0, said)
+        assert lease.ends("a", 100.0) == ends

@@ -7,10 +7,12 @@ import msgspec
 import pytest
 
 from swarmnode.stages import events as ev
+from swarmnode.stages import forming as forming_module
 from swarmnode.stages import local
 from swarmnode.stages import messages as m
 from swarmnode.stages.control import CrewControl
 from swarmnode.stages.forming import Forming
+from swarmnode.stages.patience import LONGEST_SECONDS, PEERS, Patience
 from swarmnode.stages.plan import Capacity, ModelCost, Part
 
 MODEL = b"m" * 32
@@ -35,9 +37,9 @@ def spare():
     return control
 
 
-def forged(me, **changes):
+def forged(me, strangers=STRANGERS, **changes):
     """A lawful certificate of strangers for a crew of theirs in which `me` gets the last stage."""
-    voters = tuple(m.Voter(peer, b"i" * 8) for peer in STRANGERS)
+    voters = tuple(m.Voter(peer, b"i" * 8) for peer in strangers)
     seats = (*(m.Seat(voter.peer, voter.incarnation, 1) for voter in voters), m.Seat(me.peer, me.incarnation, 2))
     record = m.Record(b"c" * 32, 5, b"p" * 32, MODEL, (1, 1, 2), seats, (), voters, 7, 30, bytes(8))
     record = msgspec.structs.replace(record, **changes)
@@ -93,3 +95,214 @@ def test_who_offers_much_and_never_signs_does_not_keep_the_others_from_founding(
                         return
         now += 0.5
     pytest.fail(f"nothing was founded: {seated}")
+
+
+class Others:
+    """The rest of a crew of strangers in which a spare sits: they answer every heartbeat, and say what `phase` they are in."""
+
+    def __init__(self, control, now=1.0, strangers=STRANGERS, crew=b"c" * 32):
+        self.control, self.now, self.strangers, self.crew = control, now, strangers, crew
+        self.released = []
+        self.assigned = assigned(self.hear(ev.Received(strangers[0], forged(control.acceptor.me, strangers, crew=crew))))
+        self.version = 0
+
+    def hear(self, event):
+        actions = self.control.handle(event, self.now)
+        for action in actions:
+            if isinstance(action, ev.TellTrainer) and isinstance(action.message, local.Released):
+                self.released.append((self.now, action.message.reason))
+            if isinstance(action, ev.Send) and isinstance(action.message, m.Heartbeat):
+                answer = m.Alive(self.crew, 5, action.message.sequence, m.Status())
+                self.control.handle(ev.Answered(action.peer, action.message, answer), self.now)
+        return actions
+
+    def say(self, phase, step=7, progress=0):
+        """The others and our trainer are in this phase."""
+        self.version += 1
+        for peer in self.strangers:
+            status = m.Status("ready" if phase == "probation" else phase, step, version=self.version)
+            self.hear(ev.Received(peer, m.Heartbeat(self.crew, 5, self.version, status)))
+        self.hear(ev.TrainerStatus(local.StageStatus(self.crew, 5, 2, phase, step=step, progress=progress)))
+
+    def run(self, seconds, **said):
+        for phase in ("probation", "active"):
+            self.say(phase)
+        end = self.now + seconds
+        while self.now < end and self.control.roster is not None:
+            self.now += 1.0
+            self.say("active", **said)
+            self.hear(ev.Tick())
+
+
+def test_strangers_who_seat_a_spare_again_and_again_get_it_seldom():
+    control, now, seated, seats = spare(), 1.0, 0.0, 0
+    while now < 3600.0:
+        names = (f"y{now}", f"z{now}")  # keys cost nothing
+        control.handle(ev.Tick(), now)
+        if control.roster is None and assigned(
+            control.handle(ev.Received(names[0], forged(control.acceptor.me, names, crew=repr(now).encode().ljust(32))), now)
+        ):
+            seats += 1
+        seated += control.roster is not None
+        now += 1.0
+    assert 2 <= seats <= 6
+    assert seated < 0.25 * 3600
+
+
+def test_who_has_taken_steps_with_us_does_not_wait_for_what_strangers_did():
+    patience = Patience(100.0)
+    patience.took_a_step(("a", "b"))
+    for _ in range(3):
+        patience.never_ran(("y", "b"), 0.0)
+    assert [patience.waits(peer, 200.0) for peer in "abyz"] == [False, True, True, True]
+    assert [patience.waits(peer, 301.0) for peer in "byz"] == [False, False, False]
+    patience.never_ran(("y",), 1000.0)
+    assert patience.waits("z", 1699.0)
+    patience.took_a_step(("a",))
+    assert [patience.waits(peer, 1699.0) for peer in "ayz"] == [False, True, False]
+    for number in range(3 * PEERS):
+        patience.never_ran((f"s{number}", "y"), 1000.0)
+        patience.took_a_step((f"t{number}",))
+    assert patience.waits("y", 1000.0 + LONGEST_SECONDS - 1)
+    assert not patience.waits("y", 1000.0 + LONGEST_SECONDS)
+    assert len(patience._strikes) == len(patience._worked) == PEERS
+
+
+@pytest.mark.parametrize(("said", "left"), [({}, True), ({"progress": 1}, False), ({"step": 8}, False)], ids=["nothing", "work", "a step"])
+def test_a_crew_that_runs_and_has_nothing_to_do_is_left(said, left):
+    others = Others(spare())
+    assert others.assigned
+    others.run(2 * SETTINGS.idle_seconds, **said)
+    assert others.control.statistics().notes["running"] == 1
+    assert bool(others.released) == left
+    if left:
+        assert SETTINGS.idle_seconds - 5 < others.released[0][0] < SETTINGS.idle_seconds + 10
+        assert others.released[0][1] == "the crew has nothing to do"
+
+
+def test_a_crew_that_took_a_step_is_forgiven_and_one_that_did_not_is_not_joined_for_a_while():
+    def over(others):
+        others.control.handle(ev.Received("y", m.Leave(others.crew, 5)), others.now)
+        others.control.handle(ev.Received("z", m.Leave(others.crew, 5)), others.now)
+        assert others.control.roster is None
+
+    for step, seats in ((8, 4), (7, 2)):
+        control, now, got = spare(), 1.0, 0
+        for number in range(4):
+            others = Others(control, now, crew=bytes([number + 1]) * 32)
+            got += len(others.assigned)
+            if others.assigned:
+                others.run(5.0, step=step)
+                over(others)
+            now = others.now + 1.0
+        assert got == seats
+
+
+def test_no_founding_record_of_those_is_signed_and_nothing_is_offered_to_them():
+    control = spare()
+    control.handle(ev.PeerBack("y"), 0.5)
+    for number in range(2):
+        others = Others(control, 1.0 + number, crew=bytes([number + 1]) * 32)
+        control.handle(ev.Received("y", m.Leave(others.crew, 5)), 1.0 + number)
+        control.handle(ev.Received("z", m.Leave(others.crew, 5)), 1.0 + number)
+    me = control.acceptor.me
+    seats = (m.Seat("y", b"i" * 8, 1), m.Seat(me.peer, me.incarnation, 1))
+    record = m.Record(m.NO_CREW, 1, m.NO_HASH, MODEL, (2, 2), seats, (), (), 0, 30, bytes(8))
+    record = msgspec.structs.replace(record, voters=m.voters_of(record))
+    late = 10.0 + SETTINGS.wait_seconds
+    for now, answer, offers in ((10.0, m.Refuse("record"), 0), (late, None, 1)):
+        actions = control.handle(ev.Received("y", m.Propose(record, 0)), now)
+        assert answer in (None, next(a.message for a in actions if isinstance(a, ev.Answer)))
+        sent = [a for a in control.handle(ev.Tick(), now) if isinstance(a, ev.Send) and isinstance(a.message, m.Offer)]
+        assert [a.peer for a in sent] == ["y"] * offers
+
+
+def test_a_trainer_with_another_model_gets_no_stage_of_the_crew_that_is_remembered():
+    control = spare()
+    memory = next(a.memory for a in control.handle(ev.Received("y", forged(control.acceptor.me)), 1.0) if isinstance(a, ev.Persist))
+    for model, cost, stays in ((MODEL, OFFERING.cost, True), (b"n" * 32, OFFERING.cost, False)):
+        again = CrewControl("me", sign_as("me"), verify, SETTINGS, random.Random(2), memory)
+        again.handle(ev.Tick(), 0.0)
+        assert again.roster is not None
+        actions = again.handle(ev.TrainerOffers(local.Offering(model, OFFERING.capacity, cost)), 1.0)
+        assert assigned(actions) == []
+        assert (again.roster is not None) == stays
+        assert bool([a for a in actions if isinstance(a, ev.Send) and isinstance(a.message, m.Leave)]) != stays
+        again.handle(ev.Received("y", forged(again.acceptor.me, epoch=6)), 2.0)
+        assert (again.roster is not None) == stays
+
+
+def offered(actions):
+    return [a.peer for a in actions if isinstance(a, ev.Send) and isinstance(a.message, m.Offer)]
+
+
+def test_an_offer_is_said_at_once_and_then_seldom():
+    control = CrewControl("me", sign_as("me"), verify, SETTINGS, random.Random(1))
+    control.handle(ev.PeerBack("a"), 0.0)
+    said = [(0.1, peer) for peer in offered(control.handle(ev.TrainerOffers(OFFERING), 0.1))]
+    said += [(0.2, peer) for peer in offered(control.handle(ev.PeerBack("b"), 0.2))]
+    said += [(0.3, peer) for peer in offered(control.handle(ev.TrainerOffers(OFFERING, fresh=False), 0.3))]
+    more = msgspec.structs.replace(OFFERING, capacity=Capacity(90.0, 1.0))
+    said += [(0.4, peer) for peer in offered(control.handle(ev.TrainerOffers(more, fresh=False), 0.4))]
+    assert said == [(0.1, "a"), (0.2, "b"), (0.4, "a"), (0.4, "b")]
+    times = [tick / 2 for tick in range(1, 81) for peer in offered(control.handle(ev.Tick(), tick / 2)) if peer == "a"]
+    assert times == [10.5, 20.5, 30.5] or times == [10.0, 20.0, 30.0, 40.0]
+
+
+def test_an_offer_that_was_not_heard_is_repeated_a_few_times_and_one_to_a_foreign_peer_is_not():
+    control = CrewControl("me", sign_as("me"), verify, SETTINGS, random.Random(1))
+    for peer in ("far", "foreign", "well"):
+        control.handle(ev.PeerBack(peer), 0.0)
+    offer = next(a.message for a in control.handle(ev.TrainerOffers(OFFERING), 0.0) if isinstance(a, ev.Send))
+    count = dict.fromkeys(("far", "foreign", "well"), 0)
+    now = 0.0
+    answers = {"far": (None, False), "foreign": (None, True), "well": (m.Noted(), False)}
+    control.handle(ev.Answered("well", offer, m.Noted()), now)
+    control.handle(ev.Answered("far", offer, None), now)
+    control.handle(ev.Answered("foreign", offer, None, True), now)
+    while now < 100.0:
+        now += 0.5
+        for peer in offered(control.handle(ev.Tick(), now)):
+            count[peer] += 1
+            answer, foreign = answers[peer]
+            control.handle(ev.Answered(peer, offer, answer, foreign), now)
+    assert count["foreign"] == 0
+    assert count["well"] in (9, 10)
+    assert count["far"] <= 4 * count["well"] + 3
+    assert count["far"] > 3 * count["well"]
+    actions = control.handle(ev.Received("foreign", msgspec.structs.replace(offer, incarnation=b"j" * 8)), now)
+    assert offered(actions) == ["foreign"]  # it does now
+
+
+def test_offers_that_change_all_the_time_force_no_more_plans(monkeypatch):
+    plans = []
+    make = forming_module.make_plan
+    monkeypatch.setattr(forming_module, "make_plan", lambda *args: plans.append(1) or make(*args))
+    forming = Forming("z", SETTINGS, random.Random(1))
+    forming.begin(0.0)
+    own, now = m.Offer(MODEL, b"i" * 8, 60.0, 1.0, 0.0), 0.0
+    while now < 60.0:
+        now += 0.1
+        for peer in "abc":
+            forming.heard(peer, msgspec.structs.replace(own, speed=1.0 + now), now)
+        forming.propose(own, OFFERING, now)
+    assert 5 < len(plans) <= 60 / SETTINGS.plan_seconds + 1
+
+
+def test_everybody_who_will_not_sign_is_left_out_of_the_next_plan():
+    forming = Forming("a", SETTINGS, random.Random(1))
+    forming.begin(0.0)
+    own = m.Offer(MODEL, b"i" * 8, 100.0, 1.0, 0.0)
+    now, records = 0.0, []
+    while now < 20.0 and len(records) < 2:
+        for peer in ("b", "c", "d", "e") if now == 0.0 else ("d", "e"):  # b and c are in a crew by now, and offer nothing
+            forming.heard(peer, own, now)
+        record = forming.propose(own, OFFERING, now)
+        if record is not None:
+            records.append({seat.peer for seat in record.seats})
+            for peer in records[-1] & {"b", "c"}:
+                forming.refused(peer, record, "record", now)
+        now += 0.5
+    assert records[0] & {"b", "c"}
+    assert not records[1] & {"b", "c"}
+    assert now < 12.0
