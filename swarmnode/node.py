@@ -119,7 +119,8 @@ class Node:
         )  # fmt: skip
         self.link = LinkServer(config.node.data_dir, self, lambda: self.stage_plane.trainer_left())
         self.weights_plane = WeightExchange(
-            network, identity.private_key, swarm, config.weights, config.node.data_dir, self.link.tell, budget=self.meter.allows
+            network, identity.private_key, swarm, config.weights, config.node.data_dir, self.link.tell, budget=self.meter.allows,
+            may_average=lambda: self.stage_plane.may_average,
         )  # fmt: skip
         self.stage_plane = StagePlane(
             network, identity.private_key, config.stages, config.node.data_dir, self.link.tell, restart=self.end_trainer,

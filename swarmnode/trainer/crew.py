@@ -127,7 +127,9 @@ class CrewTrainer:
             self._averaging = None
         runtime = self._model.build(assigned.layers, assigned.stage, self._config)
         stage = Stage(assigned, runtime, self._model.settings(self._config), self._model.limits())
-        self._averaging = make_averaging(self._config, stage, self._link.send, lambda: self._link.statistics().connected)
+        self._averaging = make_averaging(
+            self._config, stage, self._link.send, lambda: self._link.statistics().connected, lambda: self._sitting.averages
+        )  # fmt: skip
         return stage
 
     def _built(self, stage: Stage) -> None:
@@ -167,7 +169,10 @@ class CrewTrainer:
 
     def _about_weights(self, message: local.ToTrainer) -> None:
         averaging = self._averaging
-        if averaging is not None and (self._sitting.active or isinstance(message, local.AdoptState)):
+        gives = isinstance(message, local.TakeSnapshot | local.WriteState)
+        if averaging is None or (gives and not self._sitting.averages):
+            return  # nothing is given away; what is under way may end
+        if self._sitting.active or isinstance(message, local.AdoptState):
             averaging.receive(message)
 
     def _about_crew(self, message: stages.ToTrainer) -> None:

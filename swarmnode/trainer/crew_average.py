@@ -47,13 +47,16 @@ class Fetched:
 
 
 class StageAveraging(Observer):
-    """Make it while the stage has the base weights: the codec is relative to them. connected: is there a network process?"""
+    """Make it while the stage has the base weights: the codec is relative to them. connected: is there a network process? averages: may
+    this stage be averaged now?"""
 
     def __init__(
-        self, config: Config, stage: Stage, send: Callable[[local.FromTrainer], None], connected: Callable[[], bool] = lambda: True
+        self, config: Config, stage: Stage, send: Callable[[local.FromTrainer], None], connected: Callable[[], bool] = lambda: True,
+        averages: Callable[[], bool] = lambda: True,
     ) -> None:  # fmt: skip
         self._counters = Counters()
         self._connected = connected
+        self._averages = averages
         self._send = send
         self._since = time.monotonic()
         self._marker = config.node.data_dir / "trainer" / "stage" / "averaged"
@@ -76,6 +79,8 @@ class StageAveraging(Observer):
         now = time.monotonic()
         seconds, self._since = now - self._since, now
         self._counters.step = member.participant.step
+        if not self._averages():  # the last step of a crew that is suspended
+            return
         self._replica.between_steps(self._connected(), seconds, stepped=True)
         if self._counters.exchanges_total and not self._marked:
             self._mark()
@@ -144,7 +149,8 @@ def averaged(stage: Stage) -> dict[str, torch.nn.Parameter]:
 
 
 def make_averaging(
-    config: Config, stage: Stage, send: Callable[[local.FromTrainer], None], connected: Callable[[], bool]
+    config: Config, stage: Stage, send: Callable[[local.FromTrainer], None], connected: Callable[[], bool],
+    averages: Callable[[], bool],
 ) -> StageAveraging | None:  # fmt: skip
     """None where nothing is averaged."""
-    return StageAveraging(config, stage, send, connected) if config.weights.rule != "off" and averaged(stage) else None
+    return StageAveraging(config, stage, send, connected, averages) if config.weights.rule != "off" and averaged(stage) else None

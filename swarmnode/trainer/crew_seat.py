@@ -194,6 +194,12 @@ class Sitting:
         seat = self._seat
         return seat is not None and seat.phase == "active"
 
+    @property
+    def averages(self) -> bool:
+        """Whether this stage may be averaged with others': not while it has yet to show what it is, nor while it is suspended."""
+        seat = self._seat
+        return seat is not None and seat.phase == "active" and seat.resumed
+
     def status(self) -> StageStatus | None:
         seat, stage = self._seat, self.stage
         if seat is None:

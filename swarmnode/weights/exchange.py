@@ -122,6 +122,7 @@ class WeightsStatistics(msgspec.Struct, frozen=True):
 
 class WeightExchange:
     """Averages this node's policy with others'. key, swarm: as RolloutExchange. tell(message): to the trainer, False if there is none.
+    may_average(): False while the weights here are nobody's to have: then nothing is proposed, accepted or left to be pulled.
 
     Start it with `await nursery.start(exchange.run)`; `set_policy` and `receive` are for the process link.
     """
@@ -129,13 +130,14 @@ class WeightExchange:
     def __init__(
         self, network: Network, key: Ed25519PrivateKey, swarm: bytes, cfg: WeightsConfig, data_dir: Path,
         tell: Callable[[local.ToTrainer], bool], *, budget: Callable[[str], bool] = lambda choice: True,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.time, may_average: Callable[[], bool] = lambda: True,
     ) -> None:  # fmt: skip
         self.cfg = cfg
         self._network = network
         self._swarm = swarm
         self._tell = tell
         self._budget = budget
+        self._may_average = may_average
         self._clock = clock
         self._offers = Offers(network.bulk, data_dir / local.DIRECTORY)
         self._members = Members()
@@ -227,7 +229,7 @@ class WeightExchange:
             self._pairing.settings, open_seconds=min(OPEN_SECONDS[0] + 2 * step, OPEN_SECONDS[1]),
             verify_seconds=60 + 4 * step, apply_seconds=300 + 4 * step, rest_seconds=REST_SHARE * interval,
         )  # fmt: skip
-        candidates = self._candidates() if self._budget("fetch") else []
+        candidates = self._candidates() if self._budget("fetch") and self._may_average() else []
         order = partner_order(self._network.peer_id, candidates, epoch_bucket(self._clock()), self._swarm)
         order.sort(key=lambda peer: abs(self._members.outer_step(peer) - due.clock) > self.cfg.max_lag)  # with those there is less to gain
         lease = self._lease(order[0] if order else "", due.fragment)
@@ -447,7 +449,7 @@ class WeightExchange:
                 self._heard(message)
                 answer = self._here()
             case Propose():
-                answer = self._answer(peer, message)
+                answer = self._answer(peer, message) if self._may_average() else Busy(message.nonce, "busy")
             case Release():
                 self._handle(pairing.Received(peer, message))
             case Ready():
@@ -467,7 +469,7 @@ class WeightExchange:
 
     def _latest(self, message: Latest) -> Ready:
         published = self._published.get(message.fragment) if message.fingerprint == self._pairing.settings.fingerprint else None
-        if published is None:
+        if published is None or not self._may_average():
             raise PeerError("nothing to pull")
         offer, clock = published
         return Ready(bytes(NONCE_BYTES), offer.transfer, offer.root, offer.size, clock)

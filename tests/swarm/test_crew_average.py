@@ -164,3 +164,14 @@ async def test_without_another_crew_a_lost_stage_is_told_so(tmp_path):
         lost.exchange.set_policy(lost.averaging.facts(), lost.model.text.fingerprint, lost.model.text.tokenizer_hash)
         with trio.fail_after(20), pytest.raises(PeerError, match="no other crew"):
             await lost.averaging.fetch()
+
+
+async def test_a_stage_that_is_suspended_averages_at_none_of_its_steps(tmp_path, monkeypatch):
+    async with stages(tmp_path, [(1, 1)]) as (holder,):
+        between = []
+        holder.averaging.begin()
+        monkeypatch.setattr(holder.averaging._replica, "between_steps", lambda *args, **kinds: between.append(holder.steps))
+        for allowed in (True, False, True):
+            holder.averaging._averages = lambda allowed=allowed: allowed
+            holder.step()
+        assert between == [1, 3]

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 import trio
 
+from swarmnode.errors import PeerError
 from swarmnode.p2p import identity
 from swarmnode.testing.hosts import hosts
 from swarmnode.testing.replica import CONFIG, SWARM, identical, plane
@@ -14,7 +15,7 @@ from swarmnode.testing.weight_liar import MANNERS, PAYLOADS, WeightLiar
 from swarmnode.trainer import weights as trainer_weights
 from swarmnode.weights import exchange as exchange_module
 from swarmnode.weights import local
-from swarmnode.weights.messages import Accept, Busy, Here, Propose
+from swarmnode.weights.messages import Accept, Busy, Here, Latest, Propose
 
 pytestmark = pytest.mark.swarm
 
@@ -201,3 +202,19 @@ async def test_a_partner_that_is_cut_off_in_the_middle_leaves_everything_as_it_w
         victim.network.disconnect(peer)
         await until(lambda: victim.exchange.statistics().phase == "idle", seconds=10)
         assert identical(before, victim.weights())
+
+
+async def test_a_node_that_may_not_average_proposes_accepts_and_leaves_nothing(tmp_path):
+    async with victim_and_liar(tmp_path) as (victim, liar, _):
+        latest = Latest(victim.exchange._pairing.settings.fingerprint, 0)
+        assert victim.exchange._latest(latest).size > 0
+        victim.exchange._may_average = lambda: False
+        assert isinstance(await liar.propose(victim.network.peer_id, follow=False), Busy)
+        with pytest.raises(PeerError):
+            victim.exchange._latest(latest)
+        victim.due()
+        await until(lambda: victim.outcome("solo") == 2, seconds=10)
+        assert victim.outcome("applied") == 0
+        victim.exchange._may_average = lambda: True
+        assert victim.exchange._latest(latest).size > 0
+        assert isinstance(await liar.propose(victim.network.peer_id, follow=False), Accept)
