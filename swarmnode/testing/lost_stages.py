@@ -79,7 +79,7 @@ class Fleet:
     def _station(self, spec: StageSpec, runtime: StageRuntime, directory: Path) -> Station:
         journal = Journal(directory, CREW, spec)
         store = ShadowStore(directory / "shadows", CREW, {i: self.layouts[i] for i in ring(spec.index, spec.stages)})
-        return Station(spec, runtime, directory, journal, store, Shadowing(spec, self.settings, journal))
+        return Station(spec, runtime, directory, journal, store, Shadowing(spec, self.settings, journal, store))
 
     def kill(self, stage: int, disk: bool = False) -> Station:
         """The node is gone with its memory; its `disk` may be left. Another one takes its place, with weights that are noise."""

@@ -13,9 +13,10 @@ from swarmnode.stages.member import CrewSettings
 from swarmnode.stages.recovery.ladder import RecoverySettings, Run, Rung
 from swarmnode.stages.recovery.messages import Have, root_of
 from swarmnode.stages.recovery.restore import Replica, base_adapter
+from swarmnode.stages.recovery.shadows import RAN
 from swarmnode.stages.recovery.state import StageState, encode_state, host_copy, trained
 from swarmnode.stages.recovery.transfer import StatePeer
-from swarmnode.testing.lost_stages import Fleet, quiet
+from swarmnode.testing.lost_stages import CREW, Fleet, quiet
 
 SETTINGS = CrewSettings(b"b" * 32, "float32", "float32")
 CFG = TrainingConfig(per_device_train_tokens=64, weight_decay=0.0)
@@ -418,3 +419,12 @@ async def test_of_two_stages_that_come_back_together_none_has_to_answer_for_the_
         assert crew is not None, mine.failed
         assert [mine.restored[stage].rung for stage in (1, 2)] == [Rung.SHADOW, Rung.SHADOW]
         assert [rung for rung, _ in mine.restored[2].tried] == [Rung.REPLICA]
+
+
+async def test_a_step_that_is_taken_marks_the_crew_whose_copies_are_kept(fleet):
+    mine = fleet(3)
+    async with mine.up() as crew:
+        marks = [station.directory / "shadows" / CREW.hex() / RAN for station in mine.stations]
+        assert not any(mark.exists() for mark in marks)
+        await learn(crew, 1)
+        assert all(mark.exists() for mark in marks)

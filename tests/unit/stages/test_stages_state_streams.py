@@ -514,3 +514,18 @@ async def test_who_asks_and_does_not_read_gets_no_more_than_a_few_answers(wire):
     waiting = wire.peer._outboxes[0].transfers
     assert len(waiting) <= channel.SERVED
     assert wire.peer.statistics().channel.failed == 0
+
+
+def test_a_crew_that_takes_no_step_costs_another_none_of_its_copies(models, tmp_path):
+    wire = Wire(models["llama"], tmp_path)
+    body = bytearray(encode_state(wire.state(0), wire.layouts[0], "exact"))
+    have = m.Have(wire.place(0), 1, False, "shadow", 9, len(body), m.root_of(body))
+    crew = lambda name: ShadowStore(tmp_path, name * 16, {0: wire.layouts[0]})
+    crew(b"c").put(0, have, body)
+    crew(b"c").ran()
+    for name in (b"d", b"e", b"f"):  # each is a stranger's, and pushes what it likes
+        crew(name).put(0, have, body)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [(name * 16).hex() for name in (b"c", b"f")]
+    assert crew(b"c").get(0).step == 9
+    crew(b"g").ran()
+    assert [path.name for path in tmp_path.iterdir()] == [(b"g" * 16).hex()]
