@@ -108,6 +108,7 @@ class CrewControl(Standing):
 
     def _trainer_left(self) -> None:
         self._set_status(self._own.left())
+        self._take_back_offer()
 
     def _trainer_status(self, said: local.StageStatus) -> None:
         status = self._own.said(said, self._view)
@@ -134,6 +135,7 @@ class CrewControl(Standing):
         if self._draining is not None:
             return
         self._draining = (reason, self._now)
+        self._take_back_offer()
         if view is not None and (view.stage is None or not view.others):
             self._leave_crew(reason, tell=True)
         elif view is not None:
@@ -317,6 +319,7 @@ class CrewControl(Standing):
         assert record is not None
         view = self._view = View(record, self.acceptor.me, self._view)
         self._forming.joined()
+        self._take_back_offer()
         self._proposing.restart()
         self._gone = {peer: since for peer, since in self._gone.items() if peer in view.members}
         self._detector.watch(set(view.others), self._now)

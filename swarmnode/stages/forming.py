@@ -67,6 +67,9 @@ class Forming:
         self._newest = now
 
     def heard(self, peer: str, offer: Offer, now: float) -> None:
+        if offer.speed == 0:  # taken back
+            self.gone(peer)
+            return
         known = self._offers.get(peer)
         if known is None and len(self._offers) >= self._settings.most_peers:
             self._forget_old(now)

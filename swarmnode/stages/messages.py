@@ -150,6 +150,7 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="offer"
     memory: float
     """Bytes; 0 where the sender would only be a witness."""
     speed: float
+    """0 takes the sender's offers back: it is in a crew by now, or has no trainer."""
     hop_seconds: float
     crew: bytes = NO_CREW
     """Whose stage the trainer has on disk or in memory, if any."""

@@ -9,6 +9,8 @@ import random
 from collections import Counter, deque
 from typing import Final
 
+import msgspec
+
 from swarmnode.stages import events as ev
 from swarmnode.stages import local, messages
 from swarmnode.stages.detector import Detector
@@ -197,6 +199,16 @@ class Standing:
             self._again.clear()
             for peer in self._connected:
                 self._send_offer(peer)
+
+    def _take_back_offer(self) -> None:
+        """Nobody is to wait for us: we are in a crew, or have no trainer."""
+        if self._said is None:
+            return
+        nothing = msgspec.structs.replace(self._said, memory=0.0, speed=0.0)
+        self._said = None
+        for peer in self._connected:
+            if not self._is_member(peer) and self._now >= self._foreign.get(peer, -1e18):
+                self._do(ev.Send(peer, nothing))
 
     def _send_offer(self, peer: str) -> None:
         if self._now >= self._foreign.get(peer, -1e18) and not self._patience.waits(peer, self._now):

@@ -306,3 +306,18 @@ def test_everybody_who_will_not_sign_is_left_out_of_the_next_plan():
     assert records[0] & {"b", "c"}
     assert not records[1] & {"b", "c"}
     assert now < 12.0
+
+
+def test_an_offer_is_taken_back_by_whoever_has_a_seat_or_no_trainer_and_counts_no_more():
+    taken = [lambda control: ev.Received("y", forged(control.acceptor.me)), lambda _: ev.TrainerLeft(), lambda _: ev.Drain("stops")]
+    for event in taken:
+        control = CrewControl("me", sign_as("me"), verify, SETTINGS, random.Random(1))
+        control.handle(ev.PeerBack("a"), 0.0)
+        first = next(a.message for a in control.handle(ev.TrainerOffers(OFFERING), 0.0) if isinstance(a, ev.Send))
+        sent = [a for a in control.handle(event(control), 1.0) if isinstance(a, ev.Send) and isinstance(a.message, m.Offer)]
+        assert [(a.peer, a.message.speed) for a in sent] == [("a", 0.0)]
+        forming = Forming("a", SETTINGS, random.Random(1))
+        forming.heard("me", first, 0.0)
+        assert list(forming.offers(1.0)) == ["me"]
+        forming.heard("me", sent[0].message, 1.0)
+        assert list(forming.offers(1.0)) == []
