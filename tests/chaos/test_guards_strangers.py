@@ -86,6 +86,12 @@ async def vanish(address, rng):
 
 ATTACKS = [garbage, half_handshake, odd_frames, flood, streams, raising_handlers, odd_rpcs, poisoned_key, many_messages, vanish]
 
+STEPS_IN = {
+    "window_overrun": flood, "streams_overrun": streams, "handler_failed": raising_handlers, "message_unsigned": poisoned_key,
+    "rpc_bounded": many_messages, "slot_released": garbage,
+}  # fmt: skip
+"""Guards that must have stepped in, and what each of them is there for."""
+
 
 async def stranger(address, seed):
     rng = random.Random(seed)
@@ -114,6 +120,11 @@ async def test_honest_peers_are_served_while_strangers_try_everything():
         assert host.rss() - before < 150 * MB
         await host.settles("slots", 0, 20)
         assert await host.serves()
-        fired = (await host.ask("stat"))["fired"]
-        for guard in ("window_overrun", "streams_overrun", "handler_failed", "message_unsigned", "rpc_bounded", "slot_released"):
-            assert fired[guard] > 0, guard
+        for guard, attack in STEPS_IN.items():
+            for seed in range(5):  # on a busy machine an attack may have been cut short each time
+                if (fired := (await host.ask("stat"))["fired"][guard]) > 0:
+                    break
+                with trio.move_on_after(20), contextlib.suppress(Exception):
+                    await attack(host.address, random.Random(seed))
+                assert await host.serves()
+            assert fired > 0, guard
