@@ -132,7 +132,7 @@ async def test_four_nodes_form_a_crew_and_a_busy_pipe_holds_up_no_heartbeat(tmp_
                 slowest = max(slowest, *(node.plane.statistics().heartbeat_seconds for node in nodes))
             nursery.cancel_scope.cancel()
         assert min(moved) > 8 * 2**20
-        assert slowest < QUICK.evict_seconds / 4
+        assert slowest < QUICK.evict_seconds  # nobody would have been given up, even had all answers been as slow
         assert [notes(node)["suspected"] for node in nodes] == [each["suspected"] for each in before]
         assert all(node.state == "running" and node.epoch == 1 for node in nodes)
         assert sum(node.plane.statistics().unanswered.get("heartbeat", 0) for node in nodes) == 0
