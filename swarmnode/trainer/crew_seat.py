@@ -115,6 +115,7 @@ class Sitting:
         self._waiting: deque[local.ToTrainer] = deque()
         self._wake: trio.Event | None = None
         self._token: trio.lowlevel.TrioToken | None = None
+        self._begun = threading.Event()
         self._seat: Seat | None = None
         self.stage: Stage | None = None
         self._death: BaseException | None = None
@@ -133,9 +134,10 @@ class Sitting:
                 token.run_sync_soon(self._woken)
 
     def start(self) -> None:
-        """In a thread of its own."""
+        """In a thread of its own, whose loop runs when this returns."""
         self._thread = threading.Thread(target=self._main, name="crew", daemon=True)
         self._thread.start()
+        self._begun.wait()
 
     def stop(self, seconds: float = 10.0) -> None:
         token = self._token
@@ -228,11 +230,13 @@ class Sitting:
         except BaseException as error:  # raised again where somebody waits
             self._death = error
         finally:
+            self._begun.set()
             with self._changed:
                 self._changed.notify_all()
 
     async def _run(self) -> None:
         self._token, self._wake = trio.lowlevel.current_trio_token(), trio.Event()
+        self._begun.set()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._beat)
             while not self._ended:

@@ -21,14 +21,14 @@ SYNC_EVERY = 4
 RATE = TrainingConfig().learning_rate
 SETTLED = 10
 """Exchanges after which nothing is left of where a replica started: each leaves 0.84 of a distance, at α = 0.5 and β = 0.7."""
-EVER, LATER, USUALLY = 4.0, 2.2, 1.2
+EVER, LATER, USUALLY = 4.0, 2.4, 1.6
 """How far two replicas may ever be apart, once both have settled, and half of the time then.
 
 In units of H · rate · √n, which AdamW hardly goes beyond in H steps. What steps really go is a third of that, and the outer step makes it
 β / (1 − α) = 1.4 times as much: 0.47. With one exchange per outer step, drifts of that length that have nothing to do with each other keep
 two replicas √(1.29² + √2²) = 1.9 times as far apart (root mean square): 0.9, and more for a moment. Measured: 0.6, at most 1.2; on a busy
-machine, where exchanges come too late and steps are taken alone, at most 1.6. Left alone (`rule = "off"`) they are 1.2 to 1.9 apart after
-forty steps and 2.4 to 3.1 after 120."""
+machine, where exchanges come too late and steps are taken alone, 1.2 and 2.1. Left alone (`rule = "off"`) they are 1.2 to 1.9 apart after
+forty steps, 2.4 to 3.1 after 120, and go on from there."""
 
 
 def settings(number, port=0):

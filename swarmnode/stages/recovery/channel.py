@@ -7,6 +7,7 @@ and counted before it is kept; after MISBEHAVED refusals its stream is closed.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -82,7 +83,7 @@ class ChannelStatistics:
     """Requests of peers that we could not answer: our disk, our device, or our numbers."""
 
 
-class Channel:
+class Channel(ABC):
     """Who serves what is up to a subclass: `holds`, `serve`, `expected`, `pushed`, `kept`. `run` it in a nursery; it ends by cancellation.
 
     push_rate: bytes per second to one peer; 0 is without limit.
@@ -136,22 +137,24 @@ class Channel:
 
     # A subclass's.
 
+    @abstractmethod
     def holds(self, stage: int, number: int) -> m.Holds:
-        raise NotImplementedError
+        """What there is here of `stage`, asked as `number`."""
 
+    @abstractmethod
     async def serve(self, stage: int, want: m.Want) -> None:
         """Answers with `answer` or `lack`. What it raises (BadMessage, StateError, OSError, ValueError, `faults.of_device`) is answered and
         counted."""
-        raise NotImplementedError
 
+    @abstractmethod
     def expected(self, stage: int, have: m.Have) -> int:
         """How long what `stage` begins to send must be. Raises BadMessage for what it has no business to send."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def pushed(self, stage: int, have: m.Have, body: bytearray) -> None:
         """It came, with the hash that was promised. Raises as `serve` does."""
-        raise NotImplementedError
 
+    @abstractmethod
     def kept(self, stage: int, message: m.Kept) -> None:
         """What we pushed is stored there."""
 
