@@ -121,10 +121,13 @@ async def test_a_peer_may_not_use_our_stream_ids():
 @pytest.mark.parametrize(("do", "arguments"), [("cancel_reads", {"size": 8 * MB}), ("cancel_writes", {"times": 8})])
 async def test_cancelled_reads_and_writes_lose_nothing(do, arguments, client, works):
     with processes(client(), guarded()) as (node, server):
-        try:
-            answer = await node.ask(do, seconds=25 if works else 5, address=server.address, peer=server.peer, **arguments)
-        except trio.TooSlowError:
-            answer = {"error": "hangs"}
+        for _ in range(2 if works else 1):  # a busy machine once lost the connection for another reason; a cancelled write would each time
+            try:
+                answer = await node.ask(do, seconds=25 if works else 5, address=server.address, peer=server.peer, **arguments)
+            except trio.TooSlowError:
+                answer = {"error": "hangs"}
+            if answer == {"intact": True}:
+                break
         if works:
             assert answer == {"intact": True}
         else:
