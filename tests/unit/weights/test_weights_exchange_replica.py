@@ -69,7 +69,9 @@ class Made:
     def solo(self, fragment):
         self.replica.receive(local.SoloStep(fragment))
         self.settle()
-        return self.replica.between_steps(True, 0.1, stepped=False)
+        changed = self.replica.between_steps(True, 0.1, stepped=False)
+        self.settle()  # it offers what it stepped from, and says so from the worker thread
+        return changed
 
     def save(self, path):
         path.mkdir(exist_ok=True)
