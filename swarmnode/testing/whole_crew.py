@@ -1,0 +1,128 @@
+"""Crews of whole nodes on this machine: each a `swarmnode run` with its supervisor, its network process and its trainer."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+from swarmnode.demo.nodes import DemoNode
+
+T = TypeVar("T")
+PATIENCE = 120.0
+"""Seconds: on a machine that does other things too."""
+STAGES = 4
+
+Seen = dict[int, tuple[DemoNode, dict[str, Any]]]
+"""Stage → who holds it, and what that node's status page says of its crew."""
+
+
+def whole_settings(model: Path, number: int, stages: int = STAGES, **sections: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Configuration of node `number`; what `sections` say of theirs goes before it."""
+    settings: dict[str, dict[str, Any]] = {
+        "swarm": {"name": "crew"},
+        "network": {"listen_addrs": ["/ip4/127.0.0.1/tcp/0"], "mdns": False},
+        "policy": {"model": str(model), "threads": 1, "device": "cpu"},
+        "training": {"eval_every": 10_000, "seed": number},
+        "task": {"held_out_per_task": 1},
+        "stages": {"mode": "always", "stages": stages, "shadow_every": 5},
+        "http": {"port": 0},
+        "supervisor": {"backoff_seconds": 0.1},
+    }
+    for name, values in sections.items():
+        settings[name] = {**settings.get(name, {}), **values}
+    return settings
+
+
+def until(condition: Callable[[], T | None], what: Callable[[], object], seconds: float = PATIENCE) -> T:
+    """The first true value of `condition()`. Raises AssertionError with `what()` after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if result := condition():
+            return result
+        time.sleep(0.1)
+    raise AssertionError(f"not within {seconds} s: {what()}")
+
+
+def snapshot(node: DemoNode) -> dict[str, Any] | None:
+    """What its status page says; None while it does not answer."""
+    try:
+        with urllib.request.urlopen(node.url + "/status?points=1", timeout=5) as answer:
+            found: dict[str, Any] = json.loads(answer.read())["snapshot"]
+            return found
+    except (OSError, ValueError):
+        return None
+
+
+def child_of(node: DemoNode, module: str) -> psutil.Process | None:
+    """Its process of that module."""
+    assert node._process is not None
+    return next((p for p in psutil.Process(node._process.pid).children() if module in p.cmdline()), None)
+
+
+def trainer_of(node: DemoNode) -> psutil.Process | None:
+    return child_of(node, "swarmnode.trainer")
+
+
+def kill_trainers(nodes: Sequence[DemoNode]) -> None:
+    """kill -9 of the trainers that run, all at once."""
+    found = [trainer_of(node) for node in nodes]
+    for process in found:
+        if process is not None:
+            process.send_signal(signal.SIGKILL)
+
+
+def start(nodes: Sequence[DemoNode]) -> list[str]:
+    """The first, and when it listens the others, which join through it. Addresses of the first."""
+    nodes[0].start([])
+    first = nodes[0].wait_for_address(time.monotonic() + PATIENCE)
+    for node in nodes[1:]:
+        node.start(first)
+    for node in nodes[1:]:
+        node.wait_for_address(time.monotonic() + PATIENCE)
+    return first
+
+
+def stop(nodes: Sequence[DemoNode]) -> None:
+    for node in nodes:
+        node.stop()
+    for node in nodes:
+        node.wait(30)
+
+
+class WholeCrew:
+    """One crew's nodes, started. `address`: of one of them, for who is started later."""
+
+    def __init__(self, nodes: list[DemoNode], address: list[str], stages: int = STAGES) -> None:
+        self.nodes = nodes
+        self.address = address
+        self.stages = stages
+
+    def seen(self) -> Seen:
+        """As far as they answer and hold a stage."""
+        told = [(node, s["stages"]) for node in self.nodes if (s := snapshot(node))]
+        return {view["stage"]: (node, view) for node, view in told if view["stage"] is not None}
+
+    def at(self, step: int, epoch: int = 0) -> Seen | None:
+        """All stages, once the crew runs with at least so many steps under a roster after `epoch`."""
+        seen = self.seen()
+        well = len(seen) == self.stages and all(
+            v["state"] == "running" and v["step"] >= step and v["roster_epoch"] > epoch for _, v in seen.values()
+        )  # fmt: skip
+        return seen if well else None
+
+    def story(self) -> list[tuple[Any, ...]]:
+        return [(stage, v["state"], v["phase"], v["step"], v["rung"], v["reason"]) for stage, (_, v) in sorted(self.seen().items())]
+
+    def lose(self, kill: Callable[[dict[int, DemoNode]], None]) -> tuple[Seen, Seen]:
+        """`kill` what it likes of a running crew, holders by stage: how it was, and how it is a step later."""
+        before = until(lambda: self.at(0), self.story)
+        step, epoch = max(v["step"] for _, v in before.values()), before[0][1]["roster_epoch"]
+        kill({stage: node for stage, (node, _) in before.items()})
+        return before, until(lambda: self.at(step + 1, epoch), self.story)
