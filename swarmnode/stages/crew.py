@@ -24,13 +24,14 @@ from swarmnode.policy.micro import micro_batches
 from swarmnode.stages import frames
 from swarmnode.stages.commit import Coordinator, CoordinatorStatistics, Decided
 from swarmnode.stages.fence import Fence
-from swarmnode.stages.frames import REFUSALS, Frame, FrameLimits, Place, write_message
+from swarmnode.stages.frames import REFUSALS, Frame, FrameLimits, Place
 from swarmnode.stages.learning import LearnRow, describe, describe_loss
 from swarmnode.stages.links import Links
 from swarmnode.stages.member import CrewSettings, Member, inline
 from swarmnode.stages.runtime import StageRuntime
 from swarmnode.stages.waves import Wave, cut
 from swarmnode.stages.work import read_scores, read_tokens
+from swarmnode.wire import strict
 from swarmnode.wire.tensors import pack_ids
 
 BEGIN_AGAIN: Final = 4
@@ -231,7 +232,7 @@ class Head(Member):
 
     def _begin(self, wave: Wave) -> None:
         questions = wave.questions()
-        about = write_message(questions)
+        about = strict.encode(questions)
         self._open[wave.session] = wave
         frame = frames.Prefill(self.place, wave.session, self.fingerprint, self.settings.codec, sum(questions.lengths), len(about))
         self.links.send(0, frame, about)
@@ -271,7 +272,7 @@ class Head(Member):
     # Training.
 
     def _submit(self, number: int, purpose: Any, work: Any) -> None:
-        about = write_message(work)
+        about = strict.encode(work)
         self.links.send(0, frames.Forward(self.place, number, purpose, self.settings.codec, work.rows, len(about)), about)
 
     def _send_decision(self, decided: Decided | None) -> None:

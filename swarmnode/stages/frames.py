@@ -8,16 +8,16 @@ is ever a size to allocate. Every header says where in a crew's life it belongs;
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import types
-from itertools import pairwise
-from typing import Any, Final, Literal, Protocol, get_args
+import math
+from typing import Final, Literal, Protocol
 
 import msgspec
 
 from swarmnode.errors import BadMessage
 from swarmnode.wire import limits as caps
+from swarmnode.wire import strict
+from swarmnode.wire.fields import ANY_COUNTER, check_between, check_counter, check_fields, check_length, check_rising
 
 FRAME_REASONS: Final = ("oversize", "malformed", "schema", "bounds", "not_finite", "shape", "size", "truncated")
 """Every reason with which frames, their bodies and `work.py` raise BadMessage."""
@@ -31,7 +31,6 @@ MICRO_BATCHES: Final = caps.MICRO_BATCHES
 STAGES: Final = caps.STAGES
 ABOUT_ITEM_BYTES: Final = caps.STAGE_ABOUT_ITEM_BYTES
 INT8_BLOCK: Final = caps.STAGE_ACTIVATION_BLOCK
-COUNTER: Final = 2**caps.INTEGER_BITS - 1
 
 ActivationCodec = Literal["float32", "bfloat16", "int8"]
 REFUSALS = Literal["micro_batches", "not_finite", "attempt", "timeout", "session", "fingerprint", "rows", "frame", "gone"]
@@ -205,42 +204,6 @@ class Reader(Protocol):
     async def receive_some(self, max_bytes: int | None = None) -> bytes: ...
 
 
-_TAG: Final = b"\xa4type"
-"""msgpack of the string `type`."""
-_encoder = msgspec.msgpack.Encoder()
-
-
-@functools.cache
-def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(kind)
-
-
-@functools.cache
-def _is_tagged(kind: Any) -> bool:
-    """Whether `kind` is one of several messages, told apart by their first field."""
-    parts = get_args(kind) if isinstance(kind, types.UnionType) else ()
-    return bool(parts) and all(hasattr(one, "__struct_config__") and one.__struct_config__.tag for one in parts)
-
-
-def read_message(data: bytes, kind: Any) -> Any:
-    """The `kind` that `data` is the one encoding of. Raises BadMessage: malformed, schema."""
-    if len(data) > len(_TAG) and _is_tagged(kind) and data[1 : 1 + len(_TAG)] != _TAG:
-        raise BadMessage("schema", "the first field must be `type`")
-    try:
-        message = _decoder(kind).decode(data)
-    except msgspec.ValidationError as error:
-        raise BadMessage("schema", str(error)) from None
-    except (ValueError, RecursionError) as error:
-        raise BadMessage("malformed", str(error)) from None
-    if _encoder.encode(message) != data:
-        raise BadMessage("malformed", "not the canonical encoding")
-    return message
-
-
-def write_message(message: msgspec.Struct) -> bytes:
-    return _encoder.encode(message)
-
-
 def int8_block(hidden: int) -> int:
     """Values that share a scale: 64, or the largest divisor of a hidden size that 64 does not divide."""
     return max(size for size in range(1, INT8_BLOCK + 1) if hidden % size == 0)
@@ -278,23 +241,24 @@ def policy_fingerprint(base: bytes, place: Place, codec: ActivationCodec) -> byt
 
 
 def pack_frame(frame: Frame, body: bytes = b"") -> bytes:
-    head = _encoder.encode(frame)
+    head = strict.encode(frame)
     return len(head).to_bytes(4, "big") + head + body
 
 
 async def read_frame(stream: Reader, limits: FrameLimits) -> tuple[Frame, bytes] | None:
     """The next frame and its body; None at the end of the stream. Raises BadMessage with a reason of FRAME_REASONS."""
-    prefix = await _exactly(stream, 4, at_start=True)
+    prefix = await read_exactly(stream, 4, at_start=True)
     if prefix is None:
         return None
     length = int.from_bytes(prefix, "big")
     if not 0 < length <= HEADER_BYTES:
         raise BadMessage("oversize", f"a header of {length} bytes")
-    frame = read_message(await _exactly(stream, length) or b"", Frame)
-    return frame, await _exactly(stream, body_bytes(frame, limits)) or b""
+    frame = strict.decode(await read_exactly(stream, length) or b"", Frame)
+    return frame, await read_exactly(stream, body_bytes(frame, limits)) or b""
 
 
-async def _exactly(stream: Reader, count: int, at_start: bool = False) -> bytes | None:
+async def read_exactly(stream: Reader, count: int, at_start: bool = False) -> bytes | None:
+    """`count` bytes; None at the end of a stream where it may end. Raises BadMessage("truncated")."""
     data = bytearray()
     while len(data) < count:
         some = await stream.receive_some(min(count - len(data), CHUNK_BYTES))
@@ -306,41 +270,31 @@ async def _exactly(stream: Reader, count: int, at_start: bool = False) -> bytes 
     return bytes(data)
 
 
-def _check(frame: Frame, limits: FrameLimits) -> None:
-    place = frame.place
-    _length("crew", place.crew, CREW_BYTES)
-    _between("stage", place.stage, 0, STAGES - 1)
+_LENGTHS: Final = {"session": SESSION_BYTES, "fingerprint": FINGERPRINT_BYTES}
+_ANY: Final = (-math.inf, math.inf)
+_NOT_NEGATIVE: Final = (0.0, math.inf)
+_AMOUNTS: Final = {
+    "loss": _ANY, "clipped": _ANY, "kl": _ANY, "entropy": _ANY,
+    "tokens": _NOT_NEGATIVE, "squared_norm": _NOT_NEGATIVE, "norm": _NOT_NEGATIVE, "clip": (0.0, 1.0), "learning_rate": _NOT_NEGATIVE,
+}  # fmt: skip
+
+
+def check_place(place: Place) -> None:
+    """Raises BadMessage("bounds")."""
+    check_length("crew", place.crew, CREW_BYTES)
+    check_between("stage", place.stage, 0, STAGES - 1)
     for name in ("roster_epoch", "stage_epoch", "step"):
-        _between(name, getattr(place, name), 0, COUNTER)
+        check_counter(name, getattr(place, name))
+
+
+def _check(frame: Frame, limits: FrameLimits) -> None:
+    check_place(frame.place)
     about = ABOUT_ITEM_BYTES * (limits.tokens + 16)
-    for name, low, high in (("micro_batch", 0, COUNTER), ("attempt", 0, COUNTER), ("rows", 1, limits.tokens), ("about", 1, about)):
-        if hasattr(frame, name):
-            _between(name, getattr(frame, name), low, high)
-    for name, length in (("session", SESSION_BYTES), ("fingerprint", FINGERPRINT_BYTES)):
-        if hasattr(frame, name):
-            _length(name, getattr(frame, name), length)
-    for name in ("loss", "clipped", "kl", "entropy", "tokens", "squared_norm", "norm", "clip", "learning_rate"):
-        value = getattr(frame, name, 0.0)
-        if value - value != 0.0:  # NaN and infinities
-            raise BadMessage("not_finite", name)
-        if name in ("squared_norm", "norm", "clip", "learning_rate", "tokens") and value < 0:
-            raise BadMessage("bounds", name)
-        if name == "clip" and value > 1:
-            raise BadMessage("bounds", name)
+    ranges = {"micro_batch": ANY_COUNTER, "attempt": ANY_COUNTER, "rows": (1, limits.tokens), "about": (1, about)}
+    check_fields(frame, _LENGTHS, {**ranges, **_AMOUNTS})
     if isinstance(frame, Embedding):
-        _between("first", frame.first, 0, limits.vocab - frame.rows)
+        check_between("first", frame.first, 0, limits.vocab - frame.rows)
     if isinstance(frame, Propose):
-        ids = frame.micro_batches
-        _between("micro_batches", len(ids), 1, MICRO_BATCHES)
-        if ids[0] < 0 or ids[-1] > COUNTER or any(a >= b for a, b in pairwise(ids)):
-            raise BadMessage("bounds", "micro_batches rise")
-
-
-def _between(name: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise BadMessage("bounds", f"{name} is {low} to {high}")
-
-
-def _length(name: str, value: bytes, length: int) -> None:
-    if len(value) != length:
-        raise BadMessage("bounds", f"{name} is {length} bytes")
+        check_rising("micro_batches", frame.micro_batches, 1, MICRO_BATCHES)
+        check_counter("micro_batches", frame.micro_batches[0])
+        check_counter("micro_batches", frame.micro_batches[-1])

@@ -22,7 +22,6 @@ random bytes that are drawn when its memory begins; a peer that starts without m
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable
 from typing import Any, Final, Literal
 
@@ -31,7 +30,9 @@ import msgspec
 from swarmnode.errors import BadMessage
 from swarmnode.stages.frames import STAGES
 from swarmnode.stages.plan import MEMBERS
-from swarmnode.wire.limits import INTEGER_BITS, PEER_ID_BYTES, SIGNATURE_BYTES
+from swarmnode.wire import strict
+from swarmnode.wire.fields import ANY_COUNTER, check_between, check_counter, check_fields, check_finite, check_length, check_name
+from swarmnode.wire.limits import PEER_ID_BYTES, SIGNATURE_BYTES
 
 MESSAGE_BYTES: Final = 64 * 1024
 HASH_BYTES: Final = 32
@@ -242,30 +243,24 @@ Request = Offer | Prepare | Propose | Adopt | Heartbeat | Leave
 Answer = Promise | Vote | Refuse | Adopt | Alive | Leave | Noted
 Message = Offer | Prepare | Promise | Propose | Vote | Refuse | Adopt | Heartbeat | Alive | Leave | Noted
 
-_encoder = msgspec.msgpack.Encoder()
-_requests = msgspec.msgpack.Decoder(Request)
-_answers = msgspec.msgpack.Decoder(Answer)
-_TAG: Final = b"\xa4type"
-"""msgpack of the string `type`."""
-
 
 def encode_message(message: Message) -> bytes:
-    return _encoder.encode(message)
+    return strict.encode(message)
 
 
 def decode_request(data: bytes) -> Request:
     """Raises BadMessage: oversize, malformed, schema, bounds or not_finite."""
-    return _decode(data, _requests)
+    return _decode(data, Request)
 
 
 def decode_answer(data: bytes) -> Answer:
     """Raises BadMessage as `decode_request` does."""
-    return _decode(data, _answers)
+    return _decode(data, Answer)
 
 
 def record_hash(record: Record) -> bytes:
     """32 bytes: blake2b of the domain and the record's canonical encoding."""
-    return hashlib.blake2b(RECORD_DOMAIN + _encoder.encode(record), digest_size=HASH_BYTES).digest()
+    return hashlib.blake2b(RECORD_DOMAIN + strict.encode(record), digest_size=HASH_BYTES).digest()
 
 
 def crew_id(record: Record) -> bytes:
@@ -329,70 +324,53 @@ def check_successor(previous: Record, record: Record) -> None:
 # ---- bounds --------------------------------------------------------------------------------------------------------------------
 
 
-def _decode(data: bytes, decoder: msgspec.msgpack.Decoder[Any]) -> Any:
-    if len(data) > MESSAGE_BYTES:
-        raise BadMessage("oversize", f"{len(data)} bytes, at most {MESSAGE_BYTES}")
-    if len(data) > len(_TAG) and data[1 : 1 + len(_TAG)] != _TAG:
-        raise BadMessage("schema", "the first field must be `type`")
-    try:
-        message = decoder.decode(data)
-    except msgspec.ValidationError as error:
-        raise BadMessage("schema", str(error)) from None
-    except (ValueError, RecursionError) as error:
-        raise BadMessage("malformed", str(error)) from None
-    if _encoder.encode(message) != data:
-        raise BadMessage("malformed", "not the canonical encoding")
+_LENGTHS: Final = {
+    "crew": CREW_BYTES, "incarnation": INCARNATION_BYTES, "model": HASH_BYTES, "previous": HASH_BYTES, "hash": HASH_BYTES,
+    "signature": SIGNATURE_BYTES, "nonce": NONCE_BYTES,
+}  # fmt: skip
+_COUNTERS: Final = dict.fromkeys(
+    ("accepted_ballot", "attempt", "ballot", "epoch", "lease_seconds", "load", "progress", "roster_epoch", "sequence", "stage",
+     "stage_epoch", "step", "version"),
+    ANY_COUNTER,
+)  # fmt: skip
+AMOUNT: Final = 1e30
+"""The largest memory, speed or learning rate that anybody may claim."""
+
+
+def _decode(data: bytes, kind: Any) -> Any:
+    message = strict.decode(data, kind, MESSAGE_BYTES)
     check_message(message)
     return message
 
 
 def check_message(message: Message) -> None:
     """Raises BadMessage("bounds") or BadMessage("not_finite") where a value is not allowed; also for our own, before they are sent."""
+    check_fields(message, _LENGTHS, _COUNTERS)
     match message:
         case Offer():
-            _length("model", message.model, HASH_BYTES)
-            _length("incarnation", message.incarnation, INCARNATION_BYTES)
-            _length("crew", message.crew, CREW_BYTES)
-            _counters(message.stage, message.step)
-            _amounts(message.memory, message.speed, message.hop_seconds)
+            _amounts(message, "memory", "speed", "hop_seconds")
         case Prepare():
-            _ballot(message.crew, message.epoch, message.ballot)
-            _length("previous", message.previous, HASH_BYTES)
-            _count("evicting", message.evicting, MEMBERS)
+            check_between("evicting", len(message.evicting), 0, MEMBERS)
             for peer in message.evicting:
-                _peer(peer)
+                check_name("peer", peer, PEER_ID_BYTES)
         case Promise():
-            _ballot(message.crew, message.epoch, message.ballot)
-            _counters(message.accepted_ballot)
             if message.accepted is not None:
                 check_record(message.accepted)
         case Propose():
-            _counters(message.ballot)
             check_record(message.record)
-        case Vote():
-            _ballot(message.crew, message.epoch, message.ballot)
-            _length("hash", message.hash, HASH_BYTES)
-            _length("incarnation", message.incarnation, INCARNATION_BYTES)
-            _length("signature", message.signature, SIGNATURE_BYTES)
-        case Refuse():
-            _counters(message.ballot)
-            _length("incarnation", message.incarnation, INCARNATION_BYTES)
         case Adopt():
             _check_chain(message.certificates)
         case Heartbeat() | Alive():
-            _ballot(message.crew, message.roster_epoch, message.sequence)
-            _check_status(message.status)
+            check_fields(message.status, {}, _COUNTERS)
+            _amounts(message.status, "clip", "learning_rate")
+            check_between("clip", message.status.clip, 0, 1)
         case Leave():
-            _ballot(message.crew, message.roster_epoch, 0)
             _reason(message.reason)
 
 
 def check_record(record: Record) -> None:
     """Raises BadMessage("bounds"). What one record says of itself; `check_successor` compares two."""
-    _ballot(record.crew, record.epoch, 0)
-    for name in ("previous", "model"):
-        _length(name, getattr(record, name), HASH_BYTES)
-    _length("nonce", record.nonce, NONCE_BYTES)
+    check_fields(record, _LENGTHS, _COUNTERS)
     if record.epoch < 1 or (record.epoch == 1) != (record.previous == NO_HASH) or (record.epoch == 1) != (record.crew == NO_CREW):
         raise BadMessage("bounds", "a founding record, and only it, has epoch 1 and nothing before it")
     if not 1 <= len(record.seats) <= min(MEMBERS, STAGES) or len(record.layers) != len(record.seats):
@@ -400,59 +378,36 @@ def check_record(record: Record) -> None:
     if not all(1 <= layers <= LAYERS for layers in record.layers):
         raise BadMessage("bounds", "layers")
     for seat in record.seats:
-        _counters(seat.stage_epoch)
-        if seat.peer:
-            _voter(seat.peer, seat.incarnation)
-        else:
-            _length("incarnation", seat.incarnation, 0)
-    _count("witnesses", record.witnesses, WITNESSES)
-    _count("voters", record.voters, VOTERS)
+        check_counter("stage_epoch", seat.stage_epoch)
+        check_length("incarnation", seat.incarnation, INCARNATION_BYTES if seat.peer else 0)
+    check_between("witnesses", len(record.witnesses), 0, WITNESSES)
+    check_between("voters", len(record.voters), 0, VOTERS)
     for voters in (voters_of(record), record.voters):
         for voter in voters:
-            _voter(voter.peer, voter.incarnation)
+            _check_voter(voter)
         if len({voter.peer for voter in voters}) != len(voters):
             raise BadMessage("bounds", "a peer twice")
     if record.epoch == 1 and record.voters != voters_of(record):
         raise BadMessage("bounds", "a founding record is signed by those it names")
-    _counters(record.step, record.lease_seconds)
     _reason(record.dissolved)
 
 
 def _check_chain(certificates: tuple[Certificate, ...]) -> None:
-    if not 1 <= len(certificates) <= CHAIN:
-        raise BadMessage("bounds", "certificates")
+    check_between("certificates", len(certificates), 1, CHAIN)
     first = certificates[0].record.epoch
     for number, certificate in enumerate(certificates):
         check_record(certificate.record)
-        _counters(certificate.ballot)
+        check_counter("ballot", certificate.ballot)
         if certificate.record.epoch != first + number:
             raise BadMessage("bounds", "a gap in the chain")
-        _count("votes", certificate.votes, VOTERS)
+        check_between("votes", len(certificate.votes), 0, VOTERS)
         for vote in certificate.votes:
-            _voter(vote.peer, vote.incarnation)
-            _length("signature", vote.signature, SIGNATURE_BYTES)
+            _check_voter(vote)
 
 
-def _check_status(status: Status) -> None:
-    _counters(status.step, status.attempt, status.progress, status.load, status.version)
-    _amounts(status.clip, status.learning_rate)
-    if status.clip > 1:
-        raise BadMessage("bounds", "clip")
-
-
-def _ballot(crew: bytes, epoch: int, ballot: int) -> None:
-    _length("crew", crew, CREW_BYTES)
-    _counters(epoch, ballot)
-
-
-def _voter(peer: str, incarnation: bytes) -> None:
-    _peer(peer)
-    _length("incarnation", incarnation, INCARNATION_BYTES)
-
-
-def _peer(peer: str) -> None:
-    if not 1 <= len(peer) <= PEER_ID_BYTES or not all("!" <= character <= "~" for character in peer):
-        raise BadMessage("bounds", "a peer's name")
+def _check_voter(voter: Voter | Signed) -> None:
+    check_name("peer", voter.peer, PEER_ID_BYTES)
+    check_fields(voter, _LENGTHS, {})
 
 
 def _reason(reason: str) -> None:
@@ -460,23 +415,8 @@ def _reason(reason: str) -> None:
         raise BadMessage("bounds", "reason")
 
 
-def _length(name: str, value: bytes, length: int) -> None:
-    if len(value) != length:
-        raise BadMessage("bounds", f"{name} is {length} bytes")
-
-
-def _count(name: str, values: tuple[Any, ...], most: int) -> None:
-    if len(values) > most:
-        raise BadMessage("bounds", f"{name}: at most {most}")
-
-
-def _counters(*values: int) -> None:
-    if not all(0 <= value < 2**INTEGER_BITS for value in values):
-        raise BadMessage("bounds", "counter")
-
-
-def _amounts(*values: float) -> None:
-    if not all(math.isfinite(value) for value in values):
-        raise BadMessage("not_finite", "amount")
-    if not all(0 <= value <= 1e30 for value in values):
-        raise BadMessage("bounds", "amount")
+def _amounts(message: Offer | Status, *names: str) -> None:
+    for name in names:
+        check_finite(name, getattr(message, name))
+    for name in names:
+        check_between(name, getattr(message, name), 0, AMOUNT)

@@ -12,8 +12,8 @@ import msgspec
 import trio
 
 from swarmnode.errors import BadMessage, PeerError
-from swarmnode.stages.frames import read_message, write_message
 from swarmnode.stages.local import Open
+from swarmnode.wire import strict
 
 OPEN_BYTES: Final = 512
 """Open, StreamOpen, StreamReady: encoded, at most."""
@@ -85,7 +85,7 @@ def refusal(circle: Circle | None, peer: str, opened: StreamOpen) -> str:
 
 
 def framed(message: msgspec.Struct) -> bytes:
-    data = write_message(message)
+    data = strict.encode(message)
     return len(data).to_bytes(4, "big") + data
 
 
@@ -98,7 +98,7 @@ async def read_first(stream: Any, kind: Any) -> Any:
             raise PeerError("the stream ended before its first message")
         data += more
     stream.unread(data[end:])
-    return read_message(data[4:end], kind)
+    return strict.decode(data[4:end], kind)
 
 
 async def read_open(unix: trio.SocketStream) -> Open | None:
@@ -109,7 +109,7 @@ async def read_open(unix: trio.SocketStream) -> Open | None:
         if not more:
             return None
         data += more
-    opened: Open = read_message(data[4:end], Open)
+    opened: Open = strict.decode(data[4:end], Open)
     return opened
 
 

@@ -11,9 +11,12 @@ from typing import Literal
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from swarmnode.errors import BadMessage
-from swarmnode.stages.frames import COUNTER, FrameLimits, read_message
+from swarmnode.stages.frames import FrameLimits
+from swarmnode.wire import strict
+from swarmnode.wire.fields import COUNTER, check_positive, check_rising
 from swarmnode.wire.limits import LOGPROB_SLACK
 from swarmnode.wire.tensors import unpack_ids, unpack_logprobs
 
@@ -85,7 +88,7 @@ class Questions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def read_micro_batch(data: bytes, rows: int, limits: FrameLimits, purpose: str) -> MicroBatch:
     """The description of `rows` packed rows. Raises BadMessage: malformed, schema, bounds, shape, not_finite."""
-    batch: MicroBatch = read_message(data, MicroBatch)
+    batch: MicroBatch = strict.decode(data, MicroBatch)
     count = len(batch.completion_lengths)
     _lengths(batch.prompt_lengths, limits)
     _lengths(batch.completion_lengths, limits)
@@ -103,7 +106,7 @@ def read_micro_batch(data: bytes, rows: int, limits: FrameLimits, purpose: str) 
     if len({batch.prompt_ids[a:b] for a, b in pairwise([0, *ends])}) != len(ends):
         raise BadMessage("bounds", "a prompt is there twice")
     _ids(batch.completion_ids, sum(batch.completion_lengths), limits)
-    _positive("temperature", batch.temperature)
+    check_positive("temperature", batch.temperature)
     if (batch.loss is None) != (purpose == "score"):
         raise BadMessage("bounds", "a loss comes with `learn` and only with it")
     if batch.loss is not None:
@@ -113,34 +116,29 @@ def read_micro_batch(data: bytes, rows: int, limits: FrameLimits, purpose: str) 
 
 def read_questions(data: bytes, rows: int, limits: FrameLimits) -> Questions:
     """The description of `rows` prompt tokens. Raises BadMessage: malformed, schema, bounds, shape, not_finite."""
-    q: Questions = read_message(data, Questions)
+    q: Questions = strict.decode(data, Questions)
     _lengths(q.lengths, limits)
     count = len(q.lengths) * q.num_generations
     if not 1 <= q.num_generations <= limits.tokens or not 0 <= q.position < q.max_tokens <= limits.tokens or not 0 <= q.seed <= COUNTER:
         raise BadMessage("bounds", "a wave's numbers")
     if not count <= q.total <= limits.tokens or q.total * (max(q.lengths) + q.max_tokens - q.position) > limits.tokens:
         raise BadMessage("bounds", "a wave's tokens")
-    if len(q.names) != count or q.names[0] < 0 or q.names[-1] >= q.total or any(a >= b for a, b in pairwise(q.names)):
+    check_rising("names", q.names, count, count)
+    if q.names[0] < 0 or q.names[-1] >= q.total:
         raise BadMessage("bounds", "names")
     if sum(q.lengths) != rows:
         raise BadMessage("shape", f"{rows} rows for {sum(q.lengths)} tokens")
     _ids(q.ids, rows, limits)
     if q.temperature != 0:
-        _positive("temperature", q.temperature)
-    _positive("top_p", q.top_p)
-    if q.top_p > 1:
-        raise BadMessage("bounds", "top_p")
+        check_positive("temperature", q.temperature)
+    check_positive("top_p", q.top_p, 1)
     return q
 
 
 def read_tokens(body: bytes, rows: int, limits: FrameLimits) -> tuple[list[int], list[float]]:
     """(rows,) token ids and their log-probabilities, the body of `Tokens`. Raises BadMessage: shape, bounds, not_finite."""
     _ids(body[: 4 * rows], rows, limits)
-    logprobs = unpack_logprobs(body[4 * rows :])
-    if len(logprobs) != rows:
-        raise BadMessage("shape", f"{len(logprobs)} log-probabilities for {rows} tokens")
-    if not np.isfinite(logprobs).all():
-        raise BadMessage("not_finite", "log-probabilities")
+    logprobs = read_f32("log-probabilities", body[4 * rows :], rows)
     if (logprobs > LOGPROB_SLACK).any():
         raise BadMessage("bounds", "a log-probability above 0")
     return unpack_ids(body[: 4 * rows]).tolist(), np.minimum(logprobs, 0.0).tolist()
@@ -148,27 +146,29 @@ def read_tokens(body: bytes, rows: int, limits: FrameLimits) -> tuple[list[int],
 
 def read_scores(body: bytes, rows: int) -> tuple[list[float], list[float]]:
     """(rows,) log-probabilities and entropies, the body of `Scores`. Raises BadMessage: shape, bounds, not_finite."""
-    values = unpack_logprobs(body)
-    if len(values) != 2 * rows:
-        raise BadMessage("shape", f"{len(values)} values for {rows} tokens")
-    if not np.isfinite(values).all():
-        raise BadMessage("not_finite", "scores")
+    values = read_f32("scores", body, 2 * rows)
     return values[:rows].tolist(), values[rows:].tolist()
+
+
+def read_f32(name: str, data: bytes, count: int) -> NDArray[np.float32]:
+    """(count,), all finite. Raises BadMessage: shape, not_finite; bounds where `data` is no whole number of floats."""
+    values = unpack_logprobs(data)
+    if len(values) != count:
+        raise BadMessage("shape", f"{name} has {len(values)} values, not {count}")
+    if not np.isfinite(values).all():
+        raise BadMessage("not_finite", name)
+    return values
 
 
 def _check_loss(loss: Loss, count: int, tokens: int) -> None:
     reference = tokens if loss.beta > 0 else 0
     for name, length in (("advantages", count), ("weights", count), ("old_logprobs", tokens), ("reference", reference)):
-        values = unpack_logprobs(getattr(loss, name))
-        if len(values) != length:
-            raise BadMessage("shape", f"{name} has {len(values)} values, not {length}")
-        if not np.isfinite(values).all():
-            raise BadMessage("not_finite", name)
+        read_f32(name, getattr(loss, name), length)
     for name in ("normalizer", "epsilon", "epsilon_high", "delta"):
         if getattr(loss, name) is not None:
-            _positive(name, getattr(loss, name))
+            check_positive(name, getattr(loss, name))
     if loss.beta != 0:
-        _positive("beta", loss.beta)
+        check_positive("beta", loss.beta)
 
 
 def _lengths(lengths: tuple[int, ...], limits: FrameLimits) -> None:
@@ -182,10 +182,3 @@ def _ids(data: bytes, count: int, limits: FrameLimits) -> None:
         raise BadMessage("shape", f"{len(ids)} ids for {count} tokens")
     if ids.max() >= limits.vocab:
         raise BadMessage("bounds", "a token id")
-
-
-def _positive(name: str, value: float) -> None:
-    if value - value != 0.0:
-        raise BadMessage("not_finite", name)
-    if value <= 0:
-        raise BadMessage("bounds", name)

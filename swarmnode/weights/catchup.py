@@ -28,8 +28,7 @@ from swarmnode.weights.manifest import AGREE, ASK, StateManifest, agreed_source,
 from swarmnode.weights.messages import STATE_BYTES, STATE_REQUEST_BYTES, StateRequest, StateResponse, decode_state, encode_message
 from swarmnode.weights.offers import Offers
 from swarmnode.weights.outcomes import ADOPTIONS, PROOF
-from swarmnode.wire import codec, envelope, ids
-from swarmnode.wire.messages import Envelope
+from swarmnode.wire import codec, envelope, ids, strict
 
 log = logging.getLogger(__name__)
 
@@ -48,24 +47,11 @@ AGAIN_SECONDS = 600.0
 LOOK_SECONDS = 0.5
 ADOPT_SECONDS = 300.0
 
-_manifests = msgspec.msgpack.Decoder(StateManifest)
-_encoder = msgspec.msgpack.Encoder()
-
 
 def open_state_manifest(frame: bytes, swarm: bytes) -> tuple[str, StateManifest]:
     """(peer id of its signer, manifest). Raises BadMessage; whose tensors it speaks of is not looked at."""
-    signed = codec.decode(frame, Envelope, STATE_BYTES)
-    if signed.codec != "raw":
-        raise BadMessage("compression", "a state's manifest is sent as it is")
-    envelope.verify(signed, ids.DOMAIN_STATE, swarm)
-    try:
-        manifest = _manifests.decode(signed.payload)
-    except msgspec.ValidationError as error:
-        raise BadMessage("schema", str(error)) from None
-    except (ValueError, RecursionError) as error:
-        raise BadMessage("malformed", str(error)) from None
-    if _encoder.encode(manifest) != signed.payload:
-        raise BadMessage("malformed", "not the canonical encoding")
+    signed = envelope.open_raw(frame, ids.DOMAIN_STATE, swarm, STATE_BYTES)
+    manifest: StateManifest = strict.decode(signed.payload, StateManifest)
     names = [tensor.name for tensor in manifest.tensors]
     if names != sorted(set(names)):
         raise BadMessage("bounds", "tensors are sorted, none twice")
@@ -273,7 +259,7 @@ class CatchUp:
         source = await self._offers.open(path) if message.path and path.parent == self._offers.directory else None
         if source is not None:
             manifest = StateManifest(self._fingerprint, message.outer_step, int(time.time() * 1000), message.tensors)
-            signed = codec.encode(envelope.sign(_encoder.encode(manifest), self._key, ids.DOMAIN_STATE, self._swarm))
+            signed = codec.encode(envelope.sign(strict.encode(manifest), self._key, ids.DOMAIN_STATE, self._swarm))
             now = trio.current_time()
             until = now + max(KEEP_SECONDS, KEEP_FACTOR * (now - self._asked_at))
             self._offers.offer(source, path, until + OFFER_SECONDS, [])  # keeps the file for who comes later

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import msgspec
 
 from swarmnode.errors import BadMessage
-from swarmnode.wire.limits import INTEGER_BITS
+from swarmnode.wire.fields import check_counter, check_length
 
 ASK = 3
 """Neighbours to ask."""
@@ -42,12 +42,14 @@ class StateManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 
 def check_manifest(manifest: StateManifest, names: list[str]) -> None:
     """Raises BadMessage("bounds") unless `manifest` speaks of exactly our tensors, sorted, with whole hashes and a counter in range."""
-    if len(manifest.fingerprint) != HASH_BYTES or [t.name for t in manifest.tensors] != sorted(names):
+    check_length("fingerprint", manifest.fingerprint, HASH_BYTES)
+    if [tensor.name for tensor in manifest.tensors] != sorted(names):
         raise BadMessage("bounds", "tensors")
-    if any(len(t.phi) != HASH_BYTES or len(t.delta) != HASH_BYTES for t in manifest.tensors):
-        raise BadMessage("bounds", "hash")
-    if not (0 <= manifest.outer_step < 2**INTEGER_BITS and 0 <= manifest.created_at < 2**INTEGER_BITS):
-        raise BadMessage("bounds", "counter")
+    for tensor in manifest.tensors:
+        check_length("phi", tensor.phi, HASH_BYTES)
+        check_length("delta", tensor.delta, HASH_BYTES)
+    check_counter("outer_step", manifest.outer_step)
+    check_counter("created_at", manifest.created_at)
 
 
 def agreed_source(manifests: Mapping[str, StateManifest], fingerprint: bytes, agree: int = AGREE) -> str | None:

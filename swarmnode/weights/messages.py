@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
-from swarmnode.errors import BadMessage
-from swarmnode.wire.limits import INTEGER_BITS
+from swarmnode.wire import strict
+from swarmnode.wire.fields import ANY_COUNTER, COUNTER, check_fields
 
 MESSAGE_BYTES: Final = 256
 NONCE_BYTES: Final = 16
@@ -97,52 +97,27 @@ class StateResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     size: int
 
 
-_TAG: Final = b"\xa4type"
-"""msgpack of the string `type`."""
-_HASHES: Final = ("fingerprint", "transfer", "root")
-_COUNTERS: Final = ("outer_step", "size")
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Message)
-_state_decoder = msgspec.msgpack.Decoder(StateRequest | StateResponse)
+_LENGTHS: Final = {"nonce": NONCE_BYTES, "session": NONCE_BYTES, "fingerprint": HASH_BYTES, "transfer": HASH_BYTES, "root": HASH_BYTES}
+_RANGES: Final = {
+    "outer_step": ANY_COUNTER, "size": (1, COUNTER), "fragment": (0, FRAGMENTS - 1), "retry_seconds": (0, RETRY_SECONDS),
+}  # fmt: skip
 
 
 def encode_message(message: Message | StateRequest | StateResponse) -> bytes:
-    return _encoder.encode(message)
+    return strict.encode(message)
 
 
 def decode_message(data: bytes) -> Message:
     """Raises BadMessage: oversize, malformed, schema or bounds."""
-    return _decode(data, _decoder, MESSAGE_BYTES)
+    return _decode(data, Message, MESSAGE_BYTES)
 
 
 def decode_state(data: bytes) -> StateRequest | StateResponse:
     """Raises BadMessage as `decode_message` does."""
-    return _decode(data, _state_decoder, STATE_BYTES)
+    return _decode(data, StateRequest | StateResponse, STATE_BYTES)
 
 
-def _decode(data: bytes, decoder: msgspec.msgpack.Decoder, limit: int):  # type: ignore[no-untyped-def]
-    if len(data) > limit:
-        raise BadMessage("oversize", f"{len(data)} bytes, at most {limit}")
-    if len(data) > len(_TAG) and data[1 : 1 + len(_TAG)] != _TAG:
-        raise BadMessage("schema", "the first field must be `type`")
-    try:
-        message = decoder.decode(data)
-    except msgspec.ValidationError as error:
-        raise BadMessage("schema", str(error)) from None
-    except (ValueError, RecursionError) as error:
-        raise BadMessage("malformed", str(error)) from None
-    if _encoder.encode(message) != data:
-        raise BadMessage("malformed", "not the canonical encoding")
-    if any(len(getattr(message, name, b"\0" * NONCE_BYTES)) != NONCE_BYTES for name in ("nonce", "session")):
-        raise BadMessage("bounds", "a nonce has 16 bytes")
-    if any(len(getattr(message, name, b"\0" * HASH_BYTES)) != HASH_BYTES for name in _HASHES):
-        raise BadMessage("bounds", "a fingerprint, transfer or root has 32 bytes")
-    counted = all(0 <= getattr(message, name, 0) < 2**INTEGER_BITS for name in _COUNTERS)
-    if not counted or not 0 <= getattr(message, "fragment", 0) < FRAGMENTS:
-        raise BadMessage("bounds", "counter")
-    if isinstance(message, Busy) and not 0 <= message.retry_seconds <= RETRY_SECONDS:
-        raise BadMessage("bounds", "retry_seconds")
-    if isinstance(message, Ready | StateResponse) and message.size < 1:
-        raise BadMessage("bounds", "size")
+def _decode(data: bytes, kind: Any, limit: int) -> Any:
+    message = strict.decode(data, kind, limit)
+    check_fields(message, _LENGTHS, _RANGES)
     return message

@@ -16,6 +16,7 @@ import msgspec
 
 from swarmnode.errors import BadMessage
 from swarmnode.weights.layout import Codec, Layout, body_bytes, header_limit, payload_limit
+from swarmnode.wire import strict
 
 PAYLOAD_REASONS: Final = (
     "oversize", "malformed", "schema", "codec", "fragment", "names", "shape", "dtype", "size", "checksum", "anchor", "bounds", "not_finite",
@@ -52,9 +53,6 @@ class Parsed(msgspec.Struct, frozen=True):
     """In the order of the layout."""
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Header)
-
 
 def checksum(data: bytes | memoryview) -> bytes:
     return hashlib.blake2b(data, digest_size=CHECKSUM_BYTES).digest()
@@ -62,7 +60,7 @@ def checksum(data: bytes | memoryview) -> bytes:
 
 def build(header: Header, bodies: Sequence[bytes]) -> bytes:
     """The payload of `header` and `bodies`."""
-    head = _encoder.encode(header)
+    head = strict.encode(header)
     return b"".join((len(head).to_bytes(4, "big"), head, *bodies))
 
 
@@ -116,12 +114,4 @@ def _header(data: memoryview, layout: Layout) -> tuple[Header, int]:
     head = bytes(data[4 : 4 + length])
     if len(data) < 4 or len(head) != length:
         raise BadMessage("malformed", "ends within its header")
-    try:
-        header = _decoder.decode(head)
-    except msgspec.ValidationError as error:
-        raise BadMessage("schema", str(error)) from None
-    except (ValueError, RecursionError) as error:
-        raise BadMessage("malformed", str(error)) from None
-    if _encoder.encode(header) != head:
-        raise BadMessage("malformed", "not the canonical encoding")
-    return header, 4 + length
+    return strict.decode(head, Header), 4 + length

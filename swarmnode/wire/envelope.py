@@ -59,6 +59,15 @@ def unseal(frame: bytes, domain: bytes, swarm: bytes, limit: int) -> tuple[Envel
     return envelope, decode_payload(envelope, limits.GROUP_BYTES)
 
 
+def open_raw(frame: bytes, domain: bytes, swarm: bytes, limit: int) -> Envelope:
+    """The envelope of at most `limit` bytes in `frame`, verified, its payload not compressed. Raises BadMessage as `unseal` does."""
+    envelope = decode(frame, Envelope, limit)
+    if envelope.codec != "raw":
+        raise BadMessage("compression", "the payload is not compressed in such an envelope")
+    verify(envelope, domain, swarm)
+    return envelope
+
+
 def peer_id(key: bytes) -> str:
     """The libp2p peer id, base58, of a raw 32-byte Ed25519 public key: `12D3Koo…`."""
     data = _KEY_PREFIX + key  # (38,)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from swarmnode.errors import BadMessage
 from swarmnode.wire import ids, limits
 from swarmnode.wire.codec import decode, encode
-from swarmnode.wire.envelope import peer_id, sign, verify
-from swarmnode.wire.messages import Envelope, Summary
+from swarmnode.wire.envelope import open_raw, peer_id, sign
+from swarmnode.wire.messages import Summary
 
 
 def seal_summary(summary: Summary, private_key: Ed25519PrivateKey, swarm: bytes) -> bytes:
@@ -18,8 +17,5 @@ def seal_summary(summary: Summary, private_key: Ed25519PrivateKey, swarm: bytes)
 
 def open_summary(frame: bytes, swarm: bytes) -> tuple[str, Summary]:
     """The peer id that signed it, and the summary. Raises BadMessage with a reason of `codec.DECODE_REASONS`, or "signature"."""
-    envelope = decode(frame, Envelope, limits.SUMMARY_BYTES)
-    if envelope.codec != "raw":
-        raise BadMessage("compression", "a summary is not compressed")
-    verify(envelope, ids.DOMAIN_SUMMARY, swarm)
+    envelope = open_raw(frame, ids.DOMAIN_SUMMARY, swarm, limits.SUMMARY_BYTES)
     return peer_id(envelope.key), decode(envelope.payload, Summary, limits.SUMMARY_BYTES)

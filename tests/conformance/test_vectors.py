@@ -19,7 +19,7 @@ from swarmnode.rollouts.admission import Admission, Rejected
 from swarmnode.stages import messages as crews
 from swarmnode.stages import opening
 from swarmnode.stages.fence import FENCE_REASONS, Fence
-from swarmnode.stages.frames import FRAME_REASONS, Place, policy_fingerprint, read_message
+from swarmnode.stages.frames import FRAME_REASONS, Place, policy_fingerprint
 from swarmnode.stages.recovery.messages import root_of, state_bytes
 from swarmnode.stages.roster import Acceptor
 from swarmnode.stages.routes import Routes
@@ -34,7 +34,7 @@ from swarmnode.weights.fragments import cut
 from swarmnode.weights.layout import make_layout
 from swarmnode.weights.messages import decode_message, decode_state
 from swarmnode.weights.partners import edge_rank
-from swarmnode.wire import bulk, limits
+from swarmnode.wire import bulk, limits, strict
 from swarmnode.wire.codec import DECODE_REASONS, decode
 from swarmnode.wire.envelope import content_id, peer_id, signed_by, unseal
 from swarmnode.wire.manifest import keeps_rules, open_manifest
@@ -118,7 +118,7 @@ def read_adopt(frame: bytes, given: dict) -> dict:
         raise BadMessage("schema", "no adoption")
     acceptor = Acceptor(crews.Voter("", b""), lambda data: b"", signed_by)
     if given["known"]:
-        known = read_message(bytes.fromhex(given["known"]), crews.Record)
+        known = strict.decode(bytes.fromhex(given["known"]), crews.Record)
         acceptor.learn((crews.Certificate(known, 0, ()),))
     acceptor.learn(acceptor.check_chain(adopt.certificates))
     record = acceptor.record
@@ -129,7 +129,7 @@ def read_adopt(frame: bytes, given: dict) -> dict:
 def read_stream_open(frame: bytes, given: dict) -> dict:
     if len(frame) > opening.OPEN_BYTES:
         raise BadMessage("oversize", "to open a stream")
-    opened = read_message(frame, opening.StreamOpen)
+    opened = strict.decode(frame, opening.StreamOpen)
     refused = opening.refusal(crew_vectors.circle(given["roster"]), given["peer"], opened)
     if refused:
         raise BadMessage(refused)

@@ -20,10 +20,10 @@ from typing import Final, Literal
 import msgspec
 
 from swarmnode.errors import BadMessage
-from swarmnode.stages.frames import CHUNK_BYTES, COUNTER, CREW_BYTES, HEADER_BYTES, STAGES, ActivationCodec, Place, Reader
-from swarmnode.stages.frames import read_message as _read
-from swarmnode.stages.frames import write_message as _write
+from swarmnode.stages.frames import CHUNK_BYTES, HEADER_BYTES, ActivationCodec, Place, Reader, check_place, read_exactly
 from swarmnode.weights.layout import Layout, elements
+from swarmnode.wire import strict
+from swarmnode.wire.fields import ANY_COUNTER, check_between, check_fields, check_finite, check_length, check_positive
 
 STATE_REASONS: Final = ("oversize", "malformed", "schema", "bounds", "size", "hash", "not_finite", "shape", "truncated")
 """Every reason with which a state stream's messages and bodies raise BadMessage."""
@@ -147,61 +147,36 @@ def state_bytes(layout: Layout, form: Form) -> int:
 
 
 def pack(message: Message, body: bytes | memoryview = b"") -> bytes:
-    head = _write(message)
+    head = strict.encode(message)
     return len(head).to_bytes(4, "big") + head + body
 
 
 async def read(stream: Reader) -> tuple[Message, bytes] | None:
     """The next message and a chunk's bytes; None at the end. Raises BadMessage: oversize, malformed, schema, bounds, truncated."""
-    prefix = await _exactly(stream, 4)
-    if not prefix:
+    prefix = await read_exactly(stream, 4, at_start=True)
+    if prefix is None:
         return None
     length = int.from_bytes(prefix, "big")
-    if len(prefix) < 4 or not 0 < length <= HEADER_BYTES:
-        raise BadMessage("truncated" if len(prefix) < 4 else "oversize", f"a header of {length} bytes")
-    head = await _exactly(stream, length)
-    if len(head) < length:
-        raise BadMessage("truncated", f"{len(head)} of {length} bytes")
-    message: Message = _read(head, Message)
+    if not 0 < length <= HEADER_BYTES:
+        raise BadMessage("oversize", f"a header of {length} bytes")
+    message: Message = strict.decode(await read_exactly(stream, length) or b"", Message)
     _check(message)
-    if not isinstance(message, Chunk):
-        return message, b""
-    body = await _exactly(stream, message.length)
-    if len(body) < message.length:
-        raise BadMessage("truncated", f"{len(body)} of {message.length} bytes")
-    return message, body
+    return message, (await read_exactly(stream, message.length) or b"") if isinstance(message, Chunk) else b""
 
 
-async def _exactly(stream: Reader, count: int) -> bytes:
-    """`count` bytes, or fewer at the end of the stream."""
-    data = bytearray()
-    while len(data) < count:
-        some = await stream.receive_some(count - len(data))
-        if not some:
-            break
-        data += some
-    return bytes(data)
+_RANGES: Final = {
+    **dict.fromkeys(("request", "step", "size", "rows", "about", "at", "rung", "shadow", "ends", "probes"), ANY_COUNTER),
+    "length": (1, CHUNK_BYTES),
+}
 
 
 def _check(message: Message) -> None:
-    place = message.place
-    if len(place.crew) != CREW_BYTES or not 0 <= place.stage < STAGES:
-        raise BadMessage("bounds", "place")
-    numbers = [message.request, place.roster_epoch, place.stage_epoch, place.step]
-    for name in ("step", "size", "rows", "about", "at"):
-        numbers.append(getattr(message, name, 0))
+    check_place(message.place)
+    check_fields(message, {}, _RANGES)
     if isinstance(message, Holds):
-        if len(message.root) != (0 if message.shadow is None else ROOT_BYTES):
-            raise BadMessage("bounds", "root")
-        numbers += [step for step in (message.rung, message.shadow, message.ends, message.probes) if step is not None]
-    if not all(0 <= number <= COUNTER for number in numbers):
-        raise BadMessage("bounds", "a number")
-    if isinstance(message, Chunk) and not 1 <= message.length <= CHUNK_BYTES:
-        raise BadMessage("bounds", f"a chunk of {message.length} bytes")
+        check_length("root", message.root, 0 if message.shadow is None else ROOT_BYTES)
     if isinstance(message, Have):
-        if len(message.root) != ROOT_BYTES:
-            raise BadMessage("bounds", "root")
-        if not (math.isfinite(message.squared_norm) and math.isfinite(message.factor)):
-            raise BadMessage("not_finite", "a norm or a factor")
-        if message.squared_norm < 0 or not 0.0 < message.factor <= FACTOR:
-            raise BadMessage("bounds", "a norm or a factor of the learning rate")
+        check_length("root", message.root, ROOT_BYTES)
+        check_finite("factor", message.factor)
+        check_between("squared_norm", message.squared_norm, 0.0, math.inf)
+        check_positive("factor", message.factor, FACTOR)

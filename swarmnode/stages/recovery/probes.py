@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from swarmnode.stages.frames import FrameLimits, read_message
+from swarmnode.stages.frames import FrameLimits
 from swarmnode.stages.member import Member, Observer
 from swarmnode.stages.recovery.ladder import RecoverySettings
 from swarmnode.stages.recovery.messages import Edge, Probe
 from swarmnode.stages.routes import Routes
 from swarmnode.stages.spec import StageSpec
 from swarmnode.stages.work import MicroBatch, read_micro_batch
+from swarmnode.wire import strict
 from swarmnode.wire.tensors import pack_logprobs
 
 
@@ -91,7 +92,7 @@ class Recorder(Observer):
     def committed(self, member: Member) -> None:
         step = member.participant.step - 1
         for number, seen in sorted(self._pending.items()):
-            rows = read_message(seen.about, MicroBatch).rows
+            rows = strict.decode(seen.about, MicroBatch).rows
             if seen.logprobs:
                 self.probes.append(Probe(number, step, rows, seen.about, seen.logprobs))
             if seen.came:

@@ -11,14 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import msgspec
-import numpy as np
 import torch
 import trio
 
 from swarmnode.errors import BadMessage, PeerError, PeerTimeout
 from swarmnode.stages.activations import decode
 from swarmnode.stages.fence import Fence
-from swarmnode.stages.frames import ABOUT_ITEM_BYTES, ActivationCodec, FrameLimits, activation_bytes, read_message, write_message
+from swarmnode.stages.frames import ABOUT_ITEM_BYTES, ActivationCodec, FrameLimits, activation_bytes
 from swarmnode.stages.member import Member, in_thread
 from swarmnode.stages.recovery import messages as m
 from swarmnode.stages.recovery.bodies import ends_layout, layers_layout, pack_floats, read_floats, run_one, tied_layout
@@ -30,9 +29,9 @@ from swarmnode.stages.recovery.state import StageState, check_state, decode_stat
 from swarmnode.stages.recovery.synthesis import Neighbour
 from swarmnode.stages.runtime import StageRuntime
 from swarmnode.stages.spec import StageSpec
-from swarmnode.stages.work import read_micro_batch
+from swarmnode.stages.work import read_f32, read_micro_batch
 from swarmnode.weights.layout import Layout, elements
-from swarmnode.wire.tensors import unpack_logprobs
+from swarmnode.wire import strict
 
 Phase = Literal["empty", "candidate", "whole"]
 """Of the weights here: none; being judged, and run so that others can be judged; good."""
@@ -146,7 +145,7 @@ class StatePeer(Channel):
     async def fetch_edges(self, holder: int) -> list[m.Edge]:
         """Activations that came to us or went from us, as that neighbour kept them."""
         _, body = await self._fetch(holder, "edges", self._edge_bytes)
-        edges: list[m.Edge] = read_message(bytes(body), list[m.Edge])
+        edges: list[m.Edge] = strict.decode(bytes(body), list[m.Edge])
         if len(edges) > 2 * self.settings.memory:
             raise BadMessage("bounds", f"{len(edges)} edges")
         for edge in edges:
@@ -334,15 +333,11 @@ class StatePeer(Channel):
         return _at_most(have, 2 * self.settings.memory * about + min(bodies, self.settings.pair_bytes) + 16)
 
     def _read_probes(self, body: bytearray) -> list[m.Probe]:
-        probes: list[m.Probe] = read_message(bytes(body), list[m.Probe])
+        probes: list[m.Probe] = strict.decode(bytes(body), list[m.Probe])
         if not 1 <= len(probes) <= self.settings.memory:
             raise BadMessage("bounds", f"{len(probes)} probes")
         for probe in probes:
-            values = unpack_logprobs(probe.logprobs)
-            if len(values) != sum(work_of(probe, self.limits).completion_lengths):
-                raise BadMessage("shape", "not a log-probability for each token")
-            if not np.isfinite(values).all():
-                raise BadMessage("not_finite", "probes")
+            read_f32("logprobs", probe.logprobs, sum(work_of(probe, self.limits).completion_lengths))
         return probes
 
     def _end(self, stage: int) -> StageSpec:
@@ -351,7 +346,7 @@ class StatePeer(Channel):
 
 
 def _pack(items: Sequence[msgspec.Struct]) -> bytes:
-    return write_message(list(items))  # type: ignore[arg-type]
+    return strict.encode(list(items))
 
 
 def _at_most(have: m.Have, most: int) -> int:

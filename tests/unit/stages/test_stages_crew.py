@@ -17,7 +17,7 @@ from swarmnode.policy.micro import MicroBatcher
 from swarmnode.stages import frames
 from swarmnode.stages.activations import encode
 from swarmnode.stages.crew import open_crew
-from swarmnode.stages.frames import FrameLimits, write_message
+from swarmnode.stages.frames import FrameLimits
 from swarmnode.stages.learning import LearnRow, describe
 from swarmnode.stages.member import CrewSettings, in_thread
 from swarmnode.stages.runtime import StageRuntime
@@ -25,6 +25,7 @@ from swarmnode.stages.split import split_model, whole_state
 from swarmnode.stages.waves import Wave
 from swarmnode.trainer.batch import assemble, own_group
 from swarmnode.trainer.update import Updater
+from swarmnode.wire import strict
 from swarmnode.wire.tensors import pack_ids
 
 BASE = b"b" * 32
@@ -510,7 +511,7 @@ async def test_every_position_of_every_completion_is_a_draw_of_its_own(policy):
 async def test_what_does_not_fit_the_crew_is_refused_by_reason(models):
     async with crew_of(models["llama"], [2, 2]) as crew:
         head, member, work = crew.head, crew.members[1], describe([([5, 6], [7, 8])], 1.0)
-        about = write_message(work)
+        about = strict.encode(work)
         rows = torch.zeros(work.rows, 32)
         size = len(about)
         head.links.send(1, frames.Forward(head.place, 1, "score", "bfloat16", work.rows, size), about + encode(rows, "bfloat16"))
@@ -518,7 +519,7 @@ async def test_what_does_not_fit_the_crew_is_refused_by_reason(models):
         await quiet()
         assert member.statistics().refused == {"schema": 1, "bounds": 1}  # another codec; a gradient from the stage before
         wave = Wave(b"w" * 16, [[5, 6]], 2, 4, 1.0, 1.0, 3, ENDS)
-        about = write_message(wave.questions())
+        about = strict.encode(wave.questions())
         size = len(about)
         head.links.send(1, frames.Prefill(head.place, b"w" * 16, b"x" * 32, "float32", 2, size), about + encode(rows[:2], "float32"))
         head.links.send(1, frames.Decode(head.place, b"w" * 16, head.fingerprint, "float32", 1), b"\0" * 4 + encode(rows[:1], "float32"))

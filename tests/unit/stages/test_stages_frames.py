@@ -26,9 +26,9 @@ from swarmnode.stages.frames import (
     body_bytes,
     pack_frame,
     read_frame,
-    write_message,
 )
 from swarmnode.stages.work import Loss, MicroBatch, Questions, read_micro_batch, read_questions
+from swarmnode.wire import strict
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
 
 LIMITS = FrameLimits(hidden=8, vocab=50, tokens=64)
@@ -168,9 +168,9 @@ def micro(**keys) -> MicroBatch:
     ],
 )  # fmt: skip
 def test_a_micro_batch_that_is_not_what_it_says(keys, reason):
-    assert read_micro_batch(write_message(micro()), 5, LIMITS, "learn") == micro()
+    assert read_micro_batch(strict.encode(micro()), 5, LIMITS, "learn") == micro()
     with pytest.raises(BadMessage) as caught:
-        read_micro_batch(write_message(micro(**keys)), 5, LIMITS, "learn")
+        read_micro_batch(strict.encode(micro(**keys)), 5, LIMITS, "learn")
     assert caught.value.reason == reason
     assert reason in FRAME_REASONS
 
@@ -181,7 +181,7 @@ def test_padding_does_not_make_a_small_micro_batch_large():
     ids = pack_ids([1] * sum(lengths))
     hostile = micro(completion_lengths=lengths, completion_ids=ids, prompt_of=(0,) * 64, loss=None)
     with pytest.raises(BadMessage, match="padded"):
-        read_micro_batch(write_message(hostile), hostile.rows, LIMITS, "score")
+        read_micro_batch(strict.encode(hostile), hostile.rows, LIMITS, "score")
 
 
 @pytest.mark.parametrize(
@@ -197,9 +197,9 @@ def test_questions_that_are_not_what_they_say(keys, reason):
         "lengths": (2,), "ids": pack_ids([1, 2]), "num_generations": 2, "names": (0, 1), "total": 2, "position": 0, "max_tokens": 5,
         "temperature": 1.0, "top_p": 1.0, "seed": 3,
     }  # fmt: skip
-    assert read_questions(write_message(Questions(**fields)), 2, LIMITS).total == 2
+    assert read_questions(strict.encode(Questions(**fields)), 2, LIMITS).total == 2
     with pytest.raises(BadMessage) as caught:
-        read_questions(write_message(Questions(**{**fields, **keys})), 2, LIMITS)
+        read_questions(strict.encode(Questions(**{**fields, **keys})), 2, LIMITS)
     assert caught.value.reason == reason
 
 

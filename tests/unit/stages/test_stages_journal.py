@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from swarmnode.errors import StateError, Unavailable
 from swarmnode.policy.fingerprint import fingerprint
 from swarmnode.stages.fence import Fence
-from swarmnode.stages.frames import FrameLimits, Place, write_message
+from swarmnode.stages.frames import FrameLimits, Place
 from swarmnode.stages.learning import describe
 from swarmnode.stages.links import Links
 from swarmnode.stages.member import CrewSettings, Member, Pace, inline
@@ -23,6 +23,7 @@ from swarmnode.stages.recovery.restore import base_stage
 from swarmnode.stages.recovery.state import load_moments, load_weights, take, trained
 from swarmnode.stages.runtime import StageRuntime
 from swarmnode.stages.split import split_model
+from swarmnode.wire import strict
 
 CREW = b"c" * 16
 
@@ -187,7 +188,7 @@ def test_a_new_optimizer_begins_gently(models):
 
 
 def seen(recorder, number, rows=3, body=b"x" * 12):
-    about = write_message(describe([([5, 6, 7], [8])], 1.0))
+    about = strict.encode(describe([([5, 6, 7], [8])], 1.0))
     recorder.received(number, about, recorder.spec.index - 1, body)
     recorder.sent(number, recorder.spec.index + 1, body)
 

@@ -6,7 +6,7 @@ import zstandard
 
 from swarmnode.errors import BadMessage
 from swarmnode.testing import frames
-from swarmnode.wire import codec, limits
+from swarmnode.wire import codec, limits, strict
 from swarmnode.wire.messages import Announce, Envelope, FetchResponse, RolloutGroup
 
 GROUP = codec.decode_payload(Envelope(key=b"", payload=frames.pack(frames.GROUP), signature=b""))
@@ -97,7 +97,7 @@ def test_decoder_that_runs_out_of_stack_is_a_bad_message(monkeypatch):
         def decode(self, data):
             raise RecursionError
 
-    monkeypatch.setattr(codec, "_decoder", lambda type: Deep())
+    monkeypatch.setattr(strict, "_decoder", lambda kind: (Deep(), False))
     assert reason_of(codec.decode, b"\x80", Envelope, 10) == "malformed"
 
 
