@@ -33,6 +33,7 @@ from swarmnode.trainer.state import Counters
 from swarmnode.trainer.weights import Replica
 from swarmnode.weights import local
 
+CLOCKS = "clocks"
 SEEK_SECONDS = 30.0
 """For another crew to be found and to have sent its state; how long a transfer may take is the network process's business."""
 
@@ -43,7 +44,7 @@ class Fetched:
 
     phi: dict[str, torch.Tensor]
     outer: dict[str, torch.Tensor]
-    """`phi.<name>` and `delta.<name>`, for `StageAveraging.begin`."""
+    """For `StageAveraging.begin`."""
 
 
 class StageAveraging(Observer):
@@ -71,9 +72,23 @@ class StageAveraging(Observer):
         )  # fmt: skip
 
     def begin(self, outer: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
-        """The stage has its weights. outer: φ and δ, where they came with them; else slow weights are theirs, without momentum."""
+        """The stage has its weights. outer: what `tensors` gave with them, if anything did; else slow weights are theirs, without momentum.
+
+        Raises StateError for another stage's.
+        """
         self._seeking = None
-        self._replica.restore(outer)
+        tensors = dict(outer)
+        clocks = tensors.pop(CLOCKS, None)
+        self._replica.restore(tensors)
+        self._counters.outer_clocks = [] if clocks is None else clocks.tolist()
+        self._replica.counters(self._counters)  # as many of them as there are fragments now
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """`phi.<name>`, `delta.<name>`, float32, and CLOCKS (fragments,): what a restart needs to go on. None of them ever changes.
+
+        Between two steps, in the thread that takes them: only there do they move, with the weights.
+        """
+        return {**self._replica.tensors(), CLOCKS: torch.tensor(self._counters.outer_clocks)}
 
     def committed(self, member: Member) -> None:
         now = time.monotonic()
@@ -127,8 +142,8 @@ class StageAveraging(Observer):
         self._send(local.Adopted(message.peer, outcome or "adopted", [message.outer_step] * len(self._counters.outer_clocks)))
         if outcome:
             raise PeerError(f"the state of {message.peer}: {outcome}")
-        self._counters.outer_clocks = [message.outer_step] * len(self._counters.outer_clocks)
-        return Fetched({n.removeprefix("phi."): t for n, t in tensors.items() if n.startswith("phi.")}, tensors)
+        phi = {n.removeprefix("phi."): t for n, t in tensors.items() if n.startswith("phi.")}
+        return Fetched(phi, {**tensors, CLOCKS: torch.tensor([message.outer_step] * len(self._counters.outer_clocks))})
 
     def _mark(self) -> None:
         self._marked = True

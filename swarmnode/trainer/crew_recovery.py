@@ -49,7 +49,7 @@ class StageRecovery:
         self._averaging = averaging
         self._asked = asked
         self.outer: Mapping[str, torch.Tensor] = {}
-        """φ and δ that came with the weights (R1); empty where none did."""
+        """What averaging kept with the weights that were found (R0, R1); empty where nothing came with them."""
         self._config = config
         self._model = model
         self._directory = config.node.data_dir / "trainer"
@@ -83,7 +83,9 @@ class StageRecovery:
         spec = stage.runtime.spec
         adapter = self._config.policy.lora.r > 0
         self._base = base_adapter(stage.runtime) if adapter else base_stage(self._model.directory, spec, self._model.text.fingerprint)
-        self._shadowing = Shadowing(spec, self._settings, self._journal, self._store)
+        averaging = self._averaging()
+        outer = averaging.tensors if averaging is not None else dict
+        self._shadowing = Shadowing(spec, self._settings, self._journal, self._store, outer)
         stage.observers.append(self._shadowing)
 
     @contextlib.asynccontextmanager

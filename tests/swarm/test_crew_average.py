@@ -14,7 +14,7 @@ from swarmnode.stages.local import Assigned
 from swarmnode.testing.deep_model import write_deep_model
 from swarmnode.testing.hosts import hosts
 from swarmnode.testing.waiting import until
-from swarmnode.trainer.crew_average import StageAveraging, averaged
+from swarmnode.trainer.crew_average import CLOCKS, StageAveraging, averaged
 from swarmnode.trainer.crew_model import open_model
 from swarmnode.trainer.crew_stage import Stage
 from swarmnode.weights import exchange as exchange_module
@@ -150,7 +150,7 @@ async def test_a_stage_that_is_lost_gets_its_state_from_other_crews(tmp_path):
             found = await lost.averaging.fetch()
         sources = [holder.averaging._replica._outer.phi for holder in (first, second)]
         assert any(all(torch.equal(found.phi[n], phi[n]) for n in phi) for phi in sources)
-        assert {f"phi.{n}" for n in found.phi} | {f"delta.{n}" for n in found.phi} == set(found.outer)
+        assert {f"phi.{n}" for n in found.phi} | {f"delta.{n}" for n in found.phi} | {CLOCKS} == set(found.outer)
         lost.averaging.begin(found.outer)
         assert lost.averaging.facts().clocks == first.averaging.facts().clocks
         assert not lost.averaging.facts().fresh

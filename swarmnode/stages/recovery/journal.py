@@ -1,6 +1,7 @@
 """R0: a stage's own state on its own disk, for a node that comes back. Torch.
 
     weights.<name>   first.<name>   second.<name>   counts.<name>   rng      and the crew, stage, layers, step, norm and pace they are of
+    outer.<name>     what averaging with other crews keeps (φ, δ, clocks), as of the same moment; none where nothing is averaged
 
 Written after a committed step by a thread of its own, the newest state only: training waits for a copy in memory, never for the disk. A
 disk that is slower than a step costs steps on a crash; while one state is being written no other is copied.
@@ -9,8 +10,9 @@ disk that is slower than a step costs steps on a crash; while one state is being
 from __future__ import annotations
 
 import threading
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -18,7 +20,7 @@ import torch
 from swarmnode.errors import StateError
 from swarmnode.stages.member import Member, Pace
 from swarmnode.stages.recovery import disk
-from swarmnode.stages.recovery.state import StageState, take
+from swarmnode.stages.recovery.state import StageState, Tensors, take
 from swarmnode.stages.spec import StageSpec
 
 FILE: Final = "stage.safetensors"
@@ -41,6 +43,7 @@ class Kept:
     state: StageState
     pace: Pace
     rng: torch.Tensor
+    outer: Tensors = field(default_factory=dict)
 
 
 class Journal:
@@ -67,8 +70,8 @@ class Journal:
     def statistics(self) -> JournalStatistics:
         return JournalStatistics(self.step, self._skipped, self._error)
 
-    def note(self, member: Member) -> None:
-        """Between two steps, in any thread. Copies the state unless the disk is busy."""
+    def note(self, member: Member, outer: Tensors = MappingProxyType({})) -> None:
+        """Between two steps, in any thread. Copies the state unless the disk is busy; `outer`, which must never change, is not copied."""
         with self._condition:
             if self._busy or self._pending is not None:
                 self._skipped += 1
@@ -78,6 +81,7 @@ class Journal:
         for part in ("weights", "first", "second"):
             tensors |= {f"{part}.{name}": tensor for name, tensor in getattr(state, part).items()}
         tensors |= {f"counts.{name}": torch.tensor([steps]) for name, steps in state.counts.items()}
+        tensors |= {f"outer.{name}": tensor for name, tensor in outer.items()}
         about = {**self._whose, "step": state.step, "squared_norm": state.squared_norm, "pace": asdict(member.pace)}
         with self._condition:
             self._pending = tensors, about
@@ -89,11 +93,14 @@ class Journal:
         if any(about.get(key) != value for key, value in self._whose.items()):
             raise StateError(f"{self.path} is of another crew or stage")
         part = lambda kind: {n.removeprefix(f"{kind}."): t for n, t in tensors.items() if n.startswith(f"{kind}.")}
+        outer = part("outer")
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in outer.values()):  # the gate looks at weights only
+            raise StateError(f"{self.path}: slow weights are not finite")
         try:
             counts = {name: float(steps) for name, steps in part("counts").items()}
             norm, pace = float(about["squared_norm"]), Pace(**about["pace"])
             state = StageState(int(about["step"]), part("weights"), part("first"), part("second"), counts, norm, pace.factor)
-            return Kept(state, pace, tensors["rng"])
+            return Kept(state, pace, tensors["rng"], outer)
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"{self.path} lacks something: {error}") from None
 

@@ -45,7 +45,7 @@ class Replica:
     weights: Tensors
     """φ."""
     outer: Tensors = field(default_factory=dict)
-    """δ and whatever else the outer step keeps; handed through."""
+    """Whatever the outer step keeps; handed through."""
     second: Tensors = field(default_factory=dict)
     """AdamW's second moments, where they came along; not used alone."""
     step: int | None = None
@@ -69,6 +69,7 @@ class Restored:
     state: StageState
     pace: Pace
     outer: Tensors
+    """What averaging kept with these very weights (R0, R1); empty where they are others."""
     rng: torch.Tensor | None
 
     def install(self, member: Member) -> None:
@@ -240,7 +241,7 @@ async def _load(
         case Rung.JOURNAL:
             assert journal is not None
             kept = await peer.compute(journal.read)
-            return _Candidate(kept.state, kept.pace, rng=kept.rng)
+            return _Candidate(kept.state, kept.pace, kept.outer, kept.rng)
         case Rung.REPLICA:
             assert replica is not None
             theirs = await replica()

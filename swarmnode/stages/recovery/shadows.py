@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -26,7 +26,7 @@ from swarmnode.stages.recovery.journal import Journal
 from swarmnode.stages.recovery.ladder import RecoverySettings
 from swarmnode.stages.recovery.messages import Form, Have, root_of, state_bytes
 from swarmnode.stages.recovery.probes import Recorder
-from swarmnode.stages.recovery.state import StageState, host_copy, take
+from swarmnode.stages.recovery.state import StageState, Tensors, host_copy, take
 from swarmnode.stages.recovery.synthesis import end_names
 from swarmnode.stages.spec import StageSpec
 from swarmnode.weights.layout import Layout
@@ -173,10 +173,13 @@ class Peer(Protocol):
 
 
 class Shadowing(Recorder):
-    """Observer of one member. Set `peer` once there are state streams; without one, it only remembers."""
+    """Observer of one member. Set `peer` once there are state streams; without one, it only remembers.
+
+    outer: what averaging keeps with the weights, for the journal."""
 
     def __init__(
-        self, spec: StageSpec, settings: RecoverySettings, journal: Journal | None = None, store: ShadowStore | None = None
+        self, spec: StageSpec, settings: RecoverySettings, journal: Journal | None = None, store: ShadowStore | None = None,
+        outer: Callable[[], Tensors] = dict,
     ) -> None:  # fmt: skip
         super().__init__(spec, settings)
         self.peer: Peer | None = None
@@ -184,6 +187,7 @@ class Shadowing(Recorder):
         """Shadows taken."""
         self._journal = journal
         self._store = store
+        self._outer = outer
         self._state: StageState | None = None
         self._ends: tuple[int, dict[str, torch.Tensor]] | None = None
 
@@ -191,7 +195,7 @@ class Shadowing(Recorder):
         super().committed(member)
         step, paper = member.participant.step, self.settings.paper
         if self._journal is not None:
-            self._journal.note(member)
+            self._journal.note(member, self._outer())
         if self._store is not None:
             self._store.ran()
         if not paper and step % self.settings.shadow_every == 0:

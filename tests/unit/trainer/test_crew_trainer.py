@@ -180,7 +180,7 @@ def some_rows(policy, seed):
 async def test_a_run_that_lost_a_stage_ends_where_one_that_did_not_does(tmp_path, model, monkeypatch, rung):
     """Two adjacent stages at once: from their own disks, or from shadows at the others; exactly."""
     Idle(monkeypatch)
-    configs = make(tmp_path, model, 4, stages={"shadow_every": 1})
+    configs = make(tmp_path, model, 4, stages={"shadow_every": 1}, weights={"rule": "noloco"})
     policy = whole(model)
     updater = Updater(policy, configs[0].training, MicroBatcher(16384))
     async with crew(tmp_path, configs, [1, 1, 1, 1]) as (network, trainers):
@@ -189,6 +189,7 @@ async def test_a_run_that_lost_a_stage_ends_where_one_that_did_not_does(tmp_path
             if step == 3 and rung:
                 shadows = lambda: all(n.status.shadow_step == 3 for n in network.nodes)
                 await until(shadows, seconds=20)
+                outer = [trainer._averaging.tensors() for trainer in trainers]
                 for stage in (1, 2):
                     trainers[stage].stop()
                 await until(lambda: not any(network.nodes[stage].connected for stage in (1, 2)))
@@ -200,6 +201,9 @@ async def test_a_run_that_lost_a_stage_ends_where_one_that_did_not_does(tmp_path
                     trainers.nursery.start_soon(trio.to_thread.run_sync, again.run)
                 await until(lambda: network.running, seconds=40)
                 assert [n.rungs for n in network.nodes] == [[], [rung], [rung], []]
+                for before, trainer in list(zip(outer, trainers, strict=True))[1:3]:
+                    now = trainer._averaging.tensors()  # slow weights of the start, or, where they were lost, those of now
+                    assert all(torch.equal(t, now[name]) for name, t in before.items()) == (rung == "R0")
             rows = some_rows(policy, step)
             expected = updater.update(rows, step)
             got = await in_thread(engine.update, rows, step)

@@ -1,0 +1,175 @@
+"""What a stage averages by goes into its journal with its weights, and a stage that comes back goes on from both."""
+
+import threading
+
+import pytest
+import torch
+
+from swarmnode.config import Config
+from swarmnode.errors import StateError
+from swarmnode.stages.local import Assigned
+from swarmnode.stages.recovery import disk
+from swarmnode.stages.recovery.ladder import RecoverySettings, Rung
+from swarmnode.stages.recovery.restore import Restored
+from swarmnode.stages.recovery.shadows import Shadowing
+from swarmnode.stages.recovery.state import load_weights, trained
+from swarmnode.testing.deep_model import write_deep_model
+from swarmnode.trainer.crew_average import CLOCKS, StageAveraging
+from swarmnode.trainer.crew_model import open_model
+from swarmnode.trainer.crew_recovery import StageRecovery
+from swarmnode.trainer.crew_stage import Stage
+
+CREW = b"c" * 32
+WEIGHTS = {"rule": "noloco", "codec": "float32", "fragments": 1, "sync_every": 4}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    torch.set_num_threads(1)
+    path = write_deep_model(tmp_path_factory.mktemp("model"), layers=3)
+    config = Config.model_validate(
+        {"policy": {"model": str(path), "device": "cpu"}, "stages": {"mode": "always"}, "weights": WEIGHTS}
+    )
+    with open_model(config) as opened:
+        yield config, opened
+
+
+class Node:
+    """One process of a node that holds the middle stage. Steps and outer steps alone are real; there is nobody else."""
+
+    def __init__(self, model, directory):
+        config, opened = model
+        config = config.model_copy(update={"node": config.node.model_copy(update={"data_dir": directory})})
+        assigned = Assigned(CREW, 1, 1, (1, 1, 1), (1, 1, 1), ("a", "b", "c"), 0, True, False, "")
+        self.stage = Stage(assigned, opened.build((1, 1, 1), 1, config), opened.settings(config), opened.limits())
+        self.averaging = StageAveraging(config, self.stage, lambda message: None, connected=lambda: False)
+        self.recovery = StageRecovery(config, opened, lambda: self.averaging)
+        self.step_of_journal = self.recovery.journal(assigned)
+        self.recovery.built(self.stage)
+        self.journal = self.recovery._journal
+
+    def begin(self, outer=()):
+        self.averaging.begin(dict(outer))
+        self.stage.observers.insert(0, self.averaging)
+
+    def come_back(self):
+        """As `restore` does with R0, but for asking the others."""
+        kept = self.journal.read()
+        load_weights(self.stage.runtime, kept.state.weights)
+        restored = Restored(Rung.JOURNAL, kept.state.step, None, 0.0, None, (), (), kept.state, kept.pace, kept.outer, kept.rng)
+        restored.install(self.stage.member)
+        self.stage.member.participant.step = kept.state.step
+        self.begin(restored.outer)
+
+    def train(self, steps):
+        for _ in range(steps):
+            member = self.stage.member
+            generator = torch.Generator().manual_seed(member.participant.step)
+            for parameter in self.stage.runtime.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            member.participant.step += 1
+            member._step(1.0, 1e-3)
+            done = threading.Event()
+            self.averaging._replica._jobs.put(done.set)  # what is due is computed, and taken at the next step
+            assert done.wait(10)
+            self.journal.flush()
+
+    def end(self):
+        self.recovery.close()
+        self.averaging.close()
+
+
+@pytest.fixture
+def node(model, tmp_path):
+    nodes = []
+
+    def start(name="a"):
+        nodes.append(Node(model, tmp_path / name))
+        return nodes[-1]
+
+    yield start
+    for each in nodes:
+        each.end()
+
+
+def equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(t, other[name]) for name, t in one.items())
+
+
+def test_a_stage_that_comes_back_goes_on_averaging_as_if_nothing_had_happened(node):
+    first, control = node("a"), node("b")
+    for each in (first, control):
+        each.begin()
+        each.train(7)
+    outer = first.averaging.tensors()
+    assert outer[CLOCKS].tolist() == [1]
+    assert any(float(t.abs().max()) > 0 for name, t in outer.items() if name.startswith("delta."))
+    first.end()
+    again = node("a")
+    assert again.step_of_journal == 7
+    again.come_back()
+    assert equal(again.averaging.tensors(), outer)
+    assert again.averaging.facts().clocks == [1]
+    for each in (again, control):
+        each.train(4)
+    assert again.averaging.facts().clocks == [2]
+    assert equal(trained(again.stage.runtime), trained(control.stage.runtime))
+    assert equal(again.averaging.tensors(), control.averaging.tensors())
+
+
+def test_slow_weights_are_of_the_step_that_the_weights_are_of(node, monkeypatch):
+    """The disk is slow: the file holds an older step than memory, and everything in it is of that step."""
+    begun, go = threading.Event(), threading.Event()
+    save = disk.save
+    one = node()
+    one.begin()
+    one.train(4)
+    then, weights = one.averaging.tensors(), {n: t.detach().clone() for n, t in trained(one.stage.runtime).items()}
+    monkeypatch.setattr(disk, "save", lambda *args: (begun.set(), go.wait(10), save(*args)))
+    one.journal.note(one.stage.member, then)
+    assert begun.wait(10)
+    flush, one.journal.flush = one.journal.flush, lambda: None
+    one.train(4)
+    assert not equal(one.averaging.tensors(), then)
+    go.set()
+    flush()
+    kept = one.journal.read()
+    assert kept.state.step == 4
+    assert equal(kept.outer, then)
+    assert equal(kept.state.weights, weights)
+
+
+def test_a_journal_without_slow_weights_is_one_and_they_begin_anew(node, model):
+    first = node()
+    first.stage.observers[:] = [Shadowing(first.stage.runtime.spec, RecoverySettings(), first.journal)]  # a node that averages with nobody
+    first.train(3)
+    weights = {first.stage.runtime.spec.whole(n): t.detach().clone() for n, t in trained(first.stage.runtime).items()}
+    first.end()
+    again = node()
+    again.come_back()
+    tensors = again.averaging.tensors()
+    assert all(torch.equal(t, weights[name.removeprefix("phi.")]) for name, t in tensors.items() if name.startswith("phi."))
+    assert all(not t.any() for name, t in tensors.items() if name.startswith("delta."))
+    assert tensors[CLOCKS].tolist() == [0]
+
+
+def test_slow_weights_that_are_not_finite_make_a_journal_no_source(node):
+    one = node()
+    one.begin()
+    one.train(2)
+    tensors, about = disk.load(one.journal.path)
+    name = next(n for n in tensors if n.startswith("outer.phi."))
+    tensors[name].view(-1)[0] = float("nan")
+    disk.save(one.journal.path, tensors, about)
+    with pytest.raises(StateError, match="not finite"):
+        one.journal.read()
+
+
+def test_slow_weights_of_other_layers_are_refused(node):
+    one = node()
+    one.begin()
+    one.train(1)
+    other = {name.replace("layers.1.", "layers.2."): t for name, t in one.averaging.tensors().items()}
+    with pytest.raises(StateError):
+        one.averaging.begin(other)
+    assert one.averaging.tensors().keys() != other.keys()
