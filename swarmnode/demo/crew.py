@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from swarmnode.demo.run import DemoOptions
 
 LAYERS = 8
-"""The embedded policy has two; those added begin as nothing (`testing.deep_model`)."""
+"""The embedded policy has two; those added begin as nothing (`policy.build_deep`)."""
 FORM_SECONDS = 120.0
 KILL_EVERY_SECONDS = 20.0
 RETURN_SECONDS = 60.0
@@ -67,7 +67,7 @@ def crew_settings(options: DemoOptions, number: int, model: Path) -> dict[str, d
 
 def write_model(directory: Path) -> Path:
     """The policy of the demo's crew, made by a child: no torch here. Raises Unavailable."""
-    command = [sys.executable, "-m", "swarmnode.testing.deep_model", str(directory), "--layers", str(LAYERS)]
+    command = [sys.executable, "-m", "swarmnode.policy.build_deep", str(directory), "--layers", str(LAYERS)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise Unavailable(f"the demo's policy was not made: {done.stderr.strip().splitlines()[-1:]}")

@@ -53,6 +53,12 @@ def test_no_file_is_above_600_lines():
     assert [str(p.relative_to(ROOT)) for p in files if len(p.read_text().splitlines()) > 600] == []
 
 
+def test_nothing_that_runs_needs_the_testing_package():
+    """`demo --byzantine` alone starts one of its liars."""
+    users = {str(p.relative_to(ROOT)) for p in SOURCES if "swarmnode.testing" in p.read_text() and ROOT / "swarmnode/testing" not in p.parents}
+    assert users == {"swarmnode/demo/nodes.py"}
+
+
 def test_no_path_of_somebody_s_machine():
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     pattern = re.compile(r"(?:^|[^A-Za-z0-9_.])/(?:home|root|work|Users)/")

@@ -10,8 +10,8 @@ import trio
 from swarmnode.config import Config
 from swarmnode.errors import PeerError
 from swarmnode.p2p import identity
+from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.stages.local import Assigned
-from swarmnode.testing.deep_model import write_deep_model
 from swarmnode.testing.hosts import hosts
 from swarmnode.testing.waiting import until
 from swarmnode.trainer.crew_average import CLOCKS, StageAveraging, averaged

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from swarmnode.demo.nodes import DemoNode
-from swarmnode.testing.deep_model import write_deep_model
+from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.testing.whole_crew import (
     PATIENCE,
     STAGES,

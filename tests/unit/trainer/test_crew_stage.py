@@ -8,11 +8,11 @@ import trio.testing
 
 from swarmnode.config import Config
 from swarmnode.errors import DeviceError, PeerError
+from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.device import Placement
 from swarmnode.stages.commit import Answer, Prepare
 from swarmnode.stages.local import Assigned, Offering, Settled
 from swarmnode.stages.plan import Capacity
-from swarmnode.testing.deep_model import write_deep_model
 from swarmnode.trainer import crew_model, crew_streams, state
 from swarmnode.trainer.crew_model import open_model
 from swarmnode.trainer.crew_recovery import recovery_settings

@@ -13,13 +13,13 @@ from transformers import GPT2Config
 
 from swarmnode.config import Config, PolicyConfig
 from swarmnode.errors import DeviceError, Refused
+from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.process import Progress
 from swarmnode.rollouts.groups import ExternalGroup
 from swarmnode.tasks.client import Scorer
 from swarmnode.testing.crew_network import crew_network
-from swarmnode.testing.deep_model import write_deep_model
 from swarmnode.testing.waiting import until
 from swarmnode.trainer.batch import TrainingGroup, assemble, judge
 from swarmnode.trainer.crew import CrewTrainer, make_trainer

@@ -1,6 +1,8 @@
-"""The embedded policy with as many layers as a crew needs: the same function, and it learns.
+"""The embedded policy with as many layers as a crew needs: `python -m swarmnode.policy.build_deep DIR --layers 8`.
 
-Between its two trained layers lie random ones whose outputs are zero, so each of them adds nothing to the residual stream, to begin with.
+The same function, and it learns: what `swarmnode demo --crew` trains. A tool; nothing imports it at run time.
+
+Between its two trained layers lie random ones whose outputs are zero: to begin with, each of them adds nothing to the residual stream.
 """
 
 from __future__ import annotations
