@@ -7,13 +7,13 @@ import torch
 
 from swarmnode.config import Config
 from swarmnode.errors import StateError
+from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.stages.local import Assigned
 from swarmnode.stages.recovery import disk
 from swarmnode.stages.recovery.ladder import RecoverySettings, Rung
 from swarmnode.stages.recovery.restore import Restored
 from swarmnode.stages.recovery.shadows import Shadowing
 from swarmnode.stages.recovery.state import load_weights, trained
-from swarmnode.testing.deep_model import write_deep_model
 from swarmnode.trainer.crew_average import CLOCKS, StageAveraging
 from swarmnode.trainer.crew_model import open_model
 from swarmnode.trainer.crew_recovery import StageRecovery
