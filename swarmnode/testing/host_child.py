@@ -182,6 +182,18 @@ class Node:
             await stream.reset()
         return await self.cancel_reads(address, peer, 1000)
 
+    async def give_up(self, address: str, peer: str, times: int, size: int = 200_000) -> dict:
+        """Have `size` bytes echoed and reset the stream when they lie there unread; `times` over. Then ask for an echo on the same
+        connection."""
+        for _ in range(times):
+            stream = await self._stream(address, peer, "echo")
+            await stream.write(bytes(size))
+            unread = stream.muxed_stream.conn.stream_buffers[stream.muxed_stream.stream_id]
+            while len(unread) < size:  # noqa: ASYNC110 - another process
+                await trio.sleep(0.001)
+            await stream.reset()
+        return await self.cancel_reads(address, peer, 1000)
+
     async def break_connections(self) -> dict:
         """An error inside every connection's own task, as a bug in the muxer would cause."""
 

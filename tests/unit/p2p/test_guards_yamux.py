@@ -58,6 +58,32 @@ async def test_many_streams_within_their_windows_are_bounded_together():
         assert await bounded.serves()
 
 
+async def test_what_was_not_read_of_a_stream_goes_with_a_reset_of_its_peer():
+    async def fill_and_reset(host):
+        before = host.rss()
+        async with attacker.connect(host.address) as peer:
+            for _ in range(250):
+                stream = await peer.open("/test/hold/1")
+                await stream.send(bytes(200_000))
+                await peer.frame(attacker.WINDOW_UPDATE, stream.id, flags=attacker.RST)
+            echo = await peer.open("/test/echo/1")
+            await echo.send(b"still here")
+            assert await echo.receive(10) == b"still here"
+            return host.rss() - before
+
+    with processes(stock(), guarded()) as (keeps, forgets):
+        assert await fill_and_reset(keeps) > 40 * MB, "upstream fixed this: remove guard _install_resets"
+        await fill_and_reset(forgets)  # more than a connection may hold
+        assert await forgets.counted("connection_full") == 0
+
+
+async def test_what_was_not_read_of_a_stream_goes_with_a_reset_of_ours():
+    with processes(guarded(), guarded()) as (node, server):
+        to = {"address": server.address, "peer": server.peer}
+        assert await node.ask("give_up", seconds=60, times=250, **to) == {"intact": True}
+        assert await node.counted("connection_full") == 0
+
+
 async def test_many_connections_are_bounded_together_and_the_largest_pays():
     limit = 16 * MB
     with processes(guarded(limits={"inbox.PROCESS_BYTES": limit})) as (host,):
@@ -121,13 +147,10 @@ async def test_a_peer_may_not_use_our_stream_ids():
 @pytest.mark.parametrize(("do", "arguments"), [("cancel_reads", {"size": 8 * MB}), ("cancel_writes", {"times": 8})])
 async def test_cancelled_reads_and_writes_lose_nothing(do, arguments, client, works):
     with processes(client(), guarded()) as (node, server):
-        for _ in range(2 if works else 1):  # a busy machine once lost the connection for another reason; a cancelled write would each time
-            try:
-                answer = await node.ask(do, seconds=25 if works else 5, address=server.address, peer=server.peer, **arguments)
-            except trio.TooSlowError:
-                answer = {"error": "hangs"}
-            if answer == {"intact": True}:
-                break
+        try:
+            answer = await node.ask(do, seconds=60 if works else 5, address=server.address, peer=server.peer, **arguments)
+        except trio.TooSlowError:
+            answer = {"error": "hangs"}
         if works:
             assert answer == {"intact": True}
         else:
