@@ -125,8 +125,19 @@ def test_a_voter_remembers_its_vote_over_a_restart_or_is_another_voter():
     fresh = Acceptor(voter("c", life=2), sign_as("c"), verify)
     fresh.learn(fresh.check_chain(acceptors["a"].chain))
     assert isinstance(fresh.prepare(m.Prepare(fresh.crew, 2, m.record_hash(fresh.record), 99)), m.Refuse)
+    other = Acceptor(voter("c", life=2), sign_as("c"), verify)
+    other.remember(memory)
+    assert (other.record, other.accepted) == (None, None)
     assert remembered_incarnation(b"") is None
     assert remembered_incarnation(memory[:-5]) is None
+
+
+def test_every_start_with_the_same_memory_has_a_higher_number():
+    first = Acceptor(voter("a"), sign_as("a"), verify)
+    again = Acceptor(voter("a"), sign_as("a"), verify)
+    assert first.begin() == 1
+    again.remember(first.memory())
+    assert again.begin() == 2
 
 
 def test_whoever_leaves_a_crew_is_another_voter_when_it_comes_back():
@@ -145,12 +156,47 @@ def test_refusals():
     assert a.prepare(msgspec.structs.replace(prepare, ballot=17)) == m.Refuse("ballot", 33)
     assert a.prepare(msgspec.structs.replace(prepare, crew=bytes(32))).reason == "unknown"
     assert a.prepare(msgspec.structs.replace(prepare, epoch=4)).reason == "epoch"
+    assert a.prepare(msgspec.structs.replace(prepare, previous=bytes(32))).reason == "epoch"
     assert isinstance(a.prepare(msgspec.structs.replace(prepare, epoch=1)), m.Adopt)
     wrong = successor(a.record, layers=(2, 1, 1, 1))
     assert a.propose(m.Propose(wrong, 40)).reason == "record"
     right = without(a.record, "d")
     assert isinstance(a.propose(m.Propose(right, 40)), m.Vote)
     assert a.propose(m.Propose(without(a.record, "c"), 40)).reason == "ballot"  # one record per ballot
+
+
+def test_promises_count_once_for_voters_of_this_ballot_and_only_until_a_majority():
+    acceptors = crew()
+    record, replace = acceptors["a"].record, msgspec.structs.replace
+    proposal = Proposal(record, 16, (), 1.0)
+    promises = {name: acceptors[name].prepare(proposal.prepare) for name in "abcd"}
+    assert not any(proposal.promised(name, promises[name]) for name in "ab")
+    for wrong in ({"ballot": 17}, {"epoch": 3}, {"crew": bytes(32)}):
+        assert not proposal.promised("c", replace(promises["c"], **wrong))
+    assert not proposal.promised("stranger", promises["c"])
+    assert not proposal.promised("a", promises["a"])
+    assert proposal.promised("c", promises["c"])
+    assert proposal.choose(without(record, "d")) is not None
+    assert not any(proposal.promised(name, promises[name]) for name in "cd")  # what was chosen stays
+
+
+def test_a_vote_counts_once_and_only_of_the_voter_that_the_record_names():
+    acceptors = crew("abc")
+    record = acceptors["a"].record
+    proposal = Proposal(record, 16, (), 1.0)
+    assert [proposal.promised(name, acceptors[name].prepare(proposal.prepare)) for name in "ab"] == [False, True]
+    propose = proposal.choose(without(record, "c"))
+    votes = {name: acceptors[name].propose(propose) for name in "abc"}
+    fresh = Acceptor(voter("b", life=2), sign_as("b"), verify)._vote(propose.record, 16)  # it has forgotten what it voted for
+    assert proposal.voted("a", votes["a"], verify) is None
+    assert proposal.voted("a", votes["a"], verify) is None
+    assert proposal.voted("b", fresh, verify) is None
+    assert proposal.voted("b", votes["b"], verify) is not None
+    assert proposal.voted("c", votes["c"], verify) is None  # it was decided before
+
+    founding_votes = Founding(record, 1.0)
+    signed = {name: Acceptor(voter(name), sign_as(name), verify).sign_founding(record) for name in "abc"}
+    assert [founding_votes.voted(name, signed[name], verify) is None for name in "aabcc"] == [True, True, True, False, True]
 
 
 @pytest.mark.parametrize(
@@ -201,6 +247,8 @@ def test_a_chain_brings_who_was_away_up_to_date_and_a_gap_does_not():
         late.check_chain(newer.certificates[1:])
     checked = late.check_chain(newer.certificates)
     assert [c.record.epoch for c in checked] == [2, 3]
+    assert acceptors["a"].prepare(m.Prepare(late.crew, 2, m.record_hash(late.record), 99)) == newer
+    assert acceptors["a"].newer_than(9) == m.Adopt(newer.certificates[-1:])
     late.learn(checked)
     assert late.check_chain(newer.certificates) == ()
     with pytest.raises(BadMessage):
