@@ -6,7 +6,7 @@
     stage:   optimizer step, done ──▶ head      abort: gradients are dropped, weights stay
 
 The head takes its own step when it hears the first `done`. So "somebody else has taken it" is true whenever the head has, and when a head
-dies the survivors can decide alone (`resolve`): a step that any of them took is taken by all who prepared it, one that nobody took is
+dies the survivors can decide alone (`settling`): a step that any of them took is taken by all who prepared it, one that nobody took is
 dropped. Attempts number the tries of one step; messages of a lower attempt are the past. Every message may come twice.
 """
 
@@ -251,16 +251,3 @@ class Coordinator:
         norm = sum(self._norms.values()) if refused is None else 0.0
         self._decision = Decided(self.attempt, refused, norm, tuple(range(self.stages)))
         return self._decision
-
-
-def resolve(survivors: Iterable[tuple[int, Phase]]) -> int:
-    """How many steps the crew has taken, from (steps, phase) of every stage that is left, when the head is not.
-
-    Those with one step less are prepared for it, and take it. Raises ValueError when some survivor can neither have taken that
-    step nor take it: then it has to be restored like a lost one.
-    """
-    states = list(survivors)
-    taken = max(step for step, _ in states)
-    if any(step < taken - 1 or (step == taken - 1 and phase != "prepared") for step, phase in states):
-        raise ValueError("a survivor is behind a committed step")
-    return taken

@@ -127,7 +127,7 @@ class Resumed(msgspec.Struct, frozen=True, tag="stages_resumed"):
 
 
 class Settled(msgspec.Struct, frozen=True, tag="stages_settled"):
-    """All stages that were kept have stopped under this roster, and this is how many steps the crew has taken (`commit.resolve`).
+    """All stages that were kept have stopped under this roster, and this is how many steps the crew has taken (`settling`).
 
     A stage with one step less is prepared for it and takes it, with these numbers; one with as many drops its gradients. Then it is
     `active`. A stage that is restored counts as having taken as many.

@@ -1,8 +1,8 @@
 """How many steps the crew has taken, as a new roster begins. Pure; no torch.
 
 A new record ends all links, so every stage that was kept in memory has stopped when it reports under that record's epoch, and can take
-nothing any more that the old roster decided. What they report is final, and everybody who has all reports comes to the same answer:
-`commit.resolve`'s. A step that somebody took is taken by all who prepared it; one that nobody took is dropped.
+nothing any more that the old roster decided. What they report is final, and everybody who has all reports comes to the same answer. A step
+that somebody took is taken by all who prepared it, and who did not is restored; one that nobody took is dropped.
 
 When all are prepared and nobody has taken the step, those who are gone may have. If one of them comes back with its own journal, that
 knows; so a stage that is still looking for its journal is waited for then, and only then.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from swarmnode.stages.commit import resolve
 from swarmnode.stages.local import Settled
 from swarmnode.stages.messages import Status
 
@@ -36,20 +35,13 @@ def settle(epoch: int, known: int, statuses: Sequence[Status | None]) -> Settled
         if searching:
             return None
         return _at(epoch, max((known, *(status.step for status in journals))), journals)
-    taken = _taken(kept)
+    taken = max(status.step for status in kept)
     undecided = all(status.prepared and status.step == taken for status in kept)
     if undecided and searching:
         return None
     if undecided and any(status.step == taken + 1 for status in journals):
         return _at(epoch, taken + 1, journals)
     return _at(epoch, taken, kept)
-
-
-def _taken(kept: Sequence[Status]) -> int:
-    try:
-        return resolve((status.step, "prepared" if status.prepared else "open") for status in kept)
-    except ValueError:  # somebody is behind for good: it is restored, the others go on
-        return max(status.step for status in kept)
 
 
 def _at(epoch: int, step: int, sources: Sequence[Status]) -> Settled:

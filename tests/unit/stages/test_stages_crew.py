@@ -480,7 +480,7 @@ async def test_a_decided_step_that_a_stage_does_not_confirm_is_said(models, poli
         with pytest.raises(PeerTimeout):
             await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)
         assert [m.participant.step for m in crew.members] == [1, 1, 0]
-        assert crew.members[2].participant.phase == "prepared"  # it can still take it: `resolve`
+        assert crew.members[2].participant.phase == "prepared"  # it can still take it: `settling`
 
 
 async def test_a_failure_of_an_attempt_that_is_over_costs_nothing(models, policy):

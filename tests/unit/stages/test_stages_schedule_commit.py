@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from swarmnode.stages.commit import Answer, Confirm, Coordinator, Discard, Participant, Prepare, Take, resolve
+from swarmnode.stages.commit import Answer, Confirm, Coordinator, Discard, Participant, Prepare, Take
 from swarmnode.stages.fence import Fence
 from swarmnode.stages.frames import Place
 from swarmnode.stages.schedule import Schedule
@@ -198,21 +198,14 @@ def test_schedules_of_messages_never_split_a_step():
                 mail.append(("done", i))
         if taken:
             assert not head.statistics().aborted, seed
-            survivors = [(s.step, s.phase) for s in stages[1:]]  # the head dies now
-            assert resolve(survivors) == 1, seed
+            survivors = {(s.step, s.phase == "prepared") for s in stages[1:]}  # the head dies now: one has taken it, the others can
+            assert (1, False) in survivors <= {(1, False), (0, True)}, seed
             committed += 1
         elif head.statistics().aborted:
             aborted += 1
             assert all(s.step == 0 for s in stages)
     assert committed > 300
     assert aborted > 300
-
-
-def test_survivors_of_a_head_agree():
-    assert resolve([(3, "open"), (2, "prepared")]) == 3
-    assert resolve([(2, "prepared"), (2, "open")]) == 2
-    with pytest.raises(ValueError):
-        resolve([(3, "open"), (2, "open")])
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import msgspec
 import pytest
 
 from swarmnode.stages import messages as m
-from swarmnode.stages.commit import resolve
 from swarmnode.stages.events import Settings
 from swarmnode.stages.forming import Forming, founding_record
 from swarmnode.stages.local import Offering, Settled
@@ -57,17 +56,7 @@ def test_where_the_crew_goes_on(statuses, step):
 def test_whoever_missed_the_commit_gets_its_numbers():
     assert settle(2, 0, [kept(5, True), kept(6)]) == Settled(2, 6, 4, 0.5, 1e-3)
     assert settle(2, 0, [kept(5, True), journal(6)]) == Settled(2, 6, 4, 0.25, 0.0)
-
-
-def test_it_is_what_the_commit_resolves_to():
-    for steps in ((3, 3), (3, 4), (4, 3), (4, 4)):
-        for prepared in ((False, False), (True, False), (False, True), (True, True)):
-            states = list(zip(steps, prepared, strict=True))
-            try:
-                expected = resolve((step, "prepared" if ready else "open") for step, ready in states)
-            except ValueError:
-                continue
-            assert settle(1, 0, [kept(*state) for state in states]).step == expected
+    assert settle(2, 0, [Status("ready", 3, False, 3, 0.1, 1e-9), kept(6)]) == Settled(2, 6, 4, 0.5, 1e-3)  # of that step, and no other
 
 
 # ---- the next record -------------------------------------------------------------------------------------------------------------
