@@ -190,10 +190,10 @@ def _install_sweep() -> None:
 def _install_resets() -> None:
     """What was not read of a stream is forgotten when either side resets it.
 
-    Defect: `_finalize_stream_locked` keeps a stream with unread bytes for 60 to 90 s for its reader, also after a reset, when reading raises or
-    nobody reads any more; a stream may have megabytes of them. A peer that gives up a few transfers in a minute, or whose own transfers we give
-    up, has its connection closed by `CONNECTION_BYTES`. Here: they are dropped at once, as in go-yamux. What came before an end in order
-    (FIN) is still there for its reader. Cost: none. Not needed any more when upstream drops them.
+    Defect: `_finalize_stream_locked` keeps a stream with unread bytes, megabytes of them where its window has grown, for 60 to 90 s for its
+    reader, also after a reset, when reading raises or nobody reads any more. A few transfers given up in a minute, by us or by the peer,
+    and `CONNECTION_BYTES` closes the connection. Here: they are dropped at once, as in go-yamux; what came before an end in order (FIN) is
+    still there for its reader. Cost: none. Not needed any more when upstream drops them.
     """
     reset, finalize = upstream.YamuxStream.reset, upstream.Yamux._finalize_stream_locked
 
