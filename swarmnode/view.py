@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 
@@ -176,7 +177,7 @@ def peer_rows(network: Network, admitted: Mapping[str, int], report: Report | No
                 used=used.get(peer, 0),
                 rejected=network.reputation.rejections(peer),
                 reputation=network.reputation.score(peer, now),
-                last_seen_seconds=max(0.0, now - known.last_seen) if known is not None and known.last_seen > 0 else None,
+                last_seen_seconds=max(0.0, now - known.seen_at(now)) if known is not None and known.last_seen > -math.inf else None,
             )
         )
     return rows

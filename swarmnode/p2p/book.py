@@ -84,5 +84,5 @@ def save(path: Path, data: bytes) -> None:
 
 def render(table: PeerTable, reputation: Reputation, now: float) -> bytes:
     """The book as JSON."""
-    peers = [BookPeer(each.peer, list(each.addresses), max(0.0, now - each.last_seen)) for each in table.for_book(BOOK_PEERS)]
+    peers = [BookPeer(each.peer, list(each.addresses), max(0.0, now - each.seen_at(now))) for each in table.for_book(BOOK_PEERS, now)]
     return msgspec.json.encode(Book(VERSION, time.time(), peers, reputation.snapshot(now)[:BOOK_RECORDS]))

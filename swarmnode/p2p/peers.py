@@ -66,6 +66,10 @@ class Peer:
     claimed: set[str] = dataclasses.field(default_factory=set)
     """Addresses that it told of itself, at the IP address we see it at."""
 
+    def seen_at(self, now: float) -> float:
+        """`now` while it is connected, else when it last was; −∞ if never."""
+        return now if self.connections else self.last_seen
+
 
 @dataclasses.dataclass(frozen=True)
 class Dial:
@@ -249,11 +253,6 @@ class PeerTable:
         else:
             self._forget(known)
 
-    def seen(self, peer: str, now: float) -> None:
-        """`peer` did something useful."""
-        if (known := self._peers.get(peer)) is not None:
-            known.last_seen = now
-
     # -- asking
 
     def connected(self) -> list[str]:
@@ -279,10 +278,10 @@ class PeerTable:
                     found.append((each.peer, told))
         return self._rng.sample(found, min(limit, len(found)))
 
-    def for_book(self, limit: int) -> list[Peer]:
+    def for_book(self, limit: int, now: float) -> list[Peer]:
         """Peers worth remembering over a restart, those seen last first."""
         kept = [each for each in self._peers.values() if each.addresses and each.last_seen > -math.inf]
-        kept.sort(key=lambda each: each.last_seen, reverse=True)
+        kept.sort(key=lambda each: each.seen_at(now), reverse=True)
         return kept[:limit]
 
     def statistics(self) -> PeerStatistics:
