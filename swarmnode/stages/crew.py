@@ -36,6 +36,8 @@ from swarmnode.wire.tensors import pack_ids
 
 BEGIN_AGAIN: Final = 4
 """Times that one wave is begun again before its generation fails."""
+SCORES: Final = 2
+"""Micro-batches that are scored at a time, for each stage: one that is computed, one that is on its way."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,11 @@ class Head(Member):
         self._current = {number: sum(len(rows[i][1]) for i in piece) for number, piece in pieces.items()}
         self._failed = None
         with self._deadline():
-            for number, piece in pieces.items():
+            for begun, (number, piece) in enumerate(pieces.items()):
+                room = begun - SCORES * self.stages
+                await self._until(lambda room=room: len(self._scores) > room or self._failed is not None)  # type: ignore[misc]
+                if self._failed is not None:
+                    break
                 self._submit(number, "score", describe([rows[i] for i in piece], temperature))
             await self._until(lambda: self._scores.keys() >= pieces.keys() or self._failed is not None)
         if self._failed is not None:

@@ -5,10 +5,11 @@ Everything happens in one task, one frame or one piece of work after the other; 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
-from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -34,6 +35,9 @@ from swarmnode.wire.tensors import pack_ids, pack_logprobs, unpack_ids
 T = TypeVar("T")
 Compute = Callable[[Callable[[], T]], Awaitable[T]]
 TICK_SECONDS = 1.0
+KEPT = 64
+"""Micro-batches of others whose gradient is awaited, with what an aborted attempt has left: 1F1B has no more than twice as many in flight
+as there are stages."""
 
 
 async def in_thread(work: Callable[[], T]) -> T:
@@ -151,6 +155,10 @@ class Member:
         self._waves: dict[bytes, Questions] = {}
         self._drawn: dict[bytes, int] = {}
         self._half: tuple[int, torch.Tensor, int] | None = None
+        self._half_left: tuple[int, torch.Tensor, int] | None = None
+        """(attempt, our half of the embedding's gradient, the next row to send)."""
+        self._held: deque[Arrival] = deque()
+        """Scores and tokens for which there was no room yet."""
         self._refused: Counter[str] = Counter()
 
     def statistics(self) -> MemberStatistics:
@@ -186,40 +194,76 @@ class Member:
             self._answer(self.participant.tick(trio.current_time()))
 
     async def _serve(self) -> None:
-        """Frames first: a gradient that has arrived goes before the next forward."""
+        """Frames first: a gradient that has arrived goes before the next forward. What arrives is always taken; see `links`."""
         while True:
             try:
-                arrival = self.links.inbox.receive_nowait()
+                arrival = self.links.take_nowait()
             except trio.WouldBlock:
-                work = self._schedule.next()
-                if work is not None:
-                    await self._do(work)
-                    await trio.lowlevel.checkpoint()
+                if await self._go_on():
                     continue
-                arrival = await self.links.inbox.receive()
-            await self._arrived(arrival)
+                arrival = await self.links.take()
+            if arrival is not None:
+                await self._arrived(arrival)
+
+    async def _go_on(self) -> bool:
+        """A piece of what waits, where there is room for what comes of it. False where there is none."""
+        if self._held and not self.links.full(self.index + 1):
+            await self._handle(self._held.popleft())
+        elif self._half_left is not None and not self.links.full(self._other_end):
+            self._send_part(*self._half_left)
+        elif (work := self._schedule.next(self._blocked)) is not None:
+            await self._do(work)
+        else:
+            return False
+        await trio.lowlevel.checkpoint()
+        return True
+
+    def _blocked(self, key: tuple[int, int]) -> bool:
+        kept = self._kept[key]
+        return self.links.full(kept.route[kept.hop + 1].stage)
 
     async def _arrived(self, arrival: Arrival) -> None:
         frame = arrival.frame
         if frame is None:
             self.gone(arrival.sender, arrival.reason)
-            return
+        elif not self._passes_on(frame) or not (self._held or self.links.full(self.index + 1)):
+            await self._handle(arrival)
+        elif len(self._held) < self.links.limits.sessions:
+            self._held.append(arrival)
+        else:
+            self._refused["bounds"] += 1
+            self._cannot(frame, "frame")
+
+    def _passes_on(self, frame: Frame) -> bool:
+        """Whether it is a score or a token for the next stage, and so nothing that anybody's gradient or step waits for."""
+        asks = isinstance(frame, (frames.Prefill, frames.Decode)) or (isinstance(frame, frames.Forward) and frame.purpose == "score")
+        return asks and not self.runtime.spec.has_head
+
+    async def _handle(self, arrival: Arrival) -> None:
+        frame = arrival.frame
+        assert frame is not None
         control = isinstance(frame, frames.Control)
         if self._fence.check(frame.place, arrival.sender, None if control else self.participant.step):
             return
-        try:
+        with self._caught(lambda reason: self._cannot(frame, reason)):
             await self.handle(arrival.sender, frame, arrival.body)
+
+    @contextlib.contextmanager
+    def _caught(self, cannot: Callable[[Any], None]) -> Iterator[None]:
+        """What work may fail by is counted, and said with its reason by `cannot`."""
+        try:
+            yield
         except BadMessage as error:
             self._refused[error.reason] += 1
-            self._cannot(frame, error.reason if error.reason in ("session", "fingerprint", "rows") else "frame")
+            cannot(error.reason if error.reason in ("session", "fingerprint", "rows") else "frame")
         except ValueError:  # `encode`: our own numbers are not finite
             self._refused["not_finite"] += 1
-            self._cannot(frame, "not_finite")
+            cannot("not_finite")
         except (RuntimeError, MemoryError) as error:
             if not faults.of_device(error):
                 raise
             self._refused[faults.DEVICE] += 1
-            self._cannot(frame, "frame")
+            cannot("frame")
 
     def _cannot(self, frame: Frame, reason: Any) -> None:
         """Tells the head at once: without it the deadline would."""
@@ -285,6 +329,8 @@ class Member:
         hop = arriving(route, sender, self.index)
         if hop is None:
             raise BadMessage("bounds", f"a forward from stage {sender}")
+        if sender != self.index and sum(kept.x is not None for kept in self._kept.values()) >= KEPT:
+            raise BadMessage("bounds", "more micro-batches than are ever in flight")
         x = None if hop == 0 else self._received(body[frame.about :], frame.rows, frame.codec)
         kept = Kept(route, hop, work, about, batch_of(work, self.runtime.device), x)
         if frame.purpose == "score":
@@ -304,7 +350,7 @@ class Member:
         kind, (micro_batch, hop) = work
         kept = self._kept[micro_batch, hop]
         part = kept.route[hop].part
-        try:
+        with self._caught(lambda reason: self.links.send(0, frames.Failed(self.place, micro_batch, reason))):
             if kind == "forward":
                 self._pass_on(micro_batch, kept, "learn", await self._compute(lambda: self.runtime.forward(kept.batch, kept.x, part)))
                 return
@@ -324,14 +370,6 @@ class Member:
                 self.finished(micro_batch)
             if kind == "learn":
                 self.links.send(0, frames.Learnt(self.place, micro_batch, *sums))
-        except ValueError:
-            self._refused["not_finite"] += 1
-            self.links.send(0, frames.Failed(self.place, micro_batch, "not_finite"))
-        except (RuntimeError, MemoryError) as error:
-            if not faults.of_device(error):
-                raise
-            self._refused[faults.DEVICE] += 1
-            self.links.send(0, frames.Failed(self.place, micro_batch, "frame"))
 
     def finished(self, micro_batch: int) -> None:
         """Stage 0: the gradient went all the way through."""
@@ -436,13 +474,25 @@ class Member:
             self._prepared()
 
     def _send_half(self, attempt: int, shared: torch.nn.Parameter) -> None:
-        """Our half of a tied embedding's gradient to the other end, exactly: both ends must stay one tensor."""
+        """Our half of a tied embedding's gradient to the other end, exactly: both ends must stay one tensor. Part by part, when there is
+        room; the tensor stays as it is, whatever `shared.grad` is by then. Raises ValueError."""
         gradient = torch.zeros_like(shared) if shared.grad is None else shared.grad
-        other = self.stages - 1 if self.index == 0 else 0
-        rows = self.links.limits.tokens
-        for first in range(0, len(gradient), rows):
-            part = gradient[first : first + rows].float()
-            self.links.send(other, frames.Embedding(self.place, attempt, first, len(part)), encode(part, "float32"))
+        if not bool(torch.isfinite(gradient).all()):
+            raise ValueError("the embedding's gradient is not finite")
+        self._half_left = (attempt, gradient, 0)
+
+    def _send_part(self, attempt: int, gradient: torch.Tensor, first: int) -> None:
+        self._half_left = None
+        with self._caught(lambda reason: self.links.send(0, frames.Acknowledge(self.place, attempt, reason, 0.0))):
+            part = gradient[first : first + self.links.limits.tokens].float()
+            body, after = encode(part, "float32"), first + len(part)
+            self.links.send(self._other_end, frames.Embedding(self.place, attempt, first, len(part)), body)
+            self._half_left = (attempt, gradient, after) if after < len(gradient) else None
+
+    @property
+    def _other_end(self) -> int:
+        """Of a tied embedding."""
+        return self.stages - 1 if self.index == 0 else 0
 
     def _other_half(self, frame: frames.Embedding, body: bytes) -> None:
         if frame.place.step != self.participant.step or frame.attempt < self.participant.attempt:
@@ -524,7 +574,7 @@ class Member:
             parameter.grad = None
         self._schedule.clear()
         self._kept.clear()
-        self._half = None
+        self._half = self._half_left = None
         self.observer.dropped()
         self._drop_waves()
 

@@ -12,6 +12,7 @@ There only the head limits, where a micro-batch begins: as many are under way as
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -62,14 +63,16 @@ class Schedule:
         self._backwards.append(micro_batch)
         return True
 
-    def next(self) -> Work | None:
-        """What to do now, and it counts as done; None while there is nothing but to wait."""
+    def next(self, blocked: Callable[[Any], bool] = lambda micro_batch: False) -> Work | None:
+        """What to do now, and it counts as done; None while there is nothing but to wait. No forward of a micro-batch that is `blocked`,
+        because there is no room where its activations would go; what is learnt at once and every backward are never held up by that.
+        """
         if self._backwards:
             micro_batch = self._backwards.popleft()
             del self._in_flight[micro_batch]
             return "backward", micro_batch
         full = sum(limit == "counted" for limit in self._in_flight.values()) >= self._room
-        ready = next((item for item in self._forwards if not full or item[1] != "counted"), None)
+        ready = next((item for item in self._forwards if self._may_begin(*item, full, blocked)), None)
         if ready is None:
             return None
         self._forwards.remove(ready)
@@ -78,6 +81,10 @@ class Schedule:
             return "learn", micro_batch
         self._in_flight[micro_batch] = limit
         return "forward", micro_batch
+
+    @staticmethod
+    def _may_begin(micro_batch: Any, limit: Limit, full: bool, blocked: Callable[[Any], bool]) -> bool:
+        return limit == "learn" or not ((full and limit == "counted") or blocked(micro_batch))
 
     def clear(self) -> None:
         """The step is over, one way or the other."""

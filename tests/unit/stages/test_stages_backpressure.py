@@ -1,0 +1,220 @@
+"""What a slow neighbour costs: time, and no more memory than is said. Nothing is lost, and nobody waits in a circle."""
+
+import copy
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+import trio
+import trio.testing
+
+from swarmnode.config import TrainingConfig
+from swarmnode.errors import PeerError
+from swarmnode.stages import frames
+from swarmnode.stages import links as links_module
+from swarmnode.stages import member as member_module
+from swarmnode.stages.activations import encode
+from swarmnode.stages.crew import SCORES, open_crew
+from swarmnode.stages.frames import FrameLimits, Place
+from swarmnode.stages.learning import LearnRow, describe, describe_loss
+from swarmnode.stages.links import Links
+from swarmnode.stages.member import CrewSettings, inline
+from swarmnode.stages.runtime import StageRuntime
+from swarmnode.stages.split import split_model, whole_state
+from swarmnode.testing.lost_stages import quiet
+from swarmnode.wire import strict
+
+EXACT = CrewSettings(b"b" * 32, "float32", "float32")
+CFG = TrainingConfig(per_device_train_tokens=64, weight_decay=0.0)
+LIMITS = FrameLimits(hidden=32, vocab=61, tokens=24)
+PLACE = Place(b"c" * 16, 0, 0, 0, 0)
+FRAME = 24 * 32 * 4 + 2048
+"""Bytes of the largest frame here, with its header and description."""
+
+
+def rows_of(count=14):
+    generator = torch.Generator().manual_seed(3)
+    draw = lambda n: torch.randint(2, 60, (n,), generator=generator).tolist()
+    return [LearnRow(draw(10 + i % 3), draw(1 + i % 5), [-3.0] * (1 + i % 5), 1.0 - i % 3, 1.0, i) for i in range(count)]
+
+
+def crew_of(model, layers, settings=EXACT, **keys):
+    runtimes = [StageRuntime(spec, stage) for spec, stage in split_model(copy.deepcopy(model), layers)]
+    return open_crew(runtimes, settings, LIMITS, **keys)
+
+
+class Narrow:
+    """Crews whose streams take a byte only when the other side reads it, and whose links are full with the first one."""
+
+    def __init__(self, patch):
+        self.most = self.embedding = self.held = 0
+        patch.setattr(trio.testing, "memory_stream_pair", trio.testing.lockstep_stream_pair)
+        patch.setattr(links_module, "OUTBOX_BYTES", 1)
+        patch.setattr(links_module, "INBOX_BYTES", 1)
+        send, arrived = Links.send, member_module.Member._arrived
+
+        def noting(links, stage, frame, body=b""):
+            send(links, stage, frame, body)
+            queued = links._queued.get(stage, 0)
+            self.most = max(self.most, queued)
+            if isinstance(frame, frames.Embedding):
+                self.embedding = max(self.embedding, queued)
+
+        async def counting(member, arrival):
+            before = len(member._held)
+            await arrived(member, arrival)
+            self.held += len(member._held) > before
+
+        patch.setattr(Links, "send", noting)
+        patch.setattr(member_module.Member, "_arrived", counting)
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    return lambda: Narrow(monkeypatch)
+
+
+async def everything(crew):
+    """Two steps, scores and completions → (weights, scores, tokens)."""
+    rows = rows_of()
+    for _ in range(2):
+        assert (await crew.head.update(rows, CFG, 30.0, 1e-5)).refused is None
+    scores = await crew.head.score([(row.prompt_ids, row.completion_ids) for row in rows], 1.0)
+    prompts = [row.prompt_ids[:4] for row in rows[:8]]
+    waves = await crew.head.generate(prompts, 2, 6, 1.0, 1.0, frozenset({1}), random.Random(0))
+    weights = {name: t.clone() for m in crew.members for name, t in whole_state(m.runtime.spec, m.runtime.model).items()}
+    return weights, scores, [wave.ids for wave in waves]
+
+
+@pytest.mark.parametrize(
+    ("layers", "kind", "swapped"), [([2, 2], "llama", False), ([1, 2, 1], "llama-tied", False), ([1, 1, 1, 1], "llama-tied", True)]
+)
+async def test_a_crew_whose_links_are_always_full_does_the_same_and_keeps_little(models, narrow, layers, kind, swapped):
+    settings = replace(EXACT, swapped=swapped)
+    async with crew_of(models[kind], layers, settings) as crew:
+        expected = await everything(crew)
+    slow = narrow()
+    async with crew_of(models[kind], layers, settings) as crew:
+        with trio.fail_after(120):
+            weights, scores, tokens = await everything(crew)
+        await quiet()
+        assert all(member.statistics().links.bytes_queued == 0 for member in crew.members)
+    apart = 1e-4 if swapped else 0.0  # gradients of swapped micro-batches are added in the order in which there is room
+    assert all(torch.allclose(tensor, expected[0][name], rtol=0.0, atol=apart) for name, tensor in weights.items())
+    assert [len(logprobs) for logprobs, _ in scores] == [len(logprobs) for logprobs, _ in expected[1]]
+    if not swapped:
+        assert (scores, tokens) == expected[1:]
+    assert slow.held > 0
+    assert slow.embedding <= FRAME
+    assert slow.most <= (1 + 2 * len(layers)) * FRAME  # gradients of what was let through before are sent, room or not
+
+
+def forward(number, purpose="learn", place=PLACE):
+    """(frame, body) of one micro-batch as stage 0 sends it."""
+    rows = rows_of(1)
+    work = describe([(rows[0].prompt_ids, rows[0].completion_ids)], 1.0, describe_loss(rows, CFG, 30.0) if purpose == "learn" else None)
+    about = strict.encode(work)
+    return frames.Forward(place, number, purpose, "float32", work.rows, len(about)), about + encode(torch.zeros(work.rows, 32), "float32")
+
+
+async def test_what_nobody_reads_fills_a_link_and_all_of_it_arrives(monkeypatch):
+    monkeypatch.setattr(links_module, "OUTBOX_BYTES", 3000)
+    ours, theirs = trio.testing.lockstep_stream_pair()
+    links = Links(0, {1: ours}, LIMITS)
+    sent = 0
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(links.run)
+        while not links.full(1):
+            links.send(1, *forward(sent, "score"))
+            sent += 1
+        await quiet()
+        assert links.full(1)
+        assert 3000 <= links.statistics().bytes_queued < 3000 + FRAME
+        assert not links.full(0)
+        got = [(await frames.read_frame(theirs, LIMITS))[0].micro_batch for _ in range(sent)]
+        assert got == list(range(sent))
+        with trio.fail_after(1):
+            assert await links.take() is None  # there is room again
+        await quiet()
+        assert not links.full(1)
+        assert links.statistics().bytes_queued == 0
+        nursery.cancel_scope.cancel()
+
+
+async def test_too_many_frames_for_one_neighbour_end_its_stream_and_drop_none_silently(monkeypatch):
+    monkeypatch.setattr(links_module, "OUTBOX", 4)
+    ours, _ = trio.testing.lockstep_stream_pair()
+    links = Links(0, {1: ours}, LIMITS)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(links.run)
+        await quiet()
+        for number in range(6):
+            links.send(1, frames.Done(PLACE, number))
+        with trio.fail_after(1):
+            while (arrival := await links.take()) is None:
+                pass
+        assert (arrival.sender, arrival.frame) == (1, None)
+        assert links.statistics().refused == {"unsent": 1}
+        assert not links.full(1)
+        nursery.cancel_scope.cancel()
+
+
+async def test_who_sends_more_than_is_handled_is_not_read(monkeypatch):
+    _, body = forward(0, "score")
+    monkeypatch.setattr(links_module, "INBOX_BYTES", 2 * len(body))
+    ours, theirs = trio.testing.memory_stream_pair()
+    links = Links(1, {0: ours}, LIMITS)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(links.run)
+        for number in range(20):
+            await theirs.send_all(frames.pack_frame(*forward(number, "score")))
+        await quiet()
+        assert links.statistics().frames_received == 2
+        got = [(await links.take()).frame.micro_batch for _ in range(20)]
+        assert got == list(range(20))
+        nursery.cancel_scope.cancel()
+
+
+async def test_few_micro_batches_are_scored_at_a_time(models):
+    waits, free = [], trio.Event()
+
+    async with crew_of(models["llama"], [1, 2, 1]) as crew:
+
+        async def slow(work):
+            waits.append(1)
+            await free.wait()
+            return await inline(work)
+
+        crew.members[2]._compute = slow
+        got = []
+
+        async def score():
+            got.extend(await crew.head.score([(row.prompt_ids, row.completion_ids) for row in rows_of(30)], 1.0))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(score)
+            await quiet(2000)
+            assert waits == [1]
+            assert crew.members[0].statistics().runtime.forwards == SCORES * 3
+            free.set()
+    assert [len(logprobs) for logprobs, _ in got] == [len(row.completion_ids) for row in rows_of(30)]
+
+
+async def test_a_neighbour_that_sends_more_than_is_ever_in_flight_is_refused(models, monkeypatch):
+    async with crew_of(models["llama"], [1, 2, 1]) as crew:
+        member = crew.members[1]
+        monkeypatch.setattr(member._schedule, "_room", 0)
+        for number in range(member_module.KEPT + 10):
+            crew.head.links.send(1, *forward(number, "learn", crew.head.place))
+        await quiet(2000)
+        assert len(member._kept) == member_module.KEPT
+        assert member.statistics().refused == {"bounds": 10}
+        monkeypatch.setattr(member.links, "full", lambda stage: stage == 2)
+        for number in range(LIMITS.sessions + 10):
+            crew.head.links.send(1, *forward(1000 + number, "score", crew.head.place))
+        await quiet(2000)
+        assert len(member._held) == LIMITS.sessions
+        assert member.statistics().refused == {"bounds": 20}
+        with pytest.raises(PeerError, match="cannot score"):  # others go on, and hear of it
+            await crew.head.score([([5, 6, 7], [8, 9])], 1.0)
