@@ -65,6 +65,8 @@ class RecoverySettings:
     """Nats per token of KL(before ‖ recovered)."""
     gate_nll: float = 0.05
     """Nats per token."""
+    copy_factor: float = 10.0
+    """Of both, for a copy of the crew's own stage: what it lacks are steps, and what is made or fetched elsewhere lacks all of them."""
     healings: int = 2
     """Distillations before a source is given up."""
     healing_steps: int = 120
@@ -156,14 +158,16 @@ class Ladder:
         """What to do with a stage that was restored from `source` and healed `healings` times.
 
         Without a probe a true copy is trusted, and nothing else. What is exact, and everything in paper mode, has to be finite and no more:
-        the probe is of before the last step, so that even the very same stage is as far from it as that step went.
+        the probe is of before the last step, so that even the very same stage is as far from it as that step went. For the same reason an
+        older copy of the crew's own is given room: to refuse it is to lose every step that was taken, not the few that it lacks.
         """
         s = self._settings
+        room = s.copy_factor if source.rung in (Rung.JOURNAL, Rung.SHADOW) else 1.0
         if verdict is None:
             return "rejoin" if source.rung <= Rung.BASE or s.paper else "next"
         if not verdict.finite:
             return "next"
-        if s.paper or (source.exact and not healings) or (verdict.kl < s.gate_kl and verdict.nll_rise < s.gate_nll):
+        if s.paper or (source.exact and not healings) or (verdict.kl < room * s.gate_kl and verdict.nll_rise < room * s.gate_nll):
             return "rejoin"
         return "heal" if healings < s.healings else "next"
 

@@ -66,6 +66,17 @@ def test_a_lossy_stage_is_healed_a_few_times_and_then_given_up():
     assert one.judge(Source(Rung.SHADOW, 3, 0), None, 0) == "rejoin"
 
 
+def test_a_copy_of_the_crews_own_may_lack_steps_that_went_far_and_what_is_not_its_own_may_not():
+    moved, noise = Verdict(0.06, 0.07, 100), Verdict(0.3, 0.1, 100)
+    one = ladder(Found(journal=9, shadows={0: 5}, base=True))
+    for source in (Source(Rung.JOURNAL, 9), Source(Rung.SHADOW, 5, 0)):
+        assert one.judge(source, moved, 0) == "rejoin"
+        assert one.judge(source, noise, 0) == "heal"
+        assert one.judge(source, BROKEN, 0) == "next"
+    for rung in (Rung.REPLICA, Rung.BASE, Rung.SYNTHESIS):
+        assert one.judge(Source(rung), moved, 0) == "heal"
+
+
 def test_synthesis_needs_both_neighbours_and_the_ends_need_true_copies():
     assert "a neighbour is lost too" in all_of(ladder(Found(alive=frozenset({0, 3}))))[1]
     assert "trained with swapped stages" in all_of(ladder(Found(alive=EVERYBODY - {0}), stage=0))[1]

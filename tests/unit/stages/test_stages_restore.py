@@ -147,6 +147,17 @@ async def test_r2_an_old_shadow_is_as_far_off_as_the_steps_it_lacks(fleet, form)
         await learn(crew, 1, 3)
 
 
+async def test_r2_is_taken_where_every_step_moves_the_policy_further_than_the_gate_would_let_a_stranger(fleet):
+    mine = fleet(settings={"shadow_every": 2}, run=Run(pretrained=True))
+    async with mine.up() as crew:
+        await learn(crew, 3, rate=2e-3)
+    mine.kill(1)
+    async with mine.up():
+        got = mine.restored[1]
+        assert (got.rung, got.step, got.tried, got.healings) == (Rung.SHADOW, 2, (), ())
+        assert got.verdict.kl > 0.02
+
+
 @pytest.mark.parametrize(("lost", "kind"), [([3], "llama-tied"), ([0], "qwen3"), ([0, 3], "llama-tied")])
 async def test_both_ends_of_a_tied_embedding_stay_one_tensor_whoever_was_lost(fleet, lost, kind):
     """Shadows are of step 2 of 3: an end that is restored takes the other's tensor as it is now, and its moments."""
