@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import signal
 import time
@@ -11,8 +12,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from swarmnode.demo.nodes import DemoNode
+from swarmnode.files import write_atomically
+from swarmnode.stages.recovery import disk
+from swarmnode.stages.recovery.journal import FILE
 
 T = TypeVar("T")
 PATIENCE = 120.0
@@ -23,7 +29,7 @@ Seen = dict[int, tuple[DemoNode, dict[str, Any]]]
 """Stage → who holds it, and what that node's status page says of its crew."""
 
 
-def whole_settings(model: Path, number: int, stages: int = STAGES, **sections: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def whole_settings(model: Path, number: int, members: int = STAGES, **sections: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Configuration of node `number`; what `sections` say of theirs goes before it."""
     settings: dict[str, dict[str, Any]] = {
         "swarm": {"name": "crew"},
@@ -31,7 +37,7 @@ def whole_settings(model: Path, number: int, stages: int = STAGES, **sections: M
         "policy": {"model": str(model), "threads": 1, "device": "cpu"},
         "training": {"eval_every": 10_000, "seed": number},
         "task": {"held_out_per_task": 1},
-        "stages": {"mode": "always", "stages": stages, "shadow_every": 5},
+        "stages": {"mode": "always", "stages": members, "shadow_every": 5},
         "http": {"port": 0},
         "supervisor": {"backoff_seconds": 0.1},
     }
@@ -87,6 +93,44 @@ def start(nodes: Sequence[DemoNode]) -> list[str]:
     for node in nodes[1:]:
         node.wait_for_address(time.monotonic() + PATIENCE)
     return first
+
+
+def write_key(directory: Path, seed: str) -> None:
+    """An identity that follows from `seed`, for a node that has none yet: who leads and what is asked follows from peer ids."""
+    key = Ed25519PrivateKey.from_private_bytes(hashlib.sha256(seed.encode()).digest())
+    pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    write_atomically(directory / "identity.key", pem, mode=0o600)
+
+
+def journal_of(node: DemoNode) -> Path:
+    """Of its stage; whether it is there yet or not."""
+    return node.directory / "trainer" / "stage" / FILE
+
+
+def journal_steps(nodes: Sequence[DemoNode]) -> list[int]:
+    """Committed steps in the journal of each; nothing of one that has none."""
+    found = [disk.read_about(journal_of(node)) for node in nodes]
+    return [about["step"] for about in found if about is not None] if None not in found else []
+
+
+def freeze(crew: WholeCrew, step: int, seconds: float = 600.0) -> list[Path]:
+    """The journals of all stages after exactly `step` committed steps. The head is stopped for good, and with it the crew.
+
+    Raises AssertionError where that step had passed before it was seen.
+    """
+    head = until(lambda: trainer_of(seen[0][0]) if (seen := crew.at(0)) else None, crew.story)
+    until(lambda: max(journal_steps(crew.nodes), default=0) >= step, crew.story, seconds)
+    head.suspend()
+    until(lambda: journal_steps(crew.nodes) == [step] * crew.stages, lambda: journal_steps(crew.nodes), 10.0)
+    return [journal_of(node) for node in crew.nodes]
+
+
+def restored(node: DemoNode) -> dict[str, Any]:
+    """What its log says of the last time that its stage came back: rung, step, source_step, …"""
+    lines = (node.directory / "node.log").read_text(errors="replace").splitlines()
+    told = next(line for line in reversed(lines) if '"weights are back"' in line)
+    found: dict[str, Any] = json.loads(told)
+    return found
 
 
 def stop(nodes: Sequence[DemoNode]) -> None:

@@ -120,6 +120,7 @@ class StageRecovery:
         self.outer = restored.outer
         for rung, why in restored.tried:
             log.info("rung not taken", rung=f"R{int(rung)}", reason=why)
+        log.info("weights are back", rung=f"R{int(restored.rung)}", step=step, source_step=restored.step, healings=len(restored.healings))
         return f"R{int(restored.rung)}", restored.verdict.kl if restored.verdict is not None else None
 
     async def _replica(self, stage: Stage, averaging: StageAveraging) -> Replica:
