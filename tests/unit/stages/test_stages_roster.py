@@ -297,6 +297,39 @@ def test_no_ballot_leaps_so_far_that_the_others_cannot_follow():
     assert ballot < 20 * LEAP
 
 
+def test_a_proposal_of_which_nothing_comes_is_tried_again_and_later_places_wait_longer():
+    a, settings = crew()["a"], ev.Settings(request_seconds=2.0, heartbeat_seconds=1.0)
+    wish = Wish(without(a.record, "d"), ())
+    second = Proposing(a, settings, random.Random(1))
+    assert [second.due(True, 1, now) for now in (0.0, 2.9)] == [False, False]
+    assert not second.due(False, None, 2.95)  # what was wished for came about by itself: the wait begins anew
+    assert [second.due(True, 1, now) for now in (3.0, 5.9, 6.0)] == [False, False, True]
+    assert not second.due(True, None, 99.0)
+
+    proposing = Proposing(a, settings, random.Random(1))
+    assert proposing.due(True, 0, 0.0)
+    ballots = []
+    for now in (0.0, 3.0, 6.0):
+        assert isinstance(proposing.begin(wish, now), m.Promise)
+        ballots.append(proposing.proposal.ballot)
+    assert ballots == sorted(set(ballots))
+    for ballot, reason in ((ballots[0], "ballot"), (ballots[2], "epoch"), (ballots[2], "record")):
+        proposing.refused(ballot, m.Refuse(reason, 99), 6.0)
+    assert not proposing.due(True, 0, 7.9)
+    assert proposing.proposal is not None
+    assert not proposing.due(True, 0, 8.0)  # its deadline, and a pause of up to a quarter of the time
+    assert proposing.proposal is None
+    assert proposing.due(True, 0, 9.0)
+
+    proposing.begin(wish, 10.0)
+    proposing.refused(proposing.proposal.ballot, m.Refuse("alive"), 10.5)  # until it is not heard by that voter, either
+    assert [proposing.due(True, 0, now) for now in (11.4, 11.5)] == [False, True]
+    proposing.begin(wish, 12.0)
+    proposing.restart()
+    assert proposing.due(True, 0, 12.0)
+    assert proposing.promised("a", m.Promise(a.crew, 2, 99)) is False
+
+
 def test_a_lease_is_never_longer_than_the_record_says_or_than_its_own_node():
     for said, ends in ((10, 105.0), (300, 115.0)):
         lease = Lease(30.0)

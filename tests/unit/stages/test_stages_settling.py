@@ -120,6 +120,14 @@ def test_who_is_replaced_and_when(fact, alone, with_spare, evicting):
     assert wish.evicting == evicting
 
 
+def test_a_vacancy_is_filled_by_whoever_comes_later():
+    vacant = wished({"p1": Facts(left=True)}).record
+    assert wished({}, present=vacant) is None
+    wish = wished({}, {"s": offer()}, present=vacant)
+    assert holders(wish) == [("p0", 1), ("s", 2), ("p2", 1)]
+    assert wish.evicting == ()
+
+
 def test_no_source_of_weights_and_nobody_else_ends_the_crew():
     wish = wished({"p1": Facts(failed=True)})
     assert wish.record.dissolved == "no source of weights is left for stage 1"
@@ -150,6 +158,7 @@ def test_spares_that_have_a_copy_go_before_fast_ones_and_small_ones_do_not_go_at
 def test_an_even_crew_keeps_a_witness():
     present = record(2, (Voter("w", SECRET),))
     assert wished({"p0": Facts(broken=True)}, {}, 2, present=present).record.witnesses == (Voter("w", SECRET),)
+    assert wished({"p0": Facts(broken=True)}, {"s": offer()}, 2, present=present).record.witnesses == (Voter("w", SECRET),)
     assert wished({"p0": Facts(broken=True)}, {"s": offer()}, 2, present=present, lost={"w"}).record.witnesses == (Voter("s", b"s" * 8),)
     taken = wished({"p0": Facts(left=True)}, {"w": offer()}, 2, present=present)  # the witness takes the vacancy
     assert holders(taken)[0] == ("w", 2)
