@@ -4,6 +4,7 @@ A tiny Llama of eight one-layer stages (benchmarks/staged.py), trained from scra
 (a) One loss, every way to recover, against the paired run that lost nothing (benchmarks/forks.py).
 (b) Losses at random at the paper's rates, iterations to a target loss (benchmarks/failures.py).
 (c) As (a) for a policy that was fine-tuned from a published base, whole and with LoRA.
+(d) Inner stages lost again and again, made anew each time: loss at equal iterations (benchmarks/repeated.py).
 The recoveries are the product's own functions.
 `--table PATH …` prints the tables of JSON files again, of several as of one.
 """
@@ -25,21 +26,21 @@ from typing import Any
 
 import torch
 
-from benchmarks import failures
+from benchmarks import failures, repeated
 from benchmarks import recoveries as ways
-from benchmarks.failures import ARMS, NO_FAILURE, NO_FAILURE_SWAPPED, RATES, schedule, survive
+from benchmarks.failures import ARMS, LONGER, NO_FAILURE, NO_FAILURE_SWAPPED, RATES, schedule, survive
 from benchmarks.forks import HEALED, METHODS, PLACES, Size, Trunk, compare, grow
 from benchmarks.recoveries import Recovery
-from benchmarks.report import heading, table, write_json
+from benchmarks.report import heading, signed, table, write_json
 from benchmarks.staged import STAGES, Corpus, Staged, build, language, tasks
 from swarmnode.config import LoraSettings
 
 FULL = Size()
-QUICK = Size(trunk_steps=100, steps=100, tuned_steps=60, marks=(0, 10), quick=True)
+QUICK = Size(trunk_steps=100, steps=100, tuned_steps=60, repeated=60, marks=(0, 10), quick=True)
 FINER = ("exact, Adam fresh", "shadow in bfloat16 without Adam, 20 steps old")
 """Measured at the inner stage only."""
 QUICK_ARMS = ("checkpoint every 10", "shadows every 20", "CheckFree", "CheckFree+")
-PARTS = ("single", "failures")
+PARTS = ("single", "failures", "repeated")
 CAP = 2.0
 """Iterations of (b) at most, in units of those to the target without failures."""
 TUNED = (
@@ -134,32 +135,33 @@ def moved(trunk: Trunk) -> list[float]:
 
 
 def at_random(seed: int, size: Size, rates: Sequence[str]) -> list[dict[str, Any]]:
-    """Part (b) of one seed. The run without failures sets the target."""
+    """Part (b) of one seed. Of each length the run without failures sets the target."""
     torch.set_num_threads(1)
-    corpus, cap = text_of(size), int(CAP * size.steps)
-    row, plain = survive(NO_FAILURE, size, corpus, seed, {}, size.steps, None)
-    target = failures.target_of(plain.curve, size.steps)
-    rows = [row | {"rate": "none", "iterations": failures.first_at(plain.curve, target), "target": target}]
-    row, swapped = survive(NO_FAILURE_SWAPPED, size, corpus, seed, {}, cap, target)
-    rows.append(row | {"rate": "none"})
-    for rate in rates:
-        lost = schedule(seed, RATES[rate], cap)
-        for arm in ARMS:
-            if rate in arm.rates and (not size.quick or arm.name in QUICK_ARMS):
-                row, _ = survive(arm, size, corpus, seed, lost, cap, target, swapped if arm.swapped else plain)
-                rows.append(row | {"rate": rate})
+    corpus, rows = text_of(size), []
+    for times in dict.fromkeys(LONGER.get(rate, 1) for rate in rates):
+        steps = times * size.steps
+        cap = int(CAP * steps)
+        control, plain = survive(NO_FAILURE, size, corpus, seed, {}, steps, None)
+        target = failures.target_of(plain.curve, steps)
+        control |= {"iterations": failures.first_at(plain.curve, target), "target": target}
+        other, swapped = survive(NO_FAILURE_SWAPPED, size, corpus, seed, {}, cap, target)
+        for rate in (rate for rate in rates if LONGER.get(rate, 1) == times):
+            rows += [control | {"rate": rate}, other | {"rate": rate}]
+            lost = schedule(seed, RATES[rate], cap)
+            for arm in ARMS:
+                if rate in arm.rates and (not size.quick or arm.name in QUICK_ARMS):
+                    row, _ = survive(arm, size, corpus, seed, lost, cap, target, swapped if arm.swapped else plain)
+                    rows.append(row | {"rate": rate})
     return rows
 
 
+def again(seed: int, size: Size) -> list[dict[str, Any]]:
+    """Part (d) of one seed."""
+    torch.set_num_threads(1)
+    return repeated.again(seed, size, text_of(size))
+
+
 # ---- the tables
-
-
-def spread(values: Sequence[float], digits: int = 3) -> str:
-    """`median [least … greatest]`, signed."""
-    if not values:
-        return "–"
-    middle = f"{statistics.median(values):+.{digits}f}"
-    return f"{middle} [{min(values):+.{digits}f} … {max(values):+.{digits}f}]" if len(values) > 1 else middle
 
 
 def single_tables(rows: list[dict[str, Any]]) -> str:
@@ -189,7 +191,7 @@ def methods_of(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def with_gate(done: list[dict[str, Any]]) -> str:
-    return f"{spread([r['jump'] for r in done])} ({sum(r['gate'] for r in done)} of {len(done)})" if done else "refused"
+    return f"{signed([r['jump'] for r in done])} ({sum(r['gate'] for r in done)} of {len(done)})" if done else "refused"
 
 
 def place_table(rows: list[dict[str, Any]]) -> str:
@@ -203,28 +205,29 @@ def place_table(rows: list[dict[str, Any]]) -> str:
         gap = lambda m, done=done: [{int(k): v for k, v in r["gap"].items()}[m] for r in done]  # JSON has text for keys
         kl = statistics.median(r["kl"] for r in done)
         passed = f"{sum(r['gate'] for r in done)} of {len(done)}"
-        body.append([method, spread([r["jump"] for r in done]), *[spread(gap(m)) for m in marks], f"{kl:.4f}", passed])
+        body.append([method, signed([r["jump"] for r in done]), *[signed(gap(m)) for m in marks], f"{kl:.4f}", passed])
     return table(["", "jump", *[f"gap after {m}" for m in marks], "KL", "passes the gate"], body)
 
 
 def failure_table(runs: list[dict[str, Any]]) -> str:
     """Iterations to the target over those without failures, by seed; time in the same unit."""
-    alone = {r["seed"]: r["iterations"] for r in runs if r["arm"] == NO_FAILURE.name}
+    alone = {(r["seed"], r["rate"]): r["iterations"] for r in runs if r["arm"] == NO_FAILURE.name}
     rates = [rate for rate in RATES if any(r["rate"] == rate for r in runs)]
 
     def cell(arm: str, rate: str) -> str:
         here = [r for r in runs if (r["arm"], r["rate"]) == (arm, rate)]
         if not here:
             return "–"
-        ratios = sorted((r["iterations"] or float("inf")) / alone[r["seed"]] for r in here)
-        show = lambda x, r=here[0]: f"{x:.2f}" if x < float("inf") else f">{r['cap'] / alone[r['seed']]:.1f}"
+        ratios = sorted((r["iterations"] or float("inf")) / alone[r["seed"], rate] for r in here)
+        show = lambda x, r=here[0]: f"{x:.2f}" if x < float("inf") else f">{r['cap'] / alone[r['seed'], rate]:.1f}"
         lost = statistics.median(r["failures"] for r in here)
         return f"{show(statistics.median_high(ratios))} [{show(ratios[0])} … {show(ratios[-1])}], {lost:g} losses"
 
-    body = [["no failure", *["1"] * len(rates)], ["no failure, swapped order", *[cell(NO_FAILURE_SWAPPED.name, "none")] * len(rates)]]
+    body = [[NO_FAILURE.name, *["1"] * len(rates)]]
     factor = failures.REDUNDANT_SECONDS / failures.PLAIN_SECONDS
     body += [["redundant computation: time, modelled", *[f"{factor:.2f}"] * len(rates)]]
-    body += [[arm.name, *[cell(arm.name, rate) for rate in rates]] for arm in ARMS if any(r["arm"] == arm.name for r in runs)]
+    arms = [arm.name for arm in (NO_FAILURE_SWAPPED, *ARMS)]
+    body += [[name, *[cell(name, rate) for rate in rates]] for name in arms if any(r["arm"] == name for r in runs)]
     return table(["iterations to the target, of those without failure", *rates], body)
 
 
@@ -235,7 +238,9 @@ def tables(results: dict[str, Any]) -> str:
         note = f"Fine-tuning moved a stage's weights by {statistics.median(share):.1%} of their norm (median over stages and seeds).\n"
         lines += [single_tables(results["single"]), note]
     if results["failures"]:
-        lines += ["### failures at random", "", failure_table(results["failures"])]
+        lines += ["### failures at random", "", failure_table(results["failures"]), ""]
+    if results["repeated"]:
+        lines += ["### lost again and again", "", repeated.tables(results["repeated"])]
     return "\n".join(lines)
 
 
@@ -246,7 +251,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one seed, short, an inner stage and one failure rate only; under a minute")
     parser.add_argument("--json", type=Path, help="write all results there")
     parser.add_argument("--table", type=Path, nargs="+", metavar="JSON", help="run nothing: print the tables of these results")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="single: (a) and (c); failures: (b)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="single: (a) and (c); failures: (b); repeated: (d)")
     parser.add_argument("--rates", nargs="+", choices=list(RATES), default=list(RATES), help="of (b)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=1, help="seed 0 was used to choose the sizes")
@@ -254,7 +259,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.table:
         read = [json.loads(path.read_text())["results"] for path in args.table]
-        print(tables({part: [row for results in read for row in results[part]] for part in PARTS}))
+        print(tables({part: [row for results in read for row in results.get(part, [])] for part in PARTS}))
         return
     seeds, size = (1, QUICK) if args.quick else (args.seeds, FULL)
     args.rates = ["16 %/h"] if args.quick else args.rates
@@ -265,10 +270,10 @@ def main() -> None:
 
 def run(seeds: Sequence[int], size: Size, parts: Sequence[str], rates: Sequence[str], processes: int, path: Path | None) -> dict[str, Any]:
     """All parts of all seeds; what there is is written to `path` whenever a piece is done."""
-    results: dict[str, Any] = {"size": vars(size), "cap": CAP, "single": [], "failures": []}
+    results: dict[str, Any] = {"size": vars(size), "cap": CAP} | {part: [] for part in PARTS}
     started = time.time()
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        work = {"single": single, "failures": partial(at_random, rates=rates)}
+        work = {"single": single, "failures": partial(at_random, rates=rates), "repeated": again}
         jobs = [(seed, part, pool.submit(work[part], seed, size)) for seed in seeds for part in parts]
         for seed, part, rows in jobs:
             results[part] += rows.result()

@@ -29,6 +29,8 @@ class Size:
     """Before a stage is lost in part (a)."""
     steps: int = 200
     """Without failures to the target of part (b)."""
+    repeated: int = 800
+    """Of every run of part (d)."""
     tuned_steps: int = 120
     marks: tuple[int, ...] = (0, 10, 30, 60)
     """Steps after a loss at which the held-out loss is taken."""

@@ -34,6 +34,14 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
     return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
 
 
+def signed(values: Sequence[float], digits: int = 3) -> str:
+    """`median [least … greatest]`, signed: for differences."""
+    if not values:
+        return "–"
+    middle = f"{statistics.median(values):+.{digits}f}"
+    return f"{middle} [{min(values):+.{digits}f} … {max(values):+.{digits}f}]" if len(values) > 1 else middle
+
+
 def middle(values: Sequence[float], digits: int = 2) -> str:
     """`median [least–greatest]`: for times, which have a long tail."""
     if not values:

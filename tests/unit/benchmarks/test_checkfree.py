@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from benchmarks import recoveries
+from benchmarks import checkfree, recoveries, repeated
 from benchmarks.checkfree import failure_table, single_tables
-from benchmarks.failures import ARMS, NO_FAILURE, RATES, Arm, first_at, schedule, survive, target_of
+from benchmarks.failures import ARMS, NO_FAILURE, RATES, Arm, Trail, first_at, schedule, survive, target_of
 from benchmarks.forks import METHODS, Size, compare, follow, fork, grow
 from benchmarks.staged import STAGES, VOCABULARY, WINDOW, Corpus, Staged, build, encode
 from swarmnode.stages.recovery.healing import heal
@@ -181,7 +181,7 @@ def test_the_target_is_what_the_control_had():
 
 def test_a_run_that_never_arrives_is_shown_as_such():
     runs = [
-        {"seed": 1, "arm": "no failure", "rate": "none", "iterations": 300, "failures": 0, "cap": 300},
+        {"seed": 1, "arm": "no failure", "rate": "16 %/h", "iterations": 300, "failures": 0, "cap": 300},
         {"seed": 1, "arm": "CheckFree", "rate": "16 %/h", "iterations": None, "failures": 7, "cap": 750},
     ]
     assert ">2.5 [>2.5 … >2.5], 7 losses" in failure_table(runs)
@@ -189,3 +189,66 @@ def test_a_run_that_never_arrives_is_shown_as_such():
 
 def test_text_is_printable_characters_only():
     assert encode("a~ \n\té").tolist() == [65, 94, 0, 95]
+
+
+def arm_of(name):
+    return next(arm for arm in ARMS if arm.name == name)
+
+
+def test_again_and_again_every_way_meets_the_same_losses_and_is_the_control_until_then(corpus, monkeypatch):
+    monkeypatch.setattr(repeated, "EVERY", 4)
+    rows = {row["arm"]: row for row in repeated.again(2, Size(rate=4e-3, repeated=12), corpus)}
+    assert set(rows) == {"no failure", *repeated.ORDER}
+    lost = [i for i, stage in schedule(2, repeated.RATE, 12).items() if 0 < stage < STAGES - 1]
+    assert len(lost) == 1
+    assert 4 < lost[0] < 8
+    for row in (rows[name] for name in repeated.ORDER):
+        assert row["losses"] == lost
+        assert len(row["jumps"]) == len(row["shares"]) == 1
+        assert row["gaps"][0] == 0.0
+        assert row["gaps"][1] != 0.0
+
+
+def test_what_is_averaged_again_and_again_becomes_alike(corpus):
+    lost = {3: 2, 6: 4, 9: 3, 12: 5, 15: 2}
+    alike = {name: repeated.endure(arm_of(name), Size(repeated=18), corpus, 0, lost)["alike"] for name in repeated.ORDER}
+    assert min(alike[name] for name in ("CheckFree", "uniform average", "copy of a neighbour")) > 0.3
+    assert abs(alike["random"]) < 0.1
+    assert alike["zeros"] is None
+
+
+def test_a_share_is_of_the_squared_norms_of_both_neighbours():
+    staged = Staged(build(0), 4e-3)
+    assert repeated.share(staged, 3) is None
+    staged.squared_norms = [0.0, 0.0, 3.0, 9.0, 1.0, 0.0, 0.0, 0.0]
+    assert repeated.share(staged, 3) == 0.75
+
+
+def test_ways_are_compared_within_a_seed():
+    """Ranges overlap, and yet the one is better in each of the two seeds."""
+
+    def row(arm, seed, gap):
+        return {
+            "arm": arm, "seed": seed, "curve": [0.0, 0.0], "gaps": [9.0, gap], "losses": [5, 30], "jumps": [9.0, gap], "shares": [0.5, 0.7],
+            "alike": 0.5,
+        }  # fmt: skip
+
+    rows = [row(name, seed, 0.1 * k + seed) for k, name in enumerate(repeated.ORDER) for seed in (1, 2)]
+    shown = repeated.tables(rows).splitlines()
+    pair = next(line for line in shown if "copy of a neighbour less uniform average" in line)
+    assert pair.count("+0.100 [+0.100 … +0.100]") == pair.count("2 of 2") == 2
+    assert "+1.600 [+1.100 … +2.100]" in next(line for line in shown if line.startswith("| uniform average "))
+    assert "median 0.50" in shown[-1]
+
+
+def test_a_low_rate_has_a_longer_run_and_its_own_target(monkeypatch):
+    def survived(arm, size, corpus, seed, failures, cap, target, before=None):
+        return {"seed": seed, "arm": arm.name, "cap": cap, "lost": len(failures)}, Trail([3.0 - i / 1000 for i in range(0, cap, 10)])
+
+    monkeypatch.setattr(checkfree, "survive", survived)
+    rows = checkfree.at_random(0, Size(steps=100, quick=True), ["5 %/h", "16 %/h"])
+    plain = {row["rate"]: row for row in rows if row["arm"] == "no failure"}
+    assert {rate: row["iterations"] for rate, row in plain.items()} == {"5 %/h": 300, "16 %/h": 100}
+    assert plain["5 %/h"]["target"] < plain["16 %/h"]["target"]
+    for name in checkfree.QUICK_ARMS:
+        assert {row["rate"]: row["cap"] for row in rows if row["arm"] == name} == {"5 %/h": 600, "16 %/h": 200}
