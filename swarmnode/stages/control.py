@@ -193,7 +193,7 @@ class CrewControl(Standing):
             case messages.Propose():
                 answer = self._sign_founding(peer, message.record) if message.record.epoch == 1 else self.acceptor.propose(message)
             case Adopt():
-                answer = self._adopt_came(message.certificates)
+                answer = self._adopt_came(peer, message.certificates)
             case Leave():
                 if self._view is not None and (message.crew, message.roster_epoch) == (self._view.crew, self._view.record.epoch):
                     self._view.left.add(peer)
@@ -210,7 +210,7 @@ class CrewControl(Standing):
                 self._changed = self._fenced
                 self._alive(peer, answer)
             case Adopt():
-                reply = self._adopt_came(answer.certificates)
+                reply = self._adopt_came(peer, answer.certificates)
                 if isinstance(reply, Leave):
                     self._do(ev.Send(peer, reply))
             case messages.Promise():
@@ -266,7 +266,7 @@ class CrewControl(Standing):
 
     # ---- records ------------------------------------------------------------------------------------------------------------
 
-    def _adopt_came(self, certificates: tuple[Certificate, ...]) -> messages.Noted | Leave:
+    def _adopt_came(self, peer: str, certificates: tuple[Certificate, ...]) -> messages.Noted | Leave:
         last, view = certificates[-1].record, self._view
         crew = crew_id(last)
         if view is None or crew != view.crew:
@@ -280,7 +280,8 @@ class CrewControl(Standing):
             new = self.acceptor.check_chain(certificates)
         except BadMessage as error:
             self._note("refused", str(error))
-            if view is not None and certificates[0].record.epoch > view.record.epoch + 1:
+            missed = error.reason != "signature" and view is not None and certificates[0].record.epoch > view.record.epoch + 1
+            if missed and view is not None and peer in view.members:  # anybody can sign a chain that we have no beginning of
                 self._leave_crew("too many rosters were missed", tell=False)
             return messages.Noted()
         if view is None:

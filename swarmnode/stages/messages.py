@@ -321,6 +321,23 @@ def check_successor(previous: Record, record: Record) -> None:
             raise BadMessage("bounds", "a stage's epoch grows by one with a new holder")
 
 
+def check_chain(certificates: tuple[Certificate, ...], verify: Callable[[str, bytes, bytes], bool]) -> None:
+    """Whether each of them is signed, and follows the one before it. Raises BadMessage: signature, bounds.
+
+    Nothing else has a part in it, so what fails is wrong wherever it comes; and whoever passes a chain on has checked it.
+    """
+    for number, certificate in enumerate(certificates):
+        check_certificate(certificate, verify)
+        if number:
+            check_successor(certificates[number - 1].record, certificate.record)
+
+
+def check_vote(record: Record, peer: str, vote: Vote, verify: Callable[[str, bytes, bytes], bool]) -> None:
+    """Whether `peer`, asked for its vote on `record`, has signed what it says. Raises BadMessage("signature")."""
+    if not verify(peer, vote_bytes(crew_id(record), vote.epoch, vote.ballot, vote.hash, vote.incarnation), vote.signature):
+        raise BadMessage("signature", "of a vote")
+
+
 # ---- bounds --------------------------------------------------------------------------------------------------------------------
 
 

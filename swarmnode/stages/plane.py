@@ -52,7 +52,7 @@ LOOK_SECONDS: Final = 5.0
 QUEUE: Final = 1024
 """Messages that wait for control; our trainer's and peers' beyond that are not taken."""
 PROOF: Final = 10.0
-"""Standing that bytes cost which are no message."""
+"""Standing that bytes cost which are no message, and signatures or chains of records that prove nothing."""
 BOUNDS: Final = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0)
 """Of `StagesStatistics.recovery_counts`, seconds."""
 
@@ -292,6 +292,8 @@ class StagePlane:
                 self._restart(action.reason)
             case ev.Note():
                 self._note(action.what, action.detail)
+                if action.what == "refused":
+                    self._blame(said.event)
 
     def _say_to_trainer(self, message: local.ToTrainer) -> None:
         if isinstance(message, local.Released):
@@ -321,6 +323,16 @@ class StagePlane:
                 self._recovery_counts[bisect.bisect_left(BOUNDS, seconds)] += 1
                 self._recovery_seconds += seconds
             self._ran = said.crew
+
+    def _blame(self, event: ev.Event) -> None:
+        """Control did not take over a chain of records. One that proves nothing by itself is the sender's fault, once for each message; one
+        that does not follow what we know may come from somebody who is late, or was deceived."""
+        chain = event.message if isinstance(event, ev.Received) else event.answer if isinstance(event, ev.Answered) else None
+        if isinstance(event, ev.Received | ev.Answered) and isinstance(chain, messages.Adopt):
+            try:
+                messages.check_chain(chain.certificates, signed_by)
+            except BadMessage as error:
+                self._network.rejected(event.peer, f"stages_{error.reason}", PROOF)
 
     def _hold(self) -> None:
         """Members stay connected."""
@@ -385,9 +397,12 @@ class StagePlane:
                 peer, ids.CREWS_PROTOCOL, messages.encode_message(message), deadline=SAY_SECONDS,
                 max_response_bytes=messages.MESSAGE_BYTES, urgent=not isinstance(message, messages.Offer),
             )  # fmt: skip
-            answer = messages.decode_answer(data)
+            said = messages.decode_answer(data)
+            if isinstance(message, messages.Propose) and isinstance(said, messages.Vote):
+                messages.check_vote(message.record, peer, said, signed_by)
+            answer = said
         except BadMessage as error:
-            self._network.rejected(peer, "stages_malformed", PROOF)
+            self._network.rejected(peer, "stages_signature" if error.reason == "signature" else "stages_malformed", PROOF)
             log.info("%s answered with no message: %s", peer, error)
         except PeerError as error:
             foreign = isinstance(error, Incompatible)
