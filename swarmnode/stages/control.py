@@ -88,9 +88,9 @@ class CrewControl(Standing):
         self._repeat_offers()
         self._foreign = {peer: until for peer, until in self._foreign.items() if self._now < until}
         trainer = self._own.trainer
-        if self._view is None and trainer is not None and self._draining is None:
-            own = self._own.offer(self.acceptor.me.incarnation)
-            record = self._forming.propose(own, trainer.offering, self._now, lambda peer: self._patience.waits(peer, self._now))
+        if self.is_free and trainer is not None and self._draining is None:
+            own, waits = self._own.offer(self.acceptor.me.incarnation), lambda peer: self._patience.waits(peer, self._now)
+            record = self._forming.propose(own, trainer.offering, self._now, waits, witness=self._view is not None)
             if record is not None:
                 self._send_founding(record)
 
@@ -196,7 +196,7 @@ class CrewControl(Standing):
                 answer = self._adopt_came(peer, message.certificates)
             case Leave():
                 if self._view is not None and (message.crew, message.roster_epoch) == (self._view.crew, self._view.record.epoch):
-                    self._view.left.add(peer)
+                    self._member_left(self._view, peer)
         if isinstance(answer, messages.Promise | messages.Vote):
             self._persist()
         self._do(ev.Answer(answer))
@@ -221,7 +221,14 @@ class CrewControl(Standing):
                 self._refused(peer, request, answer)
             case Leave():
                 if self._view is not None and answer.crew == self._view.crew:
-                    self._view.left.add(peer)
+                    self._member_left(self._view, peer)
+
+    def _member_left(self, view: View, peer: str) -> None:
+        view.left.add(peer)
+        for voter in view.voters:
+            if voter.peer == peer:
+                self._forming.left(voter)
+        self._parted.extend(voter for voter in view.record.witnesses if voter.peer == peer and voter not in self._parted)
 
     # ---- heartbeats ---------------------------------------------------------------------------------------------------------
 
@@ -272,25 +279,38 @@ class CrewControl(Standing):
         if view is None or crew != view.crew:
             if self.acceptor.me not in voters_of(last) or last.dissolved:
                 return messages.Noted()
-            if crew in self._ended or view is not None or not self._own.knows(last) or self._draining is not None:
+            if crew in self._ended or not self._may_go(last) or not self._own.knows(last) or self._draining is not None:
                 return Leave(crew, last.epoch, "not here")
         elif last.epoch <= view.record.epoch:
             return messages.Noted()
         try:
-            new = self.acceptor.check_chain(certificates)
+            new = self.acceptor.check_chain(certificates, elsewhere=view is None or crew != view.crew)
         except BadMessage as error:
             self._note("refused", str(error))
             missed = error.reason != "signature" and view is not None and certificates[0].record.epoch > view.record.epoch + 1
-            if missed and view is not None and peer in view.members:  # anybody can sign a chain that we have no beginning of
+            if missed and view is not None and crew == view.crew and peer in view.members:  # anybody can sign one without a beginning
                 self._leave_crew("too many rosters were missed", tell=False)
             return messages.Noted()
-        if view is None:
+        if view is None or crew != view.crew:
             signers = tuple(dict.fromkeys(peer for certificate in new for peer in self._others_of(certificate)))
             if any(self._patience.waits(peer, self._now) for peer in signers):
                 return Leave(crew, last.epoch, "not now")
+            self._move()
             self._came_by(signers)
         self._learn(new)
         return messages.Noted()
+
+    def _may_go(self, record: Record) -> bool:
+        """To the crew of `record`, which names us: from none, or as a witness to a seat; a founding record we have signed."""
+        seated = self.acceptor.me in (Voter(seat.peer, seat.incarnation) for seat in record.seats)
+        view = self._view
+        return view is None or (view.stage is None and seated and (record.epoch == 1 or self.is_free))
+
+    def _move(self) -> None:
+        """Out of the crew whose witness we are, as the voter that we are: another one has a seat for it."""
+        if self._view is not None:
+            self._note("moved", f"no witness any more of {self._view.crew.hex()[:16]}")
+            self._let_go("a seat elsewhere", tell=True)
 
     def _others_of(self, certificate: Certificate) -> tuple[str, ...]:
         return tuple(vote.peer for vote in certificate.votes if vote.peer != self.me)
@@ -318,9 +338,14 @@ class CrewControl(Standing):
     def _begin_roster(self) -> None:
         record = self.roster
         assert record is not None
-        view = self._view = View(record, self.acceptor.me, self._view)
-        self._forming.joined()
-        self._take_back_offer()
+        view, before = View(record, self.acceptor.me, self._view), self._view
+        self._view = view
+        if before is None or view.stage is not None:  # a witness that stays one is as free as before
+            self._forming.joined()
+        if view.stage is not None:
+            self._take_back_offer()
+        if self._trouble is None:  # until all are heard to be well
+            self._trouble = self._now
         self._proposing.restart()
         self._gone = {peer: since for peer, since in self._gone.items() if peer in view.members}
         self._detector.watch(set(view.others), self._now)
@@ -340,6 +365,13 @@ class CrewControl(Standing):
 
     def _leave_crew(self, reason: str, *, tell: bool, ended: bool = False) -> None:
         """`tell` the others; `ended` where nobody may bring us back."""
+        self._let_go(reason, tell=tell, ended=ended)
+        self.acceptor.forget(self._rng.randbytes(messages.INCARNATION_BYTES))
+        self._persist()
+        self._forming.begin(self._now)
+        self._offered = -1e9
+
+    def _let_go(self, reason: str, *, tell: bool, ended: bool = False) -> None:
         view = self._view
         if view is not None:
             if tell:
@@ -352,17 +384,13 @@ class CrewControl(Standing):
                 self._tell(local.Released(reason))
                 self._note("released", reason)
         self._do(ev.CloseStreams())
-        self.acceptor.forget(self._rng.randbytes(messages.INCARNATION_BYTES))
-        self._persist()
         self._proposing.restart()
-        self._view = self._standing = None
+        self._view = self._standing = self._trouble = None
         self._own.release()
         self._running = self._ever_ran = self._fenced = False
         self._came_by(())
         self._gone.clear()
         self._detector.watch(set(), self._now)
-        self._forming.begin(self._now)
-        self._offered = -1e9
 
     # ---- offers and founding ------------------------------------------------------------------------------------------------
 
@@ -386,7 +414,7 @@ class CrewControl(Standing):
         self._voted(self.me, vote)
 
     def _sign_founding(self, peer: str, record: Record) -> messages.Vote | Refuse:
-        if self._view is not None or self._draining is not None or not self._own.knows(record):
+        if not self.is_free or not self._may_go(record) or self._draining is not None or not self._own.knows(record):
             return Refuse("record")  # not soon, either: the founder does without us
         others = (voter.peer for voter in record.voters if voter.peer != self.me)
         if self.acceptor.me not in record.voters or any(self._patience.waits(peer, self._now) for peer in others):
@@ -397,13 +425,17 @@ class CrewControl(Standing):
 
     def _wish(self, view: View) -> Wish | None:
         """The record that ought to be next, if any."""
-        if self._running and not view.strangers:
+        lone = self._running and self._now - self._ran_from >= self.settings.witness_seconds
+        lone = lone and view.lacks_witness(self._detector, self.settings.evict_seconds, self._now)
+        if self._running and not view.strangers and not lone:
             return None
         trainer, offers = self._own.trainer, self._forming.offers(self._now)
         offers.pop(self.me, None)
         why = view.why_standing(self._detector, self._stood()) if self._stood() >= self.settings.wait_seconds else ""
         cost = None if trainer is None else trainer.offering.cost
-        return view.wish(self._detector, self._gone, offers, cost, self.settings, self._now, dissolve=why)
+        return view.wish(
+            self._detector, self._gone, offers, cost, self.settings, self._now, parted=self._parted, for_witness=lone, dissolve=why
+        )  # fmt: skip
 
     def _propose(self, wish: Wish) -> None:
         promise = self._proposing.begin(wish, self._now)
@@ -443,13 +475,16 @@ class CrewControl(Standing):
     def _voted(self, peer: str, vote: messages.Vote) -> None:
         founding = vote.epoch == 1
         certificate = (self._forming if founding else self._proposing).voted(peer, vote, self._verify)
-        if certificate is None or (self._view is not None and certificate.record.epoch <= self._view.record.epoch):
+        if certificate is None:
             return
-        record = certificate.record
+        record, view = certificate.record, self._view
+        if view is not None and (not self.is_free if founding else record.epoch <= view.record.epoch):
+            return
         self._note("founded" if founding else "claimed", f"roster {record.epoch} of {len(record.seats)} stages")
         told = {voter.peer for voter in (*record.voters, *voters_of(record))} - {self.me}
-        before = self.acceptor.chain[-1:]
-        if self._view is None:
+        before = () if founding else self.acceptor.chain[-1:]
+        if founding:
+            self._move()
             self._came_by(self._others_of(certificate))
         self._learn((certificate,))
         for other in sorted(told):
@@ -480,6 +515,8 @@ class CrewControl(Standing):
         for peer in self._detector.newly_suspected(self._now):
             self._note("suspected", f"{peer}: silent")
         if view.stage is None:
+            calm = view.is_calm(self._detector)
+            self._trouble = None if calm else self._now if self._trouble is None else self._trouble
             self._end_alone(view)
             return
         self._check_lease()
@@ -515,7 +552,7 @@ class CrewControl(Standing):
         if well and not self._running:
             self._running = view.ran = self._ever_ran = True
             self._recovery_seconds = self._stood() if view.record.epoch > 1 else None
-            self._standing = None
+            self._standing, self._ran_from = None, self._now
             if not self._worked and self._idle is None:
                 self._idle = (self._now, self._own.status.progress)
             self._note("running", f"roster {view.record.epoch}")

@@ -29,7 +29,7 @@ CrewState = Literal["none", "forming", "running", "paused", "recovering"]
 SlotState = Literal["vacant", "claimed", "loading", "probation", "active", "suspect", "draining"]
 NOTES = (
     "founded", "adopted", "running", "paused", "suspected", "refuted", "evicted", "claimed", "settled", "fenced", "dissolved", "released",
-    "refused", "stalled",
+    "refused", "stalled", "moved",
 )  # fmt: skip
 
 
@@ -70,6 +70,8 @@ class Settings(msgspec.Struct, frozen=True):
     """Voters who hear a member well no longer protect it when the crew has stood still for so long."""
     wait_seconds: float = 120.0
     """A crew that stands still for so long dissolves."""
+    witness_seconds: float = 30.0
+    """An even crew without a witness takes a free node for one when it has run for so long: that is a new record, and a pause."""
     slow_steps: float = 4.0
     """No progress for so many times the slow step (99th percentile) is a failure."""
     most_peers: int = 64

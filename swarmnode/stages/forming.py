@@ -87,6 +87,11 @@ class Forming:
         oldest = now - 3 * self._settings.offer_seconds
         return {peer: offer for peer, (offer, heard) in self._offers.items() if heard >= oldest}
 
+    def left(self, voter: Voter) -> None:
+        """It wants nothing of what it offered as this incarnation."""
+        if voter.peer in self._offers and self._offers[voter.peer][0].incarnation == voter.incarnation:
+            self.gone(voter.peer)
+
     def _forget_old(self, now: float) -> None:
         alive = self.offers(now)
         self._offers = {peer: known for peer, known in self._offers.items() if peer in alive}
@@ -97,9 +102,10 @@ class Forming:
         self._refused |= dict.fromkeys(peers, now + self._settings.left_out_seconds)
 
     def propose(
-        self, own: Offer, offering: Offering, now: float, waits: Callable[[str], bool] = lambda peer: False
+        self, own: Offer, offering: Offering, now: float, waits: Callable[[str], bool] = lambda peer: False, *, witness: bool = False,
     ) -> Record | None:  # fmt: skip
-        """The founding record to propose now, where everybody is quiet and it is our turn. Not with those for whom it `waits`."""
+        """The founding record to propose now, where everybody is quiet and it is our turn. Not with those for whom it `waits`. `witness`:
+        we are one already, of another crew, and would be nothing more in this one."""
         settings = self._settings
         if self._founding is not None and now < self._founding.deadline:
             return None
@@ -119,7 +125,8 @@ class Forming:
         place = turn.index(self.me) if self.me in turn else len(turn)
         if now - self._newest < settings.gather_seconds + place * 2.5 * settings.request_seconds:
             return None
-        if self.me not in turn:  # each had its turn, and none was heard to found anything
+        mine = (seat.peer for seat in record.seats) if witness else turn
+        if self.me not in mine:  # each had its turn, and none was heard to found anything
             self._leave_out(turn, now)
             return None
         record = msgspec.structs.replace(record, nonce=self._rng.randbytes(NONCE_BYTES))

@@ -181,13 +181,13 @@ class Acceptor:
         newer = tuple(certificate for certificate in self.chain if certificate.record.epoch > epoch)
         return Adopt(newer or self.chain[-1:])
 
-    def check_chain(self, certificates: tuple[Certificate, ...]) -> tuple[Certificate, ...]:
+    def check_chain(self, certificates: tuple[Certificate, ...], *, elsewhere: bool = False) -> tuple[Certificate, ...]:
         """What of it is new here, every signature and link checked.
 
-        Raises BadMessage: bounds where it does not follow what we have, signature where votes lack. Where we are in no crew, the first one
-        stands on its own votes.
+        Raises BadMessage: bounds where it does not follow what we have, signature where votes lack. Where we are in no crew, or it is to be
+        `elsewhere`, the first one stands on its own votes.
         """
-        last = self.record
+        last = None if elsewhere else self.record
         if last is not None and crew_id(certificates[0].record) != self.crew:
             raise BadMessage("bounds", "another crew")
         new = []
@@ -203,10 +203,15 @@ class Acceptor:
         return tuple(new)
 
     def learn(self, checked: tuple[Certificate, ...]) -> None:
-        """Take over what `check_chain` returned; promise and vote were for the epoch that is decided now."""
+        """Take over what `check_chain` returned; promise and vote were for the epoch that is decided now.
+
+        A witness that goes to another crew stays the same voter and forgets what it promised in the first one. So it must answer nothing
+        there any more, and it cannot: whoever leaves the second crew is another incarnation.
+        """
         if checked:
-            self.chain = (*self.chain, *checked)[-CHAIN:]
-            self.crew = crew_id(checked[-1].record)
+            crew = crew_id(checked[-1].record)
+            self.chain = (*(self.chain if crew == self.crew else ()), *checked)[-CHAIN:]
+            self.crew = crew
             self.promised, self.accepted_ballot, self.accepted = 0, 0, None
 
 

@@ -25,6 +25,8 @@ from swarmnode.stages.view import View
 
 ENDED: Final = 32
 """Crews that this node has left, so that late messages of theirs bring nobody back."""
+PARTED: Final = 256
+"""Witnesses that left a crew of ours, so that they are not named again and again."""
 OFFER_TRIES: Final = 3
 """Of one offer to a peer that does not answer."""
 SENT: Final = 64
@@ -65,6 +67,7 @@ class Standing:
         self._foreign: dict[str, float] = {}
         """Peers that do not speak of crews → until when they are offered nothing."""
         self._ended: deque[bytes] = deque(maxlen=ENDED)
+        self._parted: deque[Voter] = deque(maxlen=PARTED)
         # the own trainer and crew
         self._own = Holding(settings.slow_steps)
         self._draining: tuple[str, float] | None = None
@@ -83,6 +86,10 @@ class Standing:
         self._idle: tuple[float, int] | None = None
         """Since when the crew has run without any work for our stage, and the count of its pieces by then; None once there was some."""
         self._standing: float | None = None
+        self._ran_from = 0.0
+        """Since when the crew runs, where it does."""
+        self._trouble: float | None = None
+        """Since when the crew whose witness we are may need our vote; None while it does not."""
         self._recovery_seconds: float | None = None
         self._heard_crew = 0.0
 
@@ -106,6 +113,16 @@ class Standing:
     def may_average(self) -> bool:
         """Whether the own stage may be averaged with other crews' and rollouts be published: never in PROBATION, fenced, or in doubt."""
         return self._running and not self._fenced and self._own.status.phase == "active"
+
+    @property
+    def is_free(self) -> bool:
+        """Whether we could take a seat in another crew: we hold none, and our vote is not needed where we have one.
+
+        No crew keeps its witness by being in trouble for ever.
+        """
+        if self._view is None:
+            return True
+        return self._view.stage is None and (self._trouble is None or self._now - self._trouble >= self.settings.wait_seconds)
 
     def within_lease(self, now: float) -> bool:
         """Whether a majority is known to have heard us lately, also where no event has told control how late it is."""
@@ -211,6 +228,8 @@ class Standing:
                 self._do(ev.Send(peer, nothing))
 
     def _send_offer(self, peer: str) -> None:
+        if not self.is_free and not self._is_member(peer):
+            return
         if self._now >= self._foreign.get(peer, -1e18) and not self._patience.waits(peer, self._now):
             self._do(ev.Send(peer, self._own.offer(self.acceptor.me.incarnation)))
 

@@ -70,12 +70,15 @@ def next_record(
     settings: Settings,
     *,
     lost: Collection[str] = (),
+    parted: Collection[Voter] = (),
+    for_witness: bool = False,
     dissolve: str = "",
 ) -> Wish | None:
     """What to propose; None where the present record is the best there is.
 
     `facts` of every holder, `spares` by peer, not seated in this crew. `step`: how many steps all stages have taken. `lost`: voters that
-    are suspected, have left or forgotten; a witness among them is replaced, but nothing is changed only for that.
+    are suspected, have left or forgotten; a witness among them is replaced, but nothing is changed only for that, unless `for_witness`.
+    `parted`: who was named a witness and left; it has a seat elsewhere or is a witness there, and is not asked again.
     """
     left_over = dict(spares)
     seats, evicting = [], []
@@ -103,13 +106,14 @@ def next_record(
             continue
         seats.append(Seat("", b"", seat.stage_epoch) if spare is None else Seat(spare.peer, spare.incarnation, seat.stage_epoch + 1))
     relink = any(fact.broken for fact in facts.values()) and not any(fact.suspected for fact in facts.values())
-    if tuple(seats) == present.seats and not relink and not reason:
-        return None
     held = {seat.peer for seat in seats}
     witnesses = [v for v in present.witnesses if v.peer not in held and v.peer not in lost]
-    if not witnesses and len(seats) % 2 == 0 and left_over:
-        peer = min(left_over)
-        witnesses = [Voter(peer, left_over[peer].incarnation)]
+    if not witnesses and len(seats) % 2 == 0:
+        able = (Voter(peer, offer.incarnation) for peer, offer in sorted(left_over.items()) if offer.model == present.model)
+        witnesses = [voter for voter in able if voter not in parted][:1]
+    seconded = for_witness and bool(witnesses) and tuple(witnesses) != present.witnesses
+    if tuple(seats) == present.seats and not relink and not reason and not seconded:
+        return None
     record = Record(
         crew_id(present), present.epoch + 1, record_hash(present), present.model, present.layers, tuple(seats), tuple(witnesses),
         voters_of(present), max(step, present.step), present.lease_seconds, present.nonce, reason,

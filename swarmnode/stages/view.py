@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from swarmnode.stages import local
 from swarmnode.stages.detector import Detector
@@ -76,6 +76,22 @@ class View:
                 return False
         return True
 
+    def is_calm(self, detector: Detector) -> bool:
+        """Whether every stage is held and works, as far as a witness can tell: then its vote is not needed just now."""
+        lost = self.left | self.strangers
+        if len(self.seated) < len(self.record.seats) or not lost.isdisjoint(self.seated):
+            return False
+        active = {peer for peer, status in self.statuses.items() if status.phase == "active" and not detector.suspects(peer)}
+        return active.issuperset(self.seated)
+
+    def lacks_witness(self, detector: Detector, evict_seconds: float, now: float) -> bool:
+        """Whether the stages are of an even number, and nobody votes without one."""
+        gone = self.left | self.strangers
+        return len(self.record.seats) % 2 == 0 and all(
+            voter.peer in gone or (detector.suspects(voter.peer) and detector.silent_seconds(voter.peer, now) >= evict_seconds)
+            for voter in self.record.witnesses
+        )
+
     @property
     def steps_of_all(self) -> int:
         """That every stage has taken, by what was heard."""
@@ -116,13 +132,20 @@ class View:
         settings: Settings,
         now: float,
         *,
+        parted: Collection[Voter],
+        for_witness: bool,
         dissolve: str,
     ) -> Wish | None:
-        """The record that ought to be next, if any; with a reason in `dissolve` one that ends the crew."""
+        """The record that ought to be next, if any; with a reason in `dissolve` one that ends the crew. The rest as for `next_record`."""
         lost = self.left | self.strangers | {peer for peer in self.others if detector.suspects(peer)}
-        spares = {peer: offer for peer, offer in offers.items() if peer not in self.seated and peer not in lost}
+        voters = {voter.peer: voter.incarnation for voter in self.voters}
+        stale = {peer for peer in lost if peer in offers and offers[peer].incarnation == voters.get(peer)}  # offered before it was lost
+        spares = {peer: offer for peer, offer in offers.items() if peer not in self.seated and peer not in stale}
         facts = self.facts(detector, gone, offers, now)
-        return next_record(self.record, facts, spares, cost, self.steps_of_all, settings, lost=lost, dissolve=dissolve)
+        return next_record(
+            self.record, facts, spares, cost, self.steps_of_all, settings,
+            lost=lost, parted=parted, for_witness=for_witness, dissolve=dissolve,
+        )  # fmt: skip
 
     def place(self, detector: Detector) -> int | None:
         """Ours among the stages that are left, which propose in this order; None where we may not."""

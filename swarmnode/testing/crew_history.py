@@ -1,6 +1,7 @@
 """What must be true of a crew whatever fails: the history of a simulated swarm is held to it while it happens.
 
 records     one per crew and epoch, signed by a majority of the one before, by each voter for one record per ballot
+witnesses   one that goes to another crew gets a seat there and says nothing more in the first; none is named again and again
 writers     at most one per (crew, stage, stage epoch), as those see it who accept its frames
 steps       a stage takes each once, all stages the same micro-batches, and a step that all have taken is never taken back
 averaging   never in PROBATION, never by a member that no majority has heard for half a lease
@@ -13,7 +14,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 
-from swarmnode.stages.messages import Certificate, Record, crew_id, majority, record_hash, voters_of
+from swarmnode.stages.messages import Certificate, Record, Voter, crew_id, majority, record_hash, voters_of
+
+OFTEN = 3
+"""No crew names the same voter its witness so often, each time anew."""
 
 
 class Violation(AssertionError):
@@ -42,6 +46,8 @@ class History:
         self._records: dict[tuple[bytes, int], bytes] = {}
         self._by_hash: dict[bytes, Record] = {}
         self._votes: dict[tuple[bytes, int, int, str, bytes], bytes] = {}
+        self._left: set[tuple[bytes, Voter]] = set()
+        self._named: dict[tuple[bytes, Voter], int] = {}
         self._writers: dict[tuple[bytes, int, int], str] = {}
         self._sets: dict[tuple[bytes, int], tuple[int, ...]] = {}
         self._taken: dict[tuple[str, bytes, int], int] = {}
@@ -73,11 +79,26 @@ class History:
             needed = len(lawful) if record.epoch == 1 else majority(len(lawful))
             if not signers <= lawful or len(signers) < needed:
                 raise Violation(f"record {record.epoch} has {len(signers & lawful)} lawful votes of {needed}")
+            for witness in set(record.witnesses) - (set(before.witnesses) if record.epoch > 1 else set()):
+                self._named[key[0], witness] = times = self._named.get((key[0], witness), 0) + 1
+                if times >= OFTEN:
+                    raise Violation(f"{witness.peer} is named a witness {times} times")
         self.note(now, "adopted", node)
 
     def voted(self, node: str, crew: bytes, epoch: int, ballot: int, incarnation: bytes, digest: bytes) -> None:
         if epoch > 1 and self._votes.setdefault((crew, epoch, ballot, node, incarnation), digest) != digest:
             raise Violation(f"{node} votes for two records in ballot {ballot} of epoch {epoch}")
+
+    def moved(self, voter: Voter, crew: bytes, stage: int | None) -> None:
+        """`voter` has gone from `crew` to another, in which it has `stage`."""
+        self._left.add((crew, voter))
+        if stage is None:
+            raise Violation(f"{voter.peer} goes from one crew to another and has a seat in none")
+
+    def spoke(self, crew: bytes, voter: Voter) -> None:
+        """`voter` has promised or voted for a record of `crew`."""
+        if (crew, voter) in self._left:
+            raise Violation(f"{voter.peer} has a say in a crew that it left")
 
     def accepted(self, crew: bytes, stage: int, stage_epoch: int, writer: str) -> None:
         """A frame of `writer`, a trainer process, was taken as the stage's, in the epoch that the receiver goes by."""

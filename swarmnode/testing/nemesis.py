@@ -29,7 +29,7 @@ from swarmnode.testing.crew_trainer import Journal, Message, Trainer, named_keys
 MODEL = bytes(32)
 SETTINGS = Settings(
     tick_seconds=1.0, heartbeat_seconds=2.0, offer_seconds=3.0, gather_seconds=2.0, request_seconds=1.5, gone_seconds=4.0,
-    evict_seconds=13.0, restart_seconds=15.0, stuck_seconds=20.0, wait_seconds=40.0, lease_seconds=30.0,
+    evict_seconds=13.0, restart_seconds=15.0, stuck_seconds=20.0, wait_seconds=40.0, lease_seconds=30.0, witness_seconds=6.0,
 )  # fmt: skip
 FAULT_SECONDS = 25.0
 """During which faults begin; what they break is mended soon after."""
@@ -93,7 +93,10 @@ class World:
 
     def draw_sizes(self) -> tuple[int, int]:
         """Stages of the crew, and nodes more than that."""
-        return self.rng.choice((1, 2, 2, 3, 3, 3, 3, 4, 4)), self.rng.choice((0, 0, 1, 1, 2))
+        stages = self.rng.choice((1, 2, 2, 3, 3, 3, 3, 4, 4))
+        if self.rng.random() < 0.3:  # enough for two crews; those of an even number compete for witnesses
+            return self.rng.choice((2, 2, stages)), max(2, stages) + self.rng.choice((0, 0, 1, 2))
+        return stages, self.rng.choice((0, 0, 1, 1, 2))
 
     # ---- time -----------------------------------------------------------------------------------------------------------------
 
@@ -133,14 +136,13 @@ class World:
         return f"{node.name} {control.state} {control.roster.epoch if control.roster else ''} [{slots}] {control._own.status.phase}"
 
     def _quiet(self) -> bool:
-        """Everybody runs in one crew with all that it names, and takes steps; or is in none, and they are too few for another."""
-        free, running = 0, False
+        """Whoever has a seat runs with all that its crew names, and takes steps; the others are too few for another crew."""
+        free = 0
         for node in self.nodes.values():
             control = node.control
             if control is None or control.roster is None or control.stage is None:
                 free += control is not None and node.name not in self._draining
                 continue
-            running = True
             if not control.running:
                 return False
             for seat in control.roster.seats:
@@ -151,7 +153,7 @@ class World:
             first = self._first_step.setdefault((control.acceptor.crew, control.roster.epoch), head.participant.step if head else 0)
             if head is None or head.participant.step < first + 2:
                 return False
-        return running or free < self.stages
+        return free < self.stages
 
     # ---- nodes ----------------------------------------------------------------------------------------------------------------
 
@@ -214,19 +216,24 @@ class World:
         if node.stopped_until > self.now:
             self.at(node.stopped_until, self.event, name, life, event)
             return None
-        known = control.acceptor.chain
+        known, crew, me = control.acceptor.chain, control.acceptor.crew, control.acceptor.me
         answer = None
         actions = control.handle(event, self.now * node.rate + node.offset)
         if control.acceptor.chain is not known and control.acceptor.chain:
             self.history.adopted(self.now, name, control.acceptor.chain)
             for voter in messages.voters_of(control.acceptor.chain[-1].record):
                 node.heard_by[voter.peer] = self.now
+        if crew not in (messages.NO_CREW, control.acceptor.crew) and control.acceptor.me == me:
+            self.history.moved(me, crew, control.stage)
+            self._trigger("moved", name)
         for action in actions:
             match action:
                 case ev.Answer():
                     answer = action.message
                     if isinstance(answer, messages.Vote):
                         self._note_vote(node, answer)
+                    if isinstance(answer, messages.Vote | messages.Promise) and answer.epoch > 1:
+                        self.history.spoke(answer.crew, control.acceptor.me)
                 case ev.Send():
                     self._send(node, action.peer, action.message)
                 case ev.Persist():
@@ -494,8 +501,10 @@ class World:
                 self.kill(name)
 
     def _kill_on(self) -> None:
-        """Kill when a stage begins to load, or between an acknowledgement and the commit, or when a step was taken by the first."""
-        self._triggers.setdefault(self.rng.choice(("loading", "acknowledge", "took")), []).append(self.rng.choice(("it", "head", "both")))
+        """Kill when a stage begins to load, between an acknowledgement and the commit, when a step was taken by the first, or when a
+        witness goes to another crew."""
+        what = self.rng.choice(("loading", "acknowledge", "took", "moved"))
+        self._triggers.setdefault(what, []).append(self.rng.choice(("it", "head", "both")))
         if self.rng.random() < 0.5:
             self.kill_trainer(self._some(), 1.0)
 

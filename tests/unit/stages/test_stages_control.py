@@ -4,78 +4,7 @@ import pytest
 
 from swarmnode.stages import events as ev
 from swarmnode.stages import local
-from swarmnode.testing.nemesis import World
-
-
-class Story(World):
-    """A calm network in which only what `tell` does goes wrong."""
-
-    def __init__(self, stages, spares=0, seed=1):
-        self.sizes = (stages, spares)
-        super().__init__(seed, encode=True)
-
-        self.loss = self.copies = self.failing = 0.0
-        self.frames_overtake = self.replicas = False
-        self.delay = 0.05
-
-    def draw_sizes(self):
-        return self.sizes
-
-    def _add(self, name, rate, when):
-        super()._add(name, rate, 0.0)
-
-    def until(self, condition, within=60.0):
-        """Let time pass until `condition()`; seconds that it took."""
-        began = self.now
-        while not condition():
-            when, _, function, args = self.next_event()
-            self.now = when
-            function(*args)
-            assert self.now - began < within, [self._describe(node) for node in self.nodes.values()]
-        return self.now - began
-
-    def wait(self, seconds):
-        end = self.now + seconds
-        self.at(end, lambda: None)
-        self.until(lambda: self.now >= end, seconds + 1)
-
-    def control(self, name):
-        return self.nodes[name].control
-
-    def everybody_runs(self):
-        members = [node.control for node in self.nodes.values() if node.control is not None and node.control.stage is not None]
-        return len(members) == self.stages and all(control.running for control in members)
-
-    def holders(self):
-        roster = next(n.control.roster for n in self.nodes.values() if n.control is not None and n.control.running)
-        return {seat.peer: seat.stage_epoch for seat in roster.seats}
-
-    def head(self):
-        return next(n for n in self.nodes.values() if n.control is not None and n.control.stage == 0)
-
-    def step(self):
-        trainer = self.head().trainer
-        return trainer.participant.step if trainer is not None else 0
-
-    def running(self):
-        self.until(self.everybody_runs)
-        step = self.step()
-        self.until(lambda: self.step() >= step + 2 and not self.head().trainer.in_step)  # between two steps
-        return self
-
-
-def reset(world, name, back=None, remembers=True):
-    """Kill −9 of a whole node: its connections are reset."""
-    node = world.nodes[name]
-    node.control = node.trainer = None
-    if not remembers:
-        node.memory = b""
-    for other in world.nodes.values():
-        if other.control is not None:
-            world.event(other.name, other.life, ev.PeerGone(name))
-    world._streams_end(name)
-    if back is not None:
-        world.after(back, world.boot, name)
+from swarmnode.testing.crew_story import Story, reset
 
 
 def story(stages, spares=0):

@@ -2,8 +2,10 @@
 
 import pytest
 
+from swarmnode.stages import events as ev
 from swarmnode.stages import messages, roster
 from swarmnode.stages.control import CrewControl
+from swarmnode.stages.roster import Acceptor
 from swarmnode.testing.crew_history import History, Violation
 from swarmnode.testing.nemesis import World, check
 
@@ -30,7 +32,7 @@ def test_the_schedules_reach_what_they_are_for():
     wanted = {
         "founded", "running", "paused", "suspected", "refuted", "evicted", "claimed", "settled", "fenced", "dissolved", "released", "kill",
         "kill trainer", "stop", "cut", "drain", "took", "averaged", "neighbours", "everybody",
-        "kill while loading", "kill while acknowledge", "kill while took",
+        "kill while loading", "kill while acknowledge", "kill while took", "kill while moved", "moved",
     }  # fmt: skip
     assert not wanted - counts.keys()
 
@@ -55,6 +57,24 @@ class VotesTwice(CrewControl):
         acceptor.prepare, acceptor.propose = forgetting(prepare), forgetting(propose)
 
 
+class SpeaksOfBoth(CrewControl):
+    """Goes on voting in the crew whose witness it was, as one that forgot."""
+
+    def _move(self):
+        former, self.former = self.acceptor, None
+        if former.chain:
+            self.former = Acceptor(former.me, former._sign, self._verify)
+            self.former.learn(former.chain)
+        super()._move()
+
+    def _received(self, peer, message):
+        former = getattr(self, "former", None)
+        if former is not None and isinstance(message, messages.Prepare) and message.crew == former.crew:
+            self._do(ev.Answer(former.prepare(message)))
+        else:
+            super()._received(peer, message)
+
+
 class NeverFences(CrewControl):
     def _check_lease(self):
         pass
@@ -76,13 +96,17 @@ def first_violation(schedules, **options):
 
 
 def test_a_fence_that_lets_old_epochs_pass_is_found():
-    found = first_violation(range(200), fence_check=accepts_old_epochs)
+    found = first_violation(range(30, 230), fence_check=accepts_old_epochs)
     assert "two writers" in found
     assert "python -m swarmnode.testing.nemesis --seed" in found
 
 
 def test_a_voter_that_votes_twice_is_found():
     assert "two records of epoch" in first_violation(range(360, 1500), control=VotesTwice)
+
+
+def test_a_witness_that_votes_in_the_crew_that_it_left_is_found():
+    assert "a say in a crew that it left" in first_violation(range(400), control=SpeaksOfBoth)
 
 
 def test_half_of_the_voters_as_a_majority_is_found(monkeypatch):
@@ -135,6 +159,9 @@ def test_a_world_without_faults_just_runs():
         def _plan_faults(self):
             self.loss = self.copies = 0.0
             self.quiet_from = 30.0
+
+        def draw_sizes(self):
+            return 3, 0
 
     counts = Calm(11).run().counts
     assert counts["steps"] > 10
