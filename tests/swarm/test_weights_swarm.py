@@ -25,7 +25,7 @@ SYNC_EVERY = 4
 RATE = TrainingConfig().learning_rate
 EVER = 3.0
 """How far two replicas may ever be apart, in units of rate · √n · √steps. AdamW moves a weight by the rate at most; steps that have little
-to do with each other make it √steps. Replicas left alone (`rule = "off"`) are 1.0 to 1.4 apart, and an outer step makes it β / (1 − α) = 1.4
+to do with each other make it √steps. Replicas left alone (`rule = "off"`) are 1.0 to 1.4 apart, and outer steps make it β / (1 − α) = 1.4
 times as much. What a liar sends is further away."""
 TOGETHER = 0.1
 """Of what was between replicas when they stopped learning; it would stay if they did not average. An exchange leaves 0.84 of a distance, at
