@@ -221,6 +221,12 @@ def test_the_past_is_dropped(changed, reason):
     assert fence.statistics().dropped == ({reason: 1} if reason else {})
 
 
+def test_a_sender_that_the_crew_does_not_have_is_dropped_and_its_head_is_not():
+    fence = Fence(Place(b"c" * 16, 2, 1, 4, 0), [0, 4, 0])
+    assert fence.check(Place(b"c" * 16, 2, 0, 0, 5), 0, 5) is None
+    assert fence.check(Place(b"c" * 16, 2, 3, 0, 5), 3, 5) == "stage"
+
+
 def test_the_head_steps_with_the_first_other_stage_and_not_before_a_decision():
     head = Coordinator(3)
     attempt = head.begin(deadline=5.0)
