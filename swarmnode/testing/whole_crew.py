@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import signal
 import time
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -123,6 +124,34 @@ def freeze(crew: WholeCrew, step: int, seconds: float = 600.0) -> list[Path]:
     head.suspend()
     until(lambda: journal_steps(crew.nodes) == [step] * crew.stages, lambda: journal_steps(crew.nodes), 10.0)
     return [journal_of(node) for node in crew.nodes]
+
+
+@contextlib.contextmanager
+def at_rest(crew: WholeCrew, shadows: bool = False) -> Iterator[Seen]:
+    """The crew while its head is stopped between two steps: all journals are of one step, and with `shadows` all copies at neighbours."""
+    seen = until(lambda: crew.at(1), crew.story)
+    head = trainer_of(seen[0][0])
+    assert head is not None
+
+    def steps() -> set[int]:
+        copies = [disk.read_about(path) for node in crew.nodes for path in node.directory.glob("trainer/shadows/*/stage-*.safetensors")]
+        found = {about["step"] for about in copies if about is not None} if shadows else set()
+        return found | set(journal_steps(crew.nodes))
+
+    for _ in range(100):
+        head.suspend()
+        before = steps()
+        time.sleep(0.5)  # for a step that was decided, and for what is on its way to a disk
+        if len(before) == 1 and steps() == before:
+            break
+        head.resume()
+        time.sleep(0.1)
+    else:
+        raise AssertionError(f"not at rest: {steps()}")
+    try:
+        yield seen
+    finally:
+        head.resume()
 
 
 def restored(node: DemoNode) -> dict[str, Any]:
