@@ -72,8 +72,7 @@ def troubles(s: NodeSnapshot) -> list[str]:
     report, age = s.trainer.report, s.trainer.age_seconds
     if s.node.trainer and s.health.policy_loaded and not s.trainer.connected:
         found.append("the trainer is not connected")
-    leads = not s.stages.enabled or s.stages.stage == 0  # of a crew only the head has anything to report
-    if leads and s.trainer.connected and report is not None and age is not None and report.phase not in ("loading", "paused", "draining"):
+    if s.leads and s.trainer.connected and report is not None and age is not None and report.phase not in ("loading", "paused", "draining"):
         patience = max(STALL_FLOOR_SECONDS, STALL_STEPS * (report.step_seconds or 0.0))
         if age > patience:
             found.append(f"the trainer has reported nothing for {age:.0f} s")

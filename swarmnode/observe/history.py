@@ -22,7 +22,8 @@ def _process(name: str, field: str) -> Callable[[NodeSnapshot], float | None]:
 
 
 def _report(field: str) -> Callable[[NodeSnapshot], float | None]:
-    return lambda s: None if s.trainer.report is None else getattr(s.trainer.report, field)
+    """Nothing while there is no trainer to measure it: what it said last is not what is now."""
+    return lambda s: getattr(s.trainer.report, field) if s.trainer.report is not None and s.trainer.connected and s.leads else None
 
 
 COLUMNS: dict[str, Callable[[NodeSnapshot], float | None]] = {

@@ -354,3 +354,8 @@ class NodeSnapshot(msgspec.Struct, frozen=True):
     """How late the network process's event loop last woke a task that had asked for a moment."""
     peers: list[PeerRow] = []
     logs: list[LogLine] = []
+
+    @property
+    def leads(self) -> bool:
+        """It samples, learns and evaluates itself. Of a crew only the head does; the others have nothing of that to report."""
+        return not self.stages.enabled or self.stages.stage == 0

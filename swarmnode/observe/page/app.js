@@ -18,6 +18,12 @@ function node(tag, attributes = {}, ...children) {
   return made;
 }
 
+// Puts children into an element unless they are there already: what somebody has marked to copy stays marked.
+function put(element, ...children) {
+  const there = element.childNodes;
+  if (there.length !== children.length || children.some((child, i) => !child.isEqualNode(there[i]))) element.replaceChildren(...children);
+}
+
 const known = (value) => value !== null && value !== undefined && Number.isFinite(value);
 const shortId = (peer) => (peer.length > 18 ? `${peer.slice(0, 8)}…${peer.slice(-6)}` : peer);
 const sum = (counts) => Object.values(counts).reduce((a, b) => a + b, 0);
@@ -32,12 +38,14 @@ const fixed = (digits) => (value) => (known(value) ? value.toFixed(digits) : "�
 
 function duration(seconds) {
   if (!known(seconds)) return "–";
-  if (seconds < 1) return "now";
+  if (seconds < 1) return "under 1 s";
   if (seconds < 60) return `${Math.round(seconds)} s`;
   if (seconds < 5400) return `${Math.round(seconds / 60)} min`;
   if (seconds < 129600) return `${(seconds / 3600).toFixed(1)} h`;
   return `${(seconds / 86400).toFixed(1)} d`;
 }
+
+const since = (seconds) => (!known(seconds) ? "–" : seconds < 1 ? "now" : `${duration(seconds)} ago`);
 
 function bytes(value) {
   if (!known(value)) return "–";
@@ -82,12 +90,16 @@ function ticks(low, high, wanted) {
   return found;
 }
 
-const plain = (value) => String(+value.toPrecision(6));
+// For an axis, where there is room for six characters.
+function plain(value) {
+  const [scale, unit] = Math.abs(value) >= 1e6 ? [1e6, " M"] : Math.abs(value) >= 1e4 ? [1e3, " k"] : [1, ""];
+  return `${+(value / scale).toPrecision(6)}${unit}`;
+}
 
 // --- one chart -------------------------------------------------------------------------------------------------------
 
 const TIME_STEPS = [10, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400, 172800, 604800];
-const LEFT = 38, RIGHT = 6, TOP = 6, BOTTOM = 20;
+const LEFT = 44, RIGHT = 6, TOP = 6, BOTTOM = 20;
 
 class Chart {
   // options: title, height, wide, format, max (of the axis, at most), integer, stacked, scale (values are divided by it),
@@ -104,9 +116,11 @@ class Chart {
     this.svg.addEventListener("keydown", (event) => this.key(event));
   }
 
-  show(at, columns) {
+  // empty: what to say where nothing was measured
+  show(at, columns, empty) {
     const { stacked, series, scale } = this.options;
     this.at = at;
+    this.empty = empty;
     this.values = series.map(({ key }) => scaled(columns[key] || [], scale));
     this.bins = 0;
     if (stacked) {
@@ -149,7 +163,7 @@ class Chart {
     const index = this.chosen === null ? this.length - 1 : Math.min(this.chosen, this.length - 1);
 
     const when = this.bins ? at[0] + ((index + 0.5) / this.bins) * (at[at.length - 1] - at[0]) : at[index];
-    const ago = this.chosen === null ? "" : ` · ${duration(at[at.length - 1] - when)} ago`;
+    const ago = this.chosen === null ? "" : ` · ${since(at[at.length - 1] - when)}`;
     this.caption.replaceChildren(node("span", { class: "title" }, title, node("span", { class: "muted" }, ago)));
     this.caption.append(node("span", { class: series.length > 1 ? "keys row" : "keys" }, ...series.map(({ label, look }, i) => (
       node("span", { class: stacked ? "key box" : "key" }, node("i", { class: look }), label ? `${label} ` : "", node("b", {}, format(values[i][index])))))));
@@ -161,7 +175,7 @@ class Chart {
     const silent = stacked && shown.every((value) => value === 0);
     if (at.length < 2 || !shown.length || silent) {
       this.svg.replaceChildren(node("text", { x: this.width / 2, y: height / 2, "text-anchor": "middle" },
-        silent ? "none yet" : shown.length ? "just started" : "nothing measured yet"));
+        silent ? "none yet" : shown.length ? "just started" : this.empty));
       return;
     }
     const [low, high] = this.range(shown);
@@ -284,17 +298,23 @@ function tile(label, value, unit, note) {
   return node("div", { class: "tile" }, node("p", { class: "label" }, label), shown, node("p", { class: "note" }, note || ""));
 }
 
+// Of a crew the head alone samples, learns and evaluates.
+const leads = (s) => !s.stages.enabled || s.stages.stage === 0;
+const waits = (c) => (c.phase && known(c.bubble_share) ? `waits ${Math.round(100 * c.bubble_share)} % of a step` : "");
+
 function tiles(s) {
-  const report = s.trainer.report || {};
-  const { rollouts, network } = s;
+  const { rollouts, network, stages: c } = s, member = !leads(s), report = (!member && s.trainer.report) || {};
   const gained = known(report.reward_held_out) && known(report.reward_held_out_start) ? report.reward_held_out - report.reward_held_out_start : null;
-  const since = gained === null ? "not evaluated yet" : `${gained < 0 ? "−" : "+"}${Math.abs(gained).toFixed(3)} since the start`;
-  byId("tiles").replaceChildren(
-    tile("Held-out reward", fixed(3)(report.reward_held_out), "", since),
+  const evaluated = member ? "the crew's head measures it" : gained === null ? "not evaluated yet" : `${gained < 0 ? "−" : "+"}${Math.abs(gained).toFixed(3)} since the start`;
+  const pace = known(report.step_seconds) ? `${fixed(2)(report.step_seconds)} s a step` : "";
+  put(byId("tiles"),
+    tile("Held-out reward", fixed(3)(report.reward_held_out), "", evaluated),
     tile("Used from peers", count(rollouts.used), "groups", `of ${count(rollouts.admitted)} admitted`),
     tile("Peers", count(network.peers_in + network.peers_out), "", `${network.peers_known} known, ${network.mesh} in the mesh`),
-    tile("Policy version", count(report.policy_version), "", known(report.external_share) ? `${Math.round(report.external_share * 100)} % learnt from peers` : ""),
-    tile("Sampling", count(report.tokens_per_second), "tokens/s", `${fixed(2)(report.step_seconds)} s a step`),
+    member ? tile("Steps of the stage", known(c.stage) ? count(c.step) : "–", "", known(c.stage) ? `stage ${c.stage}, the first is 0` : "it holds none")
+      : tile("Policy version", count(report.policy_version), "", known(report.external_share) ? `${Math.round(report.external_share * 100)} % learnt from peers` : ""),
+    member ? tile("Through the stage", count(c.phase ? c.tokens_per_second : null), "tokens/s", waits(c))
+      : s.trainer.connected ? tile("Sampling", count(report.tokens_per_second), "tokens/s", pace) : tile("Sampling", "–", "tokens/s", "no trainer now"),
     tile("Pool", count(rollouts.pool.groups), "groups", `${bytes(rollouts.pool.bytes)}, ${rollouts.pool.peers} peers`),
   );
 }
@@ -307,13 +327,13 @@ function head(told) {
   const facts = [`swarm ${me.swarm_name}`, me.model, [report.device, report.dtype].filter(Boolean).join(" "), `up ${duration(s.at - me.started_at)}`, `v${me.version}`];
   byId("facts").textContent = facts.filter(Boolean).join("  ·  ");
   byId("phase").textContent = s.trainer.connected ? report.phase || "" : "no trainer";
-  const state = !told.ready.ok ? "starting" : told.troubles.length ? "degraded" : "ready";
+  const state = s.health.draining ? "draining" : !told.ready.ok ? "starting" : told.troubles.length ? "degraded" : "ready";
   announce(state, [...told.ready.reasons, ...told.troubles].join("; "));
 }
 
 function announce(state, why) {
   document.body.dataset.state = state;
-  const words = { ready: "ready", starting: "starting", degraded: "needs a look", stale: "not answering" };
+  const words = { ready: "ready", starting: "starting", draining: "draining", degraded: "needs a look", stale: "not answering" };
   if (byId("state").textContent !== words[state]) byId("state").textContent = words[state];
   byId("notice").hidden = !why;
   if (byId("notice").textContent !== why) byId("notice").textContent = why;
@@ -323,12 +343,12 @@ const cell = (label, value, kind = "number") => node("td", { "data-label": label
 
 function peers(rows) {
   const order = [...rows].sort((a, b) => !a.direction - !b.direction || b.used - a.used || a.peer.localeCompare(b.peer));
-  byId("peers").tBodies[0].replaceChildren(...order.map((row) => {
+  put(byId("peers").tBodies[0], ...order.map((row) => {
     const id = node("code", { title: row.peer }, shortId(row.peer));
     return node("tr", row.direction ? {} : { class: "gone" },
       cell("Peer", id, ""), cell("Link", row.direction || "none", ""), cell("Admitted", count(row.admitted)), cell("Used", count(row.used)),
       cell("Rejected", count(row.rejected), row.rejected ? "number low" : "number"),
-      cell("Reputation", row.reputation.toFixed(2), row.reputation < 0 ? "number low" : "number"), cell("Seen", duration(row.last_seen_seconds)));
+      cell("Reputation", row.reputation.toFixed(2), row.reputation < 0 ? "number low" : "number"), cell("Seen", since(row.last_seen_seconds)));
   }));
   byId("peers").hidden = !rows.length;
   byId("no-peers").hidden = rows.length > 0;
@@ -341,22 +361,22 @@ function swarm(s) {
   byId("swarm-line").textContent = said.length
     ? `${s.swarm.reporting} peers say so of themselves${more}${median}.`
     : "Nobody has said anything of itself yet. Peers that share a summary do so within a minute.";
-  byId("swarm").tBodies[0].replaceChildren(...said.map((row) => node("tr", row.direct ? {} : { class: "gone" },
-    cell("Name", row.name || "–", "named"),
+  put(byId("swarm").tBodies[0], ...said.map((row) => node("tr", row.direct ? {} : { class: "gone" },
+    cell("Name", node("bdi", {}, row.name || "–"), "named"),
     cell("Peer", node("code", { title: row.direct ? row.peer : `${row.peer}, heard of through another peer` }, shortId(row.peer)), ""),
     cell("Version", row.version, ""), cell("Policy", count(row.policy_version)), cell("Steps", count(row.step)), cell("Held-out", fixed(3)(row.reward)),
     cell("Published", count(row.published)), cell("Peers", count(row.peers)), cell("Up", duration(row.uptime_seconds)),
-    cell("Said", duration(row.age_seconds)))));
+    cell("Said", since(row.age_seconds)))));
   byId("swarm").hidden = !said.length;
 }
 
 function facts(list, rows) {
-  byId(list).replaceChildren(...rows.filter(([, value]) => value).flatMap(([name, value]) => [node("dt", {}, name), node("dd", {}, value)]));
+  put(byId(list), ...rows.filter(([, value]) => value).flatMap(([name, value]) => [node("dt", {}, name), node("dd", {}, value)]));
 }
 
 function bars(list, all) {
   const most = Math.max(1, ...all.map(([, n]) => n));
-  byId(list).replaceChildren(...all.map(([name, n, look, note]) => node("li", {},
+  put(byId(list), ...all.map(([name, n, look, note]) => node("li", {},
     node("span", {}, name.replaceAll("_", " "), node("span", { class: "muted" }, ` ${note}`)), node("span", {}, count(n)),
     node("svg", { viewBox: "0 0 100 4", preserveAspectRatio: "none", "aria-hidden": "true" },
       node("rect", { class: `block ${look}`, width: (100 * n) / most, height: 4 })))));
@@ -400,16 +420,16 @@ function crew(s) {
     c.fenced ? "no majority hears this node, so it takes no step" : "", c.slots.length ? `roster ${c.roster_epoch}` : "",
     `${others} to hold a stage`, c.slots.length ? "" : c.reason,
   ].filter(Boolean).join("; ") + ".";
-  byId("crew").replaceChildren(...c.slots.map((slot) => {
+  put(byId("crew"), ...c.slots.map((slot) => {
     const mine = slot.peer && slot.peer === s.node.peer;
     const id = node("code", { title: slot.peer }, shortId(slot.peer)); // beside the name, which anybody may claim
     const who = !slot.peer ? [node("span", { class: "muted" }, "nobody")]
-      : mine ? [node("b", {}, "this node")] : names[slot.peer] ? [`${names[slot.peer]} `, id] : [id];
+      : mine ? [node("b", {}, "this node")] : names[slot.peer] ? [node("bdi", {}, names[slot.peer]), " ", id] : [id];
     const role = last === 0 ? "" : slot.stage === 0 ? " · head" : slot.stage === last ? " · tail" : "";
     return node("li", { class: SLOT_LOOKS[slot.state] || "", "data-stage": slot.stage },
       node("p", { class: "label" }, `Stage ${slot.stage}${role}`), node("p", { class: "holder" }, ...who),
       node("p", { class: "slot" }, SLOT_WORDS[slot.state] || slot.state),
-      node("p", { class: "note" }, [known(slot.layers) ? `${slot.layers} layers` : "", `step ${count(slot.step)}`, slot.peer && slot.stage_epoch > 1 ? `holder ${slot.stage_epoch}` : ""].filter(Boolean).join(", ")));
+      node("p", { class: "note" }, [known(slot.layers) ? `${slot.layers} ${slot.layers === 1 ? "layer" : "layers"}` : "", `step ${count(slot.step)}`, slot.peer && slot.stage_epoch > 1 ? `holder ${slot.stage_epoch}` : ""].filter(Boolean).join(", ")));
   }));
   const events = (...kinds) => kinds.map((kind) => [kind, c.events[kind] || 0]).filter(([, n]) => n).map(([kind, n]) => `${kind} ${count(n)}`).join(", ");
   facts("crew-facts", !c.slots.length ? [] : [
@@ -424,7 +444,7 @@ function crew(s) {
     ["came from", c.rung ? `${rungName(c.rung)}${known(c.rung_seconds) ? `, in ${c.rung_seconds.toFixed(1)} s` : ""}` : "the base model, when the crew was founded"],
     ["its shadow", known(c.shadow_step) ? `of step ${count(c.shadow_step)}, ${count(c.shadow_age_steps)} steps old` : c.slots.length > 1 ? "nobody has one yet" : ""],
     ["probe", known(c.probe_kl) ? `${c.probe_kl.toPrecision(2)} nats per token between before and after` : ""],
-    ["speed", [known(c.tokens_per_second) ? `${count(c.tokens_per_second)} tokens/s` : "", known(c.bubble_share) ? `waits ${Math.round(100 * c.bubble_share)} % of a step` : ""].filter(Boolean).join(", ")],
+    ["speed", [c.phase && known(c.tokens_per_second) ? `${count(c.tokens_per_second)} tokens/s` : "", waits(c)].filter(Boolean).join(", ")],
     ["failed", c.phase === "failed" ? c.reason : ""],
   ]);
 }
@@ -445,7 +465,7 @@ function resources(s) {
     ["clock", known(offset) ? `${Math.abs(offset).toFixed(1)} s ${offset > 0 ? "behind" : "ahead of"} most peers'` : ""],
   ]);
   const traffic = Object.entries(s.network.bytes).sort((x, y) => sum(y[1]) - sum(x[1])).slice(0, 8);
-  byId("traffic").tBodies[0].replaceChildren(...traffic.map(([protocol, ways]) => node("tr", {},
+  put(byId("traffic").tBodies[0], ...traffic.map(([protocol, ways]) => node("tr", {},
     cell("Protocol", node("code", {}, protocol), ""), cell("Received", bytes(ways.in)), cell("Sent", bytes(ways.out)))));
   byId("traffic").hidden = !traffic.length;
   byId("no-traffic").hidden = traffic.length > 0;
@@ -477,13 +497,13 @@ function reach(network) {
 
 function identity(me) {
   const rows = [["peer", me.peer], ["swarm", me.swarm ? `${me.swarm.slice(0, 16)}…` : ""], ["address", me.addrs[0] || ""], ["tasks", me.tasks.join(", ")]];
-  byId("identity").replaceChildren(...rows.filter(([, value]) => value).flatMap(([name, value]) => [
+  put(byId("identity"), ...rows.filter(([, value]) => value).flatMap(([name, value]) => [
     node("dt", {}, name), node("dd", {}, node("code", {}, value)),
   ]));
 }
 
 function logs(lines) {
-  byId("logs").replaceChildren(...[...lines].reverse().slice(0, 200).map((line) => node("li", {},
+  put(byId("logs"), ...[...lines].reverse().slice(0, 200).map((line) => node("li", {},
     node("time", { class: "muted", datetime: new Date(line.at * 1000).toISOString() }, new Date(line.at * 1000).toLocaleTimeString([], { hour12: false })),
     node("span", { class: /^[a-z]+$/.test(line.level) ? line.level : "" }, line.level),
     node("span", { class: "text", title: line.logger }, line.text))));
@@ -491,8 +511,7 @@ function logs(lines) {
 
 // --- asking ----------------------------------------------------------------------------------------------------------
 
-let answeredAt = null, timer = null;
-const openedAt = performance.now();
+let answeredAt = null, shownAt = performance.now(), timer = null, misread = false;
 
 // What /status says, or null when there is no usable answer.
 async function ask() {
@@ -508,7 +527,8 @@ function render(told) {
   const s = told.snapshot;
   head(told);
   tiles(s);
-  for (const chart of CHARTS) chart.show(told.history.at, told.history);
+  const empty = leads(s) ? "nothing measured yet" : "the crew's head measures it";
+  for (const chart of CHARTS) chart.show(told.history.at, told.history, empty);
   crew(s);
   peers(s.peers);
   reasons(s.rollouts);
@@ -526,19 +546,31 @@ async function poll() {
   clearTimeout(timer);
   timer = setTimeout(poll, POLL_MS);
   if (told === null) return;
-  answeredAt = performance.now();
-  render(told);
+  try {
+    render(told);
+    answeredAt = performance.now();
+    misread = false;
+  } catch (error) {
+    misread = true; // the node is of another version than this page, which was loaded before
+    console.error(error);
+    watchAge();
+  }
 }
 
 function watchAge() {
   if (document.hidden) return; // browsers slow the timers of hidden pages down
-  const silent = performance.now() - (answeredAt === null ? openedAt : answeredAt);
-  byId("age").textContent = answeredAt === null ? "" : `updated ${duration(silent / 1000)}${silent < 1000 ? "" : " ago"}`;
-  if (silent > STALE_MS) announce("stale", `The node has not answered for ${duration(silent / 1000)}. What you see is its last known state.`);
+  const now = performance.now(), age = now - (answeredAt ?? shownAt), silent = now - Math.max(answeredAt ?? 0, shownAt);
+  byId("age").textContent = answeredAt === null ? "" : `updated ${since(age / 1000)}`;
+  if (misread) announce("stale", "The node's answer is not what this page expects: load the page again. What you see is from before.");
+  else if (silent > STALE_MS) announce("stale", `The node has not answered for ${duration(age / 1000)}. What you see is its last known state.`);
 }
 
 byId("charts").append(...CHARTS.map((chart) => chart.figure));
 addEventListener("resize", () => { for (const chart of CHARTS) if (chart.at) chart.draw(); });
-document.addEventListener("visibilitychange", () => { if (!document.hidden) poll(); });
+document.addEventListener("visibilitychange", () => {
+  if (document.hidden) return;
+  shownAt = performance.now(); // it was not asked while nobody looked: that is no silence of the node's
+  poll();
+});
 setInterval(watchAge, 1000);
 poll();

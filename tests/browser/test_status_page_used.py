@@ -1,0 +1,150 @@
+"""The status page as somebody uses it: on a phone, by keyboard, marking what is to be copied, while trainer or crew's head is elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+
+import msgspec
+import pytest
+import trio
+
+from swarmnode.config import HttpConfig
+from swarmnode.observe import http
+from swarmnode.observe.history import History
+from swarmnode.observe.snapshot import NodeSnapshot, PeerRow, ProcessUse
+from swarmnode.testing.browser import CHROMIUM, chromium
+from swarmnode.testing.snapshots import OWN, PEERS, example, example_at
+
+pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")]
+replace = msgspec.structs.replace
+DRAWN = "document.body.dataset.state !== 'connecting'"
+
+
+@contextlib.asynccontextmanager
+async def page(tmp_path, monkeypatch, snapshot=example, change=lambda s: s, width=1280):
+    """A tab with the page of a node that has five minutes behind it; `change` is applied to each moment of them."""
+
+    class Past(History):
+        def __init__(self) -> None:
+            super().__init__()
+            for second in range(300, 600):
+                self.add(change(example_at(float(second))))
+
+    monkeypatch.setattr(http, "History", Past)
+    now = lambda: change(snapshot())
+    async with trio.open_nursery() as nursery:
+        url = await nursery.start(lambda task_status: http.serve_http(HttpConfig(port=0), now, task_status=task_status))
+        async with chromium(tmp_path) as tab:
+            await tab.look(width)
+            await tab.open(url)
+            await tab.until(DRAWN)
+            yield tab
+        nursery.cancel_scope.cancel()
+
+
+async def test_nothing_is_cut_off_or_lies_upon_something_else_at_any_width(tmp_path, monkeypatch) -> None:
+    s = example()
+    long = {f"/swarmnode/weights-manifest-{i}/1": {"in": 12_345_678, "out": 2**33} for i in range(3)}
+    busy = replace(s, network=replace(s.network, bytes=long))
+    wide = "document.documentElement.scrollWidth - innerWidth"
+    # Cells of one row end where their neighbours begin.
+    overlaps = """[...document.querySelectorAll('tbody tr')].flatMap((row) => {
+        const boxes = [...row.children].map((cell) => { const all = document.createRange(); all.selectNodeContents(cell); return all; })
+          .flatMap((range, i) => [...range.getClientRects()].map((box) => ({ i, box })));
+        return boxes.filter(({ i, box }) => boxes.some((other) => other.i !== i && box.width && other.box.width
+          && box.left < other.box.right - 1 && other.box.left < box.right - 1
+          && box.top < other.box.bottom - 1 && other.box.top < box.bottom - 1))
+          .map(() => row.textContent);
+      })"""
+    outside = """[...document.querySelectorAll('figure svg text')].filter((text) => text.getBoundingClientRect().left
+        < text.closest('figure').getBoundingClientRect().left + 1).map((text) => text.textContent)"""
+    async with page(tmp_path, monkeypatch, lambda: busy) as tab:
+        for width in (1280, 880, 600, 390, 320):
+            await tab.look(width)
+            await tab.js("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+            assert await tab.js(wide) <= 0, width
+            assert await tab.js(overlaps) == [], width
+            assert await tab.js(outside) == [], width
+        assert tab.errors == []
+
+
+async def test_large_numbers_fit_beside_the_axis(tmp_path, monkeypatch) -> None:
+    """20000 cut off to 0000 says something else."""
+
+    def busy(s: NodeSnapshot) -> NodeSnapshot:
+        seconds = int(s.at) % 1000
+        traffic = {"/meshsub/1.1.0": {"in": seconds * 700_000, "out": seconds * 90_000}}
+        return replace(s, network=replace(s.network, bytes=traffic))
+
+    labels = "[...document.querySelectorAll('figure svg text[text-anchor=end]')]"
+    async with page(tmp_path, monkeypatch, change=busy) as tab:
+        assert "40 k" in await tab.js(f"{labels}.map((text) => text.textContent)")
+        assert await tab.js(f"{labels}.filter((text) => text.getBBox().x < 0).map((text) => text.textContent)") == []
+
+
+async def test_every_chart_and_every_list_that_scrolls_is_reached_by_keyboard(tmp_path, monkeypatch) -> None:
+    async with page(tmp_path, monkeypatch) as tab:
+        reached = []
+        for _ in range(14):  # eight charts, two lists, four links
+            await tab.press("Tab")
+            reached.append(await tab.js("((e) => e.id || e.getAttribute('class') || e.tagName)(document.activeElement)"))
+        assert reached.count("svg") == 8
+        assert {"logs", "scroll"} <= set(reached)
+        await tab.js("document.querySelector('figure svg').focus()")
+        newest = await tab.js("document.activeElement.getAttribute('aria-label')")
+        for key in ("ArrowLeft", "ArrowLeft"):
+            await tab.press(key)
+        label = await tab.js("document.activeElement.getAttribute('aria-label')")
+        assert label.startswith("Reward: own")
+        assert label.endswith(" s ago")
+        await tab.press("Escape")
+        assert await tab.js("document.activeElement.getAttribute('aria-label')") == newest
+
+
+async def test_what_is_marked_to_be_copied_stays_marked_when_the_page_asks_again(tmp_path, monkeypatch) -> None:
+    async with page(tmp_path, monkeypatch) as tab:
+        await tab.js("getSelection().selectAllChildren(document.querySelector('#identity code'))")
+        await tab.js("window.before = answeredAt, 0")
+        await tab.until("answeredAt > before")
+        assert await tab.js("getSelection().toString()") == OWN
+
+
+async def test_speed_is_not_shown_when_there_is_no_trainer(tmp_path, monkeypatch) -> None:
+    lost = lambda s: replace(s, trainer=replace(s.trainer, connected=False), stages=replace(s.stages, phase=""))
+    async with page(tmp_path, monkeypatch, change=lambda s: lost(s) if s.at % 1000 > 500 else s) as tab:
+        tiles = await tab.js("document.getElementById('tiles').innerText")
+        assert "no trainer now" in tiles
+        assert "212" not in tiles
+        assert "540" not in await tab.js("document.getElementById('stage-facts').innerText")
+        assert "own –" in await tab.js("document.querySelector('figure svg').getAttribute('aria-label')")
+        assert "the trainer is not connected" in await tab.js("document.getElementById('notice').textContent")
+
+
+async def test_a_member_that_is_not_the_head_shows_its_stage_and_no_empty_charts(tmp_path, monkeypatch) -> None:
+    member = lambda s: replace(s, stages=replace(s.stages, stage=2, slots=[replace(slot, layers=1) for slot in s.stages.slots]))
+    async with page(tmp_path, monkeypatch, change=member) as tab:
+        tiles = await tab.js("document.getElementById('tiles').innerText")
+        for expected in ("the crew's head measures it", "Steps of the stage", "250", "Through the stage", "540"):
+            assert expected in tiles
+        assert "the crew's head measures it" in await tab.js("document.querySelector('figure svg').textContent")
+        crew = await tab.js("document.getElementById('crew').innerText")
+        assert "1 layer, step" in crew
+        named = await tab.js("[...document.querySelectorAll('#crew bdi')].map((name) => name.textContent)")
+        assert named == ["attic", "Küche 2", "gpu-box-7"]  # what turns the text of a name around ends with it
+
+
+async def test_what_never_was_is_not_now(tmp_path, monkeypatch) -> None:
+    s = example()
+    new = replace(s, peers=[PeerRow(PEERS[0], "in")], processes={"scorer": ProcessUse(2**20, 0.2)}, health=replace(s.health, draining=True))
+    async with page(tmp_path, monkeypatch, lambda: new) as tab:
+        assert await tab.js("document.querySelector('#peers td:last-child').textContent") == "–"
+        assert "1.0 MiB, under 1 s of CPU" in await tab.js("document.getElementById('resources').innerText")
+        assert await tab.js("[document.body.dataset.state, document.getElementById('state').textContent]") == ["draining", "draining"]
+
+
+async def test_a_page_older_than_the_node_says_that_it_is(tmp_path, monkeypatch) -> None:
+    async with page(tmp_path, monkeypatch) as tab:
+        monkeypatch.setattr(http, "status_json", lambda *asked: b'{"snapshot": {}}')
+        await tab.until("document.body.dataset.state === 'stale'")
+        assert "load the page again" in await tab.js("document.getElementById('notice').textContent")
+        assert len(tab.errors) >= 1
