@@ -13,8 +13,9 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
+from rich.measure import Measurement
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -25,6 +26,7 @@ from swarmnode.observe.logs import clean_text
 DEADLINE_SECONDS = 5.0
 MAX_BYTES = 16 * 2**20
 BARS = "▁▂▃▄▅▆▇█"
+SPARK_WIDTH = 28
 Status = Mapping[str, Any]
 
 
@@ -51,7 +53,7 @@ def number(value: float | None, digits: int = 0, unit: str = "") -> str:
     return "–" if value is None else f"{value:,.{digits}f}".replace(",", "\u202f") + (f" {unit}" if unit else "")
 
 
-def sparkline(values: list[float | None], width: int = 28) -> str:
+def sparkline(values: list[float | None], width: int = SPARK_WIDTH) -> str:
     """`values` thinned out to `width`, drawn from the lowest to the highest of them; a gap where nothing was measured."""
     shown = values if len(values) <= width else [values[(i + 1) * len(values) // width - 1] for i in range(width)]
     known = [value for value in shown if value is not None]
@@ -60,6 +62,19 @@ def sparkline(values: list[float | None], width: int = 28) -> str:
     low, high = min(known), max(known)
     level = lambda value: round((value - low) / (high - low) * (len(BARS) - 1)) if high > low else 0
     return "".join(" " if value is None else BARS[level(value)] for value in shown)
+
+
+class Spark:
+    """A sparkline as wide as there is room for: what is cut off is the past, never the newest."""
+
+    def __init__(self, values: list[float | None]) -> None:
+        self._values = values
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(sparkline(self._values, min(SPARK_WIDTH, options.max_width)), style="cyan", no_wrap=True)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(1, SPARK_WIDTH)
 
 
 def duration(seconds: float | None) -> str:
@@ -97,16 +112,17 @@ def _learning(s: Status, report: Status, history: Status) -> Table:
     table.add_column(no_wrap=True, style="cyan", ratio=1)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
-    past = lambda column: sparkline(history.get(column) or [])
+    past = lambda column: Spark(history.get(column) or [])
+    pace = report if s["trainer"]["connected"] else {}  # nothing is sampled where no trainer is
     restarts = sum(s["supervisor"]["restarts"].values())
     rejected, ignored = sum(rollouts["rejected"].values()), sum(rollouts["ignored"].values())
-    rows = [
+    rows: list[tuple[str, str, RenderableType, str, str]] = [
         ("reward held-out", number(report.get("reward_held_out"), 3), past("reward_held_out"), "published", number(rollouts["published"])),
         ("reward own", number(report.get("reward_own"), 3), past("reward_own"), "admitted", number(rollouts["admitted"])),
         ("reward peers'", number(report.get("reward_external"), 3), past("reward_external"), "used", number(rollouts["used"])),
-        ("policy version", number(report.get("policy_version")), report.get("phase", ""), "ignored", number(ignored)),
-        ("step", number(report.get("step_seconds"), 2, "s"), past("step_seconds"), "rejected", number(rejected)),
-        ("tokens/s", number(report.get("tokens_per_second")), "", "pool", number(pool["groups"])),
+        ("policy version", number(report.get("policy_version")), text(pace.get("phase", "no trainer"), "cyan"), "ignored", number(ignored)),
+        ("step", number(pace.get("step_seconds"), 2, "s"), past("step_seconds"), "rejected", number(rejected)),
+        ("tokens/s", number(pace.get("tokens_per_second")), "", "pool", number(pool["groups"])),
         ("peers", number(network["peers_in"] + network["peers_out"]), past("peers"), "restarts", number(restarts)),
     ]  # fmt: skip
     for row in rows:
@@ -138,7 +154,7 @@ SLOT_STYLES = {"active": "green", "vacant": "red", "suspect": "yellow", "claimed
 def _crew(crew: Status, me: str) -> RenderableType:
     """Stages in order, who holds each, and how it is."""
     if not crew["slots"]:
-        return text(f"in no crew; {crew['offers']} others would hold a stage", "dim")
+        return text(f"in no crew; {crew['offers']} {'other' if crew['offers'] == 1 else 'others'} would hold a stage", "dim")
     facts = [
         f"crew {crew['state']}", f"roster {crew['roster_epoch']}",
         f"standing still for {duration(crew['standing_seconds'])}" if crew["standing_seconds"] else "",
@@ -174,14 +190,22 @@ def _swarm(swarm: Status, most: int = 8) -> RenderableType:
     return Group(head, table)
 
 
+def drawn(status: Status, url: str) -> RenderableType:
+    """`render`. Raises `Unavailable` where the node at `url` is of a version that says it otherwise."""
+    try:
+        return render(status)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise Unavailable(f"the node at {url} tells its state in another form ({error!r}): use its own version of swarmnode") from error
+
+
 def top_command(url: str, interval: float = 1.0) -> None:
     """Show the node at `url` until interrupted. Raises `Unavailable` when it does not answer at the start; later it says so and waits."""
-    shown = render(fetch(url))
+    shown = drawn(fetch(url), url)
     try:
         with Live(shown, console=Console(), screen=sys.stdout.isatty(), auto_refresh=False) as live:
             while True:
                 try:
-                    shown = render(fetch(url))
+                    shown = drawn(fetch(url), url)
                     live.update(shown, refresh=True)
                 except Unavailable as error:
                     live.update(Group(shown, text(error, "red")), refresh=True)
@@ -196,5 +220,5 @@ def status_command(url: str, as_json: bool = False) -> int:
     if as_json:
         print(json.dumps(told, indent=2))
     else:
-        Console().print(render(told))
+        Console().print(drawn(told, url))
     return 0 if told["ready"]["ok"] else 1

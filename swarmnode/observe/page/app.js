@@ -326,7 +326,7 @@ function head(told) {
   document.title = `${me.name || shortId(me.peer)} · swarmnode`;
   const facts = [`swarm ${me.swarm_name}`, me.model, [report.device, report.dtype].filter(Boolean).join(" "), `up ${duration(s.at - me.started_at)}`, `v${me.version}`];
   byId("facts").textContent = facts.filter(Boolean).join("  ·  ");
-  byId("phase").textContent = s.trainer.connected ? report.phase || "" : "no trainer";
+  byId("phase").textContent = !s.trainer.connected ? "no trainer" : (leads(s) ? report.phase : s.stages.phase) || "";
   const state = s.health.draining ? "draining" : !told.ready.ok ? "starting" : told.troubles.length ? "degraded" : "ready";
   announce(state, [...told.ready.reasons, ...told.troubles].join("; "));
 }

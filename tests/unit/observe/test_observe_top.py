@@ -72,7 +72,7 @@ def test_shows_the_crew_in_the_order_of_its_stages_and_what_peers_claim() -> Non
     ]  # fmt: skip
     for expected in ("4 peers tell of themselves (claimed), median held-out 0.567", "attic", "Küche 2", "0.624"):
         assert expected in shown
-    assert "in no crew; 1 others" in drawn(msgspec.structs.replace(s, stages=msgspec.structs.replace(crew, slots=[])))
+    assert "in no crew; 1 other would hold a stage" in drawn(msgspec.structs.replace(s, stages=msgspec.structs.replace(crew, slots=[])))
     assert "crew" not in drawn(msgspec.structs.replace(s, stages=StagesView()))
 
 
@@ -95,6 +95,33 @@ def test_an_empty_node_is_drawn_too() -> None:
 
 def test_it_fits_a_narrow_terminal() -> None:
     assert max(len(line) for line in drawn(example(), width=60, styles=False).splitlines()) <= 60
+
+
+def test_what_does_not_fit_is_the_past() -> None:
+    s = example()
+    history = History()
+    for second in range(60):  # rises: the newest is the highest
+        history.add(example_at(10.0 * second))
+    status = json.loads(status_json(s, history))
+    console = Console(width=66, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        console.print(render(status))
+    (line,) = [line for line in console.export_text().splitlines() if "held-out" in line and "▁" in line]
+    assert "…" not in line
+    assert line.split("▁")[-1].strip().split()[0].endswith("█")
+
+
+def test_speed_and_phase_are_not_shown_when_there_is_no_trainer() -> None:
+    s = example()
+    shown = drawn(msgspec.structs.replace(s, trainer=msgspec.structs.replace(s.trainer, connected=False)), styles=False)
+    rows = {line.strip("│ ").partition("  ")[0]: line.strip("│ ").split()[1:3] for line in shown.splitlines()}
+    assert rows["tokens/s"][0] == rows["step"][0] == "–"
+    assert "no trainer" in shown
+
+
+def test_a_node_that_tells_its_state_in_another_form_is_one_clear_line() -> None:
+    with answering(b'{"snapshot": {}}') as url, pytest.raises(Unavailable, match="another form"):
+        status_command(url)
 
 
 def test_names_are_inert() -> None:
