@@ -20,6 +20,7 @@ MESSAGES = {  # type → fields behind `place` and `request`
     },
     "chunk": {"answer": bool, "at": int, "length": int},
     "kept": {"what": WHAT, "step": int},
+    "keep": {},
     "lack": {"answer": bool, "reason": ("none", "loading", "refused", "busy", "failed")},
 }  # fmt: skip
 HEADERS = [{"type": (tag,), "place": PLACE, "request": int, **fields} for tag, fields in MESSAGES.items()]

@@ -271,6 +271,8 @@ class StagesConfig(Section):
     """How gradients travel."""
     shadow_every: int = Field(default=20, ge=1)
     """Committed steps between two copies of a stage at its neighbours."""
+    keep_policy: bool = False
+    """Keep a copy of every stage of the crew on this node's disk, so that `swarmnode export` can write the whole policy here."""
     synthesis: Literal["checkfree", "uniform", "identity", "copy", "none"] = "checkfree"
     """How a stage is made anew when nobody has a copy of it; `none` dissolves the crew instead."""
     paper_mode: bool = False

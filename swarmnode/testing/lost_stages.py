@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ from swarmnode.stages.member import CrewSettings, Member, inline
 from swarmnode.stages.recovery.journal import Journal
 from swarmnode.stages.recovery.ladder import RecoverySettings, Run
 from swarmnode.stages.recovery.restore import Base, Replica, Restored, restore
-from swarmnode.stages.recovery.shadows import Shadowing, ShadowStore, ring
+from swarmnode.stages.recovery.shadows import SHADOWS, Shadowing, ShadowStore, ring
 from swarmnode.stages.recovery.state import stage_layouts
 from swarmnode.stages.recovery.transfer import StatePeer
 from swarmnode.stages.runtime import StageRuntime
@@ -55,6 +55,10 @@ class Fleet:
     crew_settings: CrewSettings
     settings: RecoverySettings
     run: Run = field(default_factory=Run)
+    keepers: Collection[int] = ()
+    """Stages whose nodes keep the whole policy."""
+    owner: str = ""
+    """`trainer.state.owner` of it."""
     step: int = 0
     epoch: int = 0
     stations: list[Station] = field(default_factory=list)
@@ -78,7 +82,8 @@ class Fleet:
 
     def _station(self, spec: StageSpec, runtime: StageRuntime, directory: Path) -> Station:
         journal = Journal(directory, CREW, spec)
-        store = ShadowStore(directory / "shadows", CREW, {i: self.layouts[i] for i in ring(spec.index, spec.stages)})
+        kept = range(spec.stages) if spec.index in self.keepers else (spec.index, *ring(spec.index, spec.stages))
+        store = ShadowStore(directory / SHADOWS, CREW, {i: self.layouts[i] for i in kept}, {"layers": self.layers, "owner": self.owner})
         return Station(spec, runtime, directory, journal, store, Shadowing(spec, self.settings, journal, store))
 
     def kill(self, stage: int, disk: bool = False) -> Station:

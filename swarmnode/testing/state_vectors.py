@@ -32,6 +32,7 @@ GOOD: list[dict[str, Any]] = [
     HAVE,
     {**HAVE, "answer": False, "what": "run", "codec": "int8", "rows": 9, "about": 300, "form": "small", "factor": 2.0},
     message("kept", what="shadow", step=40),
+    message("keep"),
     *(message("lack", answer=True, reason=reason) for reason in ("none", "loading", "refused", "busy", "failed")),
 ]  # fmt: skip
 

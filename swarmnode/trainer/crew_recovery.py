@@ -1,7 +1,7 @@
 """How this node's stage gets its weights, and what keeps them safe from then on: `stages.recovery`, wired to the seat.
 
     on disk    <data>/trainer/stage/       our own stage's journal
-               <data>/trainer/shadows/     our ring neighbours' stages
+               <data>/trainer/shadows/     our ring neighbours' stages, and our own; with `stages.keep_policy`, all
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from swarmnode.stages.recovery import restore as recovery
 from swarmnode.stages.recovery.journal import Journal
 from swarmnode.stages.recovery.ladder import RecoverySettings, Run
 from swarmnode.stages.recovery.restore import Base, Replica, base_adapter, base_stage
-from swarmnode.stages.recovery.shadows import Shadowing, ShadowStore, ring
+from swarmnode.stages.recovery.shadows import SHADOWS, Shadowing, ShadowStore, ring
 from swarmnode.stages.recovery.state import host_copy, stage_layouts, take, trained
 from swarmnode.stages.recovery.transfer import StatePeer
 from swarmnode.stages.spec import stage_specs
+from swarmnode.trainer import state
 from swarmnode.trainer.crew_average import StageAveraging
 from swarmnode.trainer.crew_model import CrewModel
 from swarmnode.trainer.crew_seat import Tell
@@ -74,8 +75,10 @@ class StageRecovery:
         self._layouts = stage_layouts(self._model.config, specs, lora)
         if shares_a(self._config):  # frozen, and everybody derives the same
             self._layouts = tuple(tuple(spec for spec in layout if A_MARK not in spec.name) for layout in self._layouts)
-        neighbours = {i: self._layouts[i] for i in ring(spec.index, spec.stages)}
-        self._store = ShadowStore(self._directory / "shadows", assigned.crew, neighbours)
+        kept = range(spec.stages) if self._config.stages.keep_policy else (spec.index, *ring(spec.index, spec.stages))
+        whose = state.owner(self._model.text.fingerprint, self._config.policy.lora.r, shares_a(self._config))
+        about = {"layers": assigned.layers, "owner": whose}
+        self._store = ShadowStore(self._directory / SHADOWS, assigned.crew, {i: self._layouts[i] for i in kept}, about)
         return self._journal.step
 
     def built(self, stage: Stage) -> None:

@@ -158,6 +158,10 @@ class Channel(ABC):
     def kept(self, stage: int, message: m.Kept) -> None:
         """What we pushed is stored there."""
 
+    @abstractmethod
+    def keeps(self, stage: int) -> None:
+        """It wants our next shadow."""
+
     # Sending.
 
     def have(self, what: m.What, step: int, body: bytes, **more: Any) -> m.Have:
@@ -171,6 +175,10 @@ class Channel(ABC):
 
     def pushing(self, stage: int, what: m.What) -> bool:
         return stage in self._outboxes and any(out.push and out.have.what == what for out in self._outboxes[stage].transfers)
+
+    def shadows_coming(self) -> set[int]:
+        """Stages whose shadow is on its way to us."""
+        return {stage for (stage, answer, _), incoming in self._incoming.items() if not answer and incoming.have.what == "shadow"}
 
     def push(self, stage: int, have: m.Have, body: bytes) -> None:
         """In the background. One of its kind that has not begun is replaced. To a stage that is gone it does nothing."""
@@ -319,6 +327,8 @@ class Channel(ABC):
                 self._begins(stage, message)
             case m.Kept():
                 self.kept(stage, message)
+            case m.Keep():
+                self.keeps(stage)
             case m.Holds():
                 self._answered(stage, message.request, message)
             case m.Lack():
@@ -349,7 +359,7 @@ class Channel(ABC):
             if key in self._incoming or sum(k[0] == stage for k in self._incoming) >= SERVED:
                 raise BadMessage("bounds", "too many transfers at once")
             if call is None and have.what == "shadow":  # as large as a stage: there is room for one of each neighbour
-                if any(k[0] == stage and not k[1] and incoming.have.what == "shadow" for k, incoming in self._incoming.items()):
+                if stage in self.shadows_coming():
                     raise BadMessage("bounds", "two shadows at once")
                 if stage in self._storing:
                     self.lack(stage, have.request, "busy")

@@ -6,6 +6,7 @@
     Want ──▶ Have, Chunk … | Lack         one of SERVED
     Have, Chunk … ──▶ Kept | Lack         pushed: a shadow, an end's copy, probes
     Have, Chunk … ──▶ Have, Chunk … | Lack    `run`: activations in, activations or log-probabilities out
+    Keep ──▶                              the next shadow is pushed to the sender, too
 
 How long a transfer is follows from the model, for the few things where it cannot it is capped; a `size` that differs is refused before
 memory is taken. No chunk is longer than 1 MiB, and what arrives is looked at only once its hash is the promised one.
@@ -108,7 +109,11 @@ class Lack(StateMessage, frozen=True, tag="lack"):
     reason: LACKS
 
 
-Message = Ask | Holds | Want | Have | Chunk | Kept | Lack
+class Keep(StateMessage, frozen=True, tag="keep"):
+    """Push me your next shadow, too: I keep the whole policy."""
+
+
+Message = Ask | Holds | Want | Have | Chunk | Kept | Lack | Keep
 
 
 class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

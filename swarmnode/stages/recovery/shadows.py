@@ -1,7 +1,8 @@
 """R2: a stage's state at both its ring neighbours, as of every K-th committed step. Torch.
 
     Shadowing      hooks into a member: copies its state between two steps, gives it to the `StatePeer`, which sends when there is room
-    ShadowStore    the neighbours' states here, on disk, each with the hash it was sent with
+    ShadowStore    the neighbours' states here, on disk, each with the hash it was sent with; our own, too, and on a node that keeps
+                   the whole policy every stage's: what `swarmnode export` writes a policy from
 
 All stages copy after the same steps, so that shadows of two that are lost together are of one policy. With both neighbours of a ring
 holding one, any two stages of four may be lost at once.
@@ -9,17 +10,20 @@ holding one, any two stages of four may be lost at once.
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 import torch
 
 from swarmnode.errors import BadMessage, StateError
+from swarmnode.files import write_atomically
 from swarmnode.stages.member import Member
 from swarmnode.stages.recovery import disk
 from swarmnode.stages.recovery.journal import Journal
@@ -33,8 +37,10 @@ from swarmnode.weights.layout import Layout
 
 log = logging.getLogger(__name__)
 
+SHADOWS: Final = "shadows"
+"""Below the trainer's directory: a directory for each crew."""
 RAN: Final = "ran"
-"""An empty file in the directory of a crew that has taken a step with this node."""
+"""A file in the directory of a crew that has taken a step with this node; in it, as JSON, what the crew trains."""
 KEYS: Final = {"step": int, "form": str, "root": str, "squared_norm": float, "factor": float}
 
 
@@ -69,14 +75,18 @@ class StoreStatistics:
 
 
 class ShadowStore:
-    """Shadows of `stages` of one crew, in `directory`/<crew>. One per stage, the newest. Those of the crew before are deleted once this one
-    has taken a step (`ran`), those of crews that never have at once: a crew that does nothing costs another one none of its copies.
+    """Shadows of some stages of one crew, in `directory`/<crew>. One per stage, the newest. Those of the crew before are deleted once this
+    one has taken a step (`ran`), those of crews that never have at once: a crew that does nothing costs another one none of its copies.
+    about: what the crew trains, for who reads the copies without a crew.
 
     No more than the form's size of every stage's layout is ever kept: what a peer claims has no part in it.
     """
 
-    def __init__(self, directory: Path, crew: bytes, layouts: Mapping[int, Layout]) -> None:
+    def __init__(
+        self, directory: Path, crew: bytes, layouts: Mapping[int, Layout], about: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:  # fmt: skip
         self._directory = directory / crew.hex()
+        self._about = dict(about)
         self._layouts = dict(layouts)
         self._shadows: dict[int, Shadow] = {}
         self._lock = threading.Lock()
@@ -97,7 +107,7 @@ class ShadowStore:
         self._ran = True
         try:
             self._directory.mkdir(mode=0o700, exist_ok=True)
-            (self._directory / RAN).touch()
+            write_atomically(self._directory / RAN, json.dumps(self._about).encode())
             for other in self._directory.parent.iterdir():
                 if other.is_dir() and other != self._directory:
                     shutil.rmtree(other)
@@ -107,6 +117,11 @@ class ShadowStore:
     def statistics(self) -> StoreStatistics:
         size = sum(state_bytes(self._layouts[stage], shadow.form) for stage, shadow in self._shadows.items())
         return StoreStatistics({stage: shadow.step for stage, shadow in self._shadows.items()}, size, self._damaged)
+
+    @property
+    def stages(self) -> frozenset[int]:
+        """That are kept here."""
+        return frozenset(self._layouts)
 
     def get(self, stage: int) -> Shadow | None:
         return self._shadows.get(stage)
@@ -137,8 +152,8 @@ class ShadowStore:
         with self._lock:
             try:
                 shadow = self._shadows[stage]
-                body = disk.load(self._path(stage))[0]["body"].numpy().tobytes()
-                if root_of(body) != shadow.root:
+                found, body = read_copy(self._directory, stage)
+                if found.root != shadow.root:
                     raise StateError(f"{self._path(stage)} is damaged")
                 return body
             except (StateError, KeyError) as error:
@@ -148,13 +163,9 @@ class ShadowStore:
     def _remember(self, stage: int) -> None:
         try:
             about = disk.read_about(self._path(stage))
-            if about is None:
-                return
-            if not all(isinstance(about.get(key), kind) for key, kind in KEYS.items()) or about["form"] not in ("exact", "small"):
-                raise StateError("not a shadow")
-            fields: Any = {**about, "root": bytes.fromhex(about["root"])}
-            self._shadows[stage] = Shadow(**fields)
-        except (StateError, ValueError, TypeError):
+            if about is not None:
+                self._shadows[stage] = _shadow(about)
+        except StateError:
             self._forget(stage)
 
     def _forget(self, stage: int) -> None:
@@ -163,7 +174,32 @@ class ShadowStore:
         self._path(stage).unlink(missing_ok=True)
 
     def _path(self, stage: int) -> Path:
-        return self._directory / f"stage-{stage}.safetensors"
+        return copy_file(self._directory, stage)
+
+
+def copy_file(directory: Path, stage: int) -> Path:
+    """In the directory of a crew."""
+    return directory / f"stage-{stage}.safetensors"
+
+
+def read_copy(directory: Path, stage: int) -> tuple[Shadow, bytes]:
+    """What a crew's directory has of `stage`. Raises StateError where there is nothing, or it is damaged."""
+    tensors, about = disk.load(copy_file(directory, stage))
+    shadow = _shadow(about)
+    body = tensors["body"].numpy().tobytes() if "body" in tensors else b""
+    if root_of(body) != shadow.root:
+        raise StateError(f"{copy_file(directory, stage)} is damaged")
+    return shadow, body
+
+
+def _shadow(about: Mapping[str, Any]) -> Shadow:
+    if not all(isinstance(about.get(key), kind) for key, kind in KEYS.items()) or about["form"] not in ("exact", "small"):
+        raise StateError("not a shadow")
+    try:
+        fields: Any = {**about, "root": bytes.fromhex(about["root"])}
+        return Shadow(**fields)
+    except (ValueError, TypeError) as error:
+        raise StateError(f"not a shadow: {error}") from None
 
 
 class Peer(Protocol):

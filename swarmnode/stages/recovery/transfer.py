@@ -1,6 +1,7 @@
 """A member's end of the state streams: what a lost stage fetches, what a stage in good order pushes and serves. Torch.
 
-pushed    shadows to both ring neighbours; the tail's probes to its own; in paper mode embedding and head to the second and last but one
+pushed    shadows to both ring neighbours, and to whoever keeps the whole policy; the tail's probes to its own; in paper mode embedding and
+          head to the second and last but one
 served    shadows, the stage's layers and ω, a tied embedding, copies of an end, probes, activations, and running a micro-batch
 """
 
@@ -78,6 +79,8 @@ class StatePeer(Channel):
         self._store = store
         self._member: Member | None = None
         self._kept: dict[int, int] = {}
+        self._keepers: set[int] = set()
+        """Stages that asked for our next shadow."""
         self._skipped = 0
 
     def statistics(self) -> StatePeerStatistics:
@@ -193,12 +196,8 @@ class StatePeer(Channel):
     # What a stage in good order gives away unasked.
 
     def push_shadow(self, state: StageState) -> None:
-        """To both ring neighbours, from now on in the background; skipped where the last one is still on its way."""
-        for stage in ring(self.spec.index, self.spec.stages):
-            if self.pushing(stage, "shadow"):
-                self._skipped += 1
-            else:
-                self.spawn(self._push_state, stage, state)
+        """To both ring neighbours, and who asked for it, from now on in the background; skipped where the last one is still on its way."""
+        self.spawn(self._push_state, state)
 
     def push_ends(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Paper mode: the embedding to the second stage, norm and head to the last but one."""
@@ -210,12 +209,40 @@ class StatePeer(Channel):
         for stage in ring(self.spec.index, self.spec.stages):
             self.push(stage, self.have("probes", self.recorder.probes[-1].step, body), body)
 
-    async def _push_state(self, stage: int, state: StageState) -> None:
+    async def _push_state(self, state: StageState) -> None:
         layout = self.layouts[self.spec.index]
         form = form_of(layout, self.settings)
         more = {"form": form, "squared_norm": state.squared_norm, "factor": state.factor}
         body = await self.compute(lambda: encode_state(state, layout, form))
-        self.push(stage, await self.compute(lambda: self.have("shadow", state.step, body, **more)), body)
+        have = await self.compute(lambda: self.have("shadow", state.step, body, **more))
+        receivers, self._keepers = {*ring(self.spec.index, self.spec.stages), *self._keepers}, set()
+        for stage in sorted(receivers):
+            if self.pushing(stage, "shadow"):
+                self._skipped += 1
+            else:
+                self.push(stage, have, body)
+        if self._store is not None:
+            await self._keep_policy(self._store, have, body)
+
+    async def _keep_policy(self, store: ShadowStore, have: m.Have, body: bytes) -> None:
+        """Our own shadow on our disk; and those of stages that push them to others are asked for, where they are to be kept here: who is
+        furthest behind first, and only as many as may be in memory together."""
+        ours = self.spec.index
+        if ours in store.stages:
+            try:
+                await self.compute(lambda: store.put(ours, have, bytearray(body)))
+            except OSError:
+                self._failed += 1
+        others = store.stages - {ours, *ring(ours, self.spec.stages)}
+        steps = {stage: shadow.step if (shadow := store.get(stage)) else -1 for stage in others}
+        room = 0 if self.shadows_coming() & others else max(self.settings.exact_bytes, 1)
+        for stage in sorted(steps, key=lambda stage: (steps[stage], stage)):
+            if room > 0 and steps[stage] < have.step:
+                self.send(stage, m.Keep(self.place, 0))
+                room -= m.state_bytes(self.layouts[stage], form_of(self.layouts[stage], self.settings))
+
+    def keeps(self, stage: int) -> None:
+        self._keepers.add(stage)
 
     def kept(self, stage: int, message: m.Kept) -> None:
         if message.what == "shadow":
@@ -280,7 +307,8 @@ class StatePeer(Channel):
 
     def expected(self, stage: int, have: m.Have) -> int:
         ours, stages = self.spec.index, self.spec.stages
-        if have.what == "shadow" and stage in ring(ours, stages):
+        kept = self._store.stages if self._store is not None else frozenset()
+        if have.what == "shadow" and (stage in ring(ours, stages) or stage in kept):
             if have.form != form_of(self.layouts[stage], self.settings):
                 raise BadMessage("bounds", f"a shadow in form {have.form}")
             return m.state_bytes(self.layouts[stage], have.form)

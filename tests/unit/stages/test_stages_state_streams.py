@@ -189,11 +189,13 @@ async def test_chunks_out_of_place_end_a_transfer(wire):
     assert wire.refused() == {"size": 2}
 
 
-async def test_shadows_are_kept_for_ring_neighbours_only(wire):
+async def test_shadows_are_taken_of_ring_neighbours_and_of_stages_that_are_kept_only(wire, tmp_path):
     size = m.state_bytes(wire.layouts[0], "exact")
     have = m.Have(wire.place(0), 1, False, "shadow", 9, size, b"x" * 32)
     assert wire.peer.expected(0, have) == size
     wire.peer.spec = replace(wire.peer.spec, index=3, stages=5)
+    assert wire.peer.expected(0, have) == size
+    wire.peer._store = ShadowStore(tmp_path / "other", CREW, {2: wire.layouts[2]})
     with pytest.raises(BadMessage, match="bounds"):
         wire.peer.expected(0, have)
 
@@ -469,6 +471,7 @@ async def test_a_shadow_is_skipped_while_the_last_one_is_on_its_way(models, tmp_
         wire.peer.push_shadow(wire.state(1))
         await quiet()
         wire.peer.push_shadow(wire.state(1))
+        await quiet()
         assert wire.peer.statistics().skipped >= 1
         nursery.cancel_scope.cancel()
 

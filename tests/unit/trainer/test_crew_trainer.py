@@ -9,10 +9,10 @@ from functools import partial
 import pytest
 import torch
 import trio
-from transformers import GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from swarmnode.config import Config, PolicyConfig
-from swarmnode.errors import DeviceError, Refused
+from swarmnode.errors import DeviceError, Refused, Unavailable
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
@@ -21,10 +21,12 @@ from swarmnode.rollouts.groups import ExternalGroup
 from swarmnode.tasks.client import Scorer
 from swarmnode.testing.crew_network import crew_network
 from swarmnode.testing.waiting import until
+from swarmnode.trainer import export
 from swarmnode.trainer.batch import TrainingGroup, assemble, judge
 from swarmnode.trainer.crew import CrewTrainer, make_trainer
 from swarmnode.trainer.crew_policy import CrewPolicy
 from swarmnode.trainer.engine import EngineGone
+from swarmnode.trainer.export_crew import find_copies
 from swarmnode.trainer.loop import Trainer
 from swarmnode.trainer.state import SEQUENCE_MARGIN
 from swarmnode.trainer.update import Updater
@@ -215,6 +217,25 @@ async def test_a_run_that_lost_a_stage_ends_where_one_that_did_not_does(tmp_path
             state |= {runtime.spec.whole(n): p.detach() for n, p in runtime.model.named_parameters()}
         for name, tensor in policy.trainable_state().items():
             assert torch.allclose(state[name], tensor, atol=2e-4), name
+
+
+async def test_who_is_told_to_keep_the_policy_can_export_it(tmp_path, model):
+    configs = make(tmp_path, model, 4, stages={"shadow_every": 1})
+    keeper = 1
+    configs[keeper] = config(tmp_path / f"node{keeper}", model, stages={"shadow_every": 1, "keep_policy": True})
+    async with crew(tmp_path, configs, [1, 1, 1, 1]):
+        whole_crew = lambda: (found := find_copies(tmp_path / f"node{keeper}" / "trainer")) is not None and not found.missing
+        await until(whole_crew, seconds=60)
+    told = export.export(configs[keeper], tmp_path / "out", merge=False)
+    assert len(told.stages) == 4
+    assert min(told.stages) >= 1
+    learnt = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    before = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    assert learnt.keys() == before.keys()
+    moved = {name for name, tensor in learnt.items() if not torch.equal(tensor, before[name])}
+    assert all(any(f".layers.{stage}." in name for name in moved) for stage in range(4))
+    with pytest.raises(Unavailable, match="no copy of"):
+        export.export(configs[0], tmp_path / "other", merge=False)
 
 
 async def test_a_crew_trains_an_adapter_and_gets_a_lost_stage_s_part_of_it_back(tmp_path, model, monkeypatch):

@@ -1,0 +1,175 @@
+"""A member that keeps the whole policy has a copy of every stage, and `swarmnode export` writes from those what the crew trained."""
+
+import copy
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM
+
+import swarmnode.policy
+from swarmnode.config import Config, PolicyConfig, TrainingConfig
+from swarmnode.errors import StateError, Unavailable
+from swarmnode.policy.fingerprint import fingerprint
+from swarmnode.policy.load import lora_settings
+from swarmnode.stages.learning import LearnRow
+from swarmnode.stages.member import CrewSettings
+from swarmnode.stages.recovery import messages as m
+from swarmnode.stages.recovery.ladder import RecoverySettings
+from swarmnode.testing.lost_stages import Fleet, quiet
+from swarmnode.trainer import export, state
+from swarmnode.trainer.export_crew import find_copies
+
+SETTINGS = CrewSettings(b"b" * 32, "float32", "float32")
+CFG = TrainingConfig(per_device_train_tokens=64, weight_decay=0.0)
+EMBEDDED = Path(swarmnode.policy.__file__).parent / "embedded"
+IDS = torch.tensor([[5, 9, 17, 3, 8]])
+
+
+@pytest.fixture
+def base(models, tmp_path):
+    """A directory with the model that training begins with."""
+    directory = tmp_path / "base"
+    models["llama"].save_pretrained(directory)
+    for file in EMBEDDED.glob("*token*"):
+        shutil.copy(file, directory)
+    return directory
+
+
+@pytest.fixture
+def fleet(models, base, tmp_path):
+    made = []
+
+    def build(keepers=(1,), lora=0, exact=2**28, layers=(1, 1, 1, 1), **settings):
+        model = copy.deepcopy(models["llama"])
+        if lora:
+            model = get_peft_model(model, lora_settings(policy_of(base, lora)))
+        chosen = RecoverySettings(shadow_every=2, seconds=30.0, exact_bytes=exact, **settings)
+        owner = state.owner(fingerprint(base), lora)
+        one = Fleet(model, list(layers), tmp_path / "crew", SETTINGS, chosen, keepers=keepers, owner=owner)
+        made.append(one)
+        return one
+
+    yield build
+    for one in made:
+        one.close()
+
+
+def policy_of(base, lora):
+    return PolicyConfig.model_validate({"model": str(base), "lora": {"r": lora}, "device": "cpu"})
+
+
+def rows_of(seed, count=6):
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda n: torch.randint(2, 60, (n,), generator=generator).tolist()
+    return [LearnRow(draw(14 + i % 3), draw(1 + i % 5), [-3.0] * (1 + i % 5), 1.0 - i % 3, 1.0, i) for i in range(count)]
+
+
+async def train(fleet, steps):
+    async with fleet.up() as crew:
+        for number in range(steps):
+            assert (await crew.head.update(rows_of(number), CFG, 30.0, 1e-3)).refused is None
+            await quiet(400)
+
+
+def config_of(fleet, base, keeper, lora=0):
+    """As if `keeper`'s directory was a node's."""
+    trainer = fleet.stations[keeper].directory
+    data = trainer.parent / f"data-{keeper}"
+    if not data.exists():
+        data.mkdir()
+        (data / "trainer").symlink_to(trainer)
+    return Config.model_validate({"node": {"data_dir": data}, "policy": policy_of(base, lora).model_dump(), "weights": {"rule": "off"}})
+
+
+@torch.no_grad()
+def logits(model):
+    return model(input_ids=IDS).logits
+
+
+def whole(fleet):
+    """The crew's policy as one model, from what its members hold in memory."""
+    model = copy.deepcopy(fleet.model)
+    named = dict(model.named_parameters())
+    with torch.no_grad():
+        for station in fleet.stations:
+            for name, parameter in station.runtime.model.named_parameters():
+                if parameter.requires_grad:
+                    named[station.spec.whole(name)].copy_(parameter)
+    return model.eval()
+
+
+async def test_who_keeps_the_policy_exports_what_all_stages_have_learnt(fleet, base, tmp_path):
+    crew = fleet()
+    await train(crew, 4)
+    assert crew.stations[1].store.statistics().steps == dict.fromkeys(range(4), 4)
+    told = export.export(config_of(crew, base, 1), tmp_path / "out", merge=False)
+    assert (told.kind, told.step, told.stages) == ("weights", 4, (4, 4, 4, 4))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert torch.equal(logits(model), logits(whole(crew)))
+    assert not torch.equal(logits(model), logits(AutoModelForCausalLM.from_pretrained(base).eval()))
+
+
+async def test_who_does_not_is_told_which_stages_it_lacks(fleet, base, tmp_path):
+    crew = fleet()
+    await train(crew, 4)
+    assert sorted(crew.stations[0].store.statistics().steps) == [0, 1, 3]
+    with pytest.raises(Unavailable, match=r"no copy of 2\b.*keep_policy"):
+        export.export(config_of(crew, base, 0), tmp_path / "out", merge=False)
+    assert not (tmp_path / "out").exists()
+
+
+async def test_three_stages_are_all_ring_neighbours(fleet, base, tmp_path):
+    crew = fleet(keepers=(), layers=(1, 2, 1))
+    await train(crew, 2)
+    export.export(config_of(crew, base, 2), tmp_path / "out", merge=False)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()), logits(whole(crew)))
+
+
+async def test_small_copies_are_exported_as_they_are_and_asked_for_one_after_the_other(fleet, base, tmp_path):
+    crew = fleet(exact=1, layers=(1, 1, 1, 1), keepers=(0, 1))
+    await train(crew, 6)
+    told = export.export(config_of(crew, base, 1), tmp_path / "out", merge=False)
+    assert set(told.stages) == {6}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert model.dtype == torch.bfloat16
+    expected = dict(whole(crew).named_parameters())
+    assert all(torch.equal(p, expected[name].to(torch.bfloat16)) for name, p in model.named_parameters())
+
+
+async def test_an_adapter_of_a_crew_is_exported_as_one(fleet, base, tmp_path):
+    crew = fleet(lora=2)
+    await train(crew, 4)
+    told = export.export(config_of(crew, base, 1, lora=2), tmp_path / "out", merge=True)
+    assert (told.kind, told.stages) == ("weights", (4, 4, 4, 4))
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert torch.allclose(logits(merged), logits(whole(crew)), atol=1e-5)
+
+
+async def test_copies_of_another_model_and_damaged_ones_are_refused(fleet, base, tmp_path):
+    crew = fleet()
+    await train(crew, 4)
+    with pytest.raises(StateError, match="another model"):
+        export.export(config_of(crew, base, 1, lora=2), tmp_path / "out", merge=False)
+    file = next(crew.stations[1].directory.rglob("stage-3.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(bytes(data))
+    with pytest.raises(StateError, match="damaged"):
+        export.export(config_of(crew, base, 1), tmp_path / "out", merge=False)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith((".out", "out"))] == []
+
+
+def test_without_a_crew_there_are_no_copies(tmp_path):
+    assert find_copies(tmp_path) is None
+
+
+async def test_a_shadow_that_was_not_asked_for_is_refused(fleet):
+    crew = fleet(keepers=())
+    async with crew.up():
+        stranger = crew.peers[2]  # no ring neighbour of stage 0
+        stranger.push(0, stranger.have("shadow", 1, b"x" * m.state_bytes(crew.layouts[2], "exact")), b"x" * 8)
+        await quiet()
+        assert crew.peers[0].statistics().channel.refused == {"bounds": 1}
