@@ -29,8 +29,8 @@ REQUESTS = [
     m.Leave(CREW, 2, "asked to"),
 ]
 ANSWERS = [
-    m.Promise(CREW, 2, 17, 16, later), m.Vote(CREW, 2, 17, HASH, INCARNATION, SIGNATURE), m.Refuse("alive", 3, INCARNATION), chain(later),
-    m.Alive(CREW, 2, 5, m.Status()), m.Leave(CREW, 2), m.Noted(),
+    m.Promise(CREW, 2, 17), m.Promise(CREW, 2, 17, 16, later), m.Vote(CREW, 2, 17, HASH, INCARNATION, SIGNATURE),
+    m.Refuse("alive", 3, INCARNATION), chain(later), m.Alive(CREW, 2, 5, m.Status()), m.Leave(CREW, 2), m.Noted(),
 ]  # fmt: skip
 
 
@@ -73,6 +73,21 @@ def test_the_largest_chain_fits():
 replace = msgspec.structs.replace
 
 
+def named(**changes):
+    """A founding record like `record`'s, whose voters are those that it names."""
+    made = record(**changes)
+    return replace(made, voters=m.voters_of(made))
+
+
+def adopted(peer="12D3KooWa", votes=1, ballot=16):
+    return m.Adopt((m.Certificate(record(), ballot, (m.Signed(peer, INCARNATION, SIGNATURE),) * votes),))
+
+
+def test_what_the_bad_ones_are_made_of_is_good():
+    for good in (m.Propose(named(), 0), m.Propose(named(seats=(m.Seat("x", INCARNATION, 1),), layers=(5,)), 0), adopted()):
+        m.check_message(good)
+
+
 @pytest.mark.parametrize(
     "bad",
     [
@@ -86,6 +101,13 @@ replace = msgspec.structs.replace
         m.Propose(record(seats=(m.Seat("x", INCARNATION, 1),) * 2), 0), m.Propose(record(seats=(m.Seat("", INCARNATION, 1),) * 2), 0),
         m.Propose(record(witnesses=(m.Voter("w", INCARNATION), m.Voter("v", INCARNATION))), 0), m.Propose(record(voters=()), 0),
         m.Propose(record(dissolved="\n"), 0), m.Propose(record(dissolved="x" * 129), 0), m.Propose(record(step=-1), 0),
+        m.Propose(record(epoch=0, crew=CREW, previous=HASH), 0), m.Propose(named(witnesses=(m.Voter("w", INCARNATION),) * 2), 0),
+        m.Propose(named(witnesses=(m.Voter("w", INCARNATION), m.Voter("v", INCARNATION))), 0),
+        m.Propose(named(witnesses=(m.Voter("no spaces", INCARNATION),)), 0), m.Propose(named(witnesses=(m.Voter("w", b"i"),)), 0),
+        m.Propose(named(seats=(m.Seat("x", INCARNATION, 1),) * 2), 0), m.Propose(named(seats=(), layers=()), 0),
+        m.Propose(named(seats=tuple(m.Seat(str(i), INCARNATION, 1) for i in range(m.MEMBERS + 1)), layers=(1,) * (m.MEMBERS + 1)), 0),
+        m.Propose(named(seats=(m.Seat("a", INCARNATION, 1), m.Seat("b" * 65, INCARNATION, 1))), 0),
+        adopted(peer="no spaces"), adopted(votes=m.VOTERS + 1), adopted(ballot=-1),
         m.Adopt(()), chain(*[record()] * 9), chain(later, record()), chain(later, later),
         replace(REQUESTS[4], status=m.Status(clip=float("nan"))), replace(REQUESTS[4], status=m.Status(learning_rate=-1.0)),
         replace(REQUESTS[4], status=m.Status(clip=1.5)),
@@ -100,7 +122,16 @@ def test_values_out_of_bounds_are_refused(bad):
         m.decode_request(data)
 
 
-@pytest.mark.parametrize("bad", [replace(ANSWERS[1], signature=b""), replace(ANSWERS[1], hash=b""), replace(ANSWERS[2], incarnation=b"")])
+VOTE, REFUSE = ANSWERS[2:4]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        replace(VOTE, signature=b""), replace(VOTE, hash=b""), replace(REFUSE, incarnation=b""),
+        m.Promise(CREW, 2, 17, 16, replace(later, layers=(0, 5))),
+    ],
+)  # fmt: skip
 def test_answers_out_of_bounds_are_refused(bad):
     with pytest.raises(BadMessage):
         m.decode_answer(m.encode_message(bad))
