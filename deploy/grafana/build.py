@@ -42,7 +42,7 @@ class Panel:
     """(expression, legend); the legend may use {{label}}."""
     unit: str = "short"
     kind: str = "timeseries"
-    """timeseries, stat, table."""
+    """timeseries, stat, table; state: what holds now, by name; timeline: a bar for as long as a series is there."""
     stack: bool = False
     top: float | None = None
     """Upper end of the axis."""
@@ -60,6 +60,11 @@ def rate(metric: str, by: str = "") -> str:
     return f"sum by (instance{', ' + by if by else ''}) ({inside})"
 
 
+def total(metric: str, by: str) -> str:
+    """Per second, of all nodes together."""
+    return f"sum by ({by}) (rate({metric}{{{I}}}[$__rate_interval]))"
+
+
 def quantile(q: float, metric: str) -> str:
     return f"histogram_quantile({q}, sum by (instance, le) (rate({metric}_bucket{{{I}}}[$__rate_interval])))"
 
@@ -71,12 +76,12 @@ def gauge(metric: str, **labels: str) -> str:
 
 NODE: dict[str, list[Panel]] = {
     "State": [
-        p("Ready", gauge("swarmnode_ready"), kind="stat", width=3),
+        p("Ready", gauge("swarmnode_ready"), kind="stat", unit="bool_yes_no", width=3),
         p("Up", f"time() - {gauge('swarmnode_start_time_seconds')}", unit="s", kind="stat", width=3),
-        p("Parts", (gauge("swarmnode_check_ok"), "{{check}}"), kind="stat", width=4),
+        p("Parts", (gauge("swarmnode_check_ok"), "{{check}}"), kind="stat", unit="bool_yes_no", width=4),
         p("Policy version", gauge("swarmnode_policy_version"), kind="stat", width=3),
         p("Held-out reward", gauge("swarmnode_reward", source="held_out"), kind="stat", width=3),
-        p("Phase", (f"{gauge('swarmnode_trainer_phase')} == 1", "{{phase}}"), kind="stat", width=4),
+        p("Phase", (f"{gauge('swarmnode_trainer_phase')} == 1", "{{phase}}"), kind="state", width=4),
         p("Restarts, last day", (f"sum by (process) (increase(swarmnode_restarts_total{{{I}}}[1d]))", "{{process}}"), kind="stat", width=4),
         p("Node", gauge("swarmnode_node_info"), kind="table", width=16),
         p("Build", gauge("swarmnode_build_info"), kind="table", width=8),
@@ -103,23 +108,23 @@ NODE: dict[str, list[Panel]] = {
         p("Micro-batch", gauge("swarmnode_micro_batch_tokens")),
     ],
     "Stage": [
-        p("Crew", (f"{gauge('swarmnode_crew_state')} == 1", "{{state}}"), kind="stat", width=4),
+        p("Crew", (f"{gauge('swarmnode_crew_state')} == 1", "{{state}}"), kind="state", width=4),
         p("Stage", gauge("swarmnode_stage_index"), kind="stat", width=3),
-        p("What it does", (f"{gauge('swarmnode_stage_phase')} == 1", "{{phase}}"), kind="stat", width=4),
-        p("Hears no majority", gauge("swarmnode_crew_fenced"), kind="stat", width=3),
+        p("What it does", (f"{gauge('swarmnode_stage_phase')} == 1", "{{phase}}"), kind="state", width=4),
+        p("Hears no majority", gauge("swarmnode_crew_fenced"), kind="stat", unit="bool_yes_no", width=3),
         p("Steps", gauge("swarmnode_stage_step"), kind="stat", width=3),
         p("Rungs taken, last day", (f"sum by (rung) (increase(swarmnode_stage_rungs_total{{{I}}}[1d]))", "{{rung}}"), kind="stat", width=7),
         p("Age of the newest shadow, steps", gauge("swarmnode_stage_shadow_age_steps"), width=6),
         p("Restoring a stage", gauge("swarmnode_stage_rung_seconds"), unit="s", width=6),
         p("KL over the last recovery", gauge("swarmnode_stage_probe_kl"), width=6),
-        p("Waiting share of a step", gauge("swarmnode_stage_bubble_share"), unit="percentunit", top=1, width=6),
+        p("Share of the time that is waited", (gauge("swarmnode_stage_bubble_share"), "for other stages, of a step"),
+          (rate("swarmnode_stage_throttled_seconds_total"), "for the byte budget, streams together"), unit="percentunit", width=6),
         p("Tokens per second through the stage", gauge("swarmnode_stage_tokens_per_second"), width=6),
         p("Frames that counted for nothing", (rate("swarmnode_stage_frames_dropped_total", "reason"), "{{reason}}"), unit="ops", width=6),
         p("Between stages", (rate("swarmnode_stage_bytes_total", "kind, direction"), "{{kind}} {{direction}}"), unit="Bps", width=6),
         p("Streams", (gauge("swarmnode_stage_streams"), "{{kind}} open"),
           (f"increase(swarmnode_stage_streams_lost_total{{{I}}}[1h])", "{{kind}} lost per hour"),
-          (f"sum by (instance) (increase(swarmnode_stage_streams_refused_total{{{I}}}[1h]))", "refused per hour"),
-          (rate("swarmnode_stage_throttled_seconds_total"), "waiting for the budget"), width=6),
+          (f"sum by (instance) (increase(swarmnode_stage_streams_refused_total{{{I}}}[1h]))", "refused per hour"), width=6),
     ],
     "Supervision": [
         p("Out-of-memory retries", f"increase(swarmnode_out_of_memory_retries_total{{{I}}}[1h])"),
@@ -129,7 +134,7 @@ NODE: dict[str, list[Panel]] = {
                        "p95 of the last day"), unit="s"),
         p("Event loop lag", gauge("swarmnode_event_loop_lag_seconds"), unit="s", width=6),
         p("Trainer's last report", gauge("swarmnode_trainer_report_age_seconds"), unit="s", width=6),
-        p("Trainer connected", gauge("swarmnode_trainer_connected"), top=1, width=6),
+        p("Trainer connected", gauge("swarmnode_trainer_connected"), unit="bool_yes_no", top=1, width=6),
         p("Peers' clocks ahead of ours", gauge("swarmnode_clock_offset_seconds"), unit="s", width=12),
         p("Room on the disk", (gauge("swarmnode_disk_free_bytes"), "{{instance}} free"),
           (gauge("swarmnode_disk_size_bytes"), "{{instance}} in all"), unit="bytes", width=12),
@@ -160,21 +165,21 @@ SWARM: dict[str, list[Panel]] = {
           (rate("swarmnode_rollouts_used_total"), "{{instance}} used"), unit="ops", width=12),
         p("Staleness of used groups", (quantile(0.5, "swarmnode_rollout_staleness_versions"), "{{instance}} median"),
           (quantile(0.95, "swarmnode_rollout_staleness_versions"), "{{instance}} p95")),
-        p("Groups fetched by hash", (rate("swarmnode_rollouts_fetched_total", "outcome"), "{{outcome}}"), unit="ops"),
+        p("Groups fetched by hash", (total("swarmnode_rollouts_fetched_total", "outcome"), "{{outcome}}"), unit="ops"),
         p("Pool", gauge("swarmnode_pool_groups")),
         p("Pool size", gauge("swarmnode_pool_bytes"), unit="bytes", width=6),
         p("Peers in the pool", gauge("swarmnode_pool_peers"), width=6),
         p("Oldest group in the pool", gauge("swarmnode_pool_oldest_seconds"), unit="s", width=6),
-        p("Groups lost from the pool", (rate("swarmnode_pool_dropped_total", "reason"), "{{reason}}"), unit="ops", width=6),
+        p("Groups lost from the pool", (total("swarmnode_pool_dropped_total", "reason"), "{{reason}}"), unit="ops", width=6),
     ],
     "Weights": [
         p("Outer steps and tries per minute, by how they ended",
-          (f"60 * {rate('swarmnode_weights_exchanges_total', 'outcome')}", "{{outcome}}"), stack=True, width=12),
+          (f"60 * {total('swarmnode_weights_exchanges_total', 'outcome')}", "{{outcome}}"), stack=True, width=12),
         p("Failed exchanges per hour, by cause", (f"sum by (cause) (increase(swarmnode_weights_failures_total{{{I}}}[1h]))", "{{cause}}"),
           width=6),
-        p("Partners' weights, by what the gate made of them",
-          (f"60 * {rate('swarmnode_weights_judged_total', 'outcome')}", "{{outcome}}"), width=6),
-        p("Distance of the last partner", gauge("swarmnode_weights_distance"), width=6),
+        p("Partners' weights per minute, by what the gate made of them",
+          (f"60 * {total('swarmnode_weights_judged_total', 'outcome')}", "{{outcome}}"), width=6),
+        p("Distance of the last partner", gauge("swarmnode_weights_distance"), unit="percentunit", width=6),
         p("Share of its difference that was taken", gauge("swarmnode_weights_clip_ratio"), unit="percentunit", top=1, width=6),
         p("Outer steps", gauge("swarmnode_weights_outer_step"), width=6),
         p("Outer steps that the last partner was behind", gauge("swarmnode_weights_lag"), width=6),
@@ -188,14 +193,16 @@ SWARM: dict[str, list[Panel]] = {
         p("Exchanges taken back per day", f"increase(swarmnode_weights_reverts_total{{{I}}}[1d])", width=12),
     ],
     "Crews": [
-        p("Crew", (f"{gauge('swarmnode_crew_state')} == 1", "{{instance}} {{state}}"), top=1, width=6),
-        p("Stages, by state", (f"sum by (state) ({gauge('swarmnode_crew_slots')})", "{{state}}"), stack=True, width=6),
+        p("Crew", (f"{gauge('swarmnode_crew_state')} == 1", "{{instance}} {{state}}"), kind="timeline", width=6),
+        p("Stages that are not active, as each member sees its crew",
+          (f'swarmnode_crew_slots{{{I}, state!="active"}} > 0', "{{instance}} {{state}}"), width=6),
         p("Standing still", gauge("swarmnode_crew_standing_seconds"), unit="s", width=6),
         p("Recovery of a crew", (f"histogram_quantile(0.5, sum by (le) (increase(swarmnode_crew_recovery_seconds_bucket{{{I}}}[1d])))",
                                  "median of the last day"),
           (f"histogram_quantile(0.95, sum by (le) (increase(swarmnode_crew_recovery_seconds_bucket{{{I}}}[1d])))", "p95 of the last day"),
           unit="s", width=6),
-        p("What happened, per hour", (f"sum by (event) (increase(swarmnode_crew_events_total{{{I}}}[1h]))", "{{event}}"), width=12),
+        p("What members saw happen, per hour", (f"sum by (event) (increase(swarmnode_crew_events_total{{{I}}}[1h]))", "{{event}}"),
+          width=12),
         p("Rosters", gauge("swarmnode_crew_roster_epoch"), width=6),
         p("Heartbeats wait", gauge("swarmnode_crew_heartbeat_seconds"), unit="s", width=6),
         p("Not answered, no message, not written down, per hour",
@@ -209,25 +216,26 @@ SWARM: dict[str, list[Panel]] = {
         p("Peers that say how they are", gauge("swarmnode_claimed_peers"), width=6),
         p("Median of their held-out rewards", gauge("swarmnode_claimed_reward_median"), top=1, width=6),
         p("Median of their policy versions", gauge("swarmnode_claimed_policy_version_median"), width=6),
-        p("Summaries heard", (rate("swarmnode_summaries_total", "outcome"), "{{outcome}}"), unit="ops", width=6),
+        p("Summaries heard", (total("swarmnode_summaries_total", "outcome"), "{{outcome}}"), unit="ops", width=6),
     ],
     "Network": [
         p("Peers", (gauge("swarmnode_peers"), "{{instance}} {{direction}}"), width=6),
         p("Known peers", gauge("swarmnode_peers_known"), width=6),
         p("Gossip mesh", gauge("swarmnode_mesh_peers"), width=6),
-        p("Can strangers dial it?", (gauge("swarmnode_reach"), "{{instance}} {{verdict}}"), top=1, width=6),
+        p("Can strangers dial it?", (f"{gauge('swarmnode_reach')} == 1", "{{instance}} {{verdict}}"), kind="timeline",
+          width=6),
         p("Relays", (gauge("swarmnode_peers_relayed"), "{{instance}} peers by relay"), (gauge("swarmnode_relays"), "{{instance}} relays"),
           (gauge("swarmnode_relay_circuits"), "{{instance}} circuits for others"), width=6),
         p("Carried for others", rate("swarmnode_relay_bytes_total"), unit="Bps", width=6),
-        p("Hole punches", (rate("swarmnode_hole_punches_total", "outcome"), "{{outcome}}"), unit="ops", width=6),
+        p("Hole punches", (total("swarmnode_hole_punches_total", "outcome"), "{{outcome}}"), unit="ops", width=6),
         p("Dials", (rate("swarmnode_dials_total"), "{{instance}} all"), (rate("swarmnode_dial_failures_total"), "{{instance}} failed"),
           unit="ops", width=6),
-        p("Bytes", (rate("swarmnode_network_bytes_total", "protocol, direction"), "{{protocol}} {{direction}}"), unit="Bps"),
-        p("Gossip messages", (rate("swarmnode_gossip_messages_total", "event"), "{{event}}"), unit="ops"),
-        p("Requests", (rate("swarmnode_requests_total", "outcome"), "{{outcome}}"), unit="ops"),
+        p("Bytes", (total("swarmnode_network_bytes_total", "protocol, direction"), "{{protocol}} {{direction}}"), unit="Bps"),
+        p("Gossip messages", (total("swarmnode_gossip_messages_total", "event"), "{{event}}"), unit="ops"),
+        p("Requests", (total("swarmnode_requests_total", "outcome"), "{{outcome}}"), unit="ops"),
     ],
     "Budget": [
-        p("Sharing paused by", (f"{gauge('swarmnode_budget_paused')} == 1", "{{instance}} {{reason}}"), top=1, width=6),
+        p("Sharing paused by", (f"{gauge('swarmnode_budget_paused')} == 1", "{{instance}} {{reason}}"), kind="timeline", width=6),
         p("Left in the buckets", (gauge("swarmnode_budget_level_bytes"), "{{instance}} {{direction}}"), unit="bytes", width=6),
         p("This month", (gauge("swarmnode_budget_month_bytes"), "{{instance}} {{direction}}"),
           (gauge("swarmnode_budget_month_limit_bytes"), "{{instance}} limit"), unit="bytes", width=6),
@@ -237,24 +245,24 @@ SWARM: dict[str, list[Panel]] = {
 
 SECURITY: dict[str, list[Panel]] = {
     "What was refused": [
-        p("Rejected, by reason", (rate("swarmnode_rollouts_rejected_total", "reason"), "{{reason}}"), unit="ops", stack=True, width=12),
-        p("Ignored, by reason", (rate("swarmnode_rollouts_ignored_total", "reason"), "{{reason}}"), unit="ops", stack=True, width=12),
+        p("Rejected, by reason", (total("swarmnode_rollouts_rejected_total", "reason"), "{{reason}}"), unit="ops", stack=True, width=12),
+        p("Ignored, by reason", (total("swarmnode_rollouts_ignored_total", "reason"), "{{reason}}"), unit="ops", stack=True, width=12),
         p("Rejected share of what arrives",
           f"{rate('swarmnode_rollouts_rejected_total')} / {rate('swarmnode_rollouts_received_total')}", unit="percentunit", top=1),
-        p("Drawn groups, by the trainer's verdict", (rate("swarmnode_rollouts_judged_total", "outcome"), "{{outcome}}"), unit="ops"),
+        p("Drawn groups, by the trainer's verdict", (total("swarmnode_rollouts_judged_total", "outcome"), "{{outcome}}"), unit="ops"),
         p("Own groups that could not be published", rate("swarmnode_rollouts_publish_failures_total"), unit="ops"),
-        p("Between stages: streams refused", (rate("swarmnode_stage_streams_refused_total", "reason"), "{{reason}}"), unit="ops"),
-        p("Between stages: frames that counted for nothing", (rate("swarmnode_stage_frames_dropped_total", "reason"), "{{reason}}"),
+        p("Between stages: streams refused", (total("swarmnode_stage_streams_refused_total", "reason"), "{{reason}}"), unit="ops"),
+        p("Between stages: frames that counted for nothing", (total("swarmnode_stage_frames_dropped_total", "reason"), "{{reason}}"),
           unit="ops"),
         p("Requests about crews that were none", rate("swarmnode_crew_malformed_total"), unit="ops"),
     ],
     "Who is kept away": [
         p("Greylisted peers", gauge("swarmnode_peers_greylisted")),
         p("Banned peers", gauge("swarmnode_peers_banned")),
-        p("Requests of peers", (rate("swarmnode_requests_served_total", "outcome"), "{{outcome}}"), unit="ops"),
+        p("Requests of peers", (total("swarmnode_requests_served_total", "outcome"), "{{outcome}}"), unit="ops"),
     ],
     "What held": [
-        p("Guards around libp2p", (rate("swarmnode_guard_firings_total", "guard"), "{{guard}}"), unit="ops", width=12),
+        p("Guards around libp2p", (total("swarmnode_guard_firings_total", "guard"), "{{guard}}"), unit="ops", width=12),
         p("Scorers replaced per hour", (f"increase(swarmnode_scorer_restarts_total{{{I}}}[1h])", "{{instance}} {{process}}"), width=6),
         p("Memory of the network process", gauge("swarmnode_process_memory_bytes", process="network"), unit="bytes", width=6),
     ],
@@ -286,22 +294,28 @@ def panel_json(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
         fill = 60 if panel.stack else 8
         stacking = {"mode": "normal" if panel.stack else "none", "group": "A"}
         defaults["custom"] = {"lineWidth": 1, "fillOpacity": fill, "showPoints": "never", "spanNulls": False, "stacking": stacking}
+    if panel.kind == "timeline":
+        defaults["custom"] = {"lineWidth": 0, "fillOpacity": 70, "spanNulls": False}
+    last: dict[str, Any] = {"reduceOptions": {"calcs": ["lastNotNull"]}, "colorMode": "value"}
     options: dict[str, Any] = {
         "timeseries": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi", "sort": "desc"}},
-        "stat": {"reduceOptions": {"calcs": ["lastNotNull"]}, "colorMode": "value", "graphMode": "area", "textMode": "auto"},
+        "stat": {**last, "graphMode": "area", "textMode": "auto"},
+        "state": {**last, "graphMode": "none", "textMode": "name"},  # of a single series `auto` would show the value, a 1
+        "timeline": {"mergeValues": True, "showValue": "never", "rowHeight": 0.9, "legend": {"showLegend": False}},
         "table": {"showHeader": True},
     }[panel.kind]
-    targets = []
-    for i, (expression, legend) in enumerate(panel.targets):
-        target = {"refId": chr(ord("A") + i), "datasource": SOURCE, "expr": expression, "legendFormat": legend}
-        targets.append({**target, "instant": True, "format": "table"} if panel.kind == "table" else target)
+    once = {"table": {"instant": True, "format": "table"}, "state": {"instant": True}}.get(panel.kind, {})  # not what held in the past, too
+    targets = [
+        {"refId": chr(ord("A") + i), "datasource": SOURCE, "expr": expression, "legendFormat": legend, **once}
+        for i, (expression, legend) in enumerate(panel.targets)
+    ]
     return {
         "id": number,
-        "type": panel.kind,
+        "type": {"state": "stat", "timeline": "state-timeline"}.get(panel.kind, panel.kind),
         "title": panel.title,
         "description": "\n".join(f"`{name}`: {FAMILIES[name].help}" for name in names if name in FAMILIES),
         "datasource": SOURCE,
-        "gridPos": {"x": x, "y": y, "w": panel.width, "h": {"stat": 4, "table": 4}.get(panel.kind, 8)},
+        "gridPos": {"x": x, "y": y, "w": panel.width, "h": {"stat": 4, "state": 4, "table": 4}.get(panel.kind, 8)},
         "fieldConfig": {"defaults": defaults, "overrides": []},
         "options": options,
         "targets": targets,
@@ -324,11 +338,12 @@ def dashboard(uid: str) -> dict[str, Any]:
             panels.append(made)
             x, tallest = x + panel.width, max(tallest, made["gridPos"]["h"])
         y += tallest
+    one = {"multi": False, "includeAll": False}
+    every = {"multi": True, "includeAll": True, "allValue": ".*", "current": {"text": "All", "value": "$__all"}}
     variables = [
         {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"},
         {"name": "instance", "label": "Node", "type": "query", "datasource": SOURCE, "refresh": 2,
-         "query": "label_values(swarmnode_build_info, instance)", "multi": True, "includeAll": True, "allValue": ".*",
-         "current": {"text": "All", "value": "$__all"}},
+         "query": "label_values(swarmnode_build_info, instance)", **(one if uid == "node" else every)},
     ]  # fmt: skip
     return {
         "uid": f"swarmnode-{uid}",

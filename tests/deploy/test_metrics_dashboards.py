@@ -102,6 +102,38 @@ def test_label_values_in_matchers_exist() -> None:
                 assert re.search(rf'^{name}\{{[^}}]*{label}="{re.escape(value)}"', scraped, re.MULTILINE), (name, label, value)
 
 
+def labels_of(expression: str) -> set[str]:
+    """That tell the series of an expression's result apart, besides those that its matchers fix."""
+    if expression.startswith(("sum(", "60 * sum(")):
+        return set()
+    if grouping := re.match(r"(?:60 \* )?(?:histogram_quantile\([0-9.]+, )?sum by \(([^)]*)\)", expression):
+        return {label.strip() for label in grouping.group(1).split(",")} - {"le"}
+    (name, matchers), *_ = MATCHER.findall(expression)
+    fixed = set(re.findall(r'(\w+)="', matchers))
+    return ({*FAMILIES[name].labels} | {"instance"}) - fixed
+
+
+def test_series_of_a_panel_are_told_apart_by_their_legends() -> None:
+    """On the node's board by all but the node, of which it shows one."""
+    for path in sorted(DASHBOARDS.glob("*.json")):
+        board = json.loads(path.read_text())
+        (nodes,) = [variable for variable in board["templating"]["list"] if variable["name"] == "instance"]
+        assert nodes["multi"] == nodes["includeAll"] == (path.stem != "node")
+        for panel in board["panels"]:
+            for target in panel.get("targets", []) if panel["type"] != "table" else []:
+                told = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) | (set() if nodes["multi"] else {"instance"})
+                assert labels_of(target["expr"]) <= told, (path.stem, panel["title"], target["expr"])
+
+
+def test_of_several_states_the_one_that_holds_is_named() -> None:
+    """A stat without names shows the 1 of `== 1`, and over a range every state of the past; as lines they all lie at 1."""
+    found = [panel for panel in panels() for target in panel.get("targets", []) if target["expr"].endswith("== 1")]
+    assert len(found) >= 6
+    for panel in found:
+        named = panel["type"] == "stat" and panel["options"]["textMode"] == "name" and all(t["instant"] for t in panel["targets"])
+        assert named or panel["type"] == "state-timeline", panel["title"]
+
+
 def test_generated_files_are_up_to_date() -> None:
     for path, text in build().outputs().items():
         assert path.read_text() == text, f"{path.relative_to(ROOT)}: run python deploy/grafana/build.py"
