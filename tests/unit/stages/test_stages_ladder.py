@@ -64,6 +64,7 @@ def test_a_lossy_stage_is_healed_a_few_times_and_then_given_up():
     assert one.judge(source, Verdict(0.001, 0.06, 100), 2) == "next"
     assert one.judge(source, None, 0) == "next"  # nobody can say whether it is right
     assert one.judge(Source(Rung.SHADOW, 3, 0), None, 0) == "rejoin"
+    assert one.judge(Source(Rung.BASE), None, 0) == "rejoin"
 
 
 def test_a_copy_of_the_crews_own_may_lack_steps_that_went_far_and_what_is_not_its_own_may_not():
@@ -78,7 +79,10 @@ def test_a_copy_of_the_crews_own_may_lack_steps_that_went_far_and_what_is_not_it
 
 
 def test_synthesis_needs_both_neighbours_and_the_ends_need_true_copies():
-    assert "a neighbour is lost too" in all_of(ladder(Found(alive=frozenset({0, 3}))))[1]
+    for alive in ({0, 3}, {2, 3}):
+        assert "a neighbour is lost too" in all_of(ladder(Found(alive=frozenset(alive))))[1]
+    assert ladder(Found(alive=frozenset({0, 2}))).next().method == "checkfree"
+    assert ladder(Found(alive=frozenset({0, 2})), synthesis="uniform").next().method == "uniform"
     assert "trained with swapped stages" in all_of(ladder(Found(alive=EVERYBODY - {0}), stage=0))[1]
     swapped = Run(swapped=True)
     assert "nobody keeps a copy" in all_of(ladder(Found(alive=EVERYBODY - {0}), 0, run=swapped))[1]
@@ -100,6 +104,7 @@ def test_paper_mode_knows_neighbours_only():
     found = Found(journal=10, replica=True, shadows={0: 10, 2: 10}, base=True, alive=EVERYBODY - {1})
     one = ladder(found, paper=True, run=Run(swapped=True))
     assert all_of(one)[0] == [(1, None, None), (4, None, None)]
+    assert sorted(rung for rung, why in one.excluded if why == "paper mode") == [0, 2, 2, 3]
     source = Source(Rung.SYNTHESIS, method="checkfree")
     assert (one.judge(source, BAD, 0), one.judge(source, None, 0), one.judge(source, BROKEN, 0)) == ("rejoin", "rejoin", "next")
 
