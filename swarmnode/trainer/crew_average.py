@@ -4,8 +4,8 @@ Names are the whole model's, so the layout, and with it the fingerprint that par
 with holders of exactly the same ones, and a whole policy with none of them. Corrections are applied where a step has just been taken, the
 one moment at which all stages move and no wave is under way.
 
-Not averaged is a tied embedding that is trained: both ends hold it, and two partners would make two of it. There is no probe either: no
-stage can judge a policy of which it has a part; norm, direction and distance of a partner's weights are judged as ever.
+Not averaged is a tied embedding that is trained: both ends hold it, and two partners would make two of it. No stage can say
+alone whether an average makes the policy worse: it asks those behind it (`crew_probe`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from swarmnode.errors import PeerError
 from swarmnode.files import write_atomically
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.stages.member import Member, Observer
+from swarmnode.trainer.crew_probe import CrewProbe
 from swarmnode.trainer.crew_stage import Stage
 from swarmnode.trainer.engine import adapter_shape
 from swarmnode.trainer.messages import WeightsReport
@@ -64,11 +65,12 @@ class StageAveraging(Observer):
         self._whose = f"{stage.crew.hex()} {stage.index}"
         self._marked = False
         self._seeking: queue.SimpleQueue[local.AdoptState] | None = None
+        self.probe = CrewProbe()
         tensors = averaged(stage)
         policy: Any = SimpleNamespace(model=SimpleNamespace(named_parameters=lambda: iter(tensors.items())))
         self._replica = Replica(
             policy, config.weights, self._counters, MicroBatcher(config.training.per_device_train_tokens), config.node.data_dir,
-            lock=stage.lock, send=send, adapter=adapter_shape(config),
+            lock=stage.lock, send=send, adapter=adapter_shape(config), ask=self.probe.ask,
         )  # fmt: skip
 
     def begin(self, outer: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:

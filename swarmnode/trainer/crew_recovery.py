@@ -95,6 +95,7 @@ class StageRecovery:
     async def open(self, assigned: Assigned, stage: Stage, step: int) -> AsyncIterator[None]:
         assert self._shadowing is not None
         place = Place(assigned.crew[:CREW_BYTES], assigned.roster_epoch, assigned.stage, assigned.stage_epochs[assigned.stage], step)
+        averaging = self._averaging()
         streams = await connect_all(assigned, "state", Gate())  # what lies here is as good while the crew is suspended
         try:
             self._peer = self._shadowing.peer = peer = StatePeer(
@@ -103,10 +104,14 @@ class StageRecovery:
             )  # fmt: skip
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(peer.run)
+                if averaging is not None:
+                    averaging.probe.open(peer)
                 yield
                 nursery.cancel_scope.cancel()
         finally:
             self._peer = self._shadowing.peer = None
+            if averaging is not None:
+                averaging.probe.close()
             with trio.CancelScope(shield=True):
                 await close_all(streams)
 

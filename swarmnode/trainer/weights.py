@@ -53,6 +53,10 @@ EARLY = 0.5
 """Of the time between two outer steps of a fragment: one taken so short a time ago counts for the one that is due now."""
 LEAST_PROBE = 8
 """Sequences below which the probe says nothing."""
+Losses = tuple[float, float]
+"""Of our weights, and with the average in their place, nats per token."""
+Ask = Callable[[Tensors, Tensors, Callable[[Losses | None], None]], bool]
+"""(our tensors, their average, whom to tell) → whether anybody will be told, from any thread: None where there is no verdict."""
 
 
 @dataclass
@@ -74,11 +78,13 @@ class Replica:
     """This node's replica among others. Make it before a saved state is restored: the base weights are the codec's anchor.
 
     lock: held by whoever moves the weights. send: to the network process, from any thread. adapter: its shape, if one is trained.
+    ask: who judges an average where this process has not the whole policy.
     """
 
     def __init__(
         self, policy: Policy, cfg: WeightsConfig, counters: Counters, batcher: MicroBatcher, data_dir: Path, *,
         lock: threading.Lock, send: Callable[[local.FromTrainer], None], temperature: float = 1.0, adapter: LoraShape | None = None,
+        ask: Ask = lambda mine, mean, tell: False,
     ) -> None:  # fmt: skip
         self._policy = policy
         self._cfg = cfg
@@ -87,6 +93,7 @@ class Replica:
         self._lock = lock
         self._send = send
         self._temperature = temperature
+        self._ask = ask
         self._parameters = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
         self._layout = make_layout((n, p.shape, str(p.dtype).removeprefix("torch.")) for n, p in self._parameters.items())
         self._parts = fragments.cut(self._layout, local.fragments_of(self._layout, cfg.fragments))
@@ -369,29 +376,46 @@ class Replica:
             exchange = self._exchanges.get(session)
         if exchange is None:  # dropped, or our weights have moved on without it
             self._send(local.Gated(session, False, "local", ""))
-            return False
-        mean: Tensors | None = None
-        if isinstance(found, str):
-            outcome = found
-            if outcome == "lagging":  # it has more to gain from us than we from it: it gets ours, and we step as if alone
-                mean = exchange.snapshot
-            elif outcome != "local":
-                self._gate.refused(exchange.peer, outcome, now)
-        else:
+        elif isinstance(found, Examined) and found.mean is not None and self._ask(
+            dict(found.mine), found.mean, lambda losses: self._arrived.append(lambda: self._told(session, found, losses))
+        ):  # fmt: skip
+            pass  # the verdict comes after a later step
+        elif isinstance(found, Examined):
             probed = found.mean is not None and len(self._rows) >= LEAST_PROBE
-            judged = self._gate.conclude(found, now, self._probe(found.mine, found.mean or {}) if probed else None)
-            outcome, mean = judged.outcome, judged.mean
-            exchange.probation = outcome == "probation"
-            self._distance = judged.relative_distance if judged.ok else self._distance  # of what was refused, anybody's guess
-            if judged.outcome == "probe":
-                log.info("weights of %s would make us worse: %.3f nats, not %.3f", exchange.peer, judged.loss_after, judged.loss_before)
+            self._conclude(session, exchange, found, self._probe(found.mine, found.mean or {}) if probed else None)
+        else:
+            if found not in ("lagging", "local"):
+                self._gate.refused(exchange.peer, found, now)
+            # a peer that lags has more to gain from us than we from it: it gets ours, and we step as if alone
+            self._end(session, exchange, found, exchange.snapshot if found == "lagging" else None)
+        return False
+
+    def _told(self, session: bytes, found: Examined, losses: Losses | None) -> bool:
+        with self._mutex:
+            exchange = self._exchanges.get(session)
+        if exchange is None:
+            self._send(local.Gated(session, False, "local", ""))
+        elif losses is None:
+            self._end(session, exchange, "local", None)
+        else:
+            self._conclude(session, exchange, found, losses)
+        return False
+
+    def _conclude(self, session: bytes, exchange: Exchange, found: Examined, losses: Losses | None) -> None:
+        judged = self._gate.conclude(found, time.monotonic(), losses)
+        exchange.probation = judged.outcome == "probation"
+        self._distance = judged.relative_distance if judged.ok else self._distance  # of what was refused, anybody's guess
+        if judged.outcome == "probe":
+            log.info("weights of %s would make us worse: %.3f nats, not %.3f", exchange.peer, judged.loss_after, judged.loss_before)
+        self._end(session, exchange, judged.outcome, judged.mean)
+
+    def _end(self, session: bytes, exchange: Exchange, outcome: str, mean: Tensors | None) -> None:
         if mean is None:
             with self._mutex:
                 self._exchanges.pop(session, None)
             self._send(local.Gated(session, False, outcome, exchange.peer))
         else:
             self._job(functools.partial(self._prepare, session, exchange, mean, outcome))
-        return False
 
     def _probe(self, one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> tuple[float, float]:
         """Mean loss of our rewarded completions with either in the policy, nats per token; the policy is as before afterwards."""

@@ -158,7 +158,7 @@ class StatePeer(Channel):
             decode(edge.body, edge.rows, self.runtime.hidden_size, self.codec)
         return edges
 
-    async def run_at(self, stage: int, probe: m.Probe, tokens: int, x: bytes) -> bytes:
+    async def run_at(self, stage: int, probe: m.Probe | m.Edge, tokens: int, x: bytes) -> bytes:
         """One micro-batch through `stage` as it is now: as `bodies.run_one`. Waits for one that is being restored.
 
         Raises Incompatible where its numbers are not finite.

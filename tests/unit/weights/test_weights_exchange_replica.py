@@ -157,6 +157,79 @@ def test_a_dropped_exchange_is_not_applied_any_more(made):
     assert identical(a.weights(), before)
 
 
+class Asked:
+    """Who judges averages for a replica that cannot."""
+
+    def __init__(self, replica):
+        self.tell = None
+        replica._ask = self
+
+    def __call__(self, mine, mean, tell):
+        self.mine, self.mean, self.tell = mine, mean, tell
+        return True
+
+
+def asked_for(a, partner):
+    """An exchange of a replica that asks others, up to the question."""
+    asked = Asked(a.replica)
+    with pytest.raises(StopIteration):  # nothing is said before the verdict
+        a.exchange(partner)
+    assert asked.tell is not None
+    return asked
+
+
+def after(a):
+    a.replica.between_steps(True, 0.1, stepped=False)
+    a.settle()
+    return a.said[-1]
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ((1.0, 0.9), local.Gated(b"s" * 16, True, "accepted", "peer")),
+        ((1.0, 1.05), local.Gated(b"s" * 16, True, "accepted", "peer")),  # within the tolerance
+        ((1.0, 1.5), local.Gated(b"s" * 16, False, "probe", "peer")),
+        ((1.0, float("inf")), local.Gated(b"s" * 16, False, "probe", "peer")),
+        (None, local.Gated(b"s" * 16, False, "local", "peer")),
+    ],
+)  # fmt: skip
+def test_a_replica_that_cannot_judge_asks_and_takes_nothing_before_the_verdict(made, losses, expected):
+    a, partner = made("a"), made("c")
+    a.step()
+    partner.step(seed=2)
+    before = a.weights()
+    asked = asked_for(a, partner)
+    names = a.replica._names[0]
+    assert identical(asked.mine, {n: before[n] for n in names})
+    assert all(torch.allclose(asked.mean[n], 0.5 * (before[n] + partner.weights()[n]), atol=1e-6) for n in names)
+    assert identical(a.weights(), before)
+    a.said.clear()
+    asked.tell(losses)
+    assert not a.said, "said between two steps only"
+    assert after(a) == expected
+    assert a.commit() == expected.ok
+    assert identical(a.weights(), before) != expected.ok
+    assert a.replica.report().outcomes.get("probe", 0) == (expected.outcome == "probe")
+
+
+@pytest.mark.parametrize("meanwhile", ["dropped", "overtaken"])
+def test_a_verdict_on_an_exchange_that_is_over_changes_nothing(made, meanwhile):
+    a, partner = made("a"), made("c")
+    a.step()
+    partner.step(seed=2)
+    asked = asked_for(a, partner)
+    if meanwhile == "dropped":
+        a.replica.receive(local.DropExchange(b"s" * 16))
+    else:
+        a.solo(0)
+    before = a.weights()
+    asked.tell((1.0, 0.9))
+    assert after(a) == local.Gated(b"s" * 16, False, "local", "")
+    assert not a.commit()
+    assert identical(a.weights(), before)
+
+
 def test_a_fall_of_reward_takes_the_exchange_back(made):
     a, partner = made("a"), made("c")
     partner.step(seed=2)

@@ -1,0 +1,181 @@
+"""What an average with another crew's stage would do to the policy, asked of the stages behind it while the crew trains on."""
+
+import copy
+
+import pytest
+import torch
+import trio
+from peft import LoraConfig, get_peft_model
+
+from swarmnode.config import TrainingConfig
+from swarmnode.policy.logprobs import token_logprobs
+from swarmnode.stages.learning import LearnRow
+from swarmnode.stages.member import CrewSettings
+from swarmnode.stages.recovery.bodies import run_one
+from swarmnode.stages.recovery.ladder import RecoverySettings
+from swarmnode.stages.recovery.probes import work_of
+from swarmnode.stages.recovery.state import trained
+from swarmnode.testing.lost_stages import Fleet, quiet
+from swarmnode.trainer import crew_probe
+from swarmnode.trainer.crew_probe import CrewProbe, _newest, _with
+
+SETTINGS = CrewSettings(b"b" * 32, "float32", "float32")
+CFG = TrainingConfig(per_device_train_tokens=1024, weight_decay=0.0)
+
+
+def rows_of(seed, count=24):
+    """Every third is better than its group: 8 of 24."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda n: torch.randint(2, 60, (n,), generator=generator).tolist()
+    return [LearnRow(draw(4 + i % 3), draw(1 + i % 5), [-3.0] * (1 + i % 5), 1.0 - i % 3, 1.0, i) for i in range(count)]
+
+
+@pytest.fixture
+def fleet(models, tmp_path):
+    made = []
+
+    def build(model=None):
+        settings = RecoverySettings(seconds=30.0)
+        made.append(Fleet(model or copy.deepcopy(models["llama"]), [1, 1, 1, 1], tmp_path / str(len(made)), SETTINGS, settings))
+        return made[-1]
+
+    yield build
+    for one in made:
+        one.close()
+
+
+async def learn(crew, seed, count=24, rate=1e-3):
+    assert (await crew.head.update(rows_of(seed, count), CFG, 30.0, rate)).refused is None
+    await quiet()
+
+
+def tensors(station, noise=0.0):
+    """By their names in the whole model: the layers' own, and others `noise` (of their size) away."""
+    generator = torch.Generator().manual_seed(5)
+    own = {n: p.detach().clone() for n, p in trained(station.runtime).items() if ".layers." in n}
+    far = {n: t + noise * t.std() * torch.randn(t.shape, generator=generator) for n, t in own.items()}
+    return tuple({station.spec.whole(n): t for n, t in some.items()} for some in (own, far))
+
+
+async def verdict(fleet, stage, mine, mean):
+    """Losses of both, None where there is no verdict, False where nothing was asked."""
+    probe, told, done = CrewProbe(), [], trio.Event()
+    probe.open(fleet.peers[stage])
+    if not probe.ask(mine, mean, lambda losses: (told.append(losses), done.set())):
+        return False
+    with trio.fail_after(60):
+        await done.wait()
+    return told[0]
+
+
+@torch.no_grad()
+def whole_loss(fleet, seed):
+    """Of the better completions, by the unsplit model with the weights of all stages."""
+    model = copy.deepcopy(fleet.model)
+    model.load_state_dict({s.spec.whole(n): p for s in fleet.stations for n, p in s.runtime.model.named_parameters()}, strict=False)
+    rows = [(r.prompt_ids, r.completion_ids) for r in rows_of(seed) if r.advantage > 0]
+    total = count = 0
+    for prompt, completion in rows:
+        logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+        chosen, _ = token_logprobs(logits, torch.tensor(completion), 1.0)
+        total, count = total - float(chosen.sum()), count + len(completion)
+    return total / count
+
+
+async def test_at_the_head_it_is_the_loss_of_the_whole_policy(fleet):
+    one = fleet()
+    async with one.up() as crew:
+        await learn(crew, 1)
+        mine, mean = tensors(one.stations[0], 0.3)
+        before, after = await verdict(one, 0, mine, mean)
+        assert before == pytest.approx(whole_loss(one, 1), abs=1e-4)
+        with torch.no_grad():
+            for name, p in trained(one.stations[0].runtime).items():
+                p.copy_(mean.get(one.stations[0].spec.whole(name), p))
+        assert after == pytest.approx(whole_loss(one, 1), abs=1e-4)
+        assert abs(after - before) > 0.01
+
+
+@pytest.mark.parametrize("stage", range(4))
+async def test_every_stage_can_tell_a_good_average_from_a_bad_one_and_nothing_moves(fleet, stage):
+    one = fleet()
+    async with one.up() as crew:
+        for _ in range(4):
+            await learn(crew, 1, rate=1e-2)  # so that there is something to unlearn
+        weights = one.weights()
+        mine, same = tensors(one.stations[stage])
+        before, after = await verdict(one, stage, mine, same)
+        assert before == after
+        negative = {name: -t for name, t in mine.items()}
+        assert (await verdict(one, stage, mine, negative))[1] > before + 0.1
+        assert (await verdict(one, stage, mine, {n: t * float("nan") for n, t in mine.items()}))[1] == float("inf")
+        assert all(torch.equal(t, one.weights()[name]) for name, t in weights.items())
+        await learn(crew, 2)  # and it trains on
+
+
+async def test_who_has_seen_too_little_or_has_no_crew_asks_nobody(fleet):
+    one = fleet()
+    async with one.up() as crew:
+        mine, mean = tensors(one.stations[1])
+        assert await verdict(one, 1, mine, mean) is False
+        await learn(crew, 1, 12)  # 4 of them better than their group
+        assert await verdict(one, 1, mine, mean) is False
+        await learn(crew, 2, 12)
+        assert await verdict(one, 1, mine, mean)
+        closed = CrewProbe()
+        closed.open(one.peers[1])
+        closed.close()
+        assert not closed.ask(mine, mean, lambda losses: None)
+
+
+async def test_without_the_stages_behind_it_there_is_no_verdict(fleet):
+    one = fleet()
+    async with one.up() as crew:
+        await learn(crew, 1)
+        mine, mean = tensors(one.stations[1])
+        one.peers[1].gone[3] = "closed"
+        assert await verdict(one, 1, mine, mean) is None
+
+
+async def test_a_device_that_has_no_room_for_it_gives_no_verdict_and_nothing_ends(fleet, monkeypatch):
+    one = fleet()
+    async with one.up() as crew:
+        await learn(crew, 1)
+        mine, mean = tensors(one.stations[1])
+
+        def full(*args):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        monkeypatch.setattr(crew_probe, "_with", full)
+        assert await verdict(one, 1, mine, mean) is None
+        monkeypatch.undo()
+        assert await verdict(one, 1, mine, mean)
+
+
+async def test_our_own_weights_that_are_not_finite_are_nobody_s_fault(fleet):
+    one = fleet()
+    async with one.up() as crew:
+        await learn(crew, 1)
+        mine, mean = tensors(one.stations[3])
+        assert await verdict(one, 3, {n: t * float("inf") for n, t in mine.items()}, mean) is None
+
+
+async def test_with_an_adapter_other_weights_are_other_outputs(fleet, models):
+    torch.manual_seed(1)
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    one = fleet(get_peft_model(copy.deepcopy(models["llama"]), lora))
+    async with one.up() as crew:
+        await learn(crew, 1)
+        station, peer = one.stations[1], one.peers[1]
+        edge = _newest(peer)[0]
+        run = lambda runtime: run_one(runtime, work_of(edge, peer.limits), edge.body, "float32")
+        own, before = {station.spec.whole(n): p.detach().clone() for n, p in trained(station.runtime).items()}, run(station.runtime)
+        other = {name: t + 0.1 for name, t in own.items()}
+        assert run(_with(station.runtime, own)) == before
+        changed = run(_with(station.runtime, other))
+        assert changed != before
+        assert run(station.runtime) == before
+        with torch.no_grad():
+            for name, p in trained(station.runtime).items():
+                p.copy_(other[station.spec.whole(name)])
+        assert run(station.runtime) == changed
