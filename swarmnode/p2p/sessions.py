@@ -32,8 +32,10 @@ LOOK_SECONDS = 1.0
 """How often we look for peers that are to be told."""
 TELL_SECONDS = 30.0
 """Between two tellings of one peer, with jitter."""
+EARLY_SECONDS = 60.0
+"""A peer that connected less than this ago is told every RETRY_SECONDS: the copy of a directory is often started beside its original."""
 RETRY_SECONDS = 5.0
-"""After a peer did not answer, which may have only just started, and after a first suspicion."""
+"""Also after a peer did not answer, which may have only just started, and after a first suspicion."""
 AT_ONCE = 4
 """Peers told in one round."""
 REMEMBER_SECONDS = 300.0
@@ -115,13 +117,16 @@ class Sessions:
 
     async def run(self) -> None:
         """Raises Refused when another process that started earlier uses our key."""
-        due: dict[str, float] = {}  # connected peers, and when to tell them next
+        since: dict[str, float] = {}  # connected peers, and when we first saw them
+        due: dict[str, float] = {}  # when to tell them next
         while True:
             now = trio.current_time()
-            due = {peer: due.get(peer, now) for peer in self._connected()}
+            since = {peer: since.get(peer, now) for peer in self._connected()}
+            due = {peer: due.get(peer, now) for peer in since}
             for peer in [peer for peer, at in due.items() if at <= now][:AT_ONCE]:
                 suspected = len(self._suspected)
-                steady = await self.tell(peer) and len(self._suspected) == suspected
+                early = now - since[peer] < EARLY_SECONDS
+                steady = await self.tell(peer) and len(self._suspected) == suspected and not early
                 due[peer] = trio.current_time() + (self._rng.uniform(0.5, 1.5) * TELL_SECONDS if steady else RETRY_SECONDS)
             await trio.sleep(LOOK_SECONDS)
 

@@ -1,6 +1,7 @@
 """Joining over real hosts: what a peer in an invite can get wrong, private swarms, successors, and a key in use twice."""
 
 import itertools
+import random
 import shutil
 
 import msgspec
@@ -21,8 +22,8 @@ from swarmnode.testing.frames import KEY, OTHER_KEY
 from swarmnode.testing.hosts import host
 from swarmnode.testing.manifests import CONFIG, founded, succeeding
 from swarmnode.testing.waiting import until
-from swarmnode.wire import limits
-from swarmnode.wire.messages import Envelope, Session
+from swarmnode.wire import codec, limits
+from swarmnode.wire.messages import Envelope, Session, SessionResponse
 from swarmnode.wire.session import seal_session
 
 FIRST = founded()
@@ -198,6 +199,29 @@ async def test_of_two_processes_with_one_key_the_later_one_ends_and_the_other_go
             assert raised.value.exit_code == 77
             await made["b"].tell(a.peer_id)  # goes on
             assert (made["b"].statistics().twins, later.statistics().twins) == (1, 1)
+
+
+async def test_who_has_just_connected_is_told_more_often(autojump_clock):
+    class Answers:
+        def __init__(self):
+            self.at = []
+
+        def serve(self, *args, **options):
+            pass
+
+        async def request(self, peer, *args, **options):
+            self.at.append(trio.current_time())
+            return codec.encode(SessionResponse([]))
+
+    answers = Answers()
+    sessions = Sessions(answers, "own", KEY, FIRST.swarm, lambda: ["peer"], clock=itertools.count(1000).__next__, rng=random.Random(0))
+    began = trio.current_time()
+    with trio.move_on_after(600):
+        await sessions.run()
+    gaps = [(at - began, after - at) for at, after in itertools.pairwise(answers.at)]
+    assert all(5 <= gap <= 6 for at, gap in gaps if at < 59)
+    assert all(15 <= gap <= 46 for at, gap in gaps if at > 61)
+    assert len(gaps) > 20
 
 
 async def test_a_session_of_an_earlier_run_is_no_twin(tmp_path):
