@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from cryptography.hazmat.primitives import serialization
@@ -17,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarmnode.errors import ConfigError, Refused, StateError, Unavailable
 from swarmnode.files import read_private, write_atomically
-from swarmnode.supervisor import lock_data_dir
+from swarmnode.supervisor import held_data_dir
 from swarmnode.wire.envelope import peer_id
 
 IDENTITY = "identity.key"
@@ -43,7 +41,7 @@ def bring(data_dir: Path, file: Path, replace: bool = False) -> tuple[str, Path 
     if data is None:
         raise ConfigError(f"{file}: no such file")
     peer = peer_of(data, file)
-    with _held(data_dir):
+    with held_data_dir(data_dir):
         former = read_private(data_dir / IDENTITY, "identity file", LONGEST_FILE)
         if former is None:
             _write(data_dir / IDENTITY, data)
@@ -60,7 +58,7 @@ def bring(data_dir: Path, file: Path, replace: bool = False) -> tuple[str, Path 
 
 def rotate(data_dir: Path) -> tuple[str, str, Path]:
     """A new key. Returns the former peer id, the new one, and where the former key is kept. Raises as `backup` does."""
-    with _held(data_dir):
+    with held_data_dir(data_dir):
         former = _existing(data_dir)
         kept = _keep(data_dir, former)
         key = Ed25519PrivateKey.generate()
@@ -113,12 +111,3 @@ def _write(path: Path, data: bytes) -> None:
         write_atomically(path, data, mode=0o600)
     except OSError as error:
         raise Unavailable(f"cannot write {path}: {error.strerror}") from None
-
-
-@contextmanager
-def _held(data_dir: Path) -> Iterator[None]:
-    lock = lock_data_dir(data_dir)
-    try:
-        yield
-    finally:
-        os.close(lock)

@@ -14,8 +14,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from swarmnode.errors import BadMessage, ConfigError, Refused, StateError, Unava
 from swarmnode.files import read_private, write_atomically
 from swarmnode.invite import Invite
 from swarmnode.manifest_store import ManifestStore
-from swarmnode.supervisor import lock_data_dir
+from swarmnode.supervisor import held_data_dir
 from swarmnode.wire import limits
 from swarmnode.wire.manifest import Opened, follows, open_manifest, seal_manifest
 from swarmnode.wire.messages import ModelRef
@@ -140,7 +139,7 @@ def join(config: Config, invite: Invite) -> Opened:
     Raises Unavailable when no peer was reached, Refused when what they had was wrong or this node cannot honour it; nothing is changed.
     """
     store = ManifestStore(config.node.data_dir)
-    with _held(config.node.data_dir):
+    with held_data_dir(config.node.data_dir):
         before = store.current()
         if before is not None and not store.descends(before, invite.swarm) and not store.descends(invite.swarm, before):
             _refuse_other_swarm(store, before)
@@ -244,16 +243,6 @@ def prepare(config: Config) -> Config:
 def refresh(config: Config) -> Config:
     """The same for a node that is running: by the manifest that is chosen now."""
     return manifest_store.honoured(config)[0]
-
-
-@contextmanager
-def _held(data_dir: Path) -> Iterator[None]:
-    """Nobody else runs with this key meanwhile."""
-    lock = lock_data_dir(data_dir)
-    try:
-        yield
-    finally:
-        os.close(lock)
 
 
 def _make(data_dir: Path) -> None:

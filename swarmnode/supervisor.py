@@ -14,7 +14,8 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -272,3 +273,13 @@ def lock_data_dir(data_dir: Path) -> int:
     os.truncate(fd, 0)
     os.write(fd, str(os.getpid()).encode())
     return fd
+
+
+@contextmanager
+def held_data_dir(data_dir: Path) -> Iterator[None]:
+    """Nobody else runs with this directory and its key meanwhile. Raises Unavailable where somebody does."""
+    lock = lock_data_dir(data_dir)
+    try:
+        yield
+    finally:
+        os.close(lock)
