@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from swarmnode.stages.commit import Answer, Confirm, Coordinator, Discard, Participant, Prepare, Take
+from swarmnode.stages.commit import Answer, Confirm, Coordinator, Decided, Discard, Participant, Prepare, Take
 from swarmnode.stages.fence import Fence
 from swarmnode.stages.frames import Place
 from swarmnode.stages.schedule import Schedule
@@ -115,6 +115,61 @@ def test_a_commit_that_comes_twice_is_taken_once():
     assert stage.propose(0, 1, [1]) == Confirm(1)
     assert stage.abort(0, 1) is None
     assert stage.step == 1
+
+
+def test_messages_of_another_step_or_of_an_attempt_that_is_over_change_nothing():
+    stage = Participant(step=2)
+    stage.accumulated(1)
+    assert [stage.propose(step, 1, [1]) for step in (0, 1, 3)] == [None, None, Answer(1, "attempt")]
+    assert stage.statistics().refused == 1
+    assert stage.propose(2, 3, [1]) == Prepare(3)
+    assert stage.propose(2, 2, [1]) is None
+    assert stage.propose(2, 3, [1]) is None  # it is being prepared
+    assert stage.prepared(2, 1.0, 0.0) is None
+    assert stage.prepared(3, 1.0, 0.0) == Answer(3, None, 1.0)
+    assert [stage.commit(step, 3) for step in (0, 1, 3)] == [None, Confirm(3), None]
+    assert stage.abort(2, 2) is None
+    assert stage.statistics().phase == "prepared"
+    assert stage.propose(2, 4, [1]) == Prepare(4)  # the abort was lost
+    assert stage.prepared(4, None, 0.0) == Answer(4, "not_finite")
+    assert (stage.phase, stage.statistics().refused) == ("open", 2)
+    assert stage.abort(2, 6) == Discard(6)
+    assert stage.propose(2, 5, []) is None
+    assert stage.propose(3, 5, []) is None
+
+
+def test_what_is_prepared_is_never_dropped_without_a_decision():
+    stage = Participant()
+    stage.accumulated(1)
+    assert stage.lose()
+    stage.accumulated(1)  # it had not been added
+    stage.propose(0, 1, [1])
+    stage.prepared(1, 2.0, now=0.0)
+    assert not stage.lose()
+    assert [stage.tick(now) for now in (30.0, 59.0, 60.0)] == [Answer(1, None, 2.0), None, Answer(1, None, 2.0)]
+    assert stage.commit(0, 1) == Take(1)
+    assert stage.tick(99.0) is None
+
+
+def test_one_proposal_at_a_time_and_only_its_own_answers_decide_it():
+    head = Coordinator(2)
+    assert head.give_up("timeout") is None
+    first = head.begin(deadline=5.0)
+    with pytest.raises(ValueError):
+        head.begin(deadline=5.0)
+    head.acknowledged(0, first, None, 1.0)
+    assert head.give_up("timeout") == Decided(first, "timeout", 0.0, (0, 1))
+    assert head.give_up("timeout") is None
+    second = head.begin(deadline=9.0)
+    assert second == first + 1
+    assert head.acknowledged(0, second, None, 1.0) is None
+    for stage, attempt in ((1, first), (2, second), (-1, second)):
+        assert head.acknowledged(stage, attempt, None, 1.0) is None
+    assert head.acknowledged(1, second, None, 1.0) == Decided(second, None, 2.0, (0, 1))
+    assert not head.done(1, first)
+    assert head.done(1, second)
+    assert (head.statistics().committed, head.statistics().aborted) == (1, {"timeout": 1})
+    assert [Coordinator(stages).commits_alone for stages in (1, 2)] == [True, False]
 
 
 def test_a_stage_that_hears_nothing_asks_and_gets_the_old_decision():
