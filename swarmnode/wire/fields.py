@@ -71,7 +71,7 @@ def check_rising(name: str, values: Sequence[Any], low: int, high: int) -> None:
     """`low` to `high` of them, each greater than the one before: a set has one order."""
     check_between(name, len(values), low, high)
     if any(a >= b for a, b in pairwise(values)):
-        raise BadMessage("bounds", f"{name} rise, none twice")
+        raise BadMessage("bounds", f"{name} are sorted, none twice")
 
 
 def utf8(name: str, value: str) -> bytes:
