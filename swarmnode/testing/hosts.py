@@ -19,14 +19,14 @@ async def hosts(
     directory: Path, count: int, *, line: bool = False, swarm: bytes = NO_SWARM, **settings: object
 ) -> AsyncIterator[list[Network]]:
     """`count` hosts, connected. The first is everybody's bootstrap peer; with `line` each one's is the host before it, and peer exchange
-    is answered with nothing, so that they stay a line. `settings`: fields of NetworkConfig. Raises trio.TooSlowError after 10 s."""
+    is answered with nothing, so that they stay a line. `settings`: fields of NetworkConfig. Raises trio.TooSlowError after 60 s."""
     async with contextlib.AsyncExitStack() as stack:
         networks: list[Network] = []
         for index in range(count):
             known = [networks[-1 if line else 0].listen_addrs[0]] if networks else []
             swarms = bytes([index]) * 32 if line else swarm
             networks.append(await stack.enter_async_context(host(directory / str(index), initial_peers=known, swarm=swarms, **settings)))
-        with trio.fail_after(10):
+        with trio.fail_after(60):
             for index, network in enumerate(networks):
                 neighbours = (index > 0) + (index < count - 1) if line else min(1, count - 1)
                 await network.wait_connected(neighbours)

@@ -52,7 +52,7 @@ class NatHost:
         return json.loads(line)
 
 
-def wait_until(condition: Callable[[], Any], what: str, seconds: float = 30.0) -> Any:
+def wait_until(condition: Callable[[], Any], what: str, seconds: float = 120.0) -> Any:
     """The first true value of `condition()`. Raises AssertionError with `what` after `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

@@ -21,7 +21,7 @@ from swarmnode.weights import exchange
 _context = multiprocessing.get_context("forkserver")  # one server imports torch and libp2p, each child is a fork of it
 _context.set_forkserver_preload(["__main__", "swarmnode.testing.replica_child"])
 
-START_SECONDS = 60.0
+START_SECONDS = 180.0
 
 
 def start(directory: Path, address: str, *, proposes: bool, die_in: str, linger: float) -> Any:

@@ -12,7 +12,7 @@ from swarmnode.testing.replica import SWARM, identical, plane
 from swarmnode.testing.waiting import until
 from swarmnode.weights import exchange as exchange_module
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(900)]
 
 STATES = ("paired", "transfer", "verify", "apply")
 CASES = [("proposed", True, 0.0), ("proposed", True, 0.05), *((state, proposes, 0.0) for state in STATES for proposes in (True, False))]
@@ -35,24 +35,25 @@ async def test_the_survivor_is_whole_and_goes_on(state, proposes, linger, tmp_pa
         before = node.weights()
         child = replica_child.start(tmp_path / "1", network.listen_addrs[0], proposes=proposes, die_in=state, linger=linger)
         if not proposes:
-            await until(lambda: node.candidates() == 1, seconds=60)
+            await until(lambda: node.candidates() == 1, seconds=240)
             node.due()
-        await trio.to_thread.run_sync(child.join, 60)
+        await trio.to_thread.run_sync(child.join, 240)
         assert child.exitcode == -9
-        await until(lambda: node.exchange.statistics().phase == "idle", seconds=20)
+        await until(lambda: node.exchange.statistics().phase == "idle", seconds=120)
         averaged = node.outcome("applied") == 1
         assert averaged == (not identical(before, node.weights()))
         assert not averaged or state in ("transfer", "verify", "apply")  # only then had it everything it needed
         assert node.counters.outer_clocks[0] <= 1
 
         child = replica_child.start(tmp_path / "1", network.listen_addrs[0], proposes=False, die_in="", linger=0.0)
-        await until(lambda: node.candidates() == 1 and len(network.connected()) == 1, seconds=60)
+        await until(lambda: node.candidates() == 1 and len(network.connected()) == 1, seconds=240)
         done = node.outcome("applied")
-        for _ in range(5):  # it may be avoided or in its last session for a moment
-            node.due()
-            with trio.move_on_after(8):
-                await until(lambda: node.outcome("applied") > done)
-                break
-        assert node.outcome("applied") > done
+
+        def applied():
+            if node.exchange.statistics().phase == "idle":  # the other may be avoided for a moment: then a step was taken alone
+                node.due()
+            return node.outcome("applied") > done
+
+        await until(applied, seconds=120, interval=0.1)
         child.kill()
         await trio.to_thread.run_sync(child.join, 10)

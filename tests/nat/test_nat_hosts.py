@@ -10,7 +10,7 @@ from swarmnode.doctor.checks import DialBackFacts
 from swarmnode.testing.nat_process import NatHost, wait_until
 from swarmnode.testing.netns import Topology, missing
 
-pytestmark = [pytest.mark.nat, pytest.mark.timeout(120), pytest.mark.skipif(bool(missing()), reason=missing() or "-")]
+pytestmark = [pytest.mark.nat, pytest.mark.timeout(900), pytest.mark.skipif(bool(missing()), reason=missing() or "-")]
 
 RELAY = {"listen_addrs": ["/ip4/5.5.5.5/tcp/9000"], "relay": "server"}
 MEBIBYTE = 2**20
@@ -88,7 +88,7 @@ def test_the_doctor_asks_to_be_dialled_back_and_tells_the_nat_class_from_it(tmp_
     def probe(net, name):
         asked = {"addresses": relay.addrs, "swarm": "09" * 32, "listen": ["/ip4/0.0.0.0/tcp/9100"], "relay": "auto"}
         command = [sys.executable, "-m", "swarmnode.p2p.reach"]
-        done = net.run(name, command, input=json.dumps(asked), capture_output=True, text=True, timeout=60)
+        done = net.run(name, command, input=json.dumps(asked), capture_output=True, text=True, timeout=240)
         told = json.loads(done.stdout.splitlines()[-1])
         assert [row["outcome"] for row in told["peers"]] == ["ok"]
         return DialBackFacts(**told["dial_back"])

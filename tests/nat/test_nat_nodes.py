@@ -14,7 +14,7 @@ from swarmnode.testing.nat_process import NatHost, wait_until
 from swarmnode.testing.netns import Topology, missing
 from swarmnode.wire.swarm import swarm_id
 
-pytestmark = [pytest.mark.nat, pytest.mark.swarm, pytest.mark.timeout(400), pytest.mark.skipif(bool(missing()), reason=missing() or "-")]
+pytestmark = [pytest.mark.nat, pytest.mark.swarm, pytest.mark.timeout(900), pytest.mark.skipif(bool(missing()), reason=missing() or "-")]
 
 SETTINGS = {
     "swarm": {"name": "nat"},

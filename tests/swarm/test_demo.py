@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-pytestmark = [pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def demo(tmp_path, *arguments):
     command = [sys.executable, "-m", "swarmnode", "demo", "--http-port", "0", "--data-dir", str(tmp_path / "demo"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=380, env={**os.environ, "COLUMNS": "200"})
+    return subprocess.run(command, capture_output=True, text=True, timeout=880, env={**os.environ, "COLUMNS": "200"})
 
 
 def test_a_swarm_learns_with_a_liar_in_it_and_a_node_killed(tmp_path):

@@ -16,7 +16,7 @@ import pytest
 from swarmnode.demo.nodes import DemoNode
 
 pytestmark = [
-    pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(240),
+    pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(900),
     pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="mounting a small file system needs root"),
 ]  # fmt: skip
 
@@ -49,7 +49,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(directory)], check=True)
 
 
-def until(condition, what, seconds=90.0):
+def until(condition, what, seconds=240.0):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if result := condition():

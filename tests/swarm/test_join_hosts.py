@@ -117,7 +117,7 @@ async def test_members_of_a_swarm_with_a_secret_connect(tmp_path):
     async with open_host(NetworkConfig(mdns=False), from_key(KEY), tmp_path / "a", secret=SECRET) as a:
         cfg = NetworkConfig(mdns=False, initial_peers=a.listen_addrs)
         async with open_host(cfg, JOINER, tmp_path / "b", secret=SECRET) as b:
-            with trio.fail_after(10):
+            with trio.fail_after(60):
                 await b.wait_connected()
 
 

@@ -82,7 +82,7 @@ async def crew(directory, names="abc", **options):
         for name in names:
             await made.start(name)
         for node in made.nodes.values():
-            with trio.fail_after(20):
+            with trio.fail_after(60):
                 await node.network.wait_connected(len(names))
         yield made, bootstrap
         await made.kill(*list(made.nodes))

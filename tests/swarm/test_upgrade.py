@@ -16,7 +16,7 @@ import pytest
 import swarmnode
 from swarmnode.demo.nodes import toml_of, view_of
 
-pytestmark = [pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 FAST = {
     "network": {"listen_addrs": ["/ip4/127.0.0.1/tcp/0"], "mdns": False},
@@ -51,7 +51,7 @@ class Installed:
         """(exit code, standard output, standard error)."""
         process = self._start(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         try:
-            out, err = process.communicate(timeout=90)
+            out, err = process.communicate(timeout=240)
         finally:
             process.kill()
         return process.returncode, out.strip(), err
@@ -82,7 +82,7 @@ class Installed:
         return {each.environ().get("PYTHONPATH") for each in [family, *family.children()]}
 
 
-def until(condition, what, seconds=90.0):
+def until(condition, what, seconds=240.0):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if result := condition():

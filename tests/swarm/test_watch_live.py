@@ -27,7 +27,7 @@ PROMETHEUS = shutil.which("prometheus")
 pytestmark = [
     pytest.mark.swarm,
     pytest.mark.slow,
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not installed"),
 ]
 
@@ -49,7 +49,7 @@ EXEMPT = {
     "swarmnode_budget_paused": "drawn only while sharing is paused",
 }
 """Metrics whose panels may stay empty on a healthy node with a CPU, and why."""
-SECONDS = 80.0
+SECONDS = 240.0
 
 
 CREWS = re.compile(r"swarmnode_(?:crew|stage)_")
@@ -120,7 +120,7 @@ def member_of_a_crew():
 
     thread = threading.Thread(target=trio.run, args=(serve,))
     thread.start()
-    assert begun.wait(30)
+    assert begun.wait(120)
     try:
         yield where[0].removeprefix("http://")
     finally:
@@ -136,11 +136,11 @@ def prometheus(tmp_path_factory):
     nodes = [DemoNode(f"node{i}", directory / f"node{i}", settings[i]) for i in range(3)]
     try:
         nodes[0].start([])
-        known = nodes[0].wait_for_address(time.monotonic() + 60)
+        known = nodes[0].wait_for_address(time.monotonic() + 240)
         for node in nodes[1:]:
             node.start(known)
         for node in nodes[1:]:
-            node.wait_for_address(time.monotonic() + 60)
+            node.wait_for_address(time.monotonic() + 240)
         real = [node.url.removeprefix("http://") for node in nodes]
         with member_of_a_crew() as member, watching(directory, [*real, member]) as url:
             missing, deadline = queries(real, member), time.monotonic() + SECONDS

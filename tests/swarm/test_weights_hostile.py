@@ -69,7 +69,7 @@ async def test_a_lie_changes_not_one_bit(kind, tmp_path):
     async with victim_and_liar(tmp_path, kind) as (victim, _, liar):
         before = victim.weights()
         victim.due()
-        await until(lambda: victim.outcome("solo") == 2, seconds=10)
+        await until(lambda: victim.outcome("solo") == 2)
         statistics = victim.exchange.statistics()
         assert identical(before, victim.weights())
         assert statistics.outcomes["applied"] == 0
@@ -91,14 +91,14 @@ async def test_hostile_values_are_refused_in_every_codec(kind, codec, tmp_path):
         before = victim.weights()
         victim.due()
         refused = ("not_finite", "bounds", "norm_ratio", "probe")
-        await until(lambda: any(victim.exchange.statistics().judged.get(name) for name in refused), seconds=10)
+        await until(lambda: any(victim.exchange.statistics().judged.get(name) for name in refused))
         assert identical(before, victim.weights())
 
 
 async def test_an_honest_partner_is_taken_by_the_same_road(tmp_path):
     async with victim_and_liar(tmp_path) as (victim, _, liar):
         victim.due()
-        await until(lambda: victim.outcome("applied") == 1, seconds=10)
+        await until(lambda: victim.outcome("applied") == 1)
         assert score(victim, liar) > 0
 
 
@@ -106,7 +106,7 @@ async def test_after_one_lie_no_other_is_listened_to_for_a_while(tmp_path):
     async with victim_and_liar(tmp_path, "nan") as (victim, liar, peer):
         for expected in range(2, 5):
             victim.due()
-            await until(lambda expected=expected: victim.outcome("solo") == expected, seconds=10)
+            await until(lambda expected=expected: victim.outcome("solo") == expected)
         assert victim.exchange.statistics().judged == {"not_finite": 1}
         assert isinstance(await liar.propose(victim.network.peer_id, follow=False), Busy)
         assert score(victim, peer) < -1
@@ -118,7 +118,7 @@ async def test_lies_are_not_listened_to_for_ever(tmp_path):
         pairing.settings = msgspec.structs.replace(pairing.settings, avoid_seconds=0.0)
         for expected in range(2, 8):
             victim.due()
-            await until(lambda expected=expected: victim.outcome("solo") == expected, seconds=10)
+            await until(lambda expected=expected: victim.outcome("solo") == expected)
         assert not victim.network.welcome(peer)
         assert victim.exchange.statistics().judged["not_finite"] <= 6
         assert victim.candidates() == 0
@@ -132,7 +132,7 @@ async def test_who_proposes_and_vanishes_is_avoided_and_worse_off_the_second_tim
         for times in (1, 2):
             await until(lambda: all(ends < trio.current_time() for _, ends, _ in pairing.state.avoided))
             assert isinstance(await liar.propose(victim.network.peer_id, follow=False), Accept)
-            await until(lambda times=times: victim.outcome("vanished") == times, seconds=10)
+            await until(lambda times=times: victim.outcome("vanished") == times)
             assert isinstance(await liar.propose(victim.network.peer_id, follow=False), Busy)
             assert (score(victim, peer) < 0) == (times == 2)
         assert identical(before, victim.weights())
@@ -143,7 +143,7 @@ async def test_a_flood_of_proposals_gets_one_accept_and_leaves_nothing_behind(tm
         answers = [await liar.propose(victim.network.peer_id, follow=False) for _ in range(40)]
         assert sum(isinstance(answer, Accept) for answer in answers) == 1
         assert len(victim.replica._exchanges) <= 4
-        await until(lambda: victim.exchange.statistics().phase == "idle", seconds=10)
+        await until(lambda: victim.exchange.statistics().phase == "idle")
         await until(lambda: not victim.replica._exchanges)
 
 
@@ -151,7 +151,7 @@ async def test_a_replayed_proposal_opens_nothing(tmp_path):
     async with victim_and_liar(tmp_path) as (victim, liar, _):
         nonce = b"\x07" * 16
         assert isinstance(await liar.propose(victim.network.peer_id, nonce=nonce), Accept)
-        await until(lambda: victim.outcome("applied") == 1, seconds=10)
+        await until(lambda: victim.outcome("applied") == 1)
         assert isinstance(await liar.propose(victim.network.peer_id, nonce=nonce), Busy)
         assert victim.outcome("applied") == 1
 
@@ -166,10 +166,10 @@ async def test_another_fingerprint_is_told_so_and_blameless(tmp_path):
 async def test_claims_of_a_great_lead_move_the_clock_by_one(tmp_path):
     async with victim_and_liar(tmp_path, step=2**62) as (victim, liar, _):
         await liar.propose(victim.network.peer_id)
-        await until(lambda: victim.outcome("applied") == 1, seconds=10)
+        await until(lambda: victim.outcome("applied") == 1)
         assert victim.counters.outer_clocks == [3]  # one alone, and this one with the one that is ahead
         await liar.ask(victim.network.peer_id, Here(liar.fingerprint, 2**63 - 1))
-        await until(lambda: victim.exchange.statistics().catch_up.source == "", seconds=5)
+        await until(lambda: victim.exchange.statistics().catch_up.source == "")
         assert victim.exchange.statistics().catch_up.adoptions == {}
 
 
@@ -182,7 +182,7 @@ async def test_garbage_costs_standing_and_nothing_else(data, tmp_path):
             )  # fmt: skip
         assert score(victim, peer) < -1
         victim.due()
-        await until(lambda: victim.outcome("applied") == 1, seconds=10)
+        await until(lambda: victim.outcome("applied") == 1)
 
 
 async def test_an_answer_to_nothing_is_refused(tmp_path):
@@ -200,7 +200,7 @@ async def test_a_partner_that_is_cut_off_in_the_middle_leaves_everything_as_it_w
         victim.due()
         await until(lambda: victim.exchange.statistics().phase == "paired")
         victim.network.disconnect(peer)
-        await until(lambda: victim.exchange.statistics().phase == "idle", seconds=10)
+        await until(lambda: victim.exchange.statistics().phase == "idle")
         assert identical(before, victim.weights())
 
 
@@ -213,7 +213,7 @@ async def test_a_node_that_may_not_average_proposes_accepts_and_leaves_nothing(t
         with pytest.raises(PeerError):
             victim.exchange._latest(latest)
         victim.due()
-        await until(lambda: victim.outcome("solo") == 2, seconds=10)
+        await until(lambda: victim.outcome("solo") == 2)
         assert victim.outcome("applied") == 0
         victim.exchange._may_average = lambda: True
         assert victim.exchange._latest(latest).size > 0

@@ -18,7 +18,7 @@ from swarmnode.config import TrainingConfig
 from swarmnode.demo.nodes import DemoNode, Liar
 from swarmnode.p2p import identity
 
-pytestmark = [pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 OUTER_STEPS = 12
 SYNC_EVERY = 4
@@ -86,7 +86,7 @@ class Watched:
         for (one, (ones, _)), (other, (others, _)) in itertools.combinations(found, 2):
             assert distance(ones, others) < EVER * np.sqrt(self.steps), (one.view, other.view)
 
-    def until(self, condition, what, seconds=180.0):
+    def until(self, condition, what, seconds=240.0):
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             self.look()
@@ -120,7 +120,7 @@ def test_replicas_come_together_after_a_death_a_birth_and_a_liar(tmp_path):
     try:
         for node in nodes:
             node.start([first] if node is not nodes[0] else [])
-        liar.start([address for node in nodes for address in node.wait_for_address(time.monotonic() + 90)])
+        liar.start([address for node in nodes for address in node.wait_for_address(time.monotonic() + 240)])
         swarm.until(lambda: all(node.view.outer_step >= 6 for node in nodes), "six outer steps everywhere")
 
         nodes[2].kill()
