@@ -193,6 +193,10 @@ def test_lengths_of_another_tokenizer_are_estimated_from_the_text():
     other = b"o" * 32
     assert isinstance(checks.check_frame(frame(0, texts=["1" * 128, "1"], tokenizer=other), NOW), Candidate)
     assert reason(checks.check_frame(frame(1, texts=["1" * 129, "1"], tokenizer=other), NOW)) == "too_long"
+    assert reason(checks.check_frame(frame(2, texts=["1" * 33, "1"]), NOW)) == "too_long"  # of our own they are counted
+    early = Admission(SWARM, "somebody", BUILTIN_TASKS, SharingConfig(), max_completion_length=8)  # no policy yet: a token a byte
+    assert isinstance(early.check_frame(frame(0, texts=["1" * 32, "1"]), NOW), Candidate)
+    assert reason(early.check_frame(frame(1, texts=["1" * 33, "1"]), NOW)) == "too_long"
 
 
 def test_another_model_and_tokenizer_are_welcome():
@@ -264,6 +268,10 @@ def test_a_fetched_body_passes_the_same_checks():
     body = HOSTILE["forged seed"][0]
     announced = checks.check_frame(announced_pair(1, content=envelope.content_id(body), size=len(body))[0], NOW)
     assert reason(checks.check_fetched(announced, body, NOW)) == "seed"
+    for sequence, body in enumerate((HOSTILE["wrong signature"][0], AUTHOR.frame(AUTHOR.group(9, NOW), swarm_of("another"))), 2):
+        announced = checks.check_frame(announced_pair(sequence, content=envelope.content_id(body), size=len(body))[0], NOW)
+        assert reason(checks.check_fetched(announced, body, NOW)) == "signature"
+    assert checks.statistics().outcomes == {"announced": 3, "seed": 1, "signature": 2}
 
 
 def test_memory_is_bounded_in_authors_and_frames():
