@@ -31,4 +31,4 @@ check: setup
 	$(BIN)/python protocol/check.py
 
 bench: setup
-	for name in sapo trainer ingest noloco exchange budget checkfree recovery crew tolerance; do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
+	for name in sapo trainer ingest noloco exchange budget checkfree recovery crew reroute tolerance; do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
