@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmnode.rollouts.signers import WINDOW, Recent, Signer, Signers
+from swarmnode.rollouts.signers import VERSION_MEMORY_SECONDS, WINDOW, Recent, Signer, Signers
+from swarmnode.wire.limits import CLOCK_SKEW_SECONDS, GROUP_AGE_SECONDS
 
 MODEL = b"m" * 32
 
@@ -20,6 +21,13 @@ def test_a_signer_may_burst_for_four_seconds_and_then_keeps_its_rate():
             one.take_token()
             taken += 1
     assert taken == pytest.approx(8 + 2 * 100, abs=1)
+
+
+def test_a_slow_signer_has_one_token_and_no_more():
+    one = signer(0.1)
+    assert one.has_token(0.1, 1000.0)
+    one.take_token()
+    assert [one.has_token(0.1, now) for now in (1000.0, 1009.0, 1010.0)] == [False, False, True]
 
 
 def test_a_clock_that_steps_back_gives_no_tokens():
@@ -55,11 +63,22 @@ def test_a_jump_to_the_largest_sequence_costs_no_memory():
     assert one.sequence_reason(3, 0.0) == "stale"
 
 
+def test_a_sequence_number_is_remembered_for_as_long_as_a_group_may_be_sent_again():
+    one, longest = signer(), GROUP_AGE_SECONDS + CLOCK_SKEW_SECONDS
+    for minute in range(100):  # an author that is heard all the time never starts anew
+        one.note(minute, minute * 60.0)
+    assert one.sequence_reason(99, 99 * 60.0 + longest) == "sequence_reused"
+    assert one.sequence_reason(99, 99 * 60.0 + longest + 1) is None
+
+
 def test_versions_of_another_model_are_not_compared():
     one = signer()
     one.note_version(MODEL, 100, 0.0)
     assert one.is_outdated(MODEL, 10, 8, 1.0)
     assert not one.is_outdated(b"o" * 32, 10, 8, 1.0)
+    one.note_version(b"o" * 32, 30, 1.0)
+    assert one.is_outdated(b"o" * 32, 10, 8, 1.0)
+    assert not one.is_outdated(MODEL, 10, 8, 1.0)
 
 
 def test_an_old_version_does_not_lower_the_newest():
@@ -67,6 +86,11 @@ def test_an_old_version_does_not_lower_the_newest():
     one.note_version(MODEL, 100, 0.0)
     one.note_version(MODEL, 95, 1.0)
     assert one.is_outdated(MODEL, 91, 8, 2.0)
+    one.note_version(MODEL, 101, 3.0)
+    assert one.is_outdated(MODEL, 92, 8, 4.0)
+    one.note_version(MODEL, 20, 4.0 + VERSION_MEMORY_SECONDS)  # gone back to an older state
+    assert one.is_outdated(MODEL, 11, 8, 5.0 + VERSION_MEMORY_SECONDS)
+    assert not one.is_outdated(MODEL, 12, 8, 5.0 + VERSION_MEMORY_SECONDS)
 
 
 def test_signers_forget_the_one_heard_longest_ago():
