@@ -56,6 +56,13 @@ def is_oom(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(s in text for s in NO_MEMORY)
 
 
+def free_memory() -> None:
+    """What nobody refers to any more, back to the device. Outside the `except` that caught the failure: its frames refer to a lot."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "status_alloc_failed")
 """In what backends say; the last is cuBLAS and cuDNN, which allocate a workspace at the first call on a device or stream."""
 
@@ -137,6 +144,4 @@ class MicroBatcher:
         """Half of what failed: the bound itself may be far above any batch there was."""
         self.tokens = max(min(self.tokens, failed) // 2, 1)
         self._retries += 1
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_memory()

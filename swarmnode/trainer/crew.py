@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from dataclasses import replace
 
 import msgspec
 import structlog
@@ -20,6 +21,7 @@ from swarmnode.policy.load import config_directory
 from swarmnode.process import Progress
 from swarmnode.stages import local as stages
 from swarmnode.stages.local import Assigned
+from swarmnode.stages.plan import stage_memory
 from swarmnode.tasks.client import Scorer
 from swarmnode.trainer.crew_average import StageAveraging, make_averaging
 from swarmnode.trainer.crew_model import fits_whole, open_model
@@ -37,6 +39,8 @@ from swarmnode.weights import local
 log = structlog.get_logger("swarmnode.crew")
 
 LOOK_SECONDS = 1.0
+LESS = 0.8
+"""Of what a stage that did not fit should have needed."""
 
 
 def make_trainer(config: Config, progress: Progress) -> Trainer | CrewTrainer:
@@ -68,7 +72,8 @@ class CrewTrainer:
             self._model = stack.enter_context(open_model(self._config, self._tell))
             self._recovery = StageRecovery(self._config, self._model, lambda: self._averaging, self._seek)
             self._link = Link(self._config.node.data_dir, self._hello, self._about_weights, self._about_crew)
-            self._sitting = Sitting(self._build, self._recovery, self._link.send, self._progress, self._built)
+            self._offering = self._model.offering
+            self._sitting = Sitting(self._build, self._recovery, self._link.send, self._progress, self._built, self._lacked)
             stack.callback(self._recovery.close)
             stack.enter_context(self._link)
             self._sitting.start()
@@ -138,11 +143,19 @@ class CrewTrainer:
             self._averaging.begin(self._recovery.outer)
             stage.observers.insert(0, self._averaging)  # before whoever keeps copies of what it makes
 
+    def _lacked(self, assigned: Assigned) -> None:
+        """It was planned for this node, and does not fit. From now on less is offered, or the same would be planned again."""
+        offering = self._offering
+        if sum(assigned.layers) == len(offering.cost.layers):
+            memory = min(offering.capacity.memory, LESS * stage_memory(offering.cost, assigned.layers, assigned.stage))
+            self._offering = msgspec.structs.replace(offering, capacity=replace(offering.capacity, memory=memory))
+            log.warning("less is offered", gib=round(memory / 2**30, 2))
+
     # ---- the link ------------------------------------------------------------------------------------------------------
 
     def _hello(self) -> Hello:
         """Of a new connection."""
-        self._link.send(self._model.offering)
+        self._link.send(self._offering)
         status = self._sitting.status()
         if status is not None:
             self._link.send(status)
@@ -177,3 +190,5 @@ class CrewTrainer:
 
     def _about_crew(self, message: stages.ToTrainer) -> None:
         self._sitting.receive(message)
+        if isinstance(message, stages.Released):
+            self._link.send(self._offering)  # other numbers than at the start, maybe

@@ -15,7 +15,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -23,9 +23,10 @@ from typing import Any, Protocol, TypeVar
 import structlog
 import trio
 
-from swarmnode.errors import PeerError, SwarmNodeError
+from swarmnode.errors import DeviceError, PeerError, SwarmNodeError
+from swarmnode.policy.micro import free_memory, is_oom
 from swarmnode.process import Progress
-from swarmnode.stages import local
+from swarmnode.stages import faults, local
 from swarmnode.stages.local import Assigned, Settled, StageStatus
 from swarmnode.trainer.crew_stage import CrewHead, CrewMember, Stage
 from swarmnode.trainer.crew_streams import Gate, close_all, connect_all
@@ -100,14 +101,15 @@ class Seat:
 
 class Sitting:
     """build(assigned): makes the stage with the base's weights, in a thread. built(stage): it has its own now.
-    send: to the network process, from any thread."""
+    send: to the network process, from any thread. lacked(assigned): this stage does not fit our device."""
 
     def __init__(
         self, build: Callable[[Assigned], Stage], recovery: Recovery, send: Callable[[local.FromTrainer], None], progress: Progress,
-        built: Callable[[Stage], None] = lambda stage: None,
+        built: Callable[[Stage], None] = lambda stage: None, lacked: Callable[[Assigned], None] = lambda assigned: None,
     ) -> None:  # fmt: skip
         self._build = build
         self._built = built
+        self._lacked = lacked
         self._recovery = recovery
         self._send = send
         self._progress = progress
@@ -313,12 +315,15 @@ class Sitting:
                 log.warning("behind the crew", step=stage.step, crew_step=seat.settled.step)
         if stage is None or not held:
             stage = None  # there may be no room for two
-            stage = await self._load(seat)
+            with self._fitting(assigned):
+                stage = await self._load(seat)
+        assert stage is not None
         assert seat.settled is not None
         step = seat.settled.step
         async with self._recovery.open(assigned, stage, step):
             if not held:
-                await self._restore(seat, stage, step)
+                with self._fitting(assigned):
+                    await self._restore(seat, stage, step)
             streams = await connect_all(assigned, "frames", seat.gate)
             try:
                 member = stage.begin(assigned, streams, step)
@@ -328,6 +333,26 @@ class Sitting:
             finally:
                 with trio.CancelScope(shield=True):
                     await close_all(streams)
+
+    @contextlib.contextmanager
+    def _fitting(self, assigned: Assigned) -> Iterator[None]:
+        """What the device cannot do is a stage that cannot be had here. Another process would not do better, and would try for ever.
+
+        Raises DeviceError.
+        """
+        try:
+            yield
+            return
+        except (RuntimeError, MemoryError) as error:
+            if not faults.of_device(error):
+                raise
+            short, why = is_oom(error), str(error).strip().split("\n")[0]
+        with self._changed:
+            self.stage = None
+        free_memory()
+        if short:
+            self._lacked(assigned)
+        raise DeviceError("out of memory" if short else f"the device: {why}")
 
     async def _load(self, seat: Seat) -> Stage:
         """A stage that is not in memory, with the base's weights, once it is known where the crew stands."""

@@ -16,6 +16,7 @@ import numpy as np
 import trio
 
 from swarmnode.errors import Incompatible, PeerError
+from swarmnode.stages import faults
 from swarmnode.stages.recovery.bodies import run_one
 from swarmnode.stages.recovery.ladder import Verdict
 from swarmnode.stages.recovery.messages import Probe
@@ -28,7 +29,10 @@ AT_ONCE = 2
 
 
 async def judge(peer: StatePeer, probes: Sequence[Probe]) -> Verdict:
-    """`peer.runtime` in its place among the others. `probes` is not empty. Raises PeerError when a stage is gone or never gets ready."""
+    """`peer.runtime` in its place among the others. `probes` is not empty.
+
+    Raises PeerError when a stage is gone or never gets ready, and what `faults.of_device` knows.
+    """
     shifts: list[np.ndarray] = []
     errors: list[Exception] = []
     newest = max(probe.step for probe in probes)
@@ -39,6 +43,10 @@ async def judge(peer: StatePeer, probes: Sequence[Probe]) -> Verdict:
             try:
                 shifts.append(await _shift(peer, waiting.pop()))
             except (PeerError, ValueError) as error:
+                errors.append(error)
+            except (RuntimeError, MemoryError) as error:
+                if not faults.of_device(error):
+                    raise
                 errors.append(error)
 
     async with trio.open_nursery() as nursery:

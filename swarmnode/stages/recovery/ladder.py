@@ -11,6 +11,7 @@ refused says why: `Ladder.tried` is what to show a person.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -99,6 +100,8 @@ class Source:
     """Of R4 and R5."""
     exact: bool = False
     """It is this stage as it was: the crew's last step, from our own disk, or from two neighbours that agree."""
+    disputed: bool = False
+    """The other ring neighbour has other bytes of the same step. Only the gate can say which of them is right."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,7 @@ class Found:
     """Steps in this node's journal of this stage of this crew."""
     replica: bool = False
     shadows: Mapping[int, int] = field(default_factory=dict)
-    """Holder's stage → steps."""
+    """Holder's stage → steps; of ring neighbours, nobody else is given any."""
     roots: Mapping[int, bytes] = field(default_factory=dict)
     """Holder's stage → the shadow's hash."""
     base: bool = False
@@ -140,6 +143,7 @@ class Ladder:
         self.excluded: list[tuple[Rung, str]] = []
         """(rung, why it was not even tried)."""
         self._left = list(self._sources(found, spec, run))
+        self._compared = False
 
     def next(self) -> Source:
         """The best source that was not refused. Raises Refused, with every rung's reason, when there is none (R6)."""
@@ -154,17 +158,37 @@ class Ladder:
             self._left.remove(source)
         self.tried.append((source.rung, why))
 
+    def rivals(self) -> tuple[Source, ...]:
+        """Of the best source: it and the other one, where two neighbours have different bytes of one step and `prefer` was not called."""
+        best = self._left[0] if self._left else None
+        if best is None or not best.disputed or self._compared:
+            return ()
+        return tuple(source for source in self._left if source.disputed and source.step == best.step)
+
+    def prefer(self, source: Source | None) -> None:
+        """It goes before all others: of what `rivals` said, it was judged better."""
+        self._compared = True
+        if source in self._left:
+            self._left.remove(source)
+            self._left.insert(0, source)
+
+    def damage(self, verdict: Verdict) -> float:
+        """Of two verdicts, the better one's is less: in units of the gate."""
+        s = self._settings
+        return max(verdict.kl / s.gate_kl, verdict.nll_rise / s.gate_nll) if verdict.finite else math.inf
+
     def judge(self, source: Source, verdict: Verdict | None, healings: int) -> Literal["rejoin", "heal", "next"]:
         """What to do with a stage that was restored from `source` and healed `healings` times.
 
-        Without a probe a true copy is trusted, and nothing else. What is exact, and everything in paper mode, has to be finite and no more:
-        the probe is of before the last step, so that even the very same stage is as far from it as that step went. For the same reason an
-        older copy of the crew's own is given room: to refuse it is to lose every step that was taken, not the few that it lacks.
+        Without a probe a true copy that nobody disputes is trusted, and nothing else. What is exact, and everything in paper mode, has to
+        be finite and no more: the probe is of before the last step, so that even the very same stage is as far from it as that step went.
+        For the same reason an older copy of the crew's own is given room: to refuse it is to lose every step that was taken, not the few
+        that it lacks.
         """
         s = self._settings
         room = s.copy_factor if source.rung in (Rung.JOURNAL, Rung.SHADOW) else 1.0
         if verdict is None:
-            return "rejoin" if source.rung <= Rung.BASE or s.paper else "next"
+            return "rejoin" if (source.rung <= Rung.BASE and not source.disputed) or s.paper else "next"
         if not verdict.finite:
             return "next"
         if s.paper or (source.exact and not healings) or (verdict.kl < room * s.gate_kl and verdict.nll_rise < room * s.gate_nll):
@@ -174,8 +198,10 @@ class Ladder:
     def _sources(self, found: Found, spec: StageSpec, run: Run) -> Iterable[Source]:
         copies = [] if found.journal is None else [Source(Rung.JOURNAL, found.journal, exact=found.journal == self._step)]
         for holder, step in found.shadows.items():
-            agree = [i for i, root in found.roots.items() if found.shadows[i] == step and root == found.roots.get(holder)]
-            copies.append(Source(Rung.SHADOW, step, holder, exact=step == self._step and len(agree) > 1))
+            roots = [root for i, root in found.roots.items() if found.shadows[i] == step]
+            disputed = len(set(roots)) > 1
+            exact = step == self._step and len(roots) > 1 and not disputed
+            copies.append(Source(Rung.SHADOW, step, holder, exact=exact, disputed=disputed))
         if self._settings.paper:
             self.excluded += [(source.rung, "paper mode") for source in copies] + ([(Rung.BASE, "paper mode")] if found.base else [])
             copies = []

@@ -6,6 +6,8 @@
 
 Two stages may be restored at once: each is judged through the other's candidate. Where that fails, the one with the worse source goes on
 down its ladder, and the other waits for it; who comes to the end goes back to his best source and lets the other one try.
+
+A source that does not fit this device is one that was not there: what it took is given back, and the next one is tried.
 """
 
 from __future__ import annotations
@@ -13,19 +15,22 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 import trio
 
 from swarmnode.errors import Incompatible, PeerError, Refused, StateError, Unavailable
 from swarmnode.policy.fingerprint import fingerprint
+from swarmnode.policy.micro import free_memory, is_oom
+from swarmnode.stages import faults
 from swarmnode.stages.member import Member, Pace
 from swarmnode.stages.recovery.gate import judge
 from swarmnode.stages.recovery.healing import Healing, heal, pairs_of
 from swarmnode.stages.recovery.journal import Journal
 from swarmnode.stages.recovery.ladder import Found, Ladder, RecoverySettings, Run, Rung, Source, Verdict
 from swarmnode.stages.recovery.messages import Holds, Probe
+from swarmnode.stages.recovery.shadows import ring
 from swarmnode.stages.recovery.state import StageState, Tensors, host_copy, load_moments, load_weights, trained
 from swarmnode.stages.recovery.synthesis import synthesise
 from swarmnode.stages.recovery.transfer import AGAIN_SECONDS, ASK_SECONDS, StatePeer
@@ -33,6 +38,7 @@ from swarmnode.stages.runtime import StageRuntime
 from swarmnode.stages.spec import StageSpec
 from swarmnode.stages.split import load_stage
 
+T = TypeVar("T")
 Base = Callable[[], Tensors]
 """The stage that training began with, or under LoRA its untrained adapter, by the stage's own names. Raises LocalError."""
 Tell = Callable[[Literal["loading", "probation"], Rung], None]
@@ -102,11 +108,12 @@ async def restore(
     settings, started = peer.settings, trio.current_time()
     peer.phase, peer.rung, peer.restored, peer.exhausted = "empty", Rung.NONE, None, False
     holds = await _ask(peer)
+    kept = {stage: holds[stage] for stage in ring(peer.spec.index, peer.spec.stages) if stage in holds}
     found = Found(
         journal=journal.step if journal is not None else None,
         replica=replica is not None,
-        shadows={stage: h.shadow for stage, h in holds.items() if h.shadow is not None},
-        roots={stage: h.root for stage, h in holds.items() if h.shadow is not None},
+        shadows={stage: h.shadow for stage, h in kept.items() if h.shadow is not None},
+        roots={stage: h.root for stage, h in kept.items() if h.shadow is not None},
         base=base is not None,
         alive=frozenset(stage for stage, h in holds.items() if h.loaded),
         ends=frozenset(stage for stage, h in holds.items() if h.ends is not None),
@@ -135,15 +142,53 @@ class _Recovery:
 
     async def run(self) -> Restored:
         while True:
+            if rivals := self.ladder.rivals():
+                self.ladder.prefer(await self._better(rivals))
             try:
                 source = self.ladder.next()
             except Refused:
-                got = await self._wait()
+                got = await self._fitting(self.first, self._wait())
                 if got is None:
                     raise
                 return got
-            if (got := await self._try(source)) is not None:
+            if (got := await self._fitting(source, self._try(source))) is not None:
                 return got
+
+    async def _fitting(self, source: Source | None, work: Awaitable[T | None]) -> T | None:
+        """`work` with `source`. None where the device cannot do it: the source is refused, and what it took is free again."""
+        try:
+            return await work
+        except (RuntimeError, MemoryError) as error:
+            if not faults.of_device(error):
+                raise
+            why = "out of memory" if is_oom(error) else f"the device: {error}"
+        for parameter in self.peer.runtime.parameters():
+            parameter.grad = None
+        free_memory()
+        self._drop(source, why)
+        return None
+
+    def _drop(self, source: Source | None, why: str) -> None:
+        """What is in the stage is nobody's."""
+        peer = self.peer
+        peer.phase, peer.rung, peer.restored = "empty", Rung.NONE, None
+        if source is not None:
+            self.ladder.refuse(source, why)
+
+    async def _better(self, rivals: tuple[Source, ...]) -> Source | None:
+        """Each as it is, without healing; the one that the gate likes best. None where nothing can judge them, or none is left."""
+        found: list[tuple[float, Source]] = []
+        for source in rivals if self.probes else ():
+            verdict = await self._fitting(source, self._look(source))
+            if verdict is not None:
+                found.append((self.ladder.damage(verdict), source))
+        return min(found, key=lambda one: one[0])[1] if found else None
+
+    async def _look(self, source: Source) -> Verdict | None:
+        if await self._seat(source) is None:
+            return None
+        self.tell("probation", source.rung)
+        return await self._judge(source, 0)
 
     async def _try(self, source: Source) -> Restored | None:
         """None where it did not serve; the ladder knows why."""
@@ -160,9 +205,8 @@ class _Recovery:
                 return self._done(source, candidate, verdict, healings)
             healing = await _heal(peer, self.probes, settings) if what == "heal" else None
             if healing is None:
-                peer.phase, peer.rung = "empty", Rung.NONE
                 self.judged.add((source.rung, source.holder))
-                self.ladder.refuse(source, _said(verdict, len(healings)))
+                self._drop(source, _said(verdict, len(healings)))
                 return None
             healings.append(healing)
             fresh = {name: host_copy(tensor) for name, tensor in trained(peer.runtime).items()}
@@ -179,8 +223,7 @@ class _Recovery:
             peer.phase, peer.rung, peer.restored = "candidate", source.rung, candidate.state
             await _tie(peer, candidate, self.holds)
         except (PeerError, StateError, Unavailable, Refused, OSError) as error:
-            peer.phase, peer.rung = "empty", Rung.NONE
-            self.ladder.refuse(source, str(error))
+            self._drop(source, str(error))
             return None
         self.first = self.first or source
         return candidate

@@ -1,14 +1,18 @@
 """A seat that cannot be taken: the crew is told, and the process that would have sat there goes on."""
 
+import contextlib
 import threading
 from types import SimpleNamespace
 
+import msgspec
 import pytest
+import torch
 import trio
 
 from swarmnode.errors import ConfigError, DeviceError, PeerError, StateError
-from swarmnode.stages.local import Assigned, Resumed, Suspended
-from swarmnode.trainer.crew import CrewTrainer
+from swarmnode.stages.local import Assigned, Offering, Released, Resumed, Settled, Suspended
+from swarmnode.stages.plan import Capacity, ModelCost, Part
+from swarmnode.trainer.crew import LESS, CrewTrainer
 from swarmnode.trainer.crew_seat import Seat, Sitting
 from swarmnode.weights import local
 
@@ -39,6 +43,90 @@ def test_a_stage_that_cannot_be_built_is_said_to_have_failed(error):
         sitting.check()
     finally:
         sitting.stop()
+
+
+class Restoring(NoRecovery):
+    """Everything is well until the weights are to be fetched."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def built(self, stage):
+        pass
+
+    @contextlib.asynccontextmanager
+    async def open(self, assigned, stage, step):
+        yield
+
+    async def restore(self, stage, step, tell):
+        tell("loading", "R2")
+        raise self.error
+
+
+def raising(error):
+    def build(assigned):
+        raise error
+
+    return build, NoRecovery()
+
+
+def restoring(error):
+    return lambda assigned: SimpleNamespace(is_of=lambda other: False, member=None), Restoring(error)
+
+
+NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+MISSHAPEN = RuntimeError("size mismatch\nand where")
+
+
+@pytest.mark.parametrize("where", [raising, restoring])
+@pytest.mark.parametrize(
+    ("error", "reason", "short"),
+    [(NO_MEMORY, "out of memory", 1), (MemoryError(), "out of memory", 1), (MISSHAPEN, "the device: size mismatch", 0)],
+)
+def test_what_the_device_cannot_do_fails_the_seat_and_not_the_process(where, error, reason, short):
+    said, lacked, failed = [], [], threading.Event()
+
+    def send(status):
+        said.append(status)
+        if status.phase == "failed":
+            failed.set()
+
+    sitting = Sitting(*where(error), send, lambda what: None, lacked=lacked.append)
+    sitting.start()
+    try:
+        assigned = Assigned(b"c" * 32, 2, 0, (1, 1), (9, 9), ("a", "b"), 5, False, False, "")
+        sitting.receive(assigned)
+        sitting.receive(Settled(2, 5))
+        assert failed.wait(10)
+        assert (said[-1].reason, lacked, sitting.stage) == (reason, [assigned] * short, None)
+        sitting.check()
+    finally:
+        sitting.stop()
+
+
+@pytest.mark.parametrize("where", [raising, restoring])
+def test_a_defect_of_our_own_ends_the_process(where):
+    sitting = Sitting(*where(ZeroDivisionError("a bug")), lambda status: None, lambda what: None)
+    sitting.start()
+    sitting.receive(Assigned(b"c" * 32, 2, 0, (1, 1), (9, 9), ("a", "b"), 5, False, False, ""))
+    sitting.receive(Settled(2, 5))
+    with pytest.raises(BaseExceptionGroup):
+        sitting.wait(lambda: None, 10)
+
+
+def test_after_a_stage_that_did_not_fit_less_is_offered():
+    sent = []
+    cost = ModelCost(Part(1, 1), (Part(10, 1),) * 4, Part(2, 1))
+    offering = Offering(b"m" * 32, Capacity(1000.0, 1.0), cost)
+    node = SimpleNamespace(
+        _offering=offering, _link=SimpleNamespace(send=sent.append), _sitting=SimpleNamespace(receive=lambda message: None)
+    )
+    seat = Assigned(b"c" * 32, 2, 1, (1, 1), (2, 2), ("a", "b"), 5, False, False, "")
+    for assigned, memory in ((msgspec.structs.replace(seat, layers=(9, 9)), 1000.0), (seat, LESS * 22.0), (seat, LESS * 22.0)):
+        CrewTrainer._lacked(node, assigned)
+        assert node._offering.capacity.memory == pytest.approx(memory)
+    CrewTrainer._about_crew(node, Released("dissolved"))
+    assert sent == [node._offering]
 
 
 def test_a_stage_is_averaged_only_while_it_is_active_and_nobody_has_suspended_the_crew():

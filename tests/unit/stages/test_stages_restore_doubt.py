@@ -1,0 +1,185 @@
+"""Copies that nobody can vouch for, and copies that do not fit: what is taken instead, and what is said of the others."""
+
+import copy
+
+import pytest
+import torch
+
+from swarmnode.config import TrainingConfig
+from swarmnode.stages.learning import LearnRow
+from swarmnode.stages.member import CrewSettings
+from swarmnode.stages.recovery import gate as gate_module
+from swarmnode.stages.recovery import restore as restore_module
+from swarmnode.stages.recovery.ladder import Found, Ladder, RecoverySettings, Run, Rung, Verdict
+from swarmnode.stages.recovery.messages import Have, root_of
+from swarmnode.stages.recovery.state import StageState, encode_state, trained
+from swarmnode.stages.recovery.transfer import StatePeer
+from swarmnode.stages.spec import StageSpec
+from swarmnode.testing.lost_stages import Fleet, quiet
+
+SETTINGS = CrewSettings(b"b" * 32, "float32", "float32")
+CFG = TrainingConfig(per_device_train_tokens=64, weight_decay=0.0)
+LOST = 1
+SPEC = StageSpec(LOST, 4, LOST, LOST + 1, False)
+OUT = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+
+def rows_of(seed, count=12):
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda n: torch.randint(2, 60, (n,), generator=generator).tolist()
+    return [LearnRow(draw(14 + i % 3), draw(1 + i % 5), [-3.0] * (1 + i % 5), 1.0 - i % 3, 1.0, i) for i in range(count)]
+
+
+@pytest.fixture
+def fleet(models, tmp_path):
+    made = []
+
+    def build(**settings):
+        chosen = RecoverySettings(**{"shadow_every": 1, "seconds": 30.0, "healings": 0, **settings})
+        made.append(Fleet(copy.deepcopy(models["llama"]), [1, 1, 1, 1], tmp_path / "crew", SETTINGS, chosen, Run()))
+        return made[-1]
+
+    yield build
+    for one in made:
+        one.close()
+
+
+async def learn(crew, steps, first=0):
+    for number in range(first, first + steps):
+        assert (await crew.head.update(rows_of(number), CFG, 30.0, 1e-4)).refused is None
+    await quiet()
+
+
+def weights_of(fleet):
+    return {name: tensor.detach().clone() for name, tensor in trained(fleet.stations[LOST].runtime).items()}
+
+
+def lie(fleet, place, holder, weights, step=3):
+    """`holder` keeps, and names the hash of, other weights of the lost stage than were pushed to it."""
+    body = bytearray(encode_state(StageState(step, weights), fleet.layouts[LOST], "exact"))
+    fleet.stations[holder].store.put(LOST, Have(place, 1, False, "shadow", step, len(body), root_of(body)), body)
+
+
+def moved(weights, by):
+    generator = torch.Generator().manual_seed(9)
+    return {name: tensor + by * torch.randn(tensor.shape, generator=generator) for name, tensor in weights.items()}
+
+
+@pytest.mark.parametrize("liar", [0, 2])
+@pytest.mark.parametrize("by", [0.02, 1.0], ids=["passes the gate", "noise"])
+async def test_of_two_neighbours_copies_that_differ_the_better_one_is_taken(fleet, liar, by):
+    mine = fleet(gate_kl=0.5, gate_nll=0.5)
+    async with mine.up() as crew:
+        await learn(crew, 3)
+        true = weights_of(mine)
+        lie(mine, crew.head.place, liar, moved(true, by))
+    mine.kill(LOST)
+    async with mine.up() as crew:
+        assert crew is not None, mine.failed
+        got = mine.restored[LOST]
+        assert (got.rung, got.step, got.holder, got.tried) == (Rung.SHADOW, 3, 2 - liar, ())
+        assert got.verdict is not None
+        assert all(torch.equal(tensor, true[name]) for name, tensor in weights_of(mine).items())
+        assert [phase for stage, phase, rung in mine.told] == ["loading", "probation"] * 3  # each of them, and then the better one
+        await learn(crew, 1, 3)
+
+
+async def test_neither_of_two_copies_that_differ_is_spared_the_gate(fleet):
+    mine = fleet()
+    async with mine.up() as crew:
+        await learn(crew, 3)
+        for holder, by in ((0, 1.0), (2, 2.0)):
+            lie(mine, crew.head.place, holder, moved(weights_of(mine), by))
+    mine.kill(LOST)
+    async with mine.up() as crew:
+        assert crew is None
+        assert str(mine.failed[LOST]).count("R2 shadow: KL") == 2
+
+
+async def test_nobody_but_ring_neighbours_is_asked_for_a_shadow(fleet):
+    mine = fleet()
+    async with mine.up() as crew:
+        await learn(crew, 3)
+        mine.stations[3].store._layouts[LOST] = mine.layouts[LOST]
+        lie(mine, crew.head.place, 3, moved(weights_of(mine), 1.0))
+    mine.kill(LOST)
+    async with mine.up():
+        got = mine.restored[LOST]
+        assert (got.rung, got.holder, got.tried) == (Rung.SHADOW, 0, ())
+        assert len(mine.told) == 2  # two neighbours agree: nothing had to be compared
+
+
+def test_without_a_probe_no_disputed_copy_is_trusted():
+    one = Ladder(Found(shadows={0: 10, 2: 10}, roots={0: b"a", 2: b"b"}, base=True), SPEC, 10, Run(), RecoverySettings())
+    first, second = one.rivals()
+    assert (first.disputed, first.exact, second.disputed, second.exact) == (True, False, True, False)
+    assert one.judge(first, None, 0) == "next"
+    assert one.judge(first, Verdict(0.001, 0.0, 100), 0) == "rejoin"
+    assert one.damage(Verdict(0.001, 0.0, 100)) < one.damage(Verdict(0.001, 0.04, 100)) < one.damage(Verdict(0.1, -0.1, 100))
+    assert one.damage(Verdict(0.0, 0.0, 0, finite=False)) == float("inf")
+    one.prefer(second)
+    assert (one.next(), one.rivals()) == (second, ())
+    agreed = Ladder(Found(shadows={0: 10, 2: 9}, roots={0: b"a", 2: b"b"}), SPEC, 10, Run(), RecoverySettings())
+    assert agreed.rivals() == ()  # of different steps
+    assert agreed.judge(agreed.next(), None, 0) == "rejoin"
+
+
+FITS = {
+    "the bytes": (StatePeer, "fetch_shadow"),
+    "the weights": (restore_module, "load_weights"),
+    "a past micro-batch": (gate_module, "run_one"),
+}
+
+
+@pytest.mark.parametrize("where", FITS)
+async def test_a_rung_that_does_not_fit_is_not_taken_and_the_next_one_is(fleet, monkeypatch, where):
+    mine = fleet()
+    async with mine.up() as crew:
+        await learn(crew, 3)
+        true = weights_of(mine)
+    mine.kill(LOST)
+    owner, name = FITS[where]
+    real, calls = getattr(owner, name), []
+
+    def once(*args, **keys):
+        calls.append(1)
+        if len(calls) == 1:
+            for parameter in mine.stations[LOST].runtime.parameters():
+                parameter.grad = torch.ones_like(parameter)  # what it had taken by then
+            raise OUT
+        return real(*args, **keys)
+
+    monkeypatch.setattr(owner, name, once)
+    async with mine.up() as crew:
+        assert crew is not None, mine.failed
+        got = mine.restored[LOST]
+        assert (got.rung, got.holder, got.tried) == (Rung.SHADOW, 2, ((Rung.SHADOW, "out of memory"),))
+        assert all(torch.equal(tensor, true[name]) for name, tensor in weights_of(mine).items())
+        assert all(parameter.grad is None for parameter in mine.stations[LOST].runtime.parameters())
+        await learn(crew, 1, 3)
+
+
+async def test_a_stage_for_which_nothing_fits_fails_with_each_reason(fleet, monkeypatch):
+    mine = fleet()
+    async with mine.up() as crew:
+        await learn(crew, 3)
+    mine.kill(LOST)
+
+    def never(*args):
+        raise OUT
+
+    monkeypatch.setattr(restore_module, "load_weights", never)
+    async with mine.up() as crew:
+        assert crew is None
+        assert str(mine.failed[LOST]).count("R2 shadow: out of memory") == 2
+        assert "R4 synthesis: out of memory" in str(mine.failed[LOST])
+
+
+async def test_a_defect_of_our_own_is_no_lack_of_memory(fleet, monkeypatch):
+    mine = fleet()
+    async with mine.up() as crew:
+        await learn(crew, 1)
+    mine.kill(LOST)
+    monkeypatch.setattr(restore_module, "load_weights", lambda *args: 1 / 0)
+    async with mine.up():
+        assert isinstance(mine.failed[LOST], ZeroDivisionError)
