@@ -19,6 +19,9 @@ from swarmnode.wire import ids
 
 pytestmark = [pytest.mark.swarm, pytest.mark.slow]
 
+PATIENT = msgspec.structs.replace(QUICK, sigma_floor_seconds=8.0, evict_seconds=60.0, lease_seconds=60)
+"""Nobody is suspected for silence within 30 s, not even on a busy machine: what happens sooner has another reason."""
+
 
 class Crew:
     """Nodes, each in a task of its own, so that one can be ended alone. The first host is everybody's bootstrap peer and no node."""
@@ -59,7 +62,7 @@ class Crew:
     def seated(self):
         return {name: node for name, node in self.nodes.items() if node.stage is not None}
 
-    async def running(self, *, stages=3, above=0, seconds=60):
+    async def running(self, *, stages=3, above=0, seconds=240):
         """All stages are held by nodes that are here, under one roster, and steps above `above` were taken."""
 
         def well():
@@ -92,8 +95,9 @@ def notes(node):
     return node.plane.statistics().control.notes
 
 
-async def test_four_nodes_form_a_crew_and_a_busy_pipe_holds_up_no_heartbeat(tmp_path):
-    async with crew(tmp_path, "abcd", layers=4) as (made, _):
+async def test_four_nodes_form_a_crew_and_a_busy_pipe_holds_up_no_heartbeat(tmp_path, monkeypatch):
+    monkeypatch.setattr(plane_module, "SAY_SECONDS", 60.0)
+    async with crew(tmp_path, "abcd", layers=4, settings=PATIENT) as (made, _):
         await made.running(above=3, stages=4)
         nodes = [made.holder(stage)[1] for stage in range(4)]
         assert {node.epoch for node in nodes} == {1}
@@ -122,17 +126,22 @@ async def test_four_nodes_form_a_crew_and_a_busy_pipe_holds_up_no_heartbeat(tmp_
             while True:
                 moved[index] += len(await stream.receive_some(2**20))
 
-        before, slowest = [dict(notes(node)) for node in nodes], 0.0
+        before, answered = [dict(notes(node)) for node in nodes], [set() for _ in nodes]
+
+        def beats():
+            """Both pipes are busy, and since they are every node has had answers to three heartbeats."""
+            if min(moved) > 8 * 2**20:
+                for seconds, node in zip(answered, nodes, strict=True):
+                    seconds.add(node.plane.statistics().heartbeat_seconds)
+            return min(map(len, answered)) > 3  # one may have been on its way before
+
         async with trio.open_nursery() as nursery:
             for index, end in enumerate(ends):
                 nursery.start_soon(pour, end)
                 nursery.start_soon(drink, end, index)
-            for _ in range(20):
-                await trio.sleep(0.2)
-                slowest = max(slowest, *(node.plane.statistics().heartbeat_seconds for node in nodes))
+            await until(beats, seconds=240)
             nursery.cancel_scope.cancel()
-        assert min(moved) > 8 * 2**20
-        assert slowest < QUICK.evict_seconds  # nobody would have been given up, even had all answers been as slow
+        assert max(max(filter(None, seconds)) for seconds in answered) < PATIENT.evict_seconds / 2
         assert [notes(node)["suspected"] for node in nodes] == [each["suspected"] for each in before]
         assert all(node.state == "running" and node.epoch == 1 for node in nodes)
         assert sum(node.plane.statistics().unanswered.get("heartbeat", 0) for node in nodes) == 0
@@ -143,7 +152,7 @@ async def test_a_trainer_that_is_killed_claims_its_own_stage_again(tmp_path):
         step = await made.running(above=3)
         name, node = made.holder(2)
         node.kill_trainer()
-        await until(lambda: all(each.state != "running" for each in made.nodes.values()), seconds=10)
+        await until(lambda: all(each.state != "running" for each in made.nodes.values()), seconds=120)
         node.start_trainer()
         again = await made.running(above=step + 3)
         assert again > step
@@ -159,15 +168,13 @@ async def test_a_trainer_that_is_killed_claims_its_own_stage_again(tmp_path):
 
 
 async def test_a_host_that_is_killed_is_suspected_at_once_and_a_spare_takes_its_stage(tmp_path):
-    async with crew(tmp_path, "abcd") as (made, _):
+    async with crew(tmp_path, "abcd", settings=PATIENT) as (made, _):
         step = await made.running(above=3)
         spare = next(name for name, node in made.nodes.items() if node.stage is None)
         gone, _ = made.holder(1)
-        began = trio.current_time()
         await made.kill(gone)
         left = made.seated()
-        await until(lambda: all(notes(node)["suspected"] for node in left.values()), seconds=10)
-        assert trio.current_time() - began < QUICK.evict_seconds / 2
+        await until(lambda: all(notes(node)["suspected"] for node in left.values()), seconds=PATIENT.evict_seconds / 2)
         await made.running(above=step + 3)
         assert made.holder(1)[0] == spare
         assert all(node.epoch >= 2 for node in made.seated().values())
@@ -179,7 +186,7 @@ async def test_a_crew_that_finds_nobody_for_a_stage_ends_and_says_why(tmp_path):
         await made.running(above=3)
         gone, _ = made.holder(2)
         await made.kill(gone)
-        await until(lambda: all(node.state == "none" for node in made.nodes.values()), seconds=40)
+        await until(lambda: all(node.state == "none" for node in made.nodes.values()), seconds=120)
         await until(lambda: all("stage 2" in node.plane.statistics().last_reason for node in made.nodes.values()))
         for node in made.nodes.values():
             assert node.trainer.assigned is None
@@ -193,7 +200,7 @@ async def test_who_is_left_alone_waits_for_nobody_for_ever(tmp_path):
         await made.running(above=3)
         name, last = made.holder(2)
         await made.kill(*(each for each in list(made.nodes) if each != name))
-        await until(lambda: last.state == "none", seconds=40)
+        await until(lambda: last.state == "none", seconds=120)
         statistics = last.plane.statistics()
         assert statistics.last_reason
         assert statistics.control.notes["fenced"] == 1  # before anything else: it could not know that it was not the one cut off
@@ -230,12 +237,12 @@ async def test_in_quiet_hours_a_node_is_in_no_crew_and_comes_back_after(tmp_path
         step = await made.running(above=3)
         _, node = made.holder(2)
         node.paused = "quiet_hours"
-        await until(lambda: node.state == "none", seconds=20)
+        await until(lambda: node.state == "none", seconds=120)
         step = await made.running(above=step + 3)
         assert node.trainer.assigned is None
         gone, _ = made.holder(0)
         node.paused = ""
-        await until(lambda: all(each.plane.statistics().control.offers for each in made.seated().values()), seconds=20)
+        await until(lambda: all(each.plane.statistics().control.offers for each in made.seated().values()), seconds=120)
         await made.kill(gone)
         await made.running(above=step + 3)
         assert node.stage is not None

@@ -39,8 +39,8 @@ NODE = {
         "upload_bytes_per_second": 2**30, "download_bytes_per_second": 2**30, "monthly_bytes": 2**40,
     },
     "policy": {"threads": 1},
-    "training": {"step_interval": 0.5, "eval_every": 10, "beta": 0.001},
-    "weights": {"rule": "noloco", "sync_every": 10, "fragments": 2, "join_seconds": 2.0},
+    "training": {"step_interval": 0.25, "eval_every": 5, "beta": 0.001},
+    "weights": {"rule": "noloco", "sync_every": 6, "fragments": 2, "join_seconds": 2.0},
     "http": {"port": 0},
 }  # fmt: skip
 """A node with everything on that a panel shows: a reference policy for the KL divergence, averaging, caps."""
