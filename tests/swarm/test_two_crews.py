@@ -1,0 +1,120 @@
+"""Two crews of two real nodes: the witness of the first founds the second; each stage is averaged with the same one of the other crew, and
+has its state from there when it is lost."""
+
+import shutil
+
+import pytest
+
+from swarmnode.demo.nodes import TAKEN, DemoNode
+from swarmnode.policy.build_deep import write_deep_model
+from swarmnode.testing.whole_crew import journal_of, snapshot, start, stop, trainer_of, until, whole_settings
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
+
+STAGES = 2
+
+
+class Crews:
+    """Of four nodes, by the id of the crew that each says it is in."""
+
+    def __init__(self, nodes):
+        self.nodes = nodes
+
+    def seen(self):
+        """crew → stage → (node, all that it says of itself); as far as they answer and hold a stage."""
+        found = {}
+        for node in self.nodes:
+            told = snapshot(node) if node.started else None
+            if told is not None and told["stages"]["stage"] is not None:
+                found.setdefault(told["stages"]["crew"], {})[told["stages"]["stage"]] = (node, told)
+        return found
+
+    def running(self, step=0):
+        seen = self.seen()
+        views = [told["stages"] for stages in seen.values() for _, told in stages.values()]
+        well = len(seen) == 2 and len(views) == len(self.nodes) and all(v["state"] == "running" and v["step"] >= step for v in views)
+        return seen if well else None
+
+    def witness(self):
+        """Who votes in a crew that runs and has no stage of it."""
+        running = {crew for crew, stages in self.seen().items() if all(told["stages"]["state"] == "running" for _, told in stages.values())}
+        told = [snapshot(node) for node in self.nodes if node.started]
+        return [t["node"]["peer"] for t in told if t and t["stages"]["stage"] is None and t["stages"]["crew"] in running]
+
+    def story(self):
+        return [
+            (crew[:8], stage, told["stages"]["state"], told["stages"]["step"], told["stages"]["rung"], told["weights"]["pairs"])
+            for crew, stages in self.seen().items()
+            for stage, (_, told) in sorted(stages.items())
+        ]
+
+
+@pytest.fixture(scope="module")
+def crews(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("crews")
+    # Two layers, so that both crews are split alike; steps so small that the gate finds nothing in what two crews differ by; and no third
+    # crew is there to compare the second one's state with.
+    model = write_deep_model(directory / "model", layers=2, tied=False)
+    sections = {"weights": {"sync_every": 2, "fragments": 1, "join_from_one": True}, "training": {"learning_rate": 1e-5}}
+    nodes = [DemoNode(f"node{i}", directory / f"node{i}", whole_settings(model, i, STAGES, **sections)) for i in range(2 * STAGES)]
+    made = Crews(nodes)
+    try:
+        address = start(nodes[:3])
+        until(made.witness, made.story)
+        nodes[3].start(address)
+        until(made.running, made.story)
+        yield made
+    finally:
+        stop(nodes)
+
+
+def peers(seen):
+    """stage → the two nodes that hold it."""
+    return {stage: {stages[stage][1]["node"]["peer"] for stages in seen.values()} for stage in range(STAGES)}
+
+
+def averaged(crews, more=None):
+    """Once every stage has been averaged with somebody (more often than in `more`, by peer)."""
+    seen, more = crews.running(1), more or {}
+    told = [] if seen is None else [told for stages in seen.values() for _, told in stages.values()]
+    done = told and all(sum(t["weights"]["pairs"].values()) > more.get(t["node"]["peer"], 0) for t in told)
+    return seen if done else None
+
+
+def test_each_stage_is_averaged_with_the_same_stage_of_the_other_crew_and_with_no_other(crews):
+    seen = until(lambda: averaged(crews), crews.story)
+    same = peers(seen)
+    for stages in seen.values():
+        for stage, (_, told) in stages.items():
+            assert set(told["weights"]["pairs"]) == same[stage] - {told["node"]["peer"]}
+            assert told["weights"]["candidates"] == 1
+            assert set(told["weights"]["judged"]) <= set(TAKEN)
+        assert stages[0][1]["trainer"]["report"]["weights"]["exchanges_total"] > 0
+    moved = [told["stages"]["events"]["moved"] for stages in seen.values() for _, told in stages.values()]
+    assert sorted(moved) == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("stage", [1, 0])
+def test_a_stage_of_which_no_copy_is_left_in_its_crew_comes_back_from_the_other_one(crews, stage):
+    seen = until(lambda: averaged(crews), crews.story)
+    crew, stages = sorted(seen.items())[0]
+    node, before = stages[stage]
+    neighbour, _ = stages[1 - stage]
+    trainer = trainer_of(node)
+    trainer.suspend()
+    journal_of(node).unlink()
+    shutil.rmtree(neighbour.directory / "trainer" / "shadows")
+    trainer.kill()
+    step, epoch = before["stages"]["step"], before["stages"]["roster_epoch"]
+
+    def back():
+        now = (crews.running(step + 2) or {}).get(crew)
+        return now if now and now[0][1]["stages"]["roster_epoch"] > epoch else None
+
+    after = until(back, crews.story)
+    assert after[stage][0] is node
+    assert after[stage][1]["stages"]["rung"] == "R1"
+    assert trainer_of(after[1 - stage][0]) is not None
+    assert after[1 - stage][1]["stages"]["rung"] != "R1" or stage == 0
+    more = {told["node"]["peer"]: sum(told["weights"]["pairs"].values()) for _, told in after.values()}
+    until(lambda: averaged(crews, more), crews.story)  # and is averaged as before
