@@ -104,8 +104,7 @@ class Reputation:
         if not known:
             bans = sum(1 for other in self._by_prefix[prefix] if self._records[other].banned_until > now)
             record.score = max(NEWCOMER_LOWEST, -NEWCOMER_COST * bans)
-        if record.prefix is not None:
-            self._by_prefix[record.prefix].discard(peer)
+        self._leave_prefix(peer, record)
         record.prefix = prefix
         self._by_prefix[prefix].add(peer)
 
@@ -187,11 +186,13 @@ class Reputation:
         """Forgets an eighth of the peers, those with the least to remember: a flood of new names pays for one pass in many."""
         worth = {peer: (record.banned_until > now, abs(record.score)) for peer, record in self._records.items()}
         for peer in sorted(worth, key=worth.__getitem__)[: MAX_PEERS // 8]:
-            record = self._records.pop(peer)
-            if record.prefix is not None:
-                self._by_prefix[record.prefix].discard(peer)
-                if not self._by_prefix[record.prefix]:
-                    del self._by_prefix[record.prefix]
+            self._leave_prefix(peer, self._records.pop(peer))
+
+    def _leave_prefix(self, peer: str, record: Record) -> None:
+        if record.prefix is not None:
+            self._by_prefix[record.prefix].discard(peer)
+            if not self._by_prefix[record.prefix]:
+                del self._by_prefix[record.prefix]
 
     @staticmethod
     def _decay(record: Record, now: float) -> None:

@@ -100,6 +100,31 @@ def test_memory_is_bounded_and_keeps_the_bans():
     assert r.statistics(0.0).banned == 100
 
 
+def test_a_peer_that_moves_is_of_its_newest_network_only_and_leaves_nothing_behind():
+    r = Reputation()
+    for index in range(100):
+        r.place("x", f"{index}.0.0.0/24", 0.0)
+    assert dict(r._by_prefix) == {"99.0.0.0/24": {"x"}}
+    r.ban("x", 0.0)
+    r.place("former", "98.0.0.0/24", 0.0)
+    r.place("present", "99.0.0.0/24", 0.0)
+    assert [r.score(peer, 0.0) for peer in ("former", "present")] == [0.0, -reputation.NEWCOMER_COST]
+    r.place("present", "1.0.0.0/24", 0.0)
+    r.place("next", "99.0.0.0/24", 0.0)
+    assert [r.score(peer, 0.0) for peer in ("present", "next")] == [-reputation.NEWCOMER_COST] * 2  # x is still there
+
+
+def test_who_comes_back_is_no_newcomer():
+    r = Reputation()
+    for prefix in ("9.9.9.0/24", "9.9.9.0/24", "9.9.8.0/24", None):
+        r.rejected("x", "reward", 0.0)
+        r.place("x", prefix, 0.0)
+    assert r.score("x", 0.0) == -4 * reputation.COST
+    assert (r.rejections("x"), r.rejections("y")) == (4, 0)
+    r.place("y", None, 0.0)
+    assert r.statistics(0.0).peers == 1
+
+
 def test_a_restart_keeps_scores_and_what_is_left_of_a_ban():
     before = Reputation()
     before.place("x", "9.9.9.0/24", 0.0)
@@ -112,6 +137,11 @@ def test_a_restart_keeps_scores_and_what_is_left_of_a_ban():
     left = reputation.BAN_SECONDS - 3000.0
     assert after.standing("y", 50.0 + left - 1) is Standing.BANNED
     assert after.standing("y", 50.0 + left + 1) is not Standing.BANNED
+    before.ban("x", 1000.0)
+    after = Reputation()
+    after.restore(before.snapshot(1000.0), away=0.0, now=0.0)
+    after.place("new", "9.9.9.0/24", 0.0)
+    assert after.score("new", 0.0) == -reputation.NEWCOMER_COST
 
 
 def test_a_snapshot_cannot_bring_in_nonsense():
