@@ -1,0 +1,91 @@
+"""Trainers of a real crew judge what another crew's stage would make of their policy, while they train: threads, sockets and all."""
+
+import contextlib
+import threading
+
+import pytest
+import torch
+import trio
+
+from swarmnode.config import Config, PolicyConfig
+from swarmnode.policy.build_deep import write_deep_model
+from swarmnode.policy.load import load_policy
+from swarmnode.process import Progress
+from swarmnode.testing.crew_network import crew_network
+from swarmnode.testing.waiting import until
+from swarmnode.trainer import crew_probe
+from swarmnode.trainer.batch import TrainingGroup, assemble
+from swarmnode.trainer.crew import CrewTrainer
+from swarmnode.trainer.crew_policy import CrewPolicy
+from swarmnode.weights import local
+
+WEIGHTS = {"rule": "noloco", "codec": "float32", "fragments": 1}
+STAGES = {"mode": "always", "codec": "float32", "gradient_codec": "float32"}
+
+
+@pytest.fixture
+def model(tmp_path):
+    torch.set_num_threads(1)
+    return write_deep_model(tmp_path / "model", layers=4)
+
+
+@contextlib.asynccontextmanager
+async def crew(tmp_path, model):
+    """(network, trainers, update): nothing is trained but by `update(step)`."""
+    directories = [tmp_path / f"node{i}" for i in range(2)]
+    configs = [
+        Config.model_validate(
+            {"node": {"data_dir": d}, "weights": WEIGHTS, "stages": STAGES, "policy": {"model": str(model), "device": "cpu"}}
+        ) for d in directories
+    ]  # fmt: skip
+    async with crew_network(directories, [2, 2]) as network, trio.open_nursery() as nursery:
+        trainers = [CrewTrainer(c, Progress()) for c in configs]
+        for trainer in trainers:
+            nursery.start_soon(trio.to_thread.run_sync, trainer.run)
+        try:
+            await until(lambda: network.running, seconds=60)
+            head = trainers[0]
+            engine = CrewPolicy(head._config, head._model, head._sitting, head._sitting.heads(), threading.Event())
+            policy = load_policy(PolicyConfig(model=str(model), device="cpu"))
+            prompts = [policy.encode_prompt(p) for p in ("What is 3 + 4?", "Calculate 10 + 8.")]
+
+            async def update(step):
+                generator = torch.Generator().manual_seed(step)
+                groups = []
+                for prompt in prompts:
+                    rows = [(prompt, torch.randint(4, 100, (n,), generator=generator).tolist()) for n in (3, 1, 5, 2)]
+                    groups.append(TrainingGroup(rows, [[-4.0] * len(c) for _, c in rows], [1.0, 0.0, 0.0, 1.0], [1.0] * 4))
+                rows = assemble(groups, "grpo")
+                assert (await trio.to_thread.run_sync(lambda: engine.update(rows, step))).stepped
+
+            yield network, trainers, update
+        finally:
+            for trainer in trainers:
+                trainer.stop()
+
+
+async def test_every_stage_hears_what_an_average_does_before_it_takes_it(tmp_path, model, monkeypatch):
+    monkeypatch.setattr(CrewTrainer, "_lead", lambda self, crew, scorer: self._stop.wait())
+    verdicts, judge = [], crew_probe._judge
+
+    async def heard(peer, known, mine, mean, tell):
+        await judge(peer, known, mine, mean, lambda losses: (verdicts.append((peer.spec.index, losses)), tell(losses)))
+
+    monkeypatch.setattr(crew_probe, "_judge", heard)
+    said = lambda node, kind: [m for m in node.averaging if isinstance(m, kind) and m.session == b"s" * 16]
+    async with crew(tmp_path, model) as (network, _, update):
+        for step in range(2):
+            await update(step)  # 8 completions that were better than their group
+        for node in network.nodes:
+            node.link.tell(local.TakeSnapshot(b"s" * 16, 0))
+            await until(lambda node=node: said(node, local.Snapshot))
+            (ours,) = said(node, local.Snapshot)  # of a partner that is exactly where we are
+            node.link.tell(local.JudgePayload(b"s" * 16, 0, "peer", ours.clock, ours.path))
+        for step in range(2, 40):
+            await update(step)
+            await trio.sleep(0.05)
+            if all(said(node, local.Gated) for node in network.nodes):
+                break
+        assert [said(node, local.Gated) for node in network.nodes] == [[local.Gated(b"s" * 16, True, "accepted", "peer")]] * 2
+        assert sorted(stage for stage, _ in verdicts) == [0, 1]
+        assert all(before == pytest.approx(after, abs=0.02) and before > 0.1 for _, (before, after) in verdicts)
