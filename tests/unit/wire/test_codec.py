@@ -27,6 +27,15 @@ def test_announcement_and_group_are_told_apart_by_their_tag():
     assert isinstance(codec.decode_payload(Envelope(b"", frames.pack(frames.ANNOUNCE), b"")), Announce)
 
 
+def test_the_tag_comes_first_and_nothing_is_skipped_to_find_it():
+    fields = msgspec.msgpack.decode(frames.pack(frames.ANNOUNCE))
+    late = frames.pack({"deep": [[[]]] * 9, **{name: fields[name] for name in reversed(fields)}})
+    with pytest.raises(BadMessage, match="first field") as caught:
+        strict.decode(late, RolloutGroup | Announce)
+    assert caught.value.reason == "schema"
+    assert strict.decode(frames.pack(frames.ANNOUNCE), RolloutGroup | Announce) == strict.decode(frames.pack(frames.ANNOUNCE), Announce)
+
+
 def test_limit_is_inclusive():
     frame = frames.sealed(frames.GROUP)
     assert codec.decode(frame, Envelope, len(frame)).codec == "raw"
