@@ -112,7 +112,7 @@ class Network:
 
 
 @pytest.fixture
-async def made(tmp_path, monkeypatch, autojump_clock):
+async def made(tmp_path, monkeypatch):
     """A running plane: (plane, network, what the trainer was told)."""
     monkeypatch.setattr(plane_module, "CrewControl", Control)
     Control.made.clear()
@@ -143,7 +143,7 @@ async def test_what_is_connected_and_what_is_not_any_more_is_told(made):
     assert control().heard[2:] == [ev.PeerGone("a"), ev.PeerBack("c")]
 
 
-async def test_nobody_is_answered_before_it_is_written_down(made, monkeypatch):
+async def test_nobody_is_answered_before_it_is_written_down(made, autojump_clock, monkeypatch):
     plane, network, _ = made
     tries = []
 
@@ -293,7 +293,7 @@ async def test_how_long_a_crew_stood_still_is_kept_by_size(made):
     assert statistics.rungs == {"R2": 1}
 
 
-async def test_while_it_may_not_take_part_it_is_in_no_crew(made):
+async def test_while_it_may_not_take_part_it_is_in_no_crew(made, autojump_clock):
     plane, _, _ = made
     plane.hello(7)
     plane.receive(OFFERING)
@@ -354,7 +354,7 @@ async def test_what_would_be_no_message_is_not_said(made):
     assert network.blamed == []
 
 
-async def test_while_nothing_can_be_written_down_only_so_many_wait(made, monkeypatch):
+async def test_while_nothing_can_be_written_down_only_so_many_wait(made, autojump_clock, monkeypatch):
     _, network, _ = made
     monkeypatch.setattr(plane_module, "QUEUE", 3)
     control().answers[ev.Received] = [ev.Persist(b"promised"), ev.Answer(messages.Noted())]
