@@ -14,8 +14,9 @@ one that it was not.
     outside the clip   share of tokens, as the policy draws them, whose importance ratio is not in [1 − ε, 1 + ε'] of training
     cosine             of the gradient that the other three stages get with the one that they should get
 
-For comparison the policy without that stage, with its own stage of 20 steps ago, and the cosine of gradients of two of its own batches. The
-second table is arithmetic: what share of its time a crew stands still, of which re-routing cannot save more than all.
+For comparison the policy without that stage, with its own stage of 20 steps ago, with the mean of its own stage and its partner's (what
+averaging does), and the cosine of gradients of two of its own batches. The second table is arithmetic: what share of its time a crew
+stands still, of which re-routing cannot save more than all.
 """
 
 from __future__ import annotations
@@ -168,6 +169,16 @@ def layers_of(model: Any, stage: int) -> list[nn.Module]:
     return list(model.model.layers)[stage * PER : (stage + 1) * PER]
 
 
+@torch.no_grad()
+def mean_of(mine: Any, theirs: Any, stage: int) -> list[nn.Module]:
+    """What the two would average there."""
+    layers = copy.deepcopy(layers_of(mine, stage))
+    for layer, other in zip(layers, layers_of(theirs, stage), strict=True):
+        for p, q in zip(layer.parameters(), other.parameters(), strict=True):
+            p.lerp_(q, 0.5)
+    return layers
+
+
 @contextmanager
 def through(model: Any, stage: int, layers: Sequence[nn.Module]) -> Iterator[None]:
     """With `layers` in the place of `stage`."""
@@ -234,6 +245,7 @@ def follow(crews: Sequence[Crew], every: int, rounds: int, rng: random.Random) -
                     f"its partner's, {since} steps after averaging": layers_of(partner.model, stage),
                     f"another crew's, {since} steps after averaging": layers_of(stranger.model, stage),
                     "left out": [], "its own, 20 steps old": past[0][stage],
+                    f"the mean of its own and its partner's, {since} steps after averaging": mean_of(crews[0].model, partner.model, stage),
                 }  # fmt: skip
                 rows += [{"what": what, "stage": stage} | compare(crews[0], stage, layers, probe) for what, layers in ways.items()]
                 own = layers_of(crews[0].model, stage)
@@ -265,8 +277,9 @@ def grpo(seed: int, scorer: Scorer) -> list[Crew]:
 def costs(rows: Sequence[dict[str, Any]]) -> str:
     """Medians over moments and both stages; in brackets the range of the seeds' medians."""
     body = []
-    whats = sorted(dict.fromkeys(r["what"] for r in rows), key=lambda what: ["its partner's", "another crew's"].index(what.split(",")[0])
-                   if "after" in what else 2)  # fmt: skip
+    kinds = ["its partner's", "another crew's", "the mean of its own and its partner's"]
+    kind = lambda what: (kinds.index(what.split(",")[0]), int(what.split()[-4])) if "after" in what else (len(kinds), 0)
+    whats = sorted(dict.fromkeys(r["what"] for r in rows), key=kind)
     for run in dict.fromkeys(r["run"] for r in rows):
         for what in whats:
             here = [r for r in rows if (r["run"], r["what"]) == (run, what)]

@@ -74,9 +74,9 @@ def test_partners_that_began_alike_are_equal_after_an_average_and_others_are_not
 def test_a_run_measures_every_moment_but_those_before_the_first_average(crews):
     rows = follow(crews[:4], 4, 2, random.Random(1))
     assert {r["what"].rsplit(",", 1)[-1].strip() for r in rows if "after" in r["what"]} == {f"{n} steps after averaging" for n in (0, 2, 3)}
-    assert len(rows) == 3 * 2 * 5
+    assert len(rows) == 3 * 2 * 6
     table = costs([{"run": "text", "seed": seed} | r for seed in (1, 2) for r in rows])
-    assert len(table.splitlines()) == 2 + 3 * 2 + 3
+    assert len(table.splitlines()) == 2 + 3 * 3 + 3
     assert "–" in next(line for line in table.splitlines() if "another batch" in line)
 
 
