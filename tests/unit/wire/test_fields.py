@@ -1,0 +1,62 @@
+"""Each check of one value, on both sides of each of its bounds."""
+
+import math
+
+import msgspec
+import pytest
+
+from swarmnode.errors import BadMessage
+from swarmnode.wire import fields
+from swarmnode.wire.fields import COUNTER
+
+NAN, INF = math.nan, math.inf
+
+
+def reason(check, *arguments):
+    """Why `check` refuses, None where it does not."""
+    try:
+        check(*arguments)
+    except BadMessage as error:
+        return error.reason
+    return None
+
+
+@pytest.mark.parametrize(
+    ("check", "bounds", "good", "bad"),
+    [
+        (fields.check_length, (3,), [b"abc"], [b"", b"ab", b"abcd"]),
+        (fields.check_between, (2, 5), [2, 5, 3.5], [1, 6, 5.01]),
+        (fields.check_positive, (4.0,), [1e-300, 4.0], [0.0, -1.0, 4.01]),
+        (fields.check_positive, (), [1e300], [0, -1e-300]),
+        (fields.check_counter, (), [0, COUNTER], [-1, COUNTER + 1]),
+        (fields.check_finite, (), [0, 1.5, True], []),
+        (fields.check_name, (3,), ["a", "!~a"], ["", "abcd", "a b", "a\x7f", "ä", "\n"]),
+        (fields.check_text, (1, 4), ["a", "abcd", "ää", " ~\xa0"], ["", "abcde", "äää", "a\n", "\x1f", "\x7f", "\x9f", "\ud800"]),
+        (fields.check_text, (0, 0), [""], ["a"]),
+        (fields.check_rising, (1, 3), [[1], [1, 2], "abc"], [[], [1, 1], [2, 1], [1, 2, 3, 4]]),
+    ],
+)
+def test_both_sides_of_each_bound(check, bounds, good, bad):
+    assert [reason(check, "x", value, *bounds) for value in good] == [None] * len(good)
+    assert [reason(check, "x", value, *bounds) for value in bad] == ["bounds"] * len(bad)
+
+
+@pytest.mark.parametrize(
+    ("check", "bounds"),
+    [(fields.check_between, (0, INF)), (fields.check_positive, ()), (fields.check_positive, (1,)), (fields.check_finite, ())],
+)
+def test_a_number_that_is_none_is_told_apart(check, bounds):
+    assert [reason(check, "x", value, *bounds) for value in (NAN, INF, -INF)] == ["not_finite"] * 3
+
+
+class Message(msgspec.Struct):
+    key: bytes | None
+    count: int | None
+
+
+@pytest.mark.parametrize(
+    ("key", "count", "expected"), [(b"12", 3, None), (None, None, None), (b"1", 3, "bounds"), (b"12", 4, "bounds"), (b"12", 0, "bounds")]
+)
+def test_fields_are_checked_by_name_where_a_message_has_them(key, count, expected):
+    tables = {"key": 2, "other": 7}, {"count": (1, 3), "more": (8, 9)}
+    assert reason(fields.check_fields, Message(key, count), *tables) == expected
