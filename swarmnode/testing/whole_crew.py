@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import signal
 import time
 import urllib.request
@@ -13,13 +14,21 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
+import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from transformers import AutoConfig
 
+from swarmnode.config import Config
 from swarmnode.demo.nodes import DemoNode
 from swarmnode.files import write_atomically
+from swarmnode.p2p.identity import from_key
+from swarmnode.policy.device import HEADROOM, probe
+from swarmnode.stages.plan import stage_memory
 from swarmnode.stages.recovery import disk
 from swarmnode.stages.recovery.journal import FILE
+from swarmnode.stages.spec import StageSpec
+from swarmnode.trainer.crew_model import cost_of
 
 T = TypeVar("T")
 PATIENCE = 120.0
@@ -96,11 +105,21 @@ def start(nodes: Sequence[DemoNode]) -> list[str]:
     return first
 
 
-def write_key(directory: Path, seed: str) -> None:
-    """An identity that follows from `seed`, for a node that has none yet: who leads and what is asked follows from peer ids."""
-    key = Ed25519PrivateKey.from_private_bytes(hashlib.sha256(seed.encode()).digest())
-    pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    write_atomically(directory / "identity.key", pem, mode=0o600)
+def like_nodes(directory: Path, model: Path, seed: str, **sections: Mapping[str, Any]) -> list[DemoNode]:
+    """Nodes that are the same each time, for crews that can be compared: keys that follow from `seed`, and so much room that only one split
+    of `model` can be made, whatever speeds are measured. Not started; `is_like` says whether it came so."""
+    config = Config.model_validate(whole_settings(model, 0, **sections))
+    cost = cost_of(config, AutoConfig.from_pretrained(model), probe(config.policy))
+    layers = [len(cost.layers) // STAGES] * STAGES
+    keys = [Ed25519PrivateKey.from_private_bytes(hashlib.sha256(f"{seed} {i}".encode()).digest()) for i in range(STAGES)]
+    nodes = []
+    for i, key in enumerate(sorted(keys, key=lambda key: from_key(key).peer_id)):
+        settings = whole_settings(model, i, **sections)
+        settings["stages"] = {**settings["stages"], "capacity": math.ceil(stage_memory(cost, layers, i) * HEADROOM) + 1}
+        nodes.append(DemoNode(f"node{i}", directory / f"node{i}", settings))
+        pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        write_atomically(nodes[-1].directory / "identity.key", pem, mode=0o600)
+    return nodes
 
 
 def journal_of(node: DemoNode) -> Path:
@@ -119,11 +138,34 @@ def freeze(crew: WholeCrew, step: int, seconds: float = 600.0) -> list[Path]:
 
     Raises AssertionError where that step had passed before it was seen.
     """
-    head = until(lambda: trainer_of(seen[0][0]) if (seen := crew.at(0)) else None, crew.story)
-    until(lambda: max(journal_steps(crew.nodes), default=0) >= step, crew.story, seconds)
+    node = until(lambda: crew.at(0), crew.story)[0][0]
+    head = trainer_of(node)
+    assert head is not None
+    until(lambda: max(journal_steps([node]), default=0) >= step, crew.story, seconds)  # it is not the first to take a step
     head.suspend()
     until(lambda: journal_steps(crew.nodes) == [step] * crew.stages, lambda: journal_steps(crew.nodes), 10.0)
     return [journal_of(node) for node in crew.nodes]
+
+
+def policy_of(files: Sequence[Path]) -> tuple[int, dict[str, torch.Tensor]]:
+    """(committed step, trained tensors by their names in the whole model) from the journals of all stages of one crew."""
+    whole: dict[str, torch.Tensor] = {}
+    found = [disk.load(path) for path in files]
+    specs = [StageSpec(**about["spec"]) for _, about in found]
+    assert {(about["crew"], about["step"]) for _, about in found} == {(found[0][1]["crew"], found[0][1]["step"])}
+    assert sorted(spec.index for spec in specs) == list(range(specs[0].stages))
+    for spec, (tensors, _) in zip(specs, found, strict=True):
+        for name, tensor in tensors.items():
+            if name.startswith("weights."):
+                known = whole.setdefault(spec.whole(name.removeprefix("weights.")), tensor)
+                assert torch.equal(known, tensor), f"{name} is another one at the other end"
+    return int(found[0][1]["step"]), whole
+
+
+def is_like(crew: WholeCrew) -> bool:
+    """Whether the first of `like_nodes` leads. Either of two may, and on a busy machine it is now and then the other: what is asked, and
+    with it everything, follows from the head's peer id."""
+    return until(lambda: crew.at(0), crew.story)[0][0] is crew.nodes[0]
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,6 @@ from swarmnode.files import sync_directory
 from swarmnode.policy.device import Placement
 from swarmnode.policy.fingerprint import fingerprint
 from swarmnode.policy.load import add_adapter, load_model, local_directory
-from swarmnode.stages.recovery import disk
-from swarmnode.stages.spec import StageSpec
 from swarmnode.trainer import state
 from swarmnode.trainer.export_crew import CrewCopies, adapter_of, find_copies, write_shards
 from swarmnode.weights.lora import A_SEED, freeze_a, shares_a
@@ -140,28 +137,6 @@ def trained(cfg: PolicyConfig, directory: Path, weights: dict[str, torch.Tensor]
         for name, parameter in mine.items():
             parameter.copy_(weights[name])
     return model
-
-
-def weights_of_stages(files: Sequence[Path]) -> tuple[int, dict[str, torch.Tensor]]:
-    """(committed step, trained tensors by their names in the whole model) from the journals of all stages of a crew, in any order.
-
-    Raises StateError where they are not: of other crews, of other steps, a stage too few, damaged.
-    """
-    whole: dict[str, torch.Tensor] = {}
-    found = [disk.load(path) for path in files]
-    try:
-        specs = [StageSpec(**about["spec"]) for _, about in found]
-        if len({(about["crew"], about["step"]) for _, about in found}) != 1:
-            raise StateError(f"not of one crew and step: {sorted((about['crew'][:16], about['step']) for _, about in found)}")
-        if sorted(spec.index for spec in specs) != list(range(specs[0].stages)):
-            raise StateError(f"stages {sorted(spec.index for spec in specs)} of {specs[0].stages}")
-        for spec, (tensors, _) in zip(specs, found, strict=True):
-            for name, tensor in tensors.items():
-                if name.startswith("weights."):
-                    whole[spec.whole(name.removeprefix("weights."))] = tensor  # a tied embedding is the same at both ends
-        return int(found[0][1]["step"]), whole
-    except (KeyError, TypeError, IndexError) as error:
-        raise StateError(f"not journals of stages: {error}") from None
 
 
 def main() -> int:
