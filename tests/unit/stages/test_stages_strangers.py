@@ -168,6 +168,29 @@ def test_who_has_taken_steps_with_us_does_not_wait_for_what_strangers_did():
     assert len(patience._strikes) == len(patience._worked) == PEERS
 
 
+def test_a_step_with_somebody_makes_up_for_what_it_signed_and_is_remembered_longest_of_whom_it_was_last_with():
+    patience = Patience(100.0)
+    for _ in range(3):
+        patience.never_ran(("a", "b"), 0.0)
+    patience.took_a_step(("a",))
+    assert [patience.waits(peer, 1.0) for peer in "ab"] == [False, True]
+    for number in range(PEERS - 1):
+        patience.took_a_step((f"t{number}",))
+    patience.took_a_step(("a",))
+    patience.took_a_step(("one more",))
+    for _ in range(2):
+        patience.never_ran((), 0.0)
+    assert [patience.waits(peer, 1.0) for peer in ("a", "t0", "t1", "one more")] == [False, True, False, False]
+    patience.never_ran(("old",), 0.0)
+    patience.never_ran(("old",), 0.0)
+    for number in range(PEERS - 1):
+        patience.never_ran((f"s{number}",), 0.0)
+    patience.never_ran(("old",), 0.0)
+    patience.never_ran(("new",), 0.0)
+    assert "old" in patience._strikes
+    assert "s0" not in patience._strikes
+
+
 @pytest.mark.parametrize(("said", "left"), [({}, True), ({"progress": 1}, False), ({"step": 8}, False)], ids=["nothing", "work", "a step"])
 def test_a_crew_that_runs_and_has_nothing_to_do_is_left(said, left):
     others = Others(spare())
