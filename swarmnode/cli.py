@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, CycloptsError, Parameter
+from cyclopts.validators import Number
 
 from swarmnode import __version__
 from swarmnode.cli_key import key_app
@@ -61,15 +62,15 @@ def run_node(
 @app.command
 def demo(
     *,
-    nodes: int | None = None,
-    minutes: float = 1.0,
+    nodes: Annotated[int | None, Parameter(validator=Number(gte=1, lte=64))] = None,
+    minutes: Annotated[float, Parameter(validator=Number(gt=0))] = 1.0,
     keep_running: bool = False,
     solo: bool = False,
-    byzantine: int = 0,
-    kill: int = 0,
+    byzantine: Annotated[int, Parameter(validator=Number(gte=0, lte=64))] = 0,
+    kill: Annotated[int, Parameter(validator=Number(gte=0))] = 0,
     crew: Annotated[bool, Parameter(negative=())] = False,
     data_dir: Annotated[Path | None, Parameter(name=["--data-dir", "-d"])] = None,
-    http_port: int = 9464,
+    http_port: Annotated[int, Parameter(validator=Number(gte=0, lte=65535 - 64))] = 9464,
 ) -> int:
     """A real swarm on this machine: every node has its own processes, policy and identity. Ends with a verdict.
 
@@ -92,7 +93,7 @@ def demo(
     data_dir
         Keep the nodes' directories here; otherwise they are temporary.
     http_port
-        The first node's status page; the others follow.
+        The first node's status page; the others follow. 0: any that are free.
     """
     from swarmnode.demo import DemoOptions, run_demo
 

@@ -39,8 +39,12 @@ class ManifestStore:
             return bytes.fromhex((self._directory / CURRENT).read_text().strip())
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
-            raise StateError(f"{self._directory / CURRENT} does not hold a swarm id ({error}); join again") from None
+        except NotADirectoryError:
+            raise Unavailable(f"data directory {self._directory.parent} cannot be used: it is not a directory") from None
+        except OSError as error:
+            raise StateError(f"cannot read {self._directory / CURRENT}: {error.strerror}") from None
+        except ValueError:
+            raise StateError(f"{self._directory / CURRENT} does not hold a swarm id; join again") from None
 
     def get(self, swarm: bytes) -> Opened | None:
         """The manifest of `swarm`, None if it is not here."""

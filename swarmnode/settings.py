@@ -100,7 +100,11 @@ def _from_file(file: Path | None, environment: Mapping[str, str]) -> dict[str, t
         if named is None:
             return {}
         raise ConfigError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not UTF-8 text, so not TOML") from None
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: {error}") from None
     return {_known(key, str(path)): (value, str(path)) for key, value in _leaves(table)}
 

@@ -20,7 +20,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from swarmnode.errors import Unavailable
+from swarmnode.errors import ConfigError, Unavailable
 from swarmnode.observe.logs import clean_text
 
 DEADLINE_SECONDS = 5.0
@@ -31,14 +31,18 @@ Status = Mapping[str, Any]
 
 
 def fetch(url: str, points: int = 120) -> Status:
-    """What the node at `url` says. Raises `Unavailable` when none answers there, or something else does."""
+    """What the node at `url` says. Raises `Unavailable` when none answers there, or something else does; ConfigError for no address."""
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--url {url}: not an address such as http://127.0.0.1:9464")
     address = f"{url.rstrip('/')}/status?points={points}"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a node is never behind the proxy of the environment
     try:
         with opener.open(address, timeout=DEADLINE_SECONDS) as answer:
             told = json.loads(answer.read(MAX_BYTES))
     except (OSError, ValueError) as error:
-        raise Unavailable(f"no node answers at {url}: {getattr(error, 'reason', error)}") from error
+        why = getattr(error, "reason", error)
+        why = getattr(why, "strerror", None) or why
+        raise Unavailable(f"no node answers at {url}: {why}; does it run, and with this http.port?") from error
     if not isinstance(told, dict) or "snapshot" not in told:
         raise Unavailable(f"{url} is not a swarmnode")
     return told

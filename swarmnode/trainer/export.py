@@ -77,7 +77,7 @@ def export(config: Config, target: Path, merge: bool) -> Exported:
             os.replace(partial, target)
             sync_directory(target.parent)
         except (OSError, SafetensorError) as error:
-            raise Unavailable(f"cannot write {target}: {error}") from None
+            raise Unavailable(f"cannot write {target}: {getattr(error, 'strerror', None) or error}") from None
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return told

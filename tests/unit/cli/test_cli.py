@@ -66,6 +66,33 @@ def test_a_wrong_key_is_one_line_and_exit_78(tmp_path, capsys):
     assert capsys.readouterr().err == f"swarmnode: {path}: unknown key training.learning_rat (nearest: training.learning_rate)\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["demo", "--nodes", "0"], 2, "--nodes"),
+        (["demo", "--minutes", "-5"], 2, "--minutes"),
+        (["demo", "--kill", "-1"], 2, "--kill"),
+        (["demo", "--http-port", "99999"], 2, "--http-port"),
+        (["status", "--url", "nonsense"], 78, "--url nonsense: not an address such as http://127.0.0.1:9464"),
+        (["top", "--url", "ftp://x"], 78, "--url ftp://x"),
+        (["status", "--url", "http://127.0.0.1:9"], 69, "Connection refused; does it run, and with this http.port?"),
+        (["run", "--config", "{tmp}"], 78, "{tmp}: Is a directory"),
+        (["run", "--config", "{tmp}/binary"], 78, "not UTF-8 text"),
+        (["run", "--data-dir", "{tmp}/binary"], 69, "data directory {tmp}/binary cannot be used: it is not a directory"),
+        (["manifest", "show", "--data-dir", "{tmp}/damaged"], 69, "does not hold a swarm id; join again"),
+    ],
+)
+def test_a_wrong_call_is_one_line_that_says_what_is_wrong(tmp_path, capsys, arguments, code, says):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    (tmp_path / "damaged" / "manifest").mkdir(parents=True)
+    (tmp_path / "damaged" / "manifest" / "current").write_text("nonsense")
+    assert cli.run([argument.replace("{tmp}", str(tmp_path)) for argument in arguments]) == code
+    error = capsys.readouterr().err
+    assert says.replace("{tmp}", str(tmp_path)) in error
+    assert "Errno" not in error
+    assert error.count("\n") == 1
+
+
 @pytest.mark.parametrize(("task", "says"), [("rg/countdown", "countdown"), ("rg/chain_sun", "rg/chain_sum")])
 def test_a_task_that_is_not_allowed_is_refused_by_name(tmp_path, capsys, task, says):
     assert cli.run(["run", "--data-dir", str(tmp_path), "--set", f'task.names=["{task}"]']) == 78
