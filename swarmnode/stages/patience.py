@@ -7,6 +7,8 @@ nothing. What tells such a crew from another is that it never takes a step. So a
     strangers, all of them  the same, counted over all such crews in a row, but never more than STRANGERS_SECONDS: keys cost nothing
 
 A stranger is who has never taken a step with this node; those who have do not suffer for what others do.
+
+All of it is of this process: after a restart, which no peer can bring about, it begins anew.
 """
 
 from __future__ import annotations
