@@ -75,7 +75,8 @@ class Node:
 
     def stages(self, message: local.FromTrainer) -> None:
         if isinstance(message, Offering):
-            self.network.came(self)
+            if not self.connected:  # an offer may be made again
+                self.network.came(self)
         else:
             self.network.said(self, message)
 
