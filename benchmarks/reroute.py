@@ -320,6 +320,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all results there")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=1, help="seed 0 was used to look at it")
+    parser.add_argument("--runs", nargs="+", choices=("GRPO", "text"), default=("GRPO", "text"))
     parser.add_argument("--rounds", type=int, default=3, help="of H steps each; the first is not measured")
     args = parser.parse_args()
     if args.table:
@@ -338,9 +339,10 @@ def main() -> None:
             write_json(args.json, rows)
 
     with Scorer() as scorer:
-        for seed in range(args.first_seed, args.first_seed + (1 if args.quick else args.seeds)):
-            if not args.quick:
-                run("GRPO", seed, grpo(seed, scorer))
+        seeds = range(args.first_seed, args.first_seed + (1 if args.quick else args.seeds))
+        for seed in () if args.quick or "GRPO" not in args.runs else seeds:
+            run("GRPO", seed, grpo(seed, scorer))
+        for seed in seeds if "text" in args.runs else ():
             start = trunk(seed, corpora[0], 100 if args.quick else Size.trunk_steps)
             run("text", seed, [Text(copy.deepcopy(start), RATE, corpora[1], seed + 1000 * number) for number in range(CREWS)])
     print(costs(rows), gains(), sep="\n\n", flush=True)
