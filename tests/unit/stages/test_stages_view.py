@@ -138,6 +138,48 @@ def test_nothing_is_well_before_it_is_known_where_the_crew_stands_or_with_a_vaca
     assert vacant.settle() is None
 
 
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda view, detector: view.left.add("p2"),
+        lambda view, detector: view.forgot("p2", 0.0),
+        lambda view, detector: view.statuses.pop("p2"),
+        lambda view, detector: view.take("p2", Status("probation", 5, version=10), 0.0),
+        lambda view, detector: detector.broke("p2", 0.0),
+    ],
+    ids=["left", "stranger", "unheard", "probation", "suspected"],
+)
+def test_a_witness_goes_from_a_crew_in_which_every_stage_works(spoil):
+    view, detector = settled_view()
+    assert view.is_calm(detector)
+    spoil(view, detector)
+    assert not view.is_calm(detector)
+    vacant, detector = view_of(epoch=2, seats=(Seat("p0", LIFE, 1), Seat("", b"", 1), Seat("p2", LIFE, 1)))
+    everybody(vacant)
+    assert not vacant.is_calm(detector)
+
+
+def test_a_witness_is_lacked_by_an_even_number_of_stages_of_which_nobody_votes_any_more():
+    witness = (m.Voter("w", LIFE),)
+
+    def lacks(now=0.0, gone=(), strange=(), broken=(), **changes):
+        view, detector = view_of(**changes)
+        view.left.update(gone)
+        for peer in strange:
+            view.forgot(peer, now)
+        for peer in broken:
+            detector.broke(peer, now)
+        return view.lacks_witness(detector, 13.0, now)
+
+    assert (lacks(stages=2), lacks(stages=3)) == (True, False)
+    assert not lacks(stages=2, witnesses=witness)
+    assert lacks(stages=2, witnesses=witness, gone=("w",))
+    assert lacks(stages=2, witnesses=witness, strange=("w",))
+    assert not lacks(stages=2, witnesses=witness, gone=("p1",))
+    assert [lacks(now, stages=2, witnesses=witness, broken=("w",)) for now in (12.9, 13.0)] == [False, True]
+    assert not lacks(13.0, stages=2, witnesses=witness)  # it is not suspected
+
+
 def test_whoever_is_heard_well_is_not_to_be_evicted():
     view, detector = view_of()
     assert view.hears("p1", detector, 3.0, 2.9)
