@@ -73,6 +73,9 @@ def test_who_has_forgotten_the_crew_proposes_nothing_until_it_is_heard_again():
     second.left.add("p0")
     assert second.place(detector) == 0
     assert View(view.record, m.Voter("p1", b"another!")).place(detector) is None
+    detector.watch({"p0"}, 0.0)
+    detector.broke("p0", 0.0)
+    assert View(view.record, m.Voter("p1", LIFE)).place(detector) == 0
 
 
 def test_what_is_said_of_a_seat_becomes_what_is_to_be_done_about_it():
