@@ -219,8 +219,12 @@ class Member:
         return True
 
     def _blocked(self, key: tuple[int, int]) -> bool:
-        kept = self._kept[key]
-        return self.links.full(kept.route[kept.hop + 1].stage)
+        kept = self._kept.get(key)
+        return kept is not None and self.links.full(kept.route[kept.hop + 1].stage)
+
+    def ready(self) -> int:
+        """Pieces of work that could be done now. From any thread."""
+        return self._schedule.ready(self._blocked)
 
     async def _arrived(self, arrival: Arrival) -> None:
         frame = arrival.frame

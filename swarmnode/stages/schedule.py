@@ -12,7 +12,7 @@ There only the head limits, where a micro-batch begins: as many are under way as
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -71,8 +71,7 @@ class Schedule:
             micro_batch = self._backwards.popleft()
             del self._in_flight[micro_batch]
             return "backward", micro_batch
-        full = sum(limit == "counted" for limit in self._in_flight.values()) >= self._room
-        ready = next((item for item in self._forwards if self._may_begin(*item, full, blocked)), None)
+        ready = next(self._may_begin(blocked), None)
         if ready is None:
             return None
         self._forwards.remove(ready)
@@ -82,9 +81,15 @@ class Schedule:
         self._in_flight[micro_batch] = limit
         return "forward", micro_batch
 
-    @staticmethod
-    def _may_begin(micro_batch: Any, limit: Limit, full: bool, blocked: Callable[[Any], bool]) -> bool:
-        return limit == "learn" or not ((full and limit == "counted") or blocked(micro_batch))
+    def ready(self, blocked: Callable[[Any], bool] = lambda micro_batch: False) -> int:
+        """Pieces of work that `next` would give: what waits for others is none. From any thread."""
+        return len(self._backwards) + sum(1 for _ in self._may_begin(blocked))
+
+    def _may_begin(self, blocked: Callable[[Any], bool]) -> Iterator[tuple[Any, Limit]]:
+        full = sum(limit == "counted" for limit in list(self._in_flight.values())) >= self._room
+        for micro_batch, limit in list(self._forwards):
+            if limit == "learn" or not ((full and limit == "counted") or blocked(micro_batch)):
+                yield micro_batch, limit
 
     def clear(self) -> None:
         """The step is over, one way or the other."""

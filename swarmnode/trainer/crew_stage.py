@@ -156,8 +156,8 @@ class Stage:
         return dict(self._dropped + Counter(now.fence.dropped) + Counter(now.links.refused) + Counter(now.refused))
 
     def load(self) -> int:
-        """Pieces of work in hand."""
-        return self.meter.computing + self.member.statistics().schedule.waiting
+        """Pieces of work in hand. What waits for a gradient, or for a slow link, is none: no new trainer would do it sooner."""
+        return self.meter.computing + self.member.ready()
 
 
 class Observers(Observer):

@@ -21,6 +21,7 @@ from swarmnode.stages.learning import LearnRow, describe, describe_loss
 from swarmnode.stages.links import Links
 from swarmnode.stages.member import CrewSettings, inline
 from swarmnode.stages.runtime import StageRuntime
+from swarmnode.stages.schedule import Schedule
 from swarmnode.stages.split import split_model, whole_state
 from swarmnode.testing.lost_stages import quiet
 from swarmnode.wire import strict
@@ -174,6 +175,36 @@ async def test_who_sends_more_than_is_handled_is_not_read(monkeypatch):
         got = [(await links.take()).frame.micro_batch for _ in range(20)]
         assert got == list(range(20))
         nursery.cancel_scope.cancel()
+
+
+def test_what_waits_for_others_is_no_work_in_hand():
+    one = Schedule(0, 2)
+    for number in range(4):
+        assert one.forward_came(number)
+    assert (one.ready(), one.ready(lambda number: True), one.next(lambda number: True)) == (4, 0, None)
+    assert one.ready(lambda number: number != 2) == 1
+    assert one.next(lambda number: number != 2) == ("forward", 2)
+    assert one.next() == ("forward", 0)
+    assert (one.statistics().waiting, one.ready(), one.next()) == (2, 0, None)  # until a gradient comes
+    assert one.backward_came(2)
+    assert one.ready(lambda number: True) == 1
+    assert one.next(lambda number: True) == ("backward", 2)
+    assert one.ready() == 2
+    tail = Schedule(1, 2)
+    tail.forward_came(0)
+    assert tail.ready(lambda number: True) == 1
+    assert tail.next(lambda number: True) == ("learn", 0)
+
+
+async def test_a_stage_whose_link_is_full_is_not_taken_for_one_that_hangs(models, monkeypatch):
+    async with crew_of(models["llama"], [1, 2, 1]) as crew:
+        member = crew.members[1]
+        monkeypatch.setattr(member.links, "full", lambda stage: stage == 2)
+        crew.head.links.send(1, *forward(0, "learn", crew.head.place))
+        await quiet()
+        assert (member.statistics().schedule.waiting, member.ready()) == (1, 0)
+        monkeypatch.setattr(member.links, "full", lambda stage: False)
+        assert member.ready() == 1
 
 
 async def test_few_micro_batches_are_scored_at_a_time(models):
