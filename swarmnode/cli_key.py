@@ -16,8 +16,9 @@ def key_show(*, config: ConfigFile = None, data_dir: DataDir = None, json: AsJso
     """Print this node's peer id, making a key if there is none. Never prints the key."""
     resolved = load(config, None, data_dir, None, tasks=False)
     from swarmnode.p2p.identity import load_or_create
+    from swarmnode.supervisor import make_data_dir
 
-    resolved.config.node.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_data_dir(resolved.config.node.data_dir)
     peer = load_or_create(resolved.config.node.data_dir / "identity.key").peer_id
     return say({"peer": peer}, peer, json)
 

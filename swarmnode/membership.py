@@ -28,7 +28,7 @@ from swarmnode.errors import BadMessage, ConfigError, Refused, StateError, Unava
 from swarmnode.files import read_private, write_atomically
 from swarmnode.invite import Invite
 from swarmnode.manifest_store import ManifestStore
-from swarmnode.supervisor import held_data_dir
+from swarmnode.supervisor import held_data_dir, make_data_dir
 from swarmnode.wire import limits
 from swarmnode.wire.manifest import Opened, follows, open_manifest, seal_manifest
 from swarmnode.wire.messages import ModelRef
@@ -66,7 +66,7 @@ def init(config: Config, asked: Founding) -> tuple[Opened, Invite]:
     from swarmnode.p2p.identity import load_or_create
 
     data_dir = config.node.data_dir
-    _make(data_dir)
+    make_data_dir(data_dir)
     store = ManifestStore(data_dir)
     before = manifest_store.stored(config)
     identity = load_or_create(data_dir / "identity.key")
@@ -170,7 +170,7 @@ def adopt(config: Config, path: Path) -> Opened:
     before = store.current()
     if before is not None and not store.descends(before, opened.swarm) and opened.manifest.predecessor != before:
         _refuse_other_swarm(store, before)
-    _make(config.node.data_dir)
+    make_data_dir(config.node.data_dir)
     manifest_store.refuse_if_any(manifest.can_honour(opened.manifest, config), opened)
     store.add(opened)
     store.choose(opened.swarm)
@@ -195,7 +195,7 @@ def keep_secret(config: Config, file: Path) -> None:
     if data is None:
         raise ConfigError(f"--secret-file {file}: no such file")
     secret = manifest.parse_secret(data, file)
-    _make(config.node.data_dir)
+    make_data_dir(config.node.data_dir)
     write_atomically(config.node.data_dir / manifest.SECRET_FILE, f"{secret.hex()}\n".encode(), mode=0o600)
 
 
@@ -245,18 +245,10 @@ def refresh(config: Config) -> Config:
     return manifest_store.honoured(config)[0]
 
 
-def _make(data_dir: Path) -> None:
-    try:
-        data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
-        raise Unavailable(f"data directory {data_dir} cannot be used: {error.strerror}") from None
-
-
 def _child(module: str, config: Config, seconds: float, *arguments: str) -> dict[str, Any]:
     """The JSON that a short-lived child printed. Its own errors come out as ours, with their exit code."""
     run_dir = config.node.data_dir / "run"
-    _make(config.node.data_dir)
-    _make(run_dir)
+    make_data_dir(config.node.data_dir)
     config_file = run_dir / f"{module.rpartition('.')[2]}.json"
     write_atomically(config_file, config.model_dump_json().encode())
     try:

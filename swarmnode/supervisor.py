@@ -256,11 +256,21 @@ def parse_progress(line: bytes) -> tuple[float | None, str] | None:
         return None
 
 
-def lock_data_dir(data_dir: Path) -> int:
-    """Create the directory and hold it: one node per directory. Returns the descriptor that holds the lock."""
+def make_data_dir(data_dir: Path) -> None:
+    """The directory, and the one in it that lives as long as a run. Raises Unavailable."""
     try:
         data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         (data_dir / "run").mkdir(exist_ok=True, mode=0o700)
+    except (FileExistsError, NotADirectoryError):
+        raise Unavailable(f"data directory {data_dir} cannot be used: it is not a directory") from None
+    except OSError as error:
+        raise Unavailable(f"data directory {data_dir} cannot be used: {error.strerror}") from None
+
+
+def lock_data_dir(data_dir: Path) -> int:
+    """Create the directory and hold it: one node per directory. Returns the descriptor that holds the lock."""
+    make_data_dir(data_dir)
+    try:
         fd = os.open(data_dir / "run" / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise Unavailable(f"data directory {data_dir} cannot be used: {error.strerror}") from None

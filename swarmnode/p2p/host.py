@@ -264,7 +264,8 @@ def _probe(address: addresses.Address) -> socket.socket:
     except OSError as error:
         probe.close()
         if error.errno == errno.EADDRINUSE:
-            raise Unavailable(f"port {address.port} of {address.host} is taken by another process") from error
+            what_to_do = "set network.listen_addrs to a free one, or tcp/0"
+            raise Unavailable(f"port {address.port} of {address.host} is taken by another process; {what_to_do}") from error
         raise Unavailable(f"cannot listen on {address}: {error.strerror}") from error
     return probe
 

@@ -79,6 +79,8 @@ def test_a_wrong_key_is_one_line_and_exit_78(tmp_path, capsys):
         (["run", "--config", "{tmp}"], 78, "{tmp}: Is a directory"),
         (["run", "--config", "{tmp}/binary"], 78, "not UTF-8 text"),
         (["run", "--data-dir", "{tmp}/binary"], 69, "data directory {tmp}/binary cannot be used: it is not a directory"),
+        (["key", "show", "--data-dir", "{tmp}/binary"], 69, "data directory {tmp}/binary cannot be used: it is not a directory"),
+        (["key", "rotate", "--data-dir", "{tmp}/binary/below"], 69, "data directory {tmp}/binary/below cannot be used"),
         (["manifest", "show", "--data-dir", "{tmp}/damaged"], 69, "does not hold a swarm id; join again"),
     ],
 )
