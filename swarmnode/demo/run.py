@@ -20,6 +20,7 @@ from swarmnode.demo.crew import CrewSwarm
 from swarmnode.demo.nodes import DemoNode, Liar
 from swarmnode.demo.table import line, table, verdict_text
 from swarmnode.demo.verdict import Finding, Kill, judge
+from swarmnode.errors import Unavailable
 
 START_SECONDS = 90.0
 RETURN_SECONDS = 60.0
@@ -63,11 +64,15 @@ def run_demo(options: DemoOptions) -> int:
     """Run the demo and return 0 if everything that it is to show was true, else 1.
 
     Raises:
-        Unavailable: the first node did not start.
+        Unavailable: the first node did not start, or there is no directory for them.
     """
     console = Console()
     temporary = options.data_dir is None
     directory = Path(tempfile.mkdtemp(prefix="swarmnode-demo-")) if options.data_dir is None else options.data_dir.absolute()
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise Unavailable(f"--data-dir {directory} cannot be used: {error.strerror}") from None
     swarm = CrewSwarm(options, directory) if options.crew else Swarm(options, directory)
     with _stop_on_signal() as stop:
         try:

@@ -73,6 +73,7 @@ def test_a_wrong_key_is_one_line_and_exit_78(tmp_path, capsys):
         (["demo", "--minutes", "-5"], 2, "--minutes"),
         (["demo", "--kill", "-1"], 2, "--kill"),
         (["demo", "--http-port", "99999"], 2, "--http-port"),
+        (["demo", "--data-dir", "{tmp}/binary"], 69, "--data-dir {tmp}/binary cannot be used: File exists"),
         (["status", "--url", "nonsense"], 78, "--url nonsense: not an address such as http://127.0.0.1:9464"),
         (["top", "--url", "ftp://x"], 78, "--url ftp://x"),
         (["status", "--url", "http://127.0.0.1:9"], 69, "Connection refused; does it run, and with this http.port?"),
