@@ -95,9 +95,9 @@ class Kill:
     kind: str
     stages: tuple[int, ...]
     at: int
-    """Steps that all stages had taken."""
+    """Steps in all journals at that moment."""
     lost: int
-    """Steps that had been taken by all and are not any more."""
+    """Of these, steps that the crew had to take again."""
     ages: tuple[int | None, ...]
     """Steps that each stage's weights lacked when it was back; None where that cannot be said."""
     rungs: tuple[str, ...]
@@ -160,25 +160,29 @@ def train_until_seen(directory: Path, model: Path, seed: int, arm: Arm, steps: i
 
 
 def lose(crew: WholeCrew, kind: str, stages: Sequence[int], disks: bool) -> Kill:
+    taken = 0
+
     def kill(holders: dict[int, DemoNode]) -> None:
+        nonlocal taken
         lost = [holders[stage] for stage in stages]
         if kind == "node":
             lost[0].kill()
         else:
             kill_trainers(lost)
+        taken = min(journal_steps(crew.nodes))
         if not disks:
             for node in lost:
-                journal_of(node).unlink(missing_ok=True)
+                journal_of(node).unlink()
         if kind == "node":
             lost[0].start(crew.address)
 
     started = time.monotonic()
-    before, after = crew.lose(kill)
+    _, after = crew.lose(kill)
     seconds = time.monotonic() - started
-    had, has = min(v["step"] for _, v in before.values()), min(v["step"] for _, v in after.values())
     told = [restored(after[stage][0]) for stage in stages]
+    goes_on = max(t["step"] for t in told)
     ages = tuple(t["step"] - t["source_step"] if t["source_step"] is not None else None for t in told)
-    return Kill(kind, tuple(stages), had, max(0, had - has), ages, tuple(t["rung"] for t in told), seconds)
+    return Kill(kind, tuple(stages), taken, max(0, taken - goes_on), ages, tuple(t["rung"] for t in told), seconds)
 
 
 # ---- what the policy is worth ----------------------------------------------------------------------------------------------
