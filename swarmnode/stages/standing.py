@@ -132,7 +132,7 @@ class Standing:
     def state(self) -> CrewState:
         if self._view is None:
             return "none"
-        if self._running:
+        if self._running or (self._view.stage is None and self._trouble is None):
             return "running"
         if not self._ever_ran and self._view.record.epoch == 1:
             return "forming"
@@ -149,7 +149,7 @@ class Standing:
             fenced=self._fenced,
             offers=len(self._forming.offers(self._now)),
             notes=dict(self._notes),
-            standing_seconds=self._stood(),
+            standing_seconds=self._stood() if self.stage is not None else 0.0 if self._trouble is None else self._now - self._trouble,
             recovery_seconds=self._recovery_seconds,
         )
 

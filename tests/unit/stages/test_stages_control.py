@@ -231,6 +231,11 @@ def test_statistics_say_who_holds_what():
     witness = next(n for n in world.nodes.values() if n.control.stage is None)
     assert witness.control.statistics().stage is None
     assert witness.control.statistics().crew == said.crew
+    assert (witness.control.statistics().state, witness.control.statistics().standing_seconds) == ("running", 0.0)  # as it hears
+    world.kill_trainer(world.head().name, 30.0)
+    world.wait(5.0)
+    assert witness.control.statistics().state != "running"
+    assert 3.0 < witness.control.statistics().standing_seconds < 6.0
 
 
 def test_a_lease_that_is_over_is_over_before_any_event_says_so():
