@@ -54,6 +54,8 @@ def test_a_trainer_process_that_is_new_claims_its_stage_until_a_record_gives_it_
     status, assigned = holding.under(view_of(epoch=7, stage_epoch=3, step=6))
     assert status == Status("loading")
     assert assigned == local.Assigned(CREW, 7, 1, (1, 3), (1, 2), ("p0", "p1"), 6, False, False, "")
+    holding.set(holding.said(said("probation", 6, epoch=7), view_of(epoch=7, stage_epoch=3, step=6)))
+    assert holding.under(view_of(epoch=8, stage_epoch=3))[0] == Status("loading")  # of what was not held nothing is said
     assert holding.under(view_of(epoch=6))[0].phase == "loading"  # claimed no more
 
 
@@ -68,6 +70,7 @@ def test_one_that_only_lost_its_connection_stops_and_holds_what_it_held():
 
 def test_one_that_may_have_no_seat_here_says_nothing_to_the_crew():
     holding = Holding(4.0)
+    assert holding.under(view_of()) == (Status("absent"), None)
     other = msgspec.structs.replace(OFFERING, model=b"x" * 32)
     assert holding.came(ev.TrainerOffers(OFFERING), None) is None
     assert holding.came(ev.TrainerOffers(OFFERING), View(view_of().record, m.Voter("w", LIFE))) is None
@@ -105,6 +108,9 @@ def test_nobody_is_active_before_it_is_known_where_the_crew_stands():
     view, holding = view_of(), seated()
     assert holding.said(said("active", 9), view).phase == "probation"
     assert not holding.holds
+    holding.said(said("ready", 9), view)
+    holding.said(said("active", 9), view)
+    assert holding.holds
     view.settled = local.Settled(5, 5)
     assert [holding.said(said("active", step), view).phase for step in (4, 5)] == ["probation", "active"]
     assert holding.holds
