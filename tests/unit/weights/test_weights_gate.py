@@ -132,6 +132,11 @@ def test_before_anything_was_accepted_our_own_progress_is_the_measure():
     judged = Gate().judge("p", mine, near(mine, 5.0), 0.0, moved=0.5)
     assert judged.outcome == "clipped"
     assert norm(judged.mean, minus=mine) == pytest.approx(W * 2 * 0.5, rel=1e-3)
+    gate = Gate()
+    for i in range(FIRST):
+        gate.judge(f"p{i}", mine, near(mine, 5.0, seed=i), 0.0, moved=0.5)
+    assert gate.tau(0, norm(mine), 0.5) == pytest.approx(10.0, rel=1e-3)  # what others trained, and not what was taken of it
+    assert gate.statistics().clip_ratio == pytest.approx(0.2, rel=1e-3)
 
 
 def test_an_untrained_adapter_neither_moves_nor_blames():
