@@ -1,0 +1,72 @@
+"""Two crews of four real nodes with the same keys and seeds: one loses stages, and both end with the same weights, bit by bit."""
+
+import shutil
+
+import pytest
+import torch
+
+from swarmnode.policy.build_deep import write_deep_model
+from swarmnode.testing.whole_crew import (
+    WholeCrew,
+    at_rest,
+    freeze,
+    is_like,
+    journal_of,
+    kill_trainers,
+    like_nodes,
+    policy_of,
+    restored,
+    start,
+    until,
+)
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(900)]
+
+STEPS = 10
+"""Committed, of both crews."""
+LOSSES = [(2, (2,), False, "R0"), (4, (1, 2), True, "R2"), (6, (3,), True, "R2")]
+"""After how many steps, stages that are lost together, whether with their disks, and from where they come back. Not the first one's: a head
+that begins again leaves group numbers out, so that its questions are others."""
+
+
+def lose(crew, step, stages, disk, rung):
+    """Between two steps, when every copy is of the last one: so nothing is lost, if what comes back is what was there."""
+    until(lambda: crew.at(step), crew.story)
+    with at_rest(crew, shadows=True) as seen:
+        epoch = seen[0][1]["roster_epoch"]
+        lost = [seen[stage][0] for stage in stages]
+        kill_trainers(lost)
+        for node in lost if disk else ():
+            shutil.rmtree(journal_of(node).parent)
+    until(lambda: crew.at(1, epoch), crew.story)
+    for node in lost:
+        told = restored(node)
+        assert (told["rung"], told["source_step"]) == (rung, told["step"])
+
+
+def train(directory, model, losses=()):
+    """(step, weights) after STEPS. Each loss is made good as it says."""
+    for attempt in range(5):
+        nodes = like_nodes(
+            directory / str(attempt), model, "paired",
+            training={"seed": 7, "step_interval": 0.5}, weights={"rule": "off"}, stages={"shadow_every": 1},
+        )  # fmt: skip
+        crew = WholeCrew(nodes, start(nodes))
+        try:
+            if is_like(crew):
+                for loss in losses:
+                    lose(crew, *loss)
+                return policy_of(freeze(crew, STEPS))
+        finally:
+            for node in nodes:
+                node.kill()
+    raise AssertionError("always another head")
+
+
+def test_what_was_lost_and_came_back_is_the_run_that_lost_nothing(tmp_path):
+    model = write_deep_model(tmp_path / "model", layers=8)
+    step, weights = train(tmp_path / "lost", model, LOSSES)
+    same, expected = train(tmp_path / "undisturbed", model)
+    assert step == same == STEPS
+    assert weights.keys() == expected.keys()
+    assert {name for name, tensor in expected.items() if not torch.equal(weights[name], tensor)} == set()
