@@ -23,7 +23,7 @@ from swarmnode.errors import BadMessage
 from swarmnode.stages import events as ev
 from swarmnode.stages import local, messages
 from swarmnode.stages.messages import Adopt, Certificate, Leave, Offer, Record, Refuse, Status, Voter, crew_id, voters_of
-from swarmnode.stages.standing import Standing
+from swarmnode.stages.standing import DOUBLINGS, Standing
 from swarmnode.stages.succession import Wish
 from swarmnode.stages.view import View
 
@@ -340,6 +340,8 @@ class CrewControl(Standing):
         assert record is not None
         view, before = View(record, self.acceptor.me, self._view), self._view
         self._view = view
+        if before is not None and record.seats == before.record.seats and not set(record.witnesses) <= set(before.record.witnesses):
+            self._seconded += 1
         if before is None or view.stage is not None:  # a witness that stays one is as free as before
             self._forming.joined()
         if view.stage is not None:
@@ -386,6 +388,7 @@ class CrewControl(Standing):
         self._do(ev.CloseStreams())
         self._proposing.restart()
         self._view = self._standing = self._trouble = None
+        self._seconded = 0
         self._own.release()
         self._running = self._ever_ran = self._fenced = False
         self._came_by(())
@@ -425,7 +428,8 @@ class CrewControl(Standing):
 
     def _wish(self, view: View) -> Wish | None:
         """The record that ought to be next, if any."""
-        lone = self._running and self._now - self._ran_from >= self.settings.witness_seconds
+        patience = self.settings.witness_seconds * 2.0 ** min(self._seconded, DOUBLINGS)
+        lone = self._running and self._now - self._ran_from >= patience
         lone = lone and view.lacks_witness(self._detector, self.settings.evict_seconds, self._now)
         if self._running and not view.strangers and not lone:
             return None

@@ -29,6 +29,8 @@ PARTED: Final = 256
 """Witnesses that left a crew of ours, so that they are not named again and again."""
 OFFER_TRIES: Final = 3
 """Of one offer to a peer that does not answer."""
+DOUBLINGS: Final = 7
+"""Of the time until a crew that runs takes another witness: whoever becomes one and leaves, again and again, costs it ever fewer pauses."""
 SENT: Final = 64
 """Heartbeats whose answers may still come."""
 
@@ -88,6 +90,8 @@ class Standing:
         self._standing: float | None = None
         self._ran_from = 0.0
         """Since when the crew runs, where it does."""
+        self._seconded = 0
+        """Records that this crew made for nothing but a witness."""
         self._trouble: float | None = None
         """Since when the crew whose witness we are may need our vote; None while it does not."""
         self._recovery_seconds: float | None = None

@@ -74,6 +74,20 @@ def test_a_free_node_is_the_witness_of_one_crew_and_the_other_asks_it_once():
     assert world.nodes["n4"].control.roster == mine
 
 
+def test_a_witness_that_comes_and_goes_costs_a_crew_ever_fewer_pauses():
+    world = Story(2, 1).running()
+    (first,) = crews(world).values()
+    head, waited = world.nodes[first[0]].control, []
+    for _ in range(4):
+        reset(world, first[2], back=0.5, remembers=False)
+        epoch = head.roster.epoch
+        waited.append(world.until(lambda epoch=epoch: head.roster.epoch > epoch, 120.0))
+        world.until(world.everybody_runs)
+    for number, seconds in enumerate(waited[1:], 1):
+        assert 0.9 < seconds / (world.settings.witness_seconds * 2**number) < 1.5
+    assert head.roster.witnesses == (world.nodes[first[2]].control.acceptor.me,)
+
+
 def test_a_witness_takes_a_vacant_seat_of_another_crew():
     world = Story(2, 3, crews=2, later={"n4": 30.0}).running()
     world.until(lambda: lone(world) == ["n4"] and world.nodes["n4"].control.roster is not None)
