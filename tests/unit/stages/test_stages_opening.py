@@ -1,0 +1,89 @@
+"""Whose stage streams are welcome, and first messages that come in pieces, too long, or not at all."""
+
+import msgspec
+import pytest
+
+from swarmnode.errors import BadMessage, PeerError
+from swarmnode.stages.local import Open
+from swarmnode.stages.opening import OPEN_BYTES, REFUSALS, Circle, StreamOpen, StreamReady, framed, read_first, read_open, refusal
+
+CREW = b"c" * 32
+CIRCLE = Circle(CREW, 5, 2, ("a", "b", "me", "d"), (1, 4, 2, 1))
+OPEN = StreamOpen(CREW, 5, 1, 4, 2, "frames")
+
+
+def test_a_holder_of_a_lower_stage_under_this_roster_is_welcome():
+    assert refusal(CIRCLE, "b", OPEN) == ""
+    assert refusal(CIRCLE, "a", StreamOpen(CREW, 5, 0, 1, 2, "state")) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"crew": b"x" * 32}, "crew"), ({"roster_epoch": 4}, "roster_epoch"), ({"roster_epoch": 6}, "roster_epoch"),
+        ({"to_stage": 1}, "stage"), ({"to_stage": 3}, "stage"), ({"from_stage": -1}, "stage"), ({"from_stage": 2}, "stage"),
+        ({"from_stage": 3}, "stage"), ({"from_stage": 0}, "peer"), ({"from_epoch": 3}, "stage_epoch"), ({"from_epoch": 5}, "stage_epoch"),
+    ],
+)  # fmt: skip
+def test_every_other_stream_is_refused_for_its_reason(changes, reason):
+    assert refusal(CIRCLE, "b", msgspec.structs.replace(OPEN, **changes)) == reason
+    assert reason in REFUSALS
+
+
+def test_nobody_is_welcome_outside_a_crew_or_at_a_vacant_stage():
+    assert refusal(None, "b", OPEN) == "crew"
+    vacant = Circle(CREW, 5, 2, ("a", "", "me", "d"), (1, 4, 2, 1))
+    assert refusal(vacant, "b", OPEN) == "peer"
+
+
+class Pieces:
+    """A stream that yields these pieces, and then its end."""
+
+    def __init__(self, data, size):
+        self.pieces = [data[i : i + size] for i in range(0, len(data), size)]
+        self.left = b""
+        self.asked = []
+
+    async def receive(self):
+        return self.pieces.pop(0) if self.pieces else b""
+
+    async def receive_some(self, most):
+        self.asked.append(most)
+        data = b"".join(self.pieces)
+        self.pieces = [data[most:]] if data[most:] else []
+        return data[:most]
+
+    def unread(self, data):
+        self.left = data
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 5, 1000])
+async def test_what_follows_the_first_message_stays_on_the_stream(size):
+    stream = Pieces(framed(OPEN) + b"and more", size)
+    assert await read_first(stream, StreamOpen) == OPEN
+    assert stream.left + b"".join(stream.pieces) == b"and more"
+
+
+async def test_of_the_trainers_socket_no_byte_is_read_beyond_the_first_message():
+    opened = Open(CREW, 5, 1, "state")
+    stream = Pieces(framed(opened) + b"and more", 1000)
+    assert await read_open(stream) == opened
+    assert b"".join(stream.pieces) == b"and more"
+    assert await read_open(Pieces(b"", 1)) is None
+    assert await read_open(Pieces(framed(opened)[:-1], 1)) is None
+
+
+@pytest.mark.parametrize("length", [0, OPEN_BYTES + 1, 2**32 - 1])
+async def test_a_length_that_no_first_message_has_is_refused_before_more_is_read(length):
+    for read in (lambda stream: read_first(stream, StreamOpen), read_open):
+        with pytest.raises(BadMessage) as caught:
+            await read(Pieces(length.to_bytes(4, "big"), 4))
+        assert caught.value.reason == "oversize"
+
+
+async def test_a_stream_that_ends_early_or_says_something_else():
+    for data in (b"", framed(OPEN)[:3], framed(OPEN)[:-1]):
+        with pytest.raises(PeerError):
+            await read_first(Pieces(data, 1000), StreamOpen)
+    with pytest.raises(BadMessage):
+        await read_first(Pieces(framed(OPEN), 1000), StreamReady)
