@@ -196,7 +196,7 @@ class FrameLimits(msgspec.Struct, frozen=True):
     vocab: int
     tokens: int
     """Padded tokens of a micro-batch or of a wave's prompts, at most."""
-    sessions: int = 64
+    sessions: int = caps.STAGE_WAITING
     """Waves in flight, at most."""
 
 

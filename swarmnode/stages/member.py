@@ -30,12 +30,13 @@ from swarmnode.stages.routes import Route, Routes, arriving, returning
 from swarmnode.stages.runtime import RuntimeStatistics, StageRuntime
 from swarmnode.stages.schedule import Limit, Schedule, ScheduleStatistics, Work
 from swarmnode.stages.work import MicroBatch, Questions, read_micro_batch, read_questions
+from swarmnode.wire import limits
 from swarmnode.wire.tensors import pack_ids, pack_logprobs, unpack_ids
 
 T = TypeVar("T")
 Compute = Callable[[Callable[[], T]], Awaitable[T]]
 TICK_SECONDS = 1.0
-KEPT = 64
+KEPT = limits.STAGE_WAITING
 """Micro-batches of others whose gradient is awaited, with what an aborted attempt has left: 1F1B has no more than twice as many in flight
 as there are stages."""
 

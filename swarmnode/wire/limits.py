@@ -71,6 +71,8 @@ STAGES = 64
 """Of a crew, at most."""
 MICRO_BATCHES = 1024
 """In one step, at most."""
+STAGE_WAITING = 64
+"""Waves that are open at one stage, micro-batches whose gradient it waits for, scores and tokens that wait there: of each, at most."""
 PEER_ID_BYTES = 64
 """A peer id in base58; that of an Ed25519 key has 52 characters."""
 ADDRESS_BYTES = 256

@@ -175,6 +175,7 @@ def test_caps_are_those_of_the_registry():
         "chain": crews.CHAIN,
         "layers": crews.LAYERS,
         "micro_batches": limits.MICRO_BATCHES,
+        "stage_waiting": limits.STAGE_WAITING,
         "stage_activation_block": limits.STAGE_ACTIVATION_BLOCK,
     }
     assert REGISTRY["floats"] == {
