@@ -3,7 +3,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnode.rollouts.groups import Candidate, memory_bytes
-from swarmnode.rollouts.shelf import SERVINGS, STRIKE_SECONDS, STRIKES, CandidateQueue, Shelf, Strikes, Throughput
+from swarmnode.rollouts.shelf import (
+    REMEMBERED_SERVINGS,
+    SERVINGS,
+    STRIKE_PEERS,
+    STRIKE_SECONDS,
+    STRIKES,
+    CandidateQueue,
+    Shelf,
+    Strikes,
+    Throughput,
+)
 from swarmnode.testing.groups import external_group
 
 
@@ -26,6 +36,14 @@ def test_one_peer_cannot_fill_the_queue():
     assert queue.put(candidate("b", 0))
     queue.take(5)
     assert queue.put(candidate("a", 60))
+
+
+def test_the_queue_is_bounded_in_bytes_and_has_room_again_for_what_was_taken():
+    queue = CandidateQueue(size=3 * memory_bytes(candidate("a", 0, "x" * 1000).group))
+    put = lambda peers: [queue.put(candidate(peer, 0, "x" * 1000)) for peer in peers]
+    assert put("abcd") == [True, True, True, False]
+    queue.take(1)
+    assert put("de") == [True, False]
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcdefgh"), st.integers(0, 5000), st.booleans()), max_size=60))
@@ -66,6 +84,18 @@ def test_each_peer_is_served_a_body_only_so_often():
     shelf.put(b"c", b"body")
     assert [shelf.answer("p", b"c").status for _ in range(SERVINGS + 2)] == ["ok"] * SERVINGS + ["busy"] * 2
     assert shelf.answer("q", b"c").status == "ok"
+
+
+def test_memory_of_peers_is_bounded_and_forgets_the_oldest():
+    shelf, strikes = Shelf(), Strikes()
+    shelf.put(b"c", b"body")
+    for number in range(REMEMBERED_SERVINGS + 9):
+        shelf.answer(f"p{number}", b"c")
+        strikes.add(f"p{number}", 0.0)
+    assert (len(shelf._servings), len(strikes._of)) == (REMEMBERED_SERVINGS, STRIKE_PEERS)
+    newest = f"p{REMEMBERED_SERVINGS + 8}"
+    assert newest in strikes._of
+    assert (newest, b"c") in shelf._servings
 
 
 def test_deadlines_follow_what_fetches_achieve():
