@@ -18,7 +18,6 @@ pytestmark = [
 ]  # fmt: skip
 
 JOINED_SECONDS = 240.0
-FETCH = "import urllib.request; print(urllib.request.urlopen('http://127.0.0.1:{}', timeout=5).read().decode())"
 QUERY = "api/v1/query?query=swarmnode_trained_groups_total%7Bsource%3D%22external%22%7D"
 
 
@@ -28,7 +27,10 @@ class Machine:
     def __init__(self, net, name, directory, listen):
         self.net, self.name, self.directory = net, name, directory
         directory.mkdir()
-        sets = (f'network.listen_addrs=["/ip4/{listen}/tcp/9512"]', "network.mdns=false", "policy.threads=1", "training.step_interval=1.0")
+        sets = (
+            f'network.listen_addrs=["/ip4/{listen}/tcp/9512"]', "network.mdns=false", "policy.threads=1", "training.step_interval=0.5",
+            "weights.join_seconds=1.0",
+        )  # fmt: skip
         self.options = ["--data-dir", str(directory / "data"), *(word for each in sets for word in ("--set", each))]
         kept = {key: value for key, value in os.environ.items() if not key.startswith("SWARMNODE_")}
         self.environment = {**kept, "HF_HUB_OFFLINE": "1"}
@@ -47,7 +49,7 @@ class Machine:
             self.process = self.net.spawn(self.name, command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment)
 
     def get(self, path, port=9464):
-        return self.net.run_python(self.name, FETCH.format(f"{port}/{path}"))
+        return self.net.get(self.name, f"http://127.0.0.1:{port}/{path}")
 
     def snapshot(self):
         text = self.get("status?points=1")

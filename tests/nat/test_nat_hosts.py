@@ -75,12 +75,12 @@ def test_routers_that_keep_ports_let_a_direct_connection_through_that_outlives_t
 def test_a_router_that_does_not_leaves_them_on_the_relay_and_they_come_back_with_it(tmp_path):
     with swarm(tmp_path, ("preserving", "fully-random")) as (start_relay, relay, a, b):
         exchange(a, b)
-        wait_until(lambda: sum(each.do("stat")["nat"]["punch"]["failed"] for each in (a, b)) == 1, "punching is given up", 60.0)
+        wait_until(lambda: sum(each.do("stat")["nat"]["punch"]["failed"] for each in (a, b)) == 1, "punching is given up")
         assert a.sees(b) == b.sees(a) == "relayed"
         relay.kill()
         wait_until(lambda: not a.sees(b) and not b.sees(a), "they lose each other")
         start_relay()
-        wait_until(lambda: a.sees(b) == b.sees(a) == "relayed", "they find each other again", 60.0)
+        wait_until(lambda: a.sees(b) == b.sees(a) == "relayed", "they find each other again")
         exchange(a, b)
 
 

@@ -22,6 +22,7 @@ FAST = {
     "policy": {"threads": 1},
     "training": {"step_interval": 0.2, "eval_every": 50, "temperature": 0.9},
     "task": {"names": ["builtin/copy", "builtin/sum"]},
+    "weights": {"join_seconds": 1.0},
     "http": {"port": 0},
     "supervisor": {"backoff_seconds": 0.1},
 }
@@ -102,7 +103,7 @@ def test_three_nodes_of_one_invite_train_on_each_others_groups(tmp_path, founded
         for node in (a, b, c, d):
             node.stop()
         for node in (a, b, c, d):
-            node.wait(30)
+            node.wait(120)
     assert [node.exit_code() for node in (a, b, c, d)] == [0, 0, 0, 0]
 
 

@@ -218,7 +218,7 @@ def test_a_model_that_does_not_fit_is_one_line_with_the_estimate_and_exit_75(tmp
 
 def test_an_unreachable_bootstrap_is_a_warning_and_the_node_trains_alone(tmp_path):
     dead = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWJGRv7Qiy8JU4HmmyQdgNkMKrw3DiLEvWRFM6WLrMyRXo"
-    result = run_until_exit(tmp_path, f'network.initial_peers=["{dead}"]', "training.max_steps=5", "training.step_interval=0.5")
+    result = run_until_exit(tmp_path, f'network.initial_peers=["{dead}"]', "training.max_steps=5", "weights.join_seconds=1.0")
     assert result.returncode == 0, result.stderr
     warnings = [line for line in result.stderr.splitlines() if '"warning"' in line and "127.0.0.1/tcp/9" in line]
     assert len(warnings) == 1

@@ -21,8 +21,9 @@ pytestmark = [pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(900)]
 FAST = {
     "network": {"listen_addrs": ["/ip4/127.0.0.1/tcp/0"], "mdns": False},
     "policy": {"threads": 1},
-    "training": {"step_interval": 0.5, "eval_every": 1000},
+    "training": {"step_interval": 0.3, "eval_every": 1000},
     "task": {"names": ["builtin/copy", "builtin/sum"]},
+    "weights": {"join_seconds": 1.0},
     "http": {"port": 0},
 }
 NEWER = {
@@ -129,4 +130,4 @@ def test_the_next_version_and_this_one_train_on_each_others_groups(tmp_path):
                 each.process.send_signal(signal.SIGTERM)
         for each in (old, new):
             if each.process is not None:
-                each.process.wait(30)
+                each.process.wait(120)
