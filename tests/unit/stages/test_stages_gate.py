@@ -1,0 +1,83 @@
+"""What the gate makes of log-probabilities: the numbers, the newest step's only, and what is a verdict and what is none."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from swarmnode.errors import Incompatible, PeerError
+from swarmnode.stages.recovery import gate
+from swarmnode.wire.tensors import pack_logprobs
+
+PROBES = [SimpleNamespace(step=step, name=name) for step, name in ((4, "old"), (5, "a"), (5, "b"), (5, "c"))]
+
+
+def test_the_divergence_and_the_rise_of_a_known_shift():
+    shift = np.array([0.1, -0.3, 0.0, 0.6], np.float32)
+    verdict = gate.verdict_of(shift)
+    assert verdict.kl == pytest.approx(sum(math.exp(r) - 1 - r for r in (0.1, -0.3, 0.0, 0.6)) / 4, rel=1e-5)
+    assert verdict.nll_rise == pytest.approx(-0.1, rel=1e-5)
+    assert (verdict.tokens, verdict.finite) == (4, True)
+    assert gate.verdict_of(np.zeros(3, np.float32)) == gate.Verdict(0.0, 0.0, 3)
+
+
+async def test_only_probes_of_the_newest_step_are_asked_and_each_once(monkeypatch):
+    asked = []
+
+    async def shift(peer, probe):
+        asked.append(probe.name)
+        return np.full(2, 0.2, np.float32)
+
+    monkeypatch.setattr(gate, "_shift", shift)
+    verdict = await gate.judge(None, PROBES)
+    assert sorted(asked) == ["a", "b", "c"]
+    assert verdict.tokens == 6
+    assert verdict.nll_rise == pytest.approx(-0.2)
+
+
+@pytest.mark.parametrize("error", [ValueError("nan"), Incompatible("not finite there")])
+async def test_numbers_that_are_none_condemn_the_stage_and_a_stage_that_is_gone_is_no_verdict(monkeypatch, error):
+    bad = {}
+
+    async def shift(peer, probe):
+        if probe.name in bad:
+            raise bad[probe.name]
+        return np.zeros(2, np.float32)
+
+    monkeypatch.setattr(gate, "_shift", shift)
+    for name in "abc":
+        bad = {name: error}
+        assert not (await gate.judge(None, PROBES)).finite
+        bad = {name: PeerError("gone")}
+        with pytest.raises(PeerError):
+            await gate.judge(None, PROBES)
+
+
+async def test_a_probe_goes_through_every_stage_once_in_order_and_what_is_lost_on_the_way_is_told(monkeypatch):
+    old = torch.tensor([-1.0, -2.0, -0.5])
+    probe = SimpleNamespace(logprobs=pack_logprobs(old.tolist()))
+    way = []
+
+    class Peer:
+        spec = SimpleNamespace(stages=3, index=1)
+        runtime = codec = limits = None
+        tail = (-1.5, -2.0, -0.25)
+
+        async def compute(self, work):
+            return work()
+
+        async def run_at(self, stage, sent, count, x):
+            assert (sent, count) == (probe, 3)
+            way.append((stage, x))
+            return b"from the head" if stage == 0 else pack_logprobs(list(self.tail))
+
+    monkeypatch.setattr(gate, "work_of", lambda probe, limits: "work")
+    monkeypatch.setattr(gate, "run_one", lambda runtime, work, x, codec: way.append((1, x)) or b"from here")
+    shift = await gate._shift(Peer(), probe)
+    assert way == [(0, b""), (1, b"from the head"), (2, b"from here")]
+    assert shift.tolist() == [-0.5, 0.0, 0.25]
+    Peer.tail = (-1.5, float("nan"), -0.25)
+    with pytest.raises(ValueError, match="finite"):
+        await gate._shift(Peer(), probe)
