@@ -29,6 +29,7 @@ def test_reputation_scales_trust_and_is_clamped():
 
 
 def test_weight_does_not_look_at_the_level_of_the_reward():
+    assert sampling.weight([0, 1], 8, 4, 0.5) == pytest.approx(0.5 * 0.25 * 0.5)
     assert sampling.weight([0, 0, 0, 1], 0, 4, 1) == pytest.approx(sampling.weight([1, 1, 1, 0], 0, 4, 1))
 
 

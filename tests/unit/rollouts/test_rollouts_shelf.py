@@ -129,3 +129,14 @@ def test_strikes_far_apart_are_forgiven():
     for n in range(10):
         strikes.add("a", n * (STRIKE_SECONDS + 1))
         assert not strikes.is_out("a", n * (STRIKE_SECONDS + 1))
+
+
+def test_strikes_count_within_ten_minutes_of_the_first_and_cost_ten_minutes_from_the_last():
+    strikes, began = Strikes(), 1_800_000_000.0
+    for seconds in (0.0, 300.0, 599.0):
+        strikes.add("a", began + seconds)
+    assert strikes.is_out("a", began + 599 + STRIKE_SECONDS)
+    assert not strikes.is_out("a", began + 600 + STRIKE_SECONDS)
+    for seconds in (0.0, 500.0, 1000.0):
+        strikes.add("b", began + seconds)
+    assert not strikes.is_out("b", began + 1000.0)
