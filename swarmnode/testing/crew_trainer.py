@@ -55,6 +55,8 @@ class Trainer:
     """Whether every restoration that these weights come from was."""
     rung: str = ""
     settled: local.Settled | None = None
+    stopping: bool = False
+    """It still does something of the roster before, and says nothing of this one."""
     resumed: bool = False
     fence: Fence | None = None
     coordinator: Coordinator | None = None
@@ -83,7 +85,7 @@ class Trainer:
                 self.resumed = False
             case local.Released():
                 self.assigned = self.fence = self.coordinator = self.settled = None
-                self.phase, self.resumed, self.weight = "idle", False, b""
+                self.phase, self.resumed, self.stopping, self.weight = "idle", False, False, b""
                 self.work += 1
 
     def _assigned(self, assigned: local.Assigned, now: float) -> None:
@@ -94,7 +96,8 @@ class Trainer:
         place = Place(assigned.crew[:16], assigned.roster_epoch, stage, assigned.stage_epochs[stage], self.participant.step)
         self.fence = Fence(place, assigned.stage_epochs)
         same = before is not None and (before.crew, before.stage) == (assigned.crew, stage) and self.weight != b""
-        if assigned.held and same and self.phase not in ("idle", "loading", "failed"):
+        self.stopping = assigned.held and same and self.phase not in ("idle", "loading", "failed")
+        if self.stopping:
             self._later(self.world.rng.uniform(0.0, 0.5), "stopped")
             return
         self.phase, self.weight, self.rung, self.learnt = "loading", b"", "", ()
@@ -109,7 +112,7 @@ class Trainer:
         if work != self.work or self.assigned is None:
             return
         if what == "stopped":
-            self.phase = "ready"
+            self.phase, self.stopping = "ready", False
             self.report()
             self._settle(now)
         elif what == "founded":
@@ -151,7 +154,7 @@ class Trainer:
     def _settle(self, now: float) -> None:
         """Once stopped and told where the crew stands."""
         settled = self.settled
-        if settled is None or self.phase in ("loading", "active", "idle", "failed"):
+        if settled is None or self.stopping or self.phase in ("loading", "active", "idle", "failed"):
             return
         step = self.participant.step
         if self.phase == "probation":
@@ -291,7 +294,7 @@ class Trainer:
 
     def report(self) -> None:
         """Tell the network process how it is."""
-        if self.assigned is None:
+        if self.assigned is None or self.stopping:
             return
         p = self.participant
         status = local.StageStatus(
