@@ -26,6 +26,7 @@ from swarmnode.stages.fence import Fence, FenceStatistics
 from swarmnode.stages.frames import ActivationCodec, Frame, Place
 from swarmnode.stages.learning import batch_of, loss_of, prompts_of
 from swarmnode.stages.links import Arrival, Links, LinkStatistics
+from swarmnode.stages.observer import Observer
 from swarmnode.stages.routes import Route, Routes, arriving, returning
 from swarmnode.stages.runtime import RuntimeStatistics, StageRuntime
 from swarmnode.stages.schedule import Limit, Schedule, ScheduleStatistics, Work
@@ -64,28 +65,6 @@ class CrewSettings:
     """CheckFree+: half of the micro-batches of a step with the first two and the last two stages exchanged."""
     learning_rate: float = math.inf
     """This node's own bound: no stage here takes a step with more, whatever the head says."""
-
-
-class Observer:
-    """What a member tells of its training; this one listens to nothing. All but `committed` are called between two computations."""
-
-    def received(self, micro_batch: int, about: bytes, sender: int, body: bytes) -> None:
-        """A micro-batch to learn from came. about: `work.MicroBatch`; body: activations in the crew's codec, empty at the start."""
-
-    def sent(self, micro_batch: int, receiver: int, body: bytes) -> None:
-        """Its activations went on."""
-
-    def learnt(self, micro_batch: int, logprobs: torch.Tensor) -> None:
-        """Tail: log-probabilities (tokens,) of what it is learnt from, before the step."""
-
-    def committed(self, member: Member) -> None:
-        """The step is taken: `member.participant.step` of them now. Where the member computes; nothing else does meanwhile."""
-
-    def stepped(self) -> None:
-        """After `committed`, in the member's task."""
-
-    def dropped(self) -> None:
-        """Everything that was received since the last step will be in none."""
 
 
 @dataclass

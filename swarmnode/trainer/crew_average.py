@@ -25,7 +25,8 @@ from swarmnode.config import Config
 from swarmnode.errors import PeerError
 from swarmnode.files import write_atomically
 from swarmnode.policy.micro import MicroBatcher
-from swarmnode.stages.member import Member, Observer
+from swarmnode.stages.member import Member
+from swarmnode.stages.observer import Observer
 from swarmnode.trainer.crew_probe import CrewProbe
 from swarmnode.trainer.crew_stage import Stage
 from swarmnode.trainer.engine import adapter_shape

@@ -17,7 +17,8 @@ from swarmnode.stages.fence import Fence
 from swarmnode.stages.frames import CREW_BYTES, FrameLimits, Place
 from swarmnode.stages.links import Links
 from swarmnode.stages.local import Assigned, Settled
-from swarmnode.stages.member import CrewSettings, Member, Observer
+from swarmnode.stages.member import CrewSettings, Member
+from swarmnode.stages.observer import Observer
 from swarmnode.stages.runtime import StageRuntime
 
 T = TypeVar("T")

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 import torch
 
 from swarmnode.stages.frames import FrameLimits
-from swarmnode.stages.member import Member, Observer
+from swarmnode.stages.member import Member
+from swarmnode.stages.observer import Observer
 from swarmnode.stages.recovery.ladder import RecoverySettings
 from swarmnode.stages.recovery.messages import Edge, Probe
 from swarmnode.stages.routes import Routes
