@@ -162,7 +162,7 @@ class CrewControl(Standing):
             self._suspect(peer, "no connection")
 
     def _suspect(self, peer: str, why: str) -> None:
-        if self._detector.broke(peer, self._now):
+        if self._detector.broke(peer):
             self._note("suspected", f"{peer}: {why}")
 
     def _stream_lost(self, event: ev.StreamLost) -> None:

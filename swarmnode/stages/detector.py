@@ -41,8 +41,6 @@ class _Peer:
     intervals: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     total: float = 0.0
     squares: float = 0.0
-    broken: float | None = None
-    """Since when there is evidence; None without."""
     suspected: bool = False
 
 
@@ -96,22 +94,16 @@ class Detector:
             known.total += interval
             known.squares += interval * interval
             known.heard = now
-        if known.broken is not None and now > known.broken:
-            known.broken = None
         if known.suspected:
             known.suspected = False
             self._refuted += 1
             return True
         return False
 
-    def broke(self, peer: str, now: float) -> bool:
+    def broke(self, peer: str) -> bool:
         """Evidence that `peer` is gone. Returns whether it was not suspected before."""
         known = self._peers.get(peer)
-        if known is None:
-            return False
-        if known.broken is None:
-            known.broken = now
-        if known.suspected:
+        if known is None or known.suspected:
             return False
         known.suspected = True
         self._suspected += 1

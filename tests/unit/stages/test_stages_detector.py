@@ -39,6 +39,22 @@ def test_silence_is_suspected_after_six_or_seven_seconds_however_regular_the_bea
         assert 5.5 < silent_until_suspected(detector, now) < 7.5
 
 
+def test_one_that_was_never_heard_is_given_as_long():
+    detector = Detector(1.0, 0.5)
+    detector.watch({"p"}, 0.0)
+    assert 5.5 < silent_until_suspected(detector, 0.0) < 7.5
+
+
+def test_an_answer_right_after_a_heartbeat_is_no_interval():
+    detector = Detector(10.0, 0.5)
+    detector.watch({"p"}, 0.0)
+    for beat in range(1, 20):
+        detector.heard("p", 10.0 * beat)
+        detector.heard("p", 10.0 * beat + 0.9)
+    assert silent_until_suspected(detector, 190.0) == pytest.approx(20.0, abs=0.2)  # not before two heartbeats are missing
+    assert detector.phi("p", 205.0) == pytest.approx(phi(15.0, 10.0, 1.0), rel=1e-3)
+
+
 def test_an_irregular_peer_is_given_longer():
     detector = Detector(1.0, 0.5)
     detector.watch({"p"}, 0.0)
@@ -52,14 +68,14 @@ def test_an_irregular_peer_is_given_longer():
 def test_what_broke_is_suspected_at_once_and_a_sign_of_life_refutes_it():
     detector = Detector(1.0, 0.5)
     detector.watch({"p", "q"}, 0.0)
-    assert detector.broke("p", 1.0)
-    assert not detector.broke("p", 1.1)
+    assert detector.broke("p")
+    assert not detector.broke("p")
     assert detector.suspects("p")
     assert not detector.suspects("q")
     assert detector.heard("p", 1.2)
     assert not detector.suspects("p")
     assert (detector.statistics().suspected, detector.statistics().refuted) == (1, 1)
-    assert not detector.broke("stranger", 2.0)
+    assert not detector.broke("stranger")
     assert not detector.heard("stranger", 2.0)
     assert detector.silent_seconds("stranger", 9.0) == 0.0
 

@@ -74,7 +74,7 @@ def test_who_has_forgotten_the_crew_proposes_nothing_until_it_is_heard_again():
     assert second.place(detector) == 0
     assert View(view.record, m.Voter("p1", b"another!")).place(detector) is None
     detector.watch({"p0"}, 0.0)
-    detector.broke("p0", 0.0)
+    detector.broke("p0")
     assert View(view.record, m.Voter("p1", LIFE)).place(detector) == 0
 
 
@@ -90,7 +90,7 @@ def test_what_is_said_of_a_seat_becomes_what_is_to_be_done_about_it():
     view.left.add("p2")
     assert [facts(view, detector, peer, 1.0).left for peer in view.seated] == [False, False, True]
     assert facts(view, detector, "p1", 9.0, gone={"p1": 2.0}).gone_seconds == 0.0  # it was heard since
-    detector.broke("p1", 2.0)
+    detector.broke("p1")
     assert facts(view, detector, "p1", 9.0, gone={"p1": 2.0}).gone_seconds == 7.0
     assert facts(view, detector, "p1", 9.0).suspected
     assert facts(view, detector, "p1", 9.0).silent_seconds == 9.0
@@ -112,7 +112,7 @@ def settled_view(**changes):
         lambda view, detector: view.take("p2", Status("probation", 5, version=10), 0.0),
         lambda view, detector: view.take("p2", Status("active", 4, version=10), 0.0),
         lambda view, detector: view.take("p2", Status("active", 5, version=10, broken=True), 0.0),
-        lambda view, detector: detector.broke("p2", 0.0),
+        lambda view, detector: detector.broke("p2"),
     ],
     ids=["left", "unheard", "probation", "behind", "broken", "suspected"],
 )
@@ -148,7 +148,7 @@ def test_nothing_is_well_before_it_is_known_where_the_crew_stands_or_with_a_vaca
         lambda view, detector: view.forgot("p2", 0.0),
         lambda view, detector: view.statuses.pop("p2"),
         lambda view, detector: view.take("p2", Status("probation", 5, version=10), 0.0),
-        lambda view, detector: detector.broke("p2", 0.0),
+        lambda view, detector: detector.broke("p2"),
     ],
     ids=["left", "stranger", "unheard", "probation", "suspected"],
 )
@@ -171,7 +171,7 @@ def test_a_witness_is_lacked_by_an_even_number_of_stages_of_which_nobody_votes_a
         for peer in strange:
             view.forgot(peer, now)
         for peer in broken:
-            detector.broke(peer, now)
+            detector.broke(peer)
         return view.lacks_witness(detector, 13.0, now)
 
     assert (lacks(stages=2), lacks(stages=3)) == (True, False)
@@ -188,7 +188,7 @@ def test_whoever_is_heard_well_is_not_to_be_evicted():
     assert view.hears("p1", detector, 3.0, 2.9)
     assert not view.hears("p1", detector, 3.0, 3.0)
     assert not view.hears("stranger", detector, 3.0, 0.0)
-    detector.broke("p1", 0.0)
+    detector.broke("p1")
     assert not view.hears("p1", detector, 3.0, 0.1)
 
 
@@ -198,7 +198,7 @@ def test_slots_are_told_apart_for_people():
     for number, phase in enumerate(("active", "ready", "loading", "probation", "failed", "active")):
         view.take(f"p{number}", Status(phase, number, version=1), 0.0)
     view.left.add("p5")
-    detector.broke("p1", 0.0)
+    detector.broke("p1")
     states = [slot.state for slot in view.slots(detector)]
     assert states == ["active", "suspect", "loading", "probation", "suspect", "draining", "claimed", "vacant"]
     assert [slot.step for slot in view.slots(detector)] == [0, 1, 2, 3, 4, 5, 0, 0]
