@@ -81,6 +81,23 @@ def test_signature_is_looked_at_before_the_payload():
         envelope.unseal(forged, DOMAIN, SWARM, limits.GOSSIP_BYTES)
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"payload": b"payloae"}, "signature"), ({"signature": bytes(64)}, "signature"), ({"codec": "zstd"}, "compression")],
+)
+def test_an_envelope_that_is_not_compressed_is_signed_and_as_small_as_it_may_be(changes, reason):
+    frame = codec.encode(SIGNED)
+    assert envelope.open_raw(frame, DOMAIN, SWARM, len(frame)) == SIGNED
+    other = codec.encode(msgspec.structs.replace(SIGNED, **changes))
+    for bad, domain, limit, why in (
+        (other, DOMAIN, len(other), reason), (frame, b"swarmnode/state/1", len(frame), "signature"),
+        (frame, DOMAIN, len(frame) - 1, "oversize"),
+    ):  # fmt: skip
+        with pytest.raises(BadMessage) as caught:
+            envelope.open_raw(bad, domain, SWARM, limit)
+        assert caught.value.reason == why
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_peer_id_is_libp2ps(seed):
     public = Ed25519PrivateKey.from_private_bytes(hashlib.sha256(bytes([seed])).digest()).public_key().public_bytes_raw()
