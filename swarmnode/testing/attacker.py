@@ -223,7 +223,7 @@ async def secured(address: str, *, source: str | None = None, keys: KeyPair | No
 
 
 @contextlib.asynccontextmanager
-async def connect(address: str, *, source: str | None = None, keys: KeyPair | None = None, seconds: float = 10.0) -> AsyncIterator[Peer]:
+async def connect(address: str, *, source: str | None = None, keys: KeyPair | None = None, seconds: float = 60.0) -> AsyncIterator[Peer]:
     """A connected `Peer`; `seconds` is for the handshake. Leaving closes the socket without a goodbye."""
     async with contextlib.AsyncExitStack() as stack:
         with trio.fail_after(seconds):

@@ -42,7 +42,7 @@ class HostProcess:
         self.address, self.peer, self._control = answer["address"], answer["peer"], answer["control"]
         return self
 
-    async def ask(self, do: str, seconds: float = 20.0, **arguments: object) -> dict:
+    async def ask(self, do: str, seconds: float = 60.0, **arguments: object) -> dict:
         """The child's answer to one request; `answer["error"]` is what it raised. trio.TooSlowError after `seconds`."""
         with trio.fail_after(seconds):
             async with await trio.open_tcp_stream("127.0.0.1", self._control) as stream:
@@ -71,11 +71,27 @@ class HostProcess:
                 return same
         return False
 
-    async def settles(self, name: str, most: int, seconds: float = 8.0) -> None:
+    async def settles(self, name: str, most: int, seconds: float = 60.0) -> None:
         """Wait until the child's statistic `name` is at most `most`; trio.TooSlowError after `seconds`."""
         with trio.fail_after(seconds):
             while (await self.ask("stat"))[name] > most:  # noqa: ASYNC110 - another process
                 await trio.sleep(0.05)
+
+    async def rests(self, seconds: float = 0.5, within: float = 240.0) -> None:
+        """Wait until the child has done with what it was sent: until it has slept for `seconds`, but for its clocks.
+        trio.TooSlowError after `within`."""
+        with trio.fail_after(within):
+            since, (_, before) = trio.current_time(), self._activity()
+            while trio.current_time() - since < seconds:
+                await trio.sleep(0.02)
+                state, ticks = self._activity()
+                if state == "R" or ticks > before + 2:
+                    since, before = trio.current_time(), ticks
+
+    def _activity(self) -> tuple[str, int]:
+        """(state, hundredths of a second of CPU time)."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], int(fields[11]) + int(fields[12])
 
     async def counted(self, guard: str) -> int:
         """How often `guard` fired in the child."""
