@@ -285,7 +285,8 @@ def costs(rows: Sequence[dict[str, Any]]) -> str:
             here = [r for r in rows if (r["run"], r["what"]) == (run, what)]
             both = [r["kl"] < SETTINGS.gate_kl and r["nll"] < SETTINGS.gate_nll for r in here if "kl" in r]
             passed = f"{sum(both)} of {len(both)}" if both else "–"
-            body.append([run, what, *[by_seed(here, key) for key in FORMS], passed])
+            if here:
+                body.append([run, what, *[by_seed(here, key) for key in FORMS], passed])
     return table(["", "the stage is", "KL", "NLL", "outside the clip", "cosine", "passes the gate"], body)
 
 
