@@ -27,7 +27,7 @@ async def flood(host, size):
     before = host.rss()
     async with attacker.connect(host.address) as peer:
         await push(peer, await peer.open("/test/hold/1"), size)
-        await trio.sleep(0.5)
+        await host.rests()
         return host.rss() - before
 
 
@@ -48,7 +48,7 @@ async def test_many_streams_within_their_windows_are_bounded_together():
                 for _ in range(streams):
                     stream = await peer.open("/test/hold/1")
                     await peer.frame(attacker.DATA, stream.id, body=bytes(200_000))
-            await trio.sleep(0.5)
+            await host.rests()
             return host.rss() - before
 
     with processes(stock(), guarded()) as (swollen, bounded):
@@ -98,13 +98,13 @@ async def test_many_connections_are_bounded_together_and_the_largest_pays():
                     for _ in range(40):  # 8 MB each
                         stream = await peer.open("/test/hold/1")
                         await peer.frame(attacker.DATA, stream.id, body=bytes(200_000))
-            await trio.sleep(0.3)
+            await host.rests()
             assert sum(peer.lost.is_set() for peer in attackers) >= 2
             assert host.rss() - before < 2 * limit
             assert await host.counted("process_full") >= 2
             stream = await honest.open("/test/echo/1")  # on the connection it had all along
             await stream.send(b"still here")
-            with trio.fail_after(5):
+            with trio.fail_after(60):
                 assert await stream.receive(10) == b"still here"
         assert await host.serves()
 
@@ -116,7 +116,7 @@ async def test_a_peer_may_not_open_streams_without_end():
                 for _ in range(1500):
                     await peer.syn()
             most = 0
-            with trio.move_on_after(8):
+            with trio.move_on_after(60):
                 while not peer.lost.is_set() and most < 1000:
                     most = max(most, (await host.ask("stat"))["streams"])
             return most
@@ -133,8 +133,8 @@ async def test_a_peer_may_not_use_our_stream_ids():
     async def answered(host):
         async with attacker.connect(host.address) as peer:
             await peer.syn(1002)
-            with trio.move_on_after(1):
-                await peer.lost.wait()
+            await host.rests()
+            await trio.sleep(0.1)  # what it said last is on its way
             return not peer.lost.is_set()
 
     with processes(stock(), guarded()) as (lax, strict):
@@ -169,7 +169,7 @@ async def test_a_write_that_is_cancelled_while_the_peer_stands_still_leaves_a_us
             await trio.sleep(2)
             os.kill(server.pid, signal.SIGCONT)
         try:
-            answer = await node.ask("cancel_reads", seconds=6, size=100_000, **to)
+            answer = await node.ask("cancel_reads", seconds=60 if works else 6, size=100_000, **to)
         except trio.TooSlowError:
             answer = {"error": "hangs"}
         if works:
@@ -202,14 +202,14 @@ async def test_a_reader_that_pauses_six_seconds_gets_everything():
         answers = {}
 
         async def write(node):
-            answers[node] = await node.ask("write_paused", seconds=30, address=server.address, peer=server.peer, size=size)
+            answers[node] = await node.ask("write_paused", seconds=120, address=server.address, peer=server.peer, size=size)
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(write, impatient)
             nursery.start_soon(write, patient)
         assert "error" in answers[impatient], "upstream fixed this: remove guard window_stalled"
         assert answers[patient] == {}
-        with trio.fail_after(10):
+        with trio.fail_after(60):
             while (await server.ask("stat"))["counted"] < size:  # noqa: ASYNC110 - another process
                 await trio.sleep(0.05)
 
