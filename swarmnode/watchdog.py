@@ -59,7 +59,7 @@ class Watchdog:
         self._rng = rng
         self._started_at = 0.0
         self._last_progress: float | None = None
-        self._ever_ran = False
+        self._ever_ran = self._past_loading = False
         self._exited_at: float | None = None
         self._step_seconds: deque[float] = deque(maxlen=STEPS_REMEMBERED)
         self._crashes: deque[float] = deque()
@@ -72,10 +72,11 @@ class Watchdog:
     def started(self, now: float) -> None:
         self._started_at = now
         self._last_progress = None
+        self._past_loading = False
 
     def progressed(self, now: float, step_seconds: float | None, status: str) -> None:
         if not status.startswith(LOADING):
-            self._ever_ran = True
+            self._ever_ran = self._past_loading = True
             if self._exited_at is not None:
                 self._recoveries.append(now - self._exited_at)
                 self._exited_at = None
@@ -88,7 +89,8 @@ class Watchdog:
         """The time at which the process counts as stalled unless it makes progress first."""
         if self._last_progress is None:
             return self._started_at + self._config.startup_seconds
-        if not self._step_seconds and self._status.startswith(LOADING):
+        loads = not self._past_loading or not self._step_seconds  # what an earlier process needed for a step says nothing of loading
+        if loads and self._status.startswith(LOADING):
             return self._last_progress + self._config.startup_seconds
         return self._last_progress + max(self._config.stall_floor_seconds, 4 * self._p99_step_seconds())
 

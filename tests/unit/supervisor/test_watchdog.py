@@ -30,6 +30,20 @@ def test_deadline_is_start_up_then_floor_then_four_times_p99(watchdog):
     assert watchdog.deadline() == 8 + 20
 
 
+def test_a_process_that_loads_again_has_the_time_that_it_had_at_first_however_fast_its_steps_were(watchdog):
+    watchdog.progressed(5.0, None, "loading model")
+    watchdog.progressed(6.0, 1.0, "training")
+    watchdog.exited(7.0, -9)
+    watchdog.started(8.0)
+    assert watchdog.deadline() == 108
+    watchdog.progressed(9.0, None, "loading model")
+    assert watchdog.deadline() == 109
+    watchdog.progressed(60.0, None, "training")
+    assert watchdog.deadline() == 70
+    watchdog.progressed(61.0, None, "loading a stage")
+    assert watchdog.deadline() == 71
+
+
 def test_a_crash_restarts_with_growing_back_off_until_the_breaker_opens(watchdog):
     watchdog.progressed(1.0, 1.0, "training")
     first = watchdog.exited(2.0, -9)
