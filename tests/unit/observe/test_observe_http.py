@@ -104,7 +104,7 @@ async def test_a_taken_port_is_one_clear_line() -> None:
 async def test_shutdown_trigger_ends_it() -> None:
     stop = trio.Event()
     async with trio.open_nursery() as nursery:
-        with trio.fail_after(20):
+        with trio.fail_after(120):
             url = await nursery.start(
                 lambda task_status: serve_http(HttpConfig(port=0), example, shutdown_trigger=stop.wait, task_status=task_status)
             )

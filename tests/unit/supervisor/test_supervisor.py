@@ -81,18 +81,18 @@ async def test_a_child_without_progress_is_killed_and_restarted(node):
 
 
 async def test_a_finished_trainer_ends_the_node_with_zero(node):
-    with trio.fail_after(20):
+    with trio.fail_after(120):
         assert await node(trainer="progress('training', 0.1); sys.exit(0)").run() == 0
 
 
 async def test_a_configuration_error_of_a_child_is_the_node_s_exit_code(node):
-    with trio.fail_after(20):
+    with trio.fail_after(120):
         assert await node(trainer="sys.exit(78)").run() == 78
     assert len(node.pids("trainer")) == 1
 
 
 async def test_the_crash_loop_breaker_opens(node):
-    with trio.fail_after(20):
+    with trio.fail_after(120):
         assert await node(trainer="sys.exit(1)", crash_limit=3).run() == 75
     assert len(node.pids("trainer")) == 3
 

@@ -131,7 +131,7 @@ async def test_the_supervisor_reports_start_life_and_end(tmp_path, manager, monk
     config = Config.model_validate({"node": {"data_dir": tmp_path / "data"}})
     supervisor = Supervisor(config, commands={"network": "notified_child"})
     heard = []
-    with trio.fail_after(20):
+    with trio.fail_after(120):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(supervisor.run)
             while heard.count("WATCHDOG=1") < 3 or "READY=1" not in heard:

@@ -58,7 +58,7 @@ async def test_welcome_and_messages_in_order(data_dir):
     async with trio.open_nursery() as nursery:
         await nursery.start(LinkServer(data_dir, recorder).run)
         with Link(data_dir, lambda: HELLO) as link:
-            assert await trio.to_thread.run_sync(link.welcome, 5.0) == WELCOME
+            assert await trio.to_thread.run_sync(link.welcome, 30.0) == WELCOME
             for step in range(100):
                 link.send(Report(phase="training", step=step))
             await until(lambda: len(recorder.reports()) == 100)
@@ -71,7 +71,7 @@ async def test_a_draw_is_answered_without_the_step_waiting(data_dir):
     async with trio.open_nursery() as nursery:
         await nursery.start(LinkServer(data_dir, Recorder()).run)
         with Link(data_dir, lambda: HELLO) as link:
-            await trio.to_thread.run_sync(link.welcome, 5.0)
+            await trio.to_thread.run_sync(link.welcome, 30.0)
             link.request_external(6, policy_version=3)
             assert await trio.to_thread.run_sync(link.take_external, 5.0) == ([], 6)
             assert link.take_external(0.0) == ([], 0)
@@ -86,7 +86,7 @@ async def test_what_concerns_a_crew_goes_both_ways(data_dir):
     async with trio.open_nursery() as nursery:
         await nursery.start(server.run)
         with Link(data_dir, lambda: HELLO, stages=told.append) as link:
-            await trio.to_thread.run_sync(link.welcome, 5.0)
+            await trio.to_thread.run_sync(link.welcome, 30.0)
             link.send(offering)
             link.send(status)
             await until(lambda: len(recorder.seen) == 3)
@@ -127,8 +127,8 @@ async def test_a_new_trainer_replaces_the_old(data_dir):
         await old.send_all(pack(HELLO))
         await old.receive_some(1)
         with Link(data_dir, lambda: HELLO) as link:
-            assert await trio.to_thread.run_sync(link.welcome, 5.0) == WELCOME
-            with trio.fail_after(5):
+            assert await trio.to_thread.run_sync(link.welcome, 30.0) == WELCOME
+            with trio.fail_after(30):
                 while await old.receive_some(4096):
                     pass
         nursery.cancel_scope.cancel()
@@ -141,7 +141,7 @@ async def test_a_bad_frame_closes_the_connection_and_is_counted(data_dir, data):
         await nursery.start(server.run)
         stream = await trio.open_unix_socket(socket_path(data_dir)[0])
         await stream.send_all(data)
-        with trio.fail_after(5):
+        with trio.fail_after(30):
             assert await stream.receive_some(1) == b""
         assert server.statistics().bad_frames == 1
         nursery.cancel_scope.cancel()
@@ -172,5 +172,5 @@ async def test_a_data_directory_that_is_too_deep_for_a_socket_works(tmp_path):
     async with trio.open_nursery() as nursery:
         await nursery.start(LinkServer(deep, Recorder()).run)
         with Link(deep, lambda: HELLO) as link:
-            assert await trio.to_thread.run_sync(link.welcome, 5.0) == WELCOME
+            assert await trio.to_thread.run_sync(link.welcome, 30.0) == WELCOME
         nursery.cancel_scope.cancel()
