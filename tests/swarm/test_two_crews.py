@@ -55,7 +55,7 @@ def crews(tmp_path_factory):
     # Two layers, so that both crews are split alike; steps so small that the gate finds nothing in what two crews differ by; and no third
     # crew is there to compare the second one's state with.
     model = write_deep_model(directory / "model", layers=2, tied=False)
-    sections = {"weights": {"sync_every": 2, "fragments": 1, "join_from_one": True}, "training": {"learning_rate": 1e-5}}
+    sections = {"weights": {"sync_every": 2, "fragments": 1, "join_from_one": True}, "training": {"learning_rate": 1e-6}}
     nodes = [DemoNode(f"node{i}", directory / f"node{i}", whole_settings(model, i, STAGES, **sections)) for i in range(2 * STAGES)]
     made = Crews(nodes)
     try:
@@ -89,7 +89,10 @@ def test_each_stage_is_averaged_with_the_same_stage_of_the_other_crew_and_with_n
             assert set(told["weights"]["pairs"]) == same[stage] - {told["node"]["peer"]}
             assert told["weights"]["candidates"] == 1
             assert set(told["weights"]["judged"]) <= set(TAKEN)
-        assert stages[0][1]["trainer"]["report"]["weights"]["exchanges_total"] > 0
+    # The crew that is ahead may step alone while the other one, which is behind, takes what it is given.
+    for stage in range(STAGES):
+        judged = [stages[stage][1]["weights"]["judged"] for stages in seen.values()]
+        assert any(each.get(outcome) for each in judged for outcome in TAKEN if outcome != "lagging")
     moved = [told["stages"]["events"]["moved"] for stages in seen.values() for _, told in stages.values()]
     assert sorted(moved) == [0, 0, 0, 1]
 
