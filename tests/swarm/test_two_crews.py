@@ -88,7 +88,6 @@ def test_each_stage_is_averaged_with_the_same_stage_of_the_other_crew_and_with_n
         for stage, (_, told) in stages.items():
             assert set(told["weights"]["pairs"]) == same[stage] - {told["node"]["peer"]}
             assert told["weights"]["candidates"] == 1
-            assert set(told["weights"]["judged"]) <= set(TAKEN)
     # The crew that is ahead may step alone while the other one, which is behind, takes what it is given.
     for stage in range(STAGES):
         judged = [stages[stage][1]["weights"]["judged"] for stages in seen.values()]
