@@ -350,7 +350,7 @@ class CrewControl(Standing):
             self._trouble = self._now
         self._proposing.restart()
         self._gone = {peer: since for peer, since in self._gone.items() if peer in view.members}
-        self._detector.watch(set(view.others), self._now)
+        self._detector.watch(view.others, self._now)
         self._lease.begin(view.members, self._now, record.lease_seconds)
         self._own.progress.restart()
         self._running, self._announce = False, True
@@ -393,7 +393,7 @@ class CrewControl(Standing):
         self._running = self._ever_ran = self._fenced = False
         self._came_by(())
         self._gone.clear()
-        self._detector.watch(set(), self._now)
+        self._detector.watch((), self._now)
 
     # ---- offers and founding ------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -67,7 +68,7 @@ class Detector:
     def statistics(self) -> DetectorStatistics:
         return DetectorStatistics(self._suspected, self._refuted, self.slowness)
 
-    def watch(self, peers: set[str], now: float) -> None:
+    def watch(self, peers: Sequence[str], now: float) -> None:
         """These from now on, and no others; whoever is new counts as heard now."""
         for peer in [peer for peer in self._peers if peer not in peers]:
             del self._peers[peer]
@@ -175,7 +176,7 @@ class Progress:
         if len(self._durations) < LEAST_STEPS:
             return None
         ordered = sorted(self._durations)
-        return ordered[min(len(ordered) - 1, math.ceil(0.99 * len(ordered)) - 1)]
+        return ordered[math.ceil(0.99 * len(ordered)) - 1]
 
     def stalled(self, now: float) -> bool:
         slow = self.slow_step_seconds

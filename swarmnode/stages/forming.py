@@ -107,9 +107,7 @@ class Forming:
         """The founding record to propose now, where everybody is quiet and it is our turn. Not with those for whom it `waits`. `witness`:
         we are one already, of another crew, and would be nothing more in this one."""
         settings = self._settings
-        if self._founding is not None and now < self._founding.deadline:
-            return None
-        if self._reserved is not None and now < self._reserved[1]:
+        if self._reserved is not None and now < self._reserved[1]:  # by ourselves for as long as our proposal lives
             return None
         if self._founding is not None:  # who said nothing is left out for a while: else one that never signs keeps all others from founding
             self._leave_out(self._founding.missing, now)
@@ -131,7 +129,7 @@ class Forming:
             return None
         record = msgspec.structs.replace(record, nonce=self._rng.randbytes(NONCE_BYTES))
         self._last = record
-        self._founding = Founding(record, now + settings.request_seconds)
+        self._founding = Founding(record)
         self._retry = now + settings.request_seconds * (1 + self._rng.random())
         self._reserved = (self.me, self._retry)
         return record

@@ -262,8 +262,8 @@ class Proposal:
 class Founding:
     """A founding record on its way: everybody that it names has to sign."""
 
-    def __init__(self, record: Record, deadline: float) -> None:
-        self.record, self.deadline = record, deadline
+    def __init__(self, record: Record) -> None:
+        self.record = record
         self._digest = record_hash(record)
         self._voters = {voter.peer: voter.incarnation for voter in record.voters}
         self._votes: dict[str, Signed] = {}

@@ -488,7 +488,7 @@ class World:
             return
         stage = a.control.stage
         self.history.note(self.now, "neighbours", a.name)
-        for peer in {a.name, roster.seats[(stage + 1) % len(roster.seats)].peer} - {""}:
+        for peer in sorted({a.name, roster.seats[(stage + 1) % len(roster.seats)].peer} - {""}):
             if self.rng.random() < 0.5:
                 self.kill(peer)
             else:

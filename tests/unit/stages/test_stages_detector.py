@@ -34,20 +34,20 @@ def test_phi_is_the_logarithm_of_the_tail():
 def test_silence_is_suspected_after_six_or_seven_seconds_however_regular_the_beat_was():
     for rng in (None, random.Random(1)):
         detector = Detector(1.0, 0.5)
-        detector.watch({"p"}, 0.0)
+        detector.watch(["p"], 0.0)
         now = beating(detector, 100.0, rng=rng)
         assert 5.5 < silent_until_suspected(detector, now) < 7.5
 
 
 def test_one_that_was_never_heard_is_given_as_long():
     detector = Detector(1.0, 0.5)
-    detector.watch({"p"}, 0.0)
+    detector.watch(["p"], 0.0)
     assert 5.5 < silent_until_suspected(detector, 0.0) < 7.5
 
 
 def test_an_answer_right_after_a_heartbeat_is_no_interval():
     detector = Detector(10.0, 0.5)
-    detector.watch({"p"}, 0.0)
+    detector.watch(["p"], 0.0)
     for beat in range(1, 20):
         detector.heard("p", 10.0 * beat)
         detector.heard("p", 10.0 * beat + 0.9)
@@ -57,7 +57,7 @@ def test_an_answer_right_after_a_heartbeat_is_no_interval():
 
 def test_an_irregular_peer_is_given_longer():
     detector = Detector(1.0, 0.5)
-    detector.watch({"p"}, 0.0)
+    detector.watch(["p"], 0.0)
     now = 0.0
     for i in range(60):
         now += 8.0 if i % 6 == 0 else 1.0
@@ -67,7 +67,7 @@ def test_an_irregular_peer_is_given_longer():
 
 def test_what_broke_is_suspected_at_once_and_a_sign_of_life_refutes_it():
     detector = Detector(1.0, 0.5)
-    detector.watch({"p", "q"}, 0.0)
+    detector.watch(["p", "q"], 0.0)
     assert detector.broke("p")
     assert not detector.broke("p")
     assert detector.suspects("p")
@@ -82,7 +82,7 @@ def test_what_broke_is_suspected_at_once_and_a_sign_of_life_refutes_it():
 
 def test_who_slept_does_not_suspect_the_others_before_hearing_them():
     detector = Detector(1.0, 0.5)
-    detector.watch({"p"}, 0.0)
+    detector.watch(["p"], 0.0)
     now = 0.0
     while now < 20:
         now += 0.5
@@ -105,7 +105,7 @@ def test_false_suspicions_are_as_rare_as_measured():
     gaps = [1.0 + rng.gauss(0, 0.02) + (rng.paretovariate(1.1) if rng.random() < 0.002 else 0.0) for _ in range(20_000)]
     for floor in (0.1, 1.0):
         detector = Detector(1.0, 0.5, floor_seconds=floor)
-        detector.watch({"p"}, 0.0)
+        detector.watch(["p"], 0.0)
         now = 0.0
         for gap in gaps:
             detector.newly_suspected(now + gap - 1e-6)
@@ -130,6 +130,16 @@ def test_no_progress_with_work_in_hand_is_a_failure():
     assert not progress.stalled(last + 30.0)
     progress.restart()
     assert not progress.stalled(last + 1000.0)
+
+
+def test_the_slow_step_is_the_second_longest_of_a_hundred():
+    progress, now = Progress(4.0), 0.0
+    for step, seconds in enumerate([0.0, *random.Random(1).sample(range(1, 101), 100)]):
+        now += seconds
+        progress.report(step, step, 1, now)
+    assert progress.slow_step_seconds == pytest.approx(99.0)
+    progress.report(102, 102, 1, now + 1000.0)  # two steps between reports: each took half of it, and the oldest step is forgotten
+    assert progress.slow_step_seconds >= 99.0
 
 
 def test_short_steps_have_a_floor_and_unknown_ones_no_deadline():

@@ -1,5 +1,9 @@
 """Thousands of schedules of faults: nobody commits twice, nobody waits for ever; and the checker sees what is wrong when something is."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from swarmnode.stages import events as ev
@@ -22,6 +26,15 @@ def test_the_same_seed_is_the_same_history():
     for seed in (3, 77, 1234):
         assert check(seed).digest.digest() == check(seed).digest.digest()
     assert check(3).digest.digest() != check(4).digest.digest()
+
+
+def test_a_seed_is_replayed_by_another_process():
+    said = "from swarmnode.testing.nemesis import check; print([check(seed).digest.hexdigest() for seed in (6, 8, 26, 52)])"
+    histories = {
+        subprocess.run([sys.executable, "-c", said], env={**os.environ, "PYTHONHASHSEED": number}, check=True, capture_output=True).stdout
+        for number in "12"
+    }  # the order of a set of names is another one in each
+    assert len(histories) == 1
 
 
 def test_the_schedules_reach_what_they_are_for():

@@ -37,7 +37,7 @@ def crew(names=NAMES, witnesses=()):
     """Acceptors by name, all at the founding record."""
     record = founding(names, witnesses)
     acceptors = {v.peer: Acceptor(v, sign_as(v.peer), verify) for v in record.voters}
-    votes = Founding(record, 1.0)
+    votes = Founding(record)
     certificates = [votes.voted(name, acceptor.sign_founding(record), verify) for name, acceptor in acceptors.items()]
     assert certificates[:-1] == [None] * (len(acceptors) - 1)  # all have to sign
     for acceptor in acceptors.values():
@@ -194,7 +194,7 @@ def test_a_vote_counts_once_and_only_of_the_voter_that_the_record_names():
     assert proposal.voted("b", votes["b"], verify) is not None
     assert proposal.voted("c", votes["c"], verify) is None  # it was decided before
 
-    founding_votes = Founding(record, 1.0)
+    founding_votes = Founding(record)
     signed = {name: Acceptor(voter(name), sign_as(name), verify).sign_founding(record) for name in "abc"}
     assert [founding_votes.voted(name, signed[name], verify) is None for name in "aabcc"] == [True, True, True, False, True]
 

@@ -20,7 +20,7 @@ def record(stages=3, epoch=1, **changes):
 def view_of(now=0.0, **changes):
     detector = Detector(1.0, 0.5)
     view = View(record(**changes), m.Voter("p0", LIFE))
-    detector.watch(set(view.others), now)
+    detector.watch(view.others, now)
     return view, detector
 
 
@@ -73,7 +73,7 @@ def test_who_has_forgotten_the_crew_proposes_nothing_until_it_is_heard_again():
     second.left.add("p0")
     assert second.place(detector) == 0
     assert View(view.record, m.Voter("p1", b"another!")).place(detector) is None
-    detector.watch({"p0"}, 0.0)
+    detector.watch(["p0"], 0.0)
     detector.broke("p0")
     assert View(view.record, m.Voter("p1", LIFE)).place(detector) == 0
 
