@@ -212,6 +212,8 @@ async def test_a_run_that_lost_a_stage_ends_where_one_that_did_not_does(tmp_path
             got = await in_thread(engine.update, rows, step)
             assert got.stepped
             assert got.loss == pytest.approx(expected.loss, abs=1e-4)
+            if rung == "R0":  # a disk that is still busy with the step before skips one, and then there is no R0
+                await until(lambda step=step: all(t._recovery._journal.step == step + 1 for t in trainers))
         state = {}
         for trainer in trainers:
             runtime = trainer._sitting.stage.runtime
