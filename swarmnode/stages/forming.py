@@ -2,13 +2,15 @@
 
 Whoever has heard the same offers plans the same crew. Once no new offer has come for a while, the lowest peer id among those it names
 proposes it; all of them sign, or it comes to nothing and is tried again. A signature reserves its giver for as long as the proposal
-lives. Whoever hears that somebody else proposes waits its turn anew, so two founders do not get in each other's way for ever.
+lives. Whoever hears that somebody else proposes waits its turn anew, so two founders do not get in each other's way for ever. But each
+peer is waited for only a few times a minute: else one that offers or proposes for ever, and founds nothing, keeps all others from it.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Mapping
+from typing import Final
 
 import msgspec
 
@@ -18,6 +20,10 @@ from swarmnode.stages.local import Offering
 from swarmnode.stages.messages import NO_CREW, NO_HASH, NONCE_BYTES, Certificate, Offer, Record, Seat, Vote, Voter, voters_of
 from swarmnode.stages.plan import MEMBERS, Capacity, make_plan
 from swarmnode.stages.roster import Founding, Verify
+
+HEEDED: Final = 5
+"""Times in HEED_SECONDS that what is new of one peer, or a proposal of its, holds up our own."""
+HEED_SECONDS: Final = 60.0
 
 
 def founding_record(offers: Mapping[str, Offer], offering: Offering, stages: int, lease_seconds: float) -> Record | None:
@@ -56,6 +62,8 @@ class Forming:
         self._retry = 0.0
         self._newest = 0.0
         """When something new was heard: an offer, or somebody else's proposal."""
+        self._heeds: dict[str, tuple[float, int]] = {}
+        """Peer → (since when, how often it was heeded)."""
         self._planned: tuple[object, Record | None] = (None, None)
         self._plan_from = -1e18
         """When the next plan may be made."""
@@ -75,7 +83,7 @@ class Forming:
             self._forget_old(now)
             if len(self._offers) >= self._settings.most_peers:
                 return
-        if known is None or known[0].incarnation != offer.incarnation:
+        if (known is None or known[0].incarnation != offer.incarnation) and self._heed(peer, now):
             self._newest = now
         self._offers[peer] = (offer, now)
 
@@ -95,6 +103,16 @@ class Forming:
     def _forget_old(self, now: float) -> None:
         alive = self.offers(now)
         self._offers = {peer: known for peer, known in self._offers.items() if peer in alive}
+
+    def _heed(self, peer: str, now: float) -> bool:
+        """Whether we wait for `peer` once more."""
+        since, count = self._heeds.pop(peer, (now, 0))
+        if now - since >= HEED_SECONDS:
+            since, count = now, 0
+        if len(self._heeds) >= self._settings.most_peers:
+            del self._heeds[next(iter(self._heeds))]  # of whom nothing was heard for longest
+        self._heeds[peer] = (since, min(count + 1, HEEDED))
+        return count < HEEDED
 
     def _leave_out(self, peers: Iterable[str], now: float) -> None:
         """Of our plans, for a while."""
@@ -146,6 +164,8 @@ class Forming:
 
     def may_sign(self, founder: str, now: float) -> bool:
         """Whether we are free for a crew of `founder`'s; then we are reserved for it."""
+        if not self._heed(founder, now):
+            return False
         self._newest = now
         if self._reserved is not None and now < self._reserved[1] and self._reserved[0] != founder:
             return False

@@ -95,3 +95,23 @@ def test_one_node_that_can_hold_the_model_founds_a_crew_of_one():
     record = founding_record({"b": replace(OFFER, memory=1e3)}, OFFERING, 0, 30.0)
     assert [seat.peer for seat in record.seats] == ["b"]
     assert founding_record({}, OFFERING, 0, 30.0) is None
+
+
+@pytest.mark.parametrize("does", ["offers", "proposes"])
+def test_a_stranger_that_never_stops_keeps_nobody_from_founding(does):
+    forming = node("bc")
+    for second in range(60):
+        if does == "offers":
+            forming.heard("z", replace(OFFER, memory=0.1, incarnation=second.to_bytes(8, "big")), second)
+        else:
+            forming.may_sign("z", second)
+        if forming.propose(OFFER, OFFERING, second + 0.5) is not None:
+            return
+    raise AssertionError("nothing was founded")
+
+
+def test_a_founder_is_signed_for_again_when_its_minute_is_over():
+    forming = node()
+    signs = [forming.may_sign("z", second) for second in range(61)]
+    assert signs == [True] * 5 + [False] * 55 + [True]
+    assert forming.may_sign("b", 61 + 2 * SETTINGS.request_seconds)
