@@ -47,8 +47,9 @@ NODE = {
 EXEMPT = {
     "swarmnode_device_memory_bytes": "no accelerator here",
     "swarmnode_budget_paused": "drawn only while sharing is paused",
+    'state!="active"': "drawn only while a stage has no holder that works",
 }
-"""Metrics whose panels may stay empty on a healthy node with a CPU, and why."""
+"""Metrics and labels whose panels may stay empty on a healthy node with a CPU, and why."""
 SECONDS = 240.0
 
 
