@@ -53,7 +53,7 @@ class Network:
 
 
 @pytest.fixture
-async def node(tmp_path, autojump_clock):
+async def node(tmp_path):
     """(plane, network) of a member that remembers its crew."""
     acceptor = Acceptor(messages.Voter(v.PEERS[ME], v.INCARNATIONS[ME]), v.KEYS[ME].sign, signed_by)
     chain = messages.decode_request(pack(adopt(v.certificate(v.FOUNDING, range(5)), v.certificate(NOW, (0, 1, 3)))))
