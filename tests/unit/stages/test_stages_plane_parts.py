@@ -1,5 +1,6 @@
 """The stage plane with a control that does as it is told: what is carried out, in which order, and who is heard at all. No network."""
 
+import time
 from typing import ClassVar
 
 import msgspec
@@ -162,7 +163,7 @@ async def test_nobody_is_answered_before_it_is_written_down(made, autojump_clock
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(ask)
-        await until(lambda: len(tries) == 2, seconds=60)
+        await until(lambda: len(tries) == 2, seconds=1e6)  # of a clock that jumps while a thread writes
         assert not answered
         assert not network.asked
     assert answered == [vote]
@@ -307,8 +308,8 @@ async def test_while_it_may_not_take_part_it_is_in_no_crew(made, autojump_clock)
     await trio.sleep(5)
     assert control() is first  # it has not left yet
     first.roster = None
-    await trio.sleep(5)
-    assert control() is not first
+    while control() is first or len(control().kinds()) < 3:  # its memory is read in a thread, for which the clock does not wait
+        await trio.to_thread.run_sync(time.sleep, 0.01)
     assert control().kinds() == ["PeerBack", "PeerBack", "TrainerOffers"]
 
 
