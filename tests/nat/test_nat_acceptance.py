@@ -132,10 +132,11 @@ def test_found_a_swarm_join_it_from_behind_two_routers_and_lose_the_founder(tmp_
         wait_for(lambda: use_each_other(everybody), "all three train on groups of both others", JOINED_SECONDS, everybody)
         assert time.monotonic() - joined < JOINED_SECONDS
         assert {machine.snapshot()["node"]["swarm"] for machine in everybody} == {invite.rpartition("/")[2]}
-        for machine in everybody:
-            assert machine.metric("swarmnode_peers") >= 2
-            assert machine.metric("swarmnode_contributing_peers") == 2
-            assert machine.metric("swarmnode_trained_groups_total") > 0
+        metrics = lambda: all(
+            machine.metric("swarmnode_peers") >= 2 and machine.metric("swarmnode_contributing_peers") == 2 for machine in everybody
+        )  # fmt: skip
+        wait_for(metrics, "all three are connected and use each other, by their metrics", 240.0, everybody)
+        assert all(machine.metric("swarmnode_trained_groups_total") > 0 for machine in everybody)
         if prometheus(a, tmp_path):
             wait_until(lambda: '"source":"external"' in a.get(QUERY, 9090), "Prometheus has the series")
 
