@@ -41,7 +41,9 @@ async def test_four_hundred_connections_one_after_another_are_all_served():
         assert counts[tidy] == 400
         assert await tidy.serves()
         await tidy.settles("slots", 1)
-        assert (await tidy.ask("stat"))["tasks"] < 60
+        with trio.fail_after(240):  # those of the last connections end in their own time
+            while (await tidy.ask("stat"))["tasks"] >= 60:
+                await trio.sleep(0.1)
 
 
 async def test_one_address_cannot_take_all_inbound_slots():
