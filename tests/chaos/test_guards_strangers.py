@@ -62,12 +62,17 @@ async def odd_rpcs(address, rng):
         await stream.send(attacker.frame_rpc(bytes(frame)))
 
 
+READ_SECONDS = 1.0
+"""For the host to read what was sent: what it has not read of a connection goes with it."""
+
+
 async def poisoned_key(address, rng):
     async with attacker.connect(address, source="127.0.0.2") as peer:
         stream = await peer.open(attacker.MESHSUB)
         message = rpc_pb2.Message(data=b"x", topicIDs=["test"], seqno=rng.randbytes(8), from_id=b"\x12\x20" + rng.randbytes(32))
         message.key, message.signature = rng.randbytes(36), rng.randbytes(64)
         await stream.send(attacker.frame_rpc(rpc_pb2.RPC(publish=[message])))
+        await trio.sleep(READ_SECONDS)
 
 
 async def many_messages(address, rng):
@@ -75,6 +80,7 @@ async def many_messages(address, rng):
         stream = await peer.open(attacker.MESHSUB)
         one = rpc_pb2.Message(data=b"x", topicIDs=["test"], seqno=bytes(8), from_id=ID.from_pubkey(peer.keys.public_key).to_bytes())
         await stream.send(attacker.frame_rpc(rpc_pb2.RPC(publish=[one] * 5000)))
+        await trio.sleep(READ_SECONDS)
 
 
 async def vanish(address, rng):
