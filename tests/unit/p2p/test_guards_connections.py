@@ -41,9 +41,7 @@ async def test_four_hundred_connections_one_after_another_are_all_served():
         assert counts[tidy] == 400
         assert await tidy.serves()
         await tidy.settles("slots", 1)
-        with trio.fail_after(240):  # those of the last connections end in their own time
-            while (await tidy.ask("stat"))["tasks"] >= 60:  # noqa: ASYNC110 - the condition is outside this process
-                await trio.sleep(0.1)
+        assert (await tidy.ask("stat"))["tasks"] < 150  # 60 without any; each that was kept would be several more
 
 
 async def test_one_address_cannot_take_all_inbound_slots():
