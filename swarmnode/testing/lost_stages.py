@@ -17,6 +17,7 @@ from swarmnode.stages import frames
 from swarmnode.stages.crew import Crew, open_crew
 from swarmnode.stages.fence import Fence
 from swarmnode.stages.frames import FrameLimits, Place
+from swarmnode.stages.learning import LearnRow
 from swarmnode.stages.member import CrewSettings, Member, inline
 from swarmnode.stages.recovery.journal import Journal
 from swarmnode.stages.recovery.ladder import RecoverySettings, Run
@@ -176,6 +177,13 @@ class Fleet:
     def close(self) -> None:
         for station in self.stations:
             station.journal.close()
+
+
+def rows_of(seed: int, count: int = 12) -> list[LearnRow]:
+    """Something to learn from, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda n: torch.randint(2, 60, (n,), generator=generator).tolist()
+    return [LearnRow(draw(14 + i % 3), draw(1 + i % 5), [-3.0] * (1 + i % 5), 1.0 - i % 3, 1.0, i) for i in range(count)]
 
 
 async def quiet(rounds: int = 200) -> None:

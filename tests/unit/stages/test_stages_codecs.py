@@ -10,12 +10,11 @@ import torch
 from swarmnode.config import TrainingConfig
 from swarmnode.stages.crew import open_crew
 from swarmnode.stages.frames import FrameLimits
-from swarmnode.stages.learning import LearnRow
 from swarmnode.stages.member import CrewSettings
 from swarmnode.stages.recovery.ladder import RecoverySettings, Run, Rung
 from swarmnode.stages.runtime import StageRuntime
 from swarmnode.stages.split import split_model
-from swarmnode.testing.lost_stages import Fleet, quiet
+from swarmnode.testing.lost_stages import Fleet, quiet, rows_of
 
 CFG = TrainingConfig(per_device_train_tokens=64, weight_decay=0.0)
 LAYERS = [1, 1, 1, 1]
@@ -26,12 +25,6 @@ ROUNDED = {"bfloat16": ("bfloat16", "bfloat16", 0.03), "int8": ("int8", "bfloat1
 def settings_of(name):
     codec, gradients, _ = ROUNDED[name]
     return CrewSettings(b"b" * 32, codec, gradients, swapped=True)
-
-
-def rows_of(seed, count=12):
-    generator = torch.Generator().manual_seed(seed)
-    draw = lambda n: torch.randint(2, 60, (n,), generator=generator).tolist()
-    return [LearnRow(draw(14 + i % 3), draw(1 + i % 5), [-3.0] * (1 + i % 5), 1.0 - i % 3, 1.0, i) for i in range(count)]
 
 
 async def learn(crew, steps, first=0):

@@ -14,11 +14,10 @@ from swarmnode.config import Config, PolicyConfig, TrainingConfig
 from swarmnode.errors import StateError, Unavailable
 from swarmnode.policy.fingerprint import fingerprint
 from swarmnode.policy.load import lora_settings
-from swarmnode.stages.learning import LearnRow
 from swarmnode.stages.member import CrewSettings
 from swarmnode.stages.recovery import messages as m
 from swarmnode.stages.recovery.ladder import RecoverySettings
-from swarmnode.testing.lost_stages import Fleet, quiet
+from swarmnode.testing.lost_stages import Fleet, quiet, rows_of
 from swarmnode.trainer import export, state
 from swarmnode.trainer.export_crew import find_copies
 
@@ -61,16 +60,10 @@ def policy_of(base, lora):
     return PolicyConfig.model_validate({"model": str(base), "lora": {"r": lora}, "device": "cpu"})
 
 
-def rows_of(seed, count=6):
-    generator = torch.Generator().manual_seed(seed)
-    draw = lambda n: torch.randint(2, 60, (n,), generator=generator).tolist()
-    return [LearnRow(draw(14 + i % 3), draw(1 + i % 5), [-3.0] * (1 + i % 5), 1.0 - i % 3, 1.0, i) for i in range(count)]
-
-
 async def train(fleet, steps):
     async with fleet.up() as crew:
         for number in range(steps):
-            assert (await crew.head.update(rows_of(number), CFG, 30.0, 1e-3)).refused is None
+            assert (await crew.head.update(rows_of(number, 6), CFG, 30.0, 1e-3)).refused is None
             await quiet(400)
 
 

@@ -8,7 +8,6 @@ from peft import LoraConfig, get_peft_model
 
 from swarmnode.config import TrainingConfig
 from swarmnode.errors import PeerTimeout
-from swarmnode.stages.learning import LearnRow
 from swarmnode.stages.member import CrewSettings
 from swarmnode.stages.recovery.ladder import RecoverySettings, Run, Rung
 from swarmnode.stages.recovery.messages import Have, root_of
@@ -16,17 +15,11 @@ from swarmnode.stages.recovery.restore import Replica, base_adapter
 from swarmnode.stages.recovery.shadows import RAN
 from swarmnode.stages.recovery.state import StageState, encode_state, host_copy, trained
 from swarmnode.stages.recovery.transfer import StatePeer
-from swarmnode.testing.lost_stages import CREW, Fleet, quiet
+from swarmnode.testing.lost_stages import CREW, Fleet, quiet, rows_of
 
 SETTINGS = CrewSettings(b"b" * 32, "float32", "float32")
 CFG = TrainingConfig(per_device_train_tokens=64, weight_decay=0.0)
 SPLITS = {2: [2, 2], 3: [1, 2, 1], 4: [1, 1, 1, 1]}
-
-
-def rows_of(seed, count=12):
-    generator = torch.Generator().manual_seed(seed)
-    draw = lambda n: torch.randint(2, 60, (n,), generator=generator).tolist()
-    return [LearnRow(draw(14 + i % 3), draw(1 + i % 5), [-3.0] * (1 + i % 5), 1.0 - i % 3, 1.0, i) for i in range(count)]
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from swarmnode.config import TrainingConfig
-from swarmnode.stages.learning import LearnRow
 from swarmnode.stages.member import CrewSettings
 from swarmnode.stages.recovery import gate as gate_module
 from swarmnode.stages.recovery import restore as restore_module
@@ -15,19 +14,13 @@ from swarmnode.stages.recovery.messages import Have, root_of
 from swarmnode.stages.recovery.state import StageState, encode_state, trained
 from swarmnode.stages.recovery.transfer import StatePeer
 from swarmnode.stages.spec import StageSpec
-from swarmnode.testing.lost_stages import Fleet, quiet
+from swarmnode.testing.lost_stages import Fleet, quiet, rows_of
 
 SETTINGS = CrewSettings(b"b" * 32, "float32", "float32")
 CFG = TrainingConfig(per_device_train_tokens=64, weight_decay=0.0)
 LOST = 1
 SPEC = StageSpec(LOST, 4, LOST, LOST + 1, False)
 OUT = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-
-
-def rows_of(seed, count=12):
-    generator = torch.Generator().manual_seed(seed)
-    draw = lambda n: torch.randint(2, 60, (n,), generator=generator).tolist()
-    return [LearnRow(draw(14 + i % 3), draw(1 + i % 5), [-3.0] * (1 + i % 5), 1.0 - i % 3, 1.0, i) for i in range(count)]
 
 
 @pytest.fixture
