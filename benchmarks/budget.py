@@ -20,13 +20,13 @@ import trio
 
 from benchmarks import report
 from swarmnode.config import NetworkConfig, SharingConfig
+from swarmnode.demo.hostile_groups import BUILTIN_TASKS, MODEL, TOKENIZER, Author, swarm_of
 from swarmnode.p2p.budget import BURST_BYTES, BURST_SECONDS
 from swarmnode.p2p.metering import Meter
 from swarmnode.p2p.network import Network
 from swarmnode.rollouts.exchange import RolloutExchange
-from swarmnode.testing.groups import BUILTIN_TASKS, MODEL, TOKENIZER, Author, swarm_of
-from swarmnode.testing.hosts import hosts
 from swarmnode.testing.scorer import InProcessScorer
+from tests.support.hosts import hosts
 
 SWARM = swarm_of()
 PAUSE_SECONDS = 0.02

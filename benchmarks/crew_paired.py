@@ -36,7 +36,10 @@ from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.gym import GymTask
 from swarmnode.tasks.registry import TASKS
 from swarmnode.tasks.seeds import evaluation_seed
-from swarmnode.testing.whole_crew import (
+from swarmnode.trainer.engine import WholePolicy
+from swarmnode.trainer.evaluate import Evaluation
+from swarmnode.trainer.state import Counters
+from tests.support.whole_crew import (
     WholeCrew,
     freeze,
     is_like,
@@ -49,9 +52,6 @@ from swarmnode.testing.whole_crew import (
     start,
     until,
 )
-from swarmnode.trainer.engine import WholePolicy
-from swarmnode.trainer.evaluate import Evaluation
-from swarmnode.trainer.state import Counters
 
 STEP_SECONDS = 1.0
 """Least time of a step, so that at the end four files of one step can be read."""

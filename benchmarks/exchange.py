@@ -33,7 +33,7 @@ from swarmnode.p2p import identity
 from swarmnode.p2p.bulk import BulkSource, MemorySink
 from swarmnode.p2p.bulk.tls import Contexts
 from swarmnode.p2p.network import Network
-from swarmnode.testing.hosts import host
+from tests.support.hosts import host
 
 MIB = 2**20
 TRANSFER = b"exchange".ljust(32, b"\0")

@@ -24,11 +24,11 @@ import trio
 
 from benchmarks import report
 from swarmnode.config import SharingConfig, TaskConfig
+from swarmnode.demo.hostile_groups import BUILTIN_TASKS, MODEL, TOKENIZER, Author, hostile_frames, swarm_of
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import Draw, Judged
 from swarmnode.rollouts.shelf import QUEUE_PEER_GROUPS
 from swarmnode.tasks.client import AsyncScorer
-from swarmnode.testing.groups import BUILTIN_TASKS, MODEL, TOKENIZER, Author, hostile_frames, swarm_of
 from swarmnode.testing.network import MemorySwarm
 
 AUTHORS = 64

@@ -22,12 +22,12 @@ import torch
 
 from benchmarks.replicas import Parameters, Text, batches, initial, learning_rate, losses, read_text
 from benchmarks.report import heading, spread, table, write_json
+from swarmnode.averaging.codecs import Anchor, decode, encode, make_anchor
+from swarmnode.averaging.gate import Gate, norm
+from swarmnode.averaging.outer import OuterState, Tensors, average, blend, host_copy
 from swarmnode.config import WeightsConfig
-from swarmnode.weights.codecs import Anchor, decode, encode, make_anchor
 from swarmnode.weights.fragments import cut, due
-from swarmnode.weights.gate import Gate, norm
 from swarmnode.weights.layout import Layout, elements, make_layout
-from swarmnode.weights.outer import OuterState, Tensors, average, blend, host_copy
 from swarmnode.weights.rule import make_rule
 
 REPLICAS, HOSTILE = 8, 7

@@ -14,13 +14,13 @@ import torch
 
 from benchmarks.staged import STAGES, WINDOW, StageCopy, Staged
 from swarmnode.errors import Refused
+from swarmnode.pipeline.packing import packing
+from swarmnode.pipeline.runtime import StageRuntime
+from swarmnode.pipeline.split import build_stage, whole_state
 from swarmnode.policy.logprobs import Batch
-from swarmnode.stages.packing import packing
-from swarmnode.stages.recovery.healing import Pair, heal
-from swarmnode.stages.recovery.ladder import RecoverySettings, Run
-from swarmnode.stages.recovery.synthesis import Method, Neighbour, synthesise
-from swarmnode.stages.runtime import StageRuntime
-from swarmnode.stages.split import build_stage, whole_state
+from swarmnode.recovery.healing import Pair, heal
+from swarmnode.recovery.ladder import RecoverySettings, Run
+from swarmnode.recovery.synthesis import Method, Neighbour, synthesise
 
 SETTINGS = RecoverySettings()
 """What the product does if nobody says otherwise."""

@@ -18,12 +18,12 @@ import trio
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from swarmnode.config import TrainingConfig
-from swarmnode.stages.learning import LearnRow
-from swarmnode.stages.member import CrewSettings
-from swarmnode.stages.recovery.gate import judge
-from swarmnode.stages.recovery.ladder import RecoverySettings
-from swarmnode.stages.recovery.messages import state_bytes
-from swarmnode.testing.lost_stages import Fleet, quiet
+from swarmnode.pipeline.learning import LearnRow
+from swarmnode.pipeline.member import CrewSettings
+from swarmnode.recovery.gate import judge
+from swarmnode.recovery.ladder import RecoverySettings
+from swarmnode.recovery.messages import state_bytes
+from tests.support.lost_stages import Fleet, quiet
 
 STEPS, AGE, ROWS, LOST = 12, 8, 24, 1
 CFG = TrainingConfig(per_device_train_tokens=64, weight_decay=0.0)

@@ -46,6 +46,7 @@ from benchmarks.report import heading, table, write_json
 from benchmarks.simulator import Arm, Node
 from benchmarks.staged import Corpus, Staged, build, language, tasks
 from benchmarks.tolerance import answer
+from swarmnode.averaging.outer import OuterState, blend, host_copy
 from swarmnode.config import PolicyConfig, TaskConfig, TrainingConfig, WeightsConfig
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.build_tiny import SETTINGS as TASKS
@@ -55,7 +56,6 @@ from swarmnode.rl.objectives import policy_loss
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.registry import task_version
 from swarmnode.trainer.batch import assemble, own_group
-from swarmnode.weights.outer import OuterState, blend, host_copy
 from swarmnode.weights.rule import make_rule
 from swarmnode.wire.swarm import swarm_id
 

@@ -20,6 +20,11 @@ import torch
 import transformers
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from swarmnode.averaging.codecs import decode as decode_averaged
+from swarmnode.averaging.codecs import encode as encode_averaged
+from swarmnode.averaging.codecs import make_anchor
+from swarmnode.averaging.gate import Gate, norm
+from swarmnode.averaging.outer import OuterState, Tensors, host_copy
 from swarmnode.config import SharingConfig, TaskConfig, TrainingConfig
 from swarmnode.policy.generate import GroupSample, generate
 from swarmnode.policy.load import Policy
@@ -34,13 +39,8 @@ from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
 from swarmnode.trainer.batch import TrainingGroup, assemble, judge, own_group
 from swarmnode.trainer.update import Updater
-from swarmnode.weights.codecs import decode as decode_averaged
-from swarmnode.weights.codecs import encode as encode_averaged
-from swarmnode.weights.codecs import make_anchor
 from swarmnode.weights.fragments import cut
-from swarmnode.weights.gate import Gate, norm
 from swarmnode.weights.layout import make_layout
-from swarmnode.weights.outer import OuterState, Tensors, host_copy
 from swarmnode.weights.rule import make_rule
 from swarmnode.wire.envelope import peer_id, seal
 from swarmnode.wire.ids import DOMAIN_ROLLOUT

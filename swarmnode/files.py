@@ -1,11 +1,14 @@
-"""Files are replaced whole or not at all; and how to reach a Unix socket whose path is too long for one."""
+"""Files that are replaced whole or not at all, the data directory and who holds it, and Unix sockets whose path is too long for one."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from swarmnode.errors import Refused, Unavailable
@@ -76,3 +79,42 @@ def socket_address(path: Path) -> tuple[str, int | None]:
         raise Unavailable(f"{path} is too deep for a Unix socket: choose a data directory that keeps it under {SOCKET_PATH_BYTES} bytes")
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     return f"/proc/self/fd/{directory}/{path.name}", directory
+
+
+def make_data_dir(data_dir: Path) -> None:
+    """The directory, and the one in it that lives as long as a run. Raises Unavailable."""
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (data_dir / "run").mkdir(exist_ok=True, mode=0o700)
+    except (FileExistsError, NotADirectoryError):
+        raise Unavailable(f"data directory {data_dir} cannot be used: it is not a directory") from None
+    except OSError as error:
+        raise Unavailable(f"data directory {data_dir} cannot be used: {error.strerror}") from None
+
+
+def lock_data_dir(data_dir: Path) -> int:
+    """Create the directory and hold it: one node per directory. Returns the descriptor that holds the lock."""
+    make_data_dir(data_dir)
+    try:
+        fd = os.open(data_dir / "run" / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise Unavailable(f"data directory {data_dir} cannot be used: {error.strerror}") from None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        owner = os.read(fd, 32).decode(errors="replace").strip()
+        os.close(fd)
+        raise Unavailable(f"data directory {data_dir} is in use by another node (pid {owner or 'unknown'})") from None
+    os.truncate(fd, 0)
+    os.write(fd, str(os.getpid()).encode())
+    return fd
+
+
+@contextmanager
+def held_data_dir(data_dir: Path) -> Iterator[None]:
+    """Nobody else runs with this directory and its key meanwhile. Raises Unavailable where somebody does."""
+    lock = lock_data_dir(data_dir)
+    try:
+        yield
+    finally:
+        os.close(lock)

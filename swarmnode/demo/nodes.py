@@ -171,7 +171,7 @@ class Liar(DemoNode):
         config.write_text(Config.model_validate(settings).model_dump_json())
         with open(self.directory / "node.log", "ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "swarmnode.testing.byzantine", "--config", str(config)],
+                [sys.executable, "-m", "swarmnode.demo.byzantine", "--config", str(config)],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
 

@@ -6,13 +6,13 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
-from swarmnode import invite as invites
-from swarmnode import manifest, manifest_store
 from swarmnode.config import Config
 from swarmnode.doctor import checks, probes
 from swarmnode.doctor.checks import Check, ConfigFacts
 from swarmnode.errors import SwarmNodeError
 from swarmnode.settings import Resolved
+from swarmnode.swarm import invite as invites
+from swarmnode.swarm import manifest, manifest_store
 from swarmnode.tasks.client import prove_own
 from swarmnode.tasks.registry import check_names
 from swarmnode.wire.limits import SWARM_ID_BYTES

@@ -23,20 +23,20 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 import swarmnode
+from swarmnode.crew.events import NOTES, CrewState, SlotState
+from swarmnode.crew.local import RUNGS, StagePhase
+from swarmnode.crew.messages import Request
+from swarmnode.crew.opening import REFUSALS as STREAM_REFUSALS
+from swarmnode.crew.opening import Kind
+from swarmnode.link.messages import Report, WeightsReport
 from swarmnode.observe.health import ready
 from swarmnode.observe.snapshot import Histogram, NodeSnapshot, StagesView
 from swarmnode.p2p.budget import CHOICES, PAUSES
 from swarmnode.p2p.summaries import HEARD
+from swarmnode.pipeline.faults import DEVICE
+from swarmnode.pipeline.fence import FENCE_REASONS
+from swarmnode.pipeline.frames import FRAME_REASONS
 from swarmnode.rollouts.reasons import REASONS, Verdict
-from swarmnode.stages.events import NOTES, CrewState, SlotState
-from swarmnode.stages.faults import DEVICE
-from swarmnode.stages.fence import FENCE_REASONS
-from swarmnode.stages.frames import FRAME_REASONS
-from swarmnode.stages.local import RUNGS, StagePhase
-from swarmnode.stages.messages import Request
-from swarmnode.stages.opening import REFUSALS as STREAM_REFUSALS
-from swarmnode.stages.opening import Kind
-from swarmnode.trainer.messages import Report, WeightsReport
 from swarmnode.weights import outcomes, pairing
 from swarmnode.weights.exchange import FAILURES
 

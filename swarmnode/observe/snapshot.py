@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
-from swarmnode.trainer.messages import Report
+from swarmnode.link.messages import Report
 
 
 class Histogram(msgspec.Struct, frozen=True):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from swarmnode.crew.local import StageStatus
+from swarmnode.crew.plane import BOUNDS, StagesStatistics
+from swarmnode.link.messages import Report
 from swarmnode.observe.snapshot import Histogram, SlotRow, StagesView
-from swarmnode.stages.local import StageStatus
-from swarmnode.stages.plane import BOUNDS, StagesStatistics
-from swarmnode.trainer.messages import Report
 
 WAYS = ("in", "out")
 NOTHING = StageStatus(b"", 0, 0, "idle")

@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from swarmnode.link.messages import Report
 from swarmnode.observe.snapshot import DiskView, Histogram, ProcessUse, SupervisorView, TrainerView
-from swarmnode.trainer.messages import Report
 
 STEP_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 """Seconds. From the embedded policy on a CPU to a large model on a slow card."""

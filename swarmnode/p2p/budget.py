@@ -18,7 +18,7 @@ from collections.abc import Callable
 import msgspec
 
 from swarmnode.config import NetworkConfig
-from swarmnode.hours import is_quiet
+from swarmnode.quiet_hours import is_quiet
 
 BURST_SECONDS = 10.0
 """What a bucket holds, in seconds of its rate …"""

@@ -1,1 +1,1 @@
-"""Fakes for us and for users, each verified against the real thing by the same tests."""
+"""For tests of code that is built on swarmnode: an in-memory network, a scorer in this process."""

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import trio
 
+from swarmnode.tasks.builtin import GENERATORS
 from swarmnode.tasks.frames import Scored, ScoreError, ScorerFailed, TaskUnknown, answer_of, prepare
-from swarmnode.testing.groups import question
+from swarmnode.tasks.registry import TASKS
 from swarmnode.wire.messages import TaskRef
 
 
@@ -34,5 +35,6 @@ class InProcessScorer:
             return unknown
         if any(self.poison in text for text in texts):
             return ScorerFailed("poisoned")
-        item = question(ref)
+        spec = TASKS[ref.id]
+        item = GENERATORS[spec.generator](ref.seed + ref.index, **spec.settings)
         return Scored(item.prompt, [item.reward(answer_of(text)) for text in texts])

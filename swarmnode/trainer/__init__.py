@@ -1,1 +1,1 @@
-"""The trainer process and its link to the network process. Importing this package loads no torch; loop.py does."""
+"""The trainer process: generate, score, update, evaluate, keep state. It never talks to a peer; `link/` is how it hears of them."""

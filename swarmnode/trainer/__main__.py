@@ -20,7 +20,7 @@ def main() -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     progress("loading torch")
     from swarmnode.observe import logs
-    from swarmnode.trainer.crew import make_trainer
+    from swarmnode.trainer.crew.run import make_trainer
 
     logs.configure(config.log, "trainer")
     trainer = make_trainer(config, progress)

@@ -14,23 +14,23 @@ from typing import Protocol
 
 import torch
 
+from swarmnode.averaging.lora import A_SEED, freeze_a, shares_a
 from swarmnode.config import Config
-from swarmnode.manifest import check_model
-from swarmnode.manifest_store import stored
+from swarmnode.link.messages import WeightsReport
 from swarmnode.policy.generate import GroupSample, generate
 from swarmnode.policy.load import Policy, load_policy
 from swarmnode.policy.logprobs import Row
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.policy.text import PolicyText
+from swarmnode.swarm.manifest import check_model
+from swarmnode.swarm.manifest_store import stored
 from swarmnode.trainer import state
 from swarmnode.trainer.batch import Rows, Scored
-from swarmnode.trainer.messages import WeightsReport
 from swarmnode.trainer.state import Counters, Snapshot
 from swarmnode.trainer.update import Updater, UpdateStatistics, learning_rate
 from swarmnode.trainer.weights import Replica
 from swarmnode.weights import local
 from swarmnode.weights.fingerprint import LoraShape
-from swarmnode.weights.lora import A_SEED, freeze_a, shares_a
 
 log = logging.getLogger("swarmnode.trainer")
 

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
+from swarmnode.averaging.lora import A_SEED, freeze_a, shares_a
 from swarmnode.config import Config, PolicyConfig
 from swarmnode.errors import LocalError, StateError, Unavailable
 from swarmnode.files import sync_directory
@@ -30,7 +31,6 @@ from swarmnode.policy.fingerprint import fingerprint
 from swarmnode.policy.load import add_adapter, load_model, local_directory
 from swarmnode.trainer import state
 from swarmnode.trainer.export_crew import CrewCopies, adapter_of, find_copies, write_shards
-from swarmnode.weights.lora import A_SEED, freeze_a, shares_a
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Exported:
 
 
 def export(config: Config, target: Path, merge: bool) -> Exported:
-    """See `swarmnode.export.export`."""
+    """See `swarmnode.swarm.export.export`."""
     disable_progress_bar()
     trainer = config.node.data_dir / "trainer"
     cfg = config.policy.model_copy(update={"device": "cpu", "dtype": "float32", "quantization": "none"})

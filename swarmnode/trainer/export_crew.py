@@ -20,13 +20,13 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, GenerationConfig
 
+from swarmnode.averaging.lora import A_MARK, shares_a
 from swarmnode.config import Config
 from swarmnode.errors import BadMessage, StateError, Unavailable
+from swarmnode.pipeline.spec import stage_specs
 from swarmnode.policy.load import lora_settings
-from swarmnode.stages.recovery.shadows import RAN, SHADOWS, copy_file, read_copy
-from swarmnode.stages.recovery.state import decode_state, stage_layouts
-from swarmnode.stages.spec import stage_specs
-from swarmnode.weights.lora import A_MARK, shares_a
+from swarmnode.recovery.shadows import RAN, SHADOWS, copy_file, read_copy
+from swarmnode.recovery.state import decode_state, stage_layouts
 
 
 class About(msgspec.Struct, frozen=True):

@@ -19,9 +19,11 @@ import structlog
 
 from swarmnode.config import Config
 from swarmnode.errors import LocalError
-from swarmnode.hours import is_quiet
+from swarmnode.link.client import Link
+from swarmnode.link.messages import Hello, Report
 from swarmnode.policy.logprobs import Row
 from swarmnode.process import Progress
+from swarmnode.quiet_hours import is_quiet
 from swarmnode.rl.split import AdaptiveSplit, FixedSplit, floor_groups
 from swarmnode.rl.utility import UtilityGuard
 from swarmnode.rollouts.groups import ExternalGroup, Judged
@@ -30,8 +32,6 @@ from swarmnode.trainer import state
 from swarmnode.trainer.batch import Judgement, Rows, TrainingGroup, assemble, judge
 from swarmnode.trainer.engine import Engine, EngineGone, WholePolicy, open_policy
 from swarmnode.trainer.evaluate import Evaluation
-from swarmnode.trainer.link import Link
-from swarmnode.trainer.messages import Hello, Report
 from swarmnode.trainer.pace import fitted
 from swarmnode.trainer.sampler import Sampler
 from swarmnode.trainer.state import SEQUENCE_MARGIN, Counters, Saver

@@ -26,19 +26,20 @@ from pathlib import Path
 
 import torch
 
+from swarmnode.averaging import codecs, lora
+from swarmnode.averaging.gate import NORM_RATIO, Examined, Gate, norm
+from swarmnode.averaging.outer import OuterState, Prepared, Tensors, host_copy
 from swarmnode.config import WeightsConfig
 from swarmnode.errors import BadMessage, StateError
+from swarmnode.link.messages import WeightsReport
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import Row
 from swarmnode.policy.micro import MicroBatcher
-from swarmnode.trainer.messages import WeightsReport
 from swarmnode.trainer.state import Counters
-from swarmnode.weights import codecs, fragments, local, lora
+from swarmnode.weights import fragments, local
 from swarmnode.weights.fingerprint import LoraShape
-from swarmnode.weights.gate import NORM_RATIO, Examined, Gate, norm
 from swarmnode.weights.layout import make_layout
 from swarmnode.weights.manifest import TensorHash
-from swarmnode.weights.outer import OuterState, Prepared, Tensors, host_copy
 from swarmnode.weights.rule import make_rule, mixing_weight, next_clock
 from swarmnode.weights.watch import RewardWatch
 

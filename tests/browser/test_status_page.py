@@ -17,7 +17,7 @@ from swarmnode.config import HttpConfig
 from swarmnode.observe import http
 from swarmnode.observe.history import History
 from swarmnode.observe.snapshot import ClaimRow, DiskView, LogLine, NodeSnapshot, SlotRow, StagesView, SwarmView, WeightsView
-from swarmnode.testing.snapshots import PEERS, example, example_at
+from tests.support.snapshots import PEERS, example, example_at
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")]

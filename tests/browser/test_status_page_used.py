@@ -12,8 +12,8 @@ from swarmnode.config import HttpConfig
 from swarmnode.observe import http
 from swarmnode.observe.history import History
 from swarmnode.observe.snapshot import NodeSnapshot, PeerRow, ProcessUse
-from swarmnode.testing.browser import CHROMIUM, chromium
-from swarmnode.testing.snapshots import OWN, PEERS, example, example_at
+from tests.support.browser import CHROMIUM, chromium
+from tests.support.snapshots import OWN, PEERS, example, example_at
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")]
 replace = msgspec.structs.replace

@@ -9,8 +9,8 @@ import trio
 from libp2p.peer.id import ID
 from libp2p.pubsub.pb import rpc_pb2
 
-from swarmnode.testing import attacker
-from swarmnode.testing.host_process import guarded, processes
+from tests.support import attacker
+from tests.support.host_process import guarded, processes
 
 MB = 1_000_000
 

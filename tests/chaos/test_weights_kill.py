@@ -6,11 +6,11 @@ import torch
 import trio
 
 from swarmnode.p2p import identity
-from swarmnode.testing import replica_child
-from swarmnode.testing.hosts import host
-from swarmnode.testing.replica import SWARM, identical, plane
-from swarmnode.testing.waiting import until
 from swarmnode.weights import exchange as exchange_module
+from tests.support import replica_child
+from tests.support.hosts import host
+from tests.support.replica import SWARM, identical, plane
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(900)]
 

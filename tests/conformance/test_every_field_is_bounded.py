@@ -11,12 +11,12 @@ import msgspec
 import pytest
 import trio
 
+from swarmnode.crew import messages as crews
 from swarmnode.errors import BadMessage
-from swarmnode.stages import messages as crews
-from swarmnode.stages.frames import FrameLimits, read_frame
-from swarmnode.stages.recovery.messages import read as read_state
-from swarmnode.testing.stage_reading import Bytes
+from swarmnode.pipeline.frames import FrameLimits, read_frame
+from swarmnode.recovery.messages import read as read_state
 from swarmnode.weights.messages import decode_message, decode_state
+from tests.support.stage_reading import Bytes
 
 VECTORS = Path(__file__).parents[2] / "protocol" / "vectors"
 LIMITS = FrameLimits(hidden=4, vocab=50, tokens=64)

@@ -7,25 +7,25 @@ from pathlib import Path
 import libp2p.security.noise.transport as noise_transport
 import pytest
 
+from protocol.generate.schema import schemas
+from protocol.generate.schema_stages import schemas as stages_schemas
+from protocol.generate.schema_weights import schemas as weights_schemas
+from swarmnode.crew import messages as crews
+from swarmnode.crew import opening, pipes, plane
+from swarmnode.crew.plan import MEMBERS
 from swarmnode.p2p import bulk, exchange, host, manifests, sessions, summaries
+from swarmnode.pipeline import frames as stage_frames
+from swarmnode.pipeline.fence import FENCE_REASONS
+from swarmnode.recovery.messages import FACTOR, STATE_REASONS
 from swarmnode.rollouts import admission
 from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.rollouts.shelf import Throughput
-from swarmnode.stages import frames as stage_frames
-from swarmnode.stages import messages as crews
-from swarmnode.stages import opening, pipes, plane
-from swarmnode.stages.fence import FENCE_REASONS
-from swarmnode.stages.plan import MEMBERS
-from swarmnode.stages.recovery.messages import FACTOR, STATE_REASONS
-from swarmnode.stages.schema import schemas as stages_schemas
 from swarmnode.tasks import seeds
 from swarmnode.weights import catchup
 from swarmnode.weights import exchange as weights_exchange
 from swarmnode.weights import messages as weights_messages
-from swarmnode.weights.schema import schemas as weights_schemas
 from swarmnode.wire import ids, limits
 from swarmnode.wire.codec import DECODE_REASONS
-from swarmnode.wire.schema import schemas
 
 PROTOCOL = Path(__file__).parents[2] / "protocol"
 REGISTRY = tomllib.loads((PROTOCOL / "registry.toml").read_text())

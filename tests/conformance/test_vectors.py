@@ -13,21 +13,20 @@ from types import ModuleType
 import msgspec
 import pytest
 
+from protocol.generate import crew_vectors, frames, stage_vectors, vectors
+from protocol.generate.crew_vectors import PEERS
+from protocol.generate.stage_vectors import answers
 from swarmnode.config import SharingConfig
+from swarmnode.crew import messages as crews
+from swarmnode.crew import opening
+from swarmnode.crew.roster import Acceptor
 from swarmnode.errors import BadMessage
+from swarmnode.pipeline.fence import FENCE_REASONS, Fence
+from swarmnode.pipeline.frames import FRAME_REASONS, Place, policy_fingerprint
+from swarmnode.pipeline.routes import Routes
+from swarmnode.recovery.messages import root_of, state_bytes
 from swarmnode.rollouts.admission import Admission, Rejected
-from swarmnode.stages import messages as crews
-from swarmnode.stages import opening
-from swarmnode.stages.fence import FENCE_REASONS, Fence
-from swarmnode.stages.frames import FRAME_REASONS, Place, policy_fingerprint
-from swarmnode.stages.recovery.messages import root_of, state_bytes
-from swarmnode.stages.roster import Acceptor
-from swarmnode.stages.routes import Routes
 from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
-from swarmnode.testing import crew_vectors, frames, stage_vectors, vectors
-from swarmnode.testing.crew_vectors import PEERS
-from swarmnode.testing.stage_reading import read_state, read_whole
-from swarmnode.testing.stage_vectors import answers
 from swarmnode.weights.catchup import open_state_manifest
 from swarmnode.weights.fingerprint import LoraShape, fingerprint
 from swarmnode.weights.fragments import cut
@@ -60,6 +59,7 @@ from swarmnode.wire.messages import (
 from swarmnode.wire.session import open_session
 from swarmnode.wire.summary import open_summary
 from swarmnode.wire.swarm import swarm_id
+from tests.support.stage_reading import read_state, read_whole
 
 PROTOCOL = Path(__file__).parents[2] / "protocol"
 DOCUMENTS = {path.name: json.loads(path.read_text()) for path in sorted((PROTOCOL / "vectors").glob("*.json"))}

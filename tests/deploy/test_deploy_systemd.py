@@ -11,9 +11,9 @@ import pytest
 
 from swarmnode.cli import app
 from swarmnode.config import SupervisorConfig
+from swarmnode.daemon.supervisor import NOTIFY_SECONDS, OVERDUE_SECONDS
+from swarmnode.daemon.watchdog import FINAL_CODES
 from swarmnode.observe.systemd import EXTEND_SECONDS
-from swarmnode.supervisor import NOTIFY_SECONDS, OVERDUE_SECONDS
-from swarmnode.watchdog import FINAL_CODES
 
 DIRECTORY = Path(__file__).parents[2] / "deploy" / "systemd"
 UNIT = DIRECTORY / "swarmnode.service"

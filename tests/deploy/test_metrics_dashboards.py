@@ -16,7 +16,7 @@ from prometheus_client.exposition import generate_latest
 
 from swarmnode.observe.metrics import METRICS, make_registry
 from swarmnode.observe.snapshot import NodeSnapshot
-from swarmnode.testing.snapshots import example
+from tests.support.snapshots import example
 
 ROOT = Path(__file__).parents[2]
 PROMETHEUS = ROOT / "deploy" / "prometheus"

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from swarmnode.testing.nat_process import wait_until
-from swarmnode.testing.netns import Topology, missing
+from tests.support.nat_process import wait_until
+from tests.support.netns import Topology, missing
 
 pytestmark = [
     pytest.mark.nat, pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(900),

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from swarmnode.doctor.checks import DialBackFacts
-from swarmnode.testing.nat_process import NatHost, wait_until
-from swarmnode.testing.netns import Topology, missing
+from tests.support.nat_process import NatHost, wait_until
+from tests.support.netns import Topology, missing
 
 pytestmark = [pytest.mark.nat, pytest.mark.timeout(900), pytest.mark.skipif(bool(missing()), reason=missing() or "-")]
 

@@ -10,9 +10,9 @@ import pytest
 from swarmnode.config import Config
 from swarmnode.demo.nodes import toml_of
 from swarmnode.tasks.registry import task_version
-from swarmnode.testing.nat_process import NatHost, wait_until
-from swarmnode.testing.netns import Topology, missing
 from swarmnode.wire.swarm import swarm_id
+from tests.support.nat_process import NatHost, wait_until
+from tests.support.netns import Topology, missing
 
 pytestmark = [pytest.mark.nat, pytest.mark.swarm, pytest.mark.timeout(900), pytest.mark.skipif(bool(missing()), reason=missing() or "-")]
 

@@ -16,10 +16,10 @@ from swarmnode.errors import BadMessage, PeerError, PeerTimeout
 from swarmnode.p2p import identity, reputation
 from swarmnode.p2p.bulk import BulkSource, Declined, MemorySink, listener, serving, tls
 from swarmnode.p2p.requests import LENGTH, read_frame
-from swarmnode.testing.hosts import host, hosts
-from swarmnode.testing.waiting import until
 from swarmnode.wire import bulk, codec, ids, limits
 from swarmnode.wire.messages import BulkManifest, BulkManifestResponse, BulkRequest, BulkResponse, BulkSocketRequest, BulkSocketResponse
+from tests.support.hosts import host, hosts
+from tests.support.waiting import until
 
 TRANSFER = b"t" * 32
 KIB, MIB = 2**10, 2**20

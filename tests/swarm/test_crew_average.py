@@ -8,17 +8,17 @@ import torch
 import trio
 
 from swarmnode.config import Config
+from swarmnode.crew.local import Assigned
 from swarmnode.errors import PeerError
 from swarmnode.p2p import identity
 from swarmnode.policy.build_deep import write_deep_model
-from swarmnode.stages.local import Assigned
-from swarmnode.testing.hosts import hosts
-from swarmnode.testing.waiting import until
-from swarmnode.trainer.crew_average import CLOCKS, StageAveraging, averaged
-from swarmnode.trainer.crew_model import open_model
-from swarmnode.trainer.crew_stage import Stage
+from swarmnode.trainer.crew.average import CLOCKS, StageAveraging, averaged
+from swarmnode.trainer.crew.model import open_model
+from swarmnode.trainer.crew.stage import Stage
 from swarmnode.weights import exchange as exchange_module
 from swarmnode.weights.exchange import WeightExchange
+from tests.support.hosts import hosts
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.swarm
 SWARM = b"\x21" * 32

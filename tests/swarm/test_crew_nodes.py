@@ -7,7 +7,7 @@ import pytest
 
 from swarmnode.demo.nodes import DemoNode
 from swarmnode.policy.build_deep import write_deep_model
-from swarmnode.testing.whole_crew import (
+from tests.support.whole_crew import (
     PATIENCE,
     STAGES,
     WholeCrew,
@@ -71,7 +71,7 @@ def test_kill_minus_nine_of_a_network_process_costs_no_committed_step(crew):
 
     def kill(nodes):
         trainers.update({stage: trainer_of(node).pid for stage, node in nodes.items()})
-        child_of(nodes[1], "swarmnode.node").send_signal(signal.SIGKILL)
+        child_of(nodes[1], "swarmnode.daemon.node").send_signal(signal.SIGKILL)
 
     _, after = crew.lose(kill)
     assert {stage: trainer_of(node).pid for stage, (node, _) in after.items()} == trainers, "nobody's trainer had to be started again"

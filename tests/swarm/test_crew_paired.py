@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from swarmnode.policy.build_deep import write_deep_model
-from swarmnode.testing.whole_crew import (
+from tests.support.whole_crew import (
     WholeCrew,
     at_rest,
     freeze,

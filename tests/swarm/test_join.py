@@ -10,10 +10,11 @@ import urllib.request
 
 import pytest
 
-from swarmnode import cli, membership
+from swarmnode import cli
 from swarmnode.demo.nodes import DemoNode
-from swarmnode.manifest_store import ManifestStore
-from swarmnode.testing.manifests import founded
+from swarmnode.swarm import membership
+from swarmnode.swarm.manifest_store import ManifestStore
+from tests.support.manifests import founded
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(900)]
 
@@ -111,7 +112,7 @@ def test_three_nodes_of_one_invite_train_on_each_others_groups(tmp_path, founded
 
 
 def served_by_a_child(monkeypatch, opened, successor=None):
-    """What `python -m swarmnode.join` would have printed."""
+    """What `python -m swarmnode.swarm.join` would have printed."""
     answer = {"peer": "12D3KooWNobody", "manifest": opened.signed.hex(), "successor": successor.signed.hex() if successor else ""}
     monkeypatch.setattr(membership, "_child", lambda *_: answer)
 

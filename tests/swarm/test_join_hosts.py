@@ -8,23 +8,23 @@ import msgspec
 import pytest
 import trio
 
-from swarmnode import join
+from protocol.generate.frames import KEY, OTHER_KEY
 from swarmnode.config import Config, NetworkConfig
+from swarmnode.daemon.member import Successors
 from swarmnode.errors import LocalError, Refused, Unavailable
-from swarmnode.invite import Invite
-from swarmnode.manifest_store import ManifestStore
-from swarmnode.member import Successors
 from swarmnode.p2p import manifests
 from swarmnode.p2p.host import open_host
 from swarmnode.p2p.identity import from_key, load_or_create
 from swarmnode.p2p.sessions import Sessions, Witness
-from swarmnode.testing.frames import KEY, OTHER_KEY
-from swarmnode.testing.hosts import host
-from swarmnode.testing.manifests import CONFIG, founded, succeeding
-from swarmnode.testing.waiting import until
+from swarmnode.swarm import join
+from swarmnode.swarm.invite import Invite
+from swarmnode.swarm.manifest_store import ManifestStore
 from swarmnode.wire import codec, limits
 from swarmnode.wire.messages import Envelope, Session, SessionResponse
 from swarmnode.wire.session import seal_session
+from tests.support.hosts import host
+from tests.support.manifests import CONFIG, founded, succeeding
+from tests.support.waiting import until
 
 FIRST = founded()
 SECOND = succeeding(FIRST)

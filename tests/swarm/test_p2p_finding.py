@@ -3,10 +3,10 @@
 import trio
 
 from swarmnode.p2p.gossip import Verdict
-from swarmnode.testing.hosts import host, hosts
-from swarmnode.testing.waiting import until
 from swarmnode.wire import codec, ids, limits
 from swarmnode.wire.messages import PeerAddresses, PeersRequest, PeersResponse
+from tests.support.hosts import host, hosts
+from tests.support.waiting import until
 
 NAME = "/test/topic/1"
 OTHER = bytes([7]) * 32

@@ -8,18 +8,18 @@ import pytest
 import trio
 
 from swarmnode.config import SharingConfig
+from swarmnode.demo.hostile_groups import BUILTIN_TASKS, MODEL, TOKENIZER, Author, hostile_frames, swarm_of
 from swarmnode.errors import BadMessage, PeerError, PeerTimeout
+from swarmnode.link.messages import Hello
 from swarmnode.p2p import identity
 from swarmnode.p2p.gossip import Verdict
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import Draw
 from swarmnode.tasks.client import AsyncScorer
-from swarmnode.testing.groups import BUILTIN_TASKS, MODEL, TOKENIZER, Author, hostile_frames, swarm_of
-from swarmnode.testing.hosts import hosts
 from swarmnode.testing.network import MemorySwarm
-from swarmnode.testing.waiting import until
-from swarmnode.trainer.messages import Hello
 from swarmnode.wire import ids, limits
+from tests.support.hosts import hosts
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.swarm
 SWARM = swarm_of()

@@ -3,13 +3,13 @@
 import pytest
 import trio
 
+from swarmnode.crew import messages
 from swarmnode.errors import Incompatible, PeerError
 from swarmnode.p2p import identity
-from swarmnode.stages import messages
-from swarmnode.testing.crew_node import MODEL, crew_node
-from swarmnode.testing.hosts import hosts
-from swarmnode.testing.waiting import still, until
 from swarmnode.wire import ids
+from tests.support.crew_node import MODEL, crew_node
+from tests.support.hosts import hosts
+from tests.support.waiting import still, until
 
 pytestmark = [pytest.mark.swarm, pytest.mark.slow]
 

@@ -10,17 +10,17 @@ import psutil
 import pytest
 import trio
 
+from swarmnode.crew import pipes as pipes_module
+from swarmnode.crew.opening import StreamOpen
+from swarmnode.crew.pipes import Pipes
 from swarmnode.errors import PeerError
 from swarmnode.p2p import streams as streams_module
 from swarmnode.p2p.addresses import Circuit, parse
 from swarmnode.p2p.guards import yamux
-from swarmnode.stages import pipes as pipes_module
-from swarmnode.stages.opening import StreamOpen
-from swarmnode.stages.pipes import Pipes
-from swarmnode.testing.hosts import host, hosts
-from swarmnode.testing.pipe_ends import circles, open_pipe
-from swarmnode.testing.waiting import still, until
 from swarmnode.wire import ids
+from tests.support.hosts import host, hosts
+from tests.support.pipe_ends import circles, open_pipe
+from tests.support.waiting import still, until
 
 pytestmark = pytest.mark.swarm
 

@@ -6,16 +6,16 @@ import msgspec
 import pytest
 import trio
 
+from swarmnode.crew import messages
+from swarmnode.crew import plane as plane_module
+from swarmnode.crew.opening import Circle
 from swarmnode.errors import PeerError
 from swarmnode.p2p import identity
-from swarmnode.stages import messages
-from swarmnode.stages import plane as plane_module
-from swarmnode.stages.opening import Circle
-from swarmnode.testing.crew_node import MODEL, QUICK, crew_node
-from swarmnode.testing.hosts import host
-from swarmnode.testing.pipe_ends import open_pipe
-from swarmnode.testing.waiting import until
 from swarmnode.wire import ids
+from tests.support.crew_node import MODEL, QUICK, crew_node
+from tests.support.hosts import host
+from tests.support.pipe_ends import open_pipe
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.swarm, pytest.mark.slow]
 

@@ -9,9 +9,9 @@ import trio
 from swarmnode.errors import PeerError
 from swarmnode.p2p.identity import load_or_create
 from swarmnode.p2p.summaries import Summaries
-from swarmnode.testing.hosts import hosts
 from swarmnode.wire import ids
 from swarmnode.wire.messages import Summary
+from tests.support.hosts import hosts
 
 pytestmark = pytest.mark.swarm
 SWARM = b"\x0a" * 32

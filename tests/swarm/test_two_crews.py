@@ -7,7 +7,7 @@ import pytest
 
 from swarmnode.demo.nodes import TAKEN, DemoNode
 from swarmnode.policy.build_deep import write_deep_model
-from swarmnode.testing.whole_crew import journal_of, snapshot, start, stop, trainer_of, until, whole_settings
+from tests.support.whole_crew import journal_of, snapshot, start, stop, trainer_of, until, whole_settings
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 

@@ -21,7 +21,7 @@ import yaml
 from swarmnode.config import HttpConfig
 from swarmnode.demo.nodes import DemoNode
 from swarmnode.observe.http import serve_http
-from swarmnode.testing.snapshots import example_at
+from tests.support.snapshots import example_at
 
 PROMETHEUS = shutil.which("prometheus")
 pytestmark = [

@@ -7,11 +7,11 @@ import torch
 import trio
 
 from swarmnode.p2p import identity
-from swarmnode.testing.hosts import hosts
-from swarmnode.testing.replica import CONFIG, SWARM, Node, identical, plane
-from swarmnode.testing.waiting import until
 from swarmnode.weights import exchange as exchange_module
 from swarmnode.weights import local
+from tests.support.hosts import hosts
+from tests.support.replica import CONFIG, SWARM, Node, identical, plane
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.swarm
 

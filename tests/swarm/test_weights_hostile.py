@@ -6,16 +6,16 @@ import msgspec
 import pytest
 import trio
 
+from swarmnode.demo.weight_liar import MANNERS, PAYLOADS, WeightLiar
 from swarmnode.errors import PeerError
 from swarmnode.p2p import identity
-from swarmnode.testing.hosts import hosts
-from swarmnode.testing.replica import CONFIG, SWARM, identical, plane
-from swarmnode.testing.waiting import until
-from swarmnode.testing.weight_liar import MANNERS, PAYLOADS, WeightLiar
 from swarmnode.trainer import weights as trainer_weights
 from swarmnode.weights import exchange as exchange_module
 from swarmnode.weights import local
 from swarmnode.weights.messages import Accept, Busy, Here, Latest, Propose
+from tests.support.hosts import hosts
+from tests.support.replica import CONFIG, SWARM, identical, plane
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.swarm
 

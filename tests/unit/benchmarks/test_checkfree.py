@@ -10,9 +10,9 @@ from benchmarks.checkfree import failure_table, single_tables
 from benchmarks.failures import ARMS, NO_FAILURE, RATES, Arm, Trail, first_at, schedule, survive, target_of
 from benchmarks.forks import METHODS, Size, compare, follow, fork, grow
 from benchmarks.staged import STAGES, VOCABULARY, WINDOW, Corpus, Staged, build, encode
-from swarmnode.stages.recovery.healing import heal
-from swarmnode.stages.runtime import StageRuntime
-from swarmnode.stages.split import build_stage
+from swarmnode.pipeline.runtime import StageRuntime
+from swarmnode.pipeline.split import build_stage
+from swarmnode.recovery.healing import heal
 
 SIZE = Size(rate=4e-3, marks=(0, 3))
 TRUNK = 52

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.reroute import PER, STAGES, Text, average, compare, costs, follow, gains, gradient, layers_of, still, through
 from benchmarks.staged import Corpus, build, tasks
-from swarmnode.weights.outer import OuterState
+from swarmnode.averaging.outer import OuterState
 from swarmnode.weights.rule import make_rule
 
 

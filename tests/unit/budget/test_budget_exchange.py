@@ -7,9 +7,9 @@ import pytest
 import trio
 
 from swarmnode.config import SharingConfig
+from swarmnode.demo.hostile_groups import BUILTIN_TASKS, MODEL, TOKENIZER, Author, swarm_of
 from swarmnode.p2p.budget import CHOICES
 from swarmnode.rollouts.exchange import RolloutExchange, Unlimited
-from swarmnode.testing.groups import BUILTIN_TASKS, MODEL, TOKENIZER, Author, swarm_of
 from swarmnode.testing.network import MemorySwarm
 from swarmnode.testing.scorer import InProcessScorer
 

@@ -11,8 +11,8 @@ from swarmnode.p2p.budget import Month
 from swarmnode.p2p.gossip import Verdict
 from swarmnode.p2p.metering import FILE, Meter, load
 from swarmnode.p2p.traffic import TrafficStatistics
-from swarmnode.testing.hosts import hosts
-from swarmnode.testing.waiting import until
+from tests.support.hosts import hosts
+from tests.support.waiting import until
 
 
 class Traffic:

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnode.config import NetworkConfig
-from swarmnode.hours import is_quiet
 from swarmnode.p2p.budget import BURST_BYTES, CHOICES, DEBT_SECONDS, Budget, Month, TokenBucket
+from swarmnode.quiet_hours import is_quiet
 
 NOON = 1_790_000_000.0 // 86400 * 86400 + 12 * 3600  # 21 September 2026, 12:00 UTC
 HOUR = 3600.0

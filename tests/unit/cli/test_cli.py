@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from swarmnode import cli, cli_options
+from swarmnode import cli
+from swarmnode.cli import options as cli_options
 
 HEAVY = {"torch", "transformers", "libp2p", "reasoning_gym", "accelerate", "peft", "prometheus_client", "trio", "pydantic"}
 
@@ -40,10 +41,10 @@ def test_help_loads_nothing_heavy():
 @pytest.mark.parametrize(
     ("module", "never"),
     [
-        ("swarmnode.node", {"torch", "transformers", "peft", "accelerate"}),
-        ("swarmnode.supervisor", {"torch", "transformers", "libp2p"}),
+        ("swarmnode.daemon.node", {"torch", "transformers", "peft", "accelerate"}),
+        ("swarmnode.daemon.supervisor", {"torch", "transformers", "libp2p"}),
         ("swarmnode.tasks.scorer", {"torch", "transformers", "libp2p"}),
-        ("swarmnode.trainer.link_server", {"torch", "transformers"}),
+        ("swarmnode.link.server", {"torch", "transformers"}),
     ],
 )
 def test_each_process_loads_only_what_it_may(module, never):

@@ -74,7 +74,7 @@ def test_a_view_is_read_from_a_real_status():
 
     import msgspec
 
-    from swarmnode.testing.snapshots import example
+    from tests.support.snapshots import example
 
     view = view_of(json.loads(msgspec.json.encode(example())))
     assert view.peer == example().node.peer

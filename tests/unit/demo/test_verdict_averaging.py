@@ -5,8 +5,8 @@ import pytest
 
 from swarmnode.demo.nodes import View, view_of
 from swarmnode.demo.verdict import Kill, judge
+from swarmnode.link.messages import Report, WeightsReport
 from swarmnode.observe.snapshot import NodeSnapshot, TrainerView, WeightsView
-from swarmnode.trainer.messages import Report, WeightsReport
 
 
 def finding(kills=(), **fields):

@@ -16,13 +16,13 @@ from swarmnode import cli
 from swarmnode.config import Config, PolicyConfig
 from swarmnode.doctor import probes
 from swarmnode.doctor.checks import DeviceFacts, DialBackFacts
+from swarmnode.files import lock_data_dir
 from swarmnode.observe.history import History
 from swarmnode.observe.http import status_json
 from swarmnode.p2p.identity import load_or_create
 from swarmnode.policy.examine import examine
-from swarmnode.supervisor import lock_data_dir
-from swarmnode.testing import snapshots
-from swarmnode.testing.hosts import host
+from tests.support import snapshots
+from tests.support.hosts import host
 
 CPU = DeviceFacts(torch="2.13.0", placement="cpu, float32", parameters=1, need_bytes=1, free_bytes=2**30)
 
@@ -214,7 +214,7 @@ def test_a_loose_key_ends_it_as_it_would_end_the_node(tmp_path, on_cpu, capsys):
 
 def test_neither_torch_nor_libp2p_is_loaded_for_it():
     code = (
-        "import sys, swarmnode.doctor.command, swarmnode.export; "
+        "import sys, swarmnode.doctor.command, swarmnode.swarm.export; "
         "print([name for name in ('torch', 'transformers', 'libp2p') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

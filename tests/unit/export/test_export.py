@@ -8,12 +8,12 @@ from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swarmnode import cli
+from swarmnode.averaging.lora import A_SEED, freeze_a, shares_a
 from swarmnode.config import Config, PolicyConfig
 from swarmnode.errors import StateError, Unavailable
 from swarmnode.policy.load import Policy, load_policy
 from swarmnode.trainer import export as child
 from swarmnode.trainer import state
-from swarmnode.weights.lora import A_SEED, freeze_a, shares_a
 
 IDS = torch.tensor([[5, 9, 17, 3, 8]])
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from swarmnode import invite
+from protocol.generate.frames import OTHER_PEER, PEER
 from swarmnode.errors import ConfigError
-from swarmnode.testing.frames import OTHER_PEER, PEER
+from swarmnode.swarm import invite
 
 SWARM = "ab" * 32
 ONE = f"/ip4/192.0.2.7/tcp/9512/p2p/{PEER}"

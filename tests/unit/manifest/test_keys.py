@@ -4,10 +4,11 @@ import os
 
 import pytest
 
-from swarmnode import cli, keys
+from swarmnode import cli
 from swarmnode.errors import Refused, StateError, Unavailable
+from swarmnode.files import lock_data_dir
 from swarmnode.p2p.identity import load_or_create
-from swarmnode.supervisor import lock_data_dir
+from swarmnode.swarm import keys
 
 
 def node(directory):

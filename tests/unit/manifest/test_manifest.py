@@ -6,14 +6,14 @@ import random
 import msgspec
 import pytest
 
-from swarmnode import manifest
+from protocol.generate.frames import KEY, OTHER_KEY, OTHER_PEER, PEER
 from swarmnode.config import Config
 from swarmnode.errors import BadMessage, ConfigError, Refused
-from swarmnode.testing.frames import KEY, OTHER_KEY, OTHER_PEER, PEER
-from swarmnode.testing.manifests import CONFIG, MODEL, founded, succeeding
+from swarmnode.swarm import manifest
 from swarmnode.wire import ids, limits
 from swarmnode.wire.manifest import follows, manifest_id, open_manifest
 from swarmnode.wire.messages import Access, Envelope, ModelRef, Setting, TaskEntry
+from tests.support.manifests import CONFIG, MODEL, founded, succeeding
 
 SECRET = bytes(range(32))
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from swarmnode import manifest_store
+from protocol.generate.frames import OTHER_KEY, PEER
 from swarmnode.config import Config
 from swarmnode.errors import Refused, StateError
-from swarmnode.manifest_store import ManifestStore
-from swarmnode.testing.frames import OTHER_KEY, PEER
-from swarmnode.testing.manifests import founded, succeeding
+from swarmnode.swarm import manifest_store
+from swarmnode.swarm.manifest_store import ManifestStore
+from tests.support.manifests import founded, succeeding
 
 FIRST = founded()
 SECOND = succeeding(FIRST)

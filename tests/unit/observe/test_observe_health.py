@@ -7,7 +7,7 @@ import msgspec
 from swarmnode.observe.health import MAX_LOOP_SILENCE, alive, ready, troubles
 from swarmnode.observe.history import History
 from swarmnode.observe.snapshot import DiskView, Health, NetworkView, NodeInfo, NodeSnapshot, RolloutsView, SwarmView, TrainerView
-from swarmnode.testing.snapshots import STARTED_AT, example, example_at
+from tests.support.snapshots import STARTED_AT, example, example_at
 
 replace = msgspec.structs.replace
 

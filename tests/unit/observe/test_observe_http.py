@@ -16,8 +16,8 @@ from swarmnode.errors import Unavailable
 from swarmnode.observe.http import is_loopback, listen, serve_http
 from swarmnode.observe.metrics import METRICS
 from swarmnode.observe.snapshot import Health, NodeSnapshot
-from swarmnode.testing.snapshots import example
-from swarmnode.testing.waiting import until
+from tests.support.snapshots import example
+from tests.support.waiting import until
 
 
 @asynccontextmanager

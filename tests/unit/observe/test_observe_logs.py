@@ -40,10 +40,10 @@ def test_all_libraries_write_the_same_lines() -> None:
     stream = io.StringIO()
     configure(LogConfig(), "network", stream)
     structlog.contextvars.bind_contextvars(round=3)
-    structlog.get_logger("swarmnode.node").info("step finished", step=4)
+    structlog.get_logger("swarmnode.daemon.node").info("step finished", step=4)
     logging.getLogger("libp2p.host").warning("stream %s failed", 7)
     ours, theirs = lines(stream)
-    assert (ours["event"], ours["step"], ours["logger"], ours["level"]) == ("step finished", 4, "swarmnode.node", "info")
+    assert (ours["event"], ours["step"], ours["logger"], ours["level"]) == ("step finished", 4, "swarmnode.daemon.node", "info")
     assert (theirs["event"], theirs["logger"], theirs["level"]) == ("stream 7 failed", "libp2p.host", "warning")
     assert ours.keys() - {"step"} == theirs.keys()
     assert (ours["round"], ours["component"]) == (3, "network")
@@ -149,7 +149,7 @@ def test_a_noisy_library_is_slowed_down_and_says_how_much_is_missing() -> None:
 
     storm = [passes("libp2p.host") for _ in range(100)]
     assert sum(message is not None for message in storm) == BURST
-    assert passes("swarmnode.node") == "peer failed"
+    assert passes("swarmnode.daemon.node") == "peer failed"
     clock[0] += REFILL_SECONDS
     assert passes("libp2p.other") == f"peer failed (and {100 - BURST} more lines not shown)"
     assert passes("libp2p.other") is None

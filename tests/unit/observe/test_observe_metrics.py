@@ -5,11 +5,11 @@ import pytest
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from swarmnode.link.messages import Report
 from swarmnode.observe.metrics import LABEL_VALUE, MAX_LABEL_VALUES, METRICS, make_registry
 from swarmnode.observe.snapshot import NetworkView, NodeSnapshot, RolloutsView, TrainerView
 from swarmnode.rollouts.reasons import REASONS
-from swarmnode.testing.snapshots import OWN, PEERS, example
-from swarmnode.trainer.messages import Report
+from tests.support.snapshots import OWN, PEERS, example
 
 
 def scrape(snapshot: NodeSnapshot) -> dict[str, dict[tuple[str, ...], float]]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from swarmnode.crew.events import ControlStatistics, SlotStatistics
+from swarmnode.crew.local import StageStatus
+from swarmnode.crew.pipes import PipesStatistics
+from swarmnode.crew.plane import BOUNDS, StagesStatistics
+from swarmnode.link.messages import Report
 from swarmnode.observe.snapshot import StagesView
 from swarmnode.observe.stages import policy_loaded, stages_view
-from swarmnode.stages.events import ControlStatistics, SlotStatistics
-from swarmnode.stages.local import StageStatus
-from swarmnode.stages.pipes import PipesStatistics
-from swarmnode.stages.plane import BOUNDS, StagesStatistics
-from swarmnode.trainer.messages import Report
 
 CREW = b"\x07" * 32
 SLOTS = tuple(SlotStatistics(stage, f"peer{stage}", 1, "active", 40) for stage in range(3))

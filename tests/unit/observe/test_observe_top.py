@@ -15,7 +15,7 @@ from swarmnode.observe.history import History
 from swarmnode.observe.http import status_json
 from swarmnode.observe.snapshot import NodeSnapshot, StagesView
 from swarmnode.observe.top import fetch, render, sparkline, status_command
-from swarmnode.testing.snapshots import PEERS, example, example_at
+from tests.support.snapshots import PEERS, example, example_at
 
 
 def told(snapshot: NodeSnapshot) -> dict:

@@ -3,8 +3,8 @@ from __future__ import annotations
 import json
 import os
 
+from swarmnode.link.messages import Report
 from swarmnode.observe.watch import SupervisorWatch, TrainerWatch, appended, process_use
-from swarmnode.trainer.messages import Report
 
 
 def told(trainer: list[float], restarts: int = 1) -> str:

@@ -12,8 +12,8 @@ from swarmnode.errors import PeerError
 from swarmnode.p2p.addresses import PRIVATE, PUBLIC, parse
 from swarmnode.p2p.autonat import AUTONAT, PAUSE_SECONDS, PAUSED, VOTE_SECONDS, VOTERS, Pauses, Votes
 from swarmnode.p2p.talk import converse, read_message, write_message
-from swarmnode.testing.hosts import host, hosts
-from swarmnode.testing.waiting import until
+from tests.support.hosts import host, hosts
+from tests.support.waiting import until
 
 
 def port_of(network):

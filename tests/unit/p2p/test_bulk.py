@@ -9,10 +9,10 @@ import trio
 
 from swarmnode.errors import PeerError, PeerTimeout
 from swarmnode.p2p.bulk import BulkSource, Declined, FileSink, MemorySink, calling
-from swarmnode.testing.hosts import host, hosts
-from swarmnode.testing.waiting import until
 from swarmnode.wire import codec, ids
 from swarmnode.wire.messages import BulkSocketResponse
+from tests.support.hosts import host, hosts
+from tests.support.waiting import until
 
 TRANSFER = b"t" * 32
 KIB, MIB = 2**10, 2**20

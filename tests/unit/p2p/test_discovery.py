@@ -2,8 +2,8 @@
 
 import contextlib
 
-from swarmnode.testing.hosts import host
-from swarmnode.testing.waiting import until
+from tests.support.hosts import host
+from tests.support.waiting import until
 
 
 async def test_a_chain_in_which_each_knows_only_the_one_before_becomes_a_full_mesh(tmp_path):

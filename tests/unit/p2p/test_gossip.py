@@ -4,9 +4,9 @@ import pytest
 import trio
 
 from swarmnode.p2p.gossip import Message, Topic, Verdict
-from swarmnode.testing.hosts import hosts
-from swarmnode.testing.waiting import until
 from swarmnode.wire.limits import GOSSIP_BYTES
+from tests.support.hosts import hosts
+from tests.support.waiting import until
 
 NAME = "/test/topic/1"
 

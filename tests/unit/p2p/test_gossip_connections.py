@@ -5,8 +5,8 @@ import trio
 
 from swarmnode.p2p.addresses import parse
 from swarmnode.p2p.gossip import Verdict
-from swarmnode.testing.hosts import hosts
-from swarmnode.testing.waiting import until
+from tests.support.hosts import hosts
+from tests.support.waiting import until
 
 NAME = "/test/topic/1"
 

@@ -6,8 +6,8 @@ import os
 import trio
 from libp2p.pubsub.pb import rpc_pb2
 
-from swarmnode.testing import attacker
-from swarmnode.testing.host_process import guarded, processes, stock
+from tests.support import attacker
+from tests.support.host_process import guarded, processes, stock
 
 MB = 1_000_000
 

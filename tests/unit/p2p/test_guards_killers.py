@@ -8,8 +8,8 @@ import trio
 from libp2p.peer.id import ID
 from libp2p.pubsub.pb import rpc_pb2
 
-from swarmnode.testing import attacker
-from swarmnode.testing.host_process import guarded, processes, stock
+from tests.support import attacker
+from tests.support.host_process import guarded, processes, stock
 
 
 async def mplex_name_that_is_not_text(address):

@@ -7,8 +7,8 @@ import signal
 import pytest
 import trio
 
-from swarmnode.testing import attacker
-from swarmnode.testing.host_process import guarded, processes, stock
+from tests.support import attacker
+from tests.support.host_process import guarded, processes, stock
 
 MB = 1_000_000
 

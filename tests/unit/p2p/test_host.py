@@ -11,8 +11,8 @@ import trio
 from swarmnode.errors import ConfigError, StateError, Unavailable
 from swarmnode.p2p import identity
 from swarmnode.p2p.bulk import BulkSource, MemorySink
-from swarmnode.testing.hosts import host, hosts
-from swarmnode.testing.waiting import until
+from tests.support.hosts import host, hosts
+from tests.support.waiting import until
 
 
 def port_of(network) -> int:

@@ -5,7 +5,7 @@ import trio
 
 from swarmnode.p2p import identity, mdns
 from swarmnode.p2p.addresses import Address
-from swarmnode.testing.hosts import host
+from tests.support.hosts import host
 
 SWARM = bytes([3]) * 32
 

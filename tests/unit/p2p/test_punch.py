@@ -13,8 +13,8 @@ from swarmnode.p2p.addresses import Address, Circuit, parse
 from swarmnode.p2p.gossip import Verdict
 from swarmnode.p2p.punch import DCUTR, PEERS, SESSION_SECONDS, SESSIONS, Allowance, connect_from
 from swarmnode.p2p.talk import converse, write_message
-from swarmnode.testing.hosts import host
-from swarmnode.testing.waiting import until
+from tests.support.hosts import host
+from tests.support.waiting import until
 
 
 @contextlib.asynccontextmanager

@@ -19,8 +19,8 @@ from swarmnode.p2p.network import Network
 from swarmnode.p2p.relay import HOP, STOP, Book, RelayLimits
 from swarmnode.p2p.relay_client import Reservations
 from swarmnode.p2p.talk import converse, read_message, write_message
-from swarmnode.testing.hosts import host
-from swarmnode.testing.waiting import until
+from tests.support.hosts import host
+from tests.support.waiting import until
 
 NAME = "/test/relay/1"
 

@@ -7,10 +7,10 @@ import pytest
 from swarmnode.p2p import addresses
 from swarmnode.p2p.addresses import Address, Circuit, dialable, parse_any
 from swarmnode.p2p.peers import PEERS_PER_PREFIX, PEERS_PER_RELAY, PeerTable
-from swarmnode.testing.hosts import host, hosts
-from swarmnode.testing.waiting import until
 from swarmnode.wire import codec, ids, limits
 from swarmnode.wire.messages import PeerAddresses, PeersRequest, PeersResponse
+from tests.support.hosts import host, hosts
+from tests.support.waiting import until
 
 RELAY = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 PEER = "12D3KooWJWoaqZhDaoEFshF7Rh1bpY9ohihFhzcW6d69Lr2NASuq"

@@ -8,8 +8,8 @@ from libp2p.peer.id import ID
 
 from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout
 from swarmnode.p2p import requests
-from swarmnode.testing.hosts import host, hosts
-from swarmnode.testing.waiting import until
+from tests.support.hosts import host, hosts
+from tests.support.waiting import until
 
 ECHO = "/test/echo/1"
 LIMITS = {"max_request_bytes": 1 << 20, "max_response_bytes": 1 << 20}

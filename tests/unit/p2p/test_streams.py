@@ -8,8 +8,8 @@ import trio
 from swarmnode.errors import PeerError, PeerTimeout
 from swarmnode.p2p import streams as streams_module
 from swarmnode.p2p.guards import yamux
-from swarmnode.testing.hosts import hosts
-from swarmnode.testing.waiting import still, until
+from tests.support.hosts import hosts
+from tests.support.waiting import still, until
 
 PROTOCOL = "/test/stream/1"
 

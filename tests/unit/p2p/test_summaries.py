@@ -8,12 +8,12 @@ import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from swarmnode import view
+from protocol.generate.frames import KEY, OTHER_KEY, OTHER_PEER, OTHER_SWARM, PEER, SWARM
+from swarmnode.daemon import view
 from swarmnode.errors import BadMessage, PeerError
+from swarmnode.link.messages import Report
 from swarmnode.p2p import summaries
 from swarmnode.p2p.summaries import CLAIMS, PASSED_ON, Claims, Clocks, Summaries, SummaryStatistics
-from swarmnode.testing.frames import KEY, OTHER_KEY, OTHER_PEER, OTHER_SWARM, PEER, SWARM
-from swarmnode.trainer.messages import Report
 from swarmnode.wire import codec, limits
 from swarmnode.wire.envelope import peer_id
 from swarmnode.wire.messages import Summary, SummaryRequest, SummaryResponse

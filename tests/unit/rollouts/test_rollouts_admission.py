@@ -5,10 +5,10 @@ import msgspec
 import pytest
 
 from swarmnode.config import SharingConfig
+from swarmnode.demo.hostile_groups import BUILTIN_TASKS, TOKENIZER, Author, answer, hostile_frames, swarm_of
 from swarmnode.rollouts.admission import Admission, Rejected
 from swarmnode.rollouts.groups import Announced, Candidate, ExternalGroup
 from swarmnode.rollouts.reasons import REASONS, Verdict
-from swarmnode.testing.groups import BUILTIN_TASKS, TOKENIZER, Author, answer, hostile_frames, swarm_of
 from swarmnode.wire import codec, envelope, limits
 from swarmnode.wire.messages import Announce, Envelope
 

@@ -7,9 +7,9 @@ import pytest
 import trio
 
 from swarmnode.config import SharingConfig
+from swarmnode.demo.hostile_groups import BUILTIN_TASKS, MODEL, TOKENIZER, Author, swarm_of
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import Draw
-from swarmnode.testing.groups import BUILTIN_TASKS, MODEL, TOKENIZER, Author, swarm_of
 from swarmnode.testing.network import MemorySwarm
 from swarmnode.testing.scorer import InProcessScorer
 from swarmnode.wire import limits

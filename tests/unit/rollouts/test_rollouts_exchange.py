@@ -7,12 +7,12 @@ import pytest
 import trio
 
 from swarmnode.config import SharingConfig
+from swarmnode.demo.hostile_groups import BUILTIN_TASKS, MODEL, TOKENIZER, Author, hostile_frames, swarm_of
 from swarmnode.errors import PeerError
 from swarmnode.p2p.gossip import Verdict
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import Draw, Judged
 from swarmnode.tasks.client import AsyncScorer
-from swarmnode.testing.groups import BUILTIN_TASKS, MODEL, TOKENIZER, Author, hostile_frames, swarm_of
 from swarmnode.testing.network import MemorySwarm
 from swarmnode.testing.scorer import InProcessScorer
 from swarmnode.wire import codec, ids, limits

@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from swarmnode.config import SharingConfig
+from swarmnode.demo.hostile_groups import BUILTIN_TASKS, TOKENIZER, Author, hostile_frames, swarm_of
 from swarmnode.rollouts.admission import Admission, Rejected
 from swarmnode.rollouts.groups import Announced, Candidate
-from swarmnode.testing.groups import BUILTIN_TASKS, TOKENIZER, Author, hostile_frames, swarm_of
 from swarmnode.wire import codec
 from swarmnode.wire.messages import Announce
 

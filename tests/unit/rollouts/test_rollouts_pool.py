@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from swarmnode.config import SharingConfig
 from swarmnode.rollouts.pool import Pool
-from swarmnode.testing.groups import external_group
+from tests.support.groups import external_group
 
 
 def filled(peers, each, **cfg):

@@ -14,7 +14,7 @@ from swarmnode.rollouts.shelf import (
     Strikes,
     Throughput,
 )
-from swarmnode.testing.groups import external_group
+from tests.support.groups import external_group
 
 
 def candidate(peer, number, text="12"):

@@ -8,16 +8,16 @@ import trio
 from peft import LoraConfig, get_peft_model
 
 from swarmnode.config import TrainingConfig
+from swarmnode.pipeline.learning import LearnRow
+from swarmnode.pipeline.member import CrewSettings
 from swarmnode.policy.logprobs import token_logprobs
-from swarmnode.stages.learning import LearnRow
-from swarmnode.stages.member import CrewSettings
-from swarmnode.stages.recovery.bodies import run_one
-from swarmnode.stages.recovery.ladder import RecoverySettings
-from swarmnode.stages.recovery.probes import work_of
-from swarmnode.stages.recovery.state import trained
-from swarmnode.testing.lost_stages import Fleet, quiet
-from swarmnode.trainer import crew_probe
-from swarmnode.trainer.crew_probe import CrewProbe, _newest, _with
+from swarmnode.recovery.bodies import run_one
+from swarmnode.recovery.ladder import RecoverySettings
+from swarmnode.recovery.probes import work_of
+from swarmnode.recovery.state import trained
+from swarmnode.trainer.crew import probe as crew_probe
+from swarmnode.trainer.crew.probe import CrewProbe, _newest, _with
+from tests.support.lost_stages import Fleet, quiet
 
 SETTINGS = CrewSettings(b"b" * 32, "float32", "float32")
 CFG = TrainingConfig(per_device_train_tokens=1024, weight_decay=0.0)

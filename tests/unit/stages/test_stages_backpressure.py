@@ -11,20 +11,20 @@ import trio.testing
 
 from swarmnode.config import TrainingConfig
 from swarmnode.errors import PeerError
-from swarmnode.stages import frames
-from swarmnode.stages import links as links_module
-from swarmnode.stages import member as member_module
-from swarmnode.stages.activations import encode
-from swarmnode.stages.crew import SCORES, open_crew
-from swarmnode.stages.frames import FrameLimits, Place
-from swarmnode.stages.learning import LearnRow, describe, describe_loss
-from swarmnode.stages.links import Links
-from swarmnode.stages.member import CrewSettings, inline
-from swarmnode.stages.runtime import StageRuntime
-from swarmnode.stages.schedule import Schedule
-from swarmnode.stages.split import split_model, whole_state
-from swarmnode.testing.lost_stages import quiet
+from swarmnode.pipeline import frames
+from swarmnode.pipeline import links as links_module
+from swarmnode.pipeline import member as member_module
+from swarmnode.pipeline.activations import encode
+from swarmnode.pipeline.frames import FrameLimits, Place
+from swarmnode.pipeline.learning import LearnRow, describe, describe_loss
+from swarmnode.pipeline.links import Links
+from swarmnode.pipeline.member import CrewSettings, inline
+from swarmnode.pipeline.runtime import StageRuntime
+from swarmnode.pipeline.schedule import Schedule
+from swarmnode.pipeline.split import split_model, whole_state
 from swarmnode.wire import strict
+from tests.support.crew import SCORES, open_crew
+from tests.support.lost_stages import quiet
 
 EXACT = CrewSettings(b"b" * 32, "float32", "float32")
 CFG = TrainingConfig(per_device_train_tokens=64, weight_decay=0.0)

@@ -6,13 +6,13 @@ import msgspec
 import pytest
 import trio
 
+from protocol.generate import crew_vectors as v
+from protocol.generate.frames import pack
 from swarmnode.config import StagesConfig
-from swarmnode.stages import events as ev
-from swarmnode.stages import messages
-from swarmnode.stages.plane import MEMORY, StagePlane
-from swarmnode.stages.roster import Acceptor
-from swarmnode.testing import crew_vectors as v
-from swarmnode.testing.frames import pack
+from swarmnode.crew import events as ev
+from swarmnode.crew import messages
+from swarmnode.crew.plane import MEMORY, StagePlane
+from swarmnode.crew.roster import Acceptor
 from swarmnode.wire.envelope import signed_by
 
 ME = 5

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from swarmnode.config import TrainingConfig
-from swarmnode.stages.crew import open_crew
-from swarmnode.stages.frames import FrameLimits
-from swarmnode.stages.member import CrewSettings
-from swarmnode.stages.recovery.ladder import RecoverySettings, Run, Rung
-from swarmnode.stages.runtime import StageRuntime
-from swarmnode.stages.split import split_model
-from swarmnode.testing.lost_stages import Fleet, quiet, rows_of
+from swarmnode.pipeline.frames import FrameLimits
+from swarmnode.pipeline.member import CrewSettings
+from swarmnode.pipeline.runtime import StageRuntime
+from swarmnode.pipeline.split import split_model
+from swarmnode.recovery.ladder import RecoverySettings, Run, Rung
+from tests.support.crew import open_crew
+from tests.support.lost_stages import Fleet, quiet, rows_of
 
 CFG = TrainingConfig(per_device_train_tokens=64, weight_decay=0.0)
 LAYERS = [1, 1, 1, 1]

@@ -2,9 +2,9 @@
 
 import pytest
 
-from swarmnode.stages import events as ev
-from swarmnode.stages import local
-from swarmnode.testing.crew_story import Story, reset
+from swarmnode.crew import events as ev
+from swarmnode.crew import local
+from tests.support.crew_story import Story, reset
 
 
 def story(stages, spares=0):

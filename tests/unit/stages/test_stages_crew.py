@@ -11,22 +11,22 @@ from peft import LoraConfig, get_peft_model
 
 from swarmnode.config import TrainingConfig
 from swarmnode.errors import DeviceError, PeerError, PeerTimeout
+from swarmnode.pipeline import frames
+from swarmnode.pipeline.activations import encode
+from swarmnode.pipeline.frames import FrameLimits
+from swarmnode.pipeline.learning import LearnRow, describe
+from swarmnode.pipeline.member import CrewSettings, in_thread
+from swarmnode.pipeline.runtime import StageRuntime
+from swarmnode.pipeline.split import split_model, whole_state
+from swarmnode.pipeline.waves import Wave
 from swarmnode.policy.generate import generate
 from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher
-from swarmnode.stages import frames
-from swarmnode.stages.activations import encode
-from swarmnode.stages.crew import open_crew
-from swarmnode.stages.frames import FrameLimits
-from swarmnode.stages.learning import LearnRow, describe
-from swarmnode.stages.member import CrewSettings, in_thread
-from swarmnode.stages.runtime import StageRuntime
-from swarmnode.stages.split import split_model, whole_state
-from swarmnode.stages.waves import Wave
 from swarmnode.trainer.batch import assemble, own_group
 from swarmnode.trainer.update import Updater
 from swarmnode.wire import strict
 from swarmnode.wire.tensors import pack_ids
+from tests.support.crew import open_crew
 
 BASE = b"b" * 32
 EXACT = CrewSettings(BASE, "float32", "float32")

@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
+from swarmnode.crew import messages as m
 from swarmnode.errors import BadMessage
-from swarmnode.stages import messages as m
 
 INCARNATION, CREW, HASH, SIGNATURE = b"i" * 8, b"c" * 32, b"h" * 32, b"s" * 64
 

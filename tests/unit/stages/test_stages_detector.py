@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from swarmnode.stages.detector import LEAST_STEPS, STALL_FLOOR_SECONDS, Detector, Progress, phi
+from swarmnode.crew.detector import LEAST_STEPS, STALL_FLOOR_SECONDS, Detector, Progress, phi
 
 
 def beating(detector, until, peer="p", interval=1.0, rng=None):

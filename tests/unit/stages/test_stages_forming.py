@@ -5,11 +5,11 @@ import random
 import msgspec
 import pytest
 
-from swarmnode.stages.events import Settings
-from swarmnode.stages.forming import Forming, founding_record
-from swarmnode.stages.local import Offering
-from swarmnode.stages.messages import Offer, Voter
-from swarmnode.stages.plan import Capacity, ModelCost, Part
+from swarmnode.crew.events import Settings
+from swarmnode.crew.forming import Forming, founding_record
+from swarmnode.crew.local import Offering
+from swarmnode.crew.messages import Offer, Voter
+from swarmnode.crew.plan import Capacity, ModelCost, Part
 
 SETTINGS = Settings(most_peers=4)
 PART = Part(4.0, 1.0)

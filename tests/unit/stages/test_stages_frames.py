@@ -10,9 +10,9 @@ import trio
 from trio.testing import memory_stream_pair
 
 from swarmnode.errors import BadMessage
-from swarmnode.stages import frames
-from swarmnode.stages.activations import decode, encode
-from swarmnode.stages.frames import (
+from swarmnode.pipeline import frames
+from swarmnode.pipeline.activations import decode, encode
+from swarmnode.pipeline.frames import (
     FRAME_REASONS,
     Backward,
     Commit,
@@ -27,7 +27,7 @@ from swarmnode.stages.frames import (
     pack_frame,
     read_frame,
 )
-from swarmnode.stages.work import Loss, MicroBatch, Questions, read_micro_batch, read_questions
+from swarmnode.pipeline.work import Loss, MicroBatch, Questions, read_micro_batch, read_questions
 from swarmnode.wire import strict
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swarmnode.errors import Incompatible, PeerError
-from swarmnode.stages.recovery import gate
+from swarmnode.recovery import gate
 from swarmnode.wire.tensors import pack_logprobs
 
 PROBES = [SimpleNamespace(step=step, name=name) for step, name in ((4, "old"), (5, "a"), (5, "b"), (5, "c"))]

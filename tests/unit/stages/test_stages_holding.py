@@ -3,13 +3,13 @@
 import msgspec
 import pytest
 
-from swarmnode.stages import events as ev
-from swarmnode.stages import local
-from swarmnode.stages import messages as m
-from swarmnode.stages.holding import VERSION_BITS, Holding
-from swarmnode.stages.messages import Seat, Status
-from swarmnode.stages.plan import Capacity, ModelCost, Part
-from swarmnode.stages.view import View
+from swarmnode.crew import events as ev
+from swarmnode.crew import local
+from swarmnode.crew import messages as m
+from swarmnode.crew.holding import VERSION_BITS, Holding
+from swarmnode.crew.messages import Seat, Status
+from swarmnode.crew.plan import Capacity, ModelCost, Part
+from swarmnode.crew.view import View
 
 LIFE, CREW = b"i" * 8, b"c" * 32
 ME = m.Voter("p1", LIFE)

@@ -9,20 +9,20 @@ import torch
 from safetensors.torch import save_file
 
 from swarmnode.errors import StateError, Unavailable
+from swarmnode.pipeline.fence import Fence
+from swarmnode.pipeline.frames import FrameLimits, Place
+from swarmnode.pipeline.learning import describe
+from swarmnode.pipeline.links import Links
+from swarmnode.pipeline.member import CrewSettings, Member, Pace, inline
+from swarmnode.pipeline.runtime import StageRuntime
+from swarmnode.pipeline.split import split_model
 from swarmnode.policy.fingerprint import fingerprint
-from swarmnode.stages.fence import Fence
-from swarmnode.stages.frames import FrameLimits, Place
-from swarmnode.stages.learning import describe
-from swarmnode.stages.links import Links
-from swarmnode.stages.member import CrewSettings, Member, Pace, inline
-from swarmnode.stages.recovery import disk
-from swarmnode.stages.recovery.journal import FILE, Journal
-from swarmnode.stages.recovery.ladder import RecoverySettings
-from swarmnode.stages.recovery.probes import Recorder
-from swarmnode.stages.recovery.restore import base_stage
-from swarmnode.stages.recovery.state import load_moments, load_weights, take, trained
-from swarmnode.stages.runtime import StageRuntime
-from swarmnode.stages.split import split_model
+from swarmnode.recovery import disk
+from swarmnode.recovery.journal import FILE, Journal
+from swarmnode.recovery.ladder import RecoverySettings
+from swarmnode.recovery.probes import Recorder
+from swarmnode.recovery.restore import base_stage
+from swarmnode.recovery.state import load_moments, load_weights, take, trained
 from swarmnode.wire import strict
 
 CREW = b"c" * 16

@@ -12,14 +12,14 @@ from transformers import AutoModelForCausalLM
 import swarmnode.policy
 from swarmnode.config import Config, PolicyConfig, TrainingConfig
 from swarmnode.errors import StateError, Unavailable
+from swarmnode.pipeline.member import CrewSettings
 from swarmnode.policy.fingerprint import fingerprint
 from swarmnode.policy.load import lora_settings
-from swarmnode.stages.member import CrewSettings
-from swarmnode.stages.recovery import messages as m
-from swarmnode.stages.recovery.ladder import RecoverySettings
-from swarmnode.testing.lost_stages import Fleet, quiet, rows_of
+from swarmnode.recovery import messages as m
+from swarmnode.recovery.ladder import RecoverySettings
 from swarmnode.trainer import export, state
 from swarmnode.trainer.export_crew import find_copies
+from tests.support.lost_stages import Fleet, quiet, rows_of
 
 SETTINGS = CrewSettings(b"b" * 32, "float32", "float32")
 CFG = TrainingConfig(per_device_train_tokens=64, weight_decay=0.0)

@@ -3,8 +3,8 @@
 import pytest
 
 from swarmnode.errors import Refused
-from swarmnode.stages.recovery.ladder import Found, Ladder, RecoverySettings, Run, Rung, Source, Verdict, check_paper
-from swarmnode.stages.spec import StageSpec
+from swarmnode.pipeline.spec import StageSpec
+from swarmnode.recovery.ladder import Found, Ladder, RecoverySettings, Run, Rung, Source, Verdict, check_paper
 
 SPEC = {i: StageSpec(i, 4, i, i + 1, False) for i in range(4)}
 EVERYBODY = frozenset({0, 1, 2, 3})

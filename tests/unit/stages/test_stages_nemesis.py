@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from swarmnode.stages import events as ev
-from swarmnode.stages import messages, roster
-from swarmnode.stages.control import CrewControl
-from swarmnode.stages.roster import Acceptor
-from swarmnode.testing.crew_history import History, Violation
-from swarmnode.testing.nemesis import World, check
+from swarmnode.crew import events as ev
+from swarmnode.crew import messages, roster
+from swarmnode.crew.control import CrewControl
+from swarmnode.crew.roster import Acceptor
+from tests.support.crew_history import History, Violation
+from tests.support.nemesis import World, check
 
 CHUNK = 250
 
@@ -29,7 +29,7 @@ def test_the_same_seed_is_the_same_history():
 
 
 def test_a_seed_is_replayed_by_another_process():
-    said = "from swarmnode.testing.nemesis import check; print([check(seed).digest.hexdigest() for seed in (6, 8, 26, 52)])"
+    said = "from tests.support.nemesis import check; print([check(seed).digest.hexdigest() for seed in (6, 8, 26, 52)])"
     histories = {
         subprocess.run([sys.executable, "-c", said], env={**os.environ, "PYTHONHASHSEED": number}, check=True, capture_output=True).stdout
         for number in "12"
@@ -111,7 +111,7 @@ def first_violation(schedules, **options):
 def test_a_fence_that_lets_old_epochs_pass_is_found():
     found = first_violation(range(30, 230), fence_check=accepts_old_epochs)
     assert "two writers" in found
-    assert "python -m swarmnode.testing.nemesis --seed" in found
+    assert "python -m tests.support.nemesis --seed" in found
 
 
 def test_a_voter_that_votes_twice_is_found():
@@ -137,7 +137,7 @@ def test_averaging_in_probation_is_found():
 
 
 def test_a_step_that_not_all_have_acknowledged_is_found(monkeypatch):
-    from swarmnode.stages.commit import Coordinator
+    from swarmnode.pipeline.commit import Coordinator
 
     acknowledged = Coordinator.acknowledged
 
@@ -156,7 +156,7 @@ def test_a_violation_names_its_seed():
     def broken(*arguments):
         raise RuntimeError("planted")
 
-    with pytest.raises(Violation, match=r"seed 5 at .*planted\n  python -m swarmnode.testing.nemesis --seed 5"):
+    with pytest.raises(Violation, match=r"seed 5 at .*planted\n  python -m tests.support.nemesis --seed 5"):
         check(5, control=broken)
 
 

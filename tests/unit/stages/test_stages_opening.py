@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
+from swarmnode.crew.local import Open
+from swarmnode.crew.opening import OPEN_BYTES, REFUSALS, Circle, StreamOpen, StreamReady, framed, read_first, read_open, refusal
 from swarmnode.errors import BadMessage, PeerError
-from swarmnode.stages.local import Open
-from swarmnode.stages.opening import OPEN_BYTES, REFUSALS, Circle, StreamOpen, StreamReady, framed, read_first, read_open, refusal
 
 CREW = b"c" * 32
 CIRCLE = Circle(CREW, 5, 2, ("a", "b", "me", "d"), (1, 4, 2, 1))

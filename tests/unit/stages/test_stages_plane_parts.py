@@ -7,15 +7,15 @@ import msgspec
 import pytest
 import trio
 
+from protocol.generate.frames import KEY
 from swarmnode.config import StagesConfig
+from swarmnode.crew import events as ev
+from swarmnode.crew import local, messages
+from swarmnode.crew import plane as plane_module
+from swarmnode.crew.plan import Capacity, ModelCost, Part
+from swarmnode.crew.plane import StagePlane, no_say
 from swarmnode.errors import Incompatible, PeerError, PeerTimeout
-from swarmnode.stages import events as ev
-from swarmnode.stages import local, messages
-from swarmnode.stages import plane as plane_module
-from swarmnode.stages.plan import Capacity, ModelCost, Part
-from swarmnode.stages.plane import StagePlane, no_say
-from swarmnode.testing.frames import KEY
-from swarmnode.testing.waiting import until
+from tests.support.waiting import until
 
 OFFERING = local.Offering(b"m" * 32, Capacity(1e9, 1e9), ModelCost(Part(1, 1), (Part(1, 1),), Part(1, 1)))
 ASSIGNED = local.Assigned(b"c" * 32, 1, 0, (1, 1), (1, 1), ("me", "b"), 0, True, False, "")

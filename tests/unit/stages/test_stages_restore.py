@@ -8,14 +8,14 @@ from peft import LoraConfig, get_peft_model
 
 from swarmnode.config import TrainingConfig
 from swarmnode.errors import PeerTimeout
-from swarmnode.stages.member import CrewSettings
-from swarmnode.stages.recovery.ladder import RecoverySettings, Run, Rung
-from swarmnode.stages.recovery.messages import Have, root_of
-from swarmnode.stages.recovery.restore import Replica, base_adapter
-from swarmnode.stages.recovery.shadows import RAN
-from swarmnode.stages.recovery.state import StageState, encode_state, host_copy, trained
-from swarmnode.stages.recovery.transfer import StatePeer
-from swarmnode.testing.lost_stages import CREW, Fleet, quiet, rows_of
+from swarmnode.pipeline.member import CrewSettings
+from swarmnode.recovery.ladder import RecoverySettings, Run, Rung
+from swarmnode.recovery.messages import Have, root_of
+from swarmnode.recovery.restore import Replica, base_adapter
+from swarmnode.recovery.shadows import RAN
+from swarmnode.recovery.state import StageState, encode_state, host_copy, trained
+from swarmnode.recovery.transfer import StatePeer
+from tests.support.lost_stages import CREW, Fleet, quiet, rows_of
 
 SETTINGS = CrewSettings(b"b" * 32, "float32", "float32")
 CFG = TrainingConfig(per_device_train_tokens=64, weight_decay=0.0)

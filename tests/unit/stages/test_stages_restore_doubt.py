@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from swarmnode.config import TrainingConfig
-from swarmnode.stages.member import CrewSettings
-from swarmnode.stages.recovery import gate as gate_module
-from swarmnode.stages.recovery import restore as restore_module
-from swarmnode.stages.recovery.ladder import Found, Ladder, RecoverySettings, Run, Rung, Verdict
-from swarmnode.stages.recovery.messages import Have, root_of
-from swarmnode.stages.recovery.state import StageState, encode_state, trained
-from swarmnode.stages.recovery.transfer import StatePeer
-from swarmnode.stages.spec import StageSpec
-from swarmnode.testing.lost_stages import Fleet, quiet, rows_of
+from swarmnode.pipeline.member import CrewSettings
+from swarmnode.pipeline.spec import StageSpec
+from swarmnode.recovery import gate as gate_module
+from swarmnode.recovery import restore as restore_module
+from swarmnode.recovery.ladder import Found, Ladder, RecoverySettings, Run, Rung, Verdict
+from swarmnode.recovery.messages import Have, root_of
+from swarmnode.recovery.state import StageState, encode_state, trained
+from swarmnode.recovery.transfer import StatePeer
+from tests.support.lost_stages import Fleet, quiet, rows_of
 
 SETTINGS = CrewSettings(b"b" * 32, "float32", "float32")
 CFG = TrainingConfig(per_device_train_tokens=64, weight_decay=0.0)

@@ -6,11 +6,11 @@ import random
 import msgspec
 import pytest
 
+from swarmnode.crew import events as ev
+from swarmnode.crew import messages as m
+from swarmnode.crew.roster import LEAP, Acceptor, Founding, Lease, Proposal, next_ballot, remembered_incarnation
+from swarmnode.crew.succession import Proposing, Wish
 from swarmnode.errors import BadMessage
-from swarmnode.stages import events as ev
-from swarmnode.stages import messages as m
-from swarmnode.stages.roster import LEAP, Acceptor, Founding, Lease, Proposal, next_ballot, remembered_incarnation
-from swarmnode.stages.succession import Proposing, Wish
 
 NAMES = ("a", "b", "c", "d")
 

@@ -9,12 +9,12 @@ from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache
 
 from swarmnode.errors import BadMessage, Unavailable
+from swarmnode.pipeline.packing import packing
+from swarmnode.pipeline.runtime import StageRuntime
+from swarmnode.pipeline.sessions import Prompts
+from swarmnode.pipeline.spec import stage_specs
+from swarmnode.pipeline.split import load_stage, load_whole_state, split_model, whole_state
 from swarmnode.policy.logprobs import collate, completion_logprobs
-from swarmnode.stages.packing import packing
-from swarmnode.stages.runtime import StageRuntime
-from swarmnode.stages.sessions import Prompts
-from swarmnode.stages.spec import stage_specs
-from swarmnode.stages.split import load_stage, load_whole_state, split_model, whole_state
 
 KINDS = ["llama", "llama-tied", "qwen2", "qwen3", "mistral"]
 SPLITS = [[4], [2, 2], [1, 3], [1, 2, 1], [1, 1, 1, 1]]

@@ -5,10 +5,10 @@ import random
 
 import pytest
 
-from swarmnode.stages.commit import Answer, Confirm, Coordinator, Decided, Discard, Participant, Prepare, Take
-from swarmnode.stages.fence import Fence
-from swarmnode.stages.frames import Place
-from swarmnode.stages.schedule import Schedule
+from swarmnode.pipeline.commit import Answer, Confirm, Coordinator, Decided, Discard, Participant, Prepare, Take
+from swarmnode.pipeline.fence import Fence
+from swarmnode.pipeline.frames import Place
+from swarmnode.pipeline.schedule import Schedule
 
 
 def simulate(stages: int, micro_batches: int, forward: float = 1.0, backward: float = 2.0, rng: random.Random | None = None):

@@ -3,14 +3,14 @@
 import msgspec
 import pytest
 
-from swarmnode.stages import messages as m
-from swarmnode.stages.events import Settings
-from swarmnode.stages.forming import Forming, founding_record
-from swarmnode.stages.local import Offering, Settled
-from swarmnode.stages.messages import Offer, Seat, Status, Voter
-from swarmnode.stages.plan import Capacity, ModelCost, Part, make_plan, stage_memory
-from swarmnode.stages.settling import settle
-from swarmnode.stages.succession import Facts, next_record
+from swarmnode.crew import messages as m
+from swarmnode.crew.events import Settings
+from swarmnode.crew.forming import Forming, founding_record
+from swarmnode.crew.local import Offering, Settled
+from swarmnode.crew.messages import Offer, Seat, Status, Voter
+from swarmnode.crew.plan import Capacity, ModelCost, Part, make_plan, stage_memory
+from swarmnode.crew.settling import settle
+from swarmnode.crew.succession import Facts, next_record
 
 # ---- settling --------------------------------------------------------------------------------------------------------------------
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swarmnode.crew import plan as plan_module
+from swarmnode.crew.plan import Capacity, ModelCost, Part, Plan, make_plan, model_cost
 from swarmnode.errors import ConfigError, Refused
-from swarmnode.stages import plan as plan_module
-from swarmnode.stages.plan import Capacity, ModelCost, Part, Plan, make_plan, model_cost
-from swarmnode.stages.spec import holders, stage_specs
+from swarmnode.pipeline.spec import holders, stage_specs
 
 CONFIG = SimpleNamespace(
     model_type="qwen2", num_hidden_layers=4, tie_word_embeddings=True, hidden_size=8, num_attention_heads=2, num_key_value_heads=1,

@@ -11,17 +11,17 @@ import trio
 from trio.testing import memory_stream_pair
 
 from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout, StateError
-from swarmnode.stages.fence import Fence
-from swarmnode.stages.frames import FrameLimits, Place
-from swarmnode.stages.member import inline
-from swarmnode.stages.recovery import channel, disk
-from swarmnode.stages.recovery import messages as m
-from swarmnode.stages.recovery.ladder import RecoverySettings
-from swarmnode.stages.recovery.shadows import ShadowStore, ring
-from swarmnode.stages.recovery.state import StageState, decode_state, encode_state, host_copy, layout_of, stage_layouts, trained
-from swarmnode.stages.recovery.transfer import StatePeer
-from swarmnode.stages.runtime import StageRuntime
-from swarmnode.stages.split import split_model
+from swarmnode.pipeline.fence import Fence
+from swarmnode.pipeline.frames import FrameLimits, Place
+from swarmnode.pipeline.member import inline
+from swarmnode.pipeline.runtime import StageRuntime
+from swarmnode.pipeline.split import split_model
+from swarmnode.recovery import channel, disk
+from swarmnode.recovery import messages as m
+from swarmnode.recovery.ladder import RecoverySettings
+from swarmnode.recovery.shadows import ShadowStore, ring
+from swarmnode.recovery.state import StageState, decode_state, encode_state, host_copy, layout_of, stage_layouts, trained
+from swarmnode.recovery.transfer import StatePeer
 
 CREW = b"c" * 16
 LIMITS = FrameLimits(hidden=32, vocab=61, tokens=64)

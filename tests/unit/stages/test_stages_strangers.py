@@ -6,14 +6,14 @@ import random
 import msgspec
 import pytest
 
-from swarmnode.stages import events as ev
-from swarmnode.stages import forming as forming_module
-from swarmnode.stages import local
-from swarmnode.stages import messages as m
-from swarmnode.stages.control import CrewControl
-from swarmnode.stages.forming import Forming
-from swarmnode.stages.patience import LONGEST_SECONDS, PEERS, Patience
-from swarmnode.stages.plan import Capacity, ModelCost, Part
+from swarmnode.crew import events as ev
+from swarmnode.crew import forming as forming_module
+from swarmnode.crew import local
+from swarmnode.crew import messages as m
+from swarmnode.crew.control import CrewControl
+from swarmnode.crew.forming import Forming
+from swarmnode.crew.patience import LONGEST_SECONDS, PEERS, Patience
+from swarmnode.crew.plan import Capacity, ModelCost, Part
 
 MODEL = b"m" * 32
 LAYERS = 4

@@ -9,16 +9,16 @@ from peft import LoraConfig, get_peft_model
 
 from swarmnode.config import TrainingConfig
 from swarmnode.errors import Refused
+from swarmnode.pipeline.frames import FrameLimits
+from swarmnode.pipeline.learning import LearnRow
+from swarmnode.pipeline.member import CrewSettings
+from swarmnode.pipeline.routes import Hop, Routes, arriving, returning, swapped
+from swarmnode.pipeline.runtime import StageRuntime
+from swarmnode.pipeline.split import split_model, whole_state
 from swarmnode.policy.logprobs import collate, completion_logprobs
 from swarmnode.policy.micro import micro_batches
 from swarmnode.rl.objectives import policy_loss
-from swarmnode.stages.crew import open_crew
-from swarmnode.stages.frames import FrameLimits
-from swarmnode.stages.learning import LearnRow
-from swarmnode.stages.member import CrewSettings
-from swarmnode.stages.routes import Hop, Routes, arriving, returning, swapped
-from swarmnode.stages.runtime import StageRuntime
-from swarmnode.stages.split import split_model, whole_state
+from tests.support.crew import open_crew
 
 SETTINGS = CrewSettings(b"b" * 32, "float32", "float32", swapped=True)
 CFG = TrainingConfig(per_device_train_tokens=64, max_grad_norm=1e9, weight_decay=0.0)

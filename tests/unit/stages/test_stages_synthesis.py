@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from swarmnode.errors import Incompatible, Refused
-from swarmnode.stages.recovery.ladder import Run
-from swarmnode.stages.recovery.synthesis import Neighbour, synthesise
-from swarmnode.stages.routes import swapped_order
-from swarmnode.stages.runtime import StageRuntime
-from swarmnode.stages.split import split_model
+from swarmnode.pipeline.routes import swapped_order
+from swarmnode.pipeline.runtime import StageRuntime
+from swarmnode.pipeline.split import split_model
+from swarmnode.recovery.ladder import Run
+from swarmnode.recovery.synthesis import Neighbour, synthesise
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 

@@ -3,11 +3,11 @@
 import msgspec
 import pytest
 
+from swarmnode.crew import events as ev
+from swarmnode.crew import messages as m
 from swarmnode.errors import BadMessage
-from swarmnode.stages import events as ev
-from swarmnode.stages import messages as m
-from swarmnode.testing.crew_history import History, Violation
-from swarmnode.testing.crew_story import Story, reset
+from tests.support.crew_history import History, Violation
+from tests.support.crew_story import Story, reset
 
 
 def crews(world):

@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 
-from swarmnode.stages import messages as m
-from swarmnode.stages.detector import Detector
-from swarmnode.stages.messages import Offer, Seat, Status
-from swarmnode.stages.view import View
+from swarmnode.crew import messages as m
+from swarmnode.crew.detector import Detector
+from swarmnode.crew.messages import Offer, Seat, Status
+from swarmnode.crew.view import View
 
 LIFE = b"i" * 8
 

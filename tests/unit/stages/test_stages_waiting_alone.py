@@ -2,7 +2,7 @@
 
 import pytest
 
-from swarmnode.testing.crew_story import Story, reset
+from tests.support.crew_story import Story, reset
 
 
 def of_two(stage):

@@ -5,15 +5,17 @@ import os
 import signal
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import trio
 
-from swarmnode import supervisor as module
 from swarmnode.config import Config
+from swarmnode.daemon import supervisor as module
+from swarmnode.daemon.supervisor import Supervisor, parse_progress
 from swarmnode.errors import Unavailable
-from swarmnode.supervisor import Supervisor, lock_data_dir, parse_progress
-from swarmnode.testing.waiting import until
+from swarmnode.files import lock_data_dir
+from tests.support.waiting import until
 
 CHILD = textwrap.dedent("""
     import os, signal, sys, time
@@ -127,7 +129,7 @@ def test_one_node_per_data_directory(tmp_path):
 def test_an_unwritable_data_directory_is_one_clear_line(tmp_path):
     target = "/proc/swarmnode" if sys.platform.startswith("linux") else str(tmp_path / "file" / "x")
     with pytest.raises(Unavailable, match="cannot be used"):
-        lock_data_dir(module.Path(target))
+        lock_data_dir(Path(target))
 
 
 @pytest.mark.parametrize("line", [b"", b"{", b"[]", b'{"status":"x"}', b'{"step_seconds":"a","status":"x"}', b"\xff", b"3"])

@@ -9,10 +9,10 @@ import pytest
 import trio
 
 from swarmnode import settings
-from swarmnode import supervisor as module
 from swarmnode.config import Config
+from swarmnode.daemon import supervisor as module
+from swarmnode.daemon.supervisor import Supervisor
 from swarmnode.observe.systemd import Notifier
-from swarmnode.supervisor import Supervisor
 
 
 class Manager:

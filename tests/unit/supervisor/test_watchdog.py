@@ -5,7 +5,7 @@ import random
 import pytest
 
 from swarmnode.config import SupervisorConfig
-from swarmnode.watchdog import End, Restart, Watchdog
+from swarmnode.daemon.watchdog import End, Restart, Watchdog
 
 CONFIG = SupervisorConfig(startup_seconds=100, stall_floor_seconds=10, backoff_seconds=1, crash_limit=3, crash_window_seconds=60)
 

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode import cli, manifest, settings
+from swarmnode import cli, settings
 from swarmnode.config import Config
 from swarmnode.errors import ConfigError
+from swarmnode.swarm import manifest
 from swarmnode.tasks import own, registry
 from swarmnode.tasks.client import AsyncScorer, Scorer, ScorerFailed, TaskUnknown
-from swarmnode.testing.manifests import founded
 from swarmnode.wire.messages import TaskEntry, TaskRef
+from tests.support.manifests import founded
 
 WORDS = """
 import pathlib

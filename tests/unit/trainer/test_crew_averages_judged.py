@@ -11,13 +11,13 @@ from swarmnode.config import Config, PolicyConfig
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.load import load_policy
 from swarmnode.process import Progress
-from swarmnode.testing.crew_network import crew_network
-from swarmnode.testing.waiting import until
-from swarmnode.trainer import crew_probe
 from swarmnode.trainer.batch import TrainingGroup, assemble
-from swarmnode.trainer.crew import CrewTrainer
-from swarmnode.trainer.crew_policy import CrewPolicy
+from swarmnode.trainer.crew import probe as crew_probe
+from swarmnode.trainer.crew.policy import CrewPolicy
+from swarmnode.trainer.crew.run import CrewTrainer
 from swarmnode.weights import local
+from tests.support.crew_network import crew_network
+from tests.support.waiting import until
 
 WEIGHTS = {"rule": "noloco", "codec": "float32", "fragments": 1}
 STAGES = {"mode": "always", "codec": "float32", "gradient_codec": "float32"}

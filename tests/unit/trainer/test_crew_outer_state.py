@@ -6,18 +6,18 @@ import pytest
 import torch
 
 from swarmnode.config import Config
+from swarmnode.crew.local import Assigned
 from swarmnode.errors import StateError
 from swarmnode.policy.build_deep import write_deep_model
-from swarmnode.stages.local import Assigned
-from swarmnode.stages.recovery import disk
-from swarmnode.stages.recovery.ladder import RecoverySettings, Rung
-from swarmnode.stages.recovery.restore import Restored
-from swarmnode.stages.recovery.shadows import Shadowing
-from swarmnode.stages.recovery.state import load_weights, trained
-from swarmnode.trainer.crew_average import CLOCKS, StageAveraging
-from swarmnode.trainer.crew_model import open_model
-from swarmnode.trainer.crew_recovery import StageRecovery
-from swarmnode.trainer.crew_stage import Stage
+from swarmnode.recovery import disk
+from swarmnode.recovery.ladder import RecoverySettings, Rung
+from swarmnode.recovery.restore import Restored
+from swarmnode.recovery.shadows import Shadowing
+from swarmnode.recovery.state import load_weights, trained
+from swarmnode.trainer.crew.average import CLOCKS, StageAveraging
+from swarmnode.trainer.crew.model import open_model
+from swarmnode.trainer.crew.recovery import StageRecovery
+from swarmnode.trainer.crew.stage import Stage
 
 CREW = b"c" * 32
 WEIGHTS = {"rule": "noloco", "codec": "float32", "fragments": 1, "sync_every": 4}

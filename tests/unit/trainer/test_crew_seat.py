@@ -9,11 +9,11 @@ import pytest
 import torch
 import trio
 
+from swarmnode.crew.local import Assigned, Offering, Released, Resumed, Settled, Suspended
+from swarmnode.crew.plan import Capacity, ModelCost, Part
 from swarmnode.errors import ConfigError, DeviceError, PeerError, StateError
-from swarmnode.stages.local import Assigned, Offering, Released, Resumed, Settled, Suspended
-from swarmnode.stages.plan import Capacity, ModelCost, Part
-from swarmnode.trainer.crew import LESS, CrewTrainer
-from swarmnode.trainer.crew_seat import Seat, Sitting
+from swarmnode.trainer.crew.run import LESS, CrewTrainer
+from swarmnode.trainer.crew.seat import Seat, Sitting
 from swarmnode.weights import local
 
 

@@ -7,17 +7,19 @@ import trio
 import trio.testing
 
 from swarmnode.config import Config
+from swarmnode.crew.local import Assigned, Offering, Settled
+from swarmnode.crew.plan import Capacity
 from swarmnode.errors import DeviceError, PeerError
+from swarmnode.pipeline.commit import Answer, Prepare
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.device import Placement
-from swarmnode.stages.commit import Answer, Prepare
-from swarmnode.stages.local import Assigned, Offering, Settled
-from swarmnode.stages.plan import Capacity
-from swarmnode.trainer import crew_model, crew_streams, state
-from swarmnode.trainer.crew_model import open_model
-from swarmnode.trainer.crew_recovery import recovery_settings
-from swarmnode.trainer.crew_stage import Stage
-from swarmnode.trainer.crew_streams import Gate, GatedStream, connect
+from swarmnode.trainer import state
+from swarmnode.trainer.crew import model as crew_model
+from swarmnode.trainer.crew import streams as crew_streams
+from swarmnode.trainer.crew.model import open_model
+from swarmnode.trainer.crew.recovery import recovery_settings
+from swarmnode.trainer.crew.stage import Stage
+from swarmnode.trainer.crew.streams import Gate, GatedStream, connect
 from swarmnode.trainer.state import Counters
 
 CREW = b"c" * 32

@@ -3,8 +3,8 @@
 import pytest
 
 from swarmnode.config import Config
-from swarmnode.manifest import AGREED
-from swarmnode.trainer.crew_model import crew_terms
+from swarmnode.swarm.manifest import AGREED
+from swarmnode.trainer.crew.model import crew_terms
 
 BASE = bytes(32)
 

@@ -19,12 +19,10 @@ from swarmnode.policy.micro import MicroBatcher
 from swarmnode.process import Progress
 from swarmnode.rollouts.groups import ExternalGroup
 from swarmnode.tasks.client import Scorer
-from swarmnode.testing.crew_network import crew_network
-from swarmnode.testing.waiting import until
 from swarmnode.trainer import export
 from swarmnode.trainer.batch import TrainingGroup, assemble, judge
-from swarmnode.trainer.crew import CrewTrainer, make_trainer
-from swarmnode.trainer.crew_policy import CrewPolicy
+from swarmnode.trainer.crew.policy import CrewPolicy
+from swarmnode.trainer.crew.run import CrewTrainer, make_trainer
 from swarmnode.trainer.engine import EngineGone
 from swarmnode.trainer.export_crew import find_copies
 from swarmnode.trainer.loop import Trainer
@@ -32,6 +30,8 @@ from swarmnode.trainer.state import SEQUENCE_MARGIN
 from swarmnode.trainer.update import Updater
 from swarmnode.wire.messages import RolloutGroup
 from swarmnode.wire.tensors import unpack_ids, unpack_logprobs
+from tests.support.crew_network import crew_network
+from tests.support.waiting import until
 
 PROMPTS = ["What is 3 + 4?", "Calculate 10 + 8.", "Find the LCM of 6, 9"]
 

@@ -6,10 +6,10 @@ import trio
 
 from swarmnode.config import Config
 from swarmnode.errors import DeviceError
+from swarmnode.link.server import LinkServer
 from swarmnode.process import Progress
-from swarmnode.testing.network_side import NetworkSide
-from swarmnode.trainer.link_server import LinkServer
 from swarmnode.trainer.loop import Trainer
+from tests.support.network_side import NetworkSide
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 LARGE = {"groups_per_step": 128, "num_generations": 64, "max_completion_length": 64, "per_device_train_tokens": 10_000_000}

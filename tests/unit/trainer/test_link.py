@@ -6,13 +6,13 @@ import struct
 import pytest
 import trio
 
-from swarmnode.stages.local import Assigned, Offering, Released, Resumed, StageStatus, Suspended
-from swarmnode.stages.plan import Capacity, ModelCost, Part
-from swarmnode.testing.waiting import until
-from swarmnode.trainer.frames import FrameError, Unpacker, pack, socket_path, to_network
-from swarmnode.trainer.link import QUEUED_FRAMES, Link
-from swarmnode.trainer.link_server import LinkServer
-from swarmnode.trainer.messages import Drawn, Hello, Report, Welcome
+from swarmnode.crew.local import Assigned, Offering, Released, Resumed, StageStatus, Suspended
+from swarmnode.crew.plan import Capacity, ModelCost, Part
+from swarmnode.link.client import QUEUED_FRAMES, Link
+from swarmnode.link.frames import FrameError, Unpacker, pack, socket_path, to_network
+from swarmnode.link.messages import Drawn, Hello, Report, Welcome
+from swarmnode.link.server import LinkServer
+from tests.support.waiting import until
 
 HELLO = Hello(model=b"m" * 32, tokenizer=b"t" * 32, policy_version=3, vocab_size=120)
 WELCOME = Welcome(peer="12D3KooWtest", swarm=b"s" * 32)

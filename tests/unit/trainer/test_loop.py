@@ -7,6 +7,7 @@ import torch
 import trio
 
 from swarmnode.config import Config, PolicyConfig
+from swarmnode.link.server import LinkServer
 from swarmnode.policy.generate import generate
 from swarmnode.policy.load import load_policy
 from swarmnode.process import Progress
@@ -14,11 +15,10 @@ from swarmnode.rollouts.groups import ExternalGroup
 from swarmnode.tasks.client import Scored, Scorer
 from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import task_seed
-from swarmnode.testing.network_side import ME, SWARM, NetworkSide
-from swarmnode.trainer.link_server import LinkServer
 from swarmnode.trainer.loop import Trainer
 from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
+from tests.support.network_side import ME, SWARM, NetworkSide
 
 
 @pytest.fixture(autouse=True)

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnode.config import Config
+from swarmnode.link.server import LinkServer
 from swarmnode.policy.load import Policy
 from swarmnode.process import Progress
 from swarmnode.rl.split import AdaptiveSplit, FixedSplit, floor_groups
-from swarmnode.testing.network_side import NetworkSide
 from swarmnode.trainer import loop
-from swarmnode.trainer.link_server import LinkServer
 from swarmnode.trainer.loop import Trainer
 from swarmnode.trainer.pace import fitted
+from tests.support.network_side import NetworkSide
 
 
 @pytest.fixture(autouse=True)

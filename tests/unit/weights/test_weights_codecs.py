@@ -7,11 +7,11 @@ import pytest
 import torch
 import zstandard
 
+from swarmnode.averaging.codecs import decode, encode, make_anchor
+from swarmnode.averaging.patches import PATCHES_PER_ANCHOR, PatchReader, PatchWriter
 from swarmnode.errors import BadMessage
-from swarmnode.weights.codecs import decode, encode, make_anchor
 from swarmnode.weights.layout import BLOCK, TensorSpec, body_bytes, elements, make_layout, payload_limit
 from swarmnode.weights.messages import MESSAGE_BYTES, Accept, Busy, Propose, Release, decode_message, encode_message
-from swarmnode.weights.patches import PATCHES_PER_ANCHOR, PatchReader, PatchWriter
 from swarmnode.weights.payload import PAYLOAD_REASONS, Header, build, checksum, parse, peek
 
 LAYOUT = make_layout([("w", (30, 20), "float32"), ("a.bias", (7,), "float32"), ("scalar", (), "float32")])
@@ -279,7 +279,7 @@ def test_a_reader_who_missed_one_asks_for_the_whole_and_is_unharmed():
 
 
 def test_a_publisher_that_never_sends_a_whole_is_not_followed(monkeypatch):
-    monkeypatch.setattr("swarmnode.weights.patches.PATCHES_PER_ANCHOR", 100)
+    monkeypatch.setattr("swarmnode.averaging.patches.PATCHES_PER_ANCHOR", 100)
     payloads = published(PATCHES_PER_ANCHOR + 1)
     monkeypatch.undo()
     reader = PatchReader(LAYOUT)

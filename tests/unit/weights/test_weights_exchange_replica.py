@@ -7,14 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from swarmnode.averaging import codecs
 from swarmnode.config import Config, WeightsConfig
-from swarmnode.testing.replica import Judge, Tiny, identical
 from swarmnode.trainer import state
 from swarmnode.trainer.state import Counters
 from swarmnode.trainer.weights import Replica
-from swarmnode.weights import codecs, local
+from swarmnode.weights import local
 from swarmnode.weights.manifest import TensorHash
 from swarmnode.weights.members import ASK_SECONDS, FRESH_SECONDS, MAX_PEERS, Members
+from tests.support.replica import Judge, Tiny, identical
 
 CFG = WeightsConfig(rule="noloco", codec="float32", fragments=2, sync_every=4)
 

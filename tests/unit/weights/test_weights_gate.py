@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from swarmnode.weights.gate import FAR, FIRST, MISFIT_SECONDS, OUTCOMES, STRIKE, UNSUITABLE, Gate, norm
+from swarmnode.averaging.gate import FAR, FIRST, MISFIT_SECONDS, OUTCOMES, STRIKE, UNSUITABLE, Gate, norm
 from swarmnode.weights.outcomes import ADOPTIONS
 from swarmnode.weights.outcomes import OUTCOMES as COSTS
 from swarmnode.weights.watch import RewardWatch

@@ -11,11 +11,11 @@ import msgspec
 import pytest
 import torch
 
+from swarmnode.averaging.lora import RESIDUAL_LIMIT, freeze_a, mean_product, pairs, residual, shared_a
 from swarmnode.errors import BadMessage
 from swarmnode.weights.fingerprint import LoraShape, fingerprint
 from swarmnode.weights.fragments import check_schedule, cut, due, layer_of
 from swarmnode.weights.layout import elements, make_layout
-from swarmnode.weights.lora import RESIDUAL_LIMIT, freeze_a, mean_product, pairs, residual, shared_a
 from swarmnode.weights.manifest import StateManifest, TensorHash, agreed_source, check_manifest
 
 LLAMA = [

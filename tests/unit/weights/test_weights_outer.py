@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from swarmnode.averaging.outer import OuterState, average, blend, host_copy
 from swarmnode.errors import StateError
-from swarmnode.weights.outer import OuterState, average, blend, host_copy
 from swarmnode.weights.rule import (
     Rule,
     check_stability,

@@ -6,7 +6,6 @@ from collections import Counter
 
 import pytest
 
-from swarmnode.testing.pairing_sim import Conditions, Simulation
 from swarmnode.weights.messages import Accept, Busy, Propose, Release
 from swarmnode.weights.pairing import (
     Applied,
@@ -34,6 +33,7 @@ from swarmnode.weights.pairing import (
 )
 from swarmnode.weights.partners import edge_rank, epoch_bucket, partner_order
 from swarmnode.weights.throughput import FLOOR_SECONDS, Throughput
+from tests.support.pairing_sim import Conditions, Simulation
 
 FP = bytes(32)
 NONCE, OTHER = b"n" * 16, b"m" * 16

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 import zstandard
 
+from protocol.generate import frames
 from swarmnode.errors import BadMessage
-from swarmnode.testing import frames
 from swarmnode.wire import codec, limits, strict
 from swarmnode.wire.messages import Announce, Envelope, FetchResponse, RolloutGroup
 

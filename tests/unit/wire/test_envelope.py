@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from libp2p.crypto.ed25519 import Ed25519PublicKey
 from libp2p.peer.id import ID
 
+from protocol.generate import frames
 from swarmnode.errors import BadMessage
-from swarmnode.testing import frames
 from swarmnode.wire import codec, envelope, limits
 from swarmnode.wire.ids import DOMAIN_ROLLOUT
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protocol.generate import frames
 from swarmnode.errors import BadMessage
-from swarmnode.testing import frames
 from swarmnode.wire import codec, limits
 from swarmnode.wire.messages import Envelope, FetchRequest, FetchResponse, PeersRequest, PeersResponse
 

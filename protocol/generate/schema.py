@@ -1,0 +1,99 @@
+"""JSON Schemas of the messages, generated, for whoever writes another implementation: `python -m protocol.generate.schema [DIRECTORY]`.
+
+They tell names, order, types and choices. Bounds are in protocol/registry.toml and in the prose. JSON has no bytes: where a schema says
+base64, the wire has msgpack `bin`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from swarmnode.wire.messages import (
+    Announce,
+    BulkManifest,
+    BulkManifestRequest,
+    BulkManifestResponse,
+    BulkRequest,
+    BulkResponse,
+    BulkSocketRequest,
+    BulkSocketResponse,
+    Envelope,
+    FetchRequest,
+    FetchResponse,
+    ManifestRequest,
+    ManifestResponse,
+    PeersRequest,
+    PeersResponse,
+    RolloutGroup,
+    Session,
+    SessionResponse,
+    Summary,
+    SummaryRequest,
+    SummaryResponse,
+    SwarmManifest,
+)
+
+MESSAGES: dict[str, type[msgspec.Struct]] = {
+    "rollout_group": RolloutGroup,
+    "announce": Announce,
+    "envelope": Envelope,
+    "fetch_request": FetchRequest,
+    "fetch_response": FetchResponse,
+    "peers_request": PeersRequest,
+    "peers_response": PeersResponse,
+    "manifest": SwarmManifest,
+    "manifest_request": ManifestRequest,
+    "manifest_response": ManifestResponse,
+    "session": Session,
+    "session_response": SessionResponse,
+    "summary": Summary,
+    "summary_request": SummaryRequest,
+    "summary_response": SummaryResponse,
+    "bulk_manifest": BulkManifest,
+    "bulk_manifest_request": BulkManifestRequest,
+    "bulk_manifest_response": BulkManifestResponse,
+    "bulk_request": BulkRequest,
+    "bulk_response": BulkResponse,
+    "bulk_socket_request": BulkSocketRequest,
+    "bulk_socket_response": BulkSocketResponse,
+}
+"""File name to message."""
+
+
+def schemas() -> dict[str, str]:
+    """File name to its content, as it stands in protocol/schema."""
+    return render(MESSAGES)
+
+
+def render(messages: Mapping[str, type[msgspec.Struct]]) -> dict[str, str]:
+    """Of any messages."""
+    return {f"{name}.json": json.dumps(_schema(message), indent=1) + "\n" for name, message in messages.items()}
+
+
+def _schema(message: type[msgspec.Struct]) -> dict[str, Any]:
+    schema = msgspec.json.schema(message)
+    for definition in schema["$defs"].values():
+        if "properties" not in definition:
+            continue  # an array: its fields are there by their places
+        # A default is a convenience of our constructors: on the wire every field is there, in this order.
+        definition["required"] = list(definition["properties"])
+        for field in definition["properties"].values():
+            field.pop("default", None)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def write(rendered: Mapping[str, str], arguments: Sequence[str]) -> None:
+    """What a command does with its schemas: into the directory that is its one argument, or protocol/schema."""
+    directory = Path(arguments[0] if arguments else "protocol/schema")
+    for name, content in rendered.items():
+        (directory / name).write_text(content)
+
+
+if __name__ == "__main__":
+    write(schemas(), sys.argv[1:])

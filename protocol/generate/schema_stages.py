@@ -1,0 +1,45 @@
+"""JSON Schemas of what the members of a crew say, beside those of `schema`: `python -m protocol.generate.schema_stages [DIRECTORY]`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, get_args
+
+import msgspec
+
+from protocol.generate.schema import render, write
+from swarmnode.crew import messages
+from swarmnode.crew.opening import StreamOpen, StreamReady
+from swarmnode.pipeline.frames import Frame
+from swarmnode.pipeline.work import MicroBatch, Questions
+from swarmnode.recovery.messages import Edge, Probe
+from swarmnode.recovery.messages import Message as StateMessage
+
+
+def _named(prefix: str, union: Any) -> dict[str, Any]:
+    return {f"{prefix}_{message.__struct_config__.tag}": message for message in get_args(union)}
+
+
+MESSAGES: dict[str, type[msgspec.Struct]] = {
+    **_named("stage", Frame),
+    **_named("state", StateMessage),
+    **_named("crews", messages.Message),
+    "crew_record": messages.Record,
+    "crew_certificate": messages.Certificate,
+    "stage_stream_open": StreamOpen,
+    "stage_stream_ready": StreamReady,
+    "state_probe": Probe,
+    "state_edge": Edge,
+    "stage_micro_batch": MicroBatch,
+    "stage_wave": Questions,
+}
+"""File name to message."""
+
+
+def schemas() -> dict[str, str]:
+    """File name to its content, as it stands in protocol/schema."""
+    return render(MESSAGES)
+
+
+if __name__ == "__main__":
+    write(schemas(), sys.argv[1:])

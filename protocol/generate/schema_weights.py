@@ -1,0 +1,36 @@
+"""JSON Schemas of what partners say, beside those of `schema`: `python -m protocol.generate.schema_weights [DIRECTORY]`."""
+
+from __future__ import annotations
+
+import sys
+
+import msgspec
+
+from protocol.generate.schema import render, write
+from swarmnode.weights.manifest import StateManifest
+from swarmnode.weights.messages import Accept, Busy, Here, Latest, Propose, Ready, Release, StateRequest, StateResponse
+from swarmnode.weights.payload import Header
+
+MESSAGES: dict[str, type[msgspec.Struct]] = {
+    "weights_here": Here,
+    "weights_propose": Propose,
+    "weights_accept": Accept,
+    "weights_busy": Busy,
+    "weights_release": Release,
+    "weights_ready": Ready,
+    "weights_latest": Latest,
+    "weights_state_request": StateRequest,
+    "weights_state_response": StateResponse,
+    "weights_state_manifest": StateManifest,
+    "weights_payload_header": Header,
+}
+"""File name to message."""
+
+
+def schemas() -> dict[str, str]:
+    """File name to its content, as it stands in protocol/schema."""
+    return render(MESSAGES)
+
+
+if __name__ == "__main__":
+    write(schemas(), sys.argv[1:])

@@ -1,0 +1,408 @@
+"""The vectors about what the members of a crew send each other: part of what `vectors.py` writes."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+from protocol.generate.frames import Vector, accepted, changed, pack, pairs, rejected, without
+from swarmnode.pipeline.commit import Answer, Confirm, Discard, Participant, Prepare, Take
+from swarmnode.pipeline.fence import Fence
+from swarmnode.pipeline.frames import Place, policy_fingerprint
+from swarmnode.pipeline.routes import Routes
+
+CREW = bytes(range(16))
+WAVE, PRINT = b"\x61" * 16, b"\x62" * 32
+PLACE = [CREW, 3, 1, 2, 40]
+HIDDEN, VOCAB, TOKENS = 4, 50, 64
+GIVEN: dict[str, Any] = {"hidden": HIDDEN, "vocab": VOCAB, "tokens": TOKENS, "codec": "float32"}
+"""The crew that the frames of these vectors are read in."""
+
+ids = lambda *values: struct.pack(f"<{len(values)}I", *values)
+floats = lambda *values: struct.pack(f"<{len(values)}f", *values)
+NAN, INF = float("nan"), float("inf")
+
+LOSS: dict[str, Any] = {
+    "old_logprobs": floats(-0.5, -1.0, -0.25), "reference": b"", "advantages": floats(1.0, -1.0), "weights": floats(1.0, 0.5),
+    "normalizer": 12.0, "loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "delta": None, "beta": 0.0,
+}  # fmt: skip
+BATCH: dict[str, Any] = {
+    "prompt_lengths": [2], "prompt_ids": ids(7, 49), "prompt_of": [0, 0], "completion_lengths": [1, 2], "completion_ids": ids(3, 4, 5),
+    "temperature": 1.0, "loss": LOSS,
+}  # fmt: skip
+ROWS = 3
+"""Of BATCH: two tokens of the prompt, and one completion's token that has a successor."""
+WAVE_ABOUT: dict[str, Any] = {
+    "lengths": [2, 1], "ids": ids(7, 8, 9), "num_generations": 2, "names": [0, 1, 2, 3], "total": 4, "position": 0, "max_tokens": 8,
+    "temperature": 1.0, "top_p": 0.95, "seed": 2**63 - 1,
+}  # fmt: skip
+VALUES = tuple(0.25 * n - 1 for n in range(ROWS * HIDDEN))
+
+
+def header(tag: str, place: Any = PLACE, **fields: Any) -> dict[str, Any]:
+    return {"type": tag, "place": place, **fields}
+
+
+def joined(head: dict[str, Any] | bytes, body: bytes = b"") -> bytes:
+    data = head if isinstance(head, bytes) else pack(head)
+    return struct.pack(">I", len(data)) + data + body
+
+
+def learn(about: dict[str, Any] = BATCH, values: bytes = floats(*VALUES), **fields: Any) -> bytes:
+    """A `forward` with `about`, everything else right."""
+    return joined(header("forward", **{**forward_fields(about), **fields}), pack(about) + values)
+
+
+def forward_fields(about: dict[str, Any]) -> dict[str, Any]:
+    return {"micro_batch": 9, "purpose": "learn", "codec": "float32", "rows": ROWS, "about": len(pack(about))}
+
+
+def prefill(about: dict[str, Any] = WAVE_ABOUT, **fields: Any) -> bytes:
+    head = {"session": WAVE, "fingerprint": PRINT, "codec": "float32", "rows": ROWS, "about": len(pack(about)), **fields}
+    return joined(header("prefill", **head), pack(about) + floats(*VALUES))
+
+
+def good(name: str, frame: bytes, value: dict[str, Any], **given: Any) -> Vector:
+    return {**accepted(name, "stage_frame", frame, value), "given": {**GIVEN, **given}}
+
+
+def bad(reason: str, name: str, frame: bytes, **given: Any) -> Vector:
+    return {**rejected(reason, name, frame, "stage_frame"), "given": {**GIVEN, **given}}
+
+
+SMALL: list[dict[str, Any]] = [
+    header("learnt", micro_batch=9, loss=-0.5, clipped=1.0, kl=0.0, entropy=2.5, tokens=3.0),
+    header("drop", session=WAVE),
+    header("lost", session=WAVE, reason="session"),
+    header("failed", micro_batch=2**63 - 1, reason="not_finite"),
+    header("propose", attempt=2, micro_batches=[0, 9, 2**63 - 1]),
+    header("acknowledge", attempt=2, refused=None, squared_norm=0.125),
+    header("acknowledge", attempt=2, refused="micro_batches", squared_norm=0.0),
+    header("commit", attempt=2, norm=0.5, clip=1.0, learning_rate=1e-6),
+    header("abort", attempt=2, reason="timeout"),
+    header("done", attempt=0),
+]
+"""Without a body."""
+
+
+def frames() -> Iterator[Vector]:
+    for number, message in enumerate(SMALL):
+        yield good(f"{message['type']} {number}", joined(message), {"header": message})
+    largest = [CREW, 2**63 - 1, 63, 2**63 - 1, 2**63 - 1]
+    yield good("largest place", joined(header("done", largest, attempt=2**63 - 1)), {"header": header("done", largest, attempt=2**63 - 1)})
+    many = header("propose", attempt=1, micro_batches=list(range(1024)))
+    yield good("1024 micro-batches", joined(many), {"header": many})
+
+    value = {"header": header("forward", **forward_fields(BATCH)), "about": BATCH, "values": floats(*VALUES)}
+    yield good("forward", learn(), value)
+    scored = {**BATCH, "loss": None}
+    head = header("forward", **{**forward_fields(scored), "purpose": "score"})
+    told = {"header": head, "about": scored, "values": floats(*VALUES)}
+    yield good("forward to score", joined(head, pack(scored) + floats(*VALUES)), told)
+    penalty = {**BATCH, "loss": {**LOSS, "beta": 0.04, "reference": floats(-1.0, -2.0, -3.0), "delta": 4.0, "loss_type": "grpo"}}
+    head = header("forward", **forward_fields(penalty))
+    yield good("forward with a penalty", learn(penalty), {"header": head, "about": penalty, "values": floats(*VALUES)})
+    bits = struct.pack("<12H", *(struct.unpack("<I", struct.pack("<f", v))[0] >> 16 for v in VALUES))
+    head = header("forward", **{**forward_fields(BATCH), "codec": "bfloat16"})
+    exact = {"header": head, "about": BATCH, "values": floats(*VALUES)}
+    yield good("forward in bfloat16", joined(head, pack(BATCH) + bits), exact, codec="bfloat16")
+    scales, codes = (0.1, 0.0, 3.0), (127, -127, 1, 0, 5, -5, 0, 0, 1, 2, 3, 4)
+    head = header("forward", **{**forward_fields(BATCH), "codec": "int8"})
+    single = [struct.unpack("<f", floats(s))[0] for s in scales]
+    told = {"header": head, "about": BATCH, "values": floats(*(single[n // 4] * q + 0.0 for n, q in enumerate(codes)))}
+    yield good("forward in int8", joined(head, pack(BATCH) + floats(*scales) + struct.pack("<12b", *codes)), told, codec="int8")
+    wide = tuple(0.5 for _ in range(96))
+    head = header("backward", micro_batch=9, codec="int8", rows=1)
+    body = floats(0.5, 0.5) + struct.pack("<96b", *([1] * 96))
+    yield good("blocks of 48, where 64 does not divide 96", joined(head, body), {"header": head, "values": floats(*wide)}, hidden=96)
+    head = header("backward", micro_batch=9, codec="float32", rows=ROWS)
+    yield good("backward", joined(head, floats(*VALUES)), {"header": head, "values": floats(*VALUES)}, codec="int8")
+
+    head = {"session": WAVE, "fingerprint": PRINT, "codec": "float32", "rows": ROWS, "about": len(pack(WAVE_ABOUT))}
+    yield good("prefill", prefill(), {"header": header("prefill", **head), "about": WAVE_ABOUT, "values": floats(*VALUES)})
+    again = {**WAVE_ABOUT, "num_generations": 1, "names": [1, 3], "position": 1, "temperature": 0.0}
+    told = {"header": header("prefill", **{**head, "about": len(pack(again))}), "about": again, "values": floats(*VALUES)}
+    yield good("prefill, begun again", prefill(again), told)
+    head = header("decode", session=WAVE, fingerprint=PRINT, codec="float32", rows=2)
+    yield good("decode", joined(head, ids(1, 3) + floats(*VALUES[:8])), {"header": head, "names": [1, 3], "values": floats(*VALUES[:8])})
+    head = header("tokens", session=WAVE, rows=2)
+    yield good("tokens", joined(head, ids(49, 0) + floats(-0.5, 0.0)), {"header": head, "ids": [49, 0], "logprobs": [-0.5, 0.0]})
+    head = header("scores", micro_batch=9, rows=2)
+    told = {"header": head, "logprobs": [-0.5, -1.5], "entropies": [2.0, 0.0]}
+    yield good("scores", joined(head, floats(-0.5, -1.5, 2.0, 0.0)), told)
+    head = header("embedding", attempt=2, first=48, rows=2)
+    yield good("embedding", joined(head, floats(*VALUES[:8])), {"header": head, "values": floats(*VALUES[:8])}, codec="int8")
+
+
+def hostile_headers() -> Iterator[Vector]:
+    done, commit, propose = header("done", attempt=1), SMALL[7], SMALL[4]
+    acknowledge, learnt = SMALL[5], SMALL[0]
+    frame = joined(done)
+    yield bad("oversize", "an empty header", bytes(4))
+    yield bad("oversize", "a header of 16,385 bytes", struct.pack(">I", 16_385) + bytes(16_385))
+    yield bad("oversize", "a header of 4 GiB", b"\xff\xff\xff\xff")
+    yield bad("truncated", "three bytes", bytes(3))
+    yield bad("truncated", "half a header", frame[:-3])
+    yield bad("truncated", "a body that is not there", learn()[: -4 * ROWS * HIDDEN])
+    yield bad("truncated", "a body without its last byte", learn()[:-1])
+    yield bad("malformed", "a header of zeros and a byte", joined(pack(done) + b"\0"))
+    yield bad("malformed", "reserved byte c1", joined(b"\xc1"))
+    yield bad("malformed", "attempt in two bytes", joined(pack(done)[:-1] + b"\xcc\x01"))
+    yield bad("malformed", "place in another form", joined(pack(done).replace(b"place\x95", b"place\xdc\x00\x05")))
+    yield bad("malformed", "a norm as integer", joined({**commit, "norm": 1}))
+    yield bad("malformed", "attempt twice", joined(pairs([*done.items(), ("attempt", 1)])))
+    yield bad("malformed", "fields in another order", joined(pairs([("type", "done"), ("attempt", 1), ("place", PLACE)])))
+    yield bad("schema", "no type", joined(without(done, "type")))
+    yield bad("schema", "type last", joined({"place": PLACE, "attempt": 1, "type": "done"}))
+    yield bad("schema", "an unknown type", joined(header("average", attempt=1)))
+    yield bad("schema", "no place", joined({"type": "done", "attempt": 1}))
+    yield bad("schema", "a place of four", joined(header("done", PLACE[:4], attempt=1)))
+    yield bad("schema", "a place of six", joined(header("done", [*PLACE, 0], attempt=1)))
+    yield bad("schema", "a place as a map", joined(header("done", {"crew": CREW, "step": 0}, attempt=1)))
+    yield bad("schema", "an unknown field", joined({**done, "weight": 1.0}))
+    yield bad("schema", "an unknown codec", joined(header("backward", micro_batch=9, codec="int4", rows=1)))
+    yield bad("schema", "an unknown purpose", learn(purpose="poison"))
+    yield bad("schema", "an unknown refusal", joined({**acknowledge, "refused": "tired"}))
+    yield bad("schema", "nil as reason", joined({**SMALL[8], "reason": None}))
+    yield bad("schema", "rows as nil", joined(header("tokens", session=WAVE, rows=None)))
+    deep = b"\x82" + pack("type") + pack("done") + pack("place") + b"\x91" * 16_000
+    yield bad("schema", "16,000 nested arrays for a place", joined(deep))
+    yield bad("bounds", "a crew of 15 bytes", joined(header("done", [CREW[1:], *PLACE[1:]], attempt=1)))
+    yield bad("bounds", "a crew of 32 bytes", joined(header("done", [CREW * 2, *PLACE[1:]], attempt=1)))
+    yield bad("bounds", "stage 64", joined(header("done", [CREW, 3, 64, 2, 40], attempt=1)))
+    yield bad("bounds", "stage -1", joined(header("done", [CREW, 3, -1, 2, 40], attempt=1)))
+    for at, what in ((1, "roster epoch"), (3, "stage epoch"), (4, "step")):
+        for value in (-1, 2**63):
+            yield bad("bounds", f"{what} {value}", joined(header("done", [*PLACE[:at], value, *PLACE[at + 1 :]], attempt=1)))
+    yield bad("bounds", "attempt -1", joined(header("done", attempt=-1)))
+    yield bad("bounds", "micro-batch 2**63", joined(header("failed", micro_batch=2**63, reason="rows")))
+    yield bad("bounds", "a wave's name of 15 bytes", joined(header("drop", session=WAVE[1:])))
+    head = {"session": WAVE, "fingerprint": PRINT[1:], "codec": "float32", "rows": 1}
+    yield bad("bounds", "a fingerprint of 31 bytes", joined(header("decode", **head)))
+    yield bad("bounds", "no rows", joined(header("tokens", session=WAVE, rows=0)))
+    yield bad("bounds", "more rows than tokens", joined(header("backward", micro_batch=9, codec="float32", rows=TOKENS + 1)))
+    yield bad("bounds", "2**62 rows", joined(header("backward", micro_batch=9, codec="float32", rows=2**62)))
+    yield bad("bounds", "no description", joined(header("forward", **{**forward_fields(BATCH), "about": 0}), floats(*VALUES)))
+    yield bad("bounds", "a description of 3,841 bytes", joined(header("forward", **{**forward_fields(BATCH), "about": 3841})))
+    yield bad("bounds", "rows of an embedding beyond its last", joined(header("embedding", attempt=2, first=49, rows=2)))
+    yield bad("bounds", "row -1 of an embedding", joined(header("embedding", attempt=2, first=-1, rows=2)))
+    yield bad("bounds", "a step of nothing", joined({**propose, "micro_batches": []}))
+    yield bad("bounds", "a micro-batch twice", joined({**propose, "micro_batches": [1, 2, 2]}))
+    yield bad("bounds", "micro-batches that fall", joined({**propose, "micro_batches": [2, 1]}))
+    yield bad("bounds", "micro-batch -1 in a step", joined({**propose, "micro_batches": [-1, 1]}))
+    yield bad("bounds", "1025 micro-batches", joined({**propose, "micro_batches": list(range(1025))}))
+    yield bad("bounds", "a norm below 0", joined({**commit, "norm": -0.5}))
+    yield bad("bounds", "a squared norm below 0", joined({**acknowledge, "squared_norm": -1.0}))
+    yield bad("bounds", "a learning rate that climbs", joined({**commit, "learning_rate": -1e-6}))
+    yield bad("bounds", "a clip factor that makes gradients larger", joined({**commit, "clip": 1.5}))
+    yield bad("bounds", "fewer than no tokens", joined({**learnt, "tokens": -1.0}))
+    for value in (NAN, INF, -INF):
+        yield bad("not_finite", f"a norm of {value}", joined({**commit, "norm": value}))
+        yield bad("not_finite", f"a loss of {value}", joined({**learnt, "loss": value}))
+    yield bad("not_finite", "a clip factor of nan", joined({**commit, "clip": NAN}))
+    yield bad("not_finite", "a squared norm of nan", joined({**acknowledge, "squared_norm": NAN}))
+
+
+def hostile_bodies() -> Iterator[Vector]:
+    def batch(reason: str, name: str, path: str, value: Any, **fields: Any) -> Vector:
+        return bad(reason, name, learn(changed(BATCH, path, value), **fields))
+
+    def wave(reason: str, name: str, **fields: Any) -> Vector:
+        return bad(reason, name, prefill({**WAVE_ABOUT, **fields}))
+
+    yield bad("size", "a byte behind the body", learn() + b"\0")
+    yield bad("schema", "a description that is a number", learn_raw(b"\0"))
+    yield bad("malformed", "a description and a byte", learn_raw(pack(BATCH) + b"\0"))
+    yield bad("malformed", "a description cut short", learn_raw(pack(BATCH)[:-1]))
+    yield bad("schema", "a description of a wave", learn(WAVE_ABOUT))
+    yield bad("schema", "a description with a reward", learn({**BATCH, "reward": 1.0}))
+    yield bad("schema", "activations in a codec that is not the crew's", learn(), codec="int8")
+    yield batch("schema", "an unknown loss", "loss.loss_type", "mse")
+    yield batch("shape", "ids for another length", "prompt_ids", ids(7, 48, 9))
+    yield batch("shape", "one id short", "completion_ids", ids(3, 4))
+    yield bad("shape", "rows that the description does not have", learn(values=floats(*VALUES[:8]), rows=2))
+    yield batch("shape", "one log-probability short", "loss.old_logprobs", floats(-0.5, -1.0))
+    yield batch("shape", "three advantages for two completions", "loss.advantages", floats(1.0, -1.0, 0.0))
+    yield batch("shape", "no weights", "loss.weights", b"")
+    yield batch("shape", "a reference without a penalty", "loss.reference", floats(-1.0, -1.0, -1.0))
+    yield batch("shape", "a penalty without a reference", "loss.beta", 0.04)
+    yield batch("bounds", "ids of seven bytes", "prompt_ids", ids(7, 49)[:-1])
+    yield batch("bounds", "a token id of vocab", "completion_ids", ids(3, 4, VOCAB))
+    yield batch("bounds", "token id 2**32 - 1", "prompt_ids", ids(7, 2**32 - 1))
+    yield batch("bounds", "no prompts", "prompt_lengths", [])
+    yield batch("bounds", "a prompt of no tokens", "prompt_lengths", [0, 2])
+    yield batch("bounds", "a completion of -1 tokens", "completion_lengths", [-1, 4])
+    yield batch("bounds", "a completion of 2**40 tokens", "completion_lengths", [1, 2**40])
+    yield batch("bounds", "an answer to a prompt that is not there", "prompt_of", [0, 1])
+    yield batch("bounds", "an answer to prompt -1", "prompt_of", [0, -1])
+    yield batch("bounds", "three owners of two completions", "prompt_of", [0, 0, 0])
+    two = {**BATCH, "prompt_lengths": [1, 1], "prompt_ids": ids(7, 8)}
+    yield bad("bounds", "a prompt that nothing answers", learn(two))
+    yield bad("bounds", "prompts out of order", learn({**two, "prompt_of": [1, 0]}))
+    yield bad("bounds", "a prompt twice", learn({**two, "prompt_ids": ids(7, 7), "prompt_of": [0, 1]}))
+    padded = {
+        **BATCH, "prompt_lengths": [1], "prompt_ids": ids(7), "prompt_of": [0] * 12, "completion_lengths": [1] * 11 + [30],
+        "completion_ids": ids(*[3] * 41), "loss": None,
+    }  # fmt: skip
+    yield bad("bounds", "373 padded tokens, and 192 at most", learn(padded, values=bytes(30 * 4 * HIDDEN), rows=30, purpose="score"))
+    yield batch("bounds", "no loss to learn from", "loss", None)
+    yield bad("bounds", "a loss to score", learn(purpose="score"))
+    yield batch("bounds", "temperature 0", "temperature", 0.0)
+    yield batch("bounds", "a normalizer of 0", "loss.normalizer", 0.0)
+    yield batch("bounds", "an epsilon below 0", "loss.epsilon", -0.2)
+    yield batch("bounds", "a delta of 0", "loss.delta", 0.0)
+    yield batch("bounds", "a beta below 0", "loss.beta", -0.04)
+    yield batch("not_finite", "a temperature of nan", "temperature", NAN)
+    yield batch("not_finite", "an advantage of infinity", "loss.advantages", floats(INF, 0.0))
+    yield batch("not_finite", "a weight of nan", "loss.weights", floats(1.0, NAN))
+    yield batch("not_finite", "a log-probability of nan", "loss.old_logprobs", floats(-0.5, NAN, -0.25))
+    yield batch("not_finite", "a normalizer of infinity", "loss.normalizer", INF)
+    yield batch("not_finite", "a beta of nan", "loss.beta", NAN)
+    for value in (NAN, INF):
+        yield bad("not_finite", f"an activation of {value}", learn(values=floats(*VALUES[:-1], value)))
+        head = header("backward", micro_batch=9, codec="float32", rows=ROWS)
+        yield bad("not_finite", f"a gradient of {value}", joined(head, floats(value, *VALUES[1:])))
+    head = header("backward", micro_batch=9, codec="bfloat16", rows=1)
+    yield bad("not_finite", "a bfloat16 of nan", joined(head, struct.pack("<4H", 0x3F80, 0x7FC0, 0, 0)))
+    head = header("backward", micro_batch=9, codec="int8", rows=1)
+    yield bad("not_finite", "a scale of nan", joined(head, floats(NAN) + bytes(4)))
+    yield bad("not_finite", "a scale that overflows", joined(head, floats(3e38) + bytes((2, 0, 0, 0))))
+    yield bad("bounds", "a scale below 0", joined(head, floats(-1.0) + bytes(4)))
+    yield bad("bounds", "a code of -128", joined(head, floats(1.0) + bytes((0x80, 0, 0, 0))))
+    head = header("embedding", attempt=2, first=0, rows=1)
+    yield bad("not_finite", "an embedding's gradient of nan", joined(head, floats(0.0, NAN, 0.0, 0.0)))
+    head = header("scores", micro_batch=9, rows=1)
+    yield bad("not_finite", "an entropy of nan", joined(head, floats(-1.0, NAN)))
+    head = header("tokens", session=WAVE, rows=1)
+    yield bad("not_finite", "a drawn token of nan", joined(head, ids(3) + floats(NAN)))
+    yield bad("bounds", "a drawn token above certainty", joined(head, ids(3) + floats(0.5)))
+    yield bad("bounds", "a drawn token outside the vocabulary", joined(head, ids(VOCAB) + floats(-0.5)))
+
+    yield wave("shape", "a wave's ids for other lengths", ids=ids(7, 8))
+    yield wave("shape", "a wave with other rows", lengths=[1, 1], ids=ids(7, 8))
+    yield wave("bounds", "a wave of no prompts", lengths=[], names=[], ids=b"")
+    yield wave("bounds", "a wave without completions", num_generations=0, names=[])
+    yield wave("bounds", "names that fall", names=[1, 0, 2, 3])
+    yield wave("bounds", "a name twice", names=[0, 0, 1, 2])
+    yield wave("bounds", "a name beyond the wave", names=[0, 1, 2, 4])
+    yield wave("bounds", "one name short", names=[0, 1, 2])
+    yield wave("bounds", "more completions than the wave", total=3)
+    yield wave("bounds", "more tokens than the crew's", max_tokens=15)
+    yield wave("bounds", "2**40 tokens", max_tokens=2**40)
+    yield wave("bounds", "a wave that is over", position=8)
+    yield wave("bounds", "position -1", position=-1)
+    yield wave("bounds", "a seed of 2**63", seed=2**63)
+    yield wave("bounds", "a token id that is none", ids=ids(7, 8, VOCAB))
+    yield wave("bounds", "a wave's temperature below 0", temperature=-1.0)
+    yield wave("bounds", "top-p 0", top_p=0.0)
+    yield wave("bounds", "top-p above 1", top_p=1.01)
+    yield wave("not_finite", "a wave's temperature of nan", temperature=NAN)
+    yield wave("not_finite", "top-p of infinity", top_p=INF)
+    yield wave("schema", "a wave of an unknown kind", kind="beam")
+
+
+def learn_raw(about: bytes) -> bytes:
+    return joined(header("forward", **{**forward_fields(BATCH), "about": len(about)}), about + floats(*VALUES))
+
+
+def routes() -> Iterator[Vector]:
+    learn = [(3, False, 1), (4, True, 1), (4, True, 2), (5, True, 7), (8, True, 9)]
+    for stages, swapped, number, purpose in [*((*case, "learn") for case in learn), (4, True, 1, "score")]:
+        output = [[hop.stage, hop.part] for hop in Routes(stages, swapped).of(number, purpose)]  # type: ignore[arg-type]
+        given = {"stages": stages, "swapped": swapped, "micro_batch": number, "purpose": purpose}
+        name = f"way of micro-batch {number} to {purpose} through {stages} stages{', swapped' if swapped else ''}"
+        yield {"name": name, "derive": "stage_route", "input": given, "output": output}
+
+
+def fingerprints() -> Iterator[Vector]:
+    for place, codec in ((PLACE, "bfloat16"), (PLACE, "int8"), ([CREW, 3, 2, 7, 40], "int8"), ([CREW, 3, 1, 2, 41], "int8")):
+        output = policy_fingerprint(PRINT, Place(*place), codec).hex()  # type: ignore[arg-type]
+        told = [place[0].hex(), *place[1:]]
+        given = {"base": PRINT.hex(), "place": told, "codec": codec}
+        yield {"name": f"fingerprint at {told[1:]} in {codec}", "derive": "stage_fingerprint", "input": given, "output": output}
+
+
+def fences() -> Iterator[Vector]:
+    roster = {"crew": CREW.hex(), "roster_epoch": 3, "stage_epochs": [0, 2, 1]}
+    cases: list[tuple[str, int, int, list[Any], bool]] = [
+        ("of now", 1, 40, PLACE, False),
+        ("another crew", 1, 40, [b"\x99" * 16, *PLACE[1:]], False),
+        ("another stage than the stream's", 2, 40, PLACE, False),
+        ("a stage that the crew has not", 3, 40, [CREW, 3, 3, 0, 40], False),
+        ("the roster before", 1, 40, [CREW, 2, 1, 2, 40], False),
+        ("the roster after", 1, 40, [CREW, 4, 1, 2, 40], False),
+        ("a holder of before, a zombie", 1, 40, [CREW, 3, 1, 1, 40], False),
+        ("a holder that nobody told of", 1, 40, [CREW, 3, 1, 3, 40], False),
+        ("the step before", 1, 40, [CREW, 3, 1, 2, 39], False),
+        ("the step after", 1, 40, [CREW, 3, 1, 2, 41], False),
+        ("a commit of the step before", 1, 40, [CREW, 3, 1, 2, 39], True),
+        ("a commit by a holder of before", 1, 40, [CREW, 3, 1, 1, 40], True),
+        ("an old roster and a new holder", 1, 40, [CREW, 2, 1, 3, 40], False),
+        ("of another crew, roster, holder and step", 1, 40, [b"\x99" * 16, 9, 1, 9, 9], False),
+    ]
+    for name, sender, step, place, control in cases:
+        fence = Fence(Place(CREW, 3, 0, 0, step), roster["stage_epochs"])  # type: ignore[arg-type]
+        output = fence.check(Place(*place), sender, None if control else step)
+        told = [place[0].hex(), *place[1:]]
+        given = {"roster": roster, "sender": sender, "step": step, "place": told, "control": control}
+        yield {"name": f"a frame of {name}", "derive": "stage_fence", "input": given, "output": output}
+
+
+COMMITS: dict[str, list[list[Any]]] = {
+    "a step": [["gradient", 1], ["gradient", 2], ["propose", 5, 1, [1, 2], 0.5], ["commit", 5, 1]],
+    "everything twice": [
+        ["gradient", 1], ["gradient", 1], ["propose", 5, 1, [1], 0.5], ["propose", 5, 1, [1], 0.5], ["commit", 5, 1], ["commit", 5, 1],
+        ["propose", 5, 1, [1], 0.5],
+    ],
+    "a micro-batch that is missing": [["gradient", 1], ["propose", 5, 1, [1, 2], 0.5], ["commit", 5, 1], ["abort", 5, 1]],
+    "a micro-batch that nobody proposed": [["gradient", 1], ["gradient", 7], ["propose", 5, 1, [1], 0.5]],
+    "a gradient after the acknowledgement": [["gradient", 1], ["propose", 5, 1, [1], 0.5], ["gradient", 2], ["commit", 5, 1]],
+    "a gradient that is not finite": [["gradient", 1], ["propose", 5, 1, [1], None], ["commit", 5, 1], ["abort", 5, 1]],
+    "a commit that nobody was asked for": [["gradient", 1], ["commit", 5, 0], ["commit", 5, 1], ["commit", 6, 1], ["commit", 4, 9]],
+    "an abort, and another attempt": [
+        ["gradient", 1], ["propose", 5, 1, [1], 0.5], ["abort", 5, 1], ["commit", 5, 1], ["gradient", 3], ["propose", 5, 2, [3], 0.25],
+        ["commit", 5, 1], ["commit", 5, 2],
+    ],
+    "an abort of the past": [["gradient", 1], ["propose", 5, 3, [1], 0.5], ["abort", 5, 2], ["abort", 4, 3], ["commit", 5, 3]],
+    "a proposal of the past": [["gradient", 1], ["propose", 5, 3, [1], 0.5], ["propose", 5, 2, [1], 0.5], ["propose", 4, 2, [1], 0.5]],
+    "a proposal from ahead": [["gradient", 1], ["propose", 7, 1, [1], 0.5], ["propose", 5, 1, [1], 0.5]],
+}  # fmt: skip
+
+
+def commits() -> Iterator[Vector]:
+    for name, events in COMMITS.items():
+        given = {"step": 5, "events": events}
+        yield {"name": f"taking a step: {name}", "derive": "stage_commit", "input": given, "output": answers(5, events)}
+
+
+def answers(step: int, events: list[list[Any]]) -> list[list[Any]]:
+    """What `commit.Participant` answers, in the words of the vectors."""
+    stage = Participant(step)
+    return [_answer(stage, *event) for event in events]
+
+
+def _answer(stage: Participant, event: str, *given: Any) -> list[Any]:
+    if event == "gradient":
+        if not stage.may_accumulate(given[0]):
+            return ["ignored"]
+        stage.accumulated(given[0])
+        return ["added"]
+    action: Any
+    if event == "propose":
+        step, attempt, micro_batches, norm = given
+        action = stage.propose(step, attempt, micro_batches)
+        if isinstance(action, Prepare):
+            action = stage.prepared(attempt, norm, 0.0)
+    else:
+        action = stage.commit(*given) if event == "commit" else stage.abort(*given)
+    match action:
+        case Answer():
+            return ["acknowledge", action.attempt, action.refused, action.squared_norm]
+        case Confirm():
+            return ["done", action.attempt]
+        case Take():
+            return ["step", "done", action.attempt]
+        case Discard():
+            return ["drop"]
+    return []

@@ -1,0 +1,102 @@
+"""The vectors about state between members of a crew: part of what `vectors.py` writes."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+from protocol.generate.frames import Vector, accepted, pack, pairs, rejected, without
+from protocol.generate.stage_vectors import CREW, PLACE
+from swarmnode.recovery.messages import root_of, state_bytes
+from swarmnode.weights.layout import make_layout
+
+ROOT = b"\x46" * 32
+NAN = float("nan")
+
+
+def message(tag: str, **fields: Any) -> dict[str, Any]:
+    return {"type": tag, "place": PLACE, "request": 5, **fields}
+
+
+HAVE = message(
+    "have", answer=True, what="shadow", step=40, size=24_576, root=ROOT, form="exact", codec="float32", rows=0, about=0, squared_norm=0.5,
+    factor=1.1,
+)  # fmt: skip
+HOLDS = message("holds", loaded=True, rung=None, exhausted=False, shadow=40, root=ROOT, ends=None, probes=38)
+GOOD: list[dict[str, Any]] = [
+    message("ask"),
+    HOLDS,
+    message("holds", loaded=False, rung=2, exhausted=True, shadow=None, root=b"", ends=0, probes=None),
+    *(message("want", what=what) for what in ("shadow", "layers", "tied", "ends", "probes", "edges")),
+    HAVE,
+    {**HAVE, "answer": False, "what": "run", "codec": "int8", "rows": 9, "about": 300, "form": "small", "factor": 2.0},
+    message("kept", what="shadow", step=40),
+    message("keep"),
+    *(message("lack", answer=True, reason=reason) for reason in ("none", "loading", "refused", "busy", "failed")),
+]  # fmt: skip
+
+
+def framed(head: dict[str, Any] | bytes, body: bytes = b"") -> bytes:
+    data = head if isinstance(head, bytes) else pack(head)
+    return struct.pack(">I", len(data)) + data + body
+
+
+def messages() -> Iterator[Vector]:
+    for number, good in enumerate(GOOD):
+        yield accepted(f"{good['type']} {number}", "state_message", framed(good), {"header": good, "body": b""})
+    chunk = message("chunk", answer=True, at=2**20, length=3)
+    yield accepted("a chunk", "state_message", framed(chunk, b"abc"), {"header": chunk, "body": b"abc"})
+
+    def bad(reason: str, name: str, head: dict[str, Any] | bytes, body: bytes = b"", /, **fields: Any) -> Vector:
+        whole = head if isinstance(head, bytes) else framed({**head, **fields}, body)
+        return rejected(reason, name, whole, "state_message")
+
+    yield bad("oversize", "no header", bytes(4))
+    yield bad("oversize", "a header of 4 GiB", b"\xff\xff\xff\xff")
+    yield bad("truncated", "two bytes", bytes(2))
+    yield bad("truncated", "half a header", framed(HAVE)[:-9])
+    yield bad("truncated", "a chunk that is not there", chunk)
+    yield bad("truncated", "a chunk without its last byte", chunk, b"ab")
+    yield bad("size", "a byte behind a chunk", chunk, b"abcd")
+    yield bad("malformed", "a header and a byte", framed(pack(HAVE) + b"\0"))
+    yield bad("malformed", "a header in another order", framed(pairs([("type", "ask"), ("request", 5), ("place", PLACE)])))
+    yield bad("malformed", "a norm as integer", HAVE, squared_norm=1)
+    yield bad("schema", "an unknown message", message("take"))
+    yield bad("schema", "something unknown to want", message("want", what="keys"))
+    yield bad("schema", "a run that is wanted", message("want", what="run"))
+    yield bad("schema", "an unknown form", HAVE, form="half")
+    yield bad("schema", "an unknown codec", HAVE, codec="int4")
+    yield bad("schema", "an answer that is 1", HAVE, answer=1)
+    yield bad("schema", "an unknown excuse", message("lack", answer=True, reason="tired"))
+    yield bad("schema", "the address of a chunk", {**chunk, "address": 0}, b"abc")
+    yield rejected("schema", "a have without a root", framed(without(HAVE, "root")), "state_message")
+    yield bad("bounds", "a chunk of nothing", message("chunk", answer=True, at=0, length=0))
+    yield bad("bounds", "a chunk of 1,048,577 bytes", message("chunk", answer=True, at=0, length=2**20 + 1))
+    yield bad("bounds", "a chunk at -1", message("chunk", answer=True, at=-1, length=3), b"abc")
+    yield bad("bounds", "2**63 bytes", HAVE, size=2**63)
+    yield bad("bounds", "a size of -1", HAVE, size=-1)
+    yield bad("bounds", "a root of 31 bytes", HAVE, root=ROOT[1:])
+    yield bad("bounds", "a shadow without a root", HOLDS, root=b"")
+    yield bad("bounds", "a root without a shadow", HOLDS, shadow=None)
+    yield bad("bounds", "a shadow of step -1", HOLDS, shadow=-1)
+    yield bad("bounds", "a request of -1", HAVE, request=-1)
+    yield bad("bounds", "the whole id of a crew", HAVE, place=[CREW * 2, *PLACE[1:]])
+    yield bad("bounds", "state of stage 64", HAVE, place=[CREW, 3, 64, 2, 40])
+    yield bad("bounds", "a learning rate three times the crew's", HAVE, factor=3.0)
+    yield bad("bounds", "a learning rate of 0", HAVE, factor=0.0)
+    yield bad("bounds", "a squared norm below 0", HAVE, squared_norm=-1.0)
+    yield bad("not_finite", "a factor of nan", HAVE, factor=NAN)
+    yield bad("not_finite", "a squared norm of infinity", HAVE, squared_norm=float("inf"))
+
+
+def derivations() -> Iterator[Vector]:
+    for shapes in ([], [[100, 8]], [[100, 8], [8, 8], [8]]):
+        layout = make_layout((f"tensor{n}", shape, "float32") for n, shape in enumerate(shapes))
+        for form in ("exact", "small"):
+            given: dict[str, Any] = {"shapes": shapes, "form": form}
+            name = f"bytes of a shadow of {len(shapes)} tensors, {form}"
+            yield {"name": name, "derive": "state_bytes", "input": given, "output": state_bytes(layout, form)}  # type: ignore[arg-type]
+    for body in (b"", b"abc"):
+        name = f"root of {len(body)} bytes"
+        yield {"name": name, "derive": "state_root", "input": {"body": body.hex()}, "output": root_of(body).hex()}

@@ -1,0 +1,492 @@
+"""Writes protocol/vectors: `python -m protocol.generate.vectors [DIRECTORY]`. The same bytes on every machine and in every version.
+
+Hostile frames are signed by the same key as honest ones wherever the fault lies behind the signature.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from protocol.generate import bulk_vectors, crew_vectors, manifest_vectors, stage_vectors, state_vectors, summary_vectors, weight_vectors
+from protocol.generate.frames import (
+    ANNOUNCE,
+    COMPLETION,
+    GROUP,
+    KEY,
+    OTHER_KEY,
+    OTHER_PEER,
+    OTHER_SWARM,
+    PACKED,
+    PEER,
+    SWARM,
+    TASKS,
+    Vector,
+    accepted,
+    changed,
+    envelope,
+    pack,
+    pairs,
+    parts,
+    raw_block,
+    rejected,
+    repeat_block,
+    sealed,
+    without,
+    zstd,
+)  # fmt: skip
+from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
+from swarmnode.wire import ids, limits
+from swarmnode.wire.envelope import content_id, peer_id, sign
+from swarmnode.wire.swarm import swarm_id
+
+GROUP_ORDER = 2**252 + 27742317777372353535851937790883648493
+"""Order of Ed25519's base point: adding it to a signature's second half gives another that sloppy verifiers take."""
+
+def valid() -> Iterator[Vector]:
+    def opened(name: str, message: dict[str, Any], read_as: str = "gossip", frame: bytes | None = None, codec: str = "raw") -> Vector:
+        frame = frame or sealed(message)
+        return accepted(name, read_as, frame, {"peer": PEER, "content": content_id(frame), "codec": codec, "message": message})
+
+    yield opened("a group", GROUP)
+    yield opened("a group with packed token ids and log-probabilities", changed(GROUP, "completions.0", {**COMPLETION, **PACKED}))
+    yield opened("text beyond ASCII", changed(GROUP, "completions.0.text", "Größe ≤ 7 \U0001f98b\u0000"))
+    yield opened("empty text", changed(GROUP, "completions.0.text", ""))
+    yield opened("64 completions", changed(GROUP, "completions", [COMPLETION] * 64))
+    largest = {"policy_version": 2**63 - 1, "created_at": 2**63 - 1, "sequence": 2**63 - 1}
+    yield opened("largest counters", {**GROUP, **largest, "task": {**GROUP["task"], "seed": 2**63 - 2**20, "index": 2**20 - 1}})
+    yield opened("zero counters", {**GROUP, "policy_version": 0, "created_at": 0, "sequence": 0})
+    yield opened("an announcement", ANNOUNCE)
+    payload = pack(GROUP)
+    split = zstd(raw_block(payload[:40], last=False) + raw_block(payload[40:]), len(payload))
+    yield opened("zstd, two raw blocks", GROUP, frame=sealed(split, "zstd"), codec="zstd")
+    long = changed(GROUP, "completions.1.text", "a" * limits.TEXT_BYTES)
+    yield opened("a group too long for gossip", long, read_as="fetched")
+    before, after = pack(long).split(b"a" * limits.TEXT_BYTES)
+    blocks = raw_block(before, last=False) + repeat_block(b"a", limits.TEXT_BYTES, last=False) + raw_block(after)
+    yield opened(
+        "the same, zstd with a repeated byte, fits gossip", long, frame=sealed(zstd(blocks, len(pack(long))), "zstd"), codec="zstd"
+    )
+    room = limits.GOSSIP_BYTES - len(sealed(changed(GROUP, "completions.1.text", "a" * 60_000))) + 60_000
+    yield opened("a gossip frame of exactly the largest size", changed(GROUP, "completions.1.text", "a" * room))
+
+
+def hostile_envelopes() -> Iterator[Vector]:
+    good = envelope(pack(GROUP))
+    frame = pack(good)
+    key, payload, signature = good["key"], good["payload"], good["signature"]
+    room = limits.GOSSIP_BYTES - len(sealed(changed(GROUP, "completions.1.text", "a" * 60_000))) + 60_000
+    yield rejected("oversize", "one byte too long for gossip", sealed(changed(GROUP, "completions.1.text", "a" * (room + 1))))
+    yield rejected("oversize", "one byte too long to be fetched", frame + b"\0" * (limits.GROUP_BYTES + 1 - len(frame)), "fetched")
+    yield rejected("malformed", "nothing", b"")
+    yield rejected("malformed", "last byte missing", frame[:-1])
+    yield rejected("malformed", "half of it", frame[: len(frame) // 2])
+    yield rejected("malformed", "a map of 2**32 - 1 entries, none there", b"\xdf\xff\xff\xff\xff")
+    yield rejected(
+        "malformed", "payload claims 2**32 - 1 bytes", b"\x84" + pack("key") + pack(key) + pack("payload") + b"\xc6\xff\xff\xff\xff"
+    )
+    yield rejected("malformed", "trailing byte", frame + b"\0")
+    yield rejected("malformed", "two envelopes", frame + frame)
+    yield rejected("malformed", "reserved byte c1", b"\xc1")
+    yield rejected("malformed", "duplicate key", pairs([*good.items(), ("payload", payload)]))
+    yield rejected("malformed", "fields in another order", pairs(list(reversed(good.items()))))
+    yield rejected("malformed", "map header longer than needed", b"\xde\x00\x04" + frame[1:])
+    yield rejected("malformed", "key with a 16-bit length", frame.replace(pack("key") + b"\xc4\x20", pack("key") + b"\xc5\x00\x20"))
+    yield rejected("malformed", "bad UTF-8 in a field name", frame.replace(b"\xa3key", b"\xa3k\xffy"))
+    yield rejected("malformed", "bad UTF-8 in codec", frame[:-3] + b"r\xffw")
+    yield rejected("schema", "random bytes", bytes.fromhex("5f1c8e0b7a93d2446e"))
+    yield rejected("schema", "an HTTP request", b"GET / HTTP/1.1\r\n\r\n")
+    yield rejected("schema", "nil", b"\xc0")
+    yield rejected("schema", "an empty map", b"\x80")
+    yield rejected("schema", "fields as an array", pack(list(good.values())))
+    yield rejected("schema", "100,000 nested arrays", b"\x91" * 100_000, "fetched")
+    yield rejected(
+        "schema", "100,000 nested arrays in payload", b"\x82" + pack("key") + pack(key) + pack("payload") + b"\x91" * 100_000, "fetched"
+    )
+    yield rejected("schema", "60,000 nested maps", (b"\x81" + pack("")) * 30_000)
+    yield rejected("schema", "unknown field", pack({**good, "extra": 1}))
+    yield rejected("schema", "signature missing", pack(without(good, "signature")))
+    yield rejected("schema", "integer key", pairs([(1, key), *list(good.items())[1:]]))
+    yield rejected("schema", "bin key", pairs([(b"key", key), *list(good.items())[1:]]))
+    yield rejected("schema", "extension type", pack({**good, "payload": msgpack.ExtType(5, payload)}))
+    yield rejected("schema", "timestamp extension", pack({**good, "payload": msgpack.Timestamp(0)}))
+    yield rejected("schema", "payload as text", pack({**good, "payload": "text"}))
+    yield rejected("schema", "key is nil", pack({**good, "key": None}))
+    yield rejected("schema", "unknown codec", pack({**good, "codec": "lz4"}))
+    yield rejected("bounds", "key of 31 bytes", pack({**good, "key": key[:31]}))
+    yield rejected("bounds", "key of 33 bytes", pack({**good, "key": key + b"\0"}))
+    yield rejected("bounds", "no key", pack({**good, "key": b""}))
+    yield rejected("bounds", "signature of 63 bytes", pack({**good, "signature": signature[:63]}))
+    yield rejected("bounds", "signature of 65 bytes", pack({**good, "signature": signature + b"\0"}))
+
+
+def hostile_signatures() -> Iterator[Vector]:
+    payload = pack(GROUP)
+    good = envelope(payload)
+    signature = good["signature"]
+
+    def signed_otherwise(domain: bytes, swarm: bytes) -> bytes:
+        return pack({**good, "signature": sign(payload, KEY, domain, swarm).signature})
+
+    half, scalar = signature[:32], int.from_bytes(signature[32:], "little")
+    yield rejected("signature", "one bit of the signature flipped", pack({**good, "signature": bytes([signature[0] ^ 1]) + signature[1:]}))
+    yield rejected("signature", "a signature of zeros", pack({**good, "signature": bytes(64)}))
+    yield rejected("signature", "payload altered", pack({**good, "payload": payload.replace(b"\x0c", b"\x0d")}))
+    yield rejected("signature", "payload emptied", pack({**good, "payload": b""}))
+    yield rejected("signature", "another swarm", signed_otherwise(ids.DOMAIN_ROLLOUT, OTHER_SWARM))
+    yield rejected("signature", "another domain", signed_otherwise(b"swarmnode/rollout/2", SWARM))
+    yield rejected("signature", "another key", pack({**good, "key": OTHER_KEY.public_key().public_bytes_raw()}))
+    yield rejected("signature", "a key that is not a point", pack({**good, "key": b"\x02" + bytes(31)}))
+    yield rejected("signature", "codec flipped by a forwarder", pack({**good, "codec": "zstd"}))
+    yield rejected("signature", "only the payload signed", pack({**good, "signature": KEY.sign(payload)}))
+    yield rejected(
+        "signature", "scalar beyond the group order", pack({**good, "signature": half + (scalar + GROUP_ORDER).to_bytes(32, "little")})
+    )
+
+
+def hostile_payloads() -> Iterator[Vector]:
+    """Correctly signed; the signer is to blame."""
+    payload = pack(GROUP)
+    fields = list(GROUP.items())
+    deep = b"\x89" + pack("type") + pack("rollout") + pack("task") + b"\x91" * 100_000
+    tail = b"\x82" + pack("type") + pack("rollout")
+    yield rejected("malformed", "empty payload", sealed(b""))
+    yield rejected("malformed", "payload truncated", sealed(payload[:-1]))
+    yield rejected("malformed", "payload with a trailing byte", sealed(payload + b"\0"))
+    yield rejected("malformed", "duplicate key", sealed(pairs([*fields, ("sequence", 7)])))
+    yield rejected(
+        "malformed",
+        "duplicate key in a completion",
+        sealed(pack(GROUP).replace(pack(COMPLETION), pairs([*COMPLETION.items(), ("tokens", 3)]))),
+    )
+    yield rejected("malformed", "fields in another order", sealed(pairs([fields[0], *reversed(fields[1:])])))
+    yield rejected(
+        "malformed",
+        "integer longer than needed",
+        sealed(payload.replace(pack("policy_version") + b"\x0c", pack("policy_version") + b"\xcc\x0c")),
+    )
+    yield rejected("malformed", "integer where a float belongs", sealed(changed(GROUP, "sampling.temperature", 1)))
+    yield rejected(
+        "malformed",
+        "float of 32 bits",
+        sealed(payload.replace(pack("top_p") + pack(1.0), pack("top_p") + b"\xca" + struct.pack(">f", 1.0))),
+    )
+    yield rejected("malformed", "bad UTF-8 in text", sealed(payload.replace(b"<answer>7", b"<answer>\xff")))
+    yield rejected("malformed", "surrogate in text", sealed(payload.replace(b"<answer>", b"<ans\xed\xa0\x80r>")))
+    yield rejected(
+        "malformed",
+        "completions claim 2**32 - 1 items, none there",
+        sealed(payload.split(pack("completions"))[0] + pack("completions") + b"\xdd\xff\xff\xff\xff"),
+    )
+    yield rejected("schema", "100,000 nested arrays in task", sealed(deep), "fetched")
+    yield rejected(
+        "schema", "100,000 nested arrays before the tag", sealed(b"\x82" + pack("task") + b"\x91" * 100_000 + b"\xc0" + tail[1:]), "fetched"
+    )
+    yield rejected("schema", "60,000 empty maps", sealed(b"\xdc\xea\x60" + b"\x80" * 60_000))
+    yield rejected("schema", "unknown tag", sealed(changed(GROUP, "type", "rollout2")))
+    yield rejected("schema", "tag is an integer", sealed(changed(GROUP, "type", 1)))
+    yield rejected("schema", "tag is not first", sealed(pairs(list(reversed(fields)))))
+    yield rejected("schema", "no tag", sealed(without(GROUP, "type")))
+    yield rejected("schema", "an envelope in an envelope", sealed(sealed(GROUP)))
+    yield rejected("schema", "unknown field", sealed({**GROUP, "reward": 1.0}))
+    yield rejected("schema", "unknown field in task", sealed(changed(GROUP, "task.answer", "7")))
+    yield rejected("schema", "unknown field in a completion", sealed(changed(GROUP, "completions.0.reward", 1.0)))
+    yield rejected("schema", "fields of an announcement under the tag of a group", sealed({**ANNOUNCE, "type": "rollout"}))
+    yield rejected("schema", "sequence missing", sealed(without(GROUP, "sequence")))
+    yield rejected("schema", "integer key", sealed(pairs([fields[0], (2, GROUP["task"]), *fields[2:]])))
+    yield rejected("schema", "extension type", sealed(changed(GROUP, "model", msgpack.ExtType(1, b"\x11" * 32))))
+    yield rejected("schema", "completions as a map", sealed(changed(GROUP, "completions", {})))
+    yield rejected("schema", "sequence is a bool", sealed(changed(GROUP, "sequence", True)))
+    yield rejected("schema", "sequence is a float", sealed(changed(GROUP, "sequence", 7.0)))
+    yield rejected("schema", "sequence of 2**64 as a float", sealed(changed(GROUP, "sequence", 2.0**64)))
+    yield rejected("schema", "sequence of 9 bytes", sealed(changed(GROUP, "sequence", (2**64).to_bytes(9, "big"))))
+    yield rejected("schema", "text as bin", sealed(changed(GROUP, "completions.0.text", b"7")))
+    yield rejected("schema", "text is nil", sealed(changed(GROUP, "completions.0.text", None)))
+    yield rejected("schema", "unknown finish reason", sealed(changed(GROUP, "completions.0.finish", "stop")))
+    for name, value in (("NaN", float("nan")), ("infinity", float("inf")), ("minus infinity", float("-inf"))):
+        yield rejected("not_finite", f"temperature is {name}", sealed(changed(GROUP, "sampling.temperature", value)))
+        yield rejected("not_finite", f"logprob is {name}", sealed(changed(GROUP, "completions.0.logprob", value)))
+        packed = {**COMPLETION, "logprobs": struct.pack("<3f", -0.5, value, -0.5)}
+        yield rejected("not_finite", f"a packed log-probability is {name}", sealed(changed(GROUP, "completions.0", packed)))
+    yield rejected("not_finite", "top_p is NaN", sealed(changed(GROUP, "sampling.top_p", float("nan"))))
+
+
+OUT_OF_BOUNDS: tuple[tuple[str, Any], ...] = (
+    ("task.id", ""), ("task.id", "a" * 65), ("task.id", "rg/chain sum"), ("task.id", "rg/chain_sum\n"), ("task.id", "rg/größe"),
+    ("task.version", ""), ("task.version", "f" * 65),
+    ("task.seed", -(2**20)), ("task.seed", 5), ("task.seed", 2**63), ("task.seed", 2**64 - 2**20),
+    ("task.index", -1), ("task.index", 2**20), ("task.difficulty", -1), ("task.difficulty", 256),
+    ("model", b"\x11" * 31), ("model", b""), ("tokenizer", b"\x22" * 33),
+    ("policy_version", -1), ("policy_version", 2**63), ("created_at", -1), ("created_at", 2**64 - 1),
+    ("sequence", -(2**63)), ("sequence", 2**63),
+    ("sampling.temperature", 0.0), ("sampling.temperature", -1.0), ("sampling.temperature", 100.5),
+    ("sampling.top_p", 0.0), ("sampling.top_p", 1.5), ("sampling.max_tokens", 0), ("sampling.max_tokens", 16_385),
+    ("completions", []), ("completions", [COMPLETION]), ("completions", [COMPLETION] * 65),
+    ("completions.0.tokens", 0), ("completions.0.tokens", -3), ("completions.0.tokens", 9), ("completions.0.tokens", 2**64 - 1),
+    ("completions.0.logprob", 0.5), ("completions.0.logprob", -30_001.0), ("completions.0.logprob", -1.7e308),
+    ("completions.0.token_ids", PACKED["token_ids"][:8]), ("completions.0.token_ids", PACKED["token_ids"] + b"\0"),
+    ("completions.0.token_ids", b"\0" * 16),
+    ("completions.0.logprobs", PACKED["logprobs"][:8]), ("completions.0.logprobs", PACKED["logprobs"] + b"\0\0"),
+    ("completions.0.logprobs", struct.pack("<3f", -0.5, 0.01, -0.5)), ("completions.0.logprobs", struct.pack("<3f", -0.5, -10_001.0, -0.5)),
+)  # fmt: skip
+
+
+def out_of_bounds() -> Iterator[Vector]:
+    for path, value in OUT_OF_BOUNDS:
+        yield rejected("bounds", f"{path}: {_shown(value)}", sealed(changed(GROUP, path, value)))
+    yield rejected(
+        "bounds", "text of one byte too many", sealed(changed(GROUP, "completions.0.text", "a" * (limits.TEXT_BYTES + 1))), "fetched"
+    )
+    yield rejected(
+        "bounds", "text too long in bytes, not in characters", sealed(changed(GROUP, "completions.0.text", "é" * 40_000)), "fetched"
+    )
+    for path, value in (
+        ("content", b"\x33" * 31),
+        ("size", 0),
+        ("size", -1),
+        ("size", limits.GROUP_BYTES + 1),
+        ("created_at", -1),
+        ("sequence", 2**63),
+    ):
+        yield rejected("bounds", f"announcement, {path}: {_shown(value)}", sealed(changed(ANNOUNCE, path, value)))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bytes):
+        return f"{len(value)} bytes, {value.hex()[:24]}"
+    shown = f"{len(value)} items" if isinstance(value, list) else repr(value)
+    return shown if len(shown) < 40 else f"{len(shown) - 2} characters"
+
+
+def hostile_compression() -> Iterator[Vector]:
+    payload = pack(GROUP)
+    size = len(payload)
+    good = zstd(raw_block(payload), size)
+    bomb = b"".join(repeat_block(b"\0", 2**17, last=i == 127) for i in range(128))  # 16 MiB
+    skippable = b"\x50\x2a\x4d\x18" + struct.pack("<I", 4) + b"skip"
+    yield rejected("compression", "size not declared", sealed(zstd(raw_block(payload), None), "zstd"))
+    yield rejected("compression", "bomb of 16 MiB, size not declared", sealed(zstd(bomb, None), "zstd"))
+    yield rejected("compression", "bomb of 16 MiB that declares 1000 bytes", sealed(zstd(bomb, 1000), "zstd"))
+    yield rejected("oversize", "bomb of 16 MiB, declared", sealed(zstd(bomb, 2**24), "zstd"))
+    yield rejected("oversize", "declares one byte more than a group may have", sealed(zstd(bomb, limits.GROUP_BYTES + 1), "zstd"))
+    yield rejected("oversize", "declares 2**63 bytes", sealed(zstd(raw_block(payload), 2**63), "zstd"))
+    yield rejected("compression", "declares one byte too few", sealed(zstd(raw_block(payload), size - 1), "zstd"))
+    yield rejected("compression", "declares one byte too many", sealed(zstd(raw_block(payload), size + 1), "zstd"))
+    yield rejected("compression", "truncated", sealed(good[:-1], "zstd"))
+    yield rejected("compression", "last block missing", sealed(zstd(raw_block(payload, last=False), size), "zstd"))
+    yield rejected("compression", "header only", sealed(good[:13], "zstd"))
+    yield rejected("compression", "trailing byte", sealed(good + b"\0", "zstd"))
+    yield rejected("compression", "two frames", sealed(good + good, "zstd"))
+    yield rejected("compression", "a skippable frame behind", sealed(good + skippable, "zstd"))
+    yield rejected("compression", "a skippable frame in front", sealed(skippable + good, "zstd"))
+    wide = b"\x28\xb5\x2f\xfd" + b"\xc0" + b"\x58" + struct.pack("<Q", size) + raw_block(payload)
+    yield rejected("compression", "a window of 2 MiB", sealed(wide, "zstd"))
+    keyed = b"\x28\xb5\x2f\xfd" + b"\xe1" + b"\x07" + struct.pack("<Q", size) + raw_block(payload)
+    yield rejected("compression", "asks for a dictionary", sealed(keyed, "zstd"))
+    yield rejected("compression", "reserved block type", sealed(zstd(b"\xff\xff\xff", size), "zstd"))
+    yield rejected("compression", "not zstd at all", sealed(payload, "zstd"))
+    yield rejected("compression", "nothing", sealed(b"", "zstd"))
+    yield rejected("malformed", "sound frame around a truncated group", sealed(zstd(raw_block(payload[:-1]), size - 1), "zstd"))
+    yield rejected("schema", "compressed, but codec says raw", sealed(good))
+
+
+def fetch() -> Iterator[Vector]:
+    request = {"content": b"\x33" * 32}
+    body = sealed(GROUP)
+    yield accepted("a request", "fetch_request", pack(request), request)
+    yield rejected("bounds", "a request for 31 bytes", pack({"content": b"\x33" * 31}), "fetch_request")
+    yield rejected("schema", "a request with an unknown field", pack({**request, "offset": 0}), "fetch_request")
+    yield rejected("schema", "a request for text", pack({"content": "3" * 32}), "fetch_request")
+    yield rejected("malformed", "a request, truncated", pack(request)[:-1], "fetch_request")
+    yield rejected("oversize", "a request of 65 bytes", pack({"content": b"\x33" * 54}), "fetch_request")
+    for response in ({"status": "ok", "body": body}, {"status": "unknown", "body": b""}, {"status": "busy", "body": b""}):
+        yield accepted(f"a response: {response['status']}", "fetch_response", pack(response), response)
+    yield rejected("bounds", "ok without a body", pack({"status": "ok", "body": b""}), "fetch_response")
+    yield rejected("bounds", "unknown with a body", pack({"status": "unknown", "body": body}), "fetch_response")
+    yield rejected("schema", "unknown status", pack({"status": "later", "body": b""}), "fetch_response")
+    yield rejected("schema", "no status", pack({"body": body}), "fetch_response")
+    yield rejected("bounds", "a body one byte too long", pack({"status": "ok", "body": bytes(limits.GROUP_BYTES + 1)}), "fetch_response")
+    yield rejected("oversize", "a response one byte too long", bytes(limits.FETCH_RESPONSE_BYTES + 1), "fetch_response")
+
+
+def peers() -> Iterator[Vector]:
+    request: dict[str, Any] = {"swarm": SWARM, "addresses": ["/ip4/192.0.2.7/tcp/9512", "/ip6/2001:db8::7/tcp/9512"]}
+    other: dict[str, Any] = {"peer": PEER, "addresses": ["/ip4/198.51.100.7/tcp/9512"]}
+    response = {"swarm": SWARM, "peers": [other]}
+    yield accepted("a request", "peers_request", pack(request), request)
+    yield accepted("a request without addresses", "peers_request", pack({**request, "addresses": []}), {**request, "addresses": []})
+    yield accepted("a response", "peers_response", pack(response), response)
+    yield accepted("nobody", "peers_response", pack({**response, "peers": []}), {**response, "peers": []})
+    yield accepted("32 peers", "peers_response", pack({**response, "peers": [other] * 32}), {**response, "peers": [other] * 32})
+    yield rejected("bounds", "33 peers", pack({**response, "peers": [other] * 33}), "peers_response")
+    yield rejected("bounds", "9 addresses", pack({**request, "addresses": request["addresses"] * 5}), "peers_request")
+    yield rejected(
+        "bounds", "9 addresses of a peer", pack(changed(response, "peers.0.addresses", other["addresses"] * 9)), "peers_response"
+    )
+    yield rejected("bounds", "an address of 257 characters", pack({**request, "addresses": ["/" * 257]}), "peers_request")
+    yield rejected("bounds", "an address with a line break", pack({**request, "addresses": ["/ip4/192.0.2.7/tcp/9512\n"]}), "peers_request")
+    yield rejected("bounds", "an empty peer id", pack(changed(response, "peers.0.peer", "")), "peers_response")
+    yield rejected("bounds", "a swarm id of 31 bytes", pack({**request, "swarm": SWARM[:31]}), "peers_request")
+    yield rejected("schema", "addresses as bin", pack({**request, "addresses": [b"\x04"]}), "peers_request")
+    yield rejected("schema", "a peer with a name", pack(changed(response, "peers.0.name", "me")), "peers_response")
+    yield rejected("schema", "4000 nested arrays", pack(request)[:1] + pack("addresses") + b"\x91" * 4000, "peers_request")
+    yield rejected("malformed", "truncated", pack(response)[:-1], "peers_response")
+    yield rejected("oversize", "a request of 4097 bytes", bytes(limits.PEERS_REQUEST_BYTES + 1), "peers_request")
+    yield rejected("oversize", "a response of 65,537 bytes", bytes(limits.PEERS_RESPONSE_BYTES + 1), "peers_response")
+
+
+def admission() -> Iterator[Vector]:
+    """The rules of 02, section 4, that need neither scorer nor policy."""
+    now = GROUP["created_at"] / 1000
+    seed, index = task_seed(SWARM, PEER, GROUP["sequence"])
+    other_seed, _ = task_seed(SWARM, OTHER_PEER, GROUP["sequence"])
+    honest = changed(changed(GROUP, "task.seed", seed), "task.index", index)
+    frame = sealed(honest)
+
+    def case(verdict: str, name: str, message: Any, *after: bytes, own: str = OTHER_PEER, **rules: Any) -> Vector:
+        sent = message if isinstance(message, bytes) else sealed(message)
+        given = {"now": now, "own": own, "tasks": TASKS, "after": [parts(each) for each in after], **rules}
+        outcome = {"verdict": "accept"} if verdict == "accept" else dict(zip(("verdict", "reason"), verdict.split(), strict=True))
+        return {"name": name, "admit": given, **outcome, "frame": parts(sent)}
+
+    def text(value: str, tokens: int = 3) -> dict[str, Any]:
+        return changed(honest, "completions.0", {**COMPLETION, "text": value, "tokens": tokens})
+
+    def packed(total: float) -> dict[str, Any]:
+        return changed(honest, "completions.0", {**COMPLETION, **PACKED, "logprob": total})  # PACKED sums to -1.75
+
+    later = sealed(changed(changed(honest, "sequence", 8), "task.index", 8))
+    yield case("accept", "a group", honest)
+    yield case("accept", "an announcement", ANNOUNCE)
+    yield case("accept", "an older sequence after a newer one", honest, later)
+    yield case("ignore duplicate", "the same frame again", frame, frame)
+    yield case("ignore own", "one's own", honest, own=PEER)
+    yield case("reject signature", "of another swarm", pack({**envelope(pack(honest)), "signature": bytes(64)}))
+    yield case("reject bounds", "a single completion", changed(honest, "completions", [COMPLETION]))
+    yield case("ignore sequence_reused", "another group with the same sequence", text("8"), frame)
+    yield case("ignore sequence_reused", "an announcement with the same sequence", {**ANNOUNCE, "sequence": 7}, frame)
+    yield case("accept", "an hour old", changed(honest, "created_at", GROUP["created_at"] - 3_600_000))
+    yield case("ignore stale", "an hour and a second old", changed(honest, "created_at", GROUP["created_at"] - 3_601_000))
+    yield case("accept", "two minutes ahead", changed(honest, "created_at", GROUP["created_at"] + 120_000))
+    yield case("ignore future", "two minutes and a second ahead", changed(honest, "created_at", GROUP["created_at"] + 121_000))
+    yield case("ignore future", "an announcement from the end of time", {**ANNOUNCE, "created_at": 2**63 - 1})
+    yield case("reject seed", "another block", changed(honest, "task.seed", seed + 2**20))
+    yield case("reject seed", "another index", changed(honest, "task.index", index + 1))
+    yield case("reject seed", "another sequence", {**honest, "sequence": 8})
+    yield case("reject seed", "the seed of another peer", changed(honest, "task.seed", other_seed))
+    yield case("reject seed", "an evaluation seed", changed(honest, "task.seed", evaluation_seed("rg/chain_sum", 0)))
+    yield case("reject unknown_task", "a task that the swarm does not have", changed(honest, "task.id", "rg/gcd"))
+    yield case("reject unknown_version", "a task at another version", changed(honest, "task.version", "0123456789abcdee"))
+    rules = {"min_completions": 2, "max_completions": 4, "max_tokens": 8, "temperature": 1.0, "top_p": 1.0, "groups_per_second": 16.0}
+    model = [GROUP["model"].hex(), GROUP["tokenizer"].hex()]
+    yield case("accept", "within the manifest's rules", honest, rules=rules, models=[model])
+    yield case("accept", "any model where the manifest names none", changed(honest, "model", b"\x77" * 32), rules=rules, models=[])
+    for name, path, value in (
+        ("more completions than the manifest allows", "completions", [COMPLETION] * 5),
+        ("another temperature than the manifest's", "sampling.temperature", 0.5),
+        ("another top-p than the manifest's", "sampling.top_p", 0.5),
+        ("more tokens than the manifest allows", "sampling.max_tokens", 9),
+        ("a model that the manifest does not name", "model", b"\x77" * 32),
+        ("a tokenizer that the manifest does not name", "tokenizer", b"\x77" * 32),
+    ):
+        yield case("reject agreement", name, changed(honest, path, value), rules=rules, models=[model])
+    yield case("accept", "256 bytes of text for a token", text("a" * 256, 1))
+    yield case("reject tokens", "257 bytes of text for a token", text("a" * 257, 1))
+    yield case("reject tokens", "258 bytes in 86 characters for a token", text("≤" * 86, 1))
+    yield case("accept", "log-probabilities that sum up", packed(-1.75))
+    yield case("accept", "log-probabilities that sum up but for rounding", packed(-1.81))
+    yield case("reject tokens", "log-probabilities that sum to less", packed(-1.6))
+    yield case("reject tokens", "log-probabilities that sum to more", packed(-2.0))
+    yield case("accept", "tab, newline and carriage return", text("a\tb\r\nc"))
+    for name, character in (
+        ("escape", "\x1b"),
+        ("C1", "\x9b"),
+        ("bidirectional override", "\u202e"),
+        ("isolate", "\u2066"),
+        ("U+FFFF", "\uffff"),
+    ):
+        yield case("ignore charset", f"text with {name}", text(f"a{character}b"))
+
+
+def derivations() -> Iterator[Vector]:
+    def derived(name: str, what: str, given: dict[str, Any], output: Any) -> Vector:
+        return {"name": name, "derive": what, "input": given, "output": output}
+
+    for number, key in enumerate((KEY, OTHER_KEY), 1):
+        public = key.public_key().public_bytes_raw()
+        yield derived(f"peer id {number}", "peer_id", {"key": public.hex()}, peer_id(public))
+    yield derived("content id of nothing", "content_id", {"envelope": ""}, content_id(b"").hex())
+    yield derived("content id of a group", "content_id", {"envelope": sealed(GROUP).hex()}, content_id(sealed(GROUP)).hex())
+    for name, tasks in (("vectors", TASKS), ("vectors", dict(reversed(TASKS.items()))), ("Schwärm", {"rg/gcd": "00"})):
+        given: dict[str, Any] = {"name": name, "tasks": tasks, "protocols": list(ids.PROTOCOLS)}
+        yield derived(f"swarm id of {name}, {' and '.join(tasks)}", "swarm_id", given, swarm_id(name, tasks).hex())
+    for sequence in (0, 7, 2**20 - 1, 2**20, 12_345_678_901, 2**63 - 1):
+        seed, index = task_seed(SWARM, PEER, sequence)
+        given = {"swarm": SWARM.hex(), "peer": PEER, "sequence": sequence}
+        yield derived(f"seed and index of sequence {sequence}", "task_seed", given, {"seed": seed, "index": index})
+    for task, block in (("rg/chain_sum", 0), ("rg/chain_sum", 2**64 - 1), ("builtin/copy", 0)):
+        given = {"task": task, "block": block}
+        yield derived(f"evaluation seed of {task}, block {block}", "evaluation_seed", given, evaluation_seed(task, block))
+    for index in range(6):
+        given = {"tasks": ["rg/gcd", "builtin/copy", "rg/chain_sum"], "seed": 5 << 20, "index": index}
+        yield derived(f"task of index {index}", "choose_task", given, choose_task(given["tasks"], 5 << 20, index))
+
+
+DOCUMENTS: dict[str, tuple[str, tuple[Callable[[], Iterator[Vector]], ...]]] = {
+    "valid": ("What every node accepts.", (valid,)),
+    "envelopes": ("Frames whose envelope is no envelope, or not signed as it must be.", (hostile_envelopes, hostile_signatures)),
+    "payloads": ("Correctly signed frames with a payload that no honest node signs.", (hostile_payloads, out_of_bounds)),
+    "compression": (
+        "Correctly signed frames with a compressed payload that must not be opened, or not be believed.",
+        (hostile_compression,),
+    ),
+    "fetch": ("Requests and responses of the fetch protocol.", (fetch,)),
+    "peers": ("Requests and responses of the peers protocol.", (peers,)),
+    "manifests": ("Signed manifests, each with the swarm id that follows from it, and requests for them.", (manifest_vectors.manifests,)),
+    "sessions": ("Sessions, signed for the swarm of this file.", (manifest_vectors.sessions,)),
+    "summaries": ("Summaries, signed for the swarm of this file, and requests for them.", (summary_vectors.summaries,)),
+    "bulk": ("Manifests of transfers, requests for chunks, and roots.", (bulk_vectors.messages, bulk_vectors.roots)),
+    "weights": ("What partners say, states and their manifests, and what follows from names and shapes.", (
+        weight_vectors.messages, weight_vectors.states, weight_vectors.derivations,
+    )),
+    "stages": ("Frames between the members of a crew with the `given` shapes; the fence; what a stage answers while a step is taken.", (
+        stage_vectors.frames, stage_vectors.hostile_headers, stage_vectors.hostile_bodies, stage_vectors.routes, stage_vectors.fingerprints,
+        stage_vectors.fences, stage_vectors.commits,
+    )),
+    "crews": ("What members' network processes say, rosters and the votes for them, and who may open a stream.", (
+        crew_vectors.messages, crew_vectors.adoptions, crew_vectors.streams, crew_vectors.derivations,
+    )),
+    "state": ("What members of a crew send each other of their stages' state, and how long it is.", (
+        state_vectors.messages, state_vectors.derivations,
+    )),
+    "admission": ("What a node makes of a frame from gossip, up to where it needs a scorer.", (admission,)),
+    "derivations": ("Names and numbers that follow from others.", (derivations,)),
+}
+
+
+def documents() -> dict[str, str]:
+    """File name to its content, as it stands in protocol/vectors."""
+    return {f"{name}.json": _document(about, sources) for name, (about, sources) in DOCUMENTS.items()}
+
+
+def _document(about: str, sources: Sequence[Callable[[], Iterator[Vector]]]) -> str:
+    # One vector a line, so that a change is one line of a diff.
+    vectors = ",\n".join(json.dumps(vector) for source in sources for vector in source())
+    head = {"about": about, "domain": ids.DOMAIN_ROLLOUT.decode(), "swarm": SWARM.hex()}
+    return json.dumps(head)[:-1] + ', "vectors": [\n' + vectors + "\n]}\n"
+
+
+def main(arguments: Sequence[str]) -> None:
+    directory = Path(arguments[0] if arguments else "protocol/vectors")
+    for name, content in documents().items():
+        (directory / name).write_text(content)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,123 @@
+"""The vectors about averaging: part of what `vectors.py` writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from protocol.generate.frames import KEY, OTHER_PEER, OTHER_SWARM, PEER, SWARM, Vector, accepted, pack, rejected, without
+from swarmnode.weights.fingerprint import LoraShape, fingerprint
+from swarmnode.weights.fragments import cut
+from swarmnode.weights.layout import make_layout
+from swarmnode.weights.partners import edge_rank
+from swarmnode.wire import ids
+from swarmnode.wire.envelope import sign
+
+FINGERPRINT, TRANSFER, ROOT = b"\x41" * 32, b"\x42" * 32, b"\x43" * 32
+NONCE, SESSION = b"\x44" * 16, b"\x45" * 16
+TENSORS = [
+    ["embed.weight", [100, 8], "float32"], ["layers.0.w", [8, 8], "float32"], ["layers.1.w", [8, 8], "float32"],
+    ["layers.2.w", [8, 8], "float32"], ["norm.weight", [8], "float32"],
+]  # fmt: skip
+
+
+def messages() -> Iterator[Vector]:
+    good: list[dict[str, Any]] = [
+        {"type": "here", "fingerprint": FINGERPRINT, "outer_step": 12},
+        {"type": "propose", "nonce": NONCE, "fingerprint": FINGERPRINT, "fragment": 3, "outer_step": 2**63 - 1},
+        {"type": "accept", "nonce": NONCE, "session": SESSION, "fragment": 0, "outer_step": 0},
+        {"type": "busy", "nonce": NONCE, "reason": "busy", "retry_seconds": 3600},
+        {"type": "busy", "nonce": NONCE, "reason": "other_policy", "retry_seconds": 0},
+        {"type": "release", "session": SESSION},
+        {"type": "ready", "session": SESSION, "transfer": TRANSFER, "root": ROOT, "size": 62_817, "outer_step": 5},
+        {"type": "latest", "fingerprint": FINGERPRINT, "fragment": 1023},
+    ]
+    for message in good:
+        yield accepted(f"{message['type']} {message.get('reason', '')}".strip(), "weights", pack(message), message)
+    here, propose, accept, busy, _, release, ready, latest = good
+
+    def refused(verdict: str, name: str, message: dict[str, Any], /, **fields: Any) -> Vector:
+        return rejected(verdict, name, pack({**message, **fields}), "weights")
+
+    yield refused("bounds", "a nonce of 15 bytes", propose, nonce=NONCE[1:])
+    yield refused("bounds", "a session of 17 bytes", release, session=bytes(17))
+    yield refused("bounds", "an empty session", accept, session=b"")
+    yield refused("bounds", "a fingerprint of 31 bytes", here, fingerprint=FINGERPRINT[1:])
+    yield refused("bounds", "fragment 1024", propose, fragment=1024)
+    yield refused("bounds", "fragment -1", latest, fragment=-1)
+    yield refused("bounds", "2**63 outer steps", propose, outer_step=2**63)
+    yield refused("bounds", "-1 outer steps", here, outer_step=-1)
+    yield refused("bounds", "an hour and a second", busy, retry_seconds=3601)
+    yield refused("bounds", "nothing to fetch", ready, size=0)
+    yield refused("bounds", "2**63 bytes to fetch", ready, size=2**63)
+    yield refused("bounds", "a root of 33 bytes", ready, root=bytes(33))
+    yield refused("bounds", "a transfer without an id", ready, transfer=b"")
+    yield refused("schema", "another reason", busy, reason="tired")
+    yield refused("schema", "an unknown type", here, type="average")
+    yield refused("schema", "outer steps as float", propose, outer_step=1.0)
+    yield refused("schema", "a nonce as text", propose, nonce="n" * 16)
+    yield refused("schema", "a weight", accept, weight=1.0)
+    yield rejected("schema", "without a fragment", pack(without(propose, "fragment")), "weights")
+    yield rejected("schema", "type last", pack({**without(release, "type"), "type": "release"}), "weights")
+    yield rejected("malformed", "cut short", pack(ready)[:-1], "weights")
+    yield rejected("malformed", "a byte behind it", pack(release) + b"\0", "weights")
+    yield rejected("malformed", "nothing", b"", "weights")
+    yield rejected("oversize", "257 bytes", bytes(257), "weights")
+
+
+def states() -> Iterator[Vector]:
+    request = {"type": "state_request", "fingerprint": FINGERPRINT}
+    tensors = [{"name": name, "phi": b"\x51" * 32, "delta": b"\x52" * 32} for name, _, _ in TENSORS]
+    manifest: dict[str, Any] = {
+        "type": "state", "fingerprint": FINGERPRINT, "outer_step": 31, "created_at": 1_790_000_000_000, "tensors": tensors,
+    }  # fmt: skip
+    signed = _signed(manifest)
+    response = {"type": "state_response", "manifest": signed, "transfer": TRANSFER, "root": ROOT, "size": 1_000_000}
+    for message in (request, response):
+        yield accepted(str(message["type"]), "weights_state", pack(message), message)
+    yield rejected("bounds", "a request with a short fingerprint", pack({**request, "fingerprint": b""}), "weights_state")
+    yield rejected("bounds", "a state of no bytes", pack({**response, "size": 0}), "weights_state")
+    yield rejected("schema", "a request for tensors", pack({**request, "tensors": []}), "weights_state")
+    yield rejected("malformed", "a response cut short", pack(response)[:-1], "weights_state")
+    yield rejected("oversize", "a byte more than 4 MiB", bytes(4 * 2**20 + 1), "weights_state")
+
+    value = {"peer": PEER, "manifest": manifest}
+    yield accepted("a state's manifest", "state_manifest", signed, value)
+
+    def refused(reason: str, name: str, **fields: Any) -> Vector:
+        return rejected(reason, name, _signed({**manifest, **fields}), "state_manifest")
+
+    yield refused("bounds", "a hash of 31 bytes", tensors=[{**tensors[0], "phi": bytes(31)}, *tensors[1:]])
+    yield refused("bounds", "tensors in another order", tensors=tensors[::-1])
+    yield refused("bounds", "a tensor twice", tensors=[tensors[0], tensors[0], *tensors[1:]])
+    yield refused("bounds", "a state with a fingerprint of 31 bytes", fingerprint=bytes(31))
+    yield refused("bounds", "a state after -1 outer steps", outer_step=-1)
+    yield refused("schema", "another type", type="manifest")
+    yield refused("schema", "a loss", loss=0.5)
+    yield rejected("signature", "for another swarm", _signed(manifest, swarm=OTHER_SWARM), "state_manifest")
+    yield rejected("signature", "as a rollout", _signed(manifest, domain=ids.DOMAIN_ROLLOUT), "state_manifest")
+
+
+def derivations() -> Iterator[Vector]:
+    layout = make_layout((name, shape, dtype) for name, shape, dtype in TENSORS)
+    for name, bucket, swarm in (("a pair", 29_833_333, SWARM), ("in the next minute", 29_833_334, SWARM), ("elsewhere", 0, OTHER_SWARM)):
+        given: dict[str, Any] = {"epoch": bucket, "one": PEER, "other": OTHER_PEER, "swarm": swarm.hex()}
+        yield {"name": name, "derive": "edge_rank", "input": given, "output": edge_rank(bucket, PEER, OTHER_PEER, swarm).hex()}
+    adapters = (None, LoraShape(8, 16, ("k_proj", "q_proj"), 0), LoraShape(8, 16, ("all-linear",), None))
+    for number, adapter in enumerate(adapters):
+        plain = None if adapter is None else [adapter.r, adapter.alpha, list(adapter.target_modules), adapter.a_seed]
+        given = {
+            "swarm": SWARM.hex(), "base": ROOT.hex(), "tokenizer": TRANSFER.hex(), "layout": TENSORS, "codec": "int8", "fragments": 3,
+            "adapter": plain,
+        }  # fmt: skip
+        output = fingerprint(SWARM, ROOT, TRANSFER, layout, "int8", 3, adapter).hex()
+        yield {"name": f"fingerprint {number}", "derive": "weights_fingerprint", "input": given, "output": output}
+    for count in (1, 2, 3):
+        parts = [[spec.name for spec in part] for part in cut(layout, count)]
+        given = {"layout": TENSORS, "fragments": count}
+        yield {"name": f"{count} fragments", "derive": "weights_fragments", "input": given, "output": parts}
+
+
+def _signed(manifest: dict[str, Any], *, domain: bytes = ids.DOMAIN_STATE, swarm: bytes = SWARM) -> bytes:
+    signed = sign(pack(manifest), KEY, domain, swarm)
+    return pack({"key": signed.key, "payload": signed.payload, "signature": signed.signature, "codec": signed.codec})

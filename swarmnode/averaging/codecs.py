@@ -1,0 +1,129 @@
+"""Tensors to payloads and back: float32 (full state), bfloat16, and int8 of the difference to an anchor.
+
+bfloat16 of a raw weight errs by 2⁻⁹ of the weight, about as much as late replicas differ; int8 of a raw weight would err by far more.
+int8 of the difference to something both sides have errs by 1/254 of the largest difference in a block of 256, and costs nothing
+measurable. So there is no int8 without an anchor: the base checkpoint, or a state whose hash the swarm agreed on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from swarmnode.averaging.outer import Tensors
+from swarmnode.errors import BadMessage
+from swarmnode.weights.layout import BLOCK, Codec, Layout
+from swarmnode.weights.payload import Header, TensorHeader, build, checksum, parse
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """What int8 differences are relative to. Make it with `make_anchor`."""
+
+    hash: bytes
+    tensors: Tensors
+
+
+def make_anchor(tensors: Mapping[str, torch.Tensor]) -> Anchor:
+    """float32 host tensors → an anchor; its hash is SHA-256 over name and bytes of each, by name."""
+    digest = hashlib.sha256(b"swarmnode/anchor/1")
+    for name in sorted(tensors):
+        digest.update(len(name.encode()).to_bytes(2, "big") + name.encode())
+        digest.update(to_bytes(tensors[name], "<f4"))
+    return Anchor(digest.digest(), dict(tensors))
+
+
+def encode(tensors: Mapping[str, torch.Tensor], layout: Layout, codec: Codec, *, fragment: int = 0, anchor: Anchor | None = None) -> bytes:
+    """The payload of `layout`'s tensors, which are float32 on the host. Raises ValueError for `patch`, and for int8 without an anchor."""
+    if codec == "patch":
+        raise ValueError("patches have a history: use patches.PatchWriter")
+    if (codec == "int8") != (anchor is not None):
+        raise ValueError("int8, and only int8, is relative to an anchor")
+    bodies, base = [], anchor.tensors if anchor else {}
+    for spec in layout:
+        tensor = tensors[spec.name]
+        if codec == "float32":
+            bodies.append(to_bytes(tensor, "<f4"))
+        elif codec == "bfloat16":
+            bodies.append(to_bytes(bfloat16_bits(tensor), "<i2"))
+        else:
+            bodies.append(int8_to_bytes((tensor - base[spec.name]).reshape(-1), BLOCK))
+    heads = [TensorHeader(s.name, s.shape, s.dtype, len(b), checksum(b)) for s, b in zip(layout, bodies, strict=True)]
+    return build(Header(codec, fragment, 0, anchor.hash if anchor else b"", heads), bodies)
+
+
+def decode(data: bytes | memoryview, layout: Layout, codec: Codec, *, fragment: int = 0, anchor: Anchor | None = None) -> Tensors:
+    """float32 host tensors of `layout` from a peer's payload. Whether their values make sense is the gate's question.
+
+    Raises BadMessage with a reason of PAYLOAD_REASONS; ValueError as `encode` does.
+    """
+    if codec == "patch":
+        raise ValueError("patches have a history: use patches.PatchReader")
+    if (codec == "int8") != (anchor is not None):
+        raise ValueError("int8, and only int8, is relative to an anchor")
+    parsed = parse(data, layout, codec, fragment=fragment, anchor=anchor.hash if anchor else b"")
+    tensors, base = {}, anchor.tensors if anchor else {}
+    for spec, body in zip(layout, parsed.bodies, strict=True):
+        if codec == "float32":
+            flat = torch.from_numpy(np.frombuffer(body, "<f4").copy())
+        elif codec == "bfloat16":
+            flat = bfloat16_values(torch.from_numpy(np.frombuffer(body, "<i2").copy()))
+        else:
+            flat = int8_from_bytes(body, spec.elements, BLOCK) + base[spec.name].reshape(-1)
+        tensors[spec.name] = flat.reshape(spec.shape)
+    return tensors
+
+
+def bfloat16_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """float32 → bfloat16, rounded to nearest even, as int16 of the same shape."""
+    return tensor.to(torch.bfloat16).view(torch.int16)
+
+
+def bfloat16_values(bits: torch.Tensor) -> torch.Tensor:
+    """int16 bits → float32 of the same shape."""
+    return bits.view(torch.bfloat16).float()
+
+
+def to_bytes(tensor: torch.Tensor, dtype: str) -> bytes:
+    """Row-major little-endian bytes; dtype as numpy writes it, e.g. `<f4`."""
+    return tensor.detach().cpu().contiguous().numpy().astype(dtype, copy=False).tobytes()
+
+
+def int8_blocks(flat: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(elements,) float32 → one float32 scale per `block` elements, and int8 (elements,): value = scale · q, q in −127 … 127.
+
+    A value errs by at most 1/254 of the largest magnitude in its block.
+    """
+    blocks = -(-flat.numel() // block)
+    padded = torch.zeros(blocks * block, device=flat.device)
+    padded[: flat.numel()] = flat
+    padded = padded.view(blocks, block)
+    scales = padded.abs().amax(1) / 127  # (blocks,)
+    q = torch.where(scales[:, None] > 0, padded / scales[:, None], 0.0).round().clamp(-127, 127).to(torch.int8)
+    return scales, q.view(-1)[: flat.numel()]
+
+
+def int8_to_bytes(flat: torch.Tensor, block: int) -> bytes:
+    """`int8_blocks` as bytes: all scales, f32, then all values."""
+    scales, q = int8_blocks(flat, block)
+    return to_bytes(scales, "<f4") + to_bytes(q, "i1")
+
+
+def int8_from_bytes(body: bytes | memoryview, elements: int, block: int) -> torch.Tensor:
+    """(elements,) float32 from `int8_to_bytes`; the length of `body` was checked by the caller. Raises BadMessage."""
+    blocks = -(-elements // block)
+    scales = torch.from_numpy(np.frombuffer(body[: 4 * blocks], "<f4").copy())
+    if not bool(torch.isfinite(scales).all()):
+        raise BadMessage("not_finite", "scale")
+    if bool((scales < 0).any()):
+        raise BadMessage("bounds", "scale")
+    q = np.frombuffer(body[4 * blocks :], "i1")
+    if q.min() < -127:
+        raise BadMessage("bounds", "−128 is not a quantised value")
+    padded = torch.zeros(blocks * block)
+    padded[:elements] = torch.from_numpy(q.astype(np.float32))
+    return (padded.view(blocks, block) * scales[:, None]).view(-1)[:elements]

@@ -1,0 +1,123 @@
+"""How a stage stream begins: what is said first, and who may say it. No torch.
+
+Each first message is `u32be length ‖ canonical msgpack`; what follows it on the stream is the trainers'.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Final, Literal, Protocol
+
+import msgspec
+import trio
+
+from swarmnode.crew.local import Open
+from swarmnode.errors import BadMessage, PeerError
+from swarmnode.wire import strict
+
+OPEN_BYTES: Final = 512
+"""Open, StreamOpen, StreamReady: encoded, at most."""
+REFUSALS: Final = ("malformed", "timeout", "crew", "roster_epoch", "stage", "stage_epoch", "peer")
+"""Why an incoming stream is reset."""
+
+Kind = Literal["frames", "state"]
+
+
+class StreamOpen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Dialler → acceptor, the first message of a stream: u32be length ‖ canonical msgpack."""
+
+    crew: bytes
+    roster_epoch: int
+    from_stage: int
+    from_epoch: int
+    """The dialler's stage epoch."""
+    to_stage: int
+    kind: Kind
+
+
+class StreamReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Acceptor → dialler: the trainer is there. What follows, both ways, is theirs."""
+
+    crew: bytes
+    roster_epoch: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Circle:
+    """A roster as far as streams are concerned, seen from one of its stages."""
+
+    crew: bytes
+    roster_epoch: int
+    stage: int
+    """Ours."""
+    members: tuple[str, ...]
+    """Peer id by stage; empty while it is vacant."""
+    stage_epochs: tuple[int, ...]
+
+
+class Stream(Protocol):
+    """`p2p.streams.PeerStream`."""
+
+    peer: str
+    sent: int
+    received: int
+    broken: trio.Event
+    closed: trio.Event
+
+    async def receive(self) -> bytes: ...
+    async def send(self, data: bytes | memoryview) -> None: ...
+    def unread(self, data: bytes) -> None: ...
+    def finish(self) -> None: ...
+    def reset(self, why: str = ...) -> None: ...
+
+
+def refusal(circle: Circle | None, peer: str, opened: StreamOpen) -> str:
+    """Why a stream that `peer` opened is not taken, of REFUSALS; empty for one that is welcome."""
+    if circle is None or opened.crew != circle.crew:
+        return "crew"
+    if opened.roster_epoch != circle.roster_epoch:
+        return "roster_epoch"
+    if opened.to_stage != circle.stage or not 0 <= opened.from_stage < circle.stage:
+        return "stage"
+    if circle.members[opened.from_stage] != peer:
+        return "peer"
+    return "" if circle.stage_epochs[opened.from_stage] == opened.from_epoch else "stage_epoch"
+
+
+def framed(message: msgspec.Struct) -> bytes:
+    data = strict.encode(message)
+    return len(data).to_bytes(4, "big") + data
+
+
+async def read_first(stream: Any, kind: Any) -> Any:
+    """The first message on a stream; what follows it stays there. Raises BadMessage, PeerError."""
+    data = b""
+    while (end := _end(data)) is None or len(data) < end:
+        more = await stream.receive()
+        if not more:
+            raise PeerError("the stream ended before its first message")
+        data += more
+    stream.unread(data[end:])
+    return strict.decode(data[4:end], kind)
+
+
+async def read_open(unix: trio.SocketStream) -> Open | None:
+    """None when the trainer said nothing. Raises BadMessage, and what the socket raises."""
+    data = b""
+    while (end := _end(data)) is None or len(data) < end:
+        more = await unix.receive_some(4 if end is None else end - len(data))
+        if not more:
+            return None
+        data += more
+    opened: Open = strict.decode(data[4:end], Open)
+    return opened
+
+
+def _end(data: bytes) -> int | None:
+    """Where the message at the start of `data` ends; None where its length is not there yet. Raises BadMessage("oversize")."""
+    if len(data) < 4:
+        return None
+    length = int.from_bytes(data[:4], "big")
+    if not 0 < length <= OPEN_BYTES:
+        raise BadMessage("oversize", f"a first message of {length} bytes")
+    return 4 + length

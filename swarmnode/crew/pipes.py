@@ -1,0 +1,389 @@
+"""Streams between the trainers of a crew, through both network processes: bytes, not looked at; bounded, back-pressured, of one roster.
+No torch.
+
+    trainer ─ Unix socket ─ pipe ─ libp2p ═ /swarmnode/stage-stream/1 ═ libp2p ─ pipe ─ Unix socket ─ trainer
+        Open{stage, kind} ─▶            StreamOpen ─▶ is that peer this stage's holder? park
+                                        ◀─ StreamReady   once its trainer has opened its end too            ◀─ Open{stage, kind}
+
+The lower stage dials, again and again while its trainer's connection is open and the roster is the same. A pipe holds two chunks of 256 KiB
+each way; a trainer that does not read fills Yamux's window (8 MiB at most) and holds up who sends to it, and nobody else. When one end of a
+pipe ends, so does the other. What was in flight arrives first, unless the stream was broken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import trio
+
+from swarmnode.crew.local import Open, socket_file
+from swarmnode.crew.opening import Circle, Kind, Stream, StreamOpen, StreamReady, framed, read_first, read_open, refusal
+from swarmnode.errors import BadMessage, PeerError, Unavailable
+from swarmnode.files import socket_address
+from swarmnode.wire import ids
+
+log = logging.getLogger(__name__)
+
+READ_BYTES: Final = 256 * 1024
+OPEN_SECONDS: Final = 10.0
+"""To say what a connection or a stream is to be."""
+DIAL_SECONDS: Final = 10.0
+PARK_SECONDS: Final = 60.0
+"""A stream waits so long for its trainer to open the other end; then its dialler tries again."""
+RETRY_SECONDS: Final = (0.1, 2.0)
+"""Between two tries, doubling."""
+LINGER_SECONDS: Final = 10.0
+"""After our trainer has ended its half, the other half has so long to end."""
+ORDERLY_SECONDS: Final = 1.0
+"""A stream that ends in order may end because of a roster that we hear of in a moment; only after this long is it called lost. One that
+breaks is, at once."""
+BUDGET_SECONDS: Final = 0.25
+"""Between two looks whether there is budget again."""
+CONNECTIONS: Final = 64
+"""Of the trainer, at a time: twice what eight stages and two kinds need."""
+STREAMS: Final = 32
+STREAMS_PER_PEER: Final = 6
+"""Incoming ones, at a time: two kinds, those of the roster before, and as many on their way."""
+PROOF: Final = 10.0
+"""Standing that a StreamOpen costs which is none."""
+Key = tuple[int, Kind]
+"""The other stage, and what the stream is for."""
+
+
+class PipesStatistics(msgspec.Struct, frozen=True):
+    open: dict[str, int]
+    """Pipes with both ends, by kind."""
+    waiting: int
+    """Connections of our trainer whose other end is not there."""
+    parked: int
+    """Streams of others whose trainer here is not there."""
+    opened: dict[str, int]
+    """By kind, since the start, as are those below."""
+    lost: dict[str, int]
+    """Ended by the other side, or broken, while the roster was the same."""
+    refused: dict[str, int]
+    """Streams of others, by REFUSALS."""
+    sent: dict[str, int]
+    """Bytes, by kind."""
+    received: dict[str, int]
+    throttled_seconds: float
+    """That a pipe waited for the node's byte budget."""
+
+
+class Pipes:
+    """`streams`: of the network. lost(peer, roster epoch): a stream of frames with a member of the present roster ended, not by our doing.
+    allows("serve" | "fetch"): whether bytes may go out, come in. rejected: as of the network."""
+
+    def __init__(
+        self, streams: Any, data_dir: Path, lost: Callable[[str, int], None], *, allows: Callable[[str], bool] = lambda choice: True,
+        rejected: Callable[[str, str, float], None] = lambda peer, reason, cost: None,
+    ) -> None:  # fmt: skip
+        self.path = socket_file(data_dir)
+        self._streams = streams
+        self._lost = lost
+        self._allows = allows
+        self._rejected = rejected
+        self._circle: Circle | None = None
+        self._life = trio.CancelScope()
+        self._pipes: dict[Key, _Pipe] = {}
+        self._parked: dict[Key, Stream] = {}
+        self._moved = trio.Event()
+        self._nursery: trio.Nursery | None = None
+        self._connections = 0
+        self._opened: Counter[str] = Counter()
+        self._ended: Counter[str] = Counter()
+        self._refused: Counter[str] = Counter()
+        self._sent: Counter[str] = Counter()
+        self._received: Counter[str] = Counter()
+        self._throttled = 0.0
+
+    # -- for the plane
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:  # type: ignore[name-defined]
+        """Serve until cancelled. Raises Unavailable when the socket cannot be made."""
+        address, directory = socket_address(self.path)
+        listener = trio.socket.socket(trio.socket.AF_UNIX, trio.socket.SOCK_STREAM)
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(address)  # of an earlier process: the data directory's lock is held by our supervisor
+            try:
+                await listener.bind(address)
+                os.chmod(address, 0o600)
+                listener.listen(CONNECTIONS)
+            except OSError as error:
+                raise Unavailable(f"stage socket {self.path}: {error.strerror}") from None
+            self._streams.serve(ids.STAGE_STREAM_PROTOCOL, self._accept, concurrent=STREAMS, per_peer=STREAMS_PER_PEER)
+            async with trio.open_nursery() as self._nursery:
+                task_status.started()
+                while True:
+                    connection, _ = await _accepted(listener)
+                    self._nursery.start_soon(self._connected, trio.SocketStream(connection))
+        finally:
+            self.release()
+            listener.close()
+            if directory is not None:
+                os.close(directory)
+
+    def assign(self, circle: Circle) -> None:
+        """Streams are of this roster from now on; all others end."""
+        self.release()
+        self._circle = circle
+
+    def release(self) -> None:
+        """No roster: every stream ends, none is taken."""
+        self._circle = None
+        for pipe in list(self._pipes.values()):
+            pipe.scope.cancel()
+        self._pipes.clear()
+        for stream in self._parked.values():
+            stream.reset("another roster")
+        self._parked.clear()
+
+    def statistics(self) -> PipesStatistics:
+        whole = [kind for (_, kind), pipe in self._pipes.items() if pipe.stream is not None]
+        sent, received = Counter(self._sent), Counter(self._received)
+        for (_, kind), pipe in self._pipes.items():
+            if pipe.stream is not None:
+                sent[kind] += pipe.stream.sent
+                received[kind] += pipe.stream.received
+        return PipesStatistics(
+            open={kind: whole.count(kind) for kind in ("frames", "state")}, waiting=len(self._pipes) - len(whole), parked=len(self._parked),
+            opened=dict(self._opened), lost=dict(self._ended), refused=dict(self._refused), sent=dict(sent), received=dict(received),
+            throttled_seconds=self._throttled,
+        )  # fmt: skip
+
+    # -- the trainer's side
+
+    async def _connected(self, unix: trio.SocketStream) -> None:
+        """One connection of our trainer. Never raises but LocalErrors; always closes."""
+        async with unix:
+            if self._connections >= CONNECTIONS:
+                return
+            self._connections += 1
+            try:
+                opened: Open | None = None
+                with trio.move_on_after(OPEN_SECONDS):
+                    opened = await read_open(unix)
+                if opened is not None and (circle := self._circle_of(opened)) is not None:
+                    await self._serve(unix, circle, (opened.stage, opened.kind))
+            except BadMessage as error:
+                log.error("our trainer opened no stream: %s", error)
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                pass  # it has gone; it knows
+            finally:
+                self._connections -= 1
+
+    def _circle_of(self, opened: Open) -> Circle | None:
+        circle = self._circle
+        if circle is None or (opened.crew, opened.roster_epoch) != (circle.crew, circle.roster_epoch):
+            return None  # of a roster that is over, or that our trainer knows before we do
+        fits = 0 <= opened.stage < len(circle.members) and opened.stage != circle.stage and circle.members[opened.stage]
+        return circle if fits else None
+
+    async def _serve(self, unix: trio.SocketStream, circle: Circle, key: Key) -> None:
+        before = self._pipes.pop(key, None)
+        if before is not None:
+            before.scope.cancel()
+        pipe = self._pipes[key] = _Pipe(unix)
+        lost = False
+        try:
+            with pipe.scope:
+                if circle.stage < key[0]:
+                    stream = await self._dial(circle, key)
+                else:
+                    stream = await self._take(circle, key)
+                pipe.stream = stream
+                self._opened[key[1]] += 1
+                lost = await self._pump(pipe, stream)
+        finally:
+            if self._pipes.get(key) is pipe:
+                del self._pipes[key]
+            if pipe.stream is not None:
+                self._part(key[1], pipe.stream)
+        if lost and pipe.stream is not None:
+            assert self._nursery is not None
+            self._nursery.start_soon(self._report, circle, key, pipe.stream)
+
+    def _part(self, kind: Kind, stream: Stream) -> None:
+        """Ends a stream in order, soon: the other side gets what is on its way."""
+        self._sent[kind] += stream.sent
+        self._received[kind] += stream.received
+        stream.finish()
+        if self._nursery is not None and not self._nursery.cancel_scope.cancel_called:
+            self._nursery.start_soon(_farewell, stream)
+        else:
+            stream.reset("the pipe ended")
+
+    async def _report(self, circle: Circle, key: Key, stream: Stream) -> None:
+        with trio.move_on_after(ORDERLY_SECONDS):
+            await stream.broken.wait()
+        if self._circle is circle:
+            self._ended[key[1]] += 1
+            if key[1] == "frames":
+                self._lost(circle.members[key[0]], circle.roster_epoch)
+
+    # -- the other side
+
+    async def _dial(self, circle: Circle, key: Key) -> Stream:
+        """Until it is there: whoever does not want it any more cancels."""
+        stage, kind = key
+        pause = RETRY_SECONDS[0]
+        while True:
+            stream: Stream | None = None
+            try:
+                stream = await self._streams.open(circle.members[stage], ids.STAGE_STREAM_PROTOCOL, deadline=DIAL_SECONDS)
+                await stream.send(
+                    framed(StreamOpen(circle.crew, circle.roster_epoch, circle.stage, circle.stage_epochs[circle.stage], stage, kind))
+                )
+                with trio.move_on_after(PARK_SECONDS + DIAL_SECONDS):
+                    ready = await read_first(stream, StreamReady)
+                    if (ready.crew, ready.roster_epoch) == (circle.crew, circle.roster_epoch):
+                        ours, stream = stream, None
+                        return ours
+            except BadMessage as error:
+                self._rejected(circle.members[stage], "stages_malformed", PROOF)
+                log.info("no stream to stage %d: %s", stage, error)
+            except PeerError as error:
+                log.debug("no stream to stage %d yet: %s", stage, error)
+            finally:
+                if stream is not None:
+                    stream.reset("not wanted")
+            await trio.sleep(pause)
+            pause = min(2 * pause, RETRY_SECONDS[1])
+
+    async def _take(self, circle: Circle, key: Key) -> Stream:
+        while True:
+            stream = self._parked.pop(key, None)
+            if stream is not None and not stream.closed.is_set():
+                try:
+                    await stream.send(framed(StreamReady(circle.crew, circle.roster_epoch)))
+                    return stream
+                except PeerError:
+                    continue  # given up meanwhile; it dials again
+            await self._moved.wait()
+
+    def _accept(self, stream: Stream) -> None:
+        """A peer has opened a stream."""
+        circle = self._circle
+        if self._nursery is None or circle is None or stream.peer not in circle.members:  # a stranger keeps no member waiting for a place
+            self._refused["crew" if circle is None else "peer"] += 1
+            stream.reset("no crew here")
+            return
+        self._nursery.start_soon(self._greet, stream)
+
+    async def _greet(self, stream: Stream) -> None:
+        """Reads what it is to be, and parks it. Never raises."""
+        reason = "timeout"
+        try:
+            with trio.move_on_after(OPEN_SECONDS):
+                opened = await read_first(stream, StreamOpen)
+                reason = refusal(self._circle, stream.peer, opened)
+        except BadMessage as error:
+            reason = "malformed"
+            self._rejected(stream.peer, "stages_malformed", PROOF)
+            log.info("%s opened no stream: %s", stream.peer, error)
+        except PeerError as error:
+            log.debug("%s: %s", stream.peer, error)
+        if reason:
+            self._refused[reason] += 1
+            stream.reset(reason)
+            return
+        await self._park(stream, (opened.from_stage, opened.kind))
+
+    async def _park(self, stream: Stream, key: Key) -> None:
+        before = self._parked.pop(key, None)
+        if before is not None:
+            before.reset("replaced by a newer one")
+        self._parked[key] = stream
+        self._moved.set()
+        self._moved = trio.Event()
+        with trio.move_on_after(PARK_SECONDS):
+            await stream.closed.wait()
+        if self._parked.get(key) is stream:
+            del self._parked[key]
+            stream.reset("its trainer did not come")
+
+    # -- both
+
+    async def _pump(self, pipe: _Pipe, stream: Stream) -> bool:
+        """Bytes both ways until one side ends. Whether that was the other side."""
+        first = ""  # who ended first
+
+        async def down() -> None:
+            nonlocal first
+            here = True
+            with contextlib.suppress(PeerError):
+                while data := await stream.receive():
+                    await self._within("fetch")
+                    try:
+                        if here:
+                            await pipe.unix.send_all(data)
+                    except (trio.BrokenResourceError, trio.ClosedResourceError):
+                        here, first = False, first or "ours"  # what else comes is for nobody; what we still have to send may go
+            first = first or "theirs"
+            if first == "theirs":
+                nursery.cancel_scope.cancel()
+
+        async def watch() -> None:
+            nonlocal first
+            await stream.broken.wait()  # also while our trainer does not take what came before
+            first = first or "theirs"
+            nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(down)
+            nursery.start_soon(watch)
+            try:
+                while data := await pipe.unix.receive_some(READ_BYTES):
+                    await self._within("serve")
+                    await stream.send(data)
+                first = first or "ours"
+            except PeerError:
+                first = first or "theirs"
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                first = first or "ours"
+            if first == "ours":
+                stream.finish()
+                with trio.move_on_after(LINGER_SECONDS):
+                    await stream.closed.wait()
+            nursery.cancel_scope.cancel()
+        return first == "theirs"
+
+    async def _within(self, choice: str) -> None:
+        """Returns once the node's byte budget allows more."""
+        while not self._allows(choice):
+            await trio.sleep(BUDGET_SECONDS)
+            self._throttled += BUDGET_SECONDS
+
+
+class _Pipe:
+    """One connection of our trainer, and the stream it is joined with, once there is one."""
+
+    def __init__(self, unix: trio.SocketStream) -> None:
+        self.unix = unix
+        self.stream: Stream | None = None
+        self.scope = trio.CancelScope()
+
+
+async def _farewell(stream: Stream) -> None:
+    with trio.move_on_after(LINGER_SECONDS), contextlib.suppress(PeerError):
+        while await stream.receive():
+            pass
+        await stream.closed.wait()
+    stream.reset("the pipe ended")
+
+
+async def _accepted(listener: trio.socket.SocketType) -> tuple[trio.socket.SocketType, Any]:
+    while True:
+        try:
+            return await listener.accept()
+        except OSError as error:  # out of descriptors: others are closed sooner or later
+            log.error("a stream of our trainer was not taken: %s", error)
+            await trio.sleep(RETRY_SECONDS[1])

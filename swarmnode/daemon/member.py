@@ -1,0 +1,155 @@
+"""A member of a swarm on the network, whatever else it does: the common start of `node.py` and `bootstrap.py`.
+
+    identity ─ stored manifest ─▶ swarm id, secret, members ─▶ host ─▶ serves the manifest, looks for successors, tells its session
+                                                                    and what this node says of itself
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import structlog
+import trio
+
+from swarmnode.config import Config
+from swarmnode.errors import LocalError, PeerError, SwarmNodeError
+from swarmnode.p2p import manifests
+from swarmnode.p2p.host import open_host
+from swarmnode.p2p.identity import Identity, load_or_create
+from swarmnode.p2p.network import Network
+from swarmnode.p2p.sessions import Sessions
+from swarmnode.p2p.summaries import Summaries
+from swarmnode.swarm import manifest, manifest_store
+from swarmnode.swarm.manifest_store import ManifestStore
+from swarmnode.tasks.registry import install, task_version
+from swarmnode.wire import ids
+from swarmnode.wire.manifest import Opened
+from swarmnode.wire.messages import RolloutGroup
+from swarmnode.wire.swarm import swarm_id
+
+log = structlog.get_logger("swarmnode.swarm.manifest")
+
+LOOK_SECONDS = 2.0
+"""Between two looks at who is connected and what was chosen."""
+ASK_SECONDS = 600.0
+"""Between two askings of one peer, with jitter."""
+RETRY_SECONDS = 30.0
+AT_ONCE = 4
+"""Peers asked in one round."""
+
+
+@dataclass(frozen=True)
+class Member:
+    identity: Identity
+    swarm: bytes
+    """32 bytes."""
+    opened: Opened | None
+    """None in a swarm without a manifest."""
+    network: Network
+    sessions: Sessions
+    summaries: Summaries
+    successors: Successors | None
+    spoken: ids.Spoken
+    """The ordinals that the swarm speaks, which may be older than this version's newest."""
+    keeps_rules: Callable[[RolloutGroup], bool]
+    """Whether a group is one that the swarm's manifest allows."""
+
+    async def run(self) -> None:
+        """What goes on all the time. Raises LocalError when this process has to start again or must not go on."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.sessions.run)
+            nursery.start_soon(self.summaries.run)
+            if self.successors is not None:
+                nursery.start_soon(self.successors.run)
+
+
+@contextlib.asynccontextmanager
+async def open_member(config: Config) -> AsyncIterator[Member]:
+    """On the network until the block is left; `member.run` is for the caller's nursery.
+
+    Raises LocalError, see errors.py: an unusable key, a damaged manifest, a port that is taken, a secret that is missing.
+    """
+    data_dir = config.node.data_dir
+    install(config.task.modules, config.task.settings)
+    identity = load_or_create(data_dir / "identity.key")
+    opened = manifest_store.stored(config)
+    if config.swarm.id != (opened.swarm.hex() if opened is not None else ""):
+        raise LocalError("another manifest was chosen since this process was configured; starting again")
+    if opened is None:
+        secret, members = None, None
+        swarm = swarm_id(config.swarm.name, {name: task_version(name) for name in config.task.names})
+    else:
+        manifest_store.refuse_if_any(manifest.can_honour(opened.manifest, config, identity.peer_id), opened)
+        secret = manifest.swarm_secret(config) if opened.manifest.access.secret else None
+        members = manifest.members(opened.manifest)
+        swarm = opened.swarm
+    async with open_host(config.network, identity, data_dir, swarm=swarm, secret=secret, members=members) as network:
+        store = ManifestStore(data_dir)
+        manifests.serve(network.requests, store.lookup)
+        sessions = Sessions(network.requests, identity.peer_id, identity.private_key, swarm, network.connected)
+        summaries = Summaries(network.requests, identity.peer_id, identity.private_key, swarm, network.connected, welcome=network.welcome)
+        successors = Successors(config, opened, store, network) if opened is not None else None
+        keeps_rules = manifest.rules_of(opened.manifest) if opened is not None else lambda group: True
+        spoken = ids.spoken_in(opened.manifest.protocols) if opened is not None else ids.Spoken()
+        yield Member(identity, swarm, opened, network, sessions, summaries, successors, spoken, keeps_rules)
+
+
+class Successors:
+    """Asks peers whether the founder has signed a successor, keeps it, and follows it if that is this node's policy.
+
+    A node follows by choosing the successor and starting again: configuration, topic, signatures and trainer all hang on the swarm id.
+    """
+
+    def __init__(self, config: Config, opened: Opened, store: ManifestStore, network: Network, rng: random.Random | None = None) -> None:
+        self._config = config
+        self._opened = opened
+        self._store = store
+        self._network = network
+        self._rng = rng or random.Random()
+
+    async def run(self) -> None:
+        """Raises LocalError when another manifest was chosen, by a person or by policy."""
+        due: dict[str, float] = {}  # connected peers, and when to ask them next
+        if (waiting := self._store.successor(self._opened)) is not None:
+            self._consider(waiting)
+        while True:
+            if self._store.current() != self._opened.swarm:
+                raise LocalError("another manifest was chosen; starting again with it")
+            now = trio.current_time()
+            due = {peer: due.get(peer, now) for peer in self._network.connected()}
+            for peer in [peer for peer, at in due.items() if at <= now][:AT_ONCE]:
+                answered = await self._ask(peer)
+                due[peer] = trio.current_time() + (self._rng.uniform(0.5, 1.5) * ASK_SECONDS if answered else RETRY_SECONDS)
+            await trio.sleep(LOOK_SECONDS)
+
+    async def _ask(self, peer: str) -> bool:
+        """Whether the peer answered. Never raises for anything it does."""
+        try:
+            found = await manifests.fetch(self._network.requests, peer, self._opened.swarm)
+        except PeerError as error:
+            log.debug("no manifest from a peer", peer=peer, error=str(error))
+            return False
+        try:
+            if found.successor is not None and self._store.add_successor(self._opened, found.successor):
+                self._consider(found.successor)
+        except SwarmNodeError as error:  # a full disk does not end a node
+            log.error("a successor cannot be kept", error=str(error))
+        return True
+
+    def _consider(self, successor: Opened) -> None:
+        """Follow it, or say how to."""
+        name, swarm = successor.manifest.name, successor.swarm.hex()
+        policy = self._config.swarm.follow
+        problems = manifest.can_honour(successor.manifest, self._config, self._network.peer_id)
+        if successor.manifest.models != self._opened.manifest.models:
+            problems.append("it trains another model: follow it with a data directory of its own")
+        if policy == "founder" and not problems:
+            log.warning("following the founder's successor", name=name, swarm=swarm)
+            self._store.choose(successor.swarm)
+        elif policy == "founder":
+            log.error("cannot follow the founder's successor, staying", name=name, swarm=swarm, problems="; ".join(problems))
+        elif policy == "ask":
+            log.warning("the founder has signed a successor; `swarmnode manifest follow` moves there", name=name, swarm=swarm)

@@ -1,0 +1,254 @@
+"""`swarmnode run`: starts the network process and the trainer, watches both, restarts either alone.
+
+Neither libp2p nor torch is loaded here, so that what brings the others back is small and does not crash with them.
+Owns signals and the exit code: the first SIGTERM or SIGINT drains, the second aborts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+import trio
+
+from swarmnode.config import Config
+from swarmnode.daemon.watchdog import End, Watchdog
+from swarmnode.errors import SwarmNodeError, Unavailable
+from swarmnode.files import lock_data_dir, write_atomically
+from swarmnode.observe.systemd import Notifier
+from swarmnode.process import PROGRESS_FD
+
+log = structlog.get_logger("swarmnode.daemon.supervisor")
+
+COMMANDS = {"network": "swarmnode.daemon.node", "trainer": "swarmnode.trainer"}
+WATCH_INTERVAL_SECONDS = 0.25
+NOTIFY_SECONDS = 1.0
+"""Between two words to systemd; its watchdog must be patient for several of them."""
+OVERDUE_SECONDS = 5.0
+"""A process that is still there so long after it should have been killed is beyond us: systemd hears no more."""
+LINE_BYTES = 4096
+
+
+def run(config: Config, refresh: Callable[[], Config] | None = None, commands: Mapping[str, str] = COMMANDS) -> int:
+    """Run a node until it is told to stop or cannot go on; return its exit code.
+
+    refresh: the configuration again, asked before each start of a process, because a manifest may have changed it since.
+    commands: process name to module.
+
+    Raises:
+        Unavailable: the data directory cannot be written, or another node runs in it.
+    """
+    return trio.run(Supervisor(config, refresh, commands).run)
+
+
+@dataclass
+class Child:
+    name: str
+    watchdog: Watchdog
+    process: subprocess.Popen[bytes] | None = None
+    exited: trio.Event = field(default_factory=trio.Event)
+
+
+class Supervisor:
+    def __init__(self, config: Config, refresh: Callable[[], Config] | None = None, commands: Mapping[str, str] = COMMANDS) -> None:
+        self._config = config
+        self._refresh = refresh
+        self._commands = commands
+        self._run_dir = config.node.data_dir / "run"
+        rng = random.Random()
+        self._children = {name: Child(name, Watchdog(name, config.supervisor, rng)) for name in commands}
+        self._stopping = trio.Event()
+        self._exit_code = 0
+        self._written = False
+
+    async def run(self) -> int:
+        lock = lock_data_dir(self._config.node.data_dir)
+        try:
+            config_file = self._run_dir / "config.json"
+            self._write_statistics()
+            self._notifier = Notifier(os.environ)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._signals)
+                nursery.start_soon(self._notify)
+                nursery.start_soon(self._drain_when_stopping, nursery.cancel_scope)
+                for child in self._children.values():
+                    nursery.start_soon(self._keep_running, child, config_file)
+            return self._exit_code
+        finally:
+            for child in self._children.values():
+                if child.process is not None and child.process.poll() is None:
+                    child.process.kill()
+                    child.process.wait()
+            os.close(lock)
+
+    async def _keep_running(self, child: Child, config_file: Path) -> None:
+        """Start `child`, wait for its end, and start it again until the watchdog or a signal says otherwise."""
+        while not self._stopping.is_set():
+            self._write_config(config_file)
+            read_fd, write_fd = os.pipe()
+            child.exited = trio.Event()
+            # From this thread: trio would start it from a worker thread, and die_with_parent fires when *that* ends.
+            child.process = subprocess.Popen(  # noqa: ASYNC220
+                [sys.executable, "-m", self._commands[child.name], "--config", str(config_file)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(write_fd,),
+                env={**os.environ, PROGRESS_FD: str(write_fd)},
+                start_new_session=True,  # a terminal's Ctrl-C reaches us alone; we pass it on once
+            )
+            os.close(write_fd)
+            child.watchdog.started(trio.current_time())
+            log.info("started", process=child.name, pid=child.process.pid)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._read_progress, child, read_fd)
+                nursery.start_soon(self._kill_when_stalled, child)
+                exit_code = await wait_for(child.process)
+                child.exited.set()
+                nursery.cancel_scope.cancel()
+            if self._stopping.is_set():
+                log.info("stopped", process=child.name, exit_code=exit_code)
+                return
+            verdict = child.watchdog.exited(trio.current_time(), exit_code)
+            self._write_statistics()
+            if isinstance(verdict, End):
+                log_ending = log.info if verdict.exit_code == 0 else log.error
+                log_ending("ending", reason=verdict.reason, exit_code=verdict.exit_code)
+                self._exit_code = verdict.exit_code
+                self._stopping.set()
+                return
+            log.warning("restarting", process=child.name, exit_code=exit_code, after_seconds=round(verdict.after_seconds, 2))
+            with trio.move_on_after(verdict.after_seconds):
+                await self._stopping.wait()
+
+    def _write_config(self, config_file: Path) -> None:
+        """What the next process is started with. When it cannot be had or written again, it is what it was.
+
+        Raises Unavailable when there is none from before.
+        """
+        if self._refresh is not None:
+            try:
+                self._config = self._refresh()
+            except SwarmNodeError as error:
+                log.error("keeping the configuration", error=str(error))
+        try:
+            write_atomically(config_file, self._config.model_dump_json(indent=1).encode())
+        except OSError as error:  # a full disk must not end a node that still trains
+            if not self._written:
+                raise Unavailable(f"cannot write {config_file}: {error.strerror}") from None
+            log.error("cannot write the configuration, keeping what was written", error=str(error))
+        self._written = True
+
+    async def _read_progress(self, child: Child, fd: int) -> None:
+        async with trio.lowlevel.FdStream(fd) as pipe:
+            pending = b""
+            async for chunk in pipe:
+                *lines, pending = (pending + chunk).split(b"\n")
+                pending = pending[-LINE_BYTES:]
+                for line in lines:
+                    before = len(child.watchdog.statistics().recovery_seconds)
+                    message = parse_progress(line)
+                    if message is not None:
+                        child.watchdog.progressed(trio.current_time(), *message)
+                    if len(child.watchdog.statistics().recovery_seconds) != before:
+                        self._write_statistics()
+
+    async def _kill_when_stalled(self, child: Child) -> None:
+        while True:
+            await trio.sleep(WATCH_INTERVAL_SECONDS)
+            if trio.current_time() > child.watchdog.deadline() and not self._stopping.is_set():
+                log.error("no progress", process=child.name, status=child.watchdog.statistics().status)
+                child.watchdog.stalled()
+                if child.process is not None:
+                    child.process.kill()
+                await child.exited.wait()
+
+    async def _notify(self) -> None:
+        """Keep systemd informed. Nothing hangs while each process is either in time, or gone and about to be started again."""
+        while True:
+            late = trio.current_time() - OVERDUE_SECONDS
+            running = [child for child in self._children.values() if child.process is not None and child.process.poll() is None]
+            well = self._stopping.is_set() or all(child.watchdog.deadline() > late for child in running)
+            self._notifier.beat({name: child.watchdog.statistics().status for name, child in self._children.items()}, well)
+            await trio.sleep(NOTIFY_SECONDS)
+
+    async def _signals(self) -> None:
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as received:
+            async for signum in received:
+                if self._stopping.is_set():
+                    log.warning("aborting", signal=signal.Signals(signum).name)
+                    self._exit_code = 130 if signum == signal.SIGINT else 128 + signum
+                    self._send(signal.SIGKILL)
+                    return
+                log.info("draining", signal=signal.Signals(signum).name)
+                self._stopping.set()
+
+    async def _drain_when_stopping(self, scope: trio.CancelScope) -> None:
+        """The trainer first, so that its last groups can still be published; then the network; then force."""
+        await self._stopping.wait()
+        self._notifier.stopping(self._config.supervisor.drain_seconds)
+        with trio.move_on_after(self._config.supervisor.drain_seconds) as bound:
+            for name in ("trainer", "network"):
+                if name in self._children:
+                    await self._terminate(self._children[name])
+        if bound.cancelled_caught:
+            log.warning("drain took too long", seconds=self._config.supervisor.drain_seconds)
+            self._send(signal.SIGKILL)
+        for child in self._children.values():
+            if child.process is not None:
+                await child.exited.wait()
+        self._write_statistics()
+        scope.cancel()
+
+    async def _terminate(self, child: Child) -> None:
+        if child.process is None or child.process.poll() is not None:
+            return
+        child.process.terminate()
+        await child.exited.wait()
+
+    def _send(self, signum: signal.Signals) -> None:
+        for child in self._children.values():
+            if child.process is not None and child.process.poll() is None:
+                child.process.send_signal(signum)
+
+    def _write_statistics(self) -> None:
+        """For the network process to export: it serves the metrics, but cannot count its own deaths."""
+        told = {}
+        for name, child in self._children.items():
+            watched = child.watchdog.statistics()
+            told[name] = {"restarts": watched.restarts, "stalls": watched.stalls, "recovery_seconds": watched.recovery_seconds}
+        try:
+            write_atomically(self._run_dir / "supervisor.json", json.dumps({"processes": told}).encode())
+        except OSError as error:  # a full disk must not end a node that still trains
+            log.error("cannot write statistics", error=str(error))
+
+
+async def wait_for(process: subprocess.Popen[bytes]) -> int:
+    """Wait for a child to end; return its exit code, negative for a signal."""
+    if not hasattr(os, "pidfd_open"):
+        return await trio.to_thread.run_sync(process.wait, abandon_on_cancel=True)
+    fd = os.pidfd_open(process.pid)
+    try:
+        await trio.lowlevel.wait_readable(fd)
+    finally:
+        os.close(fd)
+    return process.wait()
+
+
+def parse_progress(line: bytes) -> tuple[float | None, str] | None:
+    """(step seconds, status) of one line of a child's pipe; None for a line that is not one of ours."""
+    try:
+        message = json.loads(line)
+        seconds = message["step_seconds"]
+        if seconds is not None and not (isinstance(seconds, int | float) and math.isfinite(seconds)):
+            return None
+        return seconds, str(message["status"])
+    except (ValueError, KeyError, TypeError):
+        return None

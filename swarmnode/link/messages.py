@@ -1,0 +1,128 @@
+"""What the trainer and the network process tell each other over their Unix socket.
+
+Both ends are ours and on one machine, but frames are still typed and capped. No torch here: the network process imports this.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from swarmnode.crew import local as stages
+from swarmnode.rollouts.groups import Draw, Drawn, ExternalGroup, Judged, OwnGroup
+from swarmnode.weights import local
+
+__all__ = [
+    "FRAME_BYTES", "Draw", "Drawn", "ExternalGroup", "Hello", "Judged", "OwnGroup", "Report", "ToNetwork", "ToTrainer", "WeightsReport",
+    "Welcome",
+]  # fmt: skip
+
+FRAME_BYTES = 64 * 2**20
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """Trainer → network, first frame of every connection."""
+
+    model: bytes
+    """32 bytes: fingerprint of architecture and base weights."""
+    tokenizer: bytes
+    """32 bytes."""
+    policy_version: int
+    vocab_size: int
+    tokens_per_text_byte: float = 1.0
+    pid: int = 0
+    replica: local.ReplicaFacts | None = None
+    """None where nothing is averaged."""
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """Network → trainer, answer to Hello."""
+
+    peer: str
+    """This node's peer id, base58."""
+    swarm: bytes
+    """32 bytes: swarm id."""
+
+
+class WeightsReport(msgspec.Struct, frozen=True):
+    """Of the trainer's half of averaging. Totals as in Report."""
+
+    rule: str = ""
+    fragments: int = 1
+    outer_step: int = 0
+    """Of the fragment that is furthest behind."""
+    exchanges_total: int = 0
+    solo_steps_total: int = 0
+    reverts_total: int = 0
+    """Since the process started, as are `outcomes` and `stall_seconds_total`."""
+    distance: float | None = None
+    """‖θ_j − θ_i‖ / ‖θ_i‖ at the last exchange: how far replicas are apart."""
+    clip_ratio: float | None = None
+    """Mean share of a partner's difference that was taken; 1 when nothing is clipped."""
+    lag: float | None = None
+    """Outer steps that the last partner was behind us; negative when ahead."""
+    momentum_norm: float = 0.0
+    probation: bool = False
+    outcomes: dict[str, int] = {}
+    """Exchanges by what the gate made of them."""
+    payload_bytes: int = 0
+    """Of the last one that was made here."""
+    stall_seconds_total: float = 0.0
+    """That training stood still for the probe and commits, or at most did while a copy kept the optimizer from the weights."""
+
+
+class Report(msgspec.Struct, frozen=True, tag="report"):
+    """Trainer → network after every step, evaluation and change of phase. Counters are totals since the trainer's first start.
+
+    `None` means not measured (yet); the exporter leaves the series out.
+    """
+
+    phase: str
+    """loading, generating, training, evaluating, paused, draining."""
+    step: int = 0
+    policy_version: int = 0
+    step_seconds: float | None = None
+    generate_seconds: float | None = None
+    train_seconds: float | None = None
+    reward_own: float | None = None
+    reward_external: float | None = None
+    reward_held_out: float | None = None
+    held_out_step: int | None = None
+    reward_held_out_start: float | None = None
+    loss: float | None = None
+    entropy: float | None = None
+    kl: float | None = None
+    clip_fraction: float | None = None
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    zero_advantage_share: float | None = None
+    external_share: float | None = None
+    correction_mean: float | None = None
+    """Mean of the external groups' sequence-level correction, in [0.8, 1]."""
+    own_groups: int = 0
+    """I of the last step."""
+    external_groups: int = 0
+    """J of the last step."""
+    own_groups_total: int = 0
+    external_groups_total: int = 0
+    tokens_total: int = 0
+    tokens_per_second: float | None = None
+    gradient_agreement: float | None = None
+    """Cosine of own and external gradients."""
+    external_scale: float = 1.0
+    """What the utility guard leaves of J, 0 to 1."""
+    device: str = ""
+    dtype: str = ""
+    device_memory_bytes: int | None = None
+    memory_bytes: int = 0
+    oom_retries_total: int = 0
+    micro_batch_tokens: int = 0
+    scorer_restarts_total: int = 0
+    state_saved_step: int = 0
+    peers_used: dict[str, int] = {}
+    """External groups trained on in total, by peer id."""
+    weights: WeightsReport | None = None
+    """None where nothing is averaged."""
+
+
+ToNetwork = Hello | OwnGroup | Draw | Judged | Report | local.FromTrainer | stages.FromTrainer
+ToTrainer = Welcome | Drawn | local.ToTrainer | stages.ToTrainer

@@ -1,0 +1,164 @@
+"""The network process's end of the link: answers the trainer, and outlives it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+import trio
+
+from swarmnode.crew import local as stages
+from swarmnode.errors import Unavailable
+from swarmnode.link.frames import FrameError, Unpacker, pack, socket_path, to_network
+from swarmnode.link.messages import Draw, Drawn, Hello, Judged, OwnGroup, Report, Welcome
+from swarmnode.weights import local
+
+log = structlog.get_logger("swarmnode.link")
+
+WRITE_SECONDS = 10.0
+QUEUED = 256
+"""Messages of our own that wait for a trainer to read; more are not sent."""
+
+Unasked = local.ToTrainer | stages.ToTrainer
+
+
+class Trainer(Protocol):
+    """What the network process does with what the trainer says."""
+
+    def hello(self, hello: Hello) -> Welcome: ...
+    def own_group(self, group: OwnGroup) -> Awaitable[None]: ...
+    def draw(self, draw: Draw) -> Drawn: ...
+    def judged(self, judged: Judged) -> None: ...
+    def report(self, report: Report) -> None: ...
+    def weights(self, message: local.FromTrainer) -> None: ...
+    def stages(self, message: stages.FromTrainer) -> None: ...
+
+
+@dataclass(frozen=True)
+class LinkServerStatistics:
+    connected: bool
+    connections: int
+    bad_frames: int
+
+
+class LinkServer:
+    """Listens on the data directory's socket; a new trainer replaces an old one. `left`: called when none is connected any more."""
+
+    def __init__(self, data_dir: Path, handler: Trainer, left: Callable[[], None] = lambda: None) -> None:
+        self._data_dir = data_dir
+        self._handler = handler
+        self._left = left
+        self._current: trio.CancelScope | None = None
+        self._outbox: trio.MemorySendChannel[Unasked] | None = None
+        self._connections = 0
+        self._bad_frames = 0
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve until cancelled.
+
+        Raises:
+            Unavailable: the socket cannot be made.
+        """
+        path, directory = socket_path(self._data_dir)
+        listener = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)  # of an earlier process: the data directory's lock is held by our supervisor
+            try:
+                await listener.bind(path)
+                os.chmod(path, 0o600)
+                listener.listen(4)
+            except OSError as error:
+                raise Unavailable(f"link socket in {self._data_dir}: {error.strerror}") from None
+            task_status.started()
+            async with trio.open_nursery() as nursery:
+                while True:
+                    connection, _ = await listener.accept()
+                    if self._current is not None:
+                        self._current.cancel()
+                    nursery.start_soon(self._serve, trio.SocketStream(connection))
+        finally:
+            listener.close()
+            if directory is not None:
+                os.close(directory)
+
+    def tell(self, message: Unasked) -> bool:
+        """Say something that the trainer did not ask for, soon; False when there is none, or it does not read."""
+        if self._outbox is None:
+            return False
+        try:
+            self._outbox.send_nowait(message)
+        except (trio.WouldBlock, trio.BrokenResourceError):
+            return False
+        return True
+
+    async def _serve(self, stream: trio.SocketStream) -> None:
+        self._connections += 1
+        outbox, ours = trio.open_memory_channel[Unasked](QUEUED)
+        turn = trio.Lock()
+        with trio.CancelScope() as scope, outbox:
+            self._current, self._outbox = scope, outbox
+            async with stream, trio.open_nursery() as nursery:
+                nursery.start_soon(self._write, stream, turn, ours)
+                await self._read(stream, turn)
+                nursery.cancel_scope.cancel()
+        if self._current is scope:
+            self._current = self._outbox = None
+            self._left()
+
+    async def _read(self, stream: trio.SocketStream, turn: trio.Lock) -> None:
+        unpacker = Unpacker(to_network)
+        try:
+            async for data in stream:
+                for message in unpacker.feed(bytes(data)):
+                    await self._handle(message, stream, turn)
+        except FrameError as error:
+            self._bad_frames += 1
+            log.error("trainer sent a bad frame", error=str(error))
+        except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError) as error:
+            log.info("trainer left", error=repr(error))
+
+    async def _write(self, stream: trio.SocketStream, turn: trio.Lock, ours: trio.MemoryReceiveChannel[Unasked]) -> None:
+        """What we say unasked, between answers."""
+        try:
+            async for message in ours:
+                async with turn:
+                    with trio.fail_after(WRITE_SECONDS):
+                        await stream.send_all(pack(message))
+        except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError) as error:
+            log.info("trainer does not listen", error=repr(error))
+            await stream.aclose()  # a frame may have been cut in two: the trainer connects again
+
+    async def _handle(
+        self, message: Hello | OwnGroup | Draw | Judged | Report | local.FromTrainer | stages.FromTrainer, stream: trio.SocketStream,
+        turn: trio.Lock,
+    ) -> None:  # fmt: skip
+        answer: Welcome | Drawn | None = None
+        match message:
+            case Hello():
+                answer = self._handler.hello(message)
+            case OwnGroup():
+                await self._handler.own_group(message)
+            case Draw():
+                answer = self._handler.draw(message)
+            case Judged():
+                self._handler.judged(message)
+            case Report():
+                self._handler.report(message)
+            case stages.Offering() | stages.StageStatus():
+                self._handler.stages(message)
+            case _:
+                self._handler.weights(message)
+        if answer is not None:
+            async with turn:
+                with trio.fail_after(WRITE_SECONDS):
+                    await stream.send_all(pack(answer))
+
+    def statistics(self) -> LinkServerStatistics:
+        return LinkServerStatistics(self._current is not None, self._connections, self._bad_frames)

@@ -1,0 +1,253 @@
+"""Taking a step together or not at all: propose, acknowledge, commit. Two pure state machines; no torch, no I/O.
+
+    head:    propose(set) ──▶ all stages        "take the step of exactly these micro-batches"
+    stage:   acknowledge ──▶ head               "their gradients are here" (prepared: it will wait for the decision), or why not
+    head:    commit ──▶ all, once everyone has acknowledged; abort ──▶ all at the first refusal, or at the deadline
+    stage:   optimizer step, done ──▶ head      abort: gradients are dropped, weights stay
+
+The head takes its own step when it hears the first `done`. So "somebody else has taken it" is true whenever the head has, and when a head
+dies the survivors can decide alone (`settling`): a step that any of them took is taken by all who prepared it, one that nobody took is
+dropped. Attempts number the tries of one step; messages of a lower attempt are the past. Every message may come twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from swarmnode.pipeline.frames import REFUSALS
+
+Phase = Literal["open", "preparing", "prepared"]
+DECISION_SECONDS: Final = 30.0
+"""A stage that has prepared and heard nothing for so long acknowledges again."""
+
+
+# What a stage does next.
+@dataclass(frozen=True)
+class Prepare:
+    """Bring the gradients into their final form (sum a tied embedding's halves, measure the norm), then call `prepared`."""
+
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Send an acknowledgement."""
+
+    attempt: int
+    refused: REFUSALS | None
+    squared_norm: float = 0.0
+
+
+@dataclass(frozen=True)
+class Take:
+    """Optimizer step, then send `done`."""
+
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Discard:
+    """Zero the gradients."""
+
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Confirm:
+    """Send `done` again: this commit was taken before."""
+
+    attempt: int
+
+
+@dataclass(frozen=True)
+class ParticipantStatistics:
+    step: int
+    phase: Phase
+    micro_batches: int
+    refused: int
+
+
+class Participant:
+    """One stage's side."""
+
+    def __init__(self, step: int = 0) -> None:
+        self.step = step
+        """Steps taken."""
+        self.phase: Phase = "open"
+        self.attempt = 0
+        self._have: set[int] = set()
+        self._norm = 0.0
+        self._since = 0.0
+        self._refused = 0
+
+    def statistics(self) -> ParticipantStatistics:
+        return ParticipantStatistics(self.step, self.phase, len(self._have), self._refused)
+
+    def may_accumulate(self, micro_batch: int) -> bool:
+        """Whether the gradient of `micro_batch` may be added now: never twice, and never once a proposal is being answered."""
+        return self.phase == "open" and micro_batch not in self._have
+
+    def accumulated(self, micro_batch: int) -> None:
+        """Its gradient was added. Raises ValueError where it must not have been."""
+        if not self.may_accumulate(micro_batch):
+            raise ValueError(f"micro-batch {micro_batch} must not be added")
+        self._have.add(micro_batch)
+
+    def propose(self, step: int, attempt: int, micro_batches: Iterable[int]) -> Prepare | Answer | Confirm | None:
+        if step < self.step:
+            return Confirm(attempt) if step == self.step - 1 and attempt == self.attempt else None
+        if step > self.step or attempt < self.attempt:
+            return self._refuse(attempt, "attempt") if attempt >= self.attempt else None
+        if attempt == self.attempt and self.phase != "open":
+            return Answer(attempt, None, self._norm) if self.phase == "prepared" else None
+        self.attempt = attempt
+        if self._have != set(micro_batches):
+            return self._refuse(attempt, "micro_batches")
+        self.phase = "preparing"
+        return Prepare(attempt)
+
+    def prepared(self, attempt: int, squared_norm: float | None, now: float) -> Answer | None:
+        """Gradients are final; `squared_norm` is None where they are not finite. None where the attempt is over."""
+        if self.phase != "preparing" or attempt != self.attempt:
+            return None
+        if squared_norm is None:
+            self.phase = "open"
+            return self._refuse(attempt, "not_finite")
+        self.phase, self._norm, self._since = "prepared", squared_norm, now
+        return Answer(attempt, None, squared_norm)
+
+    def commit(self, step: int, attempt: int) -> Take | Confirm | None:
+        if step == self.step - 1 and attempt == self.attempt:
+            return Confirm(attempt)
+        if step != self.step or attempt != self.attempt or self.phase != "prepared":
+            return None
+        self._clear()
+        self.step += 1
+        return Take(attempt)
+
+    def abort(self, step: int, attempt: int) -> Discard | None:
+        if step != self.step or attempt < self.attempt:
+            return None
+        self.attempt = attempt
+        self._clear()
+        return Discard(attempt)
+
+    def lose(self) -> bool:
+        """Whether the gradients may be dropped without a decision, e.g. because a neighbour is gone; then they count as dropped.
+
+        What was prepared has to stay: others may have taken the step already.
+        """
+        if self.phase == "prepared":
+            return False
+        self._clear()
+        return True
+
+    def tick(self, now: float) -> Answer | None:
+        """Asks again for a decision that does not come."""
+        if self.phase != "prepared" or now - self._since < DECISION_SECONDS:
+            return None
+        self._since = now
+        return Answer(self.attempt, None, self._norm)
+
+    def _refuse(self, attempt: int, reason: REFUSALS) -> Answer:
+        self._refused += 1
+        return Answer(attempt, reason)
+
+    def _clear(self) -> None:
+        self.phase = "open"
+        self._have.clear()
+
+
+# What the head does next.
+@dataclass(frozen=True)
+class Decided:
+    """Send commit, or abort with the reason, to `stages`; none of them where the decision is not for sending."""
+
+    attempt: int
+    refused: REFUSALS | None
+    squared_norm: float
+    """Of the whole policy; 0 for an abort."""
+    stages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CoordinatorStatistics:
+    committed: int
+    aborted: dict[str, int]
+
+
+@dataclass
+class Coordinator:
+    """The head's side: one proposal at a time."""
+
+    stages: int
+    attempt: int = 0
+    _norms: dict[int, float] = field(default_factory=dict)
+    _done: set[int] = field(default_factory=set)
+    _decision: Decided | None = None
+    _open: bool = False
+    _deadline: float = 0.0
+    _committed: int = 0
+    _aborted: dict[str, int] = field(default_factory=dict)
+
+    def statistics(self) -> CoordinatorStatistics:
+        return CoordinatorStatistics(self._committed, dict(self._aborted))
+
+    def begin(self, deadline: float) -> int:
+        """Number of a new attempt, to be decided by `deadline`. Raises ValueError while one is undecided."""
+        if self._open:
+            raise ValueError("a proposal is undecided")
+        self.attempt += 1
+        self._norms.clear()
+        self._done.clear()
+        self._decision, self._open, self._deadline = None, True, deadline
+        return self.attempt
+
+    def acknowledged(self, stage: int, attempt: int, refused: REFUSALS | None, squared_norm: float) -> Decided | None:
+        """A decision for all where this one makes it; the old decision for a stage that asks again."""
+        if attempt != self.attempt or not 0 <= stage < self.stages:
+            return None
+        if self._decision is not None:
+            return Decided(attempt, self._decision.refused, self._decision.squared_norm, (stage,))
+        if not self._open:
+            return None
+        if refused is not None:
+            return self._decide(refused)
+        self._norms[stage] = squared_norm
+        return self._decide(None) if len(self._norms) == self.stages else None
+
+    def give_up(self, reason: REFUSALS) -> Decided | None:
+        """Abort, where nothing is decided yet."""
+        return self._decide(reason) if self._open else None
+
+    def tick(self, now: float) -> Decided | None:
+        return self._decide("timeout") if self._open and now >= self._deadline else None
+
+    def done(self, stage: int, attempt: int) -> bool:
+        """Whether the head may now take its own step: the first other stage has. With one stage, `commits_alone`."""
+        if attempt != self.attempt or self._decision is None or self._decision.refused is not None:
+            return False
+        first = not self._done - {0} and stage != 0
+        self._done.add(stage)
+        return first
+
+    @property
+    def commits_alone(self) -> bool:
+        return self.stages == 1
+
+    @property
+    def settled(self) -> bool:
+        """Whether every stage has taken the step that was decided."""
+        return len(self._done) == self.stages
+
+    def _decide(self, refused: REFUSALS | None) -> Decided:
+        self._open = False
+        if refused is None:
+            self._committed += 1
+        else:
+            self._aborted[refused] = self._aborted.get(refused, 0) + 1
+        norm = sum(self._norms.values()) if refused is None else 0.0
+        self._decision = Decided(self.attempt, refused, norm, tuple(range(self.stages)))
+        return self._decision

@@ -1,0 +1,174 @@
+"""Frames over streams: one duplex stream to every other member of a crew, read at once, written in order. No torch, no libp2p.
+
+The member that uses it never waits for a slow neighbour: sending queues, and a task per neighbour writes. What is queued is bounded by not
+beginning what would add to it: while a link is `full`, its member starts no forward, score or wave whose activations would go there, and
+sends no further part of an embedding. Everything else goes on: what arrives is always taken, and gradients, tokens and the commit are
+always sent, each the answer to something that was let through before. So two stages never wait for each other: what a stage holds back
+waits only for the next stage on its way to read, and the tail holds back nothing.
+
+What a neighbour may make us keep is bounded by streams that are not read while enough has arrived and is not handled yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import trio
+
+from swarmnode.errors import BadMessage
+from swarmnode.pipeline.frames import CHUNK_BYTES, Frame, FrameLimits, pack_frame, read_frame
+
+INBOX: Final = 64
+"""Frames received and not yet handled, all neighbours together."""
+INBOX_BYTES: Final = 64 * 2**20
+"""Of their bodies; one frame of each neighbour may be on its way beyond that."""
+OUTBOX: Final = 4096
+"""Frames to one neighbour, queued: far more than a crew has in flight. The stream of a neighbour that lets it fill up is ended."""
+OUTBOX_BYTES: Final = 64 * 2**20
+"""From here on the link to a neighbour is full. A frame that is begun before may be queued beyond it, and gradients: no more of them than
+there are micro-batches in flight."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    sender: int
+    """Stage."""
+    frame: Frame | None
+    """None: the stream ended, or what came was no frame."""
+    body: bytes
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class LinkStatistics:
+    bytes_sent: int
+    bytes_queued: int
+    """To all neighbours together, not sent yet."""
+    bytes_received: int
+    frames_received: int
+    refused: dict[str, int]
+
+
+class Links:
+    """`streams`: stage → stream. Frames to our own stage come back without a stream."""
+
+    def __init__(self, stage: int, streams: Mapping[int, trio.abc.Stream], limits: FrameLimits) -> None:
+        self.stage = stage
+        self.limits = limits
+        self._streams = dict(streams)
+        self._in_send, self._inbox = trio.open_memory_channel[Arrival | None](INBOX)
+        self._to_self, self._from_self = trio.open_memory_channel[Arrival](OUTBOX)
+        self._out = {peer: trio.open_memory_channel[bytes](OUTBOX) for peer in self._streams}
+        self._queued = dict.fromkeys(self._streams, 0)
+        """Bytes, of those whose stream takes any."""
+        self._unhandled = 0
+        """Bytes of bodies in the inbox."""
+        self._handled = trio.Event()
+        self._nursery: trio.Nursery | None = None
+        self._sent = self._received = self._frames = 0
+        self._refused: Counter[str] = Counter()
+
+    def statistics(self) -> LinkStatistics:
+        return LinkStatistics(self._sent, sum(self._queued.values()), self._received, self._frames, dict(self._refused))
+
+    def full(self, stage: int) -> bool:
+        """Whether nothing new is to be begun that goes to `stage`. Never of a stream that is gone: its end arrives as such."""
+        return self._queued.get(stage, 0) >= OUTBOX_BYTES
+
+    def send(self, stage: int, frame: Frame, body: bytes = b"") -> None:
+        """Queues. To a stage whose stream is gone it does nothing; one whose queue has too many frames loses its stream."""
+        if stage == self.stage:
+            self._to_self.send_nowait(Arrival(stage, frame, body))
+            return
+        if stage not in self._queued:
+            return
+        data = pack_frame(frame, body)
+        try:
+            self._out[stage][0].send_nowait(data)
+        except trio.WouldBlock:
+            self._refused["unsent"] += 1
+            self._give_up(stage)
+        else:
+            self._sent += len(data)
+            self._queued[stage] += len(data)
+
+    def take_nowait(self) -> Arrival | None:
+        """The next arrival; None: there is room again on a link that was full. Raises trio.WouldBlock."""
+        return self._taken(self._inbox.receive_nowait())
+
+    async def take(self) -> Arrival | None:
+        """As `take_nowait`, once there is something."""
+        return self._taken(await self._inbox.receive())
+
+    async def run(self) -> None:
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            nursery.start_soon(self._loop_back)
+            for peer, stream in self._streams.items():
+                nursery.start_soon(self._read, peer, stream)
+                nursery.start_soon(self._write, peer, stream)
+
+    def _taken(self, arrival: Arrival | None) -> Arrival | None:
+        if arrival is not None and arrival.sender != self.stage:
+            self._unhandled -= len(arrival.body)
+            self._handled.set()
+            self._handled = trio.Event()
+        return arrival
+
+    def _give_up(self, peer: int) -> None:
+        """Frames to it cannot be kept, and none is dropped while others go on: this stream ends, and the crew gets new ones."""
+        self._no_more(peer)
+        if self._nursery is not None:
+            self._nursery.start_soon(trio.aclose_forcefully, self._streams[peer])
+
+    def _no_more(self, peer: int) -> None:
+        """What was held back for it waits for nothing any more."""
+        self._queued.pop(peer, None)
+        self._say_room()
+
+    def _say_room(self) -> None:
+        with contextlib.suppress(trio.WouldBlock):  # a member that has arrivals to take looks for room after them anyway
+            self._in_send.send_nowait(None)
+
+    async def _loop_back(self) -> None:
+        async for arrival in self._from_self:
+            await self._in_send.send(arrival)
+
+    async def _read(self, peer: int, stream: trio.abc.Stream) -> None:
+        reason = "closed"
+        try:
+            while True:
+                while self._unhandled >= INBOX_BYTES:
+                    await self._handled.wait()
+                got = await read_frame(stream, self.limits)
+                if got is None:
+                    break
+                self._frames += 1
+                self._received += len(got[1])
+                self._unhandled += len(got[1])
+                await self._in_send.send(Arrival(peer, *got))
+        except BadMessage as error:
+            reason = error.reason
+            self._refused[reason] += 1
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass  # said by the arrival below
+        await self._in_send.send(Arrival(peer, None, b"", reason))
+
+    async def _write(self, peer: int, stream: trio.abc.Stream) -> None:
+        try:
+            async for data in self._out[peer][1]:
+                for at in range(0, len(data), CHUNK_BYTES):
+                    part = data[at : at + CHUNK_BYTES]
+                    await stream.send_all(part)
+                    if peer not in self._queued:
+                        return
+                    was_full = self.full(peer)
+                    self._queued[peer] -= len(part)
+                    if was_full and not self.full(peer):
+                        self._say_room()
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            self._no_more(peer)

@@ -1,0 +1,227 @@
+"""What one stage computes: forward, backward by recomputation, and the cached steps of generation. No network, no schedule.
+
+    R rows of a packed micro-batch (`packing.py`), H hidden size, V vocabulary
+    stage 0        token ids             → hidden (R, H)
+    body           hidden (R, H)         → hidden (R, H)
+    last stage     hidden (R, H)         → log-probabilities (N, T), or the next token's logits
+
+In a swapped run (`routes.py`) an end stage also runs its embedding, its layers or its head alone.
+
+Backward needs nothing but what the stage was given: it runs forward again with gradient. So a stage keeps inputs, not graphs, and whoever
+holds its weights can serve a backward that another began (as hivemind and Petals do; a third more compute, a fraction of the memory).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from swarmnode.pipeline.packing import Packing, packing
+from swarmnode.pipeline.routes import Part
+from swarmnode.pipeline.sessions import Prompts, Sessions
+from swarmnode.pipeline.spec import StageSpec
+from swarmnode.policy.logprobs import Batch, token_logprobs
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(log-probabilities (N, T), entropies (N, T)) → scalar."""
+
+
+@dataclass(frozen=True)
+class RuntimeStatistics:
+    forwards: int
+    backwards: int
+    decode_steps: int
+    sessions: int
+    cache_bytes: int
+    tokens: int
+    """That went forward: in training, for scores, in prompts and one by one."""
+
+
+class StageRuntime:
+    """One stage on this machine. `model` is as `split` makes it; `dtype` what it computes in, float32 or bfloat16."""
+
+    def __init__(self, spec: StageSpec, model: Any, *, dtype: torch.dtype = torch.float32) -> None:
+        self.spec = spec
+        self.model = model
+        self.dtype = dtype
+        self.device = next(model.parameters()).device
+        self.hidden_size = int(model.config.hidden_size)
+        self.sessions = Sessions(model.config)
+        self._forwards = self._backwards = self._decode_steps = self._tokens = 0
+        self._layers: Any = None
+
+    def statistics(self) -> RuntimeStatistics:
+        kept = self.sessions.statistics()
+        return RuntimeStatistics(self._forwards, self._backwards, self._decode_steps, kept.sessions, kept.bytes, self._tokens)
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The trained ones."""
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def embedding(self) -> torch.nn.Parameter | None:
+        """The tied tensor that the other end holds too, where it is trained; its gradient is half of the truth."""
+        if not self.spec.shares_embedding:
+            return None
+        module = self.model.get_input_embeddings() if self.spec.has_embedding else self.model.get_output_embeddings()
+        return module.weight if module.weight.requires_grad else None
+
+    def run(
+        self, x: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: DynamicCache | None = None, keep: int = 0,
+        part: Part = "all",
+    ) -> torch.Tensor:  # fmt: skip
+        """Ids (N, L) on stage 0, else hidden states (N, L, H) → hidden states (N, L, H), or logits (N, keep or L, V) on the last stage.
+        With `part` "layers" hidden states to hidden states on every stage.
+
+        mask (N, everything up to and with L) is 1 on tokens; positions (N, L).
+        """
+        whole = part == "all"
+        inputs = {"input_ids": x} if self.spec.has_embedding and whole else {"inputs_embeds": x.to(self.model.dtype)}
+        if self.spec.has_head and whole:
+            inputs["logits_to_keep"] = keep  # type: ignore[assignment]
+        model = self.model if whole else self._without_ends()
+        with self._autocast():
+            output = model(**inputs, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=cache is not None)
+        return output.logits
+
+    def _without_ends(self) -> Any:
+        """The same layers in a model that lacks norm and head."""
+        if self._layers is None:
+            self._layers, inner = _shallow(self.model), _shallow(self.model.model)
+            inner.norm = self._layers.lm_head = torch.nn.Identity()
+            self._layers.model = inner
+        return self._layers
+
+    @torch.no_grad()
+    def forward(self, batch: Batch, x: torch.Tensor | None, part: Part = "all") -> torch.Tensor:
+        """`x` (R, H), None where token ids go in → (R, H) for the next stage. Not for the last stage's head."""
+        self._forwards += 1
+        out = self._hidden(batch, x, part).float()
+        self._tokens += len(out)
+        return out
+
+    def backward(self, batch: Batch, x: torch.Tensor | None, gradient: torch.Tensor, part: Part = "all") -> torch.Tensor | None:
+        """Adds to the weights' gradients; `gradient` (R, H) of what `forward` gave → gradient of `x`, None on stage 0."""
+        self._backwards += 1
+        inputs = None if x is None else x.detach().requires_grad_()
+        hidden = self._hidden(batch, inputs, part).float()
+        if hidden.requires_grad:  # not so on a stage 0 in which nothing is trained
+            hidden.backward(gradient.to(hidden.device))
+        return None if inputs is None else inputs.grad
+
+    def learn(self, batch: Batch, x: torch.Tensor | None, temperature: float, loss: Loss, part: Part = "all") -> torch.Tensor | None:
+        """Last stage: forward, loss and backward in one → gradient of `x`, None where this is the only stage."""
+        self._forwards += 1
+        self._backwards += 1
+        self._tokens += _rows(batch, x)
+        inputs = None if x is None else x.detach().requires_grad_()
+        loss(*self._logprobs(batch, inputs, temperature, part)).backward()
+        return None if inputs is None else inputs.grad
+
+    @torch.no_grad()
+    def score(self, batch: Batch, x: torch.Tensor | None, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Last stage, without gradient: log-probabilities and entropies, (N, T) each."""
+        self._forwards += 1
+        self._tokens += _rows(batch, x)
+        return self._logprobs(batch, x, temperature)
+
+    @torch.no_grad()
+    def prefill(self, session: bytes, fingerprint: bytes, prompts: Prompts, x: torch.Tensor | None) -> torch.Tensor:
+        """Opens a session: `x` (prompt tokens, H), None on stage 0 → the same, or logits (Q, V) on the last stage."""
+        self._decode_steps += 1
+        where = prompts.mask.nonzero(as_tuple=True)
+        self._tokens += len(where[0])
+        positions = (prompts.mask.cumsum(1) - 1).clamp(min=0)
+        cache = DynamicCache(config=self.model.config)
+        padded = prompts.ids if x is None else x.new_zeros(*prompts.mask.shape, x.shape[1]).index_put(where, x)
+        out = self.run(padded, prompts.mask, positions, cache, keep=1)
+        self.sessions.open(session, fingerprint, cache, prompts)
+        return out[:, -1] if self.spec.has_head else out[where].float()
+
+    @torch.no_grad()
+    def decode(self, session: bytes, fingerprint: bytes, rows: list[int], x: torch.Tensor) -> torch.Tensor:
+        """One token further for `rows` of the session: ids (n,) on stage 0, else (n, H) → (n, H), or logits (n, V) on the last stage.
+
+        Rows that are left out are dropped from the cache for good. Raises BadMessage as `Sessions.step` does.
+        """
+        self._decode_steps += 1
+        self._tokens += len(rows)
+        kept = self.sessions.step(session, fingerprint, rows)
+        out = self.run(x[:, None], kept.mask, kept.position, kept.cache, keep=1)
+        return out[:, -1] if self.spec.has_head else out[:, 0].float()
+
+    def _autocast(self) -> AbstractContextManager:
+        return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, self.dtype)
+
+    def hidden(self, batch: Batch, x: torch.Tensor | None, part: Part = "all") -> torch.Tensor:
+        """As `forward`, with gradient."""
+        return self._hidden(batch, x, part).float()
+
+    def logprobs(self, batch: Batch, x: torch.Tensor | None, temperature: float) -> torch.Tensor:
+        """Last stage, with gradient: log-probabilities (N, T)."""
+        return self._logprobs(batch, x, temperature)[0]
+
+    def _hidden(self, batch: Batch, x: torch.Tensor | None, part: Part) -> torch.Tensor:
+        where = packing(batch)
+        if part == "embed":
+            embed = self.model.get_input_embeddings()
+            with self._autocast():
+                return where.pack(embed(batch.prompt_ids), embed(batch.completion_ids[:, :-1]))
+        return where.pack(*self._both(batch, where, x, keep=0, part=part))
+
+    def _both(
+        self, batch: Batch, where: Packing, x: torch.Tensor | None, keep: int, part: Part = "all"
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Prompts once, then the completions on their keys and values: outputs (Q, keep or P, …) and (N, T − 1, …)."""
+        prompts, later = where.unpack(x) if x is not None else (batch.prompt_ids, batch.completion_ids[:, :-1])
+        positions = (batch.prompt_mask.cumsum(1) - 1).clamp(min=0)  # (Q, P)
+        cache = DynamicCache(config=self.model.config)
+        if part == "head":
+            assert x is not None
+            return self._head(prompts[:, -1:]), None if later is None or batch.completion_ids.shape[1] == 1 else self._head(later)
+        first = self.run(prompts, batch.prompt_mask, positions, cache, keep, part)
+        if batch.completion_ids.shape[1] == 1:
+            return first, None
+        assert later is not None
+        owner = batch.prompt_of
+        cache.batch_select_indices(owner.cpu())
+        seen = torch.cat([batch.prompt_mask[owner], batch.completion_mask[:, :-1].to(batch.prompt_mask.dtype)], 1)
+        after = positions[owner, -1:] + 1 + torch.arange(later.shape[1], device=owner.device)
+        return first, self.run(later, seen, after, cache, part=part)
+
+    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
+        with self._autocast():
+            return self.model.lm_head(self.model.model.norm(hidden.to(self.model.dtype)))
+
+    def _logprobs(self, batch: Batch, x: torch.Tensor | None, temperature: float, part: Part = "all") -> tuple[torch.Tensor, torch.Tensor]:
+        where = packing(batch)
+        first, later = self._both(batch, where, x, keep=1, part=part)
+        row = torch.arange(len(batch.completion_ids), device=first.device)
+        column = torch.zeros_like(row)
+        logits = [first[:, -1][batch.prompt_of]]  # (N, V), they predict the first tokens
+        if later is not None:
+            logits.append(later[where.completions])
+            row = torch.cat([row, where.completions[0]])
+            column = torch.cat([column, where.completions[1] + 1])
+        chosen, spread = token_logprobs(torch.cat(logits), batch.completion_ids[row, column], temperature)
+        zeros = torch.zeros(batch.completion_ids.shape, device=chosen.device)
+        return zeros.index_put((row, column), chosen), zeros.index_put((row, column), spread)
+
+
+def _rows(batch: Batch, x: torch.Tensor | None) -> int:
+    """Packed rows of a batch: those of `x`, or as `packing.Packing` counts them."""
+    if x is not None:
+        return len(x)
+    return int(batch.prompt_mask.sum()) + int(batch.completion_mask.sum()) - len(batch.completion_ids)
+
+
+def _shallow(module: Any) -> Any:
+    """A module of its own with the same parameters and, until they are replaced, the same parts."""
+    new = copy.copy(module)
+    new._modules = dict(module._modules)
+    return new

@@ -1,0 +1,123 @@
+"""One stage as a transformers model of its own: the model's own class with a shorter configuration, its missing ends replaced by nothing.
+
+So a stage runs the very code that the whole model runs, masks, rotary positions, caches and LoRA included, and there is no second
+implementation of any architecture to keep equal. A stage that lacks the head has the identity in its place: what transformers calls
+`logits` is then the hidden state that goes to the next stage.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from swarmnode.errors import Incompatible, Unavailable
+from swarmnode.pipeline.spec import StageSpec, stage_specs
+from swarmnode.policy.fingerprint import weight_files
+from swarmnode.policy.load import base_model
+
+
+def stage_config(config: Any, spec: StageSpec) -> Any:
+    """The whole model's config with this stage's layers only."""
+    own = copy.deepcopy(config)
+    own.num_hidden_layers = spec.layers
+    if getattr(config, "layer_types", None):  # which layers see a sliding window only
+        own.layer_types = list(config.layer_types[spec.first : spec.last])
+    own.tie_word_embeddings = spec.tied and spec.stages == 1
+    return own
+
+
+def build_stage(
+    config: Any, spec: StageSpec, read: Callable[[str], torch.Tensor], *, dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> PreTrainedModel:  # fmt: skip
+    """The stage with weights `read(name in the whole model)`. Memory is taken for its own tensors only.
+
+    Raises Incompatible when the weights do not have the shapes of `config`.
+    """
+    own = stage_config(config, spec)
+    with torch.device("meta"):  # shapes without memory: the ends that are cut off would be the largest tensors
+        model = AutoModelForCausalLM.from_config(own, dtype=dtype)
+    cut_ends(model, spec)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=own).to(device)  # buffers that no file holds
+    state = {}
+    for name, parameter in model.state_dict().items():
+        if name == "lm_head.weight" and own.tie_word_embeddings:
+            continue
+        tensor = read(spec.whole(name))
+        if tensor.shape != parameter.shape:
+            raise Incompatible(f"{spec.whole(name)} is {tuple(tensor.shape)}, not {tuple(parameter.shape)}")
+        state[name] = tensor.to(device=device, dtype=dtype)
+    model.load_state_dict(state, strict=False, assign=True)
+    model.tie_weights()
+    return model.requires_grad_(True).eval()  # no dropout, as in `policy.load`
+
+
+def cut_ends(model: Any, spec: StageSpec) -> None:
+    """Whatever of embedding, norm and head is not this stage's is replaced by nothing."""
+    if not spec.has_embedding:
+        model.model.embed_tokens = nn.Identity()
+    if not spec.has_head:
+        model.model.norm = nn.Identity()
+        model.lm_head = nn.Identity()
+
+
+def load_stage(
+    directory: Path, spec: StageSpec, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> PreTrainedModel:
+    """The stage from a model's directory; only its own tensors are read.
+
+    Raises Unavailable when a tensor is not there or a file is damaged.
+    """
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    try:
+        handles = [safe_open(file, framework="pt") for file in weight_files(directory)]
+        where = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118  (safe_open is no mapping)
+        return build_stage(config, spec, lambda name: where[name].get_tensor(name), dtype=dtype, device=device)
+    except (SafetensorError, KeyError) as error:
+        raise Unavailable(f"{directory}: no weights for layers {spec.first} to {spec.last - 1} ({error})") from None
+
+
+def split_model(model: Any, layers: Sequence[int]) -> list[tuple[StageSpec, Any]]:
+    """(spec, independent copy) of every stage of a whole model, under the same LoRA adapter where it has one.
+
+    Raises ConfigError as `stage_specs` does.
+    """
+    specs = stage_specs(model.config, layers)
+    base = base_model(model)
+    tensors = {name.replace(".base_layer.", "."): tensor for name, tensor in base.state_dict().items()}
+    stages: list[Any] = []
+    for spec in specs:
+        stage = build_stage(base.config, spec, lambda name: tensors[name].detach().clone(), dtype=base.dtype)
+        stages.append(adapt(stage, model.peft_config["default"]) if hasattr(model, "peft_config") else stage)
+    state = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    for spec, stage in zip(specs, stages, strict=True):
+        load_whole_state(spec, stage, state)
+    return list(zip(specs, stages, strict=True))
+
+
+def adapt(stage: PreTrainedModel, settings: Any) -> Any:
+    """`stage` under a LoRA adapter of peft's `settings`: base frozen, adapter float32."""
+    from peft import get_peft_model
+
+    return get_peft_model(stage, copy.deepcopy(settings)).eval()
+
+
+def whole_state(spec: StageSpec, stage: nn.Module) -> dict[str, torch.Tensor]:
+    """Name in the whole model → trained tensor of this stage, not copied. All stages' together are the whole model's."""
+    return {spec.whole(name): p.detach() for name, p in stage.named_parameters() if p.requires_grad}
+
+
+def load_whole_state(spec: StageSpec, stage: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Overwrites this stage's trained tensors from the whole model's. Raises Incompatible when one is missing or has another shape."""
+    with torch.no_grad():
+        for name, tensor in whole_state(spec, stage).items():
+            if name not in state or state[name].shape != tensor.shape:
+                raise Incompatible(f"weights for a stage lack {name}")
+            tensor.copy_(state[name])

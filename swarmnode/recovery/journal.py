@@ -1,0 +1,132 @@
+"""R0: a stage's own state on its own disk, for a node that comes back. Torch.
+
+    weights.<name>   first.<name>   second.<name>   counts.<name>   rng      and the crew, stage, layers, step, norm and pace they are of
+    outer.<name>     what averaging with other crews keeps (φ, δ, clocks), as of the same moment; none where nothing is averaged
+
+Written after a committed step by a thread of its own, the newest state only: training waits for a copy in memory, never for the disk. A
+disk that is slower than a step costs steps on a crash; while one state is being written no other is copied.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+
+from swarmnode.errors import StateError
+from swarmnode.pipeline.member import Member, Pace
+from swarmnode.pipeline.spec import StageSpec
+from swarmnode.recovery import disk
+from swarmnode.recovery.state import StageState, Tensors, take
+
+FILE: Final = "stage.safetensors"
+
+
+@dataclass(frozen=True)
+class JournalStatistics:
+    step: int | None
+    """Committed steps in the file; None without one."""
+    skipped: int
+    """Steps after which the disk was still busy with an earlier one."""
+    error: str | None
+    """Why the last write failed, or what is wrong with the file that was there; None after a write that succeeded."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a journal gives back."""
+
+    state: StageState
+    pace: Pace
+    rng: torch.Tensor
+    outer: Tensors = field(default_factory=dict)
+
+
+class Journal:
+    """Of one stage of one crew, in `directory`. A file of another crew or other layers counts as none, and is overwritten; so does one that
+    is damaged, and `statistics` says so: there are other rungs."""
+
+    def __init__(self, directory: Path, crew: bytes, spec: StageSpec) -> None:
+        self.path = directory / FILE
+        self._whose = {"crew": crew.hex(), "spec": asdict(spec)}
+        self._error: str | None = None
+        try:
+            about = disk.read_about(self.path) or {}
+        except StateError as error:
+            about, self._error = {}, str(error)
+        mine = all(about.get(key) == value for key, value in self._whose.items()) and isinstance(about.get("step"), int)
+        self.step: int | None = about["step"] if mine else None
+        self._skipped = 0
+        self._condition = threading.Condition()
+        self._pending: tuple[dict[str, torch.Tensor], dict[str, Any]] | None = None
+        self._busy = self._closing = False
+        self._thread = threading.Thread(target=self._run, name="stage journal", daemon=True)
+        self._thread.start()
+
+    def statistics(self) -> JournalStatistics:
+        return JournalStatistics(self.step, self._skipped, self._error)
+
+    def note(self, member: Member, outer: Tensors = MappingProxyType({})) -> None:
+        """Between two steps, in any thread. Copies the state unless the disk is busy; `outer`, which must never change, is not copied."""
+        with self._condition:
+            if self._busy or self._pending is not None:
+                self._skipped += 1
+                return
+        state = take(member)
+        tensors = {"rng": torch.get_rng_state().clone()}
+        for part in ("weights", "first", "second"):
+            tensors |= {f"{part}.{name}": tensor for name, tensor in getattr(state, part).items()}
+        tensors |= {f"counts.{name}": torch.tensor([steps]) for name, steps in state.counts.items()}
+        tensors |= {f"outer.{name}": tensor for name, tensor in outer.items()}
+        about = {**self._whose, "step": state.step, "squared_norm": state.squared_norm, "pace": asdict(member.pace)}
+        with self._condition:
+            self._pending = tensors, about
+            self._condition.notify_all()
+
+    def read(self) -> Kept:
+        """Raises StateError where the file is damaged, or of another crew, stage or model."""
+        tensors, about = disk.load(self.path)
+        if any(about.get(key) != value for key, value in self._whose.items()):
+            raise StateError(f"{self.path} is of another crew or stage")
+        part = lambda kind: {n.removeprefix(f"{kind}."): t for n, t in tensors.items() if n.startswith(f"{kind}.")}
+        outer = part("outer")
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in outer.values()):  # the gate looks at weights only
+            raise StateError(f"{self.path}: slow weights are not finite")
+        try:
+            counts = {name: float(steps) for name, steps in part("counts").items()}
+            norm, pace = float(about["squared_norm"]), Pace(**about["pace"])
+            state = StageState(int(about["step"]), part("weights"), part("first"), part("second"), counts, norm, pace.factor)
+            return Kept(state, pace, tensors["rng"], outer)
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateError(f"{self.path} lacks something: {error}") from None
+
+    def close(self) -> None:
+        """Writes what is pending, then stops."""
+        with self._condition:
+            self._closing = True
+            self._condition.notify_all()
+        self._thread.join()
+
+    def flush(self) -> None:
+        """Returns once nothing is pending: when a node leaves in good order."""
+        with self._condition:
+            self._condition.wait_for(lambda: not self._busy and self._pending is None)
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                self._busy = False
+                self._condition.notify_all()
+                self._condition.wait_for(lambda: self._pending is not None or self._closing)
+                if self._pending is None:
+                    return
+                (tensors, about), self._pending, self._busy = self._pending, None, True
+            try:
+                disk.save(self.path, tensors, about)
+                self.step, self._error = about["step"], None
+            except OSError as error:
+                self._error = str(error)

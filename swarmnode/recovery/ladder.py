@@ -1,0 +1,270 @@
+"""Which copy of a lost stage to take, best first, and which next when the crew's policy is not what it was. Pure; no torch.
+
+    R0  journal    this node's own disk                                                    R4  synthesis  from the neighbours' layers
+    R1  replica    the same stage of another crew                                          R5  copy       an end from its neighbour
+    R2  shadow     a snapshot at a ring neighbour                                          R6  none       the crew dissolves
+    R3  base       the stage that training began with
+
+Expected harm rises along the ladder, but for a journal that is older than a shadow: then the younger one goes first. A source that is
+refused says why: `Ladder.tried` is what to show a person.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Final, Literal
+
+from swarmnode.errors import Refused
+from swarmnode.pipeline.spec import StageSpec
+
+Method = Literal["checkfree", "uniform", "identity", "copy"]
+LEARNING_RATE_FACTOR: Final = 1.1
+"""Algorithm 1, line 4; once, not for each recovery."""
+
+
+class Rung(IntEnum):
+    JOURNAL = 0
+    REPLICA = 1
+    SHADOW = 2
+    BASE = 3
+    SYNTHESIS = 4
+    COPY = 5
+    NONE = 6
+
+
+@dataclass(frozen=True)
+class Run:
+    """What decides whether a synthesis would harm."""
+
+    swapped: bool = False
+    """Half of the micro-batches run in `swapped_order` since the start: then second and last but one have learnt the ends' job."""
+    pretrained: bool = False
+    """A base was published: its stage is a better source than any neighbour."""
+    adapter: bool = False
+    """Only a LoRA adapter is trained."""
+
+
+@dataclass(frozen=True)
+class RecoverySettings:
+    """What a person may choose; all stages of a crew agree on `paper`."""
+
+    shadow_every: int = 20
+    """Committed steps between two shadows of a stage."""
+    synthesis: Literal["checkfree", "uniform", "identity", "copy", "none"] = "checkfree"
+    """How an inner stage is made of its neighbours'. `copy` is for the ends, `none` for neither."""
+    paper: bool = False
+    """CheckFree+ as it is written: no shadow, journal or base; synthesis without healing; learning rate × 1.1; swapped order."""
+    probes: int = 8
+    """Committed micro-batches that a recovered stage is judged by: the last ones."""
+    memory: int = 24
+    """Committed micro-batches that are remembered; the ones before the last `probes` are what a stage is healed with, so that it is judged
+    by others."""
+    gate_kl: float = 0.02
+    """Nats per token of KL(before ‖ recovered)."""
+    gate_nll: float = 0.05
+    """Nats per token."""
+    copy_factor: float = 10.0
+    """Of both, for a copy of the crew's own stage: what it lacks are steps, and what is made or fetched elsewhere lacks all of them."""
+    healings: int = 2
+    """Distillations before a source is given up."""
+    healing_steps: int = 120
+    healing_rate: float = 0.04
+    """Of each tensor's root mean square: what AdamW moves a weight by in a step, at first."""
+    warmup_steps: int = 10
+    """Steps over which the learning rate of a stage with a fresh optimizer rises to what it is elsewhere."""
+    exact_bytes: int = 256 * 1024 * 1024
+    """A shadow up to this size is float32 with Adam's moments; a larger one bfloat16 without."""
+    pair_bytes: int = 256 * 1024 * 1024
+    """Activations that a stage keeps for healing its neighbours."""
+    uplink: float = 0.0
+    """Bytes per second; 0 is without limit."""
+    uplink_share: float = 0.05
+    """Of it for shadows."""
+    seconds: float = 120.0
+    """One transfer, at most; and waiting for a neighbour that is being restored as well."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One way to get the stage back."""
+
+    rung: Rung
+    step: int | None = None
+    """Committed steps that are in it; None where that cannot be said."""
+    holder: int | None = None
+    """Stage that has it; None: this machine, or a replica."""
+    method: Method | None = None
+    """Of R4 and R5."""
+    exact: bool = False
+    """It is this stage as it was: the crew's last step, from our own disk, or from two neighbours that agree."""
+    disputed: bool = False
+    """The other ring neighbour has other bytes of the same step. Only the gate can say which of them is right."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What there is after everybody was asked."""
+
+    journal: int | None = None
+    """Steps in this node's journal of this stage of this crew."""
+    replica: bool = False
+    shadows: Mapping[int, int] = field(default_factory=dict)
+    """Holder's stage → steps; of ring neighbours, nobody else is given any."""
+    roots: Mapping[int, bytes] = field(default_factory=dict)
+    """Holder's stage → the shadow's hash."""
+    base: bool = False
+    alive: frozenset[int] = frozenset()
+    """Other stages that have their weights."""
+    ends: frozenset[int] = frozenset()
+    """Stages that keep a true copy of this end's embedding, or norm and head."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a probe says of a recovered stage, nats per token; see `gate`."""
+
+    kl: float
+    nll_rise: float
+    tokens: int
+    finite: bool = True
+
+
+class Ladder:
+    """The sources of one recovery, in order. `step`: committed steps of the crew."""
+
+    def __init__(self, found: Found, spec: StageSpec, step: int, run: Run, settings: RecoverySettings) -> None:
+        self._settings = settings
+        self._step = step
+        self.tried: list[tuple[Rung, str]] = []
+        """(rung, why it did not serve), in order."""
+        self.excluded: list[tuple[Rung, str]] = []
+        """(rung, why it was not even tried)."""
+        self._left = list(self._sources(found, spec, run))
+        self._compared = False
+
+    def next(self) -> Source:
+        """The best source that was not refused. Raises Refused, with every rung's reason, when there is none (R6)."""
+        if self._left:
+            return self._left[0]
+        said = "; ".join(f"R{int(rung)} {rung.name.lower()}: {why}" for rung, why in self.tried + self.excluded)
+        raise Refused(f"no source is left for this stage: {said or 'nobody has a copy'}")
+
+    def refuse(self, source: Source, why: str) -> None:
+        """`source` was not there, was not what it said, or failed its gate."""
+        if source in self._left:
+            self._left.remove(source)
+        self.tried.append((source.rung, why))
+
+    def rivals(self) -> tuple[Source, ...]:
+        """Of the best source: it and the other one, where two neighbours have different bytes of one step and `prefer` was not called."""
+        best = self._left[0] if self._left else None
+        if best is None or not best.disputed or self._compared:
+            return ()
+        return tuple(source for source in self._left if source.disputed and source.step == best.step)
+
+    def prefer(self, source: Source | None) -> None:
+        """It goes before all others: of what `rivals` said, it was judged better."""
+        self._compared = True
+        if source in self._left:
+            self._left.remove(source)
+            self._left.insert(0, source)
+
+    def damage(self, verdict: Verdict) -> float:
+        """Of two verdicts, the better one's is less: in units of the gate."""
+        s = self._settings
+        return max(verdict.kl / s.gate_kl, verdict.nll_rise / s.gate_nll) if verdict.finite else math.inf
+
+    def judge(self, source: Source, verdict: Verdict | None, healings: int) -> Literal["rejoin", "heal", "next"]:
+        """What to do with a stage that was restored from `source` and healed `healings` times.
+
+        Without a probe a true copy that nobody disputes is trusted, and nothing else. What is exact, and everything in paper mode, has to
+        be finite and no more: the probe is of before the last step, so that even the very same stage is as far from it as that step went.
+        For the same reason an older copy of the crew's own is given room: to refuse it is to lose every step that was taken, not the few
+        that it lacks.
+        """
+        s = self._settings
+        room = s.copy_factor if source.rung in (Rung.JOURNAL, Rung.SHADOW) else 1.0
+        if verdict is None:
+            return "rejoin" if (source.rung <= Rung.BASE and not source.disputed) or s.paper else "next"
+        if not verdict.finite:
+            return "next"
+        if s.paper or (source.exact and not healings) or (verdict.kl < room * s.gate_kl and verdict.nll_rise < room * s.gate_nll):
+            return "rejoin"
+        return "heal" if healings < s.healings else "next"
+
+    def _sources(self, found: Found, spec: StageSpec, run: Run) -> Iterable[Source]:
+        copies = [] if found.journal is None else [Source(Rung.JOURNAL, found.journal, exact=found.journal == self._step)]
+        for holder, step in found.shadows.items():
+            roots = [root for i, root in found.roots.items() if found.shadows[i] == step]
+            disputed = len(set(roots)) > 1
+            exact = step == self._step and len(roots) > 1 and not disputed
+            copies.append(Source(Rung.SHADOW, step, holder, exact=exact, disputed=disputed))
+        if self._settings.paper:
+            self.excluded += [(source.rung, "paper mode") for source in copies] + ([(Rung.BASE, "paper mode")] if found.base else [])
+            copies = []
+        for source in [c for c in copies if c.step is not None and c.step > self._step]:
+            copies.remove(source)
+            self.excluded.append((source.rung, f"it is of step {source.step}, and the crew's is {self._step}"))
+        copies.sort(key=lambda c: (-(c.step or 0), c.rung, not c.exact, -1 if c.holder is None else c.holder))
+        own = [c for c in copies if c.rung == Rung.JOURNAL and c.exact]
+        yield from own
+        if found.replica:
+            yield Source(Rung.REPLICA)
+        yield from (c for c in copies if c not in own)
+        if found.base and not self._settings.paper:
+            yield Source(Rung.BASE)
+        yield from self._synthesis(found, spec, run)
+
+    def _synthesis(self, found: Found, spec: StageSpec, run: Run) -> Iterable[Source]:
+        at_end = spec.has_embedding or spec.has_head
+        rung = Rung.COPY if at_end else Rung.SYNTHESIS
+        method = self._settings.synthesis
+        if method == "none":
+            self.excluded.append((rung, "synthesis is switched off"))
+            return
+        if at_end and method != "identity":
+            method = "copy"
+        elif method == "copy":
+            method = "checkfree"
+        needed = {i for i in (spec.index - 1, spec.index + 1) if 0 <= i < spec.stages}
+        try:
+            check(method, spec, run)
+            if found.base and run.pretrained:
+                raise Refused("the base's stage is closer than anything that is made of the neighbours'")
+            if not needed <= found.alive:
+                raise Refused("a neighbour is lost too")
+            if at_end and not found.ends:
+                raise Refused("nobody keeps a copy of this end's embedding or head")
+        except Refused as error:
+            self.excluded.append((rung, str(error)))
+            return
+        yield Source(rung, method=method)
+
+
+def check(method: Method, spec: StageSpec, run: Run) -> None:
+    """Raises Refused where `method` would harm this stage of this run."""
+    at_end = spec.has_embedding or spec.has_head
+    if run.adapter:
+        raise Refused("an adapter is not averaged with another layer's: the base with its last known adapter, or none, is closer")
+    if method in ("checkfree", "uniform") and at_end:
+        raise Refused(f"{method} needs a neighbour on both sides, and stage {spec.index} of {spec.stages} has one")
+    if method == "copy":
+        if not at_end:
+            raise Refused(f"copy is for the first and the last stage, and stage {spec.index} of {spec.stages} is neither")
+        if run.pretrained:
+            raise Refused("copy needs a run trained with swapped stages, which costs a pretrained policy 2 nats: restore the base's stage")
+        if not run.swapped:
+            raise Refused("copy needs a run trained with swapped stages; without that the copy costs 3 nats")
+
+
+def check_paper(stages: int, run: Run) -> None:
+    """Raises Refused where a crew must not run in paper mode: it trains with swapped stages from the start."""
+    if run.pretrained:
+        raise Refused("paper mode trains with swapped stages, which costs a pretrained policy 2 nats: switch it off, shadows do better")
+    if run.adapter:
+        raise Refused("paper mode is for whole weights, and only an adapter is trained here")
+    if stages < 4:
+        raise Refused(f"paper mode exchanges the first two and the last two stages: {stages} are too few, it needs four")

@@ -1,0 +1,187 @@
+"""What members send each other on their state streams, and how long it may be. No torch.
+
+    u32be header length ‖ header (canonical msgpack, tagged by `type`) ‖ body of a Chunk
+
+    Ask ──▶ Holds                         what is there for the asker's stage
+    Want ──▶ Have, Chunk … | Lack         one of SERVED
+    Have, Chunk … ──▶ Kept | Lack         pushed: a shadow, an end's copy, probes
+    Have, Chunk … ──▶ Have, Chunk … | Lack    `run`: activations in, activations or log-probabilities out
+    Keep ──▶                              the next shadow is pushed to the sender, too
+
+How long a transfer is follows from the model, for the few things where it cannot it is capped; a `size` that differs is refused before
+memory is taken. No chunk is longer than 1 MiB, and what arrives is looked at only once its hash is the promised one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Final, Literal
+
+import msgspec
+
+from swarmnode.errors import BadMessage
+from swarmnode.pipeline.frames import CHUNK_BYTES, HEADER_BYTES, ActivationCodec, Place, Reader, check_place, read_exactly
+from swarmnode.weights.layout import Layout, elements
+from swarmnode.wire import strict
+from swarmnode.wire.fields import ANY_COUNTER, check_between, check_fields, check_finite, check_length, check_positive
+
+STATE_REASONS: Final = ("oversize", "malformed", "schema", "bounds", "size", "hash", "not_finite", "shape", "truncated")
+"""Every reason with which a state stream's messages and bodies raise BadMessage."""
+ROOT_BYTES: Final = 32
+FACTOR: Final = 2.0
+"""Of a stage's learning rate, at most: what a peer may make us train with."""
+Form = Literal["exact", "small"]
+"""Of a shadow: float32 with AdamW's moments and counts, or bfloat16 without."""
+What = Literal["shadow", "layers", "tied", "ends", "probes", "edges", "run", "ran"]
+LACKS = Literal["none", "loading", "refused", "busy", "failed"]
+
+
+class StateMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
+    place: Place
+    request: int
+    """Numbered by whoever began; answers repeat it."""
+
+
+class Ask(StateMessage, frozen=True, tag="ask"):
+    pass
+
+
+class Holds(StateMessage, frozen=True, tag="holds"):
+    """All of the asker's stage; None where there is nothing."""
+
+    loaded: bool
+    """The answering stage has its weights, and they are good."""
+    rung: int | None
+    """It is being restored, and has a candidate of this rung, which is being judged; 6 while it has none."""
+    exhausted: bool
+    """And nothing else left to try."""
+    shadow: int | None
+    """Committed steps in it."""
+    root: bytes
+    """32 bytes, the shadow's; empty without one. Two neighbours that name the same need not be judged."""
+    ends: int | None
+    probes: int | None
+
+
+class Want(StateMessage, frozen=True, tag="want"):
+    what: Literal["shadow", "layers", "tied", "ends", "probes", "edges"]
+
+
+class Have(StateMessage, frozen=True, tag="have"):
+    """`size` bytes follow in chunks."""
+
+    answer: bool
+    """To a request of the receiver, or the beginning of one."""
+    what: What
+    step: int
+    """Committed steps in it."""
+    size: int
+    root: bytes
+    """32 bytes, blake2b of all."""
+    form: Form = "exact"
+    codec: ActivationCodec = "float32"
+    """Of activations: `edges`, `run`, `ran`."""
+    rows: int = 0
+    about: int = 0
+    """Bytes of the description before the activations of `run`."""
+    squared_norm: float = 0.0
+    """Of the stage's last raw gradient over its layers: what CheckFree weights it by."""
+    factor: float = 1.0
+    """Of its learning rate, to the crew's."""
+
+
+class Chunk(StateMessage, frozen=True, tag="chunk"):
+    answer: bool
+    at: int
+    length: int
+
+
+class Kept(StateMessage, frozen=True, tag="kept"):
+    """What was pushed is stored."""
+
+    what: What
+    step: int
+
+
+class Lack(StateMessage, frozen=True, tag="lack"):
+    answer: bool
+    reason: LACKS
+
+
+class Keep(StateMessage, frozen=True, tag="keep"):
+    """Push me your next shadow, too: I keep the whole policy."""
+
+
+Message = Ask | Holds | Want | Have | Chunk | Kept | Lack | Keep
+
+
+class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A micro-batch that was learnt from, and what the policy said of it then."""
+
+    micro_batch: int
+    step: int
+    """Committed steps when it was computed."""
+    rows: int
+    about: bytes
+    """`work.MicroBatch`."""
+    logprobs: bytes
+    """f32 for each completion token, by the whole policy as it was then."""
+
+
+class Edge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Activations of a committed micro-batch on their way from one stage to another."""
+
+    micro_batch: int
+    step: int
+    source: int
+    target: int
+    rows: int
+    about: bytes
+    body: bytes
+    """In the crew's codec."""
+
+
+def root_of(body: bytes | bytearray | memoryview) -> bytes:
+    return hashlib.blake2b(body, digest_size=ROOT_BYTES).digest()
+
+
+def state_bytes(layout: Layout, form: Form) -> int:
+    """Of a shadow: weights, first and second moments and a count for each tensor; or weights in two bytes each."""
+    return 12 * elements(layout) + 4 * len(layout) if form == "exact" else 2 * elements(layout)
+
+
+def pack(message: Message, body: bytes | memoryview = b"") -> bytes:
+    head = strict.encode(message)
+    return len(head).to_bytes(4, "big") + head + body
+
+
+async def read(stream: Reader) -> tuple[Message, bytes] | None:
+    """The next message and a chunk's bytes; None at the end. Raises BadMessage: oversize, malformed, schema, bounds, truncated."""
+    prefix = await read_exactly(stream, 4, at_start=True)
+    if prefix is None:
+        return None
+    length = int.from_bytes(prefix, "big")
+    if not 0 < length <= HEADER_BYTES:
+        raise BadMessage("oversize", f"a header of {length} bytes")
+    message: Message = strict.decode(await read_exactly(stream, length) or b"", Message)
+    _check(message)
+    return message, (await read_exactly(stream, message.length) or b"") if isinstance(message, Chunk) else b""
+
+
+_RANGES: Final = {
+    **dict.fromkeys(("request", "step", "size", "rows", "about", "at", "rung", "shadow", "ends", "probes"), ANY_COUNTER),
+    "length": (1, CHUNK_BYTES),
+}
+
+
+def _check(message: Message) -> None:
+    check_place(message.place)
+    check_fields(message, {}, _RANGES)
+    if isinstance(message, Holds):
+        check_length("root", message.root, 0 if message.shadow is None else ROOT_BYTES)
+    if isinstance(message, Have):
+        check_length("root", message.root, ROOT_BYTES)
+        check_finite("factor", message.factor)
+        check_between("squared_norm", message.squared_norm, 0.0, math.inf)
+        check_positive("factor", message.factor, FACTOR)

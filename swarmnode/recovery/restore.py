@@ -1,0 +1,435 @@
+"""The whole of getting a lost stage back: ask everybody, climb down the ladder, judge, heal, and say what was done. Torch.
+
+    loading      the best source that is left; what it gave is checked and put into the stage
+    probation    the last micro-batches through all stages; a stage that is off is healed, or the next source is taken
+    rejoin       `Restored.install` gives the new member its optimizer, its pace and its norm
+
+Two stages may be restored at once: each is judged through the other's candidate. Where that fails, the one with the worse source goes on
+down its ladder, and the other waits for it; who comes to the end goes back to his best source and lets the other one try.
+
+A source that does not fit this device is one that was not there: what it took is given back, and the next one is tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Set
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import torch
+import trio
+
+from swarmnode.errors import Incompatible, PeerError, Refused, StateError, Unavailable
+from swarmnode.pipeline import faults
+from swarmnode.pipeline.member import Member, Pace
+from swarmnode.pipeline.runtime import StageRuntime
+from swarmnode.pipeline.spec import StageSpec
+from swarmnode.pipeline.split import load_stage
+from swarmnode.policy.fingerprint import fingerprint
+from swarmnode.policy.micro import free_memory, is_oom
+from swarmnode.recovery.gate import judge
+from swarmnode.recovery.healing import Healing, heal, pairs_of
+from swarmnode.recovery.journal import Journal
+from swarmnode.recovery.ladder import Found, Ladder, RecoverySettings, Run, Rung, Source, Verdict
+from swarmnode.recovery.messages import Holds, Probe
+from swarmnode.recovery.shadows import ring
+from swarmnode.recovery.state import StageState, Tensors, host_copy, load_moments, load_weights, trained
+from swarmnode.recovery.synthesis import synthesise
+from swarmnode.recovery.transfer import AGAIN_SECONDS, ASK_SECONDS, StatePeer
+
+T = TypeVar("T")
+Base = Callable[[], Tensors]
+"""The stage that training began with, or under LoRA its untrained adapter, by the stage's own names. Raises LocalError."""
+Tell = Callable[[Literal["loading", "probation"], Rung], None]
+
+
+@dataclass(frozen=True)
+class Replica:
+    """The same stage of another crew, verbatim: replicas that were averaged are two policies, and their mean is a third."""
+
+    weights: Tensors
+    """φ."""
+    outer: Tensors = field(default_factory=dict)
+    """Whatever the outer step keeps; handed through."""
+    second: Tensors = field(default_factory=dict)
+    """AdamW's second moments, where they came along; not used alone."""
+    step: int | None = None
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was done, and what the new member needs; `install` it before it runs."""
+
+    rung: Rung
+    step: int | None
+    """Committed steps in the weights; None where that cannot be said."""
+    holder: int | None
+    """Stage that had them; None: this machine, a replica, or made of neighbours."""
+    seconds: float
+    verdict: Verdict | None
+    """None where nobody had a probe."""
+    healings: tuple[Healing, ...]
+    tried: tuple[tuple[Rung, str], ...]
+    """What was refused before, and why."""
+    state: StageState
+    pace: Pace
+    outer: Tensors
+    """What averaging kept with these very weights (R0, R1); empty where they are others."""
+    rng: torch.Tensor | None
+
+    def install(self, member: Member) -> None:
+        """Moments, norm, learning rate, generator. The weights are in the runtime already."""
+        load_moments(member, self.state)
+        member.squared_norm = self.state.squared_norm
+        member.pace = replace(self.pace)
+        if self.rng is not None:
+            torch.set_rng_state(self.rng)
+
+
+@dataclass
+class _Candidate:
+    state: StageState
+    pace: Pace
+    outer: Tensors = field(default_factory=dict)
+    rng: torch.Tensor | None = None
+
+
+async def restore(
+    peer: StatePeer, *, step: int, run: Run, journal: Journal | None = None, base: Base | None = None,
+    replica: Callable[[], Awaitable[Replica]] | None = None, tell: Tell = lambda phase, rung: None,
+) -> Restored:  # fmt: skip
+    """The stage `peer.runtime` as good as it can be had; `step` is how many the crew has committed. `peer.run` must be running.
+
+    Without a `base` there is no R3: a run from scratch has none that is worth anything.
+
+    Raises Refused where no rung is left (R6), with every rung's reason, and PeerError when a stage that is needed for judging is gone.
+    """
+    settings, started = peer.settings, trio.current_time()
+    peer.phase, peer.rung, peer.restored, peer.exhausted = "empty", Rung.NONE, None, False
+    holds = await _ask(peer)
+    kept = {stage: holds[stage] for stage in ring(peer.spec.index, peer.spec.stages) if stage in holds}
+    found = Found(
+        journal=journal.step if journal is not None else None,
+        replica=replica is not None,
+        shadows={stage: h.shadow for stage, h in kept.items() if h.shadow is not None},
+        roots={stage: h.root for stage, h in kept.items() if h.shadow is not None},
+        base=base is not None,
+        alive=frozenset(stage for stage, h in holds.items() if h.loaded),
+        ends=frozenset(stage for stage, h in holds.items() if h.ends is not None),
+    )
+    ladder = Ladder(found, peer.spec, step, run, settings)
+    judged: set[tuple[Rung, int | None]] = set()
+    load = lambda source: _load(source, peer, holds, step, run, journal, base, replica, judged)
+    return await _Recovery(peer, ladder, holds, await _probes(peer, holds), load, tell, started, judged).run()
+
+
+@dataclass
+class _Recovery:
+    """One way down the ladder."""
+
+    peer: StatePeer
+    ladder: Ladder
+    holds: Mapping[int, Holds]
+    probes: list[Probe]
+    load: Callable[[Source], Awaitable[_Candidate]]
+    tell: Tell
+    started: float
+    judged: set[tuple[Rung, int | None]]
+    """(rung, holder) of what was in the stage and did not pass."""
+    first: Source | None = None
+    """The best source that was there."""
+
+    async def run(self) -> Restored:
+        while True:
+            if rivals := self.ladder.rivals():
+                self.ladder.prefer(await self._better(rivals))
+            try:
+                source = self.ladder.next()
+            except Refused:
+                got = await self._fitting(self.first, self._wait())
+                if got is None:
+                    raise
+                return got
+            if (got := await self._fitting(source, self._try(source))) is not None:
+                return got
+
+    async def _fitting(self, source: Source | None, work: Awaitable[T | None]) -> T | None:
+        """`work` with `source`. None where the device cannot do it: the source is refused, and what it took is free again."""
+        try:
+            return await work
+        except (RuntimeError, MemoryError) as error:
+            if not faults.of_device(error):
+                raise
+            why = "out of memory" if is_oom(error) else f"the device: {error}"
+        for parameter in self.peer.runtime.parameters():
+            parameter.grad = None
+        free_memory()
+        self._drop(source, why)
+        return None
+
+    def _drop(self, source: Source | None, why: str) -> None:
+        """What is in the stage is nobody's."""
+        peer = self.peer
+        peer.phase, peer.rung, peer.restored = "empty", Rung.NONE, None
+        if source is not None:
+            self.ladder.refuse(source, why)
+
+    async def _better(self, rivals: tuple[Source, ...]) -> Source | None:
+        """Each as it is, without healing; the one that the gate likes best. None where nothing can judge them, or none is left."""
+        found: list[tuple[float, Source]] = []
+        for source in rivals if self.probes else ():
+            verdict = await self._fitting(source, self._look(source))
+            if verdict is not None:
+                found.append((self.ladder.damage(verdict), source))
+        return min(found, key=lambda one: one[0])[1] if found else None
+
+    async def _look(self, source: Source) -> Verdict | None:
+        if await self._seat(source) is None:
+            return None
+        self.tell("probation", source.rung)
+        return await self._judge(source, 0)
+
+    async def _try(self, source: Source) -> Restored | None:
+        """None where it did not serve; the ladder knows why."""
+        peer, settings = self.peer, self.peer.settings
+        candidate = await self._seat(source)
+        if candidate is None:
+            return None
+        self.tell("probation", source.rung)
+        healings: list[Healing] = []
+        while True:
+            verdict = await self._judge(source, len(healings)) if self.probes else None
+            what = self.ladder.judge(source, verdict, len(healings))
+            if what == "rejoin":
+                return self._done(source, candidate, verdict, healings)
+            healing = await _heal(peer, self.probes, settings) if what == "heal" else None
+            if healing is None:
+                self.judged.add((source.rung, source.holder))
+                self._drop(source, _said(verdict, len(healings)))
+                return None
+            healings.append(healing)
+            fresh = {name: host_copy(tensor) for name, tensor in trained(peer.runtime).items()}
+            candidate = _Candidate(_without_moments(candidate.state, fresh, peer), _new_pace(settings, candidate.pace.factor))
+            peer.restored = candidate.state
+
+    async def _seat(self, source: Source) -> _Candidate | None:
+        """What `source` gives, in the stage. None where it is not there or not what it said."""
+        peer = self.peer
+        self.tell("loading", source.rung)
+        try:
+            candidate = await self.load(source)
+            await peer.compute(lambda: load_weights(peer.runtime, candidate.state.weights))
+            peer.phase, peer.rung, peer.restored = "candidate", source.rung, candidate.state
+            await _tie(peer, candidate, self.holds)
+        except (PeerError, StateError, Unavailable, Refused, OSError) as error:
+            self._drop(source, str(error))
+            return None
+        self.first = self.first or source
+        return candidate
+
+    async def _judge(self, source: Source, healings: int) -> Verdict:
+        """A verdict that this stage has to answer for: none that another one, restored with a worse source, may have brought about."""
+        until = trio.current_time() + self.peer.settings.seconds
+        while True:
+            unfinished = await self._unfinished()  # asked first: one that gets ready meanwhile may have spoilt the verdict before
+            verdict = await judge(self.peer, self._judges())
+            if self.ladder.judge(source, verdict, healings) == "rejoin" or trio.current_time() >= until:
+                return verdict
+            others = [(h.rung, -stage) for stage, h in unfinished if h.rung is not None and not h.exhausted]
+            if not others or max(others) < (int(source.rung), -self.peer.spec.index):
+                return verdict
+            await trio.sleep(AGAIN_SECONDS)
+
+    async def _wait(self) -> Restored | None:
+        """Nothing is left, but what failed may have failed through another stage that is being restored: with the best source that there
+        was, until that one has found a better. None where there is no other, or it did not help."""
+        peer, source = self.peer, self.first
+        until = trio.current_time() + peer.settings.seconds
+        if source is None or not await self._unfinished() or (candidate := await self._seat(source)) is None:
+            return None
+        peer.exhausted = True
+        while True:
+            others = await self._unfinished()  # before the verdict, as in `_judge`
+            verdict = await judge(peer, self._judges()) if self.probes else None
+            if self.ladder.judge(source, verdict, 0) == "rejoin":
+                return self._done(source, candidate, verdict, [])
+            if all(h.exhausted for _, h in others) or trio.current_time() >= until:
+                peer.phase = "empty"
+                return None
+            await trio.sleep(AGAIN_SECONDS)
+
+    async def _unfinished(self) -> list[tuple[int, Holds]]:
+        """Other stages that answer and are being restored."""
+        return [(stage, h) for stage, h in (await self.peer.ask()).items() if not h.loaded]
+
+    def _judges(self) -> list[Probe]:
+        return self.probes[-self.peer.settings.probes :]
+
+    def _done(self, source: Source, candidate: _Candidate, verdict: Verdict | None, healings: list[Healing]) -> Restored:
+        self.peer.phase, self.peer.rung, self.peer.exhausted = "whole", None, False
+        return Restored(
+            source.rung, source.step, source.holder, trio.current_time() - self.started, verdict, tuple(healings),
+            tuple(self.ladder.tried), candidate.state, candidate.pace, candidate.outer, candidate.rng,
+        )  # fmt: skip
+
+
+async def _load(
+    source: Source, peer: StatePeer, holds: Mapping[int, Holds], step: int, run: Run, journal: Journal | None, base: Base | None,
+    replica: Callable[[], Awaitable[Replica]] | None, judged: Set[tuple[Rung, int | None]],
+) -> _Candidate:  # fmt: skip
+    """Raises PeerError, StateError, Unavailable, Refused, OSError where the source is not what it was said to be."""
+    spec, settings = peer.spec, peer.settings
+    match source.rung:
+        case Rung.JOURNAL:
+            assert journal is not None
+            kept = await peer.compute(journal.read)
+            return _Candidate(kept.state, kept.pace, kept.outer, kept.rng)
+        case Rung.REPLICA:
+            assert replica is not None
+            theirs = await replica()
+            return _Candidate(StageState(theirs.step or 0, theirs.weights), _new_pace(settings), theirs.outer)
+        case Rung.SHADOW:
+            assert source.holder is not None
+            state = await peer.fetch_shadow(source.holder, holds[source.holder].root)
+            if state.step != source.step:
+                raise Incompatible(f"a shadow of step {state.step}, not {source.step}")
+            return _Candidate(state, Pace(state.factor) if state.counts else _new_pace(settings, state.factor))
+        case Rung.BASE:
+            assert base is not None
+            weights = await peer.compute(base)
+            last = await _last_adapter(peer, holds, step, journal, judged, weights) if run.adapter else None
+            return _Candidate(StageState(0, weights) if last is None else last, _new_pace(settings))
+    before = None if spec.has_embedding else await peer.fetch_layers(spec.index - 1)
+    after = None if spec.has_head else await peer.fetch_layers(spec.index + 1)
+    ends = None
+    if spec.has_embedding or spec.has_head:
+        newest = max((h.ends, -stage) for stage, h in holds.items() if h.ends is not None)
+        ends = await peer.fetch_ends(-newest[1])
+    assert source.method is not None
+    method = source.method
+    made = await peer.compute(lambda: synthesise(method, spec, before, after, run, ends=ends, paper=settings.paper))
+    pace = Pace(made.learning_rate_factor) if settings.paper else _new_pace(settings)
+    return _Candidate(StageState(0, made.state), pace)
+
+
+async def _last_adapter(
+    peer: StatePeer, holds: Mapping[int, Holds], step: int, journal: Journal | None, judged: Set[tuple[Rung, int | None]], base: Tensors
+) -> StageState | None:
+    """The newest adapter of this stage of this crew up to `step`, however old: as a rung of its own it could not be had, and is asked for
+    again. None where there is none that fits. Not one that was judged: it would not pass on the same base either, and an untrained may.
+    """
+    known = [(h.shadow, Rung.SHADOW, stage) for stage, h in holds.items() if h.shadow is not None]
+    here = [(journal.step, Rung.JOURNAL, None)] if journal is not None and journal.step is not None else []
+    for age, rung, holder in sorted([*here, *known], key=lambda one: -one[0]):
+        if age > step or (rung, holder) in judged:
+            continue
+        try:
+            if holder is not None:
+                state = await peer.fetch_shadow(holder, holds[holder].root)
+            else:
+                assert journal is not None
+                state = (await peer.compute(journal.read)).state
+        except (PeerError, StateError, OSError):
+            continue  # the next newest, or the untrained one
+        if {n: t.shape for n, t in state.weights.items()} == {n: t.shape for n, t in base.items()}:
+            return StageState(state.step, state.weights)
+    return None
+
+
+async def _tie(peer: StatePeer, candidate: _Candidate, holds: Mapping[int, Holds]) -> None:
+    """A tied embedding is one tensor with one optimizer: both are the other end's. Where both ends are lost, they are the head's."""
+    spec = peer.spec
+    if peer.runtime.embedding() is None:
+        return
+    other = holds.get(spec.stages - 1 if spec.has_embedding else 0)
+    if spec.has_embedding and (other is None or not other.loaded):
+        return
+    theirs = await peer.fetch_tied()
+    state = candidate.state
+    (name,) = theirs.weights
+    merge = lambda mine, new: {**{n: t for n, t in mine.items() if n != name}, **new}
+    candidate.state = replace(
+        state, weights=merge(state.weights, theirs.weights), first=merge(state.first, theirs.first),
+        second=merge(state.second, theirs.second), counts=merge(state.counts, theirs.counts),
+    )  # fmt: skip
+    await peer.compute(lambda: load_weights(peer.runtime, candidate.state.weights))
+    peer.restored = candidate.state
+
+
+async def _ask(peer: StatePeer) -> dict[int, Holds]:
+    """Once every stage that answers knows whether it has its weights: one that is just taking its seat is no lost neighbour."""
+    until = trio.current_time() + ASK_SECONDS
+    while True:
+        holds = await peer.ask()
+        if all(h.loaded or h.rung is not None for h in holds.values()) or trio.current_time() >= until:
+            return holds
+        await trio.sleep(AGAIN_SECONDS)
+
+
+async def _probes(peer: StatePeer, holds: Mapping[int, Holds]) -> list[Probe]:
+    """The newest that anybody has and that are what they say."""
+    for _, stage in sorted(((h.probes, stage) for stage, h in holds.items() if h.probes is not None), reverse=True):
+        try:
+            return await peer.fetch_probes(stage)
+        except PeerError:
+            continue
+    return list(peer.recorder.probes)
+
+
+async def _heal(peer: StatePeer, probes: list[Probe], settings: RecoverySettings) -> Healing | None:
+    """None where the neighbours kept nothing to heal it by."""
+    edges = []
+    for stage in (peer.spec.index - 1, peer.spec.index + 1):
+        if 0 <= stage < peer.spec.stages:
+            try:
+                edges += await peer.fetch_edges(stage)
+            except PeerError:
+                return None
+    pairs = await peer.compute(lambda: pairs_of(peer.runtime, edges, probes, peer.limits, peer.codec, settings.probes))
+    if not pairs:
+        return None
+    peer.phase = "empty"  # weights that change between two questions are nobody's
+    try:
+        return await peer.compute(lambda: heal(peer.runtime, pairs, settings.healing_steps, settings.healing_rate))
+    finally:
+        peer.phase = "candidate"
+
+
+def _without_moments(state: StageState, weights: Tensors, peer: StatePeer) -> StageState:
+    """Other weights, a new optimizer; but for a tied embedding, which was not touched."""
+    shared = peer.runtime.embedding()
+    names = {name for name, tensor in trained(peer.runtime).items() if tensor is shared}
+    keep = lambda tensors: {name: t for name, t in tensors.items() if name in names}
+    return replace(state, weights=weights, first=keep(state.first), second=keep(state.second), counts=keep(state.counts))
+
+
+def _new_pace(settings: RecoverySettings, factor: float = 1.0) -> Pace:
+    return Pace(factor, settings.warmup_steps)
+
+
+def _said(verdict: Verdict | None, healings: int) -> str:
+    healed = f" after {healings} healings" if healings else ""
+    if verdict is None:
+        return "there is no probe to judge it by"
+    if not verdict.finite:
+        return f"its numbers are not finite{healed}"
+    return f"KL {verdict.kl:.3g}, NLL +{verdict.nll_rise:.3g} nats per token{healed}"
+
+
+def base_stage(directory: Path, spec: StageSpec, expected: bytes) -> Base:
+    """R3 for whole weights: from a model's directory, once its fingerprint is `expected` (32 bytes, `policy.fingerprint`)."""
+
+    def read() -> Tensors:
+        found = fingerprint(directory)
+        if found != expected:
+            raise StateError(f"{directory} holds {found.hex()[:16]}…, not the model that training began with, {expected.hex()[:16]}…")
+        return {name: host_copy(p) for name, p in load_stage(directory, spec).named_parameters()}
+
+    return read
+
+
+def base_adapter(runtime: StageRuntime) -> Base:
+    """R3 under LoRA: the untrained adapter that is in `runtime` now, where no later one is known. Make it before anything is restored."""
+    untrained = {name: host_copy(tensor) for name, tensor in trained(runtime).items()}
+    return lambda: untrained

@@ -1,0 +1,254 @@
+"""R2: a stage's state at both its ring neighbours, as of every K-th committed step. Torch.
+
+    Shadowing      hooks into a member: copies its state between two steps, gives it to the `StatePeer`, which sends when there is room
+    ShadowStore    the neighbours' states here, on disk, each with the hash it was sent with; our own, too, and on a node that keeps
+                   the whole policy every stage's: what `swarmnode export` writes a policy from
+
+All stages copy after the same steps, so that shadows of two that are lost together are of one policy. With both neighbours of a ring
+holding one, any two stages of four may be lost at once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, Protocol
+
+import torch
+
+from swarmnode.errors import BadMessage, StateError
+from swarmnode.files import write_atomically
+from swarmnode.pipeline.member import Member
+from swarmnode.pipeline.spec import StageSpec
+from swarmnode.recovery import disk
+from swarmnode.recovery.journal import Journal
+from swarmnode.recovery.ladder import RecoverySettings
+from swarmnode.recovery.messages import Form, Have, root_of, state_bytes
+from swarmnode.recovery.probes import Recorder
+from swarmnode.recovery.state import StageState, Tensors, host_copy, take
+from swarmnode.recovery.synthesis import end_names
+from swarmnode.weights.layout import Layout
+
+log = logging.getLogger(__name__)
+
+SHADOWS: Final = "shadows"
+"""Below the trainer's directory: a directory for each crew."""
+RAN: Final = "ran"
+"""A file in the directory of a crew that has taken a step with this node; in it, as JSON, what the crew trains."""
+KEYS: Final = {"step": int, "form": str, "root": str, "squared_norm": float, "factor": float}
+
+
+def ring(stage: int, stages: int) -> tuple[int, ...]:
+    """Both neighbours of `stage` on the ring of all, each once."""
+    return tuple(dict.fromkeys(n for n in ((stage - 1) % stages, (stage + 1) % stages) if n != stage))
+
+
+def form_of(layout: Layout, settings: RecoverySettings) -> Form:
+    """Exact where that is cheap: adapters, and whole weights of small models."""
+    return "exact" if state_bytes(layout, "exact") <= settings.exact_bytes else "small"
+
+
+@dataclass(frozen=True)
+class Shadow:
+    """Without its bytes, which are on disk."""
+
+    step: int
+    form: Form
+    root: bytes
+    squared_norm: float
+    factor: float
+
+
+@dataclass(frozen=True)
+class StoreStatistics:
+    steps: dict[int, int]
+    """Stage → committed steps in its shadow here."""
+    bytes: int
+    damaged: int
+    """Files that were not what they said, and are gone."""
+
+
+class ShadowStore:
+    """Shadows of some stages of one crew, in `directory`/<crew>. One per stage, the newest. Those of the crew before are deleted once this
+    one has taken a step (`ran`), those of crews that never have at once: a crew that does nothing costs another one none of its copies.
+    about: what the crew trains, for who reads the copies without a crew.
+
+    No more than the form's size of every stage's layout is ever kept: what a peer claims has no part in it.
+    """
+
+    def __init__(
+        self, directory: Path, crew: bytes, layouts: Mapping[int, Layout], about: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:  # fmt: skip
+        self._directory = directory / crew.hex()
+        self._about = dict(about)
+        self._layouts = dict(layouts)
+        self._shadows: dict[int, Shadow] = {}
+        self._lock = threading.Lock()
+        """One file is written or read at a time, and `_shadows` says what is in it."""
+        self._damaged = 0
+        self._ran = False
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for other in directory.iterdir():
+            if other.is_dir() and other != self._directory and not (other / RAN).exists():
+                shutil.rmtree(other)
+        for stage in layouts:
+            self._remember(stage)
+
+    def ran(self) -> None:
+        """This crew has taken a step."""
+        if self._ran:
+            return
+        self._ran = True
+        try:
+            self._directory.mkdir(mode=0o700, exist_ok=True)
+            write_atomically(self._directory / RAN, json.dumps(self._about).encode())
+            for other in self._directory.parent.iterdir():
+                if other.is_dir() and other != self._directory:
+                    shutil.rmtree(other)
+        except OSError as error:
+            log.warning("the shadows of another crew stay: %s", error)
+
+    def statistics(self) -> StoreStatistics:
+        size = sum(state_bytes(self._layouts[stage], shadow.form) for stage, shadow in self._shadows.items())
+        return StoreStatistics({stage: shadow.step for stage, shadow in self._shadows.items()}, size, self._damaged)
+
+    @property
+    def stages(self) -> frozenset[int]:
+        """That are kept here."""
+        return frozenset(self._layouts)
+
+    def get(self, stage: int) -> Shadow | None:
+        return self._shadows.get(stage)
+
+    def put(self, stage: int, have: Have, body: bytearray) -> None:
+        """Stores a shadow of `stage`, unless a newer one is here; in any thread.
+
+        Raises BadMessage: bounds, size, hash; OSError for the disk.
+        """
+        layout = self._layouts.get(stage)
+        if layout is None:
+            raise BadMessage("bounds", f"no shadow of stage {stage} belongs here")
+        if len(body) != state_bytes(layout, have.form):
+            raise BadMessage("size", f"{len(body)} bytes of a shadow of {state_bytes(layout, have.form)}")
+        if root_of(body) != have.root:
+            raise BadMessage("hash", "a shadow")
+        shadow = Shadow(have.step, have.form, have.root, have.squared_norm, have.factor)
+        about = {"step": have.step, "form": have.form, "root": have.root.hex(), "squared_norm": have.squared_norm, "factor": have.factor}
+        with self._lock:
+            old = self._shadows.get(stage)
+            if old is not None and old.step > have.step:
+                return
+            disk.save(self._path(stage), {"body": torch.frombuffer(body, dtype=torch.uint8)}, about)
+            self._shadows[stage] = shadow
+
+    def read(self, stage: int) -> bytes:
+        """The bytes of `stage`'s shadow. Raises StateError where they are not those that were stored; the shadow is gone then."""
+        with self._lock:
+            try:
+                shadow = self._shadows[stage]
+                found, body = read_copy(self._directory, stage)
+                if found.root != shadow.root:
+                    raise StateError(f"{self._path(stage)} is damaged")
+                return body
+            except (StateError, KeyError) as error:
+                self._forget(stage)
+                raise StateError(str(error)) from None
+
+    def _remember(self, stage: int) -> None:
+        try:
+            about = disk.read_about(self._path(stage))
+            if about is not None:
+                self._shadows[stage] = _shadow(about)
+        except StateError:
+            self._forget(stage)
+
+    def _forget(self, stage: int) -> None:
+        self._damaged += 1
+        self._shadows.pop(stage, None)
+        self._path(stage).unlink(missing_ok=True)
+
+    def _path(self, stage: int) -> Path:
+        return copy_file(self._directory, stage)
+
+
+def copy_file(directory: Path, stage: int) -> Path:
+    """In the directory of a crew."""
+    return directory / f"stage-{stage}.safetensors"
+
+
+def read_copy(directory: Path, stage: int) -> tuple[Shadow, bytes]:
+    """What a crew's directory has of `stage`. Raises StateError where there is nothing, or it is damaged."""
+    tensors, about = disk.load(copy_file(directory, stage))
+    shadow = _shadow(about)
+    body = tensors["body"].numpy().tobytes() if "body" in tensors else b""
+    if root_of(body) != shadow.root:
+        raise StateError(f"{copy_file(directory, stage)} is damaged")
+    return shadow, body
+
+
+def _shadow(about: Mapping[str, Any]) -> Shadow:
+    if not all(isinstance(about.get(key), kind) for key, kind in KEYS.items()) or about["form"] not in ("exact", "small"):
+        raise StateError("not a shadow")
+    try:
+        fields: Any = {**about, "root": bytes.fromhex(about["root"])}
+        return Shadow(**fields)
+    except (ValueError, TypeError) as error:
+        raise StateError(f"not a shadow: {error}") from None
+
+
+class Peer(Protocol):
+    def push_shadow(self, state: StageState) -> None: ...
+    def push_ends(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None: ...
+    def push_probes(self) -> None: ...
+
+
+class Shadowing(Recorder):
+    """Observer of one member. Set `peer` once there are state streams; without one, it only remembers.
+
+    outer: what averaging keeps with the weights, for the journal."""
+
+    def __init__(
+        self, spec: StageSpec, settings: RecoverySettings, journal: Journal | None = None, store: ShadowStore | None = None,
+        outer: Callable[[], Tensors] = dict,
+    ) -> None:  # fmt: skip
+        super().__init__(spec, settings)
+        self.peer: Peer | None = None
+        self.copied = 0
+        """Shadows taken."""
+        self._journal = journal
+        self._store = store
+        self._outer = outer
+        self._state: StageState | None = None
+        self._ends: tuple[int, dict[str, torch.Tensor]] | None = None
+
+    def committed(self, member: Member) -> None:
+        super().committed(member)
+        step, paper = member.participant.step, self.settings.paper
+        if self._journal is not None:
+            self._journal.note(member, self._outer())
+        if self._store is not None:
+            self._store.ran()
+        if not paper and step % self.settings.shadow_every == 0:
+            self._state = take(member)
+        if paper and (self.spec.has_embedding or self.spec.has_head):
+            state = dict(member.runtime.model.named_parameters())
+            self._ends = step, {name: host_copy(state[name]) for name in end_names(self.spec)}
+
+    def stepped(self) -> None:
+        state, self._state = self._state, None
+        ends, self._ends = self._ends, None
+        if self.peer is None:
+            return
+        if state is not None:
+            self.copied += 1
+            self.peer.push_shadow(state)
+        if ends is not None:
+            self.peer.push_ends(*ends)
+        if self.spec.has_head and self.probes:
+            self.peer.push_probes()

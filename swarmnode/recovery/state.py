@@ -1,0 +1,166 @@
+"""Everything of a stage that training changes, as host memory, as bytes, and back into a stage. Torch.
+
+    exact    weights ‖ first moments ‖ second moments ‖ counts, float32, tensor after tensor by name: 12 bytes per parameter
+    small    weights, bfloat16: 2 bytes per parameter, each off by 2⁻⁹ of itself; the optimizer begins anew
+
+Under LoRA that is the adapter, otherwise every tensor of the stage. Names are the stage's own (`model.layers.0.…`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from swarmnode.averaging.codecs import bfloat16_bits, bfloat16_values, to_bytes
+from swarmnode.errors import BadMessage, Incompatible
+from swarmnode.pipeline.runtime import StageRuntime
+from swarmnode.pipeline.spec import StageSpec
+from swarmnode.pipeline.split import adapt, cut_ends, stage_config
+from swarmnode.recovery.messages import Form, state_bytes
+from swarmnode.weights.layout import Layout, make_layout
+
+if TYPE_CHECKING:
+    from swarmnode.pipeline.member import Member
+
+Tensors = Mapping[str, torch.Tensor]
+BLOCK: Final = 2**20
+"""Values that are looked at at a time."""
+
+
+@dataclass(frozen=True)
+class StageState:
+    """One stage after `step` committed steps. Tensors are float32 on the host, by the stage's own names."""
+
+    step: int
+    weights: Tensors
+    first: Tensors = field(default_factory=dict)
+    """AdamW's moments; empty where they are not kept. Likewise `second` and `counts`."""
+    second: Tensors = field(default_factory=dict)
+    counts: Mapping[str, float] = field(default_factory=dict)
+    """Steps that AdamW has taken for each tensor."""
+    squared_norm: float = 0.0
+    factor: float = 1.0
+    """Of the stage's learning rate, to the crew's."""
+
+
+def layout_of(model: torch.nn.Module) -> Layout:
+    return make_layout((name, p.shape, "float32") for name, p in model.named_parameters() if p.requires_grad)
+
+
+def stage_layouts(config: Any, specs: Sequence[StageSpec], lora: Any = None) -> tuple[Layout, ...]:
+    """What is trained of every stage of a model with transformers config `config`, under peft's settings `lora` where given.
+
+    Shapes only: no weights are read, no memory is taken.
+    """
+    layouts = []
+    for spec in specs:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(stage_config(config, spec), dtype=torch.float32)
+            cut_ends(model, spec)
+            model.tie_weights()
+            model = model if lora is None else adapt(model, lora)
+        layouts.append(layout_of(model))
+    return tuple(layouts)
+
+
+def take(member: Member) -> StageState:
+    """A copy on the host. Between two steps; writing or sending it needs the member no more."""
+    weights, first, second, counts = {}, {}, {}, {}
+    for name, parameter in member.runtime.model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        weights[name] = host_copy(parameter)
+        moments = member.optimizer.state.get(parameter) if member.optimizer is not None else None
+        if moments:
+            first[name], second[name] = host_copy(moments["exp_avg"]), host_copy(moments["exp_avg_sq"])
+            counts[name] = float(moments["step"])
+    return StageState(member.participant.step, weights, first, second, counts, member.squared_norm, member.pace.factor)
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
+
+
+def trained(runtime: StageRuntime) -> dict[str, torch.Tensor]:
+    """The live tensors."""
+    return {name: p for name, p in runtime.model.named_parameters() if p.requires_grad}
+
+
+def load_weights(runtime: StageRuntime, weights: Tensors) -> None:
+    """Overwrites what is trained. Raises Incompatible for other names or shapes, or values that are not finite; nothing changed then."""
+    own = trained(runtime)
+    if weights.keys() != own.keys():
+        raise Incompatible(f"weights for another stage: {sorted(weights.keys() ^ own.keys())[:3]}")
+    for name, tensor in weights.items():
+        if tensor.shape != own[name].shape:
+            raise Incompatible(f"{name} is {tuple(tensor.shape)}, not {tuple(own[name].shape)}")
+        if not bool(torch.isfinite(tensor).all()):
+            raise Incompatible(f"{name} is not finite")
+    with torch.no_grad():
+        for name, tensor in weights.items():
+            own[name].copy_(tensor)
+
+
+def load_moments(member: Member, state: StageState) -> None:
+    """AdamW goes on where it was, for the tensors whose moments are there."""
+    if member.optimizer is None:
+        return
+    for name, parameter in trained(member.runtime).items():
+        if state.counts.get(name, 0.0) > 0:
+            member.optimizer.state[parameter] = {
+                "step": torch.tensor(state.counts[name], dtype=torch.float32),
+                "exp_avg": state.first[name].to(parameter.device, parameter.dtype, copy=True),
+                "exp_avg_sq": state.second[name].to(parameter.device, parameter.dtype, copy=True),
+            }
+
+
+def encode_state(state: StageState, layout: Layout, form: Form) -> bytes:
+    """`state_bytes(layout, form)` bytes."""
+    if form == "small":
+        return b"".join(to_bytes(bfloat16_bits(state.weights[spec.name]), "<i2") for spec in layout)
+    parts = []
+    for tensors in (state.weights, state.first, state.second):
+        for spec in layout:
+            parts.append(to_bytes(tensors[spec.name], "<f4") if spec.name in tensors else bytes(4 * spec.elements))
+    return b"".join([*parts, np.array([state.counts.get(spec.name, 0.0) for spec in layout], "<f4").tobytes()])
+
+
+def check_state(body: bytes | bytearray | memoryview, layout: Layout, form: Form) -> None:
+    """Whether `decode_state` will take it, a block at a time: a neighbour keeps it as it came. Raises BadMessage as that does."""
+    if len(body) != state_bytes(layout, form):
+        raise BadMessage("size", f"{len(body)} bytes of a state of {state_bytes(layout, form)}")
+    values = np.frombuffer(body, "<u2" if form == "small" else "<f4")
+    weights = sum(spec.elements for spec in layout)
+    for start in range(0, len(values), BLOCK):
+        block = values[start : start + BLOCK]
+        if not ((block & 0x7F80) != 0x7F80).all() if form == "small" else not np.isfinite(block).all():  # bfloat16's exponent
+            raise BadMessage("not_finite", "a state")
+        if form == "exact" and (block[max(0, 2 * weights - start) :] < 0).any():
+            raise BadMessage("bounds", "a second moment or a count below zero")
+
+
+def decode_state(
+    body: bytes | bytearray | memoryview, layout: Layout, form: Form, step: int, squared_norm: float, factor: float
+) -> StageState:
+    """Raises BadMessage: size, not_finite, bounds (a second moment or a count below zero)."""
+    check_state(body, layout, form)
+    if form == "small":
+        flat = bfloat16_values(torch.from_numpy(np.frombuffer(body, "<i2").copy()))
+    else:
+        flat = torch.from_numpy(np.frombuffer(body, "<f4").copy())
+    sizes = [spec.elements for spec in layout]
+    pieces = list(flat.split(sizes * (1 if form == "small" else 3) + ([] if form == "small" else [len(layout)])))
+    named = lambda part: {spec.name: piece.view(spec.shape) for spec, piece in zip(layout, part, strict=True)}
+    count = len(layout)
+    if form == "small":
+        return StageState(step, named(pieces), squared_norm=squared_norm, factor=factor)
+    first, second, counts = named(pieces[count : 2 * count]), named(pieces[2 * count : 3 * count]), pieces[-1].tolist()
+    names = [spec.name for spec, steps in zip(layout, counts, strict=True) if steps > 0]
+    keep = lambda tensors: {name: tensors[name] for name in names}
+    by_name = {spec.name: steps for spec, steps in zip(layout, counts, strict=True) if steps > 0}
+    return StageState(step, named(pieces[:count]), keep(first), keep(second), by_name, squared_norm, factor)

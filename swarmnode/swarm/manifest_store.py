@@ -1,0 +1,176 @@
+"""The manifests that a node holds, in `<data_dir>/manifest`: its swarm's, the way there, and a successor if one is known.
+
+    <swarm id in hex>.manifest   the envelope, as received
+    current                      the swarm id of the one that the node runs by
+    peers                        multiaddrs of the last invite, a line each: the manifest's own may be gone
+
+Everything read here is verified again, so that a damaged or altered file is an error and not another swarm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from swarmnode.config import Config
+from swarmnode.errors import BadMessage, ConfigError, Refused, StateError, Unavailable
+from swarmnode.files import write_atomically
+from swarmnode.swarm import manifest
+from swarmnode.swarm.invite import check_addresses
+from swarmnode.swarm.manifest import Change
+from swarmnode.wire import limits
+from swarmnode.wire.manifest import Opened, follows, open_manifest
+
+CURRENT = "current"
+PEERS = "peers"
+MOST = 256
+"""Manifests read from a directory at most; a node adds one per successor that it moves to, and one that waits."""
+
+
+class ManifestStore:
+    """Raises Unavailable from everything that writes, StateError from everything that reads a damaged file."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self._directory = data_dir / "manifest"
+
+    def current(self) -> bytes | None:
+        """The swarm id that was chosen, None if none was."""
+        try:
+            return bytes.fromhex((self._directory / CURRENT).read_text().strip())
+        except FileNotFoundError:
+            return None
+        except NotADirectoryError:
+            raise Unavailable(f"data directory {self._directory.parent} cannot be used: it is not a directory") from None
+        except OSError as error:
+            raise StateError(f"cannot read {self._directory / CURRENT}: {error.strerror}") from None
+        except ValueError:
+            raise StateError(f"{self._directory / CURRENT} does not hold a swarm id; join again") from None
+
+    def get(self, swarm: bytes) -> Opened | None:
+        """The manifest of `swarm`, None if it is not here."""
+        path = self.path(swarm)
+        try:
+            data = path.read_bytes()[: limits.MANIFEST_BYTES + 1]
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StateError(f"cannot read {path}: {error.strerror}") from None
+        try:
+            opened = open_manifest(data)
+        except BadMessage as error:
+            raise StateError(f"{path} is damaged ({error}); remove it and join again") from None
+        if opened.swarm != swarm:
+            raise StateError(f"{path} holds another swarm's manifest; remove it and join again")
+        return opened
+
+    def path(self, swarm: bytes) -> Path:
+        return self._directory / f"{swarm.hex()}.manifest"
+
+    def add(self, opened: Opened) -> None:
+        """Keep a manifest."""
+        self._write(f"{opened.swarm.hex()}.manifest", opened.signed)
+
+    def choose(self, swarm: bytes) -> None:
+        """Run by this one from now on. A running node moves there by itself within seconds."""
+        self._write(CURRENT, f"{swarm.hex()}\n".encode())
+
+    def keep_peers(self, addresses: Sequence[str]) -> None:
+        """Remember where an invite led, for the next start."""
+        self._write(PEERS, "".join(f"{address}\n" for address in addresses).encode())
+
+    def peers(self) -> list[str]:
+        """Multiaddrs of the last invite; none when there was none or they cannot be read, which is no reason not to run."""
+        try:
+            return list(check_addresses((self._directory / PEERS).read_text().split(), PEERS))
+        except (OSError, ValueError, ConfigError):
+            return []
+
+    def successor(self, opened: Opened) -> Opened | None:
+        """The best successor that is here: the youngest, then the one with the greater id."""
+        found = [other for other in self._all() if follows(other, opened)]
+        return max(found, key=_rank, default=None)
+
+    def add_successor(self, opened: Opened, successor: Opened) -> bool:
+        """Keep a successor of `opened` in place of an older one that nobody chose. True if it was news."""
+        before = self.successor(opened)
+        if before is not None and _rank(before) >= _rank(successor):
+            return False
+        self.add(successor)
+        if before is not None and before.swarm != self.current():
+            self.path(before.swarm).unlink(missing_ok=True)
+        return True
+
+    def latest(self, swarm: bytes) -> Opened | None:
+        """The end of the chain of successors that begins at `swarm`."""
+        opened = self.get(swarm)
+        while opened is not None and (following := self.successor(opened)) is not None:
+            opened = following  # ends: each is younger than the one before
+        return opened
+
+    def descends(self, swarm: bytes, ancestor: bytes) -> bool:
+        """Whether `swarm` is `ancestor` or came of it, as far as the manifests here tell."""
+        for _ in range(MOST):
+            if swarm == ancestor:
+                return True
+            opened = self.get(swarm)
+            if opened is None or not opened.manifest.predecessor:
+                return False
+            swarm = opened.manifest.predecessor
+        return False
+
+    def lookup(self, swarm: bytes) -> tuple[bytes, bytes]:
+        """For the manifest protocol: (signed manifest, signed successor), each empty when it is not here. Never raises."""
+        try:
+            opened = self.get(swarm)
+            successor = self.successor(opened) if opened is not None else None
+        except StateError:
+            return b"", b""
+        return opened.signed if opened else b"", successor.signed if successor else b""
+
+    def _all(self) -> list[Opened]:
+        names = sorted(path.stem for path in self._directory.glob("*.manifest"))[:MOST]
+        return [opened for name in names if len(name) == 64 and (opened := self.get(bytes.fromhex(name))) is not None]
+
+    def _write(self, name: str, data: bytes) -> None:
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_atomically(self._directory / name, data)
+        except OSError as error:
+            raise Unavailable(f"cannot write {self._directory / name}: {error.strerror}") from None
+
+
+def _rank(opened: Opened) -> tuple[int, bytes]:
+    return opened.manifest.created_at, opened.swarm
+
+
+def stored(config: Config) -> Opened | None:
+    """The manifest that was chosen in this data directory; None for a swarm without one. Raises StateError when it is not there."""
+    store = ManifestStore(config.node.data_dir)
+    swarm = store.current()
+    if swarm is None:
+        return None
+    opened = store.get(swarm)
+    if opened is None:
+        raise StateError(f"the manifest of swarm {swarm.hex()} is not in {config.node.data_dir / 'manifest'}: join again")
+    return opened
+
+
+def honoured(config: Config, peer: str = "") -> tuple[Config, Sequence[Change]]:
+    """`config` as the stored manifest wants it, and what that changed; as it is when there is none.
+
+    Raises Refused, with every reason, when this node cannot honour the manifest.
+    """
+    opened = stored(config)
+    if opened is None:
+        return config, []
+    refuse_if_any(manifest.can_honour(opened.manifest, config, peer), opened)
+    peers = [*config.network.initial_peers, *ManifestStore(config.node.data_dir).peers()]
+    network = config.network.model_copy(update={"initial_peers": list(dict.fromkeys(peers))})
+    return manifest.agreed(config.model_copy(update={"network": network}), opened)
+
+
+def refuse_if_any(problems: Sequence[str], opened: Opened) -> None:
+    """Raises Refused with `problems` in one line, if there are any."""
+    if problems:
+        swarm = f"{opened.manifest.name!r} ({opened.swarm.hex()[:16]}…)"
+        raise Refused(f"this node cannot honour the manifest of {swarm}: {'; '.join(problems)}")

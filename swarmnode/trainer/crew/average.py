@@ -1,0 +1,174 @@
+"""NoLoCo of one stage, with the same stage of other crews: the replica of `trainer.weights`, over this stage's tensors alone.
+
+Names are the whole model's, so the layout, and with it the fingerprint that partners compare, says which layers these are: a stage pairs
+with holders of exactly the same ones, and a whole policy with none of them. Corrections are applied where a step has just been taken, the
+one moment at which all stages move and no wave is under way.
+
+Not averaged is a tied embedding that is trained: both ends hold it, and two partners would make two of it. No stage can say
+alone whether an average makes the policy worse: it asks those behind it (`crew_probe`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import torch
+import trio
+
+from swarmnode.config import Config
+from swarmnode.errors import PeerError
+from swarmnode.files import write_atomically
+from swarmnode.link.messages import WeightsReport
+from swarmnode.pipeline.member import Member
+from swarmnode.pipeline.observer import Observer
+from swarmnode.policy.micro import MicroBatcher
+from swarmnode.trainer.crew.probe import CrewProbe
+from swarmnode.trainer.crew.stage import Stage
+from swarmnode.trainer.engine import adapter_shape
+from swarmnode.trainer.state import Counters
+from swarmnode.trainer.weights import Replica
+from swarmnode.weights import local
+
+CLOCKS = "clocks"
+SEEK_SECONDS = 30.0
+"""For another crew to be found and to have sent its state; how long a transfer may take is the network process's business."""
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A state of another crew, by names in the whole model."""
+
+    phi: dict[str, torch.Tensor]
+    outer: dict[str, torch.Tensor]
+    """For `StageAveraging.begin`."""
+
+
+class StageAveraging(Observer):
+    """Make it while the stage has the base weights: the codec is relative to them. connected: is there a network process? averages: may
+    this stage be averaged now?"""
+
+    def __init__(
+        self, config: Config, stage: Stage, send: Callable[[local.FromTrainer], None], connected: Callable[[], bool] = lambda: True,
+        averages: Callable[[], bool] = lambda: True,
+    ) -> None:  # fmt: skip
+        self._counters = Counters()
+        self._connected = connected
+        self._averages = averages
+        self._send = send
+        self._since = time.monotonic()
+        self._marker = config.node.data_dir / "trainer" / "stage" / "averaged"
+        self._whose = f"{stage.crew.hex()} {stage.index}"
+        self._marked = False
+        self._seeking: queue.SimpleQueue[local.AdoptState] | None = None
+        self.probe = CrewProbe()
+        tensors = averaged(stage)
+        policy: Any = SimpleNamespace(model=SimpleNamespace(named_parameters=lambda: iter(tensors.items())))
+        self._replica = Replica(
+            policy, config.weights, self._counters, MicroBatcher(config.training.per_device_train_tokens), config.node.data_dir,
+            lock=stage.lock, send=send, adapter=adapter_shape(config), ask=self.probe.ask,
+        )  # fmt: skip
+
+    def begin(self, outer: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
+        """The stage has its weights. outer: what `tensors` gave with them, if anything did; else slow weights are theirs, without momentum.
+
+        Raises StateError for another stage's.
+        """
+        self._seeking = None
+        tensors = dict(outer)
+        clocks = tensors.pop(CLOCKS, None)
+        self._replica.restore(tensors)
+        self._counters.outer_clocks = [] if clocks is None else clocks.tolist()
+        self._replica.counters(self._counters)  # as many of them as there are fragments now
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """`phi.<name>`, `delta.<name>`, float32, and CLOCKS (fragments,): what a restart needs to go on. None of them ever changes.
+
+        Between two steps, in the thread that takes them: only there do they move, with the weights.
+        """
+        return {**self._replica.tensors(), CLOCKS: torch.tensor(self._counters.outer_clocks)}
+
+    def committed(self, member: Member) -> None:
+        now = time.monotonic()
+        seconds, self._since = now - self._since, now
+        self._counters.step = member.participant.step
+        if not self._averages():  # the last step of a crew that is suspended
+            return
+        self._replica.between_steps(self._connected(), seconds, stepped=True)
+        if self._counters.exchanges_total and not self._marked:
+            self._mark()
+
+    def receive(self, message: local.ToTrainer) -> None:
+        """From the link's thread."""
+        seeking = self._seeking
+        if isinstance(message, local.AdoptState):
+            if seeking is not None:
+                seeking.put(message)
+            elif message.peer:  # one stage with another crew's weights, and the others with ours, would be no policy at all
+                self._send(local.Adopted(message.peer, "local", list(self._counters.outer_clocks)))
+        elif seeking is None:
+            self._replica.receive(message)
+
+    def facts(self) -> local.ReplicaFacts:
+        """While a state is sought, as one that has none."""
+        return self._replica.facts(self._seeking is not None)
+
+    # ---- R1: the state of the same stage in another crew ------------------------------------------------------------------
+
+    def met(self) -> bool:
+        """Whether this stage has been averaged with another crew's, by this node: then there is, or was, somebody to ask."""
+        try:
+            return self._marker.read_text() == self._whose
+        except OSError:
+            return False
+
+    def seek(self) -> None:
+        """From now on it is φ and δ of somebody else that are waited for; say so to the network process."""
+        self._seeking = queue.SimpleQueue()
+
+    async def fetch(self) -> Fetched:
+        """What was found. Raises PeerError when that is nothing, in time or at all."""
+        assert self._seeking is not None
+        seeking = self._seeking
+        try:
+            message = await trio.to_thread.run_sync(lambda: seeking.get(timeout=SEEK_SECONDS))
+        except queue.Empty:
+            raise PeerError("no other crew answers") from None
+        if not message.peer:
+            raise PeerError("no other crew has this stage")
+        tensors, outcome = await trio.to_thread.run_sync(self._replica.read_state, message)
+        self._send(local.Adopted(message.peer, outcome or "adopted", [message.outer_step] * len(self._counters.outer_clocks)))
+        if outcome:
+            raise PeerError(f"the state of {message.peer}: {outcome}")
+        phi = {n.removeprefix("phi."): t for n, t in tensors.items() if n.startswith("phi.")}
+        return Fetched(phi, {**tensors, CLOCKS: torch.tensor([message.outer_step] * len(self._counters.outer_clocks))})
+
+    def _mark(self) -> None:
+        self._marked = True
+        with contextlib.suppress(OSError):  # without it, one rung less is tried
+            write_atomically(self._marker, self._whose.encode())
+
+    def report(self) -> WeightsReport:
+        return self._replica.report()
+
+    def close(self) -> None:
+        self._replica.close()
+
+
+def averaged(stage: Stage) -> dict[str, torch.nn.Parameter]:
+    """Name in the whole model → what is averaged of this stage; empty where that is nothing."""
+    spec, shared = stage.runtime.spec, stage.runtime.embedding()
+    return {spec.whole(n): p for n, p in stage.runtime.model.named_parameters() if p.requires_grad and p is not shared}
+
+
+def make_averaging(
+    config: Config, stage: Stage, send: Callable[[local.FromTrainer], None], connected: Callable[[], bool],
+    averages: Callable[[], bool],
+) -> StageAveraging | None:  # fmt: skip
+    """None where nothing is averaged."""
+    return StageAveraging(config, stage, send, connected, averages) if config.weights.rule != "off" and averaged(stage) else None

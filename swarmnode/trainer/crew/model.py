@@ -1,0 +1,214 @@
+"""What a node knows of a policy that it cannot hold alone: its text half, what its parts cost, how much fits here; and one stage of it.
+
+Nothing of the weights is read before a stage was assigned, except to hash them; and then no tensor of another stage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer
+
+from swarmnode.averaging.lora import A_SEED, freeze_a, shares_a
+from swarmnode.config import Config
+from swarmnode.crew.local import Offering
+from swarmnode.crew.plan import Capacity, ModelCost, model_cost
+from swarmnode.errors import ConfigError, DeviceError, Refused
+from swarmnode.pipeline.frames import FrameLimits
+from swarmnode.pipeline.member import CrewSettings
+from swarmnode.pipeline.runtime import StageRuntime
+from swarmnode.pipeline.spec import check_model_type, stage_specs
+from swarmnode.pipeline.split import adapt, load_stage
+from swarmnode.policy.device import HEADROOM, TRAINED_BYTES, Placement, count_parameters, free_bytes, needed_bytes, probe, set_up
+from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash
+from swarmnode.policy.load import configured_ends, local_directory, lora_settings, offline
+from swarmnode.policy.text import PolicyText
+from swarmnode.recovery.ladder import LEARNING_RATE_FACTOR
+from swarmnode.swarm.manifest import check_model
+from swarmnode.swarm.manifest_store import stored
+
+TOKENS = 16384
+"""Padded tokens of a micro-batch or wave in any crew: what a member is ready to receive."""
+PROMPT_TOKENS = 64
+"""Of a question, about: for how much the caches of a step's waves take."""
+SPEED_SIZE = 512
+"""Of the matrices that are multiplied to measure a machine."""
+SPEED_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class CrewModel:
+    """A model's directory and everything about it that fits any node."""
+
+    directory: Path
+    config: Any
+    """transformers'."""
+    text: PolicyText
+    placement: Placement
+    offering: Offering
+
+    def limits(self) -> FrameLimits:
+        return FrameLimits(hidden=int(self.config.hidden_size), vocab=int(self.config.vocab_size), tokens=TOKENS)
+
+    def settings(self, config: Config) -> CrewSettings:
+        return CrewSettings(
+            base=self.text.fingerprint, codec=config.stages.codec, gradient_codec=config.stages.gradient_codec,
+            weight_decay=config.training.weight_decay, swapped=config.stages.paper_mode,
+            learning_rate=config.training.learning_rate * (LEARNING_RATE_FACTOR if config.stages.paper_mode else 1.0),
+        )  # fmt: skip
+
+    def build(self, layers: tuple[int, ...], index: int, config: Config) -> StageRuntime:
+        """Stage `index` with the base model's weights, under an adapter where one is trained. Takes seconds.
+
+        Raises ConfigError: the layers are not the model's; LocalError: a file is missing or damaged.
+        """
+        spec = stage_specs(self.config, layers)[index]
+        lora = config.policy.lora.r > 0
+        dtype = self.placement.dtype if lora else torch.float32
+        stage: Any = load_stage(self.directory, spec, dtype=dtype, device=self.placement.device)
+        if lora:
+            stage = adapt(stage, lora_settings(config.policy))
+            if shares_a(config):
+                freeze_a({spec.whole(name): p for name, p in stage.named_parameters()}, A_SEED)
+        return StageRuntime(spec, stage, dtype=self.placement.dtype)
+
+
+def fits_whole(config: Config, directory: Path, placement: Placement) -> bool:
+    """Whether this node trains the policy by itself. Raises DeviceError, ConfigError where it can be trained neither way."""
+    mode = config.stages.mode
+    hf = offline(config.policy, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False))
+    if mode == "always":
+        check_model_type(hf)
+        return False
+    room = capacity(config, placement)
+    need = whole_bytes(config, hf, placement)
+    if mode == "off" or room is None or need <= room:
+        return True
+    if placement.device.type == "cuda" and config.policy.device == "auto" and not config.stages.capacity and torch.cuda.device_count() > 1:
+        return True  # `policy.device.fit` spreads it over all GPUs, or says why not
+    says = f"{config.policy.model}: its weights need about {need / 2**30:.1f} GiB to train, {placement.device} has {room / 2**30:.1f} GiB"
+    try:
+        check_model_type(hf)
+    except ConfigError as error:
+        raise DeviceError(f"{says}, and {error}") from None
+    layer = cost_of(config, hf, placement).layers[0].memory * HEADROOM
+    if layer > room:
+        raise DeviceError(f"{says}, and one layer alone needs {layer / 2**30:.1f} GiB")
+    return False
+
+
+def capacity(config: Config, placement: Placement) -> int | None:
+    """Bytes for a policy or a stage of one; None where it cannot be measured and is not configured."""
+    measured = free_bytes(placement.device)
+    limit = config.stages.capacity
+    if not limit:
+        return measured
+    return limit if measured is None else min(limit, measured)
+
+
+def whole_bytes(config: Config, hf: Any, placement: Placement) -> int:
+    """To train all of it here."""
+    parameters, edges = count_parameters(hf)
+    return needed_bytes(parameters, config.policy.lora.r * edges, placement.dtype)
+
+
+@contextlib.contextmanager
+def open_model(config: Config, say: Callable[[str], None] = lambda line: None) -> Iterator[CrewModel]:
+    """The model as a CrewModel, for as long as the context is open.
+
+    Raises LocalError: it is not there, not the swarm's, cannot be split, or is to be trained in a way that a crew cannot.
+    """
+    check_trainable(config)
+    cfg = config.policy
+    if cfg.threads:
+        torch.set_num_threads(cfg.threads)
+    placement = probe(cfg)
+    set_up(placement.device)
+    with local_directory(cfg, fits=False) as directory:
+        hf = offline(cfg, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False))
+        check_model_type(hf)
+        tokenizer = offline(cfg, lambda: AutoTokenizer.from_pretrained(directory, trust_remote_code=False))
+        say("hashing the base weights")
+        identity = fingerprint(directory)
+        ends = configured_ends(cfg, directory, hf, tokenizer)
+        eos_id = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(ends)
+        text = PolicyText(
+            tokenizer=tokenizer, fingerprint=identity, tokenizer_hash=tokenizer_hash(tokenizer), eos_id=eos_id, eos_ids=ends,
+            pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_id,
+            vocab_size=min(len(tokenizer), int(hf.vocab_size)),
+        )  # fmt: skip
+        opened = stored(config)
+        if opened is not None:
+            check_model(opened.manifest, text.fingerprint, text.tokenizer_hash)
+        offering = make_offering(config, hf, placement, identity)
+        say(f"{cfg.model} in stages: {offering.capacity.memory / 2**30:.2f} GiB of it here; {placement.reason}")
+        yield CrewModel(directory, hf, text, placement, offering)
+
+
+def check_trainable(config: Config) -> None:
+    """Raises Refused for what only a whole policy can do."""
+    if config.training.beta > 0:
+        raise Refused("a KL penalty needs a second, frozen policy, which no crew holds: set training.beta to 0, or stages.mode to off")
+    if config.policy.quantization != "none":
+        raise Refused("stages are not quantised: set policy.quantization to none, or stages.mode to off")
+
+
+def make_offering(config: Config, hf: Any, placement: Placement, identity: bytes) -> Offering:
+    """What this node can hold, and what there is to hold."""
+    room = capacity(config, placement)
+    memory = float(room) if room is not None else float(whole_bytes(config, hf, placement))
+    terms = crew_terms(config, identity)
+    return Offering(terms, Capacity(memory / HEADROOM, measure_speed(placement)), cost_of(config, hf, placement))
+
+
+def crew_terms(config: Config, identity: bytes) -> bytes:
+    """32 bytes: hash of everything that members of a crew must have alike. Who would train otherwise names another model: they never meet.
+
+    identity: fingerprint of architecture and base weights.
+    """
+    stages, lora = config.stages, config.policy.lora
+    terms = {
+        "codec": stages.codec, "gradient_codec": stages.gradient_codec, "paper_mode": stages.paper_mode,
+        "lora": lora.model_dump() if lora.r else None, "shares_a": bool(lora.r) and shares_a(config),
+        "weight_decay": config.training.weight_decay, "learning_rate": config.training.learning_rate,
+    }  # fmt: skip
+    return hashlib.blake2b(identity + json.dumps(terms, sort_keys=True, separators=(",", ":")).encode(), digest_size=32).digest()
+
+
+def cost_of(config: Config, hf: Any, placement: Placement) -> ModelCost:
+    """Of the parts of the model as this swarm trains it."""
+    lora = config.policy.lora.r > 0
+    cfg = config.training
+    tokens = min(cfg.per_device_train_tokens, TOKENS)
+    cached = min(cfg.groups_per_step * cfg.num_generations * (PROMPT_TOKENS + cfg.max_completion_length), TOKENS)
+    return model_cost(
+        hf, batch_tokens=tokens, cached_tokens=cached, weight_bytes=placement.dtype.itemsize if lora else 4,
+        trained_bytes=0 if lora else TRAINED_BYTES - 4,
+    )  # fmt: skip
+
+
+def measure_speed(placement: Placement) -> float:
+    """Floating-point operations per second of a matrix product, forward, to a power of two.
+
+    So crews of like machines are split alike whatever else these are doing, and their stages can be averaged with each other's.
+    """
+    size = SPEED_SIZE
+    dtype = placement.dtype if placement.device.type != "cpu" else torch.float32
+    a = torch.ones(size, size, device=placement.device, dtype=dtype)
+    float((a @ a).sum())  # the first one also starts the device
+    done, started = 0, time.perf_counter()
+    while (spent := time.perf_counter() - started) < SPEED_SECONDS or not done:
+        for _ in range(4):
+            b = a @ a
+        float(b.sum())
+        done += 4
+    return 2.0 ** round(math.log2(done * 2.0 * size**3 / spent))

@@ -1,0 +1,215 @@
+"""The engine of a crew's head: what the loop asks of its policy goes through the stages, and is asked again when a stage was lost.
+
+Nothing that the loop began is lost with a stage but the work of one step: a wave and a score are repeated, and an update is either found
+taken when the crew is together again, or repeated with the same rows.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import structlog
+import torch
+
+from swarmnode.config import Config
+from swarmnode.errors import PeerError, PeerTimeout
+from swarmnode.link.messages import WeightsReport
+from swarmnode.pipeline.learning import LearnRow
+from swarmnode.pipeline.waves import Wave
+from swarmnode.policy.generate import GroupSample, Sampled
+from swarmnode.policy.logprobs import Row
+from swarmnode.policy.text import PolicyText
+from swarmnode.trainer import state
+from swarmnode.trainer.batch import Rows, Scored
+from swarmnode.trainer.crew.average import StageAveraging
+from swarmnode.trainer.crew.model import CrewModel
+from swarmnode.trainer.crew.seat import Sitting
+from swarmnode.trainer.crew.stage import CrewHead
+from swarmnode.trainer.engine import EngineGone, EngineStatistics
+from swarmnode.trainer.state import Counters, Snapshot
+from swarmnode.trainer.update import UpdateStatistics, learning_rate, normalizer, trained
+from swarmnode.weights import local
+from tests.support.crew import StepResult
+
+log = structlog.get_logger("swarmnode.crew")
+
+T = TypeVar("T")
+WAIT_SECONDS = 1.0
+"""Between two looks whether we should stop."""
+FAILURES = 5
+"""Of calls in a row, under one roster, before the process is started again."""
+REFUSALS = 3
+"""Of one step, before its rows are given up."""
+
+
+class CrewPolicy:
+    """crew: whose head this node is. stop: ends all waiting. averaging: of our own stage, if it is averaged now."""
+
+    def __init__(
+        self, config: Config, model: CrewModel, sitting: Sitting, crew: bytes, stop: threading.Event,
+        averaging: Callable[[], StageAveraging | None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self._config = config
+        self._model = model
+        self._sitting = sitting
+        self._crew = crew
+        self._stop = stop
+        self._averaging = averaging
+        self._owner = f"{model.text.fingerprint.hex()}/lora{config.policy.lora.r}/head"
+
+    @property
+    def text(self) -> PolicyText:
+        return self._model.text
+
+    def statistics(self) -> EngineStatistics:
+        device = self._model.placement.device
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+        dtype = str(self._model.placement.dtype).removeprefix("torch.")
+        return EngineStatistics(str(device), dtype, peak, self._config.training.per_device_train_tokens, 0)
+
+    def random_generator(self, seed: int) -> torch.Generator:
+        return torch.Generator().manual_seed(seed)
+
+    # ---- a step ---------------------------------------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: Sequence[str], num_generations: int, max_tokens: int, temperature: float, top_p: float, rng: torch.Generator
+    ) -> list[GroupSample]:
+        if not prompts:
+            return []
+        heads = [self.text.encode_prompt(prompt) for prompt in prompts]
+        seed = int(torch.randint(2**62, (1,), generator=rng))
+        ends = self.text.eos_ids
+        waves = self._ask(
+            lambda head: head.generate(heads, num_generations, max_tokens, temperature, top_p, ends, random.Random(seed))
+        )  # fmt: skip
+        return [group for wave in waves for group in self._groups(wave)]
+
+    def _groups(self, wave: Wave) -> list[GroupSample]:
+        def sampled(i: int) -> Sampled:
+            ids = wave.ids[i]
+            return Sampled(ids, wave.logprobs[i], self.text.decode(ids), "eos" if ids[-1] in wave.ends else "length")
+
+        size = wave.num_generations
+        return [GroupSample(prompt, [sampled(q * size + k) for k in range(size)]) for q, prompt in enumerate(wave.prompts)]
+
+    def score(self, rows: Sequence[Row], temperature: float) -> list[Scored]:
+        return self._ask(lambda head: head.score(rows, temperature)) if rows else []
+
+    def update(self, rows: Rows, step: int) -> UpdateStatistics:
+        """As `Updater.update`; how far own and external gradients agree is not measured, since no node has them all."""
+        cfg = self._config.training
+        own, external = trained(rows, cfg)
+        if not own and not external:
+            return UpdateStatistics(stepped=False)
+        learn = [
+            LearnRow(*rows.rows[i], rows.old_logprobs[i], float(rows.advantages[i]), float(rows.weights[i]), rows.groups[i])
+            for i in own + external
+        ]
+        divisor, rate = normalizer(rows, cfg), learning_rate(cfg, step)
+        statistics = UpdateStatistics(stepped=False)
+        for _ in range(cfg.num_iterations):
+            statistics = self._one(learn, divisor, rate)
+        return statistics
+
+    def _one(self, learn: list[LearnRow], divisor: float, rate: float) -> UpdateStatistics:
+        cfg = self._config.training
+        before = self._head().participant.step
+
+        async def work(head: CrewHead) -> StepResult | None:
+            if head.participant.step > before:
+                return None  # it was decided when the crew came apart, and has been taken since
+            return await head.update(learn, cfg, divisor, rate)
+
+        for _ in range(REFUSALS):
+            result = self._ask(work)
+            if result is None:
+                return UpdateStatistics(stepped=True)
+            if result.refused is None:
+                return UpdateStatistics(True, result.loss, result.clip_fraction, result.kl, result.entropy, result.grad_norm)
+            log.warning("no step", reason=result.refused)
+            if result.refused == "not_finite":
+                break  # these rows will not become finite
+        return UpdateStatistics(stepped=False)
+
+    def learning_rate(self, step: int) -> float:
+        return learning_rate(self._config.training, step)
+
+    # ---- asking ---------------------------------------------------------------------------------------------------------
+
+    def _ask(self, work: Callable[[CrewHead], Awaitable[T]]) -> T:
+        """What `work` gives, from the first head under which it succeeds. Raises EngineGone; PeerError after many failures."""
+        failed: dict[int, int] = {}
+        while True:
+            head = self._head()
+            try:
+                return self._sitting.call(lambda head=head: work(head))  # type: ignore[misc]
+            except PeerError as error:
+                failed[id(head)] = failed.get(id(head), 0) + 1
+                log.warning("the crew stopped", error=str(error), timeout=isinstance(error, PeerTimeout))
+                if failed[id(head)] >= FAILURES:
+                    raise
+                if self._stop.is_set():
+                    raise EngineGone("stopping") from None
+
+    def _head(self) -> CrewHead:
+        """Waits for the crew to be together. Raises EngineGone when we are not its head any more, should stop, or waited too long."""
+        late = time.monotonic() + self._config.stages.wait_seconds + 60.0
+        while True:
+            head = self._sitting.wait(self._sitting.head, WAIT_SECONDS)
+            if self._sitting.heads(self._crew) is None:
+                raise EngineGone("another node is the head now")
+            if head is not None:
+                return head
+            if self._stop.is_set():
+                raise EngineGone("stopping")
+            if time.monotonic() > late:
+                raise PeerTimeout("the crew is not together, and nobody says why")
+
+    # ---- between steps --------------------------------------------------------------------------------------------------
+
+    def average(self, connected: bool, step_seconds: float, stepped: bool) -> bool:
+        """Each stage does so by itself, when it has taken a step."""
+        return False
+
+    def remember(self, rows: Sequence[Row]) -> None:
+        pass
+
+    def observe(self, reward: float) -> None:
+        pass
+
+    def facts(self, fresh: bool) -> local.ReplicaFacts | None:
+        averaging = self._averaging()
+        return averaging.facts() if averaging is not None else None
+
+    def averaging(self) -> WeightsReport | None:
+        averaging = self._averaging()
+        return averaging.report() if averaging is not None else None
+
+    def wait_for_state(self, seconds: float) -> bool:
+        return True
+
+    # ---- across restarts ------------------------------------------------------------------------------------------------
+
+    def restore(self, directory: Path, rng: torch.Generator) -> Counters | None:
+        """What this node was as a head: all of it for the same crew, else only which group numbers are used. The crew says the step."""
+        step = self._head().participant.step
+        found = state.read(directory, self._owner)
+        counters = Counters()
+        if found is not None:
+            counters, tensors = found
+            if counters.crew == self._crew.hex():
+                rng.set_state(tensors["rng"])
+            else:
+                counters = Counters(sequence=counters.sequence, peer=counters.peer, swarm=counters.swarm)
+        counters.crew = self._crew.hex()
+        counters.step, counters.policy_version = max(counters.step, step), max(counters.policy_version, step)
+        return counters
+
+    def snapshot(self, rng: torch.Generator, counters: Counters) -> Snapshot:
+        return state.take_counters(rng, counters, self._owner)

@@ -1,0 +1,139 @@
+"""Whether an average with another crew's weights would make this crew's policy worse, which no stage can say alone.
+
+    here      the newest committed micro-batches, as they came to this stage, through it as it is and through it with the averaged weights
+    others    both outputs through the stages behind it: the "run" of state streams, which a restored stage asks for too
+    loss      − log-probability of the completions that were better than their group, nats per token: what averaging must not unlearn
+
+Both outputs meet the same weights behind this stage, so whatever changed in front of it or since is in neither's favour. Nothing waits for
+it: the stage works with its own weights until the verdict is there, and a verdict that does not come takes nobody's.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import structlog
+import torch
+import trio
+
+from swarmnode.errors import Incompatible, PeerError
+from swarmnode.pipeline import faults
+from swarmnode.pipeline.runtime import StageRuntime
+from swarmnode.recovery.bodies import run_one
+from swarmnode.recovery.messages import Edge
+from swarmnode.recovery.probes import work_of
+from swarmnode.recovery.transfer import StatePeer
+from swarmnode.trainer.weights import LEAST_PROBE, Losses
+from swarmnode.wire.tensors import unpack_logprobs
+
+log = structlog.get_logger("swarmnode.crew")
+
+MICRO_BATCHES = 4
+"""The newest, at most."""
+SECONDS = 30.0
+"""For a verdict; a partner waits a minute and four steps."""
+
+
+class CrewProbe:
+    """`weights.Ask` of one stage, while `peer` is there: under a roster, in the crew's thread that `token` is of."""
+
+    def __init__(self) -> None:
+        self._peer: StatePeer | None = None
+        self._token: trio.lowlevel.TrioToken | None = None
+
+    def open(self, peer: StatePeer) -> None:
+        """In the crew's thread."""
+        self._peer, self._token = peer, trio.lowlevel.current_trio_token()
+
+    def close(self) -> None:
+        self._peer = None
+
+    def ask(self, mine: Mapping[str, torch.Tensor], mean: Mapping[str, torch.Tensor], tell: Callable[[Losses | None], None]) -> bool:
+        """Where a step has just been taken: nothing is remembered meanwhile. Tensors by their names in the whole model.
+
+        False where there is too little to judge by; else `tell` is called, in the crew's thread: None where there is no verdict.
+        """
+        peer, token = self._peer, self._token
+        if peer is None or token is None:
+            return False
+        known = _newest(peer)
+        if sum(len(_better(peer, edge)) for edge in known) < LEAST_PROBE:
+            return False
+        try:
+            token.run_sync_soon(peer.spawn, _judge, peer, known, mine, mean, tell)
+        except trio.RunFinishedError:  # this process ends
+            return False
+        return True
+
+
+async def _judge(
+    peer: StatePeer, known: Sequence[Edge], mine: Mapping[str, torch.Tensor], mean: Mapping[str, torch.Tensor],
+    tell: Callable[[Losses | None], None],
+) -> None:  # fmt: skip
+    losses = None
+    try:
+        with trio.move_on_after(SECONDS):  # around waiting only
+            as_is, averaged = [await peer.compute(lambda tensors=tensors: _with(peer.runtime, tensors)) for tensors in (mine, mean)]
+            before, after, tokens = 0.0, 0.0, 0
+            for edge in known:
+                first, count = await _loss(peer, edge, as_is)
+                try:
+                    after += (await _loss(peer, edge, averaged))[0]
+                except (Incompatible, ValueError):  # with theirs, a number somewhere is not finite
+                    after = math.inf
+                before, tokens = before + first, tokens + count
+            losses = before / tokens, after / tokens
+    except (PeerError, ValueError, RuntimeError, MemoryError) as error:
+        if not isinstance(error, PeerError | ValueError) and not faults.of_device(error):
+            raise
+        log.info("no verdict on an average", error=str(error))
+    finally:
+        tell(losses)
+
+
+def _newest(peer: StatePeer) -> list[Edge]:
+    """Of each micro-batch what came to this stage; of those that began here, that they did."""
+    own = peer.spec.index
+    edges = [edge for edge in peer.recorder.edges if own == (edge.source if peer.spec.has_embedding else edge.target)]
+    return edges[-MICRO_BATCHES:]
+
+
+def _better(peer: StatePeer, edge: Edge) -> list[int]:
+    """Completions of `edge` whose advantage is above zero."""
+    loss = work_of(edge, peer.limits).loss
+    return [] if loss is None else (unpack_logprobs(loss.advantages) > 0).nonzero()[0].tolist()
+
+
+async def _loss(peer: StatePeer, edge: Edge, runtime: StageRuntime) -> tuple[float, int]:
+    """(sum over their tokens, how many). Raises PeerError: a stage is gone; Incompatible or ValueError: a number is not finite."""
+    work, spec = work_of(edge, peer.limits), peer.spec
+    x = b"" if spec.has_embedding else edge.body
+    x = await peer.compute(lambda: run_one(runtime, work, x, peer.codec))
+    tokens = sum(work.completion_lengths)
+    for stage in range(spec.index + 1, spec.stages):
+        x = await peer.run_at(stage, edge, tokens, x)
+    rows = torch.from_numpy(unpack_logprobs(x).copy()).split(list(work.completion_lengths))
+    chosen = torch.cat([rows[i] for i in _better(peer, edge)] or [torch.zeros(0)])
+    if not bool(torch.isfinite(chosen).all()):
+        raise ValueError("a log-probability is not finite")
+    return -float(chosen.double().sum()), len(chosen)
+
+
+def _with(runtime: StageRuntime, tensors: Mapping[str, torch.Tensor]) -> StageRuntime:
+    """The same stage with other values for some weights; the others are shared, and nobody who works with `runtime` sees a difference."""
+    local = {str(runtime.spec.local(name)): tensor for name, tensor in tensors.items()}
+    return StageRuntime(runtime.spec, _replaced(runtime.model, local, ""), dtype=runtime.dtype)
+
+
+def _replaced(module: Any, tensors: Mapping[str, torch.Tensor], prefix: str) -> Any:
+    new = copy.copy(module)
+    inside = lambda name, child: child if child is None else _replaced(child, tensors, f"{prefix}{name}.")
+    new._modules = {name: inside(name, child) for name, child in module._modules.items()}
+    new._parameters = {
+        name: own if (other := tensors.get(prefix + name)) is None else torch.nn.Parameter(other.to(own.device, own.dtype), False)
+        for name, own in module._parameters.items()
+    }
+    return new

@@ -1,0 +1,174 @@
+"""How this node's stage gets its weights, and what keeps them safe from then on: `stages.recovery`, wired to the seat.
+
+    on disk    <data>/trainer/stage/       our own stage's journal
+               <data>/trainer/shadows/     our ring neighbours' stages, and our own; with `stages.keep_policy`, all
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
+from typing import Any
+
+import structlog
+import torch
+import trio
+
+from swarmnode.averaging.lora import A_MARK, shares_a
+from swarmnode.config import Config
+from swarmnode.crew.local import Assigned
+from swarmnode.pipeline.fence import Fence
+from swarmnode.pipeline.frames import CREW_BYTES, Place
+from swarmnode.pipeline.spec import stage_specs
+from swarmnode.policy.load import lora_settings
+from swarmnode.recovery import restore as recovery
+from swarmnode.recovery.journal import Journal
+from swarmnode.recovery.ladder import RecoverySettings, Run
+from swarmnode.recovery.restore import Base, Replica, base_adapter, base_stage
+from swarmnode.recovery.shadows import SHADOWS, Shadowing, ShadowStore, ring
+from swarmnode.recovery.state import host_copy, stage_layouts, take, trained
+from swarmnode.recovery.transfer import StatePeer
+from swarmnode.trainer import state
+from swarmnode.trainer.crew.average import StageAveraging
+from swarmnode.trainer.crew.model import CrewModel
+from swarmnode.trainer.crew.seat import Tell
+from swarmnode.trainer.crew.stage import CrewHead, CrewMember, Stage
+from swarmnode.trainer.crew.streams import Gate, close_all, connect_all
+from swarmnode.weights.layout import Layout
+
+log = structlog.get_logger("swarmnode.crew")
+
+
+class StageRecovery:
+    """`crew_seat.Recovery` of this node. averaging: of the stage that is being restored; asked: it seeks now, tell the network process."""
+
+    def __init__(
+        self, config: Config, model: CrewModel, averaging: Callable[[], StageAveraging | None] = lambda: None,
+        asked: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self._averaging = averaging
+        self._asked = asked
+        self.outer: Mapping[str, torch.Tensor] = {}
+        """What averaging kept with the weights that were found (R0, R1); empty where nothing came with them."""
+        self._config = config
+        self._model = model
+        self._directory = config.node.data_dir / "trainer"
+        self._settings = recovery_settings(config)
+        self._run = run_of(config)
+        self._journal: Journal | None = None
+        self._store: ShadowStore | None = None
+        self._layouts: tuple[Layout, ...] = ()
+        self._base: Base | None = None
+        self._shadowing: Shadowing | None = None
+        self._peer: StatePeer | None = None
+        self._holders: tuple[int, ...] = ()
+        """Stage epochs of our ring neighbours, when they were last given our state."""
+
+    def journal(self, assigned: Assigned) -> int | None:
+        if self._journal is not None:
+            self._journal.close()
+        specs = stage_specs(self._model.config, assigned.layers)
+        spec = specs[assigned.stage]
+        self._journal = Journal(self._directory / "stage", assigned.crew, spec)
+        lora = lora_settings(self._config.policy) if self._config.policy.lora.r else None
+        self._layouts = stage_layouts(self._model.config, specs, lora)
+        if shares_a(self._config):  # frozen, and everybody derives the same
+            self._layouts = tuple(tuple(spec for spec in layout if A_MARK not in spec.name) for layout in self._layouts)
+        kept = range(spec.stages) if self._config.stages.keep_policy else (spec.index, *ring(spec.index, spec.stages))
+        whose = state.owner(self._model.text.fingerprint, self._config.policy.lora.r, shares_a(self._config))
+        about = {"layers": assigned.layers, "owner": whose}
+        self._store = ShadowStore(self._directory / SHADOWS, assigned.crew, {i: self._layouts[i] for i in kept}, about)
+        return self._journal.step
+
+    def built(self, stage: Stage) -> None:
+        self.outer = {}
+        spec = stage.runtime.spec
+        adapter = self._config.policy.lora.r > 0
+        self._base = base_adapter(stage.runtime) if adapter else base_stage(self._model.directory, spec, self._model.text.fingerprint)
+        averaging = self._averaging()
+        outer = averaging.tensors if averaging is not None else dict
+        self._shadowing = Shadowing(spec, self._settings, self._journal, self._store, outer)
+        stage.observers.append(self._shadowing)
+
+    @contextlib.asynccontextmanager
+    async def open(self, assigned: Assigned, stage: Stage, step: int) -> AsyncIterator[None]:
+        assert self._shadowing is not None
+        place = Place(assigned.crew[:CREW_BYTES], assigned.roster_epoch, assigned.stage, assigned.stage_epochs[assigned.stage], step)
+        averaging = self._averaging()
+        streams = await connect_all(assigned, "state", Gate())  # what lies here is as good while the crew is suspended
+        try:
+            self._peer = self._shadowing.peer = peer = StatePeer(
+                stage.runtime, Fence(place, assigned.stage_epochs), streams, self._model.limits(), self._layouts, settings=self._settings,
+                store=self._store, recorder=self._shadowing, codec=self._config.stages.codec, compute=stage.meter,
+            )  # fmt: skip
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(peer.run)
+                if averaging is not None:
+                    averaging.probe.open(peer)
+                yield
+                nursery.cancel_scope.cancel()
+        finally:
+            self._peer = self._shadowing.peer = None
+            if averaging is not None:
+                averaging.probe.close()
+            with trio.CancelScope(shield=True):
+                await close_all(streams)
+
+    async def restore(self, stage: Stage, step: int, tell: Tell) -> tuple[str, float | None]:
+        assert self._peer is not None
+        averaging = self._averaging()
+        met = averaging is not None and averaging.met()
+        restored = await recovery.restore(
+            self._peer, step=step, run=self._run, journal=self._journal, base=self._base,
+            replica=partial(self._replica, stage, averaging) if averaging is not None and met else None,
+            tell=lambda phase, rung: tell(phase, f"R{int(rung)}"),
+        )  # fmt: skip
+        restored.install(stage.member)
+        self.outer = restored.outer
+        for rung, why in restored.tried:
+            log.info("rung not taken", rung=f"R{int(rung)}", reason=why)
+        log.info("weights are back", rung=f"R{int(restored.rung)}", step=step, source_step=restored.step, healings=len(restored.healings))
+        return f"R{int(restored.rung)}", restored.verdict.kl if restored.verdict is not None else None
+
+    async def _replica(self, stage: Stage, averaging: StageAveraging) -> Replica:
+        """R1. Raises PeerError."""
+        averaging.seek()
+        self._asked()
+        found = await averaging.fetch()
+        spec, weights = stage.runtime.spec, {n: host_copy(t) for n, t in trained(stage.runtime).items()}  # what is not averaged stays
+        weights |= {name: tensor for whole, tensor in found.phi.items() if (name := spec.local(whole)) is not None}
+        return Replica(weights, outer=found.outer)
+
+    def attach(self, assigned: Assigned, member: CrewMember | CrewHead) -> None:
+        assert self._peer is not None
+        self._peer.attach(member)
+        holders = tuple(assigned.stage_epochs[i] for i in ring(assigned.stage, len(assigned.layers)))
+        if holders != self._holders and not self._settings.paper:
+            self._peer.push_shadow(take(member))  # a neighbour that is new has none of ours, and the next comes in many steps
+        self._holders = holders
+
+    def facts(self, step: int) -> dict[str, Any]:
+        peer = self._peer
+        kept = peer.statistics().kept if peer is not None else {}
+        if not kept:
+            return {}
+        newest = max(kept.values())
+        return {"shadow_step": newest, "shadow_age_steps": max(0, step - newest)}
+
+    def close(self) -> None:
+        """Writes what is pending."""
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+
+
+def recovery_settings(config: Config) -> RecoverySettings:
+    cfg = config.stages
+    uplink = float(config.network.upload_bytes_per_second)
+    return RecoverySettings(shadow_every=cfg.shadow_every, synthesis=cfg.synthesis, paper=cfg.paper_mode, uplink=uplink)
+
+
+def run_of(config: Config) -> Run:
+    """Paper mode is for runs from scratch; any other begins with a base that others can read too."""
+    return Run(swapped=config.stages.paper_mode, pretrained=not config.stages.paper_mode, adapter=config.policy.lora.r > 0)

@@ -1,0 +1,194 @@
+"""A trainer whose policy does not fit it: offers itself to a crew, holds the stage that it is given, and trains when that is the first.
+
+    main thread      waits; as the head it runs the loop that a whole policy runs, over a `CrewPolicy`
+    crew's thread    `Sitting`: the stage, its streams, its recovery
+    link's thread    what the network process says goes to both
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from dataclasses import replace
+
+import msgspec
+import structlog
+
+from swarmnode.config import Config
+from swarmnode.crew import local as stages
+from swarmnode.crew.local import Assigned
+from swarmnode.crew.plan import stage_memory
+from swarmnode.link.client import Link
+from swarmnode.link.messages import Hello
+from swarmnode.policy.device import probe
+from swarmnode.policy.load import config_directory
+from swarmnode.process import Progress
+from swarmnode.tasks.client import Scorer
+from swarmnode.trainer.crew.average import StageAveraging, make_averaging
+from swarmnode.trainer.crew.model import fits_whole, open_model
+from swarmnode.trainer.crew.policy import CrewPolicy
+from swarmnode.trainer.crew.recovery import StageRecovery
+from swarmnode.trainer.crew.seat import Sitting
+from swarmnode.trainer.crew.stage import Stage
+from swarmnode.trainer.engine import EngineGone
+from swarmnode.trainer.loop import HEAD, Loop, Trainer
+from swarmnode.trainer.state import Counters
+from swarmnode.weights import local
+
+log = structlog.get_logger("swarmnode.crew")
+
+LOOK_SECONDS = 1.0
+LESS = 0.8
+"""Of what a stage that did not fit should have needed."""
+
+
+def make_trainer(config: Config, progress: Progress) -> Trainer | CrewTrainer:
+    """Whole where the policy fits, or is to be; else in a crew. Reads no weights. Raises LocalError, ConfigError."""
+    if config.stages.mode == "off":
+        return Trainer(config, progress)
+    with config_directory(config.policy) as directory:
+        whole = fits_whole(config, directory, probe(config.policy))
+    return Trainer(config, progress) if whole else CrewTrainer(config, progress)
+
+
+class CrewTrainer:
+    """`run` returns when `stop` was called, or `max_steps` are done in the crew."""
+
+    def __init__(self, config: Config, progress: Progress) -> None:
+        self._config = config
+        self._progress = progress
+        self._stop = threading.Event()
+        self._loop: Loop | None = None
+        self._averaging: StageAveraging | None = None
+
+    def stop(self) -> None:
+        """Finish what is under way, save and leave."""
+        self._stop.set()
+
+    def run(self) -> None:
+        """Raises LocalError: the model does not exist or cannot be held in stages; DeviceError: a stage does not fit."""
+        with contextlib.ExitStack() as stack:
+            self._model = stack.enter_context(open_model(self._config, self._tell))
+            self._recovery = StageRecovery(self._config, self._model, lambda: self._averaging, self._seek)
+            self._link = Link(self._config.node.data_dir, self._hello, self._about_weights, self._about_crew)
+            self._offering = self._model.offering
+            self._sitting = Sitting(self._build, self._recovery, self._link.send, self._progress, self._built, self._lacked)
+            stack.callback(self._recovery.close)
+            stack.enter_context(self._link)
+            self._sitting.start()
+            stack.callback(self._sitting.stop)
+            self._sit()
+            self._link.flush(2.0)
+
+    def _tell(self, line: str) -> None:
+        log.info("policy", detail=line)
+        self._progress("loading policy")
+
+    def _sit(self) -> None:
+        scorer: Scorer | None = None
+        with contextlib.ExitStack() as stack:
+            averages = False
+            while not self._stop.is_set() and not self._finished():
+                crew = self._sitting.wait(self._leads, LOOK_SECONDS)
+                if (self._averages() is not None) != averages:
+                    averages = not averages
+                    self._link.send(self._hello_now())
+                if crew is None:
+                    continue
+                if scorer is None:
+                    self._progress("loading tasks")
+                    scorer = stack.enter_context(Scorer())
+                try:
+                    self._lead(crew, scorer)
+                    return  # it was to stop, or has taken all its steps: steps in which there was nothing to learn are none of the crew's
+                except EngineGone as gone:
+                    log.info("not the head any more", reason=str(gone))
+
+    def _leads(self) -> bytes | None:
+        """The crew that waits for us to begin."""
+        return self._sitting.heads() if self._sitting.head() is not None else None
+
+    def _lead(self, crew: bytes, scorer: Scorer) -> None:
+        """The loop, as long as this node is the head of `crew`."""
+        engine = CrewPolicy(self._config, self._model, self._sitting, crew, self._stop, self._averages)
+        directory = self._config.node.data_dir / "trainer" / HEAD
+        self._loop = Loop(self._config, self._progress, self._stop, engine, self._link, Counters(), directory)
+        self._link.send(self._hello_now())
+        try:
+            self._loop.run(scorer)
+        finally:
+            self._loop = None
+
+    def _finished(self) -> bool:
+        stage, limit = self._sitting.stage, self._config.training.max_steps
+        return stage is not None and bool(limit) and stage.step >= limit
+
+    # ---- the stage -----------------------------------------------------------------------------------------------------
+
+    def _build(self, assigned: Assigned) -> Stage:
+        if self._averaging is not None:  # and with it, the stage before: there may be no room for two
+            self._averaging.close()
+            self._averaging = None
+        runtime = self._model.build(assigned.layers, assigned.stage, self._config)
+        stage = Stage(assigned, runtime, self._model.settings(self._config), self._model.limits())
+        self._averaging = make_averaging(
+            self._config, stage, self._link.send, lambda: self._link.statistics().connected, lambda: self._sitting.averages
+        )  # fmt: skip
+        return stage
+
+    def _built(self, stage: Stage) -> None:
+        """It has its weights: from here on it averages."""
+        if self._averaging is not None:
+            self._averaging.begin(self._recovery.outer)
+            stage.observers.insert(0, self._averaging)  # before whoever keeps copies of what it makes
+
+    def _lacked(self, assigned: Assigned) -> None:
+        """It was planned for this node, and does not fit. From now on less is offered, or the same would be planned again."""
+        offering = self._offering
+        if sum(assigned.layers) == len(offering.cost.layers):
+            memory = min(offering.capacity.memory, LESS * stage_memory(offering.cost, assigned.layers, assigned.stage))
+            self._offering = msgspec.structs.replace(offering, capacity=replace(offering.capacity, memory=memory))
+            log.warning("less is offered", gib=round(memory / 2**30, 2))
+
+    # ---- the link ------------------------------------------------------------------------------------------------------
+
+    def _hello(self) -> Hello:
+        """Of a new connection."""
+        self._link.send(self._offering)
+        status = self._sitting.status()
+        if status is not None:
+            self._link.send(status)
+        return self._hello_now()
+
+    def _hello_now(self) -> Hello:
+        loop = self._loop
+        if loop is not None:
+            return loop.hello()
+        text, stage, averaging = self._model.text, self._sitting.stage, self._averages()
+        return Hello(
+            model=text.fingerprint, tokenizer=text.tokenizer_hash, policy_version=stage.step if stage is not None else 0,
+            vocab_size=text.vocab_size, pid=os.getpid(), replica=averaging.facts() if averaging is not None else None,
+        )  # fmt: skip
+
+    def _seek(self) -> None:
+        """The stage looks for its state in other crews: it averages with nobody, but has to be known to whoever could give it."""
+        if self._averaging is not None:
+            self._link.send(msgspec.structs.replace(self._hello_now(), replica=self._averaging.facts()))
+
+    def _averages(self) -> StageAveraging | None:
+        """Nobody else's weights are mixed with those of a stage that has not shown what it is."""
+        return self._averaging if self._sitting.active else None
+
+    def _about_weights(self, message: local.ToTrainer) -> None:
+        averaging = self._averaging
+        gives = isinstance(message, local.TakeSnapshot | local.WriteState)
+        if averaging is None or (gives and not self._sitting.averages):
+            return  # nothing is given away; what is under way may end
+        if self._sitting.active or isinstance(message, local.AdoptState):
+            averaging.receive(message)
+
+    def _about_crew(self, message: stages.ToTrainer) -> None:
+        self._sitting.receive(message)
+        if isinstance(message, stages.Released):
+            self._link.send(self._offering)  # other numbers than at the start, maybe

@@ -1,0 +1,421 @@
+"""This node's seat in a crew, as the network process assigns it: one trio program in a thread of its own, whatever the training loop does.
+
+    Assigned    what was under way ends; stage in memory:  ready ─ Settled ─▶ active
+                                         else:             loading, or probation without a journal ─ Settled ─▶ restored: active
+    Resumed     the head begins
+    Suspended   the gate is shut: nothing is begun, nothing that others send is acted on
+    Released    the stage is forgotten
+
+The thread's state is read by others through `wait`, and only the head's calls come from outside (`call`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import structlog
+import trio
+
+from swarmnode.crew import local
+from swarmnode.crew.local import Assigned, Settled, StageStatus
+from swarmnode.errors import DeviceError, PeerError, SwarmNodeError
+from swarmnode.pipeline import faults
+from swarmnode.policy.micro import free_memory, is_oom
+from swarmnode.process import Progress
+from swarmnode.trainer.crew.stage import CrewHead, CrewMember, Stage
+from swarmnode.trainer.crew.streams import Gate, close_all, connect_all
+from swarmnode.trainer.engine import EngineGone
+
+log = structlog.get_logger("swarmnode.crew")
+
+T = TypeVar("T")
+STATUS_SECONDS = 1.0
+
+
+Tell = Callable[[local.StagePhase, str], None]
+"""What is being done now: phase, and rung of `local.RUNGS`."""
+
+
+class Recovery(Protocol):
+    """How a stage that is not in memory gets its weights, and what keeps them safe from then on."""
+
+    def journal(self, assigned: Assigned) -> int | None:
+        """Steps of this node's own copy of the stage; None where it has none. In a thread."""
+        ...
+
+    def built(self, stage: Stage) -> None:
+        """A stage with the base model's weights is there."""
+        ...
+
+    def open(self, assigned: Assigned, stage: Stage, step: int) -> AbstractAsyncContextManager[None]:
+        """While it is open, others' stages can be asked and are answered. Raises PeerError."""
+        ...
+
+    async def restore(self, stage: Stage, step: int, tell: Tell) -> tuple[str, float | None]:
+        """Fill `stage`: (rung, KL of the probe). Raises Refused where no rung is left, PeerError where somebody is lost meanwhile."""
+        ...
+
+    def attach(self, assigned: Assigned, member: CrewMember | CrewHead) -> None:
+        """The stage is in order; `member` has not begun."""
+        ...
+
+    def facts(self, step: int) -> dict[str, Any]:
+        """Of StageStatus: shadow_step, shadow_age_steps."""
+        ...
+
+
+def _first(group: BaseExceptionGroup) -> str:
+    """What the first error in it says, however many nurseries it came through."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error)
+
+
+@dataclass
+class Seat:
+    assigned: Assigned
+    since: float = field(default_factory=time.monotonic)
+    phase: local.StagePhase = "loading"
+    reason: str = ""
+    rung: str = ""
+    rung_seconds: float | None = None
+    probe_kl: float | None = None
+    journal: int | None = None
+    settled: Settled | None = None
+    came: trio.Event = field(default_factory=trio.Event)
+    """Settled has come."""
+    gate: Gate = field(default_factory=Gate)
+    resumed: bool = False
+    """All stages are active: the head may begin."""
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    over: trio.Event = field(default_factory=trio.Event)
+    """Nothing of it runs any more."""
+
+
+class Sitting:
+    """build(assigned): makes the stage with the base's weights, in a thread. built(stage): it has its own now.
+    send: to the network process, from any thread. lacked(assigned): this stage does not fit our device."""
+
+    def __init__(
+        self, build: Callable[[Assigned], Stage], recovery: Recovery, send: Callable[[local.FromTrainer], None], progress: Progress,
+        built: Callable[[Stage], None] = lambda stage: None, lacked: Callable[[Assigned], None] = lambda assigned: None,
+    ) -> None:  # fmt: skip
+        self._build = build
+        self._built = built
+        self._lacked = lacked
+        self._recovery = recovery
+        self._send = send
+        self._progress = progress
+        self._changed = threading.Condition()
+        self._waiting: deque[local.ToTrainer] = deque()
+        self._wake: trio.Event | None = None
+        self._token: trio.lowlevel.TrioToken | None = None
+        self._begun = threading.Event()
+        self._seat: Seat | None = None
+        self.stage: Stage | None = None
+        self._death: BaseException | None = None
+        self._ended = False
+        self._shown = -1
+
+    # ---- from other threads --------------------------------------------------------------------------------------------
+
+    def receive(self, message: local.ToTrainer) -> None:
+        """From the link's thread; returns at once."""
+        with self._changed:
+            self._waiting.append(message)
+        token, wake = self._token, self._wake
+        if token is not None and wake is not None:
+            with contextlib.suppress(trio.RunFinishedError):
+                token.run_sync_soon(self._woken)
+
+    def start(self) -> None:
+        """In a thread of its own, whose loop runs when this returns."""
+        self._thread = threading.Thread(target=self._main, name="crew", daemon=True)
+        self._thread.start()
+        self._begun.wait()
+
+    def stop(self, seconds: float = 10.0) -> None:
+        token = self._token
+        self._ended = True
+        if token is not None:
+            with contextlib.suppress(trio.RunFinishedError):
+                token.run_sync_soon(self._woken)
+        self._thread.join(seconds)
+
+    def check(self) -> None:
+        """Raises what ended the thread, if anything did."""
+        if self._death is not None:
+            raise self._death
+
+    def wait(self, what: Callable[[], T | None], seconds: float) -> T | None:
+        """The first true value of `what()`, which is asked at each change; None after `seconds`. Raises what ended the thread."""
+        with self._changed:
+            found: list[T] = []
+
+            def look() -> bool:
+                got = what()
+                if got:
+                    found.append(got)
+                return bool(got) or self._death is not None
+
+            self._changed.wait_for(look, seconds)
+        self.check()
+        return found[0] if found else None
+
+    def head(self) -> CrewHead | None:
+        """The member that may begin something now: of stage 0, active, not suspended."""
+        seat, stage = self._seat, self.stage
+        if seat is None or stage is None or seat.phase != "active" or not seat.resumed or not isinstance(stage.member, CrewHead):
+            return None
+        return stage.member if stage.member.usable else None
+
+    def heads(self, crew: bytes | None = None) -> bytes | None:
+        """The crew whose first stage we hold, or are about to, if it is `crew`; None otherwise."""
+        seat = self._seat
+        if seat is None or seat.assigned.stage != 0 or crew not in (None, seat.assigned.crew):
+            return None
+        return seat.assigned.crew
+
+    def call(self, work: Callable[[], Awaitable[T]]) -> T:
+        """`await work()` in the thread's loop. Raises what it raises, and EngineGone when the loop has ended."""
+        if self._token is None:
+            raise EngineGone("the crew's thread has not begun")
+        try:
+            return trio.from_thread.run(work, trio_token=self._token)
+        except (trio.RunFinishedError, trio.Cancelled):
+            self.check()
+            raise EngineGone("the crew's thread has ended") from None
+
+    @property
+    def active(self) -> bool:
+        seat = self._seat
+        return seat is not None and seat.phase == "active"
+
+    @property
+    def averages(self) -> bool:
+        """Whether this stage may be averaged with others': not while it has yet to show what it is, nor while it is suspended."""
+        seat = self._seat
+        return seat is not None and seat.phase == "active" and seat.resumed
+
+    def status(self) -> StageStatus | None:
+        seat, stage = self._seat, self.stage
+        if seat is None:
+            return None
+        a = seat.assigned
+        if stage is None or not stage.is_of(a) or seat.phase in ("loading", "probation"):
+            rung = seat.rung if seat.settled is not None else "R0" if seat.journal is not None else ""
+            step = seat.settled.step if seat.settled is not None else seat.journal or 0
+            return StageStatus(a.crew, a.roster_epoch, a.stage, seat.phase, step=step, rung=rung, reason=seat.reason, load=1)
+        attempt, clip, learning_rate = stage.member.last
+        if stage.prepared:
+            attempt = stage.member.participant.attempt
+        return StageStatus(
+            a.crew, a.roster_epoch, a.stage, seat.phase, step=stage.step, progress=stage.progress(), rung=seat.rung,
+            rung_seconds=seat.rung_seconds, squared_norm=stage.member.squared_norm, probe_kl=seat.probe_kl,
+            bubble_share=stage.meter.waited_share, tokens_per_second=stage.meter.tokens_per_second, reason=seat.reason,
+            prepared=stage.prepared, attempt=attempt, clip=clip, learning_rate=learning_rate, load=stage.load(), dropped=stage.dropped(),
+            **self._recovery.facts(stage.step),
+        )  # fmt: skip
+
+    # ---- the thread ----------------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            trio.run(self._run)
+        except BaseException as error:  # raised again where somebody waits
+            self._death = error
+        finally:
+            self._begun.set()
+            with self._changed:
+                self._changed.notify_all()
+
+    async def _run(self) -> None:
+        self._token, self._wake = trio.lowlevel.current_trio_token(), trio.Event()
+        self._begun.set()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._beat)
+            while not self._ended:
+                while self._waiting:
+                    await self._handle(self._waiting.popleft(), nursery)
+                await self._wake.wait()
+                self._wake = trio.Event()
+            self._say()  # where it stopped
+            await self._leave("stopping")
+            nursery.cancel_scope.cancel()
+
+    def _woken(self) -> None:
+        if self._wake is not None:
+            self._wake.set()
+
+    async def _handle(self, message: local.ToTrainer, nursery: trio.Nursery) -> None:
+        seat = self._seat
+        match message:
+            case Assigned():
+                await self._leave("another roster")
+                with self._changed:
+                    self._seat = Seat(message)
+                log.info("assigned", crew=message.crew.hex()[:16], epoch=message.roster_epoch, stage=message.stage, held=message.held)
+                nursery.start_soon(self._hold, self._seat)
+            case Settled() if seat is not None and message.roster_epoch == seat.assigned.roster_epoch and seat.settled is None:
+                seat.settled = message
+                seat.came.set()
+            case local.Suspended() if seat is not None:
+                log.info("suspended", reason=message.reason)
+                seat.gate.shut()
+                seat.resumed = False
+            case local.Resumed() if seat is not None and message.roster_epoch == seat.assigned.roster_epoch:
+                log.info("resumed")
+                seat.gate.let()
+                seat.resumed = True
+            case local.Released():
+                log.info("released", reason=message.reason)
+                await self._leave("released")
+                with self._changed:
+                    self._seat = self.stage = None
+        self._say()
+
+    async def _leave(self, why: str) -> None:
+        """Everything of the present roster ends; weights and optimizer stay, and what was promised."""
+        seat = self._seat
+        if seat is None:
+            return
+        seat.scope.cancel()
+        await seat.over.wait()
+        if self.stage is not None and isinstance(self.stage.member, CrewHead):
+            self.stage.member.gone(0, why)  # whoever waits for it
+
+    async def _hold(self, seat: Seat) -> None:
+        assigned = seat.assigned
+        try:
+            with seat.scope:
+                try:
+                    await self._sit(seat)
+                except* SwarmNodeError as group:  # also layers that are not the model's, whoever assigned them
+                    self._failed(seat, _first(group))
+        finally:
+            seat.over.set()
+            log.info("seat ended", stage=assigned.stage, epoch=assigned.roster_epoch, phase=seat.phase)
+
+    async def _sit(self, seat: Seat) -> None:
+        assigned, stage = seat.assigned, self.stage
+        held = stage is not None and assigned.held and stage.is_of(assigned)
+        if stage is not None and held:
+            self._enter(seat, "ready")
+            await seat.came.wait()
+            assert seat.settled is not None
+            held = await stage.settle(seat.settled)
+            if not held:
+                log.warning("behind the crew", step=stage.step, crew_step=seat.settled.step)
+        if stage is None or not held:
+            stage = None  # there may be no room for two
+            with self._fitting(assigned):
+                stage = await self._load(seat)
+        assert stage is not None
+        assert seat.settled is not None
+        step = seat.settled.step
+        async with self._recovery.open(assigned, stage, step):
+            if not held:
+                with self._fitting(assigned):
+                    await self._restore(seat, stage, step)
+            streams = await connect_all(assigned, "frames", seat.gate)
+            try:
+                member = stage.begin(assigned, streams, step)
+                self._recovery.attach(assigned, member)
+                self._enter(seat, "active")
+                await member.run()
+            finally:
+                with trio.CancelScope(shield=True):
+                    await close_all(streams)
+
+    @contextlib.contextmanager
+    def _fitting(self, assigned: Assigned) -> Iterator[None]:
+        """What the device cannot do is a stage that cannot be had here. Another process would not do better, and would try for ever.
+
+        Raises DeviceError.
+        """
+        try:
+            yield
+            return
+        except (RuntimeError, MemoryError) as error:
+            if not faults.of_device(error):
+                raise
+            short, why = is_oom(error), str(error).strip().split("\n")[0]
+        with self._changed:
+            self.stage = None
+        free_memory()
+        if short:
+            self._lacked(assigned)
+        raise DeviceError("out of memory" if short else f"the device: {why}")
+
+    async def _load(self, seat: Seat) -> Stage:
+        """A stage that is not in memory, with the base's weights, once it is known where the crew stands."""
+        assigned = seat.assigned
+        with self._changed:
+            self.stage = None
+        seat.journal = await trio.to_thread.run_sync(self._recovery.journal, assigned)
+        self._say()
+        stage = await trio.to_thread.run_sync(self._build, assigned)
+        self._recovery.built(stage)
+        if seat.journal is None:
+            self._enter(seat, "probation")  # nothing that others have to wait for, to know where the crew stands
+        await seat.came.wait()
+        with self._changed:
+            self.stage = stage
+        return stage
+
+    async def _restore(self, seat: Seat, stage: Stage, step: int) -> None:
+        def tell(phase: local.StagePhase, rung: str) -> None:
+            seat.rung = rung
+            self._enter(seat, phase)
+
+        if not seat.assigned.founding or step:
+            try:
+                seat.rung, seat.probe_kl = await self._recovery.restore(stage, step, tell)
+            except PeerError as error:
+                log.warning("restoring needs somebody who is gone", error=str(error))
+                await trio.sleep_forever()  # the next roster says with whom to try again
+        self._built(stage)
+        seat.rung_seconds = time.monotonic() - seat.since
+        log.info("stage restored", stage=stage.index, rung=seat.rung or "base", seconds=round(seat.rung_seconds, 2), step=step)
+
+    def _enter(self, seat: Seat, phase: local.StagePhase) -> None:
+        with self._changed:
+            seat.phase = phase
+        self._say()
+
+    def _failed(self, seat: Seat, reason: str) -> None:
+        log.error("the stage is lost", reason=reason)
+        seat.reason = reason[:128]
+        self._enter(seat, "failed")
+
+    # ---- for whoever watches -------------------------------------------------------------------------------------------
+
+    def _say(self) -> None:
+        status = self.status()
+        if status is not None:
+            self._send(status)
+        with self._changed:
+            self._changed.notify_all()
+
+    async def _beat(self) -> None:
+        """A status a second; and a sign of progress for the supervisor while there is progress, or nothing to do."""
+        while True:
+            await trio.sleep(STATUS_SECONDS)
+            self._say()
+            status = self.status()
+            if status is None:
+                self._progress("waiting for a crew")
+                continue
+            if status.phase in ("loading", "probation"):
+                self._progress("loading a stage")
+            elif status.load == 0 or status.progress != self._shown:
+                self._progress(f"stage {status.stage}")
+            self._shown = status.progress

@@ -1,0 +1,1 @@
+"""What tests share: hosts, fakes, attackers, simulated swarms. Fakes for users' own tests are in `swarmnode.testing`."""

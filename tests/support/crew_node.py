@@ -1,0 +1,226 @@
+"""A node of a crew over a real network, whose trainer only pretends: it opens stage streams, reports, and counts steps with the others.
+
+    async with crew_node(network, key, directory) as node:
+        node.trainer.step                     that its stage has taken
+
+The step protocol is one u64 through the frames streams: the head says which step is next, the others take it and say so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import struct
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from swarmnode.config import StagesConfig
+from swarmnode.crew import local
+from swarmnode.crew.events import Settings
+from swarmnode.crew.opening import Circle
+from swarmnode.crew.plan import Capacity, ModelCost, Part
+from swarmnode.crew.plane import StagePlane
+from swarmnode.p2p.network import Network
+from tests.support.pipe_ends import open_pipe
+
+MODEL = b"\x05" * 32
+LAYER = 1e9
+"""Bytes."""
+QUICK = Settings(
+    tick_seconds=0.25, heartbeat_seconds=1.0, offer_seconds=2.0, gather_seconds=1.5, request_seconds=4.0, lease_seconds=16,
+    sigma_floor_seconds=1.0, gone_seconds=2.0, evict_seconds=8.0, restart_seconds=8.0, stuck_seconds=12.0, wait_seconds=25.0,
+)  # fmt: skip
+"""About half of real time: a request takes milliseconds of CPU, and all nodes of a test share one thread."""
+STATUS_SECONDS = 0.5
+STEP_SECONDS = 0.1
+_STEP = struct.Struct(">Q")
+_pids = itertools.count(1000)
+
+
+class PretendedTrainer:
+    """One trainer process, of a model of `layers` layers of which it can hold one. `frozen`: it answers nothing more, as one that hangs."""
+
+    def __init__(self, plane: StagePlane, layers: int) -> None:
+        self.pid = next(_pids)
+        self.step = 0
+        self.assigned: local.Assigned | None = None
+        self.running = False
+        self.told: list[local.ToTrainer] = []
+        self.frozen = False
+        self._plane = plane
+        self._offering = local.Offering(
+            MODEL, Capacity(1.3 * LAYER, 1e9, 0.001), ModelCost(Part(0.1 * LAYER, 0), (Part(LAYER, 1e6),) * layers, Part(0.1 * LAYER, 1e5))
+        )
+        self._phase: local.StagePhase = "idle"
+        self._prepared = False
+        self._progress = 0
+        self._scope = trio.CancelScope()
+        self._say, self._said = trio.open_memory_channel[local.ToTrainer](256)
+
+    def connect(self) -> None:
+        self._plane.hello(self.pid)
+        self._plane.receive(self._offering)
+        self._status()
+
+    def tell(self, message: local.ToTrainer) -> bool:
+        self.told.append(message)
+        self._say.send_nowait(message)
+        return True
+
+    async def run(self) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._repeat)
+            async for message in self._said:
+                match message:
+                    case local.Assigned():
+                        self._scope.cancel()
+                        self._scope = trio.CancelScope()
+                        self.assigned, self.running = message, False
+                        self._phase = "ready" if message.held else "probation"
+                        if not message.held:
+                            self.step = message.step
+                        nursery.start_soon(self._serve, message, self._scope)
+                    case local.Settled():
+                        self.step, self._prepared, self._phase = message.step, False, "active"
+                    case local.Resumed():
+                        self.running = True
+                    case local.Suspended():
+                        self.running = False
+                    case local.Released():
+                        self._scope.cancel()
+                        self.assigned, self.running, self._phase = None, False, "idle"
+                self._status()
+
+    def _status(self) -> None:
+        if self.assigned is not None and not self.frozen:
+            a = self.assigned
+            rung = "" if a.founding or a.held else "R2"
+            status = local.StageStatus(a.crew, a.roster_epoch, a.stage, self._phase, self.step, self._progress, rung=rung)
+            self._plane.receive(msgspec.structs.replace(status, prepared=self._prepared))
+
+    async def _repeat(self) -> None:
+        while True:
+            self._status()
+            await trio.sleep(STATUS_SECONDS)
+
+    async def _serve(self, assigned: local.Assigned, scope: trio.CancelScope) -> None:
+        """Streams of one roster: all to all, as a crew's."""
+        circle = Circle(assigned.crew, assigned.roster_epoch, assigned.stage, assigned.members, assigned.stage_epochs)
+        with scope, contextlib.suppress(trio.BrokenResourceError, OSError):
+            async with contextlib.AsyncExitStack() as stack:
+                streams: dict[int, Any] = {}
+                for stage, peer in enumerate(assigned.members):
+                    if peer and stage != assigned.stage:
+                        streams[stage] = await stack.enter_async_context(await open_pipe(self._plane.pipes, circle, stage))
+                if assigned.stage == 0:
+                    await self._lead(list(streams.values()))
+                elif 0 in streams:
+                    await self._follow(streams[0])
+                await trio.sleep_forever()
+
+    async def _lead(self, streams: list[Any]) -> None:
+        while True:
+            await trio.sleep(STEP_SECONDS)
+            if not self.running or self.frozen:
+                continue
+            self._prepared = True
+            for stream in streams:
+                await stream.send_all(_STEP.pack(self.step + 1))
+            for stream in streams:
+                await _exactly(stream)
+            self.step, self._prepared = self.step + 1, False
+            self._progress += 1
+
+    async def _follow(self, stream: Any) -> None:
+        while (said := await _exactly(stream)) is not None:
+            while not self.running or self.frozen:  # the gate of a real one  # noqa: ASYNC110
+                await trio.sleep(STEP_SECONDS)
+            self.step = said
+            self._progress += 1
+            await stream.send_all(_STEP.pack(said))
+
+
+class CrewNode:
+    """A node's network and stage plane. `restarts`: reasons with which its trainer was to be ended."""
+
+    def __init__(
+        self, network: Network, key: Ed25519PrivateKey, directory: Path, settings: Settings, cfg: StagesConfig, layers: int,
+    ) -> None:  # fmt: skip
+        self.network = network
+        self.restarts: list[str] = []
+        self.paused = ""
+        self._layers = layers
+        self._gone = trio.Event()
+        self._scope = trio.CancelScope()
+        self.plane = StagePlane(
+            network, key, cfg, directory, self._tell, restart=self.restarts.append, paused=lambda: self.paused, settings=settings
+        )  # fmt: skip
+        self.trainer = PretendedTrainer(self.plane, layers)
+
+    def _tell(self, message: local.ToTrainer) -> bool:
+        return self.trainer.tell(message)
+
+    @property
+    def state(self) -> str:
+        return self.plane.statistics().control.state
+
+    @property
+    def epoch(self) -> int:
+        return self.plane.statistics().control.roster_epoch
+
+    @property
+    def stage(self) -> int | None:
+        return self.plane.statistics().control.stage
+
+    async def run(self, task_status: Any = trio.TASK_STATUS_IGNORED) -> None:
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self.plane.run)
+            task_status.started()
+            while True:
+                self._scope = trio.CancelScope()
+                with self._scope:
+                    self.trainer.connect()
+                    await self.trainer.run()
+                await self._gone.wait()
+
+    def kill_trainer(self) -> None:
+        """As kill -9: what it held is gone, and its streams end."""
+        self._gone = trio.Event()
+        self._scope.cancel()
+        self.trainer._scope.cancel()
+        self.plane.trainer_left()
+
+    def start_trainer(self) -> None:
+        """Another process."""
+        self.trainer = PretendedTrainer(self.plane, self._layers)
+        self._gone.set()
+
+
+@contextlib.asynccontextmanager
+async def crew_node(
+    network: Network, key: Ed25519PrivateKey, directory: Path, *, settings: Settings = QUICK, layers: int = 3, **cfg: Any
+) -> AsyncIterator[CrewNode]:
+    """A running node whose trainer offers to hold one of `layers` layers."""
+    (directory / "run").mkdir(exist_ok=True)
+    node = CrewNode(network, key, directory, settings, StagesConfig(**cfg), layers)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(node.run)
+        try:
+            yield node
+        finally:
+            nursery.cancel_scope.cancel()
+
+
+async def _exactly(stream: Any) -> int | None:
+    data = b""
+    while len(data) < _STEP.size:
+        more = await stream.receive_some(_STEP.size - len(data))
+        if not more:
+            return None
+        data += more
+    return int(_STEP.unpack(data)[0])

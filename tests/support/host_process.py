@@ -1,0 +1,148 @@
+"""Runs `host_child` processes for a test: start, ask, see whether it still serves, how much memory it holds, end it by its pid."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import trio
+
+from tests.support import attacker, host_child
+
+START_SECONDS = 120.0
+SERVE_SECONDS = 60.0
+"""An honest peer is served within this time even on a busy machine."""
+
+_context = multiprocessing.get_context("forkserver")  # one server imports libp2p, then each child is a fork: 20 ms instead of 600
+_context.set_forkserver_preload(["__main__", "tests.support.host_process"])
+
+
+class HostProcess:
+    """One child. `address`, `peer` (its id), `pid`."""
+
+    def __init__(self, **options: object) -> None:
+        self._hello, hello = _context.Pipe(duplex=False)
+        self.process = _context.Process(target=host_child.main, args=(options, hello), daemon=True)
+        self.process.start()
+        hello.close()
+        self.pid = self.process.pid
+
+    def wait_started(self) -> HostProcess:
+        """Read the child's hello; RuntimeError if it ended instead, TimeoutError after `START_SECONDS`."""
+        if not self._hello.poll(START_SECONDS):
+            raise TimeoutError("the host did not start")
+        try:
+            answer = self._hello.recv()
+        except EOFError:
+            raise RuntimeError("the host ended at its start") from None
+        self.address, self.peer, self._control = answer["address"], answer["peer"], answer["control"]
+        return self
+
+    async def ask(self, do: str, seconds: float = 60.0, **arguments: object) -> dict:
+        """The child's answer to one request; `answer["error"]` is what it raised. trio.TooSlowError after `seconds`."""
+        with trio.fail_after(seconds):
+            async with await trio.open_tcp_stream("127.0.0.1", self._control) as stream:
+                await stream.send_all(json.dumps({"do": do, **arguments}).encode() + b"\n")
+                answer = b""
+                while not answer.endswith(b"\n"):
+                    part = await stream.receive_some()
+                    if not part:
+                        raise ConnectionResetError("the host ended while it was asked")
+                    answer += part
+                return json.loads(answer)
+
+    async def serves(self, seconds: float = SERVE_SECONDS, source: str | None = None) -> bool:
+        """Whether a new, honest peer gets 100 kB echoed and a signed message delivered within `seconds`."""
+        data, mark = os.urandom(100_000), os.urandom(8)
+        with trio.move_on_after(seconds), contextlib.suppress(Exception):
+            async with attacker.connect(self.address, source=source) as peer:
+                stream = await peer.open("/test/echo/1")
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(stream.send, data)
+                    same = await stream.receive(len(data)) == data
+                await stream.close()
+                await peer.publish("test", mark)
+                while not (await self.ask("saw", mark=mark.hex()))["saw"]:  # noqa: ASYNC110 - another process
+                    await trio.sleep(0.02)
+                return same
+        return False
+
+    async def settles(self, name: str, most: int, seconds: float = 60.0) -> None:
+        """Wait until the child's statistic `name` is at most `most`; trio.TooSlowError after `seconds`."""
+        with trio.fail_after(seconds):
+            while (await self.ask("stat"))[name] > most:  # noqa: ASYNC110 - another process
+                await trio.sleep(0.05)
+
+    async def rests(self, seconds: float = 0.5, within: float = 240.0) -> None:
+        """Wait until the child has done with what it was sent: until it has slept for `seconds`, but for its clocks.
+        trio.TooSlowError after `within`."""
+        with trio.fail_after(within):
+            since, (_, before) = trio.current_time(), self._activity()
+            while trio.current_time() - since < seconds:
+                await trio.sleep(0.02)
+                state, ticks = self._activity()
+                if state == "R" or ticks > before + 2:
+                    since, before = trio.current_time(), ticks
+
+    def _activity(self) -> tuple[str, int]:
+        """(state, hundredths of a second of CPU time)."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], int(fields[11]) + int(fields[12])
+
+    async def counted(self, guard: str) -> int:
+        """How often `guard` fired in the child."""
+        return (await self.ask("stat"))["fired"][guard]
+
+    async def dies(self, seconds: float = 10.0) -> bool:
+        """Whether the process ends by itself within `seconds`."""
+        with trio.move_on_after(seconds):
+            while self.process.is_alive():  # noqa: ASYNC110 - another process
+                await trio.sleep(0.02)
+            return True
+        return False
+
+    def rss(self) -> int:
+        """Resident bytes."""
+        fields = Path(f"/proc/{self.pid}/statm").read_text().split()
+        return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def peak_rss(self) -> int:
+        """The most resident bytes so far."""
+        text = Path(f"/proc/{self.pid}/status").read_text()
+        return int(text.partition("VmHWM:")[2].split()[0]) * 1024
+
+    def sockets(self) -> int:
+        """Open sockets."""
+        names = (os.readlink(entry) for entry in Path(f"/proc/{self.pid}/fd").iterdir() if entry.is_symlink())
+        return sum(name.startswith("socket:") for name in names)
+
+    def stop(self) -> None:
+        """End the child and wait for it."""
+        self.process.kill()
+        self.process.join(10)
+        self._hello.close()
+
+
+@contextlib.contextmanager
+def processes(*options: dict) -> Iterator[list[HostProcess]]:
+    """Children with these options, started side by side, ended when the block is left."""
+    children = [HostProcess(**one) for one in options]
+    try:
+        yield [child.wait_started() for child in children]
+    finally:
+        for child in children:
+            child.stop()
+
+
+def stock(**options: object) -> dict:
+    """Options of a host as py-libp2p builds it."""
+    return {"guarded": False, **options}
+
+
+def guarded(**options: object) -> dict:
+    """Options of a host with our guards."""
+    return {"guarded": True, **options}

@@ -1,0 +1,192 @@
+"""A crew in one process that loses stages and gets them back: real members, real state streams over memory, real files."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import trio
+from trio.testing import memory_stream_pair
+
+from swarmnode.pipeline import frames
+from swarmnode.pipeline.fence import Fence
+from swarmnode.pipeline.frames import FrameLimits, Place
+from swarmnode.pipeline.learning import LearnRow
+from swarmnode.pipeline.member import CrewSettings, Member, inline
+from swarmnode.pipeline.runtime import StageRuntime
+from swarmnode.pipeline.spec import StageSpec
+from swarmnode.pipeline.split import split_model
+from swarmnode.recovery.journal import Journal
+from swarmnode.recovery.ladder import RecoverySettings, Run
+from swarmnode.recovery.restore import Base, Replica, Restored, restore
+from swarmnode.recovery.shadows import SHADOWS, Shadowing, ShadowStore, ring
+from swarmnode.recovery.state import stage_layouts
+from swarmnode.recovery.transfer import StatePeer
+from tests.support.crew import Crew, open_crew
+
+CREW = b"c" * frames.CREW_BYTES
+
+
+@dataclass
+class Station:
+    """One node: what survives a roster, and what a restart of its trainer."""
+
+    spec: StageSpec
+    runtime: StageRuntime
+    directory: Path
+    journal: Journal
+    store: ShadowStore
+    watch: Shadowing
+    member: Member | None = None
+    """Of the last roster; None: it has to be restored."""
+    base: Base | None = None
+    replica: Callable[[], Awaitable[Replica]] | None = None
+
+
+@dataclass
+class Fleet:
+    model: Any
+    layers: list[int]
+    directory: Path
+    crew_settings: CrewSettings
+    settings: RecoverySettings
+    run: Run = field(default_factory=Run)
+    keepers: Collection[int] = ()
+    """Stages whose nodes keep the whole policy."""
+    owner: str = ""
+    """`trainer.state.owner` of it."""
+    step: int = 0
+    epoch: int = 0
+    stations: list[Station] = field(default_factory=list)
+    peers: list[StatePeer] = field(default_factory=list)
+    restored: dict[int, Restored] = field(default_factory=dict)
+    """Stages that the last roster had to restore."""
+    failed: dict[int, Exception] = field(default_factory=dict)
+    told: list[tuple[int, str, int]] = field(default_factory=list)
+    """(stage, phase, rung) in order."""
+    seating: float = 0.0
+    """Seconds under a new roster until who kept his stage says so."""
+
+    def __post_init__(self) -> None:
+        pieces = split_model(self.model, self.layers)
+        base = self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
+        lora = self.model.peft_config["default"] if hasattr(self.model, "peft_config") else None
+        self.layouts = stage_layouts(base.config, [spec for spec, _ in pieces], lora)
+        self.limits = FrameLimits(hidden=base.config.hidden_size, vocab=base.config.vocab_size, tokens=1024)
+        for spec, stage in pieces:
+            self.stations.append(self._station(spec, StageRuntime(spec, stage), self.directory / f"node-{spec.index}"))
+
+    def _station(self, spec: StageSpec, runtime: StageRuntime, directory: Path) -> Station:
+        journal = Journal(directory, CREW, spec)
+        kept = range(spec.stages) if spec.index in self.keepers else (spec.index, *ring(spec.index, spec.stages))
+        store = ShadowStore(directory / SHADOWS, CREW, {i: self.layouts[i] for i in kept}, {"layers": self.layers, "owner": self.owner})
+        return Station(spec, runtime, directory, journal, store, Shadowing(spec, self.settings, journal, store))
+
+    def kill(self, stage: int, disk: bool = False) -> Station:
+        """The node is gone with its memory; its `disk` may be left. Another one takes its place, with weights that are noise."""
+        old = self.stations[stage]
+        old.journal.close()
+        runtime = StageRuntime(old.spec, copy.deepcopy(old.runtime.model))
+        generator = torch.Generator().manual_seed(stage)
+        with torch.no_grad():
+            for parameter in runtime.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        directory = old.directory if disk else old.directory.with_name(f"{old.directory.name}-again")
+        self.stations[stage] = self._station(old.spec, runtime, directory)
+        return self.stations[stage]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """(stage, name) → copy of every trained tensor."""
+        named = ((s.spec.index, n, p) for s in self.stations for n, p in s.runtime.model.named_parameters() if p.requires_grad)
+        return {f"{stage} {name}": p.detach().clone() for stage, name, p in named}
+
+    @asynccontextmanager
+    async def up(self, step: int | None = None) -> AsyncIterator[Crew | None]:
+        """A roster with everybody in it; who lost his stage gets it back first. None where somebody could not: see `failed`."""
+        self.epoch += 1
+        self.step = self.step if step is None else step
+        count = len(self.stations)
+        streams: dict[int, dict[int, trio.abc.Stream]] = {i: {} for i in range(count)}
+        for i in range(count):
+            for j in range(i):
+                streams[i][j], streams[j][i] = memory_stream_pair()
+        self.peers = []
+        for i, station in enumerate(self.stations):
+            fence = Fence(Place(CREW, self.epoch, i, 0, self.step), [0] * count)
+            peer = StatePeer(
+                station.runtime, fence, streams[i], self.limits, self.layouts, self.settings, store=station.store, recorder=station.watch,
+                codec=self.crew_settings.codec, compute=inline,
+            )  # fmt: skip
+            station.watch.peer = peer
+            self.peers.append(peer)
+        self.restored, self.failed = {}, {}
+        async with trio.open_nursery() as nursery:
+            for peer in self.peers:
+                nursery.start_soon(peer.run)
+            nursery.start_soon(self._sit_down)
+            fresh = self.step == 0 and self.epoch == 1
+            if not fresh:
+                async with trio.open_nursery() as restoring:
+                    for station in self.stations:
+                        if station.member is None:
+                            restoring.start_soon(self._restore, station)
+            if self.failed:
+                yield None
+            else:
+                async with open_crew(
+                    [s.runtime for s in self.stations], self.crew_settings, self.limits, crew=CREW, epoch=self.epoch, step=self.step
+                ) as crew:
+                    for station, member, peer in zip(self.stations, crew.members, self.peers, strict=True):
+                        self._seat(station, member, peer)
+                    yield crew
+                    self.step = crew.head.participant.step
+            nursery.cancel_scope.cancel()
+
+    async def _sit_down(self) -> None:
+        if self.seating:
+            await trio.sleep(self.seating)
+        for station, peer in zip(self.stations, self.peers, strict=True):
+            if station.member is not None:
+                peer.attach(station.member)
+
+    def _seat(self, station: Station, member: Member, peer: StatePeer) -> None:
+        old = station.member
+        if old is not None:
+            member.optimizer, member.pace, member.squared_norm = old.optimizer, old.pace, old.squared_norm
+        elif station.spec.index in self.restored:
+            self.restored[station.spec.index].install(member)
+        member.observer = station.watch
+        station.member = member
+        peer.attach(member)
+
+    async def _restore(self, station: Station) -> None:
+        stage = station.spec.index
+        try:
+            self.restored[stage] = await restore(
+                self.peers[stage], step=self.step, run=self.run, journal=station.journal, base=station.base, replica=station.replica,
+                tell=lambda phase, rung: self.told.append((stage, phase, int(rung))),
+            )  # fmt: skip
+        except Exception as error:  # whatever it is, the test looks at it
+            self.failed[stage] = error
+
+    def close(self) -> None:
+        for station in self.stations:
+            station.journal.close()
+
+
+def rows_of(seed: int, count: int = 12) -> list[LearnRow]:
+    """Something to learn from, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda n: torch.randint(2, 60, (n,), generator=generator).tolist()
+    return [LearnRow(draw(14 + i % 3), draw(1 + i % 5), [-3.0] * (1 + i % 5), 1.0 - i % 3, 1.0, i) for i in range(count)]
+
+
+async def quiet(rounds: int = 200) -> None:
+    """Until every frame that is under way has been handled."""
+    for _ in range(rounds):
+        await trio.lowlevel.checkpoint()

@@ -1,0 +1,85 @@
+"""`python -m tests.support.nat_child <data dir> <NetworkConfig as JSON> [<swarm id>]`: one real host, driven by lines of JSON on stdin.
+
+First line out: {"peer": …, "addrs": […]}. Then one line for each line in: {"do": "stat"}, {"do": "publish", "text": …}, {"do": "received"},
+{"do": "request", "peer": …, "bytes": …}. It ends with its standard input. Gossip and requests accept everything: the network is the test.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from swarmnode.config import NetworkConfig
+from swarmnode.errors import PeerError
+from swarmnode.p2p import identity
+from swarmnode.p2p.gossip import Verdict
+from swarmnode.p2p.host import open_host
+from swarmnode.p2p.network import Network
+
+TOPIC = "/test/nat/1"
+DIGEST = "/test/digest/1"
+SWARM = bytes([9]) * 32
+MOST = 2**20
+
+
+class Child:
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.received: list[str] = []
+
+    async def collect(self, topic: Any) -> None:
+        while True:
+            self.received.append((await topic.get()).data.decode())
+
+    async def stat(self) -> dict:
+        nat = dataclasses.asdict(self.network.statistics().nat)
+        return {"connected": self.network.connected(), "nat": nat, "peers": {each: self._known(each) for each in self.network.connected()}}
+
+    def _known(self, peer: str) -> dict:
+        known = self.network.peers.get(peer)
+        return {"direct": self.network.nat.is_direct(peer), "addresses": known.addresses if known is not None else []}
+
+    async def publish(self, text: str) -> dict:
+        await self.network.gossip.publish(TOPIC, text.encode())
+        return {}
+
+    async def request(self, peer: str, bytes: int) -> dict:
+        data = b"x" * bytes
+        at = trio.current_time()
+        try:
+            answer = await self.network.requests.request(peer, DIGEST, data, deadline=20.0, max_response_bytes=MOST)
+        except PeerError as error:
+            return {"error": str(error)}
+        return {"same": answer == data, "digest": hashlib.sha256(answer).hexdigest(), "seconds": trio.current_time() - at}
+
+
+async def main(data_dir: Path, cfg: NetworkConfig, swarm: bytes = SWARM) -> None:
+    async with open_host(cfg, identity.load_or_create(data_dir / "identity.key"), data_dir, swarm=swarm) as network:
+        child = Child(network)
+
+        async def echo(peer: str, data: bytes) -> bytes:
+            return data
+
+        network.requests.serve(DIGEST, echo, max_request_bytes=MOST, max_response_bytes=MOST)
+        topic = await network.gossip.join(TOPIC, lambda data, peer: Verdict.ACCEPT)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(child.collect, topic)
+            print(json.dumps({"peer": network.peer_id, "addrs": network.listen_addrs}), flush=True)
+            while line := await trio.to_thread.run_sync(sys.stdin.readline, abandon_on_cancel=True):
+                order = json.loads(line)
+                what = order.pop("do")
+                result = {"texts": child.received} if what == "received" else await getattr(child, what)(**order)
+                print(json.dumps(result), flush=True)
+            nursery.cancel_scope.cancel()
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(relativeCreated)d %(name)s %(message)s")
+    trio.run(main, Path(sys.argv[1]), NetworkConfig.model_validate_json(sys.argv[2]), *map(bytes.fromhex, sys.argv[3:]))

@@ -1,0 +1,143 @@
+"""Two nodes' weight planes without a model: the real network half, the real trainer half, a few random tensors for a policy.
+
+    async with plane(network, key, directory) as node:      # network: of testing.hosts
+        node.due()                                          # as after H steps
+        await until(lambda: node.outcome("applied"))
+
+Steps do not happen by themselves: `node.step()` moves the weights as an optimizer would. What lies between two steps runs every few
+milliseconds, on the trio thread, which is the trainer's main thread here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from swarmnode.averaging.outer import Tensors
+from swarmnode.config import WeightsConfig
+from swarmnode.p2p.network import Network
+from swarmnode.trainer.state import Counters
+from swarmnode.trainer.weights import Replica
+from swarmnode.weights import local
+from swarmnode.weights.exchange import WeightExchange
+
+SWARM = b"\x21" * 32
+BASE = b"\x22" * 32
+TOKENIZER = b"\x23" * 32
+BETWEEN_SECONDS = 0.005
+CONFIG = WeightsConfig(rule="gossip", codec="float32", fragments=1, join_seconds=5.0)
+
+
+class Tiny(torch.nn.Module):
+    """`layers.0.w` and `layers.1.w`, (64, 64) each: the same for everybody to begin with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Module() for _ in range(2))
+        for layer in self.layers:
+            layer.w = torch.nn.Parameter(torch.randn(64, 64, generator=generator))
+
+
+class Judge:
+    """Stands in for MicroBatcher.score: a loss that is the distance from `ideal`, what the weights were when it was made."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.ideal = {n: p.detach().clone() for n, p in model.named_parameters()}
+
+    def score(self, policy: Any, rows: list[Any], temperature: float) -> list[list[float]]:
+        loss = sum(float((p.detach() - self.ideal[n]).norm()) for n, p in policy.model.named_parameters())
+        return [[-loss]] * len(rows)
+
+
+class Node:
+    """One node's weight plane. `hold`: kinds of messages that the trainer is slow to act on, i.e. keeps waiting."""
+
+    def __init__(self, network: Network, key: Ed25519PrivateKey, directory: Path, cfg: WeightsConfig, seed: int, fresh: bool) -> None:
+        self.network = network
+        self.model = Tiny()
+        self.counters = Counters(step=0 if fresh else 1)
+        self.judge = Judge(self.model)
+        self.hold: set[type] = set()
+        self.told: list[local.ToTrainer] = []
+        self.said: list[local.FromTrainer] = []
+        self.exchange = WeightExchange(network, key, SWARM, cfg, directory, self._tell)
+        self._generator = torch.Generator().manual_seed(seed)
+        self._token = trio.lowlevel.current_trio_token()
+        self.replica = Replica(
+            SimpleNamespace(model=self.model), cfg, self.counters, self.judge, directory, lock=threading.Lock(), send=self._send
+        )  # type: ignore[arg-type]  # fmt: skip
+        self.fresh = fresh
+
+    def connect(self) -> None:
+        """The trainer's Hello."""
+        self.exchange.set_policy(self.replica.facts(self.fresh), BASE, TOKENIZER)
+
+    def step(self, size: float = 0.01) -> None:
+        """An optimizer step."""
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(size * torch.randn(parameter.shape, generator=self._generator))
+
+    def due(self, fragment: int = 0) -> None:
+        self.exchange.receive(local.Due(fragment, self.counters.outer_clocks[fragment], 0.01))
+
+    def weights(self) -> Tensors:
+        return {n: p.detach().clone() for n, p in self.model.named_parameters()}
+
+    def outcome(self, name: str) -> int:
+        return self.exchange.statistics().outcomes[name]
+
+    def candidates(self) -> int:
+        return self.exchange.statistics().candidates
+
+    def _tell(self, message: local.ToTrainer) -> bool:
+        self.told.append(message)
+        if type(message) not in self.hold:
+            self.replica.receive(message)
+        return True
+
+    def _send(self, message: local.FromTrainer) -> None:
+        def receive() -> None:
+            self.said.append(message)
+            self.exchange.receive(message)
+
+        with contextlib.suppress(trio.RunFinishedError):
+            self._token.run_sync_soon(receive)
+
+    async def run(self) -> None:
+        while True:
+            self.replica.between_steps(True, 0.01, stepped=False)
+            await trio.sleep(BETWEEN_SECONDS)
+
+
+@contextlib.asynccontextmanager
+async def plane(
+    network: Network, key: Ed25519PrivateKey, directory: Path, *, cfg: WeightsConfig = CONFIG, seed: int = 0, fresh: bool = False,
+    prepare: Callable[[Node], None] = lambda node: None,
+) -> AsyncIterator[Node]:  # fmt: skip
+    """A running node, its trainer connected."""
+    node = Node(network, key, directory, cfg, seed, fresh)
+    prepare(node)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(node.exchange.run)
+        nursery.start_soon(node.run)
+        node.connect()
+        try:
+            yield node
+        finally:
+            nursery.cancel_scope.cancel()
+            node.replica.close()
+
+
+def identical(one: Tensors, other: Tensors) -> bool:
+    """Bit by bit."""
+    return one.keys() == other.keys() and all(torch.equal(t, other[n]) for n, t in one.items())

@@ -1,0 +1,174 @@
+"""A node in the middle of its life, for tests, screenshots and dashboards: every field set, every family with a sample.
+
+`example()` is one moment; `example_at(t)` is the same node t seconds after its start, t = 0 … 600, so that charts have a past.
+"""
+
+from __future__ import annotations
+
+import math
+
+from swarmnode.link.messages import Report, WeightsReport
+from swarmnode.observe.snapshot import (
+    BudgetView,
+    ClaimRow,
+    DiskView,
+    Health,
+    LogLine,
+    NetworkView,
+    NodeInfo,
+    NodeSnapshot,
+    PeerRow,
+    PoolView,
+    ProcessUse,
+    RolloutsView,
+    SlotRow,
+    StagesView,
+    SupervisorView,
+    SwarmView,
+    TrainerView,
+    WeightsView,
+)
+from swarmnode.observe.watch import RECOVERY_BOUNDS, STEP_BOUNDS, Observations
+
+STARTED_AT = 1_790_000_000.0
+OWN = "12D3KooWPzVVwhZ6NRtTQXGnCo6WhqPV1xuoHPSdWBCSKwGGLCoN"
+PEERS = (
+    "12D3KooWBzU9NqRSj4iTLc5W2X2V9NmvgzLQ1KDUqZ7wLZ3fYV1a",
+    "12D3KooWQeJ2CwXbnvbnk7ywNhLLAWuPYX3xK8SxThz2yN5h3uSe",
+    "12D3KooWHk2cUoQwqVvJ5jDmLPRZ6oG8yrJhJ1aUiEdcVPAyTtbm",
+    "12D3KooWLr1gYejUTeriAsSu6roR2aQ423G3Q4fFTqzqSwTsMz9n",
+)
+
+
+def _wobble(t: float, pace: float) -> float:
+    """Deterministic noise in [-1, 1]."""
+    return math.sin(t * pace) * math.cos(t * pace * 0.37 + 1.3)
+
+
+def example_at(t: float) -> NodeSnapshot:
+    """The node `t` seconds after its start."""
+    steps = int(t / 2.4)
+    learnt = 1 - math.exp(-t / 220)
+    received = int(t * 1.9 + 30 * math.sin(t / 45) + 8 * math.sin(t / 11))
+    rejected = int(t * 0.01 + 28 / (1 + math.exp((330 - t) / 14)))
+    ignored = int(t * 0.2 + 6 * math.sin(t / 60))
+    admitted = received - rejected - ignored
+    used = int(admitted * 0.8)
+    seconds = Observations(STEP_BOUNDS)
+    for step in range(steps):
+        seconds.observe(2.2 + 0.5 * _wobble(step, 0.7))
+    recoveries = Observations(RECOVERY_BOUNDS)
+    recoveries.observe(3.4)
+    report = Report(
+        phase=("generating", "training", "training", "evaluating")[int(t) % 4],
+        step=steps, policy_version=steps, step_seconds=2.2 + 0.5 * _wobble(steps, 0.7), generate_seconds=1.3, train_seconds=0.9,
+        reward_own=0.08 + 0.62 * learnt + 0.05 * _wobble(t, 0.9), reward_external=0.14 + 0.55 * learnt + 0.06 * _wobble(t, 0.6),
+        reward_held_out=0.07 + 0.6 * (1 - math.exp(-(t // 24 * 24) / 220)), held_out_step=steps // 10 * 10, reward_held_out_start=0.07,
+        loss=0.021 * _wobble(t, 0.4), entropy=1.9 - 1.1 * learnt, kl=0.004, clip_fraction=0.013, grad_norm=0.41, learning_rate=3e-4,
+        zero_advantage_share=0.7 - 0.4 * learnt, external_share=0.5, correction_mean=0.96, own_groups=4, external_groups=4,
+        own_groups_total=steps * 4, external_groups_total=used, tokens_total=steps * 256, tokens_per_second=212.0,
+        gradient_agreement=0.31 + 0.1 * _wobble(t, 0.2), external_scale=1.0, device="cpu", dtype="float32",
+        device_memory_bytes=312 * 2**20, memory_bytes=640 * 2**20, oom_retries_total=0, micro_batch_tokens=16384,
+        scorer_restarts_total=1, state_saved_step=steps, peers_used={PEERS[0]: used * 3 // 5, PEERS[1]: used * 2 // 5},
+        weights=WeightsReport(
+            rule="noloco", fragments=4, outer_step=steps // 50, exchanges_total=steps // 14, solo_steps_total=1, distance=0.021,
+            clip_ratio=0.97, lag=0.0, momentum_norm=0.4, outcomes={"accepted": steps // 15}, payload_bytes=41_000,
+            stall_seconds_total=steps * 0.004,
+        ),
+    )  # fmt: skip
+    connected = min(3, int(t / 8))
+    ways = ("out", "in", "out", "")
+    peers = [
+        PeerRow(
+            peer=peer, direction=ways[i] if i < connected else "", admitted=admitted * share // 100, used=used * share // 100,
+            rejected=rejected if i == 2 else 0, reputation=(0.98, 0.91, -4.2, 0.0)[i], last_seen_seconds=(0.4, 2.1, 0.9, 340.0)[i],
+        )
+        for i, (peer, share) in enumerate(zip(PEERS, (58, 40, 2, 0), strict=True))
+    ]  # fmt: skip
+    claims = [
+        ClaimRow(
+            peer=peer, name=("attic", "Küche 2", "", "gpu-box-7")[i], version="0.1.0", step=steps * pace // 10,
+            policy_version=steps * pace // 10, reward=None if i == 2 else (0.1 + 0.5 * learnt) * pace / 10, published=steps * 4,
+            peers=3 + i, uptime_seconds=int(t) + 700 * i, age_seconds=4.0 + 11 * i, direct=i < 3,
+        )
+        for i, (peer, pace) in enumerate(zip(PEERS, (10, 9, 3, 11), strict=True))
+    ]  # fmt: skip
+    healed = Observations(RECOVERY_BOUNDS)
+    healed.observe(6.4)
+    crew = StagesView(
+        enabled=True, state="running", crew="9b1c40e2" * 8, roster_epoch=4, offers=1, stage=0, phase="active", step=steps,
+        slots=[
+            SlotRow(i, holder, "active", (1, 1, 2, 1)[i], steps, (4, 6, 6, 4)[i])
+            for i, holder in enumerate((OWN, PEERS[0], PEERS[1], PEERS[3]))
+        ],
+        events={"founded": 1, "running": 2, "paused": 1, "suspected": 2, "refuted": 1, "evicted": 1, "claimed": 1, "settled": 1},
+        standing_seconds=0.0, last_recovery_seconds=6.4, recovery_seconds=healed.statistics(), rung="R2", rungs={"R2": 1}, rung_seconds=2.1,
+        heartbeat_seconds=0.02, unanswered={"heartbeat": 12, "prepare": 1}, malformed=0, unsaved=0, trainer_restarts=0,
+        shadow_step=steps // 20 * 20, shadow_age_steps=steps % 20, probe_kl=0.0007, bubble_share=0.18 + 0.03 * _wobble(t, 0.5),
+        tokens_per_second=540.0, dropped={"roster_epoch": 14, "stage_epoch": 3}, streams={"frames": 3, "state": 0},
+        streams_lost={"frames": 1}, streams_refused={"roster_epoch": 2},
+        bytes={"frames": {"in": steps * 61_000, "out": steps * 58_000}, "state": {"in": 41 * 2**20, "out": steps // 20 * 2**20}},
+        throttled_seconds=0.5,
+    )  # fmt: skip
+    return NodeSnapshot(
+        at=STARTED_AT + t,
+        node=NodeInfo(
+            peer=OWN, name="kitchen-3090", version="0.1.0", swarm="5f3c9ad1" * 8, swarm_name="local", model="embedded",
+            tasks=["rg/chain_sum", "rg/gcd", "rg/lcm", "builtin/copy"], addrs=[f"/ip4/127.0.0.1/tcp/9470/p2p/{OWN}"],
+            started_at=STARTED_AT,
+        ),
+        health=Health(network_ready=True, policy_loaded=True, joined=connected > 0),
+        trainer=TrainerView(connected=True, report=report, age_seconds=1.2, step_seconds=seconds.statistics(), pid=4242),
+        rollouts=RolloutsView(
+            published=steps * 4, publish_failures=0, received=received, admitted=admitted,
+            ignored={"duplicate": ignored // 2, "zero_advantage": ignored - ignored // 2},
+            rejected={"signature": rejected // 3, "seed": rejected - rejected // 3},
+            drawn=used + 3, used=used, judged={"used": used, "spot_check": 2, "mean_logprob": 1, "untokenizable": 0},
+            staleness={0: used // 2, 1: used // 4, 3: used // 8}, fetches={"ok": 3, "fetch_timeout": 1},
+            pool=PoolView(groups=148, bytes=1_240_000, peers=2, oldest_seconds=41.0, max_groups=2000, max_bytes=64 * 2**20,
+                          dropped={"expired_age": 3, "expired_version": 12, "evicted_peer_share": 2}),
+        ),
+        network=NetworkView(
+            peers_in=min(1, connected // 2), peers_out=connected - min(1, connected // 2), peers_known=5, mesh=connected, dials=9,
+            dial_failures=4,
+            gossip={"received": received, "accepted": admitted, "ignored": ignored, "rejected": rejected, "delivered": admitted,
+                    "published": steps * 4},
+            requests={"ok": 12, "timeout": 1}, requests_served={"ok": 9},
+            bytes={"/meshsub/1.1.0": {"in": received * 4100, "out": steps * 16400}, "/swarmnode/fetch/1": {"in": 21000, "out": 9000}},
+            guards={"slot_released": 7, "window_overrun": 0, "message_unsigned": 11}, greylisted=1, banned=0,
+            reach="private", relayed=1, relays=2, relay_circuits=0, relay_bytes=0, punches={"succeeded": 3, "failed": 1, "refused": 0},
+        ),
+        stages=crew,
+        weights=WeightsView(
+            enabled=True, phase="idle", candidates=2, exchange_seconds=steps * 0.02, received_bytes=steps // 14 * 41_000, states_served=1,
+            outcomes={"applied": steps // 15, "pulled": steps // 90, "solo": 1, "busy": steps // 40, "failed": 2},
+            failures={"timeout": 1, "hash": 1}, judged={"accepted": steps // 15, "clipped": 2}, adoptions={"adopted": 1},
+            pairs={PEERS[0]: steps // 25, PEERS[1]: steps // 38},
+        ),
+        swarm=SwarmView(
+            reporting=len(claims), reward_median=0.1 + 0.5 * learnt, policy_version_median=float(steps), rows=claims,
+            heard={"taken": int(t / 10), "known": int(t / 4), "old": 1}, clock_offset_seconds=-0.4,
+        ),
+        disk=DiskView(free_bytes=212 * 2**30, total_bytes=476 * 2**30),
+        budget=BudgetView(
+            paused={"quiet_hours": False, "month": False, "download": False}, level_bytes={"in": 4.1e6, "out": 2.2e6 * (1 - learnt)},
+            month_bytes={"in": received * 4100, "out": steps * 16400}, month_limit_bytes=200 * 10**9,
+            refused={"publish": 0, "forward": int(t * 0.02), "serve": 0, "relay": 0, "fetch": 0},
+        ),
+        supervisor=SupervisorView({"network": 0, "trainer": 1}, {"network": 0, "trainer": 0}, 3.4, recoveries.statistics()),
+        scorer_restarts=0,
+        processes={"network": ProcessUse(96 * 2**20, t * 0.04), "trainer": ProcessUse(640 * 2**20, t * 0.9)},
+        loop_lag_seconds=0.002,
+        peers=peers,
+        logs=[
+            LogLine(STARTED_AT + 1, "info", "swarmnode.daemon.node", "listening on /ip4/127.0.0.1/tcp/9470"),
+            LogLine(STARTED_AT + 9, "info", "swarmnode.p2p.dialer", f"connected to {PEERS[0][:16]}"),
+            LogLine(STARTED_AT + t - 14, "warning", "swarmnode.rollouts.exchange", f"rejected peer={PEERS[2][:16]} reason=seed"),
+            LogLine(STARTED_AT + t - 2, "info", "swarmnode.daemon.node", f"step finished step={steps} reward_own={report.reward_own:.3f}"),
+        ],
+    )  # fmt: skip
+
+
+def example() -> NodeSnapshot:
+    """Ten minutes into its life."""
+    return example_at(600.0)

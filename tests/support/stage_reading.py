@@ -1,0 +1,83 @@
+"""What a member of a crew makes of one frame, from its first byte to its last value, in the words of protocol/vectors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import trio
+
+from swarmnode.errors import BadMessage
+from swarmnode.pipeline import frames
+from swarmnode.pipeline.activations import decode
+from swarmnode.pipeline.frames import FrameLimits, read_frame
+from swarmnode.pipeline.work import read_micro_batch, read_questions, read_scores, read_tokens
+from swarmnode.recovery import messages as recovery
+from swarmnode.wire.tensors import unpack_ids
+
+
+class Bytes:
+    """A stream that has `data` and then ends."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes:
+        some, self.data = self.data[:max_bytes], self.data[max_bytes:]
+        return some
+
+
+def read_whole(data: bytes, given: dict[str, Any]) -> dict[str, Any]:
+    """`given`: hidden, vocab, tokens, codec. Raises BadMessage with a reason of FRAME_REASONS."""
+    limits = FrameLimits(given["hidden"], given["vocab"], given["tokens"])
+    stream = Bytes(data)
+    got = trio.run(read_frame, stream, limits)
+    if got is None:
+        raise BadMessage("truncated", "nothing")
+    if stream.data:
+        raise BadMessage("size", f"{len(stream.data)} bytes too many")
+    frame, body = got
+    return {"header": msgspec.to_builtins(frame, builtin_types=(bytes,)), **_body(frame, body, limits, given["codec"])}
+
+
+def read_state(data: bytes) -> dict[str, Any]:
+    """One message of a state stream. Raises BadMessage with a reason of STATE_REASONS."""
+    stream = Bytes(data)
+    got = trio.run(recovery.read, stream)
+    if got is None:
+        raise BadMessage("truncated", "nothing")
+    if stream.data:
+        raise BadMessage("size", f"{len(stream.data)} bytes too many")
+    return {"header": msgspec.to_builtins(got[0], builtin_types=(bytes,)), "body": got[1]}
+
+
+def _body(frame: frames.Frame, body: bytes, limits: FrameLimits, codec: str) -> dict[str, Any]:
+    match frame:
+        case frames.Forward():
+            about = read_micro_batch(body[: frame.about], frame.rows, limits, frame.purpose)
+            return {"about": _plain(about), "values": _values(body[frame.about :], frame.rows, limits, frame.codec, codec)}
+        case frames.Prefill():
+            wave = read_questions(body[: frame.about], frame.rows, limits)
+            return {"about": _plain(wave), "values": _values(body[frame.about :], frame.rows, limits, frame.codec, codec)}
+        case frames.Decode():
+            names, rest = unpack_ids(body[: 4 * frame.rows]).tolist(), body[4 * frame.rows :]
+            return {"names": names, "values": _values(rest, frame.rows, limits, frame.codec, codec)}
+        case frames.Backward():
+            return {"values": _values(body, frame.rows, limits, frame.codec, frame.codec)}
+        case frames.Embedding():
+            return {"values": _values(body, frame.rows, limits, "float32", "float32")}
+        case frames.Tokens():
+            return dict(zip(("ids", "logprobs"), read_tokens(body, frame.rows, limits), strict=True))
+        case frames.Scores():
+            return dict(zip(("logprobs", "entropies"), read_scores(body, frame.rows), strict=True))
+    return {}
+
+
+def _values(body: bytes, rows: int, limits: FrameLimits, codec: Any, crew: str) -> bytes:
+    if codec != crew:
+        raise BadMessage("schema", f"activations in {codec}, and the crew's are {crew}")
+    return (decode(body, rows, limits.hidden, codec) + 0.0).numpy().astype("<f4").tobytes()
+
+
+def _plain(about: msgspec.Struct) -> dict[str, Any]:
+    return msgspec.to_builtins(about, builtin_types=(bytes,))

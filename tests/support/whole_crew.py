@@ -1,0 +1,243 @@
+"""Crews of whole nodes on this machine: each a `swarmnode run` with its supervisor, its network process and its trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import signal
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from transformers import AutoConfig
+
+from swarmnode.config import Config
+from swarmnode.crew.plan import stage_memory
+from swarmnode.demo.nodes import DemoNode
+from swarmnode.files import write_atomically
+from swarmnode.p2p.identity import from_key
+from swarmnode.pipeline.spec import StageSpec
+from swarmnode.policy.device import HEADROOM, probe
+from swarmnode.recovery import disk
+from swarmnode.recovery.journal import FILE
+from swarmnode.trainer.crew.model import cost_of
+
+T = TypeVar("T")
+PATIENCE = 120.0
+"""Seconds: on a machine that does other things too."""
+STAGES = 4
+
+Seen = dict[int, tuple[DemoNode, dict[str, Any]]]
+"""Stage → who holds it, and what that node's status page says of its crew."""
+
+
+def whole_settings(model: Path, number: int, members: int = STAGES, **sections: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Configuration of node `number`; what `sections` say of theirs goes before it."""
+    settings: dict[str, dict[str, Any]] = {
+        "swarm": {"name": "crew"},
+        "network": {"listen_addrs": ["/ip4/127.0.0.1/tcp/0"], "mdns": False},
+        "policy": {"model": str(model), "threads": 1, "device": "cpu"},
+        "training": {"eval_every": 10_000, "seed": number},
+        "task": {"held_out_per_task": 1},
+        "stages": {"mode": "always", "stages": members, "shadow_every": 5},
+        "http": {"port": 0},
+        "supervisor": {"backoff_seconds": 0.1},
+    }
+    for name, values in sections.items():
+        settings[name] = {**settings.get(name, {}), **values}
+    return settings
+
+
+def until(condition: Callable[[], T | None], what: Callable[[], object], seconds: float = PATIENCE) -> T:
+    """The first true value of `condition()`. Raises AssertionError with `what()` after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if result := condition():
+            return result
+        time.sleep(0.1)
+    raise AssertionError(f"not within {seconds} s: {what()}")
+
+
+def snapshot(node: DemoNode) -> dict[str, Any] | None:
+    """What its status page says; None while it does not answer."""
+    try:
+        with urllib.request.urlopen(node.url + "/status?points=1", timeout=5) as answer:
+            found: dict[str, Any] = json.loads(answer.read())["snapshot"]
+            return found
+    except (OSError, ValueError):
+        return None
+
+
+def child_of(node: DemoNode, module: str) -> psutil.Process | None:
+    """Its process of that module."""
+    assert node._process is not None
+    return next((p for p in psutil.Process(node._process.pid).children() if module in p.cmdline()), None)
+
+
+def trainer_of(node: DemoNode) -> psutil.Process | None:
+    return child_of(node, "swarmnode.trainer")
+
+
+def kill_trainers(nodes: Sequence[DemoNode]) -> None:
+    """kill -9 of the trainers that run, all at once."""
+    found = [trainer_of(node) for node in nodes]
+    for process in found:
+        if process is not None:
+            process.send_signal(signal.SIGKILL)
+
+
+def start(nodes: Sequence[DemoNode]) -> list[str]:
+    """The first, and when it listens the others, which join through it. Addresses of the first."""
+    nodes[0].start([])
+    first = nodes[0].wait_for_address(time.monotonic() + PATIENCE)
+    for node in nodes[1:]:
+        node.start(first)
+    for node in nodes[1:]:
+        node.wait_for_address(time.monotonic() + PATIENCE)
+    return first
+
+
+def like_nodes(directory: Path, model: Path, seed: str, **sections: Mapping[str, Any]) -> list[DemoNode]:
+    """Nodes that are the same each time, for crews that can be compared: keys that follow from `seed`, and so much room that only one split
+    of `model` can be made, whatever speeds are measured. Not started; `is_like` says whether it came so."""
+    config = Config.model_validate(whole_settings(model, 0, **sections))
+    cost = cost_of(config, AutoConfig.from_pretrained(model), probe(config.policy))
+    layers = [len(cost.layers) // STAGES] * STAGES
+    keys = [Ed25519PrivateKey.from_private_bytes(hashlib.sha256(f"{seed} {i}".encode()).digest()) for i in range(STAGES)]
+    nodes = []
+    for i, key in enumerate(sorted(keys, key=lambda key: from_key(key).peer_id)):
+        settings = whole_settings(model, i, **sections)
+        settings["stages"] = {**settings["stages"], "capacity": math.ceil(stage_memory(cost, layers, i) * HEADROOM) + 1}
+        nodes.append(DemoNode(f"node{i}", directory / f"node{i}", settings))
+        pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        write_atomically(nodes[-1].directory / "identity.key", pem, mode=0o600)
+    return nodes
+
+
+def journal_of(node: DemoNode) -> Path:
+    """Of its stage; whether it is there yet or not."""
+    return node.directory / "trainer" / "stage" / FILE
+
+
+def journal_steps(nodes: Sequence[DemoNode]) -> list[int]:
+    """Committed steps in the journal of each; nothing of one that has none."""
+    found = [disk.read_about(journal_of(node)) for node in nodes]
+    return [about["step"] for about in found if about is not None] if None not in found else []
+
+
+def freeze(crew: WholeCrew, step: int, seconds: float = 600.0) -> list[Path]:
+    """The journals of all stages after exactly `step` committed steps. The head is stopped for good, and with it the crew.
+
+    Raises AssertionError where that step had passed before it was seen.
+    """
+    node = until(lambda: crew.at(0), crew.story)[0][0]
+    head = trainer_of(node)
+    assert head is not None
+    until(lambda: max(journal_steps([node]), default=0) >= step, crew.story, seconds)  # it is not the first to take a step
+    head.suspend()
+    until(lambda: journal_steps(crew.nodes) == [step] * crew.stages, lambda: journal_steps(crew.nodes), 10.0)
+    return [journal_of(node) for node in crew.nodes]
+
+
+def policy_of(files: Sequence[Path]) -> tuple[int, dict[str, torch.Tensor]]:
+    """(committed step, trained tensors by their names in the whole model) from the journals of all stages of one crew."""
+    whole: dict[str, torch.Tensor] = {}
+    found = [disk.load(path) for path in files]
+    specs = [StageSpec(**about["spec"]) for _, about in found]
+    assert {(about["crew"], about["step"]) for _, about in found} == {(found[0][1]["crew"], found[0][1]["step"])}
+    assert sorted(spec.index for spec in specs) == list(range(specs[0].stages))
+    for spec, (tensors, _) in zip(specs, found, strict=True):
+        for name, tensor in tensors.items():
+            if name.startswith("weights."):
+                known = whole.setdefault(spec.whole(name.removeprefix("weights.")), tensor)
+                assert torch.equal(known, tensor), f"{name} is another one at the other end"
+    return int(found[0][1]["step"]), whole
+
+
+def is_like(crew: WholeCrew) -> bool:
+    """Whether the first of `like_nodes` leads. Either of two may, and on a busy machine it is now and then the other: what is asked, and
+    with it everything, follows from the head's peer id."""
+    return until(lambda: crew.at(0), crew.story)[0][0] is crew.nodes[0]
+
+
+@contextlib.contextmanager
+def at_rest(crew: WholeCrew, shadows: bool = False) -> Iterator[Seen]:
+    """The crew while its head is stopped between two steps: all journals are of one step, and with `shadows` all copies at neighbours."""
+    seen = until(lambda: crew.at(1), crew.story)
+    head = trainer_of(seen[0][0])
+    assert head is not None
+
+    def steps() -> set[int]:
+        copies = [disk.read_about(path) for node in crew.nodes for path in node.directory.glob("trainer/shadows/*/stage-*.safetensors")]
+        found = {about["step"] for about in copies if about is not None} if shadows else set()
+        return found | set(journal_steps(crew.nodes))
+
+    for _ in range(100):
+        head.suspend()
+        before = steps()
+        time.sleep(0.5)  # for a step that was decided, and for what is on its way to a disk
+        if len(before) == 1 and steps() == before:
+            break
+        head.resume()
+        time.sleep(0.1)
+    else:
+        raise AssertionError(f"not at rest: {steps()}")
+    try:
+        yield seen
+    finally:
+        head.resume()
+
+
+def restored(node: DemoNode) -> dict[str, Any]:
+    """What its log says of the last time that its stage came back: rung, step, source_step, …"""
+    lines = (node.directory / "node.log").read_text(errors="replace").splitlines()
+    told = next(line for line in reversed(lines) if '"weights are back"' in line)
+    found: dict[str, Any] = json.loads(told)
+    return found
+
+
+def stop(nodes: Sequence[DemoNode]) -> None:
+    for node in nodes:
+        node.stop()
+    for node in nodes:
+        node.wait(30)
+
+
+class WholeCrew:
+    """One crew's nodes, started. `address`: of one of them, for who is started later."""
+
+    def __init__(self, nodes: list[DemoNode], address: list[str], stages: int = STAGES) -> None:
+        self.nodes = nodes
+        self.address = address
+        self.stages = stages
+
+    def seen(self) -> Seen:
+        """As far as they answer and hold a stage."""
+        told = [(node, s["stages"]) for node in self.nodes if (s := snapshot(node))]
+        return {view["stage"]: (node, view) for node, view in told if view["stage"] is not None}
+
+    def at(self, step: int, epoch: int = 0) -> Seen | None:
+        """All stages, once the crew runs with at least so many steps under a roster after `epoch`."""
+        seen = self.seen()
+        well = len(seen) == self.stages and all(
+            v["state"] == "running" and v["step"] >= step and v["roster_epoch"] > epoch for _, v in seen.values()
+        )  # fmt: skip
+        return seen if well else None
+
+    def story(self) -> list[tuple[Any, ...]]:
+        return [(stage, v["state"], v["phase"], v["step"], v["rung"], v["reason"]) for stage, (_, v) in sorted(self.seen().items())]
+
+    def lose(self, kill: Callable[[dict[int, DemoNode]], None]) -> tuple[Seen, Seen]:
+        """`kill` what it likes of a running crew, holders by stage: how it was, and how it is a step later."""
+        before = until(lambda: self.at(0), self.story)
+        step, epoch = max(v["step"] for _, v in before.values()), before[0][1]["roster_epoch"]
+        kill({stage: node for stage, (node, _) in before.items()})
+        return before, until(lambda: self.at(step + 1, epoch), self.story)
