@@ -19,6 +19,7 @@ import torch
 from swarmnode.config import Config
 from swarmnode.errors import PeerError, PeerTimeout
 from swarmnode.link.messages import WeightsReport
+from swarmnode.pipeline.head import StepResult
 from swarmnode.pipeline.learning import LearnRow
 from swarmnode.pipeline.waves import Wave
 from swarmnode.policy.generate import GroupSample, Sampled
@@ -34,7 +35,6 @@ from swarmnode.trainer.engine import EngineGone, EngineStatistics
 from swarmnode.trainer.state import Counters, Snapshot
 from swarmnode.trainer.update import UpdateStatistics, learning_rate, normalizer, trained
 from swarmnode.weights import local
-from tests.support.crew import StepResult
 
 log = structlog.get_logger("swarmnode.crew")
 

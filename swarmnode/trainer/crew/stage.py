@@ -15,11 +15,11 @@ from swarmnode.crew.local import Assigned, Settled
 from swarmnode.pipeline.commit import Take
 from swarmnode.pipeline.fence import Fence
 from swarmnode.pipeline.frames import CREW_BYTES, FrameLimits, Place
+from swarmnode.pipeline.head import Head
 from swarmnode.pipeline.links import Links
 from swarmnode.pipeline.member import CrewSettings, Member
 from swarmnode.pipeline.observer import Observer
 from swarmnode.pipeline.runtime import StageRuntime
-from tests.support.crew import Head
 
 T = TypeVar("T")
 HEAD_SECONDS = 120.0

@@ -16,6 +16,7 @@ from swarmnode.pipeline import links as links_module
 from swarmnode.pipeline import member as member_module
 from swarmnode.pipeline.activations import encode
 from swarmnode.pipeline.frames import FrameLimits, Place
+from swarmnode.pipeline.head import SCORES
 from swarmnode.pipeline.learning import LearnRow, describe, describe_loss
 from swarmnode.pipeline.links import Links
 from swarmnode.pipeline.member import CrewSettings, inline
@@ -23,7 +24,7 @@ from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.schedule import Schedule
 from swarmnode.pipeline.split import split_model, whole_state
 from swarmnode.wire import strict
-from tests.support.crew import SCORES, open_crew
+from tests.support.crew import open_crew
 from tests.support.lost_stages import quiet
 
 EXACT = CrewSettings(b"b" * 32, "float32", "float32")
