@@ -304,14 +304,10 @@ class SupervisorConfig(Section):
     """No progress for 4 × the p99 step time, and never less than this, is a failure."""
     drain_seconds: float = Field(default=20.0, gt=0)
     """Time to finish after the first SIGTERM."""
-    backoff_seconds: float = Field(default=0.5, gt=0)
-    """First pause before a restart; doubles, with jitter, up to 60 s."""
     crash_limit: int = Field(default=6, ge=1)
-    """This many crashes of one process within crash_window_seconds end the node."""
+    """This many crashes of one process within five minutes end the node."""
     network_memory_bytes: int = Field(default=1536 * 2**20, ge=256 * 2**20)
     """A network process that uses more memory than this ends itself and is started again: no peer may grow it for ever."""
-    crash_window_seconds: float = Field(default=300.0, gt=0)
-    """Window of crash_limit."""
 
 
 class Config(Section):

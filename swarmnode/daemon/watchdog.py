@@ -20,7 +20,11 @@ START_CODES = frozenset({69, 75})
 """Exit codes that end the node when the process never ran: a port taken, a model that does not fit."""
 LOADING = "loading"
 """A status that begins so is progress, but not yet work."""
+BACKOFF_SECONDS = 0.5
+"""First pause before a restart: long enough that a port is free again. It doubles, with jitter, up to the cap."""
 BACKOFF_CAP_SECONDS = 60.0
+CRASH_WINDOW_SECONDS = 300.0
+"""Crashes further apart than this have causes of their own; `supervisor.crash_limit` of them within it are a defect that stays."""
 STEPS_REMEMBERED = 256
 
 
@@ -107,14 +111,14 @@ class Watchdog:
         if exit_code in FINAL_CODES or (exit_code in START_CODES and not self._ever_ran):
             return End(exit_code, f"{self.name} cannot run")
         self._crashes.append(now)
-        while self._crashes and self._crashes[0] <= now - self._config.crash_window_seconds:
+        while self._crashes and self._crashes[0] <= now - CRASH_WINDOW_SECONDS:
             self._crashes.popleft()
         if len(self._crashes) >= self._config.crash_limit:
-            return End(75, f"{self.name} crashed {len(self._crashes)} times within {self._config.crash_window_seconds:.0f} s")
+            return End(75, f"{self.name} crashed {len(self._crashes)} times within {CRASH_WINDOW_SECONDS:.0f} s")
         self._restarts += 1
         if now - self._started_at > BACKOFF_CAP_SECONDS:
             self._failures_in_a_row = 0
-        pause = min(BACKOFF_CAP_SECONDS, self._config.backoff_seconds * 2**self._failures_in_a_row)
+        pause = min(BACKOFF_CAP_SECONDS, BACKOFF_SECONDS * 2**self._failures_in_a_row)
         self._failures_in_a_row += 1
         return Restart(pause * self._rng.uniform(0.5, 1.0))
 

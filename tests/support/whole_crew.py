@@ -49,7 +49,6 @@ def whole_settings(model: Path, number: int, members: int = STAGES, **sections: 
         "task": {"held_out_per_task": 1},
         "stages": {"mode": "always", "stages": members, "shadow_every": 5},
         "http": {"port": 0},
-        "supervisor": {"backoff_seconds": 0.1},
     }
     for name, values in sections.items():
         settings[name] = {**settings.get(name, {}), **values}

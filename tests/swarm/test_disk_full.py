@@ -27,7 +27,6 @@ SETTINGS = {
     "training": {"step_interval": 0.2, "eval_every": 1000, "groups_per_step": 2},
     "task": {"names": ["builtin/copy"]},
     "weights": {"join_seconds": 1.0},
-    "supervisor": {"backoff_seconds": 0.1},
 }
 
 

@@ -25,7 +25,6 @@ FAST = {
     "task": {"names": ["builtin/copy", "builtin/sum"]},
     "weights": {"join_seconds": 1.0},
     "http": {"port": 0},
-    "supervisor": {"backoff_seconds": 0.1},
 }
 
 

@@ -22,7 +22,6 @@ FAST = {
     "policy": {"threads": 1},
     "training": {"step_interval": 0.2, "eval_every": 20},
     "http": {"port": 0},
-    "supervisor": {"backoff_seconds": 0.1},
 }
 
 

@@ -46,7 +46,6 @@ def settings(number, port=0, learning=True):
         "weights": {"sync_every": SYNC_EVERY, "fragments": 1},  # due every 0.8 s: on a busy machine an exchange takes that long
         "http": {"port": 0},
         "log": {"format": "json"},
-        "supervisor": {"backoff_seconds": 0.1},
     }
 
 

@@ -47,7 +47,7 @@ def node(tmp_path, monkeypatch):
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
         config = Config.model_validate({
             "node": {"data_dir": tmp_path / "data"},
-            "supervisor": {"backoff_seconds": 0.01, "stall_floor_seconds": 0.5, "drain_seconds": 5.0, **limits},
+            "supervisor": {"stall_floor_seconds": 0.5, "drain_seconds": 5.0, **limits},
         })  # fmt: skip
         return Supervisor(config, commands=commands)
 
