@@ -25,7 +25,6 @@ from benchmarks.report import heading, spread, table, write_json
 from swarmnode.averaging.codecs import Anchor, decode, encode, make_anchor
 from swarmnode.averaging.gate import Gate, norm
 from swarmnode.averaging.outer import OuterState, Tensors, average, blend, host_copy
-from swarmnode.config import WeightsConfig
 from swarmnode.weights.fragments import cut, due
 from swarmnode.weights.layout import Layout, elements, make_layout
 from swarmnode.weights.rule import make_rule
@@ -108,7 +107,7 @@ class Swarm:
             self.states = [OuterState(view, make_rule(self.arm.rule)) for view in self.views]
         start = host_copy(self.views[0])
         self.anchors = [make_anchor({s.name: start[s.name] for s in piece}) if self.arm.codec == "int8" else None for piece in self.pieces]
-        self.gates = [Gate(WeightsConfig().probe_tolerance) for _ in range(REPLICAS)]
+        self.gates = [Gate() for _ in range(REPLICAS)]
         self.rng = random.Random(f"noloco pairs {self.seed}")
         self.faults = random.Random(f"noloco faults {self.seed}")
 

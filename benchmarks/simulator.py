@@ -139,7 +139,7 @@ class Averaging:
         base = host_copy(self.parameters)
         self.anchors = [make_anchor({spec.name: base[spec.name] for spec in part}) for part in self.parts]
         self.outer = OuterState(self.parameters, make_rule("noloco"))
-        self.gate = Gate(0.1)
+        self.gate = Gate()
 
     def copy(self, fragment: int) -> tuple[Tensors, bytes]:
         """Weights, and the payload that a partner gets of them."""

@@ -226,36 +226,16 @@ class WeightsConfig(Section):
     """How replicas of one policy are averaged: `noloco`, `gossip` (the plain mean of a pair), or not at all."""
     sync_every: int = Field(default=50, ge=1)
     """Training steps between two outer steps, H."""
-    outer_momentum: float = Field(default=0.5, ge=0, lt=1)
-    """Momentum of the outer step, alpha; `noloco` only."""
-    outer_learning_rate: float = Field(default=0.7, gt=0)
-    """Outer learning rate, beta, below 2 (1 - alpha^2); `noloco` only."""
     fragments: int = Field(default=4, ge=1, le=1024)
     """Parts of the policy that are averaged in turn, each once in sync_every steps; never more than it has layers."""
     codec: Literal["int8", "bfloat16", "float32"] = "int8"
     """How weights travel: int8 of the difference to the base weights, or bfloat16 or float32 of the weights themselves."""
     lora_a: Literal["shared", "trained"] = "shared"
     """With an adapter: freeze A at values that all nodes derive alike and average B, which is exact; or train and average both."""
-    max_lag: float = Field(default=4.0, gt=0)
-    """Outer steps behind beyond which a replica is not averaged with, and takes the state of one that is ahead."""
-    probe_sequences: int = Field(default=16, ge=8)
-    """Own rewarded completions on which averaged weights must not be worse."""
-    probe_tolerance: float = Field(default=0.1, gt=0)
-    """Nats per token that they may be worse."""
-    revert_sigma: float = Field(default=3.0, gt=0)
-    """An exchange is taken back when held-out reward then falls by more than this many of its usual changes."""
     join_seconds: float = Field(default=15.0, ge=0)
     """How long a node without state waits for that of its neighbours before it starts from the base policy."""
     join_from_one: bool = False
     """Take the state of a single neighbour where there is no second one to compare it with: for two nodes that trust each other."""
-
-    @model_validator(mode="after")
-    def _stable(self) -> WeightsConfig:
-        from swarmnode.weights.rule import check_stability  # late: numpy, which most commands do without
-
-        if self.rule == "noloco":
-            check_stability(self.outer_momentum, self.outer_learning_rate)
-        return self
 
 
 class StagesConfig(Section):

@@ -28,6 +28,9 @@ import torch
 from swarmnode.averaging.outer import Tensors
 
 CLIP: Final = 2.0
+EPSILON: Final = 0.1
+"""Nats per token that averaged weights may be worse on the probe. At 0.05 honest partners were refused, which cost more than the
+hostile ones that it kept out (benchmarks/RESULTS.md)."""
 FAR: Final = 10.0
 """In units of τ: no honest replica is so far away."""
 NORM_RATIO: Final = 2.0
@@ -143,7 +146,7 @@ class GateStatistics:
 class Gate:
     """Judges peers' tensors against ours; `now` is any monotonic time in seconds. Every method may be called from any thread."""
 
-    def __init__(self, epsilon: float = 0.05, greylist_seconds: float = 3600.0) -> None:
+    def __init__(self, epsilon: float = EPSILON, greylist_seconds: float = 3600.0) -> None:
         """epsilon: nats that θ̄ may be worse than θ_i on the probe, at least."""
         self.epsilon = epsilon
         self.greylist_seconds = greylist_seconds

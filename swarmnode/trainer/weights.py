@@ -40,7 +40,7 @@ from swarmnode.weights import fragments, local
 from swarmnode.weights.fingerprint import LoraShape
 from swarmnode.weights.layout import make_layout
 from swarmnode.weights.manifest import TensorHash
-from swarmnode.weights.rule import make_rule, mixing_weight, next_clock
+from swarmnode.weights.rule import make_rule, mixing_weight, next_clock, too_far_behind
 from swarmnode.weights.watch import RewardWatch
 
 log = logging.getLogger(__name__)
@@ -52,6 +52,8 @@ FILES = 64
 """Newest files of ours that are left to the network process; what it has open stays readable without a name."""
 EARLY = 0.5
 """Of the time between two outer steps of a fragment: one taken so short a time ago counts for the one that is due now."""
+PROBE_SEQUENCES = 16
+"""Own rewarded completions on which averaged weights must not be worse: enough that one of them does not decide."""
 LEAST_PROBE = 8
 """Sequences below which the probe says nothing."""
 Losses = tuple[float, float]
@@ -104,11 +106,10 @@ class Replica:
         self._adapter = adapter
         base = host_copy(self._parameters) if cfg.codec == "int8" else {}
         self._anchors = [codecs.make_anchor({n: base[n] for n in names}) if base else None for names in self._names]
-        momentum, rate = (cfg.outer_momentum, cfg.outer_learning_rate) if cfg.rule == "noloco" else (None, None)
-        self._outer = OuterState(self._parameters, make_rule(cfg.rule, momentum, rate))
-        self._gate = Gate(cfg.probe_tolerance)
-        self._watch = RewardWatch(cfg.revert_sigma)
-        self._rows: deque[Row] = deque(maxlen=cfg.probe_sequences)
+        self._outer = OuterState(self._parameters, make_rule(cfg.rule))
+        self._gate = Gate()
+        self._watch = RewardWatch()
+        self._rows: deque[Row] = deque(maxlen=PROBE_SEQUENCES)
         self._mutex = threading.Lock()
         self._exchanges: OrderedDict[bytes, Exchange] = OrderedDict()
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(JOBS)
@@ -265,7 +266,7 @@ class Replica:
         """Of `outcomes.OUTCOMES` where that is clear without the gate."""
         assert exchange.their_clock is not None
         self._lag = float(exchange.clock - exchange.their_clock)
-        if self._lag > self._cfg.max_lag:
+        if too_far_behind(self._lag):
             return "lagging"
         if self._adapter is not None and self._adapter.a_seed is None and not lora.residual(exchange.snapshot, theirs).allowed:
             return "lora_residual"

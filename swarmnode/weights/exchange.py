@@ -46,6 +46,7 @@ from swarmnode.weights.offers import Offer, Offers
 from swarmnode.weights.outcomes import OUTCOMES, PROOF, VANISHED
 from swarmnode.weights.pairing import Phase
 from swarmnode.weights.partners import epoch_bucket, partner_order
+from swarmnode.weights.rule import MAX_LAG, too_far_behind
 from swarmnode.wire import ids
 
 log = logging.getLogger(__name__)
@@ -231,7 +232,7 @@ class WeightExchange:
         )  # fmt: skip
         candidates = self._candidates() if self._budget("fetch") and self._may_average() else []
         order = partner_order(self._network.peer_id, candidates, epoch_bucket(self._clock()), self._swarm)
-        order.sort(key=lambda peer: abs(self._members.outer_step(peer) - due.clock) > self.cfg.max_lag)  # with those there is less to gain
+        order.sort(key=lambda peer: too_far_behind(abs(self._members.outer_step(peer) - due.clock)))  # with those there is less to gain
         lease = self._lease(order[0] if order else "", due.fragment)
         self._handle(pairing.Due(due.fragment, due.clock, tuple(order), secrets.token_bytes(NONCE_BYTES), lease))
 
@@ -419,7 +420,7 @@ class WeightExchange:
     def _heard(self, here: Here) -> None:
         """Somebody far ahead is a reason to look whether the swarm is."""
         if here.fingerprint == self._pairing.settings.fingerprint:
-            self._catch_up.heard(here.outer_step, min(self._clocks, default=0) + self.cfg.max_lag)
+            self._catch_up.heard(here.outer_step, min(self._clocks, default=0) + MAX_LAG)
 
     def _here(self) -> Here:
         return Here(self._pairing.settings.fingerprint, min(self._clocks, default=0))

@@ -6,6 +6,9 @@ import math
 
 import msgspec
 
+SIGMAS = 3.0
+"""Usual changes of held-out reward beyond which a fall is not chance: one in a thousand, were they normal."""
+
 
 class WatchStatistics(msgspec.Struct, frozen=True):
     sigma: float | None
@@ -25,7 +28,7 @@ class RewardWatch:
     measurement exact.
     """
 
-    def __init__(self, k: float = 3.0, floor: float = 0.02) -> None:
+    def __init__(self, k: float = SIGMAS, floor: float = 0.02) -> None:
         self.k = k
         self.floor = floor
         self._last: float | None = None

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swarmnode.averaging import codecs
-from swarmnode.config import Config, WeightsConfig
+from swarmnode.config import WeightsConfig
 from swarmnode.trainer import state
 from swarmnode.trainer.state import Counters
 from swarmnode.trainer.weights import Replica
@@ -406,12 +406,6 @@ def test_members_are_bounded():
     for number in range(2 * MAX_PEERS):
         members.said(str(number), b"f", 0, 0.0)
     assert len(members._members) == MAX_PEERS
-
-
-def test_an_unstable_rule_is_refused_when_the_configuration_is_read():
-    with pytest.raises(ValueError, match="diverge"):
-        Config.model_validate({"weights": {"outer_momentum": 0.9}})
-    assert Config.model_validate({"weights": {"outer_momentum": 0.9, "rule": "gossip"}}).weights.rule == "gossip"
 
 
 def test_files_do_not_pile_up_where_nobody_serves_them(made, monkeypatch):
