@@ -56,7 +56,7 @@ async def measure(arm: str, seconds: float) -> Result:
             ]
             for n, (network, meter) in enumerate(zip(networks, meters, strict=True)):
                 author = Author(SWARM, seed=n)
-                cfg = SharingConfig(groups_per_second=1000, zero_advantage_filter=False)
+                cfg = SharingConfig(groups_per_second=1000)
                 exchange = RolloutExchange(network, InProcessScorer(), author.key, SWARM, BUILTIN_TASKS, cfg, budget=meter)
                 exchange.set_policy(SimpleNamespace(model=MODEL, tokenizer=TOKENIZER, policy_version=0, tokens_per_text_byte=1.0))
                 await nursery.start(exchange.run)

@@ -106,7 +106,7 @@ def long_texts(author: Author, sequence: int) -> list[str]:
 
 async def throughput(name: str, tasks: Sequence[str], groups: int, rounds: int, texts: Any = None) -> dict[str, Any]:
     """`rounds` times `groups` valid groups of 8; per round groups per second of CPU time and of wall time."""
-    node = Node(tasks, groups_per_second=1e9, zero_advantage_filter=False)
+    node = Node(tasks, groups_per_second=1e9)
     authors = [Author(node.swarm, seed=n, tasks=tasks) for n in range(AUTHORS)]
     per_core, per_wall, scorer_share, sizes = [], [], [], []
     sequence = itertools.count()
@@ -125,7 +125,8 @@ async def throughput(name: str, tasks: Sequence[str], groups: int, rounds: int, 
                 per_wall.append(groups / wall)
                 scorer_share.append(child / (mine + child))
                 sizes.append(sum(map(len, frames)) / groups)
-    assert node.outcomes().get("admitted") == groups * (rounds + 1), node.outcomes()
+    outcomes = node.outcomes()  # guesses at a question of reasoning-gym are seldom right, and then all scored and found to be worth nothing
+    assert outcomes.get("admitted", 0) + outcomes.get("zero_advantage", 0) == groups * (rounds + 1), outcomes
     return {
         "workload": name,
         "frame_bytes": sum(sizes) / len(sizes),

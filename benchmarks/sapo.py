@@ -66,19 +66,18 @@ class Size:
 
 
 def arms(names: Sequence[str]) -> list[Any]:
-    from benchmarks.simulator import PAPER, Arm
-    from swarmnode.config import SharingConfig
+    from benchmarks.simulator import PAPER, Arm, Sharing
 
     known = [
         Arm("8/0"),
         Arm("8/0 + filter", filter_own=True),
         Arm("6/2", 2),
-        Arm("4/4 unfiltered", 4, PAPER.model_copy(update={"zero_advantage_filter": False})),
+        Arm("4/4 unfiltered", 4, replace(PAPER, useful_only=False)),
         Arm("4/4", 4),
-        Arm("4/4 + correction", 4, PAPER.model_copy(update={"correction": "sequence"})),
+        Arm("4/4 + correction", 4, replace(PAPER, corrected=True)),
         Arm("2/6", 6),
         Arm("adaptive", None),
-        Arm("swarmnode", None, SharingConfig(), keep_pool=True, guard=True),
+        Arm("swarmnode", None, Sharing(), keep_pool=True, guard=True),
         Arm("lone, over-sampling", oversample=4 * B),
         Arm("8/0 + NoLoCo", average=AVERAGE_EVERY),
         Arm("4/4 + NoLoCo", 4, average=AVERAGE_EVERY),
@@ -123,20 +122,21 @@ def run_hostile(seed: int, attacks: Sequence[str], size: Size, base: str) -> lis
     """Two of eight peers attack in one of the ways of benchmarks.adversaries, under the product's own settings."""
     from benchmarks.adversaries import HostileSwarm
     from benchmarks.regimes import start_policies
-    from benchmarks.simulator import Arm, single_thread
-    from swarmnode.config import SharingConfig, TrainingConfig
+    from benchmarks.simulator import Arm, Sharing, single_thread
+    from swarmnode.config import TrainingConfig
     from swarmnode.tasks.client import Scorer
+    from swarmnode.trainer.batch import ExternalChecks
 
     single_thread()
     training = TrainingConfig(learning_rate=size.learning_rate, groups_per_step=B, num_generations=G)
-    product = Arm("swarmnode", None, SharingConfig(), keep_pool=True, guard=True)
+    product = Arm("swarmnode", None, Sharing(), keep_pool=True, guard=True)
     policies = start_policies(HOSTILE_REGIME, seed, NODES, base)
     results = []
     with Scorer() as scorer:
         for attack in attacks:
             started = time.process_time()
             kind, _, unchecked = attack.partition(", ")  # unchecked: nobody asks whether a policy can have sampled a text
-            sharing = SharingConfig(surprise_tolerance=1e9) if unchecked else SharingConfig()
+            sharing = Sharing(ExternalChecks(surprise_tolerance=1e9)) if unchecked else Sharing()
             arm = replace(product, sharing=sharing)
             hostile = {} if kind == "none" else dict.fromkeys(HOSTILE_NODES, kind)
             swarm = HostileSwarm(arm, [p.clone() for p in policies], training, scorer, seed, hostile, size.eval_questions)

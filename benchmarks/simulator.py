@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -29,7 +30,7 @@ from swarmnode.config import SharingConfig, TaskConfig, TrainingConfig
 from swarmnode.policy.generate import GroupSample, generate
 from swarmnode.policy.load import Policy
 from swarmnode.policy.micro import MicroBatcher
-from swarmnode.rl.split import AdaptiveSplit, FixedSplit, floor_groups
+from swarmnode.rl.split import OWN_SHARE, AdaptiveSplit, floor_groups
 from swarmnode.rl.utility import UtilityGuard
 from swarmnode.rollouts.groups import ExternalGroup, is_useful
 from swarmnode.rollouts.pool import Pool
@@ -37,7 +38,7 @@ from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.frames import Scored
 from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
-from swarmnode.trainer.batch import TrainingGroup, assemble, judge, own_group
+from swarmnode.trainer.batch import ExternalChecks, TrainingGroup, assemble, judge, own_group
 from swarmnode.trainer.update import Updater
 from swarmnode.weights.fragments import cut
 from swarmnode.weights.layout import make_layout
@@ -53,8 +54,67 @@ PARTS = 2
 ROUND_SECONDS = 2.0
 """Simulated time between rounds: ages, rates and reputations need a clock."""
 START_TIME = 1_700_000_000.0
-PAPER = SharingConfig(sampler="uniform", correction="none", spot_check_tolerance=1e9, surprise_tolerance=1e9)
-"""The paper's treatment of external groups: drawn uniformly, used as if sampled here."""
+POOL_BYTES = SharingConfig().pool_bytes
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How external groups are treated; as the product does, unless told otherwise."""
+
+    checks: ExternalChecks = field(default_factory=ExternalChecks)
+    corrected: bool = True
+    """Weighed by how far the sender's policy is from ours."""
+    uniform: bool = False
+    """Drawn uniformly from what was made in this round."""
+    useful_only: bool = True
+    """Groups whose rewards are all equal are not sent."""
+
+
+PAPER = Sharing(ExternalChecks(spot_check_tolerance=1e9, surprise_tolerance=1e9), corrected=False, uniform=True)
+"""The paper's treatment: drawn uniformly, used as if sampled here."""
+
+
+class FixedSplit:
+    """The paper's: J = `external`, I = B − J, whatever arrives. The utility guard can still take from J, to I's benefit.
+
+    Source: SAPO (arXiv 2509.08721) §3, Algorithm 1. Raises ValueError for J outside 0..batch − 1.
+    """
+
+    def __init__(self, batch: int, external: int, external_scale: float = 1.0) -> None:
+        if not 0 <= external < batch:
+            raise ValueError(f"external must be 0 to {batch - 1}, not {external}")
+        self.batch = batch
+        self.external = external
+        self.external_scale = external_scale
+
+    def observe(self, useful_arrived: int, drawn: int | None = None, used: int = 0) -> None:
+        """What arrives changes nothing."""
+
+    @property
+    def external_room(self) -> int:
+        return math.floor(self.external * self.external_scale + 1e-9)
+
+    @property
+    def own_groups(self) -> int:
+        return self.batch - self.external_room
+
+
+class RoundPool:
+    """The paper's: the groups of one round, drawn uniformly."""
+
+    def __init__(self) -> None:
+        self._groups: list[ExternalGroup] = []
+
+    def add(self, group: ExternalGroup, now: float, policy_version: int) -> bool:
+        self._groups.append(group)
+        return True
+
+    def draw(
+        self, count: int, policy_version: int, now: float, rng: random.Random, trust: Callable[[str], float]
+    ) -> list[ExternalGroup]:
+        chosen = rng.sample(self._groups, min(count, len(self._groups)))
+        self._groups = []
+        return chosen
 
 
 @dataclass(frozen=True)
@@ -64,7 +124,7 @@ class Arm:
     name: str
     external: int | None = 0
     """J of a fixed split; None is the adaptive one."""
-    sharing: SharingConfig = PAPER
+    sharing: Sharing = PAPER
     filter_own: bool = False
     """Leave own groups without a signal out of the batch (and so out of the loss's normaliser)."""
     oversample: int = 0
@@ -168,9 +228,9 @@ class Node:
         self.generator = policy.random_generator(seed * 1009 + index)
         self.batcher = MicroBatcher(training.per_device_train_tokens)
         self.updater = Updater(policy, training, self.batcher)
-        self.pool = Pool(arm.sharing)
+        self.pool = self._new_pool()
         batch = training.groups_per_step
-        adaptive = AdaptiveSplit(batch, floor_groups(batch, arm.sharing.own_floor))
+        adaptive = AdaptiveSplit(batch, floor_groups(batch, OWN_SHARE))
         self.split = adaptive if arm.external is None else FixedSplit(batch, arm.external)
         self.guard = UtilityGuard() if arm.guard else None
         self.sequence = self.version = self.step = 0
@@ -222,15 +282,20 @@ class Node:
         """External groups for this round, judged."""
         drawn = self.pool.draw(self.split.external_room, self.version, now, self.rng, self.trust)
         score = partial(self.batcher.score_with_entropy, self.policy)
-        judged = judge(drawn, self.policy, score, self.arm.sharing, self.training.temperature)
+        judged = judge(drawn, self.policy, score, self.training.temperature, self.arm.sharing.checks)
         for group, outcome in judged.outcomes:
             self.outcomes[outcome] += 1
             self.used[group.peer] += outcome == "used"
             self.on_judged(group.peer, outcome)
         self.drawn, self.passed = len(drawn), len(judged.accepted)
         if not self.arm.keep_pool:
-            self.pool = Pool(self.arm.sharing)
+            self.pool = self._new_pool()
+        if not self.arm.sharing.corrected:
+            return [replace(group, weights=[float(w > 0) for w in group.weights]) for group in judged.accepted]
         return judged.accepted
+
+    def _new_pool(self) -> Pool | RoundPool:
+        return RoundPool() if self.arm.sharing.uniform else Pool(POOL_BYTES)
 
     def learn(self, own: list[OwnSample], external: list[TrainingGroup], trace: dict[str, float]) -> None:
         """One optimizer step; tells split and guard."""
@@ -385,7 +450,7 @@ class Swarm:
         if self.arm.external == 0:
             return
         for sender in self.nodes:
-            useful = [one for one in own[sender.index] if is_useful(one.rewards) or not self.arm.sharing.zero_advantage_filter]
+            useful = [one for one in own[sender.index] if is_useful(one.rewards) or not self.arm.sharing.useful_only]
             for one in useful:
                 if one.sequence % self.arm.share_one_of:
                     continue

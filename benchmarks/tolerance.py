@@ -29,14 +29,14 @@ import torch
 from benchmarks.regimes import start_policies
 from benchmarks.report import heading, table, write_json
 from benchmarks.simulator import PAYLOAD, Arm, Node
-from swarmnode.config import PolicyConfig, SharingConfig, TaskConfig, TrainingConfig
+from swarmnode.config import PolicyConfig, TaskConfig, TrainingConfig
 from swarmnode.policy.load import Policy, load_policy
 from swarmnode.policy.logprobs import Row
 from swarmnode.rl.corrections import spot_check, surprise_check
 from swarmnode.rollouts.groups import is_useful
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.registry import task_version
-from swarmnode.trainer.batch import assemble, own_group
+from swarmnode.trainer.batch import ExternalChecks, assemble, own_group
 from swarmnode.wire.swarm import swarm_id
 from swarmnode.wire.tensors import pack_logprobs, unpack_logprobs
 
@@ -213,7 +213,7 @@ ATTACKS = ("payload, claimed", "payload, truthful", "characters, truthful", "4 o
 
 
 def tables(rows: list[dict[str, Any]]) -> str:
-    usual = SharingConfig()
+    usual = ExternalChecks()
     lines: list[str] = []
     for regime in dict.fromkeys(r["regime"] for r in rows):
         here = [r for r in rows if r["regime"] == regime]
@@ -229,7 +229,7 @@ def tables(rows: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, sweep(rows)])
 
 
-def line(name: str, rows: list[dict[str, Any]], usual: SharingConfig) -> list[Any]:
+def line(name: str, rows: list[dict[str, Any]], usual: ExternalChecks) -> list[Any]:
     found = [d for r in rows for d in r["distances"]]
     cells: list[str] = []
     for which in (0, 1):

@@ -179,46 +179,10 @@ class TrainingConfig(Section):
 class SharingConfig(Section):
     enabled: bool = True
     """Publish groups and train on those of other nodes."""
-    split: Literal["adaptive", "fixed"] = "adaptive"
-    """How the batch is split between own and external groups."""
-    external_groups: int = Field(default=4, ge=0)
-    """J of the fixed split; I is the rest of the batch."""
-    own_floor: float = Field(default=0.25, gt=0, le=1)
-    """Least share of the batch that a node generates itself (adaptive split)."""
-    correction: Literal["sequence", "none"] = "sequence"
-    """Off-policy correction of external groups; `none` is the paper's."""
-    sampler: Literal["weighted", "uniform"] = "weighted"
-    """How external groups are drawn from the pool; `uniform` is the paper's."""
-    zero_advantage_filter: bool = True
-    """Drop external groups whose rewards are all equal."""
-    max_staleness: int = Field(default=4, ge=0)
-    """Policy versions an external group may lie in the pool before it is drawn only to fill a batch."""
-    drop_staleness: int = Field(default=8, ge=1)
-    """Policy versions after which it is dropped."""
-    staleness_half_life: float = Field(default=4.0, gt=0)
-    """Policy versions in which a group's sampling weight halves."""
-    pool_groups: int = Field(default=2000, ge=1)
-    """Most groups in the pool."""
     pool_bytes: int = Field(default=64 * 2**20, ge=2**20)
-    """Most bytes in the pool."""
-    peer_share: float = Field(default=0.125, gt=0, le=1)
-    """Most of the pool that one peer may fill."""
+    """Memory for others' groups that wait to be trained on."""
     groups_per_second: float = Field(default=16.0, gt=0)
     """Groups accepted from one peer, sustained."""
-    min_mean_logprob: float = Field(default=-12.0, lt=0)
-    """Groups of other models: completions less likely than this per token are not trained on."""
-    spot_check_tolerance: float = Field(default=3.0, gt=0)
-    """Groups of the same model: median |difference of log-probability| per token, nats, above which a group is not trained on."""
-    surprise_tolerance: float = Field(default=4.0, gt=0)
-    """Groups of the same model: mean excess of surprise over our policy's entropy per token, nats, above which nobody sampled them."""
-    utility_guard: bool = True
-    """Take fewer external groups while they disagree with what helps this node."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> SharingConfig:
-        if self.drop_staleness < self.max_staleness:
-            raise ValueError("drop_staleness must be at least max_staleness")
-        return self
 
 
 class WeightsConfig(Section):

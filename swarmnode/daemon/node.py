@@ -45,6 +45,7 @@ from swarmnode.p2p.summaries import Summaries
 from swarmnode.process import Progress, die_with_parent, run_main
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import Draw, Drawn, Judged, OwnGroup
+from swarmnode.rollouts.pool import DROP_VERSIONS, MOST_GROUPS
 from swarmnode.tasks.client import AsyncScorer
 from swarmnode.weights import local
 from swarmnode.weights.exchange import WeightExchange
@@ -151,7 +152,7 @@ class Node:
 
     def draw(self, draw: Draw) -> Drawn:
         drawn = self.exchange.draw(draw)
-        self._staleness.update(min(group.staleness, self._config.sharing.drop_staleness) for group in drawn.groups)
+        self._staleness.update(min(group.staleness, DROP_VERSIONS) for group in drawn.groups)
         return drawn
 
     def judged(self, judged: Judged) -> None:
@@ -235,7 +236,7 @@ class Node:
                 draining=self.draining,
             ),
             trainer=trainer,
-            rollouts=view.rollouts_view(exchange, self._staleness, sharing.pool_groups, sharing.pool_bytes),
+            rollouts=view.rollouts_view(exchange, self._staleness, MOST_GROUPS, sharing.pool_bytes),
             weights=view.weights_view(self.weights_plane.statistics()),
             stages=crew,
             network=view.network_view(network, self._topic),

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 SMOOTHING = 0.4
 """Weight of the newest count in the average: half of it is forgotten in 1.4 steps."""
+OWN_SHARE = 0.25
+"""Least share of the batch that a node generates itself: what it takes from the swarm must come from somewhere."""
 
 
 @dataclass(frozen=True)
@@ -25,20 +26,6 @@ class SplitStatistics:
     """Smoothed number of useful external groups that arrived per step."""
     external_scale: float
     """What the utility guard leaves of J."""
-
-
-class Split(Protocol):
-    """What the trainer asks of either split."""
-
-    external_scale: float
-
-    @property
-    def own_groups(self) -> int: ...
-    @property
-    def external_room(self) -> int: ...
-    def observe(self, useful_arrived: int, drawn: int | None = None, used: int = 0) -> None: ...
-    def resize(self, batch: int) -> None: ...
-    def statistics(self) -> SplitStatistics: ...
 
 
 def floor_groups(batch: int, share: float) -> int:
@@ -101,43 +88,6 @@ class AdaptiveSplit:
     def own_groups(self) -> int:
         # half up, not Python's half to even: 0.5 and 2.5 should not differ in kind
         return self.batch - min(self.external_room, math.floor(self.smoothed + 0.5))
-
-    def statistics(self) -> SplitStatistics:
-        return SplitStatistics(self.own_groups, self.external_room, self.smoothed, self.external_scale)
-
-
-class FixedSplit:
-    """The paper's: J = `external`, I = B − J, whatever arrives. The utility guard can still take from J, to I's benefit.
-
-    Source: SAPO (arXiv 2509.08721) §3, Algorithm 1. Raises ValueError for J outside 0..batch − 1.
-    """
-
-    def __init__(self, batch: int, external: int, external_scale: float = 1.0) -> None:
-        _check(batch, external_scale)
-        if not 0 <= external < batch:
-            raise ValueError(f"external must be 0 to {batch - 1}, not {external}")
-        self.batch = batch
-        self.external = external
-        self._share = external / batch
-        self.smoothed = 0.0
-        self.external_scale = external_scale
-
-    def observe(self, useful_arrived: int, drawn: int | None = None, used: int = 0) -> None:
-        """Only for the statistics."""
-        self.smoothed = (1.0 - SMOOTHING) * self.smoothed + SMOOTHING * believed(useful_arrived, drawn, used)
-
-    def resize(self, batch: int) -> None:
-        """Another B from the next step on, J in proportion. Raises ValueError below 1."""
-        _check(batch, self.external_scale)
-        self.batch, self.external = batch, min(batch - 1, round(batch * self._share))
-
-    @property
-    def external_room(self) -> int:
-        return math.floor(self.external * self.external_scale + 1e-9)
-
-    @property
-    def own_groups(self) -> int:
-        return self.batch - self.external_room
 
     def statistics(self) -> SplitStatistics:
         return SplitStatistics(self.own_groups, self.external_room, self.smoothed, self.external_scale)

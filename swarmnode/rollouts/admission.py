@@ -22,6 +22,7 @@ import msgspec
 from swarmnode.config import SharingConfig
 from swarmnode.errors import BadMessage
 from swarmnode.rollouts.groups import Announced, Candidate, ExternalGroup, is_useful
+from swarmnode.rollouts.pool import DROP_VERSIONS
 from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.rollouts.signers import Recent, Signer, Signers
 from swarmnode.tasks.registry import TASKS, task_version
@@ -108,7 +109,7 @@ class Admission:
         """`rewards` (G,) as this node's scorer computed them. Cannot raise."""
         if len(rewards) != len(candidate.group.completions) or not all(math.isfinite(r) and 0.0 <= r <= 1.0 for r in rewards):
             return self.refuse("scorer", candidate.peer)
-        if self.cfg.zero_advantage_filter and not is_useful(rewards):
+        if not is_useful(rewards):
             return self.refuse("zero_advantage", candidate.peer)
         return ExternalGroup(candidate.content, candidate.peer, candidate.group, prompt, list(rewards), staleness=0)
 
@@ -200,7 +201,7 @@ class Admission:
         return Candidate(content, signer.peer, group, now)
 
     def _group_reason(self, group: RolloutGroup, signer: Signer, now: float) -> str | None:
-        if signer.is_outdated(group.model, group.policy_version, self.cfg.drop_staleness, now):
+        if signer.is_outdated(group.model, group.policy_version, DROP_VERSIONS, now):
             return "outdated"
         task = group.task
         if not check_seed(self.swarm, signer.peer, group.sequence, task.seed, task.index):

@@ -146,7 +146,7 @@ class RolloutExchange:
             is_greylisted=lambda peer: not network.welcome(peer),
             keeps_rules=keeps_rules,
         )
-        self.pool = Pool(cfg)
+        self.pool = Pool(cfg.pool_bytes)
         self._policy: PolicyFacts | None = None
         self._version = 0
         self._pace = Signer(network.peer_id, cfg.groups_per_second, clock())
@@ -240,7 +240,7 @@ class RolloutExchange:
     async def _publish(self, own: OwnGroup) -> str:
         if self._policy is None:
             return "no_policy"
-        if self.cfg.zero_advantage_filter and own.rewards and not is_useful(own.rewards):
+        if own.rewards and not is_useful(own.rewards):
             return "zero_advantage"
         if not self._budget.allows("publish"):
             return "budget"

@@ -14,10 +14,20 @@ from collections.abc import Callable
 
 import msgspec
 
-from swarmnode.config import SharingConfig
 from swarmnode.rollouts import sampling
 from swarmnode.rollouts.groups import ExternalGroup, is_useful, memory_bytes
 from swarmnode.wire import limits
+
+MOST_GROUPS = 2000
+"""Groups in the pool. With eight drawn in a step that is more than anybody draws before they are stale."""
+PEER_SHARE = 0.125
+"""Most of the pool that one peer may fill: eight peers have to agree to push everybody else out."""
+FRESH_VERSIONS = 4
+"""Own policy versions for which a group is as good as new; older ones are drawn only to fill a batch."""
+DROP_VERSIONS = 8
+"""Own policy versions after which a group is dropped: our policy is so far from its author's then that its correction is all floor."""
+HALF_LIFE_VERSIONS = 4.0
+"""Own policy versions in which a group's sampling weight halves."""
 
 
 class PoolStatistics(msgspec.Struct, frozen=True):
@@ -49,11 +59,12 @@ class _Entry(msgspec.Struct):
 class Pool:
     """Groups by peer, each peer's in order of arrival. `now` is Unix seconds; `policy_version` is this node's own counter."""
 
-    def __init__(self, cfg: SharingConfig, max_age: float = limits.GROUP_AGE_SECONDS) -> None:
-        self.cfg = cfg
-        self.max_age = max_age
-        self.peer_groups = max(1, int(cfg.pool_groups * cfg.peer_share))
-        self.peer_bytes = max(1, int(cfg.pool_bytes * cfg.peer_share))
+    def __init__(self, max_bytes: int, max_groups: int = MOST_GROUPS, peer_share: float = PEER_SHARE) -> None:
+        """max_bytes: as `memory_bytes` counts them."""
+        self.max_bytes = max_bytes
+        self.max_groups = max_groups
+        self.peer_groups = max(1, int(max_groups * peer_share))
+        self.peer_bytes = max(1, int(max_bytes * peer_share))
         self._peers: dict[str, OrderedDict[bytes, _Entry]] = {}
         self._bytes_of: dict[str, int] = {}
         self._groups = 0
@@ -79,7 +90,7 @@ class Pool:
             return False
         while mine and (len(mine) >= self.peer_groups or self._bytes_of[group.peer] + size > self.peer_bytes):
             self._remove(group.peer, next(iter(mine)), "evicted_peer_share")
-        while self._groups >= self.cfg.pool_groups or self._bytes + size > self.cfg.pool_bytes:
+        while self._groups >= self.max_groups or self._bytes + size > self.max_bytes:
             self._evict()
         self._peers.setdefault(group.peer, OrderedDict())[group.content] = _Entry(group, now, policy_version, size)
         self._bytes_of[group.peer] = self._bytes_of.get(group.peer, 0) + size
@@ -90,12 +101,12 @@ class Pool:
         return True
 
     def expire(self, now: float, policy_version: int) -> None:
-        """Drop what is older than `max_age` seconds or than `drop_staleness` own policy versions."""
+        """Drop what arrived more than `limits.GROUP_AGE_SECONDS` or `DROP_VERSIONS` own policy versions ago."""
         for peer in list(self._peers):
             for content, entry in list(self._peers[peer].items()):
-                if now - entry.arrived_at > self.max_age:
+                if now - entry.arrived_at > limits.GROUP_AGE_SECONDS:
                     self._remove(peer, content, "expired_age")
-                elif policy_version - entry.arrived_version > self.cfg.drop_staleness:
+                elif policy_version - entry.arrived_version > DROP_VERSIONS:
                     self._remove(peer, content, "expired_version")
 
     def draw(
@@ -108,16 +119,13 @@ class Pool:
     ) -> list[ExternalGroup]:
         """Take out up to `count` groups for the step at `policy_version`; `trust` maps a peer to [0, 1].
 
-        Weighted: groups of at most `max_staleness` first, older ones only to fill. Uniform: the paper's, over everything in the pool.
+        Fresh groups come first, in an order drawn by `sampling.weight`; older ones only fill.
         """
         self.expire(now, policy_version)
         entries = [entry for mine in self._peers.values() for entry in mine.values()]
         if count <= 0 or not entries:
             return []
-        if self.cfg.sampler == "uniform":
-            chosen = rng.sample(entries, min(count, len(entries)))
-        else:
-            chosen = self._weighted(entries, count, policy_version, rng, trust)
+        chosen = self._weighted(entries, count, policy_version, rng, trust)
         for entry in chosen:
             self._remove(entry.group.peer, entry.group.content, "drawn")
         return [msgspec.structs.replace(e.group, staleness=_lag(e, policy_version)) for e in chosen]
@@ -127,16 +135,16 @@ class Pool:
     ) -> list[_Entry]:
         trusted = {peer: trust(peer) for peer in self._peers}
         weights = [
-            sampling.weight(e.group.rewards, _lag(e, policy_version), self.cfg.staleness_half_life, trusted[e.group.peer]) for e in entries
+            sampling.weight(e.group.rewards, _lag(e, policy_version), HALF_LIFE_VERSIONS, trusted[e.group.peer]) for e in entries
         ]
         ordered = sampling.shuffle_weighted(entries, weights, rng)
-        fresh = [e for e in ordered if _lag(e, policy_version) <= self.cfg.max_staleness]
-        stale = [e for e in ordered if _lag(e, policy_version) > self.cfg.max_staleness]
+        fresh = [e for e in ordered if _lag(e, policy_version) <= FRESH_VERSIONS]
+        stale = [e for e in ordered if _lag(e, policy_version) > FRESH_VERSIONS]
         chosen = sampling.spread_over_peers(fresh, count, _peer)
         return sampling.spread_over_peers(stale, count, _peer, already=chosen)
 
     def _evict(self) -> None:
-        by_bytes = self._groups < self.cfg.pool_groups
+        by_bytes = self._groups < self.max_groups
         most = max(self._peers, key=(lambda p: self._bytes_of[p]) if by_bytes else (lambda p: len(self._peers[p])))
         self._remove(most, next(iter(self._peers[most])), "evicted_full")
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from swarmnode.config import SharingConfig
 from swarmnode.errors import Incompatible
 from swarmnode.policy.generate import GroupSample
 from swarmnode.policy.logprobs import Row
@@ -83,7 +82,24 @@ def own_group(sample: GroupSample, rewards: Sequence[float]) -> TrainingGroup:
     return TrainingGroup(rows, [c.logprobs for c in sample.completions], list(rewards), [1.0] * len(rows))
 
 
-def judge(groups: Sequence[ExternalGroup], policy: PolicyText, score: Score, cfg: SharingConfig, temperature: float) -> Judgement:
+@dataclass(frozen=True)
+class ExternalChecks:
+    """How far a peer's group may be from what our policy would have sampled. Chosen by `benchmarks.tolerance`."""
+
+    min_mean_logprob: float = -12.0
+    """Groups of other models: completions less likely than this per token are not trained on."""
+    spot_check_tolerance: float = 3.0
+    """Groups of the same model: median |difference of log-probability| per token, nats, above which a group is not trained on."""
+    surprise_tolerance: float = 4.0
+    """Groups of the same model: mean excess of surprise over our policy's entropy per token, nats, above which nobody sampled them."""
+
+
+CHECKS = ExternalChecks()
+
+
+def judge(
+    groups: Sequence[ExternalGroup], policy: PolicyText, score: Score, temperature: float, checks: ExternalChecks = CHECKS
+) -> Judgement:
     """Check drawn groups by one forward pass of the local policy, and weigh what passes (rollouts.md 4 and 5)."""
     judgement = Judgement()
     readable: list[tuple[ExternalGroup, list[Row]]] = []
@@ -99,7 +115,7 @@ def judge(groups: Sequence[ExternalGroup], policy: PolicyText, score: Score, cfg
     for (group, rows), scored in zip(readable, local, strict=True):
         theirs = group.group.sampling.temperature  # what the peer says is of its policy at its temperature
         comparable = scored if theirs == temperature else _score(score, [rows], theirs)[0]
-        outcome, weights = weigh(group, comparable, policy, cfg)
+        outcome, weights = weigh(group, comparable, policy, checks)
         judgement.outcomes.append((group, outcome))
         if outcome == "used":
             judgement.accepted.append(TrainingGroup(rows, [chosen for chosen, _ in scored], group.rewards, weights, group.peer))
@@ -124,7 +140,7 @@ def completion_ids(policy: PolicyText, group: ExternalGroup, completion: Complet
     return ids
 
 
-def weigh(group: ExternalGroup, scored: list[Scored], policy: PolicyText, cfg: SharingConfig) -> tuple[Outcome, list[float]]:
+def weigh(group: ExternalGroup, scored: list[Scored], policy: PolicyText, checks: ExternalChecks) -> tuple[Outcome, list[float]]:
     """The judgement of one group and its completions' weights. `scored` (G,): what our policy says at the sender's temperature."""
     local = [chosen for chosen, _ in scored]  # (G, T_i)
     completions = group.group.completions
@@ -135,16 +151,14 @@ def weigh(group: ExternalGroup, scored: list[Scored], policy: PolicyText, cfg: S
         ours = torch.tensor([x for row in local for x in row])
         theirs = torch.tensor([x for row in packed for x in row])
         entropy = torch.tensor([x for _, spread in scored for x in spread])
-        if not spot_check(ours, theirs, cfg.spot_check_tolerance) or not surprise_check(ours, entropy, cfg.surprise_tolerance):
+        if not spot_check(ours, theirs, checks.spot_check_tolerance) or not surprise_check(ours, entropy, checks.surprise_tolerance):
             return "spot_check", []
     else:
         tokens = torch.tensor([float(len(row)) for row in local])
-        kept = mean_logprob_floor(torch.tensor([sum(row) for row in local]), tokens, cfg.min_mean_logprob)
+        kept = mean_logprob_floor(torch.tensor([sum(row) for row in local]), tokens, checks.min_mean_logprob)
         best = max(group.rewards)
         if not any(keep and reward == best for keep, reward in zip(kept.tolist(), group.rewards, strict=True)):
             return "mean_logprob", []
-    if cfg.correction == "none":
-        return "used", kept.float().tolist()
     # per token of each side: with another tokenizer the same text has another length
     ours_mean = torch.tensor([sum(row) / max(len(row), 1) for row in local])
     theirs_mean = torch.tensor([c.logprob / max(c.tokens, 1) for c in completions])

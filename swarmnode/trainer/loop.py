@@ -24,7 +24,7 @@ from swarmnode.link.messages import Hello, Report
 from swarmnode.policy.logprobs import Row
 from swarmnode.process import Progress
 from swarmnode.quiet_hours import is_quiet
-from swarmnode.rl.split import AdaptiveSplit, FixedSplit, floor_groups
+from swarmnode.rl.split import OWN_SHARE, AdaptiveSplit, floor_groups
 from swarmnode.rl.utility import UtilityGuard
 from swarmnode.rollouts.groups import ExternalGroup, Judged
 from swarmnode.tasks.client import Scorer
@@ -159,11 +159,7 @@ class Loop:
         before = self._counters.groups_per_step or self._cfg.groups_per_step
         self._batch = fitted(before, 0.0, self._cfg.target_step_seconds, self._cfg.groups_per_step)
         batch = self._cfg.groups_per_step
-        if self._config.sharing.split == "fixed":
-            self._split: AdaptiveSplit | FixedSplit = FixedSplit(batch, min(self._config.sharing.external_groups, batch - 1))
-        else:
-            share = self._config.sharing.own_floor
-            self._split = AdaptiveSplit(batch, floor_groups(batch, share), smoothed=self._counters.useful_per_step, share=share)
+        self._split = AdaptiveSplit(batch, floor_groups(batch, OWN_SHARE), smoothed=self._counters.useful_per_step, share=OWN_SHARE)
         self._split.resize(self._groups)
 
     def _join(self) -> None:
@@ -243,7 +239,7 @@ class Loop:
         arrived, useful = self._link.take_external(ANSWER_SECONDS) if room else ([], 0)
         waiting = self._backlog + arrived
         drawn, self._backlog = waiting[:room], waiting[room : room + self._cfg.groups_per_step]
-        judgement = judge(drawn, self._engine.text, self._engine.score, self._config.sharing, self._cfg.temperature)
+        judgement = judge(drawn, self._engine.text, self._engine.score, self._cfg.temperature)
         for group, outcome in judgement.outcomes:
             self._link.send(Judged(group.content, group.peer, outcome))
         self._split.observe(useful, len(drawn), len(judgement.accepted))
@@ -270,7 +266,7 @@ class Loop:
         total = len(own) + len(external)
         share = len(external) / total if total else None
         reward_own = _mean([r for g in own for r in g.rewards])
-        if self._config.sharing.enabled and self._config.sharing.utility_guard:
+        if self._config.sharing.enabled:
             self._split.external_scale = self._guard.observe(reward_own, result.agreement, share or 0.0)
             self._counters.external_scale = self._split.external_scale
         self._report = msgspec.structs.replace(
@@ -301,7 +297,7 @@ class Loop:
             c.reward_held_out, c.held_out_step = reward, c.step
             if c.reward_held_out_start is None:
                 c.reward_held_out_start = reward
-            if self._config.sharing.enabled and self._config.sharing.utility_guard:
+            if self._config.sharing.enabled:
                 self._split.external_scale = self._guard.observe(None, None, self._report.external_share or 0.0, reward)
             log.info("held out", step=c.step, reward=round(reward, 4))
             self._engine.observe(reward)

@@ -1,12 +1,13 @@
 """What the benchmarks of averaging count: bytes that an arm may receive, and time that training stands still."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from benchmarks import stalls
-from benchmarks.simulator import PARTS, Arm, Swarm
+from benchmarks.simulator import PAPER, PARTS, Arm, Swarm
 from swarmnode.config import PolicyConfig, TrainingConfig
 from swarmnode.policy.load import load_policy
 from swarmnode.tasks.client import Scorer
@@ -38,7 +39,7 @@ def test_an_arm_receives_what_it_may_and_not_a_fragment_more(policy):
 
 
 def test_groups_are_counted_as_they_would_travel(policy):
-    unfiltered = Arm("sharing", 1).sharing.model_copy(update={"zero_advantage_filter": False})
+    unfiltered = replace(PAPER, useful_only=False)
     every = run(policy, Arm("all", 1, unfiltered), (), 2)
     half = run(policy, Arm("half", 1, unfiltered, share_one_of=2), (), 2)
     assert all(200 < received < 2000 for received in every.received)  # one group of two short completions from the only other node

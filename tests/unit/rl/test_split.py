@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from swarmnode.rl.split import AdaptiveSplit, FixedSplit, floor_groups
+from swarmnode.rl.split import AdaptiveSplit, floor_groups
 
 
 def test_alone_a_node_generates_its_whole_batch():
@@ -90,14 +90,6 @@ def test_half_of_the_drawn_passing_counts_half_of_the_arrived():
     assert split.smoothed == pytest.approx(2.0)
 
 
-def test_a_fixed_split_stays_whatever_arrives():
-    split = FixedSplit(8, external=4)
-    split.observe(100)
-    assert (split.own_groups, split.external_room) == (4, 4)
-    split.external_scale = 0.5
-    assert (split.own_groups, split.external_room) == (6, 2)
-
-
 def test_statistics_are_a_snapshot():
     split = AdaptiveSplit(8, floor=2)
     before = split.statistics()
@@ -111,7 +103,7 @@ def test_floor_is_a_share_rounded_up_and_at_least_one():
 
 
 def test_impossible_splits_are_refused():
-    for build in (lambda: AdaptiveSplit(8, 0), lambda: AdaptiveSplit(8, 9), lambda: FixedSplit(8, 8), lambda: FixedSplit(8, -1)):
+    for build in (lambda: AdaptiveSplit(8, 0), lambda: AdaptiveSplit(8, 9)):
         with pytest.raises(ValueError):
             build()
 

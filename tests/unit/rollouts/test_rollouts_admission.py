@@ -146,7 +146,7 @@ def test_forged_frames_do_not_use_up_an_authors_rate():
 
 
 def test_a_version_far_behind_the_senders_newest_is_outdated():
-    checks = admission(drop_staleness=8)
+    checks = admission()
     assert isinstance(checks.check_frame(frame(0, policy_version=20), NOW), Candidate)
     assert isinstance(checks.check_frame(frame(1, policy_version=12), NOW), Candidate)
     assert reason(checks.check_frame(frame(2, policy_version=11), NOW)) == "outdated"
@@ -203,10 +203,10 @@ def test_another_model_and_tokenizer_are_welcome():
     assert isinstance(admission().check_frame(frame(tokenizer=b"o" * 32), NOW), Candidate)
 
 
-def test_equal_rewards_are_filtered_unless_that_is_off():
+def test_equal_rewards_are_filtered():
     candidate = admission().check_frame(frame(), NOW)
     assert reason(admission().check_scored(candidate, "?", [1.0] * 8)) == "zero_advantage"
-    assert isinstance(admission(zero_advantage_filter=False).check_scored(candidate, "?", [1.0] * 8), ExternalGroup)
+    assert isinstance(admission().check_scored(candidate, "?", [1.0] * 7 + [0.0]), ExternalGroup)
 
 
 @pytest.mark.parametrize("rewards", [[0.0, 1.0], [], [float("nan")] * 8, [float("inf")] * 8, [2.0] + [0.0] * 7, [-0.1] + [0.0] * 7])

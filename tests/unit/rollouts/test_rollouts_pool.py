@@ -4,13 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmnode.config import SharingConfig
 from swarmnode.rollouts.pool import Pool
 from tests.support.groups import external_group
 
 
-def filled(peers, each, **cfg):
-    pool = Pool(SharingConfig(**cfg))
+def filled(peers, each, **sizes):
+    pool = Pool(64 * 2**20, **sizes)
     for n in range(each):
         for peer in peers:
             assert pool.add(external_group(peer, n), now=float(n), policy_version=0)
@@ -35,32 +34,32 @@ def test_the_same_group_is_not_added_twice():
 
 
 def test_one_peer_never_holds_more_than_its_share_of_the_groups():
-    pool = filled("a", 100, pool_groups=80)
+    pool = filled("a", 100, max_groups=80)
     stats = pool.statistics(100.0)
     assert stats.groups == 10
     assert stats.evicted_peer_share == 90
 
 
 def test_a_peer_that_is_full_loses_its_oldest_group():
-    pool = filled("a", 11, pool_groups=80)
+    pool = filled("a", 11, max_groups=80)
     numbers = {g.group.sequence for _ in range(10) for g in draw(pool, 2)}
     assert numbers == set(range(1, 11))
 
 
 def test_one_peer_never_holds_more_than_its_share_of_the_bytes():
-    pool = Pool(SharingConfig(pool_bytes=2**20))
+    pool = Pool(2**20)
     for n in range(100):
         pool.add(external_group("a", n, text="x" * 10_000), now=0.0, policy_version=0)
     assert 0 < pool.statistics(0.0).bytes <= 2**17
 
 
 def test_a_group_larger_than_a_peers_share_is_refused():
-    pool = Pool(SharingConfig(pool_bytes=2**20))
+    pool = Pool(2**20)
     assert not pool.add(external_group("a", 0, text="x" * 2**17), now=0.0, policy_version=0)
 
 
 def test_a_full_pool_drops_the_oldest_group_of_the_most_represented_peer():
-    pool = Pool(SharingConfig(pool_groups=8, peer_share=0.5))
+    pool = Pool(64 * 2**20, max_groups=8, peer_share=0.5)
     for peer, number in [("b", 0), ("a", 1), ("a", 2), ("a", 3), ("c", 4), ("c", 5), ("d", 6), ("e", 7), ("f", 8)]:
         pool.add(external_group(peer, number), now=float(number), policy_version=0)
     stats = pool.statistics(8.0)
@@ -78,7 +77,7 @@ def test_groups_expire_by_age():
 
 
 def test_groups_expire_by_own_policy_versions_since_they_arrived():
-    pool = filled("a", 1, drop_staleness=8)
+    pool = filled("a", 1)
     pool.expire(0.0, 8)
     assert len(pool) == 1
     pool.expire(0.0, 9)
@@ -86,7 +85,7 @@ def test_groups_expire_by_own_policy_versions_since_they_arrived():
 
 
 def test_stale_groups_are_drawn_only_to_fill():
-    pool = Pool(SharingConfig(max_staleness=4, drop_staleness=8))
+    pool = Pool(64 * 2**20)
     for n, peer in enumerate("abcd"):
         pool.add(external_group(peer, n), now=0.0, policy_version=0)
     for n, peer in enumerate("ab"):
@@ -98,7 +97,7 @@ def test_stale_groups_are_drawn_only_to_fill():
 
 
 def test_staleness_is_never_negative_when_the_trainer_was_restored():
-    pool = Pool(SharingConfig())
+    pool = Pool(64 * 2**20)
     pool.add(external_group("a", 0), now=0.0, policy_version=10)
     assert draw(pool, 2, version=9)[0].staleness == 0
 
@@ -117,11 +116,6 @@ def test_trusted_peers_are_drawn_more_often():
     assert wins / 400 == pytest.approx(0.8, abs=0.08)
 
 
-def test_uniform_sampling_is_the_papers_and_ignores_peers_and_trust():
-    pool = filled("a", 6, sampler="uniform")
-    assert len(draw(pool, 6, trust=lambda peer: 0.0)) == 6
-
-
 def test_a_draw_repeats_with_its_seed():
     def once():
         return [g.content for g in draw(filled("abcdef", 3), 5, seed=7)]
@@ -133,7 +127,7 @@ def test_a_draw_repeats_with_its_seed():
 @given(st.lists(st.tuples(st.sampled_from("abcdefghij"), st.integers(0, 30_000), st.integers(0, 20)), max_size=120), st.integers(0, 2**32))
 def test_bounds_hold_whatever_arrives(arrivals, seed):
     rng = random.Random(seed)
-    pool = Pool(SharingConfig(pool_groups=16, pool_bytes=2**20))
+    pool = Pool(2**20, max_groups=16)
     version = 0
     for number, (peer, length, step) in enumerate(arrivals):
         pool.add(external_group(peer, number, text="x" * length), now=float(number), policy_version=version)

@@ -59,8 +59,8 @@ def test_mistakes_in_environment_and_command_line_name_their_origin():
         settings.load(overrides=["http.prot=1"])
     with pytest.raises(ConfigError, match="not key=value"):
         settings.load(overrides=["http.port"])
-    with pytest.raises(ConfigError, match=r"command line: sharing\.drop_staleness: .*at least max_staleness"):
-        settings.load(overrides=["sharing.drop_staleness=1"])
+    with pytest.raises(ConfigError, match=r"command line: policy\.quantization: .*needs an adapter"):
+        settings.load(overrides=["policy.quantization=4bit"])
 
 
 def test_a_named_file_must_exist_and_the_default_one_need_not(tmp_path):

@@ -6,18 +6,17 @@ from functools import partial
 import pytest
 import torch
 
-from swarmnode.config import PolicyConfig, SharingConfig
+from swarmnode.config import PolicyConfig
 from swarmnode.policy.generate import generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.rollouts.groups import ExternalGroup
-from swarmnode.trainer.batch import assemble, judge, own_group
+from swarmnode.trainer.batch import CHECKS, ExternalChecks, assemble, judge, own_group
 from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
 
 PROMPT = "Find the greatest common divisor (GCD) of these numbers: 4, 6. Return only the GCD as your answer."
-CFG = SharingConfig()
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +49,8 @@ def external(policy, sample, *, texts=None, ids=True, shift=0.0, model=None, tok
     return ExternalGroup(b"c" * 32, "12D3KooWpeer", group, PROMPT, list(rewards), 0)
 
 
-def judged(policy, group, cfg=CFG):
-    return judge([group], policy, partial(MicroBatcher(4096).score_with_entropy, policy), cfg, 1.0)
+def judged(policy, group, checks=CHECKS):
+    return judge([group], policy, partial(MicroBatcher(4096).score_with_entropy, policy), 1.0, checks)
 
 
 def test_an_honest_group_is_used_at_full_weight_with_the_sender_s_ids(policy, sample):
@@ -65,18 +64,13 @@ def test_an_honest_group_is_used_at_full_weight_with_the_sender_s_ids(policy, sa
 
 
 def test_a_sender_surer_than_we_are_is_weighed_down_to_the_floor_and_never_up(policy, sample):
-    loose = SharingConfig(spot_check_tolerance=10.0)
+    loose = ExternalChecks(spot_check_tolerance=10.0)
     surer = judged(policy, external(policy, sample, shift=0.1), loose).accepted[0].weights
     much_surer = judged(policy, external(policy, sample, shift=5.0), loose).accepted[0].weights
     unsure = judged(policy, external(policy, sample, shift=-3.0), loose).accepted[0].weights
     assert all(0.8 <= w <= 1.0 for w in surer)
     assert min(much_surer) == pytest.approx(0.8)
     assert unsure == pytest.approx([1.0] * 4)
-
-
-def test_the_paper_s_mode_has_no_correction(policy, sample):
-    cfg = SharingConfig(correction="none", spot_check_tolerance=10.0)
-    assert judged(policy, external(policy, sample, shift=5.0), cfg).accepted[0].weights == [1.0] * 4
 
 
 def test_logprobs_of_a_far_policy_fail_the_spot_check(policy, sample):
@@ -92,7 +86,7 @@ def test_a_made_up_text_with_true_logprobs_is_too_surprising(policy, sample):
     completions = [type(sample.completions[0])(ids, lps, policy.decode(ids), "eos") for ids, lps in zip(made_up, logprobs, strict=True)]
     forged = external(policy, type(sample)(sample.prompt_ids, completions))
     assert [outcome for _, outcome in judged(policy, forged).outcomes] == ["spot_check"]
-    blind = SharingConfig(surprise_tolerance=100.0)
+    blind = ExternalChecks(surprise_tolerance=100.0)
     assert [outcome for _, outcome in judged(policy, forged, blind).outcomes] == ["used"], "the spot check alone believes it"
 
 
@@ -120,7 +114,7 @@ def test_text_that_our_tokenizer_cannot_spell_is_untokenizable(policy, sample):
 def test_another_model_s_unlikely_winner_is_left_out(policy, sample):
     texts = ["zQ~{|}x", *[c.text for c in sample.completions][1:]]
     group = external(policy, sample, texts=texts, ids=False, tokenizer=b"x" * 32, model=b"y" * 32)
-    strict = SharingConfig(min_mean_logprob=-3.0)
+    strict = ExternalChecks(min_mean_logprob=-3.0)
     assert [outcome for _, outcome in judged(policy, group, strict).outcomes] == ["mean_logprob"]
 
 
@@ -137,7 +131,7 @@ def test_ids_outside_the_vocabulary_are_untokenizable(policy, sample):
 def test_a_sender_s_temperature_is_the_one_it_is_checked_at(policy):
     cool = generate(policy, [PROMPT], 4, 8, 0.5, 1.0, policy.random_generator(2))[0]
     group = external(policy, cool, temperature=0.5)
-    strict = SharingConfig(spot_check_tolerance=0.001)
+    strict = ExternalChecks(spot_check_tolerance=0.001)
     assert [outcome for _, outcome in judged(policy, group, strict).outcomes] == ["used"]
     wrong = external(policy, cool, temperature=2.0)
     assert [outcome for _, outcome in judged(policy, wrong, strict).outcomes] == ["spot_check"]

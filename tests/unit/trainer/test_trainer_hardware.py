@@ -12,7 +12,7 @@ from swarmnode.config import Config
 from swarmnode.link.server import LinkServer
 from swarmnode.policy.load import Policy
 from swarmnode.process import Progress
-from swarmnode.rl.split import AdaptiveSplit, FixedSplit, floor_groups
+from swarmnode.rl.split import AdaptiveSplit, floor_groups
 from swarmnode.trainer import loop
 from swarmnode.trainer.loop import Trainer
 from swarmnode.trainer.pace import fitted
@@ -134,10 +134,7 @@ def test_one_slow_step_costs_half_the_batch_at_most():
 
 @pytest.mark.parametrize("batch", range(1, 17))
 def test_a_resized_split_still_adds_up(batch):
-    adaptive = AdaptiveSplit(8, floor_groups(8, 0.25), share=0.25)
-    fixed = FixedSplit(8, 4)
-    for split in (adaptive, fixed):
-        split.resize(batch)
-        assert split.own_groups >= 1
-        assert split.own_groups + (split.external_room if split is fixed else 0) == batch
-    assert adaptive.floor == floor_groups(batch, 0.25)
+    split = AdaptiveSplit(8, floor_groups(8, 0.25), share=0.25)
+    split.resize(batch)
+    assert split.own_groups == batch
+    assert split.floor == floor_groups(batch, 0.25)
