@@ -21,7 +21,7 @@ import trio
 from swarmnode.config import Config
 from swarmnode.demo.hostile_groups import Author, hostile_frames
 from swarmnode.demo.weight_liar import WeightLiar
-from swarmnode.p2p.gossip import Verdict
+from swarmnode.p2p.gossip import Validation
 from swarmnode.p2p.host import open_host
 from swarmnode.p2p.identity import load_or_create
 from swarmnode.p2p.network import Network
@@ -45,10 +45,10 @@ async def run(config: Config) -> None:
     liar.key, liar.peer = identity.private_key, identity.peer_id
     heard: list[bytes] = []
 
-    def listen(frame: bytes, forwarder: str) -> Verdict:
+    def listen(frame: bytes, forwarder: str) -> Validation:
         heard.append(frame)
         del heard[:-64]
-        return Verdict.ACCEPT
+        return Validation.ACCEPT
 
     async with open_host(config.network, identity, config.node.data_dir, swarm=swarm) as network, trio.open_nursery() as nursery:
         topic = ids.rollout_topic(swarm)

@@ -28,7 +28,7 @@ QUEUE_BYTES = 16 * 2**20
 """Bounds of one topic's queue. When either is reached the newest message is dropped: gossip is lossy, and admission catches up later."""
 
 
-class Verdict(enum.Enum):
+class Validation(enum.Enum):
     """What becomes of a message."""
 
     ACCEPT = "accept"
@@ -39,8 +39,8 @@ class Verdict(enum.Enum):
     """Drop, and hold it against the forwarder, who should have seen that nobody can want it."""
 
 
-Validator = Callable[[bytes, str], Verdict]
-"""(data, peer id of the forwarder) → Verdict. Must be fast: it runs on the network's only thread."""
+Validator = Callable[[bytes, str], Validation]
+"""(data, peer id of the forwarder) → Validation. Must be fast: it runs on the network's only thread."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Gossip:
         nursery: trio.Nursery,
         *,
         welcome: Callable[[str], bool] = lambda peer: True,
-        judged: Callable[[str, Verdict, str], None] = lambda peer, verdict, reason: None,
+        judged: Callable[[str, Validation, str], None] = lambda peer, verdict, reason: None,
     ) -> None:
         self._pubsub = pubsub
         self._router = router
@@ -189,21 +189,21 @@ class Gossip:
         self._count["received"] += 1
         verdict, reason = self._verdict(topic, peer, message)
         self._count[verdict.value] += 1
-        if verdict is Verdict.ACCEPT:
+        if verdict is Validation.ACCEPT:
             topic.put(Message(bytes(message.data), peer))
         self._judged(peer, verdict, reason)
-        return verdict is Verdict.ACCEPT
+        return verdict is Validation.ACCEPT
 
-    def _verdict(self, topic: Topic, peer: str, message: Any) -> tuple[Verdict, str]:
+    def _verdict(self, topic: Topic, peer: str, message: Any) -> tuple[Validation, str]:
         if not self._welcome(peer):
             self._count["unwelcome"] += 1
-            return Verdict.IGNORE, "unwelcome"
+            return Validation.IGNORE, "unwelcome"
         try:
             return topic.validator(bytes(message.data), peer), "validator"
         except Exception:
             self._count["error"] += 1
             log.exception("the validator of %s failed on %d bytes; the message is ignored", topic.name, len(message.data))
-            return Verdict.IGNORE, "error"
+            return Validation.IGNORE, "error"
 
 
 async def _drain(subscription: Any) -> None:

@@ -26,7 +26,7 @@ from swarmnode.p2p.bulk import Bulk, BulkStatistics
 from swarmnode.p2p.dialer import DIAL_SECONDS, Dialer, first_cause
 from swarmnode.p2p.exchange import PeerExchange
 from swarmnode.p2p.gate import Gate
-from swarmnode.p2p.gossip import Gossip, GossipStatistics, Verdict
+from swarmnode.p2p.gossip import Gossip, GossipStatistics, Validation
 from swarmnode.p2p.liveness import Liveness
 from swarmnode.p2p.nat import Nat, NatStatistics
 from swarmnode.p2p.peers import PeerStatistics, PeerTable
@@ -171,6 +171,10 @@ class Network:
     def welcome(self, peer: str) -> bool:
         """Whether anything of `peer` is to be looked at: it is neither greylisted nor banned."""
         return self.reputation.standing(peer, trio.current_time()) is Standing.GOOD
+
+    def score(self, peer: str) -> float:
+        """See `Reputation.score`."""
+        return self.reputation.score(peer, trio.current_time())
 
     def accepted(self, peer: str) -> None:
         """Something that `peer` made passed every check."""
@@ -317,9 +321,9 @@ class Network:
 
     # -- events from elsewhere
 
-    def _judged(self, peer: str, verdict: Verdict, reason: str) -> None:
+    def _judged(self, peer: str, verdict: Validation, reason: str) -> None:
         """Gossip's verdict on what `peer` forwarded. Forwarding earns nothing: what is in the message is credited to whoever signed it."""
-        if verdict is Verdict.REJECT:
+        if verdict is Validation.REJECT:
             self.rejected(peer, f"gossip_{reason}")
 
     def _heard(self, peer: str, address: str) -> None:

@@ -15,13 +15,14 @@ import contextlib
 import dataclasses
 import logging
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import trio
 from libp2p.peer.id import ID
 
 from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout
+from swarmnode.p2p.api import RequestHandler
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +39,6 @@ OUTCOMES = ("ok", "timeout", "failed", "malformed")
 SERVED = ("ok", "timeout", "failed", "malformed", "busy", "unwelcome", "error")
 """Of theirs; `error` is a handler of ours that raised something unforeseen."""
 
-Handler = Callable[[str, bytes], Awaitable[bytes]]
-"""(peer id, request) → response. Raises PeerError to refuse; anything else is counted as our own error, and the stream is reset too."""
-
 
 @dataclasses.dataclass(frozen=True)
 class RequestStatistics:
@@ -54,7 +52,7 @@ class RequestStatistics:
 
 @dataclasses.dataclass
 class _Service:
-    handler: Handler
+    handler: RequestHandler
     max_request_bytes: int
     max_response_bytes: int
     concurrent: int
@@ -160,7 +158,7 @@ class Requests:
     def serve(
         self,
         protocol: str,
-        handler: Handler,
+        handler: RequestHandler,
         *,
         max_request_bytes: int,
         max_response_bytes: int,

@@ -21,6 +21,7 @@ from libp2p.network.stream.exceptions import StreamEOF
 from libp2p.peer.id import ID
 
 from swarmnode.errors import PeerError, PeerTimeout
+from swarmnode.p2p.api import StreamHandler
 from swarmnode.p2p.requests import close, reset
 
 log = logging.getLogger(__name__)
@@ -34,9 +35,6 @@ STALL_SECONDS = 300.0
 WATCH_SECONDS = 1.0
 REFUSED = ("unwelcome", "busy")
 """Why an incoming stream was reset at once."""
-
-Accept = Callable[["PeerStream"], None]
-"""Takes a stream that a peer has opened, at once; whoever does not want it resets it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,7 +208,7 @@ class Streams:
         self._opened[protocol] += 1
         return self._made(peer, opening.stream)
 
-    def serve(self, protocol: str, accept: Accept, *, concurrent: int, per_peer: int) -> None:
+    def serve(self, protocol: str, accept: StreamHandler, *, concurrent: int, per_peer: int) -> None:
         """Gives what peers open to `accept`. `concurrent`, `per_peer`: at a time; others are reset at once."""
         active: collections.Counter[str] = collections.Counter()
 

@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarmnode.config import SharingConfig
 from swarmnode.errors import BadMessage
-from swarmnode.p2p.gossip import Verdict as GossipVerdict
+from swarmnode.p2p.gossip import Validation
 from swarmnode.p2p.reputation import GREYLIST
 from swarmnode.rollouts import fetching, sampling
 from swarmnode.rollouts.admission import Admission, AdmissionStatistics, Rejected
@@ -285,21 +285,21 @@ class RolloutExchange:
 
     # -- in
 
-    def validate(self, frame: bytes, forwarder: str) -> GossipVerdict:
+    def validate(self, frame: bytes, forwarder: str) -> Validation:
         """Gossip's validator: admission without the scorer. Cannot raise."""
         result = self.admission.check_frame(frame, self._clock())
         if isinstance(result, Rejected):
             if result.verdict is Verdict.REJECT and result.peer is not None and result.peer != forwarder:
                 self._network.rejected(result.peer, result.reason)  # gossip holds it against the forwarder
-            return GossipVerdict(result.verdict.value)
+            return Validation(result.verdict.value)
         if isinstance(result, Announced):
             if (reason := self._fetching.want(result, forwarder)) is not None:
                 self.admission.refuse(reason, result.peer)
         else:
             self._enqueue(result)
         if not self._budget.allows("forward"):
-            return GossipVerdict.IGNORE  # taken, and not passed on
-        return GossipVerdict.ACCEPT  # even when we are too busy for it: others need not be
+            return Validation.IGNORE  # taken, and not passed on
+        return Validation.ACCEPT  # even when we are too busy for it: others need not be
 
     def _enqueue(self, candidate: Candidate) -> None:
         if self._strikes.is_out(candidate.peer, self._clock()):

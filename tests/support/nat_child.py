@@ -19,7 +19,7 @@ import trio
 from swarmnode.config import NetworkConfig
 from swarmnode.errors import PeerError
 from swarmnode.p2p import identity
-from swarmnode.p2p.gossip import Verdict
+from swarmnode.p2p.gossip import Validation
 from swarmnode.p2p.host import open_host
 from swarmnode.p2p.network import Network
 
@@ -68,7 +68,7 @@ async def main(data_dir: Path, cfg: NetworkConfig, swarm: bytes = SWARM) -> None
             return data
 
         network.requests.serve(DIGEST, echo, max_request_bytes=MOST, max_response_bytes=MOST)
-        topic = await network.gossip.join(TOPIC, lambda data, peer: Verdict.ACCEPT)
+        topic = await network.gossip.join(TOPIC, lambda data, peer: Validation.ACCEPT)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(child.collect, topic)
             print(json.dumps({"peer": network.peer_id, "addrs": network.listen_addrs}), flush=True)

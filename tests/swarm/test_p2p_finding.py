@@ -2,7 +2,7 @@
 
 import trio
 
-from swarmnode.p2p.gossip import Verdict
+from swarmnode.p2p.gossip import Validation
 from swarmnode.wire import codec, ids, limits
 from swarmnode.wire.messages import PeerAddresses, PeersRequest, PeersResponse
 from tests.support.hosts import host, hosts
@@ -39,8 +39,8 @@ async def test_a_bootstrap_peer_that_restarts_is_found_again_within_seconds_and_
     async with host(tmp_path / "a") as a:
         known = a.listen_addrs
     async with host(tmp_path / "b", initial_peers=known) as b, host(tmp_path / "c", initial_peers=known) as c:
-        at_b = await b.gossip.join(NAME, lambda data, peer: Verdict.ACCEPT)
-        await c.gossip.join(NAME, lambda data, peer: Verdict.ACCEPT)
+        at_b = await b.gossip.join(NAME, lambda data, peer: Validation.ACCEPT)
+        await c.gossip.join(NAME, lambda data, peer: Validation.ACCEPT)
         async with host(tmp_path / "a"):
             await until(lambda: len(b.connected()) == len(c.connected()) == 2)
         await until(lambda: len(b.connected()) == len(c.connected()) == 1)  # they still have each other
@@ -51,7 +51,7 @@ async def test_a_bootstrap_peer_that_restarts_is_found_again_within_seconds_and_
             assert a.listen_addrs == known
             await until(lambda: len(a.connected()) == 2)
             assert trio.current_time() - start < 10.0
-            at_a = await a.gossip.join(NAME, lambda data, peer: Verdict.ACCEPT)
+            at_a = await a.gossip.join(NAME, lambda data, peer: Validation.ACCEPT)
             await until(lambda: a.gossip.statistics().mesh[NAME] == 2)
             await c.gossip.publish(NAME, b"hello again")
             with trio.fail_after(60):

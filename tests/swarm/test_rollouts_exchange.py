@@ -12,7 +12,7 @@ from swarmnode.demo.hostile_groups import BUILTIN_TASKS, MODEL, TOKENIZER, Autho
 from swarmnode.errors import BadMessage, PeerError, PeerTimeout
 from swarmnode.link.messages import Hello
 from swarmnode.p2p import identity
-from swarmnode.p2p.gossip import Verdict
+from swarmnode.p2p.gossip import Validation
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import Draw
 from swarmnode.tasks.client import AsyncScorer
@@ -119,9 +119,9 @@ async def test_a_validator_sees_a_message_once_and_rejects_for_good(kind, tmp_pa
 
         def validator(data, forwarder):
             seen.append((data, forwarder))
-            return Verdict.ACCEPT if data == b"good" else Verdict.IGNORE
+            return Validation.ACCEPT if data == b"good" else Validation.IGNORE
 
-        await a.gossip.join("t", lambda data, forwarder: Verdict.ACCEPT)
+        await a.gossip.join("t", lambda data, forwarder: Validation.ACCEPT)
         topic = await b.gossip.join("t", validator)
         await until(lambda: b.peer_id in a.gossip.peers("t"))
         if kind == "libp2p":

@@ -9,8 +9,9 @@ service.py decides and counts; fetching.py and serving.py do either side's work;
 content.py what is sent and where it goes, bandwidth.py how long it may take. protocol/05-bulk.md is what travels, docs/bulk.md why.
 """
 
+from swarmnode.p2p.api import Declined
 from swarmnode.p2p.bulk.bandwidth import Bandwidth
 from swarmnode.p2p.bulk.content import BulkSink, BulkSource, FileSink, MemorySink
-from swarmnode.p2p.bulk.service import Bulk, BulkStatistics, Declined
+from swarmnode.p2p.bulk.service import Bulk, BulkStatistics
 
 __all__ = ["Bandwidth", "Bulk", "BulkSink", "BulkSource", "BulkStatistics", "Declined", "FileSink", "MemorySink"]

@@ -14,8 +14,9 @@ import trio
 
 from swarmnode.errors import PeerError
 from swarmnode.p2p.addresses import Address
+from swarmnode.p2p.api import Declined
 from swarmnode.p2p.bulk import fetching, tls
-from swarmnode.p2p.bulk.fetching import Declined, Pull
+from swarmnode.p2p.bulk.fetching import Pull
 from swarmnode.p2p.bulk.listener import HANDSHAKE_SECONDS, blocking
 from swarmnode.p2p.requests import Requests
 from swarmnode.wire import codec, ids, limits

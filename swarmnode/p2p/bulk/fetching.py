@@ -17,6 +17,7 @@ import trio
 from libp2p.peer.id import ID
 
 from swarmnode.errors import BadMessage, PeerError
+from swarmnode.p2p.api import Declined
 from swarmnode.p2p.bulk import tls
 from swarmnode.p2p.bulk.content import BulkSink
 from swarmnode.p2p.requests import LENGTH, close, read_frame, reset
@@ -25,14 +26,6 @@ from swarmnode.wire.messages import BulkManifest, BulkRequest, BulkResponse
 
 AHEAD = 4
 """Chunks that may wait to be verified."""
-
-
-class Declined(PeerError):
-    """Raised when a peer says that it will not send: `status` is `unknown` (not offered to us, or with another root) or `busy`."""
-
-    def __init__(self, status: str) -> None:
-        super().__init__(f"the peer answered {status}")
-        self.status = status
 
 
 class Pull:

@@ -11,25 +11,25 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Collection
-from typing import Any, Literal
+from typing import Any
 
 import trio
 from libp2p.crypto.keys import KeyPair
 
 from swarmnode.errors import BadMessage, PeerError, PeerTimeout
 from swarmnode.p2p.addresses import Address
+from swarmnode.p2p.api import BulkPath, Declined
 from swarmnode.p2p.bulk import fetching, serving, tls
 from swarmnode.p2p.bulk.bandwidth import Bandwidth
 from swarmnode.p2p.bulk.calling import Calling, Fallback
 from swarmnode.p2p.bulk.content import BulkSink, BulkSource
-from swarmnode.p2p.bulk.fetching import Declined, Pull
+from swarmnode.p2p.bulk.fetching import Pull
 from swarmnode.p2p.bulk.listener import HANDSHAKES, Listener, Tokens
 from swarmnode.p2p.requests import Requests
 from swarmnode.wire import bulk, codec, ids, limits
 from swarmnode.wire.bounds import check_message
 from swarmnode.wire.messages import BulkManifest, BulkManifestRequest, BulkManifestResponse, BulkSocketRequest, BulkSocketResponse
 
-Path = Literal["stream", "socket"]
 OFF = -1
 """Of `network.bulk_port`: no socket."""
 FETCHING = 4
@@ -165,7 +165,7 @@ class Bulk:
         return self.bandwidth.deadline(peer, count)
 
     async def fetch(
-        self, peer: str, transfer: bytes, manifest: BulkManifest, sink: BulkSink, *, deadline: float, path: Path | None = None
+        self, peer: str, transfer: bytes, manifest: BulkManifest, sink: BulkSink, *, deadline: float, path: BulkPath | None = None
     ) -> None:
         """Pulls the chunks that `sink` is missing; returns when all of them are verified and accepted.
 
@@ -196,7 +196,7 @@ class Bulk:
         finally:
             self._fetched[pull.path][outcome] += 1
 
-    async def _in_turn(self, pull: Pull, path: Path | None) -> None:
+    async def _in_turn(self, pull: Pull, path: BulkPath | None) -> None:
         peer = pull.peer
         self._waiting[peer] += 1
         try:
@@ -214,7 +214,7 @@ class Bulk:
             if not self._waiting[peer]:
                 del self._waiting[peer], self._peer_slots[peer]
 
-    async def _pull(self, pull: Pull, path: Path | None) -> None:
+    async def _pull(self, pull: Pull, path: BulkPath | None) -> None:
         if path != "stream":
             try:
                 control, connection = await self._calling.call(pull)

@@ -8,7 +8,7 @@ import trio.testing
 from swarmnode.config import NetworkConfig
 from swarmnode.p2p import metering
 from swarmnode.p2p.budget import Month
-from swarmnode.p2p.gossip import Verdict
+from swarmnode.p2p.gossip import Validation
 from swarmnode.p2p.metering import FILE, Meter, load
 from swarmnode.p2p.traffic import TrafficStatistics
 from tests.support.hosts import hosts
@@ -74,7 +74,7 @@ async def test_a_host_that_left_the_topic_hears_nothing_can_still_publish_and_co
     async with hosts(tmp_path, 2) as (a, b):
         heard = {a: [], b: []}
         for network in (a, b):
-            await network.gossip.join("t", lambda data, peer, mine=heard[network]: (mine.append(data), Verdict.ACCEPT)[1])
+            await network.gossip.join("t", lambda data, peer, mine=heard[network]: (mine.append(data), Validation.ACCEPT)[1])
         await until(lambda: b.gossip.statistics().mesh["t"] and a.gossip.statistics().mesh["t"])
         await b.gossip.leave("t")
         await until(lambda: not a.gossip.peers("t"))

@@ -3,7 +3,7 @@
 import pytest
 import trio
 
-from swarmnode.p2p.gossip import Message, Topic, Verdict
+from swarmnode.p2p.gossip import Message, Topic, Validation
 from swarmnode.wire.limits import GOSSIP_BYTES
 from tests.support.hosts import hosts
 from tests.support.waiting import until
@@ -11,8 +11,8 @@ from tests.support.waiting import until
 NAME = "/test/topic/1"
 
 
-def accept(data: bytes, peer: str) -> Verdict:
-    return Verdict.ACCEPT
+def accept(data: bytes, peer: str) -> Validation:
+    return Validation.ACCEPT
 
 
 async def join(networks, *validators) -> list[Topic]:
@@ -36,10 +36,10 @@ async def test_a_message_reaches_everybody_else_once_and_says_who_brought_it(tmp
         assert len(topics[0]) == len(topics[2]) == 0
 
 
-@pytest.mark.parametrize("verdict", [Verdict.IGNORE, Verdict.REJECT])
+@pytest.mark.parametrize("verdict", [Validation.IGNORE, Validation.REJECT])
 async def test_what_is_not_accepted_is_neither_delivered_nor_forwarded(tmp_path, verdict):
-    def picky(data: bytes, peer: str) -> Verdict:
-        return verdict if data == b"bad" else Verdict.ACCEPT
+    def picky(data: bytes, peer: str) -> Validation:
+        return verdict if data == b"bad" else Validation.ACCEPT
 
     async with hosts(tmp_path, 3, line=True) as (a, b, c):
         _, at_b, at_c = await join((a, b, c), accept, picky, accept)
@@ -50,14 +50,14 @@ async def test_what_is_not_accepted_is_neither_delivered_nor_forwarded(tmp_path,
             assert (await at_c.get()).data == b"good"
         statistics = b.gossip.statistics()
         assert (statistics.received, statistics.accepted, statistics.ignored + statistics.rejected) == (2, 1, 1)
-        assert (b.reputation.score(a.peer_id, trio.current_time()) < 0) is (verdict is Verdict.REJECT)
+        assert (b.reputation.score(a.peer_id, trio.current_time()) < 0) is (verdict is Validation.REJECT)
 
 
 async def test_a_validator_that_raises_costs_one_message(tmp_path, caplog):
-    def broken(data: bytes, peer: str) -> Verdict:
+    def broken(data: bytes, peer: str) -> Validation:
         if data == b"bad":
             raise RuntimeError("a bug of ours")
-        return Verdict.ACCEPT
+        return Validation.ACCEPT
 
     async with hosts(tmp_path, 2) as (a, b):
         _, at_b = await join((a, b), accept, broken)
@@ -108,7 +108,7 @@ async def test_a_greylisted_forwarder_is_not_listened_to(tmp_path):
 
 async def test_a_forwarder_of_rubbish_ends_up_banned_and_disconnected(tmp_path):
     async with hosts(tmp_path, 2) as (a, b):
-        await join((a, b), accept, lambda data, peer: Verdict.REJECT)
+        await join((a, b), accept, lambda data, peer: Validation.REJECT)
         for index in range(6):
             await a.gossip.publish(NAME, bytes([index]))
         await until(lambda: not b.welcome(a.peer_id))

@@ -4,7 +4,7 @@ import pytest
 import trio
 
 from swarmnode.p2p.addresses import parse
-from swarmnode.p2p.gossip import Verdict
+from swarmnode.p2p.gossip import Validation
 from tests.support.hosts import hosts
 from tests.support.waiting import until
 
@@ -17,7 +17,7 @@ async def test_gossip_moves_to_the_connection_that_is_left(tmp_path, which, spea
     """The speaker alone publishes; the other has nothing to write, and so nothing to notice by."""
     async with hosts(tmp_path, 2, relay="off") as pair:
         a, b = pair
-        topics = [await each.gossip.join(NAME, lambda data, peer: Verdict.ACCEPT) for each in pair]
+        topics = [await each.gossip.join(NAME, lambda data, peer: Validation.ACCEPT) for each in pair]
         await until(lambda: all(each.gossip.statistics().mesh[NAME] == 1 for each in pair))
         await a._dial_direct(parse(b.listen_addrs[0])[0], b.peer_id)
         await until(lambda: len(a._live) == len(b._live) == 2)

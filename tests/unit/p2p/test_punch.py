@@ -10,7 +10,7 @@ from multiaddr import Multiaddr
 
 from swarmnode.errors import PeerError, Unavailable
 from swarmnode.p2p.addresses import Address, Circuit, parse
-from swarmnode.p2p.gossip import Verdict
+from swarmnode.p2p.gossip import Validation
 from swarmnode.p2p.punch import DCUTR, PEERS, SESSION_SECONDS, SESSIONS, Allowance, connect_from
 from swarmnode.p2p.talk import converse, write_message
 from tests.support.hosts import host
@@ -34,8 +34,8 @@ async def called(tmp_path, **settings):
 async def test_a_circuit_is_replaced_by_a_direct_connection_and_gossip_goes_on(tmp_path):
     """At most what was on its way when the circuit was closed is lost."""
     async with called(tmp_path) as (relay, a, b):
-        at_b = await b.gossip.join("/t/1", lambda data, peer: Verdict.ACCEPT)
-        await a.gossip.join("/t/1", lambda data, peer: Verdict.ACCEPT)
+        at_b = await b.gossip.join("/t/1", lambda data, peer: Validation.ACCEPT)
+        await a.gossip.join("/t/1", lambda data, peer: Validation.ACCEPT)
         await until(lambda: a.gossip.statistics().mesh["/t/1"] == 1)
         heard, sent, gone_at = set(), 0, 10_000
 

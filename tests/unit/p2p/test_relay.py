@@ -14,7 +14,7 @@ from libp2p.tools.anyio_service import background_trio_service
 
 from swarmnode.errors import PeerError
 from swarmnode.p2p.addresses import Circuit, parse
-from swarmnode.p2p.gossip import Verdict
+from swarmnode.p2p.gossip import Validation
 from swarmnode.p2p.network import Network
 from swarmnode.p2p.relay import HOP, STOP, Book, RelayLimits
 from swarmnode.p2p.relay_client import Reservations
@@ -64,8 +64,8 @@ async def test_a_request_of_a_mebibyte_crosses_a_relay_both_ways(tmp_path):
 async def test_gossip_crosses_a_relay_both_ways(tmp_path):
     async with relayed(tmp_path) as (relay, a, b):
         await call(a, b, relay)
-        at_a = await a.gossip.join(NAME, lambda data, peer: Verdict.ACCEPT)
-        at_b = await b.gossip.join(NAME, lambda data, peer: Verdict.ACCEPT)
+        at_a = await a.gossip.join(NAME, lambda data, peer: Validation.ACCEPT)
+        at_b = await b.gossip.join(NAME, lambda data, peer: Validation.ACCEPT)
         await until(lambda: a.gossip.statistics().mesh[NAME] == b.gossip.statistics().mesh[NAME] == 1)
         await a.gossip.publish(NAME, b"from a")
         await b.gossip.publish(NAME, b"from b")

@@ -9,7 +9,7 @@ import trio
 from swarmnode.config import SharingConfig
 from swarmnode.demo.hostile_groups import BUILTIN_TASKS, MODEL, TOKENIZER, Author, hostile_frames, swarm_of
 from swarmnode.errors import PeerError
-from swarmnode.p2p.gossip import Verdict
+from swarmnode.p2p.gossip import Validation
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import Draw, Judged
 from swarmnode.tasks.client import AsyncScorer
@@ -215,7 +215,7 @@ async def test_an_author_is_blamed_even_when_another_passed_it_on(swarm, autojum
     swarm.medium.cut(swarm.authors[0].peer, swarm.authors[2].peer)
     group = swarm.authors[0].group(0, EPOCH)
     forged = swarm.authors[0].frame(msgspec.structs.replace(group, task=msgspec.structs.replace(group.task, seed=9 << 20)))
-    assert swarm.exchanges[2].validate(forged, swarm.authors[1].peer) is Verdict.REJECT
+    assert swarm.exchanges[2].validate(forged, swarm.authors[1].peer) is Validation.REJECT
     assert swarm.networks[2].reputation.score(swarm.authors[0].peer, trio.current_time()) < 0
 
 
@@ -260,7 +260,7 @@ async def test_a_slow_scorer_makes_us_busy_but_groups_are_still_passed_on(nurser
     swarm = await Swarm(nursery, scorer=InProcessScorer(seconds=5.0), groups_per_second=1000.0).start()
     frames = [swarm.authors[0].frame(swarm.authors[0].group(n, EPOCH)) for n in range(150)]
     verdicts = {swarm.exchanges[1].validate(frame, "forwarder") for frame in frames}
-    assert verdicts == {Verdict.ACCEPT}
+    assert verdicts == {Validation.ACCEPT}
     assert swarm.outcomes(1)["busy"] == 150 - 64
     await settle()
     assert swarm.outcomes(1)["admitted"] == 64

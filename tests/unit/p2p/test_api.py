@@ -1,0 +1,275 @@
+"""What swarmnode/p2p/api.py promises, of the network in memory and of real hosts on loopback alike."""
+
+import contextlib
+
+import pytest
+import trio
+
+from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout
+from swarmnode.p2p.api import Declined
+from swarmnode.p2p.bulk import BulkSource, MemorySink
+from swarmnode.p2p.gossip import Validation
+from swarmnode.p2p.reputation import BAN
+from swarmnode.testing.network import MemorySwarm
+from swarmnode.wire.limits import GOSSIP_BYTES
+from tests.support.hosts import hosts
+from tests.support.waiting import still, until
+
+PROTOCOL = "/test/api/1"
+LIMITS = {"max_request_bytes": 1024, "max_response_bytes": 1024}
+TRANSFER = bytes(range(32))
+
+
+@contextlib.asynccontextmanager
+async def in_memory(directory):
+    swarm = MemorySwarm()
+    yield [swarm.join(name) for name in ("one", "other")]
+
+
+@contextlib.asynccontextmanager
+async def on_loopback(directory):
+    async with hosts(directory, 2) as networks:
+        yield networks
+
+
+@pytest.fixture(params=[in_memory, on_loopback], ids=["memory", "libp2p"])
+def pair(request, tmp_path):
+    """A context of two connected networks."""
+    return request.param(tmp_path)
+
+
+async def echo(peer: str, data: bytes) -> bytes:
+    await trio.lowlevel.checkpoint()
+    return data
+
+
+async def ask(network, peer: str, data: bytes = b"x", *, protocol: str = PROTOCOL, deadline: float = 5.0, limit: int = 1024) -> bytes:
+    return await network.requests.request(peer, protocol, data, deadline=deadline, max_response_bytes=limit)
+
+
+async def test_two_networks_know_of_each_other(pair):
+    async with pair as (one, other):
+        with trio.fail_after(10):
+            await one.wait_connected()
+            await other.wait_connected()
+        assert one.connected() == [other.peer_id]
+        assert other.connected() == [one.peer_id]
+
+
+async def test_a_connection_that_ends_is_a_change(pair):
+    async with pair as (one, other):
+        with trio.fail_after(10):
+            await other.wait_connected()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(other.changed)
+                await trio.testing.wait_all_tasks_blocked(0.01)
+                one.disconnect(other.peer_id)
+
+
+async def test_a_peer_that_is_nowhere_cannot_be_dialled(pair):
+    async with pair as (one, _):
+        with pytest.raises(PeerError):
+            await one.dial("12D3KooWPjceQrSwdWXPyLLeABRXmuqt69Rg3sBYbU1Nft9HyQ6X", "/ip4/127.0.0.1/tcp/1")
+
+
+async def test_a_request_is_answered(pair):
+    async with pair as (one, other):
+        other.requests.serve(PROTOCOL, echo, **LIMITS)
+        assert await ask(one, other.peer_id, b"hello") == b"hello"
+        assert await one.requests.request(other.peer_id, PROTOCOL, b"", deadline=5, max_response_bytes=0, urgent=True) == b""
+
+
+async def test_every_way_in_which_a_request_fails_is_a_kind_of_peer_error(pair):
+    async def never(peer: str, data: bytes) -> bytes:
+        return await trio.sleep_forever()
+
+    async def refuses(peer: str, data: bytes) -> bytes:
+        await trio.lowlevel.checkpoint()
+        raise PeerError("no")
+
+    async with pair as (one, other):
+        other.requests.serve(PROTOCOL, echo, **LIMITS)
+        other.requests.serve("/test/never/1", never, **LIMITS)
+        other.requests.serve("/test/refuses/1", refuses, **LIMITS)
+        with pytest.raises(PeerTimeout):
+            await ask(one, other.peer_id, protocol="/test/never/1", deadline=0.2)
+        with pytest.raises(Incompatible):
+            await ask(one, other.peer_id, protocol="/test/nobody/1")
+        with pytest.raises(BadMessage, match="oversize"):
+            await ask(one, other.peer_id, b"12345", limit=4)
+        with pytest.raises(PeerError):
+            await ask(one, other.peer_id, bytes(2000))
+        with pytest.raises(PeerError):
+            await ask(one, other.peer_id, protocol="/test/refuses/1")
+        with pytest.raises(PeerError):
+            await ask(one, "12D3KooWPjceQrSwdWXPyLLeABRXmuqt69Rg3sBYbU1Nft9HyQ6X")
+        assert await ask(one, other.peer_id) == b"x"
+
+
+async def test_no_more_are_served_than_was_said(pair):
+    busy = trio.Event()
+
+    async def slow(peer: str, data: bytes) -> bytes:
+        busy.set()
+        await trio.sleep(0.3)
+        return data
+
+    async with pair as (one, other), trio.open_nursery() as nursery:
+        other.requests.serve(PROTOCOL, slow, concurrent=2, per_peer=1, **LIMITS)
+        nursery.start_soon(ask, one, other.peer_id)
+        await busy.wait()
+        with pytest.raises(PeerError):
+            await ask(one, other.peer_id)
+
+
+async def test_a_stream_carries_both_ways_and_ends_in_order(pair):
+    arrived = []
+    async with pair as (one, other):
+        other.streams.serve(PROTOCOL, arrived.append, concurrent=4, per_peer=4)
+        ours = await one.streams.open(other.peer_id, PROTOCOL, deadline=5)
+        await ours.send(b"there")
+        await until(lambda: arrived)
+        (theirs,) = arrived
+        assert (ours.peer, theirs.peer) == (other.peer_id, one.peer_id)
+        assert await theirs.receive() == b"there"
+        theirs.unread(b"re")
+        assert await theirs.receive() == b"re"
+        await theirs.send(b"back")
+        assert await ours.receive() == b"back"
+        ours.finish()
+        assert await theirs.receive() == b""
+        with pytest.raises(ValueError, match="after the end"):
+            await ours.send(b"more")
+        theirs.finish()
+        assert await ours.receive() == b""
+        with trio.fail_after(10):
+            await ours.closed.wait()
+            await theirs.closed.wait()
+        assert (ours.sent, ours.received, theirs.sent, theirs.received) == (5, 4, 4, 5)
+        assert not ours.broken.is_set()
+        assert not theirs.broken.is_set()
+
+
+async def test_a_stream_that_is_reset_is_broken_at_both_ends(pair):
+    arrived = []
+    async with pair as (one, other):
+        other.streams.serve(PROTOCOL, arrived.append, concurrent=4, per_peer=4)
+        ours = await one.streams.open(other.peer_id, PROTOCOL, deadline=5)
+        await ours.send(b"x")
+        await until(lambda: arrived)
+        assert await arrived[0].receive() == b"x"
+        ours.reset("for a test")
+        with pytest.raises(PeerError, match="for a test"):
+            await ours.receive()
+        with trio.fail_after(10):
+            await arrived[0].broken.wait()
+        with pytest.raises(PeerError):
+            await arrived[0].receive()
+        with pytest.raises(PeerError):
+            await ours.send(b"x")
+
+
+async def test_streams_beyond_what_is_taken_are_reset_and_unknown_protocols_are_not_opened(pair):
+    arrived = []
+    async with pair as (one, other):
+        other.streams.serve(PROTOCOL, arrived.append, concurrent=4, per_peer=1)
+        await (await one.streams.open(other.peer_id, PROTOCOL, deadline=5)).send(b"x")
+        await until(lambda: arrived)
+        with pytest.raises(PeerError):  # either of the two sees it, whichever comes later
+            await (await one.streams.open(other.peer_id, PROTOCOL, deadline=5)).receive()
+        with pytest.raises(PeerError):
+            await one.streams.open(other.peer_id, "/test/nobody/1", deadline=5)
+        with pytest.raises(PeerError):
+            await one.streams.open("12D3KooWPjceQrSwdWXPyLLeABRXmuqt69Rg3sBYbU1Nft9HyQ6X", PROTOCOL, deadline=5)
+
+
+async def test_what_is_offered_can_be_fetched_by_its_audience(pair):
+    source = BulkSource(bytes(range(256)) * 64, chunk_bytes=4096)
+    async with pair as (one, other):
+        with pytest.raises(Declined, match="unknown"):
+            await one.bulk.manifest(other.peer_id, TRANSFER)
+        other.bulk.offer(TRANSFER, source, audience=["12D3KooWPjceQrSwdWXPyLLeABRXmuqt69Rg3sBYbU1Nft9HyQ6X"])
+        with pytest.raises(Declined, match="unknown"):
+            await one.bulk.manifest(other.peer_id, TRANSFER)
+        other.bulk.offer(TRANSFER, source, audience=[one.peer_id])
+        manifest = await one.bulk.manifest(other.peer_id, TRANSFER, root=source.root)
+        with pytest.raises(BadMessage):
+            await one.bulk.manifest(other.peer_id, TRANSFER, root=bytes(32))
+        sink = MemorySink(manifest, limit=1 << 20)
+        await one.bulk.fetch(other.peer_id, TRANSFER, manifest, sink, deadline=one.bulk.deadline(other.peer_id, manifest.size))
+        assert sink.complete
+        assert bytes(sink.data) == bytes(range(256)) * 64
+        other.bulk.withdraw(TRANSFER)
+        with pytest.raises(Declined, match="unknown"):
+            await one.bulk.fetch(other.peer_id, TRANSFER, manifest, MemorySink(manifest, limit=1 << 20), deadline=5)
+
+
+async def test_bytes_that_are_not_what_the_manifest_says_cost_standing(pair):
+    data = bytearray(8192)
+    source = BulkSource(data, chunk_bytes=4096)
+    async with pair as (one, other):
+        other.bulk.offer(TRANSFER, source)
+        manifest = await one.bulk.manifest(other.peer_id, TRANSFER)
+        data[5000] = 1
+        sink = MemorySink(manifest, limit=1 << 20)
+        with pytest.raises(BadMessage, match="hash"):
+            await one.bulk.fetch(other.peer_id, TRANSFER, manifest, sink, deadline=5)
+        assert sink.missing() == [1]
+        assert one.score(other.peer_id) < 0
+
+
+async def test_a_message_is_judged_once_and_delivered_with_its_forwarder(pair):
+    judged = []
+
+    def picky(data: bytes, forwarder: str) -> Validation:
+        judged.append(data)
+        return {b"good": Validation.ACCEPT, b"stale": Validation.IGNORE}.get(data, Validation.REJECT)
+
+    async with pair as (one, other):
+        topic = await other.gossip.join("t", picky)
+        await one.gossip.join("t", lambda data, peer: Validation.ACCEPT)
+        with pytest.raises(ValueError, match="joined already"):
+            await other.gossip.join("t", picky)
+        await until(lambda: other.peer_id in one.gossip.peers("t"))
+        for data in (b"stale", b"bad", b"good"):
+            await one.gossip.publish("t", data)
+        with trio.fail_after(20):
+            message = await topic.get()
+        assert (message.data, message.forwarder) == (b"good", one.peer_id)
+        assert judged == [b"stale", b"bad", b"good"]
+        assert other.score(one.peer_id) < 0
+        with pytest.raises(ValueError, match="do not fit"):
+            await one.gossip.publish("t", bytes(GOSSIP_BYTES + 1))
+
+
+async def test_a_topic_that_was_left_brings_nothing_until_it_is_taken_up_again(pair):
+    async with pair as (one, other):
+        topic = await other.gossip.join("t", lambda data, peer: Validation.ACCEPT)
+        await one.gossip.join("t", lambda data, peer: Validation.ACCEPT)
+        await until(lambda: other.peer_id in one.gossip.peers("t"))
+        await other.gossip.leave("t")
+        await until(lambda: other.peer_id not in one.gossip.peers("t"))
+        await one.gossip.publish("t", b"while it was left")
+        assert await still(lambda: len(topic), seconds=0.3) == 0
+        await other.gossip.rejoin("t")
+        await until(lambda: other.peer_id in one.gossip.peers("t"))
+        await one.gossip.publish("t", b"afterwards")
+        with trio.fail_after(20):
+            while (await topic.get()).data != b"afterwards":  # a neighbour may still have the other, and tell of it
+                pass
+
+
+async def test_a_peer_that_was_rejected_too_often_is_not_listened_to_and_then_disconnected(pair):
+    async with pair as (one, other):
+        with trio.fail_after(10):
+            await other.wait_connected()
+        other.requests.serve(PROTOCOL, echo, **LIMITS)
+        other.accepted(one.peer_id)
+        assert other.score(one.peer_id) > 0
+        other.rejected(one.peer_id, "test", cost=-BAN - 30)
+        assert not other.welcome(one.peer_id)
+        with pytest.raises(PeerError):
+            await ask(one, other.peer_id)
+        assert one.peer_id in other.connected()
+        other.rejected(one.peer_id, "test", cost=40)
+        await until(lambda: one.peer_id not in other.connected())
