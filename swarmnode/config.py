@@ -54,21 +54,11 @@ class NetworkConfig(Section):
     """Find peers on the local network."""
     max_connections: int = Field(default=200, ge=2)
     """Inbound and outbound connections together."""
-    target_peers: int = Field(default=16, ge=1)
-    """Keep dialling known peers until this many are connected."""
     bulk_port: int = Field(default=0, ge=-1, le=65535)
     """Port of a second listener, over which tensors travel beside libp2p; 0 is a free one at every start, -1 none: they share libp2p's."""
     relay: Literal["off", "client", "server", "auto"] = "auto"
     """Circuit relay: `client` is called through relays, `server` relays for others, `auto` does the one or the other by whether it can be
     reached, `off` neither."""
-    relay_reservations: int = Field(default=64, ge=1)
-    """Peers that can be called through this node, when it is a relay."""
-    relay_circuits: int = Field(default=128, ge=1)
-    """Relayed connections at a time."""
-    relay_circuit_seconds: int = Field(default=3600, ge=1)
-    """A relayed connection is ended after this; its ends may begin another."""
-    relay_circuit_bytes: int = Field(default=2**30, ge=2**16)
-    """A relayed connection is ended after this many bytes, both ways together."""
     relay_bytes_per_second: int = Field(default=2 * 2**20, ge=0)
     """All relayed connections together; 0 is no limit."""
     hole_punching: bool = True

@@ -28,6 +28,8 @@ from swarmnode.p2p.relay_client import RelayClient, RelayClientStatistics
 
 log = logging.getLogger(__name__)
 
+RELAY_LIMITS = RelayLimits()
+"""All but the rate, which is a person's to set: `network.relay_bytes_per_second`."""
 PUNCH_DELAY_SECONDS = 0.5
 """After a call: the caller's own tasks come first."""
 GRACE_SECONDS = 2.0
@@ -83,10 +85,7 @@ class Nat:
             host, nursery, own=own, ports=list(dict.fromkeys(outside)), welcome=welcome, observed=self.observed,
             connected=lambda: [peer for peer in table.connected() if peer not in self._punched], changed=self._verdict_changed, rng=rng,
         )  # fmt: skip
-        limits = RelayLimits(
-            reservations=cfg.relay_reservations, circuits=cfg.relay_circuits, circuit_seconds=cfg.relay_circuit_seconds,
-            circuit_bytes=cfg.relay_circuit_bytes, bytes_per_second=cfg.relay_bytes_per_second,
-        )  # fmt: skip
+        limits = dataclasses.replace(RELAY_LIMITS, bytes_per_second=cfg.relay_bytes_per_second)
         self.relay = Relay(host, nursery, limits, own=own, addresses=lambda: [str(self._own_place())], welcome=welcome)
         self._client = RelayClient(
             host, nursery, candidates=self._candidates, wanted=self._wants_relays, address_of=self.address_of, dial=dial,

@@ -37,6 +37,8 @@ from swarmnode.p2p.traffic import Traffic, TrafficStatistics
 
 log = logging.getLogger(__name__)
 
+TARGET_PEERS = 16
+"""Known peers are dialled until this many are connected: twice the mesh of a gossip topic, so that half of them may go."""
 BOOK_SECONDS = 60.0
 TEND_SECONDS = 10.0
 ASK_JITTER_SECONDS = 0.5
@@ -93,7 +95,7 @@ class Network:
         self.peer_id = own
         self.listen_addrs = [f"{address}/p2p/{own}" for address in announce or listen]
         self.reputation = Reputation()
-        self.peers = PeerTable(own, cfg.target_peers, rng, wanted=self._wanted)
+        self.peers = PeerTable(own, TARGET_PEERS, rng, wanted=self._wanted)
         self.requests = Requests(host, nursery, welcome=self.welcome)
         self.streams = Streams(host, nursery, welcome=self.welcome)
         self.gossip = Gossip(pubsub, router, own, nursery, welcome=self.welcome, judged=self._judged)

@@ -49,8 +49,12 @@ OUTCOMES = ("ok", "refused", "no_reservation", "full", "failed", "malformed")
 
 @dataclasses.dataclass(frozen=True)
 class RelayLimits:
+    """What a relay gives away, so that being one never keeps a node from its own work."""
+
     reservations: int = 64
+    """Peers that can be called through this node."""
     circuits: int = 128
+    """Relayed connections at a time: two of everybody that has reserved."""
     circuits_per_peer: int = 16
     """Circuits that one peer may have, counted at both ends."""
     reservation_seconds: int = 1800

@@ -14,9 +14,11 @@ from swarmnode.crew import pipes as pipes_module
 from swarmnode.crew.opening import StreamOpen
 from swarmnode.crew.pipes import Pipes
 from swarmnode.errors import PeerError
+from swarmnode.p2p import nat
 from swarmnode.p2p import streams as streams_module
 from swarmnode.p2p.addresses import Circuit, parse
 from swarmnode.p2p.guards import yamux
+from swarmnode.p2p.relay import RelayLimits
 from swarmnode.wire import ids
 from tests.support.hosts import host, hosts
 from tests.support.pipe_ends import circles, open_pipe
@@ -230,9 +232,10 @@ async def test_a_host_that_is_gone_is_told_at_once(tmp_path):
         assert pipes[0].statistics().open["frames"] == 1  # that to stage 2
 
 
-async def test_it_works_through_a_relay_and_ends_with_it(tmp_path):
+async def test_it_works_through_a_relay_and_ends_with_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(nat, "RELAY_LIMITS", RelayLimits(circuit_bytes=8 * 2**20))
     members = {"relay": "client", "hole_punching": False}
-    async with host(tmp_path / "relay", relay="server", relay_circuit_bytes=8 * 2**20) as relay, trio.open_nursery() as nursery:
+    async with host(tmp_path / "relay", relay="server") as relay, trio.open_nursery() as nursery:
         known = {"initial_peers": relay.listen_addrs, **members}
         async with host(tmp_path / "a", swarm=b"a" * 32, **known) as one, host(tmp_path / "b", swarm=b"b" * 32, **known) as other:
             await until(lambda: relay.statistics().nat.relay.reservations == 2)

@@ -40,7 +40,7 @@ class Crew:
     async def _run(self, name, options, task_status=trio.TASK_STATUS_IGNORED):
         directory = self.directory / name
         self.ends[name], self.stopped[name] = trio.Event(), trio.Event()
-        async with host(directory, initial_peers=self.known, target_peers=8) as network:
+        async with host(directory, initial_peers=self.known) as network:
             key = identity.load_or_create(directory / "identity.key").private_key
             async with crew_node(network, key, directory, **options) as node:
                 self.nodes[name] = node

@@ -13,6 +13,7 @@ from libp2p.relay.circuit_v2.resources import RelayLimits as StockLimits
 from libp2p.tools.anyio_service import background_trio_service
 
 from swarmnode.errors import PeerError
+from swarmnode.p2p import nat
 from swarmnode.p2p.addresses import Circuit, parse
 from swarmnode.p2p.gossip import Validation
 from swarmnode.p2p.network import Network
@@ -143,8 +144,9 @@ async def test_a_relay_that_leaves_is_no_address_any_more_and_is_asked_again_whe
             await until(lambda: b.statistics().nat.client.relays == [])
 
 
-async def test_one_circuit_too_many_is_refused_and_the_rest_go_on(tmp_path):
-    async with relayed(tmp_path, relay_circuits=1) as (relay, a, b):
+async def test_one_circuit_too_many_is_refused_and_the_rest_go_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(nat, "RELAY_LIMITS", RelayLimits(circuits=1))
+    async with relayed(tmp_path) as (relay, a, b):
         await call(a, b, relay)
         with pytest.raises(PeerError, match="201"):
             await b.nat.call(a.peer_id, place(relay))
@@ -152,8 +154,9 @@ async def test_one_circuit_too_many_is_refused_and_the_rest_go_on(tmp_path):
         assert b.peer_id in a.connected()
 
 
-async def test_a_circuit_ends_at_its_bytes_and_leaves_nothing_behind(tmp_path):
-    async with relayed(tmp_path, relay_circuit_bytes=2**17) as (relay, a, b):
+async def test_a_circuit_ends_at_its_bytes_and_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(nat, "RELAY_LIMITS", RelayLimits(circuit_bytes=2**17))
+    async with relayed(tmp_path) as (relay, a, b):
         await call(a, b, relay)
 
         async def swallow(peer, data):
@@ -169,8 +172,9 @@ async def test_a_circuit_ends_at_its_bytes_and_leaves_nothing_behind(tmp_path):
         assert relay.peer_id in b.connected()
 
 
-async def test_a_circuit_ends_at_its_time(tmp_path):
-    async with relayed(tmp_path, relay_circuit_seconds=1) as (relay, a, b):
+async def test_a_circuit_ends_at_its_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(nat, "RELAY_LIMITS", RelayLimits(circuit_seconds=1))
+    async with relayed(tmp_path) as (relay, a, b):
         await call(a, b, relay)
         await until(lambda: b.peer_id not in a.connected() and a.peer_id not in b.connected(), 5.0)
 

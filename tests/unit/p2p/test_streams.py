@@ -6,6 +6,7 @@ import pytest
 import trio
 
 from swarmnode.errors import PeerError, PeerTimeout
+from swarmnode.p2p import network as network_module
 from swarmnode.p2p import streams as streams_module
 from swarmnode.p2p.guards import yamux
 from tests.support.hosts import hosts
@@ -174,8 +175,9 @@ async def test_opening_to_nobody_fails_in_time(tmp_path):
             await client.streams.open(server.peer_id, PROTOCOL, deadline=0.0)
 
 
-async def test_whom_somebody_depends_on_is_dialled_again_and_not_pruned(tmp_path):
-    async with hosts(tmp_path, 2, target_peers=1) as (server, client):
+async def test_whom_somebody_depends_on_is_dialled_again_and_not_pruned(tmp_path, monkeypatch):
+    monkeypatch.setattr(network_module, "TARGET_PEERS", 1)
+    async with hosts(tmp_path, 2) as (server, client):
         client.hold([server.peer_id, "not a peer id", client.peer_id])
         tags = client._host.get_network().tag_store
         assert [each.to_base58() for each in tags.get_protected_peers()] == [server.peer_id]
