@@ -246,7 +246,7 @@ class Gossip(Protocol):
         ...
 
     async def rejoin(self, topic: str) -> None:
-        """Takes a `topic` that was left up again."""
+        """Takes a `topic` that was left up again. Its messages may come only after the neighbours' back-off, 10 s."""
         ...
 
     async def publish(self, topic: str, data: bytes) -> None:
