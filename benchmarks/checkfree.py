@@ -119,9 +119,11 @@ def adapted(model: Any, rank: int, seed: int) -> Any:
     """A copy of `model` under a fresh adapter, as `policy.load` makes it."""
     from peft import LoraConfig, get_peft_model
 
+    from swarmnode.policy.load import LORA_MODULES
+
     torch.manual_seed(seed)
     usual = LoraSettings(r=rank)
-    settings = LoraConfig(r=usual.r, lora_alpha=usual.lora_alpha, target_modules=usual.target_modules, task_type="CAUSAL_LM")
+    settings = LoraConfig(r=usual.r, lora_alpha=usual.lora_alpha, target_modules=LORA_MODULES, task_type="CAUSAL_LM")
     return get_peft_model(copy.deepcopy(model), settings).eval()
 
 

@@ -52,7 +52,7 @@ from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.build_tiny import SETTINGS as TASKS
 from swarmnode.policy.build_tiny import SFT_BLOCK, questions
 from swarmnode.policy.load import Policy, load_policy
-from swarmnode.rl.objectives import policy_loss
+from swarmnode.rl.objectives import DELTA, EPSILON, EPSILON_HIGH, policy_loss
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.registry import task_version
 from swarmnode.trainer.batch import assemble, own_group
@@ -158,7 +158,7 @@ class Grpo:
         t, chosen = self._node.training, ids[:, 1:, None]
         return policy_loss(
             self._logprobs(ids).gather(2, chosen)[..., 0], old.gather(2, chosen)[..., 0], advantages, ours,
-            epsilon=t.epsilon, epsilon_high=t.epsilon_high, delta=t.delta, loss_type=t.loss_type,
+            delta=DELTA, loss_type=t.loss_type,
         ).loss  # fmt: skip
 
 
@@ -200,12 +200,11 @@ def gradient(crew: Crew, stage: int, layers: Sequence[nn.Module], probe: Any) ->
 
 def compare(crew: Crew, stage: int, layers: Sequence[nn.Module], probe: Any) -> dict[str, float]:
     """What the policy becomes with `layers` in the place of `stage`."""
-    clip = TrainingConfig()
     before, tokens = crew.distribution(probe)
     with through(crew.model, stage, layers):
         after = crew.distribution(probe)[0]
     ratio = (after - before).exp()
-    outside = (ratio < 1 - clip.epsilon) | (ratio > 1 + clip.epsilon_high)
+    outside = (ratio < 1 - EPSILON) | (ratio > 1 + EPSILON_HIGH)
     cosine = cosine_similarity(gradient(crew, stage, layers_of(crew.model, stage), probe), gradient(crew, stage, layers, probe), dim=0)
     return {
         "kl": float(kl_div(after, before, reduction="batchmean", log_target=True)),

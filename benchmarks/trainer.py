@@ -46,7 +46,7 @@ from swarmnode.policy.generate import generate
 from swarmnode.policy.load import Policy, load_policy
 from swarmnode.policy.logprobs import collate, completion_logprobs
 from swarmnode.rl.advantages import advantages
-from swarmnode.rl.objectives import policy_loss
+from swarmnode.rl.objectives import DELTA, EPSILON, EPSILON_HIGH, policy_loss
 from swarmnode.tasks.client import Scored, Scorer
 from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import choose_task, task_seed
@@ -188,7 +188,7 @@ def trl_trainer(case: Case, policy: Policy, scorer: Scorer, result: Result, fold
         per_device_train_batch_size=B * G, gradient_accumulation_steps=1, num_generations=G, max_steps=case.steps + WARM,
         max_completion_length=case.new_tokens, temperature=ours.temperature, top_p=ours.top_p, learning_rate=ours.learning_rate,
         lr_scheduler_type="constant", weight_decay=ours.weight_decay, max_grad_norm=ours.max_grad_norm, loss_type=ours.loss_type,
-        scale_rewards="group", epsilon=ours.epsilon, epsilon_high=ours.epsilon_high, delta=ours.delta, beta=ours.beta,
+        scale_rewards="group", epsilon=EPSILON, epsilon_high=EPSILON_HIGH, delta=DELTA, beta=ours.beta,
         num_iterations=1, logging_strategy="no", save_strategy="no", report_to="none", disable_tqdm=True, shuffle_dataset=False,
     )  # fmt: skip
     model = policy.clone().model

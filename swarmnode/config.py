@@ -35,8 +35,8 @@ class SwarmConfig(Section):
     """Nodes with the same name, tasks and wire version form one swarm, where there is no manifest."""
     invite: str = Field(default="", max_length=8192)
     """What `swarmnode join` is given; `run` then joins by itself, e.g. in a container. Empty: the swarm joined last, if any."""
-    id: str = Field(default="", pattern="^([0-9a-f]{64})?$")
-    """Filled in from the manifest that the node runs by; leave it empty."""
+    id: str = Field(default="", pattern="^([0-9a-f]{64})?$", json_schema_extra={"agreed": True})
+    """Swarm id of the manifest that the node runs by; no setting, only the manifest says it."""
     follow: Literal["ask", "founder", "never"] = "ask"
     """When the founder signs a successor: wait for `swarmnode manifest follow`, move there by itself, or ignore it."""
     secret_file: Path | None = None
@@ -76,8 +76,6 @@ class LoraSettings(Section):
     """Rank; 0 trains all weights."""
     lora_alpha: int = Field(default=16, ge=1)
     """Scale of the adapter."""
-    target_modules: list[str] | Literal["all-linear"] = "all-linear"
-    """Modules that get an adapter, as peft names them."""
 
 
 class PolicyConfig(Section):
@@ -144,16 +142,8 @@ class TrainingConfig(Section):
     """Advantage estimator."""
     loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
     """Aggregation: token mean, sequence mean, or constant length."""
-    epsilon: float = Field(default=0.2, gt=0)
-    """Lower clip of the importance ratio."""
-    epsilon_high: float = Field(default=0.28, gt=0)
-    """Upper clip of the importance ratio."""
-    delta: float | None = Field(default=4.0, gt=1)
-    """Hard upper bound of the ratio for negative advantages too; none is off."""
     beta: float = Field(default=0.0, ge=0)
     """Weight of the KL penalty to the start policy; above 0 keeps a reference copy."""
-    num_iterations: int = Field(default=1, ge=1)
-    """Optimizer steps per batch."""
     per_device_train_tokens: int = Field(default=16384, ge=64)
     """Micro-batch bound, prompt and completion tokens with padding; halved when memory runs out."""
     eval_every: int = Field(default=10, ge=1)
@@ -207,8 +197,6 @@ class StagesConfig(Section):
     """Committed steps between two copies of a stage at its neighbours."""
     keep_policy: bool = False
     """Keep a copy of every stage of the crew on this node's disk, so that `swarmnode export` can write the whole policy here."""
-    synthesis: Literal["checkfree", "uniform", "identity", "copy", "none"] = "checkfree"
-    """How a stage is made anew when nobody has a copy of it; `none` dissolves the crew instead."""
     paper_mode: bool = False
     """Train so that the first and last stage can be made anew too: half of the micro-batches in swapped order. From scratch only."""
     wait_seconds: float = Field(default=120.0, gt=0)
@@ -220,8 +208,6 @@ class HttpConfig(Section):
     """Address of /metrics, /healthz, /readyz, /status and the status page. They are read-only."""
     port: int = Field(default=9464, ge=0, le=65535)
     """0 chooses a free port."""
-    enabled: bool = True
-    """Serve HTTP at all."""
 
 
 class LogConfig(Section):

@@ -14,6 +14,7 @@ from typing import Any
 
 import platformdirs
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from swarmnode.config import Config
 from swarmnode.errors import ConfigError
@@ -48,9 +49,15 @@ def valid_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             keys += valid_keys(inner, f"{prefix}{name}.")
-        else:
+        elif not _agreed(field):
             keys.append(prefix + name)
     return keys
+
+
+def _agreed(field: FieldInfo) -> bool:
+    """Whether only a manifest fills this in."""
+    extra = field.json_schema_extra
+    return isinstance(extra, dict) and bool(extra.get("agreed"))
 
 
 def load(file: Path | None = None, environment: Mapping[str, str] | None = None, overrides: Sequence[str] = ()) -> Resolved:
@@ -191,6 +198,8 @@ def _reference_rows(model: Any, prefix: str) -> list[str]:
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             rows += _reference_rows(inner, f"{prefix}{name}.")
+            continue
+        if _agreed(field):
             continue
         if field.default_factory is not None and "Path" in str(inner):
             default = "the user's state directory"

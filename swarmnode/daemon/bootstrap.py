@@ -45,8 +45,7 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
             raise ConfigError("a bootstrap node needs a swarm: give it an invite, a --manifest file, or a data directory that founded one")
         node = BootstrapNode(config, member, ring)
         async with trio.open_nursery() as nursery:
-            if config.http.enabled:
-                node.url = await nursery.start(partial(serve_http, config.http, node.snapshot))
+            node.url = await nursery.start(partial(serve_http, config.http, node.snapshot))
             node.announce()
             nursery.start_soon(node.beat, progress)
             nursery.start_soon(member.run)

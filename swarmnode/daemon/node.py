@@ -74,8 +74,7 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
             await nursery.start(node.weights_plane.run)
             await nursery.start(node.stage_plane.run)
             await nursery.start(node.link.run)
-            if config.http.enabled:
-                node.url = await nursery.start(partial(serve_http, config.http, node.snapshot))
+            node.url = await nursery.start(partial(serve_http, config.http, node.snapshot))
             node.announce()
             nursery.start_soon(node.beat, progress)
             nursery.start_soon(member.run)

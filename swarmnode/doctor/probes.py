@@ -116,8 +116,7 @@ def listen_addresses(config: Config) -> list[tuple[str, int]]:
 def ports(config: Config, running: bool) -> list[PortFacts]:
     """Every port that the node listens on. One that is taken while the node runs is taken by it."""
     wanted = [("network.listen_addrs", host, port) for host, port in listen_addresses(config)]
-    if config.http.enabled:
-        wanted.append(("http.port", config.http.host, config.http.port))
+    wanted.append(("http.port", config.http.host, config.http.port))
     facts = []
     for name, host, port in wanted:
         problem = port_problem(host, port) if port else ""

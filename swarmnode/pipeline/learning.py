@@ -11,7 +11,7 @@ from swarmnode.config import TrainingConfig
 from swarmnode.pipeline.sessions import Prompts
 from swarmnode.pipeline.work import Loss, MicroBatch, Questions
 from swarmnode.policy.logprobs import Batch, collate
-from swarmnode.rl.objectives import policy_loss
+from swarmnode.rl.objectives import DELTA, EPSILON, EPSILON_HIGH, policy_loss
 from swarmnode.wire.tensors import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 
 
@@ -53,9 +53,9 @@ def describe_loss(rows: Sequence[LearnRow], cfg: TrainingConfig, normalizer: flo
         weights=pack_logprobs([row.weight for row in rows]),
         normalizer=float(normalizer),
         loss_type=cfg.loss_type,
-        epsilon=float(cfg.epsilon),
-        epsilon_high=float(cfg.epsilon_high),
-        delta=None if cfg.delta is None else float(cfg.delta),
+        epsilon=EPSILON,
+        epsilon_high=EPSILON_HIGH,
+        delta=DELTA,
         beta=float(cfg.beta),
     )
 

@@ -35,6 +35,8 @@ from swarmnode.policy.device import Placement, fit, probe, set_up
 from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash, weight_files
 from swarmnode.policy.text import PolicyText
 
+LORA_MODULES = "all-linear"
+"""What gets an adapter: nodes with adapters elsewhere could not average, so that it is nobody's choice alone."""
 PRECISION = {torch.float32: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -254,7 +256,7 @@ def quantization(cfg: PolicyConfig, placement: Placement) -> BitsAndBytesConfig:
 
 
 def add_adapter(cfg: PolicyConfig, model: PreTrainedModel) -> PreTrainedModel:
-    """LoRA by peft: base frozen, adapter in float32. Raises Unavailable when `target_modules` names none of the model's."""
+    """LoRA by peft: base frozen, adapter in float32. Raises Unavailable when the model has no linear layer to adapt."""
     from peft import get_peft_model, prepare_model_for_kbit_training
 
     settings = lora_settings(cfg)
@@ -263,14 +265,14 @@ def add_adapter(cfg: PolicyConfig, model: PreTrainedModel) -> PreTrainedModel:
             model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         return get_peft_model(model, settings).eval()
     except ValueError as error:
-        raise Unavailable(f"policy.lora.target_modules: {str(error).splitlines()[0]}") from error
+        raise Unavailable(f"policy.lora: {str(error).splitlines()[0]}") from error
 
 
 def lora_settings(cfg: PolicyConfig) -> Any:
     """peft's LoraConfig."""
     from peft import LoraConfig
 
-    return LoraConfig(r=cfg.lora.r, lora_alpha=cfg.lora.lora_alpha, target_modules=cfg.lora.target_modules, task_type="CAUSAL_LM")
+    return LoraConfig(r=cfg.lora.r, lora_alpha=cfg.lora.lora_alpha, target_modules=LORA_MODULES, task_type="CAUSAL_LM")
 
 
 def make_accelerator(placement: Placement) -> Accelerator:

@@ -15,6 +15,12 @@ from typing import NamedTuple
 import torch
 
 LOSS_TYPES = ("dapo", "grpo", "dr_grpo")
+EPSILON = 0.2
+"""Lower clip of the importance ratio: PPO's."""
+EPSILON_HIGH = 0.28
+"""Upper clip: unlikely tokens may become likelier than a symmetric clip lets them (DAPO, arXiv 2503.14476 §3.1)."""
+DELTA = 4.0
+"""Hard upper bound of the ratio for negative advantages too (INTELLECT-2, arXiv 2505.07291 §3.4)."""
 
 
 class LossOutput(NamedTuple):
@@ -55,8 +61,8 @@ def policy_loss(
     advantages: torch.Tensor,
     mask: torch.Tensor,
     *,
-    epsilon: float = 0.2,
-    epsilon_high: float = 0.28,
+    epsilon: float = EPSILON,
+    epsilon_high: float = EPSILON_HIGH,
     delta: float | None = None,
     loss_type: str = "dapo",
     beta: float = 0.0,

@@ -18,7 +18,7 @@ from swarmnode.averaging.lora import A_SEED, freeze_a, shares_a
 from swarmnode.config import Config
 from swarmnode.link.messages import WeightsReport
 from swarmnode.policy.generate import GroupSample, generate
-from swarmnode.policy.load import Policy, load_policy
+from swarmnode.policy.load import LORA_MODULES, Policy, load_policy
 from swarmnode.policy.logprobs import Row
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.policy.text import PolicyText
@@ -235,5 +235,4 @@ def adapter_shape(config: Config) -> LoraShape | None:
     lora = config.policy.lora
     if not lora.r:
         return None
-    modules = [lora.target_modules] if isinstance(lora.target_modules, str) else lora.target_modules
-    return LoraShape(lora.r, lora.lora_alpha, tuple(sorted(modules)), A_SEED if shares_a(config) else None)
+    return LoraShape(lora.r, lora.lora_alpha, (LORA_MODULES,), A_SEED if shares_a(config) else None)

@@ -11,7 +11,7 @@ from swarmnode.config import TrainingConfig
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import collate, completion_logprobs
 from swarmnode.policy.micro import MicroBatcher
-from swarmnode.rl.objectives import policy_loss
+from swarmnode.rl.objectives import DELTA, policy_loss
 from swarmnode.rl.utility import AgreementProbe
 from swarmnode.trainer.batch import Rows
 
@@ -50,7 +50,7 @@ class Updater:
         """Held while the weights move, so that another thread can copy them at any other time."""
 
     def update(self, rows: Rows, step: int) -> UpdateStatistics:
-        """`num_iterations` optimizer steps on the same rows; the statistics are the last one's.
+        """One optimizer step: a second one on the same rows would be off-policy for everybody's, and peers' rows are that already.
 
         Rows without a signal are not run through the model, but their tokens count in the normaliser: a batch that says
         little moves the policy little.
@@ -61,10 +61,7 @@ class Updater:
         reference = self._reference_logprobs(rows)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self._cfg, step)
-        statistics = UpdateStatistics(stepped=False)
-        for _ in range(self._cfg.num_iterations):
-            statistics = self._one(rows, own, external, reference)
-        return statistics
+        return self._one(rows, own, external, reference)
 
     def _one(self, rows: Rows, own: list[int], external: list[int], reference: list[list[float]] | None) -> UpdateStatistics:
         divisor = normalizer(rows, self._cfg)
@@ -79,9 +76,7 @@ class Updater:
                 _padded([rows.old_logprobs[i] for i in indices], logprobs),
                 rows.advantages[indices].to(logprobs.device),
                 mask,
-                epsilon=self._cfg.epsilon,
-                epsilon_high=self._cfg.epsilon_high,
-                delta=self._cfg.delta,
+                delta=DELTA,
                 loss_type=self._cfg.loss_type,
                 beta=self._cfg.beta,
                 ref_logprobs=None if reference is None else _padded([reference[i] for i in indices], logprobs),

@@ -112,10 +112,7 @@ class CrewPolicy:
             for i in own + external
         ]
         divisor, rate = normalizer(rows, cfg), learning_rate(cfg, step)
-        statistics = UpdateStatistics(stepped=False)
-        for _ in range(cfg.num_iterations):
-            statistics = self._one(learn, divisor, rate)
-        return statistics
+        return self._one(learn, divisor, rate)
 
     def _one(self, learn: list[LearnRow], divisor: float, rate: float) -> UpdateStatistics:
         cfg = self._config.training

@@ -166,7 +166,7 @@ class StageRecovery:
 def recovery_settings(config: Config) -> RecoverySettings:
     cfg = config.stages
     uplink = float(config.network.upload_bytes_per_second)
-    return RecoverySettings(shadow_every=cfg.shadow_every, synthesis=cfg.synthesis, paper=cfg.paper_mode, uplink=uplink)
+    return RecoverySettings(shadow_every=cfg.shadow_every, paper=cfg.paper_mode, uplink=uplink)
 
 
 def run_of(config: Config) -> Run:

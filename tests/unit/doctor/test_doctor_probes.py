@@ -67,10 +67,11 @@ def test_keys(tmp_path):
 def test_a_taken_port_is_ours_only_while_our_node_runs(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        node = config(tmp_path, network={"listen_addrs": [f"/ip4/127.0.0.1/tcp/{port}"]}, http={"enabled": False})
-        (stranger,), (own,) = probes.ports(node, running=False), probes.ports(node, running=True)
+        node = config(tmp_path, network={"listen_addrs": [f"/ip4/127.0.0.1/tcp/{port}"]}, http={"port": 0})
+        (stranger, http), (own, _) = probes.ports(node, running=False), probes.ports(node, running=True)
     assert (stranger.problem, stranger.ours) == (probes.TAKEN, False)
     assert own.ours
+    assert (http.key, http.problem) == ("http.port", "")
     assert probes.ports(node, running=False)[0].problem == ""
 
 

@@ -75,6 +75,15 @@ def test_lists_and_texts_parse_as_toml_or_stay_text():
     assert config.node.name == "bob smith"
 
 
+def test_there_are_at_most_eighty_settings():
+    assert len(settings.valid_keys()) <= 80, "what nobody needs to set is a constant with its reason, beside what uses it"
+
+
+def test_what_only_a_manifest_says_is_no_setting():
+    with pytest.raises(ConfigError, match=r"command line: unknown key swarm.id"):
+        settings.load(overrides=["swarm.id=" + "0" * 64])
+
+
 def test_every_key_is_documented_and_the_page_is_up_to_date():
     from pathlib import Path
 

@@ -17,7 +17,7 @@ from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.split import split_model, whole_state
 from swarmnode.policy.logprobs import collate, completion_logprobs
 from swarmnode.policy.micro import micro_batches
-from swarmnode.rl.objectives import policy_loss
+from swarmnode.rl.objectives import DELTA, policy_loss
 from tests.support.crew import open_crew
 
 SETTINGS = CrewSettings(b"b" * 32, "float32", "float32", swapped=True)
@@ -54,8 +54,8 @@ class Unsplit:
             logprobs, _ = completion_logprobs(view, batch, 1.0)
             old = torch.full_like(logprobs, -3.0) * batch.completion_mask
             out = policy_loss(
-                logprobs, old, torch.tensor([r.advantage for r in part]), batch.completion_mask, epsilon=CFG.epsilon,
-                epsilon_high=CFG.epsilon_high, delta=CFG.delta, loss_type=CFG.loss_type, beta=0.0, ref_logprobs=None,
+                logprobs, old, torch.tensor([r.advantage for r in part]), batch.completion_mask,
+                delta=DELTA, loss_type=CFG.loss_type, beta=0.0, ref_logprobs=None,
                 weights=torch.ones(len(part)), normalizer=normalizer,
             )  # fmt: skip
             out.loss.backward()
