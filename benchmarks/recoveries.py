@@ -19,7 +19,7 @@ from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.split import build_stage, whole_state
 from swarmnode.policy.logprobs import Batch
 from swarmnode.recovery.healing import Pair, heal
-from swarmnode.recovery.ladder import RecoverySettings, Run
+from swarmnode.recovery.sources import RecoverySettings, Run
 from swarmnode.recovery.synthesis import Method, Neighbour, synthesise
 
 SETTINGS = RecoverySettings()

@@ -19,10 +19,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from swarmnode.config import TrainingConfig
 from swarmnode.pipeline.learning import LearnRow
-from swarmnode.pipeline.member import CrewSettings
+from swarmnode.pipeline.worker import CrewSettings
 from swarmnode.recovery.gate import judge
-from swarmnode.recovery.ladder import RecoverySettings
 from swarmnode.recovery.messages import state_bytes
+from swarmnode.recovery.sources import RecoverySettings
 from tests.support.lost_stages import Fleet, quiet
 
 STEPS, AGE, ROWS, LOST = 12, 8, 24, 1

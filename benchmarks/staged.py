@@ -1,6 +1,6 @@
 """A tiny Llama in eight stages that can be lost: what `benchmarks.checkfree` trains.
 
-It runs unsplit, which computes the same (tests/unit/stages) in a fraction of the time; a stage is the tensors that `stages.spec` gives it.
+It runs unsplit, which computes the same (tests/unit/pipeline) in a fraction of the time; a stage is the tensors that `spec.py` gives it.
 The text is what Python's `help()` knows of the language (`pydoc_data`, 0.4 MB of English that every interpreter brings), as characters.
 """
 

@@ -11,8 +11,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from protocol.generate.frames import Vector, accepted, pack, pairs, plain, rejected, without
 from swarmnode.crew.messages import Certificate, Prepare, Promise, Propose, Refuse, Vote, Voter, record_hash
-from swarmnode.crew.opening import Circle
 from swarmnode.crew.roster import Acceptor
+from swarmnode.crew.stream_handshake import Circle
 from swarmnode.wire.envelope import peer_id
 
 KEYS = [Ed25519PrivateKey.from_private_bytes(hashlib.sha256(f"member {n}".encode()).digest()) for n in range(6)]

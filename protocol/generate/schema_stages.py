@@ -9,7 +9,7 @@ import msgspec
 
 from protocol.generate.schema import render, write
 from swarmnode.crew import messages
-from swarmnode.crew.opening import StreamOpen, StreamReady
+from swarmnode.crew.stream_handshake import StreamOpen, StreamReady
 from swarmnode.pipeline.frames import Frame
 from swarmnode.pipeline.work import MicroBatch, Questions
 from swarmnode.recovery.messages import Edge, Probe

@@ -13,10 +13,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 from swarmnode.errors import Refused
 from swarmnode.pipeline.spec import check_model_type
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 MEMBERS: Final = 8
 """Members considered for one crew, at most."""
@@ -195,7 +198,9 @@ class _Search:
         return Plan(order, tuple(after - before for before, after in pairwise((*cuts, self.count))), bound)
 
 
-def model_cost(config: Any, *, batch_tokens: int, cached_tokens: int, weight_bytes: int = 4, trained_bytes: int = 12) -> ModelCost:
+def model_cost(
+    config: PretrainedConfig, *, batch_tokens: int, cached_tokens: int, weight_bytes: int = 4, trained_bytes: int = 12
+) -> ModelCost:
     """Estimate for a transformers config before anything is measured. Work is in floating-point operations.
 
     `batch_tokens` of a micro-batch; `cached_tokens` in all waves together (2 bytes per key and value); `trained_bytes` per weight for

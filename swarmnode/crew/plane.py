@@ -17,7 +17,7 @@ import logging
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -29,8 +29,8 @@ from swarmnode.config import StagesConfig
 from swarmnode.crew import events as ev
 from swarmnode.crew import local, messages
 from swarmnode.crew.control import CrewControl
-from swarmnode.crew.opening import Circle
-from swarmnode.crew.pipes import Pipes, PipesStatistics
+from swarmnode.crew.stream_handshake import Circle
+from swarmnode.crew.stream_proxy import StreamProxy, StreamProxyStatistics
 from swarmnode.errors import BadMessage, Incompatible, PeerError
 from swarmnode.files import write_atomically
 from swarmnode.wire import ids
@@ -68,7 +68,7 @@ class Network(Protocol):
     def streams(self) -> Any: ...
     def connected(self) -> list[str]: ...
     async def changed(self) -> None: ...
-    def hold(self, peers: Any) -> None: ...
+    def hold(self, peers: Iterable[str]) -> None: ...
     def rejected(self, peer: str, reason: str, cost: float = ...) -> None: ...
 
 
@@ -103,7 +103,7 @@ class StagesStatistics(msgspec.Struct, frozen=True):
     """Tries to write down what was voted for that failed: until it is written, this node says nothing to anybody."""
     trainer_restarts: int
     """Times that our trainer was ended because it had work and did none."""
-    pipes: PipesStatistics
+    pipes: StreamProxyStatistics
 
 
 class StagePlane:
@@ -127,7 +127,7 @@ class StagePlane:
         self._paused = paused
         self._rng = rng or random.SystemRandom()  # incarnations: a process that forgot its votes must not draw the same again
         self._path = data_dir / MEMORY
-        self.pipes = Pipes(network.streams, data_dir, self._lost, allows=allows, rejected=network.rejected)
+        self.pipes = StreamProxy(network.streams, data_dir, self._lost, allows=allows, rejected=network.rejected)
         self._control = self._new_control(b"")
         self._say, self._said = trio.open_memory_channel[_Event](math.inf)  # bounded by who may say something: see _tell_control
         self._nursery: trio.Nursery | None = None

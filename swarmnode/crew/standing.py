@@ -13,12 +13,12 @@ import msgspec
 
 from swarmnode.crew import events as ev
 from swarmnode.crew import local, messages
+from swarmnode.crew.backoff import PeerBackoff
 from swarmnode.crew.detector import Detector
 from swarmnode.crew.events import ControlStatistics, CrewState, Settings
 from swarmnode.crew.forming import Forming
 from swarmnode.crew.holding import Holding
 from swarmnode.crew.messages import Leave, Offer, Record, Status, Voter
-from swarmnode.crew.patience import Patience
 from swarmnode.crew.roster import Acceptor, Lease, Sign, Verify, remembered_incarnation
 from swarmnode.crew.succession import Proposing
 from swarmnode.crew.view import View
@@ -78,7 +78,7 @@ class Standing:
         self._sent: dict[int, float] = {}
         self._beat = -1e9
         self._running = self._ever_ran = self._fenced = False
-        self._patience = Patience(settings.wait_seconds)
+        self._patience = PeerBackoff(settings.wait_seconds)
         self._signers: tuple[str, ...] = ()
         """Of the record with which we came to the crew."""
         self._stepped = False

@@ -26,8 +26,8 @@ import swarmnode
 from swarmnode.crew.events import NOTES, CrewState, SlotState
 from swarmnode.crew.local import RUNGS, StagePhase
 from swarmnode.crew.messages import Request
-from swarmnode.crew.opening import REFUSALS as STREAM_REFUSALS
-from swarmnode.crew.opening import Kind
+from swarmnode.crew.stream_handshake import REFUSALS as STREAM_REFUSALS
+from swarmnode.crew.stream_handshake import Kind
 from swarmnode.link.messages import Report, WeightsReport
 from swarmnode.observe.health import ready
 from swarmnode.observe.snapshot import Histogram, NodeSnapshot, StagesView

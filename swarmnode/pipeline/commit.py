@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from swarmnode.pipeline.frames import REFUSALS
+from swarmnode.pipeline.frames import RefusalReason
 
 Phase = Literal["open", "preparing", "prepared"]
 DECISION_SECONDS: Final = 30.0
@@ -36,7 +36,7 @@ class Answer:
     """Send an acknowledgement."""
 
     attempt: int
-    refused: REFUSALS | None
+    refused: RefusalReason | None
     squared_norm: float = 0.0
 
 
@@ -151,7 +151,7 @@ class Participant:
         self._since = now
         return Answer(self.attempt, None, self._norm)
 
-    def _refuse(self, attempt: int, reason: REFUSALS) -> Answer:
+    def _refuse(self, attempt: int, reason: RefusalReason) -> Answer:
         self._refused += 1
         return Answer(attempt, reason)
 
@@ -166,7 +166,7 @@ class Decided:
     """Send commit, or abort with the reason, to `stages`; none of them where the decision is not for sending."""
 
     attempt: int
-    refused: REFUSALS | None
+    refused: RefusalReason | None
     squared_norm: float
     """Of the whole policy; 0 for an abort."""
     stages: tuple[int, ...]
@@ -205,7 +205,7 @@ class Coordinator:
         self._decision, self._open, self._deadline = None, True, deadline
         return self.attempt
 
-    def acknowledged(self, stage: int, attempt: int, refused: REFUSALS | None, squared_norm: float) -> Decided | None:
+    def acknowledged(self, stage: int, attempt: int, refused: RefusalReason | None, squared_norm: float) -> Decided | None:
         """A decision for all where this one makes it; the old decision for a stage that asks again."""
         if attempt != self.attempt or not 0 <= stage < self.stages:
             return None
@@ -218,7 +218,7 @@ class Coordinator:
         self._norms[stage] = squared_norm
         return self._decide(None) if len(self._norms) == self.stages else None
 
-    def give_up(self, reason: REFUSALS) -> Decided | None:
+    def give_up(self, reason: RefusalReason) -> Decided | None:
         """Abort, where nothing is decided yet."""
         return self._decide(reason) if self._open else None
 
@@ -242,7 +242,7 @@ class Coordinator:
         """Whether every stage has taken the step that was decided."""
         return len(self._done) == self.stages
 
-    def _decide(self, refused: REFUSALS | None) -> Decided:
+    def _decide(self, refused: RefusalReason | None) -> Decided:
         self._open = False
         if refused is None:
             self._committed += 1

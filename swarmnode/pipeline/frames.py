@@ -33,7 +33,8 @@ ABOUT_ITEM_BYTES: Final = caps.STAGE_ABOUT_ITEM_BYTES
 INT8_BLOCK: Final = caps.STAGE_ACTIVATION_BLOCK
 
 ActivationCodec = Literal["float32", "bfloat16", "int8"]
-REFUSALS = Literal["micro_batches", "not_finite", "attempt", "timeout", "session", "fingerprint", "rows", "frame", "gone"]
+Purpose = Literal["learn", "score"]
+RefusalReason = Literal["micro_batches", "not_finite", "attempt", "timeout", "session", "fingerprint", "rows", "frame", "gone"]
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -57,7 +58,7 @@ class Forward(Header, frozen=True, tag="forward"):
     """Stage i → i + 1. Body: description of the micro-batch (`work.MicroBatch`) ‖ activations."""
 
     micro_batch: int
-    purpose: Literal["learn", "score"]
+    purpose: Purpose
     codec: ActivationCodec
     rows: int
     about: int
@@ -127,14 +128,14 @@ class Lost(Header, frozen=True, tag="lost"):
     """Any → head: this wave cannot go on here; begin it again from token ids."""
 
     session: bytes
-    reason: REFUSALS
+    reason: RefusalReason
 
 
 class Failed(Header, frozen=True, tag="failed"):
     """Any → head: this micro-batch cannot go on here."""
 
     micro_batch: int
-    reason: REFUSALS
+    reason: RefusalReason
 
 
 class Embedding(Header, frozen=True, tag="embedding"):
@@ -157,7 +158,7 @@ class Acknowledge(Header, frozen=True, tag="acknowledge"):
     """Any → head: gradients of exactly these are here, or why not."""
 
     attempt: int
-    refused: REFUSALS | None
+    refused: RefusalReason | None
     squared_norm: float
     """Of this stage's raw gradient, before any clipping; of a tied embedding only the head counts it."""
 
@@ -174,7 +175,7 @@ class Abort(Header, frozen=True, tag="abort"):
     """Head → all: drop the gradients of this attempt."""
 
     attempt: int
-    reason: REFUSALS
+    reason: RefusalReason
 
 
 class Done(Header, frozen=True, tag="done"):

@@ -13,7 +13,8 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from types import TracebackType
+from typing import Final
 
 import trio
 
@@ -21,11 +22,15 @@ from swarmnode.config import TrainingConfig
 from swarmnode.errors import BadMessage, PeerError, PeerTimeout
 from swarmnode.pipeline import frames
 from swarmnode.pipeline.commit import Coordinator, CoordinatorStatistics, Decided
-from swarmnode.pipeline.frames import REFUSALS, Frame
+from swarmnode.pipeline.compute import Compute, in_thread
+from swarmnode.pipeline.fence import Fence
+from swarmnode.pipeline.frames import Frame, RefusalReason
 from swarmnode.pipeline.learning import LearnRow, describe, describe_loss
-from swarmnode.pipeline.member import Member
+from swarmnode.pipeline.links import Links
+from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.waves import Wave, cut
-from swarmnode.pipeline.work import read_scores, read_tokens
+from swarmnode.pipeline.work import MicroBatch, read_scores, read_tokens
+from swarmnode.pipeline.worker import CrewSettings, StageWorker
 from swarmnode.policy.micro import micro_batches
 from swarmnode.wire import strict
 from swarmnode.wire.tensors import pack_ids
@@ -40,7 +45,7 @@ SCORES: Final = 2
 class StepResult:
     """Means per trained token; None where no step was taken."""
 
-    refused: REFUSALS | None = None
+    refused: RefusalReason | None = None
     """Why the step was dropped by all; None where it was taken by all."""
     loss: float | None = None
     clip_fraction: float | None = None
@@ -57,11 +62,14 @@ class HeadStatistics:
     begun_again: int
 
 
-class Head(Member):
+class Head(StageWorker):
     """Stage 0. One of `generate`, `score` and `update` at a time. `seconds` bounds each of them."""
 
-    def __init__(self, *args: Any, seconds: float = 600.0, **keys: Any) -> None:
-        super().__init__(*args, **keys)
+    def __init__(
+        self, runtime: StageRuntime, links: Links, fence: Fence, settings: CrewSettings, compute: Compute = in_thread, *,
+        seconds: float = 600.0,
+    ) -> None:  # fmt: skip
+        super().__init__(runtime, links, fence, settings, compute)
         self.coordinator = Coordinator(self.stages)
         self.seconds = seconds
         self._wake = trio.Event()
@@ -72,13 +80,18 @@ class Head(Member):
         self._scores: dict[int, tuple[list[float], list[float]]] = {}
         self._open: dict[bytes, Wave] = {}
         self._begun_again = 0
-        self._failed: REFUSALS | None = None
+        self._failed: RefusalReason | None = None
         self._gone: str | None = None
         self._decided: Decided | None = None
         self._learning = (1.0, 0.0)
 
     def head_statistics(self) -> HeadStatistics:
         return HeadStatistics(self.coordinator.statistics(), len(self._open), self._begun_again)
+
+    @property
+    def usable(self) -> bool:
+        """Whether no stage of this crew is known to be gone."""
+        return self._gone is None
 
     async def generate(
         self, prompts: Sequence[list[int]], num_generations: int, max_tokens: int, temperature: float, top_p: float, ends: frozenset[int],
@@ -227,7 +240,7 @@ class Head(Member):
             self._wake = trio.Event()
             await self._wake.wait()
 
-    def _deadline(self) -> Any:
+    def _deadline(self) -> _Deadline:
         return _Deadline(self.seconds)
 
     # Generation.
@@ -273,7 +286,7 @@ class Head(Member):
 
     # Training.
 
-    def _submit(self, number: int, purpose: Any, work: Any) -> None:
+    def _submit(self, number: int, purpose: frames.Purpose, work: MicroBatch) -> None:
         about = strict.encode(work)
         self.links.send(0, frames.Forward(self.place, number, purpose, self.settings.codec, work.rows, len(about)), about)
 
@@ -317,8 +330,8 @@ class _Deadline:
     def __enter__(self) -> None:
         self._scope.__enter__()
 
-    def __exit__(self, *error: Any) -> bool | None:
-        suppressed = self._scope.__exit__(*error)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool | None:
+        suppressed = self._scope.__exit__(kind, error, trace)
         if self._scope.cancelled_caught:
             raise PeerTimeout("the crew did not answer in time")
         return suppressed

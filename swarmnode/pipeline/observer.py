@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from swarmnode.pipeline.member import Member
+    from swarmnode.pipeline.worker import StageWorker
 
 
 class Observer:
@@ -22,8 +22,8 @@ class Observer:
     def learnt(self, micro_batch: int, logprobs: torch.Tensor) -> None:
         """Tail: log-probabilities (tokens,) of what it is learnt from, before the step."""
 
-    def committed(self, member: Member) -> None:
-        """The step is taken: `member.participant.step` of them now. Where the member computes; nothing else does meanwhile."""
+    def committed(self, worker: StageWorker) -> None:
+        """The step is taken: `worker.participant.step` of them now. Where the member computes; nothing else does meanwhile."""
 
     def stepped(self) -> None:
         """After `committed`, in the member's task."""

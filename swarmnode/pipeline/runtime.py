@@ -69,7 +69,9 @@ class StageRuntime:
         if not self.spec.shares_embedding:
             return None
         module = self.model.get_input_embeddings() if self.spec.has_embedding else self.model.get_output_embeddings()
-        return module.weight if module.weight.requires_grad else None
+        weight = module.weight
+        assert isinstance(weight, torch.nn.Parameter)
+        return weight if weight.requires_grad else None
 
     def run(
         self, x: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: DynamicCache | None = None, keep: int = 0,

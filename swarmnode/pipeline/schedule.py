@@ -14,9 +14,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-Work = tuple[Literal["forward", "backward", "learn"], Any]
+Visit = tuple[int, int]
+"""(micro-batch, which hop of its route)."""
+Work = tuple[Literal["forward", "backward", "learn"], Visit]
 """What to do with which micro-batch. `learn` is the tail's forward, loss and backward in one."""
 Limit = Literal["counted", "free", "learn"]
 """Whether a forward waits for room. What is learnt at once needs none."""
@@ -32,21 +34,21 @@ class ScheduleStatistics:
 
 
 class Schedule:
-    """A micro-batch is named by anything that can be a key; one that visits a stage twice has two names."""
+    """A micro-batch that visits a stage twice has two names."""
 
     def __init__(self, stage: int, stages: int) -> None:
         self._default: Limit = "learn" if stage == stages - 1 else "counted"
         self._room = stages - stage
-        self._forwards: deque[tuple[Any, Limit]] = deque()
-        self._backwards: deque[Any] = deque()
-        self._in_flight: dict[Any, Limit] = {}
-        self._seen: set[Any] = set()
+        self._forwards: deque[tuple[Visit, Limit]] = deque()
+        self._backwards: deque[Visit] = deque()
+        self._in_flight: dict[Visit, Limit] = {}
+        self._seen: set[Visit] = set()
         self._refused = 0
 
     def statistics(self) -> ScheduleStatistics:
         return ScheduleStatistics(len(self._forwards), len(self._in_flight), self._refused)
 
-    def forward_came(self, micro_batch: Any, limit: Limit | None = None) -> bool:
+    def forward_came(self, micro_batch: Visit, limit: Limit | None = None) -> bool:
         """False, and nothing changes, where it came before in this step."""
         if micro_batch in self._seen:
             self._refused += 1
@@ -55,7 +57,7 @@ class Schedule:
         self._forwards.append((micro_batch, limit or self._default))
         return True
 
-    def backward_came(self, micro_batch: Any) -> bool:
+    def backward_came(self, micro_batch: Visit) -> bool:
         """False, and nothing changes, where no such micro-batch waits for its gradient."""
         if micro_batch not in self._in_flight or micro_batch in self._backwards:
             self._refused += 1
@@ -63,7 +65,7 @@ class Schedule:
         self._backwards.append(micro_batch)
         return True
 
-    def next(self, blocked: Callable[[Any], bool] = lambda micro_batch: False) -> Work | None:
+    def next(self, blocked: Callable[[Visit], bool] = lambda micro_batch: False) -> Work | None:
         """What to do now, and it counts as done; None while there is nothing but to wait. No forward of a micro-batch that is `blocked`,
         because there is no room where its activations would go; what is learnt at once and every backward are never held up by that.
         """
@@ -81,11 +83,11 @@ class Schedule:
         self._in_flight[micro_batch] = limit
         return "forward", micro_batch
 
-    def ready(self, blocked: Callable[[Any], bool] = lambda micro_batch: False) -> int:
+    def ready(self, blocked: Callable[[Visit], bool] = lambda micro_batch: False) -> int:
         """Pieces of work that `next` would give: what waits for others is none. From any thread."""
         return len(self._backwards) + sum(1 for _ in self._may_begin(blocked))
 
-    def _may_begin(self, blocked: Callable[[Any], bool]) -> Iterator[tuple[Any, Limit]]:
+    def _may_begin(self, blocked: Callable[[Visit], bool]) -> Iterator[tuple[Visit, Limit]]:
         full = sum(limit == "counted" for limit in list(self._in_flight.values())) >= self._room
         for micro_batch, limit in list(self._forwards):
             if limit == "learn" or not ((full and limit == "counted") or blocked(micro_batch)):

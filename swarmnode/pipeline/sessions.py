@@ -7,10 +7,11 @@ goes wrong, a session is dropped, and its head begins again from token ids: they
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, PretrainedConfig
+from transformers.cache_utils import CacheLayerMixin
 
 from swarmnode.errors import BadMessage
 
@@ -51,14 +52,14 @@ class SessionStatistics:
 
 
 class Sessions:
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: PretrainedConfig) -> None:
         self._config = config
         self._sessions: dict[bytes, Session] = {}
 
     def statistics(self) -> SessionStatistics:
         open_now = list(self._sessions.values())  # at once: who asks may do so while another thread computes
-        layers: list[Any] = [layer for s in open_now for layer in list(s.cache.layers)]
-        tensors = [t for layer in layers if layer.is_initialized for t in (layer.keys, layer.values)]
+        layers = [layer for s in open_now for layer in list(s.cache.layers) if isinstance(layer, CacheLayerMixin)]
+        tensors = [t for layer in layers if layer.is_initialized for t in (layer.keys, layer.values) if t is not None]
         return SessionStatistics(len(open_now), sum(t.numel() * t.element_size() for t in tensors))
 
     def open(self, session: bytes, fingerprint: bytes, cache: DynamicCache, prompts: Prompts) -> None:

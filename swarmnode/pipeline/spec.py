@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 from swarmnode.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 MODEL_TYPES: Final = ("llama", "mistral", "qwen2", "qwen3")
 """Architectures that are nothing but embedding → equal layers → norm → head. Others that look so scale the embedding between its
@@ -75,7 +78,7 @@ class StageSpec:
         return name
 
 
-def stage_specs(config: Any, layers: Sequence[int]) -> tuple[StageSpec, ...]:
+def stage_specs(config: PretrainedConfig, layers: Sequence[int]) -> tuple[StageSpec, ...]:
     """The stages of a model with transformers config `config`, stage i with `layers[i]` of its layers.
 
     Raises ConfigError for an architecture outside MODEL_TYPES, an empty stage, or layers that are not the model's.
@@ -88,7 +91,7 @@ def stage_specs(config: Any, layers: Sequence[int]) -> tuple[StageSpec, ...]:
     return tuple(StageSpec(i, len(layers), end - count, end, tied) for i, (count, end) in enumerate(zip(layers, ends, strict=True)))
 
 
-def check_model_type(config: Any) -> None:
+def check_model_type(config: PretrainedConfig) -> None:
     """Raises ConfigError for an architecture that cannot be split."""
     if config.model_type not in MODEL_TYPES:
         raise ConfigError(f"a {config.model_type!r} model cannot be held in stages; {', '.join(MODEL_TYPES)} can")

@@ -10,20 +10,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from swarmnode.errors import Incompatible, Unavailable
 from swarmnode.pipeline.spec import StageSpec, stage_specs
 from swarmnode.policy.fingerprint import weight_files
 from swarmnode.policy.load import base_model
 
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
-def stage_config(config: Any, spec: StageSpec) -> Any:
+
+def stage_config(config: PretrainedConfig, spec: StageSpec) -> PretrainedConfig:
     """The whole model's config with this stage's layers only."""
     own = copy.deepcopy(config)
     own.num_hidden_layers = spec.layers
@@ -34,7 +37,7 @@ def stage_config(config: Any, spec: StageSpec) -> Any:
 
 
 def build_stage(
-    config: Any, spec: StageSpec, read: Callable[[str], torch.Tensor], *, dtype: torch.dtype = torch.float32,
+    config: PretrainedConfig, spec: StageSpec, read: Callable[[str], torch.Tensor], *, dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> PreTrainedModel:  # fmt: skip
     """The stage with weights `read(name in the whole model)`. Memory is taken for its own tensors only.
@@ -59,7 +62,7 @@ def build_stage(
     return model.requires_grad_(True).eval()  # no dropout, as in `policy.load`
 
 
-def cut_ends(model: Any, spec: StageSpec) -> None:
+def cut_ends(model: PreTrainedModel, spec: StageSpec) -> None:
     """Whatever of embedding, norm and head is not this stage's is replaced by nothing."""
     if not spec.has_embedding:
         model.model.embed_tokens = nn.Identity()
@@ -84,7 +87,7 @@ def load_stage(
         raise Unavailable(f"{directory}: no weights for layers {spec.first} to {spec.last - 1} ({error})") from None
 
 
-def split_model(model: Any, layers: Sequence[int]) -> list[tuple[StageSpec, Any]]:
+def split_model(model: Any, layers: Sequence[int]) -> list[tuple[StageSpec, PreTrainedModel]]:
     """(spec, independent copy) of every stage of a whole model, under the same LoRA adapter where it has one.
 
     Raises ConfigError as `stage_specs` does.
@@ -92,7 +95,7 @@ def split_model(model: Any, layers: Sequence[int]) -> list[tuple[StageSpec, Any]
     specs = stage_specs(model.config, layers)
     base = base_model(model)
     tensors = {name.replace(".base_layer.", "."): tensor for name, tensor in base.state_dict().items()}
-    stages: list[Any] = []
+    stages: list[PreTrainedModel] = []
     for spec in specs:
         stage = build_stage(base.config, spec, lambda name: tensors[name].detach().clone(), dtype=base.dtype)
         stages.append(adapt(stage, model.peft_config["default"]) if hasattr(model, "peft_config") else stage)
@@ -102,7 +105,7 @@ def split_model(model: Any, layers: Sequence[int]) -> list[tuple[StageSpec, Any]
     return list(zip(specs, stages, strict=True))
 
 
-def adapt(stage: PreTrainedModel, settings: Any) -> Any:
+def adapt(stage: PreTrainedModel, settings: PeftConfig) -> Any:
     """`stage` under a LoRA adapter of peft's `settings`: base frozen, adapter float32."""
     from peft import get_peft_model
 

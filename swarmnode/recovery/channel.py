@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ import trio
 
 from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout, StateError
 from swarmnode.pipeline import faults
+from swarmnode.pipeline.compute import Compute
 from swarmnode.pipeline.fence import Fence
 from swarmnode.pipeline.frames import CHUNK_BYTES, Place
 from swarmnode.recovery import messages as m
@@ -31,6 +32,10 @@ QUEUED: Final = 1024
 
 class Loading(Incompatible):
     """Raised when the stage that was asked is still being restored."""
+
+
+Body = tuple[m.Have, bytearray]
+Answer = m.Holds | Body
 
 
 @dataclass
@@ -67,8 +72,7 @@ class _Call:
     size: Callable[[m.Have], int]
     """Of the answer. Raises BadMessage for one that was not asked for."""
     done: trio.Event = field(default_factory=trio.Event)
-    answer: Any = None
-    """Holds, or (Have, body), or the error."""
+    answer: Answer | Exception | None = None
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ class Channel(ABC):
     """
 
     def __init__(
-        self, fence: Fence, streams: Mapping[int, trio.abc.Stream], seconds: float, push_rate: float, compute: Callable[..., Awaitable[Any]]
+        self, fence: Fence, streams: Mapping[int, trio.abc.Stream], seconds: float, push_rate: float, compute: Compute
     ) -> None:
         self.compute = compute
         self.gone: dict[int, str] = {}
@@ -170,13 +174,13 @@ class Channel(ABC):
     def answer(self, stage: int, request: int, have: m.Have, body: bytes) -> None:
         self._transfer(stage, msgspec.structs.replace(have, request=request, answer=True), body)
 
-    def lack(self, stage: int, request: int, reason: m.LACKS) -> None:
+    def lack(self, stage: int, request: int, reason: m.LackReason) -> None:
         self.send(stage, m.Lack(self.place, request, True, reason))
 
     def pushing(self, stage: int, what: m.What) -> bool:
         return stage in self._outboxes and any(out.push and out.have.what == what for out in self._outboxes[stage].transfers)
 
-    def shadows_coming(self) -> set[int]:
+    def snapshots_coming(self) -> set[int]:
         """Stages whose shadow is on its way to us."""
         return {stage for (stage, answer, _), incoming in self._incoming.items() if not answer and incoming.have.what == "shadow"}
 
@@ -197,10 +201,10 @@ class Channel(ABC):
         if len(outbox.messages) > QUEUED:
             self._lose(stage, "does not read")
 
-    def spawn(self, work: Callable[..., Awaitable[Any]], *args: Any) -> None:
+    def spawn(self, work: Callable[[], Awaitable[None]]) -> None:
         """Only while `run` does."""
         if self._nursery is not None:
-            self._nursery.start_soon(work, *args)
+            self._nursery.start_soon(work)
 
     def _transfer(self, stage: int, have: m.Have, body: bytes, push: bool = False) -> None:
         if stage not in self.gone:
@@ -253,7 +257,7 @@ class Channel(ABC):
 
     async def call(
         self, stage: int, message: m.Message, size: Callable[[m.Have], int], upload: bytes | None = None, seconds: float | None = None
-    ) -> Any:
+    ) -> Answer:
         """Holds, or (Have, body) with the hash that was promised. `size` says how long the answer must be, or raises BadMessage.
 
         Raises PeerError: BadMessage for what was not what it said, PeerTimeout, Loading, and for a stage that is gone or has nothing.
@@ -276,7 +280,15 @@ class Channel(ABC):
             raise PeerTimeout(f"stage {stage} did not answer within {within:.0f} s")
         if isinstance(call.answer, Exception):
             raise call.answer
+        assert call.answer is not None
         return call.answer
+
+    async def call_for_body(self, stage: int, message: m.Message, size: Callable[[m.Have], int], upload: bytes | None = None) -> Body:
+        """As `call`, of something that has a body."""
+        answer = await self.call(stage, message, size, upload)
+        if not isinstance(answer, tuple):
+            raise BadMessage("schema", "an answer to another question")
+        return answer
 
     # Receiving.
 
@@ -339,9 +351,9 @@ class Channel(ABC):
             case m.Ask():
                 self.send(stage, self.holds(stage, message.request))
             case m.Want():
-                self._soon(stage, message.request, self.serve, stage, message)
+                self._soon(stage, message.request, lambda: self.serve(stage, message))
 
-    def _answered(self, stage: int, number: int, answer: Any) -> None:
+    def _answered(self, stage: int, number: int, answer: Answer | Exception) -> None:
         call = self._calls.get((stage, number))
         if call is not None and not call.done.is_set():
             call.answer = answer
@@ -359,7 +371,7 @@ class Channel(ABC):
             if key in self._incoming or sum(k[0] == stage for k in self._incoming) >= SERVED:
                 raise BadMessage("bounds", "too many transfers at once")
             if call is None and have.what == "shadow":  # as large as a stage: there is room for one of each neighbour
-                if stage in self.shadows_coming():
+                if stage in self.snapshots_coming():
                     raise BadMessage("bounds", "two shadows at once")
                 if stage in self._storing:
                     self.lack(stage, have.request, "busy")
@@ -384,15 +396,15 @@ class Channel(ABC):
         if len(incoming.body) == have.size:
             del self._incoming[key]
             if have.answer:
-                self.spawn(self._complete, stage, have, incoming.body)
+                self.spawn(lambda: self._complete(stage, have, incoming.body))
             elif have.what == "shadow":
                 self._storing.add(stage)
-                if not self._soon(stage, have.request, self._store_shadow, stage, have, incoming.body):
+                if not self._soon(stage, have.request, lambda: self._store_snapshot(stage, have, incoming.body)):
                     self._storing.discard(stage)
             else:
-                self._soon(stage, have.request, self._complete, stage, have, incoming.body)
+                self._soon(stage, have.request, lambda: self._complete(stage, have, incoming.body))
 
-    async def _store_shadow(self, stage: int, have: m.Have, body: bytearray) -> None:
+    async def _store_snapshot(self, stage: int, have: m.Have, body: bytearray) -> None:
         try:
             await self._complete(stage, have, body)
         finally:
@@ -419,19 +431,19 @@ class Channel(ABC):
 
     # Serving.
 
-    def _soon(self, stage: int, number: int, work: Callable[..., Awaitable[Any]], *args: Any) -> bool:
+    def _soon(self, stage: int, number: int, work: Callable[[], Awaitable[None]]) -> bool:
         """Whether it will be done."""
         unread = sum(out.have.answer for out in self._outboxes[stage].transfers)  # who asks and does not read gets no more of them
         if self._serving[stage] + unread >= SERVED:
             self.lack(stage, number, "busy")
             return False
         self._serving[stage] += 1
-        self.spawn(self._guarded, stage, number, work, args)
+        self.spawn(lambda: self._guarded(stage, number, work))
         return True
 
-    async def _guarded(self, stage: int, number: int, work: Callable[..., Awaitable[Any]], args: Iterable[Any]) -> None:
+    async def _guarded(self, stage: int, number: int, work: Callable[[], Awaitable[None]]) -> None:
         try:
-            await work(*args)
+            await work()
         except BadMessage as error:
             self._refuse(stage, error)
             self.lack(stage, number, "refused")

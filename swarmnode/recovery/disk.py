@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,8 +14,11 @@ from safetensors.torch import save_file
 from swarmnode.errors import StateError
 from swarmnode.files import sync_directory
 
+About = Mapping[str, object]
+"""What is said with the tensors: JSON."""
 
-def save(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> None:
+
+def save(path: Path, tensors: Mapping[str, torch.Tensor], about: About) -> None:
     """Temporary name, sync, rename. The directory is made (0700) if need be. Raises OSError; the old file is then untouched."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
@@ -31,17 +33,17 @@ def save(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, An
     sync_directory(path.parent)
 
 
-def read_about(path: Path) -> dict[str, Any] | None:
+def read_about(path: Path) -> About | None:
     """What was said with the tensors; None without a file. Raises StateError for one that is damaged."""
     return None if not path.exists() else _open(path, lambda file: {})[1]
 
 
-def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def load(path: Path) -> tuple[dict[str, torch.Tensor], About]:
     """(tensors, what was said with them). Raises StateError for a file that is damaged or not there."""
     return _open(path, lambda file: {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - not a mapping
 
 
-def _open(path: Path, read: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _open(path: Path, read: Callable[[safe_open], dict[str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], About]:
     try:
         with safe_open(path, "pt", device="cpu") as file:
             about = json.loads((file.metadata() or {})["about"])

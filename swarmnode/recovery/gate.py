@@ -11,6 +11,7 @@ everywhere, so nothing that is learnt from rewards can heal it: it has to be fou
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import trio
@@ -18,9 +19,9 @@ import trio
 from swarmnode.errors import Incompatible, PeerError
 from swarmnode.pipeline import faults
 from swarmnode.recovery.bodies import run_one
-from swarmnode.recovery.ladder import Verdict
 from swarmnode.recovery.messages import Probe
 from swarmnode.recovery.probes import work_of
+from swarmnode.recovery.sources import Verdict
 from swarmnode.recovery.transfer import StatePeer
 from swarmnode.wire.tensors import unpack_logprobs
 
@@ -73,7 +74,7 @@ async def _shift(peer: StatePeer, probe: Probe) -> np.ndarray:
     x = b""
     for stage in range(peer.spec.stages):
         if stage == peer.spec.index:
-            x = await peer.compute(lambda x=x: run_one(peer.runtime, micro_batch, x, peer.codec))
+            x = await peer.compute(partial(run_one, peer.runtime, micro_batch, x, peer.codec))
         else:
             x = await peer.run_at(stage, probe, len(old), x)
     new = unpack_logprobs(x)

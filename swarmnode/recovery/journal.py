@@ -1,6 +1,6 @@
 """R0: a stage's own state on its own disk, for a node that comes back. Torch.
 
-    weights.<name>   first.<name>   second.<name>   counts.<name>   rng      and the crew, stage, layers, step, norm and pace they are of
+    weights.<name>   first.<name>   second.<name>   counts.<name>   rng      and the crew, stage, layers, step, norm and rate they are of
     outer.<name>     what averaging with other crews keeps (φ, δ, clocks), as of the same moment; none where nothing is averaged
 
 Written after a committed step by a thread of its own, the newest state only: training waits for a copy in memory, never for the disk. A
@@ -10,20 +10,32 @@ disk that is slower than a step costs steps on a crash; while one state is being
 from __future__ import annotations
 
 import threading
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
+import msgspec
 import torch
 
 from swarmnode.errors import StateError
-from swarmnode.pipeline.member import Member, Pace
 from swarmnode.pipeline.spec import StageSpec
+from swarmnode.pipeline.worker import LrScale, StageWorker
 from swarmnode.recovery import disk
 from swarmnode.recovery.state import StageState, Tensors, take
 
 FILE: Final = "stage.safetensors"
+
+
+class _About(msgspec.Struct, frozen=True):
+    """What is said with the tensors."""
+
+    crew: str
+    """Hex."""
+    spec: StageSpec
+    step: int
+    squared_norm: float
+    pace: LrScale
 
 
 @dataclass(frozen=True)
@@ -41,7 +53,7 @@ class Kept:
     """What a journal gives back."""
 
     state: StageState
-    pace: Pace
+    lr_scale: LrScale
     rng: torch.Tensor
     outer: Tensors = field(default_factory=dict)
 
@@ -52,17 +64,18 @@ class Journal:
 
     def __init__(self, directory: Path, crew: bytes, spec: StageSpec) -> None:
         self.path = directory / FILE
-        self._whose = {"crew": crew.hex(), "spec": asdict(spec)}
+        self._crew, self._spec = crew.hex(), spec
         self._error: str | None = None
+        self.step: int | None = None
         try:
-            about = disk.read_about(self.path) or {}
+            about = disk.read_about(self.path)
+            known = None if about is None else self._understand(about)
+            self.step = known.step if known is not None and self._is_ours(known) else None
         except StateError as error:
-            about, self._error = {}, str(error)
-        mine = all(about.get(key) == value for key, value in self._whose.items()) and isinstance(about.get("step"), int)
-        self.step: int | None = about["step"] if mine else None
+            self._error = str(error)
         self._skipped = 0
         self._condition = threading.Condition()
-        self._pending: tuple[dict[str, torch.Tensor], dict[str, Any]] | None = None
+        self._pending: tuple[dict[str, torch.Tensor], _About] | None = None
         self._busy = self._closing = False
         self._thread = threading.Thread(target=self._run, name="stage journal", daemon=True)
         self._thread.start()
@@ -70,19 +83,19 @@ class Journal:
     def statistics(self) -> JournalStatistics:
         return JournalStatistics(self.step, self._skipped, self._error)
 
-    def note(self, member: Member, outer: Tensors = MappingProxyType({})) -> None:
+    def note(self, worker: StageWorker, outer: Tensors = MappingProxyType({})) -> None:
         """Between two steps, in any thread. Copies the state unless the disk is busy; `outer`, which must never change, is not copied."""
         with self._condition:
             if self._busy or self._pending is not None:
                 self._skipped += 1
                 return
-        state = take(member)
+        state = take(worker)
         tensors = {"rng": torch.get_rng_state().clone()}
         for part in ("weights", "first", "second"):
             tensors |= {f"{part}.{name}": tensor for name, tensor in getattr(state, part).items()}
         tensors |= {f"counts.{name}": torch.tensor([steps]) for name, steps in state.counts.items()}
         tensors |= {f"outer.{name}": tensor for name, tensor in outer.items()}
-        about = {**self._whose, "step": state.step, "squared_norm": state.squared_norm, "pace": asdict(member.pace)}
+        about = _About(self._crew, self._spec, state.step, state.squared_norm, worker.lr_scale)
         with self._condition:
             self._pending = tensors, about
             self._condition.notify_all()
@@ -90,7 +103,8 @@ class Journal:
     def read(self) -> Kept:
         """Raises StateError where the file is damaged, or of another crew, stage or model."""
         tensors, about = disk.load(self.path)
-        if any(about.get(key) != value for key, value in self._whose.items()):
+        known = self._understand(about)
+        if not self._is_ours(known):
             raise StateError(f"{self.path} is of another crew or stage")
         part = lambda kind: {n.removeprefix(f"{kind}."): t for n, t in tensors.items() if n.startswith(f"{kind}.")}
         outer = part("outer")
@@ -98,11 +112,20 @@ class Journal:
             raise StateError(f"{self.path}: slow weights are not finite")
         try:
             counts = {name: float(steps) for name, steps in part("counts").items()}
-            norm, pace = float(about["squared_norm"]), Pace(**about["pace"])
-            state = StageState(int(about["step"]), part("weights"), part("first"), part("second"), counts, norm, pace.factor)
-            return Kept(state, pace, tensors["rng"], outer)
+            weights, norm, lr_scale = part("weights"), known.squared_norm, known.pace
+            state = StageState(known.step, weights, part("first"), part("second"), counts, norm, lr_scale.factor)
+            return Kept(state, lr_scale, tensors["rng"], outer)
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"{self.path} lacks something: {error}") from None
+
+    def _understand(self, about: disk.About) -> _About:
+        try:
+            return msgspec.convert(about, _About)
+        except msgspec.ValidationError as error:
+            raise StateError(f"{self.path} lacks something: {error}") from None
+
+    def _is_ours(self, about: _About) -> bool:
+        return (about.crew, about.spec) == (self._crew, self._spec)
 
     def close(self) -> None:
         """Writes what is pending, then stops."""
@@ -126,7 +149,7 @@ class Journal:
                     return
                 (tensors, about), self._pending, self._busy = self._pending, None, True
             try:
-                disk.save(self.path, tensors, about)
-                self.step, self._error = about["step"], None
+                disk.save(self.path, tensors, msgspec.to_builtins(about))
+                self.step, self._error = about.step, None
             except OSError as error:
                 self._error = str(error)

@@ -34,7 +34,8 @@ FACTOR: Final = 2.0
 Form = Literal["exact", "small"]
 """Of a shadow: float32 with AdamW's moments and counts, or bfloat16 without."""
 What = Literal["shadow", "layers", "tied", "ends", "probes", "edges", "run", "ran"]
-LACKS = Literal["none", "loading", "refused", "busy", "failed"]
+Wanted = Literal["shadow", "layers", "tied", "ends", "probes", "edges"]
+LackReason = Literal["none", "loading", "refused", "busy", "failed"]
 
 
 class StateMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
@@ -65,7 +66,7 @@ class Holds(StateMessage, frozen=True, tag="holds"):
 
 
 class Want(StateMessage, frozen=True, tag="want"):
-    what: Literal["shadow", "layers", "tied", "ends", "probes", "edges"]
+    what: Wanted
 
 
 class Have(StateMessage, frozen=True, tag="have"):
@@ -106,7 +107,7 @@ class Kept(StateMessage, frozen=True, tag="kept"):
 
 class Lack(StateMessage, frozen=True, tag="lack"):
     answer: bool
-    reason: LACKS
+    reason: LackReason
 
 
 class Keep(StateMessage, frozen=True, tag="keep"):

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 import torch
 
 from swarmnode.pipeline.frames import FrameLimits
-from swarmnode.pipeline.member import Member
 from swarmnode.pipeline.observer import Observer
 from swarmnode.pipeline.routes import Routes
 from swarmnode.pipeline.spec import StageSpec
 from swarmnode.pipeline.work import MicroBatch, read_micro_batch
-from swarmnode.recovery.ladder import RecoverySettings
+from swarmnode.pipeline.worker import StageWorker
 from swarmnode.recovery.messages import Edge, Probe
+from swarmnode.recovery.sources import RecoverySettings
 from swarmnode.wire import strict
 from swarmnode.wire.tensors import pack_logprobs
 
@@ -90,8 +90,8 @@ class Recorder(Observer):
         if micro_batch in self._pending:
             self._pending[micro_batch].logprobs = pack_logprobs(logprobs.numpy())
 
-    def committed(self, member: Member) -> None:
-        step = member.participant.step - 1
+    def committed(self, worker: StageWorker) -> None:
+        step = worker.participant.step - 1
         for number, seen in sorted(self._pending.items()):
             rows = strict.decode(seen.about, MicroBatch).rows
             if seen.logprobs:

@@ -2,7 +2,7 @@
 
     loading      the best source that is left; what it gave is checked and put into the stage
     probation    the last micro-batches through all stages; a stage that is off is healed, or the next source is taken
-    rejoin       `Restored.install` gives the new member its optimizer, its pace and its norm
+    rejoin       `Restored.install` gives the new worker its optimizer, its learning rate and its norm
 
 Two stages may be restored at once: each is judged through the other's candidate. Where that fails, the one with the worse source goes on
 down its ladder, and the other waits for it; who comes to the end goes back to his best source and lets the other one try.
@@ -22,18 +22,18 @@ import trio
 
 from swarmnode.errors import Incompatible, PeerError, Refused, StateError, Unavailable
 from swarmnode.pipeline import faults
-from swarmnode.pipeline.member import Member, Pace
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.spec import StageSpec
 from swarmnode.pipeline.split import load_stage
+from swarmnode.pipeline.worker import LrScale, StageWorker
 from swarmnode.policy.fingerprint import fingerprint
 from swarmnode.policy.micro import free_memory, is_oom
 from swarmnode.recovery.gate import judge
 from swarmnode.recovery.healing import Healing, heal, pairs_of
 from swarmnode.recovery.journal import Journal
-from swarmnode.recovery.ladder import Found, Ladder, RecoverySettings, Run, Rung, Source, Verdict
 from swarmnode.recovery.messages import Holds, Probe
-from swarmnode.recovery.shadows import ring
+from swarmnode.recovery.snapshots import ring
+from swarmnode.recovery.sources import Found, RecoveryOrder, RecoverySettings, Run, Source, SourceKind, Verdict
 from swarmnode.recovery.state import StageState, Tensors, host_copy, load_moments, load_weights, trained
 from swarmnode.recovery.synthesis import synthesise
 from swarmnode.recovery.transfer import AGAIN_SECONDS, ASK_SECONDS, StatePeer
@@ -41,7 +41,7 @@ from swarmnode.recovery.transfer import AGAIN_SECONDS, ASK_SECONDS, StatePeer
 T = TypeVar("T")
 Base = Callable[[], Tensors]
 """The stage that training began with, or under LoRA its untrained adapter, by the stage's own names. Raises LocalError."""
-Tell = Callable[[Literal["loading", "probation"], Rung], None]
+Tell = Callable[[Literal["loading", "probation"], SourceKind], None]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Replica:
 class Restored:
     """What was done, and what the new member needs; `install` it before it runs."""
 
-    rung: Rung
+    rung: SourceKind
     step: int | None
     """Committed steps in the weights; None where that cannot be said."""
     holder: int | None
@@ -70,19 +70,19 @@ class Restored:
     verdict: Verdict | None
     """None where nobody had a probe."""
     healings: tuple[Healing, ...]
-    tried: tuple[tuple[Rung, str], ...]
+    tried: tuple[tuple[SourceKind, str], ...]
     """What was refused before, and why."""
     state: StageState
-    pace: Pace
+    lr_scale: LrScale
     outer: Tensors
     """What averaging kept with these very weights (R0, R1); empty where they are others."""
     rng: torch.Tensor | None
 
-    def install(self, member: Member) -> None:
+    def install(self, worker: StageWorker) -> None:
         """Moments, norm, learning rate, generator. The weights are in the runtime already."""
-        load_moments(member, self.state)
-        member.squared_norm = self.state.squared_norm
-        member.pace = replace(self.pace)
+        load_moments(worker, self.state)
+        worker.squared_norm = self.state.squared_norm
+        worker.lr_scale = replace(self.lr_scale)
         if self.rng is not None:
             torch.set_rng_state(self.rng)
 
@@ -90,7 +90,7 @@ class Restored:
 @dataclass
 class _Candidate:
     state: StageState
-    pace: Pace
+    lr_scale: LrScale
     outer: Tensors = field(default_factory=dict)
     rng: torch.Tensor | None = None
 
@@ -106,7 +106,7 @@ async def restore(
     Raises Refused where no rung is left (R6), with every rung's reason, and PeerError when a stage that is needed for judging is gone.
     """
     settings, started = peer.settings, trio.current_time()
-    peer.phase, peer.rung, peer.restored, peer.exhausted = "empty", Rung.NONE, None, False
+    peer.phase, peer.rung, peer.restored, peer.exhausted = "empty", SourceKind.NONE, None, False
     holds = await _ask(peer)
     kept = {stage: holds[stage] for stage in ring(peer.spec.index, peer.spec.stages) if stage in holds}
     found = Found(
@@ -118,8 +118,8 @@ async def restore(
         alive=frozenset(stage for stage, h in holds.items() if h.loaded),
         ends=frozenset(stage for stage, h in holds.items() if h.ends is not None),
     )
-    ladder = Ladder(found, peer.spec, step, run, settings)
-    judged: set[tuple[Rung, int | None]] = set()
+    ladder = RecoveryOrder(found, peer.spec, step, run, settings)
+    judged: set[tuple[SourceKind, int | None]] = set()
     load = lambda source: _load(source, peer, holds, step, run, journal, base, replica, judged)
     return await _Recovery(peer, ladder, holds, await _probes(peer, holds), load, tell, started, judged).run()
 
@@ -129,13 +129,13 @@ class _Recovery:
     """One way down the ladder."""
 
     peer: StatePeer
-    ladder: Ladder
+    ladder: RecoveryOrder
     holds: Mapping[int, Holds]
     probes: list[Probe]
     load: Callable[[Source], Awaitable[_Candidate]]
     tell: Tell
     started: float
-    judged: set[tuple[Rung, int | None]]
+    judged: set[tuple[SourceKind, int | None]]
     """(rung, holder) of what was in the stage and did not pass."""
     first: Source | None = None
     """The best source that was there."""
@@ -171,7 +171,7 @@ class _Recovery:
     def _drop(self, source: Source | None, why: str) -> None:
         """What is in the stage is nobody's."""
         peer = self.peer
-        peer.phase, peer.rung, peer.restored = "empty", Rung.NONE, None
+        peer.phase, peer.rung, peer.restored = "empty", SourceKind.NONE, None
         if source is not None:
             self.ladder.refuse(source, why)
 
@@ -210,7 +210,7 @@ class _Recovery:
                 return None
             healings.append(healing)
             fresh = {name: host_copy(tensor) for name, tensor in trained(peer.runtime).items()}
-            candidate = _Candidate(_without_moments(candidate.state, fresh, peer), _new_pace(settings, candidate.pace.factor))
+            candidate = _Candidate(_without_moments(candidate.state, fresh, peer), _new_lr_scale(settings, candidate.lr_scale.factor))
             peer.restored = candidate.state
 
     async def _seat(self, source: Source) -> _Candidate | None:
@@ -270,36 +270,36 @@ class _Recovery:
         self.peer.phase, self.peer.rung, self.peer.exhausted = "whole", None, False
         return Restored(
             source.rung, source.step, source.holder, trio.current_time() - self.started, verdict, tuple(healings),
-            tuple(self.ladder.tried), candidate.state, candidate.pace, candidate.outer, candidate.rng,
+            tuple(self.ladder.tried), candidate.state, candidate.lr_scale, candidate.outer, candidate.rng,
         )  # fmt: skip
 
 
 async def _load(
     source: Source, peer: StatePeer, holds: Mapping[int, Holds], step: int, run: Run, journal: Journal | None, base: Base | None,
-    replica: Callable[[], Awaitable[Replica]] | None, judged: Set[tuple[Rung, int | None]],
+    replica: Callable[[], Awaitable[Replica]] | None, judged: Set[tuple[SourceKind, int | None]],
 ) -> _Candidate:  # fmt: skip
     """Raises PeerError, StateError, Unavailable, Refused, OSError where the source is not what it was said to be."""
     spec, settings = peer.spec, peer.settings
     match source.rung:
-        case Rung.JOURNAL:
+        case SourceKind.JOURNAL:
             assert journal is not None
             kept = await peer.compute(journal.read)
-            return _Candidate(kept.state, kept.pace, kept.outer, kept.rng)
-        case Rung.REPLICA:
+            return _Candidate(kept.state, kept.lr_scale, kept.outer, kept.rng)
+        case SourceKind.REPLICA:
             assert replica is not None
             theirs = await replica()
-            return _Candidate(StageState(theirs.step or 0, theirs.weights), _new_pace(settings), theirs.outer)
-        case Rung.SHADOW:
+            return _Candidate(StageState(theirs.step or 0, theirs.weights), _new_lr_scale(settings), theirs.outer)
+        case SourceKind.SNAPSHOT:
             assert source.holder is not None
-            state = await peer.fetch_shadow(source.holder, holds[source.holder].root)
+            state = await peer.fetch_snapshot(source.holder, holds[source.holder].root)
             if state.step != source.step:
                 raise Incompatible(f"a shadow of step {state.step}, not {source.step}")
-            return _Candidate(state, Pace(state.factor) if state.counts else _new_pace(settings, state.factor))
-        case Rung.BASE:
+            return _Candidate(state, LrScale(state.factor) if state.counts else _new_lr_scale(settings, state.factor))
+        case SourceKind.BASE:
             assert base is not None
             weights = await peer.compute(base)
             last = await _last_adapter(peer, holds, step, journal, judged, weights) if run.adapter else None
-            return _Candidate(StageState(0, weights) if last is None else last, _new_pace(settings))
+            return _Candidate(StageState(0, weights) if last is None else last, _new_lr_scale(settings))
     before = None if spec.has_embedding else await peer.fetch_layers(spec.index - 1)
     after = None if spec.has_head else await peer.fetch_layers(spec.index + 1)
     ends = None
@@ -309,24 +309,25 @@ async def _load(
     assert source.method is not None
     method = source.method
     made = await peer.compute(lambda: synthesise(method, spec, before, after, run, ends=ends, paper=settings.paper))
-    pace = Pace(made.learning_rate_factor) if settings.paper else _new_pace(settings)
-    return _Candidate(StageState(0, made.state), pace)
+    lr_scale = LrScale(made.learning_rate_factor) if settings.paper else _new_lr_scale(settings)
+    return _Candidate(StageState(0, made.state), lr_scale)
 
 
 async def _last_adapter(
-    peer: StatePeer, holds: Mapping[int, Holds], step: int, journal: Journal | None, judged: Set[tuple[Rung, int | None]], base: Tensors
-) -> StageState | None:
+    peer: StatePeer, holds: Mapping[int, Holds], step: int, journal: Journal | None, judged: Set[tuple[SourceKind, int | None]],
+    base: Tensors,
+) -> StageState | None:  # fmt: skip
     """The newest adapter of this stage of this crew up to `step`, however old: as a rung of its own it could not be had, and is asked for
     again. None where there is none that fits. Not one that was judged: it would not pass on the same base either, and an untrained may.
     """
-    known = [(h.shadow, Rung.SHADOW, stage) for stage, h in holds.items() if h.shadow is not None]
-    here = [(journal.step, Rung.JOURNAL, None)] if journal is not None and journal.step is not None else []
+    known = [(h.shadow, SourceKind.SNAPSHOT, stage) for stage, h in holds.items() if h.shadow is not None]
+    here = [(journal.step, SourceKind.JOURNAL, None)] if journal is not None and journal.step is not None else []
     for age, rung, holder in sorted([*here, *known], key=lambda one: -one[0]):
         if age > step or (rung, holder) in judged:
             continue
         try:
             if holder is not None:
-                state = await peer.fetch_shadow(holder, holds[holder].root)
+                state = await peer.fetch_snapshot(holder, holds[holder].root)
             else:
                 assert journal is not None
                 state = (await peer.compute(journal.read)).state
@@ -404,8 +405,8 @@ def _without_moments(state: StageState, weights: Tensors, peer: StatePeer) -> St
     return replace(state, weights=weights, first=keep(state.first), second=keep(state.second), counts=keep(state.counts))
 
 
-def _new_pace(settings: RecoverySettings, factor: float = 1.0) -> Pace:
-    return Pace(factor, settings.warmup_steps)
+def _new_lr_scale(settings: RecoverySettings, factor: float = 1.0) -> LrScale:
+    return LrScale(factor, settings.warmup_steps)
 
 
 def _said(verdict: Verdict | None, healings: int) -> str:

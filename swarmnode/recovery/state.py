@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from swarmnode.averaging.codecs import bfloat16_bits, bfloat16_values, to_bytes
 from swarmnode.errors import BadMessage, Incompatible
@@ -25,7 +25,9 @@ from swarmnode.recovery.messages import Form, state_bytes
 from swarmnode.weights.layout import Layout, make_layout
 
 if TYPE_CHECKING:
-    from swarmnode.pipeline.member import Member
+    from peft import LoraConfig
+
+    from swarmnode.pipeline.worker import StageWorker
 
 Tensors = Mapping[str, torch.Tensor]
 BLOCK: Final = 2**20
@@ -52,7 +54,7 @@ def layout_of(model: torch.nn.Module) -> Layout:
     return make_layout((name, p.shape, "float32") for name, p in model.named_parameters() if p.requires_grad)
 
 
-def stage_layouts(config: Any, specs: Sequence[StageSpec], lora: Any = None) -> tuple[Layout, ...]:
+def stage_layouts(config: PretrainedConfig, specs: Sequence[StageSpec], lora: LoraConfig | None = None) -> tuple[Layout, ...]:
     """What is trained of every stage of a model with transformers config `config`, under peft's settings `lora` where given.
 
     Shapes only: no weights are read, no memory is taken.
@@ -68,18 +70,18 @@ def stage_layouts(config: Any, specs: Sequence[StageSpec], lora: Any = None) -> 
     return tuple(layouts)
 
 
-def take(member: Member) -> StageState:
+def take(worker: StageWorker) -> StageState:
     """A copy on the host. Between two steps; writing or sending it needs the member no more."""
     weights, first, second, counts = {}, {}, {}, {}
-    for name, parameter in member.runtime.model.named_parameters():
+    for name, parameter in worker.runtime.model.named_parameters():
         if not parameter.requires_grad:
             continue
         weights[name] = host_copy(parameter)
-        moments = member.optimizer.state.get(parameter) if member.optimizer is not None else None
+        moments = worker.optimizer.state.get(parameter) if worker.optimizer is not None else None
         if moments:
             first[name], second[name] = host_copy(moments["exp_avg"]), host_copy(moments["exp_avg_sq"])
             counts[name] = float(moments["step"])
-    return StageState(member.participant.step, weights, first, second, counts, member.squared_norm, member.pace.factor)
+    return StageState(worker.participant.step, weights, first, second, counts, worker.squared_norm, worker.lr_scale.factor)
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -106,13 +108,13 @@ def load_weights(runtime: StageRuntime, weights: Tensors) -> None:
             own[name].copy_(tensor)
 
 
-def load_moments(member: Member, state: StageState) -> None:
+def load_moments(worker: StageWorker, state: StageState) -> None:
     """AdamW goes on where it was, for the tensors whose moments are there."""
-    if member.optimizer is None:
+    if worker.optimizer is None:
         return
-    for name, parameter in trained(member.runtime).items():
+    for name, parameter in trained(worker.runtime).items():
         if state.counts.get(name, 0.0) > 0:
-            member.optimizer.state[parameter] = {
+            worker.optimizer.state[parameter] = {
                 "step": torch.tensor(state.counts[name], dtype=torch.float32),
                 "exp_avg": state.first[name].to(parameter.device, parameter.dtype, copy=True),
                 "exp_avg_sq": state.second[name].to(parameter.device, parameter.dtype, copy=True),

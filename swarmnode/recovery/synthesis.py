@@ -22,7 +22,7 @@ import torch
 
 from swarmnode.errors import Incompatible, Refused
 from swarmnode.pipeline.spec import StageSpec
-from swarmnode.recovery.ladder import LEARNING_RATE_FACTOR, Method, Run, check
+from swarmnode.recovery.sources import LEARNING_RATE_FACTOR, Method, Run, check
 
 BRANCH_ENDS: Final = ("self_attn.o_proj.", "mlp.down_proj.")
 

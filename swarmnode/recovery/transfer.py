@@ -7,7 +7,7 @@ served    shadows, the stage's layers and ω, a tied embedding, copies of an end
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
@@ -17,18 +17,19 @@ import trio
 
 from swarmnode.errors import BadMessage, PeerError, PeerTimeout
 from swarmnode.pipeline.activations import decode
+from swarmnode.pipeline.compute import Compute, in_thread
 from swarmnode.pipeline.fence import Fence
 from swarmnode.pipeline.frames import ABOUT_ITEM_BYTES, ActivationCodec, FrameLimits, activation_bytes
-from swarmnode.pipeline.member import Member, in_thread
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.spec import StageSpec
 from swarmnode.pipeline.work import read_f32, read_micro_batch
+from swarmnode.pipeline.worker import StageWorker
 from swarmnode.recovery import messages as m
 from swarmnode.recovery.bodies import ends_layout, layers_layout, pack_floats, read_floats, run_one, tied_layout
-from swarmnode.recovery.channel import Channel, ChannelStatistics, Loading
-from swarmnode.recovery.ladder import RecoverySettings, Rung
+from swarmnode.recovery.channel import Body, Channel, ChannelStatistics, Loading
 from swarmnode.recovery.probes import Recorder, work_of
-from swarmnode.recovery.shadows import ShadowStore, form_of, ring
+from swarmnode.recovery.snapshots import SnapshotStore, form_of, ring
+from swarmnode.recovery.sources import RecoverySettings, SourceKind
 from swarmnode.recovery.state import StageState, check_state, decode_state, encode_state, host_copy, trained
 from swarmnode.recovery.synthesis import Neighbour
 from swarmnode.weights.layout import Layout, elements
@@ -53,13 +54,13 @@ class StatePeerStatistics:
 class StatePeer(Channel):
     """streams: stage → stream. layouts: what is trained of every stage (`state.stage_layouts`). recorder: the member's observer.
 
-    `attach` the member once it runs; until then `phase` says what the weights in `runtime` are worth.
+    `attach` the worker once it runs; until then `phase` says what the weights in `runtime` are worth.
     """
 
     def __init__(
         self, runtime: StageRuntime, fence: Fence, streams: Mapping[int, trio.abc.Stream], limits: FrameLimits, layouts: Sequence[Layout],
-        settings: RecoverySettings, *, store: ShadowStore | None = None, recorder: Recorder | None = None,
-        codec: ActivationCodec = "bfloat16", compute: Any = in_thread,
+        settings: RecoverySettings, *, store: SnapshotStore | None = None, recorder: Recorder | None = None,
+        codec: ActivationCodec = "bfloat16", compute: Compute = in_thread,
     ) -> None:  # fmt: skip
         super().__init__(fence, streams, settings.seconds, settings.uplink * settings.uplink_share / 2, compute)  # two neighbours
         self.runtime = runtime
@@ -70,14 +71,14 @@ class StatePeer(Channel):
         self.layouts = tuple(layouts)
         self.recorder = recorder if recorder is not None else Recorder(runtime.spec, settings)
         self.phase: Phase = "empty"
-        self.rung: Rung | None = None
+        self.rung: SourceKind | None = None
         """Of the candidate; NONE while there is none yet; None where nothing is being restored."""
         self.exhausted = False
         """There is no other candidate left."""
         self.restored: StageState | None = None
         """What the weights here were restored from, until there is a member: its moments are those of a tied embedding."""
         self._store = store
-        self._member: Member | None = None
+        self._worker: StageWorker | None = None
         self._kept: dict[int, int] = {}
         self._keepers: set[int] = set()
         """Stages that asked for our next shadow."""
@@ -86,14 +87,14 @@ class StatePeer(Channel):
     def statistics(self) -> StatePeerStatistics:
         return StatePeerStatistics(self.channel_statistics(), dict(self._kept), self._skipped)
 
-    def attach(self, member: Member) -> None:
+    def attach(self, worker: StageWorker) -> None:
         """The stage is in order: `member` runs it."""
-        self._member = member
+        self._worker = worker
         self.phase, self.rung = "whole", None
 
     @property
     def step(self) -> int:
-        return self._member.participant.step if self._member is not None else super().step
+        return self._worker.participant.step if self._worker is not None else super().step
 
     # What a lost stage asks for. Everything raises PeerError as `call` does.
 
@@ -103,16 +104,18 @@ class StatePeer(Channel):
 
         async def one(stage: int) -> None:
             try:
-                found[stage] = await self.call(stage, m.Ask(self.place, 0), _no_body, seconds=min(ASK_SECONDS, self.settings.seconds))
+                answer = await self.call(stage, m.Ask(self.place, 0), _no_body, seconds=min(ASK_SECONDS, self.settings.seconds))
             except PeerError:
                 return  # it counts as one that has nothing
+            if isinstance(answer, m.Holds):
+                found[stage] = answer
 
         async with trio.open_nursery() as nursery:
             for stage in self.streams:
                 nursery.start_soon(one, stage)
         return found
 
-    async def fetch_shadow(self, holder: int, root: bytes) -> StageState:
+    async def fetch_snapshot(self, holder: int, root: bytes) -> StageState:
         """The one that it said it has."""
         layout = self.layouts[self.spec.index]
         have, body = await self._fetch(holder, "shadow", lambda have: m.state_bytes(layout, have.form))
@@ -172,18 +175,18 @@ class StatePeer(Channel):
 
         upload = probe.about + x
         have = self.have("run", self.step, upload, codec=self.codec, rows=probe.rows, about=len(probe.about))
-        _, body = await self._patiently(stage, lambda: self.call(stage, have, size, upload))
+        _, body = await self._patiently(stage, lambda: self.call_for_body(stage, have, size, upload))
         return bytes(body)
 
-    async def _fetch(self, stage: int, what: Any, size: Callable[[m.Have], int]) -> tuple[m.Have, bytearray]:
+    async def _fetch(self, stage: int, what: m.Wanted, size: Callable[[m.Have], int]) -> tuple[m.Have, bytearray]:
         def checked(have: m.Have) -> int:
             if have.what != what:
                 raise BadMessage("schema", f"{have.what} is not {what}")
             return size(have)
 
-        return await self.call(stage, m.Want(self.place, 0, what), checked)
+        return await self.call_for_body(stage, m.Want(self.place, 0, what), checked)
 
-    async def _patiently(self, stage: int, ask: Callable[[], Any]) -> Any:
+    async def _patiently(self, stage: int, ask: Callable[[], Awaitable[Body]]) -> Body:
         until = trio.current_time() + self.settings.seconds
         while True:
             try:
@@ -195,9 +198,9 @@ class StatePeer(Channel):
 
     # What a stage in good order gives away unasked.
 
-    def push_shadow(self, state: StageState) -> None:
+    def push_snapshot(self, state: StageState) -> None:
         """To both ring neighbours, and who asked for it, from now on in the background; skipped where the last one is still on its way."""
-        self.spawn(self._push_state, state)
+        self.spawn(lambda: self._push_state(state))
 
     def push_ends(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Paper mode: the embedding to the second stage, norm and head to the last but one."""
@@ -224,7 +227,7 @@ class StatePeer(Channel):
         if self._store is not None:
             await self._keep_policy(self._store, have, body)
 
-    async def _keep_policy(self, store: ShadowStore, have: m.Have, body: bytes) -> None:
+    async def _keep_policy(self, store: SnapshotStore, have: m.Have, body: bytes) -> None:
         """Our own shadow on our disk; and those of stages that push them to others are asked for, where they are to be kept here: who is
         furthest behind first, and only as many as may be in memory together."""
         ours = self.spec.index
@@ -235,7 +238,7 @@ class StatePeer(Channel):
                 self._failed += 1
         others = store.stages - {ours, *ring(ours, self.spec.stages)}
         steps = {stage: shadow.step if (shadow := store.get(stage)) else -1 for stage in others}
-        room = 0 if self.shadows_coming() & others else max(self.settings.exact_bytes, 1)
+        room = 0 if self.snapshots_coming() & others else max(self.settings.exact_bytes, 1)
         for stage in sorted(steps, key=lambda stage: (steps[stage], stage)):
             if room > 0 and steps[stage] < have.step:
                 self.send(stage, m.Keep(self.place, 0))
@@ -286,7 +289,7 @@ class StatePeer(Channel):
             edges = [edge for edge in self.recorder.edges if stage in (edge.source, edge.target)]
             return self.step, _pack(edges) if edges else b"", {"codec": self.codec}
         if what == "layers":
-            norm = 0.0 if self._member is None else self._member.squared_norm
+            norm = 0.0 if self._worker is None else self._worker.squared_norm
             return self.step, pack_floats(trained(self.runtime), layers_layout(own)), {"squared_norm": norm}
         if what == "tied" and self.spec.shares_embedding and tied_layout(self.spec, own):
             return self.step, self._tied(tied_layout(self.spec, own)), {}
@@ -296,10 +299,10 @@ class StatePeer(Channel):
         name = layout[0].name
         weight = trained(self.runtime)[name]
         kept = {name: host_copy(weight)}
-        if self._member is None:
+        if self._worker is None:
             state = StageState(self.step, kept) if self.restored is None else replace(self.restored, weights=kept)
             return encode_state(state, layout, "exact")
-        moments = self._member.optimizer.state.get(weight) if self._member.optimizer is not None else None
+        moments = self._worker.optimizer.state.get(weight) if self._worker.optimizer is not None else None
         if not moments:
             return encode_state(StageState(self.step, kept), layout, "exact")
         first, second = {name: host_copy(moments["exp_avg"])}, {name: host_copy(moments["exp_avg_sq"])}
@@ -328,14 +331,14 @@ class StatePeer(Channel):
             await self._run(stage, have, bytes(body))
             return
         if have.what == "shadow" and self._store is not None:
-            await self.compute(lambda: self._keep_shadow(stage, have, body))
+            await self.compute(lambda: self._keep_snapshot(stage, have, body))
         elif have.what == "ends":
             self.recorder.ends[stage] = have.step, read_floats(body, ends_layout(self._end(stage), self.layouts[stage]))
         elif have.what == "probes":
             self.recorder.probes[:] = self._read_probes(body)
         self.send(stage, m.Kept(self.place, have.request, have.what, have.step))
 
-    def _keep_shadow(self, stage: int, have: m.Have, body: bytearray) -> None:
+    def _keep_snapshot(self, stage: int, have: m.Have, body: bytearray) -> None:
         assert self._store is not None
         check_state(body, self.layouts[stage], have.form)
         self._store.put(stage, have, body)

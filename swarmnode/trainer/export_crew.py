@@ -25,7 +25,7 @@ from swarmnode.config import Config
 from swarmnode.errors import BadMessage, StateError, Unavailable
 from swarmnode.pipeline.spec import stage_specs
 from swarmnode.policy.load import lora_settings
-from swarmnode.recovery.shadows import RAN, SHADOWS, copy_file, read_copy
+from swarmnode.recovery.snapshots import RAN, SHADOWS, copy_file, read_copy
 from swarmnode.recovery.state import decode_state, stage_layouts
 
 

@@ -11,12 +11,13 @@ import trio
 from trio.testing import memory_stream_pair
 
 from swarmnode.pipeline import frames
+from swarmnode.pipeline.compute import inline
 from swarmnode.pipeline.fence import Fence
 from swarmnode.pipeline.frames import FrameLimits, Place
 from swarmnode.pipeline.head import Head
 from swarmnode.pipeline.links import Links
-from swarmnode.pipeline.member import CrewSettings, Member, inline
 from swarmnode.pipeline.runtime import StageRuntime
+from swarmnode.pipeline.worker import CrewSettings, StageWorker
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Crew:
     """A crew in one process."""
 
     head: Head
-    members: list[Member]
+    members: list[StageWorker]
     """By stage; the first is the head."""
     streams: dict[tuple[int, int], trio.abc.Stream]
     """(stage, other stage) → this stage's end."""
@@ -44,14 +45,14 @@ async def open_crew(
     for i in range(count):
         for j in range(i):
             streams[i, j], streams[j, i] = memory_stream_pair()
-    members: list[Member] = []
+    members: list[StageWorker] = []
     for i, runtime in enumerate(runtimes):
         links = Links(i, {j: streams[i, j] for j in range(count) if j != i}, limits)
         fence = Fence(Place(crew, epoch, i, 0, step), [0] * count)
         if i == 0:
             members.append(Head(runtime, links, fence, settings, compute, seconds=seconds))
         else:
-            members.append(Member(runtime, links, fence, settings, compute))
+            members.append(StageWorker(runtime, links, fence, settings, compute))
     async with trio.open_nursery() as nursery:
         for member in members:
             nursery.start_soon(member.run)

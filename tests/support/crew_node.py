@@ -22,9 +22,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from swarmnode.config import StagesConfig
 from swarmnode.crew import local
 from swarmnode.crew.events import Settings
-from swarmnode.crew.opening import Circle
 from swarmnode.crew.plan import Capacity, ModelCost, Part
 from swarmnode.crew.plane import StagePlane
+from swarmnode.crew.stream_handshake import Circle
 from swarmnode.p2p.network import Network
 from tests.support.pipe_ends import open_pipe
 

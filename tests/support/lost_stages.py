@@ -14,17 +14,18 @@ import trio
 from trio.testing import memory_stream_pair
 
 from swarmnode.pipeline import frames
+from swarmnode.pipeline.compute import inline
 from swarmnode.pipeline.fence import Fence
 from swarmnode.pipeline.frames import FrameLimits, Place
 from swarmnode.pipeline.learning import LearnRow
-from swarmnode.pipeline.member import CrewSettings, Member, inline
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.spec import StageSpec
 from swarmnode.pipeline.split import split_model
+from swarmnode.pipeline.worker import CrewSettings, StageWorker
 from swarmnode.recovery.journal import Journal
-from swarmnode.recovery.ladder import RecoverySettings, Run
 from swarmnode.recovery.restore import Base, Replica, Restored, restore
-from swarmnode.recovery.shadows import SHADOWS, Shadowing, ShadowStore, ring
+from swarmnode.recovery.snapshots import SHADOWS, SnapshotRecorder, SnapshotStore, ring
+from swarmnode.recovery.sources import RecoverySettings, Run
 from swarmnode.recovery.state import stage_layouts
 from swarmnode.recovery.transfer import StatePeer
 from tests.support.crew import Crew, open_crew
@@ -40,9 +41,9 @@ class Station:
     runtime: StageRuntime
     directory: Path
     journal: Journal
-    store: ShadowStore
-    watch: Shadowing
-    member: Member | None = None
+    store: SnapshotStore
+    watch: SnapshotRecorder
+    member: StageWorker | None = None
     """Of the last roster; None: it has to be restored."""
     base: Base | None = None
     replica: Callable[[], Awaitable[Replica]] | None = None
@@ -84,8 +85,8 @@ class Fleet:
     def _station(self, spec: StageSpec, runtime: StageRuntime, directory: Path) -> Station:
         journal = Journal(directory, CREW, spec)
         kept = range(spec.stages) if spec.index in self.keepers else (spec.index, *ring(spec.index, spec.stages))
-        store = ShadowStore(directory / SHADOWS, CREW, {i: self.layouts[i] for i in kept}, {"layers": self.layers, "owner": self.owner})
-        return Station(spec, runtime, directory, journal, store, Shadowing(spec, self.settings, journal, store))
+        store = SnapshotStore(directory / SHADOWS, CREW, {i: self.layouts[i] for i in kept}, {"layers": self.layers, "owner": self.owner})
+        return Station(spec, runtime, directory, journal, store, SnapshotRecorder(spec, self.settings, journal, store))
 
     def kill(self, stage: int, disk: bool = False) -> Station:
         """The node is gone with its memory; its `disk` may be left. Another one takes its place, with weights that are noise."""
@@ -154,10 +155,10 @@ class Fleet:
             if station.member is not None:
                 peer.attach(station.member)
 
-    def _seat(self, station: Station, member: Member, peer: StatePeer) -> None:
+    def _seat(self, station: Station, member: StageWorker, peer: StatePeer) -> None:
         old = station.member
         if old is not None:
-            member.optimizer, member.pace, member.squared_norm = old.optimizer, old.pace, old.squared_norm
+            member.optimizer, member.lr_scale, member.squared_norm = old.optimizer, old.lr_scale, old.squared_norm
         elif station.spec.index in self.restored:
             self.restored[station.spec.index].install(member)
         member.observer = station.watch

@@ -8,11 +8,11 @@ import msgspec
 import trio
 
 from swarmnode.crew import local
-from swarmnode.crew.opening import Circle, Kind
-from swarmnode.crew.pipes import Pipes
+from swarmnode.crew.stream_handshake import Circle, Kind
+from swarmnode.crew.stream_proxy import StreamProxy
 
 
-async def open_pipe(pipes: Pipes, circle: Circle, stage: int, kind: Kind = "frames", **other: Any) -> trio.SocketStream:
+async def open_pipe(pipes: StreamProxy, circle: Circle, stage: int, kind: Kind = "frames", **other: Any) -> trio.SocketStream:
     """A connection that is to be the stream to the trainer of `stage`. other: fields that are not the circle's."""
     opened = msgspec.structs.replace(local.Open(circle.crew, circle.roster_epoch, stage, kind), **other)
     data = msgspec.msgpack.encode(opened)

@@ -13,9 +13,9 @@ from __future__ import annotations
 import contextlib
 import queue
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,8 +25,8 @@ from swarmnode.config import Config
 from swarmnode.errors import PeerError
 from swarmnode.files import write_atomically
 from swarmnode.link.messages import WeightsReport
-from swarmnode.pipeline.member import Member
 from swarmnode.pipeline.observer import Observer
+from swarmnode.pipeline.worker import StageWorker
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.trainer.crew.probe import CrewProbe
 from swarmnode.trainer.crew.stage import Stage
@@ -49,6 +49,20 @@ class Fetched:
     """For `StageAveraging.begin`."""
 
 
+@dataclass(frozen=True)
+class _Parameters:
+    tensors: dict[str, torch.nn.Parameter]
+    """By their names in the whole model."""
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return iter(self.tensors.items())
+
+
+@dataclass(frozen=True)
+class _StagePolicy:
+    model: _Parameters
+
+
 class StageAveraging(Observer):
     """Make it while the stage has the base weights: the codec is relative to them. connected: is there a network process? averages: may
     this stage be averaged now?"""
@@ -68,7 +82,7 @@ class StageAveraging(Observer):
         self._seeking: queue.SimpleQueue[local.AdoptState] | None = None
         self.probe = CrewProbe()
         tensors = averaged(stage)
-        policy: Any = SimpleNamespace(model=SimpleNamespace(named_parameters=lambda: iter(tensors.items())))
+        policy: Any = _StagePolicy(_Parameters(tensors))  # all that a replica asks of a policy whose averages others judge
         self._replica = Replica(
             policy, config.weights, self._counters, MicroBatcher(config.training.per_device_train_tokens), config.node.data_dir,
             lock=stage.lock, send=send, adapter=adapter_shape(config), ask=self.probe.ask,
@@ -93,10 +107,10 @@ class StageAveraging(Observer):
         """
         return {**self._replica.tensors(), CLOCKS: torch.tensor(self._counters.outer_clocks)}
 
-    def committed(self, member: Member) -> None:
+    def committed(self, worker: StageWorker) -> None:
         now = time.monotonic()
         seconds, self._since = now - self._since, now
-        self._counters.step = member.participant.step
+        self._counters.step = worker.participant.step
         if not self._averages():  # the last step of a crew that is suspended
             return
         self._replica.between_steps(self._connected(), seconds, stepped=True)

@@ -13,26 +13,26 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from swarmnode.averaging.lora import A_SEED, freeze_a, shares_a
 from swarmnode.config import Config
 from swarmnode.crew.local import Offering
 from swarmnode.crew.plan import Capacity, ModelCost, model_cost
-from swarmnode.errors import ConfigError, DeviceError, Refused
+from swarmnode.errors import ConfigError, DeviceError, Refused, Unavailable
 from swarmnode.pipeline.frames import FrameLimits
-from swarmnode.pipeline.member import CrewSettings
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.spec import check_model_type, stage_specs
 from swarmnode.pipeline.split import adapt, load_stage
+from swarmnode.pipeline.worker import CrewSettings
 from swarmnode.policy.device import HEADROOM, TRAINED_BYTES, Placement, count_parameters, free_bytes, needed_bytes, probe, set_up
-from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash
+from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash, weight_files
 from swarmnode.policy.load import configured_ends, local_directory, lora_settings, offline
 from swarmnode.policy.text import PolicyText
-from swarmnode.recovery.ladder import LEARNING_RATE_FACTOR
+from swarmnode.recovery.sources import LEARNING_RATE_FACTOR, Run, check_paper
 from swarmnode.swarm.manifest import check_model
 from swarmnode.swarm.manifest_store import stored
 
@@ -50,11 +50,13 @@ class CrewModel:
     """A model's directory and everything about it that fits any node."""
 
     directory: Path
-    config: Any
+    config: PretrainedConfig
     """transformers'."""
     text: PolicyText
     placement: Placement
     offering: Offering
+    pretrained: bool
+    """Whether its weights were trained before; those of a run from scratch are worth nothing to a stage that was lost."""
 
     def limits(self) -> FrameLimits:
         return FrameLimits(hidden=int(self.config.hidden_size), vocab=int(self.config.vocab_size), tokens=TOKENS)
@@ -74,7 +76,7 @@ class CrewModel:
         spec = stage_specs(self.config, layers)[index]
         lora = config.policy.lora.r > 0
         dtype = self.placement.dtype if lora else torch.float32
-        stage: Any = load_stage(self.directory, spec, dtype=dtype, device=self.placement.device)
+        stage = load_stage(self.directory, spec, dtype=dtype, device=self.placement.device)
         if lora:
             stage = adapt(stage, lora_settings(config.policy))
             if shares_a(config):
@@ -115,7 +117,7 @@ def capacity(config: Config, placement: Placement) -> int | None:
     return limit if measured is None else min(limit, measured)
 
 
-def whole_bytes(config: Config, hf: Any, placement: Placement) -> int:
+def whole_bytes(config: Config, hf: PretrainedConfig, placement: Placement) -> int:
     """To train all of it here."""
     parameters, edges = count_parameters(hf)
     return needed_bytes(parameters, config.policy.lora.r * edges, placement.dtype)
@@ -136,6 +138,9 @@ def open_model(config: Config, say: Callable[[str], None] = lambda line: None) -
     with local_directory(cfg, fits=False) as directory:
         hf = offline(cfg, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False))
         check_model_type(hf)
+        pretrained = not is_untrained(directory)
+        if config.stages.paper_mode:
+            check_paper(config.stages.stages, run_of(config, pretrained))
         tokenizer = offline(cfg, lambda: AutoTokenizer.from_pretrained(directory, trust_remote_code=False))
         say("hashing the base weights")
         identity = fingerprint(directory)
@@ -151,7 +156,28 @@ def open_model(config: Config, say: Callable[[str], None] = lambda line: None) -
             check_model(opened.manifest, text.fingerprint, text.tokenizer_hash)
         offering = make_offering(config, hf, placement, identity)
         say(f"{cfg.model} in stages: {offering.capacity.memory / 2**30:.2f} GiB of it here; {placement.reason}")
-        yield CrewModel(directory, hf, text, placement, offering)
+        yield CrewModel(directory, hf, text, placement, offering, pretrained)
+
+
+def run_of(config: Config, pretrained: bool) -> Run:
+    """What decides whether a lost stage may be made of its neighbours."""
+    return Run(swapped=config.stages.paper_mode, pretrained=pretrained, adapter=config.policy.lora.r > 0)
+
+
+def is_untrained(directory: Path) -> bool:
+    """Whether the weights of this model are as they were initialised: every norm's scale is exactly one, which no training leaves so.
+
+    Raises Unavailable for a damaged file.
+    """
+    try:
+        for file in weight_files(directory):
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                    if name.endswith("norm.weight") and not bool((tensors.get_tensor(name) == 1).all()):
+                        return False
+    except SafetensorError as error:
+        raise Unavailable(f"{directory} is damaged: {error}") from None
+    return True
 
 
 def check_trainable(config: Config) -> None:
@@ -162,7 +188,7 @@ def check_trainable(config: Config) -> None:
         raise Refused("stages are not quantised: set policy.quantization to none, or stages.mode to off")
 
 
-def make_offering(config: Config, hf: Any, placement: Placement, identity: bytes) -> Offering:
+def make_offering(config: Config, hf: PretrainedConfig, placement: Placement, identity: bytes) -> Offering:
     """What this node can hold, and what there is to hold."""
     room = capacity(config, placement)
     memory = float(room) if room is not None else float(whole_bytes(config, hf, placement))
@@ -184,7 +210,7 @@ def crew_terms(config: Config, identity: bytes) -> bytes:
     return hashlib.blake2b(identity + json.dumps(terms, sort_keys=True, separators=(",", ":")).encode(), digest_size=32).digest()
 
 
-def cost_of(config: Config, hf: Any, placement: Placement) -> ModelCost:
+def cost_of(config: Config, hf: PretrainedConfig, placement: Placement) -> ModelCost:
     """Of the parts of the model as this swarm trains it."""
     lora = config.policy.lora.r > 0
     cfg = config.training

@@ -19,7 +19,7 @@ import torch
 from swarmnode.config import Config
 from swarmnode.errors import PeerError, PeerTimeout
 from swarmnode.link.messages import WeightsReport
-from swarmnode.pipeline.head import StepResult
+from swarmnode.pipeline.head import Head, StepResult
 from swarmnode.pipeline.learning import LearnRow
 from swarmnode.pipeline.waves import Wave
 from swarmnode.policy.generate import GroupSample, Sampled
@@ -29,8 +29,7 @@ from swarmnode.trainer import state
 from swarmnode.trainer.batch import Rows, Scored
 from swarmnode.trainer.crew.average import StageAveraging
 from swarmnode.trainer.crew.model import CrewModel
-from swarmnode.trainer.crew.seat import Sitting
-from swarmnode.trainer.crew.stage import CrewHead
+from swarmnode.trainer.crew.runner import StageRunner
 from swarmnode.trainer.engine import EngineGone, EngineStatistics
 from swarmnode.trainer.state import Counters, Snapshot
 from swarmnode.trainer.update import UpdateStatistics, learning_rate, normalizer, trained
@@ -51,12 +50,12 @@ class CrewPolicy:
     """crew: whose head this node is. stop: ends all waiting. averaging: of our own stage, if it is averaged now."""
 
     def __init__(
-        self, config: Config, model: CrewModel, sitting: Sitting, crew: bytes, stop: threading.Event,
+        self, config: Config, model: CrewModel, runner: StageRunner, crew: bytes, stop: threading.Event,
         averaging: Callable[[], StageAveraging | None] = lambda: None,
     ) -> None:  # fmt: skip
         self._config = config
         self._model = model
-        self._sitting = sitting
+        self._runner = runner
         self._crew = crew
         self._stop = stop
         self._averaging = averaging
@@ -118,7 +117,7 @@ class CrewPolicy:
         cfg = self._config.training
         before = self._head().participant.step
 
-        async def work(head: CrewHead) -> StepResult | None:
+        async def work(head: Head) -> StepResult | None:
             if head.participant.step > before:
                 return None  # it was decided when the crew came apart, and has been taken since
             return await head.update(learn, cfg, divisor, rate)
@@ -139,13 +138,13 @@ class CrewPolicy:
 
     # ---- asking ---------------------------------------------------------------------------------------------------------
 
-    def _ask(self, work: Callable[[CrewHead], Awaitable[T]]) -> T:
+    def _ask(self, work: Callable[[Head], Awaitable[T]]) -> T:
         """What `work` gives, from the first head under which it succeeds. Raises EngineGone; PeerError after many failures."""
         failed: dict[int, int] = {}
         while True:
             head = self._head()
             try:
-                return self._sitting.call(lambda head=head: work(head))  # type: ignore[misc]
+                return self._runner.call(lambda head=head: work(head))  # type: ignore[misc]
             except PeerError as error:
                 failed[id(head)] = failed.get(id(head), 0) + 1
                 log.warning("the crew stopped", error=str(error), timeout=isinstance(error, PeerTimeout))
@@ -154,12 +153,12 @@ class CrewPolicy:
                 if self._stop.is_set():
                     raise EngineGone("stopping") from None
 
-    def _head(self) -> CrewHead:
+    def _head(self) -> Head:
         """Waits for the crew to be together. Raises EngineGone when we are not its head any more, should stop, or waited too long."""
         late = time.monotonic() + self._config.stages.wait_seconds + 60.0
         while True:
-            head = self._sitting.wait(self._sitting.head, WAIT_SECONDS)
-            if self._sitting.heads(self._crew) is None:
+            head = self._runner.wait(self._runner.head, WAIT_SECONDS)
+            if self._runner.heads(self._crew) is None:
                 raise EngineGone("another node is the head now")
             if head is not None:
                 return head

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import structlog
@@ -63,7 +64,7 @@ class CrewProbe:
         if sum(len(_better(peer, edge)) for edge in known) < LEAST_PROBE:
             return False
         try:
-            token.run_sync_soon(peer.spawn, _judge, peer, known, mine, mean, tell)
+            token.run_sync_soon(peer.spawn, lambda: _judge(peer, known, mine, mean, tell))
         except trio.RunFinishedError:  # this process ends
             return False
         return True
@@ -76,7 +77,7 @@ async def _judge(
     losses = None
     try:
         with trio.move_on_after(SECONDS):  # around waiting only
-            as_is, averaged = [await peer.compute(lambda tensors=tensors: _with(peer.runtime, tensors)) for tensors in (mine, mean)]
+            as_is, averaged = [await peer.compute(partial(_with, peer.runtime, tensors)) for tensors in (mine, mean)]
             before, after, tokens = 0.0, 0.0, 0
             for edge in known:
                 first, count = await _loss(peer, edge, as_is)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
-from typing import Any
 
 import structlog
 import torch
@@ -21,19 +20,20 @@ from swarmnode.crew.local import Assigned
 from swarmnode.pipeline.fence import Fence
 from swarmnode.pipeline.frames import CREW_BYTES, Place
 from swarmnode.pipeline.spec import stage_specs
+from swarmnode.pipeline.worker import StageWorker
 from swarmnode.policy.load import lora_settings
 from swarmnode.recovery import restore as recovery
 from swarmnode.recovery.journal import Journal
-from swarmnode.recovery.ladder import RecoverySettings, Run
 from swarmnode.recovery.restore import Base, Replica, base_adapter, base_stage
-from swarmnode.recovery.shadows import SHADOWS, Shadowing, ShadowStore, ring
+from swarmnode.recovery.snapshots import SHADOWS, SnapshotRecorder, SnapshotStore, ring
+from swarmnode.recovery.sources import RecoverySettings
 from swarmnode.recovery.state import host_copy, stage_layouts, take, trained
 from swarmnode.recovery.transfer import StatePeer
 from swarmnode.trainer import state
 from swarmnode.trainer.crew.average import StageAveraging
-from swarmnode.trainer.crew.model import CrewModel
-from swarmnode.trainer.crew.seat import Tell
-from swarmnode.trainer.crew.stage import CrewHead, CrewMember, Stage
+from swarmnode.trainer.crew.model import CrewModel, run_of
+from swarmnode.trainer.crew.runner import Tell
+from swarmnode.trainer.crew.stage import Stage
 from swarmnode.trainer.crew.streams import Gate, close_all, connect_all
 from swarmnode.weights.layout import Layout
 
@@ -55,12 +55,12 @@ class StageRecovery:
         self._model = model
         self._directory = config.node.data_dir / "trainer"
         self._settings = recovery_settings(config)
-        self._run = run_of(config)
+        self._run = run_of(config, model.pretrained)
         self._journal: Journal | None = None
-        self._store: ShadowStore | None = None
+        self._store: SnapshotStore | None = None
         self._layouts: tuple[Layout, ...] = ()
         self._base: Base | None = None
-        self._shadowing: Shadowing | None = None
+        self._shadowing: SnapshotRecorder | None = None
         self._peer: StatePeer | None = None
         self._holders: tuple[int, ...] = ()
         """Stage epochs of our ring neighbours, when they were last given our state."""
@@ -78,17 +78,21 @@ class StageRecovery:
         kept = range(spec.stages) if self._config.stages.keep_policy else (spec.index, *ring(spec.index, spec.stages))
         whose = state.owner(self._model.text.fingerprint, self._config.policy.lora.r, shares_a(self._config))
         about = {"layers": assigned.layers, "owner": whose}
-        self._store = ShadowStore(self._directory / SHADOWS, assigned.crew, {i: self._layouts[i] for i in kept}, about)
+        self._store = SnapshotStore(self._directory / SHADOWS, assigned.crew, {i: self._layouts[i] for i in kept}, about)
         return self._journal.step
 
     def built(self, stage: Stage) -> None:
         self.outer = {}
         spec = stage.runtime.spec
         adapter = self._config.policy.lora.r > 0
-        self._base = base_adapter(stage.runtime) if adapter else base_stage(self._model.directory, spec, self._model.text.fingerprint)
+        self._base = None
+        if adapter:
+            self._base = base_adapter(stage.runtime)
+        elif self._model.pretrained:  # of a run from scratch it is worth nothing
+            self._base = base_stage(self._model.directory, spec, self._model.text.fingerprint)
         averaging = self._averaging()
         outer = averaging.tensors if averaging is not None else dict
-        self._shadowing = Shadowing(spec, self._settings, self._journal, self._store, outer)
+        self._shadowing = SnapshotRecorder(spec, self._settings, self._journal, self._store, outer)
         stage.observers.append(self._shadowing)
 
     @contextlib.asynccontextmanager
@@ -124,7 +128,7 @@ class StageRecovery:
             replica=partial(self._replica, stage, averaging) if averaging is not None and met else None,
             tell=lambda phase, rung: tell(phase, f"R{int(rung)}"),
         )  # fmt: skip
-        restored.install(stage.member)
+        restored.install(stage.worker)
         self.outer = restored.outer
         for rung, why in restored.tried:
             log.info("rung not taken", rung=f"R{int(rung)}", reason=why)
@@ -140,15 +144,15 @@ class StageRecovery:
         weights |= {name: tensor for whole, tensor in found.phi.items() if (name := spec.local(whole)) is not None}
         return Replica(weights, outer=found.outer)
 
-    def attach(self, assigned: Assigned, member: CrewMember | CrewHead) -> None:
+    def attach(self, assigned: Assigned, worker: StageWorker) -> None:
         assert self._peer is not None
-        self._peer.attach(member)
+        self._peer.attach(worker)
         holders = tuple(assigned.stage_epochs[i] for i in ring(assigned.stage, len(assigned.layers)))
         if holders != self._holders and not self._settings.paper:
-            self._peer.push_shadow(take(member))  # a neighbour that is new has none of ours, and the next comes in many steps
+            self._peer.push_snapshot(take(worker))  # a neighbour that is new has none of ours, and the next comes in many steps
         self._holders = holders
 
-    def facts(self, step: int) -> dict[str, Any]:
+    def facts(self, step: int) -> dict[str, int]:
         peer = self._peer
         kept = peer.statistics().kept if peer is not None else {}
         if not kept:
@@ -167,8 +171,3 @@ def recovery_settings(config: Config) -> RecoverySettings:
     cfg = config.stages
     uplink = float(config.network.upload_bytes_per_second)
     return RecoverySettings(shadow_every=cfg.shadow_every, paper=cfg.paper_mode, uplink=uplink)
-
-
-def run_of(config: Config) -> Run:
-    """Paper mode is for runs from scratch; any other begins with a base that others can read too."""
-    return Run(swapped=config.stages.paper_mode, pretrained=not config.stages.paper_mode, adapter=config.policy.lora.r > 0)

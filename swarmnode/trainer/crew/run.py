@@ -1,7 +1,7 @@
 """A trainer whose policy does not fit it: offers itself to a crew, holds the stage that it is given, and trains when that is the first.
 
     main thread      waits; as the head it runs the loop that a whole policy runs, over a `CrewPolicy`
-    crew's thread    `Sitting`: the stage, its streams, its recovery
+    crew's thread    `StageRunner`: the stage, its streams, its recovery
     link's thread    what the network process says goes to both
 """
 
@@ -29,7 +29,7 @@ from swarmnode.trainer.crew.average import StageAveraging, make_averaging
 from swarmnode.trainer.crew.model import fits_whole, open_model
 from swarmnode.trainer.crew.policy import CrewPolicy
 from swarmnode.trainer.crew.recovery import StageRecovery
-from swarmnode.trainer.crew.seat import Sitting
+from swarmnode.trainer.crew.runner import StageRunner
 from swarmnode.trainer.crew.stage import Stage
 from swarmnode.trainer.engine import EngineGone
 from swarmnode.trainer.loop import HEAD, Loop, Trainer
@@ -73,24 +73,24 @@ class CrewTrainer:
             self._recovery = StageRecovery(self._config, self._model, lambda: self._averaging, self._seek)
             self._link = Link(self._config.node.data_dir, self._hello, self._about_weights, self._about_crew)
             self._offering = self._model.offering
-            self._sitting = Sitting(self._build, self._recovery, self._link.send, self._progress, self._built, self._lacked)
+            self._runner = StageRunner(self._build, self._recovery, self._link.send, self._progress, self._built, self._lacked)
             stack.callback(self._recovery.close)
             stack.enter_context(self._link)
-            self._sitting.start()
-            stack.callback(self._sitting.stop)
-            self._sit()
+            self._runner.start()
+            stack.callback(self._runner.stop)
+            self._wait_and_lead()
             self._link.flush(2.0)
 
     def _tell(self, line: str) -> None:
         log.info("policy", detail=line)
         self._progress("loading policy")
 
-    def _sit(self) -> None:
+    def _wait_and_lead(self) -> None:
         scorer: Scorer | None = None
         with contextlib.ExitStack() as stack:
             averages = False
             while not self._stop.is_set() and not self._finished():
-                crew = self._sitting.wait(self._leads, LOOK_SECONDS)
+                crew = self._runner.wait(self._leads, LOOK_SECONDS)
                 if (self._averages() is not None) != averages:
                     averages = not averages
                     self._link.send(self._hello_now())
@@ -107,11 +107,11 @@ class CrewTrainer:
 
     def _leads(self) -> bytes | None:
         """The crew that waits for us to begin."""
-        return self._sitting.heads() if self._sitting.head() is not None else None
+        return self._runner.heads() if self._runner.head() is not None else None
 
     def _lead(self, crew: bytes, scorer: Scorer) -> None:
         """The loop, as long as this node is the head of `crew`."""
-        engine = CrewPolicy(self._config, self._model, self._sitting, crew, self._stop, self._averages)
+        engine = CrewPolicy(self._config, self._model, self._runner, crew, self._stop, self._averages)
         directory = self._config.node.data_dir / "trainer" / HEAD
         self._loop = Loop(self._config, self._progress, self._stop, engine, self._link, Counters(), directory)
         self._link.send(self._hello_now())
@@ -121,7 +121,7 @@ class CrewTrainer:
             self._loop = None
 
     def _finished(self) -> bool:
-        stage, limit = self._sitting.stage, self._config.training.max_steps
+        stage, limit = self._runner.stage, self._config.training.max_steps
         return stage is not None and bool(limit) and stage.step >= limit
 
     # ---- the stage -----------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class CrewTrainer:
         runtime = self._model.build(assigned.layers, assigned.stage, self._config)
         stage = Stage(assigned, runtime, self._model.settings(self._config), self._model.limits())
         self._averaging = make_averaging(
-            self._config, stage, self._link.send, lambda: self._link.statistics().connected, lambda: self._sitting.averages
+            self._config, stage, self._link.send, lambda: self._link.statistics().connected, lambda: self._runner.averages
         )  # fmt: skip
         return stage
 
@@ -156,7 +156,7 @@ class CrewTrainer:
     def _hello(self) -> Hello:
         """Of a new connection."""
         self._link.send(self._offering)
-        status = self._sitting.status()
+        status = self._runner.status()
         if status is not None:
             self._link.send(status)
         return self._hello_now()
@@ -165,7 +165,7 @@ class CrewTrainer:
         loop = self._loop
         if loop is not None:
             return loop.hello()
-        text, stage, averaging = self._model.text, self._sitting.stage, self._averages()
+        text, stage, averaging = self._model.text, self._runner.stage, self._averages()
         return Hello(
             model=text.fingerprint, tokenizer=text.tokenizer_hash, policy_version=stage.step if stage is not None else 0,
             vocab_size=text.vocab_size, pid=os.getpid(), replica=averaging.facts() if averaging is not None else None,
@@ -178,17 +178,17 @@ class CrewTrainer:
 
     def _averages(self) -> StageAveraging | None:
         """Nobody else's weights are mixed with those of a stage that has not shown what it is."""
-        return self._averaging if self._sitting.active else None
+        return self._averaging if self._runner.active else None
 
     def _about_weights(self, message: local.ToTrainer) -> None:
         averaging = self._averaging
         gives = isinstance(message, local.TakeSnapshot | local.WriteState)
-        if averaging is None or (gives and not self._sitting.averages):
+        if averaging is None or (gives and not self._runner.averages):
             return  # nothing is given away; what is under way may end
-        if self._sitting.active or isinstance(message, local.AdoptState):
+        if self._runner.active or isinstance(message, local.AdoptState):
             averaging.receive(message)
 
     def _about_crew(self, message: stages.ToTrainer) -> None:
-        self._sitting.receive(message)
+        self._runner.receive(message)
         if isinstance(message, stages.Released):
             self._link.send(self._offering)  # other numbers than at the start, maybe

@@ -17,9 +17,9 @@ from swarmnode.pipeline.fence import Fence
 from swarmnode.pipeline.frames import CREW_BYTES, FrameLimits, Place
 from swarmnode.pipeline.head import Head
 from swarmnode.pipeline.links import Links
-from swarmnode.pipeline.member import CrewSettings, Member
 from swarmnode.pipeline.observer import Observer
 from swarmnode.pipeline.runtime import StageRuntime
+from swarmnode.pipeline.worker import CrewSettings, StageWorker
 
 T = TypeVar("T")
 HEAD_SECONDS = 120.0
@@ -57,34 +57,6 @@ class Meter:
         self._busy, self._since, self._tokens = 0.0, now, tokens
 
 
-class Careful(Member):
-    """A member that is never stopped between counting a step and taking it, and that remembers what it took."""
-
-    lock: threading.Lock
-    """The stage's."""
-    last: tuple[int, float, float] = (0, 1.0, 0.0)
-    """(attempt, clip, learning rate) of the last step: what another stage needs to take it too."""
-
-    async def take(self, clip: float, learning_rate: float) -> None:
-        self.last = (self.participant.attempt, clip, learning_rate)
-        with trio.CancelScope(shield=True):  # around computing only
-            await super().take(clip, learning_rate)
-
-    def _move(self, optimizer: torch.optim.AdamW, clip: float, learning_rate: float) -> None:
-        with self.lock:
-            super()._move(optimizer, clip, learning_rate)
-
-
-class CrewMember(Careful, Member):
-    pass
-
-
-class CrewHead(Careful, Head):
-    @property
-    def usable(self) -> bool:
-        return self._gone is None
-
-
 class Stage:
     """One stage of one crew in this process. `lock` is held while the optimizer moves the weights."""
 
@@ -97,68 +69,68 @@ class Stage:
         self._settings = settings
         self._limits = limits
         self._dropped: Counter[str] = Counter()
-        self.member = self._make(assigned, {}, 0)
+        self.worker = self._make(assigned, {}, 0)
 
     @property
     def step(self) -> int:
         """Steps taken."""
-        return self.member.participant.step
+        return self.worker.participant.step
 
     @property
     def prepared(self) -> bool:
-        return self.member.participant.phase == "prepared"
+        return self.worker.participant.phase == "prepared"
 
     def is_of(self, assigned: Assigned) -> bool:
         return (self.crew, self.index, self.layers) == (assigned.crew, assigned.stage, assigned.layers)
 
     async def settle(self, settled: Settled) -> bool:
-        """Take the step that others took; what nobody took is dropped when the next member begins. The last member has stopped.
+        """Take the step that others took; what nobody took is dropped when the next worker begins. The last worker has stopped.
 
         False when this stage is behind and cannot follow: it has to be restored then.
         """
-        participant = self.member.participant
+        participant = self.worker.participant
         if settled.step == self.step + 1 and isinstance(participant.commit(self.step, settled.attempt), Take):
-            await self.member.take(settled.clip, settled.learning_rate)
+            await self.worker.take(settled.clip, settled.learning_rate)
         return settled.step == self.step
 
-    def begin(self, assigned: Assigned, streams: dict[int, trio.abc.Stream], step: int) -> CrewMember | CrewHead:
-        """A new member under a new roster, with what the old one had of weights, optimizer and pace. To be `run`."""
-        before, self._dropped = self.member, Counter(self.dropped())
-        self.member = self._make(assigned, streams, step)
-        self.member.optimizer, self.member.pace = before.optimizer, before.pace
-        self.member.squared_norm, self.member.last = before.squared_norm, before.last
+    def begin(self, assigned: Assigned, streams: dict[int, trio.abc.Stream], step: int) -> StageWorker:
+        """A new worker under a new roster, with what the old one had of weights, optimizer and learning rate. To be `run`."""
+        before, self._dropped = self.worker, Counter(self.dropped())
+        self.worker = self._make(assigned, streams, step)
+        self.worker.optimizer, self.worker.lr_scale = before.optimizer, before.lr_scale
+        self.worker.squared_norm, self.worker.last_commit = before.squared_norm, before.last_commit
         for parameter in self.runtime.parameters():
             parameter.grad = None
         self.runtime.sessions.clear()
-        return self.member
+        return self.worker
 
-    def _make(self, assigned: Assigned, streams: dict[int, trio.abc.Stream], step: int) -> CrewMember | CrewHead:
+    def _make(self, assigned: Assigned, streams: dict[int, trio.abc.Stream], step: int) -> StageWorker:
         epochs = assigned.stage_epochs
         place = Place(assigned.crew[:CREW_BYTES], assigned.roster_epoch, self.index, epochs[self.index], step)
         links = Links(self.index, streams, self._limits)
         fence = Fence(place, epochs)
-        member: CrewMember | CrewHead
+        worker: StageWorker
         if self.index == 0:
-            member = CrewHead(self.runtime, links, fence, self._settings, self.meter, seconds=HEAD_SECONDS)
+            worker = Head(self.runtime, links, fence, self._settings, self.meter, seconds=HEAD_SECONDS)
         else:
-            member = CrewMember(self.runtime, links, fence, self._settings, self.meter)
-        member.lock = self.lock
-        member.observer = Observers(self)
-        return member
+            worker = StageWorker(self.runtime, links, fence, self._settings, self.meter)
+        worker.lock = self.lock
+        worker.observer = Observers(self)
+        return worker
 
     def progress(self) -> int:
         """Grows with each piece of work done."""
         done = self.runtime.statistics()
-        return done.forwards + done.backwards + done.decode_steps + self.member.statistics().links.frames_received + self.step
+        return done.forwards + done.backwards + done.decode_steps + self.worker.statistics().links.frames_received + self.step
 
     def dropped(self) -> dict[str, int]:
         """Frames that counted for nothing, under all rosters, by reason."""
-        now = self.member.statistics()
+        now = self.worker.statistics()
         return dict(self._dropped + Counter(now.fence.dropped) + Counter(now.links.refused) + Counter(now.refused))
 
     def load(self) -> int:
         """Pieces of work in hand. What waits for a gradient, or for a slow link, is none: no new trainer would do it sooner."""
-        return self.meter.computing + self.member.ready()
+        return self.meter.computing + self.worker.ready()
 
 
 class Observers(Observer):
@@ -179,10 +151,10 @@ class Observers(Observer):
         for observer in self._stage.observers:
             observer.learnt(micro_batch, logprobs)
 
-    def committed(self, member: Member) -> None:
+    def committed(self, worker: StageWorker) -> None:
         self._stage.meter.step(self._stage.runtime.statistics().tokens)
         for observer in self._stage.observers:
-            observer.committed(member)
+            observer.committed(worker)
 
     def stepped(self) -> None:
         for observer in self._stage.observers:

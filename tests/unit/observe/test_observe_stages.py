@@ -6,8 +6,8 @@ from msgspec.structs import replace
 
 from swarmnode.crew.events import ControlStatistics, SlotStatistics
 from swarmnode.crew.local import StageStatus
-from swarmnode.crew.pipes import PipesStatistics
 from swarmnode.crew.plane import BOUNDS, StagesStatistics
+from swarmnode.crew.stream_proxy import StreamProxyStatistics
 from swarmnode.link.messages import Report
 from swarmnode.observe.snapshot import StagesView
 from swarmnode.observe.stages import policy_loaded, stages_view
@@ -19,7 +19,7 @@ CONTROL = ControlStatistics(
     standing_seconds=0.0, recovery_seconds=None,
 )  # fmt: skip
 STATUS = StageStatus(CREW, 2, 1, "active", step=40, shadow_step=20, shadow_age_steps=20, dropped={"stage_epoch": 3})
-PIPES = PipesStatistics(
+PIPES = StreamProxyStatistics(
     open={"frames": 2, "state": 0}, waiting=0, parked=0, opened={"frames": 3}, lost={"frames": 1}, refused={"peer": 2},
     sent={"frames": 10}, received={"frames": 7, "state": 5}, throttled_seconds=0.5,
 )  # fmt: skip

@@ -10,9 +10,9 @@ from swarmnode.crew.local import Assigned
 from swarmnode.errors import StateError
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.recovery import disk
-from swarmnode.recovery.ladder import RecoverySettings, Rung
 from swarmnode.recovery.restore import Restored
-from swarmnode.recovery.shadows import Shadowing
+from swarmnode.recovery.snapshots import SnapshotRecorder
+from swarmnode.recovery.sources import RecoverySettings, SourceKind
 from swarmnode.recovery.state import load_weights, trained
 from swarmnode.trainer.crew.average import CLOCKS, StageAveraging
 from swarmnode.trainer.crew.model import open_model
@@ -56,14 +56,14 @@ class Node:
         """As `restore` does with R0, but for asking the others."""
         kept = self.journal.read()
         load_weights(self.stage.runtime, kept.state.weights)
-        restored = Restored(Rung.JOURNAL, kept.state.step, None, 0.0, None, (), (), kept.state, kept.pace, kept.outer, kept.rng)
-        restored.install(self.stage.member)
-        self.stage.member.participant.step = kept.state.step
+        restored = Restored(SourceKind.JOURNAL, kept.state.step, None, 0.0, None, (), (), kept.state, kept.lr_scale, kept.outer, kept.rng)
+        restored.install(self.stage.worker)
+        self.stage.worker.participant.step = kept.state.step
         self.begin(restored.outer)
 
     def train(self, steps):
         for _ in range(steps):
-            member = self.stage.member
+            member = self.stage.worker
             generator = torch.Generator().manual_seed(member.participant.step)
             for parameter in self.stage.runtime.parameters():
                 parameter.grad = torch.randn(parameter.shape, generator=generator)
@@ -126,7 +126,7 @@ def test_slow_weights_are_of_the_step_that_the_weights_are_of(node, monkeypatch)
     one.train(4)
     then, weights = one.averaging.tensors(), {n: t.detach().clone() for n, t in trained(one.stage.runtime).items()}
     monkeypatch.setattr(disk, "save", lambda *args: (begun.set(), go.wait(10), save(*args)))
-    one.journal.note(one.stage.member, then)
+    one.journal.note(one.stage.worker, then)
     assert begun.wait(10)
     flush, one.journal.flush = one.journal.flush, lambda: None
     one.train(4)
@@ -141,7 +141,8 @@ def test_slow_weights_are_of_the_step_that_the_weights_are_of(node, monkeypatch)
 
 def test_a_journal_without_slow_weights_is_one_and_they_begin_anew(node, model):
     first = node()
-    first.stage.observers[:] = [Shadowing(first.stage.runtime.spec, RecoverySettings(), first.journal)]  # a node that averages with nobody
+    alone = SnapshotRecorder(first.stage.runtime.spec, RecoverySettings(), first.journal)  # a node that averages with nobody
+    first.stage.observers[:] = [alone]
     first.train(3)
     weights = {first.stage.runtime.spec.whole(n): t.detach().clone() for n, t in trained(first.stage.runtime).items()}
     first.end()

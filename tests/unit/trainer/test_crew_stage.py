@@ -11,6 +11,7 @@ from swarmnode.crew.local import Assigned, Offering, Settled
 from swarmnode.crew.plan import Capacity
 from swarmnode.errors import DeviceError, PeerError
 from swarmnode.pipeline.commit import Answer, Prepare
+from swarmnode.pipeline.worker import StepTaken
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.device import Placement
 from swarmnode.trainer import state
@@ -50,9 +51,9 @@ def prepare(stage, attempt=3):
     """It has a gradient of ones, and has acknowledged the step."""
     for parameter in stage.runtime.parameters():
         parameter.grad = torch.ones_like(parameter)
-    stage.member.participant.accumulated(1)
-    assert isinstance(stage.member.participant.propose(stage.step, attempt, [1]), Prepare)
-    assert isinstance(stage.member.participant.prepared(attempt, 1.0, 0.0), Answer)
+    stage.worker.participant.accumulated(1)
+    assert isinstance(stage.worker.participant.propose(stage.step, attempt, [1]), Prepare)
+    assert isinstance(stage.worker.participant.prepared(attempt, 1.0, 0.0), Answer)
     assert stage.prepared
 
 
@@ -70,10 +71,10 @@ async def test_a_promised_step_that_others_took_is_taken_with_their_numbers(stag
     assert await stage.settle(Settled(2, 1, 3, 0.5, 0.01))
     assert stage.step == 1
     assert moved(stage, before) == pytest.approx(0.01, rel=1e-3)  # Adam's first step is the learning rate
-    assert stage.member.last == (3, 0.5, 0.01)
+    assert stage.worker.last_commit == StepTaken(3, 0.5, 0.01)
     again = stage.begin(assigned(2, held=True), {}, 1)
     assert again.participant.step == 1
-    assert again.last == (3, 0.5, 0.01), "another roster may still need them"
+    assert again.last_commit == StepTaken(3, 0.5, 0.01), "another roster may still need them"
 
 
 async def test_a_promised_step_that_nobody_took_is_dropped(stage):
@@ -97,9 +98,9 @@ async def test_a_step_that_was_not_promised_cannot_be_followed(stage, settled):
 async def test_the_optimizer_goes_on_under_the_next_roster_and_holds_the_lock_while_it_moves_weights(stage):
     prepare(stage)
     await stage.settle(Settled(2, 1, 3, 1.0, 0.01))
-    optimizer, seen = stage.member.optimizer, []
+    optimizer, seen = stage.worker.optimizer, []
     stage.begin(assigned(2, held=True), {}, 1)
-    assert stage.member.optimizer is optimizer
+    assert stage.worker.optimizer is optimizer
     assert float(next(iter(optimizer.state.values()))["step"]) == 1
     optimizer.register_step_pre_hook(lambda *_: seen.append(stage.lock.locked()))
     prepare(stage)
@@ -125,7 +126,7 @@ async def test_the_lock_is_free_again_when_the_device_fails_in_the_middle_of_a_s
     def no_memory(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    stage.member.optimizer.register_step_pre_hook(no_memory)
+    stage.worker.optimizer.register_step_pre_hook(no_memory)
     with pytest.raises(DeviceError, match="half of a step"):
         await stage.settle(Settled(2, 1, 3, 1.0, 0.01))
     assert not stage.lock.locked()

@@ -92,7 +92,7 @@ def whole(model):
 
 def engine_of(trainer):
     """The engine that the head's loop has, in its place: nobody else asks the head for anything then."""
-    return CrewPolicy(trainer._config, trainer._model, trainer._sitting, trainer._sitting.heads(), threading.Event())
+    return CrewPolicy(trainer._config, trainer._model, trainer._runner, trainer._runner.heads(), threading.Event())
 
 
 async def in_thread(work, *args):
@@ -162,7 +162,7 @@ async def test_a_crew_s_step_is_that_of_the_whole_policy(tmp_path, model, monkey
             assert b == pytest.approx(d, abs=1e-3)
         state = {}
         for trainer in trainers:
-            runtime = trainer._sitting.stage.runtime
+            runtime = trainer._runner.stage.runtime
             state |= {runtime.spec.whole(n): p.detach() for n, p in runtime.model.named_parameters()}
         for name, tensor in policy.trainable_state().items():
             assert torch.allclose(state[name], tensor, atol=1e-4), name
@@ -216,7 +216,7 @@ async def test_a_run_that_lost_a_stage_ends_where_one_that_did_not_does(tmp_path
                 await until(lambda step=step: all(t._recovery._journal.step == step + 1 for t in trainers))
         state = {}
         for trainer in trainers:
-            runtime = trainer._sitting.stage.runtime
+            runtime = trainer._runner.stage.runtime
             state |= {runtime.spec.whole(n): p.detach() for n, p in runtime.model.named_parameters()}
         for name, tensor in policy.trainable_state().items():
             assert torch.allclose(state[name], tensor, atol=2e-4), name
@@ -252,9 +252,9 @@ async def test_a_crew_trains_an_adapter_and_gets_a_lost_stage_s_part_of_it_back(
         for step in range(2):
             assert (await in_thread(engine.update, some_rows(policy, step), step)).stepped
         parts = lambda: {
-            f"{t._sitting.stage.index} {n}": p.detach().clone()
+            f"{t._runner.stage.index} {n}": p.detach().clone()
             for t in trainers
-            for n, p in t._sitting.stage.runtime.model.named_parameters()
+            for n, p in t._runner.stage.runtime.model.named_parameters()
             if p.requires_grad
         }
         before = parts()
@@ -310,7 +310,7 @@ async def test_a_head_s_calls_outlive_a_roster_and_end_with_its_seat(tmp_path, m
         expected = await in_thread(engine.generate, PROMPTS * 8, 4, 8, 1.0, 1.0, torch.Generator().manual_seed(1))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask)
-            await until(lambda: trainers[0]._sitting.head().head_statistics().waves)
+            await until(lambda: trainers[0]._runner.head().head_statistics().waves)
             network.new_roster()
         assert network.epoch == 2
         ids = lambda groups: [[c.ids for c in g.completions] for g in groups]

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from swarmnode.crew.local import Open
-from swarmnode.crew.opening import OPEN_BYTES, REFUSALS, Circle, StreamOpen, StreamReady, framed, read_first, read_open, refusal
+from swarmnode.crew.stream_handshake import OPEN_BYTES, REFUSALS, Circle, StreamOpen, StreamReady, framed, read_first, read_open, refusal
 from swarmnode.errors import BadMessage, PeerError
 
 CREW = b"c" * 32

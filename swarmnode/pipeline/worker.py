@@ -8,10 +8,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import threading
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import torch
 import trio
@@ -20,12 +20,13 @@ from swarmnode.errors import BadMessage, DeviceError, Refused
 from swarmnode.pipeline import faults, frames
 from swarmnode.pipeline.activations import decode, encode
 from swarmnode.pipeline.commit import Answer, Confirm, Discard, Participant, Prepare, Take
+from swarmnode.pipeline.compute import Compute, in_thread
 from swarmnode.pipeline.fence import Fence, FenceStatistics
 from swarmnode.pipeline.frames import ActivationCodec, Frame, Place
 from swarmnode.pipeline.learning import batch_of, loss_of, prompts_of
 from swarmnode.pipeline.links import Arrival, Links, LinkStatistics
 from swarmnode.pipeline.observer import Observer
-from swarmnode.pipeline.routes import Route, Routes, arriving, returning
+from swarmnode.pipeline.routes import Part, Route, Routes, arriving, returning
 from swarmnode.pipeline.runtime import RuntimeStatistics, StageRuntime
 from swarmnode.pipeline.schedule import Limit, Schedule, ScheduleStatistics, Work
 from swarmnode.pipeline.work import MicroBatch, Questions, read_micro_batch, read_questions
@@ -34,22 +35,10 @@ from swarmnode.policy.logprobs import Batch
 from swarmnode.wire import limits
 from swarmnode.wire.tensors import pack_ids, pack_logprobs, unpack_ids
 
-T = TypeVar("T")
-Compute = Callable[[Callable[[], T]], Awaitable[T]]
 TICK_SECONDS = 1.0
 KEPT = limits.STAGE_WAITING
 """Micro-batches of others whose gradient is awaited, with what an aborted attempt has left: 1F1B has no more than twice as many in flight
 as there are stages."""
-
-
-async def in_thread(work: Callable[[], T]) -> T:
-    """Computes beside the event loop: heartbeats and other streams go on."""
-    return await trio.to_thread.run_sync(work)
-
-
-async def inline(work: Callable[[], T]) -> T:
-    """Computes here and now: deterministic, for tests and for a crew in one process."""
-    return work()
 
 
 @dataclass(frozen=True)
@@ -67,8 +56,17 @@ class CrewSettings:
     """This node's own bound: no stage here takes a step with more, whatever the head says."""
 
 
+@dataclass(frozen=True)
+class StepTaken:
+    """What another stage needs to take the same step."""
+
+    attempt: int = 0
+    clip: float = 1.0
+    learning_rate: float = 0.0
+
+
 @dataclass
-class Pace:
+class LrScale:
     """Learning rate of one stage relative to the crew's."""
 
     factor: float = 1.0
@@ -96,7 +94,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class MemberStatistics:
+class WorkerStatistics:
     step: int
     runtime: RuntimeStatistics
     links: LinkStatistics
@@ -108,13 +106,13 @@ class MemberStatistics:
     """Of its layers' last raw gradient, before clipping: what CheckFree weights this stage by."""
 
 
-class Member:
+class StageWorker:
     """Stage `runtime.spec.index` of a crew. `run` it in a nursery; it ends by cancellation.
 
     Raises Refused for swapped stages where there are fewer than four, or under an adapter.
     """
 
-    def __init__(self, runtime: StageRuntime, links: Links, fence: Fence, settings: CrewSettings, compute: Any = in_thread) -> None:
+    def __init__(self, runtime: StageRuntime, links: Links, fence: Fence, settings: CrewSettings, compute: Compute = in_thread) -> None:
         spec = runtime.spec
         self.runtime = runtime
         self.links = links
@@ -123,7 +121,10 @@ class Member:
         self.participant = Participant(fence.place.step)
         self.squared_norm = 0.0
         self.optimizer = optimizer_of(runtime, settings.weight_decay)
-        self.pace = Pace()
+        self.lr_scale = LrScale()
+        self.lock = threading.Lock()
+        """Held while the optimizer moves the weights."""
+        self.last_commit = StepTaken()
         self.observer = Observer()
         if settings.swapped and hasattr(runtime.model, "peft_config"):
             raise Refused("swapped stages are for whole weights, and only an adapter is trained here")
@@ -141,8 +142,8 @@ class Member:
         """Scores and tokens for which there was no room yet."""
         self._refused: Counter[str] = Counter()
 
-    def statistics(self) -> MemberStatistics:
-        return MemberStatistics(
+    def statistics(self) -> WorkerStatistics:
+        return WorkerStatistics(
             step=self.participant.step,
             runtime=self.runtime.statistics(),
             links=self.links.statistics(),
@@ -233,13 +234,13 @@ class Member:
             await self.handle(arrival.sender, frame, arrival.body)
 
     @contextlib.contextmanager
-    def _caught(self, cannot: Callable[[Any], None]) -> Iterator[None]:
+    def _caught(self, cannot: Callable[[frames.RefusalReason], None]) -> Iterator[None]:
         """What work may fail by is counted, and said with its reason by `cannot`."""
         try:
             yield
         except BadMessage as error:
             self._refused[error.reason] += 1
-            cannot(error.reason if error.reason in ("session", "fingerprint", "rows") else "frame")
+            cannot(_reason_of(error))
         except ValueError:  # `encode`: our own numbers are not finite
             self._refused["not_finite"] += 1
             cannot("not_finite")
@@ -249,7 +250,7 @@ class Member:
             self._refused[faults.DEVICE] += 1
             cannot("frame")
 
-    def _cannot(self, frame: Frame, reason: Any) -> None:
+    def _cannot(self, frame: Frame, reason: frames.RefusalReason) -> None:
         """Tells the head at once: without it the deadline would."""
         if isinstance(frame, (frames.Prefill, frames.Decode)):
             self._forget(frame.session)
@@ -342,11 +343,12 @@ class Member:
                 sums: list[float] = []
                 gradient = await self._compute(lambda: self._learn(micro_batch, kept, sums))
             else:
-                gradient = await self._compute(lambda: self.runtime.backward(kept.batch, kept.x, kept.gradient, part))  # type: ignore[arg-type]
+                gradient = await self._compute(lambda: self._backward(kept, part))
             del self._kept[micro_batch, hop]
             if hop == min(i for i, visit in enumerate(kept.route) if visit.stage == self.index):
                 self.participant.accumulated(micro_batch)
             if hop > 0:
+                assert gradient is not None
                 codec = self.settings.gradient_codec
                 frame = frames.Backward(self.place, micro_batch, codec, kept.work.rows)
                 self.links.send(kept.route[hop - 1].stage, frame, encode(gradient, codec))
@@ -354,6 +356,10 @@ class Member:
                 self.finished(micro_batch)
             if kind == "learn":
                 self.links.send(0, frames.Learnt(self.place, micro_batch, *sums))
+
+    def _backward(self, kept: Kept, part: Part) -> torch.Tensor | None:
+        assert kept.gradient is not None
+        return self.runtime.backward(kept.batch, kept.x, kept.gradient, part)
 
     def finished(self, micro_batch: int) -> None:
         """Stage 0: the gradient went all the way through."""
@@ -376,7 +382,7 @@ class Member:
         body = b"".join(pack_logprobs(values[mask].cpu().numpy()) for values in scores)
         self.links.send(0, frames.Scores(self.place, micro_batch, int(mask.sum())), body)
 
-    def _pass_on(self, micro_batch: int, kept: Kept, purpose: Any, y: torch.Tensor) -> None:
+    def _pass_on(self, micro_batch: int, kept: Kept, purpose: frames.Purpose, y: torch.Tensor) -> None:
         frame = frames.Forward(self.place, micro_batch, purpose, self.settings.codec, kept.work.rows, len(kept.about))
         body, receiver = encode(y, self.settings.codec), kept.route[kept.hop + 1].stage
         self.links.send(receiver, frame, kept.about + body)
@@ -522,18 +528,21 @@ class Member:
         self.links.send(0, frames.Done(self.place, attempt))
 
     async def take(self, clip: float, learning_rate: float) -> None:
-        """The optimizer's part of a step that `participant` has just counted.
+        """The optimizer's part of a step that `participant` has just counted. It is never cancelled in between.
 
         Raises DeviceError where the device fails in the middle of it: what these weights are then, nobody knows.
         """
-        await self._compute(lambda: self._step(clip, learning_rate))
-        self.observer.stepped()
-        self._drop_all()
+        self.last_commit = StepTaken(self.participant.attempt, clip, learning_rate)
+        with trio.CancelScope(shield=True):  # around computing only
+            await self._compute(lambda: self._step(clip, learning_rate))
+            self.observer.stepped()
+            self._drop_all()
 
     def _step(self, clip: float, learning_rate: float) -> None:
         if self.optimizer is not None:
             try:
-                self._move(self.optimizer, clip, learning_rate)
+                with self.lock:
+                    self._move(self.optimizer, clip, learning_rate)
             except (RuntimeError, MemoryError) as error:
                 if not faults.of_device(error):
                     raise
@@ -544,7 +553,7 @@ class Member:
         for parameter in self.runtime.parameters():
             if parameter.grad is not None and clip < 1.0:
                 parameter.grad.mul_(clip)
-        own = self.pace.next()
+        own = self.lr_scale.next()
         rates = [learning_rate * (1.0 if group["shared"] else own) for group in optimizer.param_groups]
         if max(rates) > self.settings.learning_rate:
             self._refused["bounds"] += 1
@@ -568,8 +577,18 @@ class Member:
         self.runtime.sessions.clear()
 
 
+def _reason_of(error: BadMessage) -> frames.RefusalReason:
+    match error.reason:
+        case "session" | "fingerprint" | "rows" as reason:
+            return reason
+    return "frame"
+
+
 def optimizer_of(runtime: StageRuntime, weight_decay: float) -> torch.optim.AdamW | None:
-    """Of what is trained here; None where that is nothing. A tied embedding goes at the crew's pace alone, or its two copies would part."""
+    """The optimizer of what is trained here; None where that is nothing.
+
+    A tied embedding goes at the crew's learning rate alone, or its two copies would part.
+    """
     shared = runtime.embedding()
     own = [p for p in runtime.parameters() if p is not shared]
     groups = [{"params": params, "shared": ends} for params, ends in ((own, False), ([] if shared is None else [shared], True)) if params]

@@ -9,11 +9,11 @@ from peft import LoraConfig, get_peft_model
 
 from swarmnode.config import TrainingConfig
 from swarmnode.pipeline.learning import LearnRow
-from swarmnode.pipeline.member import CrewSettings
+from swarmnode.pipeline.worker import CrewSettings
 from swarmnode.policy.logprobs import token_logprobs
 from swarmnode.recovery.bodies import run_one
-from swarmnode.recovery.ladder import RecoverySettings
 from swarmnode.recovery.probes import work_of
+from swarmnode.recovery.sources import RecoverySettings
 from swarmnode.recovery.state import trained
 from swarmnode.trainer.crew import probe as crew_probe
 from swarmnode.trainer.crew.probe import CrewProbe, _newest, _with

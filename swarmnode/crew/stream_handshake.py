@@ -6,7 +6,7 @@ Each first message is `u32be length ‖ canonical msgpack`; what follows it on t
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Final, Literal, Protocol
+from typing import Final, Literal, Protocol, TypeVar
 
 import msgspec
 import trio
@@ -21,6 +21,7 @@ REFUSALS: Final = ("malformed", "timeout", "crew", "roster_epoch", "stage", "sta
 """Why an incoming stream is reset."""
 
 Kind = Literal["frames", "state"]
+M = TypeVar("M", bound=msgspec.Struct)
 
 
 class StreamOpen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -89,7 +90,7 @@ def framed(message: msgspec.Struct) -> bytes:
     return len(data).to_bytes(4, "big") + data
 
 
-async def read_first(stream: Any, kind: Any) -> Any:
+async def read_first(stream: Stream, kind: type[M]) -> M:
     """The first message on a stream; what follows it stays there. Raises BadMessage, PeerError."""
     data = b""
     while (end := _end(data)) is None or len(data) < end:
@@ -98,7 +99,8 @@ async def read_first(stream: Any, kind: Any) -> Any:
             raise PeerError("the stream ended before its first message")
         data += more
     stream.unread(data[end:])
-    return strict.decode(data[4:end], kind)
+    message: M = strict.decode(data[4:end], kind)
+    return message
 
 
 async def read_open(unix: trio.SocketStream) -> Open | None:

@@ -10,9 +10,9 @@ from swarmnode.crew import events as ev
 from swarmnode.crew import forming as forming_module
 from swarmnode.crew import local
 from swarmnode.crew import messages as m
+from swarmnode.crew.backoff import LONGEST_SECONDS, PEERS, PeerBackoff
 from swarmnode.crew.control import CrewControl
 from swarmnode.crew.forming import Forming
-from swarmnode.crew.patience import LONGEST_SECONDS, PEERS, Patience
 from swarmnode.crew.plan import Capacity, ModelCost, Part
 
 MODEL = b"m" * 32
@@ -150,7 +150,7 @@ def test_strangers_who_seat_a_spare_again_and_again_get_it_seldom():
 
 
 def test_who_has_taken_steps_with_us_does_not_wait_for_what_strangers_did():
-    patience = Patience(100.0)
+    patience = PeerBackoff(100.0)
     patience.took_a_step(("a", "b"))
     for _ in range(3):
         patience.never_ran(("y", "b"), 0.0)
@@ -169,7 +169,7 @@ def test_who_has_taken_steps_with_us_does_not_wait_for_what_strangers_did():
 
 
 def test_a_step_with_somebody_makes_up_for_what_it_signed_and_is_remembered_longest_of_whom_it_was_last_with():
-    patience = Patience(100.0)
+    patience = PeerBackoff(100.0)
     for _ in range(3):
         patience.never_ran(("a", "b"), 0.0)
     patience.took_a_step(("a",))

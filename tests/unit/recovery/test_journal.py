@@ -9,19 +9,20 @@ import torch
 from safetensors.torch import save_file
 
 from swarmnode.errors import StateError, Unavailable
+from swarmnode.pipeline.compute import inline
 from swarmnode.pipeline.fence import Fence
 from swarmnode.pipeline.frames import FrameLimits, Place
 from swarmnode.pipeline.learning import describe
 from swarmnode.pipeline.links import Links
-from swarmnode.pipeline.member import CrewSettings, Member, Pace, inline
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.split import split_model
+from swarmnode.pipeline.worker import CrewSettings, LrScale, StageWorker
 from swarmnode.policy.fingerprint import fingerprint
 from swarmnode.recovery import disk
 from swarmnode.recovery.journal import FILE, Journal
-from swarmnode.recovery.ladder import RecoverySettings
 from swarmnode.recovery.probes import Recorder
 from swarmnode.recovery.restore import base_stage
+from swarmnode.recovery.sources import RecoverySettings
 from swarmnode.recovery.state import load_moments, load_weights, take, trained
 from swarmnode.wire import strict
 
@@ -32,7 +33,7 @@ def member_of(models, step=0, kind="llama", stage=1):
     spec, model = split_model(copy.deepcopy(models[kind]), [1, 2, 1])[stage]
     fence = Fence(Place(CREW, 0, stage, 0, step), [0, 0, 0])
     links = Links(stage, {}, FrameLimits(hidden=32, vocab=61, tokens=64))
-    return Member(StageRuntime(spec, model), links, fence, CrewSettings(b"b" * 32), inline)
+    return StageWorker(StageRuntime(spec, model), links, fence, CrewSettings(b"b" * 32), inline)
 
 
 def train(member, steps=1):
@@ -51,7 +52,7 @@ def closed(journal):
 
 def test_a_member_goes_on_from_its_journal_bit_by_bit(models, tmp_path):
     member = member_of(models)
-    member.squared_norm, member.pace = 2.5, Pace(1.1, 10)
+    member.squared_norm, member.lr_scale = 2.5, LrScale(1.1, 10)
     train(member, 3)
     torch.manual_seed(7)
     journal = Journal(tmp_path, CREW, member.runtime.spec)
@@ -61,11 +62,11 @@ def test_a_member_goes_on_from_its_journal_bit_by_bit(models, tmp_path):
     drawn = torch.rand(3)
     again = Journal(tmp_path, CREW, member.runtime.spec)
     kept = again.read()
-    assert (again.step, kept.state.step, kept.state.squared_norm, kept.pace) == (3, 3, 2.5, Pace(1.1, 10, 3))
+    assert (again.step, kept.state.step, kept.state.squared_norm, kept.lr_scale) == (3, 3, 2.5, LrScale(1.1, 10, 3))
     other = member_of(models)
     load_weights(other.runtime, kept.state.weights)
     load_moments(other, kept.state)
-    other.participant.step, other.pace = 3, kept.pace
+    other.participant.step, other.lr_scale = 3, kept.lr_scale
     torch.set_rng_state(kept.rng)
     assert torch.equal(torch.rand(3), drawn)
     train(member, 2)
@@ -178,13 +179,13 @@ def test_a_state_is_a_copy(models):
 
 def test_a_new_optimizer_begins_gently(models):
     member = member_of(models)
-    member.pace = Pace(1.1, 4)
+    member.lr_scale = LrScale(1.1, 4)
     rates = []
     for _ in range(6):
         train(member)
         rates.append(member.optimizer.param_groups[0]["lr"])
     assert rates == pytest.approx([1.1e-3 * share for share in (0.25, 0.5, 0.75, 1.0, 1.0, 1.0)])
-    assert Pace().next() == 1.0
+    assert LrScale().next() == 1.0
 
 
 def seen(recorder, number, rows=3, body=b"x" * 12):

@@ -9,10 +9,10 @@ import torch
 
 from swarmnode.config import TrainingConfig
 from swarmnode.pipeline.frames import FrameLimits
-from swarmnode.pipeline.member import CrewSettings
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.split import split_model
-from swarmnode.recovery.ladder import RecoverySettings, Run, Rung
+from swarmnode.pipeline.worker import CrewSettings
+from swarmnode.recovery.sources import RecoverySettings, Run, SourceKind
 from tests.support.crew import open_crew
 from tests.support.lost_stages import Fleet, quiet, rows_of
 
@@ -72,7 +72,7 @@ async def drawn_and_computed_again(crew):
 
 @pytest.mark.parametrize(("lost", "name"), [(0, "both int8"), (0, "bfloat16"), (1, "both int8"), (3, "bfloat16"), (3, "int8")])
 async def test_paper_mode_restores_each_stage_where_hops_are_rounded(models, tmp_path, name, lost):
-    rung = Rung.SYNTHESIS if lost == 1 else Rung.COPY
+    rung = SourceKind.SYNTHESIS if lost == 1 else SourceKind.COPY
     paper = RecoverySettings(paper=True, seconds=30.0)
     mine = Fleet(copy.deepcopy(models["llama"]), LAYERS, tmp_path / "crew", settings_of(name), paper, Run(swapped=True))
     try:
@@ -86,7 +86,7 @@ async def test_paper_mode_restores_each_stage_where_hops_are_rounded(models, tmp
             assert (got.rung, got.tried, got.healings) == (rung, (), ())
             assert got.verdict.finite
             layer = "model.layers.0.mlp.up_proj.weight"
-            if rung is Rung.COPY:  # weights travel as float32, whatever activations do
+            if rung is SourceKind.COPY:  # weights travel as float32, whatever activations do
                 assert torch.equal(after[f"{lost} {layer}"], before[f"{1 if lost == 0 else 2} {layer}"])
                 ends = ["model.embed_tokens.weight"] if lost == 0 else ["model.norm.weight", "lm_head.weight"]
                 assert all(torch.equal(after[f"{lost} {end}"], before[f"{lost} {end}"]) for end in ends)

@@ -8,11 +8,11 @@ from peft import LoraConfig, get_peft_model
 
 from swarmnode.config import TrainingConfig
 from swarmnode.errors import PeerTimeout
-from swarmnode.pipeline.member import CrewSettings
-from swarmnode.recovery.ladder import RecoverySettings, Run, Rung
+from swarmnode.pipeline.worker import CrewSettings
 from swarmnode.recovery.messages import Have, root_of
 from swarmnode.recovery.restore import Replica, base_adapter
-from swarmnode.recovery.shadows import RAN
+from swarmnode.recovery.snapshots import RAN
+from swarmnode.recovery.sources import RecoverySettings, Run, SourceKind
 from swarmnode.recovery.state import StageState, encode_state, host_copy, trained
 from swarmnode.recovery.transfer import StatePeer
 from tests.support.lost_stages import CREW, Fleet, quiet, rows_of
@@ -91,7 +91,7 @@ async def test_r0_a_node_that_comes_back_goes_on_exactly(fleet, stages, lost, ki
     mine = fleet(stages, kind)
     assert apart(await lose_and_go_on(mine, [lost], disk=True), expected) == 0.0
     got = mine.restored[lost]
-    assert (got.rung, got.step, got.tried, got.healings) == (Rung.JOURNAL, 3, (), ())
+    assert (got.rung, got.step, got.tried, got.healings) == (SourceKind.JOURNAL, 3, (), ())
     assert got.verdict.kl < 5e-3
     assert mine.told == [(lost, "loading", 0), (lost, "probation", 0)]
 
@@ -102,7 +102,7 @@ async def test_r2_a_fresh_shadow_goes_on_exactly(fleet, stages, lost, kind):
     mine = fleet(stages, kind)
     assert apart(await lose_and_go_on(mine, [lost]), expected) == 0.0
     got = mine.restored[lost]
-    assert (got.rung, got.step) == (Rung.SHADOW, 3)
+    assert (got.rung, got.step) == (SourceKind.SNAPSHOT, 3)
     assert got.holder in ((lost - 1) % stages, (lost + 1) % stages)
     assert got.verdict.kl < 0.02
 
@@ -113,7 +113,7 @@ async def test_r2_under_an_adapter_goes_on_exactly(fleet, models):
     mine = fleet(model=make(), run=Run(adapter=True, pretrained=True))
     frozen = {n: p.clone() for n, p in mine.stations[1].runtime.model.named_parameters() if not p.requires_grad}
     assert apart(await lose_and_go_on(mine, [1]), expected) == 0.0
-    assert mine.restored[1].rung == Rung.SHADOW
+    assert mine.restored[1].rung == SourceKind.SNAPSHOT
     assert all(torch.equal(frozen[n], p) for n, p in mine.stations[1].runtime.model.named_parameters() if n in frozen)
 
 
@@ -127,10 +127,10 @@ async def test_r2_an_old_shadow_is_as_far_off_as_the_steps_it_lacks(fleet, form)
     mine.kill(1)
     async with mine.up() as crew:
         got, weights = mine.restored[1], mine.weights()
-        assert (got.rung, got.step) == (Rung.SHADOW, 2)
+        assert (got.rung, got.step) == (SourceKind.SNAPSHOT, 2)
         assert got.verdict.kl < 0.02
         assert bool(got.state.counts) == (form == "exact")
-        assert crew.members[1].pace.warmup == (0 if form == "exact" else 10)
+        assert crew.members[1].lr_scale.warmup == (0 if form == "exact" else 10)
         for name, tensor in expected.items():
             if name.startswith("1 "):
                 bound = 1.2e-4 + (0.0 if form == "exact" else 2**-8 * float(tensor.abs().max()))
@@ -147,7 +147,7 @@ async def test_r2_is_taken_where_every_step_moves_the_policy_further_than_the_ga
     mine.kill(1)
     async with mine.up():
         got = mine.restored[1]
-        assert (got.rung, got.step, got.tried, got.healings) == (Rung.SHADOW, 2, (), ())
+        assert (got.rung, got.step, got.tried, got.healings) == (SourceKind.SNAPSHOT, 2, (), ())
         assert got.verdict.kl > 0.02
 
 
@@ -182,7 +182,7 @@ async def test_r1_a_replica_is_taken_verbatim_and_what_its_outer_step_keeps_is_h
     mine.kill(1).replica = replica
     async with mine.up() as crew:
         got = mine.restored[1]
-        assert got.rung == Rung.REPLICA
+        assert got.rung == SourceKind.REPLICA
         assert all(torch.equal(tensor, theirs[name]) for name, tensor in trained(mine.stations[1].runtime).items())
         assert got.outer is delta
         await learn(crew, 1, 2)
@@ -193,7 +193,7 @@ async def test_any_two_stages_of_four_may_be_lost_at_once(fleet, lost):
     expected = await unfailed(fleet, 5, kind="llama-tied")
     mine = fleet(kind="llama-tied")
     assert apart(await lose_and_go_on(mine, lost), expected) == 0.0
-    assert {mine.restored[stage].rung for stage in lost} == {Rung.SHADOW}
+    assert {mine.restored[stage].rung for stage in lost} == {SourceKind.SNAPSHOT}
 
 
 async def test_three_neighbours_lost_together_end_the_crew_with_every_reason(fleet, autojump_clock):
@@ -229,8 +229,8 @@ async def test_noise_does_not_pass_the_gate_and_the_next_rung_is_taken(fleet):
         after = await lose_and_go_on(mine, [2], prepare=lambda station, source=source: setattr(station, "replica", source))
         assert apart(after, expected) == 0.0
         got = mine.restored[2]
-        assert got.rung == Rung.SHADOW
-        assert [rung for rung, _ in got.tried] == [Rung.REPLICA]
+        assert got.rung == SourceKind.SNAPSHOT
+        assert [rung for rung, _ in got.tried] == [SourceKind.REPLICA]
         assert said in got.tried[0][1]
 
 
@@ -244,9 +244,9 @@ async def test_r3_the_base_adapter_when_nobody_has_a_shadow(fleet, models):
     mine.kill(1).base = read
     async with mine.up() as crew:
         got = mine.restored[1]
-        assert (got.rung, got.step) == (Rung.BASE, None)
+        assert (got.rung, got.step) == (SourceKind.BASE, None)
         assert all(torch.equal(t, untrained[name]) for name, t in trained(mine.stations[1].runtime).items())
-        assert crew.members[1].pace.warmup == 10
+        assert crew.members[1].lr_scale.warmup == 10
         await learn(crew, 1, 2)
 
 
@@ -263,7 +263,7 @@ async def test_r3_takes_the_newest_adapter_that_could_not_be_had_before(fleet, m
         await learn(crew, 2)
     before = {name: t.clone() for name, t in trained(mine.stations[1].runtime).items()}
     mine.kill(1).base = read
-    fetch, asked = StatePeer.fetch_shadow, []
+    fetch, asked = StatePeer.fetch_snapshot, []
 
     async def late(peer, holder, root):
         asked.append(holder)
@@ -271,11 +271,11 @@ async def test_r3_takes_the_newest_adapter_that_could_not_be_had_before(fleet, m
             raise PeerTimeout(f"stage {holder}")
         return await fetch(peer, holder, root)
 
-    monkeypatch.setattr(StatePeer, "fetch_shadow", late)
+    monkeypatch.setattr(StatePeer, "fetch_snapshot", late)
     async with mine.up() as crew:
         got = mine.restored[1]
-        assert [rung for rung, _ in got.tried] == [Rung.SHADOW, Rung.SHADOW]
-        assert got.rung == Rung.BASE
+        assert [rung for rung, _ in got.tried] == [SourceKind.SNAPSHOT, SourceKind.SNAPSHOT]
+        assert got.rung == SourceKind.BASE
         assert all(torch.equal(t, before[name]) for name, t in trained(mine.stations[1].runtime).items())
         await learn(crew, 1, 2)
 
@@ -293,9 +293,9 @@ async def test_r3_does_not_take_an_adapter_that_was_judged(fleet, models):
     mine.kill(1).base = read
     async with mine.up():
         got = mine.restored[1]
-        assert [rung for rung, _ in got.tried] == [Rung.SHADOW]
+        assert [rung for rung, _ in got.tried] == [SourceKind.SNAPSHOT]
         assert "KL" in got.tried[0][1]
-        assert got.rung == Rung.BASE
+        assert got.rung == SourceKind.BASE
         assert all(torch.equal(t, untrained[name]) for name, t in trained(mine.stations[1].runtime).items())
 
 
@@ -330,11 +330,11 @@ async def damaged_and_healed(fleet, models, lost, method, name, **settings):
 @pytest.mark.parametrize(("lost", "method"), [(1, "checkfree"), (2, "identity")])
 async def test_r4_healing_takes_away_more_than_half_of_the_damage_on_what_it_was_not_healed_with(fleet, models, lost, method):
     hurt = await damaged_and_healed(fleet, models, lost, method, "hurt", gate_kl=1e9, gate_nll=1e9)
-    assert (hurt.rung, hurt.healings, hurt.pace.factor, hurt.pace.warmup) == (Rung.SYNTHESIS, (), 1.0, 10)
+    assert (hurt.rung, hurt.healings, hurt.lr_scale.factor, hurt.lr_scale.warmup) == (SourceKind.SYNTHESIS, (), 1.0, 10)
     half = hurt.verdict.kl / 2
     assert half > 0.05
     healed = await damaged_and_healed(fleet, models, lost, method, "healed", gate_kl=half, gate_nll=1e9, healings=1)
-    assert (healed.rung, len(healed.healings)) == (Rung.SYNTHESIS, 1)
+    assert (healed.rung, len(healed.healings)) == (SourceKind.SYNTHESIS, 1)
     assert healed.verdict.kl < half
     assert healed.healings[0].after < healed.healings[0].before / 2
     assert not healed.state.counts
@@ -365,9 +365,9 @@ async def test_paper_mode_trains_swapped_and_restores_without_any_storage(fleet,
     async with mine.up() as crew:
         assert crew is not None, mine.failed
         got, after = mine.restored[lost], mine.weights()
-        assert (got.rung, got.healings) == (Rung.SYNTHESIS if lost == 1 else Rung.COPY, ())
-        assert crew.members[lost].pace.factor == 1.1
-        assert crew.members[lost].pace.warmup == 0
+        assert (got.rung, got.healings) == (SourceKind.SYNTHESIS if lost == 1 else SourceKind.COPY, ())
+        assert crew.members[lost].lr_scale.factor == 1.1
+        assert crew.members[lost].lr_scale.warmup == 0
         name = "model.layers.0.mlp.up_proj.weight"
         if lost == 1:
             left, right = before[f"0 {name}"], before[f"2 {name}"]
@@ -393,7 +393,7 @@ async def test_a_neighbour_that_is_just_taking_its_seat_is_waited_for(fleet, aut
     mine.seating = 3.0
     async with mine.up() as crew:
         assert crew is not None, mine.failed
-        assert mine.restored[1].rung == Rung.SYNTHESIS
+        assert mine.restored[1].rung == SourceKind.SYNTHESIS
         assert 3.0 <= mine.restored[1].seconds < 4.0
 
 
@@ -421,8 +421,8 @@ async def test_of_two_stages_that_come_back_together_none_has_to_answer_for_the_
     mine.kill(1)
     async with mine.up() as crew:
         assert crew is not None, mine.failed
-        assert [mine.restored[stage].rung for stage in (1, 2)] == [Rung.SHADOW, Rung.SHADOW]
-        assert [rung for rung, _ in mine.restored[2].tried] == [Rung.REPLICA]
+        assert [mine.restored[stage].rung for stage in (1, 2)] == [SourceKind.SNAPSHOT, SourceKind.SNAPSHOT]
+        assert [rung for rung, _ in mine.restored[2].tried] == [SourceKind.REPLICA]
 
 
 async def test_a_step_that_is_taken_marks_the_crew_whose_copies_are_kept(fleet):

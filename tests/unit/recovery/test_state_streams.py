@@ -11,15 +11,15 @@ import trio
 from trio.testing import memory_stream_pair
 
 from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout, StateError
+from swarmnode.pipeline.compute import inline
 from swarmnode.pipeline.fence import Fence
 from swarmnode.pipeline.frames import FrameLimits, Place
-from swarmnode.pipeline.member import inline
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.split import split_model
 from swarmnode.recovery import channel, disk
 from swarmnode.recovery import messages as m
-from swarmnode.recovery.ladder import RecoverySettings
-from swarmnode.recovery.shadows import ShadowStore, ring
+from swarmnode.recovery.snapshots import SnapshotStore, ring
+from swarmnode.recovery.sources import RecoverySettings
 from swarmnode.recovery.state import StageState, decode_state, encode_state, host_copy, layout_of, stage_layouts, trained
 from swarmnode.recovery.transfer import StatePeer
 
@@ -35,7 +35,7 @@ class Wire:
         pieces = split_model(model, [1, 2, 1])
         self.layouts = stage_layouts(model.config, [spec for spec, _ in pieces])
         self.runtimes = [StageRuntime(spec, stage) for spec, stage in pieces]
-        self.store = ShadowStore(tmp_path, CREW, {i: self.layouts[i] for i in (0, 2)})
+        self.store = SnapshotStore(tmp_path, CREW, {i: self.layouts[i] for i in (0, 2)})
         self.ends, far = {}, {}
         for stage in (0, 2):
             self.ends[stage], far[stage] = memory_stream_pair()
@@ -195,7 +195,7 @@ async def test_shadows_are_taken_of_ring_neighbours_and_of_stages_that_are_kept_
     assert wire.peer.expected(0, have) == size
     wire.peer.spec = replace(wire.peer.spec, index=3, stages=5)
     assert wire.peer.expected(0, have) == size
-    wire.peer._store = ShadowStore(tmp_path / "other", CREW, {2: wire.layouts[2]})
+    wire.peer._store = SnapshotStore(tmp_path / "other", CREW, {2: wire.layouts[2]})
     with pytest.raises(BadMessage, match="bounds"):
         wire.peer.expected(0, have)
 
@@ -378,7 +378,7 @@ async def fetched(wire, reply, ask):
 
 async def test_what_a_lost_stage_is_given_is_looked_at_before_it_is_used(wire):
     good = encode_state(wire.state(1), wire.layouts[1], "exact")
-    ask = lambda root=None: lambda: wire.peer.fetch_shadow(0, root or m.root_of(good))
+    ask = lambda root=None: lambda: wire.peer.fetch_snapshot(0, root or m.root_of(good))
     state = await fetched(wire, giving(wire, "shadow", good), ask())
     assert state.squared_norm == 0.0
     assert state.weights.keys() == trained(wire.runtimes[1]).keys()
@@ -440,8 +440,8 @@ async def test_a_fetch_goes_before_a_push_and_pushes_keep_to_their_share(models,
         await quiet()
         wire.peer.phase = "whole"
         state = wire.state(1)
-        wire.peer.push_shadow(state)
-        wire.peer.push_shadow(state)  # the first is still under way
+        wire.peer.push_snapshot(state)
+        wire.peer.push_snapshot(state)  # the first is still under way
         await quiet()
         size = m.state_bytes(wire.layouts[1], "exact")
         assert isinstance(await wire.answer(0), m.Have)
@@ -468,9 +468,9 @@ async def test_a_shadow_is_skipped_while_the_last_one_is_on_its_way(models, tmp_
         await quiet()
         wire.peer.push(0, wire.peer.have("probes", 9, b"p" * 100), b"p" * 100)
         await quiet()
-        wire.peer.push_shadow(wire.state(1))
+        wire.peer.push_snapshot(wire.state(1))
         await quiet()
-        wire.peer.push_shadow(wire.state(1))
+        wire.peer.push_snapshot(wire.state(1))
         await quiet()
         assert wire.peer.statistics().skipped >= 1
         nursery.cancel_scope.cancel()
@@ -482,7 +482,7 @@ def test_a_store_forgets_what_is_damaged_and_remembers_what_is_not(models, tmp_p
     have = m.Have(wire.place(0), 1, False, "shadow", 9, len(body), m.root_of(body))
     wire.store.put(0, have, body)
     wire.store.put(0, msgspec.structs.replace(have, step=8), body)  # older: kept out
-    again = ShadowStore(tmp_path, CREW, {0: wire.layouts[0]})
+    again = SnapshotStore(tmp_path, CREW, {0: wire.layouts[0]})
     assert again.get(0).step == 9
     assert again.read(0) == body
     file = next(tmp_path.rglob("stage-0.safetensors"))
@@ -494,12 +494,12 @@ def test_a_store_forgets_what_is_damaged_and_remembers_what_is_not(models, tmp_p
     assert again.get(0) is None
     assert again.statistics().damaged == 1
     file.write_bytes(b"not a file of tensors")
-    assert ShadowStore(tmp_path, CREW, {0: wire.layouts[0]}).statistics().damaged == 1
+    assert SnapshotStore(tmp_path, CREW, {0: wire.layouts[0]}).statistics().damaged == 1
     with pytest.raises(BadMessage, match="hash"):
         again.put(0, have, body[:-1] + b"x")
     with pytest.raises(BadMessage, match="belongs"):
         again.put(1, have, body)
-    ShadowStore(tmp_path, b"d" * 16, {0: wire.layouts[0]})
+    SnapshotStore(tmp_path, b"d" * 16, {0: wire.layouts[0]})
     assert not list(tmp_path.rglob("stage-*"))  # another crew's
 
 
@@ -523,7 +523,7 @@ def test_a_crew_that_takes_no_step_costs_another_none_of_its_copies(models, tmp_
     wire = Wire(models["llama"], tmp_path)
     body = bytearray(encode_state(wire.state(0), wire.layouts[0], "exact"))
     have = m.Have(wire.place(0), 1, False, "shadow", 9, len(body), m.root_of(body))
-    crew = lambda name: ShadowStore(tmp_path, name * 16, {0: wire.layouts[0]})
+    crew = lambda name: SnapshotStore(tmp_path, name * 16, {0: wire.layouts[0]})
     crew(b"c").put(0, have, body)
     crew(b"c").ran()
     for name in (b"d", b"e", b"f"):  # each is a stranger's, and pushes what it likes

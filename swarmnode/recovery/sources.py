@@ -6,7 +6,7 @@
     R3  base       the stage that training began with
 
 Expected harm rises along the ladder, but for a journal that is older than a shadow: then the younger one goes first. A source that is
-refused says why: `Ladder.tried` is what to show a person.
+refused says why: `RecoveryOrder.tried` is what to show a person.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ LEARNING_RATE_FACTOR: Final = 1.1
 """Algorithm 1, line 4; once, not for each recovery."""
 
 
-class Rung(IntEnum):
+class SourceKind(IntEnum):
     JOURNAL = 0
     REPLICA = 1
-    SHADOW = 2
+    SNAPSHOT = 2
     BASE = 3
     SYNTHESIS = 4
     COPY = 5
@@ -91,7 +91,7 @@ class RecoverySettings:
 class Source:
     """One way to get the stage back."""
 
-    rung: Rung
+    rung: SourceKind
     step: int | None = None
     """Committed steps that are in it; None where that cannot be said."""
     holder: int | None = None
@@ -132,15 +132,15 @@ class Verdict:
     finite: bool = True
 
 
-class Ladder:
+class RecoveryOrder:
     """The sources of one recovery, in order. `step`: committed steps of the crew."""
 
     def __init__(self, found: Found, spec: StageSpec, step: int, run: Run, settings: RecoverySettings) -> None:
         self._settings = settings
         self._step = step
-        self.tried: list[tuple[Rung, str]] = []
+        self.tried: list[tuple[SourceKind, str]] = []
         """(rung, why it did not serve), in order."""
-        self.excluded: list[tuple[Rung, str]] = []
+        self.excluded: list[tuple[SourceKind, str]] = []
         """(rung, why it was not even tried)."""
         self._left = list(self._sources(found, spec, run))
         self._compared = False
@@ -186,9 +186,9 @@ class Ladder:
         that it lacks.
         """
         s = self._settings
-        room = s.copy_factor if source.rung in (Rung.JOURNAL, Rung.SHADOW) else 1.0
+        room = s.copy_factor if source.rung in (SourceKind.JOURNAL, SourceKind.SNAPSHOT) else 1.0
         if verdict is None:
-            return "rejoin" if (source.rung <= Rung.BASE and not source.disputed) or s.paper else "next"
+            return "rejoin" if (source.rung <= SourceKind.BASE and not source.disputed) or s.paper else "next"
         if not verdict.finite:
             return "next"
         if s.paper or (source.exact and not healings) or (verdict.kl < room * s.gate_kl and verdict.nll_rise < room * s.gate_nll):
@@ -196,31 +196,31 @@ class Ladder:
         return "heal" if healings < s.healings else "next"
 
     def _sources(self, found: Found, spec: StageSpec, run: Run) -> Iterable[Source]:
-        copies = [] if found.journal is None else [Source(Rung.JOURNAL, found.journal, exact=found.journal == self._step)]
+        copies = [] if found.journal is None else [Source(SourceKind.JOURNAL, found.journal, exact=found.journal == self._step)]
         for holder, step in found.shadows.items():
             roots = [root for i, root in found.roots.items() if found.shadows[i] == step]
             disputed = len(set(roots)) > 1
             exact = step == self._step and len(roots) > 1 and not disputed
-            copies.append(Source(Rung.SHADOW, step, holder, exact=exact, disputed=disputed))
+            copies.append(Source(SourceKind.SNAPSHOT, step, holder, exact=exact, disputed=disputed))
         if self._settings.paper:
-            self.excluded += [(source.rung, "paper mode") for source in copies] + ([(Rung.BASE, "paper mode")] if found.base else [])
+            self.excluded += [(source.rung, "paper mode") for source in copies] + ([(SourceKind.BASE, "paper mode")] if found.base else [])
             copies = []
         for source in [c for c in copies if c.step is not None and c.step > self._step]:
             copies.remove(source)
             self.excluded.append((source.rung, f"it is of step {source.step}, and the crew's is {self._step}"))
         copies.sort(key=lambda c: (-(c.step or 0), c.rung, not c.exact, -1 if c.holder is None else c.holder))
-        own = [c for c in copies if c.rung == Rung.JOURNAL and c.exact]
+        own = [c for c in copies if c.rung == SourceKind.JOURNAL and c.exact]
         yield from own
         if found.replica:
-            yield Source(Rung.REPLICA)
+            yield Source(SourceKind.REPLICA)
         yield from (c for c in copies if c not in own)
         if found.base and not self._settings.paper:
-            yield Source(Rung.BASE)
+            yield Source(SourceKind.BASE)
         yield from self._synthesis(found, spec, run)
 
     def _synthesis(self, found: Found, spec: StageSpec, run: Run) -> Iterable[Source]:
         at_end = spec.has_embedding or spec.has_head
-        rung = Rung.COPY if at_end else Rung.SYNTHESIS
+        rung = SourceKind.COPY if at_end else SourceKind.SYNTHESIS
         method = self._settings.synthesis
         if method == "none":
             self.excluded.append((rung, "synthesis is switched off"))
@@ -261,10 +261,13 @@ def check(method: Method, spec: StageSpec, run: Run) -> None:
 
 
 def check_paper(stages: int, run: Run) -> None:
-    """Raises Refused where a crew must not run in paper mode: it trains with swapped stages from the start."""
+    """Raises Refused where a crew must not run in paper mode: it trains with swapped stages from the start.
+
+    stages: as configured, 0 for any number.
+    """
     if run.pretrained:
         raise Refused("paper mode trains with swapped stages, which costs a pretrained policy 2 nats: switch it off, shadows do better")
     if run.adapter:
         raise Refused("paper mode is for whole weights, and only an adapter is trained here")
     if stages < 4:
-        raise Refused(f"paper mode exchanges the first two and the last two stages: {stages} are too few, it needs four")
+        raise Refused(f"paper mode exchanges the first two and the last two stages: stages.stages is {stages}, it needs four or more")

@@ -13,7 +13,7 @@ from swarmnode.crew.local import Assigned, Offering, Released, Resumed, Settled,
 from swarmnode.crew.plan import Capacity, ModelCost, Part
 from swarmnode.errors import ConfigError, DeviceError, PeerError, StateError
 from swarmnode.trainer.crew.run import LESS, CrewTrainer
-from swarmnode.trainer.crew.seat import Seat, Sitting
+from swarmnode.trainer.crew.runner import StageRunner, StageSession
 from swarmnode.weights import local
 
 
@@ -34,15 +34,15 @@ def test_a_stage_that_cannot_be_built_is_said_to_have_failed(error):
     def build(assigned):
         raise error("not this one")
 
-    sitting = Sitting(build, NoRecovery(), send, lambda what: None)
-    sitting.start()
+    runner = StageRunner(build, NoRecovery(), send, lambda what: None)
+    runner.start()
     try:
-        sitting.receive(Assigned(b"c" * 32, 1, 0, (1, 1), (9, 9), ("a", "b"), 0, True, False, ""))
+        runner.receive(Assigned(b"c" * 32, 1, 0, (1, 1), (9, 9), ("a", "b"), 0, True, False, ""))
         assert failed.wait(10)
         assert said[-1].reason == "not this one"
-        sitting.check()
+        runner.check()
     finally:
-        sitting.stop()
+        runner.stop()
 
 
 class Restoring(NoRecovery):
@@ -91,27 +91,27 @@ def test_what_the_device_cannot_do_fails_the_seat_and_not_the_process(where, err
         if status.phase == "failed":
             failed.set()
 
-    sitting = Sitting(*where(error), send, lambda what: None, lacked=lacked.append)
-    sitting.start()
+    runner = StageRunner(*where(error), send, lambda what: None, lacked=lacked.append)
+    runner.start()
     try:
         assigned = Assigned(b"c" * 32, 2, 0, (1, 1), (9, 9), ("a", "b"), 5, False, False, "")
-        sitting.receive(assigned)
-        sitting.receive(Settled(2, 5))
+        runner.receive(assigned)
+        runner.receive(Settled(2, 5))
         assert failed.wait(10)
-        assert (said[-1].reason, lacked, sitting.stage) == (reason, [assigned] * short, None)
-        sitting.check()
+        assert (said[-1].reason, lacked, runner.stage) == (reason, [assigned] * short, None)
+        runner.check()
     finally:
-        sitting.stop()
+        runner.stop()
 
 
 @pytest.mark.parametrize("where", [raising, restoring])
 def test_a_defect_of_our_own_ends_the_process(where):
-    sitting = Sitting(*where(ZeroDivisionError("a bug")), lambda status: None, lambda what: None)
-    sitting.start()
-    sitting.receive(Assigned(b"c" * 32, 2, 0, (1, 1), (9, 9), ("a", "b"), 5, False, False, ""))
-    sitting.receive(Settled(2, 5))
+    runner = StageRunner(*where(ZeroDivisionError("a bug")), lambda status: None, lambda what: None)
+    runner.start()
+    runner.receive(Assigned(b"c" * 32, 2, 0, (1, 1), (9, 9), ("a", "b"), 5, False, False, ""))
+    runner.receive(Settled(2, 5))
     with pytest.raises(BaseExceptionGroup):
-        sitting.wait(lambda: None, 10)
+        runner.wait(lambda: None, 10)
 
 
 def test_after_a_stage_that_did_not_fit_less_is_offered():
@@ -119,7 +119,7 @@ def test_after_a_stage_that_did_not_fit_less_is_offered():
     cost = ModelCost(Part(1, 1), (Part(10, 1),) * 4, Part(2, 1))
     offering = Offering(b"m" * 32, Capacity(1000.0, 1.0), cost)
     node = SimpleNamespace(
-        _offering=offering, _link=SimpleNamespace(send=sent.append), _sitting=SimpleNamespace(receive=lambda message: None)
+        _offering=offering, _link=SimpleNamespace(send=sent.append), _runner=SimpleNamespace(receive=lambda message: None)
     )
     seat = Assigned(b"c" * 32, 2, 1, (1, 1), (2, 2), ("a", "b"), 5, False, False, "")
     for assigned, memory in ((msgspec.structs.replace(seat, layers=(9, 9)), 1000.0), (seat, LESS * 22.0), (seat, LESS * 22.0)):
@@ -130,31 +130,31 @@ def test_after_a_stage_that_did_not_fit_less_is_offered():
 
 
 def test_a_stage_is_averaged_only_while_it_is_active_and_nobody_has_suspended_the_crew():
-    sitting = Sitting(lambda assigned: None, NoRecovery(), lambda status: None, lambda what: None)
-    sitting._seat = seat = Seat(Assigned(b"c" * 32, 1, 0, (1, 1), (9, 9), ("a", "b"), 0, True, False, ""), phase="probation")
+    runner = StageRunner(lambda assigned: None, NoRecovery(), lambda status: None, lambda what: None)
+    runner._session = seat = StageSession(Assigned(b"c" * 32, 1, 0, (1, 1), (9, 9), ("a", "b"), 0, True, False, ""), phase="probation")
     seat.over.set()
-    sitting.start()
+    runner.start()
     try:
         for phase, message, averages in (
             ("probation", Resumed(1), False), ("active", Resumed(1), True), ("active", Suspended("a member is in doubt"), False),
             ("active", Resumed(0), False), ("active", Resumed(1), True), ("failed", Resumed(1), False),
         ):  # fmt: skip
             seat.phase = phase
-            sitting.receive(message)
-            sitting.call(trio.lowlevel.checkpoint)
-            assert sitting.wait(lambda averages=averages: sitting.averages == averages and not sitting._waiting, 10)
+            runner.receive(message)
+            runner.call(trio.lowlevel.checkpoint)
+            assert runner.wait(lambda averages=averages: runner.averages == averages and not runner._waiting, 10)
     finally:
-        sitting.stop()
+        runner.stop()
 
 
 def test_a_suspended_stage_gives_nothing_away():
     got = []
-    node = SimpleNamespace(_averaging=SimpleNamespace(receive=got.append), _sitting=SimpleNamespace(active=True, averages=False))
+    node = SimpleNamespace(_averaging=SimpleNamespace(receive=got.append), _runner=SimpleNamespace(active=True, averages=False))
     away = [local.TakeSnapshot(b"s" * 16, 0), local.WriteState()]
     for message in (*away, local.DropExchange(b"s" * 16)):
         CrewTrainer._about_weights(node, message)
     assert got == [local.DropExchange(b"s" * 16)]
-    node._sitting.averages = True
+    node._runner.averages = True
     for message in away:
         CrewTrainer._about_weights(node, message)
     assert got[1:] == away

@@ -4,7 +4,7 @@ import pytest
 
 from swarmnode.errors import Refused
 from swarmnode.pipeline.spec import StageSpec
-from swarmnode.recovery.ladder import Found, Ladder, RecoverySettings, Run, Rung, Source, Verdict, check_paper
+from swarmnode.recovery.sources import Found, RecoveryOrder, RecoverySettings, Run, Source, SourceKind, Verdict, check_paper
 
 SPEC = {i: StageSpec(i, 4, i, i + 1, False) for i in range(4)}
 EVERYBODY = frozenset({0, 1, 2, 3})
@@ -12,7 +12,7 @@ GOOD, BAD, BROKEN = Verdict(0.001, 0.01, 100), Verdict(0.3, 0.2, 100), Verdict(f
 
 
 def ladder(found, stage=1, step=10, run=None, **settings):
-    return Ladder(found, SPEC[stage], step, run or Run(), RecoverySettings(**settings))
+    return RecoveryOrder(found, SPEC[stage], step, run or Run(), RecoverySettings(**settings))
 
 
 def all_of(one):
@@ -41,7 +41,7 @@ def test_an_old_journal_goes_after_a_younger_shadow_and_before_an_older_one():
 
 def test_what_is_ahead_of_the_crew_is_of_another_history():
     one = ladder(Found(journal=11, shadows={0: 12, 2: 10}))
-    assert one.next() == Source(Rung.SHADOW, 10, 2)
+    assert one.next() == Source(SourceKind.SNAPSHOT, 10, 2)
     assert [(int(rung), why) for rung, why in one.excluded if "step" in why] == [
         (0, "it is of step 11, and the crew's is 10"), (2, "it is of step 12, and the crew's is 10"),
     ]  # fmt: skip
@@ -63,18 +63,18 @@ def test_a_lossy_stage_is_healed_a_few_times_and_then_given_up():
     assert one.judge(source, GOOD, 1) == "rejoin"
     assert one.judge(source, Verdict(0.001, 0.06, 100), 2) == "next"
     assert one.judge(source, None, 0) == "next"  # nobody can say whether it is right
-    assert one.judge(Source(Rung.SHADOW, 3, 0), None, 0) == "rejoin"
-    assert one.judge(Source(Rung.BASE), None, 0) == "rejoin"
+    assert one.judge(Source(SourceKind.SNAPSHOT, 3, 0), None, 0) == "rejoin"
+    assert one.judge(Source(SourceKind.BASE), None, 0) == "rejoin"
 
 
 def test_a_copy_of_the_crews_own_may_lack_steps_that_went_far_and_what_is_not_its_own_may_not():
     moved, noise = Verdict(0.06, 0.07, 100), Verdict(0.3, 0.1, 100)
     one = ladder(Found(journal=9, shadows={0: 5}, base=True))
-    for source in (Source(Rung.JOURNAL, 9), Source(Rung.SHADOW, 5, 0)):
+    for source in (Source(SourceKind.JOURNAL, 9), Source(SourceKind.SNAPSHOT, 5, 0)):
         assert one.judge(source, moved, 0) == "rejoin"
         assert one.judge(source, noise, 0) == "heal"
         assert one.judge(source, BROKEN, 0) == "next"
-    for rung in (Rung.REPLICA, Rung.BASE, Rung.SYNTHESIS):
+    for rung in (SourceKind.REPLICA, SourceKind.BASE, SourceKind.SYNTHESIS):
         assert one.judge(Source(rung), moved, 0) == "heal"
 
 
@@ -87,7 +87,7 @@ def test_synthesis_needs_both_neighbours_and_the_ends_need_true_copies():
     swapped = Run(swapped=True)
     assert "nobody keeps a copy" in all_of(ladder(Found(alive=EVERYBODY - {0}), 0, run=swapped))[1]
     copied = ladder(Found(alive=EVERYBODY - {3}, ends=frozenset({2})), 3, run=swapped)
-    assert copied.next() == Source(Rung.COPY, method="copy")
+    assert copied.next() == Source(SourceKind.COPY, method="copy")
     assert "base" in all_of(ladder(Found(alive=EVERYBODY - {3}, ends=frozenset({2})), 3, run=Run(swapped=True, pretrained=True)))[1]
     assert "adapter" in all_of(ladder(Found(alive=EVERYBODY - {1}), run=Run(adapter=True)))[1]
     assert "switched off" in all_of(ladder(Found(alive=EVERYBODY - {1}), synthesis="none"))[1]
@@ -105,7 +105,7 @@ def test_paper_mode_knows_neighbours_only():
     one = ladder(found, paper=True, run=Run(swapped=True))
     assert all_of(one)[0] == [(1, None, None), (4, None, None)]
     assert sorted(rung for rung, why in one.excluded if why == "paper mode") == [0, 2, 2, 3]
-    source = Source(Rung.SYNTHESIS, method="checkfree")
+    source = Source(SourceKind.SYNTHESIS, method="checkfree")
     assert (one.judge(source, BAD, 0), one.judge(source, None, 0), one.judge(source, BROKEN, 0)) == ("rejoin", "rejoin", "next")
 
 

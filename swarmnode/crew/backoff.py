@@ -35,7 +35,7 @@ class _Strikes(msgspec.Struct):
         self.until = now + min(most, unit * (2.0 ** min(self.count - 1, 30) - 1))
 
 
-class Patience:
+class PeerBackoff:
     """unit: seconds."""
 
     def __init__(self, unit: float) -> None:

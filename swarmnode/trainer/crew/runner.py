@@ -1,4 +1,4 @@
-"""This node's seat in a crew, as the network process assigns it: one trio program in a thread of its own, whatever the training loop does.
+"""This node's stage in a crew, as the network process assigns it: one trio program in a thread of its own, whatever the loop does.
 
     Assigned    what was under way ends; stage in memory:  ready ─ Settled ─▶ active
                                          else:             loading, or probation without a journal ─ Settled ─▶ restored: active
@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import structlog
 import trio
@@ -27,9 +27,11 @@ from swarmnode.crew import local
 from swarmnode.crew.local import Assigned, Settled, StageStatus
 from swarmnode.errors import DeviceError, PeerError, SwarmNodeError
 from swarmnode.pipeline import faults
+from swarmnode.pipeline.head import Head
+from swarmnode.pipeline.worker import StageWorker
 from swarmnode.policy.micro import free_memory, is_oom
 from swarmnode.process import Progress
-from swarmnode.trainer.crew.stage import CrewHead, CrewMember, Stage
+from swarmnode.trainer.crew.stage import Stage
 from swarmnode.trainer.crew.streams import Gate, close_all, connect_all
 from swarmnode.trainer.engine import EngineGone
 
@@ -62,11 +64,11 @@ class Recovery(Protocol):
         """Fill `stage`: (rung, KL of the probe). Raises Refused where no rung is left, PeerError where somebody is lost meanwhile."""
         ...
 
-    def attach(self, assigned: Assigned, member: CrewMember | CrewHead) -> None:
+    def attach(self, assigned: Assigned, worker: StageWorker) -> None:
         """The stage is in order; `member` has not begun."""
         ...
 
-    def facts(self, step: int) -> dict[str, Any]:
+    def facts(self, step: int) -> dict[str, int]:
         """Of StageStatus: shadow_step, shadow_age_steps."""
         ...
 
@@ -80,7 +82,7 @@ def _first(group: BaseExceptionGroup) -> str:
 
 
 @dataclass
-class Seat:
+class StageSession:
     assigned: Assigned
     since: float = field(default_factory=time.monotonic)
     phase: local.StagePhase = "loading"
@@ -100,7 +102,7 @@ class Seat:
     """Nothing of it runs any more."""
 
 
-class Sitting:
+class StageRunner:
     """build(assigned): makes the stage with the base's weights, in a thread. built(stage): it has its own now.
     send: to the network process, from any thread. lacked(assigned): this stage does not fit our device."""
 
@@ -119,7 +121,7 @@ class Sitting:
         self._wake: trio.Event | None = None
         self._token: trio.lowlevel.TrioToken | None = None
         self._begun = threading.Event()
-        self._seat: Seat | None = None
+        self._session: StageSession | None = None
         self.stage: Stage | None = None
         self._death: BaseException | None = None
         self._ended = False
@@ -170,19 +172,19 @@ class Sitting:
         self.check()
         return found[0] if found else None
 
-    def head(self) -> CrewHead | None:
+    def head(self) -> Head | None:
         """The member that may begin something now: of stage 0, active, not suspended."""
-        seat, stage = self._seat, self.stage
-        if seat is None or stage is None or seat.phase != "active" or not seat.resumed or not isinstance(stage.member, CrewHead):
+        session, stage = self._session, self.stage
+        if session is None or stage is None or session.phase != "active" or not session.resumed or not isinstance(stage.worker, Head):
             return None
-        return stage.member if stage.member.usable else None
+        return stage.worker if stage.worker.usable else None
 
     def heads(self, crew: bytes | None = None) -> bytes | None:
         """The crew whose first stage we hold, or are about to, if it is `crew`; None otherwise."""
-        seat = self._seat
-        if seat is None or seat.assigned.stage != 0 or crew not in (None, seat.assigned.crew):
+        session = self._session
+        if session is None or session.assigned.stage != 0 or crew not in (None, session.assigned.crew):
             return None
-        return seat.assigned.crew
+        return session.assigned.crew
 
     def call(self, work: Callable[[], Awaitable[T]]) -> T:
         """`await work()` in the thread's loop. Raises what it raises, and EngineGone when the loop has ended."""
@@ -196,33 +198,32 @@ class Sitting:
 
     @property
     def active(self) -> bool:
-        seat = self._seat
-        return seat is not None and seat.phase == "active"
+        session = self._session
+        return session is not None and session.phase == "active"
 
     @property
     def averages(self) -> bool:
         """Whether this stage may be averaged with others': not while it has yet to show what it is, nor while it is suspended."""
-        seat = self._seat
-        return seat is not None and seat.phase == "active" and seat.resumed
+        session = self._session
+        return session is not None and session.phase == "active" and session.resumed
 
     def status(self) -> StageStatus | None:
-        seat, stage = self._seat, self.stage
-        if seat is None:
+        session, stage = self._session, self.stage
+        if session is None:
             return None
-        a = seat.assigned
-        if stage is None or not stage.is_of(a) or seat.phase in ("loading", "probation"):
-            rung = seat.rung if seat.settled is not None else "R0" if seat.journal is not None else ""
-            step = seat.settled.step if seat.settled is not None else seat.journal or 0
-            return StageStatus(a.crew, a.roster_epoch, a.stage, seat.phase, step=step, rung=rung, reason=seat.reason, load=1)
-        attempt, clip, learning_rate = stage.member.last
-        if stage.prepared:
-            attempt = stage.member.participant.attempt
+        a = session.assigned
+        if stage is None or not stage.is_of(a) or session.phase in ("loading", "probation"):
+            rung = session.rung if session.settled is not None else "R0" if session.journal is not None else ""
+            step = session.settled.step if session.settled is not None else session.journal or 0
+            return StageStatus(a.crew, a.roster_epoch, a.stage, session.phase, step=step, rung=rung, reason=session.reason, load=1)
+        last = stage.worker.last_commit
+        attempt = stage.worker.participant.attempt if stage.prepared else last.attempt
         return StageStatus(
-            a.crew, a.roster_epoch, a.stage, seat.phase, step=stage.step, progress=stage.progress(), rung=seat.rung,
-            rung_seconds=seat.rung_seconds, squared_norm=stage.member.squared_norm, probe_kl=seat.probe_kl,
-            bubble_share=stage.meter.waited_share, tokens_per_second=stage.meter.tokens_per_second, reason=seat.reason,
-            prepared=stage.prepared, attempt=attempt, clip=clip, learning_rate=learning_rate, load=stage.load(), dropped=stage.dropped(),
-            **self._recovery.facts(stage.step),
+            a.crew, a.roster_epoch, a.stage, session.phase, step=stage.step, progress=stage.progress(), rung=session.rung,
+            rung_seconds=session.rung_seconds, squared_norm=stage.worker.squared_norm, probe_kl=session.probe_kl,
+            bubble_share=stage.meter.waited_share, tokens_per_second=stage.meter.tokens_per_second, reason=session.reason,
+            prepared=stage.prepared, attempt=attempt, clip=last.clip, learning_rate=last.learning_rate, load=stage.load(),
+            dropped=stage.dropped(), **self._recovery.facts(stage.step),
         )  # fmt: skip
 
     # ---- the thread ----------------------------------------------------------------------------------------------------
@@ -256,81 +257,81 @@ class Sitting:
             self._wake.set()
 
     async def _handle(self, message: local.ToTrainer, nursery: trio.Nursery) -> None:
-        seat = self._seat
+        session = self._session
         match message:
             case Assigned():
                 await self._leave("another roster")
                 with self._changed:
-                    self._seat = Seat(message)
+                    self._session = StageSession(message)
                 log.info("assigned", crew=message.crew.hex()[:16], epoch=message.roster_epoch, stage=message.stage, held=message.held)
-                nursery.start_soon(self._hold, self._seat)
-            case Settled() if seat is not None and message.roster_epoch == seat.assigned.roster_epoch and seat.settled is None:
-                seat.settled = message
-                seat.came.set()
-            case local.Suspended() if seat is not None:
+                nursery.start_soon(self._hold, self._session)
+            case Settled() if session is not None and message.roster_epoch == session.assigned.roster_epoch and session.settled is None:
+                session.settled = message
+                session.came.set()
+            case local.Suspended() if session is not None:
                 log.info("suspended", reason=message.reason)
-                seat.gate.shut()
-                seat.resumed = False
-            case local.Resumed() if seat is not None and message.roster_epoch == seat.assigned.roster_epoch:
+                session.gate.shut()
+                session.resumed = False
+            case local.Resumed() if session is not None and message.roster_epoch == session.assigned.roster_epoch:
                 log.info("resumed")
-                seat.gate.let()
-                seat.resumed = True
+                session.gate.let()
+                session.resumed = True
             case local.Released():
                 log.info("released", reason=message.reason)
                 await self._leave("released")
                 with self._changed:
-                    self._seat = self.stage = None
+                    self._session = self.stage = None
         self._say()
 
     async def _leave(self, why: str) -> None:
         """Everything of the present roster ends; weights and optimizer stay, and what was promised."""
-        seat = self._seat
-        if seat is None:
+        session = self._session
+        if session is None:
             return
-        seat.scope.cancel()
-        await seat.over.wait()
-        if self.stage is not None and isinstance(self.stage.member, CrewHead):
-            self.stage.member.gone(0, why)  # whoever waits for it
+        session.scope.cancel()
+        await session.over.wait()
+        if self.stage is not None and isinstance(self.stage.worker, Head):
+            self.stage.worker.gone(0, why)  # whoever waits for it
 
-    async def _hold(self, seat: Seat) -> None:
-        assigned = seat.assigned
+    async def _hold(self, session: StageSession) -> None:
+        assigned = session.assigned
         try:
-            with seat.scope:
+            with session.scope:
                 try:
-                    await self._sit(seat)
+                    await self._run_session(session)
                 except* SwarmNodeError as group:  # also layers that are not the model's, whoever assigned them
-                    self._failed(seat, _first(group))
+                    self._failed(session, _first(group))
         finally:
-            seat.over.set()
-            log.info("seat ended", stage=assigned.stage, epoch=assigned.roster_epoch, phase=seat.phase)
+            session.over.set()
+            log.info("stage session ended", stage=assigned.stage, epoch=assigned.roster_epoch, phase=session.phase)
 
-    async def _sit(self, seat: Seat) -> None:
-        assigned, stage = seat.assigned, self.stage
+    async def _run_session(self, session: StageSession) -> None:
+        assigned, stage = session.assigned, self.stage
         held = stage is not None and assigned.held and stage.is_of(assigned)
         if stage is not None and held:
-            self._enter(seat, "ready")
-            await seat.came.wait()
-            assert seat.settled is not None
-            held = await stage.settle(seat.settled)
+            self._enter(session, "ready")
+            await session.came.wait()
+            assert session.settled is not None
+            held = await stage.settle(session.settled)
             if not held:
-                log.warning("behind the crew", step=stage.step, crew_step=seat.settled.step)
+                log.warning("behind the crew", step=stage.step, crew_step=session.settled.step)
         if stage is None or not held:
             stage = None  # there may be no room for two
             with self._fitting(assigned):
-                stage = await self._load(seat)
+                stage = await self._load(session)
         assert stage is not None
-        assert seat.settled is not None
-        step = seat.settled.step
+        assert session.settled is not None
+        step = session.settled.step
         async with self._recovery.open(assigned, stage, step):
             if not held:
                 with self._fitting(assigned):
-                    await self._restore(seat, stage, step)
-            streams = await connect_all(assigned, "frames", seat.gate)
+                    await self._restore(session, stage, step)
+            streams = await connect_all(assigned, "frames", session.gate)
             try:
-                member = stage.begin(assigned, streams, step)
-                self._recovery.attach(assigned, member)
-                self._enter(seat, "active")
-                await member.run()
+                worker = stage.begin(assigned, streams, step)
+                self._recovery.attach(assigned, worker)
+                self._enter(session, "active")
+                await worker.run()
             finally:
                 with trio.CancelScope(shield=True):
                     await close_all(streams)
@@ -355,46 +356,46 @@ class Sitting:
             self._lacked(assigned)
         raise DeviceError("out of memory" if short else f"the device: {why}")
 
-    async def _load(self, seat: Seat) -> Stage:
+    async def _load(self, session: StageSession) -> Stage:
         """A stage that is not in memory, with the base's weights, once it is known where the crew stands."""
-        assigned = seat.assigned
+        assigned = session.assigned
         with self._changed:
             self.stage = None
-        seat.journal = await trio.to_thread.run_sync(self._recovery.journal, assigned)
+        session.journal = await trio.to_thread.run_sync(self._recovery.journal, assigned)
         self._say()
         stage = await trio.to_thread.run_sync(self._build, assigned)
         self._recovery.built(stage)
-        if seat.journal is None:
-            self._enter(seat, "probation")  # nothing that others have to wait for, to know where the crew stands
-        await seat.came.wait()
+        if session.journal is None:
+            self._enter(session, "probation")  # nothing that others have to wait for, to know where the crew stands
+        await session.came.wait()
         with self._changed:
             self.stage = stage
         return stage
 
-    async def _restore(self, seat: Seat, stage: Stage, step: int) -> None:
+    async def _restore(self, session: StageSession, stage: Stage, step: int) -> None:
         def tell(phase: local.StagePhase, rung: str) -> None:
-            seat.rung = rung
-            self._enter(seat, phase)
+            session.rung = rung
+            self._enter(session, phase)
 
-        if not seat.assigned.founding or step:
+        if not session.assigned.founding or step:
             try:
-                seat.rung, seat.probe_kl = await self._recovery.restore(stage, step, tell)
+                session.rung, session.probe_kl = await self._recovery.restore(stage, step, tell)
             except PeerError as error:
                 log.warning("restoring needs somebody who is gone", error=str(error))
                 await trio.sleep_forever()  # the next roster says with whom to try again
         self._built(stage)
-        seat.rung_seconds = time.monotonic() - seat.since
-        log.info("stage restored", stage=stage.index, rung=seat.rung or "base", seconds=round(seat.rung_seconds, 2), step=step)
+        session.rung_seconds = time.monotonic() - session.since
+        log.info("stage restored", stage=stage.index, rung=session.rung or "base", seconds=round(session.rung_seconds, 2), step=step)
 
-    def _enter(self, seat: Seat, phase: local.StagePhase) -> None:
+    def _enter(self, session: StageSession, phase: local.StagePhase) -> None:
         with self._changed:
-            seat.phase = phase
+            session.phase = phase
         self._say()
 
-    def _failed(self, seat: Seat, reason: str) -> None:
+    def _failed(self, session: StageSession, reason: str) -> None:
         log.error("the stage is lost", reason=reason)
-        seat.reason = reason[:128]
-        self._enter(seat, "failed")
+        session.reason = reason[:128]
+        self._enter(session, "failed")
 
     # ---- for whoever watches -------------------------------------------------------------------------------------------
 

@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 import swarmnode.policy
 from swarmnode.config import Config, PolicyConfig, TrainingConfig
 from swarmnode.errors import StateError, Unavailable
-from swarmnode.pipeline.member import CrewSettings
+from swarmnode.pipeline.worker import CrewSettings
 from swarmnode.policy.fingerprint import fingerprint
 from swarmnode.policy.load import lora_settings
 from swarmnode.recovery import messages as m
-from swarmnode.recovery.ladder import RecoverySettings
+from swarmnode.recovery.sources import RecoverySettings
 from swarmnode.trainer import export, state
 from swarmnode.trainer.export_crew import find_copies
 from tests.support.lost_stages import Fleet, quiet, rows_of

@@ -13,12 +13,13 @@ from swarmnode.config import TrainingConfig
 from swarmnode.errors import DeviceError, PeerError, PeerTimeout
 from swarmnode.pipeline import frames
 from swarmnode.pipeline.activations import encode
+from swarmnode.pipeline.compute import in_thread
 from swarmnode.pipeline.frames import FrameLimits
 from swarmnode.pipeline.learning import LearnRow, describe
-from swarmnode.pipeline.member import CrewSettings, in_thread
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.split import split_model, whole_state
 from swarmnode.pipeline.waves import Wave
+from swarmnode.pipeline.worker import CrewSettings
 from swarmnode.policy.generate import generate
 from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher
@@ -345,7 +346,7 @@ async def test_no_stage_goes_faster_than_its_own_node_allows(models, policy):
     settings = replace(EXACT, learning_rate=1.1e-3)
     async with crew_of(models["llama"], [2, 2], settings) as crew:
         member = crew.members[1]
-        member.pace.factor = 1.1
+        member.lr_scale.factor = 1.1
         for rate, taken, refused in ((1e-3, 1.1e-3, {}), (5.0, 1.1e-3, {"bounds": 1})):
             assert (await crew.head.update(rows, TrainingConfig(), 10.0, rate)).refused is None
             assert [group["lr"] for group in member.optimizer.param_groups] == [pytest.approx(taken)]

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from swarmnode.config import TrainingConfig
-from swarmnode.pipeline.member import CrewSettings
 from swarmnode.pipeline.spec import StageSpec
+from swarmnode.pipeline.worker import CrewSettings
 from swarmnode.recovery import gate as gate_module
 from swarmnode.recovery import restore as restore_module
-from swarmnode.recovery.ladder import Found, Ladder, RecoverySettings, Run, Rung, Verdict
 from swarmnode.recovery.messages import Have, root_of
+from swarmnode.recovery.sources import Found, RecoveryOrder, RecoverySettings, Run, SourceKind, Verdict
 from swarmnode.recovery.state import StageState, encode_state, trained
 from swarmnode.recovery.transfer import StatePeer
 from tests.support.lost_stages import Fleet, quiet, rows_of
@@ -70,7 +70,7 @@ async def test_of_two_neighbours_copies_that_differ_the_better_one_is_taken(flee
     async with mine.up() as crew:
         assert crew is not None, mine.failed
         got = mine.restored[LOST]
-        assert (got.rung, got.step, got.holder, got.tried) == (Rung.SHADOW, 3, 2 - liar, ())
+        assert (got.rung, got.step, got.holder, got.tried) == (SourceKind.SNAPSHOT, 3, 2 - liar, ())
         assert got.verdict is not None
         assert all(torch.equal(tensor, true[name]) for name, tensor in weights_of(mine).items())
         assert [phase for stage, phase, rung in mine.told] == ["loading", "probation"] * 3  # each of them, and then the better one
@@ -98,12 +98,12 @@ async def test_nobody_but_ring_neighbours_is_asked_for_a_shadow(fleet):
     mine.kill(LOST)
     async with mine.up():
         got = mine.restored[LOST]
-        assert (got.rung, got.holder, got.tried) == (Rung.SHADOW, 0, ())
+        assert (got.rung, got.holder, got.tried) == (SourceKind.SNAPSHOT, 0, ())
         assert len(mine.told) == 2  # two neighbours agree: nothing had to be compared
 
 
 def test_without_a_probe_no_disputed_copy_is_trusted():
-    one = Ladder(Found(shadows={0: 10, 2: 10}, roots={0: b"a", 2: b"b"}, base=True), SPEC, 10, Run(), RecoverySettings())
+    one = RecoveryOrder(Found(shadows={0: 10, 2: 10}, roots={0: b"a", 2: b"b"}, base=True), SPEC, 10, Run(), RecoverySettings())
     first, second = one.rivals()
     assert (first.disputed, first.exact, second.disputed, second.exact) == (True, False, True, False)
     assert one.judge(first, None, 0) == "next"
@@ -112,13 +112,13 @@ def test_without_a_probe_no_disputed_copy_is_trusted():
     assert one.damage(Verdict(0.0, 0.0, 0, finite=False)) == float("inf")
     one.prefer(second)
     assert (one.next(), one.rivals()) == (second, ())
-    agreed = Ladder(Found(shadows={0: 10, 2: 9}, roots={0: b"a", 2: b"b"}), SPEC, 10, Run(), RecoverySettings())
+    agreed = RecoveryOrder(Found(shadows={0: 10, 2: 9}, roots={0: b"a", 2: b"b"}), SPEC, 10, Run(), RecoverySettings())
     assert agreed.rivals() == ()  # of different steps
     assert agreed.judge(agreed.next(), None, 0) == "rejoin"
 
 
 FITS = {
-    "the bytes": (StatePeer, "fetch_shadow"),
+    "the bytes": (StatePeer, "fetch_snapshot"),
     "the weights": (restore_module, "load_weights"),
     "a past micro-batch": (gate_module, "run_one"),
 }
@@ -146,7 +146,7 @@ async def test_a_rung_that_does_not_fit_is_not_taken_and_the_next_one_is(fleet, 
     async with mine.up() as crew:
         assert crew is not None, mine.failed
         got = mine.restored[LOST]
-        assert (got.rung, got.holder, got.tried) == (Rung.SHADOW, 2, ((Rung.SHADOW, "out of memory"),))
+        assert (got.rung, got.holder, got.tried) == (SourceKind.SNAPSHOT, 2, ((SourceKind.SNAPSHOT, "out of memory"),))
         assert all(torch.equal(tensor, true[name]) for name, tensor in weights_of(mine).items())
         assert all(parameter.grad is None for parameter in mine.stations[LOST].runtime.parameters())
         await learn(crew, 1, 3)

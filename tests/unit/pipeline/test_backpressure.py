@@ -15,14 +15,15 @@ from swarmnode.pipeline import frames
 from swarmnode.pipeline import links as links_module
 from swarmnode.pipeline import member as member_module
 from swarmnode.pipeline.activations import encode
+from swarmnode.pipeline.compute import inline
 from swarmnode.pipeline.frames import FrameLimits, Place
 from swarmnode.pipeline.head import SCORES
 from swarmnode.pipeline.learning import LearnRow, describe, describe_loss
 from swarmnode.pipeline.links import Links
-from swarmnode.pipeline.member import CrewSettings, inline
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.schedule import Schedule
 from swarmnode.pipeline.split import split_model, whole_state
+from swarmnode.pipeline.worker import CrewSettings
 from swarmnode.wire import strict
 from tests.support.crew import open_crew
 from tests.support.lost_stages import quiet
@@ -54,7 +55,7 @@ class Narrow:
         patch.setattr(trio.testing, "memory_stream_pair", trio.testing.lockstep_stream_pair)
         patch.setattr(links_module, "OUTBOX_BYTES", 1)
         patch.setattr(links_module, "INBOX_BYTES", 1)
-        send, arrived = Links.send, member_module.Member._arrived
+        send, arrived = Links.send, member_module.StageWorker._arrived
 
         def noting(links, stage, frame, body=b""):
             send(links, stage, frame, body)
@@ -69,7 +70,7 @@ class Narrow:
             self.held += len(member._held) > before
 
         patch.setattr(Links, "send", noting)
-        patch.setattr(member_module.Member, "_arrived", counting)
+        patch.setattr(member_module.StageWorker, "_arrived", counting)
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import pytest
 import trio
 
 from swarmnode.crew import pipes as pipes_module
-from swarmnode.crew.opening import StreamOpen
-from swarmnode.crew.pipes import Pipes
+from swarmnode.crew.stream_handshake import StreamOpen
+from swarmnode.crew.stream_proxy import StreamProxy
 from swarmnode.errors import PeerError
 from swarmnode.p2p import nat
 from swarmnode.p2p import streams as streams_module
@@ -37,7 +37,7 @@ async def crew(directory, count=2, *, members=None, allows=lambda choice: True):
             await network.wait_connected(count - 1)
             (directory / str(number) / "run").mkdir()
             said = lost[number]
-            made = Pipes(
+            made = StreamProxy(
                 network.streams, directory / str(number), lambda peer, epoch, said=said: said.append(peer), allows=allows,
                 rejected=network.rejected,
             )  # fmt: skip
@@ -244,7 +244,7 @@ async def test_it_works_through_a_relay_and_ends_with_it(tmp_path, monkeypatch):
             lost, made = [], []
             for network, name in ((one, "a"), (other, "b")):
                 (tmp_path / name / "run").mkdir()
-                made.append(Pipes(network.streams, tmp_path / name, lambda peer, epoch: lost.append(peer)))
+                made.append(StreamProxy(network.streams, tmp_path / name, lambda peer, epoch: lost.append(peer)))
                 await nursery.start(made[-1].run)
             seen = circles([one.peer_id, other.peer_id])
             for each, circle in zip(made, seen, strict=True):
@@ -401,7 +401,7 @@ async def test_nothing_stays_open_when_the_pipes_end(tmp_path):
                 pipes = []
                 for number, network in enumerate(networks):
                     (tmp_path / str(number) / "run").mkdir(exist_ok=True)
-                    made = Pipes(network.streams, tmp_path / str(number), lambda peer, epoch: None)
+                    made = StreamProxy(network.streams, tmp_path / str(number), lambda peer, epoch: None)
                     await nursery.start(made.run)
                     made.assign(seen[number])
                     pipes.append(made)

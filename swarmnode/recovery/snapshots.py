@@ -1,8 +1,8 @@
 """R2: a stage's state at both its ring neighbours, as of every K-th committed step. Torch.
 
-    Shadowing      hooks into a member: copies its state between two steps, gives it to the `StatePeer`, which sends when there is room
-    ShadowStore    the neighbours' states here, on disk, each with the hash it was sent with; our own, too, and on a node that keeps
-                   the whole policy every stage's: what `swarmnode export` writes a policy from
+    SnapshotRecorder   observes a worker: copies its state between two steps, gives it to the `StatePeer`, which sends when there is room
+    SnapshotStore      the neighbours' states here, on disk, each with the hash it was sent with; our own, too, and on a node that keeps
+                       the whole policy every stage's: what `swarmnode export` writes a policy from
 
 All stages copy after the same steps, so that shadows of two that are lost together are of one policy. With both neighbours of a ring
 holding one, any two stages of four may be lost at once.
@@ -18,19 +18,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
+import msgspec
 import torch
 
 from swarmnode.errors import BadMessage, StateError
 from swarmnode.files import write_atomically
-from swarmnode.pipeline.member import Member
 from swarmnode.pipeline.spec import StageSpec
+from swarmnode.pipeline.worker import StageWorker
 from swarmnode.recovery import disk
 from swarmnode.recovery.journal import Journal
-from swarmnode.recovery.ladder import RecoverySettings
 from swarmnode.recovery.messages import Form, Have, root_of, state_bytes
 from swarmnode.recovery.probes import Recorder
+from swarmnode.recovery.sources import RecoverySettings
 from swarmnode.recovery.state import StageState, Tensors, host_copy, take
 from swarmnode.recovery.synthesis import end_names
 from swarmnode.weights.layout import Layout
@@ -55,7 +56,7 @@ def form_of(layout: Layout, settings: RecoverySettings) -> Form:
 
 
 @dataclass(frozen=True)
-class Shadow:
+class PeerSnapshot:
     """Without its bytes, which are on disk."""
 
     step: int
@@ -74,7 +75,7 @@ class StoreStatistics:
     """Files that were not what they said, and are gone."""
 
 
-class ShadowStore:
+class SnapshotStore:
     """Shadows of some stages of one crew, in `directory`/<crew>. One per stage, the newest. Those of the crew before are deleted once this
     one has taken a step (`ran`), those of crews that never have at once: a crew that does nothing costs another one none of its copies.
     about: what the crew trains, for who reads the copies without a crew.
@@ -83,12 +84,12 @@ class ShadowStore:
     """
 
     def __init__(
-        self, directory: Path, crew: bytes, layouts: Mapping[int, Layout], about: Mapping[str, Any] = MappingProxyType({})
+        self, directory: Path, crew: bytes, layouts: Mapping[int, Layout], about: disk.About = MappingProxyType({})
     ) -> None:  # fmt: skip
         self._directory = directory / crew.hex()
         self._about = dict(about)
         self._layouts = dict(layouts)
-        self._shadows: dict[int, Shadow] = {}
+        self._shadows: dict[int, PeerSnapshot] = {}
         self._lock = threading.Lock()
         """One file is written or read at a time, and `_shadows` says what is in it."""
         self._damaged = 0
@@ -123,7 +124,7 @@ class ShadowStore:
         """That are kept here."""
         return frozenset(self._layouts)
 
-    def get(self, stage: int) -> Shadow | None:
+    def get(self, stage: int) -> PeerSnapshot | None:
         return self._shadows.get(stage)
 
     def put(self, stage: int, have: Have, body: bytearray) -> None:
@@ -138,7 +139,7 @@ class ShadowStore:
             raise BadMessage("size", f"{len(body)} bytes of a shadow of {state_bytes(layout, have.form)}")
         if root_of(body) != have.root:
             raise BadMessage("hash", "a shadow")
-        shadow = Shadow(have.step, have.form, have.root, have.squared_norm, have.factor)
+        shadow = PeerSnapshot(have.step, have.form, have.root, have.squared_norm, have.factor)
         about = {"step": have.step, "form": have.form, "root": have.root.hex(), "squared_norm": have.squared_norm, "factor": have.factor}
         with self._lock:
             old = self._shadows.get(stage)
@@ -182,7 +183,7 @@ def copy_file(directory: Path, stage: int) -> Path:
     return directory / f"stage-{stage}.safetensors"
 
 
-def read_copy(directory: Path, stage: int) -> tuple[Shadow, bytes]:
+def read_copy(directory: Path, stage: int) -> tuple[PeerSnapshot, bytes]:
     """What a crew's directory has of `stage`. Raises StateError where there is nothing, or it is damaged."""
     tensors, about = disk.load(copy_file(directory, stage))
     shadow = _shadow(about)
@@ -192,29 +193,28 @@ def read_copy(directory: Path, stage: int) -> tuple[Shadow, bytes]:
     return shadow, body
 
 
-def _shadow(about: Mapping[str, Any]) -> Shadow:
+def _shadow(about: disk.About) -> PeerSnapshot:
     if not all(isinstance(about.get(key), kind) for key, kind in KEYS.items()) or about["form"] not in ("exact", "small"):
         raise StateError("not a shadow")
     try:
-        fields: Any = {**about, "root": bytes.fromhex(about["root"])}
-        return Shadow(**fields)
+        return msgspec.convert({**about, "root": bytes.fromhex(str(about["root"]))}, PeerSnapshot)
     except (ValueError, TypeError) as error:
         raise StateError(f"not a shadow: {error}") from None
 
 
 class Peer(Protocol):
-    def push_shadow(self, state: StageState) -> None: ...
+    def push_snapshot(self, state: StageState) -> None: ...
     def push_ends(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None: ...
     def push_probes(self) -> None: ...
 
 
-class Shadowing(Recorder):
+class SnapshotRecorder(Recorder):
     """Observer of one member. Set `peer` once there are state streams; without one, it only remembers.
 
     outer: what averaging keeps with the weights, for the journal."""
 
     def __init__(
-        self, spec: StageSpec, settings: RecoverySettings, journal: Journal | None = None, store: ShadowStore | None = None,
+        self, spec: StageSpec, settings: RecoverySettings, journal: Journal | None = None, store: SnapshotStore | None = None,
         outer: Callable[[], Tensors] = dict,
     ) -> None:  # fmt: skip
         super().__init__(spec, settings)
@@ -227,17 +227,17 @@ class Shadowing(Recorder):
         self._state: StageState | None = None
         self._ends: tuple[int, dict[str, torch.Tensor]] | None = None
 
-    def committed(self, member: Member) -> None:
-        super().committed(member)
-        step, paper = member.participant.step, self.settings.paper
+    def committed(self, worker: StageWorker) -> None:
+        super().committed(worker)
+        step, paper = worker.participant.step, self.settings.paper
         if self._journal is not None:
-            self._journal.note(member, self._outer())
+            self._journal.note(worker, self._outer())
         if self._store is not None:
             self._store.ran()
         if not paper and step % self.settings.shadow_every == 0:
-            self._state = take(member)
+            self._state = take(worker)
         if paper and (self.spec.has_embedding or self.spec.has_head):
-            state = dict(member.runtime.model.named_parameters())
+            state = dict(worker.runtime.model.named_parameters())
             self._ends = step, {name: host_copy(state[name]) for name in end_names(self.spec)}
 
     def stepped(self) -> None:
@@ -247,7 +247,7 @@ class Shadowing(Recorder):
             return
         if state is not None:
             self.copied += 1
-            self.peer.push_shadow(state)
+            self.peer.push_snapshot(state)
         if ends is not None:
             self.peer.push_ends(*ends)
         if self.spec.has_head and self.probes:

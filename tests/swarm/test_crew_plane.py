@@ -8,7 +8,7 @@ import trio
 
 from swarmnode.crew import messages
 from swarmnode.crew import plane as plane_module
-from swarmnode.crew.opening import Circle
+from swarmnode.crew.stream_handshake import Circle
 from swarmnode.errors import PeerError
 from swarmnode.p2p import identity
 from swarmnode.wire import ids

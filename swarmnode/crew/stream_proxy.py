@@ -24,7 +24,7 @@ import msgspec
 import trio
 
 from swarmnode.crew.local import Open, socket_file
-from swarmnode.crew.opening import Circle, Kind, Stream, StreamOpen, StreamReady, framed, read_first, read_open, refusal
+from swarmnode.crew.stream_handshake import Circle, Kind, Stream, StreamOpen, StreamReady, framed, read_first, read_open, refusal
 from swarmnode.errors import BadMessage, PeerError, Unavailable
 from swarmnode.files import socket_address
 from swarmnode.wire import ids
@@ -57,7 +57,7 @@ Key = tuple[int, Kind]
 """The other stage, and what the stream is for."""
 
 
-class PipesStatistics(msgspec.Struct, frozen=True):
+class StreamProxyStatistics(msgspec.Struct, frozen=True):
     open: dict[str, int]
     """Pipes with both ends, by kind."""
     waiting: int
@@ -77,7 +77,7 @@ class PipesStatistics(msgspec.Struct, frozen=True):
     """That a pipe waited for the node's byte budget."""
 
 
-class Pipes:
+class StreamProxy:
     """`streams`: of the network. lost(peer, roster epoch): a stream of frames with a member of the present roster ended, not by our doing.
     allows("serve" | "fetch"): whether bytes may go out, come in. rejected: as of the network."""
 
@@ -123,7 +123,7 @@ class Pipes:
             async with trio.open_nursery() as self._nursery:
                 task_status.started()
                 while True:
-                    connection, _ = await _accepted(listener)
+                    connection = await _accepted(listener)
                     self._nursery.start_soon(self._connected, trio.SocketStream(connection))
         finally:
             self.release()
@@ -146,14 +146,14 @@ class Pipes:
             stream.reset("another roster")
         self._parked.clear()
 
-    def statistics(self) -> PipesStatistics:
+    def statistics(self) -> StreamProxyStatistics:
         whole = [kind for (_, kind), pipe in self._pipes.items() if pipe.stream is not None]
         sent, received = Counter(self._sent), Counter(self._received)
         for (_, kind), pipe in self._pipes.items():
             if pipe.stream is not None:
                 sent[kind] += pipe.stream.sent
                 received[kind] += pipe.stream.received
-        return PipesStatistics(
+        return StreamProxyStatistics(
             open={kind: whole.count(kind) for kind in ("frames", "state")}, waiting=len(self._pipes) - len(whole), parked=len(self._parked),
             opened=dict(self._opened), lost=dict(self._ended), refused=dict(self._refused), sent=dict(sent), received=dict(received),
             throttled_seconds=self._throttled,
@@ -380,10 +380,10 @@ async def _farewell(stream: Stream) -> None:
     stream.reset("the pipe ended")
 
 
-async def _accepted(listener: trio.socket.SocketType) -> tuple[trio.socket.SocketType, Any]:
+async def _accepted(listener: trio.socket.SocketType) -> trio.socket.SocketType:
     while True:
         try:
-            return await listener.accept()
+            return (await listener.accept())[0]
         except OSError as error:  # out of descriptors: others are closed sooner or later
             log.error("a stream of our trainer was not taken: %s", error)
             await trio.sleep(RETRY_SECONDS[1])

@@ -1,0 +1,53 @@
+"""What a crew can be of a model, known before any stage of it is built."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from swarmnode.config import Config
+from swarmnode.errors import Refused
+from swarmnode.policy.load import local_directory
+from swarmnode.trainer.crew.model import is_untrained, open_model
+
+
+def config_of(tmp_path, **stages) -> Config:
+    return Config.model_validate(
+        {"node": {"data_dir": str(tmp_path / "data")}, "policy": {"device": "cpu"}, "stages": {"mode": "always", **stages}}
+    )
+
+
+def test_a_model_is_untrained_until_something_was_learnt(tmp_path):
+    config = LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "fresh")
+    assert is_untrained(tmp_path / "fresh")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+    optimizer.step()
+    model.save_pretrained(tmp_path / "trained")
+    assert not is_untrained(tmp_path / "trained")
+
+
+def test_a_published_base_is_refused_the_paper_mode_and_told_why(tmp_path):
+    with pytest.raises(Refused, match="2 nats"), open_model(config_of(tmp_path, paper_mode=True, stages=4)):
+        pass
+
+
+def test_a_run_from_scratch_may_train_as_the_paper_does(tmp_path):
+    config = config_of(tmp_path, paper_mode=True, stages=4)
+    with local_directory(config.policy, fits=False) as directory:
+        _copy_untrained(directory, tmp_path / "scratch")
+    config = config.model_copy(update={"policy": config.policy.model_copy(update={"model": str(tmp_path / "scratch")})})
+    with open_model(config) as model:
+        assert not model.pretrained
+        assert model.settings(config).swapped
+    few = config.model_copy(update={"stages": config.stages.model_copy(update={"stages": 3})})
+    with pytest.raises(Refused, match="it needs four"), open_model(few):
+        pass
+
+
+def _copy_untrained(directory, target):
+    from transformers import AutoConfig, AutoTokenizer
+
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory)).save_pretrained(target)
+    AutoTokenizer.from_pretrained(directory).save_pretrained(target)
