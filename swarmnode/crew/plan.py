@@ -13,13 +13,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from swarmnode.errors import Refused
-from swarmnode.pipeline.spec import check_model_type
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+from swarmnode.pipeline.spec import ModelShape, check_model_type
 
 MEMBERS: Final = 8
 """Members considered for one crew, at most."""
@@ -199,7 +196,7 @@ class _Search:
 
 
 def model_cost(
-    config: PretrainedConfig, *, batch_tokens: int, cached_tokens: int, weight_bytes: int = 4, trained_bytes: int = 12
+    config: ModelShape, *, batch_tokens: int, cached_tokens: int, weight_bytes: int = 4, trained_bytes: int = 12
 ) -> ModelCost:
     """Estimate for a transformers config before anything is measured. Work is in floating-point operations.
 

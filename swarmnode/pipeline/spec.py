@@ -5,16 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 from swarmnode.errors import ConfigError
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 MODEL_TYPES: Final = ("llama", "mistral", "qwen2", "qwen3")
 """Architectures that are nothing but embedding → equal layers → norm → head. Others that look so scale the embedding between its
 module and the first layer, or let a layer's number decide what it is: cut in two they would compute something else."""
+
+
+class ModelShape(Protocol):
+    """What is needed of transformers' configuration of a model."""
+
+    @property
+    def model_type(self) -> str: ...
+
+    num_hidden_layers: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    tie_word_embeddings: bool
 
 
 @dataclass(frozen=True)
@@ -78,7 +90,7 @@ class StageSpec:
         return name
 
 
-def stage_specs(config: PretrainedConfig, layers: Sequence[int]) -> tuple[StageSpec, ...]:
+def stage_specs(config: ModelShape, layers: Sequence[int]) -> tuple[StageSpec, ...]:
     """The stages of a model with transformers config `config`, stage i with `layers[i]` of its layers.
 
     Raises ConfigError for an architecture outside MODEL_TYPES, an empty stage, or layers that are not the model's.
@@ -91,7 +103,7 @@ def stage_specs(config: PretrainedConfig, layers: Sequence[int]) -> tuple[StageS
     return tuple(StageSpec(i, len(layers), end - count, end, tied) for i, (count, end) in enumerate(zip(layers, ends, strict=True)))
 
 
-def check_model_type(config: PretrainedConfig) -> None:
+def check_model_type(config: ModelShape) -> None:
     """Raises ConfigError for an architecture that cannot be split."""
     if config.model_type not in MODEL_TYPES:
         raise ConfigError(f"a {config.model_type!r} model cannot be held in stages; {', '.join(MODEL_TYPES)} can")

@@ -86,7 +86,7 @@ async def test_neither_of_two_copies_that_differ_is_spared_the_gate(fleet):
     mine.kill(LOST)
     async with mine.up() as crew:
         assert crew is None
-        assert str(mine.failed[LOST]).count("R2 shadow: KL") == 2
+        assert str(mine.failed[LOST]).count("R2 snapshot: KL") == 2
 
 
 async def test_nobody_but_ring_neighbours_is_asked_for_a_shadow(fleet):
@@ -164,7 +164,7 @@ async def test_a_stage_for_which_nothing_fits_fails_with_each_reason(fleet, monk
     monkeypatch.setattr(restore_module, "load_weights", never)
     async with mine.up() as crew:
         assert crew is None
-        assert str(mine.failed[LOST]).count("R2 shadow: out of memory") == 2
+        assert str(mine.failed[LOST]).count("R2 snapshot: out of memory") == 2
         assert "R4 synthesis: out of memory" in str(mine.failed[LOST])
 
 
