@@ -17,9 +17,9 @@ import logging
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final
 
 import msgspec
 import trio
@@ -33,6 +33,7 @@ from swarmnode.crew.stream_handshake import Circle
 from swarmnode.crew.stream_proxy import StreamProxy, StreamProxyStatistics
 from swarmnode.errors import BadMessage, Incompatible, PeerError
 from swarmnode.files import write_atomically
+from swarmnode.p2p.api import Network
 from swarmnode.wire import ids
 from swarmnode.wire.envelope import signed_by
 
@@ -55,21 +56,6 @@ PROOF: Final = 10.0
 """Standing that bytes cost which are no message, and signatures or chains of records that prove nothing."""
 BOUNDS: Final = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0)
 """Of `StagesStatistics.recovery_counts`, seconds."""
-
-
-class Network(Protocol):
-    """What is needed of `p2p.network.Network`."""
-
-    @property
-    def peer_id(self) -> str: ...
-    @property
-    def requests(self) -> Any: ...
-    @property
-    def streams(self) -> Any: ...
-    def connected(self) -> list[str]: ...
-    async def changed(self) -> None: ...
-    def hold(self, peers: Collection[str]) -> None: ...
-    def rejected(self, peer: str, reason: str, cost: float = ...) -> None: ...
 
 
 class StagesStatistics(msgspec.Struct, frozen=True):

@@ -6,13 +6,14 @@ Each first message is `u32be length ‖ canonical msgpack`; what follows it on t
 from __future__ import annotations
 
 import dataclasses
-from typing import Final, Literal, Protocol, TypeVar
+from typing import Final, Literal, TypeVar
 
 import msgspec
 import trio
 
 from swarmnode.crew.local import Open
 from swarmnode.errors import BadMessage, PeerError
+from swarmnode.p2p.api import PeerStream
 from swarmnode.wire import strict
 
 OPEN_BYTES: Final = 512
@@ -56,22 +57,6 @@ class Circle:
     stage_epochs: tuple[int, ...]
 
 
-class Stream(Protocol):
-    """`p2p.streams.PeerStream`."""
-
-    peer: str
-    sent: int
-    received: int
-    broken: trio.Event
-    closed: trio.Event
-
-    async def receive(self) -> bytes: ...
-    async def send(self, data: bytes | memoryview) -> None: ...
-    def unread(self, data: bytes) -> None: ...
-    def finish(self) -> None: ...
-    def reset(self, why: str = ...) -> None: ...
-
-
 def refusal(circle: Circle | None, peer: str, opened: StreamOpen) -> str:
     """Why a stream that `peer` opened is not taken, of REFUSALS; empty for one that is welcome."""
     if circle is None or opened.crew != circle.crew:
@@ -90,7 +75,7 @@ def framed(message: msgspec.Struct) -> bytes:
     return len(data).to_bytes(4, "big") + data
 
 
-async def read_first(stream: Stream, kind: type[M]) -> M:
+async def read_first(stream: PeerStream, kind: type[M]) -> M:
     """The first message on a stream; what follows it stays there. Raises BadMessage, PeerError."""
     data = b""
     while (end := _end(data)) is None or len(data) < end:

@@ -18,15 +18,16 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import trio
 
 from swarmnode.crew.local import Open, socket_file
-from swarmnode.crew.stream_handshake import Circle, Kind, Stream, StreamOpen, StreamReady, framed, read_first, read_open, refusal
+from swarmnode.crew.stream_handshake import Circle, Kind, StreamOpen, StreamReady, framed, read_first, read_open, refusal
 from swarmnode.errors import BadMessage, PeerError, Unavailable
 from swarmnode.files import socket_address
+from swarmnode.p2p.api import PeerStream, Streams
 from swarmnode.wire import ids
 
 log = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ class StreamProxy:
     allows("serve" | "fetch"): whether bytes may go out, come in. rejected: as of the network."""
 
     def __init__(
-        self, streams: Any, data_dir: Path, lost: Callable[[str, int], None], *, allows: Callable[[str], bool] = lambda choice: True,
+        self, streams: Streams, data_dir: Path, lost: Callable[[str, int], None], *, allows: Callable[[str], bool] = lambda choice: True,
         rejected: Callable[[str, str, float], None] = lambda peer, reason, cost: None,
     ) -> None:  # fmt: skip
         self.path = socket_file(data_dir)
@@ -93,7 +94,7 @@ class StreamProxy:
         self._circle: Circle | None = None
         self._life = trio.CancelScope()
         self._pipes: dict[Key, _Pipe] = {}
-        self._parked: dict[Key, Stream] = {}
+        self._parked: dict[Key, PeerStream] = {}
         self._moved = trio.Event()
         self._nursery: trio.Nursery | None = None
         self._connections = 0
@@ -211,7 +212,7 @@ class StreamProxy:
             assert self._nursery is not None
             self._nursery.start_soon(self._report, circle, key, pipe.stream)
 
-    def _part(self, kind: Kind, stream: Stream) -> None:
+    def _part(self, kind: Kind, stream: PeerStream) -> None:
         """Ends a stream in order, soon: the other side gets what is on its way."""
         self._sent[kind] += stream.sent
         self._received[kind] += stream.received
@@ -221,7 +222,7 @@ class StreamProxy:
         else:
             stream.reset("the pipe ended")
 
-    async def _report(self, circle: Circle, key: Key, stream: Stream) -> None:
+    async def _report(self, circle: Circle, key: Key, stream: PeerStream) -> None:
         with trio.move_on_after(ORDERLY_SECONDS):
             await stream.broken.wait()
         if self._circle is circle:
@@ -231,12 +232,12 @@ class StreamProxy:
 
     # -- the other side
 
-    async def _dial(self, circle: Circle, key: Key) -> Stream:
+    async def _dial(self, circle: Circle, key: Key) -> PeerStream:
         """Until it is there: whoever does not want it any more cancels."""
         stage, kind = key
         pause = RETRY_SECONDS[0]
         while True:
-            stream: Stream | None = None
+            stream: PeerStream | None = None
             try:
                 stream = await self._streams.open(circle.members[stage], ids.STAGE_STREAM_PROTOCOL, deadline=DIAL_SECONDS)
                 await stream.send(
@@ -258,7 +259,7 @@ class StreamProxy:
             await trio.sleep(pause)
             pause = min(2 * pause, RETRY_SECONDS[1])
 
-    async def _take(self, circle: Circle, key: Key) -> Stream:
+    async def _take(self, circle: Circle, key: Key) -> PeerStream:
         while True:
             stream = self._parked.pop(key, None)
             if stream is not None and not stream.closed.is_set():
@@ -269,7 +270,7 @@ class StreamProxy:
                     continue  # given up meanwhile; it dials again
             await self._moved.wait()
 
-    def _accept(self, stream: Stream) -> None:
+    def _accept(self, stream: PeerStream) -> None:
         """A peer has opened a stream."""
         circle = self._circle
         if self._nursery is None or circle is None or stream.peer not in circle.members:  # a stranger keeps no member waiting for a place
@@ -278,7 +279,7 @@ class StreamProxy:
             return
         self._nursery.start_soon(self._greet, stream)
 
-    async def _greet(self, stream: Stream) -> None:
+    async def _greet(self, stream: PeerStream) -> None:
         """Reads what it is to be, and parks it. Never raises."""
         reason = "timeout"
         try:
@@ -297,7 +298,7 @@ class StreamProxy:
             return
         await self._park(stream, (opened.from_stage, opened.kind))
 
-    async def _park(self, stream: Stream, key: Key) -> None:
+    async def _park(self, stream: PeerStream, key: Key) -> None:
         before = self._parked.pop(key, None)
         if before is not None:
             before.reset("replaced by a newer one")
@@ -312,7 +313,7 @@ class StreamProxy:
 
     # -- both
 
-    async def _pump(self, pipe: _Pipe, stream: Stream) -> bool:
+    async def _pump(self, pipe: _Pipe, stream: PeerStream) -> bool:
         """Bytes both ways until one side ends. Whether that was the other side."""
         first = ""  # who ended first
 
@@ -368,11 +369,11 @@ class _Pipe:
 
     def __init__(self, unix: trio.SocketStream) -> None:
         self.unix = unix
-        self.stream: Stream | None = None
+        self.stream: PeerStream | None = None
         self.scope = trio.CancelScope()
 
 
-async def _farewell(stream: Stream) -> None:
+async def _farewell(stream: PeerStream) -> None:
     with trio.move_on_after(LINGER_SECONDS), contextlib.suppress(PeerError):
         while await stream.receive():
             pass

@@ -11,7 +11,7 @@ from protocol.generate.schema import schemas
 from protocol.generate.schema_stages import schemas as stages_schemas
 from protocol.generate.schema_weights import schemas as weights_schemas
 from swarmnode.crew import messages as crews
-from swarmnode.crew import opening, pipes, plane
+from swarmnode.crew import plane, stream_handshake, stream_proxy
 from swarmnode.crew.plan import MEMBERS
 from swarmnode.p2p import bulk, exchange, host, manifests, sessions, summaries
 from swarmnode.pipeline import frames as stage_frames
@@ -110,7 +110,7 @@ def test_caps_are_those_of_the_registry():
         "weights_state_response": weights_messages.STATE_BYTES,
         "crews_message": crews.MESSAGE_BYTES,
         "crew_reason": crews.REASON_BYTES,
-        "stage_open": opening.OPEN_BYTES,
+        "stage_open": stream_handshake.OPEN_BYTES,
         "stage_chunk": stage_frames.CHUNK_BYTES,
         "stage_header": limits.STAGE_HEADER_BYTES,
         "stage_about_item": limits.STAGE_ABOUT_ITEM_BYTES,
@@ -204,8 +204,8 @@ def test_timeouts_are_those_of_the_registry():
         "weights": weights_exchange.SAY_SECONDS,
         "weights_state": catchup.ASK_SECONDS,
         "crews": plane.SAY_SECONDS,
-        "stage_open": pipes.OPEN_SECONDS,
-        "stage_stream": pipes.PARK_SECONDS,
+        "stage_open": stream_proxy.OPEN_SECONDS,
+        "stage_stream": stream_proxy.PARK_SECONDS,
         "bulk_manifest": bulk.service.REQUEST_SECONDS,
         "bulk_socket": bulk.calling.AGREE_SECONDS,
         "bulk_token": bulk.listener.TOKEN_SECONDS,
@@ -229,7 +229,7 @@ def test_every_limit_is_in_the_registry():
     ours += [said.MESSAGE_BYTES, said.STATE_REQUEST_BYTES, said.STATE_BYTES, said.NONCE_BYTES, said.FRAGMENTS, said.RETRY_SECONDS]
     ours += [crews.MESSAGE_BYTES, crews.REASON_BYTES, crews.CREW_BYTES, crews.HASH_BYTES, crews.INCARNATION_BYTES, crews.WITNESSES]
     ours += [crews.NONCE_BYTES, FACTOR]
-    ours += [crews.CHAIN, crews.LAYERS, MEMBERS, opening.OPEN_BYTES, stage_frames.CHUNK_BYTES, 1e30]
+    ours += [crews.CHAIN, crews.LAYERS, MEMBERS, stream_handshake.OPEN_BYTES, stage_frames.CHUNK_BYTES, 1e30]
     assert sorted([*ours, seeds.BLOCK_BITS]) == sorted(registered)
 
 
@@ -250,7 +250,7 @@ def test_what_the_registry_calls_blameless_is_ignored():
 def test_what_becomes_of_a_stage_s_frames_is_what_the_registry_says():
     assert {name: set(reasons) for name, reasons in REGISTRY["stage_verdicts"].items()} == {
         "reject": {*stage_frames.FRAME_REASONS, *STATE_REASONS, "signature"},
-        "ignore": {*FENCE_REASONS, *opening.REFUSALS} - {"malformed"},
+        "ignore": {*FENCE_REASONS, *stream_handshake.REFUSALS} - {"malformed"},
     }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from protocol.generate.crew_vectors import PEERS
 from protocol.generate.stage_vectors import answers
 from swarmnode.config import SharingConfig
 from swarmnode.crew import messages as crews
-from swarmnode.crew import opening
+from swarmnode.crew import stream_handshake
 from swarmnode.crew.roster import Acceptor
 from swarmnode.errors import BadMessage
 from swarmnode.pipeline.fence import FENCE_REASONS, Fence
@@ -85,7 +85,7 @@ MESSAGES = {
 STATE = ("state_message",)
 CREWS = {"crews_request": crews.decode_request, "crews_answer": crews.decode_answer}
 WEIGHTS = {"weights": decode_message, "weights_state": decode_state}
-OPEN_REFUSALS = {reason for reason in opening.REFUSALS if reason not in ("malformed", "timeout")}
+OPEN_REFUSALS = {reason for reason in stream_handshake.REFUSALS if reason not in ("malformed", "timeout")}
 FRAMES = [(name, vector) for name, document in DOCUMENTS.items() for vector in document["vectors"] if "read_as" in vector]
 ADMISSIONS = [(document, vector) for document in DOCUMENTS.values() for vector in document["vectors"] if "admit" in vector]
 DERIVATIONS = [vector for document in DOCUMENTS.values() for vector in document["vectors"] if "derive" in vector]
@@ -127,10 +127,10 @@ def read_adopt(frame: bytes, given: dict) -> dict:
 
 
 def read_stream_open(frame: bytes, given: dict) -> dict:
-    if len(frame) > opening.OPEN_BYTES:
+    if len(frame) > stream_handshake.OPEN_BYTES:
         raise BadMessage("oversize", "to open a stream")
-    opened = strict.decode(frame, opening.StreamOpen)
-    refused = opening.refusal(crew_vectors.circle(given["roster"]), given["peer"], opened)
+    opened = strict.decode(frame, stream_handshake.StreamOpen)
+    refused = stream_handshake.refusal(crew_vectors.circle(given["roster"]), given["peer"], opened)
     if refused:
         raise BadMessage(refused)
     return msgspec.to_builtins(opened, builtin_types=(bytes,))

@@ -13,7 +13,7 @@ from swarmnode.config import TrainingConfig
 from swarmnode.errors import PeerError
 from swarmnode.pipeline import frames
 from swarmnode.pipeline import links as links_module
-from swarmnode.pipeline import member as member_module
+from swarmnode.pipeline import worker as worker_module
 from swarmnode.pipeline.activations import encode
 from swarmnode.pipeline.compute import inline
 from swarmnode.pipeline.frames import FrameLimits, Place
@@ -55,7 +55,7 @@ class Narrow:
         patch.setattr(trio.testing, "memory_stream_pair", trio.testing.lockstep_stream_pair)
         patch.setattr(links_module, "OUTBOX_BYTES", 1)
         patch.setattr(links_module, "INBOX_BYTES", 1)
-        send, arrived = Links.send, member_module.StageWorker._arrived
+        send, arrived = Links.send, worker_module.StageWorker._arrived
 
         def noting(links, stage, frame, body=b""):
             send(links, stage, frame, body)
@@ -70,7 +70,7 @@ class Narrow:
             self.held += len(member._held) > before
 
         patch.setattr(Links, "send", noting)
-        patch.setattr(member_module.StageWorker, "_arrived", counting)
+        patch.setattr(worker_module.StageWorker, "_arrived", counting)
 
 
 @pytest.fixture
@@ -238,10 +238,10 @@ async def test_a_neighbour_that_sends_more_than_is_ever_in_flight_is_refused(mod
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
         member = crew.members[1]
         monkeypatch.setattr(member._schedule, "_room", 0)
-        for number in range(member_module.KEPT + 10):
+        for number in range(worker_module.KEPT + 10):
             crew.head.links.send(1, *forward(number, "learn", crew.head.place))
         await quiet(2000)
-        assert len(member._kept) == member_module.KEPT
+        assert len(member._kept) == worker_module.KEPT
         assert member.statistics().refused == {"bounds": 10}
         monkeypatch.setattr(member.links, "full", lambda stage: stage == 2)
         for number in range(LIMITS.sessions + 10):
