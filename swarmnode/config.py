@@ -100,6 +100,29 @@ class PolicyConfig(Section):
         return self
 
 
+class DatasetConfig(Section):
+    source: str
+    """A .jsonl or .parquet file, or a name on the Hugging Face Hub."""
+    prompt: str = "prompt"
+    """Column of the question."""
+    answer: str = "answer"
+    """Column of the right answer."""
+    verifier: str = "exact"
+    """What an answer is worth: exact, numeric, choice, set, boxed, json, or a reward function of your own, `module:function`."""
+    extract: str = "auto"
+    """Where it stands: tag, boxed, last_number, last_letter, last_line, whole; auto: where it is marked, else what suits the verifier."""
+    template: str = "{prompt}"
+    """What is asked; `{prompt}` is the column's text."""
+    held_out: float = Field(default=0.1, gt=0, lt=1)
+    """Share of the rows that are never trained on and are there for evaluation."""
+    revision: str | None = None
+    """Commit or tag on the Hub; needed there."""
+    subset: str | None = None
+    """Configuration of a dataset on the Hub."""
+    split: str = "train"
+    """Split on the Hub."""
+
+
 class TaskConfig(Section):
     names: list[str] = Field(
         default=[
@@ -113,6 +136,8 @@ class TaskConfig(Section):
     """Tasks of your own, `package.module:function`, installed beside swarmnode; name them in `names` too. docs/own-task.md."""
     settings: dict[str, dict[str, bool | int | float | str]] = {}
     """Arguments of such a task, by its name."""
+    datasets: dict[str, DatasetConfig] = {}
+    """Datasets to train on, by a name of yours that begins with `data/`; name it in `names` too. docs/own-task.md has their keys."""
     held_out_per_task: int = Field(default=16, ge=1)
     """Evaluation questions per task."""
 

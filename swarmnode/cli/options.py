@@ -117,4 +117,5 @@ def load(
     resolved = settings.load(config, os.environ, overrides)
     if tasks:
         registry.install(resolved.config.task.modules, resolved.config.task.settings)
+        registry.install_datasets(resolved.config.task.datasets, resolved.config.node.data_dir / registry.DATASETS)
     return resolved

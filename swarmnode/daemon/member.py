@@ -24,7 +24,7 @@ from swarmnode.p2p.sessions import Sessions
 from swarmnode.p2p.summaries import Summaries
 from swarmnode.swarm import manifest, manifest_store
 from swarmnode.swarm.manifest_store import ManifestStore
-from swarmnode.tasks.registry import install, task_version
+from swarmnode.tasks.registry import DATASETS, install, install_datasets, task_version
 from swarmnode.wire import ids
 from swarmnode.wire.manifest import Opened
 from swarmnode.wire.messages import RolloutGroup
@@ -74,6 +74,7 @@ async def open_member(config: Config) -> AsyncIterator[Member]:
     """
     data_dir = config.node.data_dir
     install(config.task.modules, config.task.settings)
+    install_datasets(config.task.datasets, data_dir / DATASETS)
     identity = load_or_create(data_dir / "identity.key")
     opened = manifest_store.stored(config)
     if config.swarm.id != (opened.swarm.hex() if opened is not None else ""):

@@ -26,7 +26,7 @@ from swarmnode.errors import ConfigError, Refused, Unavailable
 from swarmnode.files import read_private
 from swarmnode.p2p import addresses
 from swarmnode.tasks import own
-from swarmnode.tasks.registry import REFUSED, TASKS, task_version
+from swarmnode.tasks.registry import DATASET_NAME, REFUSED, TASKS, task_version
 from swarmnode.wire import ids, limits
 from swarmnode.wire.envelope import peer_id
 from swarmnode.wire.manifest import Opened, keeps_rules
@@ -100,7 +100,12 @@ def commitment(secret: bytes) -> bytes:
 
 
 def _settings_text(task: str) -> str:
-    return json.dumps(dict(TASKS[task].settings), sort_keys=True)[: limits.SETTING_VALUE_BYTES]
+    """For people, in a manifest: a task's settings, and where the rows of a dataset are from."""
+    spec = TASKS[task]
+    settings = dict(spec.settings)
+    if spec.rows is not None:
+        settings = {"source": spec.rows.origin, "rows": spec.rows.rows, "content": spec.rows.content, "extract": spec.extract, **settings}
+    return json.dumps(settings, sort_keys=True)[: limits.SETTING_VALUE_BYTES]
 
 
 # ---- joining ------------------------------------------------------------------------------------------------------------
@@ -260,6 +265,8 @@ def version_numbers(version: str) -> tuple[int, ...]:
 def _task_problems(task: TaskEntry) -> list[str]:
     if task.id in REFUSED:
         return [f"its task {task.id} is refused because {REFUSED[task.id]}: a peer could run code on this machine"]
+    if task.id not in TASKS and DATASET_NAME.fullmatch(task.id):
+        return [f"its task {task.id} is a dataset, which this node lacks: get it and name it in task.datasets ({task.settings})"]
     if task.id not in TASKS and own.NAME.fullmatch(task.id):
         return [f"its task {task.id} is its founder's own: get that module, read it, install it, and name it in task.modules"]
     if task.id not in TASKS:
@@ -270,6 +277,9 @@ def _task_problems(task: TaskEntry) -> list[str]:
         return [str(error)]
     if version == task.version:
         return []
+    if TASKS[task.id].rows is not None:
+        here = _settings_text(task.id)
+        return [f"its task {task.id} is a dataset with other rows or settings: the swarm's is {task.settings}, here it is {here}"]
     if TASKS[task.id].source is not None:
         wanted = f"the swarm's has the settings {task.settings}, here they are {_settings_text(task.id)}"
         return [f"its task {task.id} has version {task.version}, here {version}: get the founder's files, to the byte ({wanted})"]

@@ -6,8 +6,6 @@ Knows neither threads nor trio: `client` and `async_client` wait for it, each in
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import os
 import signal
 import subprocess
@@ -163,9 +161,9 @@ class Child:
 
 
 def own_tasks() -> str:
-    """The owner's tasks that this process knows of, as JSON: task → [source, settings]. By this alone the child learns of them."""
-    found = {spec.id: [dataclasses.astuple(spec.source), dict(spec.settings)] for spec in TASKS.values() if spec.source is not None}
-    return json.dumps(found)
+    """The owner's tasks and datasets that this process knows of, as JSON. By this alone the child learns of them."""
+    brought = [spec for spec in TASKS.values() if spec.source is not None or spec.rows is not None]
+    return msgspec.json.encode([frames.Brought(spec.id, spec.source, spec.rows, dict(spec.settings)) for spec in brought]).decode()
 
 
 def _environment() -> dict[str, str]:

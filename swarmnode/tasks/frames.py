@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from swarmnode.errors import LocalError, SwarmNodeError
-from swarmnode.tasks.registry import TASKS, task_version
+from swarmnode.tasks import dataset, own
+from swarmnode.tasks.answers import extract
+from swarmnode.tasks.registry import TASKS, TaskSpec, task_version
 from swarmnode.tasks.seeds import is_address
 from swarmnode.wire.limits import COMPLETIONS, TEXT_BYTES
 from swarmnode.wire.messages import TaskRef
@@ -59,6 +62,16 @@ class Question(msgspec.Struct, frozen=True, array_like=True):
     answers: list[str | None]
 
 
+class Brought(msgspec.Struct, frozen=True, array_like=True):
+    """Client → child, on its command line: one task that the node's owner brings."""
+
+    task: str
+    code: own.Source | None
+    """Of a task of its own, or of a dataset's reward function."""
+    rows: dataset.Source | None
+    settings: dict[str, Any]
+
+
 class Ready(msgspec.Struct, frozen=True, array_like=True):
     """Child → client, first frame: it has loaded its tasks and locked itself in."""
 
@@ -71,6 +84,7 @@ encode_questions = msgspec.msgpack.Encoder().encode
 decode_questions = msgspec.msgpack.Decoder(list[Question]).decode
 encode_scored = msgspec.msgpack.Encoder().encode
 decode_scored = msgspec.msgpack.Decoder(list[Scored]).decode
+decode_brought = msgspec.json.Decoder(list[Brought]).decode
 decode_ready = msgspec.msgpack.Decoder(Ready).decode
 
 
@@ -90,17 +104,7 @@ def prepare(ref: TaskRef, completions: Sequence[str]) -> Question:
         raise TaskUnknown("difficulty", f"{ref.difficulty} of {ref.id}, which has only 0")
     if len(completions) > COMPLETIONS:
         raise ValueError(f"{len(completions)} completions, more than {COMPLETIONS}")
-    return Question(ref.id, ref.seed, ref.index, [_sendable(text, spec.max_answer_bytes) for text in completions])
-
-
-def answer_of(text: str) -> str:
-    """The answer in a completion: what the last `<answer>…</answer>` holds, without white space around it, or else the whole text as it is.
-
-    Small policies answer outright; instruction-tuned ones think first and mark the answer, as reasoning-gym's own prompts ask them to.
-    """
-    end = text.rfind("</answer>")
-    start = text.rfind("<answer>", 0, end) if end >= 0 else -1
-    return text[start + len("<answer>") : end].strip() if start >= 0 else text
+    return Question(ref.id, ref.seed, ref.index, [_sendable(text, spec) for text in completions])
 
 
 def valid(scored: list[Scored], questions: list[Question]) -> bool:
@@ -110,11 +114,11 @@ def valid(scored: list[Scored], questions: list[Question]) -> bool:
     )
 
 
-def _sendable(text: str, limit: int) -> str | None:
+def _sendable(text: str, spec: TaskSpec) -> str | None:
     if len(text) > TEXT_BYTES:
         return None
-    answer = answer_of(text)
+    answer = extract(text, spec.extract, spec.fallback)
     try:
-        return answer if len(answer.encode()) <= limit else None
+        return answer if len(answer.encode()) <= spec.max_answer_bytes else None
     except UnicodeEncodeError:  # a lone surrogate: no UTF-8 text, so nobody's answer
         return None

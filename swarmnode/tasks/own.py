@@ -14,6 +14,7 @@ Its code is part of its identity. Nodes with other code have another task versio
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import importlib.util
@@ -21,7 +22,7 @@ import os
 import random
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ FILES, BYTES = 1024, 16 * 2**20
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 Generator = Callable[..., tuple[str, Callable[[str], float]]]
+RewardFunction = Callable[..., Sequence[float | None]]
+"""TRL's: `f(prompts, completions, **columns)`, lists of one length, returns one number for each completion, or None for no opinion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +121,7 @@ class OwnTask:
         """Raises ConfigError when the code is not what was hashed, or cannot be imported."""
         self._task = task
         self._settings = settings
-        module, _, function = task.partition(":")
-        if _hash(Path(source.path), task) != source.content:
-            raise ConfigError(f"{task!r} has changed in {source.path} since this node started: restart it, or put the file back")
-        try:
-            _import_top(source)
-            self._generate: Generator = getattr(importlib.import_module(module), function)
-        except Exception as error:  # whatever a module raises, it is its owner who has to hear of it
-            raise ConfigError(f"task.modules: {task!r} cannot be imported: {type(error).__name__}: {error}") from error
+        self._generate: Generator = _imported("task.modules", task, source)
 
     def item(self, seed: int, index: int) -> Item:
         """The question at (seed, index)."""
@@ -148,6 +144,33 @@ class OwnTask:
             raise ConfigError(f"task.modules: {self._task!r} does not work: {type(error).__name__}: {error}") from error
 
 
+def reward_function(name: str, source: Source) -> RewardFunction:
+    """The owner's reward function `module:function` of a dataset. Runs its code. Raises ConfigError."""
+    function: RewardFunction = _imported("task.datasets", name, source)
+    return function
+
+
+def reward_of(function: RewardFunction, prompt: str, completion: str, columns: Mapping[str, object]) -> float:
+    """What an owner's reward function gives one completion; None is 0. Raises whatever it raises, and ValueError for the wrong count."""
+    rewards = list(function([prompt], [completion], **{name: [value] for name, value in columns.items()}))
+    if len(rewards) != 1:
+        raise ValueError(f"it returned {len(rewards)} rewards for one completion")
+    return 0.0 if rewards[0] is None else float(rewards[0])
+
+
+def _imported(setting: str, name: str, source: Source) -> Callable[..., Any]:
+    """`module:function`, imported from exactly what was hashed. Raises ConfigError."""
+    module, _, function = name.partition(":")
+    if _hash(Path(source.path), name) != source.content:
+        raise ConfigError(f"{name!r} has changed in {source.path} since this node started: restart it, or put the file back")
+    try:
+        _import_top(source)
+        found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+        return found
+    except Exception as error:  # whatever a module raises, it is its owner who has to hear of it
+        raise ConfigError(f"{setting}: {name!r} cannot be imported: {type(error).__name__}: {error}") from error
+
+
 def _import_top(source: Source) -> None:
     """Import exactly the file that was hashed: not another of that name on the path, nor bytecode that lies beside it."""
     if source.top in sys.modules:
@@ -168,11 +191,17 @@ def load(tasks: Mapping[str, tuple[Source, Mapping[str, Any]]]) -> dict[str, Own
     """
     if not tasks:
         return {}
+    with importing(", ".join(tasks)):
+        return {task: OwnTask(task, source, settings) for task, (source, settings) in tasks.items()}
+
+
+@contextlib.contextmanager
+def importing(names: str) -> Iterator[None]:
+    """Around imports of an owner's code in the scorer child. Raises ConfigError when they left a thread behind."""
     sys.pycache_prefix = os.devnull  # bytecode is found by the time and size of its source; we go by content
     os.environ.update(dict.fromkeys(THREADS, "1"))
-    loaded = {task: OwnTask(task, source, settings) for task, (source, settings) in tasks.items()}
+    yield
     for name in THREADS:
         del os.environ[name]
     if sys.platform == "linux" and (threads := len(os.listdir("/proc/self/task"))) > 1:
-        raise ConfigError(f"task.modules: {', '.join(tasks)}: importing them started {threads - 1} threads, which a sandbox cannot hold")
-    return loaded
+        raise ConfigError(f"task.modules: {names}: importing them started {threads - 1} threads, which a sandbox cannot hold")

@@ -11,17 +11,22 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from swarmnode.errors import ConfigError, Unavailable
-from swarmnode.tasks import builtin, own
-from swarmnode.wire.limits import TASK_ID_BYTES
+from swarmnode.tasks import builtin, dataset, own, verifiers
+from swarmnode.wire.limits import TASK_ID_BYTES, TEXT_BYTES
+
+if TYPE_CHECKING:
+    from swarmnode.config import DatasetConfig
 
 ADAPTER_VERSION = "1"
-"""Enters every task version: change it when the adapter (`gym`) or what counts as the answer (`frames.answer_of`) changes."""
+"""Enters every task version: change it when the adapter (`gym`) or what counts as the answer (`answers.answer_of`) changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +34,22 @@ class TaskSpec:
     """One task: where its questions come from and how long an answer may be."""
 
     id: str
-    kind: Literal["builtin", "reasoning_gym", "own"]
+    kind: Literal["builtin", "reasoning_gym", "own", "dataset"]
     generator: str
-    """Name within its kind: a key of `builtin.GENERATORS`, a module of reasoning_gym such as `arithmetic.chain_sum`, `module:function`."""
+    """Name within its kind: a key of `builtin.GENERATORS`, a module of reasoning_gym such as `arithmetic.chain_sum`, `module:function`, a
+    dataset's verifier."""
     settings: Mapping[str, Any]
     """Arguments of the generator."""
     max_answer_bytes: int = 256
     """UTF-8 bytes; a longer answer is not looked at and its reward is 0."""
     source: own.Source | None = None
-    """Of an owner's task."""
+    """Of an owner's task, or of a dataset's reward function."""
+    rows: dataset.Source | None = None
+    """Of a dataset."""
+    extract: str = "tag"
+    """Where the answer stands in a completion; see `answers`."""
+    fallback: str = "whole"
+    """The same when `extract` is `auto` and nothing marks the answer."""
 
 
 def _gym(group: str, name: str, **settings: Any) -> TaskSpec:
@@ -68,6 +80,9 @@ _TASKS = {spec.id: spec for spec in _SPECS}
 TASKS: Mapping[str, TaskSpec] = MappingProxyType(_TASKS)
 """Allow-list, by task id: those above, and those that this process was told of by `install`."""
 OWN_ANSWER_BYTES = 4096
+DATASETS = "datasets"
+"""Folder of a data directory in which rows are kept."""
+DATASET_NAME = re.compile(r"data/[A-Za-z0-9][A-Za-z0-9._-]*")
 
 _EVAL = "its scorer passes the answer to eval()"
 _SYMPY = "its scorer passes the answer to sympy.parse_expr(), which is eval()"
@@ -92,7 +107,10 @@ def task_version(task_id: str) -> str:
     Raises KeyError for a task that is not on the list, Unavailable when reasoning-gym is not installed.
     """
     spec = TASKS[task_id]
-    if spec.source is not None:
+    if spec.rows is not None:
+        judge = ["own", spec.source.content] if spec.source is not None else ["swarmnode", verifiers.VERSION]
+        source = ["dataset", spec.rows.content, spec.extract, *judge]
+    elif spec.source is not None:
         source = ["own", spec.source.content]
     elif spec.kind == "builtin":
         source = ["swarmnode", builtin.VERSION]
@@ -121,6 +139,26 @@ def install(modules: Sequence[str], settings: Mapping[str, Mapping[str, Any]]) -
     task_version.cache_clear()
 
 
+def install_datasets(datasets: Mapping[str, DatasetConfig], directory: Path) -> None:
+    """Add the datasets of this node's configuration (`task.datasets`) to the list, for this process; their rows are kept in `directory`.
+
+    Raises ConfigError when one cannot be read, or has a row that cannot be used.
+    """
+    for task, config in datasets.items():
+        if not DATASET_NAME.fullmatch(task) or len(task) > TASK_ID_BYTES:
+            allowed = f"letters, digits, '.', '_', '-', up to {TASK_ID_BYTES} characters"
+            raise ConfigError(f"task.datasets: {task!r} is not data/<name>: {allowed}")
+        known = verifiers.VERIFIERS.get(config.verifier)
+        rows = dataset.prepare(task, config, directory)
+        code = own.find(config.verifier) if known is None else None
+        _TASKS[task] = TaskSpec(
+            task, "dataset", config.verifier, MappingProxyType({"verifier": config.verifier, "template": config.template}),
+            dataset.ANSWER_BYTES if known is not None else TEXT_BYTES, code, rows,
+            "whole" if known is None and config.extract == "auto" else config.extract, known.fallback if known is not None else "whole",
+        )  # fmt: skip
+    task_version.cache_clear()
+
+
 def check_names(names: Iterable[str]) -> None:
     """Raises ConfigError for the first name that is not a task of this node, saying why and what is nearest."""
     seen: set[str] = set()
@@ -128,6 +166,8 @@ def check_names(names: Iterable[str]) -> None:
         if name in REFUSED:
             raise ConfigError(f"task.names: {name!r} is refused because {REFUSED[name]}: a peer could run code on this machine")
         if name not in TASKS:
+            if DATASET_NAME.fullmatch(name):
+                raise ConfigError(f"task.names: {name!r} is not in task.datasets, which says where its rows are")
             if own.NAME.fullmatch(name):
                 raise ConfigError(f"task.names: {name!r} is not in task.modules, which names the modules that this node may load")
             nearest = difflib.get_close_matches(name, TASKS, n=1, cutoff=0.0)[0]

@@ -6,14 +6,13 @@ holds no key, no weight, no socket and no file, and it forgets every request. A 
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from swarmnode.errors import ConfigError
-from swarmnode.tasks import builtin, frames, own, sandbox
+from swarmnode.tasks import builtin, dataset, frames, own, sandbox
 from swarmnode.tasks.gym import GymTask
 from swarmnode.tasks.registry import TASKS
 
@@ -23,8 +22,8 @@ _STDIN, _STDOUT = 0, 1
 class Judge:
     """All tasks, ready to be asked."""
 
-    def __init__(self, tasks: Mapping[str, own.OwnTask] | None = None) -> None:
-        """`tasks`: those that the node's owner brings."""
+    def __init__(self, tasks: Mapping[str, own.OwnTask | dataset.DatasetTask] | None = None) -> None:
+        """`tasks`: those that the node's owner brings, datasets included."""
         self._own = tasks or {}
         self._gym = {spec.id: GymTask(spec) for spec in TASKS.values() if spec.kind == "reasoning_gym"}
 
@@ -51,11 +50,11 @@ def _reward(item: builtin.Item, answer: str) -> float:
     return reward if 0.0 <= reward <= 1.0 else 0.0  # NaN fails both comparisons
 
 
-def main(parent: int, cpu_seconds: int, told: str = "{}") -> None:
-    """Serve until stdin ends. `parent`: pid of the client; `cpu_seconds`: CPU time that one request may use; `told`: the owner's tasks, as
-    JSON, see `child.own_tasks`."""
+def main(parent: int, cpu_seconds: int, told: str = "[]") -> None:
+    """Serve until stdin ends. `parent`: pid of the client; `cpu_seconds`: CPU time that one request may use; `told`: the owner's tasks and
+    datasets as JSON, see `child.own_tasks`."""
     try:
-        tasks = own.load({task: (own.Source(*source), settings) for task, (source, settings) in _parsed(told)})
+        tasks = _load(frames.decode_brought(told))
         judge = Judge(tasks)
         layers = sandbox.enter(parent)
         for task in tasks.values():
@@ -69,8 +68,11 @@ def main(parent: int, cpu_seconds: int, told: str = "{}") -> None:
         _write(frames.encode_scored([judge.score(question) for question in questions]))
 
 
-def _parsed(told: str) -> list[tuple[str, tuple[list[str], dict[str, Any]]]]:
-    return list(json.loads(told).items())
+def _load(brought: list[frames.Brought]) -> dict[str, own.OwnTask | dataset.DatasetTask]:
+    """The owner's tasks and datasets. Runs the owner's code. Raises ConfigError."""
+    datasets = {each.task: (each.rows, each.settings, each.code) for each in brought if each.rows is not None}
+    modules = {each.task: (each.code, each.settings) for each in brought if each.rows is None and each.code is not None}
+    return {**own.load(modules), **dataset.load(datasets)}
 
 
 def _read_frame() -> bytes | None:

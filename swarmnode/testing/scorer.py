@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import trio
 
+from swarmnode.tasks.answers import answer_of
 from swarmnode.tasks.builtin import GENERATORS
-from swarmnode.tasks.frames import Scored, ScoreError, ScorerFailed, TaskUnknown, answer_of, prepare
+from swarmnode.tasks.frames import Scored, ScoreError, ScorerFailed, TaskUnknown, prepare
 from swarmnode.tasks.registry import TASKS
 from swarmnode.wire.messages import TaskRef
 

@@ -1,0 +1,327 @@
+"""Datasets as tasks: a row is a question with its right answer, a verifier says what an answer is worth. docs/own-task.md is the guide.
+
+    parents   source ─ read, check, sort by hash ─▶ rows file in the data directory, its hash ─▶ task version
+    scorer    rows file ─ hash it again, equal? ─ map into memory ─ lock in ─▶ row by seed
+
+The rows file is what counts: the same questions and answers give the same hash, whatever file or hub they came from and in whatever order.
+Rows are sorted by the hash of their prompt; the first ones are held out and never trained on, so a question that stands twice in a dataset
+is on one side only. A seed addresses a row (`DatasetTask.item`), so nobody can choose the rows that it is asked.
+
+    rows file:  header, a JSON line ─ rows, held out: 2 × u64 ─ offsets: (rows + 1) × u64 ─ rows: msgpack [prompt, answer, columns]
+"""
+
+from __future__ import annotations
+
+import array
+import hashlib
+import json
+import mmap
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from swarmnode.errors import ConfigError
+from swarmnode.files import write_atomically
+from swarmnode.tasks import own, seeds
+from swarmnode.tasks.answers import EXTRACTS
+from swarmnode.tasks.builtin import Item
+from swarmnode.tasks.verifiers import VERIFIERS
+
+if TYPE_CHECKING:
+    from swarmnode.config import DatasetConfig
+
+ROWS = 2**20
+FILE_BYTES = 256 * 2**20
+"""Of rows: the scorer maps them into the 768 MiB that it may have."""
+LINE_BYTES = 2**20
+PROMPT_CHARACTERS = 65_536
+ANSWER_BYTES = 4096
+FETCH_SECONDS = 3600.0
+FORMAT = 1
+
+Value = str | int | float | bool | None
+"""Of a further column, which reward functions are given; lists and objects are given as JSON text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A dataset that was read and checked."""
+
+    path: str
+    """The rows file."""
+    content: str
+    """32 hex digits over all rows and which of them are held out."""
+    rows: int
+    held_out: int
+    """The first of the rows, at least one."""
+    origin: str
+    """For people: a file's name, or a name on the Hub with its revision."""
+
+
+# ---- reading, in the node's processes -----------------------------------------------------------------------------------
+
+
+def prepare(task: str, config: DatasetConfig, directory: Path) -> Source:
+    """Read the dataset of `task`, or find what was read before; rows files lie in `directory`.
+
+    Raises ConfigError, which names the row and the remedy.
+    """
+    where = f"task.datasets.{task}"
+    if config.extract != "auto" and config.extract not in EXTRACTS:
+        raise ConfigError(f"{where}: extract is {config.extract!r}, not one of auto, {', '.join(EXTRACTS)}")
+    if "{prompt}" not in config.template:
+        raise ConfigError(f"{where}: template does not contain {{prompt}}, so that every question would be the same")
+    if config.verifier not in VERIFIERS and not own.NAME.fullmatch(config.verifier):
+        raise ConfigError(f"{where}: verifier is {config.verifier!r}, not one of {', '.join(VERIFIERS)} or <module>:<function>")
+    file = Path(config.source).expanduser()
+    local = file.suffix in (".jsonl", ".parquet") or file.exists()
+    if local and not file.is_file():
+        raise ConfigError(f"{where}: {file}: no such file")
+    if local and file.suffix not in (".jsonl", ".parquet"):
+        raise ConfigError(f"{where}: {file} is neither .jsonl nor .parquet")
+    if not local and config.revision is None:
+        raise ConfigError(f"{where}: {config.source} is a name on the Hub: set revision, so that all nodes have the same rows")
+    origin = file.name if local else f"{config.source}@{config.revision} {config.subset or ''} {config.split}".replace("  ", " ")
+    name = task.partition("/")[2]
+    kept = directory / f"{name}-{_key(config, file if local else None)}.rows"
+    found = _known(kept, origin)
+    if found is not None:
+        return found
+    with tempfile.TemporaryDirectory() as scratch:
+        lines = file if local and file.suffix == ".jsonl" else _converted(where, config, file if local else None, Path(scratch))
+        rows = list(_rows(where, config, lines))
+    body, count, held_out = _arranged(where, rows, config.held_out)
+    content = hashlib.blake2b(body, digest_size=16).hexdigest()
+    header = {"format": FORMAT, "rows": count, "held_out": held_out, "content": content}
+    try:
+        write_atomically(kept, json.dumps(header).encode() + b"\n" + body)
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot keep its rows in {directory}: {error.strerror}") from None
+    for former in directory.glob(f"{name}-{'[0-9a-f]' * 16}.rows"):
+        if former != kept:
+            former.unlink(missing_ok=True)
+    return Source(str(kept), content, count, held_out, origin)
+
+
+def _key(config: DatasetConfig, file: Path | None) -> str:
+    """Of what was read and how: another file, another key."""
+    seen: list[object] = [FORMAT, config.source, config.revision, config.subset, config.split]
+    seen += [config.prompt, config.answer, config.held_out]
+    seen.append(config.verifier)  # it has checked the answers, and decides whether further columns are kept
+    if file is not None:
+        stat = file.stat()
+        seen += [str(file.resolve()), stat.st_size, stat.st_mtime_ns]
+    return hashlib.blake2b(json.dumps(seen).encode(), digest_size=8).hexdigest()
+
+
+def _known(path: Path, origin: str) -> Source | None:
+    try:
+        with open(path, "rb") as file:
+            header = json.loads(file.readline(4096))
+        if header["format"] != FORMAT:
+            return None
+        return Source(str(path), header["content"], header["rows"], header["held_out"], origin)
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _converted(where: str, config: DatasetConfig, file: Path | None, scratch: Path) -> Path:
+    """Parquet, or a dataset of the Hub, as JSON lines: made by a child, because what reads them is large and starts threads."""
+    lines = scratch / "rows.jsonl"
+    request = {
+        "source": str(file) if file is not None else config.source, "local": file is not None, "revision": config.revision,
+        "subset": config.subset, "split": config.split, "out": str(lines), "bytes": 2 * FILE_BYTES,
+    }  # fmt: skip
+    command = [sys.executable, "-m", "swarmnode.tasks.fetch", json.dumps(request)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=FETCH_SECONDS, check=False, errors="replace")
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{where}: {config.source} could not be fetched within {FETCH_SECONDS:g} s") from None
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise ConfigError(f"{where}: cannot read {config.source}: {last[:500]}")
+    return lines
+
+
+def _rows(where: str, config: DatasetConfig, lines: Path) -> Iterator[tuple[str, str, dict[str, Value]]]:
+    """(prompt, answer, further columns) of every line. Raises ConfigError."""
+    verifier = VERIFIERS.get(config.verifier)
+    total = 0
+    try:
+        file = open(lines, "rb")  # noqa: SIM115 - closed below; opening alone may fail for its owner's reasons
+    except OSError as error:
+        raise ConfigError(f"{where}: {lines}: {error.strerror}") from None
+    with file:
+        for number, line in enumerate(_lines(where, file), 1):
+            row = f"{where}: {config.source}, row {number}"
+            total += len(line)
+            if number > ROWS or total > 2 * FILE_BYTES:
+                raise ConfigError(f"{where}: {config.source} has more than {ROWS} rows or {2 * FILE_BYTES >> 20} MiB: take a part of it")
+            try:
+                columns = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"{row} is not JSON: {error}") from None
+            if not isinstance(columns, dict):
+                raise ConfigError(f"{row} is not a JSON object")
+            for key, name in (("prompt", config.prompt), ("answer", config.answer)):
+                if name not in columns:
+                    there = ", ".join(sorted(columns)[:12])
+                    raise ConfigError(f"{row} has no column {name!r}, only {there}: set {key} to the one that is meant")
+            prompt, answer = columns[config.prompt], _text(columns[config.answer])
+            if not isinstance(prompt, str) or not prompt.strip():
+                raise ConfigError(f"{row}: column {config.prompt!r} is not a text")
+            if len(prompt) > PROMPT_CHARACTERS:
+                raise ConfigError(f"{row}: its prompt has {len(prompt)} characters, more than {PROMPT_CHARACTERS}: leave such rows out")
+            if not _encodable(prompt) or not _encodable(answer):
+                raise ConfigError(f"{row} is not valid Unicode: it holds half of a surrogate pair")
+            further: dict[str, Value] = {}
+            if verifier is None:
+                further = {str(name): _value(value) for name, value in columns.items() if name not in (config.prompt, config.answer)}
+            else:
+                try:
+                    verifier.check(answer)
+                except ValueError as error:
+                    raise ConfigError(f"{row}: verifier {config.verifier!r} cannot use the answer {answer[:60]!r}: {error}") from None
+            yield prompt, answer, further
+
+
+def _lines(where: str, file: Iterable[bytes]) -> Iterator[bytes]:
+    for line in file:
+        if len(line) > LINE_BYTES:
+            raise ConfigError(f"{where}: a row is longer than {LINE_BYTES >> 20} MiB: leave it out")
+        if line.strip():
+            yield line
+
+
+def _arranged(where: str, rows: Sequence[tuple[str, str, dict[str, Value]]], share: float) -> tuple[bytes, int, int]:
+    """Counts, offsets and rows as the file has them; how many rows, and how many of them are held out. Equal rows are there once."""
+    packed = {msgspec.msgpack.encode(row): _order(row[0]) for row in rows}
+    blobs = sorted(packed, key=lambda blob: (packed[blob], blob))
+    held_out = max(1, round(len(blobs) * share))
+    while held_out < len(blobs) and packed[blobs[held_out]] == packed[blobs[held_out - 1]]:
+        held_out += 1  # the same question with another answer stays on this side
+    if held_out >= len(blobs):
+        raise ConfigError(f"{where}: {len(blobs)} different rows are too few to train on some and hold others out")
+    offsets = array.array("Q", [0])
+    for blob in blobs:
+        offsets.append(offsets[-1] + len(blob))
+    if sys.byteorder != "little":
+        offsets.byteswap()
+    if offsets[-1] > FILE_BYTES:
+        raise ConfigError(f"{where}: its rows take {offsets[-1] >> 20} MiB, more than {FILE_BYTES >> 20}: take a part of it")
+    counts = len(blobs).to_bytes(8, "little") + held_out.to_bytes(8, "little")
+    return counts + offsets.tobytes() + b"".join(blobs), len(blobs), held_out
+
+
+def _order(prompt: str) -> bytes:
+    return hashlib.blake2b(prompt.encode(), digest_size=16).digest()
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True, ensure_ascii=False)
+
+
+def _value(value: object) -> Value:
+    return value if value is None or isinstance(value, str | int | float | bool) else _text(value)
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+# ---- asking, in the scorer child ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a dataset is asked and judged; all of it is part of the task's version."""
+
+    verifier: str
+    template: str
+
+    @classmethod
+    def of(cls, settings: Mapping[str, object]) -> Settings:
+        return cls(str(settings["verifier"]), str(settings["template"]))
+
+
+class DatasetTask:
+    """One dataset in the scorer child. `reward`: a function of its owner's instead of a verifier of ours."""
+
+    def __init__(self, task: str, source: Source, settings: Settings, reward: own.RewardFunction | None = None) -> None:
+        """Raises ConfigError when the rows are not what was hashed."""
+        self._task = task
+        self._template = settings.template
+        self._verifier = VERIFIERS.get(settings.verifier)
+        self._reward = reward
+        try:
+            with open(source.path, "rb") as file:
+                self._rows = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"task.datasets.{task}: {source.path}: {error}") from None
+        start = self._rows.find(b"\n") + 1
+        if hashlib.blake2b(memoryview(self._rows)[start:], digest_size=16).hexdigest() != source.content:
+            raise ConfigError(f"task.datasets.{task}: {source.path} has changed since this node started: restart it")
+        self._count = int.from_bytes(self._rows[start : start + 8], "little")
+        self._held_out = int.from_bytes(self._rows[start + 8 : start + 16], "little")
+        self._offsets = start + 16
+        self._first = self._offsets + 8 * (self._count + 1)
+        self._decode = msgspec.msgpack.Decoder(tuple[str, str, dict[str, Value]]).decode
+
+    def item(self, seed: int, index: int) -> Item:
+        """The question at (seed, index): of the rows that are held out for an evaluation seed, else of the others.
+
+        A block of numbers begins at a row that its hash decides and goes on row by row: each is met once before one is met twice.
+        """
+        if seeds.is_evaluation(seed):
+            row = (seed // seeds.INDEX_SPAN + index) % self._held_out
+        else:
+            row = self._held_out + (seed // seeds.INDEX_SPAN + index) % (self._count - self._held_out)
+        prompt, answer, columns = self._row(row)
+        question = self._template.replace("{prompt}", prompt)
+        if self._reward is not None:
+            reward = self._reward
+            return Item(question, answer, lambda text: own.reward_of(reward, question, text, {"answer": answer, **columns}))
+        assert self._verifier is not None
+        verifier = self._verifier
+        return Item(question, answer, lambda text: verifier.reward(text, answer))
+
+    def _row(self, row: int) -> tuple[str, str, dict[str, Value]]:
+        at = self._offsets + 8 * row
+        start, end = int.from_bytes(self._rows[at : at + 8], "little"), int.from_bytes(self._rows[at + 8 : at + 16], "little")
+        return self._decode(self._rows[self._first + start : self._first + end])
+
+    def prove(self) -> None:
+        """Judge a few rows' own answers, locked in as it will be. Raises ConfigError for what would go wrong later."""
+        for row in {0, self._held_out, self._count - 1}:
+            prompt, answer, columns = self._row(row)
+            try:
+                if self._reward is not None:
+                    own.reward_of(self._reward, prompt, answer, {"answer": answer, **columns})
+                elif self._verifier is not None and self._verifier.reward(answer, answer) != 1.0:
+                    raise ValueError(f"the answer of row {row} is not worth 1")
+            except Exception as error:
+                raise ConfigError(f"task.datasets.{self._task}: it does not work: {type(error).__name__}: {error}") from error
+
+
+def load(tasks: Mapping[str, tuple[Source, Mapping[str, object], own.Source | None]]) -> dict[str, DatasetTask]:
+    """The datasets of this node's owner in a process that has nothing to lose yet. Raises ConfigError."""
+    rewards = {}
+    functions = {str(arguments["verifier"]): code for _, arguments, code in tasks.values() if code is not None}
+    if functions:
+        with own.importing(", ".join(functions)):
+            rewards = {name: own.reward_function(name, code) for name, code in functions.items()}
+    loaded = {}
+    for task, (source, arguments, _) in tasks.items():
+        settings = Settings.of(arguments)
+        loaded[task] = DatasetTask(task, source, settings, rewards.get(settings.verifier))
+    return loaded

@@ -1,0 +1,273 @@
+"""Datasets as tasks: read and checked with one line for whatever is wrong, asked by seed, judged in the sandbox.
+
+pytest tests/unit/tasks/test_dataset.py
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from swarmnode import cli
+from swarmnode.config import DatasetConfig
+from swarmnode.errors import ConfigError
+from swarmnode.swarm import manifest
+from swarmnode.tasks import dataset, registry
+from swarmnode.tasks.client import AsyncScorer, Scorer, TaskUnknown
+from swarmnode.tasks.seeds import evaluation_seed
+from swarmnode.wire.messages import TaskEntry, TaskRef
+from tests.support.manifests import founded
+
+NAME = "data/sums"
+ROWS = [{"prompt": f"What is {i} + {i}?", "answer": f"Twice {i}.\n#### {2 * i}", "note": i} for i in range(40)]
+
+
+@pytest.fixture(autouse=True)
+def tasks_as_before():
+    before = dict(registry.TASKS)
+    yield
+    registry._TASKS.clear()
+    registry._TASKS.update(before)
+    registry.task_version.cache_clear()
+
+
+def written(path, rows=ROWS):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def installed(tmp_path, rows=ROWS, name=NAME, **settings):
+    config = DatasetConfig(**{"source": str(written(tmp_path / "rows.jsonl", rows)), "verifier": "numeric"} | settings)
+    registry.install_datasets({name: config}, tmp_path / "datasets")
+    return registry.TASKS[name]
+
+
+def ref(seed=4 << 20, index=0, name=NAME):
+    return TaskRef(name, registry.task_version(name), seed, index)
+
+
+def number_of(prompt):
+    return int(prompt.split()[2])
+
+
+def test_every_row_is_asked_and_a_right_answer_is_worth_one(tmp_path):
+    spec = installed(tmp_path)
+    assert (spec.rows.rows, spec.rows.held_out) == (40, 4)
+    with Scorer() as scorer:
+        prompts = [scorer.prompt(ref(index=index)) for index in range(36)]
+        held_out = {scorer.prompt(ref(evaluation_seed(NAME), index)) for index in range(40)}
+        twice = 2 * number_of(prompts[0])
+        texts = [f"I add them.\nSo it is {twice}.", f"\\boxed{{{twice}}}", f"<answer>{twice}</answer> or 7", f"{twice} or rather 1000", ""]
+        assert scorer.score(ref(), texts).rewards == [1.0, 1.0, 1.0, 0.0, 0.0]
+        assert scorer.statistics().failures == 0
+    assert len(set(prompts)) == 36, "each row is met once before one is met twice"
+    assert len(held_out) == 4
+    assert not held_out & set(prompts)
+
+
+async def test_the_network_process_scorer_judges_it_too(tmp_path):
+    installed(tmp_path)
+    async with AsyncScorer() as scorer:
+        prompt = await scorer.prompt(ref())
+        assert (await scorer.score(ref(), [f"{2 * number_of(prompt)}", "?"])).rewards == [1.0, 0.0]
+
+
+def test_a_right_answer_behind_sixty_kilobytes_of_reasoning_is_read(tmp_path):
+    installed(tmp_path)
+    with Scorer() as scorer:
+        twice = 2 * number_of(scorer.prompt(ref()))
+        assert scorer.score(ref(), ["thinking " * 6500 + f"<answer>{twice}</answer>"]).rewards == [1.0]
+
+
+def test_the_same_rows_are_the_same_task_wherever_they_come_from(tmp_path):
+    installed(tmp_path)
+    version = registry.task_version(NAME)
+    first = registry.TASKS[NAME].rows
+    (tmp_path / "other").mkdir()
+    shuffled = [dict(reversed(row.items())) for row in reversed(ROWS)] + ROWS[:3]
+    installed(tmp_path / "other", shuffled)
+    assert registry.task_version(NAME) == version
+    assert registry.TASKS[NAME].rows.content == first.content
+    for change in ({"verifier": "exact"}, {"template": "{prompt} Think."}, {"extract": "whole"}, {"held_out": 0.2}):
+        installed(tmp_path, **change)
+        assert registry.task_version(NAME) != version, change
+    installed(tmp_path, [*ROWS, {"prompt": "What is 50 + 50?", "answer": "100"}])
+    assert registry.task_version(NAME) != version
+
+
+def test_parquet_gives_the_same_rows_as_json_lines(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    installed(tmp_path)
+    version = registry.task_version(NAME)
+    datasets.Dataset.from_list(ROWS).to_parquet(str(tmp_path / "rows.parquet"))
+    config = DatasetConfig(source=str(tmp_path / "rows.parquet"), verifier="numeric")
+    registry.install_datasets({NAME: config}, tmp_path / "datasets")
+    assert registry.task_version(NAME) == version
+
+
+def test_what_was_read_is_not_read_again_until_the_file_changes(tmp_path, monkeypatch):
+    installed(tmp_path)
+    reads = []
+    monkeypatch.setattr(dataset, "_rows", lambda *given, read=dataset._rows: reads.append(1) or read(*given))
+    config = DatasetConfig(source=str(tmp_path / "rows.jsonl"), verifier="numeric")
+    registry.install_datasets({NAME: config}, tmp_path / "datasets")
+    assert reads == []
+    written(tmp_path / "rows.jsonl", ROWS[:30])
+    registry.install_datasets({NAME: config}, tmp_path / "datasets")
+    assert reads == [1]
+    assert registry.TASKS[NAME].rows.rows == 30
+    assert len(list((tmp_path / "datasets").iterdir())) == 1, "the rows of before are not kept"
+
+
+def test_a_question_that_stands_twice_is_on_one_side_only(tmp_path):
+    rows = [{"prompt": f"Name a number: {i % 10}", "answer": str(i)} for i in range(60)]
+    spec = installed(tmp_path, rows, held_out=0.3)
+    with Scorer() as scorer:
+        trained = {scorer.prompt(ref(index=index)) for index in range(60)}
+        held_out = {scorer.prompt(ref(evaluation_seed(NAME), index)) for index in range(60)}
+    assert len(trained | held_out) == 10
+    assert not trained & held_out
+    assert spec.rows.held_out % 6 == 0
+
+
+def test_the_template_is_around_the_question(tmp_path):
+    installed(tmp_path, template="{prompt}\nPut the result into \\boxed{}.")
+    with Scorer() as scorer:
+        prompt = scorer.prompt(ref())
+    assert prompt.startswith("What is")
+    assert prompt.endswith("?\nPut the result into \\boxed{}.")
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "problem"),
+    [
+        (ROWS, {"prompt": "question"}, r"row 1 has no column 'question', only answer, note, prompt: set prompt to the one that is meant"),
+        (ROWS, {"answer": "solution"}, r"row 1 has no column 'solution'"),
+        ([*ROWS[:5], {"prompt": "x" * 70_000, "answer": "1"}], {}, r"row 6: its prompt has 70000 characters, more than 65536"),
+        ([{"prompt": "a", "answer": "none"}], {}, r"row 1: verifier 'numeric' cannot use the answer 'none': there is no number in it"),
+        ([{"prompt": "a", "answer": "two words"}], {"verifier": "choice"}, r"row 1: verifier 'choice' cannot use"),
+        ([{"prompt": "a", "answer": "{"}], {"verifier": "json"}, r"row 1: verifier 'json' cannot use"),
+        ([{"prompt": 7, "answer": "1"}], {}, r"row 1: column 'prompt' is not a text"),
+        ([{"prompt": "\ud800", "answer": "1"}], {}, r"row 1 is not valid Unicode"),
+        ([ROWS[0]], {}, r"1 different rows are too few"),
+        ([], {}, r"0 different rows are too few"),
+        (ROWS, {"verifier": "nummeric"}, r"verifier is 'nummeric', not one of exact, numeric, choice, set, boxed, json or <module>:<function>"),
+        (ROWS, {"extract": "somewhere"}, r"extract is 'somewhere', not one of auto, tag"),
+        (ROWS, {"template": "Answer!"}, r"template does not contain {prompt}"),
+        (ROWS, {"source": "/nowhere/rows.jsonl"}, r"/nowhere/rows.jsonl: no such file"),
+        (ROWS, {"source": "openai/gsm8k"}, r"openai/gsm8k is a name on the Hub: set revision"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_dataset_is_one_line_that_names_the_remedy(tmp_path, rows, settings, problem):
+    with pytest.raises(ConfigError, match=problem) as raised:
+        installed(tmp_path, rows, **settings)
+    assert "\n" not in str(raised.value)
+    assert NAME in str(raised.value)
+    assert not list(tmp_path.glob("datasets/*")), "nothing is kept of what cannot be used"
+
+
+@pytest.mark.parametrize(("line", "problem"), [("{", "row 2 is not JSON"), ("[1]", "row 2 is not a JSON object"), ("x" * 2**20, "longer than 1 MiB")])
+def test_a_damaged_line_is_named(tmp_path, line, problem):
+    file = written(tmp_path / "rows.jsonl", ROWS[:1])
+    with open(file, "a") as rows:
+        rows.write(line + "\n")
+    with pytest.raises(ConfigError, match=problem):
+        registry.install_datasets({NAME: DatasetConfig(source=str(file))}, tmp_path / "datasets")
+
+
+@pytest.mark.parametrize("name", ["sums", "data/", "data/../x", "data/a b", "data/" + "x" * 64, "rg/gcd"])
+def test_a_dataset_cannot_take_another_task_s_name(tmp_path, name):
+    with pytest.raises(ConfigError, match="is not data/<name>"):
+        installed(tmp_path, name=name)
+
+
+def test_rows_that_change_under_a_node_stop_its_scorer_with_a_line(tmp_path):
+    spec = installed(tmp_path)
+    with open(spec.rows.path, "r+b") as file:
+        file.seek(-3, os.SEEK_END)
+        file.write(b"???")
+    with pytest.raises(Exception, match="has changed since this node started"), Scorer() as scorer:
+        scorer.prompt(ref())
+
+
+def test_a_group_of_other_rows_is_not_of_this_task(tmp_path):
+    installed(tmp_path)
+    theirs = TaskRef(NAME, "0" * 16, 4 << 20, 0)
+    with Scorer() as scorer, pytest.raises(TaskUnknown, match="version"):
+        scorer.prompt(theirs)
+
+
+def test_a_member_that_lacks_the_dataset_or_has_another_is_told(tmp_path):
+    installed(tmp_path, source=str(written(tmp_path / "swarm.jsonl")))
+    config_tasks = [TaskEntry(NAME, registry.task_version(NAME), manifest._settings_text(NAME))]
+    entry = config_tasks[0]
+    assert "swarm.jsonl" in entry.settings
+    assert manifest._task_problems(entry) == []
+    installed(tmp_path, ROWS[:20])
+    (problem,) = manifest._task_problems(entry)
+    assert "a dataset with other rows or settings" in problem
+    assert "rows.jsonl" in problem
+    registry._TASKS.pop(NAME)
+    (problem,) = manifest._task_problems(entry)
+    assert "is a dataset, which this node lacks: get it and name it in task.datasets" in problem
+    assert founded().manifest.tasks, "other manifests are as they were"
+
+
+REWARDS = """
+def lengths(prompts, completions, answer, note, **columns):
+    return [1.0 if len(text) == n else None if text == "pass" else 0.25 for text, n in zip(completions, note)]
+
+def broken(prompts, completions, **columns):
+    return [1.0, 1.0]
+
+def looping(prompts, completions, **columns):
+    while True:
+        pass
+"""
+
+
+@pytest.fixture
+def rewards(tmp_path, monkeypatch):
+    folder = tmp_path / "site"
+    folder.mkdir()
+    (folder / "rewards_of_mine.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(str(folder))
+    return folder / "rewards_of_mine.py"
+
+
+def test_a_reward_function_as_trl_has_them_judges_with_all_columns(tmp_path, rewards):
+    installed(tmp_path, verifier="rewards_of_mine:lengths")
+    with Scorer() as scorer:
+        note = number_of(scorer.prompt(ref()))
+        assert scorer.score(ref(), ["x" * note, "x" * (note + 1), "pass"]).rewards == [1.0, 0.25, 0.0]
+    version = registry.task_version(NAME)
+    rewards.write_text(REWARDS + "# another byte\n")
+    installed(tmp_path, verifier="rewards_of_mine:lengths")
+    assert registry.task_version(NAME) != version
+
+
+@pytest.mark.parametrize(("function", "problem"), [("broken", "returned 2 rewards for one completion"), ("nothing", "has no attribute 'nothing'")])
+def test_a_reward_function_that_does_not_work_is_one_line(tmp_path, rewards, function, problem):
+    installed(tmp_path, verifier=f"rewards_of_mine:{function}")
+    with pytest.raises(Exception, match=problem), Scorer():
+        pass
+
+
+def test_a_reward_function_that_hangs_costs_a_scorer_and_not_the_node(tmp_path, rewards):
+    installed(tmp_path, verifier="rewards_of_mine:looping")
+    with pytest.raises(Exception, match="scorer"), Scorer(startup_seconds=8.0):
+        pass
+
+
+def test_a_dataset_is_named_on_the_command_line(tmp_path, capsys):
+    file = written(tmp_path / "rows.jsonl")
+    given = [
+        "--data-dir", str(tmp_path / "data"), "--set", 'task.names=["data/sums"]',
+        "--set", f'task.datasets={{"data/sums" = {{source = "{file}", verifier = "numeric"}}}}',
+    ]  # fmt: skip
+    assert cli.run(["config", "show", "--json", *given]) == 0
+    assert json.loads(capsys.readouterr().out)["task.names"]["value"] == ["data/sums"]
+    Path(file).unlink()
+    assert cli.run(["config", "show", *given]) == 78
+    assert "no such file" in capsys.readouterr().err
