@@ -152,13 +152,17 @@ def test_the_template_is_around_the_question(tmp_path):
         ([{"prompt": "\ud800", "answer": "1"}], {}, r"row 1 is not valid Unicode"),
         ([ROWS[0]], {}, r"1 different rows are too few"),
         ([], {}, r"0 different rows are too few"),
-        (ROWS, {"verifier": "nummeric"}, r"verifier is 'nummeric', not one of exact, numeric, choice, set, boxed, json or <module>:<function>"),
+        (
+            ROWS,
+            {"verifier": "nummeric"},
+            r"verifier is 'nummeric', not one of exact, numeric, choice, set, boxed, json or <module>:<function>",
+        ),
         (ROWS, {"extract": "somewhere"}, r"extract is 'somewhere', not one of auto, tag"),
         (ROWS, {"template": "Answer!"}, r"template does not contain {prompt}"),
         (ROWS, {"source": "/nowhere/rows.jsonl"}, r"/nowhere/rows.jsonl: no such file"),
         (ROWS, {"source": "openai/gsm8k"}, r"openai/gsm8k is a name on the Hub: set revision"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_with_a_dataset_is_one_line_that_names_the_remedy(tmp_path, rows, settings, problem):
     with pytest.raises(ConfigError, match=problem) as raised:
         installed(tmp_path, rows, **settings)
@@ -167,7 +171,9 @@ def test_what_is_wrong_with_a_dataset_is_one_line_that_names_the_remedy(tmp_path
     assert not list(tmp_path.glob("datasets/*")), "nothing is kept of what cannot be used"
 
 
-@pytest.mark.parametrize(("line", "problem"), [("{", "row 2 is not JSON"), ("[1]", "row 2 is not a JSON object"), ("x" * 2**20, "longer than 1 MiB")])
+@pytest.mark.parametrize(
+    ("line", "problem"), [("{", "row 2 is not JSON"), ("[1]", "row 2 is not a JSON object"), ("x" * 2**20, "longer than 1 MiB")]
+)
 def test_a_damaged_line_is_named(tmp_path, line, problem):
     file = written(tmp_path / "rows.jsonl", ROWS[:1])
     with open(file, "a") as rows:
@@ -247,7 +253,9 @@ def test_a_reward_function_as_trl_has_them_judges_with_all_columns(tmp_path, rew
     assert registry.task_version(NAME) != version
 
 
-@pytest.mark.parametrize(("function", "problem"), [("broken", "returned 2 rewards for one completion"), ("nothing", "has no attribute 'nothing'")])
+@pytest.mark.parametrize(
+    ("function", "problem"), [("broken", "returned 2 rewards for one completion"), ("nothing", "has no attribute 'nothing'")]
+)
 def test_a_reward_function_that_does_not_work_is_one_line(tmp_path, rewards, function, problem):
     installed(tmp_path, verifier=f"rewards_of_mine:{function}")
     with pytest.raises(Exception, match=problem), Scorer():

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
+from swarmnode.tasks.answers import answer_of
 from swarmnode.tasks.builtin import GENERATORS
 from swarmnode.tasks.client import Scorer
-from swarmnode.tasks.answers import answer_of
 from swarmnode.tasks.registry import TASKS, task_version
 from swarmnode.tasks.seeds import INDEX_SPAN, evaluation_seed, task_seed
 from swarmnode.wire.messages import TaskRef
