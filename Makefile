@@ -29,6 +29,7 @@ check: setup
 	$(BIN)/mypy swarmnode
 	$(BIN)/lint-imports
 	$(BIN)/python protocol/check.py
+	$(BIN)/pytest tests/conformance/test_house_rules.py tests/conformance/test_nothing_only_tests_know.py
 
 bench: setup
 	for name in sapo trainer ingest noloco exchange budget checkfree recovery crew reroute tolerance; do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done

@@ -21,7 +21,7 @@ import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -268,7 +268,7 @@ class Gate:
         usual = 2 * statistics.median(c for _, c in self._changes) if len(self._changes) >= FIRST else 0.0
         return min(max(self.epsilon, usual), EPSILON_RANGE * self.epsilon)
 
-    def _ended(self, peer: str, outcome: str, now: float, **rest) -> Judged:
+    def _ended(self, peer: str, outcome: str, now: float, **rest: Any) -> Judged:
         self._outcomes[outcome] += 1
         good = outcome in ("accepted", "clipped")
         greylist = _struck(self._strikes, peer, STRIKE[outcome], good)

@@ -13,6 +13,7 @@ import random
 import socket
 import sys
 import time
+from collections.abc import AsyncIterable
 from functools import partial
 from pathlib import Path
 
@@ -90,7 +91,7 @@ async def _throw_garbage(network: Network) -> None:
                     continue
 
 
-async def _empty(subscription) -> None:
+async def _empty(subscription: AsyncIterable[bytes]) -> None:
     async for _ in subscription:
         pass
 

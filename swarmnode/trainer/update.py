@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -89,7 +90,7 @@ class Updater:
                 [out.loss.detach(), out.clip_fraction * tokens, out.kl * tokens, (entropy * mask).sum(), tokens]
             ).double().cpu()  # fmt: skip
 
-        def accumulate(indices: list[int], restart) -> torch.Tensor:
+        def accumulate(indices: list[int], restart: Callable[[], None]) -> torch.Tensor:
             lengths = [len(p) + len(c) for p, c in (rows.rows[i] for i in indices)]
             groups = [rows.groups[i] for i in indices]
             parts = self._batcher.run(lengths, lambda chosen: backward([indices[k] for k in chosen]), groups, restart)
