@@ -14,6 +14,7 @@ from swarmnode import __version__
 from swarmnode.cli.key import key_app
 from swarmnode.cli.options import AsJson, Capacity, ConfigFile, DataDir, Peer, Setting, Url, by_manifest, load, run_resolved, say
 from swarmnode.cli.swarm import bootstrap_node, init, join, manifest_app
+from swarmnode.cli.task import task_app
 from swarmnode.errors import SwarmNodeError
 
 app = App(
@@ -26,6 +27,7 @@ config_app = App(name="config", help="Configuration: what is set, and by what.")
 app.command(config_app)
 app.command(key_app)
 app.command(manifest_app)
+app.command(task_app)
 app.command(init)
 app.command(join)
 app.command(bootstrap_node, name="bootstrap")

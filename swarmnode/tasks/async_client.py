@@ -160,8 +160,7 @@ class AsyncScorer:
         except BaseException:
             self._end()  # cancelled in the middle of a frame: what the pipe holds is nobody's
             raise
-        self._tally.frame(questions)
-        for job, result in zip(jobs, scored, strict=True):
+        for job, result in zip(jobs, self._tally.frame(questions, scored), strict=True):
             job.settle(result)
 
     async def _start(self) -> Child:

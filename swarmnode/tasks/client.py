@@ -103,8 +103,7 @@ class Scorer:
         except BaseException:
             self._end()  # interrupted in the middle of a frame: what the pipe holds is nobody's
             raise
-        self._tally.frame(questions)
-        return scored
+        return self._tally.frame(questions, scored)
 
     def _start(self) -> Child:
         """The child, a new one if there is none. Raises ScorerFailed."""

@@ -310,7 +310,7 @@ class DatasetTask:
                 elif self._verifier is not None and self._verifier.reward(answer, answer) != 1.0:
                     raise ValueError(f"the answer of row {row} is not worth 1")
             except Exception as error:
-                raise ConfigError(f"task.datasets.{self._task}: it does not work: {type(error).__name__}: {error}") from error
+                raise ConfigError(f"task.datasets.{self._task}: it does not work: {own.one_line(error)}") from error
 
 
 def load(tasks: Mapping[str, tuple[Source, Mapping[str, object], own.Source | None]]) -> dict[str, DatasetTask]:

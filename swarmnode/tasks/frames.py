@@ -24,6 +24,7 @@ FRAME_GROUPS = 64
 """Groups in a request, at most."""
 FRAME_BYTES = 16 * 2**20
 """A longer frame means that the other side is not what it should be."""
+ERROR_CHARACTERS = 500
 HEADER = struct.Struct(">I")
 
 
@@ -42,12 +43,21 @@ class TaskUnknown(SwarmNodeError):
         self.reason = reason
 
 
+class QuestionFailed(ScorerFailed):
+    """Put in the place of a result when the owner's code made no question of an address. The child goes on."""
+
+
 class Scored(msgspec.Struct, frozen=True, array_like=True):
     """One question regenerated, and its completions judged."""
 
     prompt: str
+    """Empty when the owner's code made no question; `error` says why."""
     rewards: list[float]
     """One per completion, in [0, 1], finite."""
+    errors: int = 0
+    """Completions whose reward raised an exception, or was no number from 0 to 1: they have the reward 0."""
+    error: str = ""
+    """The last of these in one line, with the line of the owner's file."""
 
 
 ScoreError = TaskUnknown | ScorerFailed
@@ -109,8 +119,16 @@ def prepare(ref: TaskRef, completions: Sequence[str]) -> Question:
 
 def valid(scored: list[Scored], questions: list[Question]) -> bool:
     """Whether a response answers the request: the child is ours, but it has been near strangers' text."""
-    return len(scored) == len(questions) and all(
-        len(s.rewards) == len(q.answers) and all(0.0 <= r <= 1.0 for r in s.rewards) for s, q in zip(scored, questions, strict=True)
+    return len(scored) == len(questions) and all(_fits(s, q) for s, q in zip(scored, questions, strict=True))
+
+
+def _fits(scored: Scored, question: Question) -> bool:
+    return (
+        len(scored.rewards) == len(question.answers)
+        and all(0.0 <= reward <= 1.0 for reward in scored.rewards)
+        and 0 <= scored.errors <= len(question.answers)
+        and len(scored.error) <= ERROR_CHARACTERS
+        and bool(scored.prompt or scored.error)
     )
 
 

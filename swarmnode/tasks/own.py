@@ -18,6 +18,7 @@ import contextlib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import random
 import re
@@ -28,12 +29,18 @@ from pathlib import Path
 from typing import Any
 
 from swarmnode.errors import ConfigError
+from swarmnode.tasks import seeds
 from swarmnode.tasks.builtin import Item
 
 NAME = re.compile(r"([A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*)*):([A-Za-z_][A-Za-z0-9_]*)")
 PROMPT_CHARACTERS = 8192
 FILES, BYTES = 1024, 16 * 2**20
 """A package with more than this is more than a task."""
+HELD_OUT = 16
+"""One prompt in so many is held out."""
+DRAWS = 8 * HELD_OUT
+"""Attempts to draw a question of the right side; a task of so few questions that none is found asks one of the other side."""
+_OURS = str(Path(__file__).parents[1])
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 Generator = Callable[..., tuple[str, Callable[[str], float]]]
@@ -122,10 +129,26 @@ class OwnTask:
         self._task = task
         self._settings = settings
         self._generate: Generator = _imported("task.modules", task, source)
+        self._splits = "split" in inspect.signature(self._generate).parameters
 
     def item(self, seed: int, index: int) -> Item:
-        """The question at (seed, index)."""
-        prompt, reward = self._generate(random.Random(seed + index), **self._settings)
+        """The question at (seed, index): for an evaluation seed one that training never asks.
+
+        A function with a parameter `split` is told "train" or "test" and keeps them apart itself. Of one without, a draw whose prompt is of
+        the other side, by its hash, is drawn again: a sixteenth of all prompts are held out.
+        """
+        held_out = seeds.is_evaluation(seed)
+        if self._splits:
+            return self._draw(random.Random(seed + index), {"split": "test" if held_out else "train"})
+        item = self._draw(random.Random(seed + index), {})
+        for attempt in range(1, DRAWS):
+            if _is_held_out(item.prompt) == held_out:
+                break
+            item = self._draw(random.Random(f"{seed + index} {attempt}"), {})
+        return item
+
+    def _draw(self, rng: random.Random, split: Mapping[str, str]) -> Item:
+        prompt, reward = self._generate(rng, **split, **self._settings)
         if not isinstance(prompt, str) or not 0 < len(prompt) <= PROMPT_CHARACTERS:
             raise TypeError(f"{self._task} made a prompt that is not a text of 1 to {PROMPT_CHARACTERS} characters")
         return Item(prompt, "", lambda answer: float(reward(answer)))
@@ -141,7 +164,11 @@ class OwnTask:
                 if not 0.0 <= reward <= 1.0:
                     raise ValueError(f"its reward for an empty answer is {reward}, not in 0 to 1")
         except Exception as error:
-            raise ConfigError(f"task.modules: {self._task!r} does not work: {type(error).__name__}: {error}") from error
+            raise ConfigError(f"task.modules: {self._task!r} does not work: {one_line(error)}") from error
+
+
+def _is_held_out(prompt: str) -> bool:
+    return int.from_bytes(hashlib.blake2b(prompt.encode(errors="replace"), digest_size=8).digest(), "big") % HELD_OUT == 0
 
 
 def reward_function(name: str, source: Source) -> RewardFunction:
@@ -168,7 +195,19 @@ def _imported(setting: str, name: str, source: Source) -> Callable[..., Any]:
         found: Callable[..., Any] = getattr(importlib.import_module(module), function)
         return found
     except Exception as error:  # whatever a module raises, it is its owner who has to hear of it
-        raise ConfigError(f"{setting}: {name!r} cannot be imported: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{setting}: {name!r} cannot be imported: {one_line(error)}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """An exception of somebody's code in one line, with the place in a file that is not ours where it was raised."""
+    where = ""
+    frame = error.__traceback__
+    while frame is not None:
+        code = frame.tb_frame.f_code
+        if not code.co_filename.startswith(_OURS):
+            where = f" ({os.path.basename(code.co_filename)}:{frame.tb_lineno}, in {code.co_name})"
+        frame = frame.tb_next
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{where[:150]}"
 
 
 def _import_top(source: Source) -> None:
@@ -204,4 +243,5 @@ def importing(names: str) -> Iterator[None]:
     for name in THREADS:
         del os.environ[name]
     if sys.platform == "linux" and (threads := len(os.listdir("/proc/self/task"))) > 1:
-        raise ConfigError(f"task.modules: {names}: importing them started {threads - 1} threads, which a sandbox cannot hold")
+        remedy = ": name the dataset in task.datasets instead" if {"datasets", "pyarrow", "pandas"} & set(sys.modules) else ""
+        raise ConfigError(f"task.modules: {names}: importing them started {threads - 1} threads, which a sandbox cannot hold{remedy}")

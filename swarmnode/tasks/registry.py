@@ -111,7 +111,7 @@ def task_version(task_id: str) -> str:
         judge = ["own", spec.source.content] if spec.source is not None else ["swarmnode", verifiers.VERSION]
         source = ["dataset", spec.rows.content, spec.extract, *judge]
     elif spec.source is not None:
-        source = ["own", spec.source.content]
+        source = ["own/2", spec.source.content]
     elif spec.kind == "builtin":
         source = ["swarmnode", builtin.VERSION]
     else:

@@ -37,17 +37,21 @@ class Judge:
         return builtin.GENERATORS[spec.generator](seed + index, **spec.settings)
 
     def score(self, question: frames.Question) -> frames.Scored:
-        item = self.item(question.task, question.seed, question.index)
-        return frames.Scored(item.prompt, [0.0 if answer is None else _reward(item, answer) for answer in question.answers])
-
-
-def _reward(item: builtin.Item, answer: str) -> float:
-    """In [0, 1], whatever the scorer does: a scorer that raises or returns nonsense has not accepted the answer."""
-    try:
-        reward = item.reward(answer)
-    except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError, PermissionError):
-        return 0.0
-    return reward if 0.0 <= reward <= 1.0 else 0.0  # NaN fails both comparisons
+        """Rewards in [0, 1], whatever a task's code does: what raises or returns nonsense has not accepted the answer."""
+        try:
+            item = self.item(question.task, question.seed, question.index)
+        except (Exception, SystemExit) as error:  # an owner's code; ours does not raise
+            return frames.Scored("", [0.0] * len(question.answers), 0, own.one_line(error))
+        rewards, errors, last = [], 0, ""
+        for answer in question.answers:
+            try:
+                reward = 0.0 if answer is None else item.reward(answer)
+                if not 0.0 <= reward <= 1.0:  # NaN fails both comparisons
+                    raise ValueError(f"a reward of {reward}, not in 0 to 1")
+            except (Exception, SystemExit) as error:
+                reward, errors, last = 0.0, errors + 1, own.one_line(error)
+            rewards.append(reward)
+        return frames.Scored(item.prompt, rewards, errors, last)
 
 
 def main(parent: int, cpu_seconds: int, told: str = "[]") -> None:

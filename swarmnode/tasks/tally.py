@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from swarmnode.tasks.child import Child
-from swarmnode.tasks.frames import Question, ScorerFailed, TaskUnknown
+from swarmnode.tasks.frames import Question, QuestionFailed, Scored, ScoreError, ScorerFailed, TaskUnknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,10 @@ class ScorerStatistics:
     waiting: int
     """Questions in the queue."""
     last_failure: str
+    reward_errors: Mapping[str, int]
+    """By task: completions whose reward raised an exception or was no number from 0 to 1, and questions that could not be made."""
+    last_reward_error: str
+    """The last of these in one line, the task first."""
 
 
 class Tally:
@@ -38,13 +44,22 @@ class Tally:
     def __init__(self) -> None:
         self._frames = self._groups = self._completions = self._not_looked_at = self._unknown = self._starts = self._failures = 0
         self._last_failure = ""
+        self._reward_errors: Counter[str] = Counter()
+        self._last_reward_error = ""
 
-    def frame(self, questions: list[Question]) -> None:
+    def frame(self, questions: list[Question], scored: list[Scored]) -> list[Scored | ScoreError]:
+        """Count a frame; its results, with QuestionFailed in the place of a question that could not be made."""
         self._frames += 1
         self._groups += len(questions)
-        for question in questions:
+        results: list[Scored | ScoreError] = []
+        for question, result in zip(questions, scored, strict=True):
             self._completions += len(question.answers)
             self._not_looked_at += question.answers.count(None)
+            if result.error:
+                self._reward_errors[question.task] += result.errors or 1
+                self._last_reward_error = f"{question.task}: {result.error}"
+            results.append(result if result.prompt else QuestionFailed(f"{question.task} made no question: {result.error}"))
+        return results
 
     def unknown(self, error: TaskUnknown) -> TaskUnknown:
         self._unknown += 1
@@ -72,4 +87,6 @@ class Tally:
             failures=self._failures,
             waiting=waiting,
             last_failure=self._last_failure,
+            reward_errors=dict(self._reward_errors),
+            last_reward_error=self._last_reward_error,
         )

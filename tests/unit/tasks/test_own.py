@@ -18,6 +18,7 @@ from swarmnode.errors import ConfigError
 from swarmnode.swarm import manifest
 from swarmnode.tasks import own, registry
 from swarmnode.tasks.client import AsyncScorer, Scorer, ScorerFailed, TaskUnknown
+from swarmnode.tasks.seeds import evaluation_seed
 from swarmnode.wire.messages import TaskEntry, TaskRef
 from tests.support.manifests import founded
 
@@ -43,6 +44,26 @@ def boast(rng):
 
 def crash(rng):
     raise RuntimeError("no question today")
+
+def moody(rng):
+    number = rng.randrange(1000)
+    if number % 10 == 3:
+        raise AssertionError(f"not {number}")
+    def reward(answer):
+        if answer == "leave":
+            raise SystemExit(3)
+        if answer == "much":
+            return 7.0
+        if answer:
+            raise UnicodeError("no letter that I know")
+        return 0.0
+    return f"Say {number}", reward
+
+def few(rng):
+    return f"Say {rng.randrange(60)}", lambda answer: 0.0
+
+def apart(rng, split):
+    return f"{split} {rng.randrange(10)}", lambda answer: 0.0
 """
 KINDS = [("python", 0), ("toml", 1), ("python", 1)]
 NAME = "letters_of_mine.words:reverse"
@@ -243,3 +264,55 @@ def test_config_show_has_it_and_a_module_that_is_missing_stops_no_key_command(pa
     (tmp_path / "c.toml").write_text('[task]\nmodules = ["nowhere_installed:task"]\n')
     assert cli.run(["key", "show", "--config", str(tmp_path / "c.toml"), "--data-dir", str(tmp_path)]) == 0
     assert cli.run(["config", "show", "--config", str(tmp_path / "c.toml"), "--data-dir", str(tmp_path)]) == 78
+
+
+MOODY, FEW, APART = "letters_of_mine.words:moody", "letters_of_mine.words:few", "letters_of_mine.words:apart"
+
+
+def test_an_exception_of_a_reward_is_zero_and_counted_and_the_scorer_goes_on(package):
+    installed(MOODY)
+    with Scorer() as scorer:
+        for index in range(40):
+            (scored,) = scorer.score_many([(ref(MOODY, index), ["", "x", "leave", "much"])])
+            if isinstance(scored, ScorerFailed):
+                assert re.search(r"made no question: AssertionError: not \d+ \(words.py:\d+, in moody\)", str(scored))
+                continue
+            assert scored.rewards == [0.0, 0.0, 0.0, 0.0]
+            assert scored.errors == 3
+            assert scored.error == "ValueError: a reward of 7.0, not in 0 to 1"
+        told = scorer.statistics()
+    assert (told.starts, told.failures) == (1, 0)
+    assert told.reward_errors[MOODY] >= 3 * 30
+    assert told.last_reward_error.startswith(f"{MOODY}: ")
+
+
+async def test_the_network_process_scorer_counts_the_same(package):
+    installed(MOODY)
+    async with AsyncScorer() as scorer:
+        results = await scorer.score_many([(ref(MOODY, index), ["x"]) for index in range(40)])
+        told = scorer.statistics()
+    failed = [result for result in results if isinstance(result, ScorerFailed)]
+    assert 0 < len(failed) < 20
+    assert told.reward_errors == {MOODY: 40}
+    assert (told.starts, told.failures) == (1, 0)
+
+
+@pytest.mark.parametrize("task", [FEW, APART])
+def test_held_out_questions_are_never_met_in_training(package, task):
+    installed(task)
+    with Scorer() as scorer:
+        results = scorer.score_many([(ref(task, index), []) for index in range(400)])
+        trained = {result.prompt for result in results}
+        held_out = {scorer.prompt(ref(task, index, seed=evaluation_seed(task))) for index in range(16)}
+    assert not trained & held_out
+    assert len(trained) > 9
+    assert len(held_out) > 1
+
+
+def test_a_module_that_imports_datasets_is_told_what_to_use(package):
+    pytest.importorskip("datasets")
+    thread = "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
+    (package / "words.py").write_text(f"import pyarrow, datasets, threading, time\n{thread}\n{WORDS}")
+    installed(NAME)
+    with pytest.raises(ScorerFailed, match=r"name the dataset in task\.datasets instead"), Scorer(startup_seconds=60):
+        pass

@@ -1,0 +1,106 @@
+"""Commands about tasks: what can be trained on."""
+
+from __future__ import annotations
+
+import json as json_module
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App, Parameter
+
+from swarmnode.cli.options import AsJson, ConfigFile, DataDir, Setting, load
+from swarmnode.errors import ConfigError, Unavailable
+
+if TYPE_CHECKING:
+    from swarmnode.config import Config
+    from swarmnode.tasks.trial import Tried
+
+task_app = App(name="task", help="What this node can train on.")
+SHOWN = 400
+SAMPLE_SECONDS = 1800.0
+
+
+@task_app.command(name="try")
+def task_try(
+    task: str,
+    *,
+    sample: Annotated[bool, Parameter(negative="--no-sample")] = True,
+    config: ConfigFile = None,
+    set_: Setting = None,
+    data_dir: DataDir = None,
+    json: AsJson = False,
+) -> int:
+    """Ask ten questions of a task and judge answers to them, as a node would: for whoever writes a task or brings a dataset.
+
+    Exits with 78 when the task's own code went wrong.
+
+    Parameters
+    ----------
+    task
+        rg/<name>, a data/<name> of task.datasets, or <module>:<function>, which need not be in task.modules.
+    sample
+        Have the policy answer, too; otherwise only an empty answer is judged.
+    """
+    from swarmnode.tasks import own, registry, trial
+    from swarmnode.tasks.client import prove_own
+
+    resolved = load(config, set_, data_dir, None).config
+    if own.NAME.fullmatch(task) and task not in registry.TASKS:
+        registry.install([*resolved.task.modules, task], resolved.task.settings)
+    registry.check_names([task])
+    prove_own([task] if registry.TASKS[task].kind in ("own", "dataset") else [])
+    tried = trial.try_task(task, (lambda prompts: _sampled(resolved, prompts)) if sample else None)
+    failed = any(each.error for each in tried)
+    if json:
+        print(json_module.dumps([asdict(each) for each in tried]))
+    else:
+        print("\n".join(_lines(task, tried)))
+    return ConfigError.exit_code if failed else 0
+
+
+def _lines(task: str, tried: Sequence[Tried]) -> list[str]:
+    lines = []
+    for number, each in enumerate(tried, 1):
+        lines.append(f"{number}. {'held out' if each.held_out else 'training'}: {_short(each.prompt) if each.prompt else '(no question)'}")
+        if each.sampled is not None:
+            judged = f", of which {_short(each.answer)!r} is judged" if each.answer is not None and each.answer != each.sampled else ""
+            lines.append(f"   sampled {_short(each.sampled)!r}{judged}: reward {each.reward if each.reward is not None else '-'}")
+        lines.append(f"   empty answer: reward {each.empty:g}")
+        if each.error:
+            lines.append(f"   went wrong: {each.error}")
+    rewards = [each.reward for each in tried if each.reward is not None]
+    mean = f", mean reward of the sampled answers {sum(rewards) / len(rewards):.2f}" if rewards else ""
+    wrong = sum(bool(each.error) for each in tried)
+    lines.append(f"{task}: {len(tried)} questions, {len({each.prompt for each in tried})} different{mean}, {wrong} went wrong")
+    return lines
+
+
+def _short(text: str | None) -> str:
+    """One line of a text that a model or somebody's file made, without what would move a terminal's cursor."""
+    line = "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in " ".join((text or "").split()))
+    return line if len(line) <= SHOWN else line[:SHOWN] + "…"
+
+
+def _sampled(config: Config, prompts: Sequence[str]) -> list[str]:
+    """One answer of the policy to each prompt. Raises Unavailable with what its process said last."""
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "config.json"
+        file.write_text(config.model_dump_json())
+        command = [sys.executable, "-m", "swarmnode.policy.answer", "--config", str(file)]
+        try:
+            done = subprocess.run(
+                command, input=json_module.dumps(list(prompts)), timeout=SAMPLE_SECONDS,
+                capture_output=True, text=True, check=False, errors="replace",
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise Unavailable(f"the policy did not answer within {SAMPLE_SECONDS:g} s: try with --no-sample") from None
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise Unavailable(f"the policy cannot answer: {last[:500]} (--no-sample does without)")
+    answers: list[str] = json_module.loads(done.stdout.strip().splitlines()[-1])
+    return answers
