@@ -1,7 +1,10 @@
-# Set-up and the two commands; no logic here.
+# Set-up and the commands of the README; no logic here.
 PYTHON ?= python3
+# Where torch comes from. PyPI's own Linux wheel is the CUDA one: make demo TORCH_INDEX=https://pypi.org/simple
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-warn-conflicts --constraint constraints.txt
 
 .PHONY: help setup demo test check bench
 
@@ -11,25 +14,34 @@ help:
 	@echo "make check   lint, types, import layers, protocol vectors"
 	@echo "make bench   every benchmark in its quick form"
 
-setup: $(VENV)/.ready
+setup: $(VENV)/.run
 
-$(VENV)/.ready: pyproject.toml constraints.txt
+# What a node needs, and no more. torch first, from where it is small; where that cannot be reached, it comes with the rest.
+# reasoning-gym without what it depends on: the tasks here import none of it (docs/tasks.md).
+$(VENV)/.run: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	-$(PIP) --retries 1 --no-deps --index-url $(TORCH_INDEX) torch
+	$(PIP) --editable '.[trainer]'
+	$(PIP) --no-deps '$(shell sed -n 's/^ *"\(reasoning-gym==[^"]*\)".*/\1/p' pyproject.toml)'
 	@touch $@
 
-demo: setup
+# What only the tests, or only the checks, need comes on top.
+$(VENV)/.test $(VENV)/.check: $(VENV)/.%: $(VENV)/.run
+	$(PIP) --editable '.[trainer,$*]'
+	@touch $@
+
+demo: $(VENV)/.run
 	$(BIN)/swarmnode demo
 
-test: setup
+test: $(VENV)/.test
 	$(BIN)/pytest -n 2 --dist loadfile
 
-check: setup
+check: $(VENV)/.check $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/mypy swarmnode
 	$(BIN)/lint-imports
 	$(BIN)/python protocol/check.py
 	$(BIN)/pytest tests/conformance/test_house_rules.py tests/conformance/test_nothing_only_tests_know.py
 
-bench: setup
+bench: $(VENV)/.test
 	for name in sapo trainer ingest noloco exchange budget checkfree recovery crew reroute tolerance; do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Final, Literal
 
 import msgspec
-import numpy as np
 
 Partners = Literal["one", "all", "none"]
 
@@ -86,6 +85,8 @@ def contraction(alpha: float, gamma: float, share: float = PAIR) -> float:
 
     Spectral radius of the recursion of (E‖x‖², E⟨x, m⟩, E‖m‖²); 0.70 at α = 0.5, γ = 0.7.
     """
+    import numpy as np  # late: the rule itself does without
+
     m = np.array([gamma**2 * share, -2 * alpha * gamma * share, alpha**2])
     xm = np.array([-gamma * share, alpha, 0.0]) + m
     x = np.array([1 - 2 * gamma * share, 2 * alpha, 0.0]) + m

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from swarmnode.errors import BadMessage
 from swarmnode.wire import limits
 from swarmnode.wire.fields import (
@@ -103,6 +101,8 @@ def _check_completion(completion: Completion, max_tokens: int) -> None:
         if packed and len(packed) != ITEM_BYTES * completion.tokens:
             raise BadMessage("bounds", f"{name} does not have one item per token")
     if completion.logprobs:
+        import numpy as np
+
         logprobs = unpack_logprobs(completion.logprobs)  # (tokens,)
         if not np.isfinite(logprobs).all():
             raise BadMessage("not_finite", "logprobs")

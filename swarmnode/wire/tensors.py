@@ -1,16 +1,20 @@
 """Arrays as bytes: little-endian, contiguous, no header; the message says the type and the length.
 
 Packed arrays are 50 times faster to read than msgpack lists, and a hostile length cannot be claimed without sending the bytes.
+
+numpy is loaded by whoever packs or unpacks: a node without a trainer does neither, and need not have it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from typing import TYPE_CHECKING
 
 from swarmnode.errors import BadMessage
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import ArrayLike, NDArray
 
 ITEM_BYTES = 4
 """Bytes of a u32 and of an f32."""
@@ -18,6 +22,8 @@ ITEM_BYTES = 4
 
 def pack_ids(ids: Sequence[int] | NDArray[np.integer]) -> bytes:
     """Token ids, shape (T,), as T little-endian u32. Raises OverflowError for an id outside 0 to 2**32 - 1."""
+    import numpy as np
+
     wide = np.asarray(ids, dtype=np.int64)
     if wide.size and (wide.min() < 0 or wide.max() > 0xFFFFFFFF):
         raise OverflowError("token ids are 0 to 2**32 - 1")
@@ -31,6 +37,8 @@ def unpack_ids(data: bytes) -> NDArray[np.uint32]:
 
 def pack_logprobs(logprobs: ArrayLike) -> bytes:
     """Log-probabilities, nats, shape (T,), as T little-endian f32."""
+    import numpy as np
+
     return np.asarray(logprobs, dtype="<f4").tobytes()
 
 
@@ -45,4 +53,6 @@ def unpack_logprobs(data: bytes) -> NDArray[np.float32]:
 def _view(data: bytes, dtype: str) -> NDArray:
     if len(data) % ITEM_BYTES:
         raise BadMessage("bounds", "packed array of a fractional length")
+    import numpy as np
+
     return np.frombuffer(data, dtype=dtype)
