@@ -1,14 +1,17 @@
-"""The order of files. Two workers share them (`--dist loadfile`): whoever began a file of minutes last would be waited for."""
+"""The order of files, and which groups of tests may not be skipped.
+
+Two workers share the files (`--dist loadfile`): whoever began a file of minutes last would be waited for.
+"""
 
 import collections
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
 
 LONG = ("slow", "nat", "swarm")
 """Marks of what takes long, the longest first."""
-
-
-def pytest_configure(config):
-    if hasattr(config.option, "loadscopereorder"):
-        config.option.loadscopereorder = False  # xdist begins with the files of most tests; the longest have one
 
 
 def pytest_collection_modifyitems(items):
@@ -19,3 +22,53 @@ def pytest_collection_modifyitems(items):
         ranks = [LONG.index(mark.name) for mark in item.iter_markers() if mark.name in LONG]
         marks[item.path] = min([marks[item.path], *ranks])
     items.sort(key=lambda item: (marks[item.path], -tests[item.path], str(item.path)))
+
+
+def pytest_addoption(parser):
+    parser.addoption("--must-run", action="append", default=[], metavar="FOLDER", help="a folder of tests/ in which nothing may be skipped")
+
+
+def pytest_configure(config):
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False  # xdist begins with the files of most tests; the longest have one
+    if config.option.must_run and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(MustRun(config))
+
+
+class MustRun:
+    """Makes a run fail in which a test of the folders was skipped, or in which they had none: a tool that is not installed is silent otherwise."""
+
+    def __init__(self, config):
+        self.ran = collections.Counter({folder: 0 for folder in config.option.must_run})
+        self.skipped = []
+        self.root = config.rootpath
+
+    def _folders(self, nodeid):
+        path = self.root / nodeid.partition("::")[0]
+        return [folder for folder in self.ran if path.is_relative_to(TESTS / folder)]
+
+    def pytest_runtest_logreport(self, report):
+        for folder in self._folders(report.nodeid):
+            if report.skipped and not hasattr(report, "wasxfail"):
+                self.skipped.append(report.nodeid)
+            elif report.when == "call":
+                self.ran[folder] += 1
+
+    def pytest_collectreport(self, report):
+        if report.skipped and self._folders(report.nodeid):
+            self.skipped.append(report.nodeid)
+
+    @property
+    def complaints(self):
+        return [f"{folder}: no test ran" for folder, ran in self.ran.items() if not ran] + [f"{name}: skipped" for name in self.skipped]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session):
+        if self.complaints and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter):
+        if self.complaints:
+            terminalreporter.section("tests that have to run here", red=True)
+            for complaint in self.complaints:
+                terminalreporter.line(complaint)
