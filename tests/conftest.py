@@ -36,7 +36,7 @@ def pytest_configure(config):
 
 
 class MustRun:
-    """Makes a run fail in which a test of the folders was skipped, or in which they had none: a tool that is not installed is silent otherwise."""
+    """Makes a run fail in which a test of the folders was skipped, or in which one had none; else nobody misses a tool."""
 
     def __init__(self, config):
         self.ran = collections.Counter({folder: 0 for folder in config.option.must_run})

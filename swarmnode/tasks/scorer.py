@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 from swarmnode.errors import ConfigError
@@ -37,21 +37,25 @@ class Judge:
         return builtin.GENERATORS[spec.generator](seed + index, **spec.settings)
 
     def score(self, question: frames.Question) -> frames.Scored:
-        """Rewards in [0, 1], whatever a task's code does: what raises or returns nonsense has not accepted the answer."""
+        return judge(question, self.item)
+
+
+def judge(question: frames.Question, item_at: Callable[[str, int, int], builtin.Item]) -> frames.Scored:
+    """Rewards in [0, 1], whatever a task's code does: what raises or returns nonsense has not accepted the answer."""
+    try:
+        item = item_at(question.task, question.seed, question.index)
+    except (Exception, SystemExit) as error:  # an owner's code; ours does not raise
+        return frames.Scored("", [0.0] * len(question.answers), 0, own.one_line(error))
+    rewards, errors, last = [], 0, ""
+    for answer in question.answers:
         try:
-            item = self.item(question.task, question.seed, question.index)
-        except (Exception, SystemExit) as error:  # an owner's code; ours does not raise
-            return frames.Scored("", [0.0] * len(question.answers), 0, own.one_line(error))
-        rewards, errors, last = [], 0, ""
-        for answer in question.answers:
-            try:
-                reward = 0.0 if answer is None else item.reward(answer)
-                if not 0.0 <= reward <= 1.0:  # NaN fails both comparisons
-                    raise ValueError(f"a reward of {reward}, not in 0 to 1")
-            except (Exception, SystemExit) as error:
-                reward, errors, last = 0.0, errors + 1, own.one_line(error)
-            rewards.append(reward)
-        return frames.Scored(item.prompt, rewards, errors, last)
+            reward = 0.0 if answer is None else item.reward(answer)
+            if not 0.0 <= reward <= 1.0:  # NaN fails both comparisons
+                raise ValueError(f"a reward of {reward}, not in 0 to 1")
+        except (Exception, SystemExit) as error:
+            reward, errors, last = 0.0, errors + 1, own.one_line(error)
+        rewards.append(reward)
+    return frames.Scored(item.prompt, rewards, errors, last)
 
 
 def main(parent: int, cpu_seconds: int, told: str = "[]") -> None:

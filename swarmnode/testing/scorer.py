@@ -1,41 +1,64 @@
-"""A scorer in this process for the builtin tasks: no child, no sandbox, so only for text that a test wrote."""
+"""A scorer in this process: no child, no sandbox, so only for text that a test wrote. It judges as the child does, your own tasks too."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import trio
 
-from swarmnode.tasks.answers import answer_of
-from swarmnode.tasks.builtin import GENERATORS
+from swarmnode.tasks import builtin, dataset, own
 from swarmnode.tasks.frames import Scored, ScoreError, ScorerFailed, TaskUnknown, prepare
-from swarmnode.tasks.registry import TASKS
+from swarmnode.tasks.gym import GymTask
+from swarmnode.tasks.registry import TASKS, TaskSpec
+from swarmnode.tasks.scorer import judge
 from swarmnode.wire.messages import TaskRef
+
+Items = Callable[[int, int], builtin.Item]
+"""(seed, index) → the question there."""
 
 
 class InProcessScorer:
-    """`tasks.client.AsyncScorer`'s `score_many`. A completion that contains `poison` fails its group as a killed child would.
+    """Has the `score_many` of `tasks.async_client.AsyncScorer`, for every task of the allow-list and those that were installed on it.
 
-    seconds: how long a call takes.
+    poison: a completion that contains it fails its group as a killed child would. seconds: how long a call takes. `calls` counts them.
     """
 
     def __init__(self, poison: str = "\N{SKULL}", seconds: float = 0.0) -> None:
         self.poison = poison
         self.seconds = seconds
         self.calls = 0
+        self._tasks: dict[str, Items] = {}
 
     async def score_many(self, items: Sequence[tuple[TaskRef, Sequence[str]]]) -> list[Scored | ScoreError]:
+        """A result for each of `items`, (question, completions); what cannot be scored has the error in its place."""
         self.calls += 1
         await trio.sleep(self.seconds)
-        return [self._score(ref, list(texts)) for ref, texts in items]
+        return [self._score(ref, texts) for ref, texts in items]
 
-    def _score(self, ref: TaskRef, texts: list[str]) -> Scored | ScoreError:
+    def _score(self, ref: TaskRef, texts: Sequence[str]) -> Scored | ScoreError:
         try:
-            prepare(ref, texts)
+            question = prepare(ref, texts)
         except TaskUnknown as unknown:
             return unknown
         if any(self.poison in text for text in texts):
             return ScorerFailed("poisoned")
-        spec = TASKS[ref.id]
-        item = GENERATORS[spec.generator](ref.seed + ref.index, **spec.settings)
-        return Scored(item.prompt, [item.reward(answer_of(text)) for text in texts])
+        return judge(question, self._item)
+
+    def _item(self, task_id: str, seed: int, index: int) -> builtin.Item:
+        if task_id not in self._tasks:
+            self._tasks[task_id] = _items(TASKS[task_id])
+        return self._tasks[task_id](seed, index)
+
+
+def _items(spec: TaskSpec) -> Items:
+    """The questions of a task. Runs the code of a task of your own."""
+    if spec.rows is not None:
+        settings = dataset.Settings.of(spec.settings)
+        reward = own.reward_function(settings.verifier, spec.source) if spec.source is not None else None
+        return dataset.DatasetTask(spec.id, spec.rows, settings, reward).item
+    if spec.source is not None:
+        return own.OwnTask(spec.id, spec.source, spec.settings).item
+    if spec.kind == "builtin":
+        generate = builtin.GENERATORS[spec.generator]
+        return lambda seed, index: generate(seed + index, **spec.settings)
+    return GymTask(spec).item

@@ -37,8 +37,11 @@ def test_what_was_skipped_is_listed_and_fails_the_run(suite, workers):
     assert told.returncode == pytest.ExitCode.TESTS_FAILED
     complaints = [line for line in told.stdout.splitlines() if line.endswith(("skipped", "no test ran")) and ":" in line]
     assert sorted(complaints) == [
-        "browser: no test ran", "deploy: no test ran", "tests/deploy/test_module.py: skipped", "tests/nat/test_skipped.py::test_it: skipped",
-    ]  # fmt: skip
+        "browser: no test ran",
+        "deploy: no test ran",
+        "tests/deploy/test_module.py: skipped",
+        "tests/nat/test_skipped.py::test_it: skipped",
+    ]
 
 
 def test_a_run_without_such_groups_may_skip(suite):

@@ -1,0 +1,60 @@
+"""What the in-process scorer and the tiny policy promise; tests/unit/p2p/test_api.py has the in-memory network's promises."""
+
+import sys
+
+import pytest
+
+from swarmnode.config import PolicyConfig
+from swarmnode.policy.load import load_policy
+from swarmnode.tasks import registry
+from swarmnode.tasks.client import Scorer
+from swarmnode.tasks.frames import ScorerFailed, TaskUnknown
+from swarmnode.testing.policy import tiny_policy, write_tiny_policy
+from swarmnode.testing.scorer import InProcessScorer
+from swarmnode.wire.messages import TaskRef
+
+WORDS = '''
+def reverse(rng, letters=4):
+    word = "".join(rng.choice("abcdefgh") for _ in range(letters))
+    def reward(answer):
+        if answer == "raise":
+            raise ValueError("no word")
+        return float(answer == word[::-1])
+    return f"Write {word} backwards.", reward
+'''
+ANSWERS = ["12", "<answer>12</answer>", "raise", "x" * 5000, "0", "dcba"]
+
+
+@pytest.fixture
+def words(tmp_path, monkeypatch):
+    (tmp_path / "words_of_a_test.py").write_text(WORDS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    task = "words_of_a_test:reverse"
+    registry.install([task], {})
+    yield task
+    sys.modules.pop("words_of_a_test", None)
+
+
+async def test_it_judges_as_the_child_does(words):
+    refs = [TaskRef(task, registry.task_version(task), 2**20, 5) for task in ("builtin/copy", "builtin/sum", "rg/gcd", words)]
+    told = await InProcessScorer().score_many([(ref, ANSWERS) for ref in refs])
+    with Scorer() as scorer:
+        assert told == scorer.score_many([(ref, ANSWERS) for ref in refs])
+
+
+async def test_what_it_cannot_score_is_an_error_in_its_place():
+    scorer = InProcessScorer(poison="bad")
+    good = TaskRef("builtin/sum", registry.task_version("builtin/sum"), 0, 0)
+    unknown = TaskRef("builtin/none", "0", 0, 0)
+    told = await scorer.score_many([(good, ["1"]), (unknown, ["1"]), (good, ["1", "so bad"])])
+    assert [type(one) for one in told[1:]] == [TaskUnknown, ScorerFailed]
+    assert told[0].prompt
+    assert scorer.calls == 1
+
+
+def test_equal_arguments_make_equal_policies_and_another_seed_another(tmp_path):
+    one, other = (load_policy(PolicyConfig(model=str(write_tiny_policy(tmp_path / name)), device="cpu")) for name in "ab")
+    third = tiny_policy(tmp_path / "c", seed=1)
+    assert one.fingerprint == other.fingerprint != third.fingerprint
+    assert one.tokenizer_hash == third.tokenizer_hash
+    assert one.statistics().parameters < 200_000
