@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import platformdirs
 from pydantic import BaseModel, ValidationError
@@ -24,6 +24,10 @@ NOT_SETTINGS = {"SWARMNODE_CONFIG", "SWARMNODE_PROGRESS_FD"}
 """Environment names with the prefix that are not configuration keys."""
 
 
+Settings = dict[str, tuple[object, str]]
+"""Value and origin by dotted key."""
+
+
 @dataclass(frozen=True)
 class Resolved:
     """A configuration and, for every key that is not a default, where it was set."""
@@ -31,10 +35,37 @@ class Resolved:
     config: Config
     origins: dict[str, str]
 
-    def rows(self) -> Iterator[tuple[str, Any, str]]:
+    def rows(self) -> Iterator[tuple[str, object, str]]:
         """(dotted key, value, origin) for every key, in the order of config.py."""
         for key in valid_keys():
-            yield key, _get(self.config, key), self.origins.get(key, "default")
+            yield key, value(self.config, key), self.origins.get(key, "default")
+
+
+C = TypeVar("C", bound=BaseModel)
+
+
+def value(config: BaseModel, key: str) -> object:
+    """What a dotted key is set to."""
+    found: object = config
+    for name in key.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def replaced(config: C, values: Mapping[str, object], where: str) -> C:
+    """`config` with `values` by dotted key in place of its own. `where`: named in errors. Raises ConfigError for one that does not fit."""
+    tree = config.model_dump()
+    for key, wanted in values.items():
+        *path, leaf = key.split(".")
+        section = tree
+        for name in path:
+            section = section[name]
+        section[leaf] = wanted
+    try:
+        return type(config).model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"{where}: {'.'.join(str(part) for part in first['loc'])}: {first['msg']}") from None
 
 
 def default_file() -> Path:
@@ -72,16 +103,10 @@ def load(file: Path | None = None, environment: Mapping[str, str] | None = None,
         ConfigError: for an unreadable file, an unknown key or a value that does not fit.
     """
     environment = environment or {}
-    settings: dict[str, tuple[Any, str]] = {}
+    settings: Settings = {}
     for source in (_from_systemd(environment), _from_file(file, environment), _from_environment(environment), _from_overrides(overrides)):
         settings.update(source)
-    nested: dict[str, Any] = {}
-    for key, (value, _) in settings.items():
-        *path, leaf = key.split(".")
-        section = nested
-        for name in path:
-            section = section.setdefault(name, {})
-        section[leaf] = value
+    nested = _nested({key: setting for key, (setting, _) in settings.items()})
     origins = {key: origin for key, (_, origin) in settings.items()}
     try:
         return Resolved(Config.model_validate(nested), origins)
@@ -92,13 +117,13 @@ def load(file: Path | None = None, environment: Mapping[str, str] | None = None,
         raise ConfigError(f"{origins.get(known, 'configuration')}: {known}: {first['msg']}") from None
 
 
-def _from_systemd(environment: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+def _from_systemd(environment: Mapping[str, str]) -> Settings:
     """The directory that a unit's StateDirectory= gives us, in place of the user's; anything else said about it comes later and wins."""
     directory = environment.get("STATE_DIRECTORY", "").split(":")[0]
     return {"node.data_dir": (directory, "systemd STATE_DIRECTORY")} if directory else {}
 
 
-def _from_file(file: Path | None, environment: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+def _from_file(file: Path | None, environment: Mapping[str, str]) -> Settings:
     named = file or (Path(environment["SWARMNODE_CONFIG"]) if environment.get("SWARMNODE_CONFIG") else None)
     path = named or default_file()
     try:
@@ -116,9 +141,9 @@ def _from_file(file: Path | None, environment: Mapping[str, str]) -> dict[str, t
     return {_known(key, str(path)): (value, str(path)) for key, value in _leaves(table)}
 
 
-def _from_environment(environment: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+def _from_environment(environment: Mapping[str, str]) -> Settings:
     by_name = {ENV_PREFIX + key.replace(".", "_").upper(): key for key in valid_keys()}
-    found: dict[str, tuple[Any, str]] = {}
+    found: Settings = {}
     for name, text in environment.items():
         if not name.startswith(ENV_PREFIX) or name in NOT_SETTINGS:
             continue
@@ -128,8 +153,8 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, tuple[Any, st
     return found
 
 
-def _from_overrides(overrides: Sequence[str]) -> dict[str, tuple[Any, str]]:
-    found: dict[str, tuple[Any, str]] = {}
+def _from_overrides(overrides: Sequence[str]) -> Settings:
+    found: Settings = {}
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals:
@@ -138,7 +163,7 @@ def _from_overrides(overrides: Sequence[str]) -> dict[str, tuple[Any, str]]:
     return found
 
 
-def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     sections = {key.rpartition(".")[0] for key in valid_keys()}
     for name, value in table.items():
         key = prefix + name
@@ -160,19 +185,21 @@ def _nearest(name: str, names: Sequence[str] | Mapping[str, str]) -> str:
     return f" (nearest: {close[0]})" if close else ""
 
 
-def _parse(text: str) -> Any:
+def _nested(settings: Mapping[str, object]) -> dict[str, object]:
+    """Tables in tables, from dotted keys."""
+    tree: dict[str, object] = {}
+    for head in dict.fromkeys(key.partition(".")[0] for key in settings):
+        inner = {key.partition(".")[2]: setting for key, setting in settings.items() if key.partition(".")[0] == head}
+        tree[head] = inner[""] if "" in inner else _nested(inner)
+    return tree
+
+
+def _parse(text: str) -> object:
     """A value as TOML would read it, or the text itself: `1e-4`, `true`, `["a"]`, `/ip4/…`."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
-
-
-def _get(config: BaseModel, key: str) -> Any:
-    value: Any = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
 
 
 def reference() -> str:
@@ -188,11 +215,12 @@ def reference() -> str:
     ]
     for section, field in Config.model_fields.items():
         lines += ["", f"## `[{section}]`", "", "| key | default | meaning |", "|---|---|---|"]
-        lines += _reference_rows(field.annotation, "")
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            lines += _reference_rows(field.annotation, "")
     return "\n".join(lines) + "\n"
 
 
-def _reference_rows(model: Any, prefix: str) -> list[str]:
+def _reference_rows(model: type[BaseModel], prefix: str) -> list[str]:
     rows: list[str] = []
     for name, field in model.model_fields.items():
         inner = field.annotation

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
-from swarmnode.cli.options import AsJson, ConfigFile, DataDir, Setting, load
+from swarmnode.cli.options import NODE, AsJson, NodeOptions, load
 from swarmnode.errors import ConfigError, Unavailable
 
 if TYPE_CHECKING:
@@ -30,9 +30,7 @@ def task_try(
     task: str,
     *,
     sample: Annotated[bool, Parameter(negative="--no-sample")] = True,
-    config: ConfigFile = None,
-    set_: Setting = None,
-    data_dir: DataDir = None,
+    node: NodeOptions = NODE,
     json: AsJson = False,
 ) -> int:
     """Ask ten questions of a task and judge answers to them, as a node would: for whoever writes a task or brings a dataset.
@@ -49,7 +47,7 @@ def task_try(
     from swarmnode.tasks import own, registry, trial
     from swarmnode.tasks.client import prove_own
 
-    resolved = load(config, set_, data_dir, None).config
+    resolved = load(node).config
     if own.NAME.fullmatch(task) and task not in registry.TASKS:
         registry.install([*resolved.task.modules, task], resolved.task.settings)
     registry.check_names([task])

@@ -40,7 +40,7 @@ HEARTBEAT_SECONDS = 1.0
 
 async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
     """Run until SIGTERM. Raises LocalError: something of this machine is missing or unsafe."""
-    async with open_member(config) as member:
+    async with open_member(config, trains=False) as member:
         if member.opened is None:
             raise ConfigError("a bootstrap node needs a swarm: give it an invite, a --manifest file, or a data directory that founded one")
         node = BootstrapNode(config, member, ring)

@@ -24,6 +24,7 @@ from swarmnode.p2p.sessions import Sessions
 from swarmnode.p2p.summaries import Summaries
 from swarmnode.swarm import manifest, manifest_store
 from swarmnode.swarm.manifest_store import ManifestStore
+from swarmnode.swarm.requirements import can_honour, refuse_if_any
 from swarmnode.tasks.registry import DATASETS, install, install_datasets, task_version
 from swarmnode.wire import ids
 from swarmnode.wire.manifest import Opened
@@ -67,8 +68,8 @@ class Member:
 
 
 @contextlib.asynccontextmanager
-async def open_member(config: Config) -> AsyncIterator[Member]:
-    """On the network until the block is left; `member.run` is for the caller's nursery.
+async def open_member(config: Config, *, trains: bool = True) -> AsyncIterator[Member]:
+    """On the network until the block is left; `member.run` is for the caller's nursery. trains: this node does, and needs the tasks for it.
 
     Raises LocalError, see errors.py: an unusable key, a damaged manifest, a port that is taken, a secret that is missing.
     """
@@ -76,15 +77,15 @@ async def open_member(config: Config) -> AsyncIterator[Member]:
     install(config.task.modules, config.task.settings)
     install_datasets(config.task.datasets, data_dir / DATASETS)
     identity = load_or_create(data_dir / "identity.key")
-    opened = manifest_store.stored(config)
+    opened = manifest_store.stored(data_dir)
     if config.swarm.id != (opened.swarm.hex() if opened is not None else ""):
         raise LocalError("another manifest was chosen since this process was configured; starting again")
     if opened is None:
         secret, members = None, None
         swarm = swarm_id(config.swarm.name, {name: task_version(name) for name in config.task.names})
     else:
-        manifest_store.refuse_if_any(manifest.can_honour(opened.manifest, config, identity.peer_id), opened)
-        secret = manifest.swarm_secret(config) if opened.manifest.access.secret else None
+        refuse_if_any(can_honour(opened.manifest, config, identity.peer_id, trains=trains), opened)
+        secret = manifest.swarm_secret(data_dir, config.swarm.secret_file) if opened.manifest.access.secret else None
         members = manifest.members(opened.manifest)
         swarm = opened.swarm
     async with open_host(config.network, identity, data_dir, swarm=swarm, secret=secret, members=members) as network:
@@ -92,7 +93,7 @@ async def open_member(config: Config) -> AsyncIterator[Member]:
         manifests.serve(network.requests, store.lookup)
         sessions = Sessions(network.requests, identity.peer_id, identity.private_key, swarm, network.connected)
         summaries = Summaries(network.requests, identity.peer_id, identity.private_key, swarm, network.connected, welcome=network.welcome)
-        successors = Successors(config, opened, store, network) if opened is not None else None
+        successors = Successors(config, opened, store, network, trains=trains) if opened is not None else None
         keeps_rules = manifest.rules_of(opened.manifest) if opened is not None else lambda group: True
         spoken = ids.spoken_in(opened.manifest.protocols) if opened is not None else ids.Spoken()
         yield Member(identity, swarm, opened, network, sessions, summaries, successors, spoken, keeps_rules)
@@ -104,12 +105,13 @@ class Successors:
     A node follows by choosing the successor and starting again: configuration, topic, signatures and trainer all hang on the swarm id.
     """
 
-    def __init__(self, config: Config, opened: Opened, store: ManifestStore, network: Network, rng: random.Random | None = None) -> None:
+    def __init__(self, config: Config, opened: Opened, store: ManifestStore, network: Network, *, trains: bool = True) -> None:
         self._config = config
+        self._trains = trains
         self._opened = opened
         self._store = store
         self._network = network
-        self._rng = rng or random.Random()
+        self._rng = random.Random()
 
     async def run(self) -> None:
         """Raises LocalError when another manifest was chosen, by a person or by policy."""
@@ -144,7 +146,7 @@ class Successors:
         """Follow it, or say how to."""
         name, swarm = successor.manifest.name, successor.swarm.hex()
         policy = self._config.swarm.follow
-        problems = manifest.can_honour(successor.manifest, self._config, self._network.peer_id)
+        problems = can_honour(successor.manifest, self._config, self._network.peer_id, trains=self._trains)
         if successor.manifest.models != self._opened.manifest.models:
             problems.append("it trains another model: follow it with a data directory of its own")
         if policy == "founder" and not problems:

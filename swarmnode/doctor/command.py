@@ -6,13 +6,11 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
-from swarmnode.config import Config
 from swarmnode.doctor import checks, probes
 from swarmnode.doctor.checks import Check, ConfigFacts
 from swarmnode.errors import SwarmNodeError
 from swarmnode.settings import Resolved
-from swarmnode.swarm import invite as invites
-from swarmnode.swarm import manifest, manifest_store
+from swarmnode.swarm.membership import Membership
 from swarmnode.tasks.client import prove_own
 from swarmnode.tasks.registry import check_names
 from swarmnode.wire.limits import SWARM_ID_BYTES
@@ -44,7 +42,13 @@ def examine(load: Callable[[], Resolved]) -> Iterator[Check]:
     except SwarmNodeError as error:
         yield checks.check_config(ConfigFacts(str(error), error.exit_code))
         return
-    config, swarm, secret, problem = honoured(resolved.config)
+    problem = None
+    config, swarm, secret = resolved.config, bytes(SWARM_ID_BYTES), None
+    try:
+        outlook = Membership(config).outlook()
+        config, swarm, secret = outlook.config, outlook.swarm or swarm, outlook.secret
+    except SwarmNodeError as error:
+        problem = ConfigFacts(str(error), error.exit_code)
     sources = sorted({origin.removeprefix("environment ") for origin in resolved.origins.values()})
     yield checks.check_config(problem or ConfigFacts(sources=sources, http_host=config.http.host))
 
@@ -54,31 +58,18 @@ def examine(load: Callable[[], Resolved]) -> Iterator[Check]:
     yield checks.check_directory(directory)
     yield checks.check_disk(directory)
     yield checks.check_key(probes.key(data_dir / "identity.key"))
-    for port in probes.ports(config, running):
+    listen = probes.listen_addresses(config.network.listen_addrs, data_dir)
+    for port in probes.ports(listen, config.http, running):
         yield checks.check_port(port)
     yield checks.check_files(probes.open_files(), config.network.max_connections)
-    status = probes.status(config) if running else {}
+    status = probes.status(data_dir) if running else probes.RunningNode()
     yield checks.check_clock(probes.clock(data_dir, status))
-    yield checks.check_reachability(probes.reachability(config))
-    peers, dial_back = probes.peers(config, swarm, secret, running)
+    yield checks.check_reachability(probes.reachability(listen, config.network))
+    key = data_dir / "identity.key"
+    own = None if running or not key.exists() else key  # a key in use twice would be found out
+    peers, dial_back = probes.peers(probes.Trial(config.network, swarm, secret, own, [] if running else probes.free_ports(listen)))
     yield from checks.check_peers(peers)
     yield checks.check_dial_back(probes.dialled_back(status) if running else dial_back)
     device = probes.device(config.policy)
     yield checks.check_device(device)
     yield checks.check_model(device)
-
-
-def honoured(config: Config) -> tuple[Config, bytes, bytes | None, ConfigFacts | None]:
-    """(configuration as the swarm's manifest wants it, swarm id or zeros, a private swarm's secret, what stands against it)."""
-    try:
-        opened = manifest_store.stored(config)
-        secret = manifest.swarm_secret(config)
-        agreed, _ = manifest_store.honoured(config)
-        if opened is None and config.swarm.invite:  # to be joined at the next start
-            invite = invites.parse(config.swarm.invite)
-            peers = [*config.network.initial_peers, *invite.addresses]
-            network = config.network.model_copy(update={"initial_peers": list(dict.fromkeys(peers))})
-            return config.model_copy(update={"network": network}), invite.swarm, secret, None
-        return agreed, opened.swarm if opened is not None else bytes(SWARM_ID_BYTES), secret, None
-    except SwarmNodeError as error:
-        return config, bytes(SWARM_ID_BYTES), None, ConfigFacts(str(error), error.exit_code)

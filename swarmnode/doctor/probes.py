@@ -20,13 +20,15 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Literal, TypeVar
 
 import msgspec
 import psutil
 
-from swarmnode.config import Config, PolicyConfig
+from swarmnode.config import HttpConfig, NetworkConfig, PolicyConfig
 from swarmnode.doctor.checks import ClockFacts, DeviceFacts, DialBackFacts, DirectoryFacts, KeyFacts, PeerFacts, PortFacts, ReachFacts
 
 EXAMINE_SECONDS = 180.0
@@ -37,6 +39,7 @@ STATUS_BYTES = 4 * 2**20
 TIME_ERROR = 5
 """adjtimex(2): the clock is not synchronised."""
 VENDORS = {"0x10de": "nvidia", "0x1002": "amd"}
+Answer = TypeVar("Answer")
 PEM = re.compile(rb"-----BEGIN PRIVATE KEY-----\s")
 
 
@@ -104,19 +107,18 @@ def key(path: Path) -> KeyFacts:
 LISTEN = re.compile(r"/(ip4|ip6)/([^/]+)/tcp/(\d+)")
 
 
-def listen_addresses(config: Config) -> list[tuple[str, int]]:
+def listen_addresses(listen: Sequence[str], data_dir: Path) -> list[tuple[str, int]]:
     """(IP, port) of each listen address; port 0 replaced by the one that was chosen at the first start."""
-    saved = config.node.data_dir / "port"
+    saved = data_dir / "port"
     text = saved.read_text(errors="replace").strip() if saved.is_file() else ""
     own = int(text) if text.isascii() and text.isdigit() else 0
-    found = [LISTEN.fullmatch(text) for text in config.network.listen_addrs]
+    found = [LISTEN.fullmatch(text) for text in listen]
     return [(match[2], int(match[3]) or own) for match in found if match is not None]
 
 
-def ports(config: Config, running: bool) -> list[PortFacts]:
+def ports(listen: Sequence[tuple[str, int]], http: HttpConfig, running: bool) -> list[PortFacts]:
     """Every port that the node listens on. One that is taken while the node runs is taken by it."""
-    wanted = [("network.listen_addrs", host, port) for host, port in listen_addresses(config)]
-    wanted.append(("http.port", config.http.host, config.http.port))
+    wanted = [*(("network.listen_addrs", host, port) for host, port in listen), ("http.port", http.host, http.port)]
     facts = []
     for name, host, port in wanted:
         problem = port_problem(host, port) if port else ""
@@ -144,62 +146,80 @@ def port_problem(host: str, port: int) -> str:
     return ""
 
 
-def reachability(config: Config) -> ReachFacts:
+def reachability(listen: Sequence[tuple[str, int]], network: NetworkConfig) -> ReachFacts:
     own = [a.address for interface in psutil.net_if_addrs().values() for a in interface if a.family in (socket.AF_INET, socket.AF_INET6)]
-    elsewhere = [text for text in config.network.initial_peers if not text.startswith(("/ip4/127.", "/ip6/::1/"))]
+    elsewhere = [text for text in network.initial_peers if not text.startswith(("/ip4/127.", "/ip6/::1/"))]
     return ReachFacts(
-        [host for host, _ in listen_addresses(config)],
-        config.network.announce_addrs,
+        [host for host, _ in listen],
+        network.announce_addrs,
         [address.partition("%")[0] for address in own],
         bool(elsewhere),
     )
 
 
-def peers(config: Config, swarm: bytes, secret: bytes | None, running: bool) -> tuple[list[PeerFacts], DialBackFacts]:
-    """Every bootstrap address, tried by a child; with this node's own key and ports, which are dialled back, unless a node uses them."""
-    path = config.node.data_dir / "identity.key"
+@dataclass(frozen=True)
+class Trial:
+    """What a child needs to try the bootstrap addresses as this node would."""
+
+    network: NetworkConfig
+    swarm: bytes
+    secret: bytes | None
+    identity: Path | None
+    """This node's key; None while a node uses it, or before there is one."""
+    listen: Sequence[str]
+    """Multiaddrs that are free now: they are dialled back."""
+
+
+def peers(trial: Trial) -> tuple[list[PeerFacts], DialBackFacts]:
+    """Every bootstrap address, tried by a child."""
     request = {
-        "addresses": config.network.initial_peers,
-        "swarm": swarm.hex(),
-        "secret": (secret or b"").hex(),
-        "identity": str(path) if path.exists() and not running else "",
-        "listen": [] if running else own_ports(config),
-        "relay": config.network.relay,
+        "addresses": trial.network.initial_peers,
+        "swarm": trial.swarm.hex(),
+        "secret": (trial.secret or b"").hex(),
+        "identity": str(trial.identity or ""),
+        "listen": list(trial.listen),
+        "relay": trial.network.relay,
     }
     if not request["addresses"]:
         return [], DialBackFacts()
     try:
-        told = child("swarmnode.p2p.reach", json.dumps(request).encode(), REACH_SECONDS)
+        told = child("swarmnode.p2p.reach", json.dumps(request).encode(), REACH_SECONDS, Reached)
     except ChildFailed as failed:
-        return [PeerFacts(address, "not_tried", str(failed)) for address in config.network.initial_peers], DialBackFacts()
-    return [PeerFacts(**row) for row in told["peers"]], DialBackFacts(**told["dial_back"])
+        return [PeerFacts(address, "not_tried", str(failed)) for address in trial.network.initial_peers], DialBackFacts()
+    return told.peers, told.dial_back
 
 
-def own_ports(config: Config) -> list[str]:
+@dataclass(frozen=True)
+class Reached:
+    """What `p2p.reach` answers."""
+
+    peers: list[PeerFacts]
+    dial_back: DialBackFacts
+
+
+def free_ports(listen: Sequence[tuple[str, int]]) -> list[str]:
     """Multiaddrs that a trial can listen on: free ones, not those that are only chosen at the first start."""
-    free = [(host, port) for host, port in listen_addresses(config) if port and not port_problem(host, port)]
+    free = [(host, port) for host, port in listen if port and not port_problem(host, port)]
     return [f"/ip{6 if ':' in host else 4}/{host}/tcp/{port}" for host, port in free]
 
 
-def dialled_back(status: dict[str, Any]) -> DialBackFacts:
-    """`status`: the running node's snapshot."""
-    network = status.get("network", {})
-    return DialBackFacts(network.get("reach", "unknown"), relays=network.get("relays", 0))
+def dialled_back(node: RunningNode) -> DialBackFacts:
+    """What the running node's peers found."""
+    return DialBackFacts(node.network.reach, relays=node.network.relays)
 
 
 # ---- clock ------------------------------------------------------------------------------------------------------------------
 
 
-def clock(data_dir: Path, status: dict[str, Any]) -> ClockFacts:
-    """`status`: the running node's snapshot; empty without one."""
+def clock(data_dir: Path, node: RunningNode) -> ClockFacts:
+    """node: what the running one says; nothing where none runs."""
     newest = None
     for path in (data_dir / "peers.json", data_dir / "trainer" / "state.safetensors", data_dir / "run" / "supervisor.json"):
         with contextlib.suppress(OSError):
             newest = max(newest or 0.0, path.stat().st_mtime)
-    rollouts = status.get("rollouts", {})
-    ignored = rollouts.get("ignored", {})
+    ignored = node.rollouts.ignored
     return ClockFacts(
-        time.time(), newest, kernel_synchronised(), rollouts.get("received", 0), ignored.get("future", 0), ignored.get("stale", 0)
+        time.time(), newest, kernel_synchronised(), node.rollouts.received, ignored.get("future", 0), ignored.get("stale", 0)
     )
 
 
@@ -217,10 +237,10 @@ def kernel_synchronised() -> bool | None:
 def device(cfg: PolicyConfig) -> DeviceFacts:
     hardware, driver = gpus(), nvidia_driver()
     try:
-        found = child("swarmnode.policy.examine", cfg.model_dump_json().encode(), EXAMINE_SECONDS)
+        found = child("swarmnode.policy.examine", cfg.model_dump_json().encode(), EXAMINE_SECONDS, DeviceFacts)
     except ChildFailed as failed:
-        found = {"error": str(failed)}
-    return DeviceFacts(configured=cfg.device, model=cfg.model, hardware=hardware, driver=driver, **found)
+        found = DeviceFacts(error=str(failed))
+    return replace(found, configured=cfg.device, model=cfg.model, hardware=hardware, driver=driver)
 
 
 def gpus(root: Path = Path("/sys/bus/pci/devices")) -> list[str]:
@@ -250,8 +270,8 @@ class ChildFailed(Exception):
     """Raised when a child gave no answer; says why in one line."""
 
 
-def child(module: str, request: bytes, seconds: float) -> Any:
-    """The JSON that `python -m module` answers to `request`."""
+def child(module: str, request: bytes, seconds: float, answer: type[Answer]) -> Answer:
+    """What `python -m module` answers to `request`, as JSON in the last line that it prints."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", module], input=request, capture_output=True, timeout=seconds, check=False,
@@ -261,23 +281,44 @@ def child(module: str, request: bytes, seconds: float) -> Any:
         raise ChildFailed(f"no answer within {seconds:.0f} s") from None
     lines = done.stdout.decode(errors="replace").strip().splitlines()
     try:
-        return json.loads(lines[-1])
-    except (IndexError, ValueError):
+        return msgspec.json.decode(lines[-1], type=answer)
+    except (IndexError, msgspec.MsgspecError):
         said = done.stderr.decode(errors="replace").strip().splitlines()
         raise ChildFailed(said[-1][:300] if said else f"ended with {done.returncode}") from None
 
 
-def status(config: Config) -> dict[str, Any]:
-    """Snapshot of the node that runs in this data directory, from its /status; empty when there is none, or none that answers."""
+class RunningNetwork(msgspec.Struct, frozen=True):
+    reach: Literal["unknown", "public", "private"] = "unknown"
+    relays: int = 0
+
+
+class RunningRollouts(msgspec.Struct, frozen=True):
+    received: int = 0
+    ignored: dict[str, int] = msgspec.field(default_factory=dict)
+
+
+class RunningNode(msgspec.Struct, frozen=True):
+    """What is read of a running node's snapshot."""
+
+    network: RunningNetwork = RunningNetwork()
+    rollouts: RunningRollouts = RunningRollouts()
+
+
+class Status(msgspec.Struct, frozen=True):
+    snapshot: RunningNode
+
+
+def status(data_dir: Path) -> RunningNode:
+    """What the node that runs in this data directory says at /status; nothing when there is none, or none that answers."""
     try:
-        url = json.loads((config.node.data_dir / "run" / "addresses.json").read_bytes())["http"]
+        url = json.loads((data_dir / "run" / "addresses.json").read_bytes())["http"]
         if not url:
-            return {}
+            return RunningNode()
         host = url.replace("//0.0.0.0", "//127.0.0.1").replace("//[::]", "//[::1]")
         with urllib.request.urlopen(f"{host}/status?points=1", timeout=STATUS_SECONDS) as answer:
-            return dict(msgspec.json.decode(answer.read(STATUS_BYTES))["snapshot"])
+            return msgspec.json.decode(answer.read(STATUS_BYTES), type=Status).snapshot
     except (OSError, ValueError, KeyError, TypeError, urllib.error.URLError, msgspec.MsgspecError):
-        return {}
+        return RunningNode()
 
 
 def open_files() -> int:

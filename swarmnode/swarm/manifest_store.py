@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from swarmnode import settings
 from swarmnode.config import Config
-from swarmnode.errors import BadMessage, ConfigError, Refused, StateError, Unavailable
+from swarmnode.errors import BadMessage, ConfigError, StateError, Unavailable
 from swarmnode.files import write_atomically
 from swarmnode.swarm import manifest
 from swarmnode.swarm.invite import check_addresses
 from swarmnode.swarm.manifest import Change
+from swarmnode.swarm.requirements import can_honour, refuse_if_any
 from swarmnode.wire import limits
 from swarmnode.wire.manifest import Opened, follows, open_manifest
 
@@ -143,34 +145,28 @@ def _rank(opened: Opened) -> tuple[int, bytes]:
     return opened.manifest.created_at, opened.swarm
 
 
-def stored(config: Config) -> Opened | None:
+def stored(data_dir: Path) -> Opened | None:
     """The manifest that was chosen in this data directory; None for a swarm without one. Raises StateError when it is not there."""
-    store = ManifestStore(config.node.data_dir)
+    store = ManifestStore(data_dir)
     swarm = store.current()
     if swarm is None:
         return None
     opened = store.get(swarm)
     if opened is None:
-        raise StateError(f"the manifest of swarm {swarm.hex()} is not in {config.node.data_dir / 'manifest'}: join again")
+        raise StateError(f"the manifest of swarm {swarm.hex()} is not in {data_dir / 'manifest'}: join again")
     return opened
 
 
-def honoured(config: Config, peer: str = "") -> tuple[Config, Sequence[Change]]:
+def honoured(config: Config, *, trains: bool = True) -> tuple[Config, Sequence[Change]]:
     """`config` as the stored manifest wants it, and what that changed; as it is when there is none.
 
     Raises Refused, with every reason, when this node cannot honour the manifest.
     """
-    opened = stored(config)
+    data_dir = config.node.data_dir
+    opened = stored(data_dir)
     if opened is None:
         return config, []
-    refuse_if_any(manifest.can_honour(opened.manifest, config, peer), opened)
-    peers = [*config.network.initial_peers, *ManifestStore(config.node.data_dir).peers()]
-    network = config.network.model_copy(update={"initial_peers": list(dict.fromkeys(peers))})
-    return manifest.agreed(config.model_copy(update={"network": network}), opened)
-
-
-def refuse_if_any(problems: Sequence[str], opened: Opened) -> None:
-    """Raises Refused with `problems` in one line, if there are any."""
-    if problems:
-        swarm = f"{opened.manifest.name!r} ({opened.swarm.hex()[:16]}…)"
-        raise Refused(f"this node cannot honour the manifest of {swarm}: {'; '.join(problems)}")
+    refuse_if_any(can_honour(opened.manifest, config, trains=trains), opened)
+    peers = dict.fromkeys([*config.network.initial_peers, *ManifestStore(data_dir).peers()])
+    known = settings.replaced(config, {"network.initial_peers": list(peers)}, str(data_dir))
+    return manifest.agreed(known, opened, trains=trains)

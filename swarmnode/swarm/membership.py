@@ -1,8 +1,8 @@
 """Founding a swarm and becoming a member of one: what happens before any process of the node runs.
 
-    init   configuration ─ child: hash the model ─▶ manifest, signed, stored, chosen ─▶ invite
-    join   invite ─ child: fetch over libp2p ─▶ verify ─ can we honour it? ─▶ stored, chosen ─▶ run
-    run    stored manifest ─ can we honour it? ─▶ the configuration to run with
+    found     configuration ─ child: hash the model ─▶ manifest, signed, stored, chosen ─▶ invite
+    join      invite ─ child: fetch over libp2p ─▶ verify ─ can we honour it? ─▶ stored, chosen ─▶ run
+    prepare   stored manifest ─ can we honour it? ─▶ the configuration to run with
 
 Neither libp2p nor torch is loaded here: both live in children that end before the node starts.
 """
@@ -17,29 +17,28 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import structlog
 
+from swarmnode import settings
 from swarmnode.config import Config
 from swarmnode.errors import BadMessage, ConfigError, Refused, StateError, Unavailable
 from swarmnode.files import held_data_dir, make_data_dir, read_private, write_atomically
 from swarmnode.swarm import invite as invites
 from swarmnode.swarm import manifest, manifest_store
 from swarmnode.swarm.invite import Invite
+from swarmnode.swarm.manifest import Terms
 from swarmnode.swarm.manifest_store import ManifestStore
+from swarmnode.swarm.requirements import can_honour, refuse_if_any
 from swarmnode.wire import limits
 from swarmnode.wire.manifest import Opened, follows, open_manifest, seal_manifest
-from swarmnode.wire.messages import ModelRef
+from swarmnode.wire.messages import ModelRef, SwarmManifest
 
 log = structlog.get_logger("swarmnode.swarm.manifest")
 
 JOIN_SECONDS = 90.0
 DESCRIBE_SECONDS = 3600.0
 """A large model may have to be downloaded first."""
-
-
-# ---- founding -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -56,44 +55,209 @@ class Founding:
     successor: bool = False
 
 
-def init(config: Config, asked: Founding) -> tuple[Opened, Invite]:
-    """Sign a manifest of this configuration with this node's key, store it and choose it.
+@dataclass(frozen=True)
+class Outlook:
+    """What a node would start with."""
 
-    Raises ConfigError or Refused for what cannot be founded, Unavailable when the model or the data directory cannot be had.
+    config: Config
+    """As the swarm's manifest wants it."""
+    swarm: bytes
+    """Swarm id; empty without a manifest."""
+    secret: bytes | None
+    """A private swarm's."""
+
+
+class Membership:
+    """This node and its swarm: founding it, joining it, following it, and what to run with.
+
+    trains: the node does; a bootstrap node, which does not, need not have the swarm's tasks and model.
     """
-    from swarmnode.p2p.host import addresses_to_tell  # late: it loads libp2p
-    from swarmnode.p2p.identity import load_or_create
 
-    data_dir = config.node.data_dir
-    make_data_dir(data_dir)
-    store = ManifestStore(data_dir)
-    before = manifest_store.stored(config)
-    identity = load_or_create(data_dir / "identity.key")
-    founder = identity.private_key.public_key().public_bytes_raw()
-    if asked.successor:
-        if before is None:
-            raise ConfigError("init: --successor, but this data directory has no manifest to succeed")
-        if before.manifest.founder != founder:
-            raise Refused("only the founder's key can sign a successor; this node joined somebody else's swarm")
-    elif before is not None:
-        name = before.manifest.name
-        raise Refused(f"this data directory is of swarm {name!r} already: sign a --successor, or found another in another --data-dir")
-    own = [f"{address}/p2p/{identity.peer_id}" for address in addresses_to_tell(config.network, data_dir)]
-    bootstrap = invites.check_addresses(list(asked.bootstrap) or own[: limits.BOOTSTRAP_ADDRESSES], "init: --bootstrap")
-    drafted = manifest.draft(
-        config, founder, [] if asked.any_model else [_describe(config)],
-        created_at=int(time.time() * 1000), completions=asked.completions, bootstrap=bootstrap, members=_checked_members(asked.members),
-        secret=_own_secret(config) if asked.private else None, predecessor=before.swarm if before is not None else b"",
-    )  # fmt: skip
-    try:
-        opened = seal_manifest(drafted, identity.private_key)
-    except BadMessage as error:
-        raise ConfigError(f"init: this configuration does not fit into a manifest: {error}") from None
-    if before is not None and not follows(opened, before):
-        raise ConfigError("init: this machine's clock is behind that of the predecessor's signing: set it")
-    store.add(opened)
-    store.choose(opened.swarm)
-    return opened, invite_of(opened, bootstrap)
+    def __init__(self, config: Config, *, trains: bool = True) -> None:
+        self._config = config
+        self._data_dir = config.node.data_dir
+        self._trains = trains
+        self.store = ManifestStore(self._data_dir)
+
+    # ---- founding -------------------------------------------------------------------------------------------------------
+
+    def found(self, asked: Founding) -> tuple[Opened, Invite]:
+        """Sign a manifest of this configuration with this node's key, store it and choose it.
+
+        Raises ConfigError or Refused for what cannot be founded, Unavailable when the model or the data directory cannot be had.
+        """
+        from swarmnode.p2p.host import addresses_to_tell  # late: it loads libp2p
+        from swarmnode.p2p.identity import load_or_create
+
+        make_data_dir(self._data_dir)
+        before = manifest_store.stored(self._data_dir)
+        identity = load_or_create(self._data_dir / "identity.key")
+        founder = identity.private_key.public_key().public_bytes_raw()
+        _refuse_founding(before, founder, successor=asked.successor)
+        own = [f"{address}/p2p/{identity.peer_id}" for address in addresses_to_tell(self._config.network, self._data_dir)]
+        bootstrap = invites.check_addresses(list(asked.bootstrap) or own[: limits.BOOTSTRAP_ADDRESSES], "init: --bootstrap")
+        terms = Terms(
+            int(time.time() * 1000), asked.completions, bootstrap, _checked_members(asked.members),
+            self._own_secret() if asked.private else None, before.swarm if before is not None else b"",
+        )  # fmt: skip
+        drafted = manifest.draft(self._config, founder, [] if asked.any_model else [self._describe_model()], terms)
+        try:
+            opened = seal_manifest(drafted, identity.private_key)
+        except BadMessage as error:
+            raise ConfigError(f"init: this configuration does not fit into a manifest: {error}") from None
+        if before is not None and not follows(opened, before):
+            raise ConfigError("init: this machine's clock is behind that of the predecessor's signing: set it")
+        self.store.add(opened)
+        self.store.choose(opened.swarm)
+        return opened, invite_of(opened, bootstrap)
+
+    def _describe_model(self) -> ModelRef:
+        found = self._child("swarmnode.policy.describe", DESCRIBE_SECONDS)
+        return ModelRef(found["name"], found["revision"], bytes.fromhex(found["fingerprint"]), bytes.fromhex(found["tokenizer"]))
+
+    def _own_secret(self) -> bytes:
+        """This node's secret, made if there is none."""
+        secret = manifest.swarm_secret(self._data_dir, self._config.swarm.secret_file)
+        if secret is None:
+            secret = os.urandom(limits.SECRET_BYTES)
+            write_atomically(self._data_dir / manifest.SECRET_FILE, f"{secret.hex()}\n".encode(), mode=0o600)
+        return secret
+
+    # ---- joining --------------------------------------------------------------------------------------------------------
+
+    def join(self, invite: Invite) -> Opened:
+        """Fetch the manifest of an invite, or what follows it if this node follows founders; store and choose it.
+
+        Raises Unavailable when no peer was reached, Refused when what they had was wrong or this node cannot honour it; nothing is
+        changed.
+        """
+        store = self.store
+        with held_data_dir(self._data_dir):
+            before = store.current()
+            if before is not None and not store.descends(before, invite.swarm) and not store.descends(invite.swarm, before):
+                self._refuse_other_swarm(before)
+            opened, successor, peer = self._fetch(invite)
+            if successor is not None and self._config.swarm.follow == "founder":
+                store.add(opened)
+                store.add_successor(opened, successor)
+                opened = store.latest(opened.swarm) or opened
+            elif successor is not None:
+                log.warning("the founder has signed a successor of this swarm", name=successor.manifest.name, swarm=successor.swarm.hex())
+            refuse_if_any(self._problems(opened.manifest, peer), opened)
+            store.add(opened)
+            store.choose(opened.swarm)
+            store.keep_peers(invite.addresses)
+        log.info("joined", name=opened.manifest.name, swarm=opened.swarm.hex())
+        return opened
+
+    def adopt(self, path: Path) -> Opened:
+        """Store and choose the signed manifest in a file, for a bootstrap node that nobody serves it yet. Raises as `join` does."""
+        try:
+            opened = open_manifest(path.read_bytes()[: limits.MANIFEST_BYTES + 1])
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}") from None
+        except BadMessage as error:
+            raise Refused(f"{path} is not a manifest: {error}") from None
+        before = self.store.current()
+        if before is not None and not self.store.descends(before, opened.swarm) and opened.manifest.predecessor != before:
+            self._refuse_other_swarm(before)
+        make_data_dir(self._data_dir)
+        refuse_if_any(self._problems(opened.manifest), opened)
+        self.store.add(opened)
+        self.store.choose(opened.swarm)
+        return opened
+
+    def follow(self) -> Opened:
+        """Choose the latest successor that is here; a running node moves there. Raises Refused when there is none to be honoured."""
+        opened = manifest_store.stored(self._data_dir)
+        latest = self.store.latest(opened.swarm) if opened is not None else None
+        if opened is None or latest is None or latest.swarm == opened.swarm:
+            raise Refused("no successor is known here; a running node learns of one from its peers")
+        refuse_if_any(self._problems(latest.manifest), latest)
+        self.store.choose(latest.swarm)
+        return latest
+
+    def keep_secret(self, file: Path) -> None:
+        """Take a swarm's secret into the data directory, 0600. Raises Refused when others can read `file`, ConfigError if it is none."""
+        data = read_private(file, "swarm secret", 4096)
+        if data is None:
+            raise ConfigError(f"--secret-file {file}: no such file")
+        secret = manifest.parse_secret(data, file)
+        make_data_dir(self._data_dir)
+        write_atomically(self._data_dir / manifest.SECRET_FILE, f"{secret.hex()}\n".encode(), mode=0o600)
+
+    def _problems(self, wanted: SwarmManifest, peer: str = "") -> list[str]:
+        return can_honour(wanted, self._config, peer, trains=self._trains)
+
+    def _fetch(self, invite: Invite) -> tuple[Opened, Opened | None, str]:
+        """(manifest, successor, our peer id), verified again on this side of the pipe."""
+        answer = self._child("swarmnode.swarm.join", JOIN_SECONDS, str(invite))
+        try:
+            opened = open_manifest(bytes.fromhex(answer["manifest"]))
+            successor = open_manifest(bytes.fromhex(answer["successor"])) if answer["successor"] else None
+        except BadMessage as error:
+            raise Refused(f"the manifest is not valid: {error}") from None
+        if opened.swarm != invite.swarm or (successor is not None and not follows(successor, opened)):
+            raise Refused("the manifest is not that of the invite")
+        return opened, successor, answer["peer"]
+
+    def _refuse_other_swarm(self, before: bytes) -> None:
+        opened = self.store.get(before)
+        name = repr(opened.manifest.name) if opened is not None else before.hex()[:16]
+        raise Refused(f"this data directory is of swarm {name}: join another swarm with another --data-dir")
+
+    # ---- running --------------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> Config:
+        """The configuration to run with: joined by `swarm.invite` if need be, and what the swarm agrees on in it. Logs what that changed.
+
+        Raises as `join` does.
+        """
+        if self._config.swarm.invite:
+            invite = invites.parse(self._config.swarm.invite)
+            current = self.store.current()
+            if current is None or not self.store.descends(current, invite.swarm):
+                self.join(invite)
+            self.store.keep_peers(invite.addresses)
+        agreed, changes = manifest_store.honoured(self._config, trains=self._trains)
+        for change in changes:
+            if change.key != "swarm.id":
+                log.info("set by the manifest", key=change.key, value=change.now, instead_of=change.was)
+        return agreed
+
+    def outlook(self) -> Outlook:
+        """What the next start would have, as far as that is known without joining. Raises as `prepare` does, and changes nothing."""
+        opened = manifest_store.stored(self._data_dir)
+        secret = manifest.swarm_secret(self._data_dir, self._config.swarm.secret_file)
+        if opened is None and self._config.swarm.invite:
+            invite = invites.parse(self._config.swarm.invite)
+            known = dict.fromkeys([*self._config.network.initial_peers, *invite.addresses])
+            config = settings.replaced(self._config, {"network.initial_peers": list(known)}, "swarm.invite")
+            return Outlook(config, invite.swarm, secret)
+        return Outlook(self.refresh(), opened.swarm if opened is not None else b"", secret)
+
+    def refresh(self) -> Config:
+        """The same for a node that is running: by the manifest that is chosen now."""
+        return manifest_store.honoured(self._config, trains=self._trains)[0]
+
+    def _child(self, module: str, seconds: float, *arguments: str) -> dict[str, str]:
+        """The JSON that a short-lived child printed. Its own errors come out as ours, with their exit code."""
+        make_data_dir(self._data_dir)
+        config_file = self._data_dir / "run" / f"{module.rpartition('.')[2]}.json"
+        write_atomically(config_file, self._config.model_dump_json().encode())
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", module, "--config", str(config_file), *arguments],
+                stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise Unavailable(f"{module} did not finish within {seconds:g} s") from None
+        if done.returncode == 0:
+            printed: dict[str, str] = json.loads(done.stdout.strip().splitlines()[-1])
+            return printed
+        last = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
+        kinds = {kind.exit_code: kind for kind in (StateError, ConfigError, Refused, Unavailable)}
+        raise kinds.get(done.returncode, Unavailable)(last.partition(": ")[2] or done.stderr.strip()[-300:])
 
 
 def invite_of(opened: Opened, addresses: Sequence[str] = ()) -> Invite:
@@ -104,9 +268,15 @@ def invite_of(opened: Opened, addresses: Sequence[str] = ()) -> Invite:
     return Invite(where, opened.swarm)
 
 
-def _describe(config: Config) -> ModelRef:
-    found = _child("swarmnode.policy.describe", config, DESCRIBE_SECONDS)
-    return ModelRef(found["name"], found["revision"], bytes.fromhex(found["fingerprint"]), bytes.fromhex(found["tokenizer"]))
+def _refuse_founding(before: Opened | None, founder: bytes, *, successor: bool) -> None:
+    """before: the manifest that is here. Raises ConfigError or Refused where this key cannot found a swarm here."""
+    if successor and before is None:
+        raise ConfigError("init: --successor, but this data directory has no manifest to succeed")
+    if successor and before is not None and before.manifest.founder != founder:
+        raise Refused("only the founder's key can sign a successor; this node joined somebody else's swarm")
+    if before is not None and not successor:
+        name = before.manifest.name
+        raise Refused(f"this data directory is of swarm {name!r} already: sign a --successor, or found another in another --data-dir")
 
 
 def _checked_members(members: Sequence[str]) -> list[str]:
@@ -118,147 +288,3 @@ def _checked_members(members: Sequence[str]) -> list[str]:
         except ValueError as error:
             raise ConfigError(f"init: --member {member[:80]!r}: {error}; `swarmnode key show` prints one") from None
     return list(members)
-
-
-def _own_secret(config: Config) -> bytes:
-    """This node's secret, made if there is none."""
-    secret = manifest.swarm_secret(config)
-    if secret is None:
-        secret = os.urandom(limits.SECRET_BYTES)
-        write_atomically(config.node.data_dir / manifest.SECRET_FILE, f"{secret.hex()}\n".encode(), mode=0o600)
-    return secret
-
-
-# ---- joining ------------------------------------------------------------------------------------------------------------
-
-
-def join(config: Config, invite: Invite) -> Opened:
-    """Fetch the manifest of an invite, or what follows it if this node follows founders; store and choose it.
-
-    Raises Unavailable when no peer was reached, Refused when what they had was wrong or this node cannot honour it; nothing is changed.
-    """
-    store = ManifestStore(config.node.data_dir)
-    with held_data_dir(config.node.data_dir):
-        before = store.current()
-        if before is not None and not store.descends(before, invite.swarm) and not store.descends(invite.swarm, before):
-            _refuse_other_swarm(store, before)
-        opened, successor, peer = _fetch(config, invite)
-        if successor is not None and config.swarm.follow == "founder":
-            store.add(opened)
-            store.add_successor(opened, successor)
-            opened = store.latest(opened.swarm) or opened
-        elif successor is not None:
-            log.warning("the founder has signed a successor of this swarm", name=successor.manifest.name, swarm=successor.swarm.hex())
-        manifest_store.refuse_if_any(manifest.can_honour(opened.manifest, config, peer), opened)
-        store.add(opened)
-        store.choose(opened.swarm)
-        store.keep_peers(invite.addresses)
-    log.info("joined", name=opened.manifest.name, swarm=opened.swarm.hex())
-    return opened
-
-
-def adopt(config: Config, path: Path) -> Opened:
-    """Store and choose the signed manifest in a file, for a bootstrap node that nobody serves it yet. Raises as `join` does."""
-    try:
-        opened = open_manifest(path.read_bytes()[: limits.MANIFEST_BYTES + 1])
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
-    except BadMessage as error:
-        raise Refused(f"{path} is not a manifest: {error}") from None
-    store = ManifestStore(config.node.data_dir)
-    before = store.current()
-    if before is not None and not store.descends(before, opened.swarm) and opened.manifest.predecessor != before:
-        _refuse_other_swarm(store, before)
-    make_data_dir(config.node.data_dir)
-    manifest_store.refuse_if_any(manifest.can_honour(opened.manifest, config), opened)
-    store.add(opened)
-    store.choose(opened.swarm)
-    return opened
-
-
-def follow(config: Config) -> Opened:
-    """Choose the latest successor that is here; a running node moves there. Raises Refused when there is none or it cannot be honoured."""
-    store = ManifestStore(config.node.data_dir)
-    opened = manifest_store.stored(config)
-    latest = store.latest(opened.swarm) if opened is not None else None
-    if opened is None or latest is None or latest.swarm == opened.swarm:
-        raise Refused("no successor is known here; a running node learns of one from its peers")
-    manifest_store.refuse_if_any(manifest.can_honour(latest.manifest, config), latest)
-    store.choose(latest.swarm)
-    return latest
-
-
-def keep_secret(config: Config, file: Path) -> None:
-    """Take a swarm's secret into the data directory, 0600. Raises Refused when others can read `file`, ConfigError if it is not one."""
-    data = read_private(file, "swarm secret", 4096)
-    if data is None:
-        raise ConfigError(f"--secret-file {file}: no such file")
-    secret = manifest.parse_secret(data, file)
-    make_data_dir(config.node.data_dir)
-    write_atomically(config.node.data_dir / manifest.SECRET_FILE, f"{secret.hex()}\n".encode(), mode=0o600)
-
-
-def _fetch(config: Config, invite: Invite) -> tuple[Opened, Opened | None, str]:
-    """(manifest, successor, our peer id), verified again on this side of the pipe."""
-    answer = _child("swarmnode.swarm.join", config, JOIN_SECONDS, str(invite))
-    try:
-        opened = open_manifest(bytes.fromhex(answer["manifest"]))
-        successor = open_manifest(bytes.fromhex(answer["successor"])) if answer["successor"] else None
-    except BadMessage as error:
-        raise Refused(f"the manifest is not valid: {error}") from None
-    if opened.swarm != invite.swarm or (successor is not None and not follows(successor, opened)):
-        raise Refused("the manifest is not that of the invite")
-    return opened, successor, str(answer["peer"])
-
-
-def _refuse_other_swarm(store: ManifestStore, before: bytes) -> None:
-    opened = store.get(before)
-    name = repr(opened.manifest.name) if opened is not None else before.hex()[:16]
-    raise Refused(f"this data directory is of swarm {name}: join another swarm with another --data-dir")
-
-
-# ---- running ------------------------------------------------------------------------------------------------------------
-
-
-def prepare(config: Config) -> Config:
-    """The configuration to run with: joined by `swarm.invite` if need be, and what the swarm agrees on in it. Logs what that changed.
-
-    Raises as `join` does.
-    """
-    if config.swarm.invite:
-        invite = invites.parse(config.swarm.invite)
-        store = ManifestStore(config.node.data_dir)
-        current = store.current()
-        if current is None or not store.descends(current, invite.swarm):
-            join(config, invite)
-        store.keep_peers(invite.addresses)
-    agreed, changes = manifest_store.honoured(config)
-    for change in changes:
-        if change.key != "swarm.id":
-            log.info("set by the manifest", key=change.key, value=change.now, instead_of=change.was)
-    return agreed
-
-
-def refresh(config: Config) -> Config:
-    """The same for a node that is running: by the manifest that is chosen now."""
-    return manifest_store.honoured(config)[0]
-
-
-def _child(module: str, config: Config, seconds: float, *arguments: str) -> dict[str, Any]:
-    """The JSON that a short-lived child printed. Its own errors come out as ours, with their exit code."""
-    run_dir = config.node.data_dir / "run"
-    make_data_dir(config.node.data_dir)
-    config_file = run_dir / f"{module.rpartition('.')[2]}.json"
-    write_atomically(config_file, config.model_dump_json().encode())
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", module, "--config", str(config_file), *arguments],
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        raise Unavailable(f"{module} did not finish within {seconds:g} s") from None
-    if done.returncode == 0:
-        return dict(json.loads(done.stdout.strip().splitlines()[-1]))
-    said = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1].partition(": ")[2] or done.stderr.strip()[-300:]
-    kinds = {kind.exit_code: kind for kind in (StateError, ConfigError, Refused, Unavailable)}
-    raise kinds.get(done.returncode, Unavailable)(said)

@@ -117,7 +117,7 @@ class Engine(Protocol):
 def open_policy(config: Config, say: Callable[[str], None] = lambda line: None) -> Policy:
     """The whole policy. Raises LocalError: it does not exist or fit, or is not the swarm's."""
     policy = load_policy(config.policy, log=say)
-    opened = stored(config)
+    opened = stored(config.node.data_dir)
     if opened is not None:
         check_model(opened.manifest, policy.fingerprint, policy.tokenizer_hash)
     if shares_a(config):

@@ -17,11 +17,11 @@ CREATED_AT = 1_790_000_000_000
 
 
 def founded(key: Ed25519PrivateKey = KEY, config: Config = CONFIG, **changes: object) -> Opened:
-    """A manifest of `config`; `changes`: arguments of `manifest.draft`, or else fields of the manifest."""
+    """A manifest of `config`; `changes`: terms, or else fields of the manifest."""
     given = {name: changes.pop(name) for name in ("created_at", "secret", "completions") if name in changes}
-    arguments = {"created_at": CREATED_AT, **given}
+    terms = manifest.Terms(**{"created_at": CREATED_AT, **given})  # type: ignore[arg-type]
     models = changes.pop("models", [MODEL])
-    drafted = manifest.draft(config, key.public_key().public_bytes_raw(), models, **arguments)  # type: ignore[arg-type]
+    drafted = manifest.draft(config, key.public_key().public_bytes_raw(), models, terms)  # type: ignore[arg-type]
     return seal_manifest(msgspec.structs.replace(drafted, **changes), key)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from swarmnode import cli
 from swarmnode.demo.nodes import DemoNode
+from swarmnode.swarm import invite as invites
 from swarmnode.swarm import membership
 from swarmnode.swarm.manifest_store import ManifestStore
 from tests.support.manifests import founded
@@ -113,7 +114,8 @@ def test_three_nodes_of_one_invite_train_on_each_others_groups(tmp_path, founded
 def served_by_a_child(monkeypatch, opened, successor=None):
     """What `python -m swarmnode.swarm.join` would have printed."""
     answer = {"peer": "12D3KooWNobody", "manifest": opened.signed.hex(), "successor": successor.signed.hex() if successor else ""}
-    monkeypatch.setattr(membership, "_child", lambda *_: answer)
+    printed = subprocess.CompletedProcess([], 0, json.dumps(answer), "")
+    monkeypatch.setattr(membership.subprocess, "run", lambda *_, **__: printed)
 
 
 def join(tmp_path, opened, *more):
@@ -231,7 +233,7 @@ def test_manifest_show_prints_an_invite_and_a_successor(tmp_path, capsys):
     capsys.readouterr()
     assert cli.run(["manifest", "show", "--data-dir", str(tmp_path)]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert membership.invites.parse(shown["invite"]).swarm == first.swarm
+    assert invites.parse(shown["invite"]).swarm == first.swarm
     assert shown["successor"]["swarm"] == second.swarm.hex()
 
 

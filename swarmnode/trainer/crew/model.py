@@ -151,7 +151,7 @@ def open_model(config: Config, say: Callable[[str], None] = lambda line: None) -
             pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_id,
             vocab_size=min(len(tokenizer), int(hf.vocab_size)),
         )  # fmt: skip
-        opened = stored(config)
+        opened = stored(config.node.data_dir)
         if opened is not None:
             check_model(opened.manifest, text.fingerprint, text.tokenizer_hash)
         offering = make_offering(config, hf, placement, identity)

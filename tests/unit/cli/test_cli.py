@@ -148,7 +148,7 @@ def test_the_options_that_commands_share_are_explained_in_each(command, capsys):
 
 @pytest.mark.parametrize(("text", "count"), [("6GiB", 6 * 2**30), ("1.5 gb", 1_500_000_000), ("1048576", 2**20), ("0", 0)])
 def test_a_stage_capacity_is_a_size(text, count):
-    assert cli_options.load(None, None, None, None, tasks=False, stage_capacity=text).config.stages.capacity == count
+    assert cli_options.load(cli_options.NODE, tasks=False, stage_capacity=text).config.stages.capacity == count
 
 
 @pytest.mark.parametrize("text", ["much", "-1", "6 parsecs", "", "1e400GB"])

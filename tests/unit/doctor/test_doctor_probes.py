@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from swarmnode import cli
-from swarmnode.config import Config, PolicyConfig
+from swarmnode.config import HttpConfig, NetworkConfig, PolicyConfig
 from swarmnode.doctor import probes
 from swarmnode.doctor.checks import DeviceFacts, DialBackFacts
 from swarmnode.files import lock_data_dir
@@ -25,10 +25,6 @@ from tests.support import snapshots
 from tests.support.hosts import host
 
 CPU = DeviceFacts(torch="2.13.0", placement="cpu, float32", parameters=1, need_bytes=1, free_bytes=2**30)
-
-
-def config(data_dir, **sections):
-    return Config.model_validate({"node": {"data_dir": data_dir}, **sections})
 
 
 def test_a_directory_that_is_not_there_yet_is_judged_by_its_parent(tmp_path):
@@ -67,12 +63,12 @@ def test_keys(tmp_path):
 def test_a_taken_port_is_ours_only_while_our_node_runs(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        node = config(tmp_path, network={"listen_addrs": [f"/ip4/127.0.0.1/tcp/{port}"]}, http={"port": 0})
-        (stranger, http), (own, _) = probes.ports(node, running=False), probes.ports(node, running=True)
+        listen = [("127.0.0.1", port)]
+        (stranger, http), (own, _) = (probes.ports(listen, HttpConfig(port=0), running) for running in (False, True))
     assert (stranger.problem, stranger.ours) == (probes.TAKEN, False)
     assert own.ours
     assert (http.key, http.problem) == ("http.port", "")
-    assert probes.ports(node, running=False)[0].problem == ""
+    assert probes.ports(listen, HttpConfig(port=0), running=False)[0].problem == ""
 
 
 def test_an_address_of_another_machine_cannot_be_listened_on():
@@ -81,13 +77,13 @@ def test_an_address_of_another_machine_cannot_be_listened_on():
 
 def test_the_port_of_the_first_start_is_the_one_that_is_looked_at(tmp_path):
     (tmp_path / "port").write_text("4711\n")
-    assert probes.listen_addresses(config(tmp_path)) == [("127.0.0.1", 4711)]
+    assert probes.listen_addresses(NetworkConfig().listen_addrs, tmp_path) == [("127.0.0.1", 4711)]
 
 
 def test_a_clock_behind_the_nodes_own_files_shows(tmp_path):
     (tmp_path / "peers.json").touch()
     os.utime(tmp_path / "peers.json", (0, time.time() + 7200))
-    facts = probes.clock(tmp_path, {"rollouts": {"received": 9, "ignored": {"future": 5}}})
+    facts = probes.clock(tmp_path, probes.RunningNode(rollouts=probes.RunningRollouts(9, {"future": 5})))
     assert facts.newest_file == pytest.approx(facts.now + 7200, abs=60)
     assert (facts.received, facts.future, facts.stale) == (9, 5, 0)
     assert facts.synchronised in (True, False, None)
@@ -108,7 +104,7 @@ def test_a_running_node_is_asked_over_its_own_http_server(tmp_path):
         threading.Thread(target=server.handle_request, daemon=True).start()
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "addresses.json").write_text(json.dumps({"http": f"http://127.0.0.1:{server.server_port}"}))
-        status = probes.status(config(tmp_path))
+        status = probes.status(tmp_path)
     assert probes.clock(tmp_path, status).received == seen.rollouts.received > 0
     assert probes.dialled_back(status) == DialBackFacts(seen.network.reach, "", seen.network.relays)
 
@@ -116,8 +112,8 @@ def test_a_running_node_is_asked_over_its_own_http_server(tmp_path):
 def test_only_ports_that_are_known_and_free_are_tried(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         addresses = [f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}", "/ip6/::1/tcp/0"]
-        assert probes.own_ports(config(tmp_path, network={"listen_addrs": addresses})) == []
-    assert probes.own_ports(config(tmp_path, network={"listen_addrs": addresses})) == addresses[:1]
+        assert probes.free_ports(probes.listen_addresses(addresses, tmp_path)) == []
+    assert probes.free_ports(probes.listen_addresses(addresses, tmp_path)) == addresses[:1]
 
 
 def test_gpus_are_found_on_the_bus_and_drivers_by_their_version(tmp_path):
@@ -137,7 +133,7 @@ def test_gpus_are_found_on_the_bus_and_drivers_by_their_version(tmp_path):
 
 def test_a_child_that_dies_or_says_nonsense_is_one_line():
     with pytest.raises(probes.ChildFailed, match="No module named"):
-        probes.child("swarmnode.no_such_module", b"", 30)
+        probes.child("swarmnode.no_such_module", b"", 30, dict)
 
 
 def test_the_policy_is_examined_without_its_weights():
@@ -163,8 +159,8 @@ async def test_bootstrap_peers_are_told_apart(tmp_path):
                 unused.bind(("127.0.0.1", 0))
                 absent = f"/ip4/127.0.0.1/tcp/{unused.getsockname()[1]}/p2p/{other}"
                 wrong = good.rpartition("/")[0] + "/" + other
-                node = config(tmp_path / "me", network={"initial_peers": [good, wrong, silent, absent]})
-                facts, dial_back = await trio.to_thread.run_sync(probes.peers, node, bytes(32), None, False)
+                trial = probes.Trial(NetworkConfig(initial_peers=[good, wrong, silent, absent]), bytes(32), None, None, [])
+                facts, dial_back = await trio.to_thread.run_sync(probes.peers, trial)
             nursery.cancel_scope.cancel()
     assert [fact.outcome for fact in facts] == ["ok", "wrong_peer", "no_handshake", "unreachable"]
     assert [fact.address for fact in facts] == [good, wrong, silent, absent]

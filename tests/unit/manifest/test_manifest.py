@@ -9,7 +9,7 @@ import pytest
 from protocol.generate.frames import KEY, OTHER_KEY, OTHER_PEER, PEER
 from swarmnode.config import Config
 from swarmnode.errors import BadMessage, ConfigError, Refused
-from swarmnode.swarm import manifest
+from swarmnode.swarm import manifest, requirements
 from swarmnode.wire import ids, limits
 from swarmnode.wire.manifest import follows, manifest_id, open_manifest
 from swarmnode.wire.messages import Access, Envelope, ModelRef, Setting, TaskEntry
@@ -23,7 +23,7 @@ def changed(**sections):
 
 
 def problems(opened, config=CONFIG, peer=""):
-    return manifest.can_honour(opened.manifest, config, peer)
+    return requirements.can_honour(opened.manifest, config, peer)
 
 
 # ---- bytes
@@ -217,7 +217,7 @@ def test_a_secret_that_others_can_read_is_refused(tmp_path):
     file.write_text(SECRET.hex())
     file.chmod(0o640)
     with pytest.raises(Refused, match="chmod 600"):
-        manifest.swarm_secret(changed(node={"data_dir": tmp_path}))
+        manifest.swarm_secret(tmp_path, None)
 
 
 # ---- agreeing

@@ -61,7 +61,7 @@ def test_a_chosen_manifest_that_cannot_be_honoured_is_refused_in_one_line(tmp_pa
 def test_a_chosen_manifest_that_is_gone_is_an_error_and_not_another_swarm(tmp_path):
     ManifestStore(tmp_path).choose(FIRST.swarm)
     with pytest.raises(StateError, match="join again"):
-        manifest_store.stored(config_in(tmp_path))
+        manifest_store.stored(tmp_path)
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data + b"\0", lambda data: b"", lambda data: SECOND.signed])

@@ -12,7 +12,7 @@ import pytest
 from swarmnode import cli
 from swarmnode.config import DatasetConfig
 from swarmnode.errors import ConfigError
-from swarmnode.swarm import manifest
+from swarmnode.swarm import manifest, requirements
 from swarmnode.tasks import dataset, registry
 from swarmnode.tasks.client import AsyncScorer, Scorer, TaskUnknown
 from swarmnode.tasks.seeds import evaluation_seed
@@ -206,16 +206,16 @@ def test_a_group_of_other_rows_is_not_of_this_task(tmp_path):
 
 def test_a_member_that_lacks_the_dataset_or_has_another_is_told(tmp_path):
     installed(tmp_path, source=str(written(tmp_path / "swarm.jsonl")))
-    config_tasks = [TaskEntry(NAME, registry.task_version(NAME), manifest._settings_text(NAME))]
+    config_tasks = [TaskEntry(NAME, registry.task_version(NAME), manifest.settings_text(NAME))]
     entry = config_tasks[0]
     assert "swarm.jsonl" in entry.settings
-    assert manifest._task_problems(entry) == []
+    assert requirements._task_problems(entry) == []
     installed(tmp_path, ROWS[:20])
-    (problem,) = manifest._task_problems(entry)
+    (problem,) = requirements._task_problems(entry)
     assert "a dataset with other rows or settings" in problem
     assert "rows.jsonl" in problem
     registry._TASKS.pop(NAME)
-    (problem,) = manifest._task_problems(entry)
+    (problem,) = requirements._task_problems(entry)
     assert "is a dataset, which this node lacks: get it and name it in task.datasets" in problem
     assert founded().manifest.tasks, "other manifests are as they were"
 

@@ -15,7 +15,7 @@ import pytest
 from swarmnode import cli, settings
 from swarmnode.config import Config
 from swarmnode.errors import ConfigError
-from swarmnode.swarm import manifest
+from swarmnode.swarm import manifest, requirements
 from swarmnode.tasks import own, registry
 from swarmnode.tasks.client import AsyncScorer, Scorer, ScorerFailed, TaskUnknown
 from swarmnode.tasks.seeds import evaluation_seed
@@ -148,7 +148,7 @@ def test_no_process_but_the_scorer_runs_it(package):
     (package / "words.py").write_text("raise SystemExit('imported')\n")
     installed(NAME)
     registry.check_names([NAME])
-    assert manifest.draft(Config.model_validate({"task": {"names": [NAME]}}), bytes(32), [], created_at=1).tasks[0].id == NAME
+    assert manifest.draft(Config.model_validate({"task": {"names": [NAME]}}), bytes(32), [], manifest.Terms(1)).tasks[0].id == NAME
     assert not any(name.startswith("letters_of_mine") for name in sys.modules)
 
 
@@ -242,17 +242,17 @@ def test_settings_without_their_task_are_an_error():
 def test_a_name_that_only_a_manifest_or_task_names_gives_loads_nothing(package):
     with pytest.raises(ConfigError, match=r"not in task\.modules"):
         registry.check_names([NAME])
-    (problem,) = manifest.can_honour(founded(tasks=[TaskEntry(NAME, "0" * 16, "{}")]).manifest, Config())
+    (problem,) = requirements.can_honour(founded(tasks=[TaskEntry(NAME, "0" * 16, "{}")]).manifest, Config())
     assert "name it in task.modules" in problem
 
 
 def test_members_with_other_code_cannot_honour_the_manifest(package):
     (version,) = installed(NAME)
     theirs = founded(tasks=[TaskEntry(NAME, version, "{}")]).manifest
-    assert manifest.can_honour(theirs, Config()) == []
+    assert requirements.can_honour(theirs, Config()) == []
     (package / "alphabet.py").write_text("LETTERS = 'abcdeg'\n")
     installed(NAME)
-    (problem,) = manifest.can_honour(theirs, Config())
+    (problem,) = requirements.can_honour(theirs, Config())
     assert version in problem
     assert "to the byte" in problem
 

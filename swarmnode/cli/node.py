@@ -1,0 +1,103 @@
+"""Commands that run a node, examine one, or take out what it has learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swarmnode.cli.options import NODE, AsJson, Capacity, Flag, NodeOptions, Peer, SecretFile, load, needs_trainer, say
+
+if TYPE_CHECKING:
+    from swarmnode.settings import Resolved
+
+
+def run_node(*, node: NodeOptions = NODE, peer: Peer = None, stage_capacity: Capacity = None) -> int:
+    """Run a node until it is told to stop. The first Ctrl-C drains, the second aborts."""
+    return run_resolved(load(node, peers=peer, stage_capacity=stage_capacity))
+
+
+def run_resolved(resolved: Resolved) -> int:
+    """Run a node by the manifest that is chosen, if any, else by its configuration alone."""
+    from swarmnode.tasks.client import prove_own
+    from swarmnode.tasks.registry import check_names
+
+    needs_trainer("training")
+    check_names(resolved.config.task.names)
+    prove_own(resolved.config.task.modules)
+    return _supervise(resolved, None)
+
+
+def bootstrap_node(
+    invite: str | None = None,
+    *,
+    node: NodeOptions = NODE,
+    peer: Peer = None,
+    manifest: Path | None = None,
+    secret_file: SecretFile = None,
+) -> int:
+    """Help others to meet: serves the manifest and tells peers of each other, without a trainer. For whoever hosts a swarm.
+
+    Parameters
+    ----------
+    invite
+        To the swarm; not needed when the data directory has a manifest.
+    manifest
+        A signed manifest, for a swarm that nobody runs yet: the file that `init` stored.
+    """
+    resolved = load(node, peers=peer)
+    from swarmnode.errors import ConfigError
+    from swarmnode.observe import logs
+    from swarmnode.swarm import invite as invites
+    from swarmnode.swarm.membership import Membership
+
+    logs.configure(resolved.config.log, "supervisor")
+    membership = Membership(resolved.config, trains=False)
+    if secret_file is not None:
+        membership.keep_secret(secret_file)
+    if manifest is not None:
+        membership.adopt(manifest)
+    if invite is not None:
+        membership.join(invites.parse(invite))
+    if membership.store.current() is None and not resolved.config.swarm.invite:
+        raise ConfigError("bootstrap: no swarm yet; give an invite, a --manifest file, or the data directory of a founder")
+    return _supervise(resolved, {"network": "swarmnode.daemon.bootstrap"})
+
+
+def _supervise(resolved: Resolved, commands: Mapping[str, str] | None) -> int:
+    """commands: process name to module; None is a node that trains."""
+    from swarmnode.daemon import supervisor
+    from swarmnode.observe import logs
+    from swarmnode.swarm.membership import Membership
+
+    logs.configure(resolved.config.log, "supervisor")
+    membership = Membership(resolved.config, trains=commands is None)
+    return supervisor.run(membership.prepare(), membership.refresh, commands or supervisor.COMMANDS)
+
+
+def doctor(*, node: NodeOptions = NODE, peer: Peer = None, json: AsJson = False) -> int:
+    """Will this node run? Checks configuration, directory, key, ports, clock, peers, device and model, and says what to do.
+
+    Exits with 0, or with what the node itself would: 69 something is missing, 75 the model does not fit, 77 refused, 78 configuration."""
+    from swarmnode.doctor.command import doctor as examine
+
+    return examine(lambda: load(node, peers=peer), json)
+
+
+def export_policy(directory: Path, *, merge: Flag = False, node: NodeOptions = NODE, json: AsJson = False) -> int:
+    """Write the policy as it was last saved to a directory that transformers loads. The node may go on running.
+
+    Parameters
+    ----------
+    directory
+        Must not exist yet, or be empty.
+    merge
+        With LoRA, whole weights instead of an adapter.
+    """
+    resolved = load(node)
+    from swarmnode.swarm import manifest_store
+    from swarmnode.swarm.export import export
+
+    needs_trainer("export")
+    told = export(manifest_store.honoured(resolved.config)[0], directory, merge)
+    return say(told, f"{told['kind']} of step {told['step']} (policy version {told['policy_version']}) in {directory}", json)
