@@ -20,7 +20,7 @@ import trio
 
 from benchmarks import report
 from swarmnode.config import NetworkConfig, SharingConfig
-from swarmnode.demo.hostile_groups import BUILTIN_TASKS, MODEL, TOKENIZER, Author, swarm_of
+from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, swarm_of
 from swarmnode.p2p.budget import BURST_BYTES, BURST_SECONDS
 from swarmnode.p2p.metering import Meter
 from swarmnode.p2p.network import Network

@@ -24,7 +24,8 @@ import trio
 
 from benchmarks import report
 from swarmnode.config import SharingConfig, TaskConfig
-from swarmnode.demo.hostile_groups import BUILTIN_TASKS, MODEL, TOKENIZER, Author, hostile_frames, swarm_of
+from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, swarm_of
+from swarmnode.demo.liar.frames import hostile_frames
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import Draw, Judged
 from swarmnode.rollouts.shelf import QUEUE_PEER_GROUPS

@@ -9,7 +9,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 from rich.console import Console
@@ -52,7 +52,7 @@ class StageKill:
     rung: str = ""
 
 
-def crew_settings(options: DemoOptions, number: int, model: Path) -> dict[str, dict[str, Any]]:
+def crew_settings(options: DemoOptions, number: int, model: Path) -> dict[str, dict[str, object]]:
     """Configuration of node `number`."""
     return {
         "swarm": {"name": "demo"},

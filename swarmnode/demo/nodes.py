@@ -70,7 +70,7 @@ class View:
 class DemoNode:
     """One node. `view` is the last answer; a node that does not answer keeps it and shows its phase as `down`."""
 
-    def __init__(self, name: str, directory: Path, settings: dict[str, dict[str, Any]]) -> None:
+    def __init__(self, name: str, directory: Path, settings: dict[str, dict[str, object]]) -> None:
         self.name = name
         self.directory = directory
         self.view = View()
@@ -171,7 +171,7 @@ class Liar(DemoNode):
         config.write_text(Config.model_validate(settings).model_dump_json())
         with open(self.directory / "node.log", "ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "swarmnode.demo.byzantine", "--config", str(config)],
+                [sys.executable, "-m", "swarmnode.demo.liar", "--config", str(config)],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
 
@@ -229,7 +229,7 @@ def view_of(snapshot: dict[str, Any], before: Sequence[float] = ()) -> View:
     )
 
 
-def toml_of(settings: dict[str, dict[str, Any]]) -> str:
+def toml_of(settings: dict[str, dict[str, object]]) -> str:
     """Sections of plain values as TOML; JSON's notation of texts, numbers, booleans and lists is TOML's too."""
     lines = []
     for section, values in settings.items():

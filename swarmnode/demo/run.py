@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -46,7 +45,7 @@ class DemoOptions:
     crew: bool = False
 
 
-def settings_of(options: DemoOptions, number: int) -> dict[str, dict[str, Any]]:
+def settings_of(options: DemoOptions, number: int) -> dict[str, dict[str, object]]:
     """Configuration of node `number`: the embedded default, paced, on loopback."""
     return {
         "swarm": {"name": "demo"},

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from swarmnode.config import Config
 from swarmnode.errors import ConfigError, DeviceError, Refused, StateError, Unavailable
@@ -16,7 +15,7 @@ CHILD = "swarmnode.trainer.export"
 ERRORS = {kind.exit_code: kind for kind in (StateError, ConfigError, Refused, DeviceError, Unavailable)}
 
 
-def export(config: Config, directory: Path, merge: bool) -> dict[str, Any]:
+def export(config: Config, directory: Path, merge: bool) -> dict[str, object]:
     """Write the saved policy to `directory`, whole or not at all, while the node may go on running. Returns what swarmnode.json there says.
 
     merge: with LoRA, weights of their own instead of an adapter.

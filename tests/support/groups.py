@@ -1,8 +1,8 @@
-"""Entries of the pool for tests, without any signature. What is signed comes from `swarmnode.demo.hostile_groups`."""
+"""Entries of the pool for tests, without any signature. What is signed comes from `swarmnode.demo.liar.author`."""
 
 from __future__ import annotations
 
-from swarmnode.demo.hostile_groups import MODEL, SAMPLING, TOKENIZER, completion
+from swarmnode.demo.liar.author import MODEL, SAMPLING, TOKENIZER, completion
 from swarmnode.rollouts.groups import ExternalGroup
 from swarmnode.wire.messages import RolloutGroup, TaskRef
 

@@ -8,7 +8,8 @@ import pytest
 import trio
 
 from swarmnode.config import SharingConfig
-from swarmnode.demo.hostile_groups import BUILTIN_TASKS, MODEL, TOKENIZER, Author, hostile_frames, swarm_of
+from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, swarm_of
+from swarmnode.demo.liar.frames import hostile_frames
 from swarmnode.errors import BadMessage, PeerError, PeerTimeout
 from swarmnode.link.messages import Hello
 from swarmnode.p2p import identity

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import trio
 
-from swarmnode.demo.weight_liar import MANNERS, PAYLOADS, WeightLiar
+from swarmnode.demo.liar.weights import MANNERS, PAYLOADS, WeightLiar
 from swarmnode.errors import PeerError
 from swarmnode.p2p import identity
 from swarmnode.trainer import weights as trainer_weights

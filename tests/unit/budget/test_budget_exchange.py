@@ -7,7 +7,7 @@ import pytest
 import trio
 
 from swarmnode.config import SharingConfig
-from swarmnode.demo.hostile_groups import BUILTIN_TASKS, MODEL, TOKENIZER, Author, swarm_of
+from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, swarm_of
 from swarmnode.p2p.budget import CHOICES
 from swarmnode.rollouts.exchange import RolloutExchange, Unlimited
 from swarmnode.testing.network import MemorySwarm

@@ -5,7 +5,8 @@ import msgspec
 import pytest
 
 from swarmnode.config import SharingConfig
-from swarmnode.demo.hostile_groups import BUILTIN_TASKS, TOKENIZER, Author, answer, hostile_frames, swarm_of
+from swarmnode.demo.liar.author import BUILTIN_TASKS, TOKENIZER, Author, answer, swarm_of
+from swarmnode.demo.liar.frames import hostile_frames
 from swarmnode.rollouts.admission import Admission, Rejected
 from swarmnode.rollouts.groups import Announced, Candidate, ExternalGroup
 from swarmnode.rollouts.reasons import REASONS, Verdict

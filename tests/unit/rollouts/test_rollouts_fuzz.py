@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from swarmnode.config import SharingConfig
-from swarmnode.demo.hostile_groups import BUILTIN_TASKS, TOKENIZER, Author, hostile_frames, swarm_of
+from swarmnode.demo.liar.author import BUILTIN_TASKS, TOKENIZER, Author, swarm_of
+from swarmnode.demo.liar.frames import hostile_frames
 from swarmnode.rollouts.admission import Admission, Rejected
 from swarmnode.rollouts.groups import Announced, Candidate
 from swarmnode.wire import codec

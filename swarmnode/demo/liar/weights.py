@@ -9,11 +9,12 @@ import random
 import secrets
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import numpy as np
 import trio
+from numpy.typing import NDArray
 
 from swarmnode.errors import PeerError
 from swarmnode.p2p.bulk import BulkSource, MemorySink
@@ -86,7 +87,7 @@ def lie(payload: bytes, kind: str) -> bytes:
 
 def _altered(body: bytes, codec: str, kind: str) -> bytes:
     """Values of a body changed: its scales where it has some, else all its floats."""
-    change: Callable[[Any], Any] = {
+    change: Callable[[NDArray[np.float32]], NDArray[np.float32]] = {
         "nan": lambda x: np.full_like(x, np.nan), "infinite": lambda x: np.full_like(x, np.inf), "huge": lambda x: x * 1e6,
         "flipped": lambda x: -x,
     }[kind]  # fmt: skip
@@ -116,7 +117,7 @@ class WeightLiar:
         self.fingerprint = b""
         self.sessions: list[bytes] = []
 
-    async def run(self, *, proposes: bool = False, task_status: Any = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(self, *, proposes: bool = False, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Until cancelled. proposes: to everybody, again and again."""
         self._network.requests.serve(
             ids.WEIGHTS_PROTOCOL, self._serve, max_request_bytes=MESSAGE_BYTES, max_response_bytes=MESSAGE_BYTES, concurrent=64, per_peer=64

@@ -1,123 +1,15 @@
-"""Groups as other nodes see them: an author that signs valid ones, and the hostile variants of its frames.
-
-    author = Author(swarm)
-    frame = author.frame(author.group(sequence=7, created=now))
-    for name, bad in hostile_frames(author, now).items(): ...
-"""
+"""What a hostile author makes of its groups, whose signatures are good: each lie with the reason that admission gives for refusing it."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import random
-from collections.abc import Sequence
 
 import msgspec
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from swarmnode.rollouts.groups import OwnGroup
-from swarmnode.tasks.builtin import GENERATORS, Item
-from swarmnode.tasks.registry import TASKS, task_version
-from swarmnode.tasks.seeds import task_seed
-from swarmnode.wire import codec, envelope, ids, limits, tensors
-from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
-from swarmnode.wire.swarm import swarm_id
-
-MODEL = b"m" * 32
-TOKENIZER = b"t" * 32
-BUILTIN_TASKS = ("builtin/copy", "builtin/sum")
-SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, max_tokens=limits.TOKENS)
-
-
-def swarm_of(name: str = "test", tasks: Sequence[str] = BUILTIN_TASKS) -> bytes:
-    """The 32-byte id of a swarm that trains on `tasks`."""
-    return swarm_id(name, {task: task_version(task) for task in tasks})
-
-
-
-class Author:
-    """A node as others see it: a key, a stream of questions, and completions whose rewards differ.
-
-    seed: makes the key, so that tests repeat, unless a key is given.
-    """
-
-    def __init__(
-        self, swarm: bytes, seed: int = 0, tasks: Sequence[str] = BUILTIN_TASKS, key: Ed25519PrivateKey | None = None
-    ) -> None:
-        self.swarm = swarm
-        self.tasks = tasks
-        self.key = key or Ed25519PrivateKey.from_private_bytes(hashlib.blake2b(f"author {seed}".encode(), digest_size=32).digest())
-        self.peer = envelope.peer_id(self.key.public_key().public_bytes_raw())
-
-    def task(self, sequence: int) -> TaskRef:
-        seed, index = task_seed(self.swarm, self.peer, sequence)
-        name = self.tasks[sequence % len(self.tasks)]
-        return TaskRef(id=name, version=task_version(name), seed=seed, index=index)
-
-    def group(
-        self,
-        sequence: int,
-        created: float,
-        *,
-        texts: Sequence[str] | None = None,
-        policy_version: int = 0,
-        task: TaskRef | None = None,
-        packed: bool = True,
-        tokenizer: bytes = TOKENIZER,
-        size: int = 8,
-    ) -> RolloutGroup:
-        """Question number `sequence` made at `created` Unix seconds: `size` completions, the first two right (builtin tasks)."""
-        task = task or self.task(sequence)
-        if texts is None:
-            right = answer(task)
-            texts = [right, right, *(f"{right}{i}" for i in range(size - 2))]
-        return RolloutGroup(
-            task=task,
-            model=MODEL,
-            tokenizer=tokenizer,
-            policy_version=policy_version,
-            created_at=int(created * 1000),
-            sequence=sequence,
-            sampling=SAMPLING,
-            completions=[completion(text, packed=packed) for text in texts],
-        )
-
-    def own_group(self, sequence: int, **kwargs: object) -> OwnGroup:
-        """The same as the trainer would hand it to the network process."""
-        group = self.group(sequence, 0.0, **kwargs)  # type: ignore[arg-type]
-        return OwnGroup(group.task, group.policy_version, group.sequence, group.sampling, group.completions)
-
-    def long_group(self, sequence: int, **kwargs: object) -> OwnGroup:
-        """A group of about 125 KB as sent: seven of its texts are 12,000 random characters."""
-        rng = random.Random(sequence)
-        texts = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz0123456789", k=12_000)) for _ in range(7)]
-        return self.own_group(sequence, texts=[answer(self.task(sequence)), *texts], **kwargs)
-
-    def frame(self, message: msgspec.Struct, swarm: bytes | None = None) -> bytes:
-        """`message` signed, compressed where that is shorter."""
-        return envelope.seal(message, self.key, ids.DOMAIN_ROLLOUT, swarm or self.swarm)  # type: ignore[arg-type]
-
-    def sign(self, payload: bytes, codec_name: str = "raw") -> bytes:
-        """Any bytes signed: what only a hostile author sends."""
-        return codec.encode(envelope.sign(payload, self.key, ids.DOMAIN_ROLLOUT, self.swarm, codec_name))  # type: ignore[arg-type]
-
-
-def completion(text: str, *, packed: bool = True, logprob: float = -0.5) -> Completion:
-    """One token per character, each of `logprob` nats."""
-    count = max(1, len(text))
-    ids_, logprobs = (tensors.pack_ids([ord(c) for c in text] or [0]), tensors.pack_logprobs([logprob] * count)) if packed else (b"", b"")
-    return Completion(text=text, tokens=count, logprob=logprob * count, finish="eos", token_ids=ids_, logprobs=logprobs)
-
-
-def answer(task: TaskRef) -> str:
-    """The right answer of a builtin task."""
-    return question(task).answer
-
-
-def question(task: TaskRef) -> Item:
-    """What a builtin task asks at an address."""
-    spec = TASKS[task.id]
-    return GENERATORS[spec.generator](task.seed + task.index, **spec.settings)
+from swarmnode.demo.liar.author import Author, swarm_of
+from swarmnode.wire import codec, limits, tensors
+from swarmnode.wire.messages import RolloutGroup
 
 
 def hostile_frames(author: Author, now: float, sequence: int = 0) -> dict[str, tuple[bytes, str]]:

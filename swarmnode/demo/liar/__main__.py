@@ -1,8 +1,7 @@
-"""A node that lies and spams, over real sockets: `python -m swarmnode.demo.byzantine --config FILE`.
+"""The liar itself: `python -m swarmnode.demo.liar --config FILE`.
 
-It joins like any node and then sends, for ever: every hostile frame of `hostile_groups`, replays, other people's groups under its own
-name, more of everything than it may, weights that are not finite, scaled, turned around or of another shape, and raw garbage to its
-peers' ports. For `swarmnode demo --byzantine` and for tests of swarms.
+It joins like any node and then sends, for ever: every hostile frame of `frames`, replays, other people's groups under its own name, more of
+everything than it may, weights that are lies, and raw garbage to its peers' ports.
 """
 
 from __future__ import annotations
@@ -19,9 +18,10 @@ from pathlib import Path
 
 import trio
 
-from swarmnode.config import Config
-from swarmnode.demo.hostile_groups import Author, hostile_frames
-from swarmnode.demo.weight_liar import WeightLiar
+from swarmnode.config import Config, NetworkConfig
+from swarmnode.demo.liar.author import Author
+from swarmnode.demo.liar.frames import hostile_frames
+from swarmnode.demo.liar.weights import WeightLiar
 from swarmnode.p2p.gossip import Validation
 from swarmnode.p2p.host import open_host
 from swarmnode.p2p.identity import load_or_create
@@ -38,20 +38,18 @@ LIES = ("nan", "huge", "flipped", "shape", "truncated", "wrong_hash", "silent")
 """About weights, in turn."""
 
 
-async def run(config: Config) -> None:
-    """Until killed, or banned by everybody, which does not stop it from trying."""
-    identity = load_or_create(config.node.data_dir / "identity.key")
-    swarm = swarm_id(config.swarm.name, {name: task_version(name) for name in config.task.names})
-    liar = Author(swarm)
-    liar.key, liar.peer = identity.private_key, identity.peer_id
-    heard: list[bytes] = []
+async def lie(cfg: NetworkConfig, data_dir: Path, swarm: bytes) -> None:
+    """Lies until the process is killed; being banned by everybody does not stop it from trying."""
+    identity = load_or_create(data_dir / "identity.key")
+    liar = Author(swarm, key=identity.private_key)
+    received: list[bytes] = []
 
     def listen(frame: bytes, forwarder: str) -> Validation:
-        heard.append(frame)
-        del heard[:-64]
+        received.append(frame)
+        del received[:-64]
         return Validation.ACCEPT
 
-    async with open_host(config.network, identity, config.node.data_dir, swarm=swarm) as network, trio.open_nursery() as nursery:
+    async with open_host(cfg, identity, data_dir, swarm=swarm) as network, trio.open_nursery() as nursery:
         topic = ids.rollout_topic(swarm)
         subscription = await network.gossip.join(topic, listen)
         nursery.start_soon(_empty, subscription)
@@ -60,8 +58,8 @@ async def run(config: Config) -> None:
         rng = random.Random(0)
         for sequence in itertools.count(0, 2):
             frames = [frame for frame, _ in hostile_frames(liar, time.time(), sequence).values()]
-            stolen = [_resigned(frame, liar) for frame in heard[-4:]]
-            for frame in rng.sample(frames, len(frames)) + stolen + heard[-4:] + frames[:4]:
+            stolen = [_resigned(frame, liar) for frame in received[-4:]]
+            for frame in rng.sample(frames, len(frames)) + stolen + received[-4:] + frames[:4]:
                 with contextlib.suppress(Exception):  # what cannot be sent (too long, nobody there) is not this node's worry
                     await network.gossip.publish(topic, frame)
                 await trio.sleep(1.0 / FRAMES_PER_SECOND)
@@ -100,9 +98,10 @@ def main() -> int:
     die_with_parent()
     config = Config.model_validate_json(Path(sys.argv[sys.argv.index("--config") + 1]).read_bytes())
     config.node.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    trio.run(run, config)
+    swarm = swarm_id(config.swarm.name, {name: task_version(name) for name in config.task.names})
+    trio.run(lie, config.network, config.node.data_dir, swarm)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(run_main("swarmnode byzantine", main))
+    sys.exit(run_main("swarmnode liar", main))
