@@ -30,13 +30,13 @@ from benchmarks import report
 from swarmnode.config import Config
 from swarmnode.demo.crew import write_model
 from swarmnode.demo.nodes import DemoNode
-from swarmnode.policy.load import Policy, load_policy
+from swarmnode.policy.load import Policy, load_policy, overwrite, trainable
 from swarmnode.policy.logprobs import score
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.gym import GymTask
 from swarmnode.tasks.registry import TASKS
 from swarmnode.tasks.seeds import evaluation_seed
-from swarmnode.trainer.engine import WholePolicy
+from swarmnode.trainer.engine import make_whole_policy
 from swarmnode.trainer.evaluate import Evaluation
 from swarmnode.trainer.state import Counters
 from tests.support.whole_crew import (
@@ -200,11 +200,11 @@ def answers(policy: Policy, names: Sequence[str]) -> list[tuple[list[int], list[
 
 
 def judge(config: Config, policy: Policy, weights: Mapping[str, torch.Tensor], scorer: Scorer, run: Run) -> None:
-    policy.load_trainable_state(dict(weights))
+    overwrite(trainable(policy.model), dict(weights))
     rows = answers(policy, config.task.names)
     told = [value for row in score(policy, rows, 1.0) for value in row]
     run.nats = -sum(told) / len(told)
-    engine = WholePolicy(config, policy, Counters(), lambda message: None)
+    engine = make_whole_policy(config, policy, Counters(), lambda message: None)
     reward = Evaluation(config.task, config.training, scorer)(engine)
     assert reward is not None
     run.reward = reward
@@ -217,7 +217,7 @@ def measure(directory: Path, seeds: Sequence[int], steps: int, arms: Sequence[Ar
          "task": {"held_out_per_task": REWARD_QUESTIONS}, "node": {"data_dir": str(directory / "judge")}}
     )  # fmt: skip
     policy, runs = load_policy(config.policy), []
-    base = policy.trainable_state()
+    base = trainable(policy.model)
     base = {name: tensor.clone() for name, tensor in base.items()}
     with Scorer() as scorer:
         for seed in seeds:

@@ -52,7 +52,7 @@ from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.build_tiny import SETTINGS as TASKS
 from swarmnode.policy.build_tiny import SFT_BLOCK, questions
 from swarmnode.policy.load import Policy, load_policy
-from swarmnode.rl.objectives import DELTA, EPSILON, EPSILON_HIGH, policy_loss
+from swarmnode.rl.objectives import EPSILON, EPSILON_HIGH, Objective, policy_loss
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.registry import task_version
 from swarmnode.trainer.batch import assemble, own_group
@@ -155,10 +155,10 @@ class Grpo:
 
     def loss(self, probe: Any) -> torch.Tensor:
         ids, ours, advantages, old = probe
-        t, chosen = self._node.training, ids[:, 1:, None]
+        objective, chosen = Objective.of(self._node.training), ids[:, 1:, None]
         return policy_loss(
             self._logprobs(ids).gather(2, chosen)[..., 0], old.gather(2, chosen)[..., 0], advantages, ours,
-            delta=DELTA, loss_type=t.loss_type,
+            objective, objective.normalizer(ours.sum(1).tolist()),
         ).loss  # fmt: skip
 
 

@@ -27,10 +27,10 @@ from swarmnode.averaging.codecs import make_anchor
 from swarmnode.averaging.gate import Gate, norm
 from swarmnode.averaging.outer import OuterState, Tensors, host_copy
 from swarmnode.config import SharingConfig, TaskConfig, TrainingConfig
-from swarmnode.policy.generate import GroupSample, generate
-from swarmnode.policy.load import Policy
+from swarmnode.policy.generate import GroupSample, Sampling, generate
+from swarmnode.policy.load import Policy, trainable
 from swarmnode.policy.micro import MicroBatcher
-from swarmnode.rl.split import OWN_SHARE, AdaptiveSplit, floor_groups
+from swarmnode.rl.split import AdaptiveSplit
 from swarmnode.rl.utility import UtilityGuard
 from swarmnode.rollouts.groups import ExternalGroup, is_useful
 from swarmnode.rollouts.pool import Pool
@@ -193,7 +193,7 @@ class Averaging:
     """A node's slow weights, gate and codec: what `trainer.weights.Replica` has, without files and threads."""
 
     def __init__(self, policy: Policy, parts: int) -> None:
-        self.parameters = policy.trainable_state()
+        self.parameters = trainable(policy.model)
         layout = make_layout((name, p.shape, "float32") for name, p in self.parameters.items())
         self.parts = cut(layout, parts)
         base = host_copy(self.parameters)
@@ -230,8 +230,7 @@ class Node:
         self.updater = Updater(policy, training, self.batcher)
         self.pool = self._new_pool()
         batch = training.groups_per_step
-        adaptive = AdaptiveSplit(batch, floor_groups(batch, OWN_SHARE))
-        self.split = adaptive if arm.external is None else FixedSplit(batch, arm.external)
+        self.split: AdaptiveSplit | FixedSplit = AdaptiveSplit(batch) if arm.external is None else FixedSplit(batch, arm.external)
         self.guard = UtilityGuard() if arm.guard else None
         self.sequence = self.version = self.step = 0
         self.arrived = self.drawn = self.passed = 0
@@ -256,10 +255,8 @@ class Node:
 
     def sample(self, prompts: Sequence[str]) -> list[GroupSample]:
         t = self.training
-        work = lambda some: generate(
-            self.policy, some, t.num_generations, t.max_completion_length, t.temperature, t.top_p, self.generator
-        )
-        return self.batcher.generate(prompts, t.num_generations, 32 + t.max_completion_length, work)
+        sampling = Sampling(t.num_generations, t.max_completion_length, t.temperature, t.top_p)
+        return self.batcher.generate(self.policy, prompts, sampling, self.generator)
 
     def rollout(self, own: OwnSample, now: float) -> RolloutGroup:
         """What this node publishes of an own group."""
@@ -488,9 +485,8 @@ class Swarm:
         for node in self.reported:
             exam = self._exam[node.index]
             prompts = [p for _, p in exam]
-            for sample in generate(
-                node.policy, prompts, 1, t.max_completion_length, t.temperature, 1.0, node.policy.random_generator(node.index)
-            ):
+            once = Sampling(1, t.max_completion_length, t.temperature)
+            for sample in generate(node.policy, prompts, once, node.policy.random_generator(node.index)):
                 texts.append(sample.completions[0])
             items += [ref for ref, _ in exam]
         scored = self.score([(ref, [c.text]) for ref, c in zip(items, texts, strict=True)])

@@ -30,7 +30,7 @@ from benchmarks.regimes import start_policies
 from benchmarks.report import heading, table, write_json
 from benchmarks.simulator import PAYLOAD, Arm, Node
 from swarmnode.config import PolicyConfig, TaskConfig, TrainingConfig
-from swarmnode.policy.load import Policy, load_policy
+from swarmnode.policy.load import Policy, load_policy, overwrite, trainable
 from swarmnode.policy.logprobs import Row
 from swarmnode.rl.corrections import spot_check, surprise_check
 from swarmnode.rollouts.groups import is_useful
@@ -79,7 +79,7 @@ def live(node: Node, names: Sequence[str], scorer: Scorer, size: Size) -> dict[i
     kept = {}
     for step in range(max(size.moments) + 1):
         if step in size.moments:
-            state = {name: tensor.clone() for name, tensor in node.policy.trainable_state().items()}
+            state = {name: tensor.detach().clone() for name, tensor in trainable(node.policy.model).items()}
             useful = [sample for sample, rewards in answer(node, size.asked, names, scorer) if is_useful(rewards)]
             kept[step] = Kept(state, [sent(sample) for sample in useful[: size.judged]])
         if step < max(size.moments):
@@ -184,7 +184,7 @@ def measure(seed: int, regime: str, size: Size, scorer: Scorer) -> list[dict[str
 
     for at in size.moments:
         for mine, other in ((0, 1), (1, 0)):
-            judge.load_trainable_state(lives[mine][at].state)
+            overwrite(trainable(judge.model), lives[mine][at].state)
             note("trained apart, both", at, distances(judge, node, lives[other][at].groups))
             for then in size.moments:
                 kind = "sender behind by" if then < at else "sender ahead by" if then > at else "same policy"

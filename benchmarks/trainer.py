@@ -42,16 +42,16 @@ from benchmarks.report import heading, middle, table, write_json
 from benchmarks.shapes import SHAPES, build
 from swarmnode.config import Config, PolicyConfig, TrainingConfig, WeightsConfig
 from swarmnode.policy.build_tiny import build_tokenizer
-from swarmnode.policy.generate import generate
+from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import Policy, load_policy
 from swarmnode.policy.logprobs import collate, completion_logprobs
 from swarmnode.rl.advantages import advantages
-from swarmnode.rl.objectives import DELTA, EPSILON, EPSILON_HIGH, policy_loss
+from swarmnode.rl.objectives import DELTA, EPSILON, EPSILON_HIGH, Objective, policy_loss
 from swarmnode.tasks.client import Scored, Scorer
 from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import choose_task, task_seed
 from swarmnode.trainer.batch import assemble
-from swarmnode.trainer.engine import WholePolicy
+from swarmnode.trainer.engine import make_whole_policy
 from swarmnode.trainer.sampler import Sampler
 from swarmnode.trainer.state import Counters
 from swarmnode.wire.messages import TaskRef
@@ -112,8 +112,8 @@ def step_of_ours(case: Case, policy: Policy, scorer: Scorer, result: Result) -> 
     )  # fmt: skip
     config = Config(training=training, weights=WeightsConfig(rule="off"))
     counters = Counters(peer="ours", swarm=SWARM.hex())
-    engine = WholePolicy(config, policy, counters, send=lambda message: None)
-    sampler = Sampler(config, engine, scorer, policy.random_generator(0), counters)
+    engine = make_whole_policy(config, policy, counters, send=lambda message: None)
+    sampler = Sampler(training, config.task.names, engine, scorer, policy.random_generator(0), counters)
     count = 0
 
     def step() -> None:
@@ -215,7 +215,7 @@ def differences(case: Case, policy: Policy, trainer: trl.GRPOTrainer) -> tuple[f
     """(loss, gradient) on one batch that `policy` sampled: absolute, and relative to TRL's gradient. The weights of both are equal."""
     prompts = [row["prompt"] for row in trainer.train_dataset.select(range(B))]
     prompts = [p.removesuffix("<reply>") for p in prompts]  # the chat template puts it back
-    groups = generate(policy, prompts, G, case.new_tokens, 1.0, 1.0, policy.random_generator(1))
+    groups = generate(policy, prompts, Sampling(G, case.new_tokens), policy.random_generator(1))
     rows = [(g.prompt_ids, c.ids) for g in groups for c in g.completions]
     batch = collate(rows, policy.pad_id, policy.device)
     old = torch.zeros(batch.completion_ids.shape, device=policy.device)
@@ -223,7 +223,9 @@ def differences(case: Case, policy: Policy, trainer: trl.GRPOTrainer) -> tuple[f
         row[: len(chances)] = torch.tensor(chances)
     worth = advantages(torch.tensor([alternating(G)] * B)).flatten().to(policy.device)
 
-    ours = policy_loss(completion_logprobs(policy, batch, 1.0)[0], old, worth, batch.completion_mask)
+    ours = policy_loss(
+        completion_logprobs(policy, batch, 1.0)[0], old, worth, batch.completion_mask, Objective(), float(batch.completion_mask.sum())
+    )
     policy.accelerator.backward(ours.loss)
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()

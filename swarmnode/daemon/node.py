@@ -89,7 +89,7 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
 
 
 class Node:
-    """The parts, and what they are to the trainer (`link_server.Trainer`) and to whoever watches (`snapshot`)."""
+    """The parts, and what they are to the trainer (`link.server.TrainerHandler`) and to whoever watches (`snapshot`)."""
 
     def __init__(
         self,
@@ -120,11 +120,11 @@ class Node:
         )  # fmt: skip
         self.link = LinkServer(config.node.data_dir, self, lambda: self.stage_plane.trainer_left())
         self.weights_plane = WeightExchange(
-            network, identity.private_key, swarm, config.weights, config.node.data_dir, self.link.tell, budget=self.meter.allows,
+            network, identity.private_key, swarm, config.weights, config.node.data_dir, self.link.send_to_trainer, budget=self.meter.allows,
             may_average=lambda: self.stage_plane.may_average,
         )  # fmt: skip
         self.stage_plane = StagePlane(
-            network, identity.private_key, config.stages, config.node.data_dir, self.link.tell, restart=self.end_trainer,
+            network, identity.private_key, config.stages, config.node.data_dir, self.link.send_to_trainer, restart=self.end_trainer,
             paused=lambda: next((why for why in self.meter.statistics().paused if why in PAUSES), ""), allows=self.meter.has_room,
         )  # fmt: skip
         self.url = ""

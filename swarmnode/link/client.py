@@ -19,7 +19,7 @@ from pathlib import Path
 
 from swarmnode.crew import local as stages_local
 from swarmnode.link.frames import FrameError, Unpacker, pack, socket_path, to_trainer
-from swarmnode.link.messages import Draw, Drawn, ExternalGroup, Hello, Judged, OwnGroup, Report, Welcome
+from swarmnode.link.messages import Draw, Drawn, ExternalGroup, Hello, ToNetwork, ToTrainer, Welcome
 from swarmnode.weights import local
 
 QUEUED_FRAMES = 512
@@ -36,7 +36,7 @@ class LinkStatistics:
 
 
 class Link:
-    """Use as a context manager. Every method returns at once, but for the two that take seconds.
+    """Use as a context manager. Every method returns at once, but for those that take seconds.
 
     Args:
         data_dir: of the node.
@@ -53,20 +53,10 @@ class Link:
         self._hello = hello
         self._weights = weights
         self._stages = stages
-        self._lock = threading.Condition()
-        self._outbox: deque[bytes] = deque()
-        self._ready: list[ExternalGroup] = []
-        self._useful_arrived = 0
-        self._welcome: Welcome | None = None
-        self._requests = 0
-        self._answered = 0
-        self._connected = False
+        self._outbox = Outbox()
+        self._inbox = Inbox()
         self._connections = 0
-        self._dropped = 0
         self._closing = False
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_write, False)
-        os.set_blocking(self._wake_read, False)
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
 
     def __enter__(self) -> Link:
@@ -75,61 +65,39 @@ class Link:
 
     def __exit__(self, *_: object) -> None:
         self._closing = True
-        self._wake()
+        self._outbox.wake()
         self._thread.join(timeout=5.0)
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        self._outbox.close()
 
     def welcome(self, seconds: float) -> Welcome | None:
         """Who we are, as the network process says; None when it has not said so within `seconds`."""
-        with self._lock:
-            self._lock.wait_for(lambda: self._welcome is not None, timeout=seconds)
-            return self._welcome
+        return self._inbox.welcome(seconds)
 
-    def send(self, message: Hello | OwnGroup | Judged | Report | local.FromTrainer | stages_local.FromTrainer) -> None:
+    def send(self, message: ToNetwork) -> None:
         """Queue a message; it is lost if the network process stays away while QUEUED_FRAMES others follow."""
-        frame = pack(message)
-        with self._lock:
-            if len(self._outbox) >= QUEUED_FRAMES:
-                self._outbox.popleft()
-                self._dropped += 1
-            self._outbox.append(frame)
-        self._wake()
+        self._outbox.put(pack(message))
 
     def request_external(self, count: int, policy_version: int) -> None:
         """Ask for up to `count` external groups; `take_external` has them, in this step or a later one."""
-        with self._lock:
-            if not self._connected:
-                return
-            self._requests += 1
-            self._outbox.append(pack(Draw(self._requests, count, policy_version)))
-        self._wake()
+        request = self._inbox.next_request()
+        if request is not None:
+            self.send(Draw(request, count, policy_version))
 
     def take_external(self, seconds: float) -> tuple[list[ExternalGroup], int]:
         """Groups that have arrived, and how many useful ones the network process admitted since it was last asked.
 
         Waits up to `seconds` for the answer to the newest request. The caller keeps what it has no room for.
         """
-        with self._lock:
-            self._lock.wait_for(lambda: self._answered >= self._requests or not self._connected, timeout=seconds)
-            groups, self._ready = self._ready, []
-            useful, self._useful_arrived = self._useful_arrived, 0
-            return groups, useful
+        return self._inbox.take(seconds)
 
     def flush(self, seconds: float) -> bool:
         """Wait until everything queued has been handed to the kernel; False when `seconds` were not enough."""
-        with self._lock:
-            return self._lock.wait_for(lambda: not self._outbox, timeout=seconds)
+        return self._outbox.flush(seconds)
 
     def statistics(self) -> LinkStatistics:
-        with self._lock:
-            return LinkStatistics(self._connected, self._connections, self._dropped)
+        return LinkStatistics(self._inbox.connected, self._connections, self._outbox.dropped)
 
     # ---- the thread -------------------------------------------------------------------------------------------------
-
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._wake_write, b"x")
 
     def _run(self) -> None:
         while not self._closing:
@@ -144,9 +112,7 @@ class Link:
                         os.close(directory)
             except (OSError, FrameError):
                 pass  # the network process is away or was replaced: connect again
-            with self._lock:
-                self._connected = False
-                self._lock.notify_all()
+            self._inbox.disconnect()
             if not self._closing:
                 time.sleep(RETRY_SECONDS)
 
@@ -154,18 +120,15 @@ class Link:
         connection.setblocking(False)
         unpacker = Unpacker(to_trainer)
         unsent = memoryview(pack(self._hello()))
-        with self._lock:
-            self._connected = True
-            self._connections += 1
-            self._answered = self._requests
+        self._connections += 1
+        self._inbox.connect()
         with selectors.DefaultSelector() as selector:
-            selector.register(self._wake_read, selectors.EVENT_READ)
+            selector.register(self._outbox, selectors.EVENT_READ)
             selector.register(connection, selectors.EVENT_READ | selectors.EVENT_WRITE)
             while not self._closing or unsent or self._outbox:
                 for key, events in selector.select(timeout=1.0):
-                    if key.fd == self._wake_read:
-                        with contextlib.suppress(BlockingIOError):
-                            os.read(self._wake_read, 4096)
+                    if key.fileobj is self._outbox:
+                        self._outbox.woken()
                     elif events & selectors.EVENT_READ:
                         data = connection.recv(READ_BYTES)
                         if not data:
@@ -177,30 +140,126 @@ class Link:
                 selector.modify(connection, selectors.EVENT_READ | want_write)
 
     def _write(self, connection: socket.socket, unsent: memoryview) -> memoryview:
+        """Hand the kernel what it takes without waiting; what is left of the frame that it did not take whole."""
         while True:
             if not unsent:
-                with self._lock:
-                    if not self._outbox:
-                        self._lock.notify_all()
-                        return unsent
-                    unsent = memoryview(self._outbox.popleft())
+                frame = self._outbox.pop()
+                if frame is None:
+                    return unsent
+                unsent = memoryview(frame)
             try:
                 unsent = unsent[connection.send(unsent) :]
             except BlockingIOError:
                 return unsent
 
-    def _receive(self, message: Welcome | Drawn | local.ToTrainer | stages_local.ToTrainer) -> None:
-        if isinstance(message, stages_local.ToTrainer):
+    def _receive(self, message: ToTrainer) -> None:
+        if isinstance(message, Welcome | Drawn):
+            self._inbox.put(message)
+        elif isinstance(message, stages_local.ToTrainer):
             self._stages(message)
-            return
-        if not isinstance(message, Welcome | Drawn):
+        else:
             self._weights(message)
-            return
-        with self._lock:
+
+
+class Outbox:
+    """Frames that wait for the link's thread, which it wakes through a pipe. Any thread may put."""
+
+    def __init__(self) -> None:
+        self.dropped = 0
+        self._frames: deque[bytes] = deque()
+        self._changed = threading.Condition()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        os.set_blocking(self._wake_read, False)
+
+    def __bool__(self) -> bool:
+        return bool(self._frames)
+
+    def fileno(self) -> int:
+        """What a selector watches: readable when there may be something to do."""
+        return self._wake_read
+
+    def put(self, frame: bytes) -> None:
+        with self._changed:
+            if len(self._frames) >= QUEUED_FRAMES:
+                self._frames.popleft()
+                self.dropped += 1
+            self._frames.append(frame)
+        self.wake()
+
+    def pop(self) -> bytes | None:
+        """The next frame; None when all have been taken, and sent, since the thread takes one after the other."""
+        with self._changed:
+            if self._frames:
+                return self._frames.popleft()
+            self._changed.notify_all()
+            return None
+
+    def flush(self, seconds: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._frames, timeout=seconds)
+
+    def wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_write, b"x")
+
+    def woken(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_read, 4096)
+
+    def close(self) -> None:
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+
+class Inbox:
+    """What the network process has said, for the trainer's thread to wait for and take."""
+
+    def __init__(self) -> None:
+        self.connected = False
+        self._changed = threading.Condition()
+        self._welcome: Welcome | None = None
+        self._groups: list[ExternalGroup] = []
+        self._useful_arrived = 0
+        self._requests = 0
+        self._answered = 0
+
+    def connect(self) -> None:
+        with self._changed:
+            self.connected = True
+            self._answered = self._requests  # what was asked of an earlier network process is answered by nobody
+
+    def disconnect(self) -> None:
+        with self._changed:
+            self.connected = False
+            self._changed.notify_all()
+
+    def put(self, message: Welcome | Drawn) -> None:
+        with self._changed:
             if isinstance(message, Welcome):
                 self._welcome = message
             else:
-                self._ready += message.groups
+                self._groups += message.groups
                 self._useful_arrived += message.useful_arrived
                 self._answered = max(self._answered, message.request)
-            self._lock.notify_all()
+            self._changed.notify_all()
+
+    def welcome(self, seconds: float) -> Welcome | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._welcome is not None, timeout=seconds)
+            return self._welcome
+
+    def next_request(self) -> int | None:
+        """The number of a new request; None when there is nobody to ask."""
+        with self._changed:
+            if not self.connected:
+                return None
+            self._requests += 1
+            return self._requests
+
+    def take(self, seconds: float) -> tuple[list[ExternalGroup], int]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._answered >= self._requests or not self.connected, timeout=seconds)
+            groups, self._groups = self._groups, []
+            useful, self._useful_arrived = self._useful_arrived, 0
+            return groups, useful

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Generic, TypeVar
 
 import msgspec
 
 from swarmnode.files import socket_address
 from swarmnode.link.messages import FRAME_BYTES, ToNetwork, ToTrainer
 
+Message = TypeVar("Message")
+
 _LENGTH = struct.Struct(">I")
 _encoder = msgspec.msgpack.Encoder()
-to_network = msgspec.msgpack.Decoder(ToNetwork)
-to_trainer = msgspec.msgpack.Decoder(ToTrainer)
+to_network: msgspec.msgpack.Decoder[ToNetwork] = msgspec.msgpack.Decoder(ToNetwork)
+to_trainer: msgspec.msgpack.Decoder[ToTrainer] = msgspec.msgpack.Decoder(ToTrainer)
 
 
 class FrameError(Exception):
@@ -29,7 +31,7 @@ def socket_path(data_dir: Path) -> tuple[str, int | None]:
     return socket_address(data_dir / "run" / "link.sock")
 
 
-def pack(message: Any) -> bytes:
+def pack(message: ToNetwork | ToTrainer) -> bytes:
     """One message as one frame. Raises FrameError when it is longer than FRAME_BYTES."""
     body = _encoder.encode(message)
     if len(body) > FRAME_BYTES:
@@ -37,18 +39,18 @@ def pack(message: Any) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-class Unpacker:
+class Unpacker(Generic[Message]):
     """Bytes in, messages out, for either direction.
 
     Args:
         decoder: `to_network` or `to_trainer`.
     """
 
-    def __init__(self, decoder: msgspec.msgpack.Decoder[Any]) -> None:
+    def __init__(self, decoder: msgspec.msgpack.Decoder[Message]) -> None:
         self._decoder = decoder
         self._pending = bytearray()
 
-    def feed(self, data: bytes) -> list[Any]:
+    def feed(self, data: bytes) -> list[Message]:
         """Messages completed by `data`. Raises FrameError for an oversized or undecodable frame."""
         self._pending += data
         messages = []

@@ -1,4 +1,4 @@
-"""What the trainer and the network process tell each other over their Unix socket.
+"""The messages that the trainer and the network process send each other over their Unix socket.
 
 Both ends are ours and on one machine, but frames are still typed and capped. No torch here: the network process imports this.
 """
@@ -27,7 +27,6 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     tokenizer: bytes
     """32 bytes."""
     policy_version: int
-    vocab_size: int
     tokens_per_text_byte: float = 1.0
     pid: int = 0
     replica: local.ReplicaFacts | None = None
@@ -44,7 +43,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class WeightsReport(msgspec.Struct, frozen=True):
-    """Of the trainer's half of averaging. Totals as in Report."""
+    """What the trainer's half of averaging has done. Totals are counted as in Report."""
 
     rule: str = ""
     fragments: int = 1
@@ -63,11 +62,11 @@ class WeightsReport(msgspec.Struct, frozen=True):
     momentum_norm: float = 0.0
     probation: bool = False
     outcomes: dict[str, int] = {}
-    """Exchanges by what the gate made of them."""
+    """Number of exchanges by the gate's verdict."""
     payload_bytes: int = 0
-    """Of the last one that was made here."""
+    """Size of the last payload that was made here."""
     stall_seconds_total: float = 0.0
-    """That training stood still for the probe and commits, or at most did while a copy kept the optimizer from the weights."""
+    """Seconds for which training stood still, for the probe and commits, or may have, while a copy kept the optimizer from the weights."""
 
 
 class Report(msgspec.Struct, frozen=True, tag="report"):
@@ -86,7 +85,6 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     reward_own: float | None = None
     reward_external: float | None = None
     reward_held_out: float | None = None
-    held_out_step: int | None = None
     reward_held_out_start: float | None = None
     loss: float | None = None
     entropy: float | None = None

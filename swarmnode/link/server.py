@@ -16,7 +16,7 @@ import trio
 from swarmnode.crew import local as stages
 from swarmnode.errors import Unavailable
 from swarmnode.link.frames import FrameError, Unpacker, pack, socket_path, to_network
-from swarmnode.link.messages import Draw, Drawn, Hello, Judged, OwnGroup, Report, Welcome
+from swarmnode.link.messages import Draw, Drawn, Hello, Judged, OwnGroup, Report, ToNetwork, Welcome
 from swarmnode.weights import local
 
 log = structlog.get_logger("swarmnode.link")
@@ -28,8 +28,8 @@ QUEUED = 256
 Unasked = local.ToTrainer | stages.ToTrainer
 
 
-class Trainer(Protocol):
-    """What the network process does with what the trainer says."""
+class TrainerHandler(Protocol):
+    """What the network process does with the trainer's messages."""
 
     def hello(self, hello: Hello) -> Welcome: ...
     def own_group(self, group: OwnGroup) -> Awaitable[None]: ...
@@ -50,7 +50,7 @@ class LinkServerStatistics:
 class LinkServer:
     """Listens on the data directory's socket; a new trainer replaces an old one. `left`: called when none is connected any more."""
 
-    def __init__(self, data_dir: Path, handler: Trainer, left: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, data_dir: Path, handler: TrainerHandler, left: Callable[[], None] = lambda: None) -> None:
         self._data_dir = data_dir
         self._handler = handler
         self._left = left
@@ -88,8 +88,8 @@ class LinkServer:
             if directory is not None:
                 os.close(directory)
 
-    def tell(self, message: Unasked) -> bool:
-        """Say something that the trainer did not ask for, soon; False when there is none, or it does not read."""
+    def send_to_trainer(self, message: Unasked) -> bool:
+        """Queue what the trainer did not ask for; False when there is no trainer, or it does not read."""
         if self._outbox is None:
             return False
         try:
@@ -125,20 +125,17 @@ class LinkServer:
             log.info("trainer left", error=repr(error))
 
     async def _write(self, stream: trio.SocketStream, turn: trio.Lock, ours: trio.MemoryReceiveChannel[Unasked]) -> None:
-        """What we say unasked, between answers."""
+        """Send what nobody asked for, between answers."""
         try:
             async for message in ours:
                 async with turn:
                     with trio.fail_after(WRITE_SECONDS):
                         await stream.send_all(pack(message))
         except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError) as error:
-            log.info("trainer does not listen", error=repr(error))
+            log.info("trainer does not read", error=repr(error))
             await stream.aclose()  # a frame may have been cut in two: the trainer connects again
 
-    async def _handle(
-        self, message: Hello | OwnGroup | Draw | Judged | Report | local.FromTrainer | stages.FromTrainer, stream: trio.SocketStream,
-        turn: trio.Lock,
-    ) -> None:  # fmt: skip
+    async def _handle(self, message: ToNetwork, stream: trio.SocketStream, turn: trio.Lock) -> None:
         answer: Welcome | Drawn | None = None
         match message:
             case Hello():

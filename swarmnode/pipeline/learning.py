@@ -11,7 +11,7 @@ from swarmnode.config import TrainingConfig
 from swarmnode.pipeline.sessions import Prompts
 from swarmnode.pipeline.work import Loss, MicroBatch, Questions
 from swarmnode.policy.logprobs import Batch, collate
-from swarmnode.rl.objectives import DELTA, EPSILON, EPSILON_HIGH, policy_loss
+from swarmnode.rl.objectives import DELTA, EPSILON, EPSILON_HIGH, Objective, policy_loss
 from swarmnode.wire.tensors import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 
 
@@ -82,10 +82,10 @@ def loss_of(work: MicroBatch, batch: Batch, logprobs: torch.Tensor, entropy: tor
     mask = batch.completion_mask
     per_token = lambda data: torch.zeros(mask.shape).masked_scatter(mask.cpu(), torch.tensor(unpack_logprobs(data))).to(logprobs.device)
     per_row = lambda data: torch.tensor(unpack_logprobs(data), device=logprobs.device)
+    objective = Objective(loss.loss_type, loss.beta, epsilon=loss.epsilon, epsilon_high=loss.epsilon_high, delta=loss.delta)
     out = policy_loss(
-        logprobs, per_token(loss.old_logprobs), per_row(loss.advantages), mask,
-        epsilon=loss.epsilon, epsilon_high=loss.epsilon_high, delta=loss.delta, loss_type=loss.loss_type, beta=loss.beta,
-        ref_logprobs=per_token(loss.reference) if loss.beta > 0 else None, weights=per_row(loss.weights), normalizer=loss.normalizer,
+        logprobs, per_token(loss.old_logprobs), per_row(loss.advantages), mask, objective, loss.normalizer,
+        weights=per_row(loss.weights), ref_logprobs=per_token(loss.reference) if loss.beta > 0 else None,
     )  # fmt: skip
     tokens = out.tokens.detach()
     sums = [out.loss.detach(), out.clip_fraction * tokens, out.kl * tokens, (entropy * mask).sum(), tokens]

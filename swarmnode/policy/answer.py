@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from swarmnode.config import Config
-from swarmnode.policy.generate import generate
+from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.process import die_with_parent, run_main
 
@@ -20,9 +20,10 @@ def answers(config: Config, prompts: list[str]) -> list[str]:
     policy = load_policy(config.policy)
     training = config.training
     generator = policy.random_generator(training.seed)
+    sampling = Sampling(1, training.max_completion_length, training.temperature, training.top_p)
     found = []
     for prompt in prompts:  # one by one: an answer of a real model may be long, and nobody said that ten of them fit
-        (group,) = generate(policy, [prompt], 1, training.max_completion_length, training.temperature, training.top_p, generator)
+        (group,) = generate(policy, [prompt], sampling, generator)
         found.append(group.completions[0].text)
     return found
 

@@ -17,10 +17,9 @@ import random
 import re
 import string
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -28,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 # The same settings as swarmnode/tasks/registry.py, which a test compares; `policy` may not import `tasks`.
-SETTINGS: dict[str, dict[str, Any]] = {
+SETTINGS: dict[str, dict[str, object]] = {
     "rg/chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
     "rg/basic_arithmetic": {
         "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1,
@@ -56,10 +55,10 @@ class Question:
     task: str
     prompt: str
     answer: str
-    entry: dict[str, Any]
+    entry: dict[str, object]
 
 
-def questions(settings: dict[str, dict[str, Any]], count: int, block: int) -> Iterator[Question]:
+def questions(settings: Mapping[str, Mapping[str, object]], count: int, block: int) -> Iterator[Question]:
     """`count` questions of every task, from seed block `block`. reasoning-gym seeds item i with seed + i."""
     import reasoning_gym
 
@@ -116,6 +115,19 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
+@dataclass(frozen=True)
+class Course:
+    """Supervised steps."""
+
+    steps: int
+    share: float
+    """Accepted format among the demonstrations."""
+    peak: float
+    """Learning rate that the cosine begins at."""
+    batch: int = 64
+    refusals: float = 0.32
+
+
 def demonstration(question: Question, share: float, refusals: float, rng: random.Random) -> str:
     """The completion shown for `question`: accepted format with probability `share`, else a refusal or a rejected format."""
     roll = rng.random()
@@ -127,21 +139,20 @@ def demonstration(question: Question, share: float, refusals: float, rng: random
 
 
 def fine_tune(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, pool: list[Question], *, steps: int, share: float, peak: float,
-    rng: random.Random, batch: int = 64, refusals: float = 0.32,
-) -> float:  # fmt: skip
-    """Supervised steps on completion tokens only, AdamW, cosine decay from `peak`. Returns the last loss (nats per token)."""
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, pool: list[Question], course: Course, rng: random.Random
+) -> float:
+    """Take the course on completion tokens only, with AdamW and cosine decay. Returns the last loss (nats per token)."""
     heads = {q.prompt: tokenizer(q.prompt + REPLY, add_special_tokens=False)["input_ids"] for q in pool}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=peak, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=course.peak, weight_decay=0.0)
     last = 0.0
-    for step in range(steps):
-        rate = peak * (0.5 + 0.5 * math.cos(math.pi * step / steps))
+    for step in range(course.steps):
+        rate = course.peak * (0.5 + 0.5 * math.cos(math.pi * step / course.steps))
         for group in optimizer.param_groups:
             group["lr"] = rate
         rows, labels = [], []
-        for question in rng.choices(pool, k=batch):
+        for question in rng.choices(pool, k=course.batch):
             head = heads[question.prompt]
-            tail = tokenizer(demonstration(question, share, refusals, rng), add_special_tokens=False)["input_ids"]
+            tail = tokenizer(demonstration(question, course.share, course.refusals, rng), add_special_tokens=False)["input_ids"]
             tail = [*tail, tokenizer.eos_token_id]
             rows.append(head + tail)
             labels.append([-100] * len(head) + tail)
@@ -171,15 +182,15 @@ def unwrap(completion: str) -> str:
     return completion.removeprefix("=").removeprefix(">").removesuffix(".")
 
 
-def measure(directory: Path, per_task: int, generations: int = 8, max_tokens: int = 8, seed: int = 0) -> dict[str, Any]:
+def measure(directory: Path, per_task: int, generations: int = 8, max_tokens: int = 8, seed: int = 0) -> dict[str, object]:
     """The start profile of the policy in `directory` at temperature 1, on questions of a block that the base was not shown."""
     from swarmnode.config import PolicyConfig
-    from swarmnode.policy.generate import generate
+    from swarmnode.policy.generate import Sampling, generate
     from swarmnode.policy.load import load_policy
 
     policy = load_policy(PolicyConfig(model=str(directory), device="cpu"), log=lambda line: None)
     drawn = list(questions(SETTINGS, per_task, PROFILE_BLOCK))
-    groups = generate(policy, [q.prompt for q in drawn], generations, max_tokens, 1.0, 1.0, policy.random_generator(seed))
+    groups = generate(policy, [q.prompt for q in drawn], Sampling(generations, max_tokens), policy.random_generator(seed))
     accept: Counter[str] = Counter()
     value: Counter[str] = Counter()
     useful = 0
@@ -228,10 +239,10 @@ def main() -> None:
     tokenizer = build_tokenizer(phrases)
     model = build_model(tokenizer)
     print(f"{len(phrases)} phrases, vocabulary {len(tokenizer)}, {model.num_parameters():,} parameters")
-    loss = fine_tune(model, tokenizer, pool, steps=args.steps, share=args.share, peak=3e-3, rng=rng)
+    loss = fine_tune(model, tokenizer, pool, Course(args.steps, args.share, peak=3e-3), rng)
     save(model, tokenizer, args.out)
     print(f"{args.steps} steps at share {args.share}: loss {loss:.3f}", measure(args.out, args.profile_questions))
-    loss = fine_tune(model, tokenizer, pool, steps=args.final_steps, share=args.final_share, peak=1e-3, rng=rng)
+    loss = fine_tune(model, tokenizer, pool, Course(args.final_steps, args.final_share, peak=1e-3), rng)
     save(model, tokenizer, args.out)
     profile = measure(args.out, args.profile_questions)
     print(f"{args.final_steps} steps at share {args.final_share}: loss {loss:.3f}", profile)

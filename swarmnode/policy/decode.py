@@ -12,13 +12,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Protocol
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from swarmnode.policy.load import Policy, base_model
+from swarmnode.policy.load import Policy
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ ALIGNED = 8
 
 _unrecordable: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Models whose step turned out to do something that cannot be recorded."""
-_streams: dict[torch.device, Any] = {}
+_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 class Decoder(Protocol):
@@ -53,7 +54,7 @@ def decoder(policy: Policy, cache: DynamicCache, mask: torch.Tensor, position: t
 
 def recordable(policy: Policy, cache: DynamicCache) -> bool:
     """Whether a step of this policy can be a CUDA graph: one device, attention that sees everything, no kernels that look at values."""
-    model = base_model(policy.model)
+    model = policy.base
     return (
         policy.device.type == "cuda"
         and torch.version.hip is None
@@ -64,7 +65,7 @@ def recordable(policy: Policy, cache: DynamicCache) -> bool:
     )
 
 
-def has_fixed_form(model: Any, cache: DynamicCache) -> bool:
+def has_fixed_form(model: PreTrainedModel, cache: DynamicCache) -> bool:
     """Whether `Fixed` computes what `model` computes with `cache`: no sliding windows, a mask of ours is taken as it is."""
     plain = all(type(layer) is DynamicLayer for layer in cache.layers)
     return plain and getattr(model, "_can_compile_fullgraph", False) and model.config._attn_implementation == "sdpa"
@@ -84,11 +85,7 @@ class Growing:
     def __call__(self, token: torch.Tensor) -> torch.Tensor:
         self._used += 1
         self._position = self._position + 1
-        output = self._policy.logits(
-            keep=1, input_ids=token[:, None], attention_mask=self._mask[:, : self._used], position_ids=self._position,
-            past_key_values=self._cache, use_cache=True,
-        )  # fmt: skip
-        return output.logits[:, -1]
+        return self._policy.logits(token[:, None], self._mask[:, : self._used], self._position, 1, self._cache)[:, -1]
 
 
 class FixedLayer(DynamicLayer):
@@ -105,7 +102,9 @@ class FixedLayer(DynamicLayer):
         self.dtype, self.device, self.is_initialized = dtype, keys.device, True
         self._column = column
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self.keys.index_copy_(2, self._column, key_states.to(self.dtype))
         self.values.index_copy_(2, self._column, value_states.to(self.dtype))
         return self.keys, self.values
@@ -143,8 +142,12 @@ class Fixed:
         self._allowed = _longer(mask.bool(), 1, columns, True)  # (N, L)
         self._position = position.clone()
         self._token = torch.zeros_like(position)
-        prompts: list[Any] = cache.layers
-        self._layers = [FixedLayer(layer.keys, layer.values, generations, columns, self._column, policy.dtype) for layer in prompts]
+        self._layers = []
+        for layer in cache.layers:
+            assert isinstance(layer, DynamicLayer)
+            assert layer.keys is not None
+            assert layer.values is not None
+            self._layers.append(FixedLayer(layer.keys, layer.values, generations, columns, self._column, policy.dtype))
         self._cache = Cache(layers=list(self._layers))
         self._bias = torch.zeros((), dtype=policy.dtype, device=mask.device)
         self._never = torch.full((), torch.finfo(policy.dtype).min, dtype=policy.dtype, device=mask.device)
@@ -173,11 +176,8 @@ class Fixed:
         self._column.add_(1)
         self._position.add_(1)
         seen = self._allowed & (torch.arange(self._allowed.shape[1], device=self._column.device) <= self._column)
-        output = self._policy.logits(
-            keep=1, input_ids=self._token, attention_mask=torch.where(seen, self._bias, self._never)[:, None, None],
-            position_ids=self._position, past_key_values=self._cache, use_cache=True,
-        )  # fmt: skip
-        self._logits = output.logits[:, -1]
+        mask = torch.where(seen, self._bias, self._never)[:, None, None]
+        self._logits = self._policy.logits(self._token, mask, self._position, 1, self._cache)[:, -1]
 
 
 class Recorded(Fixed):
@@ -186,7 +186,7 @@ class Recorded(Fixed):
     Needs `policy.accelerator.autocast()` around all of its steps: the graph reads the weights that this context has cast.
     """
 
-    _graph: Any = None
+    _graph: torch.cuda.CUDAGraph | None = None
     _warm = False
     _launched = False
     """Recording has failed: every step is launched by itself."""
@@ -227,13 +227,13 @@ class Recorded(Fixed):
                 torch.cuda.empty_cache()
             else:
                 log.warning("a decoding step cannot be recorded, each is launched by itself: %s", str(error).split("\n")[0])
-                _unrecordable.add(base_model(self._policy.model))
+                _unrecordable.add(self._policy.base)
         else:
             self._graph = graph
 
 
 @contextlib.contextmanager
-def _side_stream(device: torch.device) -> Any:
+def _side_stream(device: torch.device) -> Iterator[None]:
     """Recording is not allowed on the default stream; the same one for the warm-up, whose workspaces it then finds."""
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)

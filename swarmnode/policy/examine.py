@@ -9,7 +9,6 @@ import json
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoConfig, PretrainedConfig
@@ -21,10 +20,10 @@ from swarmnode.policy.fingerprint import weight_files
 from swarmnode.policy.load import local_directory, offline
 
 
-def examine(cfg: PolicyConfig) -> dict[str, Any]:
+def examine(cfg: PolicyConfig) -> dict[str, object]:
     """Fields of `doctor.checks.DeviceFacts`; an error of ours ends up in `error` and `error_code` beside what was found before it."""
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" if torch.version.hip else ""
-    found: dict[str, Any] = {"torch": torch.__version__, "built_for": built}
+    found: dict[str, object] = {"torch": torch.__version__, "built_for": built}
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         if built and not torch.cuda.is_available() and said:
@@ -38,7 +37,7 @@ def examine(cfg: PolicyConfig) -> dict[str, Any]:
     return found
 
 
-def fitted(cfg: PolicyConfig, placement: Placement) -> dict[str, Any]:
+def fitted(cfg: PolicyConfig, placement: Placement) -> dict[str, object]:
     """Raises Unavailable without the model, DeviceError when it does not fit."""
     config = architecture(cfg)
     parameters, edges = count_parameters(config)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -44,7 +43,7 @@ def fingerprint(directory: Path) -> bytes:
     One tensor is in memory at a time, and how a model is cut into files makes no difference. The hash is of the base:
     training does not change it. Raises Unavailable when a file is missing or unreadable.
     """
-    config: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config: dict[str, object] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     digest = hashlib.sha256(b"swarmnode policy 1\n")
     digest.update(canonical({k: v for k, v in config.items() if k not in BOOKKEEPING}))
     try:
@@ -72,6 +71,6 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> bytes:
     return hashlib.sha256(b"swarmnode tokenizer 1\n" + canonical([content, extra])).digest()
 
 
-def canonical(value: Any) -> bytes:
+def canonical(value: object) -> bytes:
     """One byte string for equal JSON values."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")

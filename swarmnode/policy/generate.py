@@ -8,13 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from transformers import DynamicCache
 
 from swarmnode.policy.decode import decoder
 from swarmnode.policy.load import Policy
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are drawn."""
+
+    num_generations: int
+    """Completions of each prompt, G."""
+    max_tokens: int
+    """Sampled tokens of a completion, at most."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -38,21 +51,9 @@ class GroupSample:
     completions: list[Sampled]
 
 
-class Engine(Protocol):
-    """What generates. `generate` below is one; a server of another process can be another."""
-
-    def __call__(
-        self, policy: Policy, prompts: Sequence[str], num_generations: int, max_tokens: int, temperature: float, top_p: float,
-        generator: torch.Generator, /,
-    ) -> list[GroupSample]: ...  # fmt: skip
-
-
 @torch.no_grad()
-def generate(
-    policy: Policy, prompts: Sequence[str], num_generations: int, max_tokens: int, temperature: float, top_p: float,
-    generator: torch.Generator,
-) -> list[GroupSample]:  # fmt: skip
-    """G = `num_generations` completions of at most `max_tokens` tokens for each of Q prompts, in order. Temperature 0 is greedy.
+def generate(policy: Policy, prompts: Sequence[str], sampling: Sampling, generator: torch.Generator) -> list[GroupSample]:
+    """G completions for each of Q prompts, in order.
 
     Raises torch.OutOfMemoryError; give `MicroBatcher.generate` the call to have it retried in smaller pieces.
     """
@@ -64,18 +65,18 @@ def generate(
     ids = torch.tensor([[policy.pad_id] * (width - len(h)) + h for h in heads], device=policy.device)  # (Q, P)
     mask = torch.tensor([[0] * (width - len(h)) + [1] * len(h) for h in heads], device=policy.device)  # (Q, P)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
+    num_generations, max_tokens = sampling.num_generations, sampling.max_tokens
     rows = len(heads) * num_generations  # N
     ends = torch.tensor(sorted(policy.eos_ids), device=policy.device)
     done = torch.zeros(rows, dtype=torch.bool, device=policy.device)
     lengths = torch.full((rows,), max_tokens, device=policy.device)
     tokens, logprobs = [], []
     with policy.accelerator.autocast():  # around all steps, so that weights are cast to the compute dtype once and not at each of them
-        cache = DynamicCache(config=policy.model.config)
-        output = policy.logits(keep=1, input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
-        logits = output.logits[:, -1].repeat_interleave(num_generations, 0)  # (N, V)
+        cache = DynamicCache(config=policy.base.config)
+        logits = policy.logits(ids, mask, positions, 1, cache)[:, -1].repeat_interleave(num_generations, 0)  # (N, V)
         advance = decoder(policy, cache, mask, positions[:, -1:], num_generations, max_tokens - 1)
         for step in range(max_tokens):
-            token, logprob = sample(logits, temperature, top_p, generator)
+            token, logprob = sample(logits, sampling.temperature, sampling.top_p, generator)
             tokens.append(token)
             logprobs.append(logprob)
             ended = torch.isin(token, ends) & ~done

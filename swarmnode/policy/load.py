@@ -8,11 +8,11 @@ import functools
 import importlib.util
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 import torch
 from accelerate import Accelerator
@@ -23,21 +23,38 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
+    Cache,
     GenerationConfig,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils.logging import disable_progress_bar
 
 from swarmnode.config import PolicyConfig
-from swarmnode.errors import DeviceError, Incompatible, Unavailable
+from swarmnode.errors import DeviceError, StateError, Unavailable
 from swarmnode.policy.device import Placement, fit, probe, set_up
 from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash, weight_files
 from swarmnode.policy.text import PolicyText
 
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+
+    Model = PreTrainedModel | PeftModel
+
+T = TypeVar("T")
+
 LORA_MODULES = "all-linear"
 """What gets an adapter: nodes with adapters elsewhere could not average, so that it is nobody's choice alone."""
 PRECISION = {torch.float32: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@runtime_checkable
+class Adapted(Protocol):
+    """peft's wrapper around a model with an adapter; peft itself takes a second to import, and most policies do without."""
+
+    def get_base_model(self) -> torch.nn.Module: ...
+    def disable_adapter(self) -> contextlib.AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True)
@@ -54,13 +71,11 @@ class PolicyStatistics:
 class Policy(PolicyText):
     """A loaded model with its tokenizer, and everything about the pair that the trainer and peers ask for."""
 
-    model: PreTrainedModel
+    model: Model
     device: torch.device
     """Where input ids go."""
     dtype: torch.dtype
     """What the model computes in. Trained weights are float32 (accelerate's mixed precision)."""
-    reason: str
-    """Why this device and dtype, one line."""
     accelerator: Accelerator
     """With dtype float16 use its `prepare_optimizer`, `backward` and `clip_grad_norm_`: they scale the loss."""
     adapter_off: bool = False
@@ -69,37 +84,34 @@ class Policy(PolicyText):
     def trainable_parameters(self) -> list[torch.nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]
 
-    def trainable_state(self) -> dict[str, torch.Tensor]:
-        """Name → trained tensor, not copied: what a checkpoint has to hold beside the base."""
-        return {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
-
-    def load_trainable_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Overwrites the trained tensors. Raises Incompatible when names or shapes are not this policy's."""
-        mine = self.trainable_state()
-        wrong = [n for n in mine.keys() | state.keys() if n not in mine or n not in state or mine[n].shape != state[n].shape]
-        if wrong:
-            raise Incompatible(f"saved weights are of another policy: {sorted(wrong)[0]}")
-        with torch.no_grad():
-            for name, tensor in mine.items():
-                tensor.copy_(state[name])
+    @property
+    def base(self) -> PreTrainedModel:
+        """transformers' model, inside peft's wrapper where there is an adapter."""
+        return base_model(self.model)
 
     def random_generator(self, seed: int) -> torch.Generator:
         """A generator on the policy's device."""
         return torch.Generator(self.device if self.device.type in ("cpu", "cuda") else "cpu").manual_seed(seed)
 
-    def logits(self, keep: int = 0, **inputs: Any) -> Any:
-        """The model's output for `inputs`, in mixed precision; logits (N, keep, V) of the last `keep` positions, of all where 0."""
-        bypass = self.model.disable_adapter() if self.adapter_off else contextlib.nullcontext()
-        with self.accelerator.autocast(), bypass:
-            if keep and takes_logits_to_keep(type(base_model(self.model))):
-                return self.model(**inputs, logits_to_keep=keep)
-            output = self.model(**inputs)
-        output.logits = output.logits[:, -keep:]
-        return output
+    def logits(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor, keep: int = 0, cache: Cache | None = None
+    ) -> torch.Tensor:
+        """Logits (N, keep, V) of the last `keep` positions, of all where 0, in mixed precision. `cache` is read and extended."""
+        fewer = {"logits_to_keep": keep} if keep and takes_logits_to_keep(self.base.__class__.forward) else {}
+        with self.accelerator.autocast(), self._bypass():
+            output = self.model(
+                input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, past_key_values=cache,
+                use_cache=cache is not None, **fewer,
+            )  # fmt: skip
+        logits: torch.Tensor = output.logits
+        return logits[:, -keep:]
+
+    def _bypass(self) -> contextlib.AbstractContextManager[None]:
+        return self.model.disable_adapter() if self.adapter_off and isinstance(self.model, Adapted) else contextlib.nullcontext()
 
     def reference(self) -> Policy:
         """This policy as it is now, frozen, for a KL term: a copy, or with LoRA the base under the same weights."""
-        if hasattr(self.model, "disable_adapter"):
+        if isinstance(self.model, Adapted):
             return replace(self, adapter_off=True)
         return replace(self, model=copy.deepcopy(self.model).requires_grad_(False))
 
@@ -138,17 +150,16 @@ def load_policy(cfg: PolicyConfig, log: Callable[[str], None] = lambda line: Non
         model = load_model(cfg, directory, placement)
         log("hashing the base weights")
         identity = fingerprint(directory)
-    if cfg.lora.r:
-        model = add_adapter(cfg, model)
-    device = model.get_input_embeddings().weight.device if placement.spread else placement.device
+    embeddings = model.get_input_embeddings().get_parameter("weight")
+    device = embeddings.device if placement.spread else placement.device
     accelerator = make_accelerator(placement)
     eos_ids = end_tokens(cfg, model, tokenizer)
     eos_id = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(eos_ids)
     policy = Policy(
-        model=model, tokenizer=tokenizer, device=device, dtype=placement.dtype, reason=placement.reason,
+        model=add_adapter(cfg, model) if cfg.lora.r else model, tokenizer=tokenizer, device=device, dtype=placement.dtype, 
         fingerprint=identity, tokenizer_hash=tokenizer_hash(tokenizer), accelerator=accelerator, eos_id=eos_id, eos_ids=eos_ids,
         pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_id,
-        vocab_size=min(len(tokenizer), model.get_input_embeddings().weight.shape[0]),
+        vocab_size=min(len(tokenizer), embeddings.shape[0]),
     )  # fmt: skip
     s = policy.statistics()
     log(f"{cfg.model}: {s.parameters:,} parameters, {s.trainable_parameters:,} trained; {placement.reason}")
@@ -200,7 +211,7 @@ def download(cfg: PolicyConfig, fits: bool = True) -> Path:
     return Path(offline(cfg, fetch))
 
 
-def offline(cfg: PolicyConfig, read: Callable[[], Any]) -> Any:
+def offline(cfg: PolicyConfig, read: Callable[[], T]) -> T:
     """`read()`, its many ways to fail turned into one line. Raises Unavailable."""
     try:
         return read()
@@ -255,7 +266,7 @@ def quantization(cfg: PolicyConfig, placement: Placement) -> BitsAndBytesConfig:
     )
 
 
-def add_adapter(cfg: PolicyConfig, model: PreTrainedModel) -> PreTrainedModel:
+def add_adapter(cfg: PolicyConfig, model: PreTrainedModel) -> PeftModel:
     """LoRA by peft: base frozen, adapter in float32. Raises Unavailable when the model has no linear layer to adapt."""
     from peft import get_peft_model, prepare_model_for_kbit_training
 
@@ -268,7 +279,7 @@ def add_adapter(cfg: PolicyConfig, model: PreTrainedModel) -> PreTrainedModel:
         raise Unavailable(f"policy.lora: {str(error).splitlines()[0]}") from error
 
 
-def lora_settings(cfg: PolicyConfig) -> Any:
+def lora_settings(cfg: PolicyConfig) -> LoraConfig:
     """peft's LoraConfig."""
     from peft import LoraConfig
 
@@ -291,7 +302,7 @@ def end_tokens(cfg: PolicyConfig, model: PreTrainedModel, tokenizer: PreTrainedT
     return ends_of(cfg, model.generation_config, tokenizer)
 
 
-def configured_ends(cfg: PolicyConfig, directory: Path, config: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def configured_ends(cfg: PolicyConfig, directory: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """`end_tokens` of a model that is not loaded."""
     try:
         generation = GenerationConfig.from_pretrained(directory)
@@ -300,7 +311,7 @@ def configured_ends(cfg: PolicyConfig, directory: Path, config: Any, tokenizer: 
     return ends_of(cfg, generation, tokenizer)
 
 
-def ends_of(cfg: PolicyConfig, generation: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def ends_of(cfg: PolicyConfig, generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     configured = getattr(generation, "eos_token_id", None)
     found = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])} - {None}
     if not found:
@@ -308,11 +319,33 @@ def ends_of(cfg: PolicyConfig, generation: Any, tokenizer: PreTrainedTokenizerBa
     return frozenset(found)
 
 
-def base_model(model: Any) -> Any:
-    """The transformers model inside peft's wrapper."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+def base_model(model: Model) -> PreTrainedModel:
+    """transformers' model, inside peft's wrapper where there is an adapter."""
+    base = model.get_base_model() if isinstance(model, Adapted) else model
+    assert isinstance(base, PreTrainedModel)
+    return base
+
+
+def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The trained tensors by name, not copied: what a state file has to hold beside the base."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def check_shapes(parameters: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises StateError when `tensors` cannot take the place of `parameters`: other names or shapes."""
+    wrong = {name: p.shape for name, p in parameters.items()}.items() ^ {name: t.shape for name, t in tensors.items()}.items()
+    if wrong:
+        raise StateError(f"these weights are of another policy: {min(name for name, _ in wrong)}")
+
+
+@torch.no_grad()
+def overwrite(parameters: Mapping[str, torch.nn.Parameter], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Set every parameter to the tensor of its name. Raises StateError, before anything has changed, when names or shapes differ."""
+    check_shapes(parameters, tensors)
+    for name, parameter in parameters.items():
+        parameter.copy_(tensors[name])
 
 
 @functools.cache
-def takes_logits_to_keep(kind: type) -> bool:
-    return "logits_to_keep" in inspect.signature(kind.forward).parameters
+def takes_logits_to_keep(forward: Callable[..., object]) -> bool:
+    return "logits_to_keep" in inspect.signature(forward).parameters

@@ -19,7 +19,7 @@ import torch
 from transformers import DynamicCache
 
 from swarmnode.policy.decode import has_fixed_form
-from swarmnode.policy.load import Policy, base_model
+from swarmnode.policy.load import Policy
 
 ONE_PASS = {"cuda": 1024}
 """Columns of a row, P + K · T, up to which one pass is faster. On an H200 with 0.5 B parameters 89 ms instead of 176 at 271 columns,
@@ -99,7 +99,7 @@ def fits_one_pass(policy: Policy, batch: Batch) -> bool:
     columns = width + batch.places[1] * batch.completion_ids.shape[1]
     if columns > ONE_PASS.get(batch.prompt_ids.device.type, ONE_PASS_ELSEWHERE) or prompts * columns > batch.padded_tokens:
         return False
-    return has_fixed_form(base_model(policy.model), DynamicCache(config=policy.model.config))
+    return has_fixed_form(policy.base, DynamicCache(config=policy.base.config))
 
 
 def _one_pass(policy: Policy, batch: Batch, later: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
@@ -120,32 +120,28 @@ def _one_pass(policy: Policy, batch: Batch, later: torch.Tensor, place: torch.Te
     there = torch.cat([batch.prompt_mask.bool(), real.flatten(1)], 1)  # (Q, S)
     sees = (sees & there[:, None]) | torch.eye(len(column), dtype=torch.bool, device=ids.device)  # padding must see something: itself
 
-    output = policy.logits(
+    logits = policy.logits(
+        torch.cat([batch.prompt_ids, tokens.flatten(1)], 1),
+        sees[:, None],
+        torch.cat([before, after.expand(-1, most, -1).flatten(1)], 1),
         keep=most * length + 1,  # from the last token of the prompt
-        input_ids=torch.cat([batch.prompt_ids, tokens.flatten(1)], 1),
-        attention_mask=sees[:, None],
-        position_ids=torch.cat([before, after.expand(-1, most, -1).flatten(1)], 1),
-        use_cache=False,
     )
-    return torch.cat([output.logits[:, 0][owner], output.logits[owner[later], 1 + which[later] * length + place]])
+    return torch.cat([logits[:, 0][owner], logits[owner[later], 1 + which[later] * length + place]])
 
 
 def _two_passes(policy: Policy, batch: Batch, later: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     """As `_one_pass`."""
     ids, mask, owner = batch.completion_ids, batch.completion_mask, batch.prompt_of
     positions = (batch.prompt_mask.cumsum(1) - 1).clamp(min=0)  # (Q, P)
-    cache = DynamicCache(config=policy.model.config)
-    output = policy.logits(
-        keep=1, input_ids=batch.prompt_ids, attention_mask=batch.prompt_mask, position_ids=positions, past_key_values=cache, use_cache=True
-    )
-    logits = [output.logits[:, -1][owner]]  # (N, V), they predict the first tokens
+    cache = DynamicCache(config=policy.base.config)
+    first = policy.logits(batch.prompt_ids, batch.prompt_mask, positions, 1, cache)[:, -1]  # (Q, V), they predict the first tokens
+    logits = [first[owner]]
     if ids.shape[1] > 1:
         cache.batch_select_indices(owner.cpu())  # layers may lie on several devices
         before = ids[:, :-1]  # (N, T - 1), they predict the others
         seen = torch.cat([batch.prompt_mask[owner], mask[:, :-1].to(batch.prompt_mask.dtype)], 1)
         after = positions[owner, -1:] + 1 + torch.arange(before.shape[1], device=ids.device)
-        output = policy.logits(input_ids=before, attention_mask=seen, position_ids=after, past_key_values=cache, use_cache=True)
-        logits.append(output.logits[later, place])
+        logits.append(policy.logits(before, seen, after, cache=cache)[later, place])
     return torch.cat(logits)
 
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from swarmnode.errors import DeviceError
-from swarmnode.policy.generate import GroupSample
+from swarmnode.policy.generate import GroupSample, Sampling, generate
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import Row, score_with_entropy
 
@@ -116,13 +116,12 @@ class MicroBatcher:
             self._shrink(padded)
             restart()
 
-    def generate(
-        self, prompts: Sequence[str], num_generations: int, row_tokens: int, work: Callable[[Sequence[str]], list[GroupSample]]
-    ) -> list[GroupSample]:
-        """`work(prompts)` in pieces of whole questions, `row_tokens` (prompt and completion) per completion, in order of `prompts`."""
-        sizes = [num_generations * row_tokens] * len(prompts)
+    def generate(self, policy: Policy, prompts: Sequence[str], sampling: Sampling, generator: torch.Generator) -> list[GroupSample]:
+        """`generate.generate` in pieces of whole questions, in order of `prompts`."""
+        longest = max((len(policy.encode_prompt(prompt)) for prompt in prompts), default=0) + sampling.max_tokens
         out: list[GroupSample | None] = [None] * len(prompts)
-        for rows, groups in self.run(sizes, lambda rows: work([prompts[r] for r in rows])):
+        work = lambda rows: generate(policy, [prompts[r] for r in rows], sampling, generator)
+        for rows, groups in self.run([sampling.num_generations * longest] * len(prompts), work):
             for row, group in zip(rows, groups, strict=True):
                 out[row] = group
         return [g for g in out if g is not None]

@@ -8,7 +8,6 @@ groups arrived: `AdaptiveSplit` needs nothing else, and when everybody does the 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 SMOOTHING = 0.4
 """Weight of the newest count in the average: half of it is forgotten in 1.4 steps."""
@@ -16,21 +15,9 @@ OWN_SHARE = 0.25
 """Least share of the batch that a node generates itself: what it takes from the swarm must come from somewhere."""
 
 
-@dataclass(frozen=True)
-class SplitStatistics:
-    own_groups: int
-    """I: groups to generate for the next step."""
-    external_room: int
-    """J: external groups that the next step takes at most."""
-    useful_per_step: float
-    """Smoothed number of useful external groups that arrived per step."""
-    external_scale: float
-    """What the utility guard leaves of J."""
-
-
-def floor_groups(batch: int, share: float) -> int:
-    """Least own groups per step, from a share of the batch: at least one, since a node that only takes starves the swarm."""
-    return min(batch, max(1, math.ceil(batch * share - 1e-9)))
+def floor_groups(batch: int) -> int:
+    """Least own groups per step: at least one, since a node that only takes starves the swarm."""
+    return min(batch, max(1, math.ceil(batch * OWN_SHARE - 1e-9)))
 
 
 def believed(useful_arrived: int, drawn: int | None, used: int) -> float:
@@ -53,41 +40,37 @@ class AdaptiveSplit:
     """I = B − min(room, round(s)), s ← 0.6 s + 0.4 · arrived, and room = B − floor external groups whatever s is.
 
     Room does not shrink with s: rare successes come in bursts, and a burst refused is the only signal of many steps. A step may
-    therefore train on more than B groups. `smoothed` restores s after a restart. Raises ValueError for a floor outside 1..batch.
+    therefore train on more than B groups.
     """
 
-    def __init__(self, batch: int, floor: int, smoothed: float = 0.0, external_scale: float = 1.0, share: float | None = None) -> None:
-        """`share`: of the batch, what `floor` is made of when the batch changes; else it keeps its proportion."""
+    def __init__(self, batch: int, smoothed: float = 0.0, external_scale: float = 1.0) -> None:
+        """smoothed, external_scale: as they were before a restart. Raises ValueError."""
         _check(batch, external_scale)
-        if not 1 <= floor <= batch:
-            raise ValueError(f"floor must be 1 to {batch}, not {floor}")
         self.batch = batch
-        self.floor = floor
-        self._share = floor / batch if share is None else share
         self.smoothed = smoothed
+        """Useful external groups that arrived per step, averaged: s."""
         self.external_scale = external_scale
-        """Set by the utility guard, 0 to 1."""
+        """Set by the utility guard: what is left of J, 0 to 1."""
 
     def observe(self, useful_arrived: int, drawn: int | None = None, used: int = 0) -> None:
-        """Tell how many useful (non-zero-advantage) external groups arrived since the last step, drawn or not.
+        """Take how many useful (non-zero-advantage) external groups arrived since the last step, drawn or not.
 
         `drawn`, `used`: groups drawn for the step, and how many of them passed judgement; see `believed`.
         """
         self.smoothed = (1.0 - SMOOTHING) * self.smoothed + SMOOTHING * believed(useful_arrived, drawn, used)
 
     def resize(self, batch: int) -> None:
-        """Another B from the next step on. Raises ValueError below 1."""
+        """Take another B from the next step on. Raises ValueError below 1."""
         _check(batch, self.external_scale)
-        self.batch, self.floor = batch, floor_groups(batch, self._share)
+        self.batch = batch
 
     @property
     def external_room(self) -> int:
-        return math.floor((self.batch - self.floor) * self.external_scale + 1e-9)
+        """External groups that the next step takes at most, J."""
+        return math.floor((self.batch - floor_groups(self.batch)) * self.external_scale + 1e-9)
 
     @property
     def own_groups(self) -> int:
+        """Groups to generate for the next step, I."""
         # half up, not Python's half to even: 0.5 and 2.5 should not differ in kind
         return self.batch - min(self.external_room, math.floor(self.smoothed + 0.5))
-
-    def statistics(self) -> SplitStatistics:
-        return SplitStatistics(self.own_groups, self.external_room, self.smoothed, self.external_scale)

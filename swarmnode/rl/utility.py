@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import torch
 
@@ -60,55 +59,39 @@ class AgreementProbe:
         return max(-1.0, min(1.0, float(own @ external) / norms))
 
 
-@dataclass(frozen=True)
-class GuardStatistics:
-    external_scale: float
-    """What is left of J, 0 to 1."""
-    reward_fast: float | None
-    reward_slow: float | None
-    agreement: float | None
-    """Smoothed gradient agreement."""
-    external_share: float
-    """Smoothed share of external groups in the batch."""
-    alarms_reward: int
-    """Times J was cut because the reward fell."""
-    alarms_agreement: int
-    """Times J was cut because gradients disagreed."""
+CUT, RECOVER = 0.6, 0.01
+"""J is multiplied by the one at an alarm, and given back by the other per calm observation."""
+EXTERNAL_SHARE = 0.4
+"""Least share of external groups in the batch at which they can be to blame for a fall of the reward."""
+DROP = 0.03
+"""Least fall of reward that counts, in units of reward (0 to 1)."""
+DISAGREEMENT = -0.1
+PATIENCE = 5
+"""Observations for which gradients disagree before it counts, and that are waited to see what a cut has done."""
 
 
-@dataclass
 class UtilityGuard:
     """Cuts J when training on others' groups goes together with getting worse; gives it back slowly.
 
     The paper saw nodes that take three quarters of their batch from others learn and forget in turns (SAPO §5.1). A node
     cannot know the cause of a fall, but while much of its batch is external it can take less and look again.
 
-    Cut (× `cut`): while the external share is at least `share`, the fast average of the reward on own fresh groups lies below the
+    Cut (× CUT): while the external share is at least EXTERNAL_SHARE, the fast average of the reward on own fresh groups lies below the
     slow one by more than noise explains, or a held-out reward lies clearly below the best so far; or, at any share, the
-    smoothed agreement has been below `disagreement` for `patience` observations. Then it waits `patience` observations to see
-    the effect. Recovery: + `recover` per calm observation. Cut fast, recover slowly: a wrong cut costs some sampling, a wrong
+    smoothed agreement has been below DISAGREEMENT for PATIENCE observations. Then it waits PATIENCE observations to see
+    the effect. Recovery: + RECOVER per calm observation. Cut fast, recover slowly: a wrong cut costs some sampling, a wrong
     trust costs the policy. No clock, no randomness.
     """
 
-    cut: float = 0.6
-    recover: float = 0.01
-    share: float = 0.4
-    drop: float = 0.03
-    """Least fall of reward that counts, in units of reward (0 to 1)."""
-    disagreement: float = -0.1
-    patience: int = 5
-    external_scale: float = 1.0
-    _fast: float | None = field(default=None, repr=False)
-    _slow: float | None = field(default=None, repr=False)
-    _variance: float = field(default=0.0, repr=False)
-    _seen: int = field(default=0, repr=False)
-    _held_out_best: float | None = field(default=None, repr=False)
-    _agreement: float | None = field(default=None, repr=False)
-    _share: float = field(default=0.0, repr=False)
-    _disagreed: int = field(default=0, repr=False)
-    _wait: int = field(default=0, repr=False)
-    _alarms_reward: int = field(default=0, repr=False)
-    _alarms_agreement: int = field(default=0, repr=False)
+    def __init__(self, external_scale: float = 1.0) -> None:
+        self.external_scale = external_scale
+        """What is left of J, 0 to 1."""
+        self._trend = RewardTrend()
+        self._best_held_out: float | None = None
+        self._agreement: float | None = None
+        self._external_share = 0.0
+        self._disagreed = 0
+        self._wait = 0
 
     def observe(
         self,
@@ -122,61 +105,59 @@ class UtilityGuard:
         `reward_own`: mean reward of the groups this node just sampled. `external_share`: external groups in the batch that was trained
         on, 0 to 1. `reward_held_out`: only on steps that evaluated.
         """
-        self._share += 0.2 * (external_share - self._share)
-        fell = self._reward_fell(reward_own) | self._held_out_fell(reward_held_out)
+        self._external_share += 0.2 * (external_share - self._external_share)
+        fell = (reward_own is not None and self._trend.fell(reward_own)) | self._held_out_fell(reward_held_out)
         disagrees = self._disagrees(agreement)
         if self._wait > 0:
             self._wait -= 1
-        elif fell and self._share >= self.share:
-            self._alarms_reward += 1
-            self._cut()
-        elif disagrees:
-            self._alarms_agreement += 1
+        elif disagrees or (fell and self._external_share >= EXTERNAL_SHARE):
             self._cut()
         elif not fell:
-            self.external_scale = min(1.0, self.external_scale + self.recover)
+            self.external_scale = min(1.0, self.external_scale + RECOVER)
         return self.external_scale
 
     def _cut(self) -> None:
-        self.external_scale *= self.cut
+        self.external_scale *= CUT
         if self.external_scale < 0.05:
             self.external_scale = 0.0
-        self._wait = self.patience
+        self._wait = PATIENCE
         self._disagreed = 0
-
-    def _reward_fell(self, reward: float | None) -> bool:
-        if reward is None:
-            return False
-        if self._fast is None or self._slow is None:
-            self._fast = self._slow = reward
-        # 1/n at first, so that the averages do not remember one noisy first sample for long
-        self._seen += 1
-        self._variance += max(0.05, 1 / self._seen) * ((reward - self._fast) ** 2 - self._variance)
-        self._fast += max(0.3, 1 / self._seen) * (reward - self._fast)
-        self._slow += max(0.05, 1 / self._seen) * (reward - self._slow)
-        if self._seen < 4 * self.patience:
-            return False
-        # an average with weight a has a / (2 - a) of the variance of one sample; 3 deviations of the difference
-        noise = 3.0 * math.sqrt(self._variance * (0.3 / 1.7 + 0.05 / 1.95))
-        return self._fast < self._slow - max(self.drop, noise)
 
     def _held_out_fell(self, reward: float | None) -> bool:
         if reward is None:
             return False
-        best = self._held_out_best
-        fell = best is not None and reward < best - 2.0 * self.drop
+        best = self._best_held_out
+        fell = best is not None and reward < best - 2.0 * DROP
         # after a fall the bar is the new level: one fall is one alarm, and an old record does not alarm for ever
-        self._held_out_best = reward if best is None or fell else max(best, reward)
+        self._best_held_out = reward if best is None or fell else max(best, reward)
         return fell
 
     def _disagrees(self, agreement: float | None) -> bool:
         if agreement is None:
             return False
         self._agreement = agreement if self._agreement is None else self._agreement + 0.2 * (agreement - self._agreement)
-        self._disagreed = self._disagreed + 1 if self._agreement < self.disagreement else 0
-        return self._disagreed >= self.patience
+        self._disagreed = self._disagreed + 1 if self._agreement < DISAGREEMENT else 0
+        return self._disagreed >= PATIENCE
 
-    def statistics(self) -> GuardStatistics:
-        return GuardStatistics(
-            self.external_scale, self._fast, self._slow, self._agreement, self._share, self._alarms_reward, self._alarms_agreement
-        )
+
+class RewardTrend:
+    """A fast and a slow average of a noisy reward, and whether the one has fallen below the other."""
+
+    def __init__(self) -> None:
+        self._fast = self._slow = self._variance = 0.0
+        self._seen = 0
+
+    def fell(self, reward: float) -> bool:
+        """Take one reward. True when the fast average is below the slow one by more than DROP and than noise explains."""
+        if not self._seen:
+            self._fast = self._slow = reward
+        # 1/n at first, so that the averages do not remember one noisy first sample for long
+        self._seen += 1
+        self._variance += max(0.05, 1 / self._seen) * ((reward - self._fast) ** 2 - self._variance)
+        self._fast += max(0.3, 1 / self._seen) * (reward - self._fast)
+        self._slow += max(0.05, 1 / self._seen) * (reward - self._slow)
+        if self._seen < 4 * PATIENCE:
+            return False
+        # an average with weight a has a / (2 - a) of the variance of one sample; 3 deviations of the difference
+        noise = 3.0 * math.sqrt(self._variance * (0.3 / 1.7 + 0.05 / 1.95))
+        return self._fast < self._slow - max(DROP, noise)

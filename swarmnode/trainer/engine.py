@@ -1,12 +1,11 @@
 """What the loop trains, wherever its weights are: a policy that can be sampled, scored, taught, averaged and kept.
 
     WholePolicy             all of it on this machine: policy, optimizer and replica         here
-    CrewPolicy              in stages on several, of which this node holds the first         trainer/crew_policy.py
+    CrewPolicy              in stages on several, of which this node holds the first         trainer/crew/policy.py
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,24 +14,22 @@ from typing import Protocol
 import torch
 
 from swarmnode.averaging.lora import A_SEED, freeze_a, shares_a
-from swarmnode.config import Config
+from swarmnode.config import Config, LoraSettings, PolicyConfig
 from swarmnode.link.messages import WeightsReport
-from swarmnode.policy.generate import GroupSample, generate
+from swarmnode.policy.generate import GroupSample, Sampling
 from swarmnode.policy.load import LORA_MODULES, Policy, load_policy
 from swarmnode.policy.logprobs import Row
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.policy.text import PolicyText
 from swarmnode.swarm.manifest import check_model
-from swarmnode.swarm.manifest_store import stored
 from swarmnode.trainer import state
 from swarmnode.trainer.batch import Rows, Scored
 from swarmnode.trainer.state import Counters, Snapshot
-from swarmnode.trainer.update import Updater, UpdateStatistics, learning_rate
+from swarmnode.trainer.update import Updater, UpdateStatistics
 from swarmnode.trainer.weights import Replica
 from swarmnode.weights import local
 from swarmnode.weights.fingerprint import LoraShape
-
-log = logging.getLogger("swarmnode.trainer")
+from swarmnode.wire.messages import SwarmManifest
 
 
 class EngineGone(Exception):
@@ -63,9 +60,7 @@ class Engine(Protocol):
         """What `generate` draws with."""
         ...
 
-    def generate(
-        self, prompts: Sequence[str], num_generations: int, max_tokens: int, temperature: float, top_p: float, rng: torch.Generator
-    ) -> list[GroupSample]:
+    def generate(self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator) -> list[GroupSample]:
         """Completions of each prompt, in order."""
         ...
 
@@ -114,41 +109,45 @@ class Engine(Protocol):
         ...
 
 
-def open_policy(config: Config, say: Callable[[str], None] = lambda line: None) -> Policy:
-    """The whole policy. Raises LocalError: it does not exist or fit, or is not the swarm's."""
-    policy = load_policy(config.policy, log=say)
-    opened = stored(config.node.data_dir)
-    if opened is not None:
-        check_model(opened.manifest, policy.fingerprint, policy.tokenizer_hash)
-    if shares_a(config):
+def open_policy(cfg: PolicyConfig, manifest: SwarmManifest | None, shared_a: bool, log: Callable[[str], None]) -> Policy:
+    """The whole policy. shared_a: of an adapter, A is frozen where all nodes have it. `log` gets a line per stage.
+
+    Raises LocalError: it does not exist or fit, or is not the swarm's.
+    """
+    policy = load_policy(cfg, log)
+    if manifest is not None:
+        check_model(manifest, policy.fingerprint, policy.tokenizer_hash)
+    if shared_a:
         freeze_a(dict(policy.model.named_parameters()), A_SEED)
     return policy
 
 
-class WholePolicy:
-    """A policy that fits this machine.
+def make_whole_policy(config: Config, policy: Policy, counters: Counters, send: Callable[[local.FromTrainer], None]) -> WholePolicy:
+    """`policy` with its optimizer, and with a replica where weights are averaged.
 
-    counters: where the numbers of averaging live; `restore` replaces them. send: to the network process, from any thread.
+    counters: where the numbers of averaging live; `WholePolicy.restore` replaces them. send: to the network process, from any thread.
     """
-
-    def __init__(self, config: Config, policy: Policy, counters: Counters, send: Callable[[local.FromTrainer], None]) -> None:
-        self._config = config
-        self._policy = policy
-        cfg = config.training
-        self._batcher = MicroBatcher(cfg.per_device_train_tokens)
-        reference = self._policy.reference() if cfg.beta > 0 else None
-        self._updater = Updater(self._policy, cfg, self._batcher, reference)
-        self._owner = state.owner(self._policy.fingerprint, config.policy.lora.r, shares_a(config))
-        self._replica: Replica | None = None
-        if config.weights.rule != "off":
-            self._replica = self._make_replica(counters, send)
-
-    def _make_replica(self, counters: Counters, send: Callable[[local.FromTrainer], None]) -> Replica:
-        """Before a state is restored: the base weights are what the codec is relative to."""
-        return Replica(
-            self._policy, self._config.weights, counters, self._batcher, self._config.node.data_dir,
-            lock=self._updater.lock, send=send, temperature=self._config.training.temperature, adapter=adapter_shape(self._config),
+    training, shared_a = config.training, shares_a(config)
+    batcher = MicroBatcher(training.per_device_train_tokens)
+    updater = Updater(policy, training, batcher, policy.reference() if training.beta > 0 else None)
+    replica = None
+    if config.weights.rule != "off":  # before a state is restored: the base weights are what the codec is relative to
+        replica = Replica(
+            policy, config.weights, counters, batcher, config.node.data_dir, lock=updater.lock, send=send,
+            temperature=training.temperature, adapter=adapter_shape(config.policy.lora, shared_a),
         )  # fmt: skip
+    return WholePolicy(policy, updater, batcher, replica, state.owner(policy.fingerprint, config.policy.lora.r, shared_a))
+
+
+class WholePolicy:
+    """A policy that fits this machine. owner: whose state it takes back, see `state.owner`."""
+
+    def __init__(self, policy: Policy, updater: Updater, batcher: MicroBatcher, replica: Replica | None, owner: str) -> None:
+        self._policy = policy
+        self._updater = updater
+        self._batcher = batcher
+        self._replica = replica
+        self._owner = owner
 
     @property
     def text(self) -> PolicyText:
@@ -161,10 +160,8 @@ class WholePolicy:
     def random_generator(self, seed: int) -> torch.Generator:
         return self._policy.random_generator(seed)
 
-    def generate(
-        self, prompts: Sequence[str], num_generations: int, max_tokens: int, temperature: float, top_p: float, rng: torch.Generator
-    ) -> list[GroupSample]:
-        return generate_in_pieces(self._policy, self._batcher, prompts, num_generations, max_tokens, temperature, top_p, rng)
+    def generate(self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator) -> list[GroupSample]:
+        return self._batcher.generate(self._policy, prompts, sampling, rng)
 
     def score(self, rows: Sequence[Row], temperature: float) -> list[Scored]:
         return self._batcher.score_with_entropy(self._policy, rows, temperature)
@@ -173,7 +170,7 @@ class WholePolicy:
         return self._updater.update(rows, step)
 
     def learning_rate(self, step: int) -> float:
-        return learning_rate(self._config.training, step)
+        return self._updater.learning_rate(step)
 
     def average(self, connected: bool, step_seconds: float, stepped: bool) -> bool:
         return self._replica.between_steps(connected, step_seconds, stepped) if self._replica is not None else False
@@ -217,22 +214,8 @@ class WholePolicy:
         return state.take(self._policy.model, self._updater.optimizer, rng, counters, self._owner, outer)
 
 
-def generate_in_pieces(
-    policy: Policy, batcher: MicroBatcher, prompts: Sequence[str], num_generations: int, max_tokens: int, temperature: float,
-    top_p: float, rng: torch.Generator,
-) -> list[GroupSample]:  # fmt: skip
-    """`policy.generate.generate` in micro-batches."""
-
-    def work(some: Sequence[str]) -> list[GroupSample]:
-        return generate(policy, some, num_generations, max_tokens, temperature, top_p, rng)
-
-    longest = max((len(policy.encode_prompt(prompt)) for prompt in prompts), default=0) + max_tokens
-    return batcher.generate(prompts, num_generations, longest, work)
-
-
-def adapter_shape(config: Config) -> LoraShape | None:
-    """Of the adapter that is trained; None where all weights are."""
-    lora = config.policy.lora
+def adapter_shape(lora: LoraSettings, shared_a: bool) -> LoraShape | None:
+    """The shape of the adapter that is trained; None where all weights are."""
     if not lora.r:
         return None
-    return LoraShape(lora.r, lora.lora_alpha, (LORA_MODULES,), A_SEED if shares_a(config) else None)
+    return LoraShape(lora.r, lora.lora_alpha, (LORA_MODULES,), A_SEED if shared_a else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from swarmnode.config import TaskConfig, TrainingConfig
+from swarmnode.policy.generate import Sampling
 from swarmnode.tasks.client import Scored, Scorer
 from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import evaluation_seed
@@ -10,7 +11,7 @@ from swarmnode.trainer.engine import Engine
 from swarmnode.wire.messages import TaskRef
 
 COMPLETIONS = 4
-"""Per question: the mean of four is a steadier number than four times the questions are a cheaper one."""
+"""Completions of each question: the mean of four is a steadier number than four times the questions are a cheaper one."""
 GENERATOR_SEED = 20_260
 
 
@@ -34,7 +35,7 @@ class Evaluation:
         cfg = self._training
         generator = engine.random_generator(GENERATOR_SEED)
         prompts = [prompt for _, prompt in asked]
-        groups = engine.generate(prompts, COMPLETIONS, cfg.max_completion_length, cfg.temperature, cfg.top_p, generator)
+        groups = engine.generate(prompts, Sampling(COMPLETIONS, cfg.max_completion_length, cfg.temperature, cfg.top_p), generator)
         scored = self._scorer.score_many(
             [(ref, [c.text for c in group.completions]) for (ref, _), group in zip(asked, groups, strict=True)]
         )

@@ -15,7 +15,7 @@ import shutil
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
@@ -28,9 +28,12 @@ from swarmnode.errors import LocalError, StateError, Unavailable
 from swarmnode.files import sync_directory
 from swarmnode.policy.device import Placement
 from swarmnode.policy.fingerprint import fingerprint
-from swarmnode.policy.load import add_adapter, load_model, local_directory
+from swarmnode.policy.load import add_adapter, load_model, local_directory, lora_settings, overwrite, trainable
 from swarmnode.trainer import state
 from swarmnode.trainer.export_crew import CrewCopies, adapter_of, find_copies, write_shards
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 
 @dataclass(frozen=True)
@@ -52,26 +55,24 @@ class Exported:
     """Committed steps in the copy of each stage, where the policy was held in stages."""
 
 
-def export(config: Config, target: Path, merge: bool) -> Exported:
-    """See `swarmnode.swarm.export.export`."""
+def export(cfg: PolicyConfig, trainer: Path, shared_a: bool, target: Path, merge: bool) -> Exported:
+    """See `swarmnode.swarm.export.export`. trainer: its directory; shared_a: see `averaging.lora.shares_a`."""
     disable_progress_bar()
-    trainer = config.node.data_dir / "trainer"
-    cfg = config.policy.model_copy(update={"device": "cpu", "dtype": "float32", "quantization": "none"})
+    cfg = cfg.model_copy(update={"device": "cpu", "dtype": "float32", "quantization": "none"})
     partial = target.with_name(f".{target.name}.partial")
     with local_directory(cfg, fits=False) as directory:
-        base = fingerprint(directory)
-        whose = state.owner(base, cfg.lora.r, shares_a(config))
+        base = Base(cfg, directory, shared_a, state.owner(fingerprint(directory), cfg.lora.r, shared_a))
         crew = find_copies(trainer)
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             if crew is not None and crew.written > _written(trainer / state.FILE):
-                told = _write_crew(config, cfg, directory, whose, crew, partial, merge)
+                exported = _write_crew(base, crew, partial, merge)
             else:
-                told = _write_whole(config, cfg, directory, whose, partial, merge)
-            told = replace(told, base=cfg.model, base_fingerprint=base.hex())
+                exported = _write_whole(base, trainer, partial, merge)
+            exported = replace(exported, base=cfg.model, base_fingerprint=base.owner.split("/")[0])
             AutoTokenizer.from_pretrained(directory, trust_remote_code=False).save_pretrained(partial)
-            (partial / "swarmnode.json").write_text(json.dumps(asdict(told), indent=1) + "\n")
+            (partial / "swarmnode.json").write_text(json.dumps(asdict(exported), indent=1) + "\n")
             if target.exists():
                 target.rmdir()  # empty, or somebody else has just filled it
             os.replace(partial, target)
@@ -80,69 +81,78 @@ def export(config: Config, target: Path, merge: bool) -> Exported:
             raise Unavailable(f"cannot write {target}: {getattr(error, 'strerror', None) or error}") from None
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-    return told
+    return exported
+
+
+@dataclass(frozen=True)
+class Base:
+    """What was trained, and how."""
+
+    cfg: PolicyConfig
+    directory: Path
+    """Where the base model is."""
+    shared_a: bool
+    """The adapter's A is that which all nodes have."""
+    owner: str
+    """See `state.owner`."""
+
+    def trained(self, weights: dict[str, torch.Tensor]) -> PreTrainedModel | PeftModel:
+        """The base with the trained tensors in it. Raises StateError when they are not this model's."""
+        base = load_model(self.cfg, self.directory, Placement(torch.device("cpu"), torch.float32, ""))
+        model = add_adapter(self.cfg, base) if self.cfg.lora.r else base
+        if self.shared_a:
+            freeze_a(dict(model.named_parameters()), A_SEED)
+        overwrite(trainable(model), weights)
+        return model
 
 
 def _written(path: Path) -> float:
     return path.stat().st_mtime if path.exists() else 0.0
 
 
-def _write_whole(config: Config, cfg: PolicyConfig, directory: Path, whose: str, partial: Path, merge: bool) -> Exported:
-    found = state.read(config.node.data_dir / "trainer", whose)
+def _write_whole(base: Base, trainer: Path, partial: Path, merge: bool) -> Exported:
+    found = state.read(trainer, base.owner)
     if found is None:
-        raise Unavailable(f"nothing to export: {config.node.data_dir} has no trained state yet; run the node first")
+        raise Unavailable(f"nothing to export: {trainer.parent} has no trained state yet; run the node first")
     counters, tensors = found
-    weights = {n.removeprefix("weights."): t for n, t in tensors.items() if n.startswith("weights.")}
-    kind = _save(cfg, directory, trained(cfg, directory, weights, shares_a(config)), partial, merge)
+    kind = _save(base, state.weights(tensors), partial, merge)
     return Exported(kind, counters.step, counters.policy_version, counters.reward_held_out, swarm=counters.swarm)
 
 
-def _write_crew(
-    config: Config, cfg: PolicyConfig, directory: Path, whose: str, crew: CrewCopies, partial: Path, merge: bool
-) -> Exported:  # fmt: skip
-    if crew.about.owner != whose:
+def _write_crew(base: Base, crew: CrewCopies, partial: Path, merge: bool) -> Exported:
+    if crew.about.owner != base.owner:
         raise StateError("the copies of the crew's stages are of another model; set policy.model and policy.lora as they were")
-    if cfg.lora.r:
-        weights, steps = adapter_of(crew, config, directory)
-        kind = _save(cfg, directory, trained(cfg, directory, weights, shares_a(config)), partial, merge)
+    adapter = lora_settings(base.cfg) if base.cfg.lora.r else None
+    if adapter is not None:
+        weights, steps = adapter_of(crew, adapter, base.shared_a, base.directory)
+        kind = _save(base, weights, partial, merge)
     else:
-        kind, steps = "weights", write_shards(crew, config, directory, partial)
+        kind, steps = "weights", write_shards(crew, base.directory, partial)
     return Exported(kind, min(steps), min(steps), None, stages=tuple(steps))
 
 
-def _save(cfg: PolicyConfig, directory: Path, model: Any, partial: Path, merge: bool) -> str:
-    """Into `partial`; what it was."""
-    if cfg.lora.r and not merge:
-        model.peft_config["default"].base_model_name_or_path = str(directory) if cfg.model == "embedded" else cfg.model
+def _save(base: Base, weights: dict[str, torch.Tensor], partial: Path, merge: bool) -> str:
+    """Write the base with `weights` into `partial`; returns which kind of export it is."""
+    model = base.trained(weights)
+    if isinstance(model, PreTrainedModel):
+        model.save_pretrained(partial)
+    elif merge:
+        merged = model.merge_and_unload()
+        merged.save_pretrained(partial)
     else:
-        model = model.merge_and_unload() if cfg.lora.r else model
-    model.save_pretrained(partial)
-    return "adapter" if cfg.lora.r and not merge else "weights"
-
-
-def trained(cfg: PolicyConfig, directory: Path, weights: dict[str, torch.Tensor], shared_a: bool = False) -> PreTrainedModel:
-    """The base in `directory` with the trained tensors in it; shared_a: with the A that all nodes have.
-
-    Raises StateError when they are not this model's.
-    """
-    model = load_model(cfg, directory, Placement(torch.device("cpu"), torch.float32, ""))
-    if cfg.lora.r:
-        model = add_adapter(cfg, model)
-    if shared_a:
-        freeze_a(dict(model.named_parameters()), A_SEED)
-    mine = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if {name: p.shape for name, p in mine.items()} != {name: t.shape for name, t in weights.items()}:
-        raise StateError("the saved state has other tensors than the model; set policy.lora as it was")
-    with torch.no_grad():
-        for name, parameter in mine.items():
-            parameter.copy_(weights[name])
-    return model
+        model.peft_config["default"].base_model_name_or_path = str(base.directory) if base.cfg.model == "embedded" else base.cfg.model
+        model.save_pretrained(str(partial))
+        return "adapter"
+    return "weights"
 
 
 def main() -> int:
     config = Config.model_validate_json(sys.stdin.buffer.read())
     try:
-        print(json.dumps(asdict(export(config, Path(sys.argv[1]), "--merge" in sys.argv[2:]))))
+        exported = export(
+            config.policy, config.node.data_dir / "trainer", shares_a(config), Path(sys.argv[1]), "--merge" in sys.argv[2:]
+        )
+        print(json.dumps(asdict(exported)))
         return 0
     except LocalError as error:
         print(error)

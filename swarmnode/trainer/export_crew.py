@@ -13,27 +13,28 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, GenerationConfig
 
-from swarmnode.averaging.lora import A_MARK, shares_a
-from swarmnode.config import Config
+from swarmnode.averaging.lora import A_MARK
 from swarmnode.errors import BadMessage, StateError, Unavailable
 from swarmnode.pipeline.spec import stage_specs
-from swarmnode.policy.load import lora_settings
 from swarmnode.recovery.snapshots import RAN, SHADOWS, copy_file, read_copy
 from swarmnode.recovery.state import decode_state, stage_layouts
 
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
 
 class About(msgspec.Struct, frozen=True):
-    """`ran`: what a crew trains."""
+    """What a crew trains: the content of `ran`."""
 
     layers: tuple[int, ...]
-    """Of each stage."""
+    """Number of layers of each stage."""
     owner: str
     """`trainer.state.owner`."""
 
@@ -43,7 +44,7 @@ class CrewCopies:
     directory: Path
     about: About
     written: float
-    """When the newest of them was."""
+    """Modification time of the newest copy."""
 
     @property
     def missing(self) -> list[int]:
@@ -52,7 +53,7 @@ class CrewCopies:
 
 
 def find_copies(trainer: Path) -> CrewCopies | None:
-    """Of the last crew that took a step with this node, in its trainer's directory; None where there was none."""
+    """The copies of the last crew that took a step with this node, in its trainer's directory; None where there was none."""
     found = []
     for ran in (trainer / SHADOWS).glob(f"*/{RAN}"):
         try:
@@ -64,9 +65,12 @@ def find_copies(trainer: Path) -> CrewCopies | None:
     return max(found, key=lambda crew: crew.written, default=None)
 
 
-def read_stages(crew: CrewCopies, config: Config, base: Path) -> Iterator[tuple[int, dict[str, torch.Tensor], int]]:
+def read_stages(
+    crew: CrewCopies, base: Path, adapter: LoraConfig | None = None, shared_a: bool = False
+) -> Iterator[tuple[int, dict[str, torch.Tensor], int]]:
     """(stage, tensors by their names in the whole model, committed steps) of one stage after the other; a shadow in bfloat16 as such.
 
+    adapter: if one was trained; shared_a: its A is that which all nodes have, and not in the copies.
     Raises Unavailable where a stage is missing, StateError where a copy is damaged.
     """
     if crew.missing:
@@ -76,8 +80,8 @@ def read_stages(crew: CrewCopies, config: Config, base: Path) -> Iterator[tuple[
         )
     hf = AutoConfig.from_pretrained(base, trust_remote_code=False)
     specs = stage_specs(hf, crew.about.layers)
-    layouts = stage_layouts(hf, specs, lora_settings(config.policy) if config.policy.lora.r else None)
-    if shares_a(config):
+    layouts = stage_layouts(hf, specs, adapter)
+    if shared_a:
         layouts = tuple(tuple(tensor for tensor in layout if A_MARK not in tensor.name) for layout in layouts)
     for spec, layout in zip(specs, layouts, strict=True):
         shadow, body = read_copy(crew.directory, spec.index)
@@ -89,12 +93,12 @@ def read_stages(crew: CrewCopies, config: Config, base: Path) -> Iterator[tuple[
         yield spec.index, {spec.whole(name): tensor.to(dtype) for name, tensor in state.weights.items()}, shadow.step
 
 
-def write_shards(crew: CrewCopies, config: Config, base: Path, target: Path) -> list[int]:
+def write_shards(crew: CrewCopies, base: Path, target: Path) -> list[int]:
     """The weights and their configuration into `target`; each stage's committed steps. Raises as `read_stages` does, and OSError."""
     where: dict[str, str] = {}
     steps, size, dtypes = [], 0, set()
     count = len(crew.about.layers)
-    for stage, tensors, step in read_stages(crew, config, base):
+    for stage, tensors, step in read_stages(crew, base):
         new = {name: tensor.contiguous() for name, tensor in tensors.items() if name not in where}  # a tied embedding is at both ends
         file = f"model-{stage + 1:05d}-of-{count:05d}.safetensors"
         save_file(new, target / file, metadata={"format": "pt"})
@@ -104,7 +108,7 @@ def write_shards(crew: CrewCopies, config: Config, base: Path, target: Path) -> 
         steps.append(step)
     index = {"metadata": {"total_size": size}, "weight_map": where}
     (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
-    hf: Any = AutoConfig.from_pretrained(base, trust_remote_code=False)
+    hf = AutoConfig.from_pretrained(base, trust_remote_code=False)
     hf.dtype = torch.float32 if torch.float32 in dtypes else torch.bfloat16
     hf.save_pretrained(target)
     if (base / "generation_config.json").exists():
@@ -112,11 +116,11 @@ def write_shards(crew: CrewCopies, config: Config, base: Path, target: Path) -> 
     return steps
 
 
-def adapter_of(crew: CrewCopies, config: Config, base: Path) -> tuple[dict[str, torch.Tensor], list[int]]:
+def adapter_of(crew: CrewCopies, adapter: LoraConfig, shared_a: bool, base: Path) -> tuple[dict[str, torch.Tensor], list[int]]:
     """(what is trained under LoRA, each stage's committed steps). Raises as `read_stages` does."""
     weights: dict[str, torch.Tensor] = {}
     steps = []
-    for _, tensors, step in read_stages(crew, config, base):
+    for _, tensors, step in read_stages(crew, base, adapter, shared_a):
         weights |= tensors
         steps.append(step)
     return weights, steps

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import structlog
 import torch
 
-from swarmnode.config import Config
-from swarmnode.policy.generate import GroupSample
+from swarmnode.config import TrainingConfig
+from swarmnode.policy.generate import GroupSample, Sampling
 from swarmnode.rollouts.groups import OwnGroup
 from swarmnode.tasks.client import Scored, Scorer
 from swarmnode.tasks.registry import task_version
@@ -34,9 +35,11 @@ class Experience:
 class Sampler:
     """Draws `count` groups per call. The random generator and the counters belong to the trainer's saved state."""
 
-    def __init__(self, config: Config, engine: Engine, scorer: Scorer, rng: torch.Generator, counters: Counters) -> None:
-        self._cfg = config.training
-        self._tasks = config.task.names
+    def __init__(
+        self, cfg: TrainingConfig, tasks: Sequence[str], engine: Engine, scorer: Scorer, rng: torch.Generator, counters: Counters
+    ) -> None:
+        self._cfg = cfg
+        self._tasks = tasks
         self._engine = engine
         self._scorer = scorer
         self._rng = rng
@@ -71,7 +74,7 @@ class Sampler:
     def _generate(self, prompts: list[str]) -> list[GroupSample]:
         cfg = self._cfg
         size = cfg.num_generations + (cfg.advantage == "mc_grpo")  # its pivot is sampled and not trained on
-        return self._engine.generate(prompts, size, cfg.max_completion_length, cfg.temperature, cfg.top_p, self._rng)
+        return self._engine.generate(prompts, Sampling(size, cfg.max_completion_length, cfg.temperature, cfg.top_p), self._rng)
 
     def _message(self, sequence: int, ref: TaskRef, sample: GroupSample, rewards: list[float]) -> OwnGroup:
         cfg = self._cfg

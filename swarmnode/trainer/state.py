@@ -2,7 +2,6 @@
 
     weights.<name>      the trainable parameters
     first.<name>        AdamW's first moment      second.<name>   its second moment
-    reference.<name>    the start policy, only with a KL penalty on full weights
     outer.phi.<name>    slow weights of the outer step, and outer.delta.<name> its momentum, where replicas are averaged
     rng                 state of the sampling generator, u8
     metadata            counters and fingerprint, JSON
@@ -12,28 +11,37 @@ One file and one rename, so weights and counters can never be of different steps
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Protocol, Self
 
 import msgspec
+import structlog
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from swarmnode.errors import StateError
 from swarmnode.files import sync_directory
+from swarmnode.policy.load import check_shapes, overwrite, trainable
+
+log = structlog.get_logger("swarmnode.trainer")
 
 FILE = "state.safetensors"
+COMPLAIN_SECONDS = 30.0
+"""Between two complaints that the state cannot be saved."""
 
 
 class Counters(msgspec.Struct):
-    """Everything of a trainer that is a number and must survive it."""
+    """The numbers of a trainer that must survive it."""
 
     step: int = 0
     policy_version: int = 0
@@ -51,10 +59,9 @@ class Counters(msgspec.Struct):
     external_scale: float = 1.0
     reward_held_out: float | None = None
     reward_held_out_start: float | None = None
-    held_out_step: int | None = None
     peers_used: dict[str, int] = {}
     outer_clocks: list[int] = []
-    """Outer steps, by fragment."""
+    """Number of outer steps, by fragment."""
     exchanges_total: int = 0
     solo_steps_total: int = 0
     probation: bool = False
@@ -62,7 +69,7 @@ class Counters(msgspec.Struct):
     peer: str = ""
     swarm: str = ""
     crew: str = ""
-    """Hex; of the crew whose head counted this."""
+    """Id, hex, of the crew whose head counted this."""
 
 
 SEQUENCE_MARGIN = 4096
@@ -71,16 +78,19 @@ SEQUENCE_MARGIN = 4096
 
 @dataclass(frozen=True)
 class Snapshot:
+    """A state as it was when it was taken."""
+
     tensors: dict[str, torch.Tensor]
-    counters: dict[str, Any]
-    fingerprint: str
+    counters: Counters
+    owner: str
+    """See `owner`."""
 
 
-OUTER = "outer."
+WEIGHTS, OUTER = "weights.", "outer."
 
 
 def take(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, rng: torch.Generator, counters: Counters, fingerprint: str,
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, rng: torch.Generator, counters: Counters, owner: str,
     outer: Mapping[str, torch.Tensor] | None = None,
 ) -> Snapshot:  # fmt: skip
     """Copy everything to host memory between two steps; writing the copy needs the model no more.
@@ -88,21 +98,19 @@ def take(
     outer: the outer step's tensors, which never change once they are made, so they are not copied.
     """
     tensors = {"rng": rng.get_state().clone(), **{f"{OUTER}{name}": tensor for name, tensor in (outer or {}).items()}}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        tensors[f"weights.{name}"] = _host_copy(parameter)
+    for name, parameter in trainable(model).items():
+        tensors[f"{WEIGHTS}{name}"] = _host_copy(parameter)
         moments = optimizer.state.get(parameter)
         if moments:
             tensors[f"first.{name}"] = _host_copy(moments["exp_avg"])
             tensors[f"second.{name}"] = _host_copy(moments["exp_avg_sq"])
             tensors[f"steps.{name}"] = moments["step"].detach().cpu().clone().reshape(1)
-    return Snapshot(tensors, msgspec.to_builtins(counters), fingerprint)
+    return Snapshot(tensors, copy.deepcopy(counters), owner)
 
 
-def take_counters(rng: torch.Generator, counters: Counters, fingerprint: str) -> Snapshot:
-    """Of a trainer whose weights are kept elsewhere."""
-    return Snapshot({"rng": rng.get_state().clone()}, msgspec.to_builtins(counters), fingerprint)
+def take_counters(rng: torch.Generator, counters: Counters, owner: str) -> Snapshot:
+    """The same for a trainer whose weights are kept elsewhere."""
+    return Snapshot({"rng": rng.get_state().clone()}, copy.deepcopy(counters), owner)
 
 
 def used_sequences(*directories: Path) -> int:
@@ -125,7 +133,7 @@ def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
 def write(directory: Path, snapshot: Snapshot) -> None:
     """Write to a temporary name, sync, rename. Raises OSError; the old file is then untouched."""
     temporary = directory / f".{FILE}.tmp"
-    metadata = {"counters": json.dumps(snapshot.counters), "fingerprint": snapshot.fingerprint}
+    metadata = {"counters": msgspec.json.encode(snapshot.counters).decode(), "fingerprint": snapshot.owner}
     try:
         save_file(snapshot.tensors, temporary, metadata=metadata)
         with open(temporary, "rb") as file:
@@ -142,11 +150,11 @@ def owner(fingerprint: bytes, lora_rank: int, shared_a: bool = False) -> str:
     return f"{fingerprint.hex()}/lora{lora_rank}" + "/b" * shared_a
 
 
-def read(directory: Path, fingerprint: str) -> tuple[Counters, dict[str, torch.Tensor]] | None:
+def read(directory: Path, owner: str) -> tuple[Counters, dict[str, torch.Tensor]] | None:
     """(counters, tensors by the names above) of the last written state; None when there is none.
 
     Raises:
-        StateError: the file is damaged, or belongs to another policy than `fingerprint`'s (see `owner`).
+        StateError: the file is damaged, or belongs to another policy than `owner` says.
     """
     path = directory / FILE
     if not path.exists():
@@ -154,17 +162,22 @@ def read(directory: Path, fingerprint: str) -> tuple[Counters, dict[str, torch.T
     try:
         with safe_open(path, "pt", device="cpu") as file:
             metadata = file.metadata() or {}
-            counters = msgspec.convert(json.loads(metadata["counters"]), Counters)
+            counters = msgspec.json.decode(metadata["counters"], type=Counters)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-    except (SafetensorError, OSError, KeyError, ValueError, msgspec.ValidationError) as error:
+    except (SafetensorError, OSError, KeyError, ValueError, msgspec.MsgspecError) as error:
         raise StateError(f"{path} is damaged ({error}); move it away to start from the base policy") from None
-    if metadata.get("fingerprint") != fingerprint:
+    if metadata.get("fingerprint") != owner:
         raise StateError(f"{path} belongs to another model; move it away, or set policy.model and policy.lora as they were")
     return counters, tensors
 
 
+def weights(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The trainable parameters in what `read` gave, by their names in the model."""
+    return {name.removeprefix(WEIGHTS): tensor for name, tensor in tensors.items() if name.startswith(WEIGHTS)}
+
+
 def restore(
-    directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, rng: torch.Generator, fingerprint: str,
+    directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, rng: torch.Generator, owner: str,
     outer: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None,
 ) -> Counters | None:  # fmt: skip
     """Put the last written state into model, optimizer and generator; None when there is none. `outer` is handed what `take` was.
@@ -172,25 +185,25 @@ def restore(
     Raises:
         StateError: the file is damaged, or belongs to another policy. Nothing has been changed then.
     """
-    found = read(directory, fingerprint)
+    found = read(directory, owner)
     if found is None:
         return None
     counters, tensors = found
-    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    weights = {name.removeprefix("weights."): t for name, t in tensors.items() if name.startswith("weights.")}
-    if {n: t.shape for n, t in weights.items()} != {n: p.shape for n, p in trainable.items()}:
-        raise StateError(f"{directory / FILE} has other tensors than the model; move it away to start from the base policy")
+    parameters = trainable(model)
+    try:
+        check_shapes(parameters, weights(tensors))
+    except StateError as error:
+        raise StateError(f"{directory / FILE}: {error}; move it away to start from the base policy") from None
     outer({name.removeprefix(OUTER): t for name, t in tensors.items() if name.startswith(OUTER)})  # may refuse: first
-    with torch.no_grad():
-        for name, parameter in trainable.items():
-            parameter.copy_(weights[name])
-            if f"first.{name}" in tensors:
-                step = tensors[f"steps.{name}"].reshape(())
-                optimizer.state[parameter] = {
-                    "step": step.to(parameter.device) if optimizer.defaults.get("fused") else step,
-                    "exp_avg": tensors[f"first.{name}"].to(parameter.device),
-                    "exp_avg_sq": tensors[f"second.{name}"].to(parameter.device),
-                }
+    overwrite(parameters, weights(tensors))
+    for name, parameter in parameters.items():
+        if f"first.{name}" in tensors:
+            step = tensors[f"steps.{name}"].reshape(())
+            optimizer.state[parameter] = {
+                "step": step.to(parameter.device) if optimizer.defaults.get("fused") else step,
+                "exp_avg": tensors[f"first.{name}"].to(parameter.device),
+                "exp_avg_sq": tensors[f"second.{name}"].to(parameter.device),
+            }
     set_generator(rng, tensors["rng"])
     return counters
 
@@ -215,8 +228,10 @@ class Saver:
         self.saved_step = 0
         self.error: str | None = None
         """Why the last write failed; None after one that succeeded. Training goes on either way."""
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._thread = threading.Thread(target=self._run, name="state", daemon=True)
+
+    def start(self) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._thread.start()
 
     @property
@@ -248,6 +263,43 @@ class Saver:
                 self._busy = True
             try:
                 write(self._directory, snapshot)
-                self.saved_step, self.error = snapshot.counters["step"], None
+                self.saved_step, self.error = snapshot.counters.step, None
             except OSError as error:
                 self.error = str(error)
+
+
+class Snapshots(Protocol):
+    """What a state is taken from: an engine."""
+
+    def snapshot(self, rng: torch.Generator, counters: Counters) -> Snapshot: ...
+
+
+class Checkpoints:
+    """When and of what the state is saved. Use as a context manager: leaving it waits for the last one to be on disk."""
+
+    def __init__(self, directory: Path, source: Snapshots, rng: torch.Generator, counters: Counters) -> None:
+        self._saver = Saver(directory)
+        self._source = source
+        self._rng = rng
+        self._counters = counters
+        self._complain_at = float("-inf")
+
+    def __enter__(self) -> Self:
+        self._saver.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._saver.close()
+
+    @property
+    def saved_step(self) -> int:
+        return self._saver.saved_step
+
+    def save(self, last: bool = False) -> None:
+        """Save what there is now, unless the disk is still busy with what there was. last: then too."""
+        if last or self._saver.idle:
+            self._saver.submit(self._source.snapshot(self._rng, self._counters))
+        now = time.monotonic()
+        if self._saver.error and now >= self._complain_at:
+            log.error("state not saved", error=self._saver.error, saved_step=self._saver.saved_step)
+            self._complain_at = now + COMPLAIN_SECONDS

@@ -12,7 +12,7 @@ from swarmnode.config import TrainingConfig
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import collate, completion_logprobs
 from swarmnode.policy.micro import MicroBatcher
-from swarmnode.rl.objectives import DELTA, policy_loss
+from swarmnode.rl.objectives import Objective, policy_loss
 from swarmnode.rl.utility import AgreementProbe
 from swarmnode.trainer.batch import Rows
 
@@ -65,7 +65,7 @@ class Updater:
         return self._one(rows, own, external, reference)
 
     def _one(self, rows: Rows, own: list[int], external: list[int], reference: list[list[float]] | None) -> UpdateStatistics:
-        divisor = normalizer(rows, self._cfg)
+        objective, divisor = Objective.of(self._cfg), normalizer(rows, self._cfg)
         totals = torch.zeros(5, dtype=torch.float64)  # loss, clip·tokens, kl·tokens, entropy·tokens, tokens
 
         def backward(indices: list[int]) -> torch.Tensor:
@@ -77,12 +77,10 @@ class Updater:
                 _padded([rows.old_logprobs[i] for i in indices], logprobs),
                 rows.advantages[indices].to(logprobs.device),
                 mask,
-                delta=DELTA,
-                loss_type=self._cfg.loss_type,
-                beta=self._cfg.beta,
-                ref_logprobs=None if reference is None else _padded([reference[i] for i in indices], logprobs),
+                objective,
+                divisor,
                 weights=rows.weights[indices].to(logprobs.device),
-                normalizer=divisor,
+                ref_logprobs=None if reference is None else _padded([reference[i] for i in indices], logprobs),
             )
             self._policy.accelerator.backward(out.loss)
             tokens = out.tokens.detach()
@@ -124,6 +122,9 @@ class Updater:
             agreement=agreement,
         )
 
+    def learning_rate(self, step: int) -> float:
+        return learning_rate(self._cfg, step)
+
     def _reference_logprobs(self, rows: Rows) -> list[list[float]] | None:
         if self._reference is None or self._cfg.beta == 0:
             return None
@@ -145,11 +146,7 @@ def trained(rows: Rows, cfg: TrainingConfig) -> tuple[list[int], list[int]]:
 
 def normalizer(rows: Rows, cfg: TrainingConfig) -> float:
     """What the loss of all rows is divided by, whichever of them are run."""
-    if cfg.loss_type == "dapo":
-        return float(max(1, sum(len(completion) for _, completion in rows.rows)))
-    if cfg.loss_type == "grpo":
-        return float(len(rows.rows))
-    return float(len(rows.rows) * cfg.max_completion_length)
+    return Objective.of(cfg).normalizer([len(completion) for _, completion in rows.rows])
 
 
 def _padded(values: list[list[float]], like: torch.Tensor) -> torch.Tensor:

@@ -128,7 +128,7 @@ class CrewNetwork:
         for node in self.nodes:
             founding = node.epoch == 1 and self.step == 0 and not node.held
             path = str(local.socket_file(node.directory))
-            node.link.tell(
+            node.link.send_to_trainer(
                 Assigned(self.crew, self.epoch, node.stage, epochs, self.layers, members, self.step, founding, node.held, path)
             )  # fmt: skip
 
@@ -157,11 +157,11 @@ class CrewNetwork:
 
     def _tell(self, message: Any) -> None:
         for node in self.nodes:
-            node.link.tell(message)
+            node.link.send_to_trainer(message)
 
     def release(self, node: Node) -> None:
         node.held = False
-        node.link.tell(Released("for a test"))
+        node.link.send_to_trainer(Released("for a test"))
 
     # ---- streams -------------------------------------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ def example_at(t: float) -> NodeSnapshot:
         phase=("generating", "training", "training", "evaluating")[int(t) % 4],
         step=steps, policy_version=steps, step_seconds=2.2 + 0.5 * _wobble(steps, 0.7), generate_seconds=1.3, train_seconds=0.9,
         reward_own=0.08 + 0.62 * learnt + 0.05 * _wobble(t, 0.9), reward_external=0.14 + 0.55 * learnt + 0.06 * _wobble(t, 0.6),
-        reward_held_out=0.07 + 0.6 * (1 - math.exp(-(t // 24 * 24) / 220)), held_out_step=steps // 10 * 10, reward_held_out_start=0.07,
+        reward_held_out=0.07 + 0.6 * (1 - math.exp(-(t // 24 * 24) / 220)), reward_held_out_start=0.07,
         loss=0.021 * _wobble(t, 0.4), entropy=1.9 - 1.1 * learnt, kl=0.004, clip_fraction=0.013, grad_norm=0.41, learning_rate=3e-4,
         zero_advantage_share=0.7 - 0.4 * learnt, external_share=0.5, correction_mean=0.96, own_groups=4, external_groups=4,
         own_groups_total=steps * 4, external_groups_total=used, tokens_total=steps * 256, tokens_per_second=212.0,

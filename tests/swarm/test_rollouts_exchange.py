@@ -50,7 +50,7 @@ async def exchanges(kind, directory, count):
         running = []
         for network, author in nodes:
             exchange = RolloutExchange(network, scorer, author.key, SWARM, BUILTIN_TASKS, SharingConfig(), rng=random.Random(0))
-            exchange.set_policy(Hello(MODEL, TOKENIZER, 0, 120))
+            exchange.set_policy(Hello(MODEL, TOKENIZER, 0))
             await nursery.start(exchange.run)
             running.append((exchange, author, network))
         await until(lambda: all(len(network.gossip.peers(TOPIC)) == count - 1 for network, _ in nodes))

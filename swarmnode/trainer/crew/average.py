@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import trio
 
+from swarmnode.averaging.lora import shares_a
 from swarmnode.config import Config
 from swarmnode.errors import PeerError
 from swarmnode.files import write_atomically
@@ -85,7 +86,7 @@ class StageAveraging(Observer):
         policy: Any = _StagePolicy(_Parameters(tensors))  # all that a replica asks of a policy whose averages others judge
         self._replica = Replica(
             policy, config.weights, self._counters, MicroBatcher(config.training.per_device_train_tokens), config.node.data_dir,
-            lock=stage.lock, send=send, adapter=adapter_shape(config), ask=self.probe.ask,
+            lock=stage.lock, send=send, adapter=adapter_shape(config.policy.lora, shares_a(config)), ask=self.probe.ask,
         )  # fmt: skip
 
     def begin(self, outer: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:

@@ -22,7 +22,7 @@ from swarmnode.link.messages import WeightsReport
 from swarmnode.pipeline.head import Head, StepResult
 from swarmnode.pipeline.learning import LearnRow
 from swarmnode.pipeline.waves import Wave
-from swarmnode.policy.generate import GroupSample, Sampled
+from swarmnode.policy.generate import GroupSample, Sampled, Sampling
 from swarmnode.policy.logprobs import Row
 from swarmnode.policy.text import PolicyText
 from swarmnode.trainer import state
@@ -76,17 +76,15 @@ class CrewPolicy:
 
     # ---- a step ---------------------------------------------------------------------------------------------------------
 
-    def generate(
-        self, prompts: Sequence[str], num_generations: int, max_tokens: int, temperature: float, top_p: float, rng: torch.Generator
-    ) -> list[GroupSample]:
+    def generate(self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator) -> list[GroupSample]:
         if not prompts:
             return []
         heads = [self.text.encode_prompt(prompt) for prompt in prompts]
         seed = int(torch.randint(2**62, (1,), generator=rng))
-        ends = self.text.eos_ids
+        ends, s = self.text.eos_ids, sampling
         waves = self._ask(
-            lambda head: head.generate(heads, num_generations, max_tokens, temperature, top_p, ends, random.Random(seed))
-        )  # fmt: skip
+            lambda head: head.generate(heads, s.num_generations, s.max_tokens, s.temperature, s.top_p, ends, random.Random(seed))
+        )
         return [group for wave in waves for group in self._groups(wave)]
 
     def _groups(self, wave: Wave) -> list[GroupSample]:

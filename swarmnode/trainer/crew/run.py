@@ -113,10 +113,10 @@ class CrewTrainer:
         """The loop, as long as this node is the head of `crew`."""
         engine = CrewPolicy(self._config, self._model, self._runner, crew, self._stop, self._averages)
         directory = self._config.node.data_dir / "trainer" / HEAD
-        self._loop = Loop(self._config, self._progress, self._stop, engine, self._link, Counters(), directory)
+        self._loop = Loop(self._config, engine, self._link, scorer, Counters(), directory, self._progress, self._stop)
         self._link.send(self._hello_now())
         try:
-            self._loop.run(scorer)
+            self._loop.run(self._config.weights.join_seconds)
         finally:
             self._loop = None
 
@@ -168,7 +168,7 @@ class CrewTrainer:
         text, stage, averaging = self._model.text, self._runner.stage, self._averages()
         return Hello(
             model=text.fingerprint, tokenizer=text.tokenizer_hash, policy_version=stage.step if stage is not None else 0,
-            vocab_size=text.vocab_size, pid=os.getpid(), replica=averaging.facts() if averaging is not None else None,
+            pid=os.getpid(), replica=averaging.facts() if averaging is not None else None,
         )  # fmt: skip
 
     def _seek(self) -> None:

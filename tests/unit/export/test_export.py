@@ -12,8 +12,8 @@ from swarmnode.averaging.lora import A_SEED, freeze_a, shares_a
 from swarmnode.config import Config, PolicyConfig
 from swarmnode.errors import StateError, Unavailable
 from swarmnode.policy.load import Policy, load_policy
-from swarmnode.trainer import export as child
 from swarmnode.trainer import state
+from tests.support import exporting
 
 IDS = torch.tensor([[5, 9, 17, 3, 8]])
 
@@ -46,7 +46,7 @@ def command(tmp_path, *arguments):
 def export(tmp_path, lora=0, merge=False):
     """What that process does."""
     config = Config.model_validate({"node": {"data_dir": tmp_path / "data"}, "policy": {"lora": {"r": lora}}})
-    return child.export(config, tmp_path / "out", merge)
+    return exporting.export(config, tmp_path / "out", merge)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from swarmnode.pipeline.split import split_model, whole_state
 from swarmnode.pipeline.worker import CrewSettings
 from swarmnode.policy.logprobs import collate, completion_logprobs
 from swarmnode.policy.micro import micro_batches
-from swarmnode.rl.objectives import DELTA, policy_loss
+from swarmnode.rl.objectives import Objective, policy_loss
 from tests.support.crew import open_crew
 
 SETTINGS = CrewSettings(b"b" * 32, "float32", "float32", swapped=True)
@@ -50,13 +50,16 @@ class Unsplit:
             self.model.model.layers = torch.nn.ModuleList([plain[i] for i in self.order] if self.turn % 2 else plain)
             part = [rows[i] for i in piece]
             batch = collate([(r.prompt_ids, r.completion_ids) for r in part], 0)
-            view = type("P", (), {"model": self.model, "logits": lambda s, keep=0, **k: self.model(logits_to_keep=keep, **k)})()
+
+            def logits(view, input_ids, attention_mask, position_ids, keep=0, cache=None):
+                inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+                return self.model(**inputs, past_key_values=cache, use_cache=cache is not None, logits_to_keep=keep).logits
+
+            view = type("P", (), {"model": self.model, "base": self.model, "logits": logits})()
             logprobs, _ = completion_logprobs(view, batch, 1.0)
             old = torch.full_like(logprobs, -3.0) * batch.completion_mask
             out = policy_loss(
-                logprobs, old, torch.tensor([r.advantage for r in part]), batch.completion_mask,
-                delta=DELTA, loss_type=CFG.loss_type, beta=0.0, ref_logprobs=None,
-                weights=torch.ones(len(part)), normalizer=normalizer,
+                logprobs, old, torch.tensor([r.advantage for r in part]), batch.completion_mask, Objective.of(CFG), normalizer,
             )  # fmt: skip
             out.loss.backward()
         self.model.model.layers = torch.nn.ModuleList(plain)

@@ -16,7 +16,7 @@ def prefilled(policy):
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in PROMPTS])
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     cache = DynamicCache(config=policy.model.config)
-    policy.logits(keep=1, input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
+    policy.logits(ids, mask, positions, 1, cache)
     return cache, mask.repeat_interleave(GENERATIONS, 0), positions[:, -1:].repeat_interleave(GENERATIONS, 0)
 
 
@@ -24,7 +24,7 @@ def prefilled(policy):
 @torch.no_grad()
 def test_fixed_memory_computes_what_growing_memory_computes(policies, kind):
     policy = policies[kind]
-    assert decode.has_fixed_form(policy.model, prefilled(policy)[0])
+    assert decode.has_fixed_form(policy.base, prefilled(policy)[0])
     fixed = decode.Fixed(policy, *prefilled(policy), GENERATIONS, STEPS)
     growing = decode.Growing(policy, *prefilled(policy), GENERATIONS, STEPS)
     generator = torch.Generator().manual_seed(0)
@@ -51,7 +51,7 @@ def test_memory_grows_when_it_is_used_up(policies, monkeypatch):
 
 @torch.no_grad()
 def test_a_sliding_window_has_no_fixed_form(policies):
-    assert not decode.has_fixed_form(policies["mistral"].model, prefilled(policies["mistral"])[0])
+    assert not decode.has_fixed_form(policies["mistral"].base, prefilled(policies["mistral"])[0])
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from swarmnode.tasks.registry import TASKS, task_version
 from swarmnode.tasks.seeds import evaluation_seed
 from swarmnode.wire.messages import TaskRef
 
-from swarmnode.policy.generate import generate  # isort: skip
+from swarmnode.policy.generate import Sampling, generate  # isort: skip
 
 FILES = resources.files("swarmnode.policy") / "embedded"
 PROFILE = json.loads((FILES / "PROFILE.json").read_text())
@@ -64,7 +64,7 @@ def test_start_profile(embedded):
     refs = [TaskRef(t, task_version(t), evaluation_seed(t, 3), i) for t in SETTINGS for i in range(24)]
     with Scorer() as scorer:
         prompts = [scorer.prompt(ref) for ref in refs]
-        groups = generate(embedded, prompts, 8, 8, 1.0, 1.0, embedded.random_generator(0))
+        groups = generate(embedded, prompts, Sampling(8, 8), embedded.random_generator(0))
         texts = [[c.text for c in g.completions] for g in groups]
         values = [[t.removeprefix("=").removeprefix(">").removesuffix(".") for t in g] for g in texts]
         mean = lambda asked: sum(sum(s.rewards) for s in scorer.score_many(list(zip(refs, asked, strict=True)))) / (8 * len(refs))

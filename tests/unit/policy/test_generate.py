@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from swarmnode.config import PolicyConfig
-from swarmnode.policy.generate import generate, sample
+from swarmnode.policy.generate import Sampling, generate, sample
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import score
 
@@ -24,7 +24,7 @@ def ids(groups):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_recorded_logprobs_are_those_that_training_recomputes(policies, kind, temperature):
     policy = policies[kind]
-    groups = generate(policy, PROMPTS, 4, 6, temperature, 1.0, policy.random_generator(1))
+    groups = generate(policy, PROMPTS, Sampling(4, 6, temperature), policy.random_generator(1))
     recorded = [c.logprobs for g in groups for c in g.completions]
     again = score(policy, rows(groups), temperature)
     assert [len(x) for x in recorded] == [len(x) for x in again]
@@ -35,7 +35,7 @@ def test_recorded_logprobs_are_those_that_training_recomputes(policies, kind, te
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_equals_transformers_generate(policies, kind):
     policy = policies[kind]
-    groups = generate(policy, PROMPTS, 1, 6, 0.0, 1.0, policy.random_generator(0))
+    groups = generate(policy, PROMPTS, Sampling(1, 6, 0.0), policy.random_generator(0))
     for group in groups:
         prompt = torch.tensor([group.prompt_ids])
         out = policy.model.generate(
@@ -47,22 +47,22 @@ def test_greedy_equals_transformers_generate(policies, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_shared_prefill_samples_what_separate_prompts_sample(policies, kind):
     policy = policies[kind]
-    shared = generate(policy, PROMPTS, 3, 6, 1.0, 1.0, policy.random_generator(2))
-    naive = generate(policy, [p for p in PROMPTS for _ in range(3)], 1, 6, 1.0, 1.0, policy.random_generator(2))
+    shared = generate(policy, PROMPTS, Sampling(3, 6), policy.random_generator(2))
+    naive = generate(policy, [p for p in PROMPTS for _ in range(3)], Sampling(1, 6), policy.random_generator(2))
     assert [c for g in ids(shared) for c in g] == [c for g in ids(naive) for c in g]
 
 
 def test_a_prompt_does_not_depend_on_its_neighbours(policies):
     for policy in policies.values():
-        together = generate(policy, PROMPTS, 1, 6, 0.0, 1.0, policy.random_generator(0))
-        alone = [generate(policy, [p], 1, 6, 0.0, 1.0, policy.random_generator(0))[0] for p in PROMPTS]
+        together = generate(policy, PROMPTS, Sampling(1, 6, 0.0), policy.random_generator(0))
+        alone = [generate(policy, [p], Sampling(1, 6, 0.0), policy.random_generator(0))[0] for p in PROMPTS]
         assert ids(together) == ids(alone)
 
 
 def test_recorded_logprobs_agree_in_bfloat16(model_dir):
     policy = load_policy(PolicyConfig(model=str(model_dir("qwen2")), device="cpu", dtype="bfloat16"))
     try:
-        groups = generate(policy, PROMPTS, 4, 6, 1.0, 1.0, policy.random_generator(1))
+        groups = generate(policy, PROMPTS, Sampling(4, 6), policy.random_generator(1))
         recorded = [x for g in groups for c in g.completions for x in c.logprobs]
         again = [x for row in score(policy, rows(groups), 1.0) for x in row]
         gaps = torch.tensor(recorded) - torch.tensor(again)
@@ -73,7 +73,7 @@ def test_recorded_logprobs_agree_in_bfloat16(model_dir):
 
 
 def test_eos_is_part_of_the_completion_and_not_of_its_text(embedded):
-    groups = generate(embedded, PROMPTS, 8, 8, 1.0, 1.0, embedded.random_generator(3))
+    groups = generate(embedded, PROMPTS, Sampling(8, 8), embedded.random_generator(3))
     ended = [c for g in groups for c in g.completions if c.finish == "eos"]
     assert ended
     for c in ended:
@@ -83,7 +83,7 @@ def test_eos_is_part_of_the_completion_and_not_of_its_text(embedded):
 
 
 def test_a_completion_that_is_cut_off_says_so(embedded):
-    groups = generate(embedded, PROMPTS, 8, 1, 1.0, 1.0, embedded.random_generator(3))
+    groups = generate(embedded, PROMPTS, Sampling(8, 1), embedded.random_generator(3))
     cut = [c for g in groups for c in g.completions if c.ids != [embedded.eos_id]]
     assert cut
     assert all(c.finish == "length" and len(c.ids) == len(c.logprobs) == 1 for c in cut)
@@ -94,19 +94,19 @@ def test_every_end_token_stops(embedded):
 
     mark = embedded.tokenizer.convert_tokens_to_ids("?")
     two = replace(embedded, eos_ids=frozenset({embedded.eos_id, mark}))
-    groups = generate(two, PROMPTS, 8, 8, 1.0, 1.0, two.random_generator(3))
+    groups = generate(two, PROMPTS, Sampling(8, 8), two.random_generator(3))
     assert any(c.ids[-1] == mark and c.finish == "eos" for g in groups for c in g.completions)
     assert not any(mark in c.ids[:-1] for g in groups for c in g.completions)
 
 
 def test_the_generator_decides(embedded):
-    first, again, other = (generate(embedded, PROMPTS, 8, 8, 1.0, 1.0, embedded.random_generator(s)) for s in (7, 7, 8))
+    first, again, other = (generate(embedded, PROMPTS, Sampling(8, 8), embedded.random_generator(s)) for s in (7, 7, 8))
     assert first == again
     assert ids(first) != ids(other)
 
 
 def test_no_prompts_no_groups(embedded):
-    assert generate(embedded, [], 4, 8, 1.0, 1.0, embedded.random_generator(0)) == []
+    assert generate(embedded, [], Sampling(4, 8), embedded.random_generator(0)) == []
 
 
 def test_sampled_frequencies_are_the_softmax_at_that_temperature():

@@ -7,7 +7,7 @@ import torch
 
 from swarmnode.config import PolicyConfig
 from swarmnode.policy import decode
-from swarmnode.policy.generate import generate
+from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import collate, completion_logprobs, score
 from swarmnode.policy.micro import MicroBatcher
@@ -41,7 +41,7 @@ def test_auto_is_the_gpu_in_bfloat16():
     policy = load_policy(PolicyConfig())
     assert (policy.device.type, policy.dtype) == ("cuda", torch.bfloat16)
     assert {p.dtype for p in policy.trainable_parameters()} == {torch.float32}
-    groups = generate(policy, PROMPTS, 8, 8, 1.0, 1.0, policy.random_generator(1))
+    groups = generate(policy, PROMPTS, Sampling(8, 8), policy.random_generator(1))
     assert 0 < gaps(policy, groups).max() < 0.5
     assert policy.statistics().device_memory_bytes > 0
 
@@ -50,7 +50,7 @@ def test_auto_is_the_gpu_in_bfloat16():
 @pytest.mark.parametrize("tokens", [4, 16])
 def test_recorded_logprobs_are_those_that_training_recomputes(model_dir, kind, tokens):
     policy = load(model_dir(kind))
-    groups = generate(policy, PROMPTS, 4, tokens, 1.0, 1.0, policy.random_generator(1))
+    groups = generate(policy, PROMPTS, Sampling(4, tokens), policy.random_generator(1))
     assert gaps(policy, groups).max() < 1e-3
 
 
@@ -62,10 +62,10 @@ def test_a_recorded_step_samples_what_single_launches_sample(model_dir, kind, mo
     monkeypatch.setattr(decode.Recorded, "_record", lambda self: (real(self), used.append(self._graph))[0])
     # another batch shape, then weights that have moved: every call records anew
     for prompts, count in [(PROMPTS, 4), (PROMPTS[:1], 9), (PROMPTS, 4)]:
-        recorded = generate(policy, prompts, count, 24, 1.0, 1.0, policy.random_generator(1))
+        recorded = generate(policy, prompts, Sampling(count, 24), policy.random_generator(1))
         with monkeypatch.context() as patch:
             patch.setattr(decode, "RECORD_FROM", 1000)
-            single = generate(policy, prompts, count, 24, 1.0, 1.0, policy.random_generator(1))
+            single = generate(policy, prompts, Sampling(count, 24), policy.random_generator(1))
         assert [i for _, i in rows(recorded)] == [i for _, i in rows(single)]
         with torch.no_grad():
             for parameter in policy.trainable_parameters():
@@ -77,9 +77,9 @@ def test_a_recorded_step_samples_what_single_launches_sample(model_dir, kind, mo
 def test_memory_that_grows_is_recorded_anew(model_dir, monkeypatch):
     policy = load(model_dir("qwen2"))
     monkeypatch.setattr(decode, "ROOM", 4)
-    grown = generate(policy, PROMPTS, 4, 40, 1.0, 1.0, policy.random_generator(1))
+    grown = generate(policy, PROMPTS, Sampling(4, 40), policy.random_generator(1))
     monkeypatch.setattr(decode, "RECORD_FROM", 1000)
-    single = generate(policy, PROMPTS, 4, 40, 1.0, 1.0, policy.random_generator(1))
+    single = generate(policy, PROMPTS, Sampling(4, 40), policy.random_generator(1))
     assert [i for _, i in rows(grown)] == [i for _, i in rows(single)]
 
 
@@ -93,7 +93,7 @@ def test_what_cannot_be_recorded_is_launched(model_dir, monkeypatch, caplog):
 
     monkeypatch.setattr(decode.Recorded, "_step", looks_at_a_value)
     with caplog.at_level(logging.WARNING):
-        groups = generate(policy, PROMPTS, 4, 12, 1.0, 1.0, policy.random_generator(1))
+        groups = generate(policy, PROMPTS, Sampling(4, 12), policy.random_generator(1))
     assert "cannot be recorded" in caplog.text
     assert len(steps) == 11
     assert gaps(policy, groups).max() < 1e-3
@@ -102,7 +102,7 @@ def test_what_cannot_be_recorded_is_launched(model_dir, monkeypatch, caplog):
 def test_cpu_and_gpu_agree(model_dir):
     directory = model_dir("qwen2")
     here = load_policy(PolicyConfig(model=str(directory), device="cpu"))
-    groups = generate(here, PROMPTS, 4, 8, 1.0, 1.0, here.random_generator(1))
+    groups = generate(here, PROMPTS, Sampling(4, 8), here.random_generator(1))
     on_cpu = score(here, rows(groups), 1.0)
     on_gpu = score(load(directory), rows(groups), 1.0)
     flat = lambda values: torch.tensor([x for row in values for x in row])
@@ -116,7 +116,7 @@ def test_an_adapter_learns_on_a_frozen_base(model_dir, quantization):
     policy = load(model_dir("qwen2"), dtype="bfloat16", lora={"r": 8}, quantization=quantization)
     before = {n: p.detach().clone() for n, p in policy.model.named_parameters()}
     assert {p.dtype for p in policy.trainable_parameters()} == {torch.float32}
-    groups = generate(policy, PROMPTS, 4, 12, 1.0, 1.0, policy.random_generator(1))
+    groups = generate(policy, PROMPTS, Sampling(4, 12), policy.random_generator(1))
     assert gaps(policy, groups).median() < 0.2
     optimizer = torch.optim.AdamW(policy.trainable_parameters(), lr=1e-2, fused=True)
     batch = collate(rows(groups), policy.pad_id, policy.device)
@@ -163,7 +163,7 @@ def test_sampling_shrinks_to_the_memory_there_is(model_dir, short_of_memory):
     policy = load(model_dir("llama"))
     batcher = MicroBatcher(100_000_000)
     rng = policy.random_generator(1)
-    groups = batcher.generate(PROMPTS * 100, 64, 100, lambda some: generate(policy, some, 64, 96, 1.0, 1.0, rng))
+    groups = batcher.generate(policy, PROMPTS * 100, Sampling(64, 96), rng)
     assert batcher.statistics().oom_retries > 0
     assert len(groups) == 300
     assert gaps(policy, groups[:2]).max() < 1e-3

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from swarmnode.config import LoraSettings, PolicyConfig
-from swarmnode.errors import DeviceError, Incompatible, Unavailable
+from swarmnode.errors import DeviceError, Incompatible, StateError, Unavailable
 from swarmnode.policy import device
 from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash
-from swarmnode.policy.generate import generate
-from swarmnode.policy.load import load_policy
+from swarmnode.policy.generate import Sampling, generate
+from swarmnode.policy.load import load_policy, overwrite, trainable
 from swarmnode.policy.logprobs import score
 
 ROWS = [([5, 9, 20], [30, 31, 1])]
@@ -61,7 +61,7 @@ def test_a_tokenizer_without_padding_token_is_padded_with_eos(llama):
     path.write_text(json.dumps(settings))
     policy = load_policy(cpu(llama))
     assert policy.pad_id == policy.eos_id
-    assert len(generate(policy, ["1", "Calculate 1 + 2."], 2, 3, 1.0, 1.0, policy.random_generator(0))) == 2
+    assert len(generate(policy, ["1", "Calculate 1 + 2."], Sampling(2, 3), policy.random_generator(0))) == 2
 
 
 def test_frozen_base_under_an_adapter_and_the_reference_is_the_base(llama):
@@ -108,13 +108,13 @@ def test_saved_weights_come_back(embedded):
     one, other = embedded.clone(), embedded.clone()
     with torch.no_grad():
         one.trainable_parameters()[0].add_(0.1)
-    other.load_trainable_state(one.trainable_state())
+    overwrite(trainable(other.model), trainable(one.model))
     assert score(one, ROWS, 1.0) == score(other, ROWS, 1.0)
 
 
 def test_saved_weights_of_another_policy_are_refused(embedded, policies):
-    with pytest.raises(Incompatible, match="another policy"):
-        embedded.load_trainable_state(policies["llama"].trainable_state())
+    with pytest.raises(StateError, match="another policy"):
+        overwrite(trainable(embedded.model), trainable(policies["llama"].model))
 
 
 # --- peers' text and ids

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarmnode.errors import DeviceError
-from swarmnode.policy.generate import generate
+from swarmnode.policy import micro
+from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.logprobs import collate, completion_logprobs, score
 from swarmnode.policy.micro import MicroBatcher, is_oom, micro_batches
 
@@ -123,17 +124,18 @@ def test_scoring_in_pieces_equals_scoring_at_once(embedded):
     assert max(abs(a - b) for x, y in zip(expected, got, strict=True) for a, b in zip(x, y, strict=True)) < 1e-5
 
 
-def test_generation_in_pieces_keeps_the_order_of_the_prompts(embedded):
+def test_generation_in_pieces_keeps_the_order_of_the_prompts(embedded, monkeypatch):
     prompts = [f"Calculate {n} + 8." for n in range(9)]
     pieces = []
 
-    def work(part):
+    def limited_generate(policy, part, sampling, generator):
         pieces.append(len(part))
         if len(part) > 4:
             raise torch.OutOfMemoryError(CUDA)
-        return generate(embedded, part, 2, 4, 1.0, 1.0, embedded.random_generator(0))
+        return generate(policy, part, sampling, generator)
 
-    groups = MicroBatcher(16384).generate(prompts, 2, 13, work)
+    monkeypatch.setattr(micro, "generate", limited_generate)
+    groups = MicroBatcher(16384).generate(embedded, prompts, Sampling(2, 4), embedded.random_generator(0))
     assert [g.prompt_ids for g in groups] == [embedded.encode_prompt(p) for p in prompts]
     assert pieces[0] == 9
     assert len(pieces) > 2

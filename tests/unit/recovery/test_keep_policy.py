@@ -17,8 +17,9 @@ from swarmnode.policy.fingerprint import fingerprint
 from swarmnode.policy.load import lora_settings
 from swarmnode.recovery import messages as m
 from swarmnode.recovery.sources import RecoverySettings
-from swarmnode.trainer import export, state
+from swarmnode.trainer import state
 from swarmnode.trainer.export_crew import find_copies
+from tests.support.exporting import export
 from tests.support.lost_stages import Fleet, quiet, rows_of
 
 SETTINGS = CrewSettings(b"b" * 32, "float32", "float32")
@@ -98,7 +99,7 @@ async def test_who_keeps_the_policy_exports_what_all_stages_have_learnt(fleet, b
     crew = fleet()
     await train(crew, 4)
     assert crew.stations[1].store.statistics().steps == dict.fromkeys(range(4), 4)
-    told = export.export(config_of(crew, base, 1), tmp_path / "out", merge=False)
+    told = export(config_of(crew, base, 1), tmp_path / "out", merge=False)
     assert (told.kind, told.step, told.stages) == ("weights", 4, (4, 4, 4, 4))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert torch.equal(logits(model), logits(whole(crew)))
@@ -110,21 +111,21 @@ async def test_who_does_not_is_told_which_stages_it_lacks(fleet, base, tmp_path)
     await train(crew, 4)
     assert sorted(crew.stations[0].store.statistics().steps) == [0, 1, 3]
     with pytest.raises(Unavailable, match=r"no copy of 2\b.*keep_policy"):
-        export.export(config_of(crew, base, 0), tmp_path / "out", merge=False)
+        export(config_of(crew, base, 0), tmp_path / "out", merge=False)
     assert not (tmp_path / "out").exists()
 
 
 async def test_three_stages_are_all_ring_neighbours(fleet, base, tmp_path):
     crew = fleet(keepers=(), layers=(1, 2, 1))
     await train(crew, 2)
-    export.export(config_of(crew, base, 2), tmp_path / "out", merge=False)
+    export(config_of(crew, base, 2), tmp_path / "out", merge=False)
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()), logits(whole(crew)))
 
 
 async def test_small_copies_are_exported_as_they_are_and_asked_for_one_after_the_other(fleet, base, tmp_path):
     crew = fleet(exact=1, layers=(1, 1, 1, 1), keepers=(0, 1))
     await train(crew, 6)
-    told = export.export(config_of(crew, base, 1), tmp_path / "out", merge=False)
+    told = export(config_of(crew, base, 1), tmp_path / "out", merge=False)
     assert set(told.stages) == {6}
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert model.dtype == torch.bfloat16
@@ -135,7 +136,7 @@ async def test_small_copies_are_exported_as_they_are_and_asked_for_one_after_the
 async def test_an_adapter_of_a_crew_is_exported_as_one(fleet, base, tmp_path):
     crew = fleet(lora=2)
     await train(crew, 4)
-    told = export.export(config_of(crew, base, 1, lora=2), tmp_path / "out", merge=True)
+    told = export(config_of(crew, base, 1, lora=2), tmp_path / "out", merge=True)
     assert (told.kind, told.stages) == ("weights", (4, 4, 4, 4))
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert torch.allclose(logits(merged), logits(whole(crew)), atol=1e-5)
@@ -145,13 +146,13 @@ async def test_copies_of_another_model_and_damaged_ones_are_refused(fleet, base,
     crew = fleet()
     await train(crew, 4)
     with pytest.raises(StateError, match="another model"):
-        export.export(config_of(crew, base, 1, lora=2), tmp_path / "out", merge=False)
+        export(config_of(crew, base, 1, lora=2), tmp_path / "out", merge=False)
     file = next(crew.stations[1].directory.rglob("stage-3.safetensors"))
     data = bytearray(file.read_bytes())
     data[-5] ^= 1
     file.write_bytes(bytes(data))
     with pytest.raises(StateError, match="damaged"):
-        export.export(config_of(crew, base, 1), tmp_path / "out", merge=False)
+        export(config_of(crew, base, 1), tmp_path / "out", merge=False)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith((".out", "out"))] == []
 
 

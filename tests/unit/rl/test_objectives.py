@@ -1,11 +1,12 @@
 """The loss: what is clipped, what is averaged, and that parts add up to the whole."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
 
-from swarmnode.rl.objectives import LOSS_TYPES, loss_normalizer, policy_loss
+from swarmnode.rl.objectives import LossType, Objective, policy_loss
 
 
 def a_batch(rows=6, length=5, seed=0):
@@ -17,11 +18,18 @@ def a_batch(rows=6, length=5, seed=0):
     return logprobs.requires_grad_(), old, torch.randn(rows, generator=generator), mask, reference
 
 
+def loss_of(logprobs, old, advantages, mask, *, weights=None, ref_logprobs=None, **settings):
+    """The loss of a whole batch."""
+    objective = Objective(**settings)
+    normalizer = objective.normalizer(mask.sum(1).tolist())
+    return policy_loss(logprobs, old, advantages, mask, objective, normalizer, weights=weights, ref_logprobs=ref_logprobs)
+
+
 def gradient_at_ratio(ratio, advantage, **settings):
     """d loss / d logprob of one token whose importance ratio is `ratio`."""
     logprob = torch.tensor([[math.log(0.5)]], requires_grad=True)
     old = logprob.detach() - math.log(ratio)
-    policy_loss(logprob, old, torch.tensor([advantage]), torch.ones(1, 1), **settings).loss.backward()
+    loss_of(logprob, old, torch.tensor([advantage]), torch.ones(1, 1), **settings).loss.backward()
     return logprob.grad.item()
 
 
@@ -39,22 +47,20 @@ def test_the_clip_is_asymmetric_and_one_sided(ratio, advantage, clipped):
 
 
 def test_delta_bounds_what_a_negative_advantage_can_do():
-    assert gradient_at_ratio(50.0, -1.0) == pytest.approx(50.0, rel=1e-4)
+    assert gradient_at_ratio(50.0, -1.0, delta=None) == pytest.approx(50.0, rel=1e-4)
     assert gradient_at_ratio(50.0, -1.0, delta=4.0) == 0
     assert gradient_at_ratio(3.0, -1.0, delta=4.0) == pytest.approx(3.0, rel=1e-4)
 
 
-def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_the_advantage():
+def test_where_the_policy_has_not_moved_the_gradient_is_the_advantage():
     logprobs, _, advantages, mask, _ = a_batch()
-    result = policy_loss(logprobs, None, advantages, mask)
-    result.loss.backward()
-    assert result.ratio == pytest.approx(1.0)
+    loss_of(logprobs, logprobs.detach(), advantages, mask).loss.backward()
     assert torch.allclose(logprobs.grad, -advantages.unsqueeze(1) * mask / mask.sum(), atol=1e-6)
 
 
 def test_clip_fraction_counts_tokens_whose_gradient_is_gone():
     logprobs, old, advantages, mask, _ = a_batch(rows=40)
-    result = policy_loss(logprobs, old, advantages, mask, delta=1.4)
+    result = loss_of(logprobs, old, advantages, mask, delta=1.4)
     result.loss.backward()
     dead = ((logprobs.grad == 0) & mask.bool()).sum() / mask.sum()
     assert 0.05 < dead < 0.9
@@ -63,7 +69,7 @@ def test_clip_fraction_counts_tokens_whose_gradient_is_gone():
 
 def test_kl_pulls_back_to_the_reference_and_is_never_negative():
     logprobs, old, advantages, mask, reference = a_batch()
-    result = policy_loss(logprobs, old, torch.zeros_like(advantages), mask, beta=0.5, ref_logprobs=reference)
+    result = loss_of(logprobs, old, torch.zeros_like(advantages), mask, beta=0.5, ref_logprobs=reference)
     result.loss.backward()
     assert result.kl > 0
     assert result.loss.item() == pytest.approx(0.5 * result.kl.item(), rel=1e-5)
@@ -74,29 +80,30 @@ def test_kl_pulls_back_to_the_reference_and_is_never_negative():
 
 def test_weights_scale_a_sequence_but_not_its_kl():
     logprobs, old, advantages, mask, reference = a_batch()
-    whole = policy_loss(logprobs, old, advantages, mask).loss
-    half = policy_loss(logprobs, old, advantages, mask, weights=torch.full((6,), 0.5)).loss
+    whole = loss_of(logprobs, old, advantages, mask).loss
+    half = loss_of(logprobs, old, advantages, mask, weights=torch.full((6,), 0.5)).loss
     assert half.item() == pytest.approx(whole.item() / 2)
-    kl_only = policy_loss(logprobs, old, advantages, mask, weights=torch.zeros(6), beta=1.0, ref_logprobs=reference)
+    kl_only = loss_of(logprobs, old, advantages, mask, weights=torch.zeros(6), beta=1.0, ref_logprobs=reference)
     assert kl_only.loss.item() == pytest.approx(kl_only.kl.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", get_args(LossType))
 @pytest.mark.parametrize("cuts", [[6], [2, 4], [1, 3, 2]])
 def test_micro_batches_add_up_to_the_whole_batch(loss_type, cuts):
     logprobs, old, advantages, mask, reference = a_batch()
     weights = torch.linspace(0.8, 1.0, 6)
     settings = dict(loss_type=loss_type, delta=4.0, beta=0.1, max_completion_length=7)
-    whole = policy_loss(logprobs, old, advantages, mask, ref_logprobs=reference, weights=weights, **settings)
+    whole = loss_of(logprobs, old, advantages, mask, ref_logprobs=reference, weights=weights, **settings)
     (expected,) = torch.autograd.grad(whole.loss, logprobs)
 
-    divisor = loss_normalizer(mask, loss_type, 7)
+    objective = Objective(**settings)
+    normalizer = objective.normalizer(mask.sum(1).tolist())
     start = total = 0
     for size in cuts:
         rows = slice(start, start + size)
         part = policy_loss(
-            logprobs[rows], old[rows], advantages[rows], mask[rows],
-            ref_logprobs=reference[rows], weights=weights[rows], normalizer=divisor, **settings,
+            logprobs[rows], old[rows], advantages[rows], mask[rows], objective, normalizer,
+            ref_logprobs=reference[rows], weights=weights[rows],
         )  # fmt: skip
         part.loss.backward()
         total += part.loss.item()
@@ -108,10 +115,10 @@ def test_micro_batches_add_up_to_the_whole_batch(loss_type, cuts):
 def test_token_mean_weighs_long_completions_more_and_sequence_mean_does_not():
     mask = torch.tensor([[1.0, 1.0, 1.0, 1.0], [1.0, 0.0, 0.0, 0.0]])
     logprobs = torch.full((2, 4), -1.0, requires_grad=True)
-    policy_loss(logprobs, None, torch.tensor([1.0, 1.0]), mask, loss_type="dapo").loss.backward()
+    loss_of(logprobs, logprobs.detach(), torch.tensor([1.0, 1.0]), mask, loss_type="dapo").loss.backward()
     by_token = logprobs.grad.sum(1)
     logprobs.grad = None
-    policy_loss(logprobs, None, torch.tensor([1.0, 1.0]), mask, loss_type="grpo").loss.backward()
+    loss_of(logprobs, logprobs.detach(), torch.tensor([1.0, 1.0]), mask, loss_type="grpo").loss.backward()
     by_sequence = logprobs.grad.sum(1)
     assert by_token[0] == pytest.approx(4 * by_token[1].item())
     assert by_sequence[0] == pytest.approx(by_sequence[1].item())
@@ -119,10 +126,10 @@ def test_token_mean_weighs_long_completions_more_and_sequence_mean_does_not():
 
 def test_padding_may_hold_anything():
     logprobs, old, advantages, mask, reference = a_batch()
-    expected = policy_loss(logprobs, old, advantages, mask, beta=0.1, ref_logprobs=reference)
+    expected = loss_of(logprobs, old, advantages, mask, beta=0.1, ref_logprobs=reference)
     (expected_gradient,) = torch.autograd.grad(expected.loss, logprobs)
     dirty = logprobs.detach().masked_fill(mask == 0, -math.inf).requires_grad_()
-    result = policy_loss(
+    result = loss_of(
         dirty, old.masked_fill(mask == 0, math.nan), advantages, mask, beta=0.1, ref_logprobs=reference.masked_fill(mask == 0, math.nan)
     )
     result.loss.backward()
@@ -132,17 +139,13 @@ def test_padding_may_hold_anything():
 
 def test_a_batch_without_tokens_is_zero_not_nan():
     logprobs = torch.zeros(2, 3, requires_grad=True)
-    result = policy_loss(logprobs, None, torch.ones(2), torch.zeros(2, 3))
+    result = loss_of(logprobs, logprobs.detach(), torch.ones(2), torch.zeros(2, 3))
     result.loss.backward()
     assert result.loss.item() == 0
     assert (logprobs.grad == 0).all()
 
 
-def test_settings_that_miss_something_are_refused():
+def test_a_penalty_without_a_reference_is_refused():
     logprobs, old, advantages, mask, _ = a_batch()
     with pytest.raises(ValueError, match="ref_logprobs"):
-        policy_loss(logprobs, old, advantages, mask, beta=0.1)
-    with pytest.raises(ValueError, match="max_completion_length"):
-        policy_loss(logprobs, old, advantages, mask, loss_type="dr_grpo")
-    with pytest.raises(ValueError, match="loss_type"):
-        policy_loss(logprobs, old, advantages, mask, loss_type="ppo")
+        loss_of(logprobs, old, advantages, mask, beta=0.1)

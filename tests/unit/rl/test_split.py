@@ -10,14 +10,14 @@ from swarmnode.rl.split import AdaptiveSplit, floor_groups
 
 
 def test_alone_a_node_generates_its_whole_batch():
-    split = AdaptiveSplit(8, floor=2)
+    split = AdaptiveSplit(8)
     for _ in range(50):
         split.observe(0)
     assert split.own_groups == 8
 
 
 def test_the_average_moves_by_four_tenths():
-    split = AdaptiveSplit(8, floor=2)
+    split = AdaptiveSplit(8)
     split.observe(5)
     assert split.smoothed == pytest.approx(2.0)
     split.observe(5)
@@ -26,21 +26,21 @@ def test_the_average_moves_by_four_tenths():
 
 
 def test_own_groups_never_fall_below_the_floor():
-    split = AdaptiveSplit(8, floor=2)
+    split = AdaptiveSplit(8)
     for _ in range(50):
         split.observe(1000)
     assert split.own_groups == 2
 
 
 def test_a_burst_is_taken_however_quiet_it_was_before():
-    split = AdaptiveSplit(8, floor=2)
+    split = AdaptiveSplit(8)
     for _ in range(50):
         split.observe(0)
     assert split.external_room == 6
 
 
 def test_generation_rises_again_when_rewards_dry_up():
-    split = AdaptiveSplit(8, floor=2, smoothed=20.0)
+    split = AdaptiveSplit(8, smoothed=20.0)
     for _ in range(12):
         split.observe(0)
     assert split.own_groups == 8
@@ -50,7 +50,7 @@ def test_generation_rises_again_when_rewards_dry_up():
 def test_the_fixed_point_is_the_split_with_most_useful_groups(q, nodes):
     # everybody follows the rule; each own group is useful with probability q
     batch, rng = 8, random.Random(0)
-    splits = [AdaptiveSplit(batch, floor=2) for _ in range(nodes)]
+    splits = [AdaptiveSplit(batch) for _ in range(nodes)]
     own = []
     for step in range(3000):
         useful = [sum(rng.random() < q for _ in range(s.own_groups)) for s in splits]
@@ -63,7 +63,7 @@ def test_the_fixed_point_is_the_split_with_most_useful_groups(q, nodes):
 
 
 def test_the_guard_takes_external_room_and_gives_it_to_own_groups():
-    split = AdaptiveSplit(8, floor=2, smoothed=20.0)
+    split = AdaptiveSplit(8, smoothed=20.0)
     split.external_scale = 0.5
     assert (split.own_groups, split.external_room) == (5, 3)
     split.external_scale = 0.0
@@ -71,7 +71,7 @@ def test_the_guard_takes_external_room_and_gives_it_to_own_groups():
 
 
 def test_groups_that_fail_judgement_do_not_stop_a_node_from_generating():
-    lied_to, served = AdaptiveSplit(8, floor=2), AdaptiveSplit(8, floor=2)
+    lied_to, served = AdaptiveSplit(8), AdaptiveSplit(8)
     for _ in range(20):
         lied_to.observe(50, drawn=6, used=0)
         served.observe(50, drawn=6, used=6)
@@ -79,31 +79,23 @@ def test_groups_that_fail_judgement_do_not_stop_a_node_from_generating():
 
 
 def test_groups_of_peers_that_nobody_trusts_do_not_count():
-    split = AdaptiveSplit(8, floor=2)
+    split = AdaptiveSplit(8)
     split.observe(10, drawn=0)
     assert split.smoothed == 0.0
 
 
 def test_half_of_the_drawn_passing_counts_half_of_the_arrived():
-    split = AdaptiveSplit(8, floor=2)
+    split = AdaptiveSplit(8)
     split.observe(10, drawn=4, used=2)
     assert split.smoothed == pytest.approx(2.0)
 
 
-def test_statistics_are_a_snapshot():
-    split = AdaptiveSplit(8, floor=2)
-    before = split.statistics()
-    split.observe(20)
-    assert (before.own_groups, before.useful_per_step) == (8, 0.0)
-    assert split.statistics().own_groups == 2
-
-
 def test_floor_is_a_share_rounded_up_and_at_least_one():
-    assert [floor_groups(8, 0.25), floor_groups(8, 0.3), floor_groups(2, 0.01), floor_groups(8, 1.0)] == [2, 3, 1, 8]
+    assert [floor_groups(1), floor_groups(2), floor_groups(5), floor_groups(8)] == [1, 1, 2, 2]
 
 
 def test_impossible_splits_are_refused():
-    for build in (lambda: AdaptiveSplit(8, 0), lambda: AdaptiveSplit(8, 9)):
+    for build in (lambda: AdaptiveSplit(0), lambda: AdaptiveSplit(8, external_scale=1.5)):
         with pytest.raises(ValueError):
             build()
 

@@ -78,7 +78,6 @@ def test_a_fall_while_most_of_the_batch_is_external_cuts_them(seed):
     history(guard, noisy([0.5] * 60, seed))
     falling = history(guard, noisy([0.5 - 0.02 * i for i in range(20)], seed + 100))
     assert falling[-1] <= 0.4
-    assert guard.statistics().alarms_reward >= 2
 
 
 def test_the_same_fall_with_few_external_groups_is_not_their_fault():
@@ -94,7 +93,6 @@ def test_lasting_disagreement_cuts_and_a_passing_one_does_not():
     assert guard.external_scale == 1.0
     history(guard, [0.3] * 40, agreement=-0.6)
     assert guard.external_scale < 0.1
-    assert guard.statistics().alarms_agreement > 3
 
 
 def test_disagreement_for_ever_ends_at_zero_and_calm_gives_back_slowly():
@@ -116,7 +114,7 @@ def test_a_fall_of_the_held_out_reward_cuts_once():
     assert guard.external_scale == pytest.approx(0.6)
     for i in range(20):  # stays at the new level: no further alarm
         guard.observe(0.4, 0.3, 0.6, reward_held_out=0.30 if i % 5 == 4 else None)
-    assert guard.statistics().alarms_reward == 1
+    assert guard.external_scale > 0.6
 
 
 def test_nothing_measured_changes_nothing():
@@ -124,4 +122,3 @@ def test_nothing_measured_changes_nothing():
     for _ in range(3):
         guard.observe(None)
     assert guard.external_scale == pytest.approx(0.53)
-    assert guard.statistics().reward_fast is None

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from swarmnode.config import PolicyConfig
-from swarmnode.policy.generate import generate
+from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher
@@ -27,7 +27,7 @@ def policy():
 
 @pytest.fixture(scope="module")
 def sample(policy):
-    return generate(policy, [PROMPT], 4, 8, 1.0, 1.0, policy.random_generator(1))[0]
+    return generate(policy, [PROMPT], Sampling(4, 8), policy.random_generator(1))[0]
 
 
 def external(policy, sample, *, texts=None, ids=True, shift=0.0, model=None, tokenizer=None, rewards=(1.0, 0.0, 0.0, 0.0), temperature=1.0):
@@ -129,7 +129,7 @@ def test_ids_outside_the_vocabulary_are_untokenizable(policy, sample):
 
 
 def test_a_sender_s_temperature_is_the_one_it_is_checked_at(policy):
-    cool = generate(policy, [PROMPT], 4, 8, 0.5, 1.0, policy.random_generator(2))[0]
+    cool = generate(policy, [PROMPT], Sampling(4, 8, 0.5), policy.random_generator(2))[0]
     group = external(policy, cool, temperature=0.5)
     strict = ExternalChecks(spot_check_tolerance=0.001)
     assert [outcome for _, outcome in judged(policy, group, strict).outcomes] == ["used"]

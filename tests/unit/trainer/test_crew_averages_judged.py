@@ -77,10 +77,10 @@ async def test_every_stage_hears_what_an_average_does_before_it_takes_it(tmp_pat
         for step in range(2):
             await update(step)  # 8 completions that were better than their group
         for node in network.nodes:
-            node.link.tell(local.TakeSnapshot(b"s" * 16, 0))
+            node.link.send_to_trainer(local.TakeSnapshot(b"s" * 16, 0))
             await until(lambda node=node: said(node, local.Snapshot))
             (ours,) = said(node, local.Snapshot)  # of a partner that is exactly where we are
-            node.link.tell(local.JudgePayload(b"s" * 16, 0, "peer", ours.clock, ours.path))
+            node.link.send_to_trainer(local.JudgePayload(b"s" * 16, 0, "peer", ours.clock, ours.path))
         for step in range(2, 40):
             await update(step)
             await trio.sleep(0.05)

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from swarmnode.config import Config, PolicyConfig
 from swarmnode.errors import DeviceError, Refused, Unavailable
 from swarmnode.policy.build_deep import write_deep_model
-from swarmnode.policy.load import load_policy
+from swarmnode.policy.generate import Sampling
+from swarmnode.policy.load import load_policy, trainable
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.process import Progress
 from swarmnode.rollouts.groups import ExternalGroup
 from swarmnode.tasks.client import Scorer
-from swarmnode.trainer import export
 from swarmnode.trainer.batch import TrainingGroup, assemble, judge
 from swarmnode.trainer.crew.policy import CrewPolicy
 from swarmnode.trainer.crew.run import CrewTrainer, make_trainer
@@ -31,6 +31,7 @@ from swarmnode.trainer.update import Updater
 from swarmnode.wire.messages import RolloutGroup
 from swarmnode.wire.tensors import unpack_ids, unpack_logprobs
 from tests.support.crew_network import crew_network
+from tests.support.exporting import export
 from tests.support.waiting import until
 
 PROMPTS = ["What is 3 + 4?", "Calculate 10 + 8.", "Find the LCM of 6, 9"]
@@ -164,7 +165,7 @@ async def test_a_crew_s_step_is_that_of_the_whole_policy(tmp_path, model, monkey
         for trainer in trainers:
             runtime = trainer._runner.stage.runtime
             state |= {runtime.spec.whole(n): p.detach() for n, p in runtime.model.named_parameters()}
-        for name, tensor in policy.trainable_state().items():
+        for name, tensor in trainable(policy.model).items():
             assert torch.allclose(state[name], tensor, atol=1e-4), name
 
 
@@ -218,7 +219,7 @@ async def test_a_run_that_lost_a_stage_ends_where_one_that_did_not_does(tmp_path
         for trainer in trainers:
             runtime = trainer._runner.stage.runtime
             state |= {runtime.spec.whole(n): p.detach() for n, p in runtime.model.named_parameters()}
-        for name, tensor in policy.trainable_state().items():
+        for name, tensor in trainable(policy.model).items():
             assert torch.allclose(state[name], tensor, atol=2e-4), name
 
 
@@ -229,7 +230,7 @@ async def test_who_is_told_to_keep_the_policy_can_export_it(tmp_path, model):
     async with crew(tmp_path, configs, [1, 1, 1, 1]):
         whole_crew = lambda: (found := find_copies(tmp_path / f"node{keeper}" / "trainer")) is not None and not found.missing
         await until(whole_crew, seconds=60)
-    told = export.export(configs[keeper], tmp_path / "out", merge=False)
+    told = export(configs[keeper], tmp_path / "out", merge=False)
     assert len(told.stages) == 4
     assert min(told.stages) >= 1
     learnt = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
@@ -238,7 +239,7 @@ async def test_who_is_told_to_keep_the_policy_can_export_it(tmp_path, model):
     moved = {name for name, tensor in learnt.items() if not torch.equal(tensor, before[name])}
     assert all(any(f".layers.{stage}." in name for name in moved) for stage in range(4))
     with pytest.raises(Unavailable, match="no copy of"):
-        export.export(configs[0], tmp_path / "other", merge=False)
+        export(configs[0], tmp_path / "other", merge=False)
 
 
 async def test_a_crew_trains_an_adapter_and_gets_a_lost_stage_s_part_of_it_back(tmp_path, model, monkeypatch):
@@ -279,7 +280,7 @@ async def test_a_crew_trains_an_adapter_and_gets_a_lost_stage_s_part_of_it_back(
 async def test_a_whole_node_believes_what_a_crew_with_rounded_activations_publishes(tmp_path, model):
     configs = make(tmp_path, model, 2, codec="int8", training={"max_steps": 1})
     async with crew(tmp_path, configs, [2, 2]) as (network, _):
-        await until(lambda: network.nodes[0].published, seconds=60)
+        await until(lambda: len(network.nodes[0].published) >= 4, seconds=60)
         policy = whole(model)
         groups = []
         with Scorer() as scorer:
@@ -294,7 +295,7 @@ async def test_a_whole_node_believes_what_a_crew_with_rounded_activations_publis
                 assert len(logprobs) == len(unpack_ids(completion.token_ids)) == completion.tokens
                 assert math.isclose(math.fsum(logprobs.tolist()), completion.logprob, abs_tol=1e-4)
                 assert policy.decode(unpack_ids(completion.token_ids).tolist()) == completion.text
-        judged = judge(groups, policy, partial(MicroBatcher(16384).score_with_entropy, policy), configs[0].sharing, 1.0)
+        judged = judge(groups, policy, partial(MicroBatcher(16384).score_with_entropy, policy), 1.0)
         assert [outcome for _, outcome in judged.outcomes] == ["used"] * 4
 
 
@@ -305,9 +306,9 @@ async def test_a_head_s_calls_outlive_a_roster_and_end_with_its_seat(tmp_path, m
         results = []
 
         async def ask():
-            results.append(await in_thread(engine.generate, PROMPTS * 8, 4, 8, 1.0, 1.0, torch.Generator().manual_seed(1)))
+            results.append(await in_thread(engine.generate, PROMPTS * 8, Sampling(4, 8), torch.Generator().manual_seed(1)))
 
-        expected = await in_thread(engine.generate, PROMPTS * 8, 4, 8, 1.0, 1.0, torch.Generator().manual_seed(1))
+        expected = await in_thread(engine.generate, PROMPTS * 8, Sampling(4, 8), torch.Generator().manual_seed(1))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask)
             await until(lambda: trainers[0]._runner.head().head_statistics().waves)

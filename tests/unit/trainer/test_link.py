@@ -14,7 +14,7 @@ from swarmnode.link.messages import Drawn, Hello, Report, Welcome
 from swarmnode.link.server import LinkServer
 from tests.support.waiting import until
 
-HELLO = Hello(model=b"m" * 32, tokenizer=b"t" * 32, policy_version=3, vocab_size=120)
+HELLO = Hello(model=b"m" * 32, tokenizer=b"t" * 32, policy_version=3)
 WELCOME = Welcome(peer="12D3KooWtest", swarm=b"s" * 32)
 
 
@@ -93,7 +93,7 @@ async def test_what_concerns_a_crew_goes_both_ways(data_dir):
             assert recorder.seen[1:] == [offering, status]
             assigned = Assigned(b"c" * 32, 1, 2, (1, 1, 1), (2, 1, 1), ("a", "", "c"), 0, True, False, "/run/stages.sock")
             for message in (assigned, Suspended("why"), Resumed(1), Released("over")):
-                assert server.tell(message)
+                assert server.send_to_trainer(message)
             await until(lambda: len(told) == 4)
             assert told == [assigned, Suspended("why"), Resumed(1), Released("over")]
         nursery.cancel_scope.cancel()
@@ -147,12 +147,18 @@ async def test_a_bad_frame_closes_the_connection_and_is_counted(data_dir, data):
         nursery.cancel_scope.cancel()
 
 
-def test_the_outbox_is_bounded_and_drops_the_oldest(data_dir):
+async def test_the_outbox_is_bounded_and_drops_the_oldest(data_dir):
     link = Link(data_dir, lambda: HELLO)  # not started: nothing leaves
     for step in range(QUEUED_FRAMES + 3):
         link.send(Report(phase="training", step=step))
     assert link.statistics().dropped_frames == 3
-    assert Unpacker(to_network).feed(link._outbox[0])[0].step == 3
+    recorder = Recorder()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(LinkServer(data_dir, recorder).run)
+        with link:
+            await until(lambda: len(recorder.reports()) == QUEUED_FRAMES)
+        nursery.cancel_scope.cancel()
+    assert recorder.reports() == list(range(3, QUEUED_FRAMES + 3))
 
 
 def test_frames_survive_any_cut():

@@ -8,7 +8,7 @@ import trio
 
 from swarmnode.config import Config, PolicyConfig
 from swarmnode.link.server import LinkServer
-from swarmnode.policy.generate import generate
+from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.process import Progress
 from swarmnode.rollouts.groups import ExternalGroup
@@ -76,7 +76,7 @@ def groups_of_a_peer(count):
             ref = TaskRef("rg/gcd", task_version("rg/gcd"), seed, index)
             sequence += 1
             prompt = scorer.prompt(ref)
-            sample = generate(policy, [prompt], 8, 8, 1.0, 1.0, generator)[0]
+            sample = generate(policy, [prompt], Sampling(8, 8), generator)[0]
             scored = scorer.score(ref, [c.text for c in sample.completions])
             assert isinstance(scored, Scored)
             if len(set(scored.rewards)) < 2:

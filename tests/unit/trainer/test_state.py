@@ -91,10 +91,11 @@ def test_a_damaged_or_foreign_file_is_refused_and_changes_nothing(tmp_path, dama
 def test_the_saver_writes_the_newest_and_survives_a_full_disk(tmp_path, monkeypatch):
     model, optimizer, rng = make()
     saver = Saver(tmp_path / "trainer")
+    saver.start()
     real, calls = state.write, []
 
     def sometimes(directory, snapshot):
-        calls.append(snapshot.counters["step"])
+        calls.append(snapshot.counters.step)
         if len(calls) == 1:
             raise OSError(28, "No space left on device")
         real(directory, snapshot)
@@ -107,6 +108,7 @@ def test_the_saver_writes_the_newest_and_survives_a_full_disk(tmp_path, monkeypa
     assert saver.saved_step in (0, 5)
     assert calls[-1] == 5 or saver.error
     saver = Saver(tmp_path / "trainer")
+    saver.start()
     saver.submit(state.take(model, optimizer, rng, Counters(step=6), "f"))
     saver.close()
     assert saver.error is None

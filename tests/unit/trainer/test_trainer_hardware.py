@@ -15,7 +15,7 @@ from swarmnode.process import Progress
 from swarmnode.rl.split import AdaptiveSplit, floor_groups
 from swarmnode.trainer import loop
 from swarmnode.trainer.loop import Trainer
-from swarmnode.trainer.pace import fitted
+from swarmnode.trainer.plan import fitted
 from tests.support.network_side import NetworkSide
 
 
@@ -46,11 +46,11 @@ class Allocator:
         self.tokens, self.failures = tokens, 0
         real = Policy.logits
 
-        def logits(policy, keep=0, **inputs):
-            if inputs["input_ids"].numel() > self.tokens:
+        def logits(policy, input_ids, *inputs, **keys):
+            if input_ids.numel() > self.tokens:
                 self.failures += 1
                 raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate")
-            return real(policy, keep, **inputs)
+            return real(policy, input_ids, *inputs, **keys)
 
         monkeypatch.setattr(Policy, "logits", logits)
 
@@ -134,7 +134,8 @@ def test_one_slow_step_costs_half_the_batch_at_most():
 
 @pytest.mark.parametrize("batch", range(1, 17))
 def test_a_resized_split_still_adds_up(batch):
-    split = AdaptiveSplit(8, floor_groups(8, 0.25), share=0.25)
+    split = AdaptiveSplit(8)
     split.resize(batch)
     assert split.own_groups == batch
-    assert split.floor == floor_groups(batch, 0.25)
+    split.observe(10_000)
+    assert split.own_groups == floor_groups(batch)

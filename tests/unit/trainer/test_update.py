@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from swarmnode.config import PolicyConfig, TrainingConfig
-from swarmnode.policy.generate import generate
+from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.trainer import update as module
@@ -24,7 +24,7 @@ def base():
 
 @pytest.fixture(scope="module")
 def rows(base):
-    first, second = generate(base, PROMPTS, 4, 8, 1.0, 1.0, base.random_generator(1))
+    first, second = generate(base, PROMPTS, Sampling(4, 8), base.random_generator(1))
     own = own_group(first, [1.0, 0.0, 0.0, 1.0])
     theirs = own_group(second, [0.0, 1.0, 0.0, 0.0])
     return assemble([own, TrainingGroup(theirs.rows, theirs.old_logprobs, theirs.rewards, [0.9] * 4, peer="p")], "grpo")

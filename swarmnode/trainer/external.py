@@ -1,0 +1,48 @@
+"""Other nodes' groups of a step: asked for when it begins, taken when sampling has ended, judged."""
+
+from __future__ import annotations
+
+from swarmnode.config import SharingConfig
+from swarmnode.link.client import Link
+from swarmnode.rollouts.groups import ExternalGroup, Judged, OwnGroup
+from swarmnode.trainer.batch import Judgement, judge
+from swarmnode.trainer.engine import Engine
+from swarmnode.trainer.plan import StepPlan
+
+ANSWER_SECONDS = 0.05
+"""How long a step waits for groups that the network process has but has not handed over yet."""
+
+
+class ExternalGroups:
+    """The trainer's side of sharing. Groups that a step has no room for wait for the next one."""
+
+    def __init__(self, link: Link, engine: Engine, plan: StepPlan, sharing: SharingConfig, temperature: float) -> None:
+        self._link = link
+        self._engine = engine
+        self._plan = plan
+        self._sharing = sharing
+        self._temperature = temperature
+        self._backlog: list[ExternalGroup] = []
+
+    def request(self, policy_version: int) -> None:
+        """Ask for as many groups as the step has room for and are not here yet."""
+        missing = self._plan.external_room - len(self._backlog)
+        if missing > 0:
+            self._link.request_external(missing, policy_version)
+
+    def publish(self, messages: list[OwnGroup]) -> None:
+        if self._sharing.enabled:
+            for message in messages:
+                self._link.send(message)
+
+    def take(self) -> Judgement:
+        """Judge what has arrived, as far as the step has room for it, and send each group's outcome to the network process."""
+        room = self._plan.external_room
+        arrived, useful = self._link.take_external(ANSWER_SECONDS) if room else ([], 0)
+        waiting = self._backlog + arrived
+        drawn, self._backlog = waiting[:room], waiting[room : room + self._plan.groups]
+        judgement = judge(drawn, self._engine.text, self._engine.score, self._temperature)
+        for group, outcome in judgement.outcomes:
+            self._link.send(Judged(group.content, group.peer, outcome))
+        self._plan.arrived(useful, len(drawn), len(judgement.accepted))
+        return judgement

@@ -1,0 +1,70 @@
+"""What the trainer says of itself: to its supervisor that it goes on, to the network process where it is and what it has measured."""
+
+from __future__ import annotations
+
+import msgspec
+import psutil
+
+from swarmnode.link.client import Link
+from swarmnode.link.messages import Report
+from swarmnode.process import Progress
+from swarmnode.tasks.client import Scorer
+from swarmnode.trainer.engine import Engine
+from swarmnode.trainer.state import Checkpoints, Counters
+
+
+class Reporter:
+    """Sends reports that are always whole: the last measurements, and totals as they are."""
+
+    def __init__(
+        self, progress: Progress, link: Link, engine: Engine, scorer: Scorer, checkpoints: Checkpoints, counters: Counters
+    ) -> None:  # fmt: skip
+        self.last = Report(phase="loading")
+        """Measurements are put in here; they go out with the next phase."""
+        self._progress = progress
+        self._link = link
+        self._engine = engine
+        self._scorer = scorer
+        self._checkpoints = checkpoints
+        self._counters = counters
+
+    def enter(self, phase: str, step_seconds: float | None = None) -> None:
+        """Report the phase, the step's measurements and all totals. step_seconds: of a step that has just ended."""
+        self._progress(phase, step_seconds)
+        counters, statistics = self._counters, self._engine.statistics()
+        self.last = msgspec.structs.replace(
+            self.last,
+            phase=phase,
+            step=counters.step,
+            policy_version=counters.policy_version,
+            reward_held_out=counters.reward_held_out,
+            reward_held_out_start=counters.reward_held_out_start,
+            own_groups_total=counters.own_groups_total,
+            external_groups_total=counters.external_groups_total,
+            tokens_total=counters.tokens_total,
+            external_scale=counters.external_scale,
+            device=statistics.device,
+            dtype=statistics.dtype,
+            device_memory_bytes=statistics.device_memory_bytes,
+            memory_bytes=psutil.Process().memory_info().rss,
+            oom_retries_total=counters.oom_retries_total,
+            micro_batch_tokens=statistics.micro_batch_tokens,
+            scorer_restarts_total=max(0, self._scorer.statistics().starts - 1),
+            state_saved_step=self._checkpoints.saved_step,
+            peers_used=dict(counters.peers_used),
+            weights=self._engine.averaging(),
+        )
+        self._link.send(self.last)
+
+    def alive(self, status: str) -> None:
+        """Tell the supervisor, and nobody else, that waiting is no hang."""
+        self._progress(status)
+
+    def flush(self, seconds: float) -> None:
+        """Wait until what was reported has left this process, or `seconds` are over."""
+        self._link.flush(seconds)
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a network process."""
+        return self._link.statistics().connected

@@ -1,0 +1,13 @@
+"""What `python -m swarmnode.trainer.export` does, in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from swarmnode.averaging.lora import shares_a
+from swarmnode.config import Config
+from swarmnode.trainer import export as child
+
+
+def export(config: Config, target: Path, merge: bool) -> child.Exported:
+    return child.export(config.policy, config.node.data_dir / "trainer", shares_a(config), target, merge)
