@@ -4,11 +4,13 @@ Two workers share the files (`--dist loadfile`): whoever began a file of minutes
 """
 
 import collections
+import os
 from pathlib import Path
 
 import pytest
 
 TESTS = Path(__file__).parent
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; also for the processes that tests start: pools that spin take others' time
 
 LONG = ("slow", "nat", "swarm")
 """Marks of what takes long, the longest first."""
