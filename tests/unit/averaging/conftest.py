@@ -1,0 +1,5 @@
+"""Small tensors: more threads only wait for each other."""
+
+import torch
+
+torch.set_num_threads(1)
