@@ -1,8 +1,8 @@
 """Four real nodes at four speeds, one of them Byzantine, one killed and replaced by another with an empty disk: replicas come together.
 
 How far apart replicas are while they train depends on how many exchanges a machine has time for, but those that do not average are never
-less than some distance apart, which grows. So it is waited for that two which have learnt all the time are nearer than that by far. In the
-end they go on averaging without learning, at a learning rate of nothing, and whatever was between them has to go away, however long it takes.
+less than some distance apart, which grows. So it is waited for that two which have learnt all the time are nearer than that by far. In
+the end they go on averaging without learning, at a rate of nothing, and whatever was between them has to go away, however long it takes.
 """
 
 import itertools
