@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from swarmnode.observe.metrics import METRICS
+from swarmnode.observe.metrics import METRICS, Metric
 
 ROOT = Path(__file__).parents[2]
 DASHBOARDS = Path(__file__).parent / "dashboards"
@@ -273,7 +273,7 @@ BOARDS = {
     "swarm": ("swarmnode: swarm", "All your nodes: what travels between them and their peers, and whether it helps.", SWARM),
     "security": ("swarmnode: security", "What peers tried that honest peers do not try, and what became of it.", SECURITY),
 }
-FAMILIES = {family.name: family for family in METRICS}
+FAMILIES = {metric.name: metric for metric in METRICS}
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
@@ -364,9 +364,16 @@ def dashboard(uid: str) -> dict[str, Any]:
 
 
 def metrics_table() -> str:
-    """Markdown rows of every registered family."""
-    rows = [f"| `{f.name}` | {f.kind} | {', '.join(f'`{label}`' for label in f.labels)} | {f.help} |" for f in METRICS]
-    return "\n".join(["| metric | type | labels | what |", "|---|---|---|---|", *rows])
+    """Markdown rows of every metric."""
+    rows = [f"| `{m.name}` | {m.kind} | {', '.join(f'`{label}`' for label in m.labels)} | {where(m)} | {m.help} |" for m in METRICS]
+    return "\n".join(["| metric | type | labels | below `snapshot` in `/status` | what |", "|---|---|---|---|---|", *rows])
+
+
+def where(metric: Metric) -> str:
+    """Where /status has the numbers of a metric; empty where it is worked out from several."""
+    if callable(metric.source):
+        return ""
+    return ", ".join(f"`{path}`" for path in ([metric.source] if isinstance(metric.source, str) else metric.source.values()))
 
 
 def alerts_table() -> str:

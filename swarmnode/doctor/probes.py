@@ -205,7 +205,7 @@ def free_ports(listen: Sequence[tuple[str, int]]) -> list[str]:
 
 def dialled_back(node: RunningNode) -> DialBackFacts:
     """What the running node's peers found."""
-    return DialBackFacts(node.network.reach, relays=node.network.relays)
+    return DialBackFacts(node.network.nat.reach.verdict, relays=len(node.network.nat.client.relays))
 
 
 # ---- clock ------------------------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def clock(data_dir: Path, node: RunningNode) -> ClockFacts:
     for path in (data_dir / "peers.json", data_dir / "trainer" / "state.safetensors", data_dir / "run" / "supervisor.json"):
         with contextlib.suppress(OSError):
             newest = max(newest or 0.0, path.stat().st_mtime)
-    ignored = node.rollouts.ignored
+    ignored = node.rollouts.admission.ignored
     return ClockFacts(
         time.time(), newest, kernel_synchronised(), node.rollouts.received, ignored.get("future", 0), ignored.get("stale", 0)
     )
@@ -287,14 +287,30 @@ def child(module: str, request: bytes, seconds: float, answer: type[Answer]) -> 
         raise ChildFailed(said[-1][:300] if said else f"ended with {done.returncode}") from None
 
 
+class RunningReach(msgspec.Struct, frozen=True):
+    verdict: Literal["unknown", "public", "private"] = "unknown"
+
+
+class RunningRelays(msgspec.Struct, frozen=True):
+    relays: list[str] = []
+
+
+class RunningNat(msgspec.Struct, frozen=True):
+    reach: RunningReach = RunningReach()
+    client: RunningRelays = RunningRelays()
+
+
 class RunningNetwork(msgspec.Struct, frozen=True):
-    reach: Literal["unknown", "public", "private"] = "unknown"
-    relays: int = 0
+    nat: RunningNat = RunningNat()
+
+
+class RunningAdmission(msgspec.Struct, frozen=True):
+    ignored: dict[str, int] = {}
 
 
 class RunningRollouts(msgspec.Struct, frozen=True):
     received: int = 0
-    ignored: dict[str, int] = msgspec.field(default_factory=dict)
+    admission: RunningAdmission = RunningAdmission()
 
 
 class RunningNode(msgspec.Struct, frozen=True):

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
-from swarmnode.observe.snapshot import NodeSnapshot
+from swarmnode.link.messages import Report
+from swarmnode.observe.snapshot import NodeSnapshot, StagesView
 
 MAX_LOOP_SILENCE = 30.0
 """Seconds without a turn of the event loop's own ticker after which the process counts as hung."""
@@ -61,6 +62,13 @@ def ready(s: NodeSnapshot) -> Verdict:
     return _verdict(reasons)
 
 
+def policy_loaded(report: Report | None, crew: StagesView) -> bool:
+    """Whether a node whose trainer said this last has the policy, or its stage of it, in working order."""
+    if crew.enabled:
+        return crew.stage is not None and crew.phase in ("ready", "probation", "active")
+    return report is not None and report.phase != "loading"
+
+
 def troubles(s: NodeSnapshot) -> list[str]:
     """What is wrong with a node that runs, worst first. Empty is good."""
     found = []
@@ -76,8 +84,8 @@ def troubles(s: NodeSnapshot) -> list[str]:
         patience = max(STALL_FLOOR_SECONDS, STALL_STEPS * (report.step_seconds or 0.0))
         if age > patience:
             found.append(f"the trainer has reported nothing for {age:.0f} s")
-    if s.node.sharing and s.health.network_ready and s.network.peers_in + s.network.peers_out == 0 and uptime > QUIET_SECONDS:
-        found.append("no peers connected" + ("" if s.network.peers_known else " and none known"))
+    if s.node.sharing and s.health.network_ready and s.network.peers.connected == 0 and uptime > QUIET_SECONDS:
+        found.append("no peers connected" + ("" if s.network.peers.known else " and none known"))
     crew = s.stages
     if crew.stage is not None and crew.phase == "failed":
         found.append(f"this node's stage could not be restored{': ' if crew.reason else ''}{crew.reason}")
@@ -90,7 +98,7 @@ def troubles(s: NodeSnapshot) -> list[str]:
         found.append(f"this clock is {abs(offset):.0f} s {'behind' if offset > 0 else 'ahead of'} those of most peers")
     if s.disk.free_bytes is not None and s.disk.total_bytes and s.disk.free_bytes < min(DISK_BYTES, DISK_SHARE * s.disk.total_bytes):
         found.append(f"{s.disk.free_bytes / 2**20:.0f} MiB are left on the data directory's disk; state may not be saved")
-    rejected = sum(s.rollouts.rejected.values())
+    rejected = sum(s.rollouts.admission.rejected.values())
     if rejected >= REJECTED_LEAST and rejected > REJECTED_SHARE * s.rollouts.received:
         found.append("most groups from peers are rejected")
     if report is not None and report.external_scale < 0.5:

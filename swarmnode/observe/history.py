@@ -14,7 +14,7 @@ POINTS = 2000
 
 
 def _bytes(way: str) -> Callable[[NodeSnapshot], float]:
-    return lambda s: sum(ways.get(way, 0) for ways in s.network.bytes.values())
+    return lambda s: sum((s.network.traffic.received if way == "in" else s.network.traffic.sent).values())
 
 
 def _process(name: str, field: str) -> Callable[[NodeSnapshot], float | None]:
@@ -31,12 +31,12 @@ COLUMNS: dict[str, Callable[[NodeSnapshot], float | None]] = {
     "reward_own": _report("reward_own"),
     "reward_external": _report("reward_external"),
     "reward_held_out": _report("reward_held_out"),
-    "admitted": lambda s: s.rollouts.admitted,
-    "ignored": lambda s: sum(s.rollouts.ignored.values()),
-    "rejected": lambda s: sum(s.rollouts.rejected.values()),
-    "used": lambda s: s.rollouts.used,
+    "admitted": lambda s: s.rollouts.admission.admitted,
+    "ignored": lambda s: sum(s.rollouts.admission.ignored.values()),
+    "rejected": lambda s: sum(s.rollouts.admission.rejected.values()),
+    "used": lambda s: s.rollouts.judged.get("used", 0),
     "published": lambda s: s.rollouts.published,
-    "peers": lambda s: s.network.peers_in + s.network.peers_out,
+    "peers": lambda s: s.network.peers.connected,
     "policy_version": _report("policy_version"),
     "step_seconds": _report("step_seconds"),
     "bytes_in": _bytes("in"),

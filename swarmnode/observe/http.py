@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import logging
 import socket
+import typing
 from collections.abc import Awaitable, Callable
 from importlib import resources
 from ipaddress import IPv4Address, IPv6Address, ip_address
-from typing import Any
 from urllib.parse import urlsplit
 
 import hypercorn.config
@@ -34,8 +34,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from swarmnode.config import HttpConfig
 from swarmnode.errors import Unavailable
 from swarmnode.observe import health
+from swarmnode.observe.collector import make_registry
 from swarmnode.observe.history import POINTS, History
-from swarmnode.observe.metrics import make_registry
 from swarmnode.observe.snapshot import NodeSnapshot
 
 TICK_SECONDS = 1.0
@@ -234,7 +234,11 @@ async def serve_http(
         sock.close()
 
 
-async def _serve_steadily(app: Any, sock: socket.socket, shutdown_trigger: Callable[[], Awaitable[None]] | None) -> None:
+async def _serve_steadily(
+    app: typing.Any,  # an ASGI application, for which starlette and hypercorn have types that do not fit each other
+    sock: socket.socket,
+    shutdown_trigger: Callable[[], Awaitable[None]] | None,
+) -> None:
     while True:
         config = hypercorn.config.Config()
         config.bind = [f"fd://{sock.dup().detach()}"]  # a copy: hypercorn closes what it is given, and we may need it again

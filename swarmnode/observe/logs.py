@@ -13,13 +13,13 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import IO, Any
+from typing import IO
 
+import msgspec
 import structlog
 from structlog.typing import EventDict, Processor
 
 from swarmnode.config import LogConfig
-from swarmnode.observe.snapshot import LogLine
 
 RING_LINES = 200
 MAX_TEXT = 2000
@@ -49,19 +49,19 @@ def clean_text(text: str) -> str:
     return CONTROL.sub(lambda match: match.group().encode("unicode_escape").decode("ascii"), text)
 
 
-def clean(_: Any, __: str, event: EventDict) -> EventDict:
+def clean(_: object, __: str, event: EventDict) -> EventDict:
     """structlog processor: see the top of this file. Tracebacks are not there yet; `clean_exception` follows for them."""
     return {key: _value(key, value) for key, value in event.items()}
 
 
-def clean_exception(_: Any, __: str, event: EventDict) -> EventDict:
+def clean_exception(_: object, __: str, event: EventDict) -> EventDict:
     """The same for a formatted traceback, whose message may quote a peer. Line breaks stay, but none of its lines starts at the margin."""
     if text := event.get("exception"):
         event["exception"] = "\n".join(f"  {clean_text(line)}" for line in SECRET_TEXT.sub(HIDDEN, text).split("\n"))
     return event
 
 
-def _value(key: str, value: Any) -> Any:
+def _value(key: str, value: object) -> object:
     if key.startswith("_") or key in ("exc_info", "stack_info"):
         return value
     if SECRET_KEY.search(key) and not COUNTS.search(key):
@@ -75,6 +75,14 @@ def _value(key: str, value: Any) -> Any:
     if isinstance(value, list | tuple | set | frozenset):
         return [_value("", item) for item in list(value)[:64]]
     return clean_text(value if isinstance(value, str) else repr(value))
+
+
+class LogLine(msgspec.Struct, frozen=True):
+    at: float
+    """Unix seconds."""
+    level: str
+    logger: str
+    text: str
 
 
 class LogRing(logging.Handler):
@@ -127,7 +135,7 @@ class Calm(logging.Filter):
         return passes
 
 
-def line_text(_: Any, __: str, event: EventDict) -> str:
+def line_text(_: object, __: str, event: EventDict) -> str:
     """structlog renderer of the page's lines: the event and its values; time, level and logger have columns of their own."""
     words = [str(event.pop("event", ""))]
     exception = event.pop("exception", None)
@@ -149,7 +157,7 @@ def configure(cfg: LogConfig, process: str, stream: IO[str] | None = None) -> Lo
     stream = sys.stderr if stream is None else stream
     as_json = cfg.format == "json" or (cfg.format == "auto" and not stream.isatty())
 
-    def in_order(_: Any, __: str, event: EventDict) -> EventDict:
+    def in_order(_: object, __: str, event: EventDict) -> EventDict:
         first = {"timestamp": event.pop("timestamp", ""), "level": event.pop("level", ""), "component": process}
         return {**first, "logger": event.pop("logger", ""), "event": event.pop("event", ""), **event}
 

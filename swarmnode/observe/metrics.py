@@ -1,7 +1,8 @@
-"""The table of everything that /metrics exports, and the collector that reads it off a snapshot when somebody scrapes.
+"""The table of everything that /metrics exports.
 
-`METRICS` is the one source: names, types, help, labels and where each value comes from. Dashboards, rules and docs/monitoring.md
-are held to it by tests/deploy. Names follow https://prometheus.io/docs/practices/naming/: `swarmnode_`, base units, `_total`.
+A row says where in the snapshot a number is (its path), and what an operator must know to read it. Nothing else has to change for a number
+that a part already counts: `collector.py` reads the path when somebody scrapes, and docs/monitoring.md and the dashboards are held to the
+table by tests/deploy. Names follow https://prometheus.io/docs/practices/naming/: `swarmnode_`, base units, `_total` for counters.
 
 Peer ids would make a new series per stranger, so they appear in `swarmnode_node_info` only, and there only our own. Label values are
 closed sets: those listed in a row are there from the start, at 0; the rest comes from dict keys of our own parts; what does not look
@@ -11,16 +12,10 @@ like one, or is one too many, is counted as `other`.
 from __future__ import annotations
 
 import platform
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, Literal, get_args
-
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
+from typing import Literal, get_args
 
 import swarmnode
 from swarmnode.crew.events import NOTES, CrewState, SlotState
@@ -28,9 +23,9 @@ from swarmnode.crew.local import RUNGS, StagePhase
 from swarmnode.crew.messages import Request
 from swarmnode.crew.stream_handshake import REFUSALS as STREAM_REFUSALS
 from swarmnode.crew.stream_handshake import Kind
-from swarmnode.link.messages import Report, WeightsReport
 from swarmnode.observe.health import ready
-from swarmnode.observe.snapshot import Histogram, NodeSnapshot, StagesView
+from swarmnode.observe.snapshot import NodeSnapshot
+from swarmnode.observe.watch import Histogram
 from swarmnode.p2p.budget import CHOICES, PAUSES
 from swarmnode.p2p.summaries import HEARD
 from swarmnode.pipeline.faults import DEVICE
@@ -41,379 +36,436 @@ from swarmnode.weights import outcomes, pairing
 from swarmnode.weights.exchange import FAILURES
 
 Labels = tuple[str, ...]
-Value = float | None | Histogram | Mapping[Any, float | None]  # Any: a label value, or a tuple of them
-
-MAX_LABEL_VALUES = 64
-LABEL_VALUE = re.compile(r"[A-Za-z0-9_./+-]{1,64}")
+Number = float | None
+Counts = Mapping[str, Number] | Mapping[Labels, Number]
+"""Numbers by label value, or by a tuple of them where there are several labels."""
+Value = Number | Histogram | Counts
+Source = str | Mapping[str, str] | Callable[[NodeSnapshot], Value]
+Condition = Callable[[NodeSnapshot], bool]
 
 PHASES = ("loading", "generating", "training", "evaluating", "paused", "draining")
 REACH = ("public", "private", "unknown")
 PUNCHES = ("succeeded", "failed", "refused")
 JUDGED = ("used", "forged_ids", "spot_check", "mean_logprob", "untokenizable")
 PROCESSES = ("network", "trainer")
-DIRECTIONS = ("in", "out")
-CHECKS = ("network", "policy", "joined")
 REQUESTS = ("ok", "timeout", "failed", "malformed")
 SERVED = (*REQUESTS, "busy", "unwelcome", "error")
 FETCHES = ("ok", "fetch_timeout", "fetch_failed", "fetch_unknown", "fetch_busy", "mismatch")
 GOSSIP = ("received", "accepted", "ignored", "rejected", "delivered", "published", "unwelcome", "dropped")
 POOL_DROPS = ("expired_age", "expired_version", "evicted_full", "evicted_peer_share", "refused")
+UNPUBLISHED = ("failed", "invalid", "oversize", "rate", "no_policy")
+"""Why an own group stayed here though it should not have: not for want of an advantage or of budget, nor because sharing is off."""
 CREW_STATES: tuple[str, ...] = get_args(CrewState)
 SLOT_STATES: tuple[str, ...] = get_args(SlotState)
 STAGE_PHASES: tuple[str, ...] = get_args(StagePhase)
 KINDS: tuple[str, ...] = get_args(Kind)
-SAID: tuple[str, ...] = tuple(str(message.__struct_config__.tag) for message in get_args(Request))
+CREW_MESSAGES: tuple[str, ...] = tuple(str(message.__struct_config__.tag) for message in get_args(Request))
 IGNORED = tuple(reason for reason, verdict in REASONS.items() if verdict is Verdict.IGNORE)
 REJECTED = tuple(reason for reason, verdict in REASONS.items() if verdict is Verdict.REJECT)
+STALENESS_BOUNDS = (0, 1, 2, 4, 8)
+"""Policy versions."""
 
 
 @dataclass(frozen=True)
-class Family:
-    """One metric. `read` gives a number, a histogram, or numbers by label value (a tuple of them where there are two labels)."""
+class Metric:
+    """One metric.
+
+    source: where its numbers are. A path into the snapshot, `network.peers.known`: a number, a histogram, or a dict of numbers by label
+        value. Several of them by label value, {"in": …, "out": …}; where these are dicts, their key is the first label and this the last.
+        Or a function of the snapshot, for what is counted nowhere as it is shown.
+    when: whether it exists on this node now; `not measured` is no series, not a 0.
+    values: label values that are exported even before anything happened (one label only).
+    """
 
     name: str
     kind: Literal["counter", "gauge", "histogram", "info"]
+    source: Source
     help: str
-    read: Callable[[NodeSnapshot], Value]
     labels: Labels = ()
     values: tuple[str, ...] = ()
-    """Label values that are exported even before anything happened (families of one label)."""
+    when: Condition | None = None
+
+    def exists(self, snapshot: NodeSnapshot) -> bool:
+        """`when`, and what is asked of everything below the same part."""
+        conditions = [condition for part, condition in CONDITIONS.items() if isinstance(self.source, str) and self.source.startswith(part)]
+        return all(condition(snapshot) for condition in (*conditions, *((self.when,) if self.when is not None else ())))
 
 
-def _report(read: Callable[[Report], Value]) -> Callable[[NodeSnapshot], Value]:
-    """Of the trainer's last report. Nothing until it has loaded its state: a counter that starts at 0 and jumps would look like work."""
-
-    def value(s: NodeSnapshot) -> Value:
-        report = s.trainer.report
-        return None if report is None or (report.phase == "loading" and report.step == 0) else read(report)
-
-    return value
+def averages(s: NodeSnapshot) -> bool:
+    """A node that averages nothing has no numbers of it."""
+    return s.weights.enabled
 
 
-def _averaging(read: Callable[[NodeSnapshot], Value]) -> Callable[[NodeSnapshot], Value]:
-    """Nothing on a node that averages nothing."""
-    return lambda s: read(s) if s.weights.enabled else None
+def reports(s: NodeSnapshot) -> bool:
+    """Nothing until the trainer has loaded its state: a counter that starts at 0 and jumps would look like work."""
+    report = s.trainer.report
+    return report is not None and not (report.phase == "loading" and report.step == 0)
 
 
-def _weights(read: Callable[[WeightsReport], Value]) -> Callable[[NodeSnapshot], Value]:
-    """Of the trainer's half of averaging."""
-    return _report(lambda r: None if r.weights is None else read(r.weights))
+def has_crew(s: NodeSnapshot) -> bool:
+    """A node that holds its policy alone has no numbers of a crew."""
+    return s.stages.enabled
 
 
-def _crew(read: Callable[[StagesView], Value]) -> Callable[[NodeSnapshot], Value]:
-    """Nothing on a node that holds its policy alone."""
-    return lambda s: read(s.stages) if s.stages.enabled else None
+def has_stage(s: NodeSnapshot) -> bool:
+    return s.stages.enabled and s.stages.stage is not None
 
 
-def _stage(read: Callable[[StagesView], Value]) -> Callable[[NodeSnapshot], Value]:
-    """Nothing on a node without a stage."""
-    return _crew(lambda c: read(c) if c.stage is not None else None)
+CONDITIONS: dict[str, Condition] = {"trainer.report.": reports, "weights.": averages, "stages.": has_crew}
+"""By the beginning of a path."""
 
 
-def _staleness(counts: Mapping[int, int]) -> Histogram:
-    bounds = (0, 1, 2, 4, 8)
-    sized = [0] * (len(bounds) + 1)
+# ---- what is counted nowhere as it is shown -------------------------------------------------------------------------------------
+
+
+def _one_of(values: tuple[str, ...], read: Callable[[NodeSnapshot], str]) -> Callable[[NodeSnapshot], Counts]:
+    """1 for the state that holds, 0 for the others."""
+    return lambda s: {value: float(value == read(s)) for value in values}
+
+
+def _staleness(s: NodeSnapshot) -> Histogram:
+    counts = s.rollouts.pool.staleness
+    sized = [0] * (len(STALENESS_BOUNDS) + 1)
     for versions, count in counts.items():
-        sized[next((i for i, bound in enumerate(bounds) if versions <= bound), len(bounds))] += count
-    return Histogram(tuple(float(b) for b in bounds), tuple(sized), float(sum(v * c for v, c in counts.items())))
+        sized[next((i for i, bound in enumerate(STALENESS_BOUNDS) if versions <= bound), len(STALENESS_BOUNDS))] += count
+    return Histogram(tuple(float(b) for b in STALENESS_BOUNDS), tuple(sized), float(sum(v * c for v, c in counts.items())))
 
 
-def _scorer_restarts(s: NodeSnapshot) -> dict[str, float | None]:
-    return {"network": s.scorer_restarts, "trainer": s.trainer.report.scorer_restarts_total if s.trainer.report else None}
+def _by_outcome(read: Callable[[NodeSnapshot], Mapping[str, Mapping[str, int]]]) -> Callable[[NodeSnapshot], Counts]:
+    """Counts by protocol and outcome, summed over the protocols."""
+
+    def summed(s: NodeSnapshot) -> Counts:
+        total: Counter[str] = Counter()
+        for by_outcome in read(s).values():
+            total.update(by_outcome)
+        return total
+
+    return summed
 
 
-def _node_info(s: NodeSnapshot) -> dict[Labels, float | None]:
+def _build_info(s: NodeSnapshot) -> dict[Labels, Number]:
+    return {(s.node.version or swarmnode.__version__, platform.python_version()): 1}
+
+
+def _node_info(s: NodeSnapshot) -> dict[Labels, Number]:
     report = s.trainer.report
     device, dtype = (report.device, report.dtype) if report else ("", "")
     return {(s.node.peer, s.node.name, s.node.swarm, s.node.swarm_name, s.node.model, device, dtype): 1}
 
 
-METRICS: tuple[Family, ...] = (
-    # node
-    Family("swarmnode_build_info", "info", "Version of swarmnode and of Python; the value is always 1.",
-           lambda s: {(s.node.version or swarmnode.__version__, platform.python_version()): 1}, ("version", "python")),
-    Family("swarmnode_node_info", "info", "Who this node is; the value is always 1. The only metric with a peer id.",
-           _node_info, ("peer", "name", "swarm", "swarm_name", "model", "device", "dtype")),
-    Family("swarmnode_start_time_seconds", "gauge", "When the network process started, Unix time.", lambda s: s.node.started_at),
-    Family("swarmnode_ready", "gauge", "1 when /readyz answers 200.", lambda s: float(ready(s).ok)),
-    Family("swarmnode_check_ok", "gauge", "1 when the part is up: network listening, policy loaded, a peer met since the start.",
-           lambda s: {"network": s.health.network_ready, "policy": s.health.policy_loaded, "joined": s.health.joined}, ("check",), CHECKS),
-    Family("swarmnode_event_loop_lag_seconds", "gauge", "How late the network process's event loop woke a waiting task.",
-           lambda s: s.loop_lag_seconds),
-    # learning
-    Family("swarmnode_trainer_connected", "gauge", "1 while the trainer is connected to the network process.",
-           lambda s: float(s.trainer.connected)),
-    Family("swarmnode_trainer_report_age_seconds", "gauge", "Since the trainer last reported a step, an evaluation or a phase.",
-           lambda s: s.trainer.age_seconds),
-    Family("swarmnode_trainer_phase", "gauge", "1 for what the trainer is doing, 0 for the rest.",
-           lambda s: {s.trainer.report.phase: 1} if s.trainer.report and s.trainer.connected else {}, ("phase",), PHASES),
-    Family("swarmnode_steps_total", "counter", "Training steps finished.", _report(lambda r: r.step)),
-    Family("swarmnode_policy_version", "gauge", "Own policy version.", _report(lambda r: r.policy_version)),
-    Family("swarmnode_step_seconds", "histogram", "Duration of training steps, generation included.", lambda s: s.trainer.step_seconds),
-    Family("swarmnode_phase_seconds", "gauge", "Duration of the last step's parts.",
-           _report(lambda r: {"generating": r.generate_seconds, "training": r.train_seconds}), ("phase",)),
-    Family("swarmnode_reward", "gauge", "Mean reward, 0 to 1: on this node's fresh completions, on peers', and on held-out questions.",
-           _report(lambda r: {"own": r.reward_own, "external": r.reward_external, "held_out": r.reward_held_out}), ("source",)),
-    Family("swarmnode_reward_held_out_start", "gauge", "Mean held-out reward before the first step.",
-           _report(lambda r: r.reward_held_out_start)),
-    Family("swarmnode_loss", "gauge", "Policy loss of the last step.", _report(lambda r: r.loss)),
-    Family("swarmnode_entropy", "gauge", "Entropy of the policy per sampled token, nats.", _report(lambda r: r.entropy)),
-    Family("swarmnode_kl", "gauge", "KL divergence from the reference policy per token, nats.", _report(lambda r: r.kl)),
-    Family("swarmnode_clip_fraction", "gauge", "Share of tokens whose importance ratio was clipped.", _report(lambda r: r.clip_fraction)),
-    Family("swarmnode_gradient_norm", "gauge", "Gradient norm before clipping.", _report(lambda r: r.grad_norm)),
-    Family("swarmnode_learning_rate", "gauge", "Learning rate of the last step.", _report(lambda r: r.learning_rate)),
-    Family("swarmnode_zero_advantage_share", "gauge", "Share of own groups whose rewards were all equal, so that they teach nothing.",
-           _report(lambda r: r.zero_advantage_share)),
-    Family("swarmnode_batch_groups", "gauge", "Groups in the last batch: own (I) and peers' (J).",
-           _report(lambda r: {"own": r.own_groups, "external": r.external_groups}), ("source",)),
-    Family("swarmnode_trained_groups_total", "counter", "Groups trained on.",
-           _report(lambda r: {"own": r.own_groups_total, "external": r.external_groups_total}), ("source",)),
-    Family("swarmnode_tokens_total", "counter", "Tokens sampled by this node.", _report(lambda r: r.tokens_total)),
-    Family("swarmnode_tokens_per_second", "gauge", "Sampling speed in the last step.", _report(lambda r: r.tokens_per_second)),
-    Family("swarmnode_device_memory_bytes", "gauge", "Most accelerator memory the trainer has held.",
-           _report(lambda r: r.device_memory_bytes)),
-    Family("swarmnode_out_of_memory_retries_total", "counter", "Steps repeated with smaller micro-batches because memory ran out.",
-           _report(lambda r: r.oom_retries_total)),
-    Family("swarmnode_micro_batch_tokens", "gauge", "Micro-batch bound, tokens; halved when memory runs out.",
-           _report(lambda r: r.micro_batch_tokens)),
-    Family("swarmnode_unsaved_steps", "gauge", "Steps that a crash of the trainer now would cost.",
-           _report(lambda r: max(0, r.step - r.state_saved_step))),
-    # swarm utility
-    Family("swarmnode_external_share", "gauge", "Share of the last batch that came from peers.", _report(lambda r: r.external_share)),
-    Family("swarmnode_correction_mean", "gauge", "Mean off-policy correction of peers' groups, 0.8 to 1.",
-           _report(lambda r: r.correction_mean)),
-    Family("swarmnode_gradient_agreement", "gauge", "Cosine between the gradients of own and of peers' groups.",
-           _report(lambda r: r.gradient_agreement)),
-    Family("swarmnode_external_scale", "gauge", "What the utility guard leaves of the peers' share, 0 to 1.",
-           _report(lambda r: r.external_scale)),
-    Family("swarmnode_contributing_peers", "gauge", "Peers on whose groups this node has trained.",
-           _report(lambda r: len(r.peers_used))),
-    # rollouts
-    Family("swarmnode_rollouts_published_total", "counter", "Own groups published.", lambda s: s.rollouts.published),
-    Family("swarmnode_rollouts_publish_failures_total", "counter", "Own groups that could not be published.",
-           lambda s: s.rollouts.publish_failures),
-    Family("swarmnode_rollouts_received_total", "counter", "Groups that arrived from peers.", lambda s: s.rollouts.received),
-    Family("swarmnode_rollouts_admitted_total", "counter", "Groups that passed every check and went into the pool.",
-           lambda s: s.rollouts.admitted),
-    Family("swarmnode_rollouts_ignored_total", "counter", "Groups dropped without blame, by reason.",
-           lambda s: s.rollouts.ignored, ("reason",), IGNORED),
-    Family("swarmnode_rollouts_rejected_total", "counter", "Groups dropped at the cost of somebody's reputation, by reason.",
-           lambda s: s.rollouts.rejected, ("reason",), REJECTED),
-    Family("swarmnode_rollouts_drawn_total", "counter", "Groups handed to the trainer.", lambda s: s.rollouts.drawn),
-    Family("swarmnode_rollouts_used_total", "counter", "Groups of peers that were trained on.", lambda s: s.rollouts.used),
-    Family("swarmnode_rollouts_judged_total", "counter", "Groups handed to the trainer, by its verdict.",
-           lambda s: s.rollouts.judged, ("outcome",), JUDGED),
-    Family("swarmnode_rollouts_fetched_total", "counter", "Groups announced by hash, by outcome of fetching them.",
-           lambda s: s.rollouts.fetches, ("outcome",), FETCHES),
-    Family("swarmnode_rollout_staleness_versions", "histogram", "Own policy versions between a group's arrival and its use.",
-           lambda s: _staleness(s.rollouts.staleness)),
-    Family("swarmnode_pool_groups", "gauge", "Groups in the pool.", lambda s: s.rollouts.pool.groups),
-    Family("swarmnode_pool_bytes", "gauge", "Bytes in the pool.", lambda s: s.rollouts.pool.bytes),
-    Family("swarmnode_pool_peers", "gauge", "Peers with a group in the pool.", lambda s: s.rollouts.pool.peers),
-    Family("swarmnode_pool_oldest_seconds", "gauge", "Age of the oldest group in the pool.", lambda s: s.rollouts.pool.oldest_seconds),
-    Family("swarmnode_pool_dropped_total", "counter", "Groups that left the pool unused or never got in, by reason.",
-           lambda s: s.rollouts.pool.dropped, ("reason",), POOL_DROPS),
-    # network
-    Family("swarmnode_peers", "gauge", "Connected peers, by who dialled.",
-           lambda s: {"in": s.network.peers_in, "out": s.network.peers_out}, ("direction",), DIRECTIONS),
-    Family("swarmnode_peers_known", "gauge", "Peers with a known address, connected or not.", lambda s: s.network.peers_known),
-    Family("swarmnode_peers_greylisted", "gauge", "Peers whose groups are not taken for now.", lambda s: s.network.greylisted),
-    Family("swarmnode_peers_banned", "gauge", "Peers that are not talked to.", lambda s: s.network.banned),
-    Family("swarmnode_reach", "gauge", "1 for what is known of whether strangers can dial this node.",
-           lambda s: {verdict: float(verdict == s.network.reach) for verdict in REACH}, ("verdict",), REACH),
-    Family("swarmnode_peers_relayed", "gauge", "Peers connected through a relay only.", lambda s: s.network.relayed),
-    Family("swarmnode_relays", "gauge", "Relays through which this node can be called.", lambda s: s.network.relays),
-    Family("swarmnode_relay_circuits", "gauge", "Circuits that this node carries for others.", lambda s: s.network.relay_circuits),
-    Family("swarmnode_relay_bytes_total", "counter", "Bytes carried for others.", lambda s: s.network.relay_bytes),
-    Family("swarmnode_hole_punches_total", "counter", "Peers behind routers, by whether a direct connection was made.",
-           lambda s: s.network.punches, ("outcome",), PUNCHES),
-    Family("swarmnode_mesh_peers", "gauge", "Peers in the gossip mesh.", lambda s: s.network.mesh),
-    Family("swarmnode_dials_total", "counter", "Attempts to connect to a peer.", lambda s: s.network.dials),
-    Family("swarmnode_dial_failures_total", "counter", "Attempts that failed.", lambda s: s.network.dial_failures),
-    Family("swarmnode_gossip_messages_total", "counter", "Gossip messages, by what happened to them.",
-           lambda s: s.network.gossip, ("event",), GOSSIP),
-    Family("swarmnode_requests_total", "counter", "Requests sent to peers, by outcome.",
-           lambda s: s.network.requests, ("outcome",), REQUESTS),
-    Family("swarmnode_requests_served_total", "counter", "Requests of peers, by outcome.",
-           lambda s: s.network.requests_served, ("outcome",), SERVED),
-    Family("swarmnode_network_bytes_total", "counter", "Bytes by protocol and direction.",
-           lambda s: {(protocol, way): n for protocol, ways in s.network.bytes.items() for way, n in ways.items() if way in DIRECTIONS},
-           ("protocol", "direction")),
-    Family("swarmnode_guard_firings_total", "counter", "How often a guard around libp2p stepped in, by guard.",
-           lambda s: s.network.guards, ("guard",)),
-    # weights
-    Family("swarmnode_weights_exchanges_total", "counter", "Outer steps, tries and exchanges, by how they ended.",
-           _averaging(lambda s: s.weights.outcomes), ("outcome",), pairing.OUTCOMES),
-    Family("swarmnode_weights_failures_total", "counter", "Exchanges that failed, by cause.",
-           _averaging(lambda s: s.weights.failures), ("cause",), FAILURES),
-    Family("swarmnode_weights_judged_total", "counter", "Partners' weights, by what the gate made of them.",
-           _averaging(lambda s: s.weights.judged), ("outcome",), tuple(outcomes.OUTCOMES)),
-    Family("swarmnode_weights_adoptions_total", "counter", "Neighbours' states, by what became of them.",
-           _averaging(lambda s: s.weights.adoptions), ("outcome",), tuple(outcomes.ADOPTIONS)),
-    Family("swarmnode_weights_states_served_total", "counter", "States given to neighbours.",
-           _averaging(lambda s: s.weights.states_served)),
-    Family("swarmnode_weights_candidates", "gauge", "Connected peers with the same policy.", _averaging(lambda s: s.weights.candidates)),
-    Family("swarmnode_weights_exchange_seconds_total", "counter", "Seconds that finished exchanges took.",
-           _averaging(lambda s: s.weights.exchange_seconds)),
-    Family("swarmnode_weights_received_bytes_total", "counter", "Bytes of partners' weights.",
-           _averaging(lambda s: s.weights.received_bytes)),
-    Family("swarmnode_weights_outer_step", "gauge", "Outer steps of the fragment that is furthest behind.",
-           _weights(lambda w: w.outer_step)),
-    Family("swarmnode_weights_distance", "gauge", "How far the last partner was, relative to the norm of our weights.",
-           _weights(lambda w: w.distance)),
-    Family("swarmnode_weights_clip_ratio", "gauge", "Share of a partner's difference that was taken; 1 when nothing was clipped.",
-           _weights(lambda w: w.clip_ratio)),
-    Family("swarmnode_weights_lag", "gauge", "Outer steps that the last partner was behind; negative when ahead.",
-           _weights(lambda w: w.lag)),
-    Family("swarmnode_weights_momentum_norm", "gauge", "Norm of the outer momentum.", _weights(lambda w: w.momentum_norm)),
-    Family("swarmnode_weights_reverts_total", "counter", "Exchanges taken back because held-out reward fell.",
-           _weights(lambda w: w.reverts_total)),
-    Family("swarmnode_weights_stall_seconds_total", "counter", "Seconds that training stood still for averaging.",
-           _weights(lambda w: w.stall_seconds_total)),
-    # crews
-    Family("swarmnode_crew_state", "gauge", "1 for the state of this node's crew, 0 for the rest.",
-           _crew(lambda c: {state: float(state == c.state) for state in CREW_STATES}), ("state",), CREW_STATES),
-    Family("swarmnode_crew_slots", "gauge", "Stages of this node's crew, by state.",
-           _crew(lambda c: dict(Counter(slot.state for slot in c.slots))), ("state",), SLOT_STATES),
-    Family("swarmnode_crew_roster_epoch", "gauge", "Rosters that the crew has had.", _stage(lambda c: c.roster_epoch)),
-    Family("swarmnode_crew_fenced", "gauge", "1 while no majority of the crew hears this node, so that it takes no step.",
-           _stage(lambda c: float(c.fenced))),
-    Family("swarmnode_crew_offers", "gauge", "Other nodes that would hold a stage.", _crew(lambda c: c.offers)),
-    Family("swarmnode_crew_standing_seconds", "gauge", "Since the crew last took steps; 0 while it does.",
-           _crew(lambda c: c.standing_seconds)),
-    Family("swarmnode_crew_events_total", "counter", "What happened in this node's crews.", _crew(lambda c: c.events), ("event",), NOTES),
-    Family("swarmnode_crew_recovery_seconds", "histogram", "From a crew's standing still to its running again.",
-           _crew(lambda c: c.recovery_seconds)),
-    Family("swarmnode_crew_heartbeat_seconds", "gauge", "That the last heartbeat to another member waited for its answer.",
-           _stage(lambda c: c.heartbeat_seconds)),
-    Family("swarmnode_crew_unanswered_total", "counter", "Requests to other members without an answer, by message.",
-           _crew(lambda c: c.unanswered), ("message",), SAID),
-    Family("swarmnode_crew_malformed_total", "counter", "Requests about crews that were none.", _crew(lambda c: c.malformed)),
-    Family("swarmnode_crew_unsaved_total", "counter", "Votes not cast because they could not be written to disk.",
-           _crew(lambda c: c.unsaved)),
-    Family("swarmnode_stage_trainer_restarts_total", "counter", "Times that the trainer was ended because it had work and did none.",
-           _crew(lambda c: c.trainer_restarts)),
-    Family("swarmnode_stage_index", "gauge", "Which stage this node holds; 0 publishes and trains.", _stage(lambda c: c.stage)),
-    Family("swarmnode_stage_phase", "gauge", "1 for what this node's stage is doing, 0 for the rest.",
-           _stage(lambda c: {phase: float(phase == c.phase) for phase in STAGE_PHASES}), ("phase",), STAGE_PHASES),
-    Family("swarmnode_stage_step", "gauge", "Steps that this node's stage has taken.", _stage(lambda c: c.step)),
-    Family("swarmnode_stage_rungs_total", "counter", "Where this node's stages came from, R0 to R6, best first.",
-           _crew(lambda c: c.rungs), ("rung",), tuple(filter(None, RUNGS))),
-    Family("swarmnode_stage_rung_seconds", "gauge", "That the last rung took.", _stage(lambda c: c.rung_seconds)),
-    Family("swarmnode_stage_shadow_age_steps", "gauge", "Steps since the newest copy of this node's stage that a neighbour has.",
-           _stage(lambda c: c.shadow_age_steps)),
-    Family("swarmnode_stage_probe_kl", "gauge", "KL divergence over the last recovery, nats per token: before against after.",
-           _stage(lambda c: c.probe_kl)),
-    Family("swarmnode_stage_bubble_share", "gauge", "Share of the last step in which this node's stage waited.",
-           _stage(lambda c: c.bubble_share)),
-    Family("swarmnode_stage_tokens_per_second", "gauge", "Tokens that go through this node's stage.",
-           _stage(lambda c: c.tokens_per_second)),
-    Family("swarmnode_stage_frames_dropped_total", "counter", "Frames of the crew that counted for nothing, by reason.",
-           _crew(lambda c: c.dropped), ("reason",), (*FENCE_REASONS, *FRAME_REASONS, DEVICE)),
-    Family("swarmnode_stage_streams", "gauge", "Open streams to other stages, by kind.", _crew(lambda c: c.streams), ("kind",), KINDS),
-    Family("swarmnode_stage_streams_lost_total", "counter", "Streams that the other side ended, or that broke, by kind.",
-           _crew(lambda c: c.streams_lost), ("kind",), KINDS),
-    Family("swarmnode_stage_streams_refused_total", "counter", "Streams of peers that were not taken, by reason.",
-           _crew(lambda c: c.streams_refused), ("reason",), STREAM_REFUSALS),
-    Family("swarmnode_stage_bytes_total", "counter", "Bytes between stages, by kind and direction.",
-           _crew(lambda c: {(kind, way): n for kind, ways in c.bytes.items() for way, n in ways.items() if way in DIRECTIONS}),
-           ("kind", "direction")),
-    Family("swarmnode_stage_throttled_seconds_total", "counter", "Seconds that streams between stages waited for the byte budget.",
-           _crew(lambda c: c.throttled_seconds)),
-    # what peers say of themselves
-    Family("swarmnode_claimed_peers", "gauge", "Peers with a recent summary of themselves, connected or not; claimed, not verified.",
-           lambda s: s.swarm.reporting),
-    Family("swarmnode_claimed_reward_median", "gauge", "Median of the held-out rewards that peers claim.", lambda s: s.swarm.reward_median),
-    Family("swarmnode_claimed_policy_version_median", "gauge", "Median of the policy versions that peers claim.",
-           lambda s: s.swarm.policy_version_median),
-    Family("swarmnode_summaries_total", "counter", "Summaries from peers, by what became of them.",
-           lambda s: s.swarm.heard, ("outcome",), HEARD),
-    Family("swarmnode_clock_offset_seconds", "gauge", "By how much peers' clocks are ahead of this one, their median; two peers at least.",
-           lambda s: s.swarm.clock_offset_seconds),
-    # budget
-    Family("swarmnode_budget_paused", "gauge", "1 while this keeps the node from listening to the swarm.",
-           lambda s: {reason: float(paused) for reason, paused in s.budget.paused.items()}, ("reason",), PAUSES),
-    Family("swarmnode_budget_level_bytes", "gauge", "What may go by at once; below 0 in debt. Only for directions with a cap.",
-           lambda s: s.budget.level_bytes, ("direction",)),
-    Family("swarmnode_budget_month_bytes", "gauge", "Bytes of this calendar month, kept over restarts.",
-           lambda s: s.budget.month_bytes, ("direction",), DIRECTIONS),
-    Family("swarmnode_budget_month_limit_bytes", "gauge", "At this many bytes, both directions together, sharing pauses.",
-           lambda s: s.budget.month_limit_bytes),
-    Family("swarmnode_budget_refusals_total", "counter", "What was left out for want of budget.",
-           lambda s: s.budget.refused, ("what",), CHOICES),
-    # disk
-    Family("swarmnode_disk_free_bytes", "gauge", "Room on the data directory's file system, for this user.", lambda s: s.disk.free_bytes),
-    Family("swarmnode_disk_size_bytes", "gauge", "Size of the data directory's file system.", lambda s: s.disk.total_bytes),
-    # processes
-    Family("swarmnode_restarts_total", "counter", "Restarts by the supervisor, by process.",
-           lambda s: s.supervisor.restarts, ("process",), PROCESSES),
-    Family("swarmnode_stalls_total", "counter", "Restarts because a process made no progress in time, by process.",
-           lambda s: s.supervisor.stalls, ("process",), PROCESSES),
-    Family("swarmnode_recovery_seconds", "histogram", "From a process's death to its first progress again.",
-           lambda s: s.supervisor.recovery_seconds),
-    Family("swarmnode_scorer_restarts_total", "counter", "Scorers replaced because they died or overran, by the process that asks them.",
-           _scorer_restarts, ("process",), PROCESSES),
-    Family("swarmnode_process_memory_bytes", "gauge", "Resident memory, by process.",
-           lambda s: {name: use.memory_bytes for name, use in s.processes.items()}, ("process",)),
-    Family("swarmnode_process_cpu_seconds_total", "counter", "User and system CPU time, by process.",
-           lambda s: {name: use.cpu_seconds for name, use in s.processes.items()}, ("process",)),
+def _stage_bytes(s: NodeSnapshot) -> dict[Labels, Number]:
+    return {(kind, way): count for kind, ways in s.stages.bytes.items() for way, count in ways.items()}
+
+
+def _scorer_restarts(s: NodeSnapshot) -> Counts:
+    return {"network": max(0, s.scorer.starts - 1), "trainer": s.trainer.report.scorer_restarts_total if s.trainer.report else None}
+
+
+def _trainer_phase(s: NodeSnapshot) -> Counts:
+    return {s.trainer.report.phase: 1} if s.trainer.report and s.trainer.connected else {}
+
+
+# ---- the table --------------------------------------------------------------------------------------------------------------------
+
+NODE = (
+    Metric("swarmnode_build_info", "info", _build_info,
+           "Versions of swarmnode and of Python that this node runs, as labels; the value is always 1.", ("version", "python")),
+    Metric("swarmnode_node_info", "info", _node_info,
+           "Who this node is, as labels; the value is always 1. It is the only metric with a peer id, this node's own.",
+           ("peer", "name", "swarm", "swarm_name", "model", "device", "dtype")),
+    Metric("swarmnode_start_time_seconds", "gauge", "node.started_at", "Unix time at which the network process started."),
+    Metric("swarmnode_ready", "gauge", lambda s: float(ready(s).ok),
+           "1 while the node does its job, so that /readyz answers 200; otherwise 0, and /readyz says why."),
+    Metric("swarmnode_check_ok", "gauge", {"network": "health.network_ready", "policy": "health.policy_loaded", "joined": "health.joined"},
+           "1 when a part is up: `network` listens, `policy` is loaded, `joined` means that a peer was connected since the start.",
+           ("check",)),
+    Metric("swarmnode_event_loop_lag_seconds", "gauge", "loop_lag_seconds",
+           "Seconds by which the network process woke a waiting task too late. Above 1 s peers take the node for slow: the machine has too "
+           "much to do."),
 )  # fmt: skip
 
+LEARNING = (
+    Metric("swarmnode_trainer_connected", "gauge", "trainer.connected",
+           "1 while the trainer is connected to the network process. The supervisor restarts a trainer that is gone; its log says why."),
+    Metric("swarmnode_trainer_report_age_seconds", "gauge", "trainer.age_seconds",
+           "Seconds since the trainer last reported a step, an evaluation or a change of phase."),
+    Metric("swarmnode_trainer_phase", "gauge", _trainer_phase, "1 for what the trainer is doing now, 0 for everything else.",
+           ("phase",), PHASES),
+    Metric("swarmnode_steps_total", "counter", "trainer.report.step",
+           "Training steps that this node has finished since its first start, restarts included."),
+    Metric("swarmnode_policy_version", "gauge", "trainer.report.policy_version",
+           "Version of the node's policy: the number of steps that changed it. It lags behind the steps where all rewards were equal."),
+    Metric("swarmnode_step_seconds", "histogram", "trainer.step_seconds",
+           "How long training steps took in seconds, generation included."),
+    Metric("swarmnode_phase_seconds", "gauge",
+           {"generating": "trainer.report.generate_seconds", "training": "trainer.report.train_seconds"},
+           "How many seconds of the last step went to sampling completions and how many to the update.", ("phase",), when=reports),
+    Metric("swarmnode_reward", "gauge",
+           {"own": "trainer.report.reward_own", "external": "trainer.report.reward_external", "held_out": "trainer.report.reward_held_out"},
+           "Mean reward, 0 to 1: of this node's fresh completions, of peers' that it trained on, and on held-out questions. Held-out is "
+           "the one that tells whether the policy gets better.", ("source",), when=reports),
+    Metric("swarmnode_reward_held_out_start", "gauge", "trainer.report.reward_held_out_start",
+           "Mean reward on the held-out questions before the first step: what held-out reward is to be compared with."),
+    Metric("swarmnode_loss", "gauge", "trainer.report.loss",
+           "Policy loss of the last step. With group-relative advantages it stays around 0 and is no measure of progress."),
+    Metric("swarmnode_entropy", "gauge", "trainer.report.entropy",
+           "Entropy of the policy in nats per sampled token. A fall towards 0 means that it always answers the same."),
+    Metric("swarmnode_kl", "gauge", "trainer.report.kl",
+           "KL divergence from the reference policy in nats per token; only where training.beta is above 0."),
+    Metric("swarmnode_clip_fraction", "gauge", "trainer.report.clip_fraction",
+           "Share of the trained tokens whose importance ratio was clipped. Above 0.2 for long, the learning rate is too high."),
+    Metric("swarmnode_gradient_norm", "gauge", "trainer.report.grad_norm", "Norm of the last step's gradient before it was clipped."),
+    Metric("swarmnode_learning_rate", "gauge", "trainer.report.learning_rate", "Learning rate of the last step."),
+    Metric("swarmnode_zero_advantage_share", "gauge", "trainer.report.zero_advantage_share",
+           "Share of the node's own groups whose rewards were all equal, so that they teach nothing. Near 1 the tasks are too hard or too "
+           "easy for this policy."),
+    Metric("swarmnode_batch_groups", "gauge", {"own": "trainer.report.own_groups", "external": "trainer.report.external_groups"},
+           "Groups in the last batch: the node's own (I) and its peers' (J).", ("source",), when=reports),
+    Metric("swarmnode_trained_groups_total", "counter",
+           {"own": "trainer.report.own_groups_total", "external": "trainer.report.external_groups_total"},
+           "Groups that this node has trained on, its own and its peers'.", ("source",), when=reports),
+    Metric("swarmnode_tokens_total", "counter", "trainer.report.tokens_total", "Tokens that this node has sampled."),
+    Metric("swarmnode_tokens_per_second", "gauge", "trainer.report.tokens_per_second",
+           "Tokens sampled per second in the generating part of the last step."),
+    Metric("swarmnode_device_memory_bytes", "gauge", "trainer.report.device_memory_bytes",
+           "Most memory of the accelerator that the trainer has held, in bytes; only with an accelerator."),
+    Metric("swarmnode_out_of_memory_retries_total", "counter", "trainer.report.oom_retries_total",
+           "Times that a micro-batch was repeated in halves because memory ran out. If it keeps rising, something else uses the device."),
+    Metric("swarmnode_micro_batch_tokens", "gauge", "trainer.report.micro_batch_tokens",
+           "Tokens that a micro-batch may have. The bound is halved when memory runs out."),
+    Metric("swarmnode_unsaved_steps", "gauge", lambda s: max(0, s.trainer.report.step - s.trainer.report.state_saved_step)
+           if s.trainer.report else None,
+           "Steps that a crash of the trainer would cost now. If it does not fall back to 0 now and then, saving fails: see the log.",
+           when=reports),
+)  # fmt: skip
 
-def collect(family: Family, snapshot: NodeSnapshot) -> Metric:
-    """One family of one snapshot, in prometheus_client's terms."""
-    value = family.read(snapshot)
-    if family.kind == "histogram":
-        histogram = HistogramMetricFamily(family.name, family.help)
-        if isinstance(value, Histogram):
-            bounds = [*(str(float(b)) for b in value.bounds), "+Inf"]
-            histogram.add_metric([], list(zip(bounds, accumulate(value.counts), strict=True)), value.sum)
-        return histogram
-    make = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
-    metric = make(family.name, family.help, labels=family.labels)
-    if not family.labels:
-        if isinstance(value, int | float):
-            metric.add_metric([], value)
-    elif value is not None:
-        assert isinstance(value, Mapping)
-        for labels, number in _closed(family, value).items():
-            if number is not None:
-                metric.add_metric(labels, number)
-    return metric
+UTILITY = (
+    Metric("swarmnode_external_share", "gauge", "trainer.report.external_share", "Share of the last batch that came from peers, 0 to 1."),
+    Metric("swarmnode_correction_mean", "gauge", "trainer.report.correction_mean",
+           "Mean off-policy correction of peers' groups in the last batch, 0.8 to 1: 1 where their policy samples as ours would."),
+    Metric("swarmnode_gradient_agreement", "gauge", "trainer.report.gradient_agreement",
+           "Cosine between what own and what peers' groups want to change, −1 to 1. Usual is 0.1 to 0.4; below 0 for long, peers' groups "
+           "pull elsewhere."),
+    Metric("swarmnode_external_scale", "gauge", "trainer.report.external_scale",
+           "Share of the peers' groups that the utility guard leaves, 0 to 1. It falls while their gradients disagree with ours."),
+    Metric("swarmnode_contributing_peers", "gauge", lambda s: len(s.trainer.report.peers_used) if s.trainer.report else None,
+           "Peers on whose groups this node has trained since its first start.", when=reports),
+)  # fmt: skip
 
+ROLLOUTS = (
+    Metric("swarmnode_rollouts_published_total", "counter", "rollouts.published",
+           "Own groups that were sent to the swarm, whole or announced by their hash."),
+    Metric("swarmnode_rollouts_publish_failures_total", "counter",
+           lambda s: sum(s.rollouts.unpublished.get(reason, 0) for reason in UNPUBLISHED),
+           "Own groups that should have been sent and could not: too long, too many, invalid, or the library failed. The log names each."),
+    Metric("swarmnode_rollouts_received_total", "counter", "rollouts.received", "Groups that arrived from peers, whatever became of them."),
+    Metric("swarmnode_rollouts_admitted_total", "counter", "rollouts.admission.admitted",
+           "Groups of peers that passed every check and went into the pool."),
+    Metric("swarmnode_rollouts_ignored_total", "counter", "rollouts.admission.ignored",
+           "Groups of peers that were dropped without blame, by reason: late, seen before, too many. That is daily life.",
+           ("reason",), IGNORED),
+    Metric("swarmnode_rollouts_rejected_total", "counter", "rollouts.admission.rejected",
+           "Groups dropped as provably wrong, by reason; each cost its sender reputation. Honest nodes of the same version cause none.",
+           ("reason",), REJECTED),
+    Metric("swarmnode_rollouts_drawn_total", "counter", "rollouts.pool.drawn", "Groups of peers that were handed to the trainer."),
+    Metric("swarmnode_rollouts_used_total", "counter", "rollouts.judged.used", "Groups of peers that were trained on."),
+    Metric("swarmnode_rollouts_judged_total", "counter", "rollouts.judged",
+           "Groups handed to the trainer, by what it found: `used`, or why not. `forged_ids` is a lie; the others are policies too far "
+           "from ours.", ("outcome",), JUDGED),
+    Metric("swarmnode_rollouts_fetched_total", "counter", "rollouts.fetching.fetched",
+           "Groups that were announced by their hash, by how fetching them ended.", ("outcome",), FETCHES),
+    Metric("swarmnode_rollout_staleness_versions", "histogram", _staleness,
+           "Policy versions that this node went through between a group's arrival and its use."),
+    Metric("swarmnode_pool_groups", "gauge", "rollouts.pool.groups", "Groups of peers that wait in the pool to be trained on."),
+    Metric("swarmnode_pool_bytes", "gauge", "rollouts.pool.bytes", "Bytes of memory that the groups in the pool take."),
+    Metric("swarmnode_pool_peers", "gauge", "rollouts.pool.peers", "Peers that have a group in the pool."),
+    Metric("swarmnode_pool_oldest_seconds", "gauge", "rollouts.pool.oldest_seconds",
+           "Seconds that the oldest group has been in the pool. If it grows, peers send more than this node uses; that is fine."),
+    Metric("swarmnode_pool_dropped_total", "counter", {reason: f"rollouts.pool.{reason}" for reason in POOL_DROPS},
+           "Groups that left the pool unused, or never got in, by reason.", ("reason",)),
+)  # fmt: skip
 
-def _closed(family: Family, value: Mapping) -> dict[Labels, float | None]:
-    """Label values → number: the declared ones first, at 0 unless told otherwise; strange and surplus ones summed up as `other`."""
-    found: dict[Labels, float | None] = {(name,): 0 for name in family.values}
-    for key, number in value.items():
-        labels = (key,) if isinstance(key, str) else key
-        if family.kind != "info" and labels not in found:
-            fits = len(found) < MAX_LABEL_VALUES and all(LABEL_VALUE.fullmatch(label) for label in labels)
-            if not fits:
-                labels = ("other", *labels[1:])
-                number = None if number is None else number + (found.get(labels) or 0)
-        found[labels] = number
-    return found
+NETWORK = (
+    Metric("swarmnode_peers", "gauge", {"in": "network.peers.inbound", "out": "network.peers.outbound"},
+           "Connected peers, by who dialled: `in` is they, `out` is this node.", ("direction",)),
+    Metric("swarmnode_peers_known", "gauge", "network.peers.known", "Peers of whom the node knows an address, connected or not."),
+    Metric("swarmnode_peers_greylisted", "gauge", "network.reputation.greylisted",
+           "Peers whose reputation is so low that nothing of theirs is looked at for now."),
+    Metric("swarmnode_peers_banned", "gauge", "network.reputation.banned", "Peers that are not talked to at all for now."),
+    Metric("swarmnode_reach", "gauge", _one_of(REACH, lambda s: s.network.nat.reach.verdict),
+           "1 for what is known of whether strangers can dial this node: `public` they can, `private` only through relays.",
+           ("verdict",), REACH),
+    Metric("swarmnode_peers_relayed", "gauge", "network.nat.relayed", "Peers that are connected through a relay only."),
+    Metric("swarmnode_relays", "gauge", lambda s: len(s.network.nat.client.relays),
+           "Relays through which this node can be called. A private node with 0 can only dial out."),
+    Metric("swarmnode_relay_circuits", "gauge", "network.nat.relay.circuits",
+           "Connections between other nodes that this node carries as a relay now."),
+    Metric("swarmnode_relay_bytes_total", "counter", "network.nat.relay.bytes", "Bytes that this node has carried for others as a relay."),
+    Metric("swarmnode_hole_punches_total", "counter", {outcome: f"network.nat.punch.{outcome}" for outcome in PUNCHES},
+           "Peers behind routers, by whether a direct connection with them was made.", ("outcome",)),
+    Metric("swarmnode_mesh_peers", "gauge", lambda s: sum(s.network.gossip.mesh.values()),
+           "Peers in the gossip mesh, with which groups are exchanged directly. 0 with connected peers means another swarm or version."),
+    Metric("swarmnode_dials_total", "counter", "network.peers.dials", "Attempts to connect to a peer."),
+    Metric("swarmnode_dial_failures_total", "counter", "network.peers.dial_failures",
+           "Attempts to connect that failed. Many are normal: addresses outlive the nodes behind them."),
+    Metric("swarmnode_gossip_messages_total", "counter", {event: f"network.gossip.{event}" for event in GOSSIP},
+           "Gossip messages, by what happened to them; `dropped` are those that this node was too slow for.", ("event",)),
+    Metric("swarmnode_requests_total", "counter", _by_outcome(lambda s: s.network.requests.requests),
+           "Requests that this node sent to peers, by how they ended.", ("outcome",), REQUESTS),
+    Metric("swarmnode_requests_served_total", "counter", _by_outcome(lambda s: s.network.requests.served),
+           "Requests of peers, by how they were answered: `busy` and `unwelcome` were turned away, `error` is a defect here.",
+           ("outcome",), SERVED),
+    Metric("swarmnode_network_bytes_total", "counter", {"in": "network.traffic.received", "out": "network.traffic.sent"},
+           "Bytes received and sent, by protocol, without the overhead of encryption and multiplexing.", ("protocol", "direction")),
+    Metric("swarmnode_guard_firings_total", "counter", "network.guards",
+           "How often a guard around libp2p stepped in, by guard. Steady firing means that somebody sends what no honest node sends.",
+           ("guard",)),
+)  # fmt: skip
 
+WEIGHTS = (
+    Metric("swarmnode_weights_exchanges_total", "counter", "weights.outcomes",
+           "Outer steps, attempts to find a partner, and exchanges, by how they ended. `applied`, `pulled` and `solo` are outer steps.",
+           ("outcome",), pairing.OUTCOMES),
+    Metric("swarmnode_weights_failures_total", "counter", "weights.failures",
+           "Weight exchanges that failed, by cause: a slow or blocked way between the partners, or one that does not keep to the protocol.",
+           ("cause",), FAILURES),
+    Metric("swarmnode_weights_judged_total", "counter", "weights.judged",
+           "Partners' weights, by what the acceptance gate made of them. `probe` made the policy worse and was not taken.",
+           ("outcome",), tuple(outcomes.OUTCOMES)),
+    Metric("swarmnode_weights_adoptions_total", "counter", "weights.catch_up.adoptions",
+           "Whole states taken from a neighbour, at the start or when too far behind, by what became of them.",
+           ("outcome",), tuple(outcomes.ADOPTIONS)),
+    Metric("swarmnode_weights_states_served_total", "counter", "weights.catch_up.served",
+           "Whole states that this node gave to neighbours."),
+    Metric("swarmnode_weights_candidates", "gauge", "weights.candidates",
+           "Connected peers that train the same policy and could be averaged with. 0 for long means that this node averages alone."),
+    Metric("swarmnode_weights_exchange_seconds_total", "counter", "weights.exchange_seconds",
+           "Seconds that finished weight exchanges took, together; training goes on meanwhile."),
+    Metric("swarmnode_weights_received_bytes_total", "counter", "weights.received_bytes", "Bytes of weights that came from partners."),
+    Metric("swarmnode_weights_outer_step", "gauge", "trainer.report.weights.outer_step",
+           "Outer steps that the fragment furthest behind has taken."),
+    Metric("swarmnode_weights_distance", "gauge", "trainer.report.weights.distance",
+           "Distance between the last partner's weights and ours, as a share of the norm of ours. Replicas that train together stay within "
+           "a few percent."),
+    Metric("swarmnode_weights_clip_ratio", "gauge", "trainer.report.weights.clip_ratio",
+           "Share of the last partner's difference that was taken, 0 to 1; 1 when nothing was clipped."),
+    Metric("swarmnode_weights_lag", "gauge", "trainer.report.weights.lag",
+           "Outer steps by which the last partner was behind this node; negative when it was ahead."),
+    Metric("swarmnode_weights_momentum_norm", "gauge", "trainer.report.weights.momentum_norm", "Norm of the outer optimizer's momentum."),
+    Metric("swarmnode_weights_reverts_total", "counter", "trainer.report.weights.reverts_total",
+           "Weight exchanges that were taken back because held-out reward fell after them."),
+    Metric("swarmnode_weights_stall_seconds_total", "counter", "trainer.report.weights.stall_seconds_total",
+           "Seconds that training stood still for averaging."),
+)  # fmt: skip
 
-class NodeCollector(Collector):
-    """Takes one snapshot per scrape, so that the numbers of one scrape belong together."""
+CREW = (
+    Metric("swarmnode_crew_state", "gauge", _one_of(CREW_STATES, lambda s: s.stages.state),
+           "1 for the state of this node's crew, 0 for the others. Only `running` takes steps.", ("state",), CREW_STATES, when=has_crew),
+    Metric("swarmnode_crew_slots", "gauge", lambda s: dict(Counter(str(slot.state) for slot in s.stages.slots)),
+           "Stages of this node's crew, by state. Anything but `active` keeps the crew from its next step.",
+           ("state",), SLOT_STATES, when=has_crew),
+    Metric("swarmnode_crew_roster_epoch", "gauge", "stages.roster_epoch",
+           "Rosters that the crew has had: one more whenever a stage changes hands.", when=has_stage),
+    Metric("swarmnode_crew_fenced", "gauge", "stages.fenced",
+           "1 while no majority of the crew hears this node, so that it takes no step: the way between it and the others is cut.",
+           when=has_stage),
+    Metric("swarmnode_crew_offers", "gauge", "stages.offers",
+           "Other nodes that would hold a stage. With 0, nobody replaces a member that is lost."),
+    Metric("swarmnode_crew_standing_seconds", "gauge", "stages.standing_seconds",
+           "Seconds since the crew last took steps; 0 while it does. After stages.wait_seconds it dissolves."),
+    Metric("swarmnode_crew_events_total", "counter", "stages.events",
+           "What happened in this node's crews, by event. `refuted` are false suspicions: each cost a pause.", ("event",), NOTES),
+    Metric("swarmnode_crew_recovery_seconds", "histogram", "stages.recovery_seconds",
+           "Seconds from a crew's standing still to its running again."),
+    Metric("swarmnode_crew_heartbeat_seconds", "gauge", "stages.heartbeat_seconds",
+           "Seconds from the last heartbeat to another member until its answer.", when=has_stage),
+    Metric("swarmnode_crew_unanswered_total", "counter", "stages.unanswered",
+           "Requests to other members that had no answer in time, by message.", ("message",), CREW_MESSAGES),
+    Metric("swarmnode_crew_malformed_total", "counter", "stages.malformed",
+           "Requests about crews that were no valid message; each cost its sender reputation."),
+    Metric("swarmnode_crew_unsaved_total", "counter", "stages.unsaved",
+           "Votes that were not cast because they could not be written to disk. The crew waits for this node until its disk has room."),
+    Metric("swarmnode_stage_trainer_restarts_total", "counter", "stages.trainer_restarts",
+           "Times that this node ended its own trainer because it had work for its stage and did none."),
+    Metric("swarmnode_stage_index", "gauge", "stages.stage", "Number of the stage that this node holds; 0 is the head, which trains and "
+           "publishes."),
+    Metric("swarmnode_stage_phase", "gauge", _one_of(STAGE_PHASES, lambda s: s.stages.phase),
+           "1 for what this node's stage is doing, 0 for the rest.", ("phase",), STAGE_PHASES, when=has_stage),
+    Metric("swarmnode_stage_step", "gauge", "stages.step", "Steps that this node's stage has taken.", when=has_stage),
+    Metric("swarmnode_stage_rungs_total", "counter", "stages.rungs",
+           "Where the weights of this node's stages came from, R0 (its own disk) to R6 (nothing was left), best first.",
+           ("rung",), tuple(filter(None, RUNGS))),
+    Metric("swarmnode_stage_rung_seconds", "gauge", "stages.rung_seconds",
+           "Seconds that restoring this node's stage took the last time.", when=has_stage),
+    Metric("swarmnode_stage_shadow_age_steps", "gauge", "stages.shadow_age_steps",
+           "Steps that would be lost with this node's stage, were only its neighbours' copies left.", when=has_stage),
+    Metric("swarmnode_stage_probe_kl", "gauge", "stages.probe_kl",
+           "KL divergence between the policy before and after the last recovery, in nats per token. Near 0, nothing was lost.",
+           when=has_stage),
+    Metric("swarmnode_stage_bubble_share", "gauge", "stages.bubble_share",
+           "Share of the last step in which this node's stage waited for others, 0 to 1.", when=has_stage),
+    Metric("swarmnode_stage_tokens_per_second", "gauge", "stages.tokens_per_second",
+           "Tokens per second that go through this node's stage.", when=has_stage),
+    Metric("swarmnode_stage_frames_dropped_total", "counter", "stages.dropped",
+           "Frames between stages that counted for nothing, by reason. `roster_epoch`, `stage_epoch` and `step` are what a change of "
+           "roster leaves behind.", ("reason",), (*FENCE_REASONS, *FRAME_REASONS, DEVICE)),
+    Metric("swarmnode_stage_streams", "gauge", "stages.streams", "Open streams to other stages, by kind.", ("kind",), KINDS),
+    Metric("swarmnode_stage_streams_lost_total", "counter", "stages.streams_lost",
+           "Streams to other stages that the other side ended, or that broke, by kind.", ("kind",), KINDS),
+    Metric("swarmnode_stage_streams_refused_total", "counter", "stages.streams_refused",
+           "Streams of peers that were not taken, by reason.", ("reason",), STREAM_REFUSALS),
+    Metric("swarmnode_stage_bytes_total", "counter", _stage_bytes,
+           "Bytes between this node's stage and others, by kind.", ("kind", "direction"), when=has_crew),
+    Metric("swarmnode_stage_throttled_seconds_total", "counter", "stages.throttled_seconds",
+           "Seconds that streams between stages waited for the node's byte budget. If it grows, the caps are too low for a stage."),
+)  # fmt: skip
 
-    def __init__(self, snapshot: Callable[[], NodeSnapshot]) -> None:
-        self._snapshot = snapshot
+CLAIMED = (
+    Metric("swarmnode_claimed_peers", "gauge", "swarm.reporting",
+           "Nodes of the swarm that recently said how they are, connected or not; claimed, not verified."),
+    Metric("swarmnode_claimed_reward_median", "gauge", "swarm.reward_median",
+           "Median of the held-out rewards that other nodes claim."),
+    Metric("swarmnode_claimed_policy_version_median", "gauge", "swarm.policy_version_median",
+           "Median of the policy versions that other nodes claim."),
+    Metric("swarmnode_summaries_total", "counter", "swarm.heard",
+           "Summaries in which nodes say how they are, by what became of them.", ("outcome",), HEARD),
+    Metric("swarmnode_clock_offset_seconds", "gauge", "swarm.clock_offset_seconds",
+           "Seconds by which peers' clocks are ahead of this one, their median, from two peers on. Beyond 120 s groups are dropped: "
+           "synchronise the clock."),
+)  # fmt: skip
 
-    def describe(self) -> Iterable[Metric]:
-        """Names and types without values: registering must not need a running node."""
-        return [Metric(family.name, family.help, "gauge" if family.kind == "info" else family.kind) for family in METRICS]
+BUDGET = (
+    Metric("swarmnode_budget_paused", "gauge", "budget.paused",
+           "1 while this reason keeps the node from listening to the swarm: quiet hours, the month's bytes, or a download cap in debt.",
+           ("reason",), PAUSES),
+    Metric("swarmnode_budget_level_bytes", "gauge", "budget.level_bytes",
+           "Bytes that may be received and sent at once; below 0 the cap is in debt. Only for directions with a cap.", ("direction",)),
+    Metric("swarmnode_budget_month_bytes", "gauge", "budget.month_bytes",
+           "Bytes received and sent in this calendar month, kept over restarts.", ("direction",), ("in", "out")),
+    Metric("swarmnode_budget_month_limit_bytes", "gauge", "budget.month_limit_bytes",
+           "Bytes of a calendar month, both directions together, at which sharing pauses; only where network.monthly_bytes is set."),
+    Metric("swarmnode_budget_refusals_total", "counter", "budget.refused",
+           "What was left out because a cap or the month's bytes were used up, by what it was.", ("what",), CHOICES),
+)  # fmt: skip
 
-    def collect(self) -> Iterable[Metric]:
-        snapshot = self._snapshot()
-        for family in METRICS:
-            yield collect(family, snapshot)
+MACHINE = (
+    Metric("swarmnode_disk_free_bytes", "gauge", "disk.free_bytes",
+           "Bytes that this user may still write on the data directory's file system. When none are left, state is not saved."),
+    Metric("swarmnode_disk_size_bytes", "gauge", "disk.total_bytes", "Size of the data directory's file system in bytes."),
+    Metric("swarmnode_restarts_total", "counter", "supervisor.restarts",
+           "Times that the supervisor started a process again, by process. A few are what it is for; the log says why each ended.",
+           ("process",), PROCESSES),
+    Metric("swarmnode_stalls_total", "counter", "supervisor.stalls",
+           "Times that the supervisor ended a process because it made no progress in time, by process.", ("process",), PROCESSES),
+    Metric("swarmnode_recovery_seconds", "histogram", "supervisor.recovery_seconds",
+           "Seconds from a process's end to the first progress of the one that replaced it."),
+    Metric("swarmnode_scorer_restarts_total", "counter", _scorer_restarts,
+           "Scorers replaced because they died or took too long, by the process that asks them. Answers that kill a scorer cost speed, "
+           "nothing else.", ("process",), PROCESSES),
+    Metric("swarmnode_process_memory_bytes", "gauge", lambda s: {name: use.memory_bytes for name, use in s.processes.items()},
+           "Resident memory in bytes, by process.", ("process",)),
+    Metric("swarmnode_process_cpu_seconds_total", "counter", lambda s: {name: use.cpu_seconds for name, use in s.processes.items()},
+           "Seconds of CPU time that a process has used since it started, by process.", ("process",)),
+)  # fmt: skip
 
-
-def make_registry(snapshot: Callable[[], NodeSnapshot]) -> CollectorRegistry:
-    """A registry of its own: nothing that a library registers globally leaks into /metrics."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(NodeCollector(snapshot))
-    return registry
+METRICS: tuple[Metric, ...] = (*NODE, *LEARNING, *UTILITY, *ROLLOUTS, *NETWORK, *WEIGHTS, *CREW, *CLAIMED, *BUDGET, *MACHINE)

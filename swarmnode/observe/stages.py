@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from swarmnode.crew.local import StageStatus
 from swarmnode.crew.plane import BOUNDS, StagesStatistics
-from swarmnode.link.messages import Report
-from swarmnode.observe.snapshot import Histogram, SlotRow, StagesView
+from swarmnode.observe.snapshot import SlotRow, StagesView
+from swarmnode.observe.watch import Histogram
 
 WAYS = ("in", "out")
 NOTHING = StageStatus(b"", 0, 0, "idle")
@@ -58,13 +58,6 @@ def stages_view(s: StagesStatistics) -> StagesView:
         },
         throttled_seconds=pipes.throttled_seconds,
     )
-
-
-def policy_loaded(report: Report | None, crew: StagesView) -> bool:
-    """Whether this node has the policy, or its stage of it, in working order."""
-    if crew.enabled:
-        return crew.stage is not None and crew.phase in ("ready", "probation", "active")
-    return report is not None and report.phase != "loading"
 
 
 def _shadow_age(stage: StageStatus, stages: int) -> int | None:

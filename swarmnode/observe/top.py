@@ -48,7 +48,7 @@ def fetch(url: str, points: int = 120) -> Status:
     return told
 
 
-def text(value: Any, style: str = "") -> Text:
+def text(value: object, style: str = "") -> Text:
     """A peer's name must neither style the table nor move the cursor: no markup, no control characters."""
     return Text(clean_text(str(value)), style=style, no_wrap=True, overflow="ellipsis")
 
@@ -109,7 +109,7 @@ def render(status: Status) -> RenderableType:
 
 
 def _learning(s: Status, report: Status, history: Status) -> Table:
-    rollouts, network, pool = s["rollouts"], s["network"], s["rollouts"]["pool"]
+    rollouts, admission, pool = s["rollouts"], s["rollouts"]["admission"], s["rollouts"]["pool"]
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), expand=True)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
@@ -119,15 +119,16 @@ def _learning(s: Status, report: Status, history: Status) -> Table:
     past = lambda column: Spark(history.get(column) or [])
     pace = report if s["trainer"]["connected"] else {}  # nothing is sampled where no trainer is
     restarts = sum(s["supervisor"]["restarts"].values())
-    rejected, ignored = sum(rollouts["rejected"].values()), sum(rollouts["ignored"].values())
+    rejected, ignored = sum(admission["rejected"].values()), sum(admission["ignored"].values())
+    used = rollouts["judged"].get("used", 0)
     rows: list[tuple[str, str, RenderableType, str, str]] = [
         ("reward held-out", number(report.get("reward_held_out"), 3), past("reward_held_out"), "published", number(rollouts["published"])),
-        ("reward own", number(report.get("reward_own"), 3), past("reward_own"), "admitted", number(rollouts["admitted"])),
-        ("reward peers'", number(report.get("reward_external"), 3), past("reward_external"), "used", number(rollouts["used"])),
+        ("reward own", number(report.get("reward_own"), 3), past("reward_own"), "admitted", number(admission["admitted"])),
+        ("reward peers'", number(report.get("reward_external"), 3), past("reward_external"), "used", number(used)),
         ("policy version", number(report.get("policy_version")), text(pace.get("phase", "no trainer"), "cyan"), "ignored", number(ignored)),
         ("step", number(pace.get("step_seconds"), 2, "s"), past("step_seconds"), "rejected", number(rejected)),
         ("tokens/s", number(pace.get("tokens_per_second")), "", "pool", number(pool["groups"])),
-        ("peers", number(network["peers_in"] + network["peers_out"]), past("peers"), "restarts", number(restarts)),
+        ("peers", number(s["network"]["peers"]["connected"]), past("peers"), "restarts", number(restarts)),
     ]  # fmt: skip
     for row in rows:
         table.add_row(*row)

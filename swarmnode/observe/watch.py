@@ -13,13 +13,59 @@ import msgspec
 import psutil
 
 from swarmnode.link.messages import Report
-from swarmnode.observe.snapshot import DiskView, Histogram, ProcessUse, SupervisorView, TrainerView
 
 STEP_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 """Seconds. From the embedded policy on a CPU to a large model on a slow card."""
 RECOVERY_BOUNDS = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0)
 """Seconds from a process's death to its first progress."""
 SUPERVISOR_FILE_BYTES = 2**16
+
+
+class Histogram(msgspec.Struct, frozen=True):
+    """Observations by size. `counts[i]` holds those at most `bounds[i]`, not cumulated; the last one those above every bound."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    """len(bounds) + 1."""
+    sum: float = 0.0
+
+
+class TrainerStatistics(msgspec.Struct, frozen=True):
+    """The trainer as seen over the link."""
+
+    connected: bool = False
+    report: Report | None = None
+    """Its last report, however old."""
+    age_seconds: float | None = None
+    """Since the last report: a finished step, an evaluation or a change of phase."""
+    step_seconds: Histogram | None = None
+    pid: int | None = None
+
+
+class SupervisorStatistics(msgspec.Struct, frozen=True):
+    """Read from `<data_dir>/run/supervisor.json`. Empty when the node runs without a supervisor."""
+
+    restarts: dict[str, int] = {}
+    """By process: network, trainer."""
+    stalls: dict[str, int] = {}
+    """Restarts because a process made no progress, by process."""
+    last_recovery_seconds: float | None = None
+    recovery_seconds: Histogram | None = None
+
+
+class DiskStatistics(msgspec.Struct, frozen=True):
+    """Room on a file system. None where it cannot be asked."""
+
+    free_bytes: int | None = None
+    """For this user."""
+    total_bytes: int | None = None
+
+
+class ProcessStatistics(msgspec.Struct, frozen=True):
+    memory_bytes: int = 0
+    """Resident."""
+    cpu_seconds: float = 0.0
+    """User and system, since the process started."""
 
 
 class Observations:
@@ -49,7 +95,13 @@ class TrainerWatch:
         self._pid: int | None = None
         self._steps = Observations(STEP_BOUNDS)
 
-    def connected(self, pid: int | None = None) -> None:
+    @property
+    def pid(self) -> int | None:
+        """None while no trainer is connected."""
+        return self._pid
+
+    def connected(self, pid: int = 0) -> None:
+        """A trainer has said hello. `pid`: 0 where it is not known."""
         self._connected, self._pid = True, pid or None
 
     def disconnected(self) -> None:
@@ -62,9 +114,9 @@ class TrainerWatch:
             self._steps.observe(report.step_seconds)
         self._report, self._reported_at = report, now
 
-    def statistics(self, now: float) -> TrainerView:
+    def statistics(self, now: float) -> TrainerStatistics:
         age = None if self._report is None else max(0.0, now - self._reported_at)
-        return TrainerView(self._connected, self._report, age, self._steps.statistics(), self._pid)
+        return TrainerStatistics(self._connected, self._report, age, self._steps.statistics(), self._pid)
 
 
 class SupervisedProcess(msgspec.Struct, frozen=True):
@@ -92,7 +144,7 @@ class SupervisorWatch:
         self._latest: float | None = None
         self._recoveries = Observations(RECOVERY_BOUNDS)
 
-    def read(self) -> SupervisorView:
+    def read(self) -> SupervisorStatistics:
         """Read the file again. Never raises for what is or is not in it."""
         try:
             with self._path.open("rb") as file:
@@ -106,9 +158,9 @@ class SupervisorWatch:
         self._file = told
         return self.statistics()
 
-    def statistics(self) -> SupervisorView:
+    def statistics(self) -> SupervisorStatistics:
         processes = self._file.processes.items()
-        return SupervisorView(
+        return SupervisorStatistics(
             restarts={name: process.restarts for name, process in processes},
             stalls={name: process.stalls for name, process in processes},
             last_recovery_seconds=self._latest,
@@ -124,16 +176,16 @@ def appended(before: list[float], after: list[float]) -> list[float]:
     return after
 
 
-def disk_use(directory: Path) -> DiskView:
+def disk_use(directory: Path) -> DiskStatistics:
     """Room where `directory` lies. Never raises."""
     try:
         usage = shutil.disk_usage(directory)
     except OSError:
-        return DiskView()
-    return DiskView(usage.free, usage.total)
+        return DiskStatistics()
+    return DiskStatistics(usage.free, usage.total)
 
 
-def process_use(pids: dict[str, int | None]) -> dict[str, ProcessUse]:
+def process_use(pids: dict[str, int | None]) -> dict[str, ProcessStatistics]:
     """Memory and CPU by process name. A process that is gone is left out."""
     found = {}
     for name, pid in pids.items():
@@ -142,7 +194,7 @@ def process_use(pids: dict[str, int | None]) -> dict[str, ProcessUse]:
             if process is not None:
                 with process.oneshot():
                     times = process.cpu_times()
-                    found[name] = ProcessUse(process.memory_info().rss, times.user + times.system)
+                    found[name] = ProcessStatistics(process.memory_info().rss, times.user + times.system)
         except psutil.Error:
             continue
     return found

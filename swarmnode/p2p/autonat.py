@@ -14,12 +14,12 @@ peer that it is connected to, and so finds everybody reachable.)
 from __future__ import annotations
 
 import collections
-import dataclasses
 import logging
 import random
 from collections.abc import Callable
 from typing import Any, Literal
 
+import msgspec
 import trio
 from libp2p.host.autonat.pb import autonat_pb2 as pb
 from libp2p.peer.id import ID
@@ -55,15 +55,14 @@ CHECK_UNKNOWN_SECONDS = 40.0
 Verdict = Literal["unknown", "public", "private"]
 
 
-@dataclasses.dataclass(frozen=True)
-class ReachStatistics:
-    verdict: Verdict
+class ReachStatistics(msgspec.Struct, frozen=True):
+    verdict: Verdict = "unknown"
     """`private`: nobody can dial us; we only dial out, and are called through relays."""
-    observed: str
+    observed: str = ""
     """The IP address that peers see us at, empty while unknown."""
-    reachable_votes: int
-    unreachable_votes: int
-    dial_backs: dict[str, int]
+    reachable_votes: int = 0
+    unreachable_votes: int = 0
+    dial_backs: dict[str, int] = {}
     """That we made for others, by outcome."""
 
 

@@ -10,7 +10,6 @@ debt leaves the topic instead, so that neighbours stop sending, and returns when
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -62,18 +61,17 @@ class Month(msgspec.Struct, frozen=True):
     received: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class BudgetStatistics:
-    paused: tuple[str, ...]
-    """Of PAUSES; empty while the node listens to the swarm."""
-    upload_level: float | None
-    """Bytes that may be sent at once; None without a cap."""
-    download_level: float | None
-    month: Month
-    month_limit: int
-    """0 without one."""
-    refused: dict[str, int]
-    """Of CHOICES: what was left out for want of budget."""
+class BudgetStatistics(msgspec.Struct, frozen=True):
+    paused: dict[str, bool] = {}
+    """Which of PAUSES keep the node from listening to the swarm."""
+    level_bytes: dict[str, float] = {}
+    """Bytes that may go "in" and "out" at once, below zero in debt; each only where it has a cap."""
+    month_bytes: dict[str, int] = {}
+    """Bytes that went "in" and "out" in this calendar month."""
+    month_limit_bytes: int | None = None
+    """None without one."""
+    refused: dict[str, int] = {}
+    """What was left out for want of budget, by choice of CHOICES."""
 
 
 class Budget:
@@ -133,14 +131,20 @@ class Budget:
         return not self._catching_up and not self._pauses(now)
 
     def statistics(self, now: float) -> BudgetStatistics:
+        pauses = (*self._pauses(now), *(("download",) if self._catching_up else ()))
+        buckets = {"in": self._download, "out": self._upload}
         return BudgetStatistics(
-            paused=(*self._pauses(now), *(("download",) if self._catching_up else ())),
-            upload_level=self._upload.level(now) if self._upload is not None else None,
-            download_level=self._download.level(now) if self._download is not None else None,
-            month=self._month,
-            month_limit=self._limit,
+            paused={reason: reason in pauses for reason in PAUSES},
+            level_bytes={way: bucket.level(now) for way, bucket in buckets.items() if bucket is not None},
+            month_bytes={"in": self._month.received, "out": self._month.sent},
+            month_limit_bytes=self._limit or None,
             refused={choice: self._refused[choice] for choice in CHOICES},
         )
+
+    @property
+    def month(self) -> Month:
+        """What is to be kept on disk."""
+        return self._month
 
     def _pauses(self, now: float) -> tuple[str, ...]:
         """Reasons for sharing nothing at all."""

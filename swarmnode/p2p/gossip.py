@@ -17,6 +17,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import msgspec
 import trio
 
 from swarmnode.wire.limits import GOSSIP_BYTES
@@ -50,23 +51,22 @@ class Message:
     """Peer id of whoever sent it to us; says nothing about who made it."""
 
 
-@dataclasses.dataclass(frozen=True)
-class GossipStatistics:
-    received: int
+class GossipStatistics(msgspec.Struct, frozen=True):
+    received: int = 0
     """Messages from peers that were authentic, well-formed and not duplicates: the guards drop and count the others before us."""
-    accepted: int
-    ignored: int
-    rejected: int
-    delivered: int
-    published: int
-    published_bytes: int
-    unwelcome: int
+    accepted: int = 0
+    ignored: int = 0
+    rejected: int = 0
+    delivered: int = 0
+    published: int = 0
+    published_bytes: int = 0
+    unwelcome: int = 0
     """Ignored, among those, because the forwarder is greylisted."""
-    validator_errors: int
-    dropped: int
+    validator_errors: int = 0
+    dropped: int = 0
     """Accepted but not delivered because our queue was full."""
-    queued: int
-    mesh: dict[str, int]
+    queued: int = 0
+    mesh: dict[str, int] = {}
     """Peers in the mesh, by topic."""
 
 

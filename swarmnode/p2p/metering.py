@@ -66,9 +66,13 @@ class Meter:
         try:
             while True:
                 await trio.sleep(SAVE_SECONDS)
-                await trio.to_thread.run_sync(self._save, self.statistics().month)
+                await trio.to_thread.run_sync(self._save, self._month())
         finally:
-            self._save(self.statistics().month)
+            self._save(self._month())
+
+    def _month(self) -> Month:
+        self._observe()
+        return self._budget.month
 
     def _observe(self) -> float:
         now = self._clock()

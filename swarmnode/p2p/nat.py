@@ -13,6 +13,7 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 import trio
 from libp2p.network.connection.swarm_connection import SwarmConn
 
@@ -38,15 +39,14 @@ NEWS_SECONDS = 0.5
 """Changes of our addresses within this time are told together."""
 
 
-@dataclasses.dataclass(frozen=True)
-class NatStatistics:
-    reach: ReachStatistics
-    relay: RelayStatistics
-    client: RelayClientStatistics
-    punch: PunchStatistics
-    direct: int
+class NatStatistics(msgspec.Struct, frozen=True):
+    reach: ReachStatistics = ReachStatistics()
+    relay: RelayStatistics = RelayStatistics()
+    client: RelayClientStatistics = RelayClientStatistics()
+    punch: PunchStatistics = PunchStatistics()
+    direct: int = 0
     """Connected peers."""
-    relayed: int
+    relayed: int = 0
     """Peers that are connected through a relay only."""
 
 

@@ -5,13 +5,13 @@ Made by `host.open_host`, never by hand. Everything runs on the one trio thread;
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import random
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import trio
 from libp2p.abc import INotifee
 from libp2p.network.connection.swarm_connection import SwarmConn
@@ -46,27 +46,26 @@ HELD = "held"
 """Tag of connections that the library's pruner leaves alone."""
 
 
-@dataclasses.dataclass(frozen=True)
-class NetworkStatistics:
+class NetworkStatistics(msgspec.Struct, frozen=True):
     """Counters since the host was opened, gauges of now."""
 
-    peers: PeerStatistics
-    gossip: GossipStatistics
-    requests: RequestStatistics
-    bulk: BulkStatistics
-    streams: StreamStatistics
-    traffic: TrafficStatistics
-    reputation: ReputationStatistics
-    guards: dict[str, int]
+    peers: PeerStatistics = PeerStatistics()
+    gossip: GossipStatistics = GossipStatistics()
+    requests: RequestStatistics = RequestStatistics()
+    bulk: BulkStatistics = BulkStatistics()
+    streams: StreamStatistics = StreamStatistics()
+    traffic: TrafficStatistics = TrafficStatistics()
+    reputation: ReputationStatistics = ReputationStatistics()
+    guards: dict[str, int] = {}
     """Times each guard fired, in this process."""
-    refused_connections: int
+    refused_connections: int = 0
     """After the handshake: banned, from a crowded prefix, or ourselves."""
-    failed_handshakes: int
+    failed_handshakes: int = 0
     """Inbound connections that ended before it: garbage, port scans, silence."""
-    exchange: dict[str, int]
+    exchange: dict[str, int] = {}
     """Addresses heard of by peer exchange, by what became of them."""
-    mdns_running: bool
-    nat: NatStatistics
+    mdns_running: bool = False
+    nat: NatStatistics = NatStatistics()
     """Whether we can be reached, relays, hole punching."""
 
 

@@ -15,6 +15,8 @@ import math
 import random
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from swarmnode.p2p.addresses import is_circuit, parse_any
 
 SOURCES = ("bootstrap", "mdns", "book", "exchange")
@@ -80,18 +82,17 @@ class Dial:
     source: str
 
 
-@dataclasses.dataclass(frozen=True)
-class PeerStatistics:
-    known: int
-    known_by_source: dict[str, int]
-    connected: int
-    inbound: int
-    outbound: int
-    dialling: int
-    dials: int
-    dial_failures: int
-    forgotten: int
-    refused: int
+class PeerStatistics(msgspec.Struct, frozen=True):
+    known: int = 0
+    known_by_source: dict[str, int] = {}
+    connected: int = 0
+    inbound: int = 0
+    outbound: int = 0
+    dialling: int = 0
+    dials: int = 0
+    dial_failures: int = 0
+    forgotten: int = 0
+    refused: int = 0
     """Addresses not remembered because a bound was reached."""
 
 

@@ -12,12 +12,12 @@ outside port for each destination (symmetric NAT) cannot be predicted: then the 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import logging
 import socket
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import trio
 from libp2p.io.trio import TrioTCPStream
 from libp2p.network.connection.raw_connection import RawConnection
@@ -51,12 +51,11 @@ SESSION_SECONDS = 600.0
 PEERS = 1024
 
 
-@dataclasses.dataclass(frozen=True)
-class PunchStatistics:
-    succeeded: int
-    failed: int
+class PunchStatistics(msgspec.Struct, frozen=True):
+    succeeded: int = 0
+    failed: int = 0
     """Peers that stayed on the relay, after all rounds."""
-    refused: int
+    refused: int = 0
 
 
 class Allowance:

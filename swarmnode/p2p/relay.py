@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import trio
 from libp2p.peer.id import ID
 from libp2p.relay.circuit_v2.pb import circuit_pb2 as pb
@@ -65,16 +66,15 @@ class RelayLimits:
     """All circuits together; 0 is no limit."""
 
 
-@dataclasses.dataclass(frozen=True)
-class RelayStatistics:
-    serving: bool
-    reservations: int
-    circuits: int
-    reserved: dict[str, int]
+class RelayStatistics(msgspec.Struct, frozen=True):
+    serving: bool = False
+    reservations: int = 0
+    circuits: int = 0
+    reserved: dict[str, int] = {}
     """Requests for a reservation, by outcome, since the start."""
-    called: dict[str, int]
+    called: dict[str, int] = {}
     """Requests for a circuit."""
-    bytes: int
+    bytes: int = 0
     """Relayed, since the start."""
 
 

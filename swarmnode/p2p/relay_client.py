@@ -9,13 +9,13 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import logging
 import random
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 import trio
 from libp2p.peer.id import ID
 from libp2p.relay.circuit_v2.pb import circuit_pb2 as pb
@@ -48,16 +48,15 @@ CALLS = 16
 HANDSHAKE_SECONDS = 15.0
 
 
-@dataclasses.dataclass(frozen=True)
-class RelayClientStatistics:
-    relays: list[str]
+class RelayClientStatistics(msgspec.Struct, frozen=True):
+    relays: list[str] = []
     """Peer ids of relays through which we can be called now."""
-    reserved: int
+    reserved: int = 0
     """Grants, renewals included."""
-    refused: int
-    calls: dict[str, int]
+    refused: int = 0
+    calls: dict[str, int] = {}
     """Incoming, by outcome."""
-    dials: dict[str, int]
+    dials: dict[str, int] = {}
     """Outgoing, by outcome."""
 
 

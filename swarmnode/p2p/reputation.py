@@ -16,6 +16,8 @@ import dataclasses
 import enum
 import math
 
+import msgspec
+
 BEST = 20.0
 PREFIX_BEST = 40.0
 EARNED = 0.1
@@ -58,15 +60,14 @@ class SavedRecord:
     banned_for: float
 
 
-@dataclasses.dataclass(frozen=True)
-class ReputationStatistics:
-    peers: int
-    greylisted: int
-    banned: int
-    accepted: int
-    rejected: dict[str, int]
+class ReputationStatistics(msgspec.Struct, frozen=True):
+    peers: int = 0
+    greylisted: int = 0
+    banned: int = 0
+    accepted: int = 0
+    rejected: dict[str, int] = {}
     """By reason."""
-    bans: int
+    bans: int = 0
 
 
 class Reputation:

@@ -18,6 +18,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import trio
 from libp2p.peer.id import ID
 
@@ -40,14 +41,13 @@ SERVED = ("ok", "timeout", "failed", "malformed", "busy", "unwelcome", "error")
 """Of theirs; `error` is a handler of ours that raised something unforeseen."""
 
 
-@dataclasses.dataclass(frozen=True)
-class RequestStatistics:
-    requests: dict[str, dict[str, int]]
+class RequestStatistics(msgspec.Struct, frozen=True):
+    requests: dict[str, dict[str, int]] = {}
     """Of ours: protocol → outcome → count."""
-    served: dict[str, dict[str, int]]
+    served: dict[str, dict[str, int]] = {}
     """Of theirs: protocol → outcome → count."""
-    in_flight: int
-    serving: int
+    in_flight: int = 0
+    serving: int = 0
 
 
 @dataclasses.dataclass

@@ -10,12 +10,12 @@ for such a pause; a peer that takes nothing while we write, and sends nothing ei
 from __future__ import annotations
 
 import collections
-import dataclasses
 import logging
 import math
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import trio
 from libp2p.network.stream.exceptions import StreamEOF
 from libp2p.peer.id import ID
@@ -37,16 +37,15 @@ REFUSED = ("unwelcome", "busy")
 """Why an incoming stream was reset at once."""
 
 
-@dataclasses.dataclass(frozen=True)
-class StreamStatistics:
-    open: int
-    opened: dict[str, int]
+class StreamStatistics(msgspec.Struct, frozen=True):
+    open: int = 0
+    opened: dict[str, int] = {}
     """Of ours, by protocol."""
-    accepted: dict[str, int]
+    accepted: dict[str, int] = {}
     """Of theirs."""
-    refused: dict[str, int]
+    refused: dict[str, int] = {}
     """Of theirs, by REFUSED."""
-    stalled: int
+    stalled: int = 0
 
 
 class PeerStream:

@@ -14,9 +14,11 @@ import collections
 import dataclasses
 import logging
 import random
+import statistics
 import time
 from collections.abc import Callable
 
+import msgspec
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -42,6 +44,10 @@ PASSED_ON = 256
 """Of those, taken from one peer that passed them on."""
 CLOCKS = 256
 CLOCK_SECONDS = 600.0
+ROWS = 128
+"""Peers whose summaries are shown."""
+NAME_CHARACTERS = 32
+"""Characters of a node's name, as told and as shown."""
 LEAST_CLOCKS = 2
 """A single peer does not tell the time."""
 HEARD = ("taken", "known", "own", "future", "old", "full", "unwelcome", "malformed", "failed")
@@ -57,13 +63,38 @@ class Claim:
     """Whether the peer itself told us."""
 
 
-@dataclasses.dataclass(frozen=True)
-class SummaryStatistics:
-    claims: list[Claim]
-    """The latest of each peer, those first that told us themselves, then by age."""
-    heard: dict[str, int]
-    """By outcome of HEARD."""
-    clock_offset: float | None
+class ClaimStatistics(msgspec.Struct, frozen=True):
+    """What another node says of itself, as it is shown. Only `peer` is proved: it signed this."""
+
+    peer: str
+    name: str = ""
+    version: str = ""
+    step: int = 0
+    policy_version: int = 0
+    reward: float | None = None
+    """Its held-out reward; None while it has none."""
+    published: int = 0
+    peers: int = 0
+    uptime_seconds: int = 0
+    age_seconds: float = 0.0
+    """Since it was signed, by our clock."""
+    direct: bool = False
+    """Whether it told us itself, rather than another peer."""
+
+
+class SummaryStatistics(msgspec.Struct, frozen=True):
+    """The swarm as its nodes describe themselves: claimed, not verified."""
+
+    reporting: int = 0
+    """Peers with a summary that is not too old; `rows` may be fewer."""
+    reward_median: float | None = None
+    """Median of the held-out rewards that they claim."""
+    policy_version_median: float | None = None
+    rows: list[ClaimStatistics] = []
+    """The latest of each peer, those first that told us themselves, then by age; at most ROWS."""
+    heard: dict[str, int] = {}
+    """Summaries by outcome of HEARD."""
+    clock_offset_seconds: float | None = None
     """Seconds by which our peers' clocks are ahead of ours, their median; None while fewer than LEAST_CLOCKS have told."""
 
 
@@ -268,5 +299,34 @@ class Summaries:
         return left >= 0
 
     def statistics(self) -> SummaryStatistics:
-        self._claims.expire(self._clock())
-        return SummaryStatistics(self._claims.all(), dict(self._heard), self._clocks.offset(trio.current_time()))
+        now = self._clock()
+        self._claims.expire(now)
+        return summed_up(self._claims.all(), dict(self._heard), self._clocks.offset(trio.current_time()), now)
+
+
+def summed_up(claims: list[Claim], heard: dict[str, int], clock_offset: float | None, now: float) -> SummaryStatistics:
+    """`claims`: in the order in which they are shown; `now`: Unix seconds."""
+    rewards = [claim.summary.reward for claim in claims if claim.summary.reward >= 0]
+    return SummaryStatistics(
+        reporting=len(claims),
+        reward_median=statistics.median(rewards) if rewards else None,
+        policy_version_median=statistics.median(claim.summary.policy_version for claim in claims) if claims else None,
+        rows=[_row(claim, now) for claim in claims[:ROWS]],
+        heard=heard,
+        clock_offset_seconds=clock_offset,
+    )
+
+
+def _row(claim: Claim, now: float) -> ClaimStatistics:
+    """A claim as it is shown. `now`: Unix seconds."""
+    told = claim.summary
+    return ClaimStatistics(
+        peer=claim.peer, name=plain_name(told.name), version=told.version, step=told.step, policy_version=told.policy_version,
+        reward=told.reward if told.reward >= 0 else None, published=told.published, peers=told.peers, uptime_seconds=told.uptime,
+        age_seconds=max(0.0, now - told.created_at / 1000), direct=claim.direct,
+    )  # fmt: skip
+
+
+def plain_name(name: str) -> str:
+    """At most NAME_CHARACTERS of a name, without what turns the text around it or cannot be seen: it may be a stranger's."""
+    return "".join(c if c.isprintable() else "\ufffd" for c in name[:NAME_CHARACTERS])

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 from typing import Any
 
+import msgspec
 from libp2p.abc import INotifee
 
 NEGOTIATION = "negotiation"
 """Label of bytes that went by before a protocol was agreed on. After that the label is one of our protocols: peers cannot invent any."""
 
 
-@dataclasses.dataclass(frozen=True)
-class TrafficStatistics:
-    received: dict[str, int]
+class TrafficStatistics(msgspec.Struct, frozen=True):
+    received: dict[str, int] = {}
     """Bytes by protocol."""
-    sent: dict[str, int]
+    sent: dict[str, int] = {}
 
 
 class Traffic(INotifee):

@@ -49,11 +49,27 @@ class Rejected(msgspec.Struct, frozen=True):
 
 
 class AdmissionStatistics(msgspec.Struct, frozen=True):
-    outcomes: dict[str, int]
-    """`candidate`, `announced`, `admitted`, and every reason that occurred. Never a peer in a label."""
-    signers: int
-    seen: int
-    last_internal_error: str
+    """Groups by how far they came. Reasons are those of `reasons.REASONS` that occurred, never something that a peer chose."""
+
+    candidates: int = 0
+    """Complete groups that passed every check but the scorer's."""
+    announced: int = 0
+    """Announcements of longer groups that passed theirs."""
+    admitted: int = 0
+    """Groups that passed every check and went into the pool."""
+    ignored: dict[str, int] = {}
+    """Groups dropped without blame, by reason."""
+    rejected: dict[str, int] = {}
+    """Groups dropped at the cost of somebody's reputation, by reason."""
+    signers: int = 0
+    seen: int = 0
+    last_internal_error: str = ""
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        """All of them by name, without those that did not occur."""
+        passed = {"candidate": self.candidates, "announced": self.announced, "admitted": self.admitted}
+        return {name: count for name, count in (passed | self.ignored | self.rejected).items() if count}
 
 
 class Admission:
@@ -123,7 +139,17 @@ class Admission:
         self._outcomes["admitted"] += 1
 
     def statistics(self) -> AdmissionStatistics:
-        return AdmissionStatistics(dict(self._outcomes), len(self._signers), len(self._seen), self._last_internal_error)
+        by_verdict = lambda verdict: {reason: n for reason, n in self._outcomes.items() if REASONS.get(reason) is verdict}
+        return AdmissionStatistics(
+            candidates=self._outcomes["candidate"],
+            announced=self._outcomes["announced"],
+            admitted=self._outcomes["admitted"],
+            ignored=by_verdict(Verdict.IGNORE),
+            rejected=by_verdict(Verdict.REJECT),
+            signers=len(self._signers),
+            seen=len(self._seen),
+            last_internal_error=self._last_internal_error,
+        )
 
     def _guarded(self, check: Callable[[], Candidate | Announced | str | tuple[str, str]]) -> Candidate | Announced | Rejected:
         try:

@@ -87,20 +87,27 @@ class Unlimited:
         return True
 
 
+PUBLISHED = ("gossip", "announced")
+"""Outcomes of `RolloutExchange.publish` where the group went out."""
+
+
 class ExchangeStatistics(msgspec.Struct, frozen=True):
-    admission: AdmissionStatistics
-    pool: PoolStatistics
-    fetching: FetchStatistics
-    published: dict[str, int]
-    """Own groups by outcome: `gossip`, `announced`, `zero_advantage`, `rate`, `oversize`, `invalid`, `no_policy`, `failed`,
-    `budget`, `disabled`."""
-    judged: dict[str, int]
-    """Drawn groups by what the trainer made of them."""
-    waiting: int
+    """Groups on their way from and to peers."""
+
+    published: int = 0
+    """Own groups that went out, whole or announced by their hash."""
+    unpublished: dict[str, int] = {}
+    """Own groups that stayed here: `zero_advantage`, `rate`, `oversize`, `invalid`, `no_policy`, `failed`, `budget`, `disabled`."""
+    received: int = 0
+    """Groups that arrived: admitted, ignored, rejected, and those still being fetched or scored."""
+    admission: AdmissionStatistics = AdmissionStatistics()
+    fetching: FetchStatistics = FetchStatistics()
+    waiting: int = 0
     """Candidates before the scorer."""
-    admitted_by_peer: dict[str, int]
-    """Groups admitted of each peer, of the MAX_PEERS latest: for people, never a metric's label."""
-    peers_used: int
+    pool: PoolStatistics = PoolStatistics()
+    judged: dict[str, int] = {}
+    """Drawn groups by what the trainer made of them."""
+    peers_used: int = 0
     """Peers of which a group was trained on."""
 
 
@@ -178,16 +185,27 @@ class RolloutExchange:
             task_status.started()
 
     def statistics(self) -> ExchangeStatistics:
+        admission, fetching = self.admission.statistics(), self._fetching.statistics()
+        decided = admission.admitted + sum(admission.ignored.values()) + sum(admission.rejected.values())
         return ExchangeStatistics(
-            admission=self.admission.statistics(),
-            pool=self.pool.statistics(self._clock()),
-            fetching=self._fetching.statistics(),
-            published=dict(self._published),
-            judged=dict(self._judged),
+            published=sum(self._published[outcome] for outcome in PUBLISHED),
+            unpublished={outcome: n for outcome, n in self._published.items() if outcome not in PUBLISHED},
+            received=decided + len(self._queue) + fetching.pending,
+            admission=admission,
+            fetching=fetching,
             waiting=len(self._queue),
-            admitted_by_peer=dict(self._admitted_of),
+            pool=self.pool.statistics(self._clock()),
+            judged=dict(self._judged),
             peers_used=len(self._used),
         )
+
+    def admitted_of(self, peer: str) -> int:
+        """Groups of `peer` that were admitted; 0 once it is not among the MAX_PEERS latest any more."""
+        return self._admitted_of.get(peer, 0)
+
+    def authors(self) -> list[str]:
+        """Peers of whom a group was admitted, the latest last."""
+        return list(self._admitted_of)
 
     # -- for the trainer
 

@@ -37,15 +37,15 @@ class Network(Protocol):
 
 
 class FetchStatistics(msgspec.Struct, frozen=True):
-    fetched: dict[str, int]
+    fetched: dict[str, int] = {}
     """By outcome: `ok` or a reason."""
-    served: dict[str, int]
+    served: dict[str, int] = {}
     """By outcome: `ok`, `unknown`, `busy`, `malformed`."""
-    pending: int
+    pending: int = 0
     """Announced groups waiting for or under fetch."""
-    bytes_per_second: float
+    bytes_per_second: float = 0.0
     """Moving average of what a fetch achieves."""
-    shelf: ShelfStatistics
+    shelf: ShelfStatistics = ShelfStatistics()
 
 
 class Fetching:

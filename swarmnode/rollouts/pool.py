@@ -9,7 +9,7 @@ afresh each round from what was generated in that round, which is the same thing
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 
 import msgspec
@@ -31,22 +31,27 @@ HALF_LIFE_VERSIONS = 4.0
 
 
 class PoolStatistics(msgspec.Struct, frozen=True):
-    groups: int
-    bytes: int
-    peers: int
-    largest_peer_share: float
+    groups: int = 0
+    bytes: int = 0
+    peers: int = 0
+    largest_peer_share: float = 0.0
     """Groups of the most represented peer ÷ groups in the pool; 0 when empty."""
-    oldest_seconds: float
-    added: int
-    useful_added: int
+    oldest_seconds: float | None = None
+    """Age of the oldest group; None when empty."""
+    added: int = 0
+    useful_added: int = 0
     """Added groups whose rewards differ."""
-    drawn: int
-    evicted_peer_share: int
-    evicted_full: int
-    expired_age: int
-    expired_version: int
-    refused: int
+    drawn: int = 0
+    evicted_peer_share: int = 0
+    evicted_full: int = 0
+    expired_age: int = 0
+    expired_version: int = 0
+    refused: int = 0
     """Groups larger than one peer's share of the bytes, or already there."""
+    staleness: dict[int, int] = {}
+    """Drawn groups by the policy versions that went by since they arrived, at most DROP_VERSIONS."""
+    max_groups: int = 0
+    max_bytes: int = 0
 
 
 class _Entry(msgspec.Struct):
@@ -69,6 +74,7 @@ class Pool:
         self._bytes_of: dict[str, int] = {}
         self._groups = 0
         self._bytes = 0
+        self._staleness: Counter[int] = Counter()
         self._counts = dict.fromkeys(
             ("added", "useful_added", "drawn", "evicted_peer_share", "evicted_full", "expired_age", "expired_version", "refused"), 0
         )
@@ -128,7 +134,9 @@ class Pool:
         chosen = self._weighted(entries, count, policy_version, rng, trust)
         for entry in chosen:
             self._remove(entry.group.peer, entry.group.content, "drawn")
-        return [msgspec.structs.replace(e.group, staleness=_lag(e, policy_version)) for e in chosen]
+        groups = [msgspec.structs.replace(e.group, staleness=_lag(e, policy_version)) for e in chosen]
+        self._staleness.update(group.staleness for group in groups)
+        return groups
 
     def _weighted(
         self, entries: list[_Entry], count: int, policy_version: int, rng: random.Random, trust: Callable[[str], float]
@@ -165,7 +173,10 @@ class Pool:
             bytes=self._bytes,
             peers=len(self._peers),
             largest_peer_share=largest / self._groups if self._groups else 0.0,
-            oldest_seconds=max(0.0, now - min(firsts)) if firsts else 0.0,
+            oldest_seconds=max(0.0, now - min(firsts)) if firsts else None,
+            staleness=dict(self._staleness),
+            max_groups=self.max_groups,
+            max_bytes=self.max_bytes,
             **self._counts,
         )
 

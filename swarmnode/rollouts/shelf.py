@@ -81,8 +81,8 @@ class Strikes:
 
 
 class ShelfStatistics(msgspec.Struct, frozen=True):
-    groups: int
-    bytes: int
+    groups: int = 0
+    bytes: int = 0
 
 
 class Shelf:

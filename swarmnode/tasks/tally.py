@@ -3,38 +3,37 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from swarmnode.tasks.child import Child
 from swarmnode.tasks.frames import Question, QuestionFailed, Scored, ScoreError, ScorerFailed, TaskUnknown
 
 
-@dataclass(frozen=True, slots=True)
-class ScorerStatistics:
+class ScorerStatistics(msgspec.Struct, frozen=True):
     """A client's counters since it was made, and its child as it is now."""
 
-    pid: int | None
+    pid: int | None = None
     """The child's, None between two children."""
-    layers: tuple[str, ...]
+    layers: tuple[str, ...] = ()
     """Active sandbox layers, of `sandbox.LAYERS`."""
-    frames: int
+    frames: int = 0
     """Requests answered."""
-    groups: int
-    completions: int
-    not_looked_at: int
+    groups: int = 0
+    completions: int = 0
+    not_looked_at: int = 0
     """Completions too long or unencodable, counted in `completions` too; reward 0."""
-    unknown: int
+    unknown: int = 0
     """Questions that could not be regenerated."""
-    starts: int
-    failures: int
+    starts: int = 0
+    failures: int = 0
     """Times that the child died, overran or did not start."""
-    waiting: int
+    waiting: int = 0
     """Questions in the queue."""
-    last_failure: str
-    reward_errors: Mapping[str, int]
+    last_failure: str = ""
+    reward_errors: dict[str, int] = {}
     """By task: completions whose reward raised an exception or was no number from 0 to 1, and questions that could not be made."""
-    last_reward_error: str
+    last_reward_error: str = ""
     """The last of these in one line, the task first."""
 
 

@@ -60,11 +60,11 @@ def open_state_manifest(frame: bytes, swarm: bytes) -> tuple[str, StateManifest]
 
 
 class CatchUpStatistics(msgspec.Struct, frozen=True):
-    adoptions: dict[str, int]
+    adoptions: dict[str, int] = {}
     """Neighbours' states by `outcomes.ADOPTIONS`."""
-    served: int
+    served: int = 0
     """Manifests given out."""
-    source: str
+    source: str = ""
     """Peer whose state was taken last."""
 
 

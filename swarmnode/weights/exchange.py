@@ -101,23 +101,23 @@ class Session:
 
 
 class WeightsStatistics(msgspec.Struct, frozen=True):
-    enabled: bool
-    phase: str
-    partner: str
-    outcomes: dict[str, int]
+    enabled: bool = False
+    phase: str = ""
+    partner: str = ""
+    outcomes: dict[str, int] = {}
     """Tries and exchanges by `pairing.OUTCOMES`."""
-    failures: dict[str, int]
+    failures: dict[str, int] = {}
     """Failed ones by FAILURES."""
-    judged: dict[str, int]
+    judged: dict[str, int] = {}
     """Partners' weights by `outcomes.OUTCOMES`."""
-    candidates: int
+    candidates: int = 0
     """Peers that could be partners now."""
-    exchange_seconds: float
+    exchange_seconds: float = 0.0
     """Of finished exchanges, in all."""
-    received_bytes: int
+    received_bytes: int = 0
     """Of their payloads."""
-    catch_up: CatchUpStatistics
-    pairs: dict[str, int]
+    catch_up: CatchUpStatistics = CatchUpStatistics()
+    pairs: dict[str, int] = {}
     """Exchanges applied by peer: for people, never a metric's label."""
 
 

@@ -16,7 +16,17 @@ import trio
 from swarmnode.config import HttpConfig
 from swarmnode.observe import http
 from swarmnode.observe.history import History
-from swarmnode.observe.snapshot import ClaimRow, DiskView, LogLine, NodeSnapshot, SlotRow, StagesView, SwarmView, WeightsView
+from swarmnode.observe.logs import LogLine
+from swarmnode.observe.snapshot import NodeSnapshot, SlotRow, StagesView
+from swarmnode.observe.watch import DiskStatistics
+from swarmnode.p2p.autonat import ReachStatistics
+from swarmnode.p2p.nat import NatStatistics
+from swarmnode.p2p.network import NetworkStatistics
+from swarmnode.p2p.punch import PunchStatistics
+from swarmnode.p2p.summaries import ClaimStatistics, SummaryStatistics
+from swarmnode.p2p.traffic import TrafficStatistics
+from swarmnode.rollouts.admission import AdmissionStatistics
+from swarmnode.weights.exchange import WeightsStatistics
 from tests.support.snapshots import PEERS, example, example_at
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -145,8 +155,8 @@ async def test_a_node_that_holds_its_policy_alone_shows_no_crew(tmp_path, monkey
 async def test_a_budget_that_is_used_up_and_a_full_disk_are_said(tmp_path, monkeypatch) -> None:
     s = example()
     budget = msgspec.structs.replace(s.budget, paused={"quiet_hours": True, "month": True, "download": False}, level_bytes={"out": -2048.0})
-    swarm, disk = SwarmView(clock_offset_seconds=95.0), DiskView(2**29, 2**38)
-    poor = msgspec.structs.replace(s, budget=budget, disk=disk, weights=WeightsView(), swarm=swarm)
+    swarm, disk = SummaryStatistics(clock_offset_seconds=95.0), DiskStatistics(2**29, 2**38)
+    poor = msgspec.structs.replace(s, budget=budget, disk=disk, weights=WeightsStatistics(), swarm=swarm)
     seen = await visit(tmp_path, monkeypatch, lambda: poor)
     for value in ("quiet hours, month", "out -2.0 KiB", "512.0 MiB free of 256.0 GiB", "512 MiB are left on the data directory's disk"):
         assert value in seen.text, value
@@ -164,14 +174,17 @@ async def test_hostile_strings_are_inert(tmp_path, monkeypatch) -> None:
         node=msgspec.structs.replace(s.node, name=evil, swarm_name=evil, model=evil, tasks=[evil], addrs=[evil]),
         peers=[msgspec.structs.replace(s.peers[0], peer=evil[:64], direction=evil)],
         logs=[LogLine(s.at, evil, evil, evil)],
-        swarm=SwarmView(reporting=1, rows=[ClaimRow(peer=evil[:64], name=evil, version=evil)]),
+        swarm=SummaryStatistics(reporting=1, rows=[ClaimStatistics(peer=evil[:64], name=evil, version=evil)]),
         stages=StagesView(
             enabled=True, state=evil, crew=evil, stage=0, phase=evil, rung=evil, reason=evil, events={evil: 1}, dropped={evil: 1},
             bytes={evil: {"in": 1, "out": 2}}, slots=[SlotRow(0, evil, evil), SlotRow(1, evil[:64], "active")],
         ),
-        weights=WeightsView(enabled=True, phase=evil, outcomes={evil: 3}, judged={evil: 1}, pairs={evil: 2}),
-        network=msgspec.structs.replace(s.network, bytes={evil: {"in": 1, "out": 2}}, reach=evil, punches={evil: 1}),
-        rollouts=msgspec.structs.replace(s.rollouts, rejected={evil: 7}),
+        weights=WeightsStatistics(enabled=True, phase=evil, outcomes={evil: 3}, judged={evil: 1}, pairs={evil: 2}),
+        network=NetworkStatistics(
+            traffic=TrafficStatistics({evil: 1}, {evil: 2}),
+            nat=NatStatistics(reach=ReachStatistics(verdict=evil), punch=PunchStatistics(1)),
+        ),
+        rollouts=msgspec.structs.replace(s.rollouts, admission=AdmissionStatistics(rejected={evil: 7}), unpublished={evil: 1}),
         trainer=msgspec.structs.replace(s.trainer, report=msgspec.structs.replace(s.trainer.report, phase=evil, device=evil)),
     )
     seen = await visit(tmp_path, monkeypatch, lambda: snapshot, width=390)

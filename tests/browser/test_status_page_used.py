@@ -11,7 +11,9 @@ import trio
 from swarmnode.config import HttpConfig
 from swarmnode.observe import http
 from swarmnode.observe.history import History
-from swarmnode.observe.snapshot import NodeSnapshot, PeerRow, ProcessUse
+from swarmnode.observe.snapshot import NodeSnapshot, PeerRow
+from swarmnode.observe.watch import ProcessStatistics
+from swarmnode.p2p.traffic import TrafficStatistics
 from tests.support.browser import CHROMIUM, chromium
 from tests.support.snapshots import OWN, PEERS, example, example_at
 
@@ -44,8 +46,9 @@ async def page(tmp_path, monkeypatch, snapshot=example, change=lambda s: s, widt
 
 async def test_nothing_is_cut_off_or_lies_upon_something_else_at_any_width(tmp_path, monkeypatch) -> None:
     s = example()
-    long = {f"/swarmnode/weights-manifest-{i}/1": {"in": 12_345_678, "out": 2**33} for i in range(3)}
-    busy = replace(s, network=replace(s.network, bytes=long))
+    names = [f"/swarmnode/weights-manifest-{i}/1" for i in range(3)]
+    traffic = TrafficStatistics(received=dict.fromkeys(names, 12_345_678), sent=dict.fromkeys(names, 2**33))
+    busy = replace(s, network=replace(s.network, traffic=traffic))
     wide = "document.documentElement.scrollWidth - innerWidth"
     # Cells of one row end where their neighbours begin.
     overlaps = """[...document.querySelectorAll('tbody tr')].flatMap((row) => {
@@ -73,8 +76,8 @@ async def test_large_numbers_fit_beside_the_axis(tmp_path, monkeypatch) -> None:
 
     def busy(s: NodeSnapshot) -> NodeSnapshot:
         seconds = int(s.at) % 1000
-        traffic = {"/meshsub/1.1.0": {"in": seconds * 700_000, "out": seconds * 90_000}}
-        return replace(s, network=replace(s.network, bytes=traffic))
+        traffic = TrafficStatistics(received={"/meshsub/1.1.0": seconds * 700_000}, sent={"/meshsub/1.1.0": seconds * 90_000})
+        return replace(s, network=replace(s.network, traffic=traffic))
 
     labels = "[...document.querySelectorAll('figure svg text[text-anchor=end]')]"
     async with page(tmp_path, monkeypatch, change=busy) as tab:
@@ -135,7 +138,8 @@ async def test_a_member_that_is_not_the_head_shows_its_stage_and_no_empty_charts
 
 async def test_what_never_was_is_not_now(tmp_path, monkeypatch) -> None:
     s = example()
-    new = replace(s, peers=[PeerRow(PEERS[0], "in")], processes={"scorer": ProcessUse(2**20, 0.2)}, health=replace(s.health, draining=True))
+    processes = {"scorer": ProcessStatistics(2**20, 0.2)}
+    new = replace(s, peers=[PeerRow(PEERS[0], "in")], processes=processes, health=replace(s.health, draining=True))
     async with page(tmp_path, monkeypatch, lambda: new) as tab:
         assert await tab.js("document.querySelector('#peers td:last-child').textContent") == "–"
         assert "1.0 MiB, under 1 s of CPU" in await tab.js("document.getElementById('resources').innerText")

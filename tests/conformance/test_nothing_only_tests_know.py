@@ -3,9 +3,14 @@ written and read there. `tests.support.product_types` says how it looks.
 """
 
 from pathlib import Path
+from types import NoneType
+from typing import get_args, get_type_hints
 
+import msgspec
 import pytest
 
+from swarmnode.observe.metrics import METRICS
+from swarmnode.observe.snapshot import NodeSnapshot
 from tests.support.product_types import Declared, Product, analyse, texts_of
 
 PACKAGE = Path(__file__).parents[2] / "swarmnode"
@@ -100,7 +105,25 @@ def not_carried_out(product: Product, declared: Declared) -> list[str]:
 
 @pytest.fixture(scope="module")
 def product():
-    return analyse(texts_of(PACKAGE), NO_PRODUCT)
+    found = analyse(texts_of(PACKAGE), NO_PRODUCT)
+    for declared, field, metric in read_by_path():
+        found.read[declared, field].append(f"swarmnode.observe.metrics:{metric}")
+    return found
+
+
+def read_by_path():
+    """(class, field, metric) of everything that the table of metrics reads by its path in the snapshot."""
+    for metric in METRICS:
+        sources = [metric.source] if isinstance(metric.source, str) else [] if callable(metric.source) else metric.source.values()
+        for path in sources:
+            kind = NodeSnapshot
+            for name in path.split("."):
+                if not issubclass(kind, msgspec.Struct):
+                    break  # a key of a dict
+                yield f"{kind.__module__}.{kind.__name__}", name, metric.name
+                declared = get_type_hints(kind)[name]
+                classes = [each for each in (declared, *get_args(declared)) if isinstance(each, type) and each is not NoneType]
+                kind = next((each for each in classes if issubclass(each, msgspec.Struct)), dict)
 
 
 def test_every_action_has_an_executor_and_every_field_a_writer_and_a_reader(product):

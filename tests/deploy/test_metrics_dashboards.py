@@ -14,7 +14,8 @@ import pytest
 import yaml
 from prometheus_client.exposition import generate_latest
 
-from swarmnode.observe.metrics import METRICS, make_registry
+from swarmnode.observe.collector import make_registry
+from swarmnode.observe.metrics import METRICS
 from swarmnode.observe.snapshot import NodeSnapshot
 from tests.support.snapshots import example
 

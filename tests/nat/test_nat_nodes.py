@@ -106,7 +106,7 @@ def test_nodes_behind_two_routers_and_a_public_one_all_train_on_each_other(tmp_p
         # The public node leaves, then the relay: each is alone, trains on, and is found again when the relay returns.
         net.kill_all("c")
         net.kill_all("relay")
-        wait_until(lambda: all(each.snapshot()["network"]["peers_out"] == 0 for each in (a, b)), "they lose each other", 240.0)
+        wait_until(lambda: all(each.snapshot()["network"]["peers"]["outbound"] == 0 for each in (a, b)), "they lose each other", 240.0)
         alone = {each.name: each.report()["step"] for each in (a, b)}
         wait_until(lambda: all(each.report()["step"] >= alone[each.name] + 3 for each in (a, b)), "each trains on alone", 240.0)
         before = {"a": a.peers_used().get(peers["b"], 0), "b": b.peers_used().get(peers["a"], 0)}

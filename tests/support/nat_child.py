@@ -6,7 +6,6 @@ First line out: {"peer": …, "addrs": […]}. Then one line for each line in: {
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import logging
@@ -14,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import trio
 
 from swarmnode.config import NetworkConfig
@@ -39,7 +39,7 @@ class Child:
             self.received.append((await topic.get()).data.decode())
 
     async def stat(self) -> dict:
-        nat = dataclasses.asdict(self.network.statistics().nat)
+        nat = msgspec.to_builtins(self.network.statistics().nat)
         return {"connected": self.network.connected(), "nat": nat, "peers": {each: self._known(each) for each in self.network.connected()}}
 
     def _known(self, peer: str) -> dict:

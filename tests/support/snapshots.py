@@ -8,27 +8,36 @@ from __future__ import annotations
 import math
 
 from swarmnode.link.messages import Report, WeightsReport
-from swarmnode.observe.snapshot import (
-    BudgetView,
-    ClaimRow,
-    DiskView,
-    Health,
-    LogLine,
-    NetworkView,
-    NodeInfo,
-    NodeSnapshot,
-    PeerRow,
-    PoolView,
-    ProcessUse,
-    RolloutsView,
-    SlotRow,
-    StagesView,
-    SupervisorView,
-    SwarmView,
-    TrainerView,
-    WeightsView,
+from swarmnode.observe.logs import LogLine
+from swarmnode.observe.snapshot import Health, NodeInfo, NodeSnapshot, PeerRow, SlotRow, StagesView
+from swarmnode.observe.watch import (
+    RECOVERY_BOUNDS,
+    STEP_BOUNDS,
+    DiskStatistics,
+    Observations,
+    ProcessStatistics,
+    SupervisorStatistics,
+    TrainerStatistics,
 )
-from swarmnode.observe.watch import RECOVERY_BOUNDS, STEP_BOUNDS, Observations
+from swarmnode.p2p.autonat import ReachStatistics
+from swarmnode.p2p.budget import BudgetStatistics
+from swarmnode.p2p.gossip import GossipStatistics
+from swarmnode.p2p.nat import NatStatistics
+from swarmnode.p2p.network import NetworkStatistics
+from swarmnode.p2p.peers import PeerStatistics
+from swarmnode.p2p.punch import PunchStatistics
+from swarmnode.p2p.relay_client import RelayClientStatistics
+from swarmnode.p2p.reputation import ReputationStatistics
+from swarmnode.p2p.requests import RequestStatistics
+from swarmnode.p2p.summaries import ClaimStatistics, SummaryStatistics
+from swarmnode.p2p.traffic import TrafficStatistics
+from swarmnode.rollouts.admission import AdmissionStatistics
+from swarmnode.rollouts.exchange import ExchangeStatistics
+from swarmnode.rollouts.fetching import FetchStatistics
+from swarmnode.rollouts.pool import PoolStatistics
+from swarmnode.tasks.tally import ScorerStatistics
+from swarmnode.weights.catchup import CatchUpStatistics
+from swarmnode.weights.exchange import WeightsStatistics
 
 STARTED_AT = 1_790_000_000.0
 OWN = "12D3KooWPzVVwhZ6NRtTQXGnCo6WhqPV1xuoHPSdWBCSKwGGLCoN"
@@ -86,7 +95,7 @@ def example_at(t: float) -> NodeSnapshot:
         for i, (peer, share) in enumerate(zip(PEERS, (58, 40, 2, 0), strict=True))
     ]  # fmt: skip
     claims = [
-        ClaimRow(
+        ClaimStatistics(
             peer=peer, name=("attic", "Küche 2", "", "gpu-box-7")[i], version="0.1.0", step=steps * pace // 10,
             policy_version=steps * pace // 10, reward=None if i == 2 else (0.1 + 0.5 * learnt) * pace / 10, published=steps * 4,
             peers=3 + i, uptime_seconds=int(t) + 700 * i, age_seconds=4.0 + 11 * i, direct=i < 3,
@@ -118,46 +127,65 @@ def example_at(t: float) -> NodeSnapshot:
             started_at=STARTED_AT,
         ),
         health=Health(network_ready=True, policy_loaded=True, joined=connected > 0),
-        trainer=TrainerView(connected=True, report=report, age_seconds=1.2, step_seconds=seconds.statistics(), pid=4242),
-        rollouts=RolloutsView(
-            published=steps * 4, publish_failures=0, received=received, admitted=admitted,
-            ignored={"duplicate": ignored // 2, "zero_advantage": ignored - ignored // 2},
-            rejected={"signature": rejected // 3, "seed": rejected - rejected // 3},
-            drawn=used + 3, used=used, judged={"used": used, "spot_check": 2, "mean_logprob": 1, "untokenizable": 0},
-            staleness={0: used // 2, 1: used // 4, 3: used // 8}, fetches={"ok": 3, "fetch_timeout": 1},
-            pool=PoolView(groups=148, bytes=1_240_000, peers=2, oldest_seconds=41.0, max_groups=2000, max_bytes=64 * 2**20,
-                          dropped={"expired_age": 3, "expired_version": 12, "evicted_peer_share": 2}),
+        trainer=TrainerStatistics(connected=True, report=report, age_seconds=1.2, step_seconds=seconds.statistics(), pid=4242),
+        rollouts=ExchangeStatistics(
+            published=steps * 4, unpublished={"zero_advantage": steps * 3}, received=received,
+            admission=AdmissionStatistics(
+                admitted=admitted, ignored={"duplicate": ignored // 2, "zero_advantage": ignored - ignored // 2},
+                rejected={"signature": rejected // 3, "seed": rejected - rejected // 3},
+            ),
+            judged={"used": used, "spot_check": 2, "mean_logprob": 1, "untokenizable": 0},
+            fetching=FetchStatistics(fetched={"ok": 3, "fetch_timeout": 1}),
+            pool=PoolStatistics(
+                groups=148, bytes=1_240_000, peers=2, oldest_seconds=41.0, max_groups=2000, max_bytes=64 * 2**20, drawn=used + 3,
+                expired_age=3, expired_version=12, evicted_peer_share=2, staleness={0: used // 2, 1: used // 4, 3: used // 8},
+            ),
         ),
-        network=NetworkView(
-            peers_in=min(1, connected // 2), peers_out=connected - min(1, connected // 2), peers_known=5, mesh=connected, dials=9,
-            dial_failures=4,
-            gossip={"received": received, "accepted": admitted, "ignored": ignored, "rejected": rejected, "delivered": admitted,
-                    "published": steps * 4},
-            requests={"ok": 12, "timeout": 1}, requests_served={"ok": 9},
-            bytes={"/meshsub/1.1.0": {"in": received * 4100, "out": steps * 16400}, "/swarmnode/fetch/1": {"in": 21000, "out": 9000}},
-            guards={"slot_released": 7, "window_overrun": 0, "message_unsigned": 11}, greylisted=1, banned=0,
-            reach="private", relayed=1, relays=2, relay_circuits=0, relay_bytes=0, punches={"succeeded": 3, "failed": 1, "refused": 0},
+        network=NetworkStatistics(
+            peers=PeerStatistics(
+                known=5, connected=connected, inbound=min(1, connected // 2), outbound=connected - min(1, connected // 2), dials=9,
+                dial_failures=4,
+            ),
+            gossip=GossipStatistics(
+                received=received, accepted=admitted, ignored=ignored, rejected=rejected, delivered=admitted, published=steps * 4,
+                mesh={"/swarmnode/rollouts/1": connected},
+            ),
+            requests=RequestStatistics(
+                requests={"/swarmnode/fetch/1": {"ok": 4, "timeout": 1}, "/swarmnode/peers/1": {"ok": 8}},
+                served={"/swarmnode/peers/1": {"ok": 9}},
+            ),
+            traffic=TrafficStatistics(
+                received={"/meshsub/1.1.0": received * 4100, "/swarmnode/fetch/1": 21000},
+                sent={"/meshsub/1.1.0": steps * 16400, "/swarmnode/fetch/1": 9000},
+            ),
+            reputation=ReputationStatistics(peers=4, greylisted=1),
+            guards={"slot_released": 7, "window_overrun": 0, "message_unsigned": 11},
+            nat=NatStatistics(
+                reach=ReachStatistics(verdict="private"), client=RelayClientStatistics(relays=[PEERS[1], PEERS[3]]),
+                punch=PunchStatistics(succeeded=3, failed=1), direct=connected - 1, relayed=1,
+            ),
         ),
         stages=crew,
-        weights=WeightsView(
-            enabled=True, phase="idle", candidates=2, exchange_seconds=steps * 0.02, received_bytes=steps // 14 * 41_000, states_served=1,
+        weights=WeightsStatistics(
+            enabled=True, phase="idle", candidates=2, exchange_seconds=steps * 0.02, received_bytes=steps // 14 * 41_000,
             outcomes={"applied": steps // 15, "pulled": steps // 90, "solo": 1, "busy": steps // 40, "failed": 2},
-            failures={"timeout": 1, "hash": 1}, judged={"accepted": steps // 15, "clipped": 2}, adoptions={"adopted": 1},
+            failures={"timeout": 1, "hash": 1}, judged={"accepted": steps // 15, "clipped": 2},
+            catch_up=CatchUpStatistics(adoptions={"adopted": 1}, served=1),
             pairs={PEERS[0]: steps // 25, PEERS[1]: steps // 38},
         ),
-        swarm=SwarmView(
+        swarm=SummaryStatistics(
             reporting=len(claims), reward_median=0.1 + 0.5 * learnt, policy_version_median=float(steps), rows=claims,
             heard={"taken": int(t / 10), "known": int(t / 4), "old": 1}, clock_offset_seconds=-0.4,
         ),
-        disk=DiskView(free_bytes=212 * 2**30, total_bytes=476 * 2**30),
-        budget=BudgetView(
+        disk=DiskStatistics(free_bytes=212 * 2**30, total_bytes=476 * 2**30),
+        budget=BudgetStatistics(
             paused={"quiet_hours": False, "month": False, "download": False}, level_bytes={"in": 4.1e6, "out": 2.2e6 * (1 - learnt)},
             month_bytes={"in": received * 4100, "out": steps * 16400}, month_limit_bytes=200 * 10**9,
             refused={"publish": 0, "forward": int(t * 0.02), "serve": 0, "relay": 0, "fetch": 0},
         ),
-        supervisor=SupervisorView({"network": 0, "trainer": 1}, {"network": 0, "trainer": 0}, 3.4, recoveries.statistics()),
-        scorer_restarts=0,
-        processes={"network": ProcessUse(96 * 2**20, t * 0.04), "trainer": ProcessUse(640 * 2**20, t * 0.9)},
+        supervisor=SupervisorStatistics({"network": 0, "trainer": 1}, {"network": 0, "trainer": 0}, 3.4, recoveries.statistics()),
+        scorer=ScorerStatistics(pid=4243, starts=1),
+        processes={"network": ProcessStatistics(96 * 2**20, t * 0.04), "trainer": ProcessStatistics(640 * 2**20, t * 0.9)},
         loop_lag_seconds=0.002,
         peers=peers,
         logs=[

@@ -87,7 +87,7 @@ def test_three_nodes_of_one_invite_train_on_each_others_groups(tmp_path, founded
         with open(d.directory / "node.log", "wb") as log:
             d._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         d.wait_for_address(time.monotonic() + 180)
-        until(lambda: status(d)["network"]["peers_in"] + status(d)["network"]["peers_out"], d.last_words())
+        until(lambda: status(d)["network"]["peers"]["connected"], d.last_words())
         assert status(d)["node"]["trainer"] is False
         assert set(status(d)["processes"]) == {"network"}
         until(lambda: "c" in {row["name"] for row in status(d)["swarm"]["rows"]}, f"it shows the swarm: {d.last_words()}")

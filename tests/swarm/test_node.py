@@ -80,8 +80,8 @@ def test_each_trains_on_groups_of_the_other(swarm):
     assert first["trainer"]["report"]["peers_used"].keys() == {second["node"]["peer"]}
     assert second["trainer"]["report"]["peers_used"].keys() == {first["node"]["peer"]}
     assert first["rollouts"]["published"] > 0
-    assert first["rollouts"]["admitted"] > 0
-    assert first["rollouts"]["rejected"] == {}
+    assert first["rollouts"]["admission"]["admitted"] > 0
+    assert first["rollouts"]["admission"]["rejected"] == {}
 
 
 def test_metrics_of_a_running_node_pass_promtool(swarm):
@@ -122,7 +122,7 @@ def test_kill_minus_nine_of_the_network_process_costs_no_step(swarm):
     child(node, "swarmnode.daemon.node").send_signal(signal.SIGKILL)
     until(lambda: (s := status(node)) and s["supervisor"]["restarts"].get("network") == 1, "the network process is back")
     after = until(
-        lambda: (s := status(node)) and s["trainer"]["report"] and s["network"]["peers_in"] + s["network"]["peers_out"] and s,
+        lambda: (s := status(node)) and s["trainer"]["report"] and s["network"]["peers"]["connected"] and s,
         "it has its peer back",
     )
     assert child(node, "swarmnode.trainer").pid == trainer
@@ -143,7 +143,7 @@ def test_sigterm_drains_within_its_bound_and_a_restart_resumes(swarm):
     assert time.monotonic() - start < 25
     node.start([])  # its peer book knows the other
     after = until(
-        lambda: (s := status(node)) and s["trainer"]["report"] and s["network"]["peers_in"] + s["network"]["peers_out"] and s,
+        lambda: (s := status(node)) and s["trainer"]["report"] and s["network"]["peers"]["connected"] and s,
         "a restarted node finds its peer by the book",
     )
     assert after["node"]["peer"] == before["node"]["peer"]

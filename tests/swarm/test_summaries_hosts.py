@@ -34,12 +34,12 @@ async def test_a_node_hears_of_one_that_it_is_not_connected_to_through_one_that_
         await last.round(networks[2].connected())
         await middle.round(networks[1].connected())
         await first.round(networks[0].connected())
-        claims = [(claim.peer, claim.summary.name, claim.direct) for claim in first.statistics().claims]
+        claims = [(claim.peer, claim.name, claim.direct) for claim in first.statistics().rows]
         assert claims == [(networks[2].peer_id, "c", False)]
-        told = {claim.summary.name: claim.direct for claim in middle.statistics().claims}
+        told = {claim.name: claim.direct for claim in middle.statistics().rows}
         assert told == {"a": True, "c": True}
-        assert first.statistics().clock_offset is None  # one peer does not tell the time
-        assert abs(middle.statistics().clock_offset) < 30
+        assert first.statistics().clock_offset_seconds is None  # one peer does not tell the time
+        assert abs(middle.statistics().clock_offset_seconds) < 30
 
 
 async def test_garbage_over_the_wire_is_refused_and_the_next_is_served(tmp_path):
@@ -52,4 +52,4 @@ async def test_garbage_over_the_wire_is_refused_and_the_next_is_served(tmp_path)
         served = a.requests.statistics().served[ids.SUMMARY_PROTOCOL]
         assert served["malformed"] == 4
         await theirs.round(b.connected())
-        assert [claim.summary.name for claim in ours.statistics().claims] == ["b"]
+        assert [claim.name for claim in ours.statistics().rows] == ["b"]

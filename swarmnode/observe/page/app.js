@@ -309,8 +309,8 @@ function tiles(s) {
   const pace = known(report.step_seconds) ? `${fixed(2)(report.step_seconds)} s a step` : "";
   put(byId("tiles"),
     tile("Held-out reward", fixed(3)(report.reward_held_out), "", evaluated),
-    tile("Used from peers", count(rollouts.used), "groups", `of ${count(rollouts.admitted)} admitted`),
-    tile("Peers", count(network.peers_in + network.peers_out), "", `${network.peers_known} known, ${network.mesh} in the mesh`),
+    tile("Used from peers", count(rollouts.judged.used || 0), "groups", `of ${count(rollouts.admission.admitted)} admitted`),
+    tile("Peers", count(network.peers.connected), "", `${network.peers.known} known, ${sum(network.gossip.mesh)} in the mesh`),
     member ? tile("Steps of the stage", known(c.stage) ? count(c.step) : "–", "", known(c.stage) ? `stage ${c.stage}, the first is 0` : "it holds none")
       : tile("Policy version", count(report.policy_version), "", known(report.external_share) ? `${Math.round(report.external_share * 100)} % learnt from peers` : ""),
     member ? tile("Through the stage", count(c.phase ? c.tokens_per_second : null), "tokens/s", waits(c))
@@ -449,6 +449,10 @@ function crew(s) {
   ]);
 }
 
+// [protocol, bytes received, bytes sent]
+const byProtocol = ({ received, sent }) => [...new Set([...Object.keys(received), ...Object.keys(sent)])]
+  .map((protocol) => [protocol, received[protocol] || 0, sent[protocol] || 0]);
+
 function resources(s) {
   const { budget: b, disk, processes } = s;
   const used = (b.month_bytes.in || 0) + (b.month_bytes.out || 0);
@@ -464,17 +468,17 @@ function resources(s) {
     ["sharing paused", paused.join(", ")],
     ["clock", known(offset) ? `${Math.abs(offset).toFixed(1)} s ${offset > 0 ? "behind" : "ahead of"} most peers'` : ""],
   ]);
-  const traffic = Object.entries(s.network.bytes).sort((x, y) => sum(y[1]) - sum(x[1])).slice(0, 8);
-  put(byId("traffic").tBodies[0], ...traffic.map(([protocol, ways]) => node("tr", {},
-    cell("Protocol", node("code", {}, protocol), ""), cell("Received", bytes(ways.in)), cell("Sent", bytes(ways.out)))));
+  const traffic = byProtocol(s.network.traffic).sort((x, y) => y[1] + y[2] - x[1] - x[2]).slice(0, 8);
+  put(byId("traffic").tBodies[0], ...traffic.map(([protocol, received, sent]) => node("tr", {},
+    cell("Protocol", node("code", {}, protocol), ""), cell("Received", bytes(received)), cell("Sent", bytes(sent)))));
   byId("traffic").hidden = !traffic.length;
   byId("no-traffic").hidden = traffic.length > 0;
 }
 
 function reasons(rollouts) {
   const all = [
-    ...Object.entries(rollouts.rejected).map(([reason, n]) => [reason, n, "rejected"]),
-    ...Object.entries(rollouts.ignored).map(([reason, n]) => [reason, n, "ignored"]),
+    ...Object.entries(rollouts.admission.rejected).map(([reason, n]) => [reason, n, "rejected"]),
+    ...Object.entries(rollouts.admission.ignored).map(([reason, n]) => [reason, n, "ignored"]),
     ...Object.entries(rollouts.judged).filter(([outcome]) => outcome !== "used").map(([outcome, n]) => [outcome, n, "ignored", "by the trainer"]),
   ].filter(([, n]) => n > 0).sort((a, b) => b[1] - a[1]).slice(0, 8);
   bars("reasons", all.map(([reason, n, look, note]) => [reason, n, look, note || look]));
@@ -484,14 +488,15 @@ function reasons(rollouts) {
 const REACH_WORDS = { public: "by anybody", private: "not by strangers; through relays, or where it dials", unknown: "not known yet" };
 
 function reach(network) {
-  const punches = Object.entries(network.punches).filter(([, n]) => n > 0).map(([outcome, n]) => `${outcome} ${count(n)}`).join(", ");
-  const carries = network.relay_circuits || network.relay_bytes;
+  const { reach: found, relay, client, punch, relayed } = network.nat;
+  const punches = Object.entries(punch).filter(([, n]) => n > 0).map(([outcome, n]) => `${outcome} ${count(n)}`).join(", ");
+  const carries = relay.circuits || relay.bytes;
   facts("reach", [
-    ["can be dialled", REACH_WORDS[network.reach] || network.reach],
-    ["relays", network.relays ? `${count(network.relays)} through which it can be called` : ""],
-    ["peers by relay", network.relayed ? count(network.relayed) : ""],
+    ["can be dialled", REACH_WORDS[found.verdict] || found.verdict],
+    ["relays", client.relays.length ? `${count(client.relays.length)} through which it can be called` : ""],
+    ["peers by relay", relayed ? count(relayed) : ""],
     ["hole punches", punches],
-    ["carries for others", carries ? `${count(network.relay_circuits)} circuits, ${bytes(network.relay_bytes)} so far` : ""],
+    ["carries for others", carries ? `${count(relay.circuits)} circuits, ${bytes(relay.bytes)} so far` : ""],
   ]);
 }
 

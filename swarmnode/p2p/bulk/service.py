@@ -9,10 +9,10 @@ A transfer that breaks off in the middle is not taken up here: the sink knows wh
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Callable, Collection
 from typing import Any
 
+import msgspec
 import trio
 from libp2p.crypto.keys import KeyPair
 
@@ -41,30 +41,29 @@ OUTCOMES = ("ok", "timeout", "unknown", "busy", "hash", "malformed", "failed", "
 """Of our fetches."""
 
 
-@dataclasses.dataclass(frozen=True)
-class BulkStatistics:
+class BulkStatistics(msgspec.Struct, frozen=True):
     """Counters since the host was opened, gauges of now. Paths are `stream` and `socket`."""
 
-    fetched: dict[str, dict[str, int]]
+    fetched: dict[str, dict[str, int]] = {}
     """Ours: path → outcome (OUTCOMES) → count."""
-    served: dict[str, dict[str, int]]
+    served: dict[str, dict[str, int]] = {}
     """Theirs: path → outcome (`serving.OUTCOMES`) → count."""
-    received_bytes: dict[str, int]
+    received_bytes: dict[str, int] = {}
     """By path; also what was refused afterwards."""
-    sent_bytes: dict[str, int]
+    sent_bytes: dict[str, int] = {}
     """By path, of transfers that have ended."""
-    seconds: dict[str, float]
+    seconds: dict[str, float] = {}
     """By path: spent fetching, waiting for a slot not included."""
-    fallbacks: dict[str, int]
+    fallbacks: dict[str, int] = {}
     """By reason (`calling.FALLBACKS`)."""
-    handshakes: dict[str, int]
+    handshakes: dict[str, int] = {}
     """Inbound TLS connections by outcome (`listener.OUTCOMES`)."""
-    bandwidth: dict[str, float]
+    bandwidth: dict[str, float] = {}
     """Bytes per second by peer, moving average; at most `bandwidth.PEERS`."""
-    offers: int
-    fetching: int
-    serving: int
-    port: int
+    offers: int = 0
+    fetching: int = 0
+    serving: int = 0
+    port: int = 0
     """Of the TLS listener, 0 if there is none."""
 
 

@@ -79,4 +79,4 @@ def test_a_view_is_read_from_a_real_status():
     view = view_of(json.loads(msgspec.json.encode(example())))
     assert view.peer == example().node.peer
     assert view.step == example().trainer.report.step
-    assert view.rejected == example().rollouts.rejected
+    assert view.rejected == example().rollouts.admission.rejected

@@ -6,7 +6,9 @@ import pytest
 from swarmnode.demo.nodes import View, view_of
 from swarmnode.demo.verdict import Kill, judge
 from swarmnode.link.messages import Report, WeightsReport
-from swarmnode.observe.snapshot import NodeSnapshot, TrainerView, WeightsView
+from swarmnode.observe.snapshot import NodeSnapshot
+from swarmnode.observe.watch import TrainerStatistics
+from swarmnode.weights.exchange import WeightsStatistics
 
 
 def finding(kills=(), **fields):
@@ -35,7 +37,7 @@ def test_distances_are_collected_over_answers():
     def answer(distance):
         report = Report(phase="training", weights=WeightsReport(distance=distance, exchanges_total=2))
         judged = {"accepted": 3, "not_finite": 1, "clipped": 1}
-        snapshot = NodeSnapshot(trainer=TrainerView(report=report), weights=WeightsView(judged=judged))
+        snapshot = NodeSnapshot(trainer=TrainerStatistics(report=report), weights=WeightsStatistics(judged=judged))
         return msgspec.to_builtins(snapshot, str_keys=True)
 
     view = View()

@@ -83,7 +83,7 @@ def test_the_port_of_the_first_start_is_the_one_that_is_looked_at(tmp_path):
 def test_a_clock_behind_the_nodes_own_files_shows(tmp_path):
     (tmp_path / "peers.json").touch()
     os.utime(tmp_path / "peers.json", (0, time.time() + 7200))
-    facts = probes.clock(tmp_path, probes.RunningNode(rollouts=probes.RunningRollouts(9, {"future": 5})))
+    facts = probes.clock(tmp_path, probes.RunningNode(rollouts=probes.RunningRollouts(9, probes.RunningAdmission({"future": 5}))))
     assert facts.newest_file == pytest.approx(facts.now + 7200, abs=60)
     assert (facts.received, facts.future, facts.stale) == (9, 5, 0)
     assert facts.synchronised in (True, False, None)
@@ -106,7 +106,7 @@ def test_a_running_node_is_asked_over_its_own_http_server(tmp_path):
         (tmp_path / "run" / "addresses.json").write_text(json.dumps({"http": f"http://127.0.0.1:{server.server_port}"}))
         status = probes.status(tmp_path)
     assert probes.clock(tmp_path, status).received == seen.rollouts.received > 0
-    assert probes.dialled_back(status) == DialBackFacts(seen.network.reach, "", seen.network.relays)
+    assert probes.dialled_back(status) == DialBackFacts(seen.network.nat.reach.verdict, "", len(seen.network.nat.client.relays))
 
 
 def test_only_ports_that_are_known_and_free_are_tried(tmp_path):

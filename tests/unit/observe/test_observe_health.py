@@ -6,7 +6,12 @@ import msgspec
 
 from swarmnode.observe.health import MAX_LOOP_SILENCE, alive, ready, troubles
 from swarmnode.observe.history import History
-from swarmnode.observe.snapshot import DiskView, Health, NetworkView, NodeInfo, NodeSnapshot, RolloutsView, SwarmView, TrainerView
+from swarmnode.observe.snapshot import Health, NodeInfo, NodeSnapshot
+from swarmnode.observe.watch import DiskStatistics, TrainerStatistics
+from swarmnode.p2p.network import NetworkStatistics
+from swarmnode.p2p.summaries import SummaryStatistics
+from swarmnode.rollouts.admission import AdmissionStatistics
+from swarmnode.rollouts.exchange import ExchangeStatistics
 from tests.support.snapshots import STARTED_AT, example, example_at
 
 replace = msgspec.structs.replace
@@ -36,7 +41,7 @@ def test_a_draining_node_is_not_ready() -> None:
 
 
 def test_no_peers_is_a_trouble_only_after_a_while() -> None:
-    alone = NetworkView(peers_known=0)
+    alone = NetworkStatistics()
     assert troubles(replace(example_at(30.0), network=alone)) == []
     assert troubles(replace(example_at(90.0), network=alone)) == ["no peers connected and none known"]
     unshared = replace(example().node, sharing=False)
@@ -45,7 +50,7 @@ def test_no_peers_is_a_trouble_only_after_a_while() -> None:
 
 def test_a_clock_that_is_off_is_a_trouble_either_way() -> None:
     def at(offset: float | None) -> list[str]:
-        return troubles(replace(example(), swarm=SwarmView(clock_offset_seconds=offset)))
+        return troubles(replace(example(), swarm=SummaryStatistics(clock_offset_seconds=offset)))
 
     assert at(95.0) == ["this clock is 95 s behind those of most peers"]
     assert at(-95.0) == ["this clock is 95 s ahead of those of most peers"]
@@ -54,18 +59,18 @@ def test_a_clock_that_is_off_is_a_trouble_either_way() -> None:
 
 def test_a_disk_is_low_by_share_and_by_bytes() -> None:
     def left(free: int, total: int) -> bool:
-        return any("disk" in trouble for trouble in troubles(replace(example(), disk=DiskView(free, total))))
+        return any("disk" in trouble for trouble in troubles(replace(example(), disk=DiskStatistics(free, total))))
 
     assert left(2**30, 100 * 2**30)
     assert not left(20 * 2**30, 4096 * 2**30)  # a small share of much
     assert not left(2**30, 10 * 2**30)  # a small disk as it was
-    assert troubles(replace(example(), disk=DiskView())) == []
+    assert troubles(replace(example(), disk=DiskStatistics())) == []
 
 
 def test_a_silent_trainer_is_a_trouble_in_proportion_to_its_steps() -> None:
     def after(age: float, step_seconds: float) -> list[str]:
         report = replace(example().trainer.report, phase="training", step_seconds=step_seconds)
-        return troubles(replace(example(), trainer=TrainerView(connected=True, report=report, age_seconds=age)))
+        return troubles(replace(example(), trainer=TrainerStatistics(connected=True, report=report, age_seconds=age)))
 
     assert after(100.0, 40.0) == []
     assert after(100.0, 2.0) == ["the trainer has reported nothing for 100 s"]
@@ -73,7 +78,8 @@ def test_a_silent_trainer_is_a_trouble_in_proportion_to_its_steps() -> None:
 
 def test_a_few_rejections_are_no_storm() -> None:
     def rejecting(count: int, received: int) -> list[str]:
-        return troubles(replace(example(), rollouts=RolloutsView(received=received, rejected={"signature": count})))
+        admission = AdmissionStatistics(rejected={"signature": count})
+        return troubles(replace(example(), rollouts=ExchangeStatistics(received=received, admission=admission)))
 
     assert rejecting(10, 10) == []
     assert rejecting(40, 100) == []

@@ -1,14 +1,30 @@
 from __future__ import annotations
 
+import inspect
+import re
+import sys
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
 import msgspec
 import pytest
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from swarmnode.link.messages import Report
-from swarmnode.observe.metrics import LABEL_VALUE, MAX_LABEL_VALUES, METRICS, make_registry
-from swarmnode.observe.snapshot import NetworkView, NodeSnapshot, RolloutsView, TrainerView
+from swarmnode.observe import collector
+from swarmnode.observe.collector import LABEL_VALUE, MAX_LABEL_VALUES, make_registry, value_of
+from swarmnode.observe.metrics import METRICS, Metric
+from swarmnode.observe.snapshot import NodeSnapshot
+from swarmnode.observe.watch import Histogram, TrainerStatistics
+from swarmnode.p2p.network import NetworkStatistics
+from swarmnode.p2p.streams import StreamStatistics
+from swarmnode.p2p.traffic import TrafficStatistics
+from swarmnode.rollouts.admission import AdmissionStatistics
+from swarmnode.rollouts.exchange import ExchangeStatistics
+from swarmnode.rollouts.pool import PoolStatistics
 from swarmnode.rollouts.reasons import REASONS
+from swarmnode.tasks.tally import Tally
 from tests.support.snapshots import OWN, PEERS, example
 
 
@@ -46,15 +62,15 @@ def test_counters_exist_before_anything_happened() -> None:
 
 
 def test_what_is_not_measured_has_no_series() -> None:
-    snapshot = NodeSnapshot(trainer=TrainerView(report=Report(phase="training", step=3, reward_own=0.5)))
+    snapshot = NodeSnapshot(trainer=TrainerStatistics(report=Report(phase="training", step=3, reward_own=0.5)))
     scraped = scrape(snapshot)
     assert scraped["swarmnode_reward"] == {("own",): 0.5}
     assert "swarmnode_kl" not in scraped
 
 
 def test_a_trainer_that_is_still_loading_does_not_reset_its_counters() -> None:
-    assert "swarmnode_steps_total" not in scrape(NodeSnapshot(trainer=TrainerView(report=Report(phase="loading"))))
-    assert scrape(NodeSnapshot(trainer=TrainerView(report=Report(phase="generating"))))["swarmnode_steps_total"] == {(): 0}
+    assert "swarmnode_steps_total" not in scrape(NodeSnapshot(trainer=TrainerStatistics(report=Report(phase="loading"))))
+    assert scrape(NodeSnapshot(trainer=TrainerStatistics(report=Report(phase="generating"))))["swarmnode_steps_total"] == {(): 0}
 
 
 def test_peer_ids_are_in_the_info_metric_only() -> None:
@@ -66,21 +82,21 @@ def test_peer_ids_are_in_the_info_metric_only() -> None:
 
 
 def test_strange_and_surplus_label_values_are_one_series() -> None:
-    many = {f"/p/{i}": {"in": 1, "out": 0, "sideways": 9} for i in range(1000)} | {"\n# HELP evil": {"in": 5, "out": 0}}
-    scraped = scrape(NodeSnapshot(network=NetworkView(bytes=many)))["swarmnode_network_bytes_total"]
+    many = {f"/p/{i}": 1 for i in range(1000)} | {"\n# HELP evil": 5}
+    scraped = scrape(NodeSnapshot(network=NetworkStatistics(traffic=TrafficStatistics(received=many))))["swarmnode_network_bytes_total"]
     assert len(scraped) <= MAX_LABEL_VALUES + 2
     assert sum(scraped.values()) == 1005
     assert all(LABEL_VALUE.fullmatch(value) for labels in scraped for value in labels)
 
 
 def test_an_unknown_reason_is_not_lost() -> None:
-    scraped = scrape(NodeSnapshot(rollouts=RolloutsView(rejected={"made up": 4, "seed": 1})))
+    scraped = scrape(NodeSnapshot(rollouts=ExchangeStatistics(admission=AdmissionStatistics(rejected={"made up": 4, "seed": 1}))))
     assert scraped["swarmnode_rollouts_rejected_total"][("other",)] == 4
     assert scraped["swarmnode_rollouts_rejected_total"][("seed",)] == 1
 
 
 def test_histograms_are_cumulative_and_end_at_infinity() -> None:
-    scraped = scrape(NodeSnapshot(rollouts=RolloutsView(staleness={0: 3, 1: 2, 7: 1, 20: 1})))
+    scraped = scrape(NodeSnapshot(rollouts=ExchangeStatistics(pool=PoolStatistics(staleness={0: 3, 1: 2, 7: 1, 20: 1}))))
     buckets = scraped["swarmnode_rollout_staleness_versions_bucket"]
     assert buckets == {("0.0",): 3, ("1.0",): 5, ("2.0",): 5, ("4.0",): 5, ("8.0",): 6, ("+Inf",): 7}
     assert scraped["swarmnode_rollout_staleness_versions_sum"] == {(): 29}
@@ -101,4 +117,68 @@ def test_names_with_quotes_and_newlines_stay_inside_their_label() -> None:
 
 @pytest.mark.parametrize("family", METRICS, ids=lambda family: family.name)
 def test_a_row_reads_an_empty_node(family) -> None:
-    family.read(NodeSnapshot())
+    value_of(family, NodeSnapshot())
+
+
+# ---- one truth for what is watched
+
+
+def paths(metric: Metric) -> list[str]:
+    if isinstance(metric.source, str):
+        return [metric.source]
+    return [] if callable(metric.source) else list(metric.source.values())
+
+
+def kind_at(path: str) -> Any:
+    """The type that the snapshot's classes declare at `path`; of a dict's key that of its values."""
+    kind: Any = NodeSnapshot
+    for name in path.split("."):
+        kind = get_args(kind)[1] if get_origin(kind) is dict else get_type_hints(kind)[name]
+        kind = next((each for each in get_args(kind) if each is not NoneType), kind) if get_origin(kind) is UnionType else kind
+    return kind
+
+
+@pytest.mark.parametrize("metric", [metric for metric in METRICS if paths(metric)], ids=lambda metric: metric.name)
+def test_a_path_leads_to_what_its_row_says(metric) -> None:
+    for path in paths(metric):
+        kind = kind_at(path)
+        if metric.kind == "histogram":
+            assert kind is Histogram, path
+        elif get_origin(kind) is dict:
+            assert issubclass(get_args(kind)[1], int | float), path
+            assert len(metric.labels) == (1 if isinstance(metric.source, str) else 2), path
+        else:
+            assert issubclass(kind, int | float), path
+            assert len(metric.labels) == (0 if isinstance(metric.source, str) else 1), path
+
+
+def test_few_rows_need_a_function() -> None:
+    """A number that a part counts is read where it is; what is worked out here is a second truth."""
+    assert sum(1 for metric in METRICS if not paths(metric)) <= 22
+
+
+def test_the_tree_is_made_of_what_the_parts_themselves_tell() -> None:
+    """No class of the snapshot repeats what a part counts: it is what that part's `statistics()` returns."""
+    parts = ("trainer", "rollouts", "weights", "network", "swarm", "budget", "supervisor", "scorer")
+    for name in parts:
+        kind = get_type_hints(NodeSnapshot)[name]
+        owners = [part for _, part in inspect.getmembers(sys.modules[kind.__module__], inspect.isclass) if hasattr(part, "statistics")]
+        told = [get_type_hints(part.statistics)["return"] for part in owners]
+        told += [get_type_hints(part.snapshot)["return"] for part in (Tally,)]
+        assert kind in told, name
+
+
+def test_a_number_that_a_part_counts_becomes_a_metric_by_one_row(monkeypatch) -> None:
+    row = Metric("swarmnode_new_total", "counter", "network.streams.stalled", "Streams that stood still, just to show how it is done.")
+    monkeypatch.setattr(collector, "METRICS", (*METRICS, row))
+    network = msgspec.structs.replace(example().network, streams=StreamStatistics(stalled=3))
+    assert scrape(msgspec.structs.replace(example(), network=network))["swarmnode_new_total"] == {(): 3}
+
+
+def test_help_is_a_sentence_that_says_its_unit() -> None:
+    units = {"seconds": "second", "bytes": "bytes", "tokens": "token", "share": "share", "steps": "step"}
+    for metric in METRICS:
+        assert re.match(r"[A-Z0-9].{20,}\.$", metric.help), metric.name
+        for suffix, word in units.items():
+            if metric.name.removesuffix("_total").endswith(f"_{suffix}"):
+                assert word in metric.help.lower() or "how long" in metric.help.lower() or "unix time" in metric.help.lower(), metric.name

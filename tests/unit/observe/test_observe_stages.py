@@ -9,8 +9,9 @@ from swarmnode.crew.local import StageStatus
 from swarmnode.crew.plane import BOUNDS, StagesStatistics
 from swarmnode.crew.stream_proxy import StreamProxyStatistics
 from swarmnode.link.messages import Report
+from swarmnode.observe.health import policy_loaded
 from swarmnode.observe.snapshot import StagesView
-from swarmnode.observe.stages import policy_loaded, stages_view
+from swarmnode.observe.stages import stages_view
 
 CREW = b"\x07" * 32
 SLOTS = tuple(SlotStatistics(stage, f"peer{stage}", 1, "active", 40) for stage in range(3))

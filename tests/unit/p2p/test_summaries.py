@@ -9,9 +9,10 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from protocol.generate.frames import KEY, OTHER_KEY, OTHER_PEER, OTHER_SWARM, PEER, SWARM
-from swarmnode.daemon import view
+from swarmnode.daemon.observer import own_summary
 from swarmnode.errors import BadMessage, PeerError
 from swarmnode.link.messages import Report
+from swarmnode.observe.snapshot import NodeInfo
 from swarmnode.p2p import summaries
 from swarmnode.p2p.summaries import CLAIMS, PASSED_ON, Claims, Clocks, Summaries, SummaryStatistics
 from swarmnode.wire import codec, limits
@@ -190,7 +191,7 @@ async def test_who_shares_nothing_still_hears():
     node.say = lambda created_at: None
     await node.round([OTHER_PEER])
     assert codec.decode(wire.asked[0][2], SummaryRequest, limits.SUMMARY_REQUEST_BYTES).summary == b""
-    assert [claim.peer for claim in node.statistics().claims] == [OTHER_PEER]
+    assert [claim.peer for claim in node.statistics().rows] == [OTHER_PEER]
     assert codec.decode(await wire.handler(OTHER_PEER, codec.encode(SummaryRequest(b""))), SummaryResponse, 20_000).summaries == []
 
 
@@ -222,7 +223,7 @@ async def test_a_hostile_request_is_malformed_and_leaves_nothing(request_bytes):
     node = ours(wire, clock=lambda: NOW)
     with pytest.raises(BadMessage):
         await wire.handler(OTHER_PEER, request_bytes)
-    assert node.statistics() == SummaryStatistics([], dict.fromkeys(summaries.HEARD, 0), None)
+    assert node.statistics() == SummaryStatistics(heard=dict.fromkeys(summaries.HEARD, 0))
 
 
 @pytest.mark.parametrize(
@@ -246,7 +247,7 @@ async def test_a_summary_of_a_banned_peer_is_not_shown():
     wire = Wire({"x": response(seal_summary(summary(), OTHER_KEY, SWARM))})
     node = ours(wire, clock=lambda: NOW, welcome=lambda peer: peer != OTHER_PEER)
     await node.round(["x"])
-    assert (node.statistics().claims, node.statistics().heard["unwelcome"]) == ([], 1)
+    assert (node.statistics().rows, node.statistics().heard["unwelcome"]) == ([], 1)
 
 
 async def test_a_peer_that_asks_too_often_is_not_answered(autojump_clock):
@@ -267,23 +268,23 @@ async def test_a_clock_that_is_off_is_seen_though_the_summaries_are_not_taken():
         key = Ed25519PrivateKey.from_private_bytes(bytes([40 + number]) * 32)
         frame = seal_summary(summary(NOW + number), key, SWARM)
         await wire.handler(peer_id(key.public_key().public_bytes_raw()), codec.encode(SummaryRequest(frame)))
-    assert node.statistics().clock_offset == 401
-    assert node.statistics().claims == []
+    assert node.statistics().clock_offset_seconds == 401
+    assert node.statistics().rows == []
 
 
 # ---- what is shown of it
 
 
 def test_a_name_is_shown_short_and_without_what_turns_the_text_around():
-    assert view.plain_name("Küche\u202e\u2066\u200b" + "x" * 60) == "Küche" + "\ufffd" * 3 + "x" * 24
+    assert summaries.plain_name("Küche\u202e\u2066\u200b" + "x" * 60) == "Küche" + "\ufffd" * 3 + "x" * 24
 
 
 def test_our_own_summary_is_within_every_bound():
     report = Report(phase="training", step=3, policy_version=2, reward_held_out=1.0000001)
-    told = view.own_summary(int(NOW * 1000), NOW + 5, "🦋\x1b" * 40, report, version="1" * 50, published=4, peers=2)
+    told = own_summary(NodeInfo(name="🦋\x1b" * 40, version="1" * 50, started_at=NOW + 5), report, int(NOW * 1000), published=4, peers=2)
     assert open_summary(seal_summary(told, KEY, SWARM), SWARM) == (PEER, told)
     assert (told.reward, told.uptime, told.step) == (1.0, 0, 3)
-    assert view.own_summary(0, 0.0, "", None, version="1", published=0, peers=0).reward == -1
+    assert own_summary(NodeInfo(version="1"), None, 0, published=0, peers=0).reward == -1
 
 
 def test_the_panel_is_bounded_and_its_medians_are_not_moved_by_one_liar():
@@ -292,8 +293,8 @@ def test_the_panel_is_bounded_and_its_medians_are_not_moved_by_one_liar():
         take(claims, f"p{i}", reward=0.4, policy_version=10)
     take(claims, "liar", reward=1.0, policy_version=2**63 - 1)
     take(claims, "new", reward=-1.0)
-    shown = view.swarm_view(SummaryStatistics(claims.all(), {}, None), NOW + 5)
-    assert (shown.reporting, len(shown.rows)) == (302, view.CLAIM_ROWS)
+    shown = summaries.summed_up(claims.all(), {}, None, NOW + 5)
+    assert (shown.reporting, len(shown.rows)) == (302, summaries.ROWS)
     assert (shown.reward_median, shown.policy_version_median) == (0.4, 10)
     assert shown.rows[0].age_seconds == 5
     assert next(row for row in shown.rows if row.peer == "p0").reward == 0.4

@@ -1,0 +1,132 @@
+"""What the parts of a network process tell of themselves, joined into one `NodeSnapshot` whenever somebody asks."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import trio
+
+from swarmnode.crew.plane import StagePlane
+from swarmnode.link.messages import Report
+from swarmnode.observe import health
+from swarmnode.observe.logs import LogRing
+from swarmnode.observe.snapshot import Health, NodeInfo, NodeSnapshot, PeerRow, StagesView
+from swarmnode.observe.stages import stages_view
+from swarmnode.observe.watch import SupervisorWatch, TrainerWatch, disk_use, process_use
+from swarmnode.p2p.metering import Meter
+from swarmnode.p2p.network import Network
+from swarmnode.p2p.summaries import Summaries, plain_name
+from swarmnode.rollouts.exchange import ExchangeStatistics, RolloutExchange
+from swarmnode.tasks.client import AsyncScorer
+from swarmnode.tasks.tally import ScorerStatistics
+from swarmnode.weights.exchange import WeightExchange, WeightsStatistics
+from swarmnode.wire import limits
+from swarmnode.wire.messages import Summary
+
+PEER_ROWS = 64
+"""Peers in the page's table, at most."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What is watched. A node without a trainer has no more than the first five."""
+
+    network: Network
+    summaries: Summaries
+    meter: Meter
+    supervisor: SupervisorWatch
+    ring: LogRing
+    trainer: TrainerWatch
+    rollouts: RolloutExchange | None = None
+    weights: WeightExchange | None = None
+    crew: StagePlane | None = None
+    scorer: AsyncScorer | None = None
+
+
+class Observer:
+    """`snapshot` for whoever watches this node, `summary` for the operators of others."""
+
+    def __init__(self, info: NodeInfo, parts: Parts, data_dir: Path) -> None:
+        self.info = info
+        self.draining = False
+        self._parts = parts
+        self._data_dir = data_dir
+        self._joined = False
+
+    def snapshot(self) -> NodeSnapshot:
+        """Everything there is to see, now."""
+        parts, now = self._parts, trio.current_time()
+        trainer = parts.trainer.statistics(now)
+        crew = stages_view(parts.crew.statistics()) if parts.crew is not None else StagesView()
+        scorer = parts.scorer.statistics() if parts.scorer is not None else ScorerStatistics()
+        self._joined |= bool(parts.network.connected())
+        return NodeSnapshot(
+            at=time.time(),
+            node=self.info,
+            health=Health(
+                network_ready=True, policy_loaded=health.policy_loaded(trainer.report, crew), joined=self._joined, draining=self.draining
+            ),
+            trainer=trainer,
+            rollouts=parts.rollouts.statistics() if parts.rollouts is not None else ExchangeStatistics(),
+            weights=parts.weights.statistics() if parts.weights is not None else WeightsStatistics(),
+            stages=crew,
+            network=parts.network.statistics(),
+            swarm=parts.summaries.statistics(),
+            budget=parts.meter.statistics(),
+            disk=disk_use(self._data_dir),
+            supervisor=parts.supervisor.read(),
+            scorer=scorer,
+            processes=process_use({"network": os.getpid(), "trainer": trainer.pid, "scorer": scorer.pid}),
+            peers=peer_rows(parts.network, parts.rollouts, trainer.report, now),
+            logs=parts.ring.statistics(),
+        )
+
+    def summary(self, created_at: int) -> Summary:
+        """What peers may show of this node. `created_at`: Unix milliseconds."""
+        parts = self._parts
+        report = parts.trainer.statistics(trio.current_time()).report
+        published = parts.rollouts.statistics().published if parts.rollouts is not None else 0
+        return own_summary(self.info, report, created_at, published=published, peers=len(parts.network.connected()))
+
+
+def own_summary(info: NodeInfo, report: Report | None, created_at: int, *, published: int, peers: int) -> Summary:
+    """What a node says of itself, within every bound of the protocol. `created_at`: Unix milliseconds."""
+    reward = report.reward_held_out if report is not None else None
+    return Summary(
+        name=plain_name(info.name).encode()[: limits.SUMMARY_NAME_BYTES].decode(errors="ignore"),
+        version=info.version[: limits.MINIMUM_VERSION_BYTES],
+        created_at=created_at,
+        uptime=max(0, int(created_at / 1000 - info.started_at)),
+        step=report.step if report is not None else 0,
+        policy_version=report.policy_version if report is not None else 0,
+        reward=-1.0 if reward is None else min(1.0, max(0.0, float(reward))),
+        published=published,
+        peers=peers,
+    )
+
+
+def peer_rows(network: Network, rollouts: RolloutExchange | None, report: Report | None, now: float) -> list[PeerRow]:
+    """Connected peers first, then others of whom something came; `now` is trio's clock."""
+    used = report.peers_used if report is not None else {}
+    connected = network.connected()
+    others = [peer for peer in dict.fromkeys([*used, *(rollouts.authors() if rollouts is not None else [])]) if peer not in connected]
+    rows = []
+    for peer in [*connected, *others][:PEER_ROWS]:
+        known = network.peers.get(peer)
+        linked = known is not None and peer in connected
+        rows.append(
+            PeerRow(
+                peer=peer,
+                direction=("in" if known.inbound else "out") if known is not None and linked else "",
+                admitted=rollouts.admitted_of(peer) if rollouts is not None else 0,
+                used=used.get(peer, 0),
+                rejected=network.reputation.rejections(peer),
+                reputation=network.reputation.score(peer, now),
+                last_seen_seconds=max(0.0, now - known.seen_at(now)) if known is not None and known.last_seen > -math.inf else None,
+            )
+        )
+    return rows

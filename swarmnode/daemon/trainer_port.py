@@ -1,0 +1,73 @@
+"""What the network process does with what the trainer says: each message goes to the part that it is for, and nothing is kept here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from dataclasses import dataclass
+
+import structlog
+import trio
+
+from swarmnode.crew import local as stages
+from swarmnode.crew.plane import StagePlane
+from swarmnode.link.messages import Hello, Report, Welcome
+from swarmnode.observe.watch import TrainerWatch
+from swarmnode.rollouts.exchange import RolloutExchange
+from swarmnode.rollouts.groups import Draw, Drawn, Judged, OwnGroup
+from swarmnode.weights import local
+from swarmnode.weights.exchange import WeightExchange
+
+log = structlog.get_logger("swarmnode.daemon.node")
+
+
+@dataclass(frozen=True)
+class TrainerPort:
+    """The `TrainerHandler` of `link.server`."""
+
+    welcome: Welcome
+    """The answer to every Hello."""
+    watch: TrainerWatch
+    rollouts: RolloutExchange
+    weight_exchange: WeightExchange
+    crew: StagePlane
+
+    def hello(self, hello: Hello) -> Welcome:
+        log.info("trainer connected", pid=hello.pid, policy_version=hello.policy_version)
+        self.watch.connected(hello.pid)
+        self.rollouts.set_policy(hello)
+        self.weight_exchange.set_policy(hello.replica, hello.model, hello.tokenizer)
+        self.crew.hello(hello.pid)
+        return self.welcome
+
+    def left(self) -> None:
+        """No trainer is connected any more."""
+        self.watch.disconnected()
+        self.crew.trainer_left()
+
+    async def own_group(self, group: OwnGroup) -> None:
+        await self.rollouts.publish(group)
+
+    def draw(self, draw: Draw) -> Drawn:
+        return self.rollouts.draw(draw)
+
+    def judged(self, judged: Judged) -> None:
+        self.rollouts.judged(judged)
+
+    def report(self, report: Report) -> None:
+        self.watch.report(report, trio.current_time())
+
+    def weights(self, message: local.FromTrainer) -> None:
+        self.weight_exchange.receive(message)
+
+    def stages(self, message: stages.FromTrainer) -> None:
+        self.crew.receive(message)
+
+
+def end_trainer(watch: TrainerWatch, reason: str) -> None:
+    """The trainer hangs: end its process. The supervisor starts another."""
+    log.error("ending the trainer", reason=reason, pid=watch.pid)
+    if watch.pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(watch.pid, signal.SIGKILL)

@@ -1,0 +1,108 @@
+"""Reads the table of `metrics.py` off a snapshot whenever somebody scrapes, in prometheus_client's terms."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
+
+from swarmnode.observe.metrics import METRICS, Labels, Metric
+from swarmnode.observe.snapshot import NodeSnapshot
+from swarmnode.observe.watch import Histogram
+
+MAX_LABEL_VALUES = 64
+LABEL_VALUE = re.compile(r"[A-Za-z0-9_./+-]{1,64}")
+
+
+def at(snapshot: object, path: str) -> object:
+    """What is at `path` below `snapshot`. Below None there is None; a key that a dict of counts does not have yet is 0."""
+    found = snapshot
+    for name in path.split("."):
+        if found is None:
+            return None
+        found = found.get(name, 0) if isinstance(found, Mapping) else getattr(found, name)
+    return found
+
+
+def value_of(metric: Metric, snapshot: NodeSnapshot) -> object:
+    """A number, a histogram, or numbers by label values; None where it is not measured, or does not exist on this node."""
+    if not metric.exists(snapshot):
+        return None
+    if callable(metric.source):
+        return metric.source(snapshot)
+    if isinstance(metric.source, str):
+        return at(snapshot, metric.source)
+    return {labels: number for way, path in metric.source.items() for labels, number in _labelled(at(snapshot, path), way)}
+
+
+def _labelled(found: object, way: str) -> Iterator[tuple[Labels, object]]:
+    """A number with the label value `way`; of a dict each number with its key and `way`."""
+    if isinstance(found, Mapping):
+        yield from (((str(key), way), number) for key, number in found.items())
+    else:
+        yield (way,), found
+
+
+def collect(metric: Metric, snapshot: NodeSnapshot) -> Family:
+    """One metric of one snapshot."""
+    value = value_of(metric, snapshot)
+    if metric.kind == "histogram":
+        histogram = HistogramMetricFamily(metric.name, metric.help)
+        if isinstance(value, Histogram):
+            bounds = [*(str(float(b)) for b in value.bounds), "+Inf"]
+            histogram.add_metric([], list(zip(bounds, accumulate(value.counts), strict=True)), value.sum)
+        return histogram
+    make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+    family = make(metric.name, metric.help, labels=metric.labels)
+    if not metric.labels:
+        if isinstance(value, int | float):
+            family.add_metric([], value)
+    elif isinstance(value, Mapping):
+        for labels, number in _closed(metric, value).items():
+            family.add_metric(labels, number)
+    return family
+
+
+def _closed(metric: Metric, value: Mapping[object, object]) -> dict[Labels, float]:
+    """Label values → number: the declared ones first, at 0 unless told otherwise; strange and surplus ones summed up as `other`."""
+    found: dict[Labels, float] = {(name,): 0 for name in metric.values}
+    for key, number in value.items():
+        labels = tuple(map(str, key)) if isinstance(key, tuple) else (str(key),)
+        if not isinstance(number, int | float):  # None: not measured
+            found.pop(labels, None)
+            continue
+        if metric.kind != "info" and labels not in found:
+            fits = len(found) < MAX_LABEL_VALUES and all(LABEL_VALUE.fullmatch(label) for label in labels)
+            if not fits:
+                labels = ("other", *labels[1:])
+                number += found.get(labels, 0)
+        found[labels] = number
+    return found
+
+
+class NodeCollector(Collector):
+    """Takes one snapshot per scrape, so that the numbers of one scrape belong together."""
+
+    def __init__(self, snapshot: Callable[[], NodeSnapshot]) -> None:
+        self._snapshot = snapshot
+
+    def describe(self) -> Iterable[Family]:
+        """Names and types without values: registering must not need a running node."""
+        return [Family(metric.name, metric.help, "gauge" if metric.kind == "info" else metric.kind) for metric in METRICS]
+
+    def collect(self) -> Iterable[Family]:
+        snapshot = self._snapshot()
+        for metric in METRICS:
+            yield collect(metric, snapshot)
+
+
+def make_registry(snapshot: Callable[[], NodeSnapshot]) -> CollectorRegistry:
+    """A registry of its own: nothing that a library registers globally leaks into /metrics."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(NodeCollector(snapshot))
+    return registry
