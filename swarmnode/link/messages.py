@@ -48,7 +48,7 @@ class WeightsReport(msgspec.Struct, frozen=True):
     rule: str = ""
     fragments: int = 1
     outer_step: int = 0
-    """Of the fragment that is furthest behind."""
+    """Number of outer steps of the fragment that is furthest behind."""
     exchanges_total: int = 0
     solo_steps_total: int = 0
     reverts_total: int = 0

@@ -9,16 +9,15 @@ import json
 import sys
 from pathlib import Path
 
-from swarmnode.config import Config
+from swarmnode.config import Config, PolicyConfig, TrainingConfig
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.process import die_with_parent, run_main
 
 
-def answers(config: Config, prompts: list[str]) -> list[str]:
+def answers(cfg: PolicyConfig, training: TrainingConfig, prompts: list[str]) -> list[str]:
     """One completion for each prompt, sampled as in training. Raises LocalError when the model is not there or does not fit."""
-    policy = load_policy(config.policy)
-    training = config.training
+    policy = load_policy(cfg)
     generator = policy.random_generator(training.seed)
     sampling = Sampling(1, training.max_completion_length, training.temperature, training.top_p)
     found = []
@@ -31,7 +30,7 @@ def answers(config: Config, prompts: list[str]) -> list[str]:
 def main() -> int:
     die_with_parent()
     config = Config.model_validate_json(Path(sys.argv[sys.argv.index("--config") + 1]).read_bytes())
-    print(json.dumps(answers(config, json.loads(sys.stdin.buffer.read()))))
+    print(json.dumps(answers(config.policy, config.training, json.loads(sys.stdin.buffer.read()))))
     return 0
 
 

@@ -142,15 +142,13 @@ class Fixed:
         self._allowed = _longer(mask.bool(), 1, columns, True)  # (N, L)
         self._position = position.clone()
         self._token = torch.zeros_like(position)
-        self._layers = []
+        layers = []
         for layer in cache.layers:
             assert isinstance(layer, DynamicLayer)
             assert layer.keys is not None
             assert layer.values is not None
-            self._layers.append(FixedLayer(layer.keys, layer.values, generations, columns, self._column, policy.dtype))
-        self._cache = Cache(layers=list(self._layers))
-        self._bias = torch.zeros((), dtype=policy.dtype, device=mask.device)
-        self._never = torch.full((), torch.finfo(policy.dtype).min, dtype=policy.dtype, device=mask.device)
+            layers.append(FixedLayer(layer.keys, layer.values, generations, columns, self._column, policy.dtype))
+        self._cache = Cache(layers=list(layers))
         self._logits = torch.zeros(0)
 
     def __call__(self, token: torch.Tensor) -> torch.Tensor:
@@ -165,7 +163,8 @@ class Fixed:
         columns = self._used + self._room
         self._room *= 2
         self._allowed = _longer(self._allowed, 1, columns, True)
-        for layer in self._layers:
+        for layer in self._cache.layers:
+            assert isinstance(layer, FixedLayer)
             layer.lengthen(columns)
 
     def _advance(self) -> None:
@@ -176,7 +175,7 @@ class Fixed:
         self._column.add_(1)
         self._position.add_(1)
         seen = self._allowed & (torch.arange(self._allowed.shape[1], device=self._column.device) <= self._column)
-        mask = torch.where(seen, self._bias, self._never)[:, None, None]
+        mask = (~seen).to(self._policy.dtype)[:, None, None] * torch.finfo(self._policy.dtype).min
         self._logits = self._policy.logits(self._token, mask, self._position, 1, self._cache)[:, -1]
 
 

@@ -146,7 +146,7 @@ def _two_passes(policy: Policy, batch: Batch, later: torch.Tensor, place: torch.
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of logits (M, V) and tokens (M,): log-probability of each token, with gradient, and the entropy there, without; both (M,) float32."""
+    """Log-probability of each token (M,) under logits (M, V), with gradient, and the entropy there, without; both (M,) float32."""
     scores = logits.float() / (temperature or 1.0)
     total = scores.logsumexp(-1)
     chosen = scores.gather(-1, tokens[:, None])[:, 0] - total

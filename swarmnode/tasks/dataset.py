@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 ROWS = 2**20
 FILE_BYTES = 256 * 2**20
-"""Of rows: the scorer maps them into the 768 MiB that it may have."""
+"""Largest file of rows: the scorer maps it into the 768 MiB that it may have."""
 LINE_BYTES = 2**20
 PROMPT_CHARACTERS = 65_536
 ANSWER_BYTES = 4096
@@ -46,7 +46,7 @@ FETCH_SECONDS = 3600.0
 FORMAT = 1
 
 Value = str | int | float | bool | None
-"""Of a further column, which reward functions are given; lists and objects are given as JSON text."""
+"""What further columns hold, which reward functions are given; lists and objects are given as JSON text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def prepare(task: str, config: DatasetConfig, directory: Path) -> Source:
 
 
 def _key(config: DatasetConfig, file: Path | None) -> str:
-    """Of what was read and how: another file, another key."""
+    """A name for what was read and how: another file, another key."""
     seen: list[object] = [FORMAT, config.source, config.revision, config.subset, config.split]
     seen += [config.prompt, config.answer, config.held_out]
     seen.append(config.verifier)  # it has checked the answers, and decides whether further columns are kept

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
@@ -77,9 +76,9 @@ class Brought(msgspec.Struct, frozen=True, array_like=True):
 
     task: str
     code: own.Source | None
-    """Of a task of its own, or of a dataset's reward function."""
+    """The owner's code: a task, or a dataset's reward function."""
     rows: dataset.Source | None
-    settings: dict[str, Any]
+    settings: dict[str, object]
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True):

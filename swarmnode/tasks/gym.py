@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from typing import Any
 
 from swarmnode.tasks.builtin import Item
 from swarmnode.tasks.registry import TaskSpec
@@ -33,8 +32,8 @@ class GymTask:
     def item(self, seed: int, index: int) -> Item:
         """The question at (seed, index). Costs one item, never a whole dataset."""
         self._dataset.seed = seed
-        entry: dict[str, Any] = self._dataset[index]
-        return Item(entry["question"], entry["answer"], lambda text: float(self._dataset.score_answer(text, entry) >= 1.0))
+        entry: dict[str, object] = self._dataset[index]
+        return Item(str(entry["question"]), str(entry["answer"]), lambda text: float(self._dataset.score_answer(text, entry) >= 1.0))
 
 
 def _bare_package(name: str) -> None:

@@ -25,6 +25,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +86,10 @@ def find(task: str) -> Source:
     return Source(top, str(path), _hash(path, task))
 
 
-def _spec(top: str) -> Any:
-    """Of a top-level module. Finders of such look at names and files and run none of them; those of submodules would run the package."""
+def _spec(top: str) -> ModuleSpec | None:
+    """Where a top-level module is. Finders of such look at names and files and run none of them; those of submodules run the package."""
     for finder in sys.meta_path:
-        find_spec = getattr(finder, "find_spec", None)
+        find_spec: Callable[[str, None], ModuleSpec | None] | None = getattr(finder, "find_spec", None)
         if find_spec is not None and (spec := find_spec(top, None)) is not None:
             return spec
     return None
@@ -124,7 +125,7 @@ def _files(folder: Path) -> list[Path]:
 class OwnTask:
     """One task of its owner's. Imported by the scorer child only: making one runs the owner's code."""
 
-    def __init__(self, task: str, source: Source, settings: Mapping[str, Any]) -> None:
+    def __init__(self, task: str, source: Source, settings: Mapping[str, object]) -> None:
         """Raises ConfigError when the code is not what was hashed, or cannot be imported."""
         self._task = task
         self._settings = settings
@@ -223,7 +224,7 @@ def _import_top(source: Source) -> None:
     spec.loader.exec_module(module)
 
 
-def load(tasks: Mapping[str, tuple[Source, Mapping[str, Any]]]) -> dict[str, OwnTask]:
+def load(tasks: Mapping[str, tuple[Source, Mapping[str, object]]]) -> dict[str, OwnTask]:
     """The owner's tasks in a process that has nothing to lose yet. Raises ConfigError.
 
     A library that starts threads would keep them outside the sandbox's filter, which is a thread's own: so there must be none.

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from swarmnode.errors import ConfigError, Unavailable
 from swarmnode.tasks import builtin, dataset, own, verifiers
@@ -38,25 +38,25 @@ class TaskSpec:
     generator: str
     """Name within its kind: a key of `builtin.GENERATORS`, a module of reasoning_gym such as `arithmetic.chain_sum`, `module:function`, a
     dataset's verifier."""
-    settings: Mapping[str, Any]
+    settings: Mapping[str, object]
     """Arguments of the generator."""
     max_answer_bytes: int = 256
     """UTF-8 bytes; a longer answer is not looked at and its reward is 0."""
     source: own.Source | None = None
-    """Of an owner's task, or of a dataset's reward function."""
+    """The owner's code: the task, or a dataset's reward function."""
     rows: dataset.Source | None = None
-    """Of a dataset."""
+    """A dataset's rows."""
     extract: str = "tag"
     """Where the answer stands in a completion; see `answers`."""
     fallback: str = "whole"
     """The same when `extract` is `auto` and nothing marks the answer."""
 
 
-def _gym(group: str, name: str, **settings: Any) -> TaskSpec:
+def _gym(group: str, name: str, **settings: object) -> TaskSpec:
     return TaskSpec(f"rg/{name}", "reasoning_gym", f"{group}.{name}", MappingProxyType(settings))
 
 
-def _builtin(name: str, **settings: Any) -> TaskSpec:
+def _builtin(name: str, **settings: object) -> TaskSpec:
     return TaskSpec(f"builtin/{name}", "builtin", name, MappingProxyType(settings))
 
 
@@ -123,7 +123,7 @@ def task_version(task_id: str) -> str:
     return hashlib.blake2b(canonical.encode(), digest_size=8).hexdigest()
 
 
-def install(modules: Sequence[str], settings: Mapping[str, Mapping[str, Any]]) -> None:
+def install(modules: Sequence[str], settings: Mapping[str, Mapping[str, object]]) -> None:
     """Add the tasks that this node's owner names (`task.modules`, `task.settings`) to the list, for this process. None of them is run.
 
     No name in a manifest, which is a stranger's, gets here. Raises ConfigError when one cannot be found.

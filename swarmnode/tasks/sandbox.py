@@ -23,7 +23,6 @@ import resource
 import signal
 import struct
 import sys
-from typing import Any
 
 from swarmnode.tasks import seccomp
 
@@ -92,7 +91,7 @@ def allow_cpu(seconds: int) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (int(usage.ru_utime + usage.ru_stime) + 1 + seconds, hard))
 
 
-def _refuse(event: str, args: tuple[Any, ...]) -> None:
+def _refuse(event: str, args: tuple[object, ...]) -> None:
     if event not in _ALLOWED_EVENTS:
         raise PermissionError(f"the scorer's sandbox refuses {event}")
 

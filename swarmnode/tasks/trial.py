@@ -28,7 +28,7 @@ class Tried:
     answer: str | None
     """The part of it that is judged."""
     reward: float | None
-    """Of the sampled answer."""
+    """What the sampled answer earned."""
     empty: float
     """Reward of an empty answer."""
     error: str

@@ -17,7 +17,7 @@ from decimal import Decimal
 from swarmnode.tasks.answers import NUMBER
 
 RELATIVE_TOLERANCE = Decimal("1e-6")
-"""Of two numbers that are not both whole: 1/3 and 0.333333 are equal, 1000000 and 1000001 are not."""
+"""How far two numbers that are not both whole may be apart: 1/3 and 0.333333 are equal, 1000000 and 1000001 are not."""
 DIGITS = 100
 """A longer number is not looked at."""
 NESTING = 32

@@ -26,7 +26,7 @@ from swarmnode.wire.tensors import unpack_ids, unpack_logprobs
 Scored = tuple[list[float], list[float]]
 """(log-probabilities, entropies) of one completion's T tokens under our policy, nats."""
 Score = Callable[[Sequence[Row], float], list[Scored]]
-"""Of rows, at a temperature."""
+"""What scores rows at a temperature, without gradient."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class TrainingGroup:
 
 @dataclass
 class Judgement:
-    """What became of drawn external groups."""
+    """The outcome of every drawn external group, and those that are trained on."""
 
     accepted: list[TrainingGroup] = field(default_factory=list)
     outcomes: list[tuple[ExternalGroup, Outcome]] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Rows:
     external: list[bool]
     """(N,)."""
     zero_advantage_share: float | None
-    """Of the own groups; None without any."""
+    """Share of the own groups whose rewards are all equal; None without any own group."""
 
     def informative(self, external: bool) -> list[int]:
         """Indices of the own or external rows that carry a gradient."""

@@ -104,12 +104,12 @@ def test_torch_is_pinned_for_set_up_and_open_for_everybody_else():
 # Each may only fall: whoever lowers one lowers its bound.
 
 TOP_LEVEL_FILES = 8
-ANY_LINES = 213
+ANY_LINES = 142
 BROAD_HANDLERS_IN_P2P = 46
 SIMPLE_NAMESPACES = 0
-DIALECT = 178
-TAKES_CONFIG = 73
-PRIVATE_REACHES_OF_TESTS = 312
+DIALECT = 158
+TAKES_CONFIG = 38
+PRIVATE_REACHES_OF_TESTS = 309
 CONTRACT_ENTRIES = 10
 PARAMETERS = 8
 ATTRIBUTES = 14
@@ -125,10 +125,8 @@ MORE_PARAMETERS = {
     "swarmnode/p2p/bulk/service.py:Bulk.__init__": 9,
     "swarmnode/p2p/nat.py:Nat.__init__": 11,
     "swarmnode/p2p/network.py:Network.__init__": 14,
-    "swarmnode/policy/build_tiny.py:fine_tune": 9,
     "swarmnode/recovery/restore.py:_load": 9,
     "swarmnode/recovery/transfer.py:StatePeer.__init__": 10,
-    "swarmnode/rl/objectives.py:policy_loss": 14,
     "swarmnode/rollouts/admission.py:Admission.__init__": 9,
     "swarmnode/rollouts/exchange.py:RolloutExchange.__init__": 12,
     "swarmnode/swarm/manifest.py:draft": 9,
@@ -144,7 +142,6 @@ MORE_ATTRIBUTES = {
     "swarmnode/crew/view.py:View": 15,
     "swarmnode/daemon/node.py:Node": 20,
     "swarmnode/daemon/watchdog.py:Watchdog": 15,
-    "swarmnode/link/client.py:Link": 18,
     "swarmnode/p2p/autonat.py:Reach": 17,
     "swarmnode/p2p/bulk/fetching.py:Pull": 18,
     "swarmnode/p2p/bulk/service.py:Bulk": 21,
@@ -155,19 +152,17 @@ MORE_ATTRIBUTES = {
     "swarmnode/pipeline/head.py:Head": 38,
     "swarmnode/pipeline/links.py:Links": 16,
     "swarmnode/pipeline/worker.py:StageWorker": 23,
-    "swarmnode/policy/decode.py:Recorded": 15,
     "swarmnode/recovery/channel.py:Channel": 18,
     "swarmnode/recovery/transfer.py:StatePeer": 34,
     "swarmnode/rollouts/exchange.py:RolloutExchange": 23,
     "swarmnode/trainer/crew/recovery.py:StageRecovery": 15,
     "swarmnode/trainer/crew/runner.py:StageRunner": 17,
-    "swarmnode/trainer/loop.py:Loop": 20,
     "swarmnode/trainer/weights.py:Replica": 34,
     "swarmnode/weights/catchup.py:CatchUp": 23,
     "swarmnode/weights/exchange.py:WeightExchange": 24,
 }
 IGNORED_ERRORS = {
-    "swarmnode.policy.load", "swarmnode.p2p.host", "swarmnode.p2p.network", "swarmnode.p2p.nat", "swarmnode.p2p.relay",
+    "swarmnode.p2p.host", "swarmnode.p2p.network", "swarmnode.p2p.nat", "swarmnode.p2p.relay",
     "swarmnode.p2p.autonat", "swarmnode.p2p.guards.*",
 }  # fmt: skip
 
