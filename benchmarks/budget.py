@@ -23,7 +23,7 @@ from swarmnode.config import NetworkConfig, SharingConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, swarm_of
 from swarmnode.p2p.budget import BURST_BYTES, BURST_SECONDS
 from swarmnode.p2p.metering import Meter
-from swarmnode.p2p.network import Network
+from swarmnode.p2p.network import Libp2pNetwork
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.testing.scorer import InProcessScorer
 from tests.support.hosts import hosts
@@ -71,7 +71,7 @@ async def measure(arm: str, seconds: float) -> Result:
     return Result(arm, took, sent, received, meters[0].statistics().refused, CAP * took + max(CAP * BURST_SECONDS, BURST_BYTES))
 
 
-def traffic(network: Network):  # type: ignore[no-untyped-def]
+def traffic(network: Libp2pNetwork):  # type: ignore[no-untyped-def]
     """Reads the meter of one host."""
     return lambda: network.statistics().traffic
 

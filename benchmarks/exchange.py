@@ -32,7 +32,7 @@ from swarmnode.errors import PeerError
 from swarmnode.p2p import identity
 from swarmnode.p2p.bulk import BulkSource, MemorySink
 from swarmnode.p2p.bulk.tls import Contexts
-from swarmnode.p2p.network import Network
+from swarmnode.p2p.network import Libp2pNetwork
 from tests.support.hosts import host
 
 MIB = 2**20
@@ -105,7 +105,7 @@ async def _ping(directory: Path, known: list[str], pipe: Connection) -> None:
     pipe.send(samples)
 
 
-async def _ping_one(network: Network, peer: str, series: list[tuple[float, float]]) -> None:
+async def _ping_one(network: Libp2pNetwork, peer: str, series: list[tuple[float, float]]) -> None:
     while True:
         began = time.monotonic()
         with contextlib.suppress(PeerError):
@@ -160,7 +160,7 @@ async def measure(size: int, rounds: int) -> dict[str, Any]:
 
 
 async def _measure(
-    network: Network, peer: str, plain: Callable[[memoryview], Awaitable[None]], processes: list[psutil.Process], rounds: int
+    network: Libp2pNetwork, peer: str, plain: Callable[[memoryview], Awaitable[None]], processes: list[psutil.Process], rounds: int
 ) -> dict[str, Any]:
     """`processes`: the fetching and the serving one, whose CPU time is compared too: it suffers less from what else the machine does."""
     manifest = await network.bulk.manifest(peer, TRANSFER)

@@ -19,7 +19,7 @@ from swarmnode.errors import LocalError, PeerError, SwarmNodeError
 from swarmnode.p2p import manifests
 from swarmnode.p2p.host import open_host
 from swarmnode.p2p.identity import Identity, load_or_create
-from swarmnode.p2p.network import Network
+from swarmnode.p2p.network import Libp2pNetwork
 from swarmnode.p2p.sessions import Sessions
 from swarmnode.p2p.summaries import Summaries
 from swarmnode.swarm import manifest, manifest_store
@@ -49,7 +49,7 @@ class Member:
     """32 bytes."""
     opened: Opened | None
     """None in a swarm without a manifest."""
-    network: Network
+    network: Libp2pNetwork
     sessions: Sessions
     summaries: Summaries
     successors: Successors | None
@@ -105,7 +105,7 @@ class Successors:
     A node follows by choosing the successor and starting again: configuration, topic, signatures and trainer all hang on the swarm id.
     """
 
-    def __init__(self, config: Config, opened: Opened, store: ManifestStore, network: Network, *, trains: bool = True) -> None:
+    def __init__(self, config: Config, opened: Opened, store: ManifestStore, network: Libp2pNetwork, *, trains: bool = True) -> None:
         self._config = config
         self._trains = trains
         self._opened = opened

@@ -18,7 +18,7 @@ from swarmnode.observe.snapshot import Health, NodeInfo, NodeSnapshot, PeerRow, 
 from swarmnode.observe.stages import stages_view
 from swarmnode.observe.watch import SupervisorWatch, TrainerWatch, disk_use, process_use
 from swarmnode.p2p.metering import Meter
-from swarmnode.p2p.network import Network
+from swarmnode.p2p.network import Libp2pNetwork
 from swarmnode.p2p.summaries import Summaries, plain_name
 from swarmnode.rollouts.exchange import ExchangeStatistics, RolloutExchange
 from swarmnode.tasks.client import AsyncScorer
@@ -35,7 +35,7 @@ PEER_ROWS = 64
 class Parts:
     """What is watched. A node without a trainer has no more than the first five."""
 
-    network: Network
+    network: Libp2pNetwork
     summaries: Summaries
     meter: Meter
     supervisor: SupervisorWatch
@@ -109,7 +109,7 @@ def own_summary(info: NodeInfo, report: Report | None, created_at: int, *, publi
     )
 
 
-def peer_rows(network: Network, rollouts: RolloutExchange | None, report: Report | None, now: float) -> list[PeerRow]:
+def peer_rows(network: Libp2pNetwork, rollouts: RolloutExchange | None, report: Report | None, now: float) -> list[PeerRow]:
     """Connected peers first, then others of whom something came; `now` is trio's clock."""
     used = report.peers_used if report is not None else {}
     connected = network.connected()

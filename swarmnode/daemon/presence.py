@@ -12,7 +12,7 @@ import trio
 
 from swarmnode.errors import LocalError
 from swarmnode.files import write_atomically
-from swarmnode.p2p.network import Network
+from swarmnode.p2p.network import Libp2pNetwork
 from swarmnode.process import Progress
 
 log = structlog.get_logger("swarmnode.daemon.node")
@@ -20,7 +20,7 @@ log = structlog.get_logger("swarmnode.daemon.node")
 HEARTBEAT_SECONDS = 1.0
 
 
-def announce(data_dir: Path, network: Network, swarm: bytes, url: str) -> None:
+def announce(data_dir: Path, network: Libp2pNetwork, swarm: bytes, url: str) -> None:
     """Say where we are: in the log, and in a file for whoever started us. `url`: of the status page, empty without one."""
     addresses = {"peer": network.peer_id, "addrs": network.listen_addrs, "http": url, "swarm": swarm.hex()}
     try:

@@ -40,6 +40,10 @@ class Address:
         return ipaddress.ip_address(self.host) if self.kind in ("ip4", "ip6") else None
 
     @property
+    def is_link_local(self) -> bool:
+        return self.ip is not None and self.ip.is_link_local
+
+    @property
     def scope(self) -> int:
         return PUBLIC if self.ip is None else scope_of(self.ip)
 
@@ -68,6 +72,22 @@ class Circuit:
     def prefix(self) -> str:
         """Peers behind one relay have nothing else in common: they count as the relay's, not as its network's."""
         return f"relay {self.relay}"
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnAddresses:
+    """`listen`: what we listen on, ports chosen. `announce`: what a person says that others should be told instead; may be empty."""
+
+    listen: list[Address]
+    announce: list[Address]
+
+    def told(self) -> list[Address]:
+        return self.announce or self.listen
+
+    def outside_ports(self) -> list[int]:
+        """Ports at which we can be dialled from another machine; empty if we listen on loopback alone."""
+        outside = [each.port for each in self.told() if each.scope > LOOPBACK or (each.ip is not None and each.ip.is_unspecified)]
+        return list(dict.fromkeys(outside))
 
 
 def parse_any(text: str) -> tuple[Address | Circuit, str | None]:

@@ -48,6 +48,10 @@ class Declined(PeerError):
         self.status = status
 
 
+class AnotherPeer(PeerError):
+    """Raised when somebody else answers at the address of the peer that was dialled."""
+
+
 class Connections(Protocol):
     """Who is connected, and who should be."""
 
@@ -74,7 +78,7 @@ class Connections(Protocol):
         ...
 
     async def dial(self, peer: str, address: str) -> None:
-        """Connects now. Raises PeerError, which says why it failed."""
+        """Connects now. Raises AnotherPeer, Incompatible (no security protocol in common), or PeerError, which says why it failed."""
         ...
 
     def hold(self, peers: Collection[str]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
+from swarmnode.errors import PeerError
 from swarmnode.p2p.addresses import is_circuit
 from swarmnode.p2p.peers import Dial, PeerTable
 
@@ -28,7 +29,7 @@ LONGEST_SLEEP = 5.0
 """The loop looks at least this often, whatever the table says, so that a lost wake-up costs seconds at most."""
 
 Connect = Callable[[str, str], Awaitable[bool]]
-"""(peer id, address) → True if it connected, False if the peer was connected already. Raises whatever went wrong."""
+"""(peer id, address) → True if it connected, False if the peer was connected already. Raises PeerError."""
 
 
 class Dialer:
@@ -43,6 +44,13 @@ class Dialer:
     def wake(self) -> None:
         """Something changed in the table: look again now."""
         self._wake.set()
+
+    async def dial_once(self, peer: str, address: str) -> None:
+        """Connects now, whatever the table says. Raises PeerError, which says why it failed."""
+        with trio.move_on_after(DIAL_SECONDS):
+            await self._connect(peer, address)
+            return
+        raise PeerError(f"no answer within {DIAL_SECONDS:g} s")
 
     async def run(self) -> None:
         """Dials until cancelled."""
@@ -80,8 +88,8 @@ class Dialer:
                         self._table.undialled(order.peer)
                     self._reached(order)
                     return
-                except Exception as error:  # refused, reset, wrong key, no such name, full, … in a dozen exception types
-                    why = first_cause(error)
+                except PeerError as error:
+                    why = str(error)
             self._failed(order, address, why)
         self._table.failed(order.peer, trio.current_time())
 
@@ -98,12 +106,3 @@ class Dialer:
         if lost:
             self._unreachable -= lost
             log.info("bootstrap peer reached: %s", order.peer)
-
-
-def first_cause(error: BaseException) -> str:
-    """The first cause, which says what happened; the library's wrappers only say that something did."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    if isinstance(error, BaseExceptionGroup):
-        return first_cause(error.exceptions[0])
-    return str(error) or type(error).__name__

@@ -20,9 +20,10 @@ import trio
 from swarmnode.errors import BadMessage, PeerError
 from swarmnode.p2p import addresses
 from swarmnode.p2p.addresses import Address, Circuit
+from swarmnode.p2p.api import Requests
+from swarmnode.p2p.connections import ConnectionTable
 from swarmnode.p2p.nat import Nat
 from swarmnode.p2p.peers import PeerTable
-from swarmnode.p2p.requests import Requests
 from swarmnode.wire import codec, ids, limits
 from swarmnode.wire.messages import PeerAddresses, PeersRequest, PeersResponse
 
@@ -33,6 +34,8 @@ ASK_SECONDS = 120.0
 """Between two rounds of asking, with jitter."""
 ASK_AT_ONCE = 4
 """Peers asked in one round; each is also asked right after it connected."""
+CHANGES_SECONDS = 0.5
+"""Changes of our addresses within this time are told together."""
 REQUESTS_PER_PEER = 4
 REQUEST_SECONDS = 30.0
 """A peer may ask REQUESTS_PER_PEER times at once and once more for each REQUEST_SECONDS."""
@@ -49,14 +52,14 @@ LEARNED = ("learned", "malformed", "out_of_reach", "other_swarm", "failed")
 
 
 class PeerExchange:
-    """`nat`: knows where peers are and where we are. `news()`: the table changed."""
+    """`connections`: where peers are. `nat`: where we are. `news()`: is called when the table has changed."""
 
     def __init__(
         self,
         table: PeerTable,
         requests: Requests,
-        *,
         swarm: bytes,
+        connections: ConnectionTable,
         nat: Nat,
         news: Callable[[], None],
         rng: random.Random,
@@ -64,6 +67,7 @@ class PeerExchange:
         self._table = table
         self._requests = requests
         self._swarm = swarm
+        self._connections = connections
         self._nat = nat
         self._news = news
         self._rng = rng
@@ -80,10 +84,20 @@ class PeerExchange:
         )
 
     async def run(self) -> None:
-        """Asks a few connected peers every ASK_SECONDS, until cancelled."""
-        while True:
-            await trio.sleep(ASK_SECONDS * self._rng.uniform(0.75, 1.25))
-            await self.ask_some()
+        """Asks a few connected peers every ASK_SECONDS, and when there is something to tell them, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._tell_changes)
+            while True:
+                await trio.sleep(ASK_SECONDS * self._rng.uniform(0.75, 1.25))
+                await self.ask_some()
+
+    async def _tell_changes(self) -> None:
+        """Several changes within CHANGES_SECONDS are told together."""
+        async with trio.open_nursery() as nursery:
+            while True:
+                await self._nat.addresses_changed()
+                await trio.sleep(CHANGES_SECONDS)
+                nursery.start_soon(self.ask_some)
 
     async def ask_some(self) -> None:
         """Asks a few connected peers, and so tells them where we are now."""
@@ -107,9 +121,16 @@ class PeerExchange:
         if response.swarm != self._swarm:
             self.learned["other_swarm"] += 1
             return
-        teller = self._nat.vantage(peer)
+        teller = self._connections.vantage(peer)
         if teller is not None:
             self._learn(response.peers, peer, teller)
+
+    async def greet(self, peer: str) -> None:
+        """Asks a new peer. Before it is told our addresses, we want to know whether they are any good. Never raises for anything the peer
+        does."""
+        await self._nat.greet(peer)
+        if peer in self._table.connected():
+            await self.ask(peer)
 
     def forget(self, peer: str) -> None:
         """`peer` is gone."""
@@ -139,10 +160,10 @@ class PeerExchange:
         if not self._may_ask(peer, trio.current_time()):
             raise PeerError(f"{peer} asks too often")
         request = codec.decode(data, PeersRequest, limits.PEERS_REQUEST_BYTES)
-        seen = self._nat.vantage(peer)
+        seen = self._connections.vantage(peer)
         if request.swarm != self._swarm or seen is None:
             return codec.encode(PeersResponse(self._swarm, []))
-        self._believe(peer, request.addresses, self._nat.observed(peer))
+        self._believe(peer, request.addresses, self._connections.observed(peer))
         good = self._table.good(limits.PEERS, apart_from=peer, scope=seen.scope, also=self._nat.relayed_here)
         return codec.encode(PeersResponse(self._swarm, [PeerAddresses(other, where[: limits.PEER_ADDRESSES]) for other, where in good]))
 

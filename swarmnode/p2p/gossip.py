@@ -14,13 +14,18 @@ import collections
 import dataclasses
 import enum
 import logging
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterable, AsyncIterator, Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 import trio
 
 from swarmnode.wire.limits import GOSSIP_BYTES
+
+if TYPE_CHECKING:  # loads libp2p
+    from libp2p.peer.id import ID
+
+    from swarmnode.p2p.library.objects import GossipMessage, Pubsub, Router
 
 log = logging.getLogger(__name__)
 
@@ -110,14 +115,14 @@ class Topic:
             yield await self.get()
 
 
-class Gossip:
+class Libp2pGossip:
     """`pubsub`, `router`: the library's objects, guarded. `welcome(peer)`: False if nothing of this peer is to be looked at.
     `judged(peer, verdict, reason)`: told of each verdict, for reputation."""
 
     def __init__(
         self,
-        pubsub: Any,
-        router: Any,
+        pubsub: Pubsub,
+        router: Router,
         own: str,
         nursery: trio.Nursery,
         *,
@@ -181,7 +186,7 @@ class Gossip:
             mesh={name: len(self._router.mesh.get(name, ())) for name in self._topics},
         )
 
-    def _judge(self, topic: Topic, forwarder: Any, message: Any) -> bool:
+    def _judge(self, topic: Topic, forwarder: ID, message: GossipMessage) -> bool:
         """What pubsub calls for each new message, our own included. True forwards and delivers it."""
         peer = forwarder.to_base58()
         if peer == self._own:
@@ -194,7 +199,7 @@ class Gossip:
         self._judged(peer, verdict, reason)
         return verdict is Validation.ACCEPT
 
-    def _verdict(self, topic: Topic, peer: str, message: Any) -> tuple[Validation, str]:
+    def _verdict(self, topic: Topic, peer: str, message: GossipMessage) -> tuple[Validation, str]:
         if not self._welcome(peer):
             self._count["unwelcome"] += 1
             return Validation.IGNORE, "unwelcome"
@@ -206,7 +211,7 @@ class Gossip:
             return Validation.IGNORE, "error"
 
 
-async def _drain(subscription: Any) -> None:
+async def _drain(subscription: AsyncIterable[GossipMessage]) -> None:
     """Empties pubsub's own queue, which nobody else reads: `_judge` has already put what was accepted into ours, with its forwarder."""
     async for _ in subscription:
         pass

@@ -5,19 +5,23 @@ Yamux pings every connection every 30 s but draws no conclusion from silence, an
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
+from typing import Generic, TypeVar
 
 SILENT_SECONDS = 30.0
 """A ping unanswered for this long means that nobody is there. The next ping is sent 40 s after an unanswered one."""
 
 
-class Liveness:
+C = TypeVar("C")
+
+
+class Liveness(Generic[C]):
     """Fed now and then with the state of every connection's ping."""
 
     def __init__(self) -> None:
-        self._unanswered: dict[Hashable, tuple[int, float]] = {}
+        self._unanswered: dict[C, tuple[int, float]] = {}
 
-    def dead(self, pings: Mapping[Hashable, tuple[int, bool]], now: float) -> list[Hashable]:
+    def dead(self, pings: Mapping[C, tuple[int, bool]], now: float) -> list[C]:
         """Connections to close. `pings`: connection → (number of its latest ping, whether that was answered)."""
         unanswered = {each: number for each, (number, answered) in pings.items() if number and not answered}
         since = {}

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable
 
 from swarmnode.errors import BadMessage, Incompatible
-from swarmnode.p2p.requests import Requests
+from swarmnode.p2p.api import Requests
 from swarmnode.wire import codec, ids, limits
 from swarmnode.wire.manifest import Opened, follows, open_manifest
 from swarmnode.wire.messages import ManifestRequest, ManifestResponse

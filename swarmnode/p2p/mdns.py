@@ -14,7 +14,6 @@ import ipaddress
 import logging
 import socket
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import ifaddr
 import trio
@@ -30,7 +29,7 @@ FOUND_ADDRESSES = 4
 PENDING = 64
 """Announcements that may wait for the trio thread; a LAN that shouts louder is not listened to."""
 
-Heard = Callable[[str, str], None]
+Found = Callable[[str, str], None]
 """(peer id, address without it), on the trio thread."""
 
 
@@ -68,21 +67,22 @@ def parse_service(properties: dict[bytes, bytes | None], hosts: Iterable[str], p
     return found
 
 
-class Discovery:
+class MdnsDiscovery:
     """Announces us and listens for others while `run` runs. `interfaces`: IP addresses to send on, None for all; loopback only in tests."""
 
-    def __init__(self, own: str, swarm: bytes, listen: list[Address], heard: Heard, *, interfaces: list[str] | None = None) -> None:
+    def __init__(self, own: str, swarm: bytes, listen: list[Address], *, interfaces: list[str] | None = None) -> None:
         self._own = own
         self._type = service_type(swarm)
-        self._heard = heard
+        self._found: Found = lambda peer, address: None
         self._interfaces = interfaces
         self._listen = listen
         self._pending = 0
         self._token: trio.lowlevel.TrioToken | None = None
         self.running = False
 
-    async def run(self) -> None:
-        """Until cancelled. Never raises for anything the network does."""
+    async def run(self, found: Found) -> None:
+        """Calls `found` with everybody who is announced, until cancelled. Never raises for anything the network does."""
+        self._found = found
         self._token = trio.lowlevel.current_trio_token()
         told = self._listen if self._interfaces else advertised(self._listen, await trio.to_thread.run_sync(interface_addresses))
         if not told:
@@ -127,7 +127,7 @@ class Discovery:
         browser.cancel()
         zeroconf.close()
 
-    def _changed(self, zeroconf: Any, service_type: str, name: str, state_change: ServiceStateChange) -> None:
+    def _changed(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
         """On zeroconf's browser thread."""
         if state_change is ServiceStateChange.Removed or self._pending >= PENDING:
             return
@@ -151,4 +151,4 @@ class Discovery:
 
     def _arrive(self, peer: str, address: str) -> None:
         self._pending -= 1
-        self._heard(peer, address)
+        self._found(peer, address)

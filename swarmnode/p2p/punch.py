@@ -13,23 +13,19 @@ from __future__ import annotations
 
 import collections
 import logging
-import socket
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 import trio
-from libp2p.io.trio import TrioTCPStream
-from libp2p.network.connection.raw_connection import RawConnection
-from libp2p.peer.id import ID
 from libp2p.relay.circuit_v2.pb import dcutr_pb2 as pb
-from multiaddr import Multiaddr
 
 from swarmnode.errors import PeerError
-from swarmnode.p2p.addresses import Address, dialable, parse
-from swarmnode.p2p.circuits import relay_of
-from swarmnode.p2p.requests import close, reset
-from swarmnode.p2p.talk import answer, converse, read_message, write_message
+from swarmnode.p2p.addresses import Address, dialable
+from swarmnode.p2p.connections import ConnectionTable
+from swarmnode.p2p.conversations import answer, converse, read_message, write_message
+from swarmnode.p2p.library.hosts import Host
+from swarmnode.p2p.library.identifiers import address_of_bytes, multiaddr_bytes
+from swarmnode.p2p.library.streams import Stream
 
 log = logging.getLogger(__name__)
 
@@ -74,53 +70,46 @@ class Allowance:
 
 
 class Puncher:
-    """`own()`: addresses at which others see us. `listen`: what we listen on, to dial from. `direct(peer)`: whether there is a direct
-    connection. `vantage(peer)`: from where the peer speaks: nothing that reaches less far is dialled for it."""
+    """`own()`: addresses at which others see us. `listen`: what we listen on, to dial from. `welcome(peer)`: False for who is not to be
+    served."""
 
     def __init__(
         self,
-        host: Any,
-        nursery: trio.Nursery,
-        *,
-        own_id: str,
-        own: Callable[[], list[Address]],
+        host: Host,
+        connections: ConnectionTable,
         listen: list[Address],
-        direct: Callable[[str], bool],
+        own: Callable[[], list[Address]],
         welcome: Callable[[str], bool],
-        vantage: Callable[[str], Address | None],
     ) -> None:
+        self.own = own
         self._host = host
-        self._nursery = nursery
-        self._own_id = own_id
-        self._own = own
+        self._connections = connections
         self._listen = listen
-        self._direct = direct
         self._welcome = welcome
-        self._vantage = vantage
         self._allowance = Allowance()
         self._active: set[str] = set()
         self._succeeded = self._failed = self._refused = 0
 
     def start(self) -> None:
         """The host listens: from now on its ports can be dialled from, and others may ask us to."""
-        share_port(self._host)
-        self._host.set_stream_handler(DCUTR, self._on_stream)
+        self._host.share_ports()
+        self._host.set_handler(DCUTR, self._on_stream)
 
     def statistics(self) -> PunchStatistics:
         return PunchStatistics(self._succeeded, self._failed, self._refused)
 
     async def upgrade(self, peer: str) -> None:
         """We were called by `peer` through a relay: try to connect directly. Never raises for anything the peer does."""
-        if peer in self._active or len(self._active) >= AT_ONCE or not self._own():
+        if peer in self._active or len(self._active) >= AT_ONCE or not self.own():
             return
         self._active.add(peer)
         try:
             for attempt in range(ROUNDS):
                 if attempt:
                     await trio.sleep(ROUND_PAUSE_SECONDS * attempt)
-                if self._direct(peer) or not self._allowance.take(peer, trio.current_time()) or not await self._round(peer):
+                if self._connections.is_direct(peer) or not self._allowance.take(peer, trio.current_time()) or not await self._round(peer):
                     break
-            if self._direct(peer):
+            if self._connections.is_direct(peer):
                 self._succeeded += 1
                 log.info("direct connection with %s, the relay is not needed", peer)
             else:
@@ -132,17 +121,17 @@ class Puncher:
     async def _round(self, peer: str) -> bool:
         """One attempt. False if another makes no sense."""
         try:
-            (addresses, seconds), _ = await converse(self._host, self._nursery, peer, DCUTR, self._agree, deadline=TALK_SECONDS)
+            (addresses, seconds), _ = await converse(self._host, peer, DCUTR, self._agree, deadline=TALK_SECONDS)
         except PeerError as error:
             log.debug("%s does not punch: %s", peer, error)
             return False
-        if not (targets := self._targets(peer, addresses)):
+        if not (targets := targets_of(addresses, self._connections.vantage(peer))):
             return False
         await trio.sleep(min(seconds / 2, 1.0) + LATER_SECONDS)
         await self._dial_all(peer, targets, initiator=False)
         return True
 
-    async def _agree(self, stream: Any) -> tuple[list[bytes], float]:
+    async def _agree(self, stream: Stream) -> tuple[list[bytes], float]:
         """(their addresses, round trip in seconds); SYNC is on its way to them when this returns."""
         await write_message(stream, self._connect_message())
         at = trio.current_time()
@@ -153,29 +142,26 @@ class Puncher:
         await write_message(stream, pb.HolePunch(type=pb.HolePunch.SYNC))
         return list(reply.ObsAddrs), seconds
 
-    async def _on_stream(self, stream: Any) -> None:
+    async def _on_stream(self, stream: Stream) -> None:
         """We called, and the called peer wants a direct connection."""
-        peer = stream.muxed_conn.peer_id.to_base58()
-        rival = peer in self._active and self._own_id < peer  # both began: the session of the lesser id goes on
-        pointless = relay_of(stream.muxed_conn) is None or self._direct(peer) or not self._own()
-        if rival or pointless or not self._welcome(peer) or len(self._active) >= AT_ONCE:
+        peer = stream.peer
+        rival = peer in self._active and self._host.peer_id < peer  # both began: the session of the lesser id goes on
+        pointless = stream.relay is None or self._connections.is_direct(peer) or not self.own()
+        busy = len(self._active) >= AT_ONCE or not self._welcome(peer)
+        if rival or pointless or busy or not self._allowance.take(peer, trio.current_time()):
             self._refused += 1
-            await reset(stream)
-            return
-        if not self._allowance.take(peer, trio.current_time()):
-            self._refused += 1
-            await reset(stream)
+            await stream.reset()
             return
         self._active.add(peer)
         try:
             addresses = await answer(stream, self._answer, deadline=TALK_SECONDS)
             if addresses:
-                await self._dial_all(peer, self._targets(peer, addresses), initiator=True)
-                await close(stream)
+                await self._dial_all(peer, targets_of(addresses, self._connections.vantage(peer)), initiator=True)
+                await stream.close()
         finally:
             self._active.discard(peer)
 
-    async def _answer(self, stream: Any) -> list[bytes]:
+    async def _answer(self, stream: Stream) -> list[bytes]:
         request = await read_message(stream, pb.HolePunch)
         if request.type != pb.HolePunch.CONNECT:
             raise PeerError("not a CONNECT")
@@ -185,21 +171,7 @@ class Puncher:
         return list(request.ObsAddrs)
 
     def _connect_message(self) -> pb.HolePunch:
-        return pb.HolePunch(type=pb.HolePunch.CONNECT, ObsAddrs=[Multiaddr(str(each)).to_bytes() for each in self._own()[:ADDRESSES]])
-
-    def _targets(self, peer: str, raw: list[bytes]) -> list[Address]:
-        """Those of the told addresses that we dial."""
-        vantage = self._vantage(peer)
-        targets = []
-        for each in raw[: 2 * ADDRESSES]:
-            try:
-                address = parse(str(Multiaddr(each)))[0]
-            except Exception as error:  # the parser raises what its codecs raise
-                log.debug("%s told something that is not an address: %r", peer, error)
-                continue
-            if vantage is not None and dialable(address, vantage):
-                targets.append(address)
-        return targets[:ADDRESSES]
+        return pb.HolePunch(type=pb.HolePunch.CONNECT, ObsAddrs=[multiaddr_bytes(str(each)) for each in self.own()[:ADDRESSES]])
 
     async def _dial_all(self, peer: str, targets: list[Address], *, initiator: bool) -> None:
         async with trio.open_nursery() as nursery:
@@ -211,35 +183,39 @@ class Puncher:
         source = next((each for each in self._listen if each.kind == target.kind), None)
         if source is None:
             return
-        raw = None
         try:
             with trio.fail_after(DIAL_SECONDS):
-                raw = await connect_until_open(source, target, initiator=initiator)
+                connected = await connect_until_open(source, target)
             with trio.fail_after(HANDSHAKE_SECONDS):
-                swarm = self._host.get_network()
-                if initiator:
-                    await swarm.upgrade_outbound_raw_conn(raw, ID.from_string(peer))
-                else:
-                    muxed = await swarm.upgrade_inbound_raw_conn(raw, Multiaddr(str(target)))
-                    if muxed.peer_id.to_base58() != peer:
-                        await muxed.close()
-        except Exception as error:  # no answer, refused, the pair of ports in use, a failed handshake, …: this attempt is over
+                await self._host.punch(peer, connected, target, initiator=initiator)
+        except (OSError, PeerError, trio.TooSlowError) as error:  # this attempt is over
             log.debug("no way to %s at %s: %r", peer, target, error)
-            if raw is not None:
-                with trio.CancelScope(shield=True), trio.move_on_after(1.0):
-                    await raw.close()
 
 
-async def connect_until_open(source: Address, target: Address, *, initiator: bool) -> RawConnection:
+def targets_of(told: list[bytes], vantage: Address | None) -> list[Address]:
+    """Those of a peer's addresses that we dial. `vantage`: from where it speaks; nothing that reaches less far is dialled for it."""
+    targets = []
+    for each in told[: 2 * ADDRESSES]:
+        try:
+            address = address_of_bytes(each)
+        except PeerError as error:
+            log.debug("a peer told something that is not an address: %s", error)
+            continue
+        if vantage is not None and dialable(address, vantage):
+            targets.append(address)
+    return targets[:ADDRESSES]
+
+
+async def connect_until_open(source: Address, target: Address) -> trio.SocketStream:
     """Like `connect_from`, again and again while the other router refuses: it may not have seen its own side's SYN yet."""
     while True:
         try:
-            return await connect_from(source, target, initiator=initiator)
+            return await connect_from(source, target)
         except ConnectionRefusedError:
             await trio.sleep(REFUSED_SECONDS)
 
 
-async def connect_from(source: Address, target: Address, *, initiator: bool) -> RawConnection:
+async def connect_from(source: Address, target: Address) -> trio.SocketStream:
     """A TCP connection to `target` from the very port that we listen on. Raises OSError.
 
     The port stays ours alone: a listener binds it without SO_REUSEPORT (guards/swarm.py) and is given that option only once it listens.
@@ -251,15 +227,7 @@ async def connect_from(source: Address, target: Address, *, initiator: bool) -> 
         sock.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_REUSEPORT, 1)
         await sock.bind((source.host, source.port))
         await sock.connect((target.host, target.port))
+        return trio.SocketStream(sock)
     except BaseException:
         sock.close()
         raise
-    return RawConnection(TrioTCPStream(trio.SocketStream(sock)), initiator)
-
-
-def share_port(host: Any) -> None:
-    """Lets `connect_from` use the ports of a host that listens. Nobody can listen on them: that takes the option before binding too."""
-    for listener in host.get_network().listeners.values():
-        for each in getattr(listener, "listeners", []):
-            if hasattr(socket, "SO_REUSEPORT"):
-                each.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 import msgspec
 import trio
@@ -21,8 +21,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from swarmnode.config import NetworkConfig
 from swarmnode.errors import PeerError
 from swarmnode.p2p import addresses
+from swarmnode.p2p.api import AnotherPeer
 from swarmnode.p2p.host import open_host
 from swarmnode.p2p.identity import from_key, load_or_create
+from swarmnode.p2p.network import Libp2pNetwork
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -42,8 +44,23 @@ class Request(msgspec.Struct, frozen=True):
     dial_back_seconds: float = 16.0
 
 
-async def reach(request: Request) -> dict[str, Any]:
-    """`peers`: fields of `doctor.checks.PeerFacts`, in the order of the request; `dial_back`: fields of `doctor.checks.DialBackFacts`."""
+class DialBack(TypedDict, total=False):
+    """Fields of `doctor.checks.DialBackFacts`."""
+
+    verdict: str
+    observed: str
+    relays: int
+
+
+class Reached(TypedDict):
+    """`peers`: fields of `doctor.checks.PeerFacts`, in the order of the request."""
+
+    peers: list[dict[str, str]]
+    dial_back: DialBack
+
+
+async def reach(request: Request) -> Reached:
+    """Everything that was asked, with a host that is closed afterwards."""
     identity = load_or_create(Path(request.identity)) if request.identity else from_key(Ed25519PrivateKey.generate())
     cfg = NetworkConfig(listen_addrs=request.listen or ["/ip4/127.0.0.1/tcp/0"], mdns=False, relay=request.relay, bulk_port=-1)
     found: dict[str, dict[str, str]] = {}
@@ -52,17 +69,17 @@ async def reach(request: Request) -> dict[str, Any]:
         async with open_host(cfg, identity, Path(directory), swarm=bytes.fromhex(request.swarm), secret=secret) as network:
 
             async def look(text: str) -> None:
-                found[text] = {"address": text, **await answer(network, text, request.seconds)}
+                found[text] = {"address": text, **await probe(network, text, request.seconds)}
 
             async with trio.open_nursery() as nursery:
                 for text in request.addresses:
                     nursery.start_soon(look, text)
             asked = request.listen and any(row["outcome"] == "ok" for row in found.values())
-            told = await dial_back(network, request.dial_back_seconds) if asked else {}
+            told = await dial_back(network, request.dial_back_seconds) if asked else DialBack()
     return {"peers": [found[text] for text in request.addresses], "dial_back": told}
 
 
-async def dial_back(network: Any, seconds: float) -> dict[str, Any]:
+async def dial_back(network: Libp2pNetwork, seconds: float) -> DialBack:
     """What connected peers say of dialling us, as soon as it is known; when they cannot, also whether one of them relays for us."""
     until = trio.current_time() + seconds
     while True:
@@ -73,7 +90,7 @@ async def dial_back(network: Any, seconds: float) -> dict[str, Any]:
         await trio.sleep(0.2)
 
 
-async def answer(network: Any, text: str, seconds: float) -> dict[str, str]:
+async def probe(network: Libp2pNetwork, text: str, seconds: float) -> dict[str, str]:
     """outcome and detail of one address."""
     try:
         where, peer = addresses.parse(text)
@@ -94,9 +111,10 @@ async def answer(network: Any, text: str, seconds: float) -> dict[str, str]:
             await network.dial(peer, str(where))
     except trio.TooSlowError:
         return {"outcome": "no_handshake", "detail": f"no handshake within {seconds:g} s"}
+    except AnotherPeer:
+        return {"outcome": "wrong_peer", "detail": ""}
     except PeerError as error:
-        wrong = "peer id does not correspond" in str(error)
-        return {"outcome": "wrong_peer" if wrong else "no_handshake", "detail": "" if wrong else str(error)[:200]}
+        return {"outcome": "no_handshake", "detail": str(error)[:200]}
     return {
         "outcome": "ok",
         "detail": f"TCP in {connected * 1000:.0f} ms, handshake in {(time.monotonic() - started - connected) * 1000:.0f} ms",

@@ -15,19 +15,16 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 import trio
-from libp2p.peer.id import ID
 from libp2p.relay.circuit_v2.pb import circuit_pb2 as pb
-from multiaddr import Multiaddr
 
-from swarmnode.errors import PeerError
-from swarmnode.p2p.addresses import ED25519_PEER_ID
-from swarmnode.p2p.circuits import relay_of
-from swarmnode.p2p.requests import close, reset
-from swarmnode.p2p.talk import answer, converse, read_message, write_message
+from swarmnode.errors import BadMessage, PeerError
+from swarmnode.p2p.conversations import answer, converse, read_message, write_message
+from swarmnode.p2p.library.hosts import Host
+from swarmnode.p2p.library.identifiers import multiaddr_bytes, peer_id_bytes, peer_id_text
+from swarmnode.p2p.library.streams import Stream
 
 log = logging.getLogger(__name__)
 
@@ -144,18 +141,13 @@ class Relay:
 
     def __init__(
         self,
-        host: Any,
-        nursery: trio.Nursery,
+        host: Host,
         limits: RelayLimits,
-        *,
-        own: str,
         addresses: Callable[[], list[str]],
         welcome: Callable[[str], bool],
     ) -> None:
         self._host = host
-        self._nursery = nursery
         self._limits = limits
-        self._own = own
         self._addresses = addresses
         self._welcome = welcome
         self.allows: Callable[[], bool] = lambda: True
@@ -163,7 +155,7 @@ class Relay:
         self._book = Book(limits)
         self._serving = False
         self._bytes = 0
-        self._free_at = 0.0
+        self._throttle = _Throttle(limits.bytes_per_second)
         self._reserved = collections.Counter[str](dict.fromkeys(OUTCOMES, 0))
         self._called = collections.Counter[str](dict.fromkeys(OUTCOMES, 0))
 
@@ -174,10 +166,10 @@ class Relay:
     def serve(self, serving: bool) -> None:
         """Begins or stops to be a relay. Circuits that are open stay so."""
         if serving and not self._serving:
-            self._host.set_stream_handler(HOP, self._on_hop)
+            self._host.set_handler(HOP, self._on_hop)
             log.info("relaying for peers that cannot be reached: up to %d of them", self._limits.reservations)
         elif self._serving and not serving:
-            self._host.remove_stream_handler(HOP)
+            self._host.remove_handler(HOP)
         self._serving = serving
 
     def gone(self, peer: str) -> None:
@@ -194,13 +186,13 @@ class Relay:
 
     # -- requests
 
-    async def _on_hop(self, stream: Any) -> None:
+    async def _on_hop(self, stream: Stream) -> None:
         """One request of a peer; a circuit lives in here until it ends."""
-        peer = stream.muxed_conn.peer_id.to_base58()
+        peer = stream.peer
         request = await answer(stream, lambda stream: read_message(stream, pb.HopMessage), deadline=HOP_SECONDS)
         if request is None:
             self._called["malformed"] += 1
-        elif not self._serving or not self._welcome(peer) or relay_of(stream.muxed_conn) is not None:
+        elif not self._serving or not self._welcome(peer) or stream.relay is not None:
             self._called["refused"] += 1
             await self._refuse(stream, pb.PERMISSION_DENIED)
         elif not self._book.may_ask(peer, trio.current_time()):
@@ -214,13 +206,13 @@ class Relay:
             self._called["malformed"] += 1
             await self._refuse(stream, pb.MALFORMED_MESSAGE)
 
-    async def _reserve(self, peer: str, stream: Any) -> None:
+    async def _reserve(self, peer: str, stream: Stream) -> None:
         """For whoever is at the other end of this connection, whatever the message says."""
         if not self._book.reserve(peer, trio.current_time()):
             self._reserved["full"] += 1
             await self._refuse(stream, pb.RESERVATION_REFUSED)
             return
-        addresses = [Multiaddr(f"{address}/p2p/{self._own}").to_bytes() for address in self._addresses()[:8]]
+        addresses = [multiaddr_bytes(f"{address}/p2p/{self._host.peer_id}") for address in self._addresses()[:8]]
         granted = pb.HopMessage(
             type=pb.HopMessage.STATUS,
             status=pb.OK,
@@ -228,16 +220,17 @@ class Relay:
             limit=self._limit(),
         )
         self._reserved["ok"] += 1
-        if await answer(stream, lambda stream: _say(stream, granted), deadline=HOP_SECONDS):
-            await close(stream)
+        if await answer(stream, lambda stream: write_message(stream, granted), deadline=HOP_SECONDS):
+            await stream.close()
 
-    async def _connect(self, caller: str, wanted: bytes, stream: Any) -> None:
-        called = _peer_id(wanted)
+    async def _connect(self, caller: str, wanted: bytes, stream: Stream) -> None:
         now = trio.current_time()
-        if called is None:
+        try:
+            called = peer_id_text(wanted)
+        except BadMessage:
             self._called["malformed"] += 1
-            await self._refuse(stream, pb.MALFORMED_MESSAGE)
-        elif not self._book.reserved(called, now) or not self._welcome(called) or called == caller:
+            return await self._refuse(stream, pb.MALFORMED_MESSAGE)
+        if not self._book.reserved(called, now) or not self._welcome(called) or called == caller:
             self._called["no_reservation"] += 1
             await self._refuse(stream, pb.NO_RESERVATION)
         elif not self.allows() or not self._book.open(caller, called):
@@ -248,48 +241,49 @@ class Relay:
                 await self._circuit(caller, called, stream)
             finally:
                 self._book.close(caller, called)
+        return None
 
-    async def _circuit(self, caller: str, called: str, stream: Any) -> None:
+    async def _circuit(self, caller: str, called: str, stream: Stream) -> None:
         """Calls `called`, then carries bytes until either end, or a limit, ends it."""
-        call = pb.StopMessage(type=pb.StopMessage.CONNECT, peer=pb.PeerId(id=_raw_id(caller)), limit=self._limit())
+        call = pb.StopMessage(type=pb.StopMessage.CONNECT, peer=pb.PeerId(id=peer_id_bytes(caller)), limit=self._limit())
 
-        async def ring(other: Any) -> None:
+        async def ring(other: Stream) -> None:
             await write_message(other, call)
             reply = await read_message(other, pb.StopMessage)
             if reply.type != pb.StopMessage.STATUS or reply.status != pb.OK:
                 raise PeerError(f"{called} does not take the call")
 
         try:
-            _, other = await converse(self._host, self._nursery, called, STOP, ring, deadline=STOP_SECONDS, keep=True)
+            _, other = await converse(self._host, called, STOP, ring, deadline=STOP_SECONDS, keep=True)
         except PeerError as error:
             log.debug("no circuit from %s to %s: %s", caller, called, error)
             self._called["failed"] += 1
             await self._refuse(stream, pb.CONNECTION_FAILED)
             return
         established = pb.HopMessage(type=pb.HopMessage.STATUS, status=pb.OK, limit=self._limit())
-        if not await answer(stream, lambda stream: _say(stream, established), deadline=HOP_SECONDS):
+        if not await answer(stream, lambda stream: write_message(stream, established), deadline=HOP_SECONDS):
             self._called["failed"] += 1
-            await reset(other)
+            await other.reset()
             return
         self._called["ok"] += 1
         await self._carry(stream, other)
 
-    async def _carry(self, one: Any, other: Any) -> None:
+    async def _carry(self, one: Stream, other: Stream) -> None:
         """Bytes both ways. Returns when both streams are reset; the peers' own handshake tells them what an end means."""
         ended = trio.Event()
         left = self._limits.circuit_bytes
 
-        async def pump(source: Any, sink: Any) -> None:
+        async def pump(source: Stream, sink: Stream) -> None:
             nonlocal left
             try:
                 while (data := await source.read(PIECE_BYTES)) and left >= len(data):
                     left -= len(data)
                     self._bytes += len(data)
-                    await self._pace(len(data))
+                    await self._throttle.wait(len(data))
                     if not await self._in_budget():
                         break
                     await sink.write(data)
-            except Exception as error:  # closed, reset, stalled, connection lost: an end
+            except PeerError as error:  # closed, reset, stalled, connection lost: an end
                 log.debug("a circuit ended: %r", error)
             finally:
                 ended.set()
@@ -301,16 +295,8 @@ class Relay:
                 with trio.move_on_after(self._limits.circuit_seconds):
                     await ended.wait()
             finally:
-                await reset(one)
-                await reset(other)
-
-    async def _pace(self, count: int) -> None:
-        """Waits as long as `count` bytes take at the rate of all circuits together."""
-        if self._limits.bytes_per_second:
-            now = trio.current_time()
-            self._free_at = max(self._free_at, now - 1.0) + count / self._limits.bytes_per_second
-            if self._free_at > now:
-                await trio.sleep(self._free_at - now)
+                await one.reset()
+                await other.reset()
 
     async def _in_budget(self) -> bool:
         """Waits a little for the budget to allow more. Not for long: whoever is not read from ends the connection, and circuits are
@@ -321,24 +307,26 @@ class Relay:
             return True
         return False
 
-    async def _refuse(self, stream: Any, status: int) -> None:
+    async def _refuse(self, stream: Stream, status: pb.Status.ValueType) -> None:
         refusal = pb.HopMessage(type=pb.HopMessage.STATUS, status=status)
-        if await answer(stream, lambda stream: _say(stream, refusal), deadline=HOP_SECONDS):
-            await close(stream)
+        if await answer(stream, lambda stream: write_message(stream, refusal), deadline=HOP_SECONDS):
+            await stream.close()
 
     def _limit(self) -> pb.Limit:
         return pb.Limit(duration=self._limits.circuit_seconds, data=self._limits.circuit_bytes)
 
 
-async def _say(stream: Any, message: Any) -> bool:
-    await write_message(stream, message)
-    return True
+class _Throttle:
+    """`rate`: bytes per second of all circuits together, 0 for no limit."""
 
+    def __init__(self, rate: int) -> None:
+        self._rate = rate
+        self._free_at = 0.0
 
-def _peer_id(raw: bytes) -> str | None:
-    """As text; None if it is not that of an Ed25519 key."""
-    return ID(raw).to_base58() if len(raw) == 38 and raw.startswith(ED25519_PEER_ID) else None
-
-
-def _raw_id(peer: str) -> bytes:
-    return ID.from_string(peer).to_bytes()
+    async def wait(self, count: int) -> None:
+        """Waits as long as `count` bytes take."""
+        if self._rate:
+            now = trio.current_time()
+            self._free_at = max(self._free_at, now - 1.0) + count / self._rate
+            if self._free_at > now:
+                await trio.sleep(self._free_at - now)

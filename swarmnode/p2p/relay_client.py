@@ -12,21 +12,19 @@ import collections
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Callable
 
 import msgspec
 import trio
-from libp2p.peer.id import ID
 from libp2p.relay.circuit_v2.pb import circuit_pb2 as pb
-from multiaddr import Multiaddr
 
 from swarmnode.errors import BadMessage, PeerError
 from swarmnode.p2p.addresses import Address, Circuit
-from swarmnode.p2p.circuits import CircuitConnection, relay_of
+from swarmnode.p2p.conversations import answer, converse, read_message, write_message
+from swarmnode.p2p.library.hosts import Host, UpgradedConnection
+from swarmnode.p2p.library.identifiers import peer_id_bytes, peer_id_text
+from swarmnode.p2p.library.streams import Stream
 from swarmnode.p2p.relay import HOP, STOP
-from swarmnode.p2p.requests import reset
-from swarmnode.p2p.talk import answer, converse, read_message, write_message
 
 log = logging.getLogger(__name__)
 
@@ -113,34 +111,30 @@ class Reservations:
 
 class RelayClient:
     """`candidates()`: peers that we are directly connected to, best first. `wanted()`: whether we need relays at all.
-    `address_of(relay)`: where others can dial it. `dial(address, peer)`: connects directly. `news()`: our addresses have changed."""
+    `address_of(relay)`: where others can dial it. `news()`: our addresses have changed."""
 
     def __init__(
         self,
-        host: Any,
-        nursery: trio.Nursery,
+        host: Host,
         *,
         candidates: Callable[[], list[str]],
         wanted: Callable[[], bool],
         address_of: Callable[[str], Address | None],
-        dial: Callable[[Address, str], Awaitable[None]],
         news: Callable[[], None],
         rng: random.Random,
     ) -> None:
         self._host = host
-        self._nursery = nursery
         self._candidates = candidates
         self._wanted = wanted
         self._address_of = address_of
-        self._dial = dial
         self._news = news
         self._plan = Reservations(rng)
         self._wake = trio.Event()
         self._ringing = 0
-        self._reserved = self._refused = 0
+        self._asked = collections.Counter[str]({"ok": 0, "refused": 0})
         self._calls = collections.Counter[str]({"ok": 0, "refused": 0, "failed": 0})
         self._dials = collections.Counter[str]({"ok": 0, "failed": 0})
-        host.set_stream_handler(STOP, self._on_stop)
+        host.set_handler(STOP, self._on_stop)
 
     # -- being reachable
 
@@ -175,33 +169,33 @@ class RelayClient:
 
     def statistics(self) -> RelayClientStatistics:
         held = self._plan.held(trio.current_time())
-        return RelayClientStatistics(held, self._reserved, self._refused, dict(self._calls), dict(self._dials))
+        return RelayClientStatistics(held, self._asked["ok"], self._asked["refused"], dict(self._calls), dict(self._dials))
 
     async def _reserve_due(self) -> None:
         while (relay := self._plan.due(self._candidates(), trio.current_time())) is not None:
             before = relay in self._plan.held(trio.current_time())
             try:
-                seconds, _ = await converse(self._host, self._nursery, relay, HOP, _ask, deadline=RESERVE_SECONDS)
+                seconds, _ = await converse(self._host, relay, HOP, _ask, deadline=RESERVE_SECONDS)
             except PeerError as error:
                 log.debug("no reservation with %s: %s", relay, error)
-                self._refused += 1
+                self._asked["refused"] += 1
                 self._plan.refused(relay, trio.current_time())
                 continue
             if relay not in self._candidates():  # it left while it answered
                 continue
-            self._reserved += 1
+            self._asked["ok"] += 1
             self._plan.granted(relay, seconds, trio.current_time())
             if not before:
                 log.info("reachable through the relay %s", relay)
                 self._news()
 
-    async def _on_stop(self, stream: Any) -> None:
+    async def _on_stop(self, stream: Stream) -> None:
         """Somebody calls us through a relay; lives as long as the connection does."""
-        relay = stream.muxed_conn.peer_id.to_base58()
-        expected = relay in self._plan.held(trio.current_time()) and relay_of(stream.muxed_conn) is None
+        relay = stream.peer
+        expected = relay in self._plan.held(trio.current_time()) and stream.relay is None
         if not expected or self._ringing >= CALLS:
             self._calls["refused"] += 1
-            await reset(stream)
+            await stream.reset()
             return
         self._ringing += 1
         try:
@@ -210,27 +204,26 @@ class RelayClient:
             self._ringing -= 1
         self._calls["failed" if connection is None else "ok"] += 1
         if connection is None:
-            await reset(stream)
+            await stream.reset()
         else:
-            await connection.event_closed.wait()
+            await connection.wait_closed()
 
-    async def _take(self, relay: str, stream: Any) -> Any:
-        """The multiplexed connection; None if it did not come about."""
+    async def _take(self, relay: str, stream: Stream) -> UpgradedConnection | None:
+        """The connection; None if it did not come about."""
         caller = await answer(stream, _accept, deadline=HANDSHAKE_SECONDS)
         if caller is None:
             return None
-        raw = CircuitConnection(stream, relay, caller, initiator=False)
-        try:
-            with trio.fail_after(HANDSHAKE_SECONDS):
-                return await self._host.get_network().upgrade_inbound_raw_conn(raw, raw.get_transport_addresses()[0])
-        except Exception as error:  # garbage, a wrong key, not admitted, too slow: in a dozen exception types
-            log.debug("a call through %s failed: %r", relay, error)
-            return None
+        with trio.move_on_after(HANDSHAKE_SECONDS):
+            try:
+                return await self._host.take_call(stream, relay, caller)
+            except PeerError as error:
+                log.debug("a call through %s failed: %s", relay, error)
+        return None
 
     # -- calling
 
     async def call(self, peer: str, circuit: Circuit) -> None:
-        """Connects to `peer` through a relay. Raises PeerError, or what the handshake raises."""
+        """Connects to `peer` through a relay. Raises PeerError."""
         try:
             await self._call(peer, circuit)
         except BaseException:
@@ -239,23 +232,18 @@ class RelayClient:
         self._dials["ok"] += 1
 
     async def _call(self, peer: str, circuit: Circuit) -> None:
-        if not self._host.get_network().get_connections(ID.from_string(circuit.relay)):
-            await self._dial(circuit.address, circuit.relay)
+        if not self._host.is_connected(circuit.relay):
+            await self._host.dial(circuit.relay, circuit.address)
 
-        async def connect(stream: Any) -> None:
-            await write_message(stream, pb.HopMessage(type=pb.HopMessage.CONNECT, peer=pb.PeerId(id=ID.from_string(peer).to_bytes())))
+        async def connect(stream: Stream) -> None:
+            await write_message(stream, pb.HopMessage(type=pb.HopMessage.CONNECT, peer=pb.PeerId(id=peer_id_bytes(peer))))
             _check(await read_message(stream, pb.HopMessage))
 
-        _, stream = await converse(self._host, self._nursery, circuit.relay, HOP, connect, deadline=CONNECT_SECONDS, keep=True)
-        raw = CircuitConnection(stream, circuit.relay, peer, initiator=True)
-        try:
-            await self._host.get_network().upgrade_outbound_raw_conn(raw, ID.from_string(peer))
-        except BaseException:
-            self._nursery.start_soon(raw.close)
-            raise
+        _, stream = await converse(self._host, circuit.relay, HOP, connect, deadline=CONNECT_SECONDS, keep=True)
+        await self._host.call_through(stream, circuit.relay, peer)
 
 
-async def _ask(stream: Any) -> float:
+async def _ask(stream: Stream) -> float:
     """Asks for a reservation; returns the seconds it is for."""
     await write_message(stream, pb.HopMessage(type=pb.HopMessage.RESERVE))
     reply = await read_message(stream, pb.HopMessage)
@@ -263,13 +251,12 @@ async def _ask(stream: Any) -> float:
     return float(reply.reservation.expire) - time.time()
 
 
-async def _accept(stream: Any) -> str:
+async def _accept(stream: Stream) -> str:
     """Takes a call; returns who calls, as the relay says."""
     call = await read_message(stream, pb.StopMessage)
     if call.type != pb.StopMessage.CONNECT:
         raise BadMessage("bounds", "not a call")
-    caller = ID(call.peer.id).to_base58()
-    Multiaddr(f"/p2p/{caller}")  # raises for what is not a peer id
+    caller = peer_id_text(call.peer.id)
     await write_message(stream, pb.StopMessage(type=pb.StopMessage.STATUS, status=pb.OK))
     return caller
 

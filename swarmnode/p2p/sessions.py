@@ -20,7 +20,7 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarmnode.errors import BadMessage, PeerError, Refused
-from swarmnode.p2p.requests import Requests
+from swarmnode.p2p.api import Requests
 from swarmnode.wire import codec, ids, limits
 from swarmnode.wire.messages import Session, SessionResponse
 from swarmnode.wire.session import open_session, seal_session

@@ -2,27 +2,27 @@
 
     send ─▶ a chunk ─▶ task: stream.write        task: stream.read ─▶ a chunk ─▶ receive
 
-No cancel scope is put around libp2p I/O (requests.py says why): two tasks of the network's own do it, and hand over one chunk at a time. So
-a user that does not receive holds up the peer by Yamux's window, 8 MiB at most, and nobody else on the connection. There is no timeout
-for such a pause; a peer that takes nothing while we write, and sends nothing either, for STALL_SECONDS is given up.
+No cancel scope is put around libp2p I/O (library/streams.py says why): two tasks of the network's own do it, and hand over one chunk at a
+time. So a user that does not receive holds up the peer by Yamux's window, 8 MiB at most, and nobody else on the connection. There is no
+timeout for such a pause; a peer that takes nothing while we write, and sends nothing either, for STALL_SECONDS is given up.
 """
 
 from __future__ import annotations
 
 import collections
 import logging
-import math
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 import trio
-from libp2p.network.stream.exceptions import StreamEOF
-from libp2p.peer.id import ID
 
-from swarmnode.errors import PeerError, PeerTimeout
+from swarmnode.errors import PeerError
 from swarmnode.p2p.api import StreamHandler
-from swarmnode.p2p.requests import close, reset
+from swarmnode.p2p.conversations import converse
+from swarmnode.p2p.library.errors import StreamEnd
+from swarmnode.p2p.library.hosts import Host
+from swarmnode.p2p.library.streams import Stream
+from swarmnode.p2p.slots import PeerCap
 
 log = logging.getLogger(__name__)
 
@@ -48,12 +48,12 @@ class StreamStatistics(msgspec.Struct, frozen=True):
     stalled: int = 0
 
 
-class PeerStream:
+class Libp2pStream:
     """One stream. `peer`: at its other end. `sent`, `received`: bytes. `broken`: it did not end in order. `closed`: nothing of it is
     left. One task sends, one receives."""
 
-    def __init__(self, peer: str, stream: Any, nursery: trio.Nursery) -> None:
-        self.peer = peer
+    def __init__(self, stream: Stream, nursery: trio.Nursery) -> None:
+        self.peer = stream.peer
         self.sent = 0
         self.received = 0
         self.stalled = False
@@ -67,7 +67,7 @@ class PeerStream:
         self._writing = False
         self._arrive, self._in = trio.open_memory_channel[bytes](0)
         self._out, self._leave = trio.open_memory_channel[bytes | memoryview](0)
-        stream.muxed_stream.__dict__["patience_seconds"] = math.inf  # we watch it ourselves
+        stream.wait_for_credit_for_ever()  # we watch it ourselves
         nursery.start_soon(self._read)
         nursery.start_soon(self._write)
         nursery.start_soon(self._watch)
@@ -109,20 +109,20 @@ class PeerStream:
         self.broken.set()
         self._out.close()
         self._in.close()
-        self._nursery.start_soon(reset, self._stream)
+        self._nursery.start_soon(self._stream.reset)
 
     async def _read(self) -> None:
         try:
             while data := await self._stream.read(READ_BYTES):
                 self.received += len(data)
                 await self._arrive.send(data)
-        except StreamEOF as error:
-            if self._gone():  # which the library calls an end, too
+        except StreamEnd as error:
+            if self._stream.is_gone:  # which the library calls an end, too
                 self._broken(error)
+        except PeerError as error:
+            self._broken(error)
         except trio.BrokenResourceError:
             pass  # nobody receives any more
-        except Exception as error:  # the library raises many kinds when a stream ends
-            self._broken(error)
         self._arrive.close()
         await self._done()
 
@@ -137,34 +137,29 @@ class PeerStream:
                 self._writing = False
             if not self._why:
                 self._writing = True
-                await self._stream.close_write()
-        except Exception as error:
+                await self._stream.finish()
+        except PeerError as error:
             self._broken(error)
         self._writing = False
         self._leave.close()
         await self._done()
 
-    def _gone(self) -> bool:
-        """Whether the peer has reset the stream, or the connection is closed."""
-        muxed = self._stream.muxed_stream
-        return muxed.reset_received or muxed.conn.event_shutting_down.is_set()
-
-    def _broken(self, error: Exception) -> None:
+    def _broken(self, error: PeerError) -> None:
         log.debug("a stream of %s ended: %r", self.peer, error)
-        self.reset(f"broken: {type(error).__name__} {error}"[:200])
+        self.reset(f"broken: {error}"[:200])
 
     async def _done(self) -> None:
         """The last of the two ends the stream."""
         self._running -= 1
         if not self._running:
-            await (reset(self._stream) if self._why else close(self._stream))
+            await (self._stream.reset() if self._why else self._stream.close())
             self.closed.set()
 
     async def _watch(self) -> None:
         moved, since = -1, trio.current_time()
         while self._running:
             now, current = trio.current_time(), self.sent + self.received
-            if self._gone():  # nobody reads, who would have been told
+            if self._stream.is_gone:  # nobody reads, who would have been told
                 self.reset("broken")
             if current != moved or not self._writing:
                 moved, since = current, now
@@ -176,99 +171,55 @@ class PeerStream:
                 await self.closed.wait()
 
 
-class Streams:
-    """`host`: a guarded libp2p host. `nursery`: where the I/O lives. `welcome(peer)`: False if nothing of this peer is to be taken."""
+class Libp2pStreams:
+    """See `api.Streams`. `welcome(peer)`: False if nothing of this peer is to be taken."""
 
-    def __init__(self, host: Any, nursery: trio.Nursery, *, welcome: Callable[[str], bool] = lambda peer: True) -> None:
+    def __init__(self, host: Host, welcome: Callable[[str], bool] = lambda peer: True) -> None:
         self._host = host
-        self._nursery = nursery
         self._welcome = welcome
-        self._open: set[PeerStream] = set()
+        self._open: set[Libp2pStream] = set()
         self._opened: collections.Counter[str] = collections.Counter()
         self._accepted: collections.Counter[str] = collections.Counter()
         self._refused: collections.Counter[str] = collections.Counter()
         self._stalled = 0
 
-    async def open(self, peer: str, protocol: str, *, deadline: float) -> PeerStream:
-        """A new stream to a connected peer, within `deadline` seconds. Raises PeerTimeout, PeerError."""
-        opening = _Opening()
-        try:
-            with trio.move_on_after(deadline):
-                self._nursery.start_soon(self._dial, opening, peer, protocol)
-                await opening.done.wait()
-        except trio.Cancelled:
-            if opening.stream is not None:  # it came in the same moment
-                self._nursery.start_soon(reset, opening.stream)
-            raise
-        finally:
-            opening.abandoned = not opening.done.is_set()
-        if opening.stream is None:
-            raise opening.error or PeerTimeout(f"{peer} opened no {protocol} within {deadline:g} s")
+    async def open(self, peer: str, protocol: str, *, deadline: float) -> Libp2pStream:
+        """See `api.Streams.open`."""
+        _, stream = await converse(self._host, peer, protocol, _nothing, deadline=deadline, keep=True)
         self._opened[protocol] += 1
-        return self._made(peer, opening.stream)
+        return self._made(stream)
 
     def serve(self, protocol: str, accept: StreamHandler, *, concurrent: int, per_peer: int) -> None:
-        """Gives what peers open to `accept`. `concurrent`, `per_peer`: at a time; others are reset at once."""
-        active: collections.Counter[str] = collections.Counter()
+        """See `api.Streams.serve`."""
+        cap = PeerCap(per_peer, concurrent)
 
-        async def on_stream(stream: Any) -> None:  # the stream lives as long as this does
-            peer = stream.muxed_conn.peer_id.to_base58()
-            crowded = active.total() >= concurrent or active[peer] >= per_peer
-            if crowded or not self._welcome(peer):
-                self._refused["busy" if crowded else "unwelcome"] += 1
-                await reset(stream)
-                return
-            active[peer] += 1
-            try:
+        async def on_stream(stream: Stream) -> None:  # the stream lives as long as this does
+            with cap.entered(stream.peer) as room:
+                if not room or not self._welcome(stream.peer):
+                    self._refused["unwelcome" if room else "busy"] += 1
+                    await stream.reset()
+                    return
                 self._accepted[protocol] += 1
-                made = self._made(peer, stream)
+                made = self._made(stream)
                 accept(made)
                 await made.closed.wait()
-            finally:
-                active[peer] -= 1
-                if not active[peer]:
-                    del active[peer]
 
-        self._host.set_stream_handler(protocol, on_stream)
+        self._host.set_handler(protocol, on_stream)
 
     def statistics(self) -> StreamStatistics:
         return StreamStatistics(len(self._open), dict(self._opened), dict(self._accepted), dict(self._refused), self._stalled)
 
-    def _made(self, peer: str, stream: Any) -> PeerStream:
-        made = PeerStream(peer, stream, self._nursery)
+    def _made(self, stream: Stream) -> Libp2pStream:
+        made = Libp2pStream(stream, self._host.nursery)
         self._open.add(made)
-        self._nursery.start_soon(self._forget, made)
+        self._host.nursery.start_soon(self._forget, made)
         return made
 
-    async def _forget(self, made: PeerStream) -> None:
+    async def _forget(self, made: Libp2pStream) -> None:
         await made.closed.wait()
         self._open.discard(made)
         self._stalled += made.stalled
 
-    async def _dial(self, opening: _Opening, peer: str, protocol: str) -> None:
-        """Never raises; a stream that nobody waits for any more is reset."""
-        stream = None
-        try:
-            identity = ID.from_string(peer)
-            if not self._host.get_network().get_connections(identity):
-                raise PeerError(f"{peer} is not connected")
-            stream = await self._host.new_stream(identity, [protocol])
-        except PeerError as error:
-            opening.error = error
-        except Exception as error:  # as in requests.py
-            opening.error = PeerError(f"{protocol} with {peer} failed: {type(error).__name__}: {error}"[:300])
-        if opening.abandoned and stream is not None:
-            await reset(stream)
-            return
-        opening.stream = stream
-        opening.done.set()
 
-
-class _Opening:
-    """A stream that is being opened. The dialling task fills in `stream` or `error` and sets `done`; the caller may have gone by then."""
-
-    def __init__(self) -> None:
-        self.done = trio.Event()
-        self.stream: Any = None
-        self.error: PeerError | None = None
-        self.abandoned = False
+async def _nothing(stream: Stream) -> None:
+    """Is said when a stream is opened."""

@@ -23,7 +23,7 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarmnode.errors import BadMessage, PeerError
-from swarmnode.p2p.requests import Requests
+from swarmnode.p2p.api import Requests
 from swarmnode.wire import codec, ids, limits
 from swarmnode.wire.messages import Summary, SummaryRequest, SummaryResponse
 from swarmnode.wire.summary import open_summary, seal_summary

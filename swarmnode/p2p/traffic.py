@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import collections
-from typing import Any
 
 import msgspec
-from libp2p.abc import INotifee
+
+from swarmnode.p2p.library.objects import NetStream
 
 NEGOTIATION = "negotiation"
 """Label of bytes that went by before a protocol was agreed on. After that the label is one of our protocols: peers cannot invent any."""
@@ -18,8 +18,8 @@ class TrafficStatistics(msgspec.Struct, frozen=True):
     sent: dict[str, int] = {}
 
 
-class Traffic(INotifee):
-    """Told of every new stream by the swarm before anything is read from it; replaces the stream's read and write by counting ones."""
+class Traffic:
+    """Counts what goes by on every stream."""
 
     def __init__(self) -> None:
         self._received = collections.Counter[str]()
@@ -30,7 +30,8 @@ class Traffic(INotifee):
         self._received[protocol] += received
         self._sent[protocol] += sent
 
-    async def opened_stream(self, network: Any, stream: Any) -> None:
+    def meter(self, stream: NetStream) -> None:
+        """A new stream, from which nothing has been read yet: replaces its read and write by counting ones."""
         read, write, received, sent = stream.read, stream.write, self._received, self._sent
 
         async def counting_read(n: int | None = None) -> bytes:
@@ -43,21 +44,6 @@ class Traffic(INotifee):
             await write(data)
 
         stream.read, stream.write = counting_read, counting_write
-
-    async def closed_stream(self, network: Any, stream: Any) -> None:
-        return None
-
-    async def connected(self, network: Any, connection: Any) -> None:
-        return None
-
-    async def disconnected(self, network: Any, connection: Any) -> None:
-        return None
-
-    async def listen(self, network: Any, multiaddr: Any) -> None:
-        return None
-
-    async def listen_close(self, network: Any, multiaddr: Any) -> None:
-        return None
 
     def statistics(self) -> TrafficStatistics:
         return TrafficStatistics(received=dict(self._received), sent=dict(self._sent))

@@ -17,8 +17,9 @@ from pathlib import Path
 import trio
 
 from swarmnode.config import Config, NetworkConfig
-from swarmnode.errors import BadMessage, Incompatible, PeerError, Refused, Unavailable
+from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout, Refused, Unavailable
 from swarmnode.p2p import addresses, manifests
+from swarmnode.p2p.api import AnotherPeer
 from swarmnode.p2p.host import open_host
 from swarmnode.p2p.identity import Identity, load_or_create
 from swarmnode.p2p.manifests import Found
@@ -30,8 +31,8 @@ from swarmnode.swarm.invite import Invite
 TRY_SECONDS = 30.0
 """Peers that cannot be reached are tried again until then."""
 PAUSE_SECONDS = 2.0
-CLOSED = ("reset by peer", "Connection closed", "failed to open a stream", "is not connected")
-"""What the library says, depending on how far we had come, when a peer hangs up on us at the end of the handshake."""
+CLOSED = ("reset by peer", "Connection closed")
+"""What the operating system or the library say when a peer hangs up on us during the handshake."""
 
 
 async def fetch(identity: Identity, invite: Invite, secret: bytes | None, *, seconds: float = TRY_SECONDS) -> Found:
@@ -52,12 +53,17 @@ async def fetch(identity: Identity, invite: Invite, secret: bytes | None, *, sec
                 assert peer is not None
                 try:
                     await network.dial(peer, str(where))
+                except PeerError as error:
+                    final = isinstance(error, (AnotherPeer, Incompatible))  # trying again cannot help
+                    (wrong if final else missed)[text] = explain(error, secret)
+                    return
+                try:
                     found.append(await manifests.fetch(network.requests, peer, invite.swarm))
                     scope.cancel()
                 except (BadMessage, Incompatible) as error:
                     wrong[text] = str(error)
                 except PeerError as error:
-                    (wrong if _is_wrong(str(error)) else missed)[text] = explain(str(error), secret)
+                    missed[text] = str(error) if isinstance(error, PeerTimeout) else hung_up(error, secret)
 
             with trio.move_on_after(seconds):
                 while not found and len(wrong) < len(invite.addresses):
@@ -75,29 +81,19 @@ async def fetch(identity: Identity, invite: Invite, secret: bytes | None, *, sec
     raise Unavailable(f"no peer in the invite answered: {said or f'nothing within {seconds:g} s'}")
 
 
-def _is_wrong(why: str) -> bool:
-    """Whether trying again cannot help."""
-    return _is_another_peer(why) or _is_another_protocol(why)
-
-
-def _is_another_peer(why: str) -> bool:
-    return "peer id does not correspond" in why
-
-
-def _is_another_protocol(why: str) -> bool:
-    return "protocols not supported" in why
-
-
-def explain(why: str, secret: bytes | None) -> str:
-    """The library's reason in words that say what to do."""
-    if _is_another_peer(why):
+def explain(error: PeerError, secret: bytes | None) -> str:
+    """Why a peer could not be dialled, in words that say what to do."""
+    if isinstance(error, AnotherPeer):
         return "the peer there is not the one that the invite names: the invite is forged, or that node has a new key"
-    if _is_another_protocol(why):
+    if isinstance(error, Incompatible):
         return "its swarm has no secret, this node has one" if secret else "its swarm is private: --secret-file names its secret"
-    if any(text in why for text in CLOSED):
-        reason = "has another secret" if secret else "is not on the list of a private swarm"
-        return f"it closed the connection; this node {reason}, or that peer has refused it for a while ({why})"
-    return why
+    return hung_up(error, secret) if any(text in str(error) for text in CLOSED) else str(error)
+
+
+def hung_up(error: PeerError, secret: bytes | None) -> str:
+    """A peer ended the connection, during the handshake or after it."""
+    reason = "has another secret" if secret else "is not on the list of a private swarm"
+    return f"it closed the connection; this node {reason}, or that peer has refused it for a while ({error})"
 
 
 def main() -> int:

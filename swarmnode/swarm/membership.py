@@ -86,8 +86,8 @@ class Membership:
 
         Raises ConfigError or Refused for what cannot be founded, Unavailable when the model or the data directory cannot be had.
         """
-        from swarmnode.p2p.host import addresses_to_tell  # late: it loads libp2p
         from swarmnode.p2p.identity import load_or_create
+        from swarmnode.p2p.listening import addresses_to_tell
 
         make_data_dir(self._data_dir)
         before = manifest_store.stored(self._data_dir)

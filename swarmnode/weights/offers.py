@@ -13,8 +13,8 @@ import msgspec
 import trio
 
 from swarmnode.errors import BadMessage, LocalError, PeerError, PeerTimeout
+from swarmnode.p2p.api import Declined
 from swarmnode.p2p.bulk import BulkSource, FileSink
-from swarmnode.p2p.bulk.service import Declined
 from swarmnode.wire import limits
 
 MANIFEST_SECONDS = 10.0

@@ -25,7 +25,7 @@ from swarmnode.crew.events import Settings
 from swarmnode.crew.plan import Capacity, ModelCost, Part
 from swarmnode.crew.plane import StagePlane
 from swarmnode.crew.stream_handshake import Circle
-from swarmnode.p2p.network import Network
+from swarmnode.p2p.network import Libp2pNetwork
 from tests.support.pipe_ends import open_pipe
 
 MODEL = b"\x05" * 32
@@ -149,7 +149,7 @@ class CrewNode:
     """A node's network and stage plane. `restarts`: reasons with which its trainer was to be ended."""
 
     def __init__(
-        self, network: Network, key: Ed25519PrivateKey, directory: Path, settings: Settings, cfg: StagesConfig, layers: int,
+        self, network: Libp2pNetwork, key: Ed25519PrivateKey, directory: Path, settings: Settings, cfg: StagesConfig, layers: int,
     ) -> None:  # fmt: skip
         self.network = network
         self.restarts: list[str] = []
@@ -203,7 +203,7 @@ class CrewNode:
 
 @contextlib.asynccontextmanager
 async def crew_node(
-    network: Network, key: Ed25519PrivateKey, directory: Path, *, settings: Settings = QUICK, layers: int = 3, **cfg: Any
+    network: Libp2pNetwork, key: Ed25519PrivateKey, directory: Path, *, settings: Settings = QUICK, layers: int = 3, **cfg: Any
 ) -> AsyncIterator[CrewNode]:
     """A running node whose trainer offers to hold one of `layers` layers."""
     (directory / "run").mkdir(exist_ok=True)

@@ -11,17 +11,17 @@ import trio
 from swarmnode.config import NetworkConfig
 from swarmnode.p2p import identity
 from swarmnode.p2p.host import NO_SWARM, open_host
-from swarmnode.p2p.network import Network
+from swarmnode.p2p.network import Libp2pNetwork
 
 
 @contextlib.asynccontextmanager
 async def hosts(
     directory: Path, count: int, *, line: bool = False, swarm: bytes = NO_SWARM, **settings: object
-) -> AsyncIterator[list[Network]]:
+) -> AsyncIterator[list[Libp2pNetwork]]:
     """`count` hosts, connected. The first is everybody's bootstrap peer; with `line` each one's is the host before it, and peer exchange
     is answered with nothing, so that they stay a line. `settings`: fields of NetworkConfig. Raises trio.TooSlowError after 60 s."""
     async with contextlib.AsyncExitStack() as stack:
-        networks: list[Network] = []
+        networks: list[Libp2pNetwork] = []
         for index in range(count):
             known = [networks[-1 if line else 0].listen_addrs[0]] if networks else []
             swarms = bytes([index]) * 32 if line else swarm
@@ -34,7 +34,7 @@ async def hosts(
 
 
 @contextlib.asynccontextmanager
-async def host(data_dir: Path, *, swarm: bytes = NO_SWARM, **settings: object) -> AsyncIterator[Network]:
+async def host(data_dir: Path, *, swarm: bytes = NO_SWARM, **settings: object) -> AsyncIterator[Libp2pNetwork]:
     """One host without mDNS, its key in `data_dir`. `settings`: fields of NetworkConfig."""
     cfg = NetworkConfig(**{"mdns": False, **settings})  # type: ignore[arg-type]
     async with open_host(cfg, identity.load_or_create(data_dir / "identity.key"), data_dir, swarm=swarm) as network:

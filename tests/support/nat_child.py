@@ -21,7 +21,7 @@ from swarmnode.errors import PeerError
 from swarmnode.p2p import identity
 from swarmnode.p2p.gossip import Validation
 from swarmnode.p2p.host import open_host
-from swarmnode.p2p.network import Network
+from swarmnode.p2p.network import Libp2pNetwork
 
 TOPIC = "/test/nat/1"
 DIGEST = "/test/digest/1"
@@ -30,7 +30,7 @@ MOST = 2**20
 
 
 class Child:
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Libp2pNetwork) -> None:
         self.network = network
         self.received: list[str] = []
 
@@ -44,7 +44,7 @@ class Child:
 
     def _known(self, peer: str) -> dict:
         known = self.network.peers.get(peer)
-        return {"direct": self.network.nat.is_direct(peer), "addresses": known.addresses if known is not None else []}
+        return {"direct": self.network.connections.is_direct(peer), "addresses": known.addresses if known is not None else []}
 
     async def publish(self, text: str) -> dict:
         await self.network.gossip.publish(TOPIC, text.encode())

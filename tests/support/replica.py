@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarmnode.averaging.outer import Tensors
 from swarmnode.config import WeightsConfig
-from swarmnode.p2p.network import Network
+from swarmnode.p2p.network import Libp2pNetwork
 from swarmnode.trainer.state import Counters
 from swarmnode.trainer.weights import Replica
 from swarmnode.weights import local
@@ -61,7 +61,7 @@ class Judge:
 class Node:
     """One node's weight plane. `hold`: kinds of messages that the trainer is slow to act on, i.e. keeps waiting."""
 
-    def __init__(self, network: Network, key: Ed25519PrivateKey, directory: Path, cfg: WeightsConfig, seed: int, fresh: bool) -> None:
+    def __init__(self, network: Libp2pNetwork, key: Ed25519PrivateKey, directory: Path, cfg: WeightsConfig, seed: int, fresh: bool) -> None:
         self.network = network
         self.model = Tiny()
         self.counters = Counters(step=0 if fresh else 1)
@@ -121,7 +121,7 @@ class Node:
 
 @contextlib.asynccontextmanager
 async def plane(
-    network: Network, key: Ed25519PrivateKey, directory: Path, *, cfg: WeightsConfig = CONFIG, seed: int = 0, fresh: bool = False,
+    network: Libp2pNetwork, key: Ed25519PrivateKey, directory: Path, *, cfg: WeightsConfig = CONFIG, seed: int = 0, fresh: bool = False,
     prepare: Callable[[Node], None] = lambda node: None,
 ) -> AsyncIterator[Node]:  # fmt: skip
     """A running node, its trainer connected."""

@@ -14,8 +14,9 @@ from libp2p.security.tls.certificate import generate_self_signed_cert
 
 from swarmnode.errors import BadMessage, PeerError, PeerTimeout
 from swarmnode.p2p import identity, reputation
-from swarmnode.p2p.bulk import BulkSource, Declined, MemorySink, listener, serving, tls
-from swarmnode.p2p.requests import LENGTH, read_frame
+from swarmnode.p2p.bulk import BulkSource, Declined, MemorySink, listener, serving
+from swarmnode.p2p.conversations import LENGTH, frame, read_frame
+from swarmnode.p2p.library.certificates import Contexts
 from swarmnode.wire import bulk, codec, ids, limits
 from swarmnode.wire.messages import BulkManifest, BulkManifestResponse, BulkRequest, BulkResponse, BulkSocketRequest, BulkSocketResponse
 from tests.support.hosts import host, hosts
@@ -28,8 +29,7 @@ PATHS = pytest.mark.parametrize("path", ["stream", "socket"])
 
 
 def framed(message) -> bytes:
-    encoded = codec.encode(message)
-    return LENGTH.pack(len(encoded)) + encoded
+    return frame(codec.encode(message))
 
 
 def honest(server, chunks: int = 8, chunk_bytes: int = CHUNK) -> tuple[BulkSource, MemorySink]:
@@ -48,7 +48,7 @@ async def liar(directory, liar_host, answer: bytes, *, then: str = "close"):
 
     async def on_stream(stream) -> None:
         await read_frame(stream, limits.BULK_REQUEST_BYTES)
-        with contextlib.suppress(Exception):  # the client resets when it has seen enough
+        with contextlib.suppress(PeerError):  # the client resets when it has seen enough
             await stream.write(answer)
             if then == "silence":
                 await trio.sleep_forever()
@@ -67,10 +67,10 @@ async def liar(directory, liar_host, answer: bytes, *, then: str = "close"):
         await trio.lowlevel.checkpoint()
         return codec.encode(BulkSocketResponse("ok", port, bytes(32)))
 
-    contexts = tls.Contexts(identity.load_or_create(directory / "identity.key").key_pair)
+    contexts = Contexts(identity.load_or_create(directory / "identity.key").key_pair)
     listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
     port = listeners[0].socket.getsockname()[1]
-    liar_host._host.set_stream_handler(ids.BULK_PROTOCOL, on_stream)
+    liar_host.host.set_handler(ids.BULK_PROTOCOL, on_stream)
     liar_host.requests.serve(ids.BULK_SOCKET_PROTOCOL, on_token, max_request_bytes=128, max_response_bytes=96)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(trio.serve_listeners, on_socket, listeners)
@@ -205,7 +205,7 @@ async def test_a_reader_that_does_not_read_gives_its_slot_back(tmp_path, monkeyp
         request = BulkRequest(TRANSFER, source.root, bulk.pack_wanted(range(32), 32))
         async with contextlib.AsyncExitStack() as stack:
             if path == "stream":
-                stream = await client._host.new_stream(server._host.get_id(), [ids.BULK_PROTOCOL])
+                stream = await client.host.open_stream(server.peer_id, ids.BULK_PROTOCOL)
                 stack.push_async_callback(stream.reset)
                 await stream.write(framed(request))
             else:
@@ -241,8 +241,8 @@ async def test_a_hundred_transfers_at_once_leave_room_for_others(tmp_path):
 
 async def _grab(greedy, server, request: bytes) -> None:
     """Asks, and reads nothing."""
-    with contextlib.suppress(Exception):
-        stream = await greedy._host.new_stream(server._host.get_id(), [ids.BULK_PROTOCOL])
+    with contextlib.suppress(PeerError):
+        stream = await greedy.host.open_stream(server.peer_id, ids.BULK_PROTOCOL)
         await stream.write(request)
         await trio.sleep_forever()
 
@@ -260,7 +260,7 @@ async def test_garbage_and_silence_on_the_port_keep_nobody_else_out(tmp_path, mo
                     await tcp.send_all([os.urandom(300), b"\x16\x03\x01\xff\xff", b"GET / HTTP/1.1\r\n\r\n", b"\0"][number % 4])
             await fetch(client, server, sink, path="socket")  # from another address
             assert sink.complete
-            await until(lambda: server.bulk._threads.borrowed_tokens == 0)
+            await until(lambda: server.bulk.threads.borrowed_tokens == 0)
         outcomes = server.bulk.statistics().handshakes
         assert outcomes["crowded"] > 0
         assert outcomes["refused"] + outcomes["late"] + outcomes["crowded"] == 30
@@ -274,7 +274,7 @@ async def test_handshakes_under_way_are_bounded_over_all_addresses(tmp_path):
             source = f"127.0.0.{10 + number // 3}"
             await stack.enter_async_context(await trio.open_tcp_stream("127.0.0.1", port, local_address=source))
         await until(lambda: server.bulk.statistics().handshakes.get("crowded") == 8)
-        assert server.bulk._threads.borrowed_tokens == listener.HANDSHAKES
+        assert server.bulk.threads.borrowed_tokens == listener.HANDSHAKES
 
 
 # -- peers that are somebody else
@@ -284,7 +284,7 @@ async def call(stack, server, client, directory=None, context: ssl.SSLContext | 
     """A TLS connection to the server's port, with the certificate of the node in `directory`, or what `context` has."""
     tcp = await trio.open_tcp_stream("127.0.0.1", server.bulk.statistics().port)
     tcp.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 0, 0))
-    context = context or tls.Contexts(identity.load_or_create(directory / "identity.key").key_pair).client
+    context = context or Contexts(identity.load_or_create(directory / "identity.key").key_pair).client
     stream = trio.SSLStream(tcp, context, https_compatible=True)
     stack.callback(tcp.socket.close)
     return stream
@@ -332,7 +332,7 @@ async def test_a_token_is_worth_nothing_in_other_hands(tmp_path, who):
         context = {
             "the peer itself": None,
             "nobody": anonymous(),
-            "another peer": tls.Contexts(identity.from_key(Ed25519PrivateKey.generate()).key_pair).client,
+            "another peer": Contexts(identity.from_key(Ed25519PrivateKey.generate()).key_pair).client,
             "a certificate without a peer id": self_signed(tmp_path),
         }[who]
         connection = await call(stack, server, client, tmp_path / "1", context)

@@ -107,8 +107,8 @@ async def test_four_nodes_form_a_crew_and_a_busy_pipe_holds_up_no_heartbeat(tmp_
         assert [slot.state for slot in statistics.control.slots] == ["active"] * 4
         assert [slot.peer for slot in statistics.control.slots] == [node.network.peer_id for node in nodes]
         assert statistics.pipes.open == {"frames": 3, "state": 0}
-        held = nodes[0].network._host.get_network().tag_store.get_protected_peers()
-        assert {each.to_base58() for each in held} == {node.network.peer_id for node in nodes[1:]}
+        held = nodes[0].network.host.held
+        assert held == {node.network.peer_id for node in nodes[1:]}
 
         # as much as fits, both ways between two stages, while the crew goes on
         a = nodes[1].trainer.assigned
@@ -191,7 +191,7 @@ async def test_a_crew_that_finds_nobody_for_a_stage_ends_and_says_why(tmp_path):
         for node in made.nodes.values():
             assert node.trainer.assigned is None
             await until(lambda node=node: node.plane.statistics().pipes.open == {"frames": 0, "state": 0})
-            await until(lambda node=node: not node.network._host.get_network().tag_store.get_protected_peers())
+            await until(lambda node=node: not node.network.host.held)
 
 
 async def test_who_is_left_alone_waits_for_nobody_for_ever(tmp_path):

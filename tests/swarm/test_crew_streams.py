@@ -239,7 +239,7 @@ async def test_it_works_through_a_relay_and_ends_with_it(tmp_path, monkeypatch):
         known = {"initial_peers": relay.listen_addrs, **members}
         async with host(tmp_path / "a", swarm=b"a" * 32, **known) as one, host(tmp_path / "b", swarm=b"b" * 32, **known) as other:
             await until(lambda: relay.statistics().nat.relay.reservations == 2)
-            await one.nat.call(other.peer_id, Circuit(parse(relay.listen_addrs[0])[0], relay.peer_id))
+            await one.nat.client.call(other.peer_id, Circuit(parse(relay.listen_addrs[0])[0], relay.peer_id))
             await until(lambda: other.peer_id in one.connected() and one.peer_id in other.connected())
             lost, made = [], []
             for network, name in ((one, "a"), (other, "b")):

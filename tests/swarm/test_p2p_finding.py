@@ -94,7 +94,7 @@ async def test_a_liar_in_the_peer_exchange_costs_a_few_dials_only(tmp_path):
 
         liar.requests.serve(ids.PEERS_PROTOCOL, lie, max_request_bytes=9999, max_response_bytes=99999)
         before = honest.statistics().peers.known
-        await honest._exchange.ask(liar.peer_id)
+        await honest.discovery.exchange.ask(liar.peer_id)
         assert honest.statistics().peers.known == before
         assert honest.statistics().exchange["malformed"] == 2
         assert honest.statistics().exchange["out_of_reach"] == 3
@@ -114,7 +114,7 @@ async def test_a_peer_is_believed_its_port_but_not_somebody_elses_address(tmp_pa
 async def test_a_peer_that_asks_for_peers_all_the_time_is_refused_and_kept(tmp_path):
     async with hosts(tmp_path, 2) as (server, client):
         for _ in range(20):
-            await client._exchange.ask(server.peer_id)
+            await client.discovery.exchange.ask(server.peer_id)
         served = server.statistics().requests.served[ids.PEERS_PROTOCOL]
         assert served["ok"] <= 6
         assert served["failed"] >= 14

@@ -25,7 +25,7 @@ from swarmnode.demo.liar.weights import WeightLiar
 from swarmnode.p2p.gossip import Validation
 from swarmnode.p2p.host import open_host
 from swarmnode.p2p.identity import load_or_create
-from swarmnode.p2p.network import Network
+from swarmnode.p2p.network import Libp2pNetwork
 from swarmnode.process import die_with_parent, run_main
 from swarmnode.tasks.registry import task_version
 from swarmnode.wire import codec, ids
@@ -71,7 +71,7 @@ def _resigned(frame: bytes, liar: Author) -> bytes:
     return liar.sign(stolen.payload, stolen.codec)
 
 
-async def _throw_garbage(network: Network) -> None:
+async def _throw_garbage(network: Libp2pNetwork) -> None:
     """Bytes that are no handshake, at every peer's port."""
     rng = random.Random(1)
     while True:

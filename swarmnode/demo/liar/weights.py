@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from swarmnode.errors import PeerError
 from swarmnode.p2p.bulk import BulkSource, MemorySink
-from swarmnode.p2p.network import Network
+from swarmnode.p2p.network import Libp2pNetwork
 from swarmnode.weights.layout import BLOCK
 from swarmnode.weights.messages import (
     MESSAGE_BYTES,
@@ -107,7 +107,7 @@ def _altered(body: bytes, codec: str, kind: str) -> bytes:
 class WeightLiar:
     """kinds: the lies it tells, in turn, of PAYLOADS and MANNERS; empty is an honest partner that sends back what it was shown."""
 
-    def __init__(self, network: Network, kinds: Sequence[str], *, step: int | None = None) -> None:
+    def __init__(self, network: Libp2pNetwork, kinds: Sequence[str], *, step: int | None = None) -> None:
         self._network = network
         self._kinds = list(kinds)
         self._told = 0

@@ -14,11 +14,11 @@ import trio
 
 from swarmnode.errors import PeerError
 from swarmnode.p2p.addresses import Address
-from swarmnode.p2p.api import Declined
+from swarmnode.p2p.api import Declined, Requests
 from swarmnode.p2p.bulk import fetching, tls
 from swarmnode.p2p.bulk.fetching import Pull
 from swarmnode.p2p.bulk.listener import HANDSHAKE_SECONDS, blocking
-from swarmnode.p2p.requests import Requests
+from swarmnode.p2p.library.certificates import Contexts
 from swarmnode.wire import codec, ids, limits
 from swarmnode.wire.messages import BulkSocketRequest, BulkSocketResponse
 
@@ -44,7 +44,7 @@ class Calling:
         self._limiter = limiter
         self._observed = observed
         self._unreachable: collections.OrderedDict[str, float] = collections.OrderedDict()
-        self.contexts: tls.Contexts | None = None
+        self.contexts: Contexts | None = None
 
     async def call(self, pull: Pull) -> tuple[socket.socket, ssl.SSLSocket]:
         """A second handle, and the connection, on which the wanted chunks follow. Raises Fallback, or Declined."""

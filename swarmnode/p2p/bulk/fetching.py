@@ -8,19 +8,20 @@ Reading and hashing overlap, because each of them can use a core; four chunks bo
 
 from __future__ import annotations
 
+import math
 import queue
 import socket
 import ssl
-from typing import Any
 
 import trio
-from libp2p.peer.id import ID
 
 from swarmnode.errors import BadMessage, PeerError
-from swarmnode.p2p.api import Declined
+from swarmnode.p2p.api import BulkPath, Declined
 from swarmnode.p2p.bulk import tls
 from swarmnode.p2p.bulk.content import BulkSink
-from swarmnode.p2p.requests import LENGTH, close, read_frame, reset
+from swarmnode.p2p.conversations import LENGTH, converse, frame, read_frame
+from swarmnode.p2p.library.hosts import Host
+from swarmnode.p2p.library.streams import Stream
 from swarmnode.wire import bulk, codec, ids, limits
 from swarmnode.wire.messages import BulkManifest, BulkRequest, BulkResponse
 
@@ -39,43 +40,41 @@ class Pull:
         self.sink = sink
         self.wanted = wanted
         self.size = sum(end - start for start, end in (bulk.span(manifest, index) for index in wanted))
-        request = BulkRequest(transfer, self.root, bulk.pack_wanted(wanted, bulk.count(manifest)))
-        encoded = codec.encode(request)
-        self.request = LENGTH.pack(len(encoded)) + encoded
-        self.path = "stream"
+        self.request = frame(codec.encode(BulkRequest(transfer, self.root, bulk.pack_wanted(wanted, bulk.count(manifest)))))
+        self.path: BulkPath = "stream"
         self.moved = 0
         self.accepted = 0
-        self.told = 0
+        self.metered = 0
         self.live = True
         self.spoilt = False
         self.error: Exception | None = None
-        self.stream: Any = None
-        self.done = trio.Event()
-        self.verifying = trio.Lock()
+        self.stream: Stream | None = None
 
-    def check_response(self, frame: bytes) -> None:
+    def check_response(self, data: bytes) -> None:
         """Raises Declined, or BadMessage when what is to follow is not what was asked for."""
-        response = codec.decode(frame, BulkResponse, limits.BULK_RESPONSE_BYTES)
+        response = codec.decode(data, BulkResponse, limits.BULK_RESPONSE_BYTES)
         if response.status != "ok":
             raise Declined(response.status)
         if response.size != self.size:
             raise BadMessage("bounds", f"{response.size} bytes are to follow, {self.size} were asked for")
 
-    def verify(self, index: int) -> None:
-        """In a worker thread. Raises BadMessage("hash")."""
-        if bulk.digest(self.sink.view(index)) != bulk.expected(self.manifest, index):
-            raise BadMessage("hash", f"chunk {index} is not what the manifest says")
-        self.sink.accept(index)
+    def verify(self, index: int) -> bool:
+        """In a worker thread, one chunk at a time. Whether the chunk is right and accepted; if not, nothing more is verified."""
+        if self.spoilt or not self.live:
+            return False
+        try:
+            if bulk.digest(self.sink.view(index)) != bulk.expected(self.manifest, index):
+                raise BadMessage("hash", f"chunk {index} is not what the manifest says")
+            self.sink.accept(index)
+        except Exception as error:  # the peer's chunk is wrong, or the caller's sink cannot take it: the caller is told
+            self.error, self.spoilt = error, True
+            return False
         self.accepted += 1
+        return True
 
     def fail(self, error: Exception) -> None:
-        """The first cause counts; later ones follow from it."""
+        """The first cause counts, later ones follow from it; but a chunk that was wrong counts however the reading ended."""
         self.error = self.error or error
-
-    def spoil(self, error: Exception) -> None:
-        """A chunk was wrong, or the sink cannot take it: that counts, however the reading ended, and nothing more is verified."""
-        if not self.spoilt:
-            self.error, self.spoilt = error, True
 
     def count(self, more: int) -> None:
         self.moved += more
@@ -91,51 +90,35 @@ class Pull:
 # -- over a libp2p stream
 
 
-async def over_stream(host: Any, nursery: trio.Nursery, pull: Pull, limiter: trio.CapacityLimiter) -> None:
-    """Returns when everything is accepted; raises PeerError. As with requests, the I/O has a task of its own in `nursery` and is never
-    cancelled: a caller that gives up resets the stream, and waits only for a chunk that is being hashed in the sink's memory."""
-    nursery.start_soon(_read_stream, host, nursery, pull, limiter)
+async def over_stream(host: Host, pull: Pull, limiter: trio.CapacityLimiter) -> None:
+    """Returns when everything is accepted; raises PeerError, and what the sink raises. May be cancelled: the stream is reset then, and
+    nothing touches the sink when this has ended, which takes no longer than to hash a chunk."""
+    read, arrived = trio.open_memory_channel[int](AHEAD)
+    verified = trio.Event()
+    host.nursery.start_soon(_verify, host, pull, arrived, verified, limiter)
+
+    async def ask(stream: Stream) -> None:
+        pull.stream = stream
+        await stream.write(pull.request)
+        pull.check_response(await read_frame(stream, limits.BULK_RESPONSE_BYTES))
+        await _read_chunks(stream, pull, read)
+
     try:
-        await pull.done.wait()
+        try:
+            await converse(host, pull.peer, ids.BULK_PROTOCOL, ask, deadline=math.inf)
+        except PeerError as error:
+            pull.fail(error)
+        read.close()
+        await verified.wait()
     finally:
         pull.live = False
-        if not pull.done.is_set():
-            if pull.stream is not None:
-                nursery.start_soon(reset, pull.stream)
-            with trio.CancelScope(shield=True):
-                async with pull.verifying:
-                    pass
+        read.close()
+        with trio.CancelScope(shield=True):
+            await verified.wait()
     pull.conclude()
 
 
-async def _read_stream(host: Any, nursery: trio.Nursery, pull: Pull, limiter: trio.CapacityLimiter) -> None:
-    """Never raises; always closes or resets its stream."""
-    send, receive = trio.open_memory_channel[int](AHEAD)
-    verified = trio.Event()
-    nursery.start_soon(_verify, pull, receive, verified, limiter)
-    try:
-        identity = ID.from_string(pull.peer)
-        if not host.get_network().get_connections(identity):
-            raise PeerError(f"{pull.peer} is not connected")
-        pull.stream = stream = await host.new_stream(identity, [ids.BULK_PROTOCOL])
-        if pull.live:
-            await stream.write(pull.request)
-            pull.check_response(await read_frame(stream, limits.BULK_RESPONSE_BYTES))
-            await _read_chunks(stream, pull, send)
-    except PeerError as error:
-        pull.fail(error)
-    except Exception as error:  # the library raises many kinds; each means that this peer did not deliver
-        pull.fail(PeerError(f"{ids.BULK_PROTOCOL} with {pull.peer} failed: {type(error).__name__}: {error}"[:300]))
-    finally:
-        send.close()
-        with trio.CancelScope(shield=True):  # no stream I/O, and no longer than it takes to hash four chunks
-            await verified.wait()
-        pull.done.set()
-        if pull.stream is not None:
-            await (reset(pull.stream) if pull.error or not pull.live else close(pull.stream))
-
-
-async def _read_chunks(stream: Any, pull: Pull, send: Any) -> None:
+async def _read_chunks(stream: Stream, pull: Pull, read: trio.MemorySendChannel[int]) -> None:
     for index in pull.wanted:
         view, filled = pull.sink.view(index), 0
         while filled < len(view):
@@ -145,22 +128,19 @@ async def _read_chunks(stream: Any, pull: Pull, send: Any) -> None:
             view[filled : filled + len(data)] = data
             filled += len(data)
             pull.moved += len(data)
-        await send.send(index)
+        await read.send(index)
 
 
-async def _verify(pull: Pull, receive: Any, verified: trio.Event, limiter: trio.CapacityLimiter) -> None:
+async def _verify(
+    host: Host, pull: Pull, arrived: trio.MemoryReceiveChannel[int], verified: trio.Event, limiter: trio.CapacityLimiter
+) -> None:
     """Never raises; takes everything from the channel until it is closed, so that the reader is never held up."""
     try:
-        async for index in receive:
-            async with pull.verifying:
-                if pull.live and not pull.spoilt:
-                    await trio.to_thread.run_sync(pull.verify, index, limiter=limiter)
-    except Exception as error:  # a chunk that does not fit, or a sink that cannot take it: the latter is for the caller to see
-        pull.spoil(error)
-        if pull.stream is not None:
-            await reset(pull.stream)
-        async for _ in receive:
-            pass
+        async for index in arrived:
+            if pull.spoilt or not pull.live:
+                continue
+            if not await trio.to_thread.run_sync(pull.verify, index, limiter=limiter) and pull.stream is not None:
+                host.nursery.start_soon(pull.stream.reset)
     finally:
         verified.set()
 
@@ -183,19 +163,15 @@ async def over_socket(control: socket.socket, connection: ssl.SSLSocket, pull: P
 
     def verify() -> None:
         while (index := read.get()) is not None:
-            if not pull.spoilt:
-                try:
-                    pull.verify(index)
-                except Exception as error:  # as above
-                    pull.spoil(error)
-                    tls.shut_down(control)
+            if not pull.verify(index):
+                tls.shut_down(control)
 
     def receive() -> None:
         try:
             for index in pull.wanted:
                 tls.fill(connection, pull.sink.view(index), pull.count)
                 read.put(index)
-        except Exception as error:
+        except Exception as error:  # of the connection, or of the caller's sink
             pull.fail(error)
         finally:
             read.put(None)

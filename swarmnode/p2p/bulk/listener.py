@@ -22,7 +22,8 @@ import trio
 from swarmnode.errors import PeerError, Unavailable
 from swarmnode.p2p.addresses import Address, from_socket
 from swarmnode.p2p.bulk import tls
-from swarmnode.p2p.requests import LENGTH
+from swarmnode.p2p.conversations import LENGTH
+from swarmnode.p2p.library.certificates import Contexts
 from swarmnode.wire import codec, limits
 from swarmnode.wire.messages import BulkRequest
 
@@ -100,10 +101,10 @@ Serve = Callable[[Caller, socket.socket], Awaitable[None]]
 """Serves a caller whose token was good; the socket is a second handle of its connection."""
 
 
-class Listener:
+class TlsListener:
     """`serve`: called in a task of its own; must not raise. `limiter`: threads."""
 
-    def __init__(self, contexts: tls.Contexts, tokens: Tokens, serve: Serve, limiter: trio.CapacityLimiter) -> None:
+    def __init__(self, contexts: Contexts, tokens: Tokens, serve: Serve, limiter: trio.CapacityLimiter) -> None:
         self._contexts = contexts
         self._tokens = tokens
         self._serve = serve

@@ -12,15 +12,19 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable
-from typing import Any
+from typing import Literal
 
 import trio
 
 from swarmnode.errors import BadMessage, PeerError
+from swarmnode.p2p.api import BulkPath
 from swarmnode.p2p.bulk import tls
 from swarmnode.p2p.bulk.content import BulkSource
 from swarmnode.p2p.bulk.listener import Caller
-from swarmnode.p2p.requests import LENGTH, close, read_frame, reset
+from swarmnode.p2p.conversations import frame, read_frame
+from swarmnode.p2p.library.streams import Stream
+from swarmnode.p2p.slots import PeerCap
+from swarmnode.p2p.traffic import Traffic
 from swarmnode.wire import bulk, codec, ids, limits
 from swarmnode.wire.messages import BulkRequest, BulkResponse
 
@@ -39,10 +43,11 @@ STALL_SECONDS = 30.0
 SLOWEST = 64 * 1024
 """Bytes per second: no peer may hold a slot longer than its transfer would take at this rate, and STALL_SECONDS."""
 REFUSAL_SECONDS = 5.0
+Refusal = Literal["unknown", "busy"]
 OUTCOMES = ("ok", "unknown", "busy", "unwelcome", "malformed", "stalled", "withdrawn", "failed")
 
 
-class Offer:
+class BulkOffer:
     """`audience`: peer ids, None for everybody. `pushes`: transfers of it that are under way."""
 
     def __init__(self, source: BulkSource, audience: frozenset[str] | None) -> None:
@@ -56,12 +61,12 @@ class Push:
     """One transfer under way. `stop()` ends its connection; `outcome` says why, once somebody has."""
 
     peer: str
-    offer: Offer
+    offer: BulkOffer
     indices: list[int]
     stop: Callable[[], None]
     moved: int = 0
-    told: int = 0
-    """Of `moved`: what the meter knows."""
+    metered: int = 0
+    """Of `moved`: what was counted as traffic."""
     outcome: str | None = None
 
     @property
@@ -80,27 +85,19 @@ class Push:
 
 
 class Serving:
-    """`nursery`: outlives every stream. `welcome(peer)`: whether anything of it is looked at. `allows()`: whether there is budget.
-    `metered(protocol, received, sent)`: bytes that went by beside libp2p."""
+    """`nursery`: outlives every stream. `welcome(peer)`: whether anything of it is looked at. `allows()`: whether there is budget."""
 
-    def __init__(
-        self,
-        nursery: trio.Nursery,
-        limiter: trio.CapacityLimiter,
-        welcome: Callable[[str], bool],
-        allows: Callable[[], bool],
-        metered: Callable[[str, int, int], None],
-    ) -> None:
+    def __init__(self, nursery: trio.Nursery, limiter: trio.CapacityLimiter, welcome: Callable[[str], bool], traffic: Traffic) -> None:
+        self.allows: Callable[[], bool] = lambda: True
+        self.offers: dict[bytes, BulkOffer] = {}
+        self.outcomes: dict[BulkPath, collections.Counter[str]] = {"stream": collections.Counter(), "socket": collections.Counter()}
+        self.sent: collections.Counter[str] = collections.Counter()
         self._nursery = nursery
         self._limiter = limiter
         self._welcome = welcome
-        self._allows = allows
-        self._metered = metered
-        self._streams: collections.Counter[str] = collections.Counter()
+        self._traffic = traffic
+        self._streams = PeerCap(STREAMS_PER_PEER, STREAMS)
         self._pushes: set[Push] = set()
-        self.offers: dict[bytes, Offer] = {}
-        self.outcomes: dict[str, collections.Counter[str]] = {"stream": collections.Counter(), "socket": collections.Counter()}
-        self.sent: collections.Counter[str] = collections.Counter()
 
     @property
     def active(self) -> int:
@@ -111,20 +108,20 @@ class Serving:
         for push in tuple(offer.pushes) if offer else ():
             push.end("withdrawn")
 
-    def find(self, peer: str, transfer: bytes, root: bytes | None = None) -> Offer | None:
+    def find(self, peer: str, transfer: bytes, root: bytes | None = None) -> BulkOffer | None:
         """What `peer` may have under this id and root."""
         offer = self.offers.get(transfer)
         if offer is None or (offer.audience is not None and peer not in offer.audience):
             return None
         return offer if root is None or offer.source.root == root else None
 
-    def has_room(self, peer: str, offer: Offer) -> bool:
-        if sum(push.peer == peer for push in self._pushes) >= SERVING_PER_PEER or not self._allows():
+    def has_room(self, peer: str, offer: BulkOffer) -> bool:
+        if sum(push.peer == peer for push in self._pushes) >= SERVING_PER_PEER or not self.allows():
             return False
         public = sum(push.offer.audience is None for push in self._pushes)
         return self.active < SERVING and (offer.audience is not None or public < SERVING_PUBLIC)
 
-    def begin(self, peer: str, request: BulkRequest, stop: Callable[[], None]) -> Push | str:
+    def begin(self, peer: str, request: BulkRequest, stop: Callable[[], None]) -> Push | Refusal:
         """Takes a slot, or says why not: `unknown` or `busy`. Raises BadMessage when the request does not fit what is offered."""
         offer = self.find(peer, request.transfer, request.root)
         if offer is None:
@@ -141,36 +138,27 @@ class Serving:
         self._pushes.discard(push)
         push.offer.pushes.discard(push)
 
-    async def on_stream(self, stream: Any) -> None:
+    async def on_stream(self, stream: Stream) -> None:
         """Handler of the bulk protocol. Never raises; always closes or resets."""
-        peer = stream.muxed_conn.peer_id.to_base58()
-        if not self._welcome(peer):
-            outcome = "unwelcome"
-        elif self._streams.total() >= STREAMS or self._streams[peer] >= STREAMS_PER_PEER:
-            outcome = "busy"
-        else:
-            self._streams[peer] += 1
-            try:
-                outcome = await self._answer(peer, stream)
-            finally:
-                self._streams[peer] -= 1
-                if not self._streams[peer]:
-                    del self._streams[peer]
+        outcome = "unwelcome"
+        if self._welcome(stream.peer):
+            with self._streams.entered(stream.peer) as room:
+                outcome = await self._answer(stream) if room else "busy"
         self.outcomes["stream"][outcome] += 1
-        await (close(stream) if outcome in ("ok", "unknown") else reset(stream))
+        await (stream.close() if outcome in ("ok", "unknown") else stream.reset())
 
-    async def _answer(self, peer: str, stream: Any) -> str:
-        """As `Requests._answer`: no scope around stream I/O, a watchdog resets the stream instead."""
+    async def _answer(self, stream: Stream) -> str:
+        """As for requests: no scope around stream I/O, a watchdog resets the stream instead."""
         outcome = "failed"
-        push: Push | str = "failed"
+        push: Push | Refusal | None = None
         async with trio.open_nursery() as nursery:
-            stop = lambda: self._nursery.start_soon(reset, stream)  # not this nursery: it may be gone when an offer is withdrawn
+            stop = lambda: self._nursery.start_soon(stream.reset)  # not this nursery: it may be gone when an offer is withdrawn
             asking = trio.CancelScope()
             nursery.start_soon(_watch_request, asking, stop)
             try:
                 request = codec.decode(await read_frame(stream, limits.BULK_REQUEST_BYTES), BulkRequest, limits.BULK_REQUEST_BYTES)
                 asking.cancel()
-                push = self.begin(peer, request, stop)
+                push = self.begin(stream.peer, request, stop)
                 if isinstance(push, str):
                     await stream.write(refusal(push))
                     outcome = push
@@ -183,8 +171,8 @@ class Serving:
                     outcome = "ok"
             except BadMessage:
                 outcome = "malformed"
-            except Exception as error:  # the library raises many kinds when a stream ends
-                log.debug("a bulk stream of %s ended: %r", peer, error)
+            except PeerError as error:
+                log.debug("a bulk stream of %s ended: %s", stream.peer, error)
             finally:
                 if isinstance(push, Push):
                     self.finish(push)
@@ -205,7 +193,7 @@ class Serving:
                 outcome = "malformed"
         self.outcomes["socket"][outcome] += 1
 
-    async def _send(self, connection: ssl.SSLSocket, control: socket.socket, push: Push | str) -> str:
+    async def _send(self, connection: ssl.SSLSocket, control: socket.socket, push: Push | Refusal) -> str:
         if isinstance(push, str):
             with trio.move_on_after(REFUSAL_SECONDS), contextlib.suppress(PeerError):
                 await tls.in_thread(control, self._limiter, tls.send, connection, refusal(push))
@@ -228,8 +216,8 @@ class Serving:
         return outcome
 
     def _meter(self, push: Push) -> int:
-        self._metered(ids.BULK_SOCKET_PROTOCOL, 0, push.moved - push.told)
-        push.told = push.moved
+        self._traffic.count(ids.BULK_SOCKET_PROTOCOL, 0, push.moved - push.metered)
+        push.metered = push.moved
         return push.moved
 
 
@@ -244,16 +232,11 @@ def _send_chunks(connection: ssl.SSLSocket, push: Push) -> None:
 
 def response(push: Push) -> bytes:
     """The frame that precedes the chunks."""
-    return _frame(BulkResponse("ok", push.size))
+    return frame(codec.encode(BulkResponse("ok", push.size)))
 
 
-def refusal(status: Any) -> bytes:
-    return _frame(BulkResponse(status, 0))
-
-
-def _frame(message: BulkResponse) -> bytes:
-    encoded = codec.encode(message)
-    return LENGTH.pack(len(encoded)) + encoded
+def refusal(status: Refusal) -> bytes:
+    return frame(codec.encode(BulkResponse(status, 0)))
 
 
 async def _watch_request(scope: trio.CancelScope, stop: Callable[[], None]) -> None:

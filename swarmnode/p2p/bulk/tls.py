@@ -10,28 +10,15 @@ from __future__ import annotations
 import socket
 import ssl
 from collections.abc import Callable, Container
-from typing import Any, TypeVar
+from typing import TypeVar, TypeVarTuple
 
 import trio
-from cryptography import x509
-from libp2p.crypto.keys import KeyPair
-from libp2p.peer.id import ID
-from libp2p.security.tls.certificate import verify_certificate_chain
-from libp2p.security.tls.transport import TLSTransport
 
 from swarmnode.errors import PeerError
+from swarmnode.p2p.library.certificates import peer_of_certificate
 
 T = TypeVar("T")
-
-
-class Contexts:
-    """Both sides' `ssl.SSLContext`s of one node, with one certificate. Made once, in a thread: it writes a temporary file to load from."""
-
-    def __init__(self, key_pair: KeyPair) -> None:
-        transport = TLSTransport(key_pair)
-        self.server = transport.create_ssl_context(server_side=True)
-        self.server.num_tickets = 0  # a resumed session would show no certificate
-        self.client = transport.create_ssl_context(server_side=False)
+Ts = TypeVarTuple("Ts")
 
 
 def handshake(raw: socket.socket, context: ssl.SSLContext, expected: Container[str], *, server_side: bool) -> tuple[ssl.SSLSocket, str]:
@@ -63,10 +50,7 @@ def peer_of(tls: ssl.SSLSocket) -> str:
     encoded = tls.getpeercert(True)
     if not encoded:
         raise PeerError("no certificate")
-    try:
-        return ID.from_pubkey(verify_certificate_chain([x509.load_der_x509_certificate(encoded)])).to_base58()
-    except Exception as error:  # two parsers of a stranger's bytes, which raise whatever they come across
-        raise PeerError(f"not a libp2p certificate: {type(error).__name__}: {error}"[:200]) from error
+    return peer_of_certificate(encoded)
 
 
 def receive_exactly(tls: ssl.SSLSocket, count: int) -> bytes:
@@ -109,8 +93,8 @@ def shut_down(control: socket.socket) -> None:
 async def in_thread(
     control: socket.socket,
     limiter: trio.CapacityLimiter,
-    work: Callable[..., T],
-    *args: Any,
+    work: Callable[[*Ts], T],
+    *args: *Ts,
     discard: Callable[[T], None] = lambda result: None,
 ) -> T:
     """`work(*args)` in a thread; when cancelled, shuts the connection down, which ends the work, and waits for that.

@@ -11,7 +11,7 @@ from multiaddr import Multiaddr
 from swarmnode.errors import PeerError
 from swarmnode.p2p.addresses import PRIVATE, PUBLIC, parse
 from swarmnode.p2p.autonat import AUTONAT, PAUSE_SECONDS, PAUSED, VOTE_SECONDS, VOTERS, Pauses, Votes
-from swarmnode.p2p.talk import converse, read_message, write_message
+from swarmnode.p2p.conversations import converse, read_message, write_message
 from tests.support.hosts import host, hosts
 from tests.support.waiting import until
 
@@ -22,7 +22,7 @@ def port_of(network):
 
 def listens_at(network, port):
     """As if it listened not only on loopback."""
-    network.nat.reach._ports = [port]
+    network.nat.reach.ports = [port]
 
 
 async def test_a_node_that_can_be_dialled_back_is_public(tmp_path):
@@ -48,9 +48,8 @@ async def test_a_port_nobody_answers_at_is_private_said_once_and_relays_are_look
         assert caplog.text.count("port 1 is not reachable from outside: running outbound-only") == 1
         await until(lambda: a.statistics().nat.client.refused)  # neither of them is a relay
         b.nat.relay.serve(True)
-        a.nat._client._plan._waiting.clear()
-        a.nat._client.wake()
-        await until(lambda: a.statistics().nat.client.relays == [b.peer_id])
+        a.nat.client.wake()
+        await until(lambda: a.statistics().nat.client.relays == [b.peer_id])  # at the latest when its back-off is over
 
 
 async def test_another_peer_at_our_port_is_not_us(tmp_path):
@@ -63,10 +62,10 @@ async def test_another_peer_at_our_port_is_not_us(tmp_path):
 async def test_who_says_ok_without_having_come_is_not_believed(tmp_path):
     async with hosts(tmp_path, 2) as (a, b):
 
-        async def lie(muxed, request):
+        async def lie(stream, request):
             return pb.Message.OK, None
 
-        b.nat.reach._dial_back = lie
+        b.nat.dial_back.dial_back = lie
         listens_at(a, port_of(a))
         await a.nat.reach.check(b.peer_id)
         assert a.nat.reach.verdict == "private"
@@ -80,7 +79,7 @@ async def test_only_the_address_we_see_is_dialled_and_not_twice_at_once(tmp_path
             dialled.append(str(address))
             return False
 
-        b.nat.reach._reaches = reaches
+        b.nat.dial_back.reaches = reaches
         told = [f"/ip4/9.9.9.9/tcp/{port}" for port in (7001, 7001, 7002, 7003)]
 
         async def ask(stream):
@@ -89,14 +88,15 @@ async def test_only_the_address_we_see_is_dialled_and_not_twice_at_once(tmp_path
             return (await read_message(stream, pb.Message)).dialResponse.status
 
         for expected in (pb.Message.E_DIAL_ERROR, pb.Message.E_DIAL_REFUSED):
-            assert (await converse(a._host, a._nursery, b.peer_id, AUTONAT, ask, deadline=5.0))[0] == expected
+            assert (await converse(a.host, b.peer_id, AUTONAT, ask, deadline=5.0))[0] == expected
         assert dialled == ["/ip4/127.0.0.1/tcp/7001", "/ip4/127.0.0.1/tcp/7002"]
 
 
 async def test_who_does_not_ask_from_its_own_address_is_refused(tmp_path):
     """Through a relay nobody's address is known."""
     async with hosts(tmp_path, 2) as (a, b):
-        b.nat.reach._host.get_network().get_connections(ID.from_string(a.peer_id))[0].muxed_conn.get_remote_address = lambda: None
+        (connection,) = b.host.library.get_network().get_connections(ID.from_string(a.peer_id))
+        connection.muxed_conn.get_remote_address = lambda: None
         listens_at(a, port_of(a))
         await a.nat.reach.check(b.peer_id)
         assert a.nat.reach.verdict == "unknown"
@@ -109,11 +109,11 @@ async def test_garbage_is_answered_or_reset_and_nothing_else(tmp_path, garbage):
 
         async def talk(stream):
             await stream.write(garbage)
-            await stream.close_write()
+            await stream.finish()
             return (await read_message(stream, pb.Message)).dialResponse.status
 
         try:
-            status, _ = await converse(a._host, a._nursery, b.peer_id, AUTONAT, talk, deadline=5.0)
+            status, _ = await converse(a.host, b.peer_id, AUTONAT, talk, deadline=5.0)
             assert status == pb.Message.E_BAD_REQUEST
         except PeerError:
             assert b.connected() == [a.peer_id]
@@ -171,7 +171,7 @@ def test_an_address_is_dialled_back_rarely_and_not_all_are_remembered():
 async def test_stock_autonat_finds_everybody_reachable_because_they_are_connected(tmp_path):
     """Why it is not used. When this fails, upstream dials, and docs/networking.md should say so."""
     async with hosts(tmp_path, 2, relay="off") as (a, b):
-        AutoNATService(b._host)  # replaces our handler
+        AutoNATService(b.host.library)  # replaces our handler
 
         async def ask(stream):
             told = [Multiaddr("/ip4/127.0.0.1/tcp/1").to_bytes()]
@@ -179,4 +179,4 @@ async def test_stock_autonat_finds_everybody_reachable_because_they_are_connecte
             await write_message(stream, pb.Message(type=pb.Message.DIAL, dial=pb.Message.Dial(peer=info)))
             return (await read_message(stream, pb.Message)).dialResponse.status
 
-        assert (await converse(a._host, a._nursery, b.peer_id, AUTONAT, ask, deadline=5.0))[0] == pb.Message.OK
+        assert (await converse(a.host, b.peer_id, AUTONAT, ask, deadline=5.0))[0] == pb.Message.OK

@@ -178,7 +178,7 @@ async def test_fetches_from_one_peer_take_turns_within_their_deadlines(tmp_path)
                 nursery.start_soon(fetch, client, server, sink, 20.0, path)
         assert all(same(source, sink) for sink in sinks)
         assert client.bulk.statistics().bandwidth[server.peer_id] > 0
-        assert client.bulk._peer_slots == {}
+        assert client.bulk.statistics().fetching == 0
 
 
 async def test_a_sink_of_another_size_is_our_own_mistake(tmp_path):

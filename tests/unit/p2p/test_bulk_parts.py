@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from swarmnode.errors import BadMessage, Unavailable
 from swarmnode.p2p.bulk import Bandwidth, BulkSource, FileSink, MemorySink, bandwidth, listener, serving
 from swarmnode.p2p.bulk.listener import Tokens
+from swarmnode.p2p.traffic import Traffic
 from swarmnode.wire import bulk
 from swarmnode.wire.messages import BulkManifest, BulkRequest
 
@@ -158,7 +159,7 @@ def test_only_so_many_peers_are_remembered():
 
 
 def slots() -> serving.Serving:
-    return serving.Serving(None, None, lambda peer: True, lambda: True, lambda protocol, received, sent: None)
+    return serving.Serving(None, None, lambda peer: True, Traffic())
 
 
 def begin(served: serving.Serving, peer: str, transfer: bytes = TRANSFER, root: bytes | None = None) -> serving.Push | str:
@@ -168,7 +169,7 @@ def begin(served: serving.Serving, peer: str, transfer: bytes = TRANSFER, root: 
 
 def test_a_peer_gets_its_share_of_the_slots_and_gets_it_back():
     served = slots()
-    served.offers[TRANSFER] = serving.Offer(BulkSource(b"x"), frozenset({"A", "B"}))
+    served.offers[TRANSFER] = serving.BulkOffer(BulkSource(b"x"), frozenset({"A", "B"}))
     pushes = [begin(served, "A") for _ in range(serving.SERVING_PER_PEER)]
     assert begin(served, "A") == "busy"
     assert isinstance(begin(served, "B"), serving.Push)
@@ -179,8 +180,8 @@ def test_a_peer_gets_its_share_of_the_slots_and_gets_it_back():
 def test_strangers_cannot_take_the_slots_of_partners():
     served = slots()
     partner = b"p" * 32
-    served.offers[TRANSFER] = serving.Offer(BulkSource(b"x"), None)
-    served.offers[partner] = serving.Offer(BulkSource(b"y"), frozenset({"partner"}))
+    served.offers[TRANSFER] = serving.BulkOffer(BulkSource(b"x"), None)
+    served.offers[partner] = serving.BulkOffer(BulkSource(b"y"), frozenset({"partner"}))
     outcomes = [begin(served, f"stranger {number}") for number in range(serving.SERVING)]
     assert outcomes.count("busy") == serving.SERVING - serving.SERVING_PUBLIC
     assert isinstance(begin(served, "partner", partner), serving.Push)
@@ -189,15 +190,15 @@ def test_strangers_cannot_take_the_slots_of_partners():
 
 def test_what_is_offered_with_another_root_is_unknown_and_nothing_is_served_without_budget():
     served = slots()
-    served.offers[TRANSFER] = serving.Offer(BulkSource(b"x"), None)
+    served.offers[TRANSFER] = serving.BulkOffer(BulkSource(b"x"), None)
     assert begin(served, "A", root=bytes(32)) == "unknown"
-    served._allows = lambda: False
+    served.allows = lambda: False
     assert begin(served, "A") == "busy"
 
 
 def test_withdrawing_ends_what_is_under_way():
     served = slots()
-    served.offers[TRANSFER] = serving.Offer(BulkSource(b"x"), None)
+    served.offers[TRANSFER] = serving.BulkOffer(BulkSource(b"x"), None)
     stopped = []
     push = served.begin("A", BulkRequest(TRANSFER, served.offers[TRANSFER].source.root, b"\x01"), lambda: stopped.append(1))
     served.withdraw(TRANSFER)

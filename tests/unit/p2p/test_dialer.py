@@ -5,6 +5,7 @@ import random
 
 import trio
 
+from swarmnode.errors import PeerError
 from swarmnode.p2p import dialer
 from swarmnode.p2p.dialer import Dialer
 from swarmnode.p2p.peers import PeerTable
@@ -29,7 +30,7 @@ class World:
                 await trio.sleep_forever()
             await trio.sleep(0.05)
             if peer not in self.up:
-                raise OSError("connection refused")
+                raise PeerError("connection refused")
             self.table.connected_to(peer, inbound=False, now=trio.current_time())
             return True
         finally:

@@ -19,10 +19,10 @@ async def test_gossip_moves_to_the_connection_that_is_left(tmp_path, which, spea
         a, b = pair
         topics = [await each.gossip.join(NAME, lambda data, peer: Validation.ACCEPT) for each in pair]
         await until(lambda: all(each.gossip.statistics().mesh[NAME] == 1 for each in pair))
-        await a._dial_direct(parse(b.listen_addrs[0])[0], b.peer_id)
-        await until(lambda: len(a._live) == len(b._live) == 2)
-        await list(a._live)[which].close()
-        await until(lambda: len(a._live) == len(b._live) == 1)
+        await a.host.dial(b.peer_id, parse(b.listen_addrs[0])[0])
+        await until(lambda: len(a.connections) == len(b.connections) == 2)
+        await list(a.connections)[which].close()
+        await until(lambda: len(a.connections) == len(b.connections) == 1)
         await trio.sleep(0.5)  # both have seen the end; a heartbeat may have passed
         await until(lambda: pair[speaker].gossip.statistics().mesh[NAME] == 1)
         await pair[speaker].gossip.publish(NAME, b"still here")

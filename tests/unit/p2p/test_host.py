@@ -181,33 +181,6 @@ async def test_a_ban_survives_a_restart(tmp_path):
         assert a.statistics().reputation.banned == 1
 
 
-class Elsewhere:
-    """A connection from somewhere else than this machine."""
-
-    is_closed = False
-
-    def __init__(self, host: str) -> None:
-        self.muxed_conn = self
-        self._host = host
-
-    def get_remote_address(self) -> tuple[str, int]:
-        return self._host, 4001
-
-
-async def test_one_network_prefix_gets_a_quarter_of_the_connections(tmp_path):
-    async with host(tmp_path, max_connections=40) as network:
-        admitted = 0
-        for index in range(20):
-            where = (f"9.9.9.{index}", 4001)
-            if network._admit(f"x{index}", where, True):
-                admitted += 1
-                network._live[Elsewhere(where[0])] = f"x{index}"
-        assert admitted == 10
-        assert network._admit("other", ("9.9.8.1", 4001), True)
-        assert network._admit("x30", ("9.9.9.30", 4001), False)  # whom we dial is our own choice
-        network._live.clear()
-
-
 async def test_garbage_on_the_port_is_counted_and_peers_are_served_meanwhile(tmp_path):
     async with hosts(tmp_path, 2) as (server, client):
         for garbage in (b"", b"\x00" * 100, b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), b"\x13/multistream/1.0.0\n\x07/secio\n"):
@@ -215,7 +188,7 @@ async def test_garbage_on_the_port_is_counted_and_peers_are_served_meanwhile(tmp
             async with stream:
                 await stream.send_all(garbage)
         await until(lambda: server.statistics().failed_handshakes == 5)
-        await server._exchange.ask(client.peer_id)
+        await server.discovery.exchange.ask(client.peer_id)
         assert server.requests.statistics().requests["/swarmnode/peers/1"]["ok"] >= 1
         assert server.connected() == [client.peer_id]
 

@@ -62,8 +62,8 @@ async def test_two_nodes_hear_of_each_other_and_not_of_themselves(peers):
         nodes = []
         for index, peer in enumerate(peers):
             listen = [Address("ip4", "127.0.0.1", 4001 + index)]
-            nodes.append(mdns.Discovery(peer, SWARM, listen, listener(peer), interfaces=["127.0.0.1"]))
-            nursery.start_soon(nodes[-1].run)
+            nodes.append(mdns.MdnsDiscovery(peer, SWARM, listen, interfaces=["127.0.0.1"]))
+            nursery.start_soon(nodes[-1].run, listener(peer))
         with trio.fail_after(30):
             await found.wait()
         nursery.cancel_scope.cancel()
@@ -73,9 +73,9 @@ async def test_two_nodes_hear_of_each_other_and_not_of_themselves(peers):
 
 async def test_a_loopback_node_does_not_announce_itself(peers, caplog):
     caplog.set_level(logging.INFO)
-    node = mdns.Discovery(peers[0], SWARM, [Address("ip4", "127.0.0.1", 4001)], lambda peer, address: None)
+    node = mdns.MdnsDiscovery(peers[0], SWARM, [Address("ip4", "127.0.0.1", 4001)])
     with trio.fail_after(30):
-        await node.run()
+        await node.run(lambda peer, address: None)
     assert "only loopback" in caplog.text
 
 
@@ -84,15 +84,15 @@ async def test_no_multicast_is_one_warning_and_no_more(peers, caplog, monkeypatc
         raise OSError("no such device")
 
     monkeypatch.setattr(mdns, "Zeroconf", broken)
-    node = mdns.Discovery(peers[0], SWARM, [Address("ip4", "192.168.1.5", 4001)], lambda peer, address: None)
+    node = mdns.MdnsDiscovery(peers[0], SWARM, [Address("ip4", "192.168.1.5", 4001)])
     with trio.fail_after(30):
-        await node.run()
+        await node.run(lambda peer, address: None)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 async def test_a_node_finds_a_peer_by_what_mdns_heard(tmp_path):
     async with host(tmp_path / "a") as a, host(tmp_path / "b") as b:
-        b._heard(a.peer_id, a.listen_addrs[0].split("/p2p/")[0])
+        b.discovery.found_nearby(a.peer_id, a.listen_addrs[0].split("/p2p/")[0])
         with trio.fail_after(30):
             await b.wait_connected()
         assert b.statistics().peers.known_by_source["mdns"] == 1

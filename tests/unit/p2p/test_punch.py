@@ -10,9 +10,9 @@ from multiaddr import Multiaddr
 
 from swarmnode.errors import PeerError, Unavailable
 from swarmnode.p2p.addresses import Address, Circuit, parse
+from swarmnode.p2p.conversations import converse, write_message
 from swarmnode.p2p.gossip import Validation
-from swarmnode.p2p.punch import DCUTR, PEERS, SESSION_SECONDS, SESSIONS, Allowance, connect_from
-from swarmnode.p2p.talk import converse, write_message
+from swarmnode.p2p.punch import DCUTR, PEERS, SESSION_SECONDS, SESSIONS, Allowance, connect_from, targets_of
 from tests.support.hosts import host
 from tests.support.waiting import until
 
@@ -24,9 +24,9 @@ async def called(tmp_path, **settings):
         known = {"initial_peers": relay.listen_addrs, "relay": "client", **settings}
         async with host(tmp_path / "a", swarm=bytes([1]) * 32, **known) as a, host(tmp_path / "b", swarm=bytes([2]) * 32, **known) as b:
             for each in (a, b):
-                each.nat._puncher._own = lambda each=each: [parse(each.listen_addrs[0])[0]]
+                each.nat.puncher.own = lambda each=each: [parse(each.listen_addrs[0])[0]]
             await until(lambda: relay.statistics().nat.relay.reservations == 2 and a.connected() and b.connected())
-            await a.nat.call(b.peer_id, Circuit(parse(relay.listen_addrs[0])[0], relay.peer_id))
+            await a.nat.client.call(b.peer_id, Circuit(parse(relay.listen_addrs[0])[0], relay.peer_id))
             await until(lambda: b.peer_id in a.connected() and a.peer_id in b.connected())
             yield relay, a, b
 
@@ -54,16 +54,16 @@ async def test_a_circuit_is_replaced_by_a_direct_connection_and_gossip_goes_on(t
             await until(lambda: b"%d" % (sent - 1) in heard)
             nursery.cancel_scope.cancel()
         assert len(heard) >= sent - 2
-        assert a.nat.is_direct(b.peer_id)
+        assert a.connections.is_direct(b.peer_id)
         assert b.statistics().nat.punch.succeeded == 1
         assert a.statistics().nat.relayed == b.statistics().nat.relayed == 0
 
 
 async def test_without_punching_the_circuit_stays(tmp_path):
     async with called(tmp_path, hole_punching=False) as (_, a, b):
-        await a.nat._puncher.upgrade(b.peer_id)  # which b does not answer
+        await a.nat.puncher.upgrade(b.peer_id)  # which b does not answer
         assert a.statistics().nat.punch.failed == 1
-        assert not b.nat.is_direct(a.peer_id)
+        assert not b.connections.is_direct(a.peer_id)
         assert a.statistics().nat.relayed == 1
 
 
@@ -76,19 +76,17 @@ async def test_over_a_direct_connection_there_is_nothing_to_punch(tmp_path):
             await stream.read(1)
 
         with pytest.raises(PeerError):
-            await converse(b._host, b._nursery, a.peer_id, DCUTR, talk, deadline=5.0)
+            await converse(b.host, a.peer_id, DCUTR, talk, deadline=5.0)
         assert a.statistics().nat.punch.refused == 1
 
 
-async def test_two_addresses_at_most_are_dialled_and_none_that_reaches_less_far(tmp_path):
-    async with host(tmp_path / "a") as a:
-        a.nat._puncher._vantage = lambda peer: Address("ip4", "5.5.5.5", 1)
-        told = ["/ip4/127.0.0.1/tcp/1", "/ip4/192.168.0.1/tcp/2", "/ip4/6.6.6.1/tcp/3", "/ip4/6.6.6.2/tcp/4", "/ip4/6.6.6.3/tcp/5"]
-        found = a.nat._puncher._targets("x", [b"garbage", *(Multiaddr(each).to_bytes() for each in told[2:])])
-        assert [each.port for each in found] == [3, 4]
-        assert a.nat._puncher._targets("x", [Multiaddr(each).to_bytes() for each in told[:2]]) == []
-        a.nat._puncher._vantage = lambda peer: None
-        assert a.nat._puncher._targets("x", [Multiaddr(told[2]).to_bytes()]) == []
+def test_two_addresses_at_most_are_dialled_and_none_that_reaches_less_far():
+    vantage = Address("ip4", "5.5.5.5", 1)
+    told = ["/ip4/127.0.0.1/tcp/1", "/ip4/192.168.0.1/tcp/2", "/ip4/6.6.6.1/tcp/3", "/ip4/6.6.6.2/tcp/4", "/ip4/6.6.6.3/tcp/5"]
+    found = targets_of([b"garbage", *(Multiaddr(each).to_bytes() for each in told[2:])], vantage)
+    assert [each.port for each in found] == [3, 4]
+    assert targets_of([Multiaddr(each).to_bytes() for each in told[:2]], vantage) == []
+    assert targets_of([Multiaddr(told[2]).to_bytes()], None) == []
 
 
 async def test_we_dial_from_the_port_that_we_listen_on_and_nobody_else_can_listen_there(tmp_path):
@@ -97,11 +95,11 @@ async def test_we_dial_from_the_port_that_we_listen_on_and_nobody_else_can_liste
         with socket.socket() as other:
             other.bind(("127.0.0.1", 0))
             other.listen()
-            raw = await connect_from(own, Address("ip4", "127.0.0.1", other.getsockname()[1]), initiator=True)
+            raw = await connect_from(own, Address("ip4", "127.0.0.1", other.getsockname()[1]))
             accepted, where = other.accept()
             assert where == ("127.0.0.1", own.port)
             accepted.close()
-            await raw.close()
+            await raw.aclose()
         with pytest.raises(Unavailable, match="taken"):
             async with host(tmp_path / "b", listen_addrs=[str(own)]):
                 pass

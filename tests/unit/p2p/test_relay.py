@@ -15,11 +15,11 @@ from libp2p.tools.anyio_service import background_trio_service
 from swarmnode.errors import PeerError
 from swarmnode.p2p import nat
 from swarmnode.p2p.addresses import Circuit, parse
+from swarmnode.p2p.conversations import converse, read_message, write_message
 from swarmnode.p2p.gossip import Validation
-from swarmnode.p2p.network import Network
+from swarmnode.p2p.network import Libp2pNetwork
 from swarmnode.p2p.relay import HOP, STOP, Book, RelayLimits
 from swarmnode.p2p.relay_client import Reservations
-from swarmnode.p2p.talk import converse, read_message, write_message
 from tests.support.hosts import host
 from tests.support.waiting import until
 
@@ -37,12 +37,12 @@ async def relayed(tmp_path, swarms=(bytes([1]) * 32, bytes([2]) * 32), **setting
             yield relay, a, b
 
 
-def place(relay: Network) -> Circuit:
+def place(relay: Libp2pNetwork) -> Circuit:
     return Circuit(parse(relay.listen_addrs[0])[0], relay.peer_id)
 
 
-async def call(a: Network, b: Network, relay: Network) -> None:
-    await a.nat.call(b.peer_id, place(relay))
+async def call(a: Libp2pNetwork, b: Libp2pNetwork, relay: Libp2pNetwork) -> None:
+    await a.nat.client.call(b.peer_id, place(relay))
     await until(lambda: b.peer_id in a.connected() and a.peer_id in b.connected())
 
 
@@ -81,7 +81,7 @@ async def test_members_find_each_other_through_the_relay_by_themselves(tmp_path)
         known = {"swarm": swarm, "initial_peers": relay.listen_addrs, "relay": "client", "hole_punching": False}
         async with host(tmp_path / "a", **known) as a:
             await until(lambda: relay.statistics().nat.relay.reservations == 1)
-            a.nat.own_addresses = lambda peer: [str(each) for each in a.nat._client.addresses()]  # as if no router let anybody in
+            a.nat.own_addresses = lambda peer: [str(each) for each in a.nat.client.addresses()]  # as if no router let anybody in
             async with host(tmp_path / "b", **known) as b:
                 await until(lambda: b.peers.get(a.peer_id) is not None and str(place(relay)) in b.peers.get(a.peer_id).addresses)
                 await until(lambda: a.peer_id in b.connected())
@@ -108,7 +108,7 @@ async def test_who_has_not_reserved_cannot_be_called(tmp_path):
         async with host(tmp_path / "a", initial_peers=relay.listen_addrs, swarm=bytes([1]) * 32, relay="off") as a:
             await until(lambda: len(relay.connected()) == 2)
             with pytest.raises(PeerError, match="204"):
-                await a.nat.call(b.peer_id, place(relay))
+                await a.nat.client.call(b.peer_id, place(relay))
             assert relay.statistics().nat.relay.called["no_reservation"] == 1
 
 
@@ -120,7 +120,7 @@ async def test_a_reservation_is_for_who_asks_whatever_name_the_message_bears(tmp
             await write_message(stream, pb.HopMessage(type=pb.HopMessage.RESERVE, peer=pb.PeerId(id=ID.from_string(victim).to_bytes())))
             return await read_message(stream, pb.HopMessage)
 
-        answer, _ = await converse(a._host, a._nursery, relay.peer_id, HOP, reserve, deadline=5.0)
+        answer, _ = await converse(a.host, relay.peer_id, HOP, reserve, deadline=5.0)
         assert answer.status == pb.OK
         assert relay.statistics().nat.relay.reservations == 2  # a's own and b's, as before
         assert not relay.nat.relay.reserved(victim)
@@ -149,7 +149,7 @@ async def test_one_circuit_too_many_is_refused_and_the_rest_go_on(tmp_path, monk
     async with relayed(tmp_path) as (relay, a, b):
         await call(a, b, relay)
         with pytest.raises(PeerError, match="201"):
-            await b.nat.call(a.peer_id, place(relay))
+            await b.nat.client.call(a.peer_id, place(relay))
         assert relay.statistics().nat.relay.called["full"] == 1
         assert b.peer_id in a.connected()
 
@@ -167,7 +167,6 @@ async def test_a_circuit_ends_at_its_bytes_and_leaves_nothing_behind(tmp_path, m
             await a.requests.request(b.peer_id, NAME, bytes(2**20), deadline=10.0, max_response_bytes=64)
         await until(lambda: b.peer_id not in a.connected() and a.peer_id not in b.connected())
         await until(lambda: relay.statistics().nat.relay.circuits == 0)
-        assert relay.nat.relay._book._circuits == {}
         assert relay.peer_id in a.connected()
         assert relay.peer_id in b.connected()
 
@@ -185,7 +184,7 @@ async def test_a_banned_peer_does_not_come_back_through_a_relay(tmp_path):
             b.rejected(a.peer_id, "seed", cost=100.0)
         refused = b.statistics().refused_connections
         with contextlib.suppress(Exception):
-            await a.nat.call(b.peer_id, place(relay))
+            await a.nat.client.call(b.peer_id, place(relay))
         await until(lambda: b.statistics().refused_connections == refused + 1)
         await until(lambda: b.peer_id not in a.connected())
         assert a.peer_id not in b.connected()
@@ -195,17 +194,7 @@ async def test_who_is_banned_by_the_relay_is_not_relayed(tmp_path):
     async with relayed(tmp_path) as (relay, a, b):
         relay.reputation.rejected(a.peer_id, "seed", trio.current_time(), 1e6)  # its connection is still there
         with pytest.raises(PeerError, match="202"):
-            await a.nat.call(b.peer_id, place(relay))
-
-
-async def test_a_relayed_peer_answers_for_no_prefix_but_those_behind_one_relay_are_counted(tmp_path):
-    async with host(tmp_path / "b", max_connections=16) as b:
-        b.nat.behind = lambda relay: 3
-        assert b._admit("x", None, True, "relay")
-        assert b.reputation._records["x"].prefix is None if "x" in b.reputation._records else True
-        b.nat.behind = lambda relay: 4
-        assert not b._admit("y", None, True, "relay")
-        assert b._admit("y", ("5.5.5.5", 1), True)  # the relay's own address is not theirs
+            await a.nat.client.call(b.peer_id, place(relay))
 
 
 async def test_calls_are_taken_from_our_own_relays_only(tmp_path):
@@ -218,7 +207,7 @@ async def test_calls_are_taken_from_our_own_relays_only(tmp_path):
             return await read_message(stream, pb.StopMessage)
 
         with pytest.raises(PeerError):
-            await converse(a._host, a._nursery, b.peer_id, STOP, ring, deadline=5.0)
+            await converse(a.host, b.peer_id, STOP, ring, deadline=5.0)
         assert b.statistics().nat.client.calls["refused"] == 1
 
 
@@ -228,12 +217,12 @@ async def test_garbage_ends_its_stream_only(tmp_path, garbage):
 
         async def talk(stream):
             await stream.write(garbage)
-            await stream.close_write()
+            await stream.finish()
             return await read_message(stream, pb.HopMessage)
 
         for protocol, peer in ((HOP, relay.peer_id), (STOP, relay.peer_id)):
             with contextlib.suppress(PeerError):
-                await converse(a._host, a._nursery, peer, protocol, talk, deadline=5.0)
+                await converse(a.host, peer, protocol, talk, deadline=5.0)
         await call(a, b, relay)
 
 
@@ -312,7 +301,7 @@ async def test_one_peer_takes_all_places_of_a_stock_relay_by_naming_others(tmp_p
     limits = StockLimits(duration=60, data=2**20, max_circuit_conns=2, max_reservations=3)
     async with host(tmp_path / "relay", relay="off") as relay, host(tmp_path / "a", initial_peers=relay.listen_addrs, relay="off") as a:
         await until(lambda: a.connected() and relay.connected())
-        stock = CircuitV2Protocol(relay._host, limits, allow_hop=True)
+        stock = CircuitV2Protocol(relay.host.library, limits, allow_hop=True)
         async with background_trio_service(stock):
             await stock.event_started.wait()
 
@@ -321,7 +310,7 @@ async def test_one_peer_takes_all_places_of_a_stock_relay_by_naming_others(tmp_p
                     await write_message(stream, pb.HopMessage(type=pb.HopMessage.RESERVE, peer=pb.PeerId(id=name)))
                     return (await read_message(stream, pb.HopMessage)).status
 
-                return (await converse(a._host, a._nursery, relay.peer_id, HOP, reserve, deadline=5.0))[0]
+                return (await converse(a.host, relay.peer_id, HOP, reserve, deadline=5.0))[0]
 
             for number in range(3):
                 name = ID.from_pubkey(create_new_key_pair(bytes([number]) * 32).public_key).to_bytes()
@@ -345,7 +334,7 @@ async def test_a_relay_without_budget_ends_its_circuits_and_takes_no_calls_until
         await until(lambda: relay.statistics().nat.relay.circuits == 0, 10.0)
         assert set(asked) == {"relay"}
         with pytest.raises(PeerError):
-            await a.nat.call(b.peer_id, place(relay))
+            await a.nat.client.call(b.peer_id, place(relay))
         assert relay.statistics().nat.relay.reservations == 2
         budget = True
         await until(lambda: b.peer_id not in a.connected())

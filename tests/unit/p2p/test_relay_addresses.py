@@ -90,11 +90,19 @@ async def test_a_relay_that_nobody_has_dialled_is_not_passed_on(tmp_path):
 
 
 async def test_a_relay_that_does_not_know_its_address_is_where_it_is_seen(tmp_path):
+    """But only as long as it speaks of itself."""
     async with host(tmp_path / "a") as a, host(tmp_path / "b", initial_peers=a.listen_addrs) as b:
         await until(lambda: a.connected() and b.connected())
-        teller = b.nat.vantage(a.peer_id)
+        told = {
+            PEER: [f"/ip4/0.0.0.0/tcp/77/p2p/{a.peer_id}/p2p-circuit"],
+            RELAY: [f"/ip4/0.0.0.0/tcp/77/p2p/{PEER}/p2p-circuit"],
+        }
+
+        async def tell(peer: str, data: bytes) -> bytes:
+            return codec.encode(PeersResponse(bytes(32), [PeerAddresses(*each) for each in told.items()]))
+
+        a.requests.serve(ids.PEERS_PROTOCOL, tell, max_request_bytes=9999, max_response_bytes=9999)
         b.nat.address_of = lambda peer: None
-        b._exchange._learn([PeerAddresses(PEER, [f"/ip4/0.0.0.0/tcp/77/p2p/{a.peer_id}/p2p-circuit"])], a.peer_id, teller)
+        await b.discovery.exchange.ask(a.peer_id)
         assert b.peers.get(PEER).addresses == [f"/ip4/127.0.0.1/tcp/77/p2p/{a.peer_id}/p2p-circuit"]
-        b._exchange._learn([PeerAddresses(RELAY, [f"/ip4/0.0.0.0/tcp/77/p2p/{PEER}/p2p-circuit"])], a.peer_id, teller)
         assert b.peers.get(RELAY) is None

@@ -22,7 +22,7 @@ async def echo(peer: str, data: bytes) -> bytes:
 
 def streams(network, peer: str) -> int:
     """Application streams that `network` still keeps of its connection with `peer`."""
-    kept = [each.get_streams() for each in network._host.get_network().get_connections(ID.from_string(peer))]
+    kept = [each.get_streams() for each in network.host.library.get_network().get_connections(ID.from_string(peer))]
     return sum(1 for each in kept for stream in each if stream.get_protocol() == ECHO)
 
 

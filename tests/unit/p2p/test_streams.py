@@ -9,6 +9,7 @@ from swarmnode.errors import PeerError, PeerTimeout
 from swarmnode.p2p import network as network_module
 from swarmnode.p2p import streams as streams_module
 from swarmnode.p2p.guards import yamux
+from swarmnode.p2p.library.streams import Stream
 from tests.support.hosts import hosts
 from tests.support.waiting import still, until
 
@@ -136,8 +137,8 @@ async def test_a_stream_that_stands_still_both_ways_is_given_up(tmp_path, monkey
     monkeypatch.setattr(streams_module, "STALL_SECONDS", 0.3)
     monkeypatch.setattr(streams_module, "WATCH_SECONDS", 0.02)
     async with joined(tmp_path) as (_, client, theirs, ours):
-        looks, gone = [], ours._gone
-        monkeypatch.setattr(ours, "_gone", lambda: looks.append(trio.current_time()) or gone())
+        looks, is_gone = [], Stream.is_gone
+        monkeypatch.setattr(Stream, "is_gone", property(lambda stream: looks.append(trio.current_time()) or is_gone.fget(stream)))
         await until(lambda: len(looks) > 2 and looks[-1] - looks[0] > 2 * 0.3)  # watched for long, and idle is not stalled
         await ours.send(b"still there")
         assert await theirs.receive() == b"still there"
@@ -179,7 +180,7 @@ async def test_whom_somebody_depends_on_is_dialled_again_and_not_pruned(tmp_path
     monkeypatch.setattr(network_module, "TARGET_PEERS", 1)
     async with hosts(tmp_path, 2) as (server, client):
         client.hold([server.peer_id, "not a peer id", client.peer_id])
-        tags = client._host.get_network().tag_store
+        tags = client.host.library.get_network().tag_store
         assert [each.to_base58() for each in tags.get_protected_peers()] == [server.peer_id]
         client.disconnect(server.peer_id)
         await until(lambda: not client.connected())

@@ -8,22 +8,23 @@ It has no address of its own: what is limited or banned by network prefix must n
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from libp2p.abc import IRawConnection
 from libp2p.connection_types import ConnectionType
 from libp2p.io.exceptions import ConnectionClosedError
 from multiaddr import Multiaddr
 
-from swarmnode.p2p.requests import reset
+from swarmnode.errors import PeerError
 
-READ_BYTES = 65536
+if TYPE_CHECKING:
+    from swarmnode.p2p.library.streams import Stream
 
 
 class CircuitConnection(IRawConnection):
     """`stream`: to or from `relay` (a peer id), past the relay's own handshake. `peer`: who is at the other end, as the relay says."""
 
-    def __init__(self, stream: Any, relay: str, peer: str, *, initiator: bool) -> None:
+    def __init__(self, stream: Stream, relay: str, peer: str, *, initiator: bool) -> None:
         self.is_initiator = initiator
         self.relay = relay
         self._stream = stream
@@ -35,8 +36,8 @@ class CircuitConnection(IRawConnection):
         Raises ConnectionClosedError at the end, whatever kind of end it is."""
         try:
             while len(self._unread) < (n or 1):
-                self._unread += await self._stream.read(READ_BYTES)
-        except Exception as error:
+                self._unread += await self._stream.read()
+        except PeerError as error:
             raise ConnectionClosedError("the circuit ended", transport="circuit") from error
         size = len(self._unread) if n is None else n
         data = bytes(self._unread[:size])
@@ -47,12 +48,12 @@ class CircuitConnection(IRawConnection):
         """Raises ConnectionClosedError."""
         try:
             await self._stream.write(data)
-        except Exception as error:
+        except PeerError as error:
             raise ConnectionClosedError("the circuit ended", transport="circuit") from error
 
     async def close(self) -> None:
         """Resets the stream: the library's close would leave our own reader waiting for ever."""
-        await reset(self._stream)
+        await self._stream.reset()
 
     def get_remote_address(self) -> tuple[str, int] | None:
         return None
@@ -64,7 +65,7 @@ class CircuitConnection(IRawConnection):
         return ConnectionType.RELAYED
 
 
-def relay_of(muxed: Any) -> str | None:
+def relay_of(muxed: object) -> str | None:
     """The relay that a multiplexed connection goes through, None if it is direct. (Yamux ▸ Noise session ▸ its codec ▸ framing ▸ raw.)"""
     raw = muxed
     for name in ("secured_conn", "conn", "read_writer", "read_write_closer"):

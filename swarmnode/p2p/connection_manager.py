@@ -1,0 +1,116 @@
+"""Gets connected with peers and stays so: dials, again and again, greets whoever is new, and closes what is dead.
+
+    peer table ─ whom to dial ─▶ Dialer ─▶ library ─▶ connections ─ opened, closed ─▶ ConnectionManager ─▶ peer table, Dialer
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+from typing import Protocol
+
+import trio
+
+from swarmnode.p2p.connections import Connection, ConnectionTable
+from swarmnode.p2p.dialer import Dialer
+from swarmnode.p2p.library.hosts import Host
+from swarmnode.p2p.library.identifiers import is_peer_id
+from swarmnode.p2p.liveness import Liveness
+from swarmnode.p2p.peers import PeerTable
+from swarmnode.p2p.scoring import PeerScores
+
+TEND_SECONDS = 10.0
+GREET_JITTER_SECONDS = 0.5
+"""A new peer is greeted within this time, because it may have connected to many at once."""
+
+
+class Greeter(Protocol):
+    """Says what there is to say to a new peer."""
+
+    async def greet(self, peer: str) -> None:
+        """Never raises for anything the peer does."""
+        ...
+
+    def forget(self, peer: str) -> None:
+        """`peer` is gone."""
+        ...
+
+
+class ConnectionManager:
+    """Listens to `connections`, and keeps `table` in step with them."""
+
+    def __init__(
+        self,
+        host: Host,
+        connections: ConnectionTable,
+        table: PeerTable,
+        scores: PeerScores,
+        dialer: Dialer,
+        greeter: Greeter,
+        rng: random.Random,
+    ) -> None:
+        self._host = host
+        self._connections = connections
+        self._table = table
+        self._scores = scores
+        self._dialer = dialer
+        self._greeter = greeter
+        self._rng = rng
+
+    async def run(self) -> None:
+        """Dials and tends until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._dialer.run)
+            nursery.start_soon(self._tend)
+
+    async def dial(self, peer: str, address: str) -> None:
+        """See `api.Connections.dial`."""
+        await self._dialer.dial_once(peer, address)
+
+    def hold(self, peers: Collection[str]) -> None:
+        """See `api.Connections.hold`."""
+        held = {peer for peer in peers if peer != self._host.peer_id and is_peer_id(peer)}
+        self._host.hold(held)
+        self._table.hold(held, trio.current_time())
+        self._dialer.wake()
+
+    def disconnect(self, peer: str) -> None:
+        """See `api.Connections.disconnect`."""
+        if peer in self._table.connected():
+            self._host.nursery.start_soon(self._host.close_peer, peer)
+
+    # -- connections as they come and go
+
+    def opened(self, connection: Connection, first: bool) -> None:
+        """See `connections.Listener`."""
+        now = trio.current_time()
+        self._table.connected_to(connection.peer, inbound=connection.inbound, now=now)
+        if not self._scores.wanted(connection.peer, now):  # banned since the handshake
+            self.disconnect(connection.peer)
+        elif first:
+            self._host.nursery.start_soon(self._greet, connection.peer)
+
+    def closed(self, connection: Connection, last: bool) -> None:
+        """See `connections.Listener`."""
+        self._table.disconnected(connection.peer, trio.current_time())
+        if last:
+            self._greeter.forget(connection.peer)
+        self._dialer.wake()
+
+    async def _greet(self, peer: str) -> None:
+        await trio.sleep(self._rng.uniform(0.0, GREET_JITTER_SECONDS))
+        if peer in self._table.connected():
+            await self._greeter.greet(peer)
+
+    async def _tend(self) -> None:
+        """Closes connections whose other end is gone without a word, and takes note of ends that the library did not announce."""
+        liveness = Liveness[Connection]()
+        while True:
+            await trio.sleep(TEND_SECONDS)
+            for connection in self._connections:
+                if connection.is_closed:
+                    connection.forget()
+                    self._connections.closed(connection)
+            pings = {each: each.ping for each in self._connections}
+            for connection in liveness.dead(pings, trio.current_time()):
+                self._host.nursery.start_soon(connection.close)

@@ -1,0 +1,148 @@
+"""What py-libp2p's objects can do, as far as we use it. Its own annotations name interfaces that leave most of this out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Protocol
+
+import trio
+from libp2p.abc import INotifee, IRawConnection, ISecureConn, ITransport
+from libp2p.crypto.keys import PrivateKey, PublicKey
+from libp2p.custom_types import TProtocol
+from libp2p.network.config import RetryConfig
+from libp2p.peer.id import ID
+from multiaddr import Multiaddr
+
+
+class MuxedConnection(Protocol):
+    """A Yamux connection."""
+
+    peer_id: ID
+    streams: dict[int, MuxedStream]
+    stream_events: dict[int, trio.Event]
+    """What a reader of a stream waits for."""
+    event_shutting_down: trio.Event
+    event_closed: trio.Event
+    secured_conn: object
+    _ping_id: int
+    """Number of the latest ping, and, below, whether it was answered."""
+    _ping_event: trio.Event
+
+    def get_remote_address(self) -> tuple[str, int] | None: ...
+    async def close(self) -> None: ...
+
+
+class MuxedStream(Protocol):
+    """A Yamux stream. `patience_seconds`: how long a writer waits for credit; see guards/yamux.py."""
+
+    stream_id: int
+    conn: MuxedConnection
+    reset_received: bool
+    patience_seconds: float
+
+
+class NetStream(Protocol):
+    """A stream on which a protocol is spoken."""
+
+    muxed_stream: MuxedStream
+    muxed_conn: MuxedConnection
+    protocol_id: TProtocol | None
+    read: Callable[[int | None], Awaitable[bytes]]
+    write: Callable[[bytes], Awaitable[None]]
+
+    async def close(self) -> None: ...
+    async def close_write(self) -> None: ...
+    async def reset(self) -> None: ...
+
+
+class NetConnection(Protocol):
+    """A connection, `muxed_conn` with what the library's swarm knows of it."""
+
+    muxed_conn: MuxedConnection
+
+    @property
+    def is_closed(self) -> bool: ...
+    @property
+    def direction(self) -> object: ...
+    async def close(self) -> None: ...
+
+
+class TcpListener(Protocol):
+    listeners: list[trio.SocketListener]
+
+
+class Transports(Protocol):
+    def transport_for_dialing(self, maddr: Multiaddr) -> ITransport | None: ...
+
+
+class Upgrader(Protocol):
+    """Makes a secure connection of a raw one."""
+
+    upgrade_security: Callable[[IRawConnection, bool, ID | None], Awaitable[ISecureConn]]
+
+
+class AutoConnector(Protocol):
+    """Dials peers of the library's own choosing, when it is let."""
+
+    maybe_connect: Callable[[], Awaitable[None]]
+
+
+class Swarm(Protocol):
+    """The library's network service: all connections of a host."""
+
+    connections: dict[ID, list[NetConnection]]
+    listeners: dict[str, TcpListener]
+    transport_manager: Transports
+    upgrader: Upgrader
+    auto_connector: AutoConnector
+    retry_config: RetryConfig
+
+    def get_connections(self, peer_id: ID | None = None) -> list[NetConnection]: ...
+    def register_notifee(self, notifee: INotifee) -> None: ...
+    def remove_conn(self, conn: NetConnection) -> None: ...
+    def unblock_peer(self, peer_id: ID) -> None: ...
+    def protect(self, peer_id: ID, tag: str) -> None: ...
+    def unprotect(self, peer_id: ID, tag: str) -> bool: ...
+    async def dial_addr(self, addr: Multiaddr, peer_id: ID) -> NetConnection: ...
+    async def upgrade_outbound_raw_conn(self, raw_conn: IRawConnection, peer_id: ID) -> NetConnection: ...
+    async def upgrade_inbound_raw_conn(self, raw_conn: IRawConnection, maddr: Multiaddr) -> MuxedConnection: ...
+    async def close_peer(self, peer_id: ID) -> None: ...
+
+
+class LibraryHost(Protocol):
+    """A host: streams on top of a swarm."""
+
+    def get_id(self) -> ID: ...
+    def get_private_key(self) -> PrivateKey: ...
+    def get_public_key(self) -> PublicKey: ...
+    def get_network(self) -> Swarm: ...
+    def set_stream_handler(self, protocol_id: TProtocol, stream_handler: Callable[[NetStream], Awaitable[None]]) -> None: ...
+    def remove_stream_handler(self, protocol_id: TProtocol) -> None: ...
+    async def new_stream(self, peer_id: ID, protocol_ids: Sequence[TProtocol]) -> NetStream: ...
+
+
+class GossipMessage(Protocol):
+    """A message as pubsub shows it to a validator."""
+
+    @property
+    def data(self) -> bytes: ...
+
+
+class Pubsub(Protocol):
+    """Publish and subscribe."""
+
+    @property
+    def topic_ids(self) -> Collection[str]: ...
+    @property
+    def peer_topics(self) -> Mapping[str, Collection[ID]]: ...
+    def set_topic_validator(self, topic: str, validator: Callable[[ID, GossipMessage], bool], is_async_validator: bool) -> None: ...
+    async def subscribe(self, topic_id: str) -> AsyncIterable[GossipMessage]: ...
+    async def unsubscribe(self, topic_id: str) -> None: ...
+    async def publish(self, topic_id: str, data: bytes) -> None: ...
+
+
+class Router(Protocol):
+    """Of pubsub: GossipSub."""
+
+    @property
+    def mesh(self) -> Mapping[str, Collection[ID]]: ...

@@ -1,0 +1,94 @@
+"""One stream to a peer.
+
+No cancel scope may be put around `read` and `write`: cancelled in the middle, py-libp2p burns a Noise nonce or loses bytes that it has
+read, and the whole connection dies. Whoever wants to give up has another task reset the stream, which wakes its reader and its writer
+(conversations.py does that).
+"""
+
+from __future__ import annotations
+
+import math
+
+import trio
+
+from swarmnode.p2p.addresses import Address
+from swarmnode.p2p.library.circuits import relay_of
+from swarmnode.p2p.library.errors import ignored_errors, peer_errors
+from swarmnode.p2p.library.identifiers import address_of_socket
+from swarmnode.p2p.library.objects import NetStream
+
+READ_BYTES = 65536
+END_SECONDS = 30.0
+"""Closing or resetting a stream is given up after this. The guards drop a connection that takes no frame for half as long, so that this
+cuts no frame in two."""
+
+
+class Stream:
+    """`peer`: at its other end. Reading and writing raise PeerError when the stream has ended, however it did; ending it never raises."""
+
+    def __init__(self, stream: NetStream) -> None:
+        self.peer = stream.muxed_conn.peer_id.to_base58()
+        self._stream = stream
+        self._doing = f"a stream of {self.peer}"
+
+    @property
+    def relay(self) -> str | None:
+        """The relay through which its connection goes, None if that is direct."""
+        return relay_of(self._stream.muxed_conn)
+
+    @property
+    def remote(self) -> Address | None:
+        """Where its connection comes from or leads to; None for one through a relay."""
+        return address_of_socket(self._stream.muxed_conn.get_remote_address())
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the peer has reset it, or its connection is closed. The library calls that an end, too."""
+        muxed = self._stream.muxed_stream
+        return muxed.reset_received or muxed.conn.event_shutting_down.is_set()
+
+    async def read(self, most: int = READ_BYTES) -> bytes:
+        """At least one and at most `most` bytes. Raises StreamEnd when there will be no more."""
+        with peer_errors(self._doing):
+            return await self._stream.read(most)
+
+    async def read_exactly(self, count: int) -> bytes:
+        """`count` bytes. Raises PeerError if the stream ends before."""
+        buffer = bytearray()
+        while len(buffer) < count:
+            buffer += await self.read(min(count - len(buffer), READ_BYTES))
+        return bytes(buffer)
+
+    async def write(self, data: bytes | memoryview) -> None:
+        """Returns when `data` is on its way; waits for the peer's credit."""
+        with peer_errors(self._doing):
+            await self._stream.write(data)  # type: ignore[arg-type]  # annotated as bytes, takes any buffer
+
+    async def finish(self) -> None:
+        """Tells the peer that this was all. It may still send."""
+        with peer_errors(self._doing):
+            await self._stream.close_write()
+
+    def wait_for_credit_for_ever(self) -> None:
+        """A writer waits however long the peer reads nothing: whoever uses the stream watches that."""
+        self._stream.muxed_stream.patience_seconds = math.inf
+
+    async def close(self) -> None:
+        """Ends our side in order."""
+        with trio.CancelScope(shield=True), trio.move_on_after(END_SECONDS), ignored_errors("closing a stream"):
+            await self._stream.close()
+
+    async def reset(self) -> None:
+        """Ends both sides at once and wakes whoever reads or writes.
+
+        Yamux forgets a stream that is reset here without telling our own reader, which would wait for ever: its event is set by hand. The
+        woken reader leaves a fresh one behind, which the second reset, that of the task which did the I/O, takes away.
+        """
+        muxed = self._stream.muxed_stream
+        waiting = muxed.conn.stream_events.get(muxed.stream_id)
+        with trio.CancelScope(shield=True), trio.move_on_after(END_SECONDS), ignored_errors("resetting a stream"):
+            await self._stream.reset()
+        if muxed.stream_id not in muxed.conn.streams:
+            muxed.conn.stream_events.pop(muxed.stream_id, None)
+        if waiting is not None:
+            waiting.set()
