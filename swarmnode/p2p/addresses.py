@@ -106,7 +106,7 @@ def parse_any(text: str) -> tuple[Address | Circuit, str | None]:
 
 
 def is_circuit(text: str) -> bool:
-    """Of an address that was parsed before."""
+    """Whether an address, parsed before, is a place at a relay."""
     return "/p2p-circuit" in text
 
 

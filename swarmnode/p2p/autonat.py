@@ -63,7 +63,7 @@ class ReachStatistics(msgspec.Struct, frozen=True):
     reachable_votes: int = 0
     unreachable_votes: int = 0
     dial_backs: dict[str, int] = {}
-    """That we made for others, by outcome."""
+    """Dials that we made because peers asked for them, by outcome."""
 
 
 class Votes:

@@ -22,7 +22,7 @@ BEST = 20.0
 PREFIX_BEST = 40.0
 EARNED = 0.1
 COST = 10.0
-"""Of one rejection. One every three minutes, for ever, is what an otherwise silent peer can afford."""
+"""What one rejection costs. One every three minutes, for ever, is what an otherwise silent peer can afford."""
 GREYLIST = -50.0
 FORGIVEN = -25.0
 BAN = -100.0

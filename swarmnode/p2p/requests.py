@@ -28,16 +28,16 @@ OUTBOUND_PER_PEER = 8
 OUTBOUND = 64
 """Requests under way, to one peer and to all; more wait their turn within their own deadline."""
 OUTCOMES = ("ok", "timeout", "failed", "malformed")
-"""Of our requests."""
+"""How our requests end."""
 SERVED = ("ok", "timeout", "failed", "malformed", "busy", "unwelcome", "error")
-"""Of theirs; `error` is a handler of ours that raised something unforeseen."""
+"""How theirs end; `error` is a handler of ours that raised something unforeseen."""
 
 
 class RequestStatistics(msgspec.Struct, frozen=True):
     requests: dict[str, dict[str, int]] = {}
-    """Of ours: protocol → outcome → count."""
+    """Our requests: protocol → outcome → count."""
     served: dict[str, dict[str, int]] = {}
-    """Of theirs: protocol → outcome → count."""
+    """Their requests: protocol → outcome → count."""
     in_flight: int = 0
     serving: int = 0
 
@@ -183,7 +183,7 @@ async def _handle(service: _Service, peer: str, request: bytes) -> bytes:
 
 
 def _outcome(error: PeerError) -> str:
-    """Of OUTCOMES."""
+    """The one of OUTCOMES that an error means."""
     if isinstance(error, PeerTimeout):
         return "timeout"
     return "malformed" if isinstance(error, BadMessage) else "failed"

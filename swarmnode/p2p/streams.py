@@ -40,11 +40,11 @@ REFUSED = ("unwelcome", "busy")
 class StreamStatistics(msgspec.Struct, frozen=True):
     open: int = 0
     opened: dict[str, int] = {}
-    """Of ours, by protocol."""
+    """Streams that we opened, by protocol."""
     accepted: dict[str, int] = {}
-    """Of theirs."""
+    """Streams that peers opened, by protocol."""
     refused: dict[str, int] = {}
-    """Of theirs, by REFUSED."""
+    """Streams that peers opened and we reset at once, by REFUSED."""
     stalled: int = 0
 
 
@@ -65,11 +65,11 @@ class Libp2pStream:
         self._unread = b""
         self._running = 2
         self._writing = False
-        self._arrive, self._in = trio.open_memory_channel[bytes](0)
-        self._out, self._leave = trio.open_memory_channel[bytes | memoryview](0)
+        arrive, self._in = trio.open_memory_channel[bytes](0)
+        self._out, leave = trio.open_memory_channel[bytes | memoryview](0)
         stream.wait_for_credit_for_ever()  # we watch it ourselves
-        nursery.start_soon(self._read)
-        nursery.start_soon(self._write)
+        nursery.start_soon(self._read, arrive)
+        nursery.start_soon(self._write, leave)
         nursery.start_soon(self._watch)
 
     async def receive(self) -> bytes:
@@ -111,11 +111,11 @@ class Libp2pStream:
         self._in.close()
         self._nursery.start_soon(self._stream.reset)
 
-    async def _read(self) -> None:
+    async def _read(self, arrive: trio.MemorySendChannel[bytes]) -> None:
         try:
             while data := await self._stream.read(READ_BYTES):
                 self.received += len(data)
-                await self._arrive.send(data)
+                await arrive.send(data)
         except StreamEnd as error:
             if self._stream.is_gone:  # which the library calls an end, too
                 self._broken(error)
@@ -123,12 +123,12 @@ class Libp2pStream:
             self._broken(error)
         except trio.BrokenResourceError:
             pass  # nobody receives any more
-        self._arrive.close()
+        arrive.close()
         await self._done()
 
-    async def _write(self) -> None:
+    async def _write(self, leave: trio.MemoryReceiveChannel[bytes | memoryview]) -> None:
         try:
-            async for data in self._leave:
+            async for data in leave:
                 self._writing = True
                 for at in range(0, len(data), WRITE_BYTES):
                     piece = memoryview(data)[at : at + WRITE_BYTES]
@@ -141,7 +141,7 @@ class Libp2pStream:
         except PeerError as error:
             self._broken(error)
         self._writing = False
-        self._leave.close()
+        leave.close()
         await self._done()
 
     def _broken(self, error: PeerError) -> None:

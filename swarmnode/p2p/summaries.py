@@ -41,7 +41,7 @@ ANSWERS = 4
 CLAIMS = 1024
 """Summaries kept. From its signer one always finds room, if need be in place of the oldest passed on, or of the oldest."""
 PASSED_ON = 256
-"""Of those, taken from one peer that passed them on."""
+"""Summaries kept that one peer has passed on."""
 CLOCKS = 256
 CLOCK_SECONDS = 600.0
 ROWS = 128

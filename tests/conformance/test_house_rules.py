@@ -121,10 +121,6 @@ MORE_PARAMETERS = {
     "swarmnode/crew/succession.py:next_record": 10,
     "swarmnode/crew/view.py:View.wish": 9,
     "swarmnode/daemon/node.py:Node.__init__": 9,
-    "swarmnode/p2p/autonat.py:Reach.__init__": 10,
-    "swarmnode/p2p/bulk/service.py:Bulk.__init__": 9,
-    "swarmnode/p2p/nat.py:Nat.__init__": 11,
-    "swarmnode/p2p/network.py:Network.__init__": 14,
     "swarmnode/recovery/restore.py:_load": 9,
     "swarmnode/recovery/transfer.py:StatePeer.__init__": 10,
     "swarmnode/rollouts/admission.py:Admission.__init__": 9,
@@ -142,12 +138,6 @@ MORE_ATTRIBUTES = {
     "swarmnode/crew/view.py:View": 15,
     "swarmnode/daemon/node.py:Node": 20,
     "swarmnode/daemon/watchdog.py:Watchdog": 15,
-    "swarmnode/p2p/autonat.py:Reach": 17,
-    "swarmnode/p2p/bulk/fetching.py:Pull": 18,
-    "swarmnode/p2p/bulk/service.py:Bulk": 21,
-    "swarmnode/p2p/nat.py:Nat": 16,
-    "swarmnode/p2p/network.py:Network": 24,
-    "swarmnode/p2p/streams.py:PeerStream": 16,
     "swarmnode/p2p/summaries.py:Summaries": 15,
     "swarmnode/pipeline/head.py:Head": 38,
     "swarmnode/pipeline/links.py:Links": 16,
@@ -161,10 +151,7 @@ MORE_ATTRIBUTES = {
     "swarmnode/weights/catchup.py:CatchUp": 23,
     "swarmnode/weights/exchange.py:WeightExchange": 24,
 }
-IGNORED_ERRORS = {
-    "swarmnode.p2p.host", "swarmnode.p2p.network", "swarmnode.p2p.nat", "swarmnode.p2p.relay",
-    "swarmnode.p2p.autonat", "swarmnode.p2p.guards.*",
-}  # fmt: skip
+IGNORED_ERRORS = {"swarmnode.p2p.guards.*"}
 
 
 def shown(paths):

@@ -10,7 +10,7 @@ import collections
 PEERS = 1024
 """Peers remembered, those heard of last."""
 WEIGHT = 0.3
-"""Of the newest transfer in the moving average."""
+"""The newest transfer's weight in the moving average."""
 UNKNOWN = 2e6
 """Bytes per second assumed of a peer nobody has measured yet, and of all before the first."""
 SLOWEST = 64 * 1024

@@ -164,7 +164,7 @@ class Fetcher:
 
 
 def _outcome(error: PeerError) -> str:
-    """Of OUTCOMES."""
+    """The one of OUTCOMES that an error means."""
     if isinstance(error, Declined):
         return error.status
     if isinstance(error, BadMessage):

@@ -30,7 +30,8 @@ AHEAD = 4
 
 
 class Pull:
-    """What is fetched, and how far it is. Nothing is written to the sink once `live` is False."""
+    """What is fetched, and how far it is. Once `live` is False, because a chunk was wrong or nobody waits any more, nothing is written to
+    the sink."""
 
     def __init__(self, peer: str, transfer: bytes, manifest: BulkManifest, sink: BulkSink, wanted: list[int]) -> None:
         self.peer = peer
@@ -40,15 +41,17 @@ class Pull:
         self.sink = sink
         self.wanted = wanted
         self.size = sum(end - start for start, end in (bulk.span(manifest, index) for index in wanted))
-        self.request = frame(codec.encode(BulkRequest(transfer, self.root, bulk.pack_wanted(wanted, bulk.count(manifest)))))
         self.path: BulkPath = "stream"
         self.moved = 0
         self.accepted = 0
         self.metered = 0
         self.live = True
-        self.spoilt = False
         self.error: Exception | None = None
         self.stream: Stream | None = None
+
+    def request(self) -> bytes:
+        """The frame that asks for what is wanted."""
+        return frame(codec.encode(BulkRequest(self.transfer, self.root, bulk.pack_wanted(self.wanted, bulk.count(self.manifest)))))
 
     def check_response(self, data: bytes) -> None:
         """Raises Declined, or BadMessage when what is to follow is not what was asked for."""
@@ -60,14 +63,14 @@ class Pull:
 
     def verify(self, index: int) -> bool:
         """In a worker thread, one chunk at a time. Whether the chunk is right and accepted; if not, nothing more is verified."""
-        if self.spoilt or not self.live:
+        if not self.live:
             return False
         try:
             if bulk.digest(self.sink.view(index)) != bulk.expected(self.manifest, index):
                 raise BadMessage("hash", f"chunk {index} is not what the manifest says")
             self.sink.accept(index)
         except Exception as error:  # the peer's chunk is wrong, or the caller's sink cannot take it: the caller is told
-            self.error, self.spoilt = error, True
+            self.error, self.live = error, False
             return False
         self.accepted += 1
         return True
@@ -99,7 +102,7 @@ async def over_stream(host: Host, pull: Pull, limiter: trio.CapacityLimiter) -> 
 
     async def ask(stream: Stream) -> None:
         pull.stream = stream
-        await stream.write(pull.request)
+        await stream.write(pull.request())
         pull.check_response(await read_frame(stream, limits.BULK_RESPONSE_BYTES))
         await _read_chunks(stream, pull, read)
 
@@ -123,7 +126,7 @@ async def _read_chunks(stream: Stream, pull: Pull, read: trio.MemorySendChannel[
         view, filled = pull.sink.view(index), 0
         while filled < len(view):
             data = await stream.read(len(view) - filled)
-            if not pull.live or pull.error is not None:
+            if not pull.live:
                 raise PeerError("given up")
             view[filled : filled + len(data)] = data
             filled += len(data)
@@ -137,7 +140,7 @@ async def _verify(
     """Never raises; takes everything from the channel until it is closed, so that the reader is never held up."""
     try:
         async for index in arrived:
-            if pull.spoilt or not pull.live:
+            if not pull.live:
                 continue
             if not await trio.to_thread.run_sync(pull.verify, index, limiter=limiter) and pull.stream is not None:
                 host.nursery.start_soon(pull.stream.reset)
@@ -150,7 +153,7 @@ async def _verify(
 
 def open_socket(connection: ssl.SSLSocket, token: bytes, pull: Pull) -> None:
     """Blocks. Presents the token, asks, reads the answer. Raises PeerError."""
-    tls.send(connection, token + pull.request)
+    tls.send(connection, token + pull.request())
     (length,) = LENGTH.unpack(tls.receive_exactly(connection, LENGTH.size))
     if length > limits.BULK_RESPONSE_BYTES:
         raise BadMessage("oversize", f"{length} bytes announced, {limits.BULK_RESPONSE_BYTES} allowed")

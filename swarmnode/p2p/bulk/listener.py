@@ -39,7 +39,7 @@ TOKENS_PER_PEER = 4
 ATTEMPTS = 8
 """To find a port that is free at every address."""
 OUTCOMES = ("ok", "crowded", "late", "refused", "token")
-"""Of inbound connections, up to the token; `refused`: the handshake failed, or showed a peer id that nobody waits for."""
+"""How inbound connections end, up to the token; `refused`: the handshake failed, or showed a peer id that nobody waits for."""
 
 
 class Tokens:

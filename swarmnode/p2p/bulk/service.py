@@ -23,7 +23,7 @@ from swarmnode.wire import codec, ids, limits
 from swarmnode.wire.messages import BulkManifest, BulkManifestRequest, BulkManifestResponse, BulkSocketRequest, BulkSocketResponse
 
 OFF = -1
-"""Of `network.bulk_port`: no socket."""
+"""The value of `network.bulk_port` that means no socket."""
 REQUEST_SECONDS = 10.0
 """For a manifest, and for a port and token."""
 
@@ -51,7 +51,7 @@ class BulkStatistics(msgspec.Struct, frozen=True):
     fetching: int = 0
     serving: int = 0
     port: int = 0
-    """Of the TLS listener, 0 if there is none."""
+    """Where the TLS listener is, 0 if there is none."""
 
 
 class Libp2pBulk:

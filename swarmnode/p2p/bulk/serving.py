@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 SERVING = 8
 """Transfers served at a time, on both paths together."""
 SERVING_PUBLIC = SERVING // 2
-"""Of these, such as anybody may ask for."""
+"""Transfers that anybody may ask for get at most so many of these slots."""
 SERVING_PER_PEER = 2
 STREAMS = 64
 """Streams that may be open to us at a time, those included that have not asked for anything yet. More are reset."""
@@ -66,7 +66,7 @@ class Push:
     stop: Callable[[], None]
     moved: int = 0
     metered: int = 0
-    """Of `moved`: what was counted as traffic."""
+    """As much of `moved` was counted as traffic."""
     outcome: str | None = None
 
     @property

@@ -44,7 +44,7 @@ def address_of_bytes(raw: bytes) -> Address:
 
 
 def address_of_socket(remote: tuple[str, int] | None) -> Address | None:
-    """Of what a socket says about its other end; None for one that has no IP address."""
+    """The address that a socket names as its other end; None for one that has no IP address."""
     if remote is None:
         return None
     try:

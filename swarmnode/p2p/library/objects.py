@@ -142,7 +142,7 @@ class Pubsub(Protocol):
 
 
 class Router(Protocol):
-    """Of pubsub: GossipSub."""
+    """GossipSub, which decides to whom pubsub sends."""
 
     @property
     def mesh(self) -> Mapping[str, Collection[ID]]: ...
