@@ -295,7 +295,7 @@ def check_device(f: DeviceFacts) -> Check:
     name = "device"
     if not f.torch:
         return fail(
-            name, f"torch cannot be loaded: {f.error}", "install the node again; docs/troubleshooting.md", f.error_code or UNAVAILABLE
+            name, f"torch cannot be loaded: {f.error}", "pip install 'swarmnode[train]'; a bootstrap node does without", f.error_code or UNAVAILABLE
         )
     instead = 'or set policy.device = "cpu"'
     if f.configured != "cpu" and f.on_cpu:

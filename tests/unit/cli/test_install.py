@@ -1,0 +1,95 @@
+"""An installation without the extra `train`: what trains says in one line what to install, and a bootstrap node runs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from swarmnode.wire.messages import TaskEntry
+from tests.support.manifests import founded
+
+HIDE = """
+import sys
+from importlib.machinery import PathFinder
+
+HIDDEN = {"accelerate", "numpy", "peft", "reasoning_gym", "safetensors", "torch", "transformers", "yaml"}
+
+
+class Hiding:
+    def find_spec(name, path=None, target=None):
+        return None if name.partition(".")[0] in HIDDEN else PathFinder.find_spec(name, path, target)
+
+    def find_distributions(*context):
+        return (found for found in PathFinder.find_distributions(*context) if found.name.replace("-", "_") not in HIDDEN)
+
+
+sys.meta_path[:] = [Hiding if finder is PathFinder else finder for finder in sys.meta_path]
+"""
+"""A sitecustomize, so that every process of a node sees what a base installation has."""
+
+
+@pytest.fixture
+def base(tmp_path):
+    """Environment of a base installation."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(HIDE)
+    root = str(Path(__file__).parents[3])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), root]), "XDG_CONFIG_HOME": str(tmp_path)}
+
+
+def swarmnode(base, *arguments):
+    command = [sys.executable, "-m", "swarmnode", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=base, check=False)
+
+
+INVITE = "/ip4/192.0.2.1/tcp/1/p2p/12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5/swarm/" + "0" * 64
+
+
+@pytest.mark.parametrize("command", [["run"], ["join", INVITE], ["init"], ["demo"], ["export", "out"]])
+def test_what_trains_says_what_to_install_in_one_line(base, tmp_path, command):
+    result = swarmnode(base, *command, "--data-dir", tmp_path / "node")
+    assert result.returncode == 69
+    assert result.stderr.count("\n") == 1
+    assert "torch" in result.stderr
+    assert "pip install 'swarmnode[train]'" in result.stderr
+    assert not (tmp_path / "node").exists()
+
+
+def test_doctor_says_the_same_and_examines_the_rest(base, tmp_path):
+    result = swarmnode(base, "doctor", "--data-dir", tmp_path / "node", "--set", "http.port=0", "--json")
+    told = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
+    assert result.returncode == 69
+    assert told["device"]["level"] == "fail"
+    assert "pip install 'swarmnode[train]'" in told["device"]["todo"]
+    assert told["data directory"]["level"] == "ok"
+
+
+@pytest.mark.slow
+def test_a_bootstrap_node_runs_and_tells_of_itself(base, tmp_path):
+    manifest, data_dir = tmp_path / "m", tmp_path / "boot"
+    opened = founded(tasks=[TaskEntry("rg/gcd", "0" * 16, "{}"), TaskEntry("words:reverse", "0" * 16, "{}")])  # it has neither
+    manifest.write_bytes(opened.signed)
+    command = [sys.executable, "-m", "swarmnode", "bootstrap", "--manifest", str(manifest), "--data-dir", str(data_dir)]
+    with open(tmp_path / "log", "wb") as log:
+        process = subprocess.Popen([*command, "--set", "http.port=0"], stdout=log, stderr=log, env=base)
+    try:
+        addresses = data_dir / "run" / "addresses.json"
+        deadline = time.monotonic() + 60
+        while not addresses.exists():
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            assert time.monotonic() < deadline, (tmp_path / "log").read_text()
+            time.sleep(0.1)
+        url = json.loads(addresses.read_text())["http"]
+        with urllib.request.urlopen(f"{url}/status?points=1", timeout=10) as answer:
+            assert json.load(answer)["snapshot"]["node"]["swarm"] == opened.swarm.hex()
+        status = swarmnode(base, "status", "--url", url)
+        assert (status.returncode, status.stderr) == (0, "")
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
