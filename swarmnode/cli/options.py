@@ -60,8 +60,11 @@ Flag = Annotated[bool, Parameter(negative=())]
 Texts = Annotated[list[str] | None, Parameter(negative=())]
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-TRAINER = ("accelerate", "numpy", "peft", "reasoning_gym", "safetensors", "torch", "transformers", "yaml")
-"""What the extra `train` brings: a bootstrap node does without."""
+TRAINER = {
+    "accelerate": "accelerate", "numpy": "numpy", "peft": "peft", "reasoning_gym": "reasoning-gym", "safetensors": "safetensors",
+    "torch": "torch", "transformers": "transformers", "yaml": "pyyaml",
+}  # fmt: skip
+"""What the extra `train` brings, by the module to import: a bootstrap node does without."""
 
 
 def load(node: NodeOptions, *, peers: list[str] | None = None, stage_capacity: str | None = None, tasks: bool = True) -> Resolved:
@@ -86,7 +89,7 @@ def load(node: NodeOptions, *, peers: list[str] | None = None, stage_capacity: s
 
 def needs_trainer(command: str) -> None:
     """Raises Unavailable, saying what to install, where packages are missing that only training needs."""
-    missing = [name.replace("_", "-") for name in TRAINER if importlib.util.find_spec(name) is None]
+    missing = [package for module, package in TRAINER.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise Unavailable(f"{command} needs {', '.join(missing)}: pip install 'swarmnode[train]' (`swarmnode bootstrap` does without)")
 
