@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -11,43 +12,46 @@ from cyclopts.validators import Number
 from swarmnode.cli.options import Flag, needs_trainer
 
 
-def demo(
-    *,
-    nodes: Annotated[int | None, Parameter(validator=Number(gte=1, lte=64))] = None,
-    minutes: Annotated[float, Parameter(validator=Number(gt=0))] = 1.0,
-    keep_running: bool = False,
-    solo: bool = False,
-    byzantine: Annotated[int, Parameter(validator=Number(gte=0, lte=64))] = 0,
-    kill: Annotated[int, Parameter(validator=Number(gte=0))] = 0,
-    crew: Flag = False,
-    data_dir: Annotated[Path | None, Parameter(name=["--data-dir", "-d"])] = None,
-    http_port: Annotated[int, Parameter(validator=Number(gte=0, lte=65535 - 64))] = 9464,
-) -> int:
-    """A real swarm on this machine: every node has its own processes, policy and identity. Ends with a verdict.
+@Parameter(name="*")
+@dataclass(frozen=True)
+class DemoFlags:
+    """What the demo is to show."""
 
-    Parameters
-    ----------
-    nodes
-        Honest nodes, each a network process and a trainer: 3, or 4 in a crew.
-    minutes
-        Time to learn, after the nodes have loaded.
-    keep_running
-        Do not end by itself.
-    solo
-        The same nodes without sharing, to compare.
-    byzantine
-        Further nodes that lie and spam.
-    kill
-        Nodes that are killed -9 half-way and have to come back.
-    crew
-        One policy in stages on all nodes, and one stage killed -9 every 20 s.
-    data_dir
-        Keep the nodes' directories here; otherwise they are temporary.
-    http_port
-        The first node's status page; the others follow. 0: any that are free.
-    """
+    nodes: Annotated[
+        int | None, Parameter(validator=Number(gte=1, lte=64), help="Honest nodes, each a network process and a trainer: 3, or 4 in a crew.")
+    ] = None
+    minutes: Annotated[float, Parameter(validator=Number(gt=0), help="Time to learn, after the nodes have loaded.")] = 1.0
+    keep_running: Annotated[bool, Parameter(help="Do not end by itself.")] = False
+    solo: Annotated[bool, Parameter(help="The same nodes without sharing, to compare.")] = False
+    byzantine: Annotated[int, Parameter(validator=Number(gte=0, lte=64), help="Further nodes that lie and spam.")] = 0
+    kill: Annotated[
+        int, Parameter(validator=Number(gte=0), help="Nodes that are killed -9 half-way and have to come back.")
+    ] = 0
+    crew: Annotated[Flag, Parameter(help="One policy in stages on all nodes, and one stage killed -9 every 20 s.")] = False
+    data_dir: Annotated[
+        Path | None,
+        Parameter(name=["--data-dir", "-d"], help="Keep the nodes' directories here; otherwise they are temporary."),
+    ] = None
+    http_port: Annotated[
+        int,
+        Parameter(
+            validator=Number(gte=0, lte=65535 - 64), help="The first node's status page; the others follow. 0: any that are free."
+        ),
+    ] = 9464
+
+
+NO_FLAGS = DemoFlags()
+
+
+def demo(*, flags: DemoFlags = NO_FLAGS) -> int:
+    """A real swarm on this machine: every node has its own processes, policy and identity. Ends with a verdict."""
     needs_trainer("the demo")
     from swarmnode.demo import DemoOptions, run_demo
 
-    count = nodes if nodes is not None else 4 if crew else 3
-    return run_demo(DemoOptions(count, minutes, keep_running, solo, byzantine, kill, data_dir, http_port, crew))
+    return run_demo(
+        DemoOptions(
+            nodes=flags.nodes if flags.nodes is not None else 4 if flags.crew else 3, minutes=flags.minutes,
+            keep_running=flags.keep_running, solo=flags.solo, byzantine=flags.byzantine, kill=flags.kill, data_dir=flags.data_dir,
+            http_port=flags.http_port, crew=flags.crew,
+        )  # fmt: skip
+    )

@@ -294,9 +294,8 @@ def check_device(f: DeviceFacts) -> Check:
     """Hardware, driver and torch have to be of one kind. Without a GPU, or with `policy.device = "cpu"`, nothing has to match."""
     name = "device"
     if not f.torch:
-        return fail(
-            name, f"torch cannot be loaded: {f.error}", "pip install 'swarmnode[train]'; a bootstrap node does without", f.error_code or UNAVAILABLE
-        )
+        todo = "pip install 'swarmnode[train]'; a bootstrap node does without"
+        return fail(name, f"torch cannot be loaded: {f.error}", todo, f.error_code or UNAVAILABLE)
     instead = 'or set policy.device = "cpu"'
     if f.configured != "cpu" and f.on_cpu:
         if "nvidia" in f.hardware and not f.driver:

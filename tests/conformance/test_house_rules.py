@@ -93,6 +93,21 @@ def test_the_wheel_answers_outside_the_checkout(wheel, tmp_path):
     assert "demo" in result.stdout
 
 
+def test_the_readmes_tree_names_every_folder_and_nothing_else():
+    tree = re.search(r"```\nswarmnode/\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1].splitlines()
+    inner = {line.split("/")[0].strip() for line in tree if line.startswith("  ")}
+    outer = {line.split("/")[0] for line in tree if not line.startswith("  ")}
+    folders = lambda where: {path.name for path in where.iterdir() if path.is_dir() and not path.name.startswith((".", "_"))}
+    tracked = {name.split("/")[0] for name in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines() if "/" in name}
+    assert inner == folders(ROOT / "swarmnode")
+    assert outer | {"swarmnode"} == {name for name in tracked if not name.startswith(".")}
+
+
+def test_every_page_is_listed():
+    listed = set(re.findall(r"\]\(([\w-]+\.md)\)", (ROOT / "docs" / "README.md").read_text()))
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"} == listed
+
+
 def test_torch_is_pinned_for_set_up_and_open_for_everybody_else():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "torch>=2.6" in project["project"]["optional-dependencies"]["trainer"]
@@ -116,7 +131,6 @@ ATTRIBUTES = 14
 
 MORE_PARAMETERS = {
     "swarmnode/averaging/gate.py:Gate.judge": 9,
-    "swarmnode/cli/swarm.py:init": 12,
     "swarmnode/crew/plane.py:StagePlane.__init__": 10,
     "swarmnode/crew/succession.py:next_record": 10,
     "swarmnode/crew/view.py:View.wish": 9,
@@ -125,7 +139,6 @@ MORE_PARAMETERS = {
     "swarmnode/recovery/transfer.py:StatePeer.__init__": 10,
     "swarmnode/rollouts/admission.py:Admission.__init__": 9,
     "swarmnode/rollouts/exchange.py:RolloutExchange.__init__": 12,
-    "swarmnode/swarm/manifest.py:draft": 9,
     "swarmnode/trainer/weights.py:Replica.__init__": 10,
     "swarmnode/weights/catchup.py:CatchUp.__init__": 9,
     "swarmnode/weights/exchange.py:WeightExchange.__init__": 9,
