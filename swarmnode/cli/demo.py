@@ -18,7 +18,8 @@ class DemoFlags:
     """What the demo is to show."""
 
     nodes: Annotated[
-        int | None, Parameter(validator=Number(gte=1, lte=64), help="Honest nodes, each a network process and a trainer: 3, or 4 in a crew.")
+        int | None,
+        Parameter(validator=Number(gte=1, lte=64), help="Honest nodes, each a network process and a trainer: 3, or 4 in a crew."),
     ] = None
     minutes: Annotated[float, Parameter(validator=Number(gt=0), help="Time to learn, after the nodes have loaded.")] = 1.0
     keep_running: Annotated[bool, Parameter(help="Do not end by itself.")] = False
@@ -48,10 +49,5 @@ def demo(*, flags: DemoFlags = NO_FLAGS) -> int:
     needs_trainer("the demo")
     from swarmnode.demo import DemoOptions, run_demo
 
-    return run_demo(
-        DemoOptions(
-            nodes=flags.nodes if flags.nodes is not None else 4 if flags.crew else 3, minutes=flags.minutes,
-            keep_running=flags.keep_running, solo=flags.solo, byzantine=flags.byzantine, kill=flags.kill, data_dir=flags.data_dir,
-            http_port=flags.http_port, crew=flags.crew,
-        )  # fmt: skip
-    )
+    count = flags.nodes if flags.nodes is not None else 4 if flags.crew else 3
+    return run_demo(DemoOptions(**{**vars(flags), "nodes": count}))
