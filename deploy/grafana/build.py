@@ -89,23 +89,27 @@ NODE: dict[str, list[Panel]] = {
     "Learning": [
         p("Reward", (gauge("swarmnode_reward"), "{{source}}"), (gauge("swarmnode_reward_held_out_start"), "held-out at the start"),
           top=1, width=12),
+        p("Reward by task", (gauge("swarmnode_task_reward"), "{{task}}"), top=1, width=12),
+        p("Rewards that failed per hour", (f"sum by (task) (increase(swarmnode_reward_errors_total{{{I}}}[1h]))", "{{task}}"), width=12),
         p("Steps per minute", f"60 * {rate('swarmnode_steps_total')}", width=6),
         p("Groups that teach nothing", gauge("swarmnode_zero_advantage_share"), unit="percentunit", top=1, width=6),
         p("Loss", gauge("swarmnode_loss"), width=6),
         p("Entropy", gauge("swarmnode_entropy"), width=6),
-        p("KL divergence", gauge("swarmnode_kl"), width=6),
         p("Clip fraction", gauge("swarmnode_clip_fraction"), unit="percentunit", width=6),
-        p("Gradient norm", gauge("swarmnode_gradient_norm"), width=12),
+        p("Gradient norm", gauge("swarmnode_gradient_norm"), width=6),
         p("Learning rate", gauge("swarmnode_learning_rate"), width=12),
     ],
     "Speed": [
         p("Step", (quantile(0.5, "swarmnode_step_seconds"), "median"), (quantile(0.95, "swarmnode_step_seconds"), "p95"), unit="s"),
         p("Parts of a step", (gauge("swarmnode_phase_seconds"), "{{phase}}"), unit="s", stack=True),
         p("Tokens per second", (gauge("swarmnode_tokens_per_second"), "while sampling"), (rate("swarmnode_tokens_total"), "over all")),
-        p("Memory", (gauge("swarmnode_process_memory_bytes"), "{{process}}"), (gauge("swarmnode_device_memory_bytes"), "device"),
-          unit="bytes"),
+        p("Memory", (gauge("swarmnode_process_memory_bytes"), "{{process}}"), unit="bytes"),
         p("CPU", (rate("swarmnode_process_cpu_seconds_total", "process"), "{{process}}"), unit="percentunit"),
         p("Micro-batch", gauge("swarmnode_micro_batch_tokens")),
+    ],
+    "Accelerator and reference policy": [
+        p("Most memory of the device", gauge("swarmnode_device_memory_bytes"), unit="bytes", width=12),
+        p("KL divergence", gauge("swarmnode_kl"), width=12),
     ],
     "Stage": [
         p("Crew", (f"{gauge('swarmnode_crew_state')} == 1", "{{state}}"), kind="state", width=4),
@@ -251,8 +255,10 @@ SECURITY: dict[str, list[Panel]] = {
           f"{rate('swarmnode_rollouts_rejected_total')} / {rate('swarmnode_rollouts_received_total')}", unit="percentunit", top=1),
         p("Drawn groups, by the trainer's verdict", (total("swarmnode_rollouts_judged_total", "outcome"), "{{outcome}}"), unit="ops"),
         p("Own groups that could not be published", rate("swarmnode_rollouts_publish_failures_total"), unit="ops"),
-        p("Between stages: streams refused", (total("swarmnode_stage_streams_refused_total", "reason"), "{{reason}}"), unit="ops"),
-        p("Between stages: frames that counted for nothing", (total("swarmnode_stage_frames_dropped_total", "reason"), "{{reason}}"),
+    ],
+    "Between stages": [
+        p("Streams refused", (total("swarmnode_stage_streams_refused_total", "reason"), "{{reason}}"), unit="ops"),
+        p("Frames that counted for nothing", (total("swarmnode_stage_frames_dropped_total", "reason"), "{{reason}}"),
           unit="ops"),
         p("Requests about crews that were none", rate("swarmnode_crew_malformed_total"), unit="ops"),
     ],
@@ -273,6 +279,15 @@ BOARDS = {
     "swarm": ("swarmnode: swarm", "All your nodes: what travels between them and their peers, and whether it helps.", SWARM),
     "security": ("swarmnode: security", "What peers tried that honest peers do not try, and what became of it.", SECURITY),
 }
+COLLAPSED = {
+    "Accelerator and reference policy": "only with an accelerator; the KL divergence only with training.beta above 0",
+    "Stage": "only for a node in a crew",
+    "Weights": "only with weights.rule on",
+    "Crews": "only for nodes in a crew",
+    "Budget": "only with caps, a month's limit or quiet hours",
+    "Between stages": "only for nodes in a crew",
+}
+"""Rows that are closed until somebody opens them, because on many nodes they have no data, and when they have some."""
 FAMILIES = {metric.name: metric for metric in METRICS}
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
@@ -327,17 +342,22 @@ def dashboard(uid: str) -> dict[str, Any]:
     title, description, rows = BOARDS[uid]
     panels: list[dict[str, Any]] = []
     y = 0
+    number = 0
     for row, content in rows.items():
-        panels.append({"id": len(panels) + 1, "type": "row", "title": row, "collapsed": False, "panels": [],
-                       "gridPos": {"x": 0, "y": y, "w": 24, "h": 1}})  # fmt: skip
-        y, x, tallest = y + 1, 0, 0
+        number += 1
+        head = {"id": number, "type": "row", "title": row, "collapsed": row in COLLAPSED, "panels": [],
+                "gridPos": {"x": 0, "y": y, "w": 24, "h": 1}}  # fmt: skip
+        panels.append(head)
+        inside: list[dict[str, Any]] = head["panels"] if row in COLLAPSED else panels
+        below, x, tallest = y + 1, 0, 0
         for panel in content:
             if x + panel.width > 24:
-                x, y, tallest = 0, y + tallest, 0
-            made = panel_json(panel, len(panels) + 1, x, y)
-            panels.append(made)
+                x, below, tallest = 0, below + tallest, 0
+            number += 1
+            made = panel_json(panel, number, x, below)
+            inside.append(made)
             x, tallest = x + panel.width, max(tallest, made["gridPos"]["h"])
-        y += tallest
+        y = y + 1 if row in COLLAPSED else below + tallest
     one = {"multi": False, "includeAll": False}
     every = {"multi": True, "includeAll": True, "allValue": ".*", "current": {"text": "All", "value": "$__all"}}
     variables = [

@@ -115,6 +115,12 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     oom_retries_total: int = 0
     micro_batch_tokens: int = 0
     scorer_restarts_total: int = 0
+    reward_by_task: dict[str, float] = {}
+    """Mean reward of own completions by task, of the last step that asked it."""
+    reward_errors: dict[str, int] = {}
+    """Completions whose reward failed, by task, since the process started."""
+    last_reward_error: str = ""
+    """The last of these in one line, the task first."""
     state_saved_step: int = 0
     peers_used: dict[str, int] = {}
     """External groups trained on in total, by peer id."""

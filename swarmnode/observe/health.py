@@ -101,6 +101,10 @@ def troubles(s: NodeSnapshot) -> list[str]:
     rejected = sum(s.rollouts.admission.rejected.values())
     if rejected >= REJECTED_LEAST and rejected > REJECTED_SHARE * s.rollouts.received:
         found.append("most groups from peers are rejected")
+    failed = sum(s.scorer.reward_errors.values()) + (sum(report.reward_errors.values()) if report is not None else 0)
+    if failed:
+        last = report.last_reward_error if report is not None and report.last_reward_error else s.scorer.last_reward_error
+        found.append(f"a reward failed {failed} times, each counted as 0; the last: {last}")
     if report is not None and report.external_scale < 0.5:
         found.append("peers' groups disagree with what helps this node; fewer are used")
     if report is not None and report.oom_retries_total and report.micro_batch_tokens:

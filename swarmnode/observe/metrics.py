@@ -161,6 +161,14 @@ def _scorer_restarts(s: NodeSnapshot) -> Counts:
     return {"network": max(0, s.scorer.starts - 1), "trainer": s.trainer.report.scorer_restarts_total if s.trainer.report else None}
 
 
+def _reward_errors(s: NodeSnapshot) -> Counts:
+    """Also of tasks without one, so that their increase can be asked for."""
+    counts = Counter(dict.fromkeys(s.node.tasks, 0))
+    counts.update(s.scorer.reward_errors)
+    counts.update(s.trainer.report.reward_errors if s.trainer.report else {})
+    return counts
+
+
 def _trainer_phase(s: NodeSnapshot) -> Counts:
     return {s.trainer.report.phase: 1} if s.trainer.report and s.trainer.connected else {}
 
@@ -204,6 +212,12 @@ LEARNING = (
            {"own": "trainer.report.reward_own", "external": "trainer.report.reward_external", "held_out": "trainer.report.reward_held_out"},
            "Mean reward, 0 to 1: of this node's fresh completions, of peers' that it trained on, and on held-out questions. Held-out is "
            "the one that tells whether the policy gets better.", ("source",), when=reports),
+    Metric("swarmnode_task_reward", "gauge", "trainer.report.reward_by_task",
+           "Mean reward of this node's fresh completions by task, 0 to 1, of the last step that asked it. A task that stays at 0 or 1 "
+           "while others move teaches nothing.", ("task",)),
+    Metric("swarmnode_reward_errors_total", "counter", _reward_errors,
+           "Completions that scored 0 because the task's reward raised an exception or was no number from 0 to 1, by task, own and "
+           "peers'. Try the task with `swarmnode task try`.", ("task",)),
     Metric("swarmnode_reward_held_out_start", "gauge", "trainer.report.reward_held_out_start",
            "Mean reward on the held-out questions before the first step: what held-out reward is to be compared with."),
     Metric("swarmnode_loss", "gauge", "trainer.report.loss",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -24,6 +25,7 @@ from swarmnode.link.messages import Hello
 from swarmnode.policy.logprobs import Row
 from swarmnode.process import Progress
 from swarmnode.quiet_hours import is_quiet
+from swarmnode.rollouts.groups import OwnGroup
 from swarmnode.swarm.manifest_store import stored
 from swarmnode.tasks.client import Scorer
 from swarmnode.trainer import state
@@ -202,6 +204,7 @@ class Loop:
         result = self._engine.update(rows, self._counters.step)
         self._count(experience.tokens, experience.groups, judgement.accepted, result)
         self._measure(experience.groups, judgement, rows, result)
+        by_task = reward_by_task(experience.messages)
         ended = time.monotonic()
         self._plan.stepped(ended - started)
         self._reporter.last = msgspec.structs.replace(
@@ -210,8 +213,19 @@ class Loop:
             generate_seconds=sampled - started,
             train_seconds=ended - sampled,
             tokens_per_second=experience.tokens / max(sampled - started, 1e-9),
+            reward_by_task={**self._reporter.last.reward_by_task, **by_task},
         )
         self._reporter.enter("training", ended - started)
+        self._log_step(by_task)
+
+    def _log_step(self, by_task: dict[str, float]) -> None:
+        """One line for people, whatever else they watch."""
+        last = self._reporter.last
+        log.info(
+            "step", step=last.step, policy_version=last.policy_version, seconds=_rounded(last.step_seconds, 2),
+            reward=_rounded(last.reward_own, 3), own=last.own_groups, external=last.external_groups,
+            by_task={task: round(reward, 3) for task, reward in sorted(by_task.items())},
+        )  # fmt: skip
 
     def _count(self, tokens: int, own: list[TrainingGroup], external: list[TrainingGroup], result: UpdateStatistics) -> None:
         c = self._counters
@@ -275,6 +289,18 @@ def best_rows(group: TrainingGroup) -> list[Row]:
     """Completions that earned more than others of their group."""
     best = max(group.rewards)
     return [row for row, reward in zip(group.rows, group.rewards, strict=True) if reward == best] if best > min(group.rewards) else []
+
+
+def reward_by_task(groups: Sequence[OwnGroup]) -> dict[str, float]:
+    """Task → mean reward of all its completions in a batch."""
+    rewards: dict[str, list[float]] = {}
+    for group in groups:
+        rewards.setdefault(group.task.id, []).extend(group.rewards)
+    return {task: sum(each) / len(each) for task, each in rewards.items() if each}
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)
 
 
 def _mean(values: list[float]) -> float | None:

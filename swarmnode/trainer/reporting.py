@@ -31,7 +31,7 @@ class Reporter:
     def enter(self, phase: str, step_seconds: float | None = None) -> None:
         """Report the phase, the step's measurements and all totals. step_seconds: of a step that has just ended."""
         self._progress(phase, step_seconds)
-        counters, statistics = self._counters, self._engine.statistics()
+        counters, statistics, scorer = self._counters, self._engine.statistics(), self._scorer.statistics()
         self.last = msgspec.structs.replace(
             self.last,
             phase=phase,
@@ -49,7 +49,9 @@ class Reporter:
             memory_bytes=psutil.Process().memory_info().rss,
             oom_retries_total=counters.oom_retries_total,
             micro_batch_tokens=statistics.micro_batch_tokens,
-            scorer_restarts_total=max(0, self._scorer.statistics().starts - 1),
+            scorer_restarts_total=max(0, scorer.starts - 1),
+            reward_errors=scorer.reward_errors,
+            last_reward_error=scorer.last_reward_error,
             state_saved_step=self._checkpoints.saved_step,
             peers_used=dict(counters.peers_used),
             weights=self._engine.averaging(),

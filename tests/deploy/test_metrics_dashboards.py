@@ -10,13 +10,16 @@ import subprocess
 from pathlib import Path
 from types import ModuleType
 
+import msgspec
 import pytest
 import yaml
 from prometheus_client.exposition import generate_latest
 
 from swarmnode.observe.collector import make_registry
 from swarmnode.observe.metrics import METRICS
-from swarmnode.observe.snapshot import NodeSnapshot
+from swarmnode.observe.snapshot import NodeSnapshot, StagesView
+from swarmnode.p2p.budget import BudgetStatistics
+from swarmnode.weights.exchange import WeightsStatistics
 from tests.support.snapshots import example
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +46,12 @@ def build() -> ModuleType:
 
 
 def panels() -> list[dict]:
-    return [panel for path in sorted(DASHBOARDS.glob("*.json")) for panel in json.loads(path.read_text())["panels"]]
+    return [panel for path in sorted(DASHBOARDS.glob("*.json")) for panel in flat(json.loads(path.read_text()))]
+
+
+def flat(board: dict) -> list[dict]:
+    """The panels of a board, those inside closed rows as well."""
+    return [each for panel in board["panels"] for each in (panel, *panel.get("panels", []))]
 
 
 def panel_expressions() -> list[str]:
@@ -120,7 +128,7 @@ def test_series_of_a_panel_are_told_apart_by_their_legends() -> None:
         board = json.loads(path.read_text())
         (nodes,) = [variable for variable in board["templating"]["list"] if variable["name"] == "instance"]
         assert nodes["multi"] == nodes["includeAll"] == (path.stem != "node")
-        for panel in board["panels"]:
+        for panel in flat(board):
             for target in panel.get("targets", []) if panel["type"] != "table" else []:
                 told = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) | (set() if nodes["multi"] else {"instance"})
                 assert labels_of(target["expr"]) <= told, (path.stem, panel["title"], target["expr"])
@@ -140,10 +148,30 @@ def test_generated_files_are_up_to_date() -> None:
         assert path.read_text() == text, f"{path.relative_to(ROOT)}: run python deploy/grafana/build.py"
 
 
+def test_on_a_plain_node_every_panel_of_an_open_row_has_data() -> None:
+    """A node without crew, accelerator, reference policy and caps: what it has no numbers of is in rows that are closed."""
+    s = example()
+    report = msgspec.structs.replace(s.trainer.report, device_memory_bytes=None, kl=None)
+    plain = msgspec.structs.replace(
+        s, stages=StagesView(), budget=BudgetStatistics(), weights=WeightsStatistics(),
+        trainer=msgspec.structs.replace(s.trainer, report=msgspec.structs.replace(report, weights=None)),
+    )  # fmt: skip
+    scraped = generate_latest(make_registry(lambda: plain)).decode()
+    without = {family for family in FAMILIES if not re.search(rf"^{family}(_bucket)?[ {{]", scraped, re.MULTILINE)}
+    assert len(without) > 40
+    shown = [json.loads(path.read_text())["panels"] for path in sorted(DASHBOARDS.glob("*.json"))]
+    asked = [(panel["title"], target["expr"]) for board in shown for panel in board for target in panel.get("targets", [])]
+    assert [(title, expression) for title, expression in asked if names_in([expression]) & without] == []
+    closed = {panel["title"]: panel["panels"] for board in shown for panel in board if panel.get("collapsed")}
+    assert closed.keys() == build().COLLAPSED.keys()
+    assert all(any(names_in([t["expr"] for t in panel["targets"]]) & without for panel in inside) for inside in closed.values())
+
+
 def test_panels_do_not_overlap_and_have_a_description() -> None:
-    for path in DASHBOARDS.glob("*.json"):
+    boards = [json.loads(path.read_text())["panels"] for path in DASHBOARDS.glob("*.json")]
+    for level in [*boards, *(row["panels"] for board in boards for row in board if row.get("panels"))]:
         taken: set[tuple[int, int]] = set()
-        for panel in json.loads(path.read_text())["panels"]:
+        for panel in level:
             at = panel["gridPos"]
             cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
             assert not cells & taken, panel["title"]

@@ -78,7 +78,9 @@ def example_at(t: float) -> NodeSnapshot:
         own_groups_total=steps * 4, external_groups_total=used, tokens_total=steps * 256, tokens_per_second=212.0,
         gradient_agreement=0.31 + 0.1 * _wobble(t, 0.2), external_scale=1.0, device="cpu", dtype="float32",
         device_memory_bytes=312 * 2**20, memory_bytes=640 * 2**20, oom_retries_total=0, micro_batch_tokens=16384,
-        scorer_restarts_total=1, state_saved_step=steps, peers_used={PEERS[0]: used * 3 // 5, PEERS[1]: used * 2 // 5},
+        scorer_restarts_total=1,
+        reward_by_task={"rg/chain_sum": 0.4 + 0.4 * learnt, "rg/gcd": 0.1 + 0.5 * learnt, "rg/lcm": 0.05 + 0.3 * learnt},
+        state_saved_step=steps, peers_used={PEERS[0]: used * 3 // 5, PEERS[1]: used * 2 // 5},
         weights=WeightsReport(
             rule="noloco", fragments=4, outer_step=steps // 50, exchanges_total=steps // 14, solo_steps_total=1, distance=0.021,
             clip_ratio=0.97, lag=0.0, momentum_norm=0.4, outcomes={"accepted": steps // 15}, payload_bytes=41_000,

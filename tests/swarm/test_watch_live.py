@@ -60,7 +60,8 @@ def queries(nodes, member):
     """(dashboard, panel, query) of every target, as Grafana would ask it: of `nodes`, and what is of crews of `member`."""
     found = []
     for path in sorted((ROOT / "deploy" / "grafana" / "dashboards").glob("*.json")):
-        for panel in json.loads(path.read_text())["panels"]:
+        rows = json.loads(path.read_text())["panels"]
+        for panel in [each for row in rows for each in (row, *row.get("panels", []))]:
             for target in panel.get("targets", []):
                 who = [member] if CREWS.search(target["expr"]) else nodes
                 query = target["expr"].replace("$__rate_interval", "15s").replace("$instance", "|".join(map(re.escape, who)))

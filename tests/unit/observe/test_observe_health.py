@@ -12,6 +12,7 @@ from swarmnode.p2p.network import NetworkStatistics
 from swarmnode.p2p.summaries import SummaryStatistics
 from swarmnode.rollouts.admission import AdmissionStatistics
 from swarmnode.rollouts.exchange import ExchangeStatistics
+from swarmnode.tasks.tally import ScorerStatistics
 from tests.support.snapshots import STARTED_AT, example, example_at
 
 replace = msgspec.structs.replace
@@ -141,3 +142,11 @@ def test_a_member_that_is_not_the_head_has_nothing_to_report() -> None:
     assert troubles(silent) == ["the trainer has reported nothing for 500 s"]
     assert troubles(replace(silent, stages=replace(silent.stages, stage=1))) == []
     assert troubles(replace(silent, stages=replace(silent.stages, enabled=False))) == ["the trainer has reported nothing for 500 s"]
+
+
+def test_a_reward_that_fails_is_said_with_the_last_error_of_either_scorer() -> None:
+    ours = replace(example(), scorer=ScorerStatistics(reward_errors={"own/a": 2}, last_reward_error="own/a: ZeroDivisionError"))
+    assert troubles(ours) == ["a reward failed 2 times, each counted as 0; the last: own/a: ZeroDivisionError"]
+    report = replace(example().trainer.report, reward_errors={"own/b": 1}, last_reward_error="own/b: KeyError: 'x'")
+    theirs = replace(ours, trainer=replace(ours.trainer, report=report))
+    assert troubles(theirs) == ["a reward failed 3 times, each counted as 0; the last: own/b: KeyError: 'x'"]

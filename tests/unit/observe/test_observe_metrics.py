@@ -24,7 +24,7 @@ from swarmnode.rollouts.admission import AdmissionStatistics
 from swarmnode.rollouts.exchange import ExchangeStatistics
 from swarmnode.rollouts.pool import PoolStatistics
 from swarmnode.rollouts.reasons import REASONS
-from swarmnode.tasks.tally import Tally
+from swarmnode.tasks.tally import ScorerStatistics, Tally
 from tests.support.snapshots import OWN, PEERS, example
 
 
@@ -93,6 +93,15 @@ def test_an_unknown_reason_is_not_lost() -> None:
     scraped = scrape(NodeSnapshot(rollouts=ExchangeStatistics(admission=AdmissionStatistics(rejected={"made up": 4, "seed": 1}))))
     assert scraped["swarmnode_rollouts_rejected_total"][("other",)] == 4
     assert scraped["swarmnode_rollouts_rejected_total"][("seed",)] == 1
+
+
+def test_failed_rewards_of_both_scorers_are_counted_by_task_and_start_at_0() -> None:
+    s = example()
+    report = msgspec.structs.replace(s.trainer.report, reward_errors={"rg/gcd": 2})
+    failing = msgspec.structs.replace(
+        s, scorer=ScorerStatistics(reward_errors={"rg/gcd": 1}), trainer=msgspec.structs.replace(s.trainer, report=report)
+    )
+    assert scrape(failing)["swarmnode_reward_errors_total"] == {(name,): 3 * (name == "rg/gcd") for name in s.node.tasks}
 
 
 def test_histograms_are_cumulative_and_end_at_infinity() -> None:

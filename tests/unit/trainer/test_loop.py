@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 import trio
+from structlog.testing import capture_logs
 
 from swarmnode.config import Config, PolicyConfig
 from swarmnode.link.server import LinkServer
@@ -101,6 +102,17 @@ async def test_groups_of_a_peer_are_judged_used_and_counted(tmp_path):
     assert last.peers_used == {"12D3KooWpeer": 6}
     assert any(report.gradient_agreement is not None for report in network.reports)
     assert min(report.own_groups for report in network.reports if report.step > 0) < 8, "more from others means fewer of its own"
+
+
+async def test_a_step_is_a_line_at_info_with_reward_by_task(tmp_path):
+    network = NetworkSide()
+    with capture_logs() as lines:
+        await train(tmp_path, network, max_steps=2)
+    steps = [line for line in lines if line["event"] == "step"]
+    assert [(line["step"], line["log_level"]) for line in steps] == [(1, "info"), (2, "info")]
+    assert all(line["by_task"] and line["seconds"] > 0 for line in steps)
+    assert {task for line in steps for task in line["by_task"]} == set(network.reports[-1].reward_by_task)
+    assert all(0.0 <= reward <= 1.0 for reward in network.reports[-1].reward_by_task.values())
 
 
 async def test_stop_ends_a_trainer_that_still_waits_for_its_identity(tmp_path):
