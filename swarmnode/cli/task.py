@@ -17,7 +17,6 @@ from swarmnode.cli.options import NODE, AsJson, NodeOptions, load
 from swarmnode.errors import ConfigError, Unavailable
 
 if TYPE_CHECKING:
-    from swarmnode.config import Config
     from swarmnode.tasks.trial import Tried
 
 task_app = App(name="task", help="What this node can train on.")
@@ -52,7 +51,7 @@ def task_try(
         registry.install([*resolved.task.modules, task], resolved.task.settings)
     registry.check_names([task])
     prove_own([task] if registry.TASKS[task].kind in ("own", "dataset") else [])
-    tried = trial.try_task(task, (lambda prompts: _sampled(resolved, prompts)) if sample else None)
+    tried = trial.try_task(task, (lambda prompts: _sampled(resolved.model_dump_json(), prompts)) if sample else None)
     failed = any(each.error for each in tried)
     if json:
         print(json_module.dumps([asdict(each) for each in tried]))
@@ -84,11 +83,11 @@ def _short(text: str | None) -> str:
     return line if len(line) <= SHOWN else line[:SHOWN] + "…"
 
 
-def _sampled(config: Config, prompts: Sequence[str]) -> list[str]:
+def _sampled(config_json: str, prompts: Sequence[str]) -> list[str]:
     """One answer of the policy to each prompt. Raises Unavailable with what its process said last."""
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "config.json"
-        file.write_text(config.model_dump_json())
+        file.write_text(config_json)
         command = [sys.executable, "-m", "swarmnode.policy.answer", "--config", str(file)]
         try:
             done = subprocess.run(

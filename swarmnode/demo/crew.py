@@ -32,7 +32,7 @@ RETURN_SECONDS = 60.0
 ASK_EVERY_SECONDS = 0.5
 LINE_EVERY_SECONDS = 10.0
 LOST_STEPS = 1
-"""Of work, for a stage that is lost."""
+"""Steps of work that may be lost with a stage."""
 
 
 @dataclass(frozen=True)

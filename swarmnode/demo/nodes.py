@@ -57,7 +57,7 @@ class View:
     trainer_pid: int | None = None
     crew_state: str = "none"
     stage: int | None = None
-    """That it holds; None without a crew, and what follows is of it."""
+    """Stage that it holds, of which what follows tells; None without a crew."""
     stage_phase: str = ""
     stage_step: int = 0
     rung: str = ""

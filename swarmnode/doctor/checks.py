@@ -15,7 +15,7 @@ from swarmnode.wire.limits import CLOCK_SKEW_SECONDS
 
 UNAVAILABLE, RETRY, REFUSED, CONFIGURATION = 69, 75, 77, 78
 GRAVEST = (CONFIGURATION, REFUSED, UNAVAILABLE, RETRY)
-"""Of several failures the exit code tells the first of these: what a person has to mend comes before what may mend itself."""
+"""The exit code tells the first of these that failed: what a person has to mend comes before what may mend itself."""
 
 LEAST_FREE_BYTES = 256 * 2**20
 COMFORTABLE_FREE_BYTES = 5 * 2**30
@@ -63,9 +63,9 @@ class DirectoryFacts:
     mode: int = 0o700
     free_bytes: int = 0
     state_bytes: int = 0
-    """Of the trainer's state, which is written beside the old one."""
+    """Size of the trainer's state, which is written beside the old one."""
     running_pid: int | None = None
-    """Of the node that runs in it."""
+    """Process id of the node that runs in it."""
 
 
 def check_directory(f: DirectoryFacts) -> Check:
@@ -148,7 +148,7 @@ class ReachFacts:
     listen_hosts: Sequence[str]
     announced: Sequence[str]
     own_ips: Sequence[str]
-    """Of this machine's interfaces."""
+    """Addresses of this machine's interfaces."""
     wants_others: bool
     """Peers beyond this machine are configured."""
 
@@ -241,7 +241,7 @@ class ClockFacts:
     received: int = 0
     future: int = 0
     stale: int = 0
-    """Of the running node's groups from peers: all, dated ahead of our clock, dated behind it."""
+    """Groups that the running node got from peers: all, dated ahead of our clock, dated behind it."""
 
 
 def check_clock(f: ClockFacts) -> Check:

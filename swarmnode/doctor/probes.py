@@ -47,7 +47,7 @@ PEM = re.compile(rb"-----BEGIN PRIVATE KEY-----\s")
 
 
 def directory(data_dir: Path) -> DirectoryFacts:
-    """Of a directory that does not exist yet, its nearest parent is looked at."""
+    """Looks at the directory, or at its nearest parent where it does not exist yet."""
     place = next(path for path in (data_dir, *data_dir.parents) if path.exists())
     problem, mode = "", 0o700
     try:
@@ -66,7 +66,7 @@ def directory(data_dir: Path) -> DirectoryFacts:
 
 
 def running_pid(data_dir: Path) -> int | None:
-    """Of the node that holds the directory's lock; None when nobody does."""
+    """The process id of the node that holds the directory's lock; None when nobody does."""
     try:
         fd = os.open(data_dir / "run" / "lock", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -56,7 +56,7 @@ class Terms:
     created_at: int
     """Unix milliseconds."""
     completions: tuple[int, int] | None = None
-    """Of a group, at least and at most; by default half and twice `training.num_generations`."""
+    """Bounds of the group size; by default half and twice `training.num_generations`."""
     bootstrap: Sequence[str] = ()
     members: Sequence[str] = ()
     secret: bytes | None = None

@@ -34,7 +34,16 @@ def can_honour(manifest: SwarmManifest, config: Config, peer: str = "", *, train
     if trains:
         for task in manifest.tasks:
             problems += _task_problems(task)
-        problems += _setting_problems(manifest, config)
+        for setting in manifest.settings:
+            if setting.key not in AGREED:
+                problems.append(f"it sets {setting.key}, which this version does not know: upgrade")
+                continue
+            try:
+                settings.replaced(config, {setting.key: json.loads(setting.value)}, "manifest")
+            except (ValueError, RecursionError):
+                problems.append(f"it sets {setting.key} to {setting.value[:40]}, which this version does not know: upgrade")
+            except ConfigError as error:
+                problems.append(str(error))
         problems += _model_problems(manifest, config.policy.model)
     allowed = members(manifest)
     if allowed is not None and peer and peer not in allowed:
@@ -90,21 +99,6 @@ def _task_problems(task: TaskEntry) -> list[str]:
         wanted = f"the swarm's has the settings {task.settings}, here they are {settings_text(task.id)}"
         return [f"its task {task.id} has version {task.version}, here {version}: get the founder's files, to the byte ({wanted})"]
     return [f"its task {task.id} has version {task.version}, here it has {version}: install the swarm's version"]
-
-
-def _setting_problems(manifest: SwarmManifest, config: Config) -> list[str]:
-    problems = []
-    for setting in manifest.settings:
-        if setting.key not in AGREED:
-            problems.append(f"it sets {setting.key}, which this version does not know: upgrade")
-            continue
-        try:
-            settings.replaced(config, {setting.key: json.loads(setting.value)}, "manifest")
-        except (ValueError, RecursionError):
-            problems.append(f"it sets {setting.key} to {setting.value[:40]}, which this version does not know: upgrade")
-        except ConfigError as error:
-            problems.append(str(error))
-    return problems
 
 
 def _model_problems(manifest: SwarmManifest, own_model: str) -> list[str]:
