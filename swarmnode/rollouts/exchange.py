@@ -16,7 +16,7 @@ import random
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterable, Callable, Collection, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import trio
@@ -24,9 +24,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarmnode.config import SharingConfig
 from swarmnode.errors import BadMessage
+from swarmnode.p2p.api import Network
 from swarmnode.p2p.gossip import Validation
 from swarmnode.p2p.reputation import GREYLIST
-from swarmnode.rollouts import fetching, sampling
+from swarmnode.rollouts import sampling
 from swarmnode.rollouts.admission import Admission, AdmissionStatistics, Rejected
 from swarmnode.rollouts.fetching import Fetching, FetchStatistics
 from swarmnode.rollouts.groups import Announced, Candidate, Draw, Drawn, Judged, OwnGroup, PolicyFacts, is_useful, without_token_ids
@@ -48,20 +49,6 @@ BUDGET_SECONDS = 1.0
 """Between two looks whether the budget still lets us listen."""
 MAX_PEERS = 4096
 """Peers whose trained-on groups are counted for their trust."""
-
-
-class Network(fetching.Network, Protocol):
-    """What is needed of `p2p.network.Network`; `testing.network` has another one."""
-
-    @property
-    def peer_id(self) -> str: ...
-    @property
-    def gossip(self) -> Any: ...
-    @property
-    def reputation(self) -> Any: ...
-    def welcome(self, peer: str) -> bool: ...
-    def accepted(self, peer: str) -> None: ...
-    def rejected(self, peer: str, reason: str) -> None: ...
 
 
 class Scoring(Protocol):
@@ -250,7 +237,7 @@ class RolloutExchange:
         """1 for whoever has done nothing wrong, down to 0 where the network stops listening, times probation."""
         if not self._network.welcome(peer):
             return 0.0
-        score = self._network.reputation.score(peer, trio.current_time())
+        score = self._network.score(peer)
         return sampling.trust(1.0 + min(0.0, score) / -GREYLIST, self._used.get(peer, 0))
 
     # -- out
@@ -393,7 +380,7 @@ def _count(counts: OrderedDict[str, int], peer: str) -> None:
         counts.popitem(last=False)
 
 
-async def _drain(topic: AsyncIterable[Any]) -> None:
+async def _drain(topic: AsyncIterable[object]) -> None:
     """Everything was taken in the validator; what gossip then delivers is only emptied out."""
     async for _ in topic:
         pass

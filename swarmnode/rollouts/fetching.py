@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Any, Protocol
 
 import msgspec
 import trio
 
 from swarmnode.errors import BadMessage, PeerError, PeerTimeout
+from swarmnode.p2p.api import Network
 from swarmnode.rollouts.groups import Announced
 from swarmnode.rollouts.shelf import Shelf, ShelfStatistics, Throughput
 from swarmnode.wire import codec, envelope, ids, limits
@@ -26,14 +26,6 @@ PENDING_PEER = 8
 SERVED_AT_ONCE = 8
 PAUSES = (1.0, 2.0, 4.0)
 """Seconds before asking again whoever is still fetching it too."""
-
-
-class Network(Protocol):
-    """What is needed of `p2p.network.Network`; `testing.network` has another one."""
-
-    @property
-    def requests(self) -> Any: ...
-    def connected(self) -> list[str]: ...
 
 
 class FetchStatistics(msgspec.Struct, frozen=True):
