@@ -68,7 +68,7 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
         parts = Parts(network, member.summaries, meter, supervisor, ring, trainer, rollouts, weights, crew, scorer)
         observer = Observer(node_info(config, member), parts, data_dir)
         if config.node.share_summary:
-            member.summaries.say = observer.summary
+            member.summaries.own_summary = observer.summary
 
         async with trio.open_nursery() as nursery:
             await nursery.start(rollouts.run)

@@ -27,7 +27,7 @@ from swarmnode.observe.health import ready
 from swarmnode.observe.snapshot import NodeSnapshot
 from swarmnode.observe.watch import Histogram
 from swarmnode.p2p.budget import CHOICES, PAUSES
-from swarmnode.p2p.summaries import HEARD
+from swarmnode.p2p.summaries import OUTCOMES as SUMMARY_OUTCOMES
 from swarmnode.pipeline.faults import DEVICE
 from swarmnode.pipeline.fence import FENCE_REASONS
 from swarmnode.pipeline.frames import FRAME_REASONS
@@ -442,7 +442,7 @@ CLAIMED = (
     Metric("swarmnode_claimed_policy_version_median", "gauge", "swarm.policy_version_median",
            "Median of the policy versions that other nodes claim."),
     Metric("swarmnode_summaries_total", "counter", "swarm.heard",
-           "Summaries in which nodes say how they are, by what became of them.", ("outcome",), HEARD),
+           "Summaries in which nodes say how they are, by what became of them.", ("outcome",), SUMMARY_OUTCOMES),
     Metric("swarmnode_clock_offset_seconds", "gauge", "swarm.clock_offset_seconds",
            "Seconds by which peers' clocks are ahead of this one, their median, from two peers on. Beyond 120 s groups are dropped: "
            "synchronise the clock."),

@@ -38,8 +38,8 @@ LONGEST_SECONDS = 6 * 3600.0
 """A grant is taken to be no shorter and no longer than this, whatever the relay's clock says."""
 FIRST_BACKOFF = 5.0
 LONGEST_BACKOFF = 600.0
-LOOK_SECONDS = 30.0
-LOOK_AGAIN_SECONDS = 5.0
+POLL_INTERVAL = 30.0
+POLL_INTERVAL_WITHOUT_RELAY = 5.0
 """The loop looks at least this often, and this often while there is no relay: we may learn where a peer listens without being told."""
 CALLS = 16
 """Incoming calls whose handshake is under way."""
@@ -103,7 +103,7 @@ class Reservations:
     def next_due(self, now: float) -> float:
         """Seconds until `due` may change its mind by itself."""
         times = [renew for renew, _ in self._granted.values()] + [ready for _, ready in self._waiting.values()]
-        return max(0.0, min([each for each in times if each > now], default=now + LOOK_SECONDS) - now)
+        return max(0.0, min([each for each in times if each > now], default=now + POLL_INTERVAL) - now)
 
     def _ready(self, relay: str, now: float) -> bool:
         return self._waiting.get(relay, (0, 0.0))[1] <= now
@@ -149,7 +149,7 @@ class RelayClient:
                 self._news()
             now = trio.current_time()
             content = not self._wanted() or self._plan.held(now)
-            with trio.move_on_after(max(0.1, min(LOOK_SECONDS if content else LOOK_AGAIN_SECONDS, self._plan.next_due(now)))):
+            with trio.move_on_after(max(0.1, min(POLL_INTERVAL if content else POLL_INTERVAL_WITHOUT_RELAY, self._plan.next_due(now)))):
                 await self._wake.wait()
 
     def wake(self) -> None:

@@ -28,9 +28,9 @@ from swarmnode.wire.session import open_session, seal_session
 log = logging.getLogger(__name__)
 
 DEADLINE = 10.0
-LOOK_SECONDS = 1.0
+POLL_INTERVAL = 1.0
 """How often we look for peers that are to be told."""
-TELL_SECONDS = 30.0
+NOTIFY_INTERVAL = 30.0
 """Between two tellings of one peer, with jitter."""
 EARLY_SECONDS = 60.0
 """A peer that connected less than this ago is told every RETRY_SECONDS: the copy of a directory is often started beside its original."""
@@ -58,21 +58,21 @@ class Witness:
     """What we heard of others' sessions. Pure: `now` in seconds, any clock."""
 
     def __init__(self) -> None:
-        self._heard: collections.OrderedDict[str, dict[bytes, tuple[float, bytes]]] = collections.OrderedDict()
+        self._sessions: collections.OrderedDict[str, dict[bytes, tuple[float, bytes]]] = collections.OrderedDict()
 
-    def heard(self, peer: str, session: Session, frame: bytes, now: float) -> list[bytes]:
+    def received(self, peer: str, session: Session, frame: bytes, now: float) -> list[bytes]:
         """Remembers the session of `peer`; returns the frames of its other sessions that are still fresh, latest first."""
-        known = {name: (at, other) for name, (at, other) in self._heard.pop(peer, {}).items() if now - at <= REMEMBER_SECONDS}
+        known = {name: (at, other) for name, (at, other) in self._sessions.pop(peer, {}).items() if now - at <= REMEMBER_SECONDS}
         known.pop(session.session, None)
         others = [other for _, other in sorted(known.values(), reverse=True)][: limits.SESSIONS]
         latest = sorted(known.items(), key=lambda item: item[1][0], reverse=True)[: limits.SESSIONS]
-        self._heard[peer] = {session.session: (now, frame), **dict(latest)}
-        if len(self._heard) > PEERS:
-            self._heard.popitem(last=False)
+        self._sessions[peer] = {session.session: (now, frame), **dict(latest)}
+        if len(self._sessions) > PEERS:
+            self._sessions.popitem(last=False)
         return others
 
     def __len__(self) -> int:
-        return len(self._heard)
+        return len(self._sessions)
 
 
 class Sessions:
@@ -103,7 +103,7 @@ class Sessions:
         self._started_at = int(clock() * 1000)
         self._witness = Witness()
         self._suspected: dict[bytes, int] = {}  # session → when it was first issued, as told
-        self._told = 0
+        self._answered = 0
         self._twins = 0
         requests.serve(
             ids.SESSION_PROTOCOL,
@@ -126,11 +126,11 @@ class Sessions:
             for peer in [peer for peer, at in due.items() if at <= now][:AT_ONCE]:
                 suspected = len(self._suspected)
                 early = now - since[peer] < EARLY_SECONDS
-                steady = await self.tell(peer) and len(self._suspected) == suspected and not early
-                due[peer] = trio.current_time() + (self._rng.uniform(0.5, 1.5) * TELL_SECONDS if steady else RETRY_SECONDS)
-            await trio.sleep(LOOK_SECONDS)
+                steady = await self.notify(peer) and len(self._suspected) == suspected and not early
+                due[peer] = trio.current_time() + (self._rng.uniform(0.5, 1.5) * NOTIFY_INTERVAL if steady else RETRY_SECONDS)
+            await trio.sleep(POLL_INTERVAL)
 
-    async def tell(self, peer: str) -> bool:
+    async def notify(self, peer: str) -> bool:
         """Tells one peer; whether it answered. Raises Refused; never for anything the peer does."""
         session = Session(self._session, self._started_at, int(self._clock() * 1000))
         try:
@@ -143,7 +143,7 @@ class Sessions:
         except PeerError as error:
             log.debug("no word from %s of other sessions: %s", peer, error)
             return False
-        self._told += 1
+        self._answered += 1
         for signer, other in found:
             if self.is_twin(signer, other):
                 self._twins += 1
@@ -172,7 +172,7 @@ class Sessions:
         signer, session = open_session(data, self._swarm)
         if signer != peer:
             raise BadMessage("bounds", "a session of somebody else")
-        return codec.encode(SessionResponse(self._witness.heard(peer, session, data, trio.current_time())))
+        return codec.encode(SessionResponse(self._witness.received(peer, session, data, trio.current_time())))
 
     def statistics(self) -> SessionStatistics:
-        return SessionStatistics(self._told, len(self._witness), self._twins)
+        return SessionStatistics(self._answered, len(self._witness), self._twins)

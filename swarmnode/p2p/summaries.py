@@ -31,7 +31,7 @@ from swarmnode.wire.summary import open_summary, seal_summary
 log = logging.getLogger(__name__)
 
 DEADLINE = 10.0
-LOOK_SECONDS = 1.0
+POLL_INTERVAL = 1.0
 ROUND_SECONDS = limits.SUMMARY_SECONDS
 """Between two rounds of asking, at least; with jitter up to half as long again."""
 AT_ONCE = 4
@@ -50,7 +50,7 @@ NAME_CHARACTERS = 32
 """Characters of a node's name, as told and as shown."""
 LEAST_CLOCKS = 2
 """A single peer does not tell the time."""
-HEARD = ("taken", "known", "own", "future", "old", "full", "unwelcome", "malformed", "failed")
+OUTCOMES = ("taken", "known", "own", "future", "old", "full", "unwelcome", "malformed", "failed")
 """What becomes of a summary; `failed` is an answer that did not come."""
 
 
@@ -93,7 +93,7 @@ class SummaryStatistics(msgspec.Struct, frozen=True):
     rows: list[ClaimStatistics] = []
     """The latest of each peer, those first that told us themselves, then by age; at most ROWS."""
     heard: dict[str, int] = {}
-    """Summaries by outcome of HEARD."""
+    """Summaries by outcome of OUTCOMES."""
     clock_offset_seconds: float | None = None
     """Seconds by which our peers' clocks are ahead of ours, their median; None while fewer than LEAST_CLOCKS have told."""
 
@@ -120,7 +120,7 @@ class Claims:
         return any(entry.frame == frame for entry in self._entries.values())
 
     def take(self, frame: bytes, signer: str, summary: Summary, by: str, now: float) -> str:
-        """Keeps what `by` told of `signer`, unless there is a reason not to: an outcome of HEARD."""
+        """Keeps what `by` told of `signer`, unless there is a reason not to: an outcome of OUTCOMES."""
         age = now - summary.created_at / 1000
         if signer == self._own:
             return "own"
@@ -166,7 +166,7 @@ class Clocks:
     def __init__(self) -> None:
         self._told: collections.OrderedDict[str, tuple[float, float]] = collections.OrderedDict()
 
-    def told(self, peer: str, offset: float, now: float) -> None:
+    def note(self, peer: str, offset: float, now: float) -> None:
         """`offset`: seconds by which its clock is ahead of ours."""
         self._told.pop(peer, None)
         self._told[peer] = (offset, now)
@@ -184,7 +184,7 @@ class Clocks:
 class Summaries:
     """`run` tells a few peers of this node, and hears from them of others.
 
-    `say`: this node's summary, `created_at` left to us; None shares nothing. connected: peer ids; clock: Unix seconds.
+    `own_summary`: this node's summary, `created_at` left to us; None shares nothing. connected: peer ids; clock: Unix seconds.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class Summaries:
         clock: Callable[[], float] = time.time,
         rng: random.Random | None = None,
     ) -> None:
-        self.say: Callable[[int], Summary | None] = lambda created_at: None
+        self.own_summary: Callable[[int], Summary | None] = lambda created_at: None
         self._requests = requests
         self._key = key
         self._swarm = swarm
@@ -209,7 +209,7 @@ class Summaries:
         self._rng = rng or random.Random()
         self._claims = Claims(own)
         self._clocks = Clocks()
-        self._heard = collections.Counter[str](dict.fromkeys(HEARD, 0))
+        self._outcomes = collections.Counter[str](dict.fromkeys(OUTCOMES, 0))
         self._asked: dict[str, float] = {}  # connected peer → when, by trio's clock
         self._answers: dict[str, tuple[float, float]] = {}  # connected peer → how often it may still ask, and since when
         self._frame, self._signed_at = b"", -float("inf")
@@ -232,7 +232,7 @@ class Summaries:
                 await self.round(connected)
                 await trio.sleep(ROUND_SECONDS * self._rng.uniform(1.0, 1.5))
             else:
-                await trio.sleep(LOOK_SECONDS)
+                await trio.sleep(POLL_INTERVAL)
 
     async def round(self, connected: list[str]) -> None:
         """Signs a summary and asks some peers."""
@@ -240,7 +240,7 @@ class Summaries:
         self._answers = {peer: self._answers[peer] for peer in connected if peer in self._answers}
         now = trio.current_time()
         created_at = int(self._clock() * 1000)
-        summary = self.say(created_at)
+        summary = self.own_summary(created_at)
         self._frame = b"" if summary is None else seal_summary(summary, self._key, self._swarm)
         self._signed_at = now
         async with trio.open_nursery() as nursery:
@@ -257,24 +257,24 @@ class Summaries:
             )  # fmt: skip
             response = codec.decode(data, SummaryResponse, limits.SUMMARY_RESPONSE_BYTES)
         except PeerError as error:
-            self._heard["malformed" if isinstance(error, BadMessage) else "failed"] += 1
+            self._outcomes["malformed" if isinstance(error, BadMessage) else "failed"] += 1
             log.debug("no summaries from %s: %s", peer, error)
             return
         for told in response.summaries:
             if told in self._claims:
-                self._heard["known"] += 1
+                self._outcomes["known"] += 1
                 continue
             await trio.lowlevel.checkpoint()  # a signature takes a fraction of a millisecond, and there may be many
             try:
                 signer, summary = open_summary(told, self._swarm)
             except BadMessage:
-                self._heard["malformed"] += 1
+                self._outcomes["malformed"] += 1
                 continue
             self._take(told, signer, summary, peer)
 
     def _take(self, frame: bytes, signer: str, summary: Summary, by: str) -> None:
         outcome = self._claims.take(frame, signer, summary, by, self._clock()) if self._welcome(signer) else "unwelcome"
-        self._heard[outcome] += 1
+        self._outcomes[outcome] += 1
 
     async def _answer(self, peer: str, data: bytes) -> bytes:
         """Their summary. Raises BadMessage, also when it is not theirs, and PeerError when they ask too often."""
@@ -285,7 +285,7 @@ class Summaries:
             signer, summary = open_summary(request.summary, self._swarm)
             if signer != peer:
                 raise BadMessage("bounds", "a summary of somebody else")
-            self._clocks.told(peer, summary.created_at / 1000 - self._clock(), trio.current_time())
+            self._clocks.note(peer, summary.created_at / 1000 - self._clock(), trio.current_time())
             self._take(request.summary, signer, summary, peer)
         self._claims.expire(self._clock())
         fresh = trio.current_time() - self._signed_at <= limits.SUMMARY_AGE_SECONDS
@@ -301,7 +301,7 @@ class Summaries:
     def statistics(self) -> SummaryStatistics:
         now = self._clock()
         self._claims.expire(now)
-        return summed_up(self._claims.all(), dict(self._heard), self._clocks.offset(trio.current_time()), now)
+        return summed_up(self._claims.all(), dict(self._outcomes), self._clocks.offset(trio.current_time()), now)
 
 
 def summed_up(claims: list[Claim], heard: dict[str, int], clock_offset: float | None, now: float) -> SummaryStatistics:

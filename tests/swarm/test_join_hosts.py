@@ -193,11 +193,11 @@ async def test_of_two_processes_with_one_key_the_later_one_ends_and_the_other_go
             }
             later = Sessions(c.requests, c.peer_id, key, FIRST.swarm, c.connected, clock=clock)
             for sessions in (made["b"], later, made["b"]):
-                assert await sessions.tell(a.peer_id)  # neither has seen the other issue a second one
+                assert await sessions.notify(a.peer_id)  # neither has seen the other issue a second one
             with pytest.raises(Refused, match="another running node uses this node's key") as raised:
-                await later.tell(a.peer_id)
+                await later.notify(a.peer_id)
             assert raised.value.exit_code == 77
-            await made["b"].tell(a.peer_id)  # goes on
+            await made["b"].notify(a.peer_id)  # goes on
             assert (made["b"].statistics().twins, later.statistics().twins) == (1, 1)
 
 
@@ -239,7 +239,7 @@ def test_a_witness_remembers_a_few_sessions_of_many_peers_for_a_while():
 
     def heard(peer, number, now):
         session = Session(number.to_bytes(16, "big"), 0, 0)
-        return witness.heard(peer, session, seal_session(session, KEY, FIRST.swarm), now)
+        return witness.received(peer, session, seal_session(session, KEY, FIRST.swarm), now)
 
     assert heard("p", 1, 0.0) == []
     assert heard("p", 1, 1.0) == []

@@ -22,7 +22,7 @@ def summaries(network, directory, name):
     identity = load_or_create(directory / "identity.key")
     node = Summaries(network.requests, network.peer_id, identity.private_key, SWARM, network.connected, rng=random.Random(3))
     if name:
-        node.say = lambda created_at: Summary(name, "0.1.0", created_at, 60, 5, 5, 0.5, 9, len(network.connected()))
+        node.own_summary = lambda created_at: Summary(name, "0.1.0", created_at, 60, 5, 5, 0.5, 9, len(network.connected()))
     return node
 
 

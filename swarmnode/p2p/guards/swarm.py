@@ -167,7 +167,7 @@ def _install_exclusive_port() -> None:
 
     Defect: `transport/tcp/tcp.py:_set_reuse_flags` sets SO_REUSEPORT (for hole punching): a second node started on the same port binds it
     too, and the kernel deals connections out between them. Here: SO_REUSEADDR only, so that the second bind fails. Cost: none; hole
-    punching sets SO_REUSEPORT once the port is ours (`punch.share_port`). Not needed any more when SO_REUSEPORT is an option upstream.
+    punching sets SO_REUSEPORT once the port is ours (`Host.share_ports`). Not needed any more when SO_REUSEPORT is an option upstream.
     """
 
     def _set_reuse_flags(sock: trio.socket.SocketType) -> None:

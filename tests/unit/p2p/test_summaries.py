@@ -54,7 +54,7 @@ class Wire:
 
 def ours(wire, connected=(), clock=lambda: NOW + trio.current_time(), **options):
     node = Summaries(wire, PEER, KEY, SWARM, lambda: list(connected), clock=clock, rng=random.Random(1), **options)
-    node.say = lambda created_at: summary(created_at / 1000)
+    node.own_summary = lambda created_at: summary(created_at / 1000)
     return node
 
 
@@ -133,16 +133,16 @@ def test_a_requester_is_not_told_of_itself():
 
 def test_one_peer_does_not_tell_the_time_and_two_must_agree():
     clocks = Clocks()
-    clocks.told("a", 500.0, 0.0)
+    clocks.note("a", 500.0, 0.0)
     assert clocks.offset(0.0) is None
-    clocks.told("b", 0.5, 0.0)
+    clocks.note("b", 0.5, 0.0)
     assert clocks.offset(0.0) == 0.5
 
 
 def test_a_minority_of_liars_does_not_move_the_clock():
     clocks = Clocks()
     for i, offset in enumerate((1e15, 1e15, 90.2, 90.0, 89.8)):
-        clocks.told(f"p{i}", offset, 0.0)
+        clocks.note(f"p{i}", offset, 0.0)
     assert clocks.offset(0.0) == 90.2
     assert clocks.offset(summaries.CLOCK_SECONDS + 1) is None
 
@@ -150,7 +150,7 @@ def test_a_minority_of_liars_does_not_move_the_clock():
 def test_clocks_are_bounded():
     clocks = Clocks()
     for i in range(summaries.CLOCKS + 10):
-        clocks.told(f"p{i}", 0.0, 0.0)
+        clocks.note(f"p{i}", 0.0, 0.0)
     assert len(clocks._told) == summaries.CLOCKS
 
 
@@ -188,7 +188,7 @@ async def test_what_is_told_is_signed_for_this_swarm():
 async def test_who_shares_nothing_still_hears():
     wire = Wire({OTHER_PEER: response(seal_summary(summary(), OTHER_KEY, SWARM))})
     node = ours(wire, clock=lambda: NOW)
-    node.say = lambda created_at: None
+    node.own_summary = lambda created_at: None
     await node.round([OTHER_PEER])
     assert codec.decode(wire.asked[0][2], SummaryRequest, limits.SUMMARY_REQUEST_BYTES).summary == b""
     assert [claim.peer for claim in node.statistics().rows] == [OTHER_PEER]
@@ -223,7 +223,7 @@ async def test_a_hostile_request_is_malformed_and_leaves_nothing(request_bytes):
     node = ours(wire, clock=lambda: NOW)
     with pytest.raises(BadMessage):
         await wire.handler(OTHER_PEER, request_bytes)
-    assert node.statistics() == SummaryStatistics(heard=dict.fromkeys(summaries.HEARD, 0))
+    assert node.statistics() == SummaryStatistics(heard=dict.fromkeys(summaries.OUTCOMES, 0))
 
 
 @pytest.mark.parametrize(
