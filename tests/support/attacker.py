@@ -116,6 +116,7 @@ class Peer:
         self.inbound: list[Stream] = []
         self.lost = trio.Event()
         self.generous = True
+        self.window_updates = 0
         self._next = 1
         self._lock = trio.Lock()
 
@@ -178,6 +179,7 @@ class Peer:
             return
         if kind == WINDOW_UPDATE:
             stream.credit += length
+            self.window_updates += length > 0
         stream._buffer += body
         stream.ended |= bool(flags & FIN)
         stream.was_reset |= bool(flags & RST)
@@ -190,6 +192,14 @@ def endpoint(address: str) -> tuple[str, int]:
     """Host and port of `/ip4/…/tcp/…`."""
     parts = address.split("/")
     return parts[2], int(parts[4])
+
+
+async def accept(stream: Stream) -> str:
+    """Answer the negotiation of a stream that the host has opened; returns the protocol."""
+    for text in ("/multistream/1.0.0", None):
+        wanted = await _read_line(stream.receive)
+        await stream.send(line(text or wanted))
+    return wanted
 
 
 @contextlib.asynccontextmanager

@@ -1,7 +1,8 @@
 """`main(options, hello)` runs one libp2p host, stock or guarded, that a test can drive from outside (see host_process.py).
 
 options   guarded: bool · gossip: "tuned" | "default" · validator: "accept" | "raise" · consume: bool · port: int · seed: int of the key
-          sweep: seconds between sweeps of dead streams · limits: {"inbox.PROCESS_BYTES": 1, …}, constants of the guards
+          sweep: seconds between sweeps of dead streams · negotiation: seconds that opening a stream may take
+          limits: {"inbox.PROCESS_BYTES": 1, …}, constants of the guards
 hello     a pipe that is sent {"address": "/ip4/127.0.0.1/tcp/…", "peer": "12D3Koo…", "control": <port>} when it listens
 control   a loopback TCP port: one JSON request per line, {"do": "<name of an async function below>", …}, answered by one line
 
@@ -61,9 +62,10 @@ class Node:
 
     def build(self, keys):
         """A host as py-libp2p makes it, or as we do."""
+        seconds = {"outbound_stream_protocol_negotiation_timeout": self.options["negotiation"]} if "negotiation" in self.options else {}
         if not self.guarded:
-            return new_host(key_pair=keys)
-        config = ConnectionConfig(max_connections=250, high_watermark=250, low_watermark=0, min_connections=0)
+            return new_host(key_pair=keys, connection_config=ConnectionConfig(**seconds) if seconds else None)
+        config = ConnectionConfig(max_connections=250, high_watermark=250, low_watermark=0, min_connections=0, **seconds)
         return guards.guard_host(
             new_host(key_pair=keys, sec_opt=guards.noise_only(keys), muxer_opt=guards.YAMUX_ONLY, connection_config=config)
         )

@@ -15,7 +15,7 @@ import importlib.metadata
 from swarmnode.errors import Refused
 from swarmnode.p2p.guards import gossip, inbox, packets, peerstore, swarm, transport, yamux
 from swarmnode.p2p.guards.counting import NAMES, GuardStatistics, statistics
-from swarmnode.p2p.guards.gossip import guard_gossip
+from swarmnode.p2p.guards.gossip import DEGREE, DEGREE_HIGH, DEGREE_LOW, guard_gossip
 from swarmnode.p2p.guards.pubsub import GuardedPubsub
 from swarmnode.p2p.guards.swarm import guard_host, running
 from swarmnode.p2p.guards.transport import YAMUX_ONLY, noise_only
@@ -24,6 +24,9 @@ VERSION = "0.8.1"
 """The only py-libp2p that these guards fit."""
 
 __all__ = [
+    "DEGREE",
+    "DEGREE_HIGH",
+    "DEGREE_LOW",
     "NAMES",
     "VERSION",
     "YAMUX_ONLY",

@@ -1,27 +1,30 @@
-"""What GossipSub loses, keeps for ever or lets end: guards around libp2p/pubsub/gossipsub.py, mcache.py and rpc_queue.py."""
+"""What GossipSub loses, keeps for ever, lets end or pays for many times: guards around libp2p/pubsub/gossipsub.py and mcache.py."""
 
-# mypy: disable-error-code="method-assign,assignment,attr-defined,arg-type,type-arg,override"
+# mypy: disable-error-code="method-assign,assignment,attr-defined,arg-type,type-arg,override,misc"
 
 import functools
 import time
 from collections.abc import Callable
 
 import trio
+from libp2p.peer.id import ID
 from libp2p.pubsub import pubsub as upstream
-from libp2p.pubsub import rpc_queue
 from libp2p.pubsub.gossipsub import GossipSub
 from libp2p.pubsub.mcache import CacheEntry, MessageCache
 from libp2p.pubsub.pb import rpc_pb2
 
-from swarmnode.p2p.guards.counting import fired
+from swarmnode.p2p.guards.counting import contained, fired
+from swarmnode.p2p.guards.outbox import Outbox
+from swarmnode.p2p.guards.pubsub import GuardedPubsub
 
 CACHE_BYTES = 32 * 1024 * 1024
 """Messages kept for peers that ask for them (five heartbeats)."""
-QUEUE_BYTES = 2 * 1024 * 1024
-QUEUE_MESSAGES = 512
-"""What may wait for one peer."""
 SUBSCRIPTION_MESSAGES = 1024
 """Messages that wait for our own subscriber."""
+DEGREE, DEGREE_LOW, DEGREE_HIGH = 5, 4, 6
+"""Neighbours in the mesh: wanted, fewest and most before a heartbeat mends it. Measured: benchmarks/RESULTS.md, "gossip"."""
+IHAVE_PEERS = 2
+"""Neighbours outside the mesh that are told of recent messages at each heartbeat."""
 
 
 class BoundedCache(MessageCache):
@@ -70,17 +73,90 @@ def guard_gossip(gs: GossipSub) -> GossipSub:
     gs.heartbeat = functools.partial(_heartbeat, gs, gs.heartbeat)
     gs._periodic_security_cleanup = functools.partial(_cleanup, gs, gs._periodic_security_cleanup)
     gs.on_peer_subscribed = functools.partial(_no_error, gs.on_peer_subscribed)
-    gs.flush_pending_messages = functools.partial(_no_error, gs.flush_pending_messages)
+    _hold_degree(gs)
+    _send_once(gs)
     return gs
+
+
+def _hold_degree(gs: GossipSub) -> None:
+    """Keep the mesh at its degree, and what is told outside it small.
+
+    Defects: `_perform_opportunistic_grafting` adds two peers at each heartbeat while all scores are equal, which they are where nothing is
+    scored, so a mesh becomes every connection up to `degree_high`, and each message comes from all of them. At each heartbeat six
+    neighbours or a quarter of them, whichever is more, are told the ids of three seconds, those included that are only just on their way to
+    them: they ask for them, and get them twice. Here: no such grafting; `IHAVE_PEERS`; ids that are a heartbeat old.
+    Cost: a message that was lost is asked for a second later. Not needed any more when the mesh of a stock node with 16 neighbours and
+    `degree` 6 stays below 9, and the numbers are settings.
+    """
+    gs._perform_opportunistic_grafting = lambda topic, peers_to_graft: 0
+    gs._get_adaptive_gossip_peers_count = lambda topic, total_peers: IHAVE_PEERS
+    gs.gossip_heartbeat = functools.partial(_settled_only, gs, gs.gossip_heartbeat)
+
+
+def _settled_only(gs: GossipSub, original: Callable) -> dict[ID, dict[str, list[bytes]]]:
+    newest = {entry.mid for entry in gs.mcache.history[0]}
+    told = {}
+    for peer, topics in original().items():
+        settled = {topic: [mid for mid in mids if mid not in newest] for topic, mids in topics.items()}
+        told[peer] = {topic: mids for topic, mids in settled.items() if mids}
+    return {peer: topics for peer, topics in told.items() if topics}
+
+
+def _send_once(gs: GossipSub) -> None:
+    """Serialise a message once, and leave our own address record out.
+
+    Defects: `publish` and `emit_control_message` put the sender's signed record on every RPC, 200 bytes for which the host's addresses are
+    compared and which each receiver verifies again; each recipient's RPC is copied, split and serialised for itself; a message is kept for
+    every connected peer that is not in its topic, a hundred for each, in case it joins; `send_recent_messages` writes to the stream beside
+    the queue, and where credit is short the two cut each other's frames in two. Here: the record goes with the first RPC of a stream
+    (`get_hello_packet`); one serialisation, see `Outbox`; whoever joins gets the messages of the last three seconds, through its queue.
+    Cost: none. Not needed any more when a stock node serialises a message once for ten neighbours.
+    """
+    gs.publish = functools.partial(_publish, gs)
+    gs.send_recent_messages = functools.partial(_send_recent_messages, gs)
+    gs.emit_control_message = functools.partial(_emit_control_message, gs)
+
+
+async def _publish(gs: GossipSub, forwarder: ID, message: rpc_pb2.Message) -> None:
+    ps = _pubsub(gs)
+    gs.mcache.put(message)
+    message_id = ps.get_message_id(message)
+    data = _serialised(gs, message)
+    for peer in gs._get_peers_to_send(message.topicIDs, msg_forwarder=forwarder, origin=ID(message.from_id), msg_id=message_id):
+        if (outbox := ps.peer_queues.get(peer)) is not None:
+            outbox.publish(message_id, data, forwarded=forwarder != ps.my_id)
+    for topic in message.topicIDs:
+        gs.time_since_last_publish[topic] = int(time.time())
+
+
+async def _send_recent_messages(gs: GossipSub, peer: ID, topic: str) -> None:
+    if (outbox := _pubsub(gs).peer_queues.get(peer)) is not None:
+        for message_id in gs.mcache.window(topic):
+            if (message := gs.mcache.get(message_id)) is not None:
+                outbox.publish(message_id, _serialised(gs, message), forwarded=True)
+
+
+def _pubsub(gs: GossipSub) -> GuardedPubsub:
+    if not isinstance(gs.pubsub, GuardedPubsub):
+        raise TypeError("a guarded GossipSub needs a GuardedPubsub")
+    return gs.pubsub
+
+
+def _serialised(gs: GossipSub, message: rpc_pb2.Message) -> bytes:
+    return rpc_pb2.RPC(publish=[message]).SerializeToString()
+
+
+async def _emit_control_message(gs: GossipSub, control: rpc_pb2.ControlMessage, peer: ID) -> None:
+    packet = rpc_pb2.RPC()
+    packet.control.CopyFrom(control)
+    gs.send_rpc(peer, packet, priority=True)
 
 
 async def _heartbeat(gs: GossipSub, original: Callable) -> None:
     while True:
-        try:
+        with contained("heartbeat_failed"):
             await original()
-        except Exception as error:
-            fired("heartbeat_failed", repr(error))
-            await trio.sleep(gs.heartbeat_interval)
+        await trio.sleep(gs.heartbeat_interval)
 
 
 def _cleanup(gs: GossipSub, original: Callable) -> None:
@@ -95,40 +171,11 @@ def _cleanup(gs: GossipSub, original: Callable) -> None:
 
 async def _no_error(original: Callable, *args: object) -> None:
     """Tasks that upstream starts on the whole service."""
-    try:
+    with contained("rpc_failed"):
         await original(*args)
-    except Exception as error:
-        fired("rpc_failed", repr(error))
-
-
-def _install_queue() -> None:
-    """A peer that does not read costs at most `QUEUE_BYTES`, and a burst of small messages is not lost.
-
-    Defect: `RpcQueue` holds 32 RPCs, so the 33rd message published without a pause is silently lost, while 32 RPCs of 1 MiB may wait for
-    each peer. Here: `QUEUE_MESSAGES` and `QUEUE_BYTES`. Cost: one `ByteSize` per RPC. Not needed any more when both are settings.
-    """
-    rpc_queue.RpcQueue.__init__.__defaults__ = (QUEUE_MESSAGES, rpc_queue.DefaultMaxMessageSize)
-    push, pop = rpc_queue.PriorityQueue.push, rpc_queue.PriorityQueue.pop
-
-    def _push(self: rpc_queue.PriorityQueue, rpc: rpc_pb2.RPC, priority: bool = False) -> bool:
-        size = rpc.ByteSize()
-        held = getattr(self, "bytes", 0)
-        if (held and held + size > QUEUE_BYTES) or not push(self, rpc, priority):
-            fired("queue_full")
-            return False
-        self.bytes = held + size
-        return True
-
-    def _pop(self: rpc_queue.PriorityQueue) -> rpc_pb2.RPC | None:
-        rpc = pop(self)
-        if rpc is not None:
-            self.bytes -= rpc.ByteSize()
-        return rpc
-
-    rpc_queue.PriorityQueue.push, rpc_queue.PriorityQueue.pop = _push, _pop
 
 
 def install() -> None:
     """Replace what has no constructor argument, for every pubsub of this process."""
     upstream.SUBSCRIPTION_CHANNEL_SIZE = SUBSCRIPTION_MESSAGES
-    _install_queue()
+    upstream.RpcQueue = Outbox

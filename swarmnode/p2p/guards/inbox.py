@@ -11,7 +11,7 @@ from collections.abc import Callable
 import trio
 from libp2p.stream_muxer.yamux import yamux as upstream
 
-from swarmnode.p2p.guards.counting import fired
+from swarmnode.p2p.guards.counting import contained, fired
 
 CONNECTION_BYTES = 32 * 1024 * 1024
 """Unread bytes over all streams of one connection."""
@@ -139,10 +139,8 @@ def _drop(connection: upstream.Yamux) -> None:
         event.set()
 
     async def close() -> None:
-        try:
+        with contained("service_failed"):
             await connection.secured_conn.close()
-        except Exception as error:
-            fired("service_failed", error)
 
     trio.lowlevel.spawn_system_task(close)
 

@@ -9,7 +9,7 @@ from libp2p.host import basic_host
 from libp2p.identity.identify_push import identify_push
 from libp2p.utils.varint import read_length_prefixed_protobuf
 
-from swarmnode.p2p.guards.counting import fired
+from swarmnode.p2p.guards.counting import contained, fired
 
 IDENTIFY_BYTES = 8 * 1024
 """Longest identify message, go-libp2p's limit too; ours are below 1 KiB."""
@@ -24,11 +24,11 @@ def install() -> None:
     """
 
     async def bounded(stream: INetStream, use_varint_format: bool = True) -> bytes:
-        try:
-            return await read_length_prefixed_protobuf(stream, use_varint_format, IDENTIFY_BYTES)
-        except Exception as error:
-            fired("identify_refused", error)
-            raise
+        data = b""
+        with contained("identify_refused") as refusal:
+            data = await read_length_prefixed_protobuf(stream, use_varint_format, IDENTIFY_BYTES)
+        refusal.raise_again()
+        return data
 
     basic_host.read_length_prefixed_protobuf = bounded
     identify_push.read_length_prefixed_protobuf = bounded

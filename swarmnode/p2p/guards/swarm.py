@@ -21,7 +21,7 @@ from libp2p.transport.tcp import tcp
 from multiaddr import Multiaddr
 
 from swarmnode.errors import Unavailable
-from swarmnode.p2p.guards.counting import fired, log
+from swarmnode.p2p.guards.counting import contained, fired
 from swarmnode.p2p.guards.inbox import abandon, discard
 from swarmnode.p2p.guards.peerstore import guard_peerstore
 
@@ -66,12 +66,11 @@ def _install_inbound_slots() -> None:
         _inbound[origin] += 1
         raw = RawConnection(stream, False)
         try:
-            remote = self._build_remote_multiaddr(stream)
-            if remote is None or await self.connection_gate.is_allowed(remote):
-                connection = await self.upgrade_inbound_raw_conn(raw, maddr)
-                await connection.event_closed.wait()
-        except Exception as error:
-            log.debug("inbound connection from %s: %s", origin, error)
+            with contained("inbound_failed", origin):
+                remote = self._build_remote_multiaddr(stream)
+                if remote is None or await self.connection_gate.is_allowed(remote):
+                    connection = await self.upgrade_inbound_raw_conn(raw, maddr)
+                    await connection.event_closed.wait()
         finally:
             fired("slot_released", origin)
             _inbound[origin] -= 1
@@ -96,14 +95,13 @@ def _install_handlers() -> None:
     original, close = SwarmConn._handle_muxed_stream, NetStream.close
 
     async def _handle_muxed_stream(self: SwarmConn, stream: YamuxStream) -> None:
-        try:
+        with contained("handler_failed", self.muxed_conn.peer_id) as failure:
             await original(self, stream)
             if not stream.send_closed:
                 await stream.close()
             abandon(stream)
             discard(stream)
-        except Exception as error:
-            fired("handler_failed", f"{self.muxed_conn.peer_id}: {error!r}")
+        if failure.error is not None:
             with trio.CancelScope(shield=True), trio.move_on_after(RESET_SECONDS), contextlib.suppress(Exception):
                 await stream.reset()
 
@@ -142,19 +140,17 @@ def _install_connection_tasks() -> None:
     start_muxer, start_connection = Yamux.start, SwarmConn.start
 
     async def _start_muxer(self: Yamux) -> None:
-        try:
+        with contained("service_failed", self.peer_id) as failure:
             await start_muxer(self)
-        except Exception as error:
-            fired("service_failed", f"{self.peer_id}: {error!r}")
+        if failure.error is not None:
             self.event_started.set()  # whoever waits for the start sees `is_closed`
             with trio.CancelScope(shield=True), trio.move_on_after(RESET_SECONDS), contextlib.suppress(Exception):
                 await self._cleanup_on_error()
 
     async def _start_connection(self: SwarmConn) -> None:
-        try:
+        with contained("service_failed", self.muxed_conn.peer_id) as failure:
             await start_connection(self)
-        except Exception as error:
-            fired("service_failed", f"{self.muxed_conn.peer_id}: {error!r}")
+        if failure.error is not None:
             with trio.CancelScope(shield=True), trio.move_on_after(RESET_SECONDS), contextlib.suppress(Exception):
                 await self.close()
 

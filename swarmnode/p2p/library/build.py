@@ -78,9 +78,9 @@ async def running(host: IHost, listen: list[Address]) -> AsyncIterator[tuple[Pub
     router = guards.guard_gossip(
         GossipSub(
             protocols=[TProtocol(MESHSUB)],
-            degree=8,
-            degree_low=6,
-            degree_high=32,  # a small swarm is fully meshed; at the default of 12 nodes prune each other and stay out for a minute
+            degree=guards.DEGREE,
+            degree_low=guards.DEGREE_LOW,
+            degree_high=guards.DEGREE_HIGH,
             heartbeat_initial_delay=0.1,
             heartbeat_interval=1,
             prune_back_off=10,

@@ -142,16 +142,6 @@ def test_the_message_cache_gives_up_its_oldest(monkeypatch):
     assert cache.bytes == 0
 
 
-def test_a_queue_refuses_more_bytes_than_its_cap_and_takes_them_once_there_is_room():
-    guards.install()
-    queue = gossip.rpc_queue.PriorityQueue(100)
-    half = rpc_pb2.RPC(publish=[rpc_pb2.Message(data=bytes(gossip.QUEUE_BYTES // 2))])
-    assert queue.push(half)
-    assert not queue.push(half)
-    queue.pop()
-    assert queue.push(half)
-
-
 def test_guard_gossip_turns_off_what_upstream_has_on():
     router = GossipSub(protocols=["/meshsub/1.1.0"], degree=8, degree_low=6, degree_high=32)
     assert router.spam_protection_enabled, "upstream fixed this: remove guard spam_protection_enabled"
@@ -190,7 +180,7 @@ async def test_a_rejected_message_is_not_written_out(kind, prints):
     one = object.__new__(kind)
     one.router = one.scorer = None
     one.host = types.SimpleNamespace(get_id=lambda: ID(b"me"))
-    one.blacklisted_peers, one.strict_signing, one._msg_id_constructor = set(), False, lambda msg: msg.seqno
+    one.blacklisted_peers, one.strict_signing, one._msg_id_constructor, one.peer_queues = set(), False, lambda msg: msg.seqno, {}
     one.seen_messages, one.validation_cache, one.subscribed_topics_receive = pubsub.Seen(), ValidationCache(), {"t": None}
     one.topic_validators = {}
     one.set_topic_validator("t", lambda forwarder, msg: False, False)
