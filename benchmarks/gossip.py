@@ -15,6 +15,8 @@ import contextlib
 import math
 import random
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -33,6 +35,7 @@ from libp2p.pubsub.utils import maybe_consume_signed_record
 from libp2p.stream_muxer.yamux.yamux import YamuxStream
 from libp2p.utils.varint import read_varint_prefixed_bytes_limited
 
+from benchmarks import report
 from swarmnode.config import NetworkConfig, SharingConfig
 from swarmnode.demo.hostile_groups import BUILTIN_TASKS, MODEL, TOKENIZER, Author, answer, swarm_of
 from swarmnode.link.messages import Hello
@@ -52,15 +55,15 @@ UPSTREAM_UPDATE = YamuxStream._auto_tune_and_send_window_update
 SIZES = (2_000, 17_000)
 RECEIPTS = 15.0
 """Groups received per second that are offered by all nodes together."""
-KNOWN_PEERS = 10
+KNOWN_PEERS = 8
 """Nodes that a node connects to, of those that were there before it; as many connect to it, on average."""
-JOIN_SECONDS = 100.0
+JOIN_SECONDS = 300.0
 MESH_SECONDS = 6.0
 """Heartbeats before anything is published: meshes have formed by then."""
 IDLE_SECONDS = 5.0
 LATE_SECONDS = 40.0
 """Waited for the last groups after the last was published."""
-RUN_SECONDS = 400.0
+RUN_SECONDS = 900.0
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -303,12 +306,71 @@ ARMS: dict[str, tuple[Callable[[], None], ...]] = {
 }
 
 
+def run(one: Run) -> Outcome:
+    """`one` in a process of its own. Raises subprocess.CalledProcessError, TimeoutExpired."""
+    command = [sys.executable, "-m", "benchmarks.gossip", "--one", msgspec.json.encode(one).decode()]
+    done = subprocess.run(command, check=True, capture_output=True, timeout=RUN_SECONDS)
+    return msgspec.json.decode(done.stdout, type=Outcome)
+
+
+def plan(quick: bool) -> list[Run]:
+    """The runs, arms taking turns."""
+    nodes, sizes, repeats = ((4, 8), SIZES[:1], 1) if quick else ((4, 8, 16, 32, 48), SIZES, 2)
+    pairs = [
+        Run(count, size, arm, receipts=max(150, 12 * count), seed=seed)
+        for count in nodes
+        for size in sizes
+        for seed in range(repeats if count <= 16 else 1)
+        for arm in ("before", "after")
+    ]
+    alone = [Run(16, SIZES[1], arm, receipts=200, seed=seed) for seed in range(repeats) for arm in ARMS if arm != "before"]
+    return pairs if quick else pairs + alone
+
+
+def row(runs: list[Outcome]) -> list[str]:
+    """One line of the table."""
+    mean = lambda name: statistics.fmean(getattr(each, name) for each in runs)
+    return [
+        f"{mean('copies'):.1f}",
+        report.middle([each.cpu_ms for each in runs], 1),
+        f"{mean('bytes_ratio'):.1f}",
+        f"{mean('p95_seconds'):.2f}",
+        f"{100 * mean('delivered'):.0f} %",
+        f"{mean('mesh'):.1f} of {mean('connections'):.0f}",
+        f"{mean('idle_ms'):.1f}",
+    ]
+
+
+def show(outcomes: list[tuple[Run, Outcome]]) -> str:
+    """Tables: before and after by nodes and size; then, at 16 nodes, what each saving alone is worth."""
+    rows: dict[tuple[int, int, str], list[Outcome]] = {}
+    for one, outcome in outcomes:
+        rows.setdefault((one.nodes, one.size, one.arm), []).append(outcome)
+    what = ["copies", "CPU ms per group", "bytes ÷ size", "p95 s", "delivered", "mesh", "idle ms/s"]
+    pairs = [[nodes, f"{size / 1000:g} KB", arm, *row(runs)] for (nodes, size, arm), runs in rows.items() if not arm.startswith("without")]
+    alone = [[arm, *row(runs)] for (_, _, arm), runs in rows.items() if arm.startswith("without")]
+    parts = [report.heading("gossip: what a group costs whoever receives it"), report.table(["nodes", "group", "arm", *what], pairs)]
+    if alone:
+        parts.append("\n" + report.table(["16 nodes, 17 KB", *what], alone))
+    return "\n".join(parts)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--one", help="the Run to do, as JSON; prints its Outcome")
+    parser.add_argument("--quick", action="store_true", help="4 and 8 nodes, small groups")
+    parser.add_argument("--json", type=Path, help="write the outcomes there, too")
+    parser.add_argument("--one", help="a Run as JSON, done here and now; prints its Outcome")
     arguments = parser.parse_args()
-    outcome = trio.run(measure, msgspec.json.decode(arguments.one, type=Run))
-    print(msgspec.json.encode(outcome).decode())
+    if arguments.one:
+        print(msgspec.json.encode(trio.run(measure, msgspec.json.decode(arguments.one, type=Run))).decode())
+        return
+    outcomes = []
+    for one in plan(arguments.quick):
+        outcomes.append((one, run(one)))
+        print(one, outcomes[-1][1], file=sys.stderr, flush=True)
+    print(show(outcomes))
+    if arguments.json:
+        report.write_json(arguments.json, msgspec.to_builtins(outcomes))
 
 
 if __name__ == "__main__":
