@@ -40,7 +40,7 @@ from swarmnode.config import NetworkConfig, SharingConfig
 from swarmnode.demo.hostile_groups import BUILTIN_TASKS, MODEL, TOKENIZER, Author, answer, swarm_of
 from swarmnode.link.messages import Hello
 from swarmnode.p2p import guards, host, identity
-from swarmnode.p2p.gossip import Verdict
+from swarmnode.p2p.gossip import Validation
 from swarmnode.p2p.guards import gossip, outbox, pubsub, yamux
 from swarmnode.p2p.host import open_host
 from swarmnode.p2p.network import Network
@@ -123,10 +123,10 @@ class Meter:
         """Note when `exchange` admits a frame that was published here."""
         validate = exchange.validate
 
-        def noting(frame: bytes, forwarder: str) -> Verdict:
+        def noting(frame: bytes, forwarder: str) -> Validation:
             verdict = validate(frame, forwarder)
             began = self.published.get(envelope.content_id(frame))
-            if began is not None and verdict is Verdict.ACCEPT:
+            if began is not None and verdict is Validation.ACCEPT:
                 self.latencies.append(trio.current_time() - began)
             return verdict
 

@@ -79,13 +79,16 @@ class Stream:
         self._changed.set()
         self._changed = trio.Event()
 
-    async def send(self, data: bytes) -> None:
-        """As an honest peer: waits for credit. ConnectionError once the stream was reset."""
+    async def send(self, data: bytes, until_ended: bool = False) -> None:
+        """As an honest peer: waits for credit. ConnectionError once the stream was reset. `until_ended`: whoever has closed its own side
+        and grants no credit gets no more."""
         view = memoryview(data)
         while view:
             while not self.credit:
                 if self.was_reset:
                     raise ConnectionResetError("stream reset")
+                if until_ended and self.ended:
+                    return
                 await self._changed.wait()
             part = view[: min(self.credit, 64 * 1024)]
             self.credit -= len(part)
