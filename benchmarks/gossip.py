@@ -193,14 +193,16 @@ async def measure(run: Run) -> Outcome:
             sizes: list[int] = []
             for _, _, network in nodes:
                 _note_publishing(network, meter, sizes)
-            copies, received, began, clock = meter.copies, meter.bytes, time.process_time(), trio.current_time()
             order = [n % run.nodes for n in range(count)]
             rng.shuffle(order)
             sequences = Counter[int]()
-            for number, index in enumerate(order):
-                exchange, author, _ = nodes[index]
-                await exchange.publish(group(author, sequences[index], run.size))
+            groups = []
+            for index in order:
+                groups.append(group(nodes[index][1], sequences[index], run.size))
                 sequences[index] += 1
+            copies, received, began, clock = meter.copies, meter.bytes, time.process_time(), trio.current_time()
+            for number, (index, made) in enumerate(zip(order, groups, strict=True)):
+                await nodes[index][0].publish(made)
                 await trio.sleep_until(clock + (number + 1) * pause)
             with trio.move_on_after(LATE_SECONDS):
                 while len(meter.latencies) < count * (run.nodes - 1):  # noqa: ASYNC110 - counted where it is not worth an event

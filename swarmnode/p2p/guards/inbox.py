@@ -186,17 +186,23 @@ def _install_sweep() -> None:
 
 
 def _install_resets() -> None:
-    """What was not read of a stream is forgotten when either side resets it.
+    """What was not read of a stream is forgotten when either side resets it, and whoever waits for more is told.
 
     Defect: `_finalize_stream_locked` keeps a stream with unread bytes, megabytes of them where its window has grown, for 60 to 90 s for its
     reader, also after a reset, when reading raises or nobody reads any more. A few transfers given up in a minute, by us or by the peer,
     and `CONNECTION_BYTES` closes the connection. Here: they are dropped at once, as in go-yamux; what came before an end in order (FIN) is
-    still there for its reader. Cost: none. Not needed any more when upstream drops them.
+    still there for its reader. A stream that we reset is taken off the connection without waking our own reader, which waits for ever;
+    and one that was just woken waits again, if the reset has not got as far. Here: it is marked and its reader woken before anything is
+    awaited. Cost: none. Not needed any more when upstream drops them, and a stock reader hears of a reset of its own side.
     """
     reset, finalize = upstream.YamuxStream.reset, upstream.Yamux._finalize_stream_locked
 
     async def _reset(self: upstream.YamuxStream) -> None:
         discard(self)
+        if not self.closed:
+            self.reset_received = self.recv_closed = True
+            if (event := self.conn.stream_events.get(self.stream_id)) is not None:
+                event.set()
         await reset(self)
 
     def _finalize_stream_locked(self: upstream.Yamux, stream: upstream.YamuxStream, *, fully_closed: bool) -> None:
