@@ -34,10 +34,10 @@ from libp2p.pubsub.pubsub import Pubsub
 from libp2p.pubsub.utils import maybe_consume_signed_record
 from libp2p.stream_muxer.yamux.yamux import YamuxStream
 from libp2p.utils.varint import read_varint_prefixed_bytes_limited
+from swarmnode.demo.hostile_groups import BUILTIN_TASKS, MODEL, TOKENIZER, Author, answer, swarm_of
 
 from benchmarks import report
 from swarmnode.config import NetworkConfig, SharingConfig
-from swarmnode.demo.hostile_groups import BUILTIN_TASKS, MODEL, TOKENIZER, Author, answer, swarm_of
 from swarmnode.link.messages import Hello
 from swarmnode.p2p import guards, host, identity
 from swarmnode.p2p.gossip import Validation
@@ -278,7 +278,7 @@ def without_records() -> None:
         record, _ = env_to_send_in_RPC(router.pubsub.host)
         return rpc_pb2.RPC(publish=[message], senderRecord=record).SerializeToString()
 
-    guards.GuardedPubsub._take_record = take  # type: ignore[method-assign]
+    guards.GuardedPubsub.take_record = take  # type: ignore[method-assign]
     gossip._serialised = serialised
 
 

@@ -23,6 +23,7 @@ import trio
 from libp2p import new_host
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.network.config import ConnectionConfig
+from libp2p.network.stream.exceptions import StreamError
 from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo
 from libp2p.pubsub.gossipsub import GossipSub
@@ -195,6 +196,26 @@ class Node:
                 await trio.sleep(0.001)
             await stream.reset()
         return await self.cancel_reads(address, peer, 1000)
+
+    async def reset_while_reading(self, address: str, peer: str, just_woken: bool) -> dict:
+        """Reset a stream that another task reads from, which a frame may have woken in the same moment; what that task hears of it."""
+        stream, heard = await self._stream(address, peer, "hold"), []
+
+        async def read() -> None:
+            try:
+                await stream.read(10)
+            except StreamError as error:
+                heard.append(type(error).__name__)
+
+        with trio.move_on_after(2):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(read)
+                await trio.sleep(0.2)
+                if just_woken:
+                    muxed = stream.muxed_stream
+                    muxed.conn.stream_events[muxed.stream_id].set()
+                await stream.reset()
+        return {"heard": "".join(heard)}
 
     async def break_connections(self) -> dict:
         """An error inside every connection's own task, as a bug in the muxer would cause."""

@@ -118,7 +118,7 @@ class GuardedPubsub(Pubsub):
     async def _handle_frame(self, forwarder: Forwarder, frame: bytes) -> None:
         peer = forwarder.peer
         rpc = parse(frame, self.topic_ids)
-        if not self._take_record(forwarder, rpc):
+        if not self.take_record(forwarder, rpc):
             return
         for message in rpc.publish:
             await self.push_msg(peer, message)
@@ -133,7 +133,7 @@ class GuardedPubsub(Pubsub):
             fired("forwarder_paced", peer)
             await trio.sleep(delay)
 
-    def _take_record(self, forwarder: Forwarder, rpc: rpc_pb2.RPC) -> bool:
+    def take_record(self, forwarder: Forwarder, rpc: rpc_pb2.RPC) -> bool:
         """Keep the addresses that a forwarder signed, if they are news, and take them off `rpc`; False if they are not its own.
 
         Defect: a record rides on every RPC, and each is verified and stored again, twice where the RPC has control messages. Here: a record

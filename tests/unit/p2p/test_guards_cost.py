@@ -43,7 +43,7 @@ def router(guard, queue=RpcQueue):
     made.pubsub.peer_topics = {TOPIC: set(PEERS)}
     made.pubsub.peers = dict.fromkeys(PEERS)
     made.pubsub.peer_queues = {peer: queue() for peer in PEERS}
-    made.pubsub._msg_id_constructor = lambda msg: msg.from_id + msg.seqno
+    made.pubsub.get_message_id = lambda msg: msg.from_id + msg.seqno
     made.peer_protocol = dict.fromkeys(PEERS, PROTOCOL_ID_V11)
     made.mesh = {TOPIC: set(PEERS[: guards.DEGREE])}
     return made
@@ -159,34 +159,48 @@ def test_a_record_is_verified_once(monkeypatch):
     record, _ = env_to_send_in_RPC(neighbour)
     for _ in range(2):
         assert utils.maybe_consume_signed_record(carrying(record), ours, peer)
-    assert len(verified) == 2, "upstream fixed this: remove guard _take_record"
+    assert len(verified) == 2, "upstream fixed this: remove guard take_record"
     one = object.__new__(guards.GuardedPubsub)
     one.host = ours
     forwarder = pubsub.Forwarder(peer, rpc.Pace(0.0))
     for _ in range(2):
         taken = carrying(record)
-        assert one._take_record(forwarder, taken)
+        assert one.take_record(forwarder, taken)
         assert not taken.HasField("senderRecord")  # the router would verify it again
     assert len(verified) == 3
-    assert not one._take_record(pubsub.Forwarder(US, rpc.Pace(0.0)), carrying(record))  # another's
-    assert not one._take_record(forwarder, carrying(record[:-1] + b"\0"))
+    assert not one.take_record(pubsub.Forwarder(US, rpc.Pace(0.0)), carrying(record))  # another's
+    assert not one.take_record(forwarder, carrying(record[:-1] + b"\0"))
 
 
 # -- what is sent
 
 
+class Noted(RpcQueue):
+    """What was given to the queue of one neighbour."""
+
+    def __init__(self):
+        super().__init__()
+        self.given = []
+
+    def push(self, sent, priority=False):
+        self.given.append(sent)
+        return True
+
+    def publish(self, message_id, data, forwarded):
+        self.given.append(data)
+
+
 async def test_a_message_is_serialised_once_for_all_neighbours():
-    sent = []
-    for guard, queue in ((False, RpcQueue), (True, outbox.Outbox)):
-        one = router(guard, queue)
-        await one.publish(US if guard else PEERS[15], message(1, size=1000))
-        boxes = [one.pubsub.peer_queues[peer] for peer in one.mesh[TOPIC] - {PEERS[0]}]
-        sent.append([box._queue.pop() if not guard else next(iter(box._messages.values())) for box in boxes])
-    assert len({id(each) for each in sent[0]}) > 1, "upstream fixed this: remove guard _send_once"
-    assert all(each.HasField("senderRecord") for each in sent[0]), "upstream fixed this: remove guard _send_once (record)"
-    assert len(sent[1]) == guards.DEGREE - 1
-    assert len({id(each) for each in sent[1]}) == 1
-    assert not rpc_pb2.RPC.FromString(sent[1][0]).HasField("senderRecord")
+    given = []
+    for guard in (False, True):
+        one = router(guard, Noted)
+        await one.publish(one.pubsub.my_id if guard else PEERS[15], message(1, size=1000))
+        given.append([sent for peer in one.mesh[TOPIC] for sent in one.pubsub.peer_queues[peer].given])
+    assert len({id(each) for each in given[0]}) > 1, "upstream fixed this: remove guard _send_once"
+    assert all(each.HasField("senderRecord") for each in given[0]), "upstream fixed this: remove guard _send_once (record)"
+    assert len(given[1]) == guards.DEGREE - 1  # all but its author
+    assert len({id(each) for each in given[1]}) == 1
+    assert not rpc_pb2.RPC.FromString(given[1][0]).HasField("senderRecord")
 
 
 class Written:
@@ -281,16 +295,15 @@ async def frames_of_nobody(box):
 
 def opening(kind, errors, connected=lambda: True):
     """A pubsub whose streams fail with `errors`, one by one, before one opens."""
-    one, remaining, opened = object.__new__(kind), list(errors), []
+    one, remaining = object.__new__(kind), list(errors)
 
-    async def _handle_new_peer(peer):
+    async def open_stream(peer):
         await trio.lowlevel.checkpoint()
         if remaining:
             raise remaining.pop(0)
-        opened.append(peer)
+        one.peers[peer] = None
 
-    one._handle_new_peer, one._peer_is_connected = _handle_new_peer, lambda peer: connected()
-    one.opened = opened
+    vars(one).update(_handle_new_peer=open_stream, _peer_is_connected=lambda peer: connected(), peers={}, blacklisted_peers=set())
     return one
 
 
@@ -304,27 +317,24 @@ def slow():
 @pytest.mark.parametrize(("kind", "opens"), [(Pubsub, False), (guards.GuardedPubsub, True)])
 async def test_a_stream_whose_negotiation_took_too_long_is_opened_again(autojump_clock, kind, opens):
     one = opening(kind, [slow(), slow(), slow()])
-    await one._handle_new_peer_with_retry(PEERS[0])
-    assert bool(one.opened) is opens, "upstream fixed this: remove guard _handle_new_peer_with_retry"
+    assert await one.ensure_peer_stream(PEERS[0], 60) is opens, "upstream fixed this: remove guard _handle_new_peer_with_retry"
 
 
 async def test_a_peer_that_does_not_gossip_is_not_asked_again(autojump_clock):
     error = StreamFailure("failed to open a stream")
     error.__cause__ = MultiselectClientError("protocols not supported: ['/meshsub/1.1.0']")
-    one = opening(guards.GuardedPubsub, [error])
-    await one._handle_new_peer_with_retry(PEERS[0])
-    assert not one.opened
+    began = trio.current_time()
+    assert not await opening(guards.GuardedPubsub, [error]).ensure_peer_stream(PEERS[0], 60)
+    assert trio.current_time() == began
 
 
 async def test_a_peer_that_is_gone_is_not_asked_again(autojump_clock):
-    until = trio.current_time() + 100
-    one = opening(guards.GuardedPubsub, [slow() for _ in range(1000)], lambda: trio.current_time() < until)
-    await one._handle_new_peer_with_retry(PEERS[0])
-    assert not one.opened
-    assert until <= trio.current_time() < until + 60
-    one = opening(guards.GuardedPubsub, [slow() for _ in range(1000)])
+    began, gone = trio.current_time(), trio.current_time() + 100
+    one = opening(guards.GuardedPubsub, [slow() for _ in range(1000)], lambda: trio.current_time() < gone)
+    assert not await one.ensure_peer_stream(PEERS[0], 1000)
+    assert gone <= trio.current_time() < gone + 60
     began = trio.current_time()
-    await one._handle_new_peer_with_retry(PEERS[0], timeout=10)
+    assert not await opening(guards.GuardedPubsub, [slow() for _ in range(1000)]).ensure_peer_stream(PEERS[0], 10)
     assert trio.current_time() - began < 30
 
 
