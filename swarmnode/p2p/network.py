@@ -47,7 +47,8 @@ from swarmnode.p2p.traffic import Traffic, TrafficStatistics
 log = logging.getLogger(__name__)
 
 TARGET_PEERS = 16
-"""Known peers are dialled until this many are connected: twice the mesh of a gossip topic, so that half of them may go."""
+"""Known peers are dialled until this many are connected, at least half of them by us (`peers.OUTBOUND_SHARE`): twice the mesh of a
+gossip topic, so that half of them may go."""
 
 
 class NetworkStatistics(msgspec.Struct, frozen=True):

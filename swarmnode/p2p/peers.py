@@ -30,6 +30,9 @@ PEERS_PER_RELAY = 64
 """The same for peers that are known behind one relay only."""
 DIRECT_FIRST = 2
 """Direct addresses to try before one at a relay."""
+OUTBOUND_SHARE = 2
+"""Of the peers to keep connected, one in so many is of our own choosing, however many have dialled us: else whoever dials us often enough
+decides whom we know."""
 FIRST_BACKOFF = 0.5
 BOOTSTRAP_BACKOFF = 15.0
 OTHER_BACKOFF = 300.0
@@ -97,7 +100,7 @@ class PeerStatistics(msgspec.Struct, frozen=True):
 
 
 class PeerTable:
-    """`own`: our peer id, never dialled. `target`: peers to keep connected, as far as there are that many.
+    """`own`: our peer id, never dialled. `target`: peers to keep connected, as far as there are that many, half of them dialled by us.
     `wanted(peer, now)`: False for one we want nothing to do with, for now; it is neither remembered nor dialled."""
 
     def __init__(self, own: str, target: int, rng: random.Random, *, wanted: Callable[[str, float], bool] = lambda peer, now: True) -> None:
@@ -164,7 +167,7 @@ class PeerTable:
     def to_dial(self, now: float, limit: int = 8) -> list[Dial]:
         """At most `limit` peers whose time has come, bootstrap first, then those seen last; each is dialling until told otherwise."""
         dialling = sum(1 for each in self._peers.values() if each.dialling)
-        missing = self._target - len(self.connected()) - dialling
+        missing = self._missing() - dialling
         due = [each for each in self._peers.values() if each.due <= now and not each.dialling and not each.connections and each.addresses]
         due.sort(key=lambda each: (each.peer not in self._held, each.source != "bootstrap", -each.last_seen, each.due))
         dials: list[Dial] = []
@@ -186,7 +189,7 @@ class PeerTable:
 
     def next_due(self, now: float) -> float:
         """Seconds until `to_dial` may return something new; infinite if only an event can change that."""
-        enough = len(self.connected()) >= self._target
+        enough = self._missing() <= 0
         always = lambda each: each.source == "bootstrap" or each.peer in self._held
         candidates = [each for each in self._peers.values() if always(each) or not enough]
         waiting = [each.due for each in candidates if not each.dialling and not each.connections]
@@ -302,6 +305,12 @@ class PeerTable:
         )
 
     # -- rules
+
+    def _missing(self) -> int:
+        """Peers to dial until there are enough: in all, and of those that we dialled."""
+        connected = [each for each in self._peers.values() if each.connections]
+        outbound = sum(1 for each in connected if not each.inbound)
+        return max(self._target - len(connected), self._target // OUTBOUND_SHARE - outbound)
 
     def _backoff(self, known: Peer) -> float:
         """Seconds: exponential in the failures, capped, half of it jitter so that a swarm does not dial its lost bootstrap in step."""

@@ -349,3 +349,20 @@ def test_a_table_that_is_full_forgets_others_before_whom_somebody_depends_on(mon
     assert t.get("p0") is not None
     assert t.get("p1") is not None
     assert t.get("p2") is None
+
+
+def test_however_many_dial_us_half_of_our_peers_are_of_our_own_choosing():
+    t = table(target=16)
+    for number in range(40):
+        t.connected_to(f"sybil{number}", inbound=True, now=0.0)
+    for number in range(40):
+        t.add(f"p{number}", f"/ip4/20.{number}.0.1/tcp/1", "exchange", 0.0)
+    dialled = [each.peer for each in t.to_dial(100.0, limit=40)]
+    assert len(dialled) == 8
+    for peer in dialled:
+        t.connected_to(peer, inbound=False, now=100.0)
+        t.dialed_ok(peer, t.get(peer).addresses[0], 100.0)
+    assert t.to_dial(200.0, limit=40) == []
+    assert t.next_due(200.0) == math.inf
+    t.disconnected(dialled[0], 300.0)
+    assert len(t.to_dial(1000.0, limit=40)) == 1
