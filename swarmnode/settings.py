@@ -1,4 +1,5 @@
-"""Where a configuration comes from: command line over SWARMNODE_* environment over file over default.
+"""Where a configuration comes from: command line over SWARMNODE_* environment over a named file over what the data directory keeps over the
+user's file over default.
 
 One wrong key or value is one line that names where it was written, the key and the nearest valid key.
 """
@@ -6,6 +7,7 @@ One wrong key or value is one line that names where it was written, the key and 
 from __future__ import annotations
 
 import difflib
+import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +19,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from swarmnode.config import Config
-from swarmnode.errors import ConfigError
+from swarmnode.errors import ConfigError, Unavailable
+from swarmnode.files import write_atomically
 
 ENV_PREFIX = "SWARMNODE_"
 NOT_SETTINGS = {"SWARMNODE_CONFIG", "SWARMNODE_PROGRESS_FD"}
@@ -73,6 +76,57 @@ def default_file() -> Path:
     return Path(platformdirs.user_config_dir("swarmnode")) / "config.toml"
 
 
+def kept_file(data_dir: Path) -> Path:
+    """What was said once of the node in a data directory: `join` and `init` write their --set there, and `config set` does."""
+    return data_dir / "config.toml"
+
+
+def keep(data_dir: Path, overrides: Sequence[str]) -> Path:
+    """Add `key=value` texts, which have been checked, to what is kept in a data directory. Returns the file. Raises Unavailable."""
+    path = kept_file(data_dir)
+    values = {key: setting for key, (setting, _) in (_from_file(path) | _from_overrides(overrides)).items() if key != "node.data_dir"}
+    lines = ["# What was said once of this node. `swarmnode config set KEY=VALUE` adds to it; comments are not kept."]
+    for section in sorted({key.rpartition(".")[0] for key in values}):
+        lines += ["", f"[{section}]"]
+        lines += [f"{key.rpartition('.')[2]} = {toml(values[key])}" for key in sorted(values) if key.rpartition(".")[0] == section]
+    try:
+        write_atomically(path, ("\n".join(lines) + "\n").encode())
+    except OSError as error:
+        raise Unavailable(f"cannot write {path}: {error.strerror}") from None
+    return path
+
+
+def toml(value: object) -> str:
+    """A value as TOML has it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(str(key), ensure_ascii=False)} = {toml(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(toml(item) for item in value) + "]"
+    if isinstance(value, bool | int | float):
+        return str(value).lower()
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def template() -> str:
+    """A configuration file that says what can be set, and sets nothing."""
+    lines = ["# Every setting with its default; take the # away in front of what you change."]
+    keys = valid_keys()
+    for section in dict.fromkeys(key.rpartition(".")[0] for key in keys):
+        lines += ["", f"[{section}]"]
+        for key in keys:
+            outer, _, leaf = key.rpartition(".")
+            if outer == section:
+                default = value(Config(), key)
+                lines.append(f"# {leaf} = {toml(default) if default is not None else ''}".rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def _data_dir(settings: Settings) -> Path:
+    """Where the node is, before anything is known to be valid."""
+    named = settings.get("node.data_dir", (None, ""))[0]
+    return Path(named) if isinstance(named, str) and named else Config().node.data_dir
+
+
 def valid_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
     """Every dotted key of `model`, leaves only."""
     keys: list[str] = []
@@ -103,9 +157,14 @@ def load(file: Path | None = None, environment: Mapping[str, str] | None = None,
         ConfigError: for an unreadable file, an unknown key or a value that does not fit.
     """
     environment = environment or {}
-    settings: Settings = {}
-    for source in (_from_systemd(environment), _from_file(file, environment), _from_environment(environment), _from_overrides(overrides)):
-        settings.update(source)
+    named = file or (Path(environment["SWARMNODE_CONFIG"]) if environment.get("SWARMNODE_CONFIG") else None)
+    usual = _from_systemd(environment) | (_from_file(default_file()) if named is None else {})
+    in_file = _from_file(named, must_exist=True) if named is not None else {}
+    said_now = in_file | _from_environment(environment) | _from_overrides(overrides)
+    kept = _from_file(kept_file(_data_dir(usual | said_now)))
+    if "node.data_dir" in kept:
+        raise ConfigError(f"{kept['node.data_dir'][1]}: node.data_dir cannot be set in the directory itself")
+    settings = usual | kept | said_now
     nested = _nested({key: setting for key, (setting, _) in settings.items()})
     origins = {key: origin for key, (_, origin) in settings.items()}
     try:
@@ -123,13 +182,11 @@ def _from_systemd(environment: Mapping[str, str]) -> Settings:
     return {"node.data_dir": (directory, "systemd STATE_DIRECTORY")} if directory else {}
 
 
-def _from_file(file: Path | None, environment: Mapping[str, str]) -> Settings:
-    named = file or (Path(environment["SWARMNODE_CONFIG"]) if environment.get("SWARMNODE_CONFIG") else None)
-    path = named or default_file()
+def _from_file(path: Path, *, must_exist: bool = False) -> Settings:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if named is None:
+    except (FileNotFoundError, NotADirectoryError):
+        if not must_exist:
             return {}
         raise ConfigError(f"{path}: no such file") from None
     except OSError as error:
@@ -207,9 +264,11 @@ def reference() -> str:
     lines = [
         "# Configuration",
         "",
-        "One TOML file, all of it optional. Precedence: command line (`--set key=value`), environment (`SWARMNODE_SECTION_KEY`), file",
-        "(`--config`, `SWARMNODE_CONFIG`, or `config.toml` in the user's configuration directory), default. `swarmnode config show` prints",
-        "what is set, and by what. An unknown key or a value that does not fit ends the command with exit code 78 and one line.",
+        "TOML files, all of them optional. Precedence: command line (`--set key=value`), environment (`SWARMNODE_SECTION_KEY`), a file",
+        "that is named (`--config`, `SWARMNODE_CONFIG`), `config.toml` in the data directory (what `join`, `init` and `config set` were",
+        "told), or else the user's `config.toml`, default. `swarmnode config show` prints what is set and by what, `config path` the",
+        "files, `config init` writes one to begin with. An unknown key or a value that does not fit ends the command with exit code 78 and",
+        "one line.",
         "",
         "This page is written by `python -m swarmnode.settings`; a test holds it to the code.",
     ]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json as json_module
+import os
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cyclopts import App
 
-from swarmnode.cli.options import NODE, AsJson, NodeOptions, Peer, load
-from swarmnode.errors import SwarmNodeError
+from swarmnode.cli.options import NODE, AsJson, NodeOptions, Peer, load, say
+from swarmnode.errors import ConfigError, SwarmNodeError, Unavailable
 
 if TYPE_CHECKING:
     from swarmnode.settings import Resolved
@@ -28,6 +31,60 @@ def config_show(*, node: NodeOptions = NODE, peer: Peer = None, json: AsJson = F
     for key, value, origin in rows:
         print(f"{key:<{width}}  {value!s:<40}  {origin}")
     return 0
+
+
+@config_app.command(name="path")
+def config_path(*, node: NodeOptions = NODE, json: AsJson = False) -> int:
+    """The files that are read, those that are not there included; of two that set a key the later one counts."""
+    from swarmnode import settings
+
+    data_dir = load(node, tasks=False).config.node.data_dir
+    named = node.config or (Path(os.environ["SWARMNODE_CONFIG"]) if os.environ.get("SWARMNODE_CONFIG") else None)
+    files = [settings.kept_file(data_dir), named] if named is not None else [settings.default_file(), settings.kept_file(data_dir)]
+    lines = [f"{file}{'' if file.exists() else '  (not there)'}" for file in files]
+    return say({"files": [str(file) for file in files]}, "\n".join(lines), json)
+
+
+@config_app.command(name="set")
+def config_set(*setting: str, node: NodeOptions = NODE, json: AsJson = False) -> int:
+    """Keep settings for this data directory; a node that runs takes them at its next start.
+
+    Parameters
+    ----------
+    setting
+        key=value, any key of docs/configuration.md. May be repeated.
+    """
+    from swarmnode import settings
+
+    asked = [*(node.set_ or []), *setting]
+    if not asked:
+        raise ConfigError("config set: nothing to set; write KEY=VALUE")
+    data_dir = load(replace(node, set_=asked), tasks=False).config.node.data_dir
+    file = settings.keep(data_dir, asked)
+    return say({"file": str(file)}, f"kept in {file}", json)
+
+
+@config_app.command(name="init")
+def config_init(file: Path | None = None, *, json: AsJson = False) -> int:
+    """Write a configuration file with every setting, all commented out, to begin with.
+
+    Parameters
+    ----------
+    file
+        Must not exist yet. Without it, config.toml in the user's configuration directory.
+    """
+    from swarmnode import settings
+
+    target = file or settings.default_file()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open(target, "x", encoding="utf-8") as out:
+            out.write(settings.template())
+    except FileExistsError:
+        raise Unavailable(f"{target} exists; `swarmnode config set` changes single settings") from None
+    except OSError as error:
+        raise Unavailable(f"cannot write {target}: {error.strerror}") from None
+    return say({"file": str(target)}, f"written: {target}", json)
 
 
 def by_manifest(resolved: Resolved) -> Resolved:

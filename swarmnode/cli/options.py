@@ -87,6 +87,14 @@ def load(node: NodeOptions, *, peers: list[str] | None = None, stage_capacity: s
     return resolved
 
 
+def keep_said(data_dir: Path, node: NodeOptions) -> None:
+    """What was given with --set need not be typed again: the data directory keeps it. Raises Unavailable."""
+    from swarmnode import settings
+
+    if node.set_:
+        settings.keep(data_dir, node.set_)
+
+
 def needs_trainer(command: str) -> None:
     """Raises Unavailable, saying what to install, where packages are missing that only training needs."""
     missing = [package for module, package in TRAINER.items() if importlib.util.find_spec(module) is None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from swarmnode.cli.node import run_resolved
-from swarmnode.cli.options import NODE, AsJson, Flag, NodeOptions, SecretFile, Texts, load, needs_trainer, quoted, say
+from swarmnode.cli.options import NODE, AsJson, Flag, NodeOptions, SecretFile, Texts, keep_said, load, needs_trainer, quoted, say
 
 if TYPE_CHECKING:
     from swarmnode.swarm.membership import Founding
@@ -83,10 +84,12 @@ def init(
     prove_own(resolved.task.modules)
     membership = Membership(resolved)
     opened, invite = membership.found(founding.checked())
+    keep_said(resolved.node.data_dir, node)
     if json:
         path = membership.store.path(opened.swarm)
         return say({"swarm": opened.swarm.hex(), "invite": str(invite), "manifest": str(path)}, "", as_json=True)
-    print(f"founded {opened.manifest.name!r}; `swarmnode run` runs this node, `swarmnode join INVITE` others:", file=sys.stderr)
+    where = f" -d {shlex.quote(str(node.data_dir))}" if node.data_dir is not None else ""
+    print(f"founded {opened.manifest.name!r}; `swarmnode run{where}` runs this node, `swarmnode join INVITE` others:", file=sys.stderr)
     if all(address.startswith(("/ip4/127.", "/ip6/::1/")) for address in invite.addresses):
         print("only this machine can use this invite: set network.listen_addrs, or name a --bootstrap address", file=sys.stderr)
     print(invite)
@@ -97,6 +100,8 @@ def join(
     invite: str, *, node: NodeOptions = NODE, secret_file: SecretFile = None, no_run: Flag = False, json: AsJson = False
 ) -> int:  # fmt: skip
     """Join a swarm: fetch its manifest, verify it, check that this node can honour it, then run. Afterwards `run` is enough.
+
+    What was given with --set is kept in the data directory.
 
     Parameters
     ----------
@@ -117,6 +122,7 @@ def join(
     if secret_file is not None:
         membership.keep_secret(secret_file)
     opened = membership.join(parsed)
+    keep_said(resolved.config.node.data_dir, node)
     if no_run:
         told = {"swarm": opened.swarm.hex(), "name": opened.manifest.name}
         return say(told, f"joined {opened.manifest.name!r}, swarm {opened.swarm.hex()}", json)

@@ -138,6 +138,31 @@ def test_a_swarm_that_this_version_cannot_honour_is_refused_and_not_joined(tmp_p
     assert ManifestStore(tmp_path).current() is None
 
 
+def kept(data_dir, capsys):
+    """Keys that the data directory sets, with their values."""
+    assert cli.run(["config", "show", "--json", "--data-dir", str(data_dir)]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    return {key: row["value"] for key, row in shown.items() if row["origin"] == str(data_dir / "config.toml")}
+
+
+def test_what_join_was_given_is_kept_once_it_has_joined(tmp_path, monkeypatch, capsys):
+    served_by_a_child(monkeypatch, founded(minimum_version="99.0"))
+    asked = ["--set", "node.name=evening", "--set", "http.port=9000"]
+    assert join(tmp_path / "a", founded(minimum_version="99.0"), *asked) == 77
+    assert not (tmp_path / "a" / "config.toml").exists()
+    served_by_a_child(monkeypatch, founded())
+    assert join(tmp_path / "a", founded(), *asked) == 0
+    capsys.readouterr()
+    assert kept(tmp_path / "a", capsys) == {"node.name": "evening", "http.port": 9000}
+
+
+def test_what_a_founder_said_is_kept_and_the_directory_is_in_the_command_that_is_printed(tmp_path, capsys):
+    asked = ["--set", 'task.names=["builtin/copy"]', "--set", 'network.listen_addrs=["/ip4/127.0.0.1/tcp/9512"]']
+    assert cli.run(["init", "--any-model", "--name", "evening", "--data-dir", str(tmp_path / "a b"), *asked]) == 0
+    assert f"`swarmnode run -d '{tmp_path / 'a b'}'`" in capsys.readouterr().err
+    assert kept(tmp_path / "a b", capsys) == {"network.listen_addrs": ["/ip4/127.0.0.1/tcp/9512"], "task.names": ["builtin/copy"]}
+
+
 def test_a_child_that_brings_back_another_manifest_is_not_believed(tmp_path, monkeypatch, capsys):
     served_by_a_child(monkeypatch, founded(name="another"))
     assert join(tmp_path, founded()) == 77

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from swarmnode import cli
+from swarmnode import cli, settings
 from swarmnode.cli import options as cli_options
+from swarmnode.config import Config
 
 HEAVY = {"torch", "transformers", "libp2p", "reasoning_gym", "accelerate", "peft", "prometheus_client", "trio", "pydantic"}
 
@@ -155,3 +156,80 @@ def test_a_stage_capacity_is_a_size(text, count):
 def test_a_stage_capacity_that_is_none_is_one_line_and_the_exit_code_of_configuration(text, capsys):
     assert cli.run(["run", f"--stage-capacity={text}"]) == 78
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A user's configuration directory that is nobody's."""
+    monkeypatch.setattr(settings, "default_file", lambda: tmp_path / "home" / "config.toml")
+    return tmp_path
+
+
+def shown(capsys, *arguments):
+    assert cli.run(["config", "show", "--json", *map(str, arguments)]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_what_was_set_once_is_kept_and_what_is_said_now_goes_before_it(home, capsys, monkeypatch):
+    node = home / "node"
+    (home / "home").mkdir()
+    (home / "home" / "config.toml").write_text('[node]\nname = "usual"\nquiet_hours = "22:00-07:00"\n')
+    listen = 'network.listen_addrs=["/ip4/0.0.0.0/tcp/9512"]'
+    for setting in ("node.name=bob smith", listen, "policy.lora.r=8", "training.learning_rate=1e-5"):
+        assert cli.run(["config", "set", setting, "-d", str(node)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"kept in {node / 'config.toml'}"
+    told = shown(capsys, "-d", node)
+    assert told["node.name"] == {"value": "bob smith", "origin": str(node / "config.toml")}
+    assert told["node.quiet_hours"]["value"] == "22:00-07:00"
+    assert told["network.listen_addrs"]["value"] == ["/ip4/0.0.0.0/tcp/9512"]
+    assert (told["policy.lora.r"]["value"], told["training.learning_rate"]["value"]) == (8, 1e-5)
+    (home / "named.toml").write_text('[node]\nname = "named"\n')
+    assert shown(capsys, "-d", node, "-c", home / "named.toml")["node.name"]["value"] == "named"
+    monkeypatch.setenv("SWARMNODE_NODE_NAME", "environment")
+    assert shown(capsys, "-d", node)["node.name"]["value"] == "environment"
+    assert shown(capsys, "-d", node, "--set", "node.name=now")["node.name"]["value"] == "now"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["set", "node.nam=x"], 78, "unknown key node.nam (nearest: node.name)"),
+        (["set", "http.port=many"], 78, "http.port: Input should be a valid integer"),
+        (["set", "nonsense"], 78, "not key=value"),
+        (["set"], 78, "nothing to set"),
+        (["init", "{tmp}/there.toml"], 69, "exists; `swarmnode config set`"),
+    ],
+)
+def test_what_cannot_be_kept_is_one_line_and_changes_nothing(home, capsys, arguments, code, says):
+    (home / "there.toml").write_text("")
+    node = ["-d", str(home / "node")] if arguments[0] == "set" else []
+    assert cli.run(["config", *(argument.replace("{tmp}", str(home)) for argument in arguments), *node]) == code
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+    assert not (home / "node").exists()
+
+
+def test_a_data_directory_cannot_say_that_it_is_another(home, capsys):
+    (home / "node").mkdir()
+    (home / "node" / "config.toml").write_text('[node]\ndata_dir = "/elsewhere"\n')
+    assert cli.run(["config", "show", "-d", str(home / "node")]) == 78
+    assert "node.data_dir cannot be set in the directory itself" in capsys.readouterr().err
+
+
+def test_a_file_to_begin_with_sets_nothing_and_every_line_of_it_is_right(home, capsys):
+    assert cli.run(["config", "init"]) == 0
+    file = settings.default_file()
+    assert str(file) in capsys.readouterr().out
+    assert settings.load().origins == {}
+    uncommented = [line.removeprefix("# ") for line in file.read_text().splitlines()[1:]]
+    file.write_text("\n".join(line for line in uncommented if not line.endswith(" =")))
+    assert settings.load().config == Config()
+
+
+def test_the_files_that_are_read_are_named(home, capsys):
+    assert cli.run(["config", "path", "-d", str(home / "node"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["files"] == [str(settings.default_file()), str(home / "node" / "config.toml")]
+    (home / "c.toml").write_text("")
+    assert cli.run(["config", "path", "-d", str(home / "node"), "-c", str(home / "c.toml")]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"{home / 'node' / 'config.toml'}  (not there)", str(home / "c.toml")]
