@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import logging
 import os
 import signal
 import sys
@@ -58,14 +59,27 @@ def run_main(name: str, main: Callable[[], int]) -> int:
     except SwarmNodeError as error:
         first = error
     except BaseExceptionGroup as group:  # what a nursery makes of one error; anything else in it is a defect and keeps its traceback
-        errors = list(leaves(group))
-        if not isinstance(errors[0], SwarmNodeError):
-            raise
-        first = errors[0]
+        leaf = next(leaves(group))
+        if not isinstance(leaf, SwarmNodeError):
+            return _crashed(name, group)
+        first = leaf
     except KeyboardInterrupt:
         return 130
-    print(f"{name}: {first}", file=sys.stderr, flush=True)
+    except Exception as error:
+        return _crashed(name, error)
+    if logging.getLogger().handlers:
+        logging.getLogger(name).error("%s", first)
+    else:
+        print(f"{name}: {first}", file=sys.stderr, flush=True)
     return first.exit_code
+
+
+def _crashed(name: str, error: BaseException) -> int:
+    """A defect of ours, in the log: one line, and the traceback in the log's file. Without a log as Python does it."""
+    if not logging.getLogger().handlers:
+        raise error
+    logging.getLogger(name).critical("crashed", exc_info=error)
+    return 1
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:

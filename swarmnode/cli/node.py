@@ -51,7 +51,7 @@ def bootstrap_node(
     from swarmnode.swarm import invite as invites
     from swarmnode.swarm.membership import Membership
 
-    logs.configure(resolved.config.log, "supervisor")
+    logs.configure(resolved.config.log, "supervisor", data_dir=resolved.config.node.data_dir)
     membership = Membership(resolved.config, trains=False)
     if secret_file is not None:
         membership.keep_secret(secret_file)
@@ -70,9 +70,11 @@ def _supervise(resolved: Resolved, commands: Mapping[str, str] | None) -> int:
     from swarmnode.observe import logs
     from swarmnode.swarm.membership import Membership
 
-    logs.configure(resolved.config.log, "supervisor")
+    logs.configure(resolved.config.log, "supervisor", data_dir=resolved.config.node.data_dir)
     membership = Membership(resolved.config, trains=commands is None)
-    return supervisor.run(membership.prepare(), membership.refresh, commands or supervisor.COMMANDS)
+    agreed = membership.prepare()
+    configuration = lambda: membership.refresh().model_dump_json(indent=1)
+    return supervisor.run(agreed.supervisor, agreed.node.data_dir, configuration, commands or supervisor.COMMANDS)
 
 
 def doctor(*, node: NodeOptions = NODE, peer: Peer = None, json: AsJson = False) -> int:

@@ -53,7 +53,7 @@ def main() -> int:
     die_with_parent()
     progress = Progress()
     config = Config.model_validate_json(Path(sys.argv[sys.argv.index("--config") + 1]).read_bytes())
-    ring = logs.configure(config.log, "network")
+    ring = logs.configure(config.log, "network", data_dir=config.node.data_dir)
     trio.run(run, config, progress, ring)
     return 0
 

@@ -55,7 +55,8 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
             max_completion_length=config.training.max_completion_length, keeps_rules=member.keeps_rules, budget=meter, spoken=member.spoken,
         )  # fmt: skip
         crew = StagePlane(
-            network, key, config.stages, data_dir, lambda message: link.send_to_trainer(message), restart=partial(end_trainer, trainer),
+            network, key, config.stages, data_dir, lambda message: link.send_to_trainer(message),
+            restart=partial(end_trainer, trainer, data_dir),
             paused=lambda: _pause(meter), allows=meter.has_room,
         )  # fmt: skip
         weights = WeightExchange(
@@ -105,7 +106,7 @@ def main() -> int:
     die_with_parent()
     progress = Progress()
     config = Config.model_validate_json(Path(sys.argv[sys.argv.index("--config") + 1]).read_bytes())
-    ring = logs.configure(config.log, "network")
+    ring = logs.configure(config.log, "network", data_dir=config.node.data_dir)
     trio.run(run, config, progress, ring)
     return 0
 

@@ -13,6 +13,7 @@ import trio
 from swarmnode.crew.plane import StagePlane
 from swarmnode.link.messages import Report
 from swarmnode.observe import health
+from swarmnode.observe.logfile import LogLine, Tail, log_file
 from swarmnode.observe.logs import LogRing
 from swarmnode.observe.snapshot import Health, NodeInfo, NodeSnapshot, PeerRow, StagesView
 from swarmnode.observe.stages import stages_view
@@ -27,6 +28,7 @@ from swarmnode.weights.exchange import WeightExchange, WeightsStatistics
 from swarmnode.wire import limits
 from swarmnode.wire.messages import Summary
 
+LOG_LINES = 200
 PEER_ROWS = 64
 """Peers in the page's table, at most."""
 
@@ -56,6 +58,10 @@ class Observer:
         self._parts = parts
         self._data_dir = data_dir
         self._joined = False
+        self._tails = [Tail(log_file(data_dir, process), process, LOG_LINES) for process in ("supervisor", "trainer")]
+        ours = min((line.at for line in parts.ring.statistics()), default=info.started_at)
+        before = Tail(log_file(data_dir, "network"), "network", LOG_LINES).statistics()
+        self._before = [line for line in before if line.at < ours]
 
     def snapshot(self) -> NodeSnapshot:
         """Everything there is to see, now."""
@@ -82,8 +88,13 @@ class Observer:
             scorer=scorer,
             processes=process_use({"network": os.getpid(), "trainer": trainer.pid, "scorer": scorer.pid}),
             peers=peer_rows(parts.network, parts.rollouts, trainer.report, now),
-            logs=parts.ring.statistics(),
+            logs=self._lines(),
         )
+
+    def _lines(self) -> list[LogLine]:
+        """The newest lines of every process of this node, in the order in which they were written."""
+        lines = [*self._before, *self._parts.ring.statistics(), *(line for tail in self._tails for line in tail.statistics())]
+        return sorted(lines, key=lambda line: line.at)[-LOG_LINES:]
 
     def summary(self, created_at: int) -> Summary:
         """What peers may show of this node. `created_at`: Unix milliseconds."""

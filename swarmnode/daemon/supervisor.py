@@ -13,6 +13,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +21,11 @@ from pathlib import Path
 import structlog
 import trio
 
-from swarmnode.config import Config
+from swarmnode.config import SupervisorConfig
 from swarmnode.daemon.watchdog import End, Watchdog
 from swarmnode.errors import SwarmNodeError, Unavailable
 from swarmnode.files import lock_data_dir, write_atomically
+from swarmnode.observe.logfile import last_error, log_file
 from swarmnode.observe.systemd import Notifier
 from swarmnode.process import PROGRESS_FD
 
@@ -36,18 +38,21 @@ NOTIFY_SECONDS = 1.0
 OVERDUE_SECONDS = 5.0
 """A process that is still there so long after it should have been killed is beyond us: systemd hears no more."""
 LINE_BYTES = 4096
+ENDED = Path("run") / "ended"
+"""Below the data directory: pid of the trainer that the network process ended last, a space, and why."""
 
 
-def run(config: Config, refresh: Callable[[], Config] | None = None, commands: Mapping[str, str] = COMMANDS) -> int:
+def run(cfg: SupervisorConfig, data_dir: Path, configuration: Callable[[], str], commands: Mapping[str, str] = COMMANDS) -> int:
     """Run a node until it is told to stop or cannot go on; return its exit code.
 
-    refresh: the configuration again, asked before each start of a process, because a manifest may have changed it since.
+    configuration: what the next process is started with, as JSON. Asked before each start, because a manifest may have changed it since.
     commands: process name to module.
 
     Raises:
         Unavailable: the data directory cannot be written, or another node runs in it.
+        SwarmNodeError: there is no configuration to begin with.
     """
-    return trio.run(Supervisor(config, refresh, commands).run)
+    return trio.run(Supervisor(cfg, data_dir, configuration, commands).run)
 
 
 @dataclass
@@ -56,22 +61,31 @@ class Child:
     watchdog: Watchdog
     process: subprocess.Popen[bytes] | None = None
     exited: trio.Event = field(default_factory=trio.Event)
+    ended: str = ""
+    """Why we ended the process that ran last; empty where it ended by itself."""
+    down: str = ""
+    """Why there is none at work; empty from its first work on."""
 
 
 class Supervisor:
-    def __init__(self, config: Config, refresh: Callable[[], Config] | None = None, commands: Mapping[str, str] = COMMANDS) -> None:
-        self._config = config
-        self._refresh = refresh
+    """Starts one process per command and keeps it running. Parameters as those of `run`."""
+
+    def __init__(
+        self, cfg: SupervisorConfig, data_dir: Path, configuration: Callable[[], str], commands: Mapping[str, str] = COMMANDS
+    ) -> None:  # fmt: skip
+        self._cfg = cfg
+        self._data_dir = data_dir
+        self._configuration = configuration
         self._commands = commands
-        self._run_dir = config.node.data_dir / "run"
+        self._run_dir = data_dir / "run"
         rng = random.Random()
-        self._children = {name: Child(name, Watchdog(name, config.supervisor, rng)) for name in commands}
+        self._children = {name: Child(name, Watchdog(name, cfg, rng)) for name in commands}
         self._stopping = trio.Event()
         self._exit_code = 0
         self._written = False
 
     async def run(self) -> int:
-        lock = lock_data_dir(self._config.node.data_dir)
+        lock = lock_data_dir(self._data_dir)
         try:
             config_file = self._run_dir / "config.json"
             self._write_statistics()
@@ -106,6 +120,7 @@ class Supervisor:
             )
             os.close(write_fd)
             child.watchdog.started(trio.current_time())
+            child.ended, started_at = "", time.time()
             log.info("started", process=child.name, pid=child.process.pid)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._read_progress, child, read_fd)
@@ -117,29 +132,42 @@ class Supervisor:
                 log.info("stopped", process=child.name, exit_code=exit_code)
                 return
             verdict = child.watchdog.exited(trio.current_time(), exit_code)
+            child.ended = child.ended or self._ended_by_network(child.process.pid)
+            child.down = child.ended or how_it_ended(exit_code, last_error(log_file(self._data_dir, child.name), started_at))
             self._write_statistics()
             if isinstance(verdict, End):
                 log_ending = log.info if verdict.exit_code == 0 else log.error
-                log_ending("ending", reason=verdict.reason, exit_code=verdict.exit_code)
+                log_ending("ending", reason=verdict.reason, exit_code=verdict.exit_code, last=child.down)
                 self._exit_code = verdict.exit_code
                 self._stopping.set()
                 return
-            log.warning("restarting", process=child.name, exit_code=exit_code, after_seconds=round(verdict.after_seconds, 2))
+            pause = round(verdict.after_seconds, 2)
+            log.warning("restarting", process=child.name, because=child.down, exit_code=exit_code, after_seconds=pause)
             with trio.move_on_after(verdict.after_seconds):
                 await self._stopping.wait()
 
+    def _ended_by_network(self, pid: int) -> str:
+        """Why the network process ended the process `pid`; empty if it did not."""
+        try:
+            ended, _, reason = (self._data_dir / ENDED).read_text(errors="replace").partition(" ")
+        except OSError:
+            return ""
+        return f"the network process ended it: {reason}" if ended == str(pid) else ""
+
     def _write_config(self, config_file: Path) -> None:
-        """What the next process is started with. When it cannot be had or written again, it is what it was.
+        """Write what the next process is started with. When it cannot be had or written again, it stays what it was.
 
         Raises Unavailable when there is none from before.
         """
-        if self._refresh is not None:
-            try:
-                self._config = self._refresh()
-            except SwarmNodeError as error:
-                log.error("keeping the configuration", error=str(error))
         try:
-            write_atomically(config_file, self._config.model_dump_json(indent=1).encode())
+            configuration = self._configuration()
+        except SwarmNodeError as error:
+            if not self._written:
+                raise
+            log.error("keeping the configuration", error=str(error))
+            return
+        try:
+            write_atomically(config_file, configuration.encode())
         except OSError as error:  # a full disk must not end a node that still trains
             if not self._written:
                 raise Unavailable(f"cannot write {config_file}: {error.strerror}") from None
@@ -158,14 +186,17 @@ class Supervisor:
                     if message is not None:
                         child.watchdog.progressed(trio.current_time(), *message)
                     if len(child.watchdog.statistics().recovery_seconds) != before:
+                        child.down = ""
                         self._write_statistics()
 
     async def _kill_when_stalled(self, child: Child) -> None:
         while True:
             await trio.sleep(WATCH_INTERVAL_SECONDS)
             if trio.current_time() > child.watchdog.deadline() and not self._stopping.is_set():
-                log.error("no progress", process=child.name, status=child.watchdog.statistics().status)
+                status = child.watchdog.statistics().status
+                log.error("no progress", process=child.name, status=status)
                 child.watchdog.stalled()
+                child.ended = f"it made no progress while {status}, and was ended"
                 if child.process is not None:
                     child.process.kill()
                 await child.exited.wait()
@@ -193,13 +224,13 @@ class Supervisor:
     async def _drain_when_stopping(self, scope: trio.CancelScope) -> None:
         """The trainer first, so that its last groups can still be published; then the network; then force."""
         await self._stopping.wait()
-        self._notifier.stopping(self._config.supervisor.drain_seconds)
-        with trio.move_on_after(self._config.supervisor.drain_seconds) as bound:
+        self._notifier.stopping(self._cfg.drain_seconds)
+        with trio.move_on_after(self._cfg.drain_seconds) as bound:
             for name in ("trainer", "network"):
                 if name in self._children:
                     await self._terminate(self._children[name])
         if bound.cancelled_caught:
-            log.warning("drain took too long", seconds=self._config.supervisor.drain_seconds)
+            log.warning("drain took too long", seconds=self._cfg.drain_seconds)
             self._send(signal.SIGKILL)
         for child in self._children.values():
             if child.process is not None:
@@ -220,14 +251,26 @@ class Supervisor:
 
     def _write_statistics(self) -> None:
         """For the network process to export: it serves the metrics, but cannot count its own deaths."""
-        told = {}
+        written = {}
         for name, child in self._children.items():
             watched = child.watchdog.statistics()
-            told[name] = {"restarts": watched.restarts, "stalls": watched.stalls, "recovery_seconds": watched.recovery_seconds}
+            written[name] = {
+                "restarts": watched.restarts, "stalls": watched.stalls, "recovery_seconds": watched.recovery_seconds, "down": child.down,
+            }  # fmt: skip
         try:
-            write_atomically(self._run_dir / "supervisor.json", json.dumps({"processes": told}).encode())
+            write_atomically(self._run_dir / "supervisor.json", json.dumps({"processes": written}).encode())
         except OSError as error:  # a full disk must not end a node that still trains
             log.error("cannot write statistics", error=str(error))
+
+
+def how_it_ended(exit_code: int, last: str) -> str:
+    """Why a process that nobody told to end is gone, in one line. `last`: the last error of its own log, empty without one."""
+    if exit_code == 0:
+        return "it finished"
+    how = f"exit code {exit_code}" if exit_code > 0 else f"killed by {signal.Signals(-exit_code).name}"
+    if exit_code == -signal.SIGKILL and not last:
+        how += "; where nobody did that, the machine ran out of memory"
+    return f"{last} ({how})" if last else how
 
 
 async def wait_for(process: subprocess.Popen[bytes]) -> int:

@@ -6,12 +6,15 @@ import contextlib
 import os
 import signal
 from dataclasses import dataclass
+from pathlib import Path
 
 import structlog
 import trio
 
 from swarmnode.crew import local as stages
 from swarmnode.crew.plane import StagePlane
+from swarmnode.daemon.supervisor import ENDED
+from swarmnode.files import write_atomically
 from swarmnode.link.messages import Hello, Report, Welcome
 from swarmnode.observe.watch import TrainerWatch
 from swarmnode.rollouts.exchange import RolloutExchange
@@ -65,9 +68,12 @@ class TrainerPort:
         self.crew.receive(message)
 
 
-def end_trainer(watch: TrainerWatch, reason: str) -> None:
-    """The trainer hangs: end its process. The supervisor starts another."""
+def end_trainer(watch: TrainerWatch, data_dir: Path, reason: str) -> None:
+    """The trainer hangs: end its process, and leave word for the supervisor, which starts another."""
     log.error("ending the trainer", reason=reason, pid=watch.pid)
-    if watch.pid is not None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(watch.pid, signal.SIGKILL)
+    if watch.pid is None:
+        return
+    with contextlib.suppress(OSError):  # a full disk: the reason is in our log
+        write_atomically(data_dir / ENDED, f"{watch.pid} {reason}".encode())
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(watch.pid, signal.SIGKILL)

@@ -114,7 +114,7 @@ class Watchdog:
         while self._crashes and self._crashes[0] <= now - CRASH_WINDOW_SECONDS:
             self._crashes.popleft()
         if len(self._crashes) >= self._config.crash_limit:
-            return End(75, f"{self.name} crashed {len(self._crashes)} times within {CRASH_WINDOW_SECONDS:.0f} s")
+            return End(75, f"{self.name} ended {len(self._crashes)} times within {CRASH_WINDOW_SECONDS:.0f} s")
         self._restarts += 1
         if now - self._started_at > BACKOFF_CAP_SECONDS:
             self._failures_in_a_row = 0

@@ -59,6 +59,8 @@ def ready(s: NodeSnapshot) -> Verdict:
         crew = s.stages
         waiting = "waits for others to hold the policy with" if crew.stage is None else "its stage is not loaded yet"
         reasons.append(waiting if crew.enabled else "policy not loaded yet")
+        if why := s.supervisor.down.get("trainer"):
+            reasons.append(f"the trainer ended: {why}")
     return _verdict(reasons)
 
 
@@ -79,7 +81,8 @@ def troubles(s: NodeSnapshot) -> list[str]:
     uptime = max(0.0, s.at - s.node.started_at)
     report, age = s.trainer.report, s.trainer.age_seconds
     if s.node.trainer and s.health.policy_loaded and not s.trainer.connected:
-        found.append("the trainer is not connected")
+        why = s.supervisor.down.get("trainer")
+        found.append(f"the trainer is not connected{': ' if why else ''}{why or ''}")
     if s.leads and s.trainer.connected and report is not None and age is not None and report.phase not in ("loading", "paused", "draining"):
         patience = max(STALL_FLOOR_SECONDS, STALL_STEPS * (report.step_seconds or 0.0))
         if age > patience:

@@ -11,15 +11,19 @@ import logging
 import re
 import sys
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import IO
 
-import msgspec
 import structlog
 from structlog.typing import EventDict, Processor
 
 from swarmnode.config import LogConfig
+from swarmnode.observe.logfile import FileHandler, LogLine, log_file
+from swarmnode.process import leaves
 
 RING_LINES = 200
 MAX_TEXT = 2000
@@ -77,24 +81,17 @@ def _value(key: str, value: object) -> object:
     return clean_text(value if isinstance(value, str) else repr(value))
 
 
-class LogLine(msgspec.Struct, frozen=True):
-    at: float
-    """Unix seconds."""
-    level: str
-    logger: str
-    text: str
-
-
 class LogRing(logging.Handler):
     """Keeps the newest lines for the status page. Reads are copies; writes come from any thread."""
 
-    def __init__(self, lines: int = RING_LINES) -> None:
+    def __init__(self, process: str = "", lines: int = RING_LINES) -> None:
         super().__init__()
+        self._process = process
         self._lines: deque[LogLine] = deque(maxlen=lines)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._lines.append(LogLine(record.created, record.levelname.lower(), record.name, self.format(record)))
+            self._lines.append(LogLine(record.created, record.levelname.lower(), record.name, self.format(record), self._process))
         except Exception:
             self.handleError(record)
 
@@ -135,22 +132,56 @@ class Calm(logging.Filter):
         return passes
 
 
+def exception_line(_: object, __: str, event: EventDict) -> EventDict:
+    """Adds an exception as one line, `error`: what and where."""
+    info = event.get("exc_info")
+    error = info if isinstance(info, BaseException) else info[1] if isinstance(info, tuple) else sys.exc_info()[1] if info else None
+    if error is not None:
+        first = next(leaves(error))
+        at = traceback.extract_tb(first.__traceback__)[-1:]
+        where = f" ({Path(at[0].filename).name}:{at[0].lineno} in {at[0].name})" if at else ""
+        event.setdefault("error", clean_text(f"{type(first).__name__}: {first}{where}"))
+    return event
+
+
+def without_traceback(_: object, __: str, event: EventDict) -> EventDict:
+    """For lines that people read as they come: the whole traceback is in the log file."""
+    for key in ("exc_info", "exception"):
+        event.pop(key, None)
+    return event
+
+
+def dated(_: object, __: str, event: EventDict) -> EventDict:
+    """With the date, also where a terminal's lines have the time alone."""
+    record = event.get("_record")
+    at = datetime.fromtimestamp(record.created if isinstance(record, logging.LogRecord) else time.time(), tz=UTC)
+    return {**event, "timestamp": at.isoformat()}
+
+
+def _kept(path: Path) -> FileHandler | None:
+    """None where the directory cannot be had: then the log is on standard error alone."""
+    try:
+        return FileHandler(path)
+    except OSError:
+        return None
+
+
 def line_text(_: object, __: str, event: EventDict) -> str:
     """structlog renderer of the page's lines: the event and its values; time, level and logger have columns of their own."""
     words = [str(event.pop("event", ""))]
-    exception = event.pop("exception", None)
     for key in ("timestamp", "level", "logger"):
         event.pop(key, None)
     words += [f"{key}={value}" for key, value in event.items() if not key.startswith("_")]
-    return " ".join(words) + (f"\n{exception}" if exception else "")
+    return " ".join(words)
 
 
-def configure(cfg: LogConfig, process: str, stream: IO[str] | None = None) -> LogRing:
+def configure(cfg: LogConfig, process: str, stream: IO[str] | None = None, data_dir: Path | None = None) -> LogRing:
     """Take over logging of this process, and return the ring that the status page shows.
 
     Args:
         process: `supervisor`, `network`, `trainer` or `scorer`; on every JSON line, as `component`.
         stream: where lines go; standard error by default.
+        data_dir: whose log directory keeps them too, with whole tracebacks; None keeps none.
 
     Calling it again replaces the earlier configuration.
     """
@@ -178,23 +209,26 @@ def configure(cfg: LogConfig, process: str, stream: IO[str] | None = None) -> Lo
     )
 
     def formatter(*last: Processor) -> logging.Formatter:
-        tracebacks = (structlog.processors.format_exc_info, clean_exception)
-        processors: list[Processor] = [structlog.stdlib.ProcessorFormatter.remove_processors_meta, *tracebacks, *last]
+        processors: list[Processor] = [exception_line, *last[:-1], structlog.stdlib.ProcessorFormatter.remove_processors_meta, last[-1]]
         return structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=processors)
 
-    lines, ring = logging.StreamHandler(stream), LogRing()
+    lines, ring = logging.StreamHandler(stream), LogRing(process)
     if as_json:
-        lines.setFormatter(formatter(in_order, structlog.processors.JSONRenderer()))
+        lines.setFormatter(formatter(without_traceback, in_order, structlog.processors.JSONRenderer()))
     else:
-        plain = structlog.dev.plain_traceback
-        lines.setFormatter(formatter(structlog.dev.ConsoleRenderer(colors=stream.isatty(), exception_formatter=plain, pad_event_to=0)))
-    ring.setFormatter(formatter(line_text))
+        lines.setFormatter(formatter(without_traceback, structlog.dev.ConsoleRenderer(colors=stream.isatty(), pad_event_to=0)))
+    ring.setFormatter(formatter(without_traceback, line_text))
+    handlers: list[logging.Handler] = [lines, ring]
+    if data_dir is not None and (kept := _kept(log_file(data_dir, process))) is not None:
+        tracebacks: tuple[Processor, ...] = (structlog.processors.format_exc_info, clean_exception)
+        kept.setFormatter(formatter(dated, *tracebacks, in_order, structlog.processors.JSONRenderer()))
+        handlers.append(kept)
 
     calm = Calm()
     root = logging.getLogger()
     for handler in list(root.handlers):
         root.removeHandler(handler)
-    for handler in (lines, ring):
+    for handler in handlers:
         handler.addFilter(calm)
         root.addHandler(handler)
     level = getattr(logging, cfg.level.upper())

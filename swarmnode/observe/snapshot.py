@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
-from swarmnode.observe.logs import LogLine
+from swarmnode.observe.logfile import LogLine
 from swarmnode.observe.watch import DiskStatistics, Histogram, ProcessStatistics, SupervisorStatistics, TrainerStatistics
 from swarmnode.p2p.budget import BudgetStatistics
 from swarmnode.p2p.network import NetworkStatistics

@@ -51,6 +51,8 @@ class SupervisorStatistics(msgspec.Struct, frozen=True):
     """Restarts because a process made no progress, by process."""
     last_recovery_seconds: float | None = None
     recovery_seconds: Histogram | None = None
+    down: dict[str, str] = {}
+    """Why a process is not at work: by process, from its end until the next one is past loading."""
 
 
 class DiskStatistics(msgspec.Struct, frozen=True):
@@ -124,6 +126,8 @@ class SupervisedProcess(msgspec.Struct, frozen=True):
     stalls: int = 0
     recovery_seconds: list[float] = []
     """The newest few hundred, oldest first."""
+    down: str = ""
+    """Why it is not at work; empty while it is, and before its first start."""
 
 
 class SupervisorFile(msgspec.Struct, frozen=True):
@@ -163,6 +167,7 @@ class SupervisorWatch:
         return SupervisorStatistics(
             restarts={name: process.restarts for name, process in processes},
             stalls={name: process.stalls for name, process in processes},
+            down={name: process.down for name, process in processes if process.down},
             last_recovery_seconds=self._latest,
             recovery_seconds=self._recoveries.statistics(),
         )

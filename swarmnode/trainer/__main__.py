@@ -23,7 +23,7 @@ def main() -> int:
     from swarmnode.observe import logs
     from swarmnode.trainer.crew.run import make_trainer
 
-    logs.configure(config.log, "trainer")
+    logs.configure(config.log, "trainer", data_dir=config.node.data_dir)
     trainer = make_trainer(config, progress)
     signal.signal(signal.SIGTERM, lambda *_: trainer.stop())
     trainer.run()

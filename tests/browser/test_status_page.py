@@ -16,7 +16,7 @@ import trio
 from swarmnode.config import HttpConfig
 from swarmnode.observe import http
 from swarmnode.observe.history import History
-from swarmnode.observe.logs import LogLine
+from swarmnode.observe.logfile import LogLine
 from swarmnode.observe.snapshot import NodeSnapshot, SlotRow, StagesView
 from swarmnode.observe.watch import DiskStatistics
 from swarmnode.p2p.autonat import ReachStatistics

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from swarmnode.link.messages import Report, WeightsReport
-from swarmnode.observe.logs import LogLine
+from swarmnode.observe.logfile import LogLine
 from swarmnode.observe.snapshot import Health, NodeInfo, NodeSnapshot, PeerRow, SlotRow, StagesView
 from swarmnode.observe.watch import (
     RECOVERY_BOUNDS,

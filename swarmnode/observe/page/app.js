@@ -511,7 +511,7 @@ function logs(lines) {
   put(byId("logs"), ...[...lines].reverse().slice(0, 200).map((line) => node("li", {},
     node("time", { class: "muted", datetime: new Date(line.at * 1000).toISOString() }, new Date(line.at * 1000).toLocaleTimeString([], { hour12: false })),
     node("span", { class: /^[a-z]+$/.test(line.level) ? line.level : "" }, line.level),
-    node("span", { class: "text", title: line.logger }, line.text))));
+    node("span", { class: "muted process" }, line.process), node("span", { class: "text", title: line.logger }, line.text))));
 }
 
 // --- asking ----------------------------------------------------------------------------------------------------------

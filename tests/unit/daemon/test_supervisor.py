@@ -12,9 +12,11 @@ import trio
 
 from swarmnode.config import Config
 from swarmnode.daemon import supervisor as module
-from swarmnode.daemon.supervisor import Supervisor, parse_progress
+from swarmnode.daemon.supervisor import Supervisor, how_it_ended, parse_progress
+from swarmnode.daemon.trainer_port import end_trainer
 from swarmnode.errors import Unavailable
 from swarmnode.files import lock_data_dir
+from swarmnode.observe.watch import TrainerWatch
 from tests.support.waiting import until
 
 CHILD = textwrap.dedent("""
@@ -49,7 +51,7 @@ def node(tmp_path, monkeypatch):
             "node": {"data_dir": tmp_path / "data"},
             "supervisor": {"stall_floor_seconds": 0.5, "drain_seconds": 5.0, **limits},
         })  # fmt: skip
-        return Supervisor(config, commands=commands)
+        return Supervisor(config.supervisor, config.node.data_dir, config.model_dump_json, commands)
 
     def pids(name):
         path = tmp_path / name
@@ -150,3 +152,70 @@ async def test_children_are_started_by_the_thread_whose_end_would_end_them(node)
 def _children(task):
     with open(f"/proc/self/task/{task}/children") as file:
         return file.read().split()
+
+
+CRASHES = textwrap.dedent("""
+    from pathlib import Path
+    from swarmnode.config import LogConfig
+    from swarmnode.observe import logs
+    from swarmnode.process import run_main
+    logs.configure(LogConfig(), name, data_dir=Path(marks) / "data")
+    def main():
+        open("/absent/model")
+    sys.exit(run_main(name, main))
+""")
+FIRST_ONLY = "if len(open(os.path.join(marks, name)).readlines()) > 1: progress('loading'); time.sleep(60)\n"
+"""What is started in its place stays in loading, so that why the first one ended is still there to be read."""
+
+
+async def down(node, name="trainer"):
+    """Why it is not at work, once it is not."""
+    await until(lambda: node.statistics()[name]["down"])
+    return node.statistics()[name]["down"]
+
+
+async def test_why_a_process_is_down_is_the_last_error_of_its_own_log_in_one_line(node, tmp_path):
+    supervisor = node(trainer=CRASHES, crash_limit=50)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(supervisor.run)
+        await until(lambda: node.pids("trainer"))
+        why = await down(node)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert "FileNotFoundError: [Errno 2] No such file or directory: '/absent/model'" in why
+    assert why.endswith("(exit code 1)")
+    assert "\n" not in why
+    assert "Traceback" in (tmp_path / "data" / "log" / "trainer.jsonl").read_text()
+
+
+async def test_a_process_that_hung_did_not_crash(node):
+    supervisor = node(trainer=FIRST_ONLY + "progress('training', 0.01); time.sleep(60)")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(supervisor.run)
+        await until(lambda: node.pids("trainer"))
+        assert await down(node) == "it made no progress while training, and was ended"
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+async def test_a_process_that_the_network_process_ended_did_not_crash(node, tmp_path):
+    supervisor = node(trainer=FIRST_ONLY + FOREVER)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(supervisor.run)
+        await until(lambda: node.pids("trainer"))
+        watch = TrainerWatch()
+        watch.connected(node.pids("trainer")[0])
+        end_trainer(watch, tmp_path / "data", "it has work and does none")
+        assert await down(node) == "the network process ended it: it has work and does none"
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("code", "last", "said"),
+    [
+        (1, "KeyError: 'x'", "KeyError: 'x' (exit code 1)"),
+        (-9, "", "killed by SIGKILL; where nobody did that, the machine ran out of memory"),
+        (-11, "", "killed by SIGSEGV"),
+        (0, "old", "it finished"),
+    ],
+)
+def test_how_a_process_ended_is_one_line(code, last, said):
+    assert how_it_ended(code, last) == said

@@ -129,7 +129,7 @@ async def test_the_supervisor_reports_start_life_and_end(tmp_path, manager, monk
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
     monkeypatch.setattr(module, "NOTIFY_SECONDS", 0.02)
     config = Config.model_validate({"node": {"data_dir": tmp_path / "data"}})
-    supervisor = Supervisor(config, commands={"network": "notified_child"})
+    supervisor = Supervisor(config.supervisor, config.node.data_dir, config.model_dump_json, {"network": "notified_child"})
     heard = []
     with trio.fail_after(120):
         async with trio.open_nursery() as nursery:

@@ -55,7 +55,7 @@ def test_a_crash_restarts_with_growing_back_off_until_the_breaker_opens(watchdog
     assert 0.5 <= second.after_seconds <= 1
     watchdog.started(6.0)
     verdict = watchdog.exited(7.0, 1)
-    assert verdict == End(75, "trainer crashed 3 times within 300 s")
+    assert verdict == End(75, "trainer ended 3 times within 300 s")
 
 
 def test_crashes_outside_the_window_do_not_count(watchdog):

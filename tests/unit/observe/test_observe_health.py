@@ -150,3 +150,12 @@ def test_a_reward_that_fails_is_said_with_the_last_error_of_either_scorer() -> N
     report = replace(example().trainer.report, reward_errors={"own/b": 1}, last_reward_error="own/b: KeyError: 'x'")
     theirs = replace(ours, trainer=replace(ours.trainer, report=report))
     assert troubles(theirs) == ["a reward failed 3 times, each counted as 0; the last: own/b: KeyError: 'x'"]
+
+
+def test_why_the_trainer_is_not_there_is_said() -> None:
+    s = example()
+    supervisor = replace(s.supervisor, down={"trainer": "KeyError: 'x' (exit code 1)"})
+    gone = replace(s, trainer=replace(s.trainer, connected=False), supervisor=supervisor)
+    assert troubles(gone)[0] == "the trainer is not connected: KeyError: 'x' (exit code 1)"
+    never = replace(gone, health=Health(network_ready=True), stages=replace(s.stages, enabled=False))
+    assert ready(never).reasons == ["policy not loaded yet", "the trainer ended: KeyError: 'x' (exit code 1)"]

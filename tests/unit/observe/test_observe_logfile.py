@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import io
+import json
+import logging
+
+import pytest
+import structlog
+
+from swarmnode.config import LogConfig
+from swarmnode.observe import logfile
+from swarmnode.observe.logfile import Tail, last_error, log_file, parse
+from swarmnode.observe.logs import configure
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before():
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    for handler in root.handlers:
+        if handler not in handlers:
+            handler.close()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    logging.captureWarnings(False)
+    structlog.reset_defaults()
+
+
+def fail() -> None:
+    try:
+        raise ValueError("no such tokenizer")
+    except ValueError:
+        structlog.get_logger("swarmnode.trainer").exception("loading failed")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_traceback_is_in_the_file_and_one_line_elsewhere(tmp_path, monkeypatch, terminal) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: terminal)
+    ring = configure(LogConfig(), "trainer", stream, tmp_path)
+    fail()
+    (line,) = log_file(tmp_path, "trainer").read_text().splitlines()
+    kept = json.loads(line)
+    assert kept["component"] == "trainer"
+    assert "Traceback (most recent call last)" in kept["exception"]
+    for written in (stream.getvalue().strip(), ring.statistics()[0].text):
+        assert "ValueError: no such tokenizer (test_observe_logfile.py:" in written
+        assert "Traceback" not in written
+        assert len(written.splitlines()) == 1
+    assert ring.statistics()[0].process == "trainer"
+
+
+def test_the_last_error_is_the_newest_since_the_process_began(tmp_path) -> None:
+    configure(LogConfig(), "trainer", io.StringIO(), tmp_path)
+    path = log_file(tmp_path, "trainer")
+    fail()
+    structlog.get_logger("swarmnode.trainer").info("goes on")
+    said = last_error(path, 0.0)
+    assert said.startswith("loading failed error=ValueError: no such tokenizer (")
+    (at,) = [line.at for line in Tail(path, "trainer", 9).statistics() if line.level == "error"]
+    assert last_error(path, at + 1) == ""
+    assert last_error(tmp_path / "absent", 0.0) == ""
+
+
+def test_a_tail_follows_what_is_appended_and_put_aside(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(logfile, "FILE_BYTES", 2000)
+    configure(LogConfig(), "trainer", io.StringIO(), tmp_path)
+    tail = Tail(log_file(tmp_path, "trainer"), "trainer", 200)
+    for i in range(60):
+        structlog.get_logger("swarmnode.trainer").info("line", i=i)
+        newest = tail.statistics()[-1]
+    assert (newest.text, newest.process, newest.level) == ("line i=59", "trainer", "info")
+    assert [line.text for line in tail.statistics()] == [f"line i={i}" for i in range(60)]
+    assert sorted(path.name for path in (tmp_path / "log").iterdir()) == ["trainer.jsonl", "trainer.jsonl.1"]
+    assert all(path.stat().st_size <= 2000 for path in (tmp_path / "log").iterdir())
+
+
+@pytest.mark.parametrize("line", [b"", b"{", b"[]", b"{}", b'{"timestamp": 3}', b'{"timestamp": "yesterday"}', b"\xff\xfe"])
+def test_what_is_no_line_of_ours_is_none(line) -> None:
+    assert parse(line, "trainer") is None
+
+
+def test_a_directory_that_cannot_be_had_costs_the_file_and_nothing_else(tmp_path) -> None:
+    (tmp_path / "log").write_text("in the way")
+    stream = io.StringIO()
+    configure(LogConfig(), "trainer", stream, tmp_path)
+    structlog.get_logger("swarmnode").info("on")
+    assert "on" in stream.getvalue()
