@@ -20,14 +20,15 @@ from typing import Any
 
 import torch
 
+from benchmarks.outer_rules import DILOCO, OFF, average, blend, judge, outer_step, outer_step_of_two_tensors
 from benchmarks.replicas import Parameters, Text, batches, initial, learning_rate, losses, read_text
 from benchmarks.report import heading, spread, table, write_json
 from swarmnode.averaging.codecs import Anchor, decode, encode, make_anchor
-from swarmnode.averaging.gate import Gate, norm
-from swarmnode.averaging.outer import OuterState, Tensors, average, blend, host_copy
+from swarmnode.averaging.gate import AveragingGate, norm
+from swarmnode.averaging.outer import OuterState, Tensors, host_copy
 from swarmnode.weights.fragments import cut, due
 from swarmnode.weights.layout import Layout, elements, make_layout
-from swarmnode.weights.rule import make_rule
+from swarmnode.weights.rule import Rule, make_rule
 
 REPLICAS, HOSTILE = 8, 7
 RING_BYTES = 2 * 2 * (REPLICAS - 1) / REPLICAS
@@ -104,10 +105,10 @@ class Swarm:
         self.pieces = cut(self.layout, self.arm.fragments)
         self.honest = [i for i in range(REPLICAS) if not (self.arm.hostile and i == HOSTILE)]
         if self.arm.rule != "ddp":
-            self.states = [OuterState(view, make_rule(self.arm.rule)) for view in self.views]
+            self.states = [OuterState(view, rule_of(self.arm)) for view in self.views]
         start = host_copy(self.views[0])
         self.anchors = [make_anchor({s.name: start[s.name] for s in piece}) if self.arm.codec == "int8" else None for piece in self.pieces]
-        self.gates = [Gate() for _ in range(REPLICAS)]
+        self.gates = [AveragingGate() for _ in range(REPLICAS)]
         self.rng = random.Random(f"noloco pairs {self.seed}")
         self.faults = random.Random(f"noloco faults {self.seed}")
 
@@ -182,9 +183,10 @@ class Swarm:
         if not self.arm.gate:
             self._commit(me, mine, blend(mine, theirs))
             return
-        judged = self.gates[me].judge(
-            f"peer{other}", mine, theirs, float(step), moved=norm(moved), fragment=fragment, probe=lambda t: self._probe(me, t)
-        )
+        judged = judge(
+            self.gates[me], f"peer{other}", mine, theirs, float(step), moved=norm(moved), fragment=fragment,
+            probe=lambda t: self._probe(me, t),
+        )  # fmt: skip
         self.judged["hostile " * (other == HOSTILE and bool(self.arm.hostile)) + judged.outcome] += 1
         self._commit(me, mine, judged.mean if judged.mean is not None else mine)
 
@@ -210,9 +212,9 @@ class Swarm:
         state = self.states[me]
         if self.arm.rule == "noloco_two":
             before = self._phi_before
-            state.step(mean, mean_phi or {n: before[me][n] for n in mean})
+            outer_step_of_two_tensors(state, mean, mean_phi or {n: before[me][n] for n in mean})
         else:
-            state.step(mean)
+            outer_step(state, mean)
         state.commit(self.views[me], snapshot)
 
     @property
@@ -240,6 +242,11 @@ class Swarm:
         with torch.no_grad():
             mean = {n: p[self.honest].mean(0, keepdim=True) for n, p in self.parameters.items()}
             return float(losses(mean, self.text.held_out[None]))
+
+
+def rule_of(arm: Arm) -> Rule:
+    """The paper's two tensors have NoLoCo's numbers."""
+    return {"off": OFF, "diloco": DILOCO, "noloco_two": make_rule("noloco")}.get(arm.rule) or make_rule(arm.rule)
 
 
 def run(arm: Arm, size: Size, text: Text, data: torch.Tensor, seed: int) -> dict[str, Any]:

@@ -40,13 +40,14 @@ from torch import nn
 from torch.nn.functional import cosine_similarity, kl_div, log_softmax
 
 from benchmarks.forks import Size
+from benchmarks.outer_rules import blend, outer_step
 from benchmarks.recoveries import SETTINGS
 from benchmarks.regimes import QUESTIONS_PER_TASK, adapt
 from benchmarks.report import heading, table, write_json
 from benchmarks.simulator import Arm, Node
 from benchmarks.staged import Corpus, Staged, build, language, tasks
 from benchmarks.tolerance import answer
-from swarmnode.averaging.outer import OuterState, blend, host_copy
+from swarmnode.averaging.outer import OuterState, host_copy
 from swarmnode.config import PolicyConfig, TaskConfig, TrainingConfig, WeightsConfig
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.build_tiny import SETTINGS as TASKS
@@ -217,7 +218,7 @@ def average(named: Sequence[dict[str, nn.Parameter]], outer: Sequence[OuterState
     """One outer step of all: the first of `order` with the second, the third with the fourth, …"""
     mine = [host_copy(parameters) for parameters in named]
     for i, j in [*zip(order[::2], order[1::2], strict=True), *zip(order[1::2], order[::2], strict=True)]:
-        outer[i].step(blend(mine[i], mine[j]))
+        outer_step(outer[i], blend(mine[i], mine[j]))
         outer[i].commit(named[i], mine[i])
 
 

@@ -21,10 +21,12 @@ import torch
 import transformers
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from benchmarks.outer_rules import judge as judge_average
+from benchmarks.outer_rules import outer_step
 from swarmnode.averaging.codecs import decode as decode_averaged
 from swarmnode.averaging.codecs import encode as encode_averaged
 from swarmnode.averaging.codecs import make_anchor
-from swarmnode.averaging.gate import Gate, norm
+from swarmnode.averaging.gate import AveragingGate, norm
 from swarmnode.averaging.outer import OuterState, Tensors, host_copy
 from swarmnode.config import SharingConfig, TaskConfig, TrainingConfig
 from swarmnode.policy.generate import GroupSample, Sampling, generate
@@ -199,7 +201,7 @@ class Averaging:
         base = host_copy(self.parameters)
         self.anchors = [make_anchor({spec.name: base[spec.name] for spec in part}) for part in self.parts]
         self.outer = OuterState(self.parameters, make_rule("noloco"))
-        self.gate = Gate()
+        self.gate = AveragingGate()
 
     def copy(self, fragment: int) -> tuple[Tensors, bytes]:
         """Weights, and the payload that a partner gets of them."""
@@ -210,8 +212,8 @@ class Averaging:
         """What the gate made of the partner's payload; the outer step is taken either way."""
         theirs = decode_averaged(payload, self.parts[fragment], "int8", fragment=fragment, anchor=self.anchors[fragment])
         slow = {name: self.outer.phi[name] for name in snapshot}
-        judged = self.gate.judge(peer, snapshot, theirs, now, moved=norm(snapshot, minus=slow), fragment=fragment)
-        self.outer.step(judged.mean if judged.mean is not None else snapshot)
+        judged = judge_average(self.gate, peer, snapshot, theirs, now, moved=norm(snapshot, minus=slow), fragment=fragment)
+        outer_step(self.outer, judged.mean if judged.mean is not None else snapshot)
         self.outer.commit(self.parameters, snapshot)
         return judged.outcome
 

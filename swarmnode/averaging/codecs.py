@@ -38,9 +38,7 @@ def make_anchor(tensors: Mapping[str, torch.Tensor]) -> Anchor:
 
 
 def encode(tensors: Mapping[str, torch.Tensor], layout: Layout, codec: Codec, *, fragment: int = 0, anchor: Anchor | None = None) -> bytes:
-    """The payload of `layout`'s tensors, which are float32 on the host. Raises ValueError for `patch`, and for int8 without an anchor."""
-    if codec == "patch":
-        raise ValueError("patches have a history: use patches.PatchWriter")
+    """The payload of `layout`'s tensors, which are float32 on the host. Raises ValueError for int8 without an anchor."""
     if (codec == "int8") != (anchor is not None):
         raise ValueError("int8, and only int8, is relative to an anchor")
     bodies, base = [], anchor.tensors if anchor else {}
@@ -59,15 +57,13 @@ def encode(tensors: Mapping[str, torch.Tensor], layout: Layout, codec: Codec, *,
 def decode(data: bytes | memoryview, layout: Layout, codec: Codec, *, fragment: int = 0, anchor: Anchor | None = None) -> Tensors:
     """float32 host tensors of `layout` from a peer's payload. Whether their values make sense is the gate's question.
 
-    Raises BadMessage with a reason of PAYLOAD_REASONS; ValueError as `encode` does.
+    Raises BadMessage as `payload.parse` does, or not_finite for a quantiser that is not; ValueError as `encode` does.
     """
-    if codec == "patch":
-        raise ValueError("patches have a history: use patches.PatchReader")
     if (codec == "int8") != (anchor is not None):
         raise ValueError("int8, and only int8, is relative to an anchor")
-    parsed = parse(data, layout, codec, fragment=fragment, anchor=anchor.hash if anchor else b"")
+    bodies = parse(data, layout, codec, fragment=fragment, anchor=anchor.hash if anchor else b"")
     tensors, base = {}, anchor.tensors if anchor else {}
-    for spec, body in zip(layout, parsed.bodies, strict=True):
+    for spec, body in zip(layout, bodies, strict=True):
         if codec == "float32":
             flat = torch.from_numpy(np.frombuffer(body, "<f4").copy())
         elif codec == "bfloat16":

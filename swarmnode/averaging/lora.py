@@ -17,12 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from swarmnode.averaging.outer import Tensors
 from swarmnode.config import Config
 
 RESIDUAL_LIMIT = 0.01
 A_SEED = 0
-"""Of the A that all nodes share."""
+"""Seed of the A that all nodes share."""
 A_MARK, B_MARK = ".lora_A.", ".lora_B."
 
 
@@ -88,8 +87,3 @@ def freeze_a(parameters: Mapping[str, torch.nn.Parameter], seed: int) -> list[st
         parameter.copy_(shared_a(name, (parameter.shape[0], parameter.shape[1]), seed))
         parameter.requires_grad_(False)
     return frozen
-
-
-def mean_product(mine: Tensors, theirs: Tensors, a: str, b: str) -> torch.Tensor:
-    """½ (B₁A₁ + B₂A₂), (out, in): what averaging is meant to give; for tests and for looking closer at a residual."""
-    return (mine[b] @ mine[a] + theirs[b] @ theirs[a]) / 2

@@ -32,7 +32,8 @@ from swarmnode.p2p.metering import Meter
 from swarmnode.process import Progress, die_with_parent, run_main
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.tasks.client import AsyncScorer
-from swarmnode.weights.exchange import WeightExchange
+from swarmnode.weights.service import WeightService
+from swarmnode.wire.envelope import Credentials
 
 PAUSES = ("quiet_hours", "month")
 """Why a node leaves its crew for a while: what `Budget` calls a pause and is not over in a moment."""
@@ -59,9 +60,9 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
             restart=partial(end_trainer, trainer, data_dir),
             paused=lambda: _pause(meter), allows=meter.has_room,
         )  # fmt: skip
-        weights = WeightExchange(
-            network, key, member.swarm, config.weights, data_dir, lambda message: link.send_to_trainer(message), budget=meter.allows,
-            may_average=lambda: crew.may_average,
+        weights = WeightService(
+            network, Credentials(key, member.swarm), config.weights, data_dir, lambda message: link.send_to_trainer(message),
+            budget=meter.allows, may_average=lambda: crew.may_average,
         )  # fmt: skip
         port = TrainerPort(Welcome(network.peer_id, member.swarm), trainer, rollouts, weights, crew)
         link = LinkServer(data_dir, port, port.left)

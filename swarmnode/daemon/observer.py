@@ -24,7 +24,7 @@ from swarmnode.p2p.summaries import Summaries, plain_name
 from swarmnode.rollouts.exchange import ExchangeStatistics, RolloutExchange
 from swarmnode.tasks.client import AsyncScorer
 from swarmnode.tasks.tally import ScorerStatistics
-from swarmnode.weights.exchange import WeightExchange, WeightsStatistics
+from swarmnode.weights.service import WeightService, WeightsStatistics
 from swarmnode.wire import limits
 from swarmnode.wire.messages import Summary
 
@@ -44,7 +44,7 @@ class Parts:
     ring: LogRing
     trainer: TrainerWatch
     rollouts: RolloutExchange | None = None
-    weights: WeightExchange | None = None
+    weights: WeightService | None = None
     crew: StagePlane | None = None
     scorer: AsyncScorer | None = None
 

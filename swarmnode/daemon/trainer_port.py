@@ -20,7 +20,7 @@ from swarmnode.observe.watch import TrainerWatch
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import Draw, Drawn, Judged, OwnGroup
 from swarmnode.weights import local
-from swarmnode.weights.exchange import WeightExchange
+from swarmnode.weights.service import WeightService
 
 log = structlog.get_logger("swarmnode.daemon.node")
 
@@ -33,7 +33,7 @@ class TrainerPort:
     """The answer to every Hello."""
     watch: TrainerWatch
     rollouts: RolloutExchange
-    weight_exchange: WeightExchange
+    weight_exchange: WeightService
     crew: StagePlane
 
     def hello(self, hello: Hello) -> Welcome:

@@ -33,7 +33,7 @@ from swarmnode.pipeline.fence import FENCE_REASONS
 from swarmnode.pipeline.frames import FRAME_REASONS
 from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.weights import outcomes, pairing
-from swarmnode.weights.exchange import FAILURES
+from swarmnode.weights.driver import FAILURES
 
 Labels = tuple[str, ...]
 Number = float | None

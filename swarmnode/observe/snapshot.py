@@ -18,7 +18,7 @@ from swarmnode.p2p.network import NetworkStatistics
 from swarmnode.p2p.summaries import SummaryStatistics
 from swarmnode.rollouts.exchange import ExchangeStatistics
 from swarmnode.tasks.tally import ScorerStatistics
-from swarmnode.weights.exchange import WeightsStatistics
+from swarmnode.weights.service import WeightsStatistics
 
 
 class NodeInfo(msgspec.Struct, frozen=True):

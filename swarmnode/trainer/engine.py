@@ -13,7 +13,9 @@ from typing import Protocol
 
 import torch
 
+from swarmnode.averaging.averaged import AveragedTensors
 from swarmnode.averaging.lora import A_SEED, freeze_a, shares_a
+from swarmnode.averaging.probe import LossProbe
 from swarmnode.config import Config, LoraSettings, PolicyConfig
 from swarmnode.link.messages import WeightsReport
 from swarmnode.policy.generate import GroupSample, Sampling
@@ -130,23 +132,27 @@ def make_whole_policy(config: Config, policy: Policy, counters: Counters, send: 
     training, shared_a = config.training, shares_a(config)
     batcher = MicroBatcher(training.per_device_train_tokens)
     updater = Updater(policy, training, batcher, policy.reference() if training.beta > 0 else None)
-    replica = None
-    if config.weights.rule != "off":  # before a state is restored: the base weights are what the codec is relative to
-        replica = Replica(
-            policy, config.weights, counters, batcher, config.node.data_dir, lock=updater.lock, send=send,
-            temperature=training.temperature, adapter=adapter_shape(config.policy.lora, shared_a),
-        )  # fmt: skip
-    return WholePolicy(policy, updater, batcher, replica, state.owner(policy.fingerprint, config.policy.lora.r, shared_a))
+    replica, probe, cfg = None, None, config.weights
+    if cfg.rule != "off":  # before a state is restored: the base weights are what the codec is relative to
+        trained = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
+        tensors = AveragedTensors(trained, cfg.codec, cfg.fragments, updater.lock)
+        probe = LossProbe(policy, batcher, training.temperature, tensors)
+        adapter = adapter_shape(config.policy.lora, shared_a)
+        replica = Replica(tensors, cfg, counters, config.node.data_dir, send=send, probe=probe, adapter=adapter)
+    return WholePolicy(policy, updater, batcher, replica, probe, state.owner(policy.fingerprint, config.policy.lora.r, shared_a))
 
 
 class WholePolicy:
-    """A policy that fits this machine. owner: whose state it takes back, see `state.owner`."""
+    """A policy that fits this machine. probe: of the replica. owner: whose state it takes back, see `state.owner`."""
 
-    def __init__(self, policy: Policy, updater: Updater, batcher: MicroBatcher, replica: Replica | None, owner: str) -> None:
+    def __init__(
+        self, policy: Policy, updater: Updater, batcher: MicroBatcher, replica: Replica | None, probe: LossProbe | None, owner: str
+    ) -> None:  # fmt: skip
         self._policy = policy
         self._updater = updater
         self._batcher = batcher
         self._replica = replica
+        self._probe = probe
         self._owner = owner
 
     @property
@@ -176,8 +182,8 @@ class WholePolicy:
         return self._replica.between_steps(connected, step_seconds, stepped) if self._replica is not None else False
 
     def remember(self, rows: Sequence[Row]) -> None:
-        if self._replica is not None:
-            self._replica.remember(rows)
+        if self._probe is not None:
+            self._probe.remember(rows)
 
     def observe(self, reward: float) -> None:
         if self._replica is not None:
@@ -190,7 +196,7 @@ class WholePolicy:
         return self._replica.report() if self._replica is not None else None
 
     def wait_for_state(self, seconds: float) -> bool:
-        return self._replica.settled(seconds) if self._replica is not None else True
+        return self._replica.wait_for_state(seconds) if self._replica is not None else True
 
     def receive(self, message: local.ToTrainer) -> None:
         """What the network process says about averaging; from the link's thread."""
@@ -203,7 +209,7 @@ class WholePolicy:
         if counters is None:
             return None
         if self._replica is not None:
-            self._replica.counters(counters)
+            self._replica.set_counters(counters)
             self._replica.restore(outer)
         if counters.micro_batch_tokens:  # learnt from running out of memory
             self._batcher.tokens = min(self._batcher.tokens, counters.micro_batch_tokens)

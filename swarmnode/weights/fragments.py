@@ -20,6 +20,12 @@ def layer_of(name: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
+def count(layout: Layout, wanted: int) -> int:
+    """How many fragments a policy is cut into: `wanted`, but never more than it has layers."""
+    layers = {layer for spec in layout if (layer := layer_of(spec.name)) is not None}
+    return max(1, min(wanted, len(layers)))
+
+
 def cut(layout: Layout, fragments: int) -> tuple[Layout, ...]:
     """`fragments` layouts that together are `layout`, each sorted by name.
 

@@ -8,12 +8,9 @@ from typing import Final, Literal
 
 import msgspec
 
-Codec = Literal["float32", "bfloat16", "int8", "patch"]
-CODECS: Final[tuple[Codec, ...]] = ("float32", "bfloat16", "int8", "patch")
+Codec = Literal["float32", "bfloat16", "int8"]
 BLOCK: Final = 256
 """Elements that share one scale in the int8 codec."""
-PATCH_ITEM_BYTES: Final = 6
-"""A changed position in the patch codec: u32 gap and bfloat16 value, before compression."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -46,15 +43,12 @@ def elements(layout: Iterable[TensorSpec]) -> int:
 
 
 def body_bytes(spec: TensorSpec, codec: Codec) -> int:
-    """Bytes of one encoded tensor: exactly so many, at most so many for `patch`, which zstd may make a little longer than what is in it."""
+    """Length of one encoded tensor, bytes."""
     if codec == "float32":
         return 4 * spec.elements
     if codec == "bfloat16":
         return 2 * spec.elements
-    if codec == "int8":
-        return spec.elements + 4 * -(-spec.elements // BLOCK)
-    content = PATCH_ITEM_BYTES * spec.elements
-    return content + content // 128 + 64
+    return spec.elements + 4 * -(-spec.elements // BLOCK)
 
 
 def header_limit(layout: Layout) -> int:

@@ -1,20 +1,19 @@
 """What the trainer and the network process tell each other about averaging. Tensors go by file, in the data directory. No torch.
 
-    trainer                                      network process
-    Due          an outer step is due        ─▶  pairing
-                 snapshot, encode, write     ◀─  TakeSnapshot     a partner was found
-    Snapshot     where it lies               ─▶  offered to the partner; the partner's is fetched
-                 gate, between two steps     ◀─  JudgePayload     all of it is here, hashes verified
-    Gated        taken or not, and why       ─▶  pairing
-                 commit, between two steps   ◀─  CommitExchange
-    Committed                                ─▶  pairing
-                 forget it                   ◀─  DropExchange     any time before: it must not be applied any more
-                 outer step without partner  ◀─  SoloStep
+    trainer                                        network process
+    OuterStepDue                                ─▶ pairing
+                 copy, encode, write            ◀─ TakeSnapshot    a partner was found
+    SnapshotWritten                             ─▶ offered to the partner; the partner's is fetched
+                 gate, probe, commit            ◀─ ApplyPayload    all of it is here, hashes verified
+    ExchangeEnded: committed, or refused and why ─▶ pairing
+                 forget it                      ◀─ DropExchange    any time before: it must not be applied any more
+                 outer step without partner     ◀─ SoloStep
 
-    WriteState ◀─ a neighbour wants φ and δ      StateWritten ─▶ signed and offered
-    AdoptState ◀─ a neighbour's φ and δ          Adopted ─▶
+    WriteState ◀─ a neighbour wants φ and δ        StateWritten ─▶ signed and offered
+    AdoptState ◀─ a neighbour's φ and δ            StateAdopted ─▶
 
-Either side may be replaced at any moment: an exchange that one of them does not know is forgotten by the other.
+Five messages at most for an exchange. Either side may be replaced at any moment: an exchange that one of them does not know is forgotten
+by the other.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ import msgspec
 
 from swarmnode.weights import fingerprint, fragments
 from swarmnode.weights.fingerprint import LoraShape
-from swarmnode.weights.layout import Codec, Layout, TensorSpec, make_layout, payload_limit
+from swarmnode.weights.layout import Codec, Layout, make_layout, payload_limit
 from swarmnode.weights.manifest import TensorHash
 
 DIRECTORY = "weights"
-"""Below the data directory; everything in it may be deleted while the node is down."""
+"""Name of the folder below the data directory; everything in it may be deleted while the node is down."""
 
 
 class ReplicaFacts(msgspec.Struct, frozen=True):
@@ -36,7 +35,7 @@ class ReplicaFacts(msgspec.Struct, frozen=True):
     layout: Layout
     codec: Codec
     fragments: int
-    clocks: list[int]
+    outer_steps: list[int]
     """Outer steps taken, by fragment."""
     fresh: bool
     """Neither trained nor averaged: would rather have a neighbour's state."""
@@ -64,46 +63,44 @@ def state_layout(layout: Layout) -> Layout:
     return make_layout((f"{half}.{spec.name}", spec.shape, "float32") for spec in layout for half in ("delta", "phi"))
 
 
-def fragments_of(layout: Layout, wanted: int) -> int:
-    """How many fragments a policy is cut into: `wanted`, but never more than it has layers."""
-    layers = {layer for spec in layout if (layer := fragments.layer_of(spec.name)) is not None}
-    return max(1, min(wanted, len(layers)))
-
-
 # ---- trainer → network ----------------------------------------------------------------------------------------------------------
 
 
-class Due(msgspec.Struct, frozen=True, tag="weights_due"):
+class OuterStepDue(msgspec.Struct, frozen=True, tag="weights_due"):
     fragment: int
-    clock: int
+    outer_step: int
     """Outer steps that this fragment has taken."""
     step_seconds: float
-    """How long a training step takes here: how long an answer of ours may take."""
+    """Duration of a training step here, which decides how long our answers may take."""
 
 
-class Snapshot(msgspec.Struct, frozen=True, tag="weights_snapshot"):
+class SnapshotWritten(msgspec.Struct, frozen=True, tag="weights_snapshot"):
     session: bytes
-    """Empty: made by a solo step, for whoever wants to pull."""
+    """Empty: it was made by a solo step, for whoever wants to pull."""
     fragment: int
     path: str
     """Empty: it could not be written."""
-    clock: int
+    outer_step: int
+    """Outer steps that the fragment had taken when it was copied."""
 
 
-class Gated(msgspec.Struct, frozen=True, tag="weights_gated"):
-    session: bytes
-    ok: bool
-    outcome: str
-    """Of `outcomes.OUTCOMES`."""
-    peer: str
-    """Whose weights they were."""
-
-
-class Committed(msgspec.Struct, frozen=True, tag="weights_committed"):
+class ExchangeEnded(msgspec.Struct, frozen=True, tag="weights_ended"):
     session: bytes
     fragment: int
-    clock: int
-    """After it."""
+    peer: str
+    """Whose weights they were; empty where the exchange was not known any more."""
+    outcome: str
+    """One of `outcomes.OUTCOMES`."""
+    committed: bool
+    """Whether the outer step was taken with what the partner sent."""
+    outer_step: int
+    """Outer steps of the fragment, after it."""
+
+
+class ExchangeReverted(msgspec.Struct, frozen=True, tag="weights_reverted"):
+    """Held-out reward fell after the exchange with `peer`, which was taken back."""
+
+    peer: str
 
 
 class StateWritten(msgspec.Struct, frozen=True, tag="weights_state_written"):
@@ -113,11 +110,11 @@ class StateWritten(msgspec.Struct, frozen=True, tag="weights_state_written"):
     tensors: list[TensorHash]
 
 
-class Adopted(msgspec.Struct, frozen=True, tag="weights_adopted"):
+class StateAdopted(msgspec.Struct, frozen=True, tag="weights_adopted"):
     peer: str
     outcome: str
     """adopted, or why not: of `outcomes.ADOPTIONS`."""
-    clocks: list[int]
+    outer_steps: list[int]
 
 
 # ---- network → trainer ----------------------------------------------------------------------------------------------------------
@@ -128,17 +125,15 @@ class TakeSnapshot(msgspec.Struct, frozen=True, tag="weights_take_snapshot"):
     fragment: int
 
 
-class JudgePayload(msgspec.Struct, frozen=True, tag="weights_judge"):
+class ApplyPayload(msgspec.Struct, frozen=True, tag="weights_apply"):
+    """Judge a partner's weights, and commit what the gate makes of them."""
+
     session: bytes
     fragment: int
     peer: str
-    clock: int
+    outer_step: int
     """The partner's claim."""
     path: str
-
-
-class CommitExchange(msgspec.Struct, frozen=True, tag="weights_commit"):
-    session: bytes
 
 
 class DropExchange(msgspec.Struct, frozen=True, tag="weights_drop"):
@@ -161,11 +156,5 @@ class AdoptState(msgspec.Struct, frozen=True, tag="weights_adopt"):
     tensors: list[TensorHash]
 
 
-FromTrainer = Due | Snapshot | Gated | Committed | StateWritten | Adopted
-ToTrainer = TakeSnapshot | JudgePayload | CommitExchange | DropExchange | SoloStep | WriteState | AdoptState
-
-__all__ = [
-    "DIRECTORY", "AdoptState", "Adopted", "CommitExchange", "Committed", "DropExchange", "Due", "FromTrainer", "Gated", "JudgePayload",
-    "ReplicaFacts", "Snapshot", "SoloStep", "StateWritten", "TakeSnapshot", "TensorSpec", "ToTrainer", "WriteState", "fragments_of",
-    "state_layout",
-]  # fmt: skip
+FromTrainer = OuterStepDue | SnapshotWritten | ExchangeEnded | ExchangeReverted | StateWritten | StateAdopted
+ToTrainer = TakeSnapshot | ApplyPayload | DropExchange | SoloStep | WriteState | AdoptState

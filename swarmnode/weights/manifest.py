@@ -29,7 +29,7 @@ class TensorHash(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StateManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="state"):
-    """What a node says its outer state is; travels signed."""
+    """A node's description of its outer state; it travels signed."""
 
     fingerprint: bytes
     """32 bytes."""
@@ -37,7 +37,7 @@ class StateManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     created_at: int
     """Unix time, milliseconds."""
     tensors: list[TensorHash]
-    """By name."""
+    """Sorted by name."""
 
 
 def check_manifest(manifest: StateManifest, names: list[str]) -> None:

@@ -1,8 +1,8 @@
-"""What two nodes say before tensors move: small frames, a state's manifest excepted; nothing is queued or waited for with a lock held."""
+"""What two nodes send each other before tensors move: small frames, a state's manifest excepted."""
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -33,7 +33,7 @@ class Propose(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="prop
 
 class Accept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="accept"):
     nonce: bytes
-    """Of the proposal that this answers."""
+    """Nonce of the proposal that this answers."""
     session: bytes
     """The nonce of that proposal; of the lower peer id's where both proposed."""
     fragment: int
@@ -70,7 +70,7 @@ class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"
     """32 bytes."""
     size: int
     outer_step: int
-    """Of the fragment, when the weights were copied."""
+    """Outer steps that the fragment had taken when the weights were copied."""
 
 
 class Latest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="latest"):
@@ -80,7 +80,8 @@ class Latest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="lates
     fragment: int
 
 
-Message = Propose | Accept | Busy | Release | Here | Ready | Latest
+PairingMessage = Propose | Accept | Busy | Release
+Message = PairingMessage | Here | Ready | Latest
 
 
 class StateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="state_request"):
@@ -109,15 +110,13 @@ def encode_message(message: Message | StateRequest | StateResponse) -> bytes:
 
 def decode_message(data: bytes) -> Message:
     """Raises BadMessage: oversize, malformed, schema or bounds."""
-    return _decode(data, Message, MESSAGE_BYTES)
+    message: Message = strict.decode(data, Message, MESSAGE_BYTES)
+    check_fields(message, _LENGTHS, _RANGES)
+    return message
 
 
 def decode_state(data: bytes) -> StateRequest | StateResponse:
     """Raises BadMessage as `decode_message` does."""
-    return _decode(data, StateRequest | StateResponse, STATE_BYTES)
-
-
-def _decode(data: bytes, kind: Any, limit: int) -> Any:
-    message = strict.decode(data, kind, limit)
+    message: StateRequest | StateResponse = strict.decode(data, StateRequest | StateResponse, STATE_BYTES)
     check_fields(message, _LENGTHS, _RANGES)
     return message

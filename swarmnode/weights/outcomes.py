@@ -1,6 +1,6 @@
 """What can become of an exchange, by name: closed sets, so that each can be a metric's label. No torch.
 
-How a try or an exchange ended on the wire is `pairing.OUTCOMES`. What our gate made of a partner's weights is here, and what that costs
+How a try or an exchange ended on the wire is `pairing.OUTCOMES`. What our gate made of a partner's weights is here, with what that costs
 the partner's standing (`p2p.reputation`): a payload that is not what was agreed on proves a lie. What an honest node can cause costs
 nothing: weights that make us worse, or are far away, are those of a node that learned something else, until they prove otherwise.
 """
@@ -11,18 +11,18 @@ from typing import Final
 
 PROOF: Final = 10.0
 INSISTENCE: Final = 25.0
-"""Of a peer that three strikes have made unwelcome at the gate, and that goes on."""
+"""Cost for a peer that three strikes have made unwelcome at the gate, and that goes on."""
+VANISHED: Final = 2.0
+"""Cost of a proposal after which nothing came, from the second in a row on: once is what a crash looks like."""
 
 OUTCOMES: Final[dict[str, float]] = {
     "accepted": 0.0,
-    "clipped": 0.0,
-    "probation": 0.0,
-    "lagging": 0.0,
+    "clipped": 0.0,  # accepted, shortened: honest replicas differ in speed
+    "probation": 0.0,  # passed everything, mixed with weight 0
+    "lagging": 0.0,  # too many outer steps behind us: served, not mixed with
     "greylisted": INSISTENCE,
-    "misfit": 0.0,
-    "fingerprint": 0.0,
-    "nonce": PROOF,
-    "payload": PROOF,
+    "misfit": 0.0,  # did not suit us several times: not looked at for a while
+    "payload": PROOF,  # what `payload` or `codecs` refused
     "names": PROOF,
     "dtype": PROOF,
     "shape": PROOF,
@@ -33,11 +33,17 @@ OUTCOMES: Final[dict[str, float]] = {
     "probe": 0.0,
     "lora_residual": 0.0,
     "reverted": 0.0,
-    "own_not_finite": 0.0,
-    "local": 0.0,
+    "own_not_finite": 0.0,  # our own weights are broken; nobody else's fault
+    "local": 0.0,  # no file, or our weights had moved on
 }
-"""Every outcome of `gate.Gate`, `lagging` (too many outer steps behind us: served, not mixed with) and `local` (no file, or our weights had
-moved on), with its cost."""
+"""Every outcome of an exchange, with its cost."""
+
+LIES: Final = frozenset(outcome for outcome, cost in OUTCOMES.items() if cost == PROOF)
+"""Outcomes that no honest trainer can cause: each is a strike at the gate."""
+UNSUITABLE: Final = frozenset(("too_far", "probe", "reverted"))
+"""Outcomes that cost no strike, but three of them, counted as strikes are, make a misfit."""
+TAKEN: Final = frozenset(("accepted", "clipped"))
+"""Outcomes after which a partner's weights are in ours."""
 
 ADOPTIONS: Final[dict[str, float]] = {
     "adopted": 0.0,
@@ -46,10 +52,6 @@ ADOPTIONS: Final[dict[str, float]] = {
     "not_finite": PROOF,
     "norm_ratio": PROOF,
     "worse": 0.0,
-    "nothing": 0.0,
     "local": 0.0,
 }
-"""What became of a neighbour's state."""
-
-VANISHED: Final = 2.0
-"""Cost of a proposal after which nothing came, from the second in a row on: once is what a crash looks like."""
+"""Every outcome of adopting a neighbour's state, with its cost."""

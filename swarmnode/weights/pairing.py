@@ -1,13 +1,13 @@
 """How a node finds its partner and what becomes of the exchange: (state, event, now) → (state, actions). No clock, no I/O, no torch.
 
-    IDLE ──due──▶ PROPOSED ──ACCEPT──▶ PAIRED ──stream──▶ TRANSFER ──bytes──▶ VERIFY ──gate──▶ APPLY ──commit──▶ IDLE
+    IDLE ──due──▶ PROPOSED ──ACCEPT──▶ PAIRED ──both copies──▶ TRANSFER ──bytes──▶ APPLY ──commit──▶ IDLE
       ▲              │ BUSY, silence: back to IDLE for a moment, next candidate; after three a one-sided pull (TRANSFER), then a solo step
       └──PROPOSE: ACCEPT, straight to PAIRED
 
-A PROPOSE is answered the moment it is heard, whatever we are doing: ACCEPT when idle, BUSY otherwise, and ACCEPT when we have proposed
-to the same peer ourselves (then both know, and the lower peer id opens the stream). Nothing is queued and nobody waits for somebody who
-waits, so there are no cycles to wait in; every state but IDLE has a deadline, so lost messages cost time and nothing else. The moment in
-IDLE, random and up to `backoff_seconds`, is for others to find us: a node that always proposes can never be proposed to.
+A PROPOSE is answered the moment it arrives, whatever we are doing: ACCEPT when idle, BUSY otherwise, and ACCEPT when we have proposed
+to the same peer ourselves (then both know, and the session is that of the lower peer id). Nothing is queued and nobody waits for somebody
+who waits, so there are no cycles to wait in; every state but IDLE has a deadline, so lost messages cost time and nothing else. The moment
+in IDLE, random and up to `backoff_seconds`, is for others to find us: a node that always proposes can never be proposed to.
 
 `Pairing` keeps the state and counts; `advance` is the machine.
 """
@@ -23,17 +23,18 @@ from typing import Final
 
 import msgspec
 
-from swarmnode.weights.messages import NONCE_BYTES, Accept, Busy, Message, Propose, Release
+from swarmnode.weights.messages import NONCE_BYTES, Accept, Busy, PairingMessage, Propose, Release
 
 FINISHED: Final = 32
-"""Sessions that are remembered, so that an old PROPOSE heard again opens nothing."""
+"""Sessions that are remembered, so that an old PROPOSE that arrives again opens nothing."""
 AVOIDED: Final = 32
+RESTING: Final = 32
 AVOID_FACTOR: Final = 5
 
 OUTCOMES: Final = (
     "applied", "pulled", "solo",  # how an outer step ended
     "busy", "other_policy", "unreachable", "propose_timeout", "released", "open_timeout", "vanished",  # how a try ended
-    "transfer_timeout", "verify_timeout", "apply_timeout", "failed",  # how an exchange ended without effect
+    "transfer_timeout", "apply_timeout", "failed",  # how an exchange ended without effect
 )  # fmt: skip
 
 
@@ -42,34 +43,31 @@ class Phase(enum.Enum):
     PROPOSED = "proposed"
     PAIRED = "paired"
     TRANSFER = "transfer"
-    VERIFY = "verify"
     APPLY = "apply"
 
 
-class Settings(msgspec.Struct, frozen=True):
-    """Of one node; seconds."""
+class PairingSettings(msgspec.Struct, frozen=True):
+    """One node's settings; times are in seconds."""
 
     own: str
     """Own peer id."""
     fingerprint: bytes
     tries: int = 3
     propose_seconds: float = 2.0
-    """For an answer to PROPOSE, which is given at once: a round trip and a busy event loop."""
+    """Time for an answer to PROPOSE, which is given at once: a round trip and a busy event loop."""
     open_seconds: float = 5.0
-    """For the stream to be there after ACCEPT."""
-    verify_seconds: float = 60.0
-    """For our own gate."""
-    apply_seconds: float = 300.0
-    """For our own trainer to come to the end of its step."""
+    """Time for both copies to be offered after ACCEPT."""
+    apply_seconds: float = 360.0
+    """Time for our own trainer to judge what arrived and to come to the end of its step."""
     backoff_seconds: float = 2.0
     """Longest moment in IDLE between two tries."""
     rest_seconds: float = 0.0
-    """After an exchange: refuse others' proposals for so long, so that eager peers do not set our sync interval."""
+    """Others' proposals are refused for so long after an exchange, so that eager peers do not set our sync interval."""
     avoid_first_seconds: float = 15.0
-    """Refuse and skip a peer that agreed to an exchange and was not heard of, for so long: a node that was killed is back by then. Five
-    times as long when it does so again before an exchange with it has gone well."""
+    """Refuse and skip a peer that agreed to an exchange and vanished, for so long: a node that was killed is back by then. Five times as
+    long when it does so again before an exchange with it has gone well."""
     avoid_seconds: float = 300.0
-    """But no longer than this; and for so long one whose lie was proved."""
+    """But no longer than this; a peer whose lie was proved for exactly this long."""
 
 
 # ---- events -------------------------------------------------------------------------------------------------------------------
@@ -85,44 +83,35 @@ class Due(msgspec.Struct, frozen=True):
     seed: bytes
     """Fresh random bytes; all nonces of this step follow from them."""
     lease_seconds: float
-    """`Throughput.deadline_seconds` of the fragment."""
-    tried: int = 0
-    answered: tuple[str, ...] = ()
-    """Peers that said BUSY: alive, so worth a pull."""
-    pulled: bool = False
+    """How long a transfer of the fragment may take."""
 
 
 class Received(msgspec.Struct, frozen=True):
     """`message` came from `peer`, whose id the transport has authenticated and whose standing is good."""
 
     peer: str
-    message: Message
+    message: PairingMessage
     outer_step: int = 0
     """Ours, for an ACCEPT."""
     lease_seconds: float = 60.0
+    """How long a transfer from `peer` may take."""
 
 
 class Unreachable(msgspec.Struct, frozen=True):
-    """A PROPOSE could not be delivered."""
+    """A PROPOSE could not be delivered, or what came back was no answer to it."""
 
     peer: str
     nonce: bytes
 
 
-class Opened(msgspec.Struct, frozen=True):
-    """The transfer stream of `session` is there and its first bytes named the session; on both ends."""
+class CopiesOffered(msgspec.Struct, frozen=True):
+    """Both ends have offered their copy for `session`: the partner's is being fetched."""
 
     session: bytes
 
 
 class Transferred(msgspec.Struct, frozen=True):
-    """All bytes are in the shadow buffer, hashes verified."""
-
-    session: bytes
-
-
-class Verified(msgspec.Struct, frozen=True):
-    """The gate has taken them."""
+    """All bytes of the partner's copy are here, hashes verified."""
 
     session: bytes
 
@@ -134,7 +123,7 @@ class Applied(msgspec.Struct, frozen=True):
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """Stream broken, bytes bad, gate refused, trainer gone. The cause is counted where it is known."""
+    """The transfer broke, the bytes were bad, the gate refused them, or the trainer is gone. The cause is counted where it is known."""
 
     session: bytes
 
@@ -149,23 +138,17 @@ class Tick(msgspec.Struct, frozen=True):
     """Time has passed; send one at `Pairing.deadline`."""
 
 
-Event = Due | Received | Unreachable | Opened | Transferred | Verified | Applied | Failed | Lied | Tick
+Event = Due | Received | Unreachable | CopiesOffered | Transferred | Applied | Failed | Lied | Tick
 
 
 # ---- actions ------------------------------------------------------------------------------------------------------------------
 
 
 class Send(msgspec.Struct, frozen=True):
-    peer: str
-    message: Message
-
-
-class Open(msgspec.Struct, frozen=True):
-    """Open the transfer stream; the peer waits for it."""
+    """Send `message`: an answer where `peer` has just proposed, a request otherwise."""
 
     peer: str
-    session: bytes
-    fragment: int
+    message: PairingMessage
 
 
 class Pull(msgspec.Struct, frozen=True):
@@ -176,26 +159,14 @@ class Pull(msgspec.Struct, frozen=True):
     fragment: int
 
 
-class Verify(msgspec.Struct, frozen=True):
-    """Hand the shadow buffer to the gate."""
-
-    peer: str
-    session: bytes
-    fragment: int
-    outer_step: int
-    """The partner's claim, for the lag."""
-
-
 class Apply(msgspec.Struct, frozen=True):
-    """Commit between two inner steps."""
+    """Have the trainer judge what was fetched for `session`, and commit it between two steps."""
 
-    peer: str
     session: bytes
-    fragment: int
 
 
 class Close(msgspec.Struct, frozen=True):
-    """Drop stream, shadow buffer and any commit not yet made of `session`: its weights must not be applied after this."""
+    """Drop what was fetched for `session`, and any commit not yet made of it: its weights must not be applied after this."""
 
     session: bytes
 
@@ -213,38 +184,69 @@ class Ended(msgspec.Struct, frozen=True):
     outcome: str
 
 
-Action = Send | Open | Pull | Verify | Apply | Close | Solo | Ended
+Action = Send | Pull | Apply | Close | Solo | Ended
 
 
 # ---- state --------------------------------------------------------------------------------------------------------------------
 
 
-class State(msgspec.Struct, frozen=True):
+class OuterStep(msgspec.Struct, frozen=True):
+    """An outer step of our own that has not been taken yet, and what was tried for it."""
+
+    fragment: int
+    outer_step: int
+    seed: bytes
+    lease_seconds: float
+    untried: tuple[str, ...]
+    """Candidates that were not asked, in order."""
+    tried: int = 0
+    answered: tuple[str, ...] = ()
+    """Peers that said BUSY: alive, so worth a pull."""
+    pulled: bool = False
+
+
+class Avoided(msgspec.Struct, frozen=True):
+    """A peer that is neither asked nor accepted for a while."""
+
+    peer: str
+    until: float
+    times: int
+    """How often it has vanished or lied since the last exchange with it that went well."""
+
+
+class Resting(msgspec.Struct, frozen=True):
+    """A peer that says how long it will refuse everybody: asked after the others until then."""
+
+    peer: str
+    until: float
+
+
+class PairingState(msgspec.Struct, frozen=True):
     phase: Phase = Phase.IDLE
     peer: str = ""
     session: bytes = b""
-    """In PROPOSED the nonce of our proposal."""
+    """Name of the session; in PROPOSED the nonce of our proposal."""
     answers: bytes = b""
     """Nonce of the partner's proposal that led to this session, if one did."""
     fragment: int = 0
-    outer_step: int = 0
-    """The partner's claim."""
     initiator: bool = False
+    """Whether the session is that of our proposal."""
     one_sided: bool = False
     lease_seconds: float = 0.0
     deadline: float = math.inf
-    due: Due | None = None
-    """Our own outer step that has not been taken yet."""
+    due: OuterStep | None = None
     rest_until: float = -math.inf
     finished: tuple[bytes, ...] = ()
-    avoided: tuple[tuple[str, float, int], ...] = ()
-    """(peer, until, how often it was not heard of), the latest last."""
+    avoided: tuple[Avoided, ...] = ()
+    """The latest last."""
+    resting: tuple[Resting, ...] = ()
+    """The latest last."""
 
 
-_Result = tuple[State, tuple[Action, ...]]
+_Result = tuple[PairingState, tuple[Action, ...]]
 
 
-def advance(state: State, event: Event, now: float, settings: Settings) -> _Result:
+def advance(state: PairingState, event: Event, now: float, settings: PairingSettings) -> _Result:
     """One transition. Events of a session that is not the present one change nothing, whoever sends them and however often."""
     if isinstance(event, Received):
         return _received(state, event, now, settings)
@@ -263,17 +265,13 @@ def advance(state: State, event: Event, now: float, settings: Settings) -> _Resu
     return _session_event(state, event, now, settings)
 
 
-def _session_event(state: State, event: Event, now: float, settings: Settings) -> _Result:
+def _session_event(state: PairingState, event: Event, now: float, settings: PairingSettings) -> _Result:
     if isinstance(event, Failed):
         return _abort(state, now, settings, "failed")
-    if isinstance(event, Opened) and state.phase is Phase.PAIRED:
+    if isinstance(event, CopiesOffered) and state.phase is Phase.PAIRED:
         return _replace(state, phase=Phase.TRANSFER, deadline=now + state.lease_seconds), ()
     if isinstance(event, Transferred) and state.phase is Phase.TRANSFER:
-        verify = Verify(state.peer, state.session, state.fragment, state.outer_step)
-        return _replace(state, phase=Phase.VERIFY, deadline=now + settings.verify_seconds), (verify,)
-    if isinstance(event, Verified) and state.phase is Phase.VERIFY:
-        apply = Apply(state.peer, state.session, state.fragment)
-        return _replace(state, phase=Phase.APPLY, deadline=now + settings.apply_seconds), (apply,)
+        return _replace(state, phase=Phase.APPLY, deadline=now + settings.apply_seconds), (Apply(state.session),)
     if isinstance(event, Applied) and state.phase is Phase.APPLY:
         ended = Ended(state.peer, "pulled" if state.one_sided else "applied")
         due = state.due
@@ -288,7 +286,7 @@ def _session_event(state: State, event: Event, now: float, settings: Settings) -
 # ---- our own proposals ----------------------------------------------------------------------------------------------------------
 
 
-def _due(state: State, event: Due, now: float, settings: Settings) -> _Result:
+def _due(state: PairingState, event: Due, now: float, settings: PairingSettings) -> _Result:
     actions: tuple[Action, ...] = ()
     served = state.phase not in (Phase.IDLE, Phase.PROPOSED) and not state.one_sided
     if state.due is not None and not (served and state.fragment == state.due.fragment):
@@ -297,41 +295,42 @@ def _due(state: State, event: Due, now: float, settings: Settings) -> _Result:
         if not served and state.phase is not Phase.IDLE:
             state, more = _drop(state)
             actions = more + actions
-    state = _replace(state, due=event, deadline=math.inf if state.phase is Phase.IDLE else state.deadline)
+    due = OuterStep(event.fragment, event.outer_step, event.seed, event.lease_seconds, event.candidates)
+    state = _replace(state, due=due, deadline=math.inf if state.phase is Phase.IDLE else state.deadline)
     return _with(actions, _go_on(state, now, settings) if state.phase is Phase.IDLE else (state, ()))
 
 
-def _go_on(state: State, now: float, settings: Settings) -> _Result:
+def _go_on(state: PairingState, now: float, settings: PairingSettings) -> _Result:
     """The next candidate, or a pull, or a solo step; IDLE when no outer step is due."""
     due = state.due
     if due is None:
         return state, ()
-    avoided = {peer for peer, until, _ in state.avoided if until > now}
-    left = [peer for peer in due.candidates if peer not in avoided and peer != settings.own]
+    avoided = {entry.peer for entry in state.avoided if entry.until > now}
+    resting = {entry.peer for entry in state.resting if entry.until > now}
+    left = sorted((peer for peer in due.untried if peer not in avoided and peer != settings.own), key=lambda peer: peer in resting)
     if due.tried < settings.tries and left:
         peer, nonce = left[0], _nonce(due.seed, due.tried)
-        rest = tuple(p for p in due.candidates if p != peer)
-        due = msgspec.structs.replace(due, candidates=rest, tried=due.tried + 1)
+        due = msgspec.structs.replace(due, untried=tuple(p for p in due.untried if p != peer), tried=due.tried + 1)
         state = _replace(state, phase=Phase.PROPOSED, peer=peer, session=nonce, deadline=now + settings.propose_seconds, due=due)
         return state, (Send(peer, Propose(nonce, settings.fingerprint, due.fragment, due.outer_step)),)
     if due.answered and not due.pulled:
         peer, session = due.answered[0], _nonce(due.seed, 255)
         state = _replace(
-            state, phase=Phase.TRANSFER, peer=peer, session=session, fragment=due.fragment, outer_step=due.outer_step, one_sided=True,
-            lease_seconds=due.lease_seconds, deadline=now + due.lease_seconds, due=msgspec.structs.replace(due, pulled=True),
+            state, phase=Phase.TRANSFER, peer=peer, session=session, fragment=due.fragment, one_sided=True, lease_seconds=due.lease_seconds,
+            deadline=now + due.lease_seconds, due=msgspec.structs.replace(due, pulled=True),
         )  # fmt: skip
         return state, (Pull(peer, session, due.fragment),)
     return _replace(state, due=None), (Solo(due.fragment), Ended("", "solo"))
 
 
-def _next_try(state: State, now: float, settings: Settings, outcome: str, *, alive: bool = False) -> _Result:
+def _next_try(state: PairingState, now: float, settings: PairingSettings, outcome: str, *, alive: bool = False) -> _Result:
     peer, due = state.peer, state.due
     if alive and due is not None:
         due = msgspec.structs.replace(due, answered=(*due.answered, peer))
     return _wait(_replace(_idle(state), due=due), (Ended(peer, outcome),), now, settings)
 
 
-def _wait(state: State, actions: tuple[Action, ...], now: float, settings: Settings) -> _Result:
+def _wait(state: PairingState, actions: tuple[Action, ...], now: float, settings: PairingSettings) -> _Result:
     """IDLE until the next try, for as long as the step's own seed says; without anything due, for ever."""
     if state.due is None:
         return state, actions
@@ -339,10 +338,10 @@ def _wait(state: State, actions: tuple[Action, ...], now: float, settings: Setti
     return _replace(state, deadline=now + share * settings.backoff_seconds), actions
 
 
-# ---- what peers say -------------------------------------------------------------------------------------------------------------
+# ---- what peers send ------------------------------------------------------------------------------------------------------------
 
 
-def _received(state: State, event: Received, now: float, settings: Settings) -> _Result:
+def _received(state: PairingState, event: Received, now: float, settings: PairingSettings) -> _Result:
     peer, message = event.peer, event.message
     if isinstance(message, Propose):
         return _proposal(state, event, message, now, settings)
@@ -350,22 +349,24 @@ def _received(state: State, event: Received, now: float, settings: Settings) -> 
         return _accepted(state, event, message, now, settings)
     if isinstance(message, Busy):
         if state.phase is Phase.PROPOSED and (peer, message.nonce) == (state.peer, state.session):
+            if message.retry_seconds:
+                others = tuple(entry for entry in state.resting if entry.peer != peer)
+                state = _replace(state, resting=(*others, Resting(peer, now + message.retry_seconds))[-RESTING:])
             return _next_try(state, now, settings, message.reason, alive=message.reason == "busy")
         return state, ()
-    ours = isinstance(message, Release) and (peer, message.session) == (state.peer, state.session)
-    if ours and state.phase in (Phase.PAIRED, Phase.TRANSFER) and not state.one_sided:
-        return _abort(state, now, settings, "released", tell=False)
-    return state, ()  # messages for the driver end here too: a peer may send anything at any time
+    if (peer, message.session) == (state.peer, state.session) and state.phase in (Phase.PAIRED, Phase.TRANSFER) and not state.one_sided:
+        return _abort(state, now, settings, "released", release=False)
+    return state, ()  # a peer may send anything at any time
 
 
-def _proposal(state: State, event: Received, message: Propose, now: float, settings: Settings) -> _Result:
+def _proposal(state: PairingState, event: Received, message: Propose, now: float, settings: PairingSettings) -> _Result:
     peer, nonce = event.peer, message.nonce
     if message.fingerprint != settings.fingerprint:
         return state, (Send(peer, Busy(nonce, "other_policy")),)
     in_session = state.peer == peer and state.phase in (Phase.PAIRED, Phase.TRANSFER) and not state.one_sided
-    if in_session and nonce in (state.session, state.answers):  # heard twice: say it twice
+    if in_session and nonce in (state.session, state.answers):  # it arrived twice: answer it twice
         return state, (Send(peer, Accept(nonce, state.session, state.fragment, event.outer_step)),)
-    if peer == settings.own or nonce in state.finished or any(p == peer and until > now for p, until, _ in state.avoided):
+    if peer == settings.own or nonce in state.finished or any(entry.peer == peer and entry.until > now for entry in state.avoided):
         return state, (Send(peer, Busy(nonce, "busy")),)
     if state.phase is Phase.PROPOSED and state.peer == peer and state.due is not None:  # both proposed
         first = settings.own < peer
@@ -376,11 +377,10 @@ def _proposal(state: State, event: Received, message: Propose, now: float, setti
         rest = max(0.0, state.rest_until - now) if state.phase is Phase.IDLE else 0.0
         return state, (Send(peer, Busy(nonce, "busy", min(3600, math.ceil(rest)))),)
     accept = Send(peer, Accept(nonce, session, fragment, event.outer_step))
-    paired, actions = _pair(state, event, session, fragment, message.outer_step, first, now, settings)
-    return _replace(paired, answers=nonce), (accept, *actions)
+    return _replace(_pair(state, event, session, fragment, first, now, settings), answers=nonce), (accept,)
 
 
-def _accepted(state: State, event: Received, message: Accept, now: float, settings: Settings) -> _Result:
+def _accepted(state: PairingState, event: Received, message: Accept, now: float, settings: PairingSettings) -> _Result:
     peer, session = event.peer, message.session
     if state.phase is Phase.PROPOSED and (peer, message.nonce) == (state.peer, state.session):
         ours = session == state.session
@@ -388,30 +388,29 @@ def _accepted(state: State, event: Received, message: Accept, now: float, settin
         other = settings.own < peer if not ours else state.due is None or message.fragment != state.due.fragment
         if other or session in state.finished:
             return _with((Send(peer, Release(session)),), _next_try(state, now, settings, "failed"))
-        return _pair(state, event, session, message.fragment, message.outer_step, ours, now, settings)
+        return _pair(state, event, session, message.fragment, ours, now, settings), ()
     if (peer, session) == (state.peer, state.session) and state.phase is not Phase.IDLE:
-        return state, ()  # heard twice
+        return state, ()  # it arrived twice
     return state, (Send(peer, Release(session)),)  # too late: we have moved on
 
 
 def _pair(
-    state: State, event: Received, session: bytes, fragment: int, outer_step: int, initiator: bool, now: float, settings: Settings
-) -> _Result:
+    state: PairingState, event: Received, session: bytes, fragment: int, initiator: bool, now: float, settings: PairingSettings
+) -> PairingState:
     lease = state.due.lease_seconds if state.due is not None and initiator else event.lease_seconds
-    state = _replace(
-        state, phase=Phase.PAIRED, peer=event.peer, session=session, answers=b"", fragment=fragment, outer_step=outer_step,
-        initiator=initiator, one_sided=False, lease_seconds=lease, deadline=now + settings.open_seconds,
+    return _replace(
+        state, phase=Phase.PAIRED, peer=event.peer, session=session, answers=b"", fragment=fragment, initiator=initiator, one_sided=False,
+        lease_seconds=lease, deadline=now + settings.open_seconds,
     )  # fmt: skip
-    return state, (Open(event.peer, session, fragment),) if initiator else ()
 
 
 # ---- ends -----------------------------------------------------------------------------------------------------------------------
 
 
-def _timeout(state: State, now: float, settings: Settings) -> _Result:
+def _timeout(state: PairingState, now: float, settings: PairingSettings) -> _Result:
     if state.phase is Phase.IDLE:
         return _go_on(_replace(state, deadline=math.inf), now, settings)
-    if state.phase is Phase.PROPOSED:  # whoever accepts after this hears Release, and so does one whose ACCEPT was lost
+    if state.phase is Phase.PROPOSED:  # whoever accepts after this gets Release, and so does one whose ACCEPT was lost
         return _with((Send(state.peer, Release(state.session)),), _next_try(state, now, settings, "propose_timeout"))
     if state.phase is Phase.PAIRED:
         times = 1 + vanished(state, state.peer)
@@ -421,10 +420,10 @@ def _timeout(state: State, now: float, settings: Settings) -> _Result:
     return _abort(state, now, settings, f"{state.phase.value}_timeout")
 
 
-def _abort(state: State, now: float, settings: Settings, outcome: str, *, tell: bool = True) -> _Result:
+def _abort(state: PairingState, now: float, settings: PairingSettings, outcome: str, *, release: bool = True) -> _Result:
     """End the session without effect. Before bytes moved the next candidate is tried; after, the step is taken alone."""
     actions: tuple[Action, ...] = (Close(state.session), Ended(state.peer, outcome))
-    if tell and not state.one_sided:
+    if release and not state.one_sided:
         actions = (Send(state.peer, Release(state.session)), *actions)
     due, fragment = state.due, state.fragment
     started = state.phase is not Phase.PAIRED
@@ -434,29 +433,31 @@ def _abort(state: State, now: float, settings: Settings, outcome: str, *, tell: 
     return _wait(state, actions, now, settings)
 
 
-def _avoid(state: State, peer: str, until: float, times: int) -> State:
-    return _replace(state, avoided=(*_forgiven(state, peer), (peer, until, times))[-AVOIDED:])
+def _avoid(state: PairingState, peer: str, until: float, times: int) -> PairingState:
+    return _replace(state, avoided=(*_forgiven(state, peer), Avoided(peer, until, times))[-AVOIDED:])
 
 
-def vanished(state: State, peer: str) -> int:
-    """How often `peer` has agreed and not been heard of since the last exchange with it; as long as that is remembered."""
-    return next((times for p, _, times in state.avoided if p == peer), 0)
+def vanished(state: PairingState, peer: str) -> int:
+    """How often `peer` has agreed and vanished since the last exchange with it; as long as that is remembered."""
+    return next((entry.times for entry in state.avoided if entry.peer == peer), 0)
 
 
-def _forgiven(state: State, peer: str) -> tuple[tuple[str, float, int], ...]:
-    return tuple(entry for entry in state.avoided if entry[0] != peer)
+def _forgiven(state: PairingState, peer: str) -> tuple[Avoided, ...]:
+    return tuple(entry for entry in state.avoided if entry.peer != peer)
 
 
-def _drop(state: State) -> _Result:
+def _drop(state: PairingState) -> _Result:
     """Leave a try of ours without an outcome."""
     last = Close(state.session) if state.one_sided else Send(state.peer, Release(state.session))
     return _replace(_idle(state), due=None), (last,)
 
 
-def _idle(state: State) -> State:
+def _idle(state: PairingState) -> PairingState:
     """IDLE, with what is remembered across sessions."""
     finished = (*state.finished, state.session)[-FINISHED:] if state.session else state.finished
-    return State(due=state.due, rest_until=state.rest_until, finished=finished, avoided=state.avoided)
+    return PairingState(
+        due=state.due, rest_until=state.rest_until, finished=finished, avoided=state.avoided, resting=state.resting
+    )  # fmt: skip
 
 
 def _with(actions: tuple[Action, ...], result: _Result) -> _Result:
@@ -478,21 +479,19 @@ class PairingStatistics(msgspec.Struct, frozen=True):
     peer: str
     """Partner, empty when idle."""
     outcomes: dict[str, int]
-    """By outcome, all of OUTCOMES."""
-    solo_share: float
-    """Solo steps ÷ outer steps of our own; 0 before the first."""
+    """Counts by outcome, for all of OUTCOMES."""
 
 
 class Pairing:
     """State, counters and nothing else. Whoever drives it carries every action out before the next event."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: PairingSettings) -> None:
         self.settings = settings
-        self.state = State()
+        self.state = PairingState()
         self._outcomes = Counter(dict.fromkeys(OUTCOMES, 0))
 
     def handle(self, event: Event, now: float) -> tuple[Action, ...]:
-        """What is to be done about `event`; `now` is any monotonic time in seconds."""
+        """Take one event, and say what is to be done about it. `now` is any monotonic time in seconds."""
         self.state, actions = advance(self.state, event, now, self.settings)
         for ended in _ended(actions):
             self._outcomes[ended.outcome] += 1
@@ -504,13 +503,7 @@ class Pairing:
         return self.state.deadline
 
     def statistics(self) -> PairingStatistics:
-        done = self._outcomes["applied"] + self._outcomes["pulled"] + self._outcomes["solo"]
-        return PairingStatistics(
-            phase=self.state.phase.value,
-            peer=self.state.peer,
-            outcomes=dict(self._outcomes),
-            solo_share=self._outcomes["solo"] / done if done else 0.0,
-        )
+        return PairingStatistics(self.state.phase.value, self.state.peer, dict(self._outcomes))
 
 
 def _ended(actions: tuple[Action, ...]) -> Iterator[Ended]:

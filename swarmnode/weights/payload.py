@@ -18,11 +18,6 @@ from swarmnode.errors import BadMessage
 from swarmnode.weights.layout import Codec, Layout, body_bytes, header_limit, payload_limit
 from swarmnode.wire import strict
 
-PAYLOAD_REASONS: Final = (
-    "oversize", "malformed", "schema", "codec", "fragment", "names", "shape", "dtype", "size", "checksum", "anchor", "bounds", "not_finite",
-    "compression",
-)  # fmt: skip
-"""Every reason with which payload, codecs and patches raise BadMessage."""
 CHECKSUM_BYTES: Final = 16
 HASH_BYTES: Final = 32
 
@@ -32,26 +27,19 @@ class TensorHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shape: tuple[int, ...]
     dtype: str
     length: int
-    """Of the body, bytes."""
+    """Length of the body, bytes."""
     checksum: bytes
-    """16 bytes, blake2b: of the body; in a patch of the bfloat16 tensor that the patch results in."""
+    """16 bytes, blake2b of the body."""
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     codec: Codec
     fragment: int
     sequence: int
-    """0 for a payload that stands by itself, 1 to 9 for the patches after it."""
+    """Always 0: every payload stands by itself."""
     anchor: bytes
     """32 bytes: hash of what the values are relative to; empty for absolute ones."""
     tensors: list[TensorHeader]
-
-
-class Parsed(msgspec.Struct, frozen=True):
-    header: Header
-    bodies: list[memoryview]
-    """In the order of the layout."""
-
 
 
 def checksum(data: bytes | memoryview) -> bytes:
@@ -65,11 +53,11 @@ def build(header: Header, bodies: Sequence[bytes]) -> bytes:
 
 
 def parse(
-    data: bytes | memoryview, layout: Layout, codec: Codec, *, fragment: int = 0, anchor: bytes = b"", sequence: int = 0
-) -> Parsed:
-    """Header and bodies of a payload of `layout`, every length and, except in patches, every checksum verified.
+    data: bytes | memoryview, layout: Layout, codec: Codec, *, fragment: int = 0, anchor: bytes = b""
+) -> list[memoryview]:
+    """The bodies of a payload, in the order of `layout`; every length and every checksum is verified.
 
-    Raises BadMessage with a reason of PAYLOAD_REASONS.
+    Raises BadMessage: oversize, malformed, schema, codec, fragment, names, shape, dtype, size, checksum, anchor or bounds.
     """
     data = memoryview(data)
     if len(data) > payload_limit(layout, codec):
@@ -79,7 +67,7 @@ def parse(
         raise BadMessage("codec", header.codec)
     if header.fragment != fragment:
         raise BadMessage("fragment")
-    if header.sequence != sequence or header.anchor != anchor:
+    if header.sequence != 0 or header.anchor != anchor:
         raise BadMessage("anchor")
     if [t.name for t in header.tensors] != [s.name for s in layout]:
         raise BadMessage("names")
@@ -89,22 +77,16 @@ def parse(
             raise BadMessage("shape", spec.name)
         if tensor.dtype != spec.dtype:
             raise BadMessage("dtype", spec.name)
-        most = body_bytes(spec, codec)
-        if not (0 <= tensor.length <= most if codec == "patch" else tensor.length == most) or len(tensor.checksum) != CHECKSUM_BYTES:
+        if tensor.length != body_bytes(spec, codec) or len(tensor.checksum) != CHECKSUM_BYTES:
             raise BadMessage("size", spec.name)
         body = data[start : start + tensor.length]
         start += tensor.length
-        if codec != "patch" and checksum(body) != tensor.checksum:
+        if checksum(body) != tensor.checksum:
             raise BadMessage("size" if len(body) != tensor.length else "checksum", spec.name)
         bodies.append(body)
     if start != len(data):
         raise BadMessage("size", "bodies and payload end at different places")
-    return Parsed(header, bodies)
-
-
-def peek(data: bytes | memoryview, layout: Layout) -> Header:
-    """Only the header, before the codec or anchor is known. Raises BadMessage."""
-    return _header(memoryview(data), layout)[0]
+    return bodies
 
 
 def _header(data: memoryview, layout: Layout) -> tuple[Header, int]:

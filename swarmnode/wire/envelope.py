@@ -8,6 +8,7 @@ forwarder, which would make the signer look like a sender of garbage. Nothing is
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -23,6 +24,15 @@ _KEY_PREFIX = bytes.fromhex("0024 0801 1220")
 """Identity multihash (code 0, 36 bytes) of the protobuf `PublicKey{Type: Ed25519, Data: 32 bytes}`: libp2p peer-ids specification."""
 
 _BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What a node signs with: its own key, in one swarm."""
+
+    key: Ed25519PrivateKey
+    swarm: bytes
+    """32-byte swarm id."""
 
 
 def sign(payload: bytes, private_key: Ed25519PrivateKey, domain: bytes, swarm: bytes, codec: Codec = "raw") -> Envelope:

@@ -26,7 +26,7 @@ from swarmnode.p2p.punch import PunchStatistics
 from swarmnode.p2p.summaries import ClaimStatistics, SummaryStatistics
 from swarmnode.p2p.traffic import TrafficStatistics
 from swarmnode.rollouts.admission import AdmissionStatistics
-from swarmnode.weights.exchange import WeightsStatistics
+from swarmnode.weights.service import WeightsStatistics
 from tests.support.snapshots import PEERS, example, example_at
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -130,7 +130,6 @@ PARAMETERS = 8
 ATTRIBUTES = 14
 
 MORE_PARAMETERS = {
-    "swarmnode/averaging/gate.py:Gate.judge": 9,
     "swarmnode/crew/plane.py:StagePlane.__init__": 10,
     "swarmnode/crew/succession.py:next_record": 10,
     "swarmnode/crew/view.py:View.wish": 9,
@@ -139,9 +138,6 @@ MORE_PARAMETERS = {
     "swarmnode/recovery/transfer.py:StatePeer.__init__": 10,
     "swarmnode/rollouts/admission.py:Admission.__init__": 9,
     "swarmnode/rollouts/exchange.py:RolloutExchange.__init__": 12,
-    "swarmnode/trainer/weights.py:Replica.__init__": 10,
-    "swarmnode/weights/catchup.py:CatchUp.__init__": 9,
-    "swarmnode/weights/exchange.py:WeightExchange.__init__": 9,
 }
 MORE_ATTRIBUTES = {
     "swarmnode/crew/control.py:CrewControl": 43,
@@ -160,9 +156,6 @@ MORE_ATTRIBUTES = {
     "swarmnode/rollouts/exchange.py:RolloutExchange": 23,
     "swarmnode/trainer/crew/recovery.py:StageRecovery": 15,
     "swarmnode/trainer/crew/runner.py:StageRunner": 17,
-    "swarmnode/trainer/weights.py:Replica": 34,
-    "swarmnode/weights/catchup.py:CatchUp": 23,
-    "swarmnode/weights/exchange.py:WeightExchange": 24,
 }
 IGNORED_ERRORS = {"swarmnode.p2p.guards.*"}
 

@@ -48,18 +48,6 @@ FOR_NOW: set[str] = {
     "swarmnode.rollouts.groups.Announced: nobody reads received_at",
     "swarmnode.rollouts.groups.Candidate: nobody reads received_at",
     "swarmnode.rollouts.groups.Judged: nobody reads content",
-    "swarmnode.weights.messages.Busy: nobody reads retry_seconds",
-    "swarmnode.weights.pairing.Apply: nobody reads peer",
-    "swarmnode.weights.pairing.Apply: nobody reads session",
-    "swarmnode.weights.pairing.Apply: nobody reads fragment",
-    "swarmnode.weights.pairing.Open: nobody asks for it",
-    "swarmnode.weights.pairing.Open: nobody reads peer",
-    "swarmnode.weights.pairing.Open: nobody reads session",
-    "swarmnode.weights.pairing.Open: nobody reads fragment",
-    "swarmnode.weights.pairing.Verify: nobody reads peer",
-    "swarmnode.weights.pairing.Verify: nobody reads session",
-    "swarmnode.weights.pairing.Verify: nobody reads fragment",
-    "swarmnode.weights.pairing.Verify: nobody reads outer_step",
 }
 
 

@@ -21,9 +21,9 @@ from swarmnode.rollouts import admission
 from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.rollouts.shelf import Throughput
 from swarmnode.tasks import seeds
-from swarmnode.weights import catchup
-from swarmnode.weights import exchange as weights_exchange
 from swarmnode.weights import messages as weights_messages
+from swarmnode.weights import requests as weights_requests
+from swarmnode.weights import state_server
 from swarmnode.wire import ids, limits
 from swarmnode.wire.codec import DECODE_REASONS
 
@@ -201,8 +201,8 @@ def test_timeouts_are_those_of_the_registry():
         "manifest": manifests.DEADLINE,
         "session": sessions.DEADLINE,
         "summary": summaries.DEADLINE,
-        "weights": weights_exchange.SAY_SECONDS,
-        "weights_state": catchup.ASK_SECONDS,
+        "weights": weights_requests.REQUEST_TIMEOUT,
+        "weights_state": state_server.ANSWER_SECONDS,
         "crews": plane.SAY_SECONDS,
         "stage_open": stream_proxy.OPEN_SECONDS,
         "stage_stream": stream_proxy.PARK_SECONDS,

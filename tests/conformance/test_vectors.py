@@ -27,12 +27,12 @@ from swarmnode.pipeline.routes import Routes
 from swarmnode.recovery.messages import root_of, state_bytes
 from swarmnode.rollouts.admission import Admission, Rejected
 from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
-from swarmnode.weights.catchup import open_state_manifest
 from swarmnode.weights.fingerprint import LoraShape, fingerprint
 from swarmnode.weights.fragments import cut
 from swarmnode.weights.layout import make_layout
 from swarmnode.weights.messages import decode_message, decode_state
 from swarmnode.weights.partners import edge_rank
+from swarmnode.weights.state_seeker import open_state_manifest
 from swarmnode.wire import bulk, limits, strict
 from swarmnode.wire.codec import DECODE_REASONS, decode
 from swarmnode.wire.envelope import content_id, peer_id, signed_by, unseal

@@ -21,9 +21,8 @@ from swarmnode.weights.partners import partner_order
 FINGERPRINT = bytes(32)
 SWARM = bytes(32)
 OPEN_SECONDS = 2.0
-HOLD_SECONDS = 0.1
-WORK_SECONDS = 0.1
-"""Of gate and of commit."""
+COPY_SECONDS = 0.02
+APPLY_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Conditions:
     loss: float = 0.0
     duplicates: float = 0.0
     broken: float = 0.0
-    """Of a transfer that breaks half-way, on both ends or on one that hears nothing of it."""
+    """Of a transfer that breaks half-way, on one end by itself."""
     spread: float = 0.5
     """Outer steps come due within so long."""
     transfer: float = 3.0
@@ -59,10 +58,18 @@ class Result:
 
 
 @dataclass(frozen=True)
-class _Stream:
-    opener: str
+class _Copied:
+    """Its own copy of the weights is there."""
+
     session: bytes
-    until: float
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A partner has offered its copy."""
+
+    peer: str
+    session: bytes
 
 
 class Simulation:
@@ -73,7 +80,9 @@ class Simulation:
         self.conditions = conditions
         self.names = [f"peer{i:04d}" for i in range(nodes)]
         self.nodes = {
-            name: pairing.Pairing(pairing.Settings(name, FINGERPRINT, tries=conditions.tries, open_seconds=OPEN_SECONDS, rest_seconds=30.0))
+            name: pairing.Pairing(
+                pairing.PairingSettings(name, FINGERPRINT, tries=conditions.tries, open_seconds=OPEN_SECONDS, rest_seconds=30.0)
+            )
             for name in self.names
         }
         self.result = Result()
@@ -82,6 +91,7 @@ class Simulation:
         self._ticks: dict[str, float] = {}
         self._steps: dict[str, str] = {}
         self._roles: dict[bytes, dict[str, bool]] = {}
+        self._offered: dict[tuple[str, bytes], set[str]] = {}
         bucket = self.rng.randrange(2**32)
         for name in self.names:
             view = [p for p in self.names if p != name and self.rng.random() >= conditions.missing]
@@ -101,8 +111,10 @@ class Simulation:
                     continue  # a deadline that was moved
             else:
                 self.result.last_second = now
-            if isinstance(event, _Stream):
-                self._stream(name, event, now)
+            if isinstance(event, _Copied):
+                self._copied(name, event.session, now)
+            elif isinstance(event, _Ready):
+                self._ready(name, event.peer, event.session, now)
             else:
                 self._step(name, event, now)
             limit -= 1
@@ -126,7 +138,8 @@ class Simulation:
             roles = self._roles.setdefault(state.session, {})
             roles[name] = state.initiator
             assert len(roles) <= 2, "a session has two ends"
-            assert sum(roles.values()) <= 1, "one end opens the stream"
+            assert sum(roles.values()) <= 1, "the session is one end's proposal"
+            self._at(now + COPY_SECONDS, name, _Copied(state.session))
         if state.deadline != before.deadline and not settled:
             self._ticks[name] = state.deadline
             self._at(state.deadline, name, pairing.Tick())
@@ -138,15 +151,11 @@ class Simulation:
             copies = int(rng.random() >= c.loss) + int(rng.random() < c.duplicates)
             for _ in range(copies):
                 self._at(now + rng.uniform(*c.delay), action.peer, pairing.Received(name, action.message, 1, 10.0))
-        elif isinstance(action, pairing.Open):
-            self._at(now + rng.uniform(*c.delay), action.peer, _Stream(name, action.session, now + OPEN_SECONDS))
         elif isinstance(action, pairing.Pull):
             end = pairing.Failed if rng.random() < c.broken else pairing.Transferred
             self._at(now + c.transfer, name, end(action.session))
-        elif isinstance(action, pairing.Verify):
-            self._at(now + WORK_SECONDS, name, pairing.Verified(action.session))
         elif isinstance(action, pairing.Apply):
-            self._at(now + WORK_SECONDS, name, pairing.Applied(action.session))
+            self._at(now + APPLY_SECONDS, name, pairing.Applied(action.session))
         elif isinstance(action, pairing.Solo):
             self._ended(name, "solo")
         elif isinstance(action, pairing.Ended):
@@ -154,25 +163,34 @@ class Simulation:
             if action.outcome in ("applied", "pulled"):
                 self._ended(name, action.outcome)
 
-    def _stream(self, name: str, stream: _Stream, now: float) -> None:
-        """A stream reached `name`. Where its session is not known yet it is held for a while: the message that names it is on its way."""
-        c, rng, session = self.conditions, self.rng, stream.session
+    def _copied(self, name: str, session: bytes, now: float) -> None:
+        """Offer it to the partner."""
         state = self.nodes[name].state
         if state.session != session or state.phase is not Phase.PAIRED:
-            if now + HOLD_SECONDS < stream.until:
-                self._at(now + HOLD_SECONDS, name, stream)
-            else:
-                self._at(now, stream.opener, pairing.Failed(session))
             return
-        both = (stream.opener, name)
-        for end in both:
-            self._at(now, end, pairing.Opened(session))
+        c, rng = self.conditions, self.rng
+        if rng.random() >= c.loss:
+            self._at(now + rng.uniform(*c.delay), state.peer, _Ready(name, session))
+        self._offer(name, session, name, now)
+
+    def _ready(self, name: str, peer: str, session: bytes, now: float) -> None:
+        """A READY that overtakes the ACCEPT that names its session is held until that is here."""
+        state = self.nodes[name].state
+        early = state.phase is Phase.PROPOSED and state.peer == peer
+        if early or (state.session == session and state.peer == peer):
+            self._offer(name, session, peer, now)
+
+    def _offer(self, name: str, session: bytes, whose: str, now: float) -> None:
+        offered = self._offered.setdefault((name, session), set())
+        offered.add(whose)
+        if len(offered) < 2:
+            return
+        c, rng = self.conditions, self.rng
+        self._at(now, name, pairing.CopiesOffered(session))
         if rng.random() < c.broken:
-            for end in both if rng.random() < 0.5 else (name,):
-                self._at(now + c.transfer / 2, end, pairing.Failed(session))
-            return
-        for end in both:
-            self._at(now + c.transfer * rng.uniform(0.8, 1.2), end, pairing.Transferred(session))
+            self._at(now + c.transfer / 2, name, pairing.Failed(session))
+        else:
+            self._at(now + c.transfer * rng.uniform(0.8, 1.2), name, pairing.Transferred(session))
 
     def _ended(self, name: str, outcome: str) -> None:
         # a node that was another's partner before its own step came due has taken that step early

@@ -1,6 +1,6 @@
-"""Two nodes' weight planes without a model: the real network half, the real trainer half, a few random tensors for a policy.
+"""A node's averaging without a model: the real network half, the real trainer half, a few random tensors for a policy.
 
-    async with plane(network, key, directory) as node:      # network: of testing.hosts
+    async with averaging(network, key, directory) as node:      # network: of testing.hosts
         node.due()                                          # as after H steps
         await until(lambda: node.outcome("applied"))
 
@@ -11,23 +11,30 @@ milliseconds, on the trio thread, which is the trainer's main thread here.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from swarmnode.averaging.averaged import AveragedTensors
 from swarmnode.averaging.outer import Tensors
+from swarmnode.averaging.probe import LossProbe
 from swarmnode.config import WeightsConfig
 from swarmnode.p2p.network import Libp2pNetwork
+from swarmnode.policy.load import Policy
+from swarmnode.policy.micro import MicroBatcher
 from swarmnode.trainer.state import Counters
 from swarmnode.trainer.weights import Replica
 from swarmnode.weights import local
-from swarmnode.weights.exchange import WeightExchange
+from swarmnode.weights.service import WeightService
+from swarmnode.wire.envelope import Credentials
 
 SWARM = b"\x21" * 32
 BASE = b"\x22" * 32
@@ -58,8 +65,17 @@ class Judge:
         return [[-loss]] * len(rows)
 
 
+def tensors_of(model: torch.nn.Module, cfg: WeightsConfig) -> AveragedTensors:
+    return AveragedTensors(dict(model.named_parameters()), cfg.codec, cfg.fragments, threading.Lock())
+
+
+def probe_of(model: torch.nn.Module, judge: Judge, tensors: AveragedTensors) -> LossProbe:
+    """`judge` in place of a policy's log-probabilities."""
+    return LossProbe(cast("Policy", SimpleNamespace(model=model)), cast("MicroBatcher", judge), 1.0, tensors)
+
+
 class Node:
-    """One node's weight plane. `hold`: kinds of messages that the trainer is slow to act on, i.e. keeps waiting."""
+    """One node's averaging. `hold`: kinds of messages that the trainer is slow to act on, i.e. keeps waiting."""
 
     def __init__(self, network: Libp2pNetwork, key: Ed25519PrivateKey, directory: Path, cfg: WeightsConfig, seed: int, fresh: bool) -> None:
         self.network = network
@@ -67,19 +83,22 @@ class Node:
         self.counters = Counters(step=0 if fresh else 1)
         self.judge = Judge(self.model)
         self.hold: set[type] = set()
-        self.told: list[local.ToTrainer] = []
-        self.said: list[local.FromTrainer] = []
-        self.exchange = WeightExchange(network, key, SWARM, cfg, directory, self._tell)
+        self.may_average = True
+        self.to_trainer: list[local.ToTrainer] = []
+        self.from_trainer: list[local.FromTrainer] = []
+        self.service = WeightService(
+            network, Credentials(key, SWARM), cfg, directory, self._send_to_trainer, may_average=lambda: self.may_average
+        )
         self._generator = torch.Generator().manual_seed(seed)
         self._token = trio.lowlevel.current_trio_token()
-        self.replica = Replica(
-            SimpleNamespace(model=self.model), cfg, self.counters, self.judge, directory, lock=threading.Lock(), send=self._send
-        )  # type: ignore[arg-type]  # fmt: skip
+        self.tensors = tensors_of(self.model, cfg)
+        self.probe = probe_of(self.model, self.judge, self.tensors)
+        self.replica = Replica(self.tensors, cfg, self.counters, directory, send=self._send, probe=self.probe)
         self.fresh = fresh
 
     def connect(self) -> None:
         """The trainer's Hello."""
-        self.exchange.set_policy(self.replica.facts(self.fresh), BASE, TOKENIZER)
+        self.service.set_policy(self.replica.facts(self.fresh), BASE, TOKENIZER)
 
     def step(self, size: float = 0.01) -> None:
         """An optimizer step."""
@@ -87,28 +106,35 @@ class Node:
             for parameter in self.model.parameters():
                 parameter.add_(size * torch.randn(parameter.shape, generator=self._generator))
 
-    def due(self, fragment: int = 0) -> None:
-        self.exchange.receive(local.Due(fragment, self.counters.outer_clocks[fragment], 0.01))
+    def due(self, fragment: int = 0, step_seconds: float = 0.01) -> None:
+        self.service.receive(local.OuterStepDue(fragment, self.counters.outer_clocks[fragment], step_seconds))
+
+    def fingerprint(self) -> bytes:
+        return self.replica.facts(self.fresh).fingerprint(SWARM, BASE, TOKENIZER)
 
     def weights(self) -> Tensors:
         return {n: p.detach().clone() for n, p in self.model.named_parameters()}
 
+    def phi(self) -> Tensors:
+        """Slow weights."""
+        return {n.removeprefix("phi."): t for n, t in self.replica.tensors().items() if n.startswith("phi.")}
+
     def outcome(self, name: str) -> int:
-        return self.exchange.statistics().outcomes[name]
+        return self.service.statistics().outcomes[name]
 
     def candidates(self) -> int:
-        return self.exchange.statistics().candidates
+        return self.service.statistics().candidates
 
-    def _tell(self, message: local.ToTrainer) -> bool:
-        self.told.append(message)
+    def _send_to_trainer(self, message: local.ToTrainer) -> bool:
+        self.to_trainer.append(message)
         if type(message) not in self.hold:
             self.replica.receive(message)
         return True
 
     def _send(self, message: local.FromTrainer) -> None:
         def receive() -> None:
-            self.said.append(message)
-            self.exchange.receive(message)
+            self.from_trainer.append(message)
+            self.service.receive(message)
 
         with contextlib.suppress(trio.RunFinishedError):
             self._token.run_sync_soon(receive)
@@ -120,7 +146,7 @@ class Node:
 
 
 @contextlib.asynccontextmanager
-async def plane(
+async def averaging(
     network: Libp2pNetwork, key: Ed25519PrivateKey, directory: Path, *, cfg: WeightsConfig = CONFIG, seed: int = 0, fresh: bool = False,
     prepare: Callable[[Node], None] = lambda node: None,
 ) -> AsyncIterator[Node]:  # fmt: skip
@@ -128,7 +154,7 @@ async def plane(
     node = Node(network, key, directory, cfg, seed, fresh)
     prepare(node)
     async with trio.open_nursery() as nursery:
-        await nursery.start(node.exchange.run)
+        await nursery.start(node.service.run)
         nursery.start_soon(node.run)
         node.connect()
         try:
@@ -136,6 +162,17 @@ async def plane(
         finally:
             nursery.cancel_scope.cancel()
             node.replica.close()
+
+
+def settle(receive: Callable[[local.ToTrainer], None], said: list[local.FromTrainer]) -> None:
+    """Wait until a replica's worker has done everything before this: what it cannot copy it answers in its turn."""
+    ping = local.SnapshotWritten(secrets.token_bytes(16), 99, "", 0)
+    receive(local.TakeSnapshot(ping.session, ping.fragment))
+    deadline = time.monotonic() + 10
+    while ping not in said:
+        assert time.monotonic() < deadline, "the worker is stuck"
+        time.sleep(0.001)
+    said.remove(ping)
 
 
 def identical(one: Tensors, other: Tensors) -> bool:

@@ -1,10 +1,11 @@
-"""A weight plane in a process of its own that kills itself with -9 the moment it enters a state, so that a test can look at its partner."""
+"""A node in a process of its own that kills itself with -9 when it enters a state of an exchange: a test looks at its partner."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ import trio
 
 from swarmnode.p2p import identity
 from swarmnode.process import die_with_parent
-from swarmnode.weights import exchange
+from swarmnode.weights import discovery, pairing
 from tests.support.hosts import host
-from tests.support.replica import SWARM, Node, plane
+from tests.support.replica import SWARM, averaging
 from tests.support.waiting import until
 
 _context = multiprocessing.get_context("forkserver")  # one server imports torch and libp2p, each child is a fork of it
@@ -34,7 +35,7 @@ def start(directory: Path, address: str, *, proposes: bool, die_in: str, linger:
 def main(directory: Path, address: str, proposes: bool, die_in: str, linger: float) -> None:
     die_with_parent()
     torch.set_num_threads(1)
-    exchange.GREET_SECONDS = 0.05  # type: ignore[misc]
+    discovery.POLL_INTERVAL = 0.05  # type: ignore[misc]
     trio.run(_run, directory, address, proposes, die_in, linger)
 
 
@@ -42,26 +43,29 @@ async def _run(directory: Path, address: str, proposes: bool, die_in: str, linge
     key = identity.load_or_create(directory / "identity.key").private_key
     async with host(directory, initial_peers=[address], swarm=SWARM) as network:
 
-        def watch(node: Node) -> None:
-            pairing = node.exchange._pairing
-            handle = pairing.handle
-
-            def watched(event: Any, now: float) -> Any:
-                actions = handle(event, now)
-                if die_in and pairing.state.phase.value == die_in:
-                    if not linger:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    node.exchange._soon(_die, linger)
-                return actions
-
-            pairing.handle = watched  # type: ignore[method-assign]
-
-        async with plane(network, key, directory, seed=7, prepare=watch) as node:
+        if die_in:
+            pairing.Pairing.handle = dying(die_in, linger)  # type: ignore[method-assign]
+        async with averaging(network, key, directory, seed=7) as node:
             node.step()
             await until(lambda: node.candidates() == 1, seconds=START_SECONDS)
             if proposes:
                 node.due()
             await trio.sleep_forever()
+
+
+def dying(phase: str, linger: float) -> Callable[[pairing.Pairing, pairing.Event, float], tuple[pairing.Action, ...]]:
+    """`Pairing.handle` that ends this process, `linger` seconds after it has entered `phase`."""
+    handle = pairing.Pairing.handle
+
+    def watched(self: pairing.Pairing, event: pairing.Event, now: float) -> tuple[pairing.Action, ...]:
+        actions = handle(self, event, now)
+        if self.state.phase.value == phase:
+            if not linger:
+                os.kill(os.getpid(), signal.SIGKILL)
+            trio.lowlevel.spawn_system_task(_die, linger)
+        return actions
+
+    return watched
 
 
 async def _die(linger: float) -> None:

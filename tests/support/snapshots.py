@@ -36,8 +36,8 @@ from swarmnode.rollouts.exchange import ExchangeStatistics
 from swarmnode.rollouts.fetching import FetchStatistics
 from swarmnode.rollouts.pool import PoolStatistics
 from swarmnode.tasks.tally import ScorerStatistics
-from swarmnode.weights.catchup import CatchUpStatistics
-from swarmnode.weights.exchange import WeightsStatistics
+from swarmnode.weights.service import WeightsStatistics
+from swarmnode.weights.state_seeker import CatchUpStatistics
 
 STARTED_AT = 1_790_000_000.0
 OWN = "12D3KooWPzVVwhZ6NRtTQXGnCo6WhqPV1xuoHPSdWBCSKwGGLCoN"

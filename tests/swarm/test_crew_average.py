@@ -15,8 +15,9 @@ from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.trainer.crew.average import CLOCKS, StageAveraging, averaged
 from swarmnode.trainer.crew.model import open_model
 from swarmnode.trainer.crew.stage import Stage
-from swarmnode.weights import exchange as exchange_module
-from swarmnode.weights.exchange import WeightExchange
+from swarmnode.weights import discovery, driver
+from swarmnode.weights.service import WeightService
+from swarmnode.wire.envelope import Credentials
 from tests.support.hosts import hosts
 from tests.support.waiting import until
 
@@ -33,7 +34,7 @@ class Holder:
         assigned = Assigned(bytes([crew]) * 32, 1, index, epochs, (2, 2), members, 0, True, False, "")
         self.stage = Stage(assigned, model.build((2, 2), index, config), model.settings(config), model.limits())
         key = identity.load_or_create(directory / "identity.key").private_key
-        self.exchange = WeightExchange(network, key, SWARM, config.weights, directory, self._tell)
+        self.service = WeightService(network, Credentials(key, SWARM), config.weights, directory, self._tell)
         self._token = trio.lowlevel.current_trio_token()
         self.averaging = StageAveraging(config, self.stage, self._send)
         self._generator = torch.Generator().manual_seed(seed)
@@ -45,11 +46,11 @@ class Holder:
 
     def _send(self, message):
         with contextlib.suppress(trio.RunFinishedError):
-            self._token.run_sync_soon(self.exchange.receive, message)
+            self._token.run_sync_soon(self.service.receive, message)
 
     def connect(self):
         self.averaging.begin()
-        self.exchange.set_policy(self.averaging.facts(), self.model.text.fingerprint, self.model.text.tokenizer_hash)
+        self.service.set_policy(self.averaging.facts(), self.model.text.fingerprint, self.model.text.tokenizer_hash)
 
     def step(self, size=0.001):
         """A step of its crew."""
@@ -63,7 +64,11 @@ class Holder:
         return {n: p.detach().clone() for n, p in averaged(self.stage).items()}
 
     def candidates(self):
-        return self.exchange.statistics().candidates
+        return self.service.statistics().candidates
+
+
+def phi_of(holder):
+    return {n.removeprefix("phi."): t for n, t in holder.averaging.tensors().items() if n.startswith("phi.")}
 
 
 def distance(a, b):
@@ -74,8 +79,8 @@ def distance(a, b):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     torch.set_num_threads(1)
-    monkeypatch.setattr(exchange_module, "OPEN_SECONDS", (1.0, 120.0))
-    monkeypatch.setattr(exchange_module, "GREET_SECONDS", 0.05)
+    monkeypatch.setattr(driver, "OPEN_SECONDS", (1.0, 120.0))
+    monkeypatch.setattr(discovery, "POLL_INTERVAL", 0.05)
 
 
 @contextlib.asynccontextmanager
@@ -96,7 +101,7 @@ async def stages(tmp_path, seats):
             model = stack.enter_context(open_model(config(directory)))
             holders.append(Holder(network, directory, config(directory), model, crew, index, number))
             stack.callback(holders[-1].averaging.close)
-            await nursery.start(holders[-1].exchange.run)
+            await nursery.start(holders[-1].service.run)
         yield holders
         nursery.cancel_scope.cancel()
 
@@ -145,14 +150,14 @@ async def test_a_stage_that_is_lost_gets_its_state_from_other_crews(tmp_path):
         assert first.averaging.met()
         assert not lost.averaging.met()
         lost.averaging.seek()
-        lost.exchange.set_policy(lost.averaging.facts(), lost.model.text.fingerprint, lost.model.text.tokenizer_hash)
+        lost.service.set_policy(lost.averaging.facts(), lost.model.text.fingerprint, lost.model.text.tokenizer_hash)
         with trio.fail_after(30):
             found = await lost.averaging.fetch()
-        sources = [holder.averaging._replica._outer.phi for holder in (first, second)]
+        sources = [phi_of(holder) for holder in (first, second)]
         assert any(all(torch.equal(found.phi[n], phi[n]) for n in phi) for phi in sources)
         assert {f"phi.{n}" for n in found.phi} | {f"delta.{n}" for n in found.phi} | {CLOCKS} == set(found.outer)
         lost.averaging.begin(found.outer)
-        assert lost.averaging.facts().clocks == first.averaging.facts().clocks
+        assert lost.averaging.facts().outer_steps == first.averaging.facts().outer_steps
         assert not lost.averaging.facts().fresh
 
 
@@ -161,7 +166,7 @@ async def test_without_another_crew_a_lost_stage_is_told_so(tmp_path):
         lost, other = holders
         other.connect()
         lost.averaging.seek()
-        lost.exchange.set_policy(lost.averaging.facts(), lost.model.text.fingerprint, lost.model.text.tokenizer_hash)
+        lost.service.set_policy(lost.averaging.facts(), lost.model.text.fingerprint, lost.model.text.tokenizer_hash)
         with trio.fail_after(20), pytest.raises(PeerError, match="no other crew"):
             await lost.averaging.fetch()
 

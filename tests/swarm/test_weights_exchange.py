@@ -7,10 +7,9 @@ import torch
 import trio
 
 from swarmnode.p2p import identity
-from swarmnode.weights import exchange as exchange_module
-from swarmnode.weights import local
+from swarmnode.weights import discovery, driver, local
 from tests.support.hosts import hosts
-from tests.support.replica import CONFIG, SWARM, Node, identical, plane
+from tests.support.replica import CONFIG, SWARM, Node, averaging, identical
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.swarm
@@ -18,8 +17,8 @@ pytestmark = pytest.mark.swarm
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(exchange_module, "OPEN_SECONDS", (1.0, 120.0))
-    monkeypatch.setattr(exchange_module, "GREET_SECONDS", 0.05)
+    monkeypatch.setattr(driver, "OPEN_SECONDS", (1.0, 120.0))
+    monkeypatch.setattr(discovery, "POLL_INTERVAL", 0.05)
 
 
 @contextlib.asynccontextmanager
@@ -31,7 +30,7 @@ async def nodes(directory, count, **options):
             await network.wait_connected(count - 1)
             path = directory / str(number)
             key = identity.load_or_create(path / "identity.key").private_key
-            node = await stack.enter_async_context(plane(network, key, path, seed=number, **options))
+            node = await stack.enter_async_context(averaging(network, key, path, seed=number, **options))
             node.step()
             made.append(node)
         await until(lambda: all(node.candidates() == count - 1 for node in made))
@@ -52,8 +51,21 @@ async def test_a_pair_meets_in_the_middle(tmp_path):
         assert all(torch.allclose(t, middle[n], atol=1e-5) for n, t in a.weights().items())
         assert a.counters.outer_clocks == b.counters.outer_clocks == [1]
         assert a.counters.policy_version == 1
-        payload = a.exchange.statistics().received_bytes
+        payload = a.service.statistics().received_bytes
         assert 2 * 64 * 64 * 4 < payload < 2 * 64 * 64 * 4 + 600  # one policy, once
+
+
+async def test_an_exchange_crosses_our_own_socket_five_times_at_most(tmp_path):
+    async with nodes(tmp_path, 2) as (a, b):
+        for node in (a, b):
+            node.to_trainer.clear()
+            node.from_trainer.clear()
+        a.from_trainer.append(local.OuterStepDue(0, 0, 0.01))  # which `due` hands to the other side by itself
+        a.due()
+        await until(lambda: a.outcome("applied") and b.outcome("applied"))
+        crossed = [[type(m).__name__ for m in (*node.from_trainer, *node.to_trainer)] for node in (a, b)]
+        assert sorted(crossed[0]) == ["ApplyPayload", "ExchangeEnded", "OuterStepDue", "SnapshotWritten", "TakeSnapshot"]
+        assert sorted(crossed[1]) == ["ApplyPayload", "ExchangeEnded", "SnapshotWritten", "TakeSnapshot"]
 
 
 async def test_both_propose_at_once_and_average_once(tmp_path):
@@ -66,10 +78,10 @@ async def test_both_propose_at_once_and_average_once(tmp_path):
 
 async def test_steps_taken_while_weights_travel_are_kept(tmp_path):
     async with nodes(tmp_path, 2) as (a, b):
-        a.hold = {local.CommitExchange}
+        a.hold = {local.ApplyPayload}
         a.due()
-        await until(lambda: any(isinstance(m, local.CommitExchange) for m in a.told))
-        commit = next(m for m in a.told if isinstance(m, local.CommitExchange))
+        await until(lambda: any(isinstance(m, local.ApplyPayload) for m in a.to_trainer))
+        commit = next(m for m in a.to_trainer if isinstance(m, local.ApplyPayload))
         before = a.weights()
         a.step()
         moved = {n: t - before[n] for n, t in a.weights().items()}
@@ -88,15 +100,10 @@ async def test_alone_the_outer_step_is_taken_alone(tmp_path):
 
 async def test_a_busy_partner_is_pulled_from(tmp_path):
     async with nodes(tmp_path, 2) as (a, b):
-        b.exchange.receive(local.Due(0, 0, 0.01))
+        b.due(step_seconds=10.0)  # so slow that it rests for two minutes afterwards
         await until(lambda: a.outcome("applied") and b.outcome("applied"))  # now both have published
-        b.hold = {local.TakeSnapshot, local.SoloStep, local.JudgePayload}
         b.step()
         a.step()
-        b.exchange._pairing.settings = b.exchange._pairing.settings.__class__(
-            b.network.peer_id, b.exchange._pairing.settings.fingerprint, rest_seconds=60.0
-        )
-        b.exchange._pairing.state = b.exchange._pairing.state.__class__(rest_until=trio.current_time() + 60)
         a.due()
         await until(lambda: a.outcome("pulled"))
         assert b.outcome("applied") == 1
@@ -105,16 +112,16 @@ async def test_a_busy_partner_is_pulled_from(tmp_path):
 
 async def test_a_trainer_that_starts_again_in_the_middle_costs_the_exchange_only(tmp_path):
     async with nodes(tmp_path, 2) as (a, b):
-        a.hold = {local.JudgePayload}
+        a.hold = {local.ApplyPayload}
         a.due()
-        await until(lambda: any(isinstance(m, local.JudgePayload) for m in a.told))
+        await until(lambda: any(isinstance(m, local.ApplyPayload) for m in a.to_trainer))
         before = a.weights()
         a.connect()
-        assert a.exchange.statistics().phase == "idle"
-        assert a.exchange.statistics().failures == {"no_trainer": 1}
+        assert a.service.statistics().phase == "idle"
+        assert a.service.statistics().failures == {"no_trainer": 1}
         assert identical(before, a.weights())
         a.hold = set()
-        await until(lambda: b.exchange.statistics().phase == "idle" and a.candidates() == 1)
+        await until(lambda: b.service.statistics().phase == "idle" and a.candidates() == 1)
         a.due()
         await until(lambda: a.outcome("applied"))
 
@@ -127,27 +134,28 @@ async def test_a_newcomer_has_a_neighbours_state_before_its_first_step(tmp_path)
         keys = [identity.load_or_create(tmp_path / str(n) / "identity.key").private_key for n in range(4)]
         old = []
         for number in range(3):
-            node = await stack.enter_async_context(plane(networks[number], keys[number], tmp_path / str(number), seed=number))
+            node = await stack.enter_async_context(averaging(networks[number], keys[number], tmp_path / str(number), seed=number))
             node.step()
             old.append(node)
+            node.replica.receive(local.SoloStep(0))  # φ is its own now
+        await until(lambda: all(node.counters.solo_steps_total for node in old))
         for clock, node in zip((30, 31, 900), old, strict=True):  # the third lies about how far it is
             node.counters.outer_clocks[0] = clock
-            node.replica._outer.step(node.weights())  # φ is its own now
             node.connect()
         await until(lambda: all(node.candidates() == 2 for node in old))
-        new = await stack.enter_async_context(plane(networks[3], keys[3], tmp_path / "3", fresh=True))
-        await until(lambda: new.exchange.statistics().catch_up.adoptions == {"adopted": 1})
-        assert new.replica.settled(0)
-        assert new.exchange.statistics().catch_up.source == old[1].network.peer_id  # what two claim to have reached
-        assert identical(new.replica._outer.phi, old[1].replica._outer.phi)
-        assert identical(new.replica._outer.delta, old[1].replica._outer.delta)
-        assert identical(new.weights(), old[1].replica._outer.phi)
+        new = await stack.enter_async_context(averaging(networks[3], keys[3], tmp_path / "3", fresh=True))
+        await until(lambda: new.service.statistics().catch_up.adoptions == {"adopted": 1})
+        assert new.replica.wait_for_state(0)
+        assert new.service.statistics().catch_up.source == old[1].network.peer_id  # what two claim to have reached
+        assert identical(new.phi(), old[1].phi())
+        assert identical(new.replica.tensors(), old[1].replica.tensors())
+        assert identical(new.weights(), old[1].phi())
         assert new.counters.outer_clocks == [31]
         for node in old:
             node.counters.outer_clocks[0] = 31
             node.step()
             node.connect()
-        await until(lambda: {new.exchange._members.outer_step(node.network.peer_id) for node in old} == {31})
+        await until(lambda: new.candidates() == 3)
         before = new.weights()
         new.due()  # on probation: everything but the mixing
         await until(lambda: new.outcome("applied"))
@@ -162,44 +170,48 @@ async def test_a_newcomer_has_a_neighbours_state_before_its_first_step(tmp_path)
 async def test_one_neighbour_alone_is_not_believed_unless_that_was_asked_for(from_one, tmp_path):
     async with hosts(tmp_path, 2, swarm=SWARM) as networks, contextlib.AsyncExitStack() as stack:
         keys = [identity.load_or_create(tmp_path / str(n) / "identity.key").private_key for n in range(2)]
-        old = await stack.enter_async_context(plane(networks[0], keys[0], tmp_path / "0"))
+        old = await stack.enter_async_context(averaging(networks[0], keys[0], tmp_path / "0"))
         old.step()
         old.counters.outer_clocks[0] = 30
         old.connect()
         cfg = CONFIG.model_copy(update={"join_from_one": from_one})
-        new = await stack.enter_async_context(plane(networks[1], keys[1], tmp_path / "1", fresh=True, cfg=cfg))
+        new = await stack.enter_async_context(averaging(networks[1], keys[1], tmp_path / "1", fresh=True, cfg=cfg))
         before = new.weights()
-        await until(lambda: new.replica.settled(0))
-        await until(lambda: new.exchange.statistics().catch_up.adoptions == ({"adopted": 1} if from_one else {}))
-        assert identical(new.weights(), old.replica._outer.phi if from_one else before)
+        await until(lambda: new.replica.wait_for_state(0))
+        await until(lambda: new.service.statistics().catch_up.adoptions == ({"adopted": 1} if from_one else {}))
+        assert identical(new.weights(), old.phi() if from_one else before)
 
 
 async def test_of_two_neighbours_no_single_one_is_believed_even_if_that_was_asked_for(tmp_path):
     async with hosts(tmp_path, 3, swarm=SWARM) as networks, contextlib.AsyncExitStack() as stack:
         keys = [identity.load_or_create(tmp_path / str(n) / "identity.key").private_key for n in range(3)]
         for number, clock in enumerate((900, 30)):  # the first lies about how far it is
-            node = await stack.enter_async_context(plane(networks[number], keys[number], tmp_path / str(number), seed=number))
+            node = await stack.enter_async_context(averaging(networks[number], keys[number], tmp_path / str(number), seed=number))
             node.counters.outer_clocks[0] = clock
             node.connect()
         cfg = CONFIG.model_copy(update={"join_from_one": True})
         with trio.fail_after(60):
             await networks[2].wait_connected(2)
-        new = await stack.enter_async_context(plane(networks[2], keys[2], tmp_path / "2", fresh=True, cfg=cfg))
-        await until(lambda: new.replica.settled(0))
-        assert new.exchange.statistics().catch_up.source == networks[1].peer_id
+        new = await stack.enter_async_context(averaging(networks[2], keys[2], tmp_path / "2", fresh=True, cfg=cfg))
+        await until(lambda: new.replica.wait_for_state(0))
+        assert new.service.statistics().catch_up.source == networks[1].peer_id
 
 
 async def test_a_policy_of_another_fingerprint_is_no_candidate(tmp_path):
-    async with hosts(tmp_path, 2, swarm=SWARM) as networks, contextlib.AsyncExitStack() as stack:
-        keys = [identity.load_or_create(tmp_path / str(n) / "identity.key").private_key for n in range(2)]
-        a = await stack.enter_async_context(plane(networks[0], keys[0], tmp_path / "0"))
-        other = CONFIG.model_copy(update={"codec": "bfloat16"})
-        b = await stack.enter_async_context(plane(networks[1], keys[1], tmp_path / "1", cfg=other))
-        await until(lambda: b.network.peer_id in a.exchange._members._members and a.network.peer_id in b.exchange._members._members)
-        await trio.sleep(0.2)
+    async with hosts(tmp_path, 3, swarm=SWARM) as networks, contextlib.AsyncExitStack() as stack:
+        made = []
+        for number, codec in enumerate(("float32", "bfloat16", "float32")):
+            await networks[number].wait_connected(2)
+            key = identity.load_or_create(tmp_path / str(number) / "identity.key").private_key
+            cfg = CONFIG.model_copy(update={"codec": codec})
+            made.append(await stack.enter_async_context(averaging(networks[number], key, tmp_path / str(number), cfg=cfg)))
+        a, other, b = made
+        await until(lambda: a.candidates() == b.candidates() == 1)
+        assert other.candidates() == 0
+        other.due()
+        await until(lambda: other.counters.solo_steps_total == 1)
         a.due()
-        await until(lambda: a.counters.solo_steps_total == 1)
-        assert a.candidates() == b.candidates() == 0
+        await until(lambda: a.outcome("applied") and b.outcome("applied"))
 
 
 async def test_who_is_far_ahead_is_mixed_with_and_who_is_far_behind_is_only_served(tmp_path):
@@ -212,6 +224,6 @@ async def test_who_is_far_ahead_is_mixed_with_and_who_is_far_behind_is_only_serv
         await until(lambda: a.outcome("applied") and b.outcome("applied"))
         assert identical(a.weights(), ahead)
         assert all(torch.allclose(t, (ahead[n] + behind[n]) / 2, atol=1e-5) for n, t in b.weights().items())
-        assert a.exchange.statistics().judged == {"lagging": 1}
+        assert a.service.statistics().judged == {"lagging": 1}
         assert (a.counters.outer_clocks, b.counters.outer_clocks) == ([21], [2])
         assert a.network.welcome(b.network.peer_id)

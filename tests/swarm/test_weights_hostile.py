@@ -2,19 +2,17 @@
 
 import contextlib
 
-import msgspec
 import pytest
 import trio
 
+from swarmnode.averaging import probe
 from swarmnode.demo.liar.weights import MANNERS, PAYLOADS, WeightLiar
 from swarmnode.errors import PeerError
 from swarmnode.p2p import identity
-from swarmnode.trainer import weights as trainer_weights
-from swarmnode.weights import exchange as exchange_module
-from swarmnode.weights import local
+from swarmnode.weights import discovery, driver, local
 from swarmnode.weights.messages import Accept, Busy, Here, Latest, Propose
 from tests.support.hosts import hosts
-from tests.support.replica import CONFIG, SWARM, identical, plane
+from tests.support.replica import CONFIG, SWARM, averaging, identical
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.swarm
@@ -34,9 +32,9 @@ BLAMELESS = {"other_size", "not_offered", "silent", "release", "no_answer", "fli
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(exchange_module, "OPEN_SECONDS", (0.5, 120.0))
-    monkeypatch.setattr(exchange_module, "GREET_SECONDS", 0.05)
-    monkeypatch.setattr(trainer_weights, "LEAST_PROBE", 1)
+    monkeypatch.setattr(driver, "OPEN_SECONDS", (0.5, 120.0))
+    monkeypatch.setattr(discovery, "POLL_INTERVAL", 0.05)
+    monkeypatch.setattr(probe, "LEAST_PROBE", 1)
 
 
 @contextlib.asynccontextmanager
@@ -44,13 +42,13 @@ async def victim_and_liar(directory, *kinds, cfg=CONFIG, **options):
     """The liar knows the victim's policy and is its only candidate."""
     async with hosts(directory, 2, swarm=SWARM) as (one, other), trio.open_nursery() as nursery:
         key = identity.load_or_create(directory / "0" / "identity.key").private_key
-        async with plane(one, key, directory / "0", cfg=cfg) as victim:
-            victim.replica.remember([([1], [2])])
+        async with averaging(one, key, directory / "0", cfg=cfg) as victim:
+            victim.probe.remember([([1], [2])])
             victim.step(0.05)
             victim.due()
-            await until(lambda: victim.counters.solo_steps_total == 1 and victim.exchange._published)
             liar = WeightLiar(other, kinds, **options)
             await nursery.start(liar.run)
+            await published(victim, liar)
             await liar.learn(one.peer_id)
             victim.step(0.05)
             if "flipped" in kinds:
@@ -58,6 +56,15 @@ async def victim_and_liar(directory, *kinds, cfg=CONFIG, **options):
             await until(lambda: victim.candidates() == 1)
             yield victim, liar, other.peer_id
             nursery.cancel_scope.cancel()
+
+
+async def published(victim, liar):
+    """Until the victim's copy can be pulled: its size."""
+    with trio.fail_after(30):
+        while True:
+            with contextlib.suppress(PeerError):
+                return (await liar.ask(victim.network.peer_id, Latest(victim.fingerprint(), 0))).size
+            await trio.sleep(0.05)
 
 
 def score(victim, liar):
@@ -70,7 +77,7 @@ async def test_a_lie_changes_not_one_bit(kind, tmp_path):
         before = victim.weights()
         victim.due()
         await until(lambda: victim.outcome("solo") == 2)
-        statistics = victim.exchange.statistics()
+        statistics = victim.service.statistics()
         assert identical(before, victim.weights())
         assert statistics.outcomes["applied"] == 0
         assert statistics.phase == "idle"
@@ -91,7 +98,7 @@ async def test_hostile_values_are_refused_in_every_codec(kind, codec, tmp_path):
         before = victim.weights()
         victim.due()
         refused = ("not_finite", "bounds", "norm_ratio", "probe")
-        await until(lambda: any(victim.exchange.statistics().judged.get(name) for name in refused))
+        await until(lambda: any(victim.service.statistics().judged.get(name) for name in refused))
         assert identical(before, victim.weights())
 
 
@@ -107,34 +114,32 @@ async def test_after_one_lie_no_other_is_listened_to_for_a_while(tmp_path):
         for expected in range(2, 5):
             victim.due()
             await until(lambda expected=expected: victim.outcome("solo") == expected)
-        assert victim.exchange.statistics().judged == {"not_finite": 1}
+        assert victim.service.statistics().judged == {"not_finite": 1}
         assert isinstance(await liar.propose(victim.network.peer_id, follow=False), Busy)
         assert score(victim, peer) < -1
 
 
-async def test_lies_are_not_listened_to_for_ever(tmp_path):
+async def test_lies_are_not_listened_to_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr(driver, "AVOID_SECONDS", 0.0)
     async with victim_and_liar(tmp_path, "nan") as (victim, _, peer):
-        pairing = victim.exchange._pairing
-        pairing.settings = msgspec.structs.replace(pairing.settings, avoid_seconds=0.0)
         for expected in range(2, 8):
             victim.due()
             await until(lambda expected=expected: victim.outcome("solo") == expected)
         assert not victim.network.welcome(peer)
-        assert victim.exchange.statistics().judged["not_finite"] <= 6
+        assert victim.service.statistics().judged["not_finite"] <= 6
         assert victim.candidates() == 0
 
 
-async def test_who_proposes_and_vanishes_is_avoided_and_worse_off_the_second_time(tmp_path):
+async def test_who_proposes_and_vanishes_is_avoided_and_worse_off_the_second_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(driver, "AVOID_SECONDS", 0.5)
     async with victim_and_liar(tmp_path) as (victim, liar, peer):
-        pairing = victim.exchange._pairing
-        pairing.settings = msgspec.structs.replace(pairing.settings, avoid_seconds=0.2)
         before = victim.weights()
         for times in (1, 2):
-            await until(lambda: all(ends < trio.current_time() for _, ends, _ in pairing.state.avoided))
             assert isinstance(await liar.propose(victim.network.peer_id, follow=False), Accept)
             await until(lambda times=times: victim.outcome("vanished") == times)
             assert isinstance(await liar.propose(victim.network.peer_id, follow=False), Busy)
             assert (score(victim, peer) < 0) == (times == 2)
+            await trio.sleep(0.6)
         assert identical(before, victim.weights())
 
 
@@ -142,9 +147,10 @@ async def test_a_flood_of_proposals_gets_one_accept_and_leaves_nothing_behind(tm
     async with victim_and_liar(tmp_path) as (victim, liar, _):
         answers = [await liar.propose(victim.network.peer_id, follow=False) for _ in range(40)]
         assert sum(isinstance(answer, Accept) for answer in answers) == 1
-        assert len(victim.replica._exchanges) <= 4
-        await until(lambda: victim.exchange.statistics().phase == "idle")
-        await until(lambda: not victim.replica._exchanges)
+        await until(lambda: victim.service.statistics().phase == "idle")
+        copied, dropped = ([m for m in victim.to_trainer if isinstance(m, kind)] for kind in (local.TakeSnapshot, local.DropExchange))
+        assert [m.session for m in copied] == [m.session for m in dropped]
+        assert len(copied) == 1
 
 
 async def test_a_replayed_proposal_opens_nothing(tmp_path):
@@ -169,8 +175,8 @@ async def test_claims_of_a_great_lead_move_the_clock_by_one(tmp_path):
         await until(lambda: victim.outcome("applied") == 1)
         assert victim.counters.outer_clocks == [3]  # one alone, and this one with the one that is ahead
         await liar.ask(victim.network.peer_id, Here(liar.fingerprint, 2**63 - 1))
-        await until(lambda: victim.exchange.statistics().catch_up.source == "")
-        assert victim.exchange.statistics().catch_up.adoptions == {}
+        await until(lambda: victim.service.statistics().catch_up.source == "")
+        assert victim.service.statistics().catch_up.adoptions == {}
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x81\xa4type\xa7propose", bytes(256), b"\x82" * 200])
@@ -190,7 +196,7 @@ async def test_an_answer_to_nothing_is_refused(tmp_path):
         with contextlib.suppress(Exception):
             await liar.ask(victim.network.peer_id, Accept(b"n" * 16, b"n" * 16, 0, 0))
         assert score(victim, peer) < -1
-        assert victim.exchange.statistics().phase == "idle"
+        assert victim.service.statistics().phase == "idle"
 
 
 async def test_a_partner_that_is_cut_off_in_the_middle_leaves_everything_as_it_was(tmp_path):
@@ -198,23 +204,22 @@ async def test_a_partner_that_is_cut_off_in_the_middle_leaves_everything_as_it_w
         victim.hold = {local.TakeSnapshot}
         before = victim.weights()
         victim.due()
-        await until(lambda: victim.exchange.statistics().phase == "paired")
+        await until(lambda: victim.service.statistics().phase == "paired")
         victim.network.disconnect(peer)
-        await until(lambda: victim.exchange.statistics().phase == "idle")
+        await until(lambda: victim.service.statistics().phase == "idle")
         assert identical(before, victim.weights())
 
 
 async def test_a_node_that_may_not_average_proposes_accepts_and_leaves_nothing(tmp_path):
     async with victim_and_liar(tmp_path) as (victim, liar, _):
-        latest = Latest(victim.exchange._pairing.settings.fingerprint, 0)
-        assert victim.exchange._latest(latest).size > 0
-        victim.exchange._may_average = lambda: False
+        latest = Latest(victim.fingerprint(), 0)
+        victim.may_average = False
         assert isinstance(await liar.propose(victim.network.peer_id, follow=False), Busy)
         with pytest.raises(PeerError):
-            victim.exchange._latest(latest)
+            await liar.ask(victim.network.peer_id, latest)
         victim.due()
         await until(lambda: victim.outcome("solo") == 2)
         assert victim.outcome("applied") == 0
-        victim.exchange._may_average = lambda: True
-        assert victim.exchange._latest(latest).size > 0
+        victim.may_average = True
+        assert await published(victim, liar) > 0
         assert isinstance(await liar.propose(victim.network.peer_id, follow=False), Accept)

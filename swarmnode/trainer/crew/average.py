@@ -13,14 +13,14 @@ from __future__ import annotations
 import contextlib
 import queue
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import torch
 import trio
 
+from swarmnode.averaging.averaged import AveragedTensors
 from swarmnode.averaging.lora import shares_a
 from swarmnode.config import Config
 from swarmnode.errors import PeerError
@@ -28,12 +28,12 @@ from swarmnode.files import write_atomically
 from swarmnode.link.messages import WeightsReport
 from swarmnode.pipeline.observer import Observer
 from swarmnode.pipeline.worker import StageWorker
-from swarmnode.policy.micro import MicroBatcher
 from swarmnode.trainer.crew.probe import CrewProbe
 from swarmnode.trainer.crew.stage import Stage
 from swarmnode.trainer.engine import adapter_shape
 from swarmnode.trainer.state import Counters
 from swarmnode.trainer.weights import Replica
+from swarmnode.trainer.weights_worker import read_state
 from swarmnode.weights import local
 
 CLOCKS = "clocks"
@@ -48,20 +48,6 @@ class Fetched:
     phi: dict[str, torch.Tensor]
     outer: dict[str, torch.Tensor]
     """For `StageAveraging.begin`."""
-
-
-@dataclass(frozen=True)
-class _Parameters:
-    tensors: dict[str, torch.nn.Parameter]
-    """By their names in the whole model."""
-
-    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        return iter(self.tensors.items())
-
-
-@dataclass(frozen=True)
-class _StagePolicy:
-    model: _Parameters
 
 
 class StageAveraging(Observer):
@@ -82,12 +68,9 @@ class StageAveraging(Observer):
         self._marked = False
         self._seeking: queue.SimpleQueue[local.AdoptState] | None = None
         self.probe = CrewProbe()
-        tensors = averaged(stage)
-        policy: Any = _StagePolicy(_Parameters(tensors))  # all that a replica asks of a policy whose averages others judge
-        self._replica = Replica(
-            policy, config.weights, self._counters, MicroBatcher(config.training.per_device_train_tokens), config.node.data_dir,
-            lock=stage.lock, send=send, adapter=adapter_shape(config.policy.lora, shares_a(config)), ask=self.probe.ask,
-        )  # fmt: skip
+        cfg, adapter = config.weights, adapter_shape(config.policy.lora, shares_a(config))
+        self._tensors = AveragedTensors(averaged(stage), cfg.codec, cfg.fragments, stage.lock)
+        self._replica = Replica(self._tensors, cfg, self._counters, config.node.data_dir, send=send, probe=self.probe, adapter=adapter)
 
     def begin(self, outer: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
         """The stage has its weights. outer: what `tensors` gave with them, if anything did; else slow weights are theirs, without momentum.
@@ -99,7 +82,7 @@ class StageAveraging(Observer):
         clocks = tensors.pop(CLOCKS, None)
         self._replica.restore(tensors)
         self._counters.outer_clocks = [] if clocks is None else clocks.tolist()
-        self._replica.counters(self._counters)  # as many of them as there are fragments now
+        self._replica.set_counters(self._counters)  # as many of them as there are fragments now
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """`phi.<name>`, `delta.<name>`, float32, and CLOCKS (fragments,): what a restart needs to go on. None of them ever changes.
@@ -125,7 +108,7 @@ class StageAveraging(Observer):
             if seeking is not None:
                 seeking.put(message)
             elif message.peer:  # one stage with another crew's weights, and the others with ours, would be no policy at all
-                self._send(local.Adopted(message.peer, "local", list(self._counters.outer_clocks)))
+                self._send(local.StateAdopted(message.peer, "local", list(self._counters.outer_clocks)))
         elif seeking is None:
             self._replica.receive(message)
 
@@ -156,12 +139,12 @@ class StageAveraging(Observer):
             raise PeerError("no other crew answers") from None
         if not message.peer:
             raise PeerError("no other crew has this stage")
-        tensors, outcome = await trio.to_thread.run_sync(self._replica.read_state, message)
-        self._send(local.Adopted(message.peer, outcome or "adopted", [message.outer_step] * len(self._counters.outer_clocks)))
-        if outcome:
-            raise PeerError(f"the state of {message.peer}: {outcome}")
-        phi = {n.removeprefix("phi."): t for n, t in tensors.items() if n.startswith("phi.")}
-        return Fetched(phi, {**tensors, CLOCKS: torch.tensor([message.outer_step] * len(self._counters.outer_clocks))})
+        read = await trio.to_thread.run_sync(read_state, message, self._tensors.layout)
+        self._send(local.StateAdopted(message.peer, read.outcome or "adopted", [message.outer_step] * len(self._counters.outer_clocks)))
+        if read.outcome:
+            raise PeerError(f"the state of {message.peer}: {read.outcome}")
+        phi = {n.removeprefix("phi."): t for n, t in read.tensors.items() if n.startswith("phi.")}
+        return Fetched(phi, {**read.tensors, CLOCKS: torch.tensor([message.outer_step] * len(self._counters.outer_clocks))})
 
     def _mark(self) -> None:
         self._marked = True

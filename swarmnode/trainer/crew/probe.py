@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,9 @@ import structlog
 import torch
 import trio
 
+from swarmnode.averaging.gate import Losses
+from swarmnode.averaging.outer import Tensors
+from swarmnode.averaging.probe import LEAST_PROBE, Answer
 from swarmnode.errors import Incompatible, PeerError
 from swarmnode.pipeline import faults
 from swarmnode.pipeline.runtime import StageRuntime
@@ -27,7 +30,6 @@ from swarmnode.recovery.bodies import run_one
 from swarmnode.recovery.messages import Edge
 from swarmnode.recovery.probes import work_of
 from swarmnode.recovery.transfer import StatePeer
-from swarmnode.trainer.weights import LEAST_PROBE, Losses
 from swarmnode.wire.tensors import unpack_logprobs
 
 log = structlog.get_logger("swarmnode.crew")
@@ -39,7 +41,7 @@ SECONDS = 30.0
 
 
 class CrewProbe:
-    """`weights.Ask` of one stage, while `peer` is there: under a roster, in the crew's thread that `token` is of."""
+    """The probe of one stage's averages, while `peer` is there: under a roster, in the crew's thread that `token` is of."""
 
     def __init__(self) -> None:
         self._peer: StatePeer | None = None
@@ -52,10 +54,10 @@ class CrewProbe:
     def close(self) -> None:
         self._peer = None
 
-    def ask(self, mine: Mapping[str, torch.Tensor], mean: Mapping[str, torch.Tensor], tell: Callable[[Losses | None], None]) -> bool:
+    def measure(self, mine: Tensors, mean: Tensors, answer: Answer) -> bool:
         """Where a step has just been taken: nothing is remembered meanwhile. Tensors by their names in the whole model.
 
-        False where there is too little to judge by; else `tell` is called, in the crew's thread: None where there is no verdict.
+        False where there is too little to judge by; else `answer` is called, in the crew's thread: None where there is no verdict.
         """
         peer, token = self._peer, self._token
         if peer is None or token is None:
@@ -64,7 +66,7 @@ class CrewProbe:
         if sum(len(_better(peer, edge)) for edge in known) < LEAST_PROBE:
             return False
         try:
-            token.run_sync_soon(peer.spawn, lambda: _judge(peer, known, mine, mean, tell))
+            token.run_sync_soon(peer.spawn, lambda: _judge(peer, known, mine, mean, answer))
         except trio.RunFinishedError:  # this process ends
             return False
         return True
@@ -72,7 +74,7 @@ class CrewProbe:
 
 async def _judge(
     peer: StatePeer, known: Sequence[Edge], mine: Mapping[str, torch.Tensor], mean: Mapping[str, torch.Tensor],
-    tell: Callable[[Losses | None], None],
+    answer: Answer,
 ) -> None:  # fmt: skip
     losses = None
     try:
@@ -86,13 +88,13 @@ async def _judge(
                 except (Incompatible, ValueError):  # with theirs, a number somewhere is not finite
                     after = math.inf
                 before, tokens = before + first, tokens + count
-            losses = before / tokens, after / tokens
+            losses = Losses(before / tokens, after / tokens)
     except (PeerError, ValueError, RuntimeError, MemoryError) as error:
         if not isinstance(error, PeerError | ValueError) and not faults.of_device(error):
             raise
         log.info("no verdict on an average", error=str(error))
     finally:
-        tell(losses)
+        answer(losses)
 
 
 def _newest(peer: StatePeer) -> list[Edge]:

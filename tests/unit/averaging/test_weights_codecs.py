@@ -5,15 +5,17 @@ import random
 import msgspec
 import pytest
 import torch
-import zstandard
 
 from swarmnode.averaging.codecs import decode, encode, make_anchor
-from swarmnode.averaging.patches import PATCHES_PER_ANCHOR, PatchReader, PatchWriter
 from swarmnode.errors import BadMessage
 from swarmnode.weights.layout import BLOCK, TensorSpec, body_bytes, elements, make_layout, payload_limit
 from swarmnode.weights.messages import MESSAGE_BYTES, Accept, Busy, Propose, Release, decode_message, encode_message
-from swarmnode.weights.payload import PAYLOAD_REASONS, Header, build, checksum, parse, peek
+from swarmnode.weights.payload import Header, build, checksum, parse
+from swarmnode.wire import strict
 
+REASONS = (
+    "oversize", "malformed", "schema", "codec", "fragment", "names", "shape", "dtype", "size", "checksum", "anchor", "bounds", "not_finite",
+)  # fmt: skip
 LAYOUT = make_layout([("w", (30, 20), "float32"), ("a.bias", (7,), "float32"), ("scalar", (), "float32")])
 
 
@@ -22,22 +24,26 @@ def tensors(seed=0, scale=1.0):
     return {s.name: scale * torch.randn(s.shape, generator=rng) for s in LAYOUT}
 
 
+def header_of(payload):
+    return strict.decode(payload[4 : 4 + int.from_bytes(payload[:4], "big")], Header)
+
+
 def reheaded(payload, **changes):
     """The payload with another header."""
-    header = peek(payload, LAYOUT)
+    header = header_of(payload)
     start = 4 + int.from_bytes(payload[:4], "big")
     return build(msgspec.structs.replace(header, **changes), [payload[start:]])
 
 
 def with_tensor(payload, index=0, **changes):
-    heads = list(peek(payload, LAYOUT).tensors)
+    heads = list(header_of(payload).tensors)
     heads[index] = msgspec.structs.replace(heads[index], **changes)
     return reheaded(payload, tensors=heads)
 
 
 def with_body(payload, index, body):
     """The payload with another body, its header made to fit: what a liar who can compute would send."""
-    header = peek(payload, LAYOUT)
+    header = header_of(payload)
     start = 4 + int.from_bytes(payload[:4], "big")
     bodies = []
     for tensor in header.tensors:
@@ -51,7 +57,7 @@ def with_body(payload, index, body):
 def reason(data, codec="bfloat16", **options):
     with pytest.raises(BadMessage) as error:
         decode(data, LAYOUT, codec, **options)
-    assert error.value.reason in PAYLOAD_REASONS
+    assert error.value.reason in REASONS
     return error.value.reason
 
 
@@ -105,8 +111,8 @@ def test_a_payload_costs_what_its_codec_says(codec, per_element):
 
 def test_int8_needs_an_anchor_and_nothing_else_takes_one():
     anchor = make_anchor(tensors())
-    for options in ({"codec": "int8"}, {"codec": "bfloat16", "anchor": anchor}, {"codec": "patch"}):
-        with pytest.raises(ValueError, match=r"anchor|history"):
+    for options in ({"codec": "int8"}, {"codec": "bfloat16", "anchor": anchor}):
+        with pytest.raises(ValueError, match="anchor"):
             encode(tensors(), LAYOUT, **options)
 
 
@@ -125,9 +131,10 @@ def test_every_lie_in_a_header_is_refused_by_name():
     assert check(reheaded(good, codec="float32")) == "codec"
     assert check(reheaded(good, anchor=bytes(32))) == "anchor"
     assert check(reheaded(good, sequence=1)) == "anchor"
+    assert check(reheaded(good, codec="patch")) == "schema"
     assert check(with_tensor(good, name="other")) == "names"
-    assert check(reheaded(good, tensors=peek(good, LAYOUT).tensors[:2])) == "names"
-    assert check(reheaded(good, tensors=peek(good, LAYOUT).tensors[::-1])) == "names"
+    assert check(reheaded(good, tensors=header_of(good).tensors[:2])) == "names"
+    assert check(reheaded(good, tensors=header_of(good).tensors[::-1])) == "names"
     assert check(with_tensor(good, 2, shape=(20, 30))) == "shape"
     assert check(with_tensor(good, 2, shape=(2**62, 2**62))) == "shape"
     assert check(with_tensor(good, dtype="float16")) == "dtype"
@@ -150,7 +157,7 @@ def test_every_lie_about_length_is_refused():
 
 def test_a_header_has_one_encoding_only():
     good = encode(tensors(), LAYOUT, "bfloat16")
-    header = msgspec.to_builtins(peek(good, LAYOUT), builtin_types=(bytes,))
+    header = msgspec.to_builtins(header_of(good), builtin_types=(bytes,))
     body = good[4 + int.from_bytes(good[:4], "big") :]
     rebuilt = lambda h: (head := msgspec.msgpack.encode(h)) and len(head).to_bytes(4, "big") + head + body
     assert rebuilt(header) == good
@@ -184,157 +191,13 @@ def test_mutated_payloads_raise_nothing_but_known_reasons(codec):
             data[where] = rng.randrange(256)
         cut = data[: rng.randrange(len(data))] if rng.random() < 0.2 else data
         found = refusal(decode, bytes(cut), LAYOUT, codec, anchor=anchor)
-        assert found in PAYLOAD_REASONS or (found is None and bytes(cut) == good)  # everything is compared or under a checksum
+        assert found in REASONS or (found is None and bytes(cut) == good)  # everything is compared or under a checksum
 
 
 def test_parsing_copies_nothing():
     good = encode(tensors(), LAYOUT, "float32")
-    for body in parse(good, LAYOUT, "float32").bodies:
+    for body in parse(good, LAYOUT, "float32"):
         assert body.obj is good
-
-
-# ---- patches --------------------------------------------------------------------------------------------------------------------
-
-
-def changed(t, share, rng):
-    out = {}
-    for n, x in t.items():
-        mask = torch.rand(x.shape, generator=rng) < share
-        out[n] = torch.where(mask, x + 1.0, x)
-    return out
-
-
-def as_published(t):
-    return {n: x.to(torch.bfloat16).float() for n, x in t.items()}
-
-
-def test_a_reader_follows_a_writer_through_patches_and_wholes():
-    writer, reader = PatchWriter(LAYOUT), PatchReader(LAYOUT)
-    rng = torch.Generator().manual_seed(0)
-    state = tensors()
-    sequences = []
-    for _ in range(2 * PATCHES_PER_ANCHOR + 3):
-        payload = writer.publish(state)
-        sequences.append(peek(payload, LAYOUT).sequence)
-        got = reader.read(payload)
-        assert all(torch.equal(got[n], t) for n, t in as_published(state).items())
-        state = changed(state, 0.02, rng)
-    assert sequences == [*range(10), *range(10), 0, 1, 2]
-    assert writer.statistics().whole == 3
-
-
-@pytest.mark.parametrize("elements", [1, 2, 50])
-def test_the_patch_of_a_tiny_tensor_fits_its_cap(elements):
-    layout = make_layout([("tiny", (elements,), "float32"), ("w", (500,), "float32")])
-    first = {"tiny": torch.zeros(elements), "w": torch.zeros(500)}
-    writer, reader = PatchWriter(layout), PatchReader(layout)
-    reader.read(writer.publish(first))
-    payload = writer.publish({"tiny": torch.randn(elements), "w": first["w"]})
-    assert peek(payload, layout).sequence == 1
-    reader.read(payload)
-
-
-def test_a_patch_of_one_weight_in_a_hundred_is_a_fraction_of_the_whole():
-    layout = make_layout([("w", (256, 256), "float32")])
-    writer = PatchWriter(layout)
-    first = {"w": torch.randn(256, 256)}
-    whole = len(writer.publish(first))
-    rng = torch.Generator().manual_seed(0)
-    patch = len(writer.publish(changed(first, 0.01, rng)))
-    assert patch < whole / 20
-    assert writer.statistics().changed_share == pytest.approx(0.01, rel=0.2)
-
-
-def test_a_patch_that_would_be_longer_than_the_whole_is_the_whole():
-    writer = PatchWriter(LAYOUT)
-    writer.publish(tensors(1))
-    assert peek(writer.publish(tensors(2)), LAYOUT).sequence == 0
-
-
-def published(count=3):
-    writer = PatchWriter(LAYOUT)
-    rng = torch.Generator().manual_seed(0)
-    state, payloads = tensors(), []
-    for _ in range(count):
-        payloads.append(writer.publish(state))
-        state = changed(state, 0.05, rng)
-    return payloads
-
-
-def patch_reason(reader, data):
-    with pytest.raises(BadMessage) as error:
-        reader.read(data)
-    return error.value.reason
-
-
-def test_a_reader_who_missed_one_asks_for_the_whole_and_is_unharmed():
-    first, second, third = published()
-    reader = PatchReader(LAYOUT)
-    assert patch_reason(reader, second) == "anchor"
-    reader.read(first)
-    assert patch_reason(reader, third) == "anchor"
-    reader.read(second)
-    assert patch_reason(reader, second) == "anchor"  # and a replay is no patch of what it made
-    reader.read(third)
-
-
-def test_a_publisher_that_never_sends_a_whole_is_not_followed(monkeypatch):
-    monkeypatch.setattr("swarmnode.averaging.patches.PATCHES_PER_ANCHOR", 100)
-    payloads = published(PATCHES_PER_ANCHOR + 1)
-    monkeypatch.undo()
-    reader = PatchReader(LAYOUT)
-    for payload in payloads[:-1]:
-        reader.read(payload)
-    assert patch_reason(reader, payloads[-1]) == "anchor"
-
-
-def patched(payload, content, index=2):
-    """The patch with another compressed body for tensor `index`; its checksum stays that of the honest result."""
-    header = peek(payload, LAYOUT)
-    start = 4 + int.from_bytes(payload[:4], "big")
-    bodies = []
-    for tensor in header.tensors:
-        bodies.append(payload[start : start + tensor.length])
-        start += tensor.length
-    bodies[index] = content
-    heads = [msgspec.structs.replace(t, length=len(b)) for t, b in zip(header.tensors, bodies, strict=True)]
-    return build(msgspec.structs.replace(header, tensors=heads), bodies)
-
-
-def items(*pairs):
-    gaps = b"".join(g.to_bytes(4, "little") for g, _ in pairs)
-    return zstandard.compress(gaps + b"".join(v.to_bytes(2, "little") for _, v in pairs))
-
-
-def test_hostile_patches_are_refused_by_name():
-    first, second = published(2)
-    reader = PatchReader(LAYOUT)
-    reader.read(first)
-    check = lambda content: patch_reason(reader, patched(second, content))
-    assert check(items((3, 1))) == "checksum"
-    assert check(items((600, 1))) == "bounds"  # the tensor has 600 elements
-    assert check(items((3, 1), (0, 2))) == "bounds"
-    assert check(items((2**32 - 1, 1), (2**32 - 1, 1), (2, 1))) == "bounds"
-    assert check(zstandard.compress(b"12345")) == "size"
-    assert check(zstandard.compress(b"")) == "size"
-    assert check(b"not zstd") == "compression"
-    assert check(zstandard.compress(bytes(2**24))) == "oversize"  # declares 16 MiB for a tensor whose patch has at most 3,600 bytes
-    assert check(zstandard.ZstdCompressor(write_content_size=False).compress(bytes(6))) == "compression"
-    assert check(bytes(body_bytes(LAYOUT[2], "patch") + 1)) == "size"
-    got = reader.read(second)  # after all that it is where it was
-    assert got["w"].shape == (30, 20)
-
-
-def test_mutated_patches_raise_nothing_but_known_reasons():
-    first, second = published(2)
-    rng = random.Random(0)
-    for _ in range(1500):
-        reader = PatchReader(LAYOUT)
-        reader.read(first)
-        data = bytearray(second)
-        for _ in range(rng.randint(1, 4)):
-            data[rng.randrange(len(data))] = rng.randrange(256)
-        assert refusal(reader.read, bytes(data)) in (None, *PAYLOAD_REASONS)
 
 
 # ---- layouts and messages ---------------------------------------------------------------------------------------------------------

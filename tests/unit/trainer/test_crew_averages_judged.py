@@ -78,14 +78,15 @@ async def test_every_stage_hears_what_an_average_does_before_it_takes_it(tmp_pat
             await update(step)  # 8 completions that were better than their group
         for node in network.nodes:
             node.link.send_to_trainer(local.TakeSnapshot(b"s" * 16, 0))
-            await until(lambda node=node: said(node, local.Snapshot))
-            (ours,) = said(node, local.Snapshot)  # of a partner that is exactly where we are
-            node.link.send_to_trainer(local.JudgePayload(b"s" * 16, 0, "peer", ours.clock, ours.path))
+            await until(lambda node=node: said(node, local.SnapshotWritten))
+            (ours,) = said(node, local.SnapshotWritten)  # of a partner that is exactly where we are
+            node.link.send_to_trainer(local.ApplyPayload(b"s" * 16, 0, "peer", ours.outer_step, ours.path))
         for step in range(2, 40):
             await update(step)
             await trio.sleep(0.05)
-            if all(said(node, local.Gated) for node in network.nodes):
+            if all(said(node, local.ExchangeEnded) for node in network.nodes):
                 break
-        assert [said(node, local.Gated) for node in network.nodes] == [[local.Gated(b"s" * 16, True, "accepted", "peer")]] * 2
+        ended = local.ExchangeEnded(b"s" * 16, 0, "peer", "accepted", True, 1)
+        assert [said(node, local.ExchangeEnded) for node in network.nodes] == [[ended]] * 2
         assert sorted(stage for stage, _ in verdicts) == [0, 1]
-        assert all(before == pytest.approx(after, abs=0.02) and before > 0.1 for _, (before, after) in verdicts)
+        assert all(found.before == pytest.approx(found.after, abs=0.02) and found.before > 0.1 for _, found in verdicts)

@@ -1,5 +1,6 @@
 """What a stage averages by goes into its journal with its weights, and a stage that comes back goes on from both."""
 
+
 import threading
 
 import pytest
@@ -18,6 +19,7 @@ from swarmnode.trainer.crew.average import CLOCKS, StageAveraging
 from swarmnode.trainer.crew.model import open_model
 from swarmnode.trainer.crew.recovery import StageRecovery
 from swarmnode.trainer.crew.stage import Stage
+from tests.support.replica import settle
 
 CREW = b"c" * 32
 WEIGHTS = {"rule": "noloco", "codec": "float32", "fragments": 1, "sync_every": 4}
@@ -42,7 +44,8 @@ class Node:
         config = config.model_copy(update={"node": config.node.model_copy(update={"data_dir": directory})})
         assigned = Assigned(CREW, 1, 1, (1, 1, 1), (1, 1, 1), ("a", "b", "c"), 0, True, False, "")
         self.stage = Stage(assigned, opened.build((1, 1, 1), 1, config), opened.settings(config), opened.limits())
-        self.averaging = StageAveraging(config, self.stage, lambda message: None, connected=lambda: False)
+        self.said = []
+        self.averaging = StageAveraging(config, self.stage, self.said.append, connected=lambda: False)
         self.recovery = StageRecovery(config, opened, lambda: self.averaging)
         self.step_of_journal = self.recovery.journal(assigned)
         self.recovery.built(self.stage)
@@ -69,9 +72,7 @@ class Node:
                 parameter.grad = torch.randn(parameter.shape, generator=generator)
             member.participant.step += 1
             member._step(1.0, 1e-3)
-            done = threading.Event()
-            self.averaging._replica._jobs.put(done.set)  # what is due is computed, and taken at the next step
-            assert done.wait(10)
+            settle(self.averaging.receive, self.said)  # what is due is computed, and taken at the next step
             self.journal.flush()
 
     def end(self):
@@ -109,10 +110,10 @@ def test_a_stage_that_comes_back_goes_on_averaging_as_if_nothing_had_happened(no
     assert again.step_of_journal == 7
     again.come_back()
     assert equal(again.averaging.tensors(), outer)
-    assert again.averaging.facts().clocks == [1]
+    assert again.averaging.facts().outer_steps == [1]
     for each in (again, control):
         each.train(4)
-    assert again.averaging.facts().clocks == [2]
+    assert again.averaging.facts().outer_steps == [2]
     assert equal(trained(again.stage.runtime), trained(control.stage.runtime))
     assert equal(again.averaging.tensors(), control.averaging.tensors())
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from swarmnode.averaging.lora import RESIDUAL_LIMIT, freeze_a, mean_product, pairs, residual, shared_a
+from swarmnode.averaging.lora import RESIDUAL_LIMIT, freeze_a, pairs, residual, shared_a
 from swarmnode.errors import BadMessage
 from swarmnode.weights.fingerprint import LoraShape, fingerprint
 from swarmnode.weights.fragments import check_schedule, cut, due, layer_of
@@ -130,6 +130,11 @@ def adapter(seed, r=4, spread=1.0):
     return {n: spread * torch.randn((r, 20) if ".lora_A." in n else (30, r), generator=rng) for n in names}
 
 
+def mean_product(mine, theirs, a, b):
+    """½ (B₁A₁ + B₂A₂), (out, in): what averaging is meant to give."""
+    return (mine[b] @ mine[a] + theirs[b] @ theirs[a]) / 2
+
+
 def test_the_residual_is_what_averaging_factors_gets_wrong():
     mine, theirs = adapter(1), adapter(2)
     wrong = product = 0.0
@@ -215,7 +220,7 @@ def test_a_manifest_speaks_of_our_tensors_or_is_refused():
 
 
 def test_the_network_half_loads_no_torch():
-    modules = "rule pairing partners throughput layout fragments fingerprint payload manifest messages watch"
+    modules = "rule pairing partners layout fragments fingerprint payload manifest messages revert_monitor service"
     code = f"import sys\nfor m in '{modules}'.split(): __import__('swarmnode.weights.' + m)\nprint('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

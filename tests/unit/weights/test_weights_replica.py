@@ -1,40 +1,55 @@
 """The trainer's half by itself: what a kill leaves behind, what is taken back, what a missing network process costs, who is asked."""
 
 import hashlib
-import threading
-from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 
-from swarmnode.averaging import codecs
+from swarmnode.averaging import codecs, payload_files
+from swarmnode.averaging.gate import Losses
 from swarmnode.config import WeightsConfig
 from swarmnode.trainer import state
 from swarmnode.trainer.state import Counters
 from swarmnode.trainer.weights import Replica
 from swarmnode.weights import local
+from swarmnode.weights.discovery import ASK_SECONDS, FRESH_SECONDS, MAX_PEERS, Claims
 from swarmnode.weights.manifest import TensorHash
-from swarmnode.weights.members import ASK_SECONDS, FRESH_SECONDS, MAX_PEERS, Members
-from tests.support.replica import Judge, Tiny, identical
+from tests.support.replica import Judge, Tiny, identical, probe_of, settle, tensors_of
+
+SESSION = b"s" * 16
 
 CFG = WeightsConfig(rule="noloco", codec="float32", fragments=2, sync_every=4)
 
 
+class Asking:
+    """A probe that others answer."""
+
+    def __init__(self):
+        self.answer = None
+
+    def measure(self, mine, mean, answer):
+        self.mine, self.mean, self.answer = mine, mean, answer
+        return True
+
+
 class Made:
-    def __init__(self, directory, cfg=CFG):
+    def __init__(self, directory, cfg=CFG, asking=False):
         self.model = Tiny()
         self.counters = Counters(step=1)
         self.said = []
         self.directory = directory
-        self.replica = Replica(
-            SimpleNamespace(model=self.model), cfg, self.counters, Judge(self.model), directory,
-            lock=threading.Lock(), send=self.said.append,
-        )  # fmt: skip
+        self.tensors = tensors_of(self.model, cfg)
+        self.probe = Asking() if asking else probe_of(self.model, Judge(self.model), self.tensors)
+        self.replica = Replica(self.tensors, cfg, self.counters, directory, send=self.said.append, probe=self.probe)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.rng = torch.Generator()
 
     def weights(self):
         return {n: p.detach().clone() for n, p in self.model.named_parameters()}
+
+    def phi(self):
+        return {n.removeprefix("phi."): t for n, t in self.replica.tensors().items() if n.startswith("phi.")}
 
     def step(self, seed=1, size=0.1):
         generator = torch.Generator().manual_seed(seed)
@@ -44,35 +59,33 @@ class Made:
         self.counters.step += 1
 
     def settle(self):
-        """Until the worker thread has done everything before this."""
-        done = threading.Event()
-        self.replica._jobs.put(done.set)
-        assert done.wait(10)
+        settle(self.replica.receive, self.said)
 
-    def exchange(self, partner, session=b"s" * 16, fragment=0):
-        """With `partner`'s weights as they are, up to the gate."""
+    def between(self):
+        """Between two steps, and until the worker has done what follows."""
+        changed = self.replica.between_steps(True, 0.1, stepped=False)
+        self.settle()
+        return changed
+
+    def fetched(self, partner, session=SESSION, fragment=0):
+        """An exchange with `partner`'s weights as they are, until they have been examined."""
         self.replica.receive(local.TakeSnapshot(session, fragment))
         self.settle()
-        names = self.replica._names[fragment]
-        part = self.replica._parts[fragment]
         path = self.directory / "in-x.bin"
-        path.write_bytes(codecs.encode({n: partner.weights()[n] for n in names}, part, "float32", fragment=fragment))
-        self.replica.receive(local.JudgePayload(session, fragment, "peer", 0, str(path)))
+        path.write_bytes(partner.tensors.encode(fragment, {n: partner.weights()[n] for n in partner.tensors.names(fragment)}))
+        self.replica.receive(local.ApplyPayload(session, fragment, "peer", 0, str(path)))
         self.settle()
-        self.replica.between_steps(True, 0.1, stepped=False)
-        self.settle()
-        return next(m for m in reversed(self.said) if isinstance(m, local.Gated))
 
-    def commit(self, session=b"s" * 16):
-        self.replica.receive(local.CommitExchange(session))
-        return self.replica.between_steps(True, 0.1, stepped=False)
+    def exchange(self, partner, session=SESSION, fragment=0):
+        """The same until all is ready to be committed."""
+        self.fetched(partner, session, fragment)
+        self.between()
+        assert not any(isinstance(m, local.ExchangeEnded) and m.session == session for m in self.said)
 
     def solo(self, fragment):
         self.replica.receive(local.SoloStep(fragment))
         self.settle()
-        changed = self.replica.between_steps(True, 0.1, stepped=False)
-        self.settle()  # it offers what it stepped from, and says so from the worker thread
-        return changed
+        return self.between()  # and offers what it stepped from
 
     def save(self, path):
         path.mkdir(exist_ok=True)
@@ -81,7 +94,7 @@ class Made:
     def load(self, path):
         outer = {}
         self.counters = state.restore(path, self.model, self.optimizer, self.rng, "f", outer.update)
-        self.replica.counters(self.counters)
+        self.replica.set_counters(self.counters)
         self.replica.restore(outer)
 
 
@@ -89,10 +102,10 @@ class Made:
 def made(tmp_path):
     replicas = []
 
-    def make(name="a", cfg=CFG):
+    def make(name="a", **options):
         directory = tmp_path / name
         directory.mkdir()
-        replicas.append(Made(directory, cfg))
+        replicas.append(Made(directory, **options))
         return replicas[-1]
 
     yield make
@@ -100,40 +113,44 @@ def made(tmp_path):
         each.replica.close()
 
 
+ENDED_LOCALLY = local.ExchangeEnded(SESSION, 0, "", "local", False, 0)
+
+
 def test_a_killed_trainer_comes_back_with_its_slow_weights_and_goes_on_bit_by_bit(made, tmp_path):
     a, b, partner = made("a"), made("b"), made("c")
     a.step()
     partner.step(seed=2)
-    assert a.exchange(partner).ok
-    a.commit()
+    a.exchange(partner)
+    assert a.between()
     a.save(tmp_path / "s")
     b.load(tmp_path / "s")
     assert b.counters.outer_clocks == [1, 0]
     assert identical(a.weights(), b.weights())
     for each in (a, b):
         each.step(seed=3)
-        assert each.exchange(partner, fragment=1).ok
-        assert each.commit()
+        each.exchange(partner, session=b"t" * 16, fragment=1)
+        assert each.between()
     assert identical(a.weights(), b.weights())
     assert identical(a.replica.tensors(), b.replica.tensors())
 
 
-@pytest.mark.parametrize("when", ["copied", "judged"])
+@pytest.mark.parametrize("when", ["copied", "examined", "prepared"])
 def test_a_kill_before_the_commit_loses_the_exchange_whole(when, made, tmp_path):
     a, b, partner = made("a"), made("b"), made("c")
     a.step()
     partner.step(seed=2)
     before = a.weights()
     if when == "copied":
-        a.replica.receive(local.TakeSnapshot(b"s" * 16, 0))
+        a.replica.receive(local.TakeSnapshot(SESSION, 0))
         a.settle()
+    elif when == "examined":
+        a.fetched(partner)
     else:
-        assert a.exchange(partner).ok
+        a.exchange(partner)
     a.save(tmp_path / "s")
     b.load(tmp_path / "s")
     assert identical(b.weights(), before)
-    assert not b.commit()
-    assert b.said[-1] == local.Gated(b"s" * 16, False, "local", "")
+    assert not b.between()
     assert identical(b.weights(), before)
 
 
@@ -143,91 +160,73 @@ def test_a_state_from_before_averaging_starts_at_its_own_weights(made, tmp_path)
     (tmp_path / "s").mkdir()
     state.write(tmp_path / "s", state.take(a.model, a.optimizer, a.rng, Counters(step=5), "f"))
     b.load(tmp_path / "s")
-    assert identical(b.replica._outer.phi, a.weights())
+    assert identical(b.phi(), a.weights())
     assert b.counters.outer_clocks == [0, 0]
 
 
-def test_a_dropped_exchange_is_not_applied_any_more(made):
+@pytest.mark.parametrize("when", ["copied", "examined", "prepared"])
+def test_a_dropped_exchange_is_not_applied_any_more(when, made):
     a, partner = made("a"), made("c")
     partner.step(seed=2)
-    assert a.exchange(partner).ok
     before = a.weights()
-    a.replica.receive(local.CommitExchange(b"s" * 16))
-    a.replica.receive(local.DropExchange(b"s" * 16))
-    assert not a.replica.between_steps(True, 0.1, stepped=False)
-    assert identical(a.weights(), before)
-
-
-class Asked:
-    """Who judges averages for a replica that cannot."""
-
-    def __init__(self, replica):
-        self.tell = None
-        replica._ask = self
-
-    def __call__(self, mine, mean, tell):
-        self.mine, self.mean, self.tell = mine, mean, tell
-        return True
-
-
-def asked_for(a, partner):
-    """An exchange of a replica that asks others, up to the question."""
-    asked = Asked(a.replica)
-    with pytest.raises(StopIteration):  # nothing is said before the verdict
+    if when == "copied":
+        a.replica.receive(local.TakeSnapshot(SESSION, 0))
+        a.settle()
+    elif when == "examined":
+        a.fetched(partner)
+    else:
         a.exchange(partner)
-    assert asked.tell is not None
-    return asked
-
-
-def after(a):
-    a.replica.between_steps(True, 0.1, stepped=False)
-    a.settle()
-    return a.said[-1]
+    a.replica.receive(local.DropExchange(SESSION))
+    assert not a.between()
+    assert not a.between()
+    assert identical(a.weights(), before)
+    assert (ENDED_LOCALLY in a.said) == (when != "copied")
 
 
 @pytest.mark.parametrize(
     ("losses", "expected"),
     [
-        ((1.0, 0.9), local.Gated(b"s" * 16, True, "accepted", "peer")),
-        ((1.0, 1.05), local.Gated(b"s" * 16, True, "accepted", "peer")),  # within the tolerance
-        ((1.0, 1.5), local.Gated(b"s" * 16, False, "probe", "peer")),
-        ((1.0, float("inf")), local.Gated(b"s" * 16, False, "probe", "peer")),
-        (None, local.Gated(b"s" * 16, False, "local", "peer")),
+        (Losses(1.0, 0.9), local.ExchangeEnded(SESSION, 0, "peer", "accepted", True, 1)),
+        (Losses(1.0, 1.05), local.ExchangeEnded(SESSION, 0, "peer", "accepted", True, 1)),  # within the tolerance
+        (Losses(1.0, 1.5), local.ExchangeEnded(SESSION, 0, "peer", "probe", False, 0)),
+        (Losses(1.0, float("inf")), local.ExchangeEnded(SESSION, 0, "peer", "probe", False, 0)),
+        (None, local.ExchangeEnded(SESSION, 0, "peer", "local", False, 0)),
     ],
 )  # fmt: skip
 def test_a_replica_that_cannot_judge_asks_and_takes_nothing_before_the_verdict(made, losses, expected):
-    a, partner = made("a"), made("c")
+    a, partner = made("a", asking=True), made("c")
     a.step()
     partner.step(seed=2)
     before = a.weights()
-    asked = asked_for(a, partner)
-    names = a.replica._names[0]
-    assert identical(asked.mine, {n: before[n] for n in names})
-    assert all(torch.allclose(asked.mean[n], 0.5 * (before[n] + partner.weights()[n]), atol=1e-6) for n in names)
-    assert identical(a.weights(), before)
+    a.exchange(partner)
+    assert identical(a.probe.mine, {n: before[n] for n in a.tensors.names(0)})
+    assert all(torch.allclose(a.probe.mean[n], 0.5 * (before[n] + partner.weights()[n]), atol=1e-6) for n in a.tensors.names(0))
+    assert not a.between()
     a.said.clear()
-    asked.tell(losses)
+    a.probe.answer(losses)
     assert not a.said, "said between two steps only"
-    assert after(a) == expected
-    assert a.commit() == expected.ok
-    assert identical(a.weights(), before) != expected.ok
+    a.between()
+    assert a.between() == expected.committed
+    assert a.said == [expected]
+    assert identical(a.weights(), before) != expected.committed
     assert a.replica.report().outcomes.get("probe", 0) == (expected.outcome == "probe")
 
 
 @pytest.mark.parametrize("meanwhile", ["dropped", "overtaken"])
 def test_a_verdict_on_an_exchange_that_is_over_changes_nothing(made, meanwhile):
-    a, partner = made("a"), made("c")
+    a, partner = made("a", asking=True), made("c")
     a.step()
     partner.step(seed=2)
-    asked = asked_for(a, partner)
+    a.exchange(partner)
     if meanwhile == "dropped":
-        a.replica.receive(local.DropExchange(b"s" * 16))
+        a.replica.receive(local.DropExchange(SESSION))
     else:
         a.solo(0)
     before = a.weights()
-    asked.tell((1.0, 0.9))
-    assert after(a) == local.Gated(b"s" * 16, False, "local", "")
-    assert not a.commit()
+    a.probe.answer(Losses(1.0, 0.9))
+    assert not a.between()
+    assert a.said[-1] == msgspec.structs.replace(ENDED_LOCALLY, outer_step=a.counters.outer_clocks[0])
+    assert not a.between()
     assert identical(a.weights(), before)
 
 
@@ -237,13 +236,13 @@ def test_a_fall_of_reward_takes_the_exchange_back(made):
     for reward in (0.5, 0.5, 0.5):
         assert not a.replica.observe(reward)
     before, version = a.weights(), a.counters.policy_version
-    assert a.exchange(partner).ok
-    a.commit()
+    a.exchange(partner)
+    a.between()
     assert not identical(a.weights(), before)
     assert a.replica.observe(0.1)
     assert identical(a.weights(), before)
     assert a.counters.policy_version == version + 2
-    assert a.said[-1] == local.Gated(b"", False, "reverted", "peer")
+    assert a.said[-1] == local.ExchangeReverted("peer")
 
 
 def test_without_a_network_process_the_outer_step_is_taken_alone(made):
@@ -262,12 +261,11 @@ def test_a_step_alone_that_an_exchange_overtakes_starts_from_where_that_has_led(
     partner.step(seed=2)
     for each in (a, b):
         each.step()
-        assert each.exchange(partner).ok
-    a.replica.receive(local.CommitExchange(b"s" * 16))
+        each.exchange(partner)
     a.replica.receive(local.SoloStep(0))
     a.settle()  # what the step alone would be, from φ as it is before the commit
-    assert a.replica.between_steps(True, 0.1, stepped=False)
-    b.commit()
+    assert a.between()
+    assert b.between()
     b.solo(0)
     assert a.counters.outer_clocks == b.counters.outer_clocks == [2, 0]
     assert identical(a.weights(), b.weights())
@@ -278,12 +276,12 @@ def test_an_exchange_that_a_step_alone_overtakes_is_not_applied(made):
     a, partner = made("a"), made("c")
     partner.step(seed=2)
     a.step()
-    assert a.exchange(partner).ok
-    a.solo(0)
+    a.fetched(partner)
+    assert a.solo(0)  # judged first, and prepared after the step alone was taken
     before = a.weights()
-    assert not a.commit()
+    assert not a.between()
     assert identical(a.weights(), before)
-    assert a.said[-1] == local.Gated(b"s" * 16, False, "local", "")
+    assert msgspec.structs.replace(ENDED_LOCALLY, outer_step=1) in a.said
 
 
 def test_nothing_is_corrected_against_weights_that_a_revert_has_undone(made):
@@ -292,18 +290,18 @@ def test_nothing_is_corrected_against_weights_that_a_revert_has_undone(made):
     for reward in (0.5, 0.5, 0.5):
         a.replica.observe(reward)
     before = a.weights()
-    assert a.exchange(partner).ok
-    a.commit()
-    assert a.exchange(partner, session=b"t" * 16).ok
+    a.exchange(partner)
+    a.between()
+    a.exchange(partner, session=b"t" * 16)
     assert a.replica.observe(0.1)
-    assert not a.commit(b"t" * 16)
+    assert not a.between()
     assert identical(a.weights(), before)
 
 
 def test_what_goes_wrong_in_the_worker_thread_is_not_lost(made, monkeypatch):
     a = made("a")
     monkeypatch.setattr(codecs, "encode", lambda *args, **options: 1 / 0)
-    a.replica.receive(local.TakeSnapshot(b"s" * 16, 0))
+    a.replica.receive(local.TakeSnapshot(SESSION, 0))
     a.settle()
     with pytest.raises(ZeroDivisionError):
         a.replica.between_steps(True, 0.1, stepped=False)
@@ -315,7 +313,7 @@ def test_each_fragment_is_due_once_in_sync_every_steps(made):
     for _ in range(8):
         a.step(size=0.0)
         a.replica.between_steps(True, 0.1)
-        due += [(a.counters.step, m.fragment) for m in a.said if isinstance(m, local.Due)]
+        due += [(a.counters.step, m.fragment) for m in a.said if isinstance(m, local.OuterStepDue)]
         a.said.clear()
     assert due == [(2, 0), (4, 1), (6, 0), (8, 1)]
 
@@ -326,13 +324,13 @@ def test_a_step_that_a_partner_had_us_take_counts_for_the_one_that_is_due(ago, d
     partner.step(seed=2)
     a.counters.step = 4 - ago - 1
     a.step(size=0.0)
-    assert a.exchange(partner, fragment=1).ok
-    assert a.commit()
+    a.exchange(partner, fragment=1)
+    assert a.between()
     a.said.clear()
     while a.counters.step < 4:
         a.step(size=0.0)
         a.replica.between_steps(True, 0.1)
-    assert [(4, m.fragment) for m in a.said if isinstance(m, local.Due) and m.fragment == 1] == due
+    assert [(4, m.fragment) for m in a.said if isinstance(m, local.OuterStepDue) and m.fragment == 1] == due
 
 
 def adopt(a, other, step=30, wrong=""):
@@ -343,9 +341,9 @@ def adopt(a, other, step=30, wrong=""):
     if wrong == "nan":
         tensors = {n: t * float("nan") for n, t in tensors.items()}
         hashes = {n: hashlib.sha256(codecs.to_bytes(t, "<f4")).digest() for n, t in tensors.items()}
-    names = [spec.name for spec in a.replica._layout]
+    names = [spec.name for spec in a.tensors.layout]
     path = a.directory / "in-state.bin"
-    path.write_bytes(codecs.encode(tensors, local.state_layout(a.replica._layout), "float32"))
+    path.write_bytes(codecs.encode(tensors, local.state_layout(a.tensors.layout), "float32"))
     if wrong == "payload":
         path.write_bytes(path.read_bytes()[:-1])
     listed = [TensorHash(n, hashes[f"phi.{n}"], hashes[f"delta.{n}"]) for n in names]
@@ -360,7 +358,7 @@ def test_a_neighbours_state_is_taken_bit_by_bit_and_on_probation(made):
     other.step(seed=5)
     other.solo(0)
     assert adopt(a, other) == "adopted"
-    assert identical(a.weights(), other.replica._outer.phi)
+    assert identical(a.weights(), other.phi())
     assert identical(a.replica.tensors(), other.replica.tensors())
     assert a.counters.probation
     assert a.counters.outer_clocks == [30, 30]
@@ -390,28 +388,26 @@ def test_a_state_that_makes_the_policy_worse_is_given_up_again(made):
     assert a.said[-1].outcome == "worse"
 
 
-def test_candidates_are_connected_alike_and_heard_of_lately():
-    members = Members()
-    members.said("a", b"f", 3, 0.0)
-    members.said("b", b"g", 3, 0.0)
-    members.said("c", b"f", 3, 0.0)
-    assert members.candidates(["a", "b"], b"f", 1.0) == ["a"]
-    assert members.candidates(["a"], b"f", FRESH_SECONDS) == []
-    assert members.to_ask(["a", "d"], ASK_SECONDS - 1) == ["d"]
-    assert members.to_ask(["a", "d"], ASK_SECONDS) == ["a", "d"]
+def test_candidates_are_connected_alike_and_have_claimed_so_lately():
+    claims = Claims()
+    claims.received("a", b"f", 3, 0.0)
+    claims.received("b", b"g", 3, 0.0)
+    claims.received("c", b"f", 3, 0.0)
+    assert claims.candidates(["a", "b"], b"f", 1.0) == ["a"]
+    assert claims.candidates(["a"], b"f", FRESH_SECONDS) == []
+    assert claims.to_ask(["a", "d"], ASK_SECONDS - 1) == ["d"]
+    assert claims.to_ask(["a", "d"], ASK_SECONDS) == ["a", "d"]
 
 
-def test_members_are_bounded():
-    members = Members()
+def test_claims_are_bounded():
+    claims = Claims()
     for number in range(2 * MAX_PEERS):
-        members.said(str(number), b"f", 0, 0.0)
-    assert len(members._members) == MAX_PEERS
+        claims.received(str(number), b"f", 0, 0.0)
+    assert len(claims) == MAX_PEERS
 
 
 def test_files_do_not_pile_up_where_nobody_serves_them(made, monkeypatch):
-    from swarmnode.trainer import weights as trainer_weights
-
-    monkeypatch.setattr(trainer_weights, "FILES", 3)
+    monkeypatch.setattr(payload_files, "FILES", 3)
     a = made("a")
     for _ in range(8):
         a.solo(0)

@@ -1,0 +1,129 @@
+"""Who could be a partner: connected peers that average the same policy, as they claim, and how far they are.
+
+A peer claims it over a connection that proves who it is. The claim decides only whether it is asked; the fingerprint is compared again in
+every proposal, and everything that follows is judged by the gate.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import msgspec
+import trio
+
+from swarmnode.errors import PeerError
+from swarmnode.p2p.api import Network
+from swarmnode.weights.messages import Here
+from swarmnode.weights.partners import epoch_bucket, partner_order
+from swarmnode.weights.replica import LocalReplica
+from swarmnode.weights.requests import PeerRequests
+from swarmnode.weights.rule import too_far_behind
+
+POLL_INTERVAL: Final = 2.0
+"""Seconds between two looks whether somebody is there whose claim we do not have."""
+FRESH_SECONDS: Final = 120.0
+"""A claim is worth this long."""
+ASK_SECONDS: Final = 30.0
+"""Seconds between two questions to one peer."""
+MAX_PEERS: Final = 1024
+
+
+class Claim(msgspec.Struct, frozen=True):
+    fingerprint: bytes
+    """Empty: the peer does not average, or has not answered."""
+    outer_step: int
+    at: float
+
+
+class Claims:
+    """What peers claim to average, the newest MAX_PEERS of them. Pure; `now` is any monotonic time in seconds."""
+
+    def __init__(self) -> None:
+        self._claims: OrderedDict[str, Claim] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._claims)
+
+    def received(self, peer: str, fingerprint: bytes, outer_step: int, now: float) -> None:
+        """`peer` averages this, and claims so many outer steps. fingerprint empty: it was asked and has not answered."""
+        self._claims.pop(peer, None)
+        self._claims[peer] = Claim(fingerprint, outer_step, now)
+        if len(self._claims) > MAX_PEERS:
+            self._claims.popitem(last=False)
+
+    def clear(self) -> None:
+        self._claims.clear()
+
+    def to_ask(self, connected: Iterable[str], now: float) -> list[str]:
+        """Connected peers that have claimed nothing lately."""
+        return [peer for peer in connected if (claim := self._claims.get(peer)) is None or now - claim.at >= ASK_SECONDS]
+
+    def candidates(self, connected: Iterable[str], fingerprint: bytes, now: float) -> list[str]:
+        """Connected peers that have claimed our fingerprint lately."""
+        return [
+            peer
+            for peer in connected
+            if (claim := self._claims.get(peer)) is not None and claim.fingerprint == fingerprint and now - claim.at < FRESH_SECONDS
+        ]
+
+    def outer_step(self, peer: str) -> int:
+        """What `peer` last claimed."""
+        claim = self._claims.get(peer)
+        return claim.outer_step if claim is not None else 0
+
+
+class Discovery:
+    """Asks connected peers what they average, and orders those that average what we do. swarm: 32-byte id. unix_time: in seconds."""
+
+    def __init__(
+        self, network: Network, requests: PeerRequests, replica: LocalReplica, swarm: bytes, unix_time: Callable[[], float]
+    ) -> None:  # fmt: skip
+        self._network = network
+        self._requests = requests
+        self._replica = replica
+        self._swarm = swarm
+        self._unix_time = unix_time
+        self._claims = Claims()
+
+    async def run(self) -> None:
+        """Ask whoever has claimed nothing, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            while True:
+                now = trio.current_time()
+                for peer in self._claims.to_ask(self._network.connected(), now) if self._replica.facts is not None else ():
+                    self._claims.received(peer, b"", 0, now)
+                    if self._network.welcome(peer):
+                        nursery.start_soon(self._ask, peer)
+                await trio.sleep(POLL_INTERVAL)
+
+    def forget(self) -> None:
+        """Our own policy is another one: everybody is asked again, and so learns of it."""
+        self._claims.clear()
+
+    def claim(self) -> Here:
+        """Our own claim."""
+        return Here(self._replica.fingerprint, self._replica.least_outer_step)
+
+    def received(self, peer: str, fingerprint: bytes, outer_step: int) -> None:
+        """`peer` claims to average this, and to have taken so many outer steps."""
+        self._claims.received(peer, fingerprint, outer_step, trio.current_time())
+
+    def candidates(self) -> list[str]:
+        """Connected peers of our fingerprint, with a recent claim, in good standing."""
+        peers = self._claims.candidates(self._network.connected(), self._replica.fingerprint, trio.current_time())
+        return [peer for peer in peers if self._network.welcome(peer)]
+
+    def partners(self, outer_step: int) -> tuple[str, ...]:
+        """Candidates in the order in which they are asked; those far from `outer_step` last, for with them there is less to gain."""
+        order = partner_order(self._network.peer_id, self.candidates(), epoch_bucket(self._unix_time()), self._swarm)
+        return tuple(sorted(order, key=lambda peer: too_far_behind(abs(self._claims.outer_step(peer) - outer_step))))
+
+    async def _ask(self, peer: str) -> None:
+        try:
+            answer = await self._requests.ask(peer, self.claim())
+        except PeerError:
+            return  # it does not average, or its trainer is not there yet: then it will ask us
+        if isinstance(answer, Here):
+            self.received(peer, answer.fingerprint, answer.outer_step)

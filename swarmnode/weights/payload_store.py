@@ -1,0 +1,160 @@
+"""Files of weights: those that peers may fetch from us, for how long, and their end; and those that we fetch. trio; no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Collection
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import trio
+
+from swarmnode.errors import BadMessage, LocalError, PeerError, PeerTimeout
+from swarmnode.p2p.api import Bulk, Declined
+from swarmnode.p2p.bulk import BulkSource, FileSink
+from swarmnode.wire import limits
+
+MANIFEST_SECONDS: Final = 10.0
+PUBLISHED_SECONDS: Final = 3600.0
+"""A copy stays open to whoever wants to pull it for so long, or until the next one."""
+TRIES: Final = 5
+RETRY_SECONDS: Final = 0.2
+LEFTOVERS: Final = ("out-*", "in-*", "state-*")
+
+
+class LocalPayload(msgspec.Struct, frozen=True):
+    """A file of ours, hashed, that can be offered."""
+
+    source: BulkSource
+    path: Path
+
+
+class PayloadOffer(msgspec.Struct, frozen=True):
+    """A file of ours that can be fetched now: `transfer` and `root` are what `network.bulk` knows it by."""
+
+    transfer: bytes
+    root: bytes
+    size: int
+    path: Path
+    until: float
+    """When it ends, on trio's clock."""
+
+
+class PublishedCopy(msgspec.Struct, frozen=True):
+    """Our newest copy of a fragment, open to everybody."""
+
+    offer: PayloadOffer
+    outer_step: int
+
+
+class RemotePayload(msgspec.Struct, frozen=True):
+    """A file of a peer's, as it was announced."""
+
+    peer: str
+    transfer: bytes
+    root: bytes
+    size: int
+
+
+class PayloadStore:
+    """Everything in `directory` may be deleted while the node is down. A file that was offered is deleted when its last offer ends."""
+
+    def __init__(self, bulk: Bulk, directory: Path) -> None:
+        self._bulk = bulk
+        self._directory = directory
+        self._uses: dict[Path, int] = {}
+        self._offers: dict[bytes, PayloadOffer] = {}
+        self._published: dict[int, PublishedCopy] = {}
+
+    def clean(self) -> None:
+        """Delete what an earlier process left."""
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for pattern in LEFTOVERS:
+            for path in self._directory.glob(pattern):
+                path.unlink(missing_ok=True)
+
+    # ---- ours -----------------------------------------------------------------------------------------------------------------------
+
+    async def open(self, name: str) -> LocalPayload | None:
+        """The file that our trainer has written, hashed in a thread; None when it is not there, empty or elsewhere."""
+        path = Path(name)
+        if not name or path.parent != self._directory:
+            return None
+        try:
+            return LocalPayload(await trio.to_thread.run_sync(BulkSource.from_file, path), path)
+        except (LocalError, ValueError):
+            return None
+
+    def offer(self, payload: LocalPayload, until: float, audience: Collection[str] | None) -> PayloadOffer:
+        """Serve it until `until` (trio's clock), to the peers in `audience` or to whoever asks."""
+        transfer = secrets.token_bytes(limits.TRANSFER_BYTES)
+        offer = PayloadOffer(transfer, payload.source.root, payload.source.size, payload.path, until)
+        self._bulk.offer(transfer, payload.source, audience=audience)
+        self._uses[offer.path] = self._uses.get(offer.path, 0) + 1
+        self._offers[transfer] = offer
+        return offer
+
+    def withdraw(self, offer: PayloadOffer) -> None:
+        if self._offers.pop(offer.transfer, None) is None:
+            return
+        self._bulk.withdraw(offer.transfer)
+        self._uses[offer.path] -= 1
+        if not self._uses[offer.path]:
+            del self._uses[offer.path]
+            offer.path.unlink(missing_ok=True)
+
+    def publish(self, payload: LocalPayload, fragment: int, outer_step: int) -> None:
+        """Open a copy of `fragment` to whoever wants to pull it, in place of the one before."""
+        before = self._published.get(fragment)
+        offer = self.offer(payload, trio.current_time() + PUBLISHED_SECONDS, None)
+        self._published[fragment] = PublishedCopy(offer, outer_step)
+        if before is not None:
+            self.withdraw(before.offer)
+
+    def published(self, fragment: int) -> PublishedCopy | None:
+        return self._published.get(fragment)
+
+    def expire(self, now: float) -> None:
+        """End what has been offered for long enough."""
+        for offer in [offer for offer in self._offers.values() if now >= offer.until]:
+            self.withdraw(offer)
+
+    # ---- others' --------------------------------------------------------------------------------------------------------------------
+
+    def new_path(self) -> Path:
+        """A name for something that is to be fetched."""
+        return self._directory / f"in-{secrets.token_hex(8)}.bin"
+
+    def discard(self, path: Path) -> None:
+        """Delete what was fetched."""
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+    async def fetch(self, remote: RemotePayload, path: Path, limit: int, deadline: float) -> None:
+        """Fetch `remote`, at most `limit` bytes, into `path` before `deadline` (trio's clock), taking up again what broke off.
+
+        Raises BadMessage for what cannot be honest, Declined, PeerTimeout, PeerError, Unavailable (our disk).
+        """
+        manifest = await self._bulk.manifest(remote.peer, remote.transfer, deadline=MANIFEST_SECONDS, root=remote.root)
+        if manifest.size != remote.size:
+            raise PeerError(f"{remote.peer} announced {remote.size} bytes and offers {manifest.size}")
+        sink = await trio.to_thread.run_sync(lambda: FileSink(manifest, path, limit=limit))
+        tries = 0
+        while True:
+            left = deadline - trio.current_time()
+            if left <= 0:
+                raise PeerTimeout(f"weights of {remote.peer} did not arrive in time")
+            try:
+                usual = self._bulk.deadline(remote.peer, remote.size)
+                await self._bulk.fetch(remote.peer, remote.transfer, manifest, sink, deadline=min(left, usual))
+                return
+            except BadMessage:
+                raise
+            except PeerError as error:
+                tries += 1
+                if tries == TRIES or (isinstance(error, Declined) and error.status != "busy"):
+                    raise
+            await trio.sleep(RETRY_SECONDS)

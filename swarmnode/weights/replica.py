@@ -1,0 +1,34 @@
+"""What this node's trainer averages, as the network process knows it. Pure."""
+
+from __future__ import annotations
+
+from swarmnode.weights.local import ReplicaFacts
+
+
+class LocalReplica:
+    """One object for the life of the service; `facts` is None while there is no trainer, or it averages nothing."""
+
+    def __init__(self) -> None:
+        self.facts: ReplicaFacts | None = None
+        self.fingerprint = b""
+        """32 bytes; equal on two nodes that may average."""
+        self.limits: list[int] = []
+        """Longest payload of each fragment, bytes."""
+        self.outer_steps: list[int] = []
+        """Outer steps taken, by fragment."""
+
+    def start(self, facts: ReplicaFacts, fingerprint: bytes) -> None:
+        """A trainer has said Hello."""
+        self.facts, self.fingerprint = facts, fingerprint
+        self.limits, self.outer_steps = facts.limits(), list(facts.outer_steps)
+
+    def stop(self) -> None:
+        self.facts = None
+
+    @property
+    def least_outer_step(self) -> int:
+        """Outer steps of the fragment that has fewest."""
+        return min(self.outer_steps, default=0)
+
+    def has(self, fragment: int) -> bool:
+        return 0 <= fragment < len(self.limits)

@@ -1,0 +1,113 @@
+"""Gives our outer state to neighbours that have none: signed, written once for all who ask.
+
+    request ─▶ WriteState ─▶ trainer ─▶ StateWritten ─▶ sign, offer        one file at a time
+
+There is no server of checkpoints. The signature makes a manifest ours: tensors that do not have its hashes are held against us.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+import msgspec
+import trio
+
+from swarmnode.errors import BadMessage, PeerError
+from swarmnode.p2p.api import Network
+from swarmnode.weights import local
+from swarmnode.weights.driver import SendToTrainer
+from swarmnode.weights.manifest import StateManifest
+from swarmnode.weights.messages import STATE_BYTES, STATE_REQUEST_BYTES, StateRequest, StateResponse, decode_state, encode_message
+from swarmnode.weights.outcomes import PROOF
+from swarmnode.weights.payload_store import LocalPayload, PayloadStore
+from swarmnode.weights.replica import LocalReplica
+from swarmnode.wire import codec, envelope, ids, strict
+from swarmnode.wire.envelope import Credentials
+
+WRITE_SECONDS: Final = 30.0
+"""Time for our trainer to write its state."""
+ANSWER_SECONDS: Final = WRITE_SECONDS + 10.0
+KEEP_SECONDS: Final = 5.0
+KEEP_FACTOR: Final = 20.0
+"""A written state is given out for at least so long, and for so many times as long as it took to write: whoever asks how often, our trainer
+spends no more than a twentieth of its writing on it."""
+OFFER_SECONDS: Final = 600.0
+
+
+class WrittenState(msgspec.Struct, frozen=True):
+    """Our outer state in a file, and what we sign of it."""
+
+    until: float
+    """Given to whoever asks until then, on trio's clock."""
+    manifest: bytes
+    """A signed envelope."""
+    payload: LocalPayload
+
+
+class StateServer:
+    def __init__(
+        self, network: Network, credentials: Credentials, replica: LocalReplica, store: PayloadStore, send_to_trainer: SendToTrainer
+    ) -> None:  # fmt: skip
+        self.served = 0
+        """Manifests given out."""
+        self._network = network
+        self._credentials = credentials
+        self._replica = replica
+        self._store = store
+        self._send_to_trainer = send_to_trainer
+        self._state: WrittenState | None = None
+        self._writing: trio.Event | None = None
+        """Set when the state that our trainer is writing is there; None while it writes none."""
+        self._asked_at = 0.0
+
+    def start(self) -> None:
+        self._network.requests.serve(
+            ids.WEIGHTS_STATE_PROTOCOL, self._serve, max_request_bytes=STATE_REQUEST_BYTES, max_response_bytes=STATE_BYTES,
+            concurrent=8, per_peer=1, deadline=ANSWER_SECONDS,
+        )  # fmt: skip
+
+    def trainer_started(self) -> None:
+        self._state = self._writing = None
+
+    async def written(self, message: local.StateWritten) -> None:
+        """The trainer has written φ and δ: sign what they are."""
+        payload = await self._store.open(message.path)
+        if payload is not None:
+            manifest = StateManifest(self._replica.fingerprint, message.outer_step, int(time.time() * 1000), message.tensors)
+            signed = envelope.sign(strict.encode(manifest), self._credentials.key, ids.DOMAIN_STATE, self._credentials.swarm)
+            now = trio.current_time()
+            until = now + max(KEEP_SECONDS, KEEP_FACTOR * (now - self._asked_at))
+            self._store.offer(payload, until + OFFER_SECONDS, [])  # keeps the file for who comes later
+            self._state = WrittenState(until, codec.encode(signed), payload)
+        if self._writing is not None:
+            self._writing.set()
+            self._writing = None
+
+    async def _serve(self, peer: str, data: bytes) -> bytes:
+        """Raises PeerError to reset the stream."""
+        try:
+            request = decode_state(data)
+            if not isinstance(request, StateRequest):
+                raise BadMessage("schema", "not a request")
+        except BadMessage:
+            self._network.rejected(peer, "weights_malformed", PROOF)
+            raise
+        if self._replica.facts is None or request.fingerprint != self._replica.fingerprint:
+            raise PeerError("another policy")
+        state = await self._current()
+        offer = self._store.offer(state.payload, trio.current_time() + OFFER_SECONDS, [peer])
+        self.served += 1
+        return encode_message(StateResponse(state.manifest, offer.transfer, offer.root, offer.size))
+
+    async def _current(self) -> WrittenState:
+        """A state that is recent enough. Raises PeerError."""
+        if self._state is None or trio.current_time() >= self._state.until:
+            if self._writing is None:  # once for all who wait
+                self._writing, self._asked_at = trio.Event(), trio.current_time()
+                self._send_to_trainer(local.WriteState())
+            with trio.move_on_after(WRITE_SECONDS):
+                await self._writing.wait()
+        if self._state is None:
+            raise PeerError("no state now")
+        return self._state
