@@ -238,7 +238,12 @@ def _known(key: str, origin: str) -> str:
 
 
 def _nearest(name: str, names: Sequence[str] | Mapping[str, str]) -> str:
-    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    """A name that this one may have been meant to be; nothing where none is close: a wrong hint costs more than none."""
+    leaf = lambda text: text.rpartition(".")[2]
+    close = [
+        near for near in difflib.get_close_matches(name, list(names), n=3, cutoff=0.8)
+        if difflib.SequenceMatcher(None, leaf(name), leaf(near)).ratio() >= 0.6
+    ]  # fmt: skip
     return f" (nearest: {close[0]})" if close else ""
 
 

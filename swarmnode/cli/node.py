@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarmnode.cli.options import NODE, AsJson, Capacity, Flag, NodeOptions, Peer, SecretFile, load, needs_trainer, say
+from swarmnode.errors import ConfigError
 
 if TYPE_CHECKING:
     from swarmnode.settings import Resolved
@@ -23,9 +25,36 @@ def run_resolved(resolved: Resolved) -> int:
     from swarmnode.tasks.registry import check_names
 
     needs_trainer("training")
+    check_before_processes(resolved)
     check_names(resolved.config.task.names)
     prove_own(resolved.config.task.modules)
     return _supervise(resolved, None)
+
+
+def check_before_processes(resolved: Resolved) -> None:
+    """What is wrong with model and addresses, in one line and before anything starts. Raises ConfigError, which names what set it."""
+    from swarmnode.p2p import addresses
+
+    def wrong(key: str, why: str) -> ConfigError:
+        return ConfigError(f"{resolved.origins.get(key, 'default')}: {key}: {why}")
+
+    model = resolved.config.policy.model
+    if model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
+        raise wrong("policy.model", f"{model}: no such directory")
+    if model != "embedded" and difflib.SequenceMatcher(None, model, "embedded").ratio() > 0.9 and not Path(model).is_dir():
+        raise wrong("policy.model", f"{model!r}: did you mean 'embedded'?")
+    network = resolved.config.network
+    for key, texts, needs_peer in (
+        ("network.listen_addrs", network.listen_addrs, False), ("network.announce_addrs", network.announce_addrs, False),
+        ("network.initial_peers", network.initial_peers, True),
+    ):  # fmt: skip
+        for text in texts:
+            try:
+                _, peer = addresses.parse_any(text)
+            except ValueError as error:
+                raise wrong(key, f"{text[:120]!r}: {error}") from None
+            if needs_peer and peer is None:
+                raise wrong(key, f"{text[:120]!r} does not end in /p2p/<peer id>")
 
 
 def bootstrap_node(
@@ -46,11 +75,11 @@ def bootstrap_node(
         A signed manifest, for a swarm that nobody runs yet: the file that `init` stored.
     """
     resolved = load(node, peers=peer)
-    from swarmnode.errors import ConfigError
     from swarmnode.observe import logs
     from swarmnode.swarm import invite as invites
     from swarmnode.swarm.membership import Membership
 
+    check_before_processes(resolved)
     logs.configure(resolved.config.log, "supervisor", data_dir=resolved.config.node.data_dir)
     membership = Membership(resolved.config, trains=False)
     if secret_file is not None:

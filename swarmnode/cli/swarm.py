@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
-from swarmnode.cli.node import run_resolved
+from swarmnode.cli.node import check_before_processes, run_resolved
 from swarmnode.cli.options import NODE, AsJson, Flag, NodeOptions, SecretFile, Texts, keep_said, load, needs_trainer, quoted, say
 
 if TYPE_CHECKING:
@@ -74,12 +74,14 @@ def init(
         Of the swarm. Short for --set swarm.name=…
     """
     named = [f"swarm.name={quoted(name)}"] if name else []
-    resolved = load(NodeOptions(node.config, [*(node.set_ or []), *named], node.data_dir)).config
+    told = load(NodeOptions(node.config, [*(node.set_ or []), *named], node.data_dir))
+    resolved = told.config
     from swarmnode.swarm.membership import Membership
     from swarmnode.tasks.client import prove_own
     from swarmnode.tasks.registry import check_names
 
     needs_trainer("init")
+    check_before_processes(told)
     check_names(resolved.task.names)
     prove_own(resolved.task.modules)
     membership = Membership(resolved)
@@ -117,6 +119,7 @@ def join(
 
     parsed = invites.parse(invite)
     needs_trainer("training")
+    check_before_processes(resolved)
     logs.configure(resolved.config.log, "supervisor")
     membership = Membership(resolved.config)
     if secret_file is not None:

@@ -170,8 +170,9 @@ def check_names(names: Iterable[str]) -> None:
                 raise ConfigError(f"task.names: {name!r} is not in task.datasets, which says where its rows are")
             if own.NAME.fullmatch(name):
                 raise ConfigError(f"task.names: {name!r} is not in task.modules, which names the modules that this node may load")
-            nearest = difflib.get_close_matches(name, TASKS, n=1, cutoff=0.0)[0]
-            raise ConfigError(f"task.names: {name!r} is not on the allow-list; the nearest that is: {nearest!r}")
+            close = difflib.get_close_matches(name, TASKS, n=1, cutoff=0.75)
+            hint = f"; the nearest that is: {close[0]!r}" if close else ", which docs/tasks.md has; a dataset is named in task.datasets"
+            raise ConfigError(f"task.names: {name!r} is not on the allow-list{hint}")
         if name in seen:
             raise ConfigError(f"task.names: {name!r} is there twice")
         seen.add(name)
