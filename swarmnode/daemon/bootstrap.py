@@ -40,7 +40,7 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
         info = msgspec.structs.replace(node_info(config, member), model="", sharing=False, trainer=False)
         observer = Observer(info, Parts(network, member.summaries, meter, supervisor, ring, TrainerWatch()), data_dir)
         async with trio.open_nursery() as nursery:
-            url = await nursery.start(partial(serve_http, config.http, observer.snapshot))
+            url = await nursery.start(partial(serve_http, config.http, observer.snapshot, data_dir=data_dir))
             announce(data_dir, network, member.swarm, url)
             nursery.start_soon(beat, progress, config.supervisor.network_memory_bytes)
             nursery.start_soon(member.run)

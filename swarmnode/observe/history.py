@@ -7,10 +7,18 @@ the node stays in view at a constant cost: 2,000 points are half an hour by the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
+import msgspec
+
+from swarmnode.files import write_atomically
 from swarmnode.observe.snapshot import NodeSnapshot
 
 POINTS = 2000
+FILE = Path("log") / "history.json"
+"""Below the data directory."""
+FILE_BYTES = 2**24
+SAVE_SECONDS = 60.0
 
 
 def _bytes(way: str) -> Callable[[NodeSnapshot], float]:
@@ -49,11 +57,20 @@ COLUMNS: dict[str, Callable[[NodeSnapshot], float | None]] = {
 """Column → its value. Counters stay totals here; the page takes differences."""
 
 
+class Saved(msgspec.Struct, frozen=True):
+    """What is kept on disk. Columns of another version are read by their names; those it does not know are gaps."""
+
+    interval: float
+    columns: list[str]
+    rows: list[list[float | None]]
+
+
 class History:
     """Columns of equal length, oldest first."""
 
     def __init__(self, capacity: int = POINTS, interval: float = 1.0) -> None:
         assert capacity >= 2
+        self._first_interval = interval
         self._capacity = capacity
         self._interval = interval
         self._slack = interval / 2  # ticks are not punctual
@@ -66,12 +83,35 @@ class History:
             assert last is not None
             if snapshot.at < last:
                 self._rows.clear()
+                self._interval = self._first_interval
             elif snapshot.at - last < self._interval - self._slack:
                 return
         self._rows.append(tuple(read(snapshot) for read in COLUMNS.values()))
         if len(self._rows) > self._capacity:
             self._rows = self._rows[::2]
             self._interval *= 2
+
+    def save(self, data_dir: Path) -> None:
+        """Keep it over a restart. Raises OSError: a full disk."""
+        saved = Saved(self._interval, list(COLUMNS), [list(row) for row in self._rows])
+        write_atomically(data_dir / FILE, msgspec.json.encode(saved))
+
+    def load(self, data_dir: Path) -> None:
+        """Go on from what an earlier process saved, if it did: a row without numbers parts what was from what comes. Never raises."""
+        try:
+            with (data_dir / FILE).open("rb") as file:
+                saved = msgspec.json.decode(file.read(FILE_BYTES), type=Saved)
+        except (OSError, msgspec.MsgspecError):
+            return
+        by_name = [dict(zip(saved.columns, row, strict=False)) for row in saved.rows]
+        rows = [tuple(row.get(name) for name in COLUMNS) for row in by_name if row.get("at") is not None]
+        if not rows or saved.interval < self._first_interval:
+            return
+        last = rows[-1][0]
+        assert last is not None
+        gap = (last + saved.interval / 2, *([None] * (len(COLUMNS) - 1)))
+        self._interval = saved.interval
+        self._rows = [*rows[-self._capacity + 1 :], gap]
 
     def columns(self, points: int = POINTS) -> dict[str, list[float | None]]:
         """At most `points` of them, evenly thinned out, the newest always among them."""

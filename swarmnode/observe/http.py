@@ -16,6 +16,7 @@ import typing
 from collections.abc import Awaitable, Callable
 from importlib import resources
 from ipaddress import IPv4Address, IPv6Address, ip_address
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import hypercorn.config
@@ -35,7 +36,7 @@ from swarmnode.config import HttpConfig
 from swarmnode.errors import Unavailable
 from swarmnode.observe import health
 from swarmnode.observe.collector import make_registry
-from swarmnode.observe.history import POINTS, History
+from swarmnode.observe.history import POINTS, SAVE_SECONDS, History
 from swarmnode.observe.snapshot import NodeSnapshot
 
 TICK_SECONDS = 1.0
@@ -63,9 +64,11 @@ log = structlog.get_logger(__name__)
 class Pulse:
     """Once a second: takes a point of history, and measures how late the event loop is."""
 
-    def __init__(self, snapshot: Callable[[], NodeSnapshot], history: History) -> None:
+    def __init__(self, snapshot: Callable[[], NodeSnapshot], history: History, data_dir: Path | None = None) -> None:
         self._snapshot = snapshot
         self._history = history
+        self._data_dir = data_dir
+        self._save_at = trio.current_time() + SAVE_SECONDS
         self._ticked_at = trio.current_time()
         self.lag_seconds = 0.0
 
@@ -83,10 +86,28 @@ class Pulse:
                 if not failed:
                     log.exception("no snapshot")
                 failed = True
+            await self._save()
             due = trio.current_time() + TICK_SECONDS
             await trio.sleep_until(due)
             self._ticked_at = trio.current_time()
             self.lag_seconds = max(0.0, self._ticked_at - due)
+
+
+    async def _save(self) -> None:
+        """Now and then: what is lost with the process is a minute of charts."""
+        if self._data_dir is None or trio.current_time() < self._save_at:
+            return
+        self._save_at = trio.current_time() + SAVE_SECONDS
+        await trio.to_thread.run_sync(self.save)
+
+    def save(self) -> None:
+        """Keep the history. Never raises."""
+        if self._data_dir is None:
+            return
+        try:
+            self._history.save(self._data_dir)
+        except OSError as error:  # a full disk: the charts go on
+            log.warning("the charts' past is not saved", error=str(error))
 
 
 def make_app(snapshot: Callable[[], NodeSnapshot], history: History, pulse: Pulse, only_loopback: bool) -> ASGIApp:
@@ -205,6 +226,7 @@ async def serve_http(
     cfg: HttpConfig,
     snapshot: Callable[[], NodeSnapshot],
     *,
+    data_dir: Path | None = None,
     sock: socket.socket | None = None,
     shutdown_trigger: Callable[[], Awaitable[None]] | None = None,
     task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED,  # type: ignore[name-defined]  # old stubs may be installed
@@ -212,7 +234,8 @@ async def serve_http(
     """Serve until cancelled, or until `shutdown_trigger` returns and open answers are sent.
 
     Starts with the base URL, e.g. `http://127.0.0.1:9464`. `snapshot` is called once a second and once per request; what it raises is
-    logged and answered with status 500. `sock` is a listening socket to use, and close, instead of `listen(cfg)`. An error inside the
+    logged and answered with status 500. `data_dir`: where the charts' past is kept
+    over restarts; None keeps it nowhere. `sock` is a listening socket to use, and close, instead of `listen(cfg)`. An error inside the
     HTTP server is logged and the server started again: nobody who can open a connection may end the node.
 
     Raises:
@@ -221,7 +244,9 @@ async def serve_http(
     sock = sock or listen(cfg)
     host, port = sock.getsockname()[:2]
     history = History()
-    pulse = Pulse(snapshot, history)
+    if data_dir is not None:
+        history.load(data_dir)
+    pulse = Pulse(snapshot, history, data_dir)
     timed = lambda: msgspec.structs.replace(snapshot(), loop_lag_seconds=pulse.lag_seconds)
     app = make_app(timed, history, pulse, only_loopback=is_loopback(host))
     try:
@@ -232,6 +257,7 @@ async def serve_http(
             nursery.cancel_scope.cancel()
     finally:
         sock.close()
+        pulse.save()
 
 
 async def _serve_steadily(

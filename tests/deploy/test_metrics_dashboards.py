@@ -204,9 +204,45 @@ def test_promtool_accepts_a_scrape() -> None:
 
 
 @needs_promtool
-def test_promtool_accepts_the_configuration_and_its_rules() -> None:
-    done = promtool("check", "config", "--lint=all", "--lint-fatal", str(PROMETHEUS / "prometheus.yml"))
+@pytest.mark.parametrize("name", ["prometheus.yml", "kubernetes.yml"])
+def test_promtool_accepts_the_configuration_and_its_rules(tmp_path, name) -> None:
+    """Debian's Prometheus is built without Kubernetes: there the pods stand as fixed targets, and all the rest is as it is."""
+    config = yaml.safe_load((PROMETHEUS / name).read_text())
+    if config["scrape_configs"][0].pop("kubernetes_sd_configs", None) == [{"role": "pod"}]:
+        config["scrape_configs"][0]["static_configs"] = [{"targets": ["10.0.0.1:9464"]}]
+    for other in ("rules.yml", "nodes.yml"):
+        shutil.copy(PROMETHEUS / other, tmp_path)
+    (tmp_path / name).write_text(yaml.safe_dump(config))
+    done = promtool("check", "config", "--lint=all", "--lint-fatal", str(tmp_path / name))
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(shutil.which("amtool") is None, reason="amtool is not installed")
+@pytest.mark.parametrize(("severity", "receiver"), [("critical", "now"), ("warning", "daily")])
+def test_amtool_accepts_the_sample_and_routes_by_severity(severity, receiver) -> None:
+    config = str(PROMETHEUS / "alertmanager.yml")
+    checked = subprocess.run(["amtool", "check-config", config], capture_output=True, timeout=60, check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    command = ["amtool", "config", "routes", "test", f"--config.file={config}", "alertname=SwarmnodeDown", f"severity={severity}"]
+    routed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert routed.stdout.strip() == receiver, routed.stderr
+
+
+def test_kubernetes_pods_are_found_by_what_they_are_called_there() -> None:
+    documents = list(yaml.safe_load_all((ROOT / "deploy" / "kubernetes" / "swarmnode.yaml").read_text()))
+    (template,) = [document["spec"]["template"] for document in documents if document["kind"] in ("StatefulSet", "Deployment")]
+    (relabel, _) = yaml.safe_load((PROMETHEUS / "kubernetes.yml").read_text())["scrape_configs"][0]["relabel_configs"]
+    label, port = relabel["regex"].split(";")
+    assert label in template["metadata"]["labels"].values()
+    keys = {re.sub(r"[^a-zA-Z0-9_]", "_", key) for key, value in template["metadata"]["labels"].items() if value == label}
+    assert relabel["source_labels"][0].removeprefix("__meta_kubernetes_pod_label_") in keys
+    assert port in [each["name"] for container in template["spec"]["containers"] for each in container["ports"]]
+
+
+def test_what_an_alert_means_is_told_without_gaps() -> None:
+    table = (ROOT / "docs" / "monitoring.md").read_text().partition("<!-- alerts")[2].partition("<!-- end of alerts")[0]
+    assert "…" not in table
+    assert "{{" not in table
 
 
 @needs_promtool

@@ -91,7 +91,10 @@ def watching(directory, targets):
     config = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     config["rule_files"] = [str(ROOT / "deploy" / "prometheus" / "rules.yml")]
-    config["scrape_configs"][0]["static_configs"] = [{"targets": targets}]
+    nodes = directory / "nodes.yml"
+    nodes.write_text(yaml.safe_dump([{"targets": targets}]))
+    config["scrape_configs"][0]["file_sd_configs"] = [{"files": [str(nodes)]}]
+    del config["alerting"]  # nobody listens there
     path = directory / "prometheus.yml"
     path.write_text(yaml.safe_dump(config))
     url = f"127.0.0.1:{free_port()}"

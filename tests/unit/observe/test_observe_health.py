@@ -108,6 +108,36 @@ def test_history_thins_out_to_what_was_asked_and_keeps_the_newest() -> None:
     assert columns["at"][-1] == STARTED_AT + 300
 
 
+def test_history_goes_on_after_a_restart_with_a_gap_between(tmp_path) -> None:
+    before, after = History(), History()
+    for second in range(100):
+        before.add(example_at(float(second)))
+    before.save(tmp_path)
+    after.load(tmp_path)
+    after.add(example_at(160.0))
+    columns = after.columns()
+    assert [len(columns["at"]), columns["at"][0], columns["at"][-1]] == [102, STARTED_AT, STARTED_AT + 160]
+    assert columns["reward_held_out"][99] is not None
+    assert columns["reward_held_out"][100] is None
+    assert columns["reward_held_out"][101] is not None
+    assert columns["at"] == sorted(columns["at"])
+
+
+def test_a_history_that_is_full_stays_bounded_and_one_that_is_none_is_left(tmp_path) -> None:
+    full, after = History(capacity=50), History(capacity=50)
+    for second in range(300):
+        full.add(example_at(float(second)))
+    full.save(tmp_path)
+    after.load(tmp_path)
+    assert len(after.columns()["at"]) <= 50
+    text, still = b'{"interval": 1.0, "columns": ["at"], "rows": [["x"]]}', b'{"interval": 0.0, "columns": ["at"], "rows": [[1]]}'
+    for broken in (b"", b"{", b"[]", text, still):
+        (tmp_path / "log" / "history.json").write_bytes(broken)
+        fresh = History()
+        fresh.load(tmp_path)
+        assert fresh.columns()["at"] == []
+
+
 def test_history_starts_over_when_the_clock_jumps_back() -> None:
     history = History()
     for second in (100.0, 101.0, 5.0):
