@@ -14,12 +14,12 @@ import msgspec
 import pytest
 import yaml
 from prometheus_client.exposition import generate_latest
-from swarmnode.weights.exchange import WeightsStatistics
 
 from swarmnode.observe.collector import make_registry
 from swarmnode.observe.metrics import METRICS
 from swarmnode.observe.snapshot import NodeSnapshot, StagesView
 from swarmnode.p2p.budget import BudgetStatistics
+from swarmnode.weights.service import WeightsStatistics
 from tests.support.snapshots import example
 
 ROOT = Path(__file__).parents[2]

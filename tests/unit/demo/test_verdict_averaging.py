@@ -2,13 +2,13 @@
 
 import msgspec
 import pytest
-from swarmnode.weights.exchange import WeightsStatistics
 
 from swarmnode.demo.nodes import View, view_of
 from swarmnode.demo.verdict import Kill, judge
 from swarmnode.link.messages import Report, WeightsReport
 from swarmnode.observe.snapshot import NodeSnapshot
 from swarmnode.observe.watch import TrainerStatistics
+from swarmnode.weights.service import WeightsStatistics
 
 
 def finding(kills=(), **fields):
