@@ -78,7 +78,7 @@ class DemoNode:
         """Whether the process that runs now has answered yet."""
         self._process: subprocess.Popen[bytes] | None = None
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._config = directory / "config.toml"
+        self._config = directory / "demo.toml"  # not config.toml, which a data directory keeps for itself
         self._config.write_text(toml_of({**settings, "node": {"data_dir": str(directory), "name": name}}))
 
     def start(self, initial_peers: Sequence[str]) -> None:

@@ -31,7 +31,7 @@ class Node:
     def __init__(self, net, name, directory, network):
         self.net, self.name, self.directory = net, name, directory
         directory.mkdir(mode=0o700)
-        config = directory / "config.toml"
+        config = directory / "nat.toml"
         config.write_text(toml_of({**SETTINGS, "node": {"data_dir": str(directory), "name": name}, "network": {"mdns": False, **network}}))
         environment = {key: value for key, value in os.environ.items() if not key.startswith("SWARMNODE_")} | {"HF_HUB_OFFLINE": "1"}
         with open(directory / "node.log", "ab") as log:
