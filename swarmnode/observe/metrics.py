@@ -263,7 +263,7 @@ UTILITY = (
     Metric("swarmnode_external_scale", "gauge", "trainer.report.external_scale",
            "Share of the peers' groups that the utility guard leaves, 0 to 1. It falls while their gradients disagree with ours."),
     Metric("swarmnode_contributing_peers", "gauge", lambda s: len(s.trainer.report.peers_used) if s.trainer.report else None,
-           "Peers on whose groups this node has trained since its first start.", when=reports),
+           "Peers on whose groups this node has trained since its first start, the latest 256 of them.", when=reports),
 )  # fmt: skip
 
 ROLLOUTS = (

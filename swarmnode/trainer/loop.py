@@ -235,7 +235,7 @@ class Loop:
         c.external_groups_total += len(external)
         c.tokens_total += tokens
         for group in external:
-            c.peers_used[group.peer] = c.peers_used.get(group.peer, 0) + 1
+            c.note_use(group.peer)
         now = self._engine.statistics()
         learnt = now.micro_batch_tokens < self._training.per_device_train_tokens
         c.micro_batch_tokens = now.micro_batch_tokens if learnt else 0  # so that a larger setting counts after a restart

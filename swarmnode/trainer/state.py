@@ -40,6 +40,10 @@ COMPLAIN_SECONDS = 30.0
 """Between two complaints that the state cannot be saved."""
 
 
+PEERS_USED = 256
+"""Peers of which a trainer remembers how many groups it trained on: it saves them with its state, and reports them at every step."""
+
+
 class Counters(msgspec.Struct):
     """The numbers of a trainer that must survive it."""
 
@@ -60,6 +64,7 @@ class Counters(msgspec.Struct):
     reward_held_out: float | None = None
     reward_held_out_start: float | None = None
     peers_used: dict[str, int] = {}
+    """Groups trained on, of the PEERS_USED latest peers; the latest is the last."""
     outer_clocks: list[int] = []
     """Number of outer steps, by fragment."""
     exchanges_total: int = 0
@@ -70,6 +75,12 @@ class Counters(msgspec.Struct):
     swarm: str = ""
     crew: str = ""
     """Id, hex, of the crew whose head counted this."""
+
+    def note_use(self, peer: str) -> None:
+        """Count a group of `peer` that was trained on; the peer that was used longest ago makes room."""
+        self.peers_used[peer] = self.peers_used.pop(peer, 0) + 1
+        while len(self.peers_used) > PEERS_USED:
+            del self.peers_used[next(iter(self.peers_used))]
 
 
 SEQUENCE_MARGIN = 4096

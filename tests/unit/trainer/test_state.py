@@ -27,6 +27,17 @@ def weights(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
+def test_what_is_remembered_of_peers_has_a_bound_and_the_latest_stay():
+    counters = Counters()
+    for number in range(state.PEERS_USED + 10):
+        counters.note_use(f"peer {number}")
+        counters.note_use("a friend")
+    assert len(counters.peers_used) == state.PEERS_USED
+    assert counters.peers_used["a friend"] == state.PEERS_USED + 10
+    assert "peer 0" not in counters.peers_used
+    assert list(counters.peers_used)[-2:] == [f"peer {state.PEERS_USED + 9}", "a friend"]
+
+
 def test_a_restored_trainer_continues_bit_for_bit(tmp_path):
     model, optimizer, rng = make()
     for _ in range(3):
