@@ -270,7 +270,7 @@ def how_it_ended(exit_code: int, last: str) -> str:
     how = f"exit code {exit_code}" if exit_code > 0 else f"killed by {signal.Signals(-exit_code).name}"
     if exit_code == -signal.SIGKILL and not last:
         how += "; where nobody did that, the machine ran out of memory"
-    return f"{last} ({how})" if last else how
+    return f"{last.removeprefix('crashed error=')} ({how})" if last else how
 
 
 async def wait_for(process: subprocess.Popen[bytes]) -> int:

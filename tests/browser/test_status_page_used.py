@@ -152,3 +152,13 @@ async def test_a_page_older_than_the_node_says_that_it_is(tmp_path, monkeypatch)
         await tab.until("document.body.dataset.state === 'stale'")
         assert "load the page again" in await tab.js("document.getElementById('notice').textContent")
         assert len(tab.errors) >= 1
+
+
+async def test_a_time_without_a_node_is_a_gap_in_its_lines(tmp_path, monkeypatch) -> None:
+    later = lambda s: replace(s, at=s.at + 120) if s.at % 1000 > 450 else s
+    async with page(tmp_path, monkeypatch, change=later) as tab:
+        drawn = await tab.js("document.querySelector('path.line[data-series=policy_version]').getAttribute('d')")
+        assert drawn.count("M") == 2
+    async with page(tmp_path / "whole", monkeypatch) as tab:
+        drawn = await tab.js("document.querySelector('path.line[data-series=policy_version]').getAttribute('d')")
+        assert drawn.count("M") == 1

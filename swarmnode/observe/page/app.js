@@ -70,13 +70,16 @@ function smooth(values) {
 
 const scaled = (values, scale) => (scale ? values.map((value) => (known(value) ? value / scale : null)) : values);
 
+// Whether nothing was measured for long before point i: the node was not running.
+const isGap = (at, i) => i > 0 && at[i] - at[i - 1] > 6 * ((at[at.length - 1] - at[0]) / (at.length - 1));
+
 // Totals → amounts per minute in at most `bins` equal spans of time. A total that falls is a process that started anew.
 function perMinute(at, totals, bins) {
   const start = at[0], span = (at[at.length - 1] - start) / bins;
   const rates = new Array(bins).fill(0);
   for (let i = 1; i < at.length; i += 1) {
     const bin = Math.min(bins - 1, Math.floor((at[i] - start) / span - 1e-9));
-    if (known(totals[i]) && known(totals[i - 1])) rates[Math.max(0, bin)] += Math.max(0, totals[i] - totals[i - 1]) * (60 / span);
+    if (known(totals[i]) && known(totals[i - 1]) && !isGap(at, i)) rates[Math.max(0, bin)] += Math.max(0, totals[i] - totals[i - 1]) * (60 / span);
   }
   return rates;
 }
@@ -223,6 +226,7 @@ class Chart {
     const path = (values) => {
       let d = "", pen = "M";
       values.forEach((value, i) => {
+        if (isGap(this.at, i)) pen = "M";
         if (!known(value)) { pen = "M"; return; }
         d += `${pen}${x(this.at[i]).toFixed(1)} ${y(value).toFixed(1)}`;
         pen = "L";

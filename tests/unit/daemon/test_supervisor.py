@@ -211,7 +211,7 @@ async def test_a_process_that_the_network_process_ended_did_not_crash(node, tmp_
 @pytest.mark.parametrize(
     ("code", "last", "said"),
     [
-        (1, "KeyError: 'x'", "KeyError: 'x' (exit code 1)"),
+        (1, "crashed error=KeyError: 'x'", "KeyError: 'x' (exit code 1)"),
         (-9, "", "killed by SIGKILL; where nobody did that, the machine ran out of memory"),
         (-11, "", "killed by SIGSEGV"),
         (0, "old", "it finished"),
