@@ -24,8 +24,9 @@ from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, 
 from swarmnode.p2p.budget import BURST_BYTES, BURST_SECONDS
 from swarmnode.p2p.metering import Meter
 from swarmnode.p2p.network import Libp2pNetwork
-from swarmnode.rollouts.exchange import RolloutExchange
+from swarmnode.rollouts.exchange import GroupRules, RolloutExchange
 from swarmnode.testing.scorer import InProcessScorer
+from swarmnode.wire.envelope import Credentials
 from tests.support.hosts import hosts
 
 SWARM = swarm_of()
@@ -57,7 +58,8 @@ async def measure(arm: str, seconds: float) -> Result:
             for n, (network, meter) in enumerate(zip(networks, meters, strict=True)):
                 author = Author(SWARM, seed=n)
                 cfg = SharingConfig(groups_per_second=1000)
-                exchange = RolloutExchange(network, InProcessScorer(), author.key, SWARM, BUILTIN_TASKS, cfg, budget=meter)
+                credentials = Credentials(author.key, SWARM)
+                exchange = RolloutExchange(network, InProcessScorer(), credentials, GroupRules(BUILTIN_TASKS), cfg, budget=meter)
                 exchange.set_policy(SimpleNamespace(model=MODEL, tokenizer=TOKENIZER, policy_version=0, tokens_per_text_byte=1.0))
                 await nursery.start(exchange.run)
                 nursery.start_soon(publish, exchange, author)

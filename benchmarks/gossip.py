@@ -44,10 +44,11 @@ from swarmnode.p2p.gossip import Validation
 from swarmnode.p2p.guards import gossip, outbox, pubsub, yamux
 from swarmnode.p2p.host import open_host
 from swarmnode.p2p.network import Network
-from swarmnode.rollouts.exchange import RolloutExchange
+from swarmnode.rollouts.exchange import GroupRules, RolloutExchange
 from swarmnode.rollouts.groups import OwnGroup
 from swarmnode.testing.scorer import InProcessScorer
 from swarmnode.wire import envelope, ids
+from swarmnode.wire.envelope import Credentials
 
 SWARM = swarm_of("gossip")
 TOPIC = ids.rollout_topic(SWARM)
@@ -147,7 +148,8 @@ async def swarm(run: Run, meter: Meter, directory: Path) -> AsyncIterator[list[t
             cfg = NetworkConfig(mdns=False, relay="off", bulk_port=-1, initial_peers=known)
             network = await stack.enter_async_context(open_host(cfg, key, where, swarm=SWARM))
             author = Author(SWARM, key=key.private_key)
-            exchange = RolloutExchange(network, InProcessScorer(), author.key, SWARM, BUILTIN_TASKS, SharingConfig(), rng=rng)
+            credentials = Credentials(author.key, SWARM)
+            exchange = RolloutExchange(network, InProcessScorer(), credentials, GroupRules(BUILTIN_TASKS), SharingConfig(), rng=rng)
             exchange.set_policy(Hello(MODEL, TOKENIZER, 0, 120))
             meter.watch(exchange)
             await nursery.start(exchange.run)

@@ -26,11 +26,12 @@ from benchmarks import report
 from swarmnode.config import SharingConfig, TaskConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, swarm_of
 from swarmnode.demo.liar.frames import hostile_frames
-from swarmnode.rollouts.exchange import RolloutExchange
+from swarmnode.rollouts.exchange import GroupRules, RolloutExchange
 from swarmnode.rollouts.groups import Draw, Judged
 from swarmnode.rollouts.shelf import QUEUE_PEER_GROUPS
 from swarmnode.tasks.client import AsyncScorer
 from swarmnode.testing.network import MemorySwarm
+from swarmnode.wire.envelope import Credentials
 
 AUTHORS = 64
 EPOCH = 1_800_000_000.0
@@ -49,8 +50,9 @@ class Node:
         own = Author(self.swarm, seed=1_000_000)
         network = MemorySwarm().join(own.peer)
         self.exchange = RolloutExchange(
-            network, self.scorer, own.key, self.swarm, tasks, SharingConfig(**cfg), clock=lambda: self.now, rng=random.Random(0)
-        )
+            network, self.scorer, Credentials(own.key, self.swarm), GroupRules(tasks), SharingConfig(**cfg),
+            clock=lambda: self.now, rng=random.Random(0),
+        )  # fmt: skip
         self.exchange.set_policy(SimpleNamespace(model=MODEL, tokenizer=TOKENIZER, policy_version=0, tokens_per_text_byte=1.0))
 
     async def feed(self, frames: Iterator[bytes]) -> int:
@@ -199,7 +201,7 @@ async def memory(frames: int, samples: int = 20) -> dict[str, Any]:
         for n in range(samples):
             await node.feed(itertools.islice(stream, part))
             for group in node.exchange.draw(Draw(n, 8, n)).groups:
-                node.exchange.judged(Judged(group.content, group.peer, "used"))
+                node.exchange.judged(Judged(group.peer, "used"))
             series.append((part * (n + 1), *node.memory()))
         wall = time.perf_counter() - began
         statistics = node.exchange.statistics()

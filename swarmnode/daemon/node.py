@@ -30,7 +30,7 @@ from swarmnode.observe.snapshot import NodeInfo
 from swarmnode.observe.watch import SupervisorWatch, TrainerWatch
 from swarmnode.p2p.metering import Meter
 from swarmnode.process import Progress, die_with_parent, run_main
-from swarmnode.rollouts.exchange import RolloutExchange
+from swarmnode.rollouts.exchange import GroupRules, RolloutExchange
 from swarmnode.tasks.client import AsyncScorer
 from swarmnode.weights.service import WeightService
 from swarmnode.wire.envelope import Credentials
@@ -52,8 +52,9 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
         network.keep_to(meter.allows)
         trainer = TrainerWatch()
         rollouts = RolloutExchange(
-            network, scorer, key, member.swarm, config.task.names, config.sharing,
-            max_completion_length=config.training.max_completion_length, keeps_rules=member.keeps_rules, budget=meter, spoken=member.spoken,
+            network, scorer, Credentials(key, member.swarm),
+            GroupRules(config.task.names, config.training.max_completion_length, member.keeps_rules, member.spoken), config.sharing,
+            budget=meter,
         )  # fmt: skip
         crew = StagePlane(
             network, key, config.stages, data_dir, lambda message: link.send_to_trainer(message),

@@ -88,8 +88,6 @@ class Admission:
         *,
         max_completion_length: int = limits.TOKENS,
         is_greylisted: Callable[[str], bool] = lambda peer: False,
-        max_signers: int = 4096,
-        max_seen: int = SEEN_FRAMES,
         keeps_rules: Callable[[RolloutGroup], bool] = lambda group: True,
     ) -> None:
         self.swarm = swarm
@@ -101,8 +99,8 @@ class Admission:
         self.tokenizer = b""
         self.tokens_per_text_byte = 1.0
         self._versions = {name: task_version(name) for name in tasks if name in TASKS}
-        self._signers = Signers(max_signers)
-        self._seen = Recent(max_seen)
+        self._signers = Signers()
+        self._seen = Recent(SEEN_FRAMES)
         self._outcomes: Counter[str] = Counter()
         self._last_internal_error = ""
 
@@ -197,7 +195,7 @@ class Admission:
             return reason, peer
         if isinstance(message, Announce):
             signer.note(message.sequence, now)
-            return Announced(message.content, message.size, peer, message.sequence, message.created_at, now)
+            return Announced(message.content, message.size, peer, message.sequence, message.created_at)
         return self._check_group(message, content, signer, now)
 
     def _check_fetched(self, announced: Announced, body: bytes, now: float) -> Candidate | str | tuple[str, str]:
@@ -224,7 +222,7 @@ class Admission:
             return reason, signer.peer
         signer.note(group.sequence, now)
         signer.note_version(group.model, group.policy_version, now)
-        return Candidate(content, signer.peer, group, now)
+        return Candidate(content, signer.peer, group)
 
     def _group_reason(self, group: RolloutGroup, signer: Signer, now: float) -> str | None:
         if signer.is_outdated(group.model, group.policy_version, DROP_VERSIONS, now):

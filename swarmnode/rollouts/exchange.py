@@ -16,11 +16,11 @@ import random
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterable, Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 import trio
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarmnode.config import SharingConfig
 from swarmnode.errors import BadMessage
@@ -37,6 +37,7 @@ from swarmnode.rollouts.shelf import CandidateQueue, Strikes
 from swarmnode.rollouts.signers import Signer
 from swarmnode.tasks.frames import Scored, ScoreError, ScorerFailed, TaskUnknown
 from swarmnode.wire import codec, envelope, ids, limits
+from swarmnode.wire.envelope import Credentials
 from swarmnode.wire.messages import Announce, RolloutGroup, TaskRef
 
 log = logging.getLogger(__name__)
@@ -98,47 +99,54 @@ class ExchangeStatistics(msgspec.Struct, frozen=True):
     """Peers of which a group was trained on."""
 
 
-class RolloutExchange:
-    """Shares this node's groups and gathers others'.
+@dataclass(frozen=True)
+class GroupRules:
+    """What this node samples and takes."""
 
-    key: this node's Ed25519 key; swarm: 32-byte swarm id; tasks: names this node trains on; max_completion_length: its own,
-    tokens; clock: Unix seconds; spoken: the ordinals of the swarm. Start it with `await nursery.start(exchange.run)`; the other
-    methods are for the process link.
+    tasks: Collection[str]
+    """Names of the tasks that it trains on."""
+    max_completion_length: int = limits.TOKENS
+    """Its own, tokens."""
+    keeps_rules: Callable[[RolloutGroup], bool] = lambda group: True
+    """Whether a group is one that the swarm's manifest allows."""
+    spoken: ids.Spoken = field(default_factory=ids.Spoken)
+    """Ordinals of the swarm."""
+
+
+class RolloutExchange:
+    """Shares this node's groups and gathers others'. clock: Unix seconds.
+
+    Start it with `await nursery.start(exchange.run)`; the other methods are for the process link.
     """
 
     def __init__(
         self,
         network: Network,
         scorer: Scoring,
-        key: Ed25519PrivateKey,
-        swarm: bytes,
-        tasks: Collection[str],
+        credentials: Credentials,
+        rules: GroupRules,
         cfg: SharingConfig,
         *,
-        max_completion_length: int = limits.TOKENS,
-        keeps_rules: Callable[[RolloutGroup], bool] = lambda group: True,
         clock: Callable[[], float] = time.time,
         rng: random.Random | None = None,
         budget: Budget | None = None,
-        spoken: ids.Spoken = ids.Spoken(),  # noqa: B008 - immutable
     ) -> None:
         self.cfg = cfg
-        self._topic = ids.rollout_topic(swarm, spoken.rollouts)
+        self._topic = ids.rollout_topic(credentials.swarm, rules.spoken.rollouts)
         self._budget: Budget = budget or Unlimited()
-        self.swarm = swarm
         self._network = network
         self._scorer = scorer
-        self._key = key
+        self._credentials = credentials
         self._clock = clock
         self._rng = rng or random.Random()
         self.admission = Admission(
-            swarm,
+            credentials.swarm,
             network.peer_id,
-            tasks,
+            rules.tasks,
             cfg,
-            max_completion_length=max_completion_length,
+            max_completion_length=rules.max_completion_length,
             is_greylisted=lambda peer: not network.welcome(peer),
-            keeps_rules=keeps_rules,
+            keeps_rules=rules.keeps_rules,
         )
         self.pool = Pool(cfg.pool_bytes)
         self._policy: PolicyFacts | None = None
@@ -147,7 +155,7 @@ class RolloutExchange:
         self._queue = CandidateQueue()
         self._strikes = Strikes()
         self._news = trio.Event()
-        self._fetching = Fetching(network, self._fetched, self._refuse, self._budget.allows, spoken.fetch)
+        self._fetching = Fetching(network, self._fetched, self._refuse, self._budget.allows, rules.spoken.fetch)
         self._used: OrderedDict[str, int] = OrderedDict()
         self._admitted_of: OrderedDict[str, int] = OrderedDict()
         self._useful_reported = 0
@@ -273,13 +281,13 @@ class RolloutExchange:
             group = without_token_ids(group)
             if len(codec.encode(group)) > limits.GROUP_BYTES:
                 return "oversize"
-        frame = envelope.seal(group, self._key, ids.DOMAIN_ROLLOUT, self.swarm)
+        frame = envelope.seal(group, self._credentials.key, ids.DOMAIN_ROLLOUT, self._credentials.swarm)
         outcome = "gossip"
         if len(frame) > limits.GOSSIP_BYTES:
             content = envelope.content_id(frame)
             self._fetching.shelf.put(content, frame)
             announce = Announce(content, len(frame), group.created_at, group.sequence)
-            frame, outcome = envelope.seal(announce, self._key, ids.DOMAIN_ROLLOUT, self.swarm), "announced"
+            frame, outcome = envelope.seal(announce, self._credentials.key, ids.DOMAIN_ROLLOUT, self._credentials.swarm), "announced"
         self._pace.take_token()
         try:
             await self._network.gossip.publish(self._topic, frame)

@@ -65,7 +65,6 @@ class Drawn(msgspec.Struct, frozen=True, tag="drawn"):
 class Judged(msgspec.Struct, frozen=True, tag="judged"):
     """Trainer → network: what became of a drawn group. All but `used` are reasons (`rollouts.reasons`)."""
 
-    content: bytes
     peer: str
     outcome: Outcome
 
@@ -89,8 +88,6 @@ class Candidate(msgspec.Struct, frozen=True):
     content: bytes
     peer: str
     group: RolloutGroup
-    received_at: float
-    """Unix seconds."""
 
 
 class Announced(msgspec.Struct, frozen=True):
@@ -105,7 +102,6 @@ class Announced(msgspec.Struct, frozen=True):
     sequence: int
     created_at: int
     """Unix time, milliseconds."""
-    received_at: float
 
 
 def memory_bytes(group: RolloutGroup, prompt: str = "") -> int:

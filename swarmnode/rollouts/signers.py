@@ -10,6 +10,7 @@ from collections import OrderedDict
 
 from swarmnode.wire import limits
 
+MOST_SIGNERS = 4096
 WINDOW = 4096
 """Sequence numbers below the newest that are still told apart; older ones count as late. A bit each."""
 BURST_SECONDS = 4.0
@@ -85,10 +86,9 @@ _MASK = (1 << WINDOW) - 1
 
 
 class Signers:
-    """Authors by raw public key, at most `most` of them."""
+    """Authors by raw public key, at most MOST_SIGNERS of them."""
 
-    def __init__(self, most: int = 4096) -> None:
-        self.most = most
+    def __init__(self) -> None:
         self._by_key: OrderedDict[bytes, Signer] = OrderedDict()
 
     def __len__(self) -> int:
@@ -104,7 +104,7 @@ class Signers:
     def add(self, key: bytes, signer: Signer) -> None:
         """Remember an author whose signature was verified."""
         self._by_key[key] = signer
-        if len(self._by_key) > self.most:
+        if len(self._by_key) > MOST_SIGNERS:
             self._by_key.popitem(last=False)
 
 

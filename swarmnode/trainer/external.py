@@ -43,6 +43,6 @@ class ExternalGroups:
         drawn, self._backlog = waiting[:room], waiting[room : room + self._plan.groups]
         judgement = judge(drawn, self._engine.text, self._engine.score, self._temperature)
         for group, outcome in judgement.outcomes:
-            self._link.send(Judged(group.content, group.peer, outcome))
+            self._link.send(Judged(group.peer, outcome))
         self._plan.arrived(useful, len(drawn), len(judgement.accepted))
         return judgement

@@ -136,8 +136,6 @@ MORE_PARAMETERS = {
     "swarmnode/daemon/node.py:Node.__init__": 9,
     "swarmnode/recovery/restore.py:_load": 9,
     "swarmnode/recovery/transfer.py:StatePeer.__init__": 10,
-    "swarmnode/rollouts/admission.py:Admission.__init__": 9,
-    "swarmnode/rollouts/exchange.py:RolloutExchange.__init__": 12,
 }
 MORE_ATTRIBUTES = {
     "swarmnode/crew/control.py:CrewControl": 43,

@@ -45,9 +45,6 @@ FOR_NOW: set[str] = {
     "swarmnode.link.messages.WeightsReport: nobody reads probation",
     "swarmnode.link.messages.WeightsReport: nobody reads outcomes",
     "swarmnode.link.messages.WeightsReport: nobody reads payload_bytes",
-    "swarmnode.rollouts.groups.Announced: nobody reads received_at",
-    "swarmnode.rollouts.groups.Candidate: nobody reads received_at",
-    "swarmnode.rollouts.groups.Judged: nobody reads content",
 }
 
 

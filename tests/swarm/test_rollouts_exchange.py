@@ -14,11 +14,12 @@ from swarmnode.errors import BadMessage, PeerError, PeerTimeout
 from swarmnode.link.messages import Hello
 from swarmnode.p2p import identity
 from swarmnode.p2p.gossip import Validation
-from swarmnode.rollouts.exchange import RolloutExchange
+from swarmnode.rollouts.exchange import GroupRules, RolloutExchange
 from swarmnode.rollouts.groups import Draw
 from swarmnode.tasks.client import AsyncScorer
 from swarmnode.testing.network import MemorySwarm
 from swarmnode.wire import ids, limits
+from swarmnode.wire.envelope import Credentials
 from tests.support.hosts import hosts
 from tests.support.waiting import until
 
@@ -49,7 +50,8 @@ async def exchanges(kind, directory, count):
     async with networks(kind, directory, count) as nodes, AsyncScorer() as scorer, trio.open_nursery() as nursery:
         running = []
         for network, author in nodes:
-            exchange = RolloutExchange(network, scorer, author.key, SWARM, BUILTIN_TASKS, SharingConfig(), rng=random.Random(0))
+            credentials = Credentials(author.key, SWARM)
+            exchange = RolloutExchange(network, scorer, credentials, GroupRules(BUILTIN_TASKS), SharingConfig(), rng=random.Random(0))
             exchange.set_policy(Hello(MODEL, TOKENIZER, 0))
             await nursery.start(exchange.run)
             running.append((exchange, author, network))

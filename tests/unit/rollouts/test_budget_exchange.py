@@ -9,9 +9,10 @@ import trio
 from swarmnode.config import SharingConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, swarm_of
 from swarmnode.p2p.budget import CHOICES
-from swarmnode.rollouts.exchange import RolloutExchange, Unlimited
+from swarmnode.rollouts.exchange import GroupRules, RolloutExchange, Unlimited
 from swarmnode.testing.network import MemorySwarm
 from swarmnode.testing.scorer import InProcessScorer
+from swarmnode.wire.envelope import Credentials
 
 SWARM = swarm_of()
 EPOCH = 1_800_000_000.0
@@ -42,7 +43,8 @@ class Line:
         medium.cut(self.authors[0].peer, self.authors[2].peer)
         self.exchanges = [
             RolloutExchange(
-                network, InProcessScorer(), author.key, SWARM, BUILTIN_TASKS, SharingConfig(), rng=random.Random(0),
+                network, InProcessScorer(), Credentials(author.key, SWARM), GroupRules(BUILTIN_TASKS), SharingConfig(),
+                rng=random.Random(0),
                 clock=lambda: EPOCH + trio.current_time(), budget=self.budget if number == 1 else Unlimited(),
             )
             for number, (network, author) in enumerate(zip(networks, self.authors, strict=True))

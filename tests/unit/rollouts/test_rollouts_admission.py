@@ -95,8 +95,9 @@ def test_a_sequence_number_is_taken_once_even_in_another_frame():
     assert reason(checks.check_frame(frame(created=NOW + 1), NOW + 1)) == "sequence_reused"
 
 
-def test_a_replay_is_refused_after_the_frame_cache_forgot_it():
-    checks = admission(max_seen=4)
+def test_a_replay_is_refused_after_the_frame_cache_forgot_it(monkeypatch):
+    monkeypatch.setattr("swarmnode.rollouts.admission.SEEN_FRAMES", 4)
+    checks = admission()
     for sequence in range(20):
         assert isinstance(checks.check_frame(frame(sequence), NOW), Candidate)
     assert reason(checks.check_frame(frame(0), NOW)) == "sequence_reused"
@@ -275,8 +276,10 @@ def test_a_fetched_body_passes_the_same_checks():
     assert checks.statistics().outcomes == {"announced": 3, "seed": 1, "signature": 2}
 
 
-def test_memory_is_bounded_in_authors_and_frames():
-    checks = admission(max_signers=8, max_seen=32)
+def test_memory_is_bounded_in_authors_and_frames(monkeypatch):
+    monkeypatch.setattr("swarmnode.rollouts.signers.MOST_SIGNERS", 8)
+    monkeypatch.setattr("swarmnode.rollouts.admission.SEEN_FRAMES", 32)
+    checks = admission()
     for n in range(64):
         checks.check_frame(frame(n, Author(SWARM, seed=100 + n)), NOW)
     stats = checks.statistics()

@@ -8,11 +8,12 @@ import trio
 
 from swarmnode.config import SharingConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, swarm_of
-from swarmnode.rollouts.exchange import RolloutExchange
+from swarmnode.rollouts.exchange import GroupRules, RolloutExchange
 from swarmnode.rollouts.groups import Draw
 from swarmnode.testing.network import MemorySwarm
 from swarmnode.testing.scorer import InProcessScorer
 from swarmnode.wire import limits
+from swarmnode.wire.envelope import Credentials
 
 SWARM = swarm_of()
 EPOCH = 1_800_000_000.0
@@ -36,7 +37,7 @@ async def test_a_clock_off_by_more_than_the_window_costs_groups_and_no_reputatio
     exchanges = []
     for author, skew in zip(authors, (0.0, offset), strict=True):
         exchange = RolloutExchange(
-            medium.join(author.peer), InProcessScorer(), author.key, SWARM, BUILTIN_TASKS, SharingConfig(),
+            medium.join(author.peer), InProcessScorer(), Credentials(author.key, SWARM), GroupRules(BUILTIN_TASKS), SharingConfig(),
             clock=lambda skew=skew: EPOCH + skew + trio.current_time(), rng=random.Random(0),
         )  # fmt: skip
         exchange.set_policy(POLICY)

@@ -11,12 +11,13 @@ from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, 
 from swarmnode.demo.liar.frames import hostile_frames
 from swarmnode.errors import PeerError
 from swarmnode.p2p.gossip import Validation
-from swarmnode.rollouts.exchange import RolloutExchange
+from swarmnode.rollouts.exchange import GroupRules, RolloutExchange
 from swarmnode.rollouts.groups import Draw, Judged
 from swarmnode.tasks.client import AsyncScorer
 from swarmnode.testing.network import MemorySwarm
 from swarmnode.testing.scorer import InProcessScorer
 from swarmnode.wire import codec, ids, limits
+from swarmnode.wire.envelope import Credentials
 from swarmnode.wire.messages import Announce, FetchRequest, FetchResponse
 
 SWARM = swarm_of()
@@ -35,9 +36,8 @@ class Swarm:
             RolloutExchange(
                 network,
                 self.scorer,
-                author.key,
-                SWARM,
-                BUILTIN_TASKS,
+                Credentials(author.key, SWARM),
+                GroupRules(BUILTIN_TASKS),
                 SharingConfig(**cfg),
                 clock=lambda: EPOCH + trio.current_time(),
                 rng=random.Random(0),
@@ -339,9 +339,9 @@ async def test_a_failed_spot_check_costs_trust_and_no_reputation(swarm, autojump
     """Our own policy may be the one that moved: honest nodes must not end up greylisting each other for learning."""
     exchange, peer = swarm.exchanges[1], swarm.authors[0].peer
     for _ in range(16):
-        exchange.judged(Judged(b"c" * 32, peer, "used"))
+        exchange.judged(Judged(peer, "used"))
     for _ in range(100):
-        exchange.judged(Judged(b"c" * 32, peer, "spot_check"))
+        exchange.judged(Judged(peer, "spot_check"))
     assert exchange._trust(peer) == 0.25
     assert exchange._network.welcome(peer)
 
@@ -349,16 +349,16 @@ async def test_a_failed_spot_check_costs_trust_and_no_reputation(swarm, autojump
 async def test_forged_ids_cost_trust_and_reputation(swarm, autojump_clock):
     exchange, liar = swarm.exchanges[1], swarm.authors[0].peer
     for _ in range(16):
-        exchange.judged(Judged(b"c" * 32, liar, "used"))
+        exchange.judged(Judged(liar, "used"))
     assert exchange._trust(liar) == 1.0
-    exchange.judged(Judged(b"c" * 32, liar, "forged_ids"))
+    exchange.judged(Judged(liar, "forged_ids"))
     assert exchange._trust(liar) < 0.25
     assert exchange.statistics().judged == {"used": 16, "forged_ids": 1}
 
 
 async def test_an_unlikely_text_is_nobodys_fault(swarm, autojump_clock):
     exchange, peer = swarm.exchanges[1], swarm.authors[0].peer
-    exchange.judged(Judged(b"c" * 32, peer, "mean_logprob"))
+    exchange.judged(Judged(peer, "mean_logprob"))
     assert exchange._trust(peer) == 0.25
 
 

@@ -18,7 +18,7 @@ from tests.support.groups import external_group
 
 
 def candidate(peer, number, text="12"):
-    return Candidate(number.to_bytes(32, "big"), peer, external_group(peer, number, text=text).group, 0.0)
+    return Candidate(number.to_bytes(32, "big"), peer, external_group(peer, number, text=text).group)
 
 
 def test_the_queue_is_first_in_first_out():

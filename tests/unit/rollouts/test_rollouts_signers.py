@@ -93,8 +93,9 @@ def test_an_old_version_does_not_lower_the_newest():
     assert not one.is_outdated(MODEL, 12, 8, 5.0 + VERSION_MEMORY_SECONDS)
 
 
-def test_signers_forget_the_one_heard_longest_ago():
-    signers = Signers(most=3)
+def test_signers_forget_the_one_heard_longest_ago(monkeypatch):
+    monkeypatch.setattr("swarmnode.rollouts.signers.MOST_SIGNERS", 3)
+    signers = Signers()
     for name in "abc":
         signers.add(name.encode(), signer())
     signers.find(b"a")
