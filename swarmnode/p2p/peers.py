@@ -31,7 +31,7 @@ PEERS_PER_RELAY = 64
 DIRECT_FIRST = 2
 """Direct addresses to try before one at a relay."""
 OUTBOUND_SHARE = 2
-"""Of the peers to keep connected, one in so many is of our own choosing, however many have dialled us: else whoever dials us often enough
+"""One in so many of the peers to keep connected is of our own choosing, however many have dialled us: else whoever dials us often enough
 decides whom we know."""
 FIRST_BACKOFF = 0.5
 BOOTSTRAP_BACKOFF = 15.0
