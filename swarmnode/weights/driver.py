@@ -67,16 +67,26 @@ class ExchangeSession:
     began: float = field(default_factory=trio.current_time)
 
 
+PARTNERS = 256
+"""Peers of which is remembered how often we averaged with them."""
+
+
 @dataclass
 class ExchangeTotals:
     failures: Counter[str] = field(default_factory=Counter)
     """Failed exchanges by FAILURES."""
-    pairs: Counter[str] = field(default_factory=Counter)
-    """Exchanges applied by peer: for people, never a metric's label."""
+    pairs: dict[str, int] = field(default_factory=dict)
+    """Exchanges applied, of the PARTNERS latest peers: for people, never a metric's label."""
     seconds: float = 0.0
     """Time that finished exchanges took, in all."""
     received_bytes: int = 0
     """Length of what they fetched, in all."""
+
+    def note_pair(self, peer: str) -> None:
+        """Count an exchange with `peer` that was applied; the partner of longest ago makes room."""
+        self.pairs[peer] = self.pairs.pop(peer, 0) + 1
+        while len(self.pairs) > PARTNERS:
+            del self.pairs[next(iter(self.pairs))]
 
 
 class ExchangeDriver:
@@ -210,7 +220,7 @@ class ExchangeDriver:
             self._network.rejected(peer, "weights_vanished", VANISHED)
         if outcome in ("applied", "pulled") and session is not None:
             self._network.accepted(peer)
-            self.totals.pairs[peer] += 1
+            self.totals.note_pair(peer)
             self.totals.seconds += trio.current_time() - session.began
             self.totals.received_bytes += session.theirs.size if session.theirs is not None else 0
             self._end(session, keep=True)
