@@ -34,7 +34,7 @@ demo: $(VENV)/.run
 	$(BIN)/swarmnode demo
 
 test: $(VENV)/.test
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 3 --dist loadfile
 
 check: $(VENV)/.check $(VENV)/.test
 	$(BIN)/ruff check .
