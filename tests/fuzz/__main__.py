@@ -1,0 +1,45 @@
+"""Feeds a target what coverage suggests: `python -m tests.fuzz admission --runs 1000000`. Needs `pip install atheris`.
+
+Stops at the first input after which anything comes out that the target did not promise, writes it beside, and prints it. What is found
+belongs into tests/fuzz/corpus, where the suite replays it, and into the protocol's vectors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import atheris
+
+with atheris.instrument_imports(include=["swarmnode", "starlette", "msgspec"]):
+    from tests.fuzz.targets import TARGETS, seeds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.split("\n\n")[0])
+    parser.add_argument("target", choices=sorted(TARGETS))
+    parser.add_argument("--runs", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--longest", type=int, default=8192, help="bytes of an input")
+    asked = parser.parse_args()
+    make, refusals = TARGETS[asked.target]
+    feed = make()
+
+    def one(data: bytes) -> None:
+        with contextlib.suppress(refusals):
+            feed(data)
+
+    with tempfile.TemporaryDirectory() as directory:
+        for number, seed in enumerate(seeds()):
+            (Path(directory) / str(number)).write_bytes(seed)
+        options = [f"-runs={asked.runs}", f"-seed={asked.seed}", f"-max_len={asked.longest}", "-rss_limit_mb=2048", "-timeout=5"]
+        atheris.Setup([sys.argv[0], *options, f"-artifact_prefix={os.getcwd()}/", directory], one)
+        atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""What takes bytes from strangers, one function each: whatever it is fed, it answers or refuses in the way that it promises.
+
+A target is in `TARGETS`: name → (feed, the errors that it may raise). Anything else that comes out is a defect. A coroutine is driven by
+hand, since none of these waits for anything but its bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+from swarmnode.config import SharingConfig
+from swarmnode.crew.messages import decode_answer, decode_request
+from swarmnode.demo.liar.author import BUILTIN_TASKS, TOKENIZER, Author
+from swarmnode.errors import BadMessage, ConfigError
+from swarmnode.observe.history import History
+from swarmnode.observe.http import Pulse, make_app
+from swarmnode.p2p import addresses
+from swarmnode.p2p.guards import rpc
+from swarmnode.p2p.mdns import parse_service
+from swarmnode.pipeline.frames import FrameLimits, read_frame
+from swarmnode.recovery.messages import read as read_state
+from swarmnode.rollouts.admission import Admission
+from swarmnode.rollouts.groups import Announced
+from swarmnode.swarm import invite
+from swarmnode.weights import payload
+from swarmnode.weights.catchup import open_state_manifest
+from swarmnode.weights.layout import make_layout
+from swarmnode.weights.messages import decode_message, decode_state
+from swarmnode.wire import bulk, codec, envelope, ids, limits, messages
+from swarmnode.wire.manifest import open_manifest
+from swarmnode.wire.session import open_session
+from swarmnode.wire.summary import open_summary
+from tests.support.snapshots import example
+from tests.support.stage_reading import Bytes
+
+VECTORS = Path(__file__).parents[2] / "protocol" / "vectors"
+CORPUS = Path(__file__).parent / "corpus"
+SWARM = bytes.fromhex(json.loads((VECTORS / "valid.json").read_text())["swarm"])
+LONGEST_SEED = 8192
+NOW = 1_800_000_000.0
+AUTHOR = Author(SWARM)
+LAYOUT = make_layout([("w", (4, 8), "float32"), ("b", (8,), "float32")])
+BODIES = [bytes(4 * spec.elements) for spec in LAYOUT]
+HEADER = payload.Header("float32", 0, 0, b"", [
+    payload.TensorHeader(spec.name, spec.shape, spec.dtype, len(body), payload.checksum(body))
+    for spec, body in zip(LAYOUT, BODIES, strict=True)
+])  # fmt: skip
+STRUCTS = (
+    messages.Envelope, messages.FetchRequest, messages.FetchResponse, messages.PeersRequest, messages.PeersResponse,
+    messages.ManifestRequest, messages.ManifestResponse, messages.SummaryRequest, messages.SummaryResponse, messages.SessionResponse,
+    messages.BulkManifest, messages.BulkManifestRequest, messages.BulkManifestResponse, messages.BulkRequest, messages.BulkResponse,
+    messages.BulkSocketRequest, messages.BulkSocketResponse,
+)  # fmt: skip
+Feed = Callable[[bytes], object]
+
+
+def drive(coroutine: Coroutine[Any, Any, object]) -> object:
+    """The result of a coroutine that waits for nobody."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return done.value
+    coroutine.close()
+    raise AssertionError("it waits for something")
+
+
+def every_struct(data: bytes) -> None:
+    """Read as each message of the wire in turn."""
+    for kind in STRUCTS:
+        with contextlib.suppress(BadMessage):
+            codec.decode(data, kind, limits.GROUP_BYTES)
+
+
+def bulk_manifest(data: bytes) -> None:
+    bulk.root(codec.decode(data, messages.BulkManifest, limits.GROUP_BYTES))
+
+
+def admission() -> Feed:
+    """Frames from gossip; half of them, by their last bit, around a payload that a stranger did sign."""
+    checks = Admission(SWARM, "nobody", BUILTIN_TASKS, SharingConfig(groups_per_second=1e9), max_signers=64, max_seen=512)
+    checks.set_policy(TOKENIZER, 1.0)
+
+    def feed(data: bytes) -> None:
+        frame = signed(data[:-1]) if data and data[-1] & 1 else data
+        got = checks.check_frame(frame, NOW)
+        if isinstance(got, Announced):
+            checks.check_fetched(got, data, NOW)
+        internal = checks.statistics().outcomes.get("internal", 0)
+        assert not internal, checks.statistics().last_internal_error
+
+    return feed
+
+
+def signed(payload: bytes) -> bytes:
+    return codec.encode(envelope.sign(payload, AUTHOR.key, ids.DOMAIN_ROLLOUT, SWARM))
+
+
+def http() -> Feed:
+    """Path, query and Host header, one a line, of a request to the status page."""
+    history = History()
+    app: Any = make_app(example, history, _NoPulse(), only_loopback=True)
+
+    def feed(data: bytes) -> None:
+        path, query, host = (*data.split(b"\n", 2), b"", b"")[:3]
+        scope = {
+            "type": "http", "method": "GET", "path": path.decode("latin-1"), "raw_path": path, "query_string": query, "root_path": "",
+            "headers": [(b"host", host), (b"accept", query)], "scheme": "http", "server": ("127.0.0.1", 1), "client": ("127.0.0.1", 2),
+        }  # fmt: skip
+        sent: list[dict[str, Any]] = []
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        drive(app(scope, receive, send))
+        assert sent[0]["status"] < 500 or path in (b"/readyz", b"/healthz"), sent[0]
+
+    return feed
+
+
+class _NoPulse(Pulse):
+    def __init__(self) -> None:
+        """No event loop is there to have one."""
+
+    @property
+    def silence_seconds(self) -> float:
+        return 0.0
+
+
+def text(read: Callable[[str], object]) -> Feed:
+    return lambda data: read(data.decode(errors="replace"))
+
+
+FRAMES = FrameLimits(hidden=4, vocab=50, tokens=64)
+TARGETS: dict[str, tuple[Callable[[], Feed], tuple[type[Exception], ...]]] = {
+    "messages": (lambda: every_struct, ()),
+    "envelope": (lambda: lambda data: envelope.unseal(data, ids.DOMAIN_ROLLOUT, SWARM, limits.GROUP_BYTES), (BadMessage,)),
+    "payload": (lambda: lambda data: envelope.unseal(signed(data), ids.DOMAIN_ROLLOUT, SWARM, limits.GROUP_BYTES), (BadMessage,)),
+    "admission": (admission, ()),
+    "manifest": (lambda: open_manifest, (BadMessage,)),
+    "invite": (lambda: text(invite.parse), (ConfigError,)),
+    "summary": (lambda: lambda data: open_summary(data, SWARM), (BadMessage,)),
+    "session": (lambda: lambda data: open_session(data, SWARM), (BadMessage,)),
+    "bulk": (lambda: bulk_manifest, (BadMessage,)),
+    "weights": (lambda: decode_message, (BadMessage,)),
+    "weights-state": (lambda: decode_state, (BadMessage,)),
+    "state-manifest": (lambda: lambda data: open_state_manifest(data, SWARM), (BadMessage,)),
+    "weights-payload": (lambda: lambda data: payload.parse(data, LAYOUT, "float32"), (BadMessage,)),
+    "crew-request": (lambda: decode_request, (BadMessage,)),
+    "crew-answer": (lambda: decode_answer, (BadMessage,)),
+    "stage-frame": (lambda: lambda data: drive(read_frame(Bytes(data), FRAMES)), (BadMessage,)),
+    "state-frame": (lambda: lambda data: drive(read_state(Bytes(data))), (BadMessage,)),
+    "gossip": (lambda: lambda data: rpc.parse(data, ["t"]), (rpc.Undecodable,)),
+    "address": (lambda: text(addresses.parse_any), (ValueError,)),
+    "mdns": (lambda: lambda data: parse_service({b"id": data[:64].strip()}, [data[64:].decode(errors="replace")], 9), (ValueError,)),
+    "http": (http, ()),
+}
+
+
+def seeds() -> list[bytes]:
+    """Every frame of the protocol's vectors and what is in its envelopes, what was found before, and a good one of what has no vectors."""
+    found = {b"/\n\nlocalhost", b"/status\npoints=3\n127.0.0.1:1", b"/metrics\n\n[::1]", payload.build(HEADER, BODIES)}
+    found |= {f"/ip4/1.2.3.4/tcp/9/p2p/{AUTHOR.peer}/swarm/{SWARM.hex()}".encode(), f"{AUTHOR.peer:<64}1.2.3.4".encode()}
+    found |= {f"/ip4/1.2.3.4/tcp/9/p2p/{AUTHOR.peer}/p2p-circuit/p2p/{AUTHOR.peer}".encode(), b"/dns4/a.example/tcp/1"}
+    for path in sorted(VECTORS.glob("*.json")):
+        found |= set(_frames(json.loads(path.read_text())["vectors"]))
+    for frame in list(found):
+        with contextlib.suppress(BadMessage):
+            found.add(codec.decode(frame, messages.Envelope, limits.GROUP_BYTES).payload)
+    found |= {path.read_bytes() for path in sorted(CORPUS.glob("*"))}
+    return sorted(found)
+
+
+def _frames(vectors: list[dict[str, Any]]) -> Iterator[bytes]:
+    """Those that are not so long that a fuzzer would only copy them."""
+    for vector in vectors:
+        frame = vector.get("frame", [])
+        if isinstance(frame, str):
+            yield bytes.fromhex(frame)
+        elif sum(len(part) // 2 * times for part, times in frame) <= LONGEST_SEED:
+            yield b"".join(bytes.fromhex(part) * times for part, times in frame)
