@@ -11,11 +11,11 @@ import pytest
 
 from swarmnode.observe.metrics import METRICS
 from swarmnode.observe.snapshot import NodeSnapshot
-from tests.support.product_types import Declared, Product, analyse, texts_of
+from tests.support.product_types import Declared, Product, analyse, read_by_script, texts_of
 
 PACKAGE = Path(__file__).parents[2] / "swarmnode"
-NO_PRODUCT = ("swarmnode.testing", "swarmnode.demo")
-"""Not what a node runs: a reader in the demo's table, or a writer in its liar, is none."""
+NO_PRODUCT = ("swarmnode.testing", "swarmnode.demo.liar")
+"""Not what an honest node runs: a reader or a writer there is none."""
 ON_THE_WIRE = {"forbid_unknown_fields", "tag", "tag_field"}
 """Keywords of a struct that is sent."""
 
@@ -30,20 +30,13 @@ ALLOWED = {
     "swarmnode.weights.fingerprint.LoraShape: nobody reads r": "goes into the fingerprint's hash as a whole",
     "swarmnode.weights.fingerprint.LoraShape: nobody reads alpha": "the same",
     "swarmnode.weights.fingerprint.LoraShape: nobody reads target_modules": "the same",
+    "swarmnode.link.messages.WeightsReport: nobody reads exchanges_total": "the demo reads it from /status",
+    "swarmnode.link.messages.WeightsReport: nobody reads solo_steps_total": "the same",
     "swarmnode.wire.messages.TaskRef: nobody writes difficulty": "0 until a task has levels; the name is on the wire",
 }
 
 FOR_NOW: set[str] = {
-    "swarmnode.link.messages.Hello: nobody reads vocab_size",
     "swarmnode.link.messages.Hello: nobody writes tokens_per_text_byte",
-    "swarmnode.link.messages.Report: nobody reads held_out_step",
-    "swarmnode.link.messages.Report: nobody reads memory_bytes",
-    "swarmnode.link.messages.WeightsReport: nobody reads rule",
-    "swarmnode.link.messages.WeightsReport: nobody reads fragments",
-    "swarmnode.link.messages.WeightsReport: nobody reads exchanges_total",
-    "swarmnode.link.messages.WeightsReport: nobody reads solo_steps_total",
-    "swarmnode.link.messages.WeightsReport: nobody reads probation",
-    "swarmnode.link.messages.WeightsReport: nobody reads outcomes",
     "swarmnode.link.messages.WeightsReport: nobody reads payload_bytes",
 }
 
@@ -52,7 +45,8 @@ def messages_of(product: Product) -> set[str]:
     """What is sent, what is one of several alternatives, and whatever these are made of."""
     found = {item for items in product.unions.values() for item in items}
     found |= {name for name, declared in product.structs.items() if declared.is_struct and declared.keywords & ON_THE_WIRE}
-    while more := {part for name in found for part in product.structs[name].parts if part in product.structs} - found:
+    declared = product.structs
+    while more := {part for name in found for parts in declared[name].parts.values() for part in parts if part in declared} - found:
         found |= more
     return found
 
@@ -88,12 +82,17 @@ def not_carried_out(product: Product, declared: Declared) -> list[str]:
     return [] if others else [f"{declared.name}: nobody asks for it"]
 
 
-@pytest.fixture(scope="module")
-def product():
+def look() -> Product:
     found = analyse(texts_of(PACKAGE), NO_PRODUCT)
     for declared, field, metric in read_by_path():
         found.read[declared, field].append(f"swarmnode.observe.metrics:{metric}")
+    read_by_script(found, f"{NodeSnapshot.__module__}.NodeSnapshot", (PACKAGE / "observe" / "page" / "app.js").read_text(), "app.js")
     return found
+
+
+@pytest.fixture(scope="module")
+def product():
+    return look()
 
 
 def read_by_path():
@@ -254,6 +253,28 @@ def made_up():
     texts = {"made": "", "made.machine": MACHINE, "made.driver": DRIVER, "made.tests": TESTS, "ways": WAYS}
     whole = {"whole": "", "whole.machine": machine, "whole.driver": driver.replace("made.", "whole.")}
     return analyse(texts | whole, without=("made.tests",))
+
+
+def test_a_script_reads_what_is_below_its_root():
+    source = """
+import dataclasses
+
+@dataclasses.dataclass
+class Part:
+    shown: int
+    hidden: int
+
+@dataclasses.dataclass
+class Snapshot:
+    part: Part | None
+
+@dataclasses.dataclass
+class Other:
+    shown: int
+"""
+    product = analyse({"watch": source})
+    read_by_script(product, "watch.Snapshot", "row(s.part.shown, hidden)", "script")
+    assert {field for field, places in product.read.items() if places} == {("watch.Snapshot", "part"), ("watch.Part", "shown")}
 
 
 def of(package, product):

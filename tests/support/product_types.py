@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -46,8 +47,8 @@ class Declared:
     """Those with a default."""
     keywords: frozenset[str]
     """Of the class statement and its bases': `frozen`, `tag`, ..."""
-    parts: frozenset[str]
-    """Full names of the classes that its fields are made of."""
+    parts: Mapping[str, frozenset[str]]
+    """Field → full names of the classes in its type."""
     methods: frozenset[str]
     is_struct: bool
 
@@ -125,7 +126,7 @@ def _declared(info: n.TypeInfo) -> Declared | None:
     if not is_struct and not any("dataclass" in base.metadata for base in info.mro):
         return None
     fields: dict[str, bool] = {}
-    parts: set[str] = set()
+    parts: dict[str, frozenset[str]] = {}
     for base in reversed(info.mro[: -1 - is_struct]):
         for statement in base.defn.defs.body:
             if not isinstance(statement, n.AssignmentStmt) or statement.unanalyzed_type is None:
@@ -133,11 +134,11 @@ def _declared(info: n.TypeInfo) -> Declared | None:
             target = statement.lvalues[0]
             if isinstance(target, n.NameExpr) and isinstance(target.node, n.Var) and not target.node.is_classvar:
                 fields[target.name] = not isinstance(statement.rvalue, n.TempNode)
-                parts |= {item.fullname for item in _instances(target.node.type)}
+                parts[target.name] = frozenset(item.fullname for item in _instances(target.node.type))
     optional = frozenset(name for name, default in fields.items() if default)
     keywords = frozenset(word for base in info.mro for word in base.defn.keywords)
     methods = frozenset(name for base in info.mro for name in base.names)
-    return Declared(info.fullname, info.module_name, tuple(fields), optional, keywords, frozenset(parts), methods, is_struct)
+    return Declared(info.fullname, info.module_name, tuple(fields), optional, keywords, parts, methods, is_struct)
 
 
 def _instances(type_: t.Type | None) -> Iterator[n.TypeInfo]:
@@ -178,6 +179,16 @@ def _alternatives(type_: t.Type | None) -> Iterator[list[n.TypeInfo]]:
         inner = list(proper.args)
     for part in inner:
         yield from _alternatives(part)
+
+
+def read_by_script(product: Product, root: str, script: str, place: str) -> None:
+    """Notes what a script that gets `root` as JSON reads. It has no types, so that the name of a field alone counts, below `root` only."""
+    below, names = {root}, set(re.findall(r"\.([a-z_]+)\b", script))
+    while more := {part for one in below for parts in product.structs[one].parts.values() for part in parts} & set(product.structs) - below:
+        below |= more
+    for one in below:
+        for name in names & set(product.structs[one].fields):
+            product.read[one, name].append(place)
 
 
 class _Uses(ast.NodeVisitor):
