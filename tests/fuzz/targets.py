@@ -27,9 +27,9 @@ from swarmnode.rollouts.admission import Admission
 from swarmnode.rollouts.groups import Announced
 from swarmnode.swarm import invite
 from swarmnode.weights import payload
-from swarmnode.weights.catchup import open_state_manifest
 from swarmnode.weights.layout import make_layout
 from swarmnode.weights.messages import decode_message, decode_state
+from swarmnode.weights.state_seeker import open_state_manifest
 from swarmnode.wire import bulk, codec, envelope, ids, limits, messages
 from swarmnode.wire.manifest import open_manifest
 from swarmnode.wire.session import open_session
