@@ -150,7 +150,7 @@ MORE_ATTRIBUTES = {
     "swarmnode/recovery/channel.py:Channel": 18,
     "swarmnode/recovery/snapshots.py:SnapshotRecorder": 16,
     "swarmnode/recovery/transfer.py:StatePeer": 34,
-    "swarmnode/rollouts/exchange.py:RolloutExchange": 23,
+    "swarmnode/rollouts/exchange.py:RolloutExchange": 22,
     "swarmnode/trainer/crew/average.py:StageAveraging": 19,
     "swarmnode/trainer/crew/recovery.py:StageRecovery": 15,
     "swarmnode/trainer/crew/runner.py:StageRunner": 17,
