@@ -21,7 +21,6 @@ from swarmnode.policy.logprobs import score
 from swarmnode.rollouts.admission import Admission, Rejected
 from swarmnode.rollouts.groups import Announced
 from swarmnode.rollouts.reasons import REASONS, Verdict
-from swarmnode.rollouts.sampling import trust
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.frames import Scored
 from swarmnode.tasks.gym import GymTask
@@ -66,10 +65,10 @@ class HostileSwarm(Swarm):
                 self.swarm, node.peer, self.names, arm.sharing, max_completion_length=training.max_completion_length,
                 is_greylisted=lambda peer, r=reputation: r.standing(peer, self.now) is not Standing.GOOD,
             )  # fmt: skip
-            gate.set_policy(node.policy.tokenizer_hash, 1.0)
+            gate.set_policy(node.policy.fingerprint, node.policy.tokenizer_hash, 1.0)
             self.gates[node.index] = gate, reputation
             node.on_judged = lambda peer, outcome, n=node: self._judged(n, peer, outcome)
-            node.trust = lambda peer, n=node, r=reputation: trust(1.0 + min(0.0, r.score(peer, self.now)) / -GREYLIST, n.used[peer])
+            node.trust = lambda peer, n=node, r=reputation: n.trusted.of(peer, 1.0 + min(0.0, r.score(peer, self.now)) / -GREYLIST)
 
     @property
     def counted(self) -> list[Node]:
@@ -145,8 +144,6 @@ class HostileSwarm(Swarm):
             self.fates[f"drawn: {outcome}"] += 1
         elif outcome != "used":
             self.honest_refused[outcome] += 1
-        if outcome in ("forged_ids", "spot_check"):
-            node.trained_on[peer] += node.used.pop(peer, 0)  # on probation again, as in `rollouts.exchange`
         if outcome != "used" and REASONS[outcome] is Verdict.REJECT:
             gate.refuse(outcome, peer)
             reputation.rejected(peer, outcome, self.now)
@@ -154,8 +151,8 @@ class HostileSwarm(Swarm):
     def result(self) -> dict[str, Any]:
         """What the attack did, after `run`."""
         peers = {a.node.peer for a in self.hostile}
-        used = sum(n.used.total() + n.trained_on.total() for n in self.honest)
-        theirs = sum(n.used[p] + n.trained_on[p] for n in self.honest for p in peers)
+        used = sum(n.used.total() for n in self.honest)
+        theirs = sum(n.used[p] for n in self.honest for p in peers)
         standing = [self.gates[n.index][1].standing(p, self.now) for n in self.honest for p in peers]
         return {
             "frames_sent": self.sent,
@@ -205,12 +202,12 @@ class Adversary:
             SamplingParams(1.0, 1.0, max_tokens), completions,
         )  # fmt: skip
 
-    def completions(self, texts: list[str], truthful: bool, ref: TaskRef) -> list[Completion]:
+    def completions(self, texts: list[str], truthful: bool, ref: TaskRef, temperature: float = 1.0) -> list[Completion]:
         """`truthful`: log-probabilities as an honest node's policy would really give; else what a confident policy would claim."""
         victim = self.world.honest[0].policy
         prompt = victim.encode_prompt(self.gym[ref.id].item(ref.seed, ref.index).prompt)
         rows = [(prompt, victim.tokenize_completion(text, "eos")) for text in texts]
-        values = score(victim, rows, 1.0) if truthful else [[-0.3] * len(ids) for _, ids in rows]
+        values = score(victim, rows, temperature) if truthful else [[-0.3] * len(ids) for _, ids in rows]
         values = [[max(v, -900.0) for v in row] for row in values]
         return [
             Completion(text, len(ids), sum(lp), "eos", pack_ids(ids), pack_logprobs(lp))
@@ -237,20 +234,41 @@ def forged(self: Adversary, overheard: list[bytes]) -> list[bytes]:
     return [self.seal(made)]
 
 
-def _poisoned(self: Adversary, truthful: bool) -> list[bytes]:
+def _poison(self: Adversary, truthful: bool, temperature: float = 1.0) -> RolloutGroup:
     ref, sequence, answer = self.question()
     texts = [f"{PAYLOAD}<answer>{answer}</answer>"] * 4 + ["?"] * 4
-    return [self.seal(self.group(ref, sequence, self.completions(texts, truthful, ref)))]
+    return self.group(ref, sequence, self.completions(texts, truthful, ref, temperature))
 
 
 def poison(self: Adversary, overheard: list[bytes]) -> list[bytes]:
     """Right answers with a payload in front, in a form that the verifier accepts; claimed to be sampled with confidence."""
-    return _poisoned(self, truthful=False)
+    return [self.seal(_poison(self, truthful=False))]
 
 
 def informed(self: Adversary, overheard: list[bytes]) -> list[bytes]:
     """The same, with the log-probabilities that the victim's own policy gives to that text: the spot check compares equal numbers."""
-    return _poisoned(self, truthful=True)
+    return [self.seal(_poison(self, truthful=True))]
+
+
+def stripped(self: Adversary, overheard: list[bytes]) -> list[bytes]:
+    """The poison without the ids and log-probabilities that it would be checked against."""
+    group = _poison(self, truthful=False)
+    bare = [msgspec.structs.replace(c, token_ids=b"", logprobs=b"") for c in group.completions]
+    return [self.seal(msgspec.structs.replace(group, completions=bare))]
+
+
+def foreign(self: Adversary, overheard: list[bytes]) -> list[bytes]:
+    """The poison as another model's, whose log-probabilities nobody can compute again; with our tokenizer or another."""
+    group = _poison(self, truthful=False)
+    model, tokenizer = self.rng.randbytes(32), self.rng.choice([group.tokenizer, self.rng.randbytes(32)])
+    return [self.seal(msgspec.structs.replace(group, model=model, tokenizer=tokenizer))]
+
+
+def hot(self: Adversary, overheard: list[bytes]) -> list[bytes]:
+    """The poison as sampled at a temperature at which it is as likely as anything, with the log-probabilities that it then has."""
+    temperature = self.rng.choice([2.0, 5.0, 100.0])
+    group = _poison(self, truthful=True, temperature=temperature)
+    return [self.seal(msgspec.structs.replace(group, sampling=SamplingParams(temperature, 1.0, LONGEST)))]
 
 
 def ids(self: Adversary, overheard: list[bytes]) -> list[bytes]:
@@ -329,6 +347,9 @@ ATTACKS: dict[str, Callable[[Adversary, list[bytes]], list[bytes]]] = {
     "forged": forged,
     "poison": poison,
     "informed": informed,
+    "stripped": stripped,
+    "foreign": foreign,
+    "hot": hot,
     "ids": ids,
     "length": length,
     "garbage": garbage,

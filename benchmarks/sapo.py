@@ -35,7 +35,7 @@ it weights; on top of sharing, half as many groups and weights for what that lea
 AVERAGE_EVERY = 5
 FIXED = ("8/0", "6/2", "4/4", "2/6")
 ATTACKS = (
-    "none", "silent", "forged", "poison", "informed", "informed, unchecked", "ids", "length", "length, unchecked", "garbage", "replay",
+    "none", "silent", "forged", "poison", "informed", "informed, unchecked", "stripped", "foreign", "hot", "ids", "length", "length, unchecked", "garbage", "replay",
     "mixed",
 )  # fmt: skip
 HOSTILE_REGIME = "moderate"
@@ -125,7 +125,7 @@ def run_hostile(seed: int, attacks: Sequence[str], size: Size, base: str) -> lis
     from benchmarks.simulator import Arm, Sharing, single_thread
     from swarmnode.config import TrainingConfig
     from swarmnode.tasks.client import Scorer
-    from swarmnode.trainer.batch import ExternalChecks
+    from swarmnode.trainer.judge import ExternalChecks
 
     single_thread()
     training = TrainingConfig(learning_rate=size.learning_rate, groups_per_step=B, num_generations=G)
@@ -136,7 +136,7 @@ def run_hostile(seed: int, attacks: Sequence[str], size: Size, base: str) -> lis
         for attack in attacks:
             started = time.process_time()
             kind, _, unchecked = attack.partition(", ")  # unchecked: nobody asks whether a policy can have sampled a text
-            sharing = Sharing(ExternalChecks(surprise_tolerance=1e9)) if unchecked else Sharing()
+            sharing = Sharing(ExternalChecks(surprise_tolerance=1e9, burst_slack=1e9)) if unchecked else Sharing()
             arm = replace(product, sharing=sharing)
             hostile = {} if kind == "none" else dict.fromkeys(HOSTILE_NODES, kind)
             swarm = HostileSwarm(arm, [p.clone() for p in policies], training, scorer, seed, hostile, size.eval_questions)
@@ -283,14 +283,14 @@ def hostile_table(results: Sequence[dict[str, Any]], size: Size) -> str:
             name, spread([r["mean_held_out"] for r in runs], 3), spread([r["final"] for r in runs], 3),
             "–" if name == "silent" or not lost else spread(lost, 1), spread([r["frames_sent"] for r in runs], 0),
             "–" if name in ("none", "silent") else spread([max(0, a) for a in admitted], 0),
-            spread([r["trained_on"] for r in runs], 0), spread([100 * r["payload"] for r in runs], 2),
+            spread([r["trained_on"] for r in runs], 0), spread([100 * r["share_of_external"] for r in runs], 2), spread([100 * r["payload"] for r in runs], 2),
             spread([r["length"] for r in runs], 2),
             "–" if runs[0]["shut_out"] is None else spread([100 * r["shut_out"] for r in runs], 0),
             str(sum(r["crashes"] + r["internal_errors"] for r in runs)),
         ])  # fmt: skip
     headers = [
         "attack", "mean held-out", "final held-out", "lost against silent, %", "frames sent", "admitted (6 receivers)", "trained on",
-        "payload in answers, %", "answer length", "shut out, %", "crashes",
+        "of what is trained on, %", "payload in answers, %", "answer length", "shut out, %", "crashes",
     ]  # fmt: skip
     title = f"### 2 of 8 peers hostile ({HOSTILE_REGIME} start, {size.hostile_rounds} steps, {len(of(names[0]))} seeds)"
     return f"{title}\n\n{table(headers, rows)}"

@@ -36,11 +36,13 @@ from swarmnode.rl.split import AdaptiveSplit
 from swarmnode.rl.utility import UtilityGuard
 from swarmnode.rollouts.groups import ExternalGroup, is_useful
 from swarmnode.rollouts.pool import Pool
+from swarmnode.rollouts.trust import PeerTrust
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.frames import Scored
 from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
-from swarmnode.trainer.batch import ExternalChecks, TrainingGroup, assemble, judge, own_group
+from swarmnode.trainer.batch import TrainingGroup, assemble, own_group
+from swarmnode.trainer.judge import ExternalChecks, judge
 from swarmnode.trainer.update import Updater
 from swarmnode.weights.fragments import cut
 from swarmnode.weights.layout import make_layout
@@ -72,7 +74,8 @@ class Sharing:
     """Groups whose rewards are all equal are not sent."""
 
 
-PAPER = Sharing(ExternalChecks(spot_check_tolerance=1e9, surprise_tolerance=1e9), corrected=False, uniform=True)
+UNCHECKED = ExternalChecks(spot_check_tolerance=1e9, surprise_tolerance=1e9, burst_slack=1e9, temperature_factor=1e9)
+PAPER = Sharing(UNCHECKED, corrected=False, uniform=True)
 """The paper's treatment: drawn uniformly, used as if sampled here."""
 
 
@@ -237,9 +240,8 @@ class Node:
         self.sequence = self.version = self.step = 0
         self.arrived = self.drawn = self.passed = 0
         self.used: Counter[str] = Counter()
-        """Groups of a peer that were trained on and count for its trust."""
-        self.trained_on: Counter[str] = Counter()
-        """Those that no longer count."""
+        """Groups of a peer that were trained on."""
+        self.trusted = PeerTrust()
         self.outcomes: Counter[str] = Counter()
         self.replica = Averaging(policy, PARTS if arm.as_much_as else 1) if arm.average or arm.as_much_as else None
         self.trust: Callable[[str], float] = lambda peer: 1.0
@@ -285,6 +287,7 @@ class Node:
         for group, outcome in judged.outcomes:
             self.outcomes[outcome] += 1
             self.used[group.peer] += outcome == "used"
+            self.trusted.judged(group.peer, outcome)
             self.on_judged(group.peer, outcome)
         self.drawn, self.passed = len(drawn), len(judged.accepted)
         if not self.arm.keep_pool:

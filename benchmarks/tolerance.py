@@ -32,11 +32,12 @@ from benchmarks.simulator import PAYLOAD, Arm, Node
 from swarmnode.config import PolicyConfig, TaskConfig, TrainingConfig
 from swarmnode.policy.load import Policy, load_policy, overwrite, trainable
 from swarmnode.policy.logprobs import Row
-from swarmnode.rl.corrections import spot_check, surprise_check
+from swarmnode.rl.corrections import excess_surprise, spot_check, surprise_check
 from swarmnode.rollouts.groups import is_useful
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.registry import task_version
-from swarmnode.trainer.batch import ExternalChecks, assemble, own_group
+from swarmnode.trainer.batch import assemble, own_group
+from swarmnode.trainer.judge import ExternalChecks
 from swarmnode.wire.swarm import swarm_id
 from swarmnode.wire.tensors import pack_logprobs, unpack_logprobs
 
@@ -135,7 +136,7 @@ def check(found: tuple[float, float], ours: torch.Tensor, theirs: torch.Tensor, 
     """The product's own checks have to say of this group what `found` says."""
     for tolerance in SWEEP:
         assert spot_check(ours, theirs, tolerance) == (found[0] <= tolerance)
-        assert surprise_check(ours, entropy, tolerance) == (found[1] <= tolerance)
+        assert surprise_check(excess_surprise(ours, entropy), tolerance) == (found[1] <= tolerance)
 
 
 def made_up(policy: Policy, honest: Sequence[Group], rng: random.Random) -> Iterable[tuple[str, list[Group], bool]]:

@@ -31,6 +31,7 @@ from swarmnode.p2p.summaries import OUTCOMES as SUMMARY_OUTCOMES
 from swarmnode.pipeline.faults import DEVICE
 from swarmnode.pipeline.fence import FENCE_REASONS
 from swarmnode.pipeline.frames import FRAME_REASONS
+from swarmnode.rollouts.groups import Outcome
 from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.weights import outcomes, pairing
 from swarmnode.weights.driver import FAILURES
@@ -46,7 +47,7 @@ Condition = Callable[[NodeSnapshot], bool]
 PHASES = ("loading", "generating", "training", "evaluating", "paused", "draining")
 REACH = ("public", "private", "unknown")
 PUNCHES = ("succeeded", "failed", "refused")
-JUDGED = ("used", "forged_ids", "spot_check", "mean_logprob", "untokenizable")
+JUDGED: tuple[str, ...] = get_args(Outcome)
 PROCESSES = ("network", "trainer")
 REQUESTS = ("ok", "timeout", "failed", "malformed")
 SERVED = (*REQUESTS, "busy", "unwelcome", "error")

@@ -36,6 +36,10 @@ class PolicyText:
         """Text of `ids` without special tokens."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
+    def hides(self, ids: list[int]) -> bool:
+        """Whether these completion ids hold something that `decode` does not show: a special token other than the end."""
+        return any(i in special_ids(self.tokenizer) for i in (ids[:-1] if ids and ids[-1] in self.eos_ids else ids))
+
     def tokenize_completion(self, text: str, finish: str) -> list[int]:
         """Ids of a peer's completion, EOS appended when it ended by itself (`finish == "eos"`).
 
@@ -61,3 +65,9 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[int,
         return tuple(tokenizer(prompt)["input_ids"])
     text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False)
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+@functools.lru_cache(maxsize=64)
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Ids that stand for no text."""
+    return frozenset(tokenizer.all_special_ids) | {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}

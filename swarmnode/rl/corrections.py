@@ -7,8 +7,14 @@ the token ratio during several optimizer steps on one batch are `policy_loss(eps
 
 from __future__ import annotations
 
+import math
+
 import torch
 
+BURST_DRIFT = 2.0
+"""Nats per token above the entropy that a policy trained apart from ours may be everywhere; `benchmarks.tolerance` has the numbers."""
+BURST_SCALE = 8.0
+LEAST_WEIGHT = 0.05
 FLOOR = 0.8
 """Lowest weight of an external sequence. Source: HACPO (arXiv 2603.02604) §4, clip of the sequence-level ratio."""
 
@@ -37,27 +43,39 @@ def spot_check(local: torch.Tensor, sender: torch.Tensor, tolerance: float) -> b
     return bool(torch.isfinite(gap).all()) and float(gap.median()) <= tolerance
 
 
-def surprise_check(local: torch.Tensor, entropy: torch.Tensor, tolerance: float = 1.0) -> bool:
-    """Whether our policy, or one near it, may have *sampled* these tokens: mean of (−log-probability − entropy) within `tolerance`, nats.
+def excess_surprise(local: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+    """How much more surprising each token was than what our policy samples there: −log-probability − entropy, (T,) nats.
 
-    `local`, `entropy` (T,): our log-probability of each token and our entropy there, all completions of one group end to end. Whatever a
-    policy samples has on average just its entropy's surprise, so the mean is near 0 for samples of a near policy. The spot check
-    alone asks whether the sender tells the truth about a text; a sender that computes the truth about a text it made up passes
-    it, and fails here.
-    One-sided: colder sampling than ours is less surprising, and no harm. One lucky completion in a group moves the mean little.
-    False for different lengths, nothing at all, and numbers that are not finite.
+    Whatever a policy samples has on average just its entropy's surprise, so the mean is near 0 for samples of a near policy, whoever says
+    what about them. The spot check asks whether the sender tells the truth about a text; a sender that computes the truth about a text
+    that it made up passes it, and fails here.
     """
-    if local.shape != entropy.shape or local.numel() == 0:
-        return False
-    excess = -local.detach().float() - entropy.detach().float()
-    return bool(torch.isfinite(excess).all()) and float(excess.mean()) <= tolerance
+    return -local.detach().float() - entropy.detach().float()
 
 
-def mean_logprob_floor(local_sum: torch.Tensor, tokens: torch.Tensor, floor: float) -> torch.Tensor:
-    """Which completions (N,) our policy finds at least as likely per token as `floor`, nats: the test for other models' groups.
+def surprise_check(excess: torch.Tensor, tolerance: float) -> bool:
+    """Whether our policy, or one near it, may have *sampled* these tokens: mean `excess` (T,) within `tolerance`, nats.
 
-    Text that earns the reward and carries something else besides is text that our policy would hardly ever write
-    ("Hail to the Thief", arXiv 2511.09780). False where the sum is not finite.
+    One-sided: colder sampling than ours is less surprising, and no harm. False for nothing at all, and numbers that are not finite.
     """
-    mean = local_sum.detach().float() / tokens.float().clamp(min=1.0)
-    return torch.isfinite(mean) & (mean >= floor)
+    return excess.numel() > 0 and bool(torch.isfinite(excess).all()) and float(excess.mean()) <= tolerance
+
+
+def burst_weight(excess: torch.Tensor, slack: float) -> float:
+    """What one completion weighs, 0 to 1, by its worst stretch of tokens: the largest sum of (`excess` − BURST_DRIFT) over any run of them.
+
+    A lucky right answer is one or two unlikely choices, worth up to `slack` nats; a text that something was put into has a stretch that
+    our policy would not have written, however long the rest is. Beyond the slack the weight falls by e for every BURST_SCALE nats, and
+    below LEAST_WEIGHT it is 0.
+    """
+    if excess.numel() == 0 or not bool(torch.isfinite(excess).all()):
+        return 0.0
+    summed = torch.cat([excess.new_zeros(1), (excess.double() - BURST_DRIFT).cumsum(0)])
+    worst = float((summed - summed.cummin(0).values).max())
+    weight = math.exp(-max(0.0, worst - slack) / BURST_SCALE)
+    return weight if weight >= LEAST_WEIGHT else 0.0
+
+
+def burst_slack(vocab_size: int) -> float:
+    """How surprising a single choice may be: e⁻⁸ of all of them, and any one word of the vocabulary."""
+    return 8.0 + math.log(vocab_size)

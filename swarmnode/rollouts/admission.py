@@ -96,7 +96,7 @@ class Admission:
         self.max_completion_length = max_completion_length
         self.is_greylisted = is_greylisted
         self.keeps_rules = keeps_rules
-        self.tokenizer = b""
+        self.model = self.tokenizer = b""
         self.tokens_per_text_byte = 1.0
         self._versions = {name: task_version(name) for name in tasks if name in TASKS}
         self._signers = Signers()
@@ -104,8 +104,9 @@ class Admission:
         self._outcomes: Counter[str] = Counter()
         self._last_internal_error = ""
 
-    def set_policy(self, tokenizer: bytes, tokens_per_text_byte: float) -> None:
-        """Tell the length check what this node would make of a text. Until then every text counts one token a byte."""
+    def set_policy(self, model: bytes, tokenizer: bytes, tokens_per_text_byte: float) -> None:
+        """Take what this node samples with, and how many tokens it makes of a byte. Until then every text counts one token a byte."""
+        self.model = model
         self.tokenizer = tokenizer
         self.tokens_per_text_byte = tokens_per_text_byte
 
@@ -243,6 +244,9 @@ class Admission:
             return "too_long"
         if any(_UNWANTED.search(c.text) for c in group.completions):
             return "charset"
+        ours = (group.model, group.tokenizer) == (self.model, self.tokenizer)
+        if ours and not all(c.token_ids and c.logprobs for c in group.completions):
+            return "no_ids"
         return None
 
     def _own_tokens(self, completion: Completion, tokenizer: bytes) -> float:

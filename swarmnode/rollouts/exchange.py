@@ -27,7 +27,6 @@ from swarmnode.errors import BadMessage
 from swarmnode.p2p.api import Network
 from swarmnode.p2p.gossip import Validation
 from swarmnode.p2p.reputation import GREYLIST
-from swarmnode.rollouts import sampling
 from swarmnode.rollouts.admission import Admission, AdmissionStatistics, Rejected
 from swarmnode.rollouts.fetching import Fetching, FetchStatistics
 from swarmnode.rollouts.groups import Announced, Candidate, Draw, Drawn, Judged, OwnGroup, PolicyFacts, is_useful, without_token_ids
@@ -35,6 +34,7 @@ from swarmnode.rollouts.pool import Pool, PoolStatistics
 from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.rollouts.shelf import CandidateQueue, Strikes
 from swarmnode.rollouts.signers import Signer
+from swarmnode.rollouts.trust import PeerTrust, count
 from swarmnode.tasks.frames import Scored, ScoreError, ScorerFailed, TaskUnknown
 from swarmnode.wire import codec, envelope, ids, limits
 from swarmnode.wire.envelope import Credentials
@@ -48,8 +48,6 @@ SCORER_TASKS = 2
 EXPIRE_SECONDS = 30.0
 BUDGET_SECONDS = 1.0
 """Between two looks whether the budget still lets us listen."""
-MAX_PEERS = 4096
-"""Peers whose trained-on groups are counted for their trust."""
 
 
 class Scoring(Protocol):
@@ -156,7 +154,7 @@ class RolloutExchange:
         self._strikes = Strikes()
         self._news = trio.Event()
         self._fetching = Fetching(network, self._fetched, self._refuse, self._budget.allows, rules.spoken.fetch)
-        self._used: OrderedDict[str, int] = OrderedDict()
+        self._trust = PeerTrust()
         self._admitted_of: OrderedDict[str, int] = OrderedDict()
         self._useful_reported = 0
         self._published: Counter[str] = Counter()
@@ -191,7 +189,7 @@ class RolloutExchange:
             waiting=len(self._queue),
             pool=self.pool.statistics(self._clock()),
             judged=dict(self._judged),
-            peers_used=len(self._used),
+            peers_used=len(self._trust),
         )
 
     def admitted_of(self, peer: str) -> int:
@@ -208,7 +206,7 @@ class RolloutExchange:
         """The trainer (re)started with this model: its Hello."""
         self._policy = policy
         self._version = policy.policy_version
-        self.admission.set_policy(policy.tokenizer, policy.tokens_per_text_byte)
+        self.admission.set_policy(policy.model, policy.tokenizer, policy.tokens_per_text_byte)
 
     async def publish(self, own: OwnGroup) -> str:
         """Sign a group and send it out; returns its outcome, which is also counted. Never raises for a group that cannot be sent.
@@ -222,7 +220,7 @@ class RolloutExchange:
     def draw(self, request: Draw) -> Drawn:
         """Up to `count` groups for the step at `policy_version`; each group of the pool is drawn at most once."""
         self._version = request.policy_version
-        groups = self.pool.draw(request.count, request.policy_version, self._clock(), self._rng, self._trust)
+        groups = self.pool.draw(request.count, request.policy_version, self._clock(), self._rng, self.trust)
         tokenizer = self._policy.tokenizer if self._policy else b""
         groups = [g if g.group.tokenizer == tokenizer else msgspec.structs.replace(g, group=without_token_ids(g.group)) for g in groups]
         useful = self.pool.useful_added
@@ -232,21 +230,18 @@ class RolloutExchange:
     def judged(self, judged: Judged) -> None:
         """What the trainer made of a drawn group: builds its author's trust, or costs it."""
         self._judged[judged.outcome] += 1
+        self._trust.judged(judged.peer, judged.outcome)
         if judged.outcome == "used":
-            _count(self._used, judged.peer)
             self._network.accepted(judged.peer)
-            return
-        if judged.outcome in ("forged_ids", "spot_check"):
-            self._used.pop(judged.peer, None)  # on probation again: fewer of its groups are drawn, whoever is to blame
-        if REASONS[judged.outcome] is Verdict.REJECT:
+        elif REASONS[judged.outcome] is Verdict.REJECT:
             self._network.rejected(judged.peer, judged.outcome)
 
-    def _trust(self, peer: str) -> float:
-        """1 for whoever has done nothing wrong, down to 0 where the network stops listening, times probation."""
+    def trust(self, peer: str) -> float:
+        """How much of a step the groups of `peer` may be, 0 to 1; 0 where the network stops listening."""
         if not self._network.welcome(peer):
             return 0.0
         score = self._network.score(peer)
-        return sampling.trust(1.0 + min(0.0, score) / -GREYLIST, self._used.get(peer, 0))
+        return self._trust.of(peer, 1.0 + min(0.0, score) / -GREYLIST)
 
     # -- out
 
@@ -348,7 +343,7 @@ class RolloutExchange:
             return
         if self.pool.add(group, self._clock(), self._version):
             self.admission.note_admitted()
-            _count(self._admitted_of, candidate.peer)
+            count(self._admitted_of, candidate.peer)
         else:
             self.admission.refuse("pool_full", candidate.peer)
 
@@ -379,13 +374,6 @@ class RolloutExchange:
         while True:
             await trio.sleep(EXPIRE_SECONDS)
             self.pool.expire(self._clock(), self._version)
-
-
-def _count(counts: OrderedDict[str, int], peer: str) -> None:
-    """One more of `peer`, who is the latest now; the one not heard of for longest is forgotten."""
-    counts[peer] = counts.pop(peer, 0) + 1
-    if len(counts) > MAX_PEERS:
-        counts.popitem(last=False)
 
 
 async def _drain(topic: AsyncIterable[object]) -> None:

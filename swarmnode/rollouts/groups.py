@@ -16,7 +16,9 @@ import msgspec
 
 from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
 
-Outcome = Literal["used", "forged_ids", "spot_check", "mean_logprob", "untokenizable"]
+Outcome = Literal[
+    "used", "forged_ids", "no_ids", "special_ids", "spot_check", "surprise", "temperature", "untokenizable", "too_large"
+]  # fmt: skip
 """What the trainer makes of a drawn group."""
 
 

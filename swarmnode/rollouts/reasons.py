@@ -49,6 +49,7 @@ REASONS: Final[dict[str, Verdict]] = {
     "tokens": Verdict.REJECT,  # more text than its tokens can hold, or a sum of log-probabilities that is not their sum
     "too_long": Verdict.IGNORE,  # honest for a node with longer completions, but we will not train on it
     "charset": Verdict.IGNORE,
+    "no_ids": Verdict.IGNORE,  # of our own model, without what it was sampled as: honest where that was too long to send
     "zero_advantage": Verdict.IGNORE,
     # this node
     "busy": Verdict.IGNORE,
@@ -64,7 +65,10 @@ REASONS: Final[dict[str, Verdict]] = {
     # what the trainer found
     "forged_ids": Verdict.REJECT,  # token ids that do not spell the text that earned the reward
     "spot_check": Verdict.IGNORE,  # against our own policy, which may be the one that is far from everybody else's
-    "mean_logprob": Verdict.IGNORE,
+    "surprise": Verdict.IGNORE,  # the same
+    "special_ids": Verdict.IGNORE,  # a policy may sample one; what it spells then is not what it is trained on
+    "temperature": Verdict.IGNORE,
     "untokenizable": Verdict.IGNORE,
+    "too_large": Verdict.IGNORE,
 }
 """Reason → verdict. A reason outside this set is a KeyError in our own code, never a label made by a peer."""

@@ -25,7 +25,8 @@ from swarmnode.policy.micro import MicroBatcher
 from swarmnode.policy.text import PolicyText
 from swarmnode.swarm.manifest import check_model
 from swarmnode.trainer import state
-from swarmnode.trainer.batch import Rows, Scored
+from swarmnode.trainer.batch import Rows
+from swarmnode.trainer.judge import Scored
 from swarmnode.trainer.state import Counters, Snapshot
 from swarmnode.trainer.update import Updater, UpdateStatistics
 from swarmnode.trainer.weights import Replica

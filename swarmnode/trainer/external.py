@@ -5,8 +5,8 @@ from __future__ import annotations
 from swarmnode.config import SharingConfig
 from swarmnode.link.client import Link
 from swarmnode.rollouts.groups import ExternalGroup, Judged, OwnGroup
-from swarmnode.trainer.batch import Judgement, judge
 from swarmnode.trainer.engine import Engine
+from swarmnode.trainer.judge import Judgement, judge
 from swarmnode.trainer.plan import StepPlan
 
 ANSWER_SECONDS = 0.05

@@ -29,10 +29,11 @@ from swarmnode.rollouts.groups import OwnGroup
 from swarmnode.swarm.manifest_store import stored
 from swarmnode.tasks.client import Scorer
 from swarmnode.trainer import state
-from swarmnode.trainer.batch import Judgement, Rows, TrainingGroup, assemble
+from swarmnode.trainer.batch import Rows, TrainingGroup, assemble
 from swarmnode.trainer.engine import Engine, EngineGone, make_whole_policy, open_policy
 from swarmnode.trainer.evaluate import Evaluation
 from swarmnode.trainer.external import ExternalGroups
+from swarmnode.trainer.judge import Judgement
 from swarmnode.trainer.plan import StepPlan
 from swarmnode.trainer.reporting import Reporter
 from swarmnode.trainer.sampler import Sampler

@@ -60,7 +60,8 @@ class Sampler:
                 log.warning("group not scored", task=ref.id, error=str(result))
                 continue
             groups.append(own_group(sample, result.rewards))
-            messages.append(self._message(sequence, ref, sample, result.rewards))
+            if not any(self._engine.text.hides(c.ids) for c in sample.completions):  # text that says less than its ids: nobody takes it
+                messages.append(self._message(sequence, ref, sample, result.rewards))
         return Experience(groups, messages, sum(len(c.ids) for sample in samples for c in sample.completions))
 
     def _next_question(self) -> tuple[int, TaskRef]:

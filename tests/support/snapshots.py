@@ -136,7 +136,7 @@ def example_at(t: float) -> NodeSnapshot:
                 admitted=admitted, ignored={"duplicate": ignored // 2, "zero_advantage": ignored - ignored // 2},
                 rejected={"signature": rejected // 3, "seed": rejected - rejected // 3},
             ),
-            judged={"used": used, "spot_check": 2, "mean_logprob": 1, "untokenizable": 0},
+            judged={"used": used, "spot_check": 2, "surprise": 1, "untokenizable": 0},
             fetching=FetchStatistics(fetched={"ok": 3, "fetch_timeout": 1}),
             pool=PoolStatistics(
                 groups=148, bytes=1_240_000, peers=2, oldest_seconds=41.0, max_groups=2000, max_bytes=64 * 2**20, drawn=used + 3,

@@ -26,11 +26,12 @@ from swarmnode.policy.generate import GroupSample, Sampled, Sampling
 from swarmnode.policy.logprobs import Row
 from swarmnode.policy.text import PolicyText
 from swarmnode.trainer import state
-from swarmnode.trainer.batch import Rows, Scored
+from swarmnode.trainer.batch import Rows
 from swarmnode.trainer.crew.average import StageAveraging
 from swarmnode.trainer.crew.model import CrewModel
 from swarmnode.trainer.crew.runner import StageRunner
 from swarmnode.trainer.engine import EngineGone, EngineStatistics
+from swarmnode.trainer.judge import Scored
 from swarmnode.trainer.state import Counters, Snapshot
 from swarmnode.trainer.update import UpdateStatistics, learning_rate, normalizer, trained
 from swarmnode.weights import local

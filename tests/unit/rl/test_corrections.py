@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from swarmnode.rl.corrections import mean_logprob_floor, sequence_correction, spot_check, surprise_check
+from swarmnode.rl.corrections import burst_slack, burst_weight, excess_surprise, sequence_correction, spot_check, surprise_check
 
 
 def correction(local, sender, tokens=4):
@@ -61,14 +61,18 @@ def sampled(policy, reader, count=40, seed=0):
     return logs[drawn], torch.full((count,), float(-(logs.exp() * logs).sum()))
 
 
+def surprise(*pair):
+    return surprise_check(excess_surprise(*pair), 1.0)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_surprise_check_takes_samples_of_this_and_of_a_near_policy(seed):
     generator = torch.Generator().manual_seed(seed)
     policy = torch.randn(50, generator=generator) * 3
     near = policy + torch.randn(50, generator=generator) * 0.5
-    assert surprise_check(*sampled(policy, policy, seed=seed))
-    assert surprise_check(*sampled(near, policy, seed=seed))
-    assert surprise_check(*sampled(policy * 5, policy, seed=seed))  # colder
+    assert surprise(*sampled(policy, policy, seed=seed))
+    assert surprise(*sampled(near, policy, seed=seed))
+    assert surprise(*sampled(policy * 5, policy, seed=seed))  # colder
 
 
 def test_surprise_check_refuses_made_up_text_however_truthful_its_log_probabilities():
@@ -76,21 +80,43 @@ def test_surprise_check_refuses_made_up_text_however_truthful_its_log_probabilit
     logs = policy.log_softmax(0)
     made_up = logs[policy.argsort()[:40]]  # tokens that the policy hardly ever samples
     assert spot_check(made_up, made_up, tolerance=1.0)
-    assert not surprise_check(made_up, torch.full((40,), float(-(logs.exp() * logs).sum())))
+    assert not surprise(made_up, torch.full((40,), float(-(logs.exp() * logs).sum())))
 
 
 def test_surprise_check_takes_a_group_with_one_lucky_completion():
     excess = torch.zeros(32)
     excess[:3] = 7.0  # a success that the policy finds one time in a thousand
-    assert surprise_check(-excess, torch.zeros(32))
+    assert surprise_check(excess, 1.0)
 
 
-def test_surprise_check_refuses_what_cannot_be_compared():
-    assert not surprise_check(torch.tensor([]), torch.tensor([]))
-    assert not surprise_check(torch.tensor([-1.0, -math.inf]), torch.zeros(2))
-    assert not surprise_check(torch.tensor([-1.0]), torch.zeros(2))
+@pytest.mark.parametrize("excess", [[], [1.0, math.inf], [math.nan]])
+def test_what_cannot_be_compared_is_refused_and_weighs_nothing(excess):
+    assert not surprise_check(torch.tensor(excess), 1e9)
+    assert burst_weight(torch.tensor(excess), 1e9) == 0.0
 
 
-def test_mean_logprob_floor_is_per_token():
-    keep = mean_logprob_floor(torch.tensor([-10.0, -10.0, -math.inf]), torch.tensor([10, 2, 3]), floor=-2.0)
-    assert keep.tolist() == [True, False, False]
+SLACK = burst_slack(50)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("count", [5, 500])
+def test_what_a_policy_sampled_weighs_all_however_long_it_is(seed, count):
+    policy = torch.randn(50, generator=torch.Generator().manual_seed(seed)) * 3
+    assert burst_weight(excess_surprise(*sampled(policy, policy, count, seed)), SLACK) == 1.0
+
+
+def test_a_lucky_right_answer_weighs_all_and_one_that_cannot_be_luck_nothing():
+    lucky = torch.tensor([8.0, 0.1, -0.2])  # one time in three thousand
+    made_up = torch.full((12,), 9.0)
+    assert burst_weight(lucky, SLACK) == 1.0
+    assert burst_weight(made_up, SLACK) == 0.0
+    between = [burst_weight(torch.full((n,), 9.0), SLACK) for n in range(1, 7)]
+    assert between == sorted(between, reverse=True)
+    assert 0 < between[2] < between[1] <= 1
+
+
+def test_a_payload_is_found_however_much_honest_text_is_around_it():
+    honest = torch.zeros(2000)
+    honest[1000:1008] = 9.0
+    assert float(honest.mean()) < 0.04, "no mean shows it"
+    assert burst_weight(honest, SLACK) == 0.0

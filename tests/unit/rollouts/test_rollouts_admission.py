@@ -22,7 +22,7 @@ HOSTILE = hostile_frames(AUTHOR, NOW)
 def admission(**kwargs):
     cfg = {name: kwargs.pop(name) for name in list(kwargs) if name in SharingConfig.model_fields}
     made = Admission(SWARM, Author(SWARM, seed=77).peer, BUILTIN_TASKS, SharingConfig(**cfg), **kwargs)
-    made.set_policy(TOKENIZER, 1.0)
+    made.set_policy(b"", TOKENIZER, 1.0)
     return made
 
 
@@ -191,7 +191,7 @@ def test_lengths_far_beyond_our_own_are_not_trained_on():
 
 def test_lengths_of_another_tokenizer_are_estimated_from_the_text():
     checks = admission(max_completion_length=8)
-    checks.set_policy(TOKENIZER, 0.25)
+    checks.set_policy(b"", TOKENIZER, 0.25)
     other = b"o" * 32
     assert isinstance(checks.check_frame(frame(0, texts=["1" * 128, "1"], tokenizer=other), NOW), Candidate)
     assert reason(checks.check_frame(frame(1, texts=["1" * 129, "1"], tokenizer=other), NOW)) == "too_long"

@@ -342,24 +342,27 @@ async def test_a_failed_spot_check_costs_trust_and_no_reputation(swarm, autojump
         exchange.judged(Judged(peer, "used"))
     for _ in range(100):
         exchange.judged(Judged(peer, "spot_check"))
-    assert exchange._trust(peer) == 0.25
+    assert 0 < exchange.trust(peer) < 0.25 / 1000
     assert exchange._network.welcome(peer)
+    for _ in range(26):
+        exchange.judged(Judged(peer, "used"))
+    assert exchange.trust(peer) == 1.0, "whoever is trained on again is trusted again"
 
 
 async def test_forged_ids_cost_trust_and_reputation(swarm, autojump_clock):
     exchange, liar = swarm.exchanges[1], swarm.authors[0].peer
     for _ in range(16):
         exchange.judged(Judged(liar, "used"))
-    assert exchange._trust(liar) == 1.0
+    assert exchange.trust(liar) == 1.0
     exchange.judged(Judged(liar, "forged_ids"))
-    assert exchange._trust(liar) < 0.25
+    assert exchange.trust(liar) < 0.25
     assert exchange.statistics().judged == {"used": 16, "forged_ids": 1}
 
 
 async def test_an_unlikely_text_is_nobodys_fault(swarm, autojump_clock):
     exchange, peer = swarm.exchanges[1], swarm.authors[0].peer
-    exchange.judged(Judged(peer, "mean_logprob"))
-    assert exchange._trust(peer) == 0.25
+    exchange.judged(Judged(peer, "untokenizable"))
+    assert exchange.trust(peer) == 0.25
 
 
 async def test_a_network_that_fails_to_publish_costs_that_group(swarm, autojump_clock, monkeypatch):

@@ -49,7 +49,7 @@ def mutate(rng, data, others):
 
 def new_admission():
     checks = Admission(SWARM, "nobody", BUILTIN_TASKS, SharingConfig(groups_per_second=1e9))
-    checks.set_policy(TOKENIZER, 1.0)
+    checks.set_policy(b"", TOKENIZER, 1.0)
     return checks
 
 

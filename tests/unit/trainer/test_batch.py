@@ -1,7 +1,4 @@
-"""What a drawn group may become: trained on at its weight, or judged and left out; never an exception."""
-
-import math
-from functools import partial
+"""From groups to rows: advantages group by group, and what of it carries a gradient."""
 
 import pytest
 import torch
@@ -9,138 +6,22 @@ import torch
 from swarmnode.config import PolicyConfig
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
-from swarmnode.policy.logprobs import score
-from swarmnode.policy.micro import MicroBatcher
-from swarmnode.rollouts.groups import ExternalGroup
-from swarmnode.trainer.batch import CHECKS, ExternalChecks, assemble, judge, own_group
-from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
-from swarmnode.wire.tensors import pack_ids, pack_logprobs
+from swarmnode.trainer.batch import TrainingGroup, assemble, own_group
 
 PROMPT = "Find the greatest common divisor (GCD) of these numbers: 4, 6. Return only the GCD as your answer."
 
 
 @pytest.fixture(scope="module")
-def policy():
+def sample():
     torch.set_num_threads(1)
-    return load_policy(PolicyConfig())
-
-
-@pytest.fixture(scope="module")
-def sample(policy):
+    policy = load_policy(PolicyConfig())
     return generate(policy, [PROMPT], Sampling(4, 8), policy.random_generator(1))[0]
 
 
-def external(policy, sample, *, texts=None, ids=True, shift=0.0, model=None, tokenizer=None, rewards=(1.0, 0.0, 0.0, 0.0), temperature=1.0):
-    completions = [
-        Completion(
-            texts[i] if texts else c.text,
-            len(c.ids),
-            min(0.0, math.fsum(c.logprobs) + shift * len(c.ids)),
-            c.finish,
-            pack_ids(c.ids) if ids else b"",
-            pack_logprobs([x + shift for x in c.logprobs]) if ids else b"",
-        )
-        for i, c in enumerate(sample.completions)
-    ]
-    group = RolloutGroup(
-        TaskRef("rg/gcd", "v", 0, 0), model or policy.fingerprint, tokenizer or policy.tokenizer_hash, 0, 0, 0,
-        SamplingParams(temperature, 1.0, 8), completions,
-    )  # fmt: skip
-    return ExternalGroup(b"c" * 32, "12D3KooWpeer", group, PROMPT, list(rewards), 0)
-
-
-def judged(policy, group, checks=CHECKS):
-    return judge([group], policy, partial(MicroBatcher(4096).score_with_entropy, policy), 1.0, checks)
-
-
-def test_an_honest_group_is_used_at_full_weight_with_the_sender_s_ids(policy, sample):
-    judgement = judged(policy, external(policy, sample))
-    assert [outcome for _, outcome in judgement.outcomes] == ["used"]
-    (group,) = judgement.accepted
-    assert [completion for _, completion in group.rows] == [c.ids for c in sample.completions]
-    assert group.weights == pytest.approx([1.0] * 4, abs=1e-4)
-    for ours, theirs in zip(group.old_logprobs, sample.completions, strict=True):
-        assert ours == pytest.approx(theirs.logprobs, abs=1e-4)
-
-
-def test_a_sender_surer_than_we_are_is_weighed_down_to_the_floor_and_never_up(policy, sample):
-    loose = ExternalChecks(spot_check_tolerance=10.0)
-    surer = judged(policy, external(policy, sample, shift=0.1), loose).accepted[0].weights
-    much_surer = judged(policy, external(policy, sample, shift=5.0), loose).accepted[0].weights
-    unsure = judged(policy, external(policy, sample, shift=-3.0), loose).accepted[0].weights
-    assert all(0.8 <= w <= 1.0 for w in surer)
-    assert min(much_surer) == pytest.approx(0.8)
-    assert unsure == pytest.approx([1.0] * 4)
-
-
-def test_logprobs_of_a_far_policy_fail_the_spot_check(policy, sample):
-    judgement = judged(policy, external(policy, sample, shift=-5.0))
-    assert judgement.accepted == []
-    assert [outcome for _, outcome in judgement.outcomes] == ["spot_check"]
-
-
-def test_a_made_up_text_with_true_logprobs_is_too_surprising(policy, sample):
-    """A liar that computes what our policy gives to a text that it made up: the numbers agree, and nobody sampled it."""
-    made_up = [policy.tokenize_completion(text, "eos") for text in ("zQ9", "Kx7", "qZ4", "Wv3")]
-    logprobs = score(policy, [(sample.prompt_ids, ids) for ids in made_up], 1.0)
-    completions = [type(sample.completions[0])(ids, lps, policy.decode(ids), "eos") for ids, lps in zip(made_up, logprobs, strict=True)]
-    forged = external(policy, type(sample)(sample.prompt_ids, completions))
-    assert [outcome for _, outcome in judged(policy, forged).outcomes] == ["spot_check"]
-    blind = ExternalChecks(surprise_tolerance=100.0)
-    assert [outcome for _, outcome in judged(policy, forged, blind).outcomes] == ["used"], "the spot check alone believes it"
-
-
-def test_ids_that_do_not_spell_the_rewarded_text_are_caught(policy, sample):
-    texts = [c.text for c in sample.completions]
-    texts[2] = texts[2] + "7"
-    judgement = judged(policy, external(policy, sample, texts=texts))
-    assert judgement.accepted == []
-    assert [outcome for _, outcome in judgement.outcomes] == ["forged_ids"]
-
-
-def test_another_tokenizer_s_group_is_read_as_text(policy, sample):
-    judgement = judged(policy, external(policy, sample, tokenizer=b"x" * 32, model=b"y" * 32))
-    assert [outcome for _, outcome in judgement.outcomes] == ["used"]
-    for (_, ids), completion in zip(judgement.accepted[0].rows, sample.completions, strict=True):
-        assert policy.decode(ids) == completion.text
-
-
-def test_text_that_our_tokenizer_cannot_spell_is_untokenizable(policy, sample):
-    texts = ["漢字", *[c.text for c in sample.completions][1:]]
-    judgement = judged(policy, external(policy, sample, texts=texts, ids=False, tokenizer=b"x" * 32))
-    assert [outcome for _, outcome in judgement.outcomes] == ["untokenizable"]
-
-
-def test_another_model_s_unlikely_winner_is_left_out(policy, sample):
-    texts = ["zQ~{|}x", *[c.text for c in sample.completions][1:]]
-    group = external(policy, sample, texts=texts, ids=False, tokenizer=b"x" * 32, model=b"y" * 32)
-    strict = ExternalChecks(min_mean_logprob=-3.0)
-    assert [outcome for _, outcome in judged(policy, group, strict).outcomes] == ["mean_logprob"]
-
-
-def test_ids_outside_the_vocabulary_are_untokenizable(policy, sample):
-    group = external(policy, sample)
-    bad = Completion("x", 1, -1.0, "length", pack_ids([policy.vocab_size]), pack_logprobs([-1.0]))
-    forged = RolloutGroup(
-        group.group.task, group.group.model, group.group.tokenizer, 0, 0, 0, group.group.sampling, [bad, *group.group.completions[1:]]
-    )
-    judgement = judged(policy, ExternalGroup(group.content, group.peer, forged, PROMPT, group.rewards, 0))
-    assert [outcome for _, outcome in judgement.outcomes] == ["untokenizable"]
-
-
-def test_a_sender_s_temperature_is_the_one_it_is_checked_at(policy):
-    cool = generate(policy, [PROMPT], Sampling(4, 8, 0.5), policy.random_generator(2))[0]
-    group = external(policy, cool, temperature=0.5)
-    strict = ExternalChecks(spot_check_tolerance=0.001)
-    assert [outcome for _, outcome in judged(policy, group, strict).outcomes] == ["used"]
-    wrong = external(policy, cool, temperature=2.0)
-    assert [outcome for _, outcome in judged(policy, wrong, strict).outcomes] == ["spot_check"]
-
-
-def test_assembled_rows_keep_groups_together_and_say_what_is_silent(policy, sample):
+def test_assembled_rows_keep_groups_together_and_say_what_is_silent(sample):
     useful = own_group(sample, [1.0, 0.0, 0.0, 0.0])
     silent = own_group(sample, [0.0] * 4)
-    (theirs,) = judged(policy, external(policy, sample)).accepted
+    theirs = TrainingGroup(useful.rows, useful.old_logprobs, useful.rewards, [1.0] * 4, peer="p")
     rows = assemble([useful, silent, theirs], "dr_grpo")
     assert rows.groups == [0] * 4 + [1] * 4 + [2] * 4
     assert rows.external == [False] * 8 + [True] * 4
@@ -150,7 +31,7 @@ def test_assembled_rows_keep_groups_together_and_say_what_is_silent(policy, samp
     assert rows.zero_advantage_share == 0.5
 
 
-def test_groups_of_different_size_share_a_batch(policy, sample):
+def test_groups_of_different_size_share_a_batch(sample):
     small = own_group(sample, [1.0, 0.0, 0.0, 0.0])
     pair = own_group(type(sample)(sample.prompt_ids, sample.completions[:2]), [1.0, 0.0])
     rows = assemble([small, pair], "dr_grpo")

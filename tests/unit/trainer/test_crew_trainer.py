@@ -20,11 +20,12 @@ from swarmnode.policy.micro import MicroBatcher
 from swarmnode.process import Progress
 from swarmnode.rollouts.groups import ExternalGroup
 from swarmnode.tasks.client import Scorer
-from swarmnode.trainer.batch import TrainingGroup, assemble, judge
+from swarmnode.trainer.batch import TrainingGroup, assemble
 from swarmnode.trainer.crew.policy import CrewPolicy
 from swarmnode.trainer.crew.run import CrewTrainer, make_trainer
 from swarmnode.trainer.engine import EngineGone
 from swarmnode.trainer.export_crew import find_copies
+from swarmnode.trainer.judge import judge
 from swarmnode.trainer.loop import Trainer
 from swarmnode.trainer.state import SEQUENCE_MARGIN
 from swarmnode.trainer.update import Updater

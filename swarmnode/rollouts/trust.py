@@ -1,0 +1,54 @@
+"""How much of a step a peer's groups may be, by what became of those that were drawn. Pure.
+
+Whoever sends text that our policy would not have sampled is drawn less with each such group, and more again with each that is trained on.
+All peers fall alike where it is our own policy that is far from everybody else's: what counts in drawing is the proportion.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from swarmnode.rollouts import sampling
+from swarmnode.rollouts.groups import Outcome
+
+MAX_PEERS = 4096
+"""Peers that are remembered, those heard of last."""
+DISTRUSTED: frozenset[Outcome] = frozenset({"forged_ids", "no_ids", "special_ids", "spot_check", "surprise", "temperature"})
+"""Outcomes that put a group's author on probation again."""
+REFUSED_AT_MOST = 10
+"""Refusals that are held against a peer at a time, so that it can come back."""
+
+
+class PeerTrust:
+    """Counts of judged groups by peer, bounded."""
+
+    def __init__(self) -> None:
+        self._used: OrderedDict[str, int] = OrderedDict()
+        self._refused: OrderedDict[str, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Peers of which a group was trained on since the last one that was refused."""
+        return len(self._used)
+
+    def judged(self, peer: str, outcome: Outcome) -> None:
+        """Take what the trainer made of a drawn group of `peer`."""
+        if outcome == "used":
+            count(self._used, peer)
+            if (refused := self._refused.pop(peer, 0)) > 1:
+                self._refused[peer] = refused - 1
+        elif outcome in DISTRUSTED:
+            self._used.pop(peer, None)
+            count(self._refused, peer, REFUSED_AT_MOST)
+
+    def of(self, peer: str, reputation: float) -> float:
+        """0 to 1: `reputation` × probation (`sampling.trust`) × one half for each group refused more than were used since."""
+        trusted = sampling.trust(reputation, self._used.get(peer, 0))
+        return float(trusted * 0.5 ** self._refused.get(peer, 0))
+
+
+def count(counts: OrderedDict[str, int], peer: str, most: int | None = None) -> None:
+    """Count one more of `peer`, which becomes the latest; the one not heard of for longest is forgotten."""
+    number = counts.pop(peer, 0) + 1
+    counts[peer] = number if most is None else min(number, most)
+    if len(counts) > MAX_PEERS:
+        counts.popitem(last=False)
