@@ -35,8 +35,8 @@ it weights; on top of sharing, half as many groups and weights for what that lea
 AVERAGE_EVERY = 5
 FIXED = ("8/0", "6/2", "4/4", "2/6")
 ATTACKS = (
-    "none", "silent", "forged", "poison", "informed", "informed, unchecked", "stripped", "foreign", "hot", "ids", "length", "length, unchecked", "garbage", "replay",
-    "mixed",
+    "none", "silent", "forged", "poison", "informed", "informed, unchecked", "stripped", "foreign", "hot", "ids", "length",
+    "length, unchecked", "garbage", "replay", "mixed",
 )  # fmt: skip
 HOSTILE_REGIME = "moderate"
 HOSTILE_NODES = (6, 7)
@@ -283,7 +283,8 @@ def hostile_table(results: Sequence[dict[str, Any]], size: Size) -> str:
             name, spread([r["mean_held_out"] for r in runs], 3), spread([r["final"] for r in runs], 3),
             "–" if name == "silent" or not lost else spread(lost, 1), spread([r["frames_sent"] for r in runs], 0),
             "–" if name in ("none", "silent") else spread([max(0, a) for a in admitted], 0),
-            spread([r["trained_on"] for r in runs], 0), spread([100 * r["share_of_external"] for r in runs], 2), spread([100 * r["payload"] for r in runs], 2),
+            spread([r["trained_on"] for r in runs], 0),
+            spread([100 * r["share_of_external"] for r in runs], 2), spread([100 * r["payload"] for r in runs], 2),
             spread([r["length"] for r in runs], 2),
             "–" if runs[0]["shut_out"] is None else spread([100 * r["shut_out"] for r in runs], 0),
             str(sum(r["crashes"] + r["internal_errors"] for r in runs)),

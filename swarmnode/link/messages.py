@@ -28,6 +28,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """32 bytes."""
     policy_version: int
     tokens_per_text_byte: float = 1.0
+    """About how many of our tokens a byte of another tokenizer's text becomes."""
     pid: int = 0
     replica: local.ReplicaFacts | None = None
     """None where nothing is averaged."""

@@ -9,6 +9,13 @@ from transformers import PreTrainedTokenizerBase
 
 from swarmnode.errors import Incompatible
 
+SAMPLE_TEXT = (
+    "Let's work through it step by step. There are 24 apples; 3/8 of them, i.e. 24 * 3 / 8 = 9, are green. So 24 - 9 = 15 apples are red, "
+    "and at $0.35 each they cost 15 * 0.35 = 5.25 dollars.\n\nFirst, note that f(x) = x^2 + 2x + 1 = (x + 1)^2, therefore f(3) = 16. "
+    "The word \"backward\" spelled backward is \"drawkcab\".\n<answer>5.25</answer>"
+)
+"""What answers look like, for the rate at which a tokenizer makes tokens of them."""
+
 
 @dataclass(frozen=True)
 class PolicyText:
@@ -27,6 +34,11 @@ class PolicyText:
     """Fills batches. Masked everywhere, so that any valid id will do."""
     vocab_size: int
     """Ids below this mean something to both model and tokenizer."""
+
+    @property
+    def tokens_per_text_byte(self) -> float:
+        """About how many of our tokens a byte of somebody else's text becomes."""
+        return len(self.tokenizer(SAMPLE_TEXT, add_special_tokens=False, verbose=False)["input_ids"]) / len(SAMPLE_TEXT.encode())
 
     def encode_prompt(self, prompt: str) -> list[int]:
         """Token ids of a question: one user turn and the start of the answer where the tokenizer has a chat template, else the text."""

@@ -155,7 +155,7 @@ class Loop:
         text = self._engine.text
         return Hello(
             model=text.fingerprint, tokenizer=text.tokenizer_hash, policy_version=self._counters.policy_version,
-            pid=os.getpid(), replica=self._engine.facts(self._fresh),
+            tokens_per_text_byte=text.tokens_per_text_byte, pid=os.getpid(), replica=self._engine.facts(self._fresh),
         )  # fmt: skip
 
     # ---- start --------------------------------------------------------------------------------------------------------

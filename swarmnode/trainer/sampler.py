@@ -18,6 +18,7 @@ from swarmnode.tasks.seeds import choose_task, task_seed
 from swarmnode.trainer.batch import TrainingGroup, own_group
 from swarmnode.trainer.engine import Engine
 from swarmnode.trainer.state import Counters
+from swarmnode.wire.limits import COMPLETIONS
 from swarmnode.wire.messages import Completion, SamplingParams, TaskRef
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
 
@@ -74,7 +75,8 @@ class Sampler:
 
     def _generate(self, prompts: list[str]) -> list[GroupSample]:
         cfg = self._cfg
-        size = cfg.num_generations + (cfg.advantage == "mc_grpo")  # its pivot is sampled and not trained on
+        pivot = cfg.advantage == "mc_grpo"  # sampled and not trained on; a group of 64 is all that peers and scorers take
+        size = min(cfg.num_generations + pivot, COMPLETIONS)
         return self._engine.generate(prompts, Sampling(size, cfg.max_completion_length, cfg.temperature, cfg.top_p), self._rng)
 
     def _message(self, sequence: int, ref: TaskRef, sample: GroupSample, rewards: list[float]) -> OwnGroup:

@@ -168,7 +168,7 @@ class CrewTrainer:
         text, stage, averaging = self._model.text, self._runner.stage, self._averages()
         return Hello(
             model=text.fingerprint, tokenizer=text.tokenizer_hash, policy_version=stage.step if stage is not None else 0,
-            pid=os.getpid(), replica=averaging.facts() if averaging is not None else None,
+            tokens_per_text_byte=text.tokens_per_text_byte, pid=os.getpid(), replica=averaging.facts() if averaging is not None else None,
         )  # fmt: skip
 
     def _seek(self) -> None:

@@ -46,7 +46,8 @@ async def test_a_lone_trainer_learns_and_publishes_what_says_something(tmp_path)
     assert last.step == 40
     assert last.reward_held_out > last.reward_held_out_start + 0.1
     assert last.state_saved_step == 40 or last.phase == "draining"
-    assert last.own_groups_total == len(network.published) == 40 * 8
+    assert last.own_groups_total == 40 * 8
+    assert 0.97 * 40 * 8 < len(network.published) <= 40 * 8, "all but those in which a special token hides"
     assert [(due.fragment, due.outer_step) for due in network.averaging] == [(0, 0)]  # of two fragments, after 25 steps of 50
     assert last.weights.outer_step == last.weights.exchanges_total == 0  # nobody has found a partner for it
     sequences = [group.sequence for group in network.published]
