@@ -17,7 +17,7 @@ import trio
 from swarmnode.config import Config
 from swarmnode.daemon.member import open_member
 from swarmnode.daemon.node import node_info
-from swarmnode.daemon.observer import Observer, Parts
+from swarmnode.daemon.observer import NodeObserver, Parts
 from swarmnode.daemon.presence import announce, beat, told_to_stop
 from swarmnode.errors import ConfigError
 from swarmnode.observe import logs
@@ -38,7 +38,7 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
         network.keep_to(meter.allows)
         supervisor = SupervisorWatch(data_dir / "run" / "supervisor.json")
         info = msgspec.structs.replace(node_info(config, member), model="", sharing=False, trainer=False)
-        observer = Observer(info, Parts(network, member.summaries, meter, supervisor, ring, TrainerWatch()), data_dir)
+        observer = NodeObserver(info, Parts(network, member.summaries, meter, supervisor, ring, TrainerWatch()), data_dir)
         async with trio.open_nursery() as nursery:
             url = await nursery.start(partial(serve_http, config.http, observer.snapshot, data_dir=data_dir))
             announce(data_dir, network, member.swarm, url)

@@ -19,7 +19,7 @@ from swarmnode import __version__
 from swarmnode.config import Config
 from swarmnode.crew.plane import StagePlane
 from swarmnode.daemon.member import Member, open_member
-from swarmnode.daemon.observer import Observer, Parts
+from swarmnode.daemon.observer import NodeObserver, Parts
 from swarmnode.daemon.presence import announce, beat, told_to_stop
 from swarmnode.daemon.trainer_port import TrainerPort, end_trainer
 from swarmnode.link.messages import Welcome
@@ -69,7 +69,7 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
         link = LinkServer(data_dir, port, port.left)
         supervisor = SupervisorWatch(data_dir / "run" / "supervisor.json")
         parts = Parts(network, member.summaries, meter, supervisor, ring, trainer, rollouts, weights, crew, scorer)
-        observer = Observer(node_info(config, member), parts, data_dir)
+        observer = NodeObserver(node_info(config, member), parts, data_dir)
         if config.node.share_summary:
             member.summaries.own_summary = observer.summary
 

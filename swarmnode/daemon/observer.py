@@ -49,7 +49,7 @@ class Parts:
     scorer: AsyncScorer | None = None
 
 
-class Observer:
+class NodeObserver:
     """`snapshot` for whoever watches this node, `summary` for the operators of others."""
 
     def __init__(self, info: NodeInfo, parts: Parts, data_dir: Path) -> None:

@@ -71,7 +71,7 @@ class StagesView(msgspec.Struct, frozen=True):
     enabled: bool = False
     """This node would hold a stage, or does."""
     state: str = "none"
-    """Of the crew: none, forming, running, paused, recovering."""
+    """The crew's: none, forming, running, paused, recovering."""
     crew: str = ""
     """Id, hex; empty outside a crew."""
     roster_epoch: int = 0
@@ -88,7 +88,7 @@ class StagesView(msgspec.Struct, frozen=True):
     recovery_seconds: Histogram | None = None
     """From the crew's standing still to its running again."""
     heartbeat_seconds: float | None = None
-    """That the last heartbeat waited for its answer."""
+    """How long the last heartbeat waited for its answer."""
     unanswered: dict[str, int] = {}
     """Requests to other members without an answer, by message."""
     malformed: int = 0
@@ -107,9 +107,9 @@ class StagesView(msgspec.Struct, frozen=True):
     rungs: dict[str, int] = {}
     """How often each was taken."""
     rung_seconds: float | None = None
-    """That the last one took."""
+    """How long the last recovery took."""
     shadow_step: int | None = None
-    """Of the newest copy of it that a neighbour has."""
+    """The step of the newest copy of it that a neighbour has."""
     shadow_age_steps: int | None = None
     """Steps that its loss would cost where only shadows are left: all of them while nobody has a copy."""
     probe_kl: float | None = None
@@ -125,11 +125,11 @@ class StagesView(msgspec.Struct, frozen=True):
     streams_lost: dict[str, int] = {}
     """Ended by the other side, by kind."""
     streams_refused: dict[str, int] = {}
-    """Of others, by reason (stages.pipes)."""
+    """Streams of others that were refused, by reason."""
     bytes: dict[str, dict[str, int]] = {}
     """kind → {"in": bytes, "out": bytes}."""
     throttled_seconds: float = 0.0
-    """That streams waited for the byte budget."""
+    """How long streams waited for the byte budget."""
 
 
 class PeerRow(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ ANY_COUNTER: Final = (0, COUNTER)
 
 
 def check_fields(message: Any, lengths: Mapping[str, int], ranges: Mapping[str, tuple[float, float]]) -> None:
-    """Of these fields those that `message` has and that are not None: so many bytes, or lowest and highest value."""
+    """Check the fields that `message` has and that are not None: exactly so many bytes, or lowest and highest value."""
     for name, exactly in lengths.items():
         if (value := getattr(message, name, None)) is not None:
             check_length(name, value, exactly)

@@ -60,15 +60,15 @@ BULK_RESPONSE_BYTES = 48
 STAGE_HEADER_BYTES = 16 * 1024
 """The header of a frame between members of a crew."""
 STAGE_ABOUT_ITEM_BYTES = 48
-"""Of a micro-batch's description, per token that the crew allows, at most."""
+"""The longest description of a micro-batch, per token that the crew allows."""
 STAGE_ACTIVATION_BLOCK = 64
 """Values of one token that share a scale under `int8`, at most."""
 CREW_PREFIX_BYTES = 16
-"""Of a crew's id in a frame: its first half."""
+"""A frame has the first half of its crew's id."""
 WAVE_BYTES = 16
-"""Of a wave's name."""
+"""The name of a wave."""
 STAGES = 64
-"""Of a crew, at most."""
+"""The most that a crew has."""
 MICRO_BATCHES = 1024
 """In one step, at most."""
 STAGE_WAITING = 64
@@ -100,7 +100,7 @@ REVISION_BYTES = 64
 PROTOCOL_BYTES = 64
 SETTING_KEY_BYTES = 64
 SETTING_VALUE_BYTES = 1024
-"""Of a setting, and of a task's settings."""
+"""The longest value of a setting, and of a task's settings together."""
 MINIMUM_VERSION_BYTES = 32
 MODELS = 8
 PROTOCOL_IDS = 16

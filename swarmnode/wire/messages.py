@@ -129,7 +129,7 @@ class ModelRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     """`embedded`, or its name on the Hugging Face Hub."""
     revision: str
-    """Of the Hub; may be empty."""
+    """Commit or tag on the Hub; may be empty."""
     fingerprint: bytes
     """32 bytes: architecture and base weights."""
     tokenizer: bytes
@@ -149,11 +149,11 @@ class RolloutRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min_completions: int
     max_completions: int
     max_tokens: int
-    """Of a completion."""
+    """The most in a completion."""
     temperature: float
     top_p: float
     groups_per_second: float
-    """Of one peer, sustained."""
+    """The most that is taken from one peer, sustained."""
 
 
 class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -184,7 +184,7 @@ class SwarmManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     predecessor: bytes
     """32 bytes: the swarm id that this manifest follows; empty for a first one."""
     minimum_version: str
-    """Of swarmnode, e.g. `0.1.0`."""
+    """The oldest version of swarmnode that may take part, e.g. `0.1.0`."""
     protocols: list[str]
     """Everything that two members must speak alike, sorted."""
     models: list[ModelRef]
@@ -282,7 +282,7 @@ class Summary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     """Its operator's name for it; may be empty."""
     version: str
-    """Of its program."""
+    """The version of the program it runs."""
     created_at: int
     """Unix time, milliseconds: when it was signed."""
     uptime: int

@@ -7,7 +7,7 @@ from libp2p.io.exceptions import IncompleteReadError, MessageTooLarge
 READ_BYTES = 64 * 1024
 """Asked of the stream at once."""
 LENGTH_BYTES = 10
-"""Of a varint of 64 bits."""
+"""The longest varint of 64 bits."""
 
 
 class Frames:
