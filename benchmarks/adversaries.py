@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.simulator import PAYLOAD, Arm, Node, OwnSample, Swarm
-from swarmnode.config import TrainingConfig
+from swarmnode.config import SharingConfig, TrainingConfig
 from swarmnode.p2p.reputation import GREYLIST, Reputation, Standing
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import score
@@ -62,7 +62,7 @@ class HostileSwarm(Swarm):
         for node in self.honest:
             reputation = Reputation()
             gate = Admission(
-                self.swarm, node.peer, self.names, arm.sharing, max_completion_length=training.max_completion_length,
+                self.swarm, node.peer, self.names, SharingConfig(), max_completion_length=training.max_completion_length,
                 is_greylisted=lambda peer, r=reputation: r.standing(peer, self.now) is not Standing.GOOD,
             )  # fmt: skip
             gate.set_policy(node.policy.fingerprint, node.policy.tokenizer_hash, 1.0)

@@ -9,11 +9,13 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 from swarmnode.errors import SwarmNodeError
 
 PROGRESS_FD = "SWARMNODE_PROGRESS_FD"
+ALIVE_SECONDS = 1.0
 
 
 class Progress:
@@ -27,6 +29,8 @@ class Progress:
         text = os.environ.pop(PROGRESS_FD, "")
         self._fd = int(text) if text else None
         self._count = 0
+        self._status = "starting"
+        self._reported_at = float("-inf")
         if self._fd is not None:
             os.set_inheritable(self._fd, False)  # the scorer must not keep the pipe open
             os.set_blocking(self._fd, False)
@@ -34,11 +38,18 @@ class Progress:
     def __call__(self, status: str, step_seconds: float | None = None) -> None:
         """Report progress. `step_seconds` is the length of a finished step, the basis of the stall deadline."""
         self._count += 1
+        self._status, self._reported_at = status, time.monotonic()
         if self._fd is None:
             return
         line = json.dumps({"progress": self._count, "step_seconds": step_seconds, "status": status}) + "\n"
         with contextlib.suppress(OSError):
             os.write(self._fd, line.encode())
+
+
+    def alive(self) -> None:
+        """Report the last status again, at most once in ALIVE_SECONDS: for the middle of what takes long. Costs nothing in between."""
+        if time.monotonic() - self._reported_at >= ALIVE_SECONDS:
+            self(self._status)
 
 
 def die_with_parent() -> None:

@@ -105,7 +105,7 @@ NODE: dict[str, list[Panel]] = {
         p("Tokens per second", (gauge("swarmnode_tokens_per_second"), "while sampling"), (rate("swarmnode_tokens_total"), "over all")),
         p("Memory", (gauge("swarmnode_process_memory_bytes"), "{{process}}"), unit="bytes"),
         p("CPU", (rate("swarmnode_process_cpu_seconds_total", "process"), "{{process}}"), unit="percentunit"),
-        p("Micro-batch", gauge("swarmnode_micro_batch_tokens")),
+        p("Micro-batch", (gauge("swarmnode_micro_batch_tokens"), "{{part}}")),
     ],
     "Accelerator and reference policy": [
         p("Most memory of the device", gauge("swarmnode_device_memory_bytes"), unit="bytes", width=12),

@@ -115,6 +115,7 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     memory_bytes: int = 0
     oom_retries_total: int = 0
     micro_batch_tokens: int = 0
+    generation_tokens: int = 0
     scorer_restarts_total: int = 0
     reward_by_task: dict[str, float] = {}
     """Mean reward of own completions by task, of the last step that asked it."""

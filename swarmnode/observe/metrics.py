@@ -246,8 +246,10 @@ LEARNING = (
            "Most memory of the accelerator that the trainer has held, in bytes; only with an accelerator."),
     Metric("swarmnode_out_of_memory_retries_total", "counter", "trainer.report.oom_retries_total",
            "Times that a micro-batch was repeated in halves because memory ran out. If it keeps rising, something else uses the device."),
-    Metric("swarmnode_micro_batch_tokens", "gauge", "trainer.report.micro_batch_tokens",
-           "Tokens that a micro-batch may have. The bound is halved when memory runs out."),
+    Metric("swarmnode_micro_batch_tokens", "gauge",
+           {"training": "trainer.report.micro_batch_tokens", "generation": "trainer.report.generation_tokens"},
+           "Tokens that a micro-batch may have. The bound is halved when memory runs out, and raised again much later.", ("part",),
+           when=reports),
     Metric("swarmnode_unsaved_steps", "gauge", lambda s: max(0, s.trainer.report.step - s.trainer.report.state_saved_step)
            if s.trainer.report else None,
            "Steps that a crash of the trainer would cost now. If it does not fall back to 0 now and then, saving fails: see the log.",

@@ -6,7 +6,7 @@ A question's prompt is the same for its G completions, so its keys and values ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,8 +52,10 @@ class GroupSample:
 
 
 @torch.no_grad()
-def generate(policy: Policy, prompts: Sequence[str], sampling: Sampling, generator: torch.Generator) -> list[GroupSample]:
-    """G completions for each of Q prompts, in order.
+def generate(
+    policy: Policy, prompts: Sequence[str], sampling: Sampling, generator: torch.Generator, alive: Callable[[], None] = lambda: None
+) -> list[GroupSample]:
+    """G completions for each of Q prompts, in order. `alive` is called after every decoding step.
 
     Raises torch.OutOfMemoryError; give `MicroBatcher.generate` the call to have it retried in smaller pieces.
     """
@@ -85,6 +87,7 @@ def generate(policy: Policy, prompts: Sequence[str], sampling: Sampling, generat
             if step + 1 == max_tokens or bool(done.all()):
                 break
             logits = advance(token)
+            alive()
 
     drawn = torch.stack(tokens, 1).tolist()  # N lists of up to T, with junk after EOS
     chances = torch.stack(logprobs, 1).tolist()

@@ -1,4 +1,4 @@
-"""Micro-batches by padded tokens, and what to do when memory runs out: halve them and start the pass again."""
+"""Micro-batches by padded tokens, and what to do when memory runs out: halve them, and try larger ones again much later."""
 
 from __future__ import annotations
 
@@ -67,6 +67,18 @@ NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory",
 """In what backends say; the last is cuBLAS and cuDNN, which allocate a workspace at the first call on a device or stream."""
 
 
+CALM_PASSES = 200
+LONGEST_PATIENCE = 20_000
+
+
+class RowTooLarge(DeviceError):
+    """Raised when one row alone (of `generate`: one question) does not fit; `row` is its index."""
+
+    def __init__(self, row: int, tokens: int) -> None:
+        super().__init__(f"out of memory with {tokens} tokens, and a micro-batch cannot be smaller")
+        self.row = row
+
+
 @dataclass(frozen=True)
 class MicroBatchStatistics:
     tokens: int
@@ -75,52 +87,75 @@ class MicroBatchStatistics:
 
 
 class MicroBatcher:
-    """Runs passes in micro-batches of at most `tokens` padded tokens (`per_device_train_tokens`) and halves that on out-of-memory.
+    """Runs passes in micro-batches of at most `tokens` padded tokens and halves that on out-of-memory.
 
-    The bound stays halved: write `tokens` to disk and give it back after a restart.
+    What ran out may have been somebody else's memory: after CALM_PASSES passes that came near the bound it is raised by a quarter, up to
+    `most` again, and where that was wrong the next attempt takes twice as long. Write `tokens` to disk and give it back after a restart.
+    `alive` is called after every micro-batch.
     """
 
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
+    def __init__(self, most: int, alive: Callable[[], None] = lambda: None) -> None:
+        self.tokens = most
+        self.alive = alive
+        self._most = most
+        self._longest: int | None = None
+        """The longest row that may fit, once one alone did not."""
         self._retries = 0
+        self._calm = 0
+        self._patience = CALM_PASSES
+        self._raised = False
 
     def statistics(self) -> MicroBatchStatistics:
         return MicroBatchStatistics(self.tokens, self._retries)
 
     def run(
         self, lengths: Sequence[int], work: Callable[[list[int]], T], groups: Sequence[int] | None = None,
-        restart: Callable[[], None] = lambda: None,
+        restart: Callable[[], None] | None = None,
     ) -> list[tuple[list[int], T]]:  # fmt: skip
         """[(row indices, work(row indices))] for all micro-batches.
 
-        On out-of-memory everything is done again after `restart()`, which has to undo what `work` left, e.g. zero the
-        gradients: a backward pass that dies has added some of them already. Raises DeviceError
-        when one row (of `generate`: one question) alone is too much.
+        On out-of-memory what failed is done again in smaller pieces. With `restart` everything is, after `restart()`, which has to undo
+        what `work` left, e.g. zero the gradients: a backward pass that dies has added some of them already. Raises RowTooLarge.
         """
-        while True:
-            done: list[tuple[list[int], T]] = []
-            batches = micro_batches(lengths, self.tokens, groups)
+        for row, length in enumerate(lengths):
+            if self._longest is not None and length > self._longest:
+                raise RowTooLarge(row, length)
+        waiting = micro_batches(lengths, self.tokens, groups)
+        largest = max((_padded(rows, lengths) for rows in waiting), default=0)
+        done: list[tuple[list[int], T]] = []
+        while waiting:
+            rows = waiting[0]
             try:
-                for rows in batches:
-                    done.append((rows, work(rows)))
-                return done
+                done.append((rows, work(rows)))
+                waiting.pop(0)
+                self.alive()
+                continue
             except Exception as error:
                 if not is_oom(error):
                     raise
-                failed = batches[len(done)]
-                padded = len(failed) * max(lengths[r] for r in failed)
-                if len(failed) == 1:
-                    raise DeviceError(f"out of memory with {padded} tokens, and a micro-batch cannot be smaller") from error
+                if len(rows) == 1:
+                    self._longest = lengths[rows[0]] - 1
+                    raise RowTooLarge(rows[0], lengths[rows[0]]) from error
             # Outside the handler: the exception's frames hold the tensors that have to go.
-            del done
-            self._shrink(padded)
-            restart()
+            if restart is None:
+                self._shrink(_padded(rows, lengths))
+                left = sorted(row for batch in waiting for row in batch)
+            else:
+                done = []
+                self._shrink(_padded(rows, lengths))
+                restart()
+                left = list(range(len(lengths)))
+            some = None if groups is None else [groups[row] for row in left]
+            waiting = [[left[i] for i in batch] for batch in micro_batches([lengths[row] for row in left], self.tokens, some)]
+            largest = 0
+        self._passed(largest)
+        return done
 
     def generate(self, policy: Policy, prompts: Sequence[str], sampling: Sampling, generator: torch.Generator) -> list[GroupSample]:
         """`generate.generate` in pieces of whole questions, in order of `prompts`."""
         longest = max((len(policy.encode_prompt(prompt)) for prompt in prompts), default=0) + sampling.max_tokens
         out: list[GroupSample | None] = [None] * len(prompts)
-        work = lambda rows: generate(policy, [prompts[r] for r in rows], sampling, generator)
+        work = lambda rows: generate(policy, [prompts[r] for r in rows], sampling, generator, self.alive)
         for rows, groups in self.run([sampling.num_generations * longest] * len(prompts), work):
             for row, group in zip(rows, groups, strict=True):
                 out[row] = group
@@ -140,7 +175,24 @@ class MicroBatcher:
         return [chosen for chosen, _ in self.score_with_entropy(policy, rows, temperature)]
 
     def _shrink(self, failed: int) -> None:
-        """Half of what failed: the bound itself may be far above any batch there was."""
+        """Halve what failed: the bound itself may be far above any batch there was."""
         self.tokens = max(min(self.tokens, failed) // 2, 1)
         self._retries += 1
+        self._calm = 0
+        if self._raised:
+            self._raised, self._patience = False, min(2 * self._patience, LONGEST_PATIENCE)
         free_memory()
+
+    def _passed(self, largest: int) -> None:
+        """A pass went through whose largest micro-batch had so many padded tokens."""
+        if self._longest is None and self.tokens >= self._most:
+            return
+        self._calm += 1 if self._longest is not None or 2 * largest > self.tokens else 0
+        if self._calm >= self._patience:
+            self._calm, self._raised = 0, True
+            self.tokens = min(self._most, self.tokens + max(1, self.tokens // 4))
+            self._longest = None if self._longest is None or self._longest >= self._most else self._longest + max(1, self._longest // 4)
+
+
+def _padded(rows: Sequence[int], lengths: Sequence[int]) -> int:
+    return len(rows) * max(lengths[r] for r in rows)

@@ -9,7 +9,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -29,10 +29,13 @@ class Scorer:
     """A scorer child for plain threads. Use it as a context manager; calls from several threads take turns.
 
     deadline: wall-clock seconds for a request of up to 64 groups; cpu_seconds: CPU time that one may use;
-    startup_seconds: until a new child is ready.
+    startup_seconds: until a new child is ready; alive: called after every request.
     """
 
-    def __init__(self, *, deadline: float = 10.0, cpu_seconds: int = 2, startup_seconds: float = 60.0) -> None:
+    def __init__(
+        self, *, deadline: float = 10.0, cpu_seconds: int = 2, startup_seconds: float = 60.0, alive: Callable[[], None] = lambda: None
+    ) -> None:
+        self._alive = alive
         self._deadline = deadline
         self._cpu_seconds = cpu_seconds
         self._startup_seconds = startup_seconds
@@ -103,6 +106,8 @@ class Scorer:
         except BaseException:
             self._end()  # interrupted in the middle of a frame: what the pipe holds is nobody's
             raise
+        finally:
+            self._alive()
         return self._tally.frame(questions, scored)
 
     def _start(self) -> Child:

@@ -19,6 +19,7 @@ from swarmnode.averaging.probe import LossProbe
 from swarmnode.config import Config, LoraSettings, PolicyConfig
 from swarmnode.link.messages import WeightsReport
 from swarmnode.policy.generate import GroupSample, Sampling
+from swarmnode.policy.layers import report_layers
 from swarmnode.policy.load import LORA_MODULES, Policy, load_policy
 from swarmnode.policy.logprobs import Row
 from swarmnode.policy.micro import MicroBatcher
@@ -45,7 +46,9 @@ class EngineStatistics:
     dtype: str
     device_memory_bytes: int | None
     micro_batch_tokens: int
-    """Present bound of a micro-batch, padded tokens."""
+    """Present bound of a micro-batch in training, padded tokens."""
+    generation_tokens: int
+    """The same in generation."""
     oom_retries: int
 
 
@@ -68,7 +71,10 @@ class Engine(Protocol):
         ...
 
     def score(self, rows: Sequence[Row], temperature: float) -> list[Scored]:
-        """(log-probabilities, entropies) at the completion tokens of each row, without gradient."""
+        """(log-probabilities, entropies) at the completion tokens of each of somebody else's rows, without gradient.
+
+        Raises DeviceError when one does not fit into memory: that is no shortage of ours.
+        """
         ...
 
     def update(self, rows: Rows, step: int) -> UpdateStatistics:
@@ -125,33 +131,50 @@ def open_policy(cfg: PolicyConfig, manifest: SwarmManifest | None, shared_a: boo
     return policy
 
 
-def make_whole_policy(config: Config, policy: Policy, counters: Counters, send: Callable[[local.FromTrainer], None]) -> WholePolicy:
-    """`policy` with its optimizer, and with a replica where weights are averaged.
+def make_whole_policy(
+    config: Config, policy: Policy, counters: Counters, send: Callable[[local.FromTrainer], None], alive: Callable[[], None] = lambda: None
+) -> WholePolicy:
+    """`policy` with its optimizer, and with a replica where weights are averaged. `alive` is called all the while that it computes.
 
     counters: where the numbers of averaging live; `WholePolicy.restore` replaces them. send: to the network process, from any thread.
     """
     training, shared_a = config.training, shares_a(config)
-    batcher = MicroBatcher(training.per_device_train_tokens)
-    updater = Updater(policy, training, batcher, policy.reference() if training.beta > 0 else None)
+    memory = Memory.of(training.per_device_train_tokens, alive)
+    updater = Updater(policy, training, memory.training, policy.reference() if training.beta > 0 else None, memory.external)
+    report_layers(policy.base, alive)
     replica, probe, cfg = None, None, config.weights
     if cfg.rule != "off":  # before a state is restored: the base weights are what the codec is relative to
         trained = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
         tensors = AveragedTensors(trained, cfg.codec, cfg.fragments, updater.lock)
-        probe = LossProbe(policy, batcher, training.temperature, tensors)
+        probe = LossProbe(policy, memory.training, training.temperature, tensors)
         adapter = adapter_shape(config.policy.lora, shared_a)
         replica = Replica(tensors, cfg, counters, config.node.data_dir, send=send, probe=probe, adapter=adapter)
-    return WholePolicy(policy, updater, batcher, replica, probe, state.owner(policy.fingerprint, config.policy.lora.r, shared_a))
+    return WholePolicy(policy, updater, memory, replica, probe, state.owner(policy.fingerprint, config.policy.lora.r, shared_a))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What has been learnt of how much fits: a shortage in one place says nothing of another."""
+
+    training: MicroBatcher
+    generation: MicroBatcher
+    external: MicroBatcher
+    """For rows whose lengths others have chosen."""
+
+    @classmethod
+    def of(cls, tokens: int, alive: Callable[[], None]) -> Memory:
+        return cls(MicroBatcher(tokens, alive), MicroBatcher(tokens, alive), MicroBatcher(tokens, alive))
 
 
 class WholePolicy:
     """A policy that fits this machine. probe: of the replica. owner: whose state it takes back, see `state.owner`."""
 
     def __init__(
-        self, policy: Policy, updater: Updater, batcher: MicroBatcher, replica: Replica | None, probe: LossProbe | None, owner: str
+        self, policy: Policy, updater: Updater, memory: Memory, replica: Replica | None, probe: LossProbe | None, owner: str
     ) -> None:  # fmt: skip
         self._policy = policy
         self._updater = updater
-        self._batcher = batcher
+        self._memory = memory
         self._replica = replica
         self._probe = probe
         self._owner = owner
@@ -161,17 +184,19 @@ class WholePolicy:
         return self._policy
 
     def statistics(self) -> EngineStatistics:
-        policy, batcher = self._policy.statistics(), self._batcher.statistics()
-        return EngineStatistics(policy.device, policy.dtype, policy.device_memory_bytes, batcher.tokens, batcher.oom_retries)
+        policy, memory = self._policy.statistics(), self._memory
+        training, generation = memory.training.statistics(), memory.generation.statistics()
+        retries = training.oom_retries + generation.oom_retries + memory.external.statistics().oom_retries
+        return EngineStatistics(policy.device, policy.dtype, policy.device_memory_bytes, training.tokens, generation.tokens, retries)
 
     def random_generator(self, seed: int) -> torch.Generator:
         return self._policy.random_generator(seed)
 
     def generate(self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator) -> list[GroupSample]:
-        return self._batcher.generate(self._policy, prompts, sampling, rng)
+        return self._memory.generation.generate(self._policy, prompts, sampling, rng)
 
     def score(self, rows: Sequence[Row], temperature: float) -> list[Scored]:
-        return self._batcher.score_with_entropy(self._policy, rows, temperature)
+        return self._memory.external.score_with_entropy(self._policy, rows, temperature)
 
     def update(self, rows: Rows, step: int) -> UpdateStatistics:
         return self._updater.update(rows, step)
@@ -212,8 +237,10 @@ class WholePolicy:
         if self._replica is not None:
             self._replica.set_counters(counters)
             self._replica.restore(outer)
-        if counters.micro_batch_tokens:  # learnt from running out of memory
-            self._batcher.tokens = min(self._batcher.tokens, counters.micro_batch_tokens)
+        memory = self._memory
+        for batcher, learnt in ((memory.training, counters.micro_batch_tokens), (memory.generation, counters.generation_tokens)):
+            if learnt:  # from running out of memory
+                batcher.tokens = min(batcher.tokens, learnt)
         return counters
 
     def snapshot(self, rng: torch.Generator, counters: Counters) -> Snapshot:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from swarmnode.config import SharingConfig
 from swarmnode.link.client import Link
 from swarmnode.rollouts.groups import ExternalGroup, Judged, OwnGroup
+from swarmnode.trainer.batch import TrainingGroup
 from swarmnode.trainer.engine import Engine
 from swarmnode.trainer.judge import Judgement, judge
 from swarmnode.trainer.plan import StepPlan
@@ -36,13 +39,19 @@ class ExternalGroups:
                 self._link.send(message)
 
     def take(self) -> Judgement:
-        """Judge what has arrived, as far as the step has room for it, and send each group's outcome to the network process."""
+        """Judge what has arrived, as far as the step has room for it. `learnt` follows."""
         room = self._plan.external_room
         arrived, useful = self._link.take_external(ANSWER_SECONDS) if room else ([], 0)
         waiting = self._backlog + arrived
         drawn, self._backlog = waiting[:room], waiting[room : room + self._plan.groups]
         judgement = judge(drawn, self._engine.text, self._engine.score, self._temperature)
-        for group, outcome in judgement.outcomes:
-            self._link.send(Judged(group.peer, outcome))
         self._plan.arrived(useful, len(drawn), len(judgement.accepted))
         return judgement
+
+    def learnt(self, judgement: Judgement, too_large: Collection[int]) -> list[TrainingGroup]:
+        """Send each group's outcome to the network process; too_large: which of the accepted did not fit. Those that were learnt from."""
+        used = iter(range(len(judgement.accepted)))
+        for group, outcome in judgement.outcomes:
+            fits = outcome != "used" or next(used) not in too_large
+            self._link.send(Judged(group.peer, outcome if fits else "too_large"))
+        return [group for number, group in enumerate(judgement.accepted) if number not in too_large]

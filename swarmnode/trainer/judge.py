@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from swarmnode.errors import Incompatible
+from swarmnode.errors import DeviceError, Incompatible
 from swarmnode.policy.logprobs import Row
 from swarmnode.policy.text import PolicyText
 from swarmnode.rl.corrections import burst_slack, burst_weight, excess_surprise, sequence_correction, spot_check, surprise_check
@@ -78,12 +78,15 @@ def judge(
         except Unreadable as error:
             judgement.outcomes.append((group, error.outcome))
     for (group, rows), scored in zip(readable, _scored(score, [rows for _, rows in readable], temperature), strict=True):
+        if scored is None:
+            judgement.outcomes.append((group, "too_large"))
+            continue
         outcome, weights = believe(group.rewards, scored, policy, checks)
         if outcome == "used":
             theirs = group.group.sampling.temperature  # what the peer says is of its policy at its temperature
-            comparable = scored if theirs == temperature else score(rows, theirs)
-            local = [chosen for chosen, _ in comparable]
-            outcome, correction = compare(group, local, policy, checks)
+            comparable = scored if theirs == temperature else _scored(score, [rows], theirs)[0]
+            local = [chosen for chosen, _ in comparable or []]
+            outcome, correction = compare(group, local, policy, checks) if local else ("too_large", [])
         judgement.outcomes.append((group, outcome))
         if outcome == "used":
             weights = [weight * factor for weight, factor in zip(weights, correction, strict=True)]
@@ -166,10 +169,10 @@ def _is_ours(group: ExternalGroup, policy: PolicyText) -> bool:
     return group.group.model == policy.fingerprint and group.group.tokenizer == policy.tokenizer_hash
 
 
-def _scored(score: Score, groups: list[list[Row]], temperature: float) -> list[list[Scored]]:
-    flat = score([row for rows in groups for row in rows], temperature)
-    out, start = [], 0
-    for rows in groups:
-        out.append(flat[start : start + len(rows)])
-        start += len(rows)
-    return out
+def _scored(score: Score, groups: list[list[Row]], temperature: float) -> list[list[Scored] | None]:
+    """All groups in one pass; where one of them does not fit into memory, each by itself, and None for those that do not."""
+    try:
+        flat = iter(score([row for rows in groups for row in rows], temperature))
+        return [[next(flat) for _ in rows] for rows in groups]
+    except DeviceError:
+        return [None] if len(groups) == 1 else [_scored(score, [rows], temperature)[0] for rows in groups]

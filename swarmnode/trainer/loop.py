@@ -33,7 +33,6 @@ from swarmnode.trainer.batch import Rows, TrainingGroup, assemble
 from swarmnode.trainer.engine import Engine, EngineGone, make_whole_policy, open_policy
 from swarmnode.trainer.evaluate import Evaluation
 from swarmnode.trainer.external import ExternalGroups
-from swarmnode.trainer.judge import Judgement
 from swarmnode.trainer.plan import StepPlan
 from swarmnode.trainer.reporting import Reporter
 from swarmnode.trainer.sampler import Sampler
@@ -72,10 +71,10 @@ class Trainer:
         opened = stored(config.node.data_dir)
         policy = open_policy(config.policy, opened.manifest if opened is not None else None, shares_a(config), self._loading)
         counters = Counters()
-        engine = make_whole_policy(config, policy, counters, lambda message: link.send(message))
+        engine = make_whole_policy(config, policy, counters, lambda message: link.send(message), self._progress.alive)
         link = Link(config.node.data_dir, lambda: loop.hello(), engine.receive)
         directory = config.node.data_dir / "trainer"
-        with Scorer() as scorer:
+        with Scorer(alive=self._progress.alive) as scorer:
             loop = Loop(config, engine, link, scorer, counters, directory, self._progress, self._stop)
             with link:
                 loop.run(config.weights.join_seconds)
@@ -203,8 +202,9 @@ class Loop:
         judgement = self._external.take()
         rows = assemble([*experience.groups, *judgement.accepted], self._training.advantage)
         result = self._engine.update(rows, self._counters.step)
-        self._count(experience.tokens, experience.groups, judgement.accepted, result)
-        self._measure(experience.groups, judgement, rows, result)
+        external = self._external.learnt(judgement, {group - len(experience.groups) for group in result.too_large})
+        self._count(experience.tokens, experience.groups, external, result)
+        self._measure(experience.groups, external, rows, result)
         by_task = reward_by_task(experience.messages)
         ended = time.monotonic()
         self._plan.stepped(ended - started)
@@ -238,12 +238,12 @@ class Loop:
         for group in external:
             c.note_use(group.peer)
         now = self._engine.statistics()
-        learnt = now.micro_batch_tokens < self._training.per_device_train_tokens
-        c.micro_batch_tokens = now.micro_batch_tokens if learnt else 0  # so that a larger setting counts after a restart
+        most = self._training.per_device_train_tokens
+        c.micro_batch_tokens = now.micro_batch_tokens if now.micro_batch_tokens < most else 0  # a larger setting counts after a restart
+        c.generation_tokens = now.generation_tokens if now.generation_tokens < most else 0
         c.oom_retries_total = self._oom_before + now.oom_retries
 
-    def _measure(self, own: list[TrainingGroup], judgement: Judgement, rows: Rows, result: UpdateStatistics) -> None:
-        external = judgement.accepted
+    def _measure(self, own: list[TrainingGroup], external: list[TrainingGroup], rows: Rows, result: UpdateStatistics) -> None:
         total = len(own) + len(external)
         share = len(external) / total if total else None
         reward_own = _mean([r for g in own for r in g.rewards])

@@ -49,6 +49,7 @@ class Reporter:
             memory_bytes=psutil.Process().memory_info().rss,
             oom_retries_total=counters.oom_retries_total,
             micro_batch_tokens=statistics.micro_batch_tokens,
+            generation_tokens=statistics.generation_tokens,
             scorer_restarts_total=max(0, scorer.starts - 1),
             reward_errors=scorer.reward_errors,
             last_reward_error=scorer.last_reward_error,

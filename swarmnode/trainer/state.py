@@ -56,7 +56,9 @@ class Counters(msgspec.Struct):
     tokens_total: int = 0
     oom_retries_total: int = 0
     micro_batch_tokens: int = 0
-    """Learnt from running out of memory; 0 while it never did."""
+    """Learnt from running out of memory in training; 0 while it never did, or does no more."""
+    generation_tokens: int = 0
+    """The same in generation."""
     groups_per_step: float = 0.0
     """Fitted to this node's speed; 0 before the first step."""
     useful_per_step: float = 0.0

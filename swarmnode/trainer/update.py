@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
 from swarmnode.config import TrainingConfig
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import collate, completion_logprobs
-from swarmnode.policy.micro import MicroBatcher
+from swarmnode.policy.micro import MicroBatcher, RowTooLarge, free_memory
 from swarmnode.rl.objectives import Objective, policy_loss
 from swarmnode.rl.utility import AgreementProbe
 from swarmnode.trainer.batch import Rows
@@ -29,17 +30,26 @@ class UpdateStatistics:
     grad_norm: float | None = None
     agreement: float | None = None
     """Cosine of own and external gradients."""
+    too_large: frozenset[int] = frozenset()
+    """External groups, by their number in the rows, that did not fit into memory and were left out."""
 
 
 class Updater:
-    """Owns the optimizer. `reference` is the start policy, only with a KL penalty."""
+    """Owns the optimizer. `reference` is the start policy, only with a KL penalty.
 
-    def __init__(self, policy: Policy, cfg: TrainingConfig, batcher: MicroBatcher, reference: Policy | None = None) -> None:
+    external: the micro-batches of other nodes' rows, whose lengths we did not choose; what they teach about memory is kept from ours.
+    """
+
+    def __init__(
+        self, policy: Policy, cfg: TrainingConfig, batcher: MicroBatcher, reference: Policy | None = None,
+        external: MicroBatcher | None = None,
+    ) -> None:  # fmt: skip
         if cfg.beta > 0 and reference is None:
             raise ValueError("beta > 0 needs a reference policy")
         self._policy = policy
         self._cfg = cfg
         self._batcher = batcher
+        self._external = external if external is not None else MicroBatcher(batcher.tokens, batcher.alive)
         self._reference = reference
         fused = policy.device.type == "cuda" or None  # one kernel, and no temporary copies of all weights
         self.optimizer = torch.optim.AdamW(
@@ -54,18 +64,27 @@ class Updater:
         """One optimizer step: a second one on the same rows would be off-policy for everybody's, and peers' rows are that already.
 
         Rows without a signal are not run through the model, but their tokens count in the normaliser: a batch that says
-        little moves the policy little.
+        little moves the policy little. Raises DeviceError when an own row does not fit into memory; an external one costs its group.
         """
         own, external = trained(rows, self._cfg)
-        if not own and not external:
-            return UpdateStatistics(stepped=False)
-        reference = self._reference_logprobs(rows)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self._cfg, step)
-        return self._one(rows, own, external, reference)
+        too_large: frozenset[int] = frozenset()
+        while own or external:
+            try:
+                return replace(self._step(rows, own, external, too_large), too_large=too_large)
+            except RowTooLarge as error:
+                if not rows.external[error.row]:
+                    raise
+                too_large |= {rows.groups[error.row]}
+                external = [i for i in external if rows.groups[i] not in too_large]
+            self._accelerated.zero_grad()
+            free_memory()
+        return UpdateStatistics(stepped=False, too_large=too_large)
 
-    def _one(self, rows: Rows, own: list[int], external: list[int], reference: list[list[float]] | None) -> UpdateStatistics:
-        objective, divisor = Objective.of(self._cfg), normalizer(rows, self._cfg)
+    def _step(self, rows: Rows, own: list[int], external: list[int], too_large: frozenset[int]) -> UpdateStatistics:
+        objective, divisor = Objective.of(self._cfg), normalizer(rows, self._cfg, too_large)
+        reference = self._reference_logprobs(rows, own, external)
         totals = torch.zeros(5, dtype=torch.float64)  # loss, clip·tokens, kl·tokens, entropy·tokens, tokens
 
         def backward(indices: list[int]) -> torch.Tensor:
@@ -80,7 +99,7 @@ class Updater:
                 objective,
                 divisor,
                 weights=rows.weights[indices].to(logprobs.device),
-                ref_logprobs=None if reference is None else _padded([reference[i] for i in indices], logprobs),
+                ref_logprobs=_padded([reference[i] for i in indices], logprobs) if reference else None,
             )
             self._policy.accelerator.backward(out.loss)
             tokens = out.tokens.detach()
@@ -88,32 +107,31 @@ class Updater:
                 [out.loss.detach(), out.clip_fraction * tokens, out.kl * tokens, (entropy * mask).sum(), tokens]
             ).double().cpu()  # fmt: skip
 
-        def accumulate(indices: list[int], restart: Callable[[], None]) -> torch.Tensor:
+        def accumulate(batcher: MicroBatcher, indices: list[int], restart: Callable[[], None]) -> torch.Tensor:
             lengths = [len(p) + len(c) for p, c in (rows.rows[i] for i in indices)]
             groups = [rows.groups[i] for i in indices]
-            parts = self._batcher.run(lengths, lambda chosen: backward([indices[k] for k in chosen]), groups, restart)
+            with _rows_named(indices):
+                parts = batcher.run(lengths, lambda chosen: backward([indices[k] for k in chosen]), groups, restart)
             return sum((part for _, part in parts), torch.zeros(5, dtype=torch.float64))
 
         def own_pass() -> None:
             nonlocal totals
             self._accelerated.zero_grad()
-            totals = accumulate(own, self._accelerated.zero_grad)
+            totals = accumulate(self._batcher, own, self._accelerated.zero_grad)
 
         own_pass()
         agreement = None
         if external:
             self._probe.mark()
-            totals = totals + accumulate(external, own_pass)  # own_pass also undoes what a pass out of memory left
+            others = accumulate(self._external, external, own_pass)  # own_pass also undoes what a pass out of memory left
+            totals = totals + others
             agreement = self._probe.read() if own else None
         norm = self._policy.accelerator.clip_grad_norm_(self._policy.trainable_parameters(), self._cfg.max_grad_norm)
         finite = norm is None or bool(torch.isfinite(norm))
-        if finite:
-            with self.lock:
-                self._accelerated.step()
-        self._accelerated.zero_grad()
+        stepped = self._apply(finite)
         loss, clipped, kl, entropy, tokens = totals.tolist()
         return UpdateStatistics(
-            stepped=finite,
+            stepped=stepped,
             loss=loss,
             clip_fraction=clipped / max(tokens, 1.0),
             kl=kl / max(tokens, 1.0) if self._cfg.beta > 0 else None,
@@ -122,13 +140,42 @@ class Updater:
             agreement=agreement,
         )
 
+    def _apply(self, finite: bool) -> bool:
+        """Take the optimizer step if the gradient is finite; whether it was.
+
+        With float16 the loss is scaled, and it is the optimizer's own step that finds an overflow, leaves the weights alone and lowers the
+        scale: without it the scale would stay, and every later gradient overflow as well.
+        """
+        scaled = self._policy.accelerator.scaler is not None
+        if finite or scaled:
+            with self.lock:
+                self._accelerated.step()
+        self._accelerated.zero_grad()
+        return finite and not (scaled and self._accelerated.step_was_skipped)
+
     def learning_rate(self, step: int) -> float:
         return learning_rate(self._cfg, step)
 
-    def _reference_logprobs(self, rows: Rows) -> list[list[float]] | None:
+    def _reference_logprobs(self, rows: Rows, own: list[int], external: list[int]) -> dict[int, list[float]]:
+        """By row; empty without a penalty."""
         if self._reference is None or self._cfg.beta == 0:
-            return None
-        return self._batcher.score(self._reference, rows.rows, self._cfg.temperature)
+            return {}
+        found: dict[int, list[float]] = {}
+        for batcher, indices in ((self._batcher, own), (self._external, external)):
+            with _rows_named(indices):
+                scores = batcher.score(self._reference, [rows.rows[i] for i in indices], self._cfg.temperature)
+            found |= dict(zip(indices, scores, strict=True))
+        return found
+
+
+@contextlib.contextmanager
+def _rows_named(indices: list[int]) -> Iterator[None]:
+    """A row that is too large is named by its number among all, not among `indices`."""
+    try:
+        yield
+    except RowTooLarge as error:
+        error.row = indices[error.row]
+        raise
 
 
 def learning_rate(cfg: TrainingConfig, step: int) -> float:
@@ -144,9 +191,10 @@ def trained(rows: Rows, cfg: TrainingConfig) -> tuple[list[int], list[int]]:
     return rows.informative(external=False), rows.informative(external=True)
 
 
-def normalizer(rows: Rows, cfg: TrainingConfig) -> float:
-    """What the loss of all rows is divided by, whichever of them are run."""
-    return Objective.of(cfg).normalizer([len(completion) for _, completion in rows.rows])
+def normalizer(rows: Rows, cfg: TrainingConfig, without: frozenset[int] = frozenset()) -> float:
+    """What the loss of all rows is divided by, whichever of them are run; `without` these groups."""
+    lengths = [len(completion) for (_, completion), group in zip(rows.rows, rows.groups, strict=True) if group not in without]
+    return Objective.of(cfg).normalizer(lengths)
 
 
 def _padded(values: list[list[float]], like: torch.Tensor) -> torch.Tensor:

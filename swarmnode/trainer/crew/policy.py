@@ -70,7 +70,7 @@ class CrewPolicy:
         device = self._model.placement.device
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         dtype = str(self._model.placement.dtype).removeprefix("torch.")
-        return EngineStatistics(str(device), dtype, peak, self._config.training.per_device_train_tokens, 0)
+        return EngineStatistics(str(device), dtype, peak, *2 * (self._config.training.per_device_train_tokens,), 0)
 
     def random_generator(self, seed: int) -> torch.Generator:
         return torch.Generator().manual_seed(seed)

@@ -9,7 +9,7 @@ from swarmnode.errors import DeviceError
 from swarmnode.policy import micro
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.logprobs import collate, completion_logprobs, score
-from swarmnode.policy.micro import MicroBatcher, is_oom, micro_batches
+from swarmnode.policy.micro import CALM_PASSES, MicroBatcher, RowTooLarge, is_oom, micro_batches
 
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB."
 lengths = st.lists(st.integers(1, 60), min_size=1, max_size=60)
@@ -83,6 +83,64 @@ def test_the_bound_is_halved_until_it_fits_and_stays():
     assert batcher.statistics().oom_retries == 3
 
 
+def test_what_was_done_before_memory_ran_out_is_not_done_again():
+    rows = [10] * 32
+    seen = []
+    MicroBatcher(160).run(rows, limited(80, rows, seen))
+    assert seen[0] == 160
+    assert sum(seen[1:]) == 320
+    done = MicroBatcher(160).run([1] * 8 + [20] * 8, limited(80, [1] * 8 + [20] * 8, seen := []))
+    assert seen[:2] == [8, 160]
+    assert sum(padded == 8 for padded in seen) == 1
+    assert sorted(i for indices, _ in done for i in indices) == list(range(16))
+
+
+def passes(batcher, rows, count, limit=10**9):
+    for _ in range(count):
+        batcher.run(rows, limited(limit, rows))
+
+
+def test_a_shortage_that_is_over_is_forgotten_after_a_while():
+    rows = [10] * 32
+    batcher = MicroBatcher(320)
+    passes(batcher, rows, 1, limit=100)
+    assert batcher.tokens == 80
+    passes(batcher, rows, CALM_PASSES)
+    assert batcher.tokens == 100
+    passes(batcher, rows, 7 * CALM_PASSES)
+    assert batcher.tokens == 320
+
+
+def test_passes_far_below_the_bound_say_nothing_of_it():
+    batcher = MicroBatcher(320)
+    passes(batcher, [10] * 32, 1, limit=100)
+    passes(batcher, [10] * 2, 3 * CALM_PASSES)
+    assert batcher.tokens == 80
+
+
+def test_where_raising_was_wrong_the_next_attempt_takes_twice_as_long():
+    rows = [10] * 32
+    batcher = MicroBatcher(320)
+    passes(batcher, rows, 1 + CALM_PASSES + 1, limit=90)  # 80, then 100, which fails
+    assert batcher.tokens == 50
+    passes(batcher, rows, CALM_PASSES, limit=90)
+    assert batcher.tokens == 50
+    passes(batcher, rows, CALM_PASSES, limit=90)
+    assert batcher.tokens == 62
+
+
+def test_a_row_that_did_not_fit_alone_is_not_tried_again_and_tells_which_it_was():
+    rows = [10, 200, 10]
+    batcher = MicroBatcher(16384)
+    with pytest.raises(RowTooLarge) as raised:
+        batcher.run(rows, limited(100, rows))
+    assert raised.value.row == 1
+    with pytest.raises(RowTooLarge):
+        batcher.run(rows, limited(100, rows, seen := []))
+    assert seen == []
+    assert batcher.run([10, 10], limited(100, [10, 10]))
+
+
 def test_one_row_too_many_is_a_device_error():
     with pytest.raises(DeviceError, match="with 10 tokens"):
         MicroBatcher(100).run([10] * 4, limited(5, [10] * 4))
@@ -128,7 +186,7 @@ def test_generation_in_pieces_keeps_the_order_of_the_prompts(embedded, monkeypat
     prompts = [f"Calculate {n} + 8." for n in range(9)]
     pieces = []
 
-    def limited_generate(policy, part, sampling, generator):
+    def limited_generate(policy, part, sampling, generator, alive):
         pieces.append(len(part))
         if len(part) > 4:
             raise torch.OutOfMemoryError(CUDA)

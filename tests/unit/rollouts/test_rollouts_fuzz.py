@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from swarmnode.config import SharingConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, TOKENIZER, Author, swarm_of
 from swarmnode.demo.liar.frames import hostile_frames
-from swarmnode.rollouts.admission import Admission, Rejected
+from swarmnode.rollouts.admission import SEEN_FRAMES, Admission, Rejected
 from swarmnode.rollouts.groups import Announced, Candidate
 from swarmnode.wire import codec
 from swarmnode.wire.messages import Announce
@@ -69,7 +69,7 @@ def run(checks, frames):
         if number == 5000:
             settled = psutil.Process().memory_info().rss
     stats = checks.statistics()
-    assert stats.seen <= 512
+    assert stats.seen <= SEEN_FRAMES
     assert stats.signers <= 64
     return psutil.Process().memory_info().rss - settled
 

@@ -182,6 +182,27 @@ def test_special_tokens_hidden_in_ids_are_refused(policy, sample):
     assert [outcome for _, outcome in judged(policy, group).outcomes] == ["special_ids"]
 
 
+def test_a_group_that_does_not_fit_into_memory_costs_that_group(policy, sample):
+    long = policy.tokenize_completion("1" * 200, "length")
+    tricked = type(sample)(sample.prompt_ids, [type(sample.completions[0])(long, [-1.0] * 200, "1" * 200, "length")] * 4)
+    batcher = MicroBatcher(4096)
+    real = batcher.run
+
+    def run(lengths, work, *rest):
+        def limited(rows):
+            if len(rows) * max(lengths[r] for r in rows) > 150:
+                raise torch.OutOfMemoryError("simulated")
+            return work(rows)
+
+        return real(lengths, limited, *rest)
+
+    batcher.run = run
+    groups = [external(policy, sample), external(policy, tricked), external(policy, sample)]
+    judgement = judge(groups, policy, partial(batcher.score_with_entropy, policy), 1.0)
+    assert [outcome for _, outcome in judgement.outcomes] == ["used", "too_large", "used"]
+    assert len(judgement.accepted) == 2
+
+
 def test_ids_outside_the_vocabulary_are_untokenizable(policy, sample):
     group = external(policy, sample)
     bad = Completion("x", 1, -1.0, "length", pack_ids([policy.vocab_size]), pack_logprobs([-1.0]))

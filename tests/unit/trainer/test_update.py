@@ -1,11 +1,13 @@
 """One update: micro-batches add up, external weight counts, memory that runs out changes nothing but the micro-batch."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 
 from swarmnode.config import PolicyConfig, TrainingConfig
+from swarmnode.errors import DeviceError
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
@@ -69,22 +71,64 @@ def test_a_batch_without_a_signal_moves_nothing(base, rows):
     assert torch.equal(start, end)
 
 
-def test_running_out_of_memory_halves_the_micro_batch_and_gives_the_same_update(base, rows, monkeypatch):
-    whole, _ = after(base, rows)
+def small_device(monkeypatch, tokens):
+    """A device on which no more padded tokens than these fit."""
     real = module.completion_logprobs
 
     def limited(policy, batch, temperature):
-        if batch.padded_tokens > 128:
+        if batch.padded_tokens > tokens:
             raise torch.OutOfMemoryError("simulated")
         return real(policy, batch, temperature)
 
     monkeypatch.setattr(module, "completion_logprobs", limited)
+
+
+@pytest.mark.parametrize("peers", [("", "p"), ("p", "")])
+def test_running_out_of_memory_halves_the_micro_batch_and_gives_the_same_update(base, rows, monkeypatch, peers):
+    """The second group does not fit as a whole, whosever it is."""
+    groups = [
+        TrainingGroup(rows.rows[at : at + 4], rows.old_logprobs[at : at + 4], [1.0, 0.0, 0.0, 1.0], [1.0] * 4, peer)
+        for at, peer in zip((0, 4), peers, strict=True)
+    ]
+    batch = assemble(sorted(groups, key=lambda group: group.peer), "grpo")
+    whole, _ = after(base, batch)
+    small_device(monkeypatch, 110)
+    policy = base.clone()
+    own, external = MicroBatcher(10_000), MicroBatcher(10_000)
+    Updater(policy, TrainingConfig(), own, external=external).update(batch, 0)
+    small = torch.cat([p.detach().flatten() for p in policy.trainable_parameters()])
+    assert (own.statistics().oom_retries > 0) == (peers[1] == "")
+    assert (external.statistics().oom_retries > 0) == (peers[1] == "p")
+    assert float((whole - small).abs().mean()) < 1e-6  # a first Adam step is 3e-4 either way where a gradient is next to nothing
+
+
+def test_a_peers_group_that_does_not_fit_costs_that_group_and_nothing_of_ours(base, rows, monkeypatch):
+    """Four times as long as ours is what admission takes."""
+    third = TrainingGroup(
+        [(prompt, completion[:-1] * 90 + completion[-1:]) for prompt, completion in rows.rows[4:]],
+        [old[:-1] * 90 + old[-1:] for old in rows.old_logprobs[4:]], [0.0, 1.0, 0.0, 1.0], [1.0] * 4, peer="q",
+    )  # fmt: skip
+    ours, theirs = (
+        TrainingGroup(rows.rows[at : at + 4], rows.old_logprobs[at : at + 4], rewards, [1.0] * 4, peer)
+        for at, rewards, peer in ((0, [1.0, 0.0, 0.0, 1.0], ""), (4, [0.0, 1.0, 0.0, 0.0], "p"))
+    )
+    expected, _ = after(base, assemble([ours, theirs], "grpo"))
+    small_device(monkeypatch, max(len(p) + len(c) for p, c in rows.rows) * 4)
     policy = base.clone()
     batcher = MicroBatcher(10_000)
-    Updater(policy, TrainingConfig(), batcher).update(rows, 0)
-    small = torch.cat([p.detach().flatten() for p in policy.trainable_parameters()])
-    assert batcher.statistics().oom_retries > 0
-    assert torch.allclose(whole, small, atol=1e-4)
+    updater = Updater(policy, TrainingConfig(), batcher)
+    done = updater.update(assemble([ours, third, theirs], "grpo"), 0)
+    assert done.stepped
+    assert done.too_large == {1}
+    got = torch.cat([p.detach().flatten() for p in policy.trainable_parameters()])
+    assert float((got - expected).abs().mean()) < 1e-6
+    assert batcher.tokens == 10_000
+
+
+def test_an_own_row_that_does_not_fit_is_an_error(base, rows, monkeypatch):
+    small_device(monkeypatch, 3)
+    with pytest.raises(DeviceError, match="out of memory"):
+        after(base, rows)
 
 
 def test_a_kl_penalty_holds_the_policy_back(base, rows):
@@ -115,3 +159,44 @@ def _poisoned(*arguments, **keys):
 def test_learning_rate_warms_up():
     cfg = TrainingConfig(learning_rate=1.0, warmup_steps=3)
     assert [learning_rate(cfg, step) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+class ScaledLoss:
+    """accelerate's mixed precision with float16, which it offers on GPUs only: a loss scaler of a CPU in the place of theirs."""
+
+    def __init__(self, policy, scale):
+        from accelerate.optimizer import AcceleratedOptimizer
+
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        self._real, self._optimizers, self._make = policy.accelerator, [], AcceleratedOptimizer
+
+    def autocast(self):
+        return self._real.autocast()
+
+    def prepare_optimizer(self, optimizer):
+        self._optimizers.append(self._make(optimizer, scaler=self.scaler))
+        return self._optimizers[-1]
+
+    def backward(self, loss):
+        self.scaler.scale(loss).backward()
+
+    def clip_grad_norm_(self, parameters, most):
+        for optimizer in self._optimizers:
+            self.scaler.unscale_(optimizer.optimizer)
+        return torch.nn.utils.clip_grad_norm_(parameters, most)
+
+
+def test_an_overflow_of_float16_lowers_the_scale_and_later_steps_are_taken(base, rows):
+    policy = base.clone()
+    policy = replace(policy, accelerator=ScaledLoss(policy, scale=2.0**126))
+    rows = replace(rows, advantages=rows.advantages * 1000)
+    start = torch.cat([p.detach().flatten().clone() for p in policy.trainable_parameters()])
+    updater = Updater(policy, TrainingConfig(), MicroBatcher(10_000))
+    stepped = []
+    for step in range(30):
+        stepped.append(updater.update(rows, step).stepped)
+        if not any(stepped):
+            assert torch.equal(start, torch.cat([p.detach().flatten() for p in policy.trainable_parameters()]))
+    assert not stepped[0]
+    assert stepped[-1], "the scale stays where it overflows"
+    assert stepped == sorted(stepped)

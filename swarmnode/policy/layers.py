@@ -1,0 +1,21 @@
+"""Signs of life from inside a forward or backward pass, which with a large model on a CPU takes minutes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+def report_layers(model: torch.nn.Module, alive: Callable[[], None]) -> None:
+    """Have `alive` called after every layer, forward and backward. The layers are the longest list of modules that the model has."""
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    for layer in max(lists, key=len, default=torch.nn.ModuleList()):
+        layer.register_forward_hook(lambda layer, inputs, output: _passed(output, alive))
+
+
+def _passed(output: object, alive: Callable[[], None]) -> None:
+    alive()
+    hidden = output[0] if isinstance(output, tuple) else output
+    if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
+        hidden.register_hook(lambda gradient: alive())

@@ -1,0 +1,107 @@
+"""Signs of progress come from inside everything that takes long, so that a silence is one."""
+
+import itertools
+import os
+import time
+
+import pytest
+import torch
+import trio
+
+from swarmnode import process
+from swarmnode.config import Config, PolicyConfig, TaskConfig, TrainingConfig, WeightsConfig
+from swarmnode.link.server import LinkServer
+from swarmnode.policy.generate import Sampling
+from swarmnode.policy.load import Policy, load_policy
+from swarmnode.process import Progress
+from swarmnode.tasks.client import Scorer
+from swarmnode.trainer.batch import assemble, own_group
+from swarmnode.trainer.engine import make_whole_policy
+from swarmnode.trainer.evaluate import Evaluation
+from swarmnode.trainer.loop import Trainer
+from swarmnode.trainer.state import Counters
+from tests.support.network_side import NetworkSide
+
+PROMPT = "What is 3 + 4?"
+
+
+@pytest.fixture
+def engine():
+    """(engine, calls): a call for every sign of life."""
+    torch.set_num_threads(1)
+    calls = []
+    config = Config(weights=WeightsConfig(rule="off"))
+    made = make_whole_policy(config, load_policy(PolicyConfig()), Counters(), lambda message: None, lambda: calls.append(time.monotonic()))
+    return made, calls
+
+
+def test_generation_scoring_and_an_update_say_that_they_go_on(engine):
+    engine, calls = engine
+    (sample,) = engine.generate([PROMPT], Sampling(8, 8), engine.random_generator(0))
+    steps = max(len(c.ids) for c in sample.completions)
+    assert len(calls) >= 2 * steps, "two layers at every decoding step"
+    calls.clear()
+    group = own_group(sample, [1.0, *[0.0] * 7])
+    engine.score(group.rows, 1.0)
+    assert len(calls) >= 2
+    scoring = len(calls)
+    calls.clear()
+    engine.update(assemble([group], "grpo"), 0)
+    assert len(calls) >= 2 * scoring - 1, "backward as well as forward"
+
+
+def test_an_evaluation_says_that_it_goes_on(engine):
+    engine, calls = engine
+    with Scorer() as scorer:
+        evaluation = Evaluation(TaskConfig(names=["rg/gcd"], held_out_per_task=2), TrainingConfig(), scorer)
+        calls.clear()
+        evaluation(engine)
+    assert len(calls) >= 8
+
+
+def test_the_pipe_gets_one_line_a_second_however_often_it_is_called(monkeypatch):
+    read, write = os.pipe()
+    monkeypatch.setenv(process.PROGRESS_FD, str(write))
+    progress = Progress()
+    now = 100.0
+    monkeypatch.setattr(process.time, "monotonic", lambda: now)
+    progress("training")
+    for _ in range(1000):
+        now += 0.01
+        progress.alive()
+    os.close(write)
+    lines = os.read(read, 65536).splitlines()
+    os.close(read)
+    assert 10 <= len(lines) <= 11
+    assert all(b'"training"' in line for line in lines)
+
+
+async def test_a_model_for_which_an_evaluation_takes_long_is_never_silent(tmp_path, monkeypatch):
+    """Every pass is slow, as a large model's on a CPU is; a phase takes far longer than the longest silence."""
+    monkeypatch.setattr(process, "ALIVE_SECONDS", 0.05)
+    real, spoken = Policy.logits, []
+
+    def slow(policy, *inputs, **keys):
+        time.sleep(0.15)
+        return real(policy, *inputs, **keys)
+
+    class Recorded(Progress):
+        def __call__(self, status, step_seconds=None):
+            super().__call__(status, step_seconds)
+            spoken.append((time.monotonic(), status))
+
+    monkeypatch.setattr(Policy, "logits", slow)
+    (tmp_path / "run").mkdir()
+    config = Config.model_validate(
+        {"node": {"data_dir": tmp_path}, "training": {"max_steps": 2}, "task": {"held_out_per_task": 4}, "weights": {"rule": "off"}}
+    )
+    async with trio.open_nursery() as nursery:
+        await nursery.start(LinkServer(tmp_path, NetworkSide()).run)
+        await trio.to_thread.run_sync(Trainer(config, Recorded()).run)
+        nursery.cancel_scope.cancel()
+    working = [(at, status) for at, status in spoken if status in ("evaluating", "training")]
+    evaluating = [at for at, status in working if status == "evaluating"]
+    silences = [after - before for (before, _), (after, _) in itertools.pairwise(working)]
+    assert max(evaluating) - min(evaluating) > 1.0
+    assert max(silences) < 0.8 * (max(evaluating) - min(evaluating))
+    assert sorted(silences)[len(silences) // 2] < 0.4

@@ -1,0 +1,171 @@
+"""A whole update is what the formulas say: against a gradient written out by hand, row by row, and against TRL's steps.
+
+Ratio, both clips, the hard bound, weights, temperature and the gradient clip all matter in this batch: leaving any of them out gives
+another gradient, which is tested too.
+"""
+
+import copy
+
+import pytest
+import torch
+
+from swarmnode.config import PolicyConfig, TrainingConfig
+from swarmnode.policy.load import load_policy, trainable
+from swarmnode.policy.micro import MicroBatcher
+from swarmnode.rl.objectives import DELTA, EPSILON, EPSILON_HIGH
+from swarmnode.trainer.batch import Rows
+from swarmnode.trainer.update import Updater
+
+PAD, EOS, LENGTH = 0, 1, 7
+TEMPERATURE = 0.7
+CLIP = 0.05
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A random Llama of one layer and 32 words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("tiny")
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        pad_token_id=PAD, eos_token_id=EOS, bos_token_id=None, initializer_range=0.5,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({"<pad>": PAD, "</s>": EOS} | {f"w{i}": i for i in range(2, 32)}, unk_token="</s>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="</s>", padding_side="left")
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def policy(folder):
+    return load_policy(PolicyConfig(model=str(folder), device="cpu"))
+
+
+def by_hand(model, prompt, completion, temperature):
+    """(T,) log-probabilities, from one plain forward pass."""
+    logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].float() / temperature
+    return logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
+
+
+@pytest.fixture(scope="module")
+def rows(policy):
+    """Two groups of four, the second a peer's. The policy that sampled is far enough away that every clip is met."""
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda count: torch.randint(2, 32, (count,), generator=generator).tolist()
+    prompts = [draw(3), draw(5)]
+    chosen = [(prompts[i // 4], draw(length)) for i, length in enumerate([7, 1, 4, 2, 6, 7, 3, 5])]
+    with torch.no_grad():
+        now = [by_hand(policy.model, *row, TEMPERATURE) for row in chosen]
+    old = [(values + torch.randn(len(values), generator=generator) * 1.2).tolist() for values in now]
+    worth = torch.tensor([1.5, -0.5, -0.9, 0.7, -1.2, 0.4, 1.1, -0.8])
+    return Rows(chosen, old, worth, torch.tensor([1.0] * 4 + [0.3, 0.9, 0.1, 1.0]), [0] * 4 + [1] * 4, [False] * 4 + [True] * 4, 0.0)
+
+
+def exact(policy, rows, loss_type="dapo", without=()):
+    """The gradient, flat, clipped to CLIP: every sum as it is written in the papers."""
+    model = copy.deepcopy(policy.model)
+    terms = []
+    for (prompt, completion), old, advantage, weight in zip(rows.rows, rows.old_logprobs, rows.advantages, rows.weights, strict=True):
+        logprobs = by_hand(model, prompt, completion, 1.0 if "temperature" in without else TEMPERATURE)
+        ratio = torch.exp(logprobs - (logprobs.detach() if "ratio" in without else torch.tensor(old)))
+        bounded = ratio if "delta" in without else torch.where(ratio > DELTA, DELTA, ratio)
+        low, high = 1 - EPSILON, 1 + EPSILON_HIGH
+        clipped = ratio if "epsilon" in without else torch.where(ratio < low, low, torch.where(ratio > high, high, ratio))
+        each = torch.minimum(bounded * advantage, clipped * advantage)
+        terms.append(-each * (1.0 if "weights" in without else weight))
+    if loss_type == "dapo":
+        loss = torch.cat(terms).sum() / sum(map(len, terms))
+    elif loss_type == "grpo":
+        loss = sum(term.mean() for term in terms) / len(terms)
+    else:
+        loss = torch.cat(terms).sum() / (len(terms) * LENGTH)
+    gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(trainable(model).values()))])
+    norm = float(gradient.norm())
+    assert norm > 4 * CLIP, "the clip has to matter"
+    return gradient if "clip" in without else gradient * CLIP / norm
+
+
+def taken(policy, rows, loss_type="dapo", tokens=16384):
+    """The gradient that the optimizer steps with."""
+    mine = policy.clone()
+    cfg = TrainingConfig(temperature=TEMPERATURE, max_grad_norm=CLIP, loss_type=loss_type, max_completion_length=LENGTH)
+    updater = Updater(mine, cfg, MicroBatcher(tokens))
+    seen = []
+    updater.optimizer.register_step_pre_hook(
+        lambda *_: seen.append(torch.cat([p.grad.flatten().clone() for p in mine.trainable_parameters()]))
+    )
+    assert updater.update(rows, 0).stepped
+    return seen[0]
+
+
+@pytest.mark.parametrize("tokens", [16384, 24])
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
+def test_the_gradient_of_an_update_is_the_exact_one(policy, rows, loss_type, tokens):
+    expected = exact(policy, rows, loss_type)
+    assert torch.allclose(taken(policy, rows, loss_type, tokens), expected, atol=1e-5 * float(expected.abs().max()) + 1e-7)
+
+
+@pytest.mark.parametrize("part", ["ratio", "epsilon", "delta", "weights", "temperature", "clip"])
+def test_without_any_part_it_would_be_another(policy, rows, part):
+    expected, other = exact(policy, rows), exact(policy, rows, without=(part,))
+    assert float((expected - other).norm() / expected.norm()) > 0.02
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
+def test_four_steps_on_one_batch_are_trls(policy, rows, folder, loss_type, tmp_path):
+    """The same rows four times over, so that from the second step on the ratio is that of a policy that has moved."""
+    trl = pytest.importorskip("trl")
+    from dataclasses import replace
+
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    rows = replace(rows, weights=torch.ones(8))  # TRL has none
+    rate = 3e-3
+    cfg = TrainingConfig(
+        temperature=TEMPERATURE, max_grad_norm=CLIP, loss_type=loss_type, max_completion_length=LENGTH, learning_rate=rate
+    )  # fmt: skip
+    mine = policy.clone()
+    updater = Updater(mine, cfg, MicroBatcher(16384))
+    for step in range(4):
+        updater.update(rows, step)
+
+    settings = trl.GRPOConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", per_device_train_batch_size=8, num_generations=4,
+        max_completion_length=LENGTH, temperature=TEMPERATURE, disable_dropout=True, loss_type=loss_type, epsilon=EPSILON,
+        epsilon_high=EPSILON_HIGH, delta=DELTA, beta=0.0, gradient_checkpointing=False,
+    )  # fmt: skip
+    trainer = trl.GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(folder), reward_funcs=lambda completions, **_: [0.0] * len(completions), args=settings,
+        train_dataset=Dataset.from_dict({"prompt": ["w2 w3"] * 8}), processing_class=AutoTokenizer.from_pretrained(folder),
+    )  # fmt: skip
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.train()
+    optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=rate, weight_decay=0.0)
+    width = max(len(prompt) for prompt, _ in rows.rows)
+    ids, mask, old = torch.zeros(8, LENGTH, dtype=torch.long), torch.zeros(8, LENGTH, dtype=torch.long), torch.zeros(8, LENGTH)
+    for i, (_, completion) in enumerate(rows.rows):
+        ids[i, : len(completion)], mask[i, : len(completion)] = torch.tensor(completion), 1
+        old[i, : len(completion)] = torch.tensor(rows.old_logprobs[i])
+    batch = {
+        "prompt_ids": torch.tensor([[PAD] * (width - len(p)) + p for p, _ in rows.rows]),
+        "prompt_mask": torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p, _ in rows.rows]),
+        "completion_ids": ids, "completion_mask": mask, "num_items_in_batch": mask.sum(), "old_per_token_logps": old,
+        "advantages": rows.advantages,
+    }  # fmt: skip
+    for _ in range(4):
+        optimizer.zero_grad()
+        trainer.compute_loss(trainer.model, batch).backward()
+        torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), CLIP)
+        optimizer.step()
+    theirs = dict(trainer.model.named_parameters())
+    for name, parameter in trainable(mine.model).items():
+        assert torch.allclose(parameter, theirs[name], atol=1e-4), name
+    moved = [float((p - q).abs().max()) for p, q in zip(mine.model.parameters(), policy.model.parameters(), strict=True)]
+    assert max(moved) > 3 * rate
