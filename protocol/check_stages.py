@@ -8,7 +8,7 @@ from check_frames import BYTES, COUNTS, EXACT, FLOATS, Maybe, Row, counter, deco
 
 CODEC = ("float32", "bfloat16", "int8")
 REASON = ("micro_batches", "not_finite", "attempt", "timeout", "session", "fingerprint", "rows", "frame", "gone")
-PLACE = Row(crew=bytes, roster_epoch=int, stage=int, stage_epoch=int, step=int)
+PLACE = Row(crew=bytes, stage=int, step=int)
 BODIES = {  # type → fields behind `place`
     "forward": {"micro_batch": int, "purpose": ("learn", "score"), "codec": CODEC, "rows": int, "about": int},
     "backward": {"micro_batch": int, "codec": CODEC, "rows": int},
@@ -61,8 +61,8 @@ def read_frame(data, crew):
 def body_bytes(header, crew):
     """Section 2.2, and how long the body is."""
     place, rows = header["place"], header.get("rows", 1)
-    require(len(place[0]) == EXACT["crew_prefix"] and 0 <= place[2] < COUNTS["stages"])
-    counter(place[1], place[3], place[4], header.get("micro_batch", 0), header.get("attempt", 0))
+    require(len(place[0]) == EXACT["crew_prefix"] and 0 <= place[1] < COUNTS["stages"])
+    counter(place[2], header.get("micro_batch", 0), header.get("attempt", 0))
     require(1 <= rows <= crew["tokens"])
     require(1 <= header.get("about", 1) <= BYTES["stage_about_item"] * (crew["tokens"] + 16))
     require(len(header.get("session", bytes(EXACT["wave"]))) == EXACT["wave"])
@@ -202,18 +202,16 @@ def positive(*values):
     require(all(value > 0 for value in values))
 
 
-def stage_fence(roster, sender, step, place, control):
-    """Section 5: why a frame from `sender` is dropped by a member at `step`, or None. `roster`: crew, roster_epoch, stage_epochs."""
-    crew, roster_epoch, stage, stage_epoch, at = place
-    if crew != roster["crew"]:
+def stage_fence(crew, sender, step, place, control):
+    """Section 5: why a frame from `sender` is dropped by a member at `step`, or None. `crew`: its id's half, and how many stages."""
+    ours, stage, at = place
+    if ours != crew["crew"]:
         return "crew"
-    if stage != sender or stage >= len(roster["stage_epochs"]):
+    if stage != sender or stage >= crew["stages"]:
         return "stage"
-    ours = [(roster_epoch, roster["roster_epoch"], "roster_epoch"), (stage_epoch, roster["stage_epochs"][sender], "stage_epoch")]
-    for theirs, known, reason in ours if control else [*ours, (at, step, "step")]:
-        if theirs != known:
-            return reason if theirs < known else "newer"
-    return None
+    if control or at == step:
+        return None
+    return "step" if at < step else "newer"
 
 
 def stage_route(stages, swapped, micro_batch, purpose):
@@ -227,7 +225,7 @@ def stage_route(stages, swapped, micro_batch, purpose):
 
 def stage_fingerprint(base, place, codec):
     """Section 3.3."""
-    parts = [bytes.fromhex(base), bytes.fromhex(place[0]), struct.pack(">QQ", place[1], place[4]), codec.encode()]
+    parts = [bytes.fromhex(base), bytes.fromhex(place[0]), struct.pack(">Q", place[2]), codec.encode()]
     return digest(b"".join(parts)).hex()
 
 

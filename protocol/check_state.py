@@ -10,12 +10,13 @@ WHAT = ("shadow", "layers", "tied", "ends", "probes", "edges", "run", "ran")
 MESSAGES = {  # type → fields behind `place` and `request`
     "ask": {},
     "holds": {
-        "loaded": bool, "rung": Maybe(int), "exhausted": bool, "shadow": Maybe(int), "root": bytes, "ends": Maybe(int),
-        "probes": Maybe(int),
+        "loaded": bool, "rung": Maybe(int), "exhausted": bool, "shadow": Maybe(int), "root": bytes, "hash": bytes,
+        "ends": Maybe(int), "probes": Maybe(int),
     },
     "want": {"what": WHAT[:6]},
     "have": {
-        "answer": bool, "what": WHAT, "step": int, "size": int, "root": bytes, "form": ("exact", "small"), "codec": CODEC, "rows": int,
+        "answer": bool, "what": WHAT, "step": int, "size": int, "root": bytes, "hash": bytes, "form": ("exact", "small"), "codec": CODEC,
+        "rows": int,
         "about": int, "squared_norm": float, "factor": float,
     },
     "chunk": {"answer": bool, "at": int, "length": int},
@@ -34,10 +35,12 @@ def read_message(data, domain, swarm):
     require(len(data) >= 4 + length, "truncated")
     header = decode(data[4 : 4 + length], BYTES["stage_header"], *HEADERS)
     place, body = header["place"], data[4 + length :]
-    require(len(place[0]) == EXACT["crew_prefix"] and 0 <= place[2] < COUNTS["stages"])
-    counter(place[1], place[3], place[4], *[value for value in header.values() if type(value) is int])
+    require(len(place[0]) == EXACT["crew_prefix"] and 0 <= place[1] < COUNTS["stages"])
+    counter(place[2], *[value for value in header.values() if type(value) is int])
     root = EXACT["record_hash"] if header.get("shadow") is not None or header["type"] == "have" else 0
     require(len(header.get("root", b"")) == root)
+    snapshot = header.get("shadow") is not None or (header["type"] == "have" and header["what"] == "shadow")
+    require(len(header.get("hash", b"")) == (EXACT["record_hash"] if snapshot else 0))
     if header["type"] == "have":
         require(math.isfinite(header["squared_norm"]) and math.isfinite(header["factor"]), "not_finite")
         require(header["squared_norm"] >= 0 and 0 < header["factor"] <= FLOATS["crew_factor"])

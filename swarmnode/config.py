@@ -224,8 +224,12 @@ class StagesConfig(Section):
     """Keep a copy of every stage of the crew on this node's disk, so that `swarmnode export` can write the whole policy here."""
     paper_mode: bool = False
     """Train so that the first and last stage can be made anew too: half of the micro-batches in swapped order. From scratch only."""
-    wait_seconds: float = Field(default=120.0, gt=0)
-    """How long a crew waits for somebody to take a vacant stage before it dissolves."""
+    wait_seconds: float = Field(default=600.0, gt=0)
+    """How long a node that has learnt something waits for a crew that can go on with it, before it begins anew with the base model."""
+    trust: Literal["known", "allowed", "anyone"] = "known"
+    """With whom this node is in a crew: peers that proved useful or took steps with it, those in `allowed`, or anyone."""
+    allowed: list[str] = []
+    """Peer ids for `trust = "allowed"`."""
 
 
 class HttpConfig(Section):

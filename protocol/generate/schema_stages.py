@@ -9,6 +9,7 @@ import msgspec
 
 from protocol.generate.schema import render, write
 from swarmnode.crew import messages
+from swarmnode.crew.record import Copy, Record
 from swarmnode.crew.stream_handshake import StreamOpen, StreamReady
 from swarmnode.pipeline.frames import Frame
 from swarmnode.pipeline.work import MicroBatch, Questions
@@ -24,8 +25,8 @@ MESSAGES: dict[str, type[msgspec.Struct]] = {
     **_named("stage", Frame),
     **_named("state", StateMessage),
     **_named("crews", messages.Message),
-    "crew_record": messages.Record,
-    "crew_certificate": messages.Certificate,
+    "crew_record": Record,
+    "crew_copy": Copy,
     "stage_stream_open": StreamOpen,
     "stage_stream_ready": StreamReady,
     "state_probe": Probe,

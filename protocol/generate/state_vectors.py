@@ -12,6 +12,7 @@ from swarmnode.recovery.messages import root_of, state_bytes
 from swarmnode.weights.layout import make_layout
 
 ROOT = b"\x46" * 32
+HASH = b"\x47" * 32
 NAN = float("nan")
 
 
@@ -20,17 +21,18 @@ def message(tag: str, **fields: Any) -> dict[str, Any]:
 
 
 HAVE = message(
-    "have", answer=True, what="shadow", step=40, size=24_576, root=ROOT, form="exact", codec="float32", rows=0, about=0, squared_norm=0.5,
+    "have", answer=True, what="shadow", step=40, size=24_576, root=ROOT, hash=HASH, form="exact", codec="float32", rows=0, about=0,
+    squared_norm=0.5,
     factor=1.1,
 )  # fmt: skip
-HOLDS = message("holds", loaded=True, rung=None, exhausted=False, shadow=40, root=ROOT, ends=None, probes=38)
+HOLDS = message("holds", loaded=True, rung=None, exhausted=False, shadow=40, root=ROOT, hash=HASH, ends=None, probes=38)
 GOOD: list[dict[str, Any]] = [
     message("ask"),
     HOLDS,
-    message("holds", loaded=False, rung=2, exhausted=True, shadow=None, root=b"", ends=0, probes=None),
+    message("holds", loaded=False, rung=2, exhausted=True, shadow=None, root=b"", hash=b"", ends=0, probes=None),
     *(message("want", what=what) for what in ("shadow", "layers", "tied", "ends", "probes", "edges")),
     HAVE,
-    {**HAVE, "answer": False, "what": "run", "codec": "int8", "rows": 9, "about": 300, "form": "small", "factor": 2.0},
+    {**HAVE, "answer": False, "what": "run", "hash": b"", "codec": "int8", "rows": 9, "about": 300, "form": "small", "factor": 2.0},
     message("kept", what="shadow", step=40),
     message("keep"),
     *(message("lack", answer=True, reason=reason) for reason in ("none", "loading", "refused", "busy", "failed")),
@@ -78,11 +80,15 @@ def messages() -> Iterator[Vector]:
     yield bad("bounds", "a size of -1", HAVE, size=-1)
     yield bad("bounds", "a root of 31 bytes", HAVE, root=ROOT[1:])
     yield bad("bounds", "a shadow without a root", HOLDS, root=b"")
-    yield bad("bounds", "a root without a shadow", HOLDS, shadow=None)
+    yield bad("bounds", "a root without a shadow", HOLDS, shadow=None, hash=b"")
+    yield bad("bounds", "a shadow without a step hash", HOLDS, hash=b"")
+    yield bad("bounds", "a step hash without a shadow", {**HOLDS, "shadow": None, "root": b""})
+    yield bad("bounds", "a shadow with half a step hash", HAVE, hash=HASH[:16])
+    yield bad("bounds", "probes with a step hash", HAVE, what="probes")
     yield bad("bounds", "a shadow of step -1", HOLDS, shadow=-1)
     yield bad("bounds", "a request of -1", HAVE, request=-1)
     yield bad("bounds", "the whole id of a crew", HAVE, place=[CREW * 2, *PLACE[1:]])
-    yield bad("bounds", "state of stage 64", HAVE, place=[CREW, 3, 64, 2, 40])
+    yield bad("bounds", "state of stage 64", HAVE, place=[CREW, 64, 40])
     yield bad("bounds", "a learning rate three times the crew's", HAVE, factor=3.0)
     yield bad("bounds", "a learning rate of 0", HAVE, factor=0.0)
     yield bad("bounds", "a squared norm below 0", HAVE, squared_norm=-1.0)

@@ -459,8 +459,8 @@ DOCUMENTS: dict[str, tuple[str, tuple[Callable[[], Iterator[Vector]], ...]]] = {
         stage_vectors.frames, stage_vectors.hostile_headers, stage_vectors.hostile_bodies, stage_vectors.routes, stage_vectors.fingerprints,
         stage_vectors.fences, stage_vectors.commits,
     )),
-    "crews": ("What members' network processes say, rosters and the votes for them, and who may open a stream.", (
-        crew_vectors.messages, crew_vectors.adoptions, crew_vectors.streams, crew_vectors.derivations,
+    "crews": ("What members' network processes say, records of crews, and who may open a stream.", (
+        crew_vectors.messages, crew_vectors.foundings, crew_vectors.streams, crew_vectors.derivations,
     )),
     "state": ("What members of a crew send each other of their stages' state, and how long it is.", (
         state_vectors.messages, state_vectors.derivations,

@@ -1,589 +1,741 @@
-"""Who holds which stage: one node's part in a crew, (event, now) → actions. Pure: no clock, no I/O, no torch.
+"""One node's part in crews: `advance(state, event, now, means) → (state, actions)`. Pure: no clock, no I/O, no torch.
 
-    crew:  none ──offers──▶ FORMING ──▶ RUNNING ⇄ PAUSED ──new record──▶ RECOVERING ──▶ RUNNING
-                                          any of them ──record that ends it, or nobody left to agree──▶ none, with a reason
-    slot:  VACANT → CLAIMED → LOADING → PROBATION → ACTIVE → SUSPECT → ACTIVE, or evicted → VACANT ;  ACTIVE → DRAINING → VACANT
+    FREE ──all members signed a record──▶ PREPARING ──every stage active──▶ RUNNING ⇄ PAUSED (somebody is suspected)
+      ▲                                        │                               │
+      └───────────── broken, as this node sees it itself: its copies of the policy are offered again ─────────────┘
 
-Whatever happens, the answer is a new record (`succession` says which, `roster` how it is agreed), and a new record is a new roster epoch
-for all: streams and fences anew, weights stay where they are. Under each roster
+A node signs only while it is FREE, for one proposer at a time, with peers that its person trusts, and nothing that would throw away what it
+has learnt. It is free again when a member leaves, is silent for `evict_seconds`, lost a stream to us, prepares or steps without end, or
+forgot the crew. Nobody else has a say: what a stranger sends changes nothing here but what is known of its offer.
 
-    every stage that was kept stops and says its step  →  all know where the crew stands (`settling`)  →  those who restore a stage
-    finish, pass their gate  →  all are active: go on
-
-A suspicion only pauses. Everything that is waited for has a bound, and a crew that stands still for `wait_seconds` ends.
+Who proposes: everybody free plans alike from the same offers (`founding`); the holder of the first stage proposes at once, the next one if
+nothing came of it for `turn_seconds`. All named sign, or it lapses: two proposers are harmless.
 """
 
 from __future__ import annotations
 
-from typing import Final
+import enum
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal
 
 import msgspec
 
 from swarmnode.crew import events as ev
 from swarmnode.crew import local, messages
-from swarmnode.crew.messages import Adopt, Certificate, Leave, Offer, Record, Refuse, Status, Voter, crew_id, voters_of
-from swarmnode.crew.standing import DOUBLINGS, Standing
-from swarmnode.crew.succession import Wish
-from swarmnode.crew.view import View
+from swarmnode.crew.detector import Signs, slowness_at
+from swarmnode.crew.events import Settings
+from swarmnode.crew.founding import Waits, newest, plan_crew
+from swarmnode.crew.messages import Offer, Refuse, Status
+from swarmnode.crew.plan import stage_memory
+from swarmnode.crew.record import (
+    HASH_BYTES,
+    NO_HASH,
+    NONCE_BYTES,
+    Founded,
+    Record,
+    Signed,
+    Verify,
+    check_founded,
+    crew_id,
+    member_bytes,
+    peers_of,
+    stage_of,
+)
 from swarmnode.errors import BadMessage
 
-LAST_WORD_SECONDS: Final = 10.0
-"""For those who stay to agree on an end; after that a member that has to go goes alone."""
+LONGEST_BAR_SECONDS: Final = 3600.0
+LONG_AGO: Final = -1e18
+LOADING: Final = Status("loading")
 
 
-class CrewControl(Standing):
-    """See `events` for what goes in and what comes out."""
+class Phase(enum.Enum):
+    FREE = "free"
+    PREPARING = "preparing"
+    RUNNING = "running"
+    PAUSED = "paused"
 
-    # ---- events -------------------------------------------------------------------------------------------------------------
 
-    def handle(self, event: ev.Event, now: float) -> list[ev.Action]:
-        """What is to be done about `event`, in order."""
-        self._now, self._out, self._changed = now, [], True
-        if not self._started:
-            self._start()
+@dataclass(frozen=True)
+class Means:
+    """What a decision needs beside state and time. `trusts(peer)`: whether our person would be in a crew with it."""
+
+    settings: Settings
+    sign: Callable[[bytes], bytes]
+    verify: Verify
+    rng: random.Random
+    trusts: Callable[[str], bool] = lambda peer: True
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What is known of a peer outside any crew."""
+
+    connected: bool = False
+    offer: Offer | None = None
+    offered_at: float = LONG_AGO
+    foreign_until: float = LONG_AGO
+    """It does not speak of crews."""
+    strikes: int = 0
+    """Crews that came to nothing with it, or that it ended: others are preferred to it until one with it has worked for a while."""
+    bars: int = 0
+    """Times that it was barred, each soon after the one before."""
+    barred_until: float = LONG_AGO
+    """It is in none of our crews before."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """Another member of our crew, as we see it."""
+
+    signs: Signs
+    status: Status
+    status_since: float
+    """When phase or progress last changed."""
+    joined: bool = False
+    """It has been heard in this crew."""
+
+
+@dataclass(frozen=True)
+class Crew:
+    founded: Founded
+    id: bytes
+    stage: int
+    """Ours."""
+    since: float
+    members: Mapping[str, Member]
+    own: Status
+    stepped_at: float = 0.0
+    """When we last took a step, or began to run."""
+    stepped: bool = False
+    """We have taken a step in it."""
+
+    @property
+    def record(self) -> Record:
+        return self.founded.record
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Of ours, on its way."""
+
+    record: Record
+    crew: bytes
+    signatures: Mapping[str, bytes]
+    until: float
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """We have signed, and sign nothing else before."""
+
+    proposer: str
+    crew: bytes
+    until: float
+
+
+@dataclass(frozen=True)
+class State:
+    """Of one node. `me`: its peer id."""
+
+    me: str
+    phase: Phase = Phase.FREE
+    offering: local.Offering | None = None
+    """Of a trainer that could work in a crew now."""
+    draining: str = ""
+    peers: Mapping[str, Peer] = field(default_factory=dict)
+    crew: Crew | None = None
+    proposal: Proposal | None = None
+    reserved: Reserved | None = None
+    free_since: float | None = None
+    """Since when it has been in no crew that took a step; None before the first event."""
+    new_offer_at: float = 0.0
+    """When something new was offered that may be planned with."""
+    turn_from: float = 0.0
+    """Since when our place in the present plan counts."""
+    planned: tuple[str, ...] = ()
+    """Members of that plan."""
+    retry_at: float = 0.0
+    lapses: int = 0
+    """Proposals of ours in a row that came to nothing."""
+    offered_at: float = LONG_AGO
+    beat_at: float = LONG_AGO
+    last_tick: float | None = None
+    slowness: float = 1.0
+    stood_since: float | None = None
+    """Since when a crew that ran does not."""
+    recovery_seconds: float | None = None
+    """From the last pause or end of a crew that ran to one that runs."""
+
+
+CrewState = Literal["none", "preparing", "running", "paused"]
+SlotState = Literal["absent", "loading", "probation", "active", "failed", "suspect"]
+
+
+class SlotStatistics(msgspec.Struct, frozen=True):
+    stage: int
+    peer: str
+    state: SlotState
+    """Phase of the stage, or that its holder is suspected."""
+    step: int
+
+
+class ControlStatistics(msgspec.Struct, frozen=True):
+    state: CrewState
+    crew: str
+    """Hex; empty outside a crew."""
+    lineage: str
+    """Hex; likewise."""
+    stage: int | None
+    """Held by us."""
+    slots: tuple[SlotStatistics, ...]
+    offers: int
+    """Of others, alive."""
+    standing_seconds: float
+    """Since a crew of ours last ran; 0 while it does, or where none ever did."""
+    recovery_seconds: float | None
+
+
+_CREW_STATES: Final[Mapping[Phase, CrewState]] = {
+    Phase.FREE: "none", Phase.PREPARING: "preparing", Phase.RUNNING: "running", Phase.PAUSED: "paused",
+}  # fmt: skip
+
+
+def statistics(state: State, now: float, settings: Settings) -> ControlStatistics:
+    crew = state.crew
+    slots = []
+    for stage, peer in enumerate(peers_of(crew.record) if crew is not None else ()):
+        assert crew is not None
+        member = crew.members.get(peer)
+        status = crew.own if member is None else member.status
+        slots.append(SlotStatistics(stage, peer, "suspect" if member is not None and member.signs.suspected else status.phase, status.step))
+    return ControlStatistics(
+        state=_CREW_STATES[state.phase],
+        crew="" if crew is None else crew.id.hex(),
+        lineage="" if crew is None else crew.record.lineage.hex(),
+        stage=None if crew is None else crew.stage,
+        slots=tuple(slots),
+        offers=len(_offers(state, now, settings)),
+        standing_seconds=0.0 if state.stood_since is None else now - state.stood_since,
+        recovery_seconds=state.recovery_seconds,
+    )
+
+
+def advance(state: State, event: ev.Event, now: float, means: Means) -> tuple[State, list[ev.Action]]:
+    """The state after `event`, and what is to be done about it, in order."""
+    turn = _Turn(state, now, means)
+    turn.handle(event)
+    return turn.state, turn.actions
+
+
+def _offers(state: State, now: float, settings: Settings) -> dict[str, Offer]:
+    """Of others, that count."""
+    oldest = now - 3 * settings.offer_seconds
+    return {
+        peer: known.offer for peer, known in state.peers.items()
+        if known.offer is not None and known.offer.memory > 0 and known.offered_at >= oldest and now >= known.barred_until
+    }  # fmt: skip
+
+
+class _Turn:
+    """One call of `advance`: the state as it becomes, and the actions so far."""
+
+    def __init__(self, state: State, now: float, means: Means) -> None:
+        self.state, self.now, self.means, self.settings = state, now, means, means.settings
+        self.actions: list[ev.Action] = []
+
+    def handle(self, event: ev.Event) -> None:
+        if self.state.free_since is None:
+            self._set(free_since=self.now, new_offer_at=self.now)
         match event:
             case ev.Tick():
                 self._tick()
             case ev.Received():
-                self._received(event.peer, event.message)
+                self._do(ev.Answer(self._received(event.peer, event.message)))
             case ev.Answered():
                 self._answered(event)
+            case ev.TrainerOffers():
+                self._trainer_offers(event.offering)
             case ev.TrainerStatus():
                 self._trainer_status(event.status)
+            case ev.TrainerBlames():
+                self._blames(event.blames)
+            case ev.TrainerLeft():
+                self._set(offering=None)
+                self._break("our trainer is gone")
+                self._send_offers()
             case ev.StreamLost():
-                self._stream_lost(event)
+                if self.state.crew is not None and event.crew == self.state.crew.id:
+                    self._break(f"a stream to {event.peer} broke")
             case ev.PeerGone():
                 self._peer_gone(event.peer)
             case ev.PeerBack():
                 self._peer_back(event.peer)
-            case ev.TrainerOffers():
-                self._trainer_offers(event)
-            case ev.TrainerLeft():
-                self._trainer_left()
             case ev.Drain():
                 self._drain(event.reason)
-        if self._changed:
-            self._review()
-        if self._announce:
-            self._send_heartbeats()
-        return self._out
 
-    def _start(self) -> None:
-        self._started = True
-        self._own.begin(self.acceptor.begin())
-        self._persist()
-        self._forming.begin(self._now)
-        self._heard_crew = self._now
-        if self.roster is not None:  # from memory
-            self._signers = self._others_of(self.acceptor.chain[-1])
-            self._begin_roster()
+    # ---- small things -------------------------------------------------------------------------------------------------------
+
+    def _set(self, **changes: Any) -> None:
+        self.state = replace(self.state, **changes)
+
+    def _set_crew(self, crew: Crew) -> None:
+        self._set(crew=crew)
+
+    def _set_peer(self, peer: str, known: Peer) -> None:
+        self._set(peers={**self.state.peers, peer: known})
+
+    def _peer(self, peer: str) -> Peer:
+        return self.state.peers.get(peer, Peer())
+
+    def _do(self, action: ev.Action) -> None:
+        self.actions.append(action)
+
+    def _note(self, what: str, detail: str = "") -> None:
+        self._do(ev.Note(what, detail))
+
+    @property
+    def _waited(self) -> float:
+        return self.now - (self.state.free_since or 0.0)
+
+    def _is_out(self, peer: str) -> bool:
+        return self.now < self._peer(peer).barred_until or not self.means.trusts(peer)
+
+    def _strike(self, peer: str) -> None:
+        """A crew with `peer` came to nothing, or ended because of it. Whose fault that was, nobody can say of one crew."""
+        known = self._peer(peer)
+        self._set_peer(peer, replace(known, strikes=known.strikes + 1))
+
+    def _bar(self, peer: str) -> None:
+        """`peer` did something, or nothing, as we saw ourselves: none of our crews has it for a while, and for longer each time."""
+        known = self._peer(peer)
+        bars = known.bars + 1 if self.now - known.barred_until < self.settings.forgive_seconds else 1
+        seconds = min(LONGEST_BAR_SECONDS, self.settings.bar_seconds * 2.0 ** min(bars - 1, 20))
+        self._set_peer(peer, replace(known, bars=bars, strikes=known.strikes + 1, barred_until=self.now + seconds))
+
+    # ---- time ---------------------------------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        self._detector.tick(self._now)
-        settings, slack = self.settings, 0.25 * self.settings.tick_seconds
-        if self._view is not None and self._now - self._beat >= settings.heartbeat_seconds - slack:
-            self._announce = True
-        if self._now - self._offered >= settings.offer_seconds - slack:
+        state, settings = self.state, self.settings
+        slack = 0.25 * settings.tick_seconds
+        self._set(slowness=slowness_at(state.slowness, state.last_tick, self.now, settings.tick_seconds), last_tick=self.now)
+        if state.crew is not None:
+            self._watch(state.crew)
+        if self.state.crew is not None and self.now - self.state.beat_at >= settings.heartbeat_seconds - slack:
+            self._send_heartbeats()
+        if self.now - self.state.offered_at >= settings.offer_seconds - slack:
             self._send_offers()
-        self._repeat_offers()
-        self._foreign = {peer: until for peer, until in self._foreign.items() if self._now < until}
-        trainer = self._own.trainer
-        if self.is_free and trainer is not None and self._draining is None:
-            own, waits = self._own.offer(self.acceptor.me.incarnation), lambda peer: self._patience.waits(peer, self._now)
-            record = self._forming.propose(own, trainer.offering, self._now, waits, witness=self._view is not None)
-            if record is not None:
-                self._send_founding(record)
+        if self.state.proposal is not None and self.now >= self.state.proposal.until:
+            self._lapse(self.state.proposal)
+        self._consider()
+
+    def _watch(self, crew: Crew) -> None:
+        """Whether the crew is what it was a moment ago."""
+        settings, members = self.settings, dict(crew.members)
+        for peer, member in crew.members.items():
+            signs = member.signs
+            if not signs.suspected and signs.overdue(self.now, self.state.slowness):
+                members[peer] = replace(member, signs=replace(signs, suspected=True))
+                self._note("suspected", f"{peer}: silent")
+            gone = signs.gone_since is not None and self.now - signs.gone_since >= settings.gone_seconds
+            if gone or signs.silent_seconds(self.now, self.state.slowness) >= settings.evict_seconds:
+                self._strike(peer)
+                self._break(f"{peer} is gone")
+                return
+            if not member.joined and self.now - crew.since >= settings.join_seconds * self.state.slowness:
+                self._bar(peer)
+                self._break(f"{peer} has not joined")
+                return
+            stuck = member.status.phase != "active" and self.now - member.status_since >= settings.prepare_seconds
+            if stuck and self.state.phase == Phase.PREPARING:
+                self._bar(peer)
+                self._break(f"{peer} does not get ready")
+                return
+        if self.state.phase == Phase.RUNNING and self.now - crew.stepped_at >= settings.step_seconds:
+            self._bar(crew.record.members[0].peer)
+            self._break("no step was taken for long")
+            return
+        self._set_crew(replace(crew, members=members))
+        self._run_or_pause()
 
     # ---- the own trainer ----------------------------------------------------------------------------------------------------
 
-    def _trainer_offers(self, event: ev.TrainerOffers) -> None:
-        status, view = self._own.came(event, self._view), self._view
-        if view is not None and view.stage is not None and not self._own.knows(view.record):
-            self._leave_crew("the trainer has another model", tell=True)
-        if self._view is None or status is None:
-            if not self._offers_itself or self._own.offer(self.acceptor.me.incarnation) != self._said:
-                self._send_offers()
-        else:
-            self._set_status(status)
+    def _trainer_offers(self, offering: local.Offering) -> None:
+        if self.state.crew is not None:
+            return  # said before it knew that it is in one, or numbers that can wait
+        self._set(offering=offering)
+        if not self.state.draining:
+            self._send_offers()
+            self._consider()
 
-    def _trainer_left(self) -> None:
-        self._set_status(self._own.left())
-        self._take_back_offer()
-
-    def _trainer_status(self, said: local.StageStatus) -> None:
-        status = self._own.said(said, self._view)
-        if status is not None:
-            self._set_status(status)
-            if self._running:
-                self._own.progress.report(said.step, said.progress, said.load, self._now)
-            self._see_work(said)
-
-    def _see_work(self, said: local.StageStatus) -> None:
-        """What tells a crew from one that was founded to keep us busy."""
-        view = self._view
-        if view is None or view.settled is None:
+    def _trainer_status(self, status: local.StageStatus) -> None:
+        crew = self.state.crew
+        if crew is None or (status.crew, status.stage) != (crew.id, crew.stage):
+            if crew is None:  # its connection was down when the crew ended
+                self._do(ev.SendToTrainer(local.Released("that crew is over")))
             return
-        if self._idle is not None and said.progress != self._idle[1]:
-            self._worked, self._idle = True, None
-        if not self._stepped and said.phase == "active" and said.step > view.settled.step:
-            self._stepped = self._worked = True
-            self._idle = None
-            self._patience.took_a_step(view.others)
+        before = crew.own
+        own = Status(status.phase, status.step, status.progress)
+        stepped = own.phase == "active" and own.step > crew.record.step
+        if stepped and own.step != before.step:
+            crew = replace(crew, stepped_at=self.now, stepped=True)
+            if self.now - crew.since >= self.settings.forgive_seconds:
+                for peer in crew.members:
+                    self._set_peer(peer, replace(self._peer(peer), strikes=0))
+        self._set_crew(replace(crew, own=own))
+        if own.phase == "failed":
+            self._break(status.reason or "our stage failed")
+            return
+        self._run_or_pause()
+        if own.phase != before.phase:
+            self._send_heartbeats()
+
+    def _blames(self, blames: local.Blames) -> None:
+        crew = self.state.crew
+        if crew is None or blames.crew != crew.id or not 0 <= blames.stage < len(crew.record.members):
+            return
+        peer = crew.record.members[blames.stage].peer
+        self._note("blamed", f"{peer}: {blames.reason}")
+        self._bar(peer)
+        self._break(f"no step comes of it with {peer}: {blames.reason}")
 
     def _drain(self, reason: str) -> None:
-        view = self._view
-        if self._draining is not None:
-            return
-        self._draining = (reason, self._now)
-        self._take_back_offer()
-        if view is not None and (view.stage is None or not view.others):
-            self._leave_crew(reason, tell=True)
-        elif view is not None:
-            self._send_leave(reason)
-            view.left.add(self.me)
+        if not self.state.draining:
+            self._set(draining=reason)
+            self._break(reason)
+            self._send_offers()
 
     # ---- peers --------------------------------------------------------------------------------------------------------------
 
     def _peer_back(self, peer: str) -> None:
-        self._gone.pop(peer, None)
-        if len(self._connected) < self.settings.most_peers or self._is_member(peer):
-            self._connected[peer] = None
-        if self._offers_itself:
+        known = self._peer(peer)
+        if peer not in self.state.peers and len(self.state.peers) >= self.settings.most_peers and not self._forget_one():
+            return
+        self._set_peer(peer, replace(known, connected=True))
+        crew = self.state.crew
+        if crew is not None and (member := crew.members.get(peer)) is not None:
+            members = {**crew.members, peer: replace(member, signs=replace(member.signs, gone_since=None))}
+            self._set_crew(replace(crew, members=members))
+            self._do(ev.Send(peer, messages.Heartbeat(crew.id, crew.own)))
+        elif self._offers_itself:
             self._send_offer(peer)
-        elif self._is_member(peer):
-            self._send_heartbeat(peer)
 
     def _peer_gone(self, peer: str) -> None:
-        self._connected.pop(peer, None)
-        self._forming.gone(peer)
-        self._again.pop(peer, None)
-        if self._is_member(peer):
-            self._gone.setdefault(peer, self._now)
-            self._suspect(peer, "no connection")
+        if peer in self.state.peers:
+            self._set_peer(peer, replace(self._peer(peer), connected=False, offer=None))
+        crew = self.state.crew
+        if crew is not None and (member := crew.members.get(peer)) is not None and member.signs.gone_since is None:
+            self._note("suspected", f"{peer}: no connection")
+            members = {**crew.members, peer: replace(member, signs=replace(member.signs, gone_since=self.now, suspected=True))}
+            self._set_crew(replace(crew, members=members))
+            self._run_or_pause()
 
-    def _suspect(self, peer: str, why: str) -> None:
-        if self._detector.broke(peer):
-            self._note("suspected", f"{peer}: {why}")
+    def _forget_one(self) -> bool:
+        """Room for another peer: one that is not connected, and not left out, is forgotten."""
+        for peer, known in self.state.peers.items():
+            if not known.connected and self.now >= known.barred_until:
+                self._set(peers={name: one for name, one in self.state.peers.items() if name != peer})
+                return True
+        return False
 
-    def _stream_lost(self, event: ev.StreamLost) -> None:
-        view = self._view
-        if view is None or view.stage is None or event.roster_epoch != view.record.epoch:
-            return
-        self._suspect(event.peer, "a stream broke")
-        if not self._own.status.broken:
-            self._set_status(msgspec.structs.replace(self._own.status, broken=True))
-
-    def _heard(self, peer: str) -> None:
-        if self._detector.heard(peer, self._now):
-            self._changed = True
-            self._note("refuted", peer)
-
-    def _received(self, peer: str, message: messages.Request) -> None:
-        answer: messages.Answer = messages.Noted()
-        if self._foreign.pop(peer, None) is not None and self._offers_itself:
-            self._send_offer(peer)  # it speaks of crews after all: it is another process than the one that did not
+    def _received(self, peer: str, message: messages.Request) -> messages.Answer:
         match message:
             case messages.Heartbeat():
-                self._changed = False
-                answer = self._heartbeat(peer, message)
+                return self._heartbeat(peer, message)
             case Offer():
-                answer = self._offer_came(peer, message)
-            case messages.Prepare():
-                answer = self._protect(message) or self.acceptor.prepare(message)
+                self._take_offer(peer, message)
             case messages.Propose():
-                answer = self._sign_founding(peer, message.record) if message.record.epoch == 1 else self.acceptor.propose(message)
-            case Adopt():
-                answer = self._adopt_came(peer, message.certificates)
-            case Leave():
-                if self._view is not None and (message.crew, message.roster_epoch) == (self._view.crew, self._view.record.epoch):
-                    self._member_left(self._view, peer)
-        if isinstance(answer, messages.Promise | messages.Vote):
-            self._persist()
-        self._do(ev.Answer(answer))
+                return self._sign(peer, message.record)
+            case Founded():
+                return self._join(message)
+            case messages.Leave():
+                crew = self.state.crew
+                if crew is not None and message.crew == crew.id and peer in crew.members:
+                    self._strike(peer)
+                    self._break(f"{peer} left: {message.reason}")
+        return messages.Noted()
 
     def _answered(self, event: ev.Answered) -> None:
-        peer, request, answer = event.peer, event.request, event.answer
-        if isinstance(request, Offer):
-            self._offer_answered(peer, answer, event.foreign)
-        match answer:
-            case messages.Alive():
-                self._changed = self._fenced
-                self._alive(peer, answer)
-            case Adopt():
-                reply = self._adopt_came(peer, answer.certificates)
-                if isinstance(reply, Leave):
-                    self._do(ev.Send(peer, reply))
-            case messages.Promise():
-                self._promised(peer, answer)
-            case messages.Vote():
-                self._voted(peer, answer)
-            case Refuse():
-                self._refused(peer, request, answer)
-            case Leave():
-                if self._view is not None and answer.crew == self._view.crew:
-                    self._member_left(self._view, peer)
+        peer, request, answer, crew = event.peer, event.request, event.answer, self.state.crew
+        if isinstance(request, Offer) and event.foreign and peer in self.state.peers:
+            self._set_peer(peer, replace(self._peer(peer), foreign_until=self.now + self.settings.foreign_seconds))
+        if isinstance(answer, messages.Alive) and crew is not None and answer.crew == crew.id:
+            self._hear(crew, peer, answer.status)
+        elif isinstance(request, messages.Heartbeat | Founded) and isinstance(answer, Refuse):
+            if crew is not None and peer in crew.members and answer.crew == crew.id:
+                self._not_in(crew, peer)
+        elif isinstance(request, messages.Propose) and isinstance(answer, messages.Signature):
+            self._signed(peer, answer)
+        elif isinstance(request, messages.Propose) and self.state.proposal is not None and request.record == self.state.proposal.record:
+            if isinstance(answer, Refuse) and answer.reason not in ("busy", "behind"):
+                known = self._peer(peer)
+                self._set_peer(peer, replace(known, offer=None))
+            self._lapse(self.state.proposal)
 
-    def _member_left(self, view: View, peer: str) -> None:
-        view.left.add(peer)
-        for voter in view.voters:
-            if voter.peer == peer:
-                self._forming.left(voter)
-        self._parted.extend(voter for voter in view.record.witnesses if voter.peer == peer and voter not in self._parted)
+    def _not_in(self, crew: Crew, peer: str) -> None:
+        """A member says that it is not in our crew: it has not heard yet that it was founded, or has left it."""
+        if crew.members[peer].joined:
+            self._strike(peer)
+            self._break(f"{peer} is not in this crew any more")
+        else:
+            self._do(ev.Send(peer, crew.founded))
 
-    # ---- heartbeats ---------------------------------------------------------------------------------------------------------
+    # ---- heartbeats -----------------------------------------------------------------------------------------------------------
 
     def _heartbeat(self, peer: str, message: messages.Heartbeat) -> messages.Answer:
-        view = self._view
-        if view is None or message.crew != view.crew:
-            if message.crew in self._ended:
-                return Leave(message.crew, message.roster_epoch)
-            return Refuse("unknown", incarnation=self.acceptor.me.incarnation)
-        epoch = view.record.epoch
-        if message.roster_epoch < epoch:
-            self._heard(peer)
-            return self.acceptor.newer_than(message.roster_epoch)
-        if peer not in view.members:
-            return self.acceptor.newer_than(0)
-        self._heard(peer)
-        self._heard_crew = self._now
-        if message.roster_epoch == epoch:
-            self._take_status(view, peer, message.status)
-        return messages.Alive(view.crew, epoch, message.sequence, self._own.status)
+        crew = self.state.crew
+        if crew is None or message.crew != crew.id or peer not in crew.members:
+            return Refuse("crew", message.crew)
+        self._hear(crew, peer, message.status)
+        own = self.state.crew.own if self.state.crew is not None else crew.own
+        return messages.Alive(crew.id, own)
 
-    def _alive(self, peer: str, answer: messages.Alive) -> None:
-        view = self._view
-        if view is None or answer.crew != view.crew:
+    def _hear(self, crew: Crew, peer: str, status: Status) -> None:
+        member = crew.members.get(peer)
+        if member is None:
             return
-        self._heard(peer)
-        self._heard_crew = self._now
-        sent = self._sent.get(answer.sequence)
-        if sent is not None:
-            self._lease.renewed(peer, sent)
-        if answer.roster_epoch < view.record.epoch:
-            self._do(ev.Send(peer, self.acceptor.newer_than(answer.roster_epoch)))
-        elif answer.roster_epoch == view.record.epoch:
-            self._take_status(view, peer, answer.status)
+        if member.signs.suspected:
+            self._note("refuted", peer)
+        moved = (status.phase, status.progress) != (member.status.phase, member.status.progress)
+        signs = replace(member.signs.seen(self.now), gone_since=None)
+        heard = Member(signs, status, self.now if moved else member.status_since, joined=True)
+        changed = member.signs.suspected or status.phase != member.status.phase
+        self._set_crew(replace(crew, members={**crew.members, peer: heard}))
+        if status.phase in ("absent", "failed"):
+            self._strike(peer)
+            self._break(f"the stage of {peer} is {status.phase}")
+        elif changed:
+            self._run_or_pause()
 
-    def _take_status(self, view: View, peer: str, status: Status) -> None:
-        known = view.statuses.get(peer)
-        if view.take(peer, status, self._now) and (
-            not self._running or known is None or (known.phase, known.broken) != (status.phase, status.broken)
-        ):
-            self._changed = True
+    def _send_heartbeats(self) -> None:
+        crew = self.state.crew
+        if crew is not None:
+            self._set(beat_at=self.now)
+            for peer in crew.members:
+                self._do(ev.Send(peer, messages.Heartbeat(crew.id, crew.own)))
 
-    # ---- records ------------------------------------------------------------------------------------------------------------
+    def _run_or_pause(self) -> None:
+        crew, phase = self.state.crew, self.state.phase
+        if crew is None:
+            return
+        well = not any(member.signs.suspected for member in crew.members.values())
+        active = crew.own.phase == "active" and all(member.status.phase == "active" for member in crew.members.values())
+        if well and active and phase != Phase.RUNNING:
+            recovered = self.now - self.state.stood_since if self.state.stood_since is not None else None
+            self._set(phase=Phase.RUNNING, stood_since=None, recovery_seconds=recovered or self.state.recovery_seconds)
+            self._set_crew(replace(crew, stepped_at=self.now))
+            self._note("running", "" if recovered is None else f"{recovered:.3f}")
+            self._do(ev.SendToTrainer(local.Resumed(crew.id)))
+        elif not well and phase == Phase.RUNNING:
+            self._set(phase=Phase.PAUSED, stood_since=self.now)
+            self._note("paused")
+            self._do(ev.SendToTrainer(local.Suspended("a member is in doubt")))
 
-    def _adopt_came(self, peer: str, certificates: tuple[Certificate, ...]) -> messages.Noted | Leave:
-        last, view = certificates[-1].record, self._view
-        crew = crew_id(last)
-        if view is None or crew != view.crew:
-            if self.acceptor.me not in voters_of(last) or last.dissolved:
-                return messages.Noted()
-            if crew in self._ended or not self._may_go(last) or not self._own.knows(last) or self._draining is not None:
-                return Leave(crew, last.epoch, "not here")
-        elif last.epoch <= view.record.epoch:
+    def _break(self, why: str) -> None:
+        """Out of the crew: what was learnt stays with its copies."""
+        crew = self.state.crew
+        if crew is None:
+            return
+        for peer in crew.members:
+            self._do(ev.Send(peer, messages.Leave(crew.id, _printable(why))))
+            if not crew.stepped:
+                self._strike(peer)
+        since = self.now if crew.stepped else self.state.free_since
+        stood = self.now if self.state.phase == Phase.RUNNING else self.state.stood_since
+        self._set(phase=Phase.FREE, crew=None, offering=None, free_since=since, new_offer_at=self.now, stood_since=stood, planned=())
+        self._note("broken", why)
+        self._do(ev.CloseStreams())
+        self._do(ev.SendToTrainer(local.Released(why)))
+
+    # ---- offers ---------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _offers_itself(self) -> bool:
+        return self.state.phase == Phase.FREE and self.state.offering is not None and not self.state.draining
+
+    def _own_offer(self) -> Offer:
+        offering = self.state.offering
+        if offering is None or not self._offers_itself:
+            return Offer(NO_HASH, 0.0, 0.0, 0.0)
+        capacity = offering.capacity
+        return Offer(offering.model, capacity.memory, capacity.speed, capacity.hop_seconds, offering.copies)
+
+    def _send_offers(self) -> None:
+        """To everybody connected; one that takes the last one back is sent once."""
+        if not self._offers_itself and self.state.offered_at == LONG_AGO:
+            return
+        self._set(offered_at=self.now if self._offers_itself else LONG_AGO)
+        for peer, known in self.state.peers.items():
+            if known.connected:
+                self._send_offer(peer)
+
+    def _send_offer(self, peer: str) -> None:
+        if self.now >= self._peer(peer).foreign_until and not self._is_out(peer):
+            self._do(ev.Send(peer, self._own_offer()))
+
+    def _take_offer(self, peer: str, offer: Offer) -> None:
+        known = self._peer(peer)
+        if peer not in self.state.peers and len(self.state.peers) >= self.settings.most_peers and not self._forget_one():
+            return
+        news = known.offer is None or known.offer.copies != offer.copies or known.offer.model != offer.model
+        fresh = known.foreign_until > self.now
+        self._set_peer(peer, replace(known, offer=offer, offered_at=self.now, foreign_until=LONG_AGO))
+        if fresh and self._offers_itself:
+            self._send_offer(peer)
+        if news and not self._is_out(peer):
+            if self.now - known.offered_at >= self.settings.gather_seconds or known.offer is None:  # who changes all the time delays nobody
+                self._set(new_offer_at=self.now)
+            self._consider()
+
+    # ---- founding ---------------------------------------------------------------------------------------------------------------
+
+    def _consider(self) -> None:
+        """Propose, where there is something to found and it is our turn."""
+        state, settings = self.state, self.settings
+        if not self._offers_itself or state.proposal is not None or self.now < state.retry_at:
+            return
+        if state.reserved is not None and self.now < state.reserved.until:
+            return
+        offering = state.offering
+        assert offering is not None
+        offers = {peer: offer for peer, offer in _offers(state, self.now, settings).items() if self.means.trusts(peer)}
+        offers[state.me] = self._own_offer()
+        waits = Waits(settings.exact_seconds, settings.lost_seconds)
+        plan = plan_crew(
+            state.me, offers, offering.model, offering.cost, settings.stages, self._waited, waits,
+            {peer: known.strikes for peer, known in state.peers.items() if known.strikes},
+        )  # fmt: skip
+        if plan is None:
+            self._set(planned=())
+            return
+        members = peers_of(plan.record)
+        if members != state.planned:
+            self._set(planned=members, turn_from=self.now)
+        if not plan.exact and self.now - state.new_offer_at < settings.gather_seconds:
+            return
+        place = members.index(state.me) if state.me in members else len(members)
+        if self.now - self.state.turn_from < place * settings.turn_seconds:
+            return
+        if state.me not in members:  # each had its turn: they do not want each other, or us
+            return
+        lineage = plan.record.lineage if plan.record.step else self.means.rng.randbytes(HASH_BYTES)
+        self._propose(msgspec.structs.replace(plan.record, lineage=lineage, nonce=self.means.rng.randbytes(NONCE_BYTES)))
+
+    def _propose(self, record: Record) -> None:
+        crew = crew_id(record)
+        until = self.now + self.settings.turn_seconds * (0.8 + 0.4 * self.means.rng.random())
+        signature = self.means.sign(member_bytes(crew))
+        self._set(proposal=Proposal(record, crew, {self.state.me: signature}, until), reserved=Reserved(self.state.me, crew, until))
+        self._note("proposed", f"step {record.step}, {len(record.members)} stages")
+        for peer in peers_of(record):
+            if peer != self.state.me:
+                self._do(ev.Send(peer, messages.Propose(record)))
+        self._complete()
+
+    def _lapse(self, proposal: Proposal) -> None:
+        """Nothing came of it; who has not answered at all is left out of the next plans for a while."""
+        silent = [peer for peer in peers_of(proposal.record) if peer not in proposal.signatures]
+        for peer in silent if self.now >= proposal.until else ():
+            self._bar(peer)
+        lapses = self.state.lapses + 1
+        pause = self.settings.turn_seconds * self.means.rng.uniform(0.1, 0.5) * 2.0 ** min(lapses, 4)
+        self._set(proposal=None, reserved=None, retry_at=self.now + pause, lapses=lapses)
+
+    def _signed(self, peer: str, answer: messages.Signature) -> None:
+        proposal = self.state.proposal
+        if proposal is None or answer.crew != proposal.crew or peer not in peers_of(proposal.record):
+            return
+        if not self.means.verify(peer, member_bytes(proposal.crew), answer.signature):
+            return
+        self._set(proposal=replace(proposal, signatures={**proposal.signatures, peer: answer.signature}))
+        self._complete()
+
+    def _complete(self) -> None:
+        proposal = self.state.proposal
+        if proposal is None or not self._offers_itself:
+            return
+        peers = peers_of(proposal.record)
+        if any(peer not in proposal.signatures for peer in peers):
+            return
+        founded = Founded(proposal.record, tuple(Signed(peer, proposal.signatures[peer]) for peer in peers))
+        for peer in peers:
+            if peer != self.state.me:
+                self._do(ev.Send(peer, founded))
+        self._begin(founded, proposal.crew)
+
+    def _why_not(self, proposer: str, record: Record) -> messages.Refusal | None:
+        """Why `record` is not signed; None where it is."""
+        state, offering = self.state, self.state.offering
+        peers = peers_of(record)
+        if state.me not in peers or proposer not in peers or proposer == state.me:
+            return "record"
+        if not self._offers_itself or offering is None:
+            return "crew"
+        sizes = [member.layers for member in record.members]
+        if record.model != offering.model or sum(sizes) != len(offering.cost.layers):
+            return "model"
+        stage = peers.index(state.me)
+        if stage_memory(offering.cost, sizes, stage) > offering.capacity.memory:
+            return "model"
+        if any(self._is_out(peer) for peer in peers if peer != state.me):
+            return "trust"
+        mine = newest(offering.copies)
+        if mine is not None:
+            if record.lineage != mine.lineage and self._waited < self.settings.lost_seconds:
+                return "behind"
+            if record.step < mine.step and self._waited < 2 * self.settings.exact_seconds:
+                return "behind"
+        reserved = state.reserved
+        if reserved is not None and self.now < reserved.until and reserved.proposer != proposer:
+            return "busy"
+        return None
+
+    def _sign(self, proposer: str, record: Record) -> messages.Answer:
+        crew = crew_id(record)
+        why = self._why_not(proposer, record)
+        if why is not None:
+            self._note("refused", f"{proposer}: {why}")
+            return Refuse(why, crew)
+        self._set(reserved=Reserved(proposer, crew, self.now + 2 * self.settings.turn_seconds))
+        return messages.Signature(crew, self.means.sign(member_bytes(crew)))
+
+    def _join(self, founded: Founded) -> messages.Answer:
+        crew = crew_id(founded.record)
+        if self.state.crew is not None and crew == self.state.crew.id:
             return messages.Noted()
+        reserved = self.state.reserved
+        if reserved is None or reserved.crew != crew or not self._offers_itself:  # it lapsed, or we never signed it
+            return Refuse("crew", crew)
         try:
-            new = self.acceptor.check_chain(certificates, elsewhere=view is None or crew != view.crew)
+            check_founded(founded, self.means.verify)
         except BadMessage as error:
             self._note("refused", str(error))
-            missed = error.reason != "signature" and view is not None and certificates[0].record.epoch > view.record.epoch + 1
-            if missed and view is not None and crew == view.crew and peer in view.members:  # anybody can sign one without a beginning
-                self._leave_crew("too many rosters were missed", tell=False)
-            return messages.Noted()
-        if view is None or crew != view.crew:
-            signers = tuple(dict.fromkeys(peer for certificate in new for peer in self._others_of(certificate)))
-            if any(self._patience.waits(peer, self._now) for peer in signers):
-                return Leave(crew, last.epoch, "not now")
-            self._move()
-            self._came_by(signers)
-        self._learn(new)
+            return Refuse("record", crew)
+        self._begin(founded, crew)
         return messages.Noted()
 
-    def _may_go(self, record: Record) -> bool:
-        """To the crew of `record`, which names us: from none, or as a witness to a seat; a founding record we have signed."""
-        seated = self.acceptor.me in (Voter(seat.peer, seat.incarnation) for seat in record.seats)
-        view = self._view
-        return view is None or (view.stage is None and seated and (record.epoch == 1 or self.is_free))
+    def _begin(self, founded: Founded, crew: bytes) -> None:
+        record, me = founded.record, self.state.me
+        stage = stage_of(record, me)
+        assert stage is not None
+        members = {peer: Member(Signs(self.now), status_since=self.now, status=LOADING) for peer in peers_of(record) if peer != me}
+        self._set(
+            phase=Phase.PREPARING,
+            proposal=None,
+            reserved=None,
+            lapses=0,
+            crew=Crew(founded, crew, stage, self.now, members, LOADING, stepped_at=self.now),
+        )
+        self._send_offers()  # takes ours back
+        self._note("founded", f"step {record.step}, stage {stage} of {len(record.members)}")
+        self._do(ev.OpenStreams(founded))
+        layers = tuple(member.layers for member in record.members)
+        self._do(ev.SendToTrainer(local.Assigned(
+            crew, record.lineage, stage, layers, peers_of(record), record.step, record.previous, record.taken, ""
+        )))  # fmt: skip
+        self._send_heartbeats()
 
-    def _move(self) -> None:
-        """Out of the crew whose witness we are, as the voter that we are: another one has a seat for it."""
-        if self._view is not None:
-            self._note("moved", f"no witness any more of {self._view.crew.hex()[:16]}")
-            self._let_go("a seat elsewhere", tell=True)
 
-    def _others_of(self, certificate: Certificate) -> tuple[str, ...]:
-        return tuple(vote.peer for vote in certificate.votes if vote.peer != self.me)
-
-    def _came_by(self, signers: tuple[str, ...]) -> None:
-        self._signers, self._stepped, self._worked, self._idle = signers, False, False, None
-
-    def _learn(self, new: tuple[Certificate, ...]) -> None:
-        """Go over to the newest of these records."""
-        if not new:
-            return
-        self.acceptor.learn(new)
-        self._persist()
-        record = new[-1].record
-        self._note("adopted", f"roster {record.epoch}")
-        if record.dissolved:
-            self._note("dissolved", record.dissolved)
-            self._leave_crew(record.dissolved, tell=False, ended=True)
-        elif not self.acceptor.is_voter:
-            self._note("evicted")
-            self._leave_crew("another one holds the stage", tell=False)
-        else:
-            self._begin_roster()
-
-    def _begin_roster(self) -> None:
-        record = self.roster
-        assert record is not None
-        view, before = View(record, self.acceptor.me, self._view), self._view
-        self._view = view
-        if before is not None and record.seats == before.record.seats and not set(record.witnesses) <= set(before.record.witnesses):
-            self._seconded += 1
-        if before is None or view.stage is not None:  # a witness that stays one is as free as before
-            self._forming.joined()
-        if view.stage is not None:
-            self._take_back_offer()
-        if self._trouble is None:  # until all are heard to be well
-            self._trouble = self._now
-        self._proposing.restart()
-        self._gone = {peer: since for peer, since in self._gone.items() if peer in view.members}
-        self._detector.watch(view.others, self._now)
-        self._lease.begin(view.members, self._now, record.lease_seconds)
-        self._own.progress.restart()
-        self._running, self._announce = False, True
-        self._heard_crew = self._now
-        if self._standing is None:
-            self._standing = self._now
-        if view.stage is None:
-            return
-        status, assigned = self._own.under(view)
-        self._set_status(status)
-        if assigned is not None:
-            self._tell(assigned)
-            self._do(ev.OpenStreams(record))
-
-    def _leave_crew(self, reason: str, *, tell: bool, ended: bool = False) -> None:
-        """`tell` the others; `ended` where nobody may bring us back."""
-        self._let_go(reason, tell=tell, ended=ended)
-        self.acceptor.forget(self._rng.randbytes(messages.INCARNATION_BYTES))
-        self._persist()
-        self._forming.begin(self._now)
-        self._offered = -1e9
-
-    def _let_go(self, reason: str, *, tell: bool, ended: bool = False) -> None:
-        view = self._view
-        if view is not None:
-            if tell:
-                self._send_leave(reason)
-            if ended or tell:
-                self._ended.append(view.crew)
-            if view.stage is not None and not self._stepped and self._draining is None:
-                self._patience.never_ran(self._signers, self._now)
-            if view.stage is not None or self._own.holds:
-                self._tell(local.Released(reason))
-                self._note("released", reason)
-        self._do(ev.CloseStreams())
-        self._proposing.restart()
-        self._view = self._standing = self._trouble = None
-        self._seconded = 0
-        self._own.release()
-        self._running = self._ever_ran = self._fenced = False
-        self._came_by(())
-        self._gone.clear()
-        self._detector.watch((), self._now)
-
-    # ---- offers and founding ------------------------------------------------------------------------------------------------
-
-    def _offer_came(self, peer: str, offer: Offer) -> messages.Noted | Adopt:
-        self._forming.heard(peer, offer, self._now)
-        view = self._view
-        if view is None or peer not in view.members:
-            return messages.Noted()
-        self._heard(peer)
-        if Voter(peer, offer.incarnation) not in view.voters:
-            view.forgot(peer, self._now)
-        elif peer in view.seated:  # it has not heard that it is one of us, or has left
-            return self.acceptor.newer_than(0)
-        return messages.Noted()
-
-    def _send_founding(self, record: Record) -> None:
-        vote = self.acceptor.sign_founding(record)
-        for voter in record.voters:
-            if voter.peer != self.me:
-                self._do(ev.Send(voter.peer, messages.Propose(record, 0)))
-        self._voted(self.me, vote)
-
-    def _sign_founding(self, peer: str, record: Record) -> messages.Vote | Refuse:
-        if not self.is_free or not self._may_go(record) or self._draining is not None or not self._own.knows(record):
-            return Refuse("record")  # not soon, either: the founder does without us
-        others = (voter.peer for voter in record.voters if voter.peer != self.me)
-        if self.acceptor.me not in record.voters or any(self._patience.waits(peer, self._now) for peer in others):
-            return Refuse("record")
-        return self.acceptor.sign_founding(record) if self._forming.may_sign(peer, self._now) else Refuse("busy")
-
-    # ---- proposals ----------------------------------------------------------------------------------------------------------
-
-    def _wish(self, view: View) -> Wish | None:
-        """The record that ought to be next, if any."""
-        patience = self.settings.witness_seconds * 2.0 ** min(self._seconded, DOUBLINGS)
-        lone = self._running and self._now - self._ran_from >= patience
-        lone = lone and view.lacks_witness(self._detector, self.settings.evict_seconds, self._now)
-        if self._running and not view.strangers and not lone:
-            return None
-        trainer, offers = self._own.trainer, self._forming.offers(self._now)
-        offers.pop(self.me, None)
-        why = view.why_standing(self._detector, self._stood()) if self._stood() >= self.settings.wait_seconds else ""
-        cost = None if trainer is None else trainer.offering.cost
-        return view.wish(
-            self._detector, self._gone, offers, cost, self.settings, self._now, parted=self._parted, for_witness=lone, dissolve=why
-        )  # fmt: skip
-
-    def _propose(self, wish: Wish) -> None:
-        promise = self._proposing.begin(wish, self._now)
-        proposal = self._proposing.proposal
-        if promise is None or proposal is None:
-            return
-        self._persist()
-        for peer in proposal.voters:
-            if peer != self.me:
-                self._do(ev.Send(peer, proposal.prepare))
-        self._promised(self.me, promise)
-
-    def _protect(self, message: messages.Prepare) -> Refuse | None:
-        """Whoever we hear well is not to be evicted, unless the crew has stood still for long: maybe others do not hear it."""
-        view = self._view
-        if view is None or (message.crew, message.epoch) != (view.crew, view.record.epoch + 1):
-            return None
-        if self._stood() >= self.settings.stuck_seconds:
-            return None
-        well = (peer == self.me or view.hears(peer, self._detector, self.settings.gone_seconds, self._now) for peer in message.evicting)
-        return Refuse("alive") if any(well) else None
-
-    def _promised(self, peer: str, promise: messages.Promise) -> None:
-        view = self._view
-        if view is None or not self._proposing.promised(peer, promise):
-            return
-        wish = self._wish(view)
-        chosen = self._proposing.choose(None if wish is None else wish.record)
-        if chosen is None:
-            return
-        propose, vote = chosen
-        self._persist()
-        for other in view.others:
-            self._do(ev.Send(other, propose))
-        self._voted(self.me, vote)
-
-    def _voted(self, peer: str, vote: messages.Vote) -> None:
-        founding = vote.epoch == 1
-        certificate = (self._forming if founding else self._proposing).voted(peer, vote, self._verify)
-        if certificate is None:
-            return
-        record, view = certificate.record, self._view
-        if view is not None and (not self.is_free if founding else record.epoch <= view.record.epoch):
-            return
-        self._note("founded" if founding else "claimed", f"roster {record.epoch} of {len(record.seats)} stages")
-        told = {voter.peer for voter in (*record.voters, *voters_of(record))} - {self.me}
-        before = () if founding else self.acceptor.chain[-1:]
-        if founding:
-            self._move()
-            self._came_by(self._others_of(certificate))
-        self._learn((certificate,))
-        for other in sorted(told):
-            self._do(ev.Send(other, Adopt((*before, certificate))))
-
-    def _refused(self, peer: str, request: messages.Request, refusal: Refuse) -> None:
-        view = self._view
-        if isinstance(request, messages.Heartbeat):
-            if view is not None and refusal.reason == "unknown" and (request.crew, request.roster_epoch) == (view.crew, view.record.epoch):
-                self._heard(peer)
-                if Voter(peer, refusal.incarnation) in view.voters:
-                    self._do(ev.Send(peer, self.acceptor.newer_than(0)))
-                else:
-                    view.forgot(peer, self._now)
-        elif isinstance(request, messages.Propose) and request.record.epoch == 1:
-            self._forming.refused(peer, request.record, refusal.reason, self._now)
-        elif isinstance(request, messages.Prepare | messages.Propose):
-            self._proposing.refused(request.ballot, refusal, self._now)
-            if refusal.reason == "epoch" and view is not None:
-                self._do(ev.Send(peer, self.acceptor.newer_than(0)))
-
-    # ---- what follows from all that -----------------------------------------------------------------------------------------
-
-    def _review(self) -> None:
-        view = self._view
-        if view is None:
-            return
-        for peer in self._detector.newly_suspected(self._now):
-            self._note("suspected", f"{peer}: silent")
-        if view.stage is None:
-            calm = view.is_calm(self._detector)
-            self._trouble = None if calm else self._now if self._trouble is None else self._trouble
-            self._end_alone(view)
-            return
-        self._check_lease()
-        if self._running and self._own.progress.stalled(self._now):
-            self._note("stalled")
-            self._do(ev.RestartTrainer("work in hand, and nothing done"))
-            self._trainer_left()
-        settled = view.settle()
-        if settled is not None:
-            self._note("settled", f"step {settled.step}")
-            self._tell(settled)
-        self._run_or_pause(view)
-        if self._end_alone(view):
-            return
-        wish = self._wish(view)
-        place = None if wish is None else view.place(self._detector)
-        if self._proposing.due(wish is not None, place, self._now) and wish is not None:
-            self._propose(wish)
-
-    def _check_lease(self) -> None:
-        late = self._now >= self._lease.ends(self.me, self._now)
-        if late and not self._fenced:
-            self._fenced = True
-            self._note("fenced")
-            self._do(ev.CloseStreams())
-            self._tell(local.Suspended("no majority of the crew is heard"))
-            self._set_status(msgspec.structs.replace(self._own.status, broken=True))
-        elif self._fenced and not late:
-            self._fenced = False
-
-    def _run_or_pause(self, view: View) -> None:
-        well = not self._fenced and view.is_well(self._detector)
-        if well and not self._running:
-            self._running = view.ran = self._ever_ran = True
-            self._recovery_seconds = self._stood() if view.record.epoch > 1 else None
-            self._standing, self._ran_from = None, self._now
-            if not self._worked and self._idle is None:
-                self._idle = (self._now, self._own.status.progress)
-            self._note("running", f"roster {view.record.epoch}")
-            self._tell(local.Resumed(view.record.epoch))
-        elif self._running and not well:
-            self._running = False
-            self._standing = self._now
-            self._own.progress.restart()
-            self._note("paused")
-            self._tell(local.Suspended("a member is in doubt"))
-
-    def _end_alone(self, view: View) -> bool:
-        """Go where nobody can be waited for any longer. Returns whether we did."""
-        if self._draining is not None and self._now - self._draining[1] >= LAST_WORD_SECONDS:
-            self._leave_crew(self._draining[0], tell=True)
-            return True
-        why = ""
-        if view.stage is None:
-            why = "a witness of nothing" if self._now - self._heard_crew >= self.settings.wait_seconds else ""
-        elif self._stood() >= self.settings.wait_seconds + LAST_WORD_SECONDS:
-            why = view.why_standing(self._detector, self._stood())
-        elif self._running and view.stage > 0 and self._idle is not None and self._now - self._idle[0] >= self.settings.idle_seconds:
-            why = "the crew has nothing to do"
-        if len(view.members - view.left - view.strangers) < messages.majority(len(view.members)):
-            why = "most members have left, or have forgotten the crew"
-        if not why:
-            return False
-        self._note("dissolved", why)
-        self._leave_crew(why, tell=True)
-        return True
+def _printable(text: str) -> str:
+    return "".join(character if " " <= character <= "~" else "?" for character in text)[: messages.REASON_BYTES]

@@ -5,7 +5,7 @@ tail is heavier than that, so the deviation has a floor of a second: over ten si
 0.4 a day.
 
 Evidence that something broke (a stream was reset, the connection ended) suspects at once. Any sign of life that is younger refutes it: a
-suspicion costs a pause, an eviction a transfer, so the first is quick and the second is not.
+suspicion costs a pause, giving somebody up costs a founding, so the first is quick and the second is not.
 
 A process that runs late sees everybody else late. How much later than planned its ticks come multiplies its own timeouts; the
 factor fades over a few ticks, in which whatever waited in the sockets can be heard.
@@ -15,17 +15,21 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Final
 
-WINDOW: Final = 64
-"""Intervals between heartbeats that are remembered, per peer."""
+EXPECTED_SECONDS: Final = 1.0
+"""Between two heartbeats."""
+FLOOR_SECONDS: Final = 1.0
+PHI: Final = 8.0
+WEIGHT: Final = 1 / 32
+"""Of the newest interval in the running mean."""
 FADING: Final = 0.7
 """Of the slowness factor, per tick."""
 STEPS: Final = 100
 """Steps whose durations are remembered."""
-LEAST_STEPS: Final = 5
+LEAST: Final = 5
+"""Intervals, or steps, below which nothing is known."""
 STALL_FLOOR_SECONDS: Final = 15.0
 """No progress for less is no failure, however short steps are: a pause of the device or the disk is longer than a tiny model's step."""
 
@@ -36,116 +40,45 @@ def phi(elapsed: float, mean: float, deviation: float) -> float:
     return -math.log10(later) if later > 1e-300 else 300.0
 
 
-@dataclass
-class _Peer:
-    heard: float
-    intervals: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    total: float = 0.0
-    squares: float = 0.0
-    suspected: bool = False
-
-
 @dataclass(frozen=True)
-class DetectorStatistics:
-    suspected: int
-    """Ever."""
-    refuted: int
-    """Of those, how many were well: false suspicions."""
-    slowness: float
-    """What our own timeouts are multiplied by."""
+class Signs:
+    """Signs of life of one peer."""
 
+    last_seen: float
+    count: int = 0
+    mean: float = EXPECTED_SECONDS
+    variance: float = 0.0
+    suspected: bool = False
+    gone_since: float | None = None
+    """When its last connection ended; None while there is one."""
 
-class Detector:
-    """Of the peers of one crew."""
+    def seen(self, now: float) -> Signs:
+        """A sign of life, which refutes a suspicion."""
+        interval = now - self.last_seen
+        if interval <= 0.1 * EXPECTED_SECONDS:  # the answer to our own heartbeat right after theirs
+            return replace(self, suspected=False)
+        weight = max(WEIGHT, 1 / (self.count + 1))
+        off = interval - self.mean
+        mean, variance = self.mean + weight * off, (1 - weight) * (self.variance + weight * off * off)
+        return replace(self, last_seen=now, count=self.count + 1, mean=mean, variance=variance, suspected=False)
 
-    def __init__(self, heartbeat_seconds: float, tick_seconds: float, phi_most: float = 8.0, floor_seconds: float = 1.0) -> None:
-        self._expected, self._tick, self._floor, self._phi = heartbeat_seconds, tick_seconds, floor_seconds, phi_most
-        self._peers: dict[str, _Peer] = {}
-        self._last_tick: float | None = None
-        self.slowness = 1.0
-        self._suspected = self._refuted = 0
+    def silent_seconds(self, now: float, slowness: float) -> float:
+        """Since the last sign of life, by this process's own slow clock."""
+        return (now - self.last_seen) / slowness
 
-    def statistics(self) -> DetectorStatistics:
-        return DetectorStatistics(self._suspected, self._refuted, self.slowness)
-
-    def watch(self, peers: Sequence[str], now: float) -> None:
-        """These from now on, and no others; whoever is new counts as heard now."""
-        for peer in [peer for peer in self._peers if peer not in peers]:
-            del self._peers[peer]
-        for peer in peers:
-            self._peers.setdefault(peer, _Peer(now))
-
-    def tick(self, now: float) -> None:
-        late = 1.0 if self._last_tick is None else (now - self._last_tick) / self._tick
-        self._last_tick = now
-        self.slowness = max(1.0, late, self.slowness * FADING)
-
-    def heard(self, peer: str, now: float) -> bool:
-        """A sign of life. Returns whether that refutes a suspicion."""
-        known = self._peers.get(peer)
-        if known is None:
+    def overdue(self, now: float, slowness: float) -> bool:
+        elapsed = self.silent_seconds(now, slowness)
+        if elapsed < 2 * EXPECTED_SECONDS:  # φ is not worth computing
             return False
-        interval = now - known.heard
-        if interval > 0.1 * self._expected:  # not the answer to our own heartbeat right after theirs
-            if len(known.intervals) == WINDOW:
-                old = known.intervals[0]
-                known.total -= old
-                known.squares -= old * old
-            known.intervals.append(interval)
-            known.total += interval
-            known.squares += interval * interval
-            known.heard = now
-        if known.suspected:
-            known.suspected = False
-            self._refuted += 1
-            return True
-        return False
+        known = self.count >= LEAST
+        mean, deviation = (self.mean, max(FLOOR_SECONDS, math.sqrt(self.variance))) if known else (EXPECTED_SECONDS, FLOOR_SECONDS)
+        return phi(elapsed, mean, deviation) > PHI
 
-    def broke(self, peer: str) -> bool:
-        """Evidence that `peer` is gone. Returns whether it was not suspected before."""
-        known = self._peers.get(peer)
-        if known is None or known.suspected:
-            return False
-        known.suspected = True
-        self._suspected += 1
-        return True
 
-    def newly_suspected(self, now: float) -> list[str]:
-        """Who is suspected now and was not at the last call."""
-        found = []
-        for peer, known in self._peers.items():
-            if not known.suspected and self._overdue(known, now):
-                known.suspected = True
-                self._suspected += 1
-                found.append(peer)
-        return found
-
-    def suspects(self, peer: str) -> bool:
-        known = self._peers.get(peer)
-        return known is not None and known.suspected
-
-    def silent_seconds(self, peer: str, now: float) -> float:
-        """Since the last sign of life, by this process's own slow clock; 0 for a peer that is not watched."""
-        known = self._peers.get(peer)
-        return 0.0 if known is None else (now - known.heard) / self.slowness
-
-    def phi(self, peer: str, now: float) -> float:
-        known = self._peers[peer]
-        return phi((now - known.heard) / self.slowness, *self._model(known))
-
-    def _overdue(self, known: _Peer, now: float) -> bool:
-        elapsed = (now - known.heard) / self.slowness
-        if elapsed < 2 * self._expected:  # φ is not worth computing
-            return False
-        return phi(elapsed, *self._model(known)) > self._phi
-
-    def _model(self, known: _Peer) -> tuple[float, float]:
-        count = len(known.intervals)
-        if count < LEAST_STEPS:
-            return self._expected, self._floor
-        mean = known.total / count
-        deviation = math.sqrt(max(0.0, known.squares / count - mean * mean))
-        return mean, max(self._floor, deviation)
+def slowness_at(before: float, last_tick: float | None, now: float, tick_seconds: float) -> float:
+    """What our own timeouts are multiplied by, after a tick."""
+    late = 1.0 if last_tick is None else (now - last_tick) / tick_seconds
+    return max(1.0, late, before * FADING)
 
 
 class Progress:
@@ -173,7 +106,7 @@ class Progress:
     @property
     def slow_step_seconds(self) -> float | None:
         """99th percentile of the last steps; None while they are too few."""
-        if len(self._durations) < LEAST_STEPS:
+        if len(self._durations) < LEAST:
             return None
         ordered = sorted(self._durations)
         return ordered[math.ceil(0.99 * len(ordered)) - 1]

@@ -18,7 +18,7 @@ from swarmnode.wire import strict
 
 OPEN_BYTES: Final = 512
 """Open, StreamOpen, StreamReady: encoded, at most."""
-REFUSALS: Final = ("malformed", "timeout", "crew", "roster_epoch", "stage", "stage_epoch", "peer")
+REFUSALS: Final = ("malformed", "timeout", "crew", "stage", "peer")
 """Why an incoming stream is reset."""
 
 Kind = Literal["frames", "state"]
@@ -29,10 +29,7 @@ class StreamOpen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Dialler → acceptor, the first message of a stream: u32be length ‖ canonical msgpack."""
 
     crew: bytes
-    roster_epoch: int
     from_stage: int
-    from_epoch: int
-    """The dialler's stage epoch."""
     to_stage: int
     kind: Kind
 
@@ -41,33 +38,26 @@ class StreamReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Acceptor → dialler: the trainer is there. What follows, both ways, is theirs."""
 
     crew: bytes
-    roster_epoch: int
 
 
 @dataclasses.dataclass(frozen=True)
-class Circle:
-    """A roster as far as streams are concerned, seen from one of its stages."""
+class StreamPeers:
+    """A crew as far as streams are concerned, seen from one of its stages."""
 
     crew: bytes
-    roster_epoch: int
     stage: int
     """Ours."""
     members: tuple[str, ...]
-    """Peer id by stage; empty while it is vacant."""
-    stage_epochs: tuple[int, ...]
+    """Peer id by stage."""
 
 
-def refusal(circle: Circle | None, peer: str, opened: StreamOpen) -> str:
+def refusal(peers: StreamPeers | None, peer: str, opened: StreamOpen) -> str:
     """Why a stream that `peer` opened is not taken, of REFUSALS; empty for one that is welcome."""
-    if circle is None or opened.crew != circle.crew:
+    if peers is None or opened.crew != peers.crew:
         return "crew"
-    if opened.roster_epoch != circle.roster_epoch:
-        return "roster_epoch"
-    if opened.to_stage != circle.stage or not 0 <= opened.from_stage < circle.stage:
+    if opened.to_stage != peers.stage or not 0 <= opened.from_stage < peers.stage:
         return "stage"
-    if circle.members[opened.from_stage] != peer:
-        return "peer"
-    return "" if circle.stage_epochs[opened.from_stage] == opened.from_epoch else "stage_epoch"
+    return "" if peers.members[opened.from_stage] == peer else "peer"
 
 
 def framed(message: msgspec.Struct) -> bytes:

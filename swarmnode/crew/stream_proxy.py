@@ -1,11 +1,11 @@
-"""Streams between the trainers of a crew, through both network processes: bytes, not looked at; bounded, back-pressured, of one roster.
+"""Streams between the trainers of a crew, through both network processes: bytes, not looked at; bounded, back-pressured, of one crew.
 No torch.
 
-    trainer ─ Unix socket ─ pipe ─ libp2p ═ /swarmnode/stage-stream/1 ═ libp2p ─ pipe ─ Unix socket ─ trainer
+    trainer ─ Unix socket ─ pipe ─ libp2p ═ /swarmnode/stage-stream/2 ═ libp2p ─ pipe ─ Unix socket ─ trainer
         Open{stage, kind} ─▶            StreamOpen ─▶ is that peer this stage's holder? park
                                         ◀─ StreamReady   once its trainer has opened its end too            ◀─ Open{stage, kind}
 
-The lower stage dials, again and again while its trainer's connection is open and the roster is the same. A pipe holds two chunks of 256 KiB
+The lower stage dials, again and again while its trainer's connection is open and the crew is the same. A pipe holds two chunks of 256 KiB
 each way; a trainer that does not read fills Yamux's window (8 MiB at most) and holds up who sends to it, and nobody else. When one end of a
 pipe ends, so does the other. What was in flight arrives first, unless the stream was broken.
 """
@@ -24,7 +24,7 @@ import msgspec
 import trio
 
 from swarmnode.crew.local import Open, socket_file
-from swarmnode.crew.stream_handshake import Circle, Kind, StreamOpen, StreamReady, framed, read_first, read_open, refusal
+from swarmnode.crew.stream_handshake import Kind, StreamOpen, StreamPeers, StreamReady, framed, read_first, read_open, refusal
 from swarmnode.errors import BadMessage, PeerError, Unavailable
 from swarmnode.files import socket_address
 from swarmnode.p2p.api import PeerStream, Streams
@@ -43,7 +43,7 @@ RETRY_SECONDS: Final = (0.1, 2.0)
 LINGER_SECONDS: Final = 10.0
 """After our trainer has ended its half, the other half has so long to end."""
 ORDERLY_SECONDS: Final = 1.0
-"""A stream that ends in order may end because of a roster that we hear of in a moment; only after this long is it called lost. One that
+"""A stream that ends in order may end because of a founding that we hear of in a moment; only after this long is it called lost. One that
 breaks is, at once."""
 BUDGET_SECONDS: Final = 0.25
 """Between two looks whether there is budget again."""
@@ -51,7 +51,7 @@ CONNECTIONS: Final = 64
 """Of the trainer, at a time: twice what eight stages and two kinds need."""
 STREAMS: Final = 32
 STREAMS_PER_PEER: Final = 6
-"""Incoming ones, at a time: two kinds, those of the roster before, and as many on their way."""
+"""Incoming ones, at a time: two kinds, those of the crew before, and as many on their way."""
 PROOF: Final = 10.0
 """Standing that a StreamOpen costs which is none."""
 Key = tuple[int, Kind]
@@ -68,7 +68,7 @@ class StreamProxyStatistics(msgspec.Struct, frozen=True):
     opened: dict[str, int]
     """By kind, since the start, as are those below."""
     lost: dict[str, int]
-    """Ended by the other side, or broken, while the roster was the same."""
+    """Ended by the other side, or broken, while the crew was the same."""
     refused: dict[str, int]
     """Streams of others, by REFUSALS."""
     sent: dict[str, int]
@@ -79,11 +79,11 @@ class StreamProxyStatistics(msgspec.Struct, frozen=True):
 
 
 class StreamProxy:
-    """`streams`: of the network. lost(peer, roster epoch): a stream of frames with a member of the present roster ended, not by our doing.
+    """`streams`: of the network. lost(peer, crew): a stream of frames with a member of the present crew ended, not by our doing.
     allows("serve" | "fetch"): whether bytes may go out, come in. rejected: as of the network."""
 
     def __init__(
-        self, streams: Streams, data_dir: Path, lost: Callable[[str, int], None], *, allows: Callable[[str], bool] = lambda choice: True,
+        self, streams: Streams, data_dir: Path, lost: Callable[[str, bytes], None], *, allows: Callable[[str], bool] = lambda choice: True,
         rejected: Callable[[str, str, float], None] = lambda peer, reason, cost: None,
     ) -> None:  # fmt: skip
         self.path = socket_file(data_dir)
@@ -91,7 +91,7 @@ class StreamProxy:
         self._lost = lost
         self._allows = allows
         self._rejected = rejected
-        self._circle: Circle | None = None
+        self._peers: StreamPeers | None = None
         self._life = trio.CancelScope()
         self._pipes: dict[Key, _Pipe] = {}
         self._parked: dict[Key, PeerStream] = {}
@@ -105,7 +105,7 @@ class StreamProxy:
         self._received: Counter[str] = Counter()
         self._throttled = 0.0
 
-    # -- for the plane
+    # -- for the service
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:  # type: ignore[name-defined]
         """Serve until cancelled. Raises Unavailable when the socket cannot be made."""
@@ -132,19 +132,19 @@ class StreamProxy:
             if directory is not None:
                 os.close(directory)
 
-    def assign(self, circle: Circle) -> None:
-        """Streams are of this roster from now on; all others end."""
+    def assign(self, peers: StreamPeers) -> None:
+        """Streams are of this crew from now on; all others end."""
         self.release()
-        self._circle = circle
+        self._peers = peers
 
     def release(self) -> None:
-        """No roster: every stream ends, none is taken."""
-        self._circle = None
+        """No crew: every stream ends, none is taken."""
+        self._peers = None
         for pipe in list(self._pipes.values()):
             pipe.scope.cancel()
         self._pipes.clear()
         for stream in self._parked.values():
-            stream.reset("another roster")
+            stream.reset("another crew")
         self._parked.clear()
 
     def statistics(self) -> StreamProxyStatistics:
@@ -172,8 +172,8 @@ class StreamProxy:
                 opened: Open | None = None
                 with trio.move_on_after(OPEN_SECONDS):
                     opened = await read_open(unix)
-                if opened is not None and (circle := self._circle_of(opened)) is not None:
-                    await self._serve(unix, circle, (opened.stage, opened.kind))
+                if opened is not None and (peers := self._peers_of(opened)) is not None:
+                    await self._serve(unix, peers, (opened.stage, opened.kind))
             except BadMessage as error:
                 log.error("our trainer opened no stream: %s", error)
             except (trio.BrokenResourceError, trio.ClosedResourceError):
@@ -181,14 +181,14 @@ class StreamProxy:
             finally:
                 self._connections -= 1
 
-    def _circle_of(self, opened: Open) -> Circle | None:
-        circle = self._circle
-        if circle is None or (opened.crew, opened.roster_epoch) != (circle.crew, circle.roster_epoch):
-            return None  # of a roster that is over, or that our trainer knows before we do
-        fits = 0 <= opened.stage < len(circle.members) and opened.stage != circle.stage and circle.members[opened.stage]
-        return circle if fits else None
+    def _peers_of(self, opened: Open) -> StreamPeers | None:
+        peers = self._peers
+        if peers is None or opened.crew != peers.crew:
+            return None  # of a crew that is over, or that our trainer knows before we do
+        fits = 0 <= opened.stage < len(peers.members) and opened.stage != peers.stage
+        return peers if fits else None
 
-    async def _serve(self, unix: trio.SocketStream, circle: Circle, key: Key) -> None:
+    async def _serve(self, unix: trio.SocketStream, peers: StreamPeers, key: Key) -> None:
         before = self._pipes.pop(key, None)
         if before is not None:
             before.scope.cancel()
@@ -196,10 +196,10 @@ class StreamProxy:
         lost = False
         try:
             with pipe.scope:
-                if circle.stage < key[0]:
-                    stream = await self._dial(circle, key)
+                if peers.stage < key[0]:
+                    stream = await self._dial(peers, key)
                 else:
-                    stream = await self._take(circle, key)
+                    stream = await self._take(peers, key)
                 pipe.stream = stream
                 self._opened[key[1]] += 1
                 lost = await self._pump(pipe, stream)
@@ -210,7 +210,7 @@ class StreamProxy:
                 self._part(key[1], pipe.stream)
         if lost and pipe.stream is not None:
             assert self._nursery is not None
-            self._nursery.start_soon(self._report, circle, key, pipe.stream)
+            self._nursery.start_soon(self._report, peers, key, pipe.stream)
 
     def _part(self, kind: Kind, stream: PeerStream) -> None:
         """Ends a stream in order, soon: the other side gets what is on its way."""
@@ -222,34 +222,32 @@ class StreamProxy:
         else:
             stream.reset("the pipe ended")
 
-    async def _report(self, circle: Circle, key: Key, stream: PeerStream) -> None:
+    async def _report(self, peers: StreamPeers, key: Key, stream: PeerStream) -> None:
         with trio.move_on_after(ORDERLY_SECONDS):
             await stream.broken.wait()
-        if self._circle is circle:
+        if self._peers is peers:
             self._ended[key[1]] += 1
             if key[1] == "frames":
-                self._lost(circle.members[key[0]], circle.roster_epoch)
+                self._lost(peers.members[key[0]], peers.crew)
 
     # -- the other side
 
-    async def _dial(self, circle: Circle, key: Key) -> PeerStream:
+    async def _dial(self, peers: StreamPeers, key: Key) -> PeerStream:
         """Until it is there: whoever does not want it any more cancels."""
         stage, kind = key
         pause = RETRY_SECONDS[0]
         while True:
             stream: PeerStream | None = None
             try:
-                stream = await self._streams.open(circle.members[stage], ids.STAGE_STREAM_PROTOCOL, deadline=DIAL_SECONDS)
-                await stream.send(
-                    framed(StreamOpen(circle.crew, circle.roster_epoch, circle.stage, circle.stage_epochs[circle.stage], stage, kind))
-                )
+                stream = await self._streams.open(peers.members[stage], ids.STAGE_STREAM_PROTOCOL, deadline=DIAL_SECONDS)
+                await stream.send(framed(StreamOpen(peers.crew, peers.stage, stage, kind)))
                 with trio.move_on_after(PARK_SECONDS + DIAL_SECONDS):
                     ready = await read_first(stream, StreamReady)
-                    if (ready.crew, ready.roster_epoch) == (circle.crew, circle.roster_epoch):
+                    if ready.crew == peers.crew:
                         ours, stream = stream, None
                         return ours
             except BadMessage as error:
-                self._rejected(circle.members[stage], "stages_malformed", PROOF)
+                self._rejected(peers.members[stage], "stages_malformed", PROOF)
                 log.info("no stream to stage %d: %s", stage, error)
             except PeerError as error:
                 log.debug("no stream to stage %d yet: %s", stage, error)
@@ -259,12 +257,12 @@ class StreamProxy:
             await trio.sleep(pause)
             pause = min(2 * pause, RETRY_SECONDS[1])
 
-    async def _take(self, circle: Circle, key: Key) -> PeerStream:
+    async def _take(self, peers: StreamPeers, key: Key) -> PeerStream:
         while True:
             stream = self._parked.pop(key, None)
             if stream is not None and not stream.closed.is_set():
                 try:
-                    await stream.send(framed(StreamReady(circle.crew, circle.roster_epoch)))
+                    await stream.send(framed(StreamReady(peers.crew)))
                     return stream
                 except PeerError:
                     continue  # given up meanwhile; it dials again
@@ -272,9 +270,9 @@ class StreamProxy:
 
     def _accept(self, stream: PeerStream) -> None:
         """A peer has opened a stream."""
-        circle = self._circle
-        if self._nursery is None or circle is None or stream.peer not in circle.members:  # a stranger keeps no member waiting for a place
-            self._refused["crew" if circle is None else "peer"] += 1
+        peers = self._peers
+        if self._nursery is None or peers is None or stream.peer not in peers.members:  # a stranger keeps no member waiting for a place
+            self._refused["crew" if peers is None else "peer"] += 1
             stream.reset("no crew here")
             return
         self._nursery.start_soon(self._greet, stream)
@@ -285,7 +283,7 @@ class StreamProxy:
         try:
             with trio.move_on_after(OPEN_SECONDS):
                 opened = await read_first(stream, StreamOpen)
-                reason = refusal(self._circle, stream.peer, opened)
+                reason = refusal(self._peers, stream.peer, opened)
         except BadMessage as error:
             reason = "malformed"
             self._rejected(stream.peer, "stages_malformed", PROOF)

@@ -17,7 +17,7 @@ import trio
 
 from swarmnode import __version__
 from swarmnode.config import Config
-from swarmnode.crew.plane import StagePlane
+from swarmnode.crew.service import StageService
 from swarmnode.daemon.member import Member, open_member
 from swarmnode.daemon.observer import NodeObserver, Parts
 from swarmnode.daemon.presence import announce, beat, told_to_stop
@@ -56,7 +56,7 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
             GroupRules(config.task.names, config.training.max_completion_length, member.keeps_rules, member.spoken), config.sharing,
             budget=meter,
         )  # fmt: skip
-        crew = StagePlane(
+        crew = StageService(
             network, key, config.stages, data_dir, lambda message: link.send_to_trainer(message),
             restart=partial(end_trainer, trainer, data_dir),
             paused=lambda: _pause(meter), allows=meter.has_room,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import trio
 
-from swarmnode.crew.plane import StagePlane
+from swarmnode.crew.service import StageService
 from swarmnode.link.messages import Report
 from swarmnode.observe import health
 from swarmnode.observe.logfile import LogLine, Tail, log_file
@@ -45,7 +45,7 @@ class Parts:
     trainer: TrainerWatch
     rollouts: RolloutExchange | None = None
     weights: WeightService | None = None
-    crew: StagePlane | None = None
+    crew: StageService | None = None
     scorer: AsyncScorer | None = None
 
 

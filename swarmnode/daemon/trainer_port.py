@@ -12,7 +12,7 @@ import structlog
 import trio
 
 from swarmnode.crew import local as stages
-from swarmnode.crew.plane import StagePlane
+from swarmnode.crew.service import StageService
 from swarmnode.daemon.supervisor import ENDED
 from swarmnode.files import write_atomically
 from swarmnode.link.messages import Hello, Report, Welcome
@@ -34,7 +34,7 @@ class TrainerPort:
     watch: TrainerWatch
     rollouts: RolloutExchange
     weight_exchange: WeightService
-    crew: StagePlane
+    crew: StageService
 
     def hello(self, hello: Hello) -> Welcome:
         log.info("trainer connected", pid=hello.pid, policy_version=hello.policy_version)

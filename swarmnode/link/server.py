@@ -148,7 +148,7 @@ class LinkServer:
                 self._handler.judged(message)
             case Report():
                 self._handler.report(message)
-            case stages.Offering() | stages.StageStatus():
+            case stages.Offering() | stages.StageStatus() | stages.Blames():
                 self._handler.stages(message)
             case _:
                 self._handler.weights(message)

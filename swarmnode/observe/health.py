@@ -67,7 +67,7 @@ def ready(s: NodeSnapshot) -> Verdict:
 def policy_loaded(report: Report | None, crew: StagesView) -> bool:
     """Whether a node whose trainer said this last has the policy, or its stage of it, in working order."""
     if crew.enabled:
-        return crew.stage is not None and crew.phase in ("ready", "probation", "active")
+        return crew.stage is not None and crew.phase in ("probation", "active")
     return report is not None and report.phase != "loading"
 
 
@@ -92,9 +92,7 @@ def troubles(s: NodeSnapshot) -> list[str]:
     crew = s.stages
     if crew.stage is not None and crew.phase == "failed":
         found.append(f"this node's stage could not be restored{': ' if crew.reason else ''}{crew.reason}")
-    if crew.stage is not None and crew.fenced:
-        found.append("no majority of the crew hears this node; it takes no step")
-    if crew.standing_seconds is not None and crew.standing_seconds > STANDING_SECONDS and crew.state != "forming":
+    if crew.standing_seconds is not None and crew.standing_seconds > STANDING_SECONDS:
         found.append(f"the crew has taken no step for {crew.standing_seconds:.0f} s")
     offset = s.swarm.clock_offset_seconds
     if offset is not None and abs(offset) > CLOCK_SECONDS:

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import swarmnode
-from swarmnode.crew.events import NOTES, CrewState, SlotState
+from swarmnode.crew.control import CrewState, SlotState
+from swarmnode.crew.events import NOTES
 from swarmnode.crew.local import RUNGS, StagePhase
 from swarmnode.crew.messages import Request
 from swarmnode.crew.stream_handshake import REFUSALS as STREAM_REFUSALS
@@ -381,15 +382,10 @@ CREW = (
     Metric("swarmnode_crew_slots", "gauge", lambda s: dict(Counter(str(slot.state) for slot in s.stages.slots)),
            "Stages of this node's crew, by state. Anything but `active` keeps the crew from its next step.",
            ("state",), SLOT_STATES, when=has_crew),
-    Metric("swarmnode_crew_roster_epoch", "gauge", "stages.roster_epoch",
-           "Rosters that the crew has had: one more whenever a stage changes hands.", when=has_stage),
-    Metric("swarmnode_crew_fenced", "gauge", "stages.fenced",
-           "1 while no majority of the crew hears this node, so that it takes no step: the way between it and the others is cut.",
-           when=has_stage),
     Metric("swarmnode_crew_offers", "gauge", "stages.offers",
            "Other nodes that would hold a stage. With 0, nobody replaces a member that is lost."),
     Metric("swarmnode_crew_standing_seconds", "gauge", "stages.standing_seconds",
-           "Seconds since the crew last took steps; 0 while it does. After stages.wait_seconds it dissolves."),
+           "Seconds since the crew last took steps; 0 while it does. After stages.wait_seconds its nodes begin anew."),
     Metric("swarmnode_crew_events_total", "counter", "stages.events",
            "What happened in this node's crews, by event. `refuted` are false suspicions: each cost a pause.", ("event",), NOTES),
     Metric("swarmnode_crew_recovery_seconds", "histogram", "stages.recovery_seconds",
@@ -400,8 +396,6 @@ CREW = (
            "Requests to other members that had no answer in time, by message.", ("message",), CREW_MESSAGES),
     Metric("swarmnode_crew_malformed_total", "counter", "stages.malformed",
            "Requests about crews that were no valid message; each cost its sender reputation."),
-    Metric("swarmnode_crew_unsaved_total", "counter", "stages.unsaved",
-           "Votes that were not cast because they could not be written to disk. The crew waits for this node until its disk has room."),
     Metric("swarmnode_stage_trainer_restarts_total", "counter", "stages.trainer_restarts",
            "Times that this node ended its own trainer because it had work for its stage and did none."),
     Metric("swarmnode_stage_index", "gauge", "stages.stage", "Number of the stage that this node holds; 0 is the head, which trains and "
@@ -424,8 +418,8 @@ CREW = (
     Metric("swarmnode_stage_tokens_per_second", "gauge", "stages.tokens_per_second",
            "Tokens per second that go through this node's stage.", when=has_stage),
     Metric("swarmnode_stage_frames_dropped_total", "counter", "stages.dropped",
-           "Frames between stages that counted for nothing, by reason. `roster_epoch`, `stage_epoch` and `step` are what a change of "
-           "roster leaves behind.", ("reason",), (*FENCE_REASONS, *FRAME_REASONS, DEVICE)),
+           "Frames between stages that counted for nothing, by reason. `crew` and `step` are what the end of a "
+           "crew leaves behind.", ("reason",), (*FENCE_REASONS, *FRAME_REASONS, DEVICE)),
     Metric("swarmnode_stage_streams", "gauge", "stages.streams", "Open streams to other stages, by kind.", ("kind",), KINDS),
     Metric("swarmnode_stage_streams_lost_total", "counter", "stages.streams_lost",
            "Streams to other stages that the other side ended, or that broke, by kind.", ("kind",), KINDS),

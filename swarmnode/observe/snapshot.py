@@ -56,10 +56,8 @@ class SlotRow(msgspec.Struct, frozen=True):
     stage: int
     peer: str = ""
     """Who holds it; empty while it is vacant."""
-    state: str = "vacant"
-    """vacant, claimed, loading, probation, active, suspect, draining."""
-    stage_epoch: int = 0
-    """How many holders it has had."""
+    state: str = "absent"
+    """absent, loading, probation, active, failed, suspect."""
     step: int = 0
     """Steps that it has taken."""
     layers: int | None = None
@@ -71,12 +69,9 @@ class StagesView(msgspec.Struct, frozen=True):
     enabled: bool = False
     """This node would hold a stage, or does."""
     state: str = "none"
-    """The crew's: none, forming, running, paused, recovering."""
+    """The crew's: none, preparing, running, paused."""
     crew: str = ""
     """Id, hex; empty outside a crew."""
-    roster_epoch: int = 0
-    fenced: bool = False
-    """No majority of the crew hears this node: it takes no step."""
     slots: list[SlotRow] = []
     offers: int = 0
     """Other nodes that would hold a stage."""
@@ -93,8 +88,6 @@ class StagesView(msgspec.Struct, frozen=True):
     """Requests to other members without an answer, by message."""
     malformed: int = 0
     """Requests of others that were none."""
-    unsaved: int = 0
-    """Votes that were not cast because they could not be written down."""
     trainer_restarts: int = 0
     """Times that our trainer was ended because it had work and did none."""
     stage: int | None = None

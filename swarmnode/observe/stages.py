@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 from swarmnode.crew.local import StageStatus
-from swarmnode.crew.plane import BOUNDS, StagesStatistics
+from swarmnode.crew.service import BOUNDS, StagesStatistics
 from swarmnode.observe.snapshot import SlotRow, StagesView
 from swarmnode.observe.watch import Histogram
 
 WAYS = ("in", "out")
-NOTHING = StageStatus(b"", 0, 0, "idle")
+NOTHING = StageStatus(b"", 0, "loading")
 
 
 def stages_view(s: StagesStatistics) -> StagesView:
     """Not `enabled` while this node's trainer holds its policy alone."""
-    control, pipes, own = s.control, s.pipes, s.own
+    control, pipes, own = s.control, s.streams, s.own
     held = own is not None and control.stage is not None and (own.crew.hex(), own.stage) == (control.crew, control.stage)
     stage = own if held and own is not None else NOTHING
     return StagesView(
         enabled=s.enabled and (s.trainer or control.crew != ""),
         state=control.state,
         crew=control.crew,
-        roster_epoch=control.roster_epoch,
-        fenced=control.fenced,
         slots=[
-            SlotRow(slot.stage, slot.peer, slot.state, slot.stage_epoch, slot.step, s.layers[slot.stage] if s.layers else None)
+            SlotRow(slot.stage, slot.peer, slot.state, slot.step, s.layers[slot.stage] if s.layers else None)
             for slot in control.slots
         ],
         offers=control.offers,
-        events=dict(control.notes),
+        events=dict(s.notes),
         standing_seconds=control.standing_seconds if control.state != "none" else None,
         last_recovery_seconds=control.recovery_seconds,
         recovery_seconds=Histogram(BOUNDS, s.recovery_counts, s.recovery_seconds_total),
         heartbeat_seconds=s.heartbeat_seconds,
         unanswered=dict(s.unanswered),
         malformed=s.malformed,
-        unsaved=s.unsaved,
         trainer_restarts=s.trainer_restarts,
         stage=control.stage,
         phase=stage.phase if held and s.trainer else "",

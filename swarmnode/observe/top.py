@@ -153,7 +153,7 @@ def _peers(peers: list[Status], most: int = 12) -> RenderableType:
     return table
 
 
-SLOT_STYLES = {"active": "green", "vacant": "red", "suspect": "yellow", "claimed": "yellow", "loading": "yellow", "probation": "yellow"}
+SLOT_STYLES = {"active": "green", "absent": "red", "failed": "red", "suspect": "yellow", "loading": "yellow", "probation": "yellow"}
 
 
 def _crew(crew: Status, me: str) -> RenderableType:
@@ -161,14 +161,13 @@ def _crew(crew: Status, me: str) -> RenderableType:
     if not crew["slots"]:
         return text(f"in no crew; {crew['offers']} {'other' if crew['offers'] == 1 else 'others'} would hold a stage", "dim")
     facts = [
-        f"crew {crew['state']}", f"roster {crew['roster_epoch']}",
+        f"crew {crew['state']}",
         f"standing still for {duration(crew['standing_seconds'])}" if crew["standing_seconds"] else "",
         f"recovered in {crew['last_recovery_seconds']:.1f} s" if crew["last_recovery_seconds"] is not None else "",
         f"rung {crew['rung']}" if crew["rung"] else "",
         f"shadow {crew['shadow_age_steps']} steps old" if crew["shadow_age_steps"] is not None else "",
-        "no majority hears this node" if crew["fenced"] else "",
     ]  # fmt: skip
-    well = crew["state"] == "running" and not crew["fenced"]
+    well = crew["state"] == "running"
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     for name in ("stage", "held by", "layers", "state", "step"):
         table.add_column(name, justify="right" if name in ("layers", "step") else "left", no_wrap=True)

@@ -12,15 +12,29 @@ dropped. Attempts number the tries of one step; messages of a lower attempt are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from swarmnode.pipeline.frames import RefusalReason
 
 Phase = Literal["open", "preparing", "prepared"]
+HASH_BYTES: Final = 32
+NO_HASH: Final = bytes(HASH_BYTES)
+"""The step hash of the base: no step was taken."""
+STEP_DOMAIN: Final = b"swarmnode/crew-step/1"
 DECISION_SECONDS: Final = 30.0
 """A stage that has prepared and heard nothing for so long acknowledges again."""
+
+
+def step_hash(before: bytes, crew: bytes, step: int, attempt: int, micro_batches: Iterable[int]) -> bytes:
+    """32 bytes: what the weights are after `step` steps, the last of which took these micro-batches in this attempt of this crew.
+
+    `crew`: 16 bytes, as in `frames.Place`. `before`: the hash one step earlier.
+    """
+    numbers = b"".join(n.to_bytes(8, "big") for n in (step, attempt, *sorted(micro_batches)))
+    return hashlib.blake2b(STEP_DOMAIN + before + crew + numbers, digest_size=HASH_BYTES).digest()
 
 
 # What a stage does next.
@@ -70,11 +84,13 @@ class ParticipantStatistics:
 
 
 class Participant:
-    """One stage's side."""
+    """One stage's side. `hash`: the step hash of what it begins with; `crew`: as in `step_hash`."""
 
-    def __init__(self, step: int = 0) -> None:
+    def __init__(self, step: int = 0, hash: bytes = NO_HASH, crew: bytes = b"") -> None:
         self.step = step
         """Steps taken."""
+        self.hash = hash
+        self.crew = crew
         self.phase: Phase = "open"
         self.attempt = 0
         self._have: set[int] = set()
@@ -123,6 +139,7 @@ class Participant:
             return Confirm(attempt)
         if step != self.step or attempt != self.attempt or self.phase != "prepared":
             return None
+        self.hash = self._hash_after()
         self._clear()
         self.step += 1
         return Take(attempt)
@@ -143,6 +160,14 @@ class Participant:
             return False
         self._clear()
         return True
+
+    @property
+    def next_hash(self) -> bytes:
+        """The step hash after the step that it has prepared for; empty where it has not."""
+        return self._hash_after() if self.phase == "prepared" else b""
+
+    def _hash_after(self) -> bytes:
+        return step_hash(self.hash, self.crew, self.step + 1, self.attempt, self._have)
 
     def tick(self, now: float) -> Answer | None:
         """Asks again for a decision that does not come."""
@@ -217,6 +242,20 @@ class Coordinator:
             return self._decide(refused)
         self._norms[stage] = squared_norm
         return self._decide(None) if len(self._norms) == self.stages else None
+
+    def extend(self, deadline: float) -> None:
+        """The present proposal may take longer: it is being worked at."""
+        self._deadline = max(self._deadline, deadline)
+
+    @property
+    def norms(self) -> Mapping[int, float]:
+        """Squared norms of the present attempt, by stage."""
+        return self._norms
+
+    @property
+    def silent(self) -> frozenset[int]:
+        """Stages that have not acknowledged the present attempt."""
+        return frozenset(range(self.stages)) - self._norms.keys()
 
     def give_up(self, reason: RefusalReason) -> Decided | None:
         """Abort, where nothing is decided yet."""

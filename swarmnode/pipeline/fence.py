@@ -1,20 +1,19 @@
 """Which frames still count. Pure; no torch.
 
-A crew may go on while a former member, or a frame that was long on its way, still believes in the past. Each frame says under which roster,
-by which holder of its stage and at which step it was sent; lower numbers are dropped, and a higher roster says that we are the past.
+A crew may go on while a former member, or a frame that was long on its way, still believes in the past. Each frame says in which crew, by
+which stage and at which step it was sent. A crew never changes, so whatever another one says is of the past, or of somebody's future.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from swarmnode.pipeline.frames import Place
 
-FENCE_REASONS: Final = ("crew", "stage", "roster_epoch", "stage_epoch", "step", "newer")
-"""Why a frame is dropped. `newer`: its roster, its sender's epoch or its step is ahead of ours: we missed something."""
+FENCE_REASONS: Final = ("crew", "stage", "step", "newer")
+"""Why a frame is dropped. `newer`: its step is ahead of ours: we missed something."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +22,11 @@ class FenceStatistics:
 
 
 class Fence:
-    """For one member of a crew; a new roster makes a new fence."""
+    """For one member of a crew of `stages`; a new crew makes a new fence."""
 
-    def __init__(self, place: Place, stage_epochs: Sequence[int]) -> None:
+    def __init__(self, place: Place, stages: int) -> None:
         self.place = place
-        self._stage_epochs = tuple(stage_epochs)
+        self._stages = stages
         self._dropped: Counter[str] = Counter()
 
     def statistics(self) -> FenceStatistics:
@@ -44,15 +43,10 @@ class Fence:
         return reason
 
     def _reason(self, place: Place, sender: int, step: int | None) -> str | None:
-        mine = self.place
-        if place.crew != mine.crew:
+        if place.crew != self.place.crew:
             return "crew"
-        if place.stage != sender or not 0 <= sender < len(self._stage_epochs):
+        if place.stage != sender or not 0 <= sender < self._stages:
             return "stage"
-        if place.roster_epoch != mine.roster_epoch:
-            return "newer" if place.roster_epoch > mine.roster_epoch else "roster_epoch"
-        if place.stage_epoch != self._stage_epochs[sender]:
-            return "newer" if place.stage_epoch > self._stage_epochs[sender] else "stage_epoch"
         if step is None or place.step == step:
             return None
         return "step" if place.step < step else "newer"

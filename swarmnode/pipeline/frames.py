@@ -41,11 +41,8 @@ class Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     """Where in a crew's life a frame belongs: its fencing tokens."""
 
     crew: bytes
-    roster_epoch: int
     stage: int
     """The sender's."""
-    stage_epoch: int
-    """How many holders the sender's stage has had."""
     step: int
     """Committed steps at the sender."""
 
@@ -237,7 +234,7 @@ def body_bytes(frame: Frame, limits: FrameLimits) -> int:
 
 def policy_fingerprint(base: bytes, place: Place, codec: ActivationCodec) -> bytes:
     """32 bytes: of the policy that all stages of a crew together are. `base`: 32 bytes, of the one that training began with."""
-    parts = base + place.crew + place.roster_epoch.to_bytes(8, "big") + place.step.to_bytes(8, "big") + codec.encode()
+    parts = base + place.crew + place.step.to_bytes(8, "big") + codec.encode()
     return hashlib.blake2b(parts, digest_size=FINGERPRINT_BYTES).digest()
 
 
@@ -284,8 +281,7 @@ def check_place(place: Place) -> None:
     """Raises BadMessage("bounds")."""
     check_length("crew", place.crew, CREW_BYTES)
     check_between("stage", place.stage, 0, STAGES - 1)
-    for name in ("roster_epoch", "stage_epoch", "step"):
-        check_counter(name, getattr(place, name))
+    check_counter("step", place.step)
 
 
 def _check(frame: Frame, limits: FrameLimits) -> None:

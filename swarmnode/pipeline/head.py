@@ -21,6 +21,7 @@ import trio
 from swarmnode.config import TrainingConfig
 from swarmnode.errors import BadMessage, PeerError, PeerTimeout
 from swarmnode.pipeline import frames
+from swarmnode.pipeline.blame import Blame
 from swarmnode.pipeline.commit import Coordinator, CoordinatorStatistics, Decided
 from swarmnode.pipeline.compute import Compute, in_thread
 from swarmnode.pipeline.fence import Fence
@@ -63,7 +64,7 @@ class HeadStatistics:
 
 
 class Head(StageWorker):
-    """Stage 0. One of `generate`, `score` and `update` at a time. `seconds` bounds each of them."""
+    """Stage 0. One of `generate`, `score` and `update` at a time. `seconds` bounds the time in which nothing arrives."""
 
     def __init__(
         self, runtime: StageRuntime, links: Links, fence: Fence, settings: CrewSettings, compute: Compute = in_thread, *,
@@ -84,6 +85,11 @@ class Head(StageWorker):
         self._gone: str | None = None
         self._decided: Decided | None = None
         self._learning = (1.0, 0.0)
+        self._blame = Blame(self.stages)
+        self.blamed: tuple[int, str] | None = None
+        """(stage, why): no step comes of this crew because of it."""
+        self._patience: trio.CancelScope | None = None
+        """What bounds the present call; anything that arrives moves its deadline."""
 
     def head_statistics(self) -> HeadStatistics:
         return HeadStatistics(self.coordinator.statistics(), len(self._open), self._begun_again)
@@ -176,6 +182,8 @@ class Head(StageWorker):
                         self.links.send(stage, frames.Propose(self.place, attempt, tuple(sorted(pieces))))
                 await self._until(lambda: self._decided is not None and (self._decided.refused is not None or self.coordinator.settled))
         except PeerError as error:
+            if isinstance(error, PeerTimeout):
+                self._judge(self._blame.silent(self.coordinator.silent))
             self._send_decision(self.coordinator.give_up("timeout" if isinstance(error, PeerTimeout) else "gone"))
             if not isinstance(error, PeerTimeout):
                 raise
@@ -184,6 +192,7 @@ class Head(StageWorker):
             raise PeerTimeout("a stage has not said that it took the step which was decided")
         if decided is None or decided.refused is not None:
             return StepResult(refused=decided.refused if decided else "timeout")
+        self._judge(self._blame.taken(self.coordinator.norms))
         sums = [self._learnt[number] for number in pieces]
         count = max(sum(s.tokens for s in sums), 1.0)
         return StepResult(
@@ -196,6 +205,7 @@ class Head(StageWorker):
 
     async def handle(self, sender: int, frame: Frame, body: bytes) -> None:
         tail = self.stages - 1
+        self._extend()
         match frame:
             case frames.Tokens() if sender == tail:
                 self._tokens(frame, body)
@@ -211,8 +221,11 @@ class Head(StageWorker):
                 self._lost(frame.session, frame.reason)
             case frames.Failed():
                 self._failed = frame.reason
+                self._judge(self._blame.refused(sender, frame.reason))
             case frames.Acknowledge():
                 step_is_ours = frame.place.step == self.participant.step
+                if step_is_ours and frame.refused is not None and frame.attempt == self.coordinator.attempt:
+                    self._judge(self._blame.refused(sender, frame.refused))
                 decided = self.coordinator.acknowledged(sender, frame.attempt, frame.refused, frame.squared_norm) if step_is_ours else None
                 self._send_decision(decided)
             case frames.Done():
@@ -241,7 +254,19 @@ class Head(StageWorker):
             await self._wake.wait()
 
     def _deadline(self) -> _Deadline:
-        return _Deadline(self.seconds)
+        deadline = _Deadline(self.seconds)
+        self._patience = deadline.scope
+        return deadline
+
+    def _extend(self) -> None:
+        """Something arrived: a slow crew is waited for, one that says nothing is not."""
+        until = trio.current_time() + self.seconds
+        if self._patience is not None:
+            self._patience.deadline = until
+        self.coordinator.extend(until)
+
+    def _judge(self, verdict: tuple[int, str] | None) -> None:
+        self.blamed = self.blamed or verdict
 
     # Generation.
 
@@ -325,13 +350,13 @@ class _Deadline:
     """A cancel scope around waiting only, never around a stream; it raises PeerTimeout."""
 
     def __init__(self, seconds: float) -> None:
-        self._scope = trio.CancelScope(deadline=trio.current_time() + seconds)
+        self.scope = trio.CancelScope(deadline=trio.current_time() + seconds)
 
     def __enter__(self) -> None:
-        self._scope.__enter__()
+        self.scope.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool | None:
-        suppressed = self._scope.__exit__(kind, error, trace)
-        if self._scope.cancelled_caught:
+        suppressed = self.scope.__exit__(kind, error, trace)
+        if self.scope.cancelled_caught:
             raise PeerTimeout("the crew did not answer in time")
         return suppressed

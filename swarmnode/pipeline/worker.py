@@ -118,7 +118,7 @@ class StageWorker:
         self.links = links
         self.settings = settings
         self.index, self.stages = spec.index, spec.stages
-        self.participant = Participant(fence.place.step)
+        self.participant = Participant(fence.place.step, crew=fence.place.crew)
         self.squared_norm = 0.0
         self.optimizer = optimizer_of(runtime, settings.weight_decay)
         self.lr_scale = LrScale()
@@ -156,7 +156,7 @@ class StageWorker:
     @property
     def place(self) -> Place:
         p = self._fence.place
-        return Place(p.crew, p.roster_epoch, p.stage, p.stage_epoch, self.participant.step)
+        return Place(p.crew, p.stage, self.participant.step)
 
     @property
     def fingerprint(self) -> bytes:

@@ -126,7 +126,7 @@ class Channel(ABC):
     @property
     def place(self) -> Place:
         p = self._fence.place
-        return Place(p.crew, p.roster_epoch, p.stage, p.stage_epoch, self.step)
+        return Place(p.crew, p.stage, self.step)
 
     async def run(self) -> None:
         try:

@@ -1,6 +1,6 @@
 """R0: a stage's own state on its own disk, for a node that comes back. Torch.
 
-    weights.<name>   first.<name>   second.<name>   counts.<name>   rng      and the crew, stage, layers, step, norm and rate they are of
+    weights.<name>   first.<name>   second.<name>   counts.<name>   rng      and the lineage, layers, step, norm and rate they are of
     outer.<name>     what averaging with other crews keeps (φ, δ, clocks), as of the same moment; none where nothing is averaged
 
 Written after a committed step by a thread of its own, the newest state only: training waits for a copy in memory, never for the disk. A
@@ -9,6 +9,7 @@ disk that is slower than a step costs steps on a crash; while one state is being
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,9 +21,11 @@ import torch
 
 from swarmnode.errors import StateError
 from swarmnode.pipeline.spec import StageSpec
-from swarmnode.pipeline.worker import LrScale, StageWorker
+from swarmnode.pipeline.worker import LrScale, StageWorker, StepTaken
 from swarmnode.recovery import disk
 from swarmnode.recovery.state import StageState, Tensors, take
+
+log = logging.getLogger(__name__)
 
 FILE: Final = "stage.safetensors"
 
@@ -30,10 +33,16 @@ FILE: Final = "stage.safetensors"
 class _About(msgspec.Struct, frozen=True):
     """What is said with the tensors."""
 
-    crew: str
+    lineage: str
     """Hex."""
     spec: StageSpec
     step: int
+    hash: str
+    """The step hash, in hex."""
+    attempt: int
+    clip: float
+    learning_rate: float
+    """How that step was taken."""
     squared_norm: float
     pace: LrScale
 
@@ -59,18 +68,20 @@ class Kept:
 
 
 class Journal:
-    """Of one stage of one crew, in `directory`. A file of another crew or other layers counts as none, and is overwritten; so does one that
-    is damaged, and `statistics` says so: there are other rungs."""
+    """One stage of one lineage, in a directory of the lineage below `directory`. A file of other layers counts as none, and is overwritten;
+    so does one that is damaged, and `statistics` says so: there are other sources."""
 
-    def __init__(self, directory: Path, crew: bytes, spec: StageSpec) -> None:
-        self.path = directory / FILE
-        self._crew, self._spec = crew.hex(), spec
+    def __init__(self, directory: Path, lineage: bytes, spec: StageSpec) -> None:
+        self.path = directory / lineage.hex() / FILE
+        self._lineage, self._spec = lineage.hex(), spec
         self._error: str | None = None
         self.step: int | None = None
+        self.hash = b""
         try:
             about = disk.read_about(self.path)
-            known = None if about is None else self._understand(about)
-            self.step = known.step if known is not None and self._is_ours(known) else None
+            known = None if about is None else _understand(self.path, about)
+            if known is not None and self._is_ours(known):
+                self.step, self.hash = known.step, bytes.fromhex(known.hash)
         except StateError as error:
             self._error = str(error)
         self._skipped = 0
@@ -95,7 +106,10 @@ class Journal:
             tensors |= {f"{part}.{name}": tensor for name, tensor in getattr(state, part).items()}
         tensors |= {f"counts.{name}": torch.tensor([steps]) for name, steps in state.counts.items()}
         tensors |= {f"outer.{name}": tensor for name, tensor in outer.items()}
-        about = _About(self._crew, self._spec, state.step, state.squared_norm, worker.lr_scale)
+        taken, at = worker.last_commit, worker.participant.hash.hex()
+        about = _About(
+            self._lineage, self._spec, state.step, at, taken.attempt, taken.clip, taken.learning_rate, state.squared_norm, worker.lr_scale
+        )
         with self._condition:
             self._pending = tensors, about
             self._condition.notify_all()
@@ -103,9 +117,9 @@ class Journal:
     def read(self) -> Kept:
         """Raises StateError where the file is damaged, or of another crew, stage or model."""
         tensors, about = disk.load(self.path)
-        known = self._understand(about)
+        known = _understand(self.path, about)
         if not self._is_ours(known):
-            raise StateError(f"{self.path} is of another crew or stage")
+            raise StateError(f"{self.path} is of another stage")
         part = lambda kind: {n.removeprefix(f"{kind}."): t for n, t in tensors.items() if n.startswith(f"{kind}.")}
         outer = part("outer")
         if not all(bool(torch.isfinite(tensor).all()) for tensor in outer.values()):  # the gate looks at weights only
@@ -118,14 +132,8 @@ class Journal:
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"{self.path} lacks something: {error}") from None
 
-    def _understand(self, about: disk.About) -> _About:
-        try:
-            return msgspec.convert(about, _About)
-        except msgspec.ValidationError as error:
-            raise StateError(f"{self.path} lacks something: {error}") from None
-
     def _is_ours(self, about: _About) -> bool:
-        return (about.crew, about.spec) == (self._crew, self._spec)
+        return (about.lineage, about.spec) == (self._lineage, self._spec)
 
     def close(self) -> None:
         """Writes what is pending, then stops."""
@@ -150,6 +158,40 @@ class Journal:
                 (tensors, about), self._pending, self._busy = self._pending, None, True
             try:
                 disk.save(self.path, tensors, msgspec.to_builtins(about))
-                self.step, self._error = about.step, None
+                self.step, self.hash, self._error = about.step, bytes.fromhex(about.hash), None
             except OSError as error:
                 self._error = str(error)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a directory of journals has of one lineage."""
+
+    lineage: bytes
+    spec: StageSpec
+    step: int
+    hash: bytes
+    taken: StepTaken
+
+
+def find_journals(directory: Path) -> list[Found]:
+    """Of every lineage, what can be read."""
+    found = []
+    for path in sorted(directory.glob(f"*/{FILE}")):
+        try:
+            about = disk.read_about(path)
+            if about is not None:
+                a = _understand(path, about)
+                taken = StepTaken(a.attempt, a.clip, a.learning_rate)
+                found.append(Found(bytes.fromhex(a.lineage), a.spec, a.step, bytes.fromhex(a.hash), taken))
+        except (StateError, ValueError) as error:
+            log.warning("a journal that cannot be read: %s", error)
+    return found
+
+
+def _understand(path: Path, about: disk.About) -> _About:
+    """Raises StateError."""
+    try:
+        return msgspec.convert(about, _About)
+    except msgspec.ValidationError as error:
+        raise StateError(f"{path} lacks something: {error}") from None

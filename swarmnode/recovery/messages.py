@@ -21,6 +21,7 @@ from typing import Final, Literal
 import msgspec
 
 from swarmnode.errors import BadMessage
+from swarmnode.pipeline.commit import HASH_BYTES
 from swarmnode.pipeline.frames import CHUNK_BYTES, HEADER_BYTES, ActivationCodec, Place, Reader, check_place, read_exactly
 from swarmnode.weights.layout import Layout, elements
 from swarmnode.wire import strict
@@ -61,6 +62,8 @@ class Holds(StateMessage, frozen=True, tag="holds"):
     """Committed steps in it."""
     root: bytes
     """32 bytes, the shadow's; empty without one. Two neighbours that name the same need not be judged."""
+    hash: bytes
+    """32 bytes: its step hash; empty without one."""
     ends: int | None
     probes: int | None
 
@@ -80,6 +83,8 @@ class Have(StateMessage, frozen=True, tag="have"):
     size: int
     root: bytes
     """32 bytes, blake2b of all."""
+    hash: bytes = b""
+    """32 bytes: the step hash of a shadow; empty of anything else."""
     form: Form = "exact"
     codec: ActivationCodec = "float32"
     """Of activations: `edges`, `run`, `ran`."""
@@ -181,8 +186,10 @@ def _check(message: Message) -> None:
     check_fields(message, {}, _RANGES)
     if isinstance(message, Holds):
         check_length("root", message.root, 0 if message.shadow is None else ROOT_BYTES)
+        check_length("hash", message.hash, 0 if message.shadow is None else HASH_BYTES)
     if isinstance(message, Have):
         check_length("root", message.root, ROOT_BYTES)
+        check_length("hash", message.hash, HASH_BYTES if message.what == "shadow" else 0)
         check_finite("factor", message.factor)
         check_between("squared_norm", message.squared_norm, 0.0, math.inf)
         check_positive("factor", message.factor, FACTOR)

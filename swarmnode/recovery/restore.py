@@ -96,10 +96,11 @@ class _Candidate:
 
 
 async def restore(
-    peer: StatePeer, *, step: int, run: Run, journal: Journal | None = None, base: Base | None = None,
+    peer: StatePeer, *, step: int, run: Run, hash: bytes = b"", journal: Journal | None = None, base: Base | None = None,
     replica: Callable[[], Awaitable[Replica]] | None = None, tell: Tell = lambda phase, rung: None,
 ) -> Restored:  # fmt: skip
-    """The stage `peer.runtime` as good as it can be had; `step` is how many the crew has committed. `peer.run` must be running.
+    """The stage `peer.runtime` as good as it can be had; `step` is how many the crew has committed, `hash` their step hash.
+    `peer.run` must be running.
 
     Without a `base` there is no R3: a run from scratch has none that is worth anything.
 
@@ -109,6 +110,9 @@ async def restore(
     peer.phase, peer.rung, peer.restored, peer.exhausted = "empty", SourceKind.NONE, None, False
     holds = await _ask(peer)
     kept = {stage: holds[stage] for stage in ring(peer.spec.index, peer.spec.stages) if stage in holds}
+    if hash:  # what is of the very step and has another hash is of another continuation
+        kept = {stage: h for stage, h in kept.items() if h.shadow != step or h.hash == hash}
+        journal = None if journal is not None and journal.step == step and journal.hash != hash else journal
     found = Found(
         journal=journal.step if journal is not None else None,
         replica=replica is not None,

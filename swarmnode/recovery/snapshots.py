@@ -14,8 +14,8 @@ import json
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Protocol
@@ -40,9 +40,11 @@ log = logging.getLogger(__name__)
 
 SHADOWS: Final = "shadows"
 """Below the trainer's directory: a directory for each crew."""
+OTHERS_EVERY: Final = 20
+"""Steps between two looks at what is kept of other lineages."""
 RAN: Final = "ran"
 """A file in the directory of a crew that has taken a step with this node; in it, as JSON, what the crew trains."""
-KEYS: Final = {"step": int, "form": str, "root": str, "squared_norm": float, "factor": float}
+KEYS: Final = {"step": int, "form": str, "root": str, "squared_norm": float, "factor": float, "hash": str}
 
 
 def ring(stage: int, stages: int) -> tuple[int, ...]:
@@ -64,6 +66,8 @@ class PeerSnapshot:
     root: bytes
     squared_norm: float
     factor: float
+    hash: bytes
+    """The step hash."""
 
 
 @dataclass(frozen=True)
@@ -76,17 +80,17 @@ class StoreStatistics:
 
 
 class SnapshotStore:
-    """Shadows of some stages of one crew, in `directory`/<crew>. One per stage, the newest. Those of the crew before are deleted once this
-    one has taken a step (`ran`), those of crews that never have at once: a crew that does nothing costs another one none of its copies.
-    about: what the crew trains, for who reads the copies without a crew.
+    """Snapshots of some stages of one lineage, in `directory`/<lineage>. One per stage, the newest. Those of another lineage are deleted
+    once this one has as many steps behind it as they have (`ran`), those of lineages that never took a step at once: a crew that does
+    nothing costs another one none of its copies. about: what the lineage trains, for who reads the copies without a crew.
 
     No more than the form's size of every stage's layout is ever kept: what a peer claims has no part in it.
     """
 
     def __init__(
-        self, directory: Path, crew: bytes, layouts: Mapping[int, Layout], about: disk.About = MappingProxyType({})
+        self, directory: Path, lineage: bytes, layouts: Mapping[int, Layout], about: disk.About = MappingProxyType({})
     ) -> None:  # fmt: skip
-        self._directory = directory / crew.hex()
+        self._directory = directory / lineage.hex()
         self._about = dict(about)
         self._layouts = dict(layouts)
         self._shadows: dict[int, PeerSnapshot] = {}
@@ -101,19 +105,19 @@ class SnapshotStore:
         for stage in layouts:
             self._remember(stage)
 
-    def ran(self) -> None:
-        """This crew has taken a step."""
-        if self._ran:
+    def ran(self, step: int) -> None:
+        """The lineage has taken `step` steps."""
+        if self._ran and step % OTHERS_EVERY:
             return
         self._ran = True
         try:
             self._directory.mkdir(mode=0o700, exist_ok=True)
             write_atomically(self._directory / RAN, json.dumps(self._about).encode())
             for other in self._directory.parent.iterdir():
-                if other.is_dir() and other != self._directory:
+                if other.is_dir() and other != self._directory and max((s.step for _, s in _copies_in(other)), default=0) <= step:
                     shutil.rmtree(other)
         except OSError as error:
-            log.warning("the shadows of another crew stay: %s", error)
+            log.warning("the snapshots of another lineage stay: %s", error)
 
     def statistics(self) -> StoreStatistics:
         size = sum(state_bytes(self._layouts[stage], shadow.form) for stage, shadow in self._shadows.items())
@@ -139,8 +143,8 @@ class SnapshotStore:
             raise BadMessage("size", f"{len(body)} bytes of a shadow of {state_bytes(layout, have.form)}")
         if root_of(body) != have.root:
             raise BadMessage("hash", "a shadow")
-        shadow = PeerSnapshot(have.step, have.form, have.root, have.squared_norm, have.factor)
-        about = {"step": have.step, "form": have.form, "root": have.root.hex(), "squared_norm": have.squared_norm, "factor": have.factor}
+        shadow = PeerSnapshot(have.step, have.form, have.root, have.squared_norm, have.factor, have.hash)
+        about = {**asdict(shadow), "root": have.root.hex(), "hash": have.hash.hex()}
         with self._lock:
             old = self._shadows.get(stage)
             if old is not None and old.step > have.step:
@@ -197,9 +201,47 @@ def _shadow(about: disk.About) -> PeerSnapshot:
     if not all(isinstance(about.get(key), kind) for key, kind in KEYS.items()) or about["form"] not in ("exact", "small"):
         raise StateError("not a shadow")
     try:
-        return msgspec.convert({**about, "root": bytes.fromhex(str(about["root"]))}, PeerSnapshot)
+        hashes = {name: bytes.fromhex(str(about[name])) for name in ("root", "hash")}
+        return msgspec.convert({**about, **hashes}, PeerSnapshot)
     except (ValueError, TypeError) as error:
         raise StateError(f"not a shadow: {error}") from None
+
+
+@dataclass(frozen=True)
+class KeptSnapshot:
+    """What is kept here of some layers of a lineage, whoever's stage they are."""
+
+    lineage: bytes
+    first: int
+    last: int
+    """Layers first … last − 1."""
+    step: int
+    hash: bytes
+
+
+def find_snapshots(directory: Path) -> list[KeptSnapshot]:
+    """Below the directory of all lineages; what cannot be read is none."""
+    found = []
+    for ran in sorted(directory.glob(f"*/{RAN}")):
+        try:
+            lineage, layers = bytes.fromhex(ran.parent.name), list(json.loads(ran.read_bytes())["layers"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("snapshots that nobody can read: %s", error)
+            continue
+        for stage, kept in _copies_in(ran.parent):
+            if stage < len(layers):
+                found.append(KeptSnapshot(lineage, sum(layers[:stage]), sum(layers[: stage + 1]), kept.step, kept.hash))
+    return found
+
+
+def _copies_in(directory: Path) -> Iterator[tuple[int, PeerSnapshot]]:
+    for path in sorted(directory.glob("stage-*.safetensors")):
+        try:
+            about = disk.read_about(path)
+            if about is not None:
+                yield int(path.stem.removeprefix("stage-")), _shadow(about)
+        except (StateError, ValueError):
+            continue
 
 
 class Peer(Protocol):
@@ -233,7 +275,7 @@ class SnapshotRecorder(Recorder):
         if self._journal is not None:
             self._journal.note(worker, self._outer())
         if self._store is not None:
-            self._store.ran()
+            self._store.ran(step)
         if not paper and step % self.settings.shadow_every == 0:
             self._state = take(worker)
         if paper and (self.spec.has_embedding or self.spec.has_head):

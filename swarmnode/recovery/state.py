@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from swarmnode.averaging.codecs import bfloat16_bits, bfloat16_values, to_bytes
 from swarmnode.errors import BadMessage, Incompatible
+from swarmnode.pipeline.commit import NO_HASH
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.spec import StageSpec
 from swarmnode.pipeline.split import adapt, cut_ends, stage_config
@@ -48,6 +49,8 @@ class StageState:
     squared_norm: float = 0.0
     factor: float = 1.0
     """Of the stage's learning rate, to the crew's."""
+    hash: bytes = NO_HASH
+    """The step hash."""
 
 
 def layout_of(model: torch.nn.Module) -> Layout:
@@ -81,7 +84,9 @@ def take(worker: StageWorker) -> StageState:
         if moments:
             first[name], second[name] = host_copy(moments["exp_avg"]), host_copy(moments["exp_avg_sq"])
             counts[name] = float(moments["step"])
-    return StageState(worker.participant.step, weights, first, second, counts, worker.squared_norm, worker.lr_scale.factor)
+    return StageState(
+        worker.participant.step, weights, first, second, counts, worker.squared_norm, worker.lr_scale.factor, worker.participant.hash
+    )
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:

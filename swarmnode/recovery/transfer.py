@@ -215,7 +215,7 @@ class StatePeer(Channel):
     async def _push_state(self, state: StageState) -> None:
         layout = self.layouts[self.spec.index]
         form = form_of(layout, self.settings)
-        more = {"form": form, "squared_norm": state.squared_norm, "factor": state.factor}
+        more = {"form": form, "squared_norm": state.squared_norm, "factor": state.factor, "hash": state.hash}
         body = await self.compute(lambda: encode_state(state, layout, form))
         have = await self.compute(lambda: self.have("shadow", state.step, body, **more))
         receivers, self._keepers = {*ring(self.spec.index, self.spec.stages), *self._keepers}, set()
@@ -259,7 +259,7 @@ class StatePeer(Channel):
         rung = None if self.rung is None else int(self.rung)
         return m.Holds(
             self.place, number, self.phase == "whole", rung, self.exhausted, shadow.step if shadow else None,
-            shadow.root if shadow else b"", ends[0] if ends else None,
+            shadow.root if shadow else b"", shadow.hash if shadow else b"", ends[0] if ends else None,
             probes[-1].step if probes else None,
         )  # fmt: skip
 
@@ -278,7 +278,7 @@ class StatePeer(Channel):
         """(committed steps, bytes, fields of `Have`) of what `stage` wants; no bytes where it is not here. Raises StateError, OSError."""
         own = self.layouts[self.spec.index]
         if what == "shadow" and self._store is not None and (shadow := self._store.get(stage)) is not None:
-            more = {"form": shadow.form, "squared_norm": shadow.squared_norm, "factor": shadow.factor}
+            more = {"form": shadow.form, "squared_norm": shadow.squared_norm, "factor": shadow.factor, "hash": shadow.hash}
             return shadow.step, self._store.read(stage), more
         if what == "ends" and stage in self.recorder.ends:
             step, tensors = self.recorder.ends[stage]

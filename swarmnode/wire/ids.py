@@ -74,11 +74,11 @@ WEIGHTS_PROTOCOL = "/swarmnode/weights/1"
 WEIGHTS_STATE_PROTOCOL = "/swarmnode/weights-state/1"
 """Request/response: the signed manifest of an outer state, and where to fetch that. Not in `PROTOCOLS`."""
 
-CREWS_PROTOCOL = "/swarmnode/crews/1"
-"""Request/response: offers, rosters and the votes for them, heartbeats of a crew. Not in `PROTOCOLS`: whoever holds a whole policy does
+CREWS_PROTOCOL = "/swarmnode/crews/2"
+"""Request/response: offers, records of crews to sign, heartbeats. Not in `PROTOCOLS`: whoever holds a whole policy does
 without."""
 
-STAGE_STREAM_PROTOCOL = "/swarmnode/stage-stream/1"
+STAGE_STREAM_PROTOCOL = "/swarmnode/stage-stream/2"
 """A stream between the trainers of two stages of a crew. Not in `PROTOCOLS`."""
 
 PRIVATE_SECURITY = "/swarmnode/noise-xxpsk0/1"

@@ -112,12 +112,12 @@ async def test_the_page_shows_the_swarm_the_exchanges_and_what_the_node_costs(tm
 
 
 def recovering() -> NodeSnapshot:
-    """Stage 2 is vacant, stage 3 suspected, and stage 1 being loaded by somebody without a name."""
+    """The trainer of stage 2 is gone, stage 3 is suspected, and stage 1 being loaded by somebody without a name."""
     s = example()
-    states = ("active", "loading", "vacant", "suspect")
+    states = ("active", "loading", "absent", "suspect")
     slots = [msgspec.structs.replace(slot, state=state) for slot, state in zip(s.stages.slots, states, strict=True)]
-    slots[1], slots[2] = msgspec.structs.replace(slots[1], peer=PEERS[2]), msgspec.structs.replace(slots[2], peer="")
-    crew = msgspec.structs.replace(s.stages, state="recovering", slots=slots, standing_seconds=42.0)
+    slots[1] = msgspec.structs.replace(slots[1], peer=PEERS[2])
+    crew = msgspec.structs.replace(s.stages, state="preparing", slots=slots, standing_seconds=42.0)
     return msgspec.structs.replace(s, stages=crew)
 
 
@@ -128,13 +128,14 @@ async def test_the_crew_is_drawn_in_the_order_of_its_stages_by_colour_and_by_wor
     short = lambda peer: f"{peer[:8]}…{peer[-6:]}"
     assert (
         f"Stage 0 · head this node active 4 layers, step 250 Stage 1 {short(PEERS[2])} loading 6 layers, step 250 "
-        f"Stage 2 nobody vacant 6 layers, step 250 Stage 3 · tail gpu-box-7 {short(PEERS[3])} suspected 4 layers, step 250"
+        f"Stage 2 Küche 2 {short(PEERS[1])} absent 6 layers, step 250 "
+        f"Stage 3 · tail gpu-box-7 {short(PEERS[3])} suspected 4 layers, step 250"
     ) in text
     assert re.findall(r'<li class="(\w*)" data-stage="(\d)"', seen.dom) == [("good", "0"), ("warn", "1"), ("bad", "2"), ("warn", "3")]
     for value in (
-        "Recovering a stage; no step for 42 s; roster 4; 1 other node offers to hold a stage.",
-        "R2, a neighbour's shadow, in 2.1 s", "of step 240, 10 steps old", "6.4 s until it ran again", "suspected 2, refuted 1, evicted 1",
-        "0.00070 nats per token", "roster epoch 14, stage epoch 3", "the crew has taken no step for 42 s",
+        "Preparing; no step for 42 s; 1 other node offers to hold a stage.",
+        "R2, a neighbour's shadow, in 2.1 s", "of step 240, 10 steps old", "6.4 s until it ran again", "suspected 2, refuted 1, broken 1",
+        "0.00070 nats per token", "crew 14, step 3", "the crew has taken no step for 42 s",
         "not by strangers; through relays, or where it dials", "2 through which it can be called", "succeeded 3, failed 1",
     ):  # fmt: skip
         assert value in text, value
@@ -144,10 +145,10 @@ async def test_the_crew_is_drawn_in_the_order_of_its_stages_by_colour_and_by_wor
 async def test_a_node_that_holds_its_policy_alone_shows_no_crew(tmp_path, monkeypatch) -> None:
     seen = await visit(tmp_path, monkeypatch, lambda: msgspec.structs.replace(example(), stages=StagesView()))
     assert re.search(r'id="crew-card"[^>]*hidden', seen.dom)
-    waiting = StagesView(enabled=True, offers=2, reason="dissolved: stage 2 was vacant for 120 s")
+    waiting = StagesView(enabled=True, offers=2, reason="12D3KooW is gone")
     (tmp_path / "again").mkdir()
     seen = await visit(tmp_path / "again", monkeypatch, lambda: msgspec.structs.replace(example(), stages=waiting))
-    said = "In no crew; 2 other nodes offer to hold a stage; dissolved: stage 2 was vacant for 120 s."
+    said = "In no crew; 2 other nodes offer to hold a stage; 12D3KooW is gone."
     assert said in seen.text
     assert not re.search(r'id="crew-card"[^>]*hidden', seen.dom)
 

@@ -130,21 +130,17 @@ PARAMETERS = 8
 ATTRIBUTES = 14
 
 MORE_PARAMETERS = {
-    "swarmnode/crew/plane.py:StagePlane.__init__": 10,
-    "swarmnode/crew/succession.py:next_record": 10,
-    "swarmnode/crew/view.py:View.wish": 9,
+    "swarmnode/crew/founding.py:_continue": 9,
+    "swarmnode/crew/service.py:StageService.__init__": 10,
     "swarmnode/recovery/restore.py:_load": 9,
     "swarmnode/recovery/transfer.py:StatePeer.__init__": 10,
 }
 MORE_ATTRIBUTES = {
-    "swarmnode/crew/control.py:CrewControl": 43,
-    "swarmnode/crew/plane.py:StagePlane": 33,
-    "swarmnode/crew/standing.py:Standing": 43,
+    "swarmnode/crew/service.py:StageService": 16,
     "swarmnode/crew/stream_proxy.py:StreamProxy": 18,
-    "swarmnode/crew/view.py:View": 15,
     "swarmnode/daemon/watchdog.py:Watchdog": 15,
     "swarmnode/p2p/summaries.py:Summaries": 15,
-    "swarmnode/pipeline/head.py:Head": 38,
+    "swarmnode/pipeline/head.py:Head": 41,
     "swarmnode/pipeline/links.py:Links": 16,
     "swarmnode/pipeline/worker.py:StageWorker": 23,
     "swarmnode/recovery/channel.py:Channel": 18,
@@ -153,7 +149,7 @@ MORE_ATTRIBUTES = {
     "swarmnode/rollouts/exchange.py:RolloutExchange": 22,
     "swarmnode/trainer/crew/average.py:StageAveraging": 19,
     "swarmnode/trainer/crew/recovery.py:StageRecovery": 15,
-    "swarmnode/trainer/crew/runner.py:StageRunner": 17,
+    "swarmnode/trainer/crew/runner.py:StageRunner": 18,
 }
 IGNORED_ERRORS = {"swarmnode.p2p.guards.*"}
 

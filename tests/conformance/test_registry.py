@@ -11,10 +11,11 @@ from protocol.generate.schema import schemas
 from protocol.generate.schema_stages import schemas as stages_schemas
 from protocol.generate.schema_weights import schemas as weights_schemas
 from swarmnode.crew import messages as crews
-from swarmnode.crew import plane, stream_handshake, stream_proxy
+from swarmnode.crew import record, service, stream_handshake, stream_proxy
 from swarmnode.crew.plan import MEMBERS
 from swarmnode.p2p import bulk, exchange, host, manifests, sessions, summaries
 from swarmnode.pipeline import frames as stage_frames
+from swarmnode.pipeline.commit import STEP_DOMAIN
 from swarmnode.pipeline.fence import FENCE_REASONS
 from swarmnode.recovery.messages import FACTOR, STATE_REASONS
 from swarmnode.rollouts import admission
@@ -68,8 +69,9 @@ def test_domain_strings_are_those_of_the_registry():
         "seed": ids.DOMAIN_SEED,
         "evaluation": ids.DOMAIN_EVALUATION,
         "task": ids.DOMAIN_TASK,
-        "crew_record": crews.RECORD_DOMAIN,
-        "crew_vote": crews.VOTE_DOMAIN,
+        "crew_record": record.RECORD_DOMAIN,
+        "crew_member": record.MEMBER_DOMAIN,
+        "crew_step": STEP_DOMAIN,
     }
     assert {name: value.decode() for name, value in ours.items()} == REGISTRY["domains"]
 
@@ -141,11 +143,10 @@ def test_caps_are_those_of_the_registry():
         "transfer": limits.TRANSFER_BYTES,
         "chunk_hash": limits.CHUNK_HASH_BYTES,
         "token": limits.TOKEN_BYTES,
-        "crew": crews.CREW_BYTES,
+        "crew": record.HASH_BYTES,
         "crew_prefix": limits.CREW_PREFIX_BYTES,
-        "record_hash": crews.HASH_BYTES,
-        "incarnation": crews.INCARNATION_BYTES,
-        "crew_nonce": crews.NONCE_BYTES,
+        "record_hash": record.HASH_BYTES,
+        "crew_nonce": record.NONCE_BYTES,
         "wave": limits.WAVE_BYTES,
     }
     assert REGISTRY["counts"] == {
@@ -170,10 +171,9 @@ def test_caps_are_those_of_the_registry():
         "fragments": weights_messages.FRAGMENTS,
         "retry_seconds": weights_messages.RETRY_SECONDS,
         "stages": limits.STAGES,
-        "seats": MEMBERS,
-        "witnesses": crews.WITNESSES,
-        "chain": crews.CHAIN,
-        "layers": crews.LAYERS,
+        "crew_members": MEMBERS,
+        "copies": record.COPIES,
+        "layers": record.LAYERS,
         "micro_batches": limits.MICRO_BATCHES,
         "stage_waiting": limits.STAGE_WAITING,
         "stage_activation_block": limits.STAGE_ACTIVATION_BLOCK,
@@ -203,7 +203,7 @@ def test_timeouts_are_those_of_the_registry():
         "summary": summaries.DEADLINE,
         "weights": weights_requests.REQUEST_TIMEOUT,
         "weights_state": state_server.ANSWER_SECONDS,
-        "crews": plane.SAY_SECONDS,
+        "crews": service.REQUEST_TIMEOUT,
         "stage_open": stream_proxy.OPEN_SECONDS,
         "stage_stream": stream_proxy.PARK_SECONDS,
         "bulk_manifest": bulk.service.REQUEST_SECONDS,
@@ -227,9 +227,9 @@ def test_every_limit_is_in_the_registry():
     ours = [value for name, value in vars(limits).items() if name.isupper()]
     said = weights_messages
     ours += [said.MESSAGE_BYTES, said.STATE_REQUEST_BYTES, said.STATE_BYTES, said.NONCE_BYTES, said.FRAGMENTS, said.RETRY_SECONDS]
-    ours += [crews.MESSAGE_BYTES, crews.REASON_BYTES, crews.CREW_BYTES, crews.HASH_BYTES, crews.INCARNATION_BYTES, crews.WITNESSES]
-    ours += [crews.NONCE_BYTES, FACTOR]
-    ours += [crews.CHAIN, crews.LAYERS, MEMBERS, stream_handshake.OPEN_BYTES, stage_frames.CHUNK_BYTES, 1e30]
+    ours += [crews.MESSAGE_BYTES, crews.REASON_BYTES, record.HASH_BYTES, record.COPIES]
+    ours += [record.NONCE_BYTES, FACTOR]
+    ours += [record.LAYERS, MEMBERS, stream_handshake.OPEN_BYTES, stage_frames.CHUNK_BYTES, 1e30]
     assert sorted([*ours, seeds.BLOCK_BITS]) == sorted(registered)
 
 

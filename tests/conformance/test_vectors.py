@@ -14,13 +14,13 @@ import msgspec
 import pytest
 
 from protocol.generate import crew_vectors, frames, stage_vectors, vectors
-from protocol.generate.crew_vectors import PEERS
 from protocol.generate.stage_vectors import answers
 from swarmnode.config import SharingConfig
 from swarmnode.crew import messages as crews
 from swarmnode.crew import stream_handshake
-from swarmnode.crew.roster import Acceptor
+from swarmnode.crew.record import Founded, Record, check_founded, crew_id
 from swarmnode.errors import BadMessage
+from swarmnode.pipeline.commit import step_hash
 from swarmnode.pipeline.fence import FENCE_REASONS, Fence
 from swarmnode.pipeline.frames import FRAME_REASONS, Place, policy_fingerprint
 from swarmnode.pipeline.routes import Routes
@@ -101,43 +101,32 @@ def route(given: dict) -> tuple:
     return Routes(given["stages"], given["swapped"]).of(given["micro_batch"], given["purpose"])
 
 
-def unplain(value):
-    """A record or message of crews as it was before its bytes were written in hex."""
-    if isinstance(value, dict):
-        fields = ("crew", "previous", "model", "nonce")
-        return {name: bytes.fromhex(item) if name in fields else unplain(item) for name, item in value.items()}
-    if isinstance(value, list) and len(value) in (2, 3) and isinstance(value[1], str):
-        return [value[0], bytes.fromhex(value[1]), *value[2:]] if isinstance(value[0], str) else value
-    return [unplain(item) for item in value] if isinstance(value, list) else value
+def unplain(record: dict) -> dict:
+    """A record of a crew as it was before its bytes were written in hex."""
+    fields = ("lineage", "model", "previous", "nonce")
+    return {name: bytes.fromhex(item) if name in fields else item for name, item in record.items()}
 
 
-def read_adopt(frame: bytes, given: dict) -> dict:
-    """What a member that knows the record `known`, or none, takes over."""
-    adopt = crews.decode_answer(frame)
-    if not isinstance(adopt, crews.Adopt):
-        raise BadMessage("schema", "no adoption")
-    acceptor = Acceptor(crews.Voter("", b""), lambda data: b"", signed_by)
-    if given["known"]:
-        known = strict.decode(bytes.fromhex(given["known"]), crews.Record)
-        acceptor.learn((crews.Certificate(known, 0, ()),))
-    acceptor.learn(acceptor.check_chain(adopt.certificates))
-    record = acceptor.record
-    seats = [list(msgspec.structs.astuple(seat)) for seat in record.seats]
-    return {"crew": acceptor.crew, "hash": crews.record_hash(record), "epoch": record.epoch, "seats": seats}
+def read_founded(frame: bytes) -> dict:
+    founded = crews.decode_request(frame)
+    if not isinstance(founded, Founded):
+        raise BadMessage("schema", "no founding")
+    check_founded(founded, signed_by)
+    return {"crew": crew_id(founded.record)}
 
 
 def read_stream_open(frame: bytes, given: dict) -> dict:
     if len(frame) > stream_handshake.OPEN_BYTES:
         raise BadMessage("oversize", "to open a stream")
     opened = strict.decode(frame, stream_handshake.StreamOpen)
-    refused = stream_handshake.refusal(crew_vectors.circle(given["roster"]), given["peer"], opened)
+    refused = stream_handshake.refusal(crew_vectors.stream_peers(given["crew"]), given["peer"], opened)
     if refused:
         raise BadMessage(refused)
     return msgspec.to_builtins(opened, builtin_types=(bytes,))
 
 
-STAGES = {"stage_frame": read_whole, "crews_adopt": read_adopt, "stage_stream_open": read_stream_open}
-"""Read with what the vector gives: a crew's shapes, the record that is known, the roster."""
+STAGES = {"stage_frame": read_whole, "stage_stream_open": read_stream_open}
+"""Read with what the vector gives: a crew's shapes, or who is in it."""
 
 
 def place_of(told: list) -> Place:
@@ -145,8 +134,8 @@ def place_of(told: list) -> Place:
 
 
 def stage_fence(given: dict) -> str | None:
-    roster = given["roster"]
-    fence = Fence(Place(bytes.fromhex(roster["crew"]), roster["roster_epoch"], 0, 0, given["step"]), roster["stage_epochs"])
+    crew = given["crew"]
+    fence = Fence(Place(bytes.fromhex(crew["crew"]), 0, given["step"]), crew["stages"])
     return fence.check(place_of(given["place"]), given["sender"], None if given["control"] else given["step"])
 
 
@@ -167,6 +156,8 @@ def judge(read_as: str, frame: bytes, domain: bytes, swarm: bytes, given: dict |
             value = plain(decode(frame, *MESSAGES[read_as]))
         elif read_as in STATE:
             value = hexed(read_state(frame))
+        elif read_as == "crews_founded":
+            value = hexed(read_founded(frame))
         elif read_as in CREWS:
             value = plain(CREWS[read_as](frame))
         elif read_as in WEIGHTS:
@@ -255,8 +246,10 @@ def test_swarmnode_derives_what_is_recorded(vector):
         "stage_route": lambda: [list(dataclasses.astuple(hop)) for hop in route(given)],
         "state_bytes": lambda: state_bytes(make_layout((str(n), s, "float32") for n, s in enumerate(given["shapes"])), given["form"]),
         "state_root": lambda: root_of(bytes.fromhex(given["body"])).hex(),
-        "record_hash": lambda: crews.record_hash(crew_vectors.read(unplain(given["record"]), crews.Record)).hex(),
-        "crew_votes": lambda: crew_vectors.voted(PEERS.index(given["voter"]), [(kind, unplain(m)) for kind, m in given["events"]]),
+        "crew_id": lambda: crew_id(crew_vectors.read(unplain(given["record"]), Record)).hex(),
+        "step_hash": lambda: step_hash(
+            bytes.fromhex(given["before"]), bytes.fromhex(given["crew"]), given["step"], given["attempt"], given["micro_batches"]
+        ).hex(),
         "stage_fence": lambda: stage_fence(given),
         "stage_commit": lambda: answers(given["step"], given["events"]),
         "bulk_root": lambda: bulk.root(BulkManifest(b"", given["size"], given["chunk_bytes"], bytes.fromhex(given["hashes"]))).hex(),
@@ -275,7 +268,8 @@ def test_every_reason_and_every_reader_has_a_vector():
     }  # fmt: skip
     accepted = {vector["read_as"] for _, vector in FRAMES if vector["verdict"] == "accept"}
     refused = {vector["read_as"] for _, vector in FRAMES if vector["verdict"] == "reject"}
-    readers = {*ENVELOPES, *MESSAGES, *WEIGHTS, *STAGES, *STATE, *CREWS, "state_manifest", "manifest", "session", "summary"}
+    others = {"crews_founded", "state_manifest", "manifest", "session", "summary"}
+    readers = {*ENVELOPES, *MESSAGES, *WEIGHTS, *STAGES, *STATE, *CREWS, *others}
     assert accepted == refused == readers
 
 

@@ -34,11 +34,11 @@ class Crew:
 @asynccontextmanager
 async def open_crew(
     runtimes: Sequence[StageRuntime], settings: CrewSettings, limits: FrameLimits, *, crew: bytes = b"\0" * frames.CREW_BYTES,
-    compute: Any = inline, seconds: float = 600.0, epoch: int = 0, step: int = 0,
+    compute: Any = inline, seconds: float = 600.0, step: int = 0,
 ) -> AsyncIterator[Crew]:  # fmt: skip
     """All stages in this process, over memory streams: Closed on leaving.
 
-    Under roster `epoch`, with `step` committed steps behind it; the members do nothing before the caller's first wait.
+    With `step` committed steps behind it; the members do nothing before the caller's first wait.
     """
     count = len(runtimes)
     streams: dict[tuple[int, int], trio.abc.Stream] = {}
@@ -48,7 +48,7 @@ async def open_crew(
     members: list[StageWorker] = []
     for i, runtime in enumerate(runtimes):
         links = Links(i, {j: streams[i, j] for j in range(count) if j != i}, limits)
-        fence = Fence(Place(crew, epoch, i, 0, step), [0] * count)
+        fence = Fence(Place(crew, i, step), count)
         if i == 0:
             members.append(Head(runtime, links, fence, settings, compute, seconds=seconds))
         else:

@@ -1,10 +1,10 @@
-"""The network half of a crew without a network: real links and stage sockets to real trainers, one roster in between, in one trio program.
+"""The network half of a crew without a network: real links and stage sockets to real trainers, foundings in between, in one trio program.
 
     async with crew_network(directories) as network:        # run `CrewTrainer`s there, in threads or processes
         await until(lambda: network.step >= 5)
 
-It founds a crew of all, settles and resumes as crew control does, and makes a new roster when a trainer comes; a seat belongs to its
-directory for ever. What it does not have: votes, leases, spares, failures of its own.
+It founds a crew of all at the newest step that they offer, resumes as crew control does, and founds the next one when a trainer comes; a
+stage belongs to its directory for ever. What it does not have: offers between nodes, spares, failures of its own.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ import msgspec
 import trio
 
 from swarmnode.crew import local
-from swarmnode.crew.local import Assigned, Offering, Open, Released, Resumed, Settled, StageStatus, Suspended
-from swarmnode.crew.messages import Status
-from swarmnode.crew.settling import settle
+from swarmnode.crew.local import Assigned, Blames, Offering, Open, Released, Resumed, StageStatus
+from swarmnode.crew.record import NO_HASH, Taken
 from swarmnode.link.messages import Drawn, Welcome
 from swarmnode.link.server import LinkServer
 
-CREW = b"\x07" * 32
+LINEAGE = b"\x07" * 32
 SWARM = b"\x08" * 32
 
 
@@ -39,15 +38,15 @@ class Node:
     network: CrewNetwork
     pid: int = 0
     connected: bool = False
-    epoch: int = 0
-    """Of the stage: a trainer that begins without it in memory is another holder."""
-    held: bool = False
+    offering: Offering | None = None
+    """Of a trainer that is in no crew."""
     status: StageStatus | None = None
     published: list[Any] = field(default_factory=list)
     reports: list[Any] = field(default_factory=list)
     hellos: list[Any] = field(default_factory=list)
     averaging: list[Any] = field(default_factory=list)
     rungs: list[str] = field(default_factory=list)
+    blames: list[Blames] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.link = LinkServer(self.directory, self)
@@ -55,7 +54,7 @@ class Node:
     def hello(self, hello: Any) -> Welcome:
         self.hellos.append(hello)
         if hello.pid != self.pid:
-            self.pid, self.held = hello.pid, False
+            self.pid = hello.pid
         return Welcome(f"12D3KooW{self.stage}", SWARM)
 
     async def own_group(self, group: Any) -> None:
@@ -74,94 +73,97 @@ class Node:
         self.averaging.append(message)
 
     def stages(self, message: local.FromTrainer) -> None:
-        if isinstance(message, Offering):
-            if not self.connected:  # an offer may be made again
-                self.network.came(self)
-        else:
-            self.network.said(self, message)
+        match message:
+            case Offering():
+                self.network.offered(self, message)
+            case StageStatus():
+                self.network.said(self, message)
+            case Blames():
+                self.blames.append(message)
 
 
 class CrewNetwork:
-    def __init__(self, directories: Sequence[Path], layers: Sequence[int], crew: bytes = CREW) -> None:
-        self.crew = crew
+    def __init__(self, directories: Sequence[Path], layers: Sequence[int]) -> None:
+        self.crew = b""
+        """The present one, empty where there is none."""
+        self.lineage = LINEAGE
         self.layers = tuple(layers)
         self.nodes = [Node(i, directory, self) for i, directory in enumerate(directories)]
-        self.epoch = 0
+        self.founded = 0
         self.step = 0
         """Committed, as far as all have said."""
         self.running = False
         self.resumed_at: list[tuple[float, int]] = []
         """(time, step) of each beginning to run."""
-        self._settled: Settled | None = None
-        self._broken = False
-        """Only a new roster helps."""
-        self._parked: dict[tuple[int, int, int, str], trio.SocketStream] = {}
+        self._parked: dict[tuple[bytes, int, int, str], trio.SocketStream] = {}
         self._sockets: set[trio.SocketStream] = set()
 
-    # ---- rosters -------------------------------------------------------------------------------------------------------
+    # ---- foundings -----------------------------------------------------------------------------------------------------
 
-    def came(self, node: Node) -> None:
-        node.connected = True
-        if all(n.connected for n in self.nodes):
-            self.new_roster()
+    def offered(self, node: Node, offering: Offering) -> None:
+        node.connected, node.offering = True, offering
+        if not self.crew and all(n.offering is not None for n in self.nodes):
+            self._found()
 
     def left(self, node: Node) -> None:
-        node.connected = node.held = False
-        self._broken = True
-        if self.running:
-            self.running = False
-            self._tell(Suspended("a trainer is gone"))
+        node.connected, node.offering = False, None
+        self.end("a trainer is gone")
 
-    def new_roster(self) -> None:
-        """Everybody stops, says where, and goes on."""
-        self.epoch += 1
-        self.running, self._settled, self._broken = False, None, False
+    def end(self, why: str) -> None:
+        """The crew is over; the next one is founded when everybody has said what he has."""
+        if self.crew:
+            self.crew, self.running = b"", False
+            for node in self.nodes:
+                node.offering = None
+                node.link.send_to_trainer(Released(why))
+
+    def _found(self) -> None:
+        """At the newest step that everybody has, or would take; without one, at the newest that anybody has."""
+        self.founded += 1
+        self.crew = self.founded.to_bytes(16, "big") * 2
         for stream in list(self._sockets):
             stream.socket.close()
         self._sockets.clear()
         self._parked.clear()
-        for node in self.nodes:
-            node.epoch += not node.held
-            node.status = None
-        epochs = tuple(node.epoch for node in self.nodes)
+        step, digest, taken = self._newest()
         members = tuple(f"12D3KooW{node.stage}" for node in self.nodes)
         for node in self.nodes:
-            founding = node.epoch == 1 and self.step == 0 and not node.held
+            node.status = node.offering = None
             path = str(local.socket_file(node.directory))
-            node.link.send_to_trainer(
-                Assigned(self.crew, self.epoch, node.stage, epochs, self.layers, members, self.step, founding, node.held, path)
-            )  # fmt: skip
+            node.link.send_to_trainer(Assigned(self.crew, self.lineage, node.stage, self.layers, members, step, digest, taken, path))
+
+    def _newest(self) -> tuple[int, bytes, Taken]:
+        starts = [sum(self.layers[: node.stage]) for node in self.nodes]
+        own = [
+            [c for c in node.offering.copies if c.lineage == self.lineage and c.first == start and c.where != "neighbour"]
+            for node, start in zip(self.nodes, starts, strict=True) if node.offering is not None
+        ]  # fmt: skip
+        points = {(c.step, c.hash): c.taken for copies in own for c in copies}
+        has = lambda copies, step, digest: any((c.step, c.hash) == (step, digest) or (c.step + 1, c.next) == (step, digest) for c in copies)
+        common = [point for point in points if all(has(copies, *point) for copies in own)]
+        step, digest = max(common or points, default=(0, NO_HASH))
+        return step, digest, points.get((step, digest), Taken())
 
     def said(self, node: Node, status: StageStatus) -> None:
-        if status.roster_epoch != self.epoch:
+        if status.crew != self.crew:
+            if not self.crew:
+                node.link.send_to_trainer(Released("that crew is over"))
             return
-        before = node.status
-        node.status = status
+        before, node.status = node.status, status
         if status.rung and (before is None or before.phase != "active") and status.phase == "active":
             node.rungs.append(status.rung)
         statuses = [n.status for n in self.nodes]
-        if self._settled is None:
-            self._settled = settle(self.epoch, self.step, [_report(s) for s in statuses])
-            if self._settled is not None:
-                self._tell(self._settled)
+        if not all(s is not None and s.phase == "active" for s in statuses):
             return
-        if not all(s is not None and s.phase == "active" and s.step >= self._settled.step for s in statuses) or self._broken:
-            return
-        for n in self.nodes:
-            n.held = True
         self.step = max(self.step, min(s.step for s in statuses if s is not None))
         if not self.running:
             self.running = True
             self.resumed_at.append((trio.current_time(), self.step))
-            self._tell(Resumed(self.epoch))
+            self._tell(Resumed(self.crew))
 
     def _tell(self, message: Any) -> None:
         for node in self.nodes:
             node.link.send_to_trainer(message)
-
-    def release(self, node: Node) -> None:
-        node.held = False
-        node.link.send_to_trainer(Released("for a test"))
 
     # ---- streams -------------------------------------------------------------------------------------------------------
 
@@ -200,11 +202,11 @@ class CrewNetwork:
         try:
             size = int.from_bytes(await _exactly(stream, 4), "big")
             opened = msgspec.msgpack.decode(await _exactly(stream, size), type=Open)
-            if opened.roster_epoch != self.epoch:
+            if opened.crew != self.crew:
                 return await stream.aclose()
             self._sockets.add(stream)
             low, high = sorted((node.stage, opened.stage))
-            key = (opened.roster_epoch, low, high, opened.kind)
+            key = (opened.crew, low, high, opened.kind)
             other = self._parked.pop(key, None)
             if other is None:
                 self._parked[key] = stream
@@ -232,17 +234,6 @@ async def _exactly(stream: trio.SocketStream, count: int) -> bytes:
             raise EOFError
         data += some
     return data
-
-
-def _report(status: StageStatus | None) -> Status | None:
-    """As crew control understands it."""
-    if status is None:
-        return None
-    phase = "probation" if status.phase == "active" else status.phase
-    return Status(
-        phase, status.step, status.prepared, status.attempt, status.clip, status.learning_rate, status.progress, status.load,
-        journal=status.rung == "R0" and status.phase not in ("ready", "active"),
-    )  # type: ignore[arg-type]  # fmt: skip
 
 
 @contextlib.asynccontextmanager

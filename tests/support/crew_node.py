@@ -23,8 +23,9 @@ from swarmnode.config import StagesConfig
 from swarmnode.crew import local
 from swarmnode.crew.events import Settings
 from swarmnode.crew.plan import Capacity, ModelCost, Part
-from swarmnode.crew.plane import StagePlane
-from swarmnode.crew.stream_handshake import Circle
+from swarmnode.crew.record import Copy, Taken
+from swarmnode.crew.service import StageService
+from swarmnode.crew.stream_handshake import StreamPeers
 from swarmnode.p2p.network import Libp2pNetwork
 from tests.support.pipe_ends import open_pipe
 
@@ -32,8 +33,8 @@ MODEL = b"\x05" * 32
 LAYER = 1e9
 """Bytes."""
 QUICK = Settings(
-    tick_seconds=0.25, heartbeat_seconds=1.0, offer_seconds=2.0, gather_seconds=1.5, request_seconds=4.0, lease_seconds=16,
-    sigma_floor_seconds=1.0, gone_seconds=2.0, evict_seconds=8.0, restart_seconds=8.0, stuck_seconds=12.0, wait_seconds=25.0,
+    tick_seconds=0.25, heartbeat_seconds=1.0, offer_seconds=2.0, gather_seconds=1.5, turn_seconds=2.0, exact_seconds=5.0, join_seconds=4.0,
+    gone_seconds=2.0, evict_seconds=8.0, lost_seconds=25.0, bar_seconds=2.0,
 )  # fmt: skip
 """About half of real time: a request takes milliseconds of CPU, and all nodes of a test share one thread."""
 STATUS_SECONDS = 0.5
@@ -45,27 +46,44 @@ _pids = itertools.count(1000)
 class PretendedTrainer:
     """One trainer process, of a model of `layers` layers of which it can hold one. `frozen`: it answers nothing more, as one that hangs."""
 
-    def __init__(self, plane: StagePlane, layers: int) -> None:
+    def __init__(self, service: StageService, layers: int) -> None:
         self.pid = next(_pids)
         self.step = 0
         self.assigned: local.Assigned | None = None
         self.running = False
         self.told: list[local.ToTrainer] = []
         self.frozen = False
-        self._plane = plane
+        self.keeps: list[tuple[int, int]] = []
+        """(layer, step) that it has of others."""
+        self._service = service
         self._offering = local.Offering(
             MODEL, Capacity(1.3 * LAYER, 1e9, 0.001), ModelCost(Part(0.1 * LAYER, 0), (Part(LAYER, 1e6),) * layers, Part(0.1 * LAYER, 1e5))
         )
-        self._phase: local.StagePhase = "idle"
-        self._prepared = False
+        self._phase: local.StagePhase = "loading"
+        self._lineage, self._layers_held = b"", (0, 0)
         self._progress = 0
+        self._rung = ""
         self._scope = trio.CancelScope()
         self._say, self._said = trio.open_memory_channel[local.ToTrainer](256)
 
     def connect(self) -> None:
-        self._plane.hello(self.pid)
-        self._plane.receive(self._offering)
-        self._status()
+        self._service.hello(self.pid)
+        self._offer()
+
+    def _offer(self) -> None:
+        """What is in memory, as of the last step that all have taken."""
+        own = [Copy(self._lineage, *self._layers_held, self.step, hash_of(self.step), "memory", Taken(), b"")] if self.step else []
+        kept = [Copy(self._lineage, i, i + 1, step, hash_of(step), "neighbour", Taken(), b"") for i, step in self.keeps if self._lineage]
+        copies = (*own, *kept)
+        self._service.receive(msgspec.structs.replace(self._offering, copies=copies))
+
+    def stop(self) -> None:
+        self._scope.cancel()
+
+    def take_over(self, other: PretendedTrainer) -> None:
+        """Be that process, with what it has in memory."""
+        self.step, self._lineage, self._layers_held = other.step, other._lineage, other._layers_held
+        self._offer()
 
     def tell(self, message: local.ToTrainer) -> bool:
         self.told.append(message)
@@ -81,27 +99,25 @@ class PretendedTrainer:
                         self._scope.cancel()
                         self._scope = trio.CancelScope()
                         self.assigned, self.running = message, False
-                        self._phase = "ready" if message.held else "probation"
-                        if not message.held:
-                            self.step = message.step
+                        start = sum(message.layers[: message.stage])
+                        self._rung = "" if message.step in (0, self.step) else "R2"
+                        self._lineage, self._layers_held = message.lineage, (start, start + message.layers[message.stage])
+                        self.step, self._phase = message.step, "active"
                         nursery.start_soon(self._serve, message, self._scope)
-                    case local.Settled():
-                        self.step, self._prepared, self._phase = message.step, False, "active"
                     case local.Resumed():
                         self.running = True
                     case local.Suspended():
                         self.running = False
                     case local.Released():
                         self._scope.cancel()
-                        self.assigned, self.running, self._phase = None, False, "idle"
+                        self.assigned, self.running = None, False
+                        self._offer()
                 self._status()
 
     def _status(self) -> None:
         if self.assigned is not None and not self.frozen:
             a = self.assigned
-            rung = "" if a.founding or a.held else "R2"
-            status = local.StageStatus(a.crew, a.roster_epoch, a.stage, self._phase, self.step, self._progress, rung=rung)
-            self._plane.receive(msgspec.structs.replace(status, prepared=self._prepared))
+            self._service.receive(local.StageStatus(a.crew, a.stage, self._phase, self.step, self._progress, rung=self._rung))
 
     async def _repeat(self) -> None:
         while True:
@@ -109,14 +125,14 @@ class PretendedTrainer:
             await trio.sleep(STATUS_SECONDS)
 
     async def _serve(self, assigned: local.Assigned, scope: trio.CancelScope) -> None:
-        """Streams of one roster: all to all, as a crew's."""
-        circle = Circle(assigned.crew, assigned.roster_epoch, assigned.stage, assigned.members, assigned.stage_epochs)
+        """Streams of one crew: all to all."""
+        peers = StreamPeers(assigned.crew, assigned.stage, assigned.members)
         with scope, contextlib.suppress(trio.BrokenResourceError, OSError):
             async with contextlib.AsyncExitStack() as stack:
                 streams: dict[int, Any] = {}
                 for stage, peer in enumerate(assigned.members):
                     if peer and stage != assigned.stage:
-                        streams[stage] = await stack.enter_async_context(await open_pipe(self._plane.pipes, circle, stage))
+                        streams[stage] = await stack.enter_async_context(await open_pipe(self._service.proxy, peers, stage))
                 if assigned.stage == 0:
                     await self._lead(list(streams.values()))
                 elif 0 in streams:
@@ -128,12 +144,11 @@ class PretendedTrainer:
             await trio.sleep(STEP_SECONDS)
             if not self.running or self.frozen:
                 continue
-            self._prepared = True
             for stream in streams:
                 await stream.send_all(_STEP.pack(self.step + 1))
             for stream in streams:
                 await _exactly(stream)
-            self.step, self._prepared = self.step + 1, False
+            self.step += 1
             self._progress += 1
 
     async def _follow(self, stream: Any) -> None:
@@ -146,7 +161,7 @@ class PretendedTrainer:
 
 
 class CrewNode:
-    """A node's network and stage plane. `restarts`: reasons with which its trainer was to be ended."""
+    """A node's network and stage service. `restarts`: reasons with which its trainer was to be ended."""
 
     def __init__(
         self, network: Libp2pNetwork, key: Ed25519PrivateKey, directory: Path, settings: Settings, cfg: StagesConfig, layers: int,
@@ -157,29 +172,29 @@ class CrewNode:
         self._layers = layers
         self._gone = trio.Event()
         self._scope = trio.CancelScope()
-        self.plane = StagePlane(
+        self.service = StageService(
             network, key, cfg, directory, self._tell, restart=self.restarts.append, paused=lambda: self.paused, settings=settings
         )  # fmt: skip
-        self.trainer = PretendedTrainer(self.plane, layers)
+        self.trainer = PretendedTrainer(self.service, layers)
 
     def _tell(self, message: local.ToTrainer) -> bool:
         return self.trainer.tell(message)
 
     @property
     def state(self) -> str:
-        return self.plane.statistics().control.state
+        return self.service.statistics().control.state
 
     @property
-    def epoch(self) -> int:
-        return self.plane.statistics().control.roster_epoch
+    def crew(self) -> str:
+        return self.service.statistics().control.crew
 
     @property
     def stage(self) -> int | None:
-        return self.plane.statistics().control.stage
+        return self.service.statistics().control.stage
 
     async def run(self, task_status: Any = trio.TASK_STATUS_IGNORED) -> None:
         async with trio.open_nursery() as nursery:
-            await nursery.start(self.plane.run)
+            await nursery.start(self.service.run)
             task_status.started()
             while True:
                 self._scope = trio.CancelScope()
@@ -192,12 +207,12 @@ class CrewNode:
         """As kill -9: what it held is gone, and its streams end."""
         self._gone = trio.Event()
         self._scope.cancel()
-        self.trainer._scope.cancel()
-        self.plane.trainer_left()
+        self.trainer.stop()
+        self.service.trainer_left()
 
     def start_trainer(self) -> None:
         """Another process."""
-        self.trainer = PretendedTrainer(self.plane, self._layers)
+        self.trainer = PretendedTrainer(self.service, self._layers)
         self._gone.set()
 
 
@@ -207,13 +222,18 @@ async def crew_node(
 ) -> AsyncIterator[CrewNode]:
     """A running node whose trainer offers to hold one of `layers` layers."""
     (directory / "run").mkdir(exist_ok=True)
-    node = CrewNode(network, key, directory, settings, StagesConfig(**cfg), layers)
+    node = CrewNode(network, key, directory, settings, StagesConfig(**{"trust": "anyone", **cfg}), layers)
     async with trio.open_nursery() as nursery:
         await nursery.start(node.run)
         try:
             yield node
         finally:
             nursery.cancel_scope.cancel()
+
+
+def hash_of(step: int) -> bytes:
+    """Of a crew whose members always take the same steps."""
+    return step.to_bytes(32, "big")
 
 
 async def _exactly(stream: Any) -> int | None:

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from swarmnode.crew import local
-from swarmnode.pipeline.commit import Answer, Confirm, Coordinator, Decided, Participant, Prepare, Take
+from swarmnode.crew.plan import Capacity
+from swarmnode.crew.record import Copy, Taken
+from swarmnode.pipeline.blame import Blame
+from swarmnode.pipeline.commit import NO_HASH, Answer, Confirm, Coordinator, Decided, Participant, Prepare, Take
 from swarmnode.pipeline.fence import Fence
 from swarmnode.pipeline.frames import Place
-from tests.support.crew_history import first_weight, next_weight, step_micro_batches
 
 DEADLINE_SECONDS = 6.0
 """Of a proposal."""
+COPY_EVERY = 5
+"""Steps between two copies at the neighbours."""
+MODEL = bytes(32)
+
+Block = tuple[int, int]
+NOTHING = Taken()
+
+
+def first_weight(block: Block) -> bytes:
+    return hashlib.blake2b(b"base" + bytes(block), digest_size=16).digest()
+
+
+def next_weight(weight: bytes, step: int, micro_batches: tuple[int, ...]) -> bytes:
+    return hashlib.blake2b(weight + repr((step, micro_batches)).encode(), digest_size=16).digest()
 
 
 @dataclass(frozen=True)
@@ -27,15 +43,32 @@ class Message:
     refused: Any = None
 
 
-@dataclass
-class Journal:
-    """What a node has on disk of a stage."""
+@dataclass(frozen=True)
+class Weights:
+    """A stage as of one step."""
 
-    crew: bytes = b""
-    stage: int = 0
-    step: int = 0
-    weight: bytes = b""
+    lineage: bytes
+    block: Block
+    step: int
+    hash: bytes
+    weight: bytes
+    taken: Taken = NOTHING
     exact: bool = True
+    """Whether every restoration that these weights come from was."""
+
+    def copy(self, where: Any, next_hash: bytes = b"") -> Copy:
+        return Copy(self.lineage, *self.block, self.step, self.hash, where, self.taken, next_hash)
+
+
+@dataclass
+class Disk:
+    """What a node has on disk: its journal, and copies for its neighbours."""
+
+    journal: Weights | None = None
+    copies: dict[Block, Weights] = field(default_factory=dict)
+
+    def all(self) -> list[Weights]:
+        return [*([self.journal] if self.journal else []), *self.copies.values()]
 
 
 @dataclass
@@ -46,147 +79,136 @@ class Trainer:
     node: str
     name: str
     """Of this process: never used again."""
-    journal: Journal
+    disk: Disk
     assigned: local.Assigned | None = None
     phase: str = "idle"
     participant: Participant = field(default_factory=Participant)
-    weight: bytes = b""
-    exact: bool = True
-    """Whether every restoration that these weights come from was."""
+    held: Weights | None = None
+    """What is in memory, as of the last step."""
     rung: str = ""
-    settled: local.Settled | None = None
-    stopping: bool = False
-    """It still does something of the roster before, and says nothing of this one."""
     resumed: bool = False
     fence: Fence | None = None
     coordinator: Coordinator | None = None
+    blame: Blame | None = None
     progress: int = 0
     learnt: tuple[int, ...] = ()
     in_step: bool = False
-    """Head: a proposal is undecided, or its step not taken by all."""
     work: int = 0
-    """Counts what was planned, so that what was planned before a new roster is dropped."""
+    """Counts what was planned, so that what was planned before is dropped."""
+    refuses: bool = False
+    """It says at every step that its gradient is none."""
 
     # ---- what the network process says ----------------------------------------------------------------------------------------
 
-    def told(self, message: local.ToTrainer, now: float) -> None:
+    def notified(self, message: local.ToTrainer, now: float) -> None:
         match message:
             case local.Assigned():
                 self._assigned(message, now)
-            case local.Settled():
-                if self.assigned is not None and message.roster_epoch == self.assigned.roster_epoch:
-                    self.settled = message
-                    self._settle(now)
             case local.Resumed():
-                if self.assigned is not None and message.roster_epoch == self.assigned.roster_epoch:
+                if self.assigned is not None and message.crew == self.assigned.crew:
                     self.resumed = True
                     self._begin_step(now)
             case local.Suspended():
                 self.resumed = False
             case local.Released():
-                self.assigned = self.fence = self.coordinator = self.settled = None
-                self.phase, self.resumed, self.stopping, self.weight = "idle", False, False, b""
+                self.assigned = self.fence = self.coordinator = None
+                self.phase, self.resumed = "idle", False
                 self.work += 1
+                self._later(self.world.rng.uniform(0.0, 0.5), "stopped")
+
+    def offering(self) -> local.Offering:
+        copies = [weights.copy("neighbour") for weights in self.disk.copies.values()]
+        if self.disk.journal is not None:
+            copies.append(self.disk.journal.copy("disk"))
+        if self.held is not None and self.held.step > 0:
+            copies.append(self.held.copy("memory", self.participant.next_hash))
+        return local.Offering(
+            MODEL, Capacity(self.world.memory_of(self.node), self.world.speed_of(self.node)), self.world.cost, tuple(copies)
+        )
 
     def _assigned(self, assigned: local.Assigned, now: float) -> None:
-        before, self.assigned = self.assigned, assigned
-        self.settled, self.resumed, self.coordinator = None, False, None
+        self.assigned, self.resumed, self.coordinator, self.in_step = assigned, False, None, False
         self.work += 1
-        stage = assigned.stage
-        place = Place(assigned.crew[:16], assigned.roster_epoch, stage, assigned.stage_epochs[stage], self.participant.step)
-        self.fence = Fence(place, assigned.stage_epochs)
-        same = before is not None and (before.crew, before.stage) == (assigned.crew, stage) and self.weight != b""
-        self.stopping = assigned.held and same and self.phase not in ("idle", "loading", "failed")
-        if self.stopping:
-            self._later(self.world.rng.uniform(0.0, 0.5), "stopped")
-            return
-        self.phase, self.weight, self.rung, self.learnt = "loading", b"", "", ()
+        start = sum(assigned.layers[: assigned.stage])
+        block = start, start + assigned.layers[assigned.stage]
+        held = self.held
+        if held is not None and (held.lineage, held.block) == (assigned.lineage, block):
+            if self.participant.next_hash == assigned.hash:
+                self._take(self.participant.commit(self.participant.step, self.participant.attempt), now, assigned.taken)
+            if self.participant.hash == assigned.hash:
+                self._enter("R0", self.held, now)
+                return
+        self.held, self.phase, self.learnt = None, "loading", ()
         self.report()
-        self._later(self.world.rng.uniform(0.1, 1.5), "founded" if assigned.founding else "loaded")
+        self._later(self.world.rng.uniform(0.1, 1.5), "loaded")
 
     def _later(self, seconds: float, what: str) -> None:
         self.world.plan(seconds, self.node, self, (what, self.work))
 
     def woke(self, what: str, work: int, now: float) -> None:
         """Something planned is due."""
-        if work != self.work or self.assigned is None:
+        if work != self.work:
             return
         if what == "stopped":
-            self.phase, self.stopping = "ready", False
-            self.report()
-            self._settle(now)
-        elif what == "founded":
-            self.participant, self.weight, self.exact = Participant(), first_weight(self.assigned.stage), True
-            self.phase = "ready"
-            self.report()
-            self._settle(now)
+            self.world.offers(self)
+        elif self.assigned is None:
+            return
         elif what == "loaded":
             self._restore(now)
-        elif what == "passed":
-            self._pass_gate(now)
+        elif what == "passed" and self.phase == "probation":
+            self.phase = "active"
+            self.report()
         elif what == "step":
             self._begin_step(now)
         elif what == "deadline" and self.coordinator is not None:
-            self._decided(self.coordinator.tick(now), now)
+            silent = self.coordinator.silent
+            decided = self.coordinator.tick(now)
+            if decided is not None and self.blame is not None:
+                self._blamed(self.blame.silent(silent))
+            self._decided(decided, now)
 
     # ---- restoring ------------------------------------------------------------------------------------------------------------
 
     def _restore(self, now: float) -> None:
         assert self.assigned is not None
-        stage, crew, journal = self.assigned.stage, self.assigned.crew, self.journal
+        a = self.assigned
+        start = sum(a.layers[: a.stage])
+        block = start, start + a.layers[a.stage]
         if self.world.fails_to_restore(self):
             self.phase = "failed"
             self.report()
             return
-        if (journal.crew, journal.stage) == (crew, stage) and journal.weight:
-            self.rung, self.participant, self.weight, self.exact = "R0", Participant(journal.step), journal.weight, journal.exact
+        if a.step == 0:
+            self._enter("", Weights(a.lineage, block, 0, NO_HASH, first_weight(block)), now)
+            return
+        here = [w for w in self.disk.all() if (w.lineage, w.block) == (a.lineage, block) and w.step <= a.step]
+        sources = [("R0", w) for w in here] + [("R2", w) for w in self.world.copies_at(a, block) if w.step <= a.step]
+        exact = [(rung, w) for rung, w in sources if w.hash == a.hash]
+        if exact:
+            self._enter(*exact[0], now)
+        elif sources:
+            rung, older = max(sources, key=lambda one: one[1].step)
+            self._enter(rung, replace(older, step=a.step, hash=a.hash, exact=False), now)
         else:
-            self.rung, self.participant, self.weight, self.exact = "R2", Participant(self.assigned.step), b"shadow", False
-        self.phase = "probation"
-        self.report()
-        self._settle(now)
-
-    def _pass_gate(self, now: float) -> None:
-        if self.phase == "probation" and self.settled is not None:
-            self.phase = "active"
+            self.phase = "failed"
             self.report()
 
-    def _settle(self, now: float) -> None:
-        """Once stopped and told where the crew stands."""
-        settled = self.settled
-        if settled is None or self.stopping or self.phase in ("loading", "active", "idle", "failed"):
-            return
-        step = self.participant.step
-        if self.phase == "probation":
-            if self.rung == "R0" and step != settled.step:
-                self.exact = False
-            if self.rung == "R2" and self.world.replica(self):  # the same stage of another crew, as it is after as many steps
-                assert self.assigned is not None
-                self.rung, self.weight, self.exact = "R1", self.world.history.weight(self.assigned.stage, settled.step), True
-            self.participant = Participant(settled.step)
-            self._write()
-            self._later(self.world.rng.uniform(0.1, 1.0), "passed")
-            return
-        if step == settled.step - 1 and self.participant.phase == "prepared" and self.participant.attempt == settled.attempt:
-            self._take(self.participant.commit(step, settled.attempt), now)
-            step = self.participant.step
-        if step != settled.step:  # behind for good
-            self.phase, self.work = "loading", self.work + 1
-            self.weight, self.learnt = b"", ()
-            self.report()
-            self._later(self.world.rng.uniform(0.1, 1.5), "loaded")
-            return
-        self.participant = Participant(step)
-        self.learnt = ()
-        self.phase = "active"
+    def _enter(self, rung: str, weights: Weights | None, now: float) -> None:
+        assert self.assigned is not None
+        assert weights is not None
+        a = self.assigned
+        self.rung, self.held, self.phase, self.learnt = rung, weights, "probation", ()
+        self.participant = Participant(a.step, a.hash, a.crew[:16])
+        self.fence = Fence(Place(a.crew[:16], a.stage, a.step), len(a.layers))
+        self.blame = Blame(len(a.layers))
         self.report()
+        self._later(self.world.rng.uniform(0.1, 1.0), "passed")
 
     # ---- a step ---------------------------------------------------------------------------------------------------------------
 
     def _place(self) -> Place:
         assert self.fence is not None
-        place = self.fence.place
-        return Place(place.crew, place.roster_epoch, place.stage, place.stage_epoch, self.participant.step)
+        return Place(self.fence.place.crew, self.fence.place.stage, self.participant.step)
 
     def _send(self, stage: int, kind: str, attempt: int = 0, micro_batches: tuple[int, ...] = (), refused: Any = None) -> None:
         assert self.assigned is not None
@@ -207,20 +229,18 @@ class Trainer:
         self.in_step = True
         attempt = self.coordinator.begin(now + DEADLINE_SECONDS)
         self._later(DEADLINE_SECONDS + 0.01, "deadline")
-        batches = step_micro_batches(self.participant.step)
+        batches = tuple(self.participant.step * 10 + i for i in range(3))
         for kind in ("work", "propose"):
             for stage in reversed(range(stages)):
                 self._send(stage, kind, attempt, batches)
 
-    def receive(self, message: Message, sender: int, writer: str, now: float) -> None:
-        """A frame from the trainer `writer`, which said that it is stage `sender`."""
+    def receive(self, message: Message, sender: int, now: float) -> None:
+        """A frame of a trainer which said that it is stage `sender`."""
         if self.fence is None or self.assigned is None or self.phase in ("idle", "loading", "failed"):
             return
         step = self.participant.step if message.kind == "work" else None
-        if self.world.fence_check(self.fence, message.place, sender, step) is not None:
-            return
-        self.world.history.accepted(self.assigned.crew, sender, self.assigned.stage_epochs[sender], writer)
-        self._handle(sender, message, now)
+        if self.world.fence_check(self.fence, message.place, sender, step) is None:
+            self._handle(sender, message, now)
 
     def _handle(self, sender: int, message: Message, now: float) -> None:
         participant, attempt, step = self.participant, message.attempt, message.place.step
@@ -233,27 +253,34 @@ class Trainer:
         elif message.kind == "propose":
             action = participant.propose(step, attempt, message.micro_batches)
             if isinstance(action, Prepare):
-                action = participant.prepared(action.attempt, 1.0, now)
-                self.report()
+                action = participant.prepared(action.attempt, None if self.refuses else 1.0, now)
             if isinstance(action, Answer):
                 self._send(0, "acknowledge", action.attempt, refused=action.refused)
                 self.world.acknowledged(self)
             elif isinstance(action, Confirm):
                 self._send(0, "done", action.attempt)
         elif message.kind == "commit":
-            action = participant.commit(step, attempt)
-            self._take(action, now)
+            self._take(participant.commit(step, attempt), now, Taken(attempt, 1.0, 1e-3))
         elif message.kind == "abort":
             if participant.abort(step, attempt) is not None:
                 self.learnt = ()
         elif self.coordinator is not None and message.kind == "acknowledge":
-            self._decided(self.coordinator.acknowledged(sender, attempt, message.refused, 1.0), now)
+            if message.refused is not None and self.blame is not None and attempt == self.coordinator.attempt:
+                self._blamed(self.blame.refused(sender, str(message.refused)))
+            if self.coordinator is not None:
+                self._decided(self.coordinator.acknowledged(sender, attempt, message.refused, 1.0), now)
         elif self.coordinator is not None and message.kind == "done" and step in (participant.step, participant.step + 1):
             if self.coordinator.done(sender, attempt) and step == participant.step + 1:
                 self._handle(0, Message(self._place(), "commit", attempt), now)
             if self.coordinator is not None and self.coordinator.settled and self.in_step:
                 self.in_step = False
+                if self.blame is not None:
+                    self.blame.taken({})
                 self._later(self.world.step_seconds, "step")
+
+    def _blamed(self, verdict: tuple[int, str] | None) -> None:
+        if verdict is not None and self.assigned is not None:
+            self.world.blames(self, local.Blames(self.assigned.crew, *verdict))
 
     def _decided(self, decided: Decided | None, now: float) -> None:
         if decided is None:
@@ -268,40 +295,29 @@ class Trainer:
             self.in_step = False
             self._later(self.world.step_seconds, "step")
 
-    def _take(self, action: Take | Confirm | None, now: float) -> None:
+    def _take(self, action: Take | Confirm | None, now: float, taken: Taken) -> None:
         assert self.assigned is not None
         if isinstance(action, Take):
-            step, batches = self.participant.step - 1, tuple(sorted(self.learnt))
+            assert self.held is not None
+            batches = tuple(sorted(self.learnt))
             self.learnt = ()
-            self.weight = next_weight(self.weight, step, batches)
+            weight = next_weight(self.held.weight, self.participant.step - 1, batches)
+            self.held = replace(self.held, step=self.participant.step, hash=self.participant.hash, weight=weight, taken=taken)
             self.progress += 1
-            self._write()
-            history = self.world.history
-            history.took(now, self.assigned.crew, self.assigned.stage, step, batches, self.name)
-            if self.exact:
-                history.check_weight(self.assigned.stage, step + 1, self.weight, self.name)
-            self.report()
-            if self.world.took(self):
+            self.world.took_step(self, self.held, batches)
+            if self.phase == "active":
+                self.report()
+            if self.world.dies_after_step(self):
                 return
-        if action is not None and self.settled is not None and self.phase == "active":
+        if action is not None and self.phase == "active":
             self._send(0, "done", action.attempt)
 
-    def _write(self) -> None:
-        assert self.assigned is not None
-        journal = self.journal
-        journal.crew, journal.stage, journal.step = self.assigned.crew, self.assigned.stage, self.participant.step
-        journal.weight, journal.exact = self.weight, self.exact
-
     def report(self) -> None:
-        """Tell the network process how it is."""
-        if self.assigned is None or self.stopping:
+        """Tells the network process how it is."""
+        if self.assigned is None:
             return
-        p = self.participant
-        status = local.StageStatus(
-            self.assigned.crew, self.assigned.roster_epoch, self.assigned.stage, self.phase, p.step, self.progress, self.rung,  # type: ignore[arg-type]
-            prepared=p.phase == "prepared", attempt=p.attempt, clip=1.0, learning_rate=1e-3,
-        )  # fmt: skip
-        self.world.report(self, status)
+        a, p = self.assigned, self.participant
+        self.world.report(self, local.StageStatus(a.crew, a.stage, self.phase, p.step, self.progress, self.rung))  # type: ignore[arg-type]
 
 
 def named_keys(name: str) -> tuple[Any, Any]:

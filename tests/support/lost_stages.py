@@ -118,7 +118,7 @@ class Fleet:
                 streams[i][j], streams[j][i] = memory_stream_pair()
         self.peers = []
         for i, station in enumerate(self.stations):
-            fence = Fence(Place(CREW, self.epoch, i, 0, self.step), [0] * count)
+            fence = Fence(Place(CREW, i, self.step), count)
             peer = StatePeer(
                 station.runtime, fence, streams[i], self.limits, self.layouts, self.settings, store=station.store, recorder=station.watch,
                 codec=self.crew_settings.codec, compute=inline,
@@ -140,7 +140,7 @@ class Fleet:
                 yield None
             else:
                 async with open_crew(
-                    [s.runtime for s in self.stations], self.crew_settings, self.limits, crew=CREW, epoch=self.epoch, step=self.step
+                    [s.runtime for s in self.stations], self.crew_settings, self.limits, crew=CREW, step=self.step
                 ) as crew:
                     for station, member, peer in zip(self.stations, crew.members, self.peers, strict=True):
                         self._seat(station, member, peer)

@@ -1,9 +1,13 @@
 """Crews under a seeded nemesis, in virtual time: `python -m tests.support.nemesis --seed 17` replays one schedule.
 
-Real `control`, `commit` and `fence` of every node over a simulated network. A schedule draws the size of the crew, how bad the network is,
-and faults: processes killed (with and without their memory, for good or for a while), stopped past their lease and resumed, cut off in one
-direction or both, killed while they load or between acknowledging and commit, two neighbours at once, everybody at once, clocks that run at
-other speeds. `crew_history` holds what happens to what must be true, and raises Violation.
+Real `control`, `commit`, `fence` and `blame` of every node over a simulated network. A schedule draws the size of the crew, how bad the
+network is, strangers that lie, and faults: processes killed (with and without their disk, for good or for a while), stopped and
+resumed, cut off in one direction or both, killed while they load or between acknowledging and commit, two neighbours at once, everybody
+at once, clocks that run at other speeds. `crew_history` holds what happens to what must be true, and raises Violation.
+
+    faults    the above, with lying strangers in half of the schedules
+    calm      lying strangers and free nodes alone: no crew that runs may end or stand still
+    member    one member lies: it goes on without it, or in spite of it
 """
 
 from __future__ import annotations
@@ -19,22 +23,23 @@ from typing import Any
 
 from swarmnode.crew import events as ev
 from swarmnode.crew import local, messages
-from swarmnode.crew.control import CrewControl
+from swarmnode.crew.control import Means, Phase, State, advance
 from swarmnode.crew.events import Settings
-from swarmnode.crew.plan import Capacity, ModelCost, Part
+from swarmnode.crew.plan import ModelCost, Part
+from swarmnode.crew.record import NO_HASH, Copy, Founded, Member, Record, Signed, Taken, peers_of
 from swarmnode.pipeline.fence import Fence
 from tests.support.crew_history import History, Violation
-from tests.support.crew_trainer import Journal, Message, Trainer, named_keys
+from tests.support.crew_trainer import COPY_EVERY, MODEL, Block, Disk, Message, Trainer, Weights, named_keys
 
-MODEL = bytes(32)
 SETTINGS = Settings(
-    tick_seconds=1.0, heartbeat_seconds=2.0, offer_seconds=3.0, gather_seconds=2.0, request_seconds=1.5, gone_seconds=4.0,
-    evict_seconds=13.0, restart_seconds=15.0, stuck_seconds=20.0, wait_seconds=40.0, lease_seconds=30.0, witness_seconds=6.0,
+    tick_seconds=1.0, heartbeat_seconds=2.0, offer_seconds=3.0, gather_seconds=2.0, turn_seconds=2.0, exact_seconds=8.0, join_seconds=5.0,
+    gone_seconds=4.0, evict_seconds=13.0, prepare_seconds=40.0, step_seconds=60.0, lost_seconds=60.0, bar_seconds=3.0, forgive_seconds=30.0,
 )  # fmt: skip
 FAULT_SECONDS = 25.0
 """During which faults begin; what they break is mended soon after."""
-BOUND_SECONDS = 150.0
-"""After the last fault, until everybody runs or has left."""
+BOUND_SECONDS = 240.0
+"""After the last fault, until everybody runs or is free because it must be."""
+KINDS = ("faults", "calm", "member")
 
 
 @dataclass
@@ -42,61 +47,68 @@ class Node:
     name: str
     rate: float
     """Of its clock."""
-    control: CrewControl | None = None
+    state: State | None = None
+    """None while its network process is down."""
+    means: Means | None = None
     life: int = 0
     trainer: Trainer | None = None
     trainer_life: int = 0
-    memory: bytes = b""
-    journal: Journal = field(default_factory=Journal)
+    disk: Disk = field(default_factory=Disk)
     stopped_until: float = 0.0
     offset: float = 0.0
     dead: bool = False
-    heard_by: dict[str, float] = field(default_factory=dict)
-    """By each peer, when what it has answered was sent: the lease as somebody from outside sees it."""
+    lies: bool = False
 
 
 class World:
-    """One schedule. `run` ends when everybody is settled after the faults, or raises Violation."""
+    """One schedule. `run` ends when everybody is at rest after the faults, or raises Violation."""
 
     step_seconds = 1.0
 
-    def __init__(
-        self, seed: int, *, control: Callable[..., CrewControl] = CrewControl, fence_check: Any = Fence.check, encode: bool = False
-    ):
-        self.rng = random.Random(seed)
-        self.seed, self.now = seed, 0.0
-        self._make_control, self._fence_check, self._encode = control, fence_check, encode
+    def __init__(self, seed: int, kind: str = "faults", *, fence_check: Any = Fence.check, encode: bool = False, **options: Any) -> None:
+        self.rng = rng = random.Random(f"{kind} {seed}")
+        self.seed, self.kind, self.now = seed, kind, 0.0
+        self._fence_check, self._encode, self._advance = fence_check, encode, options.get("advance", advance)
         self.history = History()
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
-        rng = self.rng
-        self.stages, self.spares = self.draw_sizes()
-        self.loss = rng.choice((0.0, 0.0, 0.02, 0.1, 0.3))
-        self.copies = rng.choice((0.0, 0.0, 0.1))
+        self.stages = rng.choice((1, 2, 2, 3, 3, 3, 4, 4))
+        self.spares = rng.choice((0, 0, 1, 1, 2)) if kind == "faults" else rng.choice((1, 2))
+        if kind == "member":
+            self.stages = max(2, self.stages)
+        bad = kind == "faults"
+        self.loss = rng.choice((0.0, 0.0, 0.02, 0.1, 0.3)) if bad else 0.0
+        self.copies = rng.choice((0.0, 0.0, 0.1)) if bad else 0.0
         self.delay = rng.choice((0.02, 0.05, 0.3))
-        self.frames_overtake = rng.random() < 0.1
-        self.failing = rng.choice((0.0, 0.0, 0.0, 0.2))
-        self.replicas = rng.random() < 0.3
-        self.quiet_from = 1e9
-        self.cut: dict[tuple[str, str], float] = {}
-        self._last_frame: dict[tuple[str, str, int], float] = {}
+        self.frames_overtake = bad and rng.random() < 0.1
+        self.failing = rng.choice((0.0, 0.0, 0.0, 0.2)) if bad else 0.0
+        self.liars = [f"x{i}" for i in range(rng.choice((1, 2, 3)))] if kind == "calm" or rng.random() < 0.5 else []
+        self.quiet_from = FAULT_SECONDS + 10.0
+        self.cut: set[tuple[str, str]] = set()
+        self._last_frame: dict[tuple[str, str, bytes], float] = {}
         self._triggers: dict[str, list[str]] = {}
-        self._first_step: dict[tuple[bytes, int], int] = {}
+        self._first_step: dict[bytes, int] = {}
         self._draining: set[str] = set()
+        self._seen: list[Founded] = []
+        """Crews that there were: what a liar replays."""
+        self._newest = (b"", 0)
+        """(lineage, step) that live nodes could have gone on from when the faults were over."""
         self.nodes: dict[str, Node] = {}
         part = Part(1.0, 1.0)
         self.cost = ModelCost(part, (part,) * self.stages, part)
         self.settings = Settings(**{**{f: getattr(SETTINGS, f) for f in SETTINGS.__struct_fields__}, "stages": self.stages})
         for number in range(self.stages + self.spares):
-            rate = rng.choice((1.0, 1.0, 0.98, 1.03))
+            rate = rng.choice((1.0, 1.0, 0.98, 1.03)) if bad else 1.0
             self._add(f"n{number}", rate, 0.0 if number < self.stages or rng.random() < 0.5 else rng.uniform(5, 25))
+        for name in self.liars:
+            self.after(rng.uniform(0.1, 2.0), self._lie, name)
 
-    def draw_sizes(self) -> tuple[int, int]:
-        """Stages of the crew, and nodes more than that."""
-        stages = self.rng.choice((1, 2, 2, 3, 3, 3, 3, 4, 4))
-        if self.rng.random() < 0.3:  # enough for two crews; those of an even number compete for witnesses
-            return self.rng.choice((2, 2, stages)), max(2, stages) + self.rng.choice((0, 0, 1, 2))
-        return stages, self.rng.choice((0, 0, 1, 1, 2))
+    def speed_of(self, name: str) -> float:
+        return 1.0 + int(name[1:]) / 100
+
+    def memory_of(self, name: str) -> float:
+        """Of a stage of this cut, and not of two."""
+        return 3.5 if self.stages == 1 else 2.5
 
     # ---- time -----------------------------------------------------------------------------------------------------------------
 
@@ -107,53 +119,92 @@ class World:
     def after(self, seconds: float, function: Callable[..., None], *args: Any) -> None:
         self.at(self.now + seconds, function, *args)
 
-    def next_event(self) -> tuple[float, int, Callable[..., None], tuple[Any, ...]]:
-        return heapq.heappop(self._queue)
-
     def run(self) -> History:
-        self._plan_faults()
-        step, ended = -1, False
+        if self.kind == "faults":
+            self._plan_faults()
+        elif self.kind == "member":
+            self.at(8.0, self._turn_coat)
+        looked = -1
         while self._queue:
-            when, _, function, args = self.next_event()
-            if when > self.quiet_from and int(when) != step:
-                step = int(when)
-                if self._quiet():
-                    ended = True
-                    break
+            when, _, function, args = heapq.heappop(self._queue)
+            if when > self.quiet_from and int(when) != looked:
+                if looked < 0:
+                    self._newest = self._could_go_on_from()
+                looked = int(when)
+                if self._at_rest():
+                    self._check_end()
+                    return self.history
                 if when > self.quiet_from + BOUND_SECONDS:
                     break
             self.now = when
             function(*args)
-        if not ended and (self._queue or not self._quiet()):
-            raise Violation("no end: " + "; ".join(self._describe(node) for node in self.nodes.values()))
-        return self.history
+        raise Violation("no end: " + "; ".join(self._describe(node) for node in self.nodes.values()))
 
     def _describe(self, node: Node) -> str:
-        control = node.control
-        if control is None:
+        state = node.state
+        if state is None:
             return f"{node.name} down"
-        slots = ",".join(f"{slot.peer}:{slot.stage_epoch}:{slot.state}" for slot in control.statistics().slots)
-        return f"{node.name} {control.state} {control.roster.epoch if control.roster else ''} [{slots}] {control._own.status.phase}"
+        crew = f"{state.crew.id.hex()[:6]} at {state.crew.record.step} {state.crew.own.phase}" if state.crew else ""
+        copies = [f"{c.first}-{c.last}@{c.step}{c.where[0]}" for c in (state.offering.copies if state.offering else ())]
+        return f"{node.name} {state.phase.value} {crew} {copies}"
 
-    def _quiet(self) -> bool:
-        """Whoever has a seat runs with all that its crew names, and takes steps; the others are too few for another crew."""
+    def _at_rest(self) -> bool:
+        """Whoever is in a crew runs with all that it names, and takes steps; the others are too few for another crew.
+
+        Where a member lies: a crew without it takes steps.
+        """
+        if self.kind == "member":
+            return any(self._goes_on_without_a_liar(node) for node in self.nodes.values())
         free = 0
         for node in self.nodes.values():
-            control = node.control
-            if control is None or control.roster is None or control.stage is None:
-                free += control is not None and node.name not in self._draining
+            state = node.state
+            if node.lies:
                 continue
-            if not control.running:
+            if state is None or state.crew is None:
+                free += state is not None and node.name not in self._draining and not node.dead
+                continue
+            crew = state.crew
+            if state.phase != Phase.RUNNING or node.stopped_until > self.now:
                 return False
-            for seat in control.roster.seats:
-                other = self.nodes[seat.peer].control
-                if other is None or other.roster is None or not other.running or other.roster != control.roster:
+            for peer in peers_of(crew.record):
+                if peer in self.liars:
                     return False
-            head = self.nodes[control.roster.seats[0].peer].trainer
-            first = self._first_step.setdefault((control.acceptor.crew, control.roster.epoch), head.participant.step if head else 0)
+                other = self.nodes[peer].state
+                if other is None or other.crew is None or other.crew.id != crew.id or other.phase != Phase.RUNNING:
+                    return False
+            head = self.nodes[peers_of(crew.record)[0]].trainer
+            first = self._first_step.setdefault(crew.id, head.participant.step if head else 0)
             if head is None or head.participant.step < first + 2:
                 return False
         return free < self.stages
+
+    def _goes_on_without_a_liar(self, node: Node) -> bool:
+        crew = node.state.crew if node.state is not None else None
+        if crew is None or node.trainer is None or any(peer not in self.nodes or self.nodes[peer].lies for peer in peers_of(crew.record)):
+            return False
+        first = self._first_step.setdefault(crew.id, node.trainer.participant.step)
+        return node.trainer.participant.step >= first + 3
+
+    def _live(self) -> list[Node]:
+        return [n for n in self.nodes.values() if n.state is not None and not n.dead and not n.lies and n.name not in self._draining]
+
+    def _could_go_on_from(self) -> tuple[bytes, int]:
+        """The newest point whose every block some live node has exactly, if there are nodes enough."""
+        found: dict[tuple[bytes, int, bytes], set[Block]] = {}
+        live = self._live()
+        for node in live:
+            for weights in [*node.disk.all(), *([node.trainer.held] if node.trainer and node.trainer.held else [])]:
+                found.setdefault((weights.lineage, weights.step, weights.hash), set()).add(weights.block)
+        whole = [(step, lineage) for (lineage, step, _), held in found.items() if len(held) == self.stages]
+        step, lineage = max(whole, default=(0, b""))
+        return (lineage, step) if len(live) >= self.stages else (b"", 0)
+
+    def _check_end(self) -> None:
+        lineage, step = self._newest
+        held = [n.trainer.held for n in self._live() if n.state is not None and n.state.crew is not None and n.trainer is not None]
+        reached = [weights.step for weights in held if weights is not None and weights.lineage == lineage]
+        if self.kind != "member" and step > 0 and held and max(reached, default=-1) < step:
+            raise Violation(f"step {step} could have been gone on from, and what runs is at {sorted({w.step for w in held if w})}")
 
     # ---- nodes ----------------------------------------------------------------------------------------------------------------
 
@@ -163,20 +214,21 @@ class World:
 
     def boot(self, name: str) -> None:
         node = self.nodes[name]
-        if node.control is not None or node.dead:
+        if node.state is not None or node.dead:
             return
         node.life += 1
         self._draining.discard(name)
         sign, verify = named_keys(name)
-        rng = random.Random(self.rng.randrange(2**60))
-        node.control = self._make_control(name, sign, verify, self.settings, rng, node.memory)
-        node.heard_by = {}
-        self.history.note(self.now, "boot", name, node.memory != b"")
+        node.state, node.means = State(name), Means(self.settings, sign, verify, random.Random(self.rng.randrange(2**60)))
+        self.history.note(self.now, "boot", name)
         for other in self.nodes.values():
-            if other is not node and other.control is not None:
+            if other is not node and other.state is not None:
                 self.after(self.rng.uniform(0.01, 0.3), self._meet, name, node.life, other.name, other.life)
+        for liar in self.liars:
+            self.after(self.rng.uniform(0.01, 0.3), self.event, name, node.life, ev.PeerBack(liar))
         self.after(self.rng.uniform(0.1, 1.0), self._tick, name, node.life)
-        self.start_trainer(name, self.rng.uniform(0.2, 2.0))
+        if node.trainer is None:
+            self.start_trainer(name, self.rng.uniform(0.2, 2.0))
 
     def _meet(self, a: str, a_life: int, b: str, b_life: int) -> None:
         if (a, b) in self.cut or (b, a) in self.cut:
@@ -187,71 +239,42 @@ class World:
 
     def _tick(self, name: str, life: int) -> None:
         node = self.nodes[name]
-        if node.life != life or node.control is None:
+        if node.life != life or node.state is None:
             return
         if node.stopped_until > self.now:
             self.at(node.stopped_until, self._tick, name, life)
             return
         self.event(name, life, ev.Tick())
-        averages = self.rng.random() < 0.3 and node.control is not None and node.control.may_average
-        if averages and node.trainer is not None:
-            self.history.averaged(self.now, name, node.trainer.phase, self._lease_left(node))
         self.after(self.settings.tick_seconds / node.rate, self._tick, name, life)
-
-    def _lease_left(self, node: Node) -> float:
-        """Seconds until half a lease after the last moment at which a majority heard the node."""
-        control = node.control
-        assert control is not None
-        assert control.roster is not None
-        voters = messages.voters_of(control.roster)
-        times = sorted((self.now if voter.peer == node.name else node.heard_by.get(voter.peer, 0.0) for voter in voters), reverse=True)
-        return times[len(times) // 2] + self.settings.lease_seconds / 2 / node.rate + 1.5 * self.settings.tick_seconds - self.now
 
     def event(self, name: str, life: int, event: ev.Event) -> messages.Answer | None:
         """Hand an event to a node's control and carry out what it wants. Returns its answer, where there is one."""
         node = self.nodes[name]
-        control = node.control
-        if control is None or node.life != life:
+        if node.state is None or node.means is None or node.life != life:
             return None
         if node.stopped_until > self.now:
             self.at(node.stopped_until, self.event, name, life, event)
             return None
-        known, crew, me = control.acceptor.chain, control.acceptor.crew, control.acceptor.me
-        answer = None
-        actions = control.handle(event, self.now * node.rate + node.offset)
-        if control.acceptor.chain is not known and control.acceptor.chain:
-            self.history.adopted(self.now, name, control.acceptor.chain)
-            for voter in messages.voters_of(control.acceptor.chain[-1].record):
-                node.heard_by[voter.peer] = self.now
-        if crew not in (messages.NO_CREW, control.acceptor.crew) and control.acceptor.me == me:
-            self.history.moved(me, crew, control.stage)
-            self._trigger("moved", name)
+        answer, before, phase = None, node.state.crew, node.state.phase
+        node.state, actions = self._advance(node.state, event, self.now * node.rate + node.offset, node.means)
+        crew = node.state.crew
+        well = self.kind == "calm" and before is not None and phase == Phase.RUNNING and before.members.keys() <= self.nodes.keys()
+        if well and node.state.phase != Phase.RUNNING:
+            raise Violation(f"a crew that was well did not go on at {name}: {event}")
+        if crew is not None and (before is None or before.id != crew.id):
+            self._seen.append(crew.founded)
         for action in actions:
             match action:
                 case ev.Answer():
                     answer = action.message
-                    if isinstance(answer, messages.Vote):
-                        self._note_vote(node, answer)
-                    if isinstance(answer, messages.Vote | messages.Promise) and answer.epoch > 1:
-                        self.history.spoke(answer.crew, control.acceptor.me)
                 case ev.Send():
                     self._send(node, action.peer, action.message)
-                case ev.Persist():
-                    node.memory = action.memory
-                case ev.TellTrainer():
-                    if isinstance(action.message, local.Settled) and node.trainer is not None:
-                        keeping = {t.name for n in self.nodes.values() if (t := n.trainer) is not None and t.phase in ("ready", "active")}
-                        self.history.settled(control.acceptor.crew, action.message.roster_epoch, action.message.step, keeping)
+                case ev.SendToTrainer():
                     if node.trainer is not None:
-                        node.trainer.told(action.message, self.now)
-                case ev.RestartTrainer():
-                    self.kill_trainer(name, self.rng.uniform(1, 3))
+                        node.trainer.notified(action.message, self.now)
                 case ev.Note():
-                    self.history.note(self.now, action.what, name)
+                    self.history.note(self.now, action.what, name, action.detail)
         return answer
-
-    def _note_vote(self, node: Node, vote: messages.Vote) -> None:
-        self.history.voted(node.name, vote.crew, vote.epoch, vote.ballot, vote.incarnation, vote.hash)
 
     # ---- messages between network processes -----------------------------------------------------------------------------------
 
@@ -264,75 +287,150 @@ class World:
     def _send(self, node: Node, peer: str, message: messages.Request) -> None:
         if self._encode:
             message = messages.decode_request(messages.encode_message(message))
+        if node.lies:
+            message = self._twisted(node, message)
+        if peer in self.liars:
+            self.after(self._latency(), self._liar_answers, node.name, node.life, peer, message)
+            return
         if peer not in self.nodes or self._lost(node.name, peer):
             return
-        other = self.nodes[peer]
-        times = 2 if self.copies and self.rng.random() < self.copies else 1
-        for _ in range(times):
-            self.after(self._latency(), self._arrive, node.name, node.life, peer, other.life, message, self.now)
+        for _ in range(2 if self.copies and self.rng.random() < self.copies else 1):
+            self.after(self._latency(), self._arrive, node.name, node.life, peer, self.nodes[peer].life, message)
 
-    def _arrive(self, a: str, a_life: int, b: str, b_life: int, message: messages.Request, sent: float) -> None:
+    def _arrive(self, a: str, a_life: int, b: str, b_life: int, message: messages.Request) -> None:
         node = self.nodes[b]
         if node.stopped_until > self.now:
-            self.at(node.stopped_until, self._arrive, a, a_life, b, b_life, message, sent)
+            self.at(node.stopped_until, self._arrive, a, a_life, b, b_life, message)
             return
         answer = self.event(b, b_life, ev.Received(a, message))
         if answer is None or self._lost(b, a):
             return
         if self._encode:
             answer = messages.decode_answer(messages.encode_message(answer))
-        if isinstance(answer, messages.Alive):
-            self.after(self._latency(), self._alive, a, a_life, b, message, answer, sent)
-        else:
+        if a in self.nodes:
             self.after(self._latency(), self.event, a, a_life, ev.Answered(b, message, answer))
 
-    def _alive(self, a: str, a_life: int, b: str, message: messages.Request, answer: messages.Alive, sent: float) -> None:
-        node = self.nodes[a]
-        if node.life == a_life:
-            node.heard_by[b] = max(sent, node.heard_by.get(b, 0.0))
-        self.event(a, a_life, ev.Answered(b, message, answer))
+    # ---- liars ----------------------------------------------------------------------------------------------------------------
+
+    def _lie(self, name: str) -> None:
+        """A stranger says something to somebody; it knows every crew and lineage that there ever was, and its own keys."""
+        self.after(self.rng.uniform(0.2, 2.0), self._lie, name)
+        target = self.rng.choice(sorted(self.nodes))
+        node = self.nodes[target]
+        if node.state is not None:
+            self.after(self._latency(), self._arrive, name, 0, target, node.life, self._lie_of(name, target))
+
+    def _lie_of(self, name: str, target: str) -> messages.Request:
+        rng, sign = self.rng, named_keys(name)[0]
+        seen = rng.choice(self._seen) if self._seen else None
+        lineage = seen.record.lineage if seen is not None else b"l" * 32
+        crew = messages.crew_id(seen.record) if seen is not None else b"c" * 32
+        step = rng.choice((0, 1, 7, 10**15))
+        point = NO_HASH if step == 0 else rng.choice((b"h" * 32, seen.record.previous if seen and seen.record.step else b"h" * 32))
+        others = [peer for peer in sorted(self.nodes) if peer != target]
+        peers = rng.sample([name, target, *others], min(self.stages, 2 + len(others)))
+        record = Record(lineage, MODEL, point, step, Taken(), tuple(Member(peer, 1) for peer in peers), rng.randbytes(8))
+        match rng.randrange(7):
+            case 0:
+                copies = tuple(Copy(lineage, i, i + 1, step, point, "memory", Taken(), b"") for i in range(self.stages)) if step else ()
+                return messages.Offer(MODEL, 1e9, 1e9, 0.0, copies)
+            case 1:
+                return messages.Propose(record)
+            case 2:
+                return Founded(record, tuple(Signed(peer, sign(crew)) for peer in peers))
+            case 3:
+                return seen if seen is not None else messages.Leave(crew)
+            case 4:
+                return messages.Heartbeat(crew, messages.Status(rng.choice(("absent", "active", "failed")), step, 3))
+            case 5:
+                return messages.Leave(crew, "because")
+        return messages.Offer(MODEL, 0.0, 0.0, 0.0)
+
+    def _liar_answers(self, a: str, a_life: int, liar: str, request: messages.Request) -> None:
+        """It signs whatever it is asked to sign, and never joins."""
+        answer: messages.Answer = messages.Noted()
+        match request:
+            case messages.Propose(record):
+                crew = messages.crew_id(record)
+                answer = messages.Signature(crew, named_keys(liar)[0](messages.member_bytes(crew)))
+            case messages.Heartbeat(crew) if self.rng.random() < 0.5:
+                answer = messages.Alive(crew, messages.Status("active", 10**9, 1))
+        self.event(a, a_life, ev.Answered(liar, request, answer))
+
+    def _turn_coat(self) -> None:
+        """One member lies from now on: it refuses every step, or says what is not so of itself."""
+        members = [n for n in self.nodes.values() if n.state is not None and n.state.crew is not None and n.state.crew.stage > 0]
+        if not members:
+            self.after(2.0, self._turn_coat)
+            return
+        node = self.rng.choice(members)
+        node.lies = True
+        self.history.note(self.now, "liar", node.name)
+        if node.trainer is not None and self.rng.random() < 0.5:
+            node.trainer.refuses = True
+
+    def _twisted(self, node: Node, message: messages.Request) -> messages.Request:
+        if (node.trainer is not None and node.trainer.refuses) or self.rng.random() < 0.5:
+            return message
+        match message:
+            case messages.Heartbeat(crew, status):
+                phase = self.rng.choice(("absent", "active", "probation", "failed"))
+                return messages.Heartbeat(crew, messages.Status(phase, self.rng.choice((0, status.step, 10**12)), self.rng.randrange(9)))
+            case messages.Propose():
+                return self._lie_of(node.name, self.rng.choice(sorted(self.nodes)))
+        return message
 
     # ---- trainers -------------------------------------------------------------------------------------------------------------
 
     def start_trainer(self, name: str, seconds: float) -> None:
         node = self.nodes[name]
         node.trainer_life += 1
-        self.after(seconds, self._trainer_up, name, node.life, node.trainer_life)
+        self.after(seconds, self._trainer_up, name, node.trainer_life)
 
-    def _trainer_up(self, name: str, life: int, trainer_life: int) -> None:
+    def _trainer_up(self, name: str, trainer_life: int) -> None:
         node = self.nodes[name]
-        if node.control is None or (node.life, node.trainer_life) != (life, trainer_life):
+        if node.trainer_life != trainer_life or node.dead:
             return
         if node.stopped_until > self.now:
-            self.at(node.stopped_until, self._trainer_up, name, life, trainer_life)
+            self.at(node.stopped_until, self._trainer_up, name, trainer_life)
             return
-        node.trainer = Trainer(self, name, f"{name}/{life}.{trainer_life}", node.journal)
-        offering = local.Offering(MODEL, Capacity(100.0, 1.0 + int(name[1:]) / 100), self.cost)
-        journal = node.journal
-        self.event(name, life, ev.TrainerOffers(offering, True, journal.crew or messages.NO_CREW, journal.stage, journal.step))
+        if node.state is None:
+            self.after(0.5, self._trainer_up, name, trainer_life)
+            return
+        node.trainer = Trainer(self, name, f"{name}/{trainer_life}", node.disk)
+        if node.lies:
+            node.trainer.refuses = self.rng.random() < 0.5
+        self.offers(node.trainer)
 
     def kill_trainer(self, name: str, seconds: float) -> None:
         """And start another one after so long."""
         node = self.nodes[name]
-        if node.trainer is None or node.control is None:
+        if node.trainer is None:
             return
         self.history.note(self.now, "kill trainer", name)
-        node.trainer.assigned, node.trainer.work = None, -1
-        node.trainer = None
+        node.trainer.assigned, node.trainer.work, node.trainer = None, -1, None
         self.after(0.001, self.event, name, node.life, ev.TrainerLeft())
         self._streams_end(name)
         self.start_trainer(name, seconds)
 
+    def offers(self, trainer: Trainer) -> None:
+        node = self.nodes[trainer.node]
+        if node.trainer is trainer:
+            self.after(0.001, self._said, trainer, node.life, ev.TrainerOffers(trainer.offering()))
+
     def report(self, trainer: Trainer, status: local.StageStatus) -> None:
         node = self.nodes[trainer.node]
         if node.trainer is trainer:
-            self.after(0.001, self._reported, trainer, node.life, status)
+            self.after(0.001, self._said, trainer, node.life, ev.TrainerStatus(status))
         if status.phase == "loading":
             self._trigger("loading", trainer.node)
 
-    def _reported(self, trainer: Trainer, life: int, status: local.StageStatus) -> None:
+    def blames(self, trainer: Trainer, blames: local.Blames) -> None:
+        self.after(0.001, self._said, trainer, self.nodes[trainer.node].life, ev.TrainerBlames(blames))
+
+    def _said(self, trainer: Trainer, life: int, event: ev.Event) -> None:
         if self.nodes[trainer.node].trainer is trainer:
-            self.event(trainer.node, life, ev.TrainerStatus(status))
+            self.event(trainer.node, life, event)
 
     def plan(self, seconds: float, name: str, trainer: Trainer, what: tuple[str, int]) -> None:
         self.after(seconds, self._woke, name, trainer, what)
@@ -346,43 +444,74 @@ class World:
             return
         trainer.woke(*what, self.now)
 
+    def copies_at(self, assigned: local.Assigned, block: Block) -> list[Weights]:
+        """What the members of a crew have of a block, in reach."""
+        found = []
+        for peer in assigned.members:
+            node = self.nodes.get(peer)
+            if node is not None and node.trainer is not None and (peer, assigned.members[assigned.stage]) not in self.cut:
+                found += [w for w in node.disk.all() if (w.lineage, w.block) == (assigned.lineage, block)]
+        return found
+
+    def took_step(self, trainer: Trainer, weights: Weights, micro_batches: tuple[int, ...]) -> None:
+        a = trainer.assigned
+        assert a is not None
+        if not self.nodes[trainer.node].lies:
+            self.history.took(a.crew[:16], a.stage, len(a.layers), weights, micro_batches)
+        if self.rng.random() < 0.9:  # a disk that is busy skips one
+            trainer.disk.journal = weights
+        if weights.step % COPY_EVERY == 0:
+            for neighbour in {(a.stage - 1) % len(a.layers), (a.stage + 1) % len(a.layers)} - {a.stage}:
+                self.after(self.rng.uniform(0.1, 2.0), self._keep, trainer.node, a.members[neighbour], weights)
+
+    def _keep(self, source: str, target: str, weights: Weights) -> None:
+        node = self.nodes.get(target)
+        if node is None or node.trainer is None or (source, target) in self.cut:
+            return
+        mine = node.trainer.held
+        known = node.disk.copies.get(weights.block)
+        if (
+            mine is not None
+            and mine.lineage == weights.lineage
+            and (known is None or known.lineage != weights.lineage or known.step < weights.step)
+        ):
+            node.disk.copies[weights.block] = weights
+
     def send_frame(self, trainer: Trainer, peer: str, message: Message) -> None:
-        """Frames arrive in order unless the schedule says otherwise, at whatever roster the receiver is by then: only fences stop them."""
+        """Frames arrive in order unless the schedule says otherwise, in whatever crew the receiver is by then: only fences stop them."""
         name = trainer.node
         if peer not in self.nodes or self.nodes[name].trainer is not trainer:
-            return
+            return  # a liar takes frames and answers none
+        crew = trainer.assigned.crew if trainer.assigned is not None else b""
         if (name, peer) in self.cut or self.nodes[peer].trainer is None:
-            self.after(self.rng.uniform(0.01, 2.0), self._stream_breaks, name, peer, message.place.roster_epoch)
+            self.after(self.rng.uniform(0.01, 2.0), self._stream_breaks, name, peer, crew)
             return
-        when = self.now + self._latency() + (self.rng.random() * 5 if self.rng.random() < 0.05 else 0.0)
+        when = self.now + self._latency() + (self.rng.random() * 5 if self.kind == "faults" and self.rng.random() < 0.05 else 0.0)
         if not self.frames_overtake:
-            stream = name, peer, message.place.roster_epoch
+            stream = name, peer, message.place.crew
             when = self._last_frame[stream] = max(when, self._last_frame.get(stream, 0.0) + 1e-6)
         for _ in range(2 if self.copies and self.rng.random() < self.copies else 1):
-            self.at(when, self._frame_arrives, peer, self.nodes[peer].trainer, message, trainer.name)
+            self.at(when, self._frame_arrives, peer, self.nodes[peer].trainer, message)
 
-    def _frame_arrives(self, name: str, trainer: Trainer, message: Message, writer: str) -> None:
+    def _frame_arrives(self, name: str, trainer: Trainer, message: Message) -> None:
         node = self.nodes[name]
         if node.trainer is not trainer:
             return
         if node.stopped_until > self.now:
-            self.at(node.stopped_until, self._frame_arrives, name, trainer, message, writer)
+            self.at(node.stopped_until, self._frame_arrives, name, trainer, message)
             return
-        trainer.receive(message, message.place.stage, writer, self.now)
+        trainer.receive(message, message.place.stage, self.now)
 
-    def _stream_breaks(self, a: str, b: str, epoch: int) -> None:
-        self.event(a, self.nodes[a].life, ev.StreamLost(b, epoch))
+    def _stream_breaks(self, a: str, b: str, crew: bytes) -> None:
+        self.event(a, self.nodes[a].life, ev.StreamLost(b, crew))
         if (b, a) not in self.cut:
-            self.event(b, self.nodes[b].life, ev.StreamLost(a, epoch))
+            self.event(b, self.nodes[b].life, ev.StreamLost(a, crew))
 
     def _streams_end(self, name: str) -> None:
-        """Everybody who shares a roster with `name` notices that its streams are gone."""
+        """Everybody who is in a crew with `name` notices that its streams are gone."""
         for other in self.nodes.values():
-            control = other.control
-            if other.name != name and control is not None and control.roster is not None and control.stage is not None:
-                epoch = control.roster.epoch
-                if any(seat.peer == name for seat in control.roster.seats):
-                    self.after(self._latency(), self.event, other.name, other.life, ev.StreamLost(name, epoch))
+            if other.name != name and other.state is not None and (crew := other.state.crew) is not None and name in crew.members:
+                self.after(self._latency(), self.event, other.name, other.life, ev.StreamLost(name, crew.id))
 
     def fence_check(self, fence: Fence, place: Any, sender: int, step: int | None) -> str | None:
         return self._fence_check(fence, place, sender, step)
@@ -390,46 +519,40 @@ class World:
     def fails_to_restore(self, trainer: Trainer) -> bool:
         return self.failing > 0 and self.now < self.quiet_from and self.rng.random() < self.failing
 
-    def replica(self, trainer: Trainer) -> bool:
-        return self.replicas
-
     # ---- faults ---------------------------------------------------------------------------------------------------------------
 
     def _plan_faults(self) -> None:
         rng = self.rng
         kinds = (
             self._kill, self._kill, self._kill_trainers, self._stop, self._cut_off, self._cut_off, self._neighbours, self._everybody,
-            self._kill_on, self._kill_on, self._stop_trainer_link, self._drain,
+            self._kill_on, self._kill_on, self._break_link, self._drain,
         )  # fmt: skip
         for _ in range(rng.choice((1, 2, 2, 3, 3, 4, 5))):
             self.at(rng.uniform(4.0, FAULT_SECONDS), rng.choice(kinds))
         self.at(FAULT_SECONDS + 10.0, self._mend)
-        self.quiet_from = FAULT_SECONDS + 10.0
 
     def _mend(self) -> None:
         self.cut.clear()
         self._triggers.clear()
 
     def _some(self) -> str:
-        members = [n.name for n in self.nodes.values() if n.control is not None and n.control.stage is not None]
+        members = [n.name for n in self.nodes.values() if n.state is not None and n.state.crew is not None]
         return self.rng.choice(members or list(self.nodes))
 
     def kill(self, name: str) -> None:
-        """A whole node: sometimes its connections are reset, sometimes it is merely silent; it comes back or not, remembering or not."""
+        """A whole node: sometimes its connections are reset, sometimes it is merely silent; it comes back or not, with its disk or not."""
         node = self.nodes[name]
-        if node.control is None:
+        if node.state is None:
             return
-        forgets, silent, back = self.rng.random() < 0.4, self.rng.random() < 0.3, self.rng.random() < 0.8
-        self.history.note(self.now, "kill", name, forgets, silent, back)
-        node.control, node.trainer = None, None
-        node.stopped_until = 0.0
-        if forgets:
-            node.memory = b""
-            if self.rng.random() < 0.5:
-                node.journal = Journal()
+        loses, silent, back = self.rng.random() < 0.3, self.rng.random() < 0.3, self.rng.random() < 0.8
+        self.history.note(self.now, "kill", name, loses, silent, back)
+        node.state, node.trainer, node.stopped_until = None, None, 0.0
+        node.trainer_life += 1
+        if loses:
+            node.disk = Disk()
         if not silent:
             for other in self.nodes.values():
-                if other.control is not None:
+                if other.state is not None:
                     self.after(self._latency(), self.event, other.name, other.life, ev.PeerGone(name))
             self._streams_end(name)
         if back:
@@ -445,7 +568,7 @@ class World:
             self.kill_trainer(self._some(), self.rng.choice((0.5, 2.0, 30.0)))
 
     def _stop(self) -> None:
-        """SIGSTOP of a whole node, past its lease or not; then it goes on as if nothing had been."""
+        """SIGSTOP of a whole node for a while; then it goes on as if nothing had been."""
         node = self.nodes[self._some()]
         node.stopped_until = max(node.stopped_until, self.now + self.rng.choice((3.0, 10.0, 20.0, 40.0)))
         self.history.note(self.now, "stop", node.name)
@@ -454,8 +577,7 @@ class World:
     def _cut_off(self) -> None:
         """One direction between two, or everything to or from one, or a split down the middle."""
         rng, names = self.rng, list(self.nodes)
-        a = self._some()
-        how = rng.randrange(4)
+        a, how = self._some(), rng.randrange(4)
         if how == 0:
             pairs = [(a, rng.choice(names))]
         elif how == 1:
@@ -466,29 +588,20 @@ class World:
             side = set(rng.sample(names, len(names) // 2))
             pairs = [(x, y) for x in names for y in names if (x in side) != (y in side)]
         self.history.note(self.now, "cut", how, a)
-        for pair in pairs:
-            if pair[0] != pair[1]:
-                self.cut[pair] = 1.0
-        self.after(rng.choice((2.0, 8.0, 30.0)), self._heal, pairs)
+        self.cut |= {pair for pair in pairs if pair[0] != pair[1]}
+        self.after(rng.choice((2.0, 8.0, 30.0)), self.cut.difference_update, pairs)
         for x, y in pairs:
-            if rng.random() < 0.5:
-                node = self.nodes[x]
-                if node.control is not None and node.control.roster is not None:
-                    self.after(rng.uniform(0.01, 3.0), self._stream_breaks, x, y, node.control.roster.epoch)
-
-    def _heal(self, pairs: list[tuple[str, str]]) -> None:
-        for pair in pairs:
-            self.cut.pop(pair, None)
+            state = self.nodes[x].state
+            if rng.random() < 0.5 and state is not None and state.crew is not None:
+                self.after(rng.uniform(0.01, 3.0), self._stream_breaks, x, y, state.crew.id)
 
     def _neighbours(self) -> None:
         """Two adjacent stages at the same moment."""
-        a = self.nodes[self._some()]
-        roster = a.control.roster if a.control is not None else None
-        if roster is None or a.control is None or a.control.stage is None:
+        state = self.nodes[self._some()].state
+        if state is None or state.crew is None:
             return
-        stage = a.control.stage
-        self.history.note(self.now, "neighbours", a.name)
-        for peer in sorted({a.name, roster.seats[(stage + 1) % len(roster.seats)].peer} - {""}):
+        peers = peers_of(state.crew.record)
+        for peer in sorted({peers[state.crew.stage], peers[(state.crew.stage + 1) % len(peers)]}):
             if self.rng.random() < 0.5:
                 self.kill(peer)
             else:
@@ -501,23 +614,21 @@ class World:
                 self.kill(name)
 
     def _kill_on(self) -> None:
-        """Kill when a stage begins to load, between an acknowledgement and the commit, when a step was taken by the first, or when a
-        witness goes to another crew."""
-        what = self.rng.choice(("loading", "acknowledge", "took", "moved"))
+        """Kill when a stage begins to load, between an acknowledgement and the commit, or when a step was taken by the first."""
+        what = self.rng.choice(("loading", "acknowledge", "took"))
         self._triggers.setdefault(what, []).append(self.rng.choice(("it", "head", "both")))
         if self.rng.random() < 0.5:
             self.kill_trainer(self._some(), 1.0)
 
     def _trigger(self, what: str, name: str) -> bool:
-        waiting = self._triggers.get(what)
+        waiting, state = self._triggers.get(what), self.nodes[name].state
         if not waiting:
             return False
         who = waiting.pop()
         self.history.note(self.now, f"kill while {what}", name, who)
         names = {name} if who == "it" else set()
-        control = self.nodes[name].control
-        if control is not None and control.roster is not None and who != "it":
-            names |= {control.roster.seats[0].peer} | ({name} if who == "both" else set())
+        if state is not None and state.crew is not None and who != "it":
+            names |= {peers_of(state.crew.record)[0]} | ({name} if who == "both" else set())
         whole = self.rng.random() < 0.5
         for victim in sorted(names & set(self.nodes)):
             self.after(0.0, self.kill, victim) if whole else self.after(0.0, self.kill_trainer, victim, self.rng.uniform(0.3, 3.0))
@@ -527,73 +638,86 @@ class World:
         if trainer.assigned is not None and trainer.assigned.stage > 0:
             self._trigger("acknowledge", trainer.node)
 
-    def took(self, trainer: Trainer) -> bool:
+    def dies_after_step(self, trainer: Trainer) -> bool:
         """Whether the process dies right after its step, before it says so."""
         return self._trigger("took", trainer.node) and self.rng.random() < 0.5
 
-    def _stop_trainer_link(self) -> None:
+    def _break_link(self) -> None:
         """The trainer's connection breaks and comes back; its process goes on."""
         node = self.nodes[self._some()]
-        if node.trainer is None:
-            return
-        self.event(node.name, node.life, ev.TrainerLeft())
-        self.after(self.rng.uniform(0.1, 4.0), self._relink, node.name, node.life, node.trainer)
+        if node.trainer is not None:
+            self.event(node.name, node.life, ev.TrainerLeft())
+            self.after(self.rng.uniform(0.1, 4.0), self._relink, node.name, node.trainer)
 
-    def _relink(self, name: str, life: int, trainer: Trainer) -> None:
+    def _relink(self, name: str, trainer: Trainer) -> None:
         node = self.nodes[name]
-        if node.trainer is trainer and node.life == life:
-            offering = local.Offering(MODEL, Capacity(100.0, 1.0), self.cost)
-            self.event(name, life, ev.TrainerOffers(offering, False))
-            trainer.report()
+        if node.trainer is trainer and node.state is not None:
+            if trainer.assigned is not None:  # it has not heard that its crew is over
+                trainer.notified(local.Released("the link was down"), self.now)
+            else:
+                self.offers(trainer)
 
     def _drain(self) -> None:
         node = self.nodes[self._some()]
-        if node.control is not None:
+        if node.state is not None:
             self.history.note(self.now, "drain", node.name)
             self._draining.add(node.name)
             self.event(node.name, node.life, ev.Drain("asked to"))
 
 
-def check(seed: int, **options: Any) -> History:
+def check(seed: int, kind: str = "faults", **options: Any) -> History:
     """Run one schedule. Raises Violation with the seed and how to replay it."""
-    world = World(seed, **options)
+    world = World(seed, kind, **options)
     try:
         return world.run()
     except Exception as error:
-        raise Violation(f"seed {seed} at {world.now:.3f} s: {error}\n  python -m tests.support.nemesis --seed {seed}") from error
+        raise Violation(
+            f"{kind} {seed} at {world.now:.3f} s: {error}\n  python -m tests.support.nemesis --kind {kind} --seed {seed}"
+        ) from error
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seed", type=int, help="replay this one and print what happens")
-    parser.add_argument("--schedules", type=int, default=5000)
+    parser.add_argument("--kind", choices=KINDS, default=None)
+    parser.add_argument("--schedules", type=int, default=3000)
     parser.add_argument("--first", type=int, default=0)
     options = parser.parse_args()
     if options.seed is not None:
-        world = World(options.seed, encode=True)
-        print(f"{world.stages} stages, {world.spares} spares, loss {world.loss}, copies {world.copies}, delay {world.delay}")
-        note = world.history.note
-
-        def loud(now: float, what: str, *details: object) -> None:
-            print(f"{now:9.3f}  {what:12} {' '.join(map(str, details))}")
-            note(now, what, *details)
-
-        world.history.note = loud  # type: ignore[method-assign]
-        try:
-            world.run()
-        except Violation as error:
-            print(f"VIOLATION at {world.now:.3f}: {error}")
-            return 1
-        return 0
+        return _replay(options.seed, options.kind or "faults")
     began, failures, steps = time.process_time(), 0, 0
-    for seed in range(options.first, options.first + options.schedules):
-        try:
-            steps += check(seed).counts.get("steps", 0)
-        except Violation as error:
-            failures += 1
-            print(error)
-    print(f"{options.schedules} schedules, {steps} steps taken by all, {failures} failures, {time.process_time() - began:.1f} CPU seconds")
+    for kind in (options.kind,) if options.kind else KINDS:
+        for seed in range(options.first, options.first + options.schedules):
+            try:
+                steps += check(seed, kind).counts["steps"]
+            except Violation as error:
+                failures += 1
+                print(error)
+    print(
+        f"{options.schedules} schedules of each kind, {steps} steps taken by all, {failures} failures, "
+        f"{time.process_time() - began:.1f} CPU seconds"
+    )
     return 1 if failures else 0
+
+
+def _replay(seed: int, kind: str) -> int:
+    world = World(seed, kind, encode=True)
+    print(
+        f"{world.stages} stages, {world.spares} spares, liars {world.liars}, loss {world.loss}, copies {world.copies}, delay {world.delay}"
+    )
+    note = world.history.note
+
+    def loud(now: float, what: str, *details: object) -> None:
+        print(f"{now:9.3f}  {what:12} {' '.join(map(str, details))}")
+        note(now, what, *details)
+
+    world.history.note = loud  # type: ignore[method-assign]
+    try:
+        world.run()
+    except Violation as error:
+        print(f"VIOLATION at {world.now:.3f}: {error}")
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -107,17 +107,17 @@ def example_at(t: float) -> NodeSnapshot:
     healed = Observations(RECOVERY_BOUNDS)
     healed.observe(6.4)
     crew = StagesView(
-        enabled=True, state="running", crew="9b1c40e2" * 8, roster_epoch=4, offers=1, stage=0, phase="active", step=steps,
+        enabled=True, state="running", crew="9b1c40e2" * 8, offers=1, stage=0, phase="active", step=steps,
         slots=[
-            SlotRow(i, holder, "active", (1, 1, 2, 1)[i], steps, (4, 6, 6, 4)[i])
+            SlotRow(i, holder, "active", steps, (4, 6, 6, 4)[i])
             for i, holder in enumerate((OWN, PEERS[0], PEERS[1], PEERS[3]))
         ],
-        events={"founded": 1, "running": 2, "paused": 1, "suspected": 2, "refuted": 1, "evicted": 1, "claimed": 1, "settled": 1},
+        events={"founded": 1, "running": 2, "paused": 1, "suspected": 2, "refuted": 1, "broken": 1, "proposed": 1},
         standing_seconds=0.0, last_recovery_seconds=6.4, recovery_seconds=healed.statistics(), rung="R2", rungs={"R2": 1}, rung_seconds=2.1,
-        heartbeat_seconds=0.02, unanswered={"heartbeat": 12, "prepare": 1}, malformed=0, unsaved=0, trainer_restarts=0,
+        heartbeat_seconds=0.02, unanswered={"heartbeat": 12, "propose": 1}, malformed=0, trainer_restarts=0,
         shadow_step=steps // 20 * 20, shadow_age_steps=steps % 20, probe_kl=0.0007, bubble_share=0.18 + 0.03 * _wobble(t, 0.5),
-        tokens_per_second=540.0, dropped={"roster_epoch": 14, "stage_epoch": 3}, streams={"frames": 3, "state": 0},
-        streams_lost={"frames": 1}, streams_refused={"roster_epoch": 2},
+        tokens_per_second=540.0, dropped={"crew": 14, "step": 3}, streams={"frames": 3, "state": 0},
+        streams_lost={"frames": 1}, streams_refused={"crew": 2},
         bytes={"frames": {"in": steps * 61_000, "out": steps * 58_000}, "state": {"in": 41 * 2**20, "out": steps // 20 * 2**20}},
         throttled_seconds=0.5,
     )  # fmt: skip

@@ -47,7 +47,7 @@ def whole_settings(model: Path, number: int, members: int = STAGES, **sections: 
         "policy": {"model": str(model), "threads": 1, "device": "cpu"},
         "training": {"eval_every": 10_000, "seed": number},
         "task": {"held_out_per_task": 1},
-        "stages": {"mode": "always", "stages": members, "shadow_every": 5},
+        "stages": {"mode": "always", "stages": members, "shadow_every": 5, "trust": "anyone"},
         "http": {"port": 0},
     }
     for name, values in sections.items():
@@ -223,11 +223,11 @@ class WholeCrew:
         told = [(node, s["stages"]) for node in self.nodes if (s := snapshot(node))]
         return {view["stage"]: (node, view) for node, view in told if view["stage"] is not None}
 
-    def at(self, step: int, epoch: int = 0) -> Seen | None:
-        """All stages, once the crew runs with at least so many steps under a roster after `epoch`."""
+    def at(self, step: int, after: str = "") -> Seen | None:
+        """All stages, once a crew runs with at least so many steps, and it is another one than `after`."""
         seen = self.seen()
         well = len(seen) == self.stages and all(
-            v["state"] == "running" and v["step"] >= step and v["roster_epoch"] > epoch for _, v in seen.values()
+            v["state"] == "running" and v["step"] >= step and v["crew"] != after for _, v in seen.values()
         )  # fmt: skip
         return seen if well else None
 
@@ -237,6 +237,6 @@ class WholeCrew:
     def lose(self, kill: Callable[[dict[int, DemoNode]], None]) -> tuple[Seen, Seen]:
         """`kill` what it likes of a running crew, holders by stage: how it was, and how it is a step later."""
         before = until(lambda: self.at(0), self.story)
-        step, epoch = max(v["step"] for _, v in before.values()), before[0][1]["roster_epoch"]
+        step, crew = max(v["step"] for _, v in before.values()), before[0][1]["crew"]
         kill({stage: node for stage, (node, _) in before.items()})
-        return before, until(lambda: self.at(step + 1, epoch), self.story)
+        return before, until(lambda: self.at(step + 1, crew), self.story)

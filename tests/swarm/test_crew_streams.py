@@ -21,7 +21,7 @@ from swarmnode.p2p.guards import yamux
 from swarmnode.p2p.relay import RelayLimits
 from swarmnode.wire import ids
 from tests.support.hosts import host, hosts
-from tests.support.pipe_ends import circles, open_pipe
+from tests.support.pipe_ends import open_pipe, stream_peers
 from tests.support.waiting import still, until
 
 pytestmark = pytest.mark.swarm
@@ -38,12 +38,12 @@ async def crew(directory, count=2, *, members=None, allows=lambda choice: True):
             (directory / str(number) / "run").mkdir()
             said = lost[number]
             made = StreamProxy(
-                network.streams, directory / str(number), lambda peer, epoch, said=said: said.append(peer), allows=allows,
+                network.streams, directory / str(number), lambda peer, crew, said=said: said.append(peer), allows=allows,
                 rejected=network.rejected,
             )  # fmt: skip
             await nursery.start(made.run)
             every.append(made)
-        seen = circles([network.peer_id for network in networks[:members]])
+        seen = stream_peers([network.peer_id for network in networks[:members]])
         for made, circle in zip(every, seen, strict=False):
             made.assign(circle)
         yield networks, every, seen, lost
@@ -184,13 +184,13 @@ async def test_a_stream_that_stands_still_for_too_long_ends_on_both_sides(tmp_pa
         assert a.statistics().lost == b.statistics().lost == {"frames": 1}
 
 
-async def test_a_new_roster_ends_every_stream_and_nobody_is_called_lost(tmp_path):
+async def test_a_new_crew_ends_every_stream_and_nobody_is_called_lost(tmp_path):
     async with crew(tmp_path) as (networks, (a, b), (ca, cb), lost):
         one, other = await open_pipe(a, ca, 1), await open_pipe(b, cb, 0)
         await one.send_all(b"x")
         assert await exactly(other, 1) == b"x"
         peer_a = networks[0].peer_id
-        newer = circles([network.peer_id for network in networks], roster_epoch=2)
+        newer = stream_peers([network.peer_id for network in networks], crew=b"d" * 32)
         a.assign(newer[0])
         b.assign(newer[1])
         await ended(one)
@@ -206,12 +206,12 @@ async def test_a_new_roster_ends_every_stream_and_nobody_is_called_lost(tmp_path
         await until(lambda: lost == [[], [peer_a]])  # b's roster is the same: for b it is the stream of a member that broke
 
 
-async def test_a_member_that_is_a_roster_ahead_tries_until_the_other_is_there_too(tmp_path):
+async def test_a_member_that_is_a_crew_ahead_tries_until_the_other_is_there_too(tmp_path):
     async with crew(tmp_path) as (networks, (a, b), _, lost):
-        newer = circles([network.peer_id for network in networks], roster_epoch=2)
+        newer = stream_peers([network.peer_id for network in networks], crew=b"d" * 32)
         a.assign(newer[0])
         one = await open_pipe(a, newer[0], 1)
-        await until(lambda: b.statistics().refused.get("roster_epoch", 0) >= 2)
+        await until(lambda: b.statistics().refused.get("crew", 0) >= 2)
         b.assign(newer[1])
         other = await open_pipe(b, newer[1], 0)
         await one.send_all(b"at last")
@@ -244,9 +244,9 @@ async def test_it_works_through_a_relay_and_ends_with_it(tmp_path, monkeypatch):
             lost, made = [], []
             for network, name in ((one, "a"), (other, "b")):
                 (tmp_path / name / "run").mkdir()
-                made.append(StreamProxy(network.streams, tmp_path / name, lambda peer, epoch: lost.append(peer)))
+                made.append(StreamProxy(network.streams, tmp_path / name, lambda peer, crew: lost.append(peer)))
                 await nursery.start(made[-1].run)
-            seen = circles([one.peer_id, other.peer_id])
+            seen = stream_peers([one.peer_id, other.peer_id])
             for each, circle in zip(made, seen, strict=True):
                 each.assign(circle)
             a, b = await open_pipe(made[0], seen[0], 1), await open_pipe(made[1], seen[1], 0)
@@ -297,7 +297,7 @@ async def refused(network, peer, opened):
 
 def said(circle, **other):
     """What a member that dials says."""
-    fields = {"crew": circle.crew, "roster_epoch": 1, "from_stage": 0, "from_epoch": 1, "to_stage": 1, "kind": "frames", **other}
+    fields = {"crew": circle.crew, "from_stage": 0, "to_stage": 1, "kind": "frames", **other}
     return StreamOpen(**fields)
 
 
@@ -305,16 +305,13 @@ def said(circle, **other):
     ("other", "reason"),
     [
         ({"crew": b"x" * 32}, "crew"),
-        ({"roster_epoch": 0}, "roster_epoch"),
-        ({"roster_epoch": 2}, "roster_epoch"),
         ({"from_stage": 1}, "stage"),
         ({"from_stage": 7}, "stage"),
         ({"from_stage": -1}, "stage"),
         ({"to_stage": 0}, "stage"),
-        ({"from_epoch": 2}, "stage_epoch"),
     ],
 )
-async def test_a_member_is_refused_where_the_roster_says_otherwise(tmp_path, other, reason):
+async def test_a_member_is_refused_where_the_crew_says_otherwise(tmp_path, other, reason):
     async with crew(tmp_path) as (networks, (_, b), (ca, _), _):
         await refused(networks[0], networks[1].peer_id, said(ca, **other))
         assert b.statistics().refused == {reason: 1}
@@ -395,13 +392,13 @@ async def test_without_budget_bytes_wait(tmp_path):
 
 async def test_nothing_stays_open_when_the_pipes_end(tmp_path):
     async with hosts(tmp_path, 2) as networks:
-        seen = circles([network.peer_id for network in networks])
+        seen = stream_peers([network.peer_id for network in networks])
         for _ in range(3):
             async with trio.open_nursery() as nursery:
                 pipes = []
                 for number, network in enumerate(networks):
                     (tmp_path / str(number) / "run").mkdir(exist_ok=True)
-                    made = StreamProxy(network.streams, tmp_path / str(number), lambda peer, epoch: None)
+                    made = StreamProxy(network.streams, tmp_path / str(number), lambda peer, crew: None)
                     await nursery.start(made.run)
                     made.assign(seen[number])
                     pipes.append(made)

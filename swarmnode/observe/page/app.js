@@ -407,9 +407,9 @@ function weights(s) {
   byId("no-weights").hidden = w.enabled;
 }
 
-const SLOT_LOOKS = { active: "good", probation: "warn", loading: "warn", claimed: "warn", draining: "warn", suspect: "warn", vacant: "bad" };
-const SLOT_WORDS = { suspect: "suspected", probation: "on probation", draining: "leaving" };
-const CREW_WORDS = { none: "In no crew", forming: "Forming", running: "Running", paused: "Paused", recovering: "Recovering a stage" };
+const SLOT_LOOKS = { active: "good", probation: "warn", loading: "warn", suspect: "warn", absent: "bad", failed: "bad" };
+const SLOT_WORDS = { suspect: "suspected", probation: "on probation" };
+const CREW_WORDS = { none: "In no crew", preparing: "Preparing", running: "Running", paused: "Paused" };
 const RUNG_WORDS = { R0: "own journal", R1: "another crew", R2: "a neighbour's shadow", R3: "the base model", R4: "an average of its neighbours",
   R5: "a copy of its neighbour", R6: "nothing was left" };
 const rungName = (rung) => (RUNG_WORDS[rung] ? `${rung}, ${RUNG_WORDS[rung]}` : rung);
@@ -421,7 +421,6 @@ function crew(s) {
   const others = c.offers === 1 ? "1 other node offers" : `${c.offers} other nodes offer`;
   byId("crew-line").textContent = [
     CREW_WORDS[c.state] || c.state, c.standing_seconds > 1 ? `no step for ${duration(c.standing_seconds)}` : "",
-    c.fenced ? "no majority hears this node, so it takes no step" : "", c.slots.length ? `roster ${c.roster_epoch}` : "",
     `${others} to hold a stage`, c.slots.length ? "" : c.reason,
   ].filter(Boolean).join("; ") + ".";
   put(byId("crew"), ...c.slots.map((slot) => {
@@ -433,13 +432,13 @@ function crew(s) {
     return node("li", { class: SLOT_LOOKS[slot.state] || "", "data-stage": slot.stage },
       node("p", { class: "label" }, `Stage ${slot.stage}${role}`), node("p", { class: "holder" }, ...who),
       node("p", { class: "slot" }, SLOT_WORDS[slot.state] || slot.state),
-      node("p", { class: "note" }, [known(slot.layers) ? `${slot.layers} ${slot.layers === 1 ? "layer" : "layers"}` : "", `step ${count(slot.step)}`, slot.peer && slot.stage_epoch > 1 ? `holder ${slot.stage_epoch}` : ""].filter(Boolean).join(", ")));
+      node("p", { class: "note" }, [known(slot.layers) ? `${slot.layers} ${slot.layers === 1 ? "layer" : "layers"}` : "", `step ${count(slot.step)}`].filter(Boolean).join(", ")));
   }));
   const events = (...kinds) => kinds.map((kind) => [kind, c.events[kind] || 0]).filter(([, n]) => n).map(([kind, n]) => `${kind} ${count(n)}`).join(", ");
   facts("crew-facts", !c.slots.length ? [] : [
     ["crew", c.crew ? `${c.crew.slice(0, 16)}…` : ""],
     ["last recovery", known(c.last_recovery_seconds) ? `${c.last_recovery_seconds.toFixed(1)} s until it ran again` : "none yet"],
-    ["members", events("suspected", "refuted", "evicted", "claimed", "dissolved") || "nobody was suspected"],
+    ["members", events("suspected", "refuted", "broken", "blamed") || "nobody was suspected"],
     ["between stages", Object.entries(c.bytes).map(([kind, ways]) => `${kind} ${bytes(ways.in)} in, ${bytes(ways.out)} out`).join("; ")],
     ["dropped", Object.entries(c.dropped).filter(([, n]) => n).map(([reason, n]) => `${reason.replaceAll("_", " ")} ${count(n)}`).join(", ")],
   ]);

@@ -64,7 +64,7 @@ class StageAveraging(Observer):
         self._send = send
         self._since = time.monotonic()
         self._marker = config.node.data_dir / "trainer" / "stage" / "averaged"
-        self._whose = f"{stage.crew.hex()} {stage.index}"
+        self._whose = f"{stage.lineage.hex()} {stage.index}"
         self._marked = False
         self._seeking: queue.SimpleQueue[local.AdoptState] | None = None
         self.probe = CrewProbe()

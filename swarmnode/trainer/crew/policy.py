@@ -48,16 +48,16 @@ REFUSALS = 3
 
 
 class CrewPolicy:
-    """crew: whose head this node is. stop: ends all waiting. averaging: of our own stage, if it is averaged now."""
+    """lineage: whose head this node is. stop: ends all waiting. averaging: of our own stage, if it is averaged now."""
 
     def __init__(
-        self, config: Config, model: CrewModel, runner: StageRunner, crew: bytes, stop: threading.Event,
+        self, config: Config, model: CrewModel, runner: StageRunner, lineage: bytes, stop: threading.Event,
         averaging: Callable[[], StageAveraging | None] = lambda: None,
     ) -> None:  # fmt: skip
         self._config = config
         self._model = model
         self._runner = runner
-        self._crew = crew
+        self._lineage = lineage
         self._stop = stop
         self._averaging = averaging
         self._owner = f"{model.text.fingerprint.hex()}/lora{config.policy.lora.r}/head"
@@ -157,7 +157,7 @@ class CrewPolicy:
         late = time.monotonic() + self._config.stages.wait_seconds + 60.0
         while True:
             head = self._runner.wait(self._runner.head, WAIT_SECONDS)
-            if self._runner.heads(self._crew) is None:
+            if self._runner.leads_no_more(self._lineage):
                 raise EngineGone("another node is the head now")
             if head is not None:
                 return head
@@ -198,11 +198,11 @@ class CrewPolicy:
         counters = Counters()
         if found is not None:
             counters, tensors = found
-            if counters.crew == self._crew.hex():
+            if counters.crew == self._lineage.hex():
                 rng.set_state(tensors["rng"])
             else:
                 counters = Counters(sequence=counters.sequence, peer=counters.peer, swarm=counters.swarm)
-        counters.crew = self._crew.hex()
+        counters.crew = self._lineage.hex()
         counters.step, counters.policy_version = max(counters.step, step), max(counters.policy_version, step)
         return counters
 

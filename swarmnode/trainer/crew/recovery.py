@@ -1,6 +1,6 @@
 """How this node's stage gets its weights, and what keeps them safe from then on: `stages.recovery`, wired to the seat.
 
-    on disk    <data>/trainer/stage/       our own stage's journal
+    on disk    <data>/trainer/stage/       our own stage's journal, of each lineage
                <data>/trainer/shadows/     our ring neighbours' stages, and our own; with `stages.keep_policy`, all
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import astuple
 from functools import partial
 
 import structlog
@@ -17,15 +18,16 @@ import trio
 from swarmnode.averaging.lora import A_MARK, shares_a
 from swarmnode.config import Config
 from swarmnode.crew.local import Assigned
+from swarmnode.crew.record import COPIES, Copy, Taken
 from swarmnode.pipeline.fence import Fence
 from swarmnode.pipeline.frames import CREW_BYTES, Place
 from swarmnode.pipeline.spec import stage_specs
 from swarmnode.pipeline.worker import StageWorker
 from swarmnode.policy.load import lora_settings
 from swarmnode.recovery import restore as recovery
-from swarmnode.recovery.journal import Journal
+from swarmnode.recovery.journal import Journal, find_journals
 from swarmnode.recovery.restore import Base, Replica, base_adapter, base_stage
-from swarmnode.recovery.snapshots import SHADOWS, SnapshotRecorder, SnapshotStore, ring
+from swarmnode.recovery.snapshots import SHADOWS, SnapshotRecorder, SnapshotStore, find_snapshots, ring
 from swarmnode.recovery.sources import RecoverySettings
 from swarmnode.recovery.state import host_copy, stage_layouts, take, trained
 from swarmnode.recovery.transfer import StatePeer
@@ -37,11 +39,14 @@ from swarmnode.trainer.crew.stage import Stage
 from swarmnode.trainer.crew.streams import Gate, close_all, connect_all
 from swarmnode.weights.layout import Layout
 
+JOURNALS = "stage"
+"""Below the trainer's directory: a directory for each lineage."""
+
 log = structlog.get_logger("swarmnode.crew")
 
 
 class StageRecovery:
-    """`crew_seat.Recovery` of this node. averaging: of the stage that is being restored; asked: it seeks now, tell the network process."""
+    """`runner.Recovery` of this node. averaging: of the stage that is being restored; asked: it seeks now, tell the network process."""
 
     def __init__(
         self, config: Config, model: CrewModel, averaging: Callable[[], StageAveraging | None] = lambda: None,
@@ -62,15 +67,31 @@ class StageRecovery:
         self._base: Base | None = None
         self._shadowing: SnapshotRecorder | None = None
         self._peer: StatePeer | None = None
-        self._holders: tuple[int, ...] = ()
-        """Stage epochs of our ring neighbours, when they were last given our state."""
+        self._holders: tuple[str, ...] = ()
+        """Our ring neighbours, when they were last given our state."""
 
-    def journal(self, assigned: Assigned) -> int | None:
+    def copies(self) -> tuple[Copy, ...]:
+        """What is on this node's disk: its own stages, and its neighbours'. In a thread."""
+        if self._journal is not None:
+            self._journal.flush()
+        own = [
+            Copy(j.lineage, j.spec.first, j.spec.last, j.step, j.hash, "disk", Taken(*astuple(j.taken)), b"")
+            for j in find_journals(self._directory / JOURNALS) if j.step > 0
+        ]  # fmt: skip
+        kept = [
+            Copy(s.lineage, s.first, s.last, s.step, s.hash, "neighbour", Taken(), b"")
+            for s in find_snapshots(self._directory / SHADOWS) if s.step > 0
+        ]
+        newest = sorted([*own, *kept], key=lambda copy: -copy.step)
+        return tuple(newest[: COPIES - 1])  # and one in memory
+
+    def prepare(self, assigned: Assigned) -> None:
+        """Opens what this node has on disk of the stage. In a thread."""
         if self._journal is not None:
             self._journal.close()
         specs = stage_specs(self._model.config, assigned.layers)
         spec = specs[assigned.stage]
-        self._journal = Journal(self._directory / "stage", assigned.crew, spec)
+        self._journal = Journal(self._directory / JOURNALS, assigned.lineage, spec)
         lora = lora_settings(self._config.policy) if self._config.policy.lora.r else None
         self._layouts = stage_layouts(self._model.config, specs, lora)
         if shares_a(self._config):  # frozen, and everybody derives the same
@@ -78,8 +99,7 @@ class StageRecovery:
         kept = range(spec.stages) if self._config.stages.keep_policy else (spec.index, *ring(spec.index, spec.stages))
         whose = state.owner(self._model.text.fingerprint, self._config.policy.lora.r, shares_a(self._config))
         about = {"layers": assigned.layers, "owner": whose}
-        self._store = SnapshotStore(self._directory / SHADOWS, assigned.crew, {i: self._layouts[i] for i in kept}, about)
-        return self._journal.step
+        self._store = SnapshotStore(self._directory / SHADOWS, assigned.lineage, {i: self._layouts[i] for i in kept}, about)
 
     def built(self, stage: Stage) -> None:
         self.outer = {}
@@ -96,14 +116,14 @@ class StageRecovery:
         stage.observers.append(self._shadowing)
 
     @contextlib.asynccontextmanager
-    async def open(self, assigned: Assigned, stage: Stage, step: int) -> AsyncIterator[None]:
+    async def open(self, assigned: Assigned, stage: Stage) -> AsyncIterator[None]:
         assert self._shadowing is not None
-        place = Place(assigned.crew[:CREW_BYTES], assigned.roster_epoch, assigned.stage, assigned.stage_epochs[assigned.stage], step)
+        place = Place(assigned.crew[:CREW_BYTES], assigned.stage, assigned.step)
         averaging = self._averaging()
         streams = await connect_all(assigned, "state", Gate())  # what lies here is as good while the crew is suspended
         try:
             self._peer = self._shadowing.peer = peer = StatePeer(
-                stage.runtime, Fence(place, assigned.stage_epochs), streams, self._model.limits(), self._layouts, settings=self._settings,
+                stage.runtime, Fence(place, len(assigned.layers)), streams, self._model.limits(), self._layouts, settings=self._settings,
                 store=self._store, recorder=self._shadowing, codec=self._config.stages.codec, compute=stage.meter,
             )  # fmt: skip
             async with trio.open_nursery() as nursery:
@@ -119,12 +139,12 @@ class StageRecovery:
             with trio.CancelScope(shield=True):
                 await close_all(streams)
 
-    async def restore(self, stage: Stage, step: int, tell: Tell) -> tuple[str, float | None]:
+    async def restore(self, stage: Stage, assigned: Assigned, tell: Tell) -> tuple[str, float | None]:
         assert self._peer is not None
         averaging = self._averaging()
         met = averaging is not None and averaging.met()
         restored = await recovery.restore(
-            self._peer, step=step, run=self._run, journal=self._journal, base=self._base,
+            self._peer, step=assigned.step, hash=assigned.hash, run=self._run, journal=self._journal, base=self._base,
             replica=partial(self._replica, stage, averaging) if averaging is not None and met else None,
             tell=lambda phase, rung: tell(phase, f"R{int(rung)}"),
         )  # fmt: skip
@@ -132,7 +152,7 @@ class StageRecovery:
         self.outer = restored.outer
         for rung, why in restored.tried:
             log.info("rung not taken", rung=f"R{int(rung)}", reason=why)
-        log.info("weights are back", rung=f"R{int(restored.rung)}", step=step, source_step=restored.step, healings=len(restored.healings))
+        log.info("weights are back", rung=f"R{int(restored.rung)}", step=assigned.step, source_step=restored.step)
         return f"R{int(restored.rung)}", restored.verdict.kl if restored.verdict is not None else None
 
     async def _replica(self, stage: Stage, averaging: StageAveraging) -> Replica:
@@ -147,7 +167,7 @@ class StageRecovery:
     def attach(self, assigned: Assigned, worker: StageWorker) -> None:
         assert self._peer is not None
         self._peer.attach(worker)
-        holders = tuple(assigned.stage_epochs[i] for i in ring(assigned.stage, len(assigned.layers)))
+        holders = tuple(assigned.members[i] for i in ring(assigned.stage, len(assigned.layers)))
         if holders != self._holders and not self._settings.paper:
             self._peer.push_snapshot(take(worker))  # a neighbour that is new has none of ours, and the next comes in many steps
         self._holders = holders

@@ -73,7 +73,9 @@ class CrewTrainer:
             self._recovery = StageRecovery(self._config, self._model, lambda: self._averaging, self._seek)
             self._link = Link(self._config.node.data_dir, self._hello, self._about_weights, self._about_crew)
             self._offering = self._model.offering
-            self._runner = StageRunner(self._build, self._recovery, self._link.send, self._progress, self._built, self._lacked)
+            self._runner = StageRunner(
+                self._build, self._recovery, self._link.send, self._progress, self._built, self._lacked, self._offer
+            )  # fmt: skip
             stack.callback(self._recovery.close)
             stack.enter_context(self._link)
             self._runner.start()
@@ -107,7 +109,7 @@ class CrewTrainer:
 
     def _leads(self) -> bytes | None:
         """The crew that waits for us to begin."""
-        return self._runner.heads() if self._runner.head() is not None else None
+        return self._runner.leads() if self._runner.head() is not None else None
 
     def _lead(self, crew: bytes, scorer: Scorer) -> None:
         """The loop, as long as this node is the head of `crew`."""
@@ -155,11 +157,18 @@ class CrewTrainer:
 
     def _hello(self) -> Hello:
         """Of a new connection."""
-        self._link.send(self._offering)
         status = self._runner.status()
         if status is not None:
             self._link.send(status)
+        else:
+            self._offer(self._runner.stage)
         return self._hello_now()
+
+    def _offer(self, stage: Stage | None) -> None:
+        """This node works in no crew, and this much is here."""
+        copy = stage.copy() if stage is not None else None
+        copies = (*([copy] if copy is not None else []), *self._recovery.copies())
+        self._link.send(msgspec.structs.replace(self._offering, copies=copies))
 
     def _hello_now(self) -> Hello:
         loop = self._loop
@@ -190,5 +199,3 @@ class CrewTrainer:
 
     def _about_crew(self, message: stages.ToTrainer) -> None:
         self._runner.receive(message)
-        if isinstance(message, stages.Released):
-            self._link.send(self._offering)  # other numbers than at the start, maybe

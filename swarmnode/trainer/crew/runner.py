@@ -1,10 +1,9 @@
 """This node's stage in a crew, as the network process assigns it: one trio program in a thread of its own, whatever the loop does.
 
-    Assigned    what was under way ends; stage in memory:  ready ─ Settled ─▶ active
-                                         else:             loading, or probation without a journal ─ Settled ─▶ restored: active
+    Assigned    what was under way ends. Stage in memory, and at the crew's step hash: active; else loading, probation, active
     Resumed     the head begins
     Suspended   the gate is shut: nothing is begun, nothing that others send is acted on
-    Released    the stage is forgotten
+    Released    the session ends; weights and optimizer stay in memory, and others are told what is there
 
 The thread's state is read by others through `wait`, and only the head's calls come from outside (`call`).
 """
@@ -24,7 +23,7 @@ import structlog
 import trio
 
 from swarmnode.crew import local
-from swarmnode.crew.local import Assigned, Settled, StageStatus
+from swarmnode.crew.local import Assigned, StageStatus
 from swarmnode.errors import DeviceError, PeerError, SwarmNodeError
 from swarmnode.pipeline import faults
 from swarmnode.pipeline.head import Head
@@ -48,19 +47,19 @@ Tell = Callable[[local.StagePhase, str], None]
 class Recovery(Protocol):
     """How a stage that is not in memory gets its weights, and what keeps them safe from then on."""
 
-    def journal(self, assigned: Assigned) -> int | None:
-        """Steps of this node's own copy of the stage; None where it has none. In a thread."""
+    def prepare(self, assigned: Assigned) -> None:
+        """Opens what this node has on disk of the stage. In a thread."""
         ...
 
     def built(self, stage: Stage) -> None:
         """A stage with the base model's weights is there."""
         ...
 
-    def open(self, assigned: Assigned, stage: Stage, step: int) -> AbstractAsyncContextManager[None]:
+    def open(self, assigned: Assigned, stage: Stage) -> AbstractAsyncContextManager[None]:
         """While it is open, others' stages can be asked and are answered. Raises PeerError."""
         ...
 
-    async def restore(self, stage: Stage, step: int, tell: Tell) -> tuple[str, float | None]:
+    async def restore(self, stage: Stage, assigned: Assigned, tell: Tell) -> tuple[str, float | None]:
         """Fill `stage`: (rung, KL of the probe). Raises Refused where no rung is left, PeerError where somebody is lost meanwhile."""
         ...
 
@@ -90,10 +89,6 @@ class StageSession:
     rung: str = ""
     rung_seconds: float | None = None
     probe_kl: float | None = None
-    journal: int | None = None
-    settled: Settled | None = None
-    came: trio.Event = field(default_factory=trio.Event)
-    """Settled has come."""
     gate: Gate = field(default_factory=Gate)
     resumed: bool = False
     """All stages are active: the head may begin."""
@@ -104,15 +99,18 @@ class StageSession:
 
 class StageRunner:
     """build(assigned): makes the stage with the base's weights, in a thread. built(stage): it has its own now.
-    send: to the network process, from any thread. lacked(assigned): this stage does not fit our device."""
+    send: to the network process, from any thread. lacked(assigned): this stage does not fit our device. offer(stage): there is no crew, and
+    this is in memory; in a thread."""
 
     def __init__(
         self, build: Callable[[Assigned], Stage], recovery: Recovery, send: Callable[[local.FromTrainer], None], progress: Progress,
         built: Callable[[Stage], None] = lambda stage: None, lacked: Callable[[Assigned], None] = lambda assigned: None,
+        offer: Callable[[Stage | None], None] = lambda stage: None,
     ) -> None:  # fmt: skip
         self._build = build
         self._built = built
         self._lacked = lacked
+        self._offer = offer
         self._recovery = recovery
         self._send = send
         self._progress = progress
@@ -179,12 +177,14 @@ class StageRunner:
             return None
         return stage.worker if stage.worker.usable else None
 
-    def heads(self, crew: bytes | None = None) -> bytes | None:
-        """The crew whose first stage we hold, or are about to, if it is `crew`; None otherwise."""
+    def leads(self) -> bytes | None:
+        """The lineage whose first stage we hold, or are about to; None otherwise."""
         session = self._session
-        if session is None or session.assigned.stage != 0 or crew not in (None, session.assigned.crew):
-            return None
-        return session.assigned.crew
+        return session.assigned.lineage if session is not None and session.assigned.stage == 0 else None
+
+    def leads_no_more(self, lineage: bytes) -> bool:
+        """Whether there is a crew in which we do not hold the first stage of `lineage`; between two crews there is none."""
+        return self._session is not None and self.leads() != lineage
 
     def call(self, work: Callable[[], Awaitable[T]]) -> T:
         """`await work()` in the thread's loop. Raises what it raises, and EngineGone when the loop has ended."""
@@ -213,17 +213,12 @@ class StageRunner:
             return None
         a = session.assigned
         if stage is None or not stage.is_of(a) or session.phase in ("loading", "probation"):
-            rung = session.rung if session.settled is not None else "R0" if session.journal is not None else ""
-            step = session.settled.step if session.settled is not None else session.journal or 0
-            return StageStatus(a.crew, a.roster_epoch, a.stage, session.phase, step=step, rung=rung, reason=session.reason, load=1)
-        last = stage.worker.last_commit
-        attempt = stage.worker.participant.attempt if stage.prepared else last.attempt
+            return StageStatus(a.crew, a.stage, session.phase, step=a.step, rung=session.rung, reason=session.reason, load=1)
         return StageStatus(
-            a.crew, a.roster_epoch, a.stage, session.phase, step=stage.step, progress=stage.progress(), rung=session.rung,
-            rung_seconds=session.rung_seconds, squared_norm=stage.worker.squared_norm, probe_kl=session.probe_kl,
+            a.crew, a.stage, session.phase, step=stage.step, progress=stage.progress(), rung=session.rung,
+            rung_seconds=session.rung_seconds, probe_kl=session.probe_kl,
             bubble_share=stage.meter.waited_share, tokens_per_second=stage.meter.tokens_per_second, reason=session.reason,
-            prepared=stage.prepared, attempt=attempt, clip=last.clip, learning_rate=last.learning_rate, load=stage.load(),
-            dropped=stage.dropped(), **self._recovery.facts(stage.step),
+            load=stage.load(), dropped=stage.dropped(), **self._recovery.facts(stage.step),
         )  # fmt: skip
 
     # ---- the thread ----------------------------------------------------------------------------------------------------
@@ -260,19 +255,16 @@ class StageRunner:
         session = self._session
         match message:
             case Assigned():
-                await self._leave("another roster")
+                await self._leave("another crew")
                 with self._changed:
                     self._session = StageSession(message)
-                log.info("assigned", crew=message.crew.hex()[:16], epoch=message.roster_epoch, stage=message.stage, held=message.held)
+                log.info("assigned", crew=message.crew.hex()[:16], step=message.step, stage=message.stage)
                 nursery.start_soon(self._hold, self._session)
-            case Settled() if session is not None and message.roster_epoch == session.assigned.roster_epoch and session.settled is None:
-                session.settled = message
-                session.came.set()
             case local.Suspended() if session is not None:
                 log.info("suspended", reason=message.reason)
                 session.gate.shut()
                 session.resumed = False
-            case local.Resumed() if session is not None and message.roster_epoch == session.assigned.roster_epoch:
+            case local.Resumed() if session is not None and message.crew == session.assigned.crew:
                 log.info("resumed")
                 session.gate.let()
                 session.resumed = True
@@ -280,11 +272,12 @@ class StageRunner:
                 log.info("released", reason=message.reason)
                 await self._leave("released")
                 with self._changed:
-                    self._session = self.stage = None
+                    self._session = None
+                await trio.to_thread.run_sync(self._offer, self.stage)
         self._say()
 
     async def _leave(self, why: str) -> None:
-        """Everything of the present roster ends; weights and optimizer stay, and what was promised."""
+        """Everything of the present crew ends; weights and optimizer stay, and what was promised."""
         session = self._session
         if session is None:
             return
@@ -303,32 +296,23 @@ class StageRunner:
                     self._failed(session, _first(group))
         finally:
             session.over.set()
-            log.info("stage session ended", stage=assigned.stage, epoch=assigned.roster_epoch, phase=session.phase)
+            log.info("stage session ended", stage=assigned.stage, crew=assigned.crew.hex()[:16], phase=session.phase)
 
     async def _run_session(self, session: StageSession) -> None:
         assigned, stage = session.assigned, self.stage
-        held = stage is not None and assigned.held and stage.is_of(assigned)
-        if stage is not None and held:
-            self._enter(session, "ready")
-            await session.came.wait()
-            assert session.settled is not None
-            held = await stage.settle(session.settled)
-            if not held:
-                log.warning("behind the crew", step=stage.step, crew_step=session.settled.step)
+        held = stage is not None and stage.is_of(assigned) and await stage.follow(assigned)
         if stage is None or not held:
             stage = None  # there may be no room for two
             with self._fitting(assigned):
                 stage = await self._load(session)
         assert stage is not None
-        assert session.settled is not None
-        step = session.settled.step
-        async with self._recovery.open(assigned, stage, step):
+        async with self._recovery.open(assigned, stage):
             if not held:
                 with self._fitting(assigned):
-                    await self._restore(session, stage, step)
+                    await self._restore(session, stage)
             streams = await connect_all(assigned, "frames", session.gate)
             try:
-                worker = stage.begin(assigned, streams, step)
+                worker = stage.begin(assigned, streams)
                 self._recovery.attach(assigned, worker)
                 self._enter(session, "active")
                 await worker.run()
@@ -357,35 +341,34 @@ class StageRunner:
         raise DeviceError("out of memory" if short else f"the device: {why}")
 
     async def _load(self, session: StageSession) -> Stage:
-        """A stage that is not in memory, with the base's weights, once it is known where the crew stands."""
+        """A stage that is not in memory, with the base's weights."""
         assigned = session.assigned
         with self._changed:
             self.stage = None
-        session.journal = await trio.to_thread.run_sync(self._recovery.journal, assigned)
         self._say()
+        await trio.to_thread.run_sync(self._recovery.prepare, assigned)
         stage = await trio.to_thread.run_sync(self._build, assigned)
         self._recovery.built(stage)
-        if session.journal is None:
-            self._enter(session, "probation")  # nothing that others have to wait for, to know where the crew stands
-        await session.came.wait()
         with self._changed:
             self.stage = stage
         return stage
 
-    async def _restore(self, session: StageSession, stage: Stage, step: int) -> None:
+    async def _restore(self, session: StageSession, stage: Stage) -> None:
+        assigned = session.assigned
+
         def tell(phase: local.StagePhase, rung: str) -> None:
             session.rung = rung
             self._enter(session, phase)
 
-        if not session.assigned.founding or step:
+        if assigned.step:
             try:
-                session.rung, session.probe_kl = await self._recovery.restore(stage, step, tell)
+                session.rung, session.probe_kl = await self._recovery.restore(stage, assigned, tell)
             except PeerError as error:
                 log.warning("restoring needs somebody who is gone", error=str(error))
-                await trio.sleep_forever()  # the next roster says with whom to try again
+                await trio.sleep_forever()  # the next crew says with whom to try again
         self._built(stage)
         session.rung_seconds = time.monotonic() - session.since
-        log.info("stage restored", stage=stage.index, rung=session.rung or "base", seconds=round(session.rung_seconds, 2), step=step)
+        log.info("stage restored", stage=stage.index, rung=session.rung or "base", seconds=round(session.rung_seconds, 2))
 
     def _enter(self, session: StageSession, phase: local.StagePhase) -> None:
         with self._changed:
@@ -415,8 +398,15 @@ class StageRunner:
             if status is None:
                 self._progress("waiting for a crew")
                 continue
+            self._blame()
             if status.phase in ("loading", "probation"):
                 self._progress("loading a stage")
             elif status.load == 0 or status.progress != self._shown:
                 self._progress(f"stage {status.stage}")
             self._shown = status.progress
+
+    def _blame(self) -> None:
+        """The head's verdict, if it has come to one, that no step comes of a stage."""
+        session, stage = self._session, self.stage
+        if session is not None and stage is not None and isinstance(stage.worker, Head) and stage.worker.blamed is not None:
+            self._send(local.Blames(session.assigned.crew, *stage.worker.blamed))

@@ -1,4 +1,4 @@
-"""The stage that this node holds, from one roster to the next: weights, optimizer, and a member that works with them under each."""
+"""The stage that this node holds, from one crew to the next: weights, optimizer, and a worker for each crew."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import TypeVar
 import torch
 import trio
 
-from swarmnode.crew.local import Assigned, Settled
+from swarmnode.crew.local import Assigned
+from swarmnode.crew.record import Copy, Taken
 from swarmnode.pipeline.commit import Take
 from swarmnode.pipeline.fence import Fence
 from swarmnode.pipeline.frames import CREW_BYTES, FrameLimits, Place
@@ -58,10 +59,10 @@ class Meter:
 
 
 class Stage:
-    """One stage of one crew in this process. `lock` is held while the optimizer moves the weights."""
+    """One stage of one lineage in this process. `lock` is held while the optimizer moves the weights."""
 
     def __init__(self, assigned: Assigned, runtime: StageRuntime, settings: CrewSettings, limits: FrameLimits) -> None:
-        self.crew, self.index, self.layers = assigned.crew, assigned.stage, assigned.layers
+        self.lineage, self.index, self.layers = assigned.lineage, assigned.stage, assigned.layers
         self.runtime = runtime
         self.meter = Meter()
         self.lock = threading.Lock()
@@ -69,34 +70,36 @@ class Stage:
         self._settings = settings
         self._limits = limits
         self._dropped: Counter[str] = Counter()
-        self.worker = self._make(assigned, {}, 0)
+        self.worker = self._make(assigned, {})
 
     @property
     def step(self) -> int:
         """Steps taken."""
         return self.worker.participant.step
 
-    @property
-    def prepared(self) -> bool:
-        return self.worker.participant.phase == "prepared"
-
     def is_of(self, assigned: Assigned) -> bool:
-        return (self.crew, self.index, self.layers) == (assigned.crew, assigned.stage, assigned.layers)
+        return (self.lineage, self.index, self.layers) == (assigned.lineage, assigned.stage, assigned.layers)
 
-    async def settle(self, settled: Settled) -> bool:
-        """Take the step that others took; what nobody took is dropped when the next worker begins. The last worker has stopped.
-
-        False when this stage is behind and cannot follow: it has to be restored then.
-        """
+    async def follow(self, assigned: Assigned) -> bool:
+        """Whether these weights are what the crew begins with; a step that was prepared here and taken elsewhere is taken. The last worker
+        has stopped."""
         participant = self.worker.participant
-        if settled.step == self.step + 1 and isinstance(participant.commit(self.step, settled.attempt), Take):
-            await self.worker.take(settled.clip, settled.learning_rate)
-        return settled.step == self.step
+        if participant.next_hash == assigned.hash and isinstance(participant.commit(self.step, participant.attempt), Take):
+            await self.worker.take(assigned.taken.clip, assigned.taken.learning_rate)
+        return participant.hash == assigned.hash
 
-    def begin(self, assigned: Assigned, streams: dict[int, trio.abc.Stream], step: int) -> StageWorker:
-        """A new worker under a new roster, with what the old one had of weights, optimizer and learning rate. To be `run`."""
+    def copy(self) -> Copy | None:
+        """What others are told of the weights in memory; None of those that have taken no step. The last worker has stopped."""
+        spec, participant, last = self.runtime.spec, self.worker.participant, self.worker.last_commit
+        if participant.step == 0:
+            return None
+        taken = Taken(last.attempt, last.clip, last.learning_rate)
+        return Copy(self.lineage, spec.first, spec.last, participant.step, participant.hash, "memory", taken, participant.next_hash)
+
+    def begin(self, assigned: Assigned, streams: dict[int, trio.abc.Stream]) -> StageWorker:
+        """A new worker in a new crew, with what the old one had of weights, optimizer and learning rate. To be `run`."""
         before, self._dropped = self.worker, Counter(self.dropped())
-        self.worker = self._make(assigned, streams, step)
+        self.worker = self._make(assigned, streams)
         self.worker.optimizer, self.worker.lr_scale = before.optimizer, before.lr_scale
         self.worker.squared_norm, self.worker.last_commit = before.squared_norm, before.last_commit
         for parameter in self.runtime.parameters():
@@ -104,16 +107,16 @@ class Stage:
         self.runtime.sessions.clear()
         return self.worker
 
-    def _make(self, assigned: Assigned, streams: dict[int, trio.abc.Stream], step: int) -> StageWorker:
-        epochs = assigned.stage_epochs
-        place = Place(assigned.crew[:CREW_BYTES], assigned.roster_epoch, self.index, epochs[self.index], step)
+    def _make(self, assigned: Assigned, streams: dict[int, trio.abc.Stream]) -> StageWorker:
+        place = Place(assigned.crew[:CREW_BYTES], self.index, assigned.step)
         links = Links(self.index, streams, self._limits)
-        fence = Fence(place, epochs)
+        fence = Fence(place, len(assigned.layers))
         worker: StageWorker
         if self.index == 0:
             worker = Head(self.runtime, links, fence, self._settings, self.meter, seconds=HEAD_SECONDS)
         else:
             worker = StageWorker(self.runtime, links, fence, self._settings, self.meter)
+        worker.participant.hash = assigned.hash
         worker.lock = self.lock
         worker.observer = Observers(self)
         return worker
@@ -124,7 +127,7 @@ class Stage:
         return done.forwards + done.backwards + done.decode_steps + self.worker.statistics().links.frames_received + self.step
 
     def dropped(self) -> dict[str, int]:
-        """Frames that counted for nothing, under all rosters, by reason."""
+        """Frames that counted for nothing, in all crews, by reason."""
         now = self.worker.statistics()
         return dict(self._dropped + Counter(now.fence.dropped) + Counter(now.links.refused) + Counter(now.refused))
 

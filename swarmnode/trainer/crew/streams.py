@@ -66,7 +66,7 @@ class GatedStream(trio.abc.Stream):
 
 async def connect(assigned: Assigned, stage: int, kind: Literal["frames", "state"]) -> trio.abc.Stream:
     """A stream to the trainer of `stage`; it need not be there yet. Raises PeerError when our network process is not."""
-    body = msgspec.msgpack.encode(Open(assigned.crew, assigned.roster_epoch, stage, kind))
+    body = msgspec.msgpack.encode(Open(assigned.crew, stage, kind))
     with trio.move_on_after(CONNECT_SECONDS):
         while True:
             address, directory = socket_address(Path(assigned.socket))

@@ -1,257 +1,245 @@
-"""One failure at a time, told from beginning to end: how long it takes, who holds what afterwards, and why it ends where it ends."""
+"""One node's part in crews, event by event: what it signs, what ends its crew, and what does not."""
 
+import random
+from dataclasses import replace
+
+import msgspec
 import pytest
 
 from swarmnode.crew import events as ev
 from swarmnode.crew import local
-from tests.support.crew_story import Story, reset
+from swarmnode.crew import messages as m
+from swarmnode.crew.control import Means, Phase, State, advance
+from swarmnode.crew.plan import Capacity, ModelCost, Part
+from swarmnode.crew.record import NO_HASH, Copy, Founded, Member, Record, Signed, Taken, crew_id, member_bytes
+from tests.support.crew_trainer import named_keys
+
+MODEL, LINEAGE = b"m" * 32, b"l" * 32
+COST = ModelCost(Part(0.0, 0.0), (Part(1.0, 1.0),) * 2, Part(0.0, 0.0))
+SETTINGS = ev.Settings(stages=2)
+OURS = Copy(LINEAGE, 1, 2, 40, b"h" * 32, "memory", Taken(1), b"")
 
 
-def story(stages, spares=0):
-    return Story(stages, spares).running()
+class Node:
+    """`b`, to which others speak."""
+
+    def __init__(self, *copies, trusts=lambda peer: True):
+        sign, verify = named_keys("b")
+        self.means = Means(SETTINGS, sign, verify, random.Random(1), trusts)
+        self.state, self.now, self.done = State("b"), 100.0, []
+        self.does(ev.PeerBack("a"))
+        self.does(ev.TrainerOffers(local.Offering(MODEL, Capacity(1.0, 1.0), COST, copies)))
+
+    def does(self, event):
+        self.state, actions = advance(self.state, event, self.now, self.means)
+        self.done += actions
+        return actions
+
+    def answers(self, peer, message):
+        return next(action.message for action in self.does(ev.Received(peer, message)) if isinstance(action, ev.Answer))
+
+    def waits(self, seconds, alive=()):
+        for _ in range(int(seconds / SETTINGS.tick_seconds)):
+            self.now += SETTINGS.tick_seconds
+            for peer in alive:
+                self.answers(peer, m.Heartbeat(self.state.crew.id, m.Status("active", 40, int(self.now)))) if self.state.crew else None
+            self.does(ev.Tick())
+
+    def told(self):
+        return [action.message for action in self.done if isinstance(action, ev.SendToTrainer)]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_trainer_that_restarts_has_its_stage_within_a_second_and_nothing_else_moves(stage):
-    world = story(3, 1)
-    victim = next(n for n in world.nodes.values() if n.control.stage == stage)
-    before, step = world.holders(), world.step()
-    world.kill_trainer(victim.name, 3.0)
-    world.until(lambda: victim.trainer is not None)
-    claimed = world.until(lambda: victim.trainer is not None and victim.trainer.assigned is not None)
-    assert claimed < 0.6  # five messages, whatever the timers
-    world.until(world.everybody_runs)
-    assert world.holders() == {**before, victim.name: 2}
-    recovery = world.until(lambda: world.step() > step) + claimed
-    assert recovery < 5.0
+def record(*peers, step=0, lineage=LINEAGE, nonce=b"n" * 8):
+    point = NO_HASH if step == 0 else b"h" * 32
+    return Record(lineage, MODEL, point, step, Taken(), tuple(Member(peer, 1) for peer in peers), nonce)
 
 
-@pytest.mark.parametrize("remembers", [True, False])
-@pytest.mark.parametrize("stage", [0, 2])
-def test_a_node_that_restarts_claims_its_own_stage_without_waiting_for_an_eviction(stage, remembers):
-    world = story(3)
-    victim = next(n for n in world.nodes.values() if n.control.stage == stage)
-    step = world.step()
-    reset(world, victim.name, back=2.0, remembers=remembers)
-    assert world.until(world.everybody_runs) < 9.0
-    assert world.holders()[victim.name] == 2
-    assert "evicted" not in world.history.counts
-    world.until(lambda: world.step() > step)
-    assert all(node.trainer.exact for node in world.nodes.values())  # its journal
+def founded(of):
+    crew = crew_id(of)
+    return Founded(of, tuple(Signed(one.peer, named_keys(one.peer)[0](member_bytes(crew))) for one in of.members))
 
 
-def test_a_warm_spare_takes_over_a_dead_node_within_ten_seconds():
-    world = story(3, 1)
-    spare = next(n.name for n in world.nodes.values() if n.control.stage is None)
-    victim = next(n.name for n in world.nodes.values() if n.control.stage == 1)
-    step = world.step()
-    reset(world, victim)
-    assert world.until(lambda: world.everybody_runs() and world.step() > step) < 10.0
-    assert world.holders()[spare] == 2
-    assert victim not in world.holders()
+def running(*copies, peers=("a", "b"), step=0):
+    node = Node(*copies)
+    of = record(*peers, step=step)
+    assert isinstance(node.answers("a", m.Propose(of)), m.Signature)
+    assert node.answers("a", founded(of)) == m.Noted()
+    node.does(ev.TrainerStatus(local.StageStatus(node.state.crew.id, 1, "active", step)))
+    node.answers("a", m.Heartbeat(node.state.crew.id, m.Status("active", step, 1)))
+    assert node.state.phase == Phase.RUNNING
+    return node
 
 
-def test_a_silent_node_is_suspected_before_it_is_evicted_and_comes_back_as_a_spare():
-    world = story(3, 1)
-    victim = next(n for n in world.nodes.values() if n.control.stage == 1)
-    victim.stopped_until = world.now + 40.0
-    others = [n for n in world.nodes.values() if n is not victim and n.control.stage is not None]
-    paused = world.until(lambda: not any(n.control.running for n in others))
-    assert 5.0 < paused < 11.0
-    recovered = world.until(lambda: all(n.control.running for n in others))
-    assert 12.0 < paused + recovered < 22.0
-    world.until(lambda: victim.control.roster is None and victim.stopped_until < world.now)
-    assert world.everybody_runs()
-    world.wait(8.0)
-    assert others[0].control.statistics().offers == 1
+def test_a_record_that_names_us_is_signed_joined_prepared_and_run():
+    node = running()
+    kinds = [type(message).__name__ for message in node.told()]
+    assert kinds == ["Assigned", "Resumed"]
+    assert (node.told()[0].stage, node.told()[0].members) == (1, ("a", "b"))
 
 
-def test_a_short_pause_costs_no_seat():
-    world = story(3, 1)
-    before = world.holders()
-    victim = next(n for n in world.nodes.values() if n.control.stage == 1)
-    victim.stopped_until = world.now + 9.0
-    world.until(lambda: not world.everybody_runs(), 20.0)
-    world.until(world.everybody_runs, 20.0)
-    assert world.holders() == before
+@pytest.mark.parametrize(
+    ("of", "why"),
+    [
+        (record("a", "c"), "record"), (record("c", "b"), "record"),
+        (msgspec.structs.replace(record("a", "b"), model=b"x" * 32), "model"), (record("a", "b", "c"), "model"),
+        (msgspec.structs.replace(record("a", "b"), members=(Member("a", 0), Member("b", 2))), "model"),
+    ],
+)  # fmt: skip
+def test_what_is_not_signed(of, why):
+    node = Node()
+    assert node.answers("a", m.Propose(of)) == m.Refuse(why, crew_id(of))
+    assert node.state.reserved is None
 
 
-def test_when_the_head_is_gone_the_lowest_stage_that_is_left_proposes():
-    world = story(4, 1)
-    head = world.head().name
-    second = next(n.name for n in world.nodes.values() if n.control.stage == 1)
-    claims = world.nodes[second].control.statistics().notes["claimed"]
-    reset(world, head)
-    world.until(world.everybody_runs)
-    assert world.nodes[second].control.statistics().notes["claimed"] == claims + 1
-    assert head not in world.holders()
+def test_one_proposer_at_a_time_and_for_a_few_seconds():
+    node = Node()
+    first, second = record("a", "b"), record("c", "b")
+    assert isinstance(node.answers("a", m.Propose(first)), m.Signature)
+    assert node.answers("c", m.Propose(second)).reason == "busy"
+    node.now += 2 * SETTINGS.turn_seconds + 1
+    assert isinstance(node.answers("c", m.Propose(second)), m.Signature)
+    assert node.answers("a", founded(first)).reason == "crew", "that one has lapsed"
+    assert node.state.crew is None
 
 
-def test_two_neighbours_with_their_memory_come_back_and_without_a_majority_nothing_is_decided_before():
-    world = story(4)
-    victims = [next(n.name for n in world.nodes.values() if n.control.stage == i) for i in (1, 2)]
-    for name in victims:
-        reset(world, name, back=4.0)
-    epoch = world.head().control.roster.epoch
-    world.wait(3.0)
-    assert world.head().control.roster.epoch == epoch
-    world.until(world.everybody_runs)
-    assert {world.holders()[name] for name in victims} == {2}
+def test_nobody_gets_us_into_a_crew_that_we_did_not_sign():
+    node = Node()
+    assert node.answers("a", founded(record("a", "b"))).reason == "crew"
+    assert isinstance(node.answers("a", m.Propose(record("a", "b"))), m.Signature)
+    forged = Founded(record("a", "b"), tuple(Signed(peer, bytes(64)) for peer in ("a", "b")))
+    assert node.answers("a", forged).reason == "record"
+    assert node.state.crew is None
 
 
-def test_everybody_at_once_goes_on_from_journals():
-    world = story(3)
-    step = world.step()
-    for name in world.nodes:
-        reset(world, name, back=1.0)
-    world.until(lambda: world.everybody_runs() and world.step() > step)
-    assert set(world.holders().values()) == {2}
-    assert all(node.trainer.exact for node in world.nodes.values())
+def test_with_whom_is_a_person_s_choice():
+    node = Node(trusts=lambda peer: peer != "a")
+    assert node.answers("a", m.Propose(record("a", "b"))).reason == "trust"
 
 
-def test_everybody_at_once_without_memory_founds_another_crew():
-    world = story(3)
-    crew = world.head().control.acceptor.crew
-    for name in world.nodes:
-        reset(world, name, back=1.0, remembers=False)
-    world.until(world.everybody_runs)
-    assert world.head().control.acceptor.crew != crew
+def test_what_was_learnt_is_not_given_up_for_the_base_or_for_less():
+    node = Node(OURS)
+    assert node.answers("a", m.Propose(record("a", "b"))).reason == "behind"
+    assert node.answers("a", m.Propose(record("a", "b", step=7, lineage=b"x" * 32))).reason == "behind"
+    older = record("a", "b", step=30)
+    assert node.answers("a", m.Propose(older)).reason == "behind"
+    assert isinstance(node.answers("a", m.Propose(record("a", "b", step=40))), m.Signature)
+    node = Node(OURS)
+    node.now += 2 * SETTINGS.exact_seconds
+    assert isinstance(node.answers("a", m.Propose(older)), m.Signature)
+    node = Node(OURS)
+    node.now += SETTINGS.lost_seconds
+    assert isinstance(node.answers("a", m.Propose(record("a", "b", lineage=b"x" * 32))), m.Signature)
 
 
-def test_two_members_go_on_with_a_witness_and_end_without_one():
-    world = story(2, 1)
-    assert len(world.head().control.roster.witnesses) == 1
-    reset(world, world.head().name)
-    world.until(world.everybody_runs)
-
-    world = story(2)
-    alive, gone = (next(n for n in world.nodes.values() if n.control.stage == i) for i in (0, 1))
-    reset(world, gone.name)
-    ended = world.until(lambda: alive.control.roster is None, 80.0)
-    assert ended < world.settings.wait_seconds + 15.0
-    assert alive.control.statistics().notes["dissolved"] == 1
-    assert alive.trainer.assigned is None  # released
-
-
-def test_a_vacancy_that_nobody_takes_ends_the_crew_for_all_with_a_reason():
-    world = story(3)
-    reset(world, next(n.name for n in world.nodes.values() if n.control.stage == 1))
-    reasons = []
-    note = world.history.note
-
-    def listen(now, what, *details):
-        reasons.append(what)
-        note(now, what, *details)
-
-    world.history.note = listen
-    world.until(lambda: all(n.control is None or n.control.roster is None for n in world.nodes.values()), 80.0)
-    assert reasons.count("dissolved") == 2
+def test_a_stranger_s_words_change_nothing_about_a_crew_that_works():
+    """A witness without a stage got four votes for ending a healthy crew once."""
+    node = running()
+    crew, other = node.state.crew.id, record("x", "b", nonce=b"o" * 8)
+    for message in (
+        m.Leave(crew, "it is over"), m.Heartbeat(crew, m.Status("failed")), m.Heartbeat(b"x" * 32, m.Status("absent")), m.Propose(other),
+        founded(other), founded(record("a", "b")), m.Offer(MODEL, 1e30, 1e30, 0.0, ()),
+    ):  # fmt: skip
+        node.answers("x", message)
+        assert (node.state.phase, node.state.crew.id) == (Phase.RUNNING, crew)
+    for answer in (m.Refuse("crew", crew), m.Alive(crew, m.Status("failed")), None):
+        node.does(ev.Answered("x", m.Heartbeat(crew, m.Status()), answer))
+        node.does(ev.Answered("x", m.Propose(other), answer))
+    node.does(ev.PeerGone("x"))
+    assert (node.state.phase, node.state.crew.id) == (Phase.RUNNING, crew)
 
 
-def test_leaving_politely_hands_the_stage_over_at_once():
-    world = story(3, 1)
-    leaver = next(n for n in world.nodes.values() if n.control.stage == 1)
-    world.event(leaver.name, leaver.life, ev.Drain("asked to"))
-    assert world.until(lambda: leaver.control.roster is None) < 1.0
-    world.until(world.everybody_runs)
-    assert leaver.name not in world.holders()
-    world.wait(10.0)
-    assert leaver.control.roster is None  # and stays away
+def test_silence_pauses_then_ends_and_a_sign_of_life_refutes():
+    node = running()
+    node.waits(20, alive=("a",))
+    assert node.state.phase == Phase.RUNNING
+    node.waits(10)
+    assert node.state.phase == Phase.PAUSED
+    node.answers("a", m.Heartbeat(node.state.crew.id, m.Status("active", 1, 999)))
+    assert node.state.phase == Phase.RUNNING
+    node.waits(SETTINGS.evict_seconds + 1)
+    assert node.state.phase == Phase.FREE
+    assert isinstance(node.told()[-1], local.Released)
 
 
-def test_leaving_a_crew_that_cannot_answer_takes_a_bounded_time():
-    world = story(2)
-    leaver, other = (next(n for n in world.nodes.values() if n.control.stage == i) for i in (0, 1))
-    other.control, other.trainer = None, None
-    world.event(leaver.name, leaver.life, ev.Drain("asked to"))
-    assert world.until(lambda: leaver.control.roster is None) < 13.0
+@pytest.mark.parametrize(
+    "event",
+    [
+        lambda crew: ev.Received("a", m.Leave(crew, "drained")), lambda crew: ev.Received("a", m.Heartbeat(crew, m.Status("absent"))),
+        lambda crew: ev.Received("a", m.Heartbeat(crew, m.Status("failed"))), lambda crew: ev.StreamLost("a", crew),
+        lambda crew: ev.TrainerLeft(), lambda crew: ev.Drain("quiet hours"),
+        lambda crew: ev.Answered("a", m.Heartbeat(crew, m.Status()), m.Refuse("crew", crew)),
+        lambda crew: ev.TrainerBlames(local.Blames(crew, 0, "refused 5 steps")),
+    ],
+)  # fmt: skip
+def test_what_ends_a_crew_ends_it_at_once_and_everybody_is_told(event):
+    node = running()
+    crew = node.state.crew.id
+    actions = node.does(event(crew))
+    assert node.state.phase == Phase.FREE
+    assert any(isinstance(a, ev.Send) and isinstance(a.message, m.Leave) for a in actions)
+    assert any(isinstance(a, ev.CloseStreams) for a in actions)
 
 
-def test_two_spares_want_one_vacancy_and_one_gets_it():
-    world = story(3, 2)
-    reset(world, next(n.name for n in world.nodes.values() if n.control.stage == 2))
-    world.until(world.everybody_runs)
-    assert sum(n.control is not None and n.control.stage is not None for n in world.nodes.values()) == 3
-    assert max(world.holders().values()) == 2
+def test_a_member_that_was_blamed_is_left_out_for_a_while_and_for_longer_each_time():
+    node = running()
+    node.does(ev.TrainerBlames(local.Blames(node.state.crew.id, 0, "refused 5 steps")))
+    barred = node.state.peers["a"].barred_until - node.now
+    node.does(ev.TrainerOffers(local.Offering(MODEL, Capacity(1.0, 1.0), COST)))
+    assert node.answers("a", m.Propose(record("a", "b"))).reason == "trust"
+    node.now += barred
+    of = record("a", "b", nonce=b"2" * 8)
+    assert isinstance(node.answers("a", m.Propose(of)), m.Signature)
+    node.answers("a", founded(of))
+    node.does(ev.TrainerBlames(local.Blames(node.state.crew.id, 0, "again")))
+    assert node.state.peers["a"].barred_until - node.now == pytest.approx(2 * barred)
 
 
-def test_broken_streams_make_a_new_roster_and_lose_nobody():
-    world = story(3)
-    before, epoch, step = world.holders(), world.head().control.roster.epoch, world.step()
-    a, b = (next(n.name for n in world.nodes.values() if n.control.stage == i) for i in (0, 1))
-    world._stream_breaks(a, b, epoch)
-    assert not world.everybody_runs()
-    assert world.until(world.everybody_runs) < 5.0
-    assert world.holders() == before
-    assert world.head().control.roster.epoch == epoch + 1
-    world.until(lambda: world.step() > step)
+def test_offers_are_made_while_free_and_taken_back_in_a_crew():
+    node = running()
+    sent = [a.message.memory for a in node.done if isinstance(a, ev.Send) and isinstance(a.message, m.Offer)]
+    assert sent[0] > 0
+    assert sent[-1] == 0
+    node.does(ev.Received("a", m.Leave(node.state.crew.id, "drained")))
+    assert not any(isinstance(a, ev.Send) and isinstance(a.message, m.Offer) for a in node.does(ev.Tick())), "its trainer has not stopped"
+    actions = node.does(ev.TrainerOffers(local.Offering(MODEL, Capacity(1.0, 1.0), COST, (OURS,))))
+    assert [a.message.copies for a in actions if isinstance(a, ev.Send) and isinstance(a.message, m.Offer)] == [(OURS,)]
 
 
-def test_a_trainer_that_hangs_is_restarted():
-    world = story(2)
-    victim = next(n for n in world.nodes.values() if n.control.stage == 1)
-    trainer = victim.trainer
-    world.wait(10.0)
-    trainer.world = _Deaf(world, trainer)
-    world.until(lambda: victim.trainer is not trainer, 60.0)
-    assert world.history.counts["stalled"] == 1
-    world.until(world.everybody_runs)
+def test_a_peer_that_does_not_speak_of_crews_is_not_asked_again_at_once():
+    node = Node()
+    offer = next(a.message for a in node.done if isinstance(a, ev.Send))
+    node.does(ev.Answered("a", offer, None, foreign=True))
+    before = len(node.done)
+    node.waits(SETTINGS.offer_seconds * 3)
+    assert not any(isinstance(a, ev.Send) for a in node.done[before:])
+    assert any(isinstance(a, ev.Send) for a in node.does(ev.Received("a", m.Offer(MODEL, 1.0, 1.0, 0.0))))
 
 
-class _Deaf:
-    """What a trainer that hangs does to the world: nothing, with work in hand."""
-
-    def __init__(self, world, trainer):
-        self._world, self._trainer, self._progress = world, trainer, trainer.progress
-        world.after(1.0, self._tell)
-
-    def _tell(self):
-        world, trainer = self._world, self._trainer
-        node = world.nodes[trainer.node]
-        if node.trainer is trainer:
-            a, step = trainer.assigned, trainer.participant.step
-            status = local.StageStatus(a.crew, a.roster_epoch, a.stage, "active", step, self._progress, load=1)
-            world.event(node.name, node.life, ev.TrainerStatus(status))
-            world.after(1.0, self._tell)
-
-    def __getattr__(self, name):
-        if name in ("now", "rng", "history", "step_seconds", "fence_check"):
-            return getattr(self._world, name)
-        return lambda *arguments, **options: None
+def test_the_holder_of_the_first_stage_proposes_and_all_who_sign_make_the_crew():
+    node = Node(replace_copy(OURS, 0))
+    other = m.Offer(MODEL, 1.0, 1.0, 0.0, (OURS,))
+    actions = node.does(ev.Received("c", other)) + node.does(ev.Tick())
+    asked = [a for a in actions if isinstance(a, ev.Send) and isinstance(a.message, m.Propose)]
+    assert [a.peer for a in asked] == ["c"]
+    of = asked[0].message.record
+    assert (of.step, of.lineage, [member.peer for member in of.members]) == (40, LINEAGE, ["b", "c"])
+    signature = m.Signature(crew_id(of), named_keys("c")[0](member_bytes(crew_id(of))))
+    node.does(ev.Answered("x", asked[0].message, signature))
+    node.does(ev.Answered("c", asked[0].message, msgspec.structs.replace(signature, signature=bytes(64))))
+    assert node.state.crew is None
+    actions = node.does(ev.Answered("c", asked[0].message, signature))
+    assert node.state.phase == Phase.PREPARING
+    assert [a.peer for a in actions if isinstance(a, ev.Send) and isinstance(a.message, Founded)] == ["c"]
 
 
-def test_statistics_say_who_holds_what():
-    world = story(2, 1)
-    world.wait(5.0)
-    said = world.head().control.statistics()
-    assert (said.state, said.stage, said.fenced, said.standing_seconds) == ("running", 0, False, 0.0)
-    assert [slot.state for slot in said.slots] == ["active", "active"]
-    assert said.slots[1].step >= 1
-    assert set(said.notes) == set(ev.NOTES)
-    witness = next(n for n in world.nodes.values() if n.control.stage is None)
-    assert witness.control.statistics().stage is None
-    assert witness.control.statistics().crew == said.crew
-    assert (witness.control.statistics().state, witness.control.statistics().standing_seconds) == ("running", 0.0)  # as it hears
-    world.kill_trainer(world.head().name, 30.0)
-    world.wait(5.0)
-    assert witness.control.statistics().state != "running"
-    assert 3.0 < witness.control.statistics().standing_seconds < 6.0
+def replace_copy(copy, stage):
+    return msgspec.structs.replace(copy, first=stage, last=stage + 1)
 
 
-def test_a_lease_that_is_over_is_over_before_any_event_says_so():
-    world = story(3)
-    node = world.head()
-    now = world.now * node.rate + node.offset
-    assert node.control.may_average
-    assert node.control.within_lease(now)
-    assert not node.control.within_lease(now + world.settings.lease_seconds / 2 + 1)
-
-
-def test_members_of_a_crew_that_has_taken_steps_do_not_wait_for_each_other():
-    world = story(3)
-    control = world.head().control
-    others = [name for name in world.nodes if world.nodes[name].control is not control]
-    for number in range(5):
-        control._patience.never_ran((f"s{number}",), 0.0)
-    assert control._patience.waits("s0", 1.0)
-    assert not any(control._patience.waits(name, 1.0) for name in others)
+def test_the_state_is_never_changed_in_place():
+    node = Node()
+    before = replace(node.state)
+    peers = dict(node.state.peers)
+    advance(node.state, ev.Received("a", m.Offer(MODEL, 1.0, 1.0, 0.0)), 101.0, node.means)
+    assert node.state == before
+    assert node.state.peers == peers

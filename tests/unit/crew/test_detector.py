@@ -2,27 +2,28 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
-from swarmnode.crew.detector import LEAST_STEPS, STALL_FLOOR_SECONDS, Detector, Progress, phi
+from swarmnode.crew import detector
+from swarmnode.crew.detector import LEAST, STALL_FLOOR_SECONDS, Progress, Signs, phi, slowness_at
 
 
-def beating(detector, until, peer="p", interval=1.0, rng=None):
-    now = 0.0
+def beating(signs, until, rng=None):
+    now = signs.last_seen
     while now < until:
-        now += interval if rng is None else interval * rng.uniform(0.8, 1.2)
-        detector.heard(peer, now)
-    return now
+        now += 1.0 if rng is None else rng.uniform(0.8, 1.2)
+        signs = signs.seen(now)
+    return signs
 
 
-def silent_until_suspected(detector, now, peer="p"):
-    start = now
-    while not detector.suspects(peer):
+def silent_until_overdue(signs):
+    now = signs.last_seen
+    while not signs.overdue(now, 1.0):
         now += 0.1
-        detector.newly_suspected(now)
-        assert now - start < 60
-    return now - start
+        assert now - signs.last_seen < 60
+    return now - signs.last_seen
 
 
 def test_phi_is_the_logarithm_of_the_tail():
@@ -31,95 +32,59 @@ def test_phi_is_the_logarithm_of_the_tail():
     assert phi(1e6, 1.0, 1.0) == 300.0
 
 
-def test_silence_is_suspected_after_six_or_seven_seconds_however_regular_the_beat_was():
-    for rng in (None, random.Random(1)):
-        detector = Detector(1.0, 0.5)
-        detector.watch(["p"], 0.0)
-        now = beating(detector, 100.0, rng=rng)
-        assert 5.5 < silent_until_suspected(detector, now) < 7.5
+@pytest.mark.parametrize("rng", [None, random.Random(1)])
+def test_silence_is_suspected_after_six_or_seven_seconds_however_regular_the_beat_was(rng):
+    assert 5.5 < silent_until_overdue(beating(Signs(0.0), 100.0, rng)) < 7.5
 
 
 def test_one_that_was_never_heard_is_given_as_long():
-    detector = Detector(1.0, 0.5)
-    detector.watch(["p"], 0.0)
-    assert 5.5 < silent_until_suspected(detector, 0.0) < 7.5
+    assert 5.5 < silent_until_overdue(Signs(0.0)) < 7.5
 
 
-def test_an_answer_right_after_a_heartbeat_is_no_interval():
-    detector = Detector(10.0, 0.5)
-    detector.watch(["p"], 0.0)
-    for beat in range(1, 20):
-        detector.heard("p", 10.0 * beat)
-        detector.heard("p", 10.0 * beat + 0.9)
-    assert silent_until_suspected(detector, 190.0) == pytest.approx(20.0, abs=0.2)  # not before two heartbeats are missing
-    assert detector.phi("p", 205.0) == pytest.approx(phi(15.0, 10.0, 1.0), rel=1e-3)
+def test_an_answer_right_after_a_heartbeat_is_no_interval_but_a_sign_of_life():
+    signs = beating(Signs(0.0), 20.0)
+    answered = replace(signs, suspected=True).seen(signs.last_seen + 0.05)
+    assert (answered.count, answered.last_seen, answered.suspected) == (signs.count, signs.last_seen, False)
 
 
 def test_an_irregular_peer_is_given_longer():
-    detector = Detector(1.0, 0.5)
-    detector.watch(["p"], 0.0)
-    now = 0.0
-    for i in range(60):
-        now += 8.0 if i % 6 == 0 else 1.0
-        detector.heard("p", now)
-    assert silent_until_suspected(detector, now) > 12
-
-
-def test_what_broke_is_suspected_at_once_and_a_sign_of_life_refutes_it():
-    detector = Detector(1.0, 0.5)
-    detector.watch(["p", "q"], 0.0)
-    assert detector.broke("p")
-    assert not detector.broke("p")
-    assert detector.suspects("p")
-    assert not detector.suspects("q")
-    assert detector.heard("p", 1.2)
-    assert not detector.suspects("p")
-    assert (detector.statistics().suspected, detector.statistics().refuted) == (1, 1)
-    assert not detector.broke("stranger")
-    assert not detector.heard("stranger", 2.0)
-    assert detector.silent_seconds("stranger", 9.0) == 0.0
+    rng, signs, now = random.Random(2), Signs(0.0), 0.0
+    for _ in range(100):
+        now += rng.choice((0.5, 4.0))
+        signs = signs.seen(now)
+    assert silent_until_overdue(signs) > 10.0
 
 
 def test_who_slept_does_not_suspect_the_others_before_hearing_them():
-    detector = Detector(1.0, 0.5)
-    detector.watch(["p"], 0.0)
-    now = 0.0
-    while now < 20:
-        now += 0.5
-        detector.tick(now)
-        detector.heard("p", now)
-    now += 40.0  # stopped, and resumed
-    detector.tick(now)
-    assert detector.newly_suspected(now) == []
-    assert detector.silent_seconds("p", now) < 1.0
-    while not detector.suspects("p"):  # and if nothing comes, it is gone after all
-        now += 0.5
-        detector.tick(now)
-        detector.newly_suspected(now)
-    assert 65 > now > 62
+    signs, slowness, last, now = beating(Signs(0.0), 20.0), 1.0, 20.0, 60.0  # stopped for 40 seconds, and resumed
+    slowness = slowness_at(slowness, last, now, 0.5)
+    assert not signs.overdue(now, slowness)
+    assert signs.silent_seconds(now, slowness) < 1.0
+    while not signs.overdue(now, slowness):  # and if nothing comes, it is gone after all
+        last, now = now, now + 0.5
+        slowness = slowness_at(slowness, last, now, 0.5)
+    assert 62 < now < 66
 
 
-def test_false_suspicions_are_as_rare_as_measured():
-    """A heartbeat a second with 0.02 % Pareto stalls, ten node-days in small: the floor of a second is what keeps them apart."""
+def test_false_suspicions_are_as_rare_as_measured(monkeypatch):
+    """A heartbeat a second with 0.2 % Pareto stalls: the floor of a second is what keeps them apart."""
     rng, suspected = random.Random(3), {}
     gaps = [1.0 + rng.gauss(0, 0.02) + (rng.paretovariate(1.1) if rng.random() < 0.002 else 0.0) for _ in range(20_000)]
     for floor in (0.1, 1.0):
-        detector = Detector(1.0, 0.5, floor_seconds=floor)
-        detector.watch(["p"], 0.0)
-        now = 0.0
+        monkeypatch.setattr(detector, "FLOOR_SECONDS", floor)
+        signs, now, count = Signs(0.0), 0.0, 0
         for gap in gaps:
-            detector.newly_suspected(now + gap - 1e-6)
+            count += signs.overdue(now + gap - 1e-6, 1.0)
             now += gap
-            detector.heard("p", now)
-        suspected[floor] = detector.statistics().suspected
-        assert detector.statistics().refuted == suspected[floor]
+            signs = signs.seen(now)
+        suspected[floor] = count
     assert suspected[1.0] * 3 < suspected[0.1]
 
 
 def test_no_progress_with_work_in_hand_is_a_failure():
     progress = Progress(4.0)
     now = 0.0
-    for step in range(LEAST_STEPS + 2):
+    for step in range(LEAST + 2):
         progress.report(step, step, 1, now)
         now += 6.0
     assert progress.slow_step_seconds == pytest.approx(6.0)

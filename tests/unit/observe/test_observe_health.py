@@ -145,16 +145,13 @@ def test_history_starts_over_when_the_clock_jumps_back() -> None:
     assert history.columns()["at"] == [STARTED_AT + 5]
 
 
-def test_a_crew_that_stands_still_is_fenced_or_lost_its_stage_is_said() -> None:
+def test_a_crew_that_stands_still_or_lost_its_stage_is_said() -> None:
     def said(**fields: object) -> list[str]:
         return troubles(replace(example(), stages=replace(example().stages, **fields)))
 
     assert said(standing_seconds=30.0) == []
-    assert said(standing_seconds=31.0, state="recovering") == ["the crew has taken no step for 31 s"]
-    assert said(standing_seconds=31.0, state="forming") == []
-    assert said(fenced=True) == ["no majority of the crew hears this node; it takes no step"]
+    assert said(standing_seconds=31.0, state="preparing") == ["the crew has taken no step for 31 s"]
     assert said(phase="failed", reason="gate: KL 0.4") == ["this node's stage could not be restored: gate: KL 0.4"]
-    assert said(fenced=True, stage=None) == []
 
 
 def test_a_node_that_needs_a_crew_says_what_it_waits_for() -> None:

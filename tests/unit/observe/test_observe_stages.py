@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from swarmnode.crew.events import ControlStatistics, SlotStatistics
+from swarmnode.crew.control import ControlStatistics, SlotStatistics
 from swarmnode.crew.local import StageStatus
-from swarmnode.crew.plane import BOUNDS, StagesStatistics
+from swarmnode.crew.service import BOUNDS, StagesStatistics
 from swarmnode.crew.stream_proxy import StreamProxyStatistics
 from swarmnode.link.messages import Report
 from swarmnode.observe.health import policy_loaded
@@ -14,21 +14,20 @@ from swarmnode.observe.snapshot import StagesView
 from swarmnode.observe.stages import stages_view
 
 CREW = b"\x07" * 32
-SLOTS = tuple(SlotStatistics(stage, f"peer{stage}", 1, "active", 40) for stage in range(3))
+SLOTS = tuple(SlotStatistics(stage, f"peer{stage}", "active", 40) for stage in range(3))
 CONTROL = ControlStatistics(
-    state="running", crew=CREW.hex(), roster_epoch=2, stage=1, slots=SLOTS, fenced=False, offers=1, notes={"running": 1, "refuted": 2},
-    standing_seconds=0.0, recovery_seconds=None,
+    state="running", crew=CREW.hex(), lineage="11" * 32, stage=1, slots=SLOTS, offers=1, standing_seconds=0.0, recovery_seconds=None,
 )  # fmt: skip
-STATUS = StageStatus(CREW, 2, 1, "active", step=40, shadow_step=20, shadow_age_steps=20, dropped={"stage_epoch": 3})
+STATUS = StageStatus(CREW, 1, "active", step=40, shadow_step=20, shadow_age_steps=20, dropped={"crew": 3})
 PIPES = StreamProxyStatistics(
     open={"frames": 2, "state": 0}, waiting=0, parked=0, opened={"frames": 3}, lost={"frames": 1}, refused={"peer": 2},
     sent={"frames": 10}, received={"frames": 7, "state": 5}, throttled_seconds=0.5,
 )  # fmt: skip
 PLANE = StagesStatistics(
-    enabled=True, control=CONTROL, layers=(4, 6, 6), own=STATUS, trainer=True, recoveries=2,
+    enabled=True, control=CONTROL, notes={"running": 1, "refuted": 2}, layers=(4, 6, 6), own=STATUS, trainer=True, recoveries=2,
     recovery_seconds_total=9.0, recovery_counts=(1, 0, 1, *[0] * (len(BOUNDS) - 2)), rungs={"R2": 1}, last_reason="",
     heartbeat_seconds=0.01,
-    unanswered={"heartbeat": 2}, malformed=1, unsaved=0, trainer_restarts=0, pipes=PIPES,
+    unanswered={"heartbeat": 2}, malformed=1, trainer_restarts=0, streams=PIPES,
 )  # fmt: skip
 
 
@@ -38,7 +37,7 @@ def test_a_crew_is_seen_as_it_is() -> None:
         (0, "peer0", "active", 4), (1, "peer1", "active", 6), (2, "peer2", "active", 6),
     ]  # fmt: skip
     assert (view.enabled, view.stage, view.phase, view.step, view.shadow_age_steps) == (True, 1, "active", 40, 20)
-    assert (view.dropped, view.events["refuted"], view.rungs, view.unanswered) == ({"stage_epoch": 3}, 2, {"R2": 1}, {"heartbeat": 2})
+    assert (view.dropped, view.events["refuted"], view.rungs, view.unanswered) == ({"crew": 3}, 2, {"R2": 1}, {"heartbeat": 2})
     assert view.bytes == {"frames": {"in": 7, "out": 10}, "state": {"in": 5, "out": 0}}
     assert view.recovery_seconds is not None
     assert (view.recovery_seconds.bounds, sum(view.recovery_seconds.counts), view.recovery_seconds.sum) == (BOUNDS, 2, 9.0)
@@ -58,7 +57,7 @@ def test_without_a_shadow_every_step_would_be_lost_but_a_crew_of_one_has_nobody_
 
 
 def test_a_node_that_holds_its_policy_alone_has_nothing_to_show_and_one_that_waits_has() -> None:
-    out = ControlStatistics("none", "", 0, None, (), False, 2, {}, 0.0, None)
+    out = ControlStatistics("none", "", "", None, (), 2, 0.0, None)
     waiting = stages_view(replace(PLANE, control=out, own=None, layers=(), last_reason="stage 2 was vacant for 120 s"))
     assert (waiting.enabled, waiting.state, waiting.standing_seconds, waiting.offers) == (True, "none", None, 2)
     assert waiting.reason == "stage 2 was vacant for 120 s"
@@ -70,7 +69,7 @@ def test_a_node_that_holds_its_policy_alone_has_nothing_to_show_and_one_that_wai
 def test_a_member_that_trains_nothing_itself_has_the_policy_once_its_stage_is_there() -> None:
     view = stages_view(PLANE)
     assert policy_loaded(None, view)  # only the head reports
-    for phase in ("ready", "probation"):
+    for phase in ("active", "probation"):
         assert policy_loaded(None, replace(view, phase=phase))
     killed = stages_view(replace(PLANE, trainer=False))
     assert (killed.enabled, killed.stage, killed.phase, killed.step) == (True, 1, "", 40)

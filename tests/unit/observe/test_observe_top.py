@@ -59,16 +59,16 @@ def test_shows_what_a_person_wants_to_know() -> None:
 
 def test_shows_the_crew_in_the_order_of_its_stages_and_what_peers_claim() -> None:
     s = example()
-    slots = [*s.stages.slots[:2], msgspec.structs.replace(s.stages.slots[2], peer="", state="vacant"), s.stages.slots[3]]
+    slots = [*s.stages.slots[:2], msgspec.structs.replace(s.stages.slots[2], state="absent"), s.stages.slots[3]]
     crew = msgspec.structs.replace(s.stages, state="paused", slots=slots, standing_seconds=42.0)
     shown = drawn(msgspec.structs.replace(s, stages=crew), styles=False)
-    for expected in ("crew paused · roster 4 · standing still for 42 s · recovered in 6.4 s · rung R2", "shadow 10 steps old"):
+    for expected in ("crew paused · standing still for 42 s · recovered in 6.4 s · rung R2", "shadow 10 steps old"):
         assert expected in shown
     lines = [line.split() for line in shown.splitlines()]
     at = next(i for i, line in enumerate(lines) if line[1:3] == ["stage", "held"])
     assert [line[1:-1] for line in lines[at + 1 : at + 5]] == [
         ["0", "this", "node", "4", "active", "250"], ["1", PEERS[0][:16], "6", "active", "250"],
-        ["2", "nobody", "6", "vacant", "250"], ["3", PEERS[3][:16], "4", "active", "250"],
+        ["2", PEERS[1][:16], "6", "absent", "250"], ["3", PEERS[3][:16], "4", "active", "250"],
     ]  # fmt: skip
     for expected in ("4 peers tell of themselves (claimed), median held-out 0.567", "attic", "Küche 2", "0.624"):
         assert expected in shown

@@ -31,7 +31,7 @@ from tests.support.lost_stages import quiet
 EXACT = CrewSettings(b"b" * 32, "float32", "float32")
 CFG = TrainingConfig(per_device_train_tokens=64, weight_decay=0.0)
 LIMITS = FrameLimits(hidden=32, vocab=61, tokens=24)
-PLACE = Place(b"c" * 16, 0, 0, 0, 0)
+PLACE = Place(b"c" * 16, 0, 0)
 FRAME = 24 * 32 * 4 + 2048
 """Bytes of the largest frame here, with its header and description."""
 

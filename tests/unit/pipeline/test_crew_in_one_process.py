@@ -396,9 +396,9 @@ async def test_a_stage_that_is_gone_ends_what_was_begun_and_no_step_is_taken(mod
 async def test_frames_of_the_past_and_of_a_stranger_are_dropped(models):
     async with crew_of(models["llama"], [2, 2]) as crew:
         member, place = crew.members[1], crew.head.place
-        old = frames.Place(b"x" * 16, place.roster_epoch, 0, 0, 0)
+        old = frames.Place(b"x" * 16, 0, 0)
         crew.head.links.send(1, frames.Abort(old, 3, "timeout"))
-        crew.head.links.send(1, frames.Drop(frames.Place(place.crew, 0, 0, 1, 0), b"s" * 16))
+        crew.head.links.send(1, frames.Drop(frames.Place(place.crew, 0, 1), b"s" * 16))
         crew.head.links.send(1, frames.Tokens(place, b"s" * 16, 1), b"\0" * 8)
         await quiet()
         assert member.statistics().fence.dropped == {"crew": 1, "newer": 1}

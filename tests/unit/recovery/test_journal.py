@@ -19,7 +19,7 @@ from swarmnode.pipeline.split import split_model
 from swarmnode.pipeline.worker import CrewSettings, LrScale, StageWorker
 from swarmnode.policy.fingerprint import fingerprint
 from swarmnode.recovery import disk
-from swarmnode.recovery.journal import FILE, Journal
+from swarmnode.recovery.journal import FILE, Journal, find_journals
 from swarmnode.recovery.probes import Recorder
 from swarmnode.recovery.restore import base_stage
 from swarmnode.recovery.sources import RecoverySettings
@@ -31,7 +31,7 @@ CREW = b"c" * 16
 
 def member_of(models, step=0, kind="llama", stage=1):
     spec, model = split_model(copy.deepcopy(models[kind]), [1, 2, 1])[stage]
-    fence = Fence(Place(CREW, 0, stage, 0, step), [0, 0, 0])
+    fence = Fence(Place(CREW, stage, step), 3)
     links = Links(stage, {}, FrameLimits(hidden=32, vocab=61, tokens=64))
     return StageWorker(StageRuntime(spec, model), links, fence, CrewSettings(b"b" * 32), inline)
 
@@ -126,7 +126,7 @@ def test_a_damaged_journal_is_no_source(models, tmp_path, damage):
     journal = Journal(tmp_path, CREW, member.runtime.spec)
     journal.note(member)
     closed(journal)
-    file = tmp_path / FILE
+    file = tmp_path / CREW.hex() / FILE
     if damage == "cut":
         file.write_bytes(file.read_bytes()[:-100])
     elif damage == "noise":
@@ -150,21 +150,27 @@ def test_a_damaged_journal_is_no_source(models, tmp_path, damage):
     assert closed(again).step == 1
 
 
-def test_a_journal_of_another_crew_or_stage_counts_as_none(models, tmp_path):
+def test_a_journal_of_other_layers_counts_as_none_and_each_lineage_has_its_own(models, tmp_path):
     member = member_of(models)
     train(member)
     journal = Journal(tmp_path, CREW, member.runtime.spec)
     journal.note(member)
     closed(journal)
-    for crew, spec in (
-        (b"d" * 16, member.runtime.spec),
-        (CREW, replace(member.runtime.spec, index=0)),
-        (CREW, replace(member.runtime.spec, last=2)),
-    ):
-        other = closed(Journal(tmp_path, crew, spec))
+    for spec in (replace(member.runtime.spec, index=0), replace(member.runtime.spec, last=2)):
+        other = closed(Journal(tmp_path, CREW, spec))
         assert other.step is None
-        with pytest.raises(StateError, match="another"):
+        with pytest.raises(StateError, match="is of another stage"):
             other.read()
+    other = Journal(tmp_path, b"d" * 16, member.runtime.spec)
+    assert other.step is None
+    other.note(member)
+    closed(other)
+    found = find_journals(tmp_path)
+    assert [(one.lineage, one.spec, one.step, one.hash) for one in found] == [
+        (lineage, member.runtime.spec, 1, member.participant.hash) for lineage in (CREW, b"d" * 16)
+    ]
+    (tmp_path / CREW.hex() / FILE).write_bytes(b"noise")
+    assert [one.lineage for one in find_journals(tmp_path)] == [b"d" * 16]
 
 
 def test_a_state_is_a_copy(models):

@@ -18,12 +18,13 @@ from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.split import split_model
 from swarmnode.recovery import channel, disk
 from swarmnode.recovery import messages as m
-from swarmnode.recovery.snapshots import SnapshotStore, ring
+from swarmnode.recovery.snapshots import KeptSnapshot, SnapshotStore, find_snapshots, ring
 from swarmnode.recovery.sources import RecoverySettings
 from swarmnode.recovery.state import StageState, decode_state, encode_state, host_copy, layout_of, stage_layouts, trained
 from swarmnode.recovery.transfer import StatePeer
 
 CREW = b"c" * 16
+HASH = b"h" * 32
 LIMITS = FrameLimits(hidden=32, vocab=61, tokens=64)
 SETTINGS = RecoverySettings(seconds=5.0)
 
@@ -31,7 +32,7 @@ SETTINGS = RecoverySettings(seconds=5.0)
 class Wire:
     """Stage 1 of three with a real `StatePeer`; the test is stages 0 and 2."""
 
-    def __init__(self, model, tmp_path, settings=SETTINGS, epoch=3):
+    def __init__(self, model, tmp_path, settings=SETTINGS):
         pieces = split_model(model, [1, 2, 1])
         self.layouts = stage_layouts(model.config, [spec for spec, _ in pieces])
         self.runtimes = [StageRuntime(spec, stage) for spec, stage in pieces]
@@ -39,14 +40,13 @@ class Wire:
         self.ends, far = {}, {}
         for stage in (0, 2):
             self.ends[stage], far[stage] = memory_stream_pair()
-        fence = Fence(Place(CREW, epoch, 1, 0, 9), [0, 0, 0])
+        fence = Fence(Place(CREW, 1, 9), 3)
         self.peer = StatePeer(
             self.runtimes[1], fence, far, LIMITS, self.layouts, settings, store=self.store, codec="float32", compute=inline
         )
-        self.epoch = epoch
 
     def place(self, sender, **other):
-        fields = {"crew": CREW, "roster_epoch": self.epoch, "stage": sender, "stage_epoch": 0, "step": 9}
+        fields = {"crew": CREW, "stage": sender, "step": 9}
         return Place(**{**fields, **other})
 
     def state(self, stage, step=9):
@@ -59,6 +59,7 @@ class Wire:
         await quiet()
 
     async def push(self, stage, what, body, size=None, root=None, **more):
+        more |= {"hash": HASH} if what == "shadow" else {}
         have = m.Have(self.place(stage), 1, False, what, 9, len(body) if size is None else size, root or m.root_of(body), **more)
         await self.send(stage, have)
         for at in range(0, len(body), 2**20):
@@ -116,7 +117,7 @@ async def test_a_shadow_is_stored_confirmed_and_given_back(wire):
     assert isinstance(await wire.answer(0), m.Kept)
     await wire.send(0, m.Ask(wire.place(0), 5))
     holds = await wire.answer(0)
-    assert (holds.shadow, holds.root, holds.loaded) == (9, m.root_of(body), False)
+    assert (holds.shadow, holds.root, holds.hash, holds.loaded) == (9, m.root_of(body), HASH, False)
     await wire.send(0, m.Want(wire.place(0), 6, "shadow"))
     have = await wire.answer(0)
     assert (have.size, have.root, have.squared_norm) == (len(body), m.root_of(body), 2.5)
@@ -179,19 +180,19 @@ async def test_what_a_peer_has_no_business_to_send_is_refused(wire, stage, what,
 
 async def test_chunks_out_of_place_end_a_transfer(wire):
     body = encode_state(wire.state(0), wire.layouts[0], "exact")
-    await wire.send(0, m.Have(wire.place(0), 1, False, "shadow", 9, len(body), m.root_of(body)))
+    await wire.send(0, m.Have(wire.place(0), 1, False, "shadow", 9, len(body), m.root_of(body), HASH))
     await wire.send(0, (m.Chunk(wire.place(0), 1, False, 100, 8), b"x" * 8))
     assert wire.refused() == {"size": 1}
     await wire.send(0, (m.Chunk(wire.place(0), 1, False, 0, 8), b"x" * 8))  # of nothing that is expected
     assert wire.refused() == {"size": 1}
-    await wire.send(0, m.Have(wire.place(0), 2, False, "shadow", 9, len(body), m.root_of(body)))
+    await wire.send(0, m.Have(wire.place(0), 2, False, "shadow", 9, len(body), m.root_of(body), HASH))
     await wire.send(0, (m.Chunk(wire.place(0), 2, False, 5, len(body) - 5), body[5:]))
     assert wire.refused() == {"size": 2}
 
 
 async def test_shadows_are_taken_of_ring_neighbours_and_of_stages_that_are_kept_only(wire, tmp_path):
     size = m.state_bytes(wire.layouts[0], "exact")
-    have = m.Have(wire.place(0), 1, False, "shadow", 9, size, b"x" * 32)
+    have = m.Have(wire.place(0), 1, False, "shadow", 9, size, b"x" * 32, HASH)
     assert wire.peer.expected(0, have) == size
     wire.peer.spec = replace(wire.peer.spec, index=3, stages=5)
     assert wire.peer.expected(0, have) == size
@@ -202,10 +203,10 @@ async def test_shadows_are_taken_of_ring_neighbours_and_of_stages_that_are_kept_
 
 async def test_messages_of_the_past_and_of_strangers_do_nothing(wire):
     body = encode_state(wire.state(0), wire.layouts[0], "exact")
-    for other in ({"roster_epoch": 2}, {"crew": b"x" * 16}, {"stage_epoch": 1}, {"stage": 2}, {"roster_epoch": 4}):
+    for other in ({"crew": b"x" * 16}, {"stage": 2}, {"crew": b"y" * 16}):
         place = wire.place(0, **other)
-        await wire.send(0, m.Have(place, 1, False, "shadow", 9, len(body), m.root_of(body)))
-    assert wire.peer.statistics().channel.fenced == {"roster_epoch": 1, "crew": 1, "newer": 2, "stage": 1}
+        await wire.send(0, m.Have(place, 1, False, "shadow", 9, len(body), m.root_of(body), HASH))
+    assert wire.peer.statistics().channel.fenced == {"crew": 2, "stage": 1}
     assert wire.refused() == {}
     assert not wire.peer._incoming
 
@@ -246,7 +247,7 @@ async def test_more_than_a_few_transfers_at_once_are_refused(wire):
 
 async def test_one_shadow_of_a_neighbour_at_a_time_is_kept_in_memory(wire):
     body = encode_state(wire.state(0), wire.layouts[0], "exact")
-    have = lambda number: m.Have(wire.place(0), number, False, "shadow", 9, len(body), m.root_of(body))
+    have = lambda number: m.Have(wire.place(0), number, False, "shadow", 9, len(body), m.root_of(body), HASH)
     await wire.send(0, have(1), have(2))
     assert wire.refused() == {"bounds": 1}
     assert (await wire.answer(0)).reason == "refused"
@@ -273,10 +274,10 @@ async def test_one_shadow_of_a_neighbour_at_a_time_is_kept_in_memory(wire):
 
 
 async def test_two_pushes_of_one_kind_go_one_after_the_other(wire):
-    wire.peer.push(0, wire.peer.have("shadow", 8, bytes(2**21)), bytes(2**21))
+    wire.peer.push(0, wire.peer.have("shadow", 8, bytes(2**21), hash=HASH), bytes(2**21))
     await quiet()
     assert isinstance(await wire.answer(0), m.Have)
-    wire.peer.push(0, wire.peer.have("shadow", 9, bytes(2**21)), bytes(2**21))
+    wire.peer.push(0, wire.peer.have("shadow", 9, bytes(2**21), hash=HASH), bytes(2**21))
     got = [await wire.answer(0) for _ in range(5)]
     assert [type(one).__name__ for one in got] == ["Chunk", "Chunk", "Have", "Chunk", "Chunk"]
 
@@ -327,7 +328,7 @@ def test_shadows_that_are_stored_in_two_threads_end_in_one_whole_file(models, tm
         inside.pop()
 
     monkeypatch.setattr(disk, "save", watched)
-    have = lambda step: m.Have(wire.place(0), 1, False, "shadow", step, len(bodies[step]), m.root_of(bodies[step]))
+    have = lambda step: m.Have(wire.place(0), 1, False, "shadow", step, len(bodies[step]), m.root_of(bodies[step]), HASH)
     threads = [threading.Thread(target=wire.store.put, args=(0, have(step), bodies[step])) for step in (8, 9) * 4]
     for thread in threads:
         thread.start()
@@ -354,7 +355,8 @@ class Liar:
 def giving(wire, what, body, root=None, size=None, **more):
     def reply(message):
         place = wire.place(0)
-        yield m.Have(place, message.request, True, what, 9, size or len(body), root or m.root_of(body), **more)
+        named = {"hash": HASH} if what == "shadow" else {}
+        yield m.Have(place, message.request, True, what, 9, size or len(body), root or m.root_of(body), **named, **more)
         for at in range(0, len(body), 2**20):
             part = body[at : at + 2**20]
             yield m.Chunk(place, message.request, True, at, len(part)), part
@@ -479,7 +481,7 @@ async def test_a_shadow_is_skipped_while_the_last_one_is_on_its_way(models, tmp_
 def test_a_store_forgets_what_is_damaged_and_remembers_what_is_not(models, tmp_path):
     wire = Wire(models["llama"], tmp_path)
     body = bytearray(encode_state(wire.state(0), wire.layouts[0], "exact"))
-    have = m.Have(wire.place(0), 1, False, "shadow", 9, len(body), m.root_of(body))
+    have = m.Have(wire.place(0), 1, False, "shadow", 9, len(body), m.root_of(body), HASH)
     wire.store.put(0, have, body)
     wire.store.put(0, msgspec.structs.replace(have, step=8), body)  # older: kept out
     again = SnapshotStore(tmp_path, CREW, {0: wire.layouts[0]})
@@ -519,16 +521,19 @@ async def test_who_asks_and_does_not_read_gets_no_more_than_a_few_answers(wire):
     assert wire.peer.statistics().channel.failed == 0
 
 
-def test_a_crew_that_takes_no_step_costs_another_none_of_its_copies(models, tmp_path):
+def test_a_lineage_that_takes_no_step_or_fewer_costs_another_none_of_its_copies(models, tmp_path):
     wire = Wire(models["llama"], tmp_path)
     body = bytearray(encode_state(wire.state(0), wire.layouts[0], "exact"))
-    have = m.Have(wire.place(0), 1, False, "shadow", 9, len(body), m.root_of(body))
-    crew = lambda name: SnapshotStore(tmp_path, name * 16, {0: wire.layouts[0]})
+    have = m.Have(wire.place(0), 1, False, "shadow", 9, len(body), m.root_of(body), HASH)
+    crew = lambda name: SnapshotStore(tmp_path, name * 16, {0: wire.layouts[0]}, {"layers": [2, 1, 1]})
     crew(b"c").put(0, have, body)
-    crew(b"c").ran()
+    crew(b"c").ran(9)
+    assert find_snapshots(tmp_path) == [KeptSnapshot(b"c" * 16, 0, 2, 9, HASH)]
     for name in (b"d", b"e", b"f"):  # each is a stranger's, and pushes what it likes
         crew(name).put(0, have, body)
     assert sorted(path.name for path in tmp_path.iterdir()) == [(name * 16).hex() for name in (b"c", b"f")]
     assert crew(b"c").get(0).step == 9
-    crew(b"g").ran()
+    crew(b"g").ran(8)
+    assert len(list(tmp_path.iterdir())) == 2, "what was learnt in nine steps is kept until as many were taken"
+    crew(b"g").ran(9)
     assert [path.name for path in tmp_path.iterdir()] == [(b"g" * 16).hex()]

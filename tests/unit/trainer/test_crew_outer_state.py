@@ -8,6 +8,7 @@ import torch
 
 from swarmnode.config import Config
 from swarmnode.crew.local import Assigned
+from swarmnode.crew.record import NO_HASH, Taken
 from swarmnode.errors import StateError
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.recovery import disk
@@ -42,14 +43,15 @@ class Node:
     def __init__(self, model, directory):
         config, opened = model
         config = config.model_copy(update={"node": config.node.model_copy(update={"data_dir": directory})})
-        assigned = Assigned(CREW, 1, 1, (1, 1, 1), (1, 1, 1), ("a", "b", "c"), 0, True, False, "")
+        assigned = Assigned(CREW, b"l" * 32, 1, (1, 1, 1), ("a", "b", "c"), 0, NO_HASH, Taken(), "")
         self.stage = Stage(assigned, opened.build((1, 1, 1), 1, config), opened.settings(config), opened.limits())
         self.said = []
         self.averaging = StageAveraging(config, self.stage, self.said.append, connected=lambda: False)
         self.recovery = StageRecovery(config, opened, lambda: self.averaging)
-        self.step_of_journal = self.recovery.journal(assigned)
+        self.recovery.prepare(assigned)
         self.recovery.built(self.stage)
         self.journal = self.recovery._journal
+        self.step_of_journal = self.journal.step
 
     def begin(self, outer=()):
         self.averaging.begin(dict(outer))

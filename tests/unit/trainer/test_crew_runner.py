@@ -1,4 +1,4 @@
-"""A seat that cannot be taken: the crew is told, and the process that would have sat there goes on."""
+"""A stage that cannot be had: the crew is told, and the process that would have held it goes on."""
 
 import contextlib
 import threading
@@ -9,17 +9,24 @@ import pytest
 import torch
 import trio
 
-from swarmnode.crew.local import Assigned, Offering, Released, Resumed, Settled, Suspended
+from swarmnode.crew.local import Assigned, Offering, Released, Resumed, Suspended
 from swarmnode.crew.plan import Capacity, ModelCost, Part
+from swarmnode.crew.record import NO_HASH, Copy, Taken
 from swarmnode.errors import ConfigError, DeviceError, PeerError, StateError
 from swarmnode.trainer.crew.run import LESS, CrewTrainer
 from swarmnode.trainer.crew.runner import StageRunner, StageSession
 from swarmnode.weights import local
 
+CREW = b"c" * 32
+
+
+def assigned_to(stage=0, step=0):
+    return Assigned(CREW, b"l" * 32, stage, (9, 9), ("a", "b"), step, b"h" * 32 if step else NO_HASH, Taken(), "")
+
 
 class NoRecovery:
-    def journal(self, assigned):
-        return None
+    def prepare(self, assigned):
+        pass
 
 
 @pytest.mark.parametrize("error", [ConfigError, DeviceError, StateError, PeerError])
@@ -37,7 +44,7 @@ def test_a_stage_that_cannot_be_built_is_said_to_have_failed(error):
     runner = StageRunner(build, NoRecovery(), send, lambda what: None)
     runner.start()
     try:
-        runner.receive(Assigned(b"c" * 32, 1, 0, (1, 1), (9, 9), ("a", "b"), 0, True, False, ""))
+        runner.receive(assigned_to())
         assert failed.wait(10)
         assert said[-1].reason == "not this one"
         runner.check()
@@ -55,10 +62,10 @@ class Restoring(NoRecovery):
         pass
 
     @contextlib.asynccontextmanager
-    async def open(self, assigned, stage, step):
+    async def open(self, assigned, stage):
         yield
 
-    async def restore(self, stage, step, tell):
+    async def restore(self, stage, assigned, tell):
         tell("loading", "R2")
         raise self.error
 
@@ -71,7 +78,7 @@ def raising(error):
 
 
 def restoring(error):
-    return lambda assigned: SimpleNamespace(is_of=lambda other: False, member=None), Restoring(error)
+    return lambda assigned: SimpleNamespace(is_of=lambda other: False, worker=None), Restoring(error)
 
 
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
@@ -83,7 +90,7 @@ MISSHAPEN = RuntimeError("size mismatch\nand where")
     ("error", "reason", "short"),
     [(NO_MEMORY, "out of memory", 1), (MemoryError(), "out of memory", 1), (MISSHAPEN, "the device: size mismatch", 0)],
 )
-def test_what_the_device_cannot_do_fails_the_seat_and_not_the_process(where, error, reason, short):
+def test_what_the_device_cannot_do_fails_the_stage_and_not_the_process(where, error, reason, short):
     said, lacked, failed = [], [], threading.Event()
 
     def send(status):
@@ -94,9 +101,8 @@ def test_what_the_device_cannot_do_fails_the_seat_and_not_the_process(where, err
     runner = StageRunner(*where(error), send, lambda what: None, lacked=lacked.append)
     runner.start()
     try:
-        assigned = Assigned(b"c" * 32, 2, 0, (1, 1), (9, 9), ("a", "b"), 5, False, False, "")
+        assigned = assigned_to(step=5)
         runner.receive(assigned)
-        runner.receive(Settled(2, 5))
         assert failed.wait(10)
         assert (said[-1].reason, lacked, runner.stage) == (reason, [assigned] * short, None)
         runner.check()
@@ -108,10 +114,12 @@ def test_what_the_device_cannot_do_fails_the_seat_and_not_the_process(where, err
 def test_a_defect_of_our_own_ends_the_process(where):
     runner = StageRunner(*where(ZeroDivisionError("a bug")), lambda status: None, lambda what: None)
     runner.start()
-    runner.receive(Assigned(b"c" * 32, 2, 0, (1, 1), (9, 9), ("a", "b"), 5, False, False, ""))
-    runner.receive(Settled(2, 5))
+    runner.receive(assigned_to(step=5))
     with pytest.raises(BaseExceptionGroup):
         runner.wait(lambda: None, 10)
+
+
+COPY = Copy(b"l" * 32, 0, 9, 5, b"h" * 32, "disk", Taken(), b"")
 
 
 def test_after_a_stage_that_did_not_fit_less_is_offered():
@@ -119,25 +127,27 @@ def test_after_a_stage_that_did_not_fit_less_is_offered():
     cost = ModelCost(Part(1, 1), (Part(10, 1),) * 4, Part(2, 1))
     offering = Offering(b"m" * 32, Capacity(1000.0, 1.0), cost)
     node = SimpleNamespace(
-        _offering=offering, _link=SimpleNamespace(send=sent.append), _runner=SimpleNamespace(receive=lambda message: None)
+        _offering=offering, _link=SimpleNamespace(send=sent.append), _recovery=SimpleNamespace(copies=lambda: (COPY,))
     )
-    seat = Assigned(b"c" * 32, 2, 1, (1, 1), (2, 2), ("a", "b"), 5, False, False, "")
+    seat = msgspec.structs.replace(assigned_to(1, 5), layers=(2, 2))
     for assigned, memory in ((msgspec.structs.replace(seat, layers=(9, 9)), 1000.0), (seat, LESS * 22.0), (seat, LESS * 22.0)):
         CrewTrainer._lacked(node, assigned)
         assert node._offering.capacity.memory == pytest.approx(memory)
-    CrewTrainer._about_crew(node, Released("dissolved"))
-    assert sent == [node._offering]
+    CrewTrainer._offer(node, None)
+    assert sent == [msgspec.structs.replace(node._offering, copies=(COPY,))]
+    CrewTrainer._offer(node, SimpleNamespace(copy=lambda: msgspec.structs.replace(COPY, where="memory")))
+    assert [copy.where for copy in sent[1].copies] == ["memory", "disk"]
 
 
 def test_a_stage_is_averaged_only_while_it_is_active_and_nobody_has_suspended_the_crew():
     runner = StageRunner(lambda assigned: None, NoRecovery(), lambda status: None, lambda what: None)
-    runner._session = seat = StageSession(Assigned(b"c" * 32, 1, 0, (1, 1), (9, 9), ("a", "b"), 0, True, False, ""), phase="probation")
+    runner._session = seat = StageSession(assigned_to(), phase="probation")
     seat.over.set()
     runner.start()
     try:
         for phase, message, averages in (
-            ("probation", Resumed(1), False), ("active", Resumed(1), True), ("active", Suspended("a member is in doubt"), False),
-            ("active", Resumed(0), False), ("active", Resumed(1), True), ("failed", Resumed(1), False),
+            ("probation", Resumed(CREW), False), ("active", Resumed(CREW), True), ("active", Suspended("a member is in doubt"), False),
+            ("active", Resumed(b"d" * 32), False), ("active", Resumed(CREW), True), ("failed", Resumed(CREW), False),
         ):  # fmt: skip
             seat.phase = phase
             runner.receive(message)
@@ -158,3 +168,21 @@ def test_a_suspended_stage_gives_nothing_away():
     for message in away:
         CrewTrainer._about_weights(node, message)
     assert got[1:] == away
+
+
+def test_a_trainer_that_is_released_says_what_it_has_and_leads_nothing():
+    offered = []
+    runner = StageRunner(lambda assigned: None, NoRecovery(), lambda status: None, lambda what: None, offer=offered.append)
+    runner._session = session = StageSession(assigned_to(), phase="active")
+    session.over.set()
+    assert runner.leads() == b"l" * 32
+    assert not runner.leads_no_more(b"l" * 32)
+    assert runner.leads_no_more(b"m" * 32)
+    runner.start()
+    try:
+        runner.receive(Released("a member left"))
+        assert runner.wait(lambda: offered == [None] and runner.status() is None, 10)
+        assert runner.leads() is None
+        assert not runner.leads_no_more(b"l" * 32), "between two crews nobody else leads"
+    finally:
+        runner.stop()

@@ -1,4 +1,4 @@
-"""What stays of a stage between two rosters: the step that was promised, the numbers that another stage needs for it, and nothing else."""
+"""What stays of a stage between two crews: the step that was prepared, the numbers that another stage needs for it, and nothing else."""
 
 import msgspec
 import pytest
@@ -7,10 +7,11 @@ import trio
 import trio.testing
 
 from swarmnode.config import Config
-from swarmnode.crew.local import Assigned, Offering, Settled
+from swarmnode.crew.local import Assigned, Offering
 from swarmnode.crew.plan import Capacity
+from swarmnode.crew.record import Taken
 from swarmnode.errors import DeviceError, PeerError
-from swarmnode.pipeline.commit import Answer, Prepare
+from swarmnode.pipeline.commit import NO_HASH, Answer, Prepare
 from swarmnode.pipeline.worker import StepTaken
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.device import Placement
@@ -23,11 +24,16 @@ from swarmnode.trainer.crew.stage import Stage
 from swarmnode.trainer.crew.streams import Gate, GatedStream, connect
 from swarmnode.trainer.state import Counters
 
-CREW = b"c" * 32
+CREW, LINEAGE = b"c" * 32, b"l" * 32
 
 
-def assigned(epoch=1, held=False, index=1, socket=""):
-    return Assigned(CREW, epoch, index, (1, 1), (1, 1), ("a", "b"), 0, not held, held, socket)
+def assigned(crew=CREW, index=1, socket="", step=0, hash=NO_HASH, taken=Taken()):  # noqa: B008
+    return Assigned(crew, LINEAGE, index, (1, 1), ("a", "b"), step, hash, taken, socket)
+
+
+def after(stage, crew=b"d" * 32, attempt=3, clip=1.0, learning_rate=0.01):
+    """The next crew, which goes on after the step that `stage` has prepared."""
+    return assigned(crew, step=stage.step + 1, hash=stage.worker.participant.next_hash, taken=Taken(attempt, clip, learning_rate))
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +60,7 @@ def prepare(stage, attempt=3):
     stage.worker.participant.accumulated(1)
     assert isinstance(stage.worker.participant.propose(stage.step, attempt, [1]), Prepare)
     assert isinstance(stage.worker.participant.prepared(attempt, 1.0, 0.0), Answer)
-    assert stage.prepared
+    assert stage.worker.participant.phase == "prepared"
 
 
 def copy(stage):
@@ -65,57 +71,70 @@ def moved(stage, before):
     return max(float((p.detach() - b).abs().max()) for p, b in zip(stage.runtime.parameters(), before, strict=True))
 
 
-async def test_a_promised_step_that_others_took_is_taken_with_their_numbers(stage):
+async def test_a_prepared_step_that_others_took_is_taken_with_their_numbers(stage):
     prepare(stage)
-    before = copy(stage)
-    assert await stage.settle(Settled(2, 1, 3, 0.5, 0.01))
-    assert stage.step == 1
+    before, following = copy(stage), after(stage, clip=0.5)
+    assert stage.copy() is None  # of the base there is nothing to tell
+    assert await stage.follow(following)
+    assert (stage.step, stage.worker.participant.hash) == (1, following.hash)
     assert moved(stage, before) == pytest.approx(0.01, rel=1e-3)  # Adam's first step is the learning rate
     assert stage.worker.last_commit == StepTaken(3, 0.5, 0.01)
-    again = stage.begin(assigned(2, held=True), {}, 1)
-    assert again.participant.step == 1
-    assert again.last_commit == StepTaken(3, 0.5, 0.01), "another roster may still need them"
+    again = stage.begin(following, {})
+    assert (again.participant.step, again.participant.hash) == (1, following.hash)
+    kept = stage.copy()
+    assert (kept.lineage, kept.layers, kept.step, kept.hash, kept.taken, kept.next) == (
+        LINEAGE, (1, 2), 1, following.hash, Taken(3, 0.5, 0.01), b"",
+    )  # fmt: skip
 
 
-async def test_a_promised_step_that_nobody_took_is_dropped(stage):
+async def test_a_prepared_step_is_said_to_be_ready(stage):
+    prepare(stage)
+    await stage.follow(after(stage))
+    stage.begin(assigned(b"d" * 32, step=1, hash=stage.worker.participant.hash), {})
+    prepare(stage, attempt=4)
+    assert stage.copy().next == stage.worker.participant.next_hash != b""
+
+
+async def test_a_prepared_step_that_nobody_took_is_dropped(stage):
     prepare(stage)
     before = copy(stage)
-    assert await stage.settle(Settled(2, 0))
-    member = stage.begin(assigned(2, held=True), {}, 0)
+    assert await stage.follow(assigned(b"d" * 32))
+    worker = stage.begin(assigned(b"d" * 32), {})
     assert moved(stage, before) == 0.0
     assert all(p.grad is None for p in stage.runtime.parameters())
-    assert member.participant.phase == "open"
+    assert worker.participant.phase == "open"
 
 
-@pytest.mark.parametrize("settled", [Settled(2, 2, 3), Settled(2, 1, 4)])
-async def test_a_step_that_was_not_promised_cannot_be_followed(stage, settled):
+@pytest.mark.parametrize(("step", "digest"), [(2, b"x" * 32), (1, b"y" * 32)])
+async def test_a_step_that_was_not_prepared_cannot_be_followed(stage, step, digest):
     prepare(stage, attempt=3)
     before = copy(stage)
-    assert not await stage.settle(settled)
+    assert not await stage.follow(assigned(b"d" * 32, step=step, hash=digest))
     assert moved(stage, before) == 0.0
 
 
-async def test_the_optimizer_goes_on_under_the_next_roster_and_holds_the_lock_while_it_moves_weights(stage):
+async def test_the_optimizer_goes_on_in_the_next_crew_and_holds_the_lock_while_it_moves_weights(stage):
     prepare(stage)
-    await stage.settle(Settled(2, 1, 3, 1.0, 0.01))
+    following = after(stage)
+    await stage.follow(following)
     optimizer, seen = stage.worker.optimizer, []
-    stage.begin(assigned(2, held=True), {}, 1)
+    stage.begin(following, {})
     assert stage.worker.optimizer is optimizer
     assert float(next(iter(optimizer.state.values()))["step"]) == 1
     optimizer.register_step_pre_hook(lambda *_: seen.append(stage.lock.locked()))
     prepare(stage)
-    await stage.settle(Settled(3, 2, 3, 1.0, 0.01))
+    await stage.follow(after(stage, b"e" * 32))
     assert seen == [True]
     assert not stage.lock.locked()
     assert float(next(iter(optimizer.state.values()))["step"]) == 2
 
 
-async def test_a_step_that_is_counted_is_taken_even_if_the_roster_ends_meanwhile(stage):
+async def test_a_step_that_is_counted_is_taken_even_if_the_crew_ends_meanwhile(stage):
     prepare(stage)
     before = copy(stage)
     with trio.CancelScope() as scope:
         scope.cancel()
-        await stage.settle(Settled(2, 1, 3, 1.0, 0.01))
+        await stage.follow(after(stage))
     assert stage.step == 1
     assert moved(stage, before) > 0.0
 
@@ -128,14 +147,14 @@ async def test_the_lock_is_free_again_when_the_device_fails_in_the_middle_of_a_s
 
     stage.worker.optimizer.register_step_pre_hook(no_memory)
     with pytest.raises(DeviceError, match="half of a step"):
-        await stage.settle(Settled(2, 1, 3, 1.0, 0.01))
+        await stage.follow(after(stage))
     assert not stage.lock.locked()
 
 
 async def test_no_step_is_taken_faster_than_this_node_is_configured_for(stage, model):
     prepare(stage)
     before = copy(stage)
-    await stage.settle(Settled(2, 1, 3, 1.0, 1e6))
+    await stage.follow(after(stage, learning_rate=1e6))
     assert moved(stage, before) == pytest.approx(model[0].training.learning_rate, rel=1e-2)
 
 
@@ -156,10 +175,10 @@ def test_shadows_keep_to_a_share_of_the_uplink(bytes_per_second, uplink):
     assert (settings.uplink, settings.uplink_share) == (uplink, 0.05)
 
 
-def test_another_stage_or_crew_is_another_stage(stage):
-    assert stage.is_of(assigned(7, held=True))
+def test_another_stage_or_lineage_is_another_stage(stage):
+    assert stage.is_of(assigned(b"d" * 32))
     assert not stage.is_of(assigned(index=0))
-    assert not stage.is_of(msgspec.structs.replace(assigned(), crew=b"d" * 32))
+    assert not stage.is_of(msgspec.structs.replace(assigned(), lineage=b"m" * 32))
     assert not stage.is_of(msgspec.structs.replace(assigned(), layers=(1, 2)))
 
 

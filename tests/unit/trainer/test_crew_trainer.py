@@ -94,7 +94,7 @@ def whole(model):
 
 def engine_of(trainer):
     """The engine that the head's loop has, in its place: nobody else asks the head for anything then."""
-    return CrewPolicy(trainer._config, trainer._model, trainer._runner, trainer._runner.heads(), threading.Event())
+    return CrewPolicy(trainer._config, trainer._model, trainer._runner, trainer._runner.leads(), threading.Event())
 
 
 async def in_thread(work, *args):
@@ -300,7 +300,7 @@ async def test_a_whole_node_believes_what_a_crew_with_rounded_activations_publis
         assert [outcome for _, outcome in judged.outcomes] == ["used"] * 4
 
 
-async def test_a_head_s_calls_outlive_a_roster_and_end_with_its_seat(tmp_path, model, monkeypatch):
+async def test_a_head_s_calls_outlive_a_crew_and_end_with_its_lineage(tmp_path, model, monkeypatch):
     Idle(monkeypatch)
     async with crew(tmp_path, make(tmp_path, model), [2, 2]) as (network, trainers):
         engine = engine_of(trainers[0])
@@ -313,11 +313,12 @@ async def test_a_head_s_calls_outlive_a_roster_and_end_with_its_seat(tmp_path, m
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask)
             await until(lambda: trainers[0]._runner.head().head_statistics().waves)
-            network.new_roster()
-        assert network.epoch == 2
+            network.end("for a test")
+        assert network.founded == 2
         ids = lambda groups: [[c.ids for c in g.completions] for g in groups]
         assert ids(results[0]) == ids(expected), "begun again, and the same tokens drawn"
-        network.release(network.nodes[0])
+        network.lineage = b"\x09" * 32
+        network.end("for a test")
         with pytest.raises(EngineGone):
             await in_thread(engine.score, [([5, 6], [7])], 1.0)
 

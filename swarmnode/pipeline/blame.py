@@ -1,0 +1,56 @@
+"""Which stage keeps a crew from learning: a member that refuses step after step, or reports norms that leave nothing of the others'. Pure.
+
+The head counts. What one stage refuses now and then is nobody's fault; what it refuses again and again, while no other does, is its own,
+and the crew goes on without it. A norm far above what the stage itself reported before takes every other stage's part of the step away by
+clipping: that counts like a refusal.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Collection, Mapping
+from typing import Final
+
+PATIENCE: Final = 5
+"""Steps in a row that one stage alone spoils."""
+REMEMBERED: Final = 32
+"""Norms of a stage."""
+LEAST: Final = 8
+"""Norms that must be known before one can be absurd."""
+ABSURD: Final = 1e4
+"""Times the median of a stage's squared norm."""
+
+
+class Blame:
+    """Of a crew of `stages`, at its head."""
+
+    def __init__(self, stages: int) -> None:
+        self._spoilt = [0] * stages
+        self._norms: list[deque[float]] = [deque(maxlen=REMEMBERED) for _ in range(stages)]
+
+    def refused(self, stage: int, reason: str) -> tuple[int, str] | None:
+        """`stage` has refused a step. (stage, why) once that is too often."""
+        self._spoilt = [count + 1 if i == stage else 0 for i, count in enumerate(self._spoilt)]
+        return (stage, f"refused {PATIENCE} steps in a row: {reason}") if self._spoilt[stage] >= PATIENCE else None
+
+    def silent(self, stages: Collection[int]) -> tuple[int, str] | None:
+        """A step was given up because these said nothing in time. More than one of them is nobody's fault that could be told."""
+        return self.refused(next(iter(stages)), "no answer") if len(stages) == 1 else None
+
+    def taken(self, norms: Mapping[int, float]) -> tuple[int, str] | None:
+        """A step was taken; `norms` are the squared norms by stage. (stage, why) where one was absurd too often."""
+        absurd = [stage for stage, norm in norms.items() if self._is_absurd(stage, norm)]
+        for stage, norm in norms.items():
+            if stage not in absurd:
+                self._norms[stage].append(norm)
+        if len(absurd) != 1:  # none, or all of them: a batch that is hard for everybody
+            self._spoilt = [0] * len(self._spoilt)
+            return None
+        (stage,) = absurd
+        self._spoilt = [count + 1 if i == stage else 0 for i, count in enumerate(self._spoilt)]
+        return (stage, f"{PATIENCE} steps in a row with an absurd norm") if self._spoilt[stage] >= PATIENCE else None
+
+    def _is_absurd(self, stage: int, norm: float) -> bool:
+        known = self._norms[stage]
+        return len(known) >= LEAST and norm > ABSURD * max(statistics.median(known), 1e-30)

@@ -1,0 +1,193 @@
+"""Crews over real libp2p hosts on loopback, with real control and trainers that pretend: founding, losses, hostile peers."""
+
+import contextlib
+
+import pytest
+import trio
+
+from swarmnode.crew import messages
+from swarmnode.crew.record import Copy, Founded, Member, Record, Signed, Taken
+from swarmnode.errors import PeerError
+from swarmnode.p2p import identity
+from swarmnode.wire import ids
+from tests.support.crew_node import MODEL, crew_node
+from tests.support.hosts import host
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.swarm, pytest.mark.slow]
+
+
+class Crew:
+    """Nodes, each in a task of its own, so that one can be ended alone. The first host is everybody's bootstrap peer and no node."""
+
+    def __init__(self, directory, nursery, **options):
+        self.directory, self.nursery, self.options = directory, nursery, options
+        self.nodes = {}
+        self.ends = {}
+        self.stopped = {}
+        self.known = []
+
+    async def start(self, name, **options):
+        await self.nursery.start(self._run, name, {**self.options, **options})
+        return self.nodes[name]
+
+    async def _run(self, name, options, task_status=trio.TASK_STATUS_IGNORED):
+        directory = self.directory / name
+        self.ends[name], self.stopped[name] = trio.Event(), trio.Event()
+        async with host(directory, initial_peers=self.known) as network:
+            key = identity.load_or_create(directory / "identity.key").private_key
+            async with crew_node(network, key, directory, **options) as node:
+                self.nodes[name] = node
+                task_status.started()
+                await self.ends[name].wait()
+        self.stopped[name].set()
+
+    async def kill(self, *names):
+        for name in names:
+            self.ends[name].set()
+            del self.nodes[name]
+        for name in names:
+            await self.stopped[name].wait()
+
+    def holder(self, stage):
+        """(name, node) of the stage's holder, by what the nodes that are left say."""
+        return next((name, node) for name, node in self.nodes.items() if node.stage == stage)
+
+    def seated(self):
+        return {name: node for name, node in self.nodes.items() if node.stage is not None}
+
+    async def running(self, *, stages=3, above=0, seconds=240):
+        """All stages are held by nodes that are here, in one crew, and steps above `above` were taken."""
+
+        def well():
+            seated = list(self.seated().values())
+            return (
+                len(seated) == stages
+                and len({node.crew for node in seated}) == 1
+                and all(node.state == "running" and node.trainer.step > above for node in seated)
+            )
+
+        await until(well, seconds=seconds)
+        return min(node.trainer.step for node in self.seated().values())
+
+
+@contextlib.asynccontextmanager
+async def crew(directory, names="abc", **options):
+    async with trio.open_nursery() as nursery, host(directory / "bootstrap") as bootstrap:
+        made = Crew(directory, nursery, **options)
+        made.known = [bootstrap.listen_addrs[0]]
+        for name in names:
+            await made.start(name)
+        for node in made.nodes.values():
+            with trio.fail_after(60):
+                await node.network.wait_connected(len(names))
+        yield made, bootstrap
+        await made.kill(*list(made.nodes))
+
+
+def notes(node):
+    return node.service.statistics().notes
+
+
+async def test_three_nodes_found_a_crew_and_take_steps(tmp_path):
+    async with crew(tmp_path) as (made, _):
+        await made.running(above=3)
+        nodes = [made.holder(stage)[1] for stage in range(3)]
+        statistics = nodes[0].service.statistics()
+        assert statistics.layers == (1, 1, 1)
+        assert [slot.state for slot in statistics.control.slots] == ["active"] * 3
+        assert [slot.peer for slot in statistics.control.slots] == [node.network.peer_id for node in nodes]
+        assert statistics.streams.open == {"frames": 2, "state": 0}
+        assert statistics.heartbeat_seconds is not None
+        assert all(notes(node)["broken"] == 0 for node in nodes)
+
+
+async def test_a_trainer_that_is_killed_comes_back_to_its_stage_and_no_step_is_lost(tmp_path):
+    async with crew(tmp_path) as (made, _):
+        step = await made.running(above=3)
+        name, node = made.holder(1)
+        node.kill_trainer()
+        await until(lambda: all(one.stage is None for one in made.nodes.values()))
+        node.start_trainer()  # another process, without anything in memory: the others' copies are offered
+        made.nodes[name].trainer.step = 0
+        await made.running(above=step, seconds=120)
+
+
+async def test_a_spare_takes_the_stage_of_a_host_that_is_gone(tmp_path):
+    async with crew(tmp_path, "abcd") as (made, _):
+        step = await made.running(above=3)
+        name, _ = made.holder(2)
+        spare = next(node for node in made.nodes.values() if node.stage is None)
+        await until(lambda: made.holder(0)[1].service.statistics().control.offers >= 1)
+        for node in made.nodes.values():  # as real trainers do, which keep their neighbours' snapshots
+            node.trainer.keeps = [(2, step)]
+        await made.kill(name)
+        await until(lambda: spare.stage == 2, seconds=120)
+        await made.running(above=step, seconds=120)
+
+
+async def test_a_network_process_that_starts_again_comes_back(tmp_path):
+    async with crew(tmp_path) as (made, _):
+        step = await made.running(above=3)
+        name, node = made.holder(1)
+        trainer = node.trainer
+        await made.kill(name)
+        again = await made.start(name)
+        again.trainer.take_over(trainer)  # the trainer goes on without its network process
+        await made.running(above=step, seconds=120)
+
+
+async def test_a_node_that_stops_says_so_and_is_not_waited_for(tmp_path):
+    async with crew(tmp_path) as (made, _):
+        await made.running(above=1)
+        _, node = made.holder(2)
+        others = [one for one in made.nodes.values() if one is not node]
+        with trio.fail_after(5):
+            await node.service.leave("its node stops")
+        await until(lambda: all(one.stage is None for one in others), seconds=2)
+        assert all("its node stops" in one.service.statistics().last_reason for one in others)
+
+
+async def test_in_quiet_hours_a_node_is_in_no_crew_and_comes_back_after(tmp_path):
+    async with crew(tmp_path) as (made, _):
+        step = await made.running(above=1)
+        _, node = made.holder(1)
+        node.paused = "quiet_hours"
+        await until(lambda: all(one.stage is None for one in made.nodes.values()))
+        node.paused = ""
+        await made.running(above=step, seconds=120)
+
+
+async def test_strangers_change_nothing_about_a_crew_that_works(tmp_path):
+    async with crew(tmp_path) as (made, bootstrap):
+        await made.running(above=1)
+        target = made.holder(1)[1]
+        crew_id = bytes.fromhex(target.crew)
+        peers = [node.network.peer_id for node in made.nodes.values()]
+        record = Record(b"l" * 32, MODEL, b"h" * 32, 10**12, Taken(), tuple(Member(peer, 1) for peer in peers), bytes(8))
+        copies = tuple(Copy(b"l" * 32, i, i + 1, 10**12, b"h" * 32, "memory", Taken(), b"") for i in range(3))
+        for message in (
+            messages.Leave(crew_id, "it is over"), messages.Heartbeat(crew_id, messages.Status("failed")), messages.Propose(record),
+            messages.Offer(MODEL, 1e30, 1e30, 0.0, copies), b"no message",
+            Founded(record, tuple(Signed(peer, bytes(64)) for peer in peers)),
+        ):  # fmt: skip
+            data = message if isinstance(message, bytes) else messages.encode_message(message)
+            with contextlib.suppress(PeerError):
+                await bootstrap.requests.request(
+                    target.network.peer_id, ids.CREWS_PROTOCOL, data, deadline=5, max_response_bytes=messages.MESSAGE_BYTES
+                )
+        step = target.trainer.step
+        await made.running(above=step + 3)
+        assert bytes.fromhex(target.crew) == crew_id
+        assert target.service.statistics().malformed == 1
+        rejected = target.network.reputation.statistics(trio.current_time()).rejected
+        assert {"stages_malformed", "stages_signature"} <= rejected.keys()
+
+
+async def test_switched_off_it_answers_nobody(tmp_path):
+    async with host(tmp_path / "a") as one, host(tmp_path / "b", initial_peers=[one.listen_addrs[0]]) as other:
+        key = identity.load_or_create(tmp_path / "b" / "identity.key").private_key
+        async with crew_node(other, key, tmp_path / "b", mode="off"):
+            await one.wait_connected()
+            with pytest.raises(PeerError):
+                await one.requests.request(other.peer_id, ids.CREWS_PROTOCOL, b"", deadline=5, max_response_bytes=64)

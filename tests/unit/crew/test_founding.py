@@ -1,0 +1,130 @@
+"""Which crew is founded from which offers: the newest step that copies cover, never the base while something newer can be had."""
+
+import pytest
+
+from swarmnode.crew.founding import STRIKES, Waits, newest, plan_crew
+from swarmnode.crew.messages import Offer
+from swarmnode.crew.plan import ModelCost, Part
+from swarmnode.crew.record import NO_HASH, Copy, Taken, peers_of
+
+MODEL, LINEAGE = b"m" * 32, b"l" * 32
+COST = ModelCost(Part(0.0, 0.0), (Part(1.0, 1.0),) * 4, Part(0.0, 0.0))
+WAITS = Waits(exact=10.0, lost=100.0)
+TAKEN = Taken(1, 0.5, 1e-3)
+
+
+def point(step, fork=b"") -> bytes:
+    return (fork + step.to_bytes(8, "big")).rjust(32, b"h")
+
+
+def copy(stage, step, where="memory", *, fork=b"", ready=b"", lineage=LINEAGE) -> Copy:
+    return Copy(lineage, stage, stage + 1, step, point(step, fork), where, TAKEN, ready)
+
+
+def offer(*copies, memory=1.0, speed=1.0) -> Offer:
+    return Offer(MODEL, memory, speed, 0.0, copies)
+
+
+def plan(offers, waited=0.0, me="a", **more):
+    return plan_crew(me, offers, MODEL, COST, 4, waited, WAITS, **more)
+
+
+def four(*steps, where="memory"):
+    return {name: offer(copy(stage, step, where)) for stage, (name, step) in enumerate(zip("abcd", steps, strict=True))}
+
+
+def test_who_has_learnt_nothing_begins_with_the_base():
+    found = plan({name: offer() for name in "abcd"})
+    assert (found.record.step, found.record.previous, sorted(peers_of(found.record))) == (0, NO_HASH, list("abcd"))
+    assert not found.exact
+    assert plan({name: offer() for name in "abc"}) is None
+
+
+def test_everybody_at_one_step_goes_on_there_at_once():
+    found = plan(four(9, 9, 9, 9))
+    assert (found.record.step, found.record.previous, found.record.lineage, found.record.taken) == (9, point(9), LINEAGE, TAKEN)
+    assert peers_of(found.record) == tuple("abcd")
+    assert found.exact
+
+
+def test_a_step_that_some_took_is_taken_by_all_who_prepared_it():
+    offers = four(9, 9, 9, 9)
+    offers["d"] = offer(copy(3, 8, ready=point(9)))
+    assert plan(offers).record.step == 9
+    offers["d"] = offer(copy(3, 8, ready=point(9, b"x")))  # for another attempt of it
+    assert plan(offers) is None
+
+
+def test_an_older_copy_will_do_when_its_holder_s_own_does_not_come():
+    offers = four(9, 9, 9, 9)
+    del offers["d"]
+    offers |= {"c": offer(copy(2, 9), copy(3, 5, "neighbour")), "spare": offer()}
+    assert plan(offers, 9.0) is None, "its holder may be on its way back with all of it"
+    found = plan(offers, 11.0)
+    assert (found.record.step, peers_of(found.record), found.exact) == (9, ("a", "b", "c", "spare"), False)
+
+
+def test_all_go_back_together_rather_than_to_the_base():
+    offers = {name: offer(copy(stage, 9 if stage < 2 else 7, "disk"), copy(stage, 5, "neighbour")) for stage, name in enumerate("abcd")}
+    del offers["d"]
+    offers["e"] = offer(copy(3, 5, "neighbour"))
+    assert plan(offers, 11.0).record.step == 9  # the gate judges what is older
+    alone = {name: offer(copy(stage, step, "disk"), *(copy(i, 4, "neighbour") for i in range(4))) for stage, (name, step) in
+             enumerate(zip("abcd", (9, 8, 7, 6), strict=True))}  # fmt: skip
+    assert plan(alone, 11.0) is None, "what is newer may yet be completed"
+    assert plan(alone, 21.0).record.step == 4
+
+
+def test_one_who_was_cut_off_for_long_brings_everything_back():
+    """150 seconds without network lost 340 steps once."""
+    offers = four(340, 340, 340, 340)
+    last = offers.pop("d")
+    for waited in (0.0, 11.0, 21.0, 99.0):
+        assert plan(offers, waited) is None, "three of four, and nobody who has room"
+    assert plan({**offers, "d": last}, 150.0).record.step == 340
+
+
+def test_the_base_comes_last():
+    offers = {name: offer(copy(0, 9), memory=4.0) for name in "ab"}
+    assert plan_crew("a", offers, MODEL, COST, 1, 99.0, WAITS) is None
+    assert plan_crew("a", offers, MODEL, COST, 1, 101.0, WAITS).record.step == 0
+
+
+def test_nobody_believes_a_single_other_node():
+    absurd = offer(*(copy(stage, 10**15, fork=b"x") for stage in range(4)), memory=1e30, speed=1e30)
+    assert plan({**four(9, 9, 9, 9), "x": absurd}).record.step == 9
+    other = offer(*(copy(stage, 10**15, lineage=b"x" * 32) for stage in range(4)), memory=1e30)
+    assert plan({**four(9, 9, 9, 9), "x": other}).record.lineage == LINEAGE
+    ours = four(9, 9, 9, 9)
+    del ours["d"]
+    assert plan({**ours, "x": absurd}, 50.0) is None
+
+
+def test_forks_do_not_mix():
+    offers = {name: offer(copy(stage, 9, fork=b"x" if stage < 2 else b"y")) for stage, name in enumerate("abcd")}
+    assert plan(offers, 99.0) is None
+
+
+def test_a_stage_goes_where_it_fits_and_where_it_can_be_had():
+    offers = four(9, 9, 9, 9)
+    offers["d"] = offer(copy(3, 9), memory=0.5)
+    offers["e"] = offer()
+    assert plan(offers) is None, "whoever has it has no room for it, and is in no crew that it could be fetched in"
+    offers["e"] = offer(copy(3, 9, "neighbour"))
+    assert peers_of(plan(offers).record) == ("a", "b", "c", "e")
+    offers["f"] = offer(copy(3, 9, "disk"))
+    assert peers_of(plan(offers).record)[3] == "f", "its own goes before what was kept for somebody"
+
+
+@pytest.mark.parametrize("strikes", [0, STRIKES])
+def test_who_brought_crews_to_nothing_is_taken_last(strikes):
+    offers = four(9, 9, 9, 9)
+    offers["c"] = offer(copy(2, 9), copy(3, 5, "neighbour"))
+    offers["spare"] = offer()
+    assert peers_of(plan(offers, strikes={"d": strikes}).record)[3] == ("spare" if strikes else "d")
+    assert "x" not in peers_of(plan({name: offer() for name in "abcdx"}, strikes={"x": 1}).record)
+
+
+def test_the_newest_of_a_node_is_its_own():
+    assert newest([copy(0, 3, "disk"), copy(0, 4), copy(1, 9, "neighbour")]).step == 4
+    assert newest([copy(1, 9, "neighbour")]) is None

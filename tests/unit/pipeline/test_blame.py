@@ -1,0 +1,52 @@
+"""Which stage keeps a crew from learning: found when it alone spoils step after step, and nobody else is blamed for it."""
+
+import pytest
+
+from swarmnode.pipeline.blame import ABSURD, LEAST, PATIENCE, Blame
+
+
+def test_who_refuses_every_step_is_blamed_after_a_bound():
+    blame = Blame(3)
+    for _ in range(PATIENCE - 1):
+        assert blame.refused(1, "not_finite") is None
+    assert blame.refused(1, "not_finite") == (1, f"refused {PATIENCE} steps in a row: not_finite")
+
+
+def test_who_refuses_now_and_then_or_in_turn_is_not():
+    blame = Blame(3)
+    for _ in range(4 * PATIENCE):
+        assert blame.refused(1, "rows") is None
+        assert blame.refused(2, "rows") is None
+    for _ in range(4 * PATIENCE):
+        assert blame.refused(1, "rows") is None
+        assert blame.taken({}) is None
+
+
+def test_who_alone_says_nothing_is_blamed_and_of_two_nobody_is():
+    blame = Blame(3)
+    for _ in range(4 * PATIENCE):
+        assert blame.silent({1, 2}) is None
+    verdicts = [blame.silent({2}) for _ in range(PATIENCE)]
+    assert verdicts[:-1] == [None] * (PATIENCE - 1)
+    assert verdicts[-1][0] == 2
+
+
+def norms(absurd=()):
+    return {stage: 2.0 * (ABSURD * 1.1 if stage in absurd else 1) for stage in range(3)}
+
+
+def test_a_norm_that_takes_everybody_else_s_part_of_the_step_away_is_blamed():
+    blame = Blame(3)
+    for _ in range(LEAST):
+        assert blame.taken(norms()) is None
+    verdicts = [blame.taken(norms({1})) for _ in range(PATIENCE)]
+    assert verdicts[:-1] == [None] * (PATIENCE - 1)
+    assert verdicts[-1] == (1, f"{PATIENCE} steps in a row with an absurd norm")
+
+
+@pytest.mark.parametrize("absurd", [{0, 1, 2}, {0, 1}, set()])
+def test_a_batch_that_is_hard_for_several_is_nobody_s_fault(absurd):
+    blame = Blame(3)
+    for _ in range(LEAST):
+        blame.taken(norms())
+    assert [blame.taken(norms(absurd)) for _ in range(3 * PATIENCE)] == [None] * (3 * PATIENCE)
