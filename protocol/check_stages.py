@@ -107,7 +107,7 @@ def read_body(header, body, crew):
     if tag == "tokens":
         ids, logprobs = token_ids(body[: 4 * rows], rows, crew), finite(body[4 * rows :], rows)
         require(all(logprob <= FLOATS["logprob_slack"] for logprob in logprobs))
-        return {"ids": ids, "logprobs": [min(logprob, 0.0) for logprob in logprobs]}
+        return {"ids": ids, "logprobs": [min(logprob, 0.0) + 0.0 for logprob in logprobs]}
     if tag == "scores":
         return {"logprobs": finite(body, 2 * rows)[:rows], "entropies": finite(body, 2 * rows)[rows:]}
     return {}

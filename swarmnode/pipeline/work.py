@@ -141,7 +141,7 @@ def read_tokens(body: bytes, rows: int, limits: FrameLimits) -> tuple[list[int],
     logprobs = read_f32("log-probabilities", body[4 * rows :], rows)
     if (logprobs > LOGPROB_SLACK).any():
         raise BadMessage("bounds", "a log-probability above 0")
-    return unpack_ids(body[: 4 * rows]).tolist(), np.minimum(logprobs, 0.0).tolist()
+    return unpack_ids(body[: 4 * rows]).tolist(), (np.minimum(logprobs, 0.0) + 0.0).tolist()  # and no zero below zero
 
 
 def read_scores(body: bytes, rows: int) -> tuple[list[float], list[float]]:
