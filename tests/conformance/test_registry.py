@@ -13,7 +13,8 @@ from protocol.generate.schema_weights import schemas as weights_schemas
 from swarmnode.crew import messages as crews
 from swarmnode.crew import record, service, stream_handshake, stream_proxy
 from swarmnode.crew.plan import MEMBERS
-from swarmnode.p2p import bulk, exchange, host, manifests, sessions, summaries
+from swarmnode.p2p import bulk, exchange, manifests, sessions, summaries
+from swarmnode.p2p.library import build
 from swarmnode.pipeline import frames as stage_frames
 from swarmnode.pipeline.commit import STEP_DOMAIN
 from swarmnode.pipeline.fence import FENCE_REASONS
@@ -213,7 +214,7 @@ def test_timeouts_are_those_of_the_registry():
 
 
 def test_gossip_protocol_is_that_of_the_registry():
-    assert REGISTRY["transport"]["gossip"] == [host.MESHSUB]
+    assert REGISTRY["transport"]["gossip"] == [build.MESHSUB]
 
 
 def test_security_protocols_are_those_of_the_registry():

@@ -61,7 +61,7 @@ async def verdict(fleet, stage, mine, mean):
     """Losses of both, None where there is no verdict, False where nothing was asked."""
     probe, told, done = CrewProbe(), [], trio.Event()
     probe.open(fleet.peers[stage])
-    if not probe.ask(mine, mean, lambda losses: (told.append(losses), done.set())):
+    if not probe.measure(mine, mean, lambda losses: (told.append(losses), done.set())):
         return False
     with trio.fail_after(60):
         await done.wait()
@@ -125,7 +125,7 @@ async def test_who_has_seen_too_little_or_has_no_crew_asks_nobody(fleet):
         closed = CrewProbe()
         closed.open(one.peers[1])
         closed.close()
-        assert not closed.ask(mine, mean, lambda losses: None)
+        assert not closed.measure(mine, mean, lambda losses: None)
 
 
 async def test_without_the_stages_behind_it_there_is_no_verdict(fleet):
