@@ -58,14 +58,14 @@ def tensors(station, noise=0.0):
 
 
 async def verdict(fleet, stage, mine, mean):
-    """Losses of both, None where there is no verdict, False where nothing was asked."""
+    """Losses (before, after), None where there is no verdict, False where nothing was asked."""
     probe, told, done = CrewProbe(), [], trio.Event()
     probe.open(fleet.peers[stage])
     if not probe.measure(mine, mean, lambda losses: (told.append(losses), done.set())):
         return False
     with trio.fail_after(60):
         await done.wait()
-    return told[0]
+    return told[0] and (told[0].before, told[0].after)
 
 
 @torch.no_grad()
