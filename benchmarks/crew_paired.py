@@ -205,7 +205,7 @@ def judge(config: Config, policy: Policy, weights: Mapping[str, torch.Tensor], s
     told = [value for row in score(policy, rows, 1.0) for value in row]
     run.nats = -sum(told) / len(told)
     engine = make_whole_policy(config, policy, Counters(), lambda message: None)
-    reward = Evaluation(config.task, config.training, scorer)(engine)
+    reward = Evaluation(config.task, config.training, scorer)(engine, Counters())
     assert reward is not None
     run.reward = reward
 

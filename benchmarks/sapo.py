@@ -184,6 +184,8 @@ def summary(trace: Any, size: Size) -> dict[str, Any]:
             "held_out": at(trace.held_out, "round", size.rounds),
             "mean_held_out": mean_until(trace.held_out, "round", size.rounds),
             "generated": sum(trace.generated_groups[first]),
+            "tokens": sum(trace.tokens[first]),
+            "evaluation_tokens": trace.evaluation_tokens,
             "received": fmean(trace.received[first]) / 1e3,
             "useful": fmean(trace.useful_samples[first]),
             "samples": fmean(trace.samples[first]),
@@ -231,9 +233,10 @@ def regime_tables(regime: str, results: Sequence[dict[str, Any]], size: Size) ->
     lines += ["", f"Equal optimizer steps: {size.rounds}, as the paper counts.", ""]
     lines.append(table(
         ["arm", "local reward, sum over steps", "against 8/0 by seed, %", "held-out", "mean held-out", "groups generated",
-         "useful per step", "samples per step", "KB received per step"],
+         "tokens sampled", "and in evaluations, whole run", "useful per step", "samples per step", "KB received per step"],
         [[n, of(n, "steps", "local_reward", 2), against(by_arm, n), of(n, "steps", "held_out"), of(n, "steps", "mean_held_out"),
-          of(n, "steps", "generated", 0), of(n, "steps", "useful", 2), of(n, "steps", "samples", 1), of(n, "steps", "received", 1)]
+          of(n, "steps", "generated", 0), of(n, "steps", "tokens", 0), of(n, "steps", "evaluation_tokens", 0),
+          of(n, "steps", "useful", 2), of(n, "steps", "samples", 1), of(n, "steps", "received", 1)]
          for n in by_arm],
     ))  # fmt: skip
     lines += ["", *adaptive_verdict(by_arm)]

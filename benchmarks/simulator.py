@@ -115,8 +115,9 @@ class RoundPool:
         return True
 
     def draw(
-        self, count: int, policy_version: int, now: float, rng: random.Random, trust: Callable[[str], float]
-    ) -> list[ExternalGroup]:
+        self, count: int, policy_version: int, now: float, rng: random.Random, trust: Callable[[str], float],
+        belief: Callable[[str], float],
+    ) -> list[ExternalGroup]:  # fmt: skip
         chosen = rng.sample(self._groups, min(count, len(self._groups)))
         self._groups = []
         return chosen
@@ -169,6 +170,8 @@ class Trace:
     generated_groups: list[float] = field(default_factory=list)
     tokens: list[float] = field(default_factory=list)
     """Tokens sampled for training, per node, in this round."""
+    evaluation_tokens: float = 0.0
+    """Tokens sampled in all held-out evaluations, per node: the benchmark's own instrument, the same for every arm at the same rounds."""
     received: list[float] = field(default_factory=list)
     """Bytes of others' signed groups and weights that reached a node in this round, each once; what gossip adds is not in it."""
     samples: list[float] = field(default_factory=list)
@@ -238,7 +241,9 @@ class Node:
         self.split: AdaptiveSplit | FixedSplit = AdaptiveSplit(batch) if arm.external is None else FixedSplit(batch, arm.external)
         self.guard = UtilityGuard() if arm.guard else None
         self.sequence = self.version = self.step = 0
-        self.arrived = self.drawn = self.passed = 0
+        self.drawn = self.passed = 0
+        self._credit = 0.0
+        """Useful groups that arrived, each by how far its author is believed."""
         self.used: Counter[str] = Counter()
         """Groups of a peer that were trained on."""
         self.trusted = PeerTrust()
@@ -277,11 +282,11 @@ class Node:
     def receive(self, group: ExternalGroup, now: float) -> None:
         """An admitted external group."""
         if self.pool.add(group, now, self.version):
-            self.arrived += is_useful(group.rewards)
+            self._credit += is_useful(group.rewards) * self.trusted.belief(group.peer)
 
     def draw(self, now: float) -> list[TrainingGroup]:
         """External groups for this round, judged."""
-        drawn = self.pool.draw(self.split.external_room, self.version, now, self.rng, self.trust)
+        drawn = self.pool.draw(self.split.external_room, self.version, now, self.rng, self.trust, self.trusted.belief)
         score = partial(self.batcher.score_with_entropy, self.policy)
         judged = judge(drawn, self.policy, score, self.training.temperature, self.arm.sharing.checks)
         for group, outcome in judged.outcomes:
@@ -313,8 +318,8 @@ class Node:
             self.version += done.stepped
             agreement = done.agreement
         self.step += 1
-        self.split.observe(self.arrived, self.drawn, self.passed)
-        self.arrived = 0
+        self.split.observe(int(self._credit), self.drawn, self.passed)
+        self._credit -= int(self._credit)
         reward = fmean(fmean(o.rewards) for o in own)
         if self.guard:
             share = len(external) / len(batch) if batch else 0.0
@@ -494,6 +499,7 @@ class Swarm:
             for sample in generate(node.policy, prompts, once, node.policy.random_generator(node.index)):
                 texts.append(sample.completions[0])
             items += [ref for ref, _ in exam]
+        self.trace.evaluation_tokens += sum(len(c.ids) for c in texts) / len(self.reported)
         scored = self.score([(ref, [c.text]) for ref, c in zip(items, texts, strict=True)])
         self.trace.held_out.append(
             Point(

@@ -172,7 +172,11 @@ class TrainingConfig(Section):
     per_device_train_tokens: int = Field(default=16384, ge=64)
     """Micro-batch bound, prompt and completion tokens with padding; halved when memory runs out."""
     eval_every: int = Field(default=10, ge=1)
-    """Steps between held-out evaluations."""
+    """Steps between held-out evaluations, at least."""
+    eval_budget: float = Field(default=0.05, gt=0, le=1)
+    """Share of all sampled tokens that held-out evaluations may take; one that would come too early is put off. 1 is no limit."""
+    save_every: float = Field(default=60.0, ge=0)
+    """Seconds between two saves of the state: what a crash costs at most. 0 saves after every step."""
     max_steps: int = Field(default=0, ge=0)
     """Stop after this many steps; 0 is never."""
     seed: int = Field(default=0, ge=0)

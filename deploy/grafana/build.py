@@ -102,7 +102,8 @@ NODE: dict[str, list[Panel]] = {
     "Speed": [
         p("Step", (quantile(0.5, "swarmnode_step_seconds"), "median"), (quantile(0.95, "swarmnode_step_seconds"), "p95"), unit="s"),
         p("Parts of a step", (gauge("swarmnode_phase_seconds"), "{{phase}}"), unit="s", stack=True),
-        p("Tokens per second", (gauge("swarmnode_tokens_per_second"), "while sampling"), (rate("swarmnode_tokens_total"), "over all")),
+        p("Tokens per second", (gauge("swarmnode_tokens_per_second"), "while sampling"), (rate("swarmnode_tokens_total"), "over all"),
+          (rate("swarmnode_evaluation_tokens_total"), "in evaluations")),
         p("Memory", (gauge("swarmnode_process_memory_bytes"), "{{process}}"), unit="bytes"),
         p("CPU", (rate("swarmnode_process_cpu_seconds_total", "process"), "{{process}}"), unit="percentunit"),
         p("Micro-batch", (gauge("swarmnode_micro_batch_tokens"), "{{part}}")),

@@ -14,7 +14,7 @@ from swarmnode import __version__
 from swarmnode.cli.config import config_app
 from swarmnode.cli.demo import demo
 from swarmnode.cli.key import key_app
-from swarmnode.cli.node import bootstrap_node, doctor, export_policy, run_node
+from swarmnode.cli.node import bootstrap_node, doctor, export_policy, rollback, run_node
 from swarmnode.cli.observe import status, top
 from swarmnode.cli.swarm import init, join, manifest_app
 from swarmnode.cli.task import task_app
@@ -34,6 +34,7 @@ app.command(doctor)
 app.command(status)
 app.command(top)
 app.command(export_policy, name="export")
+app.command(rollback)
 app.command(demo)
 for group in (config_app, key_app, manifest_app, task_app):
     app.command(group)

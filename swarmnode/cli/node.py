@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from swarmnode.errors import ConfigError
 
 if TYPE_CHECKING:
     from swarmnode.settings import Resolved
+    from swarmnode.swarm.rollback import Kept
 
 
 def run_node(*, node: NodeOptions = NODE, peer: Peer = None, stage_capacity: Capacity = None) -> int:
@@ -113,6 +115,38 @@ def doctor(*, node: NodeOptions = NODE, peer: Peer = None, json: AsJson = False)
     from swarmnode.doctor.command import doctor as examine
 
     return examine(lambda: load(node, peers=peer), json)
+
+
+def rollback(step: int | None = None, *, node: NodeOptions = NODE, json: AsJson = False) -> int:
+    """Let the trainer go on from a former state, e.g. of before its reward collapsed. Without a step: list the states that are kept.
+
+    Parameters
+    ----------
+    step
+        Of the state to go back to. The node must not run meanwhile; the state that it replaces is kept too.
+    """
+    data_dir = load(node).config.node.data_dir
+    from swarmnode.swarm import rollback as states
+
+    if step is not None:
+        kept = states.roll_back(data_dir, step)
+        return say({"step": step, "saved_at": kept.saved_at}, f"the trainer goes on from step {step} when the node starts", json)
+    found = states.states(data_dir / "trainer")
+    rows = [
+        {"step": each.numbers.step, "saved_at": each.saved_at, "reward_held_out": each.numbers.reward_held_out,
+         "present": each.path.name == states.STATE}
+        for each in found
+    ]  # fmt: skip
+    return say({"states": rows}, "\n".join(map(_state_line, found)) or f"no state in {data_dir} yet: the node has not trained", json)
+
+
+def _state_line(kept: Kept) -> str:
+    from swarmnode.swarm import rollback as states
+
+    saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(kept.saved_at))
+    reward = "–" if kept.numbers.reward_held_out is None else f"{kept.numbers.reward_held_out:.3f}"
+    present = "   (present)" if kept.path.name == states.STATE else ""
+    return f"step {kept.numbers.step:>8}   saved {saved}   held-out reward {reward}{present}"
 
 
 def export_policy(directory: Path, *, merge: Flag = False, node: NodeOptions = NODE, json: AsJson = False) -> int:

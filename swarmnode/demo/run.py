@@ -51,7 +51,7 @@ def settings_of(options: DemoOptions, number: int) -> dict[str, dict[str, object
         "swarm": {"name": "demo"},
         "network": {"listen_addrs": ["/ip4/127.0.0.1/tcp/0"], "mdns": False},
         "policy": {"threads": 1},
-        "training": {"step_interval": STEP_SECONDS, "eval_every": 10, "seed": number},
+        "training": {"step_interval": STEP_SECONDS, "eval_every": 10, "eval_budget": 1.0, "save_every": 1.0, "seed": number},
         "sharing": {"enabled": not options.solo},
         "weights": {"rule": "off" if options.solo else "noloco", "sync_every": SYNC_EVERY},
         "http": {"port": options.http_port + number if options.http_port else 0},

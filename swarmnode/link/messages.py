@@ -104,6 +104,8 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     own_groups_total: int = 0
     external_groups_total: int = 0
     tokens_total: int = 0
+    """Sampled, in evaluations too."""
+    evaluation_tokens_total: int = 0
     tokens_per_second: float | None = None
     gradient_agreement: float | None = None
     """Cosine of own and external gradients."""

@@ -156,7 +156,8 @@ class RolloutExchange:
         self._fetching = Fetching(network, self._fetched, self._refuse, self._budget.allows, rules.spoken.fetch)
         self._trust = PeerTrust()
         self._admitted_of: OrderedDict[str, int] = OrderedDict()
-        self._useful_reported = 0
+        self._useful_arrived = 0.0
+        """Groups with a signal since the trainer was last told, each by how far its author is believed."""
         self._published: Counter[str] = Counter()
         self._judged: Counter[str] = Counter()
 
@@ -220,11 +221,11 @@ class RolloutExchange:
     def draw(self, request: Draw) -> Drawn:
         """Up to `count` groups for the step at `policy_version`; each group of the pool is drawn at most once."""
         self._version = request.policy_version
-        groups = self.pool.draw(request.count, request.policy_version, self._clock(), self._rng, self.trust)
+        groups = self.pool.draw(request.count, request.policy_version, self._clock(), self._rng, self.trust, self._trust.belief)
         tokenizer = self._policy.tokenizer if self._policy else b""
         groups = [g if g.group.tokenizer == tokenizer else msgspec.structs.replace(g, group=without_token_ids(g.group)) for g in groups]
-        useful = self.pool.useful_added
-        arrived, self._useful_reported = useful - self._useful_reported, useful
+        arrived = int(self._useful_arrived)
+        self._useful_arrived -= arrived
         return Drawn(request.request, groups, arrived)
 
     def judged(self, judged: Judged) -> None:
@@ -344,6 +345,7 @@ class RolloutExchange:
         if self.pool.add(group, self._clock(), self._version):
             self.admission.note_admitted()
             count(self._admitted_of, candidate.peer)
+            self._useful_arrived += self._trust.belief(candidate.peer) * is_useful(group.rewards)
         else:
             self.admission.refuse("pool_full", candidate.peer)
 

@@ -57,7 +57,8 @@ class ExternalGroup(msgspec.Struct, frozen=True):
 
 
 class Drawn(msgspec.Struct, frozen=True, tag="drawn"):
-    """Network → trainer: the answer to Draw. `useful_arrived` counts non-zero-advantage groups admitted since the last Draw."""
+    """Network → trainer: the answer to Draw. `useful_arrived` counts non-zero-advantage groups admitted since the last Draw,
+    each by how far its author is believed."""
 
     request: int
     groups: list[ExternalGroup]

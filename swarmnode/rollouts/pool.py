@@ -122,16 +122,20 @@ class Pool:
         now: float,
         rng: random.Random,
         trust: Callable[[str], float] = lambda peer: 1.0,
+        belief: Callable[[str], float] = lambda peer: 1.0,
     ) -> list[ExternalGroup]:
-        """Take out up to `count` groups for the step at `policy_version`; `trust` maps a peer to [0, 1].
+        """Take out up to `count` groups for the step at `policy_version`.
 
+        trust: how much a peer's groups weigh, in [0, 1]; belief: in what share of draws they take part. A weight alone would not keep a
+        peer out that nobody believes: every peer has one group before any has two.
         Fresh groups come first, in an order drawn by `sampling.weight`; older ones only fill.
         """
         self.expire(now, policy_version)
         entries = [entry for mine in self._peers.values() for entry in mine.values()]
         if count <= 0 or not entries:
             return []
-        chosen = self._weighted(entries, count, policy_version, rng, trust)
+        trusted = {peer: trust(peer) if rng.random() < belief(peer) else 0.0 for peer in self._peers}
+        chosen = self._weighted(entries, count, policy_version, rng, trusted)
         for entry in chosen:
             self._remove(entry.group.peer, entry.group.content, "drawn")
         groups = [msgspec.structs.replace(e.group, staleness=_lag(e, policy_version)) for e in chosen]
@@ -139,9 +143,8 @@ class Pool:
         return groups
 
     def _weighted(
-        self, entries: list[_Entry], count: int, policy_version: int, rng: random.Random, trust: Callable[[str], float]
+        self, entries: list[_Entry], count: int, policy_version: int, rng: random.Random, trusted: dict[str, float]
     ) -> list[_Entry]:
-        trusted = {peer: trust(peer) for peer in self._peers}
         weights = [
             sampling.weight(e.group.rewards, _lag(e, policy_version), HALF_LIFE_VERSIONS, trusted[e.group.peer]) for e in entries
         ]

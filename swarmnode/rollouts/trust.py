@@ -1,7 +1,7 @@
 """How much of a step a peer's groups may be, by what became of those that were drawn. Pure.
 
-Whoever sends text that our policy would not have sampled is drawn less with each such group, and more again with each that is trained on.
-All peers fall alike where it is our own policy that is far from everybody else's: what counts in drawing is the proportion.
+Whoever sends text that our policy would not have sampled is looked at half as often with each such group, down to one step in sixteen, and
+more again with each that is trained on: so that it can come back, also where it was our own policy that was far from everybody else's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MAX_PEERS = 4096
 """Peers that are remembered, those heard of last."""
 DISTRUSTED: frozenset[Outcome] = frozenset({"forged_ids", "no_ids", "special_ids", "spot_check", "surprise", "temperature"})
 """Outcomes that put a group's author on probation again."""
-REFUSED_AT_MOST = 10
+REFUSED_AT_MOST = 4
 """Refusals that are held against a peer at a time, so that it can come back."""
 
 
@@ -41,9 +41,12 @@ class PeerTrust:
             count(self._refused, peer, REFUSED_AT_MOST)
 
     def of(self, peer: str, reputation: float) -> float:
-        """0 to 1: `reputation` × probation (`sampling.trust`) × one half for each group refused more than were used since."""
-        trusted = sampling.trust(reputation, self._used.get(peer, 0))
-        return float(trusted * 0.5 ** self._refused.get(peer, 0))
+        """How much its groups weigh in drawing, 0 to 1: `reputation` × probation (`sampling.trust`)."""
+        return sampling.trust(reputation, self._used.get(peer, 0))
+
+    def belief(self, peer: str) -> float:
+        """In what share of draws its groups take part at all: one half for each that was refused more than were used since."""
+        return float(0.5 ** self._refused.get(peer, 0))
 
 
 def count(counts: OrderedDict[str, int], peer: str, most: int | None = None) -> None:

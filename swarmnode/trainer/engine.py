@@ -114,7 +114,7 @@ class Engine(Protocol):
         ...
 
     def snapshot(self, rng: torch.Generator, counters: Counters) -> Snapshot:
-        """Everything that must survive this process, copied."""
+        """Everything that must survive this process, as it is now; see `state.take`."""
         ...
 
 
@@ -245,7 +245,7 @@ class WholePolicy:
 
     def snapshot(self, rng: torch.Generator, counters: Counters) -> Snapshot:
         outer: Mapping[str, torch.Tensor] | None = self._replica.tensors() if self._replica is not None else None
-        return state.take(self._policy.model, self._updater.optimizer, rng, counters, self._owner, outer)
+        return state.take(self._policy.model, self._updater.optimizer, rng, counters, self._owner, outer, self._updater.lock)
 
 
 def adapter_shape(lora: LoraSettings, shared_a: bool) -> LoraShape | None:

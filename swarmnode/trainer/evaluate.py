@@ -8,6 +8,7 @@ from swarmnode.tasks.client import Scored, Scorer
 from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import evaluation_seed
 from swarmnode.trainer.engine import Engine
+from swarmnode.trainer.state import Counters
 from swarmnode.wire.messages import TaskRef
 
 COMPLETIONS = 4
@@ -29,13 +30,21 @@ class Evaluation:
         questions = scorer.score_many([(ref, []) for ref in self._refs])
         self._prompts = [q.prompt if isinstance(q, Scored) else None for q in questions]
 
-    def __call__(self, engine: Engine) -> float | None:
-        """Mean reward at the training temperature over all questions; None when nothing could be scored."""
+    def due(self, counters: Counters) -> bool:
+        """Whether it is time for another one, and those so far have left room in the budget of sampled tokens."""
+        spent, budget = counters.evaluation_tokens_total, self._training.eval_budget
+        return counters.step % self._training.eval_every == 0 and (budget == 1 or spent <= budget * counters.tokens_total)
+
+    def __call__(self, engine: Engine, counters: Counters) -> float | None:
+        """Mean reward at the training temperature over all questions; None when nothing could be scored. Tokens are counted."""
         asked = [(ref, prompt) for ref, prompt in zip(self._refs, self._prompts, strict=True) if prompt is not None]
         cfg = self._training
         generator = engine.random_generator(GENERATOR_SEED)
         prompts = [prompt for _, prompt in asked]
         groups = engine.generate(prompts, Sampling(COMPLETIONS, cfg.max_completion_length, cfg.temperature, cfg.top_p), generator)
+        tokens = sum(len(c.ids) for group in groups for c in group.completions)
+        counters.tokens_total += tokens
+        counters.evaluation_tokens_total += tokens
         scored = self._scorer.score_many(
             [(ref, [c.text for c in group.completions]) for (ref, _), group in zip(asked, groups, strict=True)]
         )

@@ -26,17 +26,18 @@ from swarmnode.policy.logprobs import Row
 from swarmnode.process import Progress
 from swarmnode.quiet_hours import is_quiet
 from swarmnode.rollouts.groups import OwnGroup
+from swarmnode.swarm import rollback
 from swarmnode.swarm.manifest_store import stored
 from swarmnode.tasks.client import Scorer
-from swarmnode.trainer import state
 from swarmnode.trainer.batch import Rows, TrainingGroup, assemble
+from swarmnode.trainer.checkpoints import Checkpoints
 from swarmnode.trainer.engine import Engine, EngineGone, make_whole_policy, open_policy
 from swarmnode.trainer.evaluate import Evaluation
 from swarmnode.trainer.external import ExternalGroups
 from swarmnode.trainer.plan import StepPlan
 from swarmnode.trainer.reporting import Reporter
 from swarmnode.trainer.sampler import Sampler
-from swarmnode.trainer.state import SEQUENCE_MARGIN, Checkpoints, Counters
+from swarmnode.trainer.state import SEQUENCE_MARGIN, Counters
 from swarmnode.trainer.update import UpdateStatistics
 
 log = structlog.get_logger("swarmnode.trainer")
@@ -100,9 +101,10 @@ class Loop:
             counters.swarm = config.swarm.id or counters.swarm
             log.info("restored", step=counters.step, policy_version=counters.policy_version)
         top = config.node.data_dir / "trainer"  # as a whole node and as a crew's head it is one peer with one series of numbers
-        used = state.used_sequences(top, top / HEAD)
-        if restored is not None or used:
-            counters.sequence = max(counters.sequence, used) + SEQUENCE_MARGIN
+        known = [kept.numbers for directory in (top, top / HEAD) for kept in rollback.states(directory)]
+        if restored is not None or known:
+            counters.sequence = max([counters.sequence, *(numbers.sequence for numbers in known)]) + SEQUENCE_MARGIN
+            counters.policy_version = max([counters.policy_version, *(numbers.policy_version for numbers in known)])
         self._training = training
         self._engine = engine
         self._counters = counters
@@ -112,7 +114,7 @@ class Loop:
         self._sampler = Sampler(training, config.task.names, engine, scorer, rng, counters)
         self._external = ExternalGroups(link, engine, self._plan, sharing, training.temperature)
         self._evaluation = Evaluation(config.task, training, scorer)
-        self._checkpoints = Checkpoints(directory, engine, rng, counters)
+        self._checkpoints = Checkpoints(directory, training.save_every, engine, rng, counters)
         self._reporter = Reporter(progress, link, engine, scorer, self._checkpoints, counters)
         self._pauses = Pauses(config.node.quiet_hours, training.step_interval, stop)
 
@@ -145,7 +147,7 @@ class Loop:
             started = time.monotonic()
             self._step()
             self._average()
-            if self._counters.step % self._training.eval_every == 0:
+            if self._evaluation.due(self._counters):
                 self._evaluate()
             self._checkpoints.save()
             self._pauses.until_next_step(started, self._reporter)
@@ -274,8 +276,8 @@ class Loop:
 
     def _evaluate(self) -> None:
         self._reporter.enter("evaluating")
-        reward = self._evaluation(self._engine)
         c = self._counters
+        reward = self._evaluation(self._engine, c)
         if reward is not None:
             c.reward_held_out = reward
             if c.reward_held_out_start is None:

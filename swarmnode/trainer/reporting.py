@@ -9,8 +9,9 @@ from swarmnode.link.client import Link
 from swarmnode.link.messages import Report
 from swarmnode.process import Progress
 from swarmnode.tasks.client import Scorer
+from swarmnode.trainer.checkpoints import Checkpoints
 from swarmnode.trainer.engine import Engine
-from swarmnode.trainer.state import Checkpoints, Counters
+from swarmnode.trainer.state import Counters
 
 
 class Reporter:
@@ -42,6 +43,7 @@ class Reporter:
             own_groups_total=counters.own_groups_total,
             external_groups_total=counters.external_groups_total,
             tokens_total=counters.tokens_total,
+            evaluation_tokens_total=counters.evaluation_tokens_total,
             external_scale=counters.external_scale,
             device=statistics.device,
             dtype=statistics.dtype,

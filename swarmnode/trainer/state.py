@@ -1,4 +1,4 @@
-"""What a trainer that was killed comes back to: one safetensors file, written while the next step runs.
+"""What a trainer that was killed comes back to: one safetensors file.
 
     weights.<name>      the trainable parameters
     first.<name>        AdamW's first moment      second.<name>   its second moment
@@ -13,18 +13,13 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol, Self
 
 import msgspec
-import structlog
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -32,12 +27,9 @@ from safetensors.torch import save_file
 from swarmnode.errors import StateError
 from swarmnode.files import sync_directory
 from swarmnode.policy.load import check_shapes, overwrite, trainable
+from swarmnode.swarm import rollback
 
-log = structlog.get_logger("swarmnode.trainer")
-
-FILE = "state.safetensors"
-COMPLAIN_SECONDS = 30.0
-"""Between two complaints that the state cannot be saved."""
+FILE = rollback.STATE
 
 
 PEERS_USED = 256
@@ -54,6 +46,8 @@ class Counters(msgspec.Struct):
     own_groups_total: int = 0
     external_groups_total: int = 0
     tokens_total: int = 0
+    """Sampled, in evaluations too."""
+    evaluation_tokens_total: int = 0
     oom_retries_total: int = 0
     micro_batch_tokens: int = 0
     """Learnt from running out of memory in training; 0 while it never did, or does no more."""
@@ -93,7 +87,8 @@ SEQUENCE_MARGIN = 4096
 class Snapshot:
     """A state as it was when it was taken."""
 
-    tensors: dict[str, torch.Tensor]
+    tensors: Callable[[], dict[str, torch.Tensor]]
+    """Copies them, at its only call, from any thread; see `take`."""
     counters: Counters
     owner: str
     """See `owner`."""
@@ -104,13 +99,33 @@ WEIGHTS, OUTER = "weights.", "outer."
 
 def take(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, rng: torch.Generator, counters: Counters, owner: str,
-    outer: Mapping[str, torch.Tensor] | None = None,
+    outer: Mapping[str, torch.Tensor] | None = None, lock: threading.Lock | None = None,
 ) -> Snapshot:  # fmt: skip
-    """Copy everything to host memory between two steps; writing the copy needs the model no more.
+    """Everything as it is between two steps, to be copied to host memory.
 
+    With the lock under which the weights move, that is left to whoever calls `Snapshot.tensors`: the lock is taken here and let go there,
+    so that no step comes in between. Without one it is done at once.
     outer: the outer step's tensors, which never change once they are made, so they are not copied.
     """
     tensors = {"rng": rng.get_state().clone(), **{f"{OUTER}{name}": tensor for name, tensor in (outer or {}).items()}}
+    numbers = copy.deepcopy(counters)
+
+    def copied() -> dict[str, torch.Tensor]:
+        try:
+            return tensors | _copied(model, optimizer)
+        finally:
+            if lock is not None:
+                lock.release()
+
+    if lock is None:
+        done = copied()
+        return Snapshot(lambda: done, numbers, owner)
+    lock.acquire()
+    return Snapshot(copied, numbers, owner)
+
+
+def _copied(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    tensors = {}
     for name, parameter in trainable(model).items():
         tensors[f"{WEIGHTS}{name}"] = _host_copy(parameter)
         moments = optimizer.state.get(parameter)
@@ -118,39 +133,30 @@ def take(
             tensors[f"first.{name}"] = _host_copy(moments["exp_avg"])
             tensors[f"second.{name}"] = _host_copy(moments["exp_avg_sq"])
             tensors[f"steps.{name}"] = moments["step"].detach().cpu().clone().reshape(1)
-    return Snapshot(tensors, copy.deepcopy(counters), owner)
+    return tensors
 
 
 def take_counters(rng: torch.Generator, counters: Counters, owner: str) -> Snapshot:
     """The same for a trainer whose weights are kept elsewhere."""
-    return Snapshot({"rng": rng.get_state().clone()}, copy.deepcopy(counters), owner)
-
-
-def used_sequences(*directories: Path) -> int:
-    """The highest group number that any of these states knows of; 0 where there is none. Damaged ones say nothing."""
-    highest = 0
-    for directory in directories:
-        try:
-            with safe_open(directory / FILE, "pt", device="cpu") as file:
-                metadata = file.metadata() or {}
-            highest = max(highest, int(json.loads(metadata["counters"])["sequence"]))
-        except (SafetensorError, OSError, KeyError, ValueError, TypeError):
-            continue
-    return highest
+    tensors = {"rng": rng.get_state().clone()}
+    return Snapshot(lambda: tensors, copy.deepcopy(counters), owner)
 
 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
-def write(directory: Path, snapshot: Snapshot) -> None:
-    """Write to a temporary name, sync, rename. Raises OSError; the old file is then untouched."""
+def write(directory: Path, snapshot: Snapshot, before: Callable[[], None] = lambda: None) -> None:
+    """Write to a temporary name, sync, rename; `before` the old file is replaced. Raises OSError; the old file is then untouched."""
     temporary = directory / f".{FILE}.tmp"
     metadata = {"counters": msgspec.json.encode(snapshot.counters).decode(), "fingerprint": snapshot.owner}
+    tensors = snapshot.tensors()
     try:
-        save_file(snapshot.tensors, temporary, metadata=metadata)
+        save_file(tensors, temporary, metadata=metadata)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
+        if (directory / FILE).exists():
+            before()
         os.replace(temporary, directory / FILE)
     except (SafetensorError, OSError) as error:
         temporary.unlink(missing_ok=True)  # on a full disk, half a state would take the room of what is small
@@ -227,92 +233,3 @@ def set_generator(rng: torch.Generator, state: torch.Tensor) -> None:
         rng.set_state(state)
     else:
         rng.manual_seed(int.from_bytes(hashlib.sha256(state.numpy().tobytes()).digest()[:8], "big") >> 1)
-
-
-class Saver:
-    """Writes snapshots in its own thread, the newest only: a disk slower than a step costs steps on a crash, not speed."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._condition = threading.Condition()
-        self._pending: Snapshot | None = None
-        self._busy = False
-        self._closing = False
-        self.saved_step = 0
-        self.error: str | None = None
-        """Why the last write failed; None after one that succeeded. Training goes on either way."""
-        self._thread = threading.Thread(target=self._run, name="state", daemon=True)
-
-    def start(self) -> None:
-        self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._thread.start()
-
-    @property
-    def idle(self) -> bool:
-        """Whether a snapshot submitted now would be written at once: if not, taking one is wasted work."""
-        with self._condition:
-            return not self._busy
-
-    def submit(self, snapshot: Snapshot) -> None:
-        with self._condition:
-            self._pending = snapshot
-            self._condition.notify_all()
-
-    def close(self) -> None:
-        """Write what is pending, then stop."""
-        with self._condition:
-            self._closing = True
-            self._condition.notify_all()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while True:
-            with self._condition:
-                self._busy = False
-                self._condition.wait_for(lambda: self._pending is not None or self._closing)
-                snapshot, self._pending = self._pending, None
-                if snapshot is None:
-                    return
-                self._busy = True
-            try:
-                write(self._directory, snapshot)
-                self.saved_step, self.error = snapshot.counters.step, None
-            except OSError as error:
-                self.error = str(error)
-
-
-class Snapshots(Protocol):
-    """What a state is taken from: an engine."""
-
-    def snapshot(self, rng: torch.Generator, counters: Counters) -> Snapshot: ...
-
-
-class Checkpoints:
-    """When and of what the state is saved. Use as a context manager: leaving it waits for the last one to be on disk."""
-
-    def __init__(self, directory: Path, source: Snapshots, rng: torch.Generator, counters: Counters) -> None:
-        self._saver = Saver(directory)
-        self._source = source
-        self._rng = rng
-        self._counters = counters
-        self._complain_at = float("-inf")
-
-    def __enter__(self) -> Self:
-        self._saver.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._saver.close()
-
-    @property
-    def saved_step(self) -> int:
-        return self._saver.saved_step
-
-    def save(self, last: bool = False) -> None:
-        """Save what there is now, unless the disk is still busy with what there was. last: then too."""
-        if last or self._saver.idle:
-            self._saver.submit(self._source.snapshot(self._rng, self._counters))
-        now = time.monotonic()
-        if self._saver.error and now >= self._complain_at:
-            log.error("state not saved", error=self._saver.error, saved_step=self._saver.saved_step)
-            self._complain_at = now + COMPLAIN_SECONDS

@@ -24,7 +24,7 @@ SETTINGS = {
     "swarm": {"name": "full"},
     "network": {"listen_addrs": ["/ip4/127.0.0.1/tcp/0"], "mdns": False},
     "policy": {"threads": 1},
-    "training": {"step_interval": 0.2, "eval_every": 1000, "groups_per_step": 2},
+    "training": {"step_interval": 0.2, "eval_every": 1000, "groups_per_step": 2, "save_every": 0.0},
     "task": {"names": ["builtin/copy"]},
     "weights": {"join_seconds": 1.0},
 }

@@ -41,8 +41,8 @@ def settings(number, port=0, learning=True):
         "network": {"listen_addrs": [f"/ip4/127.0.0.1/tcp/{port}"], "mdns": False},
         "policy": {"threads": 1},
         "training": {
-            "step_interval": (0.2, 0.3, 0.4, 0.3)[number] if learning else 0.1, "eval_every": 50, "seed": number, "groups_per_step": 4,
-            "learning_rate": RATE if learning else 1e-12,
+            "step_interval": (0.2, 0.3, 0.4, 0.3)[number] if learning else 0.1, "eval_every": 50, "eval_budget": 1.0, "save_every": 0.0,
+            "seed": number, "groups_per_step": 4, "learning_rate": RATE if learning else 1e-12,
         },
         "task": {"names": ["rg/chain_sum", "rg/spell_backward"], "held_out_per_task": 4},
         "sharing": {"enabled": False},  # which alone would keep them half as far apart

@@ -15,14 +15,12 @@ from swarmnode.pipeline.commit import NO_HASH, Answer, Prepare
 from swarmnode.pipeline.worker import StepTaken
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.device import Placement
-from swarmnode.trainer import state
 from swarmnode.trainer.crew import model as crew_model
 from swarmnode.trainer.crew import streams as crew_streams
 from swarmnode.trainer.crew.model import open_model
 from swarmnode.trainer.crew.recovery import recovery_settings
 from swarmnode.trainer.crew.stage import Stage
 from swarmnode.trainer.crew.streams import Gate, GatedStream, connect
-from swarmnode.trainer.state import Counters
 
 CREW, LINEAGE = b"c" * 32, b"l" * 32
 
@@ -202,11 +200,3 @@ async def test_a_network_process_that_is_away_is_an_error_within_its_bound(tmp_p
     with pytest.raises(PeerError):
         await connect(assigned(socket=str(tmp_path / "stages.sock")), 0, "frames")
     assert trio.current_time() - started == pytest.approx(crew_streams.CONNECT_SECONDS, abs=0.2)
-
-
-def test_group_numbers_are_found_wherever_they_were_used(tmp_path):
-    assert state.used_sequences(tmp_path, tmp_path / "head") == 0
-    (tmp_path / "head").mkdir()
-    state.write(tmp_path / "head", state.take_counters(torch.Generator(), Counters(sequence=4711), "f"))
-    (tmp_path / state.FILE).write_bytes(b"damaged")
-    assert state.used_sequences(tmp_path, tmp_path / "head") == 4711

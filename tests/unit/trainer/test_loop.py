@@ -41,7 +41,7 @@ async def train(data_dir, network, **training):
 
 async def test_a_lone_trainer_learns_and_publishes_what_says_something(tmp_path):
     network = NetworkSide()
-    await train(tmp_path, network, max_steps=40, eval_every=40)
+    await train(tmp_path, network, max_steps=40, eval_every=40, eval_budget=1.0)
     last = network.reports[-1]
     assert last.step == 40
     assert last.reward_held_out > last.reward_held_out_start + 0.1

@@ -55,7 +55,7 @@ def test_an_evaluation_says_that_it_goes_on(engine):
     with Scorer() as scorer:
         evaluation = Evaluation(TaskConfig(names=["rg/gcd"], held_out_per_task=2), TrainingConfig(), scorer)
         calls.clear()
-        evaluation(engine)
+        evaluation(engine, Counters())
     assert len(calls) >= 8
 
 

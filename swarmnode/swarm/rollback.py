@@ -1,0 +1,97 @@
+"""`swarmnode rollback`: which states of the trainer are kept, and going back to one of them. No torch: only headers are read.
+
+    trainer/state.safetensors              the last one
+    trainer/history/<slot>.safetensors     former ones, further and further apart (`trainer.checkpoints`)
+    trainer/history/undone.safetensors     what the last rollback put aside: `swarmnode rollback` to its step takes it back
+
+Numbers that peers have seen are never used again: a trainer that starts looks for the highest in all of these files.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from swarmnode.errors import Unavailable
+from swarmnode.files import held_data_dir, sync_directory
+
+STATE = "state.safetensors"
+HISTORY = "history"
+UNDONE = "undone.safetensors"
+HEADER_BYTES = 16 * 2**20
+"""A longer header is not one of ours."""
+
+
+class Numbers(msgspec.Struct):
+    """Of a trainer's counters, those that are shown or never used twice."""
+
+    step: int = 0
+    policy_version: int = 0
+    sequence: int = 0
+    reward_held_out: float | None = None
+
+
+class Metadata(msgspec.Struct):
+    counters: str
+
+
+class Header(msgspec.Struct):
+    metadata: Metadata = msgspec.field(name="__metadata__")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One state on disk."""
+
+    path: Path
+    saved_at: float
+    """Unix seconds."""
+    numbers: Numbers
+
+
+def states(trainer: Path) -> list[Kept]:
+    """All states in the trainer's directory that can be read, newest first. What is damaged is left out."""
+    found = []
+    for path in (trainer / STATE, *(trainer / HISTORY).glob("*.safetensors")):
+        try:
+            found.append(Kept(path, path.stat().st_mtime, _numbers(path)))
+        except (OSError, ValueError, struct.error):  # msgspec's errors are ValueErrors
+            continue
+    return sorted(found, key=lambda kept: kept.saved_at, reverse=True)
+
+
+def _numbers(path: Path) -> Numbers:
+    """From the header of a safetensors file: its length, u64 little-endian, and JSON."""
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > HEADER_BYTES:
+            raise ValueError("not a state")
+        header = msgspec.json.decode(file.read(length), type=Header)
+    return msgspec.json.decode(header.metadata.counters, type=Numbers)
+
+
+def roll_back(data_dir: Path, step: int) -> Kept:
+    """Make the newest former state of `step` the one that the trainer goes on from. The one it replaces is kept, in place of the last such.
+
+    Raises Unavailable while a node runs with this directory, or where no such state is kept.
+    """
+    trainer = data_dir / "trainer"
+    with held_data_dir(data_dir):
+        former = [kept for kept in states(trainer) if kept.path.parent.name == HISTORY]
+        chosen = next((kept for kept in former if kept.numbers.step == step), None)
+        if chosen is None:
+            known = ", ".join(str(kept.numbers.step) for kept in former) or "none"
+            raise Unavailable(f"no former state of step {step} is kept in {trainer}; of these steps there is one: {known}")
+        back = trainer / f".{STATE}.back"
+        back.unlink(missing_ok=True)
+        os.link(chosen.path, back)
+        if (trainer / STATE).exists():
+            os.replace(trainer / STATE, trainer / HISTORY / UNDONE)
+        os.replace(back, trainer / STATE)
+        sync_directory(trainer / HISTORY)
+        sync_directory(trainer)
+    return chosen

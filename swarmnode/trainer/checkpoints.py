@@ -1,0 +1,165 @@
+"""When the state is saved, off the training's path, and which older states are kept to go back to.
+
+    main thread      every `save_every` seconds, between two steps: hold the optimizer's lock ─▶ go on with the next step
+    saver's thread   copy to host memory, let go of the lock ─▶ write, sync, rename ─▶ now and then keep a former state
+
+Generation and backward passes go on meanwhile; only an optimizer step waits for the copy, which is as long as copying memory takes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+import structlog
+import torch
+
+from swarmnode.files import sync_directory
+from swarmnode.swarm.rollback import HISTORY
+from swarmnode.trainer import state
+from swarmnode.trainer.state import SEQUENCE_MARGIN, Counters, Snapshot
+
+log = structlog.get_logger("swarmnode.trainer")
+
+COMPLAIN_SECONDS = 30.0
+"""Between two complaints that the state cannot be saved."""
+HISTORY_SECONDS = 900.0
+"""Between two former states that are kept."""
+SLOTS, SPACING = 3, 4
+"""Former states that are kept at most, and how many times older each is than the one before: up to 15 minutes, an hour, four hours."""
+
+
+class Saver:
+    """Writes one snapshot at a time in its own thread."""
+
+    def __init__(self, directory: Path, history_seconds: float = HISTORY_SECONDS) -> None:
+        self.saved_step = 0
+        self.error: str | None = None
+        """Why the last write failed; None after one that succeeded. Training goes on either way."""
+        self._directory = directory
+        self._history_seconds = history_seconds
+        self._kept = 0
+        self._kept_at = time.monotonic()
+        self._condition = threading.Condition()
+        self._snapshot: Snapshot | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="state", daemon=True)
+
+    def start(self) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._thread.start()
+
+    @property
+    def idle(self) -> bool:
+        """Whether a snapshot submitted now would be written at once."""
+        with self._condition:
+            return self._snapshot is None
+
+    def wait(self) -> None:
+        """Wait until it is idle."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._snapshot is None)
+
+    def submit(self, snapshot: Snapshot) -> None:
+        """Have `snapshot` written, while idle."""
+        with self._condition:
+            self._snapshot = snapshot
+            self._condition.notify_all()
+
+    def close(self) -> None:
+        """Stop, once what was submitted has been written."""
+        with self._condition:
+            self._closing = True
+            self._condition.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._snapshot is not None or self._closing)
+                snapshot = self._snapshot
+            if snapshot is None:
+                return
+            try:
+                state.write(self._directory, snapshot, self._keep)
+                self.saved_step, self.error = snapshot.counters.step, None
+            except (OSError, RuntimeError, MemoryError) as error:  # torch raises the last two for want of memory to copy into
+                self.error = str(error)
+                if "No space left" in self.error:
+                    self._forget()
+            with self._condition:
+                self._snapshot = None
+                self._condition.notify_all()
+
+    def _keep(self) -> None:
+        """Keep the state that is about to be replaced, if the last one kept is old enough. Costs a name, not a copy."""
+        now = time.monotonic()
+        if now - self._kept_at < self._history_seconds:
+            return
+        self._kept += 1
+        self._kept_at = now
+        slot = next(slot for slot in range(SLOTS) if slot == SLOTS - 1 or self._kept % SPACING ** (slot + 1))
+        history = self._directory / HISTORY
+        try:
+            history.mkdir(exist_ok=True, mode=0o700)
+            kept = history / f"{slot}.safetensors"
+            kept.unlink(missing_ok=True)
+            os.link(self._directory / state.FILE, kept)
+            sync_directory(history)
+        except OSError as error:  # a file system without a second name for a file, say: the state itself is saved all the same
+            log.warning("no former state kept", error=str(error))
+
+    def _forget(self) -> None:
+        """Give the room of former states to the next attempt: the present one counts for more than any of them."""
+        for kept in (self._directory / HISTORY).glob("*.safetensors"):
+            kept.unlink(missing_ok=True)
+
+
+class Snapshots(Protocol):
+    """What a state is taken from: an engine."""
+
+    def snapshot(self, rng: torch.Generator, counters: Counters) -> Snapshot: ...
+
+
+class Checkpoints:
+    """Saves by time. Use as a context manager: leaving it waits for the last one to be on disk."""
+
+    def __init__(self, directory: Path, save_every: float, source: Snapshots, rng: torch.Generator, counters: Counters) -> None:
+        self._saver = Saver(directory, max(HISTORY_SECONDS, save_every))
+        self._save_every = save_every
+        self._source = source
+        self._rng = rng
+        self._counters = counters
+        self._taken_at = self._complain_at = float("-inf")
+        self._taken_sequence = counters.sequence
+
+    def __enter__(self) -> Self:
+        self._saver.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._saver.close()
+
+    @property
+    def saved_step(self) -> int:
+        return self._saver.saved_step
+
+    def save(self, last: bool = False) -> None:
+        """Have the state saved, if that is due and the disk is not busy with an earlier one. last: in any case.
+
+        It is due by time, and before the numbers of groups that a restart skips are used up.
+        """
+        now = time.monotonic()
+        if last:
+            self._saver.wait()
+        due = now - self._taken_at >= self._save_every or self._counters.sequence - self._taken_sequence > SEQUENCE_MARGIN // 2
+        if last or (due and self._saver.idle):
+            self._taken_at, self._taken_sequence = now, self._counters.sequence
+            self._saver.submit(self._source.snapshot(self._rng, self._counters))
+        if self._saver.error and now >= self._complain_at:
+            log.error("state not saved", error=self._saver.error, saved_step=self._saver.saved_step)
+            self._complain_at = now + COMPLAIN_SECONDS

@@ -1,0 +1,62 @@
+"""Whoever sends what is refused is looked at less and less, and comes back when it is trained on again."""
+
+import random
+from collections import Counter
+
+from swarmnode.rollouts.pool import Pool
+from swarmnode.rollouts.trust import DISTRUSTED, MAX_PEERS, REFUSED_AT_MOST, PeerTrust
+from tests.support.groups import external_group
+
+
+def test_belief_halves_with_each_refusal_down_to_a_floor_and_comes_back():
+    trust = PeerTrust()
+    seen = []
+    for _ in range(REFUSED_AT_MOST + 3):
+        seen.append(trust.belief("p"))
+        trust.judged("p", "surprise")
+    assert seen == [1.0, 0.5, 0.25, 0.125, 0.0625, 0.0625, 0.0625]
+    for _ in range(REFUSED_AT_MOST):
+        trust.judged("p", "used")
+    assert trust.belief("p") == 1.0
+
+
+def test_what_is_nobodys_fault_costs_nothing():
+    trust = PeerTrust()
+    for outcome in ("untokenizable", "too_large"):
+        assert outcome not in DISTRUSTED
+        trust.judged("p", outcome)
+    assert trust.belief("p") == 1.0
+
+
+def test_alternating_lies_do_not_pay():
+    trust = PeerTrust()
+    for _ in range(20):
+        trust.judged("p", "used")
+        trust.judged("p", "surprise")
+    assert trust.belief("p") <= 0.5
+    assert trust.of("p", 1.0) == 0.25, "always on probation"
+
+
+def test_what_is_remembered_is_bounded():
+    trust = PeerTrust()
+    for number in range(2 * MAX_PEERS):
+        trust.judged(f"good{number}", "used")
+        trust.judged(f"bad{number}", "surprise")
+    assert len(trust) == MAX_PEERS
+    assert trust.belief("bad0") == 1.0
+    assert trust.belief(f"bad{2 * MAX_PEERS - 1}") == 0.5
+
+
+def test_a_peer_that_nobody_believes_takes_no_place_from_others():
+    """Every peer has one group in a step before any has two; that must not be a liar's seat for ever."""
+    trust, rng = PeerTrust(), random.Random(1)
+    for _ in range(REFUSED_AT_MOST):
+        trust.judged("liar", "surprise")
+    drawn = Counter()
+    for step in range(400):
+        pool = Pool(2**26)
+        for number, peer in enumerate(["honest", "honest", "liar", "liar"]):
+            pool.add(external_group(peer, step * 10 + number), 0.0, 0)
+        drawn.update(group.peer for group in pool.draw(2, 0, 0.0, rng, lambda peer: trust.of(peer, 1.0), trust.belief))
+    assert 5 < drawn["liar"] < 60
+    assert drawn["honest"] >= 400

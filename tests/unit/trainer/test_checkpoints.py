@@ -1,0 +1,223 @@
+"""Saving by time and off the training's path, former states, and going back to one."""
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+from swarmnode import cli
+from swarmnode.errors import Unavailable
+from swarmnode.files import held_data_dir
+from swarmnode.swarm import rollback
+from swarmnode.trainer import checkpoints, state
+from swarmnode.trainer.checkpoints import Checkpoints, Saver
+from swarmnode.trainer.state import SEQUENCE_MARGIN, Counters
+
+
+class Source:
+    """A model with its optimizer and lock, as an engine has them."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(4, 8)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.lock = threading.Lock()
+        self.taken = 0
+
+    def step(self):
+        self.optimizer.zero_grad()
+        self.model(torch.ones(1, 4)).sum().backward()
+        with self.lock:
+            self.optimizer.step()
+
+    def snapshot(self, rng, counters):
+        self.taken += 1
+        return state.take(self.model, self.optimizer, rng, counters, "f", lock=self.lock)
+
+    def weight(self):
+        return self.model.weight.detach().clone()
+
+
+def saved(directory):
+    counters, tensors = state.read(directory, "f")
+    return counters, tensors["weights.weight"]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only the test moves, as `checkpoints` sees it."""
+    now = [1000.0]
+    monkeypatch.setattr(checkpoints.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_the_state_is_saved_by_time_and_at_the_end(tmp_path, clock):
+    source, counters = Source(), Counters()
+    with Checkpoints(tmp_path, 60.0, source, torch.Generator(), counters) as kept:
+        for step in range(1, 201):  # a second each
+            source.step()
+            counters.step = step
+            kept.save()
+            while not kept._saver.idle:
+                time.sleep(0.001)
+            assert step - saved(tmp_path)[0].step < 60, "more than save_every would be lost"
+            clock[0] += 1.0
+        assert source.taken == 4
+        source.step()
+        counters.step = 201
+        kept.save(last=True)
+    numbers, weight = saved(tmp_path)
+    assert numbers.step == 201
+    assert torch.equal(weight, source.weight())
+
+
+def test_before_the_numbers_that_a_restart_skips_are_used_up_it_is_saved_whatever_the_time(tmp_path, clock):
+    source, counters = Source(), Counters()
+    with Checkpoints(tmp_path, 1e9, source, torch.Generator(), counters) as kept:
+        kept.save()
+        for _ in range(100):
+            counters.sequence += 100
+            kept.save()
+            while not kept._saver.idle:
+                time.sleep(0.001)
+            assert counters.sequence - saved(tmp_path)[0].sequence < SEQUENCE_MARGIN
+    assert 4 < source.taken < 10
+
+
+def test_weights_and_counters_are_of_one_step_though_training_goes_on_while_they_are_copied(tmp_path, monkeypatch):
+    """The optimizer waits for the copy, and for nothing else."""
+    source, counters = Source(), Counters()
+    copying, go_on = threading.Event(), threading.Event()
+    real = state._host_copy
+
+    def slowly(tensor):
+        copying.set()
+        assert go_on.wait(30)
+        return real(tensor)
+
+    monkeypatch.setattr(state, "_host_copy", slowly)
+    with Checkpoints(tmp_path, 0.0, source, torch.Generator(), counters) as kept:
+        source.step()
+        counters.step = 1
+        before = source.weight()
+        kept.save()  # returns at once
+        assert copying.wait(30)
+        counters.step = 2
+        stepping = threading.Thread(target=source.step)
+        stepping.start()
+        stepping.join(0.2)
+        assert stepping.is_alive(), "a step while weights are copied would mix two of them"
+        kept.save()  # busy: not another one
+        go_on.set()
+        stepping.join(30)
+    numbers, weight = saved(tmp_path)
+    assert source.taken == 1
+    assert numbers.step == 1
+    assert torch.equal(weight, before)
+    assert not torch.equal(weight, source.weight())
+
+
+def write(saver, source, step, reward=None):
+    saver.wait()
+    saver.submit(
+        state.take(
+            source.model,
+            source.optimizer,
+            torch.Generator(),
+            Counters(step=step, sequence=step, policy_version=step, reward_held_out=reward),
+            "f",
+        )
+    )
+    saver.wait()
+
+
+def test_a_disk_that_fails_is_told_and_costs_the_former_states_their_room(tmp_path, monkeypatch):
+    source, real = Source(), state.write
+    full = [False]
+
+    def sometimes(directory, snapshot, before):
+        if full[0]:
+            raise OSError("No space left on device")
+        real(directory, snapshot, before)
+
+    monkeypatch.setattr(state, "write", sometimes)
+    saver = Saver(tmp_path, history_seconds=0.0)
+    saver.start()
+    for step in range(1, 4):
+        write(saver, source, step)
+    assert list((tmp_path / "history").iterdir())
+    full[0] = True
+    write(saver, source, 4)
+    assert saver.error
+    assert saver.saved_step == 3
+    assert list((tmp_path / "history").iterdir()) == []
+    full[0] = False
+    write(saver, source, 5)
+    assert saver.error is None
+    assert saved(tmp_path)[0].step == saver.saved_step == 5
+    saver.close()
+
+
+def test_former_states_are_few_and_further_and_further_apart(tmp_path, clock):
+    source = Source()
+    saver = Saver(tmp_path, history_seconds=900.0)
+    saver.start()
+    for minute in range(60 * 12):
+        write(saver, source, minute)
+        clock[0] += 60.0
+    saver.close()
+    ages = sorted(60 * 12 - 1 - kept.numbers.step for kept in rollback.states(tmp_path))
+    assert len(ages) == 1 + checkpoints.SLOTS
+    assert ages[0] == 0
+    assert ages[1] <= 2 * 15 + 1
+    assert 60 < ages[-1] <= 8 * 60
+    assert len(list((tmp_path / "history").iterdir())) == checkpoints.SLOTS
+
+
+@pytest.fixture
+def data_dir(tmp_path):
+    """A node that has trained: states of steps 1 to 3, the last one worse than the others."""
+    source = Source()
+    saver = Saver(tmp_path / "trainer", history_seconds=0.0)
+    saver.start()
+    for step, reward in ((1, 0.2), (2, 0.4), (3, 0.01)):
+        write(saver, source, step, reward)
+        source.step()
+    saver.close()
+    return tmp_path
+
+
+def test_rollback_lists_states_and_goes_back_to_one_and_forth_again(data_dir, capsys):
+    arguments = ["--data-dir", str(data_dir)]
+    assert cli.run(["rollback", *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "step        3" in lines[0]
+    assert "(present)" in lines[0]
+    assert "0.400" in "".join(lines)
+    bad = (data_dir / "trainer" / state.FILE).read_bytes()
+
+    assert cli.run(["rollback", "2", *arguments]) == 0
+    assert saved(data_dir / "trainer")[0].step == 2
+    assert saved(data_dir / "trainer")[0].reward_held_out == 0.4
+    assert cli.run(["rollback", "3", *arguments]) == 0
+    assert (data_dir / "trainer" / state.FILE).read_bytes() == bad
+
+
+def test_a_step_that_is_not_kept_or_a_node_that_runs_is_one_line(data_dir, capsys):
+    assert cli.run(["rollback", "77", "--data-dir", str(data_dir)]) == Unavailable.exit_code
+    assert "of these steps there is one: 2" in capsys.readouterr().err
+    with held_data_dir(data_dir):
+        assert cli.run(["rollback", "2", "--data-dir", str(data_dir)]) == Unavailable.exit_code
+    assert "in use by another node" in capsys.readouterr().err
+    assert saved(data_dir / "trainer")[0].step == 3
+
+
+def test_what_peers_have_seen_is_found_in_every_state_and_damaged_ones_say_nothing(data_dir):
+    rollback.roll_back(data_dir, 2)
+    (data_dir / "trainer" / "history" / "9.safetensors").write_bytes(os.urandom(100))
+    (data_dir / "trainer" / "history" / "8.safetensors").write_bytes(b"\xff" * 8 + b"{}")
+    (data_dir / "trainer" / "history" / "7.safetensors").write_bytes(b"")
+    numbers = [kept.numbers for kept in rollback.states(data_dir / "trainer")]
+    assert max(each.sequence for each in numbers) == max(each.policy_version for each in numbers) == 3
