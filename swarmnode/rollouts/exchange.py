@@ -221,7 +221,7 @@ class RolloutExchange:
     def draw(self, request: Draw) -> Drawn:
         """Up to `count` groups for the step at `policy_version`; each group of the pool is drawn at most once."""
         self._version = request.policy_version
-        groups = self.pool.draw(request.count, request.policy_version, self._clock(), self._rng, self.trust, self._trust.belief)
+        groups = self.pool.draw(request.count, request.policy_version, self._clock(), self._rng, self.trust, self.belief)
         tokenizer = self._policy.tokenizer if self._policy else b""
         groups = [g if g.group.tokenizer == tokenizer else msgspec.structs.replace(g, group=without_token_ids(g.group)) for g in groups]
         arrived = int(self._useful_arrived)
@@ -243,6 +243,10 @@ class RolloutExchange:
             return 0.0
         score = self._network.score(peer)
         return self._trust.of(peer, 1.0 + min(0.0, score) / -GREYLIST)
+
+    def belief(self, peer: str) -> float:
+        """In what share of draws the groups of `peer` take part; see `PeerTrust`."""
+        return self._trust.belief(peer)
 
     # -- out
 
@@ -345,7 +349,7 @@ class RolloutExchange:
         if self.pool.add(group, self._clock(), self._version):
             self.admission.note_admitted()
             count(self._admitted_of, candidate.peer)
-            self._useful_arrived += self._trust.belief(candidate.peer) * is_useful(group.rewards)
+            self._useful_arrived += self.belief(candidate.peer) * is_useful(group.rewards)
         else:
             self.admission.refuse("pool_full", candidate.peer)
 

@@ -148,6 +148,11 @@ class Checkpoints:
     def saved_step(self) -> int:
         return self._saver.saved_step
 
+    @property
+    def idle(self) -> bool:
+        """Whether everything that was to be saved is on disk."""
+        return self._saver.idle
+
     def save(self, last: bool = False) -> None:
         """Have the state saved, if that is due and the disk is not busy with an earlier one. last: in any case.
 
@@ -157,7 +162,7 @@ class Checkpoints:
         if last:
             self._saver.wait()
         due = now - self._taken_at >= self._save_every or self._counters.sequence - self._taken_sequence > SEQUENCE_MARGIN // 2
-        if last or (due and self._saver.idle):
+        if last or (due and self.idle):
             self._taken_at, self._taken_sequence = now, self._counters.sequence
             self._saver.submit(self._source.snapshot(self._rng, self._counters))
         if self._saver.error and now >= self._complain_at:

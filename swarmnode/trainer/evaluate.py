@@ -16,6 +16,12 @@ COMPLETIONS = 4
 GENERATOR_SEED = 20_260
 
 
+def evaluation_due(cfg: TrainingConfig, counters: Counters) -> bool:
+    """Whether it is time for another evaluation, and those so far have left room in the budget of sampled tokens."""
+    spent, budget = counters.evaluation_tokens_total, cfg.eval_budget
+    return counters.step % cfg.eval_every == 0 and (budget == 1 or spent <= budget * counters.tokens_total)
+
+
 class Evaluation:
     """Questions are regenerated once; every evaluation samples them with the same random numbers."""
 
@@ -29,11 +35,6 @@ class Evaluation:
         ]
         questions = scorer.score_many([(ref, []) for ref in self._refs])
         self._prompts = [q.prompt if isinstance(q, Scored) else None for q in questions]
-
-    def due(self, counters: Counters) -> bool:
-        """Whether it is time for another one, and those so far have left room in the budget of sampled tokens."""
-        spent, budget = counters.evaluation_tokens_total, self._training.eval_budget
-        return counters.step % self._training.eval_every == 0 and (budget == 1 or spent <= budget * counters.tokens_total)
 
     def __call__(self, engine: Engine, counters: Counters) -> float | None:
         """Mean reward at the training temperature over all questions; None when nothing could be scored. Tokens are counted."""

@@ -32,7 +32,7 @@ from swarmnode.tasks.client import Scorer
 from swarmnode.trainer.batch import Rows, TrainingGroup, assemble
 from swarmnode.trainer.checkpoints import Checkpoints
 from swarmnode.trainer.engine import Engine, EngineGone, make_whole_policy, open_policy
-from swarmnode.trainer.evaluate import Evaluation
+from swarmnode.trainer.evaluate import Evaluation, evaluation_due
 from swarmnode.trainer.external import ExternalGroups
 from swarmnode.trainer.plan import StepPlan
 from swarmnode.trainer.reporting import Reporter
@@ -147,7 +147,7 @@ class Loop:
             started = time.monotonic()
             self._step()
             self._average()
-            if self._evaluation.due(self._counters):
+            if evaluation_due(self._training, self._counters):
                 self._evaluate()
             self._checkpoints.save()
             self._pauses.until_next_step(started, self._reporter)

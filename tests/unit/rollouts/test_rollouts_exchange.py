@@ -343,11 +343,11 @@ async def test_a_failed_spot_check_costs_trust_and_no_reputation(swarm, autojump
     for _ in range(100):
         exchange.judged(Judged(peer, "spot_check"))
     assert exchange.trust(peer) == 0.25
-    assert exchange._trust.belief(peer) == 1 / 16
+    assert exchange.belief(peer) == 1 / 16
     assert exchange._network.welcome(peer)
     for _ in range(16):
         exchange.judged(Judged(peer, "used"))
-    assert exchange.trust(peer) == exchange._trust.belief(peer) == 1.0, "whoever is trained on again is trusted again"
+    assert exchange.trust(peer) == exchange.belief(peer) == 1.0, "whoever is trained on again is trusted again"
 
 
 async def test_forged_ids_cost_trust_and_reputation(swarm, autojump_clock):
@@ -357,7 +357,7 @@ async def test_forged_ids_cost_trust_and_reputation(swarm, autojump_clock):
     assert exchange.trust(liar) == 1.0
     exchange.judged(Judged(liar, "forged_ids"))
     assert exchange.trust(liar) < 0.25
-    assert exchange._trust.belief(liar) == 0.5
+    assert exchange.belief(liar) == 0.5
     assert exchange.statistics().judged == {"used": 16, "forged_ids": 1}
 
 

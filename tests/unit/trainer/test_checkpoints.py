@@ -60,7 +60,7 @@ def test_the_state_is_saved_by_time_and_at_the_end(tmp_path, clock):
             source.step()
             counters.step = step
             kept.save()
-            while not kept._saver.idle:
+            while not kept.idle:
                 time.sleep(0.001)
             assert step - saved(tmp_path)[0].step < 60, "more than save_every would be lost"
             clock[0] += 1.0
@@ -80,7 +80,7 @@ def test_before_the_numbers_that_a_restart_skips_are_used_up_it_is_saved_whateve
         for _ in range(100):
             counters.sequence += 100
             kept.save()
-            while not kept._saver.idle:
+            while not kept.idle:
                 time.sleep(0.001)
             assert counters.sequence - saved(tmp_path)[0].sequence < SEQUENCE_MARGIN
     assert 4 < source.taken < 10

@@ -7,7 +7,7 @@ import trio
 from swarmnode.config import Config, TrainingConfig
 from swarmnode.link.server import LinkServer
 from swarmnode.process import Progress
-from swarmnode.trainer.evaluate import Evaluation
+from swarmnode.trainer.evaluate import evaluation_due
 from swarmnode.trainer.loop import Trainer
 from swarmnode.trainer.state import Counters
 from tests.support.network_side import NetworkSide
@@ -18,13 +18,11 @@ COST = 1500
 @pytest.mark.parametrize(("budget", "most"), [(0.05, 0.06), (0.5, 0.51), (1.0, 1.0)])
 def test_evaluations_keep_to_their_share_of_all_tokens(budget, most):
     training = TrainingConfig(eval_every=10, eval_budget=budget)
-    evaluation = Evaluation.__new__(Evaluation)
-    evaluation._training = training
     counters, times = Counters(tokens_total=COST, evaluation_tokens_total=COST), 0  # that of the start
     for step in range(1, 5001):
         counters.step = step
         counters.tokens_total += 230
-        if evaluation.due(counters):
+        if evaluation_due(training, counters):
             times += 1
             counters.tokens_total += COST
             counters.evaluation_tokens_total += COST
