@@ -158,7 +158,10 @@ def run_until_exit(tmp_path, *settings, seconds=240):
 
 
 def own_line(result, says):
-    lines = [line for line in result.stderr.splitlines() if line.startswith("swarmnode")]
+    """What a process, or the command itself, says of its end: one line, and one record where it is logged."""
+    records = [json.loads(line) for line in result.stderr.splitlines() if line.startswith("{")]
+    lines = [record["event"] for record in records if record["level"] == "error" and record["component"] != "supervisor"]
+    lines += [line for line in result.stderr.splitlines() if line.startswith("swarmnode")]
     assert len(lines) == 1, result.stderr
     assert says in lines[0]
     return lines[0]
@@ -198,10 +201,11 @@ def test_a_key_that_others_can_read_is_refused_with_77(tmp_path):
     own_line(result, "chmod")
 
 
-def test_a_model_that_does_not_exist_is_one_line_and_exit_69(tmp_path):
+def test_a_model_that_does_not_exist_is_one_line_and_exit_78_before_anything_starts(tmp_path):
     result = run_until_exit(tmp_path, "policy.model=/nowhere/at/all")
-    assert result.returncode == 69
-    own_line(result, "/nowhere/at/all")
+    assert result.returncode == 78
+    assert own_line(result, "/nowhere/at/all").startswith("swarmnode: ")
+    assert "started" not in result.stderr
 
 
 def test_a_model_that_does_not_fit_is_one_line_with_the_estimate_and_exit_75(tmp_path):
