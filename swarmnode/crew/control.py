@@ -462,7 +462,7 @@ class _Turn:
             self._set_peer(peer, replace(self._peer(peer), foreign_until=self.now + self.settings.foreign_seconds))
         if isinstance(answer, messages.Alive) and crew is not None and answer.crew == crew.id:
             self._hear(crew, peer, answer.status)
-        elif isinstance(request, messages.Heartbeat | Founded) and isinstance(answer, Refuse):
+        elif isinstance(request, messages.Heartbeat) and isinstance(answer, Refuse):
             if crew is not None and peer in crew.members and answer.crew == crew.id:
                 self._not_in(crew, peer)
         elif isinstance(request, messages.Propose) and isinstance(answer, messages.Signature):
@@ -686,10 +686,19 @@ class _Turn:
                 return "behind"
             if record.step < mine.step and self._waited < 2 * self.settings.exact_seconds:
                 return "behind"
+        elif record.step > 0 and self._vouch(record) < min(2, len(peers) - 1):
+            return "behind"
         reserved = state.reserved
         if reserved is not None and self.now < reserved.until and reserved.proposer != proposer:
             return "busy"
         return None
+
+    def _vouch(self, record: Record) -> int:
+        """Members whose offers say that they have been where `record` goes on from: one alone may say anything."""
+        point = record.lineage, record.step, record.previous
+        offers = [self._peer(member.peer).offer for member in record.members]
+        said = [offer.copies for offer in offers if offer is not None]
+        return sum(any((c.lineage, c.step, c.hash) == point or (c.lineage, c.step + 1, c.next) == point for c in copies) for copies in said)
 
     def _sign(self, proposer: str, record: Record) -> messages.Answer:
         crew = crew_id(record)

@@ -8,6 +8,7 @@ it exactly goes first, in memory before on disk, then whoever has an older copy,
     at once                       the newest point, where every block has an exact copy
     settings.exact_seconds        the newest point, where some blocks have older copies
     twice that                    an older point with exact copies of all
+    four times that               the newest point, although nobody has some blocks: they are fetched from another crew, or made anew
     settings.lost_seconds         from the base, although something was learnt; at once where nothing was
 
 Whatever others claim: who has learnt something plans his own lineage, and no point that a single other node vouches for.
@@ -34,6 +35,8 @@ STRIKES: Final = 3
 """From so many on, a node without any copy goes before one with an exact one."""
 IMPOSSIBLE: Final = 10**15
 _WHERE: Final = {"memory": 0, "disk": 1, "neighbour": 2}
+GAP: Final = 10**6
+"""Steps that a block lacks of which there is no copy."""
 OLDER: Final = 1000
 """More than any exact copy costs; an older one costs its lag besides."""
 FETCHED: Final = 10**9
@@ -94,7 +97,7 @@ def plan_crew(
     ]
     best = max(found, key=lambda plan: (plan.record.step, plan.record.lineage), default=None)
     bad = [peer for peer in peers_of(best.record) if strikes.get(peer, 0) >= STRIKES] if best is not None else []
-    if best is not None and (not bad or waited < waits.lost):
+    if best is not None and (not bad or waited < 3 * waits.lost):  # else nobody would ever do without who brings crews to nothing
         return best
     if mine is not None and waited < waits.lost:
         return None
@@ -134,7 +137,16 @@ def _continue(
         exact = sum(_exact(point, mine, block) for block in cut)
         if not _believed(me, point, cut, mine):
             continue
-        wait = waits.exact if exact < len(cut) else 0.0 if point.step >= newest_step else 2 * waits.exact
+        if exact == len(cut):
+            wait = 0.0 if point.step >= newest_step else 2 * waits.exact
+        else:
+            wait = waits.exact
+            if not {copy.layers for _, copy in mine} >= set(cut):  # nobody has some of them: then at least half of the layers, as they are
+                layers = sum(last - start for start, last in cut if _exact(point, mine, (start, last)))
+                ours = any(peer == me and copy.where != "neighbour" and _has(point, copy) for peer, copy in mine)
+                if 2 * layers < len(cost.layers) or not ours:
+                    continue
+                wait = 4 * waits.exact
         if waited < wait:
             continue
         holders = _place(point, cut, mine, able, cost, strikes)
@@ -177,7 +189,7 @@ def _exact(point: _Point, copies: Iterable[tuple[str, Copy]], block: Block) -> b
 
 
 def _cut(point: _Point, copies: Sequence[tuple[str, Copy]], layers: int) -> tuple[Block, ...] | None:
-    """Blocks that follow each other from the first layer to the last, each with a copy up to the point: those with most exact ones."""
+    """Blocks that follow each other from the first layer to the last: those with most exact copies, then with younger ones."""
     lags: dict[Block, int] = {}
     for _, copy in copies:
         lag = 0 if _has(point, copy) else point.step - copy.step
@@ -189,8 +201,11 @@ def _cut(point: _Point, copies: Sequence[tuple[str, Copy]], layers: int) -> tupl
         if start == layers:
             return 0, 0, ()
         options = []
-        for block, lag in sorted(lags.items()):
-            if block[0] == start and left and (rest := best(block[1], left - 1)) is not None:
+        known = {block: lag for block, lag in lags.items() if block[0] == start}
+        if not known:  # nobody has what begins here: up to what somebody has
+            known = {(start, min([first for first, _ in lags if first > start], default=layers)): GAP}
+        for block, lag in sorted(known.items()):
+            if left and (rest := best(block[1], left - 1)) is not None:
                 options.append((rest[0] + (lag > 0), rest[1] + lag, (block, *rest[2])))
         return min(options, default=None)
 
@@ -213,9 +228,10 @@ def _place(
                 lag = point.step - copy.step
                 price = _WHERE[copy.where] if _has(point, copy) else OLDER + lag if lag > 0 else FETCHED
                 costs[peer][stage] = min(costs[peer][stage], price)
+    held = {copy.layers for _, copy in copies}
     trusted = {copy.layers for peer, copy in copies if strikes.get(peer, 0) < STRIKES}
     for stage, block in enumerate(cut):
-        if block not in trusted:  # whom to fetch it from?
+        if block in held - trusted:  # whom to fetch it from?
             for prices in costs.values():
                 prices[stage] = IMPOSSIBLE if prices[stage] == FETCHED else prices[stage]
     for peer, count in strikes.items():
@@ -241,5 +257,5 @@ def _place(
     if found is None:
         return None
     has = {(peer, copy.layers) for peer, copy in copies if copy.step <= point.step}
-    within = all(any((peer, block) in has for peer in found[1]) for block in cut)  # a member fetches from members
+    within = all(any((peer, block) in has for peer in found[1]) for block in cut if block in held)  # a member fetches from members
     return found[1] if within else None

@@ -35,8 +35,8 @@ class Blame:
         return (stage, f"refused {PATIENCE} steps in a row: {reason}") if self._spoilt[stage] >= PATIENCE else None
 
     def silent(self, stages: Collection[int]) -> tuple[int, str] | None:
-        """A step was given up because these said nothing in time. More than one of them is nobody's fault that could be told."""
-        return self.refused(next(iter(stages)), "no answer") if len(stages) == 1 else None
+        """A step was given up because these said nothing in time: the first of them, since the others wait for what it sends on."""
+        return self.refused(min(stages), "no answer") if stages else None
 
     def taken(self, norms: Mapping[int, float]) -> tuple[int, str] | None:
         """A step was taken; `norms` are the squared norms by stage. (stage, why) where one was absurd too often."""

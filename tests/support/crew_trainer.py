@@ -189,9 +189,8 @@ class Trainer:
         elif sources:
             rung, older = max(sources, key=lambda one: one[1].step)
             self._enter(rung, replace(older, step=a.step, hash=a.hash, exact=False), now)
-        else:
-            self.phase = "failed"
-            self.report()
+        else:  # the base's, or made of its neighbours'
+            self._enter("R3", Weights(a.lineage, block, a.step, a.hash, first_weight(block), exact=False), now)
 
     def _enter(self, rung: str, weights: Weights | None, now: float) -> None:
         assert self.assigned is not None

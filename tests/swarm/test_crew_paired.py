@@ -33,12 +33,12 @@ def lose(crew, step, stages, disk, rung):
     """Between two steps, when every copy is of the last one: so nothing is lost, if what comes back is what was there."""
     until(lambda: crew.at(step), crew.story)
     with at_rest(crew, shadows=True) as seen:
-        epoch = seen[0][1]["roster_epoch"]
+        before = seen[0][1]["crew"]
         lost = [seen[stage][0] for stage in stages]
         kill_trainers(lost)
         for node in lost if disk else ():
             shutil.rmtree(journal_of(node).parent)
-    until(lambda: crew.at(1, epoch), crew.story)
+    until(lambda: crew.at(1, before), crew.story)
     for node in lost:
         told = restored(node)
         assert (told["rung"], told["source_step"]) == (rung, told["step"])

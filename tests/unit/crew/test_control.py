@@ -243,3 +243,14 @@ def test_the_state_is_never_changed_in_place():
     advance(node.state, ev.Received("a", m.Offer(MODEL, 1.0, 1.0, 0.0)), 101.0, node.means)
     assert node.state == before
     assert node.state.peers == peers
+
+
+def test_a_member_that_has_not_joined_is_told_again_with_each_heartbeat_and_not_with_each_refusal():
+    node = Node()
+    of = record("a", "b")
+    node.answers("a", m.Propose(of))
+    node.answers("a", founded(of))
+    crew = node.state.crew.id
+    told = [a for a in node.does(ev.Answered("a", m.Heartbeat(crew, m.Status()), m.Refuse("crew", crew))) if isinstance(a, ev.Send)]
+    assert [a.message for a in told] == [founded(of)]
+    assert node.does(ev.Answered("a", founded(of), m.Refuse("crew", crew))) == [], "two that refuse each other would never end"

@@ -75,6 +75,14 @@ def test_all_go_back_together_rather_than_to_the_base():
     assert plan(alone, 21.0).record.step == 4
 
 
+def test_a_block_that_nobody_has_is_fetched_from_another_crew_or_made_anew_in_the_end():
+    offers = four(9, 9, 9, 9)
+    offers["c"] = offer()  # it came back without its disk, and its neighbours have no copy yet
+    assert plan(offers, 39.0) is None
+    found = plan(offers, 41.0)
+    assert (found.record.step, peers_of(found.record), found.exact) == (9, tuple("abcd"), False)
+
+
 def test_one_who_was_cut_off_for_long_brings_everything_back():
     """150 seconds without network lost 340 steps once."""
     offers = four(340, 340, 340, 340)

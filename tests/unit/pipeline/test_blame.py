@@ -22,13 +22,13 @@ def test_who_refuses_now_and_then_or_in_turn_is_not():
         assert blame.taken({}) is None
 
 
-def test_who_alone_says_nothing_is_blamed_and_of_two_nobody_is():
+@pytest.mark.parametrize(("silent", "whose"), [({2}, 2), ({1, 2}, 1)])
+def test_of_those_who_say_nothing_the_first_is_blamed_for_the_others_wait_for_it(silent, whose):
     blame = Blame(3)
-    for _ in range(4 * PATIENCE):
-        assert blame.silent({1, 2}) is None
-    verdicts = [blame.silent({2}) for _ in range(PATIENCE)]
+    assert blame.silent(set()) is None
+    verdicts = [blame.silent(silent) for _ in range(PATIENCE)]
     assert verdicts[:-1] == [None] * (PATIENCE - 1)
-    assert verdicts[-1][0] == 2
+    assert verdicts[-1][0] == whose
 
 
 def norms(absurd=()):
