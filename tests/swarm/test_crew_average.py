@@ -9,6 +9,7 @@ import trio
 
 from swarmnode.config import Config
 from swarmnode.crew.local import Assigned
+from swarmnode.crew.record import NO_HASH, Taken
 from swarmnode.errors import PeerError
 from swarmnode.p2p import identity
 from swarmnode.policy.build_deep import write_deep_model
@@ -30,8 +31,7 @@ class Holder:
 
     def __init__(self, network, directory, config, model, crew, index, seed):
         self.model = model
-        epochs, members = (1, 1), ("a", "b")
-        assigned = Assigned(bytes([crew]) * 32, 1, index, epochs, (2, 2), members, 0, True, False, "")
+        assigned = Assigned(bytes([crew]) * 32, SWARM, index, (2, 2), ("a", "b"), 0, NO_HASH, Taken(), "")
         self.stage = Stage(assigned, model.build((2, 2), index, config), model.settings(config), model.limits())
         key = identity.load_or_create(directory / "identity.key").private_key
         self.service = WeightService(network, Credentials(key, SWARM), config.weights, directory, self._tell)

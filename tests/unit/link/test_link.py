@@ -8,6 +8,7 @@ import trio
 
 from swarmnode.crew.local import Assigned, Offering, Released, Resumed, StageStatus, Suspended
 from swarmnode.crew.plan import Capacity, ModelCost, Part
+from swarmnode.crew.record import NO_HASH, Taken
 from swarmnode.link.client import QUEUED_FRAMES, Link
 from swarmnode.link.frames import FrameError, Unpacker, pack, socket_path, to_network
 from swarmnode.link.messages import Drawn, Hello, Report, Welcome
@@ -81,7 +82,7 @@ async def test_a_draw_is_answered_without_the_step_waiting(data_dir):
 async def test_what_concerns_a_crew_goes_both_ways(data_dir):
     recorder, told = Recorder(), []
     offering = Offering(b"m" * 32, Capacity(2e9, 1e12, 0.01), ModelCost(Part(1, 0), (Part(2, 3),) * 4, Part(1, 1)))
-    status = StageStatus(b"c" * 32, 1, 2, "active", step=3, progress=9, probe_kl=None)
+    status = StageStatus(b"c" * 32, 2, "active", step=3, progress=9, probe_kl=None)
     server = LinkServer(data_dir, recorder)
     async with trio.open_nursery() as nursery:
         await nursery.start(server.run)
@@ -91,11 +92,11 @@ async def test_what_concerns_a_crew_goes_both_ways(data_dir):
             link.send(status)
             await until(lambda: len(recorder.seen) == 3)
             assert recorder.seen[1:] == [offering, status]
-            assigned = Assigned(b"c" * 32, 1, 2, (1, 1, 1), (2, 1, 1), ("a", "", "c"), 0, True, False, "/run/stages.sock")
-            for message in (assigned, Suspended("why"), Resumed(1), Released("over")):
+            assigned = Assigned(b"c" * 32, b"l" * 32, 2, (2, 1, 1), ("a", "b", "c"), 0, NO_HASH, Taken(), "/run/stages.sock")
+            for message in (assigned, Suspended("why"), Resumed(b"c" * 32), Released("over")):
                 assert server.send_to_trainer(message)
             await until(lambda: len(told) == 4)
-            assert told == [assigned, Suspended("why"), Resumed(1), Released("over")]
+            assert told == [assigned, Suspended("why"), Resumed(b"c" * 32), Released("over")]
         nursery.cancel_scope.cancel()
 
 
