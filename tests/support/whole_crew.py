@@ -122,8 +122,9 @@ def like_nodes(directory: Path, model: Path, seed: str, **sections: Mapping[str,
 
 
 def journal_of(node: DemoNode) -> Path:
-    """Of its stage; whether it is there yet or not."""
-    return node.directory / "trainer" / "stage" / FILE
+    """Of its stage, in the lineage that it last wrote of; whether it is there yet or not."""
+    journals = node.directory / "trainer" / "stage"
+    return max(journals.glob(f"*/{FILE}"), key=lambda path: path.stat().st_mtime, default=journals / FILE)
 
 
 def journal_steps(nodes: Sequence[DemoNode]) -> list[int]:
