@@ -29,7 +29,7 @@ EVER = 3.0
 to do with each other make it √steps. Replicas left alone (`rule = "off"`) are 1.0 to 1.4 apart, and outer steps make it β / (1 − α) = 1.4
 times as much. What a liar sends is further away."""
 HELD = 0.5
-"""The same of two that average while they learn. Measured over 24 outer steps: 0.2, and 1.6 where each was alone with its outer steps."""
+"""The same of two that average while they learn. One run each, scaled: about 0.2, and 1.6 where each was alone."""
 TOGETHER = 0.1
 """Of what was between replicas when they stopped learning; it would stay if they did not average. An exchange leaves 0.84 of a distance, at
 α = 0.5 and β = 0.7; what it is rounded to is a thousandth."""
