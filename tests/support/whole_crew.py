@@ -152,7 +152,7 @@ def policy_of(files: Sequence[Path]) -> tuple[int, dict[str, torch.Tensor]]:
     whole: dict[str, torch.Tensor] = {}
     found = [disk.load(path) for path in files]
     specs = [StageSpec(**about["spec"]) for _, about in found]
-    assert {(about["crew"], about["step"]) for _, about in found} == {(found[0][1]["crew"], found[0][1]["step"])}
+    assert len({(about["lineage"], about["step"]) for _, about in found}) == 1
     assert sorted(spec.index for spec in specs) == list(range(specs[0].stages))
     for spec, (tensors, _) in zip(specs, found, strict=True):
         for name, tensor in tensors.items():

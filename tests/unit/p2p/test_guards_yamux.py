@@ -154,16 +154,19 @@ async def test_a_peer_may_not_use_our_stream_ids():
 @pytest.mark.parametrize(("client", "works"), [(stock, False), (guarded, True)])
 @pytest.mark.parametrize(("do", "arguments"), [("cancel_reads", {"size": 8 * MB}), ("cancel_writes", {"times": 8})])
 async def test_cancelled_reads_and_writes_lose_nothing(do, arguments, client, works):
-    with processes(client(), guarded()) as (node, server):
-        try:
-            answer = await node.ask(do, seconds=60 if works else 5, address=server.address, peer=server.peer, **arguments)
-        except trio.TooSlowError:
-            answer = {"error": "hangs"}
-        if works:
-            assert answer == {"intact": True}
-        else:
-            assert answer != {"intact": True}, "upstream fixed this: remove guards write_frame and _install_shields"
-        assert await server.serves()
+    for _ in range(1 if works else 8):  # whether a cancellation falls into the middle of a frame is chance
+        with processes(client(), guarded()) as (node, server):
+            try:
+                answer = await node.ask(do, seconds=60 if works else 5, address=server.address, peer=server.peer, **arguments)
+            except trio.TooSlowError:
+                answer = {"error": "hangs"}
+            assert await server.serves()
+        if answer != {"intact": True}:
+            break
+    if works:
+        assert answer == {"intact": True}
+    else:
+        assert answer != {"intact": True}, "upstream fixed this: remove guards write_frame and _install_shields"
 
 
 @pytest.mark.parametrize(("client", "works"), [(stock, False), (guarded, True)])
