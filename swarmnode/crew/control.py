@@ -174,27 +174,33 @@ SlotState = Literal["absent", "loading", "probation", "active", "failed", "suspe
 
 
 class SlotStatistics(msgspec.Struct, frozen=True):
+    """One stage of the crew, as its record and the heartbeats have it."""
+
     stage: int
     peer: str
+    """Its holder."""
     state: SlotState
     """Phase of the stage, or that its holder is suspected."""
     step: int
+    """Steps that it has taken."""
+    layers: int
 
 
-class ControlStatistics(msgspec.Struct, frozen=True):
-    state: CrewState
-    crew: str
+class CrewStatistics(msgspec.Struct, frozen=True):
+    """The crew of which this node holds a stage, if it does."""
+
+    state: CrewState = "none"
+    id: str = ""
     """Hex; empty outside a crew."""
-    lineage: str
-    """Hex; likewise."""
-    stage: int | None
+    stage: int | None = None
     """Held by us."""
-    slots: tuple[SlotStatistics, ...]
-    offers: int
-    """Of others, alive."""
-    standing_seconds: float
-    """Since a crew of ours last ran; 0 while it does, or where none ever did."""
-    recovery_seconds: float | None
+    slots: tuple[SlotStatistics, ...] = ()
+    offers: int = 0
+    """Other nodes that would hold a stage."""
+    standing_seconds: float | None = None
+    """Since a crew of ours last ran; 0 while it does, or where none ever did. None outside a crew."""
+    recovery_seconds: float | None = None
+    """From the last crew's standing still to its running again."""
 
 
 _CREW_STATES: Final[Mapping[Phase, CrewState]] = {
@@ -202,21 +208,22 @@ _CREW_STATES: Final[Mapping[Phase, CrewState]] = {
 }  # fmt: skip
 
 
-def statistics(state: State, now: float, settings: Settings) -> ControlStatistics:
-    crew = state.crew
+def statistics(state: State, now: float, settings: Settings) -> CrewStatistics:
+    crew, offers = state.crew, len(_offers(state, now, settings))
+    if crew is None:
+        return CrewStatistics(offers=offers, recovery_seconds=state.recovery_seconds)
     slots = []
-    for stage, peer in enumerate(peers_of(crew.record) if crew is not None else ()):
-        assert crew is not None
+    for stage, (peer, layers) in enumerate((member.peer, member.layers) for member in crew.record.members):
         member = crew.members.get(peer)
         status = crew.own if member is None else member.status
-        slots.append(SlotStatistics(stage, peer, "suspect" if member is not None and member.signs.suspected else status.phase, status.step))
-    return ControlStatistics(
+        suspected = member is not None and member.signs.suspected
+        slots.append(SlotStatistics(stage, peer, "suspect" if suspected else status.phase, status.step, layers))
+    return CrewStatistics(
         state=_CREW_STATES[state.phase],
-        crew="" if crew is None else crew.id.hex(),
-        lineage="" if crew is None else crew.record.lineage.hex(),
-        stage=None if crew is None else crew.stage,
+        id=crew.id.hex(),
+        stage=crew.stage,
         slots=tuple(slots),
-        offers=len(_offers(state, now, settings)),
+        offers=offers,
         standing_seconds=0.0 if state.stood_since is None else now - state.stood_since,
         recovery_seconds=state.recovery_seconds,
     )

@@ -65,6 +65,7 @@ class StageStatus(msgspec.Struct, frozen=True, tag="stages_status"):
     shadow_step: int | None = None
     """Of the newest copy that a neighbour has of this stage."""
     shadow_age_steps: int | None = None
+    """Steps that its loss would cost where only shadows are left: all of them while nobody has a copy. None in a crew of one."""
     probe_kl: float | None = None
     """Nats per token, of the gate after the last recovery."""
     bubble_share: float | None = None

@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from swarmnode.config import StagesConfig
 from swarmnode.crew import events as ev
 from swarmnode.crew import local, messages
-from swarmnode.crew.control import ControlStatistics, Means, Phase, State, advance, statistics
+from swarmnode.crew.control import CrewStatistics, Means, Phase, State, advance, statistics
 from swarmnode.crew.detector import Progress
 from swarmnode.crew.record import Founded, check_founded, crew_id, peers_of
 from swarmnode.crew.stream_handshake import StreamPeers
@@ -58,37 +58,31 @@ BOUNDS: Final = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0)
 
 
 class StagesStatistics(msgspec.Struct, frozen=True):
-    """Counts are since the process started."""
+    """What this node shows of its crew. Counts are since the process started."""
 
-    enabled: bool
-    control: ControlStatistics
-    """The crew and its stages."""
-    notes: dict[str, int]
-    """What control noted, by `events.NOTES`: suspicions, those that were refuted, ends of crews."""
-    layers: tuple[int, ...]
-    """Per stage; empty outside a crew."""
-    own: local.StageStatus | None
-    """What our trainer said last of the stage that it holds."""
-    trainer: bool
-    """It is there, and has offered to hold a stage."""
-    recoveries: int
-    """Times that a crew ran again after one had stood still."""
-    recovery_seconds_total: float
-    recovery_counts: tuple[int, ...]
-    """By BOUNDS, not cumulated, those above every bound last."""
-    rungs: dict[str, int]
+    enabled: bool = False
+    """This node holds a stage, or would. False where it holds its policy alone."""
+    crew: CrewStatistics = CrewStatistics()
+    own: local.StageStatus | None = None
+    """What our trainer says of the stage that it holds in this crew; None until it has said something."""
+    streams: StreamProxyStatistics = StreamProxyStatistics()
+    events: dict[str, int] = {}
+    """What happened in our crews, by `events.NOTES`: suspicions, those that were refuted, ends of crews."""
+    recovery_counts: tuple[int, ...] = (0,) * (len(BOUNDS) + 1)
+    """How often a crew that stood still ran again, by BOUNDS of the seconds that it took; not cumulated, those above every bound last."""
+    recovery_seconds_total: float = 0.0
+    rungs: dict[str, int] = {}
     """How often our stage came from where; of `local.RUNGS`."""
-    last_reason: str
+    last_reason: str = ""
     """Why the last crew was left, or why our stage failed."""
-    heartbeat_seconds: float | None
+    heartbeat_seconds: float | None = None
     """From the last heartbeat that was answered to its answer."""
-    unanswered: dict[str, int]
+    unanswered: dict[str, int] = {}
     """Requests of ours by message, where no answer came in time or what came was none."""
-    malformed: int
-    """Of theirs: bytes that are no message."""
-    trainer_restarts: int
+    malformed: int = 0
+    """Requests of others that were no message."""
+    trainer_restarts: int = 0
     """Times that our trainer was ended because it had work and did none."""
-    streams: StreamProxyStatistics
 
 
 class StageService:
@@ -155,14 +149,14 @@ class StageService:
         self._handle(ev.Drain(reason))
 
     def statistics(self) -> StagesStatistics:
-        crew, counts = self._state.crew, self._counts
+        crew, counts, status = self._state.crew, self._counts, self._trainer.status
+        held = crew is not None and status is not None and (status.crew, status.stage) == (crew.id, crew.stage)
         return StagesStatistics(
-            enabled=self.cfg.mode != "off", control=statistics(self._state, _now(), self.settings), notes=dict(counts.notes),
-            layers=() if crew is None else tuple(member.layers for member in crew.record.members), own=self._trainer.status,
-            trainer=self._trainer.offering is not None, recoveries=sum(counts.recoveries), recovery_seconds_total=counts.recovery_seconds,
-            recovery_counts=tuple(counts.recoveries), rungs=dict(counts.rungs), last_reason=counts.last_reason,
-            heartbeat_seconds=counts.heartbeat_seconds, unanswered=dict(counts.unanswered), malformed=counts.malformed,
-            trainer_restarts=counts.restarts, streams=self.proxy.statistics(),
+            enabled=self.cfg.mode != "off" and (self._trainer.offering is not None or crew is not None),
+            crew=statistics(self._state, _now(), self.settings), own=status if held else None, streams=self.proxy.statistics(),
+            events=dict(counts.notes), recovery_counts=tuple(counts.recoveries), recovery_seconds_total=counts.recovery_seconds,
+            rungs=dict(counts.rungs), last_reason=counts.last_reason, heartbeat_seconds=counts.heartbeat_seconds,
+            unanswered=dict(counts.unanswered), malformed=counts.malformed, trainer_restarts=counts.restarts,
         )  # fmt: skip
 
     def _trusts(self, peer: str) -> bool:

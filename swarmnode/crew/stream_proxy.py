@@ -59,23 +59,25 @@ Key = tuple[int, Kind]
 
 
 class StreamProxyStatistics(msgspec.Struct, frozen=True):
-    open: dict[str, int]
-    """Pipes with both ends, by kind."""
-    waiting: int
+    """Streams between stages, by kind where nothing else is said. Counts are since the process started."""
+
+    open: dict[str, int] = {}
+    """Streams with both ends."""
+    waiting: int = 0
     """Connections of our trainer whose other end is not there."""
-    parked: int
+    parked: int = 0
     """Streams of others whose trainer here is not there."""
-    opened: dict[str, int]
-    """By kind, since the start, as are those below."""
-    lost: dict[str, int]
+    opened: dict[str, int] = {}
+    lost: dict[str, int] = {}
     """Ended by the other side, or broken, while the crew was the same."""
-    refused: dict[str, int]
+    refused: dict[str, int] = {}
     """Streams of others, by REFUSALS."""
-    sent: dict[str, int]
-    """Bytes, by kind."""
-    received: dict[str, int]
-    throttled_seconds: float
-    """That a pipe waited for the node's byte budget."""
+    sent: dict[str, int] = {}
+    """Bytes."""
+    received: dict[str, int] = {}
+    """Bytes."""
+    throttled_seconds: float = 0.0
+    """How long streams waited for the node's byte budget."""
 
 
 class StreamProxy:

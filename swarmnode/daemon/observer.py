@@ -10,13 +10,12 @@ from pathlib import Path
 
 import trio
 
-from swarmnode.crew.service import StageService
+from swarmnode.crew.service import StageService, StagesStatistics
 from swarmnode.link.messages import Report
 from swarmnode.observe import health
 from swarmnode.observe.logfile import LogLine, Tail, log_file
 from swarmnode.observe.logs import LogRing
-from swarmnode.observe.snapshot import Health, NodeInfo, NodeSnapshot, PeerRow, StagesView
-from swarmnode.observe.stages import stages_view
+from swarmnode.observe.snapshot import Health, NodeInfo, NodeSnapshot, PeerRow
 from swarmnode.observe.watch import SupervisorWatch, TrainerWatch, disk_use, process_use
 from swarmnode.p2p.metering import Meter
 from swarmnode.p2p.network import Libp2pNetwork
@@ -67,19 +66,19 @@ class NodeObserver:
         """Everything there is to see, now."""
         parts, now = self._parts, trio.current_time()
         trainer = parts.trainer.statistics(now)
-        crew = stages_view(parts.crew.statistics()) if parts.crew is not None else StagesView()
+        stages = parts.crew.statistics() if parts.crew is not None else StagesStatistics()
         scorer = parts.scorer.statistics() if parts.scorer is not None else ScorerStatistics()
         self._joined |= bool(parts.network.connected())
         return NodeSnapshot(
             at=time.time(),
             node=self.info,
             health=Health(
-                network_ready=True, policy_loaded=health.policy_loaded(trainer.report, crew), joined=self._joined, draining=self.draining
+                network_ready=True, policy_loaded=health.policy_loaded(trainer.report, stages), joined=self._joined, draining=self.draining
             ),
             trainer=trainer,
             rollouts=parts.rollouts.statistics() if parts.rollouts is not None else ExchangeStatistics(),
             weights=parts.weights.statistics() if parts.weights is not None else WeightsStatistics(),
-            stages=crew,
+            stages=stages,
             network=parts.network.statistics(),
             swarm=parts.summaries.statistics(),
             budget=parts.meter.statistics(),

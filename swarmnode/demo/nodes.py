@@ -193,7 +193,8 @@ def view_of(snapshot: dict[str, Any], before: Sequence[float] = ()) -> View:
     distance = averaging.get("distance")
     new = [distance] if distance is not None and [distance] != list(before[-1:]) else []
     report = snapshot["trainer"].get("report") or {}
-    rollouts, network, stages = snapshot["rollouts"], snapshot["network"], snapshot["stages"]
+    rollouts, network = snapshot["rollouts"], snapshot["network"]
+    crew, own = snapshot["stages"]["crew"], snapshot["stages"]["own"] or {}
     return View(
         peer=snapshot["node"]["peer"],
         phase=report.get("phase", "loading"),
@@ -217,15 +218,15 @@ def view_of(snapshot: dict[str, Any], before: Sequence[float] = ()) -> View:
         solo_steps=averaging.get("solo_steps_total", 0),
         refused={cause: n for cause, n in snapshot["weights"]["judged"].items() if cause not in TAKEN},
         trainer_pid=snapshot["trainer"]["pid"],
-        crew_state=stages["state"],
-        stage=stages["stage"],
-        stage_phase=stages["phase"],
-        stage_step=stages["step"],
-        rung=stages["rung"],
-        rung_seconds=stages["rung_seconds"],
-        shadow_age=stages["shadow_age_steps"],
-        probe_kl=stages["probe_kl"],
-        tokens_per_second=stages["tokens_per_second"],
+        crew_state=crew["state"],
+        stage=crew["stage"],
+        stage_phase=own.get("phase", ""),
+        stage_step=own.get("step", 0),
+        rung=own.get("rung", ""),
+        rung_seconds=own.get("rung_seconds"),
+        shadow_age=own.get("shadow_age_steps"),
+        probe_kl=own.get("probe_kl"),
+        tokens_per_second=own.get("tokens_per_second"),
     )
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import msgspec
 
+from swarmnode.crew.service import StagesStatistics
 from swarmnode.link.messages import Report
-from swarmnode.observe.snapshot import NodeSnapshot, StagesView
+from swarmnode.observe.snapshot import NodeSnapshot
 
 MAX_LOOP_SILENCE = 30.0
 """Seconds without a turn of the event loop's own ticker after which the process counts as hung."""
@@ -56,18 +57,17 @@ def ready(s: NodeSnapshot) -> Verdict:
     if not s.health.network_ready:
         reasons.append("network not up yet")
     if s.node.trainer and not s.health.policy_loaded:
-        crew = s.stages
-        waiting = "waits for others to hold the policy with" if crew.stage is None else "its stage is not loaded yet"
-        reasons.append(waiting if crew.enabled else "policy not loaded yet")
+        waiting = "waits for others to hold the policy with" if s.stages.crew.stage is None else "its stage is not loaded yet"
+        reasons.append(waiting if s.stages.enabled else "policy not loaded yet")
         if why := s.supervisor.down.get("trainer"):
             reasons.append(f"the trainer ended: {why}")
     return _verdict(reasons)
 
 
-def policy_loaded(report: Report | None, crew: StagesView) -> bool:
+def policy_loaded(report: Report | None, stages: StagesStatistics) -> bool:
     """Whether a node whose trainer said this last has the policy, or its stage of it, in working order."""
-    if crew.enabled:
-        return crew.stage is not None and crew.phase in ("probation", "active")
+    if stages.enabled:
+        return stages.own is not None and stages.own.phase in ("probation", "active")
     return report is not None and report.phase != "loading"
 
 
@@ -89,11 +89,11 @@ def troubles(s: NodeSnapshot) -> list[str]:
             found.append(f"the trainer has reported nothing for {age:.0f} s")
     if s.node.sharing and s.health.network_ready and s.network.peers.connected == 0 and uptime > QUIET_SECONDS:
         found.append("no peers connected" + ("" if s.network.peers.known else " and none known"))
-    crew = s.stages
-    if crew.stage is not None and crew.phase == "failed":
-        found.append(f"this node's stage could not be restored{': ' if crew.reason else ''}{crew.reason}")
-    if crew.standing_seconds is not None and crew.standing_seconds > STANDING_SECONDS:
-        found.append(f"the crew has taken no step for {crew.standing_seconds:.0f} s")
+    own, standing = s.stages.own, s.stages.crew.standing_seconds
+    if own is not None and own.phase == "failed":
+        found.append(f"this node's stage could not be restored{': ' if own.reason else ''}{own.reason}")
+    if standing is not None and standing > STANDING_SECONDS:
+        found.append(f"the crew has taken no step for {standing:.0f} s")
     offset = s.swarm.clock_offset_seconds
     if offset is not None and abs(offset) > CLOCK_SECONDS:
         found.append(f"this clock is {abs(offset):.0f} s {'behind' if offset > 0 else 'ahead of'} those of most peers")

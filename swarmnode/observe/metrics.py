@@ -22,6 +22,7 @@ from swarmnode.crew.control import CrewState, SlotState
 from swarmnode.crew.events import NOTES
 from swarmnode.crew.local import RUNGS, StagePhase
 from swarmnode.crew.messages import Request
+from swarmnode.crew.service import BOUNDS as RECOVERY_BOUNDS
 from swarmnode.crew.stream_handshake import REFUSALS as STREAM_REFUSALS
 from swarmnode.crew.stream_handshake import Kind
 from swarmnode.observe.health import ready
@@ -110,7 +111,7 @@ def has_crew(s: NodeSnapshot) -> bool:
 
 
 def has_stage(s: NodeSnapshot) -> bool:
-    return s.stages.enabled and s.stages.stage is not None
+    return s.stages.enabled and s.stages.crew.stage is not None
 
 
 CONDITIONS: dict[str, Condition] = {"trainer.report.": reports, "weights.": averages, "stages.": has_crew}
@@ -155,8 +156,8 @@ def _node_info(s: NodeSnapshot) -> dict[Labels, Number]:
     return {(s.node.peer, s.node.name, s.node.swarm, s.node.swarm_name, s.node.model, device, dtype): 1}
 
 
-def _stage_bytes(s: NodeSnapshot) -> dict[Labels, Number]:
-    return {(kind, way): count for kind, ways in s.stages.bytes.items() for way, count in ways.items()}
+def _crew_recoveries(s: NodeSnapshot) -> Histogram:
+    return Histogram(RECOVERY_BOUNDS, s.stages.recovery_counts, s.stages.recovery_seconds_total)
 
 
 def _scorer_restarts(s: NodeSnapshot) -> Counts:
@@ -379,19 +380,19 @@ WEIGHTS = (
 )  # fmt: skip
 
 CREW = (
-    Metric("swarmnode_crew_state", "gauge", _one_of(CREW_STATES, lambda s: s.stages.state),
+    Metric("swarmnode_crew_state", "gauge", _one_of(CREW_STATES, lambda s: s.stages.crew.state),
            "1 for the state of this node's crew, 0 for the others. Only `running` takes steps.", ("state",), CREW_STATES, when=has_crew),
-    Metric("swarmnode_crew_slots", "gauge", lambda s: dict(Counter(str(slot.state) for slot in s.stages.slots)),
+    Metric("swarmnode_crew_slots", "gauge", lambda s: dict(Counter(str(slot.state) for slot in s.stages.crew.slots)),
            "Stages of this node's crew, by state. Anything but `active` keeps the crew from its next step.",
            ("state",), SLOT_STATES, when=has_crew),
-    Metric("swarmnode_crew_offers", "gauge", "stages.offers",
+    Metric("swarmnode_crew_offers", "gauge", "stages.crew.offers",
            "Other nodes that would hold a stage. With 0, nobody replaces a member that is lost."),
-    Metric("swarmnode_crew_standing_seconds", "gauge", "stages.standing_seconds",
+    Metric("swarmnode_crew_standing_seconds", "gauge", "stages.crew.standing_seconds",
            "Seconds since the crew last took steps; 0 while it does. After stages.wait_seconds its nodes begin anew."),
     Metric("swarmnode_crew_events_total", "counter", "stages.events",
            "What happened in this node's crews, by event. `refuted` are false suspicions: each cost a pause.", ("event",), NOTES),
-    Metric("swarmnode_crew_recovery_seconds", "histogram", "stages.recovery_seconds",
-           "Seconds from a crew's standing still to its running again."),
+    Metric("swarmnode_crew_recovery_seconds", "histogram", _crew_recoveries,
+           "Seconds from a crew's standing still to its running again.", when=has_crew),
     Metric("swarmnode_crew_heartbeat_seconds", "gauge", "stages.heartbeat_seconds",
            "Seconds from the last heartbeat to another member until its answer.", when=has_stage),
     Metric("swarmnode_crew_unanswered_total", "counter", "stages.unanswered",
@@ -400,36 +401,36 @@ CREW = (
            "Requests about crews that were no valid message; each cost its sender reputation."),
     Metric("swarmnode_stage_trainer_restarts_total", "counter", "stages.trainer_restarts",
            "Times that this node ended its own trainer because it had work for its stage and did none."),
-    Metric("swarmnode_stage_index", "gauge", "stages.stage", "Number of the stage that this node holds; 0 is the head, which trains and "
-           "publishes."),
-    Metric("swarmnode_stage_phase", "gauge", _one_of(STAGE_PHASES, lambda s: s.stages.phase),
+    Metric("swarmnode_stage_index", "gauge", "stages.crew.stage",
+           "Number of the stage that this node holds; 0 is the head, which trains and publishes."),
+    Metric("swarmnode_stage_phase", "gauge", _one_of(STAGE_PHASES, lambda s: s.stages.own.phase if s.stages.own else ""),
            "1 for what this node's stage is doing, 0 for the rest.", ("phase",), STAGE_PHASES, when=has_stage),
-    Metric("swarmnode_stage_step", "gauge", "stages.step", "Steps that this node's stage has taken.", when=has_stage),
+    Metric("swarmnode_stage_step", "gauge", "stages.own.step", "Steps that this node's stage has taken.", when=has_stage),
     Metric("swarmnode_stage_rungs_total", "counter", "stages.rungs",
            "Where the weights of this node's stages came from, R0 (its own disk) to R6 (nothing was left), best first.",
            ("rung",), tuple(filter(None, RUNGS))),
-    Metric("swarmnode_stage_rung_seconds", "gauge", "stages.rung_seconds",
+    Metric("swarmnode_stage_rung_seconds", "gauge", "stages.own.rung_seconds",
            "Seconds that restoring this node's stage took the last time.", when=has_stage),
-    Metric("swarmnode_stage_shadow_age_steps", "gauge", "stages.shadow_age_steps",
+    Metric("swarmnode_stage_shadow_age_steps", "gauge", "stages.own.shadow_age_steps",
            "Steps that would be lost with this node's stage, were only its neighbours' copies left.", when=has_stage),
-    Metric("swarmnode_stage_probe_kl", "gauge", "stages.probe_kl",
+    Metric("swarmnode_stage_probe_kl", "gauge", "stages.own.probe_kl",
            "KL divergence between the policy before and after the last recovery, in nats per token. Near 0, nothing was lost.",
            when=has_stage),
-    Metric("swarmnode_stage_bubble_share", "gauge", "stages.bubble_share",
+    Metric("swarmnode_stage_bubble_share", "gauge", "stages.own.bubble_share",
            "Share of the last step in which this node's stage waited for others, 0 to 1.", when=has_stage),
-    Metric("swarmnode_stage_tokens_per_second", "gauge", "stages.tokens_per_second",
+    Metric("swarmnode_stage_tokens_per_second", "gauge", "stages.own.tokens_per_second",
            "Tokens per second that go through this node's stage.", when=has_stage),
-    Metric("swarmnode_stage_frames_dropped_total", "counter", "stages.dropped",
+    Metric("swarmnode_stage_frames_dropped_total", "counter", lambda s: s.stages.own.dropped if s.stages.own else {},
            "Frames between stages that counted for nothing, by reason. `crew` and `step` are what the end of a "
-           "crew leaves behind.", ("reason",), (*FENCE_REASONS, *FRAME_REASONS, DEVICE)),
-    Metric("swarmnode_stage_streams", "gauge", "stages.streams", "Open streams to other stages, by kind.", ("kind",), KINDS),
-    Metric("swarmnode_stage_streams_lost_total", "counter", "stages.streams_lost",
+           "crew leaves behind.", ("reason",), (*FENCE_REASONS, *FRAME_REASONS, DEVICE), when=has_crew),
+    Metric("swarmnode_stage_streams", "gauge", "stages.streams.open", "Open streams to other stages, by kind.", ("kind",), KINDS),
+    Metric("swarmnode_stage_streams_lost_total", "counter", "stages.streams.lost",
            "Streams to other stages that the other side ended, or that broke, by kind.", ("kind",), KINDS),
-    Metric("swarmnode_stage_streams_refused_total", "counter", "stages.streams_refused",
+    Metric("swarmnode_stage_streams_refused_total", "counter", "stages.streams.refused",
            "Streams of peers that were not taken, by reason.", ("reason",), STREAM_REFUSALS),
-    Metric("swarmnode_stage_bytes_total", "counter", _stage_bytes,
+    Metric("swarmnode_stage_bytes_total", "counter", {"in": "stages.streams.received", "out": "stages.streams.sent"},
            "Bytes between this node's stage and others, by kind.", ("kind", "direction"), when=has_crew),
-    Metric("swarmnode_stage_throttled_seconds_total", "counter", "stages.throttled_seconds",
+    Metric("swarmnode_stage_throttled_seconds_total", "counter", "stages.streams.throttled_seconds",
            "Seconds that streams between stages waited for the node's byte budget. If it grows, the caps are too low for a stage."),
 )  # fmt: skip
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import msgspec
 
+from swarmnode.crew.service import StagesStatistics
 from swarmnode.observe.logfile import LogLine
-from swarmnode.observe.watch import DiskStatistics, Histogram, ProcessStatistics, SupervisorStatistics, TrainerStatistics
+from swarmnode.observe.watch import DiskStatistics, ProcessStatistics, SupervisorStatistics, TrainerStatistics
 from swarmnode.p2p.budget import BudgetStatistics
 from swarmnode.p2p.network import NetworkStatistics
 from swarmnode.p2p.summaries import SummaryStatistics
@@ -50,81 +51,6 @@ class Health(msgspec.Struct, frozen=True):
     draining: bool = False
 
 
-class SlotRow(msgspec.Struct, frozen=True):
-    """One stage of this node's crew, as the crew's roster and heartbeats have it."""
-
-    stage: int
-    peer: str = ""
-    """Who holds it; empty while it is vacant."""
-    state: str = "absent"
-    """absent, loading, probation, active, failed, suspect."""
-    step: int = 0
-    """Steps that it has taken."""
-    layers: int | None = None
-
-
-class StagesView(msgspec.Struct, frozen=True):
-    """The crew of which this node holds a stage, and that stage. Not `enabled` on a node that holds its policy alone."""
-
-    enabled: bool = False
-    """This node would hold a stage, or does."""
-    state: str = "none"
-    """The crew's: none, preparing, running, paused."""
-    crew: str = ""
-    """Id, hex; empty outside a crew."""
-    slots: list[SlotRow] = []
-    offers: int = 0
-    """Other nodes that would hold a stage."""
-    events: dict[str, int] = {}
-    """What happened in the crew, as often (stages.events.NOTES)."""
-    standing_seconds: float | None = None
-    """Since the crew last took steps; 0 while it does."""
-    last_recovery_seconds: float | None = None
-    recovery_seconds: Histogram | None = None
-    """From the crew's standing still to its running again."""
-    heartbeat_seconds: float | None = None
-    """How long the last heartbeat waited for its answer."""
-    unanswered: dict[str, int] = {}
-    """Requests to other members without an answer, by message."""
-    malformed: int = 0
-    """Requests of others that were none."""
-    trainer_restarts: int = 0
-    """Times that our trainer was ended because it had work and did none."""
-    stage: int | None = None
-    """Ours, and what follows is of it."""
-    phase: str = ""
-    """loading, ready, probation, active, failed, idle; empty while there is no trainer that has it."""
-    step: int = 0
-    rung: str = ""
-    """Where its weights came from, R0 to R6; empty for a founding member's."""
-    rungs: dict[str, int] = {}
-    """How often each was taken."""
-    rung_seconds: float | None = None
-    """How long the last recovery took."""
-    shadow_step: int | None = None
-    """The step of the newest copy of it that a neighbour has."""
-    shadow_age_steps: int | None = None
-    """Steps that its loss would cost where only shadows are left: all of them while nobody has a copy."""
-    probe_kl: float | None = None
-    """Nats per token, of the gate after the last recovery."""
-    bubble_share: float | None = None
-    tokens_per_second: float | None = None
-    reason: str = ""
-    """Why it failed, or the crew was left."""
-    dropped: dict[str, int] = {}
-    """Frames by why they counted for nothing (stages.fence, stages.frames)."""
-    streams: dict[str, int] = {}
-    """Open ones to other stages, by kind: frames, state."""
-    streams_lost: dict[str, int] = {}
-    """Ended by the other side, by kind."""
-    streams_refused: dict[str, int] = {}
-    """Streams of others that were refused, by reason."""
-    bytes: dict[str, dict[str, int]] = {}
-    """kind → {"in": bytes, "out": bytes}."""
-    throttled_seconds: float = 0.0
-    """How long streams waited for the byte budget."""
-
-
 class PeerRow(msgspec.Struct, frozen=True):
     """One line of the page's table of peers."""
 
@@ -147,7 +73,8 @@ class NodeSnapshot(msgspec.Struct, frozen=True):
     rollouts: ExchangeStatistics = ExchangeStatistics()
     weights: WeightsStatistics = WeightsStatistics()
     """Averaging as the network process sees it; what the gate and the outer steps did is in the trainer's report."""
-    stages: StagesView = StagesView()
+    stages: StagesStatistics = StagesStatistics()
+    """The crew of which this node holds a stage, and that stage."""
     network: NetworkStatistics = NetworkStatistics()
     swarm: SummaryStatistics = SummaryStatistics()
     budget: BudgetStatistics = BudgetStatistics()
@@ -166,4 +93,4 @@ class NodeSnapshot(msgspec.Struct, frozen=True):
     @property
     def leads(self) -> bool:
         """Whether it samples, learns and evaluates itself. Of a crew only the head does; the others have nothing of that to report."""
-        return not self.stages.enabled or self.stages.stage == 0
+        return not self.stages.enabled or self.stages.crew.stage == 0

@@ -156,16 +156,17 @@ def _peers(peers: list[Status], most: int = 12) -> RenderableType:
 SLOT_STYLES = {"active": "green", "absent": "red", "failed": "red", "suspect": "yellow", "loading": "yellow", "probation": "yellow"}
 
 
-def _crew(crew: Status, me: str) -> RenderableType:
+def _crew(stages: Status, me: str) -> RenderableType:
     """Stages in order, who holds each, and how it is."""
+    crew, own = stages["crew"], stages["own"] or {}
     if not crew["slots"]:
         return text(f"in no crew; {crew['offers']} {'other' if crew['offers'] == 1 else 'others'} would hold a stage", "dim")
     facts = [
         f"crew {crew['state']}",
         f"standing still for {duration(crew['standing_seconds'])}" if crew["standing_seconds"] else "",
-        f"recovered in {crew['last_recovery_seconds']:.1f} s" if crew["last_recovery_seconds"] is not None else "",
-        f"rung {crew['rung']}" if crew["rung"] else "",
-        f"shadow {crew['shadow_age_steps']} steps old" if crew["shadow_age_steps"] is not None else "",
+        f"recovered in {crew['recovery_seconds']:.1f} s" if crew["recovery_seconds"] is not None else "",
+        f"rung {own['rung']}" if own.get("rung") else "",
+        f"shadow {own['shadow_age_steps']} steps old" if own.get("shadow_age_steps") is not None else "",
     ]  # fmt: skip
     well = crew["state"] == "running"
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))

@@ -14,10 +14,14 @@ import pytest
 import trio
 
 from swarmnode.config import HttpConfig
+from swarmnode.crew.control import CrewStatistics, SlotStatistics
+from swarmnode.crew.local import StageStatus
+from swarmnode.crew.service import StagesStatistics
+from swarmnode.crew.stream_proxy import StreamProxyStatistics
 from swarmnode.observe import http
 from swarmnode.observe.history import History
 from swarmnode.observe.logfile import LogLine
-from swarmnode.observe.snapshot import NodeSnapshot, SlotRow, StagesView
+from swarmnode.observe.snapshot import NodeSnapshot
 from swarmnode.observe.watch import DiskStatistics
 from swarmnode.p2p.autonat import ReachStatistics
 from swarmnode.p2p.nat import NatStatistics
@@ -115,10 +119,10 @@ def recovering() -> NodeSnapshot:
     """The trainer of stage 2 is gone, stage 3 is suspected, and stage 1 being loaded by somebody without a name."""
     s = example()
     states = ("active", "loading", "absent", "suspect")
-    slots = [msgspec.structs.replace(slot, state=state) for slot, state in zip(s.stages.slots, states, strict=True)]
+    slots = [msgspec.structs.replace(slot, state=state) for slot, state in zip(s.stages.crew.slots, states, strict=True)]
     slots[1] = msgspec.structs.replace(slots[1], peer=PEERS[2])
-    crew = msgspec.structs.replace(s.stages, state="preparing", slots=slots, standing_seconds=42.0)
-    return msgspec.structs.replace(s, stages=crew)
+    crew = msgspec.structs.replace(s.stages.crew, state="preparing", slots=tuple(slots), standing_seconds=42.0)
+    return msgspec.structs.replace(s, stages=msgspec.structs.replace(s.stages, crew=crew))
 
 
 @pytest.mark.parametrize("width", [1280, 390])
@@ -143,9 +147,9 @@ async def test_the_crew_is_drawn_in_the_order_of_its_stages_by_colour_and_by_wor
 
 
 async def test_a_node_that_holds_its_policy_alone_shows_no_crew(tmp_path, monkeypatch) -> None:
-    seen = await visit(tmp_path, monkeypatch, lambda: msgspec.structs.replace(example(), stages=StagesView()))
+    seen = await visit(tmp_path, monkeypatch, lambda: msgspec.structs.replace(example(), stages=StagesStatistics()))
     assert re.search(r'id="crew-card"[^>]*hidden', seen.dom)
-    waiting = StagesView(enabled=True, offers=2, reason="12D3KooW is gone")
+    waiting = StagesStatistics(enabled=True, crew=CrewStatistics(offers=2), last_reason="12D3KooW is gone")
     (tmp_path / "again").mkdir()
     seen = await visit(tmp_path / "again", monkeypatch, lambda: msgspec.structs.replace(example(), stages=waiting))
     said = "In no crew; 2 other nodes offer to hold a stage; 12D3KooW is gone."
@@ -176,9 +180,10 @@ async def test_hostile_strings_are_inert(tmp_path, monkeypatch) -> None:
         peers=[msgspec.structs.replace(s.peers[0], peer=evil[:64], direction=evil)],
         logs=[LogLine(s.at, evil, evil, evil)],
         swarm=SummaryStatistics(reporting=1, rows=[ClaimStatistics(peer=evil[:64], name=evil, version=evil)]),
-        stages=StagesView(
-            enabled=True, state=evil, crew=evil, stage=0, phase=evil, rung=evil, reason=evil, events={evil: 1}, dropped={evil: 1},
-            bytes={evil: {"in": 1, "out": 2}}, slots=[SlotRow(0, evil, evil), SlotRow(1, evil[:64], "active")],
+        stages=StagesStatistics(
+            enabled=True, last_reason=evil, events={evil: 1}, streams=StreamProxyStatistics(received={evil: 1}, sent={evil: 2}),
+            crew=CrewStatistics(evil, evil, 0, (SlotStatistics(0, evil, evil, 0, 1), SlotStatistics(1, evil[:64], "active", 0, 1))),
+            own=StageStatus(b"", 0, evil, rung=evil, reason=evil, dropped={evil: 1}),
         ),
         weights=WeightsStatistics(enabled=True, phase=evil, outcomes={evil: 3}, judged={evil: 1}, pairs={evil: 2}),
         network=NetworkStatistics(

@@ -113,7 +113,7 @@ async def test_what_is_marked_to_be_copied_stays_marked_when_the_page_asks_again
 
 
 async def test_speed_is_not_shown_when_there_is_no_trainer(tmp_path, monkeypatch) -> None:
-    lost = lambda s: replace(s, trainer=replace(s.trainer, connected=False), stages=replace(s.stages, phase=""))
+    lost = lambda s: replace(s, trainer=replace(s.trainer, connected=False), stages=replace(s.stages, own=None))
     async with page(tmp_path, monkeypatch, change=lambda s: lost(s) if s.at % 1000 > 500 else s) as tab:
         tiles = await tab.js("document.getElementById('tiles').innerText")
         assert "no trainer now" in tiles
@@ -124,7 +124,8 @@ async def test_speed_is_not_shown_when_there_is_no_trainer(tmp_path, monkeypatch
 
 
 async def test_a_member_that_is_not_the_head_shows_its_stage_and_no_empty_charts(tmp_path, monkeypatch) -> None:
-    member = lambda s: replace(s, stages=replace(s.stages, stage=2, slots=[replace(slot, layers=1) for slot in s.stages.slots]))
+    third = lambda crew: replace(crew, stage=2, slots=tuple(replace(slot, layers=1) for slot in crew.slots))
+    member = lambda s: replace(s, stages=replace(s.stages, crew=third(s.stages.crew)))
     async with page(tmp_path, monkeypatch, change=member) as tab:
         tiles = await tab.js("document.getElementById('tiles').innerText")
         for expected in ("the crew's head measures it", "Steps of the stage", "250", "Through the stage", "540"):

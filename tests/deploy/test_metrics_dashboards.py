@@ -15,9 +15,10 @@ import pytest
 import yaml
 from prometheus_client.exposition import generate_latest
 
+from swarmnode.crew.service import StagesStatistics
 from swarmnode.observe.collector import make_registry
 from swarmnode.observe.metrics import METRICS
-from swarmnode.observe.snapshot import NodeSnapshot, StagesView
+from swarmnode.observe.snapshot import NodeSnapshot
 from swarmnode.p2p.budget import BudgetStatistics
 from swarmnode.weights.service import WeightsStatistics
 from tests.support.snapshots import example
@@ -153,7 +154,7 @@ def test_on_a_plain_node_every_panel_of_an_open_row_has_data() -> None:
     s = example()
     report = msgspec.structs.replace(s.trainer.report, device_memory_bytes=None, kl=None)
     plain = msgspec.structs.replace(
-        s, stages=StagesView(), budget=BudgetStatistics(), weights=WeightsStatistics(),
+        s, stages=StagesStatistics(), budget=BudgetStatistics(), weights=WeightsStatistics(),
         trainer=msgspec.structs.replace(s.trainer, report=msgspec.structs.replace(report, weights=None)),
     )  # fmt: skip
     scraped = generate_latest(make_registry(lambda: plain)).decode()

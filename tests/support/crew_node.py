@@ -182,15 +182,15 @@ class CrewNode:
 
     @property
     def state(self) -> str:
-        return self.service.statistics().control.state
+        return self.service.statistics().crew.state
 
     @property
     def crew(self) -> str:
-        return self.service.statistics().control.crew
+        return self.service.statistics().crew.id
 
     @property
     def stage(self) -> int | None:
-        return self.service.statistics().control.stage
+        return self.service.statistics().crew.stage
 
     async def run(self, task_status: Any = trio.TASK_STATUS_IGNORED) -> None:
         async with trio.open_nursery() as nursery:

@@ -5,11 +5,17 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 
+from swarmnode.crew.control import CrewStatistics, SlotStatistics
+from swarmnode.crew.local import StageStatus
+from swarmnode.crew.service import BOUNDS as CREW_BOUNDS
+from swarmnode.crew.service import StagesStatistics
+from swarmnode.crew.stream_proxy import StreamProxyStatistics
 from swarmnode.link.messages import Report, WeightsReport
 from swarmnode.observe.logfile import LogLine
-from swarmnode.observe.snapshot import Health, NodeInfo, NodeSnapshot, PeerRow, SlotRow, StagesView
+from swarmnode.observe.snapshot import Health, NodeInfo, NodeSnapshot, PeerRow
 from swarmnode.observe.watch import (
     RECOVERY_BOUNDS,
     STEP_BOUNDS,
@@ -104,22 +110,28 @@ def example_at(t: float) -> NodeSnapshot:
         )
         for i, (peer, pace) in enumerate(zip(PEERS, (10, 9, 3, 11), strict=True))
     ]  # fmt: skip
-    healed = Observations(RECOVERY_BOUNDS)
-    healed.observe(6.4)
-    crew = StagesView(
-        enabled=True, state="running", crew="9b1c40e2" * 8, offers=1, stage=0, phase="active", step=steps,
-        slots=[
-            SlotRow(i, holder, "active", steps, (4, 6, 6, 4)[i])
-            for i, holder in enumerate((OWN, PEERS[0], PEERS[1], PEERS[3]))
-        ],
+    stages = StagesStatistics(
+        enabled=True,
+        crew=CrewStatistics(
+            state="running", id="9b1c40e2" * 8, stage=0, offers=1, standing_seconds=0.0, recovery_seconds=6.4,
+            slots=tuple(
+                SlotStatistics(i, holder, "active", steps, (4, 6, 6, 4)[i])
+                for i, holder in enumerate((OWN, PEERS[0], PEERS[1], PEERS[3]))
+            ),
+        ),
+        own=StageStatus(
+            b"\x9b\x1c\x40\xe2" * 8, 0, "active", step=steps, rung="R2", rung_seconds=2.1, shadow_step=steps // 20 * 20,
+            shadow_age_steps=steps % 20, probe_kl=0.0007, bubble_share=0.18 + 0.03 * _wobble(t, 0.5), tokens_per_second=540.0,
+            dropped={"crew": 14, "step": 3},
+        ),
+        streams=StreamProxyStatistics(
+            open={"frames": 3, "state": 0}, lost={"frames": 1}, refused={"crew": 2},
+            received={"frames": steps * 61_000, "state": 41 * 2**20}, sent={"frames": steps * 58_000, "state": steps // 20 * 2**20},
+            throttled_seconds=0.5,
+        ),
         events={"founded": 1, "running": 2, "paused": 1, "suspected": 2, "refuted": 1, "broken": 1, "proposed": 1},
-        standing_seconds=0.0, last_recovery_seconds=6.4, recovery_seconds=healed.statistics(), rung="R2", rungs={"R2": 1}, rung_seconds=2.1,
-        heartbeat_seconds=0.02, unanswered={"heartbeat": 12, "propose": 1}, malformed=0, trainer_restarts=0,
-        shadow_step=steps // 20 * 20, shadow_age_steps=steps % 20, probe_kl=0.0007, bubble_share=0.18 + 0.03 * _wobble(t, 0.5),
-        tokens_per_second=540.0, dropped={"crew": 14, "step": 3}, streams={"frames": 3, "state": 0},
-        streams_lost={"frames": 1}, streams_refused={"crew": 2},
-        bytes={"frames": {"in": steps * 61_000, "out": steps * 58_000}, "state": {"in": 41 * 2**20, "out": steps // 20 * 2**20}},
-        throttled_seconds=0.5,
+        recovery_counts=tuple(int(i == bisect.bisect_left(CREW_BOUNDS, 6.4)) for i in range(len(CREW_BOUNDS) + 1)),
+        recovery_seconds_total=6.4, rungs={"R2": 1}, heartbeat_seconds=0.02, unanswered={"heartbeat": 12, "propose": 1},
     )  # fmt: skip
     return NodeSnapshot(
         at=STARTED_AT + t,
@@ -167,7 +179,7 @@ def example_at(t: float) -> NodeSnapshot:
                 punch=PunchStatistics(succeeded=3, failed=1), direct=connected - 1, relayed=1,
             ),
         ),
-        stages=crew,
+        stages=stages,
         weights=WeightsStatistics(
             enabled=True, phase="idle", candidates=2, exchange_seconds=steps * 0.02, received_bytes=steps // 14 * 41_000,
             outcomes={"applied": steps // 15, "pulled": steps // 90, "solo": 1, "busy": steps // 40, "failed": 2},

@@ -75,6 +75,13 @@ def snapshot(node: DemoNode) -> dict[str, Any] | None:
         return None
 
 
+def stage_view(told: Mapping[str, Any]) -> dict[str, Any]:
+    """What a snapshot says of its node's crew, and of the stage that the node holds in it."""
+    stages = told["stages"]
+    own = stages["own"] or {"phase": "", "step": 0, "rung": "", "probe_kl": None}
+    return {**own, **stages["crew"], "reason": stages["last_reason"], "rungs": stages["rungs"], "streams": stages["streams"]["open"]}
+
+
 def child_of(node: DemoNode, module: str) -> psutil.Process | None:
     """Its process of that module."""
     assert node._process is not None
@@ -221,14 +228,14 @@ class WholeCrew:
 
     def seen(self) -> Seen:
         """As far as they answer and hold a stage."""
-        told = [(node, s["stages"]) for node in self.nodes if (s := snapshot(node))]
+        told = [(node, stage_view(s)) for node in self.nodes if (s := snapshot(node))]
         return {view["stage"]: (node, view) for node, view in told if view["stage"] is not None}
 
     def at(self, step: int, after: str = "") -> Seen | None:
         """All stages, once a crew runs with at least so many steps, and it is another one than `after`."""
         seen = self.seen()
         well = len(seen) == self.stages and all(
-            v["state"] == "running" and v["step"] >= step and v["crew"] != after for _, v in seen.values()
+            v["state"] == "running" and v["step"] >= step and v["id"] != after for _, v in seen.values()
         )  # fmt: skip
         return seen if well else None
 
@@ -238,6 +245,6 @@ class WholeCrew:
     def lose(self, kill: Callable[[dict[int, DemoNode]], None]) -> tuple[Seen, Seen]:
         """`kill` what it likes of a running crew, holders by stage: how it was, and how it is a step later."""
         before = until(lambda: self.at(0), self.story)
-        step, crew = max(v["step"] for _, v in before.values()), before[0][1]["crew"]
+        step, crew = max(v["step"] for _, v in before.values()), before[0][1]["id"]
         kill({stage: node for stage, (node, _) in before.items()})
         return before, until(lambda: self.at(step + 1, crew), self.story)

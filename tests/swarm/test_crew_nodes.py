@@ -90,7 +90,7 @@ def test_a_spare_takes_the_seat_of_a_node_that_does_not_come_back(crew, model, t
     crew.nodes.append(spare)
     spare.start(crew.address)
     spare.wait_for_address(time.monotonic() + PATIENCE)
-    until(lambda: (s := snapshot(crew.seen()[0][0])) and s["stages"]["offers"], crew.story)
+    until(lambda: (s := snapshot(crew.seen()[0][0])) and s["stages"]["crew"]["offers"], crew.story)
 
     def kill(nodes):
         nodes[1].kill()

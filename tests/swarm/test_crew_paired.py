@@ -33,7 +33,7 @@ def lose(crew, step, stages, disk, rung):
     """Between two steps, when every copy is of the last one: so nothing is lost, if what comes back is what was there."""
     until(lambda: crew.at(step), crew.story)
     with at_rest(crew, shadows=True) as seen:
-        before = seen[0][1]["crew"]
+        before = seen[0][1]["id"]
         lost = [seen[stage][0] for stage in stages]
         kill_trainers(lost)
         for node in lost if disk else ():

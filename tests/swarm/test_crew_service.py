@@ -86,7 +86,7 @@ async def crew(directory, names="abc", **options):
 
 
 def notes(node):
-    return node.service.statistics().notes
+    return node.service.statistics().events
 
 
 async def test_three_nodes_found_a_crew_and_take_steps(tmp_path):
@@ -94,9 +94,11 @@ async def test_three_nodes_found_a_crew_and_take_steps(tmp_path):
         await made.running(above=3)
         nodes = [made.holder(stage)[1] for stage in range(3)]
         statistics = nodes[0].service.statistics()
-        assert statistics.layers == (1, 1, 1)
-        assert [slot.state for slot in statistics.control.slots] == ["active"] * 3
-        assert [slot.peer for slot in statistics.control.slots] == [node.network.peer_id for node in nodes]
+        assert [(slot.state, slot.layers) for slot in statistics.crew.slots] == [("active", 1)] * 3
+        assert (statistics.enabled, statistics.crew.state, statistics.crew.stage) == (True, "running", 0)
+        assert statistics.own is not None
+        assert (statistics.own.crew.hex(), statistics.own.stage) == (statistics.crew.id, 0)
+        assert [slot.peer for slot in statistics.crew.slots] == [node.network.peer_id for node in nodes]
         assert statistics.streams.open == {"frames": 2, "state": 0}
         assert statistics.heartbeat_seconds is not None
         assert all(notes(node)["broken"] == 0 for node in nodes)
@@ -118,7 +120,7 @@ async def test_a_spare_takes_the_stage_of_a_host_that_is_gone(tmp_path):
         step = await made.running(above=3)
         name, _ = made.holder(2)
         spare = next(node for node in made.nodes.values() if node.stage is None)
-        await until(lambda: made.holder(0)[1].service.statistics().control.offers >= 1)
+        await until(lambda: made.holder(0)[1].service.statistics().crew.offers >= 1)
         for node in made.nodes.values():  # as real trainers do, which keep their neighbours' snapshots
             node.trainer.keeps = [(2, step)]
         await made.kill(name)

@@ -7,7 +7,7 @@ import pytest
 
 from swarmnode.demo.nodes import TAKEN, DemoNode
 from swarmnode.policy.build_deep import write_deep_model
-from tests.support.whole_crew import journal_of, snapshot, start, stop, trainer_of, until, whole_settings
+from tests.support.whole_crew import journal_of, snapshot, stage_view, start, stop, trainer_of, until, whole_settings
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 
@@ -25,19 +25,20 @@ class Crews:
         found = {}
         for node in self.nodes:
             told = snapshot(node) if node.started else None
-            if told is not None and told["stages"]["stage"] is not None:
-                found.setdefault(told["stages"]["crew"], {})[told["stages"]["stage"]] = (node, told)
+            view = None if told is None else stage_view(told)
+            if view is not None and view["stage"] is not None:
+                found.setdefault(view["id"], {})[view["stage"]] = (node, {**told, "view": view})
         return found
 
     def running(self, step=0):
         seen = self.seen()
-        views = [told["stages"] for stages in seen.values() for _, told in stages.values()]
+        views = [told["view"] for stages in seen.values() for _, told in stages.values()]
         well = len(seen) == 2 and len(views) == len(self.nodes) and all(v["state"] == "running" and v["step"] >= step for v in views)
         return seen if well else None
 
     def story(self):
         return [
-            (crew[:8], stage, told["stages"]["state"], told["stages"]["step"], told["stages"]["rung"], told["weights"]["pairs"])
+            (crew[:8], stage, told["view"]["state"], told["view"]["step"], told["view"]["rung"], told["weights"]["pairs"])
             for crew, stages in self.seen().items()
             for stage, (_, told) in sorted(stages.items())
         ]
@@ -98,7 +99,7 @@ def test_a_stage_of_which_no_copy_is_left_in_its_crew_comes_back_from_the_other_
     journal_of(node).unlink()
     shutil.rmtree(neighbour.directory / "trainer" / "shadows")
     trainer.kill()
-    step = before["stages"]["step"]
+    step = before["view"]["step"]
 
     def back():
         now = crews.running(step + 2) or {}
@@ -106,8 +107,8 @@ def test_a_stage_of_which_no_copy_is_left_in_its_crew_comes_back_from_the_other_
 
     after = until(back, crews.story)
     assert after[stage][0] is node
-    assert after[stage][1]["stages"]["rungs"].get("R1"), "whether or not it was lost once more since"
+    assert after[stage][1]["view"]["rungs"].get("R1"), "whether or not it was lost once more since"
     assert trainer_of(after[1 - stage][0]) is not None
-    assert after[1 - stage][1]["stages"]["rung"] != "R1" or stage == 0
+    assert after[1 - stage][1]["view"]["rung"] != "R1" or stage == 0
     more = {told["node"]["peer"]: sum(told["weights"]["pairs"].values()) for _, told in after.values()}
     until(lambda: averaged(crews, more), crews.story)  # and is averaged as before

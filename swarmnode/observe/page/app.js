@@ -303,11 +303,11 @@ function tile(label, value, unit, note) {
 }
 
 // Of a crew the head alone samples, learns and evaluates.
-const leads = (s) => !s.stages.enabled || s.stages.stage === 0;
-const waits = (c) => (c.phase && known(c.bubble_share) ? `waits ${Math.round(100 * c.bubble_share)} % of a step` : "");
+const leads = (s) => !s.stages.enabled || s.stages.crew.stage === 0;
+const waits = (own) => (own && known(own.bubble_share) ? `waits ${Math.round(100 * own.bubble_share)} % of a step` : "");
 
 function tiles(s) {
-  const { rollouts, network, stages: c } = s, member = !leads(s), report = (!member && s.trainer.report) || {};
+  const { rollouts, network } = s, { crew: c, own } = s.stages, member = !leads(s), report = (!member && s.trainer.report) || {};
   const gained = known(report.reward_held_out) && known(report.reward_held_out_start) ? report.reward_held_out - report.reward_held_out_start : null;
   const evaluated = member ? "the crew's head measures it" : gained === null ? "not evaluated yet" : `${gained < 0 ? "−" : "+"}${Math.abs(gained).toFixed(3)} since the start`;
   const pace = known(report.step_seconds) ? `${fixed(2)(report.step_seconds)} s a step` : "";
@@ -315,9 +315,9 @@ function tiles(s) {
     tile("Held-out reward", fixed(3)(report.reward_held_out), "", evaluated),
     tile("Used from peers", count(rollouts.judged.used || 0), "groups", `of ${count(rollouts.admission.admitted)} admitted`),
     tile("Peers", count(network.peers.connected), "", `${network.peers.known} known, ${sum(network.gossip.mesh)} in the mesh`),
-    member ? tile("Steps of the stage", known(c.stage) ? count(c.step) : "–", "", known(c.stage) ? `stage ${c.stage}, the first is 0` : "it holds none")
+    member ? tile("Steps of the stage", own ? count(own.step) : "–", "", known(c.stage) ? `stage ${c.stage}, the first is 0` : "it holds none")
       : tile("Policy version", count(report.policy_version), "", known(report.external_share) ? `${Math.round(report.external_share * 100)} % learnt from peers` : ""),
-    member ? tile("Through the stage", count(c.phase ? c.tokens_per_second : null), "tokens/s", waits(c))
+    member ? tile("Through the stage", count(own ? own.tokens_per_second : null), "tokens/s", waits(own))
       : s.trainer.connected ? tile("Sampling", count(report.tokens_per_second), "tokens/s", pace) : tile("Sampling", "–", "tokens/s", "no trainer now"),
     tile("Pool", count(rollouts.pool.groups), "groups", `${bytes(rollouts.pool.bytes)}, ${rollouts.pool.peers} peers`),
   );
@@ -330,7 +330,7 @@ function head(told) {
   document.title = `${me.name || shortId(me.peer)} · swarmnode`;
   const facts = [`swarm ${me.swarm_name}`, me.model, [report.device, report.dtype].filter(Boolean).join(" "), `up ${duration(s.at - me.started_at)}`, `v${me.version}`];
   byId("facts").textContent = facts.filter(Boolean).join("  ·  ");
-  byId("phase").textContent = !s.trainer.connected ? "no trainer" : (leads(s) ? report.phase : s.stages.phase) || "";
+  byId("phase").textContent = !s.trainer.connected ? "no trainer" : (leads(s) ? report.phase : (s.stages.own || {}).phase) || "";
   const state = s.health.draining ? "draining" : !told.ready.ok ? "starting" : told.troubles.length ? "degraded" : "ready";
   announce(state, [...told.ready.reasons, ...told.troubles].join("; "));
 }
@@ -415,13 +415,13 @@ const RUNG_WORDS = { R0: "own journal", R1: "another crew", R2: "a neighbour's s
 const rungName = (rung) => (RUNG_WORDS[rung] ? `${rung}, ${RUNG_WORDS[rung]}` : rung);
 
 function crew(s) {
-  const { stages: c } = s, last = c.slots.length - 1;
-  byId("crew-card").hidden = !c.enabled;
+  const { stages } = s, { crew: c, own, streams } = stages, last = c.slots.length - 1;
+  byId("crew-card").hidden = !stages.enabled;
   const names = Object.fromEntries(s.swarm.rows.map((row) => [row.peer, row.name]));
   const others = c.offers === 1 ? "1 other node offers" : `${c.offers} other nodes offer`;
   byId("crew-line").textContent = [
     CREW_WORDS[c.state] || c.state, c.standing_seconds > 1 ? `no step for ${duration(c.standing_seconds)}` : "",
-    `${others} to hold a stage`, c.slots.length ? "" : c.reason,
+    `${others} to hold a stage`, c.slots.length ? "" : stages.last_reason,
   ].filter(Boolean).join("; ") + ".";
   put(byId("crew"), ...c.slots.map((slot) => {
     const mine = slot.peer && slot.peer === s.node.peer;
@@ -434,21 +434,23 @@ function crew(s) {
       node("p", { class: "slot" }, SLOT_WORDS[slot.state] || slot.state),
       node("p", { class: "note" }, [known(slot.layers) ? `${slot.layers} ${slot.layers === 1 ? "layer" : "layers"}` : "", `step ${count(slot.step)}`].filter(Boolean).join(", ")));
   }));
-  const events = (...kinds) => kinds.map((kind) => [kind, c.events[kind] || 0]).filter(([, n]) => n).map(([kind, n]) => `${kind} ${count(n)}`).join(", ");
+  const events = (...kinds) => kinds.map((kind) => [kind, stages.events[kind] || 0]).filter(([, n]) => n).map(([kind, n]) => `${kind} ${count(n)}`).join(", ");
   facts("crew-facts", !c.slots.length ? [] : [
-    ["crew", c.crew ? `${c.crew.slice(0, 16)}…` : ""],
-    ["last recovery", known(c.last_recovery_seconds) ? `${c.last_recovery_seconds.toFixed(1)} s until it ran again` : "none yet"],
+    ["crew", c.id ? `${c.id.slice(0, 16)}…` : ""],
+    ["last recovery", known(c.recovery_seconds) ? `${c.recovery_seconds.toFixed(1)} s until it ran again` : "none yet"],
     ["members", events("suspected", "refuted", "broken", "blamed") || "nobody was suspected"],
-    ["between stages", Object.entries(c.bytes).map(([kind, ways]) => `${kind} ${bytes(ways.in)} in, ${bytes(ways.out)} out`).join("; ")],
-    ["dropped", Object.entries(c.dropped).filter(([, n]) => n).map(([reason, n]) => `${reason.replaceAll("_", " ")} ${count(n)}`).join(", ")],
+    ["between stages", byProtocol(streams).map(([kind, received, sent]) => `${kind} ${bytes(received)} in, ${bytes(sent)} out`).join("; ")],
+    ["dropped", Object.entries(own ? own.dropped : {}).filter(([, n]) => n).map(([reason, n]) => `${reason.replaceAll("_", " ")} ${count(n)}`).join(", ")],
   ]);
   facts("stage-facts", !known(c.stage) ? [] : [
-    ["our stage", `${c.stage}, ${c.phase || "not there yet"}, step ${count(c.step)}`],
-    ["came from", c.rung ? `${rungName(c.rung)}${known(c.rung_seconds) ? `, in ${c.rung_seconds.toFixed(1)} s` : ""}` : "the base model, when the crew was founded"],
-    ["its shadow", known(c.shadow_step) ? `of step ${count(c.shadow_step)}, ${count(c.shadow_age_steps)} steps old` : c.slots.length > 1 ? "nobody has one yet" : ""],
-    ["probe", known(c.probe_kl) ? `${c.probe_kl.toPrecision(2)} nats per token between before and after` : ""],
-    ["speed", [c.phase && known(c.tokens_per_second) ? `${count(c.tokens_per_second)} tokens/s` : "", waits(c)].filter(Boolean).join(", ")],
-    ["failed", c.phase === "failed" ? c.reason : ""],
+    ["our stage", own ? `${c.stage}, ${own.phase}, step ${count(own.step)}` : `${c.stage}, not there yet`],
+    ...(own ? [
+      ["came from", own.rung ? `${rungName(own.rung)}${known(own.rung_seconds) ? `, in ${own.rung_seconds.toFixed(1)} s` : ""}` : "the base model, when the crew was founded"],
+      ["its shadow", known(own.shadow_step) ? `of step ${count(own.shadow_step)}, ${count(own.shadow_age_steps)} steps old` : c.slots.length > 1 ? "nobody has one yet" : ""],
+      ["probe", known(own.probe_kl) ? `${own.probe_kl.toPrecision(2)} nats per token between before and after` : ""],
+      ["speed", [known(own.tokens_per_second) ? `${count(own.tokens_per_second)} tokens/s` : "", waits(own)].filter(Boolean).join(", ")],
+      ["failed", own.phase === "failed" ? own.reason : ""],
+    ] : []),
   ]);
 }
 

@@ -173,10 +173,9 @@ class StageRecovery:
         self._holders = holders
 
     def facts(self, step: int) -> dict[str, int]:
-        peer = self._peer
-        kept = peer.statistics().kept if peer is not None else {}
-        if not kept:
-            return {}
+        kept = self._peer.statistics().kept if self._peer is not None else {}
+        if not kept:  # its loss would cost all steps; in a crew of one nobody is there to keep a copy
+            return {"shadow_age_steps": step} if self._holders else {}
         newest = max(kept.values())
         return {"shadow_step": newest, "shadow_age_steps": max(0, step - newest)}
 

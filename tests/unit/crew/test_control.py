@@ -9,7 +9,7 @@ import pytest
 from swarmnode.crew import events as ev
 from swarmnode.crew import local
 from swarmnode.crew import messages as m
-from swarmnode.crew.control import Means, Phase, State, advance
+from swarmnode.crew.control import CrewStatistics, Means, Phase, SlotStatistics, State, advance, statistics
 from swarmnode.crew.plan import Capacity, ModelCost, Part
 from swarmnode.crew.record import NO_HASH, Copy, Founded, Member, Record, Signed, Taken, crew_id, member_bytes
 from tests.support.crew_trainer import named_keys
@@ -75,6 +75,21 @@ def test_a_record_that_names_us_is_signed_joined_prepared_and_run():
     kinds = [type(message).__name__ for message in node.told()]
     assert kinds == ["Assigned", "Resumed"]
     assert (node.told()[0].stage, node.told()[0].members) == (1, ("a", "b"))
+
+
+def test_what_is_shown_of_a_crew_and_of_none():
+    node = Node()
+    node.answers("c", m.Offer(MODEL, 1.0, 1.0, 0.0))
+    assert statistics(node.state, node.now, SETTINGS) == CrewStatistics(offers=1)
+    node = running(step=0)
+    node.does(ev.TrainerStatus(local.StageStatus(node.state.crew.id, 1, "active", 3)))
+    shown = statistics(node.state, node.now, SETTINGS)
+    assert (shown.state, shown.id, shown.stage, shown.standing_seconds) == ("running", node.state.crew.id.hex(), 1, 0.0)
+    assert shown.slots == (SlotStatistics(0, "a", "active", 0, 1), SlotStatistics(1, "b", "active", 3, 1))
+    node.does(ev.PeerGone("a"))
+    node.now += 2.0
+    shown = statistics(node.state, node.now, SETTINGS)
+    assert (shown.state, [slot.state for slot in shown.slots], shown.standing_seconds) == ("paused", ["suspect", "active"], 2.0)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,10 @@ from itertools import pairwise
 
 import msgspec
 
-from swarmnode.observe.health import MAX_LOOP_SILENCE, alive, ready, troubles
+from swarmnode.crew.control import CrewStatistics
+from swarmnode.crew.service import StagesStatistics
+from swarmnode.link.messages import Report
+from swarmnode.observe.health import MAX_LOOP_SILENCE, alive, policy_loaded, ready, troubles
 from swarmnode.observe.history import History
 from swarmnode.observe.snapshot import Health, NodeInfo, NodeSnapshot
 from swarmnode.observe.watch import DiskStatistics, TrainerStatistics
@@ -146,28 +149,45 @@ def test_history_starts_over_when_the_clock_jumps_back() -> None:
 
 
 def test_a_crew_that_stands_still_or_lost_its_stage_is_said() -> None:
-    def said(**fields: object) -> list[str]:
-        return troubles(replace(example(), stages=replace(example().stages, **fields)))
+    stages = example().stages
 
-    assert said(standing_seconds=30.0) == []
-    assert said(standing_seconds=31.0, state="preparing") == ["the crew has taken no step for 31 s"]
-    assert said(phase="failed", reason="gate: KL 0.4") == ["this node's stage could not be restored: gate: KL 0.4"]
+    def said(changed: StagesStatistics) -> list[str]:
+        return troubles(replace(example(), stages=changed))
+
+    assert said(replace(stages, crew=replace(stages.crew, standing_seconds=30.0))) == []
+    standing = replace(stages.crew, standing_seconds=31.0, state="preparing")
+    assert said(replace(stages, crew=standing)) == ["the crew has taken no step for 31 s"]
+    failed = replace(stages.own, phase="failed", reason="gate: KL 0.4")
+    assert said(replace(stages, own=failed)) == ["this node's stage could not be restored: gate: KL 0.4"]
 
 
 def test_a_node_that_needs_a_crew_says_what_it_waits_for() -> None:
-    def said(**fields: object) -> list[str]:
-        health = Health(network_ready=True, policy_loaded=False)
-        return ready(replace(example(), health=health, stages=replace(example().stages, **fields))).reasons
+    stages = example().stages
 
-    assert said(stage=None, phase="") == ["waits for others to hold the policy with"]
-    assert said(phase="loading") == ["its stage is not loaded yet"]
-    assert said(enabled=False) == ["policy not loaded yet"]
+    def said(changed: StagesStatistics) -> list[str]:
+        health = Health(network_ready=True, policy_loaded=False)
+        return ready(replace(example(), health=health, stages=changed)).reasons
+
+    assert said(replace(stages, crew=CrewStatistics(), own=None)) == ["waits for others to hold the policy with"]
+    assert said(replace(stages, own=replace(stages.own, phase="loading"))) == ["its stage is not loaded yet"]
+    assert said(replace(stages, enabled=False)) == ["policy not loaded yet"]
+
+
+def test_a_node_has_the_policy_once_its_stage_is_there_and_a_lone_one_when_its_trainer_says_so() -> None:
+    stages, alone = example().stages, StagesStatistics()
+    assert policy_loaded(None, stages)  # only the head reports
+    assert policy_loaded(None, replace(stages, own=replace(stages.own, phase="probation")))
+    assert not policy_loaded(Report(phase="generating"), replace(stages, own=replace(stages.own, phase="loading")))
+    assert not policy_loaded(Report(phase="generating"), replace(stages, own=None))  # it was a head, and its crew is gone
+    assert policy_loaded(Report(phase="generating"), alone)
+    assert not policy_loaded(Report(phase="loading"), alone)
+    assert not policy_loaded(None, alone)
 
 
 def test_a_member_that_is_not_the_head_has_nothing_to_report() -> None:
     silent = replace(example(), trainer=replace(example().trainer, age_seconds=500.0))
     assert troubles(silent) == ["the trainer has reported nothing for 500 s"]
-    assert troubles(replace(silent, stages=replace(silent.stages, stage=1))) == []
+    assert troubles(replace(silent, stages=replace(silent.stages, crew=replace(silent.stages.crew, stage=1)))) == []
     assert troubles(replace(silent, stages=replace(silent.stages, enabled=False))) == ["the trainer has reported nothing for 500 s"]
 
 

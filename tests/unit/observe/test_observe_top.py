@@ -10,10 +10,11 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from swarmnode.crew.service import StagesStatistics
 from swarmnode.errors import Unavailable
 from swarmnode.observe.history import History
 from swarmnode.observe.http import status_json
-from swarmnode.observe.snapshot import NodeSnapshot, StagesView
+from swarmnode.observe.snapshot import NodeSnapshot
 from swarmnode.observe.top import fetch, render, sparkline, status_command
 from tests.support.snapshots import PEERS, example, example_at
 
@@ -59,9 +60,11 @@ def test_shows_what_a_person_wants_to_know() -> None:
 
 def test_shows_the_crew_in_the_order_of_its_stages_and_what_peers_claim() -> None:
     s = example()
-    slots = [*s.stages.slots[:2], msgspec.structs.replace(s.stages.slots[2], state="absent"), s.stages.slots[3]]
-    crew = msgspec.structs.replace(s.stages, state="paused", slots=slots, standing_seconds=42.0)
-    shown = drawn(msgspec.structs.replace(s, stages=crew), styles=False)
+    slots = list(s.stages.crew.slots)
+    slots[2] = msgspec.structs.replace(slots[2], state="absent")
+    crew = msgspec.structs.replace(s.stages.crew, state="paused", slots=tuple(slots), standing_seconds=42.0)
+    with_crew = lambda crew: msgspec.structs.replace(s, stages=msgspec.structs.replace(s.stages, crew=crew))
+    shown = drawn(with_crew(crew), styles=False)
     for expected in ("crew paused · standing still for 42 s · recovered in 6.4 s · rung R2", "shadow 10 steps old"):
         assert expected in shown
     lines = [line.split() for line in shown.splitlines()]
@@ -72,8 +75,8 @@ def test_shows_the_crew_in_the_order_of_its_stages_and_what_peers_claim() -> Non
     ]  # fmt: skip
     for expected in ("4 peers tell of themselves (claimed), median held-out 0.567", "attic", "Küche 2", "0.624"):
         assert expected in shown
-    assert "in no crew; 1 other would hold a stage" in drawn(msgspec.structs.replace(s, stages=msgspec.structs.replace(crew, slots=[])))
-    assert "crew" not in drawn(msgspec.structs.replace(s, stages=StagesView()))
+    assert "in no crew; 1 other would hold a stage" in drawn(with_crew(msgspec.structs.replace(crew, slots=())))
+    assert "crew" not in drawn(msgspec.structs.replace(s, stages=StagesStatistics()))
 
 
 def test_a_node_of_the_release_before_is_drawn_too() -> None:
