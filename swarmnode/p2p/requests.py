@@ -81,7 +81,7 @@ class Libp2pRequests:
                     if not urgent:
                         await slots.enter_async_context(self._slots.turn(peer))
                     slots.enter_context(self._counted())
-                    response, _ = await converse(self._host, peer, protocol, ask, deadline=late - trio.current_time())
+                    response, _ = await converse(self._host, peer, protocol, ask, deadline=max(late - trio.current_time(), 0.0))
                     self._outcomes[protocol]["ok"] += 1
                     return response
             raise PeerTimeout(f"{peer} did not answer {protocol} within {deadline:g} s")

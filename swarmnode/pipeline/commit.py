@@ -257,6 +257,11 @@ class Coordinator:
         """Stages that have not acknowledged the present attempt."""
         return frozenset(range(self.stages)) - self._norms.keys()
 
+    @property
+    def unfinished(self) -> frozenset[int]:
+        """Stages that have not said that they took the step of the present attempt."""
+        return frozenset(range(self.stages)) - self._done
+
     def give_up(self, reason: RefusalReason) -> Decided | None:
         """Abort, where nothing is decided yet."""
         return self._decide(reason) if self._open else None

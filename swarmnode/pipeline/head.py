@@ -205,7 +205,8 @@ class Head(StageWorker):
 
     async def handle(self, sender: int, frame: Frame, body: bytes) -> None:
         tail = self.stages - 1
-        self._extend()
+        if self._is_progress(sender, frame):
+            self._extend()
         match frame:
             case frames.Tokens() if sender == tail:
                 self._tokens(frame, body)
@@ -258,8 +259,18 @@ class Head(StageWorker):
         self._patience = deadline.scope
         return deadline
 
+    def _is_progress(self, sender: int, frame: Frame) -> bool:
+        """Whether `frame` is more than a stage's question, asked once more, what was decided: that comes as long as nothing is."""
+        match frame:
+            case frames.Acknowledge():
+                return sender in self.coordinator.silent
+            case frames.Done():
+                return sender in self.coordinator.unfinished
+            case _:
+                return True
+
     def _extend(self) -> None:
-        """Something arrived: a slow crew is waited for, one that says nothing is not."""
+        """Work arrived: a slow crew is waited for, one that says nothing is not."""
         until = trio.current_time() + self.seconds
         if self._patience is not None:
             self._patience.deadline = until

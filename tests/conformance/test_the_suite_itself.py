@@ -1,5 +1,6 @@
 """A group of tests that has to run and was skipped fails the run: otherwise a tool that is not installed is silent."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -26,7 +27,8 @@ def suite(tmp_path):
 
     def run(*options):
         command = [sys.executable, "-m", "pytest", *options]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        alone = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # what the run around it was given
+        return subprocess.run(command, cwd=tmp_path, env=alone, capture_output=True, text=True, timeout=60)
 
     return run
 
