@@ -66,6 +66,15 @@ async def test_a_peer_that_never_answers_costs_the_deadline_and_nothing_else(tmp
         assert streams(client, server.peer_id) <= 1
 
 
+async def test_a_request_that_is_too_late_before_it_begins_is_a_timeout(tmp_path):
+    """A turn may come in the moment in which the deadline passes."""
+    async with hosts(tmp_path, 2) as (server, client):
+        server.requests.serve(ECHO, echo, **LIMITS)
+        for urgent in (True, False):
+            with pytest.raises(PeerTimeout):
+                await client.requests.request(server.peer_id, ECHO, b"late", deadline=0.0, max_response_bytes=100, urgent=urgent)
+
+
 async def test_a_peer_of_the_release_before_is_asked_again_by_the_older_ordinal(tmp_path):
     """Protocol 00, section 7: a peer that speaks only the older ordinal says so at once, and the connection stays."""
     newer, older = "/test/echo/2", ECHO
