@@ -1,4 +1,4 @@
-"""What each rung of the ladder costs a crew of four: python -m benchmarks.recovery (a few minutes on two cores).
+"""What each source of a lost stage costs a crew of four: python -m benchmarks.recovery (a few minutes on two cores).
 
 A Llama of random weights, each layer a function of its own, is the hard case for synthesis: neighbours know nothing of what was lost. All
 members, streams and files are real, in one process. KL and NLL are the gate's, of the newest step's micro-batches; a stage is healed with
@@ -27,13 +27,13 @@ from tests.support.lost_stages import Fleet, quiet
 
 STEPS, AGE, ROWS, LOST = 12, 8, 24, 1
 CFG = TrainingConfig(per_device_train_tokens=64, weight_decay=0.0)
-BASE = RecoverySettings(shadow_every=10**6, gate_kl=1e9, gate_nll=1e9, seconds=60.0)
+BASE = RecoverySettings(snapshot_every=10**6, gate_kl=1e9, gate_nll=1e9, seconds=60.0)
 WAYS = {  # name → (settings, whether the node's disk is left)
     "R0 journal": (BASE, True),
-    "R2 shadow of the last step, exact": (replace(BASE, shadow_every=1), False),
-    "R2 shadow of the last step, small": (replace(BASE, shadow_every=1, exact_bytes=0), False),
-    f"R2 shadow {STEPS - AGE} steps old, exact": (replace(BASE, shadow_every=AGE), False),
-    f"R2 shadow {STEPS - AGE} steps old, small": (replace(BASE, shadow_every=AGE, exact_bytes=0), False),
+    "R2 shadow of the last step, exact": (replace(BASE, snapshot_every=1), False),
+    "R2 shadow of the last step, small": (replace(BASE, snapshot_every=1, exact_bytes=0), False),
+    f"R2 shadow {STEPS - AGE} steps old, exact": (replace(BASE, snapshot_every=AGE), False),
+    f"R2 shadow {STEPS - AGE} steps old, small": (replace(BASE, snapshot_every=AGE, exact_bytes=0), False),
     "R4 identity": (replace(BASE, synthesis="identity"), False),
     "R4 uniform": (replace(BASE, synthesis="uniform"), False),
     "R4 checkfree": (BASE, False),

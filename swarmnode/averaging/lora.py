@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from swarmnode.config import Config
+from swarmnode.config import LoraSettings, WeightsConfig
 
 RESIDUAL_LIMIT = 0.01
 A_SEED = 0
@@ -25,9 +25,9 @@ A_SEED = 0
 A_MARK, B_MARK = ".lora_A.", ".lora_B."
 
 
-def shares_a(config: Config) -> bool:
+def shares_a(lora: LoraSettings, weights: WeightsConfig) -> bool:
     """Whether a node so configured freezes its adapters' A at the shared values."""
-    return config.policy.lora.r > 0 and config.weights.rule != "off" and config.weights.lora_a == "shared"
+    return lora.r > 0 and weights.rule != "off" and weights.lora_a == "shared"
 
 
 @dataclass(frozen=True)

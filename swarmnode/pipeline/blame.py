@@ -23,7 +23,7 @@ ABSURD: Final = 1e4
 
 
 class Blame:
-    """Of a crew of `stages`, at its head."""
+    """Counts for a crew of `stages`, at its head."""
 
     def __init__(self, stages: int) -> None:
         self._spoilt = [0] * stages

@@ -6,7 +6,7 @@
     stage:   optimizer step, done ──▶ head      abort: gradients are dropped, weights stay
 
 The head takes its own step when it hears the first `done`. So "somebody else has taken it" is true whenever the head has, and when a head
-dies the survivors can decide alone (`settling`): a step that any of them took is taken by all who prepared it, one that nobody took is
+dies the survivors can decide alone (`Stage.follow`): a step that any of them took is taken by all who prepared it, one that nobody took is
 dropped. Attempts number the tries of one step; messages of a lower attempt are the past. Every message may come twice.
 """
 
@@ -193,7 +193,7 @@ class Decided:
     attempt: int
     refused: RefusalReason | None
     squared_norm: float
-    """Of the whole policy; 0 for an abort."""
+    """The whole policy's; 0 for an abort."""
     stages: tuple[int, ...]
 
 
@@ -282,7 +282,7 @@ class Coordinator:
         return self.stages == 1
 
     @property
-    def settled(self) -> bool:
+    def resolved(self) -> bool:
         """Whether every stage has taken the step that was decided."""
         return len(self._done) == self.stages
 

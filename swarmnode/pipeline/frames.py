@@ -157,13 +157,13 @@ class Acknowledge(Header, frozen=True, tag="acknowledge"):
     attempt: int
     refused: RefusalReason | None
     squared_norm: float
-    """Of this stage's raw gradient, before any clipping; of a tied embedding only the head counts it."""
+    """This stage's raw gradient's, before any clipping; only the head counts a tied embedding."""
 
 
 class Commit(Header, frozen=True, tag="commit"):
     attempt: int
     norm: float
-    """Of the whole policy's raw gradient."""
+    """The whole policy's raw gradient's."""
     clip: float
     learning_rate: float
 
@@ -208,7 +208,7 @@ def int8_block(hidden: int) -> int:
 
 
 def activation_bytes(codec: ActivationCodec, rows: int, hidden: int) -> int:
-    """Of (rows, hidden) values, exactly."""
+    """How long (rows, hidden) values are, exactly."""
     if codec == "int8":
         return rows * hidden + 4 * rows * (hidden // int8_block(hidden))
     return rows * hidden * (4 if codec == "float32" else 2)

@@ -180,7 +180,7 @@ class Head(StageWorker):
                 else:
                     for stage in range(self.stages):
                         self.links.send(stage, frames.Propose(self.place, attempt, tuple(sorted(pieces))))
-                await self._until(lambda: self._decided is not None and (self._decided.refused is not None or self.coordinator.settled))
+                await self._until(lambda: self._decided is not None and (self._decided.refused is not None or self.coordinator.resolved))
         except PeerError as error:
             if isinstance(error, PeerTimeout):
                 self._judge(self._blame.silent(self.coordinator.silent))
@@ -188,7 +188,7 @@ class Head(StageWorker):
             if not isinstance(error, PeerTimeout):
                 raise
         decided = self._decided
-        if decided is not None and decided.refused is None and not self.coordinator.settled:
+        if decided is not None and decided.refused is None and not self.coordinator.resolved:
             raise PeerTimeout("a stage has not said that it took the step which was decided")
         if decided is None or decided.refused is not None:
             return StepResult(refused=decided.refused if decided else "timeout")

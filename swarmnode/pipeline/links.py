@@ -25,7 +25,7 @@ from swarmnode.pipeline.frames import CHUNK_BYTES, Frame, FrameLimits, pack_fram
 INBOX: Final = 64
 """Frames received and not yet handled, all neighbours together."""
 INBOX_BYTES: Final = 64 * 2**20
-"""Of their bodies; one frame of each neighbour may be on its way beyond that."""
+"""Their bodies, at most; one frame of each neighbour may be on its way beyond that."""
 OUTBOX: Final = 4096
 """Frames to one neighbour, queued: far more than a crew has in flight. The stream of a neighbour that lets it fill up is ended."""
 OUTBOX_BYTES: Final = 64 * 2**20

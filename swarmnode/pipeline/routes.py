@@ -47,7 +47,7 @@ def swapped(stages: int) -> Route:
 
 
 class Routes:
-    """Of one crew. `swap` makes it a swapped run; raises Refused then for fewer than four stages."""
+    """The routes of one crew. `swap` makes it a swapped run; raises Refused then for fewer than four stages."""
 
     def __init__(self, stages: int, swap: bool) -> None:
         self._plain = plain(stages)

@@ -40,7 +40,7 @@ class RuntimeStatistics:
     sessions: int
     cache_bytes: int
     tokens: int
-    """That went forward: in training, for scores, in prompts and one by one."""
+    """Tokens that were run forward: in training, for scores, in prompts and one by one."""
 
 
 class StageRuntime:

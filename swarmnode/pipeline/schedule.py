@@ -48,7 +48,7 @@ class Schedule:
     def statistics(self) -> ScheduleStatistics:
         return ScheduleStatistics(len(self._forwards), len(self._in_flight), self._refused)
 
-    def forward_came(self, micro_batch: Visit, limit: Limit | None = None) -> bool:
+    def forward_arrived(self, micro_batch: Visit, limit: Limit | None = None) -> bool:
         """False, and nothing changes, where it came before in this step."""
         if micro_batch in self._seen:
             self._refused += 1
@@ -57,7 +57,7 @@ class Schedule:
         self._forwards.append((micro_batch, limit or self._default))
         return True
 
-    def backward_came(self, micro_batch: Visit) -> bool:
+    def backward_arrived(self, micro_batch: Visit) -> bool:
         """False, and nothing changes, where no such micro-batch waits for its gradient."""
         if micro_batch not in self._in_flight or micro_batch in self._backwards:
             self._refused += 1

@@ -48,7 +48,7 @@ class Session:
 class SessionStatistics:
     sessions: int
     bytes: int
-    """Of keys and values."""
+    """Keys and values together."""
 
 
 class Sessions:

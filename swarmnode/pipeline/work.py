@@ -33,7 +33,7 @@ class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weights: bytes
     """f32 per completion."""
     normalizer: float
-    """Of the whole batch, > 0."""
+    """The whole batch's, > 0."""
     loss_type: Literal["dapo", "grpo", "dr_grpo"]
     epsilon: float
     epsilon_high: float
@@ -83,7 +83,7 @@ class Questions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """0 is greedy."""
     top_p: float
     seed: int
-    """Of the wave: a token is drawn by (seed, position, completion), so that beginning again draws the same."""
+    """The wave's: a token is drawn by (seed, position, completion), so that beginning again draws the same."""
 
 
 def read_micro_batch(data: bytes, rows: int, limits: FrameLimits, purpose: str) -> MicroBatch:

@@ -85,7 +85,7 @@ class Kept:
 
     route: Route
     hop: int
-    """Of the route: which of its visits this is."""
+    """Which visit of the route this is."""
     work: MicroBatch
     about: bytes
     batch: Batch
@@ -103,7 +103,7 @@ class WorkerStatistics:
     refused: dict[str, int]
     """Frames that passed their header and then were not what they said, by reason."""
     squared_norm: float
-    """Of its layers' last raw gradient, before clipping: what CheckFree weights this stage by."""
+    """Its layers' last raw gradient's, before clipping: CheckFree weights this stage by it."""
 
 
 class StageWorker:
@@ -281,7 +281,7 @@ class StageWorker:
                 if kept is None or kept.work.rows != frame.rows:
                     raise BadMessage("shape", "not a gradient that is waited for")
                 gradient = decode(body, frame.rows, self.runtime.hidden_size, frame.codec)
-                if self._schedule.backward_came((frame.micro_batch, hop)):
+                if self._schedule.backward_arrived((frame.micro_batch, hop)):
                     kept.gradient = gradient.to(self.runtime.device)
             case frames.Prefill() if before:
                 await self._prefill(frame, body)
@@ -320,7 +320,7 @@ class StageWorker:
         kept = Kept(route, hop, work, about, batch_of(work, self.runtime.device), x)
         if frame.purpose == "score":
             await self._score(frame.micro_batch, kept)
-        elif self.participant.may_accumulate(frame.micro_batch) and self._schedule.forward_came(
+        elif self.participant.may_accumulate(frame.micro_batch) and self._schedule.forward_arrived(
             (frame.micro_batch, hop), self._limit(kept)
         ):
             self._kept[frame.micro_batch, hop] = kept
@@ -481,7 +481,7 @@ class StageWorker:
 
     @property
     def _other_end(self) -> int:
-        """Of a tied embedding."""
+        """The stage that holds the tied embedding, too."""
         return self.stages - 1 if self.index == 0 else 0
 
     def _other_half(self, frame: frames.Embedding, body: bytes) -> None:

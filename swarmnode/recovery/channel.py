@@ -70,7 +70,7 @@ class _Call:
     """Somebody waits for the answer to a request."""
 
     size: Callable[[m.Have], int]
-    """Of the answer. Raises BadMessage for one that was not asked for."""
+    """How long the answer must be. Raises BadMessage for one that was not asked for."""
     done: trio.Event = field(default_factory=trio.Event)
     answer: Answer | Exception | None = None
 
@@ -108,7 +108,7 @@ class Channel(ABC):
         self._incoming: dict[tuple[int, bool, int], _Incoming] = {}
         self._serving: Counter[int] = Counter()
         self._storing: set[int] = set()
-        """Stages whose shadow has come and is being stored."""
+        """Stages whose snapshot has come and is being stored."""
         self._number = 0
         self._refused: Counter[str] = Counter()
         self._blame: Counter[int] = Counter()
@@ -164,7 +164,7 @@ class Channel(ABC):
 
     @abstractmethod
     def keeps(self, stage: int) -> None:
-        """It wants our next shadow."""
+        """It wants our next snapshot."""
 
     # Sending.
 
@@ -181,7 +181,7 @@ class Channel(ABC):
         return stage in self._outboxes and any(out.push and out.have.what == what for out in self._outboxes[stage].transfers)
 
     def snapshots_coming(self) -> set[int]:
-        """Stages whose shadow is on its way to us."""
+        """Stages whose snapshot is on its way to us."""
         return {stage for (stage, answer, _), incoming in self._incoming.items() if not answer and incoming.have.what == "shadow"}
 
     def push(self, stage: int, have: m.Have, body: bytes) -> None:
@@ -310,7 +310,7 @@ class Channel(ABC):
             reason = error.reason
             self._refused[reason] += 1
         except (trio.BrokenResourceError, trio.ClosedResourceError):
-            pass  # said to whoever waits
+            pass  # whoever waits is told by `_lose`
         self._lose(stage, reason)
         await trio.aclose_forcefully(stream)
 
@@ -345,8 +345,8 @@ class Channel(ABC):
                 self._answered(stage, message.request, message)
             case m.Lack():
                 loading = message.reason == "loading"
-                said = f"stage {stage}: {message.reason}"
-                error = Loading(said) if loading else Incompatible(said) if message.reason == "failed" else PeerError(said)
+                why = f"stage {stage}: {message.reason}"
+                error = Loading(why) if loading else Incompatible(why) if message.reason == "failed" else PeerError(why)
                 self._answered(stage, message.request, error)
             case m.Ask():
                 self.send(stage, self.holds(stage, message.request))
@@ -372,7 +372,7 @@ class Channel(ABC):
                 raise BadMessage("bounds", "too many transfers at once")
             if call is None and have.what == "shadow":  # as large as a stage: there is room for one of each neighbour
                 if stage in self.snapshots_coming():
-                    raise BadMessage("bounds", "two shadows at once")
+                    raise BadMessage("bounds", "two snapshots at once")
                 if stage in self._storing:
                     self.lack(stage, have.request, "busy")
                     return

@@ -56,14 +56,14 @@ def pairs_of(
     """
     spec = runtime.spec
     number = lambda item: (item.step, item.micro_batch)  # a new roster counts micro-batches anew
-    came = {number(edge): edge for edge in edges if edge.target == spec.index}
-    went: dict[tuple[int, int], Edge | Probe] = {number(edge): edge for edge in edges if edge.source == spec.index}
+    inputs = {number(edge): edge for edge in edges if edge.target == spec.index}
+    outputs: dict[tuple[int, int], Edge | Probe] = {number(edge): edge for edge in edges if edge.source == spec.index}
     if spec.has_head:
-        went = {number(probe): probe for probe in probes}
+        outputs = {number(probe): probe for probe in probes}
     judges = {number(probe) for probe in probes[-judged:]}
     out = []
-    for key, after in sorted(went.items(), key=lambda item: item[0]):
-        before = came.get(key)
+    for key, after in sorted(outputs.items(), key=lambda item: item[0]):
+        before = inputs.get(key)
         if key in judges:
             continue
         if before is None and not spec.has_embedding:

@@ -175,7 +175,7 @@ class Found:
 
 
 def find_journals(directory: Path) -> list[Found]:
-    """Of every lineage, what can be read."""
+    """What can be read, of every lineage."""
     found = []
     for path in sorted(directory.glob(f"*/{FILE}")):
         try:

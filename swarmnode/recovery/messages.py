@@ -4,9 +4,9 @@
 
     Ask ──▶ Holds                         what is there for the asker's stage
     Want ──▶ Have, Chunk … | Lack         one of SERVED
-    Have, Chunk … ──▶ Kept | Lack         pushed: a shadow, an end's copy, probes
+    Have, Chunk … ──▶ Kept | Lack         pushed: a snapshot, an end's copy, probes
     Have, Chunk … ──▶ Have, Chunk … | Lack    `run`: activations in, activations or log-probabilities out
-    Keep ──▶                              the next shadow is pushed to the sender, too
+    Keep ──▶                              the next snapshot is pushed to the sender, too
 
 How long a transfer is follows from the model, for the few things where it cannot it is capped; a `size` that differs is refused before
 memory is taken. No chunk is longer than 1 MiB, and what arrives is looked at only once its hash is the promised one.
@@ -31,9 +31,9 @@ STATE_REASONS: Final = ("oversize", "malformed", "schema", "bounds", "size", "ha
 """Every reason with which a state stream's messages and bodies raise BadMessage."""
 ROOT_BYTES: Final = 32
 FACTOR: Final = 2.0
-"""Of a stage's learning rate, at most: what a peer may make us train with."""
+"""A peer may make us train a stage with so many times the crew's learning rate, at most."""
 Form = Literal["exact", "small"]
-"""Of a shadow: float32 with AdamW's moments and counts, or bfloat16 without."""
+"""A snapshot is float32 with AdamW's moments and counts, or bfloat16 without."""
 What = Literal["shadow", "layers", "tied", "ends", "probes", "edges", "run", "ran"]
 Wanted = Literal["shadow", "layers", "tied", "ends", "probes", "edges"]
 LackReason = Literal["none", "loading", "refused", "busy", "failed"]
@@ -55,13 +55,13 @@ class Holds(StateMessage, frozen=True, tag="holds"):
     loaded: bool
     """The answering stage has its weights, and they are good."""
     rung: int | None
-    """It is being restored, and has a candidate of this rung, which is being judged; 6 while it has none."""
+    """It is being restored, and has a candidate of this kind (`sources.SourceKind`), which is being judged; 6 while it has none."""
     exhausted: bool
     """And nothing else left to try."""
     shadow: int | None
     """Committed steps in it."""
     root: bytes
-    """32 bytes, the shadow's; empty without one. Two neighbours that name the same need not be judged."""
+    """32 bytes, the snapshot's; empty without one. Two neighbours that name the same need not be judged."""
     hash: bytes
     """32 bytes: its step hash; empty without one."""
     ends: int | None
@@ -84,17 +84,17 @@ class Have(StateMessage, frozen=True, tag="have"):
     root: bytes
     """32 bytes, blake2b of all."""
     hash: bytes = b""
-    """32 bytes: the step hash of a shadow; empty of anything else."""
+    """32 bytes: the step hash of a snapshot; empty of anything else."""
     form: Form = "exact"
     codec: ActivationCodec = "float32"
-    """Of activations: `edges`, `run`, `ran`."""
+    """Activations are in it: `edges`, `run`, `ran`."""
     rows: int = 0
     about: int = 0
     """Bytes of the description before the activations of `run`."""
     squared_norm: float = 0.0
-    """Of the stage's last raw gradient over its layers: what CheckFree weights it by."""
+    """The stage's last raw gradient's over its layers: CheckFree weights it by this."""
     factor: float = 1.0
-    """Of its learning rate, to the crew's."""
+    """Its learning rate is the crew's times this."""
 
 
 class Chunk(StateMessage, frozen=True, tag="chunk"):
@@ -116,7 +116,7 @@ class Lack(StateMessage, frozen=True, tag="lack"):
 
 
 class Keep(StateMessage, frozen=True, tag="keep"):
-    """Push me your next shadow, too: I keep the whole policy."""
+    """Push me your next snapshot, too: I keep the whole policy."""
 
 
 Message = Ask | Holds | Want | Have | Chunk | Kept | Lack | Keep
@@ -153,7 +153,7 @@ def root_of(body: bytes | bytearray | memoryview) -> bytes:
 
 
 def state_bytes(layout: Layout, form: Form) -> int:
-    """Of a shadow: weights, first and second moments and a count for each tensor; or weights in two bytes each."""
+    """How long a snapshot is: weights, first and second moments and a count for each tensor; or weights in two bytes each."""
     return 12 * elements(layout) + 4 * len(layout) if form == "exact" else 2 * elements(layout)
 
 

@@ -2,8 +2,8 @@
 
     probes    at the tail: token ids and log-probabilities of then; it gives copies to its ring neighbours, so that they outlive any one
               of head and tail
-    edges     at every stage: activations as they came and as they went on. What came to stage i + 1 and what left stage i − 1 are what
-              a lost stage i has to turn into each other.
+    edges     at every stage: activations as they arrived and as they were sent on. What arrived at stage i + 1 and what left stage i − 1
+              are what a lost stage i has to turn into each other.
 
 Nothing is computed for it, and activations are kept as the bytes that travelled.
 """
@@ -31,9 +31,9 @@ from swarmnode.wire.tensors import pack_logprobs
 class _Pending:
     about: bytes
     source: int
-    came: bytes
+    arrived: bytes
     target: int | None = None
-    went: bytes = b""
+    sent: bytes = b""
     logprobs: bytes = b""
 
 
@@ -46,7 +46,7 @@ class RecorderStatistics:
 
 @dataclass
 class Recorder(Observer):
-    """Of stage `spec`. Swapped micro-batches are left out: what they say is not the policy's."""
+    """Remembers for stage `spec`. Swapped micro-batches are left out: they are not run as the policy is."""
 
     spec: StageSpec
     settings: RecoverySettings
@@ -72,19 +72,19 @@ class Recorder(Observer):
 
     def sent(self, micro_batch: int, receiver: int, body: bytes) -> None:
         if micro_batch in self._pending:
-            self._pending[micro_batch].target, self._pending[micro_batch].went = receiver, body
+            self._pending[micro_batch].target, self._pending[micro_batch].sent = receiver, body
             self._trim()
 
     def _trim(self) -> None:
         """A step may have a thousand micro-batches: no more of them is kept while it lasts than afterwards."""
         while len(self._pending) > self.settings.memory:
             del self._pending[next(iter(self._pending))]
-        size = sum(len(seen.came) + len(seen.went) for seen in self._pending.values())
+        size = sum(len(seen.arrived) + len(seen.sent) for seen in self._pending.values())
         for seen in self._pending.values():
             if size <= self.settings.pair_bytes:
                 return
-            size -= len(seen.came) + len(seen.went)
-            seen.came, seen.went, seen.target = b"", b"", None
+            size -= len(seen.arrived) + len(seen.sent)
+            seen.arrived, seen.sent, seen.target = b"", b"", None
 
     def learnt(self, micro_batch: int, logprobs: torch.Tensor) -> None:
         if micro_batch in self._pending:
@@ -96,10 +96,10 @@ class Recorder(Observer):
             rows = strict.decode(seen.about, MicroBatch).rows
             if seen.logprobs:
                 self.probes.append(Probe(number, step, rows, seen.about, seen.logprobs))
-            if seen.came:
-                self.edges.append(Edge(number, step, seen.source, self.spec.index, rows, seen.about, seen.came))
+            if seen.arrived:
+                self.edges.append(Edge(number, step, seen.source, self.spec.index, rows, seen.about, seen.arrived))
             if seen.target is not None:
-                self.edges.append(Edge(number, step, self.spec.index, seen.target, rows, seen.about, seen.went))
+                self.edges.append(Edge(number, step, self.spec.index, seen.target, rows, seen.about, seen.sent))
         self._pending.clear()
         del self.probes[: -self.settings.memory]
         while len(self.edges) > 2 * self.settings.memory or sum(len(edge.body) for edge in self.edges) > self.settings.pair_bytes:

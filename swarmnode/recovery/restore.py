@@ -1,11 +1,11 @@
-"""The whole of getting a lost stage back: ask everybody, climb down the ladder, judge, heal, and say what was done. Torch.
+"""The whole of getting a lost stage back: ask everybody, try the sources in order, judge, heal, and say what was done. Torch.
 
     loading      the best source that is left; what it gave is checked and put into the stage
     probation    the last micro-batches through all stages; a stage that is off is healed, or the next source is taken
     rejoin       `Restored.install` gives the new worker its optimizer, its learning rate and its norm
 
 Two stages may be restored at once: each is judged through the other's candidate. Where that fails, the one with the worse source goes on
-down its ladder, and the other waits for it; who comes to the end goes back to his best source and lets the other one try.
+to its next sources, and the other waits for it; who comes to the end goes back to his best source and lets the other one try.
 
 A source that does not fit this device is one that was not there: what it took is given back, and the next one is tried.
 """
@@ -41,7 +41,7 @@ from swarmnode.recovery.transfer import AGAIN_SECONDS, ASK_SECONDS, StatePeer
 T = TypeVar("T")
 Base = Callable[[], Tensors]
 """The stage that training began with, or under LoRA its untrained adapter, by the stage's own names. Raises LocalError."""
-Tell = Callable[[Literal["loading", "probation"], SourceKind], None]
+Notify = Callable[[Literal["loading", "probation"], SourceKind], None]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Replica:
 class Restored:
     """What was done, and what the new member needs; `install` it before it runs."""
 
-    rung: SourceKind
+    kind: SourceKind
     step: int | None
     """Committed steps in the weights; None where that cannot be said."""
     holder: int | None
@@ -97,17 +97,17 @@ class _Candidate:
 
 async def restore(
     peer: StatePeer, *, step: int, run: Run, hash: bytes = b"", journal: Journal | None = None, base: Base | None = None,
-    replica: Callable[[], Awaitable[Replica]] | None = None, tell: Tell = lambda phase, rung: None,
+    replica: Callable[[], Awaitable[Replica]] | None = None, notify: Notify = lambda phase, kind: None,
 ) -> Restored:  # fmt: skip
     """The stage `peer.runtime` as good as it can be had; `step` is how many the crew has committed, `hash` their step hash.
     `peer.run` must be running.
 
     Without a `base` there is no R3: a run from scratch has none that is worth anything.
 
-    Raises Refused where no rung is left (R6), with every rung's reason, and PeerError when a stage that is needed for judging is gone.
+    Raises Refused where no source is left (R6), with every source's reason, and PeerError when a stage that is needed for judging is gone.
     """
     settings, started = peer.settings, trio.current_time()
-    peer.phase, peer.rung, peer.restored, peer.exhausted = "empty", SourceKind.NONE, None, False
+    peer.phase, peer.kind, peer.restored, peer.exhausted = "empty", SourceKind.NONE, None, False
     holds = await _ask(peer)
     kept = {stage: holds[stage] for stage in ring(peer.spec.index, peer.spec.stages) if stage in holds}
     if hash:  # what is of the very step and has another hash is of another continuation
@@ -116,40 +116,40 @@ async def restore(
     found = Found(
         journal=journal.step if journal is not None else None,
         replica=replica is not None,
-        shadows={stage: h.shadow for stage, h in kept.items() if h.shadow is not None},
+        snapshots={stage: h.shadow for stage, h in kept.items() if h.shadow is not None},
         roots={stage: h.root for stage, h in kept.items() if h.shadow is not None},
         base=base is not None,
         alive=frozenset(stage for stage, h in holds.items() if h.loaded),
         ends=frozenset(stage for stage, h in holds.items() if h.ends is not None),
     )
-    ladder = RecoveryOrder(found, peer.spec, step, run, settings)
+    order = RecoveryOrder(found, peer.spec, step, run, settings)
     judged: set[tuple[SourceKind, int | None]] = set()
     load = lambda source: _load(source, peer, holds, step, run, journal, base, replica, judged)
-    return await _Recovery(peer, ladder, holds, await _probes(peer, holds), load, tell, started, judged).run()
+    return await _Recovery(peer, order, holds, await _probes(peer, holds), load, notify, started, judged).run()
 
 
 @dataclass
 class _Recovery:
-    """One way down the ladder."""
+    """One stage's way through its sources."""
 
     peer: StatePeer
-    ladder: RecoveryOrder
+    order: RecoveryOrder
     holds: Mapping[int, Holds]
     probes: list[Probe]
     load: Callable[[Source], Awaitable[_Candidate]]
-    tell: Tell
+    notify: Notify
     started: float
     judged: set[tuple[SourceKind, int | None]]
-    """(rung, holder) of what was in the stage and did not pass."""
+    """(kind, holder) of what was in the stage and did not pass."""
     first: Source | None = None
     """The best source that was there."""
 
     async def run(self) -> Restored:
         while True:
-            if rivals := self.ladder.rivals():
-                self.ladder.prefer(await self._better(rivals))
+            if rivals := self.order.rivals():
+                self.order.prefer(await self._better(rivals))
             try:
-                source = self.ladder.next()
+                source = self.order.next()
             except Refused:
                 got = await self._fitting(self.first, self._wait())
                 if got is None:
@@ -175,9 +175,9 @@ class _Recovery:
     def _drop(self, source: Source | None, why: str) -> None:
         """What is in the stage is nobody's."""
         peer = self.peer
-        peer.phase, peer.rung, peer.restored = "empty", SourceKind.NONE, None
+        peer.phase, peer.kind, peer.restored = "empty", SourceKind.NONE, None
         if source is not None:
-            self.ladder.refuse(source, why)
+            self.order.refuse(source, why)
 
     async def _better(self, rivals: tuple[Source, ...]) -> Source | None:
         """Each as it is, without healing; the one that the gate likes best. None where nothing can judge them, or none is left."""
@@ -185,46 +185,46 @@ class _Recovery:
         for source in rivals if self.probes else ():
             verdict = await self._fitting(source, self._look(source))
             if verdict is not None:
-                found.append((self.ladder.damage(verdict), source))
+                found.append((self.order.damage(verdict), source))
         return min(found, key=lambda one: one[0])[1] if found else None
 
     async def _look(self, source: Source) -> Verdict | None:
-        if await self._seat(source) is None:
+        if await self._put_in_stage(source) is None:
             return None
-        self.tell("probation", source.rung)
+        self.notify("probation", source.kind)
         return await self._judge(source, 0)
 
     async def _try(self, source: Source) -> Restored | None:
-        """None where it did not serve; the ladder knows why."""
+        """None where it did not serve; the order knows why."""
         peer, settings = self.peer, self.peer.settings
-        candidate = await self._seat(source)
+        candidate = await self._put_in_stage(source)
         if candidate is None:
             return None
-        self.tell("probation", source.rung)
+        self.notify("probation", source.kind)
         healings: list[Healing] = []
         while True:
             verdict = await self._judge(source, len(healings)) if self.probes else None
-            what = self.ladder.judge(source, verdict, len(healings))
+            what = self.order.judge(source, verdict, len(healings))
             if what == "rejoin":
                 return self._done(source, candidate, verdict, healings)
             healing = await _heal(peer, self.probes, settings) if what == "heal" else None
             if healing is None:
-                self.judged.add((source.rung, source.holder))
-                self._drop(source, _said(verdict, len(healings)))
+                self.judged.add((source.kind, source.holder))
+                self._drop(source, _refusal(verdict, len(healings)))
                 return None
             healings.append(healing)
             fresh = {name: host_copy(tensor) for name, tensor in trained(peer.runtime).items()}
             candidate = _Candidate(_without_moments(candidate.state, fresh, peer), _new_lr_scale(settings, candidate.lr_scale.factor))
             peer.restored = candidate.state
 
-    async def _seat(self, source: Source) -> _Candidate | None:
-        """What `source` gives, in the stage. None where it is not there or not what it said."""
+    async def _put_in_stage(self, source: Source) -> _Candidate | None:
+        """What `source` gives, in the stage. None where it is not there or not what it was said to be."""
         peer = self.peer
-        self.tell("loading", source.rung)
+        self.notify("loading", source.kind)
         try:
             candidate = await self.load(source)
             await peer.compute(lambda: load_weights(peer.runtime, candidate.state.weights))
-            peer.phase, peer.rung, peer.restored = "candidate", source.rung, candidate.state
+            peer.phase, peer.kind, peer.restored = "candidate", source.kind, candidate.state
             await _tie(peer, candidate, self.holds)
         except (PeerError, StateError, Unavailable, Refused, OSError) as error:
             self._drop(source, str(error))
@@ -238,10 +238,10 @@ class _Recovery:
         while True:
             unfinished = await self._unfinished()  # asked first: one that gets ready meanwhile may have spoilt the verdict before
             verdict = await judge(self.peer, self._judges())
-            if self.ladder.judge(source, verdict, healings) == "rejoin" or trio.current_time() >= until:
+            if self.order.judge(source, verdict, healings) == "rejoin" or trio.current_time() >= until:
                 return verdict
             others = [(h.rung, -stage) for stage, h in unfinished if h.rung is not None and not h.exhausted]
-            if not others or max(others) < (int(source.rung), -self.peer.spec.index):
+            if not others or max(others) < (int(source.kind), -self.peer.spec.index):
                 return verdict
             await trio.sleep(AGAIN_SECONDS)
 
@@ -250,13 +250,13 @@ class _Recovery:
         was, until that one has found a better. None where there is no other, or it did not help."""
         peer, source = self.peer, self.first
         until = trio.current_time() + peer.settings.seconds
-        if source is None or not await self._unfinished() or (candidate := await self._seat(source)) is None:
+        if source is None or not await self._unfinished() or (candidate := await self._put_in_stage(source)) is None:
             return None
         peer.exhausted = True
         while True:
             others = await self._unfinished()  # before the verdict, as in `_judge`
             verdict = await judge(peer, self._judges()) if self.probes else None
-            if self.ladder.judge(source, verdict, 0) == "rejoin":
+            if self.order.judge(source, verdict, 0) == "rejoin":
                 return self._done(source, candidate, verdict, [])
             if all(h.exhausted for _, h in others) or trio.current_time() >= until:
                 peer.phase = "empty"
@@ -271,10 +271,10 @@ class _Recovery:
         return self.probes[-self.peer.settings.probes :]
 
     def _done(self, source: Source, candidate: _Candidate, verdict: Verdict | None, healings: list[Healing]) -> Restored:
-        self.peer.phase, self.peer.rung, self.peer.exhausted = "whole", None, False
+        self.peer.phase, self.peer.kind, self.peer.exhausted = "whole", None, False
         return Restored(
-            source.rung, source.step, source.holder, trio.current_time() - self.started, verdict, tuple(healings),
-            tuple(self.ladder.tried), candidate.state, candidate.lr_scale, candidate.outer, candidate.rng,
+            source.kind, source.step, source.holder, trio.current_time() - self.started, verdict, tuple(healings),
+            tuple(self.order.tried), candidate.state, candidate.lr_scale, candidate.outer, candidate.rng,
         )  # fmt: skip
 
 
@@ -284,7 +284,7 @@ async def _load(
 ) -> _Candidate:  # fmt: skip
     """Raises PeerError, StateError, Unavailable, Refused, OSError where the source is not what it was said to be."""
     spec, settings = peer.spec, peer.settings
-    match source.rung:
+    match source.kind:
         case SourceKind.JOURNAL:
             assert journal is not None
             kept = await peer.compute(journal.read)
@@ -297,7 +297,7 @@ async def _load(
             assert source.holder is not None
             state = await peer.fetch_snapshot(source.holder, holds[source.holder].root)
             if state.step != source.step:
-                raise Incompatible(f"a shadow of step {state.step}, not {source.step}")
+                raise Incompatible(f"a snapshot of step {state.step}, not {source.step}")
             return _Candidate(state, LrScale(state.factor) if state.counts else _new_lr_scale(settings, state.factor))
         case SourceKind.BASE:
             assert base is not None
@@ -321,13 +321,13 @@ async def _last_adapter(
     peer: StatePeer, holds: Mapping[int, Holds], step: int, journal: Journal | None, judged: Set[tuple[SourceKind, int | None]],
     base: Tensors,
 ) -> StageState | None:  # fmt: skip
-    """The newest adapter of this stage of this crew up to `step`, however old: as a rung of its own it could not be had, and is asked for
+    """The newest adapter of this stage of this crew up to `step`, however old: as a source of its own it could not be had, and is asked for
     again. None where there is none that fits. Not one that was judged: it would not pass on the same base either, and an untrained may.
     """
     known = [(h.shadow, SourceKind.SNAPSHOT, stage) for stage, h in holds.items() if h.shadow is not None]
     here = [(journal.step, SourceKind.JOURNAL, None)] if journal is not None and journal.step is not None else []
-    for age, rung, holder in sorted([*here, *known], key=lambda one: -one[0]):
-        if age > step or (rung, holder) in judged:
+    for age, kind, holder in sorted([*here, *known], key=lambda one: -one[0]):
+        if age > step or (kind, holder) in judged:
             continue
         try:
             if holder is not None:
@@ -363,7 +363,7 @@ async def _tie(peer: StatePeer, candidate: _Candidate, holds: Mapping[int, Holds
 
 
 async def _ask(peer: StatePeer) -> dict[int, Holds]:
-    """Once every stage that answers knows whether it has its weights: one that is just taking its seat is no lost neighbour."""
+    """Once every stage that answers knows whether it has its weights: one that is just being assigned is no lost neighbour."""
     until = trio.current_time() + ASK_SECONDS
     while True:
         holds = await peer.ask()
@@ -413,7 +413,7 @@ def _new_lr_scale(settings: RecoverySettings, factor: float = 1.0) -> LrScale:
     return LrScale(factor, settings.warmup_steps)
 
 
-def _said(verdict: Verdict | None, healings: int) -> str:
+def _refusal(verdict: Verdict | None, healings: int) -> str:
     healed = f" after {healings} healings" if healings else ""
     if verdict is None:
         return "there is no probe to judge it by"

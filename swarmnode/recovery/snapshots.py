@@ -4,7 +4,7 @@
     SnapshotStore      the neighbours' states here, on disk, each with the hash it was sent with; our own, too, and on a node that keeps
                        the whole policy every stage's: what `swarmnode export` writes a policy from
 
-All stages copy after the same steps, so that shadows of two that are lost together are of one policy. With both neighbours of a ring
+All stages copy after the same steps, so that snapshots of two that are lost together are of one policy. With both neighbours of a ring
 holding one, any two stages of four may be lost at once.
 """
 
@@ -38,7 +38,7 @@ from swarmnode.weights.layout import Layout
 
 log = logging.getLogger(__name__)
 
-SHADOWS: Final = "shadows"
+SNAPSHOTS: Final = "shadows"
 """Below the trainer's directory: a directory for each crew."""
 OTHERS_EVERY: Final = 20
 """Steps between two looks at what is kept of other lineages."""
@@ -73,7 +73,7 @@ class PeerSnapshot:
 @dataclass(frozen=True)
 class StoreStatistics:
     steps: dict[int, int]
-    """Stage → committed steps in its shadow here."""
+    """Stage → committed steps in its snapshot here."""
     bytes: int
     damaged: int
     """Files that were not what they said, and are gone."""
@@ -93,9 +93,9 @@ class SnapshotStore:
         self._directory = directory / lineage.hex()
         self._about = dict(about)
         self._layouts = dict(layouts)
-        self._shadows: dict[int, PeerSnapshot] = {}
+        self._snapshots: dict[int, PeerSnapshot] = {}
         self._lock = threading.Lock()
-        """One file is written or read at a time, and `_shadows` says what is in it."""
+        """One file is written or read at a time, and `_snapshots` says what is in it."""
         self._damaged = 0
         self._ran = False
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -120,45 +120,45 @@ class SnapshotStore:
             log.warning("the snapshots of another lineage stay: %s", error)
 
     def statistics(self) -> StoreStatistics:
-        size = sum(state_bytes(self._layouts[stage], shadow.form) for stage, shadow in self._shadows.items())
-        return StoreStatistics({stage: shadow.step for stage, shadow in self._shadows.items()}, size, self._damaged)
+        size = sum(state_bytes(self._layouts[stage], snapshot.form) for stage, snapshot in self._snapshots.items())
+        return StoreStatistics({stage: snapshot.step for stage, snapshot in self._snapshots.items()}, size, self._damaged)
 
     @property
     def stages(self) -> frozenset[int]:
-        """That are kept here."""
+        """Those that are kept here."""
         return frozenset(self._layouts)
 
     def get(self, stage: int) -> PeerSnapshot | None:
-        return self._shadows.get(stage)
+        return self._snapshots.get(stage)
 
     def put(self, stage: int, have: Have, body: bytearray) -> None:
-        """Stores a shadow of `stage`, unless a newer one is here; in any thread.
+        """Stores a snapshot of `stage`, unless a newer one is here; in any thread.
 
         Raises BadMessage: bounds, size, hash; OSError for the disk.
         """
         layout = self._layouts.get(stage)
         if layout is None:
-            raise BadMessage("bounds", f"no shadow of stage {stage} belongs here")
+            raise BadMessage("bounds", f"no snapshot of stage {stage} belongs here")
         if len(body) != state_bytes(layout, have.form):
-            raise BadMessage("size", f"{len(body)} bytes of a shadow of {state_bytes(layout, have.form)}")
+            raise BadMessage("size", f"{len(body)} bytes of a snapshot of {state_bytes(layout, have.form)}")
         if root_of(body) != have.root:
-            raise BadMessage("hash", "a shadow")
-        shadow = PeerSnapshot(have.step, have.form, have.root, have.squared_norm, have.factor, have.hash)
-        about = {**asdict(shadow), "root": have.root.hex(), "hash": have.hash.hex()}
+            raise BadMessage("hash", "a snapshot")
+        snapshot = PeerSnapshot(have.step, have.form, have.root, have.squared_norm, have.factor, have.hash)
+        about = {**asdict(snapshot), "root": have.root.hex(), "hash": have.hash.hex()}
         with self._lock:
-            old = self._shadows.get(stage)
+            old = self._snapshots.get(stage)
             if old is not None and old.step > have.step:
                 return
             disk.save(self._path(stage), {"body": torch.frombuffer(body, dtype=torch.uint8)}, about)
-            self._shadows[stage] = shadow
+            self._snapshots[stage] = snapshot
 
     def read(self, stage: int) -> bytes:
-        """The bytes of `stage`'s shadow. Raises StateError where they are not those that were stored; the shadow is gone then."""
+        """The bytes of `stage`'s snapshot. Raises StateError where they are not those that were stored; the snapshot is gone then."""
         with self._lock:
             try:
-                shadow = self._shadows[stage]
+                snapshot = self._snapshots[stage]
                 found, body = read_copy(self._directory, stage)
-                if found.root != shadow.root:
+                if found.root != snapshot.root:
                     raise StateError(f"{self._path(stage)} is damaged")
                 return body
             except (StateError, KeyError) as error:
@@ -169,13 +169,13 @@ class SnapshotStore:
         try:
             about = disk.read_about(self._path(stage))
             if about is not None:
-                self._shadows[stage] = _shadow(about)
+                self._snapshots[stage] = _snapshot(about)
         except StateError:
             self._forget(stage)
 
     def _forget(self, stage: int) -> None:
         self._damaged += 1
-        self._shadows.pop(stage, None)
+        self._snapshots.pop(stage, None)
         self._path(stage).unlink(missing_ok=True)
 
     def _path(self, stage: int) -> Path:
@@ -190,21 +190,21 @@ def copy_file(directory: Path, stage: int) -> Path:
 def read_copy(directory: Path, stage: int) -> tuple[PeerSnapshot, bytes]:
     """What a crew's directory has of `stage`. Raises StateError where there is nothing, or it is damaged."""
     tensors, about = disk.load(copy_file(directory, stage))
-    shadow = _shadow(about)
+    snapshot = _snapshot(about)
     body = tensors["body"].numpy().tobytes() if "body" in tensors else b""
-    if root_of(body) != shadow.root:
+    if root_of(body) != snapshot.root:
         raise StateError(f"{copy_file(directory, stage)} is damaged")
-    return shadow, body
+    return snapshot, body
 
 
-def _shadow(about: disk.About) -> PeerSnapshot:
+def _snapshot(about: disk.About) -> PeerSnapshot:
     if not all(isinstance(about.get(key), kind) for key, kind in KEYS.items()) or about["form"] not in ("exact", "small"):
-        raise StateError("not a shadow")
+        raise StateError("not a snapshot")
     try:
         hashes = {name: bytes.fromhex(str(about[name])) for name in ("root", "hash")}
         return msgspec.convert({**about, **hashes}, PeerSnapshot)
     except (ValueError, TypeError) as error:
-        raise StateError(f"not a shadow: {error}") from None
+        raise StateError(f"not a snapshot: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ def _copies_in(directory: Path) -> Iterator[tuple[int, PeerSnapshot]]:
         try:
             about = disk.read_about(path)
             if about is not None:
-                yield int(path.stem.removeprefix("stage-")), _shadow(about)
+                yield int(path.stem.removeprefix("stage-")), _snapshot(about)
         except (StateError, ValueError):
             continue
 
@@ -262,7 +262,7 @@ class SnapshotRecorder(Recorder):
         super().__init__(spec, settings)
         self.peer: Peer | None = None
         self.copied = 0
-        """Shadows taken."""
+        """Snapshots taken."""
         self._journal = journal
         self._store = store
         self._outer = outer
@@ -276,7 +276,7 @@ class SnapshotRecorder(Recorder):
             self._journal.note(worker, self._outer())
         if self._store is not None:
             self._store.ran(step)
-        if not paper and step % self.settings.shadow_every == 0:
+        if not paper and step % self.settings.snapshot_every == 0:
             self._state = take(worker)
         if paper and (self.spec.has_embedding or self.spec.has_head):
             state = dict(worker.runtime.model.named_parameters())

@@ -2,10 +2,10 @@
 
     R0  journal    this node's own disk                                                    R4  synthesis  from the neighbours' layers
     R1  replica    the same stage of another crew                                          R5  copy       an end from its neighbour
-    R2  shadow     a snapshot at a ring neighbour                                          R6  none       the crew dissolves
+    R2  snapshot     a snapshot at a ring neighbour                                          R6  none       the crew dissolves
     R3  base       the stage that training began with
 
-Expected harm rises along the ladder, but for a journal that is older than a shadow: then the younger one goes first. A source that is
+Expected harm rises from first to last, but for a journal that is older than a snapshot: then the younger one goes first. A source that is
 refused says why: `RecoveryOrder.tried` is what to show a person.
 """
 
@@ -51,12 +51,12 @@ class Run:
 class RecoverySettings:
     """What a person may choose; all stages of a crew agree on `paper`."""
 
-    shadow_every: int = 20
-    """Committed steps between two shadows of a stage."""
+    snapshot_every: int = 20
+    """Committed steps between two snapshots of a stage."""
     synthesis: Literal["checkfree", "uniform", "identity", "copy", "none"] = "checkfree"
     """How an inner stage is made of its neighbours'. `copy` is for the ends, `none` for neither."""
     paper: bool = False
-    """CheckFree+ as it is written: no shadow, journal or base; synthesis without healing; learning rate × 1.1; swapped order."""
+    """CheckFree+ as it is written: no snapshot, journal or base; synthesis without healing; learning rate × 1.1; swapped order."""
     probes: int = 8
     """Committed micro-batches that a recovered stage is judged by: the last ones."""
     memory: int = 24
@@ -67,22 +67,22 @@ class RecoverySettings:
     gate_nll: float = 0.05
     """Nats per token."""
     copy_factor: float = 10.0
-    """Of both, for a copy of the crew's own stage: what it lacks are steps, and what is made or fetched elsewhere lacks all of them."""
+    """A copy of the crew's own stage has so many times the room in both: it lacks some steps, and anything else lacks all."""
     healings: int = 2
     """Distillations before a source is given up."""
     healing_steps: int = 120
     healing_rate: float = 0.04
-    """Of each tensor's root mean square: what AdamW moves a weight by in a step, at first."""
+    """AdamW moves a weight by this share of its tensor's root mean square in a step, at first."""
     warmup_steps: int = 10
     """Steps over which the learning rate of a stage with a fresh optimizer rises to what it is elsewhere."""
     exact_bytes: int = 256 * 1024 * 1024
-    """A shadow up to this size is float32 with Adam's moments; a larger one bfloat16 without."""
+    """A snapshot up to this size is float32 with Adam's moments; a larger one bfloat16 without."""
     pair_bytes: int = 256 * 1024 * 1024
     """Activations that a stage keeps for healing its neighbours."""
     uplink: float = 0.0
     """Bytes per second; 0 is without limit."""
     uplink_share: float = 0.05
-    """Of it for shadows."""
+    """The share of it that snapshots may take."""
     seconds: float = 120.0
     """One transfer, at most; and waiting for a neighbour that is being restored as well."""
 
@@ -91,13 +91,13 @@ class RecoverySettings:
 class Source:
     """One way to get the stage back."""
 
-    rung: SourceKind
+    kind: SourceKind
     step: int | None = None
     """Committed steps that are in it; None where that cannot be said."""
     holder: int | None = None
     """Stage that has it; None: this machine, or a replica."""
     method: Method | None = None
-    """Of R4 and R5."""
+    """How R4 and R5 make it."""
     exact: bool = False
     """It is this stage as it was: the crew's last step, from our own disk, or from two neighbours that agree."""
     disputed: bool = False
@@ -111,10 +111,10 @@ class Found:
     journal: int | None = None
     """Steps in this node's journal of this stage of this crew."""
     replica: bool = False
-    shadows: Mapping[int, int] = field(default_factory=dict)
+    snapshots: Mapping[int, int] = field(default_factory=dict)
     """Holder's stage → steps; of ring neighbours, nobody else is given any."""
     roots: Mapping[int, bytes] = field(default_factory=dict)
-    """Holder's stage → the shadow's hash."""
+    """Holder's stage → the snapshot's hash."""
     base: bool = False
     alive: frozenset[int] = frozenset()
     """Other stages that have their weights."""
@@ -139,41 +139,41 @@ class RecoveryOrder:
         self._settings = settings
         self._step = step
         self.tried: list[tuple[SourceKind, str]] = []
-        """(rung, why it did not serve), in order."""
+        """(kind, why it did not serve), in order."""
         self.excluded: list[tuple[SourceKind, str]] = []
-        """(rung, why it was not even tried)."""
+        """(kind, why it was not even tried)."""
         self._left = list(self._sources(found, spec, run))
         self._compared = False
 
     def next(self) -> Source:
-        """The best source that was not refused. Raises Refused, with every rung's reason, when there is none (R6)."""
+        """The best source that was not refused. Raises Refused, with every source's reason, when there is none (R6)."""
         if self._left:
             return self._left[0]
-        said = "; ".join(f"R{int(rung)} {rung.name.lower()}: {why}" for rung, why in self.tried + self.excluded)
-        raise Refused(f"no source is left for this stage: {said or 'nobody has a copy'}")
+        reasons = "; ".join(f"R{int(kind)} {kind.name.lower()}: {why}" for kind, why in self.tried + self.excluded)
+        raise Refused(f"no source is left for this stage: {reasons or 'nobody has a copy'}")
 
     def refuse(self, source: Source, why: str) -> None:
         """`source` was not there, was not what it said, or failed its gate."""
         if source in self._left:
             self._left.remove(source)
-        self.tried.append((source.rung, why))
+        self.tried.append((source.kind, why))
 
     def rivals(self) -> tuple[Source, ...]:
-        """Of the best source: it and the other one, where two neighbours have different bytes of one step and `prefer` was not called."""
+        """The best source and the other one, where two neighbours have different bytes of one step and `prefer` was not called."""
         best = self._left[0] if self._left else None
         if best is None or not best.disputed or self._compared:
             return ()
         return tuple(source for source in self._left if source.disputed and source.step == best.step)
 
     def prefer(self, source: Source | None) -> None:
-        """It goes before all others: of what `rivals` said, it was judged better."""
+        """It goes before all others: of the `rivals`, it was judged better."""
         self._compared = True
         if source in self._left:
             self._left.remove(source)
             self._left.insert(0, source)
 
     def damage(self, verdict: Verdict) -> float:
-        """Of two verdicts, the better one's is less: in units of the gate."""
+        """How bad a verdict is, in units of the gate: the better one's is less."""
         s = self._settings
         return max(verdict.kl / s.gate_kl, verdict.nll_rise / s.gate_nll) if verdict.finite else math.inf
 
@@ -186,9 +186,9 @@ class RecoveryOrder:
         that it lacks.
         """
         s = self._settings
-        room = s.copy_factor if source.rung in (SourceKind.JOURNAL, SourceKind.SNAPSHOT) else 1.0
+        room = s.copy_factor if source.kind in (SourceKind.JOURNAL, SourceKind.SNAPSHOT) else 1.0
         if verdict is None:
-            return "rejoin" if (source.rung <= SourceKind.BASE and not source.disputed) or s.paper else "next"
+            return "rejoin" if (source.kind <= SourceKind.BASE and not source.disputed) or s.paper else "next"
         if not verdict.finite:
             return "next"
         if s.paper or (source.exact and not healings) or (verdict.kl < room * s.gate_kl and verdict.nll_rise < room * s.gate_nll):
@@ -197,19 +197,19 @@ class RecoveryOrder:
 
     def _sources(self, found: Found, spec: StageSpec, run: Run) -> Iterable[Source]:
         copies = [] if found.journal is None else [Source(SourceKind.JOURNAL, found.journal, exact=found.journal == self._step)]
-        for holder, step in found.shadows.items():
-            roots = [root for i, root in found.roots.items() if found.shadows[i] == step]
+        for holder, step in found.snapshots.items():
+            roots = [root for i, root in found.roots.items() if found.snapshots[i] == step]
             disputed = len(set(roots)) > 1
             exact = step == self._step and len(roots) > 1 and not disputed
             copies.append(Source(SourceKind.SNAPSHOT, step, holder, exact=exact, disputed=disputed))
         if self._settings.paper:
-            self.excluded += [(source.rung, "paper mode") for source in copies] + ([(SourceKind.BASE, "paper mode")] if found.base else [])
+            self.excluded += [(source.kind, "paper mode") for source in copies] + ([(SourceKind.BASE, "paper mode")] if found.base else [])
             copies = []
         for source in [c for c in copies if c.step is not None and c.step > self._step]:
             copies.remove(source)
-            self.excluded.append((source.rung, f"it is of step {source.step}, and the crew's is {self._step}"))
-        copies.sort(key=lambda c: (-(c.step or 0), c.rung, not c.exact, -1 if c.holder is None else c.holder))
-        own = [c for c in copies if c.rung == SourceKind.JOURNAL and c.exact]
+            self.excluded.append((source.kind, f"it is of step {source.step}, and the crew's is {self._step}"))
+        copies.sort(key=lambda c: (-(c.step or 0), c.kind, not c.exact, -1 if c.holder is None else c.holder))
+        own = [c for c in copies if c.kind == SourceKind.JOURNAL and c.exact]
         yield from own
         if found.replica:
             yield Source(SourceKind.REPLICA)
@@ -220,10 +220,10 @@ class RecoveryOrder:
 
     def _synthesis(self, found: Found, spec: StageSpec, run: Run) -> Iterable[Source]:
         at_end = spec.has_embedding or spec.has_head
-        rung = SourceKind.COPY if at_end else SourceKind.SYNTHESIS
+        kind = SourceKind.COPY if at_end else SourceKind.SYNTHESIS
         method = self._settings.synthesis
         if method == "none":
-            self.excluded.append((rung, "synthesis is switched off"))
+            self.excluded.append((kind, "synthesis is switched off"))
             return
         if at_end and method != "identity":
             method = "copy"
@@ -239,9 +239,9 @@ class RecoveryOrder:
             if at_end and not found.ends:
                 raise Refused("nobody keeps a copy of this end's embedding or head")
         except Refused as error:
-            self.excluded.append((rung, str(error)))
+            self.excluded.append((kind, str(error)))
             return
-        yield Source(rung, method=method)
+        yield Source(kind, method=method)
 
 
 def check(method: Method, spec: StageSpec, run: Run) -> None:
@@ -266,7 +266,7 @@ def check_paper(stages: int, run: Run) -> None:
     stages: as configured, 0 for any number.
     """
     if run.pretrained:
-        raise Refused("paper mode trains with swapped stages, which costs a pretrained policy 2 nats: switch it off, shadows do better")
+        raise Refused("paper mode trains with swapped stages, which costs a pretrained policy 2 nats: switch it off, snapshots do better")
     if run.adapter:
         raise Refused("paper mode is for whole weights, and only an adapter is trained here")
     if stages < 4:

@@ -48,7 +48,7 @@ class StageState:
     """Steps that AdamW has taken for each tensor."""
     squared_norm: float = 0.0
     factor: float = 1.0
-    """Of the stage's learning rate, to the crew's."""
+    """The stage's learning rate is the crew's times this."""
     hash: bytes = NO_HASH
     """The step hash."""
 

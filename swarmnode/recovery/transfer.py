@@ -1,8 +1,8 @@
 """A member's end of the state streams: what a lost stage fetches, what a stage in good order pushes and serves. Torch.
 
-pushed    shadows to both ring neighbours, and to whoever keeps the whole policy; the tail's probes to its own; in paper mode embedding and
-          head to the second and last but one
-served    shadows, the stage's layers and ω, a tied embedding, copies of an end, probes, activations, and running a micro-batch
+pushed    snapshots to both ring neighbours, and to whoever keeps the whole policy; the tail's probes to its own; in paper mode embedding
+          and head to the second and last but one
+served    snapshots, the stage's layers and ω, a tied embedding, copies of an end, probes, activations, and running a micro-batch
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from swarmnode.weights.layout import Layout, elements
 from swarmnode.wire import strict
 
 Phase = Literal["empty", "candidate", "whole"]
-"""Of the weights here: none; being judged, and run so that others can be judged; good."""
+"""The weights here are none; or being judged, and run so that others can be judged; or good."""
 ASK_SECONDS: Final = 10.0
 AGAIN_SECONDS: Final = 0.25
 """A stage that is still being restored is asked again so often."""
@@ -46,9 +46,9 @@ AGAIN_SECONDS: Final = 0.25
 class StatePeerStatistics:
     channel: ChannelStatistics
     kept: dict[int, int]
-    """Stage → committed steps in our shadow there."""
+    """Stage → committed steps in our snapshot there."""
     skipped: int
-    """Shadows that were not sent because an earlier one was still on its way."""
+    """Snapshots that were not sent because an earlier one was still on its way."""
 
 
 class StatePeer(Channel):
@@ -71,8 +71,8 @@ class StatePeer(Channel):
         self.layouts = tuple(layouts)
         self.recorder = recorder if recorder is not None else Recorder(runtime.spec, settings)
         self.phase: Phase = "empty"
-        self.rung: SourceKind | None = None
-        """Of the candidate; NONE while there is none yet; None where nothing is being restored."""
+        self.kind: SourceKind | None = None
+        """The candidate's; NONE while there is none yet; None where nothing is being restored."""
         self.exhausted = False
         """There is no other candidate left."""
         self.restored: StageState | None = None
@@ -81,7 +81,7 @@ class StatePeer(Channel):
         self._worker: StageWorker | None = None
         self._kept: dict[int, int] = {}
         self._keepers: set[int] = set()
-        """Stages that asked for our next shadow."""
+        """Stages that asked for our next snapshot."""
         self._skipped = 0
 
     def statistics(self) -> StatePeerStatistics:
@@ -90,7 +90,7 @@ class StatePeer(Channel):
     def attach(self, worker: StageWorker) -> None:
         """The stage is in order: `member` runs it."""
         self._worker = worker
-        self.phase, self.rung = "whole", None
+        self.phase, self.kind = "whole", None
 
     @property
     def step(self) -> int:
@@ -120,7 +120,7 @@ class StatePeer(Channel):
         layout = self.layouts[self.spec.index]
         have, body = await self._fetch(holder, "shadow", lambda have: m.state_bytes(layout, have.form))
         if have.root != root:
-            raise BadMessage("hash", f"another shadow than stage {holder} named")
+            raise BadMessage("hash", f"another snapshot than stage {holder} named")
         return await self.compute(lambda: decode_state(body, layout, have.form, have.step, have.squared_norm, have.factor))
 
     async def fetch_layers(self, stage: int) -> Neighbour:
@@ -228,7 +228,7 @@ class StatePeer(Channel):
             await self._keep_policy(self._store, have, body)
 
     async def _keep_policy(self, store: SnapshotStore, have: m.Have, body: bytes) -> None:
-        """Our own shadow on our disk; and those of stages that push them to others are asked for, where they are to be kept here: who is
+        """Our own snapshot on our disk; and those of stages that push them to others are asked for, where they are to be kept here: who is
         furthest behind first, and only as many as may be in memory together."""
         ours = self.spec.index
         if ours in store.stages:
@@ -237,7 +237,7 @@ class StatePeer(Channel):
             except OSError:
                 self._failed += 1
         others = store.stages - {ours, *ring(ours, self.spec.stages)}
-        steps = {stage: shadow.step if (shadow := store.get(stage)) else -1 for stage in others}
+        steps = {stage: snapshot.step if (snapshot := store.get(stage)) else -1 for stage in others}
         room = 0 if self.snapshots_coming() & others else max(self.settings.exact_bytes, 1)
         for stage in sorted(steps, key=lambda stage: (steps[stage], stage)):
             if room > 0 and steps[stage] < have.step:
@@ -254,12 +254,12 @@ class StatePeer(Channel):
     # What others ask for, and what they push.
 
     def holds(self, stage: int, number: int) -> m.Holds:
-        shadow = self._store.get(stage) if self._store is not None else None
+        snapshot = self._store.get(stage) if self._store is not None else None
         ends, probes = self.recorder.ends.get(stage), self.recorder.probes
-        rung = None if self.rung is None else int(self.rung)
+        kind = None if self.kind is None else int(self.kind)
         return m.Holds(
-            self.place, number, self.phase == "whole", rung, self.exhausted, shadow.step if shadow else None,
-            shadow.root if shadow else b"", shadow.hash if shadow else b"", ends[0] if ends else None,
+            self.place, number, self.phase == "whole", kind, self.exhausted, snapshot.step if snapshot else None,
+            snapshot.root if snapshot else b"", snapshot.hash if snapshot else b"", ends[0] if ends else None,
             probes[-1].step if probes else None,
         )  # fmt: skip
 
@@ -277,9 +277,9 @@ class StatePeer(Channel):
     def _body(self, stage: int, what: str) -> tuple[int, bytes, dict[str, Any]]:
         """(committed steps, bytes, fields of `Have`) of what `stage` wants; no bytes where it is not here. Raises StateError, OSError."""
         own = self.layouts[self.spec.index]
-        if what == "shadow" and self._store is not None and (shadow := self._store.get(stage)) is not None:
-            more = {"form": shadow.form, "squared_norm": shadow.squared_norm, "factor": shadow.factor, "hash": shadow.hash}
-            return shadow.step, self._store.read(stage), more
+        if what == "shadow" and self._store is not None and (snapshot := self._store.get(stage)) is not None:
+            more = {"form": snapshot.form, "squared_norm": snapshot.squared_norm, "factor": snapshot.factor, "hash": snapshot.hash}
+            return snapshot.step, self._store.read(stage), more
         if what == "ends" and stage in self.recorder.ends:
             step, tensors = self.recorder.ends[stage]
             return step, pack_floats(tensors, ends_layout(self._end(stage), self.layouts[stage])), {}
@@ -313,7 +313,7 @@ class StatePeer(Channel):
         kept = self._store.stages if self._store is not None else frozenset()
         if have.what == "shadow" and (stage in ring(ours, stages) or stage in kept):
             if have.form != form_of(self.layouts[stage], self.settings):
-                raise BadMessage("bounds", f"a shadow in form {have.form}")
+                raise BadMessage("bounds", f"a snapshot in form {have.form}")
             return m.state_bytes(self.layouts[stage], have.form)
         if have.what == "ends" and (stage, ours) in ((0, 1), (stages - 1, stages - 2)):
             return 4 * elements(ends_layout(self._end(stage), self.layouts[stage]))
@@ -372,7 +372,7 @@ class StatePeer(Channel):
         return probes
 
     def _end(self, stage: int) -> StageSpec:
-        """Of another stage; its layers do not matter here, only which end it is."""
+        """Another stage's spec; its layers do not matter here, only which end it is."""
         return StageSpec(stage, self.spec.stages, 0, 0, self.spec.tied)
 
 

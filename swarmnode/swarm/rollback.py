@@ -27,7 +27,7 @@ HEADER_BYTES = 16 * 2**20
 
 
 class Numbers(msgspec.Struct):
-    """Of a trainer's counters, those that are shown or never used twice."""
+    """Those of a trainer's counters that are shown or never used twice."""
 
     step: int = 0
     policy_version: int = 0

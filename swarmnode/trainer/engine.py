@@ -138,7 +138,7 @@ def make_whole_policy(
 
     counters: where the numbers of averaging live; `WholePolicy.restore` replaces them. send: to the network process, from any thread.
     """
-    training, shared_a = config.training, shares_a(config)
+    training, shared_a = config.training, shares_a(config.policy.lora, config.weights)
     memory = Memory.of(training.per_device_train_tokens, alive)
     updater = Updater(policy, training, memory.training, policy.reference() if training.beta > 0 else None, memory.external)
     report_layers(policy.base, alive)

@@ -149,9 +149,8 @@ def _save(base: Base, weights: dict[str, torch.Tensor], partial: Path, merge: bo
 def main() -> int:
     config = Config.model_validate_json(sys.stdin.buffer.read())
     try:
-        exported = export(
-            config.policy, config.node.data_dir / "trainer", shares_a(config), Path(sys.argv[1]), "--merge" in sys.argv[2:]
-        )
+        shared_a = shares_a(config.policy.lora, config.weights)
+        exported = export(config.policy, config.node.data_dir / "trainer", shared_a, Path(sys.argv[1]), "--merge" in sys.argv[2:])
         print(json.dumps(asdict(exported)))
         return 0
     except LocalError as error:

@@ -1,4 +1,4 @@
-"""The policy of a crew, from the copies of its stages on this node's disk (`stages.recovery.shadows`): what `trainer.export` reads where
+"""The policy of a crew, from the copies of its stages on this node's disk (`stages.recovery.snapshots`): what `trainer.export` reads where
 the policy is held in stages.
 
     trainer/shadows/<crew>/ran                      which layers each stage has, of what
@@ -23,7 +23,7 @@ from transformers import AutoConfig, GenerationConfig
 from swarmnode.averaging.lora import A_MARK
 from swarmnode.errors import BadMessage, StateError, Unavailable
 from swarmnode.pipeline.spec import stage_specs
-from swarmnode.recovery.snapshots import RAN, SHADOWS, copy_file, read_copy
+from swarmnode.recovery.snapshots import RAN, SNAPSHOTS, copy_file, read_copy
 from swarmnode.recovery.state import decode_state, stage_layouts
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class CrewCopies:
 def find_copies(trainer: Path) -> CrewCopies | None:
     """The copies of the last crew that took a step with this node, in its trainer's directory; None where there was none."""
     found = []
-    for ran in (trainer / SHADOWS).glob(f"*/{RAN}"):
+    for ran in (trainer / SNAPSHOTS).glob(f"*/{RAN}"):
         try:
             about = msgspec.json.decode(ran.read_bytes(), type=About)
         except (OSError, msgspec.MsgspecError):
@@ -68,7 +68,7 @@ def find_copies(trainer: Path) -> CrewCopies | None:
 def read_stages(
     crew: CrewCopies, base: Path, adapter: LoraConfig | None = None, shared_a: bool = False
 ) -> Iterator[tuple[int, dict[str, torch.Tensor], int]]:
-    """(stage, tensors by their names in the whole model, committed steps) of one stage after the other; a shadow in bfloat16 as such.
+    """(stage, tensors by their names in the whole model, committed steps) of one stage after the other; a snapshot in bfloat16 as such.
 
     adapter: if one was trained; shared_a: its A is that which all nodes have, and not in the copies.
     Raises Unavailable where a stage is missing, StateError where a copy is damaged.
@@ -84,13 +84,13 @@ def read_stages(
     if shared_a:
         layouts = tuple(tuple(tensor for tensor in layout if A_MARK not in tensor.name) for layout in layouts)
     for spec, layout in zip(specs, layouts, strict=True):
-        shadow, body = read_copy(crew.directory, spec.index)
+        snapshot, body = read_copy(crew.directory, spec.index)
         try:
-            state = decode_state(body, layout, shadow.form, shadow.step, shadow.squared_norm, shadow.factor)
+            state = decode_state(body, layout, snapshot.form, snapshot.step, snapshot.squared_norm, snapshot.factor)
         except BadMessage as error:
             raise StateError(f"{copy_file(crew.directory, spec.index)}: {error}") from None
-        dtype = torch.float32 if shadow.form == "exact" else torch.bfloat16
-        yield spec.index, {spec.whole(name): tensor.to(dtype) for name, tensor in state.weights.items()}, shadow.step
+        dtype = torch.float32 if snapshot.form == "exact" else torch.bfloat16
+        yield spec.index, {spec.whole(name): tensor.to(dtype) for name, tensor in state.weights.items()}, snapshot.step
 
 
 def write_shards(crew: CrewCopies, base: Path, target: Path) -> list[int]:

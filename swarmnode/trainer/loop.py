@@ -70,7 +70,8 @@ class Trainer:
         """
         config = self._config
         opened = stored(config.node.data_dir)
-        policy = open_policy(config.policy, opened.manifest if opened is not None else None, shares_a(config), self._loading)
+        shared_a = shares_a(config.policy.lora, config.weights)
+        policy = open_policy(config.policy, opened.manifest if opened is not None else None, shared_a, self._loading)
         counters = Counters()
         engine = make_whole_policy(config, policy, counters, lambda message: link.send(message), self._progress.alive)
         link = Link(config.node.data_dir, lambda: loop.hello(), engine.receive)

@@ -122,9 +122,9 @@ TOP_LEVEL_FILES = 8
 ANY_LINES = 23
 BROAD_HANDLERS_IN_P2P = 6
 SIMPLE_NAMESPACES = 0
-DIALECT = 104
-TAKES_CONFIG = 33
-PRIVATE_REACHES_OF_TESTS = 182
+DIALECT = 25
+TAKES_CONFIG = 16
+PRIVATE_REACHES_OF_TESTS = 152
 CONTRACT_ENTRIES = 10
 PARAMETERS = 8
 ATTRIBUTES = 14
@@ -144,11 +144,8 @@ MORE_ATTRIBUTES = {
     "swarmnode/pipeline/links.py:Links": 16,
     "swarmnode/pipeline/worker.py:StageWorker": 23,
     "swarmnode/recovery/channel.py:Channel": 18,
-    "swarmnode/recovery/snapshots.py:SnapshotRecorder": 16,
     "swarmnode/recovery/transfer.py:StatePeer": 34,
     "swarmnode/rollouts/exchange.py:RolloutExchange": 22,
-    "swarmnode/trainer/crew/average.py:StageAveraging": 19,
-    "swarmnode/trainer/crew/recovery.py:StageRecovery": 15,
     "swarmnode/trainer/crew/runner.py:StageRunner": 18,
 }
 IGNORED_ERRORS = {"swarmnode.p2p.guards.*"}

@@ -24,7 +24,7 @@ from swarmnode.pipeline.split import split_model
 from swarmnode.pipeline.worker import CrewSettings, StageWorker
 from swarmnode.recovery.journal import Journal
 from swarmnode.recovery.restore import Base, Replica, Restored, restore
-from swarmnode.recovery.snapshots import SHADOWS, SnapshotRecorder, SnapshotStore, ring
+from swarmnode.recovery.snapshots import SNAPSHOTS, SnapshotRecorder, SnapshotStore, ring
 from swarmnode.recovery.sources import RecoverySettings, Run
 from swarmnode.recovery.state import stage_layouts
 from swarmnode.recovery.transfer import StatePeer
@@ -69,7 +69,7 @@ class Fleet:
     """Stages that the last roster had to restore."""
     failed: dict[int, Exception] = field(default_factory=dict)
     told: list[tuple[int, str, int]] = field(default_factory=list)
-    """(stage, phase, rung) in order."""
+    """(stage, phase, source) in order."""
     seating: float = 0.0
     """Seconds under a new roster until who kept his stage says so."""
 
@@ -85,7 +85,7 @@ class Fleet:
     def _station(self, spec: StageSpec, runtime: StageRuntime, directory: Path) -> Station:
         journal = Journal(directory, CREW, spec)
         kept = range(spec.stages) if spec.index in self.keepers else (spec.index, *ring(spec.index, spec.stages))
-        store = SnapshotStore(directory / SHADOWS, CREW, {i: self.layouts[i] for i in kept}, {"layers": self.layers, "owner": self.owner})
+        store = SnapshotStore(directory / SNAPSHOTS, CREW, {i: self.layouts[i] for i in kept}, {"layers": self.layers, "owner": self.owner})
         return Station(spec, runtime, directory, journal, store, SnapshotRecorder(spec, self.settings, journal, store))
 
     def kill(self, stage: int, disk: bool = False) -> Station:
@@ -170,7 +170,7 @@ class Fleet:
         try:
             self.restored[stage] = await restore(
                 self.peers[stage], step=self.step, run=self.run, journal=station.journal, base=station.base, replica=station.replica,
-                tell=lambda phase, rung: self.told.append((stage, phase, int(rung))),
+                notify=lambda phase, kind: self.told.append((stage, phase, int(kind))),
             )  # fmt: skip
         except Exception as error:  # whatever it is, the test looks at it
             self.failed[stage] = error

@@ -13,12 +13,12 @@ from swarmnode.crew.record import NO_HASH, Taken
 from swarmnode.errors import PeerError
 from swarmnode.p2p import identity
 from swarmnode.policy.build_deep import write_deep_model
-from swarmnode.trainer.crew.average import CLOCKS, StageAveraging, averaged
-from swarmnode.trainer.crew.model import open_model
+from swarmnode.trainer.crew.average import CLOCKS, averaged
 from swarmnode.trainer.crew.stage import Stage
 from swarmnode.weights import discovery, driver
 from swarmnode.weights.service import WeightService
 from swarmnode.wire.envelope import Credentials
+from tests.support.crew_models import averaging_of, opened
 from tests.support.hosts import hosts
 from tests.support.waiting import until
 
@@ -32,11 +32,11 @@ class Holder:
     def __init__(self, network, directory, config, model, crew, index, seed):
         self.model = model
         assigned = Assigned(bytes([crew]) * 32, SWARM, index, (2, 2), ("a", "b"), 0, NO_HASH, Taken(), "")
-        self.stage = Stage(assigned, model.build((2, 2), index, config), model.settings(config), model.limits())
+        self.stage = Stage(assigned, model.build((2, 2), index), model.settings(), model.limits())
         key = identity.load_or_create(directory / "identity.key").private_key
         self.service = WeightService(network, Credentials(key, SWARM), config.weights, directory, self._tell)
         self._token = trio.lowlevel.current_trio_token()
-        self.averaging = StageAveraging(config, self.stage, self._send)
+        self.averaging = averaging_of(config, self.stage, self._send)
         self._generator = torch.Generator().manual_seed(seed)
         self.steps = 0
 
@@ -98,7 +98,7 @@ async def stages(tmp_path, seats):
         for number, (network, (crew, index)) in enumerate(zip(networks, seats, strict=True)):
             await network.wait_connected(len(seats) - 1)
             directory = tmp_path / str(number)
-            model = stack.enter_context(open_model(config(directory)))
+            model = stack.enter_context(opened(config(directory)))
             holders.append(Holder(network, directory, config(directory), model, crew, index, number))
             stack.callback(holders[-1].averaging.close)
             await nursery.start(holders[-1].service.run)

@@ -15,14 +15,14 @@ import queue
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 
 import torch
 import trio
 
 from swarmnode.averaging.averaged import AveragedTensors
-from swarmnode.averaging.lora import shares_a
-from swarmnode.config import Config
+from swarmnode.config import WeightsConfig
 from swarmnode.errors import PeerError
 from swarmnode.files import write_atomically
 from swarmnode.link.messages import WeightsReport
@@ -30,11 +30,11 @@ from swarmnode.pipeline.observer import Observer
 from swarmnode.pipeline.worker import StageWorker
 from swarmnode.trainer.crew.probe import CrewProbe
 from swarmnode.trainer.crew.stage import Stage
-from swarmnode.trainer.engine import adapter_shape
 from swarmnode.trainer.state import Counters
 from swarmnode.trainer.weights import Replica
 from swarmnode.trainer.weights_worker import read_state
 from swarmnode.weights import local
+from swarmnode.weights.fingerprint import LoraShape
 
 CLOCKS = "clocks"
 SEEK_SECONDS = 30.0
@@ -55,22 +55,21 @@ class StageAveraging(Observer):
     this stage be averaged now?"""
 
     def __init__(
-        self, config: Config, stage: Stage, send: Callable[[local.FromTrainer], None], connected: Callable[[], bool] = lambda: True,
-        averages: Callable[[], bool] = lambda: True,
+        self, cfg: WeightsConfig, adapter: LoraShape | None, data_dir: Path, stage: Stage, send: Callable[[local.FromTrainer], None],
+        connected: Callable[[], bool] = lambda: True, averages: Callable[[], bool] = lambda: True,
     ) -> None:  # fmt: skip
         self._counters = Counters()
         self._connected = connected
         self._averages = averages
         self._send = send
         self._since = time.monotonic()
-        self._marker = config.node.data_dir / "trainer" / "stage" / "averaged"
+        self._marker = data_dir / "trainer" / "stage" / "averaged"
         self._whose = f"{stage.lineage.hex()} {stage.index}"
         self._marked = False
         self._seeking: queue.SimpleQueue[local.AdoptState] | None = None
         self.probe = CrewProbe()
-        cfg, adapter = config.weights, adapter_shape(config.policy.lora, shares_a(config))
         self._tensors = AveragedTensors(averaged(stage), cfg.codec, cfg.fragments, stage.lock)
-        self._replica = Replica(self._tensors, cfg, self._counters, config.node.data_dir, send=send, probe=self.probe, adapter=adapter)
+        self._replica = Replica(self._tensors, cfg, self._counters, data_dir, send=send, probe=self.probe, adapter=adapter)
 
     def begin(self, outer: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
         """The stage has its weights. outer: what `tensors` gave with them, if anything did; else slow weights are theirs, without momentum.
@@ -148,7 +147,7 @@ class StageAveraging(Observer):
 
     def _mark(self) -> None:
         self._marked = True
-        with contextlib.suppress(OSError):  # without it, one rung less is tried
+        with contextlib.suppress(OSError):  # without it, R1 is not tried
             write_atomically(self._marker, self._whose.encode())
 
     def report(self) -> WeightsReport:
@@ -162,11 +161,3 @@ def averaged(stage: Stage) -> dict[str, torch.nn.Parameter]:
     """Name in the whole model → what is averaged of this stage; empty where that is nothing."""
     spec, shared = stage.runtime.spec, stage.runtime.embedding()
     return {spec.whole(n): p for n, p in stage.runtime.model.named_parameters() if p.requires_grad and p is not shared}
-
-
-def make_averaging(
-    config: Config, stage: Stage, send: Callable[[local.FromTrainer], None], connected: Callable[[], bool],
-    averages: Callable[[], bool],
-) -> StageAveraging | None:  # fmt: skip
-    """None where nothing is averaged."""
-    return StageAveraging(config, stage, send, connected, averages) if config.weights.rule != "off" and averaged(stage) else None

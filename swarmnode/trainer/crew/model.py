@@ -19,11 +19,11 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from swarmnode.averaging.lora import A_SEED, freeze_a, shares_a
-from swarmnode.config import Config
+from swarmnode.config import LoraSettings, PolicyConfig, StagesConfig, TrainingConfig, WeightsConfig
 from swarmnode.crew.local import Offering
 from swarmnode.crew.plan import Capacity, ModelCost, model_cost
 from swarmnode.errors import ConfigError, DeviceError, Refused, Unavailable
-from swarmnode.pipeline.frames import FrameLimits
+from swarmnode.pipeline.frames import ActivationCodec, FrameLimits
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.spec import check_model_type, stage_specs
 from swarmnode.pipeline.split import adapt, load_stage
@@ -39,10 +39,39 @@ from swarmnode.swarm.manifest_store import stored
 TOKENS = 16384
 """Padded tokens of a micro-batch or wave in any crew: what a member is ready to receive."""
 PROMPT_TOKENS = 64
-"""Of a question, about: for how much the caches of a step's waves take."""
+"""A question's length, about: it says how much the caches of a step's waves take."""
 SPEED_SIZE = 512
-"""Of the matrices that are multiplied to measure a machine."""
+"""Side of the matrices that are multiplied to measure a machine."""
 SPEED_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class CrewTerms:
+    """What members of a crew must have alike. Nodes that would train otherwise name another model: they never meet."""
+
+    codec: ActivationCodec
+    gradient_codec: ActivationCodec
+    paper_mode: bool
+    lora: LoraSettings
+    frozen_a: bool
+    """Adapters have one A everywhere, see `averaging.lora.shares_a`."""
+    weight_decay: float
+    learning_rate: float
+
+    def hash(self, identity: bytes) -> bytes:
+        """32 bytes. identity: fingerprint of architecture and base weights."""
+        terms = {
+            "codec": self.codec, "gradient_codec": self.gradient_codec, "paper_mode": self.paper_mode,
+            "lora": self.lora.model_dump() if self.lora.r else None, "shares_a": self.frozen_a,
+            "weight_decay": self.weight_decay, "learning_rate": self.learning_rate,
+        }  # fmt: skip
+        return hashlib.blake2b(identity + json.dumps(terms, sort_keys=True, separators=(",", ":")).encode(), digest_size=32).digest()
+
+
+def crew_terms(stages: StagesConfig, lora: LoraSettings, weights: WeightsConfig, training: TrainingConfig) -> CrewTerms:
+    return CrewTerms(
+        stages.codec, stages.gradient_codec, stages.paper_mode, lora, shares_a(lora, weights), training.weight_decay, training.learning_rate
+    )
 
 
 @dataclass(frozen=True)
@@ -57,80 +86,90 @@ class CrewModel:
     offering: Offering
     pretrained: bool
     """Whether its weights were trained before; those of a run from scratch are worth nothing to a stage that was lost."""
+    policy: PolicyConfig
+    terms: CrewTerms
+
+    @property
+    def run(self) -> Run:
+        """What decides whether a lost stage may be made of its neighbours."""
+        return run_of(self.terms, self.pretrained)
 
     def limits(self) -> FrameLimits:
         return FrameLimits(hidden=int(self.config.hidden_size), vocab=int(self.config.vocab_size), tokens=TOKENS)
 
-    def settings(self, config: Config) -> CrewSettings:
+    def settings(self) -> CrewSettings:
+        terms = self.terms
         return CrewSettings(
-            base=self.text.fingerprint, codec=config.stages.codec, gradient_codec=config.stages.gradient_codec,
-            weight_decay=config.training.weight_decay, swapped=config.stages.paper_mode,
-            learning_rate=config.training.learning_rate * (LEARNING_RATE_FACTOR if config.stages.paper_mode else 1.0),
+            base=self.text.fingerprint, codec=terms.codec, gradient_codec=terms.gradient_codec, weight_decay=terms.weight_decay,
+            swapped=terms.paper_mode, learning_rate=terms.learning_rate * (LEARNING_RATE_FACTOR if terms.paper_mode else 1.0),
         )  # fmt: skip
 
-    def build(self, layers: tuple[int, ...], index: int, config: Config) -> StageRuntime:
+    def build(self, layers: tuple[int, ...], index: int) -> StageRuntime:
         """Stage `index` with the base model's weights, under an adapter where one is trained. Takes seconds.
 
         Raises ConfigError: the layers are not the model's; LocalError: a file is missing or damaged.
         """
         spec = stage_specs(self.config, layers)[index]
-        lora = config.policy.lora.r > 0
+        lora = self.terms.lora.r > 0
         dtype = self.placement.dtype if lora else torch.float32
         stage = load_stage(self.directory, spec, dtype=dtype, device=self.placement.device)
         if lora:
-            stage = adapt(stage, lora_settings(config.policy))
-            if shares_a(config):
+            stage = adapt(stage, lora_settings(self.policy))
+            if self.terms.frozen_a:
                 freeze_a({spec.whole(name): p for name, p in stage.named_parameters()}, A_SEED)
         return StageRuntime(spec, stage, dtype=self.placement.dtype)
 
 
-def fits_whole(config: Config, directory: Path, placement: Placement) -> bool:
+def fits_whole(
+    policy: PolicyConfig, stages: StagesConfig, training: TrainingConfig, directory: Path, placement: Placement
+) -> bool:  # fmt: skip
     """Whether this node trains the policy by itself. Raises DeviceError, ConfigError where it can be trained neither way."""
-    mode = config.stages.mode
-    hf = offline(config.policy, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False))
+    mode = stages.mode
+    hf = offline(policy, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False))
     if mode == "always":
         check_model_type(hf)
         return False
-    room = capacity(config, placement)
-    need = whole_bytes(config, hf, placement)
+    room = capacity(stages.capacity, placement)
+    need = whole_bytes(policy.lora, hf, placement)
     if mode == "off" or room is None or need <= room:
         return True
-    if placement.device.type == "cuda" and config.policy.device == "auto" and not config.stages.capacity and torch.cuda.device_count() > 1:
+    if placement.device.type == "cuda" and policy.device == "auto" and not stages.capacity and torch.cuda.device_count() > 1:
         return True  # `policy.device.fit` spreads it over all GPUs, or says why not
-    says = f"{config.policy.model}: its weights need about {need / 2**30:.1f} GiB to train, {placement.device} has {room / 2**30:.1f} GiB"
+    reason = f"{policy.model}: its weights need about {need / 2**30:.1f} GiB to train, {placement.device} has {room / 2**30:.1f} GiB"
     try:
         check_model_type(hf)
     except ConfigError as error:
-        raise DeviceError(f"{says}, and {error}") from None
-    layer = cost_of(config, hf, placement).layers[0].memory * HEADROOM
+        raise DeviceError(f"{reason}, and {error}") from None
+    layer = cost_of(training, policy.lora, hf, placement).layers[0].memory * HEADROOM
     if layer > room:
-        raise DeviceError(f"{says}, and one layer alone needs {layer / 2**30:.1f} GiB")
+        raise DeviceError(f"{reason}, and one layer alone needs {layer / 2**30:.1f} GiB")
     return False
 
 
-def capacity(config: Config, placement: Placement) -> int | None:
-    """Bytes for a policy or a stage of one; None where it cannot be measured and is not configured."""
+def capacity(limit: int, placement: Placement) -> int | None:
+    """Bytes for a policy or a stage of one; None where it cannot be measured and is not configured. limit: 0 is none."""
     measured = free_bytes(placement.device)
-    limit = config.stages.capacity
     if not limit:
         return measured
     return limit if measured is None else min(limit, measured)
 
 
-def whole_bytes(config: Config, hf: PretrainedConfig, placement: Placement) -> int:
+def whole_bytes(lora: LoraSettings, hf: PretrainedConfig, placement: Placement) -> int:
     """To train all of it here."""
     parameters, edges = count_parameters(hf)
-    return needed_bytes(parameters, config.policy.lora.r * edges, placement.dtype)
+    return needed_bytes(parameters, lora.r * edges, placement.dtype)
 
 
 @contextlib.contextmanager
-def open_model(config: Config, say: Callable[[str], None] = lambda line: None) -> Iterator[CrewModel]:
-    """The model as a CrewModel, for as long as the context is open.
+def open_model(
+    cfg: PolicyConfig, stages: StagesConfig, training: TrainingConfig, terms: CrewTerms, data_dir: Path,
+    report: Callable[[str], None] = lambda line: None,
+) -> Iterator[CrewModel]:  # fmt: skip
+    """The model as a CrewModel, for as long as the context is open. terms: `crew_terms` of the same sections.
 
     Raises LocalError: it is not there, not the swarm's, cannot be split, or is to be trained in a way that a crew cannot.
     """
-    check_trainable(config)
-    cfg = config.policy
+    check_trainable(cfg, training)
     if cfg.threads:
         torch.set_num_threads(cfg.threads)
     placement = probe(cfg)
@@ -139,10 +178,10 @@ def open_model(config: Config, say: Callable[[str], None] = lambda line: None) -
         hf = offline(cfg, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False))
         check_model_type(hf)
         pretrained = not is_untrained(directory)
-        if config.stages.paper_mode:
-            check_paper(config.stages.stages, run_of(config, pretrained))
+        if terms.paper_mode:
+            check_paper(stages.stages, run_of(terms, pretrained))
         tokenizer = offline(cfg, lambda: AutoTokenizer.from_pretrained(directory, trust_remote_code=False))
-        say("hashing the base weights")
+        report("hashing the base weights")
         identity = fingerprint(directory)
         ends = configured_ends(cfg, directory, hf, tokenizer)
         eos_id = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(ends)
@@ -151,17 +190,19 @@ def open_model(config: Config, say: Callable[[str], None] = lambda line: None) -
             pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_id,
             vocab_size=min(len(tokenizer), int(hf.vocab_size)),
         )  # fmt: skip
-        opened = stored(config.node.data_dir)
+        opened = stored(data_dir)
         if opened is not None:
             check_model(opened.manifest, text.fingerprint, text.tokenizer_hash)
-        offering = make_offering(config, hf, placement, identity)
-        say(f"{cfg.model} in stages: {offering.capacity.memory / 2**30:.2f} GiB of it here; {placement.reason}")
-        yield CrewModel(directory, hf, text, placement, offering, pretrained)
+        cost = cost_of(training, cfg.lora, hf, placement)
+        room = capacity(stages.capacity, placement)
+        memory = float(room if room is not None else whole_bytes(cfg.lora, hf, placement))
+        offering = Offering(terms.hash(identity), Capacity(memory / HEADROOM, measure_speed(placement)), cost)
+        report(f"{cfg.model} in stages: {offering.capacity.memory / 2**30:.2f} GiB of it here; {placement.reason}")
+        yield CrewModel(directory, hf, text, placement, offering, pretrained, cfg, terms)
 
 
-def run_of(config: Config, pretrained: bool) -> Run:
-    """What decides whether a lost stage may be made of its neighbours."""
-    return Run(swapped=config.stages.paper_mode, pretrained=pretrained, adapter=config.policy.lora.r > 0)
+def run_of(terms: CrewTerms, pretrained: bool) -> Run:
+    return Run(swapped=terms.paper_mode, pretrained=pretrained, adapter=terms.lora.r > 0)
 
 
 def is_untrained(directory: Path) -> bool:
@@ -180,40 +221,17 @@ def is_untrained(directory: Path) -> bool:
     return True
 
 
-def check_trainable(config: Config) -> None:
+def check_trainable(policy: PolicyConfig, training: TrainingConfig) -> None:
     """Raises Refused for what only a whole policy can do."""
-    if config.training.beta > 0:
+    if training.beta > 0:
         raise Refused("a KL penalty needs a second, frozen policy, which no crew holds: set training.beta to 0, or stages.mode to off")
-    if config.policy.quantization != "none":
+    if policy.quantization != "none":
         raise Refused("stages are not quantised: set policy.quantization to none, or stages.mode to off")
 
 
-def make_offering(config: Config, hf: PretrainedConfig, placement: Placement, identity: bytes) -> Offering:
-    """What this node can hold, and what there is to hold."""
-    room = capacity(config, placement)
-    memory = float(room) if room is not None else float(whole_bytes(config, hf, placement))
-    terms = crew_terms(config, identity)
-    return Offering(terms, Capacity(memory / HEADROOM, measure_speed(placement)), cost_of(config, hf, placement))
-
-
-def crew_terms(config: Config, identity: bytes) -> bytes:
-    """32 bytes: hash of everything that members of a crew must have alike. Who would train otherwise names another model: they never meet.
-
-    identity: fingerprint of architecture and base weights.
-    """
-    stages, lora = config.stages, config.policy.lora
-    terms = {
-        "codec": stages.codec, "gradient_codec": stages.gradient_codec, "paper_mode": stages.paper_mode,
-        "lora": lora.model_dump() if lora.r else None, "shares_a": bool(lora.r) and shares_a(config),
-        "weight_decay": config.training.weight_decay, "learning_rate": config.training.learning_rate,
-    }  # fmt: skip
-    return hashlib.blake2b(identity + json.dumps(terms, sort_keys=True, separators=(",", ":")).encode(), digest_size=32).digest()
-
-
-def cost_of(config: Config, hf: PretrainedConfig, placement: Placement) -> ModelCost:
-    """Of the parts of the model as this swarm trains it."""
-    lora = config.policy.lora.r > 0
-    cfg = config.training
+def cost_of(cfg: TrainingConfig, adapter: LoraSettings, hf: PretrainedConfig, placement: Placement) -> ModelCost:
+    """What the parts of the model cost as this swarm trains it."""
+    lora = adapter.r > 0
     tokens = min(cfg.per_device_train_tokens, TOKENS)
     cached = min(cfg.groups_per_step * cfg.num_generations * (PROMPT_TOKENS + cfg.max_completion_length), TOKENS)
     return model_cost(

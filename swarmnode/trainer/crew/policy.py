@@ -16,7 +16,7 @@ from typing import TypeVar
 import structlog
 import torch
 
-from swarmnode.config import Config
+from swarmnode.config import TrainingConfig
 from swarmnode.errors import PeerError, PeerTimeout
 from swarmnode.link.messages import WeightsReport
 from swarmnode.pipeline.head import Head, StepResult
@@ -42,25 +42,27 @@ T = TypeVar("T")
 WAIT_SECONDS = 1.0
 """Between two looks whether we should stop."""
 FAILURES = 5
-"""Of calls in a row, under one roster, before the process is started again."""
+"""So many calls in a row fail, in one crew, before the process is started again."""
 REFUSALS = 3
-"""Of one step, before its rows are given up."""
+"""One step is refused so often before its rows are given up."""
 
 
 class CrewPolicy:
-    """lineage: whose head this node is. stop: ends all waiting. averaging: of our own stage, if it is averaged now."""
+    """lineage: whose head this node is. stop: ends all waiting. wait_seconds: for the crew to be together again. averaging: our own
+    stage's, if it is averaged now."""
 
     def __init__(
-        self, config: Config, model: CrewModel, runner: StageRunner, lineage: bytes, stop: threading.Event,
+        self, training: TrainingConfig, model: CrewModel, runner: StageRunner, lineage: bytes, stop: threading.Event, wait_seconds: float,
         averaging: Callable[[], StageAveraging | None] = lambda: None,
     ) -> None:  # fmt: skip
-        self._config = config
+        self._training = training
+        self._wait_seconds = wait_seconds
         self._model = model
         self._runner = runner
         self._lineage = lineage
         self._stop = stop
         self._averaging = averaging
-        self._owner = f"{model.text.fingerprint.hex()}/lora{config.policy.lora.r}/head"
+        self._owner = f"{model.text.fingerprint.hex()}/lora{model.policy.lora.r}/head"
 
     @property
     def text(self) -> PolicyText:
@@ -70,7 +72,7 @@ class CrewPolicy:
         device = self._model.placement.device
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         dtype = str(self._model.placement.dtype).removeprefix("torch.")
-        return EngineStatistics(str(device), dtype, peak, *2 * (self._config.training.per_device_train_tokens,), 0)
+        return EngineStatistics(str(device), dtype, peak, *2 * (self._training.per_device_train_tokens,), 0)
 
     def random_generator(self, seed: int) -> torch.Generator:
         return torch.Generator().manual_seed(seed)
@@ -101,7 +103,7 @@ class CrewPolicy:
 
     def update(self, rows: Rows, step: int) -> UpdateStatistics:
         """As `Updater.update`; how far own and external gradients agree is not measured, since no node has them all."""
-        cfg = self._config.training
+        cfg = self._training
         own, external = trained(rows, cfg)
         if not own and not external:
             return UpdateStatistics(stepped=False)
@@ -113,7 +115,7 @@ class CrewPolicy:
         return self._one(learn, divisor, rate)
 
     def _one(self, learn: list[LearnRow], divisor: float, rate: float) -> UpdateStatistics:
-        cfg = self._config.training
+        cfg = self._training
         before = self._head().participant.step
 
         async def work(head: Head) -> StepResult | None:
@@ -133,7 +135,7 @@ class CrewPolicy:
         return UpdateStatistics(stepped=False)
 
     def learning_rate(self, step: int) -> float:
-        return learning_rate(self._config.training, step)
+        return learning_rate(self._training, step)
 
     # ---- asking ---------------------------------------------------------------------------------------------------------
 
@@ -154,7 +156,7 @@ class CrewPolicy:
 
     def _head(self) -> Head:
         """Waits for the crew to be together. Raises EngineGone when we are not its head any more, should stop, or waited too long."""
-        late = time.monotonic() + self._config.stages.wait_seconds + 60.0
+        late = time.monotonic() + self._wait_seconds + 60.0
         while True:
             head = self._runner.wait(self._runner.head, WAIT_SECONDS)
             if self._runner.leads_no_more(self._lineage):

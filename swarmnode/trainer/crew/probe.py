@@ -41,7 +41,7 @@ SECONDS = 30.0
 
 
 class CrewProbe:
-    """The probe of one stage's averages, while `peer` is there: under a roster, in the crew's thread that `token` is of."""
+    """The probe of one stage's averages, while `peer` is there: in one crew, in the crew's thread that `token` is of."""
 
     def __init__(self) -> None:
         self._peer: StatePeer | None = None
@@ -98,7 +98,7 @@ async def _judge(
 
 
 def _newest(peer: StatePeer) -> list[Edge]:
-    """Of each micro-batch what came to this stage; of those that began here, that they did."""
+    """What arrived at this stage of each micro-batch; for those that began here, what was sent."""
     own = peer.spec.index
     edges = [edge for edge in peer.recorder.edges if own == (edge.source if peer.spec.has_embedding else edge.target)]
     return edges[-MICRO_BATCHES:]

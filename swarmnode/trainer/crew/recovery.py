@@ -1,4 +1,4 @@
-"""How this node's stage gets its weights, and what keeps them safe from then on: `stages.recovery`, wired to the seat.
+"""How this node's stage gets its weights, and what keeps them safe from then on: `swarmnode.recovery`, wired to the runner.
 
     on disk    <data>/trainer/stage/       our own stage's journal, of each lineage
                <data>/trainer/shadows/     our ring neighbours' stages, and our own; with `stages.keep_policy`, all
@@ -10,13 +10,14 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import astuple
 from functools import partial
+from pathlib import Path
 
 import structlog
 import torch
 import trio
 
-from swarmnode.averaging.lora import A_MARK, shares_a
-from swarmnode.config import Config
+from swarmnode.averaging.lora import A_MARK
+from swarmnode.config import StagesConfig
 from swarmnode.crew.local import Assigned
 from swarmnode.crew.record import COPIES, Copy, Taken
 from swarmnode.pipeline.fence import Fence
@@ -27,14 +28,14 @@ from swarmnode.policy.load import lora_settings
 from swarmnode.recovery import restore as recovery
 from swarmnode.recovery.journal import Journal, find_journals
 from swarmnode.recovery.restore import Base, Replica, base_adapter, base_stage
-from swarmnode.recovery.snapshots import SHADOWS, SnapshotRecorder, SnapshotStore, find_snapshots, ring
+from swarmnode.recovery.snapshots import SNAPSHOTS, SnapshotRecorder, SnapshotStore, find_snapshots, ring
 from swarmnode.recovery.sources import RecoverySettings
 from swarmnode.recovery.state import host_copy, stage_layouts, take, trained
 from swarmnode.recovery.transfer import StatePeer
 from swarmnode.trainer import state
 from swarmnode.trainer.crew.average import StageAveraging
-from swarmnode.trainer.crew.model import CrewModel, run_of
-from swarmnode.trainer.crew.runner import Tell
+from swarmnode.trainer.crew.model import CrewModel
+from swarmnode.trainer.crew.runner import Notify
 from swarmnode.trainer.crew.stage import Stage
 from swarmnode.trainer.crew.streams import Gate, close_all, connect_all
 from swarmnode.weights.layout import Layout
@@ -46,26 +47,26 @@ log = structlog.get_logger("swarmnode.crew")
 
 
 class StageRecovery:
-    """`runner.Recovery` of this node. averaging: of the stage that is being restored; asked: it seeks now, tell the network process."""
+    """`runner.Recovery` of this node, below the trainer's `directory`. averaging: that of the stage that is being restored; asked: called
+    when it seeks a replica, for the network process to be notified."""
 
     def __init__(
-        self, config: Config, model: CrewModel, averaging: Callable[[], StageAveraging | None] = lambda: None,
-        asked: Callable[[], None] = lambda: None,
+        self, directory: Path, settings: RecoverySettings, keep_policy: bool, model: CrewModel,
+        averaging: Callable[[], StageAveraging | None] = lambda: None, asked: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self._averaging = averaging
         self._asked = asked
         self.outer: Mapping[str, torch.Tensor] = {}
         """What averaging kept with the weights that were found (R0, R1); empty where nothing came with them."""
-        self._config = config
         self._model = model
-        self._directory = config.node.data_dir / "trainer"
-        self._settings = recovery_settings(config)
-        self._run = run_of(config, model.pretrained)
+        self._directory = directory
+        self._settings = settings
+        self._keep_policy = keep_policy
         self._journal: Journal | None = None
         self._store: SnapshotStore | None = None
         self._layouts: tuple[Layout, ...] = ()
         self._base: Base | None = None
-        self._shadowing: SnapshotRecorder | None = None
+        self._recorder: SnapshotRecorder | None = None
         self._peer: StatePeer | None = None
         self._holders: tuple[str, ...] = ()
         """Our ring neighbours, when they were last given our state."""
@@ -80,7 +81,7 @@ class StageRecovery:
         ]  # fmt: skip
         kept = [
             Copy(s.lineage, s.first, s.last, s.step, s.hash, "neighbour", Taken(), b"")
-            for s in find_snapshots(self._directory / SHADOWS) if s.step > 0
+            for s in find_snapshots(self._directory / SNAPSHOTS) if s.step > 0
         ]
         newest = sorted([*own, *kept], key=lambda copy: -copy.step)
         return tuple(newest[: COPIES - 1])  # and one in memory
@@ -92,19 +93,20 @@ class StageRecovery:
         specs = stage_specs(self._model.config, assigned.layers)
         spec = specs[assigned.stage]
         self._journal = Journal(self._directory / JOURNALS, assigned.lineage, spec)
-        lora = lora_settings(self._config.policy) if self._config.policy.lora.r else None
+        terms = self._model.terms
+        lora = lora_settings(self._model.policy) if terms.lora.r else None
         self._layouts = stage_layouts(self._model.config, specs, lora)
-        if shares_a(self._config):  # frozen, and everybody derives the same
+        if terms.frozen_a:  # frozen, and everybody derives the same
             self._layouts = tuple(tuple(spec for spec in layout if A_MARK not in spec.name) for layout in self._layouts)
-        kept = range(spec.stages) if self._config.stages.keep_policy else (spec.index, *ring(spec.index, spec.stages))
-        whose = state.owner(self._model.text.fingerprint, self._config.policy.lora.r, shares_a(self._config))
+        kept = range(spec.stages) if self._keep_policy else (spec.index, *ring(spec.index, spec.stages))
+        whose = state.owner(self._model.text.fingerprint, terms.lora.r, terms.frozen_a)
         about = {"layers": assigned.layers, "owner": whose}
-        self._store = SnapshotStore(self._directory / SHADOWS, assigned.lineage, {i: self._layouts[i] for i in kept}, about)
+        self._store = SnapshotStore(self._directory / SNAPSHOTS, assigned.lineage, {i: self._layouts[i] for i in kept}, about)
 
     def built(self, stage: Stage) -> None:
         self.outer = {}
         spec = stage.runtime.spec
-        adapter = self._config.policy.lora.r > 0
+        adapter = self._model.terms.lora.r > 0
         self._base = None
         if adapter:
             self._base = base_adapter(stage.runtime)
@@ -112,19 +114,19 @@ class StageRecovery:
             self._base = base_stage(self._model.directory, spec, self._model.text.fingerprint)
         averaging = self._averaging()
         outer = averaging.tensors if averaging is not None else dict
-        self._shadowing = SnapshotRecorder(spec, self._settings, self._journal, self._store, outer)
-        stage.observers.append(self._shadowing)
+        self._recorder = SnapshotRecorder(spec, self._settings, self._journal, self._store, outer)
+        stage.observers.append(self._recorder)
 
     @contextlib.asynccontextmanager
     async def open(self, assigned: Assigned, stage: Stage) -> AsyncIterator[None]:
-        assert self._shadowing is not None
+        assert self._recorder is not None
         place = Place(assigned.crew[:CREW_BYTES], assigned.stage, assigned.step)
         averaging = self._averaging()
         streams = await connect_all(assigned, "state", Gate())  # what lies here is as good while the crew is suspended
         try:
-            self._peer = self._shadowing.peer = peer = StatePeer(
+            self._peer = self._recorder.peer = peer = StatePeer(
                 stage.runtime, Fence(place, len(assigned.layers)), streams, self._model.limits(), self._layouts, settings=self._settings,
-                store=self._store, recorder=self._shadowing, codec=self._config.stages.codec, compute=stage.meter,
+                store=self._store, recorder=self._recorder, codec=self._model.terms.codec, compute=stage.meter,
             )  # fmt: skip
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(peer.run)
@@ -133,27 +135,27 @@ class StageRecovery:
                 yield
                 nursery.cancel_scope.cancel()
         finally:
-            self._peer = self._shadowing.peer = None
+            self._peer = self._recorder.peer = None
             if averaging is not None:
                 averaging.probe.close()
             with trio.CancelScope(shield=True):
                 await close_all(streams)
 
-    async def restore(self, stage: Stage, assigned: Assigned, tell: Tell) -> tuple[str, float | None]:
+    async def restore(self, stage: Stage, assigned: Assigned, notify: Notify) -> tuple[str, float | None]:
         assert self._peer is not None
         averaging = self._averaging()
         met = averaging is not None and averaging.met()
         restored = await recovery.restore(
-            self._peer, step=assigned.step, hash=assigned.hash, run=self._run, journal=self._journal, base=self._base,
+            self._peer, step=assigned.step, hash=assigned.hash, run=self._model.run, journal=self._journal, base=self._base,
             replica=partial(self._replica, stage, averaging) if averaging is not None and met else None,
-            tell=lambda phase, rung: tell(phase, f"R{int(rung)}"),
+            notify=lambda phase, kind: notify(phase, f"R{int(kind)}"),
         )  # fmt: skip
         restored.install(stage.worker)
         self.outer = restored.outer
-        for rung, why in restored.tried:
-            log.info("rung not taken", rung=f"R{int(rung)}", reason=why)
-        log.info("weights are back", rung=f"R{int(restored.rung)}", step=assigned.step, source_step=restored.step)
-        return f"R{int(restored.rung)}", restored.verdict.kl if restored.verdict is not None else None
+        for kind, why in restored.tried:
+            log.info("source not taken", rung=f"R{int(kind)}", reason=why)
+        log.info("weights are back", rung=f"R{int(restored.kind)}", step=assigned.step, source_step=restored.step)
+        return f"R{int(restored.kind)}", restored.verdict.kl if restored.verdict is not None else None
 
     async def _replica(self, stage: Stage, averaging: StageAveraging) -> Replica:
         """R1. Raises PeerError."""
@@ -186,7 +188,5 @@ class StageRecovery:
             self._journal = None
 
 
-def recovery_settings(config: Config) -> RecoverySettings:
-    cfg = config.stages
-    uplink = float(config.network.upload_bytes_per_second)
-    return RecoverySettings(shadow_every=cfg.shadow_every, paper=cfg.paper_mode, uplink=uplink)
+def recovery_settings(cfg: StagesConfig, upload_bytes_per_second: int) -> RecoverySettings:
+    return RecoverySettings(snapshot_every=cfg.shadow_every, paper=cfg.paper_mode, uplink=float(upload_bytes_per_second))

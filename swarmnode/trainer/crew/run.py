@@ -25,22 +25,22 @@ from swarmnode.policy.device import probe
 from swarmnode.policy.load import config_directory
 from swarmnode.process import Progress
 from swarmnode.tasks.client import Scorer
-from swarmnode.trainer.crew.average import StageAveraging, make_averaging
-from swarmnode.trainer.crew.model import fits_whole, open_model
+from swarmnode.trainer.crew.average import StageAveraging, averaged
+from swarmnode.trainer.crew.model import crew_terms, fits_whole, open_model
 from swarmnode.trainer.crew.policy import CrewPolicy
-from swarmnode.trainer.crew.recovery import StageRecovery
+from swarmnode.trainer.crew.recovery import StageRecovery, recovery_settings
 from swarmnode.trainer.crew.runner import StageRunner
 from swarmnode.trainer.crew.stage import Stage
-from swarmnode.trainer.engine import EngineGone
+from swarmnode.trainer.engine import EngineGone, adapter_shape
 from swarmnode.trainer.loop import HEAD, Loop, Trainer
 from swarmnode.trainer.state import Counters
 from swarmnode.weights import local
 
 log = structlog.get_logger("swarmnode.crew")
 
-LOOK_SECONDS = 1.0
+POLL_INTERVAL = 1.0
 LESS = 0.8
-"""Of what a stage that did not fit should have needed."""
+"""This share of what a stage that did not fit should have needed is offered from then on."""
 
 
 def make_trainer(config: Config, progress: Progress) -> Trainer | CrewTrainer:
@@ -48,7 +48,7 @@ def make_trainer(config: Config, progress: Progress) -> Trainer | CrewTrainer:
     if config.stages.mode == "off":
         return Trainer(config, progress)
     with config_directory(config.policy) as directory:
-        whole = fits_whole(config, directory, probe(config.policy))
+        whole = fits_whole(config.policy, config.stages, config.training, directory, probe(config.policy))
     return Trainer(config, progress) if whole else CrewTrainer(config, progress)
 
 
@@ -69,8 +69,14 @@ class CrewTrainer:
     def run(self) -> None:
         """Raises LocalError: the model does not exist or cannot be held in stages; DeviceError: a stage does not fit."""
         with contextlib.ExitStack() as stack:
-            self._model = stack.enter_context(open_model(self._config, self._tell))
-            self._recovery = StageRecovery(self._config, self._model, lambda: self._averaging, self._seek)
+            c = self._config
+            terms = crew_terms(c.stages, c.policy.lora, c.weights, c.training)
+            self._model = stack.enter_context(open_model(c.policy, c.stages, c.training, terms, c.node.data_dir, self._loading))
+            settings = recovery_settings(c.stages, c.network.upload_bytes_per_second)
+            directory = c.node.data_dir / "trainer"
+            self._recovery = StageRecovery(
+                directory, settings, c.stages.keep_policy, self._model, lambda: self._averaging, self._seek
+            )  # fmt: skip
             self._link = Link(self._config.node.data_dir, self._hello, self._about_weights, self._about_crew)
             self._offering = self._model.offering
             self._runner = StageRunner(
@@ -83,7 +89,7 @@ class CrewTrainer:
             self._wait_and_lead()
             self._link.flush(2.0)
 
-    def _tell(self, line: str) -> None:
+    def _loading(self, line: str) -> None:
         log.info("policy", detail=line)
         self._progress("loading policy")
 
@@ -92,7 +98,7 @@ class CrewTrainer:
         with contextlib.ExitStack() as stack:
             averages = False
             while not self._stop.is_set() and not self._finished():
-                crew = self._runner.wait(self._leads, LOOK_SECONDS)
+                crew = self._runner.wait(self._leads, POLL_INTERVAL)
                 if (self._averages() is not None) != averages:
                     averages = not averages
                     self._link.send(self._hello_now())
@@ -113,7 +119,9 @@ class CrewTrainer:
 
     def _lead(self, crew: bytes, scorer: Scorer) -> None:
         """The loop, as long as this node is the head of `crew`."""
-        engine = CrewPolicy(self._config, self._model, self._runner, crew, self._stop, self._averages)
+        engine = CrewPolicy(
+            self._config.training, self._model, self._runner, crew, self._stop, self._config.stages.wait_seconds, self._averages
+        )
         directory = self._config.node.data_dir / "trainer" / HEAD
         self._loop = Loop(self._config, engine, self._link, scorer, Counters(), directory, self._progress, self._stop)
         self._link.send(self._hello_now())
@@ -132,11 +140,14 @@ class CrewTrainer:
         if self._averaging is not None:  # and with it, the stage before: there may be no room for two
             self._averaging.close()
             self._averaging = None
-        runtime = self._model.build(assigned.layers, assigned.stage, self._config)
-        stage = Stage(assigned, runtime, self._model.settings(self._config), self._model.limits())
-        self._averaging = make_averaging(
-            self._config, stage, self._link.send, lambda: self._link.statistics().connected, lambda: self._runner.averages
-        )  # fmt: skip
+        runtime = self._model.build(assigned.layers, assigned.stage)
+        stage = Stage(assigned, runtime, self._model.settings(), self._model.limits())
+        weights, terms = self._config.weights, self._model.terms
+        if weights.rule != "off" and averaged(stage):
+            self._averaging = StageAveraging(
+                weights, adapter_shape(terms.lora, terms.frozen_a), self._config.node.data_dir, stage, self._link.send,
+                lambda: self._link.statistics().connected, lambda: self._runner.averages,
+            )  # fmt: skip
         return stage
 
     def _built(self, stage: Stage) -> None:
@@ -156,7 +167,7 @@ class CrewTrainer:
     # ---- the link ------------------------------------------------------------------------------------------------------
 
     def _hello(self) -> Hello:
-        """Of a new connection."""
+        """What a new connection begins with."""
         status = self._runner.status()
         if status is not None:
             self._link.send(status)

@@ -40,8 +40,8 @@ T = TypeVar("T")
 STATUS_SECONDS = 1.0
 
 
-Tell = Callable[[local.StagePhase, str], None]
-"""What is being done now: phase, and rung of `local.RUNGS`."""
+Notify = Callable[[local.StagePhase, str], None]
+"""What is being done now: phase, and source of `local.RUNGS`."""
 
 
 class Recovery(Protocol):
@@ -59,8 +59,8 @@ class Recovery(Protocol):
         """While it is open, others' stages can be asked and are answered. Raises PeerError."""
         ...
 
-    async def restore(self, stage: Stage, assigned: Assigned, tell: Tell) -> tuple[str, float | None]:
-        """Fill `stage`: (rung, KL of the probe). Raises Refused where no rung is left, PeerError where somebody is lost meanwhile."""
+    async def restore(self, stage: Stage, assigned: Assigned, notify: Notify) -> tuple[str, float | None]:
+        """Fill `stage`: (source, KL of the probe). Raises Refused where no source is left, PeerError where somebody is lost meanwhile."""
         ...
 
     def attach(self, assigned: Assigned, worker: StageWorker) -> None:
@@ -68,7 +68,7 @@ class Recovery(Protocol):
         ...
 
     def facts(self, step: int) -> dict[str, int]:
-        """Of StageStatus: shadow_step, shadow_age_steps."""
+        """The fields of StageStatus about copies at neighbours: shadow_step, shadow_age_steps."""
         ...
 
 
@@ -86,8 +86,8 @@ class StageSession:
     since: float = field(default_factory=time.monotonic)
     phase: local.StagePhase = "loading"
     reason: str = ""
-    rung: str = ""
-    rung_seconds: float | None = None
+    source: str = ""
+    restore_seconds: float | None = None
     probe_kl: float | None = None
     gate: Gate = field(default_factory=Gate)
     resumed: bool = False
@@ -213,10 +213,10 @@ class StageRunner:
             return None
         a = session.assigned
         if stage is None or not stage.is_of(a) or session.phase in ("loading", "probation"):
-            return StageStatus(a.crew, a.stage, session.phase, step=a.step, rung=session.rung, reason=session.reason, load=1)
+            return StageStatus(a.crew, a.stage, session.phase, step=a.step, rung=session.source, reason=session.reason, load=1)
         return StageStatus(
-            a.crew, a.stage, session.phase, step=stage.step, progress=stage.progress(), rung=session.rung,
-            rung_seconds=session.rung_seconds, probe_kl=session.probe_kl,
+            a.crew, a.stage, session.phase, step=stage.step, progress=stage.progress(), rung=session.source,
+            rung_seconds=session.restore_seconds, probe_kl=session.probe_kl,
             bubble_share=stage.meter.waited_share, tokens_per_second=stage.meter.tokens_per_second, reason=session.reason,
             load=stage.load(), dropped=stage.dropped(), **self._recovery.facts(stage.step),
         )  # fmt: skip
@@ -243,7 +243,7 @@ class StageRunner:
                     await self._handle(self._waiting.popleft(), nursery)
                 await self._wake.wait()
                 self._wake = trio.Event()
-            self._say()  # where it stopped
+            self._send_status()  # where it stopped
             await self._leave("stopping")
             nursery.cancel_scope.cancel()
 
@@ -274,7 +274,7 @@ class StageRunner:
                 with self._changed:
                     self._session = None
                 await trio.to_thread.run_sync(self._offer, self.stage)
-        self._say()
+        self._send_status()
 
     async def _leave(self, why: str) -> None:
         """Everything of the present crew ends; weights and optimizer stay, and what was promised."""
@@ -345,7 +345,7 @@ class StageRunner:
         assigned = session.assigned
         with self._changed:
             self.stage = None
-        self._say()
+        self._send_status()
         await trio.to_thread.run_sync(self._recovery.prepare, assigned)
         stage = await trio.to_thread.run_sync(self._build, assigned)
         self._recovery.built(stage)
@@ -356,24 +356,24 @@ class StageRunner:
     async def _restore(self, session: StageSession, stage: Stage) -> None:
         assigned = session.assigned
 
-        def tell(phase: local.StagePhase, rung: str) -> None:
-            session.rung = rung
+        def notify(phase: local.StagePhase, source: str) -> None:
+            session.source = source
             self._enter(session, phase)
 
         if assigned.step:
             try:
-                session.rung, session.probe_kl = await self._recovery.restore(stage, assigned, tell)
+                session.source, session.probe_kl = await self._recovery.restore(stage, assigned, notify)
             except PeerError as error:
                 log.warning("restoring needs somebody who is gone", error=str(error))
                 await trio.sleep_forever()  # the next crew says with whom to try again
         self._built(stage)
-        session.rung_seconds = time.monotonic() - session.since
-        log.info("stage restored", stage=stage.index, rung=session.rung or "base", seconds=round(session.rung_seconds, 2))
+        session.restore_seconds = time.monotonic() - session.since
+        log.info("stage restored", stage=stage.index, rung=session.source or "base", seconds=round(session.restore_seconds, 2))
 
     def _enter(self, session: StageSession, phase: local.StagePhase) -> None:
         with self._changed:
             session.phase = phase
-        self._say()
+        self._send_status()
 
     def _failed(self, session: StageSession, reason: str) -> None:
         log.error("the stage is lost", reason=reason)
@@ -382,7 +382,7 @@ class StageRunner:
 
     # ---- for whoever watches -------------------------------------------------------------------------------------------
 
-    def _say(self) -> None:
+    def _send_status(self) -> None:
         status = self.status()
         if status is not None:
             self._send(status)
@@ -393,7 +393,7 @@ class StageRunner:
         """A status a second; and a sign of progress for the supervisor while there is progress, or nothing to do."""
         while True:
             await trio.sleep(STATUS_SECONDS)
-            self._say()
+            self._send_status()
             status = self.status()
             if status is None:
                 self._progress("waiting for a crew")

@@ -36,7 +36,7 @@ class Meter:
         self._since = time.monotonic()
         self._tokens = 0
         self.waited_share: float | None = None
-        """Of the last step's time."""
+        """The share of the last step's time in which nothing was computed."""
         self.tokens_per_second: float | None = None
         """In the last step's time."""
 

@@ -71,7 +71,7 @@ async def connect(assigned: Assigned, stage: int, kind: Literal["frames", "state
         while True:
             address, directory = socket_address(Path(assigned.socket))
             try:
-                return await _said(await trio.open_unix_socket(address), len(body).to_bytes(4, "big") + body)
+                return await _opened(await trio.open_unix_socket(address), len(body).to_bytes(4, "big") + body)
             except (OSError, trio.BrokenResourceError):
                 await trio.sleep(RETRY_SECONDS)
             finally:
@@ -80,7 +80,7 @@ async def connect(assigned: Assigned, stage: int, kind: Literal["frames", "state
     raise PeerError("the network process takes no streams for stages")
 
 
-async def _said(stream: trio.abc.Stream, data: bytes) -> trio.abc.Stream:
+async def _opened(stream: trio.abc.Stream, data: bytes) -> trio.abc.Stream:
     try:
         await stream.send_all(data)
     except BaseException:

@@ -182,18 +182,18 @@ async def test_who_sends_more_than_is_handled_is_not_read(monkeypatch):
 def test_what_waits_for_others_is_no_work_in_hand():
     one = Schedule(0, 2)
     for number in range(4):
-        assert one.forward_came(number)
+        assert one.forward_arrived(number)
     assert (one.ready(), one.ready(lambda number: True), one.next(lambda number: True)) == (4, 0, None)
     assert one.ready(lambda number: number != 2) == 1
     assert one.next(lambda number: number != 2) == ("forward", 2)
     assert one.next() == ("forward", 0)
     assert (one.statistics().waiting, one.ready(), one.next()) == (2, 0, None)  # until a gradient comes
-    assert one.backward_came(2)
+    assert one.backward_arrived(2)
     assert one.ready(lambda number: True) == 1
     assert one.next(lambda number: True) == ("backward", 2)
     assert one.ready() == 2
     tail = Schedule(1, 2)
-    tail.forward_came(0)
+    tail.forward_arrived(0)
     assert tail.ready(lambda number: True) == 1
     assert tail.next(lambda number: True) == ("learn", 0)
 

@@ -18,7 +18,7 @@ def simulate(stages: int, micro_batches: int, forward: float = 1.0, backward: fl
     orders: list[list] = [[] for _ in range(stages)]
     events: list = []
     for m in range(micro_batches):
-        schedules[0].forward_came(m)
+        schedules[0].forward_arrived(m)
     now, count = 0.0, 0
 
     def start(i):
@@ -38,9 +38,9 @@ def simulate(stages: int, micro_batches: int, forward: float = 1.0, backward: fl
         now, _, i, (kind, m) = heapq.heappop(events)
         busy[i] = False
         if kind == "forward":
-            assert schedules[i + 1].forward_came(m)
+            assert schedules[i + 1].forward_arrived(m)
         elif i > 0:
-            assert schedules[i - 1].backward_came(m)
+            assert schedules[i - 1].backward_arrived(m)
         for j in range(stages):
             start(j)
     return now, peak, orders
@@ -71,14 +71,14 @@ def test_every_micro_batch_gets_through_whatever_the_stages_take():
 
 def test_frames_that_come_twice_or_unasked_change_nothing():
     schedule = Schedule(0, 2)
-    assert schedule.forward_came(7)
-    assert not schedule.forward_came(7)
-    assert not schedule.backward_came(7)  # not sent on yet
+    assert schedule.forward_arrived(7)
+    assert not schedule.forward_arrived(7)
+    assert not schedule.backward_arrived(7)  # not sent on yet
     assert schedule.next() == ("forward", 7)
-    assert schedule.backward_came(7)
-    assert not schedule.backward_came(7)
+    assert schedule.backward_arrived(7)
+    assert not schedule.backward_arrived(7)
     assert schedule.next() == ("backward", 7)
-    assert not schedule.forward_came(7)
+    assert not schedule.forward_arrived(7)
     assert schedule.next() is None
     assert schedule.statistics().refused == 4
 
@@ -290,7 +290,7 @@ def test_the_head_steps_with_the_first_other_stage_and_not_before_a_decision():
     assert not head.done(0, attempt)
     assert head.done(1, attempt)
     assert not head.done(2, attempt)
-    assert head.settled
+    assert head.resolved
     head.acknowledged(1, head.begin(deadline=9.0), "not_finite", 0.0)
     assert not head.done(1, head.attempt)
-    assert not head.settled
+    assert not head.resolved

@@ -46,7 +46,7 @@ def fleet(models, base, tmp_path):
         model = copy.deepcopy(models["llama"])
         if lora:
             model = get_peft_model(model, lora_settings(policy_of(base, lora)))
-        chosen = RecoverySettings(shadow_every=2, seconds=30.0, exact_bytes=exact, **settings)
+        chosen = RecoverySettings(snapshot_every=2, seconds=30.0, exact_bytes=exact, **settings)
         owner = state.owner(fingerprint(base), lora)
         one = Fleet(model, list(layers), tmp_path / "crew", SETTINGS, chosen, keepers=keepers, owner=owner)
         made.append(one)

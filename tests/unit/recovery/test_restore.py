@@ -27,7 +27,7 @@ def fleet(models, tmp_path):
     made = []
 
     def build(stages=4, kind="llama", settings=None, crew=SETTINGS, run=None, model=None, name="crew", **keys):
-        chosen = RecoverySettings(**{"shadow_every": 1, "seconds": 30.0, **(settings or {})})
+        chosen = RecoverySettings(**{"snapshot_every": 1, "seconds": 30.0, **(settings or {})})
         one = Fleet(model or copy.deepcopy(models[kind]), SPLITS[stages], tmp_path / name, crew, chosen, run or Run(), **keys)
         made.append(one)
         return one
@@ -91,7 +91,7 @@ async def test_r0_a_node_that_comes_back_goes_on_exactly(fleet, stages, lost, ki
     mine = fleet(stages, kind)
     assert apart(await lose_and_go_on(mine, [lost], disk=True), expected) == 0.0
     got = mine.restored[lost]
-    assert (got.rung, got.step, got.tried, got.healings) == (SourceKind.JOURNAL, 3, (), ())
+    assert (got.kind, got.step, got.tried, got.healings) == (SourceKind.JOURNAL, 3, (), ())
     assert got.verdict.kl < 5e-3
     assert mine.told == [(lost, "loading", 0), (lost, "probation", 0)]
 
@@ -102,7 +102,7 @@ async def test_r2_a_fresh_shadow_goes_on_exactly(fleet, stages, lost, kind):
     mine = fleet(stages, kind)
     assert apart(await lose_and_go_on(mine, [lost]), expected) == 0.0
     got = mine.restored[lost]
-    assert (got.rung, got.step) == (SourceKind.SNAPSHOT, 3)
+    assert (got.kind, got.step) == (SourceKind.SNAPSHOT, 3)
     assert got.holder in ((lost - 1) % stages, (lost + 1) % stages)
     assert got.verdict.kl < 0.02
 
@@ -113,7 +113,7 @@ async def test_r2_under_an_adapter_goes_on_exactly(fleet, models):
     mine = fleet(model=make(), run=Run(adapter=True, pretrained=True))
     frozen = {n: p.clone() for n, p in mine.stations[1].runtime.model.named_parameters() if not p.requires_grad}
     assert apart(await lose_and_go_on(mine, [1]), expected) == 0.0
-    assert mine.restored[1].rung == SourceKind.SNAPSHOT
+    assert mine.restored[1].kind == SourceKind.SNAPSHOT
     assert all(torch.equal(frozen[n], p) for n, p in mine.stations[1].runtime.model.named_parameters() if n in frozen)
 
 
@@ -121,13 +121,13 @@ async def test_r2_under_an_adapter_goes_on_exactly(fleet, models):
 async def test_r2_an_old_shadow_is_as_far_off_as_the_steps_it_lacks(fleet, form):
     """Step 3, and shadows of step 2: what is lost is one step of one stage, 1e-4 per weight; in bfloat16 2⁻⁹ of a weight besides."""
     expected = await unfailed(fleet, 3)
-    mine = fleet(settings={"shadow_every": 2, "exact_bytes": 2**28 if form == "exact" else 0})
+    mine = fleet(settings={"snapshot_every": 2, "exact_bytes": 2**28 if form == "exact" else 0})
     async with mine.up() as crew:
         await learn(crew, 3)
     mine.kill(1)
     async with mine.up() as crew:
         got, weights = mine.restored[1], mine.weights()
-        assert (got.rung, got.step) == (SourceKind.SNAPSHOT, 2)
+        assert (got.kind, got.step) == (SourceKind.SNAPSHOT, 2)
         assert got.verdict.kl < 0.02
         assert bool(got.state.counts) == (form == "exact")
         assert crew.members[1].lr_scale.warmup == (0 if form == "exact" else 10)
@@ -141,20 +141,20 @@ async def test_r2_an_old_shadow_is_as_far_off_as_the_steps_it_lacks(fleet, form)
 
 
 async def test_r2_is_taken_where_every_step_moves_the_policy_further_than_the_gate_would_let_a_stranger(fleet):
-    mine = fleet(settings={"shadow_every": 2}, run=Run(pretrained=True))
+    mine = fleet(settings={"snapshot_every": 2}, run=Run(pretrained=True))
     async with mine.up() as crew:
         await learn(crew, 3, rate=2e-3)
     mine.kill(1)
     async with mine.up():
         got = mine.restored[1]
-        assert (got.rung, got.step, got.tried, got.healings) == (SourceKind.SNAPSHOT, 2, (), ())
+        assert (got.kind, got.step, got.tried, got.healings) == (SourceKind.SNAPSHOT, 2, (), ())
         assert got.verdict.kl > 0.02
 
 
 @pytest.mark.parametrize(("lost", "kind"), [([3], "llama-tied"), ([0], "qwen3"), ([0, 3], "llama-tied")])
 async def test_both_ends_of_a_tied_embedding_stay_one_tensor_whoever_was_lost(fleet, lost, kind):
     """Shadows are of step 2 of 3: an end that is restored takes the other's tensor as it is now, and its moments."""
-    mine = fleet(kind=kind, settings={"shadow_every": 2})
+    mine = fleet(kind=kind, settings={"snapshot_every": 2})
     async with mine.up() as crew:
         await learn(crew, 3)
         now = crew.members[0].runtime.embedding().detach().clone()
@@ -170,7 +170,7 @@ async def test_both_ends_of_a_tied_embedding_stay_one_tensor_whoever_was_lost(fl
 
 
 async def test_r1_a_replica_is_taken_verbatim_and_what_its_outer_step_keeps_is_handed_on(fleet):
-    mine = fleet(3, settings={"shadow_every": 100})
+    mine = fleet(3, settings={"snapshot_every": 100})
     async with mine.up() as crew:
         await learn(crew, 2)
     theirs = {name: host_copy(tensor) + 1e-5 for name, tensor in trained(mine.stations[1].runtime).items()}
@@ -182,7 +182,7 @@ async def test_r1_a_replica_is_taken_verbatim_and_what_its_outer_step_keeps_is_h
     mine.kill(1).replica = replica
     async with mine.up() as crew:
         got = mine.restored[1]
-        assert got.rung == SourceKind.REPLICA
+        assert got.kind == SourceKind.REPLICA
         assert all(torch.equal(tensor, theirs[name]) for name, tensor in trained(mine.stations[1].runtime).items())
         assert got.outer is delta
         await learn(crew, 1, 2)
@@ -193,7 +193,7 @@ async def test_any_two_stages_of_four_may_be_lost_at_once(fleet, lost):
     expected = await unfailed(fleet, 5, kind="llama-tied")
     mine = fleet(kind="llama-tied")
     assert apart(await lose_and_go_on(mine, lost), expected) == 0.0
-    assert {mine.restored[stage].rung for stage in lost} == {SourceKind.SNAPSHOT}
+    assert {mine.restored[stage].kind for stage in lost} == {SourceKind.SNAPSHOT}
 
 
 async def test_three_neighbours_lost_together_end_the_crew_with_every_reason(fleet, autojump_clock):
@@ -215,7 +215,7 @@ def noise_for(runtime):
 
 async def test_noise_does_not_pass_the_gate_and_the_next_rung_is_taken(fleet):
     expected = await unfailed(fleet, 5)
-    mine = fleet(settings={"shadow_every": 1, "healings": 0})
+    mine = fleet(settings={"snapshot_every": 1, "healings": 0})
 
     async def noise():
         return Replica(noise_for(mine.stations[2].runtime))
@@ -225,18 +225,18 @@ async def test_noise_does_not_pass_the_gate_and_the_next_rung_is_taken(fleet):
         return Replica({name: torch.full_like(tensor, float("nan")) for name, tensor in tensors.items()})
 
     for source, said in ((noise, "KL"), (nothing, "not finite")):
-        mine = fleet(settings={"shadow_every": 1, "healings": 0}, name=said)
+        mine = fleet(settings={"snapshot_every": 1, "healings": 0}, name=said)
         after = await lose_and_go_on(mine, [2], prepare=lambda station, source=source: setattr(station, "replica", source))
         assert apart(after, expected) == 0.0
         got = mine.restored[2]
-        assert got.rung == SourceKind.SNAPSHOT
+        assert got.kind == SourceKind.SNAPSHOT
         assert [rung for rung, _ in got.tried] == [SourceKind.REPLICA]
         assert said in got.tried[0][1]
 
 
 async def test_r3_the_base_adapter_when_nobody_has_a_shadow(fleet, models):
     model = adapted(copy.deepcopy(models["llama"]))
-    mine = fleet(3, model=model, settings={"shadow_every": 100}, run=Run(adapter=True, pretrained=True))
+    mine = fleet(3, model=model, settings={"snapshot_every": 100}, run=Run(adapter=True, pretrained=True))
     untrained = {name: t.clone() for name, t in trained(mine.stations[1].runtime).items()}
     read = base_adapter(mine.stations[1].runtime)
     async with mine.up() as crew:
@@ -244,7 +244,7 @@ async def test_r3_the_base_adapter_when_nobody_has_a_shadow(fleet, models):
     mine.kill(1).base = read
     async with mine.up() as crew:
         got = mine.restored[1]
-        assert (got.rung, got.step) == (SourceKind.BASE, None)
+        assert (got.kind, got.step) == (SourceKind.BASE, None)
         assert all(torch.equal(t, untrained[name]) for name, t in trained(mine.stations[1].runtime).items())
         assert crew.members[1].lr_scale.warmup == 10
         await learn(crew, 1, 2)
@@ -275,14 +275,14 @@ async def test_r3_takes_the_newest_adapter_that_could_not_be_had_before(fleet, m
     async with mine.up() as crew:
         got = mine.restored[1]
         assert [rung for rung, _ in got.tried] == [SourceKind.SNAPSHOT, SourceKind.SNAPSHOT]
-        assert got.rung == SourceKind.BASE
+        assert got.kind == SourceKind.BASE
         assert all(torch.equal(t, before[name]) for name, t in trained(mine.stations[1].runtime).items())
         await learn(crew, 1, 2)
 
 
 async def test_r3_does_not_take_an_adapter_that_was_judged(fleet, models):
     """A neighbour's shadow is noise: the gate refuses it, and the untrained adapter comes next, which passes after two small steps."""
-    settings = {"shadow_every": 100, "healings": 0}
+    settings = {"snapshot_every": 100, "healings": 0}
     mine = fleet(3, model=adapted(copy.deepcopy(models["llama"])), run=Run(adapter=True, pretrained=True), settings=settings)
     runtime = mine.stations[1].runtime
     untrained, read = {name: t.clone() for name, t in trained(runtime).items()}, base_adapter(runtime)
@@ -295,7 +295,7 @@ async def test_r3_does_not_take_an_adapter_that_was_judged(fleet, models):
         got = mine.restored[1]
         assert [rung for rung, _ in got.tried] == [SourceKind.SNAPSHOT]
         assert "KL" in got.tried[0][1]
-        assert got.rung == SourceKind.BASE
+        assert got.kind == SourceKind.BASE
         assert all(torch.equal(t, untrained[name]) for name, t in trained(mine.stations[1].runtime).items())
 
 
@@ -314,7 +314,7 @@ async def test_the_probe_survives_head_and_tail(fleet, lost):
 
 async def damaged_and_healed(fleet, models, lost, method, name, **settings):
     """Restored by R4 in a crew of a Llama of random weights."""
-    mine = fleet(settings={"shadow_every": 100, "synthesis": method, **settings}, name=name)
+    mine = fleet(settings={"snapshot_every": 100, "synthesis": method, **settings}, name=name)
     async with mine.up() as crew:
         for number in range(2):
             result = await crew.head.update(rows_of(number, 40), CFG, 100.0, 1e-4)
@@ -330,18 +330,18 @@ async def damaged_and_healed(fleet, models, lost, method, name, **settings):
 @pytest.mark.parametrize(("lost", "method"), [(1, "checkfree"), (2, "identity")])
 async def test_r4_healing_takes_away_more_than_half_of_the_damage_on_what_it_was_not_healed_with(fleet, models, lost, method):
     hurt = await damaged_and_healed(fleet, models, lost, method, "hurt", gate_kl=1e9, gate_nll=1e9)
-    assert (hurt.rung, hurt.healings, hurt.lr_scale.factor, hurt.lr_scale.warmup) == (SourceKind.SYNTHESIS, (), 1.0, 10)
+    assert (hurt.kind, hurt.healings, hurt.lr_scale.factor, hurt.lr_scale.warmup) == (SourceKind.SYNTHESIS, (), 1.0, 10)
     half = hurt.verdict.kl / 2
     assert half > 0.05
     healed = await damaged_and_healed(fleet, models, lost, method, "healed", gate_kl=half, gate_nll=1e9, healings=1)
-    assert (healed.rung, len(healed.healings)) == (SourceKind.SYNTHESIS, 1)
+    assert (healed.kind, len(healed.healings)) == (SourceKind.SYNTHESIS, 1)
     assert healed.verdict.kl < half
     assert healed.healings[0].after < healed.healings[0].before / 2
     assert not healed.state.counts
 
 
 async def test_r4_that_cannot_be_healed_is_not_taken(fleet):
-    mine = fleet(settings={"shadow_every": 100, "gate_kl": 1e-6, "healings": 1, "healing_steps": 5})
+    mine = fleet(settings={"snapshot_every": 100, "gate_kl": 1e-6, "healings": 1, "healing_steps": 5})
     async with mine.up() as crew:
         await learn(crew, 3)
     mine.kill(2)
@@ -365,7 +365,7 @@ async def test_paper_mode_trains_swapped_and_restores_without_any_storage(fleet,
     async with mine.up() as crew:
         assert crew is not None, mine.failed
         got, after = mine.restored[lost], mine.weights()
-        assert (got.rung, got.healings) == (SourceKind.SYNTHESIS if lost == 1 else SourceKind.COPY, ())
+        assert (got.kind, got.healings) == (SourceKind.SYNTHESIS if lost == 1 else SourceKind.COPY, ())
         assert crew.members[lost].lr_scale.factor == 1.1
         assert crew.members[lost].lr_scale.warmup == 0
         name = "model.layers.0.mlp.up_proj.weight"
@@ -393,7 +393,7 @@ async def test_a_neighbour_that_is_just_taking_its_seat_is_waited_for(fleet, aut
     mine.seating = 3.0
     async with mine.up() as crew:
         assert crew is not None, mine.failed
-        assert mine.restored[1].rung == SourceKind.SYNTHESIS
+        assert mine.restored[1].kind == SourceKind.SYNTHESIS
         assert 3.0 <= mine.restored[1].seconds < 4.0
 
 
@@ -410,7 +410,7 @@ async def test_in_paper_mode_the_stage_goes_a_tenth_faster_and_a_tied_embedding_
 
 async def test_of_two_stages_that_come_back_together_none_has_to_answer_for_the_other(fleet):
     """Shadows are of step 2 of 3, so both are judged. One has a replica of noise, and the other is judged through it at first."""
-    mine = fleet(settings={"shadow_every": 2, "healings": 0})
+    mine = fleet(settings={"snapshot_every": 2, "healings": 0})
     async with mine.up() as crew:
         await learn(crew, 3)
 
@@ -421,7 +421,7 @@ async def test_of_two_stages_that_come_back_together_none_has_to_answer_for_the_
     mine.kill(1)
     async with mine.up() as crew:
         assert crew is not None, mine.failed
-        assert [mine.restored[stage].rung for stage in (1, 2)] == [SourceKind.SNAPSHOT, SourceKind.SNAPSHOT]
+        assert [mine.restored[stage].kind for stage in (1, 2)] == [SourceKind.SNAPSHOT, SourceKind.SNAPSHOT]
         assert [rung for rung, _ in mine.restored[2].tried] == [SourceKind.REPLICA]
 
 

@@ -28,7 +28,7 @@ def fleet(models, tmp_path):
     made = []
 
     def build(**settings):
-        chosen = RecoverySettings(**{"shadow_every": 1, "seconds": 30.0, "healings": 0, **settings})
+        chosen = RecoverySettings(**{"snapshot_every": 1, "seconds": 30.0, "healings": 0, **settings})
         made.append(Fleet(copy.deepcopy(models["llama"]), [1, 1, 1, 1], tmp_path / "crew", SETTINGS, chosen, Run()))
         return made[-1]
 
@@ -70,7 +70,7 @@ async def test_of_two_neighbours_copies_that_differ_the_better_one_is_taken(flee
     async with mine.up() as crew:
         assert crew is not None, mine.failed
         got = mine.restored[LOST]
-        assert (got.rung, got.step, got.holder, got.tried) == (SourceKind.SNAPSHOT, 3, 2 - liar, ())
+        assert (got.kind, got.step, got.holder, got.tried) == (SourceKind.SNAPSHOT, 3, 2 - liar, ())
         assert got.verdict is not None
         assert all(torch.equal(tensor, true[name]) for name, tensor in weights_of(mine).items())
         assert [phase for stage, phase, rung in mine.told] == ["loading", "probation"] * 3  # each of them, and then the better one
@@ -98,12 +98,12 @@ async def test_nobody_but_ring_neighbours_is_asked_for_a_shadow(fleet):
     mine.kill(LOST)
     async with mine.up():
         got = mine.restored[LOST]
-        assert (got.rung, got.holder, got.tried) == (SourceKind.SNAPSHOT, 0, ())
+        assert (got.kind, got.holder, got.tried) == (SourceKind.SNAPSHOT, 0, ())
         assert len(mine.told) == 2  # two neighbours agree: nothing had to be compared
 
 
 def test_without_a_probe_no_disputed_copy_is_trusted():
-    one = RecoveryOrder(Found(shadows={0: 10, 2: 10}, roots={0: b"a", 2: b"b"}, base=True), SPEC, 10, Run(), RecoverySettings())
+    one = RecoveryOrder(Found(snapshots={0: 10, 2: 10}, roots={0: b"a", 2: b"b"}, base=True), SPEC, 10, Run(), RecoverySettings())
     first, second = one.rivals()
     assert (first.disputed, first.exact, second.disputed, second.exact) == (True, False, True, False)
     assert one.judge(first, None, 0) == "next"
@@ -112,7 +112,7 @@ def test_without_a_probe_no_disputed_copy_is_trusted():
     assert one.damage(Verdict(0.0, 0.0, 0, finite=False)) == float("inf")
     one.prefer(second)
     assert (one.next(), one.rivals()) == (second, ())
-    agreed = RecoveryOrder(Found(shadows={0: 10, 2: 9}, roots={0: b"a", 2: b"b"}), SPEC, 10, Run(), RecoverySettings())
+    agreed = RecoveryOrder(Found(snapshots={0: 10, 2: 9}, roots={0: b"a", 2: b"b"}), SPEC, 10, Run(), RecoverySettings())
     assert agreed.rivals() == ()  # of different steps
     assert agreed.judge(agreed.next(), None, 0) == "rejoin"
 
@@ -146,7 +146,7 @@ async def test_a_rung_that_does_not_fit_is_not_taken_and_the_next_one_is(fleet, 
     async with mine.up() as crew:
         assert crew is not None, mine.failed
         got = mine.restored[LOST]
-        assert (got.rung, got.holder, got.tried) == (SourceKind.SNAPSHOT, 2, ((SourceKind.SNAPSHOT, "out of memory"),))
+        assert (got.kind, got.holder, got.tried) == (SourceKind.SNAPSHOT, 2, ((SourceKind.SNAPSHOT, "out of memory"),))
         assert all(torch.equal(tensor, true[name]) for name, tensor in weights_of(mine).items())
         assert all(parameter.grad is None for parameter in mine.stations[LOST].runtime.parameters())
         await learn(crew, 1, 3)

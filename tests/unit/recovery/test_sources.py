@@ -11,7 +11,7 @@ EVERYBODY = frozenset({0, 1, 2, 3})
 GOOD, BAD, BROKEN = Verdict(0.001, 0.01, 100), Verdict(0.3, 0.2, 100), Verdict(float("inf"), float("inf"), 0, finite=False)
 
 
-def ladder(found, stage=1, step=10, run=None, **settings):
+def order_of(found, stage=1, step=10, run=None, **settings):
     return RecoveryOrder(found, SPEC[stage], step, run or Run(), RecoverySettings(**settings))
 
 
@@ -23,24 +23,24 @@ def all_of(one):
             source = one.next()
         except Refused as error:
             return order, str(error)
-        order.append((int(source.rung), source.step, source.holder))
+        order.append((int(source.kind), source.step, source.holder))
         one.refuse(source, "no good")
 
 
-def test_every_rung_in_its_order():
-    found = Found(journal=10, replica=True, shadows={0: 8, 2: 8}, base=True, alive=EVERYBODY - {1})
-    order, said = all_of(ladder(found))
+def test_every_source_in_its_order():
+    found = Found(journal=10, replica=True, snapshots={0: 8, 2: 8}, base=True, alive=EVERYBODY - {1})
+    order, said = all_of(order_of(found))
     assert order == [(0, 10, None), (1, None, None), (2, 8, 0), (2, 8, 2), (3, None, None), (4, None, None)]
     assert said.count("no good") == 6
 
 
 def test_an_old_journal_goes_after_a_younger_shadow_and_before_an_older_one():
-    found = Found(journal=7, replica=True, shadows={0: 5, 2: 9})
-    assert all_of(ladder(found, synthesis="none"))[0] == [(1, None, None), (2, 9, 2), (0, 7, None), (2, 5, 0)]
+    found = Found(journal=7, replica=True, snapshots={0: 5, 2: 9})
+    assert all_of(order_of(found, synthesis="none"))[0] == [(1, None, None), (2, 9, 2), (0, 7, None), (2, 5, 0)]
 
 
 def test_what_is_ahead_of_the_crew_is_of_another_history():
-    one = ladder(Found(journal=11, shadows={0: 12, 2: 10}))
+    one = order_of(Found(journal=11, snapshots={0: 12, 2: 10}))
     assert one.next() == Source(SourceKind.SNAPSHOT, 10, 2)
     assert [(int(rung), why) for rung, why in one.excluded if "step" in why] == [
         (0, "it is of step 11, and the crew's is 10"), (2, "it is of step 12, and the crew's is 10"),
@@ -49,15 +49,15 @@ def test_what_is_ahead_of_the_crew_is_of_another_history():
 
 @pytest.mark.parametrize(("roots", "exact"), [({0: b"a", 2: b"a"}, True), ({0: b"a", 2: b"b"}, False), ({0: b"a"}, False)])
 def test_a_fresh_shadow_is_exact_where_both_neighbours_name_the_same(roots, exact):
-    one = ladder(Found(shadows=dict.fromkeys(roots, 10), roots=roots))
+    one = order_of(Found(snapshots=dict.fromkeys(roots, 10), roots=roots))
     assert one.next().exact is exact
     assert one.judge(one.next(), BAD, 0) == ("rejoin" if exact else "heal")
     assert one.judge(one.next(), BROKEN, 0) == "next"
-    assert ladder(Found(shadows=dict.fromkeys(roots, 9), roots=roots)).next().exact is False
+    assert order_of(Found(snapshots=dict.fromkeys(roots, 9), roots=roots)).next().exact is False
 
 
 def test_a_lossy_stage_is_healed_a_few_times_and_then_given_up():
-    one = ladder(Found(alive=EVERYBODY - {1}), healings=2)
+    one = order_of(Found(alive=EVERYBODY - {1}), healings=2)
     source = one.next()
     assert [one.judge(source, BAD, done) for done in range(3)] == ["heal", "heal", "next"]
     assert one.judge(source, GOOD, 1) == "rejoin"
@@ -69,7 +69,7 @@ def test_a_lossy_stage_is_healed_a_few_times_and_then_given_up():
 
 def test_a_copy_of_the_crews_own_may_lack_steps_that_went_far_and_what_is_not_its_own_may_not():
     moved, noise = Verdict(0.06, 0.07, 100), Verdict(0.3, 0.1, 100)
-    one = ladder(Found(journal=9, shadows={0: 5}, base=True))
+    one = order_of(Found(journal=9, snapshots={0: 5}, base=True))
     for source in (Source(SourceKind.JOURNAL, 9), Source(SourceKind.SNAPSHOT, 5, 0)):
         assert one.judge(source, moved, 0) == "rejoin"
         assert one.judge(source, noise, 0) == "heal"
@@ -80,29 +80,29 @@ def test_a_copy_of_the_crews_own_may_lack_steps_that_went_far_and_what_is_not_it
 
 def test_synthesis_needs_both_neighbours_and_the_ends_need_true_copies():
     for alive in ({0, 3}, {2, 3}):
-        assert "a neighbour is lost too" in all_of(ladder(Found(alive=frozenset(alive))))[1]
-    assert ladder(Found(alive=frozenset({0, 2}))).next().method == "checkfree"
-    assert ladder(Found(alive=frozenset({0, 2})), synthesis="uniform").next().method == "uniform"
-    assert "trained with swapped stages" in all_of(ladder(Found(alive=EVERYBODY - {0}), stage=0))[1]
+        assert "a neighbour is lost too" in all_of(order_of(Found(alive=frozenset(alive))))[1]
+    assert order_of(Found(alive=frozenset({0, 2}))).next().method == "checkfree"
+    assert order_of(Found(alive=frozenset({0, 2})), synthesis="uniform").next().method == "uniform"
+    assert "trained with swapped stages" in all_of(order_of(Found(alive=EVERYBODY - {0}), stage=0))[1]
     swapped = Run(swapped=True)
-    assert "nobody keeps a copy" in all_of(ladder(Found(alive=EVERYBODY - {0}), 0, run=swapped))[1]
-    copied = ladder(Found(alive=EVERYBODY - {3}, ends=frozenset({2})), 3, run=swapped)
+    assert "nobody keeps a copy" in all_of(order_of(Found(alive=EVERYBODY - {0}), 0, run=swapped))[1]
+    copied = order_of(Found(alive=EVERYBODY - {3}, ends=frozenset({2})), 3, run=swapped)
     assert copied.next() == Source(SourceKind.COPY, method="copy")
-    assert "base" in all_of(ladder(Found(alive=EVERYBODY - {3}, ends=frozenset({2})), 3, run=Run(swapped=True, pretrained=True)))[1]
-    assert "adapter" in all_of(ladder(Found(alive=EVERYBODY - {1}), run=Run(adapter=True)))[1]
-    assert "switched off" in all_of(ladder(Found(alive=EVERYBODY - {1}), synthesis="none"))[1]
-    assert ladder(Found(alive=EVERYBODY - {1}), synthesis="copy").next().method == "checkfree"  # an inner stage has no end to copy
+    assert "base" in all_of(order_of(Found(alive=EVERYBODY - {3}, ends=frozenset({2})), 3, run=Run(swapped=True, pretrained=True)))[1]
+    assert "adapter" in all_of(order_of(Found(alive=EVERYBODY - {1}), run=Run(adapter=True)))[1]
+    assert "switched off" in all_of(order_of(Found(alive=EVERYBODY - {1}), synthesis="none"))[1]
+    assert order_of(Found(alive=EVERYBODY - {1}), synthesis="copy").next().method == "checkfree"  # an inner stage has no end to copy
 
 
 def test_a_published_base_goes_before_any_synthesis_and_instead_of_it():
-    order, said = all_of(ladder(Found(base=True, alive=EVERYBODY - {1}), run=Run(pretrained=True)))
+    order, said = all_of(order_of(Found(base=True, alive=EVERYBODY - {1}), run=Run(pretrained=True)))
     assert order == [(3, None, None)]
     assert "closer" in said
 
 
 def test_paper_mode_knows_neighbours_only():
-    found = Found(journal=10, replica=True, shadows={0: 10, 2: 10}, base=True, alive=EVERYBODY - {1})
-    one = ladder(found, paper=True, run=Run(swapped=True))
+    found = Found(journal=10, replica=True, snapshots={0: 10, 2: 10}, base=True, alive=EVERYBODY - {1})
+    one = order_of(found, paper=True, run=Run(swapped=True))
     assert all_of(one)[0] == [(1, None, None), (4, None, None)]
     assert sorted(rung for rung, why in one.excluded if why == "paper mode") == [0, 2, 2, 3]
     source = Source(SourceKind.SYNTHESIS, method="checkfree")

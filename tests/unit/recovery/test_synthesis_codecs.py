@@ -83,7 +83,7 @@ async def test_paper_mode_restores_each_stage_where_hops_are_rounded(models, tmp
         async with mine.up() as crew:
             assert crew is not None, mine.failed
             got, after = mine.restored[lost], mine.weights()
-            assert (got.rung, got.tried, got.healings) == (rung, (), ())
+            assert (got.kind, got.tried, got.healings) == (rung, (), ())
             assert got.verdict.finite
             layer = "model.layers.0.mlp.up_proj.weight"
             if rung is SourceKind.COPY:  # weights travel as float32, whatever activations do

@@ -23,7 +23,7 @@ def trained(tmp_path, lora: int = 0) -> Policy:
     torch.set_num_threads(1)
     policy = load_policy(PolicyConfig.model_validate({"lora": {"r": lora}, "device": "cpu"}))
     config = Config.model_validate({"policy": {"lora": {"r": lora}}})
-    if shares_a(config):
+    if shares_a(config.policy.lora, config.weights):
         freeze_a(dict(policy.model.named_parameters()), A_SEED)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -45,7 +45,7 @@ async def crew(tmp_path, model):
         try:
             await until(lambda: network.running, seconds=60)
             head = trainers[0]
-            engine = CrewPolicy(head._config, head._model, head._runner, head._runner.leads(), threading.Event())
+            engine = CrewPolicy(head._config.training, head._model, head._runner, head._runner.leads(), threading.Event(), 60.0)
             policy = load_policy(PolicyConfig(model=str(model), device="cpu"))
             prompts = [policy.encode_prompt(p) for p in ("What is 3 + 4?", "Calculate 10 + 8.")]
 

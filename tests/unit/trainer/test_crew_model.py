@@ -7,7 +7,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from swarmnode.config import Config
 from swarmnode.errors import Refused
 from swarmnode.policy.load import local_directory
-from swarmnode.trainer.crew.model import is_untrained, open_model
+from swarmnode.trainer.crew.model import is_untrained
+from tests.support.crew_models import opened
 
 
 def config_of(tmp_path, **stages) -> Config:
@@ -29,7 +30,7 @@ def test_a_model_is_untrained_until_something_was_learnt(tmp_path):
 
 
 def test_a_published_base_is_refused_the_paper_mode_and_told_why(tmp_path):
-    with pytest.raises(Refused, match="2 nats"), open_model(config_of(tmp_path, paper_mode=True, stages=4)):
+    with pytest.raises(Refused, match="2 nats"), opened(config_of(tmp_path, paper_mode=True, stages=4)):
         pass
 
 
@@ -38,11 +39,11 @@ def test_a_run_from_scratch_may_train_as_the_paper_does(tmp_path):
     with local_directory(config.policy, fits=False) as directory:
         _copy_untrained(directory, tmp_path / "scratch")
     config = config.model_copy(update={"policy": config.policy.model_copy(update={"model": str(tmp_path / "scratch")})})
-    with open_model(config) as model:
+    with opened(config) as model:
         assert not model.pretrained
-        assert model.settings(config).swapped
+        assert model.settings().swapped
     few = config.model_copy(update={"stages": config.stages.model_copy(update={"stages": 3})})
-    with pytest.raises(Refused, match="it needs four"), open_model(few):
+    with pytest.raises(Refused, match="it needs four"), opened(few):
         pass
 
 

@@ -16,10 +16,10 @@ from swarmnode.recovery.restore import Restored
 from swarmnode.recovery.snapshots import SnapshotRecorder
 from swarmnode.recovery.sources import RecoverySettings, SourceKind
 from swarmnode.recovery.state import load_weights, trained
-from swarmnode.trainer.crew.average import CLOCKS, StageAveraging
-from swarmnode.trainer.crew.model import open_model
-from swarmnode.trainer.crew.recovery import StageRecovery
+from swarmnode.trainer.crew.average import CLOCKS
+from swarmnode.trainer.crew.recovery import StageRecovery, recovery_settings
 from swarmnode.trainer.crew.stage import Stage
+from tests.support.crew_models import averaging_of, opened
 from tests.support.replica import settle
 
 CREW = b"c" * 32
@@ -33,21 +33,21 @@ def model(tmp_path_factory):
     config = Config.model_validate(
         {"policy": {"model": str(path), "device": "cpu"}, "stages": {"mode": "always"}, "weights": WEIGHTS}
     )
-    with open_model(config) as opened:
-        yield config, opened
+    with opened(config) as model:
+        yield config, model
 
 
 class Node:
     """One process of a node that holds the middle stage. Steps and outer steps alone are real; there is nobody else."""
 
     def __init__(self, model, directory):
-        config, opened = model
+        config, crew_model = model
         config = config.model_copy(update={"node": config.node.model_copy(update={"data_dir": directory})})
         assigned = Assigned(CREW, b"l" * 32, 1, (1, 1, 1), ("a", "b", "c"), 0, NO_HASH, Taken(), "")
-        self.stage = Stage(assigned, opened.build((1, 1, 1), 1, config), opened.settings(config), opened.limits())
+        self.stage = Stage(assigned, crew_model.build((1, 1, 1), 1), crew_model.settings(), crew_model.limits())
         self.said = []
-        self.averaging = StageAveraging(config, self.stage, self.said.append, connected=lambda: False)
-        self.recovery = StageRecovery(config, opened, lambda: self.averaging)
+        self.averaging = averaging_of(config, self.stage, self.said.append, connected=lambda: False)
+        self.recovery = StageRecovery(directory / "trainer", recovery_settings(config.stages, 0), False, crew_model, lambda: self.averaging)
         self.recovery.prepare(assigned)
         self.recovery.built(self.stage)
         self.journal = self.recovery._journal

@@ -7,8 +7,7 @@ import trio
 import trio.testing
 
 from swarmnode.config import Config
-from swarmnode.crew.local import Assigned, Offering
-from swarmnode.crew.plan import Capacity
+from swarmnode.crew.local import Assigned
 from swarmnode.crew.record import Taken
 from swarmnode.errors import DeviceError, PeerError
 from swarmnode.pipeline.commit import NO_HASH, Answer, Prepare
@@ -17,10 +16,10 @@ from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.device import Placement
 from swarmnode.trainer.crew import model as crew_model
 from swarmnode.trainer.crew import streams as crew_streams
-from swarmnode.trainer.crew.model import open_model
 from swarmnode.trainer.crew.recovery import recovery_settings
 from swarmnode.trainer.crew.stage import Stage
 from swarmnode.trainer.crew.streams import Gate, GatedStream, connect
+from tests.support.crew_models import opened
 
 CREW, LINEAGE = b"c" * 32, b"l" * 32
 
@@ -41,14 +40,14 @@ def model(tmp_path_factory):
     config = Config.model_validate(
         {"policy": {"model": str(path), "device": "cpu"}, "stages": {"mode": "always"}, "training": {"learning_rate": 0.01}}
     )
-    with open_model(config) as opened:
-        yield config, opened
+    with opened(config) as crew:
+        yield config, crew
 
 
 @pytest.fixture
 def stage(model):
-    config, opened = model
-    return Stage(assigned(), opened.build((1, 1), 1, config), opened.settings(config), opened.limits())
+    _, crew = model
+    return Stage(assigned(), crew.build((1, 1), 1), crew.settings(), crew.limits())
 
 
 def prepare(stage, attempt=3):
@@ -162,14 +161,15 @@ def test_a_stage_is_set_up_as_a_whole_policy_is(model, kind, monkeypatch):
     switched = []
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", switched.append)
     monkeypatch.setattr(crew_model, "probe", lambda cfg: Placement(torch.device(kind), torch.float32, "for the test"))
-    monkeypatch.setattr(crew_model, "make_offering", lambda *_: Offering(bytes(32), Capacity(2**30, 1e9), None))
-    with open_model(config):
+    monkeypatch.setattr(crew_model, "measure_speed", lambda placement: 1e9)
+    monkeypatch.setattr(crew_model, "free_bytes", lambda device: 2**30)
+    with opened(config):
         assert switched == ([False] if kind == "cuda" else [])
 
 
 @pytest.mark.parametrize(("bytes_per_second", "uplink"), [(0, 0.0), (10**6, 1e6)])
 def test_shadows_keep_to_a_share_of_the_uplink(bytes_per_second, uplink):
-    settings = recovery_settings(Config.model_validate({"network": {"upload_bytes_per_second": bytes_per_second}}))
+    settings = recovery_settings(Config().stages, bytes_per_second)
     assert (settings.uplink, settings.uplink_share) == (uplink, 0.05)
 
 

@@ -4,13 +4,13 @@ import pytest
 
 from swarmnode.config import Config
 from swarmnode.swarm.manifest import AGREED
-from swarmnode.trainer.crew.model import crew_terms
+from tests.support.crew_models import terms_of
 
 BASE = bytes(32)
 
 
 def terms(**sections):
-    return crew_terms(Config.model_validate(sections), BASE)
+    return terms_of(Config.model_validate(sections)).hash(BASE)
 
 
 def test_nodes_of_one_configuration_name_one_model():
@@ -39,7 +39,7 @@ def test_adapters_differ_by_rank_and_by_what_of_them_is_frozen():
 
 
 def test_another_base_is_another_model():
-    assert crew_terms(Config(), b"\1" * 32) != terms()
+    assert terms_of(Config()).hash(b"\1" * 32) != terms()
 
 
 def test_a_swarm_agrees_on_how_its_crews_train():

@@ -94,7 +94,7 @@ def whole(model):
 
 def engine_of(trainer):
     """The engine that the head's loop has, in its place: nobody else asks the head for anything then."""
-    return CrewPolicy(trainer._config, trainer._model, trainer._runner, trainer._runner.leads(), threading.Event())
+    return CrewPolicy(trainer._config.training, trainer._model, trainer._runner, trainer._runner.leads(), threading.Event(), 60.0)
 
 
 async def in_thread(work, *args):

@@ -1,0 +1,25 @@
+"""What a crew's trainer opens, for a whole configuration."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+from swarmnode.averaging.lora import shares_a
+from swarmnode.config import Config
+from swarmnode.trainer.crew.average import StageAveraging
+from swarmnode.trainer.crew.model import CrewModel, CrewTerms, crew_terms, open_model
+from swarmnode.trainer.crew.stage import Stage
+from swarmnode.trainer.engine import adapter_shape
+
+
+def terms_of(config: Config) -> CrewTerms:
+    return crew_terms(config.stages, config.policy.lora, config.weights, config.training)
+
+
+def opened(config: Config) -> AbstractContextManager[CrewModel]:
+    return open_model(config.policy, config.stages, config.training, terms_of(config), config.node.data_dir)
+
+
+def averaging_of(config: Config, stage: Stage, send, **more) -> StageAveraging:
+    adapter = adapter_shape(config.policy.lora, shares_a(config.policy.lora, config.weights))
+    return StageAveraging(config.weights, adapter, config.node.data_dir, stage, send, **more)
