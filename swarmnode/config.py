@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import platformdirs
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 QUIET_HOURS = r"^$|^([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d$"
 
@@ -226,14 +226,21 @@ class StagesConfig(Section):
     """Committed steps between two copies of a stage at its neighbours."""
     keep_policy: bool = False
     """Keep a copy of every stage of the crew on this node's disk, so that `swarmnode export` can write the whole policy here."""
-    paper_mode: bool = False
-    """Train so that the first and last stage can be made anew too: half of the micro-batches in swapped order. From scratch only."""
+    paper_mode: Literal["off", "checkfree", "checkfree+"] = "off"
+    """How a stage of a run from scratch comes back: from copies; or made of its neighbours as in the papers, `checkfree` for inner stages,
+    `checkfree+` for all, trained for it with half of the micro-batches in swapped order."""
     wait_seconds: float = Field(default=600.0, gt=0)
     """How long a node that has learnt something waits for a crew that can go on with it, before it begins anew with the base model."""
     trust: Literal["known", "allowed", "anyone"] = "known"
     """With whom this node is in a crew: peers that proved useful or took steps with it, those in `allowed`, or anyone."""
     allowed: list[str] = []
     """Peer ids for `trust = "allowed"`."""
+
+    @field_validator("paper_mode", mode="before")
+    @classmethod
+    def _former_switch(cls, value: object) -> object:
+        """Manifests and files that were written when it was true or false keep their meaning."""
+        return {True: "checkfree+", False: "off"}[value] if isinstance(value, bool) else value
 
 
 class HttpConfig(Section):

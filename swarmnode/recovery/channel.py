@@ -1,5 +1,6 @@
 """Requests and bodies over state streams: one duplex stream to every other member, beside those that carry activations. No torch.
 
+A request fails when nothing comes of it for `seconds`: what arrives or leaves of it chunk by chunk may take as long as the link makes it.
 A fetch goes before a push, chunk by chunk, and pushes take no more of the uplink than they are allowed. Whatever a peer sends is refused
 and counted before it is kept; after MISBEHAVED refusals its stream is closed.
 """
@@ -69,10 +70,16 @@ class _Incoming:
 class _Call:
     """Somebody waits for the answer to a request."""
 
+    seconds: float
+    """At most, between two signs that it is being worked at."""
+    scope: trio.CancelScope
     size: Callable[[m.Have], int]
     """How long the answer must be. Raises BadMessage for one that was not asked for."""
     done: trio.Event = field(default_factory=trio.Event)
     answer: Answer | Exception | None = None
+
+    def progressed(self) -> None:
+        self.scope.deadline = trio.current_time() + self.seconds
 
 
 @dataclass(frozen=True)
@@ -110,6 +117,8 @@ class Channel(ABC):
         self._storing: set[int] = set()
         """Stages whose snapshot has come and is being stored."""
         self._number = 0
+        self.progress = 0
+        """Grows with each part of an answer to us that arrives, and with each part of a request of ours that leaves."""
         self._refused: Counter[str] = Counter()
         self._blame: Counter[int] = Counter()
         self._sent = self._received = self._failed = 0
@@ -219,7 +228,7 @@ class Channel(ABC):
         outbox = self._outboxes[stage]
         try:
             while stage not in self.gone:
-                data = self._next(outbox)
+                out, data = self._next(outbox)
                 if data is None:
                     outbox.wake = trio.Event()
                     later = outbox.not_before if any(out.push for out in outbox.transfers) else math.inf
@@ -228,19 +237,28 @@ class Channel(ABC):
                     continue
                 self._sent += len(data)
                 await stream.send_all(data)
+                if out is not None and not out.push and not out.have.answer:
+                    self._progressed(stage, out.have.request)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             self._lose(stage, "closed")
 
-    def _next(self, outbox: _Outbox) -> bytes | None:
+    def _progressed(self, stage: int, number: int) -> None:
+        call = self._calls.get((stage, number))
+        if call is not None:
+            call.progressed()
+            self.progress += 1
+
+    def _next(self, outbox: _Outbox) -> tuple[_Outgoing | None, bytes | None]:
+        """What to write next, and of which transfer it is a part; no bytes where there is nothing, or nothing yet."""
         if outbox.messages:
-            return outbox.messages.popleft()
+            return None, outbox.messages.popleft()
         now = trio.current_time()
         begun = {out.have.what for out in outbox.transfers if out.push and out.at > 0}  # of each kind of push one after the other
         ready = [out for out in outbox.transfers if not out.push]
         if not ready and now >= outbox.not_before:
             ready = [out for out in outbox.transfers if out.at > 0 or out.have.what not in begun]
         if not ready:
-            return None
+            return None, None
         out = ready[0]
         outbox.transfers.remove(out)
         head = m.pack(out.have) if out.at == 0 else b""
@@ -251,7 +269,7 @@ class Channel(ABC):
             outbox.transfers.append(out)  # in turn
         if out.push and self._push_rate > 0:
             outbox.not_before = now + len(part) / self._push_rate
-        return head + chunk
+        return out, head + chunk
 
     # Asking.
 
@@ -265,19 +283,20 @@ class Channel(ABC):
         if stage in self.gone or stage not in self._outboxes:
             raise PeerError(f"stage {stage} is gone: {self.gone.get(stage, 'no stream')}")
         message = msgspec.structs.replace(message, request=self._next_number())
-        call = self._calls[stage, message.request] = _Call(size)
+        within = self._seconds if seconds is None else seconds
+        call = self._calls[stage, message.request] = _Call(within, trio.CancelScope(), size)
+        call.progressed()
         if isinstance(message, m.Have):
             self._transfer(stage, message, upload or b"")
         else:
             self.send(stage, message)
-        within = self._seconds if seconds is None else seconds
         try:
-            with trio.move_on_after(within):  # around waiting only
+            with call.scope:  # around waiting only
                 await call.done.wait()
         finally:
             del self._calls[stage, message.request]
         if not call.done.is_set():
-            raise PeerTimeout(f"stage {stage} did not answer within {within:.0f} s")
+            raise PeerTimeout(f"nothing came of a request to stage {stage} for {within:.0f} s")
         if isinstance(call.answer, Exception):
             raise call.answer
         assert call.answer is not None
@@ -356,6 +375,7 @@ class Channel(ABC):
     def _answered(self, stage: int, number: int, answer: Answer | Exception) -> None:
         call = self._calls.get((stage, number))
         if call is not None and not call.done.is_set():
+            self.progress += 1
             call.answer = answer
             call.done.set()
 
@@ -393,6 +413,8 @@ class Channel(ABC):
             self._reject(stage, have, error)
             raise error
         incoming.body += body
+        if chunk.answer:
+            self._progressed(stage, chunk.request)
         if len(incoming.body) == have.size:
             del self._incoming[key]
             if have.answer:

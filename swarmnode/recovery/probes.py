@@ -58,7 +58,7 @@ class Recorder(Observer):
     _pending: dict[int, _Pending] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        swap = self.settings.paper
+        swap = self.settings.mode == "checkfree+"
         self._plain = Routes(self.spec.stages, swap).of(0)
         self._routes = Routes(self.spec.stages, swap)
 

@@ -234,7 +234,7 @@ class _Recovery:
 
     async def _judge(self, source: Source, healings: int) -> Verdict:
         """A verdict that this stage has to answer for: none that another one, restored with a worse source, may have brought about."""
-        until = trio.current_time() + self.peer.settings.seconds
+        until = trio.current_time() + self.peer.settings.neighbour_seconds
         while True:
             unfinished = await self._unfinished()  # asked first: one that gets ready meanwhile may have spoilt the verdict before
             verdict = await judge(self.peer, self._judges())
@@ -249,7 +249,7 @@ class _Recovery:
         """Nothing is left, but what failed may have failed through another stage that is being restored: with the best source that there
         was, until that one has found a better. None where there is no other, or it did not help."""
         peer, source = self.peer, self.first
-        until = trio.current_time() + peer.settings.seconds
+        until = trio.current_time() + peer.settings.neighbour_seconds
         if source is None or not await self._unfinished() or (candidate := await self._put_in_stage(source)) is None:
             return None
         peer.exhausted = True
@@ -312,8 +312,9 @@ async def _load(
         ends = await peer.fetch_ends(-newest[1])
     assert source.method is not None
     method = source.method
-    made = await peer.compute(lambda: synthesise(method, spec, before, after, run, ends=ends, paper=settings.paper))
-    lr_scale = LrScale(made.learning_rate_factor) if settings.paper else _new_lr_scale(settings)
+    paper = not settings.keeps_copies(spec)
+    made = await peer.compute(lambda: synthesise(method, spec, before, after, run, ends=ends, paper=paper))
+    lr_scale = LrScale(made.learning_rate_factor) if paper else _new_lr_scale(settings)
     return _Candidate(StageState(0, made.state), lr_scale)
 
 

@@ -271,14 +271,14 @@ class SnapshotRecorder(Recorder):
 
     def committed(self, worker: StageWorker) -> None:
         super().committed(worker)
-        step, paper = worker.participant.step, self.settings.paper
+        step = worker.participant.step
         if self._journal is not None:
             self._journal.note(worker, self._outer())
         if self._store is not None:
             self._store.ran(step)
-        if not paper and step % self.settings.snapshot_every == 0:
+        if self.settings.keeps_copies(self.spec) and step % self.settings.snapshot_every == 0:
             self._state = take(worker)
-        if paper and (self.spec.has_embedding or self.spec.has_head):
+        if self.settings.mode == "checkfree+" and (self.spec.has_embedding or self.spec.has_head):
             state = dict(worker.runtime.model.named_parameters())
             self._ends = step, {name: host_copy(state[name]) for name in end_names(self.spec)}
 

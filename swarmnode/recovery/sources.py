@@ -21,6 +21,8 @@ from swarmnode.errors import Refused
 from swarmnode.pipeline.spec import StageSpec
 
 Method = Literal["checkfree", "uniform", "identity", "copy"]
+PaperMode = Literal["off", "checkfree", "checkfree+"]
+"""As `stages.paper_mode`."""
 LEARNING_RATE_FACTOR: Final = 1.1
 """Algorithm 1, line 4; once, not for each recovery."""
 
@@ -49,14 +51,15 @@ class Run:
 
 @dataclass(frozen=True)
 class RecoverySettings:
-    """What a person may choose; all stages of a crew agree on `paper`."""
+    """What a person may choose; all stages of a crew agree on `mode`."""
 
     snapshot_every: int = 20
     """Committed steps between two snapshots of a stage."""
     synthesis: Literal["checkfree", "uniform", "identity", "copy", "none"] = "checkfree"
     """How an inner stage is made of its neighbours'. `copy` is for the ends, `none` for neither."""
-    paper: bool = False
-    """CheckFree+ as it is written: no snapshot, journal or base; synthesis without healing; learning rate × 1.1; swapped order."""
+    mode: PaperMode = "off"
+    """The papers as they are written, for inner stages (CheckFree) or for all (CheckFree+): no snapshot, journal or base; synthesis without
+    healing; learning rate × 1.1. CheckFree+ trains in swapped order. CheckFree cannot make an end: it comes back from copies."""
     probes: int = 8
     """Committed micro-batches that a recovered stage is judged by: the last ones."""
     memory: int = 24
@@ -84,7 +87,14 @@ class RecoverySettings:
     uplink_share: float = 0.05
     """The share of it that snapshots may take."""
     seconds: float = 120.0
-    """One transfer, at most; and waiting for a neighbour that is being restored as well."""
+    """A transfer fails when not a byte of it came for so long. Reading and hashing a stage of 7 B at its holder takes a part of this."""
+    neighbour_seconds: float = 3600.0
+    """Waiting for a neighbour that is being restored as well, and says so: half of 7 B in two bytes each takes 19 minutes at 50 Mbit/s."""
+
+
+    def keeps_copies(self, spec: StageSpec) -> bool:
+        """Whether this stage is copied to others and comes back from copies; else it is made of its neighbours."""
+        return self.mode == "off" or (self.mode == "checkfree" and (spec.has_embedding or spec.has_head))
 
 
 @dataclass(frozen=True)
@@ -137,6 +147,7 @@ class RecoveryOrder:
 
     def __init__(self, found: Found, spec: StageSpec, step: int, run: Run, settings: RecoverySettings) -> None:
         self._settings = settings
+        self._paper = not settings.keeps_copies(spec)
         self._step = step
         self.tried: list[tuple[SourceKind, str]] = []
         """(kind, why it did not serve), in order."""
@@ -188,10 +199,10 @@ class RecoveryOrder:
         s = self._settings
         room = s.copy_factor if source.kind in (SourceKind.JOURNAL, SourceKind.SNAPSHOT) else 1.0
         if verdict is None:
-            return "rejoin" if (source.kind <= SourceKind.BASE and not source.disputed) or s.paper else "next"
+            return "rejoin" if (source.kind <= SourceKind.BASE and not source.disputed) or self._paper else "next"
         if not verdict.finite:
             return "next"
-        if s.paper or (source.exact and not healings) or (verdict.kl < room * s.gate_kl and verdict.nll_rise < room * s.gate_nll):
+        if self._paper or (source.exact and not healings) or (verdict.kl < room * s.gate_kl and verdict.nll_rise < room * s.gate_nll):
             return "rejoin"
         return "heal" if healings < s.healings else "next"
 
@@ -202,7 +213,7 @@ class RecoveryOrder:
             disputed = len(set(roots)) > 1
             exact = step == self._step and len(roots) > 1 and not disputed
             copies.append(Source(SourceKind.SNAPSHOT, step, holder, exact=exact, disputed=disputed))
-        if self._settings.paper:
+        if self._paper:
             self.excluded += [(source.kind, "paper mode") for source in copies] + ([(SourceKind.BASE, "paper mode")] if found.base else [])
             copies = []
         for source in [c for c in copies if c.step is not None and c.step > self._step]:
@@ -214,7 +225,7 @@ class RecoveryOrder:
         if found.replica:
             yield Source(SourceKind.REPLICA)
         yield from (c for c in copies if c not in own)
-        if found.base and not self._settings.paper:
+        if found.base and not self._paper:
             yield Source(SourceKind.BASE)
         yield from self._synthesis(found, spec, run)
 
@@ -260,14 +271,20 @@ def check(method: Method, spec: StageSpec, run: Run) -> None:
             raise Refused("copy needs a run trained with swapped stages; without that the copy costs 3 nats")
 
 
-def check_paper(stages: int, run: Run) -> None:
-    """Raises Refused where a crew must not run in paper mode: it trains with swapped stages from the start.
+def check_paper(mode: PaperMode, stages: int, run: Run) -> None:
+    """Raises Refused where a crew must not restore its stages as the papers do.
 
     stages: as configured, 0 for any number.
     """
+    if mode == "off":
+        return
+    if run.pretrained and mode == "checkfree+":
+        raise Refused("checkfree+ trains with swapped stages, which costs a pretrained policy 2 nats: set stages.paper_mode to off")
     if run.pretrained:
-        raise Refused("paper mode trains with swapped stages, which costs a pretrained policy 2 nats: switch it off, snapshots do better")
+        raise Refused("checkfree averages neighbours, and of a base that was trained its own stage is closer: set stages.paper_mode to off")
     if run.adapter:
-        raise Refused("paper mode is for whole weights, and only an adapter is trained here")
-    if stages < 4:
-        raise Refused(f"paper mode exchanges the first two and the last two stages: stages.stages is {stages}, it needs four or more")
+        raise Refused(f"{mode} is for whole weights, and only an adapter is trained here")
+    if mode == "checkfree" and stages < 3:
+        raise Refused(f"checkfree makes inner stages of their neighbours: stages.stages is {stages}, it needs three or more")
+    if mode == "checkfree+" and stages < 4:
+        raise Refused(f"checkfree+ exchanges the first two and the last two stages: stages.stages is {stages}, it needs four or more")

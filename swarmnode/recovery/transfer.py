@@ -187,13 +187,13 @@ class StatePeer(Channel):
         return await self.call_for_body(stage, m.Want(self.place, 0, what), checked)
 
     async def _patiently(self, stage: int, ask: Callable[[], Awaitable[Body]]) -> Body:
-        until = trio.current_time() + self.settings.seconds
+        until = trio.current_time() + self.settings.neighbour_seconds
         while True:
             try:
                 return await ask()
             except Loading:
                 if trio.current_time() >= until:
-                    raise PeerTimeout(f"stage {stage} was not restored within {self.settings.seconds:.0f} s") from None
+                    raise PeerTimeout(f"stage {stage} was not restored within {self.settings.neighbour_seconds:.0f} s") from None
                 await trio.sleep(AGAIN_SECONDS)
 
     # What a stage in good order gives away unasked.

@@ -32,7 +32,7 @@ from swarmnode.policy.device import HEADROOM, TRAINED_BYTES, Placement, count_pa
 from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash, weight_files
 from swarmnode.policy.load import configured_ends, local_directory, lora_settings, offline
 from swarmnode.policy.text import PolicyText
-from swarmnode.recovery.sources import LEARNING_RATE_FACTOR, Run, check_paper
+from swarmnode.recovery.sources import LEARNING_RATE_FACTOR, PaperMode, Run, check_paper
 from swarmnode.swarm.manifest import check_model
 from swarmnode.swarm.manifest_store import stored
 
@@ -51,7 +51,7 @@ class CrewTerms:
 
     codec: ActivationCodec
     gradient_codec: ActivationCodec
-    paper_mode: bool
+    paper_mode: PaperMode
     lora: LoraSettings
     frozen_a: bool
     """Adapters have one A everywhere, see `averaging.lora.shares_a`."""
@@ -61,7 +61,8 @@ class CrewTerms:
     def hash(self, identity: bytes) -> bytes:
         """32 bytes. identity: fingerprint of architecture and base weights."""
         terms = {
-            "codec": self.codec, "gradient_codec": self.gradient_codec, "paper_mode": self.paper_mode,
+            "codec": self.codec, "gradient_codec": self.gradient_codec,
+            "paper_mode": {"off": False, "checkfree+": True}.get(self.paper_mode, self.paper_mode),
             "lora": self.lora.model_dump() if self.lora.r else None, "shares_a": self.frozen_a,
             "weight_decay": self.weight_decay, "learning_rate": self.learning_rate,
         }  # fmt: skip
@@ -101,7 +102,8 @@ class CrewModel:
         terms = self.terms
         return CrewSettings(
             base=self.text.fingerprint, codec=terms.codec, gradient_codec=terms.gradient_codec, weight_decay=terms.weight_decay,
-            swapped=terms.paper_mode, learning_rate=terms.learning_rate * (LEARNING_RATE_FACTOR if terms.paper_mode else 1.0),
+            swapped=terms.paper_mode == "checkfree+",
+            learning_rate=terms.learning_rate * (LEARNING_RATE_FACTOR if terms.paper_mode != "off" else 1.0),
         )  # fmt: skip
 
     def build(self, layers: tuple[int, ...], index: int) -> StageRuntime:
@@ -178,8 +180,7 @@ def open_model(
         hf = offline(cfg, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False))
         check_model_type(hf)
         pretrained = not is_untrained(directory)
-        if terms.paper_mode:
-            check_paper(stages.stages, run_of(terms, pretrained))
+        check_paper(terms.paper_mode, stages.stages, run_of(terms, pretrained))
         tokenizer = offline(cfg, lambda: AutoTokenizer.from_pretrained(directory, trust_remote_code=False))
         report("hashing the base weights")
         identity = fingerprint(directory)
@@ -202,7 +203,7 @@ def open_model(
 
 
 def run_of(terms: CrewTerms, pretrained: bool) -> Run:
-    return Run(swapped=terms.paper_mode, pretrained=pretrained, adapter=terms.lora.r > 0)
+    return Run(swapped=terms.paper_mode == "checkfree+", pretrained=pretrained, adapter=terms.lora.r > 0)
 
 
 def is_untrained(directory: Path) -> bool:

@@ -170,9 +170,12 @@ class StageRecovery:
         assert self._peer is not None
         self._peer.attach(worker)
         holders = tuple(assigned.members[i] for i in ring(assigned.stage, len(assigned.layers)))
-        if holders != self._holders and not self._settings.paper:
+        if holders != self._holders and self._settings.keeps_copies(worker.runtime.spec):
             self._peer.push_snapshot(take(worker))  # a neighbour that is new has none of ours, and the next comes in many steps
         self._holders = holders
+
+    def progress(self) -> int:
+        return self._peer.progress if self._peer is not None else 0
 
     def facts(self, step: int) -> dict[str, int]:
         kept = self._peer.statistics().kept if self._peer is not None else {}
@@ -189,4 +192,4 @@ class StageRecovery:
 
 
 def recovery_settings(cfg: StagesConfig, upload_bytes_per_second: int) -> RecoverySettings:
-    return RecoverySettings(snapshot_every=cfg.shadow_every, paper=cfg.paper_mode, uplink=float(upload_bytes_per_second))
+    return RecoverySettings(snapshot_every=cfg.shadow_every, mode=cfg.paper_mode, uplink=float(upload_bytes_per_second))

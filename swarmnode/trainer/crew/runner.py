@@ -67,6 +67,10 @@ class Recovery(Protocol):
         """The stage is in order; `member` has not begun."""
         ...
 
+    def progress(self) -> int:
+        """Grows while weights arrive: a stage that is being restored over a slow link is no stage that is stuck."""
+        ...
+
     def facts(self, step: int) -> dict[str, int]:
         """The fields of StageStatus about copies at neighbours: shadow_step, shadow_age_steps."""
         ...
@@ -213,7 +217,10 @@ class StageRunner:
             return None
         a = session.assigned
         if stage is None or not stage.is_of(a) or session.phase in ("loading", "probation"):
-            return StageStatus(a.crew, a.stage, session.phase, step=a.step, rung=session.source, reason=session.reason, load=1)
+            return StageStatus(
+                a.crew, a.stage, session.phase, step=a.step, progress=self._recovery.progress(), rung=session.source, reason=session.reason,
+                load=1,
+            )  # fmt: skip
         return StageStatus(
             a.crew, a.stage, session.phase, step=stage.step, progress=stage.progress(), rung=session.source,
             rung_seconds=session.restore_seconds, probe_kl=session.probe_kl,

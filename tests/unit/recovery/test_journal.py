@@ -225,7 +225,7 @@ def test_what_was_not_committed_is_not_remembered_and_what_was_is_bounded(models
 
 def test_swapped_micro_batches_say_nothing_of_the_policy(models):
     spec = replace(member_of(models).runtime.spec, stages=4)
-    recorder = Recorder(spec, RecoverySettings(paper=True))
+    recorder = Recorder(spec, RecoverySettings(mode="checkfree+"))
     member = member_of(models, 1)
     for number in range(4):
         seen(recorder, number)

@@ -27,7 +27,7 @@ def fleet(models, tmp_path):
     made = []
 
     def build(stages=4, kind="llama", settings=None, crew=SETTINGS, run=None, model=None, name="crew", **keys):
-        chosen = RecoverySettings(**{"snapshot_every": 1, "seconds": 30.0, **(settings or {})})
+        chosen = RecoverySettings(**{"snapshot_every": 1, "seconds": 30.0, "neighbour_seconds": 30.0, **(settings or {})})
         one = Fleet(model or copy.deepcopy(models[kind]), SPLITS[stages], tmp_path / name, crew, chosen, run or Run(), **keys)
         made.append(one)
         return one
@@ -197,7 +197,7 @@ async def test_any_two_stages_of_four_may_be_lost_at_once(fleet, lost):
 
 
 async def test_three_neighbours_lost_together_end_the_crew_with_every_reason(fleet, autojump_clock):
-    mine = fleet(settings={"seconds": 5.0})
+    mine = fleet(settings={"seconds": 5.0, "neighbour_seconds": 5.0})
     async with mine.up() as crew:
         await learn(crew, 1)
     for stage in (0, 1, 2):
@@ -356,7 +356,7 @@ PAPER = CrewSettings(b"b" * 32, "float32", "float32", swapped=True)
 
 @pytest.mark.parametrize(("lost", "kind"), [(0, "llama"), (3, "llama"), (1, "llama-tied"), (3, "llama-tied")])
 async def test_paper_mode_trains_swapped_and_restores_without_any_storage(fleet, lost, kind):
-    mine = fleet(kind=kind, crew=PAPER, settings={"paper": True}, run=Run(swapped=True))
+    mine = fleet(kind=kind, crew=PAPER, settings={"mode": "checkfree+"}, run=Run(swapped=True))
     async with mine.up() as crew:
         await learn(crew, 3)
         before = mine.weights()
@@ -385,8 +385,32 @@ async def test_paper_mode_trains_swapped_and_restores_without_any_storage(fleet,
     assert apart(mine.weights(), before) > 1e-5
 
 
+@pytest.mark.parametrize("lost", [1, 3])
+async def test_checkfree_averages_an_inner_stage_and_copies_an_end(fleet, lost):
+    mine = fleet(settings={"mode": "checkfree"})
+    async with mine.up() as crew:
+        await learn(crew, 3)
+        await quiet()
+        before = mine.weights()
+        norms = [member.squared_norm for member in crew.members]
+        assert [sorted(station.store.statistics().steps) for station in mine.stations] == [[0, 3], [0], [3], [0, 3]]
+    mine.kill(lost, disk=lost == 1)
+    async with mine.up() as crew:
+        assert crew is not None, mine.failed
+        got, after = mine.restored[lost], mine.weights()
+        name = "model.layers.0.mlp.up_proj.weight"
+        if lost == 1:  # though its own disk has it
+            assert (got.kind, got.healings, crew.members[1].lr_scale.factor) == (SourceKind.SYNTHESIS, (), 1.1)
+            mean = (norms[0] * before[f"0 {name}"] + norms[2] * before[f"2 {name}"]) / (norms[0] + norms[2])
+            assert torch.allclose(after[f"1 {name}"], mean, atol=1e-6)
+        else:
+            assert (got.kind, got.step) == (SourceKind.SNAPSHOT, 3)
+            assert torch.equal(after[f"3 {name}"], before[f"3 {name}"])
+        await learn(crew, 1, 3)
+
+
 async def test_a_neighbour_that_is_just_taking_its_seat_is_waited_for(fleet, autojump_clock):
-    mine = fleet(crew=PAPER, settings={"paper": True}, run=Run(swapped=True))
+    mine = fleet(crew=PAPER, settings={"mode": "checkfree+"}, run=Run(swapped=True))
     async with mine.up() as crew:
         await learn(crew, 1)
     mine.kill(1)
@@ -398,7 +422,7 @@ async def test_a_neighbour_that_is_just_taking_its_seat_is_waited_for(fleet, aut
 
 
 async def test_in_paper_mode_the_stage_goes_a_tenth_faster_and_a_tied_embedding_does_not(fleet):
-    mine = fleet(kind="llama-tied", crew=PAPER, settings={"paper": True}, run=Run(swapped=True))
+    mine = fleet(kind="llama-tied", crew=PAPER, settings={"mode": "checkfree+"}, run=Run(swapped=True))
     async with mine.up() as crew:
         await learn(crew, 1)
     mine.kill(3)

@@ -28,7 +28,7 @@ def fleet(models, tmp_path):
     made = []
 
     def build(**settings):
-        chosen = RecoverySettings(**{"snapshot_every": 1, "seconds": 30.0, "healings": 0, **settings})
+        chosen = RecoverySettings(**{"snapshot_every": 1, "seconds": 30.0, "neighbour_seconds": 30.0, "healings": 0, **settings})
         made.append(Fleet(copy.deepcopy(models["llama"]), [1, 1, 1, 1], tmp_path / "crew", SETTINGS, chosen, Run()))
         return made[-1]
 

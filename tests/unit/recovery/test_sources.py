@@ -102,17 +102,34 @@ def test_a_published_base_goes_before_any_synthesis_and_instead_of_it():
 
 def test_paper_mode_knows_neighbours_only():
     found = Found(journal=10, replica=True, snapshots={0: 10, 2: 10}, base=True, alive=EVERYBODY - {1})
-    one = order_of(found, paper=True, run=Run(swapped=True))
+    one = order_of(found, mode="checkfree+", run=Run(swapped=True))
     assert all_of(one)[0] == [(1, None, None), (4, None, None)]
     assert sorted(rung for rung, why in one.excluded if why == "paper mode") == [0, 2, 2, 3]
     source = Source(SourceKind.SYNTHESIS, method="checkfree")
     assert (one.judge(source, BAD, 0), one.judge(source, None, 0), one.judge(source, BROKEN, 0)) == ("rejoin", "rejoin", "next")
 
 
+def test_checkfree_makes_inner_stages_of_their_neighbours_and_copies_the_ends():
+    found = Found(journal=10, replica=True, snapshots={0: 10, 2: 10}, base=True, alive=EVERYBODY - {1})
+    inner = order_of(found, mode="checkfree")
+    assert all_of(inner)[0] == [(1, None, None), (4, None, None)]
+    assert sorted(kind for kind, why in inner.excluded if why == "paper mode") == [0, 2, 2, 3]
+    assert inner.judge(Source(SourceKind.SYNTHESIS, method="checkfree"), BAD, 0) == "rejoin"
+    head = order_of(Found(journal=10, snapshots={1: 10}, alive=EVERYBODY - {0}), stage=0, mode="checkfree")
+    assert [kind for kind, *_ in all_of(head)[0]] == [0, 2]
+    assert "needs a run trained with swapped stages" in head.excluded[-1][1]
+
+
 @pytest.mark.parametrize(
-    ("stages", "run", "match"), [(4, Run(pretrained=True), "2 nats"), (4, Run(adapter=True), "adapter"), (3, Run(), "needs four")]
-)
-def test_paper_mode_is_refused_where_it_would_harm(stages, run, match):
+    ("mode", "stages", "run", "match"),
+    [
+        ("checkfree+", 4, Run(pretrained=True), "2 nats"), ("checkfree+", 4, Run(adapter=True), "adapter"),
+        ("checkfree+", 3, Run(), "needs four"), ("checkfree", 4, Run(pretrained=True), "its own stage is closer"),
+        ("checkfree", 4, Run(adapter=True), "adapter"), ("checkfree", 2, Run(), "needs three"),
+    ],
+)  # fmt: skip
+def test_paper_mode_is_refused_where_it_would_harm(mode, stages, run, match):
     with pytest.raises(Refused, match=match):
-        check_paper(stages, run)
-    check_paper(4, Run())
+        check_paper(mode, stages, run)
+    check_paper(mode, 4, Run())
+    check_paper("off", stages, run)

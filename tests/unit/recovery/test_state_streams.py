@@ -18,6 +18,7 @@ from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.split import split_model
 from swarmnode.recovery import channel, disk
 from swarmnode.recovery import messages as m
+from swarmnode.recovery.bodies import layers_layout, pack_floats
 from swarmnode.recovery.snapshots import KeptSnapshot, SnapshotStore, find_snapshots, ring
 from swarmnode.recovery.sources import RecoverySettings
 from swarmnode.recovery.state import StageState, decode_state, encode_state, host_copy, layout_of, stage_layouts, trained
@@ -26,7 +27,7 @@ from swarmnode.recovery.transfer import StatePeer
 CREW = b"c" * 16
 HASH = b"h" * 32
 LIMITS = FrameLimits(hidden=32, vocab=61, tokens=64)
-SETTINGS = RecoverySettings(seconds=5.0)
+SETTINGS = RecoverySettings(seconds=5.0, neighbour_seconds=5.0)
 
 
 class Wire:
@@ -402,6 +403,37 @@ async def test_waiting_for_somebody_who_says_nothing_ends(wire, autojump_clock):
         await wire.peer.fetch_layers(0)
     assert trio.current_time() - before == pytest.approx(5.0)
     assert await wire.peer.ask() == {}
+
+
+@pytest.mark.parametrize("pieces", [None, 3])
+async def test_a_transfer_may_take_long_while_something_comes_of_it(wire, autojump_clock, monkeypatch, pieces):
+    """A piece every four seconds, where five without any are too many; and none after some."""
+    monkeypatch.setattr(channel, "CHUNK_BYTES", 8192)
+    layout = layers_layout(wire.layouts[0])
+    body = pack_floats(trained(wire.runtimes[0]), layout)
+    every = range(0, len(body), 8192)
+    assert len(every) > 3
+    began = trio.current_time()
+
+    async def slowly():
+        (message, _) = await m.read(wire.ends[0])
+        place, number = wire.place(0), message.request
+        await wire.send(0, m.Have(place, number, True, "layers", 9, len(body), m.root_of(body)))
+        for at in every[:pieces]:
+            await trio.sleep(4.0)
+            part = body[at : at + 8192]
+            await wire.send(0, (m.Chunk(place, number, True, at, len(part)), part))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(slowly)
+        if pieces is None:
+            assert (await wire.peer.fetch_layers(0)).layers.keys() == {spec.name for spec in layout}
+            assert trio.current_time() - began == pytest.approx(4.0 * len(every))
+        else:
+            with pytest.raises(PeerTimeout, match="nothing came"):
+                await wire.peer.fetch_layers(0)
+            assert trio.current_time() - began == pytest.approx(4.0 * pieces + 5.0)
+    assert wire.peer.progress >= (pieces or len(every))
 
 
 async def test_a_stream_that_ends_fails_what_waits_for_it_at_once(wire, autojump_clock):

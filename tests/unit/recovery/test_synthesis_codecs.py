@@ -73,7 +73,7 @@ async def drawn_and_computed_again(crew):
 @pytest.mark.parametrize(("lost", "name"), [(0, "both int8"), (0, "bfloat16"), (1, "both int8"), (3, "bfloat16"), (3, "int8")])
 async def test_paper_mode_restores_each_stage_where_hops_are_rounded(models, tmp_path, name, lost):
     rung = SourceKind.SYNTHESIS if lost == 1 else SourceKind.COPY
-    paper = RecoverySettings(paper=True, seconds=30.0)
+    paper = RecoverySettings(mode="checkfree+", seconds=30.0)
     mine = Fleet(copy.deepcopy(models["llama"]), LAYERS, tmp_path / "crew", settings_of(name), paper, Run(swapped=True))
     try:
         async with mine.up() as crew:

@@ -6,8 +6,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from swarmnode.config import Config
 from swarmnode.errors import Refused
+from swarmnode.pipeline.spec import stage_specs
 from swarmnode.policy.load import local_directory
 from swarmnode.trainer.crew.model import is_untrained
+from swarmnode.trainer.crew.recovery import recovery_settings
 from tests.support.crew_models import opened
 
 
@@ -29,22 +31,32 @@ def test_a_model_is_untrained_until_something_was_learnt(tmp_path):
     assert not is_untrained(tmp_path / "trained")
 
 
-def test_a_published_base_is_refused_the_paper_mode_and_told_why(tmp_path):
-    with pytest.raises(Refused, match="2 nats"), opened(config_of(tmp_path, paper_mode=True, stages=4)):
+@pytest.mark.parametrize(("mode", "match"), [("checkfree", "its own stage is closer"), ("checkfree+", "2 nats")])
+def test_a_published_base_is_refused_the_papers_recoveries_and_told_why(tmp_path, mode, match):
+    with pytest.raises(Refused, match=match), opened(config_of(tmp_path, paper_mode=mode, stages=4)):
         pass
 
 
 def test_a_run_from_scratch_may_train_as_the_paper_does(tmp_path):
-    config = config_of(tmp_path, paper_mode=True, stages=4)
+    config = config_of(tmp_path, paper_mode="checkfree+", stages=4)
     with local_directory(config.policy, fits=False) as directory:
         _copy_untrained(directory, tmp_path / "scratch")
     config = config.model_copy(update={"policy": config.policy.model_copy(update={"model": str(tmp_path / "scratch")})})
     with opened(config) as model:
         assert not model.pretrained
         assert model.settings().swapped
-    few = config.model_copy(update={"stages": config.stages.model_copy(update={"stages": 3})})
-    with pytest.raises(Refused, match="it needs four"), opened(few):
+    stages = lambda **changed: config.model_copy(update={"stages": config.stages.model_copy(update=changed)})
+    with pytest.raises(Refused, match="it needs four"), opened(stages(stages=3)):
         pass
+    with opened(stages(paper_mode="checkfree", stages=3)) as model:
+        settings = recovery_settings(stages(paper_mode="checkfree").stages, 0)
+        assert not model.settings().swapped
+        assert [settings.keeps_copies(spec) for spec in stage_specs(model.config, (1, 2, 1))] == [True, False, True]
+
+
+def test_what_was_a_switch_keeps_its_meaning(tmp_path):
+    assert config_of(tmp_path, paper_mode=True).stages.paper_mode == "checkfree+"
+    assert config_of(tmp_path, paper_mode=False).stages.paper_mode == "off"
 
 
 def _copy_untrained(directory, target):

@@ -28,6 +28,9 @@ class NoRecovery:
     def prepare(self, assigned):
         pass
 
+    def progress(self):
+        return 0
+
 
 @pytest.mark.parametrize("error", [ConfigError, DeviceError, StateError, PeerError])
 def test_a_stage_that_cannot_be_built_is_said_to_have_failed(error):

@@ -22,7 +22,8 @@ def test_nodes_of_one_configuration_name_one_model():
     [
         {"stages": {"codec": "int8"}},
         {"stages": {"gradient_codec": "float32"}},
-        {"stages": {"paper_mode": True}},
+        {"stages": {"paper_mode": "checkfree"}},
+        {"stages": {"paper_mode": "checkfree+"}},
         {"policy": {"lora": {"r": 4}}},
         {"training": {"weight_decay": 0.1}},
         {"training": {"learning_rate": 1e-5}},
