@@ -33,7 +33,7 @@ def trained(tmp_path, lora: int = 0) -> Policy:
     optimizer = torch.optim.AdamW(policy.trainable_parameters())
     directory = tmp_path / "data" / "trainer"
     directory.mkdir(parents=True)
-    name = state.owner(policy.fingerprint, lora, shares_a(config))
+    name = state.owner(policy.fingerprint, lora, shares_a(config.policy.lora, config.weights))
     state.write(directory, state.take(policy.model, optimizer, policy.random_generator(0), counters, name))
     return policy
 

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from swarmnode.config import Config
 from swarmnode.errors import Refused
-from swarmnode.pipeline.spec import stage_specs
+from swarmnode.pipeline.spec import StageSpec
 from swarmnode.policy.load import local_directory
 from swarmnode.trainer.crew.model import is_untrained
 from swarmnode.trainer.crew.recovery import recovery_settings
@@ -51,7 +51,7 @@ def test_a_run_from_scratch_may_train_as_the_paper_does(tmp_path):
     with opened(stages(paper_mode="checkfree", stages=3)) as model:
         settings = recovery_settings(stages(paper_mode="checkfree").stages, 0)
         assert not model.settings().swapped
-        assert [settings.keeps_copies(spec) for spec in stage_specs(model.config, (1, 2, 1))] == [True, False, True]
+        assert [settings.keeps_copies(StageSpec(i, 3, i, i + 1, True)) for i in range(3)] == [True, False, True]
 
 
 def test_what_was_a_switch_keeps_its_meaning(tmp_path):
