@@ -94,6 +94,16 @@ class ChannelStatistics:
     """Requests of peers that we could not answer: our disk, our device, or our numbers."""
 
 
+@dataclass
+class _Counts:
+    """See `ChannelStatistics`, and `Channel.progress`."""
+
+    sent: int = 0
+    received: int = 0
+    failed: int = 0
+    progress: int = 0
+
+
 class Channel(ABC):
     """Who serves what is up to a subclass: `holds`, `serve`, `expected`, `pushed`, `kept`. `run` it in a nursery; it ends by cancellation.
 
@@ -117,16 +127,20 @@ class Channel(ABC):
         self._storing: set[int] = set()
         """Stages whose snapshot has come and is being stored."""
         self._number = 0
-        self.progress = 0
-        """Grows with each part of an answer to us that arrives, and with each part of a request of ours that leaves."""
         self._refused: Counter[str] = Counter()
         self._blame: Counter[int] = Counter()
-        self._sent = self._received = self._failed = 0
+        self._counts = _Counts()
         self._nursery: trio.Nursery | None = None
 
     def channel_statistics(self) -> ChannelStatistics:
         fenced = self._fence.statistics().dropped
-        return ChannelStatistics(self._sent, self._received, dict(self._refused), fenced, self._failed)
+        counts = self._counts
+        return ChannelStatistics(counts.sent, counts.received, dict(self._refused), fenced, counts.failed)
+
+    @property
+    def progress(self) -> int:
+        """Grows with each part of an answer to us that arrives, and with each part of a request of ours that leaves."""
+        return self._counts.progress
 
     @property
     def step(self) -> int:
@@ -235,7 +249,7 @@ class Channel(ABC):
                     with trio.move_on_at(later):  # around waiting only, never around the stream
                         await outbox.wake.wait()
                     continue
-                self._sent += len(data)
+                self._counts.sent += len(data)
                 await stream.send_all(data)
                 if out is not None and not out.push and not out.have.answer:
                     self._progressed(stage, out.have.request)
@@ -246,7 +260,7 @@ class Channel(ABC):
         call = self._calls.get((stage, number))
         if call is not None:
             call.progressed()
-            self.progress += 1
+            self._counts.progress += 1
 
     def _next(self, outbox: _Outbox) -> tuple[_Outgoing | None, bytes | None]:
         """What to write next, and of which transfer it is a part; no bytes where there is nothing, or nothing yet."""
@@ -315,7 +329,7 @@ class Channel(ABC):
         reason = "closed"
         try:
             while stage not in self.gone and (got := await m.read(stream)) is not None:
-                self._received += len(got[1])
+                self._counts.received += len(got[1])
                 if self._fence.check(got[0].place, stage, None):
                     continue
                 try:
@@ -375,7 +389,7 @@ class Channel(ABC):
     def _answered(self, stage: int, number: int, answer: Answer | Exception) -> None:
         call = self._calls.get((stage, number))
         if call is not None and not call.done.is_set():
-            self.progress += 1
+            self._counts.progress += 1
             call.answer = answer
             call.done.set()
 
@@ -470,12 +484,12 @@ class Channel(ABC):
             self._refuse(stage, error)
             self.lack(stage, number, "refused")
         except (StateError, OSError, ValueError):
-            self._failed += 1
+            self._counts.failed += 1
             self.lack(stage, number, "failed")
         except (RuntimeError, MemoryError) as error:
             if not faults.of_device(error):
                 raise
-            self._failed += 1
+            self._counts.failed += 1
             self.lack(stage, number, "failed")
         finally:
             self._serving[stage] -= 1

@@ -235,7 +235,7 @@ class StatePeer(Channel):
             try:
                 await self.compute(lambda: store.put(ours, have, bytearray(body)))
             except OSError:
-                self._failed += 1
+                self._counts.failed += 1
         others = store.stages - {ours, *ring(ours, self.spec.stages)}
         steps = {stage: snapshot.step if (snapshot := store.get(stage)) else -1 for stage in others}
         room = 0 if self.snapshots_coming() & others else max(self.settings.exact_bytes, 1)

@@ -143,8 +143,8 @@ MORE_ATTRIBUTES = {
     "swarmnode/pipeline/head.py:Head": 41,
     "swarmnode/pipeline/links.py:Links": 16,
     "swarmnode/pipeline/worker.py:StageWorker": 23,
-    "swarmnode/recovery/channel.py:Channel": 18,
-    "swarmnode/recovery/transfer.py:StatePeer": 34,
+    "swarmnode/recovery/channel.py:Channel": 16,
+    "swarmnode/recovery/transfer.py:StatePeer": 32,
     "swarmnode/rollouts/exchange.py:RolloutExchange": 22,
     "swarmnode/trainer/crew/runner.py:StageRunner": 18,
 }
