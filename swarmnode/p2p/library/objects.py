@@ -18,9 +18,6 @@ class MuxedConnection(Protocol):
     """A Yamux connection."""
 
     peer_id: ID
-    streams: dict[int, MuxedStream]
-    stream_events: dict[int, trio.Event]
-    """What a reader of a stream waits for."""
     event_shutting_down: trio.Event
     event_closed: trio.Event
     secured_conn: object
@@ -35,7 +32,6 @@ class MuxedConnection(Protocol):
 class MuxedStream(Protocol):
     """A Yamux stream. `patience_seconds`: how long a writer waits for credit; see guards/yamux.py."""
 
-    stream_id: int
     conn: MuxedConnection
     reset_received: bool
     patience_seconds: float

@@ -79,16 +79,6 @@ class Stream:
             await self._stream.close()
 
     async def reset(self) -> None:
-        """Ends both sides at once and wakes whoever reads or writes.
-
-        Yamux forgets a stream that is reset here without telling our own reader, which would wait for ever: its event is set by hand. The
-        woken reader leaves a fresh one behind, which the second reset, that of the task which did the I/O, takes away.
-        """
-        muxed = self._stream.muxed_stream
-        waiting = muxed.conn.stream_events.get(muxed.stream_id)
+        """Ends both sides at once and wakes whoever reads or writes (`guards/inbox.py` sees to our own reader)."""
         with trio.CancelScope(shield=True), trio.move_on_after(END_SECONDS), ignored_errors("resetting a stream"):
             await self._stream.reset()
-        if muxed.stream_id not in muxed.conn.streams:
-            muxed.conn.stream_events.pop(muxed.stream_id, None)
-        if waiting is not None:
-            waiting.set()

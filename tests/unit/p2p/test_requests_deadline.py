@@ -20,9 +20,6 @@ class Stuck:
         self.muxed_stream = self
         self.muxed_conn = self.conn = self
         self.peer_id = ID.from_string(PEER)
-        self.stream_id = 1
-        self.stream_events: dict = {}
-        self.streams: dict = {}
         self.resets = 0
 
     async def wait(self, what: str, result: object = None) -> object:
