@@ -64,8 +64,6 @@ class WeightsReport(msgspec.Struct, frozen=True):
     probation: bool = False
     outcomes: dict[str, int] = {}
     """Number of exchanges by the gate's verdict."""
-    payload_bytes: int = 0
-    """Size of the last payload that was made here."""
     stall_seconds_total: float = 0.0
     """Seconds for which training stood still, for the probe and commits, or may have, while a copy kept the optimizer from the weights."""
 

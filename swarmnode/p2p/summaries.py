@@ -181,6 +181,43 @@ class Clocks:
         return min(offsets[(len(offsets) - 1) // 2], offsets[len(offsets) // 2], key=abs)
 
 
+class Allowance:
+    """How often each connected peer may still ask: ANSWERS times at once, and then once per half a round. Pure: `now` in seconds."""
+
+    def __init__(self) -> None:
+        self._left: dict[str, tuple[float, float]] = {}  # peer → what it had left, and when
+
+    def keep(self, peers: list[str]) -> None:
+        """Forget all others."""
+        self._left = {peer: self._left[peer] for peer in peers if peer in self._left}
+
+    def take(self, peer: str, now: float) -> bool:
+        """Whether `peer` may ask now, which is then counted."""
+        left, at = self._left.get(peer, (float(ANSWERS), now))
+        left = min(float(ANSWERS), left + (now - at) * 2 / ROUND_SECONDS) - 1.0
+        self._left[peer] = (max(0.0, left), now)
+        return left >= 0
+
+
+class Signed:
+    """This node's own summary as it was signed in the latest round."""
+
+    def __init__(self, key: Ed25519PrivateKey, swarm: bytes) -> None:
+        self._key = key
+        self._swarm = swarm
+        self._frame, self._at = b"", -float("inf")
+
+    def sign(self, summary: Summary | None, now: float) -> bytes:
+        """The frame that says it; empty for None, which shares nothing. `now`: seconds, any clock."""
+        self._frame = b"" if summary is None else seal_summary(summary, self._key, self._swarm)
+        self._at = now
+        return self._frame
+
+    def fresh(self, now: float) -> list[bytes]:
+        """The frame, unless it is too old for anybody, or there is none."""
+        return [self._frame] if self._frame and now - self._at <= limits.SUMMARY_AGE_SECONDS else []
+
+
 class Summaries:
     """`run` tells a few peers of this node, and hears from them of others.
 
@@ -201,7 +238,6 @@ class Summaries:
     ) -> None:
         self.own_summary: Callable[[int], Summary | None] = lambda created_at: None
         self._requests = requests
-        self._key = key
         self._swarm = swarm
         self._connected = connected
         self._welcome = welcome
@@ -211,8 +247,8 @@ class Summaries:
         self._clocks = Clocks()
         self._outcomes = collections.Counter[str](dict.fromkeys(OUTCOMES, 0))
         self._asked: dict[str, float] = {}  # connected peer → when, by trio's clock
-        self._answers: dict[str, tuple[float, float]] = {}  # connected peer → how often it may still ask, and since when
-        self._frame, self._signed_at = b"", -float("inf")
+        self._allowance = Allowance()
+        self._signed = Signed(key, swarm)
         requests.serve(
             ids.SUMMARY_PROTOCOL,
             self._answer,
@@ -237,16 +273,13 @@ class Summaries:
     async def round(self, connected: list[str]) -> None:
         """Signs a summary and asks some peers."""
         self._asked = {peer: self._asked.get(peer, -float("inf")) for peer in connected}
-        self._answers = {peer: self._answers[peer] for peer in connected if peer in self._answers}
+        self._allowance.keep(connected)
         now = trio.current_time()
-        created_at = int(self._clock() * 1000)
-        summary = self.own_summary(created_at)
-        self._frame = b"" if summary is None else seal_summary(summary, self._key, self._swarm)
-        self._signed_at = now
+        frame = self._signed.sign(self.own_summary(int(self._clock() * 1000)), now)
         async with trio.open_nursery() as nursery:
             for peer in sorted(connected, key=lambda peer: (self._asked[peer], self._rng.random()))[:AT_ONCE]:
                 self._asked[peer] = now
-                nursery.start_soon(self.ask, peer, self._frame)
+                nursery.start_soon(self.ask, peer, frame)
 
     async def ask(self, peer: str, frame: bytes) -> None:
         """Tells one peer of this node and takes over what it knows of others. Never raises for anything the peer does."""
@@ -278,7 +311,7 @@ class Summaries:
 
     async def _answer(self, peer: str, data: bytes) -> bytes:
         """Their summary. Raises BadMessage, also when it is not theirs, and PeerError when they ask too often."""
-        if not self._may_ask(peer, trio.current_time()):
+        if not self._allowance.take(peer, trio.current_time()):
             raise PeerError(f"{peer} asks too often")
         request = codec.decode(data, SummaryRequest, limits.SUMMARY_REQUEST_BYTES)
         if request.summary:
@@ -288,15 +321,8 @@ class Summaries:
             self._clocks.note(peer, summary.created_at / 1000 - self._clock(), trio.current_time())
             self._take(request.summary, signer, summary, peer)
         self._claims.expire(self._clock())
-        fresh = trio.current_time() - self._signed_at <= limits.SUMMARY_AGE_SECONDS
-        own = [self._frame] if self._frame and fresh else []
+        own = self._signed.fresh(trio.current_time())
         return codec.encode(SummaryResponse(own + self._claims.frames(limits.SUMMARIES - len(own), peer, self._rng)))
-
-    def _may_ask(self, peer: str, now: float) -> bool:
-        left, at = self._answers.get(peer, (float(ANSWERS), now))
-        left = min(float(ANSWERS), left + (now - at) * 2 / ROUND_SECONDS) - 1.0
-        self._answers[peer] = (max(0.0, left), now)
-        return left >= 0
 
     def statistics(self) -> SummaryStatistics:
         now = self._clock()

@@ -343,5 +343,5 @@ class Replica:
             exchanges_total=counters.exchanges_total, solo_steps_total=counters.solo_steps_total, reverts_total=outer.reverts,
             distance=self._distance, clip_ratio=gate.clip_ratio, lag=self._worker.lag, momentum_norm=outer.momentum_norm,
             probation=counters.probation, outcomes=gate.outcomes,
-            payload_bytes=self._worker.payload_bytes, stall_seconds_total=self._stalled + self._worker.copy_seconds,
+            stall_seconds_total=self._stalled + self._worker.copy_seconds,
         )  # fmt: skip

@@ -141,8 +141,6 @@ class AveragingWorker:
         """What the trainer's thread has to look at, in this order."""
         self.lag: float | None = None
         """Outer steps that the last partner was behind us; negative when ahead."""
-        self.payload_bytes = 0
-        """Length of the last payload that was made here."""
         self.copy_seconds = 0.0
         """Time that a copy kept the optimizer from the weights, at most."""
         self._parts = parts
@@ -208,7 +206,6 @@ class AveragingWorker:
 
     def _publish(self, exchange: Exchange) -> None:
         data = self._parts.tensors.encode(exchange.fragment, exchange.snapshot)
-        self.payload_bytes = len(data)
         self._send(local.SnapshotWritten(exchange.session, exchange.fragment, self._files.write([data]), exchange.outer_step))
 
     def _examine(self, message: local.ApplyPayload) -> PayloadExamined:

@@ -89,7 +89,7 @@ def example_at(t: float) -> NodeSnapshot:
         state_saved_step=steps, peers_used={PEERS[0]: used * 3 // 5, PEERS[1]: used * 2 // 5},
         weights=WeightsReport(
             rule="noloco", fragments=4, outer_step=steps // 50, exchanges_total=steps // 14, solo_steps_total=1, distance=0.021,
-            clip_ratio=0.97, lag=0.0, momentum_norm=0.4, outcomes={"accepted": steps // 15}, payload_bytes=41_000,
+            clip_ratio=0.97, lag=0.0, momentum_norm=0.4, outcomes={"accepted": steps // 15},
             stall_seconds_total=steps * 0.004,
         ),
     )  # fmt: skip
