@@ -15,12 +15,13 @@ import msgspec
 
 from benchmarks.simulator import PAYLOAD, Arm, Node, OwnSample, Swarm
 from swarmnode.config import SharingConfig, TrainingConfig
+from swarmnode.p2p.gossip import Validation
 from swarmnode.p2p.reputation import GREYLIST, Reputation, Standing
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import score
 from swarmnode.rollouts.admission import Admission, Rejected
 from swarmnode.rollouts.groups import Announced
-from swarmnode.rollouts.reasons import REASONS, Verdict
+from swarmnode.rollouts.reasons import REASONS
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.frames import Scored
 from swarmnode.tasks.gym import GymTask
@@ -107,7 +108,7 @@ class HostileSwarm(Swarm):
         if isinstance(result, Rejected):
             if sender not in self.honest:
                 self.fates[result.reason] += 1
-            if result.verdict is Verdict.REJECT:
+            if result.verdict is Validation.REJECT:
                 reputation.rejected(result.peer or sender.peer, result.reason, self.now)
             return
         reputation.accepted(result.peer, self.now)
@@ -144,7 +145,7 @@ class HostileSwarm(Swarm):
             self.fates[f"drawn: {outcome}"] += 1
         elif outcome != "used":
             self.honest_refused[outcome] += 1
-        if outcome != "used" and REASONS[outcome] is Verdict.REJECT:
+        if outcome != "used" and REASONS[outcome] is Validation.REJECT:
             gate.refuse(outcome, peer)
             reputation.rejected(peer, outcome, self.now)
 

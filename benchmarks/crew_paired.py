@@ -124,7 +124,7 @@ def crew(directory: Path, model: Path, seed: int, arm: Arm) -> Iterator[WholeCre
     nodes = like_nodes(
         directory, model, str(seed),
         training={"seed": seed + 1000 * arm.other_numbers, "step_interval": STEP_SECONDS}, weights={"rule": "off"},
-        stages={"shadow_every": arm.shadow_every}, supervisor={"crash_limit": 100},
+        stages={"shadow_every": arm.shadow_every},
     )  # fmt: skip
     try:
         yield WholeCrew(nodes, start(nodes))

@@ -26,7 +26,7 @@ from swarmnode.recovery.sources import RecoverySettings
 from tests.support.lost_stages import Fleet, quiet
 
 STEPS, AGE, ROWS, LOST = 12, 8, 24, 1
-CFG = TrainingConfig(per_device_train_tokens=64, weight_decay=0.0)
+CFG = TrainingConfig(per_device_train_tokens=64)
 BASE = RecoverySettings(snapshot_every=10**6, gate_kl=1e9, gate_nll=1e9, seconds=60.0)
 WAYS = {  # name → (settings, whether the node's disk is left)
     "R0 journal": (BASE, True),

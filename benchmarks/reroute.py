@@ -133,7 +133,7 @@ class Grpo:
         return assemble([own_group(sample, rewards) for sample, rewards in done], self._node.training.advantage)
 
     def train(self, step: int) -> None:
-        self._node.updater.update(self._rows(self._node.training.groups_per_step), step)
+        self._node.updater.update(self._rows(self._node.training.groups_per_step))
 
     def probe(self, step: int) -> Any:
         """Of which something is learnt: ids (n, width) behind their prompts, where a completion's token comes next, advantages."""

@@ -28,7 +28,7 @@ from swarmnode.averaging.codecs import encode as encode_averaged
 from swarmnode.averaging.codecs import make_anchor
 from swarmnode.averaging.gate import AveragingGate, norm
 from swarmnode.averaging.outer import OuterState, Tensors, host_copy
-from swarmnode.config import SharingConfig, TaskConfig, TrainingConfig
+from swarmnode.config import TaskConfig, TrainingConfig
 from swarmnode.policy.generate import GroupSample, Sampling, generate
 from swarmnode.policy.load import Policy, trainable
 from swarmnode.policy.micro import MicroBatcher
@@ -58,7 +58,6 @@ PARTS = 2
 ROUND_SECONDS = 2.0
 """Simulated time between rounds: ages, rates and reputations need a clock."""
 START_TIME = 1_700_000_000.0
-POOL_BYTES = SharingConfig().pool_bytes
 
 
 @dataclass(frozen=True)
@@ -302,7 +301,7 @@ class Node:
         return judged.accepted
 
     def _new_pool(self) -> Pool | RoundPool:
-        return RoundPool() if self.arm.sharing.uniform else Pool(POOL_BYTES)
+        return RoundPool() if self.arm.sharing.uniform else Pool()
 
     def learn(self, own: list[OwnSample], external: list[TrainingGroup], trace: dict[str, float]) -> None:
         """One optimizer step; tells split and guard."""
@@ -314,7 +313,7 @@ class Node:
         batch = mine + external
         agreement = None
         if batch:
-            done = self.updater.update(assemble(batch, self.training.advantage), self.step)
+            done = self.updater.update(assemble(batch, self.training.advantage))
             self.version += done.stepped
             agreement = done.agreement
         self.step += 1

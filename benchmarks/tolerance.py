@@ -85,7 +85,7 @@ def live(node: Node, names: Sequence[str], scorer: Scorer, size: Size) -> dict[i
             kept[step] = Kept(state, [sent(sample) for sample in useful[: size.judged]])
         if step < max(size.moments):
             done = answer(node, node.training.groups_per_step, names, scorer)
-            node.updater.update(assemble([own_group(s, rewards) for s, rewards in done], node.training.advantage), step)
+            node.updater.update(assemble([own_group(s, rewards) for s, rewards in done], node.training.advantage))
     return kept
 
 

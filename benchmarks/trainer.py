@@ -46,7 +46,7 @@ from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import Policy, load_policy
 from swarmnode.policy.logprobs import collate, completion_logprobs
 from swarmnode.rl.advantages import advantages
-from swarmnode.rl.objectives import DELTA, EPSILON, EPSILON_HIGH, Objective, policy_loss
+from swarmnode.rl.objectives import DELTA, EPSILON, EPSILON_HIGH, MAX_GRAD_NORM, WEIGHT_DECAY, Objective, policy_loss
 from swarmnode.tasks.client import Scored, Scorer
 from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import choose_task, task_seed
@@ -123,7 +123,7 @@ def step_of_ours(case: Case, policy: Policy, scorer: Scorer, result: Result) -> 
         sampled = now()
         if not case.real_rewards:
             groups = [replace(g, rewards=alternating(len(g.rewards))) for g in groups]
-        engine.update(assemble(groups, training.advantage), count)
+        engine.update(assemble(groups, training.advantage))
         result.ours_seconds.append(now() - wall)
         result.ours_cpu_seconds.append(time.process_time() - cpu)
         result.ours_generate_seconds.append(sampled - wall)
@@ -187,7 +187,7 @@ def trl_trainer(case: Case, policy: Policy, scorer: Scorer, result: Result, fold
         disable_dropout=True, seed=0,
         per_device_train_batch_size=B * G, gradient_accumulation_steps=1, num_generations=G, max_steps=case.steps + WARM,
         max_completion_length=case.new_tokens, temperature=ours.temperature, top_p=ours.top_p, learning_rate=ours.learning_rate,
-        lr_scheduler_type="constant", weight_decay=ours.weight_decay, max_grad_norm=ours.max_grad_norm, loss_type=ours.loss_type,
+        lr_scheduler_type="constant", weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM, loss_type=ours.loss_type,
         scale_rewards="group", epsilon=EPSILON, epsilon_high=EPSILON_HIGH, delta=DELTA, beta=ours.beta,
         num_iterations=1, logging_strategy="no", save_strategy="no", report_to="none", disable_tqdm=True, shuffle_dataset=False,
     )  # fmt: skip

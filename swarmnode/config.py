@@ -39,8 +39,6 @@ class SwarmConfig(Section):
     """Swarm id of the manifest that the node runs by; no setting, only the manifest says it."""
     follow: Literal["ask", "founder", "never"] = "ask"
     """When the founder signs a successor: wait for `swarmnode manifest follow`, move there by itself, or ignore it."""
-    secret_file: Path | None = None
-    """A private swarm's secret, readable by nobody else; without it, `swarm.secret` in the data directory, if there is one."""
 
 
 class NetworkConfig(Section):
@@ -157,12 +155,6 @@ class TrainingConfig(Section):
     """Nucleus sampling; 1 is off."""
     learning_rate: float = Field(default=3e-4, gt=0)
     """AdamW learning rate."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW weight decay."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which the learning rate rises linearly."""
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    """Gradients are clipped to this norm."""
     advantage: Literal["grpo", "dr_grpo", "mc_grpo", "gdpo"] = "grpo"
     """Advantage estimator."""
     loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
@@ -188,8 +180,6 @@ class TrainingConfig(Section):
 class SharingConfig(Section):
     enabled: bool = True
     """Publish groups and train on those of other nodes."""
-    pool_bytes: int = Field(default=64 * 2**20, ge=2**20)
-    """Memory for others' groups that wait to be trained on."""
     groups_per_second: float = Field(default=16.0, gt=0)
     """Groups accepted from one peer, sustained."""
 
@@ -264,10 +254,6 @@ class SupervisorConfig(Section):
     """No progress for 4 × the p99 step time, and never less than this, is a failure."""
     drain_seconds: float = Field(default=20.0, gt=0)
     """Time to finish after the first SIGTERM."""
-    crash_limit: int = Field(default=6, ge=1)
-    """This many crashes of one process within five minutes end the node."""
-    network_memory_bytes: int = Field(default=1536 * 2**20, ge=256 * 2**20)
-    """A network process that uses more memory than this ends itself and is started again: no peer may grow it for ever."""
 
 
 class Config(Section):

@@ -42,7 +42,7 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
         async with trio.open_nursery() as nursery:
             url = await nursery.start(partial(serve_http, config.http, observer.snapshot, data_dir=data_dir))
             announce(data_dir, network, member.swarm, url)
-            nursery.start_soon(beat, progress, config.supervisor.network_memory_bytes)
+            nursery.start_soon(beat, progress)
             nursery.start_soon(member.run)
             nursery.start_soon(meter.run)
             await told_to_stop()

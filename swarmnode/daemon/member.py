@@ -85,7 +85,7 @@ async def open_member(config: Config, *, trains: bool = True) -> AsyncIterator[M
         swarm = swarm_id(config.swarm.name, {name: task_version(name) for name in config.task.names})
     else:
         refuse_if_any(can_honour(opened.manifest, config, identity.peer_id, trains=trains), opened)
-        secret = manifest.swarm_secret(data_dir, config.swarm.secret_file) if opened.manifest.access.secret else None
+        secret = manifest.swarm_secret(data_dir) if opened.manifest.access.secret else None
         members = manifest.members(opened.manifest)
         swarm = opened.swarm
     async with open_host(config.network, identity, data_dir, swarm=swarm, secret=secret, members=members) as network:

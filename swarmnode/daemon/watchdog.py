@@ -24,7 +24,9 @@ BACKOFF_SECONDS = 0.5
 """First pause before a restart: long enough that a port is free again. It doubles, with jitter, up to the cap."""
 BACKOFF_CAP_SECONDS = 60.0
 CRASH_WINDOW_SECONDS = 300.0
-"""Crashes further apart than this have causes of their own; `supervisor.crash_limit` of them within it are a defect that stays."""
+"""Crashes further apart than this have causes of their own."""
+CRASH_LIMIT = 6
+"""So many crashes within the window are a defect that stays: five restarts, each after a longer pause, have not mended it."""
 STEPS_REMEMBERED = 256
 
 
@@ -48,6 +50,28 @@ class WatchStatistics:
     status: str
 
 
+class CrashBreaker:
+    """How long to wait after each crash, and when there were too many. rng: jitter of the back-off."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._crashes: deque[float] = deque()
+        self._failures_in_a_row = 0
+
+    def crashed(self, name: str, now: float, ran_seconds: float) -> Restart | End:
+        """Decide what follows a crash of the process `name`, which had run for `ran_seconds`."""
+        self._crashes.append(now)
+        while self._crashes[0] <= now - CRASH_WINDOW_SECONDS:
+            self._crashes.popleft()
+        if len(self._crashes) >= CRASH_LIMIT:
+            return End(75, f"{name} ended {len(self._crashes)} times within {CRASH_WINDOW_SECONDS:.0f} s")
+        if ran_seconds > BACKOFF_CAP_SECONDS:
+            self._failures_in_a_row = 0
+        pause = min(BACKOFF_CAP_SECONDS, BACKOFF_SECONDS * 2**self._failures_in_a_row)
+        self._failures_in_a_row += 1
+        return Restart(pause * self._rng.uniform(0.5, 1.0))
+
+
 class Watchdog:
     """Judges one child process. The caller reports what happens and does what it is told.
 
@@ -60,14 +84,12 @@ class Watchdog:
     def __init__(self, name: str, config: SupervisorConfig, rng: random.Random) -> None:
         self.name = name
         self._config = config
-        self._rng = rng
+        self._breaker = CrashBreaker(rng)
         self._started_at = 0.0
         self._last_progress: float | None = None
         self._ever_ran = self._past_loading = False
         self._exited_at: float | None = None
         self._step_seconds: deque[float] = deque(maxlen=STEPS_REMEMBERED)
-        self._crashes: deque[float] = deque()
-        self._failures_in_a_row = 0
         self._restarts = 0
         self._stalls = 0
         self._recoveries: deque[float] = deque(maxlen=STEPS_REMEMBERED)
@@ -110,17 +132,9 @@ class Watchdog:
             return End(0, f"{self.name} finished")
         if exit_code in FINAL_CODES or (exit_code in START_CODES and not self._ever_ran):
             return End(exit_code, f"{self.name} cannot run")
-        self._crashes.append(now)
-        while self._crashes and self._crashes[0] <= now - CRASH_WINDOW_SECONDS:
-            self._crashes.popleft()
-        if len(self._crashes) >= self._config.crash_limit:
-            return End(75, f"{self.name} ended {len(self._crashes)} times within {CRASH_WINDOW_SECONDS:.0f} s")
-        self._restarts += 1
-        if now - self._started_at > BACKOFF_CAP_SECONDS:
-            self._failures_in_a_row = 0
-        pause = min(BACKOFF_CAP_SECONDS, BACKOFF_SECONDS * 2**self._failures_in_a_row)
-        self._failures_in_a_row += 1
-        return Restart(pause * self._rng.uniform(0.5, 1.0))
+        verdict = self._breaker.crashed(self.name, now, now - self._started_at)
+        self._restarts += isinstance(verdict, Restart)
+        return verdict
 
     def _p99_step_seconds(self) -> float:
         if not self._step_seconds:

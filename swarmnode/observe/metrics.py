@@ -29,12 +29,13 @@ from swarmnode.observe.health import ready
 from swarmnode.observe.snapshot import NodeSnapshot
 from swarmnode.observe.watch import Histogram
 from swarmnode.p2p.budget import CHOICES, PAUSES
+from swarmnode.p2p.gossip import Validation
 from swarmnode.p2p.summaries import OUTCOMES as SUMMARY_OUTCOMES
 from swarmnode.pipeline.faults import DEVICE
 from swarmnode.pipeline.fence import FENCE_REASONS
 from swarmnode.pipeline.frames import FRAME_REASONS
 from swarmnode.rollouts.groups import Outcome
-from swarmnode.rollouts.reasons import REASONS, Verdict
+from swarmnode.rollouts.reasons import REASONS
 from swarmnode.weights import outcomes, pairing
 from swarmnode.weights.driver import FAILURES
 
@@ -63,8 +64,8 @@ SLOT_STATES: tuple[str, ...] = get_args(SlotState)
 STAGE_PHASES: tuple[str, ...] = get_args(StagePhase)
 KINDS: tuple[str, ...] = get_args(Kind)
 CREW_MESSAGES: tuple[str, ...] = tuple(str(message.__struct_config__.tag) for message in get_args(Request))
-IGNORED = tuple(reason for reason, verdict in REASONS.items() if verdict is Verdict.IGNORE)
-REJECTED = tuple(reason for reason, verdict in REASONS.items() if verdict is Verdict.REJECT)
+IGNORED = tuple(reason for reason, verdict in REASONS.items() if verdict is Validation.IGNORE)
+REJECTED = tuple(reason for reason, verdict in REASONS.items() if verdict is Validation.REJECT)
 STALENESS_BOUNDS = (0, 1, 2, 4, 8)
 """Policy versions."""
 

@@ -33,6 +33,7 @@ from swarmnode.pipeline.waves import Wave, cut
 from swarmnode.pipeline.work import MicroBatch, read_scores, read_tokens
 from swarmnode.pipeline.worker import CrewSettings, StageWorker
 from swarmnode.policy.micro import micro_batches
+from swarmnode.rl.objectives import MAX_GRAD_NORM
 from swarmnode.wire import strict
 from swarmnode.wire.tensors import pack_ids
 
@@ -84,7 +85,7 @@ class Head(StageWorker):
         self._failed: RefusalReason | None = None
         self._gone: str | None = None
         self._decided: Decided | None = None
-        self._learning = (1.0, 0.0)
+        self._learning_rate = 0.0
         self._blame = Blame(self.stages)
         self.blamed: tuple[int, str] | None = None
         """(stage, why): no step comes of this crew because of it."""
@@ -166,7 +167,7 @@ class Head(StageWorker):
         self._learnt.clear()
         self._failed = self._decided = None
         self._current = {number: sum(len(row.completion_ids) for row in piece) for number, piece in pieces.items()}
-        self._learning = (cfg.max_grad_norm, learning_rate)
+        self._learning_rate = learning_rate
         attempt = self.coordinator.begin(trio.current_time() + self.seconds)
         try:
             with self._deadline():
@@ -339,8 +340,8 @@ class Head(StageWorker):
     def _send_commit(self, stage: int) -> None:
         assert self._decided is not None
         norm = math.sqrt(self._decided.squared_norm)
-        clip = min(1.0, self._learning[0] / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
-        self.links.send(stage, frames.Commit(self.place, self._decided.attempt, norm, clip, float(self._learning[1])))
+        clip = min(1.0, MAX_GRAD_NORM / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+        self.links.send(stage, frames.Commit(self.place, self._decided.attempt, norm, clip, float(self._learning_rate)))
 
     def _id(self) -> int:
         self._next_id += 1

@@ -32,6 +32,7 @@ from swarmnode.pipeline.schedule import Limit, Schedule, ScheduleStatistics, Wor
 from swarmnode.pipeline.work import MicroBatch, Questions, read_micro_batch, read_questions
 from swarmnode.policy.generate import sample
 from swarmnode.policy.logprobs import Batch
+from swarmnode.rl.objectives import WEIGHT_DECAY
 from swarmnode.wire import limits
 from swarmnode.wire.tensors import pack_ids, pack_logprobs, unpack_ids
 
@@ -49,7 +50,6 @@ class CrewSettings:
     """32 bytes: fingerprint of the policy that training began with."""
     codec: ActivationCodec = "bfloat16"
     gradient_codec: ActivationCodec = "bfloat16"
-    weight_decay: float = 0.0
     swapped: bool = False
     """CheckFree+: half of the micro-batches of a step with the first two and the last two stages exchanged."""
     learning_rate: float = math.inf
@@ -120,7 +120,7 @@ class StageWorker:
         self.index, self.stages = spec.index, spec.stages
         self.participant = Participant(fence.place.step, crew=fence.place.crew)
         self.squared_norm = 0.0
-        self.optimizer = optimizer_of(runtime, settings.weight_decay)
+        self.optimizer = optimizer_of(runtime)
         self.lr_scale = LrScale()
         self.lock = threading.Lock()
         """Held while the optimizer moves the weights."""
@@ -584,7 +584,7 @@ def _reason_of(error: BadMessage) -> frames.RefusalReason:
     return "frame"
 
 
-def optimizer_of(runtime: StageRuntime, weight_decay: float) -> torch.optim.AdamW | None:
+def optimizer_of(runtime: StageRuntime) -> torch.optim.AdamW | None:
     """The optimizer of what is trained here; None where that is nothing.
 
     A tied embedding goes at the crew's learning rate alone, or its two copies would part.
@@ -592,4 +592,4 @@ def optimizer_of(runtime: StageRuntime, weight_decay: float) -> torch.optim.Adam
     shared = runtime.embedding()
     own = [p for p in runtime.parameters() if p is not shared]
     groups = [{"params": params, "shared": ends} for params, ends in ((own, False), ([] if shared is None else [shared], True)) if params]
-    return torch.optim.AdamW(groups, weight_decay=weight_decay) if groups else None
+    return torch.optim.AdamW(groups, weight_decay=WEIGHT_DECAY) if groups else None

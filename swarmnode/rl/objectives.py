@@ -19,6 +19,10 @@ import torch
 from swarmnode.config import TrainingConfig
 
 LossType = Literal["dapo", "grpo", "dr_grpo"]
+MAX_GRAD_NORM = 1.0
+"""Norm that the gradient of a step is clipped to, TRL's: bounds what one bad batch does to AdamW's moments."""
+WEIGHT_DECAY = 0.0
+"""AdamW's: a policy that was trained before is not drawn to zero; `training.beta` draws it to where it started."""
 EPSILON = 0.2
 """Lower clip of the importance ratio: PPO's."""
 EPSILON_HIGH = 0.28

@@ -21,9 +21,10 @@ import msgspec
 
 from swarmnode.config import SharingConfig
 from swarmnode.errors import BadMessage
+from swarmnode.p2p.gossip import Validation
 from swarmnode.rollouts.groups import Announced, Candidate, ExternalGroup, is_useful
 from swarmnode.rollouts.pool import DROP_VERSIONS
-from swarmnode.rollouts.reasons import REASONS, Verdict
+from swarmnode.rollouts.reasons import REASONS
 from swarmnode.rollouts.signers import Recent, Signer, Signers
 from swarmnode.tasks.registry import TASKS, task_version
 from swarmnode.tasks.seeds import check_seed
@@ -43,7 +44,7 @@ _UNWANTED = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-
 class Rejected(msgspec.Struct, frozen=True):
     """Not taken. `peer` is the author where the signature proved it, else None: then whoever passed it on is answerable."""
 
-    verdict: Verdict
+    verdict: Validation
     reason: str
     peer: str | None = None
 
@@ -143,8 +144,8 @@ class Admission:
             candidates=self._outcomes["candidate"],
             announced=self._outcomes["announced"],
             admitted=self._outcomes["admitted"],
-            ignored=by_verdict(Verdict.IGNORE),
-            rejected=by_verdict(Verdict.REJECT),
+            ignored=by_verdict(Validation.IGNORE),
+            rejected=by_verdict(Validation.REJECT),
             signers=len(self._signers),
             seen=len(self._seen),
             last_internal_error=self._last_internal_error,

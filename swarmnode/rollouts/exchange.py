@@ -31,7 +31,7 @@ from swarmnode.rollouts.admission import Admission, AdmissionStatistics, Rejecte
 from swarmnode.rollouts.fetching import Fetching, FetchStatistics
 from swarmnode.rollouts.groups import Announced, Candidate, Draw, Drawn, Judged, OwnGroup, PolicyFacts, is_useful, without_token_ids
 from swarmnode.rollouts.pool import Pool, PoolStatistics
-from swarmnode.rollouts.reasons import REASONS, Verdict
+from swarmnode.rollouts.reasons import REASONS
 from swarmnode.rollouts.shelf import CandidateQueue, Strikes
 from swarmnode.rollouts.signers import Signer
 from swarmnode.rollouts.trust import PeerTrust, count
@@ -146,7 +146,7 @@ class RolloutExchange:
             is_greylisted=lambda peer: not network.welcome(peer),
             keeps_rules=rules.keeps_rules,
         )
-        self.pool = Pool(cfg.pool_bytes)
+        self.pool = Pool()
         self._policy: PolicyFacts | None = None
         self._version = 0
         self._pace = Signer(network.peer_id, cfg.groups_per_second, clock())
@@ -234,7 +234,7 @@ class RolloutExchange:
         self._trust.judged(judged.peer, judged.outcome)
         if judged.outcome == "used":
             self._network.accepted(judged.peer)
-        elif REASONS[judged.outcome] is Verdict.REJECT:
+        elif REASONS[judged.outcome] is Validation.REJECT:
             self._network.rejected(judged.peer, judged.outcome)
 
     def trust(self, peer: str) -> float:
@@ -302,9 +302,9 @@ class RolloutExchange:
         """Gossip's validator: admission without the scorer. Cannot raise."""
         result = self.admission.check_frame(frame, self._clock())
         if isinstance(result, Rejected):
-            if result.verdict is Verdict.REJECT and result.peer is not None and result.peer != forwarder:
+            if result.verdict is Validation.REJECT and result.peer is not None and result.peer != forwarder:
                 self._network.rejected(result.peer, result.reason)  # gossip holds it against the forwarder
-            return Validation(result.verdict.value)
+            return result.verdict
         if isinstance(result, Announced):
             if (reason := self._fetching.want(result, forwarder)) is not None:
                 self.admission.refuse(reason, result.peer)
@@ -355,7 +355,7 @@ class RolloutExchange:
 
     def _refuse(self, reason: str, peer: str) -> None:
         """Refuse a group after it was passed on: only `peer` can be answerable."""
-        if self.admission.refuse(reason, peer).verdict is Verdict.REJECT:
+        if self.admission.refuse(reason, peer).verdict is Validation.REJECT:
             self._network.rejected(peer, reason)
 
     def _fetched(self, announced: Announced, body: bytes) -> None:
@@ -363,7 +363,7 @@ class RolloutExchange:
         if isinstance(result, Candidate):
             self._fetching.shelf.put(announced.content, body)  # for peers that are not connected to its author
             self._enqueue(result)
-        elif result.verdict is Verdict.REJECT:
+        elif result.verdict is Validation.REJECT:
             self._network.rejected(announced.peer, result.reason)
 
     async def _mind_budget(self) -> None:

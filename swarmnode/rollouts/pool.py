@@ -20,6 +20,8 @@ from swarmnode.wire import limits
 
 MOST_GROUPS = 2000
 """Groups in the pool. With eight drawn in a step that is more than anybody draws before they are stale."""
+POOL_BYTES = 64 * 2**20
+"""Memory of the pool, as `memory_bytes` counts it: room for 160 groups of eight answers of 4,000 tokens, twenty times what a step draws."""
 PEER_SHARE = 0.125
 """Most of the pool that one peer may fill: eight peers have to agree to push everybody else out."""
 FRESH_VERSIONS = 4
@@ -64,7 +66,7 @@ class _Entry(msgspec.Struct):
 class Pool:
     """Groups by peer, each peer's in order of arrival. `now` is Unix seconds; `policy_version` is this node's own counter."""
 
-    def __init__(self, max_bytes: int, max_groups: int = MOST_GROUPS, peer_share: float = PEER_SHARE) -> None:
+    def __init__(self, max_bytes: int = POOL_BYTES, max_groups: int = MOST_GROUPS, peer_share: float = PEER_SHARE) -> None:
         """max_bytes: as `memory_bytes` counts them."""
         self.max_bytes = max_bytes
         self.max_groups = max_groups

@@ -101,7 +101,7 @@ def main() -> int:
     config = Config.model_validate_json(Path(sys.argv[sys.argv.index("--config") + 1]).read_bytes())
     invite = invites.parse(sys.argv[-1])
     identity = load_or_create(config.node.data_dir / "identity.key")
-    found = trio.run(fetch, identity, invite, manifest.swarm_secret(config.node.data_dir, config.swarm.secret_file))
+    found = trio.run(fetch, identity, invite, manifest.swarm_secret(config.node.data_dir))
     successor = found.successor.signed.hex() if found.successor is not None else ""
     print(json.dumps({"peer": identity.peer_id, "manifest": found.manifest.signed.hex(), "successor": successor}))
     return 0

@@ -206,18 +206,14 @@ def bootstrap(manifest: SwarmManifest) -> list[str]:
     return found
 
 
-def swarm_secret(data_dir: Path, named: Path | None) -> bytes | None:
-    """The pre-shared secret, 32 bytes, in the file that is named (`swarm.secret_file`) or else in the data directory; None without one.
+def swarm_secret(data_dir: Path) -> bytes | None:
+    """The pre-shared secret, 32 bytes, in the data directory; None without one.
 
-    Raises Refused if others can read the file, ConfigError if it is not one or not there although it was named.
+    Raises Refused if others can read the file, ConfigError if it is not one.
     """
-    path = named or data_dir / SECRET_FILE
+    path = data_dir / SECRET_FILE
     data = read_private(path, "swarm secret", 4096)
-    if data is None:
-        if named is not None:
-            raise ConfigError(f"swarm.secret_file: {path}: no such file")
-        return None
-    return parse_secret(data, path)
+    return parse_secret(data, path) if data is not None else None
 
 
 def parse_secret(data: bytes, path: Path) -> bytes:

@@ -117,7 +117,7 @@ class Membership:
 
     def _own_secret(self) -> bytes:
         """This node's secret, made if there is none."""
-        secret = manifest.swarm_secret(self._data_dir, self._config.swarm.secret_file)
+        secret = manifest.swarm_secret(self._data_dir)
         if secret is None:
             secret = os.urandom(limits.SECRET_BYTES)
             write_atomically(self._data_dir / manifest.SECRET_FILE, f"{secret.hex()}\n".encode(), mode=0o600)
@@ -228,7 +228,7 @@ class Membership:
     def outlook(self) -> Outlook:
         """What the next start would have, as far as that is known without joining. Raises as `prepare` does, and changes nothing."""
         opened = manifest_store.stored(self._data_dir)
-        secret = manifest.swarm_secret(self._data_dir, self._config.swarm.secret_file)
+        secret = manifest.swarm_secret(self._data_dir)
         if opened is None and self._config.swarm.invite:
             invite = invites.parse(self._config.swarm.invite)
             known = dict.fromkeys([*self._config.network.initial_peers, *invite.addresses])

@@ -49,7 +49,7 @@ def can_honour(manifest: SwarmManifest, config: Config, peer: str = "", *, train
     if allowed is not None and peer and peer not in allowed:
         problems.append(f"it is private and {peer} is not on its list of members: send the founder this peer id")
     if manifest.access.secret:
-        problems += _secret_problems(manifest.access, swarm_secret(config.node.data_dir, config.swarm.secret_file))
+        problems += _secret_problems(manifest.access, swarm_secret(config.node.data_dir))
     return problems
 
 

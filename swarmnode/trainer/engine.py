@@ -77,11 +77,9 @@ class Engine(Protocol):
         """
         ...
 
-    def update(self, rows: Rows, step: int) -> UpdateStatistics:
-        """Learn from `rows`. `step` decides the learning rate."""
+    def update(self, rows: Rows) -> UpdateStatistics:
+        """Learn from `rows`."""
         ...
-
-    def learning_rate(self, step: int) -> float: ...
 
     # ---- between steps --------------------------------------------------------------------------------------------------
 
@@ -198,11 +196,8 @@ class WholePolicy:
     def score(self, rows: Sequence[Row], temperature: float) -> list[Scored]:
         return self._memory.external.score_with_entropy(self._policy, rows, temperature)
 
-    def update(self, rows: Rows, step: int) -> UpdateStatistics:
-        return self._updater.update(rows, step)
-
-    def learning_rate(self, step: int) -> float:
-        return self._updater.learning_rate(step)
+    def update(self, rows: Rows) -> UpdateStatistics:
+        return self._updater.update(rows)
 
     def average(self, connected: bool, step_seconds: float, stepped: bool) -> bool:
         return self._replica.between_steps(connected, step_seconds, stepped) if self._replica is not None else False

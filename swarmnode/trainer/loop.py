@@ -204,7 +204,7 @@ class Loop:
 
         judgement = self._external.take()
         rows = assemble([*experience.groups, *judgement.accepted], self._training.advantage)
-        result = self._engine.update(rows, self._counters.step)
+        result = self._engine.update(rows)
         external = self._external.learnt(judgement, {group - len(experience.groups) for group in result.too_large})
         self._count(experience.tokens, experience.groups, external, result)
         self._measure(experience.groups, external, rows, result)
@@ -260,7 +260,7 @@ class Loop:
             kl=result.kl,
             clip_fraction=result.clip_fraction,
             grad_norm=result.grad_norm,
-            learning_rate=self._engine.learning_rate(self._counters.step - 1),
+            learning_rate=self._training.learning_rate,
             zero_advantage_share=rows.zero_advantage_share,
             external_share=share,
             correction_mean=_mean([w for g in external for w in g.weights]),

@@ -13,7 +13,7 @@ from swarmnode.config import TrainingConfig
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import collate, completion_logprobs
 from swarmnode.policy.micro import MicroBatcher, RowTooLarge, free_memory
-from swarmnode.rl.objectives import Objective, policy_loss
+from swarmnode.rl.objectives import MAX_GRAD_NORM, WEIGHT_DECAY, Objective, policy_loss
 from swarmnode.rl.utility import AgreementProbe
 from swarmnode.trainer.batch import Rows
 
@@ -53,14 +53,14 @@ class Updater:
         self._reference = reference
         fused = policy.device.type == "cuda" or None  # one kernel, and no temporary copies of all weights
         self.optimizer = torch.optim.AdamW(
-            policy.trainable_parameters(), lr=cfg.learning_rate, weight_decay=cfg.weight_decay, fused=fused
+            policy.trainable_parameters(), lr=cfg.learning_rate, weight_decay=WEIGHT_DECAY, fused=fused
         )  # fmt: skip
         self._accelerated = policy.accelerator.prepare_optimizer(self.optimizer)
         self._probe = AgreementProbe(policy.trainable_parameters())
         self.lock = threading.Lock()
         """Held while the weights move, so that another thread can copy them at any other time."""
 
-    def update(self, rows: Rows, step: int) -> UpdateStatistics:
+    def update(self, rows: Rows) -> UpdateStatistics:
         """One optimizer step: a second one on the same rows would be off-policy for everybody's, and peers' rows are that already.
 
         Rows without a signal are not run through the model, but their tokens count in the normaliser: a batch that says
@@ -68,7 +68,7 @@ class Updater:
         """
         own, external = trained(rows, self._cfg)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self._cfg, step)
+            group["lr"] = self._cfg.learning_rate
         too_large: frozenset[int] = frozenset()
         while own or external:
             try:
@@ -126,7 +126,7 @@ class Updater:
             others = accumulate(self._external, external, own_pass)  # own_pass also undoes what a pass out of memory left
             totals = totals + others
             agreement = self._probe.read() if own else None
-        norm = self._policy.accelerator.clip_grad_norm_(self._policy.trainable_parameters(), self._cfg.max_grad_norm)
+        norm = self._policy.accelerator.clip_grad_norm_(self._policy.trainable_parameters(), MAX_GRAD_NORM)
         finite = norm is None or bool(torch.isfinite(norm))
         stepped = self._apply(finite)
         loss, clipped, kl, entropy, tokens = totals.tolist()
@@ -153,9 +153,6 @@ class Updater:
         self._accelerated.zero_grad()
         return finite and not (scaled and self._accelerated.step_was_skipped)
 
-    def learning_rate(self, step: int) -> float:
-        return learning_rate(self._cfg, step)
-
     def _reference_logprobs(self, rows: Rows, own: list[int], external: list[int]) -> dict[int, list[float]]:
         """By row; empty without a penalty."""
         if self._reference is None or self._cfg.beta == 0:
@@ -176,11 +173,6 @@ def _rows_named(indices: list[int]) -> Iterator[None]:
     except RowTooLarge as error:
         error.row = indices[error.row]
         raise
-
-
-def learning_rate(cfg: TrainingConfig, step: int) -> float:
-    """Linear warm-up, then constant."""
-    return cfg.learning_rate * min(1.0, (step + 1) / (cfg.warmup_steps + 1))
 
 
 def trained(rows: Rows, cfg: TrainingConfig) -> tuple[list[int], list[int]]:

@@ -14,13 +14,14 @@ from swarmnode.crew import messages as crews
 from swarmnode.crew import record, service, stream_handshake, stream_proxy
 from swarmnode.crew.plan import MEMBERS
 from swarmnode.p2p import bulk, exchange, manifests, sessions, summaries
+from swarmnode.p2p.gossip import Validation
 from swarmnode.p2p.library import build
 from swarmnode.pipeline import frames as stage_frames
 from swarmnode.pipeline.commit import STEP_DOMAIN
 from swarmnode.pipeline.fence import FENCE_REASONS
 from swarmnode.recovery.messages import FACTOR, STATE_REASONS
 from swarmnode.rollouts import admission
-from swarmnode.rollouts.reasons import REASONS, Verdict
+from swarmnode.rollouts.reasons import REASONS
 from swarmnode.rollouts.shelf import Throughput
 from swarmnode.tasks import seeds
 from swarmnode.weights import messages as weights_messages
@@ -239,13 +240,13 @@ def test_what_makes_a_group_impossible_is_what_the_registry_says():
 
 
 def test_what_costs_reputation_is_what_the_registry_says_and_nothing_else():
-    ours = {reason for reason, verdict in REASONS.items() if verdict is Verdict.REJECT}
+    ours = {reason for reason, verdict in REASONS.items() if verdict is Validation.REJECT}
     assert ours == set(REGISTRY["verdicts"]["reject"])
     assert ours >= {*DECODE_REASONS, "signature"}
 
 
 def test_what_the_registry_calls_blameless_is_ignored():
-    assert {REASONS[reason] for reason in REGISTRY["verdicts"]["ignore"]} == {Verdict.IGNORE}
+    assert {REASONS[reason] for reason in REGISTRY["verdicts"]["ignore"]} == {Validation.IGNORE}
 
 
 def test_what_becomes_of_a_stage_s_frames_is_what_the_registry_says():

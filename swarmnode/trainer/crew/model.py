@@ -33,6 +33,7 @@ from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash, weight_fil
 from swarmnode.policy.load import configured_ends, local_directory, lora_settings, offline
 from swarmnode.policy.text import PolicyText
 from swarmnode.recovery.sources import LEARNING_RATE_FACTOR, PaperMode, Run, check_paper
+from swarmnode.rl.objectives import WEIGHT_DECAY
 from swarmnode.swarm.manifest import check_model
 from swarmnode.swarm.manifest_store import stored
 
@@ -55,7 +56,6 @@ class CrewTerms:
     lora: LoraSettings
     frozen_a: bool
     """Adapters have one A everywhere, see `averaging.lora.shares_a`."""
-    weight_decay: float
     learning_rate: float
 
     def hash(self, identity: bytes) -> bytes:
@@ -64,15 +64,13 @@ class CrewTerms:
             "codec": self.codec, "gradient_codec": self.gradient_codec,
             "paper_mode": {"off": False, "checkfree+": True}.get(self.paper_mode, self.paper_mode),
             "lora": self.lora.model_dump() if self.lora.r else None, "shares_a": self.frozen_a,
-            "weight_decay": self.weight_decay, "learning_rate": self.learning_rate,
+            "weight_decay": WEIGHT_DECAY, "learning_rate": self.learning_rate,
         }  # fmt: skip
         return hashlib.blake2b(identity + json.dumps(terms, sort_keys=True, separators=(",", ":")).encode(), digest_size=32).digest()
 
 
 def crew_terms(stages: StagesConfig, lora: LoraSettings, weights: WeightsConfig, training: TrainingConfig) -> CrewTerms:
-    return CrewTerms(
-        stages.codec, stages.gradient_codec, stages.paper_mode, lora, shares_a(lora, weights), training.weight_decay, training.learning_rate
-    )
+    return CrewTerms(stages.codec, stages.gradient_codec, stages.paper_mode, lora, shares_a(lora, weights), training.learning_rate)
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ class CrewModel:
     def settings(self) -> CrewSettings:
         terms = self.terms
         return CrewSettings(
-            base=self.text.fingerprint, codec=terms.codec, gradient_codec=terms.gradient_codec, weight_decay=terms.weight_decay,
+            base=self.text.fingerprint, codec=terms.codec, gradient_codec=terms.gradient_codec,
             swapped=terms.paper_mode == "checkfree+",
             learning_rate=terms.learning_rate * (LEARNING_RATE_FACTOR if terms.paper_mode != "off" else 1.0),
         )  # fmt: skip

@@ -33,7 +33,7 @@ from swarmnode.trainer.crew.runner import StageRunner
 from swarmnode.trainer.engine import EngineGone, EngineStatistics
 from swarmnode.trainer.judge import Scored
 from swarmnode.trainer.state import Counters, Snapshot
-from swarmnode.trainer.update import UpdateStatistics, learning_rate, normalizer, trained
+from swarmnode.trainer.update import UpdateStatistics, normalizer, trained
 from swarmnode.weights import local
 
 log = structlog.get_logger("swarmnode.crew")
@@ -101,7 +101,7 @@ class CrewPolicy:
     def score(self, rows: Sequence[Row], temperature: float) -> list[Scored]:
         return self._ask(lambda head: head.score(rows, temperature)) if rows else []
 
-    def update(self, rows: Rows, step: int) -> UpdateStatistics:
+    def update(self, rows: Rows) -> UpdateStatistics:
         """As `Updater.update`; how far own and external gradients agree is not measured, since no node has them all."""
         cfg = self._training
         own, external = trained(rows, cfg)
@@ -111,17 +111,16 @@ class CrewPolicy:
             LearnRow(*rows.rows[i], rows.old_logprobs[i], float(rows.advantages[i]), float(rows.weights[i]), rows.groups[i])
             for i in own + external
         ]
-        divisor, rate = normalizer(rows, cfg), learning_rate(cfg, step)
-        return self._one(learn, divisor, rate)
+        return self._one(learn, normalizer(rows, cfg))
 
-    def _one(self, learn: list[LearnRow], divisor: float, rate: float) -> UpdateStatistics:
+    def _one(self, learn: list[LearnRow], divisor: float) -> UpdateStatistics:
         cfg = self._training
         before = self._head().participant.step
 
         async def work(head: Head) -> StepResult | None:
             if head.participant.step > before:
                 return None  # it was decided when the crew came apart, and has been taken since
-            return await head.update(learn, cfg, divisor, rate)
+            return await head.update(learn, cfg, divisor, cfg.learning_rate)
 
         for _ in range(REFUSALS):
             result = self._ask(work)
@@ -133,9 +132,6 @@ class CrewPolicy:
             if result.refused == "not_finite":
                 break  # these rows will not become finite
         return UpdateStatistics(stepped=False)
-
-    def learning_rate(self, step: int) -> float:
-        return learning_rate(self._training, step)
 
     # ---- asking ---------------------------------------------------------------------------------------------------------
 

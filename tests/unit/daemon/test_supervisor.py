@@ -95,9 +95,10 @@ async def test_a_configuration_error_of_a_child_is_the_node_s_exit_code(node):
     assert len(node.pids("trainer")) == 1
 
 
-async def test_the_crash_loop_breaker_opens(node):
+async def test_the_crash_loop_breaker_opens(node, monkeypatch):
+    monkeypatch.setattr("swarmnode.daemon.watchdog.CRASH_LIMIT", 3)
     with trio.fail_after(120):
-        assert await node(trainer="sys.exit(1)", crash_limit=3).run() == 75
+        assert await node(trainer="sys.exit(1)").run() == 75
     assert len(node.pids("trainer")) == 3
 
 
@@ -175,7 +176,7 @@ async def down(node, name="trainer"):
 
 
 async def test_why_a_process_is_down_is_the_last_error_of_its_own_log_in_one_line(node, tmp_path):
-    supervisor = node(trainer=CRASHES, crash_limit=50)
+    supervisor = node(trainer=CRASHES)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(supervisor.run)
         await until(lambda: node.pids("trainer"))

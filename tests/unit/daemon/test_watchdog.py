@@ -7,11 +7,12 @@ import pytest
 from swarmnode.config import SupervisorConfig
 from swarmnode.daemon.watchdog import End, Restart, Watchdog
 
-CONFIG = SupervisorConfig(startup_seconds=100, stall_floor_seconds=10, crash_limit=3)
+CONFIG = SupervisorConfig(startup_seconds=100, stall_floor_seconds=10)
 
 
 @pytest.fixture
-def watchdog():
+def watchdog(monkeypatch):
+    monkeypatch.setattr("swarmnode.daemon.watchdog.CRASH_LIMIT", 3)
     dog = Watchdog("trainer", CONFIG, random.Random(0))
     dog.started(0.0)
     return dog

@@ -29,7 +29,7 @@ from tests.support.crew import open_crew
 from tests.support.lost_stages import quiet
 
 EXACT = CrewSettings(b"b" * 32, "float32", "float32")
-CFG = TrainingConfig(per_device_train_tokens=64, weight_decay=0.0)
+CFG = TrainingConfig(per_device_train_tokens=64)
 LIMITS = FrameLimits(hidden=32, vocab=61, tokens=24)
 PLACE = Place(b"c" * 16, 0, 0)
 FRAME = 24 * 32 * 4 + 2048

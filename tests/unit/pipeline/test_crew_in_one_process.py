@@ -105,13 +105,13 @@ def normalizer(rows, cfg):
 )  # fmt: skip
 async def test_two_grpo_steps_are_those_of_the_unsplit_trainer(policy, kind, layers, loss_type, tokens):
     whole = policy(kind)
-    cfg = TrainingConfig(loss_type=loss_type, per_device_train_tokens=tokens, weight_decay=0.01, max_grad_norm=0.5)
+    cfg = TrainingConfig(loss_type=loss_type, per_device_train_tokens=tokens)
     assembled, rows = grpo(whole)
     start = {name: t.detach().clone() for name, t in trainable(whole.model).items()}
     async with crew_of(whole.model, layers) as crew:
         updater = Updater(whole, cfg, MicroBatcher(tokens))
-        for step in range(2):
-            expected = updater.update(assembled, step)
+        for _ in range(2):
+            expected = updater.update(assembled)
             got = await crew.head.update(rows, cfg, normalizer(rows, cfg), cfg.learning_rate)
             assert got.refused is None
             assert got.loss == pytest.approx(expected.loss, abs=1e-5)
@@ -137,8 +137,8 @@ async def test_a_lora_step_is_that_of_the_unsplit_trainer(policy):
     assembled, rows = grpo(whole)
     async with crew_of(whole.model, [2, 2]) as crew:
         updater = Updater(whole, cfg, MicroBatcher(4096))
-        for step in range(2):
-            updater.update(assembled, step)
+        for _ in range(2):
+            updater.update(assembled)
             assert (await crew.head.update(rows, cfg, normalizer(rows, cfg), cfg.learning_rate)).refused is None
         mine, theirs = together(crew), trainable(whole.model)
         assert mine.keys() == theirs.keys()
@@ -420,14 +420,14 @@ async def test_computing_beside_the_event_loop_gives_the_same(models):
     assert texts(await sampled(models["llama"], [2, 2], compute=in_thread)) == texts(await sampled(models["llama"], [2, 2]))
 
 
-async def test_what_checkfree_weights_a_stage_by_is_its_layers_raw_gradient(models, policy):
+async def test_what_checkfree_weights_a_stage_by_is_its_layers_raw_gradient(models, policy, monkeypatch):
+    monkeypatch.setattr("swarmnode.pipeline.head.MAX_GRAD_NORM", 1e-3)  # clips
     whole = policy("llama-tied")
     _, rows = grpo(whole)
-    cfg = TrainingConfig(max_grad_norm=1e-3)  # clips
     norms = {}
     for layers in ([4], [1, 2, 1]):
         async with crew_of(whole.model, layers) as crew:
-            result = await crew.head.update(rows, cfg, 10.0, 1e-3)
+            result = await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)
             norms[len(layers)] = [m.statistics().squared_norm for m in crew.members]
     assert sum(norms[3]) == pytest.approx(norms[1][0], rel=1e-4)
     assert min(norms[3]) > 1e-2  # not what clipping left

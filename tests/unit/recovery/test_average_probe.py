@@ -20,7 +20,7 @@ from swarmnode.trainer.crew.probe import CrewProbe, _newest, _with
 from tests.support.lost_stages import Fleet, quiet
 
 SETTINGS = CrewSettings(b"b" * 32, "float32", "float32")
-CFG = TrainingConfig(per_device_train_tokens=1024, weight_decay=0.0)
+CFG = TrainingConfig(per_device_train_tokens=1024)
 
 
 def rows_of(seed, count=24):

@@ -23,7 +23,7 @@ from tests.support.exporting import export
 from tests.support.lost_stages import Fleet, quiet, rows_of
 
 SETTINGS = CrewSettings(b"b" * 32, "float32", "float32")
-CFG = TrainingConfig(per_device_train_tokens=64, weight_decay=0.0)
+CFG = TrainingConfig(per_device_train_tokens=64)
 EMBEDDED = Path(swarmnode.policy.__file__).parent / "embedded"
 IDS = torch.tensor([[5, 9, 17, 3, 8]])
 

@@ -18,7 +18,7 @@ from swarmnode.recovery.transfer import StatePeer
 from tests.support.lost_stages import CREW, Fleet, quiet, rows_of
 
 SETTINGS = CrewSettings(b"b" * 32, "float32", "float32")
-CFG = TrainingConfig(per_device_train_tokens=64, weight_decay=0.0)
+CFG = TrainingConfig(per_device_train_tokens=64)
 SPLITS = {2: [2, 2], 3: [1, 2, 1], 4: [1, 1, 1, 1]}
 
 

@@ -17,7 +17,7 @@ from swarmnode.recovery.transfer import StatePeer
 from tests.support.lost_stages import Fleet, quiet, rows_of
 
 SETTINGS = CrewSettings(b"b" * 32, "float32", "float32")
-CFG = TrainingConfig(per_device_train_tokens=64, weight_decay=0.0)
+CFG = TrainingConfig(per_device_train_tokens=64)
 LOST = 1
 SPEC = StageSpec(LOST, 4, LOST, LOST + 1, False)
 OUT = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")

@@ -16,7 +16,7 @@ from swarmnode.recovery.sources import RecoverySettings, Run, SourceKind
 from tests.support.crew import open_crew
 from tests.support.lost_stages import Fleet, quiet, rows_of
 
-CFG = TrainingConfig(per_device_train_tokens=64, weight_decay=0.0)
+CFG = TrainingConfig(per_device_train_tokens=64)
 LAYERS = [1, 1, 1, 1]
 ROUNDED = {"bfloat16": ("bfloat16", "bfloat16", 0.03), "int8": ("int8", "bfloat16", 0.08), "both int8": ("int8", "int8", 0.08)}
 """Codec of activations, of gradients, and how far a token's log-probability may be from float32's after two steps, nats."""

@@ -7,9 +7,10 @@ import pytest
 from swarmnode.config import SharingConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, TOKENIZER, Author, answer, swarm_of
 from swarmnode.demo.liar.frames import hostile_frames
+from swarmnode.p2p.gossip import Validation
 from swarmnode.rollouts.admission import Admission, Rejected
 from swarmnode.rollouts.groups import Announced, Candidate, ExternalGroup
-from swarmnode.rollouts.reasons import REASONS, Verdict
+from swarmnode.rollouts.reasons import REASONS
 from swarmnode.wire import codec, envelope, limits
 from swarmnode.wire.messages import Announce, Envelope
 
@@ -67,7 +68,7 @@ def test_a_hostile_frame_is_rejected_for_its_reason(name):
 
 
 def test_every_reason_has_a_verdict_and_none_of_them_accepts():
-    assert set(REASONS.values()) == {Verdict.IGNORE, Verdict.REJECT}
+    assert set(REASONS.values()) == {Validation.IGNORE, Validation.REJECT}
     assert set(codec.DECODE_REASONS) | {"signature"} <= set(REASONS)
 
 
@@ -215,7 +216,7 @@ def test_equal_rewards_are_filtered():
 def test_rewards_that_no_scorer_gives_are_our_own_failure(rewards):
     checks = admission()
     rejected = checks.check_scored(checks.check_frame(frame(), NOW), "?", rewards)
-    assert (rejected.reason, rejected.verdict) == ("scorer", Verdict.IGNORE)
+    assert (rejected.reason, rejected.verdict) == ("scorer", Validation.IGNORE)
 
 
 def announced_pair(sequence=0, **changes):
@@ -253,7 +254,7 @@ def test_a_body_that_was_not_announced_is_held_against_its_author(body):
     checks = admission()
     announced = checks.check_frame(announced_pair()[0], NOW)
     rejected = checks.check_fetched(announced, body, NOW)
-    assert (rejected.reason, rejected.verdict, rejected.peer) == ("mismatch", Verdict.REJECT, AUTHOR.peer)
+    assert (rejected.reason, rejected.verdict, rejected.peer) == ("mismatch", Validation.REJECT, AUTHOR.peer)
 
 
 @pytest.mark.parametrize(
@@ -292,7 +293,7 @@ def test_a_defect_of_ours_costs_the_frame_and_is_counted():
 
     checks = admission(is_greylisted=broken)
     rejected = checks.check_frame(frame(), NOW)
-    assert (rejected.reason, rejected.verdict, rejected.peer) == ("internal", Verdict.IGNORE, None)
+    assert (rejected.reason, rejected.verdict, rejected.peer) == ("internal", Validation.IGNORE, None)
     assert "our bug" in checks.statistics().last_internal_error
 
 

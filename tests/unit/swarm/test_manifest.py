@@ -217,7 +217,7 @@ def test_a_secret_that_others_can_read_is_refused(tmp_path):
     file.write_text(SECRET.hex())
     file.chmod(0o640)
     with pytest.raises(Refused, match="chmod 600"):
-        manifest.swarm_secret(tmp_path, None)
+        manifest.swarm_secret(tmp_path)
 
 
 # ---- agreeing

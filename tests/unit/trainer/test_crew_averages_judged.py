@@ -56,7 +56,7 @@ async def crew(tmp_path, model):
                     rows = [(prompt, torch.randint(4, 100, (n,), generator=generator).tolist()) for n in (3, 1, 5, 2)]
                     groups.append(TrainingGroup(rows, [[-4.0] * len(c) for _, c in rows], [1.0, 0.0, 0.0, 1.0], [1.0] * 4))
                 rows = assemble(groups, "grpo")
-                assert (await trio.to_thread.run_sync(lambda: engine.update(rows, step))).stepped
+                assert (await trio.to_thread.run_sync(lambda: engine.update(rows))).stepped
 
             yield network, trainers, update
         finally:

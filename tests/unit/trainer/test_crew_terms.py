@@ -25,7 +25,6 @@ def test_nodes_of_one_configuration_name_one_model():
         {"stages": {"paper_mode": "checkfree"}},
         {"stages": {"paper_mode": "checkfree+"}},
         {"policy": {"lora": {"r": 4}}},
-        {"training": {"weight_decay": 0.1}},
         {"training": {"learning_rate": 1e-5}},
     ],
 )

@@ -137,7 +137,7 @@ async def test_a_crew_learns_publishes_and_goes_on_after_a_restart(tmp_path, mod
 
 async def test_a_crew_s_step_is_that_of_the_whole_policy(tmp_path, model, monkeypatch):
     Idle(monkeypatch)
-    configs = make(tmp_path, model, 4, training={"weight_decay": 0.01, "max_grad_norm": 0.5})
+    configs = make(tmp_path, model, 4)
     policy = whole(model)
     cfg = configs[0].training
     generator = torch.Generator().manual_seed(5)
@@ -151,9 +151,9 @@ async def test_a_crew_s_step_is_that_of_the_whole_policy(tmp_path, model, monkey
     updater = Updater(policy, cfg, MicroBatcher(16384))
     async with crew(tmp_path, configs, [1, 1, 1, 1]) as (_, trainers):
         engine = engine_of(trainers[0])
-        for step in range(2):
-            expected = updater.update(rows, step)
-            got = await in_thread(engine.update, rows, step)
+        for _ in range(2):
+            expected = updater.update(rows)
+            got = await in_thread(engine.update, rows)
             assert got.stepped
             assert got.loss == pytest.approx(expected.loss, abs=1e-5)
             assert got.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
@@ -210,8 +210,8 @@ async def test_a_run_that_lost_a_stage_ends_where_one_that_did_not_does(tmp_path
                     now = trainer._averaging.tensors()  # slow weights of the start, or, where they were lost, those of now
                     assert all(torch.equal(t, now[name]) for name, t in before.items()) == (rung == "R0")
             rows = some_rows(policy, step)
-            expected = updater.update(rows, step)
-            got = await in_thread(engine.update, rows, step)
+            expected = updater.update(rows)
+            got = await in_thread(engine.update, rows)
             assert got.stepped
             assert got.loss == pytest.approx(expected.loss, abs=1e-4)
             if rung == "R0":  # a disk that is still busy with the step before skips one, and then there is no R0
@@ -252,7 +252,7 @@ async def test_a_crew_trains_an_adapter_and_gets_a_lost_stage_s_part_of_it_back(
         engine = engine_of(trainers[0])
         policy = whole(model)
         for step in range(2):
-            assert (await in_thread(engine.update, some_rows(policy, step), step)).stepped
+            assert (await in_thread(engine.update, some_rows(policy, step))).stepped
         parts = lambda: {
             f"{t._runner.stage.index} {n}": p.detach().clone()
             for t in trainers

@@ -46,7 +46,7 @@ def test_generation_scoring_and_an_update_say_that_they_go_on(engine):
     assert len(calls) >= 2
     scoring = len(calls)
     calls.clear()
-    engine.update(assemble([group], "grpo"), 0)
+    engine.update(assemble([group], "grpo"))
     assert len(calls) >= 2 * scoring - 1, "backward as well as forward"
 
 

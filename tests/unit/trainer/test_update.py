@@ -13,7 +13,7 @@ from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.trainer import update as module
 from swarmnode.trainer.batch import TrainingGroup, assemble, own_group
-from swarmnode.trainer.update import Updater, learning_rate
+from swarmnode.trainer.update import Updater
 
 PROMPTS = ["What is 3 + 4?", "Find the greatest common divisor (GCD) of these numbers: 4, 6. Return only the GCD as your answer."]
 
@@ -36,7 +36,7 @@ def after(base, rows, tokens=10_000, **keys):
     policy = base.clone()
     cfg = TrainingConfig(**keys)
     updater = Updater(policy, cfg, MicroBatcher(tokens), policy.reference() if cfg.beta else None)
-    statistics = updater.update(rows, 0)
+    statistics = updater.update(rows)
     return torch.cat([p.detach().flatten() for p in policy.trainable_parameters()]), statistics
 
 
@@ -55,8 +55,8 @@ def test_an_update_moves_the_policy_towards_what_was_rewarded(base, rows):
     policy = base.clone()
     before = torch.tensor([sum(row) for row in score(policy, rows.rows, 1.0)])
     updater = Updater(policy, TrainingConfig(learning_rate=1e-3), MicroBatcher(10_000))
-    for step in range(3):
-        updater.update(rows, step)
+    for _ in range(3):
+        updater.update(rows)
     gain = torch.tensor([sum(row) for row in score(policy, rows.rows, 1.0)]) - before
     assert float((gain * rows.advantages)[:4].sum()) > 0.01
     assert float((gain * rows.advantages)[4:].sum()) > 0.01
@@ -95,7 +95,7 @@ def test_running_out_of_memory_halves_the_micro_batch_and_gives_the_same_update(
     small_device(monkeypatch, 110)
     policy = base.clone()
     own, external = MicroBatcher(10_000), MicroBatcher(10_000)
-    Updater(policy, TrainingConfig(), own, external=external).update(batch, 0)
+    Updater(policy, TrainingConfig(), own, external=external).update(batch)
     small = torch.cat([p.detach().flatten() for p in policy.trainable_parameters()])
     assert (own.statistics().oom_retries > 0) == (peers[1] == "")
     assert (external.statistics().oom_retries > 0) == (peers[1] == "p")
@@ -117,7 +117,7 @@ def test_a_peers_group_that_does_not_fit_costs_that_group_and_nothing_of_ours(ba
     policy = base.clone()
     batcher = MicroBatcher(10_000)
     updater = Updater(policy, TrainingConfig(), batcher)
-    done = updater.update(assemble([ours, third, theirs], "grpo"), 0)
+    done = updater.update(assemble([ours, third, theirs], "grpo"))
     assert done.stepped
     assert done.too_large == {1}
     got = torch.cat([p.detach().flatten() for p in policy.trainable_parameters()])
@@ -134,7 +134,7 @@ def test_an_own_row_that_does_not_fit_is_an_error(base, rows, monkeypatch):
 def test_a_kl_penalty_holds_the_policy_back(base, rows):
     policy = base.clone()
     updater = Updater(policy, TrainingConfig(beta=0.1, learning_rate=1e-3), MicroBatcher(10_000), policy.reference())
-    kl = [updater.update(rows, step).kl for step in range(3)]
+    kl = [updater.update(rows).kl for _ in range(3)]
     assert kl[0] == pytest.approx(0.0, abs=1e-6)
     assert kl[2] > kl[0]
     with pytest.raises(ValueError, match="reference"):
@@ -154,11 +154,6 @@ def _poisoned(*arguments, **keys):
 
     out = policy_loss(*arguments, **keys)
     return out._replace(loss=out.loss * float("nan"))
-
-
-def test_learning_rate_warms_up():
-    cfg = TrainingConfig(learning_rate=1.0, warmup_steps=3)
-    assert [learning_rate(cfg, step) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
 
 
 class ScaledLoss:
@@ -193,8 +188,8 @@ def test_an_overflow_of_float16_lowers_the_scale_and_later_steps_are_taken(base,
     start = torch.cat([p.detach().flatten().clone() for p in policy.trainable_parameters()])
     updater = Updater(policy, TrainingConfig(), MicroBatcher(10_000))
     stepped = []
-    for step in range(30):
-        stepped.append(updater.update(rows, step).stepped)
+    for _ in range(30):
+        stepped.append(updater.update(rows).stepped)
         if not any(stepped):
             assert torch.equal(start, torch.cat([p.detach().flatten() for p in policy.trainable_parameters()]))
     assert not stepped[0]

@@ -67,6 +67,11 @@ def rows(policy):
     return Rows(chosen, old, worth, torch.tensor([1.0] * 4 + [0.3, 0.9, 0.1, 1.0]), [0] * 4 + [1] * 4, [False] * 4 + [True] * 4, 0.0)
 
 
+@pytest.fixture(autouse=True)
+def _clipped_to_little(monkeypatch):
+    monkeypatch.setattr("swarmnode.trainer.update.MAX_GRAD_NORM", CLIP)
+
+
 def exact(policy, rows, loss_type="dapo", without=()):
     """The gradient, flat, clipped to CLIP: every sum as it is written in the papers."""
     model = copy.deepcopy(policy.model)
@@ -94,13 +99,13 @@ def exact(policy, rows, loss_type="dapo", without=()):
 def taken(policy, rows, loss_type="dapo", tokens=16384):
     """The gradient that the optimizer steps with."""
     mine = policy.clone()
-    cfg = TrainingConfig(temperature=TEMPERATURE, max_grad_norm=CLIP, loss_type=loss_type, max_completion_length=LENGTH)
+    cfg = TrainingConfig(temperature=TEMPERATURE, loss_type=loss_type, max_completion_length=LENGTH)
     updater = Updater(mine, cfg, MicroBatcher(tokens))
     seen = []
     updater.optimizer.register_step_pre_hook(
         lambda *_: seen.append(torch.cat([p.grad.flatten().clone() for p in mine.trainable_parameters()]))
     )
-    assert updater.update(rows, 0).stepped
+    assert updater.update(rows).stepped
     return seen[0]
 
 
@@ -129,12 +134,12 @@ def test_four_steps_on_one_batch_are_trls(policy, rows, folder, loss_type, tmp_p
     rows = replace(rows, weights=torch.ones(8))  # TRL has none
     rate = 3e-3
     cfg = TrainingConfig(
-        temperature=TEMPERATURE, max_grad_norm=CLIP, loss_type=loss_type, max_completion_length=LENGTH, learning_rate=rate
+        temperature=TEMPERATURE, loss_type=loss_type, max_completion_length=LENGTH, learning_rate=rate
     )  # fmt: skip
     mine = policy.clone()
     updater = Updater(mine, cfg, MicroBatcher(16384))
-    for step in range(4):
-        updater.update(rows, step)
+    for _ in range(4):
+        updater.update(rows)
 
     settings = trl.GRPOConfig(
         output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", per_device_train_batch_size=8, num_generations=4,
