@@ -224,10 +224,12 @@ class Channel(ABC):
         if len(outbox.messages) > QUEUED:
             self._lose(stage, "does not read")
 
-    def spawn(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Only while `run` does."""
-        if self._nursery is not None:
-            self._nursery.start_soon(work)
+    def spawn(self, work: Callable[[], Awaitable[None]]) -> bool:
+        """Begin `work` in the background. False where `run` is over, or has not begun: then it is not begun."""
+        if self._nursery is None:
+            return False
+        self._nursery.start_soon(work)
+        return True
 
     def _transfer(self, stage: int, have: m.Have, body: bytes, push: bool = False) -> None:
         if stage not in self.gone:

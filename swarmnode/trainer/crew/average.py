@@ -110,6 +110,14 @@ class StageAveraging(Observer):
                 self._send(local.StateAdopted(message.peer, "local", list(self._counters.outer_clocks)))
         elif seeking is None:
             self._replica.receive(message)
+        else:
+            self.refuse(message)
+
+    def refuse(self, message: local.ToTrainer) -> None:
+        """Say that nothing is averaged now. The network process would wait for minutes, and refuse all other partners meanwhile."""
+        if isinstance(message, local.TakeSnapshot | local.ApplyPayload):
+            outer_step = self._counters.outer_clocks[message.fragment]
+            self._send(local.ExchangeEnded(message.session, message.fragment, "", "local", False, outer_step))
 
     def facts(self) -> local.ReplicaFacts:
         """While a state is sought, as one that has none."""

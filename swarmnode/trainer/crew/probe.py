@@ -65,8 +65,13 @@ class CrewProbe:
         known = _newest(peer)
         if sum(len(_better(peer, edge)) for edge in known) < LEAST_PROBE:
             return False
+
+        def begin() -> None:
+            if not peer.spawn(lambda: _judge(peer, known, mine, mean, answer)):  # the crew has ended meanwhile
+                answer(None)
+
         try:
-            token.run_sync_soon(peer.spawn, lambda: _judge(peer, known, mine, mean, answer))
+            token.run_sync_soon(begin)
         except trio.RunFinishedError:  # this process ends
             return False
         return True

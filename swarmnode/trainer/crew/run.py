@@ -203,10 +203,12 @@ class CrewTrainer:
     def _about_weights(self, message: local.ToTrainer) -> None:
         averaging = self._averaging
         gives = isinstance(message, local.TakeSnapshot | local.WriteState)
-        if averaging is None or (gives and not self._runner.averages):
-            return  # nothing is given away; what is under way may end
-        if self._runner.active or isinstance(message, local.AdoptState):
+        if averaging is None:
+            return
+        if isinstance(message, local.AdoptState) or (self._runner.active and (self._runner.averages or not gives)):
             averaging.receive(message)
+        else:  # nothing is given away; what is under way may end
+            averaging.refuse(message)
 
     def _about_crew(self, message: stages.ToTrainer) -> None:
         self._runner.receive(message)

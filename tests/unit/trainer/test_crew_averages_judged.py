@@ -8,6 +8,7 @@ import torch
 import trio
 
 from swarmnode.config import Config, PolicyConfig
+from swarmnode.crew.local import Released
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.load import load_policy
 from swarmnode.process import Progress
@@ -90,3 +91,16 @@ async def test_every_stage_hears_what_an_average_does_before_it_takes_it(tmp_pat
         assert [said(node, local.ExchangeEnded) for node in network.nodes] == [[ended]] * 2
         assert sorted(stage for stage, _ in verdicts) == [0, 1]
         assert all(found.before == pytest.approx(found.after, abs=0.02) and found.before > 0.1 for _, found in verdicts)
+
+
+async def test_an_exchange_that_comes_when_the_crew_is_over_is_refused_at_once_and_not_when_its_time_is_over(tmp_path, model, monkeypatch):
+    monkeypatch.setattr(CrewTrainer, "_lead", lambda self, crew, scorer: self._stop.wait())  # a head is in its loop, and says no hello
+    ended = lambda node: [m for m in node.averaging if isinstance(m, local.ExchangeEnded)]
+    async with crew(tmp_path, model) as (network, _, update):
+        await update(0)
+        head = network.nodes[0]
+        head.link.send_to_trainer(Released("a member is gone"))
+        head.link.send_to_trainer(local.ApplyPayload(b"s" * 16, 0, "peer", 1, str(tmp_path / "payload")))
+        head.link.send_to_trainer(local.TakeSnapshot(b"t" * 16, 0))
+        await until(lambda: len(ended(head)) == 2, seconds=20)
+        assert ended(head) == [local.ExchangeEnded(session, 0, "", "local", False, 0) for session in (b"s" * 16, b"t" * 16)]
