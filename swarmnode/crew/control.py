@@ -94,7 +94,7 @@ class Member:
     status_since: float
     """When phase or progress last changed."""
     joined: bool = False
-    """It has been heard in this crew."""
+    """We have received something from it in this crew."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Crew:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Of ours, on its way."""
+    """A record that we have proposed, until all have signed it or it lapses."""
 
     record: Record
     crew: bytes
@@ -137,23 +137,23 @@ class Reserved:
 
 @dataclass(frozen=True)
 class State:
-    """Of one node. `me`: its peer id."""
+    """Everything that one node knows of crews. `me`: its peer id."""
 
     me: str
     phase: Phase = Phase.FREE
     offering: local.Offering | None = None
-    """Of a trainer that could work in a crew now."""
+    """What our trainer offers, while it could work in a crew; None otherwise."""
     draining: str = ""
     peers: Mapping[str, Peer] = field(default_factory=dict)
     crew: Crew | None = None
     proposal: Proposal | None = None
     reserved: Reserved | None = None
     free_since: float | None = None
-    """Since when it has been in no crew that took a step; None before the first event."""
+    """The moment since which it has been in no crew that took a step; None before the first event."""
     new_offer_at: float = 0.0
     """When something new was offered that may be planned with."""
     turn_from: float = 0.0
-    """Since when our place in the present plan counts."""
+    """The moment since which our place in the present plan counts."""
     planned: tuple[str, ...] = ()
     """Members of that plan."""
     retry_at: float = 0.0
@@ -164,7 +164,7 @@ class State:
     last_tick: float | None = None
     slowness: float = 1.0
     stood_since: float | None = None
-    """Since when a crew that ran does not."""
+    """The moment since which a crew that ran does not."""
     recovery_seconds: float | None = None
     """From the last pause or end of a crew that ran to one that runs."""
 
@@ -198,7 +198,7 @@ class CrewStatistics(msgspec.Struct, frozen=True):
     offers: int = 0
     """Other nodes that would hold a stage."""
     standing_seconds: float | None = None
-    """Since a crew of ours last ran; 0 while it does, or where none ever did. None outside a crew."""
+    """Seconds since a crew of ours last ran; 0 while it does, or where none ever did. None outside a crew."""
     recovery_seconds: float | None = None
     """From the last crew's standing still to its running again."""
 
@@ -237,7 +237,7 @@ def advance(state: State, event: ev.Event, now: float, means: Means) -> tuple[St
 
 
 def _offers(state: State, now: float, settings: Settings) -> dict[str, Offer]:
-    """Of others, that count."""
+    """The others' offers that count."""
     oldest = now - 3 * settings.offer_seconds
     return {
         peer: known.offer for peer, known in state.peers.items()
@@ -468,7 +468,7 @@ class _Turn:
         if isinstance(request, Offer) and event.foreign and peer in self.state.peers:
             self._set_peer(peer, replace(self._peer(peer), foreign_until=self.now + self.settings.foreign_seconds))
         if isinstance(answer, messages.Alive) and crew is not None and answer.crew == crew.id:
-            self._hear(crew, peer, answer.status)
+            self._seen(crew, peer, answer.status)
         elif isinstance(request, messages.Heartbeat) and isinstance(answer, Refuse):
             if crew is not None and peer in crew.members and answer.crew == crew.id:
                 self._not_in(crew, peer)
@@ -494,11 +494,11 @@ class _Turn:
         crew = self.state.crew
         if crew is None or message.crew != crew.id or peer not in crew.members:
             return Refuse("crew", message.crew)
-        self._hear(crew, peer, message.status)
+        self._seen(crew, peer, message.status)
         own = self.state.crew.own if self.state.crew is not None else crew.own
         return messages.Alive(crew.id, own)
 
-    def _hear(self, crew: Crew, peer: str, status: Status) -> None:
+    def _seen(self, crew: Crew, peer: str, status: Status) -> None:
         member = crew.members.get(peer)
         if member is None:
             return
@@ -506,9 +506,9 @@ class _Turn:
             self._note("refuted", peer)
         moved = (status.phase, status.progress) != (member.status.phase, member.status.progress)
         signs = replace(member.signs.seen(self.now), gone_since=None)
-        heard = Member(signs, status, self.now if moved else member.status_since, joined=True)
+        seen = Member(signs, status, self.now if moved else member.status_since, joined=True)
         changed = member.signs.suspected or status.phase != member.status.phase
-        self._set_crew(replace(crew, members={**crew.members, peer: heard}))
+        self._set_crew(replace(crew, members={**crew.members, peer: seen}))
         if status.phase in ("absent", "failed"):
             self._strike(peer)
             self._break(f"the stage of {peer} is {status.phase}")
@@ -569,7 +569,7 @@ class _Turn:
         return Offer(offering.model, capacity.memory, capacity.speed, capacity.hop_seconds, offering.copies)
 
     def _send_offers(self) -> None:
-        """To everybody connected; one that takes the last one back is sent once."""
+        """Send our offer to everybody connected; one that takes the last one back is sent once."""
         if not self._offers_itself and self.state.offered_at == LONG_AGO:
             return
         self._set(offered_at=self.now if self._offers_itself else LONG_AGO)

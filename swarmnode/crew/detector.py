@@ -1,4 +1,4 @@
-"""Who is probably gone. Pure; times are this machine's monotonic seconds; no torch.
+"""The failure detector: which members are probably gone. Pure; times are this machine's monotonic seconds; no torch.
 
 φ-accrual (Hayashibara et al. 2004): φ = −log10 of the probability that a heartbeat still comes, with intervals taken as normal. Their
 tail is heavier than that, so the deviation has a floor of a second: over ten simulated node-days that cut false suspicions from 16 to
@@ -23,9 +23,9 @@ EXPECTED_SECONDS: Final = 1.0
 FLOOR_SECONDS: Final = 1.0
 PHI: Final = 8.0
 WEIGHT: Final = 1 / 32
-"""Of the newest interval in the running mean."""
+"""The newest interval's share of the running mean."""
 FADING: Final = 0.7
-"""Of the slowness factor, per tick."""
+"""The share of the slowness factor that is left after a tick."""
 STEPS: Final = 100
 """Steps whose durations are remembered."""
 LEAST: Final = 5
@@ -63,7 +63,7 @@ class Signs:
         return replace(self, last_seen=now, count=self.count + 1, mean=mean, variance=variance, suspected=False)
 
     def silent_seconds(self, now: float, slowness: float) -> float:
-        """Since the last sign of life, by this process's own slow clock."""
+        """Seconds since the last sign of life, by this process's own slow clock."""
         return (now - self.last_seen) / slowness
 
     def overdue(self, now: float, slowness: float) -> bool:

@@ -1,4 +1,4 @@
-"""What crew control is told and what it wants done: the words between `control.py`, which is pure, and whoever carries it out. No torch.
+"""What crew control is notified of and what it wants done: between `control.py`, which is pure, and whoever carries it out. No torch.
 
 A Received is answered by exactly one Answer among its actions. Actions are carried out in order. Send a Tick every `tick_seconds`, also
 when other things happen: how late it comes is how slow this process is.
@@ -18,7 +18,7 @@ class Settings(msgspec.Struct, frozen=True):
     """Seconds, unless it says otherwise."""
 
     stages: int = 0
-    """Of a crew that begins with the base; 0 is what the planner finds best."""
+    """The number of stages of a crew that begins with the base; 0 is what the planner finds best."""
     lost_seconds: float = 120.0
     """A node that has learnt something begins anew after so long without a crew."""
     tick_seconds: float = 0.5
@@ -121,7 +121,7 @@ Event = Tick | Received | Answered | StreamLost | PeerGone | PeerBack | TrainerO
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """To the Received just handled."""
+    """The answer to the Received just handled."""
 
     message: messages.Answer
 

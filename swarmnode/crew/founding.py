@@ -63,6 +63,18 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class _Choice:
+    """What there is to choose from, as `plan_crew` was given it: the offers for our model, and what they say of copies."""
+
+    me: str
+    able: Mapping[str, Offer]
+    copies: Sequence[tuple[str, Copy]]
+    model: bytes
+    cost: ModelCost
+    strikes: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class _Point:
     lineage: bytes
     step: int
@@ -71,7 +83,7 @@ class _Point:
 
 
 def newest(copies: Iterable[Copy]) -> Copy | None:
-    """Of a node's own copies, those kept for neighbours excepted, what it has learnt most in; None where that is nothing."""
+    """The copy in which a node has learnt most, those that it keeps for neighbours excepted; None where it has learnt nothing."""
     own = [copy for copy in copies if copy.where != "neighbour" and copy.step > 0]
     return max(own, key=lambda copy: (copy.step, copy.hash), default=None)
 
@@ -92,9 +104,8 @@ def plan_crew(
     learnt = any(copy.step > 0 for _, copy in copies)
     mine = newest(able[me].copies)
     lineages = [mine.lineage] if mine is not None else sorted({copy.lineage for _, copy in copies if copy.step > 0})
-    found = [
-        plan for lineage in lineages if (plan := _continue(me, lineage, copies, able, model, cost, waited, waits, strikes)) is not None
-    ]
+    choice = _Choice(me, able, copies, model, cost, strikes)
+    found = [plan for lineage in lineages if (plan := _continue(choice, lineage, waited, waits)) is not None]
     best = max(found, key=lambda plan: (plan.record.step, plan.record.lineage), default=None)
     bad = [peer for peer in peers_of(best.record) if strikes.get(peer, 0) >= STRIKES] if best is not None else []
     if best is not None and (not bad or waited < 3 * waits.lost):  # else nobody would ever do without who brings crews to nothing
@@ -123,11 +134,10 @@ def _begin(able: Mapping[str, Offer], model: bytes, cost: ModelCost, stages: int
     return Record(NO_HASH, model, NO_HASH, 0, Taken(), members, bytes(NONCE_BYTES))
 
 
-def _continue(
-    me: str, lineage: bytes, copies: Sequence[tuple[str, Copy]], able: Mapping[str, Offer], model: bytes, cost: ModelCost, waited: float,
-    waits: Waits, strikes: Mapping[str, int],
-) -> Plan | None:  # fmt: skip
-    mine = [(peer, copy) for peer, copy in copies if copy.lineage == lineage and copy.step > 0]
+def _continue(choice: _Choice, lineage: bytes, waited: float, waits: Waits) -> Plan | None:
+    """The newest point of `lineage` that may be gone on from after `waited` seconds."""
+    me, cost = choice.me, choice.cost
+    mine = [(peer, copy) for peer, copy in choice.copies if copy.lineage == lineage and copy.step > 0]
     points = sorted(_points(mine), key=lambda point: (-point.step, point.hash))
     newest_step = max((point.step for point in points if _is_backed(me, point, mine)), default=0)
     for point in points:
@@ -149,10 +159,10 @@ def _continue(
                 wait = 4 * waits.exact
         if waited < wait:
             continue
-        holders = _place(point, cut, mine, able, cost, strikes)
+        holders = _place(point, cut, mine, choice.able, cost, choice.strikes)
         if holders is not None:
             members = tuple(Member(peer, last - start) for peer, (start, last) in zip(holders, cut, strict=True))
-            record = Record(lineage, model, point.hash, point.step, point.taken, members, bytes(NONCE_BYTES))
+            record = Record(lineage, choice.model, point.hash, point.step, point.taken, members, bytes(NONCE_BYTES))
             return Plan(record, exact=wait == 0.0)
     return None
 

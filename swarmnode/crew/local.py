@@ -29,7 +29,7 @@ RUNGS = ("", "R0", "R1", "R2", "R3", "R4", "R5", "R6")
 
 
 def socket_file(data_dir: Path) -> Path:
-    """Of the Unix socket that `stream_proxy.StreamProxy` listens on."""
+    """The Unix socket that `stream_proxy.StreamProxy` listens on."""
     return data_dir / "run" / "stages.sock"
 
 
@@ -43,7 +43,7 @@ class Offering(msgspec.Struct, frozen=True, tag="stages_offering"):
     """32 bytes: which weights, and what a crew that trains them must have alike (`trainer.crew.model.crew_terms`)."""
     capacity: Capacity
     cost: ModelCost
-    """Of the model's parts, so that whoever founds a crew can plan it."""
+    """What the model's parts cost, so that whoever founds a crew can plan it."""
     copies: tuple[Copy, ...] = ()
 
 
@@ -59,17 +59,17 @@ class StageStatus(msgspec.Struct, frozen=True, tag="stages_status"):
     progress: int = 0
     """Counts anything that was done: frames handled, micro-batches, steps. One that stands still is a trainer that hangs."""
     rung: str = ""
-    """Of RUNGS."""
+    """One of RUNGS."""
     rung_seconds: float | None = None
     """From Assigned to the stage being loaded by that rung."""
     shadow_step: int | None = None
-    """Of the newest copy that a neighbour has of this stage."""
+    """The step of the newest copy that a neighbour has of this stage."""
     shadow_age_steps: int | None = None
     """Steps that its loss would cost where only shadows are left: all of them while nobody has a copy. None in a crew of one."""
     probe_kl: float | None = None
     """Nats per token, of the gate after the last recovery."""
     bubble_share: float | None = None
-    """Of the last step's time in which this stage waited."""
+    """The share of the last step in which this stage waited."""
     tokens_per_second: float | None = None
     reason: str = ""
     """Why it failed, for people."""
@@ -99,7 +99,7 @@ class Assigned(msgspec.Struct, frozen=True, tag="stages_assigned"):
     """32 bytes."""
     stage: int
     layers: tuple[int, ...]
-    """Of all stages: what `spec.stage_specs` wants."""
+    """The layers of every stage: what `spec.stage_specs` wants."""
     members: tuple[str, ...]
     """Peer id that holds each stage."""
     step: int

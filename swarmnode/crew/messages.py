@@ -40,8 +40,8 @@ MESSAGE_BYTES: Final = 64 * 1024
 REASON_BYTES: Final = 128
 
 StagePhase = Literal["absent", "loading", "probation", "active", "failed"]
-"""Of a stage at its holder. `absent`: the trainer is gone, its network process is there. `active`: it could take the next step. `failed`:
-no source of its weights is left."""
+"""How a stage is at its holder. `absent`: the trainer is gone, its network process is there. `active`: it could take the next step.
+`failed`: no source of its weights is left."""
 REFUSALS: Final = ("busy", "crew", "trust", "model", "behind", "record")
 """`busy`: promised to another proposer. `crew`: in a crew that works, or not in that one. `trust`: not with one of those. `model`: we train
 another. `behind`: what we have is newer, and may still be founded from. `record`: it does not name us, or its proposer."""
@@ -82,7 +82,7 @@ class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="si
 class Refuse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="refuse"):
     reason: Refusal
     crew: bytes = NO_CREW
-    """That it is about."""
+    """The crew that it is about."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="heartbeat"):

@@ -1,4 +1,4 @@
-"""Who holds which layers: contiguous blocks that make the slowest stage as fast as the members' memory allows. Pure; no torch.
+"""The assignment of layers: contiguous blocks that make the slowest stage as fast as the members' memory allows. Pure; no torch.
 
 A pipeline is as fast as its slowest stage, so that is what is minimised, over every order of the members and every way to leave some out.
 Whether a bound on its seconds can be kept is dynamic programming over sets of members, exact and small: a crew has at most eight. The
@@ -29,7 +29,7 @@ class Part:
     memory: float
     """Bytes: weights, gradients, optimizer, and the cache of its share of the waves in flight."""
     work: float
-    """Of a micro-batch, forward and backward; in units of which a member does `speed` per second."""
+    """What a micro-batch takes, forward and backward; in units of which a member does `speed` per second."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Capacity:
     speed: float
     """Work per second, > 0."""
     hop_seconds: float = 0.0
-    """To send one micro-batch's activations on, not hidden behind work."""
+    """What it takes to send one micro-batch's activations on, where work does not hide it."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Plan:
     layers: tuple[int, ...]
     """How many layers each of them holds."""
     slowest_seconds: float
-    """Of a micro-batch in the slowest stage."""
+    """What a micro-batch takes in the slowest stage."""
 
 
 def stage_memory(model: ModelCost, layers: Sequence[int], stage: int) -> float:
@@ -134,7 +134,7 @@ class _Search:
         return Plan(order, tuple(end - start for start, end in blocks), slowest)
 
     def seconds(self, index: int, start: int, end: int) -> float:
-        """Of a micro-batch in layers [start, end) at this member; infinite where they do not fit."""
+        """What a micro-batch takes in layers [start, end) at this member; infinite where they do not fit."""
         member, last = self.members[index], end == self.count
         memory, work = self.memory[end] - self.memory[start], self.work[end] - self.work[start]
         if start == 0:

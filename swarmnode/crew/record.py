@@ -37,7 +37,7 @@ Where = Literal["memory", "disk", "neighbour"]
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Who holds a stage."""
+    """The holder of a stage."""
 
     peer: str
     layers: int
@@ -64,7 +64,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Committed steps in that."""
     taken: Taken
     members: tuple[Member, ...]
-    """By stage: the blocks of layers follow each other."""
+    """The members by stage: their blocks of layers follow each other."""
     nonce: bytes
     """8 random bytes of the proposer: the same members may found another crew at the same step."""
 
@@ -126,12 +126,12 @@ def blocks(record: Record) -> tuple[tuple[int, int], ...]:
 
 
 def peers_of(record: Record) -> tuple[str, ...]:
-    """By stage."""
+    """The members' peer ids by stage."""
     return tuple(member.peer for member in record.members)
 
 
 def stage_of(record: Record, peer: str) -> int | None:
-    """That `peer` holds; None where it is no member."""
+    """The stage that `peer` holds; None where it is no member."""
     return next((stage for stage, member in enumerate(record.members) if member.peer == peer), None)
 
 

@@ -54,7 +54,7 @@ SLOW_STEPS: Final = 4.0
 PROOF: Final = 10.0
 """Standing that bytes cost which are no message, and signatures that are none."""
 BOUNDS: Final = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0)
-"""Of `StagesStatistics.recovery_counts`, seconds."""
+"""Upper bounds of `StagesStatistics.recovery_counts`, in seconds."""
 
 
 class StagesStatistics(msgspec.Struct, frozen=True):
@@ -222,7 +222,7 @@ class StageService:
                     if self._nursery is not None:
                         self._nursery.start_soon(self._send, action.peer, action.message)
                 case ev.SendToTrainer():
-                    self._tell_trainer(action.message)
+                    self._notify_trainer(action.message)
                 case ev.OpenStreams():
                     self.proxy.assign(_stream_peers(action.crew, self._state.me))
                 case ev.CloseStreams():
@@ -232,7 +232,7 @@ class StageService:
         self._hold()
         return answer
 
-    def _tell_trainer(self, message: local.ToTrainer) -> None:
+    def _notify_trainer(self, message: local.ToTrainer) -> None:
         match message:
             case local.Assigned():
                 message = msgspec.structs.replace(message, socket=str(self.proxy.path))

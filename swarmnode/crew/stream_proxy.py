@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 READ_BYTES: Final = 256 * 1024
 OPEN_SECONDS: Final = 10.0
-"""To say what a connection or a stream is to be."""
+"""A connection or a stream has so long to say what it is to be."""
 DIAL_SECONDS: Final = 10.0
 PARK_SECONDS: Final = 60.0
 """A stream waits so long for its trainer to open the other end; then its dialler tries again."""
@@ -48,7 +48,7 @@ breaks is, at once."""
 BUDGET_SECONDS: Final = 0.25
 """Between two looks whether there is budget again."""
 CONNECTIONS: Final = 64
-"""Of the trainer, at a time: twice what eight stages and two kinds need."""
+"""The trainer may have so many at a time: twice what eight stages and two kinds need."""
 STREAMS: Final = 32
 STREAMS_PER_PEER: Final = 6
 """Incoming ones, at a time: two kinds, those of the crew before, and as many on their way."""

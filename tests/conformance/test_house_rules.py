@@ -122,7 +122,7 @@ TOP_LEVEL_FILES = 8
 ANY_LINES = 23
 BROAD_HANDLERS_IN_P2P = 6
 SIMPLE_NAMESPACES = 0
-DIALECT = 25
+DIALECT = 0
 TAKES_CONFIG = 16
 PRIVATE_REACHES_OF_TESTS = 152
 CONTRACT_ENTRIES = 10
@@ -130,7 +130,6 @@ PARAMETERS = 8
 ATTRIBUTES = 14
 
 MORE_PARAMETERS = {
-    "swarmnode/crew/founding.py:_continue": 9,
     "swarmnode/crew/service.py:StageService.__init__": 10,
     "swarmnode/recovery/restore.py:_load": 9,
     "swarmnode/recovery/transfer.py:StatePeer.__init__": 10,

@@ -30,6 +30,11 @@ def model(tmp_path):
     return write_deep_model(tmp_path / "model", layers=4)
 
 
+def only_wait(monkeypatch):
+    """A head does nothing but what a test asks of it, until it is to stop."""
+    monkeypatch.setattr(CrewTrainer, "_lead", lambda self, crew, scorer: self._stop.wait())
+
+
 @contextlib.asynccontextmanager
 async def crew(tmp_path, model):
     """(network, trainers, update): nothing is trained but by `update(step)`."""
@@ -66,7 +71,7 @@ async def crew(tmp_path, model):
 
 
 async def test_every_stage_hears_what_an_average_does_before_it_takes_it(tmp_path, model, monkeypatch):
-    monkeypatch.setattr(CrewTrainer, "_lead", lambda self, crew, scorer: self._stop.wait())
+    only_wait(monkeypatch)
     verdicts, judge = [], crew_probe._judge
 
     async def heard(peer, known, mine, mean, tell):
@@ -94,7 +99,7 @@ async def test_every_stage_hears_what_an_average_does_before_it_takes_it(tmp_pat
 
 
 async def test_an_exchange_that_comes_when_the_crew_is_over_is_refused_at_once_and_not_when_its_time_is_over(tmp_path, model, monkeypatch):
-    monkeypatch.setattr(CrewTrainer, "_lead", lambda self, crew, scorer: self._stop.wait())  # a head is in its loop, and says no hello
+    only_wait(monkeypatch)
     ended = lambda node: [m for m in node.averaging if isinstance(m, local.ExchangeEnded)]
     async with crew(tmp_path, model) as (network, _, update):
         await update(0)
