@@ -1,13 +1,13 @@
 """What a peer's tensors go through before one of our weights moves, in this order; the first failure ends it.
 
-    looked at at all?  greylisted, misfit; sizes were checked before anything was allocated (`weights.payload`)
+    looked at at all?  greylisted, incompatible_peer; sizes were checked before anything was allocated (`weights.payload`)
     like mine?         names, dtype, shape, bounds → finite → norms: ‖θ_j‖ within [½, 2] ‖θ_i‖, ‖d‖ ≤ 10 τ
     clip               θ̄ = θ_i + w · min(1, τ/‖d‖) · d,   d = θ_j − θ_i,   τ = 2 × running median of accepted ‖d‖
     probe              loss of θ̄ on sequences that no peer has seen, not worse than that of θ_i by more than ε
 
 `examine` is everything but the probe and needs no model, so another thread can do it while the model trains; `conclude` is the rest.
 A proof of a lie is a strike. Weights that merely do not suit us (too far away, worse on our sequences, a reward that fell) can be an honest
-node's: such a peer is a misfit for a while, and no worse for it.
+node's: such a peer counts as incompatible for a while, and no worse for it.
 
 After the commit `revert_monitor` decides whether to take it back. What is left to a hostile partner is a nudge of at most w τ per exchange,
 in a direction that does not hurt on the probe (ClippedGossip, arXiv 2202.01545, with a threshold that a node can compute by itself).
@@ -45,7 +45,7 @@ WINDOW: Final = 32
 WINDOW_PER_PEER: Final = 4
 """Most of these from one peer: an eager peer must not set the threshold that it is held to."""
 GREYLIST_SECONDS: Final = 3600.0
-MISFIT_SECONDS: Final = 600.0
+INCOMPATIBLE_SECONDS: Final = 600.0
 FIRST: Final = 4
 """Accepted distances before the median is believed. Until then τ is 2 ‖θ_i − φ_i‖, and nobody is called far away: we may have trained for
 one step and the partner for fifty."""
@@ -115,7 +115,7 @@ class GateStatistics:
     strikes: int
     """Peers with at least one."""
     greylisted: int
-    misfits: int
+    incompatible_peers: int
 
 
 class PeerRecords:
@@ -125,18 +125,20 @@ class PeerRecords:
         self.strikes: OrderedDict[str, float] = OrderedDict()
         self.greylist: OrderedDict[str, float] = OrderedDict()
         self.unsuitable: OrderedDict[str, float] = OrderedDict()
-        self.misfits: OrderedDict[str, float] = OrderedDict()
+        self.incompatible_peers: OrderedDict[str, float] = OrderedDict()
 
     def shut_out(self, peer: str, now: float) -> str:
-        """`greylisted` or `misfit` while nothing of `peer` is looked at, else empty."""
-        return "greylisted" if _until(self.greylist, peer, now) else "misfit" if _until(self.misfits, peer, now) else ""
+        """`greylisted` or `incompatible_peer` while nothing of `peer` is looked at, else empty."""
+        if _until(self.greylist, peer, now):
+            return "greylisted"
+        return "incompatible_peer" if _until(self.incompatible_peers, peer, now) else ""
 
     def note(self, peer: str, outcome: str, now: float) -> None:
         good = outcome in TAKEN
         if _struck(self.strikes, peer, outcome in LIES, good):
             _bounded(self.greylist, peer, now + GREYLIST_SECONDS)
         if _struck(self.unsuitable, peer, outcome in UNSUITABLE, good):
-            _bounded(self.misfits, peer, now + MISFIT_SECONDS)
+            _bounded(self.incompatible_peers, peer, now + INCOMPATIBLE_SECONDS)
 
 
 class AveragingGate:
@@ -233,7 +235,7 @@ class AveragingGate:
                 epsilon=self._tolerance(),
                 strikes=len(self._records.strikes),
                 greylisted=len(self._records.greylist),
-                misfits=len(self._records.misfits),
+                incompatible_peers=len(self._records.incompatible_peers),
             )
 
     def _tolerance(self) -> float:

@@ -78,20 +78,23 @@ class DemoNode:
         """Whether the process that runs now has answered yet."""
         self._process: subprocess.Popen[bytes] | None = None
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._config = directory / "demo.toml"  # not config.toml, which a data directory keeps for itself
-        self._config.write_text(toml_of({**settings, "node": {"data_dir": str(directory), "name": name}}))
+        self.config_file = directory / "demo.toml"  # not config.toml, which a data directory keeps for itself
+        self.config_file.write_text(toml_of({**settings, "node": {"data_dir": str(directory), "name": name}}))
 
     def start(self, initial_peers: Sequence[str]) -> None:
         """Start it, joining through `initial_peers`; the first node has none."""
         self.answered = False
+        peers = [argument for peer in initial_peers for argument in ("--peer", peer)]
+        self.launch("-c", START, "run", "--config", str(self.config_file), *peers)
+
+    def launch(self, *arguments: str) -> None:
+        """Start Python with `arguments` as this node; what it says goes to the node's log."""
         environment = {key: value for key, value in os.environ.items() if not key.startswith("SWARMNODE_")}
         environment["HF_HUB_OFFLINE"] = "1"
-        peers = [argument for peer in initial_peers for argument in ("--peer", peer)]
         with open(self.directory / "node.log", "ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", START, "run", "--config", str(self._config), *peers],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, *arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
 
     def wait_for_address(self, deadline: float) -> list[str]:
         """Multiaddrs of this node. Raises Unavailable when it ends, or says nothing before `deadline` (monotonic)."""
@@ -121,6 +124,11 @@ class DemoNode:
     @property
     def started(self) -> bool:
         return self._process is not None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of what was started last."""
+        return None if self._process is None else self._process.pid
 
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
@@ -165,15 +173,11 @@ class Liar(DemoNode):
     """A Byzantine node: no supervisor, no trainer, no status page."""
 
     def start(self, initial_peers: Sequence[str]) -> None:
-        settings = tomllib.loads(self._config.read_text())
+        settings = tomllib.loads(self.config_file.read_text())
         settings["network"]["initial_peers"] = list(initial_peers)
         config = self.directory / "config.json"
         config.write_text(Config.model_validate(settings).model_dump_json())
-        with open(self.directory / "node.log", "ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "swarmnode.demo.liar", "--config", str(config)],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
+        self.launch("-m", "swarmnode.demo.liar", "--config", str(config))
 
     def ask(self) -> None:
         self.view.phase = "lying" if self.alive() else "down"

@@ -1,4 +1,4 @@
-"""The rollout plane at work: trio tasks, a network, a scorer. It only carries; the decisions are admission's and the pool's.
+"""The rollout service at work: trio tasks, a network, a scorer. It only carries; the decisions are admission's and the pool's.
 
     trainer ─ publish ─▶ check, sign ─▶ gossip                        up to 64 KB
                                      └▶ shelf, and its hash on gossip  longer; whoever wants it fetches it

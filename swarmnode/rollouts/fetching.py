@@ -41,7 +41,7 @@ class FetchStatistics(msgspec.Struct, frozen=True):
 
 
 class Fetching:
-    """on_body(announced, body) takes what came, its hash checked; on_failed(reason, peer) hears of what did not, and from whom."""
+    """on_body(announced, body) takes what came, its hash checked; on_failed(reason, peer) is told what did not, and from whom."""
 
     def __init__(
         self,

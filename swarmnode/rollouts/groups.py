@@ -1,4 +1,4 @@
-"""A group at each stage of its way through a node, and what the trainer asks of the rollout plane.
+"""A group at each stage of its way through a node, and what the trainer asks of the rollout service.
 
     OwnGroup       trainer → publish              what this node sampled
     Candidate      frame → signed, fresh, ours to score
@@ -73,7 +73,7 @@ class Judged(msgspec.Struct, frozen=True, tag="judged"):
 
 
 class PolicyFacts(Protocol):
-    """What the rollout plane must know of the local policy; `trainer.messages.Hello` is one."""
+    """What the rollout service must know of the local policy; `trainer.messages.Hello` is one."""
 
     @property
     def model(self) -> bytes: ...

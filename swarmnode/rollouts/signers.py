@@ -1,7 +1,7 @@
 """What a node remembers of each author of rollouts: pace, sequence numbers seen, newest policy version. Bounded per author and in authors.
 
-Identities are free, so nothing here may grow with their number: the least recently heard author is forgotten first, and being forgotten
-gives an author nothing but a fresh allowance.
+Identities are free, so nothing here may grow with their number: the author that was silent for longest is forgotten first, and being
+forgotten gives an author nothing but a fresh allowance.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Signer:
     Times are Unix seconds; a clock that steps back only delays.
     """
 
-    __slots__ = ("_bits", "_heard_at", "_newest_sequence", "_refilled_at", "_tokens", "_version", "_version_at", "peer")
+    __slots__ = ("_bits", "_last_seen", "_newest_sequence", "_refilled_at", "_tokens", "_version", "_version_at", "peer")
 
     def __init__(self, peer: str, rate: float, now: float) -> None:
         self.peer = peer
@@ -34,7 +34,7 @@ class Signer:
         self._refilled_at = now
         self._newest_sequence = -1
         self._bits = 0
-        self._heard_at = now
+        self._last_seen = now
         self._version: tuple[bytes, int] | None = None
         self._version_at = now
 
@@ -50,7 +50,7 @@ class Signer:
 
     def sequence_reason(self, sequence: int, now: float) -> str | None:
         """`sequence_reused`, `stale` (below the window), or None. An author silent for longer than a group lives starts anew."""
-        if now - self._heard_at > limits.GROUP_AGE_SECONDS + limits.CLOCK_SKEW_SECONDS:
+        if now - self._last_seen > limits.GROUP_AGE_SECONDS + limits.CLOCK_SKEW_SECONDS:
             self._newest_sequence, self._bits = -1, 0
         behind = self._newest_sequence - sequence
         if behind < 0:
@@ -60,7 +60,7 @@ class Signer:
         return "sequence_reused" if self._bits >> behind & 1 else None
 
     def is_outdated(self, model: bytes, version: int, most_behind: int, now: float) -> bool:
-        """Whether `version` is more than `most_behind` behind the newest of the same model heard lately."""
+        """Whether `version` is more than `most_behind` behind the newest of the same model that arrived lately."""
         if self._version is None or self._version[0] != model or now - self._version_at > VERSION_MEMORY_SECONDS:
             return False
         return self._version[1] - version > most_behind
@@ -73,7 +73,7 @@ class Signer:
             self._newest_sequence = sequence
         else:
             self._bits |= 1 << -ahead
-        self._heard_at = now
+        self._last_seen = now
 
     def note_version(self, model: bytes, version: int, now: float) -> None:
         """Remember the newest version of the sender's model."""
@@ -95,7 +95,7 @@ class Signers:
         return len(self._by_key)
 
     def find(self, key: bytes) -> Signer | None:
-        """The author with this key, now the most recently heard; None when unknown. Never creates one: the key may be made up."""
+        """The author with this key, now the most recently active; None when unknown. Never creates one: the key may be made up."""
         signer = self._by_key.get(key)
         if signer is not None:
             self._by_key.move_to_end(key)

@@ -33,7 +33,7 @@ def can_honour(manifest: SwarmManifest, config: Config, peer: str = "", *, train
             problems.append(f"its members speak {name}, this version of swarmnode does not: upgrade")
     if trains:
         for task in manifest.tasks:
-            problems += _task_problems(task)
+            problems += task_problems(task)
         for setting in manifest.settings:
             if setting.key not in AGREED:
                 problems.append(f"it sets {setting.key}, which this version does not know: upgrade")
@@ -77,7 +77,7 @@ def version_numbers(version: str) -> tuple[int, ...]:
     return tuple(numbers + [0] * (4 - len(numbers)))
 
 
-def _task_problems(task: TaskEntry) -> list[str]:
+def task_problems(task: TaskEntry) -> list[str]:
     if task.id in REFUSED:
         return [f"its task {task.id} is refused because {REFUSED[task.id]}: a peer could run code on this machine"]
     if task.id not in TASKS and DATASET_NAME.fullmatch(task.id):

@@ -21,7 +21,7 @@ OUTCOMES: Final[dict[str, float]] = {
     "probation": 0.0,  # passed everything, mixed with weight 0
     "lagging": 0.0,  # too many outer steps behind us: served, not mixed with
     "greylisted": INSISTENCE,
-    "misfit": 0.0,  # did not suit us several times: not looked at for a while
+    "incompatible_peer": 0.0,  # did not suit us several times: not looked at for a while
     "payload": PROOF,  # what `payload` or `codecs` refused
     "names": PROOF,
     "dtype": PROOF,
@@ -41,7 +41,7 @@ OUTCOMES: Final[dict[str, float]] = {
 LIES: Final = frozenset(outcome for outcome, cost in OUTCOMES.items() if cost == PROOF)
 """Outcomes that no honest trainer can cause: each is a strike at the gate."""
 UNSUITABLE: Final = frozenset(("too_far", "probe", "reverted"))
-"""Outcomes that cost no strike, but three of them, counted as strikes are, make a misfit."""
+"""Outcomes that cost no strike, but three of them, counted as strikes are, make an incompatible peer."""
 TAKEN: Final = frozenset(("accepted", "clipped"))
 """Outcomes after which a partner's weights are in ours."""
 

@@ -1,4 +1,4 @@
-"""Whether one value of a decoded message is allowed: what every plane's checks are made of. Each raises BadMessage, or says nothing.
+"""Whether one value of a decoded message is allowed: what every protocol's checks are made of. Each raises BadMessage, or says nothing.
 
 The reason is "bounds"; for a float that is NaN or infinite it is "not_finite". Types were checked by the decoder.
 """

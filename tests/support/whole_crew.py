@@ -84,8 +84,8 @@ def stage_view(told: Mapping[str, Any]) -> dict[str, Any]:
 
 def child_of(node: DemoNode, module: str) -> psutil.Process | None:
     """Its process of that module."""
-    assert node._process is not None
-    return next((p for p in psutil.Process(node._process.pid).children() if module in p.cmdline()), None)
+    assert node.pid is not None
+    return next((p for p in psutil.Process(node.pid).children() if module in p.cmdline()), None)
 
 
 def trainer_of(node: DemoNode) -> psutil.Process | None:

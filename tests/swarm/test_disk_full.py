@@ -97,7 +97,7 @@ def test_with_a_full_disk_training_goes_on_and_nothing_is_lost(small_disk, tmp_p
         assert now["step"] - saved >= 10
 
         for module in ("swarmnode.trainer", "swarmnode.daemon.node"):  # both die and come back without a byte to write
-            family = psutil.Process(node._process.pid).children()
+            family = psutil.Process(node.pid).children()
             next(child for child in family if module in command_of(child)).send_signal(signal.SIGKILL)
         until(lambda: log().count("restarting") >= 2 and '"restored"' in log(), lambda: log()[-1500:])
         back = until(reached("step", saved + 1), lambda: log()[-3000:])

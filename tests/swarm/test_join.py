@@ -53,7 +53,7 @@ def used(node):
 def founded_at(tmp_path, capsys):
     """A founder that does not run yet, and its invite."""
     node = DemoNode("a", tmp_path / "a", {**FAST, "swarm": {"name": "trial"}})
-    assert cli.run(["init", "--config", str(node._config)]) == 0
+    assert cli.run(["init", "--config", str(node.config_file)]) == 0
     return node, capsys.readouterr().out.strip()
 
 
@@ -67,7 +67,7 @@ def test_three_nodes_of_one_invite_train_on_each_others_groups(tmp_path, founded
     try:
         a.start([])
         a.wait_for_address(time.monotonic() + 180)
-        assert cli.run(["join", invite, "--config", str(b._config), "--no-run"]) == 0
+        assert cli.run(["join", invite, "--config", str(b.config_file), "--no-run"]) == 0
         for node in (b, c):
             node.start([])
         for node in (b, c):
@@ -83,9 +83,8 @@ def test_three_nodes_of_one_invite_train_on_each_others_groups(tmp_path, founded
         for node in (a, b):
             node.stop()
         invite = f"{told[2]['addrs'][0]}/swarm/{told[2]['swarm']}"
-        command = [sys.executable, "-m", "swarmnode", "bootstrap", invite, "--config", str(d._config)]
-        with open(d.directory / "node.log", "wb") as log:
-            d._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        bootstrap = ["-m", "swarmnode", "bootstrap", invite, "--config", str(d.config_file)]
+        d.launch(*bootstrap)
         d.wait_for_address(time.monotonic() + 180)
         until(lambda: status(d)["network"]["peers"]["connected"], d.last_words())
         assert status(d)["node"]["trainer"] is False
@@ -95,7 +94,9 @@ def test_three_nodes_of_one_invite_train_on_each_others_groups(tmp_path, founded
         # a second process with its key is found out by the member that is connected to both
         twin = tmp_path / "twin"
         shutil.copytree(d.directory, twin, ignore=shutil.ignore_patterns("run", "port"))
-        done = subprocess.run([*command, "--data-dir", str(twin)], capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(
+            [sys.executable, *bootstrap, "--data-dir", str(twin)], capture_output=True, text=True, timeout=300, check=False
+        )
         assert done.returncode == 77
         assert "another running node uses this node's key" in done.stderr
         assert d.alive()

@@ -53,7 +53,7 @@ def trained_on_peers(node):
 
 
 def child(node, module):
-    family = psutil.Process(node._process.pid).children()
+    family = psutil.Process(node.pid).children()
     return next((p for p in family if module in p.cmdline()), None)
 
 

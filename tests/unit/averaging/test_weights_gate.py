@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.outer_rules import judge
-from swarmnode.averaging.gate import EPSILON, FAR, FIRST, GREYLIST_SECONDS, MISFIT_SECONDS, AveragingGate, Losses, norm
+from swarmnode.averaging.gate import EPSILON, FAR, FIRST, GREYLIST_SECONDS, INCOMPATIBLE_SECONDS, AveragingGate, Losses, norm
 from swarmnode.weights.outcomes import ADOPTIONS, LIES, OUTCOMES, UNSUITABLE
 from swarmnode.weights.revert_monitor import RevertMonitor
 
@@ -226,7 +226,7 @@ def test_what_an_honest_node_can_cause_is_no_strike_and_costs_no_standing():
     for outcome in UNSUITABLE:
         assert outcome not in LIES
         assert OUTCOMES[outcome] == 0
-    assert OUTCOMES["misfit"] == ADOPTIONS["worse"] == 0
+    assert OUTCOMES["incompatible_peer"] == ADOPTIONS["worse"] == 0
     assert all(OUTCOMES[outcome] > 0 for outcome in LIES)
 
 
@@ -234,13 +234,13 @@ def test_whoever_never_suits_us_is_left_alone_for_a_while_and_no_worse_for_it():
     mine = weights()
     gate = trained_gate(mine)
     worse = lambda t: 1.0 + (t is not mine)
-    assert [judge(gate, "p", mine, near(mine, 1.0), 0.0, probe=worse).outcome for _ in range(4)] == ["probe"] * 3 + ["misfit"]
+    assert [judge(gate, "p", mine, near(mine, 1.0), 0.0, probe=worse).outcome for _ in range(4)] == ["probe"] * 3 + ["incompatible_peer"]
     statistics = gate.statistics()
-    assert (statistics.misfits, statistics.strikes, statistics.greylisted) == (1, 0, 0)
-    assert judge(gate, "p", mine, near(mine, 1.0), MISFIT_SECONDS, probe=lambda t: 1.0).outcome == "accepted"
+    assert (statistics.incompatible_peers, statistics.strikes, statistics.greylisted) == (1, 0, 0)
+    assert judge(gate, "p", mine, near(mine, 1.0), INCOMPATIBLE_SECONDS, probe=lambda t: 1.0).outcome == "accepted"
 
 
-def test_now_and_then_unsuitable_is_not_a_misfit():
+def test_now_and_then_unsuitable_is_not_incompatible():
     mine = weights()
     gate = trained_gate(mine)
     worse = lambda t: 1.0 + (t is not mine)

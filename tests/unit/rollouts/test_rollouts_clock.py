@@ -34,10 +34,11 @@ POLICY = SimpleNamespace(model=MODEL, tokenizer=TOKENIZER, policy_version=0, tok
 async def test_a_clock_off_by_more_than_the_window_costs_groups_and_no_reputation(nursery, autojump_clock, offset, ours_to_it, its_to_us):
     medium = MemorySwarm()
     authors = [Author(SWARM, seed=number) for number in range(2)]
+    networks = [medium.join(author.peer) for author in authors]
     exchanges = []
-    for author, skew in zip(authors, (0.0, offset), strict=True):
+    for network, author, skew in zip(networks, authors, (0.0, offset), strict=True):
         exchange = RolloutExchange(
-            medium.join(author.peer), InProcessScorer(), Credentials(author.key, SWARM), GroupRules(BUILTIN_TASKS), SharingConfig(),
+            network, InProcessScorer(), Credentials(author.key, SWARM), GroupRules(BUILTIN_TASKS), SharingConfig(),
             clock=lambda skew=skew: EPOCH + skew + trio.current_time(), rng=random.Random(0),
         )  # fmt: skip
         exchange.set_policy(POLICY)
@@ -50,7 +51,7 @@ async def test_a_clock_off_by_more_than_the_window_costs_groups_and_no_reputatio
     assert (outcome(wrong), outcome(right)) == (ours_to_it, its_to_us)
     for exchange, expected in ((wrong, ours_to_it), (right, its_to_us)):
         assert len(exchange.draw(Draw(1, 4, 0)).groups) == (expected == "admitted")
-    for network, other in ((right._network, authors[1]), (wrong._network, authors[0])):
+    for network, other in zip(networks, reversed(authors), strict=True):
         assert network.welcome(other.peer)
         assert network.reputation.score(other.peer, trio.current_time()) >= 0.0
 

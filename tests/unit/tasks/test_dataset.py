@@ -209,13 +209,13 @@ def test_a_member_that_lacks_the_dataset_or_has_another_is_told(tmp_path):
     config_tasks = [TaskEntry(NAME, registry.task_version(NAME), manifest.settings_text(NAME))]
     entry = config_tasks[0]
     assert "swarm.jsonl" in entry.settings
-    assert requirements._task_problems(entry) == []
+    assert requirements.task_problems(entry) == []
     installed(tmp_path, ROWS[:20])
-    (problem,) = requirements._task_problems(entry)
+    (problem,) = requirements.task_problems(entry)
     assert "a dataset with other rows or settings" in problem
     assert "rows.jsonl" in problem
     registry._TASKS.pop(NAME)
-    (problem,) = requirements._task_problems(entry)
+    (problem,) = requirements.task_problems(entry)
     assert "is a dataset, which this node lacks: get it and name it in task.datasets" in problem
     assert founded().manifest.tasks, "other manifests are as they were"
 
