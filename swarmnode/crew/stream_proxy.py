@@ -17,6 +17,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -100,12 +101,7 @@ class StreamProxy:
         self._moved = trio.Event()
         self._nursery: trio.Nursery | None = None
         self._connections = 0
-        self._opened: Counter[str] = Counter()
-        self._ended: Counter[str] = Counter()
-        self._refused: Counter[str] = Counter()
-        self._sent: Counter[str] = Counter()
-        self._received: Counter[str] = Counter()
-        self._throttled = 0.0
+        self._counts = _Counts()
 
     # -- for the service
 
@@ -151,15 +147,15 @@ class StreamProxy:
 
     def statistics(self) -> StreamProxyStatistics:
         whole = [kind for (_, kind), pipe in self._pipes.items() if pipe.stream is not None]
-        sent, received = Counter(self._sent), Counter(self._received)
+        counts, sent, received = self._counts, Counter(self._counts.sent), Counter(self._counts.received)
         for (_, kind), pipe in self._pipes.items():
             if pipe.stream is not None:
                 sent[kind] += pipe.stream.sent
                 received[kind] += pipe.stream.received
         return StreamProxyStatistics(
             open={kind: whole.count(kind) for kind in ("frames", "state")}, waiting=len(self._pipes) - len(whole), parked=len(self._parked),
-            opened=dict(self._opened), lost=dict(self._ended), refused=dict(self._refused), sent=dict(sent), received=dict(received),
-            throttled_seconds=self._throttled,
+            opened=dict(counts.opened), lost=dict(counts.lost), refused=dict(counts.refused), sent=dict(sent), received=dict(received),
+            throttled_seconds=counts.throttled_seconds,
         )  # fmt: skip
 
     # -- the trainer's side
@@ -203,7 +199,7 @@ class StreamProxy:
                 else:
                     stream = await self._take(peers, key)
                 pipe.stream = stream
-                self._opened[key[1]] += 1
+                self._counts.opened[key[1]] += 1
                 lost = await self._pump(pipe, stream)
         finally:
             if self._pipes.get(key) is pipe:
@@ -216,8 +212,8 @@ class StreamProxy:
 
     def _part(self, kind: Kind, stream: PeerStream) -> None:
         """Ends a stream in order, soon: the other side gets what is on its way."""
-        self._sent[kind] += stream.sent
-        self._received[kind] += stream.received
+        self._counts.sent[kind] += stream.sent
+        self._counts.received[kind] += stream.received
         stream.finish()
         if self._nursery is not None and not self._nursery.cancel_scope.cancel_called:
             self._nursery.start_soon(_farewell, stream)
@@ -228,7 +224,7 @@ class StreamProxy:
         with trio.move_on_after(ORDERLY_SECONDS):
             await stream.broken.wait()
         if self._peers is peers:
-            self._ended[key[1]] += 1
+            self._counts.lost[key[1]] += 1
             if key[1] == "frames":
                 self._lost(peers.members[key[0]], peers.crew)
 
@@ -274,7 +270,7 @@ class StreamProxy:
         """A peer has opened a stream."""
         peers = self._peers
         if self._nursery is None or peers is None or stream.peer not in peers.members:  # a stranger keeps no member waiting for a place
-            self._refused["crew" if peers is None else "peer"] += 1
+            self._counts.refused["crew" if peers is None else "peer"] += 1
             stream.reset("no crew here")
             return
         self._nursery.start_soon(self._greet, stream)
@@ -293,7 +289,7 @@ class StreamProxy:
         except PeerError as error:
             log.debug("%s: %s", stream.peer, error)
         if reason:
-            self._refused[reason] += 1
+            self._counts.refused[reason] += 1
             stream.reset(reason)
             return
         await self._park(stream, (opened.from_stage, opened.kind))
@@ -361,7 +357,19 @@ class StreamProxy:
         """Returns once the node's byte budget allows more."""
         while not self._allows(choice):
             await trio.sleep(BUDGET_SECONDS)
-            self._throttled += BUDGET_SECONDS
+            self._counts.throttled_seconds += BUDGET_SECONDS
+
+
+@dataclass
+class _Counts:
+    """What `StreamProxyStatistics` says, without the streams that are open."""
+
+    opened: Counter[str] = field(default_factory=Counter)
+    lost: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    sent: Counter[str] = field(default_factory=Counter)
+    received: Counter[str] = field(default_factory=Counter)
+    throttled_seconds: float = 0.0
 
 
 class _Pipe:

@@ -136,7 +136,6 @@ MORE_PARAMETERS = {
 }
 MORE_ATTRIBUTES = {
     "swarmnode/crew/service.py:StageService": 16,
-    "swarmnode/crew/stream_proxy.py:StreamProxy": 18,
     "swarmnode/pipeline/head.py:Head": 41,
     "swarmnode/pipeline/links.py:Links": 16,
     "swarmnode/pipeline/worker.py:StageWorker": 23,
