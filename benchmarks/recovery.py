@@ -18,8 +18,8 @@ import trio
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from swarmnode.config import TrainingConfig
+from swarmnode.pipeline.context import CrewSettings
 from swarmnode.pipeline.learning import LearnRow
-from swarmnode.pipeline.worker import CrewSettings
 from swarmnode.recovery.gate import judge
 from swarmnode.recovery.messages import state_bytes
 from swarmnode.recovery.sources import RecoverySettings

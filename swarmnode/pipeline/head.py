@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from types import TracebackType
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import trio
@@ -24,21 +23,22 @@ from swarmnode.pipeline import frames
 from swarmnode.pipeline.blame import Blame
 from swarmnode.pipeline.commit import Coordinator, CoordinatorStatistics, Decided
 from swarmnode.pipeline.compute import Compute, in_thread
+from swarmnode.pipeline.context import CrewSettings
 from swarmnode.pipeline.fence import Fence
 from swarmnode.pipeline.frames import Frame, RefusalReason
+from swarmnode.pipeline.generation import Generation, Numbers
 from swarmnode.pipeline.learning import LearnRow, describe, describe_loss
 from swarmnode.pipeline.links import Links
+from swarmnode.pipeline.optimizer import StageOptimizer
 from swarmnode.pipeline.runtime import StageRuntime
+from swarmnode.pipeline.waiting import Waiting
 from swarmnode.pipeline.waves import Wave, cut
-from swarmnode.pipeline.work import MicroBatch, read_scores, read_tokens
-from swarmnode.pipeline.worker import CrewSettings, StageWorker
+from swarmnode.pipeline.work import MicroBatch, read_scores
+from swarmnode.pipeline.worker import StageWorker
 from swarmnode.policy.micro import micro_batches
 from swarmnode.rl.objectives import MAX_GRAD_NORM
 from swarmnode.wire import strict
-from swarmnode.wire.tensors import pack_ids
 
-BEGIN_AGAIN: Final = 4
-"""Times that one wave is begun again before its generation fails."""
 SCORES: Final = 2
 """Micro-batches that are scored at a time, for each stage: one that is computed, one that is on its way."""
 
@@ -64,41 +64,51 @@ class HeadStatistics:
     begun_again: int
 
 
+@dataclass
+class BatchState:
+    """What has come of the micro-batches of the present `score` or `update`; each call has one of its own."""
+
+    tokens: dict[int, int] = field(default_factory=dict)
+    """Micro-batch → completion tokens."""
+    finished: set[int] = field(default_factory=set)
+    learnt: dict[int, frames.Learnt] = field(default_factory=dict)
+    scores: dict[int, tuple[list[float], list[float]]] = field(default_factory=dict)
+    failed: RefusalReason | None = None
+
+
+@dataclass
+class StepState:
+    """The present step, or the last one: stages may ask again for its decision whatever is done since."""
+
+    learning_rate: float = 0.0
+    decided: Decided | None = None
+
+
 class Head(StageWorker):
     """Stage 0. One of `generate`, `score` and `update` at a time. `seconds` bounds the time in which nothing arrives."""
 
     def __init__(
-        self, runtime: StageRuntime, links: Links, fence: Fence, settings: CrewSettings, compute: Compute = in_thread, *,
-        seconds: float = 600.0,
+        self, runtime: StageRuntime, links: Links, fence: Fence, settings: CrewSettings, compute: Compute = in_thread,
+        optimizer: StageOptimizer | None = None, *, seconds: float = 600.0,
     ) -> None:  # fmt: skip
-        super().__init__(runtime, links, fence, settings, compute)
+        super().__init__(runtime, links, fence, settings, compute, optimizer)
         self.coordinator = Coordinator(self.stages)
-        self.seconds = seconds
-        self._wake = trio.Event()
-        self._next_id = self._turn = 0
-        self._current: dict[int, int] = {}  # what is under way: micro-batch → completion tokens
-        self._finished: set[int] = set()
-        self._learnt: dict[int, frames.Learnt] = {}
-        self._scores: dict[int, tuple[list[float], list[float]]] = {}
-        self._open: dict[bytes, Wave] = {}
-        self._begun_again = 0
-        self._failed: RefusalReason | None = None
-        self._gone: str | None = None
-        self._decided: Decided | None = None
-        self._learning_rate = 0.0
-        self._blame = Blame(self.stages)
+        self.waiting = Waiting(seconds)
+        self.generation = Generation(self.context, numbers := Numbers())
         self.blamed: tuple[int, str] | None = None
         """(stage, why): no step comes of this crew because of it."""
-        self._patience: trio.CancelScope | None = None
-        """What bounds the present call; anything that arrives moves its deadline."""
+        self._blame = Blame(self.stages)
+        self._numbers = numbers
+        self._batch = BatchState()
+        self._step = StepState()
 
     def head_statistics(self) -> HeadStatistics:
-        return HeadStatistics(self.coordinator.statistics(), len(self._open), self._begun_again)
+        return HeadStatistics(self.coordinator.statistics(), len(self.generation.open), self.generation.begun_again)
 
     @property
     def usable(self) -> bool:
         """Whether no stage of this crew is known to be gone."""
-        return self._gone is None
+        return self.waiting.gone is None
 
     async def generate(
         self, prompts: Sequence[list[int]], num_generations: int, max_tokens: int, temperature: float, top_p: float, ends: frozenset[int],
@@ -108,44 +118,43 @@ class Head(StageWorker):
 
         Raises PeerError when a stage is gone, PeerTimeout, and ValueError for a prompt that no wave can hold.
         """
+        name = self._numbers.session
         pieces = cut(prompts, num_generations, max_tokens, self.stages, self.links.limits.tokens)
         waves = [
-            Wave(self._session(), [prompts[i] for i in piece], num_generations, max_tokens, temperature, top_p, rng.getrandbits(63), ends)
+            Wave(name(), [prompts[i] for i in piece], num_generations, max_tokens, temperature, top_p, rng.getrandbits(63), ends)
             for piece in pieces
         ]
-        waiting = list(reversed(waves))
+        later, open_now = list(reversed(waves)), self.generation.open
         try:
-            with self._deadline():
-                while waiting or self._open:
-                    while waiting and len(self._open) < max(self.stages, 1):
-                        self._begin(waiting.pop())
-                    before = len(self._open)
-                    await self._until(lambda before=before: len(self._open) < before)  # type: ignore[misc]
+            with self.waiting.deadline():
+                while later or open_now:
+                    while later and len(open_now) < max(self.stages, 1):
+                        self.generation.begin(later.pop())
+                    before = len(open_now)
+                    await self.waiting.until(lambda before=before: len(open_now) < before)  # type: ignore[misc]
         finally:
-            for session in list(self._open):
-                self._end(session)
+            for session in list(open_now):
+                self.generation.end(session)
         return waves
 
     async def score(self, rows: Sequence[tuple[list[int], list[int]]], temperature: float) -> list[tuple[list[float], list[float]]]:
         """(log-probabilities, entropies) at the completion tokens of each (prompt, completion). Raises PeerError, PeerTimeout."""
         lengths = [len(p) + len(c) for p, c in rows]
-        pieces = {self._id(): piece for piece in micro_batches(lengths, self.links.limits.tokens)}
-        self._scores.clear()
-        self._current = {number: sum(len(rows[i][1]) for i in piece) for number, piece in pieces.items()}
-        self._failed = None
-        with self._deadline():
+        pieces = {self._numbers.next(): piece for piece in micro_batches(lengths, self.links.limits.tokens)}
+        batch = self._batch = BatchState({number: sum(len(rows[i][1]) for i in piece) for number, piece in pieces.items()})
+        with self.waiting.deadline():
             for begun, (number, piece) in enumerate(pieces.items()):
                 room = begun - SCORES * self.stages
-                await self._until(lambda room=room: len(self._scores) > room or self._failed is not None)  # type: ignore[misc]
-                if self._failed is not None:
+                await self.waiting.until(lambda room=room: len(batch.scores) > room or batch.failed is not None)  # type: ignore[misc]
+                if batch.failed is not None:
                     break
                 self._submit(number, "score", describe([rows[i] for i in piece], temperature))
-            await self._until(lambda: self._scores.keys() >= pieces.keys() or self._failed is not None)
-        if self._failed is not None:
-            raise PeerError(f"the crew cannot score: {self._failed}")
+            await self.waiting.until(lambda: batch.scores.keys() >= pieces.keys() or batch.failed is not None)
+        if batch.failed is not None:
+            raise PeerError(f"the crew cannot score: {batch.failed}")
         out: list[tuple[list[float], list[float]]] = [([], [])] * len(rows)
         for number, piece in pieces.items():
-            (logprobs, entropies), at = self._scores[number], 0
+            (logprobs, entropies), at = batch.scores[number], 0
             for i in piece:
                 size = len(rows[i][1])
                 out[i] = (logprobs[at : at + size], entropies[at : at + size])
@@ -160,41 +169,41 @@ class Head(StageWorker):
         """
         lengths = [len(row.prompt_ids) + len(row.completion_ids) for row in rows]
         tokens = min(cfg.per_device_train_tokens, self.links.limits.tokens)
-        pieces = {self._learn_id(): [rows[i] for i in piece] for piece in micro_batches(lengths, tokens, [row.group for row in rows])}
+        cuts = micro_batches(lengths, tokens, [row.group for row in rows])
+        pieces = {self._numbers.next_of_turn(): [rows[i] for i in piece] for piece in cuts}
         if len(pieces) > frames.MICRO_BATCHES:
             raise ValueError(f"{len(pieces)} micro-batches in one step, at most {frames.MICRO_BATCHES}")
-        self._finished.clear()
-        self._learnt.clear()
-        self._failed = self._decided = None
-        self._current = {number: sum(len(row.completion_ids) for row in piece) for number, piece in pieces.items()}
-        self._learning_rate = learning_rate
-        attempt = self.coordinator.begin(trio.current_time() + self.seconds)
+        tokens_of = {number: sum(len(row.completion_ids) for row in piece) for number, piece in pieces.items()}
+        batch, step = BatchState(tokens_of), StepState(learning_rate)
+        self._batch, self._step = batch, step
+        attempt = self.coordinator.begin(trio.current_time() + self.waiting.seconds)
         try:
-            with self._deadline():
+            with self.waiting.deadline():
                 for number, piece in pieces.items():
                     work = [(row.prompt_ids, row.completion_ids) for row in piece]
                     self._submit(number, "learn", describe(work, cfg.temperature, describe_loss(piece, cfg, normalizer)))
-                through = lambda: self._finished >= pieces.keys() and self._learnt.keys() >= pieces.keys()
-                await self._until(lambda: through() or self._failed is not None)
-                if self._failed is not None:
-                    self._send_decision(self.coordinator.give_up(self._failed))
+                through = lambda: batch.finished >= pieces.keys() and batch.learnt.keys() >= pieces.keys()
+                await self.waiting.until(lambda: through() or batch.failed is not None)
+                if batch.failed is not None:
+                    self._send_decision(self.coordinator.give_up(batch.failed))
                 else:
                     for stage in range(self.stages):
                         self.links.send(stage, frames.Propose(self.place, attempt, tuple(sorted(pieces))))
-                await self._until(lambda: self._decided is not None and (self._decided.refused is not None or self.coordinator.resolved))
+                over = lambda: step.decided is not None and (step.decided.refused is not None or self.coordinator.resolved)
+                await self.waiting.until(over)
         except PeerError as error:
             if isinstance(error, PeerTimeout):
                 self._judge(self._blame.silent(self.coordinator.silent))
             self._send_decision(self.coordinator.give_up("timeout" if isinstance(error, PeerTimeout) else "gone"))
             if not isinstance(error, PeerTimeout):
                 raise
-        decided = self._decided
+        decided = step.decided
         if decided is not None and decided.refused is None and not self.coordinator.resolved:
             raise PeerTimeout("a stage has not said that it took the step which was decided")
         if decided is None or decided.refused is not None:
             return StepResult(refused=decided.refused if decided else "timeout")
         self._judge(self._blame.taken(self.coordinator.norms))
-        sums = [self._learnt[number] for number in pieces]
+        sums = [batch.learnt[number] for number in pieces]
         count = max(sum(s.tokens for s in sums), 1.0)
         return StepResult(
             loss=sum(s.loss for s in sums),
@@ -205,24 +214,25 @@ class Head(StageWorker):
         )
 
     async def handle(self, sender: int, frame: Frame, body: bytes) -> None:
-        tail = self.stages - 1
+        tail, batch = self.stages - 1, self._batch
         if self._is_progress(sender, frame):
-            self._extend()
+            self.coordinator.extend(self.waiting.extend())
         match frame:
             case frames.Tokens() if sender == tail:
-                self._tokens(frame, body)
-            case frames.Learnt() | frames.Scores() | frames.Failed() if frame.micro_batch not in self._current:
+                self.generation.take(frame, body)
+            case frames.Learnt() | frames.Scores() | frames.Failed() if frame.micro_batch not in batch.tokens:
                 return  # of an attempt that is over
             case frames.Learnt() if sender == tail:
-                self._learnt[frame.micro_batch] = frame
+                batch.learnt[frame.micro_batch] = frame
             case frames.Scores() if sender == tail:
-                if frame.rows != self._current[frame.micro_batch]:
+                if frame.rows != batch.tokens[frame.micro_batch]:
                     raise BadMessage("shape", "not a score for each token")
-                self._scores[frame.micro_batch] = read_scores(body, frame.rows)
+                batch.scores[frame.micro_batch] = read_scores(body, frame.rows)
             case frames.Lost():
-                self._lost(frame.session, frame.reason)
+                if (why := self.generation.lost(frame.session, frame.reason)) is not None:
+                    self.waiting.gone = why
             case frames.Failed():
-                self._failed = frame.reason
+                batch.failed = frame.reason
                 self._judge(self._blame.refused(sender, frame.reason))
             case frames.Acknowledge():
                 step_is_ours = frame.place.step == self.participant.step
@@ -235,30 +245,16 @@ class Head(StageWorker):
                     self._send_commit(0)
             case _:
                 await super().handle(sender, frame, body)
-        self._wake.set()
+        self.waiting.wake()
 
     def finished(self, micro_batch: int) -> None:
-        self._finished.add(micro_batch)
-        self._wake.set()
+        self._batch.finished.add(micro_batch)
+        self.waiting.wake()
 
     def gone(self, stage: int, reason: str) -> None:
         super().gone(stage, reason)
-        self._gone = f"stage {stage} is gone: {reason}"
-        self._wake.set()
-
-    # Waiting: for something to become true, the deadline, or a stage that is gone.
-
-    async def _until(self, true: Callable[[], bool]) -> None:
-        while not true():
-            if self._gone is not None:
-                raise PeerError(self._gone)
-            self._wake = trio.Event()
-            await self._wake.wait()
-
-    def _deadline(self) -> _Deadline:
-        deadline = _Deadline(self.seconds)
-        self._patience = deadline.scope
-        return deadline
+        self.waiting.gone = f"stage {stage} is gone: {reason}"
+        self.waiting.wake()
 
     def _is_progress(self, sender: int, frame: Frame) -> bool:
         """Whether `frame` is more than a stage's question, asked once more, what was decided: that comes as long as nothing is."""
@@ -270,58 +266,8 @@ class Head(StageWorker):
             case _:
                 return True
 
-    def _extend(self) -> None:
-        """Work arrived: a slow crew is waited for, one that says nothing is not."""
-        until = trio.current_time() + self.seconds
-        if self._patience is not None:
-            self._patience.deadline = until
-        self.coordinator.extend(until)
-
     def _judge(self, verdict: tuple[int, str] | None) -> None:
         self.blamed = self.blamed or verdict
-
-    # Generation.
-
-    def _begin(self, wave: Wave) -> None:
-        questions = wave.questions()
-        about = strict.encode(questions)
-        self._open[wave.session] = wave
-        frame = frames.Prefill(self.place, wave.session, self.fingerprint, self.settings.codec, sum(questions.lengths), len(about))
-        self.links.send(0, frame, about)
-
-    def _tokens(self, frame: frames.Tokens, body: bytes) -> None:
-        wave = self._open.get(frame.session)
-        if wave is None:
-            return
-        if frame.rows != len(wave.live):
-            raise BadMessage("shape", "not a token for each completion that is left")
-        wave.took(*read_tokens(body, frame.rows, self.links.limits))
-        if not wave.live:
-            self._end(frame.session)
-            return
-        step = frames.Decode(self.place, wave.session, self.fingerprint, self.settings.codec, len(wave.live))
-        self.links.send(0, step, pack_ids(wave.live) + pack_ids(wave.latest()))
-
-    def _lost(self, session: bytes, reason: str) -> None:
-        """Begin again from token ids, under another name, so that nothing of the old one can be mistaken for it."""
-        wave = self._open.get(session)
-        if wave is None:
-            return
-        self._end(session)
-        self._begun_again += 1
-        wave.begun_again += 1
-        if wave.begun_again > BEGIN_AGAIN:
-            self._gone = f"a wave was lost {BEGIN_AGAIN + 1} times, last: {reason}"
-            return
-        wave.session = self._session()
-        self._begin(wave)
-
-    def _end(self, session: bytes) -> None:
-        self._open.pop(session, None)
-        for stage in range(self.stages):
-            self.links.send(stage, frames.Drop(self.place, session))
-
-    # Training.
 
     def _submit(self, number: int, purpose: frames.Purpose, work: MicroBatch) -> None:
         about = strict.encode(work)
@@ -330,7 +276,7 @@ class Head(StageWorker):
     def _send_decision(self, decided: Decided | None) -> None:
         if decided is None:
             return
-        self._decided = decided
+        self._step.decided = decided
         for stage in decided.stages:
             if decided.refused is not None:
                 self.links.send(stage, frames.Abort(self.place, decided.attempt, decided.refused))
@@ -338,37 +284,8 @@ class Head(StageWorker):
                 self._send_commit(stage)
 
     def _send_commit(self, stage: int) -> None:
-        assert self._decided is not None
-        norm = math.sqrt(self._decided.squared_norm)
+        step = self._step
+        assert step.decided is not None
+        norm = math.sqrt(step.decided.squared_norm)
         clip = min(1.0, MAX_GRAD_NORM / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
-        self.links.send(stage, frames.Commit(self.place, self._decided.attempt, norm, clip, float(self._learning_rate)))
-
-    def _id(self) -> int:
-        self._next_id += 1
-        return self._next_id
-
-    def _learn_id(self) -> int:
-        """Even and odd in turn, across steps: of a swapped run's micro-batches every other one is swapped."""
-        self._turn += 1
-        while self._id() % 2 != self._turn % 2:
-            pass
-        return self._next_id
-
-    def _session(self) -> bytes:
-        return self._id().to_bytes(frames.SESSION_BYTES, "big")
-
-
-class _Deadline:
-    """A cancel scope around waiting only, never around a stream; it raises PeerTimeout."""
-
-    def __init__(self, seconds: float) -> None:
-        self.scope = trio.CancelScope(deadline=trio.current_time() + seconds)
-
-    def __enter__(self) -> None:
-        self.scope.__enter__()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool | None:
-        suppressed = self.scope.__exit__(kind, error, trace)
-        if self.scope.cancelled_caught:
-            raise PeerTimeout("the crew did not answer in time")
-        return suppressed
+        self.links.send(stage, frames.Commit(self.place, step.decided.attempt, norm, clip, float(step.learning_rate)))

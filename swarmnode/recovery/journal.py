@@ -20,8 +20,9 @@ import msgspec
 import torch
 
 from swarmnode.errors import StateError
+from swarmnode.pipeline.optimizer import LrScale, StepTaken
 from swarmnode.pipeline.spec import StageSpec
-from swarmnode.pipeline.worker import LrScale, StageWorker, StepTaken
+from swarmnode.pipeline.worker import StageWorker
 from swarmnode.recovery import disk
 from swarmnode.recovery.state import StageState, Tensors, take
 
@@ -106,9 +107,10 @@ class Journal:
             tensors |= {f"{part}.{name}": tensor for name, tensor in getattr(state, part).items()}
         tensors |= {f"counts.{name}": torch.tensor([steps]) for name, steps in state.counts.items()}
         tensors |= {f"outer.{name}": tensor for name, tensor in outer.items()}
-        taken, at = worker.last_commit, worker.participant.hash.hex()
+        optimizer, at = worker.optimizer, worker.participant.hash.hex()
+        taken, scale = optimizer.last_commit, optimizer.lr_scale
         about = _About(
-            self._lineage, self._spec, state.step, at, taken.attempt, taken.clip, taken.learning_rate, state.squared_norm, worker.lr_scale
+            self._lineage, self._spec, state.step, at, taken.attempt, taken.clip, taken.learning_rate, state.squared_norm, scale
         )
         with self._condition:
             self._pending = tensors, about

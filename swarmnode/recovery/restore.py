@@ -22,10 +22,11 @@ import trio
 
 from swarmnode.errors import Incompatible, PeerError, Refused, StateError, Unavailable
 from swarmnode.pipeline import faults
+from swarmnode.pipeline.optimizer import LrScale
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.spec import StageSpec
 from swarmnode.pipeline.split import load_stage
-from swarmnode.pipeline.worker import LrScale, StageWorker
+from swarmnode.pipeline.worker import StageWorker
 from swarmnode.policy.fingerprint import fingerprint
 from swarmnode.policy.micro import free_memory, is_oom
 from swarmnode.recovery.gate import judge
@@ -81,8 +82,8 @@ class Restored:
     def install(self, worker: StageWorker) -> None:
         """Moments, norm, learning rate, generator. The weights are in the runtime already."""
         load_moments(worker, self.state)
-        worker.squared_norm = self.state.squared_norm
-        worker.lr_scale = replace(self.lr_scale)
+        worker.optimizer.squared_norm = self.state.squared_norm
+        worker.optimizer.lr_scale = replace(self.lr_scale)
         if self.rng is not None:
             torch.set_rng_state(self.rng)
 

@@ -76,16 +76,17 @@ def stage_layouts(config: PretrainedConfig, specs: Sequence[StageSpec], lora: Lo
 def take(worker: StageWorker) -> StageState:
     """A copy on the host. Between two steps; writing or sending it needs the member no more."""
     weights, first, second, counts = {}, {}, {}, {}
+    optimizer, adam = worker.optimizer, worker.optimizer.adam
     for name, parameter in worker.runtime.model.named_parameters():
         if not parameter.requires_grad:
             continue
         weights[name] = host_copy(parameter)
-        moments = worker.optimizer.state.get(parameter) if worker.optimizer is not None else None
+        moments = adam.state.get(parameter) if adam is not None else None
         if moments:
             first[name], second[name] = host_copy(moments["exp_avg"]), host_copy(moments["exp_avg_sq"])
             counts[name] = float(moments["step"])
     return StageState(
-        worker.participant.step, weights, first, second, counts, worker.squared_norm, worker.lr_scale.factor, worker.participant.hash
+        worker.participant.step, weights, first, second, counts, optimizer.squared_norm, optimizer.lr_scale.factor, worker.participant.hash
     )
 
 
@@ -115,11 +116,12 @@ def load_weights(runtime: StageRuntime, weights: Tensors) -> None:
 
 def load_moments(worker: StageWorker, state: StageState) -> None:
     """AdamW goes on where it was, for the tensors whose moments are there."""
-    if worker.optimizer is None:
+    adam = worker.optimizer.adam
+    if adam is None:
         return
     for name, parameter in trained(worker.runtime).items():
         if state.counts.get(name, 0.0) > 0:
-            worker.optimizer.state[parameter] = {
+            adam.state[parameter] = {
                 "step": torch.tensor(state.counts[name], dtype=torch.float32),
                 "exp_avg": state.first[name].to(parameter.device, parameter.dtype, copy=True),
                 "exp_avg_sq": state.second[name].to(parameter.device, parameter.dtype, copy=True),

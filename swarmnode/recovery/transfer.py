@@ -289,7 +289,7 @@ class StatePeer(Channel):
             edges = [edge for edge in self.recorder.edges if stage in (edge.source, edge.target)]
             return self.step, _pack(edges) if edges else b"", {"codec": self.codec}
         if what == "layers":
-            norm = 0.0 if self._worker is None else self._worker.squared_norm
+            norm = 0.0 if self._worker is None else self._worker.optimizer.squared_norm
             return self.step, pack_floats(trained(self.runtime), layers_layout(own)), {"squared_norm": norm}
         if what == "tied" and self.spec.shares_embedding and tied_layout(self.spec, own):
             return self.step, self._tied(tied_layout(self.spec, own)), {}
@@ -302,7 +302,8 @@ class StatePeer(Channel):
         if self._worker is None:
             state = StageState(self.step, kept) if self.restored is None else replace(self.restored, weights=kept)
             return encode_state(state, layout, "exact")
-        moments = self._worker.optimizer.state.get(weight) if self._worker.optimizer is not None else None
+        adam = self._worker.optimizer.adam
+        moments = adam.state.get(weight) if adam is not None else None
         if not moments:
             return encode_state(StageState(self.step, kept), layout, "exact")
         first, second = {name: host_copy(moments["exp_avg"])}, {name: host_copy(moments["exp_avg_sq"])}

@@ -12,12 +12,13 @@ from trio.testing import memory_stream_pair
 
 from swarmnode.pipeline import frames
 from swarmnode.pipeline.compute import inline
+from swarmnode.pipeline.context import CrewSettings
 from swarmnode.pipeline.fence import Fence
 from swarmnode.pipeline.frames import FrameLimits, Place
 from swarmnode.pipeline.head import Head
 from swarmnode.pipeline.links import Links
 from swarmnode.pipeline.runtime import StageRuntime
-from swarmnode.pipeline.worker import CrewSettings, StageWorker
+from swarmnode.pipeline.worker import StageWorker
 
 
 @dataclass(frozen=True)

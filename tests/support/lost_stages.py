@@ -15,13 +15,14 @@ from trio.testing import memory_stream_pair
 
 from swarmnode.pipeline import frames
 from swarmnode.pipeline.compute import inline
+from swarmnode.pipeline.context import CrewSettings
 from swarmnode.pipeline.fence import Fence
 from swarmnode.pipeline.frames import FrameLimits, Place
 from swarmnode.pipeline.learning import LearnRow
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.spec import StageSpec
 from swarmnode.pipeline.split import split_model
-from swarmnode.pipeline.worker import CrewSettings, StageWorker
+from swarmnode.pipeline.worker import StageWorker
 from swarmnode.recovery.journal import Journal
 from swarmnode.recovery.restore import Base, Replica, Restored, restore
 from swarmnode.recovery.snapshots import SNAPSHOTS, SnapshotRecorder, SnapshotStore, ring
@@ -158,7 +159,7 @@ class Fleet:
     def _seat(self, station: Station, member: StageWorker, peer: StatePeer) -> None:
         old = station.member
         if old is not None:
-            member.optimizer, member.lr_scale, member.squared_norm = old.optimizer, old.lr_scale, old.squared_norm
+            member.optimizer = old.optimizer
         elif station.spec.index in self.restored:
             self.restored[station.spec.index].install(member)
         member.observer = station.watch

@@ -68,7 +68,7 @@ class StageAveraging(Observer):
         self._marked = False
         self._seeking: queue.SimpleQueue[local.AdoptState] | None = None
         self.probe = CrewProbe()
-        self._tensors = AveragedTensors(averaged(stage), cfg.codec, cfg.fragments, stage.lock)
+        self._tensors = AveragedTensors(averaged(stage), cfg.codec, cfg.fragments, stage.optimizer.lock)
         self._replica = Replica(self._tensors, cfg, self._counters, data_dir, send=send, probe=self.probe, adapter=adapter)
 
     def begin(self, outer: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:

@@ -23,11 +23,11 @@ from swarmnode.config import LoraSettings, PolicyConfig, StagesConfig, TrainingC
 from swarmnode.crew.local import Offering
 from swarmnode.crew.plan import Capacity, ModelCost, model_cost
 from swarmnode.errors import ConfigError, DeviceError, Refused, Unavailable
+from swarmnode.pipeline.context import CrewSettings
 from swarmnode.pipeline.frames import ActivationCodec, FrameLimits
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.spec import check_model_type, stage_specs
 from swarmnode.pipeline.split import adapt, load_stage
-from swarmnode.pipeline.worker import CrewSettings
 from swarmnode.policy.device import HEADROOM, TRAINED_BYTES, Placement, count_parameters, free_bytes, needed_bytes, probe, set_up
 from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash, weight_files
 from swarmnode.policy.load import configured_ends, local_directory, lora_settings, offline

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -14,13 +13,15 @@ import trio
 from swarmnode.crew.local import Assigned
 from swarmnode.crew.record import Copy, Taken
 from swarmnode.pipeline.commit import Take
+from swarmnode.pipeline.context import CrewSettings
 from swarmnode.pipeline.fence import Fence
 from swarmnode.pipeline.frames import CREW_BYTES, FrameLimits, Place
 from swarmnode.pipeline.head import Head
 from swarmnode.pipeline.links import Links
 from swarmnode.pipeline.observer import Observer
+from swarmnode.pipeline.optimizer import StageOptimizer
 from swarmnode.pipeline.runtime import StageRuntime
-from swarmnode.pipeline.worker import CrewSettings, StageWorker
+from swarmnode.pipeline.worker import StageWorker
 
 T = TypeVar("T")
 HEAD_SECONDS = 120.0
@@ -59,13 +60,13 @@ class Meter:
 
 
 class Stage:
-    """One stage of one lineage in this process. `lock` is held while the optimizer moves the weights."""
+    """One stage of one lineage in this process. `optimizer` goes from one crew to the next."""
 
     def __init__(self, assigned: Assigned, runtime: StageRuntime, settings: CrewSettings, limits: FrameLimits) -> None:
         self.lineage, self.index, self.layers = assigned.lineage, assigned.stage, assigned.layers
         self.runtime = runtime
         self.meter = Meter()
-        self.lock = threading.Lock()
+        self.optimizer = StageOptimizer(runtime, settings.learning_rate)
         self.observers: list[Observer] = []
         self._settings = settings
         self._limits = limits
@@ -90,18 +91,16 @@ class Stage:
 
     def copy(self) -> Copy | None:
         """What others are told of the weights in memory; None of those that have taken no step. The last worker has stopped."""
-        spec, participant, last = self.runtime.spec, self.worker.participant, self.worker.last_commit
+        spec, participant, last = self.runtime.spec, self.worker.participant, self.optimizer.last_commit
         if participant.step == 0:
             return None
         taken = Taken(last.attempt, last.clip, last.learning_rate)
         return Copy(self.lineage, spec.first, spec.last, participant.step, participant.hash, "memory", taken, participant.next_hash)
 
     def begin(self, assigned: Assigned, streams: dict[int, trio.abc.Stream]) -> StageWorker:
-        """A new worker in a new crew, with what the old one had of weights, optimizer and learning rate. To be `run`."""
-        before, self._dropped = self.worker, Counter(self.dropped())
+        """A new worker in a new crew, with the stage's weights and optimizer. To be `run`."""
+        self._dropped = Counter(self.dropped())
         self.worker = self._make(assigned, streams)
-        self.worker.optimizer, self.worker.lr_scale = before.optimizer, before.lr_scale
-        self.worker.squared_norm, self.worker.last_commit = before.squared_norm, before.last_commit
         for parameter in self.runtime.parameters():
             parameter.grad = None
         self.runtime.sessions.clear()
@@ -113,11 +112,10 @@ class Stage:
         fence = Fence(place, len(assigned.layers))
         worker: StageWorker
         if self.index == 0:
-            worker = Head(self.runtime, links, fence, self._settings, self.meter, seconds=HEAD_SECONDS)
+            worker = Head(self.runtime, links, fence, self._settings, self.meter, self.optimizer, seconds=HEAD_SECONDS)
         else:
-            worker = StageWorker(self.runtime, links, fence, self._settings, self.meter)
+            worker = StageWorker(self.runtime, links, fence, self._settings, self.meter, self.optimizer)
         worker.participant.hash = assigned.hash
-        worker.lock = self.lock
         worker.observer = Observers(self)
         return worker
 

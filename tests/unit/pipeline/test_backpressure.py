@@ -13,9 +13,10 @@ from swarmnode.config import TrainingConfig
 from swarmnode.errors import PeerError
 from swarmnode.pipeline import frames
 from swarmnode.pipeline import links as links_module
-from swarmnode.pipeline import worker as worker_module
+from swarmnode.pipeline import micro_batches as micro_batches_module
 from swarmnode.pipeline.activations import encode
 from swarmnode.pipeline.compute import inline
+from swarmnode.pipeline.context import CrewSettings
 from swarmnode.pipeline.frames import FrameLimits, Place
 from swarmnode.pipeline.head import SCORES
 from swarmnode.pipeline.learning import LearnRow, describe, describe_loss
@@ -23,7 +24,6 @@ from swarmnode.pipeline.links import Links
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.schedule import Schedule
 from swarmnode.pipeline.split import split_model, whole_state
-from swarmnode.pipeline.worker import CrewSettings
 from swarmnode.wire import strict
 from tests.support.crew import open_crew
 from tests.support.lost_stages import quiet
@@ -55,7 +55,7 @@ class Narrow:
         patch.setattr(trio.testing, "memory_stream_pair", trio.testing.lockstep_stream_pair)
         patch.setattr(links_module, "OUTBOX_BYTES", 1)
         patch.setattr(links_module, "INBOX_BYTES", 1)
-        send, arrived = Links.send, worker_module.StageWorker._arrived
+        send, arrived = Links.send, micro_batches_module.StageWorker._arrived
 
         def noting(links, stage, frame, body=b""):
             send(links, stage, frame, body)
@@ -70,7 +70,7 @@ class Narrow:
             self.held += len(member._held) > before
 
         patch.setattr(Links, "send", noting)
-        patch.setattr(worker_module.StageWorker, "_arrived", counting)
+        patch.setattr(micro_batches_module.StageWorker, "_arrived", counting)
 
 
 @pytest.fixture
@@ -219,7 +219,7 @@ async def test_few_micro_batches_are_scored_at_a_time(models):
             await free.wait()
             return await inline(work)
 
-        crew.members[2]._compute = slow
+        crew.members[2].context.compute = slow
         got = []
 
         async def score():
@@ -237,11 +237,11 @@ async def test_few_micro_batches_are_scored_at_a_time(models):
 async def test_a_neighbour_that_sends_more_than_is_ever_in_flight_is_refused(models, monkeypatch):
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
         member = crew.members[1]
-        monkeypatch.setattr(member._schedule, "_room", 0)
-        for number in range(worker_module.KEPT + 10):
+        monkeypatch.setattr(member.micro_batches.schedule, "_room", 0)
+        for number in range(micro_batches_module.KEPT + 10):
             crew.head.links.send(1, *forward(number, "learn", crew.head.place))
         await quiet(2000)
-        assert len(member._kept) == worker_module.KEPT
+        assert len(member.micro_batches.kept) == micro_batches_module.KEPT
         assert member.statistics().refused == {"bounds": 10}
         monkeypatch.setattr(member.links, "full", lambda stage: stage == 2)
         for number in range(LIMITS.sessions + 10):

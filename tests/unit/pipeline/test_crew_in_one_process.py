@@ -14,12 +14,12 @@ from swarmnode.errors import DeviceError, PeerError, PeerTimeout
 from swarmnode.pipeline import frames
 from swarmnode.pipeline.activations import encode
 from swarmnode.pipeline.compute import in_thread
+from swarmnode.pipeline.context import CrewSettings
 from swarmnode.pipeline.frames import FrameLimits
 from swarmnode.pipeline.learning import LearnRow, describe
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.split import split_model, whole_state
 from swarmnode.pipeline.waves import Wave
-from swarmnode.pipeline.worker import CrewSettings
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import trainable
 from swarmnode.policy.logprobs import score
@@ -313,7 +313,7 @@ async def test_scores_and_waves_that_the_device_cannot_do_are_given_back(models)
         with fails(crew.members[1].runtime, "prefill", error), pytest.raises(PeerError, match="last: frame"):
             await crew.head.generate(HEADS, 2, 4, 1.0, 1.0, ENDS, random.Random(0))
         assert crew.members[1].statistics().runtime.sessions == 0
-        crew.head._gone = None
+        crew.head.waiting.gone = None
         assert len(await crew.head.score([([5, 6], [7, 8])], 1.0)) == 1
 
 
@@ -338,7 +338,7 @@ async def test_half_of_a_step_is_a_stage_that_is_lost(models, policy):
     _, rows = grpo(policy("llama"))
     with pytest.RaisesGroup(DeviceError, flatten_subgroups=True):
         async with crew_of(models["llama"], [2, 2]) as crew:
-            with fails(crew.members[1].optimizer, "step", torch.OutOfMemoryError("CUDA out of memory")):
+            with fails(crew.members[1].optimizer.adam, "step", torch.OutOfMemoryError("CUDA out of memory")):
                 await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)
 
 
@@ -347,10 +347,10 @@ async def test_no_stage_goes_faster_than_its_own_node_allows(models, policy):
     settings = replace(EXACT, learning_rate=1.1e-3)
     async with crew_of(models["llama"], [2, 2], settings) as crew:
         member = crew.members[1]
-        member.lr_scale.factor = 1.1
+        member.optimizer.lr_scale.factor = 1.1
         for rate, taken, refused in ((1e-3, 1.1e-3, {}), (5.0, 1.1e-3, {"bounds": 1})):
             assert (await crew.head.update(rows, TrainingConfig(), 10.0, rate)).refused is None
-            assert [group["lr"] for group in member.optimizer.param_groups] == [pytest.approx(taken)]
+            assert [group["lr"] for group in member.optimizer.adam.param_groups] == [pytest.approx(taken)]
             assert member.statistics().refused == refused
 
 
@@ -528,7 +528,7 @@ async def test_what_does_not_fit_the_crew_is_refused_by_reason(models):
         await quiet()
         assert member.statistics().refused == {"schema": 1, "bounds": 1, "fingerprint": 1, "session": 1}
         assert member.statistics().runtime.sessions == 0
-        head._open[b"w" * 16] = wave
+        head.generation.open[b"w" * 16] = wave
         member.links.send(0, frames.Tokens(member.place, b"w" * 16, 1), b"\0" * 8)  # there are two
         member.links.send(0, frames.Tokens(member.place, b"w" * 16, 2), pack_ids([60, 61]) + b"\0" * 8)  # there is no 61
         await quiet()

@@ -9,12 +9,12 @@ from peft import LoraConfig, get_peft_model
 
 from swarmnode.config import TrainingConfig
 from swarmnode.errors import Refused
+from swarmnode.pipeline.context import CrewSettings
 from swarmnode.pipeline.frames import FrameLimits
 from swarmnode.pipeline.learning import LearnRow
 from swarmnode.pipeline.routes import Hop, Routes, arriving, returning, swapped
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.split import split_model, whole_state
-from swarmnode.pipeline.worker import CrewSettings
 from swarmnode.policy.logprobs import collate, completion_logprobs
 from swarmnode.policy.micro import micro_batches
 from swarmnode.rl.objectives import Objective, policy_loss

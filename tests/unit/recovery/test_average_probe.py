@@ -8,8 +8,8 @@ import trio
 from peft import LoraConfig, get_peft_model
 
 from swarmnode.config import TrainingConfig
+from swarmnode.pipeline.context import CrewSettings
 from swarmnode.pipeline.learning import LearnRow
-from swarmnode.pipeline.worker import CrewSettings
 from swarmnode.policy.logprobs import token_logprobs
 from swarmnode.recovery.bodies import run_one
 from swarmnode.recovery.probes import work_of

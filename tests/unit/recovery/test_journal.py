@@ -10,13 +10,15 @@ from safetensors.torch import save_file
 
 from swarmnode.errors import StateError, Unavailable
 from swarmnode.pipeline.compute import inline
+from swarmnode.pipeline.context import CrewSettings
 from swarmnode.pipeline.fence import Fence
 from swarmnode.pipeline.frames import FrameLimits, Place
 from swarmnode.pipeline.learning import describe
 from swarmnode.pipeline.links import Links
+from swarmnode.pipeline.optimizer import LrScale
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.split import split_model
-from swarmnode.pipeline.worker import CrewSettings, LrScale, StageWorker
+from swarmnode.pipeline.worker import StageWorker
 from swarmnode.policy.fingerprint import fingerprint
 from swarmnode.recovery import disk
 from swarmnode.recovery.journal import FILE, Journal, find_journals
@@ -42,7 +44,7 @@ def train(member, steps=1):
         for parameter in member.runtime.parameters():
             parameter.grad = torch.randn(parameter.shape, generator=generator)
         member.participant.step += 1
-        member._step(1.0, 1e-3)
+        member.step(1.0, 1e-3)
 
 
 def closed(journal):
@@ -52,7 +54,7 @@ def closed(journal):
 
 def test_a_member_goes_on_from_its_journal_bit_by_bit(models, tmp_path):
     member = member_of(models)
-    member.squared_norm, member.lr_scale = 2.5, LrScale(1.1, 10)
+    member.optimizer.squared_norm, member.optimizer.lr_scale = 2.5, LrScale(1.1, 10)
     train(member, 3)
     torch.manual_seed(7)
     journal = Journal(tmp_path, CREW, member.runtime.spec)
@@ -66,7 +68,7 @@ def test_a_member_goes_on_from_its_journal_bit_by_bit(models, tmp_path):
     other = member_of(models)
     load_weights(other.runtime, kept.state.weights)
     load_moments(other, kept.state)
-    other.participant.step, other.lr_scale = 3, kept.lr_scale
+    other.participant.step, other.optimizer.lr_scale = 3, kept.lr_scale
     torch.set_rng_state(kept.rng)
     assert torch.equal(torch.rand(3), drawn)
     train(member, 2)
@@ -185,11 +187,11 @@ def test_a_state_is_a_copy(models):
 
 def test_a_new_optimizer_begins_gently(models):
     member = member_of(models)
-    member.lr_scale = LrScale(1.1, 4)
+    member.optimizer.lr_scale = LrScale(1.1, 4)
     rates = []
     for _ in range(6):
         train(member)
-        rates.append(member.optimizer.param_groups[0]["lr"])
+        rates.append(member.optimizer.adam.param_groups[0]["lr"])
     assert rates == pytest.approx([1.1e-3 * share for share in (0.25, 0.5, 0.75, 1.0, 1.0, 1.0)])
     assert LrScale().next() == 1.0
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import swarmnode.policy
 from swarmnode.config import Config, PolicyConfig, TrainingConfig
 from swarmnode.errors import StateError, Unavailable
-from swarmnode.pipeline.worker import CrewSettings
+from swarmnode.pipeline.context import CrewSettings
 from swarmnode.policy.fingerprint import fingerprint
 from swarmnode.policy.load import lora_settings
 from swarmnode.recovery import messages as m

@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 
 from swarmnode.config import TrainingConfig
 from swarmnode.errors import PeerTimeout
-from swarmnode.pipeline.worker import CrewSettings
+from swarmnode.pipeline.context import CrewSettings
 from swarmnode.recovery.messages import Have, root_of
 from swarmnode.recovery.restore import Replica, base_adapter
 from swarmnode.recovery.snapshots import RAN
@@ -130,7 +130,7 @@ async def test_r2_an_old_shadow_is_as_far_off_as_the_steps_it_lacks(fleet, form)
         assert (got.kind, got.step) == (SourceKind.SNAPSHOT, 2)
         assert got.verdict.kl < 0.02
         assert bool(got.state.counts) == (form == "exact")
-        assert crew.members[1].lr_scale.warmup == (0 if form == "exact" else 10)
+        assert crew.members[1].optimizer.lr_scale.warmup == (0 if form == "exact" else 10)
         for name, tensor in expected.items():
             if name.startswith("1 "):
                 bound = 1.2e-4 + (0.0 if form == "exact" else 2**-8 * float(tensor.abs().max()))
@@ -246,7 +246,7 @@ async def test_r3_the_base_adapter_when_nobody_has_a_shadow(fleet, models):
         got = mine.restored[1]
         assert (got.kind, got.step) == (SourceKind.BASE, None)
         assert all(torch.equal(t, untrained[name]) for name, t in trained(mine.stations[1].runtime).items())
-        assert crew.members[1].lr_scale.warmup == 10
+        assert crew.members[1].optimizer.lr_scale.warmup == 10
         await learn(crew, 1, 2)
 
 
@@ -360,14 +360,14 @@ async def test_paper_mode_trains_swapped_and_restores_without_any_storage(fleet,
     async with mine.up() as crew:
         await learn(crew, 3)
         before = mine.weights()
-        norms = [member.squared_norm for member in crew.members]
+        norms = [member.optimizer.squared_norm for member in crew.members]
     mine.kill(lost, disk=True).base = lambda: pytest.fail("paper mode has no base")
     async with mine.up() as crew:
         assert crew is not None, mine.failed
         got, after = mine.restored[lost], mine.weights()
         assert (got.kind, got.healings) == (SourceKind.SYNTHESIS if lost == 1 else SourceKind.COPY, ())
-        assert crew.members[lost].lr_scale.factor == 1.1
-        assert crew.members[lost].lr_scale.warmup == 0
+        assert crew.members[lost].optimizer.lr_scale.factor == 1.1
+        assert crew.members[lost].optimizer.lr_scale.warmup == 0
         name = "model.layers.0.mlp.up_proj.weight"
         if lost == 1:
             left, right = before[f"0 {name}"], before[f"2 {name}"]
@@ -392,7 +392,7 @@ async def test_checkfree_averages_an_inner_stage_and_copies_an_end(fleet, lost):
         await learn(crew, 3)
         await quiet()
         before = mine.weights()
-        norms = [member.squared_norm for member in crew.members]
+        norms = [member.optimizer.squared_norm for member in crew.members]
         assert [sorted(station.store.statistics().steps) for station in mine.stations] == [[0, 3], [0], [3], [0, 3]]
     mine.kill(lost, disk=lost == 1)
     async with mine.up() as crew:
@@ -400,7 +400,7 @@ async def test_checkfree_averages_an_inner_stage_and_copies_an_end(fleet, lost):
         got, after = mine.restored[lost], mine.weights()
         name = "model.layers.0.mlp.up_proj.weight"
         if lost == 1:  # though its own disk has it
-            assert (got.kind, got.healings, crew.members[1].lr_scale.factor) == (SourceKind.SYNTHESIS, (), 1.1)
+            assert (got.kind, got.healings, crew.members[1].optimizer.lr_scale.factor) == (SourceKind.SYNTHESIS, (), 1.1)
             mean = (norms[0] * before[f"0 {name}"] + norms[2] * before[f"2 {name}"]) / (norms[0] + norms[2])
             assert torch.allclose(after[f"1 {name}"], mean, atol=1e-6)
         else:
@@ -428,7 +428,7 @@ async def test_in_paper_mode_the_stage_goes_a_tenth_faster_and_a_tied_embedding_
     mine.kill(3)
     async with mine.up() as crew:
         await learn(crew, 1, 1, rate=1e-3)
-        groups = crew.members[3].optimizer.param_groups
+        groups = crew.members[3].optimizer.adam.param_groups
         assert [(group["shared"], group["lr"]) for group in groups] == [(False, pytest.approx(1.1e-3)), (True, pytest.approx(1e-3))]
 
 

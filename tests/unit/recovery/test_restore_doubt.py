@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from swarmnode.config import TrainingConfig
+from swarmnode.pipeline.context import CrewSettings
 from swarmnode.pipeline.spec import StageSpec
-from swarmnode.pipeline.worker import CrewSettings
 from swarmnode.recovery import gate as gate_module
 from swarmnode.recovery import restore as restore_module
 from swarmnode.recovery.messages import Have, root_of

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from swarmnode.config import TrainingConfig
+from swarmnode.pipeline.context import CrewSettings
 from swarmnode.pipeline.frames import FrameLimits
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.split import split_model
-from swarmnode.pipeline.worker import CrewSettings
 from swarmnode.recovery.sources import RecoverySettings, Run, SourceKind
 from tests.support.crew import open_crew
 from tests.support.lost_stages import Fleet, quiet, rows_of
@@ -78,7 +78,7 @@ async def test_paper_mode_restores_each_stage_where_hops_are_rounded(models, tmp
     try:
         async with mine.up() as crew:
             await learn(crew, 2)
-            before, norms = mine.weights(), [member.squared_norm for member in crew.members]
+            before, norms = mine.weights(), [member.optimizer.squared_norm for member in crew.members]
         mine.kill(lost)
         async with mine.up() as crew:
             assert crew is not None, mine.failed

@@ -73,7 +73,7 @@ class Node:
             for parameter in self.stage.runtime.parameters():
                 parameter.grad = torch.randn(parameter.shape, generator=generator)
             member.participant.step += 1
-            member._step(1.0, 1e-3)
+            member.step(1.0, 1e-3)
             settle(self.averaging.receive, self.said)  # what is due is computed, and taken at the next step
             self.journal.flush()
 

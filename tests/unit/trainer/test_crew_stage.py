@@ -11,7 +11,7 @@ from swarmnode.crew.local import Assigned
 from swarmnode.crew.record import Taken
 from swarmnode.errors import DeviceError, PeerError
 from swarmnode.pipeline.commit import NO_HASH, Answer, Prepare
-from swarmnode.pipeline.worker import StepTaken
+from swarmnode.pipeline.optimizer import StepTaken
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.device import Placement
 from swarmnode.trainer.crew import model as crew_model
@@ -75,7 +75,7 @@ async def test_a_prepared_step_that_others_took_is_taken_with_their_numbers(stag
     assert await stage.follow(following)
     assert (stage.step, stage.worker.participant.hash) == (1, following.hash)
     assert moved(stage, before) == pytest.approx(0.01, rel=1e-3)  # Adam's first step is the learning rate
-    assert stage.worker.last_commit == StepTaken(3, 0.5, 0.01)
+    assert stage.worker.optimizer.last_commit == StepTaken(3, 0.5, 0.01)
     again = stage.begin(following, {})
     assert (again.participant.step, again.participant.hash) == (1, following.hash)
     kept = stage.copy()
@@ -118,11 +118,11 @@ async def test_the_optimizer_goes_on_in_the_next_crew_and_holds_the_lock_while_i
     stage.begin(following, {})
     assert stage.worker.optimizer is optimizer
     assert float(next(iter(optimizer.state.values()))["step"]) == 1
-    optimizer.register_step_pre_hook(lambda *_: seen.append(stage.lock.locked()))
+    optimizer.register_step_pre_hook(lambda *_: seen.append(stage.optimizer.lock.locked()))
     prepare(stage)
     await stage.follow(after(stage, b"e" * 32))
     assert seen == [True]
-    assert not stage.lock.locked()
+    assert not stage.optimizer.lock.locked()
     assert float(next(iter(optimizer.state.values()))["step"]) == 2
 
 
@@ -142,10 +142,10 @@ async def test_the_lock_is_free_again_when_the_device_fails_in_the_middle_of_a_s
     def no_memory(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    stage.worker.optimizer.register_step_pre_hook(no_memory)
+    stage.worker.optimizer.adam.register_step_pre_hook(no_memory)
     with pytest.raises(DeviceError, match="half of a step"):
         await stage.follow(after(stage))
-    assert not stage.lock.locked()
+    assert not stage.optimizer.lock.locked()
 
 
 async def test_no_step_is_taken_faster_than_this_node_is_configured_for(stage, model):
