@@ -53,6 +53,45 @@ class LinkStatistics:
     refused: dict[str, int]
 
 
+class Inbox:
+    """What arrived and was not handled yet, in order; bodies from others are counted. own: our stage."""
+
+    def __init__(self, own: int) -> None:
+        self._own = own
+        self._send, self._receive = trio.open_memory_channel[Arrival | None](INBOX)
+        self._unhandled = 0
+        """Bytes of others' bodies in it."""
+        self._handled = trio.Event()
+
+    async def room(self) -> None:
+        """Returns once another stream may be read."""
+        while self._unhandled >= INBOX_BYTES:
+            await self._handled.wait()
+
+    async def put(self, arrival: Arrival) -> None:
+        if arrival.sender != self._own:
+            self._unhandled += len(arrival.body)
+        await self._send.send(arrival)
+
+    def put_room(self) -> None:
+        """There is room again on a link that was full."""
+        with contextlib.suppress(trio.WouldBlock):  # a member that has arrivals to take looks for room after them anyway
+            self._send.send_nowait(None)
+
+    def take_nowait(self) -> Arrival | None:
+        return self._taken(self._receive.receive_nowait())
+
+    async def take(self) -> Arrival | None:
+        return self._taken(await self._receive.receive())
+
+    def _taken(self, arrival: Arrival | None) -> Arrival | None:
+        if arrival is not None and arrival.sender != self._own:
+            self._unhandled -= len(arrival.body)
+            self._handled.set()
+            self._handled = trio.Event()
+        return arrival
+
+
 class Links:
     """`streams`: stage → stream. Frames to our own stage come back without a stream."""
 
@@ -60,14 +99,11 @@ class Links:
         self.stage = stage
         self.limits = limits
         self._streams = dict(streams)
-        self._in_send, self._inbox = trio.open_memory_channel[Arrival | None](INBOX)
+        self._inbox = Inbox(stage)
         self._to_self, self._from_self = trio.open_memory_channel[Arrival](OUTBOX)
         self._out = {peer: trio.open_memory_channel[bytes](OUTBOX) for peer in self._streams}
         self._queued = dict.fromkeys(self._streams, 0)
         """Bytes, of those whose stream takes any."""
-        self._unhandled = 0
-        """Bytes of bodies in the inbox."""
-        self._handled = trio.Event()
         self._nursery: trio.Nursery | None = None
         self._sent = self._received = self._frames = 0
         self._refused: Counter[str] = Counter()
@@ -98,11 +134,11 @@ class Links:
 
     def take_nowait(self) -> Arrival | None:
         """The next arrival; None: there is room again on a link that was full. Raises trio.WouldBlock."""
-        return self._taken(self._inbox.receive_nowait())
+        return self._inbox.take_nowait()
 
     async def take(self) -> Arrival | None:
         """As `take_nowait`, once there is something."""
-        return self._taken(await self._inbox.receive())
+        return await self._inbox.take()
 
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
@@ -111,13 +147,6 @@ class Links:
             for peer, stream in self._streams.items():
                 nursery.start_soon(self._read, peer, stream)
                 nursery.start_soon(self._write, peer, stream)
-
-    def _taken(self, arrival: Arrival | None) -> Arrival | None:
-        if arrival is not None and arrival.sender != self.stage:
-            self._unhandled -= len(arrival.body)
-            self._handled.set()
-            self._handled = trio.Event()
-        return arrival
 
     def _give_up(self, peer: int) -> None:
         """Frames to it cannot be kept, and none is dropped while others go on: this stream ends, and the crew gets new ones."""
@@ -128,35 +157,29 @@ class Links:
     def _no_more(self, peer: int) -> None:
         """What was held back for it waits for nothing any more."""
         self._queued.pop(peer, None)
-        self._say_room()
-
-    def _say_room(self) -> None:
-        with contextlib.suppress(trio.WouldBlock):  # a member that has arrivals to take looks for room after them anyway
-            self._in_send.send_nowait(None)
+        self._inbox.put_room()
 
     async def _loop_back(self) -> None:
         async for arrival in self._from_self:
-            await self._in_send.send(arrival)
+            await self._inbox.put(arrival)
 
     async def _read(self, peer: int, stream: trio.abc.Stream) -> None:
         reason = "closed"
         try:
             while True:
-                while self._unhandled >= INBOX_BYTES:
-                    await self._handled.wait()
+                await self._inbox.room()
                 got = await read_frame(stream, self.limits)
                 if got is None:
                     break
                 self._frames += 1
                 self._received += len(got[1])
-                self._unhandled += len(got[1])
-                await self._in_send.send(Arrival(peer, *got))
+                await self._inbox.put(Arrival(peer, *got))
         except BadMessage as error:
             reason = error.reason
             self._refused[reason] += 1
         except (trio.BrokenResourceError, trio.ClosedResourceError):
-            pass  # said by the arrival below
-        await self._in_send.send(Arrival(peer, None, b"", reason))
+            pass  # the arrival below says it
+        await self._inbox.put(Arrival(peer, None, b"", reason))
 
     async def _write(self, peer: int, stream: trio.abc.Stream) -> None:
         try:
@@ -169,6 +192,6 @@ class Links:
                     was_full = self.full(peer)
                     self._queued[peer] -= len(part)
                     if was_full and not self.full(peer):
-                        self._say_room()
+                        self._inbox.put_room()
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             self._no_more(peer)

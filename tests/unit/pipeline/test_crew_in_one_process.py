@@ -320,7 +320,7 @@ async def test_scores_and_waves_that_the_device_cannot_do_are_given_back(models)
 async def test_an_end_that_cannot_send_its_half_of_the_embedding_refuses_the_step(models, policy):
     _, rows = grpo(policy("llama-tied"))
     async with crew_of(models["llama-tied"], [2, 2]) as crew:
-        with fails(crew.members[1], "_send_half", torch.OutOfMemoryError("CUDA out of memory")):
+        with fails(crew.members[1].tied, "begin", torch.OutOfMemoryError("CUDA out of memory")):
             assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused == "frame"
         assert await all_dropped(crew)
         assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused is None

@@ -114,9 +114,9 @@ async def test_the_optimizer_goes_on_in_the_next_crew_and_holds_the_lock_while_i
     prepare(stage)
     following = after(stage)
     await stage.follow(following)
-    optimizer, seen = stage.worker.optimizer, []
+    optimizer, seen = stage.worker.optimizer.adam, []
     stage.begin(following, {})
-    assert stage.worker.optimizer is optimizer
+    assert stage.worker.optimizer.adam is optimizer
     assert float(next(iter(optimizer.state.values()))["step"]) == 1
     optimizer.register_step_pre_hook(lambda *_: seen.append(stage.optimizer.lock.locked()))
     prepare(stage)
