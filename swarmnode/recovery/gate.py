@@ -30,7 +30,7 @@ AT_ONCE = 2
 
 
 async def judge(peer: StatePeer, probes: Sequence[Probe]) -> Verdict:
-    """`peer.runtime` in its place among the others. `probes` is not empty.
+    """`peer.stage.runtime` in its place among the others. `probes` is not empty.
 
     Raises PeerError when a stage is gone or never gets ready, and what `faults.of_device` knows.
     """
@@ -69,14 +69,14 @@ def verdict_of(shift: np.ndarray) -> Verdict:
 
 async def _shift(peer: StatePeer, probe: Probe) -> np.ndarray:
     """(tokens,) r. Raises ValueError or Incompatible where numbers are not finite, here or elsewhere."""
-    micro_batch = work_of(probe, peer.limits)
+    micro_batch = work_of(probe, peer.stage.limits)
     old = unpack_logprobs(probe.logprobs)
     x = b""
-    for stage in range(peer.spec.stages):
-        if stage == peer.spec.index:
-            x = await peer.compute(partial(run_one, peer.runtime, micro_batch, x, peer.codec))
+    for stage in range(peer.stage.spec.stages):
+        if stage == peer.stage.spec.index:
+            x = await peer.channel.compute(partial(run_one, peer.stage.runtime, micro_batch, x, peer.stage.codec))
         else:
-            x = await peer.run_at(stage, probe, len(old), x)
+            x = await peer.fetch.run_at(stage, probe, len(old), x)
     new = unpack_logprobs(x)
     if not np.isfinite(new).all():
         raise ValueError("a log-probability is not finite")

@@ -12,7 +12,7 @@ A source that does not fit this device is one that was not there: what it took i
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Set
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -29,6 +29,7 @@ from swarmnode.pipeline.split import load_stage
 from swarmnode.pipeline.worker import StageWorker
 from swarmnode.policy.fingerprint import fingerprint
 from swarmnode.policy.micro import free_memory, is_oom
+from swarmnode.recovery.fetching import AGAIN_SECONDS, ASK_SECONDS
 from swarmnode.recovery.gate import judge
 from swarmnode.recovery.healing import Healing, heal, pairs_of
 from swarmnode.recovery.journal import Journal
@@ -37,7 +38,7 @@ from swarmnode.recovery.snapshots import ring
 from swarmnode.recovery.sources import Found, RecoveryOrder, RecoverySettings, Run, Source, SourceKind, Verdict
 from swarmnode.recovery.state import StageState, Tensors, host_copy, load_moments, load_weights, trained
 from swarmnode.recovery.synthesis import synthesise
-from swarmnode.recovery.transfer import AGAIN_SECONDS, ASK_SECONDS, StatePeer
+from swarmnode.recovery.transfer import StatePeer
 
 T = TypeVar("T")
 Base = Callable[[], Tensors]
@@ -100,17 +101,17 @@ async def restore(
     peer: StatePeer, *, step: int, run: Run, hash: bytes = b"", journal: Journal | None = None, base: Base | None = None,
     replica: Callable[[], Awaitable[Replica]] | None = None, notify: Notify = lambda phase, kind: None,
 ) -> Restored:  # fmt: skip
-    """The stage `peer.runtime` as good as it can be had; `step` is how many the crew has committed, `hash` their step hash.
+    """The stage `peer.stage.runtime` as good as it can be had; `step` is how many the crew has committed, `hash` their step hash.
     `peer.run` must be running.
 
     Without a `base` there is no R3: a run from scratch has none that is worth anything.
 
     Raises Refused where no source is left (R6), with every source's reason, and PeerError when a stage that is needed for judging is gone.
     """
-    settings, started = peer.settings, trio.current_time()
-    peer.phase, peer.kind, peer.restored, peer.exhausted = "empty", SourceKind.NONE, None, False
+    settings, started = peer.stage.settings, trio.current_time()
+    peer.stage.phase, peer.stage.kind, peer.stage.restored, peer.stage.exhausted = "empty", SourceKind.NONE, None, False
     holds = await _ask(peer)
-    kept = {stage: holds[stage] for stage in ring(peer.spec.index, peer.spec.stages) if stage in holds}
+    kept = {stage: holds[stage] for stage in ring(peer.stage.spec.index, peer.stage.spec.stages) if stage in holds}
     if hash:  # what is of the very step and has another hash is of another continuation
         kept = {stage: h for stage, h in kept.items() if h.shadow != step or h.hash == hash}
         journal = None if journal is not None and journal.step == step and journal.hash != hash else journal
@@ -123,10 +124,9 @@ async def restore(
         alive=frozenset(stage for stage, h in holds.items() if h.loaded),
         ends=frozenset(stage for stage, h in holds.items() if h.ends is not None),
     )
-    order = RecoveryOrder(found, peer.spec, step, run, settings)
-    judged: set[tuple[SourceKind, int | None]] = set()
-    load = lambda source: _load(source, peer, holds, step, run, journal, base, replica, judged)
-    return await _Recovery(peer, order, holds, await _probes(peer, holds), load, notify, started, judged).run()
+    order = RecoveryOrder(found, peer.stage.spec, step, run, settings)
+    loader = _Loader(peer, holds, step, run, journal, base, replica)
+    return await _Recovery(peer, order, loader, await _probes(peer, holds), notify, started).run()
 
 
 @dataclass
@@ -135,13 +135,10 @@ class _Recovery:
 
     peer: StatePeer
     order: RecoveryOrder
-    holds: Mapping[int, Holds]
+    loader: _Loader
     probes: list[Probe]
-    load: Callable[[Source], Awaitable[_Candidate]]
     notify: Notify
     started: float
-    judged: set[tuple[SourceKind, int | None]]
-    """(kind, holder) of what was in the stage and did not pass."""
     first: Source | None = None
     """The best source that was there."""
 
@@ -167,7 +164,7 @@ class _Recovery:
             if not faults.of_device(error):
                 raise
             why = "out of memory" if is_oom(error) else f"the device: {error}"
-        for parameter in self.peer.runtime.parameters():
+        for parameter in self.peer.stage.runtime.parameters():
             parameter.grad = None
         free_memory()
         self._drop(source, why)
@@ -176,7 +173,7 @@ class _Recovery:
     def _drop(self, source: Source | None, why: str) -> None:
         """What is in the stage is nobody's."""
         peer = self.peer
-        peer.phase, peer.kind, peer.restored = "empty", SourceKind.NONE, None
+        peer.stage.phase, peer.stage.kind, peer.stage.restored = "empty", SourceKind.NONE, None
         if source is not None:
             self.order.refuse(source, why)
 
@@ -197,7 +194,7 @@ class _Recovery:
 
     async def _try(self, source: Source) -> Restored | None:
         """None where it did not serve; the order knows why."""
-        peer, settings = self.peer, self.peer.settings
+        peer, settings = self.peer, self.peer.stage.settings
         candidate = await self._put_in_stage(source)
         if candidate is None:
             return None
@@ -210,23 +207,23 @@ class _Recovery:
                 return self._done(source, candidate, verdict, healings)
             healing = await _heal(peer, self.probes, settings) if what == "heal" else None
             if healing is None:
-                self.judged.add((source.kind, source.holder))
+                self.loader.judged.add((source.kind, source.holder))
                 self._drop(source, _refusal(verdict, len(healings)))
                 return None
             healings.append(healing)
-            fresh = {name: host_copy(tensor) for name, tensor in trained(peer.runtime).items()}
+            fresh = {name: host_copy(tensor) for name, tensor in trained(peer.stage.runtime).items()}
             candidate = _Candidate(_without_moments(candidate.state, fresh, peer), _new_lr_scale(settings, candidate.lr_scale.factor))
-            peer.restored = candidate.state
+            peer.stage.restored = candidate.state
 
     async def _put_in_stage(self, source: Source) -> _Candidate | None:
         """What `source` gives, in the stage. None where it is not there or not what it was said to be."""
         peer = self.peer
         self.notify("loading", source.kind)
         try:
-            candidate = await self.load(source)
-            await peer.compute(lambda: load_weights(peer.runtime, candidate.state.weights))
-            peer.phase, peer.kind, peer.restored = "candidate", source.kind, candidate.state
-            await _tie(peer, candidate, self.holds)
+            candidate = await self.loader.load(source)
+            await peer.channel.compute(lambda: load_weights(peer.stage.runtime, candidate.state.weights))
+            peer.stage.phase, peer.stage.kind, peer.stage.restored = "candidate", source.kind, candidate.state
+            await _tie(peer, candidate, self.loader.holds)
         except (PeerError, StateError, Unavailable, Refused, OSError) as error:
             self._drop(source, str(error))
             return None
@@ -235,14 +232,14 @@ class _Recovery:
 
     async def _judge(self, source: Source, healings: int) -> Verdict:
         """A verdict that this stage has to answer for: none that another one, restored with a worse source, may have brought about."""
-        until = trio.current_time() + self.peer.settings.neighbour_seconds
+        until = trio.current_time() + self.peer.stage.settings.neighbour_seconds
         while True:
             unfinished = await self._unfinished()  # asked first: one that gets ready meanwhile may have spoilt the verdict before
             verdict = await judge(self.peer, self._judges())
             if self.order.judge(source, verdict, healings) == "rejoin" or trio.current_time() >= until:
                 return verdict
             others = [(h.rung, -stage) for stage, h in unfinished if h.rung is not None and not h.exhausted]
-            if not others or max(others) < (int(source.kind), -self.peer.spec.index):
+            if not others or max(others) < (int(source.kind), -self.peer.stage.spec.index):
                 return verdict
             await trio.sleep(AGAIN_SECONDS)
 
@@ -250,109 +247,117 @@ class _Recovery:
         """Nothing is left, but what failed may have failed through another stage that is being restored: with the best source that there
         was, until that one has found a better. None where there is no other, or it did not help."""
         peer, source = self.peer, self.first
-        until = trio.current_time() + peer.settings.neighbour_seconds
+        until = trio.current_time() + peer.stage.settings.neighbour_seconds
         if source is None or not await self._unfinished() or (candidate := await self._put_in_stage(source)) is None:
             return None
-        peer.exhausted = True
+        peer.stage.exhausted = True
         while True:
             others = await self._unfinished()  # before the verdict, as in `_judge`
             verdict = await judge(peer, self._judges()) if self.probes else None
             if self.order.judge(source, verdict, 0) == "rejoin":
                 return self._done(source, candidate, verdict, [])
             if all(h.exhausted for _, h in others) or trio.current_time() >= until:
-                peer.phase = "empty"
+                peer.stage.phase = "empty"
                 return None
             await trio.sleep(AGAIN_SECONDS)
 
     async def _unfinished(self) -> list[tuple[int, Holds]]:
         """Other stages that answer and are being restored."""
-        return [(stage, h) for stage, h in (await self.peer.ask()).items() if not h.loaded]
+        return [(stage, h) for stage, h in (await self.peer.fetch.ask()).items() if not h.loaded]
 
     def _judges(self) -> list[Probe]:
-        return self.probes[-self.peer.settings.probes :]
+        return self.probes[-self.peer.stage.settings.probes :]
 
     def _done(self, source: Source, candidate: _Candidate, verdict: Verdict | None, healings: list[Healing]) -> Restored:
-        self.peer.phase, self.peer.kind, self.peer.exhausted = "whole", None, False
+        self.peer.stage.phase, self.peer.stage.kind, self.peer.stage.exhausted = "whole", None, False
         return Restored(
             source.kind, source.step, source.holder, trio.current_time() - self.started, verdict, tuple(healings),
             tuple(self.order.tried), candidate.state, candidate.lr_scale, candidate.outer, candidate.rng,
         )  # fmt: skip
 
 
-async def _load(
-    source: Source, peer: StatePeer, holds: Mapping[int, Holds], step: int, run: Run, journal: Journal | None, base: Base | None,
-    replica: Callable[[], Awaitable[Replica]] | None, judged: Set[tuple[SourceKind, int | None]],
-) -> _Candidate:  # fmt: skip
-    """Raises PeerError, StateError, Unavailable, Refused, OSError where the source is not what it was said to be."""
-    spec, settings = peer.spec, peer.settings
-    match source.kind:
-        case SourceKind.JOURNAL:
-            assert journal is not None
-            kept = await peer.compute(journal.read)
-            return _Candidate(kept.state, kept.lr_scale, kept.outer, kept.rng)
-        case SourceKind.REPLICA:
-            assert replica is not None
-            theirs = await replica()
-            return _Candidate(StageState(theirs.step or 0, theirs.weights), _new_lr_scale(settings), theirs.outer)
-        case SourceKind.SNAPSHOT:
-            assert source.holder is not None
-            state = await peer.fetch_snapshot(source.holder, holds[source.holder].root)
-            if state.step != source.step:
-                raise Incompatible(f"a snapshot of step {state.step}, not {source.step}")
-            return _Candidate(state, LrScale(state.factor) if state.counts else _new_lr_scale(settings, state.factor))
-        case SourceKind.BASE:
-            assert base is not None
-            weights = await peer.compute(base)
-            last = await _last_adapter(peer, holds, step, journal, judged, weights) if run.adapter else None
-            return _Candidate(StageState(0, weights) if last is None else last, _new_lr_scale(settings))
-    before = None if spec.has_embedding else await peer.fetch_layers(spec.index - 1)
-    after = None if spec.has_head else await peer.fetch_layers(spec.index + 1)
-    ends = None
-    if spec.has_embedding or spec.has_head:
-        newest = max((h.ends, -stage) for stage, h in holds.items() if h.ends is not None)
-        ends = await peer.fetch_ends(-newest[1])
-    assert source.method is not None
-    method = source.method
-    paper = not settings.keeps_copies(spec)
-    made = await peer.compute(lambda: synthesise(method, spec, before, after, run, ends=ends, paper=paper))
-    lr_scale = LrScale(made.learning_rate_factor) if paper else _new_lr_scale(settings)
-    return _Candidate(StageState(0, made.state), lr_scale)
+@dataclass
+class _Loader:
+    """What each source gives. judged: (kind, holder) of what was in the stage and did not pass."""
 
+    peer: StatePeer
+    holds: Mapping[int, Holds]
+    step: int
+    run: Run
+    journal: Journal | None
+    base: Base | None
+    replica: Callable[[], Awaitable[Replica]] | None
+    judged: set[tuple[SourceKind, int | None]] = field(default_factory=set)
 
-async def _last_adapter(
-    peer: StatePeer, holds: Mapping[int, Holds], step: int, journal: Journal | None, judged: Set[tuple[SourceKind, int | None]],
-    base: Tensors,
-) -> StageState | None:  # fmt: skip
-    """The newest adapter of this stage of this crew up to `step`, however old: as a source of its own it could not be had, and is asked for
-    again. None where there is none that fits. Not one that was judged: it would not pass on the same base either, and an untrained may.
-    """
-    known = [(h.shadow, SourceKind.SNAPSHOT, stage) for stage, h in holds.items() if h.shadow is not None]
-    here = [(journal.step, SourceKind.JOURNAL, None)] if journal is not None and journal.step is not None else []
-    for age, kind, holder in sorted([*here, *known], key=lambda one: -one[0]):
-        if age > step or (kind, holder) in judged:
-            continue
-        try:
-            if holder is not None:
-                state = await peer.fetch_snapshot(holder, holds[holder].root)
-            else:
-                assert journal is not None
-                state = (await peer.compute(journal.read)).state
-        except (PeerError, StateError, OSError):
-            continue  # the next newest, or the untrained one
-        if {n: t.shape for n, t in state.weights.items()} == {n: t.shape for n, t in base.items()}:
-            return StageState(state.step, state.weights)
-    return None
+    async def load(self, source: Source) -> _Candidate:
+        """Raises PeerError, StateError, Unavailable, Refused, OSError where the source is not what it was said to be."""
+        spec, settings = self.peer.stage.spec, self.peer.stage.settings
+        match source.kind:
+            case SourceKind.JOURNAL:
+                assert self.journal is not None
+                kept = await self.peer.channel.compute(self.journal.read)
+                return _Candidate(kept.state, kept.lr_scale, kept.outer, kept.rng)
+            case SourceKind.REPLICA:
+                assert self.replica is not None
+                theirs = await self.replica()
+                return _Candidate(StageState(theirs.step or 0, theirs.weights), _new_lr_scale(settings), theirs.outer)
+            case SourceKind.SNAPSHOT:
+                assert source.holder is not None
+                state = await self.peer.fetch.snapshot(source.holder, self.holds[source.holder].root)
+                if state.step != source.step:
+                    raise Incompatible(f"a snapshot of step {state.step}, not {source.step}")
+                return _Candidate(state, LrScale(state.factor) if state.counts else _new_lr_scale(settings, state.factor))
+            case SourceKind.BASE:
+                assert self.base is not None
+                weights = await self.peer.channel.compute(self.base)
+                last = await self._last_adapter(weights) if self.run.adapter else None
+                return _Candidate(StageState(0, weights) if last is None else last, _new_lr_scale(settings))
+        before = None if spec.has_embedding else await self.peer.fetch.layers(spec.index - 1)
+        after = None if spec.has_head else await self.peer.fetch.layers(spec.index + 1)
+        ends = None
+        if spec.has_embedding or spec.has_head:
+            newest = max((h.ends, -stage) for stage, h in self.holds.items() if h.ends is not None)
+            ends = await self.peer.fetch.ends(-newest[1])
+        assert source.method is not None
+        method = source.method
+        paper = not settings.keeps_copies(spec)
+        made = await self.peer.channel.compute(lambda: synthesise(method, spec, before, after, self.run, ends=ends, paper=paper))
+        lr_scale = LrScale(made.learning_rate_factor) if paper else _new_lr_scale(settings)
+        return _Candidate(StageState(0, made.state), lr_scale)
+
+    async def _last_adapter(self, base: Tensors) -> StageState | None:
+        """The newest adapter of this stage of this crew up to `step`, however old: as a source of its own it could not be had, and is asked
+        for again. None where there is none that fits. Not one that was judged: it would not pass on the same base either, and an
+        untrained one may.
+        """
+        known = [(h.shadow, SourceKind.SNAPSHOT, stage) for stage, h in self.holds.items() if h.shadow is not None]
+        journal = self.journal
+        here = [(journal.step, SourceKind.JOURNAL, None)] if journal is not None and journal.step is not None else []
+        for age, kind, holder in sorted([*here, *known], key=lambda one: -one[0]):
+            if age > self.step or (kind, holder) in self.judged:
+                continue
+            try:
+                if holder is not None:
+                    state = await self.peer.fetch.snapshot(holder, self.holds[holder].root)
+                else:
+                    assert journal is not None
+                    state = (await self.peer.channel.compute(journal.read)).state
+            except (PeerError, StateError, OSError):
+                continue  # the next newest, or the untrained one
+            if {n: t.shape for n, t in state.weights.items()} == {n: t.shape for n, t in base.items()}:
+                return StageState(state.step, state.weights)
+        return None
 
 
 async def _tie(peer: StatePeer, candidate: _Candidate, holds: Mapping[int, Holds]) -> None:
     """A tied embedding is one tensor with one optimizer: both are the other end's. Where both ends are lost, they are the head's."""
-    spec = peer.spec
-    if peer.runtime.embedding() is None:
+    spec = peer.stage.spec
+    if peer.stage.runtime.embedding() is None:
         return
     other = holds.get(spec.stages - 1 if spec.has_embedding else 0)
     if spec.has_embedding and (other is None or not other.loaded):
         return
-    theirs = await peer.fetch_tied()
+    theirs = await peer.fetch.tied()
     state = candidate.state
     (name,) = theirs.weights
     merge = lambda mine, new: {**{n: t for n, t in mine.items() if n != name}, **new}
@@ -360,15 +365,15 @@ async def _tie(peer: StatePeer, candidate: _Candidate, holds: Mapping[int, Holds
         state, weights=merge(state.weights, theirs.weights), first=merge(state.first, theirs.first),
         second=merge(state.second, theirs.second), counts=merge(state.counts, theirs.counts),
     )  # fmt: skip
-    await peer.compute(lambda: load_weights(peer.runtime, candidate.state.weights))
-    peer.restored = candidate.state
+    await peer.channel.compute(lambda: load_weights(peer.stage.runtime, candidate.state.weights))
+    peer.stage.restored = candidate.state
 
 
 async def _ask(peer: StatePeer) -> dict[int, Holds]:
     """Once every stage that answers knows whether it has its weights: one that is just being assigned is no lost neighbour."""
     until = trio.current_time() + ASK_SECONDS
     while True:
-        holds = await peer.ask()
+        holds = await peer.fetch.ask()
         if all(h.loaded or h.rung is not None for h in holds.values()) or trio.current_time() >= until:
             return holds
         await trio.sleep(AGAIN_SECONDS)
@@ -378,35 +383,36 @@ async def _probes(peer: StatePeer, holds: Mapping[int, Holds]) -> list[Probe]:
     """The newest that anybody has and that are what they say."""
     for _, stage in sorted(((h.probes, stage) for stage, h in holds.items() if h.probes is not None), reverse=True):
         try:
-            return await peer.fetch_probes(stage)
+            return await peer.fetch.probes(stage)
         except PeerError:
             continue
-    return list(peer.recorder.probes)
+    return list(peer.stage.recorder.probes)
 
 
 async def _heal(peer: StatePeer, probes: list[Probe], settings: RecoverySettings) -> Healing | None:
     """None where the neighbours kept nothing to heal it by."""
     edges = []
-    for stage in (peer.spec.index - 1, peer.spec.index + 1):
-        if 0 <= stage < peer.spec.stages:
+    for stage in (peer.stage.spec.index - 1, peer.stage.spec.index + 1):
+        if 0 <= stage < peer.stage.spec.stages:
             try:
-                edges += await peer.fetch_edges(stage)
+                edges += await peer.fetch.edges(stage)
             except PeerError:
                 return None
-    pairs = await peer.compute(lambda: pairs_of(peer.runtime, edges, probes, peer.limits, peer.codec, settings.probes))
+    at = peer.stage
+    pairs = await peer.channel.compute(lambda: pairs_of(at.runtime, edges, probes, at.limits, at.codec, settings.probes))
     if not pairs:
         return None
-    peer.phase = "empty"  # weights that change between two questions are nobody's
+    peer.stage.phase = "empty"  # weights that change between two questions are nobody's
     try:
-        return await peer.compute(lambda: heal(peer.runtime, pairs, settings.healing_steps, settings.healing_rate))
+        return await peer.channel.compute(lambda: heal(peer.stage.runtime, pairs, settings.healing_steps, settings.healing_rate))
     finally:
-        peer.phase = "candidate"
+        peer.stage.phase = "candidate"
 
 
 def _without_moments(state: StageState, weights: Tensors, peer: StatePeer) -> StageState:
     """Other weights, a new optimizer; but for a tied embedding, which was not touched."""
-    shared = peer.runtime.embedding()
-    names = {name for name, tensor in trained(peer.runtime).items() if tensor is shared}
+    shared = peer.stage.runtime.embedding()
+    names = {name for name, tensor in trained(peer.stage.runtime).items() if tensor is shared}
     keep = lambda tensors: {name: t for name, t in tensors.items() if name in names}
     return replace(state, weights=weights, first=keep(state.first), second=keep(state.second), counts=keep(state.counts))
 

@@ -244,14 +244,14 @@ def _copies_in(directory: Path) -> Iterator[tuple[int, PeerSnapshot]]:
             continue
 
 
-class Peer(Protocol):
-    def push_snapshot(self, state: StageState) -> None: ...
-    def push_ends(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None: ...
-    def push_probes(self) -> None: ...
+class Push(Protocol):
+    def snapshot(self, state: StageState) -> None: ...
+    def ends(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None: ...
+    def probes(self) -> None: ...
 
 
 class SnapshotRecorder(Recorder):
-    """Observer of one member. Set `peer` once there are state streams; without one, it only remembers.
+    """Observer of one member. Set `push` once there are state streams; without one, it only remembers.
 
     outer: what averaging keeps with the weights, for the journal."""
 
@@ -260,7 +260,7 @@ class SnapshotRecorder(Recorder):
         outer: Callable[[], Tensors] = dict,
     ) -> None:  # fmt: skip
         super().__init__(spec, settings)
-        self.peer: Peer | None = None
+        self.push: Push | None = None
         self.copied = 0
         """Snapshots taken."""
         self._journal = journal
@@ -285,12 +285,12 @@ class SnapshotRecorder(Recorder):
     def stepped(self) -> None:
         state, self._state = self._state, None
         ends, self._ends = self._ends, None
-        if self.peer is None:
+        if self.push is None:
             return
         if state is not None:
             self.copied += 1
-            self.peer.push_snapshot(state)
+            self.push.snapshot(state)
         if ends is not None:
-            self.peer.push_ends(*ends)
+            self.push.ends(*ends)
         if self.spec.has_head and self.probes:
-            self.peer.push_probes()
+            self.push.probes()

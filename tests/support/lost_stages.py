@@ -24,6 +24,7 @@ from swarmnode.pipeline.spec import StageSpec
 from swarmnode.pipeline.split import split_model
 from swarmnode.pipeline.worker import StageWorker
 from swarmnode.recovery.journal import Journal
+from swarmnode.recovery.local import LocalStage
 from swarmnode.recovery.restore import Base, Replica, Restored, restore
 from swarmnode.recovery.snapshots import SNAPSHOTS, SnapshotRecorder, SnapshotStore, ring
 from swarmnode.recovery.sources import RecoverySettings, Run
@@ -120,11 +121,12 @@ class Fleet:
         self.peers = []
         for i, station in enumerate(self.stations):
             fence = Fence(Place(CREW, i, self.step), count)
-            peer = StatePeer(
-                station.runtime, fence, streams[i], self.limits, self.layouts, self.settings, store=station.store, recorder=station.watch,
-                codec=self.crew_settings.codec, compute=inline,
+            local = LocalStage(
+                station.runtime, station.spec, self.limits, self.layouts, self.settings, self.crew_settings.codec, station.watch,
+                station.store,
             )  # fmt: skip
-            station.watch.peer = peer
+            peer = StatePeer(local, fence, streams[i], inline)
+            station.watch.push = peer.push
             self.peers.append(peer)
         self.restored, self.failed = {}, {}
         async with trio.open_nursery() as nursery:

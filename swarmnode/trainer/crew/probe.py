@@ -67,7 +67,7 @@ class CrewProbe:
             return False
 
         def begin() -> None:
-            if not peer.spawn(lambda: _judge(peer, known, mine, mean, answer)):  # the crew has ended meanwhile
+            if not peer.channel.spawn(lambda: _judge(peer, known, mine, mean, answer)):  # the crew has ended meanwhile
                 answer(None)
 
         try:
@@ -84,7 +84,7 @@ async def _judge(
     losses = None
     try:
         with trio.move_on_after(SECONDS):  # around waiting only
-            as_is, averaged = [await peer.compute(partial(_with, peer.runtime, tensors)) for tensors in (mine, mean)]
+            as_is, averaged = [await peer.channel.compute(partial(_with, peer.stage.runtime, tensors)) for tensors in (mine, mean)]
             before, after, tokens = 0.0, 0.0, 0
             for edge in known:
                 first, count = await _loss(peer, edge, as_is)
@@ -104,25 +104,25 @@ async def _judge(
 
 def _newest(peer: StatePeer) -> list[Edge]:
     """What arrived at this stage of each micro-batch; for those that began here, what was sent."""
-    own = peer.spec.index
-    edges = [edge for edge in peer.recorder.edges if own == (edge.source if peer.spec.has_embedding else edge.target)]
+    own = peer.stage.spec.index
+    edges = [edge for edge in peer.stage.recorder.edges if own == (edge.source if peer.stage.spec.has_embedding else edge.target)]
     return edges[-MICRO_BATCHES:]
 
 
 def _better(peer: StatePeer, edge: Edge) -> list[int]:
     """Completions of `edge` whose advantage is above zero."""
-    loss = work_of(edge, peer.limits).loss
+    loss = work_of(edge, peer.stage.limits).loss
     return [] if loss is None else (unpack_logprobs(loss.advantages) > 0).nonzero()[0].tolist()
 
 
 async def _loss(peer: StatePeer, edge: Edge, runtime: StageRuntime) -> tuple[float, int]:
     """(sum over their tokens, how many). Raises PeerError: a stage is gone; Incompatible or ValueError: a number is not finite."""
-    work, spec = work_of(edge, peer.limits), peer.spec
+    work, spec = work_of(edge, peer.stage.limits), peer.stage.spec
     x = b"" if spec.has_embedding else edge.body
-    x = await peer.compute(lambda: run_one(runtime, work, x, peer.codec))
+    x = await peer.channel.compute(lambda: run_one(runtime, work, x, peer.stage.codec))
     tokens = sum(work.completion_lengths)
     for stage in range(spec.index + 1, spec.stages):
-        x = await peer.run_at(stage, edge, tokens, x)
+        x = await peer.fetch.run_at(stage, edge, tokens, x)
     rows = torch.from_numpy(unpack_logprobs(x).copy()).split(list(work.completion_lengths))
     chosen = torch.cat([rows[i] for i in _better(peer, edge)] or [torch.zeros(0)])
     if not bool(torch.isfinite(chosen).all()):

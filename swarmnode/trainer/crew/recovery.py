@@ -27,6 +27,7 @@ from swarmnode.pipeline.worker import StageWorker
 from swarmnode.policy.load import lora_settings
 from swarmnode.recovery import restore as recovery
 from swarmnode.recovery.journal import Journal, find_journals
+from swarmnode.recovery.local import LocalStage
 from swarmnode.recovery.restore import Base, Replica, base_adapter, base_stage
 from swarmnode.recovery.snapshots import SNAPSHOTS, SnapshotRecorder, SnapshotStore, find_snapshots, ring
 from swarmnode.recovery.sources import RecoverySettings
@@ -124,10 +125,12 @@ class StageRecovery:
         averaging = self._averaging()
         streams = await connect_all(assigned, "state", Gate())  # what lies here is as good while the crew is suspended
         try:
-            self._peer = self._recorder.peer = peer = StatePeer(
-                stage.runtime, Fence(place, len(assigned.layers)), streams, self._model.limits(), self._layouts, settings=self._settings,
-                store=self._store, recorder=self._recorder, codec=self._model.terms.codec, compute=stage.meter,
+            local = LocalStage(
+                stage.runtime, stage.runtime.spec, self._model.limits(), self._layouts, self._settings, self._model.terms.codec,
+                self._recorder, self._store,
             )  # fmt: skip
+            self._peer = peer = StatePeer(local, Fence(place, len(assigned.layers)), streams, stage.meter)
+            self._recorder.push = peer.push
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(peer.run)
                 if averaging is not None:
@@ -135,7 +138,7 @@ class StageRecovery:
                 yield
                 nursery.cancel_scope.cancel()
         finally:
-            self._peer = self._recorder.peer = None
+            self._peer = self._recorder.push = None
             if averaging is not None:
                 averaging.probe.close()
             with trio.CancelScope(shield=True):
@@ -171,11 +174,11 @@ class StageRecovery:
         self._peer.attach(worker)
         holders = tuple(assigned.members[i] for i in ring(assigned.stage, len(assigned.layers)))
         if holders != self._holders and self._settings.keeps_copies(worker.runtime.spec):
-            self._peer.push_snapshot(take(worker))  # a neighbour that is new has none of ours, and the next comes in many steps
+            self._peer.push.snapshot(take(worker))  # a neighbour that is new has none of ours, and the next comes in many steps
         self._holders = holders
 
     def progress(self) -> int:
-        return self._peer.progress if self._peer is not None else 0
+        return self._peer.channel.progress if self._peer is not None else 0
 
     def facts(self, step: int) -> dict[str, int]:
         kept = self._peer.statistics().kept if self._peer is not None else {}

@@ -24,6 +24,7 @@ from swarmnode.pipeline.links import Links
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.schedule import Schedule
 from swarmnode.pipeline.split import split_model, whole_state
+from swarmnode.pipeline.worker import StageWorker
 from swarmnode.wire import strict
 from tests.support.crew import open_crew
 from tests.support.lost_stages import quiet
@@ -55,7 +56,7 @@ class Narrow:
         patch.setattr(trio.testing, "memory_stream_pair", trio.testing.lockstep_stream_pair)
         patch.setattr(links_module, "OUTBOX_BYTES", 1)
         patch.setattr(links_module, "INBOX_BYTES", 1)
-        send, arrived = Links.send, micro_batches_module.StageWorker._arrived
+        send, arrived = Links.send, StageWorker._arrived
 
         def noting(links, stage, frame, body=b""):
             send(links, stage, frame, body)
@@ -70,7 +71,7 @@ class Narrow:
             self.held += len(member._held) > before
 
         patch.setattr(Links, "send", noting)
-        patch.setattr(micro_batches_module.StageWorker, "_arrived", counting)
+        patch.setattr(StageWorker, "_arrived", counting)
 
 
 @pytest.fixture

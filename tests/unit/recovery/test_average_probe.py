@@ -168,7 +168,7 @@ async def test_with_an_adapter_other_weights_are_other_outputs(fleet, models):
         await learn(crew, 1)
         station, peer = one.stations[1], one.peers[1]
         edge = _newest(peer)[0]
-        run = lambda runtime: run_one(runtime, work_of(edge, peer.limits), edge.body, "float32")
+        run = lambda runtime: run_one(runtime, work_of(edge, peer.stage.limits), edge.body, "float32")
         own, before = {station.spec.whole(n): p.detach().clone() for n, p in trained(station.runtime).items()}, run(station.runtime)
         other = {name: t + 0.1 for name, t in own.items()}
         assert run(_with(station.runtime, own)) == before

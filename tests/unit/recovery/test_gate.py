@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from swarmnode.errors import Incompatible, PeerError
+from swarmnode.pipeline.compute import inline
 from swarmnode.recovery import gate
 from swarmnode.wire.tensors import pack_logprobs
 
@@ -61,12 +62,16 @@ async def test_a_probe_goes_through_every_stage_once_in_order_and_what_is_lost_o
     way = []
 
     class Peer:
-        spec = SimpleNamespace(stages=3, index=1)
-        runtime = codec = limits = None
+        stage = SimpleNamespace(spec=SimpleNamespace(stages=3, index=1), runtime=None, codec=None, limits=None)
         tail = (-1.5, -2.0, -0.25)
 
-        async def compute(self, work):
-            return work()
+        @property
+        def channel(self):
+            return SimpleNamespace(compute=inline)
+
+        @property
+        def fetch(self):
+            return self
 
         async def run_at(self, stage, sent, count, x):
             assert (sent, count) == (probe, 3)

@@ -163,7 +163,7 @@ def test_without_a_crew_there_are_no_copies(tmp_path):
 async def test_a_shadow_that_was_not_asked_for_is_refused(fleet):
     crew = fleet(keepers=())
     async with crew.up():
-        stranger = crew.peers[2]  # no ring neighbour of stage 0
+        stranger = crew.peers[2].channel  # no ring neighbour of stage 0
         stranger.push(0, stranger.have("shadow", 1, b"x" * m.state_bytes(crew.layouts[2], "exact"), hash=b"h" * 32), b"x" * 8)
         await quiet()
         assert crew.peers[0].statistics().channel.refused == {"bounds": 1}

@@ -9,12 +9,12 @@ from peft import LoraConfig, get_peft_model
 from swarmnode.config import TrainingConfig
 from swarmnode.errors import PeerTimeout
 from swarmnode.pipeline.context import CrewSettings
+from swarmnode.recovery.fetching import Fetcher
 from swarmnode.recovery.messages import Have, root_of
 from swarmnode.recovery.restore import Replica, base_adapter
 from swarmnode.recovery.snapshots import RAN
 from swarmnode.recovery.sources import RecoverySettings, Run, SourceKind
 from swarmnode.recovery.state import StageState, encode_state, host_copy, trained
-from swarmnode.recovery.transfer import StatePeer
 from tests.support.lost_stages import CREW, Fleet, quiet, rows_of
 
 SETTINGS = CrewSettings(b"b" * 32, "float32", "float32")
@@ -263,7 +263,7 @@ async def test_r3_takes_the_newest_adapter_that_could_not_be_had_before(fleet, m
         await learn(crew, 2)
     before = {name: t.clone() for name, t in trained(mine.stations[1].runtime).items()}
     mine.kill(1).base = read
-    fetch, asked = StatePeer.fetch_snapshot, []
+    fetch, asked = Fetcher.snapshot, []
 
     async def late(peer, holder, root):
         asked.append(holder)
@@ -271,7 +271,7 @@ async def test_r3_takes_the_newest_adapter_that_could_not_be_had_before(fleet, m
             raise PeerTimeout(f"stage {holder}")
         return await fetch(peer, holder, root)
 
-    monkeypatch.setattr(StatePeer, "fetch_snapshot", late)
+    monkeypatch.setattr(Fetcher, "snapshot", late)
     async with mine.up() as crew:
         got = mine.restored[1]
         assert [rung for rung, _ in got.tried] == [SourceKind.SNAPSHOT, SourceKind.SNAPSHOT]

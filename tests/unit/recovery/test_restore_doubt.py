@@ -10,10 +10,10 @@ from swarmnode.pipeline.context import CrewSettings
 from swarmnode.pipeline.spec import StageSpec
 from swarmnode.recovery import gate as gate_module
 from swarmnode.recovery import restore as restore_module
+from swarmnode.recovery.fetching import Fetcher
 from swarmnode.recovery.messages import Have, root_of
 from swarmnode.recovery.sources import Found, RecoveryOrder, RecoverySettings, Run, SourceKind, Verdict
 from swarmnode.recovery.state import StageState, encode_state, trained
-from swarmnode.recovery.transfer import StatePeer
 from tests.support.lost_stages import Fleet, quiet, rows_of
 
 SETTINGS = CrewSettings(b"b" * 32, "float32", "float32")
@@ -118,7 +118,7 @@ def test_without_a_probe_no_disputed_copy_is_trusted():
 
 
 FITS = {
-    "the bytes": (StatePeer, "fetch_snapshot"),
+    "the bytes": (Fetcher, "snapshot"),
     "the weights": (restore_module, "load_weights"),
     "a past micro-batch": (gate_module, "run_one"),
 }

@@ -19,6 +19,8 @@ from swarmnode.pipeline.split import split_model
 from swarmnode.recovery import channel, disk
 from swarmnode.recovery import messages as m
 from swarmnode.recovery.bodies import layers_layout, pack_floats
+from swarmnode.recovery.local import LocalStage
+from swarmnode.recovery.probes import Recorder
 from swarmnode.recovery.snapshots import KeptSnapshot, SnapshotStore, find_snapshots, ring
 from swarmnode.recovery.sources import RecoverySettings
 from swarmnode.recovery.state import StageState, decode_state, encode_state, host_copy, layout_of, stage_layouts, trained
@@ -42,9 +44,9 @@ class Wire:
         for stage in (0, 2):
             self.ends[stage], far[stage] = memory_stream_pair()
         fence = Fence(Place(CREW, 1, 9), 3)
-        self.peer = StatePeer(
-            self.runtimes[1], fence, far, LIMITS, self.layouts, settings, store=self.store, codec="float32", compute=inline
-        )
+        recorder = Recorder(self.runtimes[1].spec, settings)
+        stage = LocalStage(self.runtimes[1], self.runtimes[1].spec, LIMITS, self.layouts, settings, "float32", recorder, self.store)
+        self.peer = StatePeer(stage, fence, far, inline)
 
     def place(self, sender, **other):
         fields = {"crew": CREW, "stage": sender, "step": 9}
@@ -163,12 +165,12 @@ async def test_numbers_that_are_none_are_refused_in_bfloat16_too(models, tmp_pat
 
 async def test_another_stages_shape_is_refused_before_a_byte_of_it_is_kept(wire):
     await hostile(wire, 0, "shadow", encode_state(wire.state(1), wire.layouts[1], "exact"), "size")
-    assert not wire.peer._incoming
+    assert not wire.peer.channel.incoming()
 
 
 async def test_a_claim_beyond_the_model_takes_no_memory(wire):
     await hostile(wire, 0, "shadow", b"", "size", size=2**50, root=b"x" * 32)
-    assert not wire.peer._incoming
+    assert not wire.peer.channel.incoming()
 
 
 @pytest.mark.parametrize(("stage", "what", "more"), [
@@ -194,12 +196,12 @@ async def test_chunks_out_of_place_end_a_transfer(wire):
 async def test_shadows_are_taken_of_ring_neighbours_and_of_stages_that_are_kept_only(wire, tmp_path):
     size = m.state_bytes(wire.layouts[0], "exact")
     have = m.Have(wire.place(0), 1, False, "shadow", 9, size, b"x" * 32, HASH)
-    assert wire.peer.expected(0, have) == size
-    wire.peer.spec = replace(wire.peer.spec, index=3, stages=5)
-    assert wire.peer.expected(0, have) == size
-    wire.peer._store = SnapshotStore(tmp_path / "other", CREW, {2: wire.layouts[2]})
+    assert wire.peer.server.expected(0, have) == size
+    wire.peer.stage.spec = replace(wire.peer.stage.spec, index=3, stages=5)
+    assert wire.peer.server.expected(0, have) == size
+    wire.peer.stage.store = SnapshotStore(tmp_path / "other", CREW, {2: wire.layouts[2]})
     with pytest.raises(BadMessage, match="bounds"):
-        wire.peer.expected(0, have)
+        wire.peer.server.expected(0, have)
 
 
 async def test_messages_of_the_past_and_of_strangers_do_nothing(wire):
@@ -209,7 +211,7 @@ async def test_messages_of_the_past_and_of_strangers_do_nothing(wire):
         await wire.send(0, m.Have(place, 1, False, "shadow", 9, len(body), m.root_of(body), HASH))
     assert wire.peer.statistics().channel.fenced == {"crew": 2, "stage": 1}
     assert wire.refused() == {}
-    assert not wire.peer._incoming
+    assert not wire.peer.channel.incoming()
 
 
 @pytest.mark.parametrize(
@@ -227,16 +229,16 @@ async def test_bytes_that_are_no_message_end_that_stream_and_no_other(wire, data
     await wire.ends[0].send_eof()
     await quiet()
     assert wire.refused() == {reason: 1}
-    assert wire.peer.gone == {0: reason}
+    assert wire.peer.channel.gone == {0: reason}
     await wire.send(2, m.Ask(wire.place(2), 1))
     assert isinstance(await wire.answer(2), m.Holds)
 
 
 async def test_who_does_not_stop_is_cut_off(wire):
     for number in range(channel.MISBEHAVED):
-        assert 0 not in wire.peer.gone
+        assert 0 not in wire.peer.channel.gone
         await wire.send(0, m.Have(wire.place(0), number, False, "layers", 9, 8, b"x" * 32))
-    assert wire.peer.gone == {0: "misbehaved"}
+    assert wire.peer.channel.gone == {0: "misbehaved"}
 
 
 async def test_more_than_a_few_transfers_at_once_are_refused(wire):
@@ -252,21 +254,21 @@ async def test_one_shadow_of_a_neighbour_at_a_time_is_kept_in_memory(wire):
     await wire.send(0, have(1), have(2))
     assert wire.refused() == {"bounds": 1}
     assert (await wire.answer(0)).reason == "refused"
-    assert [key for key in wire.peer._incoming] == [(0, False, 1)]
-    storing, go_on = wire.peer.compute, trio.Event()
+    assert [key for key in wire.peer.channel.incoming()] == [(0, False, 1)]
+    storing, go_on = wire.peer.channel.compute, trio.Event()
 
     async def slow(work):
         await go_on.wait()
         return await storing(work)
 
-    wire.peer.compute = slow
+    wire.peer.channel.compute = slow
     for at in range(0, len(body), 2**20):
         part = body[at : at + 2**20]
         await wire.send(0, (m.Chunk(wire.place(0), 1, False, at, len(part)), part))
     await wire.send(0, have(3))  # the disk is slow, which is not the neighbour's fault
     assert (await wire.answer(0)).reason == "busy"
     assert wire.refused() == {"bounds": 1}
-    assert not wire.peer._incoming
+    assert not wire.peer.channel.incoming()
     go_on.set()
     await quiet()
     assert isinstance(await wire.answer(0), m.Kept)
@@ -275,10 +277,10 @@ async def test_one_shadow_of_a_neighbour_at_a_time_is_kept_in_memory(wire):
 
 
 async def test_two_pushes_of_one_kind_go_one_after_the_other(wire):
-    wire.peer.push(0, wire.peer.have("shadow", 8, bytes(2**21), hash=HASH), bytes(2**21))
+    wire.peer.channel.push(0, wire.peer.channel.have("shadow", 8, bytes(2**21), hash=HASH), bytes(2**21))
     await quiet()
     assert isinstance(await wire.answer(0), m.Have)
-    wire.peer.push(0, wire.peer.have("shadow", 9, bytes(2**21), hash=HASH), bytes(2**21))
+    wire.peer.channel.push(0, wire.peer.channel.have("shadow", 9, bytes(2**21), hash=HASH), bytes(2**21))
     got = [await wire.answer(0) for _ in range(5)]
     assert [type(one).__name__ for one in got] == ["Chunk", "Chunk", "Have", "Chunk", "Chunk"]
 
@@ -290,8 +292,8 @@ async def test_what_the_device_cannot_do_is_answered_and_the_member_goes_on(wire
     def fails(*_):
         raise error
 
-    wire.peer.phase = "whole"
-    monkeypatch.setattr(wire.peer, "_body", fails)
+    wire.peer.stage.phase = "whole"
+    monkeypatch.setattr(wire.peer.server, "_body", fails)
     await wire.send(0, m.Want(wire.place(0), 5, "layers"))
     assert (await wire.answer(0)).reason == "failed"
     assert wire.peer.statistics().channel.failed == 1
@@ -306,8 +308,8 @@ async def test_our_own_defects_are_not_swallowed(models, tmp_path, error, monkey
     def fails(*_):
         raise error
 
-    wire.peer.phase = "whole"
-    monkeypatch.setattr(wire.peer, "_body", fails)
+    wire.peer.stage.phase = "whole"
+    monkeypatch.setattr(wire.peer.server, "_body", fails)
     with pytest.RaisesGroup(type(error), flatten_subgroups=True):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(wire.peer.run)
@@ -381,7 +383,7 @@ async def fetched(wire, reply, ask):
 
 async def test_what_a_lost_stage_is_given_is_looked_at_before_it_is_used(wire):
     good = encode_state(wire.state(1), wire.layouts[1], "exact")
-    ask = lambda root=None: lambda: wire.peer.fetch_snapshot(0, root or m.root_of(good))
+    ask = lambda root=None: lambda: wire.peer.fetch.snapshot(0, root or m.root_of(good))
     state = await fetched(wire, giving(wire, "shadow", good), ask())
     assert state.squared_norm == 0.0
     assert state.weights.keys() == trained(wire.runtimes[1]).keys()
@@ -400,9 +402,9 @@ async def test_what_a_lost_stage_is_given_is_looked_at_before_it_is_used(wire):
 async def test_waiting_for_somebody_who_says_nothing_ends(wire, autojump_clock):
     before = trio.current_time()
     with pytest.raises(PeerTimeout):
-        await wire.peer.fetch_layers(0)
+        await wire.peer.fetch.layers(0)
     assert trio.current_time() - before == pytest.approx(5.0)
-    assert await wire.peer.ask() == {}
+    assert await wire.peer.fetch.ask() == {}
 
 
 @pytest.mark.parametrize("pieces", [None, 3])
@@ -427,13 +429,13 @@ async def test_a_transfer_may_take_long_while_something_comes_of_it(wire, autoju
     async with trio.open_nursery() as nursery:
         nursery.start_soon(slowly)
         if pieces is None:
-            assert (await wire.peer.fetch_layers(0)).layers.keys() == {spec.name for spec in layout}
+            assert (await wire.peer.fetch.layers(0)).layers.keys() == {spec.name for spec in layout}
             assert trio.current_time() - began == pytest.approx(4.0 * len(every))
         else:
             with pytest.raises(PeerTimeout, match="nothing came"):
-                await wire.peer.fetch_layers(0)
+                await wire.peer.fetch.layers(0)
             assert trio.current_time() - began == pytest.approx(4.0 * pieces + 5.0)
-    assert wire.peer.progress >= (pieces or len(every))
+    assert wire.peer.channel.progress >= (pieces or len(every))
 
 
 async def test_a_stream_that_ends_fails_what_waits_for_it_at_once(wire, autojump_clock):
@@ -446,7 +448,7 @@ async def test_a_stream_that_ends_fails_what_waits_for_it_at_once(wire, autojump
     async with trio.open_nursery() as nursery:
         nursery.start_soon(leave)
         with pytest.raises(PeerError, match="stage 0 is gone"):
-            await wire.peer.fetch_layers(0)
+            await wire.peer.fetch.layers(0)
     assert trio.current_time() == before
 
 
@@ -458,12 +460,12 @@ async def test_a_stage_that_is_being_restored_is_waited_for_and_not_for_ever(wir
         asked += 1
         yield m.Lack(wire.place(0), message.request, True, "loading")
 
-    wire.peer.spec = replace(wire.peer.spec, tied=True)
+    wire.peer.stage.spec = replace(wire.peer.stage.spec, tied=True)
     with pytest.raises(PeerTimeout, match="not restored within"):
-        await fetched(wire, loading, lambda: wire.peer._patiently(0, lambda: wire.peer.fetch_layers(0)))
+        await fetched(wire, loading, lambda: wire.peer.fetch._patiently(0, lambda: wire.peer.fetch.layers(0)))
     assert asked > 10
     with pytest.raises(Incompatible):
-        await fetched(wire, loading, lambda: wire.peer.fetch_layers(0))
+        await fetched(wire, loading, lambda: wire.peer.fetch.layers(0))
 
 
 async def test_a_fetch_goes_before_a_push_and_pushes_keep_to_their_share(models, tmp_path, autojump_clock):
@@ -472,10 +474,10 @@ async def test_a_fetch_goes_before_a_push_and_pushes_keep_to_their_share(models,
     async with trio.open_nursery() as nursery:
         nursery.start_soon(wire.peer.run)
         await quiet()
-        wire.peer.phase = "whole"
+        wire.peer.stage.phase = "whole"
         state = wire.state(1)
-        wire.peer.push_snapshot(state)
-        wire.peer.push_snapshot(state)  # the first is still under way
+        wire.peer.push.snapshot(state)
+        wire.peer.push.snapshot(state)  # the first is still under way
         await quiet()
         size = m.state_bytes(wire.layouts[1], "exact")
         assert isinstance(await wire.answer(0), m.Have)
@@ -486,7 +488,7 @@ async def test_a_fetch_goes_before_a_push_and_pushes_keep_to_their_share(models,
         assert (await wire.answer(0)).what == "layers"
         assert trio.current_time() == started
         body = b"p" * 1000
-        wire.peer.push(0, wire.peer.have("probes", 9, body), body)
+        wire.peer.channel.push(0, wire.peer.channel.have("probes", 9, body), body)
         await wire.answer(0)  # the chunk of layers
         with trio.fail_after(100):
             late = (await m.read(wire.ends[0]))[0]
@@ -500,11 +502,11 @@ async def test_a_shadow_is_skipped_while_the_last_one_is_on_its_way(models, tmp_
     async with trio.open_nursery() as nursery:
         nursery.start_soon(wire.peer.run)
         await quiet()
-        wire.peer.push(0, wire.peer.have("probes", 9, b"p" * 100), b"p" * 100)
+        wire.peer.channel.push(0, wire.peer.channel.have("probes", 9, b"p" * 100), b"p" * 100)
         await quiet()
-        wire.peer.push_snapshot(wire.state(1))
+        wire.peer.push.snapshot(wire.state(1))
         await quiet()
-        wire.peer.push_snapshot(wire.state(1))
+        wire.peer.push.snapshot(wire.state(1))
         await quiet()
         assert wire.peer.statistics().skipped >= 1
         nursery.cancel_scope.cancel()
@@ -544,11 +546,11 @@ def test_a_ring_of_two_has_one_neighbour():
 
 
 async def test_who_asks_and_does_not_read_gets_no_more_than_a_few_answers(wire):
-    wire.peer.phase = "whole"
-    wire.peer.streams[0].send_stream.send_all_hook = trio.sleep_forever
+    wire.peer.stage.phase = "whole"
+    wire.peer.channel.streams[0].send_stream.send_all_hook = trio.sleep_forever
     for number in range(1, 4 * channel.SERVED):
         await wire.send(0, m.Want(wire.place(0), number, "layers"))
-    waiting = wire.peer._outboxes[0].transfers
+    waiting = wire.peer.channel.outboxes[0].transfers
     assert len(waiting) <= channel.SERVED
     assert wire.peer.statistics().channel.failed == 0
 

@@ -1,0 +1,135 @@
+"""What a lost stage asks the others for. Everything raises PeerError as `Channel.call` does. Torch."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import torch
+import trio
+
+from swarmnode.errors import BadMessage, PeerError, PeerTimeout
+from swarmnode.pipeline.activations import decode
+from swarmnode.pipeline.frames import activation_bytes
+from swarmnode.recovery import messages as m
+from swarmnode.recovery.bodies import ends_layout, layers_layout, read_floats, tied_layout
+from swarmnode.recovery.channel import Body, Channel, Loading
+from swarmnode.recovery.local import LocalStage
+from swarmnode.recovery.probes import work_of
+from swarmnode.recovery.state import StageState, decode_state
+from swarmnode.recovery.synthesis import Neighbour
+from swarmnode.weights.layout import elements
+from swarmnode.wire import strict
+
+ASK_SECONDS: Final = 10.0
+AGAIN_SECONDS: Final = 0.25
+"""A stage that is still being restored is asked again so often."""
+
+
+class Fetcher:
+    def __init__(self, channel: Channel, stage: LocalStage) -> None:
+        self._channel = channel
+        self._stage = stage
+
+    async def ask(self) -> dict[int, m.Holds]:
+        """What every stage that answers has of ours."""
+        found: dict[int, m.Holds] = {}
+        seconds = min(ASK_SECONDS, self._stage.settings.seconds)
+
+        async def one(stage: int) -> None:
+            try:
+                answer = await self._channel.call(stage, m.Ask(self._channel.place, 0), _no_body, seconds=seconds)
+            except PeerError:
+                return  # it counts as one that has nothing
+            if isinstance(answer, m.Holds):
+                found[stage] = answer
+
+        async with trio.open_nursery() as nursery:
+            for stage in self._channel.streams:
+                nursery.start_soon(one, stage)
+        return found
+
+    async def snapshot(self, holder: int, root: bytes) -> StageState:
+        """The one that it said it has."""
+        layout = self._stage.layouts[self._stage.spec.index]
+        have, body = await self._fetch(holder, "shadow", lambda have: m.state_bytes(layout, have.form))
+        if have.root != root:
+            raise BadMessage("hash", f"another snapshot than stage {holder} named")
+        return await self._channel.compute(lambda: decode_state(body, layout, have.form, have.step, have.squared_norm, have.factor))
+
+    async def layers(self, stage: int) -> Neighbour:
+        """A neighbour's layers as they are now, and ω."""
+        layout = layers_layout(self._stage.layouts[stage])
+        have, body = await self._fetch(stage, "layers", lambda have: 4 * elements(layout))
+        return Neighbour(await self._channel.compute(lambda: read_floats(body, layout)), have.squared_norm)
+
+    async def ends(self, holder: int) -> dict[str, torch.Tensor]:
+        """True copies of our embedding, or norm and head."""
+        layout = ends_layout(self._stage.spec, self._stage.layouts[self._stage.spec.index])
+        _, body = await self._fetch(holder, "ends", lambda have: 4 * elements(layout))
+        return await self._channel.compute(lambda: read_floats(body, layout))
+
+    async def tied(self) -> StageState:
+        """The tied embedding as the other end has it now, with its moments, by our own name for it. Waits for one that is restored."""
+        other = self._stage.spec.stages - 1 if self._stage.spec.has_embedding else 0
+        layout = tied_layout(self._stage.spec, self._stage.layouts[self._stage.spec.index])
+        size = m.state_bytes(layout, "exact")
+        have, body = await self._patiently(other, lambda: self._fetch(other, "tied", lambda have: size))
+        return await self._channel.compute(lambda: decode_state(body, layout, "exact", have.step, 0.0, 1.0))
+
+    async def probes(self, holder: int) -> list[m.Probe]:
+        """At most `settings.memory`, oldest first, every one a micro-batch that this model can have been given."""
+        _, body = await self._fetch(holder, "probes", self._stage.probe_bytes)
+        return self._stage.read_probes(body)
+
+    async def edges(self, holder: int) -> list[m.Edge]:
+        """Activations that came to us or went from us, as that neighbour kept them."""
+        _, body = await self._fetch(holder, "edges", self._stage.edge_bytes)
+        edges: list[m.Edge] = strict.decode(bytes(body), list[m.Edge])
+        if len(edges) > 2 * self._stage.settings.memory:
+            raise BadMessage("bounds", f"{len(edges)} edges")
+        for edge in edges:
+            work_of(edge, self._stage.limits)
+            if self._stage.spec.index not in (edge.source, edge.target):
+                raise BadMessage("bounds", "activations of other stages")
+            decode(edge.body, edge.rows, self._stage.runtime.hidden_size, self._stage.codec)
+        return edges
+
+    async def run_at(self, stage: int, probe: m.Probe | m.Edge, tokens: int, x: bytes) -> bytes:
+        """One micro-batch through `stage` as it is now: as `bodies.run_one`. Waits for one that is being restored.
+
+        Raises Incompatible where its numbers are not finite.
+        """
+        last = stage == self._stage.spec.stages - 1
+
+        def size(have: m.Have) -> int:
+            if have.what != "ran" or have.codec != self._stage.codec:
+                raise BadMessage("schema", "not what was asked for")
+            return 4 * tokens if last else activation_bytes(self._stage.codec, probe.rows, self._stage.runtime.hidden_size)
+
+        upload = probe.about + x
+        have = self._channel.have("run", self._channel.step, upload, codec=self._stage.codec, rows=probe.rows, about=len(probe.about))
+        _, body = await self._patiently(stage, lambda: self._channel.call_for_body(stage, have, size, upload))
+        return bytes(body)
+
+    async def _fetch(self, stage: int, what: m.Wanted, size: Callable[[m.Have], int]) -> tuple[m.Have, bytearray]:
+        def checked(have: m.Have) -> int:
+            if have.what != what:
+                raise BadMessage("schema", f"{have.what} is not {what}")
+            return size(have)
+
+        return await self._channel.call_for_body(stage, m.Want(self._channel.place, 0, what), checked)
+
+    async def _patiently(self, stage: int, ask: Callable[[], Awaitable[Body]]) -> Body:
+        until = trio.current_time() + self._stage.settings.neighbour_seconds
+        while True:
+            try:
+                return await ask()
+            except Loading:
+                if trio.current_time() >= until:
+                    raise PeerTimeout(f"stage {stage} was not restored within {self._stage.settings.neighbour_seconds:.0f} s") from None
+                await trio.sleep(AGAIN_SECONDS)
+
+
+def _no_body(have: m.Have) -> int:
+    raise BadMessage("schema", "no body was asked for")

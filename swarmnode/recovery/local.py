@@ -1,0 +1,75 @@
+"""What a state peer knows of its own stage: what it is, what its weights are worth, and what is kept here of others. Torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from swarmnode.errors import BadMessage
+from swarmnode.pipeline.frames import ABOUT_ITEM_BYTES, ActivationCodec, FrameLimits, activation_bytes
+from swarmnode.pipeline.runtime import StageRuntime
+from swarmnode.pipeline.spec import StageSpec
+from swarmnode.pipeline.work import read_f32
+from swarmnode.pipeline.worker import StageWorker
+from swarmnode.recovery import messages as m
+from swarmnode.recovery.probes import Recorder, work_of
+from swarmnode.recovery.snapshots import SnapshotStore
+from swarmnode.recovery.sources import RecoverySettings, SourceKind
+from swarmnode.recovery.state import StageState
+from swarmnode.weights.layout import Layout
+from swarmnode.wire import strict
+
+Phase = Literal["empty", "candidate", "whole"]
+"""The weights here are none; or being judged, and run so that others can be judged; or good."""
+
+
+@dataclass
+class LocalStage:
+    """layouts: what is trained of every stage (`state.stage_layouts`). recorder: the member's observer."""
+
+    runtime: StageRuntime
+    spec: StageSpec
+    limits: FrameLimits
+    layouts: Sequence[Layout]
+    settings: RecoverySettings
+    codec: ActivationCodec
+    recorder: Recorder
+    store: SnapshotStore | None = None
+    worker: StageWorker | None = None
+    """None until it runs."""
+    phase: Phase = "empty"
+    kind: SourceKind | None = None
+    """The candidate's; NONE while there is none yet; None where nothing is being restored."""
+    exhausted: bool = False
+    """There is no other candidate left."""
+    restored: StageState | None = None
+    """What the weights here were restored from, until there is a member: its moments are those of a tied embedding."""
+
+    def probe_bytes(self, have: m.Have) -> int:
+        """What they say, up to a cap: a description is as long as its tokens need."""
+        each = ABOUT_ITEM_BYTES * (self.limits.tokens + 16) + 4 * self.limits.tokens + 256
+        return _at_most(have, self.settings.memory * each + 16)
+
+    def edge_bytes(self, have: m.Have) -> int:
+        about = ABOUT_ITEM_BYTES * (self.limits.tokens + 16) + 256
+        bodies = 2 * self.settings.memory * activation_bytes("float32", self.limits.tokens, self.limits.hidden)
+        return _at_most(have, 2 * self.settings.memory * about + min(bodies, self.settings.pair_bytes) + 16)
+
+    def read_probes(self, body: bytearray) -> list[m.Probe]:
+        probes: list[m.Probe] = strict.decode(bytes(body), list[m.Probe])
+        if not 1 <= len(probes) <= self.settings.memory:
+            raise BadMessage("bounds", f"{len(probes)} probes")
+        for probe in probes:
+            read_f32("logprobs", probe.logprobs, sum(work_of(probe, self.limits).completion_lengths))
+        return probes
+
+    def end(self, stage: int) -> StageSpec:
+        """Another stage's spec; its layers do not matter here, only which end it is."""
+        return StageSpec(stage, self.spec.stages, 0, 0, self.spec.tied)
+
+
+def _at_most(have: m.Have, most: int) -> int:
+    if have.size > most:
+        raise BadMessage("size", f"{have.size} bytes of {have.what}, at most {most}")
+    return have.size
