@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
 import msgspec
 
-from swarmnode.errors import BadMessage
+from swarmnode.wire import headed, strict
 from swarmnode.wire import limits as caps
-from swarmnode.wire import strict
 from swarmnode.wire.fields import ANY_COUNTER, check_between, check_counter, check_fields, check_length, check_rising
 
 FRAME_REASONS: Final = ("oversize", "malformed", "schema", "bounds", "not_finite", "shape", "size", "truncated")
@@ -198,10 +197,6 @@ class FrameLimits(msgspec.Struct, frozen=True):
     """Waves in flight, at most."""
 
 
-class Reader(Protocol):
-    async def receive_some(self, max_bytes: int | None = None) -> bytes: ...
-
-
 def int8_block(hidden: int) -> int:
     """Values that share a scale: 64, or the largest divisor of a hidden size that 64 does not divide."""
     return max(size for size in range(1, INT8_BLOCK + 1) if hidden % size == 0)
@@ -239,33 +234,15 @@ def policy_fingerprint(base: bytes, place: Place, codec: ActivationCodec) -> byt
 
 
 def pack_frame(frame: Frame, body: bytes = b"") -> bytes:
-    head = strict.encode(frame)
-    return len(head).to_bytes(4, "big") + head + body
+    return headed.pack(frame, body)
 
 
-async def read_frame(stream: Reader, limits: FrameLimits) -> tuple[Frame, bytes] | None:
+async def read_frame(stream: headed.Reader, limits: FrameLimits) -> tuple[Frame, bytes] | None:
     """The next frame and its body; None at the end of the stream. Raises BadMessage with a reason of FRAME_REASONS."""
-    prefix = await read_exactly(stream, 4, at_start=True)
-    if prefix is None:
+    frame: Frame | None = await headed.read_header(stream, lambda data: strict.decode(data, Frame), HEADER_BYTES)
+    if frame is None:
         return None
-    length = int.from_bytes(prefix, "big")
-    if not 0 < length <= HEADER_BYTES:
-        raise BadMessage("oversize", f"a header of {length} bytes")
-    frame = strict.decode(await read_exactly(stream, length) or b"", Frame)
-    return frame, await read_exactly(stream, body_bytes(frame, limits)) or b""
-
-
-async def read_exactly(stream: Reader, count: int, at_start: bool = False) -> bytes | None:
-    """`count` bytes; None at the end of a stream where it may end. Raises BadMessage("truncated")."""
-    data = bytearray()
-    while len(data) < count:
-        some = await stream.receive_some(min(count - len(data), CHUNK_BYTES))
-        if not some:
-            if at_start and not data:
-                return None
-            raise BadMessage("truncated", f"{len(data)} of {count} bytes")
-        data += some
-    return bytes(data)
+    return frame, await headed.read_exactly(stream, body_bytes(frame, limits)) or b""
 
 
 _LENGTHS: Final = {"session": SESSION_BYTES, "fingerprint": FINGERPRINT_BYTES}

@@ -20,11 +20,10 @@ from typing import Final, Literal
 
 import msgspec
 
-from swarmnode.errors import BadMessage
 from swarmnode.pipeline.commit import HASH_BYTES
-from swarmnode.pipeline.frames import CHUNK_BYTES, HEADER_BYTES, ActivationCodec, Place, Reader, check_place, read_exactly
+from swarmnode.pipeline.frames import CHUNK_BYTES, HEADER_BYTES, ActivationCodec, Place, check_place
 from swarmnode.weights.layout import Layout, elements
-from swarmnode.wire import strict
+from swarmnode.wire import headed, strict
 from swarmnode.wire.fields import ANY_COUNTER, check_between, check_fields, check_finite, check_length, check_positive
 
 STATE_REASONS: Final = ("oversize", "malformed", "schema", "bounds", "size", "hash", "not_finite", "shape", "truncated")
@@ -158,21 +157,16 @@ def state_bytes(layout: Layout, form: Form) -> int:
 
 
 def pack(message: Message, body: bytes | memoryview = b"") -> bytes:
-    head = strict.encode(message)
-    return len(head).to_bytes(4, "big") + head + body
+    return headed.pack(message, body)
 
 
-async def read(stream: Reader) -> tuple[Message, bytes] | None:
+async def read(stream: headed.Reader) -> tuple[Message, bytes] | None:
     """The next message and a chunk's bytes; None at the end. Raises BadMessage: oversize, malformed, schema, bounds, truncated."""
-    prefix = await read_exactly(stream, 4, at_start=True)
-    if prefix is None:
+    message: Message | None = await headed.read_header(stream, lambda data: strict.decode(data, Message), HEADER_BYTES)
+    if message is None:
         return None
-    length = int.from_bytes(prefix, "big")
-    if not 0 < length <= HEADER_BYTES:
-        raise BadMessage("oversize", f"a header of {length} bytes")
-    message: Message = strict.decode(await read_exactly(stream, length) or b"", Message)
     _check(message)
-    return message, (await read_exactly(stream, message.length) or b"") if isinstance(message, Chunk) else b""
+    return message, (await headed.read_exactly(stream, message.length) or b"") if isinstance(message, Chunk) else b""
 
 
 _RANGES: Final = {

@@ -219,7 +219,7 @@ def test_what_was_not_committed_is_not_remembered_and_what_was_is_bounded(models
     small = Recorder(member.runtime.spec, RecoverySettings(memory=4, pair_bytes=30))
     for number in range(4):
         seen(small, number)
-        assert sum(len(p.came) + len(p.went) for p in small._pending.values()) <= 30
+        assert sum(len(p.arrived) + len(p.sent) for p in small._pending.values()) <= 30
     small.committed(member)
     assert small.statistics().edge_bytes == 24
     assert {edge.micro_batch for edge in small.edges} == {3}
