@@ -142,7 +142,6 @@ MORE_ATTRIBUTES = {
     "swarmnode/recovery/channel.py:Channel": 16,
     "swarmnode/recovery/transfer.py:StatePeer": 32,
     "swarmnode/rollouts/exchange.py:RolloutExchange": 22,
-    "swarmnode/trainer/crew/runner.py:StageRunner": 18,
 }
 IGNORED_ERRORS = {"swarmnode.p2p.guards.*"}
 

@@ -32,7 +32,7 @@ from swarmnode.policy.micro import free_memory, is_oom
 from swarmnode.process import Progress
 from swarmnode.trainer.crew.stage import Stage
 from swarmnode.trainer.crew.streams import Gate, close_all, connect_all
-from swarmnode.trainer.engine import EngineGone
+from swarmnode.trainer.crew.trio_thread import TrioThread
 
 log = structlog.get_logger("swarmnode.crew")
 
@@ -120,13 +120,9 @@ class StageRunner:
         self._progress = progress
         self._changed = threading.Condition()
         self._waiting: deque[local.ToTrainer] = deque()
-        self._wake: trio.Event | None = None
-        self._token: trio.lowlevel.TrioToken | None = None
-        self._begun = threading.Event()
+        self._thread = TrioThread("crew", self._run, self._notify_all)
         self._session: StageSession | None = None
         self.stage: Stage | None = None
-        self._death: BaseException | None = None
-        self._ended = False
         self._shown = -1
 
     # ---- from other threads --------------------------------------------------------------------------------------------
@@ -135,29 +131,17 @@ class StageRunner:
         """From the link's thread; returns at once."""
         with self._changed:
             self._waiting.append(message)
-        token, wake = self._token, self._wake
-        if token is not None and wake is not None:
-            with contextlib.suppress(trio.RunFinishedError):
-                token.run_sync_soon(self._woken)
+        self._thread.wake()
 
     def start(self) -> None:
-        """In a thread of its own, whose loop runs when this returns."""
-        self._thread = threading.Thread(target=self._main, name="crew", daemon=True)
         self._thread.start()
-        self._begun.wait()
 
     def stop(self, seconds: float = 10.0) -> None:
-        token = self._token
-        self._ended = True
-        if token is not None:
-            with contextlib.suppress(trio.RunFinishedError):
-                token.run_sync_soon(self._woken)
-        self._thread.join(seconds)
+        self._thread.stop(seconds)
 
     def check(self) -> None:
         """Raises what ended the thread, if anything did."""
-        if self._death is not None:
-            raise self._death
+        self._thread.check()
 
     def wait(self, what: Callable[[], T | None], seconds: float) -> T | None:
         """The first true value of `what()`, which is asked at each change; None after `seconds`. Raises what ended the thread."""
@@ -168,7 +152,7 @@ class StageRunner:
                 got = what()
                 if got:
                     found.append(got)
-                return bool(got) or self._death is not None
+                return bool(got) or self._thread.death is not None
 
             self._changed.wait_for(look, seconds)
         self.check()
@@ -191,14 +175,8 @@ class StageRunner:
         return self._session is not None and self.leads() != lineage
 
     def call(self, work: Callable[[], Awaitable[T]]) -> T:
-        """`await work()` in the thread's loop. Raises what it raises, and EngineGone when the loop has ended."""
-        if self._token is None:
-            raise EngineGone("the crew's thread has not begun")
-        try:
-            return trio.from_thread.run(work, trio_token=self._token)
-        except (trio.RunFinishedError, trio.Cancelled):
-            self.check()
-            raise EngineGone("the crew's thread has ended") from None
+        """As `TrioThread.call`."""
+        return self._thread.call(work)
 
     @property
     def active(self) -> bool:
@@ -230,33 +208,20 @@ class StageRunner:
 
     # ---- the thread ----------------------------------------------------------------------------------------------------
 
-    def _main(self) -> None:
-        try:
-            trio.run(self._run)
-        except BaseException as error:  # raised again where somebody waits
-            self._death = error
-        finally:
-            self._begun.set()
-            with self._changed:
-                self._changed.notify_all()
+    def _notify_all(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     async def _run(self) -> None:
-        self._token, self._wake = trio.lowlevel.current_trio_token(), trio.Event()
-        self._begun.set()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._beat)
-            while not self._ended:
+            while not self._thread.ending:
                 while self._waiting:
                     await self._handle(self._waiting.popleft(), nursery)
-                await self._wake.wait()
-                self._wake = trio.Event()
+                await self._thread.woken()
             self._send_status()  # where it stopped
             await self._leave("stopping")
             nursery.cancel_scope.cancel()
-
-    def _woken(self) -> None:
-        if self._wake is not None:
-            self._wake.set()
 
     async def _handle(self, message: local.ToTrainer, nursery: trio.Nursery) -> None:
         session = self._session
@@ -393,8 +358,7 @@ class StageRunner:
         status = self.status()
         if status is not None:
             self._send(status)
-        with self._changed:
-            self._changed.notify_all()
+        self._notify_all()
 
     async def _beat(self) -> None:
         """A status a second; and a sign of progress for the supervisor while there is progress, or nothing to do."""
