@@ -112,15 +112,12 @@ async def meet(first, second):
         first.step()
         second.step()
     before = distance(first, second)
-    for _ in range(200):
-        if first.averaging.report().exchanges_total and second.averaging.report().exchanges_total:
-            break
-        first.step(0.0)
-        second.step(0.0)
-        await trio.sleep(0.05)
-    assert first.averaging.report().exchanges_total == second.averaging.report().exchanges_total == 1
-    first.step(0.0)
-    second.step(0.0)
+    counts = lambda: {holder.averaging.report().exchanges_total for holder in (first, second)}
+    with trio.fail_after(60):  # on a busy machine the first payload may be of weights from before these steps
+        while 0 in counts() or distance(first, second) >= 0.1 * before:
+            first.step(0.0)
+            second.step(0.0)
+            await trio.sleep(0.05)
     return before
 
 
