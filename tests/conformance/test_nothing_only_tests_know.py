@@ -25,10 +25,6 @@ ALLOWED = {
     "swarmnode.pipeline.frames.Abort: nobody reads reason": "for whoever looks at the wire",
     "swarmnode.pipeline.frames.Commit: nobody reads norm": "the same",
     **dict.fromkeys(
-        (f"swarmnode.pipeline.frames.Learnt: nobody reads {field}" for field in ("loss", "clipped", "kl", "entropy", "tokens")),
-        "summed up in a generator, where the analysis does not see the type",
-    ),
-    **dict.fromkeys(
         (
             "swarmnode.recovery.messages.Edge: nobody reads micro_batch", "swarmnode.recovery.messages.Edge: nobody reads step",
             "swarmnode.recovery.messages.Probe: nobody reads micro_batch", "swarmnode.recovery.messages.Lack: nobody reads answer",
