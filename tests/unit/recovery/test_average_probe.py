@@ -133,7 +133,7 @@ async def test_without_the_stages_behind_it_there_is_no_verdict(fleet):
     async with one.up() as crew:
         await learn(crew, 1)
         mine, mean = tensors(one.stations[1])
-        one.peers[1].gone[3] = "closed"
+        one.peers[1].channel.gone[3] = "closed"
         assert await verdict(one, 1, mine, mean) is None
 
 
