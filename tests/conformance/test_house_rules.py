@@ -124,23 +124,16 @@ BROAD_HANDLERS_IN_P2P = 6
 SIMPLE_NAMESPACES = 0
 DIALECT = 0
 TAKES_CONFIG = 16
-PRIVATE_REACHES_OF_TESTS = 139
+PRIVATE_REACHES_OF_TESTS = 125
 CONTRACT_ENTRIES = 10
 PARAMETERS = 8
 ATTRIBUTES = 14
 
 MORE_PARAMETERS = {
     "swarmnode/crew/service.py:StageService.__init__": 10,
-    "swarmnode/recovery/restore.py:_load": 9,
-    "swarmnode/recovery/transfer.py:StatePeer.__init__": 10,
 }
 MORE_ATTRIBUTES = {
     "swarmnode/crew/service.py:StageService": 16,
-    "swarmnode/pipeline/head.py:Head": 41,
-    "swarmnode/pipeline/links.py:Links": 16,
-    "swarmnode/pipeline/worker.py:StageWorker": 23,
-    "swarmnode/recovery/channel.py:Channel": 16,
-    "swarmnode/recovery/transfer.py:StatePeer": 32,
     "swarmnode/rollouts/exchange.py:RolloutExchange": 22,
 }
 IGNORED_ERRORS = {"swarmnode.p2p.guards.*"}
