@@ -88,6 +88,8 @@ class PolicyConfig(Section):
     lora: LoraSettings = LoraSettings()
     quantization: Literal["none", "8bit", "4bit"] = "none"
     """Keep the frozen base in 8 or 4 bits (bitsandbytes, extra `quant`). Needs an adapter, lora.r > 0, and a CUDA device."""
+    optim: Literal["adamw", "adamw_8bit"] = "adamw"
+    """Adam's two moments in 32 bits, or in 8 (bitsandbytes, extra `quant`; a CUDA device): 6 bytes less per trained parameter."""
     threads: int = Field(default=0, ge=0)
     """CPU threads of the trainer; 0 leaves it to torch."""
 
@@ -106,7 +108,7 @@ class DatasetConfig(Section):
     answer: str = "answer"
     """Column of the right answer."""
     verifier: str = "exact"
-    """What an answer is worth: exact, numeric, choice, set, boxed, json, or a reward function of your own, `module:function`."""
+    """Verifier: exact, numeric, choice, set, boxed, json, json_schema, or a reward function of your own, `module:function`."""
     extract: str = "auto"
     """Where it stands: tag, boxed, last_number, last_letter, last_line, whole; auto: where it is marked, else what suits the verifier."""
     template: str = "{prompt}"

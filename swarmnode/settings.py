@@ -11,6 +11,7 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import TypeVar
 
@@ -145,13 +146,16 @@ def _agreed(field: FieldInfo) -> bool:
     return isinstance(extra, dict) and bool(extra.get("agreed"))
 
 
-def load(file: Path | None = None, environment: Mapping[str, str] | None = None, overrides: Sequence[str] = ()) -> Resolved:
+def load(
+    file: Path | None = None, environment: Mapping[str, str] | None = None, overrides: Sequence[str] = (), recipe: str | None = None
+) -> Resolved:
     """Merge all sources and validate.
 
     Args:
         file: a TOML file; None reads SWARMNODE_CONFIG or the default file, if there is one.
         environment: usually `os.environ`.
         overrides: `key=value` texts from the command line, dotted keys.
+        recipe: the name of one of ours; whatever else is said now counts for more.
 
     Raises:
         ConfigError: for an unreadable file, an unknown key or a value that does not fit.
@@ -160,7 +164,7 @@ def load(file: Path | None = None, environment: Mapping[str, str] | None = None,
     named = file or (Path(environment["SWARMNODE_CONFIG"]) if environment.get("SWARMNODE_CONFIG") else None)
     usual = _from_systemd(environment) | (_from_file(default_file()) if named is None else {})
     in_file = _from_file(named, must_exist=True) if named is not None else {}
-    said_now = in_file | _from_environment(environment) | _from_overrides(overrides)
+    said_now = (_from_recipe(recipe) if recipe is not None else {}) | in_file | _from_environment(environment) | _from_overrides(overrides)
     kept = _from_file(kept_file(_data_dir(usual | said_now)))
     if "node.data_dir" in kept:
         raise ConfigError(f"{kept['node.data_dir'][1]}: node.data_dir cannot be set in the directory itself")
@@ -196,6 +200,51 @@ def _from_file(path: Path, *, must_exist: bool = False) -> Settings:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: {error}") from None
     return {_known(key, str(path)): (value, str(path)) for key, value in _leaves(table)}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Settings for a kind of card and a size of model, as they come with the package."""
+
+    name: str
+    what: str
+    """The first line of its file: for whom it is."""
+
+
+def recipes() -> list[Recipe]:
+    """All that there are, by name."""
+    files = [file for file in (resources.files("swarmnode") / "recipes").iterdir() if file.name.endswith(".toml")]
+    found = [Recipe(file.name.removesuffix(".toml"), file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")) for file in files]
+    return sorted(found, key=lambda recipe: recipe.name)
+
+
+def _from_recipe(name: str) -> Settings:
+    known = recipes()
+    if name not in {recipe.name for recipe in known}:
+        raise ConfigError(f"command line: no recipe {name!r}; there are {', '.join(recipe.name for recipe in known)}")
+    with resources.as_file(resources.files("swarmnode") / "recipes" / f"{name}.toml") as path:
+        return {key: (setting, f"recipe {name}") for key, (setting, _) in _from_file(path).items()}
+
+
+SMALLEST_RATES = {"all weights": 1e-4, "an adapter": 1e-2}
+"""Learning rates from which reinforcement learning spoils a pretrained model: published recipes have 1e-6 and 1e-5 to 1e-4."""
+SHORTEST_ANSWER = 64
+"""Tokens: a chat model's answers begin after some words."""
+
+
+def unsuited(config: Config) -> list[str]:
+    """What is set, or was left as it is for the embedded policy, and does not suit a real model: a line each, with what to do."""
+    policy, training = config.policy, config.training
+    if policy.model == "embedded":
+        return []
+    found, kind = [], "an adapter" if policy.lora.r else "all weights"
+    if training.learning_rate >= SMALLEST_RATES[kind]:
+        wanted = "1e-5" if policy.lora.r else "1e-6"
+        found.append(f"training.learning_rate = {training.learning_rate:g} with {kind} of {policy.model} spoils it: set about {wanted}")
+    if training.max_completion_length < SHORTEST_ANSWER:
+        length = training.max_completion_length
+        found.append(f"training.max_completion_length = {length} cuts nearly every answer of {policy.model}: set 256 or more")
+    return found
 
 
 def _from_environment(environment: Mapping[str, str]) -> Settings:

@@ -14,8 +14,9 @@ from swarmnode import __version__
 from swarmnode.cli.config import config_app
 from swarmnode.cli.demo import demo
 from swarmnode.cli.key import key_app
-from swarmnode.cli.node import bootstrap_node, doctor, export_policy, rollback, run_node
+from swarmnode.cli.node import bootstrap_node, doctor, export_policy, recipes, rollback, run_node
 from swarmnode.cli.observe import status, top
+from swarmnode.cli.plan import plan
 from swarmnode.cli.swarm import init, join, manifest_app
 from swarmnode.cli.task import task_app
 from swarmnode.errors import SwarmNodeError
@@ -31,6 +32,8 @@ app.command(join)
 app.command(init)
 app.command(bootstrap_node, name="bootstrap")
 app.command(doctor)
+app.command(plan)
+app.command(recipes)
 app.command(status)
 app.command(top)
 app.command(export_policy, name="export")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import sys
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,13 +18,28 @@ if TYPE_CHECKING:
     from swarmnode.swarm.rollback import Kept
 
 
-def run_node(*, node: NodeOptions = NODE, peer: Peer = None, stage_capacity: Capacity = None) -> int:
-    """Run a node until it is told to stop. The first Ctrl-C drains, the second aborts."""
-    return run_resolved(load(node, peers=peer, stage_capacity=stage_capacity))
+def run_node(*, node: NodeOptions = NODE, peer: Peer = None, stage_capacity: Capacity = None, recipe: str | None = None) -> int:
+    """Run a node until it is told to stop. The first Ctrl-C drains, the second aborts.
+
+    Parameters
+    ----------
+    recipe
+        Begin with settings for a kind of card and a size of model; `swarmnode recipes` lists them. What else is set counts for more.
+    """
+    return run_resolved(load(node, peers=peer, stage_capacity=stage_capacity, recipe=recipe))
+
+
+def recipes(*, json: AsJson = False) -> int:
+    """List the recipes for `run --recipe`: settings for a kind of card and a size of model."""
+    from swarmnode import settings
+
+    found = settings.recipes()
+    return say({"recipes": [asdict(each) for each in found]}, "\n".join(f"{each.name:<16} {each.what}" for each in found), json)
 
 
 def run_resolved(resolved: Resolved) -> int:
     """Run a node by the manifest that is chosen, if any, else by its configuration alone."""
+    from swarmnode.settings import unsuited
     from swarmnode.tasks.client import prove_own
     from swarmnode.tasks.registry import check_names
 
@@ -30,6 +47,8 @@ def run_resolved(resolved: Resolved) -> int:
     check_before_processes(resolved)
     check_names(resolved.config.task.names)
     prove_own(resolved.config.task.modules)
+    for line in unsuited(resolved.config):
+        print(f"swarmnode: warning: {line}", file=sys.stderr)
     return _supervise(resolved, None)
 
 

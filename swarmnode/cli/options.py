@@ -67,7 +67,9 @@ TRAINER = {
 """What the extra `train` brings, by the module to import: a bootstrap node does without."""
 
 
-def load(node: NodeOptions, *, peers: list[str] | None = None, stage_capacity: str | None = None, tasks: bool = True) -> Resolved:
+def load(
+    node: NodeOptions, *, peers: list[str] | None = None, stage_capacity: str | None = None, tasks: bool = True, recipe: str | None = None
+) -> Resolved:
     """The configuration of a command; its tasks are known then, those of the node's owner too, unless the command has nothing to do with
     them. Raises ConfigError."""
     from swarmnode import settings
@@ -80,7 +82,7 @@ def load(node: NodeOptions, *, peers: list[str] | None = None, stage_capacity: s
         overrides.append(f"network.initial_peers=[{', '.join(quoted(peer) for peer in peers)}]")
     if stage_capacity is not None:
         overrides.append(f"stages.capacity={size_bytes(stage_capacity)}")
-    resolved = settings.load(node.config, os.environ, overrides)
+    resolved = settings.load(node.config, os.environ, overrides, recipe)
     if tasks:
         registry.install(resolved.config.task.modules, resolved.config.task.settings)
         registry.install_datasets(resolved.config.task.datasets, resolved.config.node.data_dir / registry.DATASETS)

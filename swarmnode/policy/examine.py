@@ -15,9 +15,9 @@ from transformers import AutoConfig, PretrainedConfig
 
 from swarmnode.config import PolicyConfig
 from swarmnode.errors import LocalError
-from swarmnode.policy.device import BASE_BITS, Placement, count_parameters, fit, free_bytes, needed_bytes, probe
+from swarmnode.policy.device import Placement, count_parameters, fit, free_bytes, probe, update_bytes
 from swarmnode.policy.fingerprint import weight_files
-from swarmnode.policy.load import local_directory, offline
+from swarmnode.policy.load import check_optim, local_directory, offline
 
 
 def examine(cfg: PolicyConfig) -> dict[str, object]:
@@ -31,6 +31,7 @@ def examine(cfg: PolicyConfig) -> dict[str, object]:
     try:
         placement = probe(cfg)
         found.update(placement=placement.reason, on_cpu=placement.device.type == "cpu")
+        check_optim(cfg, placement)
         found.update(fitted(cfg, placement))
     except LocalError as error:
         found.update(error=str(error), error_code=error.exit_code)
@@ -40,9 +41,8 @@ def examine(cfg: PolicyConfig) -> dict[str, object]:
 def fitted(cfg: PolicyConfig, placement: Placement) -> dict[str, object]:
     """Raises Unavailable without the model, DeviceError when it does not fit."""
     config = architecture(cfg)
-    parameters, edges = count_parameters(config)
-    need = needed_bytes(parameters, cfg.lora.r * edges, placement.dtype, BASE_BITS[cfg.quantization])
-    found = {"parameters": parameters, "need_bytes": need, "free_bytes": free_bytes(placement.device)}
+    need, free = update_bytes(cfg, config, placement), free_bytes(placement.device)
+    found = {"parameters": count_parameters(config)[0], "need_bytes": need, "free_bytes": free}
     return {**found, "placement": fit(cfg, config, placement).reason}
 
 

@@ -1,4 +1,4 @@
-"""Signs of life from inside a forward or backward pass, which with a large model on a CPU takes minutes."""
+"""The layers of a model, and signs of life from inside a forward or backward pass, which with a large model on a CPU takes minutes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ import torch
 
 
 def report_layers(model: torch.nn.Module, alive: Callable[[], None]) -> None:
-    """Have `alive` called after every layer, forward and backward. The layers are the longest list of modules that the model has."""
-    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    for layer in max(lists, key=len, default=torch.nn.ModuleList()):
+    """Have `alive` called after every layer, forward and backward."""
+    for layer in layers_of(model):
         layer.register_forward_hook(lambda layer, inputs, output: _passed(output, alive))
+
+
+def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The longest list of modules that the model has."""
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    longest = max(lists, key=len, default=torch.nn.ModuleList())
+    return list(longest)
 
 
 def _passed(output: object, alive: Callable[[], None]) -> None:

@@ -89,14 +89,22 @@ class Policy(PolicyText):
         """transformers' model, inside peft's wrapper where there is an adapter."""
         return base_model(self.model)
 
+    @property
+    def lora_rank(self) -> int:
+        """0 where all weights are trained."""
+        adapters = getattr(self.model, "peft_config", {})
+        return max((settings.r for settings in adapters.values()), default=0)
+
     def random_generator(self, seed: int) -> torch.Generator:
         """A generator on the policy's device."""
         return torch.Generator(self.device if self.device.type in ("cpu", "cuda") else "cpu").manual_seed(seed)
 
     def logits(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor, keep: int = 0, cache: Cache | None = None
-    ) -> torch.Tensor:
-        """Logits (N, keep, V) of the last `keep` positions, of all where 0, in mixed precision. `cache` is read and extended."""
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor, keep: int = 0,
+        cache: Cache | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Logits (N, keep, V) of the last `keep` positions, of all where 0, in mixed precision. `cache` is read and extended. No mask: no
+        padding."""
         fewer = {"logits_to_keep": keep} if keep and takes_logits_to_keep(self.base.__class__.forward) else {}
         with self.accelerator.autocast(), self._bypass():
             output = self.model(
@@ -139,6 +147,7 @@ def load_policy(cfg: PolicyConfig, log: Callable[[str], None] = lambda line: Non
         torch.set_num_threads(cfg.threads)
     disable_progress_bar()  # `log` says it, in lines
     placement = probe(cfg)
+    check_optim(cfg, placement)
     log(placement.reason)
     set_up(placement.device)
     with local_directory(cfg) as directory:
@@ -254,16 +263,26 @@ def quantization(cfg: PolicyConfig, placement: Placement) -> BitsAndBytesConfig:
 
     Raises Unavailable without the extra `quant`, and on anything but a CUDA device.
     """
-    key = f"policy.quantization {cfg.quantization!r}"
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise Unavailable(f"{key} needs bitsandbytes: pip install 'swarmnode[quant]'")
-    if placement.device.type != "cuda":
-        raise Unavailable(f"{key} needs a CUDA device, not {placement.device}")
+    check_bitsandbytes(f"policy.quantization {cfg.quantization!r}", placement)
     if cfg.quantization == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=placement.dtype
     )
+
+
+def check_optim(cfg: PolicyConfig, placement: Placement) -> None:
+    """Raises Unavailable where the moments cannot be kept in 8 bits: before a model is downloaded for it."""
+    if cfg.optim == "adamw_8bit":
+        check_bitsandbytes(f"policy.optim {cfg.optim!r}", placement)
+
+
+def check_bitsandbytes(key: str, placement: Placement) -> None:
+    """Raises Unavailable, naming the setting that wants it, without the extra `quant` or a CUDA device."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise Unavailable(f"{key} needs bitsandbytes: pip install 'swarmnode[quant]'")
+    if placement.device.type != "cuda":
+        raise Unavailable(f"{key} needs a CUDA device, not {placement.device}")
 
 
 def add_adapter(cfg: PolicyConfig, model: PreTrainedModel) -> PeftModel:

@@ -6,25 +6,47 @@ forward and backward at 64 prompt and 32 completion tokens, 1.3 times with the e
 
     one pass     a row is a prompt and all of its completions, and a mask lets each completion see the prompt and itself only. Half of
                  the kernels to launch, which is what a GPU waits for; attention computes what the mask then drops
-    two passes   the prompts, whose keys and values are then repeated for their completions: long rows, and models that make their own masks
+    two passes   the prompts, whose keys and values are then repeated for their completions: longer rows, and masks of the model's own
+    row by row   each prompt and completion by itself: answers so long that their prompts matter little. No padding and no mask, so that
+                 attention needs no memory for one; and nothing is shared, so that layers can be run again in the backward pass
+                 instead of keeping what they computed (activation checkpointing), which is done where that would not fit
+
+Logits of more tokens than `footprint.logits_tokens` are never there at once: the head is run piece by piece, and again in the backward
+pass. 4,000 tokens of a vocabulary of 152,000 would be 2.4 GB in float32, several times over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from transformers import DynamicCache
+from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache, PreTrainedModel
 
 from swarmnode.policy.decode import has_fixed_form
+from swarmnode.policy.device import shape_of, spare_bytes
+from swarmnode.policy.footprint import Method, logits_tokens, token_bytes
+from swarmnode.policy.layers import layers_of
 from swarmnode.policy.load import Policy
 
 ONE_PASS = {"cuda": 1024}
 """Columns of a row, P + K · T, up to which one pass is faster. On an H200 with 0.5 B parameters 89 ms instead of 176 at 271 columns,
 335 instead of 297 at 2233; on a CPU with the embedded policy 9.5 instead of 12.4 at 52, 49 instead of 39 at 268."""
 ONE_PASS_ELSEWHERE = 96
+LONG_ROW = {"cuda": 1024}
+"""Tokens from which a row fills the device by itself, so that nothing is lost by running it alone."""
+LONG_ROW_ELSEWHERE = 256
+WHOLE_SHARE = 1.25
+"""Rows are run one by one while that is at most so many times the tokens of two passes, which share prompts and pad."""
+SPARE_SHARE = 0.8
+"""Of the memory that is free, what activations may take: the estimate is within 15 %."""
+
+_split: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
+"""Whether a model's logits are what its head makes, and nothing is done to them afterwards."""
 
 Row = tuple[list[int], list[int]]
 """(prompt ids, completion ids), both non-empty."""
@@ -85,10 +107,25 @@ def completion_logprobs(policy: Policy, batch: Batch, temperature: float) -> tup
     """
     ids, mask = batch.completion_ids, batch.completion_mask
     later, place = mask[:, 1:].nonzero(as_tuple=True)  # completion tokens but the first: of which row, and after which token
-    logits = (_one_pass if fits_one_pass(policy, batch) else _two_passes)(policy, batch, later, place)  # M completion tokens
     first = torch.arange(len(ids), device=ids.device)
     row, column = torch.cat([first, later]), torch.cat([torch.zeros_like(first), place + 1])
-    chosen, spread = token_logprobs(logits, ids[row, column], temperature)
+    piece = logits_tokens(policy.base.config.get_text_config().vocab_size, ids.device.type)
+    split = len(row) > piece and splits_head(policy)
+    with _head_inputs(policy.base) if split else contextlib.nullcontext():
+        if torch.is_grad_enabled() and needs_checkpointing(policy, batch):
+            with checkpointed(policy.base):
+                outputs = _row_by_row(policy, batch, later, place)
+        elif fits_one_pass(policy, batch):
+            outputs = _one_pass(policy, batch, later, place)
+        elif stands_alone(batch):
+            outputs = _row_by_row(policy, batch, later, place)
+        else:
+            outputs = _two_passes(policy, batch, later, place)
+    if len(row) > piece:
+        head = (lambda states: head_logits(policy, states)) if split else (lambda logits: logits)
+        chosen, spread = _in_pieces(head, outputs, ids[row, column], temperature, piece)
+    else:
+        chosen, spread = token_logprobs(outputs, ids[row, column], temperature)
     zeros = torch.zeros(ids.shape, device=chosen.device)
     return zeros.index_put((row, column), chosen), zeros.index_put((row, column), spread)
 
@@ -102,8 +139,150 @@ def fits_one_pass(policy: Policy, batch: Batch) -> bool:
     return has_fixed_form(policy.base, DynamicCache(config=policy.base.config))
 
 
+def stands_alone(batch: Batch) -> bool:
+    """Whether its rows are so long that each is run by itself: little is lost by not sharing prompts, and no padding is run."""
+    prompts, answers = batch.prompt_mask.sum(1), batch.completion_mask.sum(1)
+    whole = int(prompts[batch.prompt_of].sum() + answers.sum())
+    long = LONG_ROW.get(answers.device.type, LONG_ROW_ELSEWHERE)
+    return whole >= long * len(answers) and whole <= WHOLE_SHARE * (batch.prompt_ids.numel() + batch.completion_ids.numel())
+
+
+def needs_checkpointing(policy: Policy, batch: Batch) -> bool:
+    """Whether what the backward pass needs of all layers would not fit beside what is there already."""
+    spare, shape = spare_bytes(batch.prompt_ids.device), shape_of(policy.base)
+    if spare is None or shape is None:
+        return False
+    method = Method(batch.prompt_ids.device.type, str(policy.dtype).removeprefix("torch."), lora_rank=policy.lora_rank)
+    return token_bytes(shape, method) * batch.padded_tokens > SPARE_SHARE * spare
+
+
+@contextlib.contextmanager
+def checkpointed(model: PreTrainedModel) -> Iterator[None]:
+    """Layers that are run inside keep their input only, and are run once more in the backward pass, which may come later.
+
+    transformers' own way needs `model.train()`, and with it dropout: sampling and training would be of two functions.
+    """
+    layers = layers_of(model)
+    before = [layer.__dict__.get("forward") for layer in layers]  # accelerate has one there, where layers lie on several devices
+    for layer in layers:
+        layer.forward = _Recomputed(layer.forward)
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)  # casts of all weights would stay until the end of the pass, each used once
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+        for layer, forward in zip(layers, before, strict=True):
+            del layer.forward
+            if forward is not None:
+                layer.forward = forward
+
+
+class _Recomputed:
+    """A layer's forward, computed again when its gradient is wanted. There is no dropout, so that no random state has to be kept."""
+
+    def __init__(self, forward: Callable[..., object]) -> None:
+        self._forward = forward
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        return checkpoint(self._forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+def splits_head(policy: Policy) -> bool:
+    """Whether the head can be run by itself: its outputs are the logits, not scaled or capped afterwards. Tried once, on one token."""
+    model = policy.base
+    if model not in _split:
+        _split[model] = _splits(policy)
+    return _split[model]
+
+
+@torch.no_grad()
+def _splits(policy: Policy) -> bool:
+    head = policy.base.get_output_embeddings()
+    if head is None:
+        return False
+    made: list[torch.Tensor] = []
+    watch = head.register_forward_hook(lambda module, inputs, output: made.append(output))
+    try:
+        one = torch.zeros(1, 1, dtype=torch.long, device=policy.device)
+        logits = policy.logits(one, torch.ones_like(one), one)
+    finally:
+        watch.remove()
+    return len(made) == 1 and logits.data_ptr() == made[0].data_ptr() and logits.dtype == made[0].dtype
+
+
+class _Stop(Exception):
+    """Raised where a model reaches its head, to bring out what that would be given."""
+
+    def __init__(self, states: torch.Tensor) -> None:
+        super().__init__()
+        self.states = states
+
+
+@contextlib.contextmanager
+def _head_inputs(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, a pass ends with _Stop before the head."""
+    head = model.get_output_embeddings()
+    assert head is not None
+
+    def stop(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        raise _Stop(inputs[0])
+
+    hook = head.register_forward_pre_hook(stop)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _outputs(
+    policy: Policy, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor, keep: int = 0, cache: DynamicCache | None = None
+) -> torch.Tensor:
+    """(N, keep, ·) what `Policy.logits` gives, or inside `_head_inputs` what the head would be given."""
+    try:
+        return policy.logits(ids, mask, positions, keep, cache)
+    except _Stop as stop:
+        return stop.states[:, -keep:]
+
+
+def head_logits(policy: Policy, states: torch.Tensor) -> torch.Tensor:
+    """(M, V) logits of (M, d) head inputs."""
+    with policy.accelerator.autocast():
+        logits: torch.Tensor = policy.base.get_output_embeddings()(states)
+    return logits
+
+
+def _in_pieces(
+    head: Callable[[torch.Tensor], torch.Tensor], outputs: torch.Tensor, tokens: torch.Tensor, temperature: float, piece: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`token_logprobs` of `head(outputs)`, `piece` tokens at a time, each piece computed again in the backward pass."""
+
+    def one(states: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return token_logprobs(head(states), chosen.to(states.device), temperature)
+
+    parts = [
+        checkpoint(one, states, chosen, use_reentrant=False, preserve_rng_state=False) if torch.is_grad_enabled() else one(states, chosen)
+        for states, chosen in zip(outputs.split(piece), tokens.split(piece), strict=True)
+    ]
+    return torch.cat([chosen for chosen, _ in parts]), torch.cat([spread for _, spread in parts])
+
+
+def _row_by_row(policy: Policy, batch: Batch, later: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """As `_one_pass`."""
+    first, others = [], []
+    for row, owner in enumerate(batch.prompt_of.tolist()):
+        prompt = batch.prompt_ids[owner][batch.prompt_mask[owner].bool()]
+        answer = batch.completion_ids[row][batch.completion_mask[row]]
+        ids = torch.cat([prompt, answer[:-1]])[None]  # (1, P + T - 1); the last token predicts nothing that is wanted
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        outputs = _outputs(policy, ids, None, positions, keep=len(answer))[0]  # (T, ·)
+        first.append(outputs[:1])
+        others.append(outputs[1:])  # in the order of `later`
+    return torch.cat([*first, *others])
+
+
 def _one_pass(policy: Policy, batch: Batch, later: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """(M, V) logits that predict the first token of each row, then the tokens `place` + 1 of rows `later`."""
+    """(M, V) logits, or head inputs, that predict the first token of each row, then the tokens `place` + 1 of rows `later`."""
     ids, owner = batch.completion_ids, batch.prompt_of
     (prompts, width), length = batch.prompt_ids.shape, ids.shape[1]
     which, most = batch.places
@@ -120,7 +299,8 @@ def _one_pass(policy: Policy, batch: Batch, later: torch.Tensor, place: torch.Te
     there = torch.cat([batch.prompt_mask.bool(), real.flatten(1)], 1)  # (Q, S)
     sees = (sees & there[:, None]) | torch.eye(len(column), dtype=torch.bool, device=ids.device)  # padding must see something: itself
 
-    logits = policy.logits(
+    logits = _outputs(
+        policy,
         torch.cat([batch.prompt_ids, tokens.flatten(1)], 1),
         sees[:, None],
         torch.cat([before, after.expand(-1, most, -1).flatten(1)], 1),
@@ -134,14 +314,14 @@ def _two_passes(policy: Policy, batch: Batch, later: torch.Tensor, place: torch.
     ids, mask, owner = batch.completion_ids, batch.completion_mask, batch.prompt_of
     positions = (batch.prompt_mask.cumsum(1) - 1).clamp(min=0)  # (Q, P)
     cache = DynamicCache(config=policy.base.config)
-    first = policy.logits(batch.prompt_ids, batch.prompt_mask, positions, 1, cache)[:, -1]  # (Q, V), they predict the first tokens
+    first = _outputs(policy, batch.prompt_ids, batch.prompt_mask, positions, 1, cache)[:, -1]  # (Q, V), they predict the first tokens
     logits = [first[owner]]
     if ids.shape[1] > 1:
         cache.batch_select_indices(owner.cpu())  # layers may lie on several devices
         before = ids[:, :-1]  # (N, T - 1), they predict the others
         seen = torch.cat([batch.prompt_mask[owner], mask[:, :-1].to(batch.prompt_mask.dtype)], 1)
         after = positions[owner, -1:] + 1 + torch.arange(before.shape[1], device=ids.device)
-        logits.append(policy.logits(before, seen, after, cache=cache)[later, place])
+        logits.append(_outputs(policy, before, seen, after, cache=cache)[later, place])
     return torch.cat(logits)
 
 

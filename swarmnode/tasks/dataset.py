@@ -307,8 +307,8 @@ class DatasetTask:
             try:
                 if self._reward is not None:
                     own.reward_of(self._reward, prompt, answer, {"answer": answer, **columns})
-                elif self._verifier is not None and self._verifier.reward(answer, answer) != 1.0:
-                    raise ValueError(f"the answer of row {row} is not worth 1")
+                elif self._verifier is not None:
+                    self._verifier.check(answer)
             except Exception as error:
                 raise ConfigError(f"task.datasets.{self._task}: it does not work: {own.one_line(error)}") from error
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 
+from swarmnode.tasks import json_schema
 from swarmnode.tasks.answers import NUMBER
 
 RELATIVE_TOLERANCE = Decimal("1e-6")
@@ -69,12 +70,24 @@ def equal_json(answer: str, gold: str) -> bool:
     return _typed(_loads(answer)) == _typed(_loads(gold))
 
 
+def fits_schema(answer: str, gold: str) -> bool:
+    """JSON that is as the schema `gold` says."""
+    return json_schema.valid(_loads(answer), _loads(gold))
+
+
+def check_schema(gold: str) -> None:
+    """Raises ValueError for a schema that no answer could be held against."""
+    json_schema.check(_loads(gold))
+
+
 @dataclass(frozen=True, slots=True)
 class Verifier:
     """`verdict(answer, gold)`; `fallback`: where an answer stands when nothing marks it (`answers.extract`)."""
 
     verdict: Callable[[str, str], bool]
     fallback: str = "whole"
+    check_gold: Callable[[str], None] | None = None
+    """Raises ValueError, where `gold` is no answer itself."""
 
     def reward(self, answer: str, gold: str) -> float:
         """1.0 or 0.0; text that this verifier cannot read is wrong. Raises nothing."""
@@ -84,8 +97,11 @@ class Verifier:
             return 0.0
 
     def check(self, gold: str) -> None:
-        """Raises ValueError when `gold` cannot be anybody's right answer, since it does not even match itself."""
+        """Raises ValueError when nothing could be right by `gold`: as an answer it does not even match itself, or it is no schema."""
         try:
+            if self.check_gold is not None:
+                self.check_gold(gold)
+                return
             if self.verdict(gold, gold):
                 return
         except (LookupError, ArithmeticError, RecursionError) as error:
@@ -100,6 +116,7 @@ VERIFIERS: dict[str, Verifier] = {
     "set": Verifier(members),
     "boxed": Verifier(boxed, "boxed"),
     "json": Verifier(equal_json),
+    "json_schema": Verifier(fits_schema, check_gold=check_schema),
 }
 VERSION = "1"
 """Enters the task version: change it when a verdict above, or what `answers` finds, changes."""

@@ -18,10 +18,12 @@ from swarmnode.averaging.lora import A_SEED, freeze_a, shares_a
 from swarmnode.averaging.probe import LossProbe
 from swarmnode.config import Config, LoraSettings, PolicyConfig
 from swarmnode.link.messages import WeightsReport
+from swarmnode.policy.device import shape_of, spare_bytes
+from swarmnode.policy.footprint import Method, Optim, footprint, micro_batch
 from swarmnode.policy.generate import GroupSample, Sampling
 from swarmnode.policy.layers import report_layers
 from swarmnode.policy.load import LORA_MODULES, Policy, load_policy
-from swarmnode.policy.logprobs import Row
+from swarmnode.policy.logprobs import SPARE_SHARE, Row
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.policy.text import PolicyText
 from swarmnode.swarm.manifest import check_model
@@ -137,8 +139,10 @@ def make_whole_policy(
     counters: where the numbers of averaging live; `WholePolicy.restore` replaces them. send: to the network process, from any thread.
     """
     training, shared_a = config.training, shares_a(config.policy.lora, config.weights)
-    memory = Memory.of(training.per_device_train_tokens, alive)
-    updater = Updater(policy, training, memory.training, policy.reference() if training.beta > 0 else None, memory.external)
+    optim = config.policy.optim
+    memory = Memory.of(affordable(policy, training.per_device_train_tokens, optim), alive)
+    reference = policy.reference() if training.beta > 0 else None
+    updater = Updater(policy, training, memory.training, reference, memory.external, optim)
     report_layers(policy.base, alive)
     replica, probe, cfg = None, None, config.weights
     if cfg.rule != "off":  # before a state is restored: the base weights are what the codec is relative to
@@ -148,6 +152,21 @@ def make_whole_policy(
         adapter = adapter_shape(config.policy.lora, shared_a)
         replica = Replica(tensors, cfg, counters, config.node.data_dir, send=send, probe=probe, adapter=adapter)
     return WholePolicy(policy, updater, memory, replica, probe, state.owner(policy.fingerprint, config.policy.lora.r, shared_a))
+
+
+def affordable(policy: Policy, configured: int, optim: Optim) -> int:
+    """Tokens of a micro-batch: as configured, or what fits beside the weights with gradients and moments, by the plan.
+
+    A GPU that runs out of memory says so, and the micro-batch is halved; a machine that does kills the process.
+    """
+    spare, shape = spare_bytes(policy.device), shape_of(policy.base)
+    if spare is None or shape is None or policy.device.type != "cpu":
+        return configured
+    dtype = str(policy.dtype).removeprefix("torch.")
+    method = Method(policy.device.type, dtype, policy.lora_rank, optim=optim, checkpointing=True)
+    here = footprint(shape, method, 1)
+    fits = micro_batch(shape, method, SPARE_SHARE * spare + here.weights + here.runtime)  # weights and torch are there already
+    return min(configured, max(64, fits))
 
 
 @dataclass(frozen=True)

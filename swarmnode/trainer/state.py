@@ -2,6 +2,7 @@
 
     weights.<name>      the trainable parameters
     first.<name>        AdamW's first moment      second.<name>   its second moment
+    optimizer.<k>.<name>  what another optimizer keeps of a parameter under its key k, as it is
     outer.phi.<name>    slow weights of the outer step, and outer.delta.<name> its momentum, where replicas are averaged
     rng                 state of the sampling generator, u8
     metadata            counters and fingerprint, JSON
@@ -94,7 +95,7 @@ class Snapshot:
     """See `owner`."""
 
 
-WEIGHTS, OUTER = "weights.", "outer."
+WEIGHTS, OUTER, OPTIMIZER = "weights.", "outer.", "optimizer."
 
 
 def take(
@@ -129,7 +130,10 @@ def _copied(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     for name, parameter in trainable(model).items():
         tensors[f"{WEIGHTS}{name}"] = _host_copy(parameter)
         moments = optimizer.state.get(parameter)
-        if moments:
+        if moments and "exp_avg" not in moments:  # bitsandbytes: blocks of 8 bits with their scales, and a plain number of steps
+            for key, value in moments.items():
+                tensors[f"{OPTIMIZER}{key}.{name}"] = _host_copy(value) if isinstance(value, torch.Tensor) else torch.tensor(value)
+        elif moments:
             tensors[f"first.{name}"] = _host_copy(moments["exp_avg"])
             tensors[f"second.{name}"] = _host_copy(moments["exp_avg_sq"])
             tensors[f"steps.{name}"] = moments["step"].detach().cpu().clone().reshape(1)
@@ -215,8 +219,13 @@ def restore(
         raise StateError(f"{directory / FILE}: {error}; move it away to start from the base policy") from None
     outer({name.removeprefix(OUTER): t for name, t in tensors.items() if name.startswith(OUTER)})  # may refuse: first
     overwrite(parameters, weights(tensors))
+    plain, keys = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)), _keys(tensors)  # of the other kind, moments begin anew
     for name, parameter in parameters.items():
-        if f"first.{name}" in tensors:
+        if not plain:
+            kept = {key: tensors[f"{OPTIMIZER}{key}.{name}"] for key in keys if f"{OPTIMIZER}{key}.{name}" in tensors}
+            if kept:
+                optimizer.state[parameter] = {k: t.to(parameter.device) if t.ndim else int(t) for k, t in kept.items()}
+        elif f"first.{name}" in tensors:
             step = tensors[f"steps.{name}"].reshape(())
             optimizer.state[parameter] = {
                 "step": step.to(parameter.device) if optimizer.defaults.get("fused") else step,
@@ -225,6 +234,11 @@ def restore(
             }
     set_generator(rng, tensors["rng"])
     return counters
+
+
+def _keys(tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
+    """Under which an optimizer that is not AdamW kept something."""
+    return frozenset(name.split(".")[1] for name in tensors if name.startswith(OPTIMIZER))
 
 
 def set_generator(rng: torch.Generator, state: torch.Tensor) -> None:

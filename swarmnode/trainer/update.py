@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from swarmnode.config import TrainingConfig
+from swarmnode.policy.footprint import Optim
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import collate, completion_logprobs
 from swarmnode.policy.micro import MicroBatcher, RowTooLarge, free_memory
@@ -42,7 +43,7 @@ class Updater:
 
     def __init__(
         self, policy: Policy, cfg: TrainingConfig, batcher: MicroBatcher, reference: Policy | None = None,
-        external: MicroBatcher | None = None,
+        external: MicroBatcher | None = None, optim: Optim = "adamw",
     ) -> None:  # fmt: skip
         if cfg.beta > 0 and reference is None:
             raise ValueError("beta > 0 needs a reference policy")
@@ -51,10 +52,7 @@ class Updater:
         self._batcher = batcher
         self._external = external if external is not None else MicroBatcher(batcher.tokens, batcher.alive)
         self._reference = reference
-        fused = policy.device.type == "cuda" or None  # one kernel, and no temporary copies of all weights
-        self.optimizer = torch.optim.AdamW(
-            policy.trainable_parameters(), lr=cfg.learning_rate, weight_decay=WEIGHT_DECAY, fused=fused
-        )  # fmt: skip
+        self.optimizer = make_optimizer(policy, cfg, optim)
         self._accelerated = policy.accelerator.prepare_optimizer(self.optimizer)
         self._probe = AgreementProbe(policy.trainable_parameters())
         self.lock = threading.Lock()
@@ -163,6 +161,18 @@ class Updater:
                 scores = batcher.score(self._reference, [rows.rows[i] for i in indices], self._cfg.temperature)
             found |= dict(zip(indices, scores, strict=True))
         return found
+
+
+def make_optimizer(policy: Policy, cfg: TrainingConfig, optim: Optim) -> torch.optim.Optimizer:
+    """AdamW, its moments in 32 bits or, by bitsandbytes, in blocks of 8 (arXiv 2110.02861); see `policy.load.check_optim`."""
+    parameters = policy.trainable_parameters()
+    if optim == "adamw_8bit":
+        from bitsandbytes.optim import AdamW8bit
+
+        eight: torch.optim.Optimizer = AdamW8bit(parameters, lr=cfg.learning_rate, weight_decay=WEIGHT_DECAY)
+        return eight
+    fused = policy.device.type == "cuda" or None  # one kernel, and no temporary copies of all weights
+    return torch.optim.AdamW(parameters, lr=cfg.learning_rate, weight_decay=WEIGHT_DECAY, fused=fused)
 
 
 @contextlib.contextmanager

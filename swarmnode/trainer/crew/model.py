@@ -130,7 +130,7 @@ def fits_whole(
         check_model_type(hf)
         return False
     room = capacity(stages.capacity, placement)
-    need = whole_bytes(policy.lora, hf, placement)
+    need = whole_bytes(policy, hf, placement)
     if mode == "off" or room is None or need <= room:
         return True
     if placement.device.type == "cuda" and policy.device == "auto" and not stages.capacity and torch.cuda.device_count() > 1:
@@ -154,10 +154,10 @@ def capacity(limit: int, placement: Placement) -> int | None:
     return limit if measured is None else min(limit, measured)
 
 
-def whole_bytes(lora: LoraSettings, hf: PretrainedConfig, placement: Placement) -> int:
+def whole_bytes(policy: PolicyConfig, hf: PretrainedConfig, placement: Placement) -> int:
     """To train all of it here."""
     parameters, edges = count_parameters(hf)
-    return needed_bytes(parameters, lora.r * edges, placement.dtype)
+    return needed_bytes(parameters, policy.lora.r * edges, placement.dtype, optim=policy.optim)
 
 
 @contextlib.contextmanager
@@ -194,7 +194,7 @@ def open_model(
             check_model(opened.manifest, text.fingerprint, text.tokenizer_hash)
         cost = cost_of(training, cfg.lora, hf, placement)
         room = capacity(stages.capacity, placement)
-        memory = float(room if room is not None else whole_bytes(cfg.lora, hf, placement))
+        memory = float(room if room is not None else whole_bytes(cfg, hf, placement))
         offering = Offering(terms.hash(identity), Capacity(memory / HEADROOM, measure_speed(placement)), cost)
         report(f"{cfg.model} in stages: {offering.capacity.memory / 2**30:.2f} GiB of it here; {placement.reason}")
         yield CrewModel(directory, hf, text, placement, offering, pretrained, cfg, terms)
@@ -226,6 +226,8 @@ def check_trainable(policy: PolicyConfig, training: TrainingConfig) -> None:
         raise Refused("a KL penalty needs a second, frozen policy, which no crew holds: set training.beta to 0, or stages.mode to off")
     if policy.quantization != "none":
         raise Refused("stages are not quantised: set policy.quantization to none, or stages.mode to off")
+    if policy.optim != "adamw":
+        raise Refused("stages keep Adam's moments in 32 bits: set policy.optim to adamw, or stages.mode to off")
 
 
 def cost_of(cfg: TrainingConfig, adapter: LoraSettings, hf: PretrainedConfig, placement: Placement) -> ModelCost:

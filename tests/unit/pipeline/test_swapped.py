@@ -60,7 +60,7 @@ class Unsplit:
                 inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
                 return self.model(**inputs, past_key_values=cache, use_cache=cache is not None, logits_to_keep=keep).logits
 
-            view = type("P", (), {"model": self.model, "base": self.model, "logits": logits})()
+            view = type("P", (), {"model": self.model, "base": self.model, "logits": logits, "dtype": torch.float32, "lora_rank": 0})()
             logprobs, _ = completion_logprobs(view, batch, 1.0)
             old = torch.full_like(logprobs, -3.0) * batch.completion_mask
             out = policy_loss(

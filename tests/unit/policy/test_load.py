@@ -316,7 +316,7 @@ def test_a_configured_dtype_is_said_to_be_configured(monkeypatch):
 
 def test_layers_are_spread_over_gpus_only_when_one_is_too_small(monkeypatch, embedded):
     config = embedded.model.config
-    need = device.needed_bytes(embedded.statistics().parameters, 0, torch.bfloat16)
+    need = device.update_bytes(PolicyConfig(), config, device.Placement(torch.device("cuda"), torch.bfloat16, ""))
     for free, spread in ((need + 1, False), (need // 2 + 1, True)):
         pretend(monkeypatch, (9, 0), count=2, free=free)
         assert device.fit(PolicyConfig(), config, device.probe(PolicyConfig())).spread is spread

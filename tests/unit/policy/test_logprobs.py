@@ -2,8 +2,12 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, Gemma2Config
 
-from swarmnode.policy import load, logprobs
+from swarmnode.config import LoraSettings, PolicyConfig
+from swarmnode.policy import footprint, load, logprobs
+from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import collate, completion_logprobs, score
 
 LONG = [5, 6, 7, 8, 9, 10, 6, 7, 8, 9, 10]
@@ -18,9 +22,12 @@ def naive(policy, row, temperature):
     return logp.gather(1, torch.tensor(completion)[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
-@pytest.fixture(params=["one pass", "two passes"])
+@pytest.fixture(params=["one pass", "two passes", "row by row", "checkpointed", "in pieces"])
 def passes(request, monkeypatch):
-    """Either way, wherever the model allows it."""
+    """Each way, wherever the model allows it; in pieces: two tokens' logits at a time, of two passes."""
+    monkeypatch.setattr(logprobs, "stands_alone", lambda batch: request.param == "row by row")
+    monkeypatch.setattr(logprobs, "needs_checkpointing", lambda policy, batch: request.param == "checkpointed")
+    monkeypatch.setattr(logprobs, "logits_tokens", lambda vocabulary, device: 2 if request.param == "in pieces" else 10**6)
     monkeypatch.setattr(logprobs.Batch, "padded_tokens", 10**6)  # whatever it costs
     monkeypatch.setattr(logprobs, "ONE_PASS_ELSEWHERE", 1024 if request.param == "one pass" else 0)
     return request.param
@@ -70,6 +77,7 @@ def test_a_model_that_always_makes_all_logits_gives_the_same(embedded, monkeypat
     assert max(abs(a - b) for x, y in zip(expected, got, strict=True) for a, b in zip(x, y, strict=True)) < 1e-5
 
 
+@pytest.mark.parametrize("passes", ["one pass", "two passes"], indirect=True)
 def test_a_prompt_is_run_once_for_its_group_and_the_head_once_for_the_prompt(embedded, monkeypatch, passes):
     seen = []
     forward = type(embedded.model).forward
@@ -109,3 +117,82 @@ def test_one_pass_is_for_short_rows_and_full_groups(embedded):
     assert not logprobs.fits_one_pass(embedded, batch([(p, c * 100) for p, c in group]))
     lonely = [([5, 9, 20 + i], [30, 31, 1]) for i in range(20)]
     assert not logprobs.fits_one_pass(embedded, batch(group + lonely))  # each would be padded to eight completions
+
+
+class Largest(TorchDispatchMode):
+    """Watches what is computed for the largest tensor as wide as the vocabulary, weights apart."""
+
+    def __init__(self, vocabulary):
+        super().__init__()
+        self.vocabulary, self.rows = vocabulary, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor) and tensor.ndim and tensor.shape[-1] == self.vocabulary:
+                self.rows = max(self.rows, tensor.numel() // self.vocabulary)
+        return out
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+def test_logits_of_a_long_row_are_never_there_at_once(model_dir, lora, monkeypatch):
+    policy = load_policy(PolicyConfig(model=str(model_dir("qwen2")), device="cpu", lora=LoraSettings(r=lora)))
+    vocabulary = policy.base.config.vocab_size
+    monkeypatch.setattr(footprint, "LOGITS_BYTES_ELSEWHERE", 4 * vocabulary * 40)
+    batch = collate([([5, 9, 20], [30 + i % 9 for i in range(60)]), ([5, 9, 20], [31] * 40)], policy.pad_id)
+    with Largest(vocabulary) as seen:
+        chosen, _ = completion_logprobs(policy, batch, 1.0)
+        chosen.sum().backward()
+        score(policy, [([5, 9, 20], [30] * 60)], 1.0)
+    assert seen.rows == 40  # and the head's own gradient has 32
+    monkeypatch.setattr(footprint, "LOGITS_BYTES_ELSEWHERE", 2**30)
+    with Largest(vocabulary) as seen:
+        completion_logprobs(policy, batch, 1.0)
+    assert seen.rows >= 100
+
+
+def test_a_model_that_caps_its_logits_is_given_its_own(tmp_path, embedded, monkeypatch):
+    torch.manual_seed(1)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Gemma2Config(vocab_size=len(embedded.tokenizer), head_dim=8, final_logit_softcapping=2.0, **shape)
+    config.eos_token_id = embedded.eos_id
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    embedded.tokenizer.save_pretrained(tmp_path)
+    capped = load_policy(PolicyConfig(model=str(tmp_path), device="cpu"))
+    with torch.no_grad():
+        capped.base.get_output_embeddings().weight.mul_(50)
+    assert not logprobs.splits_head(capped)
+    assert logprobs.splits_head(embedded)
+    expected = score(capped, ROWS, 1.0)
+    monkeypatch.setattr(footprint, "LOGITS_BYTES_ELSEWHERE", 8 * len(embedded.tokenizer))
+    assert score(capped, ROWS, 1.0) == [pytest.approx(row, abs=1e-5) for row in expected]
+
+
+def test_long_rows_are_run_one_by_one_and_short_ones_together(embedded):
+    batch = lambda rows: collate(rows, embedded.pad_id)
+    assert logprobs.stands_alone(batch([([5] * 100, [30] * 1500), ([5] * 100, [30] * 1000)]))
+    assert not logprobs.stands_alone(batch([([5] * 3, [30] * 200)] * 8))
+    assert not logprobs.stands_alone(batch([([5] * 1000, [30] * 100)] * 8))  # the prompt would be run eight times
+
+
+def test_layers_are_run_again_only_where_their_activations_would_not_fit(embedded, monkeypatch):
+    batch = collate([([5] * 100, [30] * 1500)], embedded.pad_id)
+    for spare, needed in ((None, False), (64 * 2**30, False), (2**20, True)):
+        monkeypatch.setattr(logprobs, "spare_bytes", lambda device, spare=spare: spare)
+        assert logprobs.needs_checkpointing(embedded, batch) is needed
+
+
+def test_checkpointing_keeps_less_and_leaves_the_model_as_it_was(policies, monkeypatch):
+    policy = policies["qwen2"].clone()
+    batch = collate([([5] * 8, [30] * 100)], policy.pad_id)
+    kept: dict[bool, dict[int, torch.Tensor]] = {}
+    for checkpointed in (False, True):
+        monkeypatch.setattr(logprobs, "needs_checkpointing", lambda policy, batch, checkpointed=checkpointed: checkpointed)
+        sizes = kept.setdefault(checkpointed, {})
+        keep = lambda t, sizes=sizes: sizes.update({t.data_ptr(): t}) or t
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            graph = completion_logprobs(policy, batch, 1.0)
+        del graph
+    numbers = {checkpointed: sum(t.numel() for t in tensors.values()) for checkpointed, tensors in kept.items()}
+    assert numbers[True] < numbers[False] / 2
+    assert all("forward" not in layer.__dict__ for layer in policy.model.model.layers)

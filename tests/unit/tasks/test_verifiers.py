@@ -3,12 +3,14 @@
 pytest tests/unit/tasks/test_verifiers.py
 """
 
+import json
 import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarmnode.tasks import json_schema
 from swarmnode.tasks.answers import EXTRACTS, extract
 from swarmnode.tasks.verifiers import VERIFIERS
 
@@ -69,6 +71,24 @@ WRONG = [
     ("json", "NaN", "1"),
     ("json", "9" * 4000, "9"),
 ]
+PEOPLE = [
+    ('{"name": "Ada", "age": 36}', 1.0),
+    ('{"name": "Ada", "age": 36.0, "tags": ["a", 1.0, null], "extra": true}', 1.0),
+    ('{"name": "Ada", "age": 199, "extra": null}', 1.0),
+    ('{"name": "", "age": 36}', 0.0),
+    ('{"name": "Ada"}', 0.0),
+    ('{"name": "Ada", "age": 36.5}', 0.0),
+    ('{"name": "Ada", "age": true}', 0.0),
+    ('{"name": "Ada", "age": -1}', 0.0),
+    ('{"name": "Ada", "age": 200}', 0.0),
+    ('{"name": "Ada", "age": 36, "height": 1}', 0.0),
+    ('{"name": "Ada", "age": 36, "tags": [true]}', 0.0),
+    ('{"name": "Ada", "age": 36, "tags": ["a", "a", "a", "a"]}', 0.0),
+    ('{"name": "Ada", "age": 36, "extra": 3}', 0.0),
+    ('{"name": "Ada", "age": 36, "extra": "x"}', 0.0),
+    ("[]", 0.0),
+    ("null", 0.0),
+]
 HOSTILE = [
     "",
     "\0",
@@ -91,13 +111,74 @@ HOSTILE = [
     "\\left" * 800,
     "$" * 4096,
 ]
-GOLD = {"exact": "x", "numeric": "7", "choice": "A", "set": "a,b", "boxed": "\\frac{1}{2}", "json": "[1]"}
+SCHEMA = """{"type": "object", "required": ["name", "age"], "additionalProperties": false, "title": "A person", "properties": {
+  "name": {"type": "string", "minLength": 1, "maxLength": 20}, "age": {"type": "integer", "minimum": 0, "exclusiveMaximum": 200},
+  "tags": {"type": "array", "items": {"enum": ["a", 1, null]}, "maxItems": 3},
+  "extra": {"anyOf": [{"type": "boolean"}, {"type": ["number", "null"], "not": {"const": 3}}]}}}"""
+GOLD = {"exact": "x", "numeric": "7", "choice": "A", "set": "a,b", "boxed": "\\frac{1}{2}", "json": "[1]", "json_schema": SCHEMA}
 
 
 @pytest.mark.parametrize(("name", "answer", "gold"), RIGHT)
 def test_right_answers(name, answer, gold):
     VERIFIERS[name].check(gold)
     assert VERIFIERS[name].reward(answer, gold) == 1.0
+
+
+@pytest.mark.parametrize(("answer", "reward"), PEOPLE)
+def test_an_answer_that_is_as_a_schema_says(answer, reward):
+    VERIFIERS["json_schema"].check(SCHEMA)
+    assert VERIFIERS["json_schema"].reward(answer, SCHEMA) == reward
+    jsonschema = pytest.importorskip("jsonschema")
+    assert jsonschema.Draft202012Validator(json.loads(SCHEMA)).is_valid(json.loads(answer)) == bool(reward)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from([1.0, 0.5, -2.0]) | st.sampled_from(["", "a", "bb"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("ab"), inner, max_size=2), max_leaves=6,
+)  # fmt: skip
+SMALL = st.integers(0, 3)
+
+
+def _schemas(inner):
+    return st.fixed_dictionaries({}, optional={
+        "items": inner, "additionalProperties": inner, "not": inner,
+        "properties": st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
+        "allOf": st.lists(inner, min_size=1, max_size=2), "anyOf": st.lists(inner, min_size=1, max_size=2),
+        "oneOf": st.lists(inner, min_size=1, max_size=3), "required": st.lists(st.sampled_from("ab"), unique=True),
+        "minItems": SMALL, "maxProperties": SMALL,
+    })  # fmt: skip
+
+
+LEAVES = st.booleans() | st.fixed_dictionaries({}, optional={
+    "type": st.sampled_from(json_schema.TYPES) | st.lists(st.sampled_from(json_schema.TYPES), min_size=1, unique=True), "const": VALUES,
+    "enum": st.lists(VALUES, min_size=1, max_size=3), "minimum": SMALL, "exclusiveMaximum": SMALL, "maxLength": SMALL, "minLength": SMALL,
+})  # fmt: skip
+
+
+@given(schema=st.recursive(LEAVES, _schemas, max_leaves=5), value=VALUES)
+def test_verdicts_are_those_of_the_library_that_everybody_uses(schema, value):
+    jsonschema = pytest.importorskip("jsonschema")
+    json_schema.check(schema)
+    assert json_schema.valid(value, schema) == jsonschema.Draft202012Validator(schema).is_valid(value)
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ('{"pattern": "(a+)+$"}', "'pattern', which is not supported"),
+        ('{"properties": {"a": {"$ref": "https://example.org/a"}}}', r"'\$ref', which is not supported"),
+        ('{"type": "text"}', "type is 'text'"),
+        ('{"required": "a"}', "not a list of names"),
+        ('{"enum": []}', "not a list"),
+        ('{"anyOf": [{"minimum": true}]}', "not a number"),
+        ("[]", "a JSON object"),
+        ("4", "a JSON object"),
+        ("{", "Expecting"),
+    ],
+)
+def test_a_schema_that_is_not_understood_is_refused_when_it_is_read(schema, says):
+    with pytest.raises(ValueError, match=says):
+        VERIFIERS["json_schema"].check(schema)
 
 
 @pytest.mark.parametrize(("name", "answer", "gold"), WRONG)

@@ -120,3 +120,56 @@ def test_the_step_count_lies_where_a_fused_optimizer_wants_it(tmp_path):
     step(model, fused, rng)
     step(other, restored, other_rng)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+class Eight(torch.optim.Optimizer):
+    """Adam with what bitsandbytes keeps of a parameter: moments in bytes with their scales, and a plain number of steps."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            kept = self.state[parameter] or {
+                "step": 0, "state1": torch.zeros(parameter.shape, dtype=torch.uint8), "absmax1": torch.zeros(1),
+                "state2": torch.zeros(parameter.shape, dtype=torch.uint8), "absmax2": torch.zeros(1),
+            }  # fmt: skip
+            first = 0.9 * (kept["state1"].float() / 127 - 1) * kept["absmax1"] + 0.1 * parameter.grad
+            second = 0.99 * kept["state2"].float() / 255 * kept["absmax2"] + 0.01 * parameter.grad.square()
+            kept["step"] += 1
+            kept["absmax1"], kept["absmax2"] = first.abs().max()[None], second.max()[None]
+            kept["state1"] = ((first / kept["absmax1"] + 1) * 127).round().to(torch.uint8)
+            kept["state2"] = (second / kept["absmax2"] * 255).round().to(torch.uint8)
+            self.state[parameter] = kept
+            parameter.sub_(0.01 * first / (second.sqrt() + 1e-3) / kept["step"] ** 0.5)
+
+
+def test_moments_in_8_bits_are_kept_as_they_are(tmp_path):
+    model, _, rng = make()
+    optimizer = Eight(model.parameters())
+    for _ in range(3):
+        step(model, optimizer, rng)
+    state.write(tmp_path, state.take(model, optimizer, rng, Counters(step=3), "f"))
+    for _ in range(2):
+        step(model, optimizer, rng)
+    other, _, other_rng = make(seed=1)
+    other_optimizer = Eight(other.parameters())
+    assert state.restore(tmp_path, other, other_optimizer, other_rng, "f") == Counters(step=3)
+    for _ in range(2):
+        step(other, other_optimizer, other_rng)
+    assert torch.equal(weights(model), weights(other))
+
+
+def test_who_changes_the_optimizer_keeps_the_weights_and_begins_with_new_moments(tmp_path):
+    for before, after in ((Eight, torch.optim.AdamW), (torch.optim.AdamW, Eight)):
+        model, _, rng = make()
+        optimizer = before(model.parameters())
+        step(model, optimizer, rng)
+        state.write(tmp_path, state.take(model, optimizer, rng, Counters(step=1), "f"))
+        other, _, other_rng = make(seed=1)
+        other_optimizer = after(other.parameters())
+        state.restore(tmp_path, other, other_optimizer, other_rng, "f")
+        assert torch.equal(weights(model), weights(other))
+        assert not other_optimizer.state
+        step(other, other_optimizer, other_rng)

@@ -1,0 +1,104 @@
+"""`swarmnode plan`: what training a model needs, before anything of it is downloaded."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+from swarmnode.cli.options import AsJson, say, size_bytes
+from swarmnode.errors import ConfigError
+
+if TYPE_CHECKING:
+    from swarmnode.policy.plan import Choice
+
+LONGEST = 2**20
+
+
+def plan(
+    model: str,
+    *,
+    length: Annotated[int, Parameter(name=["--length", "-n"])] = 2048,
+    memory: str | None = None,
+    device: Literal["cuda", "cpu"] = "cuda",
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto",
+    rank: int = 16,
+    revision: str | None = None,
+    json: AsJson = False,
+) -> int:
+    """What training a model needs in memory, by way of training, and what fits. Reads config.json and the headers of the weights only.
+
+    Parameters
+    ----------
+    model
+        A directory, a Hugging Face Hub name, or `embedded`.
+    length
+        Tokens of a row: prompt and answer together.
+    memory
+        Of the device, e.g. 24GB. Without it, the smallest card is named that each way needs.
+    device
+        cuda, or cpu: there memory is that of the machine.
+    dtype
+        What is computed in; auto is bfloat16 on a GPU and float32 on a CPU.
+    rank
+        Of LoRA.
+    revision
+        Of a Hub model.
+    """
+    if not 1 <= length <= LONGEST or not 1 <= rank <= 1024:
+        raise ConfigError(f"command line: --length is 1 to {LONGEST} tokens, --rank 1 to 1024")
+    from swarmnode.policy.plan import best, choices, settings
+    from swarmnode.policy.published import published_shape
+
+    shape = published_shape(model, revision)
+    computed = dtype if dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
+    room = size_bytes(memory) if memory is not None else None
+    found = choices(shape, device, computed, rank, length, room)
+    told = {
+        "model": model, "parameters": shape.parameters, "length": length, "device": device, "dtype": computed, "memory_bytes": room,
+        "cache_bytes_per_token": shape.cache_bytes,
+        "choices": [
+            {"name": c.name, "optim": c.method.optim, "checkpointing": c.method.checkpointing, "need_bytes": c.row.total,
+             "micro_batch_tokens": c.micro_batch, "card_gb": c.card, "set": settings(c), **asdict(c.row)}
+            for c in found
+        ],
+    }  # fmt: skip
+    where = "a GPU" if device == "cuda" else "the CPU"
+    lines = [
+        f"{model}: {shape.parameters:,} parameters; rows of {length:,} tokens in {computed}, on {where}",
+        "",
+        *_table(found, room),
+        "",
+        f"A completion that is being sampled keeps {_size(shape.cache_bytes * length)} of keys and values at {length:,} tokens.",
+    ]
+    if room is not None:
+        chosen = best(found)
+        lines.append(_advice(chosen.name, settings(chosen), chosen.micro_batch) if chosen else _too_small(found, memory or ""))
+    return say(told, "\n".join(lines), json)
+
+
+def _table(found: list[Choice], room: int | None) -> list[str]:
+    last = "smallest card" if room is None else "fits, micro-batch"
+    lines = [f"{'trained':<26}{'optimizer':<12}{'layers run again':<18}{'resident':>10}{'row':>10}{'needs':>10}   {last}"]
+    for c in found:
+        by_card = f"{c.card} GB" if c.card else "none"
+        by_room = f"{c.micro_batch:,} tokens" if c.micro_batch else "no"
+        again = "yes" if c.method.checkpointing else "no"
+        sizes = "".join(f"{_size(count):>10}" for count in (c.row.resident, c.row.total - c.row.resident, c.row.total))
+        lines.append(f"{c.name:<26}{c.method.optim:<12}{again:<18}{sizes}   {by_card if room is None else by_room}")
+    return lines
+
+
+def _advice(name: str, said: list[str], tokens: int) -> str:
+    how = " ".join(f"--set {text}" for text in said)
+    return f"Fits: {name}, micro-batches of up to {tokens:,} tokens. swarmnode run {how}".rstrip()
+
+
+def _too_small(found: list[Choice], memory: str) -> str:
+    least = min(found, key=lambda c: c.row.total)
+    return f"Nothing fits {memory}: {least.name} needs {_size(least.row.total)}. Shorter rows, a smaller model, or a crew (docs/stages.md)."
+
+
+def _size(count: int) -> str:
+    return f"{count / 10**9:.1f} GB" if count >= 10**9 else f"{count / 10**6:.0f} MB"

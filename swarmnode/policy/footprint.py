@@ -1,0 +1,194 @@
+"""What training a causal LM takes in memory, from its shape alone: no torch, no weights.
+
+    weights       float32 where they are trained, the compute dtype (or 8, 4 bits) where they lie frozen under an adapter
+    copies        of the trained weights in the compute dtype, made by autocast, alive from forward to backward
+    gradients     float32
+    optimizer     Adam's two moments, 4 bytes each, or one each in 8 bits
+    activations   what the backward pass needs of a micro-batch; with checkpointing the input of every layer, and one layer whole
+    head          logits of as many tokens as are made at a time
+    runtime       the process with torch in it, or a CUDA context
+
+The activation coefficients are bytes per token and layer, by what they are multiples of. They were counted with
+`torch.autograd.graph.saved_tensors_hooks` on Qwen2 and Qwen3 layers, transformers 5.23, rows without padding; `tests/unit/policy/
+test_footprint.py` counts again, and compares the whole with the peak of a trainer's update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from swarmnode.errors import Unavailable
+
+Optim = Literal["adamw", "adamw_8bit"]
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+OPTIMIZER_BYTES: dict[Optim, float] = {"adamw": 8.0, "adamw_8bit": 2.1}
+"""Per trained parameter; the latter with its block scales."""
+LOGITS_BYTES = {"cuda": 128 * 2**20}
+"""float32 logits that are made at a time. A GPU has to read the whole head for each piece, so that its pieces are larger."""
+LOGITS_BYTES_ELSEWHERE = 32 * 2**20
+LOGITS_COPIES = 5
+"""How often they are there at the peak of the backward pass: logits, scores, and the gradients of both and of the logarithm."""
+RUNTIME_BYTES = {"cuda": 700 * 2**20, "cpu": 400 * 2**20}
+"""Before the first weight: a CUDA context with its kernels; on a CPU the interpreter with torch, transformers and accelerate."""
+QUERY_KEY_NORMS = frozenset({"qwen3", "qwen3_moe", "olmo2", "gemma3", "gemma3_text"})
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A causal LM's, as far as memory depends on it."""
+
+    layers: int
+    hidden: int
+    queries: int
+    """Heads × their size."""
+    keys: int
+    """Key-value heads × their size."""
+    intermediate: int
+    vocabulary: int
+    query_key_norms: bool
+    parameters: int
+    embeddings: int
+    """Parameters of embedding and head, which are not quantised."""
+    edges: int
+    """Inputs + outputs summed over the linear layers but the head: an adapter has rank times as many parameters."""
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, object]) -> Shape:
+        """Of a config.json. Parameters are counted as for Llama and what was built like it; `counted` knows better. Raises Unavailable."""
+        nested = config.get("text_config")
+        text = {**config, **nested} if isinstance(nested, dict) else config
+        hidden = _number(text, "hidden_size", "n_embd")
+        layers = _number(text, "num_hidden_layers", "n_layer")
+        heads = _number(text, "num_attention_heads", "n_head")
+        size = _number(text, "head_dim", default=hidden // heads)
+        queries, keys = heads * size, _number(text, "num_key_value_heads", default=heads) * size
+        intermediate = _number(text, "intermediate_size", "n_inner", default=4 * hidden)
+        vocabulary = _number(text, "vocab_size")
+        kind = str(text.get("model_type", ""))
+        norms = kind in QUERY_KEY_NORMS
+        biases = queries + 2 * keys if kind == "qwen2" or text.get("attention_bias") else 0
+        matrices = hidden * (2 * queries + 2 * keys + 3 * intermediate)
+        per_layer = matrices + biases + 2 * hidden + (2 * size if norms else 0)
+        embeddings = vocabulary * hidden * (1 if text.get("tie_word_embeddings") else 2)
+        edges = layers * (4 * hidden + 2 * queries + 2 * keys + 3 * (hidden + intermediate))
+        return cls(
+            layers, hidden, queries, keys, intermediate, vocabulary, norms, layers * per_layer + embeddings + hidden, embeddings, edges
+        )  # fmt: skip
+
+    def counted(self, parameters: int, edges: int) -> Shape:
+        """The same with numbers that somebody counted in the weights themselves."""
+        return replace(self, parameters=parameters, edges=edges)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Keys and values of a token, in two bytes each."""
+        return self.layers * 2 * self.keys * 2
+
+
+def _number(config: Mapping[str, object], *names: str, default: int | None = None) -> int:
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**40:
+            return value
+    if default is None:
+        raise Unavailable(f"config.json has no {names[0]}: not a causal LM that can be planned for")
+    return default
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a policy is trained."""
+
+    device: str
+    """Kind: cpu, cuda, …"""
+    dtype: str
+    """What it computes in."""
+    lora_rank: int = 0
+    """0 trains all weights."""
+    base_bits: int | None = None
+    optim: Optim = "adamw"
+    checkpointing: bool = False
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes at the peak of an update."""
+
+    weights: int
+    copies: int
+    gradients: int
+    optimizer: int
+    activations: int
+    head: int
+    runtime: int
+
+    @property
+    def resident(self) -> int:
+        """What is there whatever is computed."""
+        return self.weights + self.gradients + self.optimizer + self.runtime
+
+    @property
+    def total(self) -> int:
+        return self.resident + self.copies + self.activations + self.head
+
+
+def logits_tokens(vocabulary: int, device: str) -> int:
+    """Tokens whose logits are made at a time."""
+    return max(1, LOGITS_BYTES.get(device, LOGITS_BYTES_ELSEWHERE) // (4 * vocabulary))
+
+
+def trained_parameters(shape: Shape, method: Method) -> int:
+    return method.lora_rank * shape.edges if method.lora_rank else shape.parameters
+
+
+def layer_bytes(shape: Shape, method: Method) -> float:
+    """What one layer keeps of a token for its backward pass."""
+    lora, norms = method.lora_rank > 0, shape.query_key_norms
+    if method.dtype == "float32":
+        h, q, kv, m = (16.0 if lora else 24.0), 8.25, 8.0, 16.0
+        per_rank, per_norm = 28.0, (4.25 if lora else 8.25)
+    else:
+        h, q, kv, m = (18.0, 6.25, 4.0, 8.0) if lora else (26.0, 4.25, 4.0, 8.0)
+        per_rank, per_norm = 14.5, (4.25 if lora else 6.25)
+    if norms:
+        q, kv = q + per_norm, kv + per_norm
+    return h * shape.hidden + q * shape.queries + kv * shape.keys + m * shape.intermediate + per_rank * method.lora_rank
+
+
+def token_bytes(shape: Shape, method: Method) -> float:
+    """Activations of a token, of all layers. With checkpointing: the inputs of all layers, and one layer whole."""
+    stream = shape.hidden * (ITEM_BYTES[method.dtype] if method.lora_rank else 4)  # of trained, so float32, embeddings
+    layer = layer_bytes(shape, method)
+    return (shape.layers + 1) * stream + (layer if method.checkpointing else shape.layers * layer)
+
+
+def footprint(shape: Shape, method: Method, tokens: int) -> Footprint:
+    """Of an update whose largest micro-batch has so many tokens, without padding."""
+    trained = trained_parameters(shape, method)
+    adapter = method.lora_rank > 0
+    item = ITEM_BYTES[method.dtype]
+    bits = 8 * item if method.base_bits is None else method.base_bits
+    base = (shape.parameters - shape.embeddings) * bits / 8 + shape.embeddings * item if adapter else 0.0
+    copies = 0 if adapter or item == 4 or method.checkpointing else item * shape.parameters
+    at_once = min(tokens, logits_tokens(shape.vocabulary, method.device))
+    # the gradient of a trained head or embedding is made before it is added to the one that is there
+    head = 4 * shape.vocabulary * (at_once * LOGITS_COPIES + (0 if adapter else shape.hidden))
+    return Footprint(
+        weights=int(base + 4 * trained),
+        copies=copies,
+        gradients=4 * trained,
+        optimizer=int(OPTIMIZER_BYTES[method.optim] * trained),
+        activations=int(token_bytes(shape, method) * tokens),
+        head=head,
+        runtime=RUNTIME_BYTES.get(method.device, 0),
+    )
+
+
+def micro_batch(shape: Shape, method: Method, room: float) -> int:
+    """Tokens of the largest micro-batch that an update can have within `room` bytes; 0 where nothing fits."""
+    fixed = footprint(shape, method, 1)
+    left = room - fixed.total - 4 * shape.vocabulary * (logits_tokens(shape.vocabulary, method.device) - 1) * LOGITS_COPIES
+    return max(0, int(left / token_bytes(shape, method)))

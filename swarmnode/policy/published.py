@@ -1,0 +1,104 @@
+"""The shape of a model by what is published of it: config.json and the headers of its safetensors files. No weights, no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+
+from swarmnode.errors import Unavailable
+from swarmnode.policy.footprint import Shape
+
+HEADER_BYTES = 100 * 2**20
+"""More than any header of a safetensors file may have."""
+NO_LAYER = ("embed_tokens", "lm_head", "wte", "wpe", "embed_in", "embed_out")
+"""Parts of names of matrices that no adapter is put on."""
+
+Shapes = Mapping[str, Sequence[int]]
+"""Tensor name → its dimensions."""
+
+
+def published_shape(model: str, revision: str | None = None) -> Shape:
+    """Of `embedded`, a directory, or a Hub name. Raises Unavailable, saying what is missing."""
+    if model == "embedded":
+        with resources.as_file(resources.files("swarmnode.policy") / "embedded") as directory:
+            return shape_in(directory)
+    directory = Path(model).expanduser()
+    if directory.is_dir():
+        return shape_in(directory)
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise Unavailable(f"{model}: no such directory")
+    return shape_on_hub(model, revision)
+
+
+def shape_in(directory: Path) -> Shape:
+    """Of a model in a directory; its parameters are counted where its weights are there, else computed. Raises Unavailable."""
+    config = _config(directory / "config.json")
+    shapes = {name: dims for file in sorted(directory.glob("*.safetensors")) for name, dims in headers(file)}
+    shape = Shape.of_config(config)
+    return shape.counted(*count(shapes, bool(config.get("tie_word_embeddings")))) if shapes else shape
+
+
+def shape_on_hub(model: str, revision: str | None) -> Shape:
+    """Of a model on the Hub: config.json, and the first bytes of each weight file. Raises Unavailable."""
+    from huggingface_hub import get_safetensors_metadata, hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, NotASafetensorsRepoError, SafetensorsParsingError
+
+    try:
+        config = _config(Path(hf_hub_download(model, "config.json", revision=revision)))
+    except (OSError, HfHubHTTPError, HFValidationError, ValueError) as error:
+        raise Unavailable(f"{model}: neither a directory nor a model that the Hub shows ({_first_line(error)})") from None
+    shape = Shape.of_config(config)
+    try:
+        metadata = get_safetensors_metadata(model, revision=revision)
+    except (NotASafetensorsRepoError, SafetensorsParsingError, OSError, HfHubHTTPError, ValueError):
+        return shape  # the Hub has no headers to show, or is offline: computed from config.json
+    shapes = {name: info.shape for file in metadata.files_metadata.values() for name, info in file.tensors.items()}
+    return shape.counted(*count(shapes, bool(config.get("tie_word_embeddings"))))
+
+
+def _config(path: Path) -> Mapping[str, object]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise Unavailable(f"{path}: {error.strerror or error}") from None
+    except ValueError:
+        raise Unavailable(f"{path}: not JSON") from None
+    if not isinstance(config, dict):
+        raise Unavailable(f"{path}: not a model's configuration")
+    return config
+
+
+def headers(file: Path) -> Iterator[tuple[str, Sequence[int]]]:
+    """(name, dimensions) of each tensor in a safetensors file. Raises Unavailable when it is damaged."""
+    try:
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            if not 0 < size <= HEADER_BYTES:
+                raise ValueError("no header")
+            table = json.loads(stream.read(size))
+        for name, entry in table.items():
+            if name != "__metadata__":
+                yield name, [int(n) for n in entry["shape"]]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Unavailable(f"{file}: not a safetensors file ({_first_line(error)})") from None
+
+
+def count(shapes: Shapes, tied: bool) -> tuple[int, int]:
+    """(parameters, inputs + outputs summed over what gets an adapter). tied: a head that is stored all the same is the embedding."""
+    parameters = edges = 0
+    for name, dims in shapes.items():
+        if len(dims) > 2 or (tied and "lm_head" in name):  # GPT-2 stores its causal masks
+            continue
+        numbers = 1
+        for n in dims:
+            numbers *= n
+        parameters += numbers
+        if len(dims) == 2 and not any(part in name for part in NO_LAYER):
+            edges += sum(dims)
+    return parameters, edges
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]

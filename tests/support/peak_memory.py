@@ -1,0 +1,51 @@
+"""`python -m tests.support.peak_memory`, cases as a JSON list on stdin: the peak of memory of a trainer's update for each, on stdout.
+
+torch is loaded once; the kernel forgets the peak between two cases.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swarmnode.config import PolicyConfig, TrainingConfig
+from swarmnode.policy import logprobs
+from swarmnode.policy.load import load_policy
+from swarmnode.policy.micro import MicroBatcher
+from swarmnode.trainer.batch import TrainingGroup, assemble
+from swarmnode.trainer.update import Updater
+
+
+def peak(case: dict[str, Any]) -> int:
+    """Bytes resident at the peak of two updates, each with two rows of `length` completion tokens, one row at a time."""
+    Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak begins anew
+    torch.set_num_threads(1)
+    policy = load_policy(PolicyConfig.model_validate(case["policy"]))
+    logprobs.needs_checkpointing = lambda policy, batch: bool(case["checkpointing"])
+    completions = [[5 + i % 7] * case["length"] for i in range(2)]
+    old = [[-1.0] * len(completion) for completion in completions]
+    rows = assemble([TrainingGroup([([3, 4] * 8, c) for c in completions], old, [0.0, 1.0], [1.0, 1.0])], "grpo")
+    updater = Updater(policy, TrainingConfig(), MicroBatcher(case["length"] + 16))
+    for step in range(2):
+        assert updater.update(rows, step).stepped
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) * 1024
+
+
+def main() -> None:
+    peaks = []
+    for case in json.load(sys.stdin):
+        peaks.append(peak(case))
+        gc.collect()
+    print(json.dumps(peaks))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""The plan: its arithmetic against transformers, its activations against autograd, its sum against a trainer's real peak."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
+
+from swarmnode.cli import run
+from swarmnode.config import PolicyConfig
+from swarmnode.errors import Unavailable
+from swarmnode.policy import footprint as module
+from swarmnode.policy.device import count_parameters
+from swarmnode.policy.footprint import Method, Shape, footprint, layer_bytes, micro_batch
+from swarmnode.policy.plan import CARD_BYTES, best, choices, settings
+from swarmnode.policy.published import published_shape
+
+QWEN_7B = {
+    "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+    "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
+}  # fmt: skip
+"""Qwen2.5-7B-Instruct's config.json."""
+QWEN_1B5 = QWEN_7B | {
+    "hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
+def test_parameters_by_config_headers_and_transformers_are_the_same(model_dir, policies, kind):
+    directory = model_dir(kind)
+    expected = count_parameters(policies[kind].model.config)
+    computed = Shape.of_config(json.loads((directory / "config.json").read_text()))
+    assert (computed.parameters, computed.edges) == expected
+    counted = published_shape(str(directory))
+    assert (counted.parameters, counted.edges) == expected
+
+
+def test_headers_know_better_where_the_arithmetic_is_of_another_architecture(model_dir, policies):
+    counted = published_shape(str(model_dir("gpt2")))
+    assert (counted.parameters, counted.edges) == count_parameters(policies["gpt2"].model.config)
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [Qwen2Config, Qwen3Config])
+def test_what_a_layer_keeps_is_what_autograd_saves(kind, dtype, lora):
+    def saved(layers, tokens=1024):
+        config = kind(
+            vocab_size=64, hidden_size=128, intermediate_size=384, num_hidden_layers=layers, num_attention_heads=8,
+            num_key_value_heads=2, head_dim=32,
+        )  # fmt: skip
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype if lora else torch.float32).eval()
+        if lora:
+            model = get_peft_model(model, LoraConfig(r=lora, target_modules="all-linear", task_type="CAUSAL_LM")).eval()
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        kept: dict[int, torch.Tensor] = {}
+        keep = lambda t: kept.update({t.untyped_storage().data_ptr(): t}) or t
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+                loss = model(input_ids=torch.ones(1, tokens, dtype=torch.long), use_cache=False, logits_to_keep=1).logits.sum()
+        del loss
+        sizes = {place: t.untyped_storage().nbytes() for place, t in kept.items() if place not in weights}
+        return sum(sizes.values()), Shape.of_config(config.to_dict()), tokens
+
+    (two, shape, tokens), (three, _, _) = saved(2), saved(3)
+    method = Method("cpu", str(dtype).removeprefix("torch."), lora)
+    copies = 0 if lora or dtype == torch.float32 else 2 * (shape.parameters - shape.embeddings) / 2  # autocast's, of a layer
+    assert (three - two - copies) / tokens == pytest.approx(layer_bytes(shape, method), rel=0.06)
+
+
+def test_the_plan_is_within_15_percent_of_what_an_update_takes(tmp_path, embedded):
+    """In a process of its own, by the kernel's count of what was resident at the peak."""
+    kinds = {
+        "small": Qwen2Config(hidden_size=256, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4,
+                             vocab_size=8192, tie_word_embeddings=True),
+        "larger": Qwen2Config(hidden_size=640, intermediate_size=2048, num_hidden_layers=10, num_attention_heads=10,
+                              num_key_value_heads=2, vocab_size=12000, tie_word_embeddings=True),
+    }  # fmt: skip
+    for name, config in kinds.items():
+        config.eos_token_id = embedded.eos_id
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name)
+        embedded.tokenizer.save_pretrained(tmp_path / name)
+    cases = [("small", 900, 0, False), ("small", 900, 0, True), ("small", 900, 8, False), ("larger", 300, 0, False)]
+    asked = [
+        {"policy": {"model": str(tmp_path / name), "device": "cpu", "lora": {"r": rank}}, "length": length, "checkpointing": again}
+        for name, length, rank, again in cases
+    ]
+    command = [sys.executable, "-m", "tests.support.peak_memory"]
+    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, check=True, timeout=280)
+    measured = json.loads(done.stdout.splitlines()[-1])
+    for (name, length, rank, again), peak in zip(cases, measured, strict=True):
+        shape = published_shape(str(tmp_path / name))
+        assert 8e6 < shape.parameters < 1e8
+        plan = footprint(shape, Method("cpu", "float32", rank, checkpointing=again), length + 16)
+        assert plan.total == pytest.approx(peak, rel=0.15), (name, length, rank, again, plan)
+
+
+def test_a_row_of_4000_tokens_of_7b_with_an_adapter_fits_24_gb_and_only_with_checkpointing():
+    shape = Shape.of_config(QWEN_7B)
+    assert shape.parameters == 7_615_616_512  # as its safetensors headers count
+    plan = {again: footprint(shape, Method("cuda", "bfloat16", 16, checkpointing=again), 4096).total for again in (False, True)}
+    assert plan[True] < 24e9 < plan[False]
+    assert plan[True] < 20.5e9
+
+
+def test_all_weights_of_1b5_fit_24_gb_with_8_bit_moments():
+    shape = Shape.of_config(QWEN_1B5)
+    assert shape.parameters == 1_543_714_304
+    chosen = best(choices(shape, "cuda", "bfloat16", 16, 2048, 24 * CARD_BYTES))
+    assert chosen is not None
+    assert (chosen.name, settings(chosen), chosen.method.checkpointing) == ("all weights", ['policy.optim="adamw_8bit"'], True)
+    assert chosen.micro_batch >= 2048
+
+
+def test_a_micro_batch_fills_the_memory_and_no_more():
+    shape, method = Shape.of_config(QWEN_1B5), Method("cuda", "bfloat16", 16, checkpointing=True)
+    tokens = micro_batch(shape, method, 16 * 10**9)
+    assert footprint(shape, method, tokens).total <= 16 * 10**9 < footprint(shape, method, tokens + 2).total
+    assert micro_batch(shape, method, 10**9) == 0
+
+
+def test_each_thing_costs_what_it_says():
+    shape, plain = Shape.of_config(QWEN_1B5), Method("cuda", "bfloat16")
+    at = lambda **changed: footprint(shape, dataclasses.replace(plain, **changed), 2048)
+    assert at().weights == at().gradients == 4 * shape.parameters
+    assert at().optimizer == 8 * shape.parameters
+    assert at(optim="adamw_8bit").optimizer < 2.2 * shape.parameters
+    assert at(checkpointing=True).activations < at().activations / 5
+    assert at(lora_rank=16, base_bits=4).weights < at(lora_rank=16, base_bits=8).weights < at(lora_rank=16).weights
+    assert at(lora_rank=16).gradients == 4 * 16 * shape.edges
+    assert module.logits_tokens(152_064, "cuda") * 152_064 * 4 <= 128 * 2**20
+
+
+# ---- the command ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_says_what_fits(model_dir, capsys):
+    directory = model_dir("qwen2")
+    assert run(["plan", str(directory), "--length", "512", "--memory", "8GB"]) == 0
+    out = capsys.readouterr().out
+    assert "parameters; rows of 512 tokens in bfloat16, on a GPU" in out
+    assert "Fits: all weights, micro-batches of up to" in out
+    assert run(["plan", str(directory), "--length", "512", "--memory", "100MB", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["parameters"] == published_shape(str(directory)).parameters
+    assert not any(choice["micro_batch_tokens"] for choice in told["choices"])
+    assert run(["plan", "embedded", "--device", "cpu"]) == 0
+    assert "8 GB" in capsys.readouterr().out
+
+
+def test_the_command_does_not_load_torch():
+    code = "import sys; from swarmnode.cli import run; assert run(['plan', 'embedded', '-n', '64']) == 0; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({}, "config.json"),
+        ({"config.json": "{"}, "not JSON"),
+        ({"config.json": "[]"}, "not a model's configuration"),
+        ({"config.json": '{"model_type": "resnet"}'}, "no hidden_size"),
+        ({"config.json": json.dumps(QWEN_1B5), "model.safetensors": "x" * 20}, "not a safetensors file"),
+        ({"config.json": json.dumps(QWEN_1B5), "model.safetensors": "\x02" + "\0" * 7 + "[]"}, "not a safetensors file"),
+    ],
+)
+def test_what_is_no_model_is_said_in_one_line(tmp_path, files, says, capsys):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(Unavailable, match=says):
+        published_shape(str(tmp_path))
+    assert run(["plan", str(tmp_path)]) == 69
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_length_that_makes_no_sense_is_refused(capsys):
+    assert run(["plan", "embedded", "--length", "0"]) == 78
+    assert run(["plan", "embedded", "--memory", "much"]) == 78
+
+
+def test_a_name_that_the_hub_cannot_be_asked_about_is_said_in_one_line(offline, capsys):
+    assert run(["plan", "nobody/nothing"]) == 69
+    assert capsys.readouterr().err.startswith("swarmnode: nobody/nothing: ")
+
+
+# ---- 8-bit moments ----------------------------------------------------------------------------------------------------------
+
+
+def test_8_bit_moments_are_refused_before_anything_is_read_where_they_cannot_be(monkeypatch):
+    from swarmnode.policy import load
+
+    wanted = PolicyConfig(device="cpu", optim="adamw_8bit")
+    monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(Unavailable, match=r"^policy.optim 'adamw_8bit' needs bitsandbytes: pip install 'swarmnode\[quant\]'$"):
+        load.load_policy(wanted)
+    monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(Unavailable, match="needs a CUDA device, not cpu"):
+        load.load_policy(wanted)
