@@ -18,6 +18,7 @@ pass. 4,000 tokens of a vocabulary of 152,000 would be 2.4 GB in float32, severa
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -185,7 +186,9 @@ class _Recomputed:
         self._forward = forward
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        return checkpoint(self._forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        again = functools.partial(self._forward, **kwargs)
+        out: object = checkpoint(again, *args, use_reentrant=False, preserve_rng_state=False)
+        return out
 
 
 def splits_head(policy: Policy) -> bool:

@@ -89,20 +89,20 @@ def _is_of_type(value: object, said: object) -> bool:
     if isinstance(value, int | float):
         whole = isinstance(value, int) or value.is_integer()
         return "number" in wanted or (whole and "integer" in wanted)
-    kinds = {type(None): "null", str: "string", list: "array", dict: "object"}
-    return kinds[type(value)] in wanted
+    if isinstance(value, str | list | dict):
+        return ("string" if isinstance(value, str) else "array" if isinstance(value, list) else "object") in wanted
+    return value is None and "null" in wanted
 
 
 def _within(value: object, schema: Mapping[str, object]) -> bool:
     """Every bound that concerns a value of this type; the others do not say anything of it."""
-    if isinstance(value, bool) or value is None:
-        return True
-    if isinstance(value, int | float):
+    if isinstance(value, int | float) and not isinstance(value, bool):
         least, most = _bound(schema, "minimum", -math.inf), _bound(schema, "maximum", math.inf)
         above, below = _bound(schema, "exclusiveMinimum", -math.inf), _bound(schema, "exclusiveMaximum", math.inf)
         return least <= value <= most and (value > above or above == -math.inf) and (value < below or below == math.inf)
-    kind = {str: "Length", list: "Items", dict: "Properties"}[type(value)]
-    assert isinstance(value, str | list | dict)
+    if not isinstance(value, str | list | dict):
+        return True
+    kind = "Length" if isinstance(value, str) else "Items" if isinstance(value, list) else "Properties"
     return _bound(schema, f"min{kind}", 0) <= len(value) <= _bound(schema, f"max{kind}", math.inf)
 
 

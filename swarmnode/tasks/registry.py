@@ -75,6 +75,13 @@ _SPECS = (
     _gym("arithmetic", "count_bits", min_n=1, max_n=63),
     _gym("arithmetic", "fraction_simplification", min_value=1, max_value=9, min_factor=2, max_factor=4, styles=("plain",)),
     _gym("arithmetic", "products", min_digits=1, max_digits=1),
+    # those above are small enough for the embedded policy, these are for models that can read
+    _gym("arithmetic", "leg_counting", min_animals=3, max_animals=10, min_instances=1, max_instances=15),
+    _gym("algorithmic", "count_primes", min_n=1, max_n=1000),
+    _gym("algorithmic", "letter_counting", min_words=5, max_words=15),
+    _gym("algorithmic", "caesar_cipher", min_words=3, max_words=8, min_rotation=1, max_rotation=25),
+    _gym("algorithmic", "binary_alternation", min_n=10, max_n=30, p_solvable=0.8),
+    _gym("algorithmic", "string_synthesis", min_initial_blocks=0, max_initial_blocks=5, max_iterations=1000),
 )  # fmt: skip
 _TASKS = {spec.id: spec for spec in _SPECS}
 TASKS: Mapping[str, TaskSpec] = MappingProxyType(_TASKS)

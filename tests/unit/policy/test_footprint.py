@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,6 +74,7 @@ def test_what_a_layer_keeps_is_what_autograd_saves(kind, dtype, lora):
     assert (three - two - copies) / tokens == pytest.approx(layer_bytes(shape, method), rel=0.06)
 
 
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux says what the peak was")
 def test_the_plan_is_within_15_percent_of_what_an_update_takes(tmp_path, embedded):
     """In a process of its own, by the kernel's count of what was resident at the peak."""
     kinds = {
@@ -85,7 +87,7 @@ def test_the_plan_is_within_15_percent_of_what_an_update_takes(tmp_path, embedde
         config.eos_token_id = embedded.eos_id
         AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name)
         embedded.tokenizer.save_pretrained(tmp_path / name)
-    cases = [("small", 900, 0, False), ("small", 900, 0, True), ("small", 900, 8, False), ("larger", 300, 0, False)]
+    cases = [("small", 600, 0, False), ("small", 600, 0, True), ("small", 600, 8, False), ("larger", 300, 0, False)]
     asked = [
         {"policy": {"model": str(tmp_path / name), "device": "cpu", "lora": {"r": rank}}, "length": length, "checkpointing": again}
         for name, length, rank, again in cases

@@ -30,6 +30,12 @@ GOLDEN = {
     "rg/count_bits": "9eaf528060f00679",
     "rg/fraction_simplification": "4d2215c05e27319d",
     "rg/products": "5559c58a6ebbf17d",
+    "rg/leg_counting": "129ef03547779057",
+    "rg/count_primes": "d425a9ed0e27f15a",
+    "rg/letter_counting": "496e889ce9faf822",
+    "rg/caesar_cipher": "af6118b0e8c3fcc8",
+    "rg/binary_alternation": "af0e463d93c33bd3",
+    "rg/string_synthesis": "3cd6296838b8767c",
 }
 
 # The library as its users call it, in a process of its own: a new dataset for every question, and the answer with its full marks.
