@@ -36,7 +36,7 @@ def peak(case: dict[str, Any]) -> int:
     completions = [[5 + i % 7] * case["length"] for i in range(2)]
     old = [[-1.0] * len(completion) for completion in completions]
     group = TrainingGroup([([3, 4] * 8, c) for c in completions], old, [0.0, 1.0], [0.0, 1.0])  # the first one is not run
-    assert updater.update(assemble([group], "grpo"), 0).stepped
+    assert updater.update(assemble([group], "grpo")).stepped
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found
     return int(found[1]) * 1024

@@ -155,7 +155,7 @@ def test_the_template_is_around_the_question(tmp_path):
         (
             ROWS,
             {"verifier": "nummeric"},
-            r"verifier is 'nummeric', not one of exact, numeric, choice, set, boxed, json or <module>:<function>",
+            r"verifier is 'nummeric', not one of exact, numeric, choice, set, boxed, json, json_schema or <module>:<function>",
         ),
         (ROWS, {"extract": "somewhere"}, r"extract is 'somewhere', not one of auto, tag"),
         (ROWS, {"template": "Answer!"}, r"template does not contain {prompt}"),

@@ -29,6 +29,12 @@ VERSIONS = {
     "rg/count_bits": "3fb7526bec852f58",
     "rg/fraction_simplification": "d6ae40bcbe00053e",
     "rg/products": "c76c9e1683504daf",
+    "rg/leg_counting": "14cce7a3df63a1fa",
+    "rg/count_primes": "f43f4b3420d878b1",
+    "rg/letter_counting": "ffe6e2bbe353f4c5",
+    "rg/caesar_cipher": "fb890e4b172b1d92",
+    "rg/binary_alternation": "a41272d066a7b64e",
+    "rg/string_synthesis": "fc9f1fb99644903f",
 }
 
 

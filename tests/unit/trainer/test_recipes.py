@@ -106,9 +106,8 @@ def test_with_a_shrunken_model_it_samples_cuts_and_learns(name, shrunk, tmp_path
     assert any(c.finish == "length" and len(c.ids) == 160 for c in completions)
     rows = assemble([own_group(sample, [1.0, 0.0, 0.0, 1.0]) for sample in samples], training.advantage)
     before = engine.score(rows.rows, training.temperature)
-    for step in range(training.warmup_steps + 2):
-        if step % 6 == 0 or step > training.warmup_steps:  # the first ones hardly move it
-            assert engine.update(rows, step).stepped
+    for _ in range(2):
+        assert engine.update(rows).stepped
     after = engine.score(rows.rows, training.temperature)
     gain = [sum(new) - sum(old) for (new, _), (old, _) in zip(after, before, strict=True)]
     assert float((torch.tensor(gain) * rows.advantages).sum()) > 0
