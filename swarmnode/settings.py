@@ -19,7 +19,7 @@ import platformdirs
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from swarmnode.config import Config
+from swarmnode.config import Config, PolicyConfig, TrainingConfig
 from swarmnode.errors import ConfigError, Unavailable
 from swarmnode.files import write_atomically
 
@@ -232,9 +232,8 @@ SHORTEST_ANSWER = 64
 """Tokens: a chat model's answers begin after some words."""
 
 
-def unsuited(config: Config) -> list[str]:
+def unsuited(policy: PolicyConfig, training: TrainingConfig) -> list[str]:
     """What is set, or was left as it is for the embedded policy, and does not suit a real model: a line each, with what to do."""
-    policy, training = config.policy, config.training
     if policy.model == "embedded":
         return []
     found, kind = [], "an adapter" if policy.lora.r else "all weights"

@@ -47,7 +47,7 @@ def run_resolved(resolved: Resolved) -> int:
     check_before_processes(resolved)
     check_names(resolved.config.task.names)
     prove_own(resolved.config.task.modules)
-    for line in unsuited(resolved.config):
+    for line in unsuited(resolved.config.policy, resolved.config.training):
         print(f"swarmnode: warning: {line}", file=sys.stderr)
     return _supervise(resolved, None)
 

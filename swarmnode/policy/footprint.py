@@ -57,7 +57,7 @@ class Shape:
 
     @classmethod
     def of_config(cls, config: Mapping[str, object]) -> Shape:
-        """Of a config.json. Parameters are counted as for Llama and what was built like it; `counted` knows better. Raises Unavailable."""
+        """The shape that a config.json says. Parameters are counted as for Llama and what was built like it; `counted` knows better. Raises Unavailable."""
         nested = config.get("text_config")
         text = {**config, **nested} if isinstance(nested, dict) else config
         hidden = _number(text, "hidden_size", "n_embd")
@@ -166,7 +166,7 @@ def token_bytes(shape: Shape, method: Method) -> float:
 
 
 def footprint(shape: Shape, method: Method, tokens: int) -> Footprint:
-    """Of an update whose largest micro-batch has so many tokens, without padding."""
+    """What an update takes whose largest micro-batch has so many tokens, without padding."""
     trained = trained_parameters(shape, method)
     adapter = method.lora_rank > 0
     item = ITEM_BYTES[method.dtype]

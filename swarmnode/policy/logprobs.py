@@ -44,7 +44,7 @@ LONG_ROW_ELSEWHERE = 256
 WHOLE_SHARE = 1.25
 """Rows are run one by one while that is at most so many times the tokens of two passes, which share prompts and pad."""
 SPARE_SHARE = 0.8
-"""Of the memory that is free, what activations may take: the estimate is within 15 %."""
+"""The part of the memory that is free which activations may take: the estimate is within 15 %."""
 
 _split: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
 """Whether a model's logits are what its head makes, and nothing is done to them afterwards."""

@@ -20,7 +20,7 @@ Shapes = Mapping[str, Sequence[int]]
 
 
 def published_shape(model: str, revision: str | None = None) -> Shape:
-    """Of `embedded`, a directory, or a Hub name. Raises Unavailable, saying what is missing."""
+    """The shape of `embedded`, a directory, or a Hub name. Raises Unavailable, saying what is missing."""
     if model == "embedded":
         with resources.as_file(resources.files("swarmnode.policy") / "embedded") as directory:
             return shape_in(directory)
@@ -33,7 +33,7 @@ def published_shape(model: str, revision: str | None = None) -> Shape:
 
 
 def shape_in(directory: Path) -> Shape:
-    """Of a model in a directory; its parameters are counted where its weights are there, else computed. Raises Unavailable."""
+    """The shape of a model in a directory; its parameters are counted where its weights are there, else computed. Raises Unavailable."""
     config = _config(directory / "config.json")
     shapes = {name: dims for file in sorted(directory.glob("*.safetensors")) for name, dims in headers(file)}
     shape = Shape.of_config(config)
@@ -41,7 +41,7 @@ def shape_in(directory: Path) -> Shape:
 
 
 def shape_on_hub(model: str, revision: str | None) -> Shape:
-    """Of a model on the Hub: config.json, and the first bytes of each weight file. Raises Unavailable."""
+    """The shape of a model on the Hub, by config.json, and the first bytes of each weight file. Raises Unavailable."""
     from huggingface_hub import get_safetensors_metadata, hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, NotASafetensorsRepoError, SafetensorsParsingError
 

@@ -65,7 +65,7 @@ def test_its_figures_are_the_plans(name):
     assert ("swarmnode[quant]" in text_of(name)) == (policy.optim == "adamw_8bit")
     sampled = shape.cache_bytes * length * training.num_generations  # one question's completions, beside what stays
     assert footprint(shape, method, 1).resident + sampled < card * 10**9
-    assert settings.unsuited(config) == []
+    assert settings.unsuited(policy, training) == []
 
 
 @pytest.fixture(scope="module")
@@ -140,10 +140,11 @@ def test_recipes_are_listed_and_an_unknown_one_is_one_line(capsys):
     ],
 )
 def test_what_does_not_suit_a_real_model_is_named(said, warnings):
-    found = settings.unsuited(settings.load(overrides=said).config)
+    config = settings.load(overrides=said).config
+    found = settings.unsuited(config.policy, config.training)
     assert [line.split(" = ")[0].removeprefix("training.") for line in found] == warnings
     assert all("set " in line for line in found)
 
 
 def test_the_defaults_suit_the_embedded_policy():
-    assert settings.unsuited(Config()) == []
+    assert settings.unsuited(Config().policy, Config().training) == []
