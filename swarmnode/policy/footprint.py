@@ -57,7 +57,7 @@ class Shape:
 
     @classmethod
     def of_config(cls, config: Mapping[str, object]) -> Shape:
-        """The shape that a config.json says. Parameters are counted as for Llama and its like; `counted` knows better. Raises Unavailable."""
+        """What a config.json says. Parameters are counted as for Llama and its like; `counted` knows better. Raises Unavailable."""
         nested = config.get("text_config")
         text = {**config, **nested} if isinstance(nested, dict) else config
         hidden = _number(text, "hidden_size", "n_embd")
