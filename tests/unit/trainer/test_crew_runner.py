@@ -161,12 +161,14 @@ def test_a_stage_is_averaged_only_while_it_is_active_and_nobody_has_suspended_th
 
 
 def test_a_suspended_stage_gives_nothing_away():
-    got = []
-    node = SimpleNamespace(_averaging=SimpleNamespace(receive=got.append), _runner=SimpleNamespace(active=True, averages=False))
+    got, refused = [], []
+    averaging = SimpleNamespace(receive=got.append, refuse=refused.append)
+    node = SimpleNamespace(_averaging=averaging, _runner=SimpleNamespace(active=True, averages=False))
     away = [local.TakeSnapshot(b"s" * 16, 0), local.WriteState()]
     for message in (*away, local.DropExchange(b"s" * 16)):
         CrewTrainer._about_weights(node, message)
     assert got == [local.DropExchange(b"s" * 16)]
+    assert refused == away
     node._runner.averages = True
     for message in away:
         CrewTrainer._about_weights(node, message)
@@ -189,3 +191,19 @@ def test_a_trainer_that_is_released_says_what_it_has_and_leads_nothing():
         assert not runner.leads_no_more(b"l" * 32), "between two crews nobody else leads"
     finally:
         runner.stop()
+
+
+def test_while_weights_arrive_the_crew_is_shown_progress():
+    """It waits for a stage that is being restored as long as that makes progress."""
+
+    class Arriving(NoRecovery):
+        parts = 0
+
+        def progress(self):
+            self.parts += 1
+            return self.parts
+
+    runner = StageRunner(lambda assigned: None, Arriving(), lambda status: None, lambda what: None)
+    runner._session = StageSession(assigned_to(step=3), phase="loading")
+    assert [runner.status().progress for _ in range(3)] == [1, 2, 3]
+    assert runner.status().step == 3
