@@ -104,8 +104,10 @@ async def test_an_exchange_that_comes_when_the_crew_is_over_is_refused_at_once_a
     async with crew(tmp_path, model) as (network, _, update):
         await update(0)
         head = network.nodes[0]
+        head.offering = None
         head.link.send_to_trainer(Released("a member is gone"))
+        await until(lambda: head.offering is not None, seconds=60)  # it is in no crew now
         head.link.send_to_trainer(local.ApplyPayload(b"s" * 16, 0, "peer", 1, str(tmp_path / "payload")))
         head.link.send_to_trainer(local.TakeSnapshot(b"t" * 16, 0))
-        await until(lambda: len(ended(head)) == 2, seconds=20)
+        await until(lambda: len(ended(head)) == 2, seconds=60)
         assert ended(head) == [local.ExchangeEnded(session, 0, "", "local", False, 0) for session in (b"s" * 16, b"t" * 16)]
