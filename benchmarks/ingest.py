@@ -200,7 +200,7 @@ async def memory(frames: int, samples: int = 20) -> dict[str, Any]:
         began = time.perf_counter()
         for n in range(samples):
             await node.feed(itertools.islice(stream, part))
-            for group in node.exchange.draw(Draw(n, 8, n)).groups:
+            for group in node.exchange.draw(Draw(n, 8, n, 4)).groups:
                 node.exchange.judged(Judged(group.peer, "used"))
             series.append((part * (n + 1), *node.memory()))
         wall = time.perf_counter() - began

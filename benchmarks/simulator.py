@@ -36,13 +36,14 @@ from swarmnode.rl.split import AdaptiveSplit
 from swarmnode.rl.utility import UtilityGuard
 from swarmnode.rollouts.groups import ExternalGroup, is_useful
 from swarmnode.rollouts.pool import Pool
-from swarmnode.rollouts.trust import PeerTrust
+from swarmnode.rollouts.sampling import most_per_peer
+from swarmnode.rollouts.trust import Arrivals, PeerTrust
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.frames import Scored
 from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
 from swarmnode.trainer.batch import TrainingGroup, assemble, own_group
-from swarmnode.trainer.judge import ExternalChecks, judge
+from swarmnode.trainer.judge import ExternalChecks, judge, judge_until_full, reserve
 from swarmnode.trainer.update import Updater
 from swarmnode.weights.fragments import cut
 from swarmnode.weights.layout import make_layout
@@ -115,7 +116,7 @@ class RoundPool:
 
     def draw(
         self, count: int, policy_version: int, now: float, rng: random.Random, trust: Callable[[str], float],
-        belief: Callable[[str], float],
+        belief: Callable[[str], float], per_peer: int,
     ) -> list[ExternalGroup]:  # fmt: skip
         chosen = rng.sample(self._groups, min(count, len(self._groups)))
         self._groups = []
@@ -240,9 +241,9 @@ class Node:
         self.split: AdaptiveSplit | FixedSplit = AdaptiveSplit(batch) if arm.external is None else FixedSplit(batch, arm.external)
         self.guard = UtilityGuard() if arm.guard else None
         self.sequence = self.version = self.step = 0
-        self.drawn = self.passed = 0
-        self._credit = 0.0
-        """Useful groups that arrived, each by how far its author is believed."""
+        self.arrived = self.drawn = self.passed = 0
+        self._arrivals = Arrivals()
+        self._backlog: list[ExternalGroup] = []
         self.used: Counter[str] = Counter()
         """Groups of a peer that were trained on."""
         self.trusted = PeerTrust()
@@ -280,20 +281,25 @@ class Node:
 
     def receive(self, group: ExternalGroup, now: float) -> None:
         """An admitted external group."""
-        if self.pool.add(group, now, self.version):
-            self._credit += is_useful(group.rewards) * self.trusted.belief(group.peer)
+        if self.pool.add(group, now, self.version) and is_useful(group.rewards):
+            self._arrivals.add(group.peer)
 
     def draw(self, now: float) -> list[TrainingGroup]:
-        """External groups for this round, judged."""
-        drawn = self.pool.draw(self.split.external_room, self.version, now, self.rng, self.trust, self.trusted.belief)
+        """External groups for this round, judged: what `trainer.external` does."""
+        room = self.split.external_room
+        count = room if self.arm.sharing.uniform else room + reserve(room) - len(self._backlog)
+        drawn = self.pool.draw(count, self.version, now, self.rng, self.trust, self.trusted.belief, most_per_peer(room))
         score = partial(self.batcher.score_with_entropy, self.policy)
-        judged = judge(drawn, self.policy, score, self.training.temperature, self.arm.sharing.checks)
+        checks, temperature = self.arm.sharing.checks, self.training.temperature
+        judged, left = judge_until_full(self._backlog + drawn, room, lambda some: judge(some, self.policy, score, temperature, checks))
+        self._backlog = left if self.arm.keep_pool else []
         for group, outcome in judged.outcomes:
             self.outcomes[outcome] += 1
             self.used[group.peer] += outcome == "used"
             self.trusted.judged(group.peer, outcome)
             self.on_judged(group.peer, outcome)
-        self.drawn, self.passed = len(drawn), len(judged.accepted)
+        self.drawn, self.passed = len(judged.outcomes), len(judged.accepted)
+        self.arrived = self._arrivals.take(most_per_peer(room), self.trusted.belief)
         if not self.arm.keep_pool:
             self.pool = self._new_pool()
         if not self.arm.sharing.corrected:
@@ -317,8 +323,7 @@ class Node:
             self.version += done.stepped
             agreement = done.agreement
         self.step += 1
-        self.split.observe(int(self._credit), self.drawn, self.passed)
-        self._credit -= int(self._credit)
+        self.split.observe(self.arrived, self.drawn, self.passed)
         reward = fmean(fmean(o.rewards) for o in own)
         if self.guard:
             share = len(external) / len(batch) if batch else 0.0

@@ -77,11 +77,11 @@ class Link:
         """Queue a message; it is lost if the network process stays away while QUEUED_FRAMES others follow."""
         self._outbox.put(pack(message))
 
-    def request_external(self, count: int, policy_version: int) -> None:
-        """Ask for up to `count` external groups; `take_external` has them, in this step or a later one."""
+    def request_external(self, count: int, policy_version: int, per_peer: int) -> None:
+        """Ask for up to `count` external groups, `per_peer` of one author; `take_external` has them, in this step or a later one."""
         request = self._inbox.next_request()
         if request is not None:
-            self.send(Draw(request, count, policy_version))
+            self.send(Draw(request, count, policy_version, per_peer))
 
     def take_external(self, seconds: float) -> tuple[list[ExternalGroup], int]:
         """Groups that have arrived, and how many useful ones the network process admitted since it was last asked.

@@ -34,7 +34,7 @@ from swarmnode.rollouts.pool import Pool, PoolStatistics
 from swarmnode.rollouts.reasons import REASONS
 from swarmnode.rollouts.shelf import CandidateQueue, Strikes
 from swarmnode.rollouts.signers import Signer
-from swarmnode.rollouts.trust import PeerTrust, count
+from swarmnode.rollouts.trust import Arrivals, PeerTrust, count
 from swarmnode.tasks.frames import Scored, ScoreError, ScorerFailed, TaskUnknown
 from swarmnode.wire import codec, envelope, ids, limits
 from swarmnode.wire.envelope import Credentials
@@ -156,8 +156,7 @@ class RolloutExchange:
         self._fetching = Fetching(network, self._fetched, self._refuse, self._budget.allows, rules.spoken.fetch)
         self._trust = PeerTrust()
         self._admitted_of: OrderedDict[str, int] = OrderedDict()
-        self._useful_arrived = 0.0
-        """Groups with a signal since the trainer was last told, each by how far its author is believed."""
+        self._arrivals = Arrivals()
         self._published: Counter[str] = Counter()
         self._judged: Counter[str] = Counter()
 
@@ -221,12 +220,10 @@ class RolloutExchange:
     def draw(self, request: Draw) -> Drawn:
         """Up to `count` groups for the step at `policy_version`; each group of the pool is drawn at most once."""
         self._version = request.policy_version
-        groups = self.pool.draw(request.count, request.policy_version, self._clock(), self._rng, self.trust, self.belief)
+        groups = self.pool.draw(request.count, request.policy_version, self._clock(), self._rng, self.trust, self.belief, request.per_peer)
         tokenizer = self._policy.tokenizer if self._policy else b""
         groups = [g if g.group.tokenizer == tokenizer else msgspec.structs.replace(g, group=without_token_ids(g.group)) for g in groups]
-        arrived = int(self._useful_arrived)
-        self._useful_arrived -= arrived
-        return Drawn(request.request, groups, arrived)
+        return Drawn(request.request, groups, self._arrivals.take(request.per_peer, self.belief))
 
     def judged(self, judged: Judged) -> None:
         """What the trainer made of a drawn group: builds its author's trust, or costs it."""
@@ -349,7 +346,8 @@ class RolloutExchange:
         if self.pool.add(group, self._clock(), self._version):
             self.admission.note_admitted()
             count(self._admitted_of, candidate.peer)
-            self._useful_arrived += self.belief(candidate.peer) * is_useful(group.rewards)
+            if is_useful(group.rewards):
+                self._arrivals.add(candidate.peer)
         else:
             self.admission.refuse("pool_full", candidate.peer)
 

@@ -40,6 +40,8 @@ class Draw(msgspec.Struct, frozen=True, tag="draw"):
     request: int
     count: int
     policy_version: int
+    per_peer: int
+    """How many of one author's groups the step uses at most, and so how many of them count as arrived."""
 
 
 class ExternalGroup(msgspec.Struct, frozen=True):
@@ -57,8 +59,8 @@ class ExternalGroup(msgspec.Struct, frozen=True):
 
 
 class Drawn(msgspec.Struct, frozen=True, tag="drawn"):
-    """Network → trainer: the answer to Draw. `useful_arrived` counts non-zero-advantage groups admitted since the last Draw,
-    each by how far its author is believed."""
+    """Network → trainer: the answer to Draw. `useful_arrived` counts non-zero-advantage groups admitted since the last Draw, of each
+    author as many as the step uses at most, and by how far it is believed."""
 
     request: int
     groups: list[ExternalGroup]

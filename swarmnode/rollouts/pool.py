@@ -125,8 +125,9 @@ class Pool:
         rng: random.Random,
         trust: Callable[[str], float] = lambda peer: 1.0,
         belief: Callable[[str], float] = lambda peer: 1.0,
+        per_peer: int | None = None,
     ) -> list[ExternalGroup]:
-        """Take out up to `count` groups for the step at `policy_version`.
+        """Take out up to `count` groups for the step at `policy_version`, at most `per_peer` of one peer; None is half of them.
 
         trust: how much a peer's groups weigh, in [0, 1]; belief: in what share of draws they take part. A weight alone would not keep a
         peer out that nobody believes: every peer has one group before any has two.
@@ -137,24 +138,25 @@ class Pool:
         if count <= 0 or not entries:
             return []
         trusted = {peer: trust(peer) if rng.random() < belief(peer) else 0.0 for peer in self._peers}
-        chosen = self._weighted(entries, count, policy_version, rng, trusted)
+        most = sampling.most_per_peer(count) if per_peer is None else per_peer
+        ordered = self._shuffled(entries, policy_version, rng, trusted)
+        fresh = [e for e in ordered if _lag(e, policy_version) <= FRESH_VERSIONS]
+        stale = [e for e in ordered if _lag(e, policy_version) > FRESH_VERSIONS]
+        chosen = sampling.spread_over_peers(fresh, count, _peer, most)
+        chosen = sampling.spread_over_peers(stale, count, _peer, most, already=chosen)
         for entry in chosen:
             self._remove(entry.group.peer, entry.group.content, "drawn")
         groups = [msgspec.structs.replace(e.group, staleness=_lag(e, policy_version)) for e in chosen]
         self._staleness.update(group.staleness for group in groups)
         return groups
 
-    def _weighted(
-        self, entries: list[_Entry], count: int, policy_version: int, rng: random.Random, trusted: dict[str, float]
-    ) -> list[_Entry]:
+    def _shuffled(
+        self, entries: list[_Entry], policy_version: int, rng: random.Random, trusted: dict[str, float]
+    ) -> list[_Entry]:  # fmt: skip
         weights = [
             sampling.weight(e.group.rewards, _lag(e, policy_version), HALF_LIFE_VERSIONS, trusted[e.group.peer]) for e in entries
         ]
-        ordered = sampling.shuffle_weighted(entries, weights, rng)
-        fresh = [e for e in ordered if _lag(e, policy_version) <= FRESH_VERSIONS]
-        stale = [e for e in ordered if _lag(e, policy_version) > FRESH_VERSIONS]
-        chosen = sampling.spread_over_peers(fresh, count, _peer)
-        return sampling.spread_over_peers(stale, count, _peer, already=chosen)
+        return sampling.shuffle_weighted(entries, weights, rng)
 
     def _evict(self) -> None:
         by_bytes = self._groups < self.max_groups

@@ -54,17 +54,20 @@ def shuffle_weighted(items: Sequence[Item], weights: Sequence[float], rng: rando
     return [items[i] for _, i in sorted(keyed, reverse=True)]
 
 
-def spread_over_peers(ordered: Sequence[Item], count: int, peer_of: Callable[[Item], str], already: Sequence[Item] = ()) -> list[Item]:
-    """`already`, then the first of `ordered` up to `count`: each peer once before any twice, and none above ceil(count / 2).
+def most_per_peer(room: int) -> int:
+    """How many of `room` groups one peer may fill: half, rounded up, even when there is no other peer."""
+    return -(-room // 2)
 
-    So one peer decides at most half of what a step takes from others, even when there is no other peer.
-    """
-    most = -(-count // 2)
-    rounds: list[list[Item]] = [[] for _ in range(most)]
+
+def spread_over_peers(
+    ordered: Sequence[Item], count: int, peer_of: Callable[[Item], str], per_peer: int, already: Sequence[Item] = ()
+) -> list[Item]:
+    """`already`, then the first of `ordered` up to `count`: each peer once before any twice, and none above `per_peer`."""
+    rounds: list[list[Item]] = [[] for _ in range(per_peer)]
     taken = Counter(peer_of(item) for item in already)
     for item in ordered:
         nth = taken[peer_of(item)]
-        if nth < most:
+        if nth < per_peer:
             rounds[nth].append(item)
             taken[peer_of(item)] += 1
     return [*already, *(item for one in rounds for item in one)][:count]

@@ -7,6 +7,7 @@ more again with each that is trained on: so that it can come back, also where it
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 from swarmnode.rollouts import sampling
 from swarmnode.rollouts.groups import Outcome
@@ -47,6 +48,29 @@ class PeerTrust:
     def belief(self, peer: str) -> float:
         """In what share of draws its groups take part at all: one half for each that was refused more than were used since."""
         return float(0.5 ** self._refused.get(peer, 0))
+
+
+class Arrivals:
+    """Useful groups that arrived since the trainer last asked, by author, bounded.
+
+    A node samples less where others' groups arrive. So what arrives counts only as far as a step could use it: a peer that sends more than
+    it may fill, or whose groups are refused, would otherwise keep a node from sampling without teaching it anything.
+    """
+
+    def __init__(self) -> None:
+        self._of: OrderedDict[str, int] = OrderedDict()
+        self._rest = 0.0
+
+    def add(self, peer: str) -> None:
+        count(self._of, peer)
+
+    def take(self, per_peer: int, belief: Callable[[str], float]) -> int:
+        """How many count, `per_peer` of one author at most and each by `belief`; what is left of one is kept, and all else forgotten."""
+        self._rest += sum(min(number, per_peer) * belief(peer) for peer, number in self._of.items())
+        self._of.clear()
+        whole = int(self._rest)
+        self._rest -= whole
+        return whole
 
 
 def count(counts: OrderedDict[str, int], peer: str, most: int | None = None) -> None:

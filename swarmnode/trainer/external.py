@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from swarmnode.config import SharingConfig
 from swarmnode.link.client import Link
 from swarmnode.rollouts.groups import ExternalGroup, Judged, OwnGroup
+from swarmnode.rollouts.sampling import most_per_peer
 from swarmnode.trainer.batch import TrainingGroup
 from swarmnode.trainer.engine import Engine
-from swarmnode.trainer.judge import Judgement, judge
+from swarmnode.trainer.judge import Judgement, judge, judge_until_full, reserve
 from swarmnode.trainer.plan import StepPlan
 
 ANSWER_SECONDS = 0.05
@@ -28,10 +29,11 @@ class ExternalGroups:
         self._backlog: list[ExternalGroup] = []
 
     def request(self, policy_version: int) -> None:
-        """Ask for as many groups as the step has room for and are not here yet."""
-        missing = self._plan.external_room - len(self._backlog)
+        """Ask for as many groups as the step has room for, and some in place of those that it will refuse, less those that wait."""
+        room = self._plan.external_room
+        missing = room + reserve(room) - len(self._backlog)
         if missing > 0:
-            self._link.request_external(missing, policy_version)
+            self._link.request_external(missing, policy_version, most_per_peer(room))
 
     def publish(self, messages: list[OwnGroup]) -> None:
         if self._sharing.enabled:
@@ -39,14 +41,16 @@ class ExternalGroups:
                 self._link.send(message)
 
     def take(self) -> Judgement:
-        """Judge what has arrived, as far as the step has room for it. `learnt` follows."""
+        """Judge what has arrived, until the step's room is full. `learnt` follows."""
         room = self._plan.external_room
         arrived, useful = self._link.take_external(ANSWER_SECONDS) if room else ([], 0)
-        waiting = self._backlog + arrived
-        drawn, self._backlog = waiting[:room], waiting[room : room + self._plan.groups]
-        judgement = judge(drawn, self._engine.text, self._engine.score, self._temperature)
-        self._plan.arrived(useful, len(drawn), len(judgement.accepted))
+        judgement, left = judge_until_full(self._backlog + arrived, room, self._judge)
+        self._backlog = left[: self._plan.groups]
+        self._plan.arrived(useful, len(judgement.outcomes), len(judgement.accepted))
         return judgement
+
+    def _judge(self, groups: Sequence[ExternalGroup]) -> Judgement:
+        return judge(groups, self._engine.text, self._engine.score, self._temperature)
 
     def learnt(self, judgement: Judgement, too_large: Collection[int]) -> list[TrainingGroup]:
         """Send each group's outcome to the network process; too_large: which of the accepted did not fit. Those that were learnt from."""

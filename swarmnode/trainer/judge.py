@@ -13,6 +13,7 @@ was sampled is our own policy alone; every claim is one more thing that can be w
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -23,6 +24,7 @@ from swarmnode.policy.logprobs import Row
 from swarmnode.policy.text import PolicyText
 from swarmnode.rl.corrections import burst_slack, burst_weight, excess_surprise, sequence_correction, spot_check, surprise_check
 from swarmnode.rollouts.groups import ExternalGroup, Outcome
+from swarmnode.rollouts.sampling import most_per_peer
 from swarmnode.trainer.batch import TrainingGroup
 from swarmnode.wire.messages import Completion
 from swarmnode.wire.tensors import unpack_ids, unpack_logprobs
@@ -92,6 +94,41 @@ def judge(
             weights = [weight * factor for weight, factor in zip(weights, correction, strict=True)]
             judgement.accepted.append(TrainingGroup(rows, [chosen for chosen, _ in scored], group.rewards, weights, group.peer))
     return judgement
+
+
+def judge_until_full(
+    groups: Sequence[ExternalGroup], room: int, judged: Callable[[Sequence[ExternalGroup]], Judgement]
+) -> tuple[Judgement, list[ExternalGroup]]:
+    """Judge from the front until `room` groups are accepted, at most half of them one peer's. Also the groups that were not looked at.
+
+    What is refused leaves its place to the next one, so that refused groups take no place from others.
+    """
+    total, left = Judgement(), list(groups)
+    while True:
+        some, left = _first(left, room - len(total.accepted), most_per_peer(room), Counter(group.peer for group in total.accepted))
+        if not some:
+            return total, left
+        judgement = judged(some)
+        total.accepted += judgement.accepted
+        total.outcomes += judgement.outcomes
+
+
+def _first(
+    groups: list[ExternalGroup], most: int, per_peer: int, taken: Counter[str]
+) -> tuple[list[ExternalGroup], list[ExternalGroup]]:  # fmt: skip
+    """The first `most` of groups, with those `taken` at most `per_peer` of one peer; and the others."""
+    first: list[ExternalGroup] = []
+    others: list[ExternalGroup] = []
+    for group in groups:
+        fits = len(first) < most and taken[group.peer] < per_peer
+        (first if fits else others).append(group)
+        taken[group.peer] += fits
+    return first, others
+
+
+def reserve(room: int) -> int:
+    """Groups that are drawn beyond `room`, for as many that may be refused: half, rounded up."""
+    return -(-room // 2)
 
 
 def rows_of(group: ExternalGroup, policy: PolicyText, temperature: float, checks: ExternalChecks) -> list[Row]:

@@ -77,7 +77,7 @@ async def test_three_nodes_share_groups(kind, tmp_path):
                 assert await exchange.publish(author.own_group(sequence)) == "gossip"
         await until(lambda: all(admitted(exchange) == 8 for exchange, _, _ in nodes))
         for exchange, author, _ in nodes:
-            drawn = exchange.draw(Draw(1, 6, 1))
+            drawn = exchange.draw(Draw(1, 6, 1, 4))
             assert len(drawn.groups) == 6
             assert drawn.useful_arrived == 8
             assert author.peer not in {group.peer for group in drawn.groups}
@@ -91,7 +91,7 @@ async def test_a_long_group_travels_by_announcement_and_fetch(kind, tmp_path):
         assert await nodes[0][0].publish(own) == "announced"
         await until(lambda: all(admitted(exchange) == 1 for exchange, _, _ in nodes[1:]))
         for exchange, _, _ in nodes[1:]:
-            (group,) = exchange.draw(Draw(1, 2, 0)).groups
+            (group,) = exchange.draw(Draw(1, 2, 0, 1)).groups
             assert group.group.completions == own.completions
             assert exchange.statistics().fetching.fetched == {"ok": 1}
 

@@ -73,7 +73,7 @@ async def test_a_draw_is_answered_without_the_step_waiting(data_dir):
         await nursery.start(LinkServer(data_dir, Recorder()).run)
         with Link(data_dir, lambda: HELLO) as link:
             await trio.to_thread.run_sync(link.welcome, 30.0)
-            link.request_external(6, policy_version=3)
+            link.request_external(6, policy_version=3, per_peer=2)
             assert await trio.to_thread.run_sync(link.take_external, 5.0) == ([], 6)
             assert link.take_external(0.0) == ([], 0)
         nursery.cancel_scope.cancel()
@@ -104,7 +104,7 @@ async def test_the_network_process_restarts_and_nothing_queued_is_lost(data_dir)
     recorder = Recorder()
     with Link(data_dir, lambda: HELLO) as link:
         link.send(Report(phase="training", step=1))
-        link.request_external(4, 0)
+        link.request_external(4, 0, 2)
         assert link.take_external(5.0) == ([], 0)  # nobody there: returns at once, does not wait 5 s
         async with trio.open_nursery() as nursery:
             await nursery.start(LinkServer(data_dir, recorder).run)

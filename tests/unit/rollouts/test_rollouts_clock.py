@@ -50,7 +50,7 @@ async def test_a_clock_off_by_more_than_the_window_costs_groups_and_no_reputatio
     right, wrong = exchanges
     assert (outcome(wrong), outcome(right)) == (ours_to_it, its_to_us)
     for exchange, expected in ((wrong, ours_to_it), (right, its_to_us)):
-        assert len(exchange.draw(Draw(1, 4, 0)).groups) == (expected == "admitted")
+        assert len(exchange.draw(Draw(1, 4, 0, 2)).groups) == (expected == "admitted")
     for network, other in zip(networks, reversed(authors), strict=True):
         assert network.welcome(other.peer)
         assert network.reputation.score(other.peer, trio.current_time()) >= 0.0

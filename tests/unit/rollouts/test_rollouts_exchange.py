@@ -85,7 +85,7 @@ async def test_three_nodes_share_groups_and_each_draws_the_others(swarm, autojum
             assert await swarm.exchanges[number].publish(swarm.authors[number].own_group(sequence)) == "gossip"
     await settle()
     for number, exchange in enumerate(swarm.exchanges):
-        drawn = exchange.draw(Draw(request=5, count=4, policy_version=1))
+        drawn = exchange.draw(Draw(request=5, count=4, policy_version=1, per_peer=4))
         others = {author.peer for author in swarm.authors} - {swarm.authors[number].peer}
         assert {group.peer for group in drawn.groups} == others
         assert len(drawn.groups) == 4
@@ -98,15 +98,15 @@ async def test_useful_arrived_counts_since_the_last_draw(swarm, autojump_clock):
     a, b, _ = swarm.exchanges
     await a.publish(swarm.authors[0].own_group(0))
     await settle()
-    assert b.draw(Draw(1, 0, 0)).useful_arrived == 1
-    assert b.draw(Draw(2, 0, 0)).useful_arrived == 0
+    assert b.draw(Draw(1, 0, 0, 1)).useful_arrived == 1
+    assert b.draw(Draw(2, 0, 0, 1)).useful_arrived == 0
 
 
 async def test_a_long_group_is_announced_and_fetched(swarm, autojump_clock):
     assert await swarm.exchanges[0].publish(swarm.authors[0].long_group(0)) == "announced"
     await settle()
     for number in (1, 2):
-        (group,) = swarm.exchanges[number].draw(Draw(1, 2, 0)).groups
+        (group,) = swarm.exchanges[number].draw(Draw(1, 2, 0, 1)).groups
         assert group.group.completions == swarm.authors[0].long_group(0).completions
         assert swarm.exchanges[number].statistics().fetching.fetched == {"ok": 1}
     assert swarm.exchanges[0].statistics().fetching.served == {"ok": 2}
@@ -322,15 +322,15 @@ async def test_with_sharing_off_nothing_goes_out_or_comes_in(nursery, autojump_c
     swarm = await Swarm(nursery, enabled=False).start()
     assert await swarm.exchanges[0].publish(swarm.authors[0].own_group(0)) == "disabled"
     await settle()
-    assert swarm.exchanges[1].draw(Draw(1, 4, 0)).groups == []
+    assert swarm.exchanges[1].draw(Draw(1, 4, 0, 2)).groups == []
 
 
 async def test_token_ids_are_dropped_for_a_trainer_with_another_tokenizer(swarm, autojump_clock):
     swarm.exchanges[1].set_policy(policy(tokenizer=b"o" * 32))
     await swarm.exchanges[0].publish(swarm.authors[0].own_group(0))
     await settle()
-    (other,) = swarm.exchanges[1].draw(Draw(1, 2, 0)).groups
-    (same,) = swarm.exchanges[2].draw(Draw(1, 2, 0)).groups
+    (other,) = swarm.exchanges[1].draw(Draw(1, 2, 0, 1)).groups
+    (same,) = swarm.exchanges[2].draw(Draw(1, 2, 0, 1)).groups
     assert not any(c.token_ids or c.logprobs for c in other.group.completions)
     assert all(c.token_ids and c.logprobs for c in same.group.completions)
 

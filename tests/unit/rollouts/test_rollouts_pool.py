@@ -141,3 +141,8 @@ def test_bounds_hold_whatever_arrives(arrivals, seed):
         assert stats.groups == stats.added - stats.drawn - (
             stats.evicted_full + stats.evicted_peer_share + stats.expired_age + stats.expired_version
         )
+
+
+def test_of_more_groups_than_a_step_uses_one_peer_still_has_no_more_than_its_half():
+    pool = filled("a", 9)
+    assert len(draw(pool, 9, per_peer=3)) == 3

@@ -46,14 +46,14 @@ def test_items_of_weight_zero_are_never_drawn():
 
 def test_each_peer_once_while_there_are_enough_peers():
     ordered = ["a1", "a2", "a3", "b1", "b2", "c1", "d1"]
-    assert sampling.spread_over_peers(ordered, 4, lambda x: x[0]) == ["a1", "b1", "c1", "d1"]
+    assert sampling.spread_over_peers(ordered, 4, lambda x: x[0], 2) == ["a1", "b1", "c1", "d1"]
 
 
 def test_too_few_peers_are_used_evenly_and_up_to_half_each():
     ordered = ["a1", "a2", "a3", "a4", "b1"]
-    assert sampling.spread_over_peers(ordered, 4, lambda x: x[0]) == ["a1", "b1", "a2"]
-    assert sampling.spread_over_peers(["a1", "a2", "a3"], 3, lambda x: x[0]) == ["a1", "a2"]
+    assert sampling.spread_over_peers(ordered, 4, lambda x: x[0], 2) == ["a1", "b1", "a2"]
+    assert sampling.spread_over_peers(["a1", "a2", "a3"], 3, lambda x: x[0], sampling.most_per_peer(3)) == ["a1", "a2"]
 
 
 def test_what_is_already_chosen_counts_towards_a_peers_half():
-    assert sampling.spread_over_peers(["a3", "b1"], 4, lambda x: x[0], already=["a1", "a2"]) == ["a1", "a2", "b1"]
+    assert sampling.spread_over_peers(["a3", "b1"], 4, lambda x: x[0], 2, already=["a1", "a2"]) == ["a1", "a2", "b1"]

@@ -12,9 +12,11 @@ from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.rollouts.groups import ExternalGroup
-from swarmnode.trainer.judge import CHECKS, ExternalChecks, judge
+from swarmnode.trainer.batch import TrainingGroup
+from swarmnode.trainer.judge import CHECKS, ExternalChecks, Judgement, judge, judge_until_full
 from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
+from tests.support.groups import external_group
 
 PROMPT = "Find the greatest common divisor (GCD) of these numbers: 4, 6. Return only the GCD as your answer."
 
@@ -222,3 +224,50 @@ def test_a_sender_s_temperature_is_the_one_it_is_checked_at(policy):
     assert [outcome for _, outcome in judged(policy, wrong, strict).outcomes] == ["spot_check"]
 
 
+
+
+def refusing(liars, batches):
+    """What judges by name, and records how many groups it was given at a time."""
+
+    def judged(groups):
+        batches.append(len(groups))
+        judgement = Judgement()
+        for group in groups:
+            honest = group.peer not in liars
+            judgement.outcomes.append((group, "used" if honest else "surprise"))
+            if honest:
+                judgement.accepted.append(TrainingGroup([], [], group.rewards, [1.0, 1.0], group.peer))
+        return judgement
+
+    return judged
+
+
+def test_refused_groups_take_no_place_from_others():
+    groups = [external_group(peer, number) for number, peer in enumerate("xaxbxcdef")]
+    batches = []
+    judgement, left = judge_until_full(groups, 6, refusing({"x"}, batches))
+    assert [group.peer for group in judgement.accepted] == list("abcdef")
+    assert len(judgement.outcomes) == 9
+    assert left == []
+    assert batches == [6, 3]
+
+
+def test_what_a_full_step_has_not_looked_at_is_left():
+    groups = [external_group(peer, number) for number, peer in enumerate("abcdefgh")]
+    batches = []
+    judgement, left = judge_until_full(groups, 6, refusing(set(), batches))
+    assert len(judgement.accepted) == 6
+    assert left == groups[6:]
+    assert batches == [6]
+
+
+def test_one_peer_has_at_most_half_of_a_steps_room():
+    groups = [external_group("a", number) for number in range(5)] + [external_group("b", 9)]
+    judgement, left = judge_until_full(groups, 6, refusing(set(), []))
+    assert [group.peer for group in judgement.accepted] == list("aaab")
+    assert left == groups[3:5]
+
+
+def test_without_room_nothing_is_judged():
+    groups = [external_group("a", 1)]
+    assert judge_until_full(groups, 0, refusing(set(), [])) == (Judgement(), groups)
