@@ -157,10 +157,15 @@ class TrainingConfig(Section):
     """Nucleus sampling; 1 is off."""
     learning_rate: float = Field(default=3e-4, gt=0)
     """AdamW learning rate."""
+    options: list[
+        Literal["warmup", "linear", "cosine", "dynamic_sampling", "mask_truncated", "overlong_shaping"]
+    ] = []  # fmt: skip
+    """Any of: `warmup`, `linear` or `cosine` (the learning rate; the last two fall to 0 at max_steps), `dynamic_sampling` (sample on until
+    the step's own groups carry a signal), `mask_truncated` or `overlong_shaping` (what was cut is left out, or costs reward)."""
     advantage: Literal["grpo", "dr_grpo", "mc_grpo", "gdpo"] = "grpo"
     """Advantage estimator."""
-    loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
-    """Aggregation: token mean, sequence mean, or constant length."""
+    loss_type: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"] = "dapo"
+    """Objective: clipped token ratios as token mean, sequence mean or over a constant length; one ratio per sequence; bounded weights."""
     beta: float = Field(default=0.0, ge=0)
     """Weight of the KL penalty to the start policy; above 0 keeps a reference copy."""
     per_device_train_tokens: int = Field(default=16384, ge=64)
@@ -177,6 +182,16 @@ class TrainingConfig(Section):
     """Seed of sampling and initialisation."""
     step_interval: float = Field(default=0.0, ge=0)
     """Least seconds between the starts of two steps; paces a node that shares its machine."""
+
+    @model_validator(mode="after")
+    def _options_fit(self) -> TrainingConfig:
+        for one, other in (("linear", "cosine"), ("mask_truncated", "overlong_shaping")):
+            if one in self.options and other in self.options:
+                raise ValueError(f"training.options: {one} and {other} are two ways to do one thing: choose one")
+        falls = [name for name in ("linear", "cosine") if name in self.options]
+        if falls and not self.max_steps:
+            raise ValueError(f"training.options: {falls[0]} falls to 0 at the last step, so training.max_steps must be above 0")
+        return self
 
 
 class SharingConfig(Section):

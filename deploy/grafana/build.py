@@ -155,6 +155,7 @@ SWARM: dict[str, list[Panel]] = {
         p("What the utility guard leaves", gauge("swarmnode_external_scale"), unit="percentunit", top=1, width=6),
         p("Gradient agreement", gauge("swarmnode_gradient_agreement"), width=6),
         p("Off-policy correction", gauge("swarmnode_correction_mean"), top=1, width=6),
+        p("Effective sample", (gauge("swarmnode_effective_sample_share"), "{{instance}} {{source}}"), unit="percentunit", top=1, width=24),
         p("Batch", (gauge("swarmnode_batch_groups"), "{{instance}} {{source}}"), width=8),
         p("Groups trained on per minute", (f"60 * {rate('swarmnode_trained_groups_total', 'source')}", "{{instance}} {{source}}"), width=8),
         p("Peers that contributed", gauge("swarmnode_contributing_peers"), width=8),

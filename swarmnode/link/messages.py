@@ -94,7 +94,10 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     zero_advantage_share: float | None = None
     external_share: float | None = None
     correction_mean: float | None = None
-    """Mean of the external groups' sequence-level correction, in [0.8, 1]."""
+    """Mean weight of the external groups' completions, in [0, 1]."""
+    effective_own: float | None = None
+    """Effective sample size ÷ sample size of the own tokens' weights, in (0, 1]; None in a crew."""
+    effective_external: float | None = None
     own_groups: int = 0
     """I of the last step."""
     external_groups: int = 0

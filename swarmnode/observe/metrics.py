@@ -264,7 +264,12 @@ LEARNING = (
 UTILITY = (
     Metric("swarmnode_external_share", "gauge", "trainer.report.external_share", "Share of the last batch that came from peers, 0 to 1."),
     Metric("swarmnode_correction_mean", "gauge", "trainer.report.correction_mean",
-           "Mean off-policy correction of peers' groups in the last batch, 0.8 to 1: 1 where their policy samples as ours would."),
+           "Mean off-policy correction of peers' groups in the last batch, 0 to 1: 1 where their policy samples as ours would."),
+    Metric("swarmnode_effective_sample_share", "gauge",
+           {"own": "trainer.report.effective_own", "external": "trainer.report.effective_external"},
+           "Effective sample size of the last batch's tokens, of own groups and of peers', as a share of their number: 1 where all weigh "
+           "the same. Low for own groups: what samples them is not the policy that is trained. Low for peers': they are far from it.",
+           ("source",), when=reports),
     Metric("swarmnode_gradient_agreement", "gauge", "trainer.report.gradient_agreement",
            "Cosine between what own and what peers' groups want to change, −1 to 1. Usual is 0.1 to 0.4; below 0 for long, peers' groups "
            "pull elsewhere."),

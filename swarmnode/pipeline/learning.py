@@ -46,6 +46,8 @@ def describe(rows: Sequence[tuple[list[int], list[int]]], temperature: float, lo
 
 
 def describe_loss(rows: Sequence[LearnRow], cfg: TrainingConfig, normalizer: float) -> Loss:
+    if cfg.loss_type == "gspo" or cfg.loss_type == "cispo":
+        raise ValueError(f"a frame has no word for the objective {cfg.loss_type}")  # refused before a crew is founded
     return Loss(
         old_logprobs=pack_logprobs([x for row in rows for x in row.old_logprobs]),
         reference=pack_logprobs([x for row in rows for x in row.reference]) if cfg.beta > 0 else b"",

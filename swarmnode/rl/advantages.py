@@ -100,6 +100,20 @@ def advantages(rewards: torch.Tensor, estimator: str = "grpo", weights: Sequence
     return values.masked_fill(zero_advantage(rewards).unsqueeze(1), 0.0)
 
 
+OVERLONG_SHARE = 5
+"""One part in so many of the longest completion is where length begins to cost: 4,096 of 20,480 tokens in the paper."""
+
+
+def overlong_penalty(length: int, was_cut: bool, max_length: int) -> float:
+    """What a completion of `length` tokens loses of its reward: 0 up to four fifths of `max_length`, then evenly more, 1 at all of it.
+
+    A completion that was cut loses 1 at any length: a peer's bound may be below ours. Source: DAPO (arXiv 2503.14476) eq. 13. Equals TRL's
+    `get_soft_overlong_punishment` where nothing was cut.
+    """
+    cache = max(1, max_length // OVERLONG_SHARE)
+    return 1.0 if was_cut else min(1.0, max(0.0, (length - (max_length - cache)) / cache))
+
+
 def train_mask(rewards: torch.Tensor, estimator: str = "grpo", weights: Sequence[float] | None = None) -> torch.Tensor:
     """Which completions are trained on, (groups, G) bool: all, but for `mc_grpo` one pivot per group.
 

@@ -1,34 +1,74 @@
-"""What another node's completions may weigh, and when they are not believed at all.
+"""What completions weigh that another policy than the one being trained has sampled, and when they are not believed at all.
 
-A peer's text was sampled by a peer's policy. How far that policy is from ours is measured by one ratio per sequence,
-which only ever lowers the weight: a peer that lies about its log-probabilities can at best be treated as honest. Bounds on
-the token ratio during several optimizer steps on one batch are `policy_loss(epsilon, epsilon_high, delta)`.
+Three log-probabilities are kept apart: of the sampler, when it sampled; of the old policy, at the beginning of the step; of the new one,
+which has the gradient. Ratio and clip of the objective are new against old (`rl.objectives`); what is here is old against sampler, without
+gradient. `benchmarks.corrections` has bias and variance of each of these against the exact gradient.
+
+    own       another kernel or number format has sampled: `importance_weights`
+    a peer's  another node's policy has, and says so itself: `sequence_correction`, which only ever lowers the weight, so that a peer that
+              lies about its log-probabilities can at best be treated as honest
 """
 
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
+
+Correction = Literal["tis", "mis", "icepop"]
+Level = Literal["token", "sequence"]
+CAP = 2.0
+"""Most that `tis` lets a token or sequence weigh, and above which `mis` leaves it out (Yao et al. 2025, "Your Efficient RL Framework
+Secretly Brings You Off-Policy RL Training": 2)."""
+BAND = (0.5, 5.0)
+"""Ratios outside of which `icepop` leaves a token or sequence out (Ling Team, "Every Step Evolves", arXiv 2510.18855 §3.2)."""
 
 BURST_DRIFT = 2.0
 """Nats per token above the entropy that a policy trained apart from ours may be everywhere; `benchmarks.tolerance` has the numbers."""
 BURST_SCALE = 8.0
 LEAST_WEIGHT = 0.05
-FLOOR = 0.8
-"""Lowest weight of an external sequence. Source: HACPO (arXiv 2603.02604) §4, clip of the sequence-level ratio."""
+OWN_CORRECTION: tuple[Correction, Level] = ("tis", "token")
+"""For what this node sampled itself. The sampler is the policy of the same step in another kernel, so that ratios are near 1, where each of
+them is nearly exact; truncating keeps the gradient of what lies beyond, and a token's ratio varies no more in a longer answer."""
+FLOOR = 0.1
+"""Ratio per token below which a peer's completion weighs nothing. The exact gradient has no use for a higher one: what lies there is what a
+peer has learnt and we have not, and leaving it out adds more bias than its weight does."""
+
+
+def importance_weights(
+    old: torch.Tensor, sampler: torch.Tensor, mask: torch.Tensor, kind: Correction, level: Level
+) -> torch.Tensor:  # fmt: skip
+    """Weights (N, T) of what the sampler has sampled, for a gradient of the old policy: their ratio, kept from growing without bound.
+
+    old, sampler, mask (N, T). tis: truncated at CAP · mis: masked above CAP · icepop: masked outside BAND. At level `sequence` the ratio is
+    the product over the completion's tokens, for all of them. A ratio that is not finite weighs nothing. Without gradient; 0 on padding.
+    """
+    inside = mask.bool()
+    log_ratio = (old.detach().float() - sampler.float()).masked_fill(~inside, 0.0)
+    if level == "sequence":
+        log_ratio = log_ratio.sum(1, keepdim=True).expand_as(log_ratio)
+    ratio = torch.exp(log_ratio)
+    low, high = BAND if kind == "icepop" else (0.0, CAP)
+    weights = ratio.clamp(max=CAP) if kind == "tis" else ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
+    return weights.masked_fill(~inside | ~torch.isfinite(log_ratio), 0.0)
+
+
+def effective_share(total: float, squares: float, count: float) -> float | None:
+    """Effective sample size ÷ sample size, in (0, 1]: (Σw)² / (n Σw²) of n weights; None of nothing, or where nothing has weight."""
+    return total * total / (count * squares) if count > 0 and squares > 0 else None
 
 
 def sequence_correction(local_sum: torch.Tensor, sender_sum: torch.Tensor, tokens: torch.Tensor, floor: float = FLOOR) -> torch.Tensor:
-    """Weights (N,) in [floor, 1]: s = exp((lp_local − lp_sender) / tokens), clipped.
+    """Weights (N,), each 0 or in [floor, 1]: s = exp((lp_local − lp_sender) / tokens), at most 1, and nothing below the floor.
 
     `local_sum`, `sender_sum` (N,): log-probabilities summed over the completion, nats; `tokens` (N,): its length. The
     length-normalised sequence ratio is GSPO's (arXiv 2507.18071 §4.1); never above 1 is ours, see the module's docstring.
-    A pair that is not finite gets the floor. No gradient flows through the weight.
+    A pair that is not finite weighs nothing. No gradient flows through the weight.
     """
     log_ratio = (local_sum.detach().float() - sender_sum.float()) / tokens.float().clamp(min=1.0)
-    weight = torch.exp(log_ratio.clamp(max=0.0)).clamp(floor, 1.0)
-    return torch.where(torch.isfinite(log_ratio), weight, torch.full_like(weight, floor))
+    weight = torch.exp(log_ratio.clamp(max=0.0))
+    return torch.where(torch.isfinite(log_ratio) & (weight >= floor), weight, torch.zeros_like(weight))
 
 
 def spot_check(local: torch.Tensor, sender: torch.Tensor, tolerance: float) -> bool:

@@ -1,24 +1,28 @@
 """The loss of a batch, from log-probabilities and advantages.
 
-Token-level clipped policy gradient with asymmetric bounds and a hard bound on the ratio, three ways of averaging, an optional KL
-penalty, and one weight per sequence for what came from elsewhere. The normalizer is a number that the caller computes once over the whole
-batch (`Objective.normalizer`): then micro-batches of any size add up to the loss of the whole.
+    dapo, grpo, dr_grpo   clipped ratio of each token, with asymmetric bounds and a hard one; they differ in what they divide by
+    gspo                  the same with one ratio per sequence, its geometric mean per token, and much closer bounds
+    cispo                 −log-probability, weighted by the bounded ratio: no token loses its gradient
+
+An optional KL penalty, and weights for what was sampled by another policy. The normalizer is a number that the caller computes once over
+the whole batch (`Objective.normalizer`): then micro-batches of any size add up to the loss of the whole.
 
     logprobs, old_logprobs, ref_logprobs, mask  (N, T)
-    advantages, weights                         (N,)
+    advantages                                  (N,)
+    weights                                     (N,) or (N, T)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
 
 from swarmnode.config import TrainingConfig
 
-LossType = Literal["dapo", "grpo", "dr_grpo"]
+LossType = Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"]
 MAX_GRAD_NORM = 1.0
 """Norm that the gradient of a step is clipped to, TRL's: bounds what one bad batch does to AdamW's moments."""
 WEIGHT_DECAY = 0.0
@@ -29,6 +33,12 @@ EPSILON_HIGH = 0.28
 """Upper clip: unlikely tokens may become likelier than a symmetric clip lets them (DAPO, arXiv 2503.14476 §3.1)."""
 DELTA = 4.0
 """Hard upper bound of the ratio for negative advantages too (INTELLECT-2, arXiv 2505.07291 §3.4)."""
+
+
+SEQUENCE_EPSILON, SEQUENCE_EPSILON_HIGH = 3e-4, 4e-4
+"""Clips of a sequence's ratio: a mean over tokens moves far less than any of them (GSPO, arXiv 2507.18071 §5.1)."""
+WEIGHT_EPSILON_HIGH = 4.0
+"""A weight of `cispo` is at most 1 + this. It has no lower bound (CISPO, arXiv 2506.13585 §3.1; 5 as in ScaleRL, arXiv 2510.13786)."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +55,21 @@ class Objective:
 
     @classmethod
     def of(cls, cfg: TrainingConfig) -> Objective:
-        return cls(cfg.loss_type, cfg.beta, cfg.max_completion_length)
+        named = cls(cfg.loss_type, cfg.beta, cfg.max_completion_length)
+        if cfg.loss_type == "gspo":
+            return replace(named, epsilon=SEQUENCE_EPSILON, epsilon_high=SEQUENCE_EPSILON_HIGH, delta=None)
+        if cfg.loss_type == "cispo":
+            return replace(named, epsilon_high=WEIGHT_EPSILON_HIGH)
+        return named
 
     def normalizer(self, lengths: Sequence[int]) -> float:
         """The number that the loss of a whole batch, of completions of `lengths` tokens, is divided by.
 
-        dapo: tokens (arXiv 2503.14476 §3.3) · grpo: sequences · dr_grpo: N × max_completion_length (arXiv 2503.20783 §3.2).
+        dapo, cispo: tokens (arXiv 2503.14476 §3.3) · grpo, gspo: sequences · dr_grpo: N × max_completion_length (arXiv 2503.20783 §3.2).
         """
-        if self.loss_type == "dapo":
+        if self.loss_type in ("dapo", "cispo"):
             return float(max(1, sum(lengths)))
-        if self.loss_type == "grpo":
+        if self.loss_type in ("grpo", "gspo"):
             return float(max(1, len(lengths)))
         return float(max(1, len(lengths)) * self.max_completion_length)
 
@@ -65,7 +80,7 @@ class LossOutput(NamedTuple):
     loss: torch.Tensor
     """Scalar: the share of the batch's loss that these sequences contribute."""
     clip_fraction: torch.Tensor
-    """Share of tokens whose gradient the clip removed, 0 to 1."""
+    """Share of tokens whose gradient the clip removed, or with `cispo` bounded, 0 to 1."""
     kl: torch.Tensor
     """Mean k3 estimate of KL(policy ‖ reference) per token as it enters the loss, nats; 0 without a reference."""
     tokens: torch.Tensor
@@ -85,10 +100,12 @@ def policy_loss(
 ) -> LossOutput:
     """−min(r·A, clip(r, 1−ε, 1+ε_high)·A) + β·k3, summed over tokens as `loss_type` says and divided by `normalizer`.
 
-    r = exp(logprobs − old_logprobs). `delta` caps r in the unclipped term too: with A < 0 the minimum picks the larger ratio, so without it
-    one token that the policy has since made likely gives an unbounded loss (INTELLECT-2, arXiv 2505.07291 §3.4).
+    r = exp(logprobs − old_logprobs); with `gspo` exp of its mean over the sequence, for all its tokens. With `cispo` the first term is
+    −min(r, 1+ε_high)·A·logprobs, the bounded ratio without gradient. `delta` caps r in the unclipped term too: with A < 0 the minimum
+    picks the larger ratio, so without it one token that the policy has since made likely gives an unbounded loss (INTELLECT-2, arXiv
+    2505.07291 §3.4).
     The k3 term is multiplied by r (TRL's `use_bias_correction_kl`): its gradient is then that of the reverse KL, also where r is 1
-    (DeepSeek-V3.2, arXiv 2512.02556). `weights` scale the policy term of a sequence, not its KL.
+    (DeepSeek-V3.2, arXiv 2512.02556). `weights` scale the policy term of a sequence or token, not its KL.
     Padding may hold anything, infinities included. Raises ValueError when β > 0 has no reference.
     """
     mask = mask.to(logprobs.dtype)
@@ -98,12 +115,19 @@ def policy_loss(
     advantage = advantages.to(logprobs.dtype).unsqueeze(1)  # (N, 1)
     epsilon, epsilon_high, delta = objective.epsilon, objective.epsilon_high, objective.delta
 
-    ratio = torch.exp(logprobs - old)
-    clipped = ratio.clamp(1.0 - epsilon, 1.0 + epsilon_high)
-    bounded = ratio if delta is None else ratio.clamp(max=delta)
-    per_token = -torch.min(bounded * advantage, clipped * advantage)  # (N, T)
+    lengths = mask.sum(1).clamp(min=1.0)
+    log_ratio = logprobs - old
+    if objective.loss_type == "gspo":
+        log_ratio = (log_ratio.sum(1) / lengths).unsqueeze(1).expand_as(logprobs)
+    ratio = torch.exp(log_ratio)
+    if objective.loss_type == "cispo":
+        per_token = -ratio.detach().clamp(max=1.0 + epsilon_high) * advantage * logprobs  # (N, T)
+    else:
+        clipped = ratio.clamp(1.0 - epsilon, 1.0 + epsilon_high)
+        bounded = ratio if delta is None else ratio.clamp(max=delta)
+        per_token = -torch.min(bounded * advantage, clipped * advantage)  # (N, T)
     if weights is not None:
-        per_token = per_token * weights.to(logprobs.dtype).unsqueeze(1)
+        per_token = per_token * (weights if weights.ndim == 2 else weights.unsqueeze(1)).to(logprobs.dtype)
 
     tokens = mask.sum()
     kl_mean = logprobs.new_zeros(())
@@ -115,15 +139,17 @@ def policy_loss(
         per_token = per_token + objective.beta * kl
         kl_mean = (kl.detach() * mask).sum() / tokens.clamp(min=1.0)
 
-    if objective.loss_type == "grpo":
-        lengths = mask.sum(1).clamp(min=1.0)
+    if objective.loss_type in ("grpo", "gspo"):
         loss = ((per_token * mask).sum(1) / lengths).sum() / normalizer
     else:
         loss = (per_token * mask).sum() / normalizer
 
     with torch.no_grad():
-        removed = ((ratio < 1.0 - epsilon) & (advantage < 0)) | ((ratio > 1.0 + epsilon_high) & (advantage > 0))
-        if delta is not None:
-            removed |= (ratio > delta) & (advantage < 0)
+        if objective.loss_type == "cispo":
+            removed = ratio > 1.0 + epsilon_high
+        else:
+            removed = ((ratio < 1.0 - epsilon) & (advantage < 0)) | ((ratio > 1.0 + epsilon_high) & (advantage > 0))
+            if delta is not None:
+                removed |= (ratio > delta) & (advantage < 0)
         clip_fraction = (removed.to(mask.dtype) * mask).sum() / tokens.clamp(min=1.0)
     return LossOutput(loss, clip_fraction, kl_mean, tokens)

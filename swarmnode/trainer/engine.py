@@ -79,8 +79,8 @@ class Engine(Protocol):
         """
         ...
 
-    def update(self, rows: Rows) -> UpdateStatistics:
-        """Learn from `rows`."""
+    def update(self, rows: Rows, rate: float | None = None) -> UpdateStatistics:
+        """Learn from `rows`, at the learning rate `rate`; None is the configured one."""
         ...
 
     # ---- between steps --------------------------------------------------------------------------------------------------
@@ -215,8 +215,8 @@ class WholePolicy:
     def score(self, rows: Sequence[Row], temperature: float) -> list[Scored]:
         return self._memory.external.score_with_entropy(self._policy, rows, temperature)
 
-    def update(self, rows: Rows) -> UpdateStatistics:
-        return self._updater.update(rows)
+    def update(self, rows: Rows, rate: float | None = None) -> UpdateStatistics:
+        return self._updater.update(rows, rate)
 
     def average(self, connected: bool, step_seconds: float, stepped: bool) -> bool:
         return self._replica.between_steps(connected, step_seconds, stepped) if self._replica is not None else False

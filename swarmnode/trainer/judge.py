@@ -92,7 +92,9 @@ def judge(
         judgement.outcomes.append((group, outcome))
         if outcome == "used":
             weights = [weight * factor for weight, factor in zip(weights, correction, strict=True)]
-            judgement.accepted.append(TrainingGroup(rows, [chosen for chosen, _ in scored], group.rewards, weights, group.peer))
+            was_cut = [completion.finish == "length" for completion in group.group.completions]
+            ours = [chosen for chosen, _ in scored]
+            judgement.accepted.append(TrainingGroup(rows, ours, group.rewards, weights, group.peer, was_cut))
     return judgement
 
 
@@ -199,7 +201,11 @@ def compare(
             return "spot_check", []
     # per token of each side: with another tokenizer the same text has another length
     sent = torch.tensor([float(max(c.tokens, 1)) for c in completions])
-    return "used", sequence_correction(ours / tokens, theirs / sent, torch.ones(len(local))).tolist()
+    weights = sequence_correction(ours / tokens, theirs / sent, torch.ones(len(local))).tolist()
+    best = max(group.rewards)
+    if not any(weight > 0 for weight, reward in zip(weights, group.rewards, strict=True) if reward == best):
+        return "spot_check", []  # nothing to learn from is left
+    return "used", weights
 
 
 def _is_ours(group: ExternalGroup, policy: PolicyText) -> bool:

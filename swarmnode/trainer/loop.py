@@ -29,7 +29,7 @@ from swarmnode.rollouts.groups import OwnGroup
 from swarmnode.swarm import rollback
 from swarmnode.swarm.manifest_store import stored
 from swarmnode.tasks.client import Scorer
-from swarmnode.trainer.batch import Rows, TrainingGroup, assemble
+from swarmnode.trainer.batch import TrainingGroup, assemble, silent_share
 from swarmnode.trainer.checkpoints import Checkpoints
 from swarmnode.trainer.engine import Engine, EngineGone, make_whole_policy, open_policy
 from swarmnode.trainer.evaluate import Evaluation, evaluation_due
@@ -38,7 +38,7 @@ from swarmnode.trainer.plan import StepPlan
 from swarmnode.trainer.reporting import Reporter
 from swarmnode.trainer.sampler import Sampler
 from swarmnode.trainer.state import SEQUENCE_MARGIN, Counters
-from swarmnode.trainer.update import UpdateStatistics
+from swarmnode.trainer.update import UpdateStatistics, learning_rate
 
 log = structlog.get_logger("swarmnode.trainer")
 
@@ -203,11 +203,18 @@ class Loop:
         sampled = time.monotonic()
 
         judgement = self._external.take()
-        rows = assemble([*experience.groups, *judgement.accepted], self._training.advantage)
-        result = self._engine.update(rows)
-        external = self._external.learnt(judgement, {group - len(experience.groups) for group in result.too_large})
+        training = self._training
+        rate = learning_rate(training, self._counters.step)
+        rows = assemble(
+            [*experience.trained, *judgement.accepted],
+            training.advantage,
+            shape_to=training.max_completion_length if "overlong_shaping" in training.options else 0,
+            mask_cut="mask_truncated" in training.options,
+        )
+        result = self._engine.update(rows, rate)
+        external = self._external.learnt(judgement, {group - len(experience.trained) for group in result.too_large})
         self._count(experience.tokens, experience.groups, external, result)
-        self._measure(experience.groups, external, rows, result)
+        self._measure(experience.groups, external, result, rate)
         by_task = reward_by_task(experience.messages)
         ended = time.monotonic()
         self._plan.stepped(ended - started)
@@ -246,7 +253,7 @@ class Loop:
         c.generation_tokens = now.generation_tokens if now.generation_tokens < most else 0
         c.oom_retries_total = self._oom_before + now.oom_retries
 
-    def _measure(self, own: list[TrainingGroup], external: list[TrainingGroup], rows: Rows, result: UpdateStatistics) -> None:
+    def _measure(self, own: list[TrainingGroup], external: list[TrainingGroup], result: UpdateStatistics, rate: float) -> None:
         total = len(own) + len(external)
         share = len(external) / total if total else None
         reward_own = _mean([r for g in own for r in g.rewards])
@@ -260,10 +267,12 @@ class Loop:
             kl=result.kl,
             clip_fraction=result.clip_fraction,
             grad_norm=result.grad_norm,
-            learning_rate=self._training.learning_rate,
-            zero_advantage_share=rows.zero_advantage_share,
+            learning_rate=rate,
+            zero_advantage_share=silent_share(own),
             external_share=share,
             correction_mean=_mean([w for g in external for w in g.weights]),
+            effective_own=result.effective_own,
+            effective_external=result.effective_external,
             own_groups=len(own),
             external_groups=len(external),
             gradient_agreement=result.agreement,

@@ -11,7 +11,7 @@ import torch
 
 from swarmnode.config import TrainingConfig
 from swarmnode.policy.generate import GroupSample, Sampling
-from swarmnode.rollouts.groups import OwnGroup
+from swarmnode.rollouts.groups import OwnGroup, is_useful
 from swarmnode.tasks.client import Scored, Scorer
 from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import choose_task, task_seed
@@ -25,16 +25,24 @@ from swarmnode.wire.tensors import pack_ids, pack_logprobs
 log = structlog.get_logger("swarmnode.trainer")
 
 
+DYNAMIC_FACTOR = 4
+"""With dynamic sampling, groups sampled for one that carries a signal, at most. Where not even one in four does, a step on what there is
+costs less than the search, and peers' groups are the better source."""
+
+
 @dataclass(frozen=True)
 class Experience:
     groups: list[TrainingGroup]
+    """All that were sampled."""
     messages: list[OwnGroup]
     """The same groups for the network process, which decides which of them are worth sending."""
     tokens: int
+    trained: list[TrainingGroup]
+    """Those that the step learns from: all of them, or with dynamic sampling those that carry a signal."""
 
 
 class Sampler:
-    """Draws `count` groups per call. The random generator and the counters belong to the trainer's saved state."""
+    """Draws groups. The random generator and the counters belong to the trainer's saved state."""
 
     def __init__(
         self, cfg: TrainingConfig, tasks: Sequence[str], engine: Engine, scorer: Scorer, rng: torch.Generator, counters: Counters
@@ -47,7 +55,23 @@ class Sampler:
         self._counters = counters
 
     def __call__(self, count: int) -> Experience:
-        """Sample `count` groups at the present policy version. A group that cannot be scored is left out."""
+        """Sample `count` groups at the present policy version; with dynamic sampling on until as many carry a signal, or the cap is met.
+
+        Source: DAPO (arXiv 2503.14476) §3.2, with a cap. A group that cannot be scored is left out.
+        """
+        if "dynamic_sampling" not in self._cfg.options:
+            return self._sample(count)
+        parts, asked, useful = [], 0, list[TrainingGroup]()
+        while len(useful) < count and asked < count * DYNAMIC_FACTOR:
+            more = min(count - len(useful), count * DYNAMIC_FACTOR - asked)
+            asked += more
+            parts.append(self._sample(more))
+            useful += [group for group in parts[-1].groups if is_useful(group.rewards)]
+        return Experience(
+            [g for part in parts for g in part.groups], [m for part in parts for m in part.messages], sum(p.tokens for p in parts), useful
+        )
+
+    def _sample(self, count: int) -> Experience:
         numbered = [self._next_question() for _ in range(count)]
         questions = self._scorer.score_many([(ref, []) for _, ref in numbered])
         asked = [(n, ref, q.prompt) for (n, ref), q in zip(numbered, questions, strict=True) if isinstance(q, Scored)]
@@ -63,7 +87,7 @@ class Sampler:
             groups.append(own_group(sample, result.rewards))
             if not any(self._engine.text.hides(c.ids) for c in sample.completions):  # text that says less than its ids: nobody takes it
                 messages.append(self._message(sequence, ref, sample, result.rewards))
-        return Experience(groups, messages, sum(len(c.ids) for sample in samples for c in sample.completions))
+        return Experience(groups, messages, sum(len(c.ids) for sample in samples for c in sample.completions), groups)
 
     def _next_question(self) -> tuple[int, TaskRef]:
         c = self._counters

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from transformers import get_scheduler
 
 from swarmnode.config import TrainingConfig
 from swarmnode.policy.footprint import Optim
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import collate, completion_logprobs
 from swarmnode.policy.micro import MicroBatcher, RowTooLarge, free_memory
+from swarmnode.rl.corrections import OWN_CORRECTION, effective_share, importance_weights
 from swarmnode.rl.objectives import MAX_GRAD_NORM, WEIGHT_DECAY, Objective, policy_loss
 from swarmnode.rl.utility import AgreementProbe
 from swarmnode.trainer.batch import Rows
@@ -31,6 +34,9 @@ class UpdateStatistics:
     grad_norm: float | None = None
     agreement: float | None = None
     """Cosine of own and external gradients."""
+    effective_own: float | None = None
+    """Effective sample size ÷ sample size of the own tokens' weights, in (0, 1]."""
+    effective_external: float | None = None
     too_large: frozenset[int] = frozenset()
     """External groups, by their number in the rows, that did not fit into memory and were left out."""
 
@@ -58,15 +64,16 @@ class Updater:
         self.lock = threading.Lock()
         """Held while the weights move, so that another thread can copy them at any other time."""
 
-    def update(self, rows: Rows) -> UpdateStatistics:
+    def update(self, rows: Rows, rate: float | None = None) -> UpdateStatistics:
         """One optimizer step: a second one on the same rows would be off-policy for everybody's, and peers' rows are that already.
 
+        rate: the learning rate of this step; None is the configured one.
         Rows without a signal are not run through the model, but their tokens count in the normaliser: a batch that says
         little moves the policy little. Raises DeviceError when an own row does not fit into memory; an external one costs its group.
         """
         own, external = trained(rows, self._cfg)
         for group in self.optimizer.param_groups:
-            group["lr"] = self._cfg.learning_rate
+            group["lr"] = self._cfg.learning_rate if rate is None else rate
         too_large: frozenset[int] = frozenset()
         while own or external:
             try:
@@ -83,26 +90,28 @@ class Updater:
     def _step(self, rows: Rows, own: list[int], external: list[int], too_large: frozenset[int]) -> UpdateStatistics:
         objective, divisor = Objective.of(self._cfg), normalizer(rows, self._cfg, too_large)
         reference = self._reference_logprobs(rows, own, external)
-        totals = torch.zeros(5, dtype=torch.float64)  # loss, clip·tokens, kl·tokens, entropy·tokens, tokens
+        totals = torch.zeros(SUMS, dtype=torch.float64)
 
         def backward(indices: list[int]) -> torch.Tensor:
             batch = collate([rows.rows[i] for i in indices], self._policy.pad_id, self._policy.device)
             logprobs, entropy = completion_logprobs(self._policy, batch, self._cfg.temperature)  # (n, T)
             mask = batch.completion_mask.to(logprobs.device)
+            old, weights = _old_and_weights(rows, indices, logprobs, mask)
             out = policy_loss(
                 logprobs,
-                _padded([rows.old_logprobs[i] for i in indices], logprobs),
+                old,
                 rows.advantages[indices].to(logprobs.device),
                 mask,
                 objective,
                 divisor,
-                weights=rows.weights[indices].to(logprobs.device),
+                weights=weights,
                 ref_logprobs=_padded([reference[i] for i in indices], logprobs) if reference else None,
             )
             self._policy.accelerator.backward(out.loss)
             tokens = out.tokens.detach()
+            weighed = (weights.sum(), weights.square().sum())
             return torch.stack(
-                [out.loss.detach(), out.clip_fraction * tokens, out.kl * tokens, (entropy * mask).sum(), tokens]
+                [out.loss.detach(), out.clip_fraction * tokens, out.kl * tokens, (entropy * mask).sum(), tokens, *weighed]
             ).double().cpu()  # fmt: skip
 
         def accumulate(batcher: MicroBatcher, indices: list[int], restart: Callable[[], None]) -> torch.Tensor:
@@ -110,7 +119,7 @@ class Updater:
             groups = [rows.groups[i] for i in indices]
             with _rows_named(indices):
                 parts = batcher.run(lengths, lambda chosen: backward([indices[k] for k in chosen]), groups, restart)
-            return sum((part for _, part in parts), torch.zeros(5, dtype=torch.float64))
+            return sum((part for _, part in parts), torch.zeros(SUMS, dtype=torch.float64))
 
         def own_pass() -> None:
             nonlocal totals
@@ -118,16 +127,17 @@ class Updater:
             totals = accumulate(self._batcher, own, self._accelerated.zero_grad)
 
         own_pass()
-        agreement = None
+        agreement, effective_own, effective_external = None, _effective(totals), None
         if external:
             self._probe.mark()
             others = accumulate(self._external, external, own_pass)  # own_pass also undoes what a pass out of memory left
+            effective_own, effective_external = _effective(totals), _effective(others)
             totals = totals + others
             agreement = self._probe.read() if own else None
         norm = self._policy.accelerator.clip_grad_norm_(self._policy.trainable_parameters(), MAX_GRAD_NORM)
         finite = norm is None or bool(torch.isfinite(norm))
         stepped = self._apply(finite)
-        loss, clipped, kl, entropy, tokens = totals.tolist()
+        loss, clipped, kl, entropy, tokens, _, _ = totals.tolist()
         return UpdateStatistics(
             stepped=stepped,
             loss=loss,
@@ -136,6 +146,8 @@ class Updater:
             entropy=entropy / max(tokens, 1.0),
             grad_norm=float(norm) if norm is not None and finite else None,
             agreement=agreement,
+            effective_own=effective_own,
+            effective_external=effective_external,
         )
 
     def _apply(self, finite: bool) -> bool:
@@ -175,6 +187,33 @@ def make_optimizer(policy: Policy, cfg: TrainingConfig, optim: Optim) -> torch.o
     return torch.optim.AdamW(parameters, lr=cfg.learning_rate, weight_decay=WEIGHT_DECAY, fused=fused)
 
 
+SUMS = 7
+"""What each micro-batch adds to: loss, clipped, KL and entropy of its tokens, tokens, weights and squares of weights of its tokens."""
+
+
+def _effective(totals: torch.Tensor) -> float | None:
+    tokens, weights, squares = totals[4:].tolist()
+    return effective_share(weights, squares, tokens)
+
+
+def _old_and_weights(
+    rows: Rows, indices: list[int], logprobs: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(n, T) what the ratio is against, and what each token weighs; 0 on padding.
+
+    A row whose sampler's log-probabilities are known has this policy, as it is now, for its old one, and is corrected for the sampler's.
+    """
+    old = _padded([rows.old_logprobs[i] for i in indices], logprobs)
+    weights = rows.weights[indices].to(logprobs.device).unsqueeze(1) * mask
+    if rows.sampler_logprobs:
+        recorded = [rows.sampler_logprobs[i] for i in indices]
+        known = torch.tensor([bool(row) for row in recorded], device=logprobs.device).unsqueeze(1)
+        now = logprobs.detach().float()
+        correction = importance_weights(now, _padded(recorded, logprobs), mask, *OWN_CORRECTION)
+        old, weights = torch.where(known, now, old), torch.where(known, weights * correction, weights)
+    return old, weights
+
+
 @contextlib.contextmanager
 def _rows_named(indices: list[int]) -> Iterator[None]:
     """A row that is too large is named by its number among all, not among `indices`."""
@@ -185,17 +224,42 @@ def _rows_named(indices: list[int]) -> Iterator[None]:
         raise
 
 
+WARMUP_STEPS = 20
+"""Steps of the option `warmup`: AdamW's running mean of squares is within a fiftieth of what it tends to after as many at β2 = 0.8, and
+RL's first gradients, from few useful groups, are its least typical ones."""
+
+
+def learning_rate(cfg: TrainingConfig, step: int) -> float:
+    """The learning rate of the step that begins after `step` others: never 0 before the last one."""
+    return cfg.learning_rate * _schedule(tuple(cfg.options), cfg.max_steps)(step + 1)
+
+
+@functools.lru_cache(maxsize=8)
+def _schedule(options: tuple[str, ...], max_steps: int) -> Callable[[int], float]:
+    """Number of a step, from 1 → factor: transformers' schedules one step further on, so that the first step of a warm-up is not idle."""
+    name = next((option for option in options if option in ("linear", "cosine")), "constant_with_warmup")
+    warmup = WARMUP_STEPS if "warmup" in options else 0
+    idle = torch.optim.SGD([torch.zeros(1)], lr=1.0)  # schedulers want an optimizer; nothing of it is used
+    scheduler = get_scheduler(name, idle, num_warmup_steps=warmup + 1, num_training_steps=max_steps + 1)
+    (factor,) = scheduler.lr_lambdas
+    return lambda number: float(factor(number))
+
+
 def trained(rows: Rows, cfg: TrainingConfig) -> tuple[list[int], list[int]]:
     """Indices of the own and of the external rows that have to be run through the model."""
     if cfg.beta > 0:  # the penalty reaches rows without an advantage too
-        own = [i for i, is_external in enumerate(rows.external) if not is_external]
-        return own, [i for i, is_external in enumerate(rows.external) if is_external]
+        kept = [(i, is_external) for i, is_external in enumerate(rows.external) if i not in rows.masked]
+        return [i for i, is_external in kept if not is_external], [i for i, is_external in kept if is_external]
     return rows.informative(external=False), rows.informative(external=True)
 
 
 def normalizer(rows: Rows, cfg: TrainingConfig, without: frozenset[int] = frozenset()) -> float:
     """What the loss of all rows is divided by, whichever of them are run; `without` these groups."""
-    lengths = [len(completion) for (_, completion), group in zip(rows.rows, rows.groups, strict=True) if group not in without]
+    lengths = [
+        0 if i in rows.masked else len(completion)  # counted as a sequence, as in TRL
+        for i, ((_, completion), group) in enumerate(zip(rows.rows, rows.groups, strict=True))
+        if group not in without
+    ]
     return Objective.of(cfg).normalizer(lengths)
 
 

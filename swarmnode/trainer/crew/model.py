@@ -224,6 +224,9 @@ def check_trainable(policy: PolicyConfig, training: TrainingConfig) -> None:
     """Raises Refused for what only a whole policy can do."""
     if training.beta > 0:
         raise Refused("a KL penalty needs a second, frozen policy, which no crew holds: set training.beta to 0, or stages.mode to off")
+    if training.loss_type in ("gspo", "cispo"):
+        named = training.loss_type
+        raise Refused(f"crews do not know the objective {named}: set training.loss_type to dapo, grpo or dr_grpo, or stages.mode to off")
     if policy.quantization != "none":
         raise Refused("stages are not quantised: set policy.quantization to none, or stages.mode to off")
     if policy.optim != "adamw":

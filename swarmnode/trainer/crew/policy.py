@@ -101,7 +101,7 @@ class CrewPolicy:
     def score(self, rows: Sequence[Row], temperature: float) -> list[Scored]:
         return self._ask(lambda head: head.score(rows, temperature)) if rows else []
 
-    def update(self, rows: Rows) -> UpdateStatistics:
+    def update(self, rows: Rows, rate: float | None = None) -> UpdateStatistics:
         """As `Updater.update`; how far own and external gradients agree is not measured, since no node has them all."""
         cfg = self._training
         own, external = trained(rows, cfg)
@@ -111,16 +111,16 @@ class CrewPolicy:
             LearnRow(*rows.rows[i], rows.old_logprobs[i], float(rows.advantages[i]), float(rows.weights[i]), rows.groups[i])
             for i in own + external
         ]
-        return self._one(learn, normalizer(rows, cfg))
+        return self._one(learn, normalizer(rows, cfg), cfg.learning_rate if rate is None else rate)
 
-    def _one(self, learn: list[LearnRow], divisor: float) -> UpdateStatistics:
+    def _one(self, learn: list[LearnRow], divisor: float, rate: float) -> UpdateStatistics:
         cfg = self._training
         before = self._head().participant.step
 
         async def work(head: Head) -> StepResult | None:
             if head.participant.step > before:
                 return None  # it was decided when the crew came apart, and has been taken since
-            return await head.update(learn, cfg, divisor, cfg.learning_rate)
+            return await head.update(learn, cfg, divisor, rate)
 
         for _ in range(REFUSALS):
             result = self._ask(work)

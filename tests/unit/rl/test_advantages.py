@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from swarmnode.rl.advantages import ESTIMATORS, advantages, train_mask, zero_advantage
+from swarmnode.rl.advantages import ESTIMATORS, advantages, overlong_penalty, train_mask, zero_advantage
 
 
 def test_grpo_divides_by_the_sample_deviation():
@@ -89,3 +89,16 @@ def test_refuses_other_shapes_and_what_is_not_finite(rewards):
 def test_refuses_an_unknown_estimator_and_names_the_known():
     with pytest.raises(ValueError, match="mc_grpo"):
         advantages(torch.zeros(1, 2), "ppo")
+
+
+@pytest.mark.parametrize("longest", [1, 7, 20, 100, 4096])
+def test_what_length_costs_is_what_it_costs_in_trl(longest):
+    rewards = pytest.importorskip("trl.rewards")
+    theirs = rewards.get_soft_overlong_punishment(longest, max(1, longest // 5))
+    lengths = sorted({1, longest // 2, longest * 4 // 5, longest * 9 // 10, longest - 1, longest, longest + 5} - {0})
+    assert [-overlong_penalty(n, False, longest) for n in lengths] == pytest.approx(theirs([[0] * n for n in lengths]))
+
+
+def test_a_completion_that_was_cut_loses_all_of_it_at_any_length():
+    assert overlong_penalty(3, True, 100) == 1.0
+    assert overlong_penalty(3, False, 100) == 0.0

@@ -5,7 +5,19 @@ import math
 import pytest
 import torch
 
-from swarmnode.rl.corrections import burst_slack, burst_weight, excess_surprise, sequence_correction, spot_check, surprise_check
+from swarmnode.rl.corrections import (
+    BAND,
+    CAP,
+    FLOOR,
+    burst_slack,
+    burst_weight,
+    effective_share,
+    excess_surprise,
+    importance_weights,
+    sequence_correction,
+    spot_check,
+    surprise_check,
+)
 
 
 def correction(local, sender, tokens=4):
@@ -18,7 +30,7 @@ def test_the_same_policy_weighs_one():
 
 def test_the_ratio_is_per_token():
     assert correction(-3.4, -3.0, tokens=4) == pytest.approx(math.exp(-0.1))
-    assert correction(-3.4, -3.0, tokens=1) == pytest.approx(0.8)  # exp(-0.4) is below the floor
+    assert correction(-3.4, -3.0, tokens=1) == pytest.approx(math.exp(-0.4))
 
 
 @pytest.mark.parametrize("sender", [-4.0, -1e6, -math.inf])
@@ -27,8 +39,14 @@ def test_a_liar_never_weighs_more_than_an_honest_peer(sender):
 
 
 @pytest.mark.parametrize("sender", [0.0, math.nan, math.inf, 1e30])
-def test_the_worst_a_sender_can_do_to_itself_is_the_floor(sender):
-    assert correction(-300.0, sender) == pytest.approx(0.8)
+def test_below_the_floor_or_not_finite_it_weighs_nothing(sender):
+    assert correction(-300.0, sender) == 0.0
+
+
+def test_the_floor_itself_still_counts():
+    log_ratio = math.log(FLOOR)
+    assert correction(log_ratio + 1e-3, 0.0, tokens=1) == pytest.approx(FLOOR, rel=1e-2)
+    assert correction(log_ratio - 1e-3, 0.0, tokens=1) == 0.0
 
 
 def test_no_gradient_flows_through_the_weight():
@@ -120,3 +138,59 @@ def test_a_payload_is_found_however_much_honest_text_is_around_it():
     honest[1000:1008] = 9.0
     assert float(honest.mean()) < 0.04, "no mean shows it"
     assert burst_weight(honest, SLACK) == 0.0
+
+
+RATIOS = torch.tensor([[0.1, 0.6, 1.0, 3.0, 9.0], [0.5, 2.0, 1.9, 7.0, 7.0]])
+MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]).bool()
+
+
+def weights(kind, level, ratios=RATIOS):
+    sampler = torch.full_like(ratios, -1.5)
+    return importance_weights(sampler + ratios.log(), sampler, MASK, kind, level)
+
+
+def test_a_tokens_weight_is_truncated_masked_above_or_masked_outside():
+    assert torch.allclose(weights("tis", "token"), torch.tensor([[0.1, 0.6, 1.0, CAP, CAP], [0.5, 2.0, 1.9, 0.0, 0.0]]))
+    assert torch.allclose(weights("mis", "token"), torch.tensor([[0.1, 0.6, 1.0, 0.0, 0.0], [0.5, 2.0, 1.9, 0.0, 0.0]]), atol=1e-5)
+    assert torch.allclose(weights("icepop", "token"), torch.tensor([[0.0, 0.6, 1.0, 3.0, 0.0], [0.5, 2.0, 1.9, 0.0, 0.0]]))
+    assert BAND[0] <= 0.5
+
+
+def test_a_sequences_weight_is_the_product_of_its_tokens_for_all_of_them():
+    first, second = 0.1 * 0.6 * 3 * 9, 0.5 * 2 * 1.9  # 1.62 and 1.9
+    expected = torch.tensor([[first] * 5, [second] * 3 + [0.0] * 2])
+    for kind in ("tis", "mis", "icepop"):
+        assert torch.allclose(weights(kind, "sequence"), expected)
+    far = RATIOS.clone()
+    far[0, 2] = 10.0
+    assert weights("tis", "sequence", far)[0].tolist() == [CAP] * 5
+    assert weights("mis", "sequence", far)[0].tolist() == weights("icepop", "sequence", far)[0].tolist() == [0.0] * 5
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("kind", ["tis", "mis", "icepop"])
+def test_what_is_not_finite_weighs_nothing_and_no_gradient_flows(kind, level):
+    old = torch.tensor([[-1.0, -1.0]], requires_grad=True)
+    for wrong in (math.nan, math.inf, -math.inf):
+        found = importance_weights(old, torch.tensor([[wrong, -1.0]]), torch.ones(1, 2), kind, level)
+        assert not found.requires_grad
+        assert found[0, 0] == 0
+        assert torch.isfinite(found).all()
+
+
+def test_truncated_and_masked_weights_are_trls():
+    """As it writes them: a clamp, or zero outside of the bounds, of the exponential of the difference or its sum."""
+    gap = RATIOS.log() * MASK
+    by_level = {"token": gap.exp(), "sequence": gap.sum(1, keepdim=True).exp().expand(2, 5)}
+    for level, ratio in by_level.items():
+        assert torch.allclose(weights("tis", level), ratio.clamp(max=CAP) * MASK, atol=1e-5)
+        outside = (ratio < BAND[0]) | (ratio > BAND[1])
+        assert torch.allclose(weights("icepop", level), ratio.masked_fill(outside, 0.0) * MASK, atol=1e-5)
+
+
+def test_effective_share_of_equal_weights_is_all_and_of_one_among_many_its_share():
+    assert effective_share(5.0, 5.0, 5) == 1.0
+    assert effective_share(0.5 * 8, 0.25 * 8, 8) == 1.0
+    assert effective_share(1.0, 1.0, 10) == pytest.approx(0.1)
+    assert effective_share(0.0, 0.0, 10) is None
+    assert effective_share(0.0, 0.0, 0) is None

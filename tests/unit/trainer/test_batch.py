@@ -1,12 +1,14 @@
 """From groups to rows: advantages group by group, and what of it carries a gradient."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from swarmnode.config import PolicyConfig
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
-from swarmnode.trainer.batch import TrainingGroup, assemble, own_group
+from swarmnode.trainer.batch import TrainingGroup, assemble, own_group, silent_share
 
 PROMPT = "Find the greatest common divisor (GCD) of these numbers: 4, 6. Return only the GCD as your answer."
 
@@ -28,7 +30,8 @@ def test_assembled_rows_keep_groups_together_and_say_what_is_silent(sample):
     assert rows.advantages.tolist() == [0.75, -0.25, -0.25, -0.25, 0, 0, 0, 0, 0.75, -0.25, -0.25, -0.25]
     assert rows.informative(external=False) == [0, 1, 2, 3]
     assert rows.informative(external=True) == [8, 9, 10, 11]
-    assert rows.zero_advantage_share == 0.5
+    assert silent_share([useful, silent]) == 0.5
+    assert silent_share([]) is None
 
 
 def test_groups_of_different_size_share_a_batch(sample):
@@ -36,3 +39,21 @@ def test_groups_of_different_size_share_a_batch(sample):
     pair = own_group(type(sample)(sample.prompt_ids, sample.completions[:2]), [1.0, 0.0])
     rows = assemble([small, pair], "dr_grpo")
     assert rows.advantages.tolist() == [0.75, -0.25, -0.25, -0.25, 0.5, -0.5]
+
+
+def test_a_completion_that_was_cut_can_be_left_out_or_cost_reward_whoever_sampled_it(sample):
+    useful = own_group(sample, [1.0, 1.0, 0.0, 0.0])
+    ended = replace(useful, was_cut=[False] * 4)
+    cut = replace(useful, was_cut=[False, True, False, False])
+    theirs = replace(cut, peer="p")
+    rows = assemble([ended, cut, theirs], "dr_grpo", mask_cut=True)
+    assert rows.masked == {5, 9}
+    assert rows.weights.tolist() == [1, 1, 1, 1, 1, 0, 1, 1, 1, 0, 1, 1]
+    assert rows.advantages.tolist() == [0.5, 0.5, -0.5, -0.5] * 3
+    rows = assemble([ended, cut, theirs], "dr_grpo", shape_to=1000)
+    assert rows.masked == frozenset()
+    assert rows.advantages.tolist() == [0.5, 0.5, -0.5, -0.5] + [0.75, -0.25, -0.25, -0.25] * 2
+
+
+def test_own_groups_know_which_of_their_completions_were_cut(sample):
+    assert own_group(sample, [0.0] * 4).was_cut == [c.finish == "length" for c in sample.completions]

@@ -11,9 +11,10 @@ from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher
+from swarmnode.rl.corrections import FLOOR
 from swarmnode.rollouts.groups import ExternalGroup
 from swarmnode.trainer.batch import TrainingGroup
-from swarmnode.trainer.judge import CHECKS, ExternalChecks, Judgement, judge, judge_until_full
+from swarmnode.trainer.judge import CHECKS, ExternalChecks, Judgement, compare, judge, judge_until_full
 from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
 from tests.support.groups import external_group
@@ -65,13 +66,14 @@ def test_an_honest_group_is_used_at_full_weight_with_the_sender_s_ids(policy, sa
         assert ours == pytest.approx(theirs.logprobs, abs=1e-4)
 
 
-def test_a_sender_surer_than_we_are_is_weighed_down_to_the_floor_and_never_up(policy, sample):
+def test_a_sender_surer_than_we_are_is_weighed_down_and_never_up(policy, sample):
     loose = ExternalChecks(spot_check_tolerance=10.0)
     surer = judged(policy, external(policy, sample, shift=0.1), loose).accepted[0].weights
     much_surer = judged(policy, external(policy, sample, shift=5.0), loose).accepted[0].weights
     unsure = judged(policy, external(policy, sample, shift=-3.0), loose).accepted[0].weights
-    assert all(0.8 <= w <= 1.0 for w in surer)
-    assert min(much_surer) == pytest.approx(0.8)
+    ratios = [math.exp(math.fsum(c.logprobs) / len(c.ids)) for c in sample.completions]  # what is claimed is at most 0
+    assert surer == pytest.approx([max(math.exp(-0.1), ratio) for ratio in ratios], rel=1e-3)
+    assert much_surer == pytest.approx([ratio if ratio >= FLOOR else 0.0 for ratio in ratios], rel=1e-3)
     assert unsure == pytest.approx([1.0] * 4)
 
 
@@ -271,3 +273,15 @@ def test_one_peer_has_at_most_half_of_a_steps_room():
 def test_without_room_nothing_is_judged():
     groups = [external_group("a", 1)]
     assert judge_until_full(groups, 0, refusing(set(), [])) == (Judgement(), groups)
+
+
+def test_a_group_of_whose_best_completions_none_is_left_is_refused(policy, sample):
+    """Its author claims to be sure of what we find very unlikely: nothing in it is worth a gradient."""
+    group = external(policy, sample)
+    best = math.fsum(sample.completions[0].logprobs)
+    local = [[best - 3.0 * len(c.ids)] if number == 0 else c.logprobs for number, c in enumerate(sample.completions)]
+    assert compare(group, local, policy, ExternalChecks(spot_check_tolerance=1e9)) == ("spot_check", [])
+    worst = [c.logprobs if number == 0 else [-300.0] for number, c in enumerate(sample.completions)]
+    outcome, weights = compare(group, worst, policy, ExternalChecks(spot_check_tolerance=1e9))
+    assert outcome == "used"
+    assert weights == pytest.approx([1.0, 0.0, 0.0, 0.0], abs=1e-3)

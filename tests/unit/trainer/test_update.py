@@ -13,7 +13,7 @@ from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.trainer import update as module
 from swarmnode.trainer.batch import TrainingGroup, assemble, own_group
-from swarmnode.trainer.update import Updater
+from swarmnode.trainer.update import WARMUP_STEPS, Updater, learning_rate, normalizer, trained
 
 PROMPTS = ["What is 3 + 4?", "Find the greatest common divisor (GCD) of these numbers: 4, 6. Return only the GCD as your answer."]
 
@@ -40,7 +40,7 @@ def after(base, rows, tokens=10_000, **keys):
     return torch.cat([p.detach().flatten() for p in policy.trainable_parameters()]), statistics
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "gspo", "cispo"])
 def test_micro_batches_add_up_to_the_whole_batch(base, rows, loss_type):
     whole, one = after(base, rows, loss_type=loss_type)
     pieces, many = after(base, rows, tokens=64, loss_type=loss_type)
@@ -154,6 +154,68 @@ def _poisoned(*arguments, **keys):
 
     out = policy_loss(*arguments, **keys)
     return out._replace(loss=out.loss * float("nan"))
+
+
+def rates(steps, **keys):
+    cfg = TrainingConfig(learning_rate=2.0, **keys)
+    return [learning_rate(cfg, step) for step in range(steps)]
+
+
+def test_the_learning_rate_is_constant_unless_told_otherwise():
+    assert rates(50) == [2.0] * 50
+
+
+def test_the_learning_rate_warms_up_from_more_than_nothing():
+    warm = rates(30, options=["warmup"])
+    assert warm[:20] == pytest.approx([2.0 * (step + 1) / (WARMUP_STEPS + 1) for step in range(20)])
+    assert warm[20:] == [2.0] * 10
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine"])
+def test_the_learning_rate_falls_as_transformers_has_it(name):
+    from transformers import get_scheduler
+
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=2.0)
+    scheduler = get_scheduler(name, optimizer, num_warmup_steps=0, num_training_steps=40)
+    theirs = []
+    for _ in range(40):
+        theirs.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    ours = rates(40, options=[name], max_steps=40)
+    assert ours == pytest.approx(theirs)
+    assert ours[0] == 2.0
+    assert 0 < ours[-1] < 0.1
+    warm = rates(40, options=["warmup", name], max_steps=40)
+    assert max(warm) == warm[WARMUP_STEPS] == 2.0
+
+
+def test_a_step_is_taken_at_the_rate_that_it_is_given(base, rows):
+    policy = base.clone()
+    updater = Updater(policy, TrainingConfig(learning_rate=1e-3), MicroBatcher(10_000))
+    updater.update(rows, 0.0)
+    assert all(torch.equal(p, q) for p, q in zip(policy.model.parameters(), base.model.parameters(), strict=True))
+    updater.update(rows)
+    assert updater.optimizer.param_groups[0]["lr"] == 1e-3
+
+
+@pytest.mark.parametrize("options", [["linear"], ["linear", "cosine"], ["mask_truncated", "overlong_shaping"], ["nonsense"]])
+def test_options_that_cannot_be_are_refused(options):
+    with pytest.raises(ValueError, match="options"):
+        TrainingConfig(options=options)
+
+
+def test_what_was_cut_is_neither_learnt_from_nor_counted(base, rows):
+    """With a penalty too, which otherwise reaches every row; and a batch without that row is another one, since it is counted as a row."""
+    cut = replace(rows, masked=frozenset({0, 5}), weights=rows.weights * torch.tensor([0.0, 1, 1, 1, 1, 0.0, 1, 1]))
+    for cfg in (TrainingConfig(), TrainingConfig(beta=0.1)):
+        own, external = trained(cut, cfg)
+        assert {0, 5}.isdisjoint(own + external)
+        assert own
+        assert external
+    tokens = [len(completion) for _, completion in rows.rows]
+    assert normalizer(cut, TrainingConfig()) == sum(tokens) - tokens[0] - tokens[5]
+    assert normalizer(cut, TrainingConfig(loss_type="grpo")) == 8
 
 
 class ScaledLoss:

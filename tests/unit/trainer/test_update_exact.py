@@ -12,7 +12,8 @@ import torch
 from swarmnode.config import PolicyConfig, TrainingConfig
 from swarmnode.policy.load import load_policy, trainable
 from swarmnode.policy.micro import MicroBatcher
-from swarmnode.rl.objectives import DELTA, EPSILON, EPSILON_HIGH
+from swarmnode.rl.corrections import CAP
+from swarmnode.rl.objectives import DELTA, EPSILON, EPSILON_HIGH, SEQUENCE_EPSILON, SEQUENCE_EPSILON_HIGH, WEIGHT_EPSILON_HIGH
 from swarmnode.trainer.batch import Rows
 from swarmnode.trainer.update import Updater
 
@@ -64,7 +65,7 @@ def rows(policy):
         now = [by_hand(policy.model, *row, TEMPERATURE) for row in chosen]
     old = [(values + torch.randn(len(values), generator=generator) * 1.2).tolist() for values in now]
     worth = torch.tensor([1.5, -0.5, -0.9, 0.7, -1.2, 0.4, 1.1, -0.8])
-    return Rows(chosen, old, worth, torch.tensor([1.0] * 4 + [0.3, 0.9, 0.1, 1.0]), [0] * 4 + [1] * 4, [False] * 4 + [True] * 4, 0.0)
+    return Rows(chosen, old, worth, torch.tensor([1.0] * 4 + [0.3, 0.9, 0.1, 1.0]), [0] * 4 + [1] * 4, [False] * 4 + [True] * 4)
 
 
 @pytest.fixture(autouse=True)
@@ -78,15 +79,18 @@ def exact(policy, rows, loss_type="dapo", without=()):
     terms = []
     for (prompt, completion), old, advantage, weight in zip(rows.rows, rows.old_logprobs, rows.advantages, rows.weights, strict=True):
         logprobs = by_hand(model, prompt, completion, 1.0 if "temperature" in without else TEMPERATURE)
-        ratio = torch.exp(logprobs - (logprobs.detach() if "ratio" in without else torch.tensor(old)))
-        bounded = ratio if "delta" in without else torch.where(ratio > DELTA, DELTA, ratio)
-        low, high = 1 - EPSILON, 1 + EPSILON_HIGH
+        gap = logprobs - (logprobs.detach() if "ratio" in without else torch.tensor(old))
+        ratio = torch.exp(gap.mean().repeat(len(gap)) if loss_type == "gspo" else gap)
+        bounded = ratio if "delta" in without or loss_type == "gspo" else torch.where(ratio > DELTA, DELTA, ratio)
+        low, high = (1 - SEQUENCE_EPSILON, 1 + SEQUENCE_EPSILON_HIGH) if loss_type == "gspo" else (1 - EPSILON, 1 + EPSILON_HIGH)
         clipped = ratio if "epsilon" in without else torch.where(ratio < low, low, torch.where(ratio > high, high, ratio))
         each = torch.minimum(bounded * advantage, clipped * advantage)
+        if loss_type == "cispo":
+            each = torch.where(ratio > 1 + WEIGHT_EPSILON_HIGH, 1 + WEIGHT_EPSILON_HIGH, ratio).detach() * advantage * logprobs
         terms.append(-each * (1.0 if "weights" in without else weight))
-    if loss_type == "dapo":
+    if loss_type in ("dapo", "cispo"):
         loss = torch.cat(terms).sum() / sum(map(len, terms))
-    elif loss_type == "grpo":
+    elif loss_type in ("grpo", "gspo"):
         loss = sum(term.mean() for term in terms) / len(terms)
     else:
         loss = torch.cat(terms).sum() / (len(terms) * LENGTH)
@@ -110,7 +114,7 @@ def taken(policy, rows, loss_type="dapo", tokens=16384):
 
 
 @pytest.mark.parametrize("tokens", [16384, 24])
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "gspo", "cispo"])
 def test_the_gradient_of_an_update_is_the_exact_one(policy, rows, loss_type, tokens):
     expected = exact(policy, rows, loss_type)
     assert torch.allclose(taken(policy, rows, loss_type, tokens), expected, atol=1e-5 * float(expected.abs().max()) + 1e-7)
@@ -122,8 +126,15 @@ def test_without_any_part_it_would_be_another(policy, rows, part):
     assert float((expected - other).norm() / expected.norm()) > 0.02
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
-def test_four_steps_on_one_batch_are_trls(policy, rows, folder, loss_type, tmp_path):
+THEIR_NAMES = {
+    "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=SEQUENCE_EPSILON, epsilon_high=SEQUENCE_EPSILON_HIGH),
+    "cispo": dict(loss_type="cispo", epsilon_high=1 + WEIGHT_EPSILON_HIGH),
+}
+
+
+@pytest.mark.parametrize("cut", [(), (1, 6)], ids=["whole", "mask_truncated"])
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "gspo", "cispo"])
+def test_four_steps_on_one_batch_are_trls(policy, rows, folder, loss_type, cut, tmp_path):
     """The same rows four times over, so that from the second step on the ratio is that of a policy that has moved."""
     trl = pytest.importorskip("trl")
     from dataclasses import replace
@@ -131,7 +142,7 @@ def test_four_steps_on_one_batch_are_trls(policy, rows, folder, loss_type, tmp_p
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    rows = replace(rows, weights=torch.ones(8))  # TRL has none
+    rows = replace(rows, weights=torch.tensor([float(i not in cut) for i in range(8)]), masked=frozenset(cut))  # TRL has no others
     rate = 3e-3
     cfg = TrainingConfig(
         temperature=TEMPERATURE, loss_type=loss_type, max_completion_length=LENGTH, learning_rate=rate
@@ -143,8 +154,8 @@ def test_four_steps_on_one_batch_are_trls(policy, rows, folder, loss_type, tmp_p
 
     settings = trl.GRPOConfig(
         output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", per_device_train_batch_size=8, num_generations=4,
-        max_completion_length=LENGTH, temperature=TEMPERATURE, disable_dropout=True, loss_type=loss_type, epsilon=EPSILON,
-        epsilon_high=EPSILON_HIGH, delta=DELTA, beta=0.0, gradient_checkpointing=False,
+        max_completion_length=LENGTH, temperature=TEMPERATURE, disable_dropout=True, beta=0.0, gradient_checkpointing=False,
+        **THEIR_NAMES.get(loss_type, dict(loss_type=loss_type, epsilon=EPSILON, epsilon_high=EPSILON_HIGH, delta=DELTA)),
     )  # fmt: skip
     trainer = trl.GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(folder), reward_funcs=lambda completions, **_: [0.0] * len(completions), args=settings,
@@ -156,7 +167,7 @@ def test_four_steps_on_one_batch_are_trls(policy, rows, folder, loss_type, tmp_p
     width = max(len(prompt) for prompt, _ in rows.rows)
     ids, mask, old = torch.zeros(8, LENGTH, dtype=torch.long), torch.zeros(8, LENGTH, dtype=torch.long), torch.zeros(8, LENGTH)
     for i, (_, completion) in enumerate(rows.rows):
-        ids[i, : len(completion)], mask[i, : len(completion)] = torch.tensor(completion), 1
+        ids[i, : len(completion)], mask[i, : len(completion)] = torch.tensor(completion), int(i not in cut)
         old[i, : len(completion)] = torch.tensor(rows.old_logprobs[i])
     batch = {
         "prompt_ids": torch.tensor([[PAD] * (width - len(p)) + p for p, _ in rows.rows]),
@@ -174,3 +185,46 @@ def test_four_steps_on_one_batch_are_trls(policy, rows, folder, loss_type, tmp_p
         assert torch.allclose(parameter, theirs[name], atol=1e-4), name
     moved = [float((p - q).abs().max()) for p, q in zip(mine.model.parameters(), policy.model.parameters(), strict=True)]
     assert max(moved) > 3 * rate
+
+
+def test_own_rows_are_corrected_for_their_sampler_and_peers_are_not(policy, rows):
+    """With one step on a batch the ratio is 1: what is left is how far the sampler was, token by token, at most CAP."""
+    from dataclasses import replace
+
+    sampled = replace(rows, sampler_logprobs=[*rows.old_logprobs[:4], *[[]] * 4])
+    model = copy.deepcopy(policy.model)
+    terms = []
+    for number, (prompt, completion) in enumerate(rows.rows):
+        logprobs, old = by_hand(model, prompt, completion, TEMPERATURE), torch.tensor(rows.old_logprobs[number])
+        advantage, weight = rows.advantages[number], rows.weights[number]
+        if number < 4:
+            terms.append(-torch.exp(logprobs.detach() - old).clamp(max=CAP) * advantage * logprobs)
+            continue
+        ratio = torch.exp(logprobs - old)
+        bounded, clipped = ratio.clamp(max=DELTA), ratio.clamp(1 - EPSILON, 1 + EPSILON_HIGH)
+        terms.append(-weight * torch.minimum(bounded * advantage, clipped * advantage))
+    farthest = max(float((by_hand(model, *rows.rows[i], TEMPERATURE) - torch.tensor(rows.old_logprobs[i])).exp().max()) for i in range(4))
+    assert farthest > CAP, "the cap has to matter"
+    loss = torch.cat(terms).sum() / sum(map(len, terms))
+    gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(trainable(model).values()))])
+    expected = gradient * CLIP / float(gradient.norm())
+    for tokens in (16384, 24):
+        assert torch.allclose(taken(policy, sampled, tokens=tokens), expected, atol=1e-5 * float(expected.abs().max()) + 1e-7)
+
+
+def test_effective_shares_are_said_by_source(policy, rows):
+    from dataclasses import replace
+
+    cfg = TrainingConfig(temperature=TEMPERATURE, max_completion_length=LENGTH)
+    same = Updater(policy.clone(), cfg, MicroBatcher(16384)).update(rows)
+    assert same.effective_own == pytest.approx(1.0)
+    lengths = torch.tensor([float(len(completion)) for _, completion in rows.rows[4:]])
+    weights = rows.weights[4:]
+    expected = (weights * lengths).sum() ** 2 / (lengths.sum() * (weights.square() * lengths).sum())
+    assert same.effective_external == pytest.approx(float(expected))
+    far = replace(rows, sampler_logprobs=[*rows.old_logprobs[:4], *[[]] * 4])
+    off = Updater(policy.clone(), cfg, MicroBatcher(24)).update(far)
+    assert 0.2 < off.effective_own < 0.95
+    assert off.effective_external == pytest.approx(float(expected))
+    alone = replace(rows, weights=torch.tensor([1.0] * 4 + [0.0] * 4))
+    assert Updater(policy.clone(), cfg, MicroBatcher(16384)).update(alone).effective_external is None
