@@ -4,11 +4,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from swarmnode.config import Config
+from swarmnode.config import Config, PolicyConfig, TrainingConfig
 from swarmnode.errors import Refused
 from swarmnode.pipeline.spec import StageSpec
 from swarmnode.policy.load import local_directory
-from swarmnode.trainer.crew.model import is_untrained
+from swarmnode.trainer.crew.model import check_trainable, is_untrained
 from swarmnode.trainer.crew.recovery import recovery_settings
 from tests.support.crew_models import opened
 
@@ -64,3 +64,10 @@ def _copy_untrained(directory, target):
 
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory)).save_pretrained(target)
     AutoTokenizer.from_pretrained(directory).save_pretrained(target)
+
+
+@pytest.mark.parametrize("training", [{"loss_type": "gspo"}, {"loss_type": "cispo"}, {"beta": 0.1}])
+def test_what_only_a_whole_policy_can_do_is_refused_with_the_remedy(training):
+    check_trainable(PolicyConfig(), TrainingConfig(loss_type="grpo"))
+    with pytest.raises(Refused, match=r"set training\.\w+ to .*stages.mode to off"):
+        check_trainable(PolicyConfig(), TrainingConfig(**training))
