@@ -78,20 +78,26 @@ def silent_share(groups: Sequence[TrainingGroup]) -> float | None:
     return sum(silent) / len(silent) if silent else None
 
 
-def shaped(group: TrainingGroup, max_length: int) -> list[float]:
-    """(G,) its rewards less what length costs: the same for own groups and for peers', whose sender cannot say how long they are."""
+def components(group: TrainingGroup, shape_to: int) -> list[list[float]]:
+    """(G, R) what each completion earned: its reward, and with `shape_to` what its length costs.
+
+    The same for own groups and for peers', whose sender cannot say how long they are.
+    """
+    if not shape_to:
+        return [[reward] for reward in group.rewards]
     cut = group.was_cut or [False] * len(group.rows)
     lengths = [len(completion) for _, completion in group.rows]
-    return [r - overlong_penalty(n, c, max_length) for r, n, c in zip(group.rewards, lengths, cut, strict=True)]
+    return [[r, -overlong_penalty(n, c, shape_to)] for r, n, c in zip(group.rewards, lengths, cut, strict=True)]
 
 
 def assemble(groups: Sequence[TrainingGroup], estimator: str, *, shape_to: int = 0, mask_cut: bool = False) -> Rows:
     """Advantages of every group, and all rows one after the other. Groups may have different G.
 
     shape_to: the longest completion, where being long costs reward; 0 is off. mask_cut: completions that were cut teach nothing.
+    Reward and length are two components, which `gdpo` normalises each by itself, and the other estimators add up.
     """
     per_group: list[torch.Tensor] = [torch.zeros(0)] * len(groups)
-    earned = [shaped(g, shape_to) if shape_to else g.rewards for g in groups]
+    earned = [components(g, shape_to) for g in groups]
     for size in sorted({len(g.rewards) for g in groups}):
         which = [i for i, g in enumerate(groups) if len(g.rewards) == size]
         rewards = torch.tensor([earned[i] for i in which])

@@ -57,3 +57,15 @@ def test_a_completion_that_was_cut_can_be_left_out_or_cost_reward_whoever_sample
 
 def test_own_groups_know_which_of_their_completions_were_cut(sample):
     assert own_group(sample, [0.0] * 4).was_cut == [c.finish == "length" for c in sample.completions]
+
+
+def test_reward_and_length_are_two_components_of_which_gdpo_normalises_each(sample):
+    group = replace(own_group(sample, [1.0, 1.0, 0.0, 0.0]), was_cut=[False, True, False, True])
+    normal = lambda values: (values - values.mean()) / values.std()
+    both = normal(torch.tensor([1.0, 1.0, 0.0, 0.0])) + normal(torch.tensor([0.0, -1.0, 0.0, -1.0]))
+    assert torch.allclose(assemble([group], "gdpo", shape_to=1000).advantages, normal(both), atol=1e-3)
+    total = normal(torch.tensor([1.0, 0.0, 0.0, -1.0]))
+    assert torch.allclose(assemble([group], "grpo", shape_to=1000).advantages, total, atol=1e-3)
+    small = replace(group, rewards=[0.1, 0.1, 0.0, 0.0])  # in a sum, the larger scale hides the smaller one
+    assert torch.allclose(assemble([small], "gdpo", shape_to=1000).advantages, normal(both), atol=0.01)
+    assert not torch.allclose(assemble([small], "grpo", shape_to=1000).advantages, total, atol=0.2)
