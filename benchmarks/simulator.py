@@ -286,12 +286,13 @@ class Node:
 
     def draw(self, now: float) -> list[TrainingGroup]:
         """External groups for this round, judged: what `trainer.external` does."""
-        room = self.split.external_room
-        count = room if self.arm.sharing.uniform else room + reserve(room) - len(self._backlog)
+        room, uniform = self.split.external_room, self.arm.sharing.uniform
+        count = room if uniform else room + reserve(room) - len(self._backlog)
         drawn = self.pool.draw(count, self.version, now, self.rng, self.trust, self.trusted.belief, most_per_peer(room))
         score = partial(self.batcher.score_with_entropy, self.policy)
         checks, temperature = self.arm.sharing.checks, self.training.temperature
-        judged, left = judge_until_full(self._backlog + drawn, room, lambda some: judge(some, self.policy, score, temperature, checks))
+        judging = lambda some: judge(some, self.policy, score, temperature, checks)
+        judged, left = (judging(drawn), []) if uniform else judge_until_full(self._backlog + drawn, room, judging)
         self._backlog = left if self.arm.keep_pool else []
         for group, outcome in judged.outcomes:
             self.outcomes[outcome] += 1

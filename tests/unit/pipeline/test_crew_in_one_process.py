@@ -81,10 +81,10 @@ def grpo(policy):
     class Sample:
         def __init__(self, part):
             self.prompt_ids = rows[part[0]][0]
-            self.completions = [type("C", (), {"ids": rows[i][1], "logprobs": old[i]}) for i in part]
+            self.completions = [type("C", (), {"ids": rows[i][1], "logprobs": old[i], "finish": "eos"}) for i in part]
 
     groups = [own_group(Sample(range(4)), [1.0, 0.0, 0.0, 1.0]), own_group(Sample(range(4, 8)), [0.0, 1.0, 0.0, 0.0])]
-    assembled = assemble(groups, "grpo")
+    assembled = replace(assemble(groups, "grpo"), sampler_logprobs=[])  # a crew's ratio is against what was recorded
     learn = [
         LearnRow(p, c, o, float(a), 1.0, g)
         for (p, c), o, a, g in zip(assembled.rows, assembled.old_logprobs, assembled.advantages, assembled.groups, strict=True)
