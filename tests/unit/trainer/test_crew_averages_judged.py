@@ -101,11 +101,12 @@ async def test_every_stage_hears_what_an_average_does_before_it_takes_it(tmp_pat
 async def test_an_exchange_that_comes_when_the_crew_is_over_is_refused_at_once_and_not_when_its_time_is_over(tmp_path, model, monkeypatch):
     only_wait(monkeypatch)
     ended = lambda node: [m for m in node.averaging if isinstance(m, local.ExchangeEnded)]
-    async with crew(tmp_path, model) as (network, _, update):
+    async with crew(tmp_path, model) as (network, trainers, update):
         await update(0)
         head = network.nodes[0]
         head.offering = None
         head.link.send_to_trainer(Released("a member is gone"))
+        await until(lambda: not all(trainer._runner.active for trainer in trainers), seconds=20)  # it is handled in another thread
         await until(lambda: head.offering is not None, seconds=60)  # it is in no crew now
         head.link.send_to_trainer(local.ApplyPayload(b"s" * 16, 0, "peer", 1, str(tmp_path / "payload")))
         head.link.send_to_trainer(local.TakeSnapshot(b"t" * 16, 0))
