@@ -11,6 +11,7 @@ import sys
 from cyclopts import App, CycloptsError
 
 from swarmnode import __version__
+from swarmnode.cli.completion import completion
 from swarmnode.cli.config import config_app
 from swarmnode.cli.demo import demo
 from swarmnode.cli.key import key_app
@@ -25,6 +26,7 @@ app = App(
     name="swarmnode",
     help="Post-train a language model together with strangers' machines, by reinforcement learning.",
     version=__version__,
+    version_flags=["--version", "-v"],
     help_format="plaintext",
 )
 app.command(run_node, name="run")
@@ -39,6 +41,7 @@ app.command(top)
 app.command(export_policy, name="export")
 app.command(rollback)
 app.command(demo)
+app.command(completion)
 for group in (config_app, key_app, manifest_app, task_app):
     app.command(group)
 

@@ -55,7 +55,6 @@ Capacity = Annotated[
 ]
 SecretFile = Annotated[Path | None, Parameter(help="A private swarm's secret. It is copied into the data directory.")]
 AsJson = Annotated[bool, Parameter(name="--json", negative=(), help="As JSON, for a script.")]
-Url = Annotated[str, Parameter(name="--url", help="Address of the node's HTTP server.")]
 Flag = Annotated[bool, Parameter(negative=())]
 Texts = Annotated[list[str] | None, Parameter(negative=())]
 

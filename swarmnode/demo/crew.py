@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 
 from swarmnode.demo.nodes import DemoNode, View
-from swarmnode.demo.table import reward
+from swarmnode.demo.table import node_and_peer, reward, slim_table
 from swarmnode.demo.verdict import RISE, Finding
 from swarmnode.errors import Unavailable
 
@@ -184,22 +185,7 @@ class CrewSwarm:
 
     def table(self, now: float) -> Table:
         """One row per node, by stage; under it what was killed, and how it came back."""
-        head = next((node.view for node in self.nodes if node.view.stage == 0), View())
-        rise = f"{reward(head.held_out_start)} → {reward(head.held_out)}"
-        title = f"swarmnode demo, one policy on {len(self.nodes)} nodes, {now:.0f} s: crew {head.crew_state}, held-out reward {rise}"
-        out = Table(title=title, title_justify="left", expand=False, caption=self._kill_text(), caption_justify="left")
-        for heading in ("stage", "node", "peer", "phase"):
-            out.add_column(heading)
-        for heading in ("step", "rung", "in s", "copy is old", "probe KL", "tokens/s", "restarts"):
-            out.add_column(heading, justify="right")
-        for node in sorted(self.nodes, key=lambda node: node.view.stage if node.view.stage is not None else len(self.nodes)):
-            v = node.view
-            out.add_row(
-                "–" if v.stage is None else str(v.stage), node.name, f"…{v.peer[-6:]}" if v.peer else "–", v.stage_phase or v.phase,
-                str(v.stage_step), v.rung or "–", _some(v.rung_seconds, ".1f"), _some(v.shadow_age, "d"), _some(v.probe_kl, ".4f"),
-                _some(v.tokens_per_second, ".0f"), str(v.restarts),
-            )  # fmt: skip
-        return out
+        return crew_table(self.nodes, now, self._kill_text())
 
     def line(self, now: float) -> str:
         """The same in one line."""
@@ -209,6 +195,25 @@ class CrewSwarm:
 
     def _kill_text(self) -> str:
         return "; ".join(kill_text(kill) for kill in self.kills[-4:])
+
+
+def crew_table(nodes: Sequence[DemoNode], seconds: float, caption: str) -> Table:
+    """One row per node, by stage. It is readable on 80 columns."""
+    head = next((node.view for node in nodes if node.view.stage == 0), View())
+    rise = f"{reward(head.held_out_start)} → {reward(head.held_out)}"
+    out = slim_table(f"one policy on {len(nodes)} nodes, {seconds:.0f} s: crew {head.crew_state}, held-out {rise}", caption)
+    for heading in ("stage", "node", "phase"):
+        out.add_column(heading)
+    for heading in ("step", "rung", "in s", "copy age", "KL", "tokens/s", "restarts"):
+        out.add_column(heading, justify="right")
+    for node in sorted(nodes, key=lambda node: node.view.stage if node.view.stage is not None else len(nodes)):
+        v = node.view
+        out.add_row(
+            "–" if v.stage is None else str(v.stage), node_and_peer(node), v.stage_phase or v.phase,
+            str(v.stage_step), v.rung or "–", _some(v.rung_seconds, ".1f"), _some(v.shadow_age, "d"), _some(v.probe_kl, ".4f"),
+            _some(v.tokens_per_second, ".0f"), str(v.restarts),
+        )  # fmt: skip
+    return out
 
 
 def kill_text(kill: StageKill) -> str:

@@ -130,7 +130,7 @@ class Swarm:
                 self._note_returns()
                 now = time.monotonic()
                 if live is not None:
-                    live.update(table(self.everybody, now - self._started))
+                    live.update(table(self.everybody, now - self._started, console.width))
                 elif now - printed >= LINE_EVERY_SECONDS:
                     printed = now
                     console.print(line(self.everybody, now - self._started), soft_wrap=True)

@@ -4,29 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from swarmnode.demo.nodes import DemoNode
 from swarmnode.demo.verdict import Finding
+from swarmnode.observe.top import short_id
+
+WIDE = 120
+"""Columns of a terminal from which on everything is shown; below, what an evening's spectator can do without is left out."""
 
 
-def table(nodes: Sequence[DemoNode], seconds: float) -> Table:
-    """One row per node."""
-    out = Table(title=f"swarmnode demo, {seconds:.0f} s", title_justify="left", expand=False)
-    for heading in ("node", "peer", "phase"):
-        out.add_column(heading)
-    for heading in ("step", "peers", "own", "external", "held-out", "published", "admitted", "used", "rejected", "averaged", "apart"):
+def table(nodes: Sequence[DemoNode], seconds: float, width: int = WIDE) -> Table:
+    """One row per node. width: columns of the terminal; 80 are enough for the columns that matter."""
+    wide = width >= WIDE
+    out = slim_table(f"swarmnode demo, {seconds:.0f} s")
+    out.add_column("node")
+    out.add_column("phase")
+    for heading in ("step", "peers", "own", "peers'", "held-out", "used", "rejected", "apart"):
+        out.add_column(heading, justify="right")
+    for heading in ("published", "admitted", "averaged") if wide else ():
         out.add_column(heading, justify="right")
     for node in nodes:
         v = node.view
-        rise = f"{reward(v.held_out_start)} → {reward(v.held_out)}" if v.held_out is not None else "–"
+        rise = f"{_two(v.held_out_start)}→{_two(v.held_out)}" if v.held_out is not None else "–"
         out.add_row(
-            node.name, f"…{v.peer[-6:]}" if v.peer else "–", v.phase, str(v.step), str(v.peers), reward(v.reward_own),
-            reward(v.reward_external), rise, str(v.published), str(v.admitted), str(v.used), str(sum(v.rejected.values())),
-            str(v.exchanges), _share(v.distance),
+            node_and_peer(node), v.phase, str(v.step), str(v.peers), _two(v.reward_own), _two(v.reward_external), rise, str(v.used),
+            str(sum(v.rejected.values())), _share(v.distance),
+            *((str(v.published), str(v.admitted), str(v.exchanges)) if wide else ()),
         )  # fmt: skip
     return out
+
+
+def slim_table(title: str, caption: str = "") -> Table:
+    """A table whose frame takes no room from its columns."""
+    return Table(
+        title=title, title_justify="left", caption=caption or None, caption_justify="left", box=box.SIMPLE_HEAD, padding=0,
+        show_edge=False, pad_edge=False,
+    )  # fmt: skip
+
+
+def node_and_peer(node: DemoNode) -> str:
+    """Name and the end of the peer id, as elsewhere."""
+    return f"{node.name} {short_id(node.view.peer)}" if node.view.peer else node.name
 
 
 def line(nodes: Sequence[DemoNode], seconds: float) -> str:
@@ -51,7 +72,11 @@ def verdict_text(findings: Sequence[Finding]) -> Text:
 
 
 def _share(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2%}"
+    return "–" if value is None else f"{value:.1%}"
+
+
+def _two(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
 
 
 def reward(value: float | None) -> str:

@@ -1,51 +1,66 @@
-"""`swarmnode top` and `swarmnode status`: the same /status that the page draws, in a terminal.
+"""`swarmnode status`, and what `swarmnode top` shows: the same /status that the page draws, in a terminal.
 
 `render` is a pure function of its answer, so it also shows three nodes of a demo side by side. Only reads; loads neither torch nor libp2p.
 """
 
 from __future__ import annotations
 
+import http.client
 import json
-import sys
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.live import Live
 from rich.measure import Measurement
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from swarmnode.errors import ConfigError, Unavailable
+from swarmnode.errors import Unavailable
 from swarmnode.observe.logs import clean_text
+from swarmnode.observe.where import Place
 
 DEADLINE_SECONDS = 5.0
 MAX_BYTES = 16 * 2**20
 BARS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 28
+NAME_WIDTH = 20
 Status = Mapping[str, Any]
 
 
-def fetch(url: str, points: int = 120) -> Status:
-    """What the node at `url` says. Raises `Unavailable` when none answers there, or something else does; ConfigError for no address."""
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--url {url}: not an address such as http://127.0.0.1:9464")
-    address = f"{url.rstrip('/')}/status?points={points}"
+def fetch(place: Place, points: int = 120) -> Status:
+    """What the node there says. Raises `Unavailable` when none answers, or another than is meant, or something else."""
+    address = f"{place.url}/status?points={points}"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a node is never behind the proxy of the environment
     try:
         with opener.open(address, timeout=DEADLINE_SECONDS) as answer:
             told = json.loads(answer.read(MAX_BYTES))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         why = getattr(error, "reason", error)
         why = getattr(why, "strerror", None) or why
-        raise Unavailable(f"no node answers at {url}: {why}; does it run, and with this http.port?") from error
+        raise Unavailable(f"no node answers at {place.url}: {why}; does it run, and with this http.port?") from error
     if not isinstance(told, dict) or "snapshot" not in told:
-        raise Unavailable(f"{url} is not a swarmnode")
+        raise Unavailable(f"{place.url} is not a swarmnode")
+    if place.peer and told["snapshot"].get("node", {}).get("peer") not in ("", None, place.peer):
+        raise Unavailable(f"the node of this directory does not run: at {place.url} another one answers")
     return told
+
+
+def short_id(peer: str) -> str:
+    """The end of a peer id, which all of them differ in; where the page has more room it shows the beginning too."""
+    return f"…{peer[-6:]}" if len(peer) > 7 else peer
+
+
+def names_of(s: Status) -> dict[str, str]:
+    """Peer id → the name that it gives itself."""
+    return {row["peer"]: row["name"] for row in s["swarm"]["rows"] if row["name"]}
+
+
+def called(peer: str, names: Mapping[str, str]) -> Text:
+    """Name and short id: anybody may claim a name. Without a name, more of the id."""
+    name = clean_text(names.get(peer, ""))[:NAME_WIDTH]
+    return text(f"{name} {short_id(peer)}" if name else f"{peer[:8]}{short_id(peer)}")
 
 
 def text(value: object, style: str = "") -> Text:
@@ -96,12 +111,13 @@ def render(status: Status) -> RenderableType:
     node, report = s["node"], s["trainer"]["report"] or {}
     troubles = [*status["ready"]["reasons"], *status["troubles"]]
     verdict = text("ready", "green") if not troubles else text("; ".join(troubles), "yellow" if status["ready"]["ok"] else "red")
-    title = clean_text(node["name"] or node["peer"][:16] or "swarmnode")
+    title = clean_text(node["name"] or short_id(node["peer"]) or "swarmnode")
     facts = [f"swarm {node['swarm_name']}", node["model"], report.get("device"), f"up {duration(s['at'] - node['started_at'])}"]
     head = Text.assemble(verdict, "   ", text(" · ".join(str(fact) for fact in facts if fact), "dim"))
-    parts: list[RenderableType] = [head, "", _learning(s, report, status.get("history") or {}), "", _peers(s["peers"])]
+    names = names_of(s)
+    parts: list[RenderableType] = [head, "", _learning(s, report, status.get("history") or {}), "", _peers(s["peers"], names)]
     if s.get("stages", {}).get("enabled"):  # a node of the release before has none
-        parts += ["", _crew(s["stages"], node["peer"])]
+        parts += ["", _crew(s["stages"], node["peer"], names)]
     if s["swarm"]["rows"]:
         parts += ["", _swarm(s["swarm"])]
     body = Group(*parts)
@@ -135,7 +151,7 @@ def _learning(s: Status, report: Status, history: Status) -> Table:
     return table
 
 
-def _peers(peers: list[Status], most: int = 12) -> RenderableType:
+def _peers(peers: list[Status], names: Mapping[str, str], most: int = 64) -> RenderableType:
     if not peers:
         return text("no peers yet", "dim")
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
@@ -147,7 +163,7 @@ def _peers(peers: list[Status], most: int = 12) -> RenderableType:
         counts = [number(peer[name]) for name in ("admitted", "used", "rejected")]
         seen = duration(peer["last_seen_seconds"])
         style = "dim" if not peer["direction"] else "yellow" if peer["reputation"] < 0 else ""
-        table.add_row(text(peer["peer"][:16]), peer["direction"] or "–", *counts, number(peer["reputation"], 2), seen, style=style)
+        table.add_row(called(peer["peer"], names), peer["direction"] or "–", *counts, number(peer["reputation"], 2), seen, style=style)
     if len(order) > most:
         table.add_row(text(f"and {len(order) - most} more", "dim"))
     return table
@@ -156,7 +172,7 @@ def _peers(peers: list[Status], most: int = 12) -> RenderableType:
 SLOT_STYLES = {"active": "green", "absent": "red", "failed": "red", "suspect": "yellow", "loading": "yellow", "probation": "yellow"}
 
 
-def _crew(stages: Status, me: str) -> RenderableType:
+def _crew(stages: Status, me: str, names: Mapping[str, str]) -> RenderableType:
     """Stages in order, who holds each, and how it is."""
     crew, own = stages["crew"], stages["own"] or {}
     if not crew["slots"]:
@@ -173,13 +189,13 @@ def _crew(stages: Status, me: str) -> RenderableType:
     for name in ("stage", "held by", "layers", "state", "step"):
         table.add_column(name, justify="right" if name in ("layers", "step") else "left", no_wrap=True)
     for slot in crew["slots"]:
-        holder = "this node" if slot["peer"] and slot["peer"] == me else slot["peer"][:16] or "nobody"
+        holder = text("nobody") if not slot["peer"] else text("this node") if slot["peer"] == me else called(slot["peer"], names)
         state = text(slot["state"], SLOT_STYLES.get(slot["state"], ""))
-        table.add_row(str(slot["stage"]), text(holder), number(slot["layers"]), state, number(slot["step"]))
+        table.add_row(str(slot["stage"]), holder, number(slot["layers"]), state, number(slot["step"]))
     return Group(text(" · ".join(fact for fact in facts if fact), "" if well else "yellow"), table)
 
 
-def _swarm(swarm: Status, most: int = 8) -> RenderableType:
+def _swarm(swarm: Status, most: int = 64) -> RenderableType:
     """What peers say of themselves."""
     median = f", median held-out {number(swarm['reward_median'], 3)}" if swarm["reward_median"] is not None else ""
     head = text(f"swarm: {swarm['reporting']} peers tell of themselves (claimed){median}", "dim")
@@ -189,41 +205,25 @@ def _swarm(swarm: Status, most: int = 8) -> RenderableType:
     for row in swarm["rows"][:most]:
         counts = [number(row["policy_version"]), number(row["reward"], 3), number(row["published"]), number(row["peers"])]
         style = "" if row["direct"] else "dim"
-        table.add_row(text(row["name"] or "–"), text(row["peer"][:16]), *counts, duration(row["age_seconds"]), style=style)
+        table.add_row(text(row["name"] or "–"), text(short_id(row["peer"])), *counts, duration(row["age_seconds"]), style=style)
     if len(swarm["rows"]) > most:
         table.add_row(text(f"and {len(swarm['rows']) - most} more", "dim"))
     return Group(head, table)
 
 
-def drawn(status: Status, url: str) -> RenderableType:
-    """`render`. Raises `Unavailable` where the node at `url` is of a version that says it otherwise."""
+def drawn(status: Status, place: Place) -> RenderableType:
+    """`render`. Raises `Unavailable` where the node there is of a version that says it otherwise."""
     try:
         return render(status)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise Unavailable(f"the node at {url} tells its state in another form ({error!r}): use its own version of swarmnode") from error
+        raise Unavailable(f"the node at {place.url} tells its state in another form ({error!r}): ask it with its own version") from error
 
 
-def top_command(url: str, interval: float = 1.0) -> None:
-    """Show the node at `url` until interrupted. Raises `Unavailable` when it does not answer at the start; later it says so and waits."""
-    shown = drawn(fetch(url), url)
-    try:
-        with Live(shown, console=Console(), screen=sys.stdout.isatty(), auto_refresh=False) as live:
-            while True:
-                try:
-                    shown = drawn(fetch(url), url)
-                    live.update(shown, refresh=True)
-                except Unavailable as error:
-                    live.update(Group(shown, text(error, "red")), refresh=True)
-                time.sleep(interval)
-    except KeyboardInterrupt:
-        return
-
-
-def status_command(url: str, as_json: bool = False) -> int:
+def status_command(place: Place, as_json: bool = False) -> int:
     """Print the node's state once. Returns 0 when it is ready, 1 when it is not; raises `Unavailable` when it does not answer."""
-    told = fetch(url, points=0 if as_json else 120)
+    told = fetch(place, points=0 if as_json else 120)
     if as_json:
         print(json.dumps(told, indent=2))
     else:
-        Console().print(drawn(told, url))
+        Console().print(drawn(told, place))
     return 0 if told["ready"]["ok"] else 1

@@ -345,12 +345,16 @@ function announce(state, why) {
 
 const cell = (label, value, kind = "number") => node("td", { "data-label": label, class: kind }, value);
 
-function peers(rows) {
+// What peers call themselves; anybody may claim a name, so the id stands beside it.
+const namesOf = (s) => new Map(s.swarm.rows.filter((row) => row.name).map((row) => [row.peer, row.name]));
+
+function peers(rows, names) {
   const order = [...rows].sort((a, b) => !a.direction - !b.direction || b.used - a.used || a.peer.localeCompare(b.peer));
   put(byId("peers").tBodies[0], ...order.map((row) => {
     const id = node("code", { title: row.peer }, shortId(row.peer));
+    const name = names.get(row.peer);
     return node("tr", row.direction ? {} : { class: "gone" },
-      cell("Peer", id, ""), cell("Link", row.direction || "none", ""), cell("Admitted", count(row.admitted)), cell("Used", count(row.used)),
+      cell("Peer", name ? node("span", {}, node("bdi", {}, name), " ", id) : id, ""), cell("Link", row.direction || "none", ""), cell("Admitted", count(row.admitted)), cell("Used", count(row.used)),
       cell("Rejected", count(row.rejected), row.rejected ? "number low" : "number"),
       cell("Reputation", row.reputation.toFixed(2), row.reputation < 0 ? "number low" : "number"), cell("Seen", since(row.last_seen_seconds)));
   }));
@@ -417,7 +421,7 @@ const rungName = (rung) => (RUNG_WORDS[rung] ? `${rung}, ${RUNG_WORDS[rung]}` : 
 function crew(s) {
   const { stages } = s, { crew: c, own, streams } = stages, last = c.slots.length - 1;
   byId("crew-card").hidden = !stages.enabled;
-  const names = Object.fromEntries(s.swarm.rows.map((row) => [row.peer, row.name]));
+  const names = namesOf(s);
   const others = c.offers === 1 ? "1 other node offers" : `${c.offers} other nodes offer`;
   byId("crew-line").textContent = [
     CREW_WORDS[c.state] || c.state, c.standing_seconds > 1 ? `no step for ${duration(c.standing_seconds)}` : "",
@@ -427,7 +431,7 @@ function crew(s) {
     const mine = slot.peer && slot.peer === s.node.peer;
     const id = node("code", { title: slot.peer }, shortId(slot.peer)); // beside the name, which anybody may claim
     const who = !slot.peer ? [node("span", { class: "muted" }, "nobody")]
-      : mine ? [node("b", {}, "this node")] : names[slot.peer] ? [node("bdi", {}, names[slot.peer]), " ", id] : [id];
+      : mine ? [node("b", {}, "this node")] : names.get(slot.peer) ? [node("bdi", {}, names.get(slot.peer)), " ", id] : [id];
     const role = last === 0 ? "" : slot.stage === 0 ? " · head" : slot.stage === last ? " · tail" : "";
     return node("li", { class: SLOT_LOOKS[slot.state] || "", "data-stage": slot.stage },
       node("p", { class: "label" }, `Stage ${slot.stage}${role}`), node("p", { class: "holder" }, ...who),
@@ -540,7 +544,7 @@ function render(told) {
   const empty = leads(s) ? "nothing measured yet" : "the crew's head measures it";
   for (const chart of CHARTS) chart.show(told.history.at, told.history, empty);
   crew(s);
-  peers(s.peers);
+  peers(s.peers, namesOf(s));
   reasons(s.rollouts);
   swarm(s);
   weights(s);

@@ -2,13 +2,14 @@
 
 import contextlib
 import json
+import os
 import resource
 import subprocess
 import sys
 
 import pytest
 
-from swarmnode import cli, settings
+from swarmnode import __version__, cli, settings
 from swarmnode.cli import options as cli_options
 from swarmnode.config import Config
 
@@ -54,6 +55,38 @@ def test_each_process_loads_only_what_it_may(module, never):
     assert not set(result.stdout.split()) & never
 
 
+@pytest.mark.parametrize("flag", ["-v", "--version"])
+def test_the_version_is_said_as_people_ask_for_it(flag, capsys):
+    assert cli.run([flag]) == 0
+    assert capsys.readouterr().out.strip() == __version__
+
+
+def test_bash_completes_commands_options_and_directories(tmp_path):
+    """With what `swarmnode completion bash` prints, sourced by a real shell."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "completion").write_text(swarmnode("completion", "bash").stdout)
+
+    def completed(*words):
+        script = f"source ./completion; COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _swarmnode; echo ${{COMPREPLY[@]}}"
+        shell = ["bash", "--norc", "--noprofile", "-c", script]
+        return subprocess.run(shell, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True).stdout.split()
+
+    assert completed("swarmnode", "st") == ["status"]
+    assert completed("swarmnode", "config", "s") == ["show", "set"]
+    assert "--no-run" in completed("swarmnode", "join", "--no")
+    assert completed("swarmnode", "status", "-d", "he") == ["here"]
+
+
+def test_completion_is_installed_where_the_shell_looks_and_said_so_once(tmp_path):
+    home = {**os.environ, "HOME": str(tmp_path)}
+    for _ in range(2):
+        done = swarmnode("completion", "bash", "--install", env=home)
+        assert (done.returncode, done.stderr) == (0, "")
+    (script,) = tmp_path.rglob("completions/swarmnode")
+    assert str(script) in done.stdout
+    assert (tmp_path / ".bashrc").read_text().count(str(script)) == 2  # one line: [ -f it ] && . it
+
+
 def test_a_wrong_flag_is_one_line_and_exit_two(capsys):
     assert cli.run(["run", "--bogus"]) == 2
     error = capsys.readouterr().err
@@ -76,9 +109,17 @@ def test_a_wrong_key_is_one_line_and_exit_78(tmp_path, capsys):
         (["demo", "--kill", "-1"], 2, "--kill"),
         (["demo", "--http-port", "99999"], 2, "--http-port"),
         (["demo", "--data-dir", "{tmp}/binary"], 69, "--data-dir {tmp}/binary cannot be used: File exists"),
-        (["status", "--url", "nonsense"], 78, "--url nonsense: not an address such as http://127.0.0.1:9464"),
-        (["top", "--url", "ftp://x"], 78, "--url ftp://x"),
+        (["status", "--url", "nonsense"], 78, "nonsense: not an address such as 127.0.0.1:9464"),
+        (["top", "ftp://x"], 78, "ftp://x: not an address"),
         (["status", "--url", "http://127.0.0.1:9"], 69, "Connection refused; does it run, and with this http.port?"),
+        (["status", "127.0.0.1:9"], 69, "no node answers at http://127.0.0.1:9: Connection refused"),
+        (["top", "127.0.0.1:99999"], 78, "127.0.0.1:99999: not an address"),
+        (["status", "-d", "{tmp}/none"], 69, "no node has run in {tmp}/none yet"),
+        (["status", "-d", "{tmp}/stopped"], 69, "no node answers at http://127.0.0.1:9: Connection refused"),
+        (["top", "-d", "{tmp}/damaged"], 69, "no node has run in {tmp}/damaged yet"),
+        (["status", "127.0.0.1:9", "-d", "{tmp}/stopped"], 78, "one node at a time"),
+        (["status", "127.0.0.1:9", "127.0.0.1:10"], 2, "127.0.0.1:10"),
+        (["completion", "tcsh"], 2, "tcsh"),
         (["run", "--config", "{tmp}"], 78, "{tmp}: Is a directory"),
         (["run", "--config", "{tmp}/binary"], 78, "not UTF-8 text"),
         (["run", "--data-dir", "{tmp}/binary"], 69, "data directory {tmp}/binary cannot be used: it is not a directory"),
@@ -100,6 +141,9 @@ def test_a_wrong_call_is_one_line_that_says_what_is_wrong(tmp_path, capsys, argu
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     (tmp_path / "damaged" / "manifest").mkdir(parents=True)
     (tmp_path / "damaged" / "manifest" / "current").write_text("nonsense")
+    for name, text in (("damaged", "{"), ("stopped", '{"peer": "12D3KooW", "addrs": [], "http": "http://127.0.0.1:9"}')):
+        (tmp_path / name / "run").mkdir(parents=True)
+        (tmp_path / name / "run" / "addresses.json").write_text(text)
     assert cli.run([argument.replace("{tmp}", str(tmp_path)) for argument in arguments]) == code
     error = capsys.readouterr().err
     assert says.replace("{tmp}", str(tmp_path)) in error

@@ -1,0 +1,188 @@
+"""`swarmnode top` in a real pseudo-terminal of 80 × 24: what is shown, what keys do, and how it leaves the terminal behind."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from swarmnode.observe.history import History
+from swarmnode.observe.http import status_json
+from swarmnode.observe.watching import View, keys_in
+from tests.support.snapshots import example
+
+
+class Terminal:
+    """A program in a terminal of its own; `screen` is everything that it has written since the last time somebody looked."""
+
+    def __init__(self, command: list[str], columns: int = 80, lines: int = 24) -> None:
+        self._ours, self.theirs = pty.openpty()
+        self.resize(columns, lines)
+        self.before = termios.tcgetattr(self.theirs)
+        env = {**os.environ, "TERM": "xterm-256color"}
+        for size in ("COLUMNS", "LINES"):
+            env.pop(size, None)
+        self.process = subprocess.Popen(command, stdin=self.theirs, stdout=self.theirs, stderr=self.theirs, env=env, start_new_session=True)
+
+    def resize(self, columns: int, lines: int) -> None:
+        fcntl.ioctl(self.theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+    def press(self, keys: bytes) -> None:
+        os.write(self._ours, keys)
+
+    def until(self, expected: str, seconds: float = 30.0) -> str:
+        """What was written until `expected` was, without escape sequences."""
+        written, late = b"", time.monotonic() + seconds
+        while True:
+            plain = re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", written).decode(errors="replace")
+            if expected in plain:
+                return plain
+            assert time.monotonic() < late, f"never written: {expected!r}; but: {plain[-3000:]}"
+            if select.select([self._ours], [], [], 0.1)[0]:
+                with contextlib.suppress(OSError):  # EIO: nobody holds the other end any more
+                    written += os.read(self._ours, 65536)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+        os.close(self.theirs)
+
+
+class Node:
+    """A node's HTTP server, which can stop answering."""
+
+    def __init__(self) -> None:
+        self.hangs = threading.Event()
+        self.asked = threading.Semaphore(0)
+        body = status_json(example(), History())
+        node = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                node.asked.release()
+                if node.hangs.is_set():
+                    node.released.wait(20)
+                self.send_response(200)
+                self.end_headers()
+                with contextlib.suppress(OSError):
+                    self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.released = threading.Event()
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.address = f"127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    node = Node()
+    yield node
+    node.released.set()
+    node.server.shutdown()
+    node.server.server_close()
+
+
+@pytest.fixture
+def terminal(node: Node) -> Iterator[Terminal]:
+    terminal = Terminal([sys.executable, "-m", "swarmnode", "top", node.address])
+    yield terminal
+    terminal.close()
+
+
+def test_it_fills_the_terminal_scrolls_to_its_end_and_q_ends_it(terminal: Terminal) -> None:
+    first = terminal.until("below")
+    assert "kitchen-3090" in first
+    lines = first.replace("\r", "").split("\n")
+    assert max(map(len, lines)) <= 80
+    below = int(re.search(r"0 lines above, (\d+) below", first)[1])
+    assert below > 0, "the example has more than 24 lines"
+    terminal.press(b"\x1b[B")
+    terminal.until(f"1 lines above, {below - 1} below")
+    terminal.press(b"G")
+    assert "╰" in terminal.until(f"{below} lines above, 0 below"), "the frame's last line"
+    terminal.press(b"\x1b[H")
+    terminal.until(f"0 lines above, {below} below")
+    terminal.resize(80, 200)
+    assert "╰" in terminal.until("q ends"), "everything fits now"
+    terminal.press(b"q")
+    assert terminal.process.wait(10) == 0
+    assert termios.tcgetattr(terminal.theirs) == terminal.before
+
+
+def test_keys_are_obeyed_while_the_node_does_not_answer(node: Node, terminal: Terminal) -> None:
+    terminal.until("below")
+    node.hangs.set()
+    while node.asked.acquire(blocking=False):
+        pass
+    assert node.asked.acquire(timeout=20), "it asks again"
+    terminal.press(b"q")
+    assert terminal.process.wait(3) == 0
+
+
+def test_ctrl_c_ends_it_and_leaves_the_terminal_as_it_was(terminal: Terminal) -> None:
+    terminal.until("below")
+    terminal.process.send_signal(2)
+    assert terminal.process.wait(10) == 0
+    assert termios.tcgetattr(terminal.theirs) == terminal.before
+
+
+def test_without_a_terminal_it_prints(node: Node) -> None:
+    command = [sys.executable, "-m", "swarmnode", "top", node.address]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as top:
+        assert "kitchen-3090" in top.stdout.readline().decode()
+        top.terminate()
+
+
+@pytest.mark.parametrize(
+    ("keys", "first"),
+    [([], 0), (["down", "down", "up"], 1), (["up"], 0), (["end"], 40), (["page down", "page down"], 38), (["end", "down"], 40),
+     (["end", "page up"], 21), (["end", "home"], 0), (["unknown"], 0)],
+)  # fmt: skip
+def test_what_is_shown_stays_within_what_there_is(keys: list[str], first: int) -> None:
+    view = View(height=20, lines=60)
+    for key in keys:
+        view = view.pressed(key)
+    assert view.first == first
+
+
+def test_fewer_lines_or_a_higher_terminal_show_no_emptiness() -> None:
+    view = View(height=20, lines=60).pressed("end")
+    assert view.sized(20, 45).first == 25
+    assert view.sized(100, 60).first == 0
+
+
+def test_keys_are_read_off_whatever_arrives_together() -> None:
+    assert keys_in(b"\x1b[B\x1b[6~jq") == ["down", "page down", "down", "quit"]
+    assert keys_in(b"\x1b\x00\xffx") == []
+
+
+def test_a_directory_whose_node_is_another_than_the_one_that_answers_says_so(node: Node, tmp_path, capsys) -> None:
+    from swarmnode import cli
+
+    (tmp_path / "run").mkdir()
+    told = {"peer": example().node.peer, "addrs": [], "http": f"http://{node.address}"}
+    (tmp_path / "run" / "addresses.json").write_text(json.dumps(told))
+    assert cli.run(["status", "-d", str(tmp_path)]) == 0
+    assert "kitchen-3090" in capsys.readouterr().out
+    (tmp_path / "run" / "addresses.json").write_text(json.dumps({**told, "peer": "12D3KooWAnother"}))
+    assert cli.run(["status", "-d", str(tmp_path)]) == 69
+    assert "does not run" in capsys.readouterr().err
