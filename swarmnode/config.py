@@ -270,7 +270,7 @@ class SupervisorConfig(Section):
     stall_floor_seconds: float = Field(default=30.0, gt=0)
     """No progress for 4 × the p99 step time, and never less than this, is a failure."""
     drain_seconds: float = Field(default=20.0, gt=0)
-    """Time to finish after the first SIGTERM."""
+    """Time to finish after the first SIGTERM, beside that of the step under way. Saving is not cut short."""
 
 
 class Config(Section):

@@ -127,13 +127,19 @@ def _supervise(resolved: Resolved, commands: Mapping[str, str] | None) -> int:
     return supervisor.run(agreed.supervisor, agreed.node.data_dir, configuration, commands or supervisor.COMMANDS)
 
 
-def doctor(*, node: NodeOptions = NODE, peer: Peer = None, json: AsJson = False) -> int:
+def doctor(*, node: NodeOptions = NODE, peer: Peer = None, bundle: Flag = False, json: AsJson = False) -> int:
     """Will this node run? Checks configuration, directory, key, ports, clock, peers, device and model, and says what to do.
 
-    Exits with 0, or with what the node itself would: 69 something is missing, 75 the model does not fit, 77 refused, 78 configuration."""
+    Exits with 0, or with what the node itself would: 69 something is missing, 75 the model does not fit, 77 refused, 78 configuration.
+
+    Parameters
+    ----------
+    bundle
+        Write swarmnode-bundle-….tar.gz for whoever helps: versions, settings, logs, status and these checks, without secrets.
+    """
     from swarmnode.doctor.command import doctor as examine
 
-    return examine(lambda: load(node, peers=peer), json)
+    return examine(lambda: load(node, peers=peer), json, bundle)
 
 
 def rollback(step: int | None = None, *, node: NodeOptions = NODE, json: AsJson = False) -> int:

@@ -222,16 +222,11 @@ class Supervisor:
                 self._stopping.set()
 
     async def _drain_when_stopping(self, scope: trio.CancelScope) -> None:
-        """The trainer first, so that its last groups can still be published; then the network; then force."""
+        """The trainer first, so that its last groups can still be published; then the network."""
         await self._stopping.wait()
-        self._notifier.stopping(self._cfg.drain_seconds)
-        with trio.move_on_after(self._cfg.drain_seconds) as bound:
-            for name in ("trainer", "network"):
-                if name in self._children:
-                    await self._terminate(self._children[name])
-        if bound.cancelled_caught:
-            log.warning("drain took too long", seconds=self._cfg.drain_seconds)
-            self._send(signal.SIGKILL)
+        for name in ("trainer", "network"):
+            if name in self._children:
+                await self._terminate(self._children[name])
         for child in self._children.values():
             if child.process is not None:
                 await child.exited.wait()
@@ -239,10 +234,20 @@ class Supervisor:
         scope.cancel()
 
     async def _terminate(self, child: Child) -> None:
+        """Ask it to stop, and wait for as long as `Watchdog.drained_by` says; then force."""
         if child.process is None or child.process.poll() is not None:
             return
         child.process.terminate()
-        await child.exited.wait()
+        asked_at = trio.current_time()
+        while not child.exited.is_set():
+            late = child.watchdog.drained_by(asked_at)
+            if trio.current_time() > late:
+                log.warning("drain took too long", process=child.name, status=child.watchdog.statistics().status)
+                self._send(signal.SIGKILL)
+                return
+            self._notifier.stopping(late - trio.current_time())
+            with trio.move_on_after(min(WATCH_INTERVAL_SECONDS, self._cfg.drain_seconds)):
+                await child.exited.wait()
 
     def _send(self, signum: signal.Signals) -> None:
         for child in self._children.values():

@@ -20,6 +20,8 @@ START_CODES = frozenset({69, 75})
 """Exit codes that end the node when the process never ran: a port taken, a model that does not fit."""
 LOADING = "loading"
 """A status that begins so is progress, but not yet work."""
+SAVING = "draining"
+"""The status of a process that was asked to stop, has ended its step, and saves."""
 BACKOFF_SECONDS = 0.5
 """First pause before a restart: long enough that a port is free again. It doubles, with jitter, up to the cap."""
 BACKOFF_CAP_SECONDS = 60.0
@@ -119,6 +121,13 @@ class Watchdog:
         if loads and self._status.startswith(LOADING):
             return self._last_progress + self._config.startup_seconds
         return self._last_progress + max(self._config.stall_floor_seconds, 4 * self._p99_step_seconds())
+
+    def drained_by(self, asked_at: float) -> float:
+        """When a process that was asked to stop at `asked_at` has to be gone: `drain_seconds` beside a long step. One that saves its state
+        may go on for as long as it makes progress: ended in the middle of that, what it has learnt since the last time is lost.
+        """
+        patience = asked_at + self._config.drain_seconds + 4 * self._p99_step_seconds()
+        return max(patience, self.deadline()) if self._status == SAVING else patience
 
     def stalled(self) -> None:
         """The caller found the deadline passed and kills the process; `exited` follows."""

@@ -286,6 +286,8 @@ class DeviceFacts:
     free_bytes: int | None = None
     error: str = ""
     error_code: int = 0
+    trial: str | None = None
+    """What came of loading the model and having it answer; empty where it is not here yet, None where that was not tried."""
     gpu_error: str = ""
     """What torch says of a GPU that it cannot use."""
 
@@ -337,6 +339,16 @@ def check_model(f: DeviceFacts) -> Check:
     if f.on_cpu and f.parameters > 50_000_000:
         return warn(name, f"{fits}; on the CPU a step takes minutes", "a GPU, or a smaller model")
     return ok(name, fits)
+
+
+def check_trial(f: DeviceFacts) -> Check:
+    """Whether tokenizer and model work together, as far as eight tokens tell."""
+    name = "trial answer"
+    if f.trial:
+        return ok(name, f.trial)
+    if f.trial is None:
+        return ok(name, "not tried, because a node runs here with this model, or of what is said above")
+    return warn(name, f"not tried: {f.model} is not on this machine yet", "the first start downloads it; run doctor again after that")
 
 
 # ---- limits, configuration ------------------------------------------------------------------------------------------------

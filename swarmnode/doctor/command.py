@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 
 from swarmnode.doctor import checks, probes
+from swarmnode.doctor.bundle import write_bundle
 from swarmnode.doctor.checks import Check, ConfigFacts
 from swarmnode.errors import SwarmNodeError
 from swarmnode.settings import Resolved
@@ -18,8 +20,11 @@ from swarmnode.wire.limits import SWARM_ID_BYTES
 MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 
 
-def doctor(load: Callable[[], Resolved], as_json: bool) -> int:
-    """Examine the node that `load` configures. Prints as it goes, or everything at once as JSON. Returns the exit code."""
+def doctor(load: Callable[[], Resolved], as_json: bool, bundle: bool = False) -> int:
+    """Examine the node that `load` configures. Prints as it goes, or everything at once as JSON. Returns the exit code.
+
+    bundle: also write what was found, and what else helps somebody who helps, into an archive in the working directory.
+    """
     found: list[Check] = []
     for check in examine(load):
         found.append(check)
@@ -28,9 +33,23 @@ def doctor(load: Callable[[], Resolved], as_json: bool) -> int:
             if check.todo:
                 print(f"      {check.todo}", flush=True)
     code = checks.exit_code(found)
+    told: dict[str, object] = {"exit_code": code, "checks": [asdict(check) for check in found]}
+    if bundle:
+        file = write_bundle(_loaded(load), found, Path.cwd())
+        told["bundle"] = str(file)
+        if not as_json:
+            print(f"\nwritten: {file}, without keys, secrets, invites and tokens; peer ids and addresses are in it")
     if as_json:
-        print(json.dumps({"exit_code": code, "checks": [asdict(check) for check in found]}, indent=1))
+        print(json.dumps(told, indent=1))
     return code
+
+
+def _loaded(load: Callable[[], Resolved]) -> Resolved | None:
+    """None where there is no valid configuration."""
+    try:
+        return load()
+    except SwarmNodeError:
+        return None
 
 
 def examine(load: Callable[[], Resolved]) -> Iterator[Check]:
@@ -70,6 +89,7 @@ def examine(load: Callable[[], Resolved]) -> Iterator[Check]:
     peers, dial_back = probes.peers(probes.Trial(config.network, swarm, secret, own, [] if running else probes.free_ports(listen)))
     yield from checks.check_peers(peers)
     yield checks.check_dial_back(probes.dialled_back(status) if running else dial_back)
-    device = probes.device(config.policy)
+    device = probes.device(config.policy, trial=not running)
     yield checks.check_device(device)
     yield checks.check_model(device)
+    yield checks.check_trial(device)

@@ -33,6 +33,8 @@ from swarmnode.doctor.checks import ClockFacts, DeviceFacts, DialBackFacts, Dire
 
 EXAMINE_SECONDS = 180.0
 """torch may come from a cold disk, config.json from the Hub."""
+TRIAL_SECONDS = 900.0
+"""Tens of gigabytes of weights, from a slow disk."""
 REACH_SECONDS = 60.0
 STATUS_SECONDS = 3.0
 STATUS_BYTES = 4 * 2**20
@@ -234,10 +236,12 @@ def kernel_synchronised() -> bool | None:
 # ---- device -----------------------------------------------------------------------------------------------------------------
 
 
-def device(cfg: PolicyConfig) -> DeviceFacts:
+def device(cfg: PolicyConfig, trial: bool = False) -> DeviceFacts:
+    """trial: also have the model answer, which takes as long as loading it, and its memory."""
     hardware, driver = gpus(), nvidia_driver()
     try:
-        found = child("swarmnode.policy.examine", cfg.model_dump_json().encode(), EXAMINE_SECONDS, DeviceFacts)
+        seconds, arguments = (TRIAL_SECONDS, ("--trial",)) if trial else (EXAMINE_SECONDS, ())
+        found = child("swarmnode.policy.examine", cfg.model_dump_json().encode(), seconds, DeviceFacts, *arguments)
     except ChildFailed as failed:
         found = DeviceFacts(error=str(failed))
     return replace(found, configured=cfg.device, model=cfg.model, hardware=hardware, driver=driver)
@@ -270,11 +274,11 @@ class ChildFailed(Exception):
     """Raised when a child gave no answer; says why in one line."""
 
 
-def child(module: str, request: bytes, seconds: float, answer: type[Answer]) -> Answer:
+def child(module: str, request: bytes, seconds: float, answer: type[Answer], *arguments: str) -> Answer:
     """What `python -m module` answers to `request`, as JSON in the last line that it prints."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", module], input=request, capture_output=True, timeout=seconds, check=False,
+            [sys.executable, "-m", module, *arguments], input=request, capture_output=True, timeout=seconds, check=False,
             env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
         )  # fmt: skip
     except subprocess.TimeoutExpired:

@@ -1,4 +1,5 @@
-"""`python -m swarmnode.policy.examine`, PolicyConfig as JSON on stdin: device, torch and memory fit as JSON on stdout. Reads no weights.
+"""`python -m swarmnode.policy.examine`, PolicyConfig as JSON on stdin: device, torch and memory fit as JSON on stdout. Reads weights
+only with `--trial`, and then answers a question with them.
 
 Of a model on the Hub only config.json is fetched. A process of its own, since torch takes seconds to load and may fail in C.
 """
@@ -18,10 +19,14 @@ from swarmnode.errors import LocalError
 from swarmnode.policy.device import Placement, count_parameters, fit, free_bytes, probe, update_bytes
 from swarmnode.policy.fingerprint import weight_files
 from swarmnode.policy.load import check_optim, local_directory, offline
+from swarmnode.policy.trial import is_here, try_policy
 
 
-def examine(cfg: PolicyConfig) -> dict[str, object]:
-    """Fields of `doctor.checks.DeviceFacts`; an error of ours ends up in `error` and `error_code` beside what was found before it."""
+def examine(cfg: PolicyConfig, trial: bool = False) -> dict[str, object]:
+    """Fields of `doctor.checks.DeviceFacts`; an error of ours ends up in `error` and `error_code` beside what was found before it.
+
+    trial: also load the model, if it is here, and have it answer.
+    """
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" if torch.version.hip else ""
     found: dict[str, object] = {"torch": torch.__version__, "built_for": built}
     with warnings.catch_warnings(record=True) as said:
@@ -33,6 +38,8 @@ def examine(cfg: PolicyConfig) -> dict[str, object]:
         found.update(placement=placement.reason, on_cpu=placement.device.type == "cpu")
         check_optim(cfg, placement)
         found.update(fitted(cfg, placement))
+        if trial:
+            found.update(trial=try_policy(cfg) if is_here(cfg) else "")
     except LocalError as error:
         found.update(error=str(error), error_code=error.exit_code)
     return found
@@ -60,4 +67,4 @@ def architecture(cfg: PolicyConfig) -> PretrainedConfig:
 
 
 if __name__ == "__main__":
-    print(json.dumps(examine(PolicyConfig.model_validate_json(sys.stdin.buffer.read()))))
+    print(json.dumps(examine(PolicyConfig.model_validate_json(sys.stdin.buffer.read()), "--trial" in sys.argv)))

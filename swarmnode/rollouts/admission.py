@@ -13,7 +13,6 @@ What is left to a liar is bounded elsewhere: its share of the pool, of a step (s
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Collection
 
@@ -22,7 +21,7 @@ import msgspec
 from swarmnode.config import SharingConfig
 from swarmnode.errors import BadMessage
 from swarmnode.p2p.gossip import Validation
-from swarmnode.rollouts.groups import Announced, Candidate, ExternalGroup, is_useful
+from swarmnode.rollouts.groups import Announced, Candidate, ExternalGroup, has_unwanted_characters, is_useful
 from swarmnode.rollouts.pool import DROP_VERSIONS
 from swarmnode.rollouts.reasons import REASONS
 from swarmnode.rollouts.signers import Recent, Signer, Signers
@@ -37,8 +36,6 @@ BYTES_PER_TOKEN = 256
 """No tokenizer in use has a longer token; text beyond this is not what was sampled."""
 LONGER_THAN_OURS = 4
 """Completions up to this many times our own limit are trained on."""
-_UNWANTED = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ufdd0-\ufdef\ufffe\uffff]")
-"""Control characters except tab, newline and carriage return; bidirectional overrides; non-characters."""
 
 
 class Rejected(msgspec.Struct, frozen=True):
@@ -243,7 +240,7 @@ class Admission:
             return "tokens"
         if any(self._own_tokens(c, group.tokenizer) > LONGER_THAN_OURS * self.max_completion_length for c in group.completions):
             return "too_long"
-        if any(_UNWANTED.search(c.text) for c in group.completions):
+        if any(has_unwanted_characters(c.text) for c in group.completions):
             return "charset"
         ours = (group.model, group.tokenizer) == (self.model, self.tokenizer)
         if ours and not all(c.token_ids and c.logprobs for c in group.completions):

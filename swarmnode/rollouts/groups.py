@@ -10,6 +10,7 @@ They live here, below the trainer, because both ends of the process link need th
 
 from __future__ import annotations
 
+import re
 from typing import Literal, Protocol
 
 import msgspec
@@ -119,6 +120,15 @@ def memory_bytes(group: RolloutGroup, prompt: str = "") -> int:
         text = len(completion.text)
         total += (text if completion.text.isascii() else 4 * text) + len(completion.token_ids) + len(completion.logprobs)
     return total
+
+
+UNWANTED = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ufdd0-\ufdef\ufffe\uffff]")
+"""Control characters except tab, newline and carriage return; bidirectional overrides; non-characters."""
+
+
+def has_unwanted_characters(text: str) -> bool:
+    """Whether nobody takes a group with this text in it (protocol/02-rollouts.md, `charset`)."""
+    return UNWANTED.search(text) is not None
 
 
 def is_useful(rewards: list[float]) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -27,6 +28,9 @@ log = structlog.get_logger("swarmnode.trainer")
 
 COMPLAIN_SECONDS = 30.0
 """Between two complaints that the state cannot be saved."""
+ALIVE_SECONDS = 1.0
+LONGEST_WRITE_SECONDS = 1800.0
+"""A state of a hundred gigabytes on a slow disk; what takes longer hangs."""
 HISTORY_SECONDS = 900.0
 """Between two former states that are kept."""
 SLOTS, SPACING = 3, 4
@@ -59,10 +63,13 @@ class Saver:
         with self._condition:
             return self._snapshot is None
 
-    def wait(self) -> None:
-        """Wait until it is idle."""
+    def wait(self, alive: Callable[[], None] = lambda: None) -> None:
+        """Wait until it is idle. `alive` is called now and then; not for ever, because a disk may hang."""
+        late = time.monotonic() + LONGEST_WRITE_SECONDS
         with self._condition:
-            self._condition.wait_for(lambda: self._snapshot is None)
+            while not self._condition.wait_for(lambda: self._snapshot is None, ALIVE_SECONDS):
+                if time.monotonic() < late:
+                    alive()
 
     def submit(self, snapshot: Snapshot) -> None:
         """Have `snapshot` written, while idle."""
@@ -152,6 +159,12 @@ class Checkpoints:
     def idle(self) -> bool:
         """Whether everything that was to be saved is on disk."""
         return self._saver.idle
+
+    def finish(self, alive: Callable[[], None]) -> None:
+        """Save once more, and wait until that is on disk. `alive` is called now and then meanwhile."""
+        self._saver.wait(alive)
+        self.save(last=True)
+        self._saver.wait(alive)
 
     def save(self, last: bool = False) -> None:
         """Have the state saved, if that is due and the disk is not busy with an earlier one. last: in any case.

@@ -134,7 +134,7 @@ class Loop:
                 self._checkpoints.save(last=True)
                 raise
             self._reporter.enter("draining")
-            self._checkpoints.save(last=True)
+            self._checkpoints.finish(lambda: self._reporter.alive("draining"))
             self._reporter.flush(2.0)
 
     def _train(self, join_seconds: float) -> None:
@@ -147,6 +147,8 @@ class Loop:
                 continue
             started = time.monotonic()
             self._step()
+            if self._pauses.stop.is_set():
+                break
             self._average()
             if evaluation_due(self._training, self._counters):
                 self._evaluate()

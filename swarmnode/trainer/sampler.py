@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import compress
 
 import structlog
 import torch
 
 from swarmnode.config import TrainingConfig
 from swarmnode.policy.generate import GroupSample, Sampling
-from swarmnode.rollouts.groups import OwnGroup, is_useful
+from swarmnode.rollouts.groups import OwnGroup, has_unwanted_characters, is_useful
 from swarmnode.tasks.client import Scored, Scorer
 from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import choose_task, task_seed
@@ -79,14 +80,24 @@ class Sampler:
         scored = self._scorer.score_many(
             [(ref, [c.text for c in sample.completions]) for (_, ref, _), sample in zip(asked, samples, strict=True)]
         )
-        groups, messages = [], []
+        groups, messages, unclean = [], [], 0
         for (sequence, ref, _), sample, result in zip(asked, samples, scored, strict=True):
             if not isinstance(result, Scored):
                 log.warning("group not scored", task=ref.id, error=str(result))
                 continue
-            groups.append(own_group(sample, result.rewards))
-            if not any(self._engine.text.hides(c.ids) for c in sample.completions):  # text that says less than its ids: nobody takes it
-                messages.append(self._message(sequence, ref, sample, result.rewards))
+            clean = [not has_unwanted_characters(c.text) for c in sample.completions]
+            unclean += clean.count(False)
+            rewards = [reward if fine else 0.0 for reward, fine in zip(result.rewards, clean, strict=True)]
+            groups.append(own_group(sample, rewards))
+            if any(self._engine.text.hides(c.ids) for c in sample.completions):  # text that says less than its ids: nobody takes it
+                continue
+            if all(clean):
+                messages.append(self._message(sequence, ref, sample, rewards))
+            elif sum(clean) > 1:
+                shared = replace(sample, completions=list(compress(sample.completions, clean)))
+                messages.append(self._message(sequence, ref, shared, list(compress(rewards, clean))))
+        if unclean:
+            log.warning("completions with control characters: each earns 0 and is left out of what is shared", completions=unclean)
         return Experience(groups, messages, sum(len(c.ids) for sample in samples for c in sample.completions), groups)
 
     def _next_question(self) -> tuple[int, TaskRef]:

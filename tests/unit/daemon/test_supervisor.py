@@ -120,6 +120,36 @@ async def test_a_second_signal_aborts_a_drain_that_hangs(node):
     assert codes == [128 + signal.SIGTERM]
 
 
+DRAINS = """
+def end(*_):
+    progress("draining")
+    for _ in range({turns}):
+        time.sleep(0.1)
+        progress("{status}")
+    open({marker!r}, "w").close()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+progress("training", {step})
+while True: time.sleep(0.05); progress("training")
+"""
+
+
+@pytest.mark.parametrize(
+    ("status", "step", "survives"),
+    [("draining", 0.01, True), ("training", 0.01, False), ("training", 1.0, True)],
+    ids=["saving for longer than drain_seconds", "neither saving nor within a step", "within its step"],
+)
+async def test_a_drain_waits_for_the_step_and_for_what_is_being_saved(node, tmp_path, status, step, survives):
+    body = "import signal\n" + DRAINS.format(turns=15, status=status, step=step, marker=str(tmp_path / "saved"))
+    supervisor = node(trainer=body, drain_seconds=0.5)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(supervisor.run)
+        await until(lambda: node.pids("trainer"))
+        await until(lambda: supervisor._children["trainer"].watchdog.statistics().status == "training")
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert (tmp_path / "saved").exists() is survives
+
+
 def test_one_node_per_data_directory(tmp_path):
     held = lock_data_dir(tmp_path)
     with pytest.raises(Unavailable, match=rf"in use by another node \(pid {os.getpid()}\)"):

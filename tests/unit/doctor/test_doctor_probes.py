@@ -3,23 +3,30 @@
 import http.server
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
+import torch
 import trio
+from safetensors.torch import load_file, save_file
 
+import swarmnode.policy
 from swarmnode import cli
 from swarmnode.config import HttpConfig, NetworkConfig, PolicyConfig
-from swarmnode.doctor import probes
+from swarmnode.doctor import checks, probes
 from swarmnode.doctor.checks import DeviceFacts, DialBackFacts
+from swarmnode.errors import Unavailable
 from swarmnode.files import lock_data_dir
 from swarmnode.observe.history import History
 from swarmnode.observe.http import status_json
 from swarmnode.p2p.identity import load_or_create
+from swarmnode.policy.describe import describe
 from swarmnode.policy.examine import examine
 from tests.support import snapshots
 from tests.support.hosts import host
@@ -146,6 +153,35 @@ def test_the_policy_is_examined_without_its_weights():
     assert examine(PolicyConfig(device="cuda:7"))["error_code"] == 69
 
 
+def test_a_trial_answer_shows_what_a_model_directory_lacks(tmp_path):
+    told = examine(PolicyConfig(device="cpu"), trial=True)
+    assert "tokens sampled" in told["trial"]
+    assert checks.check_trial(DeviceFacts(**told)).level == "ok"
+
+    broken = tmp_path / "broken"
+    shutil.copytree(Path(swarmnode.policy.__file__).parent / "embedded", broken)
+    template = (broken / "chat_template.jinja").read_text()
+    (broken / "chat_template.jinja").write_text("{{ raise_exception('no system prompt') }}")
+    told = examine(PolicyConfig(device="cpu", model=str(broken)), trial=True)
+    assert (told["error_code"], told.get("trial")) == (69, None)
+    assert "a trial generation failed: no system prompt" in told["error"]
+    assert "trial" not in examine(PolicyConfig(device="cpu", model=str(broken))), "nobody asked for one"
+    assert describe_fails(broken).endswith("a trial generation failed: no system prompt")
+
+    weights = load_file(broken / "model.safetensors")
+    (broken / "chat_template.jinja").write_text(template)
+    spoilt = {name: torch.full_like(tensor, float("nan")) for name, tensor in weights.items()}
+    save_file(spoilt, broken / "model.safetensors", {"format": "pt"})
+    told = examine(PolicyConfig(device="cpu", model=str(broken)), trial=True)
+    assert told["error_code"] == 69
+
+
+def describe_fails(model):
+    with pytest.raises(Unavailable) as failed:
+        describe(PolicyConfig(device="cpu", model=str(model)))
+    return str(failed.value)
+
+
 async def test_bootstrap_peers_are_told_apart(tmp_path):
     """One that answers, one with another key, one that is no peer, one that is not there: each for its own reason."""
     async with host(tmp_path / "peer") as network:
@@ -173,7 +209,7 @@ async def hang_up(stream):
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    monkeypatch.setattr(probes, "device", lambda cfg: CPU)
+    monkeypatch.setattr(probes, "device", lambda cfg, trial: CPU)
     monkeypatch.setattr(probes, "kernel_synchronised", lambda: True)
 
 
