@@ -174,6 +174,29 @@ def check_reachability(f: ReachFacts) -> Check:
 
 
 @dataclass(frozen=True)
+class RouterFacts:
+    asked: bool = False
+    """False where a router is not in the way: the node listens on this machine only, or has a public address."""
+    kind: Literal["none", "public", "carrier", "private"] = "none"
+    """What its outside address is, see `p2p.gateway`; of an interface of this machine where there is no router."""
+    outside: str = ""
+
+
+def check_router(f: RouterFacts) -> Check:
+    """What stands between this machine and the internet, as far as the router tells."""
+    name = "router"
+    if f.kind == "carrier":
+        return warn(name, f"carrier-grade NAT: the provider shares one public address among customers ({f.outside} on the outside)",
+                    "no port can be forwarded; relays carry calls here. A public address, or IPv6, is the provider's to give")  # fmt: skip
+    if f.kind == "private":
+        return warn(name, f"it has another router behind it ({f.outside} on the outside)",
+                    "forward the port on both, or leave it: relays carry calls to this node")  # fmt: skip
+    if f.kind == "public":
+        return ok(name, f"its outside address is {f.outside}; a node asks it to forward its port (UPnP)")
+    return ok(name, "none answers to UPnP: a port would have to be forwarded by hand" if f.asked else "none in the way")
+
+
+@dataclass(frozen=True)
 class DialBackFacts:
     """What peers found when they dialled this node back; of the running node, or of a trial at its ports."""
 

@@ -83,12 +83,15 @@ def examine(load: Callable[[], Resolved]) -> Iterator[Check]:
     yield checks.check_files(probes.open_files(), config.network.max_connections)
     status = probes.status(data_dir) if running else probes.RunningNode()
     yield checks.check_clock(probes.clock(data_dir, status))
-    yield checks.check_reachability(probes.reachability(listen, config.network))
+    reachability = probes.reachability(listen, config.network)
+    yield checks.check_reachability(reachability)
     key = data_dir / "identity.key"
     own = None if running or not key.exists() else key  # a key in use twice would be found out
     peers, dial_back = probes.peers(probes.Trial(config.network, swarm, secret, own, [] if running else probes.free_ports(listen)))
     yield from checks.check_peers(peers)
-    yield checks.check_dial_back(probes.dialled_back(status) if running else dial_back)
+    dial_back = probes.dialled_back(status) if running else dial_back
+    yield checks.check_dial_back(dial_back)
+    yield checks.check_router(probes.router(reachability, dial_back.observed))
     device = probes.device(config.policy, trial=not running)
     yield checks.check_device(device)
     yield checks.check_model(device)

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import ipaddress
 import json
 import os
 import re
@@ -29,13 +30,25 @@ import msgspec
 import psutil
 
 from swarmnode.config import HttpConfig, NetworkConfig, PolicyConfig
-from swarmnode.doctor.checks import ClockFacts, DeviceFacts, DialBackFacts, DirectoryFacts, KeyFacts, PeerFacts, PortFacts, ReachFacts
+from swarmnode.doctor.checks import (
+    ClockFacts,
+    DeviceFacts,
+    DialBackFacts,
+    DirectoryFacts,
+    KeyFacts,
+    PeerFacts,
+    PortFacts,
+    ReachFacts,
+    RouterFacts,
+)
+from swarmnode.p2p.gateway import Gateway, kind_of
 
 EXAMINE_SECONDS = 180.0
 """torch may come from a cold disk, config.json from the Hub."""
 TRIAL_SECONDS = 900.0
 """Tens of gigabytes of weights, from a slow disk."""
 REACH_SECONDS = 60.0
+ROUTER_SECONDS = 15.0
 STATUS_SECONDS = 3.0
 STATUS_BYTES = 4 * 2**20
 TIME_ERROR = 5
@@ -159,6 +172,29 @@ def reachability(listen: Sequence[tuple[str, int]], network: NetworkConfig) -> R
     )
 
 
+def router(facts: ReachFacts, observed: str = "") -> RouterFacts:
+    """The router, where there is one in the way. observed: the IP address at which peers see this machine."""
+    listening = [ipaddress.ip_address(host) for host in facts.listen_hosts]
+    own = [ipaddress.ip_address(ip) for ip in facts.own_ips]
+    if facts.announced or all(ip.is_loopback for ip in listening) or any(ip.is_global for ip in own if ip.version == 4):
+        return RouterFacts()
+    try:
+        found = child("swarmnode.p2p.gateway", b"", ROUTER_SECONDS, Gateway)
+    except ChildFailed:
+        found = Gateway()
+    if not found.outside and (carrier := next((ip for ip in carrier_addresses() if ip), "")):
+        return RouterFacts(True, "carrier", carrier)
+    return RouterFacts(True, kind_of(found.outside, observed), found.outside)
+
+
+def carrier_addresses() -> list[str]:
+    """Addresses of this machine that a provider's NAT gave it. A VPN that uses the same block gives single addresses, /32."""
+    return [
+        address.address for interface in psutil.net_if_addrs().values() for address in interface
+        if address.family == socket.AF_INET and kind_of(address.address) == "carrier" and address.netmask != "255.255.255.255"
+    ]  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Trial:
     """What a child needs to try the bootstrap addresses as this node would."""
@@ -207,7 +243,8 @@ def free_ports(listen: Sequence[tuple[str, int]]) -> list[str]:
 
 def dialled_back(node: RunningNode) -> DialBackFacts:
     """What the running node's peers found."""
-    return DialBackFacts(node.network.nat.reach.verdict, relays=len(node.network.nat.client.relays))
+    reach = node.network.nat.reach
+    return DialBackFacts(reach.verdict, reach.observed, len(node.network.nat.client.relays))
 
 
 # ---- clock ------------------------------------------------------------------------------------------------------------------
@@ -293,6 +330,7 @@ def child(module: str, request: bytes, seconds: float, answer: type[Answer], *ar
 
 class RunningReach(msgspec.Struct, frozen=True):
     verdict: Literal["unknown", "public", "private"] = "unknown"
+    observed: str = ""
 
 
 class RunningRelays(msgspec.Struct, frozen=True):

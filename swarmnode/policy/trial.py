@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import torch
+from jinja2 import TemplateError
 
 from swarmnode.config import PolicyConfig
 from swarmnode.errors import DeviceError, Unavailable
@@ -44,7 +45,7 @@ def try_loaded(cfg: PolicyConfig, policy: Policy) -> int:
         (completion,) = group.completions
     except torch.OutOfMemoryError as error:
         raise DeviceError(f"{name}: memory ran out in a trial generation") from error
-    except (RuntimeError, ValueError, TypeError, LookupError, OSError) as error:  # what a tokenizer's template or a model's code raises
+    except (RuntimeError, ValueError, TypeError, LookupError, OSError, TemplateError) as error:  # of a chat template, or of the model
         why = str(error).strip().split("\n")[0] or type(error).__name__
         raise Unavailable(f"{name}: a trial generation failed: {why[:300]}") from error
     if not all(map(math.isfinite, completion.logprobs)):
