@@ -66,7 +66,7 @@ class Person:
         home.mkdir()
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("SWARMNODE_", "XDG_"))}
         settings = {
-            "NETWORK_MDNS": "false", "HTTP_PORT": "0", "POLICY_THREADS": "1", "TRAINING_STEP_INTERVAL": "0.3", "WEIGHTS_JOIN_SECONDS": "1",
+            "NETWORK_MDNS": "false", "HTTP_PORT": "0", "POLICY_THREADS": "1", "TRAINING_STEP_INTERVAL": "2", "WEIGHTS_JOIN_SECONDS": "1",
             "TRAINING_EVAL_EVERY": "1000",
         }  # fmt: skip
         self._env = {

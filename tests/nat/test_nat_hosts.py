@@ -18,7 +18,7 @@ MEBIBYTE = 2**20
 
 @contextlib.contextmanager
 def swarm(tmp_path, kinds, **settings):
-    """(start the relay, a, b): two hosts behind routers of these kinds, met through the relay, which runs."""
+    """(the network, start the relay, relay, a, b): two hosts behind routers of these kinds, met through the relay, which runs."""
     with Topology() as net:
         net.public("relay", "5.5.5.5")
         for name, outside, kind in (("a", "5.5.5.11", kinds[0]), ("b", "5.5.5.12", kinds[1])):
@@ -31,7 +31,7 @@ def swarm(tmp_path, kinds, **settings):
         nodes = {"listen_addrs": ["/ip4/0.0.0.0/tcp/9100"], "initial_peers": relay.addrs, **settings}
         a, b = (NatHost(net, name, tmp_path / name, **nodes) for name in ("a", "b"))
         wait_until(lambda: a.sees(b) and b.sees(a), "they find each other through the relay")
-        yield start_relay, relay, a, b
+        yield net, start_relay, relay, a, b
 
 
 def exchange(a, b):
@@ -48,7 +48,7 @@ def exchange(a, b):
 
 
 def test_neither_can_be_reached_and_both_say_so_and_reserve(tmp_path):
-    with swarm(tmp_path, ("preserving", "fully-random"), hole_punching=False) as (_, relay, a, b):
+    with swarm(tmp_path, ("preserving", "fully-random"), hole_punching=False) as (_, _, relay, a, b):
         for host in (a, b):
             nat = host.do("stat")["nat"]
             assert nat["reach"]["verdict"] == "private"
@@ -62,7 +62,7 @@ def test_neither_can_be_reached_and_both_say_so_and_reserve(tmp_path):
 
 
 def test_routers_that_keep_ports_let_a_direct_connection_through_that_outlives_the_relay(tmp_path):
-    with swarm(tmp_path, ("preserving", "preserving")) as (_, relay, a, b):
+    with swarm(tmp_path, ("preserving", "preserving")) as (_, _, relay, a, b):
         wait_until(lambda: a.sees(b) == b.sees(a) == "direct", "the hole is punched")
         wait_until(lambda: relay.do("stat")["nat"]["relay"]["circuits"] == 0, "the circuit is given up")
         exchange(a, b)
@@ -73,7 +73,7 @@ def test_routers_that_keep_ports_let_a_direct_connection_through_that_outlives_t
 
 
 def test_a_router_that_does_not_leaves_them_on_the_relay_and_they_come_back_with_it(tmp_path):
-    with swarm(tmp_path, ("preserving", "fully-random")) as (start_relay, relay, a, b):
+    with swarm(tmp_path, ("preserving", "fully-random")) as (_, start_relay, relay, a, b):
         exchange(a, b)
         wait_until(lambda: sum(each.do("stat")["nat"]["punch"]["failed"] for each in (a, b)) == 1, "punching is given up")
         assert a.sees(b) == b.sees(a) == "relayed"
@@ -100,3 +100,26 @@ def test_the_doctor_asks_to_be_dialled_back_and_tells_the_nat_class_from_it(tmp_
         relay = NatHost(net, "relay", tmp_path / "relay", **RELAY)
         assert probe(net, "closed") == DialBackFacts("private", "5.5.5.11", 1)
         assert probe(net, "open") == DialBackFacts("public", "5.5.5.6", 0)
+
+
+def test_a_router_that_starts_again_with_another_address_costs_minutes_and_nobody_has_to_do_anything(tmp_path):
+    with swarm(tmp_path, ("preserving", "fully-random")) as (net, _, relay, a, b):
+        exchange(a, b)
+        assert a.do("stat")["nat"]["reach"]["observed"] == "5.5.5.11"
+        net.move("a", "5.5.5.21")
+        wait_until(lambda: a.do("stat")["nat"]["reach"]["observed"] == "5.5.5.21", "peers see the new address", 400.0)
+        wait_until(lambda: relay.peer in a.do("stat")["connected"] and a.sees(b) and b.sees(a), "they find each other again", 400.0)
+        exchange(a, b)
+
+
+def test_hosts_with_ipv6_alone_reach_each_other_and_find_a_third_through_the_second(tmp_path):
+    with Topology() as net:
+        for name, number in (("a", 1), ("b", 2), ("c", 3)):
+            net.public(name, f"2a01:4f8:1:2::{number}")
+        listen = lambda number: {"listen_addrs": [f"/ip6/2a01:4f8:1:2::{number}/tcp/9000"]}
+        b = NatHost(net, "b", tmp_path / "b", **listen(2))
+        a, c = (NatHost(net, name, tmp_path / name, initial_peers=b.addrs, **listen(number)) for name, number in (("a", 1), ("c", 3)))
+        wait_until(lambda: a.sees(c) == c.sees(a) == "direct", "a and c hear of each other from b")
+        exchange(a, c)
+        wait_until(lambda: a.do("stat")["nat"]["reach"]["verdict"] == "public", "a is dialled back")
+        assert a.do("stat")["nat"]["reach"]["observed"] == "2a01:4f8:1:2::1"

@@ -19,6 +19,7 @@ import secrets
 import shutil
 import signal
 import subprocess
+import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
@@ -78,9 +79,17 @@ class Topology:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
     def public(self, name: str, address: str) -> None:
-        """A namespace with one interface on the bridge."""
+        """A namespace with one interface on the bridge. address: IPv4, or IPv6 and nothing else."""
         self._add(name)
         self._plug(name, address)
+
+    def move(self, name: str, outside: str, *, dark_seconds: float = 2.0) -> None:
+        """The router in front of `name` starts again and has another outside address: nothing gets through meanwhile, and what it knew
+        of connections is gone, without a word to either side."""
+        router = self._routers[name]
+        self._in(router, "ip addr flush dev outside", "ip link set outside down")
+        time.sleep(dark_seconds)
+        self._in(router, f"ip addr add {outside}/24 dev outside", "ip link set outside up")
 
     def behind_nat(self, name: str, outside: str, kind: Kind = "preserving", *, resets: bool = False) -> None:
         """A namespace `name` in a private network whose router masquerades as `outside`, and drops what was not asked for from inside;
@@ -175,7 +184,8 @@ class Topology:
         port = f"p{len(self._names)}"
         self._run(f"ip link add outside netns {self._ns(name)} type veth peer name {port} netns {self._ns('wan')}")
         self._in("wan", f"ip link set {port} master br0", f"ip link set {port} up")
-        self._in(name, f"ip addr add {address}/24 dev outside", "ip link set outside up")
+        self._in(name, f"ip addr add {address}/64 dev outside nodad" if ":" in address else f"ip addr add {address}/24 dev outside")
+        self._in(name, "ip link set outside up")
 
     def _in(self, name: str, *commands: str, data: str | None = None) -> None:
         for command in commands:
