@@ -109,6 +109,11 @@ def test_a_router_that_starts_again_with_another_address_costs_minutes_and_nobod
         net.move("a", "5.5.5.21")
         wait_until(lambda: a.do("stat")["nat"]["reach"]["observed"] == "5.5.5.21", "peers see the new address", 400.0)
         wait_until(lambda: relay.peer in a.do("stat")["connected"] and a.sees(b) and b.sees(a), "they find each other again", 400.0)
+
+        def answered(one, other):  # what has not noticed yet asks over a connection of which nothing is left
+            return one.do("request", peer=other.peer, bytes=1000).get("same") is True
+
+        wait_until(lambda: answered(a, b) and answered(b, a), "no connection of before is left", 400.0)
         exchange(a, b)
 
 
