@@ -83,12 +83,10 @@ class Redaction:
         return any(secret.encode() in data for secret in self._secrets)
 
 
-def secrets_of(data_dir: Path, secret_file: Path | None, environment: Mapping[str, str]) -> list[str]:
+def secrets_of(data_dir: Path, environment: Mapping[str, str]) -> list[str]:
     """Keys, swarm secrets and tokens that this node could give away, as they would be written: hex, base64, lines of PEM."""
     found = [value for name, value in environment.items() if SECRET_VARIABLE.search(name)]
     files = [*data_dir.glob("*.key"), *data_dir.glob("*.secret"), Path(os.path.expanduser("~/.cache/huggingface/token"))]
-    if secret_file is not None:
-        files.append(secret_file.expanduser())
     for file in files:
         with contextlib.suppress(OSError):
             with file.open("rb") as opened:
@@ -117,7 +115,7 @@ def write_bundle(resolved: Resolved | None, checks: Sequence[Check], into: Path)
     """
     config = resolved.config if resolved is not None else Config()
     data_dir = config.node.data_dir
-    redaction = Redaction(secrets_of(data_dir, config.swarm.secret_file, os.environ))
+    redaction = Redaction(secrets_of(data_dir, os.environ))
     files: dict[str, object] = {"versions.json": _versions(), "doctor.json": [asdict(check) for check in checks]}
     if resolved is not None:
         files["config.json"] = {
