@@ -46,7 +46,7 @@ SECRET_VARIABLE = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|COOKIE", re
 LEAST_SECRET = 6
 """Characters: a shorter value is in every text, and blanking it would blank everything."""
 INVITE = re.compile(r"[^\s\"']*/swarm/[0-9a-fA-F]{64}")
-"""Whoever has an invite may try to come in, and of a private swarm that is not everybody's business."""
+"""An invite lets its holder try to come in, and of a private swarm that is not everybody's business."""
 USERINFO = re.compile(r"(?<=://)[^/\s\"'@]+@")
 PRIVATE_SETTINGS = ("swarm.invite",)
 
