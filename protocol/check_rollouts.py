@@ -13,6 +13,7 @@ from check_frames import (
     FLOATS,
     REGISTRY,
     Refused,
+    Row,
     counter,
     decode,
     decompress,
@@ -33,6 +34,11 @@ GROUP = {
 ANNOUNCE = {"type": ("announce",), "content": bytes, "size": int, "created_at": int, "sequence": int}
 FETCH_REQUEST = {"content": bytes}
 FETCH_RESPONSE = {"status": ("ok", "unknown", "busy"), "body": bytes}
+LISTING_REQUEST = {"swarm": bytes, "life": bytes, "position": int}
+LISTED = Row(content=bytes, author=bytes, task=str, created_at=int, size=int, spread=float)
+LISTING_RESPONSE = {"status": ("ok", "unknown", "busy"), "life": bytes, "position": int, "groups": [LISTED]}
+GROUPS_REQUEST = {"contents": [bytes]}
+GROUPS_RESPONSE = {"groups": [FETCH_RESPONSE]}
 
 UNWANTED = re.compile("[\\x00-\\x08\\x0b\\x0c\\x0e-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069\\ufdd0-\\ufdef\\ufffe\\uffff]")
 """Control characters, bidirectional overrides, non-characters."""
@@ -86,6 +92,61 @@ def read_fetch_response(frame):
     response = decode(frame, BYTES["fetch_response"], FETCH_RESPONSE)
     require((response["status"] == "ok") == bool(response["body"]) and len(response["body"]) <= BYTES["group"])
     return response
+
+
+def read_listing_request(frame):
+    request = decode(frame, BYTES["listing_request"], LISTING_REQUEST)
+    require(len(request["swarm"]) == EXACT["swarm_id"] and len(request["life"]) in (0, EXACT["life"]))
+    counter(request["position"])
+    require(request["life"] or request["position"] == 0)
+    return request
+
+
+def read_listing_response(frame):
+    response = decode(frame, BYTES["listing_response"], LISTING_RESPONSE)
+    groups = response["groups"]
+    require(len(response["life"]) == EXACT["life"])
+    counter(response["position"])
+    require(len(groups) <= COUNTS["listed"] and (not groups or response["status"] == "ok"))
+    for content, author, task, created_at, size, spread in groups:
+        require(len(content) == EXACT["content_id"] and len(author) == EXACT["key"])
+        name(task, BYTES["task_id"])
+        counter(created_at)
+        require(1 <= size <= BYTES["group"])
+        require(math.isfinite(spread), "not_finite")
+        require(0 <= spread <= FLOATS["spread"])
+    require(len({content for content, *_ in groups}) == len(groups))
+    return response
+
+
+def read_groups_request(frame):
+    contents = decode(frame, BYTES["groups_request"], GROUPS_REQUEST)["contents"]
+    require(1 <= len(contents) <= COUNTS["pulled"] and len(set(contents)) == len(contents))
+    require(all(len(content) == EXACT["content_id"] for content in contents))
+    return {"contents": contents}
+
+
+def read_groups_response(frame):
+    groups = decode(frame, BYTES["groups_response"], GROUPS_RESPONSE)["groups"]
+    require(1 <= len(groups) <= COUNTS["pulled"])
+    require(all((group["status"] == "ok") == bool(group["body"]) for group in groups))
+    require(sum(len(group["body"]) for group in groups) <= BYTES["group"])
+    return {"groups": groups}
+
+
+def listing(life, held, last, request):
+    """02, section 6: the positions that are listed, of those that are `held`; `last` was the last one given."""
+    since = request["position"] if request["life"] == life and request["position"] <= last else 0
+    return [position for position in held if position > since][-COUNTS["listed"] :]
+
+
+def listed_falsely(listed, frame, domain, swarm):
+    """Whether whoever listed a group said what its envelope contradicts."""
+    content, author, task, created_at, size, _ = listed
+    opened = open_envelope(frame, BYTES["group"], domain, swarm)
+    group = opened["message"]
+    true = [opened["content"].hex(), opened["peer"], group["task"]["id"], group["created_at"], len(frame)]
+    return None if [content, peer_id(bytes.fromhex(author)), task, created_at, size] == true else "mismatch"
 
 
 def seed_block(domain, *data):
@@ -177,9 +238,17 @@ READERS = {
     "fetched": lambda frame, domain, swarm: open_envelope(frame, BYTES["group"], domain, swarm),
     "fetch_request": lambda frame, domain, swarm: read_fetch_request(frame),
     "fetch_response": lambda frame, domain, swarm: read_fetch_response(frame),
+    "listing_request": lambda frame, domain, swarm: read_listing_request(frame),
+    "listing_response": lambda frame, domain, swarm: read_listing_response(frame),
+    "groups_request": lambda frame, domain, swarm: read_groups_request(frame),
+    "groups_response": lambda frame, domain, swarm: read_groups_response(frame),
 }
 DERIVATIONS = {
     "task_seed": lambda swarm, peer, sequence: task_seed(bytes.fromhex(swarm), peer, sequence),
     "evaluation_seed": evaluation_seed,
     "choose_task": choose_task,
+    "listing": listing,
+    "listed": lambda listed, frame, swarm: listed_falsely(
+        listed, bytes.fromhex(frame), REGISTRY["domains"]["rollout"].encode(), bytes.fromhex(swarm)
+    ),
 }

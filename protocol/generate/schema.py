@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from swarmnode.wire.listings import GroupsRequest, GroupsResponse, ListingRequest, ListingResponse
 from swarmnode.wire.messages import (
     Announce,
     BulkManifest,
@@ -45,6 +46,10 @@ MESSAGES: dict[str, type[msgspec.Struct]] = {
     "envelope": Envelope,
     "fetch_request": FetchRequest,
     "fetch_response": FetchResponse,
+    "listing_request": ListingRequest,
+    "listing_response": ListingResponse,
+    "groups_request": GroupsRequest,
+    "groups_response": GroupsResponse,
     "peers_request": PeersRequest,
     "peers_response": PeersResponse,
     "manifest": SwarmManifest,

@@ -14,7 +14,16 @@ from typing import Any
 
 import msgpack
 
-from protocol.generate import bulk_vectors, crew_vectors, manifest_vectors, stage_vectors, state_vectors, summary_vectors, weight_vectors
+from protocol.generate import (
+    bulk_vectors,
+    crew_vectors,
+    listing_vectors,
+    manifest_vectors,
+    stage_vectors,
+    state_vectors,
+    summary_vectors,
+    weight_vectors,
+)
 from protocol.generate.frames import (
     ANNOUNCE,
     COMPLETION,
@@ -447,6 +456,9 @@ DOCUMENTS: dict[str, tuple[str, tuple[Callable[[], Iterator[Vector]], ...]]] = {
         (hostile_compression,),
     ),
     "fetch": ("Requests and responses of the fetch protocol.", (fetch,)),
+    "listings": ("What a node lists and is asked for, which of it a listing has, and what a listing says falsely.", (
+        listing_vectors.listings, listing_vectors.pulls, listing_vectors.derivations,
+    )),
     "peers": ("Requests and responses of the peers protocol.", (peers,)),
     "manifests": ("Signed manifests, each with the swarm id that follows from it, and requests for them.", (manifest_vectors.manifests,)),
     "sessions": ("Sessions, signed for the swarm of this file.", (manifest_vectors.sessions,)),

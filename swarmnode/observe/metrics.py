@@ -34,8 +34,12 @@ from swarmnode.p2p.summaries import OUTCOMES as SUMMARY_OUTCOMES
 from swarmnode.pipeline.faults import DEVICE
 from swarmnode.pipeline.fence import FENCE_REASONS
 from swarmnode.pipeline.frames import FRAME_REASONS
+from swarmnode.rollouts.claims import LIES
 from swarmnode.rollouts.groups import Outcome
+from swarmnode.rollouts.mode import Phase
+from swarmnode.rollouts.pulling import LISTINGS, PULLED
 from swarmnode.rollouts.reasons import REASONS
+from swarmnode.rollouts.serving import SERVED as ROLLOUTS_SERVED
 from swarmnode.weights import outcomes, pairing
 from swarmnode.weights.driver import FAILURES
 
@@ -54,6 +58,7 @@ JUDGED: tuple[str, ...] = get_args(Outcome)
 PROCESSES = ("network", "trainer")
 REQUESTS = ("ok", "timeout", "failed", "malformed")
 SERVED = (*REQUESTS, "busy", "unwelcome", "error")
+MODES = tuple(mode.value for mode in Phase)
 FETCHES = ("ok", "fetch_timeout", "fetch_failed", "fetch_unknown", "fetch_busy", "mismatch")
 GOSSIP = ("received", "accepted", "ignored", "rejected", "delivered", "published", "unwelcome", "dropped")
 POOL_DROPS = ("expired_age", "expired_version", "evicted_full", "evicted_peer_share", "refused")
@@ -301,6 +306,31 @@ ROLLOUTS = (
            "from ours.", ("outcome",), JUDGED),
     Metric("swarmnode_rollouts_fetched_total", "counter", "rollouts.fetching.fetched",
            "Groups that were announced by their hash, by how fetching them ended.", ("outcome",), FETCHES),
+    Metric("swarmnode_rollouts_exchange_mode", "gauge", "rollouts.pulling.modes",
+           "1 for how groups come here now: by `gossip`; by `pull`; `trial` is by gossip, while listings show whether pulling would do.",
+           ("mode",), MODES),
+    Metric("swarmnode_rollouts_exchange_switches_total", "counter", "rollouts.pulling.switches",
+           "Times that this node left gossip for pulling, or came back. More than a few in a day: it is at the threshold, "
+           "set `sharing.exchange`."),
+    Metric("swarmnode_rollouts_per_wanted", "gauge",
+           {"arrived": "rollouts.pulling.arrived_per_wanted", "listed": "rollouts.pulling.listed_per_wanted"},
+           "Groups that came by gossip, or were listed, lately for each that the trainer asked for. Above 12 that arrived, gossip costs "
+           "more than it brings; below 6 that are listed, there is too little to choose from.", ("way",)),
+    Metric("swarmnode_rollouts_listings_total", "counter", "rollouts.pulling.listings",
+           "Peers asked what they have, by how that ended. `unsupported`: of a version without listings.", ("outcome",), LISTINGS),
+    Metric("swarmnode_rollouts_pulled_total", "counter", "rollouts.pulling.pulled",
+           "Groups that were asked for, by how that ended. `refused`: admission says why.", ("outcome",), PULLED),
+    Metric("swarmnode_rollouts_listing_lies_total", "counter", "rollouts.pulling.claims.lies",
+           "Listings that were not true, by what was wrong. `absent` and `slow` happen to honest peers too; the others do not.",
+           ("lie",), LIES),
+    Metric("swarmnode_rollouts_offered", "gauge", "rollouts.pulling.offered",
+           "Groups that connected peers list and this node has not got."),
+    Metric("swarmnode_rollouts_listers", "gauge", "rollouts.pulling.listers", "Connected peers that list what they have."),
+    Metric("swarmnode_rollouts_served_total", "counter", "rollouts.serving.served",
+           "What peers asked for, by what they were answered: a `listing`, a `group`, `unknown`, `busy` (their allowance or our budget), "
+           "`malformed`.", ("outcome",), ROLLOUTS_SERVED),
+    Metric("swarmnode_rollouts_catalogue_groups", "gauge", "rollouts.serving.catalogue.groups", "Groups that this node lists."),
+    Metric("swarmnode_rollouts_catalogue_bytes", "gauge", "rollouts.serving.catalogue.bytes", "Bytes of the groups that this node lists."),
     Metric("swarmnode_rollout_staleness_versions", "histogram", _staleness,
            "Policy versions that this node went through between a group's arrival and its use."),
     Metric("swarmnode_pool_groups", "gauge", "rollouts.pool.groups", "Groups of peers that wait in the pool to be trained on."),

@@ -110,7 +110,16 @@ class Admission:
 
     def check_frame(self, frame: bytes, now: float) -> Candidate | Announced | Rejected:
         """Everything that needs no scorer, on a frame from gossip. Cannot raise."""
-        return self._guarded(lambda: self._check_frame(frame, now))
+        return self._guarded(lambda: self._check_frame(frame, limits.GOSSIP_BYTES, now))
+
+    def check_pulled(self, body: bytes, now: float) -> Candidate | Rejected:
+        """The same for a group that a peer was asked for, which may be longer. Cannot raise."""
+        result = self._guarded(lambda: self._check_frame(body, limits.GROUP_BYTES, now))
+        return self.refuse("mismatch") if isinstance(result, Announced) else result
+
+    def has_seen(self, content: bytes) -> bool:
+        """Whether this frame was here before, whatever became of it."""
+        return content in self._seen
 
     def check_fetched(self, announced: Announced, body: bytes, now: float) -> Candidate | Rejected:
         """The same for the body of an announced group, which its author was asked for. Cannot raise."""
@@ -161,14 +170,14 @@ class Admission:
         self._outcomes["announced" if isinstance(result, Announced) else "candidate"] += 1
         return result
 
-    def _check_frame(self, frame: bytes, now: float) -> Candidate | Announced | str | tuple[str, str]:
-        if len(frame) > limits.GOSSIP_BYTES:
+    def _check_frame(self, frame: bytes, limit: int, now: float) -> Candidate | Announced | str | tuple[str, str]:
+        if len(frame) > limit:
             return "oversize"
         content = envelope.content_id(frame)
         if content in self._seen:
             return "duplicate"
         try:
-            signed = codec.decode(frame, Envelope, limits.GOSSIP_BYTES)
+            signed = codec.decode(frame, Envelope, limit)
             signer = self._signers.find(signed.key)
             peer = signer.peer if signer else envelope.peer_id(signed.key)
             if peer == self.own_peer:
@@ -195,7 +204,7 @@ class Admission:
         if isinstance(message, Announce):
             signer.note(message.sequence, now)
             return Announced(message.content, message.size, peer, message.sequence, message.created_at)
-        return self._check_group(message, content, signer, now)
+        return self._check_group(message, frame, signer, now)
 
     def _check_fetched(self, announced: Announced, body: bytes, now: float) -> Candidate | str | tuple[str, str]:
         """Its sequence was taken when it was announced, and must be the one announced."""
@@ -213,15 +222,15 @@ class Admission:
         if isinstance(group, Announce) or (group.sequence, group.created_at) != (announced.sequence, announced.created_at):
             return "mismatch", peer
         signer = self._signers.find(signed.key) or Signer(peer, self.cfg.groups_per_second, now)
-        return self._check_group(group, announced.content, signer, now)
+        return self._check_group(group, body, signer, now)
 
-    def _check_group(self, group: RolloutGroup, content: bytes, signer: Signer, now: float) -> Candidate | tuple[str, str]:
+    def _check_group(self, group: RolloutGroup, frame: bytes, signer: Signer, now: float) -> Candidate | tuple[str, str]:
         reason = self._group_reason(group, signer, now)
         if reason:
             return reason, signer.peer
         signer.note(group.sequence, now)
         signer.note_version(group.model, group.policy_version, now)
-        return Candidate(content, signer.peer, group)
+        return Candidate(envelope.content_id(frame), signer.peer, group, frame)
 
     def _group_reason(self, group: RolloutGroup, signer: Signer, now: float) -> str | None:
         if signer.is_outdated(group.model, group.policy_version, DROP_VERSIONS, now):

@@ -3,7 +3,9 @@
     trainer ─ publish ─▶ check, sign ─▶ gossip                        up to 64 KB
                                      └▶ shelf, and its hash on gossip  longer; whoever wants it fetches it
     gossip ─▶ admission.check_frame (in the validator) ─▶ queue ─▶ scorer ─▶ admission.check_scored ─▶ pool ─ draw ─▶ trainer
-                          └ announced ─▶ fetching ─▶ admission.check_fetched ─▶ queue
+                          ├ announced ─▶ fetching ─▶ admission.check_fetched ─▶ queue
+    pulling ─ listings, groups asked for ─▶ admission.check_pulled ─▶ queue
+    serving ◀─ what is published and what is admitted: listed, and given to whoever asks
 
 Nothing a peer does ends a task here: a failed fetch or scorer costs that group and is counted. What fails otherwise is a defect of ours and
 ends `run`, visibly; nothing is restarted in silence.
@@ -17,7 +19,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import trio
@@ -28,10 +30,13 @@ from swarmnode.p2p.api import Network
 from swarmnode.p2p.gossip import Validation
 from swarmnode.p2p.reputation import GREYLIST
 from swarmnode.rollouts.admission import Admission, AdmissionStatistics, Rejected
+from swarmnode.rollouts.catalogue import Catalogue
 from swarmnode.rollouts.fetching import Fetching, FetchStatistics
 from swarmnode.rollouts.groups import Announced, Candidate, Draw, Drawn, Judged, OwnGroup, PolicyFacts, is_useful, without_token_ids
 from swarmnode.rollouts.pool import Pool, PoolStatistics
+from swarmnode.rollouts.pulling import Around, Pulling, PullStatistics
 from swarmnode.rollouts.reasons import REASONS
+from swarmnode.rollouts.serving import Serving, ServingStatistics
 from swarmnode.rollouts.shelf import CandidateQueue, Strikes
 from swarmnode.rollouts.signers import Signer
 from swarmnode.rollouts.trust import Arrivals, PeerTrust, count
@@ -88,6 +93,8 @@ class ExchangeStatistics(msgspec.Struct, frozen=True):
     """Groups that arrived: admitted, ignored, rejected, and those still being fetched or scored."""
     admission: AdmissionStatistics = AdmissionStatistics()
     fetching: FetchStatistics = FetchStatistics()
+    pulling: PullStatistics = PullStatistics()
+    serving: ServingStatistics = ServingStatistics()
     waiting: int = 0
     """Candidates before the scorer."""
     pool: PoolStatistics = PoolStatistics()
@@ -109,6 +116,21 @@ class GroupRules:
     """Whether a group is one that the swarm's manifest allows."""
     spoken: ids.Spoken = field(default_factory=ids.Spoken)
     """Ordinals of the swarm."""
+
+
+class _ByListing(NamedTuple):
+    """Both ends of listings and pulls."""
+
+    serving: Serving
+    pulling: Pulling
+
+
+class _Counts:
+    def __init__(self) -> None:
+        self.published: Counter[str] = Counter()
+        """Own groups, by outcome of `publish`."""
+        self.judged: Counter[str] = Counter()
+        """Drawn groups, by what the trainer made of them."""
 
 
 class RolloutExchange:
@@ -154,11 +176,16 @@ class RolloutExchange:
         self._strikes = Strikes()
         self._news = trio.Event()
         self._fetching = Fetching(network, self._fetched, self._refuse, self._budget.allows, rules.spoken.fetch)
+        life = self._rng.randbytes(limits.LIFE_BYTES)
+        around = Around(self._budget.allows, self.trust, self._enqueue)
+        self._by_listing = _ByListing(
+            Serving(Catalogue(credentials.swarm, life), self._budget.allows, lambda peer: self.admitted_of(peer) > 0, clock),
+            Pulling(network, self.admission, around, cfg.exchange, clock, self._rng),
+        )
         self._trust = PeerTrust()
         self._admitted_of: OrderedDict[str, int] = OrderedDict()
         self._arrivals = Arrivals()
-        self._published: Counter[str] = Counter()
-        self._judged: Counter[str] = Counter()
+        self._counts = _Counts()
 
     # -- for the node
 
@@ -173,6 +200,8 @@ class RolloutExchange:
             nursery.start_soon(self._expire)
             nursery.start_soon(self._mind_budget)
             await nursery.start(self._fetching.run)
+            self._by_listing.serving.start(self._network.requests)
+            nursery.start_soon(self._by_listing.pulling.run)
             for _ in range(SCORER_TASKS):
                 nursery.start_soon(self._score)
             task_status.started()
@@ -181,14 +210,16 @@ class RolloutExchange:
         admission, fetching = self.admission.statistics(), self._fetching.statistics()
         decided = admission.admitted + sum(admission.ignored.values()) + sum(admission.rejected.values())
         return ExchangeStatistics(
-            published=sum(self._published[outcome] for outcome in PUBLISHED),
-            unpublished={outcome: n for outcome, n in self._published.items() if outcome not in PUBLISHED},
+            published=sum(self._counts.published[outcome] for outcome in PUBLISHED),
+            unpublished={outcome: n for outcome, n in self._counts.published.items() if outcome not in PUBLISHED},
             received=decided + len(self._queue) + fetching.pending,
             admission=admission,
             fetching=fetching,
+            pulling=self._by_listing.pulling.statistics(),
+            serving=self._by_listing.serving.statistics(),
             waiting=len(self._queue),
             pool=self.pool.statistics(self._clock()),
-            judged=dict(self._judged),
+            judged=dict(self._counts.judged),
             peers_used=len(self._trust),
         )
 
@@ -214,7 +245,7 @@ class RolloutExchange:
         A group whose rewards are all equal stays here unless the filter is off: receivers would drop it.
         """
         outcome = await self._publish(own) if self.cfg.enabled else "disabled"
-        self._published[outcome] += 1
+        self._counts.published[outcome] += 1
         return outcome
 
     def draw(self, request: Draw) -> Drawn:
@@ -223,11 +254,12 @@ class RolloutExchange:
         groups = self.pool.draw(request.count, request.policy_version, self._clock(), self._rng, self.trust, self.belief, request.per_peer)
         tokenizer = self._policy.tokenizer if self._policy else b""
         groups = [g if g.group.tokenizer == tokenizer else msgspec.structs.replace(g, group=without_token_ids(g.group)) for g in groups]
+        self._by_listing.pulling.want(request.count, len(self.pool))
         return Drawn(request.request, groups, self._arrivals.take(request.per_peer, self.belief))
 
     def judged(self, judged: Judged) -> None:
         """What the trainer made of a drawn group: builds its author's trust, or costs it."""
-        self._judged[judged.outcome] += 1
+        self._counts.judged[judged.outcome] += 1
         self._trust.judged(judged.peer, judged.outcome)
         if judged.outcome == "used":
             self._network.accepted(judged.peer)
@@ -280,6 +312,8 @@ class RolloutExchange:
                 return "oversize"
         frame = envelope.seal(group, self._credentials.key, ids.DOMAIN_ROLLOUT, self._credentials.swarm)
         outcome = "gossip"
+        if own.rewards:
+            self._by_listing.serving.put(group, self._network.peer_id, frame, own.rewards)
         if len(frame) > limits.GOSSIP_BYTES:
             content = envelope.content_id(frame)
             self._fetching.shelf.put(content, frame)
@@ -297,6 +331,7 @@ class RolloutExchange:
 
     def validate(self, frame: bytes, forwarder: str) -> Validation:
         """Gossip's validator: admission without the scorer. Cannot raise."""
+        self._by_listing.pulling.arrived()
         result = self.admission.check_frame(frame, self._clock())
         if isinstance(result, Rejected):
             if result.verdict is Validation.REJECT and result.peer is not None and result.peer != forwarder:
@@ -333,6 +368,7 @@ class RolloutExchange:
             works = any(isinstance(scored, Scored) for scored in results)
             for candidate, scored in zip(batch, results, strict=True):
                 if isinstance(scored, Scored):
+                    self._by_listing.pulling.scored(candidate.content, scored.rewards)
                     self._admit(candidate, scored)
                     continue
                 if isinstance(scored, ScorerFailed) and works:
@@ -346,6 +382,7 @@ class RolloutExchange:
         if self.pool.add(group, self._clock(), self._version):
             self.admission.note_admitted()
             count(self._admitted_of, candidate.peer)
+            self._by_listing.serving.put(candidate.group, candidate.peer, candidate.envelope, group.rewards)
             if is_useful(group.rewards):
                 self._arrivals.add(candidate.peer)
         else:
@@ -365,12 +402,14 @@ class RolloutExchange:
             self._network.rejected(announced.peer, result.reason)
 
     async def _mind_budget(self) -> None:
-        """In the topic while there is budget for what others send, out of it otherwise."""
+        """In the topic while there is budget for what others send and this node does not pull instead, out of it otherwise."""
         topic, listening = self._topic, True
         while True:
-            if self._budget.listening() != listening:
+            affordable = self._budget.listening()
+            if (affordable and self._by_listing.pulling.in_topic) != listening:
                 listening = not listening
-                log.info("the budget %s", "lets us listen again" if listening else "is used up for now: leaving the swarm's topic")
+                why = "asking for groups instead" if affordable else "the budget is used up for now"
+                log.info("taking part in the swarm's topic again" if listening else f"leaving the swarm's topic: {why}")
                 await (self._network.gossip.rejoin(topic) if listening else self._network.gossip.leave(topic))
             await trio.sleep(BUDGET_SECONDS)
 

@@ -94,6 +94,8 @@ class Candidate(msgspec.Struct, frozen=True):
     content: bytes
     peer: str
     group: RolloutGroup
+    envelope: bytes = b""
+    """As it was signed, for whoever asks for it."""
 
 
 class Announced(msgspec.Struct, frozen=True):

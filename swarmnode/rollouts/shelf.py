@@ -39,7 +39,7 @@ class CandidateQueue:
 
     def put(self, candidate: Candidate) -> bool:
         """False where there is no room."""
-        size = memory_bytes(candidate.group)
+        size = memory_bytes(candidate.group) + len(candidate.envelope)
         if len(self._items) >= self.groups or self._bytes + size > self.size or self._of_peer[candidate.peer] >= self.peer_groups:
             return False
         self._items.append((candidate, size))

@@ -11,6 +11,7 @@ from typing import Any
 from swarmnode.errors import BadMessage
 from swarmnode.wire import limits
 from swarmnode.wire.fields import (
+    COUNTER,
     check_between,
     check_counter,
     check_finite,
@@ -21,6 +22,7 @@ from swarmnode.wire.fields import (
     check_text,
     utf8,
 )
+from swarmnode.wire.listings import GroupsRequest, GroupsResponse, Listed, ListingRequest, ListingResponse
 from swarmnode.wire.messages import (
     Announce,
     BulkManifest,
@@ -130,6 +132,46 @@ def _check_fetch_response(response: FetchResponse) -> None:
     if bool(response.body) != (response.status == "ok"):
         raise BadMessage("bounds", "a body comes with `ok` and only with it")
     check_between("body", len(response.body), 0, limits.GROUP_BYTES)
+
+
+def _check_listing_request(request: ListingRequest) -> None:
+    check_length("swarm", request.swarm, limits.SWARM_ID_BYTES)
+    check_length("life", request.life, limits.LIFE_BYTES if request.life else 0)
+    check_between("position", request.position, 0, COUNTER if request.life else 0)
+
+
+def _check_listing_response(response: ListingResponse) -> None:
+    check_length("life", response.life, limits.LIFE_BYTES)
+    check_counter("position", response.position)
+    check_between("groups", len(response.groups), 0, limits.LISTED if response.status == "ok" else 0)
+    for listed in response.groups:
+        _check_listed(listed)
+    if len({listed.content for listed in response.groups}) < len(response.groups):
+        raise BadMessage("bounds", "a group is listed twice")
+
+
+def _check_listed(listed: Listed) -> None:
+    check_length("content", listed.content, limits.CONTENT_ID_BYTES)
+    check_length("author", listed.author, limits.KEY_BYTES)
+    check_name("task", listed.task, limits.TASK_ID_BYTES)
+    check_counter("created_at", listed.created_at)
+    check_between("size", listed.size, 1, limits.GROUP_BYTES)
+    check_between("spread", listed.spread, 0.0, limits.SPREAD)
+
+
+def _check_groups_request(request: GroupsRequest) -> None:
+    check_between("contents", len(request.contents), 1, limits.PULLED)
+    for content in request.contents:
+        check_length("content", content, limits.CONTENT_ID_BYTES)
+    if len(set(request.contents)) < len(request.contents):
+        raise BadMessage("bounds", "a group is asked for twice")
+
+
+def _check_groups_response(response: GroupsResponse) -> None:
+    check_between("groups", len(response.groups), 1, limits.PULLED)
+    for group in response.groups:
+        _check_fetch_response(group)
+    check_between("groups", sum(len(group.body) for group in response.groups), 0, limits.GROUP_BYTES)
 
 
 def _check_peers_request(request: PeersRequest) -> None:
@@ -283,6 +325,10 @@ _CHECKS: dict[type, Callable[[Any], None]] = {
     Envelope: _check_envelope,
     FetchRequest: _check_fetch_request,
     FetchResponse: _check_fetch_response,
+    ListingRequest: _check_listing_request,
+    ListingResponse: _check_listing_response,
+    GroupsRequest: _check_groups_request,
+    GroupsResponse: _check_groups_response,
     PeersRequest: _check_peers_request,
     PeersResponse: _check_peers_response,
     SwarmManifest: _check_manifest,

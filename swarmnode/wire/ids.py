@@ -47,6 +47,12 @@ ROLLOUT_TOPIC = "/swarmnode/rollouts/1"
 FETCH_PROTOCOL = "/swarmnode/fetch/1"
 """Request/response: the body of a group that was announced by its hash."""
 
+LISTING_PROTOCOL = "/swarmnode/listing/1"
+"""Request/response: which groups the responder can give. Not in `PROTOCOLS`: whoever does without is reached by gossip."""
+
+GROUPS_PROTOCOL = "/swarmnode/groups/1"
+"""Request/response: several groups by their content ids. Not in `PROTOCOLS`."""
+
 PEERS_PROTOCOL = "/swarmnode/peers/1"
 """Request/response: peers of the same swarm that the responder is connected to. Not in `PROTOCOLS`: nodes can do without it."""
 

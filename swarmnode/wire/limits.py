@@ -11,6 +11,19 @@ FETCH_REQUEST_BYTES = 64
 """A fetch request is at most this long."""
 FETCH_RESPONSE_BYTES = GROUP_BYTES + 64
 """A fetch response is at most this long: an envelope and the map around it."""
+LISTING_REQUEST_BYTES = 96
+LISTING_RESPONSE_BYTES = 10 * 1024
+LISTED = 64
+"""Groups in a listing, at most."""
+LIFE_BYTES = 8
+"""Tells one process that lists from the next under the same key."""
+SPREAD = 0.5
+"""The highest standard deviation that rewards between 0 and 1 have."""
+PULLED = 16
+"""Groups that one request asks for, at most."""
+GROUPS_REQUEST_BYTES = 560
+GROUPS_RESPONSE_BYTES = GROUP_BYTES + 512
+"""Envelopes of GROUP_BYTES together, and the maps around them."""
 PEERS_REQUEST_BYTES = 4 * 1024
 """A peers request is at most this long."""
 PEERS_RESPONSE_BYTES = 64 * 1024

@@ -20,7 +20,7 @@ from swarmnode.pipeline import frames as stage_frames
 from swarmnode.pipeline.commit import STEP_DOMAIN
 from swarmnode.pipeline.fence import FENCE_REASONS
 from swarmnode.recovery.messages import FACTOR, STATE_REASONS
-from swarmnode.rollouts import admission
+from swarmnode.rollouts import admission, pulling
 from swarmnode.rollouts.reasons import REASONS
 from swarmnode.rollouts.shelf import Throughput
 from swarmnode.tasks import seeds
@@ -37,6 +37,8 @@ REGISTRY = tomllib.loads((PROTOCOL / "registry.toml").read_text())
 def test_names_are_those_of_the_registry():
     assert REGISTRY["protocols"] == {
         "fetch": ids.FETCH_PROTOCOL,
+        "listing": ids.LISTING_PROTOCOL,
+        "groups": ids.GROUPS_PROTOCOL,
         "peers": ids.PEERS_PROTOCOL,
         "manifest": ids.MANIFEST_PROTOCOL,
         "session": ids.SESSION_PROTOCOL,
@@ -89,6 +91,10 @@ def test_caps_are_those_of_the_registry():
         "group": limits.GROUP_BYTES,
         "fetch_request": limits.FETCH_REQUEST_BYTES,
         "fetch_response": limits.FETCH_RESPONSE_BYTES,
+        "listing_request": limits.LISTING_REQUEST_BYTES,
+        "listing_response": limits.LISTING_RESPONSE_BYTES,
+        "groups_request": limits.GROUPS_REQUEST_BYTES,
+        "groups_response": limits.GROUPS_RESPONSE_BYTES,
         "peers_request": limits.PEERS_REQUEST_BYTES,
         "peers_response": limits.PEERS_RESPONSE_BYTES,
         "manifest": limits.MANIFEST_BYTES,
@@ -140,6 +146,7 @@ def test_caps_are_those_of_the_registry():
         "key": limits.KEY_BYTES,
         "signature": limits.SIGNATURE_BYTES,
         "secret": limits.SECRET_BYTES,
+        "life": limits.LIFE_BYTES,
         "session": limits.SESSION_BYTES,
         "nonce": weights_messages.NONCE_BYTES,
         "transfer": limits.TRANSFER_BYTES,
@@ -155,6 +162,8 @@ def test_caps_are_those_of_the_registry():
         "min_completions": limits.MIN_COMPLETIONS,
         "max_completions": limits.COMPLETIONS,
         "tokens": limits.TOKENS,
+        "listed": limits.LISTED,
+        "pulled": limits.PULLED,
         "peers": limits.PEERS,
         "peer_addresses": limits.PEER_ADDRESSES,
         "models": limits.MODELS,
@@ -184,6 +193,7 @@ def test_caps_are_those_of_the_registry():
         "temperature": limits.TEMPERATURE,
         "token_logprob": limits.TOKEN_LOGPROB,
         "logprob_slack": limits.LOGPROB_SLACK,
+        "spread": limits.SPREAD,
         "groups_per_second": limits.GROUPS_PER_SECOND,
         "crew_factor": FACTOR,
         "crew_amount": 1e30,
@@ -199,6 +209,8 @@ def test_caps_are_those_of_the_registry():
 def test_timeouts_are_those_of_the_registry():
     assert REGISTRY["timeouts"] == {
         "fetch": Throughput.LONGEST,
+        "listing": pulling.LISTING_SECONDS,
+        "groups": Throughput.LONGEST,
         "peers": exchange.DEADLINE,
         "manifest": manifests.DEADLINE,
         "session": sessions.DEADLINE,

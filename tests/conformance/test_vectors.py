@@ -26,6 +26,8 @@ from swarmnode.pipeline.frames import FRAME_REASONS, Place, policy_fingerprint
 from swarmnode.pipeline.routes import Routes
 from swarmnode.recovery.messages import root_of, state_bytes
 from swarmnode.rollouts.admission import Admission, Rejected
+from swarmnode.rollouts.catalogue import Catalogue
+from swarmnode.rollouts.claims import PROVEN, contradiction
 from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
 from swarmnode.weights.fingerprint import LoraShape, fingerprint
 from swarmnode.weights.fragments import cut
@@ -36,6 +38,8 @@ from swarmnode.weights.state_seeker import open_state_manifest
 from swarmnode.wire import bulk, limits, strict
 from swarmnode.wire.codec import DECODE_REASONS, decode
 from swarmnode.wire.envelope import content_id, peer_id, signed_by, unseal
+from swarmnode.wire.ids import DOMAIN_ROLLOUT
+from swarmnode.wire.listings import GroupsRequest, GroupsResponse, Listed, ListingRequest, ListingResponse
 from swarmnode.wire.manifest import keeps_rules, open_manifest
 from swarmnode.wire.messages import (
     BulkManifest,
@@ -67,6 +71,10 @@ ENVELOPES = {"gossip": limits.GOSSIP_BYTES, "fetched": limits.GROUP_BYTES}
 MESSAGES = {
     "fetch_request": (FetchRequest, limits.FETCH_REQUEST_BYTES),
     "fetch_response": (FetchResponse, limits.FETCH_RESPONSE_BYTES),
+    "listing_request": (ListingRequest, limits.LISTING_REQUEST_BYTES),
+    "listing_response": (ListingResponse, limits.LISTING_RESPONSE_BYTES),
+    "groups_request": (GroupsRequest, limits.GROUPS_REQUEST_BYTES),
+    "groups_response": (GroupsResponse, limits.GROUPS_RESPONSE_BYTES),
     "peers_request": (PeersRequest, limits.PEERS_REQUEST_BYTES),
     "peers_response": (PeersResponse, limits.PEERS_RESPONSE_BYTES),
     "manifest_request": (ManifestRequest, limits.MANIFEST_REQUEST_BYTES),
@@ -95,6 +103,25 @@ def weights_fingerprint(given: dict) -> str:
     hashes = [bytes.fromhex(given[name]) for name in ("swarm", "base", "tokenizer")]
     adapter = given["adapter"] and LoraShape(*given["adapter"][:2], tuple(given["adapter"][2]), given["adapter"][3])
     return fingerprint(*hashes, make_layout(given["layout"]), given["codec"], given["fragments"], adapter).hex()
+
+
+def listed_positions(given: dict) -> list[int]:
+    """Positions that a catalogue lists: each group is made at the second of its position."""
+    catalogue = Catalogue(b"s" * 32, bytes.fromhex(given["life"]), groups=len(given["held"]))
+    for position in range(1, given["last"] + 1):
+        content = position.to_bytes(32, "big")
+        catalogue.put(b"envelope", Listed(content, b"k" * 32, "t", 1000 * position, 8, 0.5))
+    request = given["request"]
+    response = catalogue.listing(ListingRequest(b"s" * 32, bytes.fromhex(request["life"]), request["position"]), given["last"])
+    return [int.from_bytes(listed.content, "big") for listed in response.groups]
+
+
+def listed_falsely(given: dict) -> str | None:
+    content, author, *rest = given["listed"]
+    listed, frame = Listed(bytes.fromhex(content), bytes.fromhex(author), *rest), bytes.fromhex(given["frame"])
+    envelope, group = unseal(frame, DOMAIN_ROLLOUT, bytes.fromhex(given["swarm"]), limits.GROUP_BYTES)
+    lie = contradiction(listed, envelope.key, group, len(frame)) if content_id(frame) == listed.content else "content"
+    return "mismatch" if lie in PROVEN else lie
 
 
 def route(given: dict) -> tuple:
@@ -239,6 +266,8 @@ def test_swarmnode_derives_what_is_recorded(vector):
         ),
         "evaluation_seed": lambda: evaluation_seed(given["task"], given["block"]),
         "choose_task": lambda: choose_task(given["tasks"], given["seed"], given["index"]),
+        "listing": lambda: listed_positions(given),
+        "listed": lambda: listed_falsely(given),
         "edge_rank": lambda: edge_rank(given["epoch"], given["one"], given["other"], bytes.fromhex(given["swarm"])).hex(),
         "weights_fingerprint": lambda: weights_fingerprint(given),
         "weights_fragments": lambda: [[spec.name for spec in part] for part in cut(make_layout(given["layout"]), given["fragments"])],

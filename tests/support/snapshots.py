@@ -38,9 +38,13 @@ from swarmnode.p2p.requests import RequestStatistics
 from swarmnode.p2p.summaries import ClaimStatistics, SummaryStatistics
 from swarmnode.p2p.traffic import TrafficStatistics
 from swarmnode.rollouts.admission import AdmissionStatistics
+from swarmnode.rollouts.catalogue import CatalogueStatistics
+from swarmnode.rollouts.claims import BeliefStatistics
 from swarmnode.rollouts.exchange import ExchangeStatistics
 from swarmnode.rollouts.fetching import FetchStatistics
 from swarmnode.rollouts.pool import PoolStatistics
+from swarmnode.rollouts.pulling import PullStatistics
+from swarmnode.rollouts.serving import ServingStatistics
 from swarmnode.tasks.tally import ScorerStatistics
 from swarmnode.weights.service import WeightsStatistics
 from swarmnode.weights.state_seeker import CatchUpStatistics
@@ -151,6 +155,12 @@ def example_at(t: float) -> NodeSnapshot:
             ),
             judged={"used": used, "spot_check": 2, "surprise": 1, "untokenizable": 0},
             fetching=FetchStatistics(fetched={"ok": 3, "fetch_timeout": 1}),
+            pulling=PullStatistics(
+                modes={"gossip": True, "trial": False, "pull": False},
+                arrived_per_wanted=1.5, listed_per_wanted=0.5, listings={"ok": 12, "unsupported": 1}, pulled={"ok": 8, "unknown": 1},
+                offered=5, listers=2, claims=BeliefStatistics(8, {"absent": 1}, 2),
+            ),
+            serving=ServingStatistics({"listing": 14, "group": 9}, CatalogueStatistics(40, 680_000), 2),
             pool=PoolStatistics(
                 groups=148, bytes=1_240_000, peers=2, oldest_seconds=41.0, max_groups=2000, max_bytes=64 * 2**20, drawn=used + 3,
                 expired_age=3, expired_version=12, evicted_peer_share=2, staleness={0: used // 2, 1: used // 4, 3: used // 8},

@@ -4,6 +4,7 @@ import contextlib
 import random
 import time
 
+import msgspec
 import pytest
 import trio
 
@@ -166,3 +167,59 @@ async def test_requests_end_in_an_answer_or_in_one_of_three_errors(kind, tmp_pat
         for failing in (ask(b"refuse"), ask(b"x" * 101), ask(b"abc", protocol="/t/2"), ask(b"abc", peer=Author(SWARM, seed=50).peer)):
             with pytest.raises(PeerError):
                 await failing
+
+
+@contextlib.asynccontextmanager
+async def mixed(directory, scorer, *choices):
+    """(exchange, author, network) of real hosts, each with its `sharing.exchange`; `before` is a node of the version before, which neither
+    lists nor asks."""
+    async with networks("libp2p", directory, len(choices)) as nodes, trio.open_nursery() as nursery:
+        running = []
+        for (network, author), choice in zip(nodes, choices, strict=True):
+            cfg = SharingConfig(exchange="gossip" if choice == "before" else choice)
+            credentials = Credentials(author.key, SWARM)
+            exchange = RolloutExchange(network, scorer, credentials, GroupRules(BUILTIN_TASKS), cfg, rng=random.Random(0))
+            exchange.set_policy(Hello(MODEL, TOKENIZER, 0))
+            await nursery.start(exchange.run)
+            if choice == "before":
+                for protocol in (ids.LISTING_PROTOCOL, ids.GROUPS_PROTOCOL):
+                    network.requests.serve(protocol, refused, max_request_bytes=1, max_response_bytes=1)
+            running.append((exchange, author, network))
+        listening = sum(choice != "pull" for choice in choices)
+        await until(lambda: all(len(network.gossip.peers(TOPIC)) >= listening - 1 for network, _ in nodes))
+        yield running
+        nursery.cancel_scope.cancel()
+
+
+async def refused(peer, request):
+    raise PeerError("no such protocol here")
+
+
+async def test_nodes_that_gossip_that_pull_and_of_the_version_before_get_each_others_groups(tmp_path):
+    """Two that pull, two that gossip, of which one does not list: all have groups of all, a long one too."""
+    async with AsyncScorer() as scorer, mixed(tmp_path, scorer, "pull", "pull", "gossip", "before") as nodes:
+        await until(lambda: [e.statistics().pulling.mode for e, _, _ in nodes] == ["pull", "pull", "gossip", "gossip"])
+        await until(lambda: all(len(network.gossip.peers(TOPIC)) <= 2 for _, _, network in nodes))  # pullers have left it
+        held = {author.peer: set() for _, author, _ in nodes}
+
+        async def step(number):
+            """Publish, draw."""
+            for exchange, author, _ in nodes:
+                own = author.long_group(number) if number == 1 else author.own_group(number)
+                (scored,) = await scorer.score_many([(own.task, [completion.text for completion in own.completions])])
+                assert await exchange.publish(msgspec.structs.replace(own, rewards=scored.rewards)) in ("gossip", "announced")
+                held[author.peer] |= {group.peer for group in exchange.draw(Draw(1, 6, 0, 3)).groups}
+
+        number = 0
+        everybody = set(held)
+        with trio.fail_after(90):
+            while any(everybody - {peer} - got for peer, got in held.items()):
+                await step(number)
+                number += 1
+                await trio.sleep(1)
+        for exchange, _, _ in nodes[:2]:
+            pulling = exchange.statistics().pulling
+            assert pulling.pulled["ok"] >= 3
+            assert not set(pulling.claims.lies) - {"absent", "slow"}
+            assert exchange.statistics().fetching.fetched == {}
+        assert nodes[2][0].statistics().serving.served["group"] >= 1

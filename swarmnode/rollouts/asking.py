@@ -1,0 +1,65 @@
+"""Which connected peers are asked for a listing next: a few for each time that the trainer draws. Pure, bounded."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Collection
+
+import msgspec
+
+AT_ONCE = 4
+"""Listings under way. A step asks few peers; the cursors see to it that nothing is missed until their turn."""
+PAUSE_SECONDS = 5.0
+"""Between two listings of one peer, at least."""
+FAILED_SECONDS = 60.0
+"""After one that did not come."""
+SILENT_SECONDS = 600.0
+"""After the answer that the peer does not list: its version may have been replaced by then."""
+MOST_PEERS = 1024
+
+
+class _Peer(msgspec.Struct):
+    due: float
+    lists: bool = False
+
+
+class Asking:
+    """When each peer may be asked again, of the MOST_PEERS asked last. `now`: any monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._peers: OrderedDict[str, _Peer] = OrderedDict()
+        self._under_way: set[str] = set()
+        self._allowed = 0
+
+    def allow(self) -> None:
+        """The trainer draws: AT_ONCE more may be asked, and none that were allowed before and not asked."""
+        self._allowed = AT_ONCE
+
+    def next(self, connected: Collection[str], now: float, rng: random.Random) -> list[str]:
+        """Peers to ask now, those first that were not asked for longest. They are under way until `done`."""
+        due = [peer for peer in connected if peer not in self._under_way and self._due(peer) <= now]
+        rng.shuffle(due)
+        chosen = sorted(due, key=self._due)[: max(0, min(self._allowed, AT_ONCE - len(self._under_way)))]
+        self._allowed -= len(chosen)
+        self._under_way.update(chosen)
+        return chosen
+
+    def done(self, peer: str, now: float, *, lists: bool | None = True) -> None:
+        """It has answered; `lists` None: it did not, False: it never will. Another may be asked in its place then."""
+        self._allowed += not lists
+        self._under_way.discard(peer)
+        known = self._peers.pop(peer, None) or _Peer(now)
+        known.due = now + {True: PAUSE_SECONDS, None: FAILED_SECONDS, False: SILENT_SECONDS}[lists]
+        known.lists = known.lists if lists is None else lists
+        self._peers[peer] = known
+        if len(self._peers) > MOST_PEERS:
+            self._peers.popitem(last=False)
+
+    def listers(self, connected: Collection[str]) -> int:
+        """How many of `connected` have answered with a listing."""
+        return sum(1 for peer in connected if peer in self._peers and self._peers[peer].lists)
+
+    def _due(self, peer: str) -> float:
+        known = self._peers.get(peer)
+        return known.due if known else float("-inf")

@@ -1,0 +1,145 @@
+"""Whether a node takes part in the rollout topic, or pulls what it needs: a reducer over what it measures of itself.
+
+    GOSSIP ─ twelve times as much arrives as its trainer asks for ─▶ TRIAL ─ six times as much is listed ─▶ PULL
+       ▲                                                               │ is not                              │
+       ├───────────────────────── not again for RETRY_SECONDS ─────────┘                                     │
+       └──────────────────────── less than six times as much is listed, or half of what it asks for arrives ─┘
+
+In TRIAL the node still listens and asks for listings as well: it leaves nothing before it knows that there is something to go to. The two
+factors lie apart so that nobody goes to and fro. Counts are halved every HALF_LIFE_SECONDS: their ratios are those of the present.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Choice = Literal["auto", "gossip", "pull"]
+"""The setting `sharing.exchange`."""
+
+LEAVE = 12.0
+"""Groups that arrive for each that the trainer asks for, from which on the topic is not worth its cost: with eight useful groups
+of a node in a step and six asked for, those of ten nodes."""
+STAY = 6.0
+"""Groups that are listed for each that is asked for, from which on there is enough to choose from."""
+STARVED = 0.5
+"""Groups gained by pulling for each that is asked for, below which listings are worth nothing."""
+HALF_LIFE_SECONDS = 300.0
+DWELL_SECONDS = 300.0
+"""In a phase, at least, before another."""
+RETRY_SECONDS = 1800.0
+"""After a trial that found too little."""
+EVIDENCE = 6.0
+"""Groups that the trainer has asked for, at least, before anything is concluded: an idle trainer says nothing about the topic."""
+LISTERS = 2
+"""Peers that list, at least, before a node depends on them."""
+
+
+class Phase(enum.Enum):
+    GOSSIP = "gossip"
+    TRIAL = "trial"
+    PULL = "pull"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What happened since the last one. now: any monotonic seconds."""
+
+    now: float
+    arrived: float = 0.0
+    """Groups that came by gossip."""
+    wanted: float = 0.0
+    """Groups that the trainer asked for."""
+    listed: float = 0.0
+    """Groups that were listed for the first time, each by how far its holder is believed."""
+    gained: float = 0.0
+    """Groups that were pulled and admitted."""
+    listers: int = 0
+    """Connected peers that list."""
+
+
+@dataclass(frozen=True)
+class ModeState:
+    """Counts as of `at`, each halved every HALF_LIFE_SECONDS."""
+
+    phase: Phase
+    since: float
+    at: float
+    arrived: float = 0.0
+    wanted: float = 0.0
+    listed: float = 0.0
+    gained: float = 0.0
+    not_before: float = 0.0
+    """No further trial until then."""
+    switches: int = 0
+    """Times that the topic was left or taken up again."""
+
+
+def begin(phase: Phase, now: float) -> ModeState:
+    return ModeState(phase, since=now, at=now, not_before=now)
+
+
+def advance(state: ModeState, measured: Measured) -> ModeState:
+    """The state after `measured`."""
+    return _decide(count(state, measured), measured)
+
+
+def count(state: ModeState, measured: Measured) -> ModeState:
+    """The same counts, and nothing decided."""
+    kept = 0.5 ** (max(0.0, measured.now - state.at) / HALF_LIFE_SECONDS)
+    return replace(
+        state,
+        at=measured.now,
+        arrived=kept * state.arrived + measured.arrived,
+        wanted=kept * state.wanted + measured.wanted,
+        listed=kept * state.listed + measured.listed,
+        gained=kept * state.gained + measured.gained,
+    )
+
+
+def _decide(state: ModeState, measured: Measured) -> ModeState:
+    if measured.now - state.since < DWELL_SECONDS or state.wanted < EVIDENCE:
+        return state
+    enough = state.listed >= STAY * state.wanted and measured.listers >= LISTERS
+    if state.phase is Phase.GOSSIP:
+        too_much = state.arrived > LEAVE * state.wanted and measured.now >= state.not_before
+        return _enter(state, Phase.TRIAL) if too_much else state
+    if state.phase is Phase.TRIAL:
+        if enough:
+            return _enter(replace(state, switches=state.switches + 1), Phase.PULL)
+        return _enter(replace(state, not_before=measured.now + RETRY_SECONDS), Phase.GOSSIP)
+    if enough and state.gained >= STARVED * state.wanted:
+        return state
+    return _enter(replace(state, switches=state.switches + 1, not_before=measured.now + RETRY_SECONDS), Phase.GOSSIP)
+
+
+class Mode:
+    """The state of one node, and what was noted since it was looked at. choice: the setting `sharing.exchange`, which decides unless it is
+    `auto`."""
+
+    def __init__(self, choice: Choice, now: float) -> None:
+        self.state = begin(Phase.PULL if choice == "pull" else Phase.GOSSIP, now)
+        self._advance = advance if choice == "auto" else count
+        self._noted: defaultdict[str, float] = defaultdict(float)
+
+    @property
+    def phase(self) -> Phase:
+        return self.state.phase
+
+    def note(self, what: Literal["arrived", "wanted", "listed", "gained"], number: float = 1.0) -> None:
+        """Count for the next look."""
+        self._noted[what] += number
+
+    def look(self, now: float, listers: int) -> None:
+        """Decide by what was noted."""
+        noted, self._noted = self._noted, defaultdict(float)
+        self.state = self._advance(
+            self.state, Measured(now, noted["arrived"], noted["wanted"], noted["listed"], noted["gained"], listers)
+        )
+
+
+def _enter(state: ModeState, phase: Phase) -> ModeState:
+    """Measures begin anew: those of another phase say nothing about this one."""
+    return replace(state, phase=phase, since=state.at, arrived=0.0, wanted=0.0, listed=0.0, gained=0.0)

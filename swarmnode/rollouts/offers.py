@@ -1,0 +1,192 @@
+"""What peers say they have, and which of it to ask whom for. Pure: time, belief and randomness are arguments.
+
+    listing ─▶ offers of a holder (64 holders, the newest 128 groups of each)
+    choose ─▶ those that are new, in an order drawn by spread × freshness × trust × novelty of the author
+           ─▶ each from one of its holders, drawn by belief; a step's worth over several authors and holders
+           ─▶ one request for each holder: at most 16 groups, and 1 MiB as listed
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import msgspec
+
+from swarmnode.rollouts import sampling
+from swarmnode.wire import limits
+from swarmnode.wire.listings import Listed, ListingResponse
+
+MOST_HOLDERS = 64
+MOST_OFFERED = 128
+HALF_LIFE_SECONDS = 300.0
+"""In which a listed group's weight halves."""
+SECOND_HAND = 0.3
+"""Weight of a holder that is not the author: the author's own groups are on one shelf first, and on all soon."""
+REMEMBERED_AUTHORS = 64
+"""Groups asked for last, of whose authors more is less welcome."""
+REMEMBERED_CONTENTS = 4096
+
+
+class Pull(msgspec.Struct, frozen=True):
+    """One request: the most wanted first."""
+
+    holder: str
+    groups: tuple[Listed, ...]
+
+
+class _Holder(msgspec.Struct):
+    life: bytes
+    position: int
+    groups: OrderedDict[bytes, Listed]
+
+
+class Offers:
+    """author_of: raw key → peer id."""
+
+    def __init__(self, own_key: bytes, author_of: Callable[[bytes], str]) -> None:
+        self._own_key = own_key
+        self._author_of = author_of
+        self._holders: OrderedDict[str, _Holder] = OrderedDict()
+        self._listed: OrderedDict[bytes, None] = OrderedDict()
+        self._asked_of: deque[str] = deque(maxlen=REMEMBERED_AUTHORS)
+
+    def __len__(self) -> int:
+        """Offers, each as often as there are holders of it."""
+        return sum(len(holder.groups) for holder in self._holders.values())
+
+    def cursor(self, holder: str) -> tuple[bytes, int]:
+        """(life, position) for the next request."""
+        known = self._holders.get(holder)
+        return (known.life, known.position) if known else (b"", 0)
+
+    def take(self, holder: str, response: ListingResponse, now: float) -> int | None:
+        """Take an `ok` listing. Returns how many groups in it nobody listed before, or None where its cursor went back within one life: an
+        endless listing of the same."""
+        known = self._holders.pop(holder, None)
+        if known is None or known.life != response.life:
+            known = _Holder(response.life, 0, OrderedDict())
+        self._holders[holder] = known
+        if len(self._holders) > MOST_HOLDERS:
+            self._holders.popitem(last=False)
+        if response.position < known.position or response.position - known.position < len(response.groups):
+            return None
+        known.position = response.position
+        new = 0
+        for listed in response.groups:
+            if listed.author != self._own_key and is_timely(listed, now):
+                known.groups[listed.content] = listed
+                new += self._note(listed.content)
+        while len(known.groups) > MOST_OFFERED:
+            known.groups.popitem(last=False)
+        return new
+
+    def forget(self, holder: str, contents: Iterable[bytes]) -> None:
+        """Do not ask `holder` for these again."""
+        if (known := self._holders.get(holder)) is not None:
+            for content in contents:
+                known.groups.pop(content, None)
+
+    def drop(self, holder: str) -> None:
+        """Ask `holder` for nothing that it has listed so far."""
+        self._holders.pop(holder, None)
+
+    def keep(self, connected: Collection[str]) -> None:
+        """Drop the offers of whoever is not connected."""
+        for holder in [holder for holder in self._holders if holder not in connected]:
+            del self._holders[holder]
+
+    def choose(
+        self,
+        count: int,
+        now: float,
+        rng: random.Random,
+        trust: Callable[[str], float],
+        belief: Callable[[str], float],
+        is_known: Callable[[bytes], bool],
+        busy: Collection[str] = (),
+    ) -> list[Pull]:
+        """Requests for up to `count` groups, at most half of them from one holder where there are several; what is asked for is no longer
+        offered. trust: of a peer as author; belief: in a peer as holder; busy: peers that are not to be asked now."""
+        held = self._held(now, is_known, busy)
+        if count <= 0 or not held:
+            return []
+        contents = list(held)
+        met = Counter(self._asked_of)
+        authors = {content: self._author_of(held[content][0][1].author) for content in contents}
+        weights = [
+            _spread(held[content], belief) * freshness(held[content][0][1], now) * trust(authors[content]) / (1 + met[authors[content]])
+            for content in contents
+        ]
+        ordered = sampling.shuffle_weighted(contents, weights, rng)
+        chosen = sampling.spread_over_peers(ordered, count, authors.__getitem__, -(-count // 2))
+        several = len({holder for holders in held.values() for holder, _ in holders}) > 1
+        pulls = self._pack(chosen, held, -(-count // 2) if several else count, lambda holders: _draw(holders, belief, self._author_of, rng))
+        for pull in pulls:
+            for listed in pull.groups:
+                self._asked_of.append(self._author_of(listed.author))
+            self.forget(pull.holder, [listed.content for listed in pull.groups])
+        return pulls
+
+    def _pack(
+        self,
+        chosen: Sequence[bytes],
+        held: dict[bytes, list[tuple[str, Listed]]],
+        most: int,
+        draw: Callable[[list[tuple[str, Listed]]], tuple[str, Listed]],
+    ) -> list[Pull]:
+        requests: dict[str, list[Listed]] = {}
+        room: dict[str, int] = {}
+        for content in chosen:
+            fits = [
+                (holder, listed) for holder, listed in held[content]
+                if len(requests.get(holder, ())) < min(most, limits.PULLED) and listed.size <= room.get(holder, limits.GROUP_BYTES)
+            ]  # fmt: skip
+            if fits:
+                holder, listed = draw(fits)
+                requests.setdefault(holder, []).append(listed)
+                room[holder] = room.get(holder, limits.GROUP_BYTES) - listed.size
+        return [Pull(holder, tuple(groups)) for holder, groups in requests.items()]
+
+    def _held(self, now: float, is_known: Callable[[bytes], bool], busy: Collection[str]) -> dict[bytes, list[tuple[str, Listed]]]:
+        """Content id → (holder, what it says) of everything that may be asked for; what is old or known is forgotten."""
+        held: dict[bytes, list[tuple[str, Listed]]] = {}
+        for holder, known in self._holders.items():
+            gone = [content for content, listed in known.groups.items() if not is_timely(listed, now) or is_known(content)]
+            self.forget(holder, gone)
+            for content, listed in known.groups.items() if holder not in busy else ():
+                held.setdefault(content, []).append((holder, listed))
+        return held
+
+    def _note(self, content: bytes) -> bool:
+        """Whether nobody listed it before, as far as that is remembered."""
+        new = content not in self._listed
+        self._listed.pop(content, None)
+        self._listed[content] = None
+        if len(self._listed) > REMEMBERED_CONTENTS:
+            self._listed.popitem(last=False)
+        return new
+
+
+def is_timely(listed: Listed, now: float) -> bool:
+    """Whether admission would take a group of this age."""
+    return -limits.CLOCK_SKEW_SECONDS <= now - listed.created_at / 1000 <= limits.GROUP_AGE_SECONDS
+
+
+def freshness(listed: Listed, now: float) -> float:
+    """1 for a group that was just made, half of it every HALF_LIFE_SECONDS."""
+    return float(0.5 ** (max(0.0, now - listed.created_at / 1000) / HALF_LIFE_SECONDS))
+
+
+def _spread(holders: list[tuple[str, Listed]], belief: Callable[[str], float]) -> float:
+    """What they say of one group's spread, each as far as it is believed: nobody alone makes a group look good, or not worth asking for."""
+    total = sum(belief(holder) for holder, _ in holders)
+    return max(sampling.SPREAD_FLOOR, sum(belief(holder) * listed.spread for holder, listed in holders) / total)
+
+
+def _draw(
+    holders: list[tuple[str, Listed]], belief: Callable[[str], float], author_of: Callable[[bytes], str], rng: random.Random
+) -> tuple[str, Listed]:
+    weights = [belief(holder) * (1.0 if author_of(listed.author) == holder else SECOND_HAND) for holder, listed in holders]
+    return rng.choices(holders, weights)[0]

@@ -1,0 +1,292 @@
+"""Catalogue, claims, offers, asking and mode: the pure parts of listings and pulls."""
+
+import random
+
+import pytest
+
+from swarmnode.rollouts import asking, catalogue, claims, mode, offers
+from swarmnode.rollouts.asking import Asking
+from swarmnode.rollouts.catalogue import Allowances, Catalogue
+from swarmnode.rollouts.claims import Claims
+from swarmnode.rollouts.mode import Measured, Phase, advance, begin
+from swarmnode.rollouts.offers import Offers
+from swarmnode.wire import limits
+from swarmnode.wire.listings import GroupsRequest, Listed, ListingRequest, ListingResponse
+
+SWARM, LIFE, NOW = b"s" * 32, b"l" * 8, 1_800_000_000.0
+
+
+def listed(number, author="a", *, size=100, age=0.0, spread=0.5):
+    return Listed(number.to_bytes(32, "big"), author.encode() * 32, "builtin/copy", int((NOW - age) * 1000), size, spread)
+
+
+def listing(*groups, life=LIFE, position=None):
+    return ListingResponse("ok", life, len(groups) if position is None else position, list(groups))
+
+
+def filled(count, size=100, **bounds):
+    kept = Catalogue(SWARM, LIFE, **bounds)
+    for number in range(count):
+        kept.put(bytes(size), listed(number, size=size))
+    return kept
+
+
+def ask(position=0, life=LIFE, swarm=SWARM):
+    return ListingRequest(swarm, life if position else b"", position)
+
+
+# -- catalogue
+
+
+def test_a_listing_is_the_newest_and_a_cursor_of_this_life_leaves_out_what_is_known():
+    kept = filled(100)
+    first = kept.listing(ask(), NOW)
+    assert [group.content for group in first.groups] == [listed(n).content for n in range(36, 100)]
+    assert kept.listing(ask(first.position), NOW).groups == []
+    kept.put(b"new", listed(100))
+    assert [group.content for group in kept.listing(ask(first.position), NOW).groups] == [listed(100).content]
+
+
+@pytest.mark.parametrize(("position", "life"), [(100, b"x" * 8), (101, LIFE), (2**63 - 1, LIFE)])
+def test_a_cursor_of_another_life_or_of_the_future_begins_anew(position, life):
+    assert len(filled(100).listing(ask(position, life), NOW).groups) == limits.LISTED
+
+
+def test_another_swarm_is_told_nothing():
+    answer = filled(3).listing(ask(swarm=b"o" * 32), NOW)
+    assert (answer.status, answer.groups) == ("unknown", [])
+
+
+def test_a_catalogue_is_bounded_by_groups_bytes_and_age():
+    kept = filled(300, groups=256)
+    assert kept.statistics().groups == 256
+    assert filled(300, size=2**20).statistics().bytes <= catalogue.MOST_BYTES
+    later = NOW + catalogue.LISTED_SECONDS + 1
+    assert kept.listing(ask(), later).groups == []
+    assert kept.statistics() == catalogue.CatalogueStatistics(0, 0)
+
+
+def test_groups_are_given_until_a_mebibyte_is_full():
+    kept = filled(4, size=2**19)
+    contents = [listed(n).content for n in (0, 9, 1, 2)]
+    assert [group.status for group in kept.give(GroupsRequest(contents), NOW).groups] == ["ok", "unknown", "ok", "busy"]
+
+
+def test_whoever_takes_all_and_gives_nothing_has_a_quarter_of_the_allowance_and_no_effect_on_others():
+    allowances, served = Allowances(), {"taker": 0, "member": 0}
+    for second in range(600):
+        for peer in served:
+            if allowances.has_room(peer, float(second)):
+                allowances.charge(peer, 2**17, peer == "member", float(second))
+                served[peer] += 1
+    assert 3.0 < served["member"] / served["taker"] < 5.0
+    assert served["member"] * 2**17 < 1.3 * catalogue.PEER_BYTES_PER_SECOND * 600
+    for number in range(2 * catalogue.MOST_PEERS):
+        allowances.has_room(str(number), 0.0)
+    assert len(allowances) == catalogue.MOST_PEERS
+
+
+# -- claims
+
+
+def test_lies_cost_belief_and_kept_claims_give_it_back():
+    believed = Claims()
+    assert believed.belief("new") == claims.NEWCOMER
+    for _ in range(claims.PROVING_GROUPS):
+        believed.keep("good")
+    assert believed.belief("good") == 1.0
+    believed.lie("good", "spread")
+    assert believed.belief("good") == 0.5
+    for _ in range(8):
+        believed.keep("good")
+    assert believed.belief("good") == 1.0
+    for _ in range(1000):
+        believed.lie("liar", "content")
+    assert believed.credit("liar") == 0.5**claims.DEEPEST > 0
+    assert believed.statistics().lies == {"content": 1000, "spread": 1}
+
+
+def test_holders_that_are_remembered_are_bounded():
+    believed = Claims()
+    for number in range(2 * claims.MOST_HOLDERS):
+        believed.lie(str(number), "absent")
+    assert believed.statistics().holders == claims.MOST_HOLDERS
+
+
+# -- offers
+
+
+def heard(**listings):
+    heard = Offers(b"o" * 32, lambda key: key[:1].decode())
+    for holder, groups in listings.items():
+        assert heard.take(holder, listing(*groups), NOW) is not None
+    return heard
+
+
+def choose(heard, count, seed=0, *, belief=lambda peer: 1.0, trust=lambda peer: 1.0, known=(), busy=()):
+    return heard.choose(count, NOW, random.Random(seed), trust, belief, set(known).__contains__, busy)
+
+
+def test_the_same_group_under_many_holders_is_asked_for_once():
+    same = [listed(n, author=chr(ord("a") + n)) for n in range(8)]
+    heard_ = heard(**{f"h{n}": same for n in range(20)})
+    pulls = choose(heard_, 100)
+    contents = [group.content for pull in pulls for group in pull.groups]
+    assert sorted(contents) == sorted(group.content for group in same)
+    assert heard_.take("late", listing(*same), NOW) == 0  # nothing that nobody listed before
+
+
+def test_a_request_has_at_most_sixteen_groups_and_a_mebibyte_and_a_holder_half_of_a_step():
+    small = [listed(n, author=chr(ord("a") + n % 20)) for n in range(60)]
+    (pull,) = choose(heard(h=small), 40)
+    assert len(pull.groups) == limits.PULLED
+    large = [listed(n, author=chr(ord("a") + n), size=400_000) for n in range(10)]
+    (pull,) = choose(heard(h=large), 10)
+    assert sum(group.size for group in pull.groups) <= limits.GROUP_BYTES
+    pulls = choose(heard(one=small, other=small[:4]), 8, belief=lambda peer: {"one": 1.0, "other": 1e-6}[peer])
+    assert max(len(pull.groups) for pull in pulls) <= 4
+
+
+def test_spread_freshness_trust_and_novelty_decide_and_what_is_known_or_late_is_left_out():
+    two = lambda good, bad: [listed(1, author="a", **good), listed(2, author="b", **bad)]
+    one = lambda groups, seed, **how: choose(heard(h=groups), 1, seed, **how)[0].groups[0].content
+    first = lambda groups, **how: [one(groups, seed, **how) for seed in range(200)].count(groups[0].content)
+    assert first(two({"spread": 0.5}, {"spread": 0.1})) > 150
+    assert first(two({}, {"age": 900.0})) > 150
+    assert first(two({}, {}), trust=lambda peer: {"a": 1.0, "b": 0.0}[peer]) == 200
+    assert choose(heard(h=[listed(1, age=limits.GROUP_AGE_SECONDS + 1)]), 9) == []
+    assert choose(heard(h=[listed(1)]), 9, known=[listed(1).content]) == []
+    assert choose(heard(h=[listed(1)]), 9, busy=["h"]) == []
+    assert choose(heard(h=[listed(1, author="o")]), 9) == []  # our own, come back
+    met = heard(h=[listed(n, author="a") for n in range(40)])
+    while choose(met, 4):
+        pass
+    met.take("h", listing(*two({}, {}), position=90), NOW)
+    assert [choose(met, 1, 3)[0].groups[0].author[:1]] == [b"b"]
+
+
+def test_a_liar_is_asked_as_rarely_as_it_is_believed():
+    believed, groups = {"liar": 1 / 64, "honest": 1.0}, [listed(1, author="a")]
+    asked = [choose(heard(liar=groups, honest=groups), 1, seed, belief=believed.__getitem__)[0].holder for seed in range(300)]
+    assert 0 < asked.count("liar") < 20
+
+
+def test_a_cursor_that_goes_back_or_does_not_move_is_a_lie_and_another_life_is_none():
+    heard_ = heard(h=[listed(1), listed(2)])
+    assert heard_.cursor("h") == (LIFE, 2)
+    assert heard_.take("h", listing(listed(3), position=2), NOW) is None
+    assert heard_.take("h", listing(position=1), NOW) is None
+    assert heard_.cursor("h") == (LIFE, 2)
+    assert heard_.take("h", listing(listed(4), life=b"n" * 8), NOW) == 1
+    assert heard_.cursor("h") == (b"n" * 8, 1)
+    assert len(heard_) == 1  # what was listed in the other life is not there any more
+
+
+def test_offers_are_bounded_in_holders_and_groups_and_gone_with_the_connection():
+    heard_ = Offers(b"o" * 32, lambda key: "a")
+    for turn in range(10):
+        heard_.take("h", listing(*(listed(64 * turn + n) for n in range(64)), position=64 * turn + 64), NOW)
+    assert len(heard_) == offers.MOST_OFFERED
+    for number in range(200):
+        heard_.take(str(number), listing(listed(number)), NOW)
+    assert len(heard_) == offers.MOST_HOLDERS
+    heard_.keep(["199"])
+    assert len(heard_) == 1
+
+
+# -- asking
+
+
+def test_a_draw_asks_a_few_peers_each_in_its_turn():
+    whom, peers, asked = Asking(), [str(n) for n in range(10)], []
+    assert whom.next(peers, 0.0, random.Random(0)) == []  # nobody draws
+    for second in range(5):
+        whom.allow()
+        now = whom.next(peers, float(second), random.Random(second))
+        asked += now
+        for peer in now:
+            whom.done(peer, float(second))
+    assert sorted(asked) == peers  # each once in PAUSE_SECONDS
+    assert whom.listers(peers) == 10
+    assert whom.listers(["0", "x"]) == 1
+
+
+def test_a_peer_that_does_not_list_is_replaced_and_left_alone():
+    whom, peers = Asking(), [str(n) for n in range(10)]
+    whom.allow()
+    silent = whom.next(peers, 0.0, random.Random(0))
+    assert len(silent) == asking.AT_ONCE
+    assert whom.next(peers, 0.0, random.Random(0)) == []
+    for peer in silent:
+        whom.done(peer, 0.0, lists=False)
+    assert not set(whom.next(peers, 0.0, random.Random(0))) & set(silent)
+    whom.allow()
+    assert not set(whom.next(silent, asking.SILENT_SECONDS - 1, random.Random(0)))
+    assert whom.listers(peers) == 0
+
+
+# -- mode
+
+
+def live(state, seconds, **per_step):
+    """`state` after steps of ten seconds with these counts each."""
+    phases = [state.phase]
+    for _ in range(int(seconds / 10)):
+        state = advance(state, Measured(state.at + 10.0, **per_step))
+        phases += [state.phase] if state.phase is not phases[-1] else []
+    return state, phases
+
+
+STEP = {"wanted": 6.0, "listers": 8}
+
+
+def test_a_flooded_node_tries_listings_and_then_leaves_the_topic_for_them():
+    state, phases = live(begin(Phase.GOSSIP, 0.0), 1200, arrived=90.0, listed=60.0, gained=6.0, **STEP)
+    assert phases == [Phase.GOSSIP, Phase.TRIAL, Phase.PULL]
+    assert state.switches == 1
+
+
+def test_between_the_two_factors_nobody_moves():
+    """Nine groups for each that is used: too few to leave for, too many to come back for."""
+    assert live(begin(Phase.GOSSIP, 0.0), 7200, arrived=54.0, listed=54.0, gained=6.0, **STEP)[1] == [Phase.GOSSIP]
+    assert live(begin(Phase.PULL, 0.0), 7200, arrived=54.0, listed=54.0, gained=6.0, **STEP)[1] == [Phase.PULL]
+
+
+def test_a_swarm_that_shrinks_comes_back_to_gossip():
+    assert live(begin(Phase.PULL, 0.0), 1200, listed=30.0, gained=6.0, **STEP)[1] == [Phase.PULL, Phase.GOSSIP]
+
+
+def test_listings_that_bring_nothing_hold_nobody():
+    """Liars list without end, and little of it comes."""
+    assert live(begin(Phase.PULL, 0.0), 1200, listed=600.0, gained=2.0, **STEP)[1] == [Phase.PULL, Phase.GOSSIP]
+
+
+@pytest.mark.parametrize(("listed", "listers"), [(30.0, 8), (600.0, 1)])
+def test_nobody_leaves_for_too_little_or_for_one_peer_and_does_not_try_again_soon(listed, listers):
+    _, phases = live(begin(Phase.GOSSIP, 0.0), 1500, arrived=600.0, listed=listed, gained=6.0, wanted=6.0, listers=listers)
+    assert phases == [Phase.GOSSIP, Phase.TRIAL, Phase.GOSSIP]
+
+
+def test_an_idle_trainer_says_nothing_about_the_topic():
+    assert live(begin(Phase.GOSSIP, 0.0), 7200, arrived=900.0)[1] == [Phase.GOSSIP]
+    assert live(begin(Phase.PULL, 0.0), 7200)[1] == [Phase.PULL]
+
+
+def test_at_the_threshold_a_noisy_swarm_moves_seldom():
+    """Whatever arrives between nothing and twice the threshold, a phase lasts, and a trial is made twice an hour at most."""
+    rng, state = random.Random(0), begin(Phase.GOSSIP, 0.0)
+    for _ in range(24 * 360):
+        noise = rng.uniform(0.0, 2.0)
+        state = advance(state, Measured(state.at + 10.0, arrived=noise * 72, listed=noise * 36, gained=6.0, **STEP))
+    assert state.switches <= 2 * 24
+
+
+def test_what_is_set_is_not_decided():
+    for choice, phase in (("gossip", Phase.GOSSIP), ("pull", Phase.PULL)):
+        chosen = mode.Mode(choice, 0.0)
+        for second in range(0, 7200, 10):
+            chosen.note("arrived", 900.0)
+            chosen.note("wanted", 6.0)
+            chosen.look(float(second), listers=8)
+        assert chosen.phase is phase
+        assert chosen.state.arrived / chosen.state.wanted == pytest.approx(150.0)
