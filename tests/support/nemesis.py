@@ -182,6 +182,8 @@ class World:
         crew = node.state.crew if node.state is not None else None
         if crew is None or node.trainer is None or any(peer not in self.nodes or self.nodes[peer].lies for peer in peers_of(crew.record)):
             return False
+        if node.state.phase != Phase.RUNNING:  # before, its trainer is at another step
+            return False
         first = self._first_step.setdefault(crew.id, node.trainer.participant.step)
         return node.trainer.participant.step >= first + 3
 
