@@ -28,6 +28,10 @@ class NodeConfig(Section):
     """Tell peers this node's name, version, step, held-out reward, counts and uptime, for the swarm panel of their status pages."""
     quiet_hours: str = Field(default="", pattern=QUIET_HOURS)
     """Local time in which the machine is yours, e.g. `22:00-07:00`: no training steps and no sharing. Empty is none."""
+    rest_on_battery: bool = False
+    """Take no training steps while the machine runs on its battery."""
+    rest_above_load: float = Field(default=0.0, ge=0, le=1)
+    """Take no training steps while other programs use more than this share of all processors, e.g. 0.25, and five minutes on. 0 is off."""
 
 
 class SwarmConfig(Section):

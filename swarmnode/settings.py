@@ -24,7 +24,7 @@ from swarmnode.errors import ConfigError, Unavailable
 from swarmnode.files import write_atomically
 
 ENV_PREFIX = "SWARMNODE_"
-NOT_SETTINGS = {"SWARMNODE_CONFIG", "SWARMNODE_PROGRESS_FD"}
+NOT_SETTINGS = {"SWARMNODE_CONFIG", "SWARMNODE_PROGRESS_FD", "SWARMNODE_KEY_PASSPHRASE", "SWARMNODE_KEY_PASSPHRASE_FILE"}
 """Environment names with the prefix that are not configuration keys."""
 
 

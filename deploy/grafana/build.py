@@ -143,6 +143,7 @@ NODE: dict[str, list[Panel]] = {
         p("Room on the disk", (gauge("swarmnode_disk_free_bytes"), "{{instance}} free"),
           (gauge("swarmnode_disk_size_bytes"), "{{instance}} in all"), unit="bytes", width=12),
         p("Steps a crash would cost", gauge("swarmnode_unsaved_steps"), width=6),
+        p("A successor waits for its owner", gauge("swarmnode_successor_waiting"), unit="bool_yes_no", top=1, width=6),
     ],
 }  # fmt: skip
 

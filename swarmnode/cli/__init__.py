@@ -13,6 +13,7 @@ from cyclopts import App, CycloptsError
 from swarmnode import __version__
 from swarmnode.cli.completion import completion
 from swarmnode.cli.config import config_app
+from swarmnode.cli.control import finish, pause, resume
 from swarmnode.cli.demo import demo
 from swarmnode.cli.key import key_app
 from swarmnode.cli.node import bootstrap_node, doctor, export_policy, recipes, rollback, run_node
@@ -33,6 +34,9 @@ app.command(run_node, name="run")
 app.command(join)
 app.command(init)
 app.command(bootstrap_node, name="bootstrap")
+app.command(pause)
+app.command(resume)
+app.command(finish)
 app.command(doctor)
 app.command(plan)
 app.command(recipes)

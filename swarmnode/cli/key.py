@@ -58,6 +58,44 @@ def key_import(file: Path, *, node: NodeOptions = NODE, replace: Flag = False, j
     return say({"peer": peer, "former_key": str(kept) if kept else None}, text, json)
 
 
+@key_app.command(name="passphrase")
+def key_passphrase(*, node: NodeOptions = NODE, new_file: Path | None = None, remove: Flag = False, json: AsJson = False) -> int:
+    """Give this node's key a passphrase, or another one. The node must not run meanwhile; backups from before are as they were.
+
+    Asked for at the terminal. Unattended nodes say it in SWARMNODE_KEY_PASSPHRASE, or name a file that only they can read in
+    SWARMNODE_KEY_PASSPHRASE_FILE.
+
+    Parameters
+    ----------
+    new_file
+        Holds the new passphrase, for a script; readable by nobody else.
+    remove
+        The key shall have none any more.
+    """
+    data_dir = _data_dir(node)
+    from swarmnode.errors import ConfigError
+    from swarmnode.files import read_private
+    from swarmnode.p2p import passphrase
+    from swarmnode.swarm import keys
+
+    if remove and new_file is not None:
+        raise ConfigError("key passphrase: --remove and --new-file: which?")
+
+    def new() -> bytes | None:
+        if remove:
+            return None
+        if new_file is None:
+            return passphrase.ask_new()
+        data = read_private(new_file, "passphrase file", passphrase.MOST_BYTES + 2)
+        if data is None:
+            raise ConfigError(f"--new-file {new_file}: no such file")
+        return data.rstrip(b"\r\n")
+
+    peer = keys.set_passphrase(data_dir, new)
+    text = f"the key of {peer} has no passphrase any more" if remove else f"the key of {peer} has that passphrase now"
+    return say({"peer": peer, "passphrase": not remove}, text, json)
+
+
 @key_app.command(name="rotate")
 def key_rotate(*, node: NodeOptions = NODE, json: AsJson = False) -> int:
     """Give this node a new key. Peers meet it as a stranger; the old key is kept beside the new one."""

@@ -98,9 +98,11 @@ def bootstrap_node(
     resolved = load(node, peers=peer)
     from swarmnode.observe import logs
     from swarmnode.swarm import invite as invites
+    from swarmnode.swarm import keys
     from swarmnode.swarm.membership import Membership
 
     check_before_processes(resolved)
+    keys.unlock(resolved.config.node.data_dir)
     logs.configure(resolved.config.log, "supervisor", data_dir=resolved.config.node.data_dir)
     membership = Membership(resolved.config, trains=False)
     if secret_file is not None:
@@ -117,14 +119,18 @@ def bootstrap_node(
 def _supervise(resolved: Resolved, commands: Mapping[str, str] | None) -> int:
     """commands: process name to module; None is a node that trains."""
     from swarmnode.daemon import supervisor
+    from swarmnode.daemon.machine import Rules
     from swarmnode.observe import logs
+    from swarmnode.swarm import keys
     from swarmnode.swarm.membership import Membership
 
+    keys.unlock(resolved.config.node.data_dir)
     logs.configure(resolved.config.log, "supervisor", data_dir=resolved.config.node.data_dir)
     membership = Membership(resolved.config, trains=commands is None)
     agreed = membership.prepare()
     configuration = lambda: membership.refresh().model_dump_json(indent=1)
-    return supervisor.run(agreed.supervisor, agreed.node.data_dir, configuration, commands or supervisor.COMMANDS)
+    rules = Rules(agreed.node.rest_on_battery, agreed.node.rest_above_load)
+    return supervisor.run(agreed.supervisor, agreed.node.data_dir, configuration, commands or supervisor.COMMANDS, rules)
 
 
 def doctor(*, node: NodeOptions = NODE, peer: Peer = None, bundle: Flag = False, json: AsJson = False) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as json_module
 import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +16,7 @@ from swarmnode.cli.node import check_before_processes, run_resolved
 from swarmnode.cli.options import NODE, AsJson, Flag, NodeOptions, SecretFile, Texts, keep_said, load, needs_trainer, quoted, say
 
 if TYPE_CHECKING:
-    from swarmnode.swarm.membership import Founding
+    from swarmnode.swarm.membership import Draft, Founding
 
 manifest_app = App(name="manifest", help="What this node's swarm agrees on.")
 
@@ -43,11 +44,14 @@ class FoundingOptions:
         int | None, Parameter(help="Of a group, at most. Without it, twice training.num_generations.")
     ] = None
     successor: Annotated[
-        Flag, Parameter(help="Follow this data directory's manifest by a new one. Members move there, or are told.")
+        Flag,
+        Parameter(help="Follow this data directory's manifest by one that says the same, but for what is said now. Members move there."),
     ] = False
+    public: Annotated[Flag, Parameter(help="With --successor: neither a list of members nor a secret any more.")] = False
+    yes: Annotated[Flag, Parameter(help="With --successor: sign it without asking.")] = False
 
-    def checked(self) -> Founding:
-        """The same for `Membership.found`. Raises ConfigError for one bound without the other."""
+    def checked(self, said: Mapping[str, str]) -> Founding:
+        """The same for `Membership.draft`. said: keys that are set, and where. Raises ConfigError for one bound without the other."""
         from swarmnode.errors import ConfigError
         from swarmnode.swarm.membership import Founding
 
@@ -55,7 +59,9 @@ class FoundingOptions:
         if (low is None) != (high is None):
             raise ConfigError("init: --min-completions and --max-completions come together")
         completions = (low, high) if low is not None and high is not None else None
-        return Founding(self.bootstrap or (), self.member or (), self.private, self.any_model, completions, self.successor)
+        return Founding(
+            self.bootstrap or (), self.member or (), self.private, self.any_model, completions, self.successor, self.public, said
+        )  # fmt: skip
 
 
 NOTHING_SAID = FoundingOptions()
@@ -66,7 +72,7 @@ def init(
 ) -> int:  # fmt: skip
     """Found a swarm: sign a manifest of this configuration with this node's key, and print its invite.
 
-    Model, tasks and training of the configuration become the swarm's.
+    Model, tasks and training of the configuration become the swarm's. A --successor keeps what nobody has set, and is shown first.
 
     Parameters
     ----------
@@ -85,17 +91,40 @@ def init(
     check_names(resolved.task.names)
     prove_own(resolved.task.modules)
     membership = Membership(resolved)
-    opened, invite = membership.found(founding.checked())
+    draft = membership.draft(founding.checked(told.origins))
+    changes = _agreed_to(draft, founding.yes) if draft.before is not None else []
+    opened, invite = membership.found(draft)
     keep_said(resolved.node.data_dir, node)
     if json:
         path = membership.store.path(opened.swarm)
-        return say({"swarm": opened.swarm.hex(), "invite": str(invite), "manifest": str(path)}, "", as_json=True)
+        told_of = {"swarm": opened.swarm.hex(), "invite": str(invite), "manifest": str(path), "changes": changes}
+        return say(told_of, "", as_json=True)
     where = f" -d {shlex.quote(str(node.data_dir))}" if node.data_dir is not None else ""
     print(f"founded {opened.manifest.name!r}; `swarmnode run{where}` runs this node, `swarmnode join INVITE` others:", file=sys.stderr)
     if all(address.startswith(("/ip4/127.", "/ip6/::1/")) for address in invite.addresses):
         print("only this machine can use this invite: set network.listen_addrs, or name a --bootstrap address", file=sys.stderr)
     print(invite)
     return 0
+
+
+def _agreed_to(draft: Draft, yes: bool) -> list[str]:
+    """What a successor changes, shown, and agreed to by whoever sits there. Raises ConfigError where nobody does, Refused by a no."""
+    from swarmnode.errors import ConfigError, Refused
+    from swarmnode.swarm.successor import differences
+
+    before = draft.before.manifest if draft.before is not None else draft.manifest
+    changes = [str(difference) for difference in differences(before, draft.manifest)]
+    if not changes:
+        raise ConfigError(f"init: this successor of {before.name!r} would change nothing: say what shall, e.g. --set task.names=…")
+    print(f"this successor of {before.name!r} changes", *(f"  {change}" for change in changes), sep="\n", file=sys.stderr)
+    if yes:
+        return changes
+    if not sys.stdin.isatty():
+        raise ConfigError("init: nobody is here to be asked whether to sign that: --yes signs it")
+    print("everything else stays. Sign it? Members move to it, or are told. [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise Refused("nothing was signed")
+    return changes
 
 
 def join(
@@ -115,11 +144,13 @@ def join(
     resolved = load(node)
     from swarmnode.observe import logs
     from swarmnode.swarm import invite as invites
+    from swarmnode.swarm import keys
     from swarmnode.swarm.membership import Membership
 
     parsed = invites.parse(invite)
     needs_trainer("training")
     check_before_processes(resolved)
+    keys.unlock(resolved.config.node.data_dir)
     logs.configure(resolved.config.log, "supervisor")
     membership = Membership(resolved.config)
     if secret_file is not None:
@@ -139,16 +170,18 @@ def manifest_show(*, node: NodeOptions = NODE) -> int:
     from swarmnode.errors import Unavailable
     from swarmnode.swarm import manifest_store, membership
     from swarmnode.swarm.manifest import shown
+    from swarmnode.swarm.successor import differences
 
     opened = manifest_store.stored(data_dir)
     if opened is None:
         raise Unavailable("this node has no manifest: found a swarm with `init` or join one")
     successor = manifest_store.ManifestStore(data_dir).successor(opened)
+    changes = [str(difference) for difference in differences(opened.manifest, successor.manifest)] if successor is not None else []
     known = {
         "swarm": opened.swarm.hex(),
         "invite": str(membership.invite_of(opened)) if opened.manifest.bootstrap else "",
         "manifest": shown(opened.manifest),
-        "successor": {"swarm": successor.swarm.hex(), "manifest": shown(successor.manifest)} if successor is not None else None,
+        "successor": {"swarm": successor.swarm.hex(), "changes": changes, "manifest": shown(successor.manifest)} if successor else None,
     }
     print(json_module.dumps(known, indent=1, ensure_ascii=False))
     return 0

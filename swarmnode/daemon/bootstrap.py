@@ -38,7 +38,8 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
         network.keep_to(meter.allows)
         supervisor = SupervisorWatch(data_dir / "run" / "supervisor.json")
         info = msgspec.structs.replace(node_info(config, member), model="", sharing=False, trainer=False)
-        observer = NodeObserver(info, Parts(network, member.summaries, meter, supervisor, ring, TrainerWatch()), data_dir)
+        parts = Parts(network, member.summaries, meter, supervisor, ring, TrainerWatch(), successors=member.successors)
+        observer = NodeObserver(info, parts, data_dir)
         async with trio.open_nursery() as nursery:
             url = await nursery.start(partial(serve_http, config.http, observer.snapshot, data_dir=data_dir))
             announce(data_dir, network, member.swarm, url)

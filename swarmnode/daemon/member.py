@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -20,11 +21,13 @@ from swarmnode.p2p import manifests
 from swarmnode.p2p.host import open_host
 from swarmnode.p2p.identity import Identity, load_or_create
 from swarmnode.p2p.network import Libp2pNetwork
+from swarmnode.p2p.passphrase import VARIABLE
 from swarmnode.p2p.sessions import Sessions
 from swarmnode.p2p.summaries import Summaries
 from swarmnode.swarm import manifest, manifest_store
 from swarmnode.swarm.manifest_store import ManifestStore
 from swarmnode.swarm.requirements import can_honour, refuse_if_any
+from swarmnode.swarm.successor import SuccessorStatistics
 from swarmnode.tasks.registry import DATASETS, install, install_datasets, task_version
 from swarmnode.wire import ids
 from swarmnode.wire.manifest import Opened
@@ -77,6 +80,7 @@ async def open_member(config: Config, *, trains: bool = True) -> AsyncIterator[M
     install(config.task.modules, config.task.settings)
     install_datasets(config.task.datasets, data_dir / DATASETS)
     identity = load_or_create(data_dir / "identity.key")
+    os.environ.pop(VARIABLE, None)  # nothing that this process starts has any business with it
     opened = manifest_store.stored(data_dir)
     if config.swarm.id != (opened.swarm.hex() if opened is not None else ""):
         raise LocalError("another manifest was chosen since this process was configured; starting again")
@@ -112,6 +116,11 @@ class Successors:
         self._store = store
         self._network = network
         self._rng = random.Random()
+        self._waiting = SuccessorStatistics()
+
+    def statistics(self) -> SuccessorStatistics:
+        """The successor that waits for the owner's word, if one does."""
+        return self._waiting
 
     async def run(self) -> None:
         """Raises LocalError when another manifest was chosen, by a person or by policy."""
@@ -149,6 +158,8 @@ class Successors:
         problems = can_honour(successor.manifest, self._config, self._network.peer_id, trains=self._trains)
         if successor.manifest.models != self._opened.manifest.models:
             problems.append("it trains another model: follow it with a data directory of its own")
+        if policy == "ask" or (policy == "founder" and problems):
+            self._waiting = SuccessorStatistics(swarm, name, problems)
         if policy == "founder" and not problems:
             log.warning("following the founder's successor", name=name, swarm=swarm)
             self._store.choose(successor.swarm)

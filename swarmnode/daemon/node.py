@@ -29,13 +29,16 @@ from swarmnode.observe.http import serve_http
 from swarmnode.observe.snapshot import NodeInfo
 from swarmnode.observe.watch import SupervisorWatch, TrainerWatch
 from swarmnode.p2p.metering import Meter
+from swarmnode.pauses import REASONS, Told
 from swarmnode.process import Progress, die_with_parent, run_main
 from swarmnode.rollouts.exchange import GroupRules, RolloutExchange
+from swarmnode.swarm.manifest import bootstrap
+from swarmnode.swarm.membership import invite_of
 from swarmnode.tasks.client import AsyncScorer
 from swarmnode.weights.service import WeightService
 from swarmnode.wire.envelope import Credentials
 
-PAUSES = ("quiet_hours", "month")
+PAUSES = ("quiet_hours", "month", *REASONS)
 """Why a node leaves its crew for a while: what `Budget` calls a pause and is not over in a moment."""
 
 
@@ -48,7 +51,8 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
     data_dir = config.node.data_dir
     async with open_member(config) as member, AsyncScorer() as scorer:
         network, key = member.network, member.identity.private_key
-        meter = Meter(config.network, config.node.quiet_hours, data_dir, lambda: network.statistics().traffic)
+        resting = Told(data_dir)
+        meter = Meter(config.network, config.node.quiet_hours, data_dir, lambda: network.statistics().traffic, resting=resting)
         network.keep_to(meter.allows)
         trainer = TrainerWatch()
         rollouts = RolloutExchange(
@@ -63,12 +67,12 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
         )  # fmt: skip
         weights = WeightService(
             network, Credentials(key, member.swarm), config.weights, data_dir, lambda message: link.send_to_trainer(message),
-            budget=meter.allows, may_average=lambda: crew.may_average,
+            budget=meter.allows, may_average=lambda: crew.may_average and not resting(),
         )  # fmt: skip
         port = TrainerPort(Welcome(network.peer_id, member.swarm), trainer, rollouts, weights, crew)
         link = LinkServer(data_dir, port, port.left)
         supervisor = SupervisorWatch(data_dir / "run" / "supervisor.json")
-        parts = Parts(network, member.summaries, meter, supervisor, ring, trainer, rollouts, weights, crew, scorer)
+        parts = Parts(network, member.summaries, meter, supervisor, ring, trainer, rollouts, weights, crew, scorer, member.successors)
         observer = NodeObserver(node_info(config, member), parts, data_dir)
         if config.node.share_summary:
             member.summaries.own_summary = observer.summary
@@ -91,10 +95,12 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
 
 def node_info(config: Config, member: Member) -> NodeInfo:
     """Who this node is, as it says of itself."""
+    named = member.opened is not None and bootstrap(member.opened.manifest)
+    invite = str(invite_of(member.opened)) if member.opened is not None and named else ""
     return NodeInfo(
         peer=member.network.peer_id, name=config.node.name, version=__version__, swarm=member.swarm.hex(), swarm_name=config.swarm.name,
         model=config.policy.model, tasks=list(config.task.names), addrs=member.network.listen_addrs, started_at=time.time(),
-        sharing=config.sharing.enabled,
+        sharing=config.sharing.enabled, invite=invite,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import trio
 
 from swarmnode.crew.service import StageService, StagesStatistics
+from swarmnode.daemon.member import Successors
 from swarmnode.link.messages import Report
 from swarmnode.observe import health
 from swarmnode.observe.logfile import LogLine, Tail, log_file
@@ -21,6 +22,7 @@ from swarmnode.p2p.metering import Meter
 from swarmnode.p2p.network import Libp2pNetwork
 from swarmnode.p2p.summaries import Summaries, plain_name
 from swarmnode.rollouts.exchange import ExchangeStatistics, RolloutExchange
+from swarmnode.swarm.successor import SuccessorStatistics
 from swarmnode.tasks.client import AsyncScorer
 from swarmnode.tasks.tally import ScorerStatistics
 from swarmnode.weights.service import WeightService, WeightsStatistics
@@ -46,6 +48,7 @@ class Parts:
     weights: WeightService | None = None
     crew: StageService | None = None
     scorer: AsyncScorer | None = None
+    successors: Successors | None = None
 
 
 class NodeObserver:
@@ -85,6 +88,7 @@ class NodeObserver:
             disk=disk_use(self._data_dir),
             supervisor=parts.supervisor.read(),
             scorer=scorer,
+            successor=parts.successors.statistics() if parts.successors is not None else SuccessorStatistics(),
             processes=process_use({"network": os.getpid(), "trainer": trainer.pid, "scorer": scorer.pid}),
             peers=peer_rows(parts.network, parts.rollouts, trainer.report, now),
             logs=self._lines(),

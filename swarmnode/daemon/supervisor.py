@@ -1,7 +1,7 @@
 """`swarmnode run`: starts the network process and the trainer, watches both, restarts either alone.
 
 Neither libp2p nor torch is loaded here, so that what brings the others back is small and does not crash with them.
-Owns signals and the exit code: the first SIGTERM or SIGINT drains, the second aborts.
+Owns signals and the exit code: the first SIGTERM or SIGINT drains, the second aborts. What its owner says meanwhile is in `control.py`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ import structlog
 import trio
 
 from swarmnode.config import SupervisorConfig
+from swarmnode.daemon.control import Control
+from swarmnode.daemon.machine import Machine, Rules
 from swarmnode.daemon.watchdog import End, Watchdog
 from swarmnode.errors import SwarmNodeError, Unavailable
 from swarmnode.files import lock_data_dir, write_atomically
 from swarmnode.observe.logfile import last_error, log_file
 from swarmnode.observe.systemd import Notifier
+from swarmnode.p2p.passphrase import without
 from swarmnode.process import PROGRESS_FD
 
 log = structlog.get_logger("swarmnode.daemon.supervisor")
@@ -38,21 +41,24 @@ NOTIFY_SECONDS = 1.0
 OVERDUE_SECONDS = 5.0
 """A process that is still there so long after it should have been killed is beyond us: systemd hears no more."""
 LINE_BYTES = 4096
+NO_RULES = Rules()
 ENDED = Path("run") / "ended"
 """Below the data directory: pid of the trainer that the network process ended last, a space, and why."""
 
 
-def run(cfg: SupervisorConfig, data_dir: Path, configuration: Callable[[], str], commands: Mapping[str, str] = COMMANDS) -> int:
+def run(
+    cfg: SupervisorConfig, data_dir: Path, configuration: Callable[[], str], commands: Mapping[str, str] = COMMANDS, rules: Rules = NO_RULES
+) -> int:  # fmt: skip
     """Run a node until it is told to stop or cannot go on; return its exit code.
 
     configuration: what the next process is started with, as JSON. Asked before each start, because a manifest may have changed it since.
-    commands: process name to module.
+    commands: process name to module. rules: when to rest for the machine's sake.
 
     Raises:
         Unavailable: the data directory cannot be written, or another node runs in it.
         SwarmNodeError: there is no configuration to begin with.
     """
-    return trio.run(Supervisor(cfg, data_dir, configuration, commands).run)
+    return trio.run(Supervisor(cfg, data_dir, configuration, commands, rules).run)
 
 
 @dataclass
@@ -71,7 +77,8 @@ class Supervisor:
     """Starts one process per command and keeps it running. Parameters as those of `run`."""
 
     def __init__(
-        self, cfg: SupervisorConfig, data_dir: Path, configuration: Callable[[], str], commands: Mapping[str, str] = COMMANDS
+        self, cfg: SupervisorConfig, data_dir: Path, configuration: Callable[[], str], commands: Mapping[str, str] = COMMANDS,
+        rules: Rules = NO_RULES,
     ) -> None:  # fmt: skip
         self._cfg = cfg
         self._data_dir = data_dir
@@ -81,8 +88,16 @@ class Supervisor:
         rng = random.Random()
         self._children = {name: Child(name, Watchdog(name, cfg, rng)) for name in commands}
         self._stopping = trio.Event()
+        self._patient = False
         self._exit_code = 0
         self._written = False
+        self._control = Control(data_dir, rules, Machine(), self.finish, trains="trainer" in commands)
+
+    def finish(self) -> None:
+        """Stop after the step that runs, however long it takes."""
+        if not self._stopping.is_set():
+            self._patient = True
+            self._stopping.set()
 
     async def run(self) -> int:
         lock = lock_data_dir(self._data_dir)
@@ -93,6 +108,7 @@ class Supervisor:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._signals)
                 nursery.start_soon(self._notify)
+                nursery.start_soon(self._control.run)
                 nursery.start_soon(self._drain_when_stopping, nursery.cancel_scope)
                 for child in self._children.values():
                     nursery.start_soon(self._keep_running, child, config_file)
@@ -115,7 +131,7 @@ class Supervisor:
                 [sys.executable, "-m", self._commands[child.name], "--config", str(config_file)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(write_fd,),
-                env={**os.environ, PROGRESS_FD: str(write_fd)},
+                env={**(os.environ if child.name == "network" else without(os.environ)), PROGRESS_FD: str(write_fd)},
                 start_new_session=True,  # a terminal's Ctrl-C reaches us alone; we pass it on once
             )
             os.close(write_fd)
@@ -213,17 +229,20 @@ class Supervisor:
     async def _signals(self) -> None:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as received:
             async for signum in received:
-                if self._stopping.is_set():
+                if self._stopping.is_set() and not self._patient:
                     log.warning("aborting", signal=signal.Signals(signum).name)
                     self._exit_code = 130 if signum == signal.SIGINT else 128 + signum
                     self._send(signal.SIGKILL)
                     return
                 log.info("draining", signal=signal.Signals(signum).name)
+                self._patient = False
                 self._stopping.set()
 
     async def _drain_when_stopping(self, scope: trio.CancelScope) -> None:
         """The trainer first, so that its last groups can still be published; then the network."""
         await self._stopping.wait()
+        if "trainer" in self._children:
+            await self._last_step(self._children["trainer"])
         for name in ("trainer", "network"):
             if name in self._children:
                 await self._terminate(self._children[name])
@@ -232,6 +251,17 @@ class Supervisor:
                 await child.exited.wait()
         self._write_statistics()
         scope.cancel()
+
+    async def _last_step(self, trainer: Child) -> None:
+        """Wait for it, where there is time: until the trainer has saved and ended, hangs, or a signal takes the time away."""
+        if trainer.process is None or trainer.process.poll() is not None or not self._patient:
+            return
+        trainer.process.terminate()
+        while self._patient and trio.current_time() <= trainer.watchdog.deadline():
+            with trio.move_on_after(WATCH_INTERVAL_SECONDS):
+                await trainer.exited.wait()
+                break
+        self._patient = False
 
     async def _terminate(self, child: Child) -> None:
         """Ask it to stop, and wait for as long as `Watchdog.drained_by` says; then force."""

@@ -11,6 +11,7 @@ from swarmnode.doctor import checks, probes
 from swarmnode.doctor.bundle import write_bundle
 from swarmnode.doctor.checks import Check, ConfigFacts
 from swarmnode.errors import SwarmNodeError
+from swarmnode.p2p import passphrase
 from swarmnode.settings import Resolved
 from swarmnode.swarm.membership import Membership
 from swarmnode.tasks.client import prove_own
@@ -86,7 +87,8 @@ def examine(load: Callable[[], Resolved]) -> Iterator[Check]:
     reachability = probes.reachability(listen, config.network)
     yield checks.check_reachability(reachability)
     key = data_dir / "identity.key"
-    own = None if running or not key.exists() else key  # a key in use twice would be found out
+    lost = not key.exists() or (probes.locked(key) and passphrase.given() is None)
+    own = None if running or lost else key  # a key in use twice would be found out
     peers, dial_back = probes.peers(probes.Trial(config.network, swarm, secret, own, [] if running else probes.free_ports(listen)))
     yield from checks.check_peers(peers)
     dial_back = probes.dialled_back(status) if running else dial_back

@@ -41,6 +41,7 @@ from swarmnode.doctor.checks import (
     ReachFacts,
     RouterFacts,
 )
+from swarmnode.errors import SwarmNodeError
 from swarmnode.p2p.gateway import Gateway, kind_of
 
 EXAMINE_SECONDS = 180.0
@@ -109,12 +110,23 @@ def key(path: Path) -> KeyFacts:
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+    from swarmnode.p2p import passphrase
+
     try:
-        loaded = serialization.load_pem_private_key(data, password=None)
-    except (ValueError, TypeError) as error:
+        if locked(path) and passphrase.given() is None:
+            return KeyFacts(str(path), "good", mode)  # asked for when the node starts
+        loaded = serialization.load_pem_private_key(data, password=passphrase.given() if locked(path) else None)
+    except (ValueError, TypeError, SwarmNodeError) as error:
         return KeyFacts(str(path), "damaged", mode, str(error).split("\n")[0][:120])
     good = isinstance(loaded, Ed25519PrivateKey)
     return KeyFacts(str(path), "good" if good else "damaged", mode, "" if good else "not Ed25519")
+
+
+def locked(path: Path) -> bool:
+    """Whether the key in a file has a passphrase."""
+    from swarmnode.p2p import passphrase
+
+    return passphrase.is_locked(path.read_bytes()[:4097])
 
 
 # ---- ports and reachability -------------------------------------------------------------------------------------------------

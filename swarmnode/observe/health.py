@@ -28,6 +28,14 @@ DISK_BYTES = 10 * 2**30
 REJECTED_SHARE = 0.5
 REJECTED_LEAST = 20
 
+RESTS = {
+    "quiet_hours": "quiet hours: neither training nor sharing",
+    "owner": "paused by its owner: `swarmnode resume` goes on",
+    "battery": "the trainer rests: the machine runs on its battery",
+    "busy": "the trainer rests: other programs want the machine",
+}
+"""What is said while this reason holds."""
+
 
 class Verdict(msgspec.Struct, frozen=True):
     ok: bool
@@ -76,8 +84,12 @@ def troubles(s: NodeSnapshot) -> list[str]:
     found = []
     if s.node.sharing and s.budget.paused.get("month"):
         found.append("the month's bytes are used up; sharing pauses until the next month")
-    if s.budget.paused.get("quiet_hours"):
-        found.append("quiet hours: neither training nor sharing")
+    found += [words for reason, words in RESTS.items() if s.budget.paused.get(reason)]
+    if s.successor.problems:
+        problems = "; ".join(s.successor.problems)
+        found.append(f"the founder signed a successor, {s.successor.name!r}, that this node cannot follow: {problems}")
+    elif s.successor.swarm:
+        found.append(f"the founder signed a successor, {s.successor.name!r}: `swarmnode manifest follow` moves this node there")
     uptime = max(0.0, s.at - s.node.started_at)
     report, age = s.trainer.report, s.trainer.age_seconds
     if s.node.trainer and s.health.policy_loaded and not s.trainer.connected:

@@ -486,7 +486,8 @@ CLAIMED = (
 
 BUDGET = (
     Metric("swarmnode_budget_paused", "gauge", "budget.paused",
-           "1 while this reason keeps the node from listening to the swarm: quiet hours, the month's bytes, or a download cap in debt.",
+           "1 while this reason keeps the node from listening to the swarm: quiet hours, the month's bytes, its owner's `swarmnode pause`, "
+           "a machine on its battery, one that is busy with other programs, or a download cap in debt.",
            ("reason",), PAUSES),
     Metric("swarmnode_budget_level_bytes", "gauge", "budget.level_bytes",
            "Bytes that may be received and sent at once; below 0 the cap is in debt. Only for directions with a cap.", ("direction",)),
@@ -499,6 +500,8 @@ BUDGET = (
 )  # fmt: skip
 
 MACHINE = (
+    Metric("swarmnode_successor_waiting", "gauge", lambda s: float(bool(s.successor.swarm)),
+           "1 while the founder has signed a successor of this node's swarm and the node waits for its owner's word, or cannot follow."),
     Metric("swarmnode_disk_free_bytes", "gauge", "disk.free_bytes",
            "Bytes that this user may still write on the data directory's file system. When none are left, state is not saved."),
     Metric("swarmnode_disk_size_bytes", "gauge", "disk.total_bytes", "Size of the data directory's file system in bytes."),

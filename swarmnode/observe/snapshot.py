@@ -18,6 +18,7 @@ from swarmnode.p2p.budget import BudgetStatistics
 from swarmnode.p2p.network import NetworkStatistics
 from swarmnode.p2p.summaries import SummaryStatistics
 from swarmnode.rollouts.exchange import ExchangeStatistics
+from swarmnode.swarm.successor import SuccessorStatistics
 from swarmnode.tasks.tally import ScorerStatistics
 from swarmnode.weights.service import WeightsStatistics
 
@@ -37,6 +38,8 @@ class NodeInfo(msgspec.Struct, frozen=True):
     started_at: float = 0.0
     """Unix seconds."""
     sharing: bool = True
+    invite: str = ""
+    """To the swarm, for whoever wants to join; empty where no manifest names an address."""
     trainer: bool = True
     """False for a node that only helps others to meet."""
 
@@ -83,6 +86,7 @@ class NodeSnapshot(msgspec.Struct, frozen=True):
     supervisor: SupervisorStatistics = SupervisorStatistics()
     scorer: ScorerStatistics = ScorerStatistics()
     """The network process's scorer; the trainer's own is in its report."""
+    successor: SuccessorStatistics = SuccessorStatistics()
     processes: dict[str, ProcessStatistics] = {}
     """By process: network, trainer, scorer."""
     loop_lag_seconds: float = 0.0

@@ -225,5 +225,8 @@ def status_command(place: Place, as_json: bool = False) -> int:
     if as_json:
         print(json.dumps(told, indent=2))
     else:
-        Console().print(drawn(told, place))
+        console = Console()
+        console.print(drawn(told, place))
+        if invite := told["snapshot"]["node"].get("invite"):  # to copy: in one piece, however long
+            console.print(Text(f"invite {clean_text(invite)}"), soft_wrap=True)
     return 0 if told["ready"]["ok"] else 1

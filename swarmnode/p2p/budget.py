@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import msgspec
 
+from swarmnode import pauses
 from swarmnode.config import NetworkConfig
-from swarmnode.quiet_hours import is_quiet
+from swarmnode.pauses import is_quiet
 
 BURST_SECONDS = 10.0
 """What a bucket holds, in seconds of its rate …"""
@@ -28,8 +29,10 @@ DEBT_SECONDS = 60.0
 UPLOADS = ("publish", "forward", "serve", "relay")
 CHOICES = (*UPLOADS, "fetch")
 """What is done only while there is budget for it."""
-PAUSES = ("quiet_hours", "month", "download")
+PAUSES = ("quiet_hours", "month", *pauses.REASONS, "download")
 """Why a node does not listen to the swarm; the first two pause everything else in CHOICES too."""
+RESTING = ("serve", "relay")
+"""What a node does for its peers while its trainer rests by `pauses.REASONS`. What it could take itself would be stale afterwards."""
 
 
 class TokenBucket:
@@ -77,7 +80,7 @@ class BudgetStatistics(msgspec.Struct, frozen=True):
 class Budget:
     """The caps of `cfg` and the node's quiet hours. `now` is Unix seconds everywhere; `local` makes local calendar time of it.
 
-    month: as it was saved, so that a restart forgets nothing.
+    month: as it was saved, so that a restart forgets nothing. resting(): of `pauses.REASONS`, those that hold.
     """
 
     def __init__(
@@ -88,12 +91,14 @@ class Budget:
         *,
         month: Month | None = None,
         local: Callable[[float], time.struct_time] = time.localtime,
+        resting: Callable[[], Collection[str]] = tuple,
     ) -> None:
         self._upload = TokenBucket(cfg.upload_bytes_per_second, now) if cfg.upload_bytes_per_second else None
         self._download = TokenBucket(cfg.download_bytes_per_second, now) if cfg.download_bytes_per_second else None
         self._limit = cfg.monthly_bytes
         self._quiet_hours = quiet_hours
         self._local = local
+        self._resting = resting
         self._sent = self._received = 0
         self._catching_up = False
         self._refused: Counter[str] = Counter()
@@ -121,20 +126,21 @@ class Budget:
     def has_room(self, choice: str, now: float) -> bool:
         """The same for who will wait: nothing is counted."""
         bucket = self._upload if choice in UPLOADS else self._download
-        return not self._pauses(now) and (bucket is None or bucket.level(now) > 0)
+        rests = choice not in RESTING and bool(self._resting())
+        return not rests and not self._pauses(now) and (bucket is None or bucket.level(now) > 0)
 
     def listening(self, now: float) -> bool:
         """Whether to be in the gossip topic: not while paused, nor from the moment of debt until the bucket is half full again."""
         if self._download is not None:
             level = self._download.level(now)
             self._catching_up = level < self._download.capacity / 2 if self._catching_up else level < 0
-        return not self._catching_up and not self._pauses(now)
+        return not self._catching_up and not self._resting() and not self._pauses(now)
 
     def statistics(self, now: float) -> BudgetStatistics:
-        pauses = (*self._pauses(now), *(("download",) if self._catching_up else ()))
+        found = (*self._pauses(now), *self._resting(), *(("download",) if self._catching_up else ()))
         buckets = {"in": self._download, "out": self._upload}
         return BudgetStatistics(
-            paused={reason: reason in pauses for reason in PAUSES},
+            paused={reason: reason in found for reason in PAUSES},
             level_bytes={way: bucket.level(now) for way, bucket in buckets.items() if bucket is not None},
             month_bytes={"in": self._month.received, "out": self._month.sent},
             month_limit_bytes=self._limit or None,

@@ -1,7 +1,7 @@
 """A node's identity: one Ed25519 key, from which its libp2p peer id follows.
 
-The file is unencrypted PKCS#8 PEM, so that ordinary tools can back it up. Whoever can read it can be this node; it is therefore
-created 0600 and refused when others may read it. Nothing here logs, formats or returns the key's bytes.
+The file is PKCS#8 PEM, with a passphrase or without (`passphrase.py`), so that ordinary tools can back it up. Whoever can read it can
+be this node; it is therefore created 0600 and refused when others may read it. Nothing here logs, formats or returns the key's bytes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.keys import KeyPair
 from libp2p.peer.id import ID
 
-from swarmnode.errors import Refused, StateError, Unavailable
+from swarmnode.errors import Refused, Unavailable
 from swarmnode.files import write_atomically
+from swarmnode.p2p import passphrase
 
 LONGEST_FILE = 4096
 """A PKCS#8 Ed25519 key is 119 bytes; anything much longer is not one."""
@@ -36,23 +37,18 @@ class Identity:
 def load_or_create(path: Path) -> Identity:
     """The identity in `path`, made and saved first if there is no such file.
 
-    Raises Refused if others may read the file, StateError if it is not an Ed25519 key, Unavailable if it cannot be read or written.
+    A new one has the passphrase that is given, if one is. Raises Refused if others may read the file or its passphrase is missing or
+    wrong, StateError if it is not an Ed25519 key, Unavailable if it cannot be read or written.
     """
     try:
         data = _read_private(path)
         if data is None:
             key = Ed25519PrivateKey.generate()
-            write_atomically(path, _pem(key), mode=0o600)
+            write_atomically(path, passphrase.pem(key, passphrase.given()), mode=0o600)
             return from_key(key)
     except OSError as error:
         raise Unavailable(f"cannot use the identity file {path}: {error.strerror}") from error
-    try:
-        loaded = serialization.load_pem_private_key(data, password=None)
-    except (ValueError, TypeError) as error:  # TypeError: encrypted
-        raise StateError(f"the identity file {path} is not an unencrypted PEM key; restore or remove it") from error
-    if not isinstance(loaded, Ed25519PrivateKey):
-        raise StateError(f"the identity file {path} holds a key that is not Ed25519")
-    return from_key(loaded)
+    return from_key(passphrase.open_key(data, path))
 
 
 def from_key(key: Ed25519PrivateKey) -> Identity:
@@ -73,7 +69,3 @@ def _read_private(path: Path) -> bytes | None:
         if mode & 0o077:
             raise Refused(f"others can read the identity file (mode {mode:04o}): chmod 600 {path}")
         return file.read(LONGEST_FILE)
-
-
-def _pem(key: Ed25519PrivateKey) -> bytes:
-    return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import msgspec
@@ -29,7 +29,7 @@ FILE_BYTES = 4096
 
 
 class Meter:
-    """`traffic()`: bytes by protocol since the process started. `clock`: Unix seconds."""
+    """`traffic()`: bytes by protocol since the process started. `clock`: Unix seconds. `resting`: as of `Budget`."""
 
     def __init__(
         self,
@@ -38,11 +38,12 @@ class Meter:
         data_dir: Path,
         traffic: Callable[[], TrafficStatistics],
         clock: Callable[[], float] = time.time,
+        resting: Callable[[], Collection[str]] = tuple,
     ) -> None:
         self._path = data_dir / FILE
         self._traffic = traffic
         self._clock = clock
-        self._budget = Budget(cfg, quiet_hours, clock(), month=load(self._path))
+        self._budget = Budget(cfg, quiet_hours, clock(), month=load(self._path), resting=resting)
         self._saved: Month | None = None
         self._read_at = float("-inf")
 

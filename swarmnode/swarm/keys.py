@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from swarmnode.errors import ConfigError, Refused, StateError, Unavailable
+from swarmnode.errors import ConfigError, Refused, Unavailable
 from swarmnode.files import held_data_dir, read_private, write_atomically
+from swarmnode.p2p import passphrase as passphrases
 from swarmnode.wire.envelope import peer_id
 
 IDENTITY = "identity.key"
@@ -56,26 +57,44 @@ def bring(data_dir: Path, file: Path, replace: bool = False) -> tuple[str, Path 
 
 
 def rotate(data_dir: Path) -> tuple[str, str, Path]:
-    """A new key. Returns the former peer id, the new one, and where the former key is kept. Raises as `backup` does."""
+    """A new key, with the passphrase of the former one. Returns the former peer id, the new one, and where the former key is kept.
+
+    Raises as `backup` does.
+    """
     with held_data_dir(data_dir):
         former = _existing(data_dir)
+        before = peer_of(former, data_dir / IDENTITY)
         kept = _keep(data_dir, former)
         key = Ed25519PrivateKey.generate()
-        form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-        data = key.private_bytes(*form)
+        data = passphrases.pem(key, passphrases.given() if passphrases.is_locked(former) else None)
         _write(data_dir / IDENTITY, data)
-        return peer_of(former, kept), peer_of(data, data_dir / IDENTITY), kept
+        return before, peer_id(key.public_key().public_bytes_raw()), kept
 
 
 def peer_of(data: bytes, path: Path) -> str:
-    """The peer id of a PEM key. Raises StateError when it is not an unencrypted Ed25519 key."""
-    try:
-        key = serialization.load_pem_private_key(data, password=None)
-    except (ValueError, TypeError):
-        raise StateError(f"{path} is not an unencrypted PEM key") from None
-    if not isinstance(key, Ed25519PrivateKey):
-        raise StateError(f"{path} holds a key that is not Ed25519")
-    return peer_id(key.public_key().public_bytes_raw())
+    """The peer id of a PEM key. Raises StateError when it is not an Ed25519 key, Refused when its passphrase is missing or wrong."""
+    return peer_id(passphrases.open_key(data, path).public_key().public_bytes_raw())
+
+
+def unlock(data_dir: Path) -> None:
+    """Before anything starts: ask for the passphrase of this node's key if it has one, and find out whether it is right.
+
+    Raises as `peer_of` does; does nothing where there is no key yet."""
+    data = read_private(data_dir / IDENTITY, "identity file", LONGEST_FILE)
+    if data is not None and passphrases.is_locked(data):
+        passphrases.open_key(data, data_dir / IDENTITY)
+
+
+def set_passphrase(data_dir: Path, new: Callable[[], bytes | None]) -> str:
+    """Give this node's key the passphrase that `new` returns, once the present one is known, or none. Returns the peer id.
+
+    Raises Unavailable when there is no key, or a node runs with it; Refused and ConfigError for passphrases.
+    """
+    with held_data_dir(data_dir):
+        path = data_dir / IDENTITY
+        key = passphrases.open_key(_existing(data_dir), path)
+        _write(path, passphrases.pem(key, new()))
+        return peer_id(key.public_key().public_bytes_raw())
 
 
 def _existing(data_dir: Path) -> bytes:

@@ -1,6 +1,7 @@
 """Founding a swarm and becoming a member of one: what happens before any process of the node runs.
 
-    found     configuration ─ child: hash the model ─▶ manifest, signed, stored, chosen ─▶ invite
+    draft     configuration, manifest before ─ child: hash the model ─▶ manifest
+    found     manifest ─▶ signed, stored, chosen ─▶ invite
     join      invite ─ child: fetch over libp2p ─▶ verify ─ can we honour it? ─▶ stored, chosen ─▶ run
     prepare   stored manifest ─ can we honour it? ─▶ the configuration to run with
 
@@ -14,8 +15,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
@@ -25,7 +26,7 @@ from swarmnode.config import Config
 from swarmnode.errors import BadMessage, ConfigError, Refused, StateError, Unavailable
 from swarmnode.files import held_data_dir, make_data_dir, read_private, write_atomically
 from swarmnode.swarm import invite as invites
-from swarmnode.swarm import manifest, manifest_store
+from swarmnode.swarm import manifest, manifest_store, successor
 from swarmnode.swarm.invite import Invite
 from swarmnode.swarm.manifest import Terms
 from swarmnode.swarm.manifest_store import ManifestStore
@@ -53,6 +54,19 @@ class Founding:
     any_model: bool = False
     completions: tuple[int, int] | None = None
     successor: bool = False
+    public: bool = False
+    """Of a successor: neither list of members nor secret any more."""
+    said: Mapping[str, str] = field(default_factory=dict)
+    """Configuration keys that somebody has set, and where."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A manifest that is not signed yet."""
+
+    manifest: SwarmManifest
+    before: Opened | None
+    """What it is the successor of."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +95,8 @@ class Membership:
 
     # ---- founding -------------------------------------------------------------------------------------------------------
 
-    def found(self, asked: Founding) -> tuple[Opened, Invite]:
-        """Sign a manifest of this configuration with this node's key, store it and choose it.
+    def draft(self, asked: Founding) -> Draft:
+        """The manifest of a swarm that does what this configuration does; of a successor, what is not said is as it was.
 
         Raises ConfigError or Refused for what cannot be founded, Unavailable when the model or the data directory cannot be had.
         """
@@ -93,23 +107,65 @@ class Membership:
         before = manifest_store.stored(self._data_dir)
         identity = load_or_create(self._data_dir / "identity.key")
         founder = identity.private_key.public_key().public_bytes_raw()
-        _refuse_founding(before, founder, successor=asked.successor)
+        _refuse_founding(before, founder, asked)
         own = [f"{address}/p2p/{identity.peer_id}" for address in addresses_to_tell(self._config.network, self._data_dir)]
-        bootstrap = invites.check_addresses(list(asked.bootstrap) or own[: limits.BOOTSTRAP_ADDRESSES], "init: --bootstrap")
+        own = own[: limits.BOOTSTRAP_ADDRESSES]
+        now = int(time.time() * 1000)
+        if before is None:
+            bootstrap = invites.check_addresses(list(asked.bootstrap) or own, "init: --bootstrap")
+            secret = self._own_secret() if asked.private else None
+            terms = Terms(now, asked.completions, bootstrap, _checked_members(asked.members), secret)
+            models = [] if asked.any_model else [self._describe_model()]
+            return Draft(manifest.draft(self._config, founder, models, terms), None)
+        present = before.manifest
+        if now <= present.created_at:
+            raise ConfigError("init: this machine's clock is behind that of the predecessor's signing: set it")
+        self._config = self._continued(asked.said, before)
+        named = list(asked.bootstrap) or successor.addresses_of(present, identity.peer_id, own)
+        bounds = (present.rollouts.min_completions, present.rollouts.max_completions)
+        members = [] if asked.public else list(asked.members) or present.access.members
         terms = Terms(
-            int(time.time() * 1000), asked.completions, bootstrap, _checked_members(asked.members),
-            self._own_secret() if asked.private else None, before.swarm if before is not None else b"",
+            now, asked.completions or bounds, invites.check_addresses(named[: limits.BOOTSTRAP_ADDRESSES], "init: --bootstrap"),
+            _checked_members(members), self._secret_for(asked, present), before.swarm,
         )  # fmt: skip
-        drafted = manifest.draft(self._config, founder, [] if asked.any_model else [self._describe_model()], terms)
+        return Draft(manifest.draft(self._config, founder, self._models_for(asked, present), terms), before)
+
+    def found(self, draft: Draft) -> tuple[Opened, Invite]:
+        """Sign a draft with this node's key, store and choose it. Raises ConfigError for one that cannot be signed, Unavailable."""
+        from swarmnode.p2p.identity import load_or_create
+
+        identity = load_or_create(self._data_dir / "identity.key")
         try:
-            opened = seal_manifest(drafted, identity.private_key)
+            opened = seal_manifest(draft.manifest, identity.private_key)
         except BadMessage as error:
             raise ConfigError(f"init: this configuration does not fit into a manifest: {error}") from None
-        if before is not None and not follows(opened, before):
-            raise ConfigError("init: this machine's clock is behind that of the predecessor's signing: set it")
         self.store.add(opened)
         self.store.choose(opened.swarm)
-        return opened, invite_of(opened, bootstrap)
+        return opened, invite_of(opened)
+
+    def _continued(self, said: Collection[str], before: Opened) -> Config:
+        """Our configuration to draft a successor from: what nobody has said is what the manifest `before` says. Raises ConfigError."""
+        kept, _ = manifest.agreed(self._config, before)
+        return settings.replaced(kept, {key: settings.value(self._config, key) for key in successor.TERMS if key in said}, "init")
+
+    def _models_for(self, asked: Founding, present: SwarmManifest) -> list[ModelRef]:
+        """Those that members of a successor may start from. Where no model is said now, nothing has to be loaded and hashed again."""
+        where = asked.said.get("policy.model") or asked.said.get("policy.revision")
+        kept_only = where == str(settings.kept_file(self._data_dir))
+        if asked.any_model or (not present.models and (where is None or kept_only)):
+            return []
+        return present.models if where is None else [self._describe_model()]
+
+    def _secret_for(self, asked: Founding, present: SwarmManifest) -> bytes | None:
+        """A successor's: the present one's, another where --private is said again, none with --public."""
+        if asked.private:
+            return self._own_secret()
+        if asked.public or not present.access.secret:
+            return None
+        secret = manifest.swarm_secret(self._data_dir)
+        if secret is None or manifest.commitment(secret) != present.access.secret:
+            raise Refused("the secret of this private swarm is not here: put it back, or say --private for another one, or --public")
+        return secret
 
     def _describe_model(self) -> ModelRef:
         found = self._child("swarmnode.policy.describe", DESCRIBE_SECONDS)
@@ -220,10 +276,18 @@ class Membership:
                 self.join(invite)
             self.store.keep_peers(invite.addresses)
         agreed, changes = manifest_store.honoured(self._config, trains=self._trains)
+        self._mention_successor()
         for change in changes:
             if change.key != "swarm.id":
                 log.info("set by the manifest", key=change.key, value=change.now, instead_of=change.was)
         return agreed
+
+    def _mention_successor(self) -> None:
+        """Where one waits for the owner's word, the first lines of a run say so."""
+        opened = manifest_store.stored(self._data_dir)
+        waiting = self.store.successor(opened) if opened is not None and self._config.swarm.follow != "never" else None
+        if waiting is not None:
+            log.warning("a successor of this swarm waits for your word: `swarmnode manifest follow`", name=waiting.manifest.name)
 
     def outlook(self) -> Outlook:
         """What the next start would have, as far as that is known without joining. Raises as `prepare` does, and changes nothing."""
@@ -268,13 +332,17 @@ def invite_of(opened: Opened, addresses: Sequence[str] = ()) -> Invite:
     return Invite(where, opened.swarm)
 
 
-def _refuse_founding(before: Opened | None, founder: bytes, *, successor: bool) -> None:
+def _refuse_founding(before: Opened | None, founder: bytes, asked: Founding) -> None:
     """before: the manifest that is here. Raises ConfigError or Refused where this key cannot found a swarm here."""
-    if successor and before is None:
+    if asked.successor and before is None:
         raise ConfigError("init: --successor, but this data directory has no manifest to succeed")
-    if successor and before is not None and before.manifest.founder != founder:
+    if asked.public and not asked.successor:
+        raise ConfigError("init: --public is for a --successor; a first manifest is public unless it has a --member or is --private")
+    if asked.public and (asked.private or asked.members):
+        raise ConfigError("init: --public, and --private or --member: which?")
+    if asked.successor and before is not None and before.manifest.founder != founder:
         raise Refused("only the founder's key can sign a successor; this node joined somebody else's swarm")
-    if before is not None and not successor:
+    if before is not None and not asked.successor:
         name = before.manifest.name
         raise Refused(f"this data directory is of swarm {name!r} already: sign a --successor, or found another in another --data-dir")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -22,9 +22,9 @@ from swarmnode.config import Config
 from swarmnode.errors import LocalError
 from swarmnode.link.client import Link
 from swarmnode.link.messages import Hello
+from swarmnode.pauses import Told, is_quiet
 from swarmnode.policy.logprobs import Row
 from swarmnode.process import Progress
-from swarmnode.quiet_hours import is_quiet
 from swarmnode.rollouts.groups import OwnGroup
 from swarmnode.swarm import rollback
 from swarmnode.swarm.manifest_store import stored
@@ -42,8 +42,8 @@ from swarmnode.trainer.update import UpdateStatistics, learning_rate
 
 log = structlog.get_logger("swarmnode.trainer")
 
-REST_SECONDS = 5.0
-"""Between two looks at the clock in quiet hours."""
+REST_SECONDS = 1.0
+"""Between two looks whether the trainer may go on."""
 IDENTITY_SECONDS = 1.0
 """Between two signs of progress while the network process has not said who we are."""
 HEAD = "head"
@@ -117,7 +117,7 @@ class Loop:
         self._evaluation = Evaluation(config.task, training, scorer)
         self._checkpoints = Checkpoints(directory, training.save_every, engine, rng, counters)
         self._reporter = Reporter(progress, link, engine, scorer, self._checkpoints, counters)
-        self._pauses = Pauses(config.node.quiet_hours, training.step_interval, stop)
+        self._pauses = Pauses(config.node.quiet_hours, Told(config.node.data_dir), training.step_interval, stop)
 
     def run(self, join_seconds: float) -> None:
         """Train until `stop` or `max_steps`. The link has been entered. Raises EngineGone.
@@ -138,13 +138,11 @@ class Loop:
             self._reporter.flush(2.0)
 
     def _train(self, join_seconds: float) -> None:
-        if self._counters.reward_held_out_start is None:
+        self._rest()
+        if self._counters.reward_held_out_start is None and not self._pauses.stop.is_set():
             self._evaluate()
         self._join(join_seconds)
-        while not self._pauses.stop.is_set() and not self._finished():
-            if self._pauses.quiet:
-                self._pauses.rest(self._reporter)
-                continue
+        while not self._finished() and self._rest():
             started = time.monotonic()
             self._step()
             if self._pauses.stop.is_set():
@@ -154,6 +152,19 @@ class Loop:
                 self._evaluate()
             self._checkpoints.save()
             self._pauses.until_next_step(started, self._reporter)
+
+    def _rest(self) -> bool:
+        """Wait while there is a reason to; what was learnt is on disk before long. False when the trainer is to stop."""
+        rested = False
+        while not self._pauses.stop.is_set() and (reasons := self._pauses.reasons()):
+            rested = True
+            self._pauses.rest(reasons, self._reporter)
+            if self._checkpoints.saved_step != self._counters.step:
+                self._checkpoints.save()
+        if rested and not self._pauses.stop.is_set():
+            log.info("going on")
+            self._reporter.enter("generating")
+        return not self._pauses.stop.is_set()
 
     def hello(self) -> Hello:
         text = self._engine.text
@@ -342,22 +353,24 @@ class Identity:
 
 
 class Pauses:
-    """When the trainer rests though it could go on."""
+    """When the trainer rests though it could go on. told(): of `pauses.REASONS`, those that hold."""
 
-    def __init__(self, quiet_hours: str, step_interval: float, stop: threading.Event) -> None:
+    def __init__(self, quiet_hours: str, told: Callable[[], Sequence[str]], step_interval: float, stop: threading.Event) -> None:
         self.stop = stop
         self._quiet_hours = quiet_hours
+        self._told = told
         self._step_interval = step_interval
 
-    @property
-    def quiet(self) -> bool:
+    def reasons(self) -> Sequence[str]:
+        """Why to rest now; none while the trainer may go on."""
         now = time.localtime()
-        return is_quiet(self._quiet_hours, now.tm_hour * 60 + now.tm_min)
+        quiet = is_quiet(self._quiet_hours, now.tm_hour * 60 + now.tm_min)
+        return [*(["quiet_hours"] if quiet else []), *self._told()]
 
-    def rest(self, reporter: Reporter) -> None:
-        """Wait a little, in quiet hours. The model stays loaded."""
+    def rest(self, reasons: Sequence[str], reporter: Reporter) -> None:
+        """Wait a little. The model stays loaded."""
         if reporter.last.phase != "paused":
-            log.info("quiet hours", hours=self._quiet_hours)
+            log.info("paused", reasons=list(reasons))
             reporter.enter("paused")
         reporter.alive("paused")
         self.stop.wait(REST_SECONDS)

@@ -226,7 +226,7 @@ def test_a_founder_whose_clock_went_back_signs_no_successor_and_keeps_everything
         assert cli.run([*found, "--successor"]) == 78
     assert "clock is behind" in refusal(capsys)
     assert ((tmp_path / "identity.key").read_bytes(), ManifestStore(tmp_path).current()) == (key, current)
-    assert cli.run([*found, "--successor"]) == 0
+    assert cli.run([*found, "--successor", "--name", "later", "--yes"]) == 0
     assert ManifestStore(tmp_path).current() != current
 
 
@@ -261,6 +261,7 @@ def test_manifest_show_prints_an_invite_and_a_successor(tmp_path, capsys):
     shown = json.loads(capsys.readouterr().out)
     assert invites.parse(shown["invite"]).swarm == first.swarm
     assert shown["successor"]["swarm"] == second.swarm.hex()
+    assert shown["successor"]["changes"] == [f"- bootstrap {first.manifest.bootstrap[0]}: named"]
 
 
 def test_there_is_nothing_to_follow_before_a_successor_is_known(tmp_path, capsys):

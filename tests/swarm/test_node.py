@@ -133,6 +133,30 @@ def test_kill_minus_nine_of_the_network_process_costs_no_step(swarm):
     until(lambda: status(node)["trainer"]["report"]["external_groups_total"] > used, "it trains on peers' groups again")
 
 
+def told(node, *command):
+    """What a command says to the running node's owner."""
+    command = [sys.executable, "-m", "swarmnode", *command, "-d", str(node.directory)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_a_pause_outlives_the_trainer_and_everybody_is_told_why(swarm):
+    node = swarm[1]
+    resting = lambda: (s := status(node)) and s["trainer"]["connected"] and s["trainer"]["report"]["phase"] == "paused" and s
+    assert told(node, "pause").returncode == 0
+    before = until(resting, "the trainer rests")
+    child(node, "swarmnode.trainer").kill()
+    until(lambda: status(node)["supervisor"]["restarts"]["trainer"] > before["supervisor"]["restarts"]["trainer"], "it was killed")
+    again = until(resting, "the next trainer rests too")
+    assert again["trainer"]["report"]["step"] <= before["trainer"]["report"]["step"]
+    status_command = [sys.executable, "-m", "swarmnode", "status", "--url", node.url]
+    shown = subprocess.run(status_command, capture_output=True, text=True, timeout=240, check=False)
+    assert "paused by its owner" in " ".join(shown.stdout.split())
+    assert 'swarmnode_budget_paused{reason="owner"} 1.0' in get(node, "/metrics")
+    assert again["network"]["peers"]["connected"] == 1, "it stays connected"
+    assert told(node, "resume").returncode == 0
+    until(lambda: status(node)["trainer"]["report"]["step"] > again["trainer"]["report"]["step"], "it goes on")
+
+
 def test_sigterm_drains_within_its_bound_and_a_restart_resumes(swarm):
     node = swarm[0]
     before = status(node)
@@ -148,6 +172,17 @@ def test_sigterm_drains_within_its_bound_and_a_restart_resumes(swarm):
     )
     assert after["node"]["peer"] == before["node"]["peer"]
     assert after["trainer"]["report"]["step"] >= before["trainer"]["report"]["step"]
+
+
+def test_finish_ends_the_node_after_its_step(swarm):
+    node = swarm[1]
+    before = status(node)["trainer"]["report"]["step"]
+    assert told(node, "finish").stdout == "the node has ended\n"
+    until(lambda: not node.alive(), "it has ended", 5.0)
+    assert node.exit_code() == 0
+    states = told(node, "rollback", "--json", "-c", str(node.directory / "demo.toml"))
+    assert json.loads(states.stdout)["states"][0]["step"] >= before
+    assert told(node, "finish").returncode == 69
 
 
 def run_until_exit(tmp_path, *settings, seconds=240):

@@ -324,6 +324,8 @@ function tiles(s) {
   );
 }
 
+const RESTS = ["owner", "battery", "busy", "quiet_hours"]; // why a trainer rests
+
 function head(told) {
   const s = told.snapshot, report = s.trainer.report || {};
   const { node: me } = s;
@@ -332,13 +334,14 @@ function head(told) {
   const facts = [`swarm ${me.swarm_name}`, me.model, [report.device, report.dtype].filter(Boolean).join(" "), `up ${duration(s.at - me.started_at)}`, `v${me.version}`];
   byId("facts").textContent = facts.filter(Boolean).join("  ·  ");
   byId("phase").textContent = !s.trainer.connected ? "no trainer" : (leads(s) ? report.phase : (s.stages.own || {}).phase) || "";
-  const state = s.health.draining ? "draining" : !told.ready.ok ? "starting" : told.troubles.length ? "degraded" : "ready";
+  const rests = RESTS.some((why) => s.budget.paused[why]);
+  const state = s.health.draining ? "draining" : !told.ready.ok ? "starting" : rests ? "paused" : told.troubles.length ? "degraded" : "ready";
   announce(state, [...told.ready.reasons, ...told.troubles].join("; "));
 }
 
 function announce(state, why) {
   document.body.dataset.state = state;
-  const words = { ready: "ready", starting: "starting", draining: "draining", degraded: "needs a look", stale: "not answering" };
+  const words = { ready: "ready", starting: "starting", draining: "draining", degraded: "needs a look", paused: "paused", stale: "not answering" };
   if (byId("state").textContent !== words[state]) byId("state").textContent = words[state];
   byId("notice").hidden = !why;
   if (byId("notice").textContent !== why) byId("notice").textContent = why;
@@ -511,7 +514,7 @@ function reach(network) {
 }
 
 function identity(me) {
-  const rows = [["peer", me.peer], ["swarm", me.swarm ? `${me.swarm.slice(0, 16)}…` : ""], ["address", me.addrs[0] || ""], ["tasks", me.tasks.join(", ")]];
+  const rows = [["peer", me.peer], ["swarm", me.swarm ? `${me.swarm.slice(0, 16)}…` : ""], ["address", me.addrs[0] || ""], ["invite", me.invite || ""], ["tasks", me.tasks.join(", ")]];
   put(byId("identity"), ...rows.filter(([, value]) => value).flatMap(([name, value]) => [
     node("dt", {}, name), node("dd", {}, node("code", {}, value)),
   ]));

@@ -68,7 +68,7 @@ def test_what_is_no_key_is_not_brought_in(tmp_path, data):
     file = tmp_path / "key"
     file.write_bytes(data)
     file.chmod(0o600)
-    with pytest.raises(StateError, match="not an unencrypted PEM key"):
+    with pytest.raises(StateError, match="not a PEM key"):
         keys.bring(tmp_path / "b", file)
 
 

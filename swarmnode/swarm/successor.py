@@ -1,0 +1,75 @@
+"""A founder's successor: what the present manifest says, but for what is said anew; how the two differ; and one that waits to be followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from swarmnode.swarm.manifest import AGREED
+from swarmnode.wire.messages import ModelRef, SwarmManifest
+
+TERMS = (
+    *AGREED, "policy.model", "policy.revision", "sharing.groups_per_second", "swarm.name", "task.names", "training.max_completion_length",
+    "training.temperature", "training.top_p",
+)  # fmt: skip
+"""Configuration keys that a manifest is drafted from, but for its bounds of the group size."""
+
+
+class SuccessorStatistics(msgspec.Struct, frozen=True):
+    """A successor that this node knows of and is not of: it waits for its owner's word."""
+
+    swarm: str = ""
+    """Swarm id, hex; empty where none waits."""
+    name: str = ""
+    problems: list[str] = []
+    """Why this node cannot follow it as it is configured; empty where a word is enough."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that a successor says otherwise. `before` is None for what is new, `after` for what is gone."""
+
+    what: str
+    before: str | None
+    after: str | None
+
+    def __str__(self) -> str:
+        if self.before is None:
+            return f"+ {self.what}: {self.after}"
+        return f"- {self.what}: {self.before}" if self.after is None else f"~ {self.what}: {self.before} → {self.after}"
+
+
+def addresses_of(before: SwarmManifest, peer: str, own: list[str]) -> list[str]:
+    """The bootstrap addresses of a manifest, those of the founder `peer` replaced by where it is now, `own`."""
+    ours = [address for address in before.bootstrap if address.rpartition("/p2p/")[2] == peer]
+    others = [address for address in before.bootstrap if address not in ours]
+    return [*(own if ours else []), *others]
+
+
+def differences(before: SwarmManifest, after: SwarmManifest) -> list[Difference]:
+    """What `after` says otherwise, in the order of a manifest's fields; when it was signed and by whom is no difference."""
+    was, now = _said(before), _said(after)
+    return [Difference(what, was.get(what), now.get(what)) for what in dict.fromkeys([*was, *now]) if was.get(what) != now.get(what)]
+
+
+def _said(said: SwarmManifest) -> Mapping[str, str]:
+    rules = {f"rollouts.{name}": str(value) for name, value in msgspec.to_builtins(said.rollouts).items()}
+    return {
+        "name": repr(said.name),
+        "minimum version": said.minimum_version,
+        **{f"protocol {name}": "spoken" for name in said.protocols},
+        **({f"model {model.name}": _model(model) for model in said.models} or {"models": "any"}),
+        **{f"task {task.id}": f"version {task.version}{f' {task.settings}' if task.settings != '{}' else ''}" for task in said.tasks},
+        **rules,
+        **{setting.key: setting.value for setting in said.settings},
+        **{f"bootstrap {address}": "named" for address in said.bootstrap},
+        **({f"member {peer}": "allowed" for peer in said.access.members} or {"members": "anybody"}),
+        "secret": f"needed ({said.access.secret.hex()[:16]}…)" if said.access.secret else "none",
+    }
+
+
+def _model(model: ModelRef) -> str:
+    return f"{model.revision[:16] + ' ' if model.revision else ''}{model.fingerprint.hex()[:16]}…, tokenizer {model.tokenizer.hex()[:8]}…"

@@ -1,0 +1,180 @@
+"""`init --successor`: what nobody says stays as it is, the difference is shown, and whoever is there is asked."""
+
+import sys
+
+import msgspec
+import pytest
+
+from swarmnode import cli
+from swarmnode.config import Config
+from swarmnode.daemon.member import Successors
+from swarmnode.files import write_atomically
+from swarmnode.observe import health
+from swarmnode.observe.snapshot import NodeSnapshot
+from swarmnode.p2p.identity import load_or_create
+from swarmnode.swarm import manifest
+from swarmnode.swarm.manifest_store import ManifestStore
+from swarmnode.swarm.successor import SuccessorStatistics, differences
+from swarmnode.wire.messages import Access
+from tests.support.manifests import founded, succeeding
+from tests.support.waiting import until
+
+ELSEWHERE = "/ip4/192.0.2.7/tcp/9512/p2p/12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
+SECRET = bytes(range(32))
+
+
+@pytest.fixture
+def founder(tmp_path):
+    """Found a swarm in tmp_path with fields of its manifest given; nothing has to be hashed for it."""
+
+    def found(**changes):
+        key = load_or_create(tmp_path / "identity.key").private_key
+        opened = founded(key, **{"bootstrap": [ELSEWHERE], "completions": (3, 12), **changes})
+        store = ManifestStore(tmp_path)
+        store.add(opened)
+        store.choose(opened.swarm)
+        return opened
+
+    return found
+
+
+def successor(tmp_path, *arguments):
+    return cli.run(["init", "--successor", "-d", str(tmp_path), *arguments])
+
+
+def present(tmp_path):
+    store = ManifestStore(tmp_path)
+    return store.get(store.current())
+
+
+def test_only_what_is_said_changes_and_the_difference_is_shown(tmp_path, founder, capsys):
+    before = founder(access=Access([], b""))
+    assert successor(tmp_path, "--yes", "--set", "training.temperature=0.8") == 0
+    after = present(tmp_path)
+    assert after.manifest.predecessor == before.swarm
+    rules = msgspec.structs.replace(before.manifest.rollouts, temperature=0.8)
+    same = {"created_at": after.manifest.created_at, "predecessor": before.swarm, "rollouts": rules}
+    assert after.manifest == msgspec.structs.replace(before.manifest, **same)
+    shown = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  ")]
+    assert shown == ["  ~ rollouts.temperature: 1.0 → 0.8"]
+
+
+def test_name_tasks_and_bounds_change_when_they_are_said(tmp_path, founder, capsys):
+    founder()
+    said = ["--name", "second", "--set", 'task.names=["builtin/copy"]', "--min-completions", "4", "--max-completions", "8"]
+    assert successor(tmp_path, "--yes", *said, "--json") == 0
+    now = present(tmp_path).manifest
+    assert (now.name, [task.id for task in now.tasks]) == ("second", ["builtin/copy"])
+    assert (now.rollouts.min_completions, now.rollouts.max_completions) == (4, 8)
+    error = capsys.readouterr().err
+    for line in ("~ name: 'test' → 'second'", "- task builtin/sum: version", "~ rollouts.min_completions: 3 → 4"):
+        assert line in error
+
+
+class Terminal:
+    def __init__(self, answer):
+        self._answer = answer
+
+    def isatty(self):
+        return True
+
+    def readline(self):
+        return self._answer
+
+
+@pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("YES\n", 0), ("\n", 77), ("n\n", 77), ("", 77)])
+def test_whoever_is_there_is_asked(tmp_path, founder, capsys, monkeypatch, answer, code):
+    before = founder()
+    monkeypatch.setattr(sys, "stdin", Terminal(answer))
+    assert successor(tmp_path, "--name", "second") == code
+    assert "Sign it?" in capsys.readouterr().err
+    assert (ManifestStore(tmp_path).current() == before.swarm) is (code != 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--name", "second"], 78, "nobody is here to be asked whether to sign that: --yes signs it"),
+        (["--yes"], 78, "would change nothing: say what shall"),
+        (["--yes", "--name", "second", "--public", "--private"], 78, "--public, and --private or --member: which?"),
+        (["--yes", "--name", "second", "--min-completions", "4"], 78, "come together"),
+        (["--yes", "--name", "second", "--member", "nobody"], 78, "--member 'nobody'"),
+        (["--yes", "--name", "second", "--bootstrap", "nowhere"], 78, "--bootstrap"),
+        (["--yes", "--set", "training.temperature=-1"], 78, "training.temperature"),
+    ],
+)
+def test_a_successor_that_cannot_be_signed_is_one_line_and_changes_nothing(tmp_path, founder, capsys, monkeypatch, arguments, code, says):
+    monkeypatch.setattr(sys, "stdin", open("/dev/null"))  # noqa: SIM115
+    before = founder()
+    assert successor(tmp_path, *arguments) == code
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("swarmnode: ")
+    assert says in last
+    assert ManifestStore(tmp_path).current() == before.swarm
+
+
+def test_public_is_for_successors(tmp_path, capsys):
+    assert cli.run(["init", "--public", "--any-model", "-d", str(tmp_path)]) == 78
+    assert "--public is for a --successor" in capsys.readouterr().err
+
+
+def test_a_private_swarm_stays_private_until_it_is_said_to_be_public(tmp_path, founder, capsys):
+    own = load_or_create(tmp_path / "identity.key").peer_id
+    before = founder(access=Access([own], manifest.commitment(SECRET)))
+    assert successor(tmp_path, "--yes", "--name", "second") == 77
+    assert "secret of this private swarm is not here" in capsys.readouterr().err
+    write_atomically(tmp_path / manifest.SECRET_FILE, SECRET.hex().encode(), mode=0o600)
+    assert successor(tmp_path, "--yes", "--name", "second") == 0
+    assert present(tmp_path).manifest.access == before.manifest.access
+    assert successor(tmp_path, "--yes", "--public") == 0
+    assert present(tmp_path).manifest.access == Access([], b"")
+
+
+def test_the_founders_own_address_is_told_anew_and_others_stay(tmp_path, founder):
+    own = load_or_create(tmp_path / "identity.key").peer_id
+    founder(bootstrap=[f"/ip4/198.51.100.1/tcp/1/p2p/{own}", ELSEWHERE])
+    assert successor(tmp_path, "--yes", "--set", 'network.listen_addrs=["/ip4/203.0.113.5/tcp/9512"]') == 0
+    assert present(tmp_path).manifest.bootstrap == [f"/ip4/203.0.113.5/tcp/9512/p2p/{own}", ELSEWHERE]
+
+
+def test_any_model_stays_any_though_the_founder_has_one(tmp_path, founder):
+    founder(models=[])
+    assert cli.run(["config", "set", "policy.model=Qwen/Qwen2.5-0.5B-Instruct", "-d", str(tmp_path)]) == 0
+    assert successor(tmp_path, "--yes", "--name", "second") == 0
+    assert present(tmp_path).manifest.models == []
+
+
+def test_two_manifests_that_differ_in_nothing_but_time_do_not_differ():
+    first = founded()
+    assert differences(first.manifest, succeeding(first).manifest) == []
+
+
+class Nobody:
+    peer_id = ""
+
+    def connected(self):
+        return []
+
+
+@pytest.mark.parametrize(("follow", "models", "waits"), [("ask", None, True), ("never", None, False), ("founder", [], True)])
+async def test_a_member_says_that_a_successor_waits_for_its_owner(tmp_path, nursery, follow, models, waits, autojump_clock):
+    first = founded()
+    second = succeeding(first, name="second", **({} if models is None else {"models": models}))
+    store = ManifestStore(tmp_path)
+    for opened in (first, second):
+        store.add(opened)
+    store.choose(first.swarm)
+    config = Config.model_validate({"node": {"data_dir": tmp_path}, "swarm": {"follow": follow}, "task": {"names": ["builtin/copy"]}})
+    successors = Successors(config, first, store, Nobody())
+    nursery.start_soon(successors.run)
+    if waits:
+        await until(lambda: successors.statistics().swarm == second.swarm.hex())
+    told = successors.statistics()
+    assert bool(told.swarm) is waits
+    troubles = " ".join(health.troubles(NodeSnapshot(successor=told)))
+    assert ("`swarmnode manifest follow` moves this node there" in troubles) is (follow == "ask")
+    assert ("cannot follow: it trains another model" in troubles) is (follow == "founder")
+
+
+def test_without_a_successor_nothing_is_said():
+    assert not any("successor" in trouble for trouble in health.troubles(NodeSnapshot(successor=SuccessorStatistics())))

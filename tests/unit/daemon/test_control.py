@@ -1,0 +1,237 @@
+"""pause, resume and finish as the command line says them to a node's supervisor, and the rules by which a node rests by itself."""
+
+import json
+import os
+import socket
+import stat
+from contextlib import asynccontextmanager
+
+import psutil
+import pytest
+import trio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmnode import cli, pauses
+from swarmnode.config import NetworkConfig
+from swarmnode.daemon import control
+from swarmnode.daemon.control import SOCKET, Control
+from swarmnode.daemon.machine import CALM_SECONDS, Load, Machine, Rules, observed
+from swarmnode.files import lock_data_dir, make_data_dir
+from swarmnode.p2p.budget import CHOICES, Budget
+from tests.support.waiting import until
+
+
+class StillMachine(Machine):
+    battery, load = False, 0.0
+
+    def on_battery(self):
+        return self.battery
+
+    def load_of_others(self, now):
+        return self.load
+
+
+@asynccontextmanager
+async def controlled(data_dir, machine=None, rules=Rules(), trains=True):  # noqa: B008
+    make_data_dir(data_dir)
+    lock = lock_data_dir(data_dir)
+    finished = trio.Event()
+    try:
+        async with trio.open_nursery() as nursery:
+            served = Control(data_dir, rules, machine or StillMachine(), finished.set, trains=trains)
+            nursery.start_soon(served.run)
+            await until((data_dir / SOCKET).exists)
+            yield finished
+            nursery.cancel_scope.cancel()
+    finally:
+        os.close(lock)
+
+
+async def said(*arguments):
+    """The exit code of a command that is given meanwhile."""
+    return await trio.to_thread.run_sync(cli.run, [str(argument) for argument in arguments])
+
+
+async def test_pause_and_resume_are_told_once_each_and_kept(tmp_path, capsys):
+    async with controlled(tmp_path):
+        assert await said("pause", "-d", tmp_path) == 0
+        assert pauses.read(tmp_path).keys() == {"owner"}
+        assert last_line(capsys) == "the node rests after the step that runs; `swarmnode resume` goes on"
+        assert await said("pause", "-d", tmp_path) == 0
+        assert "it was paused already, since 20" in capsys.readouterr().out
+        assert stat.S_IMODE((tmp_path / SOCKET).stat().st_mode) == 0o600
+        assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
+    async with controlled(tmp_path):  # the node was started again
+        assert pauses.read(tmp_path).keys() == {"owner"}
+        assert await said("resume", "-d", tmp_path, "--json") == 0
+        assert json.loads(last_line(capsys)) == {"changed": True, "paused": {}}
+        assert pauses.read(tmp_path) == {}
+        assert await said("resume", "-d", tmp_path) == 0
+        assert last_line(capsys) == "it was not paused"
+
+
+async def test_finish_returns_when_the_node_has_ended(tmp_path, capsys):
+    async with trio.open_nursery() as nursery:
+        codes = []
+
+        async def finish():
+            codes.append(await said("finish", "-d", tmp_path))
+
+        async with controlled(tmp_path) as finished:
+            nursery.start_soon(finish)
+            await finished.wait()
+            assert codes == []
+        await until(lambda: codes)
+    assert codes == [0]
+    assert last_line(capsys) == "the node has ended"
+
+
+@pytest.mark.parametrize("command", ["pause", "resume", "finish"])
+def test_where_no_node_runs_that_is_one_line_and_nothing_is_made(tmp_path, capsys, command):
+    (tmp_path / "file").write_text("")
+    for directory in (tmp_path / "none", tmp_path / "file", tmp_path):
+        assert cli.run([command, "-d", str(directory)]) == 69
+        assert f"swarmnode: no node runs in {directory}: name its directory with -d" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert cli.run([command, "now"]) == 2
+
+
+def test_a_node_without_a_socket_is_told_apart(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(control, "ASK_SECONDS", 0.2)
+    lock = lock_data_dir(tmp_path)
+    assert cli.run(["pause", "-d", str(tmp_path)]) == 69
+    assert "has no control socket: it is of an earlier version" in capsys.readouterr().err
+    os.close(lock)
+
+
+async def test_a_bootstrap_node_has_nothing_to_pause(tmp_path, capsys):
+    async with controlled(tmp_path, trains=False):
+        assert await said("pause", "-d", tmp_path) == 69
+    assert "has no trainer, so there is nothing to pause" in capsys.readouterr().err
+    assert pauses.read(tmp_path) == {}
+
+
+@pytest.mark.parametrize("sent", [b"", b"\n", b"{}\n", b'{"command":"explode"}\n', b"\xff" * 5000])
+async def test_what_is_no_request_changes_nothing_and_the_next_is_heard(tmp_path, sent):
+    async with controlled(tmp_path):
+        with trio.socket.socket(socket.AF_UNIX) as client:
+            await client.connect(str(tmp_path / SOCKET))
+            await client.send(sent)
+            client.shutdown(socket.SHUT_WR)
+            answer = await client.recv(4096)
+        assert b"not a request" in answer
+        assert await said("pause", "-d", tmp_path) == 0
+
+
+async def test_a_pause_that_cannot_be_kept_is_refused(tmp_path, capsys, monkeypatch):
+    async with controlled(tmp_path):
+        monkeypatch.setattr(pauses, "write_atomically", full)
+        assert await said("pause", "-d", tmp_path) == 69
+        assert "cannot keep that: No space left on device" in capsys.readouterr().err
+        monkeypatch.undo()
+        assert await said("resume", "-d", tmp_path) == 0
+    assert last_line(capsys) == "it was not paused"
+
+
+def full(*_):
+    raise OSError(28, "No space left on device")
+
+
+async def test_a_node_rests_on_battery_and_goes_on_at_the_mains(tmp_path, capsys, autojump_clock):
+    machine = StillMachine()
+    machine.battery = True
+    async with controlled(tmp_path, machine, Rules(on_battery=True)):
+        await until(lambda: pauses.read(tmp_path).keys() == {"battery"})
+        machine.battery = False
+        await until(lambda: pauses.read(tmp_path) == {})
+
+
+async def test_resume_says_why_a_node_rests_all_the_same(tmp_path, capsys):
+    machine = StillMachine()
+    machine.battery = True
+    async with controlled(tmp_path, machine, Rules(on_battery=True)):
+        await until(lambda: pauses.read(tmp_path).keys() == {"battery"})
+        await said("pause", "-d", tmp_path)
+        capsys.readouterr()
+        assert await said("resume", "-d", tmp_path) == 0
+    assert last_line(capsys) == "it is no longer paused by you, but rests: the machine runs on its battery"
+
+
+def last_line(capsys):
+    """Of what was printed: the log of a node in the test's own process is above it."""
+    return capsys.readouterr().out.splitlines()[-1]
+
+
+def loads(shares, limit=0.25):
+    """The states after one look every five seconds."""
+    load, found = Load(), []
+    for number, share in enumerate(shares):
+        load = observed(load, share, limit, 5.0 * number)
+        found.append(load)
+    return found
+
+
+def test_a_machine_that_others_use_for_a_minute_is_busy_until_five_minutes_after():
+    states = loads([0.0] + [0.6] * 12 + [0.0] * 100)
+    busy = [5.0 * i < state.busy_until for i, state in enumerate(states)]
+    first, last = busy.index(True), len(busy) - 1 - busy[::-1].index(True)
+    assert 20 < 5 * first < 60
+    assert all(busy[first:last])
+    assert CALM_SECONDS < 5 * (last - 12) < CALM_SECONDS + 120
+
+
+def test_a_moment_of_load_is_no_reason():
+    assert loads([0.0, 1.0, 1.0] + [0.0] * 20)[-1].busy_until == Load().busy_until
+
+
+@given(st.lists(st.floats(0, 1), max_size=50), st.floats(0.01, 1))
+def test_the_mean_stays_a_share(shares, limit):
+    assert all(0 <= state.mean <= 1 for state in loads(shares, limit))
+
+
+def test_what_this_process_burns_is_not_the_others_load(monkeypatch):
+    times = [psutil.cpu_times(), psutil.cpu_times()._replace(user=psutil.cpu_times().user + 8.0)]
+    monkeypatch.setattr(psutil, "cpu_times", lambda: times[0])
+    monkeypatch.setattr(psutil, "cpu_count", lambda: 4)
+    own = [{1: 10.0}, {1: 13.0, 2: 1.0}]  # three more seconds, and one of a child that is new
+    monkeypatch.setattr("swarmnode.daemon.machine._own_seconds", lambda: own[0])
+    machine = Machine()
+    assert machine.load_of_others(0.0) == 0.0
+    times.pop(0), own.pop(0)
+    assert machine.load_of_others(10.0) == pytest.approx((8 - 4) / 40, abs=0.02)
+
+
+@pytest.mark.parametrize("error", [AttributeError, OSError, NotImplementedError])
+def test_a_machine_that_does_not_tell_of_batteries_is_at_the_mains(monkeypatch, error):
+    def sensors_battery():
+        raise error
+
+    monkeypatch.setattr(psutil, "sensors_battery", sensors_battery, raising=False)
+    assert Machine().on_battery() is False
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"owner": "yes"}', '{"owner": NaN}', '{"other": 1.0}', "x" * 9000])
+def test_a_file_that_is_none_of_ours_pauses_nobody(tmp_path, text):
+    (tmp_path / pauses.FILE).write_text(text)
+    assert pauses.read(tmp_path) == {}
+
+
+def test_the_file_is_read_once_a_second(tmp_path):
+    now = [0.0]
+    told = pauses.Told(tmp_path, lambda: now[0])
+    assert told() == ()
+    pauses.write(tmp_path, {"busy": 1.0, "owner": 2.0})
+    assert told() == ()
+    now[0] = 1.0
+    assert told() == ("owner", "busy")
+
+
+def test_a_node_that_rests_serves_and_relays_and_takes_nothing():
+    reasons = []
+    budget = Budget(NetworkConfig(), "", 0.0, resting=lambda: reasons)
+    assert budget.listening(0.0)
+    reasons.append("owner")
+    assert [choice for choice in CHOICES if budget.allows(choice, 1.0)] == ["serve", "relay"]
+    assert not budget.listening(1.0)
+    assert [reason for reason, holds in budget.statistics(1.0).paused.items() if holds] == ["owner"]
