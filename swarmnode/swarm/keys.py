@@ -79,7 +79,10 @@ def peer_of(data: bytes, path: Path) -> str:
 def unlock(data_dir: Path) -> None:
     """Before anything starts: ask for the passphrase of this node's key if it has one, and find out whether it is right.
 
-    Raises as `peer_of` does; does nothing where there is no key yet."""
+    Raises as `peer_of` does; does nothing where there is no key yet.
+    """
+    if not data_dir.is_dir():
+        return  # what comes next says so
     data = read_private(data_dir / IDENTITY, "identity file", LONGEST_FILE)
     if data is not None and passphrases.is_locked(data):
         passphrases.open_key(data, data_dir / IDENTITY)

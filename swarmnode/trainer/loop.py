@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -35,8 +36,9 @@ from swarmnode.trainer.engine import Engine, EngineGone, make_whole_policy, open
 from swarmnode.trainer.evaluate import Evaluation, evaluation_due
 from swarmnode.trainer.external import ExternalGroups
 from swarmnode.trainer.plan import StepPlan
+from swarmnode.trainer.records import Records
 from swarmnode.trainer.reporting import Reporter
-from swarmnode.trainer.sampler import Sampler
+from swarmnode.trainer.sampler import Experience, Sampler
 from swarmnode.trainer.state import SEQUENCE_MARGIN, Counters
 from swarmnode.trainer.update import UpdateStatistics, learning_rate
 
@@ -117,6 +119,7 @@ class Loop:
         self._evaluation = Evaluation(config.task, training, scorer)
         self._checkpoints = Checkpoints(directory, training.save_every, engine, rng, counters)
         self._reporter = Reporter(progress, link, engine, scorer, self._checkpoints, counters)
+        self._records = Records(config.node.data_dir)
         self._pauses = Pauses(config.node.quiet_hours, Told(config.node.data_dir), training.step_interval, stop)
 
     def run(self, join_seconds: float) -> None:
@@ -124,7 +127,7 @@ class Loop:
 
         join_seconds: how long a node that has learnt nothing yet waits for its neighbours' state.
         """
-        with self._checkpoints:
+        with self._checkpoints, closing(self._records):
             self._reporter.enter("loading")
             if not self._wait_for_identity():
                 return
@@ -240,7 +243,15 @@ class Loop:
             reward_by_task={**self._reporter.last.reward_by_task, **by_task},
         )
         self._reporter.enter("training", ended - started)
+        self._keep(experience)
         self._log_step(by_task)
+
+    def _keep(self, experience: Experience) -> None:
+        """For whoever looks at it afterwards."""
+        now, last = time.time(), self._reporter.last
+        self._records.step(now, last)
+        if experience.messages:
+            self._records.sample(now, last.step, experience.prompts[0], experience.messages[0])
 
     def _log_step(self, by_task: dict[str, float]) -> None:
         """One line for people, whatever else they watch."""

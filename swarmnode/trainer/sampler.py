@@ -37,6 +37,8 @@ class Experience:
     """All that were sampled."""
     messages: list[OwnGroup]
     """The same groups for the network process, which decides which of them are worth sending."""
+    prompts: list[str]
+    """Of `messages`."""
     tokens: int
     trained: list[TrainingGroup]
     """Those that the step learns from: all of them, or with dynamic sampling those that carry a signal."""
@@ -69,8 +71,9 @@ class Sampler:
             parts.append(self._sample(more))
             useful += [group for group in parts[-1].groups if is_useful(group.rewards)]
         return Experience(
-            [g for part in parts for g in part.groups], [m for part in parts for m in part.messages], sum(p.tokens for p in parts), useful
-        )
+            [g for part in parts for g in part.groups], [m for part in parts for m in part.messages],
+            [prompt for part in parts for prompt in part.prompts], sum(p.tokens for p in parts), useful,
+        )  # fmt: skip
 
     def _sample(self, count: int) -> Experience:
         numbered = [self._next_question() for _ in range(count)]
@@ -80,8 +83,8 @@ class Sampler:
         scored = self._scorer.score_many(
             [(ref, [c.text for c in sample.completions]) for (_, ref, _), sample in zip(asked, samples, strict=True)]
         )
-        groups, messages, unclean = [], [], 0
-        for (sequence, ref, _), sample, result in zip(asked, samples, scored, strict=True):
+        groups, messages, prompts, unclean = [], [], [], 0
+        for (sequence, ref, prompt), sample, result in zip(asked, samples, scored, strict=True):
             if not isinstance(result, Scored):
                 log.warning("group not scored", task=ref.id, error=str(result))
                 continue
@@ -93,12 +96,14 @@ class Sampler:
                 continue
             if all(clean):
                 messages.append(self._message(sequence, ref, sample, rewards))
+                prompts.append(prompt)
             elif sum(clean) > 1:
                 shared = replace(sample, completions=list(compress(sample.completions, clean)))
                 messages.append(self._message(sequence, ref, shared, list(compress(rewards, clean))))
+                prompts.append(prompt)
         if unclean:
             log.warning("completions with control characters: each earns 0 and is left out of what is shared", completions=unclean)
-        return Experience(groups, messages, sum(len(c.ids) for sample in samples for c in sample.completions), groups)
+        return Experience(groups, messages, prompts, sum(len(c.ids) for sample in samples for c in sample.completions), groups)
 
     def _next_question(self) -> tuple[int, TaskRef]:
         c = self._counters

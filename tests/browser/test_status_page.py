@@ -161,12 +161,15 @@ async def test_a_budget_that_is_used_up_and_a_full_disk_are_said(tmp_path, monke
     s = example()
     budget = msgspec.structs.replace(s.budget, paused={"quiet_hours": True, "month": True, "download": False}, level_bytes={"out": -2048.0})
     swarm, disk = SummaryStatistics(clock_offset_seconds=95.0), DiskStatistics(2**29, 2**38)
-    poor = msgspec.structs.replace(s, budget=budget, disk=disk, weights=WeightsStatistics(), swarm=swarm)
+    node = msgspec.structs.replace(s.node, invite="/dns4/example.org/tcp/9512/p2p/12D3KooWx/swarm/ab12")
+    poor = msgspec.structs.replace(s, node=node, budget=budget, disk=disk, weights=WeightsStatistics(), swarm=swarm)
     seen = await visit(tmp_path, monkeypatch, lambda: poor)
     for value in ("quiet hours, month", "out -2.0 KiB", "512.0 MiB free of 256.0 GiB", "512 MiB are left on the data directory's disk"):
         assert value in seen.text, value
     assert "this clock is 95 s behind those of most peers" in seen.text
     assert "Nobody has said anything of itself yet." in seen.text
+    assert 'data-state="paused"' in seen.dom
+    assert "/dns4/example.org/tcp/9512/p2p/12D3KooWx/swarm/ab12" in seen.text
     assert re.search(r'id="no-weights"[^>]*>', seen.dom).group(0).count("hidden") == 0
     assert seen.console == []
 

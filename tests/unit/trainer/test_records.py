@@ -1,0 +1,67 @@
+"""Steps and samples on disk: what a line has, that the files are bounded, and that a disk that takes nothing costs lines alone."""
+
+import json
+
+from swarmnode.link.messages import Report
+from swarmnode.rollouts.groups import OwnGroup
+from swarmnode.trainer import records
+from swarmnode.trainer.records import Records
+from swarmnode.wire.messages import Completion, SamplingParams, TaskRef
+
+REPORT = Report("training", step=7, reward_own=0.25, reward_by_task={"rg/gcd": 0.25}, peers_used={"12D3KooW": 3})
+
+
+def group(size=6, text="17"):
+    completions = [Completion(text, 2, -1.0, "eos") for _ in range(size)]
+    return OwnGroup(TaskRef("rg/gcd", "00" * 8, 1, 0), 5, 9, SamplingParams(1.0, 1.0, 8), completions, [1.0] + [0.0] * (size - 1))
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_line_per_step_and_the_first_completions_of_one_group(tmp_path):
+    kept = Records(tmp_path)
+    kept.step(1000.0, REPORT)
+    kept.sample(1000.0, 7, "gcd of 51 and 34?", group(text="x" * 9000))
+    kept.close()
+    (step,) = lines(tmp_path / "log" / "steps.jsonl")
+    assert (step["at"], step["step"], step["reward_by_task"]) == (1000.0, 7, {"rg/gcd": 0.25})
+    assert not {"peers_used", "type", "phase"} & step.keys()
+    (sample,) = lines(tmp_path / "log" / "samples.jsonl")
+    assert (sample["task"], sample["step"], sample["prompt"]) == ("rg/gcd", 7, "gcd of 51 and 34?")
+    assert [completion["reward"] for completion in sample["completions"]] == [1.0, 0.0, 0.0, 0.0]
+    assert len(sample["completions"][0]["text"]) == records.TEXT
+
+
+def test_both_files_are_bounded_and_go_on_after_a_restart(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "STEPS_BYTES", 10_000)
+    monkeypatch.setattr(records, "SAMPLES_BYTES", 10_000)
+    for _ in range(3):
+        kept = Records(tmp_path)
+        for number in range(40):
+            kept.step(float(number), REPORT)
+            kept.sample(float(number), number, "?", group(text="x" * 500))
+        kept.close()
+    files = sorted((tmp_path / "log").iterdir())
+    assert [file.name for file in files] == ["samples.jsonl", "samples.jsonl.1", "steps.jsonl", "steps.jsonl.1"]
+    assert all(file.stat().st_size <= 10_000 for file in files)
+    assert lines(tmp_path / "log" / "steps.jsonl")[-1]["at"] == 39.0
+
+
+def test_a_file_that_cannot_be_written_costs_lines(tmp_path):
+    kept = Records(tmp_path)
+    (tmp_path / "log" / "steps.jsonl").mkdir()
+    kept.step(1.0, REPORT)
+    (tmp_path / "log" / "steps.jsonl").rmdir()
+    kept.step(2.0, REPORT)
+    kept.close()
+    assert [line["at"] for line in lines(tmp_path / "log" / "steps.jsonl")] == [2.0]
+
+
+def test_without_a_directory_nothing_is_kept_and_nothing_fails(tmp_path):
+    (tmp_path / "file").write_text("")
+    kept = Records(tmp_path / "file")
+    kept.step(1.0, REPORT)
+    kept.sample(1.0, 1, "?", group())
+    kept.close()
