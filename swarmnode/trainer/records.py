@@ -41,11 +41,11 @@ class Records:
 
     def sample(self, at: float, step: int, prompt: str, group: OwnGroup) -> None:
         """What the policy answered to one question of a step. The first completions, not the best: what it does, not what it can."""
-        rewards = group.rewards or [None] * len(group.completions)
+        rewards = dict(enumerate(group.rewards))
         completions = [
-            {"text": completion.text[:TEXT], "tokens": completion.tokens, "finish": completion.finish, "reward": reward}
-            for completion, reward in zip(group.completions, rewards, strict=False)
-        ][:COMPLETIONS]
+            {"text": completion.text[:TEXT], "tokens": completion.tokens, "finish": completion.finish, "reward": rewards.get(number)}
+            for number, completion in enumerate(group.completions[:COMPLETIONS])
+        ]
         about = {"at": round(at, 3), "step": step, "policy_version": group.policy_version, "task": group.task.id}
         _write(self._samples, {**about, "prompt": prompt[:TEXT], "completions": completions})
 

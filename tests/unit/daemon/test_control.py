@@ -5,6 +5,7 @@ import os
 import socket
 import stat
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -191,7 +192,7 @@ def test_the_mean_stays_a_share(shares, limit):
 
 
 def test_what_this_process_burns_is_not_the_others_load(monkeypatch):
-    times = [psutil.cpu_times(), psutil.cpu_times()._replace(user=psutil.cpu_times().user + 8.0)]
+    times = [SimpleNamespace(user=seconds, system=1.0, idle=seconds) for seconds in (100.0, 108.0)]
     monkeypatch.setattr(psutil, "cpu_times", lambda: times[0])
     monkeypatch.setattr(psutil, "cpu_count", lambda: 4)
     own = [{1: 10.0}, {1: 13.0, 2: 1.0}]  # three more seconds, and one of a child that is new
@@ -199,7 +200,7 @@ def test_what_this_process_burns_is_not_the_others_load(monkeypatch):
     machine = Machine()
     assert machine.load_of_others(0.0) == 0.0
     times.pop(0), own.pop(0)
-    assert machine.load_of_others(10.0) == pytest.approx((8 - 4) / 40, abs=0.02)
+    assert machine.load_of_others(10.0) == pytest.approx((8 - 4) / 40)
 
 
 @pytest.mark.parametrize("error", [AttributeError, OSError, NotImplementedError])
