@@ -1,7 +1,7 @@
 """A key's passphrase at the command line: typed, from the environment, from a file; and that nothing else ever has it."""
 
+import io
 import json
-import os
 import stat
 import subprocess
 import sys
@@ -78,7 +78,7 @@ def test_a_passphrase_that_is_typed_twice_locks_the_file_and_typed_once_opens_it
 
 
 def test_unattended_nodes_say_it_in_the_environment_or_a_file(tmp_path, locked, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", open(os.devnull))  # noqa: SIM115
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
     assert key(tmp_path, "show") == 77
     assert f"has a passphrase: say it in {VARIABLE}, or name a file that holds it in {FILE_VARIABLE}" in capsys.readouterr().err
     monkeypatch.setenv(FILE_VARIABLE, str(tmp_path / "none"))
@@ -99,7 +99,7 @@ def test_unattended_nodes_say_it_in_the_environment_or_a_file(tmp_path, locked, 
 
 @pytest.mark.parametrize("command", [["run"], ["init", "--any-model"], ["bootstrap"], ["key", "rotate"], ["key", "passphrase"]])
 def test_without_it_nothing_starts_and_nothing_changes(tmp_path, locked, capsys, monkeypatch, command):
-    monkeypatch.setattr(sys, "stdin", open(os.devnull))  # noqa: SIM115
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
     before = (tmp_path / "identity.key").read_bytes()
     assert cli.run([*command, "-d", str(tmp_path)]) == 77
     assert capsys.readouterr().err.splitlines()[-1].endswith(f"name a file that holds it in {FILE_VARIABLE}")

@@ -1,5 +1,6 @@
 """`init --successor`: what nobody says stays as it is, the difference is shown, and whoever is there is asked."""
 
+import io
 import sys
 
 import msgspec
@@ -104,7 +105,7 @@ def test_whoever_is_there_is_asked(tmp_path, founder, capsys, monkeypatch, answe
     ],
 )
 def test_a_successor_that_cannot_be_signed_is_one_line_and_changes_nothing(tmp_path, founder, capsys, monkeypatch, arguments, code, says):
-    monkeypatch.setattr(sys, "stdin", open("/dev/null"))  # noqa: SIM115
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
     before = founder()
     assert successor(tmp_path, *arguments) == code
     last = capsys.readouterr().err.splitlines()[-1]
