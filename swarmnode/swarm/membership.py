@@ -55,7 +55,7 @@ class Founding:
     completions: tuple[int, int] | None = None
     successor: bool = False
     public: bool = False
-    """Of a successor: neither list of members nor secret any more."""
+    """A successor shall have neither list of members nor secret any more."""
     said: Mapping[str, str] = field(default_factory=dict)
     """Configuration keys that somebody has set, and where."""
 

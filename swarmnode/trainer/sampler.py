@@ -38,7 +38,7 @@ class Experience:
     messages: list[OwnGroup]
     """The same groups for the network process, which decides which of them are worth sending."""
     prompts: list[str]
-    """Of `messages`."""
+    """What was asked in each of `messages`."""
     tokens: int
     trained: list[TrainingGroup]
     """Those that the step learns from: all of them, or with dynamic sampling those that carry a signal."""
