@@ -273,8 +273,6 @@ class LogConfig(Section):
 class SupervisorConfig(Section):
     startup_seconds: float = Field(default=300.0, gt=0)
     """A process that has not made its first progress by then is restarted."""
-    stall_floor_seconds: float = Field(default=30.0, gt=0)
-    """No progress for 4 × the p99 step time, and never less than this, is a failure."""
     drain_seconds: float = Field(default=20.0, gt=0)
     """Time to finish after the first SIGTERM, beside that of the step under way. Saving is not cut short."""
 

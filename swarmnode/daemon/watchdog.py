@@ -29,6 +29,8 @@ CRASH_WINDOW_SECONDS = 300.0
 """Crashes further apart than this have causes of their own."""
 CRASH_LIMIT = 6
 """So many crashes within the window are a defect that stays: five restarts, each after a longer pause, have not mended it."""
+STALL_FLOOR_SECONDS = 30.0
+"""Silence that is no failure yet, however fast the steps are: progress is told by decoding step, and bursts of others are shorter."""
 STEPS_REMEMBERED = 256
 
 
@@ -120,7 +122,7 @@ class Watchdog:
         loads = not self._past_loading or not self._step_seconds  # what an earlier process needed for a step says nothing of loading
         if loads and self._status.startswith(LOADING):
             return self._last_progress + self._config.startup_seconds
-        return self._last_progress + max(self._config.stall_floor_seconds, 4 * self._p99_step_seconds())
+        return self._last_progress + max(STALL_FLOOR_SECONDS, 4 * self._p99_step_seconds())
 
     def drained_by(self, asked_at: float) -> float:
         """When a process that was asked to stop at `asked_at` has to be gone: `drain_seconds` beside a long step. One that saves its state

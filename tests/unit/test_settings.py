@@ -76,8 +76,7 @@ def test_lists_and_texts_parse_as_toml_or_stay_text():
 
 
 def test_there_are_few_settings():
-    """Eighty are wanted; the two rules by which a node rests for its machine brought one more."""
-    assert len(settings.valid_keys()) <= 81, "what nobody needs to set is a constant with its reason, beside what uses it"
+    assert len(settings.valid_keys()) <= 80, "what nobody needs to set is a constant with its reason, beside what uses it"
 
 
 def test_what_only_a_manifest_says_is_no_setting():

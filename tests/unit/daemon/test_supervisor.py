@@ -47,9 +47,10 @@ def node(tmp_path, monkeypatch):
             package.write_text(code)
             commands[name] = f"child_{name}"
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.setattr("swarmnode.daemon.watchdog.STALL_FLOOR_SECONDS", 0.5)
         config = Config.model_validate({
             "node": {"data_dir": tmp_path / "data"},
-            "supervisor": {"stall_floor_seconds": 0.5, "drain_seconds": 5.0, **limits},
+            "supervisor": {"drain_seconds": 5.0, **limits},
         })  # fmt: skip
         return Supervisor(config.supervisor, config.node.data_dir, config.model_dump_json, commands)
 
