@@ -24,7 +24,8 @@ from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, 
 from swarmnode.p2p.budget import BURST_BYTES, BURST_SECONDS
 from swarmnode.p2p.metering import Meter
 from swarmnode.p2p.network import Libp2pNetwork
-from swarmnode.rollouts.exchange import GroupRules, RolloutExchange
+from swarmnode.rollouts.exchange import RolloutExchange
+from swarmnode.rollouts.groups import GroupRules
 from swarmnode.testing.scorer import InProcessScorer
 from swarmnode.wire.envelope import Credentials
 from tests.support.hosts import hosts

@@ -44,8 +44,8 @@ from swarmnode.p2p.gossip import Validation
 from swarmnode.p2p.guards import gossip, outbox, pubsub, yamux
 from swarmnode.p2p.host import open_host
 from swarmnode.p2p.network import Network
-from swarmnode.rollouts.exchange import GroupRules, RolloutExchange
-from swarmnode.rollouts.groups import OwnGroup
+from swarmnode.rollouts.exchange import RolloutExchange
+from swarmnode.rollouts.groups import GroupRules, OwnGroup
 from swarmnode.testing.scorer import InProcessScorer
 from swarmnode.wire import envelope, ids
 from swarmnode.wire.envelope import Credentials

@@ -26,8 +26,8 @@ from benchmarks import report
 from swarmnode.config import SharingConfig, TaskConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, swarm_of
 from swarmnode.demo.liar.frames import hostile_frames
-from swarmnode.rollouts.exchange import GroupRules, RolloutExchange
-from swarmnode.rollouts.groups import Draw, Judged
+from swarmnode.rollouts.exchange import RolloutExchange
+from swarmnode.rollouts.groups import Draw, GroupRules, Judged
 from swarmnode.rollouts.shelf import QUEUE_PEER_GROUPS
 from swarmnode.tasks.client import AsyncScorer
 from swarmnode.testing.network import MemorySwarm
@@ -61,7 +61,7 @@ class Node:
         for frame in frames:
             self.exchange.validate(frame, "12D3KooWForwarder")
             count += 1
-            while len(self.exchange._queue) >= QUEUE_PEER_GROUPS:  # noqa: ASYNC110 - not worth an event in the node
+            while len(self.exchange.scoring) >= QUEUE_PEER_GROUPS:  # noqa: ASYNC110 - not worth an event in the node
                 await trio.sleep(0.001)
             if count % 32 == 0:
                 await trio.lowlevel.checkpoint()
@@ -201,7 +201,7 @@ async def memory(frames: int, samples: int = 20) -> dict[str, Any]:
         for n in range(samples):
             await node.feed(itertools.islice(stream, part))
             for group in node.exchange.draw(Draw(n, 8, n, 4)).groups:
-                node.exchange.judged(Judged(group.peer, "used"))
+                node.exchange.authors.judged(Judged(group.peer, "used"))
             series.append((part * (n + 1), *node.memory()))
         wall = time.perf_counter() - began
         statistics = node.exchange.statistics()

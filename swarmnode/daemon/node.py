@@ -31,7 +31,8 @@ from swarmnode.observe.watch import SupervisorWatch, TrainerWatch
 from swarmnode.p2p.metering import Meter
 from swarmnode.pauses import REASONS, Told
 from swarmnode.process import Progress, die_with_parent, run_main
-from swarmnode.rollouts.exchange import GroupRules, RolloutExchange
+from swarmnode.rollouts.exchange import RolloutExchange
+from swarmnode.rollouts.groups import GroupRules
 from swarmnode.swarm.manifest import bootstrap
 from swarmnode.swarm.membership import invite_of
 from swarmnode.tasks.client import AsyncScorer

@@ -127,7 +127,7 @@ def peer_rows(network: Libp2pNetwork, rollouts: RolloutExchange | None, report: 
     """Connected peers first, then others of whom something came; `now` is trio's clock."""
     used = report.peers_used if report is not None else {}
     connected = network.connected()
-    others = [peer for peer in dict.fromkeys([*used, *(rollouts.authors() if rollouts is not None else [])]) if peer not in connected]
+    others = [peer for peer in dict.fromkeys([*used, *(rollouts.authors.peers() if rollouts is not None else [])]) if peer not in connected]
     rows = []
     for peer in [*connected, *others][:PEER_ROWS]:
         known = network.peers.get(peer)
@@ -136,7 +136,7 @@ def peer_rows(network: Libp2pNetwork, rollouts: RolloutExchange | None, report: 
             PeerRow(
                 peer=peer,
                 direction=("in" if known.inbound else "out") if known is not None and linked else "",
-                admitted=rollouts.admitted_of(peer) if rollouts is not None else 0,
+                admitted=rollouts.authors.admitted_of(peer) if rollouts is not None else 0,
                 used=used.get(peer, 0),
                 rejected=network.reputation.rejections(peer),
                 reputation=network.reputation.score(peer, now),

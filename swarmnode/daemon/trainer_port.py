@@ -56,7 +56,7 @@ class TrainerPort:
         return self.rollouts.draw(draw)
 
     def judged(self, judged: Judged) -> None:
-        self.rollouts.judged(judged)
+        self.rollouts.authors.judged(judged)
 
     def report(self, report: Report) -> None:
         self.watch.report(report, trio.current_time())

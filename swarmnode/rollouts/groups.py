@@ -11,10 +11,13 @@ They live here, below the trainer, because both ends of the process link need th
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import msgspec
 
+from swarmnode.wire import ids, limits
 from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
 
 Outcome = Literal[
@@ -73,6 +76,20 @@ class Judged(msgspec.Struct, frozen=True, tag="judged"):
 
     peer: str
     outcome: Outcome
+
+
+@dataclass(frozen=True)
+class GroupRules:
+    """What this node samples and takes."""
+
+    tasks: Collection[str]
+    """Names of the tasks that it trains on."""
+    max_completion_length: int = limits.TOKENS
+    """Its own, tokens."""
+    keeps_rules: Callable[[RolloutGroup], bool] = lambda group: True
+    """Whether a group is one that the swarm's manifest allows."""
+    spoken: ids.Spoken = field(default_factory=ids.Spoken)
+    """Ordinals of the swarm."""
 
 
 class PolicyFacts(Protocol):

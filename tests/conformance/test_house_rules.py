@@ -134,7 +134,6 @@ MORE_PARAMETERS = {
 }
 MORE_ATTRIBUTES = {
     "swarmnode/crew/service.py:StageService": 16,
-    "swarmnode/rollouts/exchange.py:RolloutExchange": 22,
 }
 IGNORED_ERRORS = {"swarmnode.p2p.guards.*"}
 

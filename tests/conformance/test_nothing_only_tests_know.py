@@ -123,7 +123,7 @@ def test_it_looks_at_what_it_is_there_for(product):
     assert {f"{wire}{name}" for name in ("Envelope", "Completion", "BulkRequest", "SwarmManifest", "Access")} <= messages
     assert {f"{pairing}{name}" for name in ("Due", "Lied", "Send", "Ended")} <= messages
     assert {"swarmnode.link.messages.Hello", "swarmnode.daemon.watchdog.Restart", "swarmnode.rollouts.groups.OwnGroup"} <= messages
-    assert "swarmnode.rollouts.exchange" in {module_of(place) for place in product.written[f"{wire}Announce", "size"]}
+    assert "swarmnode.rollouts.publisher" in {module_of(place) for place in product.written[f"{wire}Announce", "size"]}
     assert {module_of(place) for place in product.read[f"{wire}Announce", "size"]} & {
         "swarmnode.rollouts.admission", "swarmnode.rollouts.fetching",
     }  # fmt: skip

@@ -15,8 +15,8 @@ from swarmnode.errors import BadMessage, PeerError, PeerTimeout
 from swarmnode.link.messages import Hello
 from swarmnode.p2p import identity
 from swarmnode.p2p.gossip import Validation
-from swarmnode.rollouts.exchange import GroupRules, RolloutExchange
-from swarmnode.rollouts.groups import Draw
+from swarmnode.rollouts.exchange import RolloutExchange
+from swarmnode.rollouts.groups import Draw, GroupRules
 from swarmnode.tasks.client import AsyncScorer
 from swarmnode.testing.network import MemorySwarm
 from swarmnode.wire import ids, limits

@@ -9,7 +9,8 @@ import trio
 from swarmnode.config import SharingConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, swarm_of
 from swarmnode.p2p.budget import CHOICES
-from swarmnode.rollouts.exchange import GroupRules, RolloutExchange, Unlimited
+from swarmnode.rollouts.exchange import RolloutExchange, Unlimited
+from swarmnode.rollouts.groups import GroupRules
 from swarmnode.testing.network import MemorySwarm
 from swarmnode.testing.scorer import InProcessScorer
 from swarmnode.wire.envelope import Credentials

@@ -10,8 +10,8 @@ import trio
 from swarmnode.config import SharingConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, swarm_of
 from swarmnode.errors import PeerError
-from swarmnode.rollouts.exchange import GroupRules, RolloutExchange
-from swarmnode.rollouts.groups import Draw
+from swarmnode.rollouts.exchange import RolloutExchange
+from swarmnode.rollouts.groups import Draw, GroupRules
 from swarmnode.rollouts.sampling import spread
 from swarmnode.testing.network import MemorySwarm
 from swarmnode.testing.scorer import InProcessScorer
@@ -176,8 +176,8 @@ async def test_a_listing_that_lies_costs_its_holder_and_others_are_pulled_from(c
         await swarm.draw(1)
     pulling, _ = swarm.told(1)
     assert pulling.claims.lies == {lie: 4}
-    assert swarm.exchanges[1].admitted_of(swarm.authors[0].peer) == 4
-    assert swarm.exchanges[1].admitted_of(liar.author.peer) == 4  # what is signed is as good as before
+    assert swarm.exchanges[1].authors.admitted_of(swarm.authors[0].peer) == 4
+    assert swarm.exchanges[1].authors.admitted_of(liar.author.peer) == 4  # what is signed is as good as before
     assert (swarm.networks[1].score(liar.author.peer) < -30) is costs
 
 
@@ -193,7 +193,7 @@ async def test_groups_that_are_not_there_or_are_others_cost_their_holder(nursery
     pulling, _ = swarm.told(1)
     assert pulling.claims.lies == {"absent": 2, "content": 2}
     assert pulling.pulled == {"ok": 4, "unknown": 2, "mismatch": 2}
-    assert swarm.exchanges[1].admitted_of(swarm.authors[0].peer) == 4
+    assert swarm.exchanges[1].authors.admitted_of(swarm.authors[0].peer) == 4
     assert len(liar.asked) == 4  # each once
 
 
@@ -212,7 +212,7 @@ async def test_a_holder_that_drips_holds_nobody_up(nursery, autojump_clock):
     await swarm.publish(0, *range(4))
     swarm.exchanges[1].draw(Draw(1, 4, 0, 4))
     await trio.sleep(1)
-    assert swarm.exchanges[1].admitted_of(swarm.authors[0].peer) == 4
+    assert swarm.exchanges[1].authors.admitted_of(swarm.authors[0].peer) == 4
     await trio.sleep(60)
     pulling, _ = swarm.told(1)
     assert pulling.listings["timeout"] == 1
@@ -243,7 +243,7 @@ async def test_listings_without_end_are_refused_and_counted(nursery, autojump_cl
     assert pulling.listings["malformed"] >= 1
     assert pulling.claims.lies["cursor"] == pulling.listings["ok"] - swarm.told(0)[1].served["listing"] - 1
     assert pulling.offered <= 2
-    assert swarm.exchanges[1].admitted_of(swarm.authors[0].peer) == 4
+    assert swarm.exchanges[1].authors.admitted_of(swarm.authors[0].peer) == 4
 
 
 async def test_requests_for_a_thousand_groups_and_of_a_taker_are_refused_and_others_are_served(nursery, autojump_clock):

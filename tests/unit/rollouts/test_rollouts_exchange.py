@@ -11,8 +11,8 @@ from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, 
 from swarmnode.demo.liar.frames import hostile_frames
 from swarmnode.errors import PeerError
 from swarmnode.p2p.gossip import Validation
-from swarmnode.rollouts.exchange import GroupRules, RolloutExchange
-from swarmnode.rollouts.groups import Draw, Judged
+from swarmnode.rollouts.exchange import RolloutExchange
+from swarmnode.rollouts.groups import Draw, GroupRules, Judged
 from swarmnode.tasks.client import AsyncScorer
 from swarmnode.testing.network import MemorySwarm
 from swarmnode.testing.scorer import InProcessScorer
@@ -339,31 +339,31 @@ async def test_a_failed_spot_check_costs_trust_and_no_reputation(swarm, autojump
     """Our own policy may be the one that moved: honest nodes must not end up greylisting each other for learning."""
     exchange, peer = swarm.exchanges[1], swarm.authors[0].peer
     for _ in range(16):
-        exchange.judged(Judged(peer, "used"))
+        exchange.authors.judged(Judged(peer, "used"))
     for _ in range(100):
-        exchange.judged(Judged(peer, "spot_check"))
-    assert exchange.trust(peer) == 0.25, "and the network still listens"
-    assert exchange.belief(peer) == 1 / 16
+        exchange.authors.judged(Judged(peer, "spot_check"))
+    assert exchange.authors.trust(peer) == 0.25, "and the network still listens"
+    assert exchange.authors.belief(peer) == 1 / 16
     for _ in range(16):
-        exchange.judged(Judged(peer, "used"))
-    assert exchange.trust(peer) == exchange.belief(peer) == 1.0, "whoever is trained on again is trusted again"
+        exchange.authors.judged(Judged(peer, "used"))
+    assert exchange.authors.trust(peer) == exchange.authors.belief(peer) == 1.0, "whoever is trained on again is trusted again"
 
 
 async def test_forged_ids_cost_trust_and_reputation(swarm, autojump_clock):
     exchange, liar = swarm.exchanges[1], swarm.authors[0].peer
     for _ in range(16):
-        exchange.judged(Judged(liar, "used"))
-    assert exchange.trust(liar) == 1.0
-    exchange.judged(Judged(liar, "forged_ids"))
-    assert exchange.trust(liar) < 0.25
-    assert exchange.belief(liar) == 0.5
+        exchange.authors.judged(Judged(liar, "used"))
+    assert exchange.authors.trust(liar) == 1.0
+    exchange.authors.judged(Judged(liar, "forged_ids"))
+    assert exchange.authors.trust(liar) < 0.25
+    assert exchange.authors.belief(liar) == 0.5
     assert exchange.statistics().judged == {"used": 16, "forged_ids": 1}
 
 
 async def test_an_unlikely_text_is_nobodys_fault(swarm, autojump_clock):
     exchange, peer = swarm.exchanges[1], swarm.authors[0].peer
-    exchange.judged(Judged(peer, "untokenizable"))
-    assert exchange.trust(peer) == 0.25
+    exchange.authors.judged(Judged(peer, "untokenizable"))
+    assert exchange.authors.trust(peer) == 0.25
 
 
 async def test_a_network_that_fails_to_publish_costs_that_group(swarm, autojump_clock, monkeypatch):

@@ -1,0 +1,112 @@
+"""Sends this node's own groups out: checked against a stranger's bounds, signed, by gossip or announced by their hash."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+from swarmnode.errors import BadMessage
+from swarmnode.p2p.api import Network
+from swarmnode.rollouts.groups import GroupRules, OwnGroup, PolicyFacts, is_useful, without_token_ids
+from swarmnode.rollouts.serving import Serving
+from swarmnode.rollouts.shelf import Shelf
+from swarmnode.rollouts.signers import Signer
+from swarmnode.wire import codec, envelope, ids, limits
+from swarmnode.wire.envelope import Credentials
+from swarmnode.wire.messages import Announce, RolloutGroup
+
+log = logging.getLogger(__name__)
+
+PUBLISHED = ("gossip", "announced")
+"""Outcomes of `Publisher.publish` where the group went out."""
+
+
+class Publisher:
+    """rate: own groups per second, at most. allows("publish"): whether there is budget for it. clock: Unix seconds.
+
+    shelf and serving: from where peers get what was announced, and what is listed.
+    """
+
+    def __init__(
+        self, network: Network, credentials: Credentials, rules: GroupRules, rate: float, allows: Callable[[str], bool],
+        shelf: Shelf, serving: Serving, clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self.topic = ids.rollout_topic(credentials.swarm, rules.spoken.rollouts)
+        self._network = network
+        self._credentials = credentials
+        self._keeps_rules = rules.keeps_rules
+        self._rate = rate
+        self._pace = Signer(network.peer_id, rate, clock())
+        self._allows = allows
+        self._shelf = shelf
+        self._serving = serving
+        self._clock = clock
+        self._outcomes: Counter[str] = Counter()
+
+    @property
+    def published(self) -> int:
+        """Groups that went out."""
+        return sum(self._outcomes[outcome] for outcome in PUBLISHED)
+
+    @property
+    def unpublished(self) -> dict[str, int]:
+        """Groups that stayed here, by outcome."""
+        return {outcome: n for outcome, n in self._outcomes.items() if outcome not in PUBLISHED}
+
+    async def publish(self, own: OwnGroup, policy: PolicyFacts | None) -> str:
+        """Sign a group that `policy` sampled and send it out; returns its outcome. Never raises for a group that cannot be sent."""
+        return self.note(await self._publish(own, policy))
+
+    def note(self, outcome: str) -> str:
+        """Count what became of an own group."""
+        self._outcomes[outcome] += 1
+        return outcome
+
+    async def _publish(self, own: OwnGroup, policy: PolicyFacts | None) -> str:
+        if policy is None:
+            return "no_policy"
+        if own.rewards and not is_useful(own.rewards):
+            return "zero_advantage"
+        if not self._allows("publish"):
+            return "budget"
+        now = self._clock()
+        if not self._pace.has_token(self._rate, now):
+            return "rate"  # peers take no more from us than we from them
+        group = RolloutGroup(
+            task=own.task,
+            model=policy.model,
+            tokenizer=policy.tokenizer,
+            policy_version=own.policy_version,
+            created_at=int(now * 1000),
+            sequence=own.sequence,
+            sampling=own.sampling,
+            completions=own.completions,
+        )
+        try:
+            codec.check_group(group)
+        except BadMessage as bad:
+            log.warning("own group %d is not valid and was not published: %s", own.sequence, bad)
+            return "invalid"
+        if not self._keeps_rules(group):  # sampled before the manifest changed
+            return "invalid"
+        if len(codec.encode(group)) > limits.GROUP_BYTES:
+            group = without_token_ids(group)
+            if len(codec.encode(group)) > limits.GROUP_BYTES:
+                return "oversize"
+        frame = envelope.seal(group, self._credentials.key, ids.DOMAIN_ROLLOUT, self._credentials.swarm)
+        outcome = "gossip"
+        if own.rewards:
+            self._serving.put(group, self._network.peer_id, frame, own.rewards)
+        if len(frame) > limits.GOSSIP_BYTES:
+            content = envelope.content_id(frame)
+            self._shelf.put(content, frame)
+            announce = Announce(content, len(frame), group.created_at, group.sequence)
+            frame, outcome = envelope.seal(announce, self._credentials.key, ids.DOMAIN_ROLLOUT, self._credentials.swarm), "announced"
+        self._pace.take_token()
+        try:
+            await self._network.gossip.publish(self.topic, frame)
+        except Exception:  # whatever the library raises, it is one group of ours that was not sent
+            log.exception("publishing group %d failed", own.sequence)
+            return "failed"
+        return outcome
