@@ -159,7 +159,7 @@ class Successors:
         if successor.manifest.models != self._opened.manifest.models:
             problems.append("it trains another model: follow it with a data directory of its own")
         if policy == "ask" or (policy == "founder" and problems):
-            self._waiting = SuccessorStatistics(swarm, name, problems)
+            self._waiting = SuccessorStatistics(swarm, name, problems, waiting=1)
         if policy == "founder" and not problems:
             log.warning("following the founder's successor", name=name, swarm=swarm)
             self._store.choose(successor.swarm)

@@ -38,9 +38,9 @@ def log_file(data_dir: Path, process: str) -> Path:
 class FileHandler(logging.handlers.RotatingFileHandler):
     """Writes what it can. Raises OSError when made only if the directory cannot be had."""
 
-    def __init__(self, path: Path, most: int = FILE_BYTES) -> None:
+    def __init__(self, path: Path, most: int | None = None) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        super().__init__(path, maxBytes=most, backupCount=1, encoding="utf-8", delay=True)
+        super().__init__(path, maxBytes=FILE_BYTES if most is None else most, backupCount=1, encoding="utf-8", delay=True)
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Nothing: the line is on standard error as well."""

@@ -500,7 +500,7 @@ BUDGET = (
 )  # fmt: skip
 
 MACHINE = (
-    Metric("swarmnode_successor_waiting", "gauge", lambda s: float(bool(s.successor.swarm)),
+    Metric("swarmnode_successor_waiting", "gauge", "successor.waiting",
            "1 while the founder has signed a successor of this node's swarm and the node waits for its owner's word, or cannot follow."),
     Metric("swarmnode_disk_free_bytes", "gauge", "disk.free_bytes",
            "Bytes that this user may still write on the data directory's file system. When none are left, state is not saved."),

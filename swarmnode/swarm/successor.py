@@ -26,6 +26,8 @@ class SuccessorStatistics(msgspec.Struct, frozen=True):
     name: str = ""
     problems: list[str] = []
     """Why this node cannot follow it as it is configured; empty where a word is enough."""
+    waiting: int = 0
+    """1 where one waits."""
 
 
 @dataclass(frozen=True)

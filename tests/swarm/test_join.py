@@ -12,6 +12,7 @@ import pytest
 
 from swarmnode import cli
 from swarmnode.demo.nodes import DemoNode
+from swarmnode.p2p import identity
 from swarmnode.swarm import invite as invites
 from swarmnode.swarm import membership
 from swarmnode.swarm.manifest_store import ManifestStore
@@ -291,9 +292,9 @@ def test_a_manifest_that_grew_on_disk_is_damaged_and_the_key_and_book_are_left_a
     store = ManifestStore(tmp_path)
     store.add(founded())
     store.choose(founded().swarm)
-    kept = {name: name.encode() for name in ("identity.key", "peers.json")}
-    for name, data in kept.items():
-        (tmp_path / name).write_bytes(data)
+    identity.load_or_create(tmp_path / "identity.key")
+    (tmp_path / "peers.json").write_bytes(b"peers")
+    kept = {name: (tmp_path / name).read_bytes() for name in ("identity.key", "peers.json")}
     with open(store.path(founded().swarm), "ab") as file:
         file.write(bytes(1 << 17))
     assert cli.run(["run", "--data-dir", str(tmp_path)]) == 69

@@ -32,7 +32,7 @@ BLAMELESS = {"other_size", "not_offered", "silent", "release", "no_answer", "fli
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(driver, "OPEN_SECONDS", (0.5, 120.0))
+    monkeypatch.setattr(driver, "OPEN_SECONDS", (2.0, 120.0))
     monkeypatch.setattr(discovery, "POLL_INTERVAL", 0.05)
     monkeypatch.setattr(probe, "LEAST_PROBE", 1)
 
