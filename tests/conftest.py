@@ -8,7 +8,11 @@ import collections
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("suite", deadline=None)  # how long an example takes is the machine's affair, not the code's
+hypothesis.settings.load_profile("suite")
 
 TESTS = Path(__file__).parent
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; also for the processes that tests start: pools that spin take others' time

@@ -17,6 +17,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -85,34 +86,42 @@ class StagesStatistics(msgspec.Struct, frozen=True):
     """Times that our trainer was ended because it had work and did none."""
 
 
+@dataclass(frozen=True)
+class NodeCallbacks:
+    """What the service asks of the node that it is a part of."""
+
+    send_to_trainer: Callable[[local.ToTrainer], bool]
+    """False if there is none."""
+    restart_trainer: Callable[[str], None]
+    """Ends the trainer's process for this reason; the supervisor starts it again."""
+    paused: Callable[[], str] = lambda: ""
+    """Why this node may not take part now (quiet hours, a month's bytes), "" while it may."""
+    allows: Callable[[str], bool] = lambda choice: True
+    """As `Meter.has_room`."""
+
+
 class StageService:
-    """key: the node's. send_to_trainer(message): False if there is none. restart(reason): ends the trainer's process. paused(): why
-    this node may not take part now (quiet hours, a month's bytes), "" while it may. allows: as `Meter.has_room`.
+    """Part of the network process. `key` is the node's.
 
     Start it with `await nursery.start(service.run)`; `hello`, `receive` and `trainer_left` are for the process link.
     """
 
     def __init__(
-        self, network: Network, key: Ed25519PrivateKey, cfg: StagesConfig, data_dir: Path,
-        send_to_trainer: Callable[[local.ToTrainer], bool], *,
-        restart: Callable[[str], None] = lambda reason: None, paused: Callable[[], str] = lambda: "",
-        allows: Callable[[str], bool] = lambda choice: True, settings: ev.Settings | None = None, rng: random.Random | None = None,
+        self, network: Network, key: Ed25519PrivateKey, cfg: StagesConfig, data_dir: Path, node: NodeCallbacks, *,
+        settings: ev.Settings | None = None, rng: random.Random | None = None,
     ) -> None:  # fmt: skip
         self.cfg = cfg
         self.settings = settings or ev.Settings(stages=cfg.stages, lost_seconds=cfg.wait_seconds)
-        self.proxy = StreamProxy(network.streams, data_dir, self._stream_lost, allows=allows, rejected=network.rejected)
+        self.proxy = StreamProxy(network.streams, data_dir, self._stream_lost, allows=node.allows, rejected=network.rejected)
         self._network = network
-        self._send_to_trainer = send_to_trainer
-        self._restart = restart
-        self._paused = paused
+        self._node = node
         self._means = Means(self.settings, key.sign, signed_by, rng or random.SystemRandom(), self._trusts)
         self._state = State(network.peer_id)
         self._nursery: trio.Nursery | None = None
         self._resting = ""
         self._trainer = _Trainer()
         self._partners = _Partners(data_dir / PARTNERS)
-        self._known: set[str] = set()
-        self._held: frozenset[str] = frozenset()
+        self._connections = _Connections(network)
         self._counts = _Counts()
 
     # -- for the node
@@ -229,7 +238,8 @@ class StageService:
                     self.proxy.release()
                 case ev.Note():
                     self._note(action.what, action.detail)
-        self._hold()
+        crew = self._state.crew
+        self._connections.hold(frozenset() if crew is None else frozenset(crew.members))
         return answer
 
     def _notify_trainer(self, message: local.ToTrainer) -> None:
@@ -241,7 +251,7 @@ class StageService:
                 self._trainer.progress.restart()
             case local.Suspended():
                 self._trainer.progress.restart()
-        if not self._send_to_trainer(message):
+        if not self._node.send_to_trainer(message):
             log.warning("the trainer was not told %s: it will say where it is when it is back", type(message).__name__)
 
     def _note(self, what: str, detail: str) -> None:
@@ -254,14 +264,6 @@ class StageService:
             counts.recoveries[bisect.bisect_left(BOUNDS, float(detail))] += 1
             counts.recovery_seconds += float(detail)
 
-    def _hold(self) -> None:
-        """Members stay connected."""
-        crew = self._state.crew
-        held = frozenset() if crew is None else frozenset(crew.members)
-        if held != self._held:
-            self._held = held
-            self._network.hold(held)
-
     # -- the clock, the connections, the streams
 
     async def _tick(self) -> None:
@@ -272,12 +274,12 @@ class StageService:
                 log.error("the trainer is ended: it has work in hand, and does none")
                 self._counts.restarts += 1
                 self._trainer.progress.restart()
-                self._restart("work in hand, and nothing done")
+                self._node.restart_trainer("work in hand, and nothing done")
             await trio.sleep(self.settings.tick_seconds)
 
     def _rest(self) -> None:
         """Leaves while this node may not take part; begins anew when it may."""
-        reason = self._paused()
+        reason = self._node.paused()
         if reason and not self._resting:
             self._resting = reason
             log.info("no crew for now: %s", reason)
@@ -285,19 +287,15 @@ class StageService:
         elif self._resting and not reason:
             self._resting = ""
             self._state = State(self._network.peer_id)
-            for peer in self._known:
+            for peer in self._connections.known:
                 self._handle(ev.PeerBack(peer))
             if self._trainer.offering is not None:
                 self._handle(ev.TrainerOffers(self._trainer.offering))
 
     async def _watch_connections(self) -> None:
         while True:
-            now = set(self._network.connected())
-            for peer in sorted(self._known - now):
-                self._handle(ev.PeerGone(peer))
-            for peer in sorted(now - self._known):
-                self._handle(ev.PeerBack(peer))
-            self._known = now
+            for event in self._connections.look():
+                self._handle(event)
             with trio.move_on_after(POLL_INTERVAL):
                 await self._network.changed()
 
@@ -355,6 +353,27 @@ class StageService:
         if answer is None:
             raise PeerError("no answer")
         return messages.encode_message(answer)
+
+
+class _Connections:
+    """Who is connected with this node, and who is kept so: the members of its crew."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._held: frozenset[str] = frozenset()
+        self.known: set[str] = set()
+
+    def look(self) -> list[ev.PeerGone | ev.PeerBack]:
+        """What has changed since the last look."""
+        now = set(self._network.connected())
+        gone, back = sorted(self.known - now), sorted(now - self.known)
+        self.known = now
+        return [*map(ev.PeerGone, gone), *map(ev.PeerBack, back)]
+
+    def hold(self, members: frozenset[str]) -> None:
+        if members != self._held:
+            self._held = members
+            self._network.hold(members)
 
 
 class _Trainer:

@@ -17,7 +17,7 @@ import trio
 
 from swarmnode import __version__
 from swarmnode.config import Config
-from swarmnode.crew.service import StageService
+from swarmnode.crew.service import NodeCallbacks, StageService
 from swarmnode.daemon.member import Member, open_member
 from swarmnode.daemon.observer import NodeObserver, Parts
 from swarmnode.daemon.presence import announce, beat, told_to_stop
@@ -62,10 +62,12 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
             budget=meter,
         )  # fmt: skip
         crew = StageService(
-            network, key, config.stages, data_dir, lambda message: link.send_to_trainer(message),
-            restart=partial(end_trainer, trainer, data_dir),
-            paused=lambda: _pause(meter), allows=meter.has_room,
-        )  # fmt: skip
+            network, key, config.stages, data_dir,
+            NodeCallbacks(
+                lambda message: link.send_to_trainer(message), partial(end_trainer, trainer, data_dir),
+                paused=lambda: _pause(meter), allows=meter.has_room,
+            ),
+        )
         weights = WeightService(
             network, Credentials(key, member.swarm), config.weights, data_dir, lambda message: link.send_to_trainer(message),
             budget=meter.allows, may_average=lambda: crew.may_average and not resting(),

@@ -24,7 +24,7 @@ from swarmnode.crew import local
 from swarmnode.crew.events import Settings
 from swarmnode.crew.plan import Capacity, ModelCost, Part
 from swarmnode.crew.record import Copy, Taken
-from swarmnode.crew.service import StageService
+from swarmnode.crew.service import NodeCallbacks, StageService
 from swarmnode.crew.stream_handshake import StreamPeers
 from swarmnode.p2p.network import Libp2pNetwork
 from tests.support.pipe_ends import open_pipe
@@ -173,8 +173,8 @@ class CrewNode:
         self._gone = trio.Event()
         self._scope = trio.CancelScope()
         self.service = StageService(
-            network, key, cfg, directory, self._tell, restart=self.restarts.append, paused=lambda: self.paused, settings=settings
-        )  # fmt: skip
+            network, key, cfg, directory, NodeCallbacks(self._tell, self.restarts.append, lambda: self.paused), settings=settings
+        )
         self.trainer = PretendedTrainer(self.service, layers)
 
     def _tell(self, message: local.ToTrainer) -> bool:

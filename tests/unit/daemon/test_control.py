@@ -4,7 +4,7 @@ import json
 import os
 import socket
 import stat
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from types import SimpleNamespace
 
 import psutil
@@ -33,6 +33,14 @@ class StillMachine(Machine):
         return self.load
 
 
+def listens(path):
+    """Between bind and listen the path is there and refuses."""
+    with socket.socket(socket.AF_UNIX) as client, suppress(FileNotFoundError, ConnectionRefusedError):
+        client.connect(str(path))
+        return True
+    return False
+
+
 @asynccontextmanager
 async def controlled(data_dir, machine=None, rules=Rules(), trains=True):  # noqa: B008
     make_data_dir(data_dir)
@@ -42,7 +50,7 @@ async def controlled(data_dir, machine=None, rules=Rules(), trains=True):  # noq
         async with trio.open_nursery() as nursery:
             served = Control(data_dir, rules, machine or StillMachine(), finished.set, trains=trains)
             nursery.start_soon(served.run)
-            await until((data_dir / SOCKET).exists)
+            await until(lambda: listens(data_dir / SOCKET))
             yield finished
             nursery.cancel_scope.cancel()
     finally:
