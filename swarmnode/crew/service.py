@@ -366,9 +366,10 @@ class _Connections:
     def look(self) -> list[ev.PeerGone | ev.PeerBack]:
         """What has changed since the last look."""
         now = set(self._network.connected())
-        gone, back = sorted(self.known - now), sorted(now - self.known)
+        gone = [ev.PeerGone(peer) for peer in sorted(self.known - now)]
+        back = [ev.PeerBack(peer) for peer in sorted(now - self.known)]
         self.known = now
-        return [*map(ev.PeerGone, gone), *map(ev.PeerBack, back)]
+        return [*gone, *back]
 
     def hold(self, members: frozenset[str]) -> None:
         if members != self._held:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from swarmnode.demo.nodes import View
 
 SHRINK = 0.8
 """The last distance between replicas is at most this share of the largest one. Left alone, the last would be the largest."""
+FEW = 5
+"""So many distances or fewer are judged by the last one."""
 RISE = 0.05
 """Least rise of held-out reward on every node. Sampling 576 answers leaves a standard error of at most 0.02."""
 
@@ -65,14 +68,16 @@ def judge(
 def _consensus(name: str, view: View, whole: bool) -> Finding:
     """Replicas are furthest apart while they learn fastest; averaging then brings them together again, or they would go on drifting.
 
-    whole: it was there all the time; of one that was not, it is enough that it averages.
+    whole: it was there all the time; of one that was not, it is enough that it averages. The last exchange may have been with one that
+    has just come back and learns fast: the median of the last three says where the replicas are.
     """
     seen = view.distances
     if not seen:
         return Finding(f"{name}: averaged with nobody", False)
     refused = ", ".join(f"{cause} {n}" for cause, n in sorted(view.refused.items())) or "none"
-    text = f"{name}: averaged {view.exchanges} times; replicas were up to {max(seen):.2%} apart, then {seen[-1]:.2%}; refused: {refused}"
-    return Finding(text, view.exchanges > 0 and (not whole or seen[-1] <= max(seen) * SHRINK))
+    last = median(seen[-3:]) if len(seen) > FEW else seen[-1]
+    text = f"{name}: averaged {view.exchanges} times; replicas were up to {max(seen):.2%} apart, then {last:.2%}; refused: {refused}"
+    return Finding(text, view.exchanges > 0 and (not whole or last <= max(seen) * SHRINK))
 
 
 def _number(value: float | None) -> str:

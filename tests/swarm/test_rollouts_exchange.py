@@ -109,8 +109,8 @@ async def test_hostile_frames_are_counted_and_an_honest_peer_is_served(kind, tmp
         await until(lambda: admitted(victim) == 1)
         expected = {frames[name][1] for name in chosen}
         await until(lambda: len(expected & set(victim.admission.statistics().outcomes)) >= 4)
-        assert victim.trust(author.peer) == 0.0  # greylisted before it was through
-        assert victim.trust(honest_author.peer) > 0.0
+        assert victim.authors.trust(author.peer) == 0.0  # greylisted before it was through
+        assert victim.authors.trust(honest_author.peer) > 0.0
 
 
 # The promises of the two networks themselves.

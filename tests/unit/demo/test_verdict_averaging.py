@@ -18,7 +18,11 @@ def finding(kills=(), **fields):
 
 
 @pytest.mark.parametrize(
-    ("distances", "exchanges", "ok"), [([0.01, 0.02, 0.005], 3, True), ([0.01, 0.02], 3, False), ([], 0, False), ([0.02, 0.01], 0, False)]
+    ("distances", "exchanges", "ok"),
+    [
+        ([0.01, 0.02, 0.005], 3, True), ([0.01, 0.02], 3, False), ([], 0, False), ([0.02, 0.01], 0, False),
+        ([0.01, 0.02, 0.01, 0.005, 0.004, 0.004, 0.02], 7, True), ([0.012, 0.014, 0.016, 0.018, 0.02, 0.022, 0.024], 7, False),
+    ],
 )
 def test_replicas_must_have_come_together_again(distances, exchanges, ok):
     assert finding(distances=distances, exchanges=exchanges).ok is ok
