@@ -21,7 +21,7 @@ from swarmnode.files import write_atomically
 REASONS = ("owner", "battery", "busy")
 FILE = "pauses.json"
 FILE_BYTES = 4096
-LOOK_SECONDS = 1.0
+POLL_INTERVAL = 1.0
 """Between two readings of the file."""
 DAY_MINUTES = 24 * 60
 
@@ -53,7 +53,7 @@ class Told:
     def __call__(self) -> tuple[str, ...]:
         """In the order of REASONS; none while the node may train."""
         now = self._clock()
-        if now - self._read_at >= LOOK_SECONDS:
+        if now - self._read_at >= POLL_INTERVAL:
             self._read_at, self._reasons = now, tuple(read(self._data_dir))
         return self._reasons
 

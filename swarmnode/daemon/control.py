@@ -32,7 +32,7 @@ SOCKET = Path("run") / "control"
 ASK_SECONDS = 5.0
 """A client that says nothing for so long, or takes so long to listen, is hung up on; a node that does so is not answering."""
 MESSAGE_BYTES = 4096
-LOOK_SECONDS = 5.0
+POLL_INTERVAL = 5.0
 """Between two looks at the machine."""
 
 Command = Literal["pause", "resume", "finish"]
@@ -95,7 +95,7 @@ class Control:
             if before.keys() != self._since.keys():
                 log.info("the machine decides", rests=sorted(self._since) or "no", load_of_others=round(self._load.mean, 2))
                 self._tell()
-            await trio.sleep(LOOK_SECONDS)
+            await trio.sleep(POLL_INTERVAL)
 
     def _tell(self) -> str:
         """Tell the other processes. Returns what stood against it, empty when nothing did."""

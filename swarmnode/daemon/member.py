@@ -36,7 +36,7 @@ from swarmnode.wire.swarm import swarm_id
 
 log = structlog.get_logger("swarmnode.swarm.manifest")
 
-LOOK_SECONDS = 2.0
+POLL_INTERVAL = 2.0
 """Between two looks at who is connected and what was chosen."""
 ASK_SECONDS = 600.0
 """Between two askings of one peer, with jitter."""
@@ -135,7 +135,7 @@ class Successors:
             for peer in [peer for peer, at in due.items() if at <= now][:AT_ONCE]:
                 answered = await self._ask(peer)
                 due[peer] = trio.current_time() + (self._rng.uniform(0.5, 1.5) * ASK_SECONDS if answered else RETRY_SECONDS)
-            await trio.sleep(LOOK_SECONDS)
+            await trio.sleep(POLL_INTERVAL)
 
     async def _ask(self, peer: str) -> bool:
         """Whether the peer answered. Never raises for anything it does."""
