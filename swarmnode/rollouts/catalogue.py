@@ -22,8 +22,8 @@ MOST_GROUPS = 256
 MOST_BYTES = 32 * 2**20
 LISTED_SECONDS = 1800.0
 """A group older than this is listed no more: half of the age at which nobody takes it."""
-PEER_BYTES_PER_SECOND = 64 * 2**10
-"""What one peer is given, sustained; ten seconds of it at once. Twelve groups of 17 KB in three seconds."""
+PEER_BYTES_PER_SECOND = 256 * 2**10
+"""What one peer is given, sustained; ten seconds of it at once. Twelve groups of 100 KB in five seconds."""
 REQUEST_BYTES = 16 * 2**10
 """What a request costs beside its answer: it takes ten milliseconds of CPU whatever it brings."""
 TAKER_FACTOR = 4.0

@@ -1,11 +1,11 @@
 """The rollout service at work: it carries groups between network, scorer and trainer; the decisions are its parts'.
 
     trainer ─ publisher ─▶ check, sign ─▶ gossip                        up to 64 KB
-                                       └▶ shelf, and its hash on gossip  longer; whoever wants it fetches it
+                                       └▶ its hash on gossip            longer; whoever wants it fetches it
     gossip ─▶ admission.check_frame (in the validator) ─▶ scoring queue ─▶ admission.check_scored ─▶ pool ─ draw ─▶ trainer
                           ├ announced ─▶ fetching ─▶ admission.check_fetched ─▶ scoring queue
     pulling ─ listings, groups asked for ─▶ admission.check_pulled ─▶ scoring queue
-    serving ◀─ what is published and what is admitted: listed, and given to whoever asks
+    serving ◀─ what is published and what is admitted: listed, and given to whoever asks or fetches
 
 Nothing a peer does ends a task here: a failed fetch or scorer costs that group and is counted. What fails otherwise is a defect of ours and
 ends `run`, visibly; nothing is restarted in silence.
@@ -132,12 +132,13 @@ class RolloutExchange:
         self._fetching = Fetching(network, self._fetched, self._refuse, self._budget.allows, rules.spoken.fetch)
         life = self._rng.randbytes(limits.LIFE_BYTES)
         around = Around(self._budget.allows, self.authors.trust, self._enqueue)
+        gives = lambda peer: self.authors.admitted_of(peer) > 0
         self._by_listing = _ByListing(
-            Serving(Catalogue(credentials.swarm, life), self._budget.allows, lambda peer: self.authors.admitted_of(peer) > 0, clock),
+            Serving(Catalogue(credentials.swarm, life), self._budget.allows, gives, clock, rules.spoken.fetch),
             Pulling(network, self.admission, around, cfg.exchange, clock, self._rng),
         )
         self._publisher = Publisher(
-            network, credentials, rules, cfg.groups_per_second, self._budget.allows, self._fetching.shelf, self._by_listing.serving, clock
+            network, credentials, rules, cfg.groups_per_second, self._budget.allows, self._by_listing.serving, clock
         )
 
     # -- for the node
@@ -147,13 +148,13 @@ class RolloutExchange:
         if not self.cfg.enabled:
             task_status.started()
             await trio.sleep_forever()
+        self._by_listing.serving.start(self._network.requests)
         topic = await self._network.gossip.join(self._publisher.topic, self.validate)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_drain, topic)
             nursery.start_soon(self._expire)
             nursery.start_soon(self._mind_budget)
-            await nursery.start(self._fetching.run)
-            self._by_listing.serving.start(self._network.requests)
+            self._fetching.start(nursery)
             nursery.start_soon(self._by_listing.pulling.run)
             self.scoring.start(nursery)
             task_status.started()
@@ -186,7 +187,7 @@ class RolloutExchange:
     async def publish(self, own: OwnGroup) -> str:
         """Sign a group and send it out; returns its outcome, which is also counted. Never raises for a group that cannot be sent.
 
-        A group whose rewards are all equal stays here unless the filter is off: receivers would drop it.
+        A group whose rewards are all equal stays here: receivers would drop it.
         """
         return await self._publisher.publish(own, self._policy) if self.cfg.enabled else self._publisher.note("disabled")
 
@@ -244,7 +245,6 @@ class RolloutExchange:
     def _fetched(self, announced: Announced, body: bytes) -> None:
         result = self.admission.check_fetched(announced, body, self._clock())
         if isinstance(result, Candidate):
-            self._fetching.shelf.put(announced.content, body)  # for peers that are not connected to its author
             self._enqueue(result)
         elif result.verdict is Validation.REJECT:
             self._network.rejected(announced.peer, result.reason)

@@ -1,8 +1,7 @@
-"""Groups too long for gossip: announced by hash, pulled by whoever wants them, at most once each and under a deadline.
+"""Groups too long for gossip: announced by hash, fetched by whoever gossips, at most once each and under a deadline. Serving gives them.
 
     want ─ room? ─▶ pending ─▶ one of a few workers ─ request ─▶ author, or whoever told us of it ─ hash checked ─▶ on_body
                                                                                                   └ failed ───────▶ on_failed
-    serve ◀─ a peer wants one of ours, or one that we fetched
 """
 
 from __future__ import annotations
@@ -16,14 +15,13 @@ import trio
 from swarmnode.errors import BadMessage, PeerError, PeerTimeout
 from swarmnode.p2p.api import Network
 from swarmnode.rollouts.groups import Announced
-from swarmnode.rollouts.shelf import Shelf, ShelfStatistics, Throughput
+from swarmnode.rollouts.pace import Throughput
 from swarmnode.wire import codec, envelope, ids, limits
 from swarmnode.wire.messages import FetchRequest, FetchResponse
 
 WORKERS = 4
 PENDING = 64
 PENDING_PEER = 8
-SERVED_AT_ONCE = 8
 PAUSES = (1.0, 2.0, 4.0)
 """Seconds before asking again whoever is still fetching it too."""
 
@@ -31,13 +29,10 @@ PAUSES = (1.0, 2.0, 4.0)
 class FetchStatistics(msgspec.Struct, frozen=True):
     fetched: dict[str, int] = {}
     """By outcome: `ok` or a reason."""
-    served: dict[str, int] = {}
-    """By outcome: `ok`, `unknown`, `busy`, `malformed`."""
     pending: int = 0
     """Announced groups waiting for or under fetch."""
     bytes_per_second: float = 0.0
     """Moving average of what a fetch achieves."""
-    shelf: ShelfStatistics = ShelfStatistics()
 
 
 class Fetching:
@@ -51,8 +46,7 @@ class Fetching:
         allows: Callable[[str], bool] = lambda choice: True,
         protocol: str = ids.FETCH_PROTOCOL,
     ) -> None:
-        """`allows("fetch" | "serve")`: whether there is budget for it. `protocol`: the ordinal that the swarm speaks."""
-        self.shelf = Shelf()
+        """`allows("fetch")`: whether there is budget for it. `protocol`: the ordinal that the swarm speaks."""
         self._network = network
         self._on_body = on_body
         self._on_failed = on_failed
@@ -65,21 +59,10 @@ class Fetching:
         self._news = trio.Event()
         self._throughput = Throughput()
         self._fetched: Counter[str] = Counter()
-        self._served: Counter[str] = Counter()
 
-    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:  # type: ignore[name-defined]
-        """Serve and fetch until cancelled; started once it serves."""
-        self._network.requests.serve(
-            self._protocol,
-            self._serve,
-            max_request_bytes=limits.FETCH_REQUEST_BYTES,
-            max_response_bytes=limits.FETCH_RESPONSE_BYTES,
-            concurrent=SERVED_AT_ONCE,
-        )
-        async with trio.open_nursery() as nursery:
-            for _ in range(WORKERS):
-                nursery.start_soon(self._work)
-            task_status.started()
+    def start(self, nursery: trio.Nursery) -> None:
+        for _ in range(WORKERS):
+            nursery.start_soon(self._work)
 
     def want(self, announced: Announced, forwarder: str) -> str | None:
         """Have it fetched. Returns why not: `busy` (too many pending, in all or of this author), `duplicate` (under way)."""
@@ -96,10 +79,8 @@ class Fetching:
     def statistics(self) -> FetchStatistics:
         return FetchStatistics(
             fetched=dict(self._fetched),
-            served=dict(self._served),
             pending=len(self._wanted),
             bytes_per_second=self._throughput.bytes_per_second,
-            shelf=self.shelf.statistics(),
         )
 
     async def _work(self) -> None:
@@ -145,7 +126,7 @@ class Fetching:
         if body is None:
             self._on_failed(outcome, source)
             return
-        self._throughput.observe(len(body), trio.current_time() - started)
+        self._throughput.observe(source, len(body), trio.current_time() - started)
         self._on_body(announced, body)
 
     async def _pull(self, announced: Announced, source: str) -> tuple[bytes | None, str]:
@@ -170,14 +151,3 @@ class Fetching:
         if len(response.body) != announced.size or envelope.content_id(response.body) != announced.content:
             return None, "mismatch"
         return response.body, "ok"
-
-    async def _serve(self, peer: str, request: bytes) -> bytes:
-        """Answers the fetch protocol. Raises BadMessage on nonsense, which resets the stream."""
-        try:
-            content = codec.decode(request, FetchRequest, limits.FETCH_REQUEST_BYTES).content
-        except BadMessage:
-            self._served["malformed"] += 1
-            raise
-        response = self.shelf.answer(peer, content) if self._allows("serve") else FetchResponse("busy")
-        self._served[response.status] += 1
-        return codec.encode(response)

@@ -34,8 +34,8 @@ class OwnGroup(msgspec.Struct, frozen=True, tag="own_group"):
     sequence: int
     sampling: SamplingParams
     completions: list[Completion]
-    rewards: list[float] = []
-    """(G,), as the trainer scored them, so that a group nobody can learn from is not published; empty: not told."""
+    rewards: list[float]
+    """(G,), as the trainer scored them: a group nobody can learn from is not published, and how they are spread is listed."""
 
 
 class Draw(msgspec.Struct, frozen=True, tag="draw"):

@@ -10,7 +10,6 @@ from swarmnode.errors import BadMessage
 from swarmnode.p2p.api import Network
 from swarmnode.rollouts.groups import GroupRules, OwnGroup, PolicyFacts, is_useful, without_token_ids
 from swarmnode.rollouts.serving import Serving
-from swarmnode.rollouts.shelf import Shelf
 from swarmnode.rollouts.signers import Signer
 from swarmnode.wire import codec, envelope, ids, limits
 from swarmnode.wire.envelope import Credentials
@@ -25,12 +24,12 @@ PUBLISHED = ("gossip", "announced")
 class Publisher:
     """rate: own groups per second, at most. allows("publish"): whether there is budget for it. clock: Unix seconds.
 
-    shelf and serving: from where peers get what was announced, and what is listed.
+    serving: from where peers get what is announced or listed.
     """
 
     def __init__(
         self, network: Network, credentials: Credentials, rules: GroupRules, rate: float, allows: Callable[[str], bool],
-        shelf: Shelf, serving: Serving, clock: Callable[[], float],
+        serving: Serving, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         self.topic = ids.rollout_topic(credentials.swarm, rules.spoken.rollouts)
         self._network = network
@@ -39,7 +38,6 @@ class Publisher:
         self._rate = rate
         self._pace = Signer(network.peer_id, rate, clock())
         self._allows = allows
-        self._shelf = shelf
         self._serving = serving
         self._clock = clock
         self._outcomes: Counter[str] = Counter()
@@ -66,7 +64,7 @@ class Publisher:
     async def _publish(self, own: OwnGroup, policy: PolicyFacts | None) -> str:
         if policy is None:
             return "no_policy"
-        if own.rewards and not is_useful(own.rewards):
+        if not is_useful(own.rewards):
             return "zero_advantage"
         if not self._allows("publish"):
             return "budget"
@@ -96,12 +94,9 @@ class Publisher:
                 return "oversize"
         frame = envelope.seal(group, self._credentials.key, ids.DOMAIN_ROLLOUT, self._credentials.swarm)
         outcome = "gossip"
-        if own.rewards:
-            self._serving.put(group, self._network.peer_id, frame, own.rewards)
+        self._serving.put(group, self._network.peer_id, frame, own.rewards)
         if len(frame) > limits.GOSSIP_BYTES:
-            content = envelope.content_id(frame)
-            self._shelf.put(content, frame)
-            announce = Announce(content, len(frame), group.created_at, group.sequence)
+            announce = Announce(envelope.content_id(frame), len(frame), group.created_at, group.sequence)
             frame, outcome = envelope.seal(announce, self._credentials.key, ids.DOMAIN_ROLLOUT, self._credentials.swarm), "announced"
         self._pace.take_token()
         try:

@@ -28,7 +28,7 @@ from swarmnode.rollouts.claims import PROVEN, BeliefStatistics, Claims, Lie, con
 from swarmnode.rollouts.groups import Candidate, is_useful
 from swarmnode.rollouts.mode import Choice, Mode, Phase
 from swarmnode.rollouts.offers import Offers, Pull
-from swarmnode.rollouts.shelf import Throughput
+from swarmnode.rollouts.pace import Throughput
 from swarmnode.wire import codec, envelope, ids, limits
 from swarmnode.wire.listings import GroupsRequest, GroupsResponse, Listed, ListingRequest, ListingResponse
 
@@ -211,10 +211,11 @@ class Pulling:
 
     async def _pull(self, pull: Pull) -> None:
         size = sum(listed.size for listed in pull.groups)
+        deadline = self._under_way.pace.deadline(size)
         started, came = trio.current_time(), 0
         try:
             response = await self._ask(
-                pull.holder, GroupsRequest([listed.content for listed in pull.groups]), GroupsResponse, self._under_way.pace.deadline(size),
+                pull.holder, GroupsRequest([listed.content for listed in pull.groups]), GroupsResponse, deadline,
                 min(limits.GROUPS_RESPONSE_BYTES, size + 512),
             )  # fmt: skip
             if len(response.groups) != len(pull.groups):
@@ -231,7 +232,10 @@ class Pulling:
                     self._asked.pop(listed.content, None)
                 self._counts["group", outcome] += 1
                 came += outcome == "ok"
-            self._under_way.pace.observe(sum(len(group.body) for group in response.groups), trio.current_time() - started)
+            took = trio.current_time() - started
+            self._under_way.pace.observe(pull.holder, sum(len(group.body) for group in response.groups), took)
+            if took > deadline / 2:
+                self._lie(pull.holder, "slow")
         self._under_way.end(pull, came)
         self._news.set()
 

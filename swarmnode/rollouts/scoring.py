@@ -12,7 +12,7 @@ from typing import Protocol
 import trio
 
 from swarmnode.rollouts.groups import Candidate
-from swarmnode.rollouts.shelf import CandidateQueue, Strikes
+from swarmnode.rollouts.queues import CandidateQueue, Strikes
 from swarmnode.tasks.frames import Scored, ScoreError, ScorerFailed, TaskUnknown
 from swarmnode.wire.messages import TaskRef
 

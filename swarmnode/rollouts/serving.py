@@ -1,4 +1,4 @@
-"""Answers listings and pulls: what this node can give, to whoever asks and as long as there is budget for it.
+"""Answers listings, pulls and fetches: what this node can give, to whoever asks and as long as there is budget for it.
 
 Always on while groups are shared, however this node gets its own: whoever pulls learns from those who gossip by this.
 """
@@ -17,7 +17,7 @@ from swarmnode.rollouts import sampling
 from swarmnode.rollouts.catalogue import Allowances, Catalogue, CatalogueStatistics
 from swarmnode.wire import codec, envelope, ids, limits
 from swarmnode.wire.listings import GroupsRequest, GroupsResponse, Listed, ListingRequest
-from swarmnode.wire.messages import FetchResponse, RolloutGroup
+from swarmnode.wire.messages import FetchRequest, FetchResponse, RolloutGroup
 
 Request = TypeVar("Request", bound=msgspec.Struct)
 
@@ -35,20 +35,27 @@ class ServingStatistics(msgspec.Struct, frozen=True):
 
 
 class Serving:
-    """allows("serve"): whether there is budget for it; gives(peer): whether a group of it was ever admitted; clock: Unix seconds."""
+    """allows("serve"): whether there is budget for it; gives(peer): whether a group of it was ever admitted; clock: Unix seconds;
+    fetch_protocol: the ordinal that the swarm speaks."""
 
     def __init__(
-        self, catalogue: Catalogue, allows: Callable[[str], bool], gives: Callable[[str], bool], clock: Callable[[], float]
-    ) -> None:
+        self, catalogue: Catalogue, allows: Callable[[str], bool], gives: Callable[[str], bool], clock: Callable[[], float],
+        fetch_protocol: str = ids.FETCH_PROTOCOL,
+    ) -> None:  # fmt: skip
         self.catalogue = catalogue
         self._allows = allows
         self._gives = gives
         self._clock = clock
         self._allowances = Allowances()
+        self._fetch_protocol = fetch_protocol
         self._served: Counter[str] = Counter()
 
     def start(self, requests: Requests) -> None:
-        """Serve both protocols for as long as the network runs."""
+        """Serve for as long as the network runs."""
+        requests.serve(
+            self._fetch_protocol, self._fetch, concurrent=SERVED_AT_ONCE,
+            max_request_bytes=limits.FETCH_REQUEST_BYTES, max_response_bytes=limits.FETCH_RESPONSE_BYTES,
+        )  # fmt: skip
         requests.serve(
             ids.LISTING_PROTOCOL, self._list, concurrent=SERVED_AT_ONCE,
             max_request_bytes=limits.LISTING_REQUEST_BYTES, max_response_bytes=limits.LISTING_RESPONSE_BYTES,
@@ -83,7 +90,14 @@ class Serving:
 
     async def _give(self, peer: str, request: bytes) -> bytes:
         """Raises BadMessage on nonsense, which resets the stream."""
-        asked = self._read(request, GroupsRequest, limits.GROUPS_REQUEST_BYTES)
+        return codec.encode(self._answer(peer, self._read(request, GroupsRequest, limits.GROUPS_REQUEST_BYTES)))
+
+    async def _fetch(self, peer: str, request: bytes) -> bytes:
+        """One group that was announced. Raises BadMessage on nonsense, which resets the stream."""
+        content = self._read(request, FetchRequest, limits.FETCH_REQUEST_BYTES).content
+        return codec.encode(self._answer(peer, GroupsRequest([content])).groups[0])
+
+    def _answer(self, peer: str, asked: GroupsRequest) -> GroupsResponse:
         if self._may_answer(peer):
             response = self.catalogue.give(asked, self._clock())
             size = sum(len(group.body) for group in response.groups)
@@ -91,7 +105,7 @@ class Serving:
         else:
             response = GroupsResponse([FetchResponse("busy")] * len(asked.contents))
         self._served.update("group" if group.status == "ok" else group.status for group in response.groups)
-        return codec.encode(response)
+        return response
 
     def _read(self, request: bytes, kind: type[Request], limit: int) -> Request:
         try:

@@ -21,8 +21,8 @@ from swarmnode.pipeline.commit import STEP_DOMAIN
 from swarmnode.pipeline.fence import FENCE_REASONS
 from swarmnode.recovery.messages import FACTOR, STATE_REASONS
 from swarmnode.rollouts import admission, pulling
+from swarmnode.rollouts.pace import LONGEST
 from swarmnode.rollouts.reasons import REASONS
-from swarmnode.rollouts.shelf import Throughput
 from swarmnode.tasks import seeds
 from swarmnode.weights import messages as weights_messages
 from swarmnode.weights import requests as weights_requests
@@ -208,9 +208,9 @@ def test_caps_are_those_of_the_registry():
 
 def test_timeouts_are_those_of_the_registry():
     assert REGISTRY["timeouts"] == {
-        "fetch": Throughput.LONGEST,
+        "fetch": LONGEST,
         "listing": pulling.LISTING_SECONDS,
-        "groups": Throughput.LONGEST,
+        "groups": LONGEST,
         "peers": exchange.DEADLINE,
         "manifest": manifests.DEADLINE,
         "session": sessions.DEADLINE,

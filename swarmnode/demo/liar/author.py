@@ -82,7 +82,8 @@ class Author:
     def own_group(self, sequence: int, **kwargs: object) -> OwnGroup:
         """The same as the trainer would hand it to the network process."""
         group = self.group(sequence, 0.0, **kwargs)  # type: ignore[arg-type]
-        return OwnGroup(group.task, group.policy_version, group.sequence, group.sampling, group.completions)
+        rewards = [float(each.text == answer(group.task)) for each in group.completions]
+        return OwnGroup(group.task, group.policy_version, group.sequence, group.sampling, group.completions, rewards)
 
     def long_group(self, sequence: int, **kwargs: object) -> OwnGroup:
         """A group of about 125 KB as sent: seven of its texts are 12,000 random characters."""

@@ -74,10 +74,10 @@ def test_groups_are_given_until_a_mebibyte_is_full():
 
 def test_whoever_takes_all_and_gives_nothing_has_a_quarter_of_the_allowance_and_no_effect_on_others():
     allowances, served = Allowances(), {"taker": 0, "member": 0}
-    for second in range(600):
+    for now in [tenth / 10 for tenth in range(6000)]:
         for peer in served:
-            if allowances.has_room(peer, float(second)):
-                allowances.charge(peer, 2**17, peer == "member", float(second))
+            if allowances.has_room(peer, now):
+                allowances.charge(peer, 2**17, peer == "member", now)
                 served[peer] += 1
     assert 3.0 < served["member"] / served["taker"] < 5.0
     assert served["member"] * 2**17 < 1.3 * catalogue.PEER_BYTES_PER_SECOND * 600

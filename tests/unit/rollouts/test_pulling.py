@@ -220,6 +220,25 @@ async def test_a_holder_that_drips_holds_nobody_up(nursery, autojump_clock):
     assert pulling.claims.lies == {"slow": 1}
 
 
+async def test_a_holder_that_trickles_within_its_deadline_is_asked_less_and_stretches_nobodys(nursery, autojump_clock):
+    swarm = await Swarm("gossip", "pull").start(nursery)
+    slow = Holder(swarm.medium)
+
+    async def trickle(peer, request):
+        await trio.sleep(1.5)
+        return await Holder.give(slow, peer, request)
+
+    slow.network.requests.serve(ids.GROUPS_PROTOCOL, trickle, max_request_bytes=560, max_response_bytes=2**22)
+    for sequence in range(3):
+        await slow.add(sequence)
+    await swarm.publish(0, *range(3))
+    for _ in range(3):
+        await swarm.draw(1)
+    pulling, _ = swarm.told(1)
+    assert pulling.pulled == {"ok": 6}
+    assert pulling.claims.lies["slow"] >= 1
+
+
 async def test_listings_without_end_are_refused_and_counted(nursery, autojump_clock):
     swarm = await Swarm("gossip", "pull").start(nursery)
     endless, stuck = Holder(swarm.medium), Holder(swarm.medium, 78)

@@ -18,6 +18,7 @@ from swarmnode.testing.network import MemorySwarm
 from swarmnode.testing.scorer import InProcessScorer
 from swarmnode.wire import codec, ids, limits
 from swarmnode.wire.envelope import Credentials
+from swarmnode.wire.listings import ListingRequest, ListingResponse
 from swarmnode.wire.messages import Announce, FetchRequest, FetchResponse
 
 SWARM = swarm_of()
@@ -109,7 +110,7 @@ async def test_a_long_group_is_announced_and_fetched(swarm, autojump_clock):
         (group,) = swarm.exchanges[number].draw(Draw(1, 2, 0, 1)).groups
         assert group.group.completions == swarm.authors[0].long_group(0).completions
         assert swarm.exchanges[number].statistics().fetching.fetched == {"ok": 1}
-    assert swarm.exchanges[0].statistics().fetching.served == {"ok": 2}
+    assert swarm.exchanges[0].statistics().serving.served == {"group": 2}
 
 
 async def test_a_long_group_reaches_a_peer_that_is_not_connected_to_its_author(swarm, autojump_clock):
@@ -118,9 +119,9 @@ async def test_a_long_group_reaches_a_peer_that_is_not_connected_to_its_author(s
     await swarm.exchanges[0].publish(swarm.authors[0].long_group(0))
     await settle()
     assert swarm.outcomes(2)["admitted"] == 1
-    served = swarm.exchanges[1].statistics().fetching.served
+    served = swarm.exchanges[1].statistics().serving.served
     assert served["unknown"] >= 1
-    assert served["ok"] == 1
+    assert served["group"] == 1
 
 
 async def test_a_forwarder_that_never_has_it_is_asked_a_few_times_and_not_blamed(swarm, autojump_clock):
@@ -129,7 +130,7 @@ async def test_a_forwarder_that_never_has_it_is_asked_a_few_times_and_not_blamed
     await swarm.exchanges[0].publish(swarm.authors[0].long_group(0))
     await settle()
     assert swarm.exchanges[2].statistics().fetching.fetched == {"fetch_unknown": 1}
-    assert swarm.exchanges[1].statistics().fetching.served == {"unknown": 4}
+    assert swarm.exchanges[1].statistics().serving.served == {"unknown": 4}
     assert swarm.networks[2].reputation.score(swarm.authors[1].peer, trio.current_time()) == 0
 
 
@@ -177,18 +178,24 @@ async def test_a_body_other_than_announced_costs_its_author_reputation(swarm, au
 async def test_nonsense_requests_are_counted_and_refused(swarm, autojump_clock):
     with pytest.raises(PeerError):
         await swarm.networks[1].requests.request(swarm.authors[0].peer, ids.FETCH_PROTOCOL, b"\xff", deadline=1, max_response_bytes=100)
-    assert swarm.exchanges[0].statistics().fetching.served == {"malformed": 1}
+    assert swarm.exchanges[0].statistics().serving.served == {"malformed": 1}
 
 
-async def test_one_peer_is_given_one_body_only_so_often(swarm, autojump_clock):
+async def test_one_peer_is_given_so_much_and_no_more(swarm, autojump_clock):
     await swarm.exchanges[0].publish(swarm.authors[0].long_group(0))
     await settle()
-    content = next(iter(swarm.exchanges[0]._fetching.shelf._bodies))
-    for _ in range(5):
+    asked = ListingRequest(SWARM, b"", 0)
+    data = await swarm.networks[1].requests.request(
+        swarm.authors[0].peer, ids.LISTING_PROTOCOL, codec.encode(asked), deadline=1, max_response_bytes=limits.LISTING_RESPONSE_BYTES
+    )
+    content = codec.decode(data, ListingResponse, limits.LISTING_RESPONSE_BYTES).groups[0].content
+    for _ in range(50):
         await swarm.networks[1].requests.request(
             swarm.authors[0].peer, ids.FETCH_PROTOCOL, codec.encode(FetchRequest(content)), deadline=1, max_response_bytes=10**7
         )
-    assert swarm.exchanges[0].statistics().fetching.served == {"ok": 4, "busy": 3}
+    served = swarm.exchanges[0].statistics().serving.served
+    assert 2 < served["group"] < 12
+    assert served["busy"] == 52 - served["group"]
 
 
 @pytest.mark.parametrize("name", hostile_frames(Author(SWARM), EPOCH))
@@ -222,6 +229,7 @@ async def test_an_author_is_blamed_even_when_another_passed_it_on(swarm, autojum
 
 async def test_a_poisoned_group_costs_itself_only(swarm, autojump_clock):
     poisoned = swarm.authors[0].own_group(0, texts=["\N{SKULL}", "1"])
+    poisoned = msgspec.structs.replace(poisoned, rewards=[0.0, 1.0])
     await swarm.exchanges[0].publish(poisoned)
     await swarm.exchanges[2].publish(swarm.authors[2].own_group(0))
     await settle()
@@ -298,7 +306,7 @@ async def test_a_group_with_a_lone_surrogate_stays_here(swarm, autojump_clock):
 
 
 async def test_a_group_too_long_for_a_frame_goes_without_token_ids_or_stays(swarm, autojump_clock):
-    own = swarm.authors[0].own_group(0, texts=["a" * 16_000] * 9)
+    own = msgspec.structs.replace(swarm.authors[0].own_group(0, texts=["a" * 16_000] * 9), rewards=[0.0] * 8 + [1.0])
     assert await swarm.exchanges[0].publish(own) == "gossip"  # 1.3 MB with ids, a few hundred bytes of compressed text without
     words = ["".join(random.Random(n).choices("0123456789abcdef", k=16_000)) for n in range(64)]
     rare = [msgspec.structs.replace(c, text=c.text * 4) for c in swarm.authors[0].own_group(1, texts=words).completions]

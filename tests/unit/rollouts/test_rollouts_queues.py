@@ -3,17 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnode.rollouts.groups import Candidate, memory_bytes
-from swarmnode.rollouts.shelf import (
-    REMEMBERED_SERVINGS,
-    SERVINGS,
-    STRIKE_PEERS,
-    STRIKE_SECONDS,
-    STRIKES,
-    CandidateQueue,
-    Shelf,
-    Strikes,
-    Throughput,
-)
+from swarmnode.rollouts.pace import LEAST, LONGEST, MOST_PEERS, Throughput
+from swarmnode.rollouts.queues import STRIKE_PEERS, STRIKE_SECONDS, STRIKES, CandidateQueue, Strikes
 from tests.support.groups import external_group
 
 
@@ -62,56 +53,33 @@ def test_the_queue_keeps_its_bounds_and_its_accounts(arrivals):
         assert all(sum(c.peer == p for c in inside) <= 4 for p in "abcdefgh")
 
 
-def test_the_shelf_drops_its_oldest_by_number_and_by_bytes():
-    shelf = Shelf(groups=3, size=1000)
-    for n in range(4):
-        shelf.put(bytes([n]), b"x" * 10)
-    assert shelf.answer("p", b"\x00").status == "unknown"
-    assert shelf.answer("p", b"\x01").body == b"x" * 10
-    shelf.put(b"\x09", b"x" * 985)
-    assert shelf.statistics().bytes == 995
-    assert shelf.statistics().groups == 2
+def test_memory_of_authors_is_bounded_and_forgets_the_oldest():
+    strikes = Strikes()
+    for number in range(STRIKE_PEERS + 9):
+        for _ in range(STRIKES):
+            strikes.add(f"p{number}", 0.0)
+    assert not strikes.is_out("p0", 0.0)
+    assert strikes.is_out(f"p{STRIKE_PEERS + 8}", 0.0)
 
 
-def test_a_body_larger_than_the_shelf_stays_off_it():
-    shelf = Shelf(size=100)
-    shelf.put(b"c", b"x" * 101)
-    assert shelf.statistics().groups == 0
-
-
-def test_each_peer_is_served_a_body_only_so_often():
-    shelf = Shelf()
-    shelf.put(b"c", b"body")
-    assert [shelf.answer("p", b"c").status for _ in range(SERVINGS + 2)] == ["ok"] * SERVINGS + ["busy"] * 2
-    assert shelf.answer("q", b"c").status == "ok"
-
-
-def test_memory_of_peers_is_bounded_and_forgets_the_oldest():
-    shelf, strikes = Shelf(), Strikes()
-    shelf.put(b"c", b"body")
-    for number in range(REMEMBERED_SERVINGS + 9):
-        shelf.answer(f"p{number}", b"c")
-        strikes.add(f"p{number}", 0.0)
-    assert (len(shelf._servings), len(strikes._of)) == (REMEMBERED_SERVINGS, STRIKE_PEERS)
-    newest = f"p{REMEMBERED_SERVINGS + 8}"
-    assert newest in strikes._of
-    assert (newest, b"c") in shelf._servings
-
-
-def test_deadlines_follow_what_fetches_achieve():
+def test_deadlines_follow_what_most_peers_achieve():
     speed = Throughput()
     assert speed.deadline(256 * 1024) == pytest.approx(5.0)
-    for _ in range(50):
-        speed.observe(2**20, 0.1)
+    for number in range(200):
+        speed.observe(str(number % 4), 2**20, 0.1)
+    assert speed.deadline(2**20) == pytest.approx(2.3, abs=0.01)
+    for _ in range(100):
+        speed.observe("drips", 2**20, 30.0)
+    speed.observe("short", 100, 0.1)
     assert speed.deadline(2**20) == pytest.approx(2.3, abs=0.01)
 
 
-def test_a_dripping_peer_cannot_stretch_deadlines_without_end():
+def test_peers_that_all_drip_cannot_stretch_deadlines_without_end():
     speed = Throughput()
-    for _ in range(100):
-        speed.observe(1, 30.0)
-    assert speed.bytes_per_second == Throughput.LEAST
-    assert speed.deadline(2**20) == Throughput.LONGEST
+    for number in range(10 * MOST_PEERS):
+        speed.observe(str(number), 2**15, 30.0)
+    assert speed.bytes_per_second == LEAST
+    assert speed.deadline(2**20) == LONGEST
 
 
 def test_three_strikes_and_an_author_is_out_for_ten_minutes():
