@@ -6,13 +6,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-warn-conflicts --constraint constraints.txt
 
-.PHONY: help setup demo test check bench
+.PHONY: help setup demo test check bench sim
 
 help:
 	@echo "make demo    a real swarm of three nodes on this machine: watch it learn (two minutes)"
 	@echo "make test    the whole test suite"
 	@echo "make check   lint, types, import layers, protocol vectors"
 	@echo "make bench   every benchmark in its quick form"
+	@echo "make sim     fresh simulated swarms for a minute (SIM_SECONDS=…)"
 
 setup: $(VENV)/.run
 
@@ -45,3 +46,6 @@ check: $(VENV)/.check $(VENV)/.test
 
 bench: $(VENV)/.test
 	for name in sapo trainer ingest gossip noloco exchange budget checkfree recovery crew reroute tolerance corrections; do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
+
+sim: $(VENV)/.test
+	$(BIN)/python -m tests.support.sim --seconds $(or $(SIM_SECONDS),60)

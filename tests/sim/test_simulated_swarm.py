@@ -1,0 +1,44 @@
+"""Whole swarms in the simulator: a fixed few, one that nobody has seen before, and the same one twice."""
+
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.sim.schedule import draw
+from tests.support.sim.world import simulate
+
+FRESH = random.SystemRandom().randrange(2**31)
+
+
+def replay(seed: int, nodes: int) -> str:
+    return f"replay: python -m tests.support.sim --seed {seed} --nodes {nodes}"
+
+
+@pytest.mark.parametrize(("seed", "nodes"), [(2, 3), (5, 6), (9, 5)])
+def test_a_swarm_is_whole_again_after_its_faults(seed, nodes):
+    ended = simulate(draw(seed, nodes))
+    assert ended.problem == "", replay(seed, nodes)
+    assert ended.used > nodes
+
+
+def test_a_swarm_that_nobody_has_seen_before_is_whole_again_too():
+    ended = simulate(draw(FRESH, 4))
+    assert ended.problem == "", replay(FRESH, 4)
+
+
+def test_the_same_seed_is_the_same_history_in_a_process_with_another_hash_seed(tmp_path):
+    lines: list[str] = []
+    here = simulate(draw(5, 4), lines)
+    told = tmp_path / "history"
+    command = [sys.executable, "-m", "tests.support.sim", "--seed", "5", "--nodes", "4", "--history", str(told)]
+    seed = "1" if os.environ.get("PYTHONHASHSEED") == "0" else "0"
+    subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": seed}, check=True, capture_output=True, timeout=100)
+    assert told.read_text().splitlines() == lines
+    assert len(lines) == here.events > 300
+
+
+def test_another_seed_is_another_history():
+    assert simulate(draw(2, 3)).digest != simulate(draw(3, 3)).digest

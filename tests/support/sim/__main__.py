@@ -1,0 +1,61 @@
+"""`python -m tests.support.sim`: seeds, one after another, until the time is up. A seed that fails prints the command that replays it."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from pathlib import Path
+
+from tests.support.sim.schedule import draw
+from tests.support.sim.world import Ended, simulate
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, help="one swarm, and what it was")
+    parser.add_argument("--first", type=int, help="seeds from here on, instead of fresh ones")
+    parser.add_argument("--count", type=int, help="so many seeds")
+    parser.add_argument("--seconds", type=float, default=60.0, help="seeds for so long, unless a count is given")
+    parser.add_argument("--nodes", type=int, help="so many nodes, whatever the seed says")
+    parser.add_argument("--history", type=Path, help="write what happened here")
+    args = parser.parse_args()
+    if args.seed is not None:
+        lines: list[str] = []
+        schedule = draw(args.seed, args.nodes)
+        print(f"seed {args.seed}: {len(schedule.places)} nodes, {len(schedule.faults)} faults, calm from {schedule.calm_from:.0f} s")
+        for fault in schedule.faults:
+            print(f"  {fault}")
+        ended = simulate(schedule, lines)
+        if args.history:
+            args.history.write_text("".join(f"{line}\n" for line in lines))
+        print(f"history {ended.digest}, {ended.events} events")
+        _tell(ended, args.nodes)
+        print(f"{ended.simulated:.0f} s simulated in {ended.cpu:.1f} s of CPU; whole after {ended.whole_after:.0f} s, {ended.steps} steps")
+        return 1 if ended.problem else 0
+    return _many(args.first if args.first is not None else random.SystemRandom().randrange(2**31), args.count, args.seconds, args.nodes)
+
+
+def _many(first: int, count: int | None, seconds: float, nodes: int | None) -> int:
+    began, ended = time.monotonic(), list[Ended]()
+    while len(ended) < count if count is not None else time.monotonic() - began < seconds:
+        ended.append(simulate(draw(first + len(ended), nodes)))
+        _tell(ended[-1], nodes)
+    took, failed = time.monotonic() - began, [each for each in ended if each.problem]
+    hours = sum(each.simulated for each in ended) / 3600
+    print(
+        f"{len(ended)} seeds from {first} in {took:.0f} s: {len(ended) / took:.2f} seeds/s, {60 * hours / took:.1f} simulated hours "
+        f"per minute ({sum(each.cpu for each in ended):.0f} s of CPU), {sum(each.nodes for each in ended)} nodes, {len(failed)} failed"
+    )
+    return 1 if failed else 0
+
+
+def _tell(ended: Ended, nodes: int | None) -> None:
+    if ended.problem:
+        print(f"seed {ended.seed} FAILED: {ended.problem}")
+        print(f"  replay: python -m tests.support.sim --seed {ended.seed}" + (f" --nodes {nodes}" if nodes else ""), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""A small learner in the trainer's place: a bandit over difficulties, which says to the network process what the trainer says.
+
+A question has a difficulty, and the learner answers it rightly as often as it is skilled at that. A group that it trains on and that was
+sampled honestly makes it more skilled; one that was made up makes it worse. Like the trainer it looks at what it drew before it trains on
+it: token ids that do not spell the text are always found, made-up text nine times in ten.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import trio
+
+from swarmnode.daemon.trainer_port import TrainerPort
+from swarmnode.demo.liar.author import MODEL, TOKENIZER, answer, completion
+from swarmnode.link.messages import Hello, Report
+from swarmnode.rollouts.groups import Draw, ExternalGroup, Judged, Outcome, OwnGroup, is_useful
+from swarmnode.rollouts.sampling import most_per_peer
+from swarmnode.tasks.registry import task_version
+from swarmnode.tasks.seeds import task_seed
+from swarmnode.wire import tensors
+from swarmnode.wire.messages import SamplingParams, TaskRef
+
+DIFFICULTIES = 8
+GAIN, HARM = 0.02, 0.1
+"""What one group does to the skill at its difficulty."""
+FOUND = 0.9
+"""How often made-up text is found to be no policy's."""
+SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, max_tokens=64)
+TASKS = ("builtin/copy", "builtin/sum")
+MADE_UP = "~"
+"""A character that no honest learner samples."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How a node works."""
+
+    step_seconds: float
+    own_groups: int
+    external_groups: int
+    completions: int = 4
+    save_seconds: float = 60.0
+
+
+@dataclass
+class Memory:
+    """What survives the trainer's process, as it was saved last."""
+
+    skill: list[float] = field(default_factory=lambda: [0.1] * DIFFICULTIES)
+    sequence: int = 0
+    version: int = 0
+    outer_step: int = 0
+
+    def copy(self) -> Memory:
+        return replace(self, skill=list(self.skill))
+
+
+@dataclass
+class Tally:
+    """What was trained on, over all lives of a node."""
+
+    steps: int = 0
+    own: int = 0
+    used: Counter[str] = field(default_factory=Counter)
+    """External groups by their author."""
+    drawn: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    last_external: float = float("-inf")
+    """When something of another node was trained on last."""
+
+
+class Learner:
+    """One life of it. `note`: for the history."""
+
+    def __init__(
+        self, peer: str, swarm: bytes, port: TrainerPort, memory: Memory, tally: Tally, pace: Pace, rng: random.Random,
+        note: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self.memory = memory
+        self.tally = tally
+        self._peer = peer
+        self._swarm = swarm
+        self._port = port
+        self._pace = pace
+        self._rng = rng
+        self._note = note
+        self._requests = 0
+
+    async def run(self, save: Callable[[Memory], None]) -> None:
+        """Steps until cancelled. `save` is given what survives."""
+        self._port.hello(Hello(MODEL, TOKENIZER, self.memory.version, pid=1))
+        saved = trio.current_time()
+        await trio.sleep(self._rng.uniform(0, self._pace.step_seconds))
+        while True:
+            await self.step()
+            if trio.current_time() - saved >= self._pace.save_seconds:
+                save(self.memory.copy())
+                saved = trio.current_time()
+
+    async def step(self) -> None:
+        memory, pace = self.memory, self._pace
+        learnt = []
+        for _ in range(pace.own_groups):
+            await trio.sleep(pace.step_seconds / pace.own_groups * self._rng.uniform(0.8, 1.2))
+            group = self._sample()
+            if is_useful(group.rewards):
+                learnt.append((_difficulty(group.task), GAIN))
+                self.tally.own += 1
+            await self._port.own_group(group)
+        self._requests += 1
+        most = most_per_peer(pace.external_groups)
+        drawn = self._port.draw(Draw(self._requests, pace.external_groups, memory.version, most))
+        for external in drawn.groups:
+            outcome = self._judge(external)
+            self._port.judged(Judged(external.peer, outcome))
+            self.tally.drawn[external.peer] += 1
+            self.tally.outcomes[outcome] += 1
+            if outcome == "used":
+                self.tally.used[external.peer] += 1
+                self.tally.last_external = trio.current_time()
+                learnt.append((_difficulty(external.group.task), -HARM if _made_up(external) else GAIN))
+        for difficulty, change in learnt:
+            memory.skill[difficulty] = min(0.95, max(0.05, memory.skill[difficulty] + change))
+        memory.version += 1
+        self.tally.steps += 1
+        self._port.report(Report("training", step=memory.version, policy_version=memory.version, step_seconds=pace.step_seconds))
+        used = sum(1 for change in learnt if change)
+        self._note(f"step {memory.version} of {self._peer[-6:]}: {used} groups, skill {sum(memory.skill):.4f}")
+
+    def _sample(self) -> OwnGroup:
+        memory = self.memory
+        task = question(self._swarm, self._peer, memory.sequence)
+        right, skill = answer(task), memory.skill[_difficulty(task)]
+        texts = [right if self._rng.random() < skill else _wrong(right, self._rng) for _ in range(self._pace.completions)]
+        rewards = [float(text == right) if task.id == "builtin/sum" else _in_place(text, right) for text in texts]
+        group = OwnGroup(task, memory.version, memory.sequence, SAMPLING, [completion(text) for text in texts], rewards)
+        memory.sequence += 1
+        return group
+
+    def _judge(self, external: ExternalGroup) -> Outcome:
+        for each in external.group.completions:
+            if tensors.unpack_ids(each.token_ids).tolist() != [ord(character) for character in each.text]:
+                return "forged_ids"
+        return "surprise" if _made_up(external) and self._rng.random() < FOUND else "used"
+
+
+def question(swarm: bytes, peer: str, sequence: int) -> TaskRef:
+    """What `peer` has to ask at `sequence`."""
+    seed, index = task_seed(swarm, peer, sequence)
+    name = TASKS[sequence % len(TASKS)]
+    return TaskRef(id=name, version=task_version(name), seed=seed, index=index)
+
+
+def _difficulty(task: TaskRef) -> int:
+    return hashlib.blake2b(f"{task.seed} {task.index}".encode(), digest_size=1).digest()[0] % DIFFICULTIES
+
+
+def _made_up(external: ExternalGroup) -> bool:
+    return any(MADE_UP in each.text for each in external.group.completions)
+
+
+def _wrong(right: str, rng: random.Random) -> str:
+    """As long as the right one, and another."""
+    at = rng.randrange(len(right))
+    return right[:at] + str((int(right[at]) + rng.randrange(1, 10)) % 10) + right[at + 1 :]
+
+
+def _in_place(text: str, right: str) -> float:
+    return sum(a == b for a, b in zip(text, right, strict=False)) / max(len(text), len(right))

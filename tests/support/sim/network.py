@@ -1,0 +1,605 @@
+"""`p2p.api.Network` over simulated wires, with the product's own table of peers, dialler, peer exchange, reputation and admission.
+
+What a libp2p host would do is here: connections with a handshake and pings, one request and its response, gossip to a few neighbours,
+bulk chunks. Bytes are counted by protocol, as `p2p.traffic` does.
+"""
+
+from __future__ import annotations
+
+import collections
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout
+from swarmnode.p2p import book
+from swarmnode.p2p.addresses import Address, parse
+from swarmnode.p2p.admission import Admission
+from swarmnode.p2p.api import AnotherPeer, Declined, RequestHandler
+from swarmnode.p2p.connection_manager import ConnectionManager
+from swarmnode.p2p.connections import ConnectionTable
+from swarmnode.p2p.dialer import Dialer
+from swarmnode.p2p.discovery import Discovery
+from swarmnode.p2p.exchange import PeerExchange
+from swarmnode.p2p.gossip import QUEUE_BYTES, QUEUE_MESSAGES, Message, Topic, Validation, Validator
+from swarmnode.p2p.library.gater import Newcomer
+from swarmnode.p2p.network import TARGET_PEERS
+from swarmnode.p2p.peers import PeerTable
+from swarmnode.p2p.reputation import COST, Reputation
+from swarmnode.p2p.scoring import PeerScores
+from swarmnode.p2p.slots import PeerCap, PeerSlots
+from swarmnode.p2p.traffic import TrafficStatistics
+from swarmnode.wire import bulk
+from swarmnode.wire.limits import GOSSIP_BYTES
+from tests.support.sim.wires import History, Link, Timeline, Wires
+
+HANDSHAKE_BYTES = 1500
+FRAME_BYTES = 40
+"""What a frame costs beside what is in it."""
+MESH = 6
+SEEN_SECONDS = 120.0
+SEEN = 20_000
+PER_PEER, IN_ALL = 8, 64
+"""As `p2p.requests` has them."""
+PING_SECONDS, NEXT_PING_SECONDS = 30.0, 40.0
+BULK_SECONDS = 10.0
+GOSSIP = "gossip"
+BULK = "bulk"
+
+
+class Medium:
+    """Who listens where, and what lies in between. `waits`: requests under way, each with who waits for what since when."""
+
+    def __init__(self, wires: Wires, timeline: Timeline, history: History) -> None:
+        self.history = history
+        self.wires = wires
+        self.timeline = timeline
+        self.listening: dict[str, SimNetwork] = {}
+        """By address."""
+        self.waits: dict[int, Wait] = {}
+        self._number = 0
+
+    def begin(self, wait: Wait) -> int:
+        self._number += 1
+        self.waits[self._number] = wait
+        return self._number
+
+
+@dataclass
+class Wait:
+    node: str
+    what: str
+    since: float
+
+
+class SimConnection:
+    """One end of a link; a `p2p.connections.Connection`."""
+
+    relay = None
+
+    def __init__(self, network: SimNetwork, link: Link, other: SimNetwork, *, inbound: bool) -> None:
+        self.peer = other.peer_id
+        self.inbound = inbound
+        self.remote = Address(other.address.kind, other.address.host, 40_000 if inbound else other.address.port)
+        self.link = link
+        self.other = other
+        self.network = network
+        self._ping = (0, True, link.opened_at)
+
+    @property
+    def is_closed(self) -> bool:
+        return not self.link.open
+
+    @property
+    def ping(self) -> tuple[int, bool]:
+        number, answered, at = self._ping
+        now, wires = trio.current_time(), self.network.medium.wires
+        mine, theirs = str(self.network.address), str(self.other.address)
+        alive = self.other.alive and wires.passes(mine, theirs) and wires.passes(theirs, mine)
+        if now - at >= (PING_SECONDS if answered else NEXT_PING_SECONDS):
+            number, at = number + 1, now
+        self._ping = (number, (alive if number else True), at)
+        return self._ping[:2]
+
+    async def close(self) -> None:
+        await trio.lowlevel.checkpoint()
+        self.link.close()
+
+    def forget(self) -> None:
+        self.link.close()
+
+
+class SimHost:
+    """What `ConnectionManager` needs of a libp2p host."""
+
+    def __init__(self, network: SimNetwork, nursery: trio.Nursery) -> None:
+        self.peer_id = network.peer_id
+        self.nursery = nursery
+        self._network = network
+
+    def hold(self, peers: Collection[str]) -> None:
+        pass
+
+    async def close_peer(self, peer: str) -> None:
+        await trio.lowlevel.checkpoint()
+        for connection in self._network.connections.of(peer):
+            await connection.close()
+
+
+class NoNat:
+    """Everybody can be reached at the address where it listens."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+
+    def own_addresses(self, peer: str) -> list[str]:
+        return [str(self._address)]
+
+    async def addresses_changed(self) -> None:
+        await trio.sleep_forever()
+
+    async def greet(self, peer: str) -> None:
+        await trio.lowlevel.checkpoint()
+
+    def address_of(self, relay: str) -> Address | None:
+        return None
+
+    def relayed_here(self, peer: str) -> list[str]:
+        return []
+
+
+class SimNetwork:
+    """One node's; satisfies `api.Network`. `rng`: its own. `nursery`: ends with the node."""
+
+    def __init__(
+        self, medium: Medium, peer_id: str, address: Address, swarm: bytes, data_dir: Path, bootstrap: list[tuple[Address, str]],
+        rng: random.Random, nursery: trio.Nursery, max_connections: int = 200,
+    ) -> None:  # fmt: skip
+        self.medium = medium
+        self.peer_id = peer_id
+        self.address = address
+        self.listen_addrs = [f"{address}/p2p/{peer_id}"]
+        self.alive = True
+        self.nursery = nursery
+        self.rng = rng
+        self.sent: Counter[str] = Counter()
+        self.received: Counter[str] = Counter()
+        self.scores = scores = PeerScores(Reputation())
+        self.peers = PeerTable(peer_id, TARGET_PEERS, rng, wanted=scores.wanted)
+        self.connections = ConnectionTable()
+        self.gossip = SimGossip(self)
+        self.requests = SimRequests(self)
+        self.bulk = SimBulk(self)
+        self.streams = NoStreams()
+        dialer = Dialer(self.peers, self._connect)
+        exchange = PeerExchange(self.peers, self.requests, swarm, self.connections, NoNat(address), dialer.wake, rng)  # type: ignore[arg-type]
+        self.discovery = Discovery(self.peers, scores.reputation, exchange, None, data_dir / "peers.json", bootstrap, dialer.wake)
+        self.manager = ConnectionManager(SimHost(self, nursery), self.connections, self.peers, scores, dialer, exchange, rng)  # type: ignore[arg-type]
+        self.admission = Admission(peer_id, self.connections, scores, max_connections, None, lambda peer: None)
+        scores.banned = self.disconnect
+        self.connections.listeners.append(self.manager)
+
+    def start(self) -> None:
+        """Whoever was connected with an earlier life at this address finds out now."""
+        for link in self.medium.wires.links_of(str(self.address)):
+            link.close()
+        self.medium.listening[str(self.address)] = self
+        self.discovery.load()
+        self.nursery.start_soon(self.manager.run)
+        self.nursery.start_soon(self.discovery.run)
+
+    def stop(self, *, silently: bool) -> None:
+        """silently: as when power is lost; peers find out by their pings, or when the address answers again."""
+        self.alive = False
+        self.medium.listening.pop(str(self.address), None)
+        if not silently:
+            for link in self.medium.wires.links_of(str(self.address)):
+                link.close()
+
+    # -- api.Connections
+
+    def connected(self) -> list[str]:
+        return self.peers.connected()
+
+    async def wait_connected(self, count: int = 1) -> None:
+        while len(self.connected()) < count:
+            await self.changed()
+
+    async def changed(self) -> None:
+        await self.connections.changed()
+
+    async def dial(self, peer: str, address: str) -> None:
+        await self.manager.dial(peer, address)
+
+    def hold(self, peers: Collection[str]) -> None:
+        self.manager.hold(peers)
+
+    def disconnect(self, peer: str) -> None:
+        self.manager.disconnect(peer)
+
+    def observed(self, peer: str) -> Address | None:
+        return self.connections.observed(peer)
+
+    # -- api.PeerScoring
+
+    @property
+    def reputation(self) -> Reputation:
+        return self.scores.reputation
+
+    def welcome(self, peer: str) -> bool:
+        return self.scores.welcome(peer)
+
+    def score(self, peer: str) -> float:
+        return self.scores.score(peer)
+
+    def accepted(self, peer: str) -> None:
+        self.scores.accepted(peer)
+
+    def rejected(self, peer: str, reason: str, cost: float = COST) -> None:
+        self.scores.rejected(peer, reason, cost)
+
+    # -- the wire
+
+    def traffic(self) -> TrafficStatistics:
+        return TrafficStatistics(received=dict(self.received), sent=dict(self.sent))
+
+    def connection(self, peer: str) -> SimConnection:
+        """Raises PeerError."""
+        for each in self.connections.of(peer):
+            if not each.is_closed and isinstance(each, SimConnection):
+                return each
+        raise PeerError(f"{peer} is not connected")
+
+    def transmit(self, connection: SimConnection, protocol: str, size: int, arrive: Callable[[], None]) -> None:
+        """`arrive` is called in the other node, when the bytes are there."""
+        size += FRAME_BYTES
+        self.sent[protocol] += size
+        other = connection.other
+
+        def arrived() -> None:
+            if other.alive:
+                self.medium.history.note(f"{self.peer_id[-6:]} > {other.peer_id[-6:]} {protocol} {size}")
+                other.received[protocol] += size
+                arrive()
+
+        connection.link.send(str(self.address), size, arrived)
+
+    async def _connect(self, peer: str, text: str) -> bool:
+        """See `dialer.Connect`."""
+        if self.connections.of(peer):
+            return False
+        address, _ = parse(text)
+        here, there, wires = str(self.address), str(address), self.medium.wires
+        await trio.sleep(wires.way(here, there).delay * 2)
+        if not (wires.passes(here, there) and wires.passes(there, here)):
+            await trio.sleep_forever()  # nothing comes back
+        other = self.medium.listening.get(there)
+        if other is None:
+            raise PeerError("connection refused")
+        await trio.sleep(wires.way(there, here).delay * 2)
+        if not (wires.passes(here, there) and wires.passes(there, here)):
+            await trio.sleep_forever()
+        if other.peer_id != peer:
+            raise AnotherPeer(f"{other.peer_id} answers there")
+        if self.connections.of(peer):
+            return False
+        if not other.alive or not self.alive:
+            raise PeerError("gone")
+        if not self.admission.admits(Newcomer(peer, address, False, None)):
+            raise PeerError("not wanted here")
+        if not other.admission.admits(Newcomer(self.peer_id, Address(self.address.kind, self.address.host, 40_000), True, None)):
+            raise PeerError("refused")
+        link = wires.connect(here, there)
+        for network, its_other, inbound in ((self, other, False), (other, self, True)):
+            network.sent["handshake"] += HANDSHAKE_BYTES
+            network.received["handshake"] += HANDSHAKE_BYTES
+            network._opened(SimConnection(network, link, its_other, inbound=inbound))
+        return True
+
+    def _opened(self, connection: SimConnection) -> None:
+        connection.link.on_close.append(lambda: self._closed(connection))
+        self.connections.opened(connection)
+
+    def _closed(self, connection: SimConnection) -> None:
+        if self.alive:
+            self.requests.lost(connection)
+            self.connections.closed(connection)
+
+    def book(self) -> bytes:
+        return book.render(self.peers, self.reputation, trio.current_time())
+
+
+# ---- requests ---------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Service:
+    handler: RequestHandler
+    max_request_bytes: int
+    max_response_bytes: int
+    room: PeerCap
+    deadline: float
+
+
+class Pending:
+    """A request under way. `outcome`: bytes, or the error to raise."""
+
+    def __init__(self, connection: SimConnection) -> None:
+        self.connection = connection
+        self.done = trio.Event()
+        self.outcome: bytes | PeerError = PeerError("the stream was reset")
+
+    def resolve(self, outcome: bytes | PeerError) -> None:
+        if not self.done.is_set():
+            self.outcome = outcome
+            self.done.set()
+
+
+class SimRequests:
+    """One request, one response; the bounds of `p2p.requests`."""
+
+    def __init__(self, network: SimNetwork) -> None:
+        self._network = network
+        self._services: dict[str, Service] = {}
+        self._slots = PeerSlots(PER_PEER, IN_ALL)
+        self._pending: dict[Pending, None] = {}
+
+    def serve(
+        self, protocol: str, handler: RequestHandler, *, max_request_bytes: int, max_response_bytes: int, concurrent: int = 16,
+        per_peer: int | None = None, deadline: float = 30.0,
+    ) -> None:  # fmt: skip
+        room = PeerCap(per_peer or max(1, concurrent // 4), concurrent)
+        self._services[protocol] = Service(handler, max_request_bytes, max_response_bytes, room, deadline)
+
+    async def request(
+        self, peer: str, protocol: str, data: bytes, *, deadline: float, max_response_bytes: int, urgent: bool = False
+    ) -> bytes:
+        medium = self._network.medium
+        number = medium.begin(Wait(self._network.peer_id, protocol, trio.current_time()))
+        try:
+            with trio.move_on_after(deadline):
+                if urgent:
+                    return await self._ask(peer, protocol, data, max_response_bytes)
+                async with self._slots.turn(peer):
+                    return await self._ask(peer, protocol, data, max_response_bytes)
+        finally:
+            del medium.waits[number]
+        raise PeerTimeout(f"{peer} did not answer {protocol} within {deadline:g} s")
+
+    async def _ask(self, peer: str, protocol: str, data: bytes, max_response_bytes: int) -> bytes:
+        connection = self._network.connection(peer)
+        pending = Pending(connection)
+        self._pending[pending] = None
+        try:
+            other = connection.other
+            self._network.transmit(
+                connection, protocol, len(data), lambda: other.requests.arrived(connection, pending, protocol, data, max_response_bytes)
+            )
+            await pending.done.wait()
+        finally:
+            del self._pending[pending]
+        if isinstance(pending.outcome, PeerError):
+            raise pending.outcome
+        return pending.outcome
+
+    def lost(self, connection: SimConnection) -> None:
+        """Its requests end with it."""
+        for pending in list(self._pending):
+            if pending.connection.link is connection.link:
+                pending.resolve(PeerError("the connection is gone"))
+
+    # -- at the other end
+
+    def arrived(self, connection: SimConnection, pending: Pending, protocol: str, data: bytes, most: int) -> None:
+        """`connection`: the asker's end of it."""
+        self._network.nursery.start_soon(self._answer, connection, pending, protocol, data, most)
+
+    async def _answer(self, connection: SimConnection, pending: Pending, protocol: str, data: bytes, most: int) -> None:
+        peer, outcome = connection.network.peer_id, await self._handle(connection.network.peer_id, protocol, data)
+        if isinstance(outcome, bytes) and len(outcome) > most:
+            outcome = BadMessage("oversize", f"{len(outcome)} bytes announced, {most} allowed")
+        back = [each for each in self._network.connections.of(peer) if isinstance(each, SimConnection) and each.link is connection.link]
+        if back:
+            size = len(outcome) if isinstance(outcome, bytes) else 0
+            self._network.transmit(back[0], protocol, size, lambda: pending.resolve(outcome))
+
+    async def _handle(self, peer: str, protocol: str, data: bytes) -> bytes | PeerError:
+        refused = PeerError("the stream was reset")
+        service = self._services.get(protocol)
+        if service is None:
+            return Incompatible(f"{protocol} is not spoken here")
+        with service.room.entered(peer) as entered:
+            if not entered or len(data) > service.max_request_bytes or not self._network.welcome(peer):
+                return refused
+            try:
+                with trio.move_on_after(service.deadline):
+                    response = await service.handler(peer, data)
+                    return response if len(response) <= service.max_response_bytes else refused
+            except PeerError:
+                pass
+        return refused
+
+
+# ---- gossip -----------------------------------------------------------------------------------------------------------------------------
+
+
+class SimGossip:
+    """Each message goes to at most MESH neighbours that are in the topic, a publisher's own to twice as many."""
+
+    def __init__(self, network: SimNetwork) -> None:
+        self._network = network
+        self._topics: dict[str, Topic] = {}
+        self._listening: set[str] = set()
+        self._seen: OrderedDict[bytes, float] = OrderedDict()
+
+    async def join(self, topic: str, validator: Validator, *, messages: int = QUEUE_MESSAGES, size: int = QUEUE_BYTES) -> Topic:
+        if topic in self._topics:
+            raise ValueError(f"{topic} is joined already")
+        joined = self._topics[topic] = Topic(topic, validator, messages, size)
+        self._listening.add(topic)
+        await trio.lowlevel.checkpoint()
+        return joined
+
+    async def leave(self, topic: str) -> None:
+        await trio.lowlevel.checkpoint()
+        self._listening.discard(topic)
+
+    async def rejoin(self, topic: str) -> None:
+        await trio.lowlevel.checkpoint()
+        self._listening.add(topic)
+
+    async def publish(self, topic: str, data: bytes) -> None:
+        if len(data) > GOSSIP_BYTES:
+            raise ValueError(f"{len(data)} bytes do not fit a gossip message of {GOSSIP_BYTES}")
+        await trio.lowlevel.checkpoint()
+        self._note(data)
+        self._send(topic, data, 2 * MESH, apart_from="")
+
+    def peers(self, topic: str) -> list[str]:
+        return [peer for peer in self._network.connected() if self._network.connection(peer).other.gossip.listens(topic)]
+
+    def listens(self, topic: str) -> bool:
+        return topic in self._listening
+
+    def receive(self, name: str, data: bytes, forwarder: str) -> None:
+        """A neighbour's message is here."""
+        topic = self._topics.get(name)
+        if topic is None or name not in self._listening or not self._note(data):
+            return
+        if not self._network.welcome(forwarder):
+            return
+        verdict = topic.validator(data, forwarder)
+        if verdict is Validation.REJECT:
+            self._network.rejected(forwarder, "gossip_validator")
+        if verdict is Validation.ACCEPT:
+            topic.put(Message(data, forwarder))
+            self._send(name, data, MESH, apart_from=forwarder)
+
+    def _send(self, topic: str, data: bytes, count: int, apart_from: str) -> None:
+        network = self._network
+        neighbours = [peer for peer in self.peers(topic) if peer != apart_from]
+        if len(neighbours) > count:
+            neighbours = network.rng.sample(neighbours, count)
+        for peer in neighbours:
+            connection = network.connection(peer)
+            other = connection.other.gossip
+            network.transmit(connection, GOSSIP, len(data), lambda other=other: other.receive(topic, data, network.peer_id))  # type: ignore[misc]
+
+    def _note(self, data: bytes) -> bool:
+        """Whether it is new."""
+        now = trio.current_time()
+        while self._seen and (len(self._seen) > SEEN or now - next(iter(self._seen.values())) > SEEN_SECONDS):
+            self._seen.popitem(last=False)
+        if data in self._seen:
+            return False
+        self._seen[data] = now
+        return True
+
+
+# ---- bulk -------------------------------------------------------------------------------------------------------------------------------
+
+
+class SimBulk:
+    """Manifests and chunks over the same links; every chunk is verified as on a real network."""
+
+    def __init__(self, network: SimNetwork) -> None:
+        self._network = network
+        self.offers: dict[bytes, tuple[Any, frozenset[str] | None]] = {}
+
+    def offer(self, transfer: bytes, source: Any, *, audience: Collection[str] | None = None) -> None:
+        self.offers[transfer] = source, None if audience is None else frozenset(audience)
+
+    def withdraw(self, transfer: bytes) -> None:
+        self.offers.pop(transfer, None)
+
+    def source(self, peer: str, transfer: bytes) -> Any:
+        """What `peer` may have. Raises Declined."""
+        source, audience = self.offers.get(transfer, (None, None))
+        if source is None or (audience is not None and peer not in audience) or not self._network.welcome(peer):
+            raise Declined("unknown")
+        return source
+
+    async def manifest(self, peer: str, transfer: bytes, *, deadline: float = BULK_SECONDS, root: bytes | None = None) -> Any:
+        def answer(other: SimBulk) -> tuple[Any, int]:
+            manifest = other.source(self._network.peer_id, transfer).manifest(transfer)
+            return manifest, len(manifest.hashes) + 64
+
+        manifest = await self._call(peer, deadline, answer)
+        if root is not None and bulk.root(manifest) != root:
+            raise BadMessage("bounds", "the manifest of something else")
+        return manifest
+
+    async def fetch(self, peer: str, transfer: bytes, manifest: Any, sink: Any, *, deadline: float, path: Any = None) -> None:
+        until = trio.current_time() + deadline
+        own = self._network.peer_id
+        for index in sink.missing():
+            chunk = partial(SimBulk.chunk, peer=own, transfer=transfer, manifest=manifest, index=index)
+            data = await self._call(peer, until - trio.current_time(), chunk)
+            view = sink.view(index)
+            if len(data) != len(view):
+                raise PeerError("not the length of a chunk")
+            view[:] = data
+            if bulk.digest(view) != bulk.expected(manifest, index):
+                self._network.rejected(peer, "bulk_hash")
+                raise BadMessage("hash", f"chunk {index} is not what the manifest says")
+            sink.accept(index)
+
+    def chunk(self, peer: str, transfer: bytes, manifest: Any, index: int) -> tuple[Any, int]:
+        """(bytes, their number)"""
+        source = self.source(peer, transfer)
+        if source.root != bulk.root(manifest):
+            raise Declined("unknown")
+        data = bytes(source.chunk(index))
+        return data, len(data)
+
+    def deadline(self, peer: str, count: int) -> float:
+        return BULK_SECONDS
+
+    async def _call(self, peer: str, deadline: float, answer: Callable[[SimBulk], tuple[Any, int]]) -> Any:
+        network = self._network
+        number = network.medium.begin(Wait(network.peer_id, BULK, trio.current_time()))
+        try:
+            with trio.move_on_after(max(0.0, deadline)):
+                connection = network.connection(peer)
+                done, outcome = trio.Event(), collections.deque[Any]()
+
+                def finish(result: Any) -> None:
+                    outcome.append(result)
+                    done.set()
+
+                def at_other() -> None:
+                    other, size = connection.other, 0
+                    try:
+                        result, size = answer(other.bulk)
+                    except PeerError as error:
+                        result = error
+                    back = [e for e in other.connections.of(network.peer_id) if isinstance(e, SimConnection) and e.link is connection.link]
+                    if back:
+                        other.transmit(back[0], BULK, size, lambda: finish(result))
+
+                connection.link.on_close.append(lambda: finish(PeerError("the connection is gone")))
+                network.transmit(connection, BULK, 128, at_other)
+                await done.wait()
+                if isinstance(outcome[0], PeerError):
+                    raise outcome[0]
+                return outcome[0]
+        finally:
+            del network.medium.waits[number]
+        raise PeerTimeout(f"{peer} sent nothing within {deadline:g} s")
+
+
+class NoStreams:
+    """There are no crews here."""
+
+    def serve(self, protocol: str, accept: Any, *, concurrent: int, per_peer: int) -> None:
+        pass
+
+    async def open(self, peer: str, protocol: str, *, deadline: float) -> Any:
+        await trio.lowlevel.checkpoint()
+        raise Incompatible(f"{protocol} is not spoken here")

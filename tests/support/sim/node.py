@@ -1,0 +1,181 @@
+"""One simulated node: what `daemon/node.py` puts together, over the simulated network and beside the learner, and what outlives it."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from swarmnode.config import NetworkConfig, SharingConfig, StagesConfig, WeightsConfig
+from swarmnode.crew.service import NodeCallbacks, StageService
+from swarmnode.daemon.trainer_port import TrainerPort
+from swarmnode.link.messages import Welcome
+from swarmnode.observe.watch import TrainerWatch
+from swarmnode.p2p.addresses import Address
+from swarmnode.p2p.metering import Meter
+from swarmnode.p2p.summaries import Summaries
+from swarmnode.rollouts.exchange import RolloutExchange
+from swarmnode.rollouts.groups import GroupRules
+from swarmnode.testing.scorer import InProcessScorer
+from swarmnode.weights.service import WeightService
+from swarmnode.wire.envelope import Credentials, peer_id
+from swarmnode.wire.messages import Summary
+from tests.support.sim import determinism
+from tests.support.sim.learner import TASKS, Learner, Memory, Pace, Tally
+from tests.support.sim.network import Medium, SimNetwork
+
+SNAPSHOT_SECONDS = 60.0
+KEPT_SNAPSHOTS = 8
+
+
+def key_of(seed: int, name: str) -> Ed25519PrivateKey:
+    return Ed25519PrivateKey.from_private_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=32).digest())
+
+
+@dataclass
+class Traits:
+    """What a schedule decides about a node."""
+
+    pace: Pace
+    exchange: str = "gossip"
+    upload: int = 0
+    """Bytes per second; 0 is no cap."""
+    skew: float = 0.0
+    """Seconds that its clock is wrong."""
+
+
+@dataclass
+class Life:
+    """One process of it. `scope` ends it."""
+
+    scope: trio.CancelScope
+    network: SimNetwork
+    rollouts: RolloutExchange
+    weights: WeightService
+    meter: Meter
+    summaries: Summaries
+    port: TrainerPort
+    trainer: trio.CancelScope | None = None
+    ended: trio.Event = field(default_factory=trio.Event)
+    sent_before: int = 0
+    began: float = 0.0
+
+
+class Node:
+    """`name`: in the history. `life`: None while it is dead."""
+
+    def __init__(self, name: str, seed: int, swarm: bytes, address: Address, directory: Path, traits: Traits) -> None:
+        self.name = name
+        self.key = key_of(seed, name)
+        self.peer = peer_id(self.key.public_key().public_bytes_raw())
+        self.address = address
+        self.swarm = swarm
+        self.traits = traits
+        self.life: Life | None = None
+        self.lives = 0
+        self.memory = Memory()
+        self.tally = Tally()
+        self.bootstrap: list[tuple[Address, str]] = []
+        self._directory = directory
+        self._rng = random.Random(f"{seed} {name}")
+        self._disks: list[dict[Path, bytes]] = []
+
+    def clock(self) -> float:
+        return determinism.now() + self.traits.skew
+
+    async def live(self, medium: Medium, note: Callable[[str], None], task_status: Any = trio.TASK_STATUS_IGNORED) -> None:
+        """Runs until its scope is cancelled. What it raises is a defect."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self.lives += 1
+        async with trio.open_nursery() as nursery:
+            life = self.life = self._make(medium, nursery)
+            life.network.start()
+            await nursery.start(life.rollouts.run)
+            await nursery.start(life.weights.run)
+            nursery.start_soon(life.meter.run)
+            nursery.start_soon(life.summaries.run)
+            nursery.start_soon(self._keep_disks)
+            task_status.started()
+            nursery.start_soon(self._train, note)
+        life.ended.set()
+
+    def _make(self, medium: Medium, nursery: trio.Nursery) -> Life:
+        rng, traits = self._rng, self.traits
+        own = lambda: random.Random(rng.getrandbits(64))
+        network = SimNetwork(medium, self.peer, self.address, self.swarm, self._directory, self.bootstrap, own(), nursery)
+        credentials = Credentials(self.key, self.swarm)
+        meter = Meter(
+            NetworkConfig(upload_bytes_per_second=traits.upload), "", self._directory, network.traffic, clock=self.clock,
+        )  # fmt: skip
+        rollouts = RolloutExchange(
+            network, InProcessScorer(seconds=0.01), credentials, GroupRules(TASKS), SharingConfig(exchange=traits.exchange),  # type: ignore[arg-type]
+            clock=self.clock, rng=own(), budget=meter,
+        )  # fmt: skip
+        crew = StageService(
+            network, self.key, StagesConfig(mode="off"), self._directory,
+            NodeCallbacks(lambda message: False, lambda reason: None), rng=own(),
+        )  # fmt: skip
+        weights = WeightService(
+            network, credentials, WeightsConfig(rule="off"), self._directory, lambda message: False,
+            budget=meter.allows, unix_time=self.clock,
+        )  # fmt: skip
+        summaries = Summaries(
+            network.requests, self.peer, self.key, self.swarm, network.connected, welcome=network.welcome, clock=self.clock, rng=own()
+        )  # fmt: skip
+        port = TrainerPort(Welcome(self.peer, self.swarm), TrainerWatch(), rollouts, weights, crew)
+        life = Life(nursery.cancel_scope, network, rollouts, weights, meter, summaries, port, began=trio.current_time())
+        summaries.own_summary = lambda created_at: Summary(
+            self.name, "sim", created_at, int(trio.current_time() - life.began), self.memory.version, self.memory.version,
+            0.0, rollouts.statistics().published, len(network.connected()),
+        )  # fmt: skip
+        return life
+
+    # -- the trainer
+
+    async def _train(self, note: Callable[[str], None]) -> None:
+        """A trainer, and another when it was killed."""
+        life = self.life
+        assert life is not None
+        while True:
+            with trio.CancelScope() as life.trainer:
+                learner = Learner(self.peer, self.swarm, life.port, self.memory.copy(), self.tally, self.traits.pace, self._rng, note)
+                await learner.run(self._saved)
+            life.port.left()
+            await trio.sleep(self._rng.uniform(2.0, 10.0))
+
+    def _saved(self, memory: Memory) -> None:
+        self.memory = memory
+
+    # -- the end of a life
+
+    async def kill(self, *, silently: bool, old_disk: bool) -> None:
+        """As by SIGKILL, or (silently) by a power cut: what it would write on its way out is not written. `old_disk`: it comes back with
+        the files of some minutes ago."""
+        life = self.life
+        if life is None:
+            return
+        disk = self._read_disk()
+        if old_disk and self._disks:
+            disk = self._disks[0]
+        life.network.stop(silently=silently)
+        self.life = None
+        life.scope.cancel()
+        await life.ended.wait()
+        for path in [path for path in self._directory.rglob("*") if path.is_file()]:
+            path.unlink()
+        for path, data in disk.items():
+            path.write_bytes(data)
+
+    async def _keep_disks(self) -> None:
+        while True:
+            await trio.sleep(SNAPSHOT_SECONDS)
+            self._disks = [*self._disks, self._read_disk()][-KEPT_SNAPSHOTS:]
+
+    def _read_disk(self) -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in sorted(self._directory.glob("*.json"))}

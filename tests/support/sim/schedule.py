@@ -1,0 +1,80 @@
+"""What a seed draws: how many nodes, where they are, how they work, what happens to them and when it is over."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from swarmnode.p2p.addresses import Address
+from tests.support.sim.learner import Pace
+from tests.support.sim.node import Traits
+
+KINDS = ("kill", "power", "trainer", "still", "cut", "one_way", "slow")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A node, and where it is. delay, jitter: seconds of each of its wires; rate: bytes per second."""
+
+    name: str
+    address: Address
+    traits: Traits
+    delay: float
+    jitter: float
+    rate: float
+    joins_at: float
+
+
+@dataclass(frozen=True)
+class Fault:
+    kind: str
+    at: float
+    nodes: tuple[str, ...]
+    seconds: float
+    old_disk: bool = False
+
+
+@dataclass
+class Schedule:
+    seed: int
+    places: list[Place]
+    bootstrap: list[str]
+    faults: list[Fault] = field(default_factory=list)
+    calm_from: float = 0.0
+    """Nothing is wrong any more from then on."""
+
+
+def draw(seed: int, nodes: int | None = None) -> Schedule:
+    """The schedule of this seed. nodes: so many, instead of as many as the seed says."""
+    rng = random.Random(f"schedule {seed}")
+    drawn = round(3 * (40 / 3) ** (rng.random() ** 2))
+    count = nodes or drawn
+    exchange = rng.choice(("gossip", "gossip", "auto", "pull"))
+    step = rng.uniform(8.0, 30.0) * max(1.0, count / 12)
+    places = [_place(rng, i, exchange, step) for i in range(count)]
+    bootstrap = [place.name for place in places[: rng.randint(1, min(3, count))]]
+    faults = _faults(rng, [place.name for place in places])
+    calm = max([90.0, *(place.joins_at for place in places), *(fault.at + fault.seconds for fault in faults)]) + 5.0
+    return Schedule(seed, places, bootstrap, faults, calm)
+
+
+def _place(rng: random.Random, number: int, exchange: str, step: float) -> Place:
+    far = rng.random() < 0.2
+    pace = Pace(step * rng.uniform(0.7, 1.5), own_groups=rng.randint(1, 3), external_groups=rng.randint(2, 6))
+    traits = Traits(pace, exchange, skew=rng.choice((0.0, 0.0, 0.0, rng.uniform(-60, 60))))
+    return Place(
+        f"n{number}", Address("ip4", f"45.{1 + number // 200}.{number % 200}.7", 9000 + number), traits,
+        delay=rng.uniform(0.03, 0.15) if far else rng.uniform(0.001, 0.03), jitter=rng.uniform(0.0, 0.05),
+        rate=rng.choice((50e3, 500e3, 5e6)), joins_at=0.0 if number < 3 else rng.choice((0.0, rng.uniform(0.0, 90.0))),
+    )  # fmt: skip
+
+
+def _faults(rng: random.Random, names: list[str]) -> list[Fault]:
+    faults, now = [], rng.uniform(30.0, 90.0)
+    for _ in range(rng.randint(0, 6)):
+        kind = rng.choice(KINDS)
+        most = max(1, len(names) // 2) if kind in ("cut", "one_way") else 2
+        some = rng.sample(names, rng.randint(1, most))
+        faults.append(Fault(kind, now, tuple(some), rng.choice((2.0, 15.0, 45.0, 100.0)), old_disk=rng.random() < 0.3))
+        now += rng.uniform(1.0, 60.0)
+    return faults
