@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from swarmnode.config import Config
-from swarmnode.process import Progress, die_with_parent, run_main
+from swarmnode.process import Progress, die_with_parent, loading_modules, run_main
 from swarmnode.tasks import registry
 
 
@@ -20,8 +20,9 @@ def main() -> int:
     registry.install_datasets(config.task.datasets, config.node.data_dir / registry.DATASETS)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     progress("loading torch")
-    from swarmnode.observe import logs
-    from swarmnode.trainer.crew.run import make_trainer
+    with loading_modules():
+        from swarmnode.observe import logs
+        from swarmnode.trainer.crew.run import make_trainer
 
     logs.configure(config.log, "trainer", data_dir=config.node.data_dir)
     trainer = make_trainer(config, progress)

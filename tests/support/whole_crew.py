@@ -111,16 +111,16 @@ def start(nodes: Sequence[DemoNode]) -> list[str]:
     return first
 
 
-def like_nodes(directory: Path, model: Path, seed: str, **sections: Mapping[str, Any]) -> list[DemoNode]:
+def like_nodes(directory: Path, model: Path, seed: str, members: int = STAGES, **sections: Mapping[str, Any]) -> list[DemoNode]:
     """Nodes that are the same each time, for crews that can be compared: keys that follow from `seed`, and so much room that only one split
     of `model` can be made, whatever speeds are measured. Not started; `is_like` says whether it came so."""
-    config = Config.model_validate(whole_settings(model, 0, **sections))
+    config = Config.model_validate(whole_settings(model, 0, members, **sections))
     cost = cost_of(config.training, config.policy.lora, AutoConfig.from_pretrained(model), probe(config.policy))
-    layers = [len(cost.layers) // STAGES] * STAGES
-    keys = [Ed25519PrivateKey.from_private_bytes(hashlib.sha256(f"{seed} {i}".encode()).digest()) for i in range(STAGES)]
+    layers = [len(cost.layers) // members] * members
+    keys = [Ed25519PrivateKey.from_private_bytes(hashlib.sha256(f"{seed} {i}".encode()).digest()) for i in range(members)]
     nodes = []
     for i, key in enumerate(sorted(keys, key=lambda key: from_key(key).peer_id)):
-        settings = whole_settings(model, i, **sections)
+        settings = whole_settings(model, i, members, **sections)
         settings["stages"] = {**settings["stages"], "capacity": math.ceil(stage_memory(cost, layers, i) * HEADROOM) + 1}
         nodes.append(DemoNode(f"node{i}", directory / f"node{i}", settings))
         pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())

@@ -87,7 +87,6 @@ def test_each_stage_is_averaged_with_the_same_stage_of_the_other_crew_and_with_n
         assert any(each.get(outcome) for each in judged for outcome in TAKEN if outcome != "lagging")
 
 
-@pytest.mark.xfail(reason="a head that met the end of its crew in an exchange is mended; not yet seen green often enough", strict=False)
 @pytest.mark.parametrize("stage", [1, 0])
 def test_a_stage_of_which_no_copy_is_left_in_its_crew_comes_back_from_the_other_one(crews, stage):
     seen = until(lambda: averaged(crews), crews.story)

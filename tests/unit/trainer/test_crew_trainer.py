@@ -18,6 +18,7 @@ from swarmnode.policy.generate import Sampling
 from swarmnode.policy.load import load_policy, trainable
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.process import Progress
+from swarmnode.recovery.snapshots import read_copy
 from swarmnode.rollouts.groups import ExternalGroup
 from swarmnode.tasks.client import Scorer
 from swarmnode.trainer.batch import TrainingGroup, assemble
@@ -224,13 +225,18 @@ async def test_a_run_that_lost_a_stage_ends_where_one_that_did_not_does(tmp_path
             assert torch.allclose(state[name], tensor, atol=2e-4), name
 
 
+def trained_copies(directory):
+    """Whether a copy of each stage is there that has taken a step; the first ones are of the base."""
+    found = find_copies(directory)
+    return found is not None and not found.missing and all(read_copy(found.directory, stage)[0].step for stage in range(4))
+
+
 async def test_who_is_told_to_keep_the_policy_can_export_it(tmp_path, model):
     configs = make(tmp_path, model, 4, stages={"shadow_every": 1})
     keeper = 1
     configs[keeper] = config(tmp_path / f"node{keeper}", model, stages={"shadow_every": 1, "keep_policy": True})
     async with crew(tmp_path, configs, [1, 1, 1, 1]):
-        whole_crew = lambda: (found := find_copies(tmp_path / f"node{keeper}" / "trainer")) is not None and not found.missing
-        await until(whole_crew, seconds=60)
+        await until(lambda: trained_copies(tmp_path / f"node{keeper}" / "trainer"), seconds=60)
     told = export(configs[keeper], tmp_path / "out", merge=False)
     assert len(told.stages) == 4
     assert min(told.stages) >= 1
