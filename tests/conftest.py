@@ -5,6 +5,7 @@ for.
 """
 
 import collections
+import gc
 import os
 from pathlib import Path
 
@@ -29,6 +30,12 @@ def pytest_collection_modifyitems(items):
         ranks = [LONG.index(mark.name) for mark in item.iter_markers() if mark.name in LONG]
         marks[item.path] = min([marks[item.path], *ranks])
     items.sort(key=lambda item: (marks[item.path], -tests[item.path], str(item.path)))
+
+
+def pytest_collection_finish():
+    """The modules and tests of a worker stay: half a million objects, among which no full collection has to look for garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser):
