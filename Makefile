@@ -6,11 +6,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-warn-conflicts --constraint constraints.txt
 
-.PHONY: help setup demo test check bench sim
+.PHONY: help setup demo test long sim check bench
 
 help:
 	@echo "make demo    a real swarm of three nodes on this machine: watch it learn (two minutes)"
-	@echo "make test    the whole test suite"
+	@echo "make test    the test suite"
+	@echo "make long    what the suite leaves out, because whole nodes need minutes for what one process shows as well"
 	@echo "make check   lint, types, import layers, protocol vectors"
 	@echo "make bench   every benchmark in its quick form"
 	@echo "make sim     fresh simulated swarms for a minute (SIM_SECONDS=…)"
@@ -36,6 +37,9 @@ demo: $(VENV)/.run
 
 test: $(VENV)/.test
 	$(BIN)/pytest -n 3 --dist loadfile
+
+long: $(VENV)/.test
+	$(BIN)/pytest -m long
 
 check: $(VENV)/.check $(VENV)/.test
 	$(BIN)/ruff check .

@@ -1,4 +1,7 @@
-"""Two crews of three real nodes with the same keys and seeds: one loses stages, and both end with the same weights, bit by bit."""
+"""Two crews of three real nodes with the same keys and seeds: one loses stages, and both end with the same weights, bit by bit.
+
+The same with trainers in one process is in tests/unit/trainer/test_crew_trainer.py, which every run of the suite has.
+"""
 
 import shutil
 
@@ -20,7 +23,7 @@ from tests.support.whole_crew import (
     until,
 )
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.swarm, pytest.mark.long, pytest.mark.timeout(900)]
 
 STAGES = 3
 STEPS = 7
