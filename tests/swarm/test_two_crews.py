@@ -50,7 +50,10 @@ def crews(tmp_path_factory):
     # Two layers, so that both crews are split alike; steps so small that the gate finds nothing in what two crews differ by; and no third
     # crew is there to compare the second one's state with.
     model = write_deep_model(directory / "model", layers=2, tied=False)
-    sections = {"weights": {"sync_every": 2, "fragments": 1, "join_from_one": True}, "training": {"learning_rate": 1e-6, "step_interval": 0.3}}
+    sections = {
+        "weights": {"sync_every": 2, "fragments": 1, "join_from_one": True},
+        "training": {"learning_rate": 1e-6, "step_interval": 0.3},
+    }
     nodes = [DemoNode(f"node{i}", directory / f"node{i}", whole_settings(model, i, STAGES, **sections)) for i in range(2 * STAGES)]
     made = Crews(nodes)
     try:
