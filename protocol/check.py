@@ -15,11 +15,12 @@ import check_join
 import check_rollouts
 import check_stages
 import check_state
+import check_tasks
 import check_weights
 from check_frames import REGISTRY, Refused, digest
 
 HERE = Path(__file__).parent
-PARTS = (check_join, check_rollouts, check_weights, check_stages, check_crews, check_state, check_bulk)
+PARTS = (check_join, check_rollouts, check_weights, check_stages, check_crews, check_state, check_bulk, check_tasks)
 READERS = {read_as: reader for part in PARTS for read_as, reader in part.READERS.items()}
 """Name of what a frame is read as → reader of (frame, domain, swarm id), or of (frame, what the vector gives)."""
 DERIVATIONS = {name: derive for part in PARTS for name, derive in part.DERIVATIONS.items()}

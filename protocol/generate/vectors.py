@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+import zstandard
 
 from protocol.generate import (
     bulk_vectors,
@@ -22,6 +23,7 @@ from protocol.generate import (
     stage_vectors,
     state_vectors,
     summary_vectors,
+    task_vectors,
     weight_vectors,
 )
 from protocol.generate.frames import (
@@ -75,6 +77,8 @@ def valid() -> Iterator[Vector]:
     payload = pack(GROUP)
     split = zstd(raw_block(payload[:40], last=False) + raw_block(payload[40:]), len(payload))
     yield opened("zstd, two raw blocks", GROUP, frame=sealed(split, "zstd"), codec="zstd")
+    checked = zstandard.ZstdCompressor(write_checksum=True).compress(payload)
+    yield opened("zstd with a checksum", GROUP, frame=sealed(checked, "zstd"), codec="zstd")
     long = changed(GROUP, "completions.1.text", "a" * limits.TEXT_BYTES)
     yield opened("a group too long for gossip", long, read_as="fetched")
     before, after = pack(long).split(b"a" * limits.TEXT_BYTES)
@@ -298,6 +302,8 @@ def hostile_compression() -> Iterator[Vector]:
     yield rejected("compression", "a window of 2 MiB", sealed(wide, "zstd"))
     keyed = b"\x28\xb5\x2f\xfd" + b"\xe1" + b"\x07" + struct.pack("<Q", size) + raw_block(payload)
     yield rejected("compression", "asks for a dictionary", sealed(keyed, "zstd"))
+    checked = zstandard.ZstdCompressor(write_checksum=True).compress(payload)
+    yield rejected("compression", "a checksum that is not its content's", sealed(checked[:-1] + bytes([checked[-1] ^ 1]), "zstd"))
     yield rejected("compression", "reserved block type", sealed(zstd(b"\xff\xff\xff", size), "zstd"))
     yield rejected("compression", "not zstd at all", sealed(payload, "zstd"))
     yield rejected("compression", "nothing", sealed(b"", "zstd"))
@@ -478,6 +484,7 @@ DOCUMENTS: dict[str, tuple[str, tuple[Callable[[], Iterator[Vector]], ...]]] = {
         state_vectors.messages, state_vectors.derivations,
     )),
     "admission": ("What a node makes of a frame from gossip, up to where it needs a scorer.", (admission,)),
+    "tasks": ("Questions of the builtin tasks, rewards of answers, and versions.", (task_vectors.tasks,)),
     "derivations": ("Names and numbers that follow from others.", (derivations,)),
 }
 

@@ -13,7 +13,7 @@ from types import ModuleType
 import msgspec
 import pytest
 
-from protocol.generate import crew_vectors, frames, stage_vectors, vectors
+from protocol.generate import crew_vectors, frames, stage_vectors, task_vectors, vectors
 from protocol.generate.stage_vectors import answers
 from swarmnode.config import SharingConfig
 from swarmnode.crew import messages as crews
@@ -28,6 +28,9 @@ from swarmnode.recovery.messages import root_of, state_bytes
 from swarmnode.rollouts.admission import Admission, Rejected
 from swarmnode.rollouts.catalogue import Catalogue
 from swarmnode.rollouts.claims import PROVEN, contradiction
+from swarmnode.tasks.frames import prepare
+from swarmnode.tasks.registry import task_version
+from swarmnode.tasks.scorer import judge as judge_answers
 from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
 from swarmnode.weights.fingerprint import LoraShape, fingerprint
 from swarmnode.weights.fragments import cut
@@ -59,6 +62,7 @@ from swarmnode.wire.messages import (
     SessionResponse,
     SummaryRequest,
     SummaryResponse,
+    TaskRef,
 )
 from swarmnode.wire.session import open_session
 from swarmnode.wire.summary import open_summary
@@ -97,6 +101,12 @@ OPEN_REFUSALS = {reason for reason in stream_handshake.REFUSALS if reason not in
 FRAMES = [(name, vector) for name, document in DOCUMENTS.items() for vector in document["vectors"] if "read_as" in vector]
 ADMISSIONS = [(document, vector) for document in DOCUMENTS.values() for vector in document["vectors"] if "admit" in vector]
 DERIVATIONS = [vector for document in DOCUMENTS.values() for vector in document["vectors"] if "derive" in vector]
+
+
+def builtin_reward(given: dict) -> float:
+    ref = TaskRef(given["task"], task_version(given["task"]), given["seed"], given["index"])
+    (reward,) = judge_answers(prepare(ref, [given["text"]]), task_vectors.item).rewards
+    return reward
 
 
 def weights_fingerprint(given: dict) -> str:
@@ -281,6 +291,9 @@ def test_swarmnode_derives_what_is_recorded(vector):
         ).hex(),
         "stage_fence": lambda: stage_fence(given),
         "stage_commit": lambda: answers(given["step"], given["events"]),
+        "builtin_question": lambda: [(made := task_vectors.item(**given)).prompt, made.answer],
+        "builtin_reward": lambda: builtin_reward(given),
+        "builtin_version": lambda: task_version(given["task"]),
         "bulk_root": lambda: bulk.root(BulkManifest(b"", given["size"], given["chunk_bytes"], bytes.fromhex(given["hashes"]))).hex(),
     }[vector["derive"]]()
     assert got == vector["output"]

@@ -1,0 +1,80 @@
+// 02, section 4.1 to 4.3: what becomes of a frame before its rewards are looked at.
+import { BYTES, contentOf, hex, openEnvelope, packedFloats, payloadOf, peerOf, Refused, REGISTRY, taskSeed, verify } from './messages.mjs'
+
+const UNWANTED = new RegExp('[\\u0000-\\u0008\\u000b\\u000c\\u000e-\\u001f\\u007f-\\u009f\\u202a-\\u202e\\u2066-\\u2069\\ufdd0-\\ufdef]|[\\ufffe\\uffff]')
+const { rollouts: POSSIBLE, seconds: SECONDS } = REGISTRY
+
+export const verdictOf = (reason) => reason === null ? 'accept' : Object.keys(REGISTRY.verdicts).find((verdict) => REGISTRY.verdicts[verdict].includes(reason))
+
+// swarm: id; own: peer id; tasks: id → version; rules, models: of the manifest, absent without one.
+export class Admission {
+  constructor ({ swarm, domain, own, tasks, rules = null, models = [] }) {
+    Object.assign(this, { swarm, domain, own, tasks, rules, models })
+    this.contents = new Set()
+    this.sequences = new Set()
+  }
+
+  // {reason: null or a word, group: what was accepted and is no announcement, peer, content}. now: Unix seconds.
+  judge (frame, now, limit = BYTES.gossip_frame) {
+    const content = hex(contentOf(frame))
+    const seen = this.contents.has(content)
+    this.contents.add(content)
+    const about = { content, peer: null, group: null, reason: null }
+    try {
+      if (frame.length > limit) throw new Refused('oversize')
+      if (seen) throw new Refused('duplicate')
+      const envelope = openEnvelope(frame, limit)
+      if (peerOf(envelope.key) === this.own) throw new Refused('own')
+      verify(envelope, this.domain, this.swarm)
+      about.peer = peerOf(envelope.key)
+      const message = payloadOf(envelope)
+      const reason = this.#late(message, now) ?? this.#repeated(about.peer, message) ?? this.#group(message, about.peer)
+      if (reason !== null) throw new Refused(reason)
+      this.sequences.add(`${about.peer} ${message.sequence}`)
+      about.message = message
+      if (message.type === 'rollout') about.group = message
+    } catch (error) {
+      if (!(error instanceof Refused)) throw error
+      about.reason = error.reason
+    }
+    return about
+  }
+
+  #late ({ created_at: created }, now) {
+    const age = now - Number(created) / 1000
+    if (age > SECONDS.group_age) return 'stale'
+    return age < -SECONDS.clock_skew ? 'future' : null
+  }
+
+  #repeated (peer, { sequence }) {
+    return this.sequences.has(`${peer} ${sequence}`) ? 'sequence_reused' : null
+  }
+
+  #group (group, peer) {
+    if (group.type !== 'rollout') return null
+    const { task, completions } = group
+    const own = taskSeed(this.swarm, peer, group.sequence)
+    if (task.seed !== own.seed || task.index !== own.index) return 'seed'
+    if (!Object.hasOwn(this.tasks, task.id)) return 'unknown_task'
+    if (this.tasks[task.id] !== task.version) return 'unknown_version'
+    if (this.rules !== null && !this.#agrees(group)) return 'agreement'
+    if (!completions.every(addsUp)) return 'tokens'
+    return completions.some(({ text }) => unwanted(text)) ? 'charset' : null
+  }
+
+  #agrees ({ model, tokenizer, sampling, completions }) {
+    const rules = this.rules
+    return completions.length >= rules.min_completions && completions.length <= rules.max_completions &&
+      sampling.max_tokens <= rules.max_tokens && sampling.temperature === rules.temperature && sampling.top_p === rules.top_p &&
+      (this.models.length === 0 || this.models.some(([one, its]) => one === hex(model) && its === hex(tokenizer)))
+  }
+}
+
+function addsUp ({ text, tokens, logprob, logprobs }) {
+  if (Buffer.byteLength(text) > POSSIBLE.bytes_per_token * Number(tokens)) return false
+  if (logprobs.length === 0) return true
+  const sum = packedFloats(logprobs).reduce((a, b) => a + b, 0)
+  return Math.abs(sum - logprob) <= POSSIBLE.logprob_sum_absolute + POSSIBLE.logprob_sum_relative * Math.abs(sum)
+}
+
+const unwanted = (text) => UNWANTED.test(text)

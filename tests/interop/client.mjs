@@ -1,0 +1,94 @@
+// A member that a test drives: `node client.mjs`, one JSON request a line, {"do": a name below, …}, answered by one line. Bytes are hex.
+import crypto from 'node:crypto'
+import readline from 'node:readline'
+import { FAULTS, SECONDS } from './faults.mjs'
+import { contentOf, hex } from './messages.mjs'
+import { Member, rewardsOf } from './member.mjs'
+
+const members = new Map()
+const plain = (key, value) => value instanceof Uint8Array ? hex(value) : typeof value === 'bigint' ? Number(value) : value
+const bytes = (text) => new Uint8Array(Buffer.from(text, 'hex'))
+
+const told = ({ frame, group, message, ...about }) => ({
+  ...about, sequence: group?.sequence, texts: group?.completions.map(({ text }) => text), rewards: group ? rewardsOf(group) : undefined
+})
+
+const ACTIONS = {
+  // Joins by an invite, with a key from `name`.
+  async join ({ name, invite }) {
+    const member = await Member.join(invite, new Uint8Array(crypto.createHash('sha256').update(name).digest()))
+    members.set(name, member)
+    const { encryption, multiplexer } = member.contact
+    const known = await member.node.host.peerStore.get(member.contact.peer)
+    return { peer: member.node.peer, encryption, multiplexer, protocols: known.protocols, manifest: member.manifest, successor: member.successor }
+  },
+  leave: async ({ name }) => {
+    await members.get(name).stop()
+    members.delete(name)
+  },
+  greet: ({ name }) => members.get(name).greet(),
+  // Peers of the topic, as identify and GossipSub told.
+  meshed: ({ name }) => {
+    const { node, topic } = members.get(name)
+    return { subscribers: node.gossip.getSubscribers(topic).length, mesh: node.gossip.getMeshPeers(topic).length }
+  },
+  heard: ({ name }) => members.get(name).heard.map(told),
+  told: ({ name }) => {
+    const { served, sessionsTold, summariesTold } = members.get(name)
+    return { served, sessions: sessionsTold.map(({ peer }) => peer), summaries: summariesTold.map(({ peer, summary }) => ({ peer, version: summary.version })) }
+  },
+  fetch: async ({ name, content }) => {
+    const member = members.get(name)
+    const { announced, peer } = member.heard.find((one) => one.announced && hex(one.announced.content) === content)
+    return told(await member.fetch(announced, peer))
+  },
+  async list ({ name, life = '', position = 0 }) {
+    const { groups, ...about } = await members.get(name).list({ life: bytes(life), position: BigInt(position) })
+    members.get(name).listed = groups
+    return { ...about, groups }
+  },
+  // What the last listing had.
+  pull: async ({ name }) => (await members.get(name).pull(members.get(name).listed)).map(told),
+  publish: async ({ name, sequence, long, codec }) => members.get(name).publish(sequence, { long, codec }),
+  offer: ({ name, sequence, long, codec }) => members.get(name).offer(sequence, { long, codec }),
+  faults: () => Object.keys({ ...FAULTS, ...SECONDS }),
+  // Publishes a frame with one fault; with `offered` lists it instead.
+  async spoil ({ name, fault, sequence, offered }) {
+    const member = members.get(name)
+    const group = member.group(sequence)
+    if (SECONDS[fault]) {
+      const frame = member.sign(group)
+      await member.send(frame)
+      return member.send(SECONDS[fault](member, frame, group))
+    }
+    const honest = member.group(sequence)
+    const frame = FAULTS[fault](member, group)
+    return offered ? member.offerFrame(frame, honest) : member.send(frame)
+  },
+  // Sends what `heard` got of another: as it is, or under one's own signature.
+  async copy ({ name, heard, content, signed }) {
+    const member = members.get(name)
+    const { frame, group } = members.get(heard).heard.find((one) => hex(contentOf(one.frame)) === content)
+    return member.send(signed ? member.sign(group) : frame)
+  },
+  // A request of any bytes; how it ended.
+  async ask ({ name, protocol, request }) {
+    const member = members.get(name)
+    try {
+      return { response: await member.node.askBytes(member.contact.peer, protocol, bytes(request)) }
+    } catch (error) {
+      return { error: error.name }
+    }
+  }
+}
+
+process.on('unhandledRejection', (error) => console.error('unhandled', error))
+for await (const line of readline.createInterface({ input: process.stdin })) {
+  const { do: action, ...given } = JSON.parse(line)
+  try {
+    console.log(JSON.stringify({ answer: await ACTIONS[action](given) }, plain))
+  } catch (error) {
+    console.log(JSON.stringify({ error: `${error.stack}` }))
+  }
+}
+process.exit(0)

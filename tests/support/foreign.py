@@ -1,0 +1,177 @@
+"""The client of tests/interop, which shares no line with swarmnode, and a network process for it to meet, whose trainer is the test."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import select
+import shutil
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from swarmnode.config import Config
+from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, question
+from swarmnode.demo.nodes import DemoNode
+from swarmnode.link.client import Link
+from swarmnode.link.messages import Hello
+from swarmnode.p2p.identity import load_or_create
+from swarmnode.swarm.manifest_store import ManifestStore
+from swarmnode.wire import limits
+from tests.support.manifests import founded
+
+HERE = Path(__file__).parents[1] / "interop"
+MODULES = HERE / "node_modules"
+INSTALL_SECONDS = 300.0
+ANSWER_SECONDS = 60.0
+T = TypeVar("T")
+
+
+def install() -> None:
+    """js-libp2p as package-lock.json pins it, unless it is there. No package runs a script of its own."""
+    wanted = hashlib.sha256((HERE / "package-lock.json").read_bytes()).hexdigest()
+    installed = MODULES / "installed"
+    if not (installed.exists() and installed.read_text() == wanted):
+        command = ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"]
+        done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=INSTALL_SECONDS, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        installed.write_text(wanted)
+
+
+def until(condition: Callable[[], T], what: Callable[[], object], seconds: float = 30.0) -> T:
+    """The first result of `condition` that is true. `what`: called for the message where none was."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if result := condition():
+            return result
+        time.sleep(0.05)
+    raise AssertionError(f"not within {seconds:g} s: {what()}")
+
+
+class Foreign:
+    """A process of client.mjs. `client("publish", name="a", sequence=1)` returns what the action of that name answers."""
+
+    def __init__(self, log: Path) -> None:
+        with open(log, "wb") as errors:
+            self._process = subprocess.Popen(
+                ["node", "client.mjs"], cwd=HERE, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
+            )
+        self._log = log
+        self._read = b""
+
+    def __call__(self, action: str, **given: object) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": action, **given}).encode() + b"\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._line())
+        assert "error" not in answer, answer["error"]
+        return answer.get("answer")
+
+    def _line(self) -> bytes:
+        assert self._process.stdout is not None
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while b"\n" not in self._read:
+            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            part = os.read(self._process.stdout.fileno(), 1 << 20) if ready else b""
+            assert part, f"the client says nothing: {self._log.read_text()[-2000:]}"
+            self._read += part
+        line, _, self._read = self._read.partition(b"\n")
+        return line
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class NetworkProcess:
+    """A node's network process in a swarm with a manifest, and its trainer's end of the link. `author` signs with its key."""
+
+    def __init__(self, node: DemoNode, link: Link, author: Author) -> None:
+        self._node = node
+        self._link = link
+        self.author = author
+
+    @property
+    def invite(self) -> str:
+        return f"{self._node.wait_for_address(time.monotonic() + 120)[0]}/swarm/{self.author.swarm.hex()}"
+
+    def publish(self, sequence: int, *, long: bool = False) -> list[float]:
+        """Publish a group of its own, which asks for a sum where `sequence` is odd; returns its rewards."""
+        own = self.author.long_group(sequence) if long else self.author.own_group(sequence)
+        reward = question(own.task).reward
+        rewards = [reward(completion.text) for completion in own.completions]
+        self._link.send(msgspec.structs.replace(own, rewards=rewards))
+        return rewards
+
+    def draw(self, count: int = 6) -> list[Any]:
+        """Groups of others that were admitted and not drawn before, as a step would train on them."""
+        self._link.request_external(count, 0, count)
+        return self._link.take_external(0.2)[0]
+
+    def status(self) -> dict[str, Any]:
+        with urllib.request.urlopen(f"{self._node.url}/status?points=1", timeout=10) as answer:
+            return dict(json.load(answer)["snapshot"])
+
+    def outcomes(self) -> dict[str, int]:
+        """Of admission, by name."""
+        admission = self.status()["rollouts"]["admission"]
+        return {**admission["ignored"], **admission["rejected"], "admitted": admission["admitted"], "candidates": admission["candidates"]}
+
+    def last_words(self) -> str:
+        return self._node.last_words()
+
+
+@contextlib.contextmanager
+def network_process(directory: Path, exchange: str) -> Iterator[NetworkProcess]:
+    """`python -m swarmnode.daemon.node`, alone in a swarm of the builtin tasks with `sharing.exchange` as given."""
+    sections = {
+        "swarm": {"name": "interop"},
+        "network": {"listen_addrs": ["/ip4/127.0.0.1/tcp/0"], "mdns": False},
+        "task": {"names": list(BUILTIN_TASKS)},
+        "training": {"temperature": 1.0, "top_p": 1.0, "max_completion_length": limits.TOKENS},
+        "sharing": {"exchange": exchange},
+        "http": {"port": 0},
+    }
+    opened = founded(config=Config.model_validate(sections), models=[], created_at=int(time.time() * 1000))
+    (directory / "run").mkdir(parents=True, mode=0o700)
+    store = ManifestStore(directory)
+    store.add(opened)
+    store.choose(opened.swarm)
+    node = DemoNode("interop", directory, sections)
+    sections["swarm"]["id"] = opened.swarm.hex()
+    config = Config.model_validate({**sections, "node": {"data_dir": str(directory), "name": "interop"}})
+    (directory / "config.json").write_text(config.model_dump_json())
+    author = Author(opened.swarm, key=load_or_create(directory / "identity.key").private_key)
+    try:
+        node.launch("-m", "swarmnode.daemon.node", "--config", str(directory / "config.json"))
+        node.wait_for_address(time.monotonic() + 120)
+        with Link(directory, lambda: Hello(MODEL, TOKENIZER, 0)) as link:
+            assert link.welcome(30.0) is not None
+            yield NetworkProcess(node, link, author)
+    finally:
+        node.stop()
+        node.wait(20)
+
+
+def missing() -> str:
+    """What this machine lacks to run the client; empty if nothing."""
+    return " and ".join(tool for tool in ("node", "npm") if shutil.which(tool) is None)
+
+
+def judged(files: list[Path]) -> list[tuple[Path, str, dict[str, Any]]]:
+    """(file, vector's name, outcome) of every vector in `files` as the client sees it."""
+    done = subprocess.run(["node", "vectors.mjs", *map(str, files)], cwd=HERE, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return [(Path(path), name, outcome) for path, name, outcome in map(json.loads, done.stdout.splitlines())]
