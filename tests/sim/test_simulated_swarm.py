@@ -17,11 +17,12 @@ def replay(seed: int, nodes: int) -> str:
     return f"replay: python -m tests.support.sim --seed {seed} --nodes {nodes}"
 
 
-@pytest.mark.parametrize(("seed", "nodes"), [(2, 3), (5, 6), (9, 5)])
-def test_a_swarm_is_whole_again_after_its_faults(seed, nodes):
-    ended = simulate(draw(seed, nodes))
+@pytest.mark.parametrize(("seed", "nodes", "kinds"), [(2, 3, ()), (5, 4, ("garbage", "peers", "lister")), (9, 4, ("poet", "vanisher"))])
+def test_a_swarm_is_whole_again_after_its_faults(seed, nodes, kinds):
+    ended = simulate(draw(seed, nodes, kinds))
     assert ended.problem == "", replay(seed, nodes)
     assert ended.used > nodes
+    assert ended.averaged > nodes
 
 
 def test_a_swarm_that_nobody_has_seen_before_is_whole_again_too():
@@ -38,6 +39,15 @@ def test_the_same_seed_is_the_same_history_in_a_process_with_another_hash_seed(t
     subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": seed}, check=True, capture_output=True, timeout=100)
     assert told.read_text().splitlines() == lines
     assert len(lines) == here.events > 300
+
+
+@pytest.mark.parametrize(
+    ("defect", "found"),
+    [("guard", "trains on groups of h0"), ("deadline", "has waited for"), ("commit", "has been in an exchange")],
+)
+def test_a_defect_that_was_put_in_is_found(defect, found):
+    problems = (simulate(draw(seed, 4, ("stolen", "dripper")), broken=defect).problem for seed in range(5))
+    assert found in next(filter(None, problems))
 
 
 def test_another_seed_is_another_history():

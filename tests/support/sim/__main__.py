@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from tests.support.sim.breaks import BREAKS
 from tests.support.sim.schedule import draw
 from tests.support.sim.world import Ended, simulate
 
@@ -19,34 +20,47 @@ def main() -> int:
     parser.add_argument("--count", type=int, help="so many seeds")
     parser.add_argument("--seconds", type=float, default=60.0, help="seeds for so long, unless a count is given")
     parser.add_argument("--nodes", type=int, help="so many nodes, whatever the seed says")
+    parser.add_argument("--break", dest="broken", choices=sorted(BREAKS), default="", help="put a defect in; seeds go on until it is found")
     parser.add_argument("--history", type=Path, help="write what happened here")
     args = parser.parse_args()
     if args.seed is not None:
         lines: list[str] = []
         schedule = draw(args.seed, args.nodes)
-        print(f"seed {args.seed}: {len(schedule.places)} nodes, {len(schedule.faults)} faults, calm from {schedule.calm_from:.0f} s")
+        counts = f"{len(schedule.places)} nodes, {len(schedule.foes)} hostile, {len(schedule.faults)} faults"
+        print(f"seed {args.seed}: {counts}, calm from {schedule.calm_from:.0f} s")
+        for foe in schedule.foes:
+            print(f"  {foe.name} {foe.kind} at {foe.address}")
         for fault in schedule.faults:
             print(f"  {fault}")
-        ended = simulate(schedule, lines)
+        ended = simulate(schedule, lines, args.broken)
         if args.history:
             args.history.write_text("".join(f"{line}\n" for line in lines))
         print(f"history {ended.digest}, {ended.events} events")
         _tell(ended, args.nodes)
-        print(f"{ended.simulated:.0f} s simulated in {ended.cpu:.1f} s of CPU; whole after {ended.whole_after:.0f} s, {ended.steps} steps")
+        print(
+            f"{ended.simulated:.0f} s simulated in {ended.cpu:.1f} s of CPU; whole after {ended.whole_after:.0f} s, {ended.steps} steps, "
+            f"{ended.used} groups of others, {ended.averaged} averages"
+        )
         return 1 if ended.problem else 0
-    return _many(args.first if args.first is not None else random.SystemRandom().randrange(2**31), args.count, args.seconds, args.nodes)
+    first = args.first if args.first is not None else random.SystemRandom().randrange(2**31)
+    return _many(first, args.count, args.seconds, args.nodes, args.broken)
 
 
-def _many(first: int, count: int | None, seconds: float, nodes: int | None) -> int:
+def _many(first: int, count: int | None, seconds: float, nodes: int | None, broken: str) -> int:
     began, ended = time.monotonic(), list[Ended]()
     while len(ended) < count if count is not None else time.monotonic() - began < seconds:
-        ended.append(simulate(draw(first + len(ended), nodes)))
+        ended.append(simulate(draw(first + len(ended), nodes), broken=broken))
         _tell(ended[-1], nodes)
+        if broken and ended[-1].problem:
+            print(f"{broken}: found by seed {len(ended)} of {first} and those after it")
+            break
     took, failed = time.monotonic() - began, [each for each in ended if each.problem]
-    hours = sum(each.simulated for each in ended) / 3600
+    hours, cpu = sum(each.simulated for each in ended) / 3600, sum(each.cpu for each in ended)
+    nodes_in_all, averages = sum(each.nodes for each in ended), sum(each.averaged for each in ended)
     print(
-        f"{len(ended)} seeds from {first} in {took:.0f} s: {len(ended) / took:.2f} seeds/s, {60 * hours / took:.1f} simulated hours "
-        f"per minute ({sum(each.cpu for each in ended):.0f} s of CPU), {sum(each.nodes for each in ended)} nodes, {len(failed)} failed"
+        f"{len(ended)} seeds from {first} in {took:.0f} s ({cpu:.0f} s of CPU): {len(ended) / took:.2f} seeds/s, "
+        f"{60 * hours / took:.1f} simulated hours per minute ({60 * hours / cpu:.1f} per minute of CPU); "
+        f"{nodes_in_all} nodes, {sum(each.used for each in ended)} groups of others, {averages} averages; {len(failed)} failed"
     )
     return 1 if failed else 0
 

@@ -24,6 +24,7 @@ from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import task_seed
 from swarmnode.wire import tensors
 from swarmnode.wire.messages import SamplingParams, TaskRef
+from tests.support.sim.averaging import Averaging
 
 DIFFICULTIES = 8
 GAIN, HARM = 0.02, 0.1
@@ -44,7 +45,11 @@ class Pace:
     own_groups: int
     external_groups: int
     completions: int = 4
+    long: float = 0.0
+    """Share of its groups that are too long for gossip."""
     save_seconds: float = 60.0
+    sync_every: int = 4
+    """Steps between two outer steps."""
 
 
 @dataclass
@@ -70,6 +75,8 @@ class Tally:
     """External groups by their author."""
     drawn: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
+    averaged: Counter[str] = field(default_factory=Counter)
+    """Outer steps by how they came about, see averaging.py."""
     last_external: float = float("-inf")
     """When something of another node was trained on last."""
 
@@ -79,9 +86,10 @@ class Learner:
 
     def __init__(
         self, peer: str, swarm: bytes, port: TrainerPort, memory: Memory, tally: Tally, pace: Pace, rng: random.Random,
-        note: Callable[[str], None],
+        note: Callable[[str], None], averaging: Callable[[Learner], Averaging],
     ) -> None:  # fmt: skip
         self.memory = memory
+        self.averaging = averaging(self)
         self.tally = tally
         self._peer = peer
         self._swarm = swarm
@@ -93,11 +101,20 @@ class Learner:
 
     async def run(self, save: Callable[[Memory], None]) -> None:
         """Steps until cancelled. `save` is given what survives."""
-        self._port.hello(Hello(MODEL, TOKENIZER, self.memory.version, pid=1))
+        fresh = self.memory.version == 0 and self.averaging.outer_step == 0
+        self._port.hello(Hello(MODEL, TOKENIZER, self.memory.version, pid=1, replica=self.averaging.facts(fresh)))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.averaging.run)
+            await self._train(save)
+
+    async def _train(self, save: Callable[[Memory], None]) -> None:
         saved = trio.current_time()
         await trio.sleep(self._rng.uniform(0, self._pace.step_seconds))
         while True:
             await self.step()
+            self.memory.outer_step = self.averaging.outer_step
+            if self.memory.version % self._pace.sync_every == 0:
+                self.averaging.due(self._pace.step_seconds)
             if trio.current_time() - saved >= self._pace.save_seconds:
                 save(self.memory.copy())
                 saved = trio.current_time()
@@ -136,7 +153,9 @@ class Learner:
         memory = self.memory
         task = question(self._swarm, self._peer, memory.sequence)
         right, skill = answer(task), memory.skill[_difficulty(task)]
-        texts = [right if self._rng.random() < skill else _wrong(right, self._rng) for _ in range(self._pace.completions)]
+        texts = [right if self._rng.random() < skill else wrong(right, self._rng) for _ in range(self._pace.completions)]
+        if self._rng.random() < self._pace.long:
+            texts[1:] = ["".join(self._rng.choices("abcdefghijklmnopqrstuvwxyz0123456789", k=16_000)) for _ in texts[1:]]
         rewards = [float(text == right) if task.id == "builtin/sum" else _in_place(text, right) for text in texts]
         group = OwnGroup(task, memory.version, memory.sequence, SAMPLING, [completion(text) for text in texts], rewards)
         memory.sequence += 1
@@ -164,7 +183,7 @@ def _made_up(external: ExternalGroup) -> bool:
     return any(MADE_UP in each.text for each in external.group.completions)
 
 
-def _wrong(right: str, rng: random.Random) -> str:
+def wrong(right: str, rng: random.Random) -> str:
     """As long as the right one, and another."""
     at = rng.randrange(len(right))
     return right[:at] + str((int(right[at]) + rng.randrange(1, 10)) % 10) + right[at + 1 :]

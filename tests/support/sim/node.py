@@ -27,6 +27,7 @@ from swarmnode.weights.service import WeightService
 from swarmnode.wire.envelope import Credentials, peer_id
 from swarmnode.wire.messages import Summary
 from tests.support.sim import determinism
+from tests.support.sim.averaging import Averaging
 from tests.support.sim.learner import TASKS, Learner, Memory, Pace, Tally
 from tests.support.sim.network import Medium, SimNetwork
 
@@ -62,6 +63,8 @@ class Life:
     summaries: Summaries
     port: TrainerPort
     trainer: trio.CancelScope | None = None
+    learner: Learner | None = None
+    """None while there is no trainer."""
     ended: trio.Event = field(default_factory=trio.Event)
     sent_before: int = 0
     began: float = 0.0
@@ -81,6 +84,8 @@ class Node:
         self.lives = 0
         self.memory = Memory()
         self.tally = Tally()
+        self.defects: list[str] = []
+        """What its trainer found the network process to do wrong."""
         self.bootstrap: list[tuple[Address, str]] = []
         self._directory = directory
         self._rng = random.Random(f"{seed} {name}")
@@ -122,7 +127,8 @@ class Node:
             NodeCallbacks(lambda message: False, lambda reason: None), rng=own(),
         )  # fmt: skip
         weights = WeightService(
-            network, credentials, WeightsConfig(rule="off"), self._directory, lambda message: False,
+            network, credentials, WeightsConfig(sync_every=traits.pace.sync_every, fragments=1, codec="float32"), self._directory,
+            lambda message: life.learner is not None and life.learner.averaging.receive(message),
             budget=meter.allows, unix_time=self.clock,
         )  # fmt: skip
         summaries = Summaries(
@@ -144,10 +150,26 @@ class Node:
         assert life is not None
         while True:
             with trio.CancelScope() as life.trainer:
-                learner = Learner(self.peer, self.swarm, life.port, self.memory.copy(), self.tally, self.traits.pace, self._rng, note)
-                await learner.run(self._saved)
+                memory = self.memory.copy()
+                life.learner = Learner(
+                    self.peer, self.swarm, life.port, memory, self.tally, self.traits.pace, self._rng, note, self._averaging
+                )  # fmt: skip
+                await life.learner.run(self._saved)
+            life.learner = None
             life.port.left()
             await trio.sleep(self._rng.uniform(2.0, 10.0))
+
+    def _averaging(self, learner: Learner) -> Averaging:
+        memory, life = learner.memory, self.life
+        assert life is not None
+
+        def set_skill(values: list[float]) -> None:
+            memory.skill[:] = values
+
+        return Averaging(
+            self.peer, memory.outer_step, lambda: memory.skill, set_skill, self._directory, life.port.weights, self._rng,
+            lambda what: self.defects.append(f"{self.name}: {what}"), self.tally.averaged,
+        )  # fmt: skip
 
     def _saved(self, memory: Memory) -> None:
         self.memory = memory

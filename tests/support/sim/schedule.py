@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from swarmnode.p2p.addresses import Address
+from tests.support.sim import hostile
 from tests.support.sim.learner import Pace
 from tests.support.sim.node import Traits
 
@@ -26,6 +28,18 @@ class Place:
 
 
 @dataclass(frozen=True)
+class Foe:
+    """A hostile node, and what it does (hostile.py)."""
+
+    name: str
+    kind: str
+    address: Address
+    delay: float
+    jitter: float
+    rate: float
+
+
+@dataclass(frozen=True)
 class Fault:
     kind: str
     at: float
@@ -39,13 +53,15 @@ class Schedule:
     seed: int
     places: list[Place]
     bootstrap: list[str]
+    foes: list[Foe] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     calm_from: float = 0.0
     """Nothing is wrong any more from then on."""
 
 
-def draw(seed: int, nodes: int | None = None) -> Schedule:
-    """The schedule of this seed. nodes: so many, instead of as many as the seed says."""
+def draw(seed: int, nodes: int | None = None, kinds: Sequence[str] = ()) -> Schedule:
+    """The schedule of this seed. nodes: so many, instead of as many as the seed says. kinds: one hostile node of each, instead of
+    those that the seed says."""
     rng = random.Random(f"schedule {seed}")
     drawn = round(3 * (40 / 3) ** (rng.random() ** 2))
     count = nodes or drawn
@@ -55,13 +71,29 @@ def draw(seed: int, nodes: int | None = None) -> Schedule:
     bootstrap = [place.name for place in places[: rng.randint(1, min(3, count))]]
     faults = _faults(rng, [place.name for place in places])
     calm = max([90.0, *(place.joins_at for place in places), *(fault.at + fault.seconds for fault in faults)]) + 5.0
-    return Schedule(seed, places, bootstrap, faults, calm)
+    return Schedule(seed, places, bootstrap, _foes(rng, count, kinds), faults, calm)
+
+
+def _foes(rng: random.Random, count: int, kinds: Sequence[str]) -> list[Foe]:
+    """None in four of ten seeds; else up to four of ten nodes, of one kind or of several, some of them neighbours."""
+    if not kinds and rng.random() < 0.4:
+        return []
+    some = kinds or rng.sample(hostile.KINDS, rng.randint(1, 4))
+    share, sybils = rng.uniform(0.0, 0.4), rng.random() < 0.3
+    foes = []
+    for i in range(len(kinds) or max(1, int(count * share / (1 - share)))):
+        address = Address("ip4", f"45.99.9.{i}" if sybils else f"45.99.{10 + i}.7", 9000)
+        kind = kinds[i] if kinds else rng.choice(some)
+        foes.append(Foe(f"h{i}", kind, address, rng.uniform(0.001, 0.1), 0.01, 1e6))
+    return foes
 
 
 def _place(rng: random.Random, number: int, exchange: str, step: float) -> Place:
     far = rng.random() < 0.2
-    pace = Pace(step * rng.uniform(0.7, 1.5), own_groups=rng.randint(1, 3), external_groups=rng.randint(2, 6))
-    traits = Traits(pace, exchange, skew=rng.choice((0.0, 0.0, 0.0, rng.uniform(-60, 60))))
+    long = rng.choice((0.0, 0.0, 0.02))
+    pace = Pace(step * rng.uniform(0.7, 1.5), own_groups=rng.randint(1, 3), external_groups=rng.randint(2, 6), long=long)
+    upload = rng.choice((0, 0, 0, 20_000, 60_000))
+    traits = Traits(pace, exchange, upload=upload, skew=rng.choice((0.0, 0.0, 0.0, rng.uniform(-60, 60))))
     return Place(
         f"n{number}", Address("ip4", f"45.{1 + number // 200}.{number % 200}.7", 9000 + number), traits,
         delay=rng.uniform(0.03, 0.15) if far else rng.uniform(0.001, 0.03), jitter=rng.uniform(0.0, 0.05),

@@ -10,26 +10,41 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import structlog
 import structlog.testing
 import trio
 
 from swarmnode.demo.liar.author import swarm_of
+from swarmnode.p2p.addresses import Address
+from swarmnode.p2p.budget import BURST_BYTES, BURST_SECONDS
+from swarmnode.p2p.peers import MAX_PEERS
 from swarmnode.p2p.reputation import Standing
-from tests.support.sim import determinism
+from swarmnode.rollouts.fetching import PENDING, WORKERS
+from swarmnode.rollouts.queues import QUEUE_GROUPS
+from tests.support.sim import breaks, determinism
+from tests.support.sim.hostile import NEVER_TRAINED_ON, Hostile
 from tests.support.sim.learner import TASKS
 from tests.support.sim.network import Medium
-from tests.support.sim.node import Node
-from tests.support.sim.schedule import Fault, Schedule
+from tests.support.sim.node import Life, Node
+from tests.support.sim.schedule import Fault, Foe, Place, Schedule
 from tests.support.sim.wires import History, Timeline, Way, Wires
 
 WATCH_SECONDS = 5.0
 LONGEST_WAIT = 60.0
 """A request of any kind is over by then, whatever the other side does."""
+LONGEST_EXCHANGE = 180.0
+"""An exchange of weights is over by then, whatever the partner does, and with it what the trainer has committed is known."""
 WHOLE_SECONDS = 420.0
 """After the last fault, until everybody is connected, trains on others' groups and has learnt."""
+FORGED = 12
+"""Groups of one forger that a node draws in one life, at most, until it listens to it no more."""
+MADE_UP_GROUPS, MADE_UP_SHARE = 6, 0.08
+"""Made-up groups that a node trains on, at most: so many, and this share of all. Up to four nodes of ten make them up, and one in ten is
+not found."""
+UNASKED_BYTES = 2**20
+NOWHERE = Foe("nobody", "", Address("ip4", "0.0.0.0", 1), 0.05, 0.01, 1e6)
+"""Where somebody was said to be, and nobody is."""
 
 
 class Violation(Exception):
@@ -53,11 +68,13 @@ class Ended:
     steps: int
     used: int
     """Groups of others that were trained on."""
+    averaged: int
+    """Outer steps taken with a partner's weights."""
     problem: str = ""
 
 
-def simulate(schedule: Schedule, lines: list[str] | None = None) -> Ended:
-    """Run it. What must hold and does not is the result's `problem`."""
+def simulate(schedule: Schedule, lines: list[str] | None = None, broken: str = "") -> Ended:
+    """Run it. What must hold and does not is the result's `problem`. broken: of `breaks.BREAKS`, a defect that is put in."""
     began = time.process_time()
     place = "/dev/shm" if Path("/dev/shm").is_dir() else None
     directory = Path(tempfile.mkdtemp(prefix="swarmnode-sim-", dir=place))
@@ -74,7 +91,7 @@ def simulate(schedule: Schedule, lines: list[str] | None = None) -> Ended:
     propagates, logger.propagate = logger.propagate, False
     problem = ""
     try:
-        with structlog.testing.capture_logs() as told:
+        with breaks.broken(broken), structlog.testing.capture_logs() as told:
             determinism.run(schedule.seed, main)
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
@@ -90,7 +107,8 @@ def simulate(schedule: Schedule, lines: list[str] | None = None) -> Ended:
     return Ended(
         schedule.seed, world.history.digest, world.history.events, world.now, time.process_time() - began, world.whole_after,
         len(world.nodes), sum(node.tally.steps for node in world.nodes.values()),
-        sum(node.tally.used.total() for node in world.nodes.values()), problem or "; ".join(handler.found[:3]),
+        sum(node.tally.used.total() for node in world.nodes.values()),
+        sum(node.tally.averaged["exchanged"] for node in world.nodes.values()), problem or "; ".join(handler.found[:3]),
     )  # fmt: skip
 
 
@@ -125,16 +143,21 @@ class World:
         self.nodes: dict[str, Node] = {}
         self.now = 0.0
         self.whole_after = -1.0
-        self._places = {str(place.address): place for place in schedule.places}
+        self.foes: dict[str, Hostile] = {}
+        self._exchanging: dict[str, float] = {}
+        """Since when a node has been in an exchange whenever anybody looked."""
+        self._places: dict[str, Place | Foe] = {str(place.address): place for place in (*schedule.places, *schedule.foes)}
         self._nursery: trio.Nursery
         for place in schedule.places:
             node = Node(place.name, schedule.seed, self.swarm, place.address, directory / place.name, place.traits)
             self.nodes[place.name] = node
-        for node in self.nodes.values():
+        for foe in schedule.foes:
+            self.foes[foe.name] = Hostile(foe.name, foe.kind, schedule.seed, self.swarm, foe.address, directory / foe.name)
+        for node in (*self.nodes.values(), *self.foes.values()):
             node.bootstrap = [(self.nodes[b].address, self.nodes[b].peer) for b in schedule.bootstrap if b != node.name]
 
     def _make_way(self, source: str, target: str) -> Way:
-        one, other = self._places[source], self._places[target]
+        one, other = (self._places.get(address, NOWHERE) for address in (source, target))
         return Way(one.delay + other.delay, one.jitter + other.jitter, min(one.rate, other.rate))
 
     # -- the run
@@ -147,6 +170,8 @@ class World:
                     self._nursery.start_soon(self._watch)
                     for place in self.schedule.places:
                         self._nursery.start_soon(self._boot_at, self.nodes[place.name], place.joins_at)
+                    for foe in self.foes.values():
+                        self._nursery.start_soon(foe.live, self.medium)
                     self._nursery.start_soon(self._faults)
                     await self._until_whole()
                     scope.cancel()
@@ -220,22 +245,64 @@ class World:
 
     def _check_always(self) -> None:
         now = trio.current_time()
+        hostile = {foe.peer for foe in self.foes.values()}
         for wait in self.medium.waits.values():
-            if now - wait.since > LONGEST_WAIT:
+            if wait.node not in hostile and now - wait.since > LONGEST_WAIT:
                 self._fail(f"{self._name(wait.node)} has waited for {wait.what} for {now - wait.since:.0f} s")
         for node in self.honest():
             if node.life is not None:
                 self._check_node(node, node.life, now)
 
-    def _check_node(self, node: Node, life: Any, now: float) -> None:
+    def _check_node(self, node: Node, life: Life, now: float) -> None:
         for other in self.honest():
             if life.network.reputation.standing(other.peer, now) is not Standing.GOOD:
                 self._fail(f"{node.name} has no good word for {other.name}, which is honest")
-        if life.rollouts.admission.statistics().last_internal_error:
-            self._fail(f"{node.name}: {life.rollouts.admission.statistics().last_internal_error}")
+        told = life.rollouts.statistics()
+        if told.admission.last_internal_error:
+            self._fail(f"{node.name}: {told.admission.last_internal_error}")
+        if told.waiting > QUEUE_GROUPS or told.fetching.pending > PENDING + WORKERS or told.pool.groups > told.pool.max_groups:
+            kept = f"{told.waiting} waiting, {told.fetching.pending} pending, {told.pool.groups} in the pool"
+            self._fail(f"{node.name} keeps more than it may: {kept}")
+        if life.network.peers.statistics().known > MAX_PEERS:
+            self._fail(f"{node.name} knows {life.network.peers.statistics().known} peers")
+        self._check_weights(node, life, now)
+        self._check_budget(node, life, now)
+        self._check_foes(node)
+
+    def _check_weights(self, node: Node, life: Life, now: float) -> None:
+        """What the trainer has committed, the network process knows of, and the other way round."""
+        if node.defects:
+            self._fail(node.defects[0])
+        told = life.weights.statistics()
+        if told.phase != "idle" or life.learner is None or life.learner.averaging.busy:
+            since = self._exchanging.setdefault(node.name, now)
+            if now - since > LONGEST_EXCHANGE:
+                self._fail(f"{node.name} has been in an exchange ({told.phase}) for {now - since:.0f} s")
+            return
+        self._exchanging.pop(node.name, None)
+
+    def _check_budget(self, node: Node, life: Life, now: float) -> None:
+        """What goes out by choice is held to the cap; what does not (requests, answers to pings and peers) is a part of it."""
+        cap, sent = node.traits.upload, life.network.sent.total()
+        if cap and sent > BURST_BYTES + UNASKED_BYTES + 1.25 * cap * max(BURST_SECONDS, now - life.began):
+            self._fail(f"{node.name} has sent {sent} bytes in {now - life.began:.0f} s, with {cap} a second")
+
+    def _check_foes(self, node: Node) -> None:
+        """How much of what was trained on is from whom."""
+        total = node.tally.used.total()
+        made_up = 0
+        for foe in self.foes.values():
+            used = node.tally.used[foe.peer]
+            if used and foe.kind in NEVER_TRAINED_ON:
+                self._fail(f"{node.name} trains on groups of {foe.name}, a {foe.kind}")
+            if foe.kind == "forger" and node.tally.drawn[foe.peer] > FORGED * node.lives:
+                self._fail(f"{node.name} has drawn {node.tally.drawn[foe.peer]} forged groups of {foe.name}")
+            made_up += used if foe.kind == "poet" else 0
+        if made_up > MADE_UP_GROUPS + MADE_UP_SHARE * total:
+            self._fail(f"{made_up} of {total} groups that {node.name} has trained on were made up")
 
     def _name(self, peer: str) -> str:
-        return next((node.name for node in self.nodes.values() if node.peer == peer), peer)
+        return next((node.name for node in (*self.nodes.values(), *self.foes.values()) if node.peer == peer), peer)
 
     def _fail(self, what: str) -> None:
         raise Violation(f"at {trio.current_time():.0f} s: {what}")

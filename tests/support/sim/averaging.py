@@ -1,0 +1,162 @@
+"""The learner's half of averaging: what `trainer/weights.py` says to the network process, with skills for weights.
+
+It holds the network process to what `weights/pairing.py` promises: one outer step at a time, nothing of a session that was closed, and of a
+partner's weights exactly those that the partner copied for this session, or published.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import struct
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import trio
+
+from swarmnode.weights import local
+from swarmnode.weights.layout import make_layout
+from swarmnode.weights.manifest import TensorHash
+
+SKILLS = 8
+LAYOUT = make_layout([("skill", (SKILLS,), "float32")])
+READ_SECONDS = (0.05, 2.0)
+"""To copy and write weights, or to read and judge them: a draw between these."""
+
+
+class Copy(msgspec.Struct, frozen=True):
+    """A file of weights. peer, session: who copied them, and for what."""
+
+    peer: str
+    session: bytes
+    skill: bytes
+    """float32, little-endian."""
+
+
+class Averaging:
+    """One life of it. `skill()`, `set_skill(values)`: the learner's weights. `fails`: is told what must not be. `done`: outer steps by how
+    they came about, `exchanged` (of a `session`, or `pulled`) or `solo`, and states `adopted`; to be added to."""
+
+    def __init__(
+        self, peer: str, outer_step: int, skill: Callable[[], list[float]], set_skill: Callable[[list[float]], None], directory: Path,
+        send: Callable[[local.FromTrainer], None], rng: random.Random, fails: Callable[[str], None],
+        done: Counter[str],
+    ) -> None:  # fmt: skip
+        self.outer_step = outer_step
+        self.done = done
+        self._peer = peer
+        self._skill = skill
+        self._set_skill = set_skill
+        self._directory = directory / local.DIRECTORY
+        self._send = send
+        self._rng = rng
+        self._fails = fails
+        self._written = 0
+        self._due = False
+        self._judging: local.ApplyPayload | None = None
+        self._dropped: set[bytes] = set()
+        self._inbox: list[local.ToTrainer] = []
+        self._news = trio.Event()
+
+    def facts(self, fresh: bool) -> local.ReplicaFacts:
+        return local.ReplicaFacts(LAYOUT, "float32", 1, [self.outer_step], fresh)
+
+    @property
+    def busy(self) -> bool:
+        """Something of the network process is not done yet."""
+        return bool(self._inbox) or self._judging is not None
+
+    def due(self, step_seconds: float) -> None:
+        """An outer step is due, unless one still is."""
+        if not self._due:
+            self._due = True
+            self._send(local.OuterStepDue(0, self.outer_step, step_seconds))
+
+    def receive(self, message: local.ToTrainer) -> bool:
+        """What the network process says; as on the link, it is dealt with later."""
+        match message:
+            case local.DropExchange(session):
+                self._dropped.add(session)
+                return True
+            case local.ApplyPayload():
+                if message.session in self._dropped:
+                    self._fails(f"weights of {message.peer[-6:]} are to be applied for a session that was closed")
+                if self._judging is not None and self._judging.session not in self._dropped:
+                    self._fails("two exchanges at once")
+                self._judging = message
+            case local.SoloStep():
+                if self._judging is not None and self._judging.session not in self._dropped:
+                    self._fails("a step alone, while an exchange is not over")
+        self._inbox.append(message)
+        self._news.set()
+        return True
+
+    async def run(self) -> None:
+        while True:
+            while self._inbox:
+                message = self._inbox.pop(0)
+                await trio.sleep(self._rng.uniform(*READ_SECONDS))
+                self._do(message)
+            self._news = trio.Event()
+            await self._news.wait()
+
+    def _do(self, message: local.ToTrainer) -> None:
+        match message:
+            case local.TakeSnapshot(session):
+                if session not in self._dropped:
+                    self._send(local.SnapshotWritten(session, 0, str(self._write("out", session)), self.outer_step))
+            case local.ApplyPayload():
+                self._judging = None
+                if message.session not in self._dropped:
+                    self._apply(message)
+            case local.SoloStep():
+                self._stepped("solo")
+                self._send(local.SnapshotWritten(b"", 0, str(self._write("out", b"")), self.outer_step))
+            case local.WriteState():
+                hashes = [TensorHash("skill", *(hashlib.sha256(part).digest() for part in (self._packed(), bytes(4 * SKILLS))))]
+                self._send(local.StateWritten(str(self._write("state", b"")), self.outer_step, hashes))
+            case local.AdoptState(peer, path, outer_step) if peer:
+                self._adopt(peer, Path(path), outer_step)
+
+    def _apply(self, message: local.ApplyPayload) -> None:
+        outcome, committed = "accepted", True
+        try:
+            copy = msgspec.msgpack.decode(Path(message.path).read_bytes(), type=Copy)
+            theirs = struct.unpack(f"<{SKILLS}f", copy.skill)
+        except (OSError, msgspec.MsgspecError, struct.error):
+            outcome, committed = "payload", False
+        else:
+            published = copy.session == b"" or copy.session != message.session
+            if copy.peer != message.peer:
+                self._fails(f"weights of {copy.peer[-6:]} came as those of {message.peer[-6:]}")
+            self.done["pulled" if published else "session"] += 1
+            self._set_skill([(a + b) / 2 for a, b in zip(self._skill(), theirs, strict=True)])
+            self._stepped("exchanged")
+        self._send(local.ExchangeEnded(message.session, 0, message.peer, outcome, committed, self.outer_step))
+
+    def _adopt(self, peer: str, path: Path, outer_step: int) -> None:
+        try:
+            copy = msgspec.msgpack.decode(path.read_bytes(), type=Copy)
+            self._set_skill(list(struct.unpack(f"<{SKILLS}f", copy.skill)))
+        except (OSError, msgspec.MsgspecError, struct.error):
+            self._send(local.StateAdopted(peer, "payload", [self.outer_step]))
+            return
+        self.outer_step = outer_step
+        self.done["adopted"] += 1
+        self._send(local.StateAdopted(peer, "adopted", [self.outer_step]))
+
+    def _stepped(self, how: str) -> None:
+        self.outer_step += 1
+        self.done[how] += 1
+        self._due = False
+
+    def _packed(self) -> bytes:
+        return struct.pack(f"<{SKILLS}f", *self._skill())
+
+    def _write(self, kind: str, session: bytes) -> Path:
+        self._written += 1
+        path = self._directory / f"{kind}-{self._written}-{self._rng.getrandbits(32):08x}.bin"
+        path.write_bytes(msgspec.msgpack.encode(Copy(self._peer, session, self._packed())))
+        return path
