@@ -13,14 +13,14 @@ from tests.support.sim.world import simulate
 FRESH = random.SystemRandom().randrange(2**31)
 
 
-def replay(seed: int, nodes: int) -> str:
-    return f"replay: python -m tests.support.sim --seed {seed} --nodes {nodes}"
+def replay(seed: int, nodes: int, kinds: tuple[str, ...] = ()) -> str:
+    return f"replay: python -m tests.support.sim --seed {seed} --nodes {nodes} --foes {' '.join(kinds)}"
 
 
 @pytest.mark.parametrize(("seed", "nodes", "kinds"), [(2, 3, ()), (5, 4, ("garbage", "peers", "lister")), (9, 4, ("poet", "vanisher"))])
 def test_a_swarm_is_whole_again_after_its_faults(seed, nodes, kinds):
     ended = simulate(draw(seed, nodes, kinds))
-    assert ended.problem == "", replay(seed, nodes)
+    assert ended.problem == "", replay(seed, nodes, kinds)
     assert ended.used > nodes
     assert ended.averaged > nodes
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import sys
 import time
 from pathlib import Path
 
 from tests.support.sim.breaks import BREAKS
+from tests.support.sim.hostile import KINDS
 from tests.support.sim.schedule import draw
 from tests.support.sim.world import Ended, simulate
 
@@ -20,12 +22,13 @@ def main() -> int:
     parser.add_argument("--count", type=int, help="so many seeds")
     parser.add_argument("--seconds", type=float, default=60.0, help="seeds for so long, unless a count is given")
     parser.add_argument("--nodes", type=int, help="so many nodes, whatever the seed says")
+    parser.add_argument("--foes", nargs="*", default=[], choices=KINDS, help="one hostile node of each, and no others")
     parser.add_argument("--break", dest="broken", choices=sorted(BREAKS), default="", help="put a defect in; seeds go on until it is found")
     parser.add_argument("--history", type=Path, help="write what happened here")
     args = parser.parse_args()
     if args.seed is not None:
         lines: list[str] = []
-        schedule = draw(args.seed, args.nodes)
+        schedule = draw(args.seed, args.nodes, args.foes)
         counts = f"{len(schedule.places)} nodes, {len(schedule.foes)} hostile, {len(schedule.faults)} faults"
         print(f"seed {args.seed}: {counts}, calm from {schedule.calm_from:.0f} s")
         for foe in schedule.foes:
@@ -48,12 +51,13 @@ def main() -> int:
 
 def _many(first: int, count: int | None, seconds: float, nodes: int | None, broken: str) -> int:
     began, ended = time.monotonic(), list[Ended]()
-    while len(ended) < count if count is not None else time.monotonic() - began < seconds:
-        ended.append(simulate(draw(first + len(ended), nodes), broken=broken))
-        _tell(ended[-1], nodes)
-        if broken and ended[-1].problem:
-            print(f"{broken}: found by seed {len(ended)} of {first} and those after it")
-            break
+    with contextlib.suppress(KeyboardInterrupt):
+        while len(ended) < count if count is not None else time.monotonic() - began < seconds:
+            ended.append(simulate(draw(first + len(ended), nodes), broken=broken))
+            _tell(ended[-1], nodes)
+            if broken and ended[-1].problem:
+                print(f"{broken}: found by seed {len(ended)} of {first} and those after it")
+                break
     took, failed = time.monotonic() - began, [each for each in ended if each.problem]
     hours, cpu = sum(each.simulated for each in ended) / 3600, sum(each.cpu for each in ended)
     nodes_in_all, averages = sum(each.nodes for each in ended), sum(each.averaged for each in ended)

@@ -66,7 +66,7 @@ def draw(seed: int, nodes: int | None = None, kinds: Sequence[str] = ()) -> Sche
     drawn = round(3 * (40 / 3) ** (rng.random() ** 2))
     count = nodes or drawn
     exchange = rng.choice(("gossip", "gossip", "auto", "pull"))
-    step = rng.uniform(8.0, 30.0) * max(1.0, count / 12)
+    step = rng.uniform(8.0, 30.0) * min(4.0, max(1.0, count / 12))
     places = [_place(rng, i, exchange, step) for i in range(count)]
     bootstrap = [place.name for place in places[: rng.randint(1, min(3, count))]]
     faults = _faults(rng, [place.name for place in places])

@@ -62,7 +62,6 @@ class Timeline:
             self._news = trio.Event()
             with trio.move_on_at(self._due[0][0] if self._due else float("inf")):
                 await self._news.wait()
-            await trio.lowlevel.checkpoint()
 
 
 @dataclass

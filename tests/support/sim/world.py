@@ -314,13 +314,17 @@ class World:
         await trio.sleep_until(self.schedule.calm_from)
         skill = {node.name: sum(node.memory.skill) for node in self.honest()}
         used = {node.name: node.tally.used.total() for node in self.honest()}
+        averaged = self._averaged()
         missing: list[str] = ["nobody looked"]
         while missing:
             if trio.current_time() - self.schedule.calm_from > WHOLE_SECONDS:
                 self._fail(f"not whole {WHOLE_SECONDS:.0f} s after the last fault: {'; '.join(missing[:5])}")
             await trio.sleep(WATCH_SECONDS)
-            missing = [*self._unconnected(), *self._idle(used, skill)]
+            missing = [*self._unconnected(), *self._idle(used, skill), *(["nobody averages"] if self._averaged() <= averaged else [])]
         self.whole_after = trio.current_time() - self.schedule.calm_from
+
+    def _averaged(self) -> int:
+        return sum(node.tally.averaged["exchanged"] for node in self.honest())
 
     def _unconnected(self) -> list[str]:
         """Nodes that are dead, or that the first cannot reach over honest nodes' connections."""
