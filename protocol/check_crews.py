@@ -18,11 +18,11 @@ COPY = Row(
 STATUS = Row(phase=("absent", "loading", "probation", "active", "failed"), step=int, progress=int)
 STREAM_OPEN = {"crew": bytes, "from_stage": int, "to_stage": int, "kind": ("frames", "state")}
 STREAM_READY = {"crew": bytes}
-OFFER = {"type": ("offer",), "model": bytes, "memory": float, "speed": float, "hop_seconds": float, "copies": [COPY]}
+OFFER = {"type": ("offer",), "model": bytes, "memory": float, "speed": float, "hop_seconds": float, "copies": [COPY], "without": [str]}
 PROPOSE = {"type": ("propose",), "record": RECORD}
 FOUNDED = {"type": ("founded",), "record": RECORD, "signatures": [Row(peer=str, signature=bytes)]}
 HEARTBEAT = {"type": ("heartbeat",), "crew": bytes, "status": STATUS}
-LEAVE = {"type": ("leave",), "crew": bytes, "reason": str}
+LEAVE = {"type": ("leave",), "crew": bytes, "reason": str, "because": str}
 SIGNATURE = {"type": ("signature",), "crew": bytes, "signature": bytes}
 REFUSE = {"type": ("refuse",), "reason": ("busy", "crew", "trust", "model", "behind", "record"), "crew": bytes}
 ALIVE = {**HEARTBEAT, "type": ("alive",)}
@@ -43,6 +43,8 @@ def read_message(frame, shapes):
         amounts(message["memory"], message["speed"], message["hop_seconds"])
         require(len(message["copies"]) <= COUNTS["copies"])
         [check_copy(*copy) for copy in message["copies"]]
+        require(len(message["without"]) <= COUNTS["crew_without"])
+        [name(peer, BYTES["peer_id"]) for peer in message["without"]]
     if message["type"] in ("propose", "founded"):
         check_record(message["record"])
     if message["type"] == "founded":
@@ -55,6 +57,7 @@ def read_message(frame, shapes):
     if message["type"] == "leave":
         reason = message["reason"]
         require(len(reason) <= BYTES["crew_reason"] and all(" " <= character <= "~" for character in reason))
+        name(message["because"] or "nobody", BYTES["peer_id"])
     return message
 
 

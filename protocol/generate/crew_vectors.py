@@ -54,11 +54,12 @@ OFFER = {
     "speed": 1e12,
     "hop_seconds": 0.01,
     "copies": [COPY, [*COPY[:5], "disk", TAKEN, b""]],
+    "without": [PEERS[3]],
 }
 PROPOSE = {"type": "propose", "record": record()}
 FOUNDED = founded(record())
 HEARTBEAT = {"type": "heartbeat", "crew": CREW, "status": STATUS}
-LEAVE = {"type": "leave", "crew": CREW, "reason": "drained"}
+LEAVE = {"type": "leave", "crew": CREW, "reason": "drained", "because": ""}
 SIGNATURE = {"type": "signature", "crew": CREW, "signature": KEYS[0].sign(MEMBER_DOMAIN + CREW)}
 REFUSE = {"type": "refuse", "reason": "busy", "crew": CREW}
 
@@ -79,8 +80,9 @@ def messages() -> Iterator[Vector]:
         yield accepted(f"a stage that is {phase}", "crews_request", pack(beat), beat)
     back = {**OFFER, "memory": 0.0, "speed": 0.0, "copies": []}
     yield accepted("an offer taken back", "crews_request", pack(back), back)
-    most = {**OFFER, "memory": 1e30, "copies": [COPY] * 32}
-    yield accepted("the largest amount and the most copies", "crews_request", pack(most), most)
+    most = {**OFFER, "memory": 1e30, "copies": [COPY] * 32, "without": ["p" * 64] * 16}
+    yield accepted("the largest amount, the most copies and the most peers", "crews_request", pack(most), most)
+    yield accepted("a leave because of a member", "crews_request", pack({**LEAVE, "because": PEERS[1]}), {**LEAVE, "because": PEERS[1]})
     eight = {**PROPOSE, "record": record(members=0) | {"members": [[f"peer{n}", 1] for n in range(8)]}}
     yield accepted("eight members", "crews_request", pack(eight), eight)
 
@@ -114,6 +116,11 @@ def messages() -> Iterator[Vector]:
     yield bad("bounds", "more speed than there is", OFFER, speed=1.1e30)
     yield bad("bounds", "a reason of 129 characters", LEAVE, reason="a" * 129)
     yield bad("bounds", "a reason that moves the cursor", LEAVE, reason="\x1b[2J")
+    yield bad("bounds", "because of somebody with a space", LEAVE, because="a b")
+    yield bad("bounds", "because of a peer of 65 characters", LEAVE, because="p" * 65)
+    yield bad("bounds", "without 17 peers", OFFER, without=["p"] * 17)
+    yield bad("bounds", "without a peer of no name", OFFER, without=[""])
+    yield bad("schema", "without a number", OFFER, without=[7])
     yield bad("bounds", "a signature of 63 bytes", SIGNATURE, signature=bytes(63), read_as="crews_answer")
     yield bad("bounds", "a signature of 31 bytes of crew", SIGNATURE, crew=bytes(31), read_as="crews_answer")
     yield bad("bounds", "a status of step -1", HEARTBEAT, status=["active", -1, 900])

@@ -15,19 +15,21 @@ nothing came of it for `turn_seconds`. All named sign, or it lapses: two propose
 from __future__ import annotations
 
 import enum
+import math
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from swarmnode.crew import events as ev
 from swarmnode.crew import local, messages
 from swarmnode.crew.detector import Signs, slowness_at
 from swarmnode.crew.events import Settings
-from swarmnode.crew.founding import Waits, newest, plan_crew
-from swarmnode.crew.messages import Offer, Refuse, Status
+from swarmnode.crew.founding import Point, Waits, is_behind, plan_crew
+from swarmnode.crew.messages import WITHOUT, Offer, Refuse, Status
 from swarmnode.crew.plan import stage_memory
 from swarmnode.crew.record import (
     HASH_BYTES,
@@ -46,6 +48,8 @@ from swarmnode.crew.record import (
 from swarmnode.errors import BadMessage
 
 LONGEST_BAR_SECONDS: Final = 3600.0
+DOUBTS: Final = 8
+"""Bars' worth of debt from which on a peer is left out on doubt alone."""
 LONG_AGO: Final = -1e18
 LOADING: Final = Status("loading")
 
@@ -68,8 +72,7 @@ class Means:
     trusts: Callable[[str], bool] = lambda peer: True
 
 
-@dataclass(frozen=True)
-class Peer:
+class Peer(msgspec.Struct, frozen=True):
     """What is known of a peer outside any crew."""
 
     connected: bool = False
@@ -77,16 +80,19 @@ class Peer:
     offered_at: float = LONG_AGO
     foreign_until: float = LONG_AGO
     """It does not speak of crews."""
-    strikes: int = 0
-    """Crews that came to nothing with it, or that it ended: others are preferred to it until one with it has worked for a while."""
-    bars: int = 0
-    """Times that it was barred, each soon after the one before."""
+    worked: bool = False
+    """A crew with it has taken a step."""
+    debt: float = 0.0
+    """Seconds that it is left out for, twice as long with each further failure; working with us takes a second off for each."""
     barred_until: float = LONG_AGO
     """It is in none of our crews before."""
+    lapses: int = 0
+    """Proposals of its own in a row that we signed and that came to nothing."""
+    deaf_until: float = LONG_AGO
+    """What it proposes is not signed before: others have their turn."""
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(msgspec.Struct, frozen=True):
     """Another member of our crew, as we see it."""
 
     signs: Signs
@@ -95,10 +101,11 @@ class Member:
     """When phase or progress last changed."""
     joined: bool = False
     """We have received something from it in this crew."""
+    refused_at: float | None = None
+    """When it said that it is in another crew or none, and nothing else since."""
 
 
-@dataclass(frozen=True)
-class Crew:
+class Crew(msgspec.Struct, frozen=True):
     founded: Founded
     id: bytes
     stage: int
@@ -116,8 +123,7 @@ class Crew:
         return self.founded.record
 
 
-@dataclass(frozen=True)
-class Proposal:
+class Proposal(msgspec.Struct, frozen=True):
     """A record that we have proposed, until all have signed it or it lapses."""
 
     record: Record
@@ -126,8 +132,7 @@ class Proposal:
     until: float
 
 
-@dataclass(frozen=True)
-class Reserved:
+class Reserved(msgspec.Struct, frozen=True):
     """We have signed, and sign nothing else before."""
 
     proposer: str
@@ -135,8 +140,7 @@ class Reserved:
     until: float
 
 
-@dataclass(frozen=True)
-class State:
+class State(msgspec.Struct, frozen=True):
     """Everything that one node knows of crews. `me`: its peer id."""
 
     me: str
@@ -144,7 +148,7 @@ class State:
     offering: local.Offering | None = None
     """What our trainer offers, while it could work in a crew; None otherwise."""
     draining: str = ""
-    peers: Mapping[str, Peer] = field(default_factory=dict)
+    peers: Mapping[str, Peer] = {}
     crew: Crew | None = None
     proposal: Proposal | None = None
     reserved: Reserved | None = None
@@ -274,7 +278,8 @@ class _Turn:
                 self._send_offers()
             case ev.StreamLost():
                 if self.state.crew is not None and event.crew == self.state.crew.id:
-                    self._break(f"a stream to {event.peer} broke")
+                    self._charge(event.peer)
+                    self._break("lost a stream to it", event.peer)
             case ev.PeerGone():
                 self._peer_gone(event.peer)
             case ev.PeerBack():
@@ -306,20 +311,35 @@ class _Turn:
     def _waited(self) -> float:
         return self.now - (self.state.free_since or 0.0)
 
+    @property
+    def _waits(self) -> Waits:
+        return Waits(self.settings.exact_seconds, self.settings.lost_seconds)
+
     def _is_out(self, peer: str) -> bool:
         return self.now < self._peer(peer).barred_until or not self.means.trusts(peer)
 
-    def _strike(self, peer: str) -> None:
-        """A crew with `peer` came to nothing, or ended because of it. Whose fault that was, nobody can say of one crew."""
+    def _charge(self, peer: str, cost: float | None = None) -> None:
+        """`peer` kept us from working for `cost` seconds, as we saw ourselves: none of our crews has it for twice as long, and for longer
+        with each further time. None for what happens to everybody (a process starts again): the first time is free."""
         known = self._peer(peer)
-        self._set_peer(peer, replace(known, strikes=known.strikes + 1))
+        debt = min(LONGEST_BAR_SECONDS, 2 * known.debt + max(2 * (cost or 0.0), self.settings.bar_seconds))
+        until = self.now + debt if cost is not None or known.debt else known.barred_until
+        if peer != self.state.me:
+            self._set_peer(peer, replace(known, debt=debt, barred_until=until))
 
-    def _bar(self, peer: str) -> None:
-        """`peer` did something, or nothing, as we saw ourselves: none of our crews has it for a while, and for longer each time."""
+    def _doubt(self, peer: str) -> None:
+        """A crew with `peer` ended by its word against another one's: one of the two is bad. It is left out once that was often."""
         known = self._peer(peer)
-        bars = known.bars + 1 if self.now - known.barred_until < self.settings.forgive_seconds else 1
-        seconds = min(LONGEST_BAR_SECONDS, self.settings.bar_seconds * 2.0 ** min(bars - 1, 20))
-        self._set_peer(peer, replace(known, bars=bars, strikes=known.strikes + 1, barred_until=self.now + seconds))
+        debt = min(LONGEST_BAR_SECONDS, known.debt + self.settings.bar_seconds)
+        until = self.now + debt if debt >= DOUBTS * self.settings.bar_seconds else known.barred_until
+        if peer != self.state.me:
+            self._set_peer(peer, replace(known, debt=debt, barred_until=max(until, known.barred_until)))
+
+    def _repay(self, crew: Crew) -> None:
+        """A step was taken: what its members owe us is less."""
+        for peer in crew.members:
+            known = self._peer(peer)
+            self._set_peer(peer, replace(known, worked=True, debt=max(0.0, known.debt - (self.now - crew.stepped_at))))
 
     # ---- time ---------------------------------------------------------------------------------------------------------------
 
@@ -335,6 +355,8 @@ class _Turn:
             self._send_offers()
         if self.state.proposal is not None and self.now >= self.state.proposal.until:
             self._lapse(self.state.proposal)
+        if self.state.reserved is not None and self.now >= self.state.reserved.until:
+            self._release(self.state.reserved)
         self._consider()
 
     def _watch(self, crew: Crew) -> None:
@@ -347,24 +369,42 @@ class _Turn:
                 self._note("suspected", f"{peer}: silent")
             gone = signs.gone_since is not None and self.now - signs.gone_since >= settings.gone_seconds
             if gone or signs.silent_seconds(self.now, self.state.slowness) >= settings.evict_seconds:
-                self._strike(peer)
-                self._break(f"{peer} is gone")
+                self._charge(peer)
+                self._break("is gone", peer)
                 return
-            if not member.joined and self.now - crew.since >= settings.join_seconds * self.state.slowness:
-                self._bar(peer)
-                self._break(f"{peer} has not joined")
-                return
-            stuck = member.status.phase != "active" and self.now - member.status_since >= settings.prepare_seconds
-            if stuck and self.state.phase == Phase.PREPARING:
-                self._bar(peer)
-                self._break(f"{peer} does not get ready")
-                return
-        if self.state.phase == Phase.RUNNING and self.now - crew.stepped_at >= settings.step_seconds:
-            self._bar(crew.record.members[0].peer)
-            self._break("no step was taken for long")
+        awaited, why = self._awaited(crew)
+        if awaited:
+            for peer in awaited:
+                self._charge(peer, self.now - crew.stepped_at)
+            self._break(why, awaited[0])
             return
         self._set_crew(replace(crew, members=members))
         self._run_or_pause()
+
+    def _awaited(self, crew: Crew, share: float = 1.0) -> tuple[list[str], str]:
+        """For whom a crew that does not work has waited for so much of its bound; why. Nothing that they say moves the whole bound."""
+        settings, since = self.settings, self.now - crew.since
+        if since >= share * settings.join_seconds * self.state.slowness:
+            absent = [peer for peer, member in crew.members.items() if not member.joined]
+            if absent:
+                return absent, "has not joined"
+        if self.state.phase == Phase.PREPARING:
+            late = [
+                peer for peer, member in crew.members.items() if member.status.phase != "active"
+                and (self.now - member.status_since >= share * settings.prepare_seconds or since >= share * self._ready_seconds(crew, peer))
+            ]  # fmt: skip
+            if crew.own.phase != "active" and since >= self._ready_seconds(crew, self.state.me):
+                late.append(self.state.me)
+            return late, "does not get ready"
+        stands = self.now - crew.stepped_at >= share * settings.step_seconds
+        return [crew.record.members[0].peer] if stands else [], "has taken no step for long"
+
+    def _ready_seconds(self, crew: Crew, peer: str) -> float:
+        """How long a member may get ready, whatever progress it reports: that grows with its stage, and with nothing that it says."""
+        offering, sizes = self.state.offering, [member.layers for member in crew.record.members]
+        stage = stage_of(crew.record, peer)
+        memory = stage_memory(offering.cost, sizes, stage) if offering is not None and stage is not None else 0.0
+        return self.settings.prepare_seconds + memory / self.settings.restore_bytes_per_second
 
     # ---- the own trainer ----------------------------------------------------------------------------------------------------
 
@@ -386,10 +426,8 @@ class _Turn:
         own = Status(status.phase, status.step, status.progress)
         stepped = own.phase == "active" and own.step > crew.record.step
         if stepped and own.step != before.step:
+            self._repay(crew)
             crew = replace(crew, stepped_at=self.now, stepped=True)
-            if self.now - crew.since >= self.settings.forgive_seconds:
-                for peer in crew.members:
-                    self._set_peer(peer, replace(self._peer(peer), strikes=0))
         self._set_crew(replace(crew, own=own))
         if own.phase == "failed":
             self._break(status.reason or "our stage failed")
@@ -404,8 +442,8 @@ class _Turn:
             return
         peer = crew.record.members[blames.stage].peer
         self._note("blamed", f"{peer}: {blames.reason}")
-        self._bar(peer)
-        self._break(f"no step comes of it with {peer}: {blames.reason}")
+        self._charge(peer, self.now - crew.stepped_at)
+        self._break(f"no step comes of it: {blames.reason}", peer)
 
     def _drain(self, reason: str) -> None:
         if not self.state.draining:
@@ -457,11 +495,24 @@ class _Turn:
             case Founded():
                 return self._join(message)
             case messages.Leave():
-                crew = self.state.crew
-                if crew is not None and message.crew == crew.id and peer in crew.members:
-                    self._strike(peer)
-                    self._break(f"{peer} left: {message.reason}")
+                self._left(peer, message)
         return messages.Noted()
+
+    def _left(self, peer: str, message: messages.Leave) -> None:
+        """A member is gone. Whose fault that is we judge by what we see ourselves: if we wait for somebody too, it is not its own. Else it
+        is that of one of the two, whoever leaves and because of whom."""
+        crew = self.state.crew
+        if crew is not None and message.crew == crew.id and peer in crew.members:
+            awaited = [one for one in self._awaited(crew, 0.5)[0] if one != peer]
+            for one in awaited:
+                self._charge(one, self.now - crew.stepped_at)
+            if not awaited and message.because:
+                self._doubt(peer)
+                if message.because in crew.members:
+                    self._doubt(message.because)
+            elif not awaited:
+                self._charge(peer)
+            self._break(f"left: {message.reason}", peer)
 
     def _answered(self, event: ev.Answered) -> None:
         peer, request, answer, crew = event.peer, event.request, event.answer, self.state.crew
@@ -481,12 +532,16 @@ class _Turn:
             self._lapse(self.state.proposal)
 
     def _not_in(self, crew: Crew, peer: str) -> None:
-        """A member says that it is not in our crew: it has not heard yet that it was founded, or has left it."""
-        if crew.members[peer].joined:
-            self._strike(peer)
-            self._break(f"{peer} is not in this crew any more")
-        else:
+        """A member says that it is not in our crew: it has not heard yet that it was founded, or has left it. What it said before it
+        joined may come after what it said then: once is not enough."""
+        member = crew.members[peer]
+        if not member.joined:
             self._do(ev.Send(peer, crew.founded))
+        elif member.refused_at is None:
+            self._set_crew(replace(crew, members={**crew.members, peer: replace(member, refused_at=self.now)}))
+        elif self.now - member.refused_at >= 0.5 * self.settings.heartbeat_seconds:
+            self._charge(peer)
+            self._break("is not in this crew any more", peer)
 
     # ---- heartbeats -----------------------------------------------------------------------------------------------------------
 
@@ -510,8 +565,8 @@ class _Turn:
         changed = member.signs.suspected or status.phase != member.status.phase
         self._set_crew(replace(crew, members={**crew.members, peer: seen}))
         if status.phase in ("absent", "failed"):
-            self._strike(peer)
-            self._break(f"the stage of {peer} is {status.phase}")
+            self._charge(peer)
+            self._break(f"its stage is {status.phase}", peer)
         elif changed:
             self._run_or_pause()
 
@@ -530,8 +585,9 @@ class _Turn:
         active = crew.own.phase == "active" and all(member.status.phase == "active" for member in crew.members.values())
         if well and active and phase != Phase.RUNNING:
             recovered = self.now - self.state.stood_since if self.state.stood_since is not None else None
+            if phase == Phase.PREPARING:  # a pause is no reason to wait longer for a step
+                self._set_crew(replace(crew, stepped_at=self.now))
             self._set(phase=Phase.RUNNING, stood_since=None, recovery_seconds=recovered or self.state.recovery_seconds)
-            self._set_crew(replace(crew, stepped_at=self.now))
             self._note("running", "" if recovered is None else f"{recovered:.3f}")
             self._do(ev.SendToTrainer(local.Resumed(crew.id)))
         elif not well and phase == Phase.RUNNING:
@@ -539,19 +595,17 @@ class _Turn:
             self._note("paused")
             self._do(ev.SendToTrainer(local.Suspended("a member is in doubt")))
 
-    def _break(self, why: str) -> None:
-        """Out of the crew: what was learnt stays with its copies."""
+    def _break(self, why: str, because: str = "") -> None:
+        """Out of the crew: what was learnt stays with its copies. `because` of whom, where it is another member."""
         crew = self.state.crew
         if crew is None:
             return
         for peer in crew.members:
-            self._do(ev.Send(peer, messages.Leave(crew.id, _printable(why))))
-            if not crew.stepped:
-                self._strike(peer)
+            self._do(ev.Send(peer, messages.Leave(crew.id, _printable(why), because)))
         since = self.now if crew.stepped else self.state.free_since
         stood = self.now if self.state.phase == Phase.RUNNING else self.state.stood_since
         self._set(phase=Phase.FREE, crew=None, offering=None, free_since=since, new_offer_at=self.now, stood_since=stood, planned=())
-        self._note("broken", why)
+        self._note("broken", f"{because} {why}".strip())
         self._do(ev.CloseStreams())
         self._do(ev.SendToTrainer(local.Released(why)))
 
@@ -566,7 +620,8 @@ class _Turn:
         if offering is None or not self._offers_itself:
             return Offer(NO_HASH, 0.0, 0.0, 0.0)
         capacity = offering.capacity
-        return Offer(offering.model, capacity.memory, capacity.speed, capacity.hop_seconds, offering.copies)
+        out = [peer for peer, known in self.state.peers.items() if self.now < known.barred_until]
+        return Offer(offering.model, capacity.memory, capacity.speed, capacity.hop_seconds, offering.copies, tuple(out[:WITHOUT]))
 
     def _send_offers(self) -> None:
         """Send our offer to everybody connected; one that takes the last one back is sent once."""
@@ -602,16 +657,15 @@ class _Turn:
         state, settings = self.state, self.settings
         if not self._offers_itself or state.proposal is not None or self.now < state.retry_at:
             return
-        if state.reserved is not None and self.now < state.reserved.until:
+        if state.reserved is not None:
             return
         offering = state.offering
         assert offering is not None
         offers = {peer: offer for peer, offer in _offers(state, self.now, settings).items() if self.means.trusts(peer)}
         offers[state.me] = self._own_offer()
-        waits = Waits(settings.exact_seconds, settings.lost_seconds)
         plan = plan_crew(
-            state.me, offers, offering.model, offering.cost, settings.stages, self._waited, waits,
-            {peer: known.strikes for peer, known in state.peers.items() if known.strikes},
+            state.me, offers, offering.model, offering.cost, settings.stages, self._waited, self._waits,
+            {peer: 1 - known.worked + math.ceil(known.debt) for peer, known in state.peers.items()},
         )  # fmt: skip
         if plan is None:
             self._set(planned=())
@@ -644,10 +698,18 @@ class _Turn:
         """Nothing came of it; who has not answered at all is left out of the next plans for a while."""
         silent = [peer for peer in peers_of(proposal.record) if peer not in proposal.signatures]
         for peer in silent if self.now >= proposal.until else ():
-            self._bar(peer)
+            self._charge(peer)
         lapses = self.state.lapses + 1
         pause = self.settings.turn_seconds * self.means.rng.uniform(0.1, 0.5) * 2.0 ** min(lapses, 4)
         self._set(proposal=None, reserved=None, retry_at=self.now + pause, lapses=lapses)
+
+    def _release(self, reserved: Reserved) -> None:
+        """What we signed came to nothing: others have their turn, and a longer one each time."""
+        known = self._peer(reserved.proposer)
+        lapses = min(known.lapses + 1, 4)
+        self._set(reserved=None)
+        if reserved.proposer != self.state.me:
+            self._set_peer(reserved.proposer, replace(known, lapses=lapses, deaf_until=self.now + self.settings.turn_seconds * 2.0**lapses))
 
     def _signed(self, peer: str, answer: messages.Signature) -> None:
         proposal = self.state.proposal
@@ -687,25 +749,16 @@ class _Turn:
             return "model"
         if any(self._is_out(peer) for peer in peers if peer != state.me):
             return "trust"
-        mine = newest(offering.copies)
-        if mine is not None:
-            if record.lineage != mine.lineage and self._waited < self.settings.lost_seconds:
-                return "behind"
-            if record.step < mine.step and self._waited < 2 * self.settings.exact_seconds:
-                return "behind"
-        elif record.step > 0 and self._vouch(record) < min(2, len(peers) - 1):
+        point = Point(record.lineage, record.step, record.previous, record.taken)
+        others = [known.offer for peer in peers if peer != state.me and (known := self._peer(peer)).offer is not None]
+        vouchers = sum(point.is_of(offer.copies) for offer in others if offer is not None)
+        if is_behind(offering.copies, point, vouchers, len(peers), self._waited, self._waits):
             return "behind"
         reserved = state.reserved
-        if reserved is not None and self.now < reserved.until and reserved.proposer != proposer:
+        promised = reserved is not None and self.now < reserved.until and reserved.proposer != proposer
+        if promised or self.now < self._peer(proposer).deaf_until:
             return "busy"
         return None
-
-    def _vouch(self, record: Record) -> int:
-        """Members whose offers say that they have been where `record` goes on from: one alone may say anything."""
-        point = record.lineage, record.step, record.previous
-        offers = [self._peer(member.peer).offer for member in record.members]
-        said = [offer.copies for offer in offers if offer is not None]
-        return sum(any((c.lineage, c.step, c.hash) == point or (c.lineage, c.step + 1, c.next) == point for c in copies) for copies in said)
 
     def _sign(self, proposer: str, record: Record) -> messages.Answer:
         crew = crew_id(record)
@@ -713,7 +766,9 @@ class _Turn:
         if why is not None:
             self._note("refused", f"{proposer}: {why}")
             return Refuse(why, crew)
-        self._set(reserved=Reserved(proposer, crew, self.now + 2 * self.settings.turn_seconds))
+        before = self.state.reserved
+        until = before.until if before is not None and self.now < before.until else self.now + 2 * self.settings.turn_seconds
+        self._set(reserved=Reserved(proposer, crew, until))
         return messages.Signature(crew, self.means.sign(member_bytes(crew)))
 
     def _join(self, founded: Founded) -> messages.Answer:
@@ -736,6 +791,8 @@ class _Turn:
         stage = stage_of(record, me)
         assert stage is not None
         members = {peer: Member(Signs(self.now), status_since=self.now, status=LOADING) for peer in peers_of(record) if peer != me}
+        if self.state.reserved is not None:
+            self._set_peer(self.state.reserved.proposer, replace(self._peer(self.state.reserved.proposer), lapses=0))
         self._set(
             phase=Phase.PREPARING,
             proposal=None,

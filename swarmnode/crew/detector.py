@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, replace
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 EXPECTED_SECONDS: Final = 1.0
 """Between two heartbeats."""
@@ -40,8 +42,7 @@ def phi(elapsed: float, mean: float, deviation: float) -> float:
     return -math.log10(later) if later > 1e-300 else 300.0
 
 
-@dataclass(frozen=True)
-class Signs:
+class Signs(msgspec.Struct, frozen=True):
     """Signs of life of one peer."""
 
     last_seen: float

@@ -41,12 +41,13 @@ class Settings(msgspec.Struct, frozen=True):
     """Any other silent member."""
     prepare_seconds: float = 300.0
     """A stage that is being restored, and shows no sign of progress."""
+    restore_bytes_per_second: float = 1e6
+    """It may take prepare_seconds and its memory by this rate in all, whatever progress it reports."""
     step_seconds: float = 900.0
     """A crew that runs and takes no step for so long is left."""
     bar_seconds: float = 10.0
-    """How long a peer is left out that did not sign, join or get ready, or that kept a crew from its steps; doubled with each time."""
-    forgive_seconds: float = 60.0
-    """What a peer did is forgotten when a crew with it has worked for so long, or nothing came after it."""
+    """How long a peer is left out because of which a crew ended or was not founded, at least: as long as it cost, doubled each time. The
+    time that it works with us is taken off."""
     most_peers: int = 64
     """Whose offers are remembered."""
 

@@ -17,7 +17,7 @@ Whatever others claim: who has learnt something plans his own lineage, and no po
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import median
@@ -26,13 +26,13 @@ from typing import Final
 
 from swarmnode.crew.messages import Offer
 from swarmnode.crew.plan import MEMBERS, Capacity, ModelCost, make_plan, stage_memory
-from swarmnode.crew.record import NO_HASH, NONCE_BYTES, Copy, Member, Record, Taken, peers_of
+from swarmnode.crew.record import NO_HASH, NONCE_BYTES, Copy, Member, Record, Taken
 from swarmnode.errors import Refused
 
 CONSIDERED: Final = 12
 """Nodes that a plan chooses from, at most."""
-STRIKES: Final = 3
-"""From so many on, a node without any copy goes before one with an exact one."""
+PLAUSIBLE: Final = 64
+"""Steps that a single other node may be ahead of us, and be believed."""
 IMPOSSIBLE: Final = 10**15
 _WHERE: Final = {"memory": 0, "disk": 1, "neighbour": 2}
 GAP: Final = 10**6
@@ -41,6 +41,10 @@ OLDER: Final = 1000
 """More than any exact copy costs; an older one costs its lag besides."""
 FETCHED: Final = 10**9
 """For a node that has no copy of the block: it has to be sent there."""
+
+RANKS: Final = 1000
+UNKNOWN: Final = 3
+"""For a node with whom no step was taken, or that is in debt: more than the difference between memory and disk."""
 
 Block = tuple[int, int]
 """(first, last) layer, the last one not included."""
@@ -71,15 +75,23 @@ class _Choice:
     copies: Sequence[tuple[str, Copy]]
     model: bytes
     cost: ModelCost
-    strikes: Mapping[str, int]
+    ranks: Mapping[str, int]
+
+    def clash(self, one: str, other: str) -> bool:
+        """Whether one of them would not be in a crew with the other."""
+        return other in self.able[one].without or one in self.able[other].without
 
 
 @dataclass(frozen=True)
-class _Point:
+class Point:
     lineage: bytes
     step: int
     hash: bytes
     taken: Taken
+
+    def is_of(self, copies: Iterable[Copy]) -> bool:
+        """Whether who has these has been there, or would take the step that leads there."""
+        return any(copy.lineage == self.lineage and _has(self, copy) for copy in copies)
 
 
 def newest(copies: Iterable[Copy]) -> Copy | None:
@@ -88,14 +100,30 @@ def newest(copies: Iterable[Copy]) -> Copy | None:
     return max(own, key=lambda copy: (copy.step, copy.hash), default=None)
 
 
+def is_behind(own: Iterable[Copy], point: Point, vouchers: int, members: int, waited: float, waits: Waits) -> bool:
+    """Whether who has `own` copies does not sign a record that goes on from `point`: it would give up what it has learnt, or has only the
+    word of too few. `vouchers`: others of the record's `members` who have been there; `waited`: seconds without a crew."""
+    own = tuple(own)
+    mine = newest(own)
+    if mine is not None:
+        if point.lineage != mine.lineage and waited < waits.lost:
+            return True
+        if point.step < mine.step and waited < 2 * waits.exact:
+            return True
+    if point.step == 0 or point.is_of(own) or (mine is not None and mine.lineage == point.lineage and point.step <= mine.step):
+        return False
+    far = mine is not None and point.step > mine.step + PLAUSIBLE and waited < waits.lost
+    return vouchers < (2 if far else min(2, members - 1))
+
+
 def plan_crew(
     me: str, offers: Mapping[str, Offer], model: bytes, cost: ModelCost, stages: int, waited: float, waits: Waits,
-    strikes: Mapping[str, int] = MappingProxyType({}),
+    ranks: Mapping[str, int] = MappingProxyType({}),
 ) -> Plan | None:  # fmt: skip
     """What to propose now; None where nothing can be founded yet. Whoever has the same offers plans the same crew.
 
     `offers` by peer, our own included; `waited`: seconds since this node has been free; `stages`: of a crew that begins, 0 for any number;
-    `strikes`: crews that came to nothing with a peer. Who has many is taken where nobody else will do.
+    `ranks`: of two that would do equally well the lower one is taken, and the base is begun with the lowest that can.
     """
     able = {peer: offer for peer, offer in offers.items() if offer.model == model and offer.memory > 0 and offer.speed > 0}
     if me not in able:
@@ -104,25 +132,31 @@ def plan_crew(
     learnt = any(copy.step > 0 for _, copy in copies)
     mine = newest(able[me].copies)
     lineages = [mine.lineage] if mine is not None else sorted({copy.lineage for _, copy in copies if copy.step > 0})
-    choice = _Choice(me, able, copies, model, cost, strikes)
+    choice = _Choice(me, able, copies, model, cost, ranks)
     found = [plan for lineage in lineages if (plan := _continue(choice, lineage, waited, waits)) is not None]
     best = max(found, key=lambda plan: (plan.record.step, plan.record.lineage), default=None)
-    bad = [peer for peer in peers_of(best.record) if strikes.get(peer, 0) >= STRIKES] if best is not None else []
-    if best is not None and (not bad or waited < 3 * waits.lost):  # else nobody would ever do without who brings crews to nothing
+    if best is not None:
         return best
-    if mine is not None and waited < waits.lost:
-        return None
-    fresh = able if not learnt or waited >= waits.lost else {peer: offer for peer, offer in able.items() if newest(offer.copies) is None}
-    for most in sorted({strikes.get(peer, 0) for peer in fresh}):
-        record = _begin({peer: offer for peer, offer in fresh.items() if strikes.get(peer, 0) <= most}, model, cost, stages)
+    begins = not learnt or waited >= waits.lost
+    if not begins and (mine is not None or any(_continue(choice, lineage, math.inf, waits) for lineage in lineages)):
+        return None  # soon there is something better than the base
+    fresh = able if begins else {peer: offer for peer, offer in able.items() if newest(offer.copies) is None}
+    for most in sorted({ranks.get(peer, 0) for peer in fresh}):
+        record = _begin(choice, [peer for peer in fresh if ranks.get(peer, 0) <= most], stages)
         if record is not None:
             return Plan(record, exact=False)
-    return best
+    return None
 
 
-def _begin(able: Mapping[str, Offer], model: bytes, cost: ModelCost, stages: int) -> Record | None:
-    """From the base, as `plan.make_plan` places its layers on the largest of them. A speed is a claim: it counts half, as it were."""
-    peers = sorted(sorted(able, key=lambda peer: (-able[peer].memory, peer))[:MEMBERS])
+def _begin(choice: _Choice, willing: Iterable[str], stages: int) -> Record | None:
+    """From the base, as `plan.make_plan` places its layers on the largest of those who would be together. A speed is a claim: it counts
+    half, as it were."""
+    able, cost, model = choice.able, choice.cost, choice.model
+    peers: list[str] = []
+    for peer in sorted(willing, key=lambda peer: (peer != choice.me, choice.ranks.get(peer, 0), -able[peer].memory, peer)):
+        if len(peers) < MEMBERS and not any(choice.clash(peer, other) for other in peers):
+            peers.append(peer)
+    peers.sort()
     if not peers:
         return None
     usual = median(able[peer].speed for peer in peers)
@@ -159,7 +193,13 @@ def _continue(choice: _Choice, lineage: bytes, waited: float, waits: Waits) -> P
                 wait = 4 * waits.exact
         if waited < wait:
             continue
-        holders = _place(point, cut, mine, choice.able, cost, choice.strikes)
+        vouchers = {peer for peer, offer in choice.able.items() if point.is_of(offer.copies)}
+        behind = {peer for peer, offer in choice.able.items() if is_behind(offer.copies, point, MEMBERS, len(cut), waited, waits)}
+        holders = _place(point, cut, [(peer, copy) for peer, copy in mine if peer not in behind], choice, behind)
+        if holders is not None and any(
+            is_behind(choice.able[peer].copies, point, len(vouchers & set(holders) - {peer}), len(cut), waited, waits) for peer in holders
+        ):
+            continue  # it would be refused
         if holders is not None:
             members = tuple(Member(peer, last - start) for peer, (start, last) in zip(holders, cut, strict=True))
             record = Record(lineage, choice.model, point.hash, point.step, point.taken, members, bytes(NONCE_BYTES))
@@ -167,25 +207,25 @@ def _continue(choice: _Choice, lineage: bytes, waited: float, waits: Waits) -> P
     return None
 
 
-def _points(copies: Iterable[tuple[str, Copy]]) -> Iterable[_Point]:
+def _points(copies: Iterable[tuple[str, Copy]]) -> Iterable[Point]:
     """Each once; of how its last step was taken, what the lowest peer says that has taken it."""
-    found: dict[tuple[int, bytes], _Point] = {}
+    found: dict[tuple[int, bytes], Point] = {}
     for _, copy in copies:
-        found.setdefault((copy.step, copy.hash), _Point(copy.lineage, copy.step, copy.hash, copy.taken))
+        found.setdefault((copy.step, copy.hash), Point(copy.lineage, copy.step, copy.hash, copy.taken))
     return found.values()
 
 
-def _has(point: _Point, copy: Copy) -> bool:
+def _has(point: Point, copy: Copy) -> bool:
     return (copy.step, copy.hash) == (point.step, point.hash) or (copy.next == point.hash and copy.step + 1 == point.step)
 
 
-def _is_backed(me: str, point: _Point, copies: Sequence[tuple[str, Copy]]) -> bool:
+def _is_backed(me: str, point: Point, copies: Sequence[tuple[str, Copy]]) -> bool:
     """Whether we have been there, or more than one other node says that it has."""
     sayers = {peer for peer, copy in copies if _has(point, copy)}
     return me in sayers or len(sayers) > 1
 
 
-def _believed(me: str, point: _Point, cut: Sequence[Block], copies: Sequence[tuple[str, Copy]]) -> bool:
+def _believed(me: str, point: Point, cut: Sequence[Block], copies: Sequence[tuple[str, Copy]]) -> bool:
     """Whether a point is more than a claim: we have been there, or half of the blocks' holders say so, and more than one of them."""
     sayers = {peer for peer, copy in copies if copy.layers in cut and _has(point, copy)}
     learnt = any(peer == me and copy.where != "neighbour" for peer, copy in copies)
@@ -194,11 +234,11 @@ def _believed(me: str, point: _Point, cut: Sequence[Block], copies: Sequence[tup
     return me in sayers or not learnt or len(sayers) > 1
 
 
-def _exact(point: _Point, copies: Iterable[tuple[str, Copy]], block: Block) -> bool:
+def _exact(point: Point, copies: Iterable[tuple[str, Copy]], block: Block) -> bool:
     return any(copy.layers == block and _has(point, copy) for _, copy in copies)
 
 
-def _cut(point: _Point, copies: Sequence[tuple[str, Copy]], layers: int) -> tuple[Block, ...] | None:
+def _cut(point: Point, copies: Sequence[tuple[str, Copy]], layers: int) -> tuple[Block, ...] | None:
     """Blocks that follow each other from the first layer to the last: those with most exact copies, then with younger ones."""
     lags: dict[Block, int] = {}
     for _, copy in copies:
@@ -224,13 +264,15 @@ def _cut(point: _Point, copies: Sequence[tuple[str, Copy]], layers: int) -> tupl
 
 
 def _place(
-    point: _Point, cut: Sequence[Block], copies: Sequence[tuple[str, Copy]], able: Mapping[str, Offer], cost: ModelCost,
-    strikes: Mapping[str, int],
+    point: Point, cut: Sequence[Block], copies: Sequence[tuple[str, Copy]], choice: _Choice, never: Collection[str],
 ) -> tuple[str, ...] | None:  # fmt: skip
-    """A node for each block, each at most once, with the least to fetch; None where they do not fit."""
-    sizes = [last - first for first, last in cut]
-    needs = [stage_memory(cost, sizes, stage) for stage in range(len(cut))]
-    costs = {peer: [FETCHED if offer.memory >= need else IMPOSSIBLE for need in needs] for peer, offer in able.items()}
+    """A node for each block, each at most once, none with one with whom it would not be, with the least to fetch; None without.
+
+    `never`: who would refuse.
+    """
+    able, sizes = choice.able, [last - first for first, last in cut]
+    needs = [stage_memory(choice.cost, sizes, stage) for stage in range(len(cut))]
+    costs = {peer: [FETCHED if offer.memory >= need else IMPOSSIBLE for need in needs] for peer, offer in able.items() if peer not in never}
     for peer, copy in copies:
         if copy.layers in cut:
             stage = cut.index(copy.layers)
@@ -239,15 +281,9 @@ def _place(
                 price = _WHERE[copy.where] if _has(point, copy) else OLDER + lag if lag > 0 else FETCHED
                 costs[peer][stage] = min(costs[peer][stage], price)
     held = {copy.layers for _, copy in copies}
-    trusted = {copy.layers for peer, copy in copies if strikes.get(peer, 0) < STRIKES}
-    for stage, block in enumerate(cut):
-        if block in held - trusted:  # whom to fetch it from?
-            for prices in costs.values():
-                prices[stage] = IMPOSSIBLE if prices[stage] == FETCHED else prices[stage]
-    for peer, count in strikes.items():
-        if count >= STRIKES and peer in costs:
-            costs[peer] = [price + count * FETCHED if price < IMPOSSIBLE else price for price in costs[peer]]
-    peers = sorted(costs, key=lambda peer: (min(costs[peer]), -able[peer].speed, peer))[:CONSIDERED]
+    ranks = {peer: min(choice.ranks.get(peer, 0), RANKS - 1) for peer in costs}
+    peers = sorted(costs, key=lambda peer: (min(costs[peer]), ranks[peer], -able[peer].speed, peer))[:CONSIDERED]
+    clashes = [sum(1 << number for number, other in enumerate(peers) if choice.clash(peer, other)) for peer in peers]
 
     @cache
     def best(stage: int, used: int) -> tuple[int, tuple[str, ...]] | None:
@@ -256,8 +292,11 @@ def _place(
         options = []
         for number, peer in enumerate(peers):
             price = costs[peer][stage]
-            if price < IMPOSSIBLE and not used >> number & 1 and (rest := best(stage + 1, used | 1 << number)) is not None:
-                options.append((price + rest[0], number, (peer, *rest[1])))
+            if price >= IMPOSSIBLE or used >> number & 1 or used & clashes[number]:
+                continue
+            if (rest := best(stage + 1, used | 1 << number)) is not None:
+                doubt = UNKNOWN * (1 + (stage == 0)) if ranks[peer] else 0  # a head that does nothing is found out last
+                options.append(((price + doubt) * RANKS + ranks[peer] + rest[0], number, (peer, *rest[1])))
         if not options:
             return None
         total, _, chosen = min(options)

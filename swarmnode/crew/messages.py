@@ -33,11 +33,13 @@ from swarmnode.crew.record import (
 )
 from swarmnode.errors import BadMessage
 from swarmnode.wire import strict
-from swarmnode.wire.fields import ANY_COUNTER, check_between, check_fields
-from swarmnode.wire.limits import SIGNATURE_BYTES
+from swarmnode.wire.fields import ANY_COUNTER, check_between, check_fields, check_name
+from swarmnode.wire.limits import PEER_ID_BYTES, SIGNATURE_BYTES
 
 MESSAGE_BYTES: Final = 64 * 1024
 REASON_BYTES: Final = 128
+WITHOUT: Final = 16
+"""Peers that one offer names, at most."""
 
 StagePhase = Literal["absent", "loading", "probation", "active", "failed"]
 """How a stage is at its holder. `absent`: the trainer is gone, its network process is there. `active`: it could take the next step.
@@ -68,6 +70,8 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="offer"
     """Work per second, see `plan.Capacity`."""
     hop_seconds: float
     copies: tuple[Copy, ...] = ()
+    without: tuple[str, ...] = ()
+    """Peers with whom the sender would not be in a crew now."""
 
 
 class Propose(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="propose"):
@@ -102,6 +106,8 @@ class Leave(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="leave"
 
     crew: bytes
     reason: str = ""
+    because: str = ""
+    """The member because of whom it leaves, where it is not its own matter."""
 
 
 class Noted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="noted"):
@@ -152,6 +158,9 @@ def check_message(message: Message) -> None:
     match message:
         case Offer():
             check_copies(message.copies)
+            check_between("without", len(message.without), 0, WITHOUT)
+            for peer in message.without:
+                check_name("peer", peer, PEER_ID_BYTES)
         case Propose():
             check_record(message.record)
         case Founded():
@@ -161,5 +170,7 @@ def check_message(message: Message) -> None:
             check_fields(message.status, {}, _RANGES)
         case Leave():
             check_between("reason", len(message.reason), 0, REASON_BYTES)
+            if message.because:
+                check_name("because", message.because, PEER_ID_BYTES)
             if not all(" " <= character <= "~" for character in message.reason):
                 raise BadMessage("bounds", "reason")

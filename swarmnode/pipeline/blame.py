@@ -14,6 +14,8 @@ from typing import Final
 
 PATIENCE: Final = 5
 """Steps in a row that one stage alone spoils."""
+IMPATIENCE: Final = 2
+"""Deadlines in a row that one stage lets pass before the first step: a crew that has never worked is given up sooner."""
 REMEMBERED: Final = 32
 """Norms of a stage."""
 LEAST: Final = 8
@@ -27,19 +29,20 @@ class Blame:
 
     def __init__(self, stages: int) -> None:
         self._spoilt = [0] * stages
+        self._worked = False
         self._norms: list[deque[float]] = [deque(maxlen=REMEMBERED) for _ in range(stages)]
 
     def refused(self, stage: int, reason: str) -> tuple[int, str] | None:
         """`stage` has refused a step. (stage, why) once that is too often."""
-        self._spoilt = [count + 1 if i == stage else 0 for i, count in enumerate(self._spoilt)]
-        return (stage, f"refused {PATIENCE} steps in a row: {reason}") if self._spoilt[stage] >= PATIENCE else None
+        return self._spoils(stage, f"refused {PATIENCE} steps in a row: {reason}", PATIENCE)
 
     def silent(self, stages: Collection[int]) -> tuple[int, str] | None:
         """A step was given up because these said nothing in time: the first of them, since the others wait for what it sends on."""
-        return self.refused(min(stages), "no answer") if stages else None
+        return self._spoils(min(stages), "no answer again and again", PATIENCE if self._worked else IMPATIENCE) if stages else None
 
     def taken(self, norms: Mapping[int, float]) -> tuple[int, str] | None:
         """A step was taken; `norms` are the squared norms by stage. (stage, why) where one was absurd too often."""
+        self._worked = True
         absurd = [stage for stage, norm in norms.items() if self._is_absurd(stage, norm)]
         for stage, norm in norms.items():
             if stage not in absurd:
@@ -47,9 +50,11 @@ class Blame:
         if len(absurd) != 1:  # none, or all of them: a batch that is hard for everybody
             self._spoilt = [0] * len(self._spoilt)
             return None
-        (stage,) = absurd
+        return self._spoils(absurd[0], f"{PATIENCE} steps in a row with an absurd norm", PATIENCE)
+
+    def _spoils(self, stage: int, why: str, patience: int) -> tuple[int, str] | None:
         self._spoilt = [count + 1 if i == stage else 0 for i, count in enumerate(self._spoilt)]
-        return (stage, f"{PATIENCE} steps in a row with an absurd norm") if self._spoilt[stage] >= PATIENCE else None
+        return (stage, why) if self._spoilt[stage] >= patience else None
 
     def _is_absurd(self, stage: int, norm: float) -> bool:
         known = self._norms[stage]

@@ -80,11 +80,11 @@ WEIGHTS_PROTOCOL = "/swarmnode/weights/1"
 WEIGHTS_STATE_PROTOCOL = "/swarmnode/weights-state/1"
 """Request/response: the signed manifest of an outer state, and where to fetch that. Not in `PROTOCOLS`."""
 
-CREWS_PROTOCOL = "/swarmnode/crews/2"
+CREWS_PROTOCOL = "/swarmnode/crews/3"
 """Request/response: offers, records of crews to sign, heartbeats. Not in `PROTOCOLS`: whoever holds a whole policy does
 without."""
 
-STAGE_STREAM_PROTOCOL = "/swarmnode/stage-stream/2"
+STAGE_STREAM_PROTOCOL = "/swarmnode/stage-stream/3"
 """A stream between the trainers of two stages of a crew. Not in `PROTOCOLS`."""
 
 PRIVATE_SECURITY = "/swarmnode/noise-xxpsk0/1"

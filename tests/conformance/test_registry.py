@@ -184,6 +184,7 @@ def test_caps_are_those_of_the_registry():
         "stages": limits.STAGES,
         "crew_members": MEMBERS,
         "copies": record.COPIES,
+        "crew_without": crews.WITHOUT,
         "layers": record.LAYERS,
         "micro_batches": limits.MICRO_BATCHES,
         "stage_waiting": limits.STAGE_WAITING,
@@ -241,7 +242,7 @@ def test_every_limit_is_in_the_registry():
     ours = [value for name, value in vars(limits).items() if name.isupper()]
     said = weights_messages
     ours += [said.MESSAGE_BYTES, said.STATE_REQUEST_BYTES, said.STATE_BYTES, said.NONCE_BYTES, said.FRAGMENTS, said.RETRY_SECONDS]
-    ours += [crews.MESSAGE_BYTES, crews.REASON_BYTES, record.HASH_BYTES, record.HASH_BYTES, record.COPIES]
+    ours += [crews.MESSAGE_BYTES, crews.REASON_BYTES, record.HASH_BYTES, record.HASH_BYTES, record.COPIES, crews.WITHOUT]
     ours += [record.NONCE_BYTES, FACTOR]
     ours += [record.LAYERS, MEMBERS, stream_handshake.OPEN_BYTES, stage_frames.CHUNK_BYTES, 1e30]
     assert sorted([*ours, seeds.BLOCK_BITS]) == sorted(registered)

@@ -5,6 +5,7 @@ hashes      whoever is at one step hash took the same step from the same hash; t
 weights     of one block at one hash there is one set of weights, wherever every restoration was exact
 crews       a record is signed by each of its members, and each of them had signed nothing else then
 nothing     lost: what runs in the end is not behind what live nodes could have gone on from
+fences      a node computes for its own crew and for no other
 calm        a crew whose members are well ends for nobody outside it, and stands still for nobody outside it
 """
 
@@ -21,6 +22,8 @@ class Violation(AssertionError):
 class History:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
+        self.learnt: set[bytes] = set()
+        """Step hashes of steps that were taken."""
         self._steps: dict[tuple[bytes, int], tuple[tuple[int, ...], bytes]] = {}
         self._taken: set[tuple[bytes, int, int]] = set()
         self._weights: dict[tuple[tuple[int, int], bytes], bytes] = {}
@@ -31,6 +34,7 @@ class History:
     def took(self, crew: bytes, stage: int, stages: int, weights: Any, micro_batches: tuple[int, ...]) -> None:
         """Stage `stage` of `crew` is at `weights` now."""
         key = crew, weights.step
+        self.learnt.add(weights.hash)
         known = self._steps.setdefault(key, (micro_batches, weights.hash))
         if known != (micro_batches, weights.hash):
             raise Violation(f"stage {stage} took step {weights.step} with {micro_batches}, another stage with {known[0]}")

@@ -13,6 +13,7 @@ from swarmnode.pipeline.blame import Blame
 from swarmnode.pipeline.commit import NO_HASH, Answer, Confirm, Coordinator, Decided, Participant, Prepare, Take
 from swarmnode.pipeline.fence import Fence
 from swarmnode.pipeline.frames import Place
+from tests.support.crew_history import Violation
 
 DEADLINE_SECONDS = 6.0
 """Of a proposal."""
@@ -85,6 +86,10 @@ class Trainer:
     participant: Participant = field(default_factory=Participant)
     held: Weights | None = None
     """What is in memory, as of the last step."""
+    own: bool = False
+    """It has taken a step with what it holds, or has it from its own journal: else it keeps a copy, and has learnt nothing."""
+    linked: bool = True
+    """To its network process."""
     rung: str = ""
     resumed: bool = False
     fence: Fence | None = None
@@ -121,7 +126,7 @@ class Trainer:
         if self.disk.journal is not None:
             copies.append(self.disk.journal.copy("disk"))
         if self.held is not None and self.held.step > 0:
-            copies.append(self.held.copy("memory", self.participant.next_hash))
+            copies.append(self.held.copy("memory" if self.own else "neighbour", self.participant.next_hash))
         return local.Offering(
             MODEL, Capacity(self.world.memory_of(self.node), self.world.speed_of(self.node)), self.world.cost, tuple(copies)
         )
@@ -138,6 +143,7 @@ class Trainer:
             if self.participant.hash == assigned.hash:
                 self._enter("R0", self.held, now)
                 return
+        self.own = False
         self.held, self.phase, self.learnt = None, "loading", ()
         self.report()
         self._later(self.world.rng.uniform(0.1, 1.5), "loaded")
@@ -185,6 +191,7 @@ class Trainer:
         sources = [("R0", w) for w in here] + [("R2", w) for w in self.world.copies_at(a, block) if w.step <= a.step]
         exact = [(rung, w) for rung, w in sources if w.hash == a.hash]
         if exact:
+            self.own = exact[0][1] is self.disk.journal
             self._enter(*exact[0], now)
         elif sources:
             rung, older = max(sources, key=lambda one: one[1].step)
@@ -239,6 +246,8 @@ class Trainer:
             return
         step = self.participant.step if message.kind == "work" else None
         if self.world.fence_check(self.fence, message.place, sender, step) is None:
+            if message.place.crew != self.assigned.crew[:16]:
+                raise Violation(f"{self.node} computes for a crew that it is not in")
             self._handle(sender, message, now)
 
     def _handle(self, sender: int, message: Message, now: float) -> None:
@@ -301,6 +310,7 @@ class Trainer:
             batches = tuple(sorted(self.learnt))
             self.learnt = ()
             weight = next_weight(self.held.weight, self.participant.step - 1, batches)
+            self.own = True
             self.held = replace(self.held, step=self.participant.step, hash=self.participant.hash, weight=weight, taken=taken)
             self.progress += 1
             self.world.took_step(self, self.held, batches)

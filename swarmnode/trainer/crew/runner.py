@@ -338,6 +338,7 @@ class StageRunner:
             except PeerError as error:
                 log.warning("restoring needs somebody who is gone", error=str(error))
                 await trio.sleep_forever()  # the next crew says with whom to try again
+            stage.source = session.source
         self._built(stage)
         session.restore_seconds = time.monotonic() - session.since
         log.info("stage restored", stage=stage.index, rung=session.source or "base", seconds=round(session.restore_seconds, 2))

@@ -11,7 +11,7 @@ import torch
 import trio
 
 from swarmnode.crew.local import Assigned
-from swarmnode.crew.record import Copy, Taken
+from swarmnode.crew.record import Copy, Taken, Where
 from swarmnode.pipeline.commit import Take
 from swarmnode.pipeline.context import CrewSettings
 from swarmnode.pipeline.fence import Fence
@@ -70,6 +70,9 @@ class Stage:
         self.observers: list[Observer] = []
         self._settings = settings
         self._limits = limits
+        self._began = assigned.step
+        self.source: str | None = None if assigned.step else ""
+        """One of `local.RUNGS`: where its weights came from; None while they are not what its crew goes on from."""
         self._dropped: Counter[str] = Counter()
         self.worker = self._make(assigned, {})
 
@@ -85,17 +88,21 @@ class Stage:
         """Whether these weights are what the crew begins with; a step that was prepared here and taken elsewhere is taken. The last worker
         has stopped."""
         participant = self.worker.participant
+        if self.source is None:  # its crew ended before they were there
+            return False
         if participant.next_hash == assigned.hash and isinstance(participant.commit(self.step, participant.attempt), Take):
             await self.worker.take(assigned.taken.clip, assigned.taken.learning_rate)
         return participant.hash == assigned.hash
 
     def copy(self) -> Copy | None:
-        """What others are told of the weights in memory; None of those that have taken no step. The last worker has stopped."""
+        """What others are told of the weights in memory; None of those that have taken no step, or were not restored. The last worker has
+        stopped. What came from others and has not taken a step here is kept, not learnt."""
         spec, participant, last = self.runtime.spec, self.worker.participant, self.optimizer.last_commit
-        if participant.step == 0:
+        if participant.step == 0 or self.source is None:
             return None
+        where: Where = "memory" if self.source in ("", "R0") or participant.step > self._began else "neighbour"
         taken = Taken(last.attempt, last.clip, last.learning_rate)
-        return Copy(self.lineage, spec.first, spec.last, participant.step, participant.hash, "memory", taken, participant.next_hash)
+        return Copy(self.lineage, spec.first, spec.last, participant.step, participant.hash, where, taken, participant.next_hash)
 
     def begin(self, assigned: Assigned, streams: dict[int, trio.abc.Stream]) -> StageWorker:
         """A new worker in a new crew, with the stage's weights and optimizer. To be `run`."""

@@ -2,9 +2,9 @@
 
 import math
 import random
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from swarmnode.crew import detector
 from swarmnode.crew.detector import LEAST, STALL_FLOOR_SECONDS, Progress, Signs, phi, slowness_at

@@ -1,8 +1,8 @@
 """Which crew is founded from which offers: the newest step that copies cover, never the base while something newer can be had."""
 
-import pytest
+import msgspec
 
-from swarmnode.crew.founding import STRIKES, Waits, newest, plan_crew
+from swarmnode.crew.founding import PLAUSIBLE, Point, Waits, is_behind, newest, plan_crew
 from swarmnode.crew.messages import Offer
 from swarmnode.crew.plan import ModelCost, Part
 from swarmnode.crew.record import NO_HASH, Copy, Taken, peers_of
@@ -124,13 +124,64 @@ def test_a_stage_goes_where_it_fits_and_where_it_can_be_had():
     assert peers_of(plan(offers).record)[3] == "f", "its own goes before what was kept for somebody"
 
 
-@pytest.mark.parametrize("strikes", [0, STRIKES])
-def test_who_brought_crews_to_nothing_is_taken_last(strikes):
+def test_of_two_that_would_do_equally_well_the_one_that_has_worked_with_us_is_taken():
+    assert "a" in peers_of(plan({name: offer() for name in "abcdx"}, ranks={"x": 1}).record)
+    for rank in (0, 1):
+        offers = {**four(9, 9, 9, 9), "e": offer(copy(3, 9))}
+        assert peers_of(plan(offers, ranks={"d": rank, "e": 1 - rank}).record)[3] == ("e" if rank else "d")
+        assert "x" not in peers_of(plan({name: offer() for name in "abcdx"}, ranks={"x": 1 + rank}).record)
+
+
+def test_a_stranger_that_claims_everything_is_no_head_where_somebody_else_has_it():
+    stranger = offer(*(copy(stage, 9) for stage in range(4)))
+    ours = {name: offer(copy(stage, 9), copy((stage - 1) % 4, 9, "neighbour")) for stage, name in enumerate("abc")}
+    assert peers_of(plan({**ours, "x": stranger}, ranks={"x": 1}).record) == ("a", "b", "c", "x")
+    del ours["c"]
+    ours["d"] = offer(copy(0, 9, "disk"))
+    del ours["a"]
+    assert peers_of(plan({**ours, "c": offer(copy(2, 9)), "x": stranger}, me="b", ranks={"x": 1}).record) == ("d", "b", "c", "x")
+
+
+def test_who_would_not_be_together_is_not_put_together():
+    offers = {**four(9, 9, 9, 9), "e": offer(copy(1, 9, "disk"))}
+    assert peers_of(plan(offers).record) == tuple("abcd")
+    offers["c"] = msgspec.structs.replace(offers["c"], without=("b",))
+    assert peers_of(plan(offers).record) == ("a", "e", "c", "d")
+    del offers["e"]
+    assert plan(offers) is None
+    fresh = {name: offer() for name in "abcde"}
+    fresh["c"] = msgspec.structs.replace(fresh["c"], without=("e",))
+    found = peers_of(plan(fresh).record)
+    assert not {"c", "e"} <= set(found)
+
+
+def test_nobody_is_named_who_would_have_to_refuse():
+    """A newcomer wants the word of two; who has learnt more does not go back at once."""
+    claims = {"a": offer(copy(0, 9)), "b": offer(copy(1, 7), copy(1, 9, "disk")), "c": offer(), "d": offer(copy(3, 7))}
+    assert plan({**claims, "a": offer(copy(0, 90)), "b": offer(copy(1, 8))}, 50.0) is None
+    ahead = {**four(9, 9, 9, 9), "d": offer(copy(3, 11), copy(3, 9, "neighbour")), "e": offer(copy(3, 9, "neighbour"))}
+    assert peers_of(plan(ahead).record) == ("a", "b", "c", "e")
+    own = [copy(0, 9)]
+    assert is_behind([], as_point(9), 1, 3, 0.0, WAITS)
+    assert not is_behind([], as_point(9), 2, 3, 0.0, WAITS)
+    assert not is_behind([], as_point(9), 1, 2, 0.0, WAITS)
+    assert is_behind(own, as_point(9 + PLAUSIBLE + 1), 1, 2, 0.0, WAITS)
+    assert not is_behind(own, as_point(9 + PLAUSIBLE), 1, 2, 0.0, WAITS)
+    assert not is_behind(own, as_point(9), 0, 4, 0.0, WAITS)
+
+
+def as_point(step):
+    return Point(LINEAGE, step, point(step), TAKEN)
+
+
+def test_who_has_learnt_nothing_waits_for_those_who_have_while_they_could_go_on():
     offers = four(9, 9, 9, 9)
+    del offers["d"]
+    offers |= {name: offer() for name in "defg"}
     offers["c"] = offer(copy(2, 9), copy(3, 5, "neighbour"))
-    offers["spare"] = offer()
-    assert peers_of(plan(offers, strikes={"d": strikes}).record)[3] == ("spare" if strikes else "d")
-    assert "x" not in peers_of(plan({name: offer() for name in "abcdx"}, strikes={"x": 1}).record)
+    assert plan(offers, me="g") is None, "among themselves they are four: then three would never get a fourth"
+    assert plan(offers, 11.0, me="g") is not None
+    assert plan({name: offers[name] for name in "adefg"}, me="g").record.step == 0, "of one alone nothing can be gone on from"
 
 
 def test_the_newest_of_a_node_is_its_own():

@@ -1,26 +1,31 @@
 """Crews under a seeded nemesis: nothing is learnt twice or lost, and nobody outside a crew ends it."""
 
-from dataclasses import replace
-
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from swarmnode.crew.control import advance
 from swarmnode.pipeline.fence import Fence
 from tests.support.crew_history import Violation
 from tests.support.nemesis import World, check
 
-SCHEDULES = 60
+SCHEDULES = 40
+FOUND = {
+    "faults": (46, 65, 76, 90, 92, 104, 108, 168, 199, 209, 235, 238, 269, 283, 308, 365, 371, 373, 377, 460, 695, 883),
+    "calm": (83, 98, 238),
+    "member": (51, 52, 60, 71, 82, 86, 87, 97, 104, 120, 125, 133, 134, 147, 160, 181, 191, 195, 401),
+}
+"""Schedules that found something once."""
 
 
 @pytest.mark.parametrize("kind", ["faults", "calm"])
 def test_every_schedule_ends_and_keeps_every_invariant(kind):
-    steps = sum(check(seed, kind).counts["steps"] for seed in range(SCHEDULES))
+    steps = sum(check(seed, kind).counts["steps"] for seed in (*range(SCHEDULES), *FOUND[kind]))
     assert steps > 3 * SCHEDULES
 
 
 def test_a_crew_goes_on_without_a_member_that_lies():
-    for seed in range(20):
+    for seed in (*range(20), *FOUND["member"]):
         assert check(seed, "member").counts["steps"] > 0
 
 
@@ -55,7 +60,7 @@ def first_violation(seeds, **options):
 
 
 def test_a_fence_that_lets_the_past_in_is_found():
-    assert first_violation(range(400), fence_check=LetsThePastIn.check)
+    assert "computes for a crew" in first_violation(range(400), fence_check=LetsThePastIn.check)
 
 
 def test_a_node_that_signs_whatever_it_is_asked_to_loses_what_was_learnt():

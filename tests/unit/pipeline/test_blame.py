@@ -2,7 +2,7 @@
 
 import pytest
 
-from swarmnode.pipeline.blame import ABSURD, LEAST, PATIENCE, Blame
+from swarmnode.pipeline.blame import ABSURD, IMPATIENCE, LEAST, PATIENCE, Blame
 
 
 def test_who_refuses_every_step_is_blamed_after_a_bound():
@@ -26,9 +26,16 @@ def test_who_refuses_now_and_then_or_in_turn_is_not():
 def test_of_those_who_say_nothing_the_first_is_blamed_for_the_others_wait_for_it(silent, whose):
     blame = Blame(3)
     assert blame.silent(set()) is None
+    assert blame.taken({}) is None
     verdicts = [blame.silent(silent) for _ in range(PATIENCE)]
     assert verdicts[:-1] == [None] * (PATIENCE - 1)
     assert verdicts[-1][0] == whose
+
+
+def test_a_crew_that_has_never_worked_is_given_up_sooner():
+    blame = Blame(3)
+    assert [blame.silent({1}) for _ in range(IMPATIENCE)] == [None] * (IMPATIENCE - 1) + [(1, "no answer again and again")]
+    assert IMPATIENCE < PATIENCE
 
 
 def norms(absurd=()):

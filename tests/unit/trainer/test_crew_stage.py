@@ -92,6 +92,23 @@ async def test_a_prepared_step_is_said_to_be_ready(stage):
     assert stage.copy().next == stage.worker.participant.next_hash != b""
 
 
+async def test_weights_that_were_not_restored_are_nobody_s_and_those_of_others_are_kept_until_a_step_was_taken(model):
+    _, crew = model
+    at = assigned(step=7, hash=b"h" * 32)
+    stage = Stage(at, crew.build((1, 1), 1), crew.settings(), crew.limits())
+    assert stage.copy() is None
+    assert not await stage.follow(assigned(b"d" * 32, step=7, hash=b"h" * 32)), "its crew ended while it was restored: it has the base's"
+    stage.source = "R2"
+    assert stage.copy().where == "neighbour"
+    assert await stage.follow(assigned(b"d" * 32, step=7, hash=b"h" * 32))
+    prepare(stage)
+    await stage.follow(after(stage))
+    assert stage.copy().where == "memory"
+    stage = Stage(at, crew.build((1, 1), 1), crew.settings(), crew.limits())
+    stage.source = "R0"
+    assert stage.copy().where == "memory", "from its own journal"
+
+
 async def test_a_prepared_step_that_nobody_took_is_dropped(stage):
     prepare(stage)
     before = copy(stage)
