@@ -203,7 +203,7 @@ class SharingConfig(Section):
     """Publish groups and train on those of other nodes."""
     groups_per_second: float = Field(default=16.0, gt=0)
     """Groups accepted from one peer, sustained."""
-    exchange: Literal["auto", "gossip", "pull"] = "gossip"
+    exchange: Literal["auto", "gossip", "pull"] = "auto"
     """How groups come here: `gossip` brings all of them, `pull` asks for as many as are trained on, `auto` measures which is better."""
 
 

@@ -21,7 +21,8 @@ MOST_PEERS = 1024
 
 class _Peer(msgspec.Struct):
     due: float
-    lists: bool = False
+    lists: bool | None = None
+    """None: not known yet."""
 
 
 class Asking:
@@ -59,6 +60,10 @@ class Asking:
     def listers(self, connected: Collection[str]) -> int:
         """How many of `connected` have answered with a listing."""
         return sum(1 for peer in connected if peer in self._peers and self._peers[peer].lists)
+
+    def mutes(self, connected: Collection[str]) -> int:
+        """How many of `connected` have said that they do not list."""
+        return sum(1 for peer in connected if peer in self._peers and self._peers[peer].lists is False)
 
     def _due(self, peer: str) -> float:
         known = self._peers.get(peer)

@@ -131,7 +131,7 @@ class RolloutExchange:
         self.scoring = ScoringQueue(scorer, self._scored, self._refuse, clock)
         self._fetching = Fetching(network, self._fetched, self._refuse, self._budget.allows, rules.spoken.fetch)
         life = self._rng.randbytes(limits.LIFE_BYTES)
-        around = Around(self._budget.allows, self.authors.trust, self._enqueue)
+        around = Around(self._budget.allows, self.authors.trust, self._enqueue, self._in_topic)
         gives = lambda peer: self.authors.admitted_of(peer) > 0
         self._by_listing = _ByListing(
             Serving(Catalogue(credentials.swarm, life), self._budget.allows, gives, clock, rules.spoken.fetch),
@@ -220,6 +220,9 @@ class RolloutExchange:
         if not self._budget.allows("forward"):
             return Validation.IGNORE  # taken, and not passed on
         return Validation.ACCEPT  # even when we are too busy for it: others need not be
+
+    def _in_topic(self) -> list[str]:
+        return self._network.gossip.peers(self._publisher.topic)
 
     def _enqueue(self, candidate: Candidate) -> None:
         if (reason := self.scoring.put(candidate)) is not None:

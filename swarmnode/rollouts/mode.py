@@ -5,8 +5,12 @@
        ├───────────────────────── not again for RETRY_SECONDS ─────────┘                                     │
        └──────────────────────── less than six times as much is listed, or half of what it asks for arrives ─┘
 
+    PULL ─ neighbours in the topic do not list ─▶ VISIT ─ twice as much arrived as is asked for, or they are gone ─▶ PULL
+
 In TRIAL the node still listens and asks for listings as well: it leaves nothing before it knows that there is something to go to. The two
-factors lie apart so that nobody goes to and fro. Counts are halved every HALF_LIFE_SECONDS: their ratios are those of the present.
+factors lie apart so that nobody goes to and fro. A VISIT is how a node that pulls learns from those that cannot be pulled from, nodes of
+the version before: in the topic while little arrives, and out of it in time where the topic is a flood. Counts are halved every
+HALF_LIFE_SECONDS: their ratios are those of the present.
 """
 
 from __future__ import annotations
@@ -25,7 +29,10 @@ of a node in a step and six asked for, those of ten nodes."""
 STAY = 6.0
 """Groups that are listed for each that is asked for, from which on there is enough to choose from."""
 STARVED = 0.5
-"""Groups gained by pulling for each that is asked for, below which listings are worth nothing."""
+"""Groups gained by pulling, and on visits, for each that is asked for, below which listings are worth nothing."""
+VISIT_BEGINS, VISIT_ENDS = 1.0, 2.0
+"""Groups that arrived by gossip for each that is asked for: where visits begin and end. So what they bring is bounded, however large the
+swarm is, and those that do not list have their share of it."""
 HALF_LIFE_SECONDS = 300.0
 DWELL_SECONDS = 300.0
 """In a phase, at least, before another."""
@@ -41,6 +48,10 @@ class Phase(enum.Enum):
     GOSSIP = "gossip"
     TRIAL = "trial"
     PULL = "pull"
+    VISIT = "visit"
+
+
+PULLING = (Phase.PULL, Phase.VISIT)
 
 
 @dataclass(frozen=True)
@@ -58,6 +69,8 @@ class Measured:
     """Groups that were pulled and admitted."""
     listers: int = 0
     """Connected peers that list."""
+    mutes: int = 0
+    """Connected peers in the topic that do not."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +96,17 @@ def begin(phase: Phase, now: float) -> ModeState:
 
 def advance(state: ModeState, measured: Measured) -> ModeState:
     """The state after `measured`."""
-    return _decide(count(state, measured), measured)
+    return _decide(visit(state, measured), measured)
+
+
+def visit(state: ModeState, measured: Measured) -> ModeState:
+    """The same counts, and no decision but whether one that pulls listens meanwhile."""
+    state = count(state, measured)
+    if state.phase is Phase.PULL and measured.mutes and state.wanted >= EVIDENCE and state.arrived < VISIT_BEGINS * state.wanted:
+        return replace(state, phase=Phase.VISIT)
+    if state.phase is Phase.VISIT and (not measured.mutes or state.arrived > VISIT_ENDS * state.wanted):
+        return replace(state, phase=Phase.PULL)
+    return state
 
 
 def count(state: ModeState, measured: Measured) -> ModeState:
@@ -110,7 +133,7 @@ def _decide(state: ModeState, measured: Measured) -> ModeState:
         if enough:
             return _enter(replace(state, switches=state.switches + 1), Phase.PULL)
         return _enter(replace(state, not_before=measured.now + RETRY_SECONDS), Phase.GOSSIP)
-    if enough and state.gained >= STARVED * state.wanted:
+    if enough and state.gained + state.arrived >= STARVED * state.wanted:
         return state
     return _enter(replace(state, switches=state.switches + 1, not_before=measured.now + RETRY_SECONDS), Phase.GOSSIP)
 
@@ -121,7 +144,7 @@ class Mode:
 
     def __init__(self, choice: Choice, now: float) -> None:
         self.state = begin(Phase.PULL if choice == "pull" else Phase.GOSSIP, now)
-        self._advance = advance if choice == "auto" else count
+        self._advance = {"auto": advance, "pull": visit, "gossip": count}[choice]
         self._noted: defaultdict[str, float] = defaultdict(float)
 
     @property
@@ -132,11 +155,11 @@ class Mode:
         """Count for the next look."""
         self._noted[what] += number
 
-    def look(self, now: float, listers: int) -> None:
+    def look(self, now: float, listers: int, mutes: int = 0) -> None:
         """Decide by what was noted."""
         noted, self._noted = self._noted, defaultdict(float)
         self.state = self._advance(
-            self.state, Measured(now, noted["arrived"], noted["wanted"], noted["listed"], noted["gained"], listers)
+            self.state, Measured(now, noted["arrived"], noted["wanted"], noted["listed"], noted["gained"], listers, mutes)
         )
 
 

@@ -26,7 +26,7 @@ from swarmnode.rollouts.admission import Admission, Rejected
 from swarmnode.rollouts.asking import Asking
 from swarmnode.rollouts.claims import PROVEN, BeliefStatistics, Claims, Lie, contradiction, has_spread
 from swarmnode.rollouts.groups import Candidate, is_useful
-from swarmnode.rollouts.mode import Choice, Mode, Phase
+from swarmnode.rollouts.mode import PULLING, Choice, Mode, Phase
 from swarmnode.rollouts.offers import Offers, Pull
 from swarmnode.rollouts.pace import Throughput
 from swarmnode.wire import codec, envelope, ids, limits
@@ -39,7 +39,8 @@ STEPS_AHEAD = 2
 PULLS_AT_ONCE = 4
 MOST_ASKED = 1024
 """Groups that were asked for and not scored yet."""
-MEASURE_SECONDS = 5.0
+MEASURE_SECONDS = 1.0
+"""Between two looks at the mode: a visit to a topic that is a flood ends after so long at most."""
 LISTINGS = ("ok", "busy", "other_swarm", "unsupported", "timeout", "failed", "malformed")
 """How asking for a listing ends."""
 PULLED = ("ok", "refused", "unknown", "busy", "timeout", "failed", "malformed", "mismatch")
@@ -50,7 +51,8 @@ Answer = TypeVar("Answer", bound=msgspec.Struct)
 
 class PullStatistics(msgspec.Struct, frozen=True):
     mode: str = Phase.GOSSIP.value
-    """`gossip`, `trial` (in the topic, and asking for listings as well) or `pull`."""
+    """`gossip`, `trial` (in the topic, and asking for listings as well), `pull` or `visit` (pulling, and in the topic for those that do
+    not list)."""
     modes: dict[str, bool] = {}
     """The same for every mode: whether it is this one."""
     switches: int = 0
@@ -80,6 +82,8 @@ class Around:
     """How much of a step the groups of an author may be."""
     enqueue: Callable[[Candidate], None]
     """Takes what passed admission."""
+    in_topic: Callable[[], Collection[str]]
+    """Connected peers that take part in the topic."""
 
 
 class Pulling:
@@ -158,13 +162,13 @@ class Pulling:
 
     def _start_what_is_due(self, nursery: trio.Nursery) -> None:
         phase = self._mode.phase
-        if phase is Phase.GOSSIP or (phase is Phase.PULL and self._under_way.wanted <= 0) or not self._around.allows("fetch"):
+        if phase is Phase.GOSSIP or (phase in PULLING and self._under_way.wanted <= 0) or not self._around.allows("fetch"):
             return
         connected = [peer for peer in self._network.connected() if self._network.welcome(peer)]
         self._offers.keep(connected)
         for peer in self._asking.next(connected, self._clock(), self._rng):
             nursery.start_soon(self._list, peer)
-        for pull in self._choose() if phase is Phase.PULL else ():
+        for pull in self._choose() if phase in PULLING else ():
             self._under_way.begin(pull)
             for listed in pull.groups:
                 self._asked[listed.content] = (pull.holder, listed)
@@ -296,7 +300,8 @@ class Pulling:
     async def _measure_now_and_then(self) -> None:
         while True:
             await trio.sleep(MEASURE_SECONDS)
-            self._mode.look(self._clock(), self._asking.listers(self._network.connected()))
+            listers, mutes = self._asking.listers(self._network.connected()), self._asking.mutes(self._around.in_topic())
+            self._mode.look(self._clock(), listers, mutes)
 
 
 class _UnderWay:

@@ -21,6 +21,7 @@ from swarmnode.tasks.client import AsyncScorer
 from swarmnode.testing.network import MemorySwarm
 from swarmnode.wire import ids, limits
 from swarmnode.wire.envelope import Credentials
+from tests.support.before import Before
 from tests.support.hosts import hosts
 from tests.support.waiting import until
 
@@ -178,21 +179,15 @@ async def mixed(directory, scorer, *choices):
         for (network, author), choice in zip(nodes, choices, strict=True):
             cfg = SharingConfig(exchange="gossip" if choice == "before" else choice)
             credentials = Credentials(author.key, SWARM)
-            exchange = RolloutExchange(network, scorer, credentials, GroupRules(BUILTIN_TASKS), cfg, rng=random.Random(0))
+            spoken = Before(network) if choice == "before" else network
+            exchange = RolloutExchange(spoken, scorer, credentials, GroupRules(BUILTIN_TASKS), cfg, rng=random.Random(0))
             exchange.set_policy(Hello(MODEL, TOKENIZER, 0))
             await nursery.start(exchange.run)
-            if choice == "before":
-                for protocol in (ids.LISTING_PROTOCOL, ids.GROUPS_PROTOCOL):
-                    network.requests.serve(protocol, refused, max_request_bytes=1, max_response_bytes=1)
             running.append((exchange, author, network))
         listening = sum(choice != "pull" for choice in choices)
         await until(lambda: all(len(network.gossip.peers(TOPIC)) >= listening - 1 for network, _ in nodes))
         yield running
         nursery.cancel_scope.cancel()
-
-
-async def refused(peer, request):
-    raise PeerError("no such protocol here")
 
 
 async def test_nodes_that_gossip_that_pull_and_of_the_version_before_get_each_others_groups(tmp_path):
@@ -221,5 +216,4 @@ async def test_nodes_that_gossip_that_pull_and_of_the_version_before_get_each_ot
             pulling = exchange.statistics().pulling
             assert pulling.pulled["ok"] >= 3
             assert not set(pulling.claims.lies) - {"absent", "slow"}
-            assert exchange.statistics().fetching.fetched == {}
         assert nodes[2][0].statistics().serving.served["group"] >= 1

@@ -30,16 +30,20 @@ NEWER = {
     "FETCH_ORDINALS = (FETCH_PROTOCOL,)": 'FETCH_ORDINALS = ("/swarmnode/fetch/2", FETCH_PROTOCOL)',
     "ROLLOUT_ORDINALS = (ROLLOUT_TOPIC,)": 'ROLLOUT_ORDINALS = ("/swarmnode/rollouts/2", ROLLOUT_TOPIC)',
 }
+BEFORE = {
+    'LISTING_PROTOCOL = "/swarmnode/listing/1"': 'LISTING_PROTOCOL = "/none/listing"',
+    'GROUPS_PROTOCOL = "/swarmnode/groups/1"': 'GROUPS_PROTOCOL = "/none/groups"',
+}
 
 
 class Installed:
     """A version in a folder of its own, and a node that runs by it."""
 
-    def __init__(self, site, directory):
+    def __init__(self, site, directory, exchange="auto"):
         self.site, self.directory = site, directory
         directory.mkdir()
         self.config = directory / "config.toml"
-        self.config.write_text(toml_of({**FAST, "node": {"data_dir": str(directory / "data")}}))
+        self.config.write_text(toml_of({**FAST, "node": {"data_dir": str(directory / "data")}, "sharing": {"exchange": exchange}}))
         self.process = None
 
     def _start(self, *words, **options):
@@ -92,17 +96,17 @@ def until(condition, what, seconds=240.0):
     raise AssertionError(f"not within {seconds} s: {what()}")
 
 
-def test_the_next_version_and_this_one_train_on_each_others_groups(tmp_path):
+def test_a_next_version_that_pulls_and_one_from_before_listings_train_on_each_others_groups(tmp_path):
     package = Path(swarmnode.__file__).parent
-    for site in ("this", "next"):
+    for site, changes in (("this", BEFORE), ("next", NEWER)):
         shutil.copytree(package, tmp_path / site / "swarmnode", ignore=shutil.ignore_patterns("__pycache__"))
-    names = tmp_path / "next" / "swarmnode" / "wire" / "ids.py"
-    source = names.read_text()
-    for present, newer in NEWER.items():
-        assert source.count(present) == 1
-        source = source.replace(present, newer)
-    names.write_text(source)
-    old, new = Installed(tmp_path / "this", tmp_path / "old"), Installed(tmp_path / "next", tmp_path / "new")
+        names = tmp_path / site / "swarmnode" / "wire" / "ids.py"
+        source = names.read_text()
+        for present, changed in changes.items():
+            assert source.count(present) == 1
+            source = source.replace(present, changed)
+        names.write_text(source)
+    old, new = Installed(tmp_path / "this", tmp_path / "old"), Installed(tmp_path / "next", tmp_path / "new", exchange="pull")
     try:
         code, invite, error = old.command("init", "--name", "long-lived")
         assert code == 0, error

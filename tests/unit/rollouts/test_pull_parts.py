@@ -211,6 +211,17 @@ def test_a_draw_asks_a_few_peers_each_in_its_turn():
     assert whom.listers(["0", "x"]) == 1
 
 
+def test_a_peer_is_mute_once_it_has_said_that_it_does_not_list():
+    whom = Asking()
+    for peer, lists in (("lists", True), ("late", None), ("mute", False)):
+        whom.done(peer, 0.0, lists=lists)
+    assert whom.mutes(["lists", "late", "mute", "unknown"]) == 1
+    whom.done("mute", 1.0, lists=None)
+    assert whom.mutes(["mute"]) == 1  # a time-out tells nothing new
+    whom.done("mute", 2.0, lists=True)
+    assert whom.mutes(["mute"]) == 0
+
+
 def test_a_peer_that_does_not_list_is_replaced_and_left_alone():
     whom, peers = Asking(), [str(n) for n in range(10)]
     whom.allow()
@@ -290,3 +301,25 @@ def test_what_is_set_is_not_decided():
             chosen.look(float(second), listers=8)
         assert chosen.phase is phase
         assert chosen.state.arrived / chosen.state.wanted == pytest.approx(150.0)
+
+
+def test_who_pulls_listens_to_those_that_do_not_list_and_never_to_more_than_twice_what_it_asks_for():
+    chosen, listened, arrived = mode.Mode("pull", 0.0), 0, 0.0
+    for second in range(6000):
+        chosen.note("wanted", 0.6)
+        if chosen.phase is Phase.VISIT:
+            listened += 1
+            arrived += 20.0
+            chosen.note("arrived", 20.0)
+        chosen.look(float(second), listers=8, mutes=1)
+    assert 0 < listened < 600
+    assert 0.5 < arrived / (0.6 * 6000) < 2.5
+    chosen.look(6001.0, listers=8, mutes=0)
+    assert chosen.phase is Phase.PULL
+
+
+def test_where_little_is_gossiped_a_visit_does_not_end_and_is_no_reason_to_return_to_gossip():
+    state = advance(begin(Phase.PULL, 0.0), Measured(0.0, **STEP, mutes=1))
+    state, phases = live(state, 3600, **STEP, mutes=1, listed=60.0, arrived=6.0)
+    assert phases == [Phase.VISIT]
+    assert live(state, 60, **STEP, listed=60.0, gained=6.0)[1] == [Phase.VISIT, Phase.PULL]

@@ -19,6 +19,7 @@ from swarmnode.wire import codec, envelope, ids, limits
 from swarmnode.wire.envelope import Credentials
 from swarmnode.wire.listings import GroupsRequest, GroupsResponse, Listed, ListingRequest, ListingResponse
 from swarmnode.wire.messages import FetchResponse
+from tests.support.before import Before
 
 SWARM = swarm_of()
 EPOCH = 1_800_000_000.0
@@ -35,7 +36,7 @@ async def rewards_of(group):
 
 
 class Swarm:
-    """Exchanges on one network, each with its own setting of `sharing.exchange`."""
+    """Exchanges on one network, each with its own setting of `sharing.exchange`; `before` is of the version that neither lists nor asks."""
 
     def __init__(self, *choices):
         self.allowed = {}
@@ -44,12 +45,14 @@ class Swarm:
         self.scorer = InProcessScorer()
         self.authors = [Author(SWARM, seed=n) for n in range(len(choices))]
         self.networks = [self.medium.join(author.peer) for author in self.authors]
+        spoken = [Before(network) if choice == "before" else network for network, choice in zip(self.networks, choices, strict=True)]
         self.exchanges = [
             RolloutExchange(
-                network, self.scorer, Credentials(author.key, SWARM), GroupRules(BUILTIN_TASKS), SharingConfig(exchange=choice),
+                network, self.scorer, Credentials(author.key, SWARM), GroupRules(BUILTIN_TASKS),
+                SharingConfig(exchange="gossip" if choice == "before" else choice),
                 clock=clock, rng=random.Random(seed), budget=budget,
             )
-            for seed, (network, author, choice) in enumerate(zip(self.networks, self.authors, choices, strict=True))
+            for seed, (network, author, choice) in enumerate(zip(spoken, self.authors, choices, strict=True))
         ]  # fmt: skip
 
     async def start(self, nursery):
@@ -287,6 +290,21 @@ async def test_requests_for_a_thousand_groups_and_of_a_taker_are_refused_and_oth
     served = swarm.told(0)[1].served
     assert served["malformed"] >= 2
     assert served["busy"] >= 60
+
+
+async def test_those_that_cannot_be_pulled_from_are_learnt_from_and_learn_while_all_others_pull(nursery, autojump_clock):
+    swarm, visits = await Swarm("pull", "pull", "before").start(nursery), []
+    for step in range(60):
+        for number in range(3):
+            await swarm.publish(number, *range(3 * step, 3 * step + 3))
+        for number in range(3):
+            await swarm.draw(number, count=2)
+        visits.append(swarm.told(0)[0].mode == "visit")
+    before = swarm.authors[2].peer
+    assert all(swarm.exchanges[number].authors.admitted_of(before) > 20 for number in range(2))
+    assert all(swarm.exchanges[2].authors.admitted_of(swarm.authors[number].peer) > 100 for number in range(2))
+    assert {True, False} == set(visits)
+    assert swarm.told(0)[0].arrived_per_wanted < 3
 
 
 async def test_what_does_not_fit_the_budget_is_neither_asked_for_nor_given(nursery, autojump_clock):
