@@ -1,7 +1,7 @@
 """What peers say they have, and which of it to ask whom for. Pure: time, belief and randomness are arguments.
 
     listing ─▶ offers of a holder (64 holders, the newest 128 groups of each)
-    choose ─▶ those that are new, in an order drawn by spread × freshness × trust × novelty of the author
+    choose ─▶ those that are new, in an order drawn by spread × freshness × trust × novelty of the author × belief in who lists it
            ─▶ each from one of its holders, drawn by belief; a step's worth over several authors and holders
            ─▶ one request for each holder: at most 16 groups, and 1 MiB as listed
 """
@@ -24,6 +24,9 @@ HALF_LIFE_SECONDS = 300.0
 """In which a listed group's weight halves."""
 SECOND_HAND = 0.3
 """Weight of a holder that is not the author: the author's own groups are on one shelf first, and on all soon."""
+BELIEVED = 0.25
+"""Belief from which on a holder takes part whenever groups are chosen, as a new one does; below it is left out the more often: it shall not
+be asked for want of others."""
 REMEMBERED_AUTHORS = 64
 """Groups asked for last, of whose authors more is less welcome."""
 REMEMBERED_CONTENTS = 4096
@@ -109,14 +112,16 @@ class Offers:
     ) -> list[Pull]:
         """Requests for up to `count` groups, at most half of them from one holder where there are several; what is asked for is no longer
         offered. trust: of a peer as author; belief: in a peer as holder; busy: peers that are not to be asked now."""
-        held = self._held(now, is_known, busy)
+        doubted = [holder for holder in self._holders if rng.random() >= belief(holder) / BELIEVED]
+        held = self._held(now, is_known, {*busy, *doubted})
         if count <= 0 or not held:
             return []
         contents = list(held)
         met = Counter(self._asked_of)
         authors = {content: self._author_of(held[content][0][1].author) for content in contents}
         weights = [
-            _spread(held[content], belief) * freshness(held[content][0][1], now) * trust(authors[content]) / (1 + met[authors[content]])
+            max(belief(holder) for holder, _ in held[content]) * _spread(held[content], belief) * freshness(held[content][0][1], now)
+            * trust(authors[content]) / (1 + met[authors[content]])
             for content in contents
         ]
         ordered = sampling.shuffle_weighted(contents, weights, rng)

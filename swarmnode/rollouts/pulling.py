@@ -23,7 +23,7 @@ from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout
 from swarmnode.p2p.api import Network
 from swarmnode.p2p.gossip import Validation
 from swarmnode.rollouts.admission import Admission, Rejected
-from swarmnode.rollouts.asking import Asking
+from swarmnode.rollouts.asking import PLENTY, Asking
 from swarmnode.rollouts.claims import PROVEN, BeliefStatistics, Claims, Lie, contradiction, has_spread
 from swarmnode.rollouts.groups import Candidate, is_useful
 from swarmnode.rollouts.mode import PULLING, Choice, Mode, Phase
@@ -51,8 +51,7 @@ Answer = TypeVar("Answer", bound=msgspec.Struct)
 
 class PullStatistics(msgspec.Struct, frozen=True):
     mode: str = Phase.GOSSIP.value
-    """`gossip`, `trial` (in the topic, and asking for listings as well), `pull` or `visit` (pulling, and in the topic for those that do
-    not list)."""
+    """`gossip`, `trial` (in the topic, and asking for listings as well) or `pull`, also on a visit to the topic."""
     modes: dict[str, bool] = {}
     """The same for every mode: whether it is this one."""
     switches: int = 0
@@ -127,7 +126,7 @@ class Pulling:
     def want(self, count: int, waiting: int) -> None:
         """The trainer draws `count` groups, and `waiting` are in the pool after that."""
         self._under_way.wanted = max(0, STEPS_AHEAD * count - waiting)
-        self._asking.allow()
+        self._asking.allow(enough=len(self._offers) >= PLENTY * count)
         self._mode.note("wanted", count)
         self._news.set()
 
@@ -146,7 +145,7 @@ class Pulling:
         mode = self._mode.state
         named = lambda kind: {outcome: n for (which, outcome), n in self._counts.items() if which == kind}
         return PullStatistics(
-            mode=mode.phase.value,
+            mode=(Phase.PULL if mode.phase in PULLING else mode.phase).value,
             modes={phase.value: phase is mode.phase for phase in Phase},
             switches=mode.switches,
             arrived_per_wanted=mode.arrived / mode.wanted if mode.wanted > 0 else None,

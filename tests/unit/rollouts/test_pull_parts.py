@@ -143,7 +143,7 @@ def test_a_request_has_at_most_sixteen_groups_and_a_mebibyte_and_a_holder_half_o
     large = [listed(n, author=chr(ord("a") + n), size=400_000) for n in range(10)]
     (pull,) = choose(heard(h=large), 10)
     assert sum(group.size for group in pull.groups) <= limits.GROUP_BYTES
-    pulls = choose(heard(one=small, other=small[:4]), 8, belief=lambda peer: {"one": 1.0, "other": 1e-6}[peer])
+    pulls = choose(heard(one=small, other=small[:4]), 8, belief=lambda peer: {"one": 1.0, "other": offers.BELIEVED}[peer])
     assert max(len(pull.groups) for pull in pulls) <= 4
 
 
@@ -166,9 +166,50 @@ def test_spread_freshness_trust_and_novelty_decide_and_what_is_known_or_late_is_
 
 
 def test_a_liar_is_asked_as_rarely_as_it_is_believed():
-    believed, groups = {"liar": 1 / 64, "honest": 1.0}, [listed(1, author="a")]
+    believed, groups = {"liar": 1 / 16, "honest": 1.0}, [listed(1, author="a")]
     asked = [choose(heard(liar=groups, honest=groups), 1, seed, belief=believed.__getitem__)[0].holder for seed in range(300)]
     assert 0 < asked.count("liar") < 20
+    alone = [choose(heard(liar=groups), 1, seed, belief=believed.__getitem__) for seed in range(300)]
+    assert 50 < sum(map(bool, alone)) < 100  # for want of others no oftener, but it can come back
+
+
+def pulled_among_liars(share, lie, seed, steps=100):
+    """(share of hostile groups among those asked for, share of batches of six that honest ones filled), in the second half of `steps`, with
+    16 neighbours. A liar lists as much as can be listed, of the highest spread, by authors that nobody has met."""
+    rng, believed, positions, number = random.Random(seed), Claims(), {}, 0
+    heard_ = Offers(b"o" * 32, lambda key: key.hex())
+    liars = {f"h{n}" for n in range(round(16 * share))}
+    hostile, honest, asked = 0, [], 0
+    for step in range(steps):
+        now, got = NOW + 30.0 * step, 0
+        for holder in rng.sample([f"h{n}" for n in range(16)], 4):
+            groups = []
+            for _ in range(64 if holder in liars else 8):
+                number += 1
+                author = rng.randbytes(32) if holder in liars else holder.encode().ljust(32, b"-")
+                groups.append(Listed(number.to_bytes(32, "big"), author, "builtin/copy", int(now * 1000), 100, 0.5))
+            positions[holder] = positions.get(holder, 0) + len(groups)
+            heard_.take(holder, ListingResponse("ok", LIFE, positions[holder], groups), now)
+        for pull in heard_.choose(12, now, rng, lambda author: 0.5, believed.belief, set().__contains__):
+            for _ in pull.groups:
+                asked += step >= steps // 2
+                if pull.holder in liars:
+                    believed.lie(pull.holder, lie)
+                    hostile += step >= steps // 2
+                else:
+                    believed.keep(pull.holder)
+                    got += 1
+        honest.append(min(1.0, got / 6))
+    return hostile / asked, sum(honest[steps // 2 :]) / (steps - steps // 2)
+
+
+@pytest.mark.parametrize(("share", "most"), [(0.25, 0.05), (0.5, 0.15)])
+@pytest.mark.parametrize("lie", ["content", "absent", "spread"])
+def test_among_many_liars_few_of_their_groups_are_asked_for_and_honest_ones_fill_the_batch(share, most, lie):
+    for seed in range(3):
+        hostile, filled = pulled_among_liars(share, lie, seed)
+        assert hostile < most
+        assert filled > 0.95
 
 
 def test_a_cursor_that_goes_back_or_does_not_move_is_a_lie_and_another_life_is_none():
