@@ -46,6 +46,7 @@ from swarmnode.p2p.host import open_host
 from swarmnode.p2p.network import Network
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import GroupRules, OwnGroup
+from swarmnode.rollouts.mode import Choice
 from swarmnode.testing.scorer import InProcessScorer
 from swarmnode.wire import envelope, ids
 from swarmnode.wire.envelope import Credentials
@@ -76,6 +77,7 @@ class Run(msgspec.Struct, frozen=True):
     receipts: int
     seed: int = 0
     settings: dict[str, float] = {}
+    exchange: Choice = "gossip"
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -149,7 +151,8 @@ async def swarm(run: Run, meter: Meter, directory: Path) -> AsyncIterator[list[t
             network = await stack.enter_async_context(open_host(cfg, key, where, swarm=SWARM))
             author = Author(SWARM, key=key.private_key)
             credentials = Credentials(author.key, SWARM)
-            exchange = RolloutExchange(network, InProcessScorer(), credentials, GroupRules(BUILTIN_TASKS), SharingConfig(), rng=rng)
+            sharing = SharingConfig(exchange=run.exchange)
+            exchange = RolloutExchange(network, InProcessScorer(), credentials, GroupRules(BUILTIN_TASKS), sharing, rng=rng)
             exchange.set_policy(Hello(MODEL, TOKENIZER, 0, 120))
             meter.watch(exchange)
             await nursery.start(exchange.run)
@@ -157,7 +160,7 @@ async def swarm(run: Run, meter: Meter, directory: Path) -> AsyncIterator[list[t
         with trio.move_on_after(JOIN_SECONDS):
             while any(len(network.connected()) < min(number, KNOWN_PEERS) for number, (_, _, network) in enumerate(nodes)):  # noqa: ASYNC110
                 await trio.sleep(0.2)
-            while any(len(network.gossip.peers(TOPIC)) < len(network.connected()) for _, _, network in nodes):  # noqa: ASYNC110
+            while run.exchange == "gossip" and any(len(network.gossip.peers(TOPIC)) < len(network.connected()) for _, _, network in nodes):  # noqa: ASYNC110
                 await trio.sleep(0.2)
         yield nodes
         nursery.cancel_scope.cancel()

@@ -1,16 +1,20 @@
-"""Gets connected with peers and stays so: dials, again and again, greets whoever is new, and closes what is dead.
+"""Gets connected with peers and stays so: dials, again and again, greets whoever is new, closes what is dead, and lets go of peers where
+newcomers need their places or others are to be met.
 
     peer table ─ whom to dial ─▶ Dialer ─▶ library ─▶ connections ─ opened, closed ─▶ ConnectionManager ─▶ peer table, Dialer
 """
 
 from __future__ import annotations
 
+import logging
 import random
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Protocol
 
 import trio
 
+from swarmnode.p2p import turnover
 from swarmnode.p2p.connections import Connection, ConnectionTable
 from swarmnode.p2p.dialer import Dialer
 from swarmnode.p2p.library.hosts import Host
@@ -18,6 +22,9 @@ from swarmnode.p2p.library.identifiers import is_peer_id
 from swarmnode.p2p.liveness import Liveness
 from swarmnode.p2p.peers import PeerTable
 from swarmnode.p2p.scoring import PeerScores
+from swarmnode.p2p.turnover import Link
+
+log = logging.getLogger(__name__)
 
 TEND_SECONDS = 10.0
 GREET_JITTER_SECONDS = 0.5
@@ -36,6 +43,16 @@ class Greeter(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Keeping:
+    """How many peers are kept: `most` connections, `target` peers, and for any number those that the node depends on."""
+
+    most: int
+    target: int
+    depends_on: Callable[[str], bool]
+    rng: random.Random
+
+
 class ConnectionManager:
     """Listens to `connections`, and keeps `table` in step with them."""
 
@@ -47,7 +64,7 @@ class ConnectionManager:
         scores: PeerScores,
         dialer: Dialer,
         greeter: Greeter,
-        rng: random.Random,
+        keeping: Keeping,
     ) -> None:
         self._host = host
         self._connections = connections
@@ -55,13 +72,14 @@ class ConnectionManager:
         self._scores = scores
         self._dialer = dialer
         self._greeter = greeter
-        self._rng = rng
+        self._keeping = keeping
 
     async def run(self) -> None:
         """Dials and tends until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._dialer.run)
             nursery.start_soon(self._tend)
+            nursery.start_soon(self._meet_others)
 
     async def dial(self, peer: str, address: str) -> None:
         """See `api.Connections.dial`."""
@@ -98,9 +116,11 @@ class ConnectionManager:
         self._dialer.wake()
 
     async def _greet(self, peer: str) -> None:
-        await trio.sleep(self._rng.uniform(0.0, GREET_JITTER_SECONDS))
+        await trio.sleep(self._keeping.rng.uniform(0.0, GREET_JITTER_SECONDS))
         if peer in self._table.connected():
             await self._greeter.greet(peer)
+            await trio.sleep(turnover.SETTLED_SECONDS)
+            self._make_room()
 
     async def _tend(self) -> None:
         """Closes connections whose other end is gone without a word, and takes note of ends that the library did not announce."""
@@ -114,3 +134,27 @@ class ConnectionManager:
             pings = {each: each.ping for each in self._connections}
             for connection in liveness.dead(pings, trio.current_time()):
                 self._host.nursery.start_soon(connection.close)
+
+    def _make_room(self) -> None:
+        """So that a newcomer finds a place here, and is told of others, however many have found theirs before."""
+        for peer in turnover.make_room(self._links(), self._keeping.most, trio.current_time()):
+            log.debug("making room: %s gives its place up", peer)
+            self._let_go(peer)
+
+    async def _meet_others(self) -> None:
+        """Exchanges a peer for another, now and then."""
+        while True:
+            await trio.sleep(turnover.TURNOVER_SECONDS * self._keeping.rng.uniform(0.75, 1.25))
+            now = trio.current_time()
+            peer = turnover.exchanged(self._links(), self._keeping.target, now, self._keeping.rng)
+            if peer is not None and self._table.has_others(now):
+                log.debug("meeting others: %s is exchanged", peer)
+                self._let_go(peer)
+
+    def _let_go(self, peer: str) -> None:
+        self._table.rest(peer, trio.current_time())
+        self.disconnect(peer)
+
+    def _links(self) -> list[Link]:
+        bootstrap = {each.peer for each in self._table.bootstrap()}
+        return self._connections.links(lambda peer: peer in self._host.held or peer in bootstrap or self._keeping.depends_on(peer))

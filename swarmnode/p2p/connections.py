@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import trio
 
 from swarmnode.p2p.addresses import Address
+from swarmnode.p2p.turnover import Link
 
 
 class Connection(Protocol):
@@ -41,6 +42,11 @@ class Connection(Protocol):
     @property
     def ping(self) -> tuple[int, bool]:
         """The number of the latest ping on it, 0 before the first, and whether that was answered."""
+        ...
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything but gossip is going on over it."""
         ...
 
     async def close(self) -> None:
@@ -146,6 +152,16 @@ class ConnectionTable:
     def of_prefix(self, prefix: str) -> int:
         """Connections that come from or lead to this /24 or /48."""
         return sum(1 for each in self._live if each.remote is not None and each.remote.prefix == prefix)
+
+    def links(self, depends_on: Callable[[str], bool]) -> list[Link]:
+        """Everybody at the other end of a connection, for `turnover`. depends_on(peer): whether something here does."""
+        return [self._link(peer, depends_on(peer)) for peer in self.peers()]
+
+    def _link(self, peer: str, needed: bool) -> Link:
+        ours = self.of(peer)
+        group = next((f"relay {each.relay}" if each.relay else each.remote.prefix if each.remote else None for each in ours), None)
+        spare = not needed and not any(each.is_busy for each in ours)
+        return Link(peer, all(each.inbound for each in ours), min(map(self.since, ours)), group, spare)
 
     # -- where peers are
 

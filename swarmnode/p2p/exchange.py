@@ -89,7 +89,7 @@ class PeerExchange:
             nursery.start_soon(self._tell_changes)
             while True:
                 await trio.sleep(ASK_SECONDS * self._rng.uniform(0.75, 1.25))
-                await self.ask_some()
+                await self.ask_some(heeded=True)
 
     async def _tell_changes(self) -> None:
         """Several changes within CHANGES_SECONDS are told together."""
@@ -99,9 +99,9 @@ class PeerExchange:
                 await trio.sleep(CHANGES_SECONDS)
                 nursery.start_soon(self.ask_some)
 
-    async def ask_some(self) -> None:
-        """Asks a few connected peers, and so tells them where we are now."""
-        connected = self._table.connected()
+    async def ask_some(self, *, heeded: bool = False) -> None:
+        """Asks a few connected peers, and so tells them where we are now. heeded: of those alone whose answers count."""
+        connected = [peer for peer in self._table.connected() if not heeded or self._table.heeds(peer)]
         async with trio.open_nursery() as nursery:
             for peer in self._rng.sample(connected, min(ASK_AT_ONCE, len(connected))):
                 nursery.start_soon(self.ask, peer)
@@ -122,7 +122,7 @@ class PeerExchange:
             self.learned["other_swarm"] += 1
             return
         teller = self._connections.vantage(peer)
-        if teller is not None:
+        if teller is not None and self._table.heeds(peer):
             self._learn(response.peers, peer, teller)
 
     async def greet(self, peer: str) -> None:

@@ -160,6 +160,10 @@ class Nat:
         direct = [] if useless else [str(each) for each in self._own.told()]
         return direct + [str(each) for each in self.client.addresses()]
 
+    def depends_on(self, peer: str) -> bool:
+        """Whether `peer` can be called through us, or we through it."""
+        return self.relay.reserved(peer) or peer in self.client.statistics().relays
+
     def relayed_here(self, peer: str) -> list[str]:
         """Where others can call a peer that has reserved with us."""
         return [str(Circuit(self._own_place(), self._host.peer_id))] if self.relay.reserved(peer) else []

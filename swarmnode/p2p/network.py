@@ -21,12 +21,12 @@ import msgspec
 import trio
 
 from swarmnode.config import NetworkConfig
-from swarmnode.p2p import guards
+from swarmnode.p2p import guards, turnover
 from swarmnode.p2p.addresses import Address, OwnAddresses
 from swarmnode.p2p.admission import Admission
 from swarmnode.p2p.api import Network
 from swarmnode.p2p.bulk import BulkStatistics, Libp2pBulk
-from swarmnode.p2p.connection_manager import ConnectionManager
+from swarmnode.p2p.connection_manager import ConnectionManager, Keeping
 from swarmnode.p2p.connections import ConnectionTable
 from swarmnode.p2p.dialer import Dialer
 from swarmnode.p2p.discovery import Discovery
@@ -102,7 +102,8 @@ class Libp2pNetwork:
         self.host = host
         self.listen_addrs = [f"{address}/p2p/{host.peer_id}" for address in own.told()]
         self.scores = scores = PeerScores(Reputation())
-        self.peers = PeerTable(host.peer_id, TARGET_PEERS, rng, wanted=scores.wanted)
+        target = max(1, min(TARGET_PEERS, int(turnover.FULL * cfg.max_connections)))
+        self.peers = PeerTable(host.peer_id, target, rng, wanted=scores.wanted)
         self.connections = ConnectionTable()
         self.traffic = Traffic()
         self.gossip = Libp2pGossip(pubsub, router, host.peer_id, host.nursery, welcome=scores.welcome, judged=scores.judged)
@@ -114,7 +115,8 @@ class Libp2pNetwork:
         exchange = PeerExchange(self.peers, self.requests, swarm.swarm, self.connections, self.nat, dialer.wake, rng)
         mdns = MdnsDiscovery(host.peer_id, swarm.swarm, own.listen) if cfg.mdns else None
         self.discovery = Discovery(self.peers, scores.reputation, exchange, mdns, data_dir / "peers.json", swarm.bootstrap, dialer.wake)
-        self.manager = ConnectionManager(host, self.connections, self.peers, scores, dialer, exchange, rng)
+        keeping = Keeping(cfg.max_connections, target, self.nat.depends_on, rng)
+        self.manager = ConnectionManager(host, self.connections, self.peers, scores, dialer, exchange, keeping)
         self._gater = gater
         admission = Admission(host.peer_id, self.connections, scores, cfg.max_connections, swarm.members, self.nat.reach.arrived)
         gater.admits = admission.admits

@@ -11,8 +11,10 @@ it is more likely our network that is down than everybody else's. What strangers
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import msgspec
@@ -33,13 +35,21 @@ DIRECT_FIRST = 2
 OUTBOUND_SHARE = 2
 """One in so many of the peers to keep connected is of our own choosing, however many have dialled us: else whoever dials us often enough
 decides whom we know."""
+GUEST_SHARE = 4
+"""One peer that dialled us is told of for so many that we dialled."""
 FIRST_BACKOFF = 0.5
 BOOTSTRAP_BACKOFF = 15.0
 OTHER_BACKOFF = 300.0
 HELD_BACKOFF = 4.0
 """Peers that somebody here depends on are retried this often."""
-IDLE_BOOTSTRAP_BACKOFF = 300.0
-"""Bootstrap peers are retried this seldom when enough peers are connected without them."""
+IDLE_BOOTSTRAP_BACKOFF = 1200.0
+"""Bootstrap peers are retried this seldom when enough peers are connected without them: a swarm has few of them and many members."""
+REST_SECONDS = 1800.0
+"""A peer that was let go is not dialled for so long, unless nobody else is left."""
+ANCHOR_SHARE = 4
+"""One in so many of the peers to keep connected is one that was seen last; the others are drawn."""
+ALIKE_SHARE = 8
+"""One in so many of them, at most, is dialled in one /24 or /48 or behind one relay, while there are others to dial."""
 STABLE_SECONDS = 30.0
 """A connection shorter than this counts as a failure: the peer is full, has banned us, or does not work."""
 HOPELESS_NEVER_CONNECTED = 5
@@ -66,6 +76,7 @@ class Peer:
     connected_at: float = -math.inf
     last_seen: float = -math.inf
     hinted: float = -math.inf
+    rests_until: float = -math.inf
     worked: set[str] = dataclasses.field(default_factory=set)
     """Addresses at which we reached it."""
     claimed: set[str] = dataclasses.field(default_factory=set)
@@ -109,6 +120,7 @@ class PeerTable:
         self._rng = rng
         self._wanted = wanted
         self._peers: dict[str, Peer] = {}
+        self._key = rng.randbytes(16)
         self._held: frozenset[str] = frozenset()
         self._dials = self._failures = self._forgotten = self._refused = 0
 
@@ -121,7 +133,7 @@ class PeerTable:
         known = self._peers.get(peer)
         if known is None:
             prefix = parse_any(address)[0].prefix
-            if not self._room(prefix, source, now):
+            if not self._room(peer, prefix, source):
                 self._refused += 1
                 return False
             self._peers[peer] = Peer(peer, source, [address], due=now + self._jitter_start(source), prefix=prefix)
@@ -162,14 +174,30 @@ class PeerTable:
             if (known := self._peers.get(peer)) is not None and known.addresses and not known.connections:
                 known.due = min(known.due, now)
 
+    def rest(self, peer: str, now: float) -> None:
+        """`peer` is let go for others."""
+        if (known := self._peers.get(peer)) is not None:
+            known.rests_until = now + REST_SECONDS
+
+    def heeds(self, peer: str) -> bool:
+        """Whether what `peer` tells of others is taken: it is of our own choosing, or those are too few. Whoever dials us shall not decide
+        whom we know."""
+        known = self._peers.get(peer)
+        return known is not None and (not known.inbound or self._outbound() < self._target // OUTBOUND_SHARE)
+
     # -- dialling
+
+    def has_others(self, now: float) -> bool:
+        """Whether there is anybody to dial instead of a peer that is connected."""
+        fresh = lambda each: each.addresses and not each.connections and not each.failures and each.rests_until <= now
+        return any(fresh(each) for each in self._peers.values())
 
     def to_dial(self, now: float, limit: int = 8) -> list[Dial]:
         """At most `limit` peers whose time has come, bootstrap first, then those seen last; each is dialling until told otherwise."""
         dialling = sum(1 for each in self._peers.values() if each.dialling)
         missing = self._missing() - dialling
         due = [each for each in self._peers.values() if each.due <= now and not each.dialling and not each.connections and each.addresses]
-        due.sort(key=lambda each: (each.peer not in self._held, each.source != "bootstrap", -each.last_seen, each.due))
+        due.sort(key=self._by_merit())
         dials: list[Dial] = []
         for each in due:
             held = each.peer in self._held
@@ -178,7 +206,7 @@ class PeerTable:
             if not self._wanted(each.peer, now):
                 each.due = now + OTHER_BACKOFF
                 continue
-            if missing <= 0 and not held and self._bootstrap_connected():
+            if missing <= 0 and not held and (self._bootstrap_connected() or now - each.last_seen < IDLE_BOOTSTRAP_BACKOFF):
                 each.due = now + IDLE_BOOTSTRAP_BACKOFF * self._rng.uniform(0.5, 1.0)
                 continue
             each.dialling = True
@@ -233,7 +261,7 @@ class PeerTable:
         """A connection with `peer` was opened. An inbound peer is known without an address until it tells one."""
         known = self._peers.get(peer)
         if known is None:
-            if not self._room(None, "exchange", now):
+            if not self._room(None, None, "exchange"):
                 self._refused += 1
                 return
             known = self._peers[peer] = Peer(peer, "exchange", [], due=math.inf, prefix=None)
@@ -253,7 +281,7 @@ class PeerTable:
         known.last_seen = now
         known.failures = 0 if now - known.connected_at >= STABLE_SECONDS else known.failures + 1
         if known.addresses and (known.source == "bootstrap" or self._wanted(peer, now)):
-            known.due = now + self._backoff(known)
+            known.due = max(now + self._backoff(known), known.rests_until if known.source != "bootstrap" else now)
         else:
             self._forget(known)
 
@@ -268,18 +296,23 @@ class PeerTable:
     def good(
         self, limit: int, *, apart_from: str, scope: int, also: Callable[[str], list[str]] = lambda peer: []
     ) -> list[tuple[str, list[str]]]:
-        """Peers to tell another of: connected now, a random `limit` of them, with addresses that reach at least as far as `scope`.
+        """Peers to tell another of: connected now, a random `limit` of them, with addresses that reach at least as far as `scope`; where we
+        dialled enough of them, few that dialled us: else whoever dials everybody is told of by all.
 
         Only what we dialled or saw ourselves is told: hearsay passed on would let one liar send the whole swarm to dial its victim. That a
         call through a relay came about does not prove the relay's address: we may have been connected to it. `also(peer)`: more to tell.
         """
-        found = []
+        found: list[tuple[str, list[str]]] = []
+        guests: list[tuple[str, list[str]]] = []
         for each in self._peers.values():
             if each.connections and each.peer != apart_from:
                 sure = each.claimed | {address for address in each.worked if not is_circuit(address)}
                 told = [address for address in each.addresses if address in sure and _scope(address) >= scope] + also(each.peer)
                 if told:
-                    found.append((each.peer, told))
+                    (guests if each.inbound else found).append((each.peer, told))
+        if len(found) >= self._target // OUTBOUND_SHARE:
+            guests = self._rng.sample(guests, min(len(found) // GUEST_SHARE, len(guests)))
+        found += guests
         return self._rng.sample(found, min(limit, len(found)))
 
     def for_book(self, limit: int, now: float) -> list[Peer]:
@@ -309,8 +342,22 @@ class PeerTable:
     def _missing(self) -> int:
         """Peers to dial until there are enough: in all, and of those that we dialled."""
         connected = [each for each in self._peers.values() if each.connections]
-        outbound = sum(1 for each in connected if not each.inbound)
-        return max(self._target - len(connected), self._target // OUTBOUND_SHARE - outbound)
+        return max(self._target - len(connected), self._target // OUTBOUND_SHARE - self._outbound())
+
+    def _outbound(self) -> int:
+        return sum(1 for each in self._peers.values() if each.connections and not each.inbound)
+
+    def _by_merit(self) -> Callable[[Peer], tuple[bool, bool, bool, float, float]]:
+        """Whom to dial first: those that are depended on, bootstrap peers, those of prefixes and relays that we have not enough of; and of
+        these the ones that were seen last, as long as there are few anchors, and any afterwards."""
+        ours = [each for each in self._peers.values() if each.dialling or (each.connections and not each.inbound)]
+        alike: Counter[str | None] = Counter(each.prefix for each in ours if each.prefix is not None)
+        most = max(1, self._target // ALIKE_SHARE)
+        anchored = len(ours) >= self._target // ANCHOR_SHARE
+        return lambda each: (
+            each.peer not in self._held, each.source != "bootstrap", alike[each.prefix] >= most,
+            self._rng.random() if anchored else -each.last_seen, each.due,
+        )  # fmt: skip
 
     def _backoff(self, known: Peer) -> float:
         """Seconds: exponential in the failures, capped, half of it jitter so that a swarm does not dial its lost bootstrap in step."""
@@ -327,8 +374,10 @@ class PeerTable:
             return known.failures >= HOPELESS_NEVER_CONNECTED
         return now - known.last_seen > HOPELESS_SECONDS and known.failures >= HOPELESS_NEVER_CONNECTED
 
-    def _room(self, prefix: str | None, source: str, now: float) -> bool:
-        """Whether one more peer may be remembered, after making room by forgetting the least useful."""
+    def _room(self, peer: str | None, prefix: str | None, source: str) -> bool:
+        """Whether one more peer may be remembered, after making room by forgetting the least useful. Of those that we never reached, `peer`
+        among them, those stay whose hash under our own key is least: a sample of all that were ever told of, however often anybody was.
+        `peer` None: it is connected."""
         hearsay = ("book", "exchange")
         if source in hearsay and prefix is not None:
             neighbours = sum(1 for each in self._peers.values() if each.prefix == prefix and each.source in hearsay)
@@ -339,8 +388,14 @@ class PeerTable:
         spare = [each for each in self._peers.values() if self._may_go(each)]
         if not spare:
             return False
-        self._forget(min(spare, key=lambda each: (each.last_seen, -each.failures, each.due)))
+        last = min(spare, key=lambda each: (each.last_seen, -self._rank(each.peer)))
+        if peer is not None and source in hearsay and last.last_seen == -math.inf and self._rank(peer) > self._rank(last.peer):
+            return False
+        self._forget(last)
         return True
+
+    def _rank(self, peer: str) -> int:
+        return int.from_bytes(hashlib.blake2b(peer.encode(), key=self._key, digest_size=8).digest(), "big")
 
     def _may_go(self, each: Peer) -> bool:
         return each.source != "bootstrap" and each.peer not in self._held and not each.connections and not each.dialling

@@ -18,18 +18,19 @@ pytestmark = [
 ]  # fmt: skip
 
 JOINED_SECONDS = 240.0
+PULL = 'sharing.exchange="pull"'
 QUERY = "api/v1/query?query=swarmnode_trained_groups_total%7Bsource%3D%22external%22%7D"
 
 
 class Machine:
     """A namespace with one node in it, used by its command line and looked at through its own HTTP server only."""
 
-    def __init__(self, net, name, directory, listen):
+    def __init__(self, net, name, directory, listen, *more):
         self.net, self.name, self.directory = net, name, directory
         directory.mkdir()
         sets = (
             f'network.listen_addrs=["/ip4/{listen}/tcp/9512"]', "network.mdns=false", "policy.threads=1", "training.step_interval=0.5",
-            "weights.join_seconds=1.0",
+            "weights.join_seconds=1.0", *more,
         )  # fmt: skip
         self.options = ["--data-dir", str(directory / "data"), *(word for each in sets for word in ("--set", each))]
         kept = {key: value for key, value in os.environ.items() if not key.startswith("SWARMNODE_")}
@@ -118,7 +119,7 @@ def test_found_a_swarm_join_it_from_behind_two_routers_and_lose_the_founder(tmp_
         net.behind_nat("a", "5.5.5.11")
         net.behind_nat("b", "5.5.5.12")
         founder = Machine(net, "f", tmp_path / "f", "5.5.5.5")
-        a, b = (Machine(net, name, tmp_path / name, "0.0.0.0") for name in ("a", "b"))
+        a, b = Machine(net, "a", tmp_path / "a", "0.0.0.0", PULL), Machine(net, "b", tmp_path / "b", "0.0.0.0")
         everybody = [founder, a, b]
 
         invite = founder.command("init", "--name", "evening")
@@ -153,6 +154,6 @@ def test_found_a_swarm_join_it_from_behind_two_routers_and_lose_the_founder(tmp_
         before = {"f": of_founder, "a": a.used(), "b": b.used()}
         peer = b.peer
         net.kill_all("b")
-        founder.start("run")
-        b.start("run")
+        founder.start("run", "--set", PULL)  # from now on all three pull
+        b.start("run", "--set", PULL)
         wait_for(lambda: b.peer == peer and use_each_other(everybody, before), "all three are back", 240.0, everybody)

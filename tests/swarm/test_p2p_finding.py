@@ -2,6 +2,7 @@
 
 import trio
 
+from swarmnode.p2p import turnover
 from swarmnode.p2p.gossip import Validation
 from swarmnode.wire import codec, ids, limits
 from swarmnode.wire.messages import PeerAddresses, PeersRequest, PeersResponse
@@ -16,6 +17,19 @@ async def test_nodes_that_share_a_bootstrap_peer_find_each_other(tmp_path):
     async with hosts(tmp_path, 4) as networks:
         await until(lambda: all(len(network.connected()) == 3 for network in networks))
         assert sum(network.statistics().exchange["learned"] for network in networks) >= 3
+
+
+async def test_a_full_bootstrap_peer_lets_newcomers_in_and_they_find_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(turnover, "SETTLED_SECONDS", 0.5)
+    async with hosts(tmp_path, 8, max_connections=4) as networks:  # the first has places for half of them
+        met = {network.peer_id: set() for network in networks}
+
+        def all_met_others():
+            for network in networks:
+                met[network.peer_id] |= set(network.connected())
+            return all(others - {networks[0].peer_id} for others in met.values())
+
+        await until(all_met_others)
 
 
 async def test_nodes_of_different_swarms_do_not(tmp_path):

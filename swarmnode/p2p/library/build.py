@@ -24,10 +24,9 @@ from multiaddr import Multiaddr
 from swarmnode.p2p import guards
 from swarmnode.p2p.addresses import Address
 from swarmnode.p2p.library.gater import ConnectionGater
+from swarmnode.p2p.library.hosts import MESHSUB
 from swarmnode.p2p.library.objects import LibraryHost, Pubsub, Router
 
-MESHSUB = "/meshsub/1.1.0"
-"""1.2's IDONTWANT costs twice the CPU per message and saves nothing below 64 KB."""
 CLOSE_SECONDS = 5.0
 
 

@@ -56,6 +56,7 @@ class NetConnection(Protocol):
 
     muxed_conn: MuxedConnection
 
+    def get_streams(self) -> tuple[NetStream, ...]: ...
     @property
     def is_closed(self) -> bool: ...
     @property

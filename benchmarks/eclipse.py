@@ -1,0 +1,222 @@
+"""How many nodes end up among hostile ones alone: the real peer tables and the real turnover, `nodes` of them, without a network.
+
+    python -m benchmarks.eclipse            2,000 nodes, 25 % and 50 % hostile, three hours
+    python -m benchmarks.eclipse --quick    200 nodes, one hour
+
+Everybody joins through one honest node. The hostile ones have many identities in few networks, tell of nothing but each other, dial honest
+nodes all the time, and never go away. An honest node asks whom it has just dialled, and four of its peers every two minutes; it exchanges
+one every ten.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+from dataclasses import dataclass, field
+
+from benchmarks import report
+from swarmnode.p2p import turnover
+from swarmnode.p2p.peers import PeerTable
+from swarmnode.p2p.turnover import Link
+
+TARGET, MOST = 16, 200
+ROUND_SECONDS = 120.0
+ASKED, TOLD = 4, 32
+ROUNDS_PER_EXCHANGE = 5
+CHURN = 0.002
+"""Share of the honest nodes that leave in a round and come back as new ones."""
+HOSTILE_DIALS = 4
+"""Honest nodes that a hostile identity dials in a round."""
+
+
+@dataclass(frozen=True)
+class Attack:
+    """share: of hostile identities; networks: /24 prefixes that they are in, None for one each."""
+
+    nodes: int = 2000
+    share: float = 0.25
+    networks: int | None = 50
+    minutes: int = 180
+    turnover: bool = True
+    seed: int = 0
+
+
+@dataclass
+class Node:
+    table: PeerTable
+    links: dict[int, Link] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """hostile_links: share of honest nodes' links that lead to hostile ones; of those that they dialled; surrounded: share of honest nodes
+    without any honest link; met: distinct honest peers that a node was connected with, on average."""
+
+    hostile_links: float
+    hostile_dialled: float
+    surrounded: float
+    met: float
+
+
+class Swarm:
+    """Node `n` is honest where n < `honest`; node 0 is everybody's bootstrap."""
+
+    def __init__(self, attack: Attack) -> None:
+        self.attack = attack
+        self.rng = random.Random(attack.seed)
+        self.honest = round(attack.nodes * (1 - attack.share))
+        self.names = [f"p{number}" for number in range(attack.nodes)]
+        self.number_of = {name: number for number, name in enumerate(self.names)}
+        self.nodes = {number: self._new(number) for number in range(self.honest)}
+        self.met: dict[int, set[int]] = {number: set() for number in self.nodes}
+        self.now = 0.0
+
+    def run(self) -> Outcome:
+        for number in range(int(60 * self.attack.minutes / ROUND_SECONDS)):
+            self._round(number)
+        return self._outcome()
+
+    def prefix(self, number: int) -> str:
+        """The /24 of a node; honest ones are alone in theirs."""
+        networks = self.attack.networks
+        place = number if number < self.honest or networks is None else self.honest + number % networks
+        return f"{20 + place // 65536}.{place // 256 % 256}.{place % 256}"
+
+    def address(self, number: int) -> str:
+        return f"/ip4/{self.prefix(number)}.{1 + number % 250}/tcp/4001"
+
+    def _new(self, number: int) -> Node:
+        table = PeerTable(self.names[number], TARGET, random.Random(f"{self.attack.seed} {number}"))
+        if number:
+            table.add(self.names[0], self.address(0), "bootstrap", 0.0)
+        return Node(table)
+
+    def _round(self, count: int) -> None:
+        order = list(self.nodes)
+        self.rng.shuffle(order)
+        for number in order:
+            if number and self.rng.random() < CHURN:
+                self._restart(number)
+        for _ in range(2):
+            for number in order:
+                self._dial(number)
+        for hostile in range(self.honest, self.attack.nodes):
+            for number in self.rng.sample(range(self.honest), HOSTILE_DIALS):
+                self._connect(hostile, number)
+        for number in order:
+            self._make_room(number)
+            heeded = [other for other in self.nodes[number].links if self.nodes[number].table.heeds(self.names[other])]
+            for other in self.rng.sample(heeded, min(ASKED, len(heeded))):
+                self._ask(number, other)
+            if self.attack.turnover and count % ROUNDS_PER_EXCHANGE == number % ROUNDS_PER_EXCHANGE:
+                self._exchange(number)
+        self.now += ROUND_SECONDS
+
+    def _dial(self, number: int) -> None:
+        table = self.nodes[number].table
+        for dial in table.to_dial(self.now, 8):
+            other = self.number_of[dial.peer]
+            if other in self.nodes[number].links or not self._connect(number, other):
+                table.failed(dial.peer, self.now)
+            else:
+                table.dialed_ok(dial.peer, dial.addresses[0], self.now)
+                self._ask(number, other)
+
+    def _connect(self, dialling: int, dialled: int) -> bool:
+        """Whether `dialled` has a place for it."""
+        if (there := self.nodes.get(dialled)) is not None:
+            alike = sum(1 for each in there.links.values() if each.group == self.prefix(dialling))
+            if dialling in there.links or len(there.links) >= MOST or alike >= MOST // 4:
+                return False
+            self._link(dialled, dialling, inbound=True)
+            there.table.claim(self.names[dialling], self.address(dialling), self.now)
+        if dialling in self.nodes:
+            self._link(dialling, dialled, inbound=False)
+        return True
+
+    def _link(self, here: int, other: int, *, inbound: bool) -> None:
+        node = self.nodes[here]
+        node.links[other] = Link(self.names[other], inbound, self.now, self.prefix(other), spare=other != 0)
+        node.table.connected_to(self.names[other], inbound=inbound, now=self.now)
+        if other < self.honest:
+            self.met[here].add(other)
+
+    def _cut(self, one: int, other: int) -> None:
+        for here, there in ((one, other), (other, one)):
+            if here in self.nodes and there in self.nodes[here].links:
+                del self.nodes[here].links[there]
+                self.nodes[here].table.disconnected(self.names[there], self.now)
+
+    def _ask(self, number: int, other: int) -> None:
+        if other < self.honest:
+            told = [(peer, where[0]) for peer, where in self.nodes[other].table.good(TOLD, apart_from=self.names[number], scope=2)]
+        else:
+            told = [(self.names[each], self.address(each)) for each in self.rng.choices(range(self.honest, self.attack.nodes), k=TOLD)]
+        for peer, where in told:
+            self.nodes[number].table.add(peer, where, "exchange", self.now)
+
+    def _make_room(self, number: int) -> None:
+        for peer in turnover.make_room(self.nodes[number].links.values(), MOST, self.now):
+            self._let_go(number, peer)
+
+    def _exchange(self, number: int) -> None:
+        node = self.nodes[number]
+        peer = turnover.exchanged(node.links.values(), TARGET, self.now, self.rng)
+        if peer is not None and node.table.has_others(self.now):
+            self._let_go(number, peer)
+
+    def _let_go(self, number: int, peer: str) -> None:
+        self.nodes[number].table.rest(peer, self.now)
+        self._cut(number, self.number_of[peer])
+
+    def _restart(self, number: int) -> None:
+        for other in list(self.nodes[number].links):
+            self._cut(number, other)
+        self.nodes[number] = self._new(number)
+
+    def _outcome(self) -> Outcome:
+        links = [[other >= self.honest for other in node.links] for node in self.nodes.values()]
+        dialled = [other >= self.honest for node in self.nodes.values() for other, link in node.links.items() if not link.inbound]
+        hostile = [each for node in links for each in node]
+        return Outcome(
+            hostile_links=statistics.fmean(hostile),
+            hostile_dialled=statistics.fmean(dialled),
+            surrounded=statistics.fmean(all(node) for node in links),
+            met=statistics.fmean(len(each) for each in self.met.values()),
+        )
+
+
+def row(attack: Attack, outcome: Outcome) -> list[str]:
+    spread = "one each" if attack.networks is None else str(attack.networks)
+    return [
+        str(attack.nodes), f"{attack.share:.0%}", spread, "yes" if attack.turnover else "no", str(attack.seed),
+        f"{outcome.hostile_links:.1%}", f"{outcome.hostile_dialled:.1%}", f"{outcome.surrounded:.2%}", f"{outcome.met:.0f}",
+    ]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="200 nodes, one hour")
+    parser.add_argument("--nodes", type=int, default=2000)
+    parser.add_argument("--minutes", type=int, default=180)
+    parser.add_argument("--seeds", type=int, default=1)
+    arguments = parser.parse_args()
+    nodes, minutes = (200, 60) if arguments.quick else (arguments.nodes, arguments.minutes)
+    attacks = [
+        Attack(nodes, share, networks, minutes, turnover=turns, seed=seed)
+        for share in (0.25, 0.5)
+        for networks in (max(4, nodes // 40), None)
+        for turns in (True, False)
+        for seed in range(arguments.seeds)
+    ]
+    head = ["nodes", "hostile", "their /24s", "turnover", "seed", "hostile links", "of those dialled", "surrounded", "peers met"]
+    rows = []
+    for attack in attacks:
+        rows.append(row(attack, Swarm(attack).run()))
+        print("  ".join(rows[-1]), flush=True)
+    print(report.heading("eclipse: nodes among hostile ones") + "\n" + report.table(head, rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Whom a node lets go of, whom it meets instead, and what many hostile identities make of it. Pure."""
+
+import math
+import random
+
+import pytest
+
+from benchmarks.eclipse import Attack, Swarm
+from swarmnode.p2p import peers
+from swarmnode.p2p.addresses import PUBLIC
+from swarmnode.p2p.peers import PeerTable
+from swarmnode.p2p.turnover import SETTLED_SECONDS, Link, exchanged, make_room
+
+
+def links(count, *, inbound=True, since=0.0, group=None, spare=True, name="p"):
+    return [Link(f"{name}{number}", inbound, since + number, group, spare) for number in range(count)]
+
+
+def address(number):
+    return f"/ip4/20.{number // 250}.{number % 250}.1/tcp/4001"
+
+
+def table(target=16):
+    return PeerTable("own", target, random.Random(0))
+
+
+def connect(known, peer, *, inbound=False, now=0.0):
+    known.connected_to(peer, inbound=inbound, now=now)
+    if not inbound:
+        known.dialed_ok(peer, known.get(peer).addresses[0], now)
+
+
+def test_a_full_bootstrap_lets_its_oldest_guests_go_and_has_places_for_newcomers():
+    assert make_room(links(75), 100, 1000.0) == []
+    assert make_room(links(80), 100, 1000.0) == ["p0", "p1", "p2", "p3", "p4"]
+    assert make_room(links(80), 100, SETTLED_SECONDS) == ["p0"]  # whoever has just come has not been told of others yet
+
+
+def test_whom_something_depends_on_and_whom_we_dialled_is_kept():
+    assert make_room([*links(90, spare=False), *links(3, since=500.0, name="guest")], 100, 1000.0) == ["guest0", "guest1", "guest2"]
+    assert make_room(links(90, inbound=False), 100, 1000.0) == []
+
+
+def test_those_that_come_in_numbers_from_one_network_go_first():
+    gone = make_room([*links(60), *links(30, since=100.0, group="20.0.0.0/24", name="many")], 100, 1000.0)
+    assert gone == [f"many{number}" for number in range(15)]
+
+
+def test_half_of_those_that_were_dialled_are_anchors_and_the_others_are_exchanged():
+    ours, theirs = links(8, inbound=False, name="ours"), links(20, name="theirs")
+    gone = {exchanged([*theirs, *ours], 16, 1000.0, random.Random(seed)) for seed in range(100)}
+    assert gone == {"ours4", "ours5", "ours6", "ours7"}
+    assert exchanged([*theirs, *ours[:7]], 16, 1000.0, random.Random(0)) is None  # not before there are enough
+    assert exchanged([*ours], 16, 1000.0, random.Random(0)) is None
+    assert exchanged([*theirs, *links(8, inbound=False, spare=False)], 16, 1000.0, random.Random(0)) is None
+
+
+def test_a_peer_that_was_let_go_rests_while_there_are_others():
+    known = table(target=2)
+    for number in range(3):
+        known.add(f"p{number}", address(number), "exchange", 0.0)
+    connect(known, "p0")
+    connect(known, "p1")
+    assert known.has_others(100.0)
+    known.rest("p0", 100.0)
+    known.disconnected("p0", 100.0)
+    assert [dial.peer for dial in known.to_dial(200.0)] == ["p2"]
+    known.failed("p2", 200.0)
+    assert not known.has_others(201.0)
+    assert "p0" in [dial.peer for dial in known.to_dial(100.0 + peers.REST_SECONDS + 1)]
+
+
+def test_a_member_with_enough_peers_does_not_run_back_to_a_bootstrap_peer_that_let_it_go():
+    known = table(target=1)
+    known.add("boot", address(0), "bootstrap", 0.0)
+    known.add("p", address(1), "exchange", 0.0)
+    connect(known, "boot")
+    connect(known, "p")
+    known.disconnected("boot", 100.0)
+    assert known.to_dial(200.0) == []
+    assert [dial.peer for dial in known.to_dial(100.0 + 2 * peers.IDLE_BOOTSTRAP_BACKOFF)] == ["boot"]
+    alone = table(target=1)
+    alone.add("boot", address(0), "bootstrap", 0.0)
+    connect(alone, "boot")
+    alone.disconnected("boot", 100.0)
+    assert [dial.peer for dial in alone.to_dial(120.0)] == ["boot"]  # but with nobody else it does
+
+
+def test_only_whom_we_chose_ourselves_tells_us_of_others_once_there_are_enough_of_them():
+    known = table()
+    for number in range(9):
+        known.add(f"p{number}", address(number), "exchange", 0.0)
+    connect(known, "p8", inbound=True)
+    for number in range(7):
+        connect(known, f"p{number}")
+    assert known.heeds("p8")
+    connect(known, "p7")
+    assert not known.heeds("p8")
+    assert known.heeds("p0")
+    assert not known.heeds("unknown")
+
+
+def test_whoever_dials_everybody_is_not_told_of_by_all():
+    known = table()
+    for number in range(8):
+        known.add(f"ours{number}", address(number), "exchange", 0.0)
+        connect(known, f"ours{number}")
+    for number in range(90):
+        known.connected_to(f"guest{number}", inbound=True, now=0.0)
+        known.claim(f"guest{number}", address(100 + number), 0.0)
+    told = [peer for peer, _ in known.good(32, apart_from="x", scope=PUBLIC)]
+    assert sum(peer.startswith("ours") for peer in told) == 8
+    assert sum(peer.startswith("guest") for peer in told) == 8 // peers.GUEST_SHARE
+    for number in range(8):
+        known.disconnected(f"ours{number}", 100.0)
+    assert len(known.good(32, apart_from="x", scope=PUBLIC)) == 32  # a bootstrap peer tells of its guests
+
+
+def test_a_full_table_is_a_sample_of_all_that_was_told_however_often_the_liar_repeats_itself():
+    known = table()
+    for number in range(peers.MAX_PEERS):
+        known.add(f"honest{number}", address(number), "exchange", 0.0)
+    for _ in range(3):
+        for number in range(peers.MAX_PEERS):
+            known.add(f"liar{number}", address(10_000 + number), "exchange", 1.0)
+    kept = sum(known.get(f"honest{number}") is not None for number in range(peers.MAX_PEERS))
+    assert math.isclose(kept / peers.MAX_PEERS, 0.5, abs_tol=0.06)
+
+
+def test_those_of_one_network_are_dialled_last():
+    known = table()
+    for number in range(8):
+        known.add(f"liar{number}", f"/ip4/30.0.0.{number + 1}/tcp/1", "exchange", 0.0)
+    for number in range(14):
+        known.add(f"honest{number}", address(number), "exchange", 0.0)
+    for _ in range(16):
+        (dial,) = known.to_dial(10.0, 1)
+        connect(known, dial.peer, now=10.0)
+        known.undialled(dial.peer)
+    assert sum(peer.startswith("liar") for peer in known.connected()) == 2
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5])
+def test_nobody_is_surrounded_by_hostile_identities(share):
+    outcome = Swarm(Attack(nodes=80, share=share, networks=4, minutes=60)).run()
+    assert outcome.surrounded == 0
+    assert outcome.hostile_dialled < share
+    still = Swarm(Attack(nodes=80, share=share, networks=4, minutes=60, turnover=False)).run()
+    assert outcome.met > still.met
