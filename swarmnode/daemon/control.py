@@ -65,7 +65,6 @@ class Control:
         self._trains = trains
         self._load = Load()
         self._since = {reason: at for reason, at in pauses.read(data_dir).items() if reason == "owner" and trains}
-        self._waiting: list[trio.SocketStream] = []
 
     async def run(self) -> None:
         """Serve, and mind the machine, until cancelled. A socket that cannot be had is said in the log: the node goes on without."""
@@ -125,21 +124,18 @@ class Control:
         finally:
             if directory is not None:
                 os.close(directory)
-        try:
-            while True:
-                try:
-                    connection, _ = await listener.accept()
-                except OSError as error:  # no descriptor left, say
-                    log.error("cannot hear who controls the node", error=str(error))
-                    await trio.sleep(1.0)
-                    continue
-                await self._hear(trio.SocketStream(connection))
-        finally:
-            listener.close()
-            for stream in self._waiting:  # hears the end of the node
-                stream.socket.close()
+        with listener:
+            async with trio.open_nursery() as kept:
+                while True:
+                    try:
+                        connection, _ = await listener.accept()
+                    except OSError as error:  # no descriptor left, say
+                        log.error("cannot hear who controls the node", error=str(error))
+                        await trio.sleep(1.0)
+                        continue
+                    await self._hear(trio.SocketStream(connection), kept)
 
-    async def _hear(self, stream: trio.SocketStream) -> None:
+    async def _hear(self, stream: trio.SocketStream, kept: trio.Nursery) -> None:
         """One request, one answer; then the stream is closed, or kept until the node ends."""
         request = None
         with trio.move_on_after(ASK_SECONDS):
@@ -156,7 +152,7 @@ class Control:
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 pass  # it was obeyed all the same
         if request is not None and request.command == "finish":
-            self._waiting.append(stream)
+            kept.start_soon(_keep, stream)
         else:
             await trio.aclose_forcefully(stream)
 
@@ -179,6 +175,14 @@ class Control:
         if changed:
             log.info("paused by its owner" if command == "pause" else "resumed by its owner", rests=sorted(self._since) or "no")
         return Answer(changed, dict(self._since))
+
+
+async def _keep(stream: trio.SocketStream) -> None:
+    """Whoever waits for the end of the node hears it as the end of the stream; one that goes away before leaves nothing behind."""
+    async with stream:
+        with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+            while await stream.receive_some(MESSAGE_BYTES):
+                pass
 
 
 def ask(data_dir: Path, command: Command) -> Answer:

@@ -80,6 +80,13 @@ def test_what_a_restart_cannot_mend_is_not_restarted():
     assert {int(code) for code in section("Service")["RestartPreventExitStatus"].split()} == FINAL_CODES
 
 
+def test_a_node_that_was_told_to_finish_stays_ended():
+    """It ends with 0 (tests/swarm/test_node.py), which is no failure to systemd unless a unit says so."""
+    service = section("Service")
+    assert service["Restart"] == "on-failure"
+    assert not {"RestartForceExitStatus", "SuccessExitStatus"} & service.keys()
+
+
 def test_systemd_is_more_patient_than_the_supervisor():
     service = section("Service")
     assert int(service["WatchdogSec"]) > OVERDUE_SECONDS + 10 * NOTIFY_SECONDS

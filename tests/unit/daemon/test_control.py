@@ -96,6 +96,19 @@ async def test_finish_returns_when_the_node_has_ended(tmp_path, capsys):
     assert last_line(capsys) == "the node has ended"
 
 
+async def test_who_asked_for_the_end_and_goes_away_leaves_no_socket_open(tmp_path):
+    async with controlled(tmp_path) as finished:
+        before = psutil.Process().num_fds()
+        for _ in range(3):
+            with trio.socket.socket(socket.AF_UNIX) as client:
+                await client.connect(str(tmp_path / SOCKET))
+                await client.send(b'{"command":"finish"}\n')
+                assert b"changed" in await client.recv(4096)
+        assert finished.is_set()
+        await until(lambda: psutil.Process().num_fds() == before)
+        assert await said("pause", "-d", tmp_path) == 0, "others are heard"
+
+
 @pytest.mark.parametrize("command", ["pause", "resume", "finish"])
 def test_where_no_node_runs_that_is_one_line_and_nothing_is_made(tmp_path, capsys, command):
     (tmp_path / "file").write_text("")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import trio
 
+from swarmnode import cli
 from swarmnode.config import Config
 from swarmnode.daemon import supervisor as module
 from swarmnode.daemon.supervisor import Supervisor, how_it_ended, parse_progress
@@ -123,6 +124,7 @@ async def test_a_second_signal_aborts_a_drain_that_hangs(node):
 
 DRAINS = """
 def end(*_):
+    print("asked", file=open({marker!r} + ".asked", "a"), flush=True)
     progress("draining")
     for _ in range({turns}):
         time.sleep(0.1)
@@ -148,6 +150,34 @@ async def test_a_drain_waits_for_the_step_and_for_what_is_being_saved(node, tmp_
         nursery.start_soon(supervisor.run)
         await until((tmp_path / "saved.ready").exists)
         os.kill(os.getpid(), signal.SIGTERM)
+    assert (tmp_path / "saved").exists() is survives
+
+
+@pytest.mark.parametrize(
+    ("signals", "seconds", "drain", "code", "survives"),
+    [(0, 1.5, 0.5, 0, True), (1, 60, 0.5, 0, False), (2, 60, 60, 143, False)],
+    ids=["however long it takes", "a SIGTERM bounds it", "a second one aborts"],
+)
+async def test_finish_waits_for_the_step_until_a_signal_takes_the_time_away(node, tmp_path, signals, seconds, drain, code, survives):
+    body = DRAINS.format(turns=int(10 * seconds), status="training", step=0.01, marker=str(tmp_path / "saved"))
+    supervisor = node(trainer=body, drain_seconds=drain)
+    asked = lambda: len((tmp_path / "saved.asked").read_text().splitlines()) if (tmp_path / "saved.asked").exists() else 0
+    codes = {}
+
+    async def run():
+        codes["node"] = await supervisor.run()
+
+    async def finish():
+        codes["finish"] = await trio.to_thread.run_sync(cli.run, ["finish", "-d", str(tmp_path / "data")])
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run)
+        await until((tmp_path / "saved.ready").exists)
+        nursery.start_soon(finish)
+        for number in range(signals):
+            await until(lambda number=number: asked() > number)  # by `finish`, then once for each signal
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert codes == {"node": code, "finish": 0}
     assert (tmp_path / "saved").exists() is survives
 
 
