@@ -121,7 +121,8 @@ class Membership:
         if now <= present.created_at:
             raise ConfigError("init: this machine's clock is behind that of the predecessor's signing: set it")
         self._config = self._continued(asked.said, before)
-        named = list(asked.bootstrap) or successor.addresses_of(present, identity.peer_id, own)
+        moved = any(key in asked.said for key in ("network.listen_addrs", "network.announce_addrs"))
+        named = list(asked.bootstrap) or (successor.addresses_of(present, identity.peer_id, own) if moved else present.bootstrap)
         bounds = (present.rollouts.min_completions, present.rollouts.max_completions)
         members = [] if asked.public else list(asked.members) or present.access.members
         terms = Terms(

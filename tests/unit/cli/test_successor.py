@@ -179,3 +179,10 @@ async def test_a_member_says_that_a_successor_waits_for_its_owner(tmp_path, nurs
 
 def test_without_a_successor_nothing_is_said():
     assert not any("successor" in trouble for trouble in health.troubles(NodeSnapshot(successor=SuccessorStatistics())))
+
+
+def test_where_the_founder_is_stays_too_until_it_is_said(tmp_path, founder):
+    own = load_or_create(tmp_path / "identity.key").peer_id
+    founder(bootstrap=[f"/dns4/swarm.example.org/tcp/9512/p2p/{own}", ELSEWHERE])
+    assert successor(tmp_path, "--yes", "--name", "second") == 0
+    assert present(tmp_path).manifest.bootstrap == [f"/dns4/swarm.example.org/tcp/9512/p2p/{own}", ELSEWHERE]
