@@ -8,11 +8,14 @@ import stat
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from swarmnode.errors import Refused, Unavailable
+from swarmnode.errors import Refused, StateError, Unavailable
 
+FORMAT = 1
+"""How the files of a data directory are written. A version that an earlier one would misread counts on."""
+FORMAT_FILE = "format"
 SOCKET_PATH_BYTES = 100
 """A Unix socket's path may have about 107 bytes; a data directory may be deeper than that."""
 
@@ -81,8 +84,25 @@ def socket_address(path: Path) -> tuple[str, int | None]:
     return f"/proc/self/fd/{directory}/{path.name}", directory
 
 
+def check_format(data_dir: Path) -> None:
+    """Raises StateError for a data directory of a version that is newer than this one, of which nothing else may be read or written."""
+    try:
+        with open(data_dir / FORMAT_FILE, "rb") as file:
+            text = file.read(32)
+    except OSError:
+        return  # none yet, or of a version before there was one; what cannot be used is said where it is
+    if not text.strip().isdigit():
+        raise StateError(f"{data_dir / FORMAT_FILE} is damaged: copy the directory again, or remove that file")
+    if int(text) > FORMAT:
+        raise StateError(
+            f"data directory {data_dir} is of a newer version of swarmnode (format {int(text)}, this one knows {FORMAT}): "
+            "upgrade, or name another directory with -d"
+        )
+
+
 def make_data_dir(data_dir: Path) -> None:
-    """The directory, and the one in it that lives as long as a run. Raises Unavailable."""
+    """The directory, and the one in it that lives as long as a run. Raises Unavailable, StateError."""
+    check_format(data_dir)
     try:
         data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         (data_dir / "run").mkdir(exist_ok=True, mode=0o700)
@@ -90,6 +110,9 @@ def make_data_dir(data_dir: Path) -> None:
         raise Unavailable(f"data directory {data_dir} cannot be used: it is not a directory") from None
     except OSError as error:
         raise Unavailable(f"data directory {data_dir} cannot be used: {error.strerror}") from None
+    if not (data_dir / FORMAT_FILE).exists():
+        with suppress(OSError):  # a directory that is full or read-only may do for what comes
+            write_atomically(data_dir / FORMAT_FILE, f"{FORMAT}\n".encode())
 
 
 def lock_data_dir(data_dir: Path) -> int:
@@ -105,8 +128,9 @@ def lock_data_dir(data_dir: Path) -> int:
         owner = os.read(fd, 32).decode(errors="replace").strip()
         os.close(fd)
         raise Unavailable(f"data directory {data_dir} is in use by another node (pid {owner or 'unknown'})") from None
-    os.truncate(fd, 0)
-    os.write(fd, str(os.getpid()).encode())
+    with suppress(OSError):  # on a full disk it is held all the same
+        os.truncate(fd, 0)
+        os.write(fd, str(os.getpid()).encode())
     return fd
 
 

@@ -58,7 +58,8 @@ def run(argv: list[str]) -> int:
         result = app(argv, exit_on_error=False, print_error=False, result_action="return_value")
         return result if isinstance(result, int) else 0
     except CycloptsError as error:
-        print(f"swarmnode: {' '.join(str(error).split())}", file=sys.stderr)
+        command = " ".join(["swarmnode", *(error.command_chain or ())])
+        print(f"swarmnode: {' '.join(str(error).split()).rstrip('.')}; `{command} --help` tells what there is", file=sys.stderr)
         return USAGE_EXIT_CODE
     except SwarmNodeError as error:
         print(f"swarmnode: {error}", file=sys.stderr)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from swarmnode.errors import ConfigError, Unavailable
+from swarmnode.files import check_format
 
 if TYPE_CHECKING:
     from swarmnode.settings import Resolved
@@ -70,7 +71,7 @@ def load(
     node: NodeOptions, *, peers: list[str] | None = None, stage_capacity: str | None = None, tasks: bool = True, recipe: str | None = None
 ) -> Resolved:
     """The configuration of a command; its tasks are known then, those of the node's owner too, unless the command has nothing to do with
-    them. Raises ConfigError."""
+    them. Raises ConfigError; StateError for a data directory of a newer version."""
     from swarmnode import settings
     from swarmnode.tasks import registry
 
@@ -82,6 +83,7 @@ def load(
     if stage_capacity is not None:
         overrides.append(f"stages.capacity={size_bytes(stage_capacity)}")
     resolved = settings.load(node.config, os.environ, overrides, recipe)
+    check_format(resolved.config.node.data_dir)
     if tasks:
         registry.install(resolved.config.task.modules, resolved.config.task.settings)
         registry.install_datasets(resolved.config.task.datasets, resolved.config.node.data_dir / registry.DATASETS)

@@ -82,7 +82,8 @@ def _own_port(data_dir: Path, address: Address) -> int:
         write_atomically(path, f"{port}\n".encode(), mode=0o644)
         return port
     except (OSError, UnicodeDecodeError) as error:
-        raise Unavailable(f"cannot use {path}: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise Unavailable(f"cannot use {path}: {why}") from error
 
 
 def _free_port(address: Address) -> int:

@@ -77,14 +77,14 @@ def peer_of(data: bytes, path: Path) -> str:
 
 
 def unlock(data_dir: Path) -> None:
-    """Before anything starts: ask for the passphrase of this node's key if it has one, and find out whether it is right.
+    """Before anything starts: find out whether this node's key is one, and ask for its passphrase if it has one.
 
     Raises as `peer_of` does; does nothing where there is no key yet.
     """
     if not data_dir.is_dir():
         return  # what comes next says so
     data = read_private(data_dir / IDENTITY, "identity file", LONGEST_FILE)
-    if data is not None and passphrases.is_locked(data):
+    if data is not None:
         passphrases.open_key(data, data_dir / IDENTITY)
 
 
@@ -121,10 +121,14 @@ def _write_new(path: Path, data: bytes) -> None:
         raise Refused(f"{path} exists; name another file") from None
     except OSError as error:
         raise Unavailable(f"cannot write {path}: {error.strerror}") from None
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        path.unlink()
+        raise Unavailable(f"cannot write {path}: {error.strerror}") from None
 
 
 def _write(path: Path, data: bytes) -> None:

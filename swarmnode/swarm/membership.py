@@ -177,7 +177,7 @@ class Membership:
         secret = manifest.swarm_secret(self._data_dir)
         if secret is None:
             secret = os.urandom(limits.SECRET_BYTES)
-            write_atomically(self._data_dir / manifest.SECRET_FILE, f"{secret.hex()}\n".encode(), mode=0o600)
+            _write(self._data_dir / manifest.SECRET_FILE, f"{secret.hex()}\n".encode())
         return secret
 
     # ---- joining --------------------------------------------------------------------------------------------------------
@@ -215,9 +215,11 @@ class Membership:
             raise ConfigError(f"{path}: {error.strerror}") from None
         except BadMessage as error:
             raise Refused(f"{path} is not a manifest: {error}") from None
-        before = self.store.current()
-        if before is not None and not self.store.descends(before, opened.swarm) and opened.manifest.predecessor != before:
-            self._refuse_other_swarm(before)
+        before = manifest_store.stored(self._data_dir)
+        if before is not None and not self.store.descends(before.swarm, opened.swarm) and not follows(opened, before):
+            if opened.manifest.predecessor == before.swarm:
+                raise Refused(f"{path} is a successor that the founder of {before.manifest.name!r} did not sign: get another from them")
+            self._refuse_other_swarm(before.swarm)
         make_data_dir(self._data_dir)
         refuse_if_any(self._problems(opened.manifest), opened)
         self.store.add(opened)
@@ -241,7 +243,7 @@ class Membership:
             raise ConfigError(f"--secret-file {file}: no such file")
         secret = manifest.parse_secret(data, file)
         make_data_dir(self._data_dir)
-        write_atomically(self._data_dir / manifest.SECRET_FILE, f"{secret.hex()}\n".encode(), mode=0o600)
+        _write(self._data_dir / manifest.SECRET_FILE, f"{secret.hex()}\n".encode())
 
     def _problems(self, wanted: SwarmManifest, peer: str = "") -> list[str]:
         return can_honour(wanted, self._config, peer, trains=self._trains)
@@ -309,7 +311,7 @@ class Membership:
         """The JSON that a short-lived child printed. Its own errors come out as ours, with their exit code."""
         make_data_dir(self._data_dir)
         config_file = self._data_dir / "run" / f"{module.rpartition('.')[2]}.json"
-        write_atomically(config_file, self._config.model_dump_json().encode())
+        _write(config_file, self._config.model_dump_json().encode())
         try:
             done = subprocess.run(
                 [sys.executable, "-m", module, "--config", str(config_file), *arguments],
@@ -331,6 +333,14 @@ def invite_of(opened: Opened, addresses: Sequence[str] = ()) -> Invite:
     if not where:
         raise ConfigError("the manifest names no bootstrap peer: an invite needs the address of one")
     return Invite(where, opened.swarm)
+
+
+def _write(path: Path, data: bytes) -> None:
+    """A file of ours, readable by nobody else. Raises Unavailable."""
+    try:
+        write_atomically(path, data, mode=0o600)
+    except OSError as error:
+        raise Unavailable(f"cannot write {path}: {error.strerror}") from None
 
 
 def _refuse_founding(before: Opened | None, founder: bytes, asked: Founding) -> None:

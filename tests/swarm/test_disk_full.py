@@ -1,12 +1,8 @@
 """A real node whose data directory has no byte left: it trains on, says that it does not save, restarts what dies, and loses nothing."""
 
-import contextlib
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.request
 
@@ -14,11 +10,9 @@ import psutil
 import pytest
 
 from swarmnode.demo.nodes import DemoNode
+from tests.support.small_disk import fill, mounted, needs_mount
 
-pytestmark = [
-    pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(900),
-    pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="mounting a small file system needs root"),
-]  # fmt: skip
+pytestmark = [pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(900), needs_mount]
 
 SETTINGS = {
     "swarm": {"name": "full"},
@@ -40,13 +34,8 @@ def command_of(process):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A directory on a file system of 12 MiB."""
-    directory = tmp_path / "disk"
-    directory.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m,mode=700", "tmpfs", str(directory)], capture_output=True).returncode:
-        pytest.skip("this container does not let us mount a file system")
-    yield directory
-    subprocess.run(["umount", "-l", str(directory)], check=True)
+    with mounted(tmp_path / "disk", "12m") as directory:
+        yield directory
 
 
 def until(condition, what, seconds=240.0):
@@ -56,12 +45,6 @@ def until(condition, what, seconds=240.0):
             return result
         time.sleep(0.1)
     raise AssertionError(f"not within {seconds} s: {what()}")
-
-
-def fill(directory):
-    with contextlib.suppress(OSError), open(directory / "filler", "wb", buffering=0) as file:
-        while file.write(b"x" * 4096):
-            pass
 
 
 def test_with_a_full_disk_training_goes_on_and_nothing_is_lost(small_disk, tmp_path):

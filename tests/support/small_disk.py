@@ -1,0 +1,40 @@
+"""A file system that a test may fill or make read-only; root writes through permission bits, so that nothing less will do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+needs_mount = pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="mounting a small file system needs root")
+
+
+@contextmanager
+def mounted(directory: Path, size: str) -> Iterator[Path]:
+    """`directory`, made, as a file system of `size` ("12m"); skips the test where none can be mounted."""
+    directory.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", str(directory)], capture_output=True).returncode:
+        pytest.skip("this container does not let us mount a file system")
+    assert os.path.ismount(directory)
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", "-l", str(directory)], check=True)
+
+
+def fill(directory: Path) -> None:
+    """Not one byte more fits. Never the machine's own disk: a test that replaced `subprocess.run` had mounted nothing."""
+    assert os.path.ismount(directory), f"{directory} is no file system of its own"
+    with contextlib.suppress(OSError), open(directory / "filler", "wb", buffering=0) as file:
+        while file.write(b"x" * 4096):
+            pass
+
+
+def read_only(directory: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(directory)], check=True)

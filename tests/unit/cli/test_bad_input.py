@@ -1,0 +1,291 @@
+"""What a person types wrong, and directories that are not as they should be: one line with cause and remedy, the exit code of
+docs/operations.md, and nothing changed. Each command, in this process."""
+
+import json
+import os
+import shutil
+import subprocess
+
+import pytest
+from cyclopts import CycloptsError
+
+from swarmnode import cli
+from swarmnode.cli import app
+from swarmnode.files import FORMAT, FORMAT_FILE, lock_data_dir
+from swarmnode.p2p.identity import load_or_create
+from swarmnode.swarm import membership
+from swarmnode.swarm.manifest_store import ManifestStore
+from tests.support.manifests import founded
+from tests.support.small_disk import fill, mounted, needs_mount, read_only
+
+ADDRESS = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
+
+
+def walk(group, path=()):
+    """(words, command) of every command."""
+    for name in group:
+        if not name.startswith("-"):
+            if group[name].default_command:
+                yield (*path, name), group[name]
+            yield from walk(group[name], (*path, name))
+
+
+COMMANDS = dict(walk(app))
+
+
+def misspelt(path):
+    """Calls of a command in which one thing is missing, doubled, of another type, unknown, or too much."""
+    arguments = [each for each in COMMANDS[path].assemble_argument_collection() if each.names != ("*",)]
+    positional = [each for each in arguments if each.index is not None]
+    given = ["1" for each in positional if each.required]
+    any_number = any(each.field_info.kind.name == "VAR_POSITIONAL" for each in positional)
+    yield [*path, *given, "--bogus"]
+    if given:
+        yield list(path)
+    if not any_number:
+        yield [*path, *["1"] * len(positional), "surplus"]
+    for each in arguments:
+        others = [*path, *([] if each.required else given)]
+        if each.hint is bool:
+            yield [*others, f"{each.name}=maybe"]
+        elif each.field_info.kind.name != "VAR_POSITIONAL":
+            yield [*others, each.name]
+            if "list" not in str(each.hint):
+                yield [*others, each.name, "1", each.name, "2"]
+            if any(kind in str(each.hint) for kind in ("int", "float", "Literal")):
+                yield [*others, each.name, "many"]
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_a_call_that_is_wrong_is_one_line_that_names_the_help_and_exit_two(path, capsys):
+    calls = list(misspelt(path))
+    assert len(calls) >= 2
+    for call in calls:
+        with pytest.raises(CycloptsError):  # before anything is done
+            app.parse_args(call, exit_on_error=False, print_error=False)
+        assert cli.run(call) == 2
+        said = capsys.readouterr()
+        assert (said.out, said.err.count("\n")) == ("", 1), call
+        assert said.err.endswith(f"`swarmnode {' '.join(path)} --help` tells what there is\n"), call
+
+
+# ---- directories
+
+
+@pytest.fixture
+def node(tmp_path, monkeypatch):
+    """A founder's data directory, and beside it what commands need."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in [name for name in os.environ if name.startswith("SWARMNODE_")]:
+        monkeypatch.delenv(name)
+    return made(tmp_path / "node")
+
+
+def made(data):
+    for command in (["key", "show"], ["config", "set", "node.name=mine", 'task.names=["builtin/copy"]']):
+        assert cli.run([*command, "-d", str(data)]) == 0
+    opened = founded(load_or_create(data / "identity.key").private_key, bootstrap=[ADDRESS])
+    store = ManifestStore(data)
+    store.add(opened)
+    store.choose(opened.swarm)
+    (data / "trainer").mkdir()
+    (data / "trainer" / "state.safetensors").write_bytes(b"\x10" + bytes(7) + b'{"__metadata__":')
+    load_or_create(data.parent / "new.key")
+    (data.parent / "secret").write_text("five random words are good")
+    (data.parent / "secret").chmod(0o600)
+    (data.parent / "m").write_bytes(opened.signed)
+    return data
+
+
+def typed(words, data):
+    """A command about the data directory `data`."""
+    beside = {"INVITE": f"{ADDRESS}/swarm/{ManifestStore(data).current().hex()}" if (data / "manifest" / "current").is_file() else ""}
+    beside |= {name: str(data.parent / name) for name in ("new.key", "old.key", "secret", "m", "policy")}
+    return cli.run([*(beside.get(word, word) for word in words.split()), "-d", str(data)])
+
+
+def tree(directory):
+    """What is in a directory, byte for byte, but for what lives as long as a run, and what was logged."""
+    files = (path for path in directory.rglob("*") if not {"run", "log"} & set(path.relative_to(directory).parts))
+    return {str(path.relative_to(directory)): path.read_bytes() if path.is_file() else None for path in files}
+
+
+def one_line(capsys, *says):
+    """Of what a command wrote, its last line is what was wrong; above it nothing but what it logged or showed."""
+    *shown, error = capsys.readouterr().err.splitlines()
+    assert error.startswith("swarmnode: ")
+    assert not [line for line in shown if line.startswith(("swarmnode: ", "Traceback"))], shown
+    assert "Errno" not in error
+    assert all(word in error for word in says), error
+
+
+SUCCESSOR = "init --successor --yes --name other"
+WRITES = [
+    "run", "join INVITE", SUCCESSOR, "bootstrap", "bootstrap --manifest m", "key rotate", "key passphrase --new-file secret",
+    "key import new.key --replace", "config set node.name=other", "rollback 3",
+]  # fmt: skip
+READS = [
+    "config show", "config path", "manifest show", "rollback", "status", "top", "pause", "resume", "finish",
+    "task try builtin/copy --no-sample",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [*WRITES, *READS, "init", "key show", "key backup old.key", "export policy", "manifest follow"])
+def test_a_directory_of_a_newer_version_is_left_alone(node, capsys, words):
+    (node / FORMAT_FILE).write_text(f"{FORMAT + 1}\n")
+    before = tree(node.parent)
+    assert typed(words, node) == 69
+    one_line(capsys, "is of a newer version", "upgrade, or name another directory with -d")
+    assert tree(node.parent) == before
+
+
+def test_doctor_tells_of_a_newer_version_too(node, capsys):
+    (node / FORMAT_FILE).write_text(f"{FORMAT + 1}\n")
+    assert typed("doctor --json", node) == 69
+    (check,) = json.loads(capsys.readouterr().out)["checks"]
+    assert "is of a newer version" in check["what"]
+
+
+def test_a_directory_says_how_it_is_written_and_one_of_before_that_is_read(node, capsys):
+    assert (node / FORMAT_FILE).read_text() == f"{FORMAT}\n"
+    (node / FORMAT_FILE).unlink()
+    assert typed("key show", node) == 0
+    assert (node / FORMAT_FILE).read_text() == f"{FORMAT}\n"
+    (node / FORMAT_FILE).write_text("")
+    capsys.readouterr()
+    assert typed("key show", node) == 69
+    one_line(capsys, "format is damaged: copy the directory again")
+
+
+@pytest.mark.parametrize(
+    ("file", "words", "code", "says"),
+    [
+        ("identity.key", "run", 69, "is not a PEM key; restore or remove it"),
+        ("identity.key", "bootstrap", 69, "is not a PEM key; restore or remove it"),
+        ("identity.key", "key rotate", 69, "is not a PEM key; restore or remove it"),
+        ("identity.key", "key backup old.key", 69, "is not a PEM key; restore or remove it"),
+        ("identity.key", SUCCESSOR, 69, "is not a PEM key; restore or remove it"),
+        ("manifest/current", "run", 69, "join again"),
+        ("manifest/current", "manifest show", 69, "join again"),
+        ("manifest/current", SUCCESSOR, 69, "join again"),
+        ("manifest", "run", 69, "is damaged"),
+        ("manifest", "manifest follow", 69, "remove it and join again"),
+        ("manifest", "bootstrap", 69, "remove it and join again"),
+        ("config.toml", "run", 78, "config.toml"),
+        ("config.toml", "config set node.name=other", 78, "config.toml"),
+        ("config.toml", "key show", 78, "config.toml"),
+        ("trainer/state.safetensors", "rollback 3", 69, "no former state of step 3 is kept"),
+    ],
+)
+def test_a_directory_that_was_copied_by_half_says_which_file_to_bring_back(node, capsys, file, words, code, says):
+    path = node / file if not (node / file).is_dir() else next((node / file).glob("*.manifest"))
+    path.write_bytes(path.read_bytes()[: -4 if file == "config.toml" else path.stat().st_size // 2])
+    before = tree(node)
+    assert typed(words, node) == code
+    one_line(capsys, says)
+    assert tree(node) == before
+
+
+def test_a_manifest_that_was_not_copied_is_asked_for(node, capsys):
+    next((node / "manifest").glob("*.manifest")).unlink()
+    for words in ("run", "bootstrap", "manifest show", SUCCESSOR):
+        assert typed(words, node) == 69
+        one_line(capsys, "join again")
+
+
+@needs_mount
+@pytest.mark.parametrize("words", WRITES)
+def test_on_a_read_only_disk_nothing_is_begun(node, capsys, words):
+    with mounted(node.parent / "disk", "8m") as disk:
+        data = shutil.copytree(node, disk / "node")
+        for name in ("new.key", "secret", "m"):
+            shutil.copy2(node.parent / name, disk / name)
+        read_only(disk)
+        before = tree(disk)
+        assert typed(words, data) == 69
+        one_line(capsys, "Read-only file system")
+        assert tree(disk) == before
+
+
+@needs_mount
+@pytest.mark.parametrize("words", ["key show", "config set node.name=other", "run", "init", "bootstrap --manifest m", "join INVITE"])
+def test_a_directory_that_cannot_be_made_is_said(node, capsys, words):
+    with mounted(node.parent / "disk", "8m") as disk:
+        for name in ("new.key", "secret", "m"):
+            shutil.copy2(node.parent / name, disk / name)
+        read_only(disk)
+        words = words.replace("INVITE", f"{ADDRESS}/swarm/{'0' * 64}")
+        assert typed(words, disk / "node") == 69
+        one_line(capsys, "Read-only file system")
+
+
+@needs_mount
+@pytest.mark.parametrize("words", [words for words in WRITES if words not in ("run", "bootstrap", "rollback 3")])
+def test_on_a_full_disk_nothing_is_lost(node, capsys, words, monkeypatch):
+    opened = founded(load_or_create(node / "identity.key").private_key, bootstrap=[ADDRESS])
+    answer = {"peer": "12D3KooWNobody", "manifest": opened.signed.hex(), "successor": ""}
+    printed = subprocess.CompletedProcess([], 0, json.dumps(answer), "")
+    with mounted(node.parent / "disk", "1m") as disk:
+        data = shutil.copytree(node, disk / "node")
+        for name in ("new.key", "secret", "m"):
+            shutil.copy2(node.parent / name, disk / name)
+        fill(disk)
+        before = tree(disk)
+        with monkeypatch.context() as patched:  # what `python -m swarmnode.swarm.join` would have printed; mount and umount are real
+            patched.setattr(membership.subprocess, "run", lambda *_, **__: printed)
+            assert typed(words, data) == 69
+        one_line(capsys)
+        assert tree(disk) == before
+
+
+@pytest.mark.parametrize("words", [words for words in WRITES if not words.startswith(("init", "config", "bootstrap --manifest"))])
+def test_a_second_node_on_a_directory_says_who_has_it(node, capsys, words):
+    held = lock_data_dir(node)
+    before = tree(node)
+    assert typed(words, node) == 69
+    one_line(capsys, f"in use by another node (pid {os.getpid()})")
+    assert tree(node) == before
+    os.close(held)
+
+
+def manifest_of(tmp_path, opened):
+    (tmp_path / "theirs").write_bytes(opened.signed)
+    return str(tmp_path / "theirs")
+
+
+OTHERS = ["join {invite}", "bootstrap {invite}", "run -s swarm.invite={invite}", "bootstrap --manifest {file}", "init"]
+
+
+@pytest.mark.parametrize("words", OTHERS)
+def test_a_directory_of_one_swarm_is_not_taken_to_another(node, capsys, words):
+    other = founded(name="another")
+    invite = f"{ADDRESS}/swarm/{other.swarm.hex()}"
+    before = tree(node)
+    assert typed(words.format(invite=invite, file=manifest_of(node.parent, other)), node) == 77
+    one_line(capsys, "this data directory is of swarm 'test'", "another --data-dir")
+    assert tree(node) == before
+
+
+def test_a_successor_of_somebody_else_is_not_followed(node, capsys):
+    store = ManifestStore(node)
+    present = store.get(store.current())
+    theirs = founded(predecessor=present.swarm, created_at=present.manifest.created_at + 1, name="theirs")  # signed by another key
+    before = tree(node)
+    assert typed(f"bootstrap --manifest {manifest_of(node.parent, theirs)}", node) == 77
+    one_line(capsys, "the founder of 'test' did not sign")
+    assert tree(node) == before
+    store.add(theirs)
+    assert typed("manifest follow", node) == 77
+    one_line(capsys, "no successor is known here")
+    assert typed("manifest show", node) == 0
+    assert json.loads(capsys.readouterr().out)["successor"] is None
+    assert store.current() == present.swarm
+
+
+def test_nobody_but_the_founder_signs_a_successor(node, capsys):
+    assert typed("key rotate", node) == 0
+    before = tree(node)
+    capsys.readouterr()
+    assert typed("init --successor --yes --name other", node) == 77
+    one_line(capsys, "only the founder's key can sign a successor")
+    assert tree(node) == before
