@@ -20,7 +20,8 @@ from swarmnode.p2p import addresses
 from swarmnode.p2p.addresses import PUBLIC, Address, Circuit, OwnAddresses, parse_any
 from swarmnode.p2p.autonat import DialBack, Reachability, ReachabilityCheck, ReachStatistics
 from swarmnode.p2p.connections import Connection, ConnectionTable
-from swarmnode.p2p.gateway import Gateway, Kind, asked, kind_of
+from swarmnode.p2p.forwarding import Forwarding, Seen
+from swarmnode.p2p.gateway import Kind
 from swarmnode.p2p.library.hosts import Host
 from swarmnode.p2p.peers import PeerTable
 from swarmnode.p2p.punch import Puncher, PunchStatistics
@@ -35,16 +36,6 @@ PUNCH_DELAY_SECONDS = 0.5
 """After a call: the caller's own tasks come first."""
 GRACE_SECONDS = 2.0
 """A circuit is closed this long after a direct connection has replaced it."""
-
-
-MAP_SECONDS = 1500.0
-"""Between two requests to the router to forward our port, which it does for an hour."""
-ROUTER_PAUSE_SECONDS = 15.0
-ROUTER_WORDS = {
-    "carrier": "the provider shares one public address among its customers (carrier-grade NAT): no port can be forwarded to this machine; "
-    "relays carry calls to it, and a public address, or IPv6, is the provider's to give",
-    "private": "the router has another router behind it, whose port would have to be forwarded too; relays carry calls to this machine",
-}
 
 
 class NatStatistics(msgspec.Struct, frozen=True):
@@ -81,7 +72,7 @@ class Nat:
         self._own = own
         self._news = trio.Event()
         self._rng = rng
-        self._router: Kind = "none"
+        self._forwarding = Forwarding(next(iter(own.outside_ports()), 0), self._seen, self._check_again)
         self.reach = ReachabilityCheck(host, connections, own.outside_ports(), self._reachability_changed, rng)
         self.dial_back = DialBack(host, welcome)
         limits = dataclasses.replace(RELAY_LIMITS, bytes_per_second=cfg.relay_bytes_per_second)
@@ -99,7 +90,7 @@ class Nat:
         self._host.nursery.start_soon(self.reach.run)
         self._host.nursery.start_soon(self.client.run)
         if self._role == "auto" and self._own.outside_ports() and not self._own.announce:
-            self._host.nursery.start_soon(self._ask_router, self._own.outside_ports()[0])
+            self._host.nursery.start_soon(self._forwarding.run)
 
     # -- connections
 
@@ -178,7 +169,7 @@ class Nat:
             relay=self.relay.statistics(),
             client=self.client.statistics(),
             punch=self.puncher.statistics(),
-            router=self._router,
+            router=self._forwarding.kind,
             direct=direct,
             relayed=len(peers) - direct,
         )
@@ -213,31 +204,15 @@ class Nat:
         self._news.set()
         self._news = trio.Event()
 
-    async def _ask_router(self, port: int) -> None:
-        """While others cannot dial us from the internet: have the router forward our port, and say once what stands in the way of that.
+    def _seen(self) -> Seen:
+        outside = self.reach.own_address
+        if outside is None or outside.scope != PUBLIC:
+            return Seen()
+        return Seen(outside.host, self.reach.verdict == "private")
 
-        A mapping is renewed while we run. After the router has started again peers soon find us private, and it is asked anew.
-        """
-        asked_at, mapped = float("-inf"), False
-        while True:
-            await trio.sleep(ROUTER_PAUSE_SECONDS)
-            outside = self.reach.own_address
-            unreachable = self.reach.verdict == "private" and outside is not None and outside.scope == PUBLIC
-            if outside is None or not (unreachable or mapped) or trio.current_time() < asked_at + MAP_SECONDS / (1 if mapped else 5):
-                continue
-            asked_at = trio.current_time()
-            found = await asked(port)
-            self._note_router(found, kind_of(found.outside, outside.host), port)
-            mapped = found.mapped
-            if mapped and unreachable and (peers := self._connections.peers()):
-                await self.reach.check(self._rng.choice(peers))
-
-    def _note_router(self, found: Gateway, kind: Kind, port: int) -> None:
-        if kind != self._router and kind in ROUTER_WORDS:
-            log.warning("%s (the router's outside address is %s)", ROUTER_WORDS[kind], found.outside)
-        elif kind != self._router and found.mapped:
-            log.info("the router forwards port %d to this machine (UPnP)", port)
-        self._router = kind
+    async def _check_again(self) -> None:
+        if peers := self._connections.peers():
+            await self.reach.check(self._rng.choice(peers))
 
     async def _punch(self, peer: str) -> None:
         await trio.sleep(PUNCH_DELAY_SECONDS)
