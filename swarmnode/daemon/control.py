@@ -178,7 +178,7 @@ class Control:
 
 
 async def _keep(stream: trio.SocketStream) -> None:
-    """Whoever waits for the end of the node hears it as the end of the stream; one that goes away before leaves nothing behind."""
+    """A client that waits for the end of the node hears it as the end of the stream; one that goes away before leaves nothing behind."""
     async with stream:
         with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
             while await stream.receive_some(MESSAGE_BYTES):
