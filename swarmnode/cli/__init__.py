@@ -17,7 +17,7 @@ from swarmnode.cli.control import finish, pause, resume
 from swarmnode.cli.demo import demo
 from swarmnode.cli.key import key_app
 from swarmnode.cli.node import bootstrap_node, doctor, export_policy, recipes, rollback, run_node
-from swarmnode.cli.observe import status, top
+from swarmnode.cli.observe import samples, status, top
 from swarmnode.cli.plan import plan
 from swarmnode.cli.swarm import init, join, manifest_app
 from swarmnode.cli.task import task_app
@@ -42,6 +42,7 @@ app.command(plan)
 app.command(recipes)
 app.command(status)
 app.command(top)
+app.command(samples)
 app.command(export_policy, name="export")
 app.command(rollback)
 app.command(demo)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json as json_module
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -10,6 +12,7 @@ from swarmnode.cli.options import NODE, AsJson, NodeOptions, load
 from swarmnode.errors import ConfigError
 
 if TYPE_CHECKING:
+    from swarmnode.observe.samples import Answer, Sample
     from swarmnode.observe.where import Place
 
 Where = Annotated[
@@ -31,6 +34,65 @@ def top(where: Where = None, *, node: NodeOptions = NODE) -> int:
 
     top_command(_place("top", where, node))
     return 0
+
+
+LINE = 100
+"""Characters of a text in the table."""
+
+
+def samples(*, count: Annotated[int, Parameter(name=["--count", "-n"])] = 12, node: NodeOptions = NODE, json: AsJson = False) -> int:
+    """What the policy and its peers answered lately, with rewards, surprise and whose it is: from disk, whether the node runs or not.
+
+    Parameters
+    ----------
+    count
+        Groups, the newest first. With --json all of each text that was kept, otherwise a line of it.
+    """
+    import msgspec
+
+    from swarmnode.errors import Unavailable
+    from swarmnode.observe import samples as kept
+    from swarmnode.observe import top as answers
+    from swarmnode.observe import where as places
+
+    data_dir = load(node, tasks=False).config.node.data_dir
+    found = kept.newest(data_dir, max(count, 0))
+    if json:
+        print(json_module.dumps([msgspec.to_builtins(sample) for sample in found]))  # ASCII: whatever a text holds is escaped
+        return 0
+    names: Mapping[str, str] = {}
+    place = places.written(data_dir)
+    if place is not None and any(sample.peer for sample in found):
+        try:
+            names = answers.names_of(answers.fetch(place, points=0)["snapshot"])
+        except Unavailable:  # ids do
+            names = {}
+    print("\n".join(line for sample in found for line in _sample_lines(sample, names)) or f"no answers in {data_dir} yet")
+    return 0
+
+
+def _sample_lines(sample: Sample, names: Mapping[str, str]) -> Sequence[str]:
+    from swarmnode.observe.top import called
+
+    who = called(sample.peer, names).plain if sample.peer else "own"
+    refused = "" if sample.outcome == "used" else f", refused: {sample.outcome}"
+    head = f"{who}{refused} · {sample.task} · step {sample.step}, policy version {sample.policy_version}"
+    return [_one_line(head), f"  asked                        {_one_line(sample.prompt)}", *map(_answer_line, sample.completions)]
+
+
+def _answer_line(answer: Answer) -> str:
+    number = lambda value: "   –" if value is None else f"{value:4.2f}"
+    made_of = "".join(f" {_one_line(name)} {value:.2f}" for name, value in answer.components.items())
+    cut = "cut" if answer.finish == "length" else ""
+    return f"  reward {number(answer.reward)}{made_of} surprise {number(answer.surprise)} {cut:3} {_one_line(answer.text)}"
+
+
+def _one_line(text: str) -> str:
+    """Without what would move a terminal's cursor, or turn text around."""
+    from swarmnode.observe.samples import visible
+
+    line = visible(" ".join(text.split()))
+    return line if len(line) <= LINE else f"{line[: LINE // 2]} … {line[-LINE // 2 :]}"
 
 
 def _place(command: str, where: str | None, node: NodeOptions) -> Place:

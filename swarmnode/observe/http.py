@@ -2,7 +2,7 @@
 
     /metrics   Prometheus or OpenMetrics text, as the scraper asks      /healthz   200 while the process works
     /status    the snapshot and the charts' past, as JSON               /readyz    200 once it does its job, else 503 and why
-    /          the status page; its two files beside it
+    /samples   what was answered lately, as JSON                        /          the status page; its two files beside it
 
 Nothing here changes the node and nothing needs a secret, but it is bound to loopback unless told otherwise, and then a page on
 somebody's web site must not read it through the browser either (DNS rebinding): hence the check of the Host header.
@@ -34,7 +34,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from swarmnode.config import HttpConfig
 from swarmnode.errors import Unavailable
-from swarmnode.observe import health
+from swarmnode.observe import health, samples
 from swarmnode.observe.collector import make_registry
 from swarmnode.observe.history import POINTS, SAVE_SECONDS, History
 from swarmnode.observe.snapshot import NodeSnapshot
@@ -110,8 +110,10 @@ class Pulse:
             log.warning("the charts' past is not saved", error=str(error))
 
 
-def make_app(snapshot: Callable[[], NodeSnapshot], history: History, pulse: Pulse, only_loopback: bool) -> ASGIApp:
-    """The ASGI application, without a socket."""
+def make_app(
+    snapshot: Callable[[], NodeSnapshot], history: History, pulse: Pulse, only_loopback: bool, data_dir: Path | None = None
+) -> ASGIApp:
+    """The ASGI application, without a socket. data_dir: where the trainer writes what was answered."""
     registry = make_registry(snapshot)
     files = resources.files("swarmnode.observe") / "page"
     page = {path: ((files / name).read_bytes(), kind) for path, (name, kind) in PAGE.items()}
@@ -132,12 +134,16 @@ def make_app(snapshot: Callable[[], NodeSnapshot], history: History, pulse: Puls
             raise HTTPException(400, "points must be a number")
         return Response(status_json(snapshot(), history, int(asked)), media_type="application/json")
 
+    async def answers(_: Request) -> Response:
+        found = await trio.to_thread.run_sync(samples.newest, data_dir, samples.PAGE_GROUPS) if data_dir is not None else []
+        return Response(samples.for_page(found), media_type="application/json")
+
     async def asset(request: Request) -> Response:
         body, kind = page[request.url.path]
         return Response(body, media_type=f"{kind}; charset=utf-8")
 
-    routes = [("/metrics", metrics), ("/healthz", healthz), ("/readyz", readyz), ("/status", status), *((path, asset) for path in page)]
-    app = Starlette(routes=[Route(path, serve, methods=["GET"]) for path, serve in routes])
+    routes = [("/metrics", metrics), ("/healthz", healthz), ("/readyz", readyz), ("/status", status), ("/samples", answers)]
+    app = Starlette(routes=[Route(path, serve, methods=["GET"]) for path, serve in [*routes, *((path, asset) for path in page)]])
     return Gate(app, only_loopback)
 
 
@@ -234,9 +240,9 @@ async def serve_http(
     """Serve until cancelled, or until `shutdown_trigger` returns and open answers are sent.
 
     Starts with the base URL, e.g. `http://127.0.0.1:9464`. `snapshot` is called once a second and once per request; what it raises is
-    logged and answered with status 500. `data_dir`: where the charts' past is kept
-    over restarts; None keeps it nowhere. `sock` is a listening socket to use, and close, instead of `listen(cfg)`. An error inside the
-    HTTP server is logged and the server started again: nobody who can open a connection may end the node.
+    logged and answered with status 500. `data_dir`: where the charts' past is kept over restarts, and where the trainer writes samples;
+    None is nowhere. `sock` is a listening socket to use, and close, instead of `listen(cfg)`. An error inside the HTTP server is logged
+    and the server started again: nobody who can open a connection may end the node.
 
     Raises:
         Unavailable: the port is taken.
@@ -248,7 +254,7 @@ async def serve_http(
         history.load(data_dir)
     pulse = Pulse(snapshot, history, data_dir)
     timed = lambda: msgspec.structs.replace(snapshot(), loop_lag_seconds=pulse.lag_seconds)
-    app = make_app(timed, history, pulse, only_loopback=is_loopback(host))
+    app = make_app(timed, history, pulse, only_loopback=is_loopback(host), data_dir=data_dir)
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(pulse.run)

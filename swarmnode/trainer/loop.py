@@ -35,8 +35,9 @@ from swarmnode.trainer.checkpoints import Checkpoints
 from swarmnode.trainer.engine import Engine, EngineGone, make_whole_policy, open_policy
 from swarmnode.trainer.evaluate import Evaluation, evaluation_due
 from swarmnode.trainer.external import ExternalGroups
+from swarmnode.trainer.judge import Judgement
 from swarmnode.trainer.plan import StepPlan
-from swarmnode.trainer.records import Records
+from swarmnode.trainer.records import Records, own_sample, peers_samples
 from swarmnode.trainer.reporting import Reporter
 from swarmnode.trainer.sampler import Experience, Sampler
 from swarmnode.trainer.state import SEQUENCE_MARGIN, Counters
@@ -243,15 +244,17 @@ class Loop:
             reward_by_task={**self._reporter.last.reward_by_task, **by_task},
         )
         self._reporter.enter("training", ended - started)
-        self._keep(experience)
+        self._keep(experience, judgement)
         self._log_step(by_task)
 
-    def _keep(self, experience: Experience) -> None:
+    def _keep(self, experience: Experience, judgement: Judgement) -> None:
         """For whoever looks at it afterwards."""
         now, last = time.time(), self._reporter.last
         self._records.step(now, last)
+        for sample in peers_samples(now, last.step, judgement):
+            self._records.sample(sample)
         if experience.messages:
-            self._records.sample(now, last.step, experience.prompts[0], experience.messages[0])
+            self._records.sample(own_sample(now, last.step, experience.prompts[0], experience.messages[0]))
 
     def _log_step(self, by_task: dict[str, float]) -> None:
         """One line for people, whatever else they watch."""

@@ -1,7 +1,7 @@
 """What a person reads afterwards, in `<data_dir>/log`: a line of JSON per step, and what the policy answered in it.
 
     steps.jsonl      every measurement of a step, as the status page has it, with reward by task
-    samples.jsonl    the first group of the step: its prompt, and up to four completions with their rewards
+    samples.jsonl    one own group of the step, one of peers' that was learnt from and one that was refused (`observe.samples`)
 
 Bounded: a file that is full is put aside as `.jsonl.1`, and the one put aside before it is gone. A full disk costs lines, nothing else.
 """
@@ -9,20 +9,22 @@ Bounded: a file that is full is put aside as `.jsonl.1`, and the one put aside b
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from swarmnode.link.messages import Report
 from swarmnode.observe.logfile import FileHandler, log_file
-from swarmnode.rollouts.groups import OwnGroup
+from swarmnode.observe.samples import Answer, Sample, shortened
+from swarmnode.rollouts.groups import ExternalGroup, OwnGroup
+from swarmnode.trainer.judge import Judgement
+from swarmnode.wire.messages import Completion
 
 STEPS_BYTES = 8 * 2**20
 """About ten thousand steps, and as many again in the file that was put aside."""
 SAMPLES_BYTES = 8 * 2**20
 COMPLETIONS = 4
-TEXT = 4000
-"""Characters of a prompt or completion that are kept."""
 LEFT_OUT = ("peers_used", "weights", "reward_errors", "last_reward_error", "phase")
 """Fields of a report that are of no one step."""
 
@@ -39,20 +41,48 @@ class Records:
         measured = {name: value for name, value in msgspec.to_builtins(report).items() if name not in (*LEFT_OUT, "type")}
         _write(self._steps, {"at": round(at, 3), **measured})
 
-    def sample(self, at: float, step: int, prompt: str, group: OwnGroup) -> None:
-        """What the policy answered to one question of a step. The first completions, not the best: what it does, not what it can."""
-        rewards = dict(enumerate(group.rewards))
-        completions = [
-            {"text": completion.text[:TEXT], "tokens": completion.tokens, "finish": completion.finish, "reward": rewards.get(number)}
-            for number, completion in enumerate(group.completions[:COMPLETIONS])
-        ]
-        about = {"at": round(at, 3), "step": step, "policy_version": group.policy_version, "task": group.task.id}
-        _write(self._samples, {**about, "prompt": prompt[:TEXT], "completions": completions})
+    def sample(self, sample: Sample) -> None:
+        _write(self._samples, msgspec.to_builtins(sample))
 
     def close(self) -> None:
         for file in (self._steps, self._samples):
             if file is not None:
                 file.close()
+
+
+def own_sample(at: float, step: int, prompt: str, group: OwnGroup) -> Sample:
+    """What the policy answered to one question of a step. The first completions, not the best: what it does, not what it can."""
+    surprise = [-completion.logprob / max(completion.tokens, 1) for completion in group.completions]
+    answers = _answers(group.completions, group.rewards, surprise)
+    return Sample(round(at, 3), step, group.policy_version, group.task.id, shortened(prompt), answers)
+
+
+def peers_samples(at: float, step: int, judgement: Judgement) -> list[Sample]:
+    """Of a step's groups from peers the first that was learnt from and the first that was refused, if there are such."""
+    found: dict[bool, Sample] = {}
+    for group, outcome in judgement.outcomes:
+        used = outcome == "used"
+        if used not in found:
+            ours = judgement.accepted[0].old_logprobs if used else []
+            surprise = [-sum(row) / max(len(row), 1) for row in ours]
+            found[used] = _peers_sample(at, step, group, outcome, surprise)
+    return list(found.values())
+
+
+def _peers_sample(at: float, step: int, group: ExternalGroup, outcome: str, surprise: Sequence[float]) -> Sample:
+    answers = _answers(group.group.completions, group.rewards, surprise)
+    sampled = group.group
+    return Sample(
+        round(at, 3), step, sampled.policy_version, sampled.task.id, shortened(group.prompt), answers, peer=group.peer, outcome=outcome
+    )
+
+
+def _answers(completions: Sequence[Completion], rewards: Sequence[float], surprise: Sequence[float]) -> list[Answer]:
+    rewarded, surprising = dict(enumerate(rewards)), dict(enumerate(surprise))
+    return [
+        Answer(shortened(completion.text), completion.tokens, completion.finish, rewarded.get(number), surprise=surprising.get(number))
+        for number, completion in enumerate(completions[:COMPLETIONS])
+    ]
 
 
 def _file(data_dir: Path, name: str, most: int) -> FileHandler | None:

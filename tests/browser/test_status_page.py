@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import json
 import math
@@ -41,7 +42,7 @@ QUIET = (
     "--disable-sync", "--disable-default-apps", "--disable-extensions", "--enable-logging=stderr",
 )  # fmt: skip
 NOWHERE = "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1"
-REQUESTS = {"/", "/app.js", "/style.css", "/icon.svg", "/status?points=360"}
+REQUESTS = {"/", "/app.js", "/style.css", "/icon.svg", "/samples", "/status?points=360"}
 
 
 class Past(History):
@@ -76,7 +77,8 @@ async def visit(tmp_path: Path, monkeypatch, snapshot=example, width: int = 1280
     monkeypatch.setattr(http, "History", past)
     net_log = tmp_path / "net.json"
     async with trio.open_nursery() as nursery:
-        url = await nursery.start(lambda task_status: http.serve_http(HttpConfig(port=0), snapshot, task_status=task_status))
+        serve = functools.partial(http.serve_http, HttpConfig(port=0), snapshot, data_dir=tmp_path / "node")
+        url = await nursery.start(serve)
         mine = (f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},1200", f"--log-net-log={net_log}")
         what = (f"--virtual-time-budget={seconds * 1000}", "--dump-dom", url)
         with trio.fail_after(60):

@@ -11,6 +11,7 @@ import trio
 from swarmnode.config import HttpConfig
 from swarmnode.observe import http
 from swarmnode.observe.history import History
+from swarmnode.observe.samples import Answer, Sample
 from swarmnode.observe.snapshot import NodeSnapshot, PeerRow
 from swarmnode.observe.watch import ProcessStatistics
 from swarmnode.p2p.traffic import TrafficStatistics
@@ -23,7 +24,7 @@ DRAWN = "document.body.dataset.state !== 'connecting'"
 
 
 @contextlib.asynccontextmanager
-async def page(tmp_path, monkeypatch, snapshot=example, change=lambda s: s, width=1280):
+async def page(tmp_path, monkeypatch, snapshot=example, change=lambda s: s, width=1280, data_dir=None):
     """A tab with the page of a node that has five minutes behind it; `change` is applied to each moment of them."""
 
     class Past(History):
@@ -35,7 +36,7 @@ async def page(tmp_path, monkeypatch, snapshot=example, change=lambda s: s, widt
     monkeypatch.setattr(http, "History", Past)
     now = lambda: change(snapshot())
     async with trio.open_nursery() as nursery:
-        url = await nursery.start(lambda task_status: http.serve_http(HttpConfig(port=0), now, task_status=task_status))
+        url = await nursery.start(lambda task_status: http.serve_http(HttpConfig(port=0), now, data_dir=data_dir, task_status=task_status))
         async with chromium(tmp_path) as tab:
             await tab.look(width)
             await tab.open(url)
@@ -68,6 +69,45 @@ async def test_nothing_is_cut_off_or_lies_upon_something_else_at_any_width(tmp_p
             assert await tab.js(wide) <= 0, width
             assert await tab.js(overlaps) == [], width
             assert await tab.js(outside) == [], width
+        assert tab.errors == []
+
+
+MARKUP = '</pre><script>document.title="owned"</script><img src="x" onerror="document.title=1"><style>*{display:none}</style>'
+HOSTILE = [
+    MARKUP, "abc\u202egnp.exe\u2066\u200f", "\x1b]0;owned\x07\x1b[2J\x9b31m\rroot#", "x" * 50_000, "a" + "\u0301" * 900,
+    "\u05d0\u05d1 (1) \u0645\u0631 [2]", "\n" * 900, "javascript:alert(1) https://evil.example/ &lt;b&gt; %3Cscript%3E",
+]  # fmt: skip
+
+
+def keep_samples(data_dir, texts):
+    kept = []
+    for at, text in enumerate(texts):
+        peer, outcome = PEERS[at % 2] if at % 3 else "", text[:9] if at % 2 else "used"
+        kept.append(Sample(at, at, 3, "rg/gcd", text, [Answer(text, 9, "length", 0.5, surprise=1.25)], peer, outcome))
+    (data_dir / "log").mkdir(parents=True)
+    (data_dir / "log" / "samples.jsonl").write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in kept))
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+async def test_hostile_answers_are_shown_and_do_nothing(tmp_path, monkeypatch, width) -> None:
+    keep_samples(tmp_path / "node", HOSTILE)
+    async with page(tmp_path, monkeypatch, width=width, data_dir=tmp_path / "node") as tab:
+        await tab.until("document.querySelectorAll('#samples li').length > 0")
+        texts = await tab.js("[...document.querySelectorAll('#samples pre.question')].map((each) => each.textContent)")
+        assert len(texts) == len(HOSTILE)
+        assert texts[-1] == MARKUP
+        assert texts[-2] == "abc⟨U+202E⟩gnp.exe⟨U+2066⟩⟨U+200F⟩"
+        assert texts[-3] == "⟨U+001B⟩]0;owned⟨U+0007⟩⟨U+001B⟩[2J⟨U+009B⟩31m⟨U+000D⟩root#"
+        assert "characters left out" in texts[-4]
+        assert max(map(len, texts)) < 12_000
+        assert await tab.js("document.querySelectorAll('#samples script, #samples img, #samples style, #samples a').length") == 0
+        assert await tab.js("document.title.includes('owned')") is False
+        assert await tab.js("document.documentElement.scrollWidth - innerWidth") <= 0
+        inside = "[...document.querySelectorAll('#samples pre')].every((each) => each.scrollWidth <= each.clientWidth + 1)"
+        assert await tab.js(inside) is True
+        said = await tab.js("document.getElementById('samples').innerText")
+        for value in ("own", "Küche 2", PEERS[1][-6:], "reward 0.50", "surprise 1.25", "9 tokens, cut", "refused"):
+            assert value in said, value
         assert tab.errors == []
 
 

@@ -527,6 +527,28 @@ function logs(lines) {
     node("span", { class: "muted process" }, line.process), node("span", { class: "text", title: line.logger }, line.text))));
 }
 
+// Texts come from /samples with whatever moves a cursor or turns text around written out, and stand in boxes of their own.
+function answer(one) {
+  const measured = [known(one.reward) ? `reward ${fixed(2)(one.reward)}` : "", ...Object.entries(one.components || {}).map(([name, value]) => `${name} ${fixed(2)(value)}`),
+    known(one.surprise) ? `surprise ${fixed(2)(one.surprise)}` : "", `${count(one.tokens)} tokens${one.finish === "length" ? ", cut" : ""}`];
+  return node("div", { class: "answer" }, node("p", { class: "muted" }, node("bdi", {}, measured.filter(Boolean).join("  ·  "))), node("pre", { dir: "auto" }, one.text));
+}
+
+function samples(found, names) {
+  byId("samples-line").textContent = found.length
+    ? "The newest first: some of this node's own, and of its peers' what it learnt from and what it refused. Surprise is in nats per token, under this node's policy."
+    : "Nothing answered yet.";
+  put(byId("samples"), ...found.map((sample) => {
+    const name = names.get(sample.peer);
+    const who = sample.peer ? [...(name ? [node("bdi", {}, name), " "] : []), node("code", { title: sample.peer }, shortId(sample.peer))] : ["own"];
+    const refused = sample.outcome && sample.outcome !== "used" ? [node("span", { class: "low" }, ` refused: ${sample.outcome.replaceAll("_", " ")}`)] : [];
+    return node("li", { "data-peer": sample.peer || "" },
+      node("p", {}, ...who, ...refused, node("span", { class: "muted" }, `  ·  ${sample.task}  ·  step ${count(sample.step)}, policy version ${count(sample.policy_version)}`)),
+      node("pre", { class: "question", dir: "auto" }, sample.prompt), ...sample.completions.map(answer));
+  }));
+  byId("samples").hidden = !found.length;
+}
+
 // --- asking ----------------------------------------------------------------------------------------------------------
 
 let answeredAt = null, shownAt = performance.now(), timer = null, misread = false;
@@ -538,6 +560,22 @@ async function ask() {
     return answer.ok ? await answer.json() : null;
   } catch {
     return null; // the node is gone or slow; watchAge says so
+  }
+}
+
+let sampled; // the step of which answers are shown
+
+// Answers change with each step, and are more to send than everything else.
+async function askSamples(s) {
+  const step = s.trainer.report ? s.trainer.report.step : null;
+  if (step === sampled) return;
+  try {
+    const answer = await fetch("/samples", { signal: AbortSignal.timeout(STALE_MS) });
+    if (!answer.ok) return;
+    samples(await answer.json(), namesOf(s));
+    sampled = step;
+  } catch (error) {
+    if (!["AbortError", "TimeoutError", "TypeError"].includes(error.name)) console.error(error); // asked again soon
   }
 }
 
@@ -572,7 +610,9 @@ async function poll() {
     misread = true; // the node is of another version than this page, which was loaded before
     console.error(error);
     watchAge();
+    return;
   }
+  await askSamples(told.snapshot);
 }
 
 function watchAge() {

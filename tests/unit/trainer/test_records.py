@@ -3,10 +3,14 @@
 import json
 
 from swarmnode.link.messages import Report
+from swarmnode.observe import samples
 from swarmnode.rollouts.groups import OwnGroup
 from swarmnode.trainer import records
-from swarmnode.trainer.records import Records
+from swarmnode.trainer.batch import TrainingGroup
+from swarmnode.trainer.judge import Judgement
+from swarmnode.trainer.records import Records, own_sample, peers_samples
 from swarmnode.wire.messages import Completion, SamplingParams, TaskRef
+from tests.support.groups import external_group
 
 REPORT = Report("training", step=7, reward_own=0.25, reward_by_task={"rg/gcd": 0.25}, peers_used={"12D3KooW": 3})
 
@@ -23,7 +27,7 @@ def lines(path):
 def test_a_line_per_step_and_the_first_completions_of_one_group(tmp_path):
     kept = Records(tmp_path)
     kept.step(1000.0, REPORT)
-    kept.sample(1000.0, 7, "gcd of 51 and 34?", group(text="x" * 9000))
+    kept.sample(own_sample(1000.0, 7, "gcd of 51 and 34?", group(text="x" * 9000)))
     kept.close()
     (step,) = lines(tmp_path / "log" / "steps.jsonl")
     assert (step["at"], step["step"], step["reward_by_task"]) == (1000.0, 7, {"rg/gcd": 0.25})
@@ -31,7 +35,10 @@ def test_a_line_per_step_and_the_first_completions_of_one_group(tmp_path):
     (sample,) = lines(tmp_path / "log" / "samples.jsonl")
     assert (sample["task"], sample["step"], sample["prompt"]) == ("rg/gcd", 7, "gcd of 51 and 34?")
     assert [completion["reward"] for completion in sample["completions"]] == [1.0, 0.0, 0.0, 0.0]
-    assert len(sample["completions"][0]["text"]) == records.TEXT
+    assert samples.TEXT <= len(sample["completions"][0]["text"]) < samples.TEXT + 50
+    assert sample["completions"][0]["surprise"] == 0.5
+    (read,) = samples.newest(tmp_path, 5)
+    assert (read.peer, read.outcome, read.policy_version) == ("", "used", 5)
 
 
 def test_both_files_are_bounded_and_go_on_after_a_restart(tmp_path, monkeypatch):
@@ -41,7 +48,7 @@ def test_both_files_are_bounded_and_go_on_after_a_restart(tmp_path, monkeypatch)
         kept = Records(tmp_path)
         for number in range(40):
             kept.step(float(number), REPORT)
-            kept.sample(float(number), number, "?", group(text="x" * 500))
+            kept.sample(own_sample(float(number), number, "?", group(text="x" * 500)))
         kept.close()
     files = sorted((tmp_path / "log").iterdir())
     assert [file.name for file in files] == ["samples.jsonl", "samples.jsonl.1", "steps.jsonl", "steps.jsonl.1"]
@@ -63,5 +70,19 @@ def test_without_a_directory_nothing_is_kept_and_nothing_fails(tmp_path):
     (tmp_path / "file").write_text("")
     kept = Records(tmp_path / "file")
     kept.step(1.0, REPORT)
-    kept.sample(1.0, 1, "?", group())
+    kept.sample(own_sample(1.0, 1, "?", group()))
     kept.close()
+
+
+def test_of_peers_groups_the_first_that_was_used_and_the_first_that_was_refused_are_kept():
+    refused, used, more = (external_group(f"12D3KooW{number}", number, text=f"answer {number}") for number in (1, 2, 3))
+    ours = [[-0.5, -1.5], [-2.0, -2.0]]
+    row = ([1, 2], [3, 4])
+    accepted = [TrainingGroup([row, row], each, [0.0, 1.0], [1.0, 1.0], "x") for each in (ours, [[-9.0], [-9.0]])]
+    judgement = Judgement(accepted, [(refused, "surprise"), (used, "used"), (more, "used"), (more, "no_ids")])
+    first, second = peers_samples(5.0, 8, judgement)
+    assert (first.peer, first.outcome, first.completions[0].surprise) == (refused.peer, "surprise", None)
+    assert (second.peer, second.outcome, [each.surprise for each in second.completions]) == (used.peer, "used", [1.0, 2.0])
+    assert [each.reward for each in second.completions] == [0.0, 1.0]
+    assert second.completions[0].text == "answer 2"
+    assert peers_samples(5.0, 8, Judgement()) == []

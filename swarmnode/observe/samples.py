@@ -1,0 +1,129 @@
+"""What the policy and its peers answered, for people: a line of JSON per group in `<data_dir>/log/samples.jsonl`.
+
+    trainer   writes one own group of a step, one of peers' that it learnt from, one that it refused            `trainer.records`
+    page      /samples, the newest of them          terminal   `swarmnode samples`
+
+A text here may be a stranger's. On disk it stands as it came, shortened; whatever shows it to a person goes through `visible`.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from swarmnode.observe.logfile import log_file
+
+TEXT = 4000
+"""Characters of a prompt or completion that are kept."""
+PAGE_TEXT = 1200
+"""Characters of one that the page is given."""
+PAGE_GROUPS = 9
+"""Groups that the page is given: of three steps, where peers' groups come."""
+READ_BYTES = 2**20
+"""What is read of a file's end."""
+SHOWN_CONTROLS = "\n\t"
+
+
+class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One completion."""
+
+    text: str
+    tokens: int
+    finish: str
+    """eos, length or tool: how it ended."""
+    reward: float | None = None
+    components: dict[str, float] = {}
+    """What the reward is made of, each in [0, 1]; empty where it is one number."""
+    surprise: float | None = None
+    """Mean of −log-probability per token, nats, under the policy that judged it: ours. None: not measured."""
+
+
+class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One group: its question and the first of its completions."""
+
+    at: float
+    """Unix seconds."""
+    step: int
+    policy_version: int
+    """Of whoever sampled it."""
+    task: str
+    prompt: str
+    completions: list[Answer]
+    peer: str = ""
+    """Who sampled it; empty: this node."""
+    outcome: str = "used"
+    """What the trainer made of it (`rollouts.groups.Outcome`)."""
+
+
+_decode = msgspec.json.Decoder(Sample).decode
+
+
+def shortened(text: str, most: int = TEXT) -> str:
+    """At most about `most` characters: beginning and end, since the answer stands at the end. Halves of surrogate pairs become `?`."""
+    text = text.encode(errors="replace").decode()
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]}\n… {len(text) - 2 * half} characters left out …\n{text[-half:]}"
+
+
+def visible(text: str) -> str:
+    """The same with every character that shows nothing, moves a cursor or turns text around written out, e.g. ⟨U+202E⟩.
+
+    Line breaks and tabs stay. Neither a terminal nor a browser does anything with what is returned but show it.
+    """
+    return "".join(c if c in SHOWN_CONTROLS or unicodedata.category(c) not in _HIDDEN else f"⟨U+{ord(c):04X}⟩" for c in text)
+
+
+_HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+
+
+def newest(data_dir: Path, count: int) -> list[Sample]:
+    """The newest `count` samples on disk, newest first. Reads a bounded end of the files; never raises for what is or is not there."""
+    found: list[Sample] = []
+    path = log_file(data_dir, "samples")
+    for file in (path, path.with_name(f"{path.name}.1")):  # what is put aside is older
+        for sample in _backwards(file):
+            if len(found) >= count:
+                return found
+            found.append(sample)
+    return found
+
+
+def _backwards(path: Path) -> Iterator[Sample]:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - READ_BYTES))
+            lines = file.read(READ_BYTES).split(b"\n")
+    except OSError:
+        return
+    for line in reversed(lines if size <= READ_BYTES else lines[1:]):
+        try:
+            yield _decode(line)
+        except msgspec.MsgspecError:  # an empty line, or the end of one that was cut
+            continue
+
+
+def for_page(samples: Sequence[Sample]) -> bytes:
+    """What /samples answers: the newest first, every text shortened and made visible."""
+    return msgspec.json.encode([harmless(sample, PAGE_TEXT) for sample in samples])
+
+
+def harmless(sample: Sample, most: int = TEXT) -> Sample:
+    """The same for a person's eyes: see `shortened` and `visible`."""
+    shown = lambda text: visible(shortened(text, most))
+    answers = [
+        msgspec.structs.replace(
+            answer, text=shown(answer.text), finish=visible(answer.finish[:16]),
+            components={visible(name[:64]): value for name, value in answer.components.items()},
+        )
+        for answer in sample.completions
+    ]  # fmt: skip
+    return msgspec.structs.replace(
+        sample, prompt=shown(sample.prompt), completions=answers, task=visible(sample.task), peer=visible(sample.peer),
+        outcome=visible(sample.outcome),
+    )  # fmt: skip
