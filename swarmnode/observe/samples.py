@@ -48,7 +48,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     """Unix seconds."""
     step: int
     policy_version: int
-    """Of whoever sampled it."""
+    """Version of the policy that sampled it."""
     task: str
     prompt: str
     completions: list[Answer]

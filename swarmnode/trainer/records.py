@@ -58,7 +58,7 @@ def own_sample(at: float, step: int, prompt: str, group: OwnGroup) -> Sample:
 
 
 def peers_samples(at: float, step: int, judgement: Judgement) -> list[Sample]:
-    """Of a step's groups from peers the first that was learnt from and the first that was refused, if there are such."""
+    """The first of a step's groups from peers that was learnt from and the first that was refused, if there are such."""
     found: dict[bool, Sample] = {}
     for group, outcome in judgement.outcomes:
         used = outcome == "used"
