@@ -61,8 +61,6 @@ class NetworkConfig(Section):
     relay: Literal["off", "client", "server", "auto"] = "auto"
     """Circuit relay: `client` is called through relays, `server` relays for others, `auto` does the one or the other by whether it can be
     reached, `off` neither."""
-    relay_bytes_per_second: int = Field(default=2 * 2**20, ge=0)
-    """All relayed connections together; 0 is no limit."""
     hole_punching: bool = True
     """Try to replace relayed connections by direct ones."""
     upload_bytes_per_second: int = Field(default=0, ge=0)
@@ -96,9 +94,14 @@ class PolicyConfig(Section):
     """Adam's two moments in 32 bits, or in 8 (bitsandbytes, extra `quant`; a CUDA device): 6 bytes less per trained parameter."""
     threads: int = Field(default=0, ge=0)
     """CPU threads of the trainer; 0 leaves it to torch."""
+    chat: dict[str, bool | int | float | str] = Field(default={}, max_length=16)
+    """What a chat model is told around every question: `system`, the system prompt, and arguments of its template, such as
+    `enable_thinking`. A swarm agrees on it."""
 
     @model_validator(mode="after")
     def _frozen_base(self) -> PolicyConfig:
+        if not isinstance(self.chat.get("system", ""), str):
+            raise ValueError("policy.chat: system, the system prompt, is a text")
         if self.quantization != "none" and not self.lora.r:
             raise ValueError("a quantised base cannot be trained itself: policy.quantization needs an adapter, policy.lora.r above 0")
         return self
@@ -117,6 +120,8 @@ class DatasetConfig(Section):
     """Where it stands: tag, boxed, last_number, last_letter, last_line, whole; auto: where it is marked, else what suits the verifier."""
     template: str = "{prompt}"
     """What is asked; `{prompt}` is the column's text."""
+    weights: dict[str, float] = {}
+    """Weights of the components that a reward function of yours returns, by name; one that is not named weighs 1."""
     held_out: float = Field(default=0.1, gt=0, lt=1)
     """Share of the rows that are never trained on and are there for evaluation."""
     revision: str | None = None
@@ -139,7 +144,7 @@ class TaskConfig(Section):
     modules: list[str] = []
     """Tasks of your own, `package.module:function`, installed beside swarmnode; name them in `names` too. docs/own-task.md."""
     settings: dict[str, dict[str, bool | int | float | str]] = {}
-    """Arguments of such a task, by its name."""
+    """Arguments of such a task, by its name; of one of ours its generator's numbers, and `extract`, where the answer stands."""
     datasets: dict[str, DatasetConfig] = {}
     """Datasets to train on, by a name of yours that begins with `data/`; name it in `names` too. docs/own-task.md has their keys."""
     held_out_per_task: int = Field(default=16, ge=1)
@@ -266,8 +271,8 @@ class HttpConfig(Section):
 class LogConfig(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe level that is written."""
-    format: Literal["auto", "console", "json"] = "auto"
-    """`auto` is console on a terminal, else JSON lines."""
+    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = []
+    """Where measurements of steps go as well; each needs its package. TensorBoard's files lie in the data directory, under `log`."""
 
 
 class SupervisorConfig(Section):

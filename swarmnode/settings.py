@@ -7,6 +7,7 @@ One wrong key or value is one line that names where it was written, the key and 
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -224,6 +225,17 @@ def _from_recipe(name: str) -> Settings:
         raise ConfigError(f"command line: no recipe {name!r}; there are {', '.join(recipe.name for recipe in known)}")
     with resources.as_file(resources.files("swarmnode") / "recipes" / f"{name}.toml") as path:
         return {key: (setting, f"recipe {name}") for key, (setting, _) in _from_file(path).items()}
+
+
+TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",), "trackio": ("trackio",)}
+"""Modules of which a tracker needs one."""
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raises ConfigError, which says what to install, for a tracker whose package is missing."""
+    for name in names:
+        if not any(importlib.util.find_spec(module) for module in TRACKERS[name]):
+            raise ConfigError(f"log.trackers: {name} is not installed: pip install {name}, or 'swarmnode[{name}]'")
 
 
 SMALLEST_RATES = {"all weights": 1e-4, "an adapter": 1e-2}

@@ -15,6 +15,7 @@ from swarmnode.cli.completion import completion
 from swarmnode.cli.config import config_app
 from swarmnode.cli.control import finish, pause, resume
 from swarmnode.cli.demo import demo
+from swarmnode.cli.evaluate import evaluate
 from swarmnode.cli.key import key_app
 from swarmnode.cli.node import bootstrap_node, doctor, export_policy, recipes, rollback, run_node
 from swarmnode.cli.observe import samples, status, top
@@ -44,6 +45,7 @@ app.command(status)
 app.command(top)
 app.command(samples)
 app.command(export_policy, name="export")
+app.command(evaluate, name="eval")
 app.command(rollback)
 app.command(demo)
 app.command(completion)

@@ -39,14 +39,15 @@ def recipes(*, json: AsJson = False) -> int:
 
 def run_resolved(resolved: Resolved) -> int:
     """Run a node by the manifest that is chosen, if any, else by its configuration alone."""
-    from swarmnode.settings import unsuited
+    from swarmnode.settings import check_trackers, unsuited
     from swarmnode.tasks.client import prove_own
     from swarmnode.tasks.registry import check_names
 
     needs_trainer("training")
     check_before_processes(resolved)
     check_names(resolved.config.task.names)
-    prove_own(resolved.config.task.modules)
+    check_trackers(resolved.config.log.trackers)
+    prove_own([*resolved.config.task.modules, *resolved.config.task.settings])
     for line in unsuited(resolved.config.policy, resolved.config.training):
         print(f"swarmnode: warning: {line}", file=sys.stderr)
     return _supervise(resolved, None)
@@ -180,7 +181,9 @@ def _state_line(kept: Kept) -> str:
     return f"step {kept.numbers.step:>8}   saved {saved}   held-out reward {reward}{present}"
 
 
-def export_policy(directory: Path, *, merge: Flag = False, node: NodeOptions = NODE, json: AsJson = False) -> int:
+def export_policy(
+    directory: Path, *, merge: Flag = False, push: str | None = None, public: Flag = False, node: NodeOptions = NODE, json: AsJson = False
+) -> int:
     """Write the policy as it was last saved to a directory that transformers loads. The node may go on running.
 
     Parameters
@@ -189,11 +192,21 @@ def export_policy(directory: Path, *, merge: Flag = False, node: NodeOptions = N
         Must not exist yet, or be empty.
     merge
         With LoRA, whole weights instead of an adapter.
+    push
+        Upload it to the Hub as well: USER/NAME, which is made if it is not there. Needs a token that may write.
+    public
+        Make that repository for everybody to read; otherwise it is private.
     """
     resolved = load(node)
-    from swarmnode.swarm import manifest_store
+    from swarmnode.swarm import card, manifest_store
     from swarmnode.swarm.export import export
 
     needs_trainer("export")
+    if push is not None:
+        card.check_target(push)
     told = export(manifest_store.honoured(resolved.config)[0], directory, merge)
-    return say(told, f"{told['kind']} of step {told['step']} (policy version {told['policy_version']}) in {directory}", json)
+    text = f"{told['kind']} of step {told['step']} (policy version {told['policy_version']}) in {directory}"
+    if push is not None:
+        told["url"] = card.push(directory, push, public=public, message=f"step {told['step']}, policy version {told['policy_version']}")
+        text += f", pushed to {told['url']}"
+    return say(told, text, json)

@@ -62,7 +62,6 @@ def crew_settings(options: DemoOptions, number: int, model: Path) -> dict[str, d
         "training": {"eval_every": 10, "eval_budget": 1.0, "save_every": 1.0, "seed": number},
         "stages": {"mode": "always", "stages": options.nodes, "shadow_every": 5},
         "http": {"port": options.http_port + number if options.http_port else 0},
-        "log": {"format": "json"},
     }
 
 

@@ -55,7 +55,6 @@ def settings_of(options: DemoOptions, number: int) -> dict[str, dict[str, object
         "sharing": {"enabled": not options.solo},
         "weights": {"rule": "off" if options.solo else "noloco", "sync_every": SYNC_EVERY},
         "http": {"port": options.http_port + number if options.http_port else 0},
-        "log": {"format": "json"},
     }
 
 

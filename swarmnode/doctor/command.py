@@ -58,7 +58,7 @@ def examine(load: Callable[[], Resolved]) -> Iterator[Check]:
     try:
         resolved = load()
         check_names(resolved.config.task.names)
-        prove_own(resolved.config.task.modules)
+        prove_own([*resolved.config.task.modules, *resolved.config.task.settings])
     except SwarmNodeError as error:
         yield checks.check_config(ConfigFacts(str(error), error.exit_code))
         return

@@ -186,7 +186,7 @@ def configure(cfg: LogConfig, process: str, stream: IO[str] | None = None, data_
     Calling it again replaces the earlier configuration.
     """
     stream = sys.stderr if stream is None else stream
-    as_json = cfg.format == "json" or (cfg.format == "auto" and not stream.isatty())
+    as_json = not stream.isatty()
 
     def in_order(_: object, __: str, event: EventDict) -> EventDict:
         first = {"timestamp": event.pop("timestamp", ""), "level": event.pop("level", ""), "component": process}

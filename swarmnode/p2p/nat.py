@@ -31,7 +31,8 @@ from swarmnode.p2p.relay_client import RelayClient, RelayClientStatistics
 log = logging.getLogger(__name__)
 
 RELAY_LIMITS = RelayLimits()
-"""All but the rate, which is a person's to set: `network.relay_bytes_per_second`."""
+SIDELINE_BYTES_PER_SECOND = 2 * 2**20
+"""All relayed connections together, where relaying was not asked for; a `server` is bounded by `network.upload_bytes_per_second` alone."""
 PUNCH_DELAY_SECONDS = 0.5
 """After a call: the caller's own tasks come first."""
 GRACE_SECONDS = 2.0
@@ -75,7 +76,7 @@ class Nat:
         self._forwarding = Forwarding(next(iter(own.outside_ports()), 0), self._seen, self._check_again)
         self.reach = ReachabilityCheck(host, connections, own.outside_ports(), self._reachability_changed, rng)
         self.dial_back = DialBack(host, welcome)
-        limits = dataclasses.replace(RELAY_LIMITS, bytes_per_second=cfg.relay_bytes_per_second)
+        limits = dataclasses.replace(RELAY_LIMITS, bytes_per_second=0 if cfg.relay == "server" else SIDELINE_BYTES_PER_SECOND)
         self.relay = Relay(host, limits, lambda: [str(self._own_place())], welcome)
         self.client = RelayClient(
             host, candidates=self._candidates, wanted=self._wants_relays, address_of=self.address_of, news=self._addresses_changed, rng=rng

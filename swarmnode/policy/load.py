@@ -35,7 +35,7 @@ from swarmnode.config import PolicyConfig
 from swarmnode.errors import DeviceError, StateError, Unavailable
 from swarmnode.policy.device import Placement, fit, probe, set_up
 from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash, weight_files
-from swarmnode.policy.text import PolicyText
+from swarmnode.policy.text import Chat, PolicyText
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -168,7 +168,7 @@ def load_policy(cfg: PolicyConfig, log: Callable[[str], None] = lambda line: Non
         model=add_adapter(cfg, model) if cfg.lora.r else model, tokenizer=tokenizer, device=device, dtype=placement.dtype, 
         fingerprint=identity, tokenizer_hash=tokenizer_hash(tokenizer), accelerator=accelerator, eos_id=eos_id, eos_ids=eos_ids,
         pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_id,
-        vocab_size=min(len(tokenizer), embeddings.shape[0]),
+        vocab_size=min(len(tokenizer), embeddings.shape[0]), chat=Chat.of(cfg.chat, tokenizer),
     )  # fmt: skip
     s = policy.statistics()
     log(f"{cfg.model}: {s.parameters:,} parameters, {s.trainable_parameters:,} trained; {placement.reason}")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
-from swarmnode.errors import Incompatible
+from swarmnode.errors import Incompatible, Unavailable
 
 SAMPLE_TEXT = (
     "Let's work through it step by step. There are 24 apples; 3/8 of them, i.e. 24 * 3 / 8 = 9, are green. So 24 - 9 = 15 apples are red, "
@@ -15,6 +17,33 @@ SAMPLE_TEXT = (
     "The word \"backward\" spelled backward is \"drawkcab\".\n<answer>5.25</answer>"
 )
 """What answers look like, for the rate at which a tokenizer makes tokens of them."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """The conversation around a question, part of what a swarm agrees on."""
+
+    system: str = ""
+    arguments: tuple[tuple[str, bool | int | float | str], ...] = ()
+    """Arguments of the chat template, by name."""
+
+    @classmethod
+    def of(cls, settings: Mapping[str, bool | int | float | str], tokenizer: PreTrainedTokenizerBase) -> Chat:
+        """`policy.chat`, tried on a question. Raises Unavailable where the tokenizer has no template for it, or that fails."""
+        if not tokenizer.chat_template:
+            if settings:
+                raise Unavailable("policy.chat is set, and policy.model has no chat template: take an instruct model, or unset it")
+            return cls()
+        ours = inspect.signature(tokenizer.apply_chat_template).parameters
+        if taken := sorted(name for name in settings if name in ours):
+            raise Unavailable(f"policy.chat: {', '.join(taken)} is no argument of a template, but of what applies it")
+        chat = cls(str(settings.get("system", "")), tuple(sorted((name, value) for name, value in settings.items() if name != "system")))
+        try:
+            encode_prompt(tokenizer, "What is 3 + 4?", chat)
+        except Exception as error:  # a template is a program, and may raise what it likes
+            why = " ".join(str(error).split())[:300] or type(error).__name__
+            raise Unavailable(f"the chat template of policy.model fails with this policy.chat: {why}") from None
+        return chat
 
 
 @dataclass(frozen=True)
@@ -34,6 +63,8 @@ class PolicyText:
     """Fills batches. Masked everywhere, so that any valid id will do."""
     vocab_size: int
     """Ids below this mean something to both model and tokenizer."""
+    chat: Chat = field(default=Chat(), kw_only=True)
+    """What is around every question."""
 
     @property
     def tokens_per_text_byte(self) -> float:
@@ -41,8 +72,9 @@ class PolicyText:
         return len(self.tokenizer(SAMPLE_TEXT, add_special_tokens=False, verbose=False)["input_ids"]) / len(SAMPLE_TEXT.encode())
 
     def encode_prompt(self, prompt: str) -> list[int]:
-        """Token ids of a question: one user turn and the start of the answer where the tokenizer has a chat template, else the text."""
-        return list(encode_prompt(self.tokenizer, prompt))
+        """Token ids of a question: a system turn if there is one, a user turn and the start of the answer where the tokenizer has a chat
+        template, else the text."""
+        return list(encode_prompt(self.tokenizer, prompt, self.chat))
 
     def decode(self, ids: list[int]) -> str:
         """Text of `ids` without special tokens."""
@@ -72,10 +104,13 @@ class PolicyText:
 
 
 @functools.lru_cache(maxsize=8192)  # evaluation asks the same questions again and again
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[int, ...]:
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: Chat = Chat()) -> tuple[int, ...]:
     if not tokenizer.chat_template:
         return tuple(tokenizer(prompt)["input_ids"])
-    text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False)
+    turns = [{"role": "system", "content": chat.system}] if chat.system else []
+    turns.append({"role": "user", "content": prompt})
+    arguments = dict(chat.arguments)  # none of the method's own: `Chat.of`
+    text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False, **arguments)  # type: ignore[arg-type]
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

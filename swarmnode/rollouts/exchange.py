@@ -233,6 +233,7 @@ class RolloutExchange:
         group = self.admission.check_scored(candidate, scored.prompt, scored.rewards)
         if isinstance(group, Rejected):
             return
+        group = msgspec.structs.replace(group, components=scored.components)
         if self.pool.add(group, self._clock(), self._version):
             self.admission.note_admitted()
             self.authors.admitted(candidate.peer, is_useful(group.rewards))

@@ -36,6 +36,8 @@ class OwnGroup(msgspec.Struct, frozen=True, tag="own_group"):
     completions: list[Completion]
     rewards: list[float]
     """(G,), as the trainer scored them: a group nobody can learn from is not published, and how they are spread is listed."""
+    components: list[dict[str, float]] = []
+    """(G,) what each reward is made of, for whoever looks at it; empty where it is a single number."""
 
 
 class Draw(msgspec.Struct, frozen=True, tag="draw"):
@@ -60,6 +62,8 @@ class ExternalGroup(msgspec.Struct, frozen=True):
     """(G,), each in [0, 1]."""
     staleness: int
     """Own policy versions since it arrived."""
+    components: list[dict[str, float]] = []
+    """(G,) what each reward is made of, each in [0, 1], as this node computed it; empty where it is a single number."""
 
 
 class Drawn(msgspec.Struct, frozen=True, tag="drawn"):

@@ -8,10 +8,20 @@ import subprocess
 import sys
 from pathlib import Path
 
-from swarmnode.config import Config
+from swarmnode import settings
+from swarmnode.config import Config, TaskConfig
 from swarmnode.errors import ConfigError, DeviceError, Refused, StateError, Unavailable
+from swarmnode.files import write_atomically
+from swarmnode.swarm.card import FILE, TrainedOn, card
+from swarmnode.swarm.manifest import settings_text
+from swarmnode.tasks.registry import task_version
 
 CHILD = "swarmnode.trainer.export"
+TERMS = (
+    "policy.lora.r", "training.advantage", "training.beta", "training.learning_rate", "training.loss_type",
+    "training.max_completion_length", "training.num_generations", "training.options", "training.temperature", "training.top_p",
+)  # fmt: skip
+"""Settings that a model card has."""
 ERRORS = {kind.exit_code: kind for kind in (StateError, ConfigError, Refused, DeviceError, Unavailable)}
 
 
@@ -36,4 +46,16 @@ def export(config: Config, directory: Path, merge: bool) -> dict[str, object]:
     said = done.stdout.decode(errors="replace").strip().splitlines()
     if done.returncode != 0 or not said:
         raise ERRORS.get(done.returncode, Unavailable)(said[-1] if said else f"export ended with {done.returncode}")
-    return dict(json.loads(said[-1]))
+    told: dict[str, object] = json.loads(said[-1])
+    terms = {key: settings.value(config, key) for key in TERMS}
+    try:
+        write_atomically(target / FILE, card(told, trained_on(config.task), terms).encode())
+    except OSError as error:
+        raise Unavailable(f"cannot write {target / FILE}: {error.strerror}") from None
+    return told
+
+
+def trained_on(tasks: TaskConfig) -> list[TrainedOn]:
+    """The tasks of a configuration, for a model card."""
+    hub = {name: dataset.source for name, dataset in tasks.datasets.items() if dataset.revision is not None}
+    return [TrainedOn(name, task_version(name), settings_text(name), hub.get(name, "")) for name in tasks.names]

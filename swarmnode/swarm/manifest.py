@@ -34,6 +34,8 @@ AGREED = (
     "weights.codec", "weights.fragments", "weights.lora_a", "weights.rule", "weights.sync_every",
 )  # fmt: skip
 """Configuration keys that travel under `settings`. A key that is not here makes a manifest one that this version cannot honour."""
+AGREED_IF_SET = ("policy.chat",)
+"""The same, left out where they have their defaults: members of a release before, which do not know them, can honour a manifest without."""
 SECRET_FILE = "swarm.secret"
 
 
@@ -71,6 +73,7 @@ def draft(config: Config, founder: bytes, models: Sequence[ModelRef], terms: Ter
     low, high = terms.completions or (max(limits.MIN_COMPLETIONS, size // 2), min(limits.COMPLETIONS, 2 * size))
     if not low <= size <= high - (training.advantage == "mc_grpo"):
         raise ConfigError(f"training.num_generations is {size}, outside the swarm's {low} to {high} (mc_grpo samples one more)")
+    said = [key for key in AGREED_IF_SET if settings.value(config, key) != settings.value(Config(), key)]
     return SwarmManifest(
         name=config.swarm.name,
         founder=founder,
@@ -84,10 +87,18 @@ def draft(config: Config, founder: bytes, models: Sequence[ModelRef], terms: Ter
             min_completions=low, max_completions=high, max_tokens=training.max_completion_length,
             temperature=training.temperature, top_p=training.top_p, groups_per_second=config.sharing.groups_per_second,
         ),
-        settings=[Setting(key, json.dumps(settings.value(config, key))) for key in sorted(AGREED)],
+        settings=[Setting(key, _told(settings.value(config, key), key)) for key in sorted([*AGREED, *said])],
         bootstrap=list(terms.bootstrap),
         access=Access(sorted(set(terms.members)), commitment(terms.secret) if terms.secret is not None else b""),
     )  # fmt: skip
+
+
+def _told(value: object, key: str) -> str:
+    """JSON of a setting. Raises ConfigError for one that a manifest has no room for."""
+    text = json.dumps(value, sort_keys=True)
+    if len(text.encode()) > limits.SETTING_VALUE_BYTES:
+        raise ConfigError(f"{key} takes {len(text.encode())} bytes in the manifest, of {limits.SETTING_VALUE_BYTES}: make it shorter")
+    return text
 
 
 def commitment(secret: bytes) -> bytes:
@@ -99,6 +110,8 @@ def settings_text(task: str) -> str:
     """For people, in a manifest: a task's settings, and where the rows of a dataset are from."""
     spec = TASKS[task]
     settings = dict(spec.settings)
+    if spec.kind in ("builtin", "reasoning_gym") and spec.extract != "tag":
+        settings["extract"] = spec.extract
     if spec.rows is not None:
         settings = {"source": spec.rows.origin, "rows": spec.rows.rows, "content": spec.rows.content, "extract": spec.extract, **settings}
     return json.dumps(settings, sort_keys=True)[: limits.SETTING_VALUE_BYTES]
@@ -126,7 +139,8 @@ def _training_terms(manifest: SwarmManifest, training: TrainingConfig) -> dict[s
     rules = manifest.rollouts
     own_length = training.max_completion_length
     unset = own_length == TrainingConfig.model_fields["max_completion_length"].default
-    agreed = {setting.key: json.loads(setting.value) for setting in manifest.settings}
+    unset_keys = {key: settings.value(Config(), key) for key in AGREED_IF_SET}
+    agreed = unset_keys | {setting.key: json.loads(setting.value) for setting in manifest.settings}
     pivot = agreed.get("training.advantage", training.advantage) == "mc_grpo"  # one completion more than is trained on
     most = max(limits.MIN_COMPLETIONS, rules.max_completions - pivot)
     return {

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from swarmnode import __version__, settings
 from swarmnode.config import Config
 from swarmnode.errors import ConfigError, Refused, Unavailable
-from swarmnode.swarm.manifest import AGREED, chosen_model, commitment, members, settings_text, swarm_secret
+from swarmnode.swarm.manifest import AGREED, AGREED_IF_SET, chosen_model, commitment, members, settings_text, swarm_secret
 from swarmnode.tasks import own
 from swarmnode.tasks.registry import DATASET_NAME, REFUSED, TASKS, task_version
 from swarmnode.wire import ids
@@ -35,7 +35,7 @@ def can_honour(manifest: SwarmManifest, config: Config, peer: str = "", *, train
         for task in manifest.tasks:
             problems += task_problems(task)
         for setting in manifest.settings:
-            if setting.key not in AGREED:
+            if setting.key not in (*AGREED, *AGREED_IF_SET):
                 problems.append(f"it sets {setting.key}, which this version does not know: upgrade")
                 continue
             try:
@@ -98,6 +98,8 @@ def task_problems(task: TaskEntry) -> list[str]:
     if TASKS[task.id].source is not None:
         wanted = f"the swarm's has the settings {task.settings}, here they are {settings_text(task.id)}"
         return [f"its task {task.id} has version {task.version}, here {version}: get the founder's files, to the byte ({wanted})"]
+    if task.settings and (here := settings_text(task.id)) != task.settings:
+        return [f"its task {task.id} has other settings: the swarm's are {task.settings}, here they are {here}: see task.settings"]
     return [f"its task {task.id} has version {task.version}, here it has {version}: install the swarm's version"]
 
 

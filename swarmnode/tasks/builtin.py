@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 VERSION = "1"
 """Enters the task version: change it when a prompt, an answer or a reward below changes."""
 
 
+Value = float | Mapping[str, float]
+"""What an answer is worth, in [0, 1]: one number, or components by name, of which the reward is the weighted mean."""
+
+
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One question, its answer, and how an answer is judged. The reward is in [0, 1]."""
+    """One question, its answer, and how an answer is judged."""
 
     prompt: str
     answer: str
-    reward: Callable[[str], float]
+    reward: Callable[[str], Value]
 
 
 def copy_item(seed: int, digits: int) -> Item:

@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 
 from swarmnode.tasks import frames
-from swarmnode.tasks.registry import TASKS
+from swarmnode.tasks.registry import TASKS, adjusted
 
 STDERR_BYTES = 4096
 """The last words that are kept."""
@@ -163,7 +163,9 @@ class Child:
 def own_tasks() -> str:
     """The owner's tasks and datasets that this process knows of, as JSON. By this alone the child learns of them."""
     brought = [spec for spec in TASKS.values() if spec.source is not None or spec.rows is not None]
-    return msgspec.json.encode([frames.Brought(spec.id, spec.source, spec.rows, dict(spec.settings)) for spec in brought]).decode()
+    told = [frames.Brought(spec.id, spec.source, spec.rows, dict(spec.settings)) for spec in brought]
+    told += [frames.Brought(task, None, None, settings) for task, settings in adjusted().items()]
+    return msgspec.json.encode(told).decode()
 
 
 def _environment() -> dict[str, str]:

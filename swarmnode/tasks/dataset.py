@@ -248,10 +248,11 @@ class Settings:
 
     verifier: str
     template: str
+    weights: Mapping[str, float]
 
     @classmethod
     def of(cls, settings: Mapping[str, object]) -> Settings:
-        return cls(str(settings["verifier"]), str(settings["template"]))
+        return cls(str(settings["verifier"]), str(settings["template"]), own.weights_of(settings))
 
 
 class DatasetTask:
@@ -263,6 +264,7 @@ class DatasetTask:
         self._template = settings.template
         self._verifier = VERIFIERS.get(settings.verifier)
         self._reward = reward
+        self.weights = settings.weights
         try:
             with open(source.path, "rb") as file:
                 self._rows = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -306,7 +308,7 @@ class DatasetTask:
             prompt, answer, columns = self._row(row)
             try:
                 if self._reward is not None:
-                    own.reward_of(self._reward, prompt, answer, {"answer": answer, **columns})
+                    own.total(own.reward_of(self._reward, prompt, answer, {"answer": answer, **columns}), self.weights)
                 elif self._verifier is not None:
                     self._verifier.check(answer)
             except Exception as error:

@@ -57,6 +57,8 @@ class Scored(msgspec.Struct, frozen=True, array_like=True):
     """Completions whose reward raised an exception, or was no number from 0 to 1: they have the reward 0."""
     error: str = ""
     """The last of these in one line, with the line of the owner's file."""
+    components: list[dict[str, float]] = []
+    """(G,) what each reward is made of, by name and each in [0, 1]; empty where rewards are single numbers."""
 
 
 ScoreError = TaskUnknown | ScorerFailed
@@ -72,7 +74,7 @@ class Question(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Brought(msgspec.Struct, frozen=True, array_like=True):
-    """Client → child, on its command line: one task that the node's owner brings."""
+    """Client → child, on its command line: a task that the node's owner brings; without code and rows one of ours, and its settings."""
 
     task: str
     code: own.Source | None
@@ -125,6 +127,9 @@ def _fits(scored: Scored, question: Question) -> bool:
     return (
         len(scored.rewards) == len(question.answers)
         and all(0.0 <= reward <= 1.0 for reward in scored.rewards)
+        and len(scored.components) in (0, len(question.answers))
+        and all(0.0 <= value <= 1.0 for made_of in scored.components for value in made_of.values())
+        and all(len(made_of) <= own.COMPONENTS for made_of in scored.components)
         and 0 <= scored.errors <= len(question.answers)
         and len(scored.error) <= ERROR_CHARACTERS
         and bool(scored.prompt or scored.error)

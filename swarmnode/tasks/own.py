@@ -31,7 +31,7 @@ from typing import Any
 
 from swarmnode.errors import ConfigError
 from swarmnode.tasks import seeds
-from swarmnode.tasks.builtin import Item
+from swarmnode.tasks.builtin import Item, Value
 
 NAME = re.compile(r"([A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*)*):([A-Za-z_][A-Za-z0-9_]*)")
 PROMPT_CHARACTERS = 8192
@@ -44,9 +44,15 @@ DRAWS = 8 * HELD_OUT
 _OURS = str(Path(__file__).parents[1])
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
-Generator = Callable[..., tuple[str, Callable[[str], float]]]
-RewardFunction = Callable[..., Sequence[float | None]]
-"""TRL's: `f(prompts, completions, **columns)`, lists of one length, returns one number for each completion, or None for no opinion."""
+WEIGHT = "weight."
+"""Settings that begin so are weights of a reward's components, and are not given to the function."""
+COMPONENTS = 8
+COMPONENT_CHARACTERS = 32
+
+Generator = Callable[..., tuple[str, Callable[[str], Value]]]
+RewardFunction = Callable[..., Sequence[Value | None]]
+"""TRL's: `f(prompts, completions, **columns)`, lists of one length, returns one number for each completion, or None for no opinion. More
+than TRL's: in place of a number, components by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +134,8 @@ class OwnTask:
     def __init__(self, task: str, source: Source, settings: Mapping[str, object]) -> None:
         """Raises ConfigError when the code is not what was hashed, or cannot be imported."""
         self._task = task
-        self._settings = settings
+        self._settings = {name: value for name, value in settings.items() if not name.startswith(WEIGHT)}
+        self.weights = weights_of(settings)
         self._generate: Generator = _imported("task.modules", task, source)
         self._splits = "split" in inspect.signature(self._generate).parameters
 
@@ -152,14 +159,14 @@ class OwnTask:
         prompt, reward = self._generate(rng, **split, **self._settings)
         if not isinstance(prompt, str) or not 0 < len(prompt) <= PROMPT_CHARACTERS:
             raise TypeError(f"{self._task} made a prompt that is not a text of 1 to {PROMPT_CHARACTERS} characters")
-        return Item(prompt, "", lambda answer: float(reward(answer)))
+        return Item(prompt, "", lambda answer: reward(answer))
 
     def prove(self) -> None:
         """Make a few questions and judge an answer, locked in as it will be. Raises ConfigError for what would go wrong later."""
         try:
             for index in range(3):
                 first, second = self.item(0, index), self.item(0, index)
-                reward = first.reward("")
+                reward, _ = total(first.reward(""), self.weights)
                 if first.prompt != second.prompt:
                     raise ValueError("the same seed gave two questions: draw from the random.Random that it is given, and nothing else")
                 if not 0.0 <= reward <= 1.0:
@@ -178,12 +185,49 @@ def reward_function(name: str, source: Source) -> RewardFunction:
     return function
 
 
-def reward_of(function: RewardFunction, prompt: str, completion: str, columns: Mapping[str, object]) -> float:
+def check_weights(where: str, settings: Mapping[str, object]) -> None:
+    """Raises ConfigError for a weight that is none."""
+    for name, value in settings.items():
+        if name.startswith(WEIGHT) and not (isinstance(value, int | float) and 0 <= value < 1e6):
+            raise ConfigError(f"{where}: {name} is {value!r}; a weight is a number from 0 on")
+
+
+def weights_of(settings: Mapping[str, object]) -> dict[str, float]:
+    """Weights of a reward's components, by name, among a task's settings; one that is not there weighs 1."""
+    return {name.removeprefix(WEIGHT): float(str(value)) for name, value in settings.items() if name.startswith(WEIGHT)}
+
+
+def total(value: Value, weights: Mapping[str, float]) -> tuple[float, dict[str, float]]:
+    """(reward, its components by name) of what an owner's code returned: the mean of the components by their weights, 1 where none is said.
+
+    Raises ValueError, and TypeError, for what is not from 0 to 1 each.
+    """
+    if not isinstance(value, Mapping):
+        return _checked(value, ""), {}
+    if not 0 < len(value) <= COMPONENTS:
+        raise ValueError(f"a reward of {len(value)} components, not 1 to {COMPONENTS}")
+    components = {str(name)[:COMPONENT_CHARACTERS]: _checked(number, f" of {name}") for name, number in value.items()}
+    if len(components) < len(value):
+        raise ValueError(f"names of components are the same in their first {COMPONENT_CHARACTERS} characters")
+    weighed = sum(weights.get(name, 1.0) for name in components)
+    if weighed <= 0:
+        raise ValueError(f"all components ({', '.join(components)}) have the weight 0")
+    return min(1.0, sum(weights.get(name, 1.0) * number for name, number in components.items()) / weighed), components
+
+
+def _checked(number: float, what: str) -> float:
+    number = float(number)
+    if not 0.0 <= number <= 1.0:  # NaN fails both comparisons
+        raise ValueError(f"a reward{what} of {number}, not in 0 to 1")
+    return number
+
+
+def reward_of(function: RewardFunction, prompt: str, completion: str, columns: Mapping[str, object]) -> Value:
     """What an owner's reward function gives one completion; None is 0. Raises whatever it raises, and ValueError for the wrong count."""
     rewards = list(function([prompt], [completion], **{name: [value] for name, value in columns.items()}))
     if len(rewards) != 1:
         raise ValueError(f"it returned {len(rewards)} rewards for one completion")
-    return 0.0 if rewards[0] is None else float(rewards[0])
+    return 0.0 if rewards[0] is None else rewards[0]
 
 
 def _imported(setting: str, name: str, source: Source) -> Callable[..., Any]:

@@ -13,13 +13,14 @@ import importlib.metadata
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from swarmnode.errors import ConfigError, Unavailable
 from swarmnode.tasks import builtin, dataset, own, verifiers
+from swarmnode.tasks.answers import EXTRACTS
 from swarmnode.wire.limits import TASK_ID_BYTES, TEXT_BYTES
 
 if TYPE_CHECKING:
@@ -83,10 +84,13 @@ _SPECS = (
     _gym("algorithmic", "binary_alternation", min_n=10, max_n=30, p_solvable=0.8),
     _gym("algorithmic", "string_synthesis", min_initial_blocks=0, max_initial_blocks=5, max_iterations=1000),
 )  # fmt: skip
-_TASKS = {spec.id: spec for spec in _SPECS}
+_OURS = {spec.id: spec for spec in _SPECS}
+_TASKS = dict(_OURS)
 TASKS: Mapping[str, TaskSpec] = MappingProxyType(_TASKS)
 """Allow-list, by task id: those above, and those that this process was told of by `install`."""
 OWN_ANSWER_BYTES = 4096
+LARGEST_SETTING = 10**6
+"""Bound of a generator's number, by which it may loop."""
 DATASETS = "datasets"
 """Folder of a data directory in which rows are kept."""
 DATASET_NAME = re.compile(r"data/[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -126,8 +130,16 @@ def task_version(task_id: str) -> str:
             source = ["reasoning-gym", importlib.metadata.version("reasoning-gym")]
         except importlib.metadata.PackageNotFoundError:
             raise Unavailable(f"task {task_id} needs reasoning-gym, which is not installed") from None
+    if spec.kind in ("builtin", "reasoning_gym") and spec.extract != "tag":
+        source = [*source, spec.extract]
     canonical = json.dumps([ADAPTER_VERSION, spec.id, source, spec.generator, dict(spec.settings), spec.max_answer_bytes], sort_keys=True)
     return hashlib.blake2b(canonical.encode(), digest_size=8).hexdigest()
+
+
+def task_weights(task_id: str) -> dict[str, float]:
+    """Weights of the components of a task's rewards, by name; one that is not there weighs 1."""
+    spec = TASKS.get(task_id)
+    return own.weights_of(spec.settings) if spec is not None else {}
 
 
 def install(modules: Sequence[str], settings: Mapping[str, Mapping[str, object]]) -> None:
@@ -139,11 +151,42 @@ def install(modules: Sequence[str], settings: Mapping[str, Mapping[str, object]]
         if len(task) > TASK_ID_BYTES:
             raise ConfigError(f"task.modules: {task!r} is longer than {TASK_ID_BYTES} characters")
         arguments = MappingProxyType(dict(settings.get(task, {})))
+        own.check_weights(f"task.settings.{task}", arguments)
         _TASKS[task] = TaskSpec(task, "own", task, arguments, OWN_ANSWER_BYTES, own.find(task))
-    for task in settings:
-        if task not in modules:
-            raise ConfigError(f"task.settings: {task!r} is not in task.modules; other tasks have the settings that all nodes have")
+    for task, given in settings.items():
+        if task in _OURS:
+            _TASKS[task] = _adjusted(_OURS[task], given)
+        elif task not in modules:
+            raise ConfigError(f"task.settings: {task!r} is neither in task.modules nor a task of ours; a dataset has its own settings")
     task_version.cache_clear()
+
+
+def _adjusted(spec: TaskSpec, given: Mapping[str, object]) -> TaskSpec:
+    """One of our tasks as this node's owner wants it: other numbers for its generator, and where the answer stands. Raises ConfigError.
+
+    Only numbers: what else a generator can be told, such as operators, was chosen so that no scorer runs an answer.
+    """
+    where, numbers = f"task.settings.{spec.id}", [name for name, value in spec.settings.items() if type(value) in (int, float)]
+    extract, settings = spec.extract, dict(spec.settings)
+    for name, value in given.items():
+        if name == "extract":
+            if value not in (*EXTRACTS, "auto"):
+                raise ConfigError(f"{where}: extract is {value!r}, not one of auto, {', '.join(EXTRACTS)}")
+            extract = str(value)
+        elif spec.kind != "reasoning_gym" or name not in numbers:
+            known = ", ".join(["extract", *(numbers if spec.kind == "reasoning_gym" else [])])
+            raise ConfigError(f"{where}: {name!r} cannot be set; there are {known}")
+        elif type(value) not in (int, type(settings[name])) or not 0 <= float(str(value)) <= LARGEST_SETTING:
+            raise ConfigError(f"{where}: {name} is {value!r}, not a number from 0 to {LARGEST_SETTING} such as {settings[name]}")
+        else:
+            settings[name] = value
+    return replace(spec, settings=MappingProxyType(settings), extract=extract)
+
+
+def adjusted() -> dict[str, dict[str, object]]:
+    """Generators' settings of those of our tasks whose settings this process was told of by `install`, by task."""
+    return {name: {key: value for key, value in TASKS[name].settings.items() if value != spec.settings[key]}
+            for name, spec in _OURS.items() if TASKS[name].settings != spec.settings}  # fmt: skip
 
 
 def install_datasets(datasets: Mapping[str, DatasetConfig], directory: Path) -> None:
@@ -158,8 +201,13 @@ def install_datasets(datasets: Mapping[str, DatasetConfig], directory: Path) -> 
         known = verifiers.VERIFIERS.get(config.verifier)
         rows = dataset.prepare(task, config, directory)
         code = own.find(config.verifier) if known is None else None
+        arguments: dict[str, object] = {"verifier": config.verifier, "template": config.template}
+        arguments |= {own.WEIGHT + name: weight for name, weight in sorted(config.weights.items())}
+        own.check_weights(f"task.datasets.{task}", arguments)
+        if config.weights and known is not None:
+            raise ConfigError(f"task.datasets.{task}: weights are of components, which only a reward function of yours returns")
         _TASKS[task] = TaskSpec(
-            task, "dataset", config.verifier, MappingProxyType({"verifier": config.verifier, "template": config.template}),
+            task, "dataset", config.verifier, MappingProxyType(arguments),
             dataset.ANSWER_BYTES if known is not None else TEXT_BYTES, code, rows,
             "whole" if known is None and config.extract == "auto" else config.extract, known.fallback if known is not None else "whole",
         )  # fmt: skip

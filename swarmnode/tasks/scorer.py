@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NoReturn
 
 from swarmnode.errors import ConfigError
 from swarmnode.tasks import builtin, dataset, frames, own, sandbox
 from swarmnode.tasks.gym import GymTask
-from swarmnode.tasks.registry import TASKS
+from swarmnode.tasks.registry import TASKS, TaskSpec, adjusted, install
 
 _STDIN, _STDOUT = 0, 1
 
@@ -25,7 +26,7 @@ class Judge:
     def __init__(self, tasks: Mapping[str, own.OwnTask | dataset.DatasetTask] | None = None) -> None:
         """`tasks`: those that the node's owner brings, datasets included."""
         self._own = tasks or {}
-        self._gym = {spec.id: GymTask(spec) for spec in TASKS.values() if spec.kind == "reasoning_gym"}
+        self._gym = {spec.id: _gym_task(spec) for spec in TASKS.values() if spec.kind == "reasoning_gym"}
 
     def item(self, task_id: str, seed: int, index: int) -> builtin.Item:
         """The question at an address. Raises KeyError for a task that is not on the allow-list."""
@@ -37,25 +38,47 @@ class Judge:
         return builtin.GENERATORS[spec.generator](seed + index, **spec.settings)
 
     def score(self, question: frames.Question) -> frames.Scored:
-        return judge(question, self.item)
+        task = self._own.get(question.task)
+        return judge(question, self.item, task.weights if task is not None else {})
 
 
-def judge(question: frames.Question, item_at: Callable[[str, int, int], builtin.Item]) -> frames.Scored:
+def _gym_task(spec: TaskSpec) -> GymTask:
+    """One of reasoning-gym's, as it is set. Raises ConfigError for settings that it does not take."""
+    try:
+        return GymTask(spec)
+    except (AssertionError, ValueError, TypeError) as error:
+        raise ConfigError(f"task.settings.{spec.id}: reasoning-gym does not take these settings: {error}") from None
+
+
+def _prove_settings(judge: Judge) -> None:
+    """Make questions of the tasks whose settings are the owner's. Raises ConfigError."""
+    for task in adjusted():
+        for index in range(3):
+            try:
+                judge.item(task, 0, index)
+            except Exception as error:  # reasoning-gym's, for settings that it does not check
+                raise ConfigError(f"task.settings.{task}: no question with these settings: {own.one_line(error)}") from error
+
+
+def judge(
+    question: frames.Question, item_at: Callable[[str, int, int], builtin.Item], weights: Mapping[str, float] = MappingProxyType({})
+) -> frames.Scored:
     """Rewards in [0, 1], whatever a task's code does: what raises or returns nonsense has not accepted the answer."""
     try:
         item = item_at(question.task, question.seed, question.index)
     except (Exception, SystemExit) as error:  # an owner's code; ours does not raise
         return frames.Scored("", [0.0] * len(question.answers), 0, own.one_line(error))
-    rewards, errors, last = [], 0, ""
+    rewards, components, errors, last = [], list[dict[str, float]](), 0, ""
     for answer in question.answers:
         try:
-            reward = 0.0 if answer is None else item.reward(answer)
-            if not 0.0 <= reward <= 1.0:  # NaN fails both comparisons
-                raise ValueError(f"a reward of {reward}, not in 0 to 1")
+            reward, made_of = (0.0, {}) if answer is None else own.total(item.reward(answer), weights)
+            if made_of and any(each and each.keys() != made_of.keys() for each in components):
+                raise ValueError(f"components {', '.join(made_of)}, others of this question have others")
         except (Exception, SystemExit) as error:
-            reward, errors, last = 0.0, errors + 1, own.one_line(error)
+            reward, made_of, errors, last = 0.0, {}, errors + 1, own.one_line(error)
         rewards.append(reward)
-    return frames.Scored(item.prompt, rewards, errors, last)
+        components.append(made_of)
+    return frames.Scored(item.prompt, rewards, errors, last, components if any(components) else [])
 
 
 def main(parent: int, cpu_seconds: int, told: str = "[]") -> None:
@@ -67,6 +90,7 @@ def main(parent: int, cpu_seconds: int, told: str = "[]") -> None:
         layers = sandbox.enter(parent)
         for task in tasks.values():
             task.prove()
+        _prove_settings(judge)
     except ConfigError as error:
         _give_up(" ".join(str(error).split()))
     _write(frames.encode_scored(frames.Ready(os.getpid(), layers)))
@@ -78,6 +102,7 @@ def main(parent: int, cpu_seconds: int, told: str = "[]") -> None:
 
 def _load(brought: list[frames.Brought]) -> dict[str, own.OwnTask | dataset.DatasetTask]:
     """The owner's tasks and datasets. Runs the owner's code. Raises ConfigError."""
+    install([], {each.task: each.settings for each in brought if each.rows is None and each.code is None})
     datasets = {each.task: (each.rows, each.settings, each.code) for each in brought if each.rows is not None}
     modules = {each.task: (each.code, each.settings) for each in brought if each.rows is None and each.code is not None}
     return {**own.load(modules), **dataset.load(datasets)}

@@ -9,7 +9,7 @@ takes the ratio of its own groups against what was recorded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,28 @@ import torch
 from swarmnode.policy.generate import GroupSample
 from swarmnode.policy.logprobs import Row
 from swarmnode.rl.advantages import advantages, overlong_penalty, train_mask, zero_advantage
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The components of a group's rewards: reward g is Σ_r weights[r] · values[g][r]."""
+
+    values: list[list[float]]
+    """(G, R), each in [0, 1]."""
+    weights: list[float]
+    """(R,), their sum is 1."""
+
+
+def parts_of(components: Sequence[Mapping[str, float]], weights: Mapping[str, float]) -> Parts | None:
+    """`components` (G,) as the scorer returned them and their weights by name, 1 where none is said; None where there are none.
+
+    A completion that lacks one, e.g. because its reward failed, has 0 there.
+    """
+    names = sorted({name for each in components for name in each})
+    weighed = [weights.get(name, 1.0) for name in names]
+    if not names or sum(weighed) <= 0:
+        return None
+    return Parts([[each.get(name, 0.0) for name in names] for each in components], [weight / sum(weighed) for weight in weighed])
 
 
 @dataclass(frozen=True)
@@ -37,6 +59,8 @@ class TrainingGroup:
     """(G,) whether it ended at the length limit; empty: none did."""
     sampler_logprobs: list[list[float]] = field(default_factory=list)
     """(G, T_i) as recorded when it was sampled here; empty for a peer's, whose correction is in its weights."""
+    parts: Parts | None = None
+    """What the rewards are made of; None where they are single numbers."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +88,12 @@ class Rows:
         return [i for i, is_live in enumerate(live) if is_live and self.external[i] == external]
 
 
-def own_group(sample: GroupSample, rewards: Sequence[float]) -> TrainingGroup:
+def own_group(sample: GroupSample, rewards: Sequence[float], parts: Parts | None = None) -> TrainingGroup:
     """A group sampled here, with the rewards of the scorer."""
     rows = [(sample.prompt_ids, completion.ids) for completion in sample.completions]
     was_cut = [c.finish == "length" for c in sample.completions]
     logprobs = [c.logprobs for c in sample.completions]
-    return TrainingGroup(rows, logprobs, list(rewards), [1.0] * len(rows), was_cut=was_cut, sampler_logprobs=logprobs)
+    return TrainingGroup(rows, logprobs, list(rewards), [1.0] * len(rows), was_cut=was_cut, sampler_logprobs=logprobs, parts=parts)
 
 
 def silent_share(groups: Sequence[TrainingGroup]) -> float | None:
@@ -78,30 +102,33 @@ def silent_share(groups: Sequence[TrainingGroup]) -> float | None:
     return sum(silent) / len(silent) if silent else None
 
 
-def components(group: TrainingGroup, shape_to: int) -> list[list[float]]:
-    """(G, R) what each completion earned: its reward, and with `shape_to` what its length costs.
+def components(group: TrainingGroup, shape_to: int) -> Parts:
+    """What each completion earned: its reward or what that is made of, and with `shape_to` what its length costs.
 
     The same for own groups and for peers', whose sender cannot say how long they are.
     """
+    earned = group.parts or Parts([[reward] for reward in group.rewards], [1.0])
     if not shape_to:
-        return [[reward] for reward in group.rewards]
+        return earned
     cut = group.was_cut or [False] * len(group.rows)
     lengths = [len(completion) for _, completion in group.rows]
-    return [[r, -overlong_penalty(n, c, shape_to)] for r, n, c in zip(group.rewards, lengths, cut, strict=True)]
+    values = [[*r, -overlong_penalty(n, c, shape_to)] for r, n, c in zip(earned.values, lengths, cut, strict=True)]
+    return Parts(values, [*earned.weights, 1.0])
 
 
 def assemble(groups: Sequence[TrainingGroup], estimator: str, *, shape_to: int = 0, mask_cut: bool = False) -> Rows:
     """Advantages of every group, and all rows one after the other. Groups may have different G.
 
     shape_to: the longest completion, where being long costs reward; 0 is off. mask_cut: completions that were cut teach nothing.
-    Reward and length are two components, which `gdpo` normalises each by itself, and the other estimators add up.
+    A reward's components and length are apart: `gdpo` normalises each by itself, the other estimators add them up by their weights.
     """
     per_group: list[torch.Tensor] = [torch.zeros(0)] * len(groups)
     earned = [components(g, shape_to) for g in groups]
-    for size in sorted({len(g.rewards) for g in groups}):
-        which = [i for i, g in enumerate(groups) if len(g.rewards) == size]
-        rewards = torch.tensor([earned[i] for i in which])
-        values = advantages(rewards, estimator) * train_mask(rewards, estimator)
+    kinds = [(len(g.rewards), tuple(parts.weights)) for g, parts in zip(groups, earned, strict=True)]
+    for kind in sorted(set(kinds)):
+        which = [i for i, each in enumerate(kinds) if each == kind]
+        rewards, weights = torch.tensor([earned[i].values for i in which]), kind[1]
+        values = advantages(rewards, estimator, weights) * train_mask(rewards, estimator, weights)
         for i, row in zip(which, values, strict=True):
             per_group[i] = row
     was_cut = [cut for g in groups for cut in g.was_cut or [False] * len(g.rows)]

@@ -51,6 +51,10 @@ class Exported:
     """Hex; what a manifest calls the model."""
     swarm: str = ""
     """Id, hex; empty for a crew's."""
+    own_groups: int = 0
+    """Groups that this node sampled and learnt from; 0 of a crew's, where they are not counted."""
+    external_groups: int = 0
+    """Groups of peers' that it learnt from."""
     stages: tuple[int, ...] = ()
     """Committed steps in the copy of each stage, where the policy was held in stages."""
 
@@ -116,7 +120,10 @@ def _write_whole(base: Base, trainer: Path, partial: Path, merge: bool) -> Expor
         raise Unavailable(f"nothing to export: {trainer.parent} has no trained state yet; run the node first")
     counters, tensors = found
     kind = _save(base, state.weights(tensors), partial, merge)
-    return Exported(kind, counters.step, counters.policy_version, counters.reward_held_out, swarm=counters.swarm)
+    return Exported(
+        kind, counters.step, counters.policy_version, counters.reward_held_out, swarm=counters.swarm,
+        own_groups=counters.own_groups_total, external_groups=counters.external_groups_total,
+    )  # fmt: skip
 
 
 def _write_crew(base: Base, crew: CrewCopies, partial: Path, merge: bool) -> Exported:

@@ -25,7 +25,8 @@ from swarmnode.policy.text import PolicyText
 from swarmnode.rl.corrections import burst_slack, burst_weight, excess_surprise, sequence_correction, spot_check, surprise_check
 from swarmnode.rollouts.groups import ExternalGroup, Outcome
 from swarmnode.rollouts.sampling import most_per_peer
-from swarmnode.trainer.batch import TrainingGroup
+from swarmnode.tasks.registry import task_weights
+from swarmnode.trainer.batch import TrainingGroup, parts_of
 from swarmnode.wire.messages import Completion
 from swarmnode.wire.tensors import unpack_ids, unpack_logprobs
 
@@ -94,7 +95,8 @@ def judge(
             weights = [weight * factor for weight, factor in zip(weights, correction, strict=True)]
             was_cut = [completion.finish == "length" for completion in group.group.completions]
             ours = [chosen for chosen, _ in scored]
-            judgement.accepted.append(TrainingGroup(rows, ours, group.rewards, weights, group.peer, was_cut))
+            parts = parts_of(group.components, task_weights(group.group.task.id))
+            judgement.accepted.append(TrainingGroup(rows, ours, group.rewards, weights, group.peer, was_cut, parts=parts))
     return judgement
 
 

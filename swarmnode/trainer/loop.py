@@ -41,6 +41,7 @@ from swarmnode.trainer.records import Records, own_sample, peers_samples
 from swarmnode.trainer.reporting import Reporter
 from swarmnode.trainer.sampler import Experience, Sampler
 from swarmnode.trainer.state import SEQUENCE_MARGIN, Counters
+from swarmnode.trainer.trackers import Trackers, flat
 from swarmnode.trainer.update import UpdateStatistics, learning_rate
 
 log = structlog.get_logger("swarmnode.trainer")
@@ -120,7 +121,8 @@ class Loop:
         self._evaluation = Evaluation(config.task, training, scorer)
         self._checkpoints = Checkpoints(directory, training.save_every, engine, rng, counters)
         self._reporter = Reporter(progress, link, engine, scorer, self._checkpoints, counters)
-        self._records = Records(config.node.data_dir)
+        told = flat(config.model_dump(include={"policy", "training", "weights"}))
+        self._records = Records(config.node.data_dir, Trackers(config.log.trackers, config.node.data_dir, config.node.name, told))
         self._pauses = Pauses(config.node.quiet_hours, Told(config.node.data_dir), training.step_interval, stop)
 
     def run(self, join_seconds: float) -> None:

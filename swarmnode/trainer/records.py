@@ -19,6 +19,7 @@ from swarmnode.observe.logfile import FileHandler, log_file
 from swarmnode.observe.samples import Answer, Sample, shortened
 from swarmnode.rollouts.groups import ExternalGroup, OwnGroup
 from swarmnode.trainer.judge import Judgement
+from swarmnode.trainer.trackers import Trackers
 from swarmnode.wire.messages import Completion
 
 STEPS_BYTES = 8 * 2**20
@@ -30,9 +31,10 @@ LEFT_OUT = ("peers_used", "weights", "reward_errors", "last_reward_error", "phas
 
 
 class Records:
-    """Writes both files. Nothing here raises for what the disk does."""
+    """Writes both files, and tells trackers of steps. Nothing here raises for what the disk does, or a tracker."""
 
-    def __init__(self, data_dir: Path) -> None:
+    def __init__(self, data_dir: Path, trackers: Trackers | None = None) -> None:
+        self._trackers = trackers
         self._steps = _file(data_dir, "steps", STEPS_BYTES)
         self._samples = _file(data_dir, "samples", SAMPLES_BYTES)
 
@@ -40,11 +42,15 @@ class Records:
         """A step has ended. `at`: Unix seconds."""
         measured = {name: value for name, value in msgspec.to_builtins(report).items() if name not in (*LEFT_OUT, "type")}
         _write(self._steps, {"at": round(at, 3), **measured})
+        if self._trackers is not None:
+            self._trackers.step(report.step, measured)
 
     def sample(self, sample: Sample) -> None:
         _write(self._samples, msgspec.to_builtins(sample))
 
     def close(self) -> None:
+        if self._trackers is not None:
+            self._trackers.close()
         for file in (self._steps, self._samples):
             if file is not None:
                 file.close()
@@ -53,7 +59,7 @@ class Records:
 def own_sample(at: float, step: int, prompt: str, group: OwnGroup) -> Sample:
     """What the policy answered to one question of a step. The first completions, not the best: what it does, not what it can."""
     surprise = [-completion.logprob / max(completion.tokens, 1) for completion in group.completions]
-    answers = _answers(group.completions, group.rewards, surprise)
+    answers = _answers(group.completions, group.rewards, group.components, surprise)
     return Sample(round(at, 3), step, group.policy_version, group.task.id, shortened(prompt), answers)
 
 
@@ -70,19 +76,24 @@ def peers_samples(at: float, step: int, judgement: Judgement) -> list[Sample]:
 
 
 def _peers_sample(at: float, step: int, group: ExternalGroup, outcome: str, surprise: Sequence[float]) -> Sample:
-    answers = _answers(group.group.completions, group.rewards, surprise)
+    answers = _answers(group.group.completions, group.rewards, group.components, surprise)
     sampled = group.group
     return Sample(
         round(at, 3), step, sampled.policy_version, sampled.task.id, shortened(group.prompt), answers, peer=group.peer, outcome=outcome
     )
 
 
-def _answers(completions: Sequence[Completion], rewards: Sequence[float], surprise: Sequence[float]) -> list[Answer]:
-    rewarded, surprising = dict(enumerate(rewards)), dict(enumerate(surprise))
+def _answers(
+    completions: Sequence[Completion], rewards: Sequence[float], components: Sequence[dict[str, float]], surprise: Sequence[float]
+) -> list[Answer]:
+    rewarded, made_of, surprising = dict(enumerate(rewards)), dict(enumerate(components)), dict(enumerate(surprise))
     return [
-        Answer(shortened(completion.text), completion.tokens, completion.finish, rewarded.get(number), surprise=surprising.get(number))
+        Answer(
+            shortened(completion.text), completion.tokens, completion.finish, rewarded.get(number), made_of.get(number, {}),
+            surprising.get(number),
+        )
         for number, completion in enumerate(completions[:COMPLETIONS])
-    ]
+    ]  # fmt: skip
 
 
 def _file(data_dir: Path, name: str, most: int) -> FileHandler | None:

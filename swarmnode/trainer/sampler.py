@@ -14,9 +14,9 @@ from swarmnode.config import TrainingConfig
 from swarmnode.policy.generate import GroupSample, Sampling
 from swarmnode.rollouts.groups import OwnGroup, has_unwanted_characters, is_useful
 from swarmnode.tasks.client import Scored, Scorer
-from swarmnode.tasks.registry import task_version
+from swarmnode.tasks.registry import task_version, task_weights
 from swarmnode.tasks.seeds import choose_task, task_seed
-from swarmnode.trainer.batch import TrainingGroup, own_group
+from swarmnode.trainer.batch import TrainingGroup, own_group, parts_of
 from swarmnode.trainer.engine import Engine
 from swarmnode.trainer.state import Counters
 from swarmnode.wire.limits import COMPLETIONS
@@ -91,15 +91,16 @@ class Sampler:
             clean = [not has_unwanted_characters(c.text) for c in sample.completions]
             unclean += clean.count(False)
             rewards = [reward if fine else 0.0 for reward, fine in zip(result.rewards, clean, strict=True)]
-            groups.append(own_group(sample, rewards))
+            made_of = [each if fine else {} for each, fine in zip(result.components, clean, strict=True)] if result.components else []
+            groups.append(own_group(sample, rewards, parts_of(made_of, task_weights(ref.id))))
             if any(self._engine.text.hides(c.ids) for c in sample.completions):  # text that says less than its ids: nobody takes it
                 continue
             if all(clean):
-                messages.append(self._message(sequence, ref, sample, rewards))
+                messages.append(self._message(sequence, ref, sample, rewards, made_of))
                 prompts.append(prompt)
             elif sum(clean) > 1:
                 shared = replace(sample, completions=list(compress(sample.completions, clean)))
-                messages.append(self._message(sequence, ref, shared, list(compress(rewards, clean))))
+                messages.append(self._message(sequence, ref, shared, list(compress(rewards, clean)), list(compress(made_of, clean))))
                 prompts.append(prompt)
         if unclean:
             log.warning("completions with control characters: each earns 0 and is left out of what is shared", completions=unclean)
@@ -119,11 +120,13 @@ class Sampler:
         size = min(cfg.num_generations + pivot, COMPLETIONS)
         return self._engine.generate(prompts, Sampling(size, cfg.max_completion_length, cfg.temperature, cfg.top_p), self._rng)
 
-    def _message(self, sequence: int, ref: TaskRef, sample: GroupSample, rewards: list[float]) -> OwnGroup:
+    def _message(
+        self, sequence: int, ref: TaskRef, sample: GroupSample, rewards: list[float], made_of: list[dict[str, float]]
+    ) -> OwnGroup:
         cfg = self._cfg
         completions = [
             Completion(c.text, len(c.ids), min(0.0, math.fsum(c.logprobs)), c.finish, pack_ids(c.ids), pack_logprobs(c.logprobs))
             for c in sample.completions
         ]
         sampling = SamplingParams(cfg.temperature, cfg.top_p, cfg.max_completion_length)
-        return OwnGroup(ref, self._counters.policy_version, sequence, sampling, completions, rewards)
+        return OwnGroup(ref, self._counters.policy_version, sequence, sampling, completions, rewards, made_of)

@@ -48,7 +48,6 @@ def settings(number, port=0, learning=True):
         "sharing": {"enabled": False},  # which alone would keep them half as far apart
         "weights": {"sync_every": SYNC_EVERY, "fragments": 1},  # due every 0.8 s: on a busy machine an exchange takes that long
         "http": {"port": 0},
-        "log": {"format": "json"},
     }
 
 

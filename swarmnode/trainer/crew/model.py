@@ -31,7 +31,7 @@ from swarmnode.pipeline.split import adapt, load_stage
 from swarmnode.policy.device import HEADROOM, TRAINED_BYTES, Placement, count_parameters, free_bytes, needed_bytes, probe, set_up
 from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash, weight_files
 from swarmnode.policy.load import configured_ends, local_directory, lora_settings, offline
-from swarmnode.policy.text import PolicyText
+from swarmnode.policy.text import Chat, PolicyText
 from swarmnode.recovery.sources import LEARNING_RATE_FACTOR, PaperMode, Run, check_paper
 from swarmnode.rl.objectives import WEIGHT_DECAY
 from swarmnode.swarm.manifest import check_model
@@ -187,7 +187,7 @@ def open_model(
         text = PolicyText(
             tokenizer=tokenizer, fingerprint=identity, tokenizer_hash=tokenizer_hash(tokenizer), eos_id=eos_id, eos_ids=ends,
             pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_id,
-            vocab_size=min(len(tokenizer), int(hf.vocab_size)),
+            vocab_size=min(len(tokenizer), int(hf.vocab_size)), chat=Chat.of(cfg.chat, tokenizer),
         )  # fmt: skip
         opened = stored(data_dir)
         if opened is not None:

@@ -164,6 +164,6 @@ def test_configuring_twice_writes_once() -> None:
 
 
 def test_standard_error_is_the_default(capsys) -> None:
-    configure(LogConfig(format="json"), "supervisor", sys.stderr)
+    configure(LogConfig(), "supervisor", sys.stderr)
     structlog.get_logger("swarmnode").error("oh")
     assert json.loads(capsys.readouterr().err)["event"] == "oh"

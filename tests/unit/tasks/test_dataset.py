@@ -227,6 +227,12 @@ def lengths(prompts, completions, answer, note, **columns):
 def broken(prompts, completions, **columns):
     return [1.0, 1.0]
 
+def both(prompts, completions, answer, **columns):
+    return [{"correct": float(text == "right"), "short": float(len(text) < 9)} for text in completions]
+
+def moody(prompts, completions, **columns):
+    return {"": [0.5], "raise": 1 / 0 if completions == ["raise"] else 0, "nan": [float("nan")], "much": [3]}.get(completions[0], [0.5])
+
 def looping(prompts, completions, **columns):
     while True:
         pass
@@ -260,6 +266,31 @@ def test_a_reward_function_that_does_not_work_is_one_line(tmp_path, rewards, fun
     installed(tmp_path, verifier=f"rewards_of_mine:{function}")
     with pytest.raises(Exception, match=problem), Scorer():
         pass
+
+
+def test_its_components_are_weighed_by_the_configuration_and_are_part_of_what_the_task_is(tmp_path, rewards):
+    versions = set()
+    for weights in ({}, {"correct": 3.0}):
+        installed(tmp_path, verifier="rewards_of_mine:both", weights=weights)
+        versions.add(registry.task_version(NAME))
+    assert len(versions) == 2
+    assert registry.task_weights(NAME) == {"correct": 3.0}
+    with Scorer() as scorer:
+        scored = scorer.score(ref(), ["right", "much too long", "no", "x" * 90_000])
+    assert scored.rewards == [1.0, 0.0, 0.25, 0.0]
+    assert scored.components == [{"correct": 1.0, "short": 1.0}, {"correct": 0.0, "short": 0.0}, {"correct": 0.0, "short": 1.0}, {}]
+    with pytest.raises(ConfigError, match="weights are of components, which only a reward function of yours returns"):
+        installed(tmp_path, weights={"correct": 2.0})
+
+
+def test_a_reward_that_raises_or_is_no_number_costs_that_answer_and_is_named(tmp_path, rewards):
+    installed(tmp_path, verifier="rewards_of_mine:moody")
+    with Scorer() as scorer:
+        problems = {"raise": "ZeroDivisionError: division by zero (rewards_of_mine.py:", "nan": "a reward of nan", "much": "3.0"}
+        for text, problem in problems.items():
+            scored = scorer.score(ref(), ["fine", text])
+            assert (scored.rewards, scored.errors) == ([0.5, 0.0], 1)
+            assert problem in scored.error
 
 
 def test_a_reward_function_that_hangs_costs_a_scorer_and_not_the_node(tmp_path, rewards):

@@ -232,8 +232,8 @@ def test_the_guides_own_example_works(tmp_path, monkeypatch, package):
 
 
 def test_settings_without_their_task_are_an_error():
-    with pytest.raises(ConfigError, match=r"not in task\.modules"):
-        registry.install([], {"rg/gcd": {"min_value": 2}})
+    with pytest.raises(ConfigError, match=r"neither in task\.modules"):
+        registry.install([], {"words:reverse": {"length": 2}})
 
 
 def test_a_name_that_only_a_manifest_or_task_names_gives_loads_nothing(package):

@@ -8,7 +8,7 @@ import torch
 from swarmnode.config import PolicyConfig
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
-from swarmnode.trainer.batch import TrainingGroup, assemble, own_group, silent_share
+from swarmnode.trainer.batch import Parts, TrainingGroup, assemble, own_group, parts_of, silent_share
 
 PROMPT = "Find the greatest common divisor (GCD) of these numbers: 4, 6. Return only the GCD as your answer."
 
@@ -69,3 +69,22 @@ def test_reward_and_length_are_two_components_of_which_gdpo_normalises_each(samp
     small = replace(group, rewards=[0.1, 0.1, 0.0, 0.0])  # in a sum, the larger scale hides the smaller one
     assert torch.allclose(assemble([small], "gdpo", shape_to=1000).advantages, normal(both), atol=0.01)
     assert not torch.allclose(assemble([small], "grpo", shape_to=1000).advantages, total, atol=0.2)
+
+
+def test_components_have_their_weights_and_gdpo_normalises_each(sample):
+    made_of = [{"right": 1.0, "short": 0.1}, {"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 0.1}, {}]
+    parts = parts_of(made_of, {"right": 3.0})
+    assert parts == Parts([[1.0, 0.1], [1.0, 0.0], [0.0, 0.1], [0.0, 0.0]], [0.75, 0.25])
+    group = own_group(sample, [0.775, 0.75, 0.025, 0.0], parts)
+    plain = own_group(sample, [0.775, 0.75, 0.025, 0.0])
+    assert torch.allclose(assemble([group], "grpo").advantages, assemble([plain], "grpo").advantages, atol=1e-5)
+    normal = lambda values: (values - values.mean()) / values.std()
+    right, short = torch.tensor([1.0, 1.0, 0.0, 0.0]), torch.tensor([0.1, 0.0, 0.1, 0.0])
+    wanted = normal(0.75 * normal(right) + 0.25 * normal(short))
+    assert torch.allclose(assemble([group], "gdpo").advantages, wanted, atol=1e-2)
+    assert not torch.allclose(assemble([plain], "gdpo").advantages, wanted, atol=1e-2)
+    both = assemble([group, plain], "gdpo").advantages  # groups of other components are normalised by themselves
+    assert torch.allclose(both[:4], wanted, atol=1e-2)
+    assert parts_of([], {}) is None
+    assert parts_of([{}, {}], {}) is None
+    assert parts_of([{"a": 1.0}], {"a": 0.0}) is None

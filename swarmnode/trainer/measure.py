@@ -1,0 +1,118 @@
+"""`python -m swarmnode.trainer.measure`, a request as JSON on stdin: how good a model is at tasks' held-out questions.
+
+What `swarmnode eval` starts, so that the command line does not load torch.
+
+    greedy    one answer of temperature 0 to each question: mean reward
+    pass@k    n sampled answers to each: the chance that at least one of k is right, without bias; right is a reward of 1
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import torch
+
+from swarmnode.config import Config, PolicyConfig, TrainingConfig
+from swarmnode.errors import Unavailable
+from swarmnode.policy.generate import Sampling
+from swarmnode.policy.load import Policy, load_policy
+from swarmnode.policy.micro import MicroBatcher
+from swarmnode.process import die_with_parent, run_main
+from swarmnode.tasks import registry
+from swarmnode.tasks.client import Scored, Scorer
+from swarmnode.tasks.measured import Measured, Request, pass_at_k
+from swarmnode.tasks.seeds import evaluation_seed
+from swarmnode.wire.messages import TaskRef
+
+RIGHT = 1.0
+SEED = 20_260
+QUESTIONS_AT_ONCE = 16
+
+
+def open_model(cfg: PolicyConfig) -> Policy:
+    """The model of `cfg`; where that is a directory with an adapter, as `swarmnode export` writes it, its base with the adapter.
+
+    Raises LocalError.
+    """
+    directory = Path(cfg.model).expanduser()
+    about = directory / "adapter_config.json"
+    if not about.is_file():
+        return load_policy(cfg)
+    if not (directory / "adapter_model.safetensors").is_file():
+        raise Unavailable(f"{directory} holds an adapter without adapter_model.safetensors, and nothing else is read")
+    from peft import PeftModel
+
+    base = json.loads(about.read_text())["base_model_name_or_path"]
+    policy = load_policy(cfg.model_copy(update={"model": base, "revision": None}))
+    return replace(policy, model=PeftModel.from_pretrained(policy.base, directory).eval())
+
+
+@torch.no_grad()
+def measure(policy: Policy, scorer: Scorer, task: str, request: Request, training: TrainingConfig) -> Measured:
+    """Ask the first held-out questions of `task`. Raises Unavailable when none of them can be asked."""
+    batches = MicroBatcher(training.per_device_train_tokens)
+    refs = [TaskRef(task, registry.task_version(task), evaluation_seed(task), index) for index in range(request.questions)]
+    asked = [
+        (ref, result.prompt) for ref, result in zip(refs, scorer.score_many([(ref, []) for ref in refs]), strict=True)
+        if isinstance(result, Scored) and result.prompt
+    ]  # fmt: skip
+    if not asked:
+        raise Unavailable(f"{task}: none of its questions could be made")
+    generator = policy.random_generator(SEED)
+    greedy, sampled, lengths, cut = list[float](), list[list[float]](), list[int](), 0
+    for start in range(0, len(asked), QUESTIONS_AT_ONCE):
+        part = asked[start : start + QUESTIONS_AT_ONCE]
+        prompts = [prompt for _, prompt in part]
+        certain = batches.generate(policy, prompts, Sampling(1, training.max_completion_length, 0.0), generator)
+        drawn = batches.generate(
+            policy, prompts, Sampling(request.samples, training.max_completion_length, training.temperature, training.top_p), generator
+        )
+        answers = [[c.text for group in pair for c in group.completions] for pair in zip(certain, drawn, strict=True)]
+        judged = scorer.score_many([(ref, texts) for (ref, _), texts in zip(part, answers, strict=True)])
+        for group, result in zip(drawn, judged, strict=True):
+            rewards = result.rewards if isinstance(result, Scored) else [0.0] * (request.samples + 1)
+            greedy.append(rewards[0])
+            sampled.append(rewards[1:])
+            lengths += [len(c.ids) for c in group.completions]
+            cut += sum(c.finish == "length" for c in group.completions)
+    right = [sum(reward >= RIGHT for reward in rewards) for rewards in sampled]
+    passed = {k: [pass_at_k(request.samples, count, k) for count in right] for k in request.k}
+    return Measured(
+        task, len(asked), _mean(greedy), _mean([reward for rewards in sampled for reward in rewards]),
+        {k: _mean(chances) for k, chances in passed.items()}, {k: _error(chances) for k, chances in passed.items()},
+        _mean(lengths), cut / len(lengths),
+    )  # fmt: skip
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _error(values: Sequence[float]) -> float | None:
+    if len(values) < 2:
+        return None
+    mean = _mean(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
+
+
+def main() -> int:
+    die_with_parent()
+    request = msgspec.json.decode(sys.stdin.buffer.read(), type=Request)
+    config = Config.model_validate_json(request.config)
+    registry.install(config.task.modules, config.task.settings)
+    registry.install_datasets(config.task.datasets, config.node.data_dir / registry.DATASETS)
+    policy = open_model(config.policy)
+    with Scorer() as scorer:
+        for task in request.tasks:
+            print(msgspec.json.encode(measure(policy, scorer, task, request, config.training)).decode(), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_main("swarmnode eval", main))

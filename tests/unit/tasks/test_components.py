@@ -1,0 +1,66 @@
+"""Rewards of several components: what a task's owner may return, what becomes of it, and by which weights."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+
+import pytest
+
+from swarmnode.errors import ConfigError
+from swarmnode.tasks import frames, own
+from swarmnode.tasks.builtin import Item
+from swarmnode.tasks.measured import pass_at_k
+from swarmnode.tasks.scorer import judge
+
+
+@pytest.mark.parametrize(
+    ("value", "weights", "reward", "components"),
+    [
+        (0.5, {}, 0.5, {}),
+        ({"a": 1.0, "b": 0.0}, {}, 0.5, {"a": 1.0, "b": 0.0}),
+        ({"a": 1.0, "b": 0.0}, {"a": 3.0}, 0.75, {"a": 1.0, "b": 0.0}),
+        ({"a": True, "b": 1}, {"c": 9.0}, 1.0, {"a": 1.0, "b": 1.0}),
+        ({"a": 1.0, "b": 0.25}, {"a": 0.0}, 0.25, {"a": 1.0, "b": 0.25}),
+    ],
+)
+def test_the_reward_is_the_mean_of_its_components_by_their_weights(value, weights, reward, components) -> None:
+    assert own.total(value, weights) == (reward, components)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None, math.nan, 1.5, -0.1, "text", {}, {"a": math.nan}, {"a": 2.0}, {"a": None}, {str(number): 1.0 for number in range(9)},
+        {"x" * 32 + "a": 1.0, "x" * 32 + "b": 1.0}, {"a": 1.0, "b": -1.0},
+    ],
+)  # fmt: skip
+def test_nonsense_is_an_error_and_never_a_reward(value) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        own.total(value, {})
+    question = frames.Question("own:task", 0, 0, ["an answer", None])
+    scored = judge(question, lambda *_: Item("?", "", lambda text: value))
+    assert (scored.rewards, scored.errors, scored.components) == ([0.0, 0.0], 1, [])
+    assert scored.error
+
+
+def test_all_answers_of_a_question_have_the_same_components() -> None:
+    names = {"one": {"a": 1.0}, "two": {"b": 1.0}, "three": {"a": 0.5}}
+    scored = judge(frames.Question("own:task", 0, 0, list(names)), lambda *_: Item("?", "", lambda text: names[text]))
+    assert (scored.rewards, scored.errors) == ([1.0, 0.0, 0.5], 1)
+    assert scored.components == [{"a": 1.0}, {}, {"a": 0.5}]
+
+
+@pytest.mark.parametrize("weight", [-1.0, math.inf, math.nan, "much"])
+def test_a_weight_that_is_none_is_a_line(weight) -> None:
+    with pytest.raises(ConfigError, match=r"weight\.a is .*; a weight is a number from 0 on"):
+        own.check_weights("task.settings.x", {"weight.a": weight})
+
+
+def test_pass_at_k_is_what_counting_all_draws_gives() -> None:
+    for samples, right, k in [(5, 0, 2), (5, 2, 1), (5, 2, 3), (6, 3, 4), (4, 4, 2)]:
+        draws = list(combinations(range(samples), k))
+        assert pass_at_k(samples, right, k) == pytest.approx(sum(min(draw) < right for draw in draws) / len(draws))
+    for samples, k in [(4, 5), (4, 0)]:
+        with pytest.raises(ValueError, match="pass@"):
+            pass_at_k(samples, 1, k)

@@ -1,0 +1,84 @@
+"""Our own tasks with other numbers and with the answer elsewhere: part of what the task is, tried in the scorer, told to members."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from swarmnode.config import Config
+from swarmnode.errors import ConfigError
+from swarmnode.swarm import requirements
+from swarmnode.swarm.manifest import settings_text
+from swarmnode.tasks import registry
+from swarmnode.tasks.client import Scorer, prove_own
+from swarmnode.wire.messages import TaskEntry, TaskRef
+
+
+@pytest.fixture(autouse=True)
+def as_before():
+    yield
+    registry.install([], {task: {} for task in ("rg/gcd", "rg/chain_sum", "builtin/sum")})
+
+
+def test_numbers_of_a_generator_make_harder_questions_and_another_task() -> None:
+    plain = registry.task_version("rg/chain_sum")
+    registry.install([], {"rg/chain_sum": {"min_digits": 4, "max_digits": 4, "extract": "last_number"}})
+    version = registry.task_version("rg/chain_sum")
+    assert version != plain
+    told = json.loads(settings_text("rg/chain_sum"))
+    assert (told["min_digits"], told["extract"]) == (4, "last_number")
+    with Scorer() as scorer:
+        ref = TaskRef("rg/chain_sum", version, 0, 0)
+        prompt = scorer.prompt(ref)
+        terms = [int(text) for text in re.findall(r"\d+", prompt)]
+        assert all(len(str(term)) == 4 for term in terms)
+        right = sum(terms) if "+" in prompt else terms[0] - terms[1]
+        assert scorer.score(ref, [f"Let me see. It is {right}.", "It is 1.", f"<answer>{right}</answer>"]).rewards == [1.0, 0.0, 1.0]
+    registry.install([], {"rg/chain_sum": {}})
+    assert registry.task_version("rg/chain_sum") == plain
+
+
+@pytest.mark.parametrize(
+    ("task", "given", "problem"),
+    [
+        ("rg/basic_arithmetic", {"operators": "/"}, r"'operators' cannot be set; there are extract, min_terms"),
+        ("rg/basic_arithmetic", {"allow_parentheses": True}, r"'allow_parentheses' cannot be set"),
+        ("rg/gcd", {"max_value": -1}, r"max_value is -1, not a number from 0 to 1000000 such as 20"),
+        ("rg/gcd", {"max_value": 10**9}, r"max_value is 1000000000"),
+        ("rg/gcd", {"max_value": True}, r"max_value is True"),
+        ("rg/gcd", {"max_value": "20"}, r"max_value is '20'"),
+        ("rg/gcd", {"extract": "somewhere"}, r"extract is 'somewhere', not one of auto, tag"),
+        ("builtin/sum", {"terms": 9}, r"'terms' cannot be set; there are extract"),
+        ("data/x", {"extract": "tag"}, r"neither in task.modules nor a task of ours; a dataset has its own settings"),
+    ],
+)
+def test_what_cannot_be_set_is_one_line_that_says_what_can(task, given, problem) -> None:
+    with pytest.raises(ConfigError, match=problem) as raised:
+        registry.install([], {task: given})
+    assert "\n" not in str(raised.value)
+
+
+def test_settings_that_the_generator_does_not_take_are_a_line_before_anything_starts() -> None:
+    registry.install([], {"rg/gcd": {"min_value": 30}})  # above max_value
+    with pytest.raises(ConfigError, match=r"task\.settings\.rg/gcd: "):
+        prove_own(["rg/gcd"])
+
+
+def test_a_member_with_other_settings_is_told_which() -> None:
+    theirs = TaskEntry("rg/gcd", "0" * 16, json.dumps({"max_value": 500, "min_value": 1}))
+    (problem,) = requirements.task_problems(theirs)
+    assert "the swarm's are {\"max_value\": 500" in problem
+    assert problem.endswith("see task.settings")
+
+
+def test_where_the_answer_stands_can_be_said_of_any_task_of_ours() -> None:
+    plain = registry.task_version("builtin/sum")
+    registry.install([], {"builtin/sum": {"extract": "last_number"}})
+    assert registry.task_version("builtin/sum") != plain
+    with Scorer() as scorer:
+        ref = TaskRef("builtin/sum", registry.task_version("builtin/sum"), 0, 0)
+        left, right = map(int, scorer.prompt(ref).rstrip("=").split("+"))
+        assert scorer.score(ref, [f"{left} + {right} = {left + right}", "no"]).rewards == [1.0, 0.0]
+    assert Config.model_validate({"task": {"settings": {"builtin/sum": {"extract": "last_number"}}}})

@@ -1,0 +1,76 @@
+"""Measurements of steps to somebody else's trackers: accelerate's own, with a package that writes where we can look."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import structlog.testing
+
+from swarmnode import settings
+from swarmnode.errors import ConfigError
+from swarmnode.link.messages import Report
+from swarmnode.trainer.records import Records
+from swarmnode.trainer.trackers import Trackers, flat
+
+WRITER = """
+import json, pathlib
+class SummaryWriter:
+    def __init__(self, folder, **kwargs):
+        self.file = pathlib.Path(folder) / "told.jsonl"
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+    def add_hparams(self, values, metric_dict=None): self.write("told", values)
+    def add_scalar(self, name, value, global_step=None, **kwargs): self.write(name, [value, global_step])
+    def flush(self): pass
+    def close(self): self.write("closed", True)
+    def write(self, *what):
+        with self.file.open("a") as file: file.write(json.dumps(what) + "\\n")
+"""
+
+
+@pytest.fixture
+def tensorboard(tmp_path, monkeypatch):
+    """A package of the name that accelerate looks for, where torch has no TensorBoard."""
+    pytest.importorskip("accelerate")
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "tensorboardX.py").write_text(WRITER)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    return tmp_path / "data" / "log" / "tensorboard" / "swarmnode" / "told.jsonl"
+
+
+def test_every_step_goes_to_the_tracker_with_what_it_measured(tmp_path, tensorboard) -> None:
+    trackers = Trackers(["tensorboard"], tmp_path / "data", "me", {"training/learning_rate": 1e-5})
+    kept = Records(tmp_path / "data", trackers)
+    kept.step(1.0, Report("training", step=7, reward_own=0.25, reward_by_task={"rg/gcd": 0.5}, device="cpu"))
+    kept.close()
+    told = [json.loads(line) for line in tensorboard.read_text().splitlines()]
+    assert told[0] == ["told", {"training/learning_rate": 1e-5}]
+    values = {name: value for name, value in told[1:-1]}
+    assert values["reward_own"] == [0.25, 7]
+    assert values["reward_by_task/rg/gcd"] == [0.5, 7]
+    assert not {"device", "loss", "peers_used", "phase"} & values.keys()
+    assert told[-1] == ["closed", True]
+
+
+def test_a_tracker_that_fails_is_done_without(tmp_path, tensorboard) -> None:
+    trackers = Trackers(["tensorboard"], tmp_path / "data", "", {})
+    tensorboard.unlink()
+    tensorboard.mkdir()
+    with structlog.testing.capture_logs() as lines:
+        for number in (1, 2):
+            trackers.step(number, {"loss": 1.0})
+        trackers.close()
+        (tmp_path / "file").write_text("")
+        Trackers(["tensorboard"], tmp_path / "file", "", {}).step(1, {"loss": 1.0})
+    assert [line["event"] for line in lines] == ["a tracker failed; going on without it"] * 2
+
+
+def test_numbers_are_told_by_name_and_nothing_else() -> None:
+    assert flat({"a": 1, "b": {"c/d": 0.5, "e": "text"}, "f": True, "g": None, "h": [1]}) == {"a": 1, "b/c/d": 0.5}
+
+
+def test_a_missing_package_is_one_line_that_says_what_to_install(monkeypatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"log.trackers: wandb is not installed: pip install wandb, or 'swarmnode\[wandb\]'"):
+        settings.check_trackers(["wandb"])
+    settings.check_trackers([])
