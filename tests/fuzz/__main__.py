@@ -23,6 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.split("\n\n")[0])
     parser.add_argument("target", choices=sorted(TARGETS))
     parser.add_argument("--runs", type=int, default=100_000)
+    parser.add_argument("--seconds", type=int, default=0, help="stop after that many, however many runs it were; 0 is no bound")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--longest", type=int, default=8192, help="bytes of an input")
     asked = parser.parse_args()
@@ -36,8 +37,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         for number, seed in enumerate(seeds()):
             (Path(directory) / str(number)).write_bytes(seed)
-        options = [f"-runs={asked.runs}", f"-seed={asked.seed}", f"-max_len={asked.longest}", "-rss_limit_mb=2048", "-timeout=5"]
-        atheris.Setup([sys.argv[0], *options, f"-artifact_prefix={os.getcwd()}/", directory], one)
+        most = [f"-runs={asked.runs}", f"-max_total_time={asked.seconds}", f"-max_len={asked.longest}", "-rss_limit_mb=2048", "-timeout=5"]
+        atheris.Setup([sys.argv[0], *most, f"-seed={asked.seed}", f"-artifact_prefix={os.getcwd()}/", directory], one)
         atheris.Fuzz()
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 from swarmnode.config import SharingConfig
+from swarmnode.crew import stream_handshake
 from swarmnode.crew.messages import decode_answer, decode_request
 from swarmnode.demo.liar.author import BUILTIN_TASKS, TOKENIZER, Author
 from swarmnode.errors import BadMessage, ConfigError
@@ -23,6 +25,7 @@ from swarmnode.p2p.guards import rpc
 from swarmnode.p2p.mdns import parse_service
 from swarmnode.pipeline.frames import FrameLimits, read_frame
 from swarmnode.recovery.messages import read as read_state
+from swarmnode.rollouts import offers
 from swarmnode.rollouts.admission import Admission
 from swarmnode.rollouts.groups import Announced
 from swarmnode.swarm import invite
@@ -30,7 +33,7 @@ from swarmnode.weights import payload
 from swarmnode.weights.layout import make_layout
 from swarmnode.weights.messages import decode_message, decode_state
 from swarmnode.weights.state_seeker import open_state_manifest
-from swarmnode.wire import bulk, codec, envelope, ids, limits, messages
+from swarmnode.wire import bulk, codec, envelope, ids, limits, listings, messages, strict
 from swarmnode.wire.manifest import open_manifest
 from swarmnode.wire.session import open_session
 from swarmnode.wire.summary import open_summary
@@ -41,7 +44,8 @@ VECTORS = Path(__file__).parents[2] / "protocol" / "vectors"
 CORPUS = Path(__file__).parent / "corpus"
 SWARM = bytes.fromhex(json.loads((VECTORS / "valid.json").read_text())["swarm"])
 LONGEST_SEED = 8192
-NOW = 1_800_000_000.0
+NOW = 1_790_000_000.0
+"""When the vectors were signed, so that they are neither stale nor of the future."""
 AUTHOR = Author(SWARM)
 LAYOUT = make_layout([("w", (4, 8), "float32"), ("b", (8,), "float32")])
 BODIES = [bytes(4 * spec.elements) for spec in LAYOUT]
@@ -53,7 +57,7 @@ STRUCTS = (
     messages.Envelope, messages.FetchRequest, messages.FetchResponse, messages.PeersRequest, messages.PeersResponse,
     messages.ManifestRequest, messages.ManifestResponse, messages.SummaryRequest, messages.SummaryResponse, messages.SessionResponse,
     messages.BulkManifest, messages.BulkManifestRequest, messages.BulkManifestResponse, messages.BulkRequest, messages.BulkResponse,
-    messages.BulkSocketRequest, messages.BulkSocketResponse,
+    messages.BulkSocketRequest, messages.BulkSocketResponse, listings.ListingRequest, listings.GroupsRequest, listings.GroupsResponse,
 )  # fmt: skip
 Feed = Callable[[bytes], object]
 
@@ -93,6 +97,39 @@ def admission() -> Feed:
         assert not internal, checks.statistics().last_internal_error
 
     return feed
+
+
+def pulled() -> Feed:
+    """Groups that a peer gave when it was asked, which may be longer than those of gossip."""
+    checks = Admission(SWARM, "nobody", BUILTIN_TASKS, SharingConfig(groups_per_second=1e9))
+    checks.set_policy(b"", TOKENIZER, 1.0)
+
+    def feed(data: bytes) -> None:
+        checks.check_pulled(signed(data[:-1]) if data and data[-1] & 1 else data, NOW)
+        internal = checks.statistics().outcomes.get("internal", 0)
+        assert not internal, checks.statistics().last_internal_error
+
+    return feed
+
+
+def offered() -> Feed:
+    """Listings of one peer after the other, which are kept and chosen from."""
+    kept, rng = offers.Offers(b"", lambda key: key.hex()), random.Random(0)
+
+    def feed(data: bytes) -> None:
+        listing = codec.decode(data, listings.ListingResponse, limits.LISTING_RESPONSE_BYTES)
+        kept.take(f"holder {rng.randrange(100)}", listing, NOW)
+        for pull in kept.choose(6, NOW, rng, lambda peer: 1.0, lambda peer: 1.0, lambda content: False):
+            request = codec.encode(listings.GroupsRequest([listed.content for listed in pull.groups]))
+            codec.decode(request, listings.GroupsRequest, limits.GROUPS_REQUEST_BYTES)
+
+    return feed
+
+
+def stream_open(data: bytes) -> None:
+    """The first message of a stream between members of a crew, to its second stage, from whoever holds the first."""
+    members = stream_handshake.StreamPeers(b"\x66" * 32, 1, ("a", "b", "c"))
+    assert stream_handshake.refusal(members, "a", strict.decode(data, stream_handshake.StreamOpen)) in ("", *stream_handshake.REFUSALS)
 
 
 def signed(payload: bytes) -> bytes:
@@ -146,6 +183,8 @@ TARGETS: dict[str, tuple[Callable[[], Feed], tuple[type[Exception], ...]]] = {
     "envelope": (lambda: lambda data: envelope.unseal(data, ids.DOMAIN_ROLLOUT, SWARM, limits.GROUP_BYTES), (BadMessage,)),
     "payload": (lambda: lambda data: envelope.unseal(signed(data), ids.DOMAIN_ROLLOUT, SWARM, limits.GROUP_BYTES), (BadMessage,)),
     "admission": (admission, ()),
+    "pulled": (pulled, ()),
+    "listing": (offered, (BadMessage,)),
     "manifest": (lambda: open_manifest, (BadMessage,)),
     "invite": (lambda: text(invite.parse), (ConfigError,)),
     "summary": (lambda: lambda data: open_summary(data, SWARM), (BadMessage,)),
@@ -158,6 +197,7 @@ TARGETS: dict[str, tuple[Callable[[], Feed], tuple[type[Exception], ...]]] = {
     "crew-request": (lambda: decode_request, (BadMessage,)),
     "crew-answer": (lambda: decode_answer, (BadMessage,)),
     "stage-frame": (lambda: lambda data: drive(read_frame(Bytes(data), FRAMES)), (BadMessage,)),
+    "stream-open": (lambda: stream_open, (BadMessage,)),
     "state-frame": (lambda: lambda data: drive(read_state(Bytes(data))), (BadMessage,)),
     "gossip": (lambda: lambda data: rpc.parse(data, ["t"]), (rpc.Undecodable,)),
     "address": (lambda: text(addresses.parse_any), (ValueError,)),
@@ -171,6 +211,7 @@ def seeds() -> list[bytes]:
     found = {b"/\n\nlocalhost", b"/status\npoints=3\n127.0.0.1:1", b"/metrics\n\n[::1]", payload.build(HEADER, BODIES)}
     found |= {f"/ip4/1.2.3.4/tcp/9/p2p/{AUTHOR.peer}/swarm/{SWARM.hex()}".encode(), f"{AUTHOR.peer:<64}1.2.3.4".encode()}
     found |= {f"/ip4/1.2.3.4/tcp/9/p2p/{AUTHOR.peer}/p2p-circuit/p2p/{AUTHOR.peer}".encode(), b"/dns4/a.example/tcp/1"}
+    found |= {AUTHOR.frame(group := AUTHOR.group(7, NOW)), codec.encode(group) + b"\1"}  # its last bit has it signed, see `admission`
     for path in sorted(VECTORS.glob("*.json")):
         found |= set(_frames(json.loads(path.read_text())["vectors"]))
     for frame in list(found):
