@@ -4,8 +4,8 @@
     python -m benchmarks.pulls --quick    4 nodes
 
 Real hosts and the real exchange in one process. In a step each node publishes PUBLISHED groups and draws DRAWN, so that what arrives by
-gossip grows with the swarm and what is drawn does not. Counted: CPU time of all hosts less what they take when nothing happens, and all
-bytes read from sockets, listings and gossip's own among them, both divided by the groups that were drawn.
+gossip grows with the swarm and what is drawn does not. Counted: CPU time of all hosts, less what they take when nothing happens and what
+making up the groups takes; and all bytes read from sockets, listings and gossip's own among them. Both are divided by the groups drawn.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from swarmnode.p2p import guards
 from swarmnode.rollouts.groups import Draw
 
 PUBLISHED, DRAWN = 8, 6
-RECEIPTS = 20.0
-"""Groups received per second by all nodes together where they gossip: decides how long a step is."""
-WARM_STEPS, STEPS = 2, 3
+RECEIPTS = 40.0
+"""Groups received per second by all nodes together where they gossip: decides how long a step is, ten seconds at least."""
+WARM_STEPS, STEPS = 2, 2
 IDLE_SECONDS = 5.0
 RUN_SECONDS = 1200.0
 
@@ -60,17 +60,20 @@ async def measure(run: Run) -> Outcome:
     guards.install()
     guards.swarm.INBOUND_PER_ADDRESS = run.nodes**2  # they are all at 127.0.0.1
     meter.install()
-    pause = max(2.0, run.nodes * (run.nodes - 1) * PUBLISHED / RECEIPTS)
+    pause = max(10.0, run.nodes * (run.nodes - 1) * PUBLISHED / RECEIPTS)
     hosts = gossip.Run(run.nodes, run.size, "after", 0, run.seed, exchange=run.exchange)
     drawn = sequence = 0
+    making = 0.0
     with tempfile.TemporaryDirectory() as directory:
         async with gossip.swarm(hosts, meter, Path(directory)) as nodes:
 
             async def step(number: int) -> None:
                 """One node's: what it publishes is spread over the step, as sampling is."""
-                nonlocal drawn
+                nonlocal drawn, making
                 exchange, author, _ = nodes[number]
+                began = time.process_time()
                 made = [group(author, sequence + each, run.size) for each in range(PUBLISHED)]
+                making += time.process_time() - began
                 got = exchange.draw(Draw(1, DRAWN, 0, DRAWN // 2)).groups
                 drawn += len(got)
                 for own in made:
@@ -90,14 +93,14 @@ async def measure(run: Run) -> Outcome:
             await trio.sleep(IDLE_SECONDS)
             idle = (time.process_time() - before) / IDLE_SECONDS
             await steps(WARM_STEPS)
-            drawn = 0
+            drawn, making = 0, 0.0
             received, began, clock = meter.bytes, time.process_time(), trio.current_time()
             await steps(STEPS)
             cpu, wall = time.process_time() - began, trio.current_time() - clock
             kept = [exchange.statistics().serving.catalogue for exchange, _, _ in nodes]
             size = sum(each.bytes for each in kept) / sum(each.groups for each in kept)
             return Outcome(
-                cpu_ms=1000 * max(0.0, cpu - idle * wall) / max(1, drawn),
+                cpu_ms=1000 * max(0.0, cpu - making - idle * wall) / max(1, drawn),
                 idle_ms=1000 * idle / run.nodes,
                 bytes_ratio=(meter.bytes - received) / (max(1, drawn) * size),
                 filled=drawn / (STEPS * DRAWN * run.nodes),

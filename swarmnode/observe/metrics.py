@@ -307,7 +307,8 @@ ROLLOUTS = (
     Metric("swarmnode_rollouts_fetched_total", "counter", "rollouts.fetching.fetched",
            "Groups that were announced by their hash, by how fetching them ended.", ("outcome",), FETCHES),
     Metric("swarmnode_rollouts_exchange_mode", "gauge", "rollouts.pulling.modes",
-           "1 for how groups come here now: by `gossip`; by `pull`; `trial` is by gossip, while listings show whether pulling would do.",
+           "1 for how groups come here now: by `gossip`; by `pull`; `trial` is by gossip, while listings show whether pulling "
+           "would do; `visit` is by pull, and listens to gossip for peers that do not list.",
            ("mode",), MODES),
     Metric("swarmnode_rollouts_exchange_switches_total", "counter", "rollouts.pulling.switches",
            "Times that this node left gossip for pulling, or came back. More than a few in a day: it is at the threshold, "
