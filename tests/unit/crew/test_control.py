@@ -276,6 +276,18 @@ def test_a_proposer_that_never_finishes_holds_nobody_for_ever():
     assert signed["a"] * 0.5 < 0.6 * 200
 
 
+def test_two_that_propose_for_ever_leave_us_our_turn():
+    node, promised, ticks = Node(), 0, 1200
+    for number in range(ticks):
+        node.now += 0.5
+        node.does(ev.Tick())
+        for peer in ("a", "c"):
+            node.answers(peer, m.Propose(record(peer, "b", nonce=number.to_bytes(8, "big"))))
+        promised += node.state.reserved is not None
+    assert 0 < promised < 0.5 * ticks
+    assert node.state.crew is None
+
+
 def test_who_leaves_because_of_somebody_is_doubted_as_much_as_whom_it_names():
     node = running(peers=("a", "b", "c"))
     node.answers("a", m.Leave(node.state.crew.id, "is gone", "c"))

@@ -63,6 +63,14 @@ def test_a_fence_that_lets_the_past_in_is_found():
     assert "computes for a crew" in first_violation(range(400), fence_check=LetsThePastIn.check)
 
 
+def test_nodes_that_forgive_at_once_are_held_up_for_ever():
+    def forgiving(state, event, now, means):
+        peers = {peer: replace(known, debt=0.0, barred_until=now) for peer, known in state.peers.items()}
+        return advance(replace(state, peers=peers), event, now, means)
+
+    assert "no end" in first_violation(FOUND["member"], kind="member", advance=forgiving)
+
+
 def test_a_node_that_signs_whatever_it_is_asked_to_loses_what_was_learnt():
     def careless(state, event, now, means):
         offering = state.offering
