@@ -167,10 +167,11 @@ class TrainingConfig(Section):
     learning_rate: float = Field(default=3e-4, gt=0)
     """AdamW learning rate."""
     options: list[
-        Literal["warmup", "linear", "cosine", "dynamic_sampling", "mask_truncated", "overlong_shaping"]
+        Literal["warmup", "linear", "cosine", "dynamic_sampling", "mask_truncated", "overlong_shaping", "lockstep", "continuous"]
     ] = []  # fmt: skip
     """Any of: `warmup`, `linear` or `cosine` (the learning rate; the last two fall to 0 at max_steps), `dynamic_sampling` (sample on until
-    the step's own groups carry a signal), `mask_truncated` or `overlong_shaping` (what was cut is left out, or costs reward)."""
+    the step's own groups carry a signal), `mask_truncated` or `overlong_shaping` (what was cut is left out, or costs reward), `lockstep` or
+    `continuous` (the engine that samples; neither: the faster one, found by measuring, or lockstep for answers of at most 32 tokens)."""
     advantage: Literal["grpo", "dr_grpo", "mc_grpo", "gdpo"] = "grpo"
     """Advantage estimator."""
     loss_type: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"] = "dapo"
@@ -194,7 +195,7 @@ class TrainingConfig(Section):
 
     @model_validator(mode="after")
     def _options_fit(self) -> TrainingConfig:
-        for one, other in (("linear", "cosine"), ("mask_truncated", "overlong_shaping")):
+        for one, other in (("linear", "cosine"), ("mask_truncated", "overlong_shaping"), ("lockstep", "continuous")):
             if one in self.options and other in self.options:
                 raise ValueError(f"training.options: {one} and {other} are two ways to do one thing: choose one")
         falls = [name for name in ("linear", "cosine") if name in self.options]

@@ -132,6 +132,8 @@ NODE: dict[str, list[Panel]] = {
     ],
     "Supervision": [
         p("Out-of-memory retries", f"increase(swarmnode_out_of_memory_retries_total{{{I}}}[1h])"),
+        p("Sampling engine", (f"increase(swarmnode_engine_rebuilds_total{{{I}}}[1h])", "rebuilt per hour"),
+          (gauge("swarmnode_generation_rows"), "rows of a decoding step"), (gauge("swarmnode_generation_lag"), "lag, updates")),
         p("Restarts and stalls per hour", (f"increase(swarmnode_restarts_total{{{I}}}[1h])", "{{process}} restarted"),
           (f"increase(swarmnode_stalls_total{{{I}}}[1h])", "{{process}} stalled")),
         p("Recovery", (f"histogram_quantile(0.95, sum by (instance, le) (increase(swarmnode_recovery_seconds_bucket{{{I}}}[1d])))",

@@ -98,6 +98,10 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     effective_own: float | None = None
     """Effective sample size ÷ sample size of the own tokens' weights, in (0, 1]; None in a crew."""
     effective_external: float | None = None
+    generation_lag: float | None = None
+    """Updates between the first token of an own group and the step that learnt from it, mean over the step's groups."""
+    generation_rows: float | None = None
+    """Tokens sampled in a decoding step, mean over the last step."""
     own_groups: int = 0
     """I of the last step."""
     external_groups: int = 0
@@ -117,6 +121,8 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     device_memory_bytes: int | None = None
     memory_bytes: int = 0
     oom_retries_total: int = 0
+    engine_rebuilds: int = 0
+    """Times that the engine that samples was built anew, since the process started."""
     micro_batch_tokens: int = 0
     generation_tokens: int = 0
     scorer_restarts_total: int = 0

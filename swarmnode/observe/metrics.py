@@ -260,6 +260,14 @@ LEARNING = (
            {"training": "trainer.report.micro_batch_tokens", "generation": "trainer.report.generation_tokens"},
            "Tokens that a micro-batch may have. The bound is halved when memory runs out, and raised again much later.", ("part",),
            when=reports),
+    Metric("swarmnode_generation_rows", "gauge", "trainer.report.generation_rows",
+           "Tokens sampled in a decoding step, mean over the last step. In lockstep it is far below the completions that were begun where "
+           "some are much longer than others."),
+    Metric("swarmnode_generation_lag", "gauge", "trainer.report.generation_lag",
+           "Updates between the first token of an own group and the step that learnt from it, mean. 0 in lockstep."),
+    Metric("swarmnode_engine_rebuilds_total", "counter", "trainer.report.engine_rebuilds",
+           "Times that the engine that samples was built anew: it had stopped, failed, or its log-probabilities were not the trainer's. "
+           "The log says which."),
     Metric("swarmnode_unsaved_steps", "gauge", lambda s: max(0, s.trainer.report.step - s.trainer.report.state_saved_step)
            if s.trainer.report else None,
            "Steps that a crash of the trainer would cost now. If it does not fall back to 0 now and then, saving fails: see the log.",

@@ -7,7 +7,7 @@ A question's prompt is the same for its G completions, so its keys and values ar
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -41,6 +41,8 @@ class Sampled:
     text: str
     """Decoded, without special tokens."""
     finish: Literal["eos", "length"]
+    versions: list[int] = field(default_factory=list)
+    """The policy version that sampled each token; empty: all are of the present one."""
 
 
 @dataclass(frozen=True)

@@ -138,11 +138,11 @@ class MicroBatcher:
                     raise RowTooLarge(rows[0], lengths[rows[0]]) from error
             # Outside the handler: the exception's frames hold the tensors that have to go.
             if restart is None:
-                self._shrink(_padded(rows, lengths))
+                self.ran_out(_padded(rows, lengths))
                 left = sorted(row for batch in waiting for row in batch)
             else:
                 done = []
-                self._shrink(_padded(rows, lengths))
+                self.ran_out(_padded(rows, lengths))
                 restart()
                 left = list(range(len(lengths)))
             some = None if groups is None else [groups[row] for row in left]
@@ -174,8 +174,8 @@ class MicroBatcher:
         """`logprobs.score` in micro-batches."""
         return [chosen for chosen, _ in self.score_with_entropy(policy, rows, temperature)]
 
-    def _shrink(self, failed: int) -> None:
-        """Halve what failed: the bound itself may be far above any batch there was."""
+    def ran_out(self, failed: int) -> None:
+        """Halve what failed, `failed` padded tokens: the bound itself may be far above any batch there was."""
         self.tokens = max(min(self.tokens, failed) // 2, 1)
         self._retries += 1
         self._calm = 0

@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -19,6 +20,9 @@ from swarmnode.averaging.probe import LossProbe
 from swarmnode.config import Config, LoraSettings, PolicyConfig
 from swarmnode.link.messages import WeightsReport
 from swarmnode.policy.device import shape_of, spare_bytes
+from swarmnode.policy.engine.continuous import Continuous
+from swarmnode.policy.engine.keeper import Keeper, answered, keeper
+from swarmnode.policy.engine.protocol import Generation
 from swarmnode.policy.footprint import Method, Optim, footprint, micro_batch
 from swarmnode.policy.generate import GroupSample, Sampling
 from swarmnode.policy.layers import report_layers
@@ -52,6 +56,8 @@ class EngineStatistics:
     generation_tokens: int
     """The same in generation."""
     oom_retries: int
+    engine_rebuilds: int = 0
+    """Times that what samples had stopped, failed or fallen behind, and was built anew."""
 
 
 class Engine(Protocol):
@@ -70,6 +76,10 @@ class Engine(Protocol):
 
     def generate(self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator) -> list[GroupSample]:
         """Completions of each prompt, in order."""
+        ...
+
+    def generation(self, sampling: Sampling, rng: torch.Generator) -> Generation:
+        """What answers training's questions, where they may go on from one update to the next; there is one at a time."""
         ...
 
     def score(self, rows: Sequence[Row], temperature: float) -> list[Scored]:
@@ -151,7 +161,8 @@ def make_whole_policy(
         probe = LossProbe(policy, memory.training, training.temperature, tensors)
         adapter = adapter_shape(config.policy.lora, shared_a)
         replica = Replica(tensors, cfg, counters, config.node.data_dir, send=send, probe=probe, adapter=adapter)
-    return WholePolicy(policy, updater, memory, replica, probe, state.owner(policy.fingerprint, config.policy.lora.r, shared_a))
+    owner = state.owner(policy.fingerprint, config.policy.lora.r, shared_a)
+    return WholePolicy(policy, updater, memory, replica, probe, owner, training.options)
 
 
 def affordable(policy: Policy, configured: int, optim: Optim) -> int:
@@ -184,10 +195,11 @@ class Memory:
 
 
 class WholePolicy:
-    """A policy that fits this machine. probe: of the replica. owner: whose state it takes back, see `state.owner`."""
+    """A policy that fits this machine. probe: of the replica. owner: whose state it takes back, see `state.owner`. options: training's."""
 
     def __init__(
-        self, policy: Policy, updater: Updater, memory: Memory, replica: Replica | None, probe: LossProbe | None, owner: str
+        self, policy: Policy, updater: Updater, memory: Memory, replica: Replica | None, probe: LossProbe | None, owner: str,
+        options: Collection[str] = (),
     ) -> None:  # fmt: skip
         self._policy = policy
         self._updater = updater
@@ -195,6 +207,8 @@ class WholePolicy:
         self._replica = replica
         self._probe = probe
         self._owner = owner
+        self._options = options
+        self._generation: Keeper | None = None
 
     @property
     def text(self) -> PolicyText:
@@ -204,22 +218,39 @@ class WholePolicy:
         policy, memory = self._policy.statistics(), self._memory
         training, generation = memory.training.statistics(), memory.generation.statistics()
         retries = training.oom_retries + generation.oom_retries + memory.external.statistics().oom_retries
-        return EngineStatistics(policy.device, policy.dtype, policy.device_memory_bytes, training.tokens, generation.tokens, retries)
+        rebuilds = self._generation.rebuilds if self._generation is not None else 0
+        return EngineStatistics(
+            policy.device, policy.dtype, policy.device_memory_bytes, training.tokens, generation.tokens, retries, rebuilds
+        )  # fmt: skip
 
     def random_generator(self, seed: int) -> torch.Generator:
         return self._policy.random_generator(seed)
 
     def generate(self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator) -> list[GroupSample]:
-        return self._memory.generation.generate(self._policy, prompts, sampling, rng)
+        batcher = self._memory.generation
+        if self._generation is not None and self._generation.choice.kind == "continuous":
+            return answered(Continuous(self._policy, batcher, sampling, rng), prompts)
+        return batcher.generate(self._policy, prompts, sampling, rng)
+
+    def generation(self, sampling: Sampling, rng: torch.Generator) -> Generation:
+        self._generation = keeper(self._policy, self._memory.generation, self._options, sampling, rng)
+        return self._generation
+
+    def _weights_move(self) -> contextlib.AbstractContextManager[None]:
+        return self._generation.pause() if self._generation is not None else contextlib.nullcontext()
 
     def score(self, rows: Sequence[Row], temperature: float) -> list[Scored]:
         return self._memory.external.score_with_entropy(self._policy, rows, temperature)
 
     def update(self, rows: Rows, rate: float | None = None) -> UpdateStatistics:
-        return self._updater.update(rows, rate)
+        with self._weights_move():
+            return self._updater.update(rows, rate)
 
     def average(self, connected: bool, step_seconds: float, stepped: bool) -> bool:
-        return self._replica.between_steps(connected, step_seconds, stepped) if self._replica is not None else False
+        if self._replica is None:
+            return False
+        with self._weights_move():
+            return self._replica.between_steps(connected, step_seconds, stepped)
 
     def remember(self, rows: Sequence[Row]) -> None:
         if self._probe is not None:

@@ -244,6 +244,8 @@ class Loop:
             train_seconds=ended - sampled,
             tokens_per_second=experience.tokens / max(sampled - started, 1e-9),
             reward_by_task={**self._reporter.last.reward_by_task, **by_task},
+            generation_lag=_mean([float(lag) for lag in experience.lags]),
+            generation_rows=experience.rows,
         )
         self._reporter.enter("training", ended - started)
         self._keep(experience, judgement)

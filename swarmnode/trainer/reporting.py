@@ -52,6 +52,7 @@ class Reporter:
             oom_retries_total=counters.oom_retries_total,
             micro_batch_tokens=statistics.micro_batch_tokens,
             generation_tokens=statistics.generation_tokens,
+            engine_rebuilds=statistics.engine_rebuilds,
             scorer_restarts_total=max(0, scorer.starts - 1),
             reward_errors=scorer.reward_errors,
             last_reward_error=scorer.last_reward_error,

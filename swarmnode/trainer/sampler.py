@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import compress
 
 import structlog
 import torch
 
 from swarmnode.config import TrainingConfig
+from swarmnode.policy.engine.protocol import Finished, GenerationStatistics, Request
 from swarmnode.policy.generate import GroupSample, Sampling
 from swarmnode.rollouts.groups import OwnGroup, has_unwanted_characters, is_useful
 from swarmnode.tasks.client import Scored, Scorer
@@ -31,6 +32,25 @@ DYNAMIC_FACTOR = 4
 costs less than the search, and peers' groups are the better source."""
 
 
+MAX_LAG = 4
+"""Updates that may pass between a group's first token and the step that learns from it: a step waits for whatever would become older, and
+throws nothing away, which would be the long answers. `benchmarks.corrections` has the bias at that lag: 0.10 with `OWN_CORRECTION`."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question on its way."""
+
+    sequence: int
+    ref: TaskRef
+    prompt: str
+
+
+def first_version(sample: GroupSample, now: int) -> int:
+    """The policy version of its first token. now: the present one, which is that of whatever does not say."""
+    return min((completion.versions[0] for completion in sample.completions if completion.versions), default=now)
+
+
 @dataclass(frozen=True)
 class Experience:
     groups: list[TrainingGroup]
@@ -42,10 +62,17 @@ class Experience:
     tokens: int
     trained: list[TrainingGroup]
     """Those that the step learns from: all of them, or with dynamic sampling those that carry a signal."""
+    lags: list[int] = field(default_factory=list)
+    """Policy versions between each group's first token and now."""
+    rows: float | None = None
+    """Tokens sampled in a decoding step, mean over this sampling."""
 
 
 class Sampler:
-    """Draws groups. The random generator and the counters belong to the trainer's saved state."""
+    """Draws groups. The random generator and the counters belong to the trainer's saved state.
+
+    An engine with requests that come and go is always given some more than a step takes; they go on under the next policy version.
+    """
 
     def __init__(
         self, cfg: TrainingConfig, tasks: Sequence[str], engine: Engine, scorer: Scorer, rng: torch.Generator, counters: Counters
@@ -54,57 +81,100 @@ class Sampler:
         self._tasks = tasks
         self._engine = engine
         self._scorer = scorer
-        self._rng = rng
         self._counters = counters
+        pivot = cfg.advantage == "mc_grpo"  # sampled and not trained on; a group of 64 is all that peers and scorers take
+        size = min(cfg.num_generations + pivot, COMPLETIONS)
+        self._generation = engine.generation(Sampling(size, cfg.max_completion_length, cfg.temperature, cfg.top_p), rng)
+        self._asked: dict[int, Asked] = {}
+        self._ready: list[Finished] = []
 
     def __call__(self, count: int) -> Experience:
         """Sample `count` groups at the present policy version; with dynamic sampling on until as many carry a signal, or the cap is met.
 
         Source: DAPO (arXiv 2503.14476) §3.2, with a cap. A group that cannot be scored is left out.
         """
+        before = self._generation.statistics()
+        parts, asked, useful = [self._sample(count)], count, list[TrainingGroup]()
         if "dynamic_sampling" not in self._cfg.options:
-            return self._sample(count)
-        parts, asked, useful = [], 0, list[TrainingGroup]()
-        while len(useful) < count and asked < count * DYNAMIC_FACTOR:
+            return replace(parts[0], rows=self._rows_since(before))
+        while True:
+            useful += [group for group in parts[-1].groups if is_useful(group.rewards)]
             more = min(count - len(useful), count * DYNAMIC_FACTOR - asked)
+            if more <= 0:
+                break
             asked += more
             parts.append(self._sample(more))
-            useful += [group for group in parts[-1].groups if is_useful(group.rewards)]
         return Experience(
             [g for part in parts for g in part.groups], [m for part in parts for m in part.messages],
             [prompt for part in parts for prompt in part.prompts], sum(p.tokens for p in parts), useful,
+            [lag for part in parts for lag in part.lags], self._rows_since(before),
         )  # fmt: skip
 
+    def _rows_since(self, before: GenerationStatistics) -> float | None:
+        now = self._generation.statistics()
+        steps = now.steps - before.steps
+        return (now.tokens - before.tokens) / steps if steps > 0 else None
+
     def _sample(self, count: int) -> Experience:
-        numbered = [self._next_question() for _ in range(count)]
-        questions = self._scorer.score_many([(ref, []) for _, ref in numbered])
-        asked = [(n, ref, q.prompt) for (n, ref), q in zip(numbered, questions, strict=True) if isinstance(q, Scored)]
-        samples = self._generate([prompt for _, _, prompt in asked])
+        finished = self._gather(count)
+        asked, samples = [self._asked.pop(one.number) for one in finished], [one.sample for one in finished]
+        version = self._counters.policy_version
         scored = self._scorer.score_many(
-            [(ref, [c.text for c in sample.completions]) for (_, ref, _), sample in zip(asked, samples, strict=True)]
+            [(each.ref, [c.text for c in sample.completions]) for each, sample in zip(asked, samples, strict=True)]
         )
-        groups, messages, prompts, unclean = [], [], [], 0
-        for (sequence, ref, prompt), sample, result in zip(asked, samples, scored, strict=True):
+        groups, messages, prompts, lags, unclean = [], [], [], [], 0
+        for each, sample, result in zip(asked, samples, scored, strict=True):
             if not isinstance(result, Scored):
-                log.warning("group not scored", task=ref.id, error=str(result))
+                log.warning("group not scored", task=each.ref.id, error=str(result))
                 continue
             clean = [not has_unwanted_characters(c.text) for c in sample.completions]
             unclean += clean.count(False)
             rewards = [reward if fine else 0.0 for reward, fine in zip(result.rewards, clean, strict=True)]
-            made_of = [each if fine else {} for each, fine in zip(result.components, clean, strict=True)] if result.components else []
-            groups.append(own_group(sample, rewards, parts_of(made_of, task_weights(ref.id))))
+            made_of = [parts if fine else {} for parts, fine in zip(result.components, clean, strict=True)] if result.components else []
+            groups.append(own_group(sample, rewards, parts_of(made_of, task_weights(each.ref.id))))
+            first = first_version(sample, version)
+            lags.append(version - first)
             if any(self._engine.text.hides(c.ids) for c in sample.completions):  # text that says less than its ids: nobody takes it
                 continue
             if all(clean):
-                messages.append(self._message(sequence, ref, sample, rewards, made_of))
-                prompts.append(prompt)
+                messages.append(self._message(each, first, sample, rewards, made_of))
+                prompts.append(each.prompt)
             elif sum(clean) > 1:
                 shared = replace(sample, completions=list(compress(sample.completions, clean)))
-                messages.append(self._message(sequence, ref, shared, list(compress(rewards, clean)), list(compress(made_of, clean))))
-                prompts.append(prompt)
+                messages.append(self._message(each, first, shared, list(compress(rewards, clean)), list(compress(made_of, clean))))
+                prompts.append(each.prompt)
         if unclean:
             log.warning("completions with control characters: each earns 0 and is left out of what is shared", completions=unclean)
-        return Experience(groups, messages, prompts, sum(len(c.ids) for sample in samples for c in sample.completions), groups)
+        tokens = sum(len(c.ids) for sample in samples for c in sample.completions)
+        return Experience(groups, messages, prompts, tokens, groups, lags)
+
+    def _gather(self, count: int) -> list[Finished]:
+        """`count` groups, those that were finished first; fewer where questions could not be made."""
+        version, begun = self._counters.policy_version, 0
+        while len(self._ready) < count or self._too_old(version):
+            missing = count + self._generation.ahead(count) - len(self._asked)
+            if missing > 0 and begun < DYNAMIC_FACTOR * count:
+                begun += missing
+                self._ask(missing)
+            if not self._generation.statistics().unfinished:
+                break
+            self._ready += self._generation.finished(version)
+            self._ready.sort(key=lambda one: first_version(one.sample, version))
+        taken, self._ready = self._ready[:count], self._ready[count:]
+        return taken
+
+    def _too_old(self, version: int) -> bool:
+        """Whether something under way would be older than MAX_LAG by the next step."""
+        oldest = self._generation.statistics().oldest
+        return oldest is not None and version - oldest >= MAX_LAG
+
+    def _ask(self, count: int) -> None:
+        numbered = [self._next_question() for _ in range(count)]
+        questions = self._scorer.score_many([(ref, []) for _, ref in numbered])
+        for (sequence, ref), question in zip(numbered, questions, strict=True):
+            if isinstance(question, Scored):
+                self._asked[sequence] = Asked(sequence, ref, question.prompt)
+                self._generation.submit(Request(sequence, question.prompt))
 
     def _next_question(self) -> tuple[int, TaskRef]:
         c = self._counters
@@ -114,19 +184,14 @@ class Sampler:
         name = choose_task(self._tasks, seed, index)
         return sequence, TaskRef(name, task_version(name), seed, index)
 
-    def _generate(self, prompts: list[str]) -> list[GroupSample]:
-        cfg = self._cfg
-        pivot = cfg.advantage == "mc_grpo"  # sampled and not trained on; a group of 64 is all that peers and scorers take
-        size = min(cfg.num_generations + pivot, COMPLETIONS)
-        return self._engine.generate(prompts, Sampling(size, cfg.max_completion_length, cfg.temperature, cfg.top_p), self._rng)
-
     def _message(
-        self, sequence: int, ref: TaskRef, sample: GroupSample, rewards: list[float], made_of: list[dict[str, float]]
+        self, asked: Asked, version: int, sample: GroupSample, rewards: list[float], made_of: list[dict[str, float]]
     ) -> OwnGroup:
+        """version: of its first token, so that a receiver takes none of it for newer than it is."""
         cfg = self._cfg
         completions = [
             Completion(c.text, len(c.ids), min(0.0, math.fsum(c.logprobs)), c.finish, pack_ids(c.ids), pack_logprobs(c.logprobs))
             for c in sample.completions
         ]
         sampling = SamplingParams(cfg.temperature, cfg.top_p, cfg.max_completion_length)
-        return OwnGroup(ref, self._counters.policy_version, sequence, sampling, completions, rewards, made_of)
+        return OwnGroup(asked.ref, version, asked.sequence, sampling, completions, rewards, made_of)

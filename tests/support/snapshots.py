@@ -85,7 +85,7 @@ def example_at(t: float) -> NodeSnapshot:
         reward_held_out=0.07 + 0.6 * (1 - math.exp(-(t // 24 * 24) / 220)), reward_held_out_start=0.07,
         loss=0.021 * _wobble(t, 0.4), entropy=1.9 - 1.1 * learnt, kl=0.004, clip_fraction=0.013, grad_norm=0.41, learning_rate=3e-4,
         zero_advantage_share=0.7 - 0.4 * learnt, external_share=0.5, correction_mean=0.96, own_groups=4, external_groups=4,
-        effective_own=0.99, effective_external=0.93,
+        effective_own=0.99, effective_external=0.93, generation_lag=0.9, generation_rows=41.0, engine_rebuilds=0,
         own_groups_total=steps * 4, external_groups_total=used, tokens_total=steps * 256, tokens_per_second=212.0,
         gradient_agreement=0.31 + 0.1 * _wobble(t, 0.2), external_scale=1.0, device="cpu", dtype="float32",
         device_memory_bytes=312 * 2**20, memory_bytes=640 * 2**20, oom_retries_total=0, micro_batch_tokens=16384,

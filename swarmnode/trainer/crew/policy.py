@@ -22,6 +22,8 @@ from swarmnode.link.messages import WeightsReport
 from swarmnode.pipeline.head import Head, StepResult
 from swarmnode.pipeline.learning import LearnRow
 from swarmnode.pipeline.waves import Wave
+from swarmnode.policy.engine.lockstep import Lockstep
+from swarmnode.policy.engine.protocol import Generation
 from swarmnode.policy.generate import GroupSample, Sampled, Sampling
 from swarmnode.policy.logprobs import Row
 from swarmnode.policy.text import PolicyText
@@ -89,6 +91,9 @@ class CrewPolicy:
             lambda head: head.generate(heads, s.num_generations, s.max_tokens, s.temperature, s.top_p, ends, random.Random(seed))
         )
         return [group for wave in waves for group in self._groups(wave)]
+
+    def generation(self, sampling: Sampling, rng: torch.Generator) -> Generation:
+        return Lockstep(lambda prompts: self.generate(prompts, sampling, rng))
 
     def _groups(self, wave: Wave) -> list[GroupSample]:
         def sampled(i: int) -> Sampled:

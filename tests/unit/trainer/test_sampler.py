@@ -1,12 +1,16 @@
 """How many groups a step's own experience is, with dynamic sampling and without."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from swarmnode.config import TrainingConfig
+from swarmnode.policy.engine.lockstep import Lockstep
+from swarmnode.policy.engine.protocol import Finished, GenerationStatistics
 from swarmnode.policy.generate import GroupSample, Sampled
 from swarmnode.tasks.client import Scored
-from swarmnode.trainer.sampler import DYNAMIC_FACTOR, Sampler
+from swarmnode.trainer.sampler import DYNAMIC_FACTOR, MAX_LAG, Sampler
 from swarmnode.trainer.state import Counters
 
 NAMES = ["rg/gcd"]
@@ -22,9 +26,9 @@ class Policy:
 
     text = Text()
 
-    def generate(self, prompts, sampling, rng):
+    def generation(self, sampling, rng):
         one = Sampled([5, 1], [-0.5, -0.1], "5", "eos")
-        return [GroupSample([2, 3], [one] * sampling.num_generations) for _ in prompts]
+        return Lockstep(lambda prompts: [GroupSample([2, 3], [one] * sampling.num_generations) for _ in prompts])
 
 
 class Verdicts:
@@ -40,6 +44,32 @@ class Verdicts:
             rewards = [1.0] + [0.0] * (len(texts) - 1) if texts and self.judged % self.every == 0 else [0.0] * len(texts)
             out.append(Scored("?", rewards))
         return out
+
+
+class Slow:
+    """Each call finishes one request, the newest first, so that the oldest grow old."""
+
+    def __init__(self, size):
+        self.size, self.waiting, self.since, self.most = size, {}, {}, 0
+
+    def submit(self, request):
+        self.waiting[request.number] = request
+        self.most = max(self.most, len(self.waiting))
+
+    def finished(self, version):
+        for number in self.waiting:
+            self.since.setdefault(number, version)
+        number = max(self.waiting)
+        del self.waiting[number]
+        versions = [self.since[number], version]
+        return [Finished(number, GroupSample([2], [Sampled([5, 1], [-0.5, -0.1], "5", "eos", versions)] * self.size))]
+
+    def ahead(self, count):
+        return count
+
+    def statistics(self):
+        oldest = min((self.since[number] for number in self.waiting if number in self.since), default=None)
+        return GenerationStatistics(0, 0, len(self.waiting), oldest)
 
 
 def sampled(every, count=4, **training):
@@ -71,3 +101,29 @@ def test_dynamic_sampling_of_nothing_useful_trains_on_nothing_of_its_own():
     experience, _ = sampled(every=10**6, options=["dynamic_sampling"])
     assert experience.trained == []
     assert len(experience.groups) == 4 * DYNAMIC_FACTOR
+
+
+def test_a_step_fires_when_its_groups_are_there_and_waits_for_what_would_be_too_old():
+    counters, slow = Counters(peer="12D3KooWme", swarm="00" * 32), Slow(2)
+    engine = SimpleNamespace(text=Text(), generation=lambda sampling, rng: slow)
+    sampler = Sampler(TrainingConfig(num_generations=2), NAMES, engine, Verdicts(1), torch.Generator(), counters)
+    lags, learnt = [], []
+    for version in range(12):
+        counters.policy_version = version
+        experience = sampler(4)
+        assert len(experience.groups) == len(experience.messages) == 4
+        assert [version - message.policy_version for message in experience.messages] == experience.lags
+        lags += experience.lags
+        learnt += [message.sequence for message in experience.messages]
+        assert slow.most <= 8, "the step's and as many ahead"
+    assert 0 < max(lags) <= MAX_LAG
+    assert lags[:4] == [0] * 4
+    assert len(set(learnt)) == len(learnt)
+    assert set(range(4)) <= set(learnt), "the oldest are used, not dropped"
+
+
+def test_questions_that_cannot_be_made_do_not_keep_a_step_waiting():
+    counters, slow = Counters(peer="12D3KooWme", swarm="00" * 32), Slow(2)
+    engine = SimpleNamespace(text=Text(), generation=lambda sampling, rng: slow)
+    mute = SimpleNamespace(score_many=lambda items: [ValueError("no such task") for _ in items])
+    assert Sampler(TrainingConfig(), NAMES, engine, mute, torch.Generator(), counters)(4).groups == []

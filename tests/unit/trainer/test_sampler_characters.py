@@ -7,6 +7,7 @@ import torch
 from structlog.testing import capture_logs
 
 from swarmnode.config import TrainingConfig
+from swarmnode.policy.engine.lockstep import Lockstep
 from swarmnode.policy.generate import GroupSample, Sampled
 from swarmnode.tasks.frames import Scored
 from swarmnode.trainer.sampler import Sampler
@@ -19,7 +20,8 @@ def experience(texts, rewards):
     """Of one question, to which the policy answers `texts`, which the scorer would give `rewards`."""
     completions = [Sampled([1, 2], [-0.5, -0.5], text, "eos") for text in texts]
     engine = SimpleNamespace(
-        text=SimpleNamespace(hides=lambda ids: False), generate=lambda prompts, sampling, rng: [GroupSample([3], completions)]
+        text=SimpleNamespace(hides=lambda ids: False),
+        generation=lambda sampling, rng: Lockstep(lambda prompts: [GroupSample([3], completions)]),
     )
     scorer = SimpleNamespace(score_many=lambda questions: [Scored("ask", rewards if asked else []) for _, asked in questions])
     counters = Counters(peer=PEER, swarm="00" * 32)

@@ -1,0 +1,227 @@
+"""Requests that come and go: a completion that has ended makes room at once, so that no step is decoded for what is over.
+
+A step samples one token of every row under way, takes out the rows that have ended, and runs the model on the others. Prompts are prefilled
+once for all completions of a request, and prompts that begin together in one pass. Weights may change between two calls: rows go on with
+the keys and values that they have, and each token is recorded with the log-probability it was sampled with and the policy version of that
+moment, so that a correction by ratio is exact in what it divides by (PipelineRL, arXiv 2509.19128 §3, keeps the cache as well).
+
+Why not transformers' continuous batching: docs/learning.md.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from swarmnode.policy.engine.protocol import Finished, GenerationStatistics, Request
+from swarmnode.policy.engine.slots import Prefilled, Slots, prefill
+from swarmnode.policy.generate import GroupSample, Sampled, Sampling, sample
+from swarmnode.policy.load import Policy
+from swarmnode.policy.micro import MicroBatcher, RowTooLarge, is_oom
+
+BURST = 16
+"""Decoding steps of one call in which nothing ends, at most: weights are cast to the compute dtype once in a call."""
+AHEAD = 1
+"""For each request that is wanted next, so many more are begun, so that rows are in use which would wait for a group's longest completion.
+What is learnt from is older by as many updates."""
+
+
+@dataclass
+class Row:
+    """One completion under way."""
+
+    request: int
+    place: int
+    """Which of its request's completions it is."""
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Group:
+    """One request under way."""
+
+    prompt_ids: list[int]
+    done: dict[int, Sampled] = field(default_factory=dict)
+    """By place."""
+    since: int | None = None
+    """The version under which its first token was sampled."""
+
+
+class Continuous:
+    """batcher: bounds what is under way, rows times their longest possible length, and learns from running out of memory."""
+
+    def __init__(self, policy: Policy, batcher: MicroBatcher, sampling: Sampling, rng: torch.Generator) -> None:
+        self._policy = policy
+        self._batcher = batcher
+        self._sampling = sampling
+        self._rng = rng
+        self._groups: dict[int, Group] = {}
+        self._waiting: deque[Row] = deque()
+        self._heads: dict[int, Prefilled] = {}
+        """Prompts, by request, of which some rows have not begun."""
+        self._active: list[Row] = []
+        """By slot."""
+        self._slots = Slots(policy)
+        self._logits = torch.zeros(0)
+        """(n, V) of the next token of every row under way."""
+        self._steps = 0
+        self._tokens = 0
+
+    def submit(self, request: Request) -> None:
+        self._groups[request.number] = Group(self._policy.encode_prompt(request.prompt))
+        self._waiting.extend(Row(request.number, place) for place in range(self._sampling.num_generations))
+
+    def cancel(self, number: int) -> None:
+        self._heads.pop(number, None)
+        self._waiting = deque(row for row in self._waiting if row.request != number)
+        if self._groups.pop(number, None) is not None:
+            self._remove([slot for slot, row in enumerate(self._active) if row.request == number])
+
+    @torch.no_grad()
+    def finished(self, version: int) -> list[Finished]:
+        """Until a request is finished, BURST steps at most. Raises DeviceError when a single row does not fit into memory."""
+        done: list[Finished] = []
+        with self._policy.accelerator.autocast():
+            for _ in range(BURST):
+                if done or not (self._active or self._waiting):
+                    break
+                self._admit()
+                done = self._step(version) if self._active else []
+                self._batcher.alive()
+        if not self._groups:
+            self._slots, self._logits = Slots(self._policy), torch.zeros(0)  # training has use for the memory
+        return done
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Rows under way keep what the model has made of them; whatever begins later is prefilled with the new weights."""
+        try:
+            yield
+        finally:
+            self._heads.clear()
+
+    @torch.no_grad()
+    def score(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float]:
+        with self._policy.accelerator.autocast():
+            (head,) = prefill(self._policy, [prompt_ids])
+            slots, logits, out = Slots(self._policy), head.logits[None], []
+            slots.add(head)
+            for place, token in enumerate(ids):
+                out.append(float(torch.log_softmax(logits[0].float(), -1)[token]))
+                if place + 1 < len(ids):
+                    logits = slots.advance(torch.tensor([token], device=self._policy.device))
+        return out
+
+    def ahead(self, count: int) -> int:
+        return AHEAD * count
+
+    def statistics(self) -> GenerationStatistics:
+        begun = [group.since for group in self._groups.values() if group.since is not None]
+        return GenerationStatistics(self._steps, self._tokens, len(self._groups), min(begun, default=None))
+
+    # ---- one step -------------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Begin as many of the rows that wait as there is room for."""
+        longest = max(len(group.prompt_ids) for group in self._groups.values()) + self._sampling.max_tokens
+        room = max(1, self._batcher.tokens // longest) - len(self._active)
+        begin = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
+        if not begin:
+            return
+        self._active += begin
+        self._in_memory(lambda: self._begin(begin))
+        wanted = {row.request for row in self._waiting}
+        self._heads = {number: head for number, head in self._heads.items() if number in wanted}
+
+    def _begin(self, rows: list[Row]) -> None:
+        heads = self._prefilled(rows)
+        for head in heads:
+            self._slots.add(head)
+        logits = torch.stack([head.logits for head in heads])
+        self._logits = torch.cat([self._logits, logits]) if len(self._logits) else logits
+
+    def _prefilled(self, rows: list[Row]) -> list[Prefilled]:
+        """A prompt is run once for all rows of its request, a row that was interrupted with the tokens that it has."""
+        wanted: dict[tuple[int, int | None], list[int]] = {}
+        key_of: Callable[[Row], tuple[int, int | None]] = lambda row: (row.request, row.place if row.ids else None)
+        for row in rows:
+            if row.ids or row.request not in self._heads:
+                wanted.setdefault(key_of(row), self._groups[row.request].prompt_ids + row.ids)
+        keys, sequences = list(wanted), list(wanted.values())
+        made: dict[tuple[int, int | None], Prefilled] = {}
+        work = lambda some: prefill(self._policy, [sequences[i] for i in some])
+        for chosen, heads in self._batcher.run([len(ids) for ids in sequences], work):
+            made |= zip((keys[i] for i in chosen), heads, strict=True)
+        self._heads |= {number: head for (number, place), head in made.items() if place is None}
+        return [made[key_of(row)] if row.ids else self._heads[row.request] for row in rows]
+
+    def _step(self, version: int) -> list[Finished]:
+        """One token of every row under way."""
+        sampling = self._sampling
+        drawn, chances = sample(self._logits, sampling.temperature, sampling.top_p, self._rng)
+        tokens, logprobs = drawn.tolist(), chances.tolist()
+        ended: list[int] = []
+        for slot, (row, token, logprob) in enumerate(zip(self._active, tokens, logprobs, strict=True)):
+            row.ids.append(token)
+            row.logprobs.append(logprob)
+            row.versions.append(version)
+            group = self._groups[row.request]
+            group.since = version if group.since is None else group.since
+            if token in self._policy.eos_ids or len(row.ids) == sampling.max_tokens:
+                ended.append(slot)
+        self._steps += 1
+        self._tokens += len(tokens)
+        done = [self._end(self._active[slot]) for slot in ended]
+        self._remove(ended)
+        if self._active:
+            self._in_memory(self._advance)
+        return [finished for finished in done if finished is not None]
+
+    def _end(self, row: Row) -> Finished | None:
+        """Its request, where it was the last of it."""
+        group = self._groups[row.request]
+        finish: Literal["eos", "length"] = "eos" if row.ids[-1] in self._policy.eos_ids else "length"
+        group.done[row.place] = Sampled(row.ids, row.logprobs, self._policy.decode(row.ids), finish, row.versions)
+        if len(group.done) < self._sampling.num_generations:
+            return None
+        del self._groups[row.request]
+        return Finished(row.request, GroupSample(group.prompt_ids, [completion for _, completion in sorted(group.done.items())]))
+
+    def _remove(self, slots: list[int]) -> None:
+        """What ended or was dropped; the last row takes the place of each."""
+        order = list(range(len(self._active)))
+        for slot in sorted(slots, reverse=True):
+            self._slots.remove(slot)
+            self._active[slot], order[slot] = self._active[-1], order[-1]
+            self._active.pop()
+            order.pop()
+        if slots:
+            self._logits = self._logits[torch.tensor(order, dtype=torch.long, device=self._logits.device)]
+
+    def _advance(self) -> None:
+        tokens = torch.tensor([row.ids[-1] for row in self._active], device=self._policy.device)
+        self._logits = self._slots.advance(tokens)
+
+    def _in_memory(self, work: Callable[[], None]) -> None:
+        """Where memory runs out, all rows under way wait with the tokens that they have, and fewer of them go on. Raises RowTooLarge."""
+        try:
+            work()
+            return
+        except Exception as error:
+            if not is_oom(error):
+                raise
+            lengths = [len(self._groups[row.request].prompt_ids) + len(row.ids) for row in self._active]
+            if len(lengths) == 1:
+                raise RowTooLarge(0, lengths[0]) from error
+        # Outside the handler: the exception's frames hold the tensors that have to go.
+        self._waiting.extendleft(reversed(self._active))
+        self._active, self._slots, self._logits = [], Slots(self._policy), torch.zeros(0)
+        self._heads.clear()
+        self._batcher.ran_out(len(lengths) * max(lengths))

@@ -1,0 +1,234 @@
+"""Which engine samples, and that it does: chooses one, by measuring where nothing else decides, and builds it anew where it has stopped.
+
+A choice that is measured costs nothing extra: the first steps' questions are answered by both engines in turn. After an update the engine's
+log-probabilities of a fixed text are compared with the trainer's (the canary): an engine that is behind would sample from a policy that is
+not the one being trained, and nothing else would show it but worse learning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import structlog
+import torch
+
+from swarmnode.errors import DeviceError
+from swarmnode.policy.engine.continuous import Continuous
+from swarmnode.policy.engine.lockstep import Lockstep
+from swarmnode.policy.engine.protocol import Finished, Generation, GenerationStatistics, Request
+from swarmnode.policy.engine.slots import unsuited
+from swarmnode.policy.generate import GroupSample, Sampling
+from swarmnode.policy.load import Policy
+from swarmnode.policy.logprobs import score
+from swarmnode.policy.micro import MicroBatcher, is_oom
+
+log = structlog.get_logger("swarmnode.trainer")
+
+Kind = Literal["lockstep", "continuous"]
+SHORT = 32
+"""Answers of at most so many tokens end so close together that there is nothing to gain: not measured."""
+TRIALS = 2
+"""Times that each engine answers a step's questions before one is chosen; the faster time counts, as the first includes warming up."""
+DEADLINE = 20.0
+"""Seconds without a decoding step after which an engine has stopped; below the least silence that the supervisor takes for a hang."""
+POLL = 0.01
+"""Seconds between two looks at an engine that has neither finished anything nor taken a step."""
+FAILURES = 3
+"""An engine is built anew so often in a row, nothing being finished in between, before the trainer is started again."""
+CANARY = "What is 3 + 4?", "7, because 3 + 4 = 7."
+CANARY_TOKENS = 4
+CANARY_BOUND = {torch.float32: 0.01}
+"""Nats that the canary may differ by: rounding is a hundredth of that (tests/unit/policy/test_engine.py)."""
+CANARY_BOUND_ELSEWHERE = 0.5
+"""In 16 bits, where single tokens are off by so much from rounding alone."""
+
+
+@dataclass
+class Choice:
+    """kind: the engine to be used now. trials: those to be measured before one is chosen; empty when it is. reason: of what is chosen."""
+
+    kind: Kind
+    reason: str = ""
+    trials: list[Kind] = field(default_factory=list)
+    seconds_per_token: dict[Kind, float] = field(default_factory=dict)
+    """The fastest so far."""
+
+    @classmethod
+    def of(cls, options: Collection[str], longest: int, obstacle: str) -> Choice:
+        """options: of `training.options`. longest: tokens of a completion, at most. obstacle: to `continuous`, empty for none."""
+        if "lockstep" in options:
+            return cls("lockstep", "as configured")
+        if obstacle:
+            return cls("lockstep", obstacle)
+        if "continuous" in options:
+            return cls("continuous", "as configured")
+        if longest <= SHORT:
+            return cls("lockstep", f"answers of at most {longest} tokens")
+        return cls("lockstep", "", ["lockstep", "continuous"] * TRIALS)
+
+    def measured(self, tokens: int, seconds: float) -> None:
+        """The engine `kind` has answered a step's questions."""
+        if tokens and self.trials:
+            self.seconds_per_token[self.kind] = min(seconds / tokens, self.seconds_per_token.get(self.kind, float("inf")))
+            self.trials.pop(0)
+            if self.trials:
+                self.kind = self.trials[0]
+            else:
+                self.kind = min(self.seconds_per_token, key=lambda kind: self.seconds_per_token[kind])
+                self.reason = ", ".join(f"{kind} {1 / each:.0f} tokens/s" for kind, each in sorted(self.seconds_per_token.items()))
+
+
+@dataclass(frozen=True)
+class Canary:
+    """A fixed text, and how far an engine may be off on it, nats per token."""
+
+    prompt_ids: Sequence[int]
+    ids: Sequence[int]
+    reference: Callable[[Sequence[int], Sequence[int]], list[float]]
+    """Log-probabilities of `ids` after `prompt_ids`, as the trainer computes them."""
+    bound: float
+
+    @classmethod
+    def of(cls, policy: Policy) -> Canary:
+        prompt, answer = (policy.encode_prompt(text) for text in CANARY)
+        reference: Callable[[Sequence[int], Sequence[int]], list[float]] = lambda p, c: score(policy, [(list(p), list(c))], 1.0)[0]
+        return cls(prompt, answer[:CANARY_TOKENS], reference, CANARY_BOUND.get(policy.dtype, CANARY_BOUND_ELSEWHERE))
+
+    def __call__(self, engine: Generation) -> float:
+        """How far it is off; 0 for an engine that cannot be."""
+        found = engine.score(self.prompt_ids, self.ids)
+        if found is None:
+            return 0.0
+        gaps = [abs(a - b) for a, b in zip(found, self.reference(self.prompt_ids, self.ids), strict=True)]
+        return max(gap if math.isfinite(gap) else math.inf for gap in gaps)
+
+
+class Keeper:
+    """An engine that goes on when the one inside does not.
+
+    build: makes one. reference: log-probabilities of the canary as the trainer computes them, and by how much they may differ.
+    """
+
+    def __init__(
+        self, choice: Choice, build: Callable[[Kind], Generation], canary: Canary,
+        clock: Callable[[], float] = time.monotonic, wait: Callable[[float], None] = time.sleep,
+    ) -> None:  # fmt: skip
+        self.choice = choice
+        self.rebuilds = 0
+        self._build = build
+        self._canary = canary
+        self._clock = clock
+        self._wait = wait
+        self._requests: dict[int, Request] = {}
+        """Submitted and not finished."""
+        self._engine = build(choice.kind)
+        self._failures = 0
+        self._heard = clock()
+        """When the engine last took a step."""
+        self._spent = 0.0
+        """Seconds in the engine since it was built."""
+        if not choice.trials:
+            log.info("engine", engine=choice.kind, reason=choice.reason)
+
+    def submit(self, request: Request) -> None:
+        if not self._requests:
+            self._heard = self._clock()
+        self._requests[request.number] = request
+        self._engine.submit(request)
+
+    def cancel(self, number: int) -> None:
+        self._requests.pop(number, None)
+        self._engine.cancel(number)
+
+    def finished(self, version: int) -> list[Finished]:
+        """As the engine's. Raises DeviceError where it has failed FAILURES times in a row."""
+        started, before = self._clock(), self._engine.statistics().steps
+        try:
+            done = self._engine.finished(version)
+        except RuntimeError as error:
+            if is_oom(error):
+                raise
+            self._rebuild("failed", str(error).split("\n")[0])
+            return []
+        now = self._clock()
+        self._spent += now - started
+        if done or self._engine.statistics().steps > before:
+            self._heard = now
+        elif self._requests and now - self._heard > DEADLINE:
+            self._rebuild("silent", f"no decoding step in {DEADLINE:.0f} seconds")
+        elif self._requests:
+            self._wait(POLL)
+        for one in done:
+            self._failures = 0
+            self._requests.pop(one.number, None)
+        if done and not self._requests and self.choice.trials:
+            self._next_trial()
+        return done
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        with self._engine.pause():
+            yield
+        if (gap := self._canary(self._engine)) <= self._canary.bound:
+            return
+        self._rebuild("canary", f"log-probabilities differ from the trainer's by {gap:.2g}")
+        if (gap := self._canary(self._engine)) > self._canary.bound:
+            self.choice = Choice("lockstep", "the other engine's log-probabilities are not the trainer's")
+            self._rebuild("canary", f"a new engine's differ by {gap:.2g}: sampling goes on in lockstep")
+
+    def score(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float] | None:
+        return self._engine.score(prompt_ids, ids)
+
+    def ahead(self, count: int) -> int:
+        return 0 if self.choice.trials else self._engine.ahead(count)
+
+    def statistics(self) -> GenerationStatistics:
+        return self._engine.statistics()
+
+    def _next_trial(self) -> None:
+        self.choice.measured(self._engine.statistics().tokens, self._spent)
+        self._engine, self._spent = self._build(self.choice.kind), 0.0
+        if not self.choice.trials:
+            log.info("engine", engine=self.choice.kind, reason=self.choice.reason)
+
+    def _rebuild(self, reason: str, detail: str) -> None:
+        """Once more from the beginning: what it was asked is asked again."""
+        self.rebuilds += 1
+        self._failures += 1
+        if self._failures > FAILURES:
+            raise DeviceError(f"generation fails again and again: {detail}. Try training.options = [\"lockstep\"]")
+        log.warning("engine rebuilt", reason=reason, detail=detail, engine=self.choice.kind, asked_again=len(self._requests))
+        for number in self._requests:
+            with contextlib.suppress(RuntimeError):
+                self._engine.cancel(number)
+        self._engine, self._spent = self._build(self.choice.kind), 0.0
+        self._heard = self._clock()
+        for request in self._requests.values():
+            self._engine.submit(request)
+
+
+def keeper(policy: Policy, batcher: MicroBatcher, options: Collection[str], sampling: Sampling, rng: torch.Generator) -> Keeper:
+    """What samples `policy` by `sampling`, with the engine that `options` name, or the faster."""
+
+    def build(kind: Kind) -> Generation:
+        if kind == "continuous":
+            return Continuous(policy, batcher, sampling, rng)
+        return Lockstep(lambda prompts: batcher.generate(policy, prompts, sampling, rng))
+
+    return Keeper(Choice.of(options, sampling.max_tokens, unsuited(policy)), build, Canary.of(policy))
+
+
+def answered(engine: Generation, prompts: Sequence[str]) -> list[GroupSample]:
+    """A group of completions of each prompt, in order, from an engine that has nothing else to do."""
+    for number, prompt in enumerate(prompts):
+        engine.submit(Request(number, prompt))
+    found: dict[int, GroupSample] = {}
+    while len(found) < len(prompts):
+        found |= {one.number: one.sample for one in engine.finished(0)}
+    return [found[number] for number in range(len(prompts))]

@@ -1,0 +1,163 @@
+"""Keys and values of rows that come and go: each row has a slot, and a decoding step reads and writes those in use, where they lie.
+
+transformers' own cache becomes one column longer at each step, for which all of it is copied; here nothing is copied but what moves. A
+slot's row begins at column 0, whatever the others' lengths, and what lies beyond its end is masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import Cache, DynamicLayer
+
+from swarmnode.policy.decode import ALIGNED, has_fixed_form
+from swarmnode.policy.load import Policy
+
+COLUMNS = 128
+"""There is memory for so many columns at first, and for half as many again whenever they are full."""
+
+
+def unsuited(policy: Policy) -> str:
+    """Why rows of this policy cannot lie in slots; empty where they can."""
+    if len(set((getattr(policy.base, "hf_device_map", None) or {}).values())) > 1:
+        return "its layers lie on several devices"
+    if not has_fixed_form(policy.base, DynamicCache(config=policy.base.config)):
+        return "its attention does not see everything (sliding windows), or takes no mask of ours"
+    return ""
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """A row up to now: what the model has made of its tokens."""
+
+    keys: list[torch.Tensor]
+    """By layer, (heads, P, D)."""
+    values: list[torch.Tensor]
+    logits: torch.Tensor
+    """(V,) of the next token."""
+
+    def __len__(self) -> int:
+        return self.keys[0].shape[1]
+
+
+@torch.no_grad()
+def prefill(policy: Policy, rows: Sequence[Sequence[int]]) -> list[Prefilled]:
+    """Rows of ids, none empty, in one pass, padded on the left, so that all end at the last column."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[policy.pad_id] * (width - len(r)) + list(r) for r in rows], device=policy.device)  # (Q, P)
+    mask = torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows], device=policy.device)
+    cache = DynamicCache(config=policy.base.config)
+    logits = policy.logits(ids, mask, (mask.cumsum(1) - 1).clamp(min=0), 1, cache)[:, -1]  # (Q, V)
+    layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
+    cut = lambda whole, i: whole[i, :, width - len(rows[i]) :]
+    return [
+        Prefilled([cut(layer.keys, i) for layer in layers], [cut(layer.values, i) for layer in layers], logits[i])
+        for i in range(len(rows))
+    ]
+
+
+@dataclass
+class Window:
+    """What a step sees: rows 0 to n − 1, columns 0 to `width` − 1."""
+
+    width: int = 0
+    rows: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
+    """(n,)."""
+    places: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
+    """(n,) the column that each row writes."""
+
+
+class SlotLayer(DynamicLayer):
+    """Keys and values of one layer, (slots, heads, columns, D)."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def __init__(self, like: torch.Tensor, rows: int, columns: int, dtype: torch.dtype, window: Window) -> None:  # like (heads, P, D)
+        super().__init__()
+        shape = (rows, like.shape[0], columns, like.shape[2])
+        self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=like.device) for _ in range(2))  # what is masked must be a number
+        self.dtype, self.device, self.is_initialized = dtype, like.device, True
+        self._window = window
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        window, count = self._window, len(key_states)
+        self.keys[window.rows, :, window.places] = key_states[:, :, 0].to(self.dtype)
+        self.values[window.rows, :, window.places] = value_states[:, :, 0].to(self.dtype)
+        return self.keys[:count, :, : window.width], self.values[:count, :, : window.width]
+
+    def resize(self, rows: int, columns: int) -> None:
+        """Make it at least so large."""
+        have = self.keys.shape
+        if rows > have[0] or columns > have[2]:
+            for name in ("keys", "values"):
+                old = getattr(self, name)
+                new = old.new_zeros(max(rows, have[0]), have[1], max(columns, have[2]), have[3])
+                new[: have[0], :, : have[2]] = old
+                setattr(self, name, new)
+
+
+class Slots:
+    """The rows under way, in slots 0 to n − 1 without a gap, so that a step is never wider than what is under way."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._window = Window()
+        self._layers: list[SlotLayer] = []
+        self.lengths: list[int] = []
+        """Tokens of each row that the model has seen."""
+
+    def add(self, row: Prefilled) -> None:
+        """Into the next slot."""
+        slot, length = len(self.lengths), len(row)
+        self._make_room(row, slot + 1, length + 1)
+        for layer, keys, values in zip(self._layers, row.keys, row.values, strict=True):
+            layer.keys[slot, :, :length] = keys.to(layer.dtype)
+            layer.values[slot, :, :length] = values.to(layer.dtype)
+        self.lengths.append(length)
+
+    def remove(self, slot: int) -> None:
+        """The last row takes its place."""
+        last = len(self.lengths) - 1
+        if slot != last:
+            length = self.lengths[last]
+            for layer in self._layers:
+                layer.keys[slot, :, :length] = layer.keys[last, :, :length]
+                layer.values[slot, :, :length] = layer.values[last, :, :length]
+            self.lengths[slot] = self.lengths[last]
+        self.lengths.pop()
+
+    @torch.no_grad()
+    def advance(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(n,) the newest token of every row → (n, V) logits of the next ones."""
+        window, count, device = self._window, len(self.lengths), self._policy.device
+        longest = max(self.lengths) + 1
+        for layer in self._layers:
+            if longest > layer.keys.shape[2]:
+                layer.resize(count, _rounded(longest + longest // 2))
+        window.width = min(_rounded(longest), self._layers[0].keys.shape[2])
+        window.places = torch.tensor(self.lengths, device=device)
+        window.rows = torch.arange(count, device=device)
+        beyond = torch.arange(window.width, device=device) > window.places[:, None]  # (n, W)
+        mask = beyond.to(self._policy.dtype)[:, None, None] * torch.finfo(self._policy.dtype).min
+        logits = self._policy.logits(tokens[:, None], mask, window.places[:, None], 1, Cache(layers=list(self._layers)))[:, -1]
+        self.lengths = [length + 1 for length in self.lengths]
+        return logits
+
+    def _make_room(self, row: Prefilled, rows: int, columns: int) -> None:
+        if not self._layers:
+            dtype, first = self._policy.dtype, max(COLUMNS, _rounded(columns))
+            self._layers = [SlotLayer(keys, rows, first, dtype, self._window) for keys in row.keys]
+        have = self._layers[0].keys.shape
+        if rows > have[0] or columns > have[2]:
+            for layer in self._layers:
+                layer.resize(rows if rows <= have[0] else max(rows, 2 * have[0]), _rounded(columns))
+
+
+def _rounded(columns: int) -> int:
+    return -(-columns // ALIGNED) * ALIGNED

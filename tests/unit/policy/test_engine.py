@@ -1,0 +1,206 @@
+"""Engines: whatever comes and goes beside it, a completion is what it would be alone, and what is recorded is what was sampled."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from swarmnode.errors import DeviceError
+from swarmnode.policy.engine.continuous import BURST, Continuous
+from swarmnode.policy.engine.lockstep import Lockstep
+from swarmnode.policy.engine.protocol import Request
+from swarmnode.policy.engine.slots import unsuited
+from swarmnode.policy.generate import Sampling, generate
+from swarmnode.policy.logprobs import score
+from swarmnode.policy.micro import MicroBatcher
+
+KINDS = ["llama", "qwen2", "qwen3", "gpt2"]
+PROMPTS = ["Calculate 10 + 8.", "12", "Find the Least Common Multiple (LCM) of these numbers: 6, 9", "Spell this word backward: tree"]
+BOUND = 1e-4
+"""Nats between a recorded log-probability and the one that training computes, float32."""
+
+
+def engine_of(policy, sampling, tokens=16384, seed=0, batcher=None):
+    return Continuous(policy, batcher or MicroBatcher(tokens), sampling, policy.random_generator(seed))
+
+
+def drained(engine, version=0, bound=2000):
+    """By number."""
+    found = {}
+    for _ in range(bound):
+        for finished in engine.finished(version):
+            found[finished.number] = finished.sample
+        if not engine.statistics().unfinished:
+            return found
+    raise AssertionError("it never ends")
+
+
+def submitted(engine, prompts=PROMPTS):
+    for number, prompt in enumerate(prompts):
+        engine.submit(Request(number, prompt))
+    return engine
+
+
+def alone(policy, prompt_ids, tokens):
+    """What transformers' own `generate` answers."""
+    prompt = torch.tensor([prompt_ids])
+    out = policy.model.generate(
+        input_ids=prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=tokens, pad_token_id=policy.pad_id
+    )
+    return out[0, prompt.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 3, 64])
+def test_greedy_equals_transformers_generate_however_many_rows_there_is_room_for(policies, kind, rows):
+    policy = policies[kind]
+    sampling = Sampling(2, 12, 0.0)
+    longest = max(len(policy.encode_prompt(p)) for p in PROMPTS) + sampling.max_tokens
+    samples = drained(submitted(engine_of(policy, sampling, rows * longest)))
+    for number, prompt in enumerate(PROMPTS):
+        expected = alone(policy, policy.encode_prompt(prompt), 12)
+        assert [c.ids for c in samples[number].completions] == [expected] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_recorded_logprobs_are_those_that_training_recomputes(policies, kind):
+    policy = policies[kind]
+    samples = drained(submitted(engine_of(policy, Sampling(4, 24, 0.7), tokens=500)))
+    rows = [(s.prompt_ids, c.ids) for s in samples.values() for c in s.completions]
+    recorded = [c.logprobs for s in samples.values() for c in s.completions]
+    assert len({len(ids) for _, ids in rows}) > 1, "some end before others"
+    again = score(policy, rows, 0.7)
+    assert max(abs(a - b) for x, y in zip(recorded, again, strict=True) for a, b in zip(x, y, strict=True)) < BOUND
+
+
+def test_sampled_frequencies_are_those_of_lockstep(embedded):
+    """First tokens of one question, 2,000 of each engine."""
+    samples = drained(submitted(engine_of(embedded, Sampling(500, 1)), [PROMPTS[0]] * 4))
+    first = Counter(c.ids[0] for s in samples.values() for c in s.completions)
+    (other,) = generate(embedded, [PROMPTS[0]], Sampling(2000, 1), embedded.random_generator(1))
+    second = Counter(c.ids[0] for c in other.completions)
+    assert sum(abs(first[t] - second[t]) for t in first | second) / 2000 < 0.2
+
+
+def test_a_request_that_comes_later_begins_in_the_room_that_another_left(embedded):
+    engine = engine_of(embedded, Sampling(1, 64, 0.0))
+    engine.submit(Request(1, PROMPTS[0]))
+    assert engine.statistics().unfinished == 1
+    drained(engine)
+    before = engine.statistics().steps
+    engine.submit(Request(2, PROMPTS[1]))
+    assert set(drained(engine)) == {2}
+    assert engine.statistics().steps > before
+
+
+def test_ended_rows_cost_no_further_steps(policies):
+    """Row-steps are the sampled tokens, and steps about their number divided by the rows, though lengths differ."""
+    policy = policies["llama"]
+    rows = 8
+    longest = max(len(policy.encode_prompt(p)) for p in PROMPTS) + 100
+    engine = submitted(engine_of(policy, Sampling(8, 100), rows * longest), PROMPTS)
+    samples = drained(engine)
+    lengths = [len(c.ids) for s in samples.values() for c in s.completions]
+    statistics = engine.statistics()
+    assert statistics.tokens == sum(lengths)
+    assert min(lengths) < 50 < max(lengths)
+    assert statistics.steps <= sum(lengths) / rows + 100
+
+
+def test_a_completion_goes_on_under_the_next_version_and_says_which_tokens_are_whose(policies):
+    policy = policies["qwen2"].clone()
+    engine = submitted(engine_of(policy, Sampling(2, 60)))
+    assert engine.finished(7) is not None
+    assert engine.statistics().oldest == 7
+    with engine.pause(), torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    engine.submit(Request(9, PROMPTS[0]))
+    samples = drained(engine, version=8)
+    crossed = [c for s in samples.values() for c in s.completions if set(c.versions) == {7, 8}]
+    assert crossed
+    assert all(c.versions == sorted(c.versions) and len(c.versions) == len(c.ids) for c in crossed)
+    new = [(samples[9].prompt_ids, c.ids) for c in samples[9].completions]
+    recorded = [x for c in samples[9].completions for x in c.logprobs]
+    again = [x for row in score(policy, new, 1.0) for x in row]
+    assert recorded == pytest.approx(again, abs=BOUND), "what began later is of the new weights"
+
+
+def test_a_request_that_is_cancelled_disturbs_no_other(policies):
+    policy = policies["llama"]
+    sampling = Sampling(2, 12, 0.0)
+    engine = submitted(engine_of(policy, sampling, tokens=3 * 80))
+    engine.cancel(1)
+    engine.finished(0)
+    engine.cancel(2)
+    samples = drained(engine)
+    assert 1 not in samples
+    for number in set(samples) - {2}:
+        assert samples[number].completions[0].ids == alone(policy, policy.encode_prompt(PROMPTS[number]), 12)
+
+
+def test_out_of_memory_halves_what_is_under_way_and_loses_nothing(policies, monkeypatch):
+    policy = policies["llama"]
+    batcher = MicroBatcher(16384)
+    engine = submitted(engine_of(policy, Sampling(4, 12, 0.0), batcher=batcher))
+    real = type(policy).logits
+
+    def scarce(self, input_ids, *inputs, **keys):
+        if len(input_ids) > 5:
+            raise torch.OutOfMemoryError("out of memory")
+        return real(self, input_ids, *inputs, **keys)
+
+    monkeypatch.setattr(type(policy), "logits", scarce)
+    samples = drained(engine)
+    monkeypatch.undo()
+    assert batcher.statistics().oom_retries > 0
+    for number, prompt in enumerate(PROMPTS):
+        assert [c.ids for c in samples[number].completions] == [alone(policy, policy.encode_prompt(prompt), 12)] * 4
+
+
+def test_a_single_row_that_does_not_fit_is_an_error_with_a_name(policies, monkeypatch):
+    def none(self, *inputs, **keys):
+        raise torch.OutOfMemoryError("out of memory")
+
+    engine = submitted(engine_of(policies["llama"], Sampling(1, 100)), PROMPTS[:1])
+    engine.finished(0)
+    monkeypatch.setattr(type(policies["llama"]), "logits", none)
+    with pytest.raises(DeviceError, match="out of memory with"):
+        engine.finished(0)
+
+
+def test_progress_is_said_at_every_step(policies):
+    calls = []
+    engine = submitted(engine_of(policies["llama"], Sampling(1, 12), batcher=MicroBatcher(16384, lambda: calls.append(1))))
+    drained(engine)
+    assert len(calls) >= engine.statistics().steps
+
+
+def test_a_call_ends_though_nothing_does(policies):
+    engine = submitted(engine_of(policies["llama"], Sampling(1, 100)), PROMPTS[:1])
+    engine.finished(0)
+    assert engine.statistics().steps <= BURST
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_way_of_sampling_and_the_way_of_training_agree_on_given_text(policies, kind):
+    policy = policies[kind]
+    prompt, ids = policy.encode_prompt(PROMPTS[0]), policy.encode_prompt(PROMPTS[3])[:6]
+    assert engine_of(policy, Sampling(1, 4)).score(prompt, ids) == pytest.approx(score(policy, [(prompt, ids)], 1.0)[0], abs=BOUND)
+
+
+def test_sliding_windows_are_not_for_slots(policies):
+    assert "sliding" in unsuited(policies["mistral"])
+    assert unsuited(policies["llama"]) == ""
+
+
+def test_lockstep_answers_everything_at_once(embedded):
+    rng = embedded.random_generator(3)
+    sampling = Sampling(2, 8)
+    engine = submitted(Lockstep(lambda prompts: generate(embedded, prompts, sampling, rng)))
+    engine.cancel(1)
+    found = {f.number: f.sample for f in engine.finished(0)}
+    assert list(found) == [0, 2, 3]
+    assert list(found.values()) == generate(embedded, [PROMPTS[i] for i in found], sampling, embedded.random_generator(3))
+    assert engine.finished(0) == []
+    assert engine.statistics().tokens == sum(len(c.ids) for s in found.values() for c in s.completions)
