@@ -10,6 +10,9 @@ Gradient checkpointing, TRL's default, is off.
     every group useful rewards replaced by 1, 0, 1, 0, …: both train on all 64 completions
     a larger model     random weights, 32 new tokens: less Python, more arithmetic
     long prompts       the same, prompts of 17 to 185 tokens (mean 83): ours runs a prompt once, TRL once per completion
+    --lengths          answers that end by chance (geometric, mean 100, at most 512), prompts of 17 to 185 tokens, 3.5 M parameters: our two
+                       engines against TRL with `generate`, and against TRL with transformers' continuous batching. The learning rate is
+                       tiny, so that lengths stay what they are. Lengths of few completions differ by chance: compare tokens per second
     --shape NAME       on a GPU: random weights of that shape (benchmarks/shapes.py) with few, with many prompt tokens, and long completions
 
 Before the first step, loss and gradient of both are compared on one batch; tests/unit/rl/test_trl.py holds them equal, mode by mode.
@@ -57,6 +60,9 @@ from swarmnode.trainer.state import Counters
 from swarmnode.wire.messages import TaskRef
 
 G, B = 8, 8
+PAGE = 32
+"""Tokens of a page in transformers' continuous batching, which gets room for all completions at their longest: by default it takes half of
+the machine's free memory, and clears it, at every step."""
 WARM = 2  # steps of each that are not counted
 SWARM = bytes(32)
 
@@ -77,6 +83,17 @@ class Case:
     dtype: str = "float32"
     tokens: int = TrainingConfig().per_device_train_tokens
     """Bound of a micro-batch, ours; TRL runs its batch in one piece."""
+    engine: str = ""
+    """Ours, of `training.options`; empty: as the product chooses."""
+    paged: bool = False
+    """TRL generates by transformers' continuous batching."""
+    even: bool = False
+    """Every token is about as likely as any other, the end token too: lengths are geometric."""
+    learning_rate: float = TrainingConfig().learning_rate
+    groups: int = B
+    ahead: int = 0
+    """Steps of ours before the first that is compared, until as much is under way as ever will be."""
+    warm: int = WARM
 
 
 @dataclass
@@ -84,12 +101,18 @@ class Result:
     case: str
     parameters: int
     real_rewards: bool
+    groups: int = B
     ours_seconds: list[float] = field(default_factory=list)
     trl_seconds: list[float] = field(default_factory=list)
     ours_cpu_seconds: list[float] = field(default_factory=list)
     trl_cpu_seconds: list[float] = field(default_factory=list)
     ours_generate_seconds: list[float] = field(default_factory=list)
     """Sampling and scoring; the rest of a step is the update."""
+    ours_tokens: list[float] = field(default_factory=list)
+    """Mean length of a completion."""
+    trl_tokens: list[float] = field(default_factory=list)
+    ours_lag: list[float] = field(default_factory=list)
+    """Updates between a group's first token and the step that learns from it, mean."""
     ours_useful_groups: list[float] = field(default_factory=list)
     """Share of groups that the update ran through the model."""
     ours_reward: list[float] = field(default_factory=list)
@@ -108,7 +131,8 @@ class Result:
 def step_of_ours(case: Case, policy: Policy, scorer: Scorer, result: Result) -> Callable[[], None]:
     """Our local step, the parts that `swarmnode.trainer.loop` is made of."""
     training = TrainingConfig(
-        num_generations=G, groups_per_step=B, max_completion_length=case.new_tokens, per_device_train_tokens=case.tokens
+        num_generations=G, groups_per_step=case.groups, max_completion_length=case.new_tokens, per_device_train_tokens=case.tokens,
+        learning_rate=case.learning_rate, options=[case.engine] if case.engine else [],
     )  # fmt: skip
     config = Config(training=training, weights=WeightsConfig(rule="off"))
     counters = Counters(peer="ours", swarm=SWARM.hex())
@@ -119,14 +143,16 @@ def step_of_ours(case: Case, policy: Policy, scorer: Scorer, result: Result) -> 
     def step() -> None:
         nonlocal count
         wall, cpu = now(), time.process_time()
-        groups = sampler(B).groups
-        sampled = now()
+        experience = sampler(case.groups)
+        groups, sampled = experience.groups, now()
         if not case.real_rewards:
             groups = [replace(g, rewards=alternating(len(g.rewards))) for g in groups]
-        engine.update(assemble(groups, training.advantage))
+        counters.policy_version += engine.update(assemble(groups, training.advantage)).stepped
         result.ours_seconds.append(now() - wall)
         result.ours_cpu_seconds.append(time.process_time() - cpu)
         result.ours_generate_seconds.append(sampled - wall)
+        result.ours_tokens.append(experience.tokens / sum(len(g.rows) for g in groups))
+        result.ours_lag.append(statistics.fmean(experience.lags))
         result.ours_useful_groups.append(statistics.fmean(len(set(g.rewards)) > 1 for g in groups))
         result.ours_reward.append(statistics.fmean(r for g in groups for r in g.rewards))
         count += 1
@@ -166,7 +192,7 @@ def trl_trainer(case: Case, policy: Policy, scorer: Scorer, result: Result, fold
     """GRPOTrainer with our settings, on an equal copy of the model, on questions of its own from the same tasks."""
     names = Config().task.names
     refs = []
-    for sequence in range((case.steps + WARM) * B):
+    for sequence in range((case.steps + case.warm) * case.groups):
         seed, index = task_seed(SWARM, "trl", sequence)
         name = choose_task(names, seed, index)
         refs.append(TaskRef(name, task_version(name), seed, index))
@@ -174,46 +200,58 @@ def trl_trainer(case: Case, policy: Policy, scorer: Scorer, result: Result, fold
     rendered = [policy.tokenizer.decode(policy.encode_prompt(p), skip_special_tokens=False) for p in prompts]
     data = datasets.Dataset.from_dict({"prompt": rendered, "number": list(range(len(refs)))})
 
-    def reward(completions: list[str], number: list[int], **_: Any) -> list[float]:
+    def reward(completions: list[str], number: list[int], completion_ids: list[list[int]], **_: Any) -> list[float]:
         """Rows come as B questions × G completions in a row, as TRL's sampler repeats them."""
         asked = [(refs[number[i]], completions[i : i + G]) for i in range(0, len(completions), G)]
         rewards = [r for s in scorer.score_many(asked) for r in (s.rewards if isinstance(s, Scored) else [0.0] * G)]
         result.trl_reward.append(statistics.fmean(rewards))
+        result.trl_tokens.append(statistics.fmean(map(len, completion_ids)))
         return rewards if case.real_rewards else alternating(len(rewards))
 
     ours = TrainingConfig()
     settings = trl.GRPOConfig(
         output_dir=folder, use_cpu=case.device == "cpu", bf16=case.dtype == "bfloat16", gradient_checkpointing=False,
         disable_dropout=True, seed=0,
-        per_device_train_batch_size=B * G, gradient_accumulation_steps=1, num_generations=G, max_steps=case.steps + WARM,
-        max_completion_length=case.new_tokens, temperature=ours.temperature, top_p=ours.top_p, learning_rate=ours.learning_rate,
+        per_device_train_batch_size=case.groups * G, gradient_accumulation_steps=1, num_generations=G, max_steps=case.steps + case.warm,
+        max_completion_length=case.new_tokens, temperature=ours.temperature, top_p=ours.top_p, learning_rate=case.learning_rate,
         lr_scheduler_type="constant", weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM, loss_type=ours.loss_type,
         scale_rewards="group", epsilon=EPSILON, epsilon_high=EPSILON_HIGH, delta=DELTA, beta=ours.beta,
         num_iterations=1, logging_strategy="no", save_strategy="no", report_to="none", disable_tqdm=True, shuffle_dataset=False,
+        use_transformers_continuous_batching=case.paged, transformers_continuous_batching_config=pages(case) if case.paged else None,
     )  # fmt: skip
     model = policy.clone().model
     return trl.GRPOTrainer(model, reward, settings, data, processing_class=policy.tokenizer, callbacks=[callback])
+
+
+def pages(case: Case) -> dict[str, int]:
+    return {"page_size": PAGE, "num_blocks": case.groups * G * ((200 + case.new_tokens) // PAGE + 1), "max_batch_tokens": 2048}
 
 
 def run(case: Case, scorer: Scorer) -> Result:
     """`case.steps` steps of each, in turns."""
     with tempfile.TemporaryDirectory() as folder:
         policy = load_policy(PolicyConfig(model=model_of(case, folder), device=case.device, dtype=case.dtype))
-        result = Result(case.name, policy.statistics().parameters, case.real_rewards)
-        turns = Turns(step_of_ours(case, policy, scorer, result), result)
+        result = Result(case.name, policy.statistics().parameters, case.real_rewards, case.groups)
+        ours = step_of_ours(case, policy, scorer, result)
+        for _ in range(case.ahead):
+            ours()
+        for name, values in vars(result).items():
+            if name.startswith("ours"):
+                values.clear()
+        turns = Turns(ours, result)
         trainer = trl_trainer(case, policy, scorer, result, folder, turns)
         trainer.remove_callback(PrinterCallback)
         result.loss_difference, result.gradient_difference = differences(case, policy, trainer)
         trainer.train()
     for values in vars(result).values():
         if isinstance(values, list):
-            del values[:WARM]
+            del values[: case.warm]
     return result
 
 
 def differences(case: Case, policy: Policy, trainer: trl.GRPOTrainer) -> tuple[float, float]:
     """(loss, gradient) on one batch that `policy` sampled: absolute, and relative to TRL's gradient. The weights of both are equal."""
-    prompts = [row["prompt"] for row in trainer.train_dataset.select(range(B))]
+    prompts = [row["prompt"] for row in trainer.train_dataset.select(range(case.groups))]
     prompts = [p.removesuffix("<reply>") for p in prompts]  # the chat template puts it back
     groups = generate(policy, prompts, Sampling(G, case.new_tokens), policy.random_generator(1))
     rows = [(g.prompt_ids, c.ids) for g in groups for c in g.completions]
@@ -221,7 +259,7 @@ def differences(case: Case, policy: Policy, trainer: trl.GRPOTrainer) -> tuple[f
     old = torch.zeros(batch.completion_ids.shape, device=policy.device)
     for row, chances in zip(old, [c.logprobs for g in groups for c in g.completions], strict=True):
         row[: len(chances)] = torch.tensor(chances)
-    worth = advantages(torch.tensor([alternating(G)] * B)).flatten().to(policy.device)
+    worth = advantages(torch.tensor([alternating(G)] * case.groups)).flatten().to(policy.device)
 
     ours = policy_loss(
         completion_logprobs(policy, batch, 1.0)[0], old, worth, batch.completion_mask, Objective(), float(batch.completion_mask.sum())
@@ -257,19 +295,22 @@ def random_model(case: Case, folder: str, tokenizer: Any) -> str:
     """A directory with a random Llama of 4 layers."""
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=case.hidden, intermediate_size=3 * case.hidden, num_hidden_layers=4,
-        num_attention_heads=case.hidden // 32, max_position_embeddings=512, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        num_attention_heads=case.hidden // 32, max_position_embeddings=1024, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     torch.manual_seed(0)
     directory = Path(folder) / "model"
-    LlamaForCausalLM(config).save_pretrained(directory)
+    model = LlamaForCausalLM(config)
+    if case.even:
+        model.lm_head.weight.data.mul_(0.1)
+    model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return str(directory)
 
 
 def show(results: list[Result]) -> str:
     ms = lambda seconds: middle([1000 * s for s in seconds], 0)
-    per_second = lambda seconds: f"{B * G * len(seconds) / sum(seconds):.0f}"
+    per_second = lambda groups, seconds: f"{groups * G * len(seconds) / sum(seconds):.1f}"
     last = lambda r, rewards: f"{statistics.fmean(rewards[-10:]):.2f}" if r.real_rewards else "–"
     headers = [
         "case", "parameters", "ours, samples/s", "TRL, samples/s", "ratio", "ratio of CPU time", "ours, ms a step",
@@ -278,10 +319,26 @@ def show(results: list[Result]) -> str:
     ]  # fmt: skip
     rows = [
         [
-            r.case, f"{r.parameters:,}", per_second(r.ours_seconds), per_second(r.trl_seconds),
+            r.case, f"{r.parameters:,}", per_second(r.groups, r.ours_seconds), per_second(r.groups, r.trl_seconds),
             f"{r.ratio():.2f}", f"{r.ratio(cpu=True):.2f}", ms(r.ours_seconds), ms(r.ours_generate_seconds), ms(r.trl_seconds),
             f"{statistics.fmean(r.ours_useful_groups):.0%}", last(r, r.ours_reward), last(r, r.trl_reward),
             f"{r.loss_difference:.0e}", f"{r.gradient_difference:.0e}",
+        ]
+        for r in results
+    ]  # fmt: skip
+    return table(headers, rows)
+
+
+def show_lengths(results: list[Result]) -> str:
+    headers = [
+        "case", "mean length, ours", "TRL", "lag, updates", "tokens/s of a step, ours", "TRL", "of sampling alone, ours",
+    ]  # fmt: skip
+    rate = lambda groups, tokens, seconds: f"{groups * G * sum(tokens) / sum(seconds):.0f}"
+    rows = [
+        [
+            r.case, *(f"{statistics.fmean(each):.0f}" for each in (r.ours_tokens, r.trl_tokens)), f"{statistics.fmean(r.ours_lag):.1f}",
+            rate(r.groups, r.ours_tokens, r.ours_seconds), rate(r.groups, r.trl_tokens, r.trl_seconds),
+            rate(r.groups, r.ours_tokens, r.ours_generate_seconds),
         ]
         for r in results
     ]  # fmt: skip
@@ -294,6 +351,9 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--shape", default="", choices=("", *SHAPES), help="random weights of this shape instead of the small policies")
+    parser.add_argument("--lengths", nargs="?", type=int, const=3, default=0, metavar="STEPS", help="only answers of different lengths")
+    parser.add_argument("--groups", type=int, default=B, help="of 8 completions in a step, with --lengths")
+    parser.add_argument("--engines", nargs="+", default=["lockstep", "continuous"], help="ours, with --lengths")
     parser.add_argument("--json", type=Path, help="write the same as JSON")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -314,6 +374,16 @@ def main() -> None:
             Case("the same, long prompts", steps, 32, False, long_prompts=True, **place),
             Case("the same, long prompts, 256 new tokens", max(1, steps // 2), 256, False, long_prompts=True, **place),
         ][: 1 if args.quick else 3]
+    elif args.lengths:
+        uneven: dict[str, Any] = place | {
+            "hidden": 256, "long_prompts": True, "even": True, "learning_rate": 1e-6, "tokens": 65_536, "warm": 1, "ahead": 3,
+            "groups": args.groups,
+        }  # fmt: skip
+        cases = [
+            Case(f"{engine}; TRL with {theirs}", args.lengths, 512, False, engine=engine, paged=paged, **uneven)
+            for theirs, paged in (("generate", False), ("continuous batching", True))
+            for engine in args.engines
+        ]
     elif not args.quick:
         cases.append(Case("random Llama, 256 wide, every group useful", 12, 32, False, hidden=256, **place))
         cases.append(Case("the same, long prompts", 12, 32, False, hidden=256, long_prompts=True, **place))
@@ -321,6 +391,8 @@ def main() -> None:
         results = [run(case, scorer) for case in cases]
     print(heading(f"trainer: local step against TRL {trl.__version__} GRPOTrainer"))
     print(show(results))
+    if args.lengths:
+        print(f"\n{show_lengths(results)}")
     if args.json:
         write_json(args.json, [asdict(r) | {"ratio": r.ratio(), "ratio_cpu": r.ratio(cpu=True), "trl": trl.__version__} for r in results])
 
