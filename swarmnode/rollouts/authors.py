@@ -69,3 +69,7 @@ class Authors:
     def belief(self, peer: str) -> float:
         """In what share of draws the groups of `peer` take part; see `PeerTrust`."""
         return self._trust.belief(peer)
+
+    def worth(self, peer: str) -> float:
+        """How gladly groups of `peer` are asked for, 0 to 1: what no draw would take is not worth its bytes."""
+        return self.trust(peer) * self.belief(peer)

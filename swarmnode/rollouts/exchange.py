@@ -131,7 +131,7 @@ class RolloutExchange:
         self.scoring = ScoringQueue(scorer, self._scored, self._refuse, clock)
         self._fetching = Fetching(network, self._fetched, self._refuse, self._budget.allows, rules.spoken.fetch)
         life = self._rng.randbytes(limits.LIFE_BYTES)
-        around = Around(self._budget.allows, self.authors.trust, self._enqueue, self._in_topic)
+        around = Around(self._budget.allows, self.authors.worth, self._enqueue, self._in_topic)
         gives = lambda peer: self.authors.admitted_of(peer) > 0
         self._by_listing = _ByListing(
             Serving(Catalogue(credentials.swarm, life), self._budget.allows, gives, clock, rules.spoken.fetch),
@@ -199,7 +199,7 @@ class RolloutExchange:
         )
         tokenizer = self._policy.tokenizer if self._policy else b""
         groups = [g if g.group.tokenizer == tokenizer else msgspec.structs.replace(g, group=without_token_ids(g.group)) for g in groups]
-        self._by_listing.pulling.want(request.count, len(self.pool))
+        self._by_listing.pulling.want(request.count, self.pool.waiting(self.authors.belief))
         return Drawn(request.request, groups, self.authors.arrived(request.per_peer))
 
     # -- in

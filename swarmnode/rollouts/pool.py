@@ -89,6 +89,10 @@ class Pool:
         """Groups ever added whose rewards differ."""
         return self._counts["useful_added"]
 
+    def waiting(self, belief: Callable[[str], float]) -> int:
+        """Groups here, each by how far its author is believed: those that are hardly ever drawn keep nobody from asking for others."""
+        return round(sum(belief(peer) * len(mine) for peer, mine in self._peers.items()))
+
     def add(self, group: ExternalGroup, now: float, policy_version: int) -> bool:
         """Take `group`, which arrives at `policy_version`. False where it is there already or too large for its peer's share."""
         size = memory_bytes(group.group, group.prompt)

@@ -78,7 +78,7 @@ class Around:
     allows: Callable[[str], bool]
     """allows("fetch"): whether there is budget for it."""
     trust: Callable[[str], float]
-    """How much of a step the groups of an author may be."""
+    """How gladly the groups of an author are taken, 0 to 1."""
     enqueue: Callable[[Candidate], None]
     """Takes what passed admission."""
     in_topic: Callable[[], Collection[str]]

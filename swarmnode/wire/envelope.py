@@ -7,6 +7,7 @@ forwarder, which would make the signer look like a sender of garbage. Nothing is
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from dataclasses import dataclass
 
@@ -78,6 +79,7 @@ def open_raw(frame: bytes, domain: bytes, swarm: bytes, limit: int) -> Envelope:
     return envelope
 
 
+@functools.lru_cache(4096)
 def peer_id(key: bytes) -> str:
     """The libp2p peer id, base58, of a raw 32-byte Ed25519 public key: `12D3Koo…`."""
     data = _KEY_PREFIX + key  # (38,)

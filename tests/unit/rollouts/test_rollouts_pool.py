@@ -33,6 +33,12 @@ def test_the_same_group_is_not_added_twice():
     assert pool.statistics(0.0).refused == 1
 
 
+def test_groups_of_whoever_is_hardly_believed_are_hardly_counted_as_waiting():
+    pool = filled("ab", 8)
+    assert pool.waiting(lambda peer: 1.0) == len(pool) == 16
+    assert pool.waiting(lambda peer: {"a": 1.0, "b": 1 / 16}[peer]) == 8
+
+
 def test_one_peer_never_holds_more_than_its_share_of_the_groups():
     pool = filled("a", 100, max_groups=80)
     stats = pool.statistics(100.0)
