@@ -1,0 +1,148 @@
+"""Two thousand peers come and go at one real node: what it keeps, tells and does for each does not grow with how many there were."""
+
+import gc
+import os
+import time
+from collections import Counter
+from pathlib import Path
+
+import trio
+
+from swarmnode.config import NetworkConfig, SharingConfig
+from swarmnode.daemon.observer import PEER_ROWS, NodeObserver, Parts
+from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, swarm_of
+from swarmnode.link.messages import Hello
+from swarmnode.observe.collector import MAX_LABEL_VALUES, make_registry
+from swarmnode.observe.history import History
+from swarmnode.observe.http import status_json
+from swarmnode.observe.logs import LogRing
+from swarmnode.observe.snapshot import NodeInfo
+from swarmnode.observe.watch import SupervisorWatch, TrainerWatch
+from swarmnode.p2p import identity
+from swarmnode.p2p.host import open_host
+from swarmnode.p2p.metering import Meter
+from swarmnode.p2p.peers import MAX_PEERS
+from swarmnode.p2p.summaries import ROWS, Summaries
+from swarmnode.rollouts.catalogue import MOST_GROUPS
+from swarmnode.rollouts.exchange import RolloutExchange
+from swarmnode.rollouts.groups import Draw, GroupRules
+from swarmnode.testing.scorer import InProcessScorer
+from swarmnode.wire import codec, envelope, ids
+from swarmnode.wire.envelope import Credentials
+from swarmnode.wire.listings import GroupsRequest, ListingRequest
+from swarmnode.wire.messages import FetchRequest, Summary, SummaryRequest
+from swarmnode.wire.summary import seal_summary
+
+SWARM = swarm_of("many peers")
+PEERS = 2000
+STATUS_BYTES = 128 * 1024
+PEER_BYTES = 24 * 1024
+"""Memory per peer that has ever been met: a group in the pool and in the catalogue, an author, a summary, names and counts."""
+
+
+def resident():
+    """Bytes of memory of this process."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Asked:
+    """A real host's requests, whose handlers a simulated peer calls as its stream would."""
+
+    def __init__(self, real):
+        self.real = real
+        self.handlers = {}
+
+    def serve(self, protocol, handler, **bounds):
+        self.handlers[protocol] = handler
+        self.real.serve(protocol, handler, **bounds)
+
+    async def request(self, *args, **kwargs):
+        return await self.real.request(*args, **kwargs)
+
+    def statistics(self):
+        return self.real.statistics()
+
+
+class Node:
+    """The parts of a network process around one real host, without those that wait for a trainer."""
+
+    def __init__(self, network, key, directory):
+        self.network, self.asked = network, Asked(network.requests)
+        network.requests = self.asked
+        self.exchange = RolloutExchange(
+            network, InProcessScorer(), Credentials(key, SWARM), GroupRules(BUILTIN_TASKS), SharingConfig(exchange="gossip")
+        )
+        self.exchange.set_policy(Hello(MODEL, TOKENIZER, 0, 120))
+        summaries = Summaries(self.asked, network.peer_id, key, SWARM, network.connected)
+        meter = Meter(NetworkConfig(), "", directory, lambda: network.statistics().traffic)
+        parts = Parts(
+            network, summaries, meter, SupervisorWatch(directory / "supervisor.json"), LogRing(), TrainerWatch(), rollouts=self.exchange
+        )
+        self.observer = NodeObserver(NodeInfo(peer=network.peer_id, started_at=time.time()), parts, directory)
+
+    async def meet(self, number):
+        """A peer connects from somewhere, tells of itself and of a group, asks for all that there is to ask, fails at something, goes."""
+        author, now = Author(SWARM, seed=number), trio.current_time()
+        peer, network = author.peer, self.network
+        network.peers.add(peer, f"/ip4/10.{number // 250}.{number % 250}.7/tcp/9512/p2p/{peer}", "exchange", now)
+        network.peers.connected_to(peer, inbound=True, now=now)
+        frame = author.frame(author.group(0, time.time()))
+        self.exchange.validate(frame, peer)
+        summary = Summary("n" * 32, "1.0", int(time.time() * 1000), 1, 1, 1, 0.5, 1, 1)
+        await self.ask(peer, ids.SUMMARY_PROTOCOL, SummaryRequest(seal_summary(summary, author.key, SWARM)))
+        await self.ask(peer, ids.LISTING_PROTOCOL, ListingRequest(SWARM, b"", 0))
+        await self.ask(peer, ids.GROUPS_PROTOCOL, GroupsRequest([bytes([n]) * 32 for n in range(15)] + [envelope.content_id(frame)]))
+        await self.ask(peer, ids.FETCH_PROTOCOL, FetchRequest(b"f" * 32))
+        network.rejected(peer, "malformed")
+        network.peers.disconnected(peer, now)
+        if number % 32 == 0:
+            self.exchange.draw(Draw(number, 8, number // 256, 4))
+            await trio.lowlevel.checkpoint()
+
+    async def meet_all(self, numbers):
+        """Returns the CPU time that it took, in seconds."""
+        began = time.process_time()
+        for number in numbers:
+            await self.meet(number)
+        return time.process_time() - began
+
+    async def ask(self, peer, protocol, request):
+        return await self.asked.handlers[protocol](peer, codec.encode(request))
+
+    def samples(self):
+        """(metric, labels) of all that a scrape answers."""
+        found = [sample for family in make_registry(self.observer.snapshot).collect() for sample in family.samples]
+        return {(sample.name, tuple(sorted(sample.labels.items()))) for sample in found}
+
+    def status(self):
+        return status_json(self.observer.snapshot(), History())
+
+
+async def test_what_a_node_keeps_tells_and_does_for_a_peer_does_not_grow_with_their_number(tmp_path):
+    key = identity.load_or_create(tmp_path / "identity.key")
+    async with open_host(NetworkConfig(mdns=False, relay="off", bulk_port=-1), key, tmp_path, swarm=SWARM) as network:
+        node = Node(network, key.private_key, tmp_path)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(node.exchange.run)
+            early = await node.meet_all(range(200, 400))  # CPU time
+            few, status_of_few = node.samples(), len(node.status())
+            before = resident()
+            await node.meet_all(range(400, PEERS))
+            grown = resident() - before
+            late = await node.meet_all(range(PEERS, PEERS + 200))
+            await trio.sleep(0.1)
+            snapshot, many, status_of_many = node.observer.snapshot(), node.samples(), len(node.status())
+            nursery.cancel_scope.cancel()
+    assert snapshot.rollouts.admission.admitted == PEERS
+    assert snapshot.network.peers.known <= MAX_PEERS
+    assert len(snapshot.peers) == PEER_ROWS
+    assert len(snapshot.swarm.rows) == ROWS
+    assert snapshot.rollouts.serving.catalogue.groups <= MOST_GROUPS
+    assert grown < (PEERS - 400) * PEER_BYTES
+    assert late < 2 * early + 0.5
+    by_name = Counter(name for name, _ in many)
+    assert max(by_name.values()) <= MAX_LABEL_VALUES
+    assert len(many) <= len(few) + 8  # reasons and outcomes that had not occurred yet
+    assert not [labels for _, labels in many for _, value in labels if len(value) > 40 and value != snapshot.node.peer]
+    assert status_of_many < min(STATUS_BYTES, status_of_few + 8 * 1024)
