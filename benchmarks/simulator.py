@@ -144,6 +144,8 @@ class Arm:
     """Another arm, whose received bytes this one may receive too: what sharing leaves of them goes to outer steps, a fragment at a time."""
     share_one_of: int = 1
     """Of a node's useful groups, one of so many is published."""
+    neighbours: int = 0
+    """Others that a node is connected with and pulls from; 0: every group reaches everybody."""
 
 
 @dataclass

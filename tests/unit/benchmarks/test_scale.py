@@ -1,0 +1,74 @@
+"""benchmarks.scale and the arms of benchmarks.sapo that pull: the same seed makes the same run, costs are sums, and liars are found out."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from benchmarks import scale, scale_events, scale_model
+from benchmarks.neighbours import rings
+from benchmarks.scale_events import Setup, simulate
+from benchmarks.scale_hosts import Constants, Cost
+
+
+def test_a_simulated_swarm_fills_its_batches_and_repeats_itself():
+    setup = Setup(8, steps=10, warm=4)
+    one, other = simulate(setup), simulate(setup)
+    assert one.counts.node_steps > 8 * 4
+    assert one.counts.full > 0.9 * one.counts.node_steps
+    told = lambda result: replace(result.counts, seconds=0.0)
+    assert told(one) == told(other)
+    assert one.phases == {"pull": 8}
+
+
+def test_nodes_that_leave_are_noticed_and_liars_are_asked_for_less_than_their_share():
+    left = simulate(Setup(10, steps=8, warm=4, leave=0.3))
+    assert sum(left.phases.values()) == 7
+    assert left.counts.failed > 0
+    lied = simulate(Setup(14, steps=12, warm=6, hostile=0.5))
+    assert 0 < lied.counts.hostile_pulled < 0.5 * lied.counts.pulled
+
+
+def test_a_swarm_that_may_choose_stays_in_the_topic_while_it_is_small():
+    assert simulate(Setup(5, steps=14, warm=4, choice="auto")).phases == {"gossip": 5}
+
+
+def test_what_has_not_spread_or_not_been_absorbed_has_no_time():
+    assert scale_events.spread_steps([1.0], began=0.0, nodes=10) is None
+    assert scale_events.spread_steps([30.0 * n for n in range(1, 9)], began=0.0, nodes=10) == 8
+    full = [(float(at), 1.0) for at in range(0, 300, 10)]
+    assert scale_events.absorbed(full, 150.0) == (0.0, 1.0)
+    dip = [(at, 0.5 if 150 <= at < 200 else fill) for at, fill in full]
+    seconds, least = scale_events.absorbed(dip, 150.0)
+    assert (seconds, least) == (60.0, 0.5)
+    assert scale_events.absorbed([(at, 0.5 if at >= 150 else fill) for at, fill in full], 150.0) == (None, 0.5)
+
+
+def test_a_connected_graph_has_about_as_many_neighbours_as_asked_for():
+    linked = rings(40, 4, random.Random(1))
+    assert 3 < sum(map(len, linked)) / 40 <= 4
+    reached, news = {0}, [0]
+    while news:
+        fresh = linked[news.pop()] - reached
+        reached |= fresh
+        news += fresh
+    assert reached == set(range(40))
+
+
+def test_the_model_asks_as_often_and_learns_as_well_of_a_thousand_as_of_a_hundred():
+    few, many = (scale_model.run(nodes, seed=0, steps=9, warm=5) for nodes in (100, 1000))
+    assert few.full > 0.95
+    assert many.full > 0.95
+    assert many.entries == pytest.approx(few.entries, rel=0.1)
+    assert scale_model.run(100, seed=0, steps=9, warm=5) == few
+
+
+def test_a_cost_is_the_sum_of_what_is_done():
+    constants = Constants(Cost(4.0, 7000.0), Cost(4.0, 500.0), Cost(6.0, 1500.0), Cost(1.0, 1000.0), 1000.0, Cost(0.1, 10.0))
+    load = scale.Load(listings=2.0, listing_bytes=2000.0, pulls=3.0, pulled=6.0, trained=6.0, decisions_ms=1.0)
+    cost = scale.cost(load, constants, nodes=100)
+    assert cost.cpu_ms == pytest.approx((2 * 4 + 3 * 5 + 6 * 1 + 1) / 6)
+    assert cost.bytes == pytest.approx((2000 + 2 * 500 + 3 * 500 + 6 * 1000) / 6000)
+    assert cost.connections_ms == pytest.approx(1.6)
+    assert cost.kbit == pytest.approx(8 * (10_500 / 30 + 160) / 1000)
+    assert cost.cores == pytest.approx((30 / 30 + 1.6) / 1000)
