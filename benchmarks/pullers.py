@@ -7,7 +7,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 
-from swarmnode.rollouts.asking import Asking
+from swarmnode.rollouts.asking import PLENTY, Asking
 from swarmnode.rollouts.catalogue import Catalogue
 from swarmnode.rollouts.claims import Claims
 from swarmnode.rollouts.offers import Offers, Pull
@@ -32,7 +32,7 @@ class Puller:
     def want(self, count: int, waiting: int) -> None:
         """The trainer draws `count` groups, and `waiting` are in the pool after that."""
         self.wanted = max(0, STEPS_AHEAD * count - waiting)
-        self.asking.allow()
+        self.asking.allow(enough=len(self.offers) >= PLENTY * count)
 
     def to_list(self, connected: Collection[str], now: float) -> list[tuple[str, ListingRequest]]:
         """Whom to ask for a listing now, and what to ask; each is followed by `listed`."""

@@ -13,11 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.scale_events import DEGREE, LEARNT, LIFE_SECONDS, MADE, ROOM, STEP_SECONDS, TURNOVER_SECONDS
-from swarmnode.rollouts.asking import AT_ONCE
-from swarmnode.rollouts.offers import HALF_LIFE_SECONDS, HOLDERS_AT_ONCE, MOST_OFFERED
+from swarmnode.rollouts.asking import AT_ONCE as MOST_AT_ONCE
+from swarmnode.rollouts.offers import HALF_LIFE_SECONDS, MOST_OFFERED
 from swarmnode.wire.limits import LISTED
 
 CHUNK = 10_000
+HOLDERS_AT_ONCE = 3
+AT_ONCE = MOST_AT_ONCE // 2
+"""Listings in a step: there is plenty on offer."""
 SHELF = 64
 TAKEN = 24
 """Groups that a node remembers to have taken."""

@@ -1,8 +1,7 @@
 """What peers say they have, and which of it to ask whom for. Pure: time, belief and randomness are arguments.
 
     listing ─▶ offers of a holder (64 holders, the newest 32 groups of each)
-    choose ─▶ those that are new, each worth spread × freshness × trust × novelty of the author
-           ─▶ three holders, drawn by belief × what their offers are worth together, and of these in an order drawn by worth × belief
+    choose ─▶ those that are new, in an order drawn by spread × freshness × trust × novelty of the author × belief in who lists it
            ─▶ each from one of its holders, drawn by belief; a step's worth over several authors and holders
            ─▶ one request for each holder: at most 16 groups, and 1 MiB as listed
 """
@@ -10,7 +9,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
@@ -22,8 +21,6 @@ from swarmnode.wire.listings import Listed, ListingResponse
 MOST_HOLDERS = 64
 MOST_OFFERED = 32
 """Of one holder, the newest: what is older is hardly ever chosen, and each costs four microseconds whenever a choice is made."""
-HOLDERS_AT_ONCE = 3
-"""Holders that one choice is made from: a request costs what seven more groups in it do."""
 HALF_LIFE_SECONDS = 60.0
 """In which a listed group's weight halves: two steps or so."""
 SECOND_HAND = 0.3
@@ -34,10 +31,6 @@ be asked for want of others."""
 REMEMBERED_AUTHORS = 64
 """Groups asked for last, of whose authors more is less welcome."""
 REMEMBERED_CONTENTS = 4096
-
-
-_Held = dict[bytes, list[tuple[str, Listed]]]
-"""Content id → (holder, what it says)."""
 
 
 class Pull(msgspec.Struct, frozen=True):
@@ -126,15 +119,14 @@ class Offers:
         held = self._held(now, is_known, {*busy, *doubted})
         if not held:
             return []
-        met = Counter(self._asked_of)
-        authors = {content: self._author_of(holders[0][1].author) for content, holders in held.items()}
-        worth = {
-            content: _spread(holders, belief) * freshness(holders[0][1], now) * trust(authors[content]) / (1 + met[authors[content]])
-            for content, holders in held.items()
-        }
-        held = _some(held, worth, belief, rng)
         contents = list(held)
-        weights = [max(belief(holder) for holder, _ in held[content]) * worth[content] for content in contents]
+        met = Counter(self._asked_of)
+        authors = {content: self._author_of(held[content][0][1].author) for content in contents}
+        weights = [
+            max(belief(holder) for holder, _ in held[content]) * _spread(held[content], belief) * freshness(held[content][0][1], now)
+            * trust(authors[content]) / (1 + met[authors[content]])
+            for content in contents
+        ]
         ordered = sampling.shuffle_weighted(contents, weights, rng)
         chosen = sampling.spread_over_peers(ordered, count, authors.__getitem__, -(-count // 2))
         several = len({holder for holders in held.values() for holder, _ in holders}) > 1
@@ -148,7 +140,7 @@ class Offers:
     def _pack(
         self,
         chosen: Sequence[bytes],
-        held: _Held,
+        held: dict[bytes, list[tuple[str, Listed]]],
         most: int,
         draw: Callable[[list[tuple[str, Listed]]], tuple[str, Listed]],
     ) -> list[Pull]:
@@ -165,11 +157,12 @@ class Offers:
                 room[holder] = room.get(holder, limits.GROUP_BYTES) - listed.size
         return [Pull(holder, tuple(groups)) for holder, groups in requests.items()]
 
-    def _held(self, now: float, is_known: Callable[[bytes], bool], busy: Collection[str]) -> _Held:
-        """Everything that may be asked for; what is old or known is forgotten."""
-        held: _Held = {}
+    def _held(self, now: float, is_known: Callable[[bytes], bool], busy: Collection[str]) -> dict[bytes, list[tuple[str, Listed]]]:
+        """Content id → (holder, what it says) of everything that may be asked for; what is old or known is forgotten."""
+        held: dict[bytes, list[tuple[str, Listed]]] = {}
         for holder, known in self._holders.items():
-            self.forget(holder, [content for content, listed in known.groups.items() if not is_timely(listed, now) or is_known(content)])
+            gone = [content for content, listed in known.groups.items() if not is_timely(listed, now) or is_known(content)]
+            self.forget(holder, gone)
             for content, listed in known.groups.items() if holder not in busy else ():
                 held.setdefault(content, []).append((holder, listed))
         return held
@@ -192,18 +185,6 @@ def is_timely(listed: Listed, now: float) -> bool:
 def freshness(listed: Listed, now: float) -> float:
     """1 for a group that was just made, half of it every HALF_LIFE_SECONDS."""
     return float(0.5 ** (max(0.0, now - listed.created_at / 1000) / HALF_LIFE_SECONDS))
-
-
-def _some(held: _Held, worth: dict[bytes, float], belief: Callable[[str], float], rng: random.Random) -> _Held:
-    """What HOLDERS_AT_ONCE of them offer, drawn by how much that is worth and how far they are believed."""
-    offer: defaultdict[str, float] = defaultdict(float)
-    for content, holders in held.items():
-        for holder, _ in holders:
-            offer[holder] += worth[content]
-    weights = [belief(holder) * value for holder, value in offer.items()]
-    chosen = set(sampling.shuffle_weighted(list(offer), weights, rng)[:HOLDERS_AT_ONCE])
-    some = {content: [(holder, listed) for holder, listed in holders if holder in chosen] for content, holders in held.items()}
-    return {content: holders for content, holders in some.items() if holders}
 
 
 def _spread(holders: list[tuple[str, Listed]], belief: Callable[[str], float]) -> float:

@@ -147,18 +147,6 @@ def test_a_request_has_at_most_sixteen_groups_and_a_mebibyte_and_a_holder_half_o
     assert max(len(pull.groups) for pull in pulls) <= 4
 
 
-def test_a_choice_is_made_from_few_holders_those_whose_offers_are_worth_most():
-    good = {f"good{n}": [listed(10 * n + k, author="a") for k in range(4)] for n in range(8)}
-    bad = {f"bad{n}": [listed(1000 + 40 * n + k, author="b") for k in range(offers.MOST_OFFERED)] for n in range(8)}
-    trust = lambda peer: {"a": 1.0, "b": 1 / 64}[peer]
-    asked = [pull.holder for seed in range(50) for pull in choose(heard(**good, **bad), 9, seed, trust=trust)]
-    assert len(asked) <= 50 * offers.HOLDERS_AT_ONCE
-    assert sum(holder.startswith("good") for holder in asked) > 0.8 * len(asked)
-    lying = lambda peer: 1 / 64 if peer.startswith("bad") else 1.0
-    asked = [pull.holder for seed in range(50) for pull in choose(heard(**good, **bad), 9, seed, belief=lying)]
-    assert sum(holder.startswith("good") for holder in asked) > 0.8 * len(asked)
-
-
 def test_spread_freshness_trust_and_novelty_decide_and_what_is_known_or_late_is_left_out():
     two = lambda good, bad: [listed(1, author="a", **good), listed(2, author="b", **bad)]
     one = lambda groups, seed, **how: choose(heard(h=groups), 1, seed, **how)[0].groups[0].content
