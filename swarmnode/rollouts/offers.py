@@ -20,7 +20,7 @@ from swarmnode.wire.listings import Listed, ListingResponse
 
 MOST_HOLDERS = 64
 MOST_OFFERED = 32
-"""Of one holder, the newest: what is older is hardly ever chosen, and each costs four microseconds whenever a choice is made."""
+"""Offers of one holder, its newest. What is older is hardly ever chosen, and each costs four microseconds whenever a choice is made."""
 HALF_LIFE_SECONDS = 60.0
 """In which a listed group's weight halves: two steps or so."""
 SECOND_HAND = 0.3
