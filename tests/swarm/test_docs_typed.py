@@ -1,0 +1,304 @@
+"""README, docs/join.md, docs/host-a-swarm.md and docs/own-task.md, typed by somebody who does what they say: every command of their code
+blocks, in order, in a shell, with real nodes.
+
+A machine is a home directory. What the pages cannot know (addresses, an invite) is put in by SAID, what cannot be done here is in NOT_HERE;
+an entry of either that no page needs any more is an error. One founder runs for all of them; other nodes end after one step.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.support.terminal import typed
+
+pytestmark = [pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(1500)]
+
+ROOT = Path(__file__).parents[2]
+PAGES = {name: ROOT / name for name in ("README.md", "docs/join.md", "docs/host-a-swarm.md", "docs/own-task.md")}
+PASSPHRASE = "five random words are good"
+
+NOT_HERE = {
+    r"make demo": "tests/swarm/test_demo.py runs it",
+    r"make test": "runs this",
+    r"pip install '\.\[train\]'": "needs a package index; this environment is what it makes",
+    r"swarmnode (run --set policy\.model=|plan )Qwen/": "needs the Hugging Face Hub",
+    r"swarmnode run --recipe 24gb-7b-lora": "needs a card of 24 GB and the Hub",
+}
+"""Commands of the pages that cannot be typed here, and why."""
+
+MACHINES = {"swarmnode bootstrap INVITE": "small", "swarmnode key import": "new"}
+"""Commands that the page has somebody type elsewhere."""
+OWNERS = {"README.md": "member", "docs/join.md": "member", "docs/host-a-swarm.md": "host", "docs/own-task.md": "author"}
+"""Whose machine a page is about otherwise."""
+
+ANSWERS = {
+    "swarmnode key passphrase": [("new passphrase", PASSPHRASE), ("the same again", PASSPHRASE)],
+    "swarmnode init --successor": [("[y/N]", "y")],
+}
+"""What is asked, and what is typed then."""
+
+
+def commands(page):
+    """What the page has people type, line by line, without the comments behind it; a founder's block comes where it stands."""
+    lines = re.sub(r"^```(?!\n).*?^```", "", PAGES[page].read_text(), flags=re.S | re.M).splitlines()  # files are written, not typed
+    shell = [match[1] for line in lines if (match := re.match(r"(?: {4}|\$ )((?:[A-Z_]+=\S+ )?(?:swarmnode|pip|make|scp) .*)", line))]
+    return [re.split(r"\s{2,}#|\s#\s", line)[0].strip() for line in shell]
+
+
+def files(page):
+    """(name, text) of every file that the page has people write."""
+    text = PAGES[page].read_text()
+    named = re.findall(r"`([\w/.-]+)`:\n\n```\w+\n(.*?)^```", text, re.S | re.M)
+    return named + re.findall(r"^```toml\n# (\w+\.toml)[^\n]*\n(.*?)^```", text, re.S | re.M)
+
+
+def free_port():
+    with socket.socket() as chosen:
+        chosen.bind(("127.0.0.1", 0))
+        return chosen.getsockname()[1]
+
+
+class Machine:
+    """A user's home on a machine, and what was typed there."""
+
+    def __init__(self, home):
+        self.home = home
+        home.mkdir(parents=True, mode=0o700)
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(("SWARMNODE_", "XDG_", "PYTHON"))}
+        self.env = kept | {
+            "HOME": str(home), "SHELL": "/bin/bash", "TERM": "dumb", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(home / "site"), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "SWARMNODE_HTTP_PORT": "0", "SWARMNODE_NETWORK_MDNS": "false",
+            "SWARMNODE_TRAINING_MAX_STEPS": "1",
+            "SWARMNODE_TRAINING_EVAL_EVERY": "1000", "SWARMNODE_WEIGHTS_JOIN_SECONDS": "1", "SWARMNODE_POLICY_THREADS": "1",
+        }  # fmt: skip
+        self.data = home / ".local/state/swarmnode"
+
+    def types(self, line, answers=()):
+        code, written = typed(line, self.env, self.home, answers, seconds=600)
+        assert code == 0, f"{line}: {code}\n{written[-3000:]}"
+        return written
+
+    def starts(self, line, data=None, stays=False):
+        """stays: it does not end after one step, but takes few."""
+        env = self.env | ({"SWARMNODE_TRAINING_MAX_STEPS": "0", "SWARMNODE_TRAINING_STEP_INTERVAL": "30"} if stays else {})
+        return Node(self, line, env, data or self.data)
+
+
+class Node:
+    """What a line of shell runs until it ends by itself or is told to."""
+
+    def __init__(self, machine, line, env, data):
+        self.line = line
+        self._addresses = data / "run" / "addresses.json"
+        self._addresses.unlink(missing_ok=True)
+        self._log = machine.home / "node.log"
+        with open(self._log, "wb") as log:
+            self._process = subprocess.Popen(
+                ["bash", "-c", line], env=env, cwd=machine.home, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def until(self, told, seconds=600.0):
+        """Wait until `told(snapshot)` of its status page."""
+        late = time.monotonic() + seconds
+        while time.monotonic() < late:
+            assert self._process.poll() is None, self.said()
+            with suppress(OSError, ValueError, KeyError):
+                url = json.loads(self._addresses.read_text())["http"]
+                with urllib.request.urlopen(f"{url}/status?points=1", timeout=5) as answer:
+                    if told(json.load(answer)["snapshot"]):
+                        return self
+            time.sleep(0.3)
+        raise AssertionError(self.said())
+
+    def ends(self, seconds=600.0):
+        """It ends well, by itself."""
+        assert self._process.wait(seconds) == 0, self.said()
+
+    def stop(self):
+        """It ends well, told to."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGTERM)
+        self.ends()
+
+    def kill(self):
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def said(self):
+        return f"{self.line}\n{self._log.read_text(errors='replace')[-3000:]}"
+
+
+def trains(snapshot):
+    return snapshot["trainer"]["report"] and snapshot["trainer"]["report"]["step"] >= 1
+
+
+def met(snapshot):
+    return snapshot["network"]["peers"]["connected"]
+
+
+class World:
+    """The machines, what the pages cannot know, and what has been typed where."""
+
+    def __init__(self, root):
+        self._root = root
+        self._machines = {}
+        self.nodes = []
+        self.done, self.read = set(), set()
+        self.used = set()
+        self.said = {
+            "/ip4/203.0.113.5/tcp/9512\"": f"/ip4/127.0.0.1/tcp/{free_port()}\"", "/ip4/0.0.0.0/tcp/9512": "/ip4/127.0.0.1/tcp/0",
+            "/media/stick/": f"{root}/", "/var/lib/boot": f"{root}/boot", "/run/credentials/swarmnode.service/": f"{root}/",
+            "/dns4/swarm.example.org/tcp/9512": "/ip4/127.0.0.1/tcp/9512", "Qwen/Qwen2.5-0.5B-Instruct": "embedded",
+            'revision = "7ae557604adf67be50417f59c2c2f167def9a775"\n': "", "KEY_PASSPHRASE=…": f"KEY_PASSPHRASE='{PASSPHRASE}'",
+            "scp ": "cp ", " boot:": " .",
+            "pip install ./wordtasks": f"pip install -q --no-deps --no-build-isolation --target {root}/author/site ./wordtasks",
+        }  # fmt: skip
+
+    def machine(self, name):
+        if name not in self._machines:
+            self._machines[name] = Machine(self._root / name)
+        return self._machines[name]
+
+    def here(self, text):
+        """A text of a page as it has to be on this machine."""
+        for said, meant in self.said.items():
+            if said in text:
+                self.used.add(said)
+                text = text.replace(said, meant)
+        return text
+
+    def writes(self, page):
+        machine = self.machine(OWNERS[page])
+        for name, text in files(page):
+            path = machine.home / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(self.here(text))
+        return machine
+
+    def starts(self, name, line, data=None, stays=False):
+        node = self.machine(name).starts(line, data, stays)
+        self.nodes.append(node)
+        return node
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A founder, of the block of README.md that founds a swarm; it runs for everybody."""
+    world = World(tmp_path_factory.mktemp("docs"))
+    try:
+        founder = world.machine("founder")
+        line = next(line for line in commands("README.md") if line.startswith("swarmnode init"))
+        invite = founder.types(world.here(line)).splitlines()[-1]
+        world.invite = invite
+        for page in ("README.md", "docs/join.md"):
+            (printed,) = {line.split()[-1].strip("'") for line in commands(page) if line.startswith("swarmnode join")}
+            world.said[printed] = invite
+        world.said["INVITE"] = invite
+        world.done.add(("founder", world.here(line)))
+        world.starts("founder", "swarmnode run", stays=True).until(trains)
+        yield world
+        world.nodes[0].stop()
+    finally:
+        for node in world.nodes:
+            node.kill()
+
+
+def who(page, line):
+    return next((machine for command, machine in MACHINES.items() if line.startswith(command)), OWNERS[page])
+
+
+def not_here(line):
+    return any(re.match(pattern, line) for pattern in NOT_HERE)
+
+
+def follow(world, page):
+    """Type the page, but for what was typed on that machine already. Yields (line, what it wrote); nodes have ended by then."""
+    world.writes(page)
+    for line in commands(page):
+        world.read.add(line)
+        typed_once = (who(page, line), world.here(line))
+        if not (not_here(line) or typed_once in world.done or ("founder", world.here(line)) in world.done):
+            world.done.add(typed_once)
+            yield line, obeyed(world, *typed_once)
+
+
+def obeyed(world, name, line):
+    """What a command wrote."""
+    if line.startswith("swarmnode join"):
+        world.starts(name, line, stays=True).until(lambda snapshot: met(snapshot) and trains(snapshot)).stop()
+    elif line.startswith("swarmnode bootstrap --manifest"):
+        world.starts(name, line, Path(world.here("/var/lib/boot"))).until(lambda snapshot: snapshot["node"]["swarm"]).stop()
+    elif line.startswith("swarmnode bootstrap"):
+        world.starts(name, line).until(met).stop()
+    elif re.search(r"\bswarmnode run\b", line):
+        world.starts(name, line).ends()
+    else:
+        answers = next((given for command, given in ANSWERS.items() if line.startswith(command)), ())
+        return world.machine(name).types(line, answers)
+    return ""
+
+
+def test_readme(world):
+    done = dict(follow(world, "README.md"))
+    member = world.machine("member")
+    assert json.loads((member.home / "policy" / "swarmnode.json").read_text())["swarm"] == world.invite.rpartition("/")[2]
+    assert "FAIL" not in done["swarmnode doctor"]
+
+
+def test_join(world):
+    member = world.machine("member")
+    if not member.data.exists():  # this page alone
+        member.types("swarmnode key show")
+    done = dict(follow(world, "docs/join.md"))
+    new = world.machine("new")
+    assert new.types("swarmnode key show").strip() in done["swarmnode key import /media/stick/node.key"]
+    assert b"ENCRYPTED" in (member.data / "identity.key").read_bytes()
+
+
+def test_host_a_swarm(world):
+    host = world.machine("host")
+    (host.home.parent / "passphrase").write_text(PASSPHRASE)
+    (host.home.parent / "passphrase").chmod(0o600)
+    world.said["<data dir>"] = str(host.data)
+    shown = ""
+    for line, written in follow(world, "docs/host-a-swarm.md"):
+        if line.startswith("swarmnode key show"):
+            world.said["<that peer id>"] = written.strip()
+        elif line.startswith("swarmnode init"):
+            world.said["<swarm id>"] = written.strip().rpartition("/")[2]
+            shown = written
+    page = PAGES["docs/host-a-swarm.md"].read_text()
+    (example,) = re.findall(r"^```\n\$ swarmnode init --successor[^\n]*\n(.*?)\n```$", page, re.S | re.M)
+    version = lambda text: re.sub(r"version \w{16}", "version", text)
+    assert version(example) in version(shown)
+
+
+def test_own_task(world):
+    author = world.machine("author")
+    rows = [{"prompt": f"What is {i} + 2?", "answer": str(i + 2)} for i in range(40)]
+    (author.home / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = dict(follow(world, "docs/own-task.md"))
+    tried = [written for line, written in done.items() if line.startswith("swarmnode task try")]
+    assert len(tried) == 2
+    assert all("10 questions" in written and "0 went wrong" in written for written in tried), tried
+
+
+def test_nothing_is_left_out_that_is_not_said(world):
+    """After the others; alone it has nothing to say."""
+    lines = [line for page in PAGES for line in commands(page)]
+    assert all(any(re.match(pattern, line) for line in lines) for pattern in NOT_HERE)
+    if world.read >= set(lines):
+        assert set(world.said) - world.used == set()
