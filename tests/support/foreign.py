@@ -45,14 +45,18 @@ def install() -> None:
         installed.write_text(wanted)
 
 
-def until(condition: Callable[[], T], what: Callable[[], object], seconds: float = 30.0) -> T:
-    """The first result of `condition` that is true. `what`: called for the message where none was."""
+def until(condition: Callable[[], T], what: Callable[[], object], seconds: float = 30.0, pause: float = 0.05) -> T:
+    """The first result of `condition` that is true, asked again after each `pause`. `what`: called for the message where none was."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if result := condition():
             return result
-        time.sleep(0.05)
+        time.sleep(pause)
     raise AssertionError(f"not within {seconds:g} s: {what()}")
+
+
+class Reset(Exception):
+    """The node reset a stream: it refuses, or was asked too often (protocol 00, section 1)."""
 
 
 class Foreign:
@@ -71,8 +75,17 @@ class Foreign:
         self._process.stdin.write(json.dumps({"do": action, **given}).encode() + b"\n")
         self._process.stdin.flush()
         answer = json.loads(self._line())
+        if "StreamResetError" in answer.get("error", ""):
+            raise Reset(answer["error"])
         assert "error" not in answer, answer["error"]
         return answer.get("answer")
+
+    def unless_reset(self, action: str, **given: object) -> Any:
+        """The answer; None where the node reset the stream."""
+        try:
+            return self(action, **given)
+        except Reset:
+            return None
 
     def _line(self) -> bytes:
         assert self._process.stdout is not None

@@ -22,7 +22,7 @@ from swarmnode.p2p import book
 from swarmnode.p2p.addresses import Address, parse
 from swarmnode.p2p.admission import Admission
 from swarmnode.p2p.api import AnotherPeer, Declined, RequestHandler
-from swarmnode.p2p.connection_manager import ConnectionManager
+from swarmnode.p2p.connection_manager import ConnectionManager, Keeping
 from swarmnode.p2p.connections import ConnectionTable
 from swarmnode.p2p.dialer import Dialer
 from swarmnode.p2p.discovery import Discovery
@@ -107,6 +107,10 @@ class SimConnection:
         self._ping = (number, (alive if number else True), at)
         return self._ping[:2]
 
+    @property
+    def is_busy(self) -> bool:
+        return self.link.under_way > 0
+
     async def close(self) -> None:
         await trio.lowlevel.checkpoint()
         self.link.close()
@@ -121,10 +125,11 @@ class SimHost:
     def __init__(self, network: SimNetwork, nursery: trio.Nursery) -> None:
         self.peer_id = network.peer_id
         self.nursery = nursery
+        self.held: set[str] = set()
         self._network = network
 
     def hold(self, peers: Collection[str]) -> None:
-        pass
+        self.held = set(peers)
 
     async def close_peer(self, peer: str) -> None:
         await trio.lowlevel.checkpoint()
@@ -180,7 +185,8 @@ class SimNetwork:
         dialer = Dialer(self.peers, self._connect)
         exchange = PeerExchange(self.peers, self.requests, swarm, self.connections, NoNat(address), dialer.wake, rng)  # type: ignore[arg-type]
         self.discovery = Discovery(self.peers, scores.reputation, exchange, None, data_dir / "peers.json", bootstrap, dialer.wake)
-        self.manager = ConnectionManager(SimHost(self, nursery), self.connections, self.peers, scores, dialer, exchange, rng)  # type: ignore[arg-type]
+        keeping = Keeping(max_connections, TARGET_PEERS, lambda peer: False, rng)
+        self.manager = ConnectionManager(SimHost(self, nursery), self.connections, self.peers, scores, dialer, exchange, keeping)  # type: ignore[arg-type]
         self.admission = Admission(peer_id, self.connections, scores, max_connections, None, lambda peer: None)
         scores.banned = self.disconnect
         self.connections.listeners.append(self.manager)
@@ -376,6 +382,7 @@ class SimRequests:
         connection = self._network.connection(peer)
         pending = Pending(connection)
         self._pending[pending] = None
+        connection.link.under_way += 1
         try:
             other = connection.other
             self._network.transmit(
@@ -383,6 +390,7 @@ class SimRequests:
             )
             await pending.done.wait()
         finally:
+            connection.link.under_way -= 1
             del self._pending[pending]
         if isinstance(pending.outcome, PeerError):
             raise pending.outcome
@@ -585,7 +593,11 @@ class SimBulk:
 
                 connection.link.on_close.append(lambda: finish(PeerError("the connection is gone")))
                 network.transmit(connection, BULK, 128, at_other)
-                await done.wait()
+                connection.link.under_way += 1
+                try:
+                    await done.wait()
+                finally:
+                    connection.link.under_way -= 1
                 if isinstance(outcome[0], PeerError):
                     raise outcome[0]
                 return outcome[0]

@@ -92,6 +92,8 @@ class Link:
         self.opened_at = trio.current_time()
         self.on_close: list[Callable[[], None]] = []
         """Called once, in order."""
+        self.under_way = 0
+        """Requests and transfers that one end waits for."""
         self._wires = wires
         self._directions = {
             dialler: Direction(wires.way(dialler, listener)),

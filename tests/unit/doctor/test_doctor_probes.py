@@ -164,9 +164,9 @@ def test_a_trial_answer_shows_what_a_model_directory_lacks(tmp_path):
     (broken / "chat_template.jinja").write_text("{{ raise_exception('no system prompt') }}")
     told = examine(PolicyConfig(device="cpu", model=str(broken)), trial=True)
     assert (told["error_code"], told.get("trial")) == (69, None)
-    assert "a trial generation failed: no system prompt" in told["error"]
+    assert "the chat template of policy.model fails with this policy.chat: no system prompt" in told["error"]
     assert "trial" not in examine(PolicyConfig(device="cpu", model=str(broken))), "nobody asked for one"
-    assert describe_fails(broken).endswith("a trial generation failed: no system prompt")
+    assert describe_fails(broken).endswith("the chat template of policy.model fails with this policy.chat: no system prompt")
 
     weights = load_file(broken / "model.safetensors")
     (broken / "chat_template.jinja").write_text(template)
