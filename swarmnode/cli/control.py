@@ -41,8 +41,7 @@ def finish(*, node: NodeOptions = NODE, json: AsJson = False) -> int:
     data_dir = _data_dir(node)
     from swarmnode.daemon import control
 
-    print("the step that runs is the last one; waiting for it", file=sys.stderr)
-    control.ask(data_dir, "finish")
+    control.ask(data_dir, "finish", lambda: print("the step that runs is the last one; waiting for it", file=sys.stderr))
     return say({"finished": True}, "the node has ended", json)
 
 

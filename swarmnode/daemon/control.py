@@ -185,8 +185,8 @@ async def _keep(stream: trio.SocketStream) -> None:
                 pass
 
 
-def ask(data_dir: Path, command: Command) -> Answer:
-    """Have the node that runs in `data_dir` do something; with `finish`, return once it has ended.
+def ask(data_dir: Path, command: Command, agreed: Callable[[], None] = lambda: None) -> Answer:
+    """Have the node that runs in `data_dir` do something; with `finish`, call `agreed` once it will, and return once it has ended.
 
     Raises Unavailable where no node runs or it cannot do that, Refused where the node is another user's.
     """
@@ -205,6 +205,7 @@ def ask(data_dir: Path, command: Command) -> Answer:
         if answer.error:
             raise Unavailable(answer.error)
         if command == "finish":
+            agreed()
             connection.settimeout(None)
             with contextlib.suppress(OSError):
                 connection.recv(1)  # nothing comes: the end of the stream is the end of the node
