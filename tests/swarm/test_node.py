@@ -156,7 +156,8 @@ def test_a_pause_outlives_the_trainer_and_everybody_is_told_why(swarm):
     assert told(node, "resume").returncode == 0
     until(lambda: status(node)["trainer"]["report"]["step"] > again["trainer"]["report"]["step"], "it goes on")
     steps, samples = ((node.directory / "log" / f"{name}.jsonl").read_text().splitlines() for name in ("steps", "samples"))
-    assert len(steps) > before["trainer"]["report"]["step"], "those of the trainer before as well"
+    assert json.loads(steps[0])["step"] == 1, "those of the trainer before as well"
+    assert json.loads(steps[-1])["step"] > again["trainer"]["report"]["step"]
     assert json.loads(samples[-1])["completions"]
 
 
