@@ -61,8 +61,10 @@ def test_kill_minus_nine_of_trainers_costs_no_committed_step(crew, stages):
     before, after = crew.lose(kill)
     for stage in stages:
         assert after[stage][1]["rung"] in ("R0", "R2"), crew.story()
-        # Its own journal is exact, and what its probe shows is the last step itself: up to 0.06 nats seen, in so small a policy.
-        assert after[stage][1]["rung"] == "R0" or after[stage][1]["probe_kl"] < 0.05
+        # Its own journal is exact, and what its probe shows is the last step itself: up to 0.06 nats seen, in so small a policy. Of three
+        # nodes that lose two trainers, the one that is left may have no rows to judge by.
+        judged = after[stage][1]["probe_kl"]
+        assert after[stage][1]["rung"] == "R0" or (judged < 0.05 if judged is not None else len(stages) == 2)
     for stage in set(range(STAGES)) - set(stages):
         assert trainer_of(after[stage][0]) is not None
         assert after[stage][0] is before[stage][0]

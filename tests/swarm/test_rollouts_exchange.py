@@ -185,7 +185,8 @@ async def mixed(directory, scorer, *choices):
             await nursery.start(exchange.run)
             running.append((exchange, author, network))
         listening = sum(choice != "pull" for choice in choices)
-        await until(lambda: all(len(network.gossip.peers(TOPIC)) >= listening - 1 for network, _ in nodes))
+        told = lambda: all(len(network.gossip.peers(TOPIC)) >= listening - 1 for network, _ in nodes)
+        await until(told, seconds=150)  # a stream that did not open is tried again after a minute at most
         yield running
         nursery.cancel_scope.cancel()
 

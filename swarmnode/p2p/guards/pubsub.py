@@ -164,12 +164,25 @@ class GuardedPubsub(Pubsub):
         """
         delay, deadline = RETRY_SECONDS, math.inf if timeout is None else trio.current_time() + timeout
         while trio.current_time() < deadline:
+            topics = set(self.topic_ids)
             with contained("stream_unopened", peer_id) as failure:
                 await self._handle_new_peer(peer_id)
+                self._announce_changes(peer_id, topics)
             if failure.error is None or NOT_SPOKEN in str(failure.error.__cause__) or not self._peer_is_connected(peer_id):
                 return
             await trio.sleep(delay)
             delay = min(2 * delay, LONGEST_RETRY_SECONDS)
+
+    def _announce_changes(self, peer_id: ID, topics: set[str]) -> None:
+        """Tell a new peer of subscriptions that have changed since our stream to it was begun with `topics`.
+
+        Defect: its first message lists our topics, and changes are announced to those who have had theirs: a topic that is joined while the
+        message is being written is told to nobody, for as long as the connection lives. Not needed any more when stock adds the peer first.
+        """
+        queue, now = self.peer_queues.get(peer_id), set(self.topic_ids)
+        for topic in sorted(topics ^ now) if queue is not None else ():
+            packet, announced = self._build_announce_rpc(topic, subscribe=topic in now)
+            self._enqueue_or_retry_announce(peer_id, queue, packet, announced)
 
     async def handle_dead_peer_queue(self) -> None:
         """Begin again on another connection when the one that carried our stream has closed.

@@ -18,7 +18,8 @@ def accept(data: bytes, peer: str) -> Validation:
 async def join(networks, *validators) -> list[Topic]:
     """Everybody joins; returns once every pair of connected hosts knows that of each other and is in each other's mesh."""
     topics = [await network.gossip.join(NAME, validator) for network, validator in zip(networks, validators, strict=True)]
-    await until(lambda: all(len(network.gossip.peers(NAME)) == len(network.connected()) for network in networks))
+    told = lambda: all(len(network.gossip.peers(NAME)) == len(network.connected()) for network in networks)
+    await until(told, seconds=70)
     await until(lambda: all(network.gossip.statistics().mesh[NAME] == len(network.connected()) for network in networks))
     return topics
 

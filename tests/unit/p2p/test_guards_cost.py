@@ -296,6 +296,7 @@ async def frames_of_nobody(box):
 def opening(kind, errors, connected=lambda: True):
     """A pubsub whose streams fail with `errors`, one by one, before one opens."""
     one, remaining = object.__new__(kind), list(errors)
+    one.subscribed_topics_receive, one.peer_queues = {}, {}
 
     async def open_stream(peer):
         await trio.lowlevel.checkpoint()
@@ -356,3 +357,26 @@ async def test_a_neighbour_that_was_busy_for_too_long_is_gossiped_with_once_it_a
         assert await streams_after_silence(gives_up) is None, "upstream fixed this: remove guard _handle_new_peer_with_retry"
         assert await streams_after_silence(persists) == attacker.MESHSUB
         assert await persists.serves()
+
+
+# -- subscriptions
+
+
+async def test_a_topic_that_is_joined_while_the_first_message_is_written_is_told_to_the_peer(monkeypatch, autojump_clock):
+    peer, told = PEERS[0], []
+
+    async def begun(self, peer_id):
+        """As stock: the list of topics is made, written, and only then the peer is one of those who are told of changes."""
+        await trio.sleep(1)
+        self.subscribed_topics_receive = {"stays": None, "joined": None}
+        self.peer_queues[peer_id] = object()
+
+    monkeypatch.setattr(Pubsub, "_handle_new_peer", begun)
+    one = object.__new__(guards.GuardedPubsub)
+    one.host = new_host(key_pair=create_new_key_pair(bytes([1]) * 32))
+    one.subscribed_topics_receive, one.peer_queues = {"stays": None, "left": None}, {}
+    monkeypatch.setattr(one, "_enqueue_or_retry_announce", lambda to, queue, packet, announced: told.append((to, packet)), raising=False)
+    await one._handle_new_peer_with_retry(peer)
+    assert [(to, each.topicid, each.subscribe) for to, packet in told for each in packet.subscriptions] == [
+        (peer, "joined", True), (peer, "left", False),
+    ]  # fmt: skip
