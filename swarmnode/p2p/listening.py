@@ -87,8 +87,11 @@ def _own_port(data_dir: Path, address: Address) -> int:
 
 
 def _free_port(address: Address) -> int:
-    """A free port below those the system gives to outgoing connections: at a restart one of them could have taken it."""
-    for port in random.sample(OWN_PORTS, 64):
+    """A free port below those the system gives to outgoing connections: at a restart one of them could have taken it.
+
+    Drawn by the system: two processes with the same seed would draw the same one at the same time.
+    """
+    for port in random.SystemRandom().sample(OWN_PORTS, 64):
         with contextlib.suppress(Unavailable), _probe(Address(address.kind, address.host, port)):
             return port
     raise Unavailable(f"none of 64 ports of {address.host} between {OWN_PORTS.start} and {OWN_PORTS.stop} is free")
