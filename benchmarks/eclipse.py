@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from benchmarks import report
 from swarmnode.p2p import turnover
-from swarmnode.p2p.peers import PeerTable
+from swarmnode.p2p.peers import LetGo, PeerTable
 from swarmnode.p2p.turnover import Link
 
 TARGET, MOST = 16, 200
@@ -158,16 +158,16 @@ class Swarm:
 
     def _make_room(self, number: int) -> None:
         for peer in turnover.make_room(self.nodes[number].links.values(), MOST, self.now):
-            self._let_go(number, peer)
+            self._let_go(number, peer, "full")
 
     def _exchange(self, number: int) -> None:
         node = self.nodes[number]
         peer = turnover.exchanged(node.links.values(), TARGET, self.now, self.rng)
         if peer is not None and node.table.has_others(self.now):
-            self._let_go(number, peer)
+            self._let_go(number, peer, "exchanged")
 
-    def _let_go(self, number: int, peer: str) -> None:
-        self.nodes[number].table.rest(peer, self.now)
+    def _let_go(self, number: int, peer: str, why: LetGo) -> None:
+        self.nodes[number].table.rest(peer, self.now, why)
         self._cut(number, self.number_of[peer])
 
     def _restart(self, number: int) -> None:

@@ -240,6 +240,7 @@ SWARM: dict[str, list[Panel]] = {
     "Network": [
         p("Peers", (gauge("swarmnode_peers"), "{{instance}} {{direction}}"), width=6),
         p("Known peers", gauge("swarmnode_peers_known"), width=6),
+        p("Peers let go for others per hour", (f"increase(swarmnode_peers_let_go_total{{{I}}}[1h])", "{{instance}} {{why}}"), width=6),
         p("Gossip mesh", gauge("swarmnode_mesh_peers"), width=6),
         p("Can strangers dial it?", (f"{gauge('swarmnode_reach')} == 1", "{{instance}} {{verdict}}"), kind="timeline",
           width=6),

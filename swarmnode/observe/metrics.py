@@ -30,6 +30,7 @@ from swarmnode.observe.snapshot import NodeSnapshot
 from swarmnode.observe.watch import Histogram
 from swarmnode.p2p.budget import CHOICES, PAUSES
 from swarmnode.p2p.gossip import Validation
+from swarmnode.p2p.peers import LET_GO
 from swarmnode.p2p.summaries import OUTCOMES as SUMMARY_OUTCOMES
 from swarmnode.pipeline.faults import DEVICE
 from swarmnode.pipeline.fence import FENCE_REASONS
@@ -355,6 +356,9 @@ NETWORK = (
     Metric("swarmnode_peers", "gauge", {"in": "network.peers.inbound", "out": "network.peers.outbound"},
            "Connected peers, by who dialled: `in` is they, `out` is this node.", ("direction",)),
     Metric("swarmnode_peers_known", "gauge", "network.peers.known", "Peers of whom the node knows an address, connected or not."),
+    Metric("swarmnode_peers_let_go_total", "counter", "network.peers.let_go",
+           "Connected peers that were let go for others: `exchanged` now and then, so that others' groups are met; `full`, so that "
+           "newcomers find a place.", ("why",), LET_GO),
     Metric("swarmnode_peers_greylisted", "gauge", "network.reputation.greylisted",
            "Peers whose reputation is so low that nothing of theirs is looked at for now."),
     Metric("swarmnode_peers_banned", "gauge", "network.reputation.banned", "Peers that are not talked to at all for now."),

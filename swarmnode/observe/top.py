@@ -137,13 +137,14 @@ def _learning(s: Status, report: Status, history: Status) -> Table:
     restarts = sum(s["supervisor"]["restarts"].values())
     rejected, ignored = sum(admission["rejected"].values()), sum(admission["ignored"].values())
     used = rollouts["judged"].get("used", 0)
+    mode = text(f"exchange: {rollouts['pulling']['mode']}", "dim")
     rows: list[tuple[str, str, RenderableType, str, str]] = [
         ("reward held-out", number(report.get("reward_held_out"), 3), past("reward_held_out"), "published", number(rollouts["published"])),
         ("reward own", number(report.get("reward_own"), 3), past("reward_own"), "admitted", number(admission["admitted"])),
         ("reward peers'", number(report.get("reward_external"), 3), past("reward_external"), "used", number(used)),
         ("policy version", number(report.get("policy_version")), text(pace.get("phase", "no trainer"), "cyan"), "ignored", number(ignored)),
         ("step", number(pace.get("step_seconds"), 2, "s"), past("step_seconds"), "rejected", number(rejected)),
-        ("tokens/s", number(pace.get("tokens_per_second")), "", "pool", number(pool["groups"])),
+        ("tokens/s", number(pace.get("tokens_per_second")), mode, "pool", number(pool["groups"])),
         ("peers", number(s["network"]["peers"]["connected"]), past("peers"), "restarts", number(restarts)),
     ]  # fmt: skip
     for row in rows:

@@ -20,7 +20,7 @@ from swarmnode.p2p.dialer import Dialer
 from swarmnode.p2p.library.hosts import Host
 from swarmnode.p2p.library.identifiers import is_peer_id
 from swarmnode.p2p.liveness import Liveness
-from swarmnode.p2p.peers import PeerTable
+from swarmnode.p2p.peers import LetGo, PeerTable
 from swarmnode.p2p.scoring import PeerScores
 from swarmnode.p2p.turnover import Link
 
@@ -139,7 +139,7 @@ class ConnectionManager:
         """So that a newcomer finds a place here, and is told of others, however many have found theirs before."""
         for peer in turnover.make_room(self._links(), self._keeping.most, trio.current_time()):
             log.debug("making room: %s gives its place up", peer)
-            self._let_go(peer)
+            self._let_go(peer, "full")
 
     async def _meet_others(self) -> None:
         """Exchanges a peer for another, now and then."""
@@ -149,10 +149,10 @@ class ConnectionManager:
             peer = turnover.exchanged(self._links(), self._keeping.target, now, self._keeping.rng)
             if peer is not None and self._table.has_others(now):
                 log.debug("meeting others: %s is exchanged", peer)
-                self._let_go(peer)
+                self._let_go(peer, "exchanged")
 
-    def _let_go(self, peer: str) -> None:
-        self._table.rest(peer, trio.current_time())
+    def _let_go(self, peer: str, why: LetGo) -> None:
+        self._table.rest(peer, trio.current_time(), why)
         self.disconnect(peer)
 
     def _links(self) -> list[Link]:

@@ -16,6 +16,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
+from typing import Literal, get_args
 
 import msgspec
 
@@ -23,6 +24,9 @@ from swarmnode.p2p.addresses import is_circuit, parse_any
 
 SOURCES = ("bootstrap", "mdns", "book", "exchange")
 """Where we heard of a peer, best first. A peer keeps the best source it was heard from."""
+LetGo = Literal["exchanged", "full"]
+"""Why a connected peer is let go: for another that is to be met, or so that newcomers find a place."""
+LET_GO: tuple[str, ...] = get_args(LetGo)
 
 MAX_PEERS = 1024
 ADDRESSES_PER_PEER = 8
@@ -108,6 +112,8 @@ class PeerStatistics(msgspec.Struct, frozen=True):
     forgotten: int = 0
     refused: int = 0
     """Addresses not remembered because a bound was reached."""
+    let_go: dict[str, int] = {}
+    """Peers disconnected for others, by why, of LET_GO."""
 
 
 class PeerTable:
@@ -123,6 +129,7 @@ class PeerTable:
         self._key = rng.randbytes(16)
         self._held: frozenset[str] = frozenset()
         self._dials = self._failures = self._forgotten = self._refused = 0
+        self._let_go = dict.fromkeys(LET_GO, 0)
 
     # -- hearing of peers
 
@@ -174,8 +181,9 @@ class PeerTable:
             if (known := self._peers.get(peer)) is not None and known.addresses and not known.connections:
                 known.due = min(known.due, now)
 
-    def rest(self, peer: str, now: float) -> None:
+    def rest(self, peer: str, now: float, why: LetGo) -> None:
         """`peer` is let go for others."""
+        self._let_go[why] += 1
         if (known := self._peers.get(peer)) is not None:
             known.rests_until = now + REST_SECONDS
 
@@ -335,6 +343,7 @@ class PeerTable:
             dial_failures=self._failures,
             forgotten=self._forgotten,
             refused=self._refused,
+            let_go=dict(self._let_go),
         )
 
     # -- rules

@@ -51,7 +51,8 @@ Answer = TypeVar("Answer", bound=msgspec.Struct)
 
 class PullStatistics(msgspec.Struct, frozen=True):
     mode: str = Phase.GOSSIP.value
-    """`gossip`, `trial` (in the topic, and asking for listings as well) or `pull`, also on a visit to the topic."""
+    """`gossip`, `trial` (in the topic, and asking for listings as well), `pull`, or `visit` (that, and in the topic
+    for those that do not list)."""
     modes: dict[str, bool] = {}
     """The same for every mode: whether it is this one."""
     switches: int = 0
@@ -145,7 +146,7 @@ class Pulling:
         mode = self._mode.state
         named = lambda kind: {outcome: n for (which, outcome), n in self._counts.items() if which == kind}
         return PullStatistics(
-            mode=(Phase.PULL if mode.phase in PULLING else mode.phase).value,
+            mode=mode.phase.value,
             modes={phase.value: phase is mode.phase for phase in Phase},
             switches=mode.switches,
             arrived_per_wanted=mode.arrived / mode.wanted if mode.wanted > 0 else None,

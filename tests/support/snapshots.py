@@ -156,7 +156,7 @@ def example_at(t: float) -> NodeSnapshot:
             judged={"used": used, "spot_check": 2, "surprise": 1, "untokenizable": 0},
             fetching=FetchStatistics(fetched={"ok": 3, "fetch_timeout": 1}),
             pulling=PullStatistics(
-                modes={"gossip": True, "trial": False, "pull": False},
+                modes={"gossip": True, "trial": False, "pull": False, "visit": False},
                 arrived_per_wanted=1.5, listed_per_wanted=0.5, listings={"ok": 12, "unsupported": 1}, pulled={"ok": 8, "unknown": 1},
                 offered=5, listers=2, claims=BeliefStatistics(8, {"absent": 1}, 2),
             ),
@@ -169,7 +169,7 @@ def example_at(t: float) -> NodeSnapshot:
         network=NetworkStatistics(
             peers=PeerStatistics(
                 known=5, connected=connected, inbound=min(1, connected // 2), outbound=connected - min(1, connected // 2), dials=9,
-                dial_failures=4,
+                dial_failures=4, let_go={"exchanged": 6, "full": 2},
             ),
             gossip=GossipStatistics(
                 received=received, accepted=admitted, ignored=ignored, rejected=rejected, delivered=admitted, published=steps * 4,

@@ -5,7 +5,7 @@
 const POLL_MS = 2000;
 const STALE_MS = 7000;
 const POINTS = 360;
-const WAYS = { gossip: "by gossip", trial: "by gossip", pull: "by asking" };
+const WAYS = { gossip: "by gossip", trial: "by gossip, trying to ask", pull: "by asking", visit: "by asking, and by gossip for now" };
 
 // --- small things ----------------------------------------------------------------------------------------------------
 

@@ -62,7 +62,8 @@ def test_a_peer_that_was_let_go_rests_while_there_are_others():
     connect(known, "p0")
     connect(known, "p1")
     assert known.has_others(100.0)
-    known.rest("p0", 100.0)
+    known.rest("p0", 100.0, "exchanged")
+    assert known.statistics().let_go == {"exchanged": 1, "full": 0}
     known.disconnected("p0", 100.0)
     assert [dial.peer for dial in known.to_dial(200.0)] == ["p2"]
     known.failed("p2", 200.0)

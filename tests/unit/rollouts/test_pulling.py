@@ -299,11 +299,13 @@ async def test_those_that_cannot_be_pulled_from_are_learnt_from_and_learn_while_
             await swarm.publish(number, *range(3 * step, 3 * step + 3))
         for number in range(3):
             await swarm.draw(number, count=2)
-        visits.append(swarm.told(0)[0].modes["visit"])
+        told = swarm.told(0)[0]
+        assert [mode for mode, is_it in told.modes.items() if is_it] == [told.mode]
+        visits.append(told.mode)
     before = swarm.authors[2].peer
     assert all(swarm.exchanges[number].authors.admitted_of(before) > 20 for number in range(2))
     assert all(swarm.exchanges[2].authors.admitted_of(swarm.authors[number].peer) > 100 for number in range(2))
-    assert {True, False} == set(visits)
+    assert {"visit", "pull"} == set(visits)
     assert swarm.told(0)[0].arrived_per_wanted < 3
 
 
