@@ -320,8 +320,12 @@ class _Turn:
 
     def _charge(self, peer: str, cost: float | None = None) -> None:
         """`peer` kept us from working for `cost` seconds, as we saw ourselves: none of our crews has it for twice as long, and for longer
-        with each further time. None for what happens to everybody (a process starts again): the first time is free."""
-        known = self._peer(peer)
+        with each further time. None for what happens to everybody (a process starts again): the first time is free, but for one with whom
+        no step was ever taken and whose crew stood still."""
+        known, crew = self._peer(peer), self.state.crew
+        stood = self.now - crew.stepped_at if crew is not None and self.state.phase != Phase.PREPARING else 0.0
+        if cost is None and not known.worked and stood > self.settings.bar_seconds:
+            cost = stood
         debt = min(LONGEST_BAR_SECONDS, 2 * known.debt + max(2 * (cost or 0.0), self.settings.bar_seconds))
         until = self.now + debt if cost is not None or known.debt else known.barred_until
         if peer != self.state.me:
@@ -665,7 +669,7 @@ class _Turn:
         offers[state.me] = self._own_offer()
         plan = plan_crew(
             state.me, offers, offering.model, offering.cost, settings.stages, self._waited, self._waits,
-            {peer: 1 - known.worked + math.ceil(known.debt) for peer, known in state.peers.items()},
+            {peer: 1 - known.worked + math.ceil(max(0.0, known.debt - settings.bar_seconds)) for peer, known in state.peers.items()},
         )  # fmt: skip
         if plan is None:
             self._set(planned=())

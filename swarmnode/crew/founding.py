@@ -34,7 +34,7 @@ CONSIDERED: Final = 12
 PLAUSIBLE: Final = 64
 """Steps that a single other node may be ahead of us, and be believed."""
 IMPOSSIBLE: Final = 10**15
-_WHERE: Final = {"memory": 0, "disk": 1, "neighbour": 2}
+_WHERE: Final = {"memory": 0, "disk": 1, "neighbour": 3}
 GAP: Final = 10**6
 """Steps that a block lacks of which there is no copy."""
 OLDER: Final = 1000
@@ -44,7 +44,8 @@ FETCHED: Final = 10**9
 
 RANKS: Final = 1000
 UNKNOWN: Final = 3
-"""For a node with whom no step was taken, or that is in debt: more than the difference between memory and disk."""
+"""For a node with whom no step was taken, or that is in debt: more than the difference between memory and disk. At the head one more: who
+does nothing there is found out last. Not more than a neighbour's copy costs: nobody changes his stage for it."""
 
 Block = tuple[int, int]
 """(first, last) layer, the last one not included."""
@@ -112,6 +113,8 @@ def is_behind(own: Iterable[Copy], point: Point, vouchers: int, members: int, wa
             return True
     if point.step == 0 or point.is_of(own) or (mine is not None and mine.lineage == point.lineage and point.step <= mine.step):
         return False
+    if mine is None and waited >= 4 * waits.exact:  # nothing to lose, and what one node alone still has would be lost
+        return vouchers < 1
     far = mine is not None and point.step > mine.step + PLAUSIBLE and waited < waits.lost
     return vouchers < (2 if far else min(2, members - 1))
 
@@ -170,17 +173,18 @@ def _begin(choice: _Choice, willing: Iterable[str], stages: int) -> Record | Non
 
 def _continue(choice: _Choice, lineage: bytes, waited: float, waits: Waits) -> Plan | None:
     """The newest point of `lineage` that may be gone on from after `waited` seconds."""
-    me, cost = choice.me, choice.cost
+    me, able, cost = choice.me, choice.able, choice.cost
     mine = [(peer, copy) for peer, copy in choice.copies if copy.lineage == lineage and copy.step > 0]
     points = sorted(_points(mine), key=lambda point: (-point.step, point.hash))
-    newest_step = max((point.step for point in points if _is_backed(me, point, mine)), default=0)
+    sayers = {point: {peer for peer, copy in mine if _has(point, copy)} for point in points}
+    backed = {point for point in points if me in sayers[point] or len(sayers[point]) > 1}
+    newest_step = max((point.step for point in backed), default=0)
+    learnt = newest(able[me].copies) is not None
     for point in points:
         cut = _cut(point, mine, len(cost.layers))
-        if cut is None:
+        if cut is None or (learnt and point not in backed):
             continue
         exact = sum(_exact(point, mine, block) for block in cut)
-        if not _believed(me, point, cut, mine):
-            continue
         if exact == len(cut):
             wait = 0.0 if point.step >= newest_step else 2 * waits.exact
         else:
@@ -193,14 +197,12 @@ def _continue(choice: _Choice, lineage: bytes, waited: float, waits: Waits) -> P
                 wait = 4 * waits.exact
         if waited < wait:
             continue
-        vouchers = {peer for peer, offer in choice.able.items() if point.is_of(offer.copies)}
-        behind = {peer for peer, offer in choice.able.items() if is_behind(offer.copies, point, MEMBERS, len(cut), waited, waits)}
+        behind = {peer for peer, offer in able.items() if is_behind(offer.copies, point, MEMBERS, len(cut), waited, waits)}
         holders = _place(point, cut, [(peer, copy) for peer, copy in mine if peer not in behind], choice, behind)
-        if holders is not None and any(
-            is_behind(choice.able[peer].copies, point, len(vouchers & set(holders) - {peer}), len(cut), waited, waits) for peer in holders
-        ):
-            continue  # it would be refused
-        if holders is not None:
+        if holders is None:
+            continue
+        vouchers = sayers[point] & set(holders)
+        if not any(is_behind(able[peer].copies, point, len(vouchers - {peer}), len(cut), waited, waits) for peer in holders):
             members = tuple(Member(peer, last - start) for peer, (start, last) in zip(holders, cut, strict=True))
             record = Record(lineage, choice.model, point.hash, point.step, point.taken, members, bytes(NONCE_BYTES))
             return Plan(record, exact=wait == 0.0)
@@ -217,21 +219,6 @@ def _points(copies: Iterable[tuple[str, Copy]]) -> Iterable[Point]:
 
 def _has(point: Point, copy: Copy) -> bool:
     return (copy.step, copy.hash) == (point.step, point.hash) or (copy.next == point.hash and copy.step + 1 == point.step)
-
-
-def _is_backed(me: str, point: Point, copies: Sequence[tuple[str, Copy]]) -> bool:
-    """Whether we have been there, or more than one other node says that it has."""
-    sayers = {peer for peer, copy in copies if _has(point, copy)}
-    return me in sayers or len(sayers) > 1
-
-
-def _believed(me: str, point: Point, cut: Sequence[Block], copies: Sequence[tuple[str, Copy]]) -> bool:
-    """Whether a point is more than a claim: we have been there, or half of the blocks' holders say so, and more than one of them."""
-    sayers = {peer for peer, copy in copies if copy.layers in cut and _has(point, copy)}
-    learnt = any(peer == me and copy.where != "neighbour" for peer, copy in copies)
-    if 2 * len(sayers) < len(cut) and 2 * sum(_exact(point, copies, block) for block in cut) < len(cut):
-        return False
-    return me in sayers or not learnt or len(sayers) > 1
 
 
 def _exact(point: Point, copies: Iterable[tuple[str, Copy]], block: Block) -> bool:
@@ -278,10 +265,13 @@ def _place(
             stage = cut.index(copy.layers)
             if able[peer].memory >= needs[stage]:
                 lag = point.step - copy.step
-                price = _WHERE[copy.where] if _has(point, copy) else OLDER + lag if lag > 0 else FETCHED
+                older = lag > 0 and not _exact(point, copies, copy.layers)  # else the exact one is fetched
+                price = _WHERE[copy.where] if _has(point, copy) else OLDER + lag if older else FETCHED
                 costs[peer][stage] = min(costs[peer][stage], price)
     held = {copy.layers for _, copy in copies}
     ranks = {peer: min(choice.ranks.get(peer, 0), RANKS - 1) for peer in costs}
+    if choice.me in ranks and newest(able[choice.me].copies) is None:
+        ranks[choice.me] = 1  # who has learnt nothing is no better known than the others: else it would take what they have
     peers = sorted(costs, key=lambda peer: (min(costs[peer]), ranks[peer], -able[peer].speed, peer))[:CONSIDERED]
     clashes = [sum(1 << number for number, other in enumerate(peers) if choice.clash(peer, other)) for peer in peers]
 
@@ -295,7 +285,7 @@ def _place(
             if price >= IMPOSSIBLE or used >> number & 1 or used & clashes[number]:
                 continue
             if (rest := best(stage + 1, used | 1 << number)) is not None:
-                doubt = UNKNOWN * (1 + (stage == 0)) if ranks[peer] else 0  # a head that does nothing is found out last
+                doubt = UNKNOWN + (stage == 0) if ranks[peer] else 0
                 options.append(((price + doubt) * RANKS + ranks[peer] + rest[0], number, (peer, *rest[1])))
         if not options:
             return None

@@ -8,12 +8,16 @@ at once, clocks that run at other speeds. `crew_history` holds what happens to w
     faults    the above, with lying strangers in half of the schedules
     calm      lying strangers and free nodes alone: no crew that runs may end or stand still
     member    one member lies: it goes on without it, or in spite of it
+    losses    nobody lies and no message is lost; one outage after the other, and after each a crew begins at the newest step of which there
+              is a copy of every block: some are cut off for a second to an hour, all processes are killed at once, one disk of them is
+              gone besides, or each member in turn is drained and replaced by a new node
 """
 
 from __future__ import annotations
 
 import argparse
 import heapq
+import math
 import random
 import sys
 import time
@@ -41,7 +45,9 @@ BOUND_SECONDS = 240.0
 """After the last fault, until everybody runs or is free because it must be. Each liar adds `step_seconds`: one that holds the head's place
 and answers is not to be told from a slow head before, and before that nobody has seen anything of it. So it can cost whoever does not know
 it so much, once; what it costs later is bounded by how long it is left out then."""
-KINDS = ("faults", "calm", "member")
+KINDS = ("faults", "calm", "member", "losses")
+SPARES = {"faults": (0, 0, 1, 1, 2), "losses": (0, 0, 1)}
+LONGEST_OUTAGE_SECONDS = 3600.0
 
 
 @dataclass
@@ -75,8 +81,8 @@ class World:
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
         self.stages = rng.choice((1, 2, 2, 3, 3, 3, 4, 4))
-        self.spares = rng.choice((0, 0, 1, 1, 2)) if kind == "faults" else rng.choice((1, 2))
-        if kind == "member":
+        self.spares = rng.choice(SPARES.get(kind, (1, 2)))
+        if kind in ("member", "losses"):
             self.stages = max(2, self.stages)
         bad = kind == "faults"
         self.loss = rng.choice((0.0, 0.0, 0.02, 0.1, 0.3)) if bad else 0.0
@@ -84,8 +90,10 @@ class World:
         self.delay = rng.choice((0.02, 0.05, 0.3))
         self.frames_overtake = bad and rng.random() < 0.1
         self.failing = rng.choice((0.0, 0.0, 0.0, 0.2)) if bad else 0.0
-        self.liars = [f"x{i}" for i in range(rng.choice((1, 2, 3)))] if kind == "calm" or rng.random() < 0.5 else []
-        self.quiet_from = FAULT_SECONDS + 10.0
+        self.liars = [f"x{i}" for i in range(rng.choice((1, 2, 3)))] if kind == "calm" or (kind != "losses" and rng.random() < 0.5) else []
+        self.quiet_from = FAULT_SECONDS + 10.0 if kind != "losses" else math.inf
+        self._begins_at = 0
+        """Where nothing is cut off: the step that a crew has to begin at, or a newer one."""
         self.cut: set[tuple[str, str]] = set()
         self._last_frame: dict[tuple[str, str, bytes], float] = {}
         self._triggers: dict[str, list[str]] = {}
@@ -128,12 +136,14 @@ class World:
             self._plan_faults()
         elif self.kind == "member":
             self.at(8.0, self._turn_coat)
+        elif self.kind == "losses":
+            self.at(self.rng.uniform(15.0, 40.0), self._outage, self.rng.choice((1, 1, 2, 3)))
         looked, bound = -1, BOUND_SECONDS + self.settings.step_seconds * (len(self.liars) + (self.kind == "member"))
         while self._queue:
             when, _, function, args = heapq.heappop(self._queue)
             if when > self.quiet_from and int(when) != looked:
                 if looked < 0:
-                    self._newest, self._as_new = self._could_go_on_from()
+                    self._newest, self._as_new = self._could_go_on_from(self._live())
                 looked = int(when)
                 if self._at_rest():
                     self._check_end()
@@ -196,10 +206,9 @@ class World:
     def _live(self) -> list[Node]:
         return [n for n in self.nodes.values() if n.state is not None and not n.dead and not n.lies and n.name not in self._draining]
 
-    def _could_go_on_from(self) -> tuple[int, set[bytes]]:
-        """The newest step whose every block some live node has exactly, if there are nodes enough; the lineages that are as far."""
+    def _could_go_on_from(self, live: list[Node]) -> tuple[int, set[bytes]]:
+        """The newest step whose every block one of `live` has exactly, if they are enough; the lineages that are as far."""
         found: dict[tuple[bytes, int, bytes], set[Block]] = {}
-        live = self._live()
         for node in live:
             for weights in [*node.disk.all(), *([node.trainer.held] if node.trainer and node.trainer.held else [])]:
                 if weights.hash in self.history.learnt:  # what a liar names is nobody's loss
@@ -271,6 +280,8 @@ class World:
             raise Violation(f"a crew that was well did not go on at {name}: {event}")
         if crew is not None and (before is None or before.id != crew.id):
             self._seen.append(crew.founded)
+            if crew.record.step < self._begins_at:
+                raise Violation(f"a crew begins at step {crew.record.step}, and everything of step {self._begins_at} was there")
         for action in actions:
             match action:
                 case ev.Answer():
@@ -551,10 +562,11 @@ class World:
 
     def kill(self, name: str) -> None:
         """A whole node: sometimes its connections are reset, sometimes it is merely silent; it comes back or not, with its disk or not."""
+        if self.nodes[name].state is not None:
+            self._down(name, self.rng.random() < 0.3, self.rng.random() < 0.3, self.rng.random() < 0.8)
+
+    def _down(self, name: str, loses: bool, silent: bool, back: bool) -> None:
         node = self.nodes[name]
-        if node.state is None:
-            return
-        loses, silent, back = self.rng.random() < 0.3, self.rng.random() < 0.3, self.rng.random() < 0.8
         self.history.note(self.now, "kill", name, loses, silent, back)
         node.state, node.trainer, node.stopped_until = None, None, 0.0
         node.trainer_life += 1
@@ -622,6 +634,63 @@ class World:
             self.history.note(self.now, "everybody")
             for name in self.nodes:
                 self.kill(name)
+
+    # ---- outages ----------------------------------------------------------------------------------------------------------------
+
+    def _outage(self, left: int) -> None:
+        """Something that must cost nothing that was learnt and still is on some disk; then another one, `left` in all."""
+        rng, self._begins_at = self.rng, 0
+        how = rng.choice(("cut", "everybody", "disk", "replace"))
+        nodes = self._live()
+        live = [node.name for node in nodes]
+        self.history.note(self.now, how, *live)
+        if how == "replace":
+            members = [name for name in live if (state := self.nodes[name].state) is not None and state.crew is not None]
+            self._replace(members, left)
+            return
+        seconds = rng.uniform(1.0, 10.0)
+        if how == "cut":
+            seconds = math.exp(rng.uniform(0.0, math.log(LONGEST_OUTAGE_SECONDS)))
+            side = set(rng.sample(live, rng.randrange(1, max(2, len(live)))))
+            self.cut |= {(x, y) for x in live for y in live if (x in side) != (y in side)}
+        else:
+            without = rng.choice(live) if how == "disk" else None
+            for name in live:
+                self._down(name, name == without, silent=True, back=False)
+                self.nodes[name].dead = False
+                self.after(rng.uniform(0.5, seconds), self.boot, name)
+            self._begins_at = self._could_go_on_from(nodes)[0]
+        self.after(seconds + 5.0, self._over, left)
+
+    def _replace(self, members: list[str], left: int) -> None:
+        """The first of `members` leaves for good, with its disk, and a new node comes; when they run again, the next one."""
+        name, rest = members[0], members[1:]
+        node = self.nodes[name]
+        if node.state is not None:
+            self._draining.add(name)
+            self.event(name, node.life, ev.Drain("its person is leaving"))
+            self.after(2.0, self._down, name, True, False, False)
+        self._add(f"n{len(self.nodes)}", 1.0, self.now + self.rng.uniform(0.5, 5.0))
+        self.after(10.0, self._over, left, rest)
+
+    def _over(self, left: int, members: list[str] | None = None) -> None:
+        self.cut.clear()
+        self._begins_at = self._could_go_on_from(self._live())[0]
+        self._wait(left, members or [], self.now)
+
+    def _wait(self, left: int, members: list[str], since: float) -> None:
+        """Until they run again; then what is next."""
+        if not self._at_rest() or self.now - since < 20.0:
+            if self.now - since > BOUND_SECONDS:
+                raise Violation("no end: " + "; ".join(self._describe(node) for node in self.nodes.values()))
+            self.after(1.0, self._wait, left, members, since)
+        elif members:
+            self._begins_at = 0
+            self._replace(members, left)
+        elif left > 1:
+            self._outage(left - 1)
+        else:
+            self.quiet_from = self.now
 
     def _kill_on(self) -> None:
         """Kill when a stage begins to load, between an acknowledgement and the commit, or when a step was taken by the first."""

@@ -225,6 +225,16 @@ def test_what_happens_to_everybody_is_free_once_and_working_pays_for_it():
                 again(node)
 
 
+def test_a_stranger_that_ends_a_crew_which_stood_still_owes_all_that_it_cost():
+    for steps in (False, True):
+        node = running()
+        if steps:
+            node.does(ev.TrainerStatus(local.StageStatus(node.state.crew.id, 1, "active", 1)))
+        node.waits(2 * SETTINGS.bar_seconds, alive=("a",))
+        node.does(ev.Received("a", m.Leave(node.state.crew.id, "because")))
+        assert (node.state.peers["a"].barred_until >= node.now + 4 * SETTINGS.bar_seconds) == (not steps)
+
+
 def again(node):
     """The same two found another crew, and it runs."""
     of = record("a", "b", nonce=b"2" * 8)

@@ -142,6 +142,39 @@ def test_a_stranger_that_claims_everything_is_no_head_where_somebody_else_has_it
     assert peers_of(plan({**ours, "c": offer(copy(2, 9)), "x": stranger}, me="b", ranks={"x": 1}).record) == ("d", "b", "c", "x")
 
 
+def test_members_keep_their_stages_whoever_plans_the_crew_and_the_newcomer_gets_the_one_that_is_free():
+    """A stage that moves is a stage that has to be restored."""
+    for lost in range(4):
+        for where in ("memory", "disk"):
+            kept = {stage: [copy((stage + i) % 4, 9, "neighbour") for i in (1, 3)] for stage in range(4)}
+            offers = {name: offer(copy(stage, 9, where), *kept[stage]) for stage, name in enumerate("abcd") if stage != lost}
+            offers["spare"] = offer()
+            members = tuple("spare" if stage == lost else name for stage, name in enumerate("abcd"))
+            for me in offers:  # each knows those that it has worked with, and itself
+                others = [peer for peer in offers if peer != me]
+                ranks = {peer: 1 if "spare" in (me, peer) else 0 for peer in others}
+                assert peers_of(plan(offers, me=me, ranks=ranks).record) == members
+                assert peers_of(plan(offers, me=me, ranks={**ranks, others[0]: 30}).record) == members, "also one that is in debt"
+
+
+def test_an_older_copy_is_worth_nothing_where_an_exact_one_can_be_fetched():
+    """A stranger claims old steps of every stage, for nothing; who has worked with us has lost its disk."""
+    ours = {name: offer(copy(stage, 9), copy((stage + 1) % 4, 9, "neighbour")) for stage, name in enumerate("abc")}
+    stranger = offer(*(copy(stage, 7, fork=b"x") for stage in range(4)), speed=1e9)
+    found = plan({**ours, "d": offer(), "x": stranger}, ranks={"x": 1})
+    assert peers_of(found.record) == tuple("abcd")
+
+
+def test_what_one_node_alone_still_has_is_gone_on_from_by_those_who_have_nothing():
+    offers = {"a": offer(copy(0, 9), *(copy(stage, 9, "neighbour") for stage in (1, 2, 3))), **{name: offer() for name in "bcd"}}
+    assert plan(offers, 39.0) is None, "it may be a claim: others who were there may come"
+    assert plan(offers, 41.0).record.step == 9
+    assert is_behind([], as_point(9), 1, 4, 39.0, WAITS)
+    assert not is_behind([], as_point(9), 1, 4, 41.0, WAITS)
+    assert is_behind([], as_point(9), 0, 4, 41.0, WAITS)
+    assert is_behind([copy(0, 5)], as_point(9), 1, 4, 41.0, WAITS), "who has learnt something wants two"
+
+
 def test_who_would_not_be_together_is_not_put_together():
     offers = {**four(9, 9, 9, 9), "e": offer(copy(1, 9, "disk"))}
     assert peers_of(plan(offers).record) == tuple("abcd")

@@ -1,17 +1,20 @@
 """Crews under a seeded nemesis: nothing is learnt twice or lost, and nobody outside a crew ends it."""
 
+from collections import Counter
+
 import msgspec
 import pytest
 from msgspec.structs import replace
 
 from swarmnode.crew.control import advance
+from swarmnode.crew.events import TrainerOffers
 from swarmnode.pipeline.fence import Fence
 from tests.support.crew_history import Violation
 from tests.support.nemesis import World, check
 
 SCHEDULES = 40
 FOUND = {
-    "faults": (46, 65, 76, 90, 92, 104, 108, 168, 199, 209, 235, 238, 269, 283, 308, 365, 371, 373, 377, 460, 695, 883),
+    "faults": (46, 65, 76, 90, 92, 104, 108, 168, 199, 209, 235, 238, 269, 283, 308, 365, 371, 373, 377, 460, 695, 883, 2137, 2164, 2177),
     "calm": (83, 98, 238),
     "member": (51, 52, 60, 71, 82, 86, 87, 97, 104, 120, 125, 133, 134, 147, 160, 181, 191, 195, 401),
 }
@@ -27,6 +30,24 @@ def test_every_schedule_ends_and_keeps_every_invariant(kind):
 def test_a_crew_goes_on_without_a_member_that_lies():
     for seed in (*range(20), *FOUND["member"]):
         assert check(seed, "member").counts["steps"] > 0
+
+
+def test_whatever_goes_down_the_crew_afterwards_begins_at_the_newest_step_that_is_somewhere():
+    """Some cut off for a second to an hour, everybody killed at once, one disk of them gone, all members replaced one by one."""
+    outages = Counter()
+    for seed in range(20):
+        outages += check(seed, "losses").counts
+    assert all(outages[how] > 1 for how in ("cut", "everybody", "disk", "replace"))
+
+
+def test_nodes_that_offer_nothing_of_what_is_on_their_disks_lose_what_was_learnt():
+    def forgetful(state, event, now, means):
+        if isinstance(event, TrainerOffers):
+            kept = tuple(copy for copy in event.offering.copies if copy.where == "memory")
+            event = TrainerOffers(msgspec.structs.replace(event.offering, copies=kept))
+        return advance(state, event, now, means)
+
+    assert "begins at step 0" in first_violation(range(20), kind="losses", advance=forgetful)
 
 
 def test_a_schedule_is_the_same_each_time():
