@@ -7,6 +7,7 @@ for.
 import collections
 import gc
 import os
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -16,6 +17,9 @@ hypothesis.settings.register_profile("suite", deadline=None)  # how long an exam
 hypothesis.settings.load_profile("suite")
 
 TESTS = Path(__file__).parent
+gc.disable()  # until everything is collected: half a million objects, none of which is garbage
+sys.dont_write_bytecode = False  # where a shell forbids it, each of hundreds of processes compiles the package for half a second
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; also for the processes that tests start: pools that spin take others' time
 
 LONG = ("slow", "nat", "swarm")
@@ -33,9 +37,10 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """The modules and tests of a worker stay: half a million objects, among which no full collection has to look for garbage."""
+    """The modules and tests of a worker stay: no full collection has to look for garbage among them."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_addoption(parser):

@@ -14,7 +14,10 @@ from swarmnode.wire.swarm import swarm_id
 from tests.support.nat_process import NatHost, wait_until
 from tests.support.netns import Topology, missing
 
-pytestmark = [pytest.mark.nat, pytest.mark.swarm, pytest.mark.timeout(900), pytest.mark.skipif(bool(missing()), reason=missing() or "-")]
+pytestmark = [
+    pytest.mark.nat, pytest.mark.swarm, pytest.mark.long, pytest.mark.timeout(900),
+    pytest.mark.skipif(bool(missing()), reason=missing() or "-"),
+]  # fmt: skip
 
 SETTINGS = {
     "swarm": {"name": "nat"},

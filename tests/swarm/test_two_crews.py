@@ -9,7 +9,7 @@ from swarmnode.demo.nodes import TAKEN, DemoNode
 from swarmnode.policy.build_deep import write_deep_model
 from tests.support.whole_crew import journal_of, snapshot, stage_view, start, stop, trainer_of, until, whole_settings
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.swarm, pytest.mark.long, pytest.mark.timeout(600)]
 
 STAGES = 2
 

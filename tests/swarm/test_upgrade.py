@@ -99,7 +99,7 @@ def until(condition, what, seconds=240.0):
 def test_a_next_version_that_pulls_and_one_from_before_listings_train_on_each_others_groups(tmp_path):
     package = Path(swarmnode.__file__).parent
     for site, changes in (("this", BEFORE), ("next", NEWER)):
-        shutil.copytree(package, tmp_path / site / "swarmnode", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(package, tmp_path / site / "swarmnode")  # compiled as it is, but for what changes
         names = tmp_path / site / "swarmnode" / "wire" / "ids.py"
         source = names.read_text()
         for present, changed in changes.items():

@@ -99,7 +99,7 @@ class Watched:
             self.look()
             if condition():
                 return
-            time.sleep(0.3)
+            time.sleep(1.0)
         raise AssertionError(f"not within {seconds} s: {what}: {[vars(node.view) for node in self.nodes]}")
 
 
