@@ -167,11 +167,16 @@ class TrainingConfig(Section):
     learning_rate: float = Field(default=3e-4, gt=0)
     """AdamW learning rate."""
     options: list[
-        Literal["warmup", "linear", "cosine", "dynamic_sampling", "mask_truncated", "overlong_shaping", "lockstep", "continuous"]
+        Literal[
+            "warmup", "linear", "cosine", "effective_rate", "dynamic_sampling", "mask_truncated", "overlong_shaping", "lockstep",
+            "continuous", "tis", "mis", "icepop", "sequence_tis", "sequence_mis", "sequence_icepop",
+        ]
     ] = []  # fmt: skip
-    """Any of: `warmup`, `linear` or `cosine` (the learning rate; the last two fall to 0 at max_steps), `dynamic_sampling` (sample on until
-    the step's own groups carry a signal), `mask_truncated` or `overlong_shaping` (what was cut is left out, or costs reward), `lockstep` or
-    `continuous` (the engine that samples; neither: the faster one, found by measuring, or lockstep for answers of at most 32 tokens)."""
+    """Any of: `warmup`, `linear` or `cosine` (the learning rate; the last two fall to 0 at max_steps), `effective_rate` (times the root of
+    the effective share), `dynamic_sampling` (sample on until the step's own groups carry a signal), `mask_truncated` or `overlong_shaping`
+    (what was cut is left out, or costs reward), `lockstep` or `continuous` (the engine that samples; neither: the faster one, found by
+    measuring, or lockstep for answers of at most 32 tokens), `tis` (the default), `mis`, `icepop`, `sequence_tis`, `sequence_mis` or
+    `sequence_icepop` (what corrects own completions for the policy that sampled them, by token or by sequence)."""
     advantage: Literal["grpo", "dr_grpo", "mc_grpo", "gdpo"] = "grpo"
     """Advantage estimator."""
     loss_type: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"] = "dapo"
@@ -198,6 +203,9 @@ class TrainingConfig(Section):
         for one, other in (("linear", "cosine"), ("mask_truncated", "overlong_shaping"), ("lockstep", "continuous")):
             if one in self.options and other in self.options:
                 raise ValueError(f"training.options: {one} and {other} are two ways to do one thing: choose one")
+        corrections = [name for name in self.options if name.removeprefix("sequence_") in ("tis", "mis", "icepop")]
+        if len(set(corrections)) > 1:
+            raise ValueError(f"training.options: {' and '.join(corrections)} are ways to do one thing: choose one")
         falls = [name for name in ("linear", "cosine") if name in self.options]
         if falls and not self.max_steps:
             raise ValueError(f"training.options: {falls[0]} falls to 0 at the last step, so training.max_steps must be above 0")

@@ -12,6 +12,7 @@ gradient. `benchmarks.corrections` has bias and variance of each of these agains
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Literal
 
 import torch
@@ -31,9 +32,19 @@ LEAST_WEIGHT = 0.05
 OWN_CORRECTION: tuple[Correction, Level] = ("tis", "token")
 """For what this node sampled itself. The sampler is the policy of the same step in another kernel, so that ratios are near 1, where each of
 them is nearly exact; truncating keeps the gradient of what lies beyond, and a token's ratio varies no more in a longer answer."""
+NAMED: dict[str, tuple[Correction, Level]] = {
+    "tis": ("tis", "token"), "mis": ("mis", "token"), "icepop": ("icepop", "token"),
+    "sequence_tis": ("tis", "sequence"), "sequence_mis": ("mis", "sequence"), "sequence_icepop": ("icepop", "sequence"),
+}  # fmt: skip
+"""As `training.options` has them."""
 FLOOR = 0.1
 """Ratio per token below which a peer's completion weighs nothing. The exact gradient has no use for a higher one: what lies there is what a
 peer has learnt and we have not, and leaving it out adds more bias than its weight does."""
+
+
+def own_correction(options: Collection[str]) -> tuple[Correction, Level]:
+    """The correction that `training.options` names for own completions."""
+    return next((NAMED[option] for option in options if option in NAMED), OWN_CORRECTION)
 
 
 def importance_weights(

@@ -298,7 +298,7 @@ class Loop:
             kl=result.kl,
             clip_fraction=result.clip_fraction,
             grad_norm=result.grad_norm,
-            learning_rate=rate,
+            learning_rate=rate * result.rate_factor,
             zero_advantage_share=silent_share(own),
             external_share=share,
             correction_mean=_mean([w for g in external for w in g.weights]),

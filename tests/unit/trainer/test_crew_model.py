@@ -66,7 +66,7 @@ def _copy_untrained(directory, target):
     AutoTokenizer.from_pretrained(directory).save_pretrained(target)
 
 
-@pytest.mark.parametrize("training", [{"loss_type": "gspo"}, {"loss_type": "cispo"}, {"beta": 0.1}])
+@pytest.mark.parametrize("training", [{"loss_type": "gspo"}, {"loss_type": "cispo"}, {"beta": 0.1}, {"options": ["sequence_mis"]}])
 def test_what_only_a_whole_policy_can_do_is_refused_with_the_remedy(training):
     check_trainable(PolicyConfig(), TrainingConfig(loss_type="grpo"))
     with pytest.raises(Refused, match=r"set training\.\w+ to .*stages.mode to off"):

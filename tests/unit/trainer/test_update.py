@@ -199,7 +199,9 @@ def test_a_step_is_taken_at_the_rate_that_it_is_given(base, rows):
     assert updater.optimizer.param_groups[0]["lr"] == 1e-3
 
 
-@pytest.mark.parametrize("options", [["linear"], ["linear", "cosine"], ["mask_truncated", "overlong_shaping"], ["nonsense"]])
+@pytest.mark.parametrize(
+    "options", [["linear"], ["linear", "cosine"], ["mask_truncated", "overlong_shaping"], ["mis", "sequence_tis"], ["nonsense"]]
+)
 def test_options_that_cannot_be_are_refused(options):
     with pytest.raises(ValueError, match="options"):
         TrainingConfig(options=options)

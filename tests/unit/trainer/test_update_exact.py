@@ -5,6 +5,9 @@ another gradient, which is tested too.
 """
 
 import copy
+import itertools
+import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +15,9 @@ import torch
 from swarmnode.config import PolicyConfig, TrainingConfig
 from swarmnode.policy.load import load_policy, trainable
 from swarmnode.policy.micro import MicroBatcher
-from swarmnode.rl.corrections import CAP
+from swarmnode.rl.corrections import BAND, CAP, NAMED
 from swarmnode.rl.objectives import DELTA, EPSILON, EPSILON_HIGH, SEQUENCE_EPSILON, SEQUENCE_EPSILON_HIGH, WEIGHT_EPSILON_HIGH
-from swarmnode.trainer.batch import Rows
+from swarmnode.trainer.batch import Rows, TrainingGroup, assemble, parts_of
 from swarmnode.trainer.update import Updater
 
 PAD, EOS, LENGTH = 0, 1, 7
@@ -100,10 +103,10 @@ def exact(policy, rows, loss_type="dapo", without=()):
     return gradient if "clip" in without else gradient * CLIP / norm
 
 
-def taken(policy, rows, loss_type="dapo", tokens=16384):
+def taken(policy, rows, loss_type="dapo", tokens=16384, options=()):
     """The gradient that the optimizer steps with."""
     mine = policy.clone()
-    cfg = TrainingConfig(temperature=TEMPERATURE, loss_type=loss_type, max_completion_length=LENGTH)
+    cfg = TrainingConfig(temperature=TEMPERATURE, loss_type=loss_type, max_completion_length=LENGTH, options=list(options))
     updater = Updater(mine, cfg, MicroBatcher(tokens))
     seen = []
     updater.optimizer.register_step_pre_hook(
@@ -132,16 +135,42 @@ THEIR_NAMES = {
 }
 
 
+def objective_there(loss_type):
+    return THEIR_NAMES.get(loss_type, dict(loss_type=loss_type, epsilon=EPSILON, epsilon_high=EPSILON_HIGH, delta=DELTA))
+
+
+def trls(folder, tmp_path, reward_funcs=None, **settings):
+    """TRL's trainer of the same model."""
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    settings = trl.GRPOConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", per_device_train_batch_size=8, num_generations=4,
+        max_completion_length=LENGTH, temperature=TEMPERATURE, disable_dropout=True, beta=0.0, gradient_checkpointing=False, **settings,
+    )  # fmt: skip
+    trainer = trl.GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(folder),
+        reward_funcs=reward_funcs or (lambda completions, **_: [0.0] * len(completions)), args=settings,
+        train_dataset=Dataset.from_dict({"prompt": ["w2 w3"] * 8}), processing_class=AutoTokenizer.from_pretrained(folder),
+    )  # fmt: skip
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.train()
+    return trainer
+
+
+def step_there(trainer, optimizer, batch):
+    for _ in range(4):
+        optimizer.zero_grad()
+        trainer.compute_loss(trainer.model, batch).backward()
+        torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), CLIP)
+        optimizer.step()
+
+
 @pytest.mark.parametrize("cut", [(), (1, 6)], ids=["whole", "mask_truncated"])
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "gspo", "cispo"])
 def test_four_steps_on_one_batch_are_trls(policy, rows, folder, loss_type, cut, tmp_path):
     """The same rows four times over, so that from the second step on the ratio is that of a policy that has moved."""
-    trl = pytest.importorskip("trl")
-    from dataclasses import replace
-
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     rows = replace(rows, weights=torch.tensor([float(i not in cut) for i in range(8)]), masked=frozenset(cut))  # TRL has no others
     rate = 3e-3
     cfg = TrainingConfig(
@@ -152,17 +181,7 @@ def test_four_steps_on_one_batch_are_trls(policy, rows, folder, loss_type, cut, 
     for _ in range(4):
         updater.update(rows)
 
-    settings = trl.GRPOConfig(
-        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", per_device_train_batch_size=8, num_generations=4,
-        max_completion_length=LENGTH, temperature=TEMPERATURE, disable_dropout=True, beta=0.0, gradient_checkpointing=False,
-        **THEIR_NAMES.get(loss_type, dict(loss_type=loss_type, epsilon=EPSILON, epsilon_high=EPSILON_HIGH, delta=DELTA)),
-    )  # fmt: skip
-    trainer = trl.GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(folder), reward_funcs=lambda completions, **_: [0.0] * len(completions), args=settings,
-        train_dataset=Dataset.from_dict({"prompt": ["w2 w3"] * 8}), processing_class=AutoTokenizer.from_pretrained(folder),
-    )  # fmt: skip
-    trainer.current_gradient_accumulation_steps = 1
-    trainer.model.train()
+    trainer = trls(folder, tmp_path, **objective_there(loss_type))
     optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=rate, weight_decay=0.0)
     width = max(len(prompt) for prompt, _ in rows.rows)
     ids, mask, old = torch.zeros(8, LENGTH, dtype=torch.long), torch.zeros(8, LENGTH, dtype=torch.long), torch.zeros(8, LENGTH)
@@ -175,11 +194,7 @@ def test_four_steps_on_one_batch_are_trls(policy, rows, folder, loss_type, cut, 
         "completion_ids": ids, "completion_mask": mask, "num_items_in_batch": mask.sum(), "old_per_token_logps": old,
         "advantages": rows.advantages,
     }  # fmt: skip
-    for _ in range(4):
-        optimizer.zero_grad()
-        trainer.compute_loss(trainer.model, batch).backward()
-        torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), CLIP)
-        optimizer.step()
+    step_there(trainer, optimizer, batch)
     theirs = dict(trainer.model.named_parameters())
     for name, parameter in trainable(mine.model).items():
         assert torch.allclose(parameter, theirs[name], atol=1e-4), name
@@ -187,34 +202,140 @@ def test_four_steps_on_one_batch_are_trls(policy, rows, folder, loss_type, cut, 
     assert max(moved) > 3 * rate
 
 
-def test_own_rows_are_corrected_for_their_sampler_and_peers_are_not(policy, rows):
-    """With one step on a batch the ratio is 1: what is left is how far the sampler was, token by token, at most CAP."""
-    from dataclasses import replace
+@pytest.mark.parametrize(
+    ("estimator", "settings"),
+    [
+        ("grpo", dict(scale_rewards="group")),
+        ("dr_grpo", dict(scale_rewards="none")),
+        ("gdpo", dict(multi_objective_aggregation="normalize_then_sum")),
+    ],
+)
+def test_four_steps_on_rewards_of_several_components_are_trls(policy, folder, estimator, settings, tmp_path):
+    """TRL samples, and its reward functions are asked, each with its weight; one of them has nothing to say of some completions."""
+    rng, rate, said = random.Random(0), 3e-3, {}
 
-    sampled = replace(rows, sampler_logprobs=[*rows.old_logprobs[:4], *[[]] * 4])
+    def correctness(completions, **_):
+        said["correctness"] = [float(rng.random() < 0.4) for _ in completions]
+        return said["correctness"]
+
+    def brevity(completions, **_):
+        said["brevity"] = [rng.random() for _ in completions]
+        return said["brevity"]
+
+    def style(completions, **_):
+        said["style"] = [None if estimator != "gdpo" and i % 3 == 0 else rng.random() for i, _ in enumerate(completions)]
+        return said["style"]
+
+    weights = {"correctness": 0.6, "brevity": 0.3, "style": 0.1}
+    functions = [correctness, brevity, style]
+    trainer = trls(
+        folder, tmp_path, functions, reward_weights=[weights[f.__name__] for f in functions], **settings | objective_there("dapo")
+    )
+    batch = trainer._generate_and_score_completions([{"prompt": "w2 w3"}] * 4 + [{"prompt": "w4 w5 w6"}] * 4)
+    inside = [batch[name].bool() for name in ("prompt_mask", "completion_mask")]
+    chosen = [
+        (p[here].tolist(), c[there].tolist())
+        for p, c, here, there in zip(batch["prompt_ids"], batch["completion_ids"], *inside, strict=True)
+    ]
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        old = [by_hand(policy.model, *row, TEMPERATURE) + torch.randn(len(row[1]), generator=generator) for row in chosen]
+    batch["old_per_token_logps"] = torch.stack([torch.nn.functional.pad(o, (0, batch["completion_ids"].shape[1] - len(o))) for o in old])
+
+    groups = []
+    for of in (slice(0, 4), slice(4, 8)):
+        made_of = [
+            {f: v for f, v in zip(said, row, strict=True) if v is not None} for row in zip(*(said[f][of] for f in said), strict=True)
+        ]
+        rewards = [sum(weights[f] * value for f, value in each.items()) for each in made_of]
+        recorded = [values.tolist() for values in old[of]]
+        groups.append(TrainingGroup(chosen[of], recorded, rewards, [1.0] * 4, parts=parts_of(made_of, weights)))
+    rows = assemble(groups, estimator)
+    assert rows.advantages.abs().max() > 0.1
+    assert torch.allclose(rows.advantages, batch["advantages"], atol=1e-4)
+
+    cfg = TrainingConfig(temperature=TEMPERATURE, max_completion_length=LENGTH, learning_rate=rate, advantage=estimator)
+    mine = policy.clone()
+    updater = Updater(mine, cfg, MicroBatcher(16384))
+    for _ in range(4):
+        updater.update(rows)
+    step_there(trainer, torch.optim.AdamW(trainer.model.parameters(), lr=rate, weight_decay=0.0), batch)
+    theirs = dict(trainer.model.named_parameters())
+    for name, parameter in trainable(mine.model).items():
+        assert torch.allclose(parameter, theirs[name], atol=1e-4), name
+    moved = [float((p - q).abs().max()) for p, q in zip(mine.model.parameters(), policy.model.parameters(), strict=True)]
+    assert max(moved) > 3 * rate
+
+
+BY_HAND = {
+    "tis": lambda ratio: ratio.clamp(max=CAP),
+    "mis": lambda ratio: torch.where(ratio > CAP, 0.0, ratio),
+    "icepop": lambda ratio: torch.where((ratio < BAND[0]) | (ratio > BAND[1]), 0.0, ratio),
+}
+
+
+def corrected_by_hand(policy, rows, option):
+    """The gradient, flat and not clipped, with one step on a batch: own rows weighed for how far their sampler was, peers' not."""
     model = copy.deepcopy(policy.model)
-    terms = []
+    terms, ratios = [], []
     for number, (prompt, completion) in enumerate(rows.rows):
         logprobs, old = by_hand(model, prompt, completion, TEMPERATURE), torch.tensor(rows.old_logprobs[number])
         advantage, weight = rows.advantages[number], rows.weights[number]
         if number < 4:
-            terms.append(-torch.exp(logprobs.detach() - old).clamp(max=CAP) * advantage * logprobs)
+            gap = logprobs.detach() - old
+            ratio = torch.exp(gap.sum().repeat(len(gap)) if option.startswith("sequence_") else gap)
+            ratios.append(ratio)
+            terms.append(-BY_HAND[option.removeprefix("sequence_")](ratio) * advantage * logprobs)
             continue
         ratio = torch.exp(logprobs - old)
         bounded, clipped = ratio.clamp(max=DELTA), ratio.clamp(1 - EPSILON, 1 + EPSILON_HIGH)
         terms.append(-weight * torch.minimum(bounded * advantage, clipped * advantage))
-    farthest = max(float((by_hand(model, *rows.rows[i], TEMPERATURE) - torch.tensor(rows.old_logprobs[i])).exp().max()) for i in range(4))
-    assert farthest > CAP, "the cap has to matter"
+    assert float(torch.cat(ratios).max()) > CAP, "the cap has to matter"
     loss = torch.cat(terms).sum() / sum(map(len, terms))
-    gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(trainable(model).values()))])
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(trainable(model).values()))])
+
+
+def sampled_here(rows):
+    return replace(rows, sampler_logprobs=[*rows.old_logprobs[:4], *[[]] * 4])
+
+
+@pytest.mark.parametrize("option", [None, *NAMED])
+def test_own_rows_are_corrected_for_their_sampler_and_peers_are_not(policy, rows, option):
+    gradient = corrected_by_hand(policy, sampled_here(rows), option or "tis")
     expected = gradient * CLIP / float(gradient.norm())
     for tokens in (16384, 24):
-        assert torch.allclose(taken(policy, sampled, tokens=tokens), expected, atol=1e-5 * float(expected.abs().max()) + 1e-7)
+        ours = taken(policy, sampled_here(rows), tokens=tokens, options=[option] if option else [])
+        assert torch.allclose(ours, expected, atol=1e-5 * float(expected.abs().max()) + 1e-7)
+
+
+def test_every_correction_is_another_one(policy, rows):
+    each = {option: corrected_by_hand(policy, sampled_here(rows), option) for option in NAMED}
+    for one, other in itertools.combinations(each, 2):
+        assert float((each[one] - each[other]).norm() / each[one].norm()) > 0.01, (one, other)
+
+
+def test_few_effective_samples_take_a_smaller_step_if_that_is_wanted(policy, rows):
+    """Adam's first step is the learning rate, whatever the gradient's size."""
+    moved, said = {}, {}
+    for name, options in (("plain", []), ("less", ["effective_rate"])):
+        mine = policy.clone()
+        cfg = TrainingConfig(temperature=TEMPERATURE, max_completion_length=LENGTH, options=options)
+        said[name] = Updater(mine, cfg, MicroBatcher(16384)).update(sampled_here(rows))
+        pairs = zip(mine.trainable_parameters(), policy.trainable_parameters(), strict=True)
+        moved[name] = torch.cat([(p - q).detach().flatten() for p, q in pairs])
+    assert said["plain"].rate_factor == 1.0
+    factor = said["less"].rate_factor
+    assert 0.2 < factor < 0.95
+    assert torch.allclose(moved["less"], factor * moved["plain"], atol=1e-6)
+    lengths = torch.tensor([float(len(completion)) for _, completion in rows.rows])
+    alone = replace(rows, weights=torch.tensor([1.0] * 4 + [0.1, 0.1, 0.1, 0.1]))
+    weights = alone.weights
+    share = float((weights * lengths).sum() ** 2 / (lengths.sum() * (weights.square() * lengths).sum()))
+    cfg = TrainingConfig(temperature=TEMPERATURE, max_completion_length=LENGTH, options=["effective_rate"])
+    assert Updater(policy.clone(), cfg, MicroBatcher(16384)).update(alone).rate_factor == pytest.approx(share**0.5)
 
 
 def test_effective_shares_are_said_by_source(policy, rows):
-    from dataclasses import replace
-
     cfg = TrainingConfig(temperature=TEMPERATURE, max_completion_length=LENGTH)
     same = Updater(policy.clone(), cfg, MicroBatcher(16384)).update(rows)
     assert same.effective_own == pytest.approx(1.0)
