@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import math
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -31,6 +31,7 @@ from swarmnode.averaging.outer import OuterState, Tensors, host_copy
 from swarmnode.config import TaskConfig, TrainingConfig
 from swarmnode.policy.generate import GroupSample, Sampling, generate
 from swarmnode.policy.load import Policy, trainable
+from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.rl.split import AdaptiveSplit
 from swarmnode.rl.utility import UtilityGuard
@@ -77,6 +78,10 @@ class Sharing:
 UNCHECKED = ExternalChecks(spot_check_tolerance=1e9, surprise_tolerance=1e9, burst_slack=1e9, temperature_factor=1e9)
 PAPER = Sharing(UNCHECKED, corrected=False, uniform=True)
 """The paper's treatment: drawn uniformly, used as if sampled here."""
+
+
+LAGGED = Sharing(UNCHECKED)
+"""As the product does, but nothing is refused: with a lag a peer's policy is far from ours, and honest."""
 
 
 class FixedSplit:
@@ -146,6 +151,11 @@ class Arm:
     """Of a node's useful groups, one of so many is published."""
     neighbours: int = 0
     """Others that a node is connected with and pulls from; 0: every group reaches everybody."""
+    lag: int = 0
+    """Updates between the policy that samples and the one that learns."""
+    correction: str = ""
+    """`training.options`, space between, for what was sampled with a lag. Or `uncorrected`, as if the present policy had sampled it, or
+    `clipped`, where the objective's ratio is against the sampler."""
 
 
 @dataclass
@@ -181,6 +191,8 @@ class Trace:
     useful_samples: list[float] = field(default_factory=list)
     external_scale: list[float] = field(default_factory=list)
     agreement: list[float | None] = field(default_factory=list)
+    effective_own: list[float | None] = field(default_factory=list)
+    """Effective share of the own tokens' weights."""
     held_out: list[Point] = field(default_factory=list)
     outcomes: dict[str, int] = field(default_factory=dict)
     """Judgements of drawn external groups."""
@@ -226,11 +238,38 @@ class Averaging:
         return judged.outcome
 
 
+UNNAMED = ("uncorrected", "clipped")
+"""Of `Arm.correction`: what the product does not offer."""
+
+
+class Past:
+    """A policy as it was `lag` updates ago, or at first."""
+
+    def __init__(self, policy: Policy, lag: int) -> None:
+        self._now, self._then = policy, policy.clone()
+        self._states = deque([self._state()], maxlen=lag + 1)
+
+    def learnt(self) -> None:
+        self._states.append(self._state())
+
+    def policy(self) -> Policy:
+        with torch.no_grad():
+            for parameter, value in zip(self._then.trainable_parameters(), self._states[0], strict=True):
+                parameter.copy_(value)
+        return self._then
+
+    def _state(self) -> list[torch.Tensor]:
+        return [parameter.detach().clone() for parameter in self._now.trainable_parameters()]
+
+
 class Node:
     """One simulated node: identity, policy, optimizer, pool."""
 
     def __init__(self, index: int, policy: Policy, arm: Arm, training: TrainingConfig, swarm: bytes, seed: int) -> None:
+        if arm.correction not in ("", *UNNAMED):
+            training = training.model_copy(update={"options": arm.correction.split()})
         self.index, self.policy, self.arm, self.training, self.swarm = index, policy, arm, training, swarm
+        self.past = Past(policy, arm.lag) if arm.lag else None
         stream = f"{seed}/{index}"
         self.key = Ed25519PrivateKey.from_private_bytes(hashlib.blake2b(f"benchmark/{stream}".encode(), digest_size=32).digest())
         self.peer = peer_id(self.key.public_key().public_bytes_raw())
@@ -267,7 +306,7 @@ class Node:
     def sample(self, prompts: Sequence[str]) -> list[GroupSample]:
         t = self.training
         sampling = Sampling(t.num_generations, t.max_completion_length, t.temperature, t.top_p)
-        return self.batcher.generate(self.policy, prompts, sampling, self.generator)
+        return self.batcher.generate(self.past.policy() if self.past else self.policy, prompts, sampling, self.generator)
 
     def rollout(self, own: OwnSample, now: float) -> RolloutGroup:
         """What this node publishes of an own group."""
@@ -291,9 +330,9 @@ class Node:
         room, uniform = self.split.external_room, self.arm.sharing.uniform
         count = room if uniform else room + reserve(room) - len(self._backlog)
         drawn = self.pool.draw(count, self.version, now, self.rng, self.trust, self.trusted.belief, most_per_peer(room))
-        score = partial(self.batcher.score_with_entropy, self.policy)
+        scored = partial(self.batcher.score_with_entropy, self.policy)
         checks, temperature = self.arm.sharing.checks, self.training.temperature
-        judging = lambda some: judge(some, self.policy, score, temperature, checks)
+        judging = lambda some: judge(some, self.policy, scored, temperature, checks)
         judged, left = (judging(drawn), []) if uniform else judge_until_full(self._backlog + drawn, room, judging)
         self._backlog = left if self.arm.keep_pool else []
         for group, outcome in judged.outcomes:
@@ -314,7 +353,7 @@ class Node:
 
     def learn(self, own: list[OwnSample], external: list[TrainingGroup], trace: dict[str, float]) -> None:
         """One optimizer step; tells split and guard."""
-        mine = [own_group(o.sample, o.rewards) for o in own]
+        mine = [self._without_correction(own_group(o.sample, o.rewards)) for o in own]
         if self.arm.filter_own or self.arm.oversample:
             mine = [g for g in mine if is_useful(g.rewards)]
         if self.arm.oversample:
@@ -325,6 +364,10 @@ class Node:
             done = self.updater.update(assemble(batch, self.training.advantage))
             self.version += done.stepped
             agreement = done.agreement
+            if done.effective_own is not None:
+                trace["effective_own"] = done.effective_own
+            if self.past:
+                self.past.learnt()
         self.step += 1
         self.split.observe(self.arrived, self.drawn, self.passed)
         reward = fmean(fmean(o.rewards) for o in own)
@@ -342,6 +385,14 @@ class Node:
         }
         if agreement is not None:
             trace["agreement"] = agreement
+
+
+    def _without_correction(self, group: TrainingGroup) -> TrainingGroup:
+        """As the arm wants it: against the present policy, against the sampler, or as the product corrects it."""
+        if self.arm.correction not in UNNAMED:
+            return group
+        old = group.old_logprobs if self.arm.correction == "clipped" else score(self.policy, group.rows, self.training.temperature)
+        return replace(group, old_logprobs=old, sampler_logprobs=[])
 
 
 class Swarm:
@@ -405,6 +456,8 @@ class Swarm:
         self.trace.received.append(self._received / len(self.counted) - sum(self.trace.received))
         agreements = [r["agreement"] for r in rows if "agreement" in r]
         self.trace.agreement.append(fmean(agreements) if agreements else None)
+        effective = [r["effective_own"] for r in rows if "effective_own" in r]
+        self.trace.effective_own.append(fmean(effective) if effective else None)
 
     def _affordable(self, most: float) -> bool:
         """Whether one more exchange keeps what a node received below `most`."""
