@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-warn-conflicts --constraint constraints.txt
 
-.PHONY: help setup demo test long sim check bench
+.PHONY: help setup demo test long sim chaos check bench
 
 help:
 	@echo "make demo    a real swarm of three nodes on this machine: watch it learn (two minutes)"
@@ -15,6 +15,7 @@ help:
 	@echo "make check   lint, types, import layers, protocol vectors"
 	@echo "make bench   every benchmark in its quick form"
 	@echo "make sim     fresh simulated swarms for a minute (SIM_SECONDS=…)"
+	@echo "make chaos   real nodes under fresh schedules of faults (CHAOS_COUNT=…), and a table of what each costs"
 
 setup: $(VENV)/.run
 
@@ -53,3 +54,6 @@ bench: $(VENV)/.test
 
 sim: $(VENV)/.test
 	$(BIN)/python -m tests.support.sim --seconds $(or $(SIM_SECONDS),60)
+
+chaos: $(VENV)/.test
+	$(BIN)/python -m tests.support.chaos --count $(or $(CHAOS_COUNT),5)

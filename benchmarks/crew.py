@@ -170,12 +170,6 @@ def measure(directory: Path, rounds: int, quick: bool) -> tuple[list[Speed], lis
     return speeds, recoveries
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The least value that `share` of them do not exceed."""
-    ranked = sorted(values)
-    return ranked[max(0, -(-len(ranked) * int(share * 100) // 100) - 1)]
-
-
 def rows(recoveries: Sequence[Recovery]) -> list[list[str]]:
     out = []
     for kind in ("trainer", "neighbours", "node"):
@@ -185,7 +179,7 @@ def rows(recoveries: Sequence[Recovery]) -> list[list[str]]:
         seconds = [r.seconds if r.seconds is not None else float("inf") for r in mine]
         rungs = sorted({rung for r in mine for rung in r.rungs})
         counted = ", ".join(f"{rung or 'none'} {sum(r.rungs.count(rung) for r in mine)}" for rung in rungs)
-        p50, p95 = statistics.median(seconds), percentile(seconds, 0.95)
+        p50, p95 = statistics.median(seconds), report.percentile(seconds, 0.95)
         out.append([kind, str(len(mine)), f"{p50:.1f}", f"{p95:.1f}", f"{max(seconds):.1f}", str(max(r.lost for r in mine)), counted])
     return out
 

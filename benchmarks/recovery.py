@@ -3,11 +3,14 @@
 A Llama of random weights, each layer a function of its own, is the hard case for synthesis: neighbours know nothing of what was lost. All
 members, streams and files are real, in one process. KL and NLL are the gate's, of the newest step's micro-batches; a stage is healed with
 older ones. Of R0 they are what the last step itself moved the policy by.
+
+With `--faults` it is real nodes: seconds until a swarm is whole after each fault that processes, disks, cables and clocks can have.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -23,6 +26,7 @@ from swarmnode.pipeline.learning import LearnRow
 from swarmnode.recovery.gate import judge
 from swarmnode.recovery.messages import state_bytes
 from swarmnode.recovery.sources import RecoverySettings
+from tests.support.chaos.__main__ import schedules
 from tests.support.lost_stages import Fleet, quiet
 
 STEPS, AGE, ROWS, LOST = 12, 8, 24, 1
@@ -86,7 +90,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rate", type=float, default=1e-5)
+    parser.add_argument("--quick", action="store_true", help="one seed")
+    parser.add_argument("--faults", action="store_true", help="instead: what every fault of real nodes costs, as `make chaos` makes them")
+    parser.add_argument("--first", type=int, default=1, help="first seed of the schedules of --faults")
+    parser.add_argument("--nodes", type=int, default=2, help="of --faults")
     chosen = parser.parse_args()
+    if chosen.quick:
+        chosen.seeds = 1
+    if chosen.faults:
+        sys.exit(schedules(range(chosen.first, chosen.first + chosen.seeds), chosen.nodes, short=chosen.quick, alone=True))
     torch.set_num_threads(1)
     layout = Fleet(model_of(0), [1, 1, 1, 1], Path(tempfile.mkdtemp()), CrewSettings(b"b" * 32), BASE).layouts[LOST]
     print(f"a stage of {state_bytes(layout, 'small') // 2:,} weights: a shadow of {state_bytes(layout, 'exact'):,} bytes exact, "

@@ -49,6 +49,12 @@ def middle(values: Sequence[float], digits: int = 2) -> str:
     return f"{statistics.median(values):.{digits}f} [{min(values):.{digits}f}–{max(values):.{digits}f}]"
 
 
+def percentile(values: Sequence[float], share: float) -> float:
+    """The least value that `share` of them do not exceed."""
+    ranked = sorted(values)
+    return ranked[max(0, -(-len(ranked) * int(share * 100) // 100) - 1)]
+
+
 def machine() -> str:
     """The machine in words: cores this process may use, architecture, GPU."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -63,7 +69,7 @@ def machine() -> str:
 def command() -> str:
     """The command line as a person would type it."""
     module = sys.modules["__main__"].__spec__
-    name = f"python -m {module.name}" if module else f"python {sys.argv[0]}"
+    name = f"python -m {module.name.removesuffix('.__main__')}" if module else f"python {sys.argv[0]}"
     return " ".join([name, *sys.argv[1:]])
 
 

@@ -76,6 +76,7 @@ class DemoNode:
         self.view = View()
         self.answered = False
         """Whether the process that runs now has answered yet."""
+        self.log_file = directory / "node.log"
         self._process: subprocess.Popen[bytes] | None = None
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.config_file = directory / "demo.toml"  # not config.toml, which a data directory keeps for itself
@@ -91,7 +92,7 @@ class DemoNode:
         """Start Python with `arguments` as this node; what it says goes to the node's log."""
         environment = {key: value for key, value in os.environ.items() if not key.startswith("SWARMNODE_")}
         environment["HF_HUB_OFFLINE"] = "1"
-        with open(self.directory / "node.log", "ab") as log:
+        with open(self.log_file, "ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, *arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
             )
@@ -164,7 +165,7 @@ class DemoNode:
     def last_words(self) -> str:
         """The last line of the node's log."""
         with contextlib.suppress(OSError):
-            lines = (self.directory / "node.log").read_text(errors="replace").strip().splitlines()
+            lines = self.log_file.read_text(errors="replace").strip().splitlines()
             return lines[-1] if lines else "no log"
         return "no log"
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -101,36 +100,6 @@ def test_the_network_process_never_loads_torch(swarm):
 
     assert "libtorch" not in maps("swarmnode.daemon.node")
     assert "libtorch" in maps("swarmnode.trainer")
-
-
-def test_kill_minus_nine_of_the_trainer_loses_at_most_one_step(swarm):
-    node = swarm[0]
-    network = child(node, "swarmnode.daemon.node").pid
-    before = status(node)["trainer"]["report"]["step"]
-    child(node, "swarmnode.trainer").send_signal(signal.SIGKILL)
-    until(lambda: (s := status(node)) and s["supervisor"]["restarts"].get("trainer"), "the supervisor counts a restart")
-    until(lambda: (s := status(node)) and s["trainer"]["connected"] and s["trainer"]["report"]["step"] > before, "it trains again")
-    restored = [line for line in (node.directory / "node.log").read_text().splitlines() if '"restored"' in line]
-    assert json.loads(restored[-1])["step"] >= before - 1
-    assert child(node, "swarmnode.daemon.node").pid == network
-
-
-def test_kill_minus_nine_of_the_network_process_costs_no_step(swarm):
-    node = swarm[1]
-    trainer = child(node, "swarmnode.trainer").pid
-    before = status(node)
-    child(node, "swarmnode.daemon.node").send_signal(signal.SIGKILL)
-    until(lambda: (s := status(node)) and s["supervisor"]["restarts"].get("network") == 1, "the network process is back")
-    after = until(
-        lambda: (s := status(node)) and s["trainer"]["report"] and s["network"]["peers"]["connected"] and s,
-        "it has its peer back",
-    )
-    assert child(node, "swarmnode.trainer").pid == trainer
-    assert after["node"]["peer"] == before["node"]["peer"]
-    assert after["node"]["addrs"] == before["node"]["addrs"]
-    assert after["trainer"]["report"]["step"] > before["trainer"]["report"]["step"]
-    used = after["trainer"]["report"]["external_groups_total"]
-    until(lambda: status(node)["trainer"]["report"]["external_groups_total"] > used, "it trains on peers' groups again")
 
 
 def told(node, *command):

@@ -1,0 +1,146 @@
+"""What a schedule is made of: the cable, the order of the faults, and what is taken for a problem."""
+
+import socket
+import threading
+
+import pytest
+
+from tests.support.cable import Cable
+from tests.support.chaos import schedule
+from tests.support.chaos.faults import FAULTS
+
+
+@pytest.fixture
+def echo():
+    """Port of a server on loopback that sends back what it is sent."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve(conversation):
+            with conversation:
+                try:
+                    while data := conversation.recv(65536):
+                        conversation.sendall(data)
+                except OSError:
+                    pass
+
+        def accept():
+            while True:
+                try:
+                    conversation, _ = listener.accept()
+                except OSError:
+                    return
+                threading.Thread(target=serve, args=(conversation,), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def cable(echo):
+    cable = Cable(echo)
+    yield cable
+    cable.close()
+
+
+def call(cable):
+    return socket.create_connection(("127.0.0.1", cable.port), timeout=20)
+
+
+def exactly(conversation, size):
+    data = b""
+    while len(data) < size:
+        data += conversation.recv(size - len(data))
+    return data
+
+
+def ended(conversation):
+    try:
+        return conversation.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+def test_a_cable_carries_what_it_is_given_both_ways(cable):
+    data = bytes(range(256)) * 2000
+    with call(cable) as conversation:
+        sender = threading.Thread(target=conversation.sendall, args=(data,))
+        sender.start()
+        assert exactly(conversation, len(data)) == data
+        sender.join()
+    for how in (lambda: cable.slow(0.05, 1e6), cable.mend):
+        how()
+        with call(cable) as conversation:
+            conversation.sendall(b"hello")
+            assert exactly(conversation, 5) == b"hello"
+
+
+def test_a_cut_cable_resets_what_there_is_and_what_comes(cable):
+    with call(cable) as conversation:
+        conversation.sendall(b"x")
+        assert exactly(conversation, 1) == b"x"
+        cable.cut()
+        with pytest.raises(ConnectionResetError):
+            conversation.recv(1)
+    with call(cable) as later:
+        assert ended(later)
+
+
+def test_a_cable_that_is_held_delivers_when_it_is_mended(cable):
+    with call(cable) as conversation:
+        conversation.sendall(b"x")
+        assert exactly(conversation, 1) == b"x"
+        cable.hold()
+        conversation.sendall(b"held")
+        conversation.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            conversation.recv(1)
+        conversation.settimeout(20)
+        cable.mend()
+        assert exactly(conversation, 4) == b"held"
+
+
+def test_one_bit_of_what_comes_next_is_another(cable):
+    with call(cable) as conversation:
+        conversation.sendall(b"x")
+        assert exactly(conversation, 1) == b"x"
+        assert cable.garble() == 1
+        conversation.sendall(b"aa")
+        assert exactly(conversation, 2) == b"a`"
+        conversation.sendall(b"aa")
+        assert exactly(conversation, 2) == b"aa"
+
+
+def test_a_seed_is_an_order_of_every_fault_that_can_be_had():
+    long = schedule.drawn(7, True, True)
+    assert sorted(fault.name for fault in long) == sorted(fault.name for fault in FAULTS)
+    assert long == schedule.drawn(7, True, True)
+    assert long != schedule.drawn(8, True, True)
+    assert not any(fault.needs_mount for fault in schedule.drawn(7, True, False))
+    assert not any(fault.long for fault in schedule.drawn(7, False, True))
+
+
+def at(**told):
+    return schedule.Now(**{"step": 9, "saved": 9, "used": 5, "connected": 1, "works": True, "restarts": {}, **told})
+
+
+def test_a_node_is_whole_when_it_has_gone_on_with_others_and_saved_it():
+    before = at(step=8, used=4)
+    assert schedule.well(at(), before, 1)
+    for worse in ({"step": 8}, {"used": 4}, {"saved": 7}, {"connected": 0}, {"connected": 2}, {"works": False}):
+        assert not schedule.well(at(**worse), before, 1), worse
+    assert not schedule.well(None, before, 1)
+
+
+def test_an_error_is_a_problem_unless_the_fault_explains_it():
+    lines = [
+        {"level": "info", "event": "step"}, {"level": "error", "event": "state not saved: No space left on device"},
+        {"level": "warning", "event": "odd", "exception": "Traceback"}, {"level": "error", "event": "Traceback (most recent call last):"},
+    ]  # fmt: skip
+    assert len(schedule.errors(lines, ())) == 3
+    assert [line for line in schedule.errors(lines, ("not saved",)) if "not saved" in line] == []
+    assert len(schedule.errors(lines, ("not saved",))) == 2
+
+
+def test_the_held_out_reward_of_a_swarm_is_of_the_second_half_of_the_same_steps():
+    assert schedule.mean_of([{1: 0.0, 6: 0.4, 10: 0.6, 12: 9.0}, {5: 9.0, 8: 0.8}], 10) == pytest.approx(0.6)

@@ -1,0 +1,206 @@
+"""Faults that real processes can have. Each is done to one node, and is over when its function returns."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import psutil
+import trio
+
+from tests.support import strangers
+from tests.support.chaos.nodes import NETWORK, SCORER, SUPERVISOR, TRAINER, ChaosNode, ChaosSwarm, stopped, until
+from tests.support.small_disk import fill
+
+GONE_SECONDS = 20.0
+HANG_SECONDS = 120.0
+"""A process that does not go on is found within this: 30 s without progress at the least."""
+
+FULL_SECONDS = 240.0
+"""For a node to train again without a byte of room; two starts of a trainer on a busy machine."""
+
+Act = Callable[[ChaosSwarm, ChaosNode, random.Random], None]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """name: as the table has it. act: does it. restarts: of the node's processes that it causes, by the supervisor's names for them.
+    anew: the whole node is started again. explains: what the nodes may log as an error because of it, as regular expressions."""
+
+    name: str
+    act: Act
+    restarts: Mapping[str, int] = field(default_factory=dict)
+    anew: bool = False
+    explains: tuple[str, ...] = ()
+    long: bool = False
+    """Only in the long form."""
+    needs_mount: bool = False
+
+
+def kill(name: str) -> Act:
+    def act(swarm: ChaosSwarm, node: ChaosNode, rng: random.Random) -> None:
+        found(node, name).kill()
+
+    return act
+
+
+def stop(name: str, shortest: float = 1.0, longest: float = 4.0) -> Act:
+    def act(swarm: ChaosSwarm, node: ChaosNode, rng: random.Random) -> None:
+        stopped(found(node, name), rng.uniform(shortest, longest))
+
+    return act
+
+
+def hang(name: str, process: str) -> Act:
+    """Stopped for good: its supervisor has to see it."""
+
+    def act(swarm: ChaosSwarm, node: ChaosNode, rng: random.Random) -> None:
+        one = found(node, name)
+        one.suspend()
+        if not until(lambda: not one.is_running() or one.status() == psutil.STATUS_ZOMBIE, HANG_SECONDS):
+            one.kill()
+            raise AssertionError(f"{process} stood still for {HANG_SECONDS:.0f} s and nobody ended it")
+
+    return act
+
+
+def kill_supervisor(swarm: ChaosSwarm, node: ChaosNode, rng: random.Random) -> None:
+    """What it started must not outlive it. Then it is started again, as systemd would."""
+    family = node.family()
+    found(node, SUPERVISOR).kill()
+    node.wait(GONE_SECONDS)
+    _, left = psutil.wait_procs(family, GONE_SECONDS)
+    assert not left, f"outlived the supervisor: {[' '.join(one.cmdline()) for one in left]}"
+    node.start([])
+
+
+def power_cut(swarm: ChaosSwarm, node: ChaosNode, rng: random.Random) -> None:
+    node.kill()
+    node.start([])
+
+
+def restart(swarm: ChaosSwarm, node: ChaosNode, rng: random.Random) -> None:
+    node.stop()
+    node.wait(60)
+    assert node.exit_code() == 0, f"it was asked to stop and ended with {node.exit_code()}"
+    node.start([])
+
+
+def disk_full(swarm: ChaosSwarm, node: ChaosNode, rng: random.Random) -> None:
+    fill(node.data)
+    pause(rng)
+    (node.data / "filler").unlink()
+
+
+def disk_full_and_killed(swarm: ChaosSwarm, node: ChaosNode, rng: random.Random) -> None:
+    """Both processes die and come back without a byte to write; the room comes back after that."""
+    fill(node.data)
+    before = [found(node, name) for name in (TRAINER, NETWORK)]
+    for process in before:
+        process.kill()
+    _, left = psutil.wait_procs(before, GONE_SECONDS)
+    assert not left, "killed, and still there"
+    assert until(lambda: learns(node), FULL_SECONDS), f"it does not train while its disk is full: {node.log()[-1500:]}"
+    (node.data / "filler").unlink()
+
+
+def cables_cut(swarm: ChaosSwarm, node: ChaosNode, rng: random.Random) -> None:
+    with_cables(swarm, lambda cable: cable.cut(), rng)
+
+
+def cables_dark(swarm: ChaosSwarm, node: ChaosNode, rng: random.Random) -> None:
+    with_cables(swarm, lambda cable: cable.hold(), rng)
+
+
+def cables_slow(swarm: ChaosSwarm, node: ChaosNode, rng: random.Random) -> None:
+    """200 ms, 1 Mbit/s."""
+    with_cables(swarm, lambda cable: cable.slow(0.2, 125_000), rng)
+
+
+def garbled(swarm: ChaosSwarm, node: ChaosNode, rng: random.Random) -> None:
+    """A bit of every connection: what is encrypted does not pass, and the connection has to be made anew."""
+    for each in swarm.nodes:
+        each.cable.garble()
+
+
+def clock(seconds: float) -> Act:
+    def act(swarm: ChaosSwarm, node: ChaosNode, rng: random.Random) -> None:
+        node.skew(seconds)
+        pause(rng)
+        node.skew(0.0)
+
+    return act
+
+
+def stranger(swarm: ChaosSwarm, node: ChaosNode, rng: random.Random) -> None:
+    """Attacks over sockets, one after another, for some seconds."""
+
+    async def attack() -> None:
+        with trio.move_on_after(6.0):
+            await strangers.stranger(f"/ip4/127.0.0.1/tcp/{node.port}/p2p/{node.peer}", rng.random())
+
+    trio.run(attack)
+
+
+def caches_lost(swarm: ChaosSwarm, node: ChaosNode, rng: random.Random) -> None:
+    """Everything but its key, its port and what it has learnt is gone from the disk; it is told of the others as at its first start."""
+    node.kill()
+    for path in node.data.iterdir():
+        if path.name not in ("identity.key", "port", "trainer", "demo.toml", "format"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    node.start([other.wire for other in swarm.nodes if other is not node])
+
+
+def with_cables(swarm: ChaosSwarm, do: Callable, rng: random.Random) -> None:
+    for each in swarm.nodes:
+        do(each.cable)
+    pause(rng)
+    for each in swarm.nodes:
+        each.cable.mend()
+
+
+def pause(rng: random.Random) -> None:
+    trio.run(trio.sleep, rng.uniform(1.0, 4.0))
+
+
+def learns(node: ChaosNode) -> bool:
+    trainer = (node.snapshot() or {"trainer": {"connected": False}})["trainer"]
+    return trainer["connected"] and (trainer["report"] or {}).get("phase") in ("generating", "training")
+
+
+def found(node: ChaosNode, name: str) -> psutil.Process:
+    one = until(lambda: node.process(name), GONE_SECONDS)
+    assert one is not None, f"{node.name} has no {name}"
+    return one
+
+
+FULL = (r"No space left", r"not saved", r"cannot write")
+FAULTS = (
+    Fault("kill -9, trainer", kill(TRAINER), {"trainer": 1}),
+    Fault("kill -9, network process", kill(NETWORK), {"network": 1}),
+    Fault("kill -9, scorer", kill(SCORER), explains=(r"scorer",)),
+    Fault("kill -9, supervisor", kill_supervisor, anew=True),
+    Fault("power cut", power_cut, anew=True, long=True),
+    Fault("SIGTERM and started again", restart, anew=True, long=True),
+    Fault("SIGSTOP, trainer", stop(TRAINER)),
+    Fault("SIGSTOP, network process", stop(NETWORK)),
+    Fault("SIGSTOP, scorer", stop(SCORER), explains=(r"scorer",), long=True),
+    Fault("SIGSTOP, supervisor", stop(SUPERVISOR)),
+    Fault("SIGSTOP, network process, 20 s", stop(NETWORK, 20.0, 20.0), long=True),
+    Fault("SIGSTOP for good, trainer", hang(TRAINER, "trainer"), {"trainer": 1}, explains=(r"no progress",), long=True),
+    Fault("SIGSTOP for good, network process", hang(NETWORK, "network"), {"network": 1}, explains=(r"no progress",), long=True),
+    Fault("disk full", disk_full, explains=FULL, long=True, needs_mount=True),
+    Fault("disk full, trainer and network process killed", disk_full_and_killed, {"trainer": 1, "network": 1}, explains=FULL,
+          needs_mount=True),
+    Fault("connections reset", cables_cut),
+    Fault("nothing gets through", cables_dark),
+    Fault("200 ms, 1 Mbit/s", cables_slow),
+    Fault("a bit of each connection", garbled),
+    Fault("clock an hour ahead", clock(3600.0)),
+    Fault("clock an hour behind", clock(-3600.0)),
+    Fault("a stranger's attacks", stranger),
+    Fault("its caches are gone", caches_lost, anew=True, long=True),
+)  # fmt: skip
+BY_NAME = {fault.name: fault for fault in FAULTS}

@@ -1,0 +1,185 @@
+"""Nodes on loopback, each with a disk of its own, a clock that can be set, and a cable in front of it over which all others reach it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from swarmnode.demo.nodes import DemoNode
+from swarmnode.p2p import identity
+from tests.support.cable import Cable
+
+SKEW = Path(__file__).parents[1] / "skew"
+SUPERVISOR, NETWORK, TRAINER, SCORER = "supervisor", "swarmnode.daemon.node", "swarmnode.trainer", "swarmnode.tasks.scorer"
+PROCESSES = (SUPERVISOR, NETWORK, TRAINER, SCORER)
+DISK = "24m"
+SETTINGS: dict[str, dict[str, object]] = {
+    "swarm": {"name": "chaos"},
+    "policy": {"threads": 1},
+    "training": {"step_interval": 0.5, "groups_per_step": 4, "eval_every": 20, "eval_budget": 1.0, "save_every": 0.0},
+    "task": {"names": ["rg/chain_sum", "rg/spell_backward"], "held_out_per_task": 16},
+    "weights": {"sync_every": 8, "fragments": 1, "join_seconds": 1.0},
+    "http": {"port": 0},
+}
+
+
+class ChaosNode(DemoNode):
+    """A node whose data directory is a file system of its own, where `small_disk` says so; its log is elsewhere."""
+
+    def __init__(self, number: int, directory: Path, small_disk: bool, learning: bool = True) -> None:
+        self.data, self.number = directory / "data", number
+        self.small_disk = small_disk
+        directory.mkdir(mode=0o700)
+        self.data.mkdir(mode=0o700)
+        if small_disk:
+            subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK},mode=700", "tmpfs", str(self.data)], check=True)
+            assert os.path.ismount(self.data)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.cable = Cable(self.port)
+        self.peer = identity.load_or_create(self.data / "identity.key").peer_id
+        self.wire = f"/ip4/127.0.0.1/tcp/{self.cable.port}/p2p/{self.peer}"
+        network = {
+            "listen_addrs": [f"/ip4/127.0.0.1/tcp/{self.port}"], "announce_addrs": [f"/ip4/127.0.0.1/tcp/{self.cable.port}"],
+            "mdns": False, "bulk_port": -1,
+        }  # fmt: skip
+        training = {**SETTINGS["training"], "seed": number}
+        super().__init__(f"node{number}", self.data, {**SETTINGS, "network": network, "training": training})
+        self.log_file = directory / "node.log"
+        self.skew_file = directory / "skew"
+
+    def launch(self, *arguments: str) -> None:
+        """With a clock that `skew` sets."""
+        with changed_environment(PYTHONPATH=f"{SKEW}:{os.getcwd()}", SKEW_FILE=str(self.skew_file)):
+            super().launch(*arguments)
+
+    def skew(self, seconds: float) -> None:
+        self.skew_file.write_text(str(seconds))
+
+    def snapshot(self) -> dict[str, Any] | None:
+        """None while it does not answer."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/status?points=1", timeout=5) as answer:
+                return json.load(answer)["snapshot"]
+        except (OSError, ValueError):
+            return None
+
+    def process(self, name: str) -> psutil.Process | None:
+        """One of PROCESSES that runs now."""
+        with contextlib.suppress(psutil.Error):
+            own = psutil.Process(self.pid)
+            if name == SUPERVISOR:
+                return own
+            for child in own.children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    if name in child.cmdline():
+                        return child
+        return None
+
+    def family(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.Error):
+            own = psutil.Process(self.pid)
+            return [own, *own.children(recursive=True)]
+        return []
+
+    def log(self, since: int = 0) -> str:
+        with open(self.log_file, "rb") as file:
+            file.seek(since)
+            return file.read().decode(errors="replace")
+
+    def log_size(self) -> int:
+        return self.log_file.stat().st_size if self.log_file.exists() else 0
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Every step that it wrote down."""
+        found = []
+        for path in sorted((self.data / "log").glob("steps.jsonl*"), reverse=True):
+            for line in path.read_text(errors="replace").splitlines():
+                with contextlib.suppress(ValueError):
+                    found.append(json.loads(line))
+        return found
+
+    def end(self) -> None:
+        """Killed if it does not stop; its disk is gone."""
+        self.kill()
+        self.cable.close()
+        if self.small_disk:
+            subprocess.run(["umount", "-l", str(self.data)], check=True)
+
+
+class ChaosSwarm:
+    """Nodes that know each other. `can_mount`: whether their disks can be filled."""
+
+    def __init__(self, directory: Path, count: int) -> None:
+        self.can_mount = sys.platform == "linux" and os.geteuid() == 0
+        self.nodes = [ChaosNode(i, directory / f"node{i}", self.can_mount) for i in range(count)]
+
+    def start(self) -> None:
+        for node in self.nodes:
+            node.start([other.wire for other in self.nodes if other is not node])
+
+    def stop(self) -> None:
+        """Asked to end, all at once."""
+        for node in self.nodes:
+            node.stop()
+        for node in self.nodes:
+            node.wait(60)
+
+    def end(self) -> None:
+        for node in self.nodes:
+            node.end()
+
+
+@contextlib.contextmanager
+def swarm_of(directory: Path, count: int) -> Iterator[ChaosSwarm]:
+    swarm = ChaosSwarm(directory, count)
+    try:
+        swarm.start()
+        yield swarm
+    finally:
+        swarm.end()
+
+
+@contextlib.contextmanager
+def changed_environment(**values: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def stopped(process: psutil.Process, seconds: float) -> None:
+    """SIGSTOP, and SIGCONT after `seconds`."""
+    process.send_signal(signal.SIGSTOP)
+    try:
+        time.sleep(seconds)
+    finally:
+        with contextlib.suppress(psutil.Error):
+            process.send_signal(signal.SIGCONT)
+
+
+def until(condition: Callable[[], Any], seconds: float, interval: float = 0.1) -> Any:
+    """The first true value of `condition()`; what it said last after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()) and time.monotonic() < deadline:
+        time.sleep(interval)
+    return value

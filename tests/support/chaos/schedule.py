@@ -1,0 +1,204 @@
+"""A schedule of faults, drawn from a seed and done to a swarm of real nodes, and what must hold after each of them.
+
+    crashed    no process that was not killed ended: the supervisors' counts of restarts are what the fault explains, and no error is logged
+               that it does not explain
+    whole      every node answers, is connected to every other, has taken a step beyond what it had before, trained on a group of another
+               that it had not before, and saved its state
+    kept       a node that was started again goes on from what it had said to be saved, under the same name
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from tests.support.chaos.faults import FAULTS, Fault
+from tests.support.chaos.nodes import ChaosNode, ChaosSwarm, swarm_of, until
+
+START_SECONDS = 240.0
+WHOLE_SECONDS = 240.0
+"""Then it is not waited for any longer. The goal is GOAL_SECONDS, which a busy machine may miss."""
+GOAL_SECONDS = 30.0
+SETTLE_SECONDS = 1.0
+LINES = 5
+
+
+@dataclass(frozen=True)
+class Outcome:
+    fault: str
+    node: str
+    seconds: float | None
+    """From the kill, or the end of what lasted, until the swarm was whole; None: not within WHOLE_SECONDS."""
+    problems: tuple[str, ...] = ()
+
+
+@dataclass
+class Played:
+    seed: int
+    nodes: int
+    outcomes: list[Outcome] = field(default_factory=list)
+    curves: list[dict[int, float]] = field(default_factory=list)
+    """Held-out reward of each node by step."""
+
+    @property
+    def problems(self) -> list[str]:
+        return [f"{one.fault} ({one.node}): {problem}" for one in self.outcomes for problem in one.problems]
+
+
+@dataclass(frozen=True)
+class Now:
+    """What a node said of itself last."""
+
+    step: int
+    saved: int
+    used: int
+    """Groups of others, ever."""
+    connected: int
+    works: bool
+    restarts: dict[str, int]
+
+
+def now(node: ChaosNode) -> Now | None:
+    """None while it does not answer, or has no trainer at work."""
+    snapshot = node.snapshot()
+    report = (snapshot or {}).get("trainer", {}).get("report")
+    if snapshot is None or report is None:
+        return None
+    works = snapshot["trainer"]["connected"] and report["phase"] not in ("loading", "draining")
+    return Now(
+        report["step"], report["state_saved_step"], report["external_groups_total"], snapshot["network"]["peers"]["connected"], works,
+        {name: count for name, count in snapshot["supervisor"]["restarts"].items() if count},
+    )  # fmt: skip
+
+
+def drawn(seed: int, long: bool, can_mount: bool, names: Sequence[str] = ()) -> list[Fault]:
+    """The faults of a schedule in their order: each of them once, or those that are named."""
+    faults = [one for one in FAULTS if (long or not one.long) and (can_mount or not one.needs_mount) and (not names or one.name in names)]
+    random.Random(f"chaos {seed}").shuffle(faults)
+    return faults
+
+
+def play(seed: int, directory: Path, *, nodes: int = 2, long: bool = False, names: Sequence[str] = (), tell: Callable = print) -> Played:
+    """The whole schedule. Raises AssertionError where the swarm does not even start; what is wrong later is in the outcomes."""
+    played, rng = Played(seed, nodes), random.Random(f"chaos of {seed}")
+    with swarm_of(directory, nodes) as swarm:
+        started = time.monotonic()
+        first = whole(swarm, {node.name: Now(0, 0, 0, 0, False, {}) for node in swarm.nodes}, started)
+        assert first is not None, f"the swarm did not start: {[node.log()[-1500:] for node in swarm.nodes]}"
+        tell(f"seed {seed}: {nodes} nodes, whole {first:.1f} s after their start")
+        for fault in drawn(seed, long, swarm.can_mount, names):
+            outcome = done(fault, rng.choice(swarm.nodes), swarm, rng)
+            played.outcomes.append(outcome)
+            took = "never" if outcome.seconds is None else f"{outcome.seconds:.1f} s"
+            tell(f"  {fault.name} ({outcome.node}): whole after {took}" + "".join(f"\n    {problem}" for problem in outcome.problems))
+            if outcome.seconds is None:
+                break
+        swarm.stop()
+        played.curves = [curve(node) for node in swarm.nodes]
+        codes = [node.exit_code() for node in swarm.nodes]
+        if any(codes):
+            played.outcomes.append(Outcome("their end", "all", None, (f"asked to stop, they ended with {codes}",)))
+    return played
+
+
+def done(fault: Fault, node: ChaosNode, swarm: ChaosSwarm, rng: random.Random) -> Outcome:
+    """`fault`, done to `node`, and what came of it."""
+    before = {each.name: until(lambda each=each: now(each), START_SECONDS) for each in swarm.nodes}
+    if not all(before.values()):
+        return Outcome(fault.name, node.name, None, ("a node did not answer before it",))
+    logged = {each.name: each.log_size() for each in swarm.nodes}
+    kills, began = bool(fault.restarts) or fault.anew, time.monotonic()  # who was killed has to get back to where it was
+    try:
+        fault.act(swarm, node, rng)
+    except AssertionError as error:
+        return Outcome(fault.name, node.name, None, (str(error),))
+    ended = time.monotonic()
+    at_end = {each.name: now(each) or before[each.name] for each in swarm.nodes}  # what it still had in its queues is nothing new
+    seconds = whole(swarm, before, began) if kills else whole(swarm, at_end, ended)
+    problems = [f"not whole within {WHOLE_SECONDS:.0f} s: {[now(each) for each in swarm.nodes]}"] if seconds is None else []
+    time.sleep(SETTLE_SECONDS)
+    for each in swarm.nodes:
+        hit, lines = each is node, logged_since(each, logged[each.name])
+        expected = {} if hit and fault.anew else dict(before[each.name].restarts)
+        for name, count in fault.restarts.items() if hit else ():
+            expected[name] = expected.get(name, 0) + count
+        after = now(each)
+        if after is not None and after.restarts != expected:
+            problems.append(f"{each.name}: restarts {after.restarts}, not {expected}: {each.log(logged[each.name])[-800:]}")
+        problems += [f"{each.name} logged {line}" for line in errors(lines, fault.explains)[:LINES]]
+        problems += lost(each, lines, before[each.name])
+    return Outcome(fault.name, node.name, seconds, tuple(problems))
+
+
+def whole(swarm: ChaosSwarm, before: dict[str, Now], since: float) -> float | None:
+    """Seconds from `since` until every node was; None if they are not within WHOLE_SECONDS."""
+    left = list(swarm.nodes)
+
+    def all_well() -> bool:
+        left[:] = [node for node in left if not well(now(node), before[node.name], len(swarm.nodes) - 1)]
+        return not left and all((at := now(node)) is not None and at.connected == len(swarm.nodes) - 1 for node in swarm.nodes)
+
+    return time.monotonic() - since if until(all_well, WHOLE_SECONDS, 0.25) else None
+
+
+def well(at: Now | None, before: Now, others: int) -> bool:
+    return (
+        at is not None and at.works and at.connected == others and at.step > before.step and at.used > before.used
+        and at.saved >= before.step
+    )  # fmt: skip
+
+
+def logged_since(node: ChaosNode, size: int) -> list[dict[str, Any]]:
+    """Lines of its log; one that is no record is as bad as an error."""
+    found = []
+    for line in node.log(size).splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            found.append({"level": "error", "event": line})
+    return found
+
+
+def errors(lines: Sequence[dict[str, Any]], explains: Sequence[str]) -> list[str]:
+    """Errors that nothing explains."""
+    bad = [line for line in lines if line.get("level") in ("error", "critical") or "exception" in line]
+    texts = [json.dumps(line, ensure_ascii=False)[:600] for line in bad]
+    return [text for text in texts if not any(re.search(pattern, text) for pattern in explains)]
+
+
+def lost(node: ChaosNode, lines: Sequence[dict[str, Any]], before: Now) -> list[str]:
+    """What was said to be saved and is not there any more."""
+    restored = [line["step"] for line in lines if line.get("event") == "restored"]
+    problems = [f"{node.name} restored step {step}, and had said that {before.saved} was saved" for step in restored if step < before.saved]
+    snapshot = node.snapshot()
+    if snapshot is not None and snapshot["node"]["peer"] != node.peer:
+        problems.append(f"{node.name} has another identity")
+    return problems
+
+
+def curve(node: ChaosNode) -> dict[int, float]:
+    """Held-out reward by step; where a step was taken again, what it had then."""
+    return {line["step"]: line["reward_held_out"] for line in node.steps() if line.get("reward_held_out") is not None}
+
+
+def undisturbed(directory: Path, nodes: int, steps: int, tell: Callable = print) -> list[dict[int, float]]:
+    """Curves of a swarm of which nothing happens, until each has taken `steps`."""
+    with swarm_of(directory, nodes) as swarm:
+        there = lambda: all((at := now(node)) is not None and at.step >= steps for node in swarm.nodes)
+        assert until(there, START_SECONDS + 10 * steps, 1.0), f"no {steps} steps: {[node.log()[-800:] for node in swarm.nodes]}"
+        swarm.stop()
+        curves = [curve(node) for node in swarm.nodes]
+    tell(f"undisturbed: {steps} steps, held-out {mean_of(curves, steps):.3f}")
+    return curves
+
+
+def mean_of(curves: Sequence[dict[int, float]], steps: int) -> float:
+    """Mean held-out reward of all nodes over their second half of `steps`: one evaluation alone says little."""
+    return fmean(value for one in curves for step, value in one.items() if steps // 2 < step <= steps)

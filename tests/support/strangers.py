@@ -1,0 +1,98 @@
+"""What a stranger with a socket may try at a node: attacks, each a coroutine (address, rng), on top of `attacker`."""
+
+import contextlib
+import os
+import random
+
+import trio
+from libp2p.peer.id import ID
+from libp2p.pubsub.pb import rpc_pb2
+
+from tests.support import attacker
+
+MB = 1_000_000
+
+
+async def garbage(address, rng):
+    async with await trio.open_tcp_stream(*attacker.endpoint(address), local_address="127.0.0.2") as stream:
+        await stream.send_all(rng.randbytes(rng.randrange(1, 5000)))
+
+
+async def half_handshake(address, rng):
+    async with attacker.agreed(address, "/noise", source="127.0.0.2") as raw:
+        await raw.write(rng.randbytes(rng.randrange(1, 300)))
+
+
+async def odd_frames(address, rng):
+    async with attacker.connect(address, source="127.0.0.2") as peer:
+        for _ in range(20):
+            body = rng.randbytes(rng.randrange(0, 100))
+            flags, length = rng.randrange(16), rng.choice([len(body), 0, 2**32 - 1])
+            await peer.frame(rng.randrange(6), rng.randrange(8), flags=flags, length=length, body=body)
+
+
+async def flood(address, rng):
+    async with attacker.connect(address, source="127.0.0.2") as peer:
+        stream = await peer.open("/test/hold/1")
+        for _ in range(20):
+            await peer.frame(attacker.DATA, stream.id, body=bytes(MB))
+
+
+async def streams(address, rng):
+    async with attacker.connect(address, source="127.0.0.2") as peer:
+        for _ in range(600):
+            await peer.syn()
+
+
+async def raising_handlers(address, rng):
+    async with attacker.connect(address, source="127.0.0.2") as peer:
+        for name in ("raise", "ends", "leave"):
+            stream = await peer.open(f"/test/{name}/1")
+            await stream.close()
+
+
+async def odd_rpcs(address, rng):
+    async with attacker.connect(address, source="127.0.0.2") as peer:
+        stream = await peer.open(attacker.MESHSUB)
+        frame = bytearray(rpc_pb2.RPC(publish=[attacker.signed(peer.keys, "test", b"x" * 50)]).SerializeToString())
+        for _ in range(5):
+            frame[rng.randrange(len(frame))] = rng.randrange(256)
+        await stream.send(attacker.frame_rpc(bytes(frame)))
+
+
+READ_SECONDS = 1.0
+"""For the host to read what was sent: what it has not read of a connection goes with it."""
+
+
+async def poisoned_key(address, rng):
+    async with attacker.connect(address, source="127.0.0.2") as peer:
+        stream = await peer.open(attacker.MESHSUB)
+        message = rpc_pb2.Message(data=b"x", topicIDs=["test"], seqno=rng.randbytes(8), from_id=b"\x12\x20" + rng.randbytes(32))
+        message.key, message.signature = rng.randbytes(36), rng.randbytes(64)
+        await stream.send(attacker.frame_rpc(rpc_pb2.RPC(publish=[message])))
+        await trio.sleep(READ_SECONDS)
+
+
+async def many_messages(address, rng):
+    async with attacker.connect(address, source="127.0.0.2") as peer:
+        stream = await peer.open(attacker.MESHSUB)
+        one = rpc_pb2.Message(data=b"x", topicIDs=["test"], seqno=bytes(8), from_id=ID.from_pubkey(peer.keys.public_key).to_bytes())
+        await stream.send(attacker.frame_rpc(rpc_pb2.RPC(publish=[one] * 5000)))
+        await trio.sleep(READ_SECONDS)
+
+
+async def vanish(address, rng):
+    async with attacker.connect(address, source="127.0.0.2") as peer:
+        peer.generous = False
+        stream = await peer.open("/test/echo/1")
+        await stream.send(os.urandom(200_000))
+
+
+ATTACKS = [garbage, half_handshake, odd_frames, flood, streams, raising_handlers, odd_rpcs, poisoned_key, many_messages, vanish]
+
+
+async def stranger(address, seed):
+    rng = random.Random(seed)
+    for attack in rng.sample(ATTACKS * 2, 2 * len(ATTACKS)):
+        with trio.move_on_after(3), contextlib.suppress(Exception):
+            await attack(address, rng)
