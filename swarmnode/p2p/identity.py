@@ -7,6 +7,7 @@ be this node; it is therefore created 0600 and refused when others may read it. 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import stat
 from pathlib import Path
@@ -21,6 +22,15 @@ from swarmnode.errors import Refused, Unavailable
 from swarmnode.files import write_atomically
 from swarmnode.p2p import passphrase
 
+log = logging.getLogger("swarmnode.p2p.identity")
+"""Not structlog's, which says it on standard output to a command that has not configured it."""
+
+FORMER_LIFE = ("peers.json", "trainer")
+"""Beside the key, in the data directory of a node that has run."""
+LOST = (
+    "%s was gone, though a node has run here: to its peers this is another one now, %s. "
+    "If there is a backup, stop the node and `swarmnode key import FILE --replace`"
+)
 LONGEST_FILE = 4096
 """A PKCS#8 Ed25519 key is 119 bytes; anything much longer is not one."""
 
@@ -45,7 +55,10 @@ def load_or_create(path: Path) -> Identity:
         if data is None:
             key = Ed25519PrivateKey.generate()
             write_atomically(path, passphrase.pem(key, passphrase.given()), mode=0o600)
-            return from_key(key)
+            made = from_key(key)
+            if any((path.parent / name).exists() for name in FORMER_LIFE):
+                log.warning(LOST, path, made.peer_id)
+            return made
     except OSError as error:
         raise Unavailable(f"cannot use the identity file {path}: {error.strerror}") from error
     return from_key(passphrase.open_key(data, path))

@@ -69,3 +69,17 @@ def test_the_key_is_in_no_representation(tmp_path):
     assert seed.hex() not in repr(mine)
     assert repr(seed) not in repr(mine)
     assert "private_key" not in repr(mine)
+
+
+@pytest.mark.parametrize("left", ["peers.json", "trainer", None])
+def test_a_key_that_is_gone_from_a_node_that_has_run_is_told_of_once(tmp_path, left, caplog):
+    """What makes it another node to its peers is said, with what helps; a first start says nothing."""
+    if left == "trainer":
+        (tmp_path / left).mkdir()
+    elif left:
+        (tmp_path / left).write_bytes(b"{}")
+    made = identity.load_or_create(tmp_path / "identity.key")
+    identity.load_or_create(tmp_path / "identity.key")
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == (left is not None)
+    assert all(made.peer_id in line and "swarmnode key import" in line for line in told)
