@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import pytest
 
 from swarmnode.config import Config
 from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, question
@@ -31,16 +32,21 @@ HERE = Path(__file__).parents[1] / "interop"
 MODULES = HERE / "node_modules"
 INSTALL_SECONDS = 300.0
 ANSWER_SECONDS = 60.0
+UNREACHABLE = ("ENOTFOUND", "EAI_AGAIN", "ECONNREFUSED", "ECONNRESET", "ETIMEDOUT", "ENETUNREACH", "EHOSTUNREACH", "ERR_SOCKET_TIMEOUT")
+"""What npm says of a registry that is not there."""
 T = TypeVar("T")
 
 
 def install() -> None:
-    """js-libp2p as package-lock.json pins it, unless it is there. No package runs a script of its own."""
+    """js-libp2p as package-lock.json pins it, unless it is there. No package runs a script of its own. Skips where no registry answers;
+    in CI that is a failure (`--must-run`)."""
     wanted = hashlib.sha256((HERE / "package-lock.json").read_bytes()).hexdigest()
     installed = MODULES / "installed"
     if not (installed.exists() and installed.read_text() == wanted):
         command = ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"]
         done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=INSTALL_SECONDS, check=False)
+        if any(code in done.stderr for code in UNREACHABLE):
+            pytest.skip(f"js-libp2p is not installed and npm's registry cannot be reached: {done.stderr.strip().splitlines()[0][:200]}")
         assert done.returncode == 0, done.stdout + done.stderr
         installed.write_text(wanted)
 
