@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-warn-conflicts --constraint constraints.txt
 
-.PHONY: help setup demo test long sim chaos check bench
+.PHONY: help setup demo test long sim chaos soak check bench
 
 help:
 	@echo "make demo    a real swarm of three nodes on this machine: watch it learn (two minutes)"
@@ -15,6 +15,7 @@ help:
 	@echo "make check   lint, types, import layers, protocol vectors"
 	@echo "make bench   every benchmark in its quick form"
 	@echo "make sim     fresh simulated swarms for a minute (SIM_SECONDS=…)"
+	@echo "make soak    eight real nodes for an hour, one coming and going every 20 s: does anything grow? (SOAK=--minutes 10 --nodes 4)"
 	@echo "make chaos   real nodes under fresh schedules of faults (CHAOS_COUNT=…), and a table of what each costs"
 
 setup: $(VENV)/.run
@@ -57,3 +58,6 @@ sim: $(VENV)/.test
 
 chaos: $(VENV)/.test
 	$(BIN)/python -m tests.support.chaos --count $(or $(CHAOS_COUNT),5)
+
+soak: $(VENV)/.test
+	$(BIN)/python -m benchmarks.soak $(SOAK)

@@ -10,6 +10,7 @@ With `--faults` it is real nodes: seconds until a swarm is whole after each faul
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 import time
@@ -98,6 +99,7 @@ def main() -> None:
     if chosen.quick:
         chosen.seeds = 1
     if chosen.faults:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without unmounting
         sys.exit(schedules(range(chosen.first, chosen.first + chosen.seeds), chosen.nodes, short=chosen.quick, alone=True))
     torch.set_num_threads(1)
     layout = Fleet(model_of(0), [1, 1, 1, 1], Path(tempfile.mkdtemp()), CrewSettings(b"b" * 32), BASE).layouts[LOST]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ def main() -> int:
     parser.add_argument("--faults", nargs="*", default=[], choices=sorted(BY_NAME), metavar="FAULT", help="these alone")
     parser.add_argument("--alone", action="store_true", help="without the undisturbed swarm to compare with")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without unmounting
     fresh = random.SystemRandom().randrange(2**31)
     first = next(one for one in (args.seed, args.first, fresh) if one is not None)
     seeds = range(first, first + (1 if args.seed is not None else args.count))

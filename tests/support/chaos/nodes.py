@@ -21,7 +21,7 @@ from swarmnode.demo.nodes import DemoNode
 from swarmnode.p2p import identity
 from tests.support.cable import Cable
 
-SKEW = Path(__file__).parents[1] / "skew"
+INSIDE = Path(__file__).parents[1] / "inside"
 SUPERVISOR, NETWORK, TRAINER, SCORER = "supervisor", "swarmnode.daemon.node", "swarmnode.trainer", "swarmnode.tasks.scorer"
 PROCESSES = (SUPERVISOR, NETWORK, TRAINER, SCORER)
 DISK = "24m"
@@ -38,7 +38,7 @@ SETTINGS: dict[str, dict[str, object]] = {
 class ChaosNode(DemoNode):
     """A node whose data directory is a file system of its own, where `small_disk` says so; its log is elsewhere."""
 
-    def __init__(self, number: int, directory: Path, small_disk: bool, learning: bool = True) -> None:
+    def __init__(self, number: int, directory: Path, small_disk: bool) -> None:
         self.data, self.number = directory / "data", number
         self.small_disk = small_disk
         directory.mkdir(mode=0o700)
@@ -59,15 +59,23 @@ class ChaosNode(DemoNode):
         training = {**SETTINGS["training"], "seed": number}
         super().__init__(f"node{number}", self.data, {**SETTINGS, "network": network, "training": training})
         self.log_file = directory / "node.log"
-        self.skew_file = directory / "skew"
+        self.skew_file, self.tasks_dir = directory / "skew", directory / "tasks"
 
     def launch(self, *arguments: str) -> None:
-        """With a clock that `skew` sets."""
-        with changed_environment(PYTHONPATH=f"{SKEW}:{os.getcwd()}", SKEW_FILE=str(self.skew_file)):
+        """With a clock that `skew` sets, and tasks that `tasks` counts."""
+        self.tasks_dir.mkdir(exist_ok=True)
+        with changed_environment(PYTHONPATH=f"{INSIDE}:{os.getcwd()}", SKEW_FILE=str(self.skew_file), TASKS_DIR=str(self.tasks_dir)):
             super().launch(*arguments)
 
     def skew(self, seconds: float) -> None:
         self.skew_file.write_text(str(seconds))
+
+    def tasks(self, pid: int) -> int | None:
+        """Of trio, in one of its processes; None where it has not said."""
+        try:
+            return int((self.tasks_dir / str(pid)).read_text())
+        except (OSError, ValueError):
+            return None
 
     def snapshot(self) -> dict[str, Any] | None:
         """None while it does not answer."""
@@ -121,10 +129,10 @@ class ChaosNode(DemoNode):
 
 
 class ChaosSwarm:
-    """Nodes that know each other. `can_mount`: whether their disks can be filled."""
+    """Nodes that know each other. `can_mount`: whether their disks can be filled; each is a small file system of its own then."""
 
-    def __init__(self, directory: Path, count: int) -> None:
-        self.can_mount = sys.platform == "linux" and os.geteuid() == 0
+    def __init__(self, directory: Path, count: int, small_disks: bool = True) -> None:
+        self.can_mount = small_disks and sys.platform == "linux" and os.geteuid() == 0
         self.nodes = [ChaosNode(i, directory / f"node{i}", self.can_mount) for i in range(count)]
 
     def start(self) -> None:
@@ -144,8 +152,8 @@ class ChaosSwarm:
 
 
 @contextlib.contextmanager
-def swarm_of(directory: Path, count: int) -> Iterator[ChaosSwarm]:
-    swarm = ChaosSwarm(directory, count)
+def swarm_of(directory: Path, count: int, small_disks: bool = True) -> Iterator[ChaosSwarm]:
+    swarm = ChaosSwarm(directory, count, small_disks)
     try:
         swarm.start()
         yield swarm

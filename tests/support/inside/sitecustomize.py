@@ -1,0 +1,58 @@
+"""Put inside the processes of a node that a test starts, by PYTHONPATH. Each part works where its variable is set.
+
+SKEW_FILE   `time.time` is the clock of a machine that is wrong by as many seconds as that file says; no file is no skew. It is looked at
+            ten times a second, so that a running process's clock can be set.
+TASKS_DIR   a process that runs trio writes there, in a file with its pid for a name, how many tasks it has, every few seconds.
+"""
+
+import os
+import time
+
+LOOK_SECONDS, WRITE_SECONDS = 0.1, 2.0
+
+
+class Skew:
+    def __init__(self, file):
+        self.file, self.seconds, self.looked_at = file, 0.0, -LOOK_SECONDS
+        self.true, self.true_ns = time.time, time.time_ns
+        time.time = lambda: self.true() + self.now()
+        time.time_ns = lambda: self.true_ns() + int(self.now() * 1e9)
+
+    def now(self):
+        if (at := time.monotonic()) - self.looked_at > LOOK_SECONDS:
+            self.looked_at = at
+            try:
+                with open(self.file) as file:
+                    self.seconds = float(file.read() or 0)
+            except (OSError, ValueError):
+                self.seconds = 0.0
+        return self.seconds
+
+
+def count_tasks(directory):
+    import trio
+
+    class Counter(trio.abc.Instrument):
+        def __init__(self):
+            self.tasks, self.written_at = 0, 0.0
+
+        def task_spawned(self, task):
+            self.tasks += 1
+
+        def task_exited(self, task):
+            self.tasks -= 1
+
+        def before_io_wait(self, timeout):
+            if (at := time.monotonic()) - self.written_at > WRITE_SECONDS:
+                self.written_at = at
+                with open(os.path.join(directory, str(os.getpid())), "w") as file:
+                    file.write(str(self.tasks))
+
+    run = trio.run
+    trio.run = lambda *args, instruments=(), **options: run(*args, instruments=[*instruments, Counter()], **options)
+
+
+if os.environ.get("SKEW_FILE"):
+    Skew(os.environ["SKEW_FILE"])
+if os.environ.get("TASKS_DIR"):
+    count_tasks(os.environ["TASKS_DIR"])

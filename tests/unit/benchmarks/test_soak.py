@@ -1,0 +1,29 @@
+"""What a soak takes for growth."""
+
+import random
+
+from benchmarks import soak
+
+
+def series(of):
+    return [(10.0 * i, of(i)) for i in range(60)]
+
+
+def test_a_leak_is_seen_through_noise_and_noise_is_no_leak():
+    rng = random.Random(1)
+    leak = series(lambda i: 100 + 0.2 * i + rng.gauss(0, 2))
+    assert soak.grows(leak)
+    assert 40 < soak.slope(leak) < 110, "0.2 in ten seconds are 72 an hour"
+    assert not any(soak.grows(series(lambda i: 100 + rng.gauss(0, 2))) for _ in range(50))
+
+
+def test_what_stands_still_falls_or_creeps_is_none():
+    assert soak.surety(series(lambda i: 7)) == 0
+    assert not soak.grows(series(lambda i: 7))
+    assert not soak.grows(series(lambda i: 100 - i))
+    assert not soak.grows(series(lambda i: 100 + 0.001 * i)), "0.4 % an hour"
+
+
+def test_one_step_up_is_no_trend_of_the_median_slope():
+    """A cache that was filled once, late: sure, and yet of no slope."""
+    assert soak.slope(series(lambda i: 100 + (i == 59))) == 0
