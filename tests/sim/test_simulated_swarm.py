@@ -17,8 +17,15 @@ def replay(seed: int, nodes: int, kinds: tuple[str, ...] = ()) -> str:
     return f"replay: python -m tests.support.sim --seed {seed} --nodes {nodes} --foes {' '.join(kinds)}"
 
 
-@pytest.mark.parametrize(("seed", "nodes", "kinds"), [(2, 3, ()), (5, 4, ("garbage", "peers", "lister")), (9, 4, ("poet", "vanisher"))])
+@pytest.mark.parametrize(
+    ("seed", "nodes", "kinds"),
+    [
+        (2, 3, ()), (5, 4, ("garbage", "peers", "lister")), (9, 4, ("poet", "vanisher", "forger", "dripper")),
+        (2, 3, ("cherry", "stolen", "storm")),
+    ],
+)  # fmt: skip
 def test_a_swarm_is_whole_again_after_its_faults(seed, nodes, kinds):
+    """With one hostile node of each of the kinds, and in all cases together of every kind that there is."""
     ended = simulate(draw(seed, nodes, kinds))
     assert ended.problem == "", replay(seed, nodes, kinds)
     assert ended.used > nodes
