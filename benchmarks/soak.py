@@ -18,6 +18,7 @@ import signal
 import statistics
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections import Counter
@@ -30,7 +31,8 @@ from benchmarks.report import heading, table
 from tests.support.chaos.nodes import NETWORK, SCORER, SUPERVISOR, TRAINER, ChaosNode, ChaosSwarm, swarm_of, until
 from tests.support.chaos.schedule import errors, logged_since, now
 
-SAMPLE_SECONDS = 10.0
+SAMPLE_SECONDS, POINTS = 10.0, 40
+"""Between two looks; in a short soak so much less that there are so many."""
 NAMES = {SUPERVISOR: "supervisor", NETWORK: "network", TRAINER: "trainer", SCORER: "scorer"}
 GROWS, SURE = 0.05, 4.0
 """Share of the median in an hour, and |z| of Kendall's test, from which on a slope is a trend."""
@@ -131,16 +133,20 @@ def soak(directory: Path, count: int, seconds: float, every: float, seed: int) -
         stay, come_and_go = swarm.nodes[: (count + 1) // 2], swarm.nodes[(count + 1) // 2 :]
         assert until(lambda: all(now(node) for node in swarm.nodes), 600.0), [node.log()[-800:] for node in swarm.nodes]
         watches, hows = [Watch(node) for node in stay], Counter[str]()
-        began = next_look = next_churn = time.monotonic()
-        while (at := time.monotonic()) < began + seconds:
-            if at >= next_look:
-                next_look = at + SAMPLE_SECONDS
-                for watch in watches:
-                    watch.look(at - began)
-            if at >= next_churn and come_and_go:
-                next_churn = at + every
+        began, over = time.monotonic(), threading.Event()
+
+        def come_and_gone() -> None:
+            while not over.wait(every):
                 hows[churn(rng.choice(come_and_go), swarm, rng)] += 1
-            time.sleep(0.2)
+
+        others = threading.Thread(target=come_and_gone)  # to stop one takes up to a minute
+        others.start()
+        while (at := time.monotonic()) < began + seconds:
+            for watch in watches:
+                watch.look(at - began)
+            time.sleep(max(0.0, at + min(SAMPLE_SECONDS, seconds / POINTS) - time.monotonic()))
+        over.set()
+        others.join()
         last = [now(node) for node in stay]
         unexplained = Counter(line for node in swarm.nodes for line in told(node))
         swarm.stop()
@@ -148,6 +154,7 @@ def soak(directory: Path, count: int, seconds: float, every: float, seed: int) -
     print(f"Came and went: {', '.join(f'{how} {times}' for how, times in sorted(hows.items()))}. Steps of those that stayed: "
           f"{', '.join(str(said.step if said else None) for said in last)}.\n")  # fmt: skip
     rows, bad = report(watches, seconds / 4)
+    assert rows, "nothing was measured"
     print(table(["series, of the nodes that stay", "points", "first", "median", "last", "slope per hour", "greatest |z|", "grows"], rows))
     restarted = sum(sum(said.restarts.values()) for said in last if said)
     fallen = sorted({name for watch in watches for name in watch.fallen})
