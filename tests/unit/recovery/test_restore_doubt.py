@@ -58,8 +58,7 @@ def moved(weights, by):
     return {name: tensor + by * torch.randn(tensor.shape, generator=generator) for name, tensor in weights.items()}
 
 
-@pytest.mark.parametrize("liar", [0, 2])
-@pytest.mark.parametrize("by", [0.02, 1.0], ids=["passes the gate", "noise"])
+@pytest.mark.parametrize(("liar", "by"), [(0, 0.02), (2, 1.0)], ids=["passes the gate", "noise"])
 async def test_of_two_neighbours_copies_that_differ_the_better_one_is_taken(fleet, liar, by):
     mine = fleet(gate_kl=0.5, gate_nll=0.5)
     async with mine.up() as crew:
