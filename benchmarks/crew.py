@@ -1,9 +1,11 @@
 """How fast is a policy whole again when a stage is lost, and what does being split cost? `python -m benchmarks.crew`
 
 Four real nodes on this machine (supervisor, network process and trainer each) hold the embedded policy, made eight layers deep, as four
-stages. Then, again and again: kill -9 of the trainer of one stage, each in turn; of two neighbours' trainers at once; of everything that
-a node runs, which is started again at once, as systemd would. Measured from outside, ten times a second: seconds from the kill to the next
-step that every stage has taken, the steps that were taken and are gone, and the rung that brought the stage back.
+stages. Then, again and again: kill -9 of the trainer of one stage, each in turn; the same with its own journal gone, so that it comes back
+from a neighbour's snapshot (R2) and not from the own disk (R0); of two neighbours' trainers at once; of everything that a node runs, which
+is started again at once, as systemd would. (Base, CheckFree: `benchmarks.recovery`, `benchmarks.checkfree`.) Measured from outside, ten
+times a second: seconds from the kill to the next step that every stage has taken, the steps that were taken and are gone, and the rung that
+brought the stage back.
 
 The same nodes before the first kill, and one node that holds the same policy whole, say what the split costs.
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shutil
 import statistics
 import tempfile
 import time
@@ -41,7 +44,7 @@ STEPS = 10
 @dataclass(frozen=True)
 class Recovery:
     kind: str
-    """trainer, neighbours, node."""
+    """trainer, disk, neighbours, node."""
     stages: tuple[int, ...]
     seconds: float | None
     """From the kill to the next step of the whole crew; None if there was none within RETURN_SECONDS."""
@@ -106,6 +109,8 @@ class Crew:
                 node.start(self._first)
             elif pid is not None:
                 psutil.Process(pid).kill()
+                if kind == "disk":
+                    shutil.rmtree(node.directory / "trainer" / "stage", ignore_errors=True)
         least = before
 
         def again() -> bool:
@@ -145,11 +150,12 @@ def crew(directory: Path, nodes: int, mode: str) -> Iterator[Crew]:
 
 
 def kills(rounds: int) -> list[tuple[str, tuple[int, ...]]]:
-    """Each stage in turn, first and last included, then neighbours, then whole nodes."""
+    """Each stage in turn, first and last included, with its disk and without, then neighbours, then whole nodes."""
     trainers = [("trainer", (stage,)) for stage in range(STAGES)]
     pairs = [("neighbours", (stage, stage + 1)) for stage in range(STAGES - 1)]
     nodes = [("node", (stage,)) for stage in range(STAGES)]
-    return [*trainers * rounds, *pairs * rounds, *nodes * rounds]
+    disks = [("disk", (stage,)) for stage in range(STAGES)]
+    return [*trainers * rounds, *disks * rounds, *pairs * rounds, *nodes * rounds]
 
 
 def measure(directory: Path, rounds: int, quick: bool) -> tuple[list[Speed], list[Recovery]]:
@@ -161,7 +167,7 @@ def measure(directory: Path, rounds: int, quick: bool) -> tuple[list[Speed], lis
         if split.wait(split.running, FORM_SECONDS) is None:
             raise SystemExit(f"the crew did not form: {[node.last_words() for node in split.nodes]}")
         speeds.append(split.speed(f"in {STAGES} stages"))
-        for kind, stages in [("trainer", (2,)), ("trainer", (0,))] if quick else kills(rounds):
+        for kind, stages in [("trainer", (2,)), ("disk", (1,))] if quick else kills(rounds):
             split.wait(split.running, RETURN_SECONDS)
             time.sleep(CALM_SECONDS)
             split.wait(split.running, RETURN_SECONDS)
@@ -172,7 +178,7 @@ def measure(directory: Path, rounds: int, quick: bool) -> tuple[list[Speed], lis
 
 def rows(recoveries: Sequence[Recovery]) -> list[list[str]]:
     out = []
-    for kind in ("trainer", "neighbours", "node"):
+    for kind in ("trainer", "disk", "neighbours", "node"):
         mine = [r for r in recoveries if r.kind == kind]
         if not mine:
             continue
@@ -187,7 +193,7 @@ def rows(recoveries: Sequence[Recovery]) -> list[list[str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="two kills")
-    parser.add_argument("--rounds", type=int, default=2, help="how often each of the eleven kills is done")
+    parser.add_argument("--rounds", type=int, default=2, help="how often each of the fifteen kills is done")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="swarmnode-crew-") as directory:

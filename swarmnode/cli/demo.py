@@ -10,6 +10,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from swarmnode.cli.options import Flag, needs_trainer
+from swarmnode.errors import ConfigError
 
 
 @Parameter(name="*")
@@ -29,6 +30,9 @@ class DemoFlags:
         int, Parameter(validator=Number(gte=0), help="Nodes that are killed -9 half-way and have to come back.")
     ] = 0
     crew: Annotated[Flag, Parameter(help="One policy in stages on all nodes, and one stage killed -9 every 20 s.")] = False
+    delay: Annotated[
+        float, Parameter(validator=Number(gte=0, lte=1000), help="Milliseconds, one way, between the nodes of a crew.")
+    ] = 0.0
     data_dir: Annotated[
         Path | None,
         Parameter(name=["--data-dir", "-d"], help="Keep the nodes' directories here; otherwise they are temporary."),
@@ -49,5 +53,7 @@ def demo(*, flags: DemoFlags = NO_FLAGS) -> int:
     needs_trainer("the demo")
     from swarmnode.demo import DemoOptions, run_demo
 
+    if flags.delay and not flags.crew:
+        raise ConfigError("demo: --delay is for --crew")
     count = flags.nodes if flags.nodes is not None else 4 if flags.crew else 3
     return run_demo(DemoOptions(**{**vars(flags), "nodes": count}))

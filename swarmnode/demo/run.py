@@ -43,6 +43,8 @@ class DemoOptions:
     data_dir: Path | None = None
     http_port: int = 9464
     crew: bool = False
+    delay: float = 0.0
+    """Milliseconds, one way, between the nodes of a crew."""
 
 
 def settings_of(options: DemoOptions, number: int) -> dict[str, dict[str, object]]:

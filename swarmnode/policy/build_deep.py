@@ -2,7 +2,8 @@
 
 The same function, and it learns: what `swarmnode demo --crew` trains. A tool; nothing imports it at run time.
 
-Between its two trained layers lie random ones whose outputs are zero: to begin with, each of them adds nothing to the residual stream.
+Around its two trained layers, which are in the middle, lie random ones whose outputs are zero: to begin with, each of them adds nothing to
+the residual stream. So of up to four stages each has something that the policy cannot do without: embedding, a trained layer, or the head.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ def write_deep_model(directory: Path, layers: int = 8, tied: bool = True) -> Pat
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for layer in model.model.layers[1:-1]:
+        first = (layers - 2) // 2
+        for layer in (*model.model.layers[:first], *model.model.layers[first + 2 :]):
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
-        model.model.layers[0].load_state_dict(small.model.layers[0].state_dict())
-        model.model.layers[-1].load_state_dict(small.model.layers[1].state_dict())
+        model.model.layers[first].load_state_dict(small.model.layers[0].state_dict())
+        model.model.layers[first + 1].load_state_dict(small.model.layers[1].state_dict())
         model.model.norm.load_state_dict(small.model.norm.state_dict())
         model.model.embed_tokens.load_state_dict(small.model.embed_tokens.state_dict())
         if not tied:

@@ -37,3 +37,8 @@ def test_a_good_run_has_no_failure():
 def test_each_condition_can_fail(changes, says):
     (text,) = failed(**changes)
     assert says in text
+
+
+def test_at_a_distance_a_few_steps_are_no_lesson():
+    assert failed(held_out=None) == []
+    assert len(failed(held_out=None, kills=[])) == 1
