@@ -2,8 +2,7 @@
 
 The same function, and it learns: what `swarmnode demo --crew` trains. A tool; nothing imports it at run time.
 
-Around its two trained layers, which are in the middle, lie random ones whose outputs are zero: to begin with, each of them adds nothing to
-the residual stream. So of up to four stages each has something that the policy cannot do without: embedding, a trained layer, or the head.
+Around its two trained layers lie random ones whose outputs are zero: to begin with, each of them adds nothing to the residual stream.
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 
-def write_deep_model(directory: Path, layers: int = 8, tied: bool = True) -> Path:
-    """A model's directory. tied: as the embedded policy is; else its head is a copy of its embedding."""
+def write_deep_model(directory: Path, layers: int = 8, tied: bool = True, middle: bool = False) -> Path:
+    """A model's directory. tied: as the embedded policy is; else its head is a copy of its embedding. middle: its trained layers are there,
+    so that each of up to four stages has what the policy cannot do without (embedding, trained layer or head); else first and last."""
     directory.mkdir(parents=True, exist_ok=True)
     with resources.as_file(resources.files("swarmnode.policy") / "embedded") as embedded:
         small = AutoModelForCausalLM.from_pretrained(embedded, dtype=torch.float32)
@@ -32,12 +32,12 @@ def write_deep_model(directory: Path, layers: int = 8, tied: bool = True) -> Pat
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        first = (layers - 2) // 2
-        for layer in (*model.model.layers[:first], *model.model.layers[first + 2 :]):
+        trained = ((layers - 2) // 2, layers // 2) if middle else (0, layers - 1)
+        for layer in (layer for number, layer in enumerate(model.model.layers) if number not in trained):
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
-        model.model.layers[first].load_state_dict(small.model.layers[0].state_dict())
-        model.model.layers[first + 1].load_state_dict(small.model.layers[1].state_dict())
+        for number, layer in zip(trained, small.model.layers, strict=True):
+            model.model.layers[number].load_state_dict(layer.state_dict())
         model.model.norm.load_state_dict(small.model.norm.state_dict())
         model.model.embed_tokens.load_state_dict(small.model.embed_tokens.state_dict())
         if not tied:
@@ -51,4 +51,4 @@ if __name__ == "__main__":
     parser.add_argument("directory", type=Path)
     parser.add_argument("--layers", type=int, default=8)
     asked = parser.parse_args()
-    write_deep_model(asked.directory, asked.layers)
+    write_deep_model(asked.directory, asked.layers, middle=True)
