@@ -20,6 +20,7 @@ from swarmnode.demo.nodes import DemoNode, Liar
 from swarmnode.demo.table import line, table, verdict_text
 from swarmnode.demo.verdict import Finding, Kill, judge
 from swarmnode.errors import Unavailable
+from swarmnode.rollouts.mode import Choice
 
 START_SECONDS = 90.0
 RETURN_SECONDS = 60.0
@@ -45,6 +46,7 @@ class DemoOptions:
     crew: bool = False
     delay: float = 0.0
     """Milliseconds, one way, between the nodes of a crew."""
+    exchange: Choice = "auto"
 
 
 def settings_of(options: DemoOptions, number: int) -> dict[str, dict[str, object]]:
@@ -54,7 +56,7 @@ def settings_of(options: DemoOptions, number: int) -> dict[str, dict[str, object
         "network": {"listen_addrs": ["/ip4/127.0.0.1/tcp/0"], "mdns": False},
         "policy": {"threads": 1},
         "training": {"step_interval": STEP_SECONDS, "eval_every": 10, "eval_budget": 1.0, "save_every": 1.0, "seed": number},
-        "sharing": {"enabled": not options.solo},
+        "sharing": {"enabled": not options.solo, "exchange": options.exchange},
         "weights": {"rule": "off" if options.solo else "noloco", "sync_every": SYNC_EVERY},
         "http": {"port": options.http_port + number if options.http_port else 0},
     }
