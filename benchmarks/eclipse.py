@@ -13,7 +13,9 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import msgspec
 
 from benchmarks import report
 from swarmnode.p2p import turnover
@@ -201,9 +203,11 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=2000)
     parser.add_argument("--minutes", type=int, default=180)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--one", help="an Attack as JSON, that alone, for each seed from its own on")
     arguments = parser.parse_args()
     nodes, minutes = (200, 60) if arguments.quick else (arguments.nodes, arguments.minutes)
-    attacks = [
+    one = msgspec.json.decode(arguments.one, type=Attack) if arguments.one else None
+    attacks = [replace(one, seed=one.seed + each) for each in range(arguments.seeds)] if one else [
         Attack(nodes, share, networks, minutes, turnover=turns, seed=seed)
         for share in (0.25, 0.5)
         for networks in (max(4, nodes // 40), None)

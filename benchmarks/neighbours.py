@@ -15,7 +15,6 @@ from benchmarks.simulator import ROUND_SECONDS, Node, OwnSample, Swarm
 from swarmnode.rollouts.groups import ExternalGroup, is_useful
 from swarmnode.rollouts.pool import Pool
 from swarmnode.rollouts.sampling import spread
-from swarmnode.trainer.judge import reserve
 from swarmnode.wire.envelope import content_id, peer_id, seal
 from swarmnode.wire.ids import DOMAIN_ROLLOUT
 from swarmnode.wire.listings import Listed
@@ -70,9 +69,9 @@ class PullSwarm(Swarm):
                     self._members[node.peer].puller.catalogue.put(frame, listed)
 
     def _pull(self, member: _Member) -> list[tuple[Listed, bytes]]:
-        room, puller = member.node.split.external_room, member.puller
+        puller = member.puller
         assert isinstance(member.node.pool, Pool)
-        puller.want(room + reserve(room), member.node.pool.waiting(member.node.trusted.belief))
+        puller.want(member.node.asked, member.node.pool.waiting(member.node.trusted.belief))
         for peer, request in puller.to_list(member.neighbours, self.now):
             puller.listed(peer, self._members[peer].puller.catalogue.listing(request, self.now), self.now)
         came = []

@@ -26,13 +26,15 @@ class Puller:
         self.offers = Offers(key, author_of)
         self.claims = Claims()
         self.wanted = 0
+        self.urgent = True
         self._asked: OrderedDict[bytes, tuple[str, Listed]] = OrderedDict()
         self._under_way: dict[str, int] = {}
 
     def want(self, count: int, waiting: int) -> None:
         """The trainer draws `count` groups, and `waiting` are in the pool after that."""
         self.wanted = max(0, STEPS_AHEAD * count - waiting)
-        self.asking.allow(enough=len(self.offers) >= PLENTY * count)
+        self.urgent = waiting < count
+        self.asking.allow(plenty=len(self.offers) >= PLENTY * count, urgent=waiting < count)
 
     def to_list(self, connected: Collection[str], now: float) -> list[tuple[str, ListingRequest]]:
         """Whom to ask for a listing now, and what to ask; each is followed by `listed`."""
@@ -53,9 +55,11 @@ class Puller:
 
     def to_pull(self, now: float, trust: Callable[[str], float], has_seen: Callable[[bytes], bool]) -> list[Pull]:
         """What to ask whom for now; each is followed by `pulled`."""
+        if self.asking.waits and not self.urgent:
+            return []
         missing = max(0, self.wanted - sum(self._under_way.values()))
         known = lambda content: content in self._asked or has_seen(content)
-        pulls = self.offers.choose(missing, now, self.rng, trust, self.claims.belief, known, self._under_way)
+        pulls = self.offers.choose(missing, now, self.rng, trust, self.claims.belief, known, self._under_way, few=not self.urgent)
         for pull in pulls:
             self._under_way[pull.holder] = len(pull.groups)
             for listed in pull.groups:

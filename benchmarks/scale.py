@@ -257,7 +257,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, help="runs of everything that is simulated; 3 unless told otherwise")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
     parser.add_argument("--json", type=Path, help="write all results there, too")
+    parser.add_argument("--one", help="a Setup of scale_events as JSON, simulated here and now; prints what came of it")
     arguments = parser.parse_args()
+    if arguments.one:
+        result = scale_events.simulate(msgspec.json.decode(arguments.one, type=Setup))
+        print(msgspec.json.encode({**_summary(result), "load": asdict(load_of(result))}).decode())
+        return
     plan = QUICK if arguments.quick else FULL
     plan = replace(plan, seeds=arguments.seeds or plan.seeds)
     by_size = {}

@@ -110,6 +110,8 @@ class Node:
         self.allowances = Allowances()
         self.mode = Mode(world.setup.choice, world.now)
         self.pool, self.trust = Pool(), PeerTrust()
+        self.backlog: list[ExternalGroup] = []
+        """Groups that a step had no room for, first in the next: `trainer.external`."""
         self.linked: set[str] = set()
         self.version = self.shown = self.read = 0
         self.knows = False
@@ -126,12 +128,13 @@ class Node:
             return
         began = time.process_time()
         self._hear()
-        count = ROOM + reserve(ROOM)
+        count = ROOM + reserve(ROOM) - len(self.backlog)
         drawn = self.pool.draw(count, self.version, now, self.rng, self._trusts, self.trust.belief, most_per_peer(ROOM))
+        drawn, self.backlog = [*self.backlog, *drawn], []
         used = 0
         for group in drawn:
-            if used == ROOM:  # left over: a trainer keeps these for its next step
-                self.pool.add(group, now, self.version)
+            if used == ROOM:
+                self.backlog.append(group)
                 continue
             refused = world.kind_of(group.peer) == POISON
             self.trust.judged(group.peer, "surprise" if refused else "used")

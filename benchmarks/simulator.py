@@ -285,6 +285,8 @@ class Node:
         self.arrived = self.drawn = self.passed = 0
         self._arrivals = Arrivals()
         self._backlog: list[ExternalGroup] = []
+        self.asked = 0
+        """Groups that its last draw asked for."""
         self.used: Counter[str] = Counter()
         """Groups of a peer that were trained on."""
         self.trusted = PeerTrust()
@@ -328,7 +330,7 @@ class Node:
     def draw(self, now: float) -> list[TrainingGroup]:
         """External groups for this round, judged: what `trainer.external` does."""
         room, uniform = self.split.external_room, self.arm.sharing.uniform
-        count = room if uniform else room + reserve(room) - len(self._backlog)
+        count = self.asked = max(0, room if uniform else room + reserve(room) - len(self._backlog))
         drawn = self.pool.draw(count, self.version, now, self.rng, self.trust, self.trusted.belief, most_per_peer(room))
         scored = partial(self.batcher.score_with_entropy, self.policy)
         checks, temperature = self.arm.sharing.checks, self.training.temperature

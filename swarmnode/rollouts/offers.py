@@ -2,6 +2,7 @@
 
     listing ─▶ offers of a holder (64 holders, the newest 32 groups of each)
     choose ─▶ those that are new, in an order drawn by spread × freshness × trust × novelty of the author × belief in who lists it
+           ─▶ of a few holders, where nothing is urgent
            ─▶ each from one of its holders, drawn by belief; a step's worth over several authors and holders
            ─▶ one request for each holder: at most 16 groups, and 1 MiB as listed
 """
@@ -9,7 +10,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
@@ -23,6 +24,8 @@ MOST_OFFERED = 32
 """Offers of one holder, its newest. What is older is hardly ever chosen, and each costs four microseconds whenever a choice is made."""
 HALF_LIFE_SECONDS = 60.0
 """In which a listed group's weight halves: two steps or so."""
+FEW_HOLDERS = 3
+"""Holders that a choice is made from where nothing is urgent: a request costs what six more groups in it do."""
 SECOND_HAND = 0.3
 """Weight of a holder that is not the author: the author's own groups are on one shelf first, and on all soon."""
 BELIEVED = 0.25
@@ -31,6 +34,10 @@ be asked for want of others."""
 REMEMBERED_AUTHORS = 64
 """Groups asked for last, of whose authors more is less welcome."""
 REMEMBERED_CONTENTS = 4096
+
+
+_Held = dict[bytes, list[tuple[str, Listed]]]
+"""Content id → (holder, what it says)."""
 
 
 class Pull(msgspec.Struct, frozen=True):
@@ -110,24 +117,27 @@ class Offers:
         belief: Callable[[str], float],
         is_known: Callable[[bytes], bool],
         busy: Collection[str] = (),
+        *,
+        few: bool = False,
     ) -> list[Pull]:
         """Requests for up to `count` groups, at most half of them from one holder where there are several; what is asked for is no longer
-        offered. trust: of a peer as author; belief: in a peer as holder; busy: peers that are not to be asked now."""
+        offered. trust: of a peer as author; belief: in a peer as holder; busy: peers that are not to be asked now;
+        few: ask FEW_HOLDERS at most."""
         if count <= 0:
             return []
         doubted = [holder for holder in self._holders if rng.random() >= belief(holder) / BELIEVED]
         held = self._held(now, is_known, {*busy, *doubted})
         if not held:
             return []
-        contents = list(held)
         met = Counter(self._asked_of)
-        authors = {content: self._author_of(held[content][0][1].author) for content in contents}
-        weights = [
-            max(belief(holder) for holder, _ in held[content]) * _spread(held[content], belief) * freshness(held[content][0][1], now)
+        authors = {content: self._author_of(holders[0][1].author) for content, holders in held.items()}
+        worth = {
+            content: max(belief(holder) for holder, _ in holders) * _spread(holders, belief) * freshness(holders[0][1], now)
             * trust(authors[content]) / (1 + met[authors[content]])
-            for content in contents
-        ]
-        ordered = sampling.shuffle_weighted(contents, weights, rng)
+            for content, holders in held.items()
+        }
+        held = _of_few(held, worth, belief, rng) if few else held
+        ordered = sampling.shuffle_weighted(list(held), [worth[content] for content in held], rng)
         chosen = sampling.spread_over_peers(ordered, count, authors.__getitem__, -(-count // 2))
         several = len({holder for holders in held.values() for holder, _ in holders}) > 1
         pulls = self._pack(chosen, held, -(-count // 2) if several else count, lambda holders: _draw(holders, belief, self._author_of, rng))
@@ -140,7 +150,7 @@ class Offers:
     def _pack(
         self,
         chosen: Sequence[bytes],
-        held: dict[bytes, list[tuple[str, Listed]]],
+        held: _Held,
         most: int,
         draw: Callable[[list[tuple[str, Listed]]], tuple[str, Listed]],
     ) -> list[Pull]:
@@ -157,9 +167,9 @@ class Offers:
                 room[holder] = room.get(holder, limits.GROUP_BYTES) - listed.size
         return [Pull(holder, tuple(groups)) for holder, groups in requests.items()]
 
-    def _held(self, now: float, is_known: Callable[[bytes], bool], busy: Collection[str]) -> dict[bytes, list[tuple[str, Listed]]]:
-        """Content id → (holder, what it says) of everything that may be asked for; what is old or known is forgotten."""
-        held: dict[bytes, list[tuple[str, Listed]]] = {}
+    def _held(self, now: float, is_known: Callable[[bytes], bool], busy: Collection[str]) -> _Held:
+        """Everything that may be asked for; what is old or known is forgotten."""
+        held: _Held = {}
         for holder, known in self._holders.items():
             gone = [content for content, listed in known.groups.items() if not is_timely(listed, now) or is_known(content)]
             self.forget(holder, gone)
@@ -185,6 +195,17 @@ def is_timely(listed: Listed, now: float) -> bool:
 def freshness(listed: Listed, now: float) -> float:
     """1 for a group that was just made, half of it every HALF_LIFE_SECONDS."""
     return float(0.5 ** (max(0.0, now - listed.created_at / 1000) / HALF_LIFE_SECONDS))
+
+
+def _of_few(held: _Held, worth: dict[bytes, float], belief: Callable[[str], float], rng: random.Random) -> _Held:
+    """What FEW_HOLDERS offer, drawn by how far they are believed and what their offers are worth together."""
+    total: defaultdict[str, float] = defaultdict(float)
+    for content, holders in held.items():
+        for holder, _ in holders:
+            total[holder] += worth[content]
+    chosen = sampling.shuffle_weighted(list(total), [belief(holder) * value for holder, value in total.items()], rng)[:FEW_HOLDERS]
+    some = {content: [each for each in holders if each[0] in chosen] for content, holders in held.items()}
+    return {content: holders for content, holders in some.items() if holders}
 
 
 def _spread(holders: list[tuple[str, Listed]], belief: Callable[[str], float]) -> float:

@@ -4,8 +4,8 @@
                             claims ◀─ as listed? ─ admission.check_pulled ◀─────────┘      └─ scored ─▶ as listed?
     what arrives, is asked for, is listed ─▶ mode ─▶ in the topic, or pulling
 
-Nothing goes by a timer: a node whose trainer does not draw asks nobody. No peer is waited for: each request has its deadline, and while it
-runs others are asked.
+Nothing goes by a timer: a node whose trainer does not draw asks nobody. Each request has its deadline, and while it runs others are asked.
+Where the pool holds the next step already, a choice waits for the listings that are under way, the newest, and is of few holders.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ class Pulling:
     def want(self, count: int, waiting: int) -> None:
         """The trainer draws `count` groups, and `waiting` are in the pool after that."""
         self._under_way.wanted = max(0, STEPS_AHEAD * count - waiting)
-        self._asking.allow(enough=len(self._offers) >= PLENTY * count)
+        self._under_way.urgent = waiting < count
+        self._asking.allow(plenty=len(self._offers) >= PLENTY * count, urgent=waiting < count)
         self._mode.note("wanted", count)
         self._news.set()
 
@@ -177,11 +178,11 @@ class Pulling:
             nursery.start_soon(self._pull, pull)
 
     def _choose(self) -> list[Pull]:
-        busy = self._under_way.holders
-        if len(busy) >= PULLS_AT_ONCE:
+        busy, urgent = self._under_way.holders, self._under_way.urgent
+        if len(busy) >= PULLS_AT_ONCE or (self._asking.waits and not urgent):
             return []
         return self._offers.choose(
-            self._under_way.missing, self._clock(), self._rng, self._around.trust, self._claims.belief, self._is_known, busy
+            self._under_way.missing, self._clock(), self._rng, self._around.trust, self._claims.belief, self._is_known, busy, few=not urgent
         )
 
     def _is_known(self, content: bytes) -> bool:
@@ -309,6 +310,8 @@ class _UnderWay:
 
     def __init__(self) -> None:
         self.wanted = 0
+        self.urgent = True
+        """Whether the pool holds less than the next step's."""
         self.pace = Throughput()
         self._groups_of: dict[str, int] = {}
 

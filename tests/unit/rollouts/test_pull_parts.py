@@ -123,8 +123,8 @@ def heard(**listings):
     return heard
 
 
-def choose(heard, count, seed=0, *, belief=lambda peer: 1.0, trust=lambda peer: 1.0, known=(), busy=()):
-    return heard.choose(count, NOW, random.Random(seed), trust, belief, set(known).__contains__, busy)
+def choose(heard, count, seed=0, *, belief=lambda peer: 1.0, trust=lambda peer: 1.0, known=(), busy=(), few=False):
+    return heard.choose(count, NOW, random.Random(seed), trust, belief, set(known).__contains__, busy, few=few)
 
 
 def test_the_same_group_under_many_holders_is_asked_for_once():
@@ -145,6 +145,20 @@ def test_a_request_has_at_most_sixteen_groups_and_a_mebibyte_and_a_holder_half_o
     assert sum(group.size for group in pull.groups) <= limits.GROUP_BYTES
     pulls = choose(heard(one=small, other=small[:4]), 8, belief=lambda peer: {"one": 1.0, "other": offers.BELIEVED}[peer])
     assert max(len(pull.groups) for pull in pulls) <= 4
+
+
+def test_where_nothing_is_urgent_few_holders_are_asked_and_those_the_more_that_offer_more():
+    offered = {f"h{n}": [listed(8 * n + each, author=chr(ord("a") + n % 14)) for each in range(8)] for n in range(14)}
+    belief = lambda peer: 0.25 if peer in ("h0", "h1") else 1.0
+    for seed in range(20):
+        assert len(choose(heard(**offered), 12, seed, belief=belief)) > offers.FEW_HOLDERS
+        few = choose(heard(**offered), 12, seed, belief=belief, few=True)
+        assert len(few) == offers.FEW_HOLDERS
+        assert sum(len(pull.groups) for pull in few) == 12  # and as many groups
+    old = {holder: [listed(8 * n + each, author="a", age=600.0) for each in range(8)] for n, holder in enumerate(offered)}
+    fresh = old | {"h7": offered["h7"]}
+    asked = [{pull.holder for pull in choose(heard(**fresh), 6, seed, few=True)} for seed in range(50)]
+    assert sum("h7" in holders for holders in asked) == 50
 
 
 def test_spread_freshness_trust_and_novelty_decide_and_what_is_known_or_late_is_left_out():
@@ -250,6 +264,22 @@ def test_a_draw_asks_a_few_peers_each_in_its_turn():
     assert sorted(asked) == peers  # each once in PAUSE_SECONDS
     assert whom.listers(peers) == 10
     assert whom.listers(["0", "x"]) == 1
+
+
+def test_one_peer_is_asked_where_there_is_enough():
+    whom, peers = Asking(), [str(n) for n in range(10)]
+    whom.allow(plenty=True)
+    (one,) = whom.next(peers, 0.0, random.Random(0))
+    assert whom.waits
+    whom.done(one, 0.0)
+    assert not whom.waits
+    whom.allow(plenty=True, urgent=True)
+    several = whom.next(peers, 0.0, random.Random(0))
+    assert 1 < len(several) < asking.AT_ONCE
+    for peer in several:
+        whom.done(peer, 0.0)
+    whom.allow()
+    assert len(whom.next(peers, 1.0, random.Random(0))) == asking.AT_ONCE
 
 
 def test_a_peer_is_mute_once_it_has_said_that_it_does_not_list():

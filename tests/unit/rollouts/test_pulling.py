@@ -309,6 +309,40 @@ async def test_those_that_cannot_be_pulled_from_are_learnt_from_and_learn_while_
     assert swarm.told(0)[0].arrived_per_wanted < 3
 
 
+async def test_a_node_that_has_its_next_step_waits_for_the_newest_and_one_that_has_not_asks_at_once(nursery, autojump_clock):
+    swarm = await Swarm("pull").start(nursery)
+    holders = [Holder(swarm.medium, seed=70 + n) for n in range(6)]
+    for holder in holders:
+        for sequence in range(12):
+            await holder.add(sequence)
+    for _ in range(4):
+        await swarm.draw(0)  # two steps' worth are in the pool
+    held, answers = trio.Event(), [holder.list for holder in holders]
+
+    def slowly(answer):
+        async def list_(peer, request):
+            await held.wait()
+            return await answer(peer, request)
+
+        return list_
+
+    for holder, answer in zip(holders, answers, strict=True):
+        holder.network.requests.serve(ids.LISTING_PROTOCOL, slowly(answer), max_request_bytes=96, max_response_bytes=2**22)
+    asked = lambda: sum(len(holder.asked) for holder in holders)
+    before = asked()
+    swarm.exchanges[0].draw(Draw(1, 6, 0, 3))
+    await trio.sleep(5)
+    assert asked() == before
+    held.set()
+    await trio.sleep(5)
+    assert asked() > before
+    held, before = trio.Event(), asked()
+    for _ in range(3):  # all that there is
+        swarm.exchanges[0].draw(Draw(1, 6, 0, 3))
+    await trio.sleep(5)
+    assert asked() > before
+
+
 async def test_what_does_not_fit_the_budget_is_neither_asked_for_nor_given(nursery, autojump_clock):
     swarm = await Swarm("gossip", "pull").start(nursery)
     await swarm.publish(0, *range(4))
