@@ -103,11 +103,11 @@ def exact(policy, rows, loss_type="dapo", without=()):
     return gradient if "clip" in without else gradient * CLIP / norm
 
 
-def taken(policy, rows, loss_type="dapo", tokens=16384, options=()):
+def taken(policy, rows, tokens=16384, reference=None, **keys):
     """The gradient that the optimizer steps with."""
     mine = policy.clone()
-    cfg = TrainingConfig(temperature=TEMPERATURE, loss_type=loss_type, max_completion_length=LENGTH, options=list(options))
-    updater = Updater(mine, cfg, MicroBatcher(tokens))
+    cfg = TrainingConfig(temperature=TEMPERATURE, max_completion_length=LENGTH, **keys)
+    updater = Updater(mine, cfg, MicroBatcher(tokens), reference)
     seen = []
     updater.optimizer.register_step_pre_hook(
         lambda *_: seen.append(torch.cat([p.grad.flatten().clone() for p in mine.trainable_parameters()]))
@@ -120,7 +120,45 @@ def taken(policy, rows, loss_type="dapo", tokens=16384, options=()):
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "gspo", "cispo"])
 def test_the_gradient_of_an_update_is_the_exact_one(policy, rows, loss_type, tokens):
     expected = exact(policy, rows, loss_type)
-    assert torch.allclose(taken(policy, rows, loss_type, tokens), expected, atol=1e-5 * float(expected.abs().max()) + 1e-7)
+    assert torch.allclose(taken(policy, rows, tokens, loss_type=loss_type), expected, atol=1e-5 * float(expected.abs().max()) + 1e-7)
+
+
+BETA = 0.3
+
+
+@pytest.fixture(scope="module")
+def reference(policy):
+    """A policy some way from the one that is trained."""
+    other, generator = policy.clone(), torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in other.trainable_parameters():
+            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    return other
+
+
+def penalised(policy, reference, rows, temperature=TEMPERATURE, ratio_in_penalty=True):
+    """The gradient with the penalty, flat, clipped to CLIP; the reference's log-probabilities at `temperature`."""
+    model = copy.deepcopy(policy.model)
+    terms = []
+    for number, (prompt, completion) in enumerate(rows.rows):
+        logprobs, old = by_hand(model, prompt, completion, TEMPERATURE), torch.tensor(rows.old_logprobs[number])
+        ratio, advantage = torch.exp(logprobs - old), rows.advantages[number]
+        gain = torch.minimum(ratio.clamp(max=DELTA) * advantage, ratio.clamp(1 - EPSILON, 1 + EPSILON_HIGH) * advantage)
+        gap = by_hand(reference.model, prompt, completion, temperature).detach() - logprobs
+        k3 = torch.exp(gap) - gap - 1
+        terms.append(-rows.weights[number] * gain + BETA * k3 * (ratio if ratio_in_penalty else 1.0))
+    loss = torch.cat(terms).sum() / sum(map(len, terms))
+    gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(trainable(model).values()))])
+    return gradient * CLIP / float(gradient.norm())
+
+
+@pytest.mark.parametrize("tokens", [16384, 24])
+def test_the_gradient_with_a_penalty_is_the_exact_one(policy, reference, rows, tokens):
+    expected = penalised(policy, reference, rows)
+    ours = taken(policy, rows, tokens, reference, beta=BETA)
+    assert float((ours - expected).norm() / expected.norm()) < 1e-3
+    for other in (exact(policy, rows), penalised(policy, reference, rows, 1.0), penalised(policy, reference, rows, ratio_in_penalty=False)):
+        assert float((expected - other).norm() / expected.norm()) > 0.02
 
 
 @pytest.mark.parametrize("part", ["ratio", "epsilon", "delta", "weights", "temperature", "clip"])
