@@ -370,14 +370,14 @@ async def test_a_peer_of_the_version_before_is_left_alone(nursery, autojump_cloc
 
 
 async def test_a_flooded_node_leaves_the_topic_by_itself_and_comes_back_when_the_swarm_has_shrunk(nursery, autojump_clock):
-    swarm = await Swarm("auto", *["gossip"] * 9).start(nursery)
+    swarm = await Swarm("auto", *["gossip"] * 3).start(nursery)
     topic, sequence = ids.rollout_topic(SWARM), 0
     modes, listening = [], []
     for step in range(150):
-        publishers = range(1, 10) if step < 80 else range(1, 2)
+        publishers = range(1, 4) if step < 80 else range(1, 2)
         for number in publishers:
-            await swarm.publish(number, *range(sequence, sequence + 3))
-        sequence += 3
+            await swarm.publish(number, *range(sequence, sequence + 9))
+        sequence += 9
         await swarm.draw(0, count=2)
         modes.append(swarm.told(0)[0].mode)
         listening.append(swarm.networks[0].gossip.has_joined(topic))
