@@ -171,6 +171,7 @@ def fit(cfg: PolicyConfig, config: PretrainedConfig, placement: Placement) -> Pl
             reason = f"{placement.reason}; layers over {torch.cuda.device_count()} GPUs, {need / 2**30:.1f} GiB do not fit on one"
             return Placement(placement.device, placement.dtype, reason, spread=True)
     hint = "" if cfg.lora.r else "; policy.lora.r = 16 trains an adapter instead of all weights"
+    hint += "; `swarmnode recipes` lists settings for smaller cards, `swarmnode plan` says what fits"
     raise DeviceError(
         f"{cfg.model}: {count_parameters(config)[0]:,} parameters need about {need / 2**30:.1f} GiB to train (weights, gradients, Adam), "
         f"{placement.device} has {free / 2**30:.1f} GiB free{hint}"

@@ -75,7 +75,10 @@ class RowTooLarge(DeviceError):
     """Raised when one row alone (of `generate`: one question) does not fit; `row` is its index."""
 
     def __init__(self, row: int, tokens: int) -> None:
-        super().__init__(f"out of memory with {tokens} tokens, and a micro-batch cannot be smaller")
+        super().__init__(
+            f"out of memory with {tokens} tokens, and a micro-batch cannot be smaller: set training.max_completion_length lower, train an "
+            f"adapter (policy.lora.r = 16), or take a recipe for a smaller card; `swarmnode plan` says what fits"
+        )
         self.row = row
 
 

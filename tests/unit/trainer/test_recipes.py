@@ -12,9 +12,11 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from swarmnode import settings
 from swarmnode.cli import run
 from swarmnode.config import Config
-from swarmnode.errors import ConfigError
+from swarmnode.errors import ConfigError, DeviceError
+from swarmnode.policy import device
 from swarmnode.policy.footprint import Method, Shape, footprint, micro_batch
 from swarmnode.policy.generate import Sampling
+from swarmnode.policy.micro import RowTooLarge
 from swarmnode.trainer.batch import assemble, own_group
 from swarmnode.trainer.engine import make_whole_policy, open_policy
 from swarmnode.trainer.state import Counters
@@ -144,6 +146,33 @@ def test_what_does_not_suit_a_real_model_is_named(said, warnings):
     found = settings.unsuited(config.policy, config.training)
     assert [line.split(" = ")[0].removeprefix("training.") for line in found] == warnings
     assert all("set " in line for line in found)
+
+
+@pytest.mark.parametrize(("name", "free", "also"), [("24gb-7b-lora", 8, ""), ("24gb-1.5b", 8, "policy.lora.r = 16 trains an adapter")])
+def test_a_recipe_that_does_not_fit_the_card_is_one_line_that_says_what_does(name, free, also, monkeypatch):
+    policy = settings.load(recipe=name, overrides=["policy.device=cuda"]).config.policy
+    hidden, intermediate, layers, heads, keys, tied = SHAPES[re.search(r"-([\d.]+B)-", policy.model)[1]]
+    model = Qwen2Config(
+        vocab_size=151936, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=keys, tie_word_embeddings=tied,
+    )  # fmt: skip
+    card = device.Placement(torch.device("cuda"), torch.bfloat16, "")
+    monkeypatch.setattr(device, "free_bytes", lambda where: 24 * 10**9)
+    assert device.fit(policy, model, card) is card
+    monkeypatch.setattr(device, "free_bytes", lambda where: free * 10**9)
+    with pytest.raises(DeviceError, match=r"need about .* GiB free") as raised:
+        device.fit(policy, model, card)
+    line = str(raised.value)
+    assert "\n" not in line
+    assert policy.model in line
+    assert also in line
+    assert "`swarmnode recipes` lists settings for smaller cards, `swarmnode plan` says what fits" in line
+
+
+def test_a_row_that_does_not_fit_says_what_would():
+    line = str(RowTooLarge(3, 9000))
+    assert "out of memory with 9000 tokens" in line
+    assert all(remedy in line for remedy in ("training.max_completion_length", "policy.lora.r", "recipe", "`swarmnode plan`"))
 
 
 def test_the_defaults_suit_the_embedded_policy():
