@@ -137,6 +137,29 @@ def run_regime(regime: str, seed: int, names: Sequence[str], size: Size, base: s
     return results
 
 
+def run_curricula(regime: str, seed: int, size: Size, base: str) -> list[dict[str, Any]]:
+    """All arms of `benchmarks.curricula` in one regime and seed, until a node has generated what it would in `size.rounds`."""
+    from benchmarks.curricula import CURRICULA, HONEST, LEVELS, OWN_GROUPS, Start, run_arm
+    from benchmarks.regimes import start_policies
+    from benchmarks.simulator import single_thread
+    from swarmnode.config import TrainingConfig
+    from swarmnode.tasks import registry
+    from swarmnode.tasks.client import Scorer
+
+    single_thread()
+    registry.install([], LEVELS)
+    training = TrainingConfig(learning_rate=size.learning_rate, groups_per_step=B, num_generations=G)
+    start = Start(regime, seed, start_policies(regime, seed, HONEST, base))
+    results = []
+    with Scorer() as scorer:
+        for name in CURRICULA:
+            started = time.process_time()
+            tokens = size.rounds * OWN_GROUPS * G * TOKENS_PER_COMPLETION
+            results.append(rounded(run_arm(name, start, training, scorer, tokens)))
+            note(f"curriculum, {regime} seed {seed} {name}: {time.process_time() - started:.0f} CPU s")
+    return results
+
+
 def run_hostile(seed: int, attacks: Sequence[str], size: Size, base: str) -> list[dict[str, Any]]:
     """Two of eight peers attack in one of the ways of benchmarks.adversaries, under the product's own settings."""
     from benchmarks.adversaries import HostileSwarm
@@ -369,6 +392,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=KNOWN, metavar="ARM", help=", ".join(KNOWN))
     parser.add_argument("--regimes", nargs="*", default=list(REGIMES), choices=REGIMES, metavar="REGIME", help=", ".join(REGIMES))
     parser.add_argument("--attacks", nargs="*", default=list(ATTACKS), choices=ATTACKS, metavar="ATTACK", help=", ".join(ATTACKS))
+    parser.add_argument("--curriculum", action="store_true", help="who chooses the questions, by what evidence (benchmarks/curricula.py)")
     parser.add_argument("--exchange", choices=["flood", "pull"], default="flood", help="pull: everybody's groups against neighbours' alone")
     parser.add_argument("--lag", type=int, default=0, help=f"arms that sample with the policy of so many updates ago, e.g. {LAG}")
     parser.add_argument("--processes", type=int, default=2)
@@ -378,6 +402,8 @@ def main() -> None:
     if args.quick:
         size = Size(14, 8, 3e-4, eval_every=4, eval_questions=6)
         args.seeds, args.arms, args.regimes, args.attacks = 1, ["8/0", "4/4", "adaptive"], ["sparse"], ["silent", "mixed"]
+    if args.curriculum:
+        args.attacks = []
     if args.exchange == "pull":
         size = replace(size, nodes=PULLING_NODES)
         args.attacks = []
@@ -399,6 +425,9 @@ def main() -> None:
     waiting = {regime: args.seeds for regime in args.regimes}
     # spawn: a forked torch may deadlock, and each process has its own scorer child
     with ProcessPoolExecutor(args.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        if args.curriculum:
+            print_curricula(pool, args, size)
+            return
         jobs = {pool.submit(run_regime, regime, s, args.arms, size, args.base): regime for regime in args.regimes for s in seeds}
         jobs |= {pool.submit(run_hostile, s, args.attacks, size, args.base): "" for s in seeds if args.attacks}
         for job in as_completed(jobs):
@@ -412,6 +441,20 @@ def main() -> None:
                 write_json(args.json, {"settings": settings, "samples": size.samples, "tokens": size.tokens, **results})
     if results["attacks"]:
         print(hostile_table(results["attacks"], size), flush=True)
+
+
+def print_curricula(pool: ProcessPoolExecutor, args: argparse.Namespace, size: Size) -> None:
+    from benchmarks.curricula import OWN_GROUPS, curriculum_table
+
+    results: list[dict[str, Any]] = []
+    seeds = range(args.first_seed, args.first_seed + args.seeds)
+    for job in as_completed([pool.submit(run_curricula, regime, seed, size, args.base) for regime in args.regimes for seed in seeds]):
+        results += job.result()
+        if args.json:
+            write_json(args.json, {"curricula": results})
+    for regime in args.regimes:
+        tokens = size.rounds * OWN_GROUPS * G * TOKENS_PER_COMPLETION
+        print(curriculum_table([r for r in results if r["regime"] == regime], tokens) + "\n", flush=True)
 
 
 if __name__ == "__main__":

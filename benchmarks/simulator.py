@@ -291,6 +291,8 @@ class Node:
         """Groups of a peer that were trained on."""
         self.trusted = PeerTrust()
         self.outcomes: Counter[str] = Counter()
+        self.judged: list[tuple[ExternalGroup, str]] = []
+        """What became of every drawn group, the latest last."""
         self.replica = Averaging(policy, PARTS if arm.as_much_as else 1) if arm.average or arm.as_much_as else None
         self.trust: Callable[[str], float] = lambda peer: 1.0
         self.on_judged: Callable[[str, str], None] = lambda peer, outcome: None
@@ -339,6 +341,7 @@ class Node:
         self._backlog = left if self.arm.keep_pool else []
         for group, outcome in judged.outcomes:
             self.outcomes[outcome] += 1
+            self.judged.append((group, outcome))
             self.used[group.peer] += outcome == "used"
             self.trusted.judged(group.peer, outcome)
             self.on_judged(group.peer, outcome)

@@ -55,6 +55,7 @@ from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import choose_task, task_seed
 from swarmnode.trainer.batch import assemble
 from swarmnode.trainer.engine import make_whole_policy
+from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.sampler import Sampler
 from swarmnode.trainer.state import Counters
 from swarmnode.wire.messages import TaskRef
@@ -137,7 +138,7 @@ def step_of_ours(case: Case, policy: Policy, scorer: Scorer, result: Result) -> 
     config = Config(training=training, weights=WeightsConfig(rule="off"))
     counters = Counters(peer="ours", swarm=SWARM.hex())
     engine = make_whole_policy(config, policy, counters, send=lambda message: None)
-    sampler = Sampler(training, config.task.names, engine, scorer, policy.random_generator(0), counters)
+    sampler = Sampler(training, Questions(config.task.names, counters), engine, scorer, policy.random_generator(0), counters)
     count = 0
 
     def step() -> None:

@@ -159,6 +159,12 @@ def task_seed(swarm, peer, sequence):
     return {"seed": seed_block("seed", swarm, peer.encode(), struct.pack(">Q", number)), "index": index}
 
 
+def bucket_seed(swarm, peer, sequence, task, difficulty):
+    number, index = divmod(sequence, 2 ** COUNTS["index_bits"])
+    chosen = bytes([difficulty]) + task.encode()
+    return {"seed": seed_block("bucket_seed", swarm, peer.encode(), struct.pack(">Q", number), chosen), "index": index}
+
+
 def evaluation_seed(task, block):
     return 2**62 + seed_block("evaluation", task.encode(), b"\0", struct.pack(">Q", block))
 
@@ -213,7 +219,9 @@ def within(group, rules, models):
 
 def group_reason(group, peer, given, swarm):
     task, tasks, rules = group["task"], given["tasks"], REGISTRY["rollouts"]
-    if task_seed(swarm, peer, group["sequence"]) != {"seed": task["seed"], "index": task["index"]}:
+    asked = (swarm, peer, group["sequence"])
+    address = bucket_seed(*asked, task["id"], task["difficulty"]) if given.get("chooses") else task_seed(*asked)
+    if address != {"seed": task["seed"], "index": task["index"]}:
         return "seed"
     if task["id"] not in tasks:
         return "unknown_task"
@@ -245,6 +253,7 @@ READERS = {
 }
 DERIVATIONS = {
     "task_seed": lambda swarm, peer, sequence: task_seed(bytes.fromhex(swarm), peer, sequence),
+    "bucket_seed": lambda swarm, **asked: bucket_seed(bytes.fromhex(swarm), **asked),
     "evaluation_seed": evaluation_seed,
     "choose_task": choose_task,
     "listing": listing,

@@ -143,8 +143,9 @@ class TaskConfig(Section):
     """Tasks to train on; other nodes' groups of other tasks are not taken."""
     modules: list[str] = []
     """Tasks of your own, `package.module:function`, installed beside swarmnode; name them in `names` too. docs/own-task.md."""
-    settings: dict[str, dict[str, bool | int | float | str]] = {}
-    """Arguments of such a task, by its name; of one of ours its generator's numbers, and `extract`, where the answer stands."""
+    settings: dict[str, dict[str, bool | int | float | str | list[int | float]]] = {}
+    """Arguments of such a task, by its name; of one of ours its generator's numbers (a list: one for each
+    difficulty), and `extract`, where the answer stands."""
     datasets: dict[str, DatasetConfig] = {}
     """Datasets to train on, by a name of yours that begins with `data/`; name it in `names` too. docs/own-task.md has their keys."""
     held_out_per_task: int = Field(default=16, ge=1)
@@ -170,13 +171,15 @@ class TrainingConfig(Section):
         Literal[
             "warmup", "linear", "cosine", "effective_rate", "dynamic_sampling", "mask_truncated", "overlong_shaping", "lockstep",
             "continuous", "tis", "mis", "icepop", "sequence_tis", "sequence_mis", "sequence_icepop",
+            "curriculum",
         ]
     ] = []  # fmt: skip
     """Any of: `warmup`, `linear` or `cosine` (the learning rate; the last two fall to 0 at max_steps), `effective_rate` (times the root of
     the effective share), `dynamic_sampling` (sample on until the step's own groups carry a signal), `mask_truncated` or `overlong_shaping`
     (what was cut is left out, or costs reward), `lockstep` or `continuous` (the engine that samples; neither: the faster one, found by
     measuring, or lockstep for answers of at most 32 tokens), `tis` (the default), `mis`, `icepop`, `sequence_tis`, `sequence_mis` or
-    `sequence_icepop` (what corrects own completions for the policy that sampled them, by token or by sequence)."""
+    `sequence_icepop` (what corrects own completions for the policy that sampled them, by token or by sequence),
+    `curriculum` (ask where a signal is likely, by own groups and peers'; a swarm founded with it lets members choose)."""
     advantage: Literal["grpo", "dr_grpo", "mc_grpo", "gdpo"] = "grpo"
     """Advantage estimator."""
     loss_type: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"] = "dapo"

@@ -90,6 +90,7 @@ NODE: dict[str, list[Panel]] = {
         p("Reward", (gauge("swarmnode_reward"), "{{source}}"), (gauge("swarmnode_reward_held_out_start"), "held-out at the start"),
           top=1, width=12),
         p("Reward by task", (gauge("swarmnode_task_reward"), "{{task}}"), top=1, width=12),
+        p("Signal that the curriculum expects, by task and difficulty", (gauge("swarmnode_task_signal"), "{{task}}"), top=1, width=12),
         p("Rewards that failed per hour", (f"sum by (task) (increase(swarmnode_reward_errors_total{{{I}}}[1h]))", "{{task}}"), width=12),
         p("Steps per minute", f"60 * {rate('swarmnode_steps_total')}", width=6),
         p("Groups that teach nothing", gauge("swarmnode_zero_advantage_share"), unit="percentunit", top=1, width=6),

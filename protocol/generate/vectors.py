@@ -52,7 +52,7 @@ from protocol.generate.frames import (
     without,
     zstd,
 )  # fmt: skip
-from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
+from swarmnode.tasks.seeds import bucket_seed, choose_task, evaluation_seed, task_seed
 from swarmnode.wire import ids, limits
 from swarmnode.wire.envelope import content_id, peer_id, sign
 from swarmnode.wire.swarm import swarm_id
@@ -395,6 +395,7 @@ def admission() -> Iterator[Vector]:
     yield case("reject seed", "another index", changed(honest, "task.index", index + 1))
     yield case("reject seed", "another sequence", {**honest, "sequence": 8})
     yield case("reject seed", "the seed of another peer", changed(honest, "task.seed", other_seed))
+    yield from chosen(case, honest)
     yield case("reject seed", "an evaluation seed", changed(honest, "task.seed", evaluation_seed("rg/chain_sum", 0)))
     yield case("reject unknown_task", "a task that the swarm does not have", changed(honest, "task.id", "rg/gcd"))
     yield case("reject unknown_version", "a task at another version", changed(honest, "task.version", "0123456789abcdee"))
@@ -429,6 +430,21 @@ def admission() -> Iterator[Vector]:
         yield case("ignore charset", f"text with {name}", text(f"a{character}b"))
 
 
+def chosen(case: Callable[..., Vector], honest: Any) -> Iterator[Vector]:
+    """Of a swarm whose members choose task and difficulty."""
+
+    def asked(difficulty: int) -> Any:
+        seed, index = bucket_seed(SWARM, PEER, GROUP["sequence"], GROUP["task"]["id"], difficulty)
+        task = {**GROUP["task"], "seed": seed, "index": index, "difficulty": difficulty}
+        return {**GROUP, "task": task}
+
+    yield case("accept", "a chosen difficulty", asked(3), chooses=True)
+    yield case("reject seed", "another difficulty than the seed is for", changed(asked(3), "task.difficulty", 0), chooses=True)
+    yield case("reject seed", "another task than the seed is for", changed(asked(3), "task.id", "builtin/copy"), chooses=True)
+    yield case("reject seed", "the seed of a swarm without a choice", honest, chooses=True)
+    yield case("reject seed", "a chosen difficulty where there is no choice", asked(3))
+
+
 def derivations() -> Iterator[Vector]:
     def derived(name: str, what: str, given: dict[str, Any], output: Any) -> Vector:
         return {"name": name, "derive": what, "input": given, "output": output}
@@ -445,6 +461,11 @@ def derivations() -> Iterator[Vector]:
         seed, index = task_seed(SWARM, PEER, sequence)
         given = {"swarm": SWARM.hex(), "peer": PEER, "sequence": sequence}
         yield derived(f"seed and index of sequence {sequence}", "task_seed", given, {"seed": seed, "index": index})
+    for task, difficulty, sequence in (("rg/chain_sum", 0, 7), ("rg/chain_sum", 1, 7), ("rg/gcd", 1, 7), ("builtin/copy", 255, 2**63 - 1)):
+        seed, index = bucket_seed(SWARM, PEER, sequence, task, difficulty)
+        given = {"swarm": SWARM.hex(), "peer": PEER, "sequence": sequence, "task": task, "difficulty": difficulty}
+        name = f"seed and index of sequence {sequence}, {task} at {difficulty}"
+        yield derived(name, "bucket_seed", given, {"seed": seed, "index": index})
     for task, block in (("rg/chain_sum", 0), ("rg/chain_sum", 2**64 - 1), ("builtin/copy", 0)):
         given = {"task": task, "block": block}
         yield derived(f"evaluation seed of {task}, block {block}", "evaluation_seed", given, evaluation_seed(task, block))

@@ -86,7 +86,8 @@ async def open_member(config: Config, *, trains: bool = True) -> AsyncIterator[M
         raise LocalError("another manifest was chosen since this process was configured; starting again")
     if opened is None:
         secret, members = None, None
-        swarm = swarm_id(config.swarm.name, {name: task_version(name) for name in config.task.names})
+        speaks = manifest.protocols_of(config.task.names, config.training.options)
+        swarm = swarm_id(config.swarm.name, {name: task_version(name) for name in config.task.names}, speaks)
     else:
         refuse_if_any(can_honour(opened.manifest, config, identity.peer_id, trains=trains), opened)
         secret = manifest.swarm_secret(data_dir) if opened.manifest.access.secret else None
@@ -99,7 +100,7 @@ async def open_member(config: Config, *, trains: bool = True) -> AsyncIterator[M
         summaries = Summaries(network.requests, identity.peer_id, identity.private_key, swarm, network.connected, welcome=network.welcome)
         successors = Successors(config, opened, store, network, trains=trains) if opened is not None else None
         keeps_rules = manifest.rules_of(opened.manifest) if opened is not None else lambda group: True
-        spoken = ids.spoken_in(opened.manifest.protocols) if opened is not None else ids.Spoken()
+        spoken = manifest.spoken(opened, config.task.names, config.training.options)
         yield Member(identity, swarm, opened, network, sessions, summaries, successors, spoken, keeps_rules)
 
 

@@ -128,6 +128,8 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     scorer_restarts_total: int = 0
     reward_by_task: dict[str, float] = {}
     """Mean reward of own completions by task, of the last step that asked it."""
+    signals: dict[str, float] = {}
+    """The share of groups with a signal that is expected, by task and difficulty; empty where both follow from a question's number."""
     reward_errors: dict[str, int] = {}
     """Completions whose reward failed, by task, since the process started."""
     last_reward_error: str = ""

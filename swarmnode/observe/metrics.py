@@ -225,6 +225,9 @@ LEARNING = (
     Metric("swarmnode_task_reward", "gauge", "trainer.report.reward_by_task",
            "Mean reward of this node's fresh completions by task, 0 to 1, of the last step that asked it. A task that stays at 0 or 1 "
            "while others move teaches nothing.", ("task",)),
+    Metric("swarmnode_task_signal", "gauge", "trainer.report.signals",
+           "Share of groups with a signal, 0 to 1, that is expected of each task at each difficulty. A curriculum asks most where it is "
+           "highest. Empty where a question's task follows from its number.", ("task",)),
     Metric("swarmnode_reward_errors_total", "counter", _reward_errors,
            "Completions that scored 0 because the task's reward raised an exception or was no number from 0 to 1, by task, own and "
            "peers'. Try the task with `swarmnode task try`.", ("task",)),

@@ -74,7 +74,7 @@ class Admission:
     """Checks frames for one node. `now` is Unix seconds everywhere.
 
     swarm: 32-byte swarm id; own_peer: this node's peer id; tasks: names it trains on; is_greylisted: peers not to be listened to;
-    keeps_rules: whether a group is one that the swarm's manifest allows.
+    keeps_rules: whether a group is one that the swarm's manifest allows; chooses: members choose their questions' task and difficulty.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class Admission:
         max_completion_length: int = limits.TOKENS,
         is_greylisted: Callable[[str], bool] = lambda peer: False,
         keeps_rules: Callable[[RolloutGroup], bool] = lambda group: True,
+        chooses: bool = False,
     ) -> None:
         self.swarm = swarm
         self.own_peer = own_peer
@@ -94,7 +95,9 @@ class Admission:
         self.max_completion_length = max_completion_length
         self.is_greylisted = is_greylisted
         self.keeps_rules = keeps_rules
-        self.model = self.tokenizer = b""
+        self.chooses = chooses
+        self.policy = (b"", b"")
+        """Fingerprints of this node's model and tokenizer."""
         self.tokens_per_text_byte = 1.0
         self._versions = {name: task_version(name) for name in tasks if name in TASKS}
         self._signers = Signers()
@@ -104,8 +107,7 @@ class Admission:
 
     def set_policy(self, model: bytes, tokenizer: bytes, tokens_per_text_byte: float) -> None:
         """Take what this node samples with, and how many tokens it makes of a byte. Until then every text counts one token a byte."""
-        self.model = model
-        self.tokenizer = tokenizer
+        self.policy = (model, tokenizer)
         self.tokens_per_text_byte = tokens_per_text_byte
 
     def check_frame(self, frame: bytes, now: float) -> Candidate | Announced | Rejected:
@@ -236,7 +238,8 @@ class Admission:
         if signer.is_outdated(group.model, group.policy_version, DROP_VERSIONS, now):
             return "outdated"
         task = group.task
-        if not check_seed(self.swarm, signer.peer, group.sequence, task.seed, task.index):
+        chosen = (task.id, task.difficulty) if self.chooses else None
+        if not check_seed(self.swarm, signer.peer, group.sequence, task.seed, task.index, chosen):
             return "seed"
         version = self._versions.get(task.id)
         if version is None:
@@ -251,14 +254,14 @@ class Admission:
             return "too_long"
         if any(has_unwanted_characters(c.text) for c in group.completions):
             return "charset"
-        ours = (group.model, group.tokenizer) == (self.model, self.tokenizer)
+        ours = (group.model, group.tokenizer) == self.policy
         if ours and not all(c.token_ids and c.logprobs for c in group.completions):
             return "no_ids"
         return None
 
     def _own_tokens(self, completion: Completion, tokenizer: bytes) -> float:
         """About how many tokens a completion costs this node: as counted by a sender with the same tokenizer, else from its length."""
-        if tokenizer == self.tokenizer:
+        if tokenizer == self.policy[1]:
             return completion.tokens
         return len(completion.text.encode()) * self.tokens_per_text_byte
 

@@ -123,6 +123,7 @@ class RolloutExchange:
             max_completion_length=rules.max_completion_length,
             is_greylisted=lambda peer: not network.welcome(peer),
             keeps_rules=rules.keeps_rules,
+            chooses=rules.spoken.chooses,
         )
         self.pool = Pool()
         self.authors = Authors(network)

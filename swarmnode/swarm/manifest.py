@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,6 +66,17 @@ class Terms:
     predecessor: bytes = b""
 
 
+def protocols_of(tasks: Collection[str], options: Collection[str]) -> tuple[str, ...]:
+    """What a swarm with these tasks, which are installed, and training options speaks."""
+    levels = max((TASKS[name].levels for name in tasks if name in TASKS), default=1)
+    return ids.BUCKET_PROTOCOLS if levels > 1 or "curriculum" in options else ids.PROTOCOLS
+
+
+def spoken(opened: Opened | None, tasks: Collection[str], options: Collection[str]) -> ids.Spoken:
+    """What the swarm of this manifest speaks, or, without one, a swarm with these tasks and training options."""
+    return ids.spoken_in(opened.manifest.protocols if opened is not None else protocols_of(tasks, options))
+
+
 def draft(config: Config, founder: bytes, models: Sequence[ModelRef], terms: Terms) -> SwarmManifest:
     """The manifest of a swarm that does what `config` does. founder: 32-byte public key; models: none means any."""
     training = config.training
@@ -80,7 +91,7 @@ def draft(config: Config, founder: bytes, models: Sequence[ModelRef], terms: Ter
         created_at=terms.created_at,
         predecessor=terms.predecessor,
         minimum_version=__version__,
-        protocols=sorted(ids.PROTOCOLS),
+        protocols=sorted(protocols_of(config.task.names, training.options)),
         models=list(models),
         tasks=[TaskEntry(name, task_version(name), settings_text(name)) for name in sorted(config.task.names)],
         rollouts=RolloutRules(

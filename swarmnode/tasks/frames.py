@@ -71,6 +71,7 @@ class Question(msgspec.Struct, frozen=True, array_like=True):
     seed: int
     index: int
     answers: list[str | None]
+    difficulty: int = 0
 
 
 class Brought(msgspec.Struct, frozen=True, array_like=True):
@@ -111,11 +112,12 @@ def prepare(ref: TaskRef, completions: Sequence[str]) -> Question:
         raise TaskUnknown("version", f"{ref.version!r} of {ref.id}, this node has {task_version(ref.id)!r}")
     if not is_address(ref.seed, ref.index):
         raise TaskUnknown("address", f"seed {ref.seed}, index {ref.index}")
-    if ref.difficulty != 0:
-        raise TaskUnknown("difficulty", f"{ref.difficulty} of {ref.id}, which has only 0")
+    if not 0 <= ref.difficulty < spec.levels:
+        known = "0" if spec.levels == 1 else f"0 to {spec.levels - 1}"
+        raise TaskUnknown("difficulty", f"{ref.difficulty} of {ref.id}, which has only {known}")
     if len(completions) > COMPLETIONS:
         raise ValueError(f"{len(completions)} completions, more than {COMPLETIONS}")
-    return Question(ref.id, ref.seed, ref.index, [_sendable(text, spec) for text in completions])
+    return Question(ref.id, ref.seed, ref.index, [_sendable(text, spec) for text in completions], ref.difficulty)
 
 
 def valid(scored: list[Scored], questions: list[Question]) -> bool:

@@ -19,7 +19,7 @@ from swarmnode.tasks.registry import TaskSpec
 
 
 class GymTask:
-    """One dataset. Item i of a dataset with seed s is drawn from Random(s + i) and nothing else, so one object serves every seed."""
+    """One dataset at one difficulty. Item i with seed s is drawn from Random(s + i) and nothing else, so one object serves every seed."""
 
     def __init__(self, spec: TaskSpec) -> None:
         group, name = spec.generator.split(".")

@@ -52,6 +52,16 @@ class TaskSpec:
     fallback: str = "whole"
     """The same when `extract` is `auto` and nothing marks the answer."""
 
+    @property
+    def levels(self) -> int:
+        """Difficulties, 0 the first: as many as a setting has numbers."""
+        return next((len(value) for value in self.settings.values() if isinstance(value, list)), 1)
+
+    def at(self, difficulty: int) -> TaskSpec:
+        """The same at one difficulty alone, 0 to `levels` − 1."""
+        only = {name: value[difficulty] if isinstance(value, list) else value for name, value in self.settings.items()}
+        return replace(self, settings=MappingProxyType(only))
+
 
 def _gym(group: str, name: str, **settings: object) -> TaskSpec:
     return TaskSpec(f"rg/{name}", "reasoning_gym", f"{group}.{name}", MappingProxyType(settings))
@@ -91,6 +101,8 @@ TASKS: Mapping[str, TaskSpec] = MappingProxyType(_TASKS)
 OWN_ANSWER_BYTES = 4096
 LARGEST_SETTING = 10**6
 """Bound of a generator's number, by which it may loop."""
+LEVELS = 16
+"""Difficulties of a task, at most: a scorer makes a generator of each."""
 DATASETS = "datasets"
 """Folder of a data directory in which rows are kept."""
 DATASET_NAME = re.compile(r"data/[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -151,6 +163,8 @@ def install(modules: Sequence[str], settings: Mapping[str, Mapping[str, object]]
         if len(task) > TASK_ID_BYTES:
             raise ConfigError(f"task.modules: {task!r} is longer than {TASK_ID_BYTES} characters")
         arguments = MappingProxyType(dict(settings.get(task, {})))
+        if any(isinstance(value, list) for value in arguments.values()):
+            raise ConfigError(f"task.settings.{task}: a list is for difficulties, which only the tasks of reasoning-gym have")
         own.check_weights(f"task.settings.{task}", arguments)
         _TASKS[task] = TaskSpec(task, "own", task, arguments, OWN_ANSWER_BYTES, own.find(task))
     for task, given in settings.items():
@@ -164,7 +178,8 @@ def install(modules: Sequence[str], settings: Mapping[str, Mapping[str, object]]
 def _adjusted(spec: TaskSpec, given: Mapping[str, object]) -> TaskSpec:
     """One of our tasks as this node's owner wants it: other numbers for its generator, and where the answer stands. Raises ConfigError.
 
-    Only numbers: what else a generator can be told, such as operators, was chosen so that no scorer runs an answer.
+    A list has a number for each difficulty. Only numbers: what else a generator can be told, such as operators, was chosen so that no
+    scorer runs an answer.
     """
     where, numbers = f"task.settings.{spec.id}", [name for name, value in spec.settings.items() if type(value) in (int, float)]
     extract, settings = spec.extract, dict(spec.settings)
@@ -176,11 +191,19 @@ def _adjusted(spec: TaskSpec, given: Mapping[str, object]) -> TaskSpec:
         elif spec.kind != "reasoning_gym" or name not in numbers:
             known = ", ".join(["extract", *(numbers if spec.kind == "reasoning_gym" else [])])
             raise ConfigError(f"{where}: {name!r} cannot be set; there are {known}")
-        elif type(value) not in (int, type(settings[name])) or not 0 <= float(str(value)) <= LARGEST_SETTING:
+        elif not all(_is_number(each, settings[name]) for each in (value if isinstance(value, list) else [value])):
             raise ConfigError(f"{where}: {name} is {value!r}, not a number from 0 to {LARGEST_SETTING} such as {settings[name]}")
         else:
             settings[name] = value
+    lists = {name: value for name, value in settings.items() if isinstance(value, list)}
+    if any(not 2 <= len(value) <= LEVELS or len(value) != len(next(iter(lists.values()))) for value in lists.values()):
+        told = ", ".join(f"{name} {len(value)}" for name, value in lists.items())
+        raise ConfigError(f"{where}: a list has a number for each difficulty, 2 to {LEVELS} and in all lists as many; here {told}")
     return replace(spec, settings=MappingProxyType(settings), extract=extract)
+
+
+def _is_number(value: object, before: object) -> bool:
+    return type(value) in (int, type(before)) and 0 <= float(str(value)) <= LARGEST_SETTING
 
 
 def adjusted() -> dict[str, dict[str, object]]:

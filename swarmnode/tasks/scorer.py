@@ -26,12 +26,13 @@ class Judge:
     def __init__(self, tasks: Mapping[str, own.OwnTask | dataset.DatasetTask] | None = None) -> None:
         """`tasks`: those that the node's owner brings, datasets included."""
         self._own = tasks or {}
-        self._gym = {spec.id: _gym_task(spec) for spec in TASKS.values() if spec.kind == "reasoning_gym"}
+        gym = [spec for spec in TASKS.values() if spec.kind == "reasoning_gym"]
+        self._gym = {spec.id: [_gym_task(spec.at(difficulty)) for difficulty in range(spec.levels)] for spec in gym}
 
-    def item(self, task_id: str, seed: int, index: int) -> builtin.Item:
+    def item(self, task_id: str, seed: int, index: int, difficulty: int = 0) -> builtin.Item:
         """The question at an address. Raises KeyError for a task that is not on the allow-list."""
         if task_id in self._gym:
-            return self._gym[task_id].item(seed, index)
+            return self._gym[task_id][difficulty].item(seed, index)
         if task_id in self._own:
             return self._own[task_id].item(seed, index)
         spec = TASKS[task_id]
@@ -55,17 +56,18 @@ def _prove_settings(judge: Judge) -> None:
     for task in adjusted():
         for index in range(3):
             try:
-                judge.item(task, 0, index)
+                for difficulty in range(TASKS[task].levels):
+                    judge.item(task, 0, index, difficulty)
             except Exception as error:  # reasoning-gym's, for settings that it does not check
                 raise ConfigError(f"task.settings.{task}: no question with these settings: {own.one_line(error)}") from error
 
 
 def judge(
-    question: frames.Question, item_at: Callable[[str, int, int], builtin.Item], weights: Mapping[str, float] = MappingProxyType({})
+    question: frames.Question, item_at: Callable[[str, int, int, int], builtin.Item], weights: Mapping[str, float] = MappingProxyType({})
 ) -> frames.Scored:
     """Rewards in [0, 1], whatever a task's code does: what raises or returns nonsense has not accepted the answer."""
     try:
-        item = item_at(question.task, question.seed, question.index)
+        item = item_at(question.task, question.seed, question.index, question.difficulty)
     except (Exception, SystemExit) as error:  # an owner's code; ours does not raise
         return frames.Scored("", [0.0] * len(question.answers), 0, own.one_line(error))
     rewards, components, errors, last = [], list[dict[str, float]](), 0, ""

@@ -18,8 +18,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from swarmnode.wire.ids import DOMAIN_EVALUATION, DOMAIN_SEED, DOMAIN_TASK
-from swarmnode.wire.limits import INDEX_BITS
+from swarmnode.wire.ids import DOMAIN_BUCKET_SEED, DOMAIN_EVALUATION, DOMAIN_SEED, DOMAIN_TASK
+from swarmnode.wire.limits import DIFFICULTY, INDEX_BITS
 
 INDEX_SPAN = 2**INDEX_BITS
 """Items in a block."""
@@ -36,18 +36,37 @@ def task_seed(swarm: bytes, peer: str, sequence: int) -> tuple[int, int]:
     swarm: 32-byte swarm id; peer: base58 peer id; sequence: the node's own counter, 0 <= sequence < 2**84.
     Raises ValueError when one of them is outside its range.
     """
+    return _address(DOMAIN_SEED, swarm, peer, sequence, b"")
+
+
+def bucket_seed(swarm: bytes, peer: str, sequence: int, task: str, difficulty: int) -> tuple[int, int]:
+    """The same where a node chooses task and difficulty itself: the question follows from that choice as well, so that it cannot look for
+    a choice under which a question that it has seen is an easy one.
+
+    Raises ValueError as `task_seed`, and for a difficulty that is not in 0 to 255.
+    """
+    if not 0 <= difficulty <= DIFFICULTY:
+        raise ValueError(f"difficulty is outside 0 to {DIFFICULTY}")
+    return _address(DOMAIN_BUCKET_SEED, swarm, peer, sequence, bytes([difficulty]) + task.encode())
+
+
+def _address(domain: bytes, swarm: bytes, peer: str, sequence: int, choice: bytes) -> tuple[int, int]:
     if len(swarm) != 32:
         raise ValueError(f"a swarm id has 32 bytes, not {len(swarm)}")
     if not 0 <= sequence < SEQUENCE_LIMIT:
         raise ValueError("sequence is outside 0 to 2**84 - 1")
-    digest = hashlib.blake2b(DOMAIN_SEED + swarm + peer.encode() + (sequence >> INDEX_BITS).to_bytes(8, "big"), digest_size=32).digest()
+    digest = hashlib.blake2b(domain + swarm + peer.encode() + (sequence >> INDEX_BITS).to_bytes(8, "big") + choice, digest_size=32).digest()
     return _block(digest) << INDEX_BITS, sequence & (INDEX_SPAN - 1)
 
 
-def check_seed(swarm: bytes, peer: str, sequence: int, seed: int, index: int) -> bool:
-    """Whether (seed, index) is what `peer` had to ask at `sequence`. Never raises: all of it may come from a peer."""
+def check_seed(swarm: bytes, peer: str, sequence: int, seed: int, index: int, chosen: tuple[str, int] | None = None) -> bool:
+    """Whether (seed, index) is what `peer` had to ask at `sequence`. Never raises: all of it may come from a peer.
+
+    chosen: task and difficulty that it chose, in a swarm where it may.
+    """
     try:
-        return task_seed(swarm, peer, sequence) == (seed, index)
+        address = task_seed(swarm, peer, sequence) if chosen is None else bucket_seed(swarm, peer, sequence, *chosen)
+        return address == (seed, index)
     except ValueError:  # a length or range that nobody honest sends; UnicodeEncodeError is one too
         return False
 

@@ -27,7 +27,7 @@ class InProcessScorer:
         self.poison = poison
         self.seconds = seconds
         self.calls = 0
-        self._tasks: dict[str, Items] = {}
+        self._tasks: dict[tuple[str, int], Items] = {}
 
     async def score_many(self, items: Sequence[tuple[TaskRef, Sequence[str]]]) -> list[Scored | ScoreError]:
         """A result for each of `items`, (question, completions); what cannot be scored has the error in its place."""
@@ -44,10 +44,10 @@ class InProcessScorer:
             return ScorerFailed("poisoned")
         return judge(question, self._item)
 
-    def _item(self, task_id: str, seed: int, index: int) -> builtin.Item:
-        if task_id not in self._tasks:
-            self._tasks[task_id] = _items(TASKS[task_id])
-        return self._tasks[task_id](seed, index)
+    def _item(self, task_id: str, seed: int, index: int, difficulty: int) -> builtin.Item:
+        if (task_id, difficulty) not in self._tasks:
+            self._tasks[task_id, difficulty] = _items(TASKS[task_id].at(difficulty))
+        return self._tasks[task_id, difficulty](seed, index)
 
 
 def _items(spec: TaskSpec) -> Items:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from swarmnode.config import TaskConfig, TrainingConfig
 from swarmnode.policy.generate import Sampling
 from swarmnode.tasks.client import Scored, Scorer
-from swarmnode.tasks.registry import task_version
+from swarmnode.tasks.registry import TASKS, task_version
 from swarmnode.tasks.seeds import evaluation_seed
 from swarmnode.trainer.engine import Engine
 from swarmnode.trainer.state import Counters
@@ -23,13 +23,13 @@ def evaluation_due(cfg: TrainingConfig, counters: Counters) -> bool:
 
 
 class Evaluation:
-    """Questions are regenerated once; every evaluation samples them with the same random numbers."""
+    """Questions, of a task's difficulties in turn, are regenerated once; every evaluation samples them with the same random numbers."""
 
     def __init__(self, tasks: TaskConfig, training: TrainingConfig, scorer: Scorer) -> None:
         self._training = training
         self._scorer = scorer
         self._refs = [
-            TaskRef(name, task_version(name), evaluation_seed(name), index)
+            TaskRef(name, task_version(name), evaluation_seed(name), index, index % TASKS[name].levels)
             for name in tasks.names
             for index in range(tasks.held_out_per_task)
         ]

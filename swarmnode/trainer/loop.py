@@ -28,6 +28,7 @@ from swarmnode.policy.logprobs import Row
 from swarmnode.process import Progress
 from swarmnode.rollouts.groups import OwnGroup
 from swarmnode.swarm import rollback
+from swarmnode.swarm.manifest import spoken
 from swarmnode.swarm.manifest_store import stored
 from swarmnode.tasks.client import Scorer
 from swarmnode.trainer.batch import TrainingGroup, assemble, silent_share
@@ -37,6 +38,7 @@ from swarmnode.trainer.evaluate import Evaluation, evaluation_due
 from swarmnode.trainer.external import ExternalGroups
 from swarmnode.trainer.judge import Judgement
 from swarmnode.trainer.plan import StepPlan
+from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.records import Records, own_sample, peers_samples
 from swarmnode.trainer.reporting import Reporter
 from swarmnode.trainer.sampler import Experience, Sampler
@@ -116,7 +118,9 @@ class Loop:
         self._oom_before = counters.oom_retries_total
         self._plan = StepPlan(training, sharing, counters)
         self._identity = Identity(link, counters, config.swarm.id)
-        self._sampler = Sampler(training, config.task.names, engine, scorer, rng, counters)
+        speaks = spoken(stored(config.node.data_dir), config.task.names, training.options)
+        self._questions = Questions(config.task.names, counters, speaks, "curriculum" in training.options)
+        self._sampler = Sampler(training, self._questions, engine, scorer, rng, counters)
         self._external = ExternalGroups(link, engine, self._plan, sharing, training.temperature)
         self._evaluation = Evaluation(config.task, training, scorer)
         self._checkpoints = Checkpoints(directory, training.save_every, engine, rng, counters)
@@ -222,6 +226,7 @@ class Loop:
         sampled = time.monotonic()
 
         judgement = self._external.take()
+        self._questions.heard(judgement)
         training = self._training
         rate = learning_rate(training, self._counters.step)
         rows = assemble(
@@ -246,6 +251,7 @@ class Loop:
             reward_by_task={**self._reporter.last.reward_by_task, **by_task},
             generation_lag=_mean([float(lag) for lag in experience.lags]),
             generation_rows=experience.rows,
+            signals=self._questions.signals(),
         )
         self._reporter.enter("training", ended - started)
         self._keep(experience, judgement)

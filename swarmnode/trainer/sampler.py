@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 
@@ -15,10 +14,10 @@ from swarmnode.policy.engine.protocol import Finished, GenerationStatistics, Req
 from swarmnode.policy.generate import GroupSample, Sampling
 from swarmnode.rollouts.groups import OwnGroup, has_unwanted_characters, is_useful
 from swarmnode.tasks.client import Scored, Scorer
-from swarmnode.tasks.registry import task_version, task_weights
-from swarmnode.tasks.seeds import choose_task, task_seed
+from swarmnode.tasks.registry import task_weights
 from swarmnode.trainer.batch import TrainingGroup, own_group, parts_of
 from swarmnode.trainer.engine import Engine
+from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.state import Counters
 from swarmnode.wire.limits import COMPLETIONS
 from swarmnode.wire.messages import Completion, SamplingParams, TaskRef
@@ -75,10 +74,10 @@ class Sampler:
     """
 
     def __init__(
-        self, cfg: TrainingConfig, tasks: Sequence[str], engine: Engine, scorer: Scorer, rng: torch.Generator, counters: Counters
+        self, cfg: TrainingConfig, questions: Questions, engine: Engine, scorer: Scorer, rng: torch.Generator, counters: Counters
     ) -> None:
         self._cfg = cfg
-        self._tasks = tasks
+        self._questions = questions
         self._engine = engine
         self._scorer = scorer
         self._counters = counters
@@ -131,6 +130,7 @@ class Sampler:
             unclean += clean.count(False)
             rewards = [reward if fine else 0.0 for reward, fine in zip(result.rewards, clean, strict=True)]
             made_of = [parts if fine else {} for parts, fine in zip(result.components, clean, strict=True)] if result.components else []
+            self._questions.answered(each.ref, rewards)
             groups.append(own_group(sample, rewards, parts_of(made_of, task_weights(each.ref.id))))
             first = first_version(sample, version)
             lags.append(version - first)
@@ -169,20 +169,12 @@ class Sampler:
         return oldest is not None and version - oldest >= MAX_LAG
 
     def _ask(self, count: int) -> None:
-        numbered = [self._next_question() for _ in range(count)]
+        numbered = [self._questions.next() for _ in range(count)]
         questions = self._scorer.score_many([(ref, []) for _, ref in numbered])
         for (sequence, ref), question in zip(numbered, questions, strict=True):
             if isinstance(question, Scored):
                 self._asked[sequence] = Asked(sequence, ref, question.prompt)
                 self._generation.submit(Request(sequence, question.prompt))
-
-    def _next_question(self) -> tuple[int, TaskRef]:
-        c = self._counters
-        sequence = c.sequence
-        c.sequence += 1
-        seed, index = task_seed(bytes.fromhex(c.swarm), c.peer, sequence)
-        name = choose_task(self._tasks, seed, index)
-        return sequence, TaskRef(name, task_version(name), seed, index)
 
     def _message(
         self, asked: Asked, version: int, sample: GroupSample, rewards: list[float], made_of: list[dict[str, float]]

@@ -35,6 +35,9 @@ DOMAIN_STATE = b"swarmnode/state/1"
 DOMAIN_SEED = b"swarmnode/seed/1"
 """Prefix of what is hashed into a block of training seeds."""
 
+DOMAIN_BUCKET_SEED = b"swarmnode/seed/2"
+"""The same where task and difficulty are the node's choice, which is hashed too."""
+
 DOMAIN_EVALUATION = b"swarmnode/evaluation/1"
 """Prefix of what is hashed into a block of evaluation seeds."""
 
@@ -43,6 +46,9 @@ DOMAIN_TASK = b"swarmnode/task/1"
 
 ROLLOUT_TOPIC = "/swarmnode/rollouts/1"
 """Prefix of the gossip topic; the swarm id in hex follows: `rollout_topic(swarm)`."""
+
+BUCKET_TOPIC = "/swarmnode/rollouts/2"
+"""The same in a swarm whose members choose task and difficulty of their questions: a question's address follows from that choice too."""
 
 FETCH_PROTOCOL = "/swarmnode/fetch/1"
 """Request/response: the body of a group that was announced by its hash."""
@@ -97,7 +103,10 @@ ROLLOUT_ORDINALS = (ROLLOUT_TOPIC,)
 PROTOCOLS = (FETCH_ORDINALS[0], ROLLOUT_ORDINALS[0])
 """Everything two nodes must speak alike, sorted; part of the swarm id. A swarm that is founded now speaks the newest."""
 
-SPOKEN = frozenset({*FETCH_ORDINALS, *ROLLOUT_ORDINALS})
+BUCKET_PROTOCOLS = (FETCH_ORDINALS[0], BUCKET_TOPIC)
+"""The same of a swarm in which there is a choice."""
+
+SPOKEN = frozenset({*FETCH_ORDINALS, *ROLLOUT_ORDINALS, BUCKET_TOPIC})
 """Names in a manifest that this version can honour."""
 
 
@@ -107,11 +116,16 @@ class Spoken(NamedTuple):
     fetch: str = FETCH_ORDINALS[0]
     rollouts: str = ROLLOUT_ORDINALS[0]
 
+    @property
+    def chooses(self) -> bool:
+        """Whether members choose task and difficulty of their questions."""
+        return self.rollouts == BUCKET_TOPIC
+
 
 def spoken_in(protocols: Collection[str]) -> Spoken:
     """What to speak in a swarm whose manifest names `protocols`: what all its members do, however much newer this version is."""
     fetch, rollouts = (next((name for name in known if name in protocols), known[0]) for known in (FETCH_ORDINALS, ROLLOUT_ORDINALS))
-    return Spoken(fetch, rollouts)
+    return Spoken(fetch, BUCKET_TOPIC if BUCKET_TOPIC in protocols else rollouts)
 
 
 def rollout_topic(swarm: bytes, prefix: str = ROLLOUT_ORDINALS[0]) -> str:

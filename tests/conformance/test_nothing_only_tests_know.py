@@ -37,7 +37,6 @@ ALLOWED = {
     "swarmnode.weights.fingerprint.LoraShape: nobody reads target_modules": "the same",
     "swarmnode.link.messages.WeightsReport: nobody reads exchanges_total": "the demo reads it from /status",
     "swarmnode.link.messages.WeightsReport: nobody reads solo_steps_total": "the same",
-    "swarmnode.wire.messages.TaskRef: nobody writes difficulty": "0 until a task has levels; the name is on the wire",
 }
 
 

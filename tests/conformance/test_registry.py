@@ -51,7 +51,7 @@ def test_names_are_those_of_the_registry():
         "bulk_manifest": ids.BULK_MANIFEST_PROTOCOL,
         "bulk_socket": ids.BULK_SOCKET_PROTOCOL,
     }
-    assert REGISTRY["topics"] == {"rollouts": ids.ROLLOUT_TOPIC}
+    assert REGISTRY["topics"] == {"rollouts": ids.ROLLOUT_TOPIC, "bucket_rollouts": ids.BUCKET_TOPIC}
 
 
 def test_swarm_id_covers_what_two_nodes_cannot_do_without():
@@ -71,6 +71,7 @@ def test_domain_strings_are_those_of_the_registry():
         "bulk": ids.DOMAIN_BULK,
         "state": ids.DOMAIN_STATE,
         "seed": ids.DOMAIN_SEED,
+        "bucket_seed": ids.DOMAIN_BUCKET_SEED,
         "evaluation": ids.DOMAIN_EVALUATION,
         "task": ids.DOMAIN_TASK,
         "crew_record": record.RECORD_DOMAIN,

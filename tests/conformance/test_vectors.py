@@ -31,7 +31,7 @@ from swarmnode.rollouts.claims import PROVEN, contradiction
 from swarmnode.tasks.frames import prepare
 from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.scorer import judge as judge_answers
-from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
+from swarmnode.tasks.seeds import bucket_seed, choose_task, evaluation_seed, task_seed
 from swarmnode.weights.fingerprint import LoraShape, fingerprint
 from swarmnode.weights.fragments import cut
 from swarmnode.weights.layout import make_layout
@@ -105,7 +105,7 @@ DERIVATIONS = [vector for document in DOCUMENTS.values() for vector in document[
 
 def builtin_reward(given: dict) -> float:
     ref = TaskRef(given["task"], task_version(given["task"]), given["seed"], given["index"])
-    (reward,) = judge_answers(prepare(ref, [given["text"]]), task_vectors.item).rewards
+    (reward,) = judge_answers(prepare(ref, [given["text"]]), lambda task, seed, index, _: task_vectors.item(task, seed, index)).rewards
     return reward
 
 
@@ -256,7 +256,8 @@ def test_swarmnode_admits_what_is_recorded(about, vector, monkeypatch):
     if "rules" in given:
         models = {(bytes.fromhex(model), bytes.fromhex(tokenizer)) for model, tokenizer in given["models"]}
         rules = lambda group: keeps_rules(group, RolloutRules(**given["rules"]), models)
-    admission = Admission(bytes.fromhex(about["swarm"]), given["own"], given["tasks"], SharingConfig(), keeps_rules=rules)
+    options = {"keeps_rules": rules, "chooses": given.get("chooses", False)}
+    admission = Admission(bytes.fromhex(about["swarm"]), given["own"], given["tasks"], SharingConfig(), **options)
     for earlier in given["after"]:
         assert not isinstance(admission.check_frame(joined(earlier), given["now"]), Rejected)
     got = admission.check_frame(frame_of(vector), given["now"])
@@ -271,6 +272,9 @@ def test_swarmnode_derives_what_is_recorded(vector):
         "peer_id": lambda: peer_id(bytes.fromhex(given["key"])),
         "content_id": lambda: content_id(bytes.fromhex(given["envelope"])).hex(),
         "swarm_id": lambda: swarm_id(given["name"], given["tasks"], tuple(given["protocols"])).hex(),
+        "bucket_seed": lambda: dict(
+            zip(("seed", "index"), bucket_seed(**{**given, "swarm": bytes.fromhex(given["swarm"])}), strict=True)
+        ),
         "task_seed": lambda: dict(
             zip(("seed", "index"), task_seed(bytes.fromhex(given["swarm"]), given["peer"], given["sequence"]), strict=True)
         ),

@@ -91,6 +91,7 @@ def example_at(t: float) -> NodeSnapshot:
         device_memory_bytes=312 * 2**20, memory_bytes=640 * 2**20, oom_retries_total=0, micro_batch_tokens=16384,
         scorer_restarts_total=1,
         reward_by_task={"rg/chain_sum": 0.4 + 0.4 * learnt, "rg/gcd": 0.1 + 0.5 * learnt, "rg/lcm": 0.05 + 0.3 * learnt},
+        signals={"rg/chain_sum 0": 0.7 - 0.4 * learnt, "rg/chain_sum 1": 0.2 + 0.5 * learnt},
         state_saved_step=steps, peers_used={PEERS[0]: used * 3 // 5, PEERS[1]: used * 2 // 5},
         weights=WeightsReport(
             rule="noloco", fragments=4, outer_step=steps // 50, exchanges_total=steps // 14, solo_steps_total=1, distance=0.021,

@@ -28,7 +28,7 @@ FAST = {
 }
 NEWER = {
     "FETCH_ORDINALS = (FETCH_PROTOCOL,)": 'FETCH_ORDINALS = ("/swarmnode/fetch/2", FETCH_PROTOCOL)',
-    "ROLLOUT_ORDINALS = (ROLLOUT_TOPIC,)": 'ROLLOUT_ORDINALS = ("/swarmnode/rollouts/2", ROLLOUT_TOPIC)',
+    "ROLLOUT_ORDINALS = (ROLLOUT_TOPIC,)": 'ROLLOUT_ORDINALS = ("/swarmnode/rollouts/3", ROLLOUT_TOPIC)',
 }
 BEFORE = {
     'LISTING_PROTOCOL = "/swarmnode/listing/1"': 'LISTING_PROTOCOL = "/none/listing"',

@@ -116,9 +116,9 @@ def test_a_protocol_that_is_not_spoken_is_named():
 
 
 def test_the_older_of_two_ordinals_is_honoured(monkeypatch):
-    monkeypatch.setattr(ids, "SPOKEN", ids.SPOKEN | {"/swarmnode/rollouts/2"})
+    monkeypatch.setattr(ids, "SPOKEN", ids.SPOKEN | {"/swarmnode/rollouts/3"})
     assert problems(founded()) == []
-    assert problems(founded(protocols=["/swarmnode/fetch/1", "/swarmnode/rollouts/2"])) == []
+    assert problems(founded(protocols=["/swarmnode/fetch/1", "/swarmnode/rollouts/3"])) == []
 
 
 @pytest.mark.parametrize(

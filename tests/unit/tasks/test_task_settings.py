@@ -12,7 +12,7 @@ from swarmnode.errors import ConfigError
 from swarmnode.swarm import requirements
 from swarmnode.swarm.manifest import settings_text
 from swarmnode.tasks import registry
-from swarmnode.tasks.client import Scorer, prove_own
+from swarmnode.tasks.client import Scorer, TaskUnknown, prove_own
 from swarmnode.wire.messages import TaskEntry, TaskRef
 
 
@@ -51,6 +51,11 @@ def test_numbers_of_a_generator_make_harder_questions_and_another_task() -> None
         ("rg/gcd", {"max_value": "20"}, r"max_value is '20'"),
         ("rg/gcd", {"extract": "somewhere"}, r"extract is 'somewhere', not one of auto, tag"),
         ("builtin/sum", {"terms": 9}, r"'terms' cannot be set; there are extract"),
+        ("rg/gcd", {"max_value": [20]}, r"a list has a number for each difficulty, 2 to 16 and in all lists as many; here max_value 1"),
+        ("rg/gcd", {"max_value": [20, 30, 40], "min_value": [1, 2]}, r"here min_value 2, max_value 3"),
+        ("rg/gcd", {"max_value": [20] * 17}, r"here max_value 17"),
+        ("rg/gcd", {"max_value": [20, -1]}, r"max_value is \[20, -1\], not a number"),
+        ("rg/gcd", {"extract": ["tag"]}, r"extract is \['tag'\]"),
         ("data/x", {"extract": "tag"}, r"neither in task.modules nor a task of ours; a dataset has its own settings"),
     ],
 )
@@ -58,6 +63,35 @@ def test_what_cannot_be_set_is_one_line_that_says_what_can(task, given, problem)
     with pytest.raises(ConfigError, match=problem) as raised:
         registry.install([], {task: given})
     assert "\n" not in str(raised.value)
+
+
+def test_a_list_has_a_number_for_each_difficulty() -> None:
+    plain = registry.task_version("rg/chain_sum")
+    registry.install([], {"rg/chain_sum": {"min_digits": [1, 2, 4], "max_digits": [1, 2, 4]}})
+    version = registry.task_version("rg/chain_sum")
+    assert version != plain
+    assert json.loads(settings_text("rg/chain_sum"))["max_digits"] == [1, 2, 4]
+    with Scorer() as scorer:
+        for difficulty, digits in enumerate((1, 2, 4)):
+            ref = TaskRef("rg/chain_sum", version, 0, 0, difficulty)
+            terms = re.findall(r"\d+", scorer.prompt(ref))
+            assert {len(term) for term in terms} == {digits}
+            right = sum(map(int, terms)) if "+" in scorer.prompt(ref) else int(terms[0]) - int(terms[1])
+            assert scorer.score(ref, [str(right), "x"]).rewards == [1.0, 0.0]
+        for difficulty in (3, -1):
+            with pytest.raises(TaskUnknown, match="has only 0 to 2"):
+                scorer.prompt(TaskRef("rg/chain_sum", version, 0, 0, difficulty))
+
+
+def test_one_difficulty_of_several_that_the_generator_does_not_take_is_a_line_before_anything_starts() -> None:
+    registry.install([], {"rg/gcd": {"min_value": [1, 1, 30]}})  # the last one above max_value
+    with pytest.raises(ConfigError, match=r"task\.settings\.rg/gcd: "):
+        prove_own(["rg/gcd"])
+
+
+def test_a_task_of_ones_own_has_no_difficulties() -> None:
+    with pytest.raises(ConfigError, match="only the tasks of reasoning-gym have"):
+        registry.install(["some:task"], {"some:task": {"size": [1, 2]}})
 
 
 def test_settings_that_the_generator_does_not_take_are_a_line_before_anything_starts() -> None:

@@ -10,6 +10,7 @@ from swarmnode.policy.logprobs import score
 from swarmnode.tasks.client import Scored
 from swarmnode.trainer.batch import assemble
 from swarmnode.trainer.engine import make_whole_policy
+from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.sampler import MAX_LAG, Sampler
 from swarmnode.trainer.state import Counters
 
@@ -31,7 +32,7 @@ def trained():
     counters = Counters(peer="12D3KooWme", swarm="00" * 32)
     policy = load_policy(PolicyConfig(device="cpu"))
     engine = make_whole_policy(Config(training=training, weights=WeightsConfig(rule="off")), policy, counters, lambda message: None)
-    sampler = Sampler(training, ["rg/gcd"], engine, EverySecond(), policy.random_generator(0), counters)
+    sampler = Sampler(training, Questions(["rg/gcd"], counters), engine, EverySecond(), policy.random_generator(0), counters)
     experiences, updates = [], []
     for _ in range(STEPS):
         experiences.append(sampler(2))

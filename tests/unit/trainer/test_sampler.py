@@ -10,6 +10,7 @@ from swarmnode.policy.engine.lockstep import Lockstep
 from swarmnode.policy.engine.protocol import Finished, GenerationStatistics
 from swarmnode.policy.generate import GroupSample, Sampled
 from swarmnode.tasks.client import Scored
+from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.sampler import DYNAMIC_FACTOR, MAX_LAG, Sampler
 from swarmnode.trainer.state import Counters
 
@@ -74,7 +75,8 @@ class Slow:
 
 def sampled(every, count=4, **training):
     counters = Counters(peer="12D3KooWme", swarm="00" * 32)
-    sampler = Sampler(TrainingConfig(num_generations=2, **training), NAMES, Policy(), Verdicts(every), torch.Generator(), counters)
+    cfg, questions = TrainingConfig(num_generations=2, **training), Questions(NAMES, counters)
+    sampler = Sampler(cfg, questions, Policy(), Verdicts(every), torch.Generator(), counters)
     return sampler(count), counters
 
 
@@ -106,7 +108,7 @@ def test_dynamic_sampling_of_nothing_useful_trains_on_nothing_of_its_own():
 def test_a_step_fires_when_its_groups_are_there_and_waits_for_what_would_be_too_old():
     counters, slow = Counters(peer="12D3KooWme", swarm="00" * 32), Slow(2)
     engine = SimpleNamespace(text=Text(), generation=lambda sampling, rng: slow)
-    sampler = Sampler(TrainingConfig(num_generations=2), NAMES, engine, Verdicts(1), torch.Generator(), counters)
+    sampler = Sampler(TrainingConfig(num_generations=2), Questions(NAMES, counters), engine, Verdicts(1), torch.Generator(), counters)
     lags, learnt = [], []
     for version in range(12):
         counters.policy_version = version
@@ -126,4 +128,4 @@ def test_questions_that_cannot_be_made_do_not_keep_a_step_waiting():
     counters, slow = Counters(peer="12D3KooWme", swarm="00" * 32), Slow(2)
     engine = SimpleNamespace(text=Text(), generation=lambda sampling, rng: slow)
     mute = SimpleNamespace(score_many=lambda items: [ValueError("no such task") for _ in items])
-    assert Sampler(TrainingConfig(), NAMES, engine, mute, torch.Generator(), counters)(4).groups == []
+    assert Sampler(TrainingConfig(), Questions(NAMES, counters), engine, mute, torch.Generator(), counters)(4).groups == []

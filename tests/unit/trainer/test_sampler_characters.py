@@ -10,6 +10,7 @@ from swarmnode.config import TrainingConfig
 from swarmnode.policy.engine.lockstep import Lockstep
 from swarmnode.policy.generate import GroupSample, Sampled
 from swarmnode.tasks.frames import Scored
+from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.sampler import Sampler
 from swarmnode.trainer.state import Counters
 
@@ -25,7 +26,8 @@ def experience(texts, rewards):
     )
     scorer = SimpleNamespace(score_many=lambda questions: [Scored("ask", rewards if asked else []) for _, asked in questions])
     counters = Counters(peer=PEER, swarm="00" * 32)
-    return Sampler(TrainingConfig(num_generations=len(texts)), ["rg/gcd"], engine, scorer, torch.Generator(), counters)(1)
+    cfg, questions = TrainingConfig(num_generations=len(texts)), Questions(["rg/gcd"], counters)
+    return Sampler(cfg, questions, engine, scorer, torch.Generator(), counters)(1)
 
 
 @pytest.mark.parametrize("character", ["\x00", "\x1b", "\x7f", "\u202e", "\ufffe"])

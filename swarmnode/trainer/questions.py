@@ -1,0 +1,63 @@
+"""A node's next question: number, task, difficulty, address."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from swarmnode.rl.curricula import Bucket, Curriculum
+from swarmnode.rollouts.groups import is_useful
+from swarmnode.tasks.registry import TASKS, task_version
+from swarmnode.tasks.seeds import bucket_seed, choose_task, task_seed
+from swarmnode.trainer.judge import Judgement
+from swarmnode.trainer.state import Counters
+from swarmnode.wire.ids import Spoken
+from swarmnode.wire.messages import TaskRef
+
+
+class Questions:
+    """The series of them. Where the swarm lets its members choose, all buckets alike or by the curriculum.
+
+    In a swarm that does not, a curriculum chooses among the tasks, at the difficulty 0. What it knows is not saved: a few steps teach it.
+    """
+
+    def __init__(self, tasks: Sequence[str], counters: Counters, spoken: Spoken = Spoken(), curriculum: bool = False) -> None:  # noqa: B008 - immutable
+        self._tasks = tasks
+        self._chooses = spoken.chooses
+        self._counters = counters
+        buckets = [Bucket(task, difficulty) for task in tasks for difficulty in range(TASKS[task].levels if spoken.chooses else 1)]
+        self._curriculum = Curriculum(buckets) if curriculum else Curriculum(buckets, explore=1.0) if spoken.chooses else None
+
+    def next(self) -> tuple[int, TaskRef]:
+        """The next number and what is asked at it."""
+        c = self._counters
+        sequence = c.sequence
+        c.sequence += 1
+        swarm = bytes.fromhex(c.swarm)
+        if self._curriculum is None:
+            seed, index = task_seed(swarm, c.peer, sequence)
+            name = choose_task(self._tasks, seed, index)
+            return sequence, TaskRef(name, task_version(name), seed, index)
+        name, difficulty = self._curriculum.choose(random.Random(f"{c.swarm}/{c.peer}/{sequence}"))
+        seed, index = bucket_seed(swarm, c.peer, sequence, name, difficulty) if self._chooses else task_seed(swarm, c.peer, sequence)
+        return sequence, TaskRef(name, task_version(name), seed, index, difficulty)
+
+    def signals(self) -> dict[str, float]:
+        """The share of groups with a signal that is expected of each task at each difficulty; empty without a curriculum."""
+        if self._curriculum is None:
+            return {}
+        return {f"{task} {difficulty}": share for (task, difficulty), share in self._curriculum.expected().items()}
+
+    def answered(self, ref: TaskRef, rewards: list[float]) -> None:
+        """What an own group earned. rewards: (G,)."""
+        if self._curriculum is not None:
+            self._curriculum.own(Bucket(ref.id, ref.difficulty), is_useful(rewards))
+
+    def heard(self, judgement: Judgement) -> None:
+        """A step's groups from peers: those that are trained on say where a signal is."""
+        if self._curriculum is None:
+            return
+        for group, outcome in judgement.outcomes:
+            if outcome == "used":
+                self._curriculum.hint(group.peer, Bucket(group.group.task.id, group.group.task.difficulty), group.rewards)
+        self._curriculum.step()
