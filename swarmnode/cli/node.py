@@ -47,7 +47,8 @@ def run_resolved(resolved: Resolved) -> int:
     check_before_processes(resolved)
     check_names(resolved.config.task.names)
     check_trackers(resolved.config.log.trackers)
-    prove_own([*resolved.config.task.modules, *resolved.config.task.settings])
+    task = resolved.config.task
+    prove_own([*task.modules, *task.settings, *task.datasets])
     for line in unsuited(resolved.config.policy, resolved.config.training):
         print(f"swarmnode: warning: {line}", file=sys.stderr)
     return _supervise(resolved, None)

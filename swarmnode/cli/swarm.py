@@ -89,7 +89,7 @@ def init(
     needs_trainer("init")
     check_before_processes(told)
     check_names(resolved.task.names)
-    prove_own([*resolved.task.modules, *resolved.task.settings])
+    prove_own([*resolved.task.modules, *resolved.task.settings, *resolved.task.datasets])
     membership = Membership(resolved)
     draft = membership.draft(founding.checked(told.origins))
     changes = _agreed_to(draft, founding.yes) if draft.before is not None else []

@@ -58,7 +58,8 @@ def examine(load: Callable[[], Resolved]) -> Iterator[Check]:
     try:
         resolved = load()
         check_names(resolved.config.task.names)
-        prove_own([*resolved.config.task.modules, *resolved.config.task.settings])
+        task = resolved.config.task
+        prove_own([*task.modules, *task.settings, *task.datasets])
     except SwarmNodeError as error:
         yield checks.check_config(ConfigFacts(str(error), error.exit_code))
         return

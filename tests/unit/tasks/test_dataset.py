@@ -231,7 +231,8 @@ def both(prompts, completions, answer, **columns):
     return [{"correct": float(text == "right"), "short": float(len(text) < 9)} for text in completions]
 
 def moody(prompts, completions, **columns):
-    return {"": [0.5], "raise": 1 / 0 if completions == ["raise"] else 0, "nan": [float("nan")], "much": [3]}.get(completions[0], [0.5])
+    failing = 1 / 0 if completions == ["raise"] else 0
+    return {"raise": failing, "nan": [float("nan")], "much": [3], "two": [0.5, 0.5]}.get(completions[0], [0.5])
 
 def looping(prompts, completions, **columns):
     while True:
@@ -287,6 +288,7 @@ def test_a_reward_that_raises_or_is_no_number_costs_that_answer_and_is_named(tmp
     installed(tmp_path, verifier="rewards_of_mine:moody")
     with Scorer() as scorer:
         problems = {"raise": "ZeroDivisionError: division by zero (rewards_of_mine.py:", "nan": "a reward of nan", "much": "3.0"}
+        problems["two"] = "returned 2 rewards"
         for text, problem in problems.items():
             scored = scorer.score(ref(), ["fine", text])
             assert (scored.rewards, scored.errors) == ([0.5, 0.0], 1)
@@ -310,3 +312,24 @@ def test_a_dataset_is_named_on_the_command_line(tmp_path, capsys):
     Path(file).unlink()
     assert cli.run(["config", "show", *given]) == 78
     assert "no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rows", "verifier", "problem"),
+    [
+        ([{"prompt": "a", "solution": "1"}] * 3, "numeric", "row 1 has no column 'answer', only prompt, solution: set answer to the one"),
+        ([{"prompt": "x" * 70_000, "answer": "1"}], "numeric", "row 1: its prompt has 70000 characters, more than 65536"),
+        (ROWS, "rewards_of_mine:broken", "returned 2 rewards for one completion"),
+        (ROWS, "rewards_of_mine:nothing", "has no attribute 'nothing'"),
+    ],
+)
+def test_a_node_with_a_dataset_that_cannot_be_used_does_not_start(tmp_path, capsys, rewards, rows, verifier, problem):
+    file = written(tmp_path / "rows.jsonl", rows)
+    given = [
+        "--data-dir", str(tmp_path / "data"), "--set", 'task.names=["data/sums"]',
+        "--set", f'task.datasets={{"data/sums" = {{source = "{file}", verifier = "{verifier}"}}}}',
+    ]  # fmt: skip
+    assert cli.run(["run", *given]) == 78
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert problem in error
