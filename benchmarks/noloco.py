@@ -3,7 +3,9 @@
 Eight tiny Llamas (benchmarks/replicas.py) on unlike shards of demonstrations, one thread, the product's own outer rules, codecs, fragments
 and gate. All arms of a seed have the same start, the same batches and the same pairs. Held-out loss is over all tasks, mean over honest
 replicas. Bytes are what a node sends, per parameter: encoded payloads counted for exchanges in pairs, computed for a ring all-reduce in
-bfloat16 where all take part. With a hostile peer the control is `one peer silent`: its text is missing there too.
+bfloat16 where all take part. With a hostile peer the control is `one peer silent`: its text is missing there too. `as shipped` is
+everything at once that a node does or meets: fragments, gate, an exchange in ten that fails, steps between copy and commit, and replicas of
+four speeds.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import random
 import statistics
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,12 +29,14 @@ from swarmnode.averaging.codecs import Anchor, decode, encode, make_anchor
 from swarmnode.averaging.gate import AveragingGate, norm
 from swarmnode.averaging.outer import OuterState, Tensors, host_copy
 from swarmnode.weights.fragments import cut, due
-from swarmnode.weights.layout import Layout, elements, make_layout
+from swarmnode.weights.layout import RELATIVE, Codec, Layout, elements, make_layout
 from swarmnode.weights.rule import Rule, make_rule
 
 REPLICAS, HOSTILE = 8, 7
 RING_BYTES = 2 * 2 * (REPLICAS - 1) / REPLICAS
 """Sent per node and parameter by a ring all-reduce in bfloat16."""
+SPEEDS = (1.0, 1.0, 1.0, 0.75, 0.75, 0.5, 0.5, 0.25)
+"""Share of the steps that each replica takes where they are unequal."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,15 @@ class Arm:
     rule: str = "noloco"
     every: int = 1
     """Sync interval in units of H."""
-    codec: str = "bfloat16"
+    codec: Codec = "bfloat16"
     fragments: int = 1
     dropped: float = 0.0
     """Share of exchanges that fail; both ends then step alone."""
     gate: bool = False
+    in_flight: int = 0
+    """Training steps that pass between the copy and the commit."""
+    unequal: bool = False
+    """Replicas take a training step in SPEEDS of the time."""
     hostile: str = ""
     """What the last replica does: flip sends −θ; informed sends the worst that passes its partner's clip; silent exchanges nothing."""
 
@@ -67,6 +75,8 @@ ARMS = (
     Arm("one peer sends −θ, no gate", hostile="flip"),
     Arm("one peer sends −θ, gate", gate=True, hostile="flip"),
     Arm("one informed peer, gate", gate=True, hostile="informed"),
+    Arm("as shipped, int8", codec="int8", fragments=4, gate=True, dropped=0.1, in_flight=2, unequal=True),
+    Arm("as shipped, int4", codec="int4", fragments=4, gate=True, dropped=0.1, in_flight=2, unequal=True),
 )
 QUICK = ("no averaging", "DDP, every step", "DiLoCo, H", "gossip", "NoLoCo", "one peer sends −θ, no gate", "one peer sends −θ, gate")
 
@@ -107,8 +117,11 @@ class Swarm:
         if self.arm.rule != "ddp":
             self.states = [OuterState(view, rule_of(self.arm)) for view in self.views]
         start = host_copy(self.views[0])
-        self.anchors = [make_anchor({s.name: start[s.name] for s in piece}) if self.arm.codec == "int8" else None for piece in self.pieces]
+        anchored = self.arm.codec in RELATIVE
+        self.anchors = [make_anchor({s.name: start[s.name] for s in piece}) if anchored else None for piece in self.pieces]
         self.gates = [AveragingGate() for _ in range(REPLICAS)]
+        self.late: deque[tuple[int, int, Tensors, Tensors, Tensors | None]] = deque()
+        """Commits under way: the step that they are for, replica, its copy, and the averages."""
         self.rng = random.Random(f"noloco pairs {self.seed}")
         self.faults = random.Random(f"noloco faults {self.seed}")
 
@@ -120,8 +133,19 @@ class Swarm:
             optimizer.zero_grad()
             losses(self.parameters, tokens).sum().backward()
             self._clip()
-            optimizer.step()
+            self._step(optimizer, step)
             self._sync(step + 1, rate)
+            self._land(step + 1)
+        self._land(len(data) + self.arm.in_flight)
+
+    def _step(self, optimizer: torch.optim.Adam, step: int) -> None:
+        """A training step of all replicas whose turn it is: the others' weights and moments stay as they are."""
+        slow = [i for i in range(REPLICAS) if self.arm.unequal and int((step + 1) * SPEEDS[i]) == int(step * SPEEDS[i])]
+        held = [p.data for p in self.parameters.values()] + [t for p in self.parameters.values() for t in _moments(optimizer, p)]
+        before = [t[slow].clone() for t in held] if slow else []
+        optimizer.step()
+        for tensor, then in zip(held, before, strict=bool(before)):
+            tensor[slow] = then
 
     def _clip(self) -> None:
         """To norm 1, each replica by itself; after averaging where gradients are averaged."""
@@ -137,7 +161,7 @@ class Swarm:
             g.mul_(scale.view(-1, *[1] * (g.dim() - 1)))
 
     def _sync(self, step: int, rate: float) -> None:
-        arm, every = self.arm, self.size.sync_every * self.arm.every
+        arm, every, self._now = self.arm, self.size.sync_every * self.arm.every, step
         if step % self.size.sync_every == 0:
             self.curve.append((rate, self.deviation()))
         if arm.rule in ("ddp", "off"):
@@ -209,6 +233,15 @@ class Swarm:
             return float(losses(full, self.text.probe[None]))
 
     def _commit(self, me: int, snapshot: Tensors, mean: Tensors, mean_phi: Tensors | None = None) -> None:
+        self.late.append((self._now + self.arm.in_flight, me, snapshot, mean, mean_phi))
+
+    def _land(self, step: int) -> None:
+        """Take the outer steps whose bytes have come by now."""
+        while self.late and self.late[0][0] <= step:
+            _, *commit = self.late.popleft()
+            self._take(*commit)
+
+    def _take(self, me: int, snapshot: Tensors, mean: Tensors, mean_phi: Tensors | None) -> None:
         state = self.states[me]
         if self.arm.rule == "noloco_two":
             before = self._phi_before
@@ -242,6 +275,11 @@ class Swarm:
         with torch.no_grad():
             mean = {n: p[self.honest].mean(0, keepdim=True) for n, p in self.parameters.items()}
             return float(losses(mean, self.text.held_out[None]))
+
+
+def _moments(optimizer: torch.optim.Adam, parameter: torch.Tensor) -> list[torch.Tensor]:
+    state = optimizer.state.get(parameter, {})
+    return [state[name] for name in ("exp_avg", "exp_avg_sq") if name in state]
 
 
 def rule_of(arm: Arm) -> Rule:

@@ -77,6 +77,18 @@ def weights_fragments(layout, fragments):
     return [sorted(part) for part in parts]
 
 
+def weights_int4(elements, body):
+    """03, section 5: the differences, or why there are none."""
+    body, blocks = bytes.fromhex(body), -(-elements // 64)
+    scales = [struct.unpack("<f", b"\0\0" + body[2 * i : 2 * i + 2])[0] for i in range(blocks)]
+    if not all(math.isfinite(scale) for scale in scales):
+        return "not_finite"
+    values = [half for byte in body[2 * blocks :] for half in (byte & 15, byte >> 4)]
+    if min(scales) < 0 or min(values) < 1 or any(value != 8 for value in values[elements:]):
+        return "bounds"
+    return [scales[i // 64] * (value - 8) for i, value in enumerate(values[:elements])]
+
+
 READERS = {
     "weights": lambda frame, domain, swarm: read_weights(frame, "weights_message", WEIGHTS),
     "weights_state": lambda frame, domain, swarm: read_weights(frame, "weights_state_response", WEIGHTS_STATE),
@@ -86,4 +98,5 @@ DERIVATIONS = {
     "edge_rank": edge_rank,
     "weights_fingerprint": weights_fingerprint,
     "weights_fragments": weights_fragments,
+    "weights_int4": weights_int4,
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -116,6 +118,17 @@ def derivations() -> Iterator[Vector]:
         parts = [[spec.name for spec in part] for part in cut(layout, count)]
         given = {"layout": TENSORS, "fragments": count}
         yield {"name": f"{count} fragments", "derive": "weights_fragments", "input": given, "output": parts}
+    scale = lambda value: struct.pack(">f", value)[1::-1]  # the upper half, little-endian
+    q = lambda *values: bytes(values)
+    for name, count, body, output in (
+        ("four bits", 5, scale(0.5) + q(0x9F, 0x18, 0x80 | 7), [3.5, 0.5, 0.0, -3.5, -0.5]),
+        ("four bits, two blocks", 65, scale(1.0) + scale(0.0) + q(0xF1, *[0x88] * 31, 0x8F), [-7.0, 7.0, *[0.0] * 63]),
+        ("four bits, a value of −8", 2, scale(0.5) + q(0x80), "bounds"),
+        ("four bits, one value too many", 1, scale(0.5) + q(0x98), "bounds"),
+        ("four bits, a negative scale", 2, scale(-0.5) + q(0x88), "bounds"),
+        ("four bits, a scale that is not finite", 2, scale(math.inf) + q(0x88), "not_finite"),
+    ):
+        yield {"name": name, "derive": "weights_int4", "input": {"elements": count, "body": body.hex()}, "output": output}
 
 
 def _signed(manifest: dict[str, Any], *, domain: bytes = ids.DOMAIN_STATE, swarm: bytes = SWARM) -> bytes:

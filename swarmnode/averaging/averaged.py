@@ -10,7 +10,7 @@ import torch
 from swarmnode.averaging import codecs
 from swarmnode.averaging.outer import Tensors, host_copy
 from swarmnode.weights import fragments
-from swarmnode.weights.layout import Codec, make_layout
+from swarmnode.weights.layout import RELATIVE, Codec, make_layout
 
 
 class AveragedTensors:
@@ -25,7 +25,7 @@ class AveragedTensors:
         self.codec: Codec = codec
         self.layout = make_layout((n, p.shape, str(p.dtype).removeprefix("torch.")) for n, p in self.parameters.items())
         self.parts = fragments.cut(self.layout, fragments.count(self.layout, wanted_fragments))
-        base = host_copy(self.parameters) if codec == "int8" else {}
+        base = host_copy(self.parameters) if codec in RELATIVE else {}
         self._anchors = [codecs.make_anchor({spec.name: base[spec.name] for spec in part}) if base else None for part in self.parts]
 
     def names(self, fragment: int) -> list[str]:

@@ -1,8 +1,9 @@
-"""Tensors to payloads and back: float32 (full state), bfloat16, and int8 of the difference to an anchor.
+"""Tensors to payloads and back: float32 (full state), bfloat16, and int8 or int4 of the difference to an anchor.
 
 bfloat16 of a raw weight errs by 2⁻⁹ of the weight, about as much as late replicas differ; int8 of a raw weight would err by far more.
 int8 of the difference to something both sides have errs by 1/254 of the largest difference in a block of 256, and costs nothing
-measurable. So there is no int8 without an anchor: the base checkpoint, or a state whose hash the swarm agreed on.
+measurable. So there is no int8 without an anchor: the base checkpoint, or a state whose hash the swarm agreed on. int4 errs by 1/14 of the
+largest of a block of 64, and takes half the bytes.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import torch
 
 from swarmnode.averaging.outer import Tensors
 from swarmnode.errors import BadMessage
-from swarmnode.weights.layout import BLOCK, Codec, Layout
+from swarmnode.weights.layout import BLOCK, RELATIVE, SMALL_BLOCK, Codec, Layout
 from swarmnode.weights.payload import Header, TensorHeader, build, checksum, parse
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """What int8 differences are relative to. Make it with `make_anchor`."""
+    """What differences are relative to. Make it with `make_anchor`."""
 
     hash: bytes
     tensors: Tensors
@@ -38,9 +39,8 @@ def make_anchor(tensors: Mapping[str, torch.Tensor]) -> Anchor:
 
 
 def encode(tensors: Mapping[str, torch.Tensor], layout: Layout, codec: Codec, *, fragment: int = 0, anchor: Anchor | None = None) -> bytes:
-    """The payload of `layout`'s tensors, which are float32 on the host. Raises ValueError for int8 without an anchor."""
-    if (codec == "int8") != (anchor is not None):
-        raise ValueError("int8, and only int8, is relative to an anchor")
+    """The payload of `layout`'s tensors, which are float32 on the host. Raises ValueError for a relative codec without an anchor."""
+    _check_anchor(codec, anchor)
     bodies, base = [], anchor.tensors if anchor else {}
     for spec in layout:
         tensor = tensors[spec.name]
@@ -49,7 +49,8 @@ def encode(tensors: Mapping[str, torch.Tensor], layout: Layout, codec: Codec, *,
         elif codec == "bfloat16":
             bodies.append(to_bytes(bfloat16_bits(tensor), "<i2"))
         else:
-            bodies.append(int8_to_bytes((tensor - base[spec.name]).reshape(-1), BLOCK))
+            difference = (tensor - base[spec.name]).reshape(-1)
+            bodies.append(int8_to_bytes(difference, BLOCK) if codec == "int8" else int4_to_bytes(difference))
     heads = [TensorHeader(s.name, s.shape, s.dtype, len(b), checksum(b)) for s, b in zip(layout, bodies, strict=True)]
     return build(Header(codec, fragment, 0, anchor.hash if anchor else b"", heads), bodies)
 
@@ -59,8 +60,7 @@ def decode(data: bytes | memoryview, layout: Layout, codec: Codec, *, fragment: 
 
     Raises BadMessage as `payload.parse` does, or not_finite for a quantiser that is not; ValueError as `encode` does.
     """
-    if (codec == "int8") != (anchor is not None):
-        raise ValueError("int8, and only int8, is relative to an anchor")
+    _check_anchor(codec, anchor)
     bodies = parse(data, layout, codec, fragment=fragment, anchor=anchor.hash if anchor else b"")
     tensors, base = {}, anchor.tensors if anchor else {}
     for spec, body in zip(layout, bodies, strict=True):
@@ -69,9 +69,15 @@ def decode(data: bytes | memoryview, layout: Layout, codec: Codec, *, fragment: 
         elif codec == "bfloat16":
             flat = bfloat16_values(torch.from_numpy(np.frombuffer(body, "<i2").copy()))
         else:
-            flat = int8_from_bytes(body, spec.elements, BLOCK) + base[spec.name].reshape(-1)
+            difference = int8_from_bytes(body, spec.elements, BLOCK) if codec == "int8" else int4_from_bytes(body, spec.elements)
+            flat = difference + base[spec.name].reshape(-1)
         tensors[spec.name] = flat.reshape(spec.shape)
     return tensors
+
+
+def _check_anchor(codec: Codec, anchor: Anchor | None) -> None:
+    if (codec in RELATIVE) != (anchor is not None):
+        raise ValueError("int8 and int4, and only these, are relative to an anchor")
 
 
 def bfloat16_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -123,3 +129,37 @@ def int8_from_bytes(body: bytes | memoryview, elements: int, block: int) -> torc
     padded = torch.zeros(blocks * block)
     padded[:elements] = torch.from_numpy(q.astype(np.float32))
     return (padded.view(blocks, block) * scales[:, None]).view(-1)[:elements]
+
+
+def int4_to_bytes(flat: torch.Tensor) -> bytes:
+    """(elements,) float32 → a bfloat16 scale per SMALL_BLOCK elements, then two values a byte, the first in the lower half: 8 + q, q in
+    −7 … 7, 8 where there is none.
+
+    A value errs by at most 1/14 of the largest magnitude in its block, and 2⁻⁹ of itself: the scale is rounded before it is used.
+    """
+    blocks = -(-flat.numel() // SMALL_BLOCK)
+    padded = torch.zeros(blocks * SMALL_BLOCK)
+    padded[: flat.numel()] = flat
+    padded = padded.view(blocks, SMALL_BLOCK)
+    bits = bfloat16_bits(padded.abs().amax(1) / 7)
+    scales = bfloat16_values(bits)[:, None]
+    q = torch.where(scales > 0, padded / scales, 0.0).round().clamp(-7, 7).add(8).to(torch.uint8).view(-1)
+    pairs = q[: 2 * -(-flat.numel() // 2)].view(-1, 2)
+    return to_bytes(bits, "<i2") + to_bytes(pairs[:, 0] | pairs[:, 1] << 4, "u1")
+
+
+def int4_from_bytes(body: bytes | memoryview, elements: int) -> torch.Tensor:
+    """(elements,) float32 from `int4_to_bytes`; the length of `body` was checked by the caller. Raises BadMessage."""
+    blocks = -(-elements // SMALL_BLOCK)
+    scales = bfloat16_values(torch.from_numpy(np.frombuffer(body[: 2 * blocks], "<i2").copy()))
+    if not bool(torch.isfinite(scales).all()):
+        raise BadMessage("not_finite", "scale")
+    if bool((scales < 0).any()):
+        raise BadMessage("bounds", "scale")
+    pairs = np.frombuffer(body[2 * blocks :], "u1")
+    q = np.stack([pairs & 15, pairs >> 4], 1).reshape(-1)
+    if q.min() < 1 or (q[elements:] != 8).any():
+        raise BadMessage("bounds", "no quantised value")
+    padded = torch.zeros(blocks * SMALL_BLOCK)
+    padded[:elements] = torch.from_numpy(q[:elements].astype(np.float32) - 8)
+    return (padded.view(blocks, SMALL_BLOCK) * scales[:, None]).view(-1)[:elements]

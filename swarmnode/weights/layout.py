@@ -8,9 +8,13 @@ from typing import Final, Literal
 
 import msgspec
 
-Codec = Literal["float32", "bfloat16", "int8"]
+Codec = Literal["float32", "bfloat16", "int8", "int4"]
+RELATIVE: Final[frozenset[Codec]] = frozenset({"int8", "int4"})
+"""Codecs of the difference to an anchor."""
 BLOCK: Final = 256
 """Elements that share one scale in the int8 codec."""
+SMALL_BLOCK: Final = 64
+"""Likewise in int4, whose steps are coarser: a block's largest element decides them for fewer others."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -48,6 +52,8 @@ def body_bytes(spec: TensorSpec, codec: Codec) -> int:
         return 4 * spec.elements
     if codec == "bfloat16":
         return 2 * spec.elements
+    if codec == "int4":
+        return 2 * -(-spec.elements // SMALL_BLOCK) + -(-spec.elements // 2)
     return spec.elements + 4 * -(-spec.elements // BLOCK)
 
 

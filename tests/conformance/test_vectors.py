@@ -15,6 +15,7 @@ import pytest
 
 from protocol.generate import crew_vectors, frames, stage_vectors, task_vectors, vectors
 from protocol.generate.stage_vectors import answers
+from swarmnode.averaging.codecs import int4_from_bytes
 from swarmnode.config import SharingConfig
 from swarmnode.crew import messages as crews
 from swarmnode.crew import stream_handshake
@@ -107,6 +108,13 @@ def builtin_reward(given: dict) -> float:
     ref = TaskRef(given["task"], task_version(given["task"]), given["seed"], given["index"])
     (reward,) = judge_answers(prepare(ref, [given["text"]]), lambda task, seed, index, _: task_vectors.item(task, seed, index)).rewards
     return reward
+
+
+def weights_int4(given: dict) -> list[float] | str:
+    try:
+        return int4_from_bytes(bytes.fromhex(given["body"]), given["elements"]).tolist()
+    except BadMessage as bad:
+        return bad.reason
 
 
 def weights_fingerprint(given: dict) -> str:
@@ -284,6 +292,7 @@ def test_swarmnode_derives_what_is_recorded(vector):
         "listed": lambda: listed_falsely(given),
         "edge_rank": lambda: edge_rank(given["epoch"], given["one"], given["other"], bytes.fromhex(given["swarm"])).hex(),
         "weights_fingerprint": lambda: weights_fingerprint(given),
+        "weights_int4": lambda: weights_int4(given),
         "weights_fragments": lambda: [[spec.name for spec in part] for part in cut(make_layout(given["layout"]), given["fragments"])],
         "stage_fingerprint": lambda: policy_fingerprint(bytes.fromhex(given["base"]), place_of(given["place"]), given["codec"]).hex(),
         "stage_route": lambda: [list(dataclasses.astuple(hop)) for hop in route(given)],

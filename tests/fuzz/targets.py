@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+from swarmnode.averaging.codecs import int4_from_bytes
 from swarmnode.config import SharingConfig
 from swarmnode.crew import stream_handshake
 from swarmnode.crew.messages import decode_answer, decode_request
@@ -194,6 +195,7 @@ TARGETS: dict[str, tuple[Callable[[], Feed], tuple[type[Exception], ...]]] = {
     "weights-state": (lambda: decode_state, (BadMessage,)),
     "state-manifest": (lambda: lambda data: open_state_manifest(data, SWARM), (BadMessage,)),
     "weights-payload": (lambda: lambda data: payload.parse(data, LAYOUT, "float32"), (BadMessage,)),
+    "weights-int4": (lambda: lambda data: int4_from_bytes(data[:39].ljust(39, b"\x11"), 70), (BadMessage,)),
     "crew-request": (lambda: decode_request, (BadMessage,)),
     "crew-answer": (lambda: decode_answer, (BadMessage,)),
     "stage-frame": (lambda: lambda data: drive(read_frame(Bytes(data), FRAMES)), (BadMessage,)),
