@@ -66,6 +66,14 @@ class Losses:
     """Loss of our weights as they are."""
     after: float
     """Loss with the average in their place."""
+    drift: float = 0.0
+    """KL of our policy to the averaged one, nats per token; 0 where the sequences are ones that earned a reward."""
+
+    @property
+    def change(self) -> float:
+        """By how much the average is worse, in whichever way it is worse."""
+        worse = self.after - self.before
+        return max(worse, self.drift) if self.drift else worse
 
 
 @dataclass(frozen=True)
@@ -195,14 +203,14 @@ class AveragingGate:
         return Examination(peer, "", mine, fragment, mean, relative, scale, remembered, probation)
 
     def conclude(self, found: Examination, now: float, losses: Losses | None = None) -> GateDecision:
-        """Decide about what was examined, and count it. losses: None where the probe has too few sequences."""
+        """Decide about what was examined, and count it. losses: None where nothing is probed."""
         with self._lock:
             if found.relative_distance is not None:
                 self._relative = found.relative_distance
             if found.mean is None:
                 return self._ended(found.peer, found.refusal, now)
             if losses is not None:
-                change = losses.after - losses.before
+                change = losses.change
                 if not change <= self._tolerance():  # a NaN is refused too
                     return self._ended(found.peer, "probe", now)
                 _remember(self._changes, found.peer, abs(change))

@@ -23,6 +23,7 @@ from swarmnode.errors import StateError
 from swarmnode.weights.rule import Rule
 
 Tensors = dict[str, torch.Tensor]
+UNDO = "undo."
 
 
 def host_copy(parameters: Mapping[str, torch.Tensor], names: Iterable[str] | None = None) -> Tensors:
@@ -181,12 +182,27 @@ class OuterState:
         with self._lock:
             return {f"phi.{n}": t for n, t in self.phi.items()} | {f"delta.{n}": t for n, t in self.delta.items()}
 
+    def undo_tensors(self) -> Tensors:
+        """What `revert` needs after a restart, not copied: `undo.phi.<name>`, `undo.delta.<name>`, `undo.weights.<name>` of the last step's
+        tensors; empty where there is nothing to take back."""
+        if self._undo is None:
+            return {}
+        parts = {"phi": self._undo.phi, "delta": self._undo.delta, "weights": self._undo.weights}
+        return {f"{UNDO}{part}.{n}": t for part, tensors in parts.items() for n, t in tensors.items()}
+
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take back what `tensors` gave. Raises StateError, having changed nothing, when it is another policy's."""
-        mine = self.tensors()
-        if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in mine.items()}:
+        """Take back what `tensors` gave, and `undo_tensors`. Raises StateError, having changed nothing, when it is another policy's."""
+        undo = {n.removeprefix(UNDO): t for n, t in tensors.items() if n.startswith(UNDO)}
+        mine, rest = self.tensors(), {n: t for n, t in tensors.items() if not n.startswith(UNDO)}
+        if {n: t.shape for n, t in rest.items()} != {n: t.shape for n, t in mine.items()}:
             raise StateError("outer state of another policy")
+        of = lambda part: {n.removeprefix(f"{part}."): t.clone() for n, t in undo.items() if n.startswith(f"{part}.")}
+        kept = _Undo(of("phi"), of("delta"), of("weights"))
+        if any({n: t.shape for n, t in half.items()} != {n: self.phi[n].shape for n in kept.phi if n in self.phi}
+               for half in (kept.phi, kept.delta, kept.weights)):  # fmt: skip
+            raise StateError("an outer step of another policy")
         self._replace({n: tensors[f"phi.{n}"].clone() for n in self.phi}, {n: tensors[f"delta.{n}"].clone() for n in self.delta})
+        self._undo = kept if kept.phi else None
 
     def statistics(self) -> OuterStatistics:
         return OuterStatistics(self.rule.name, self._steps, self._reverts, sum(self._squares.values()) ** 0.5, self._undo is not None)

@@ -1,7 +1,16 @@
-"""Whether averaged weights make the policy worse on sequences that no peer has seen."""
+"""Whether averaged weights make the policy worse on sequences that no peer has seen.
+
+    own completions that were rewarded    loss: what was learnt must not be unlearnt
+    any own completions, while of these   loss and KL: they were drawn from our policy, so that the mean of log p − log p̄ over their tokens
+    there are too few                     is its KL to the averaged one, and r − 1 − log r (r = p̄ / p) likewise, whichever way p̄ went
+
+So there is a judgement while nothing has been rewarded yet, where the clip alone lets a hostile peer in. Without any own completion nothing
+is taken.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
@@ -14,9 +23,10 @@ from swarmnode.policy.logprobs import Row
 from swarmnode.policy.micro import MicroBatcher
 
 PROBE_SEQUENCES: Final = 16
-"""Own rewarded completions on which averaged weights must not be worse: enough that one of them does not decide."""
+"""Own completions on which averaged weights must not be worse: enough that one of them does not decide."""
 LEAST_PROBE: Final = 8
 """Sequences below which the probe says nothing."""
+LARGEST_LOG_RATIO: Final = 20.0
 
 Answer = Callable[[Losses | None], None]
 """Takes the verdict, from any thread; None where there is none."""
@@ -26,9 +36,19 @@ class Probe(Protocol):
     def measure(self, mine: Tensors, mean: Tensors, answer: Answer) -> bool:
         """Measure the losses with either in the policy, between two steps; `answer` is called now or later.
 
-        False: there is too little to judge by, and nobody will answer.
+        False: there is too little to judge by, nobody will answer, and nothing may be taken.
         """
         ...
+
+
+def compare(before: Sequence[float], after: Sequence[float], rewarded: bool) -> Losses:
+    """What log-probabilities of the same tokens under our policy and under the averaged one mean; not empty, and equally many."""
+    count = len(before)
+    losses = Losses(-sum(before) / count, -sum(after) / count)
+    if rewarded:
+        return losses
+    ratios = [min(theirs - ours, LARGEST_LOG_RATIO) for ours, theirs in zip(before, after, strict=True)]
+    return Losses(losses.before, losses.after, sum(math.exp(r) - 1 - r for r in ratios) / count)
 
 
 class LossProbe:
@@ -39,26 +59,31 @@ class LossProbe:
         self._batcher = batcher
         self._temperature = temperature
         self._tensors = tensors
-        self._rows: deque[Row] = deque(maxlen=PROBE_SEQUENCES)
+        self._rewarded: deque[Row] = deque(maxlen=PROBE_SEQUENCES)
+        self._own: deque[Row] = deque(maxlen=PROBE_SEQUENCES)
 
-    def remember(self, rows: Sequence[Row]) -> None:
-        """Keep own completions that earned their group's highest reward: averaged weights must not unlearn them."""
-        self._rows.extend(rows)
+    def remember(self, rewarded: Sequence[Row], own: Sequence[Row]) -> None:
+        """Keep own completions: those that earned their group's highest reward, which averaged weights must not unlearn, and of all of a
+        batch some."""
+        said = [row for row in own if row[1]]
+        self._rewarded.extend(row for row in rewarded if row[1])
+        self._own.extend(said[:: max(1, len(said) // PROBE_SEQUENCES)])
 
     def measure(self, mine: Tensors, mean: Tensors, answer: Answer) -> bool:
-        if len(self._rows) < LEAST_PROBE:
+        rewarded = len(self._rewarded) >= LEAST_PROBE
+        rows = list(self._rewarded if rewarded else self._own)
+        if len(rows) < LEAST_PROBE:
             return False
         before = {name: self._tensors.parameters[name].detach().clone() for name in mine}
         with self._tensors.lock:
             try:
-                losses = Losses(self._loss(mine), self._loss(mean))
+                losses = compare(self._logprobs(mine, rows), self._logprobs(mean, rows), rewarded)
             finally:
                 self._tensors.set(before)
         answer(losses)
         return True
 
-    def _loss(self, tensors: Tensors) -> float:
-        """Mean over the tokens of the sequences, nats."""
+    def _logprobs(self, tensors: Tensors, rows: list[Row]) -> list[float]:
+        """Of the tokens of `rows`, one after the other."""
         self._tensors.set(tensors)
-        values = [v for row in self._batcher.score(self._policy, list(self._rows), self._temperature) for v in row]
-        return -sum(values) / max(1, len(values))
+        return [v for row in self._batcher.score(self._policy, rows, self._temperature) for v in row]

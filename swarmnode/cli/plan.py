@@ -48,6 +48,7 @@ def plan(
     """
     if not 1 <= length <= LONGEST or not 1 <= rank <= 1024:
         raise ConfigError(f"command line: --length is 1 to {LONGEST} tokens, --rank 1 to 1024")
+    from swarmnode.policy.footprint import averaging_bytes
     from swarmnode.policy.plan import best, choices, settings
     from swarmnode.policy.published import published_shape
 
@@ -60,7 +61,8 @@ def plan(
         "cache_bytes_per_token": shape.cache_bytes,
         "choices": [
             {"name": c.name, "optim": c.method.optim, "checkpointing": c.method.checkpointing, "need_bytes": c.row.total,
-             "micro_batch_tokens": c.micro_batch, "card_gb": c.card, "set": settings(c), **asdict(c.row)}
+             "micro_batch_tokens": c.micro_batch, "card_gb": c.card, "set": settings(c), **asdict(c.row),
+             "averaging_host_bytes": sum(averaging_bytes(shape, c.method))}
             for c in found
         ],
     }  # fmt: skip
@@ -72,6 +74,10 @@ def plan(
         "",
         f"A completion that is being sampled keeps {_size(shape.cache_bytes * length)} of keys and values at {length:,} tokens.",
     ]
+    averaged = {c.name.split(",")[0]: averaging_bytes(shape, c.method) for c in found}
+    lines.append("Averaging with others keeps in host memory: " + "; ".join(
+        f"{name}: {_size(always)}, {_size(always + more)} during an exchange" for name, (always, more) in averaged.items()
+    ) + ".")  # fmt: skip
     if room is not None:
         chosen = best(found)
         lines.append(_advice(chosen.name, settings(chosen), chosen.micro_batch) if chosen else _too_small(found, memory or ""))

@@ -187,6 +187,16 @@ def footprint(shape: Shape, method: Method, tokens: int) -> Footprint:
     )
 
 
+def averaging_bytes(shape: Shape, method: Method, fragments: int = 4) -> tuple[int, int]:
+    """Host memory that averaging the trained weights takes: (always, and at most more while an exchange is under way).
+
+    Always: φ, δ and the base weights that differences are relative to, float32. From an exchange to the next held-out reward, weights, φ
+    and δ of one fragment as they were; during one, its copy, the partner's, their average, and the new φ and δ.
+    """
+    trained = trained_parameters(shape, method)
+    return 12 * trained, (12 + 20) * trained // fragments
+
+
 def micro_batch(shape: Shape, method: Method, room: float) -> int:
     """Tokens of the largest micro-batch that an update can have within `room` bytes; 0 where nothing fits."""
     fixed = footprint(shape, method, 1)

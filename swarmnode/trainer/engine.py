@@ -99,8 +99,8 @@ class Engine(Protocol):
         """Whatever is due with other replicas; see `Replica.between_steps`. Whether the policy has changed."""
         ...
 
-    def remember(self, rows: Sequence[Row]) -> None:
-        """Own completions that earned their group's highest reward."""
+    def remember(self, rewarded: Sequence[Row], own: Sequence[Row]) -> None:
+        """Own completions that earned their group's highest reward, and all of that batch."""
         ...
 
     def observe(self, reward: float) -> None:
@@ -252,9 +252,9 @@ class WholePolicy:
         with self._weights_move():
             return self._replica.between_steps(connected, step_seconds, stepped)
 
-    def remember(self, rows: Sequence[Row]) -> None:
+    def remember(self, rewarded: Sequence[Row], own: Sequence[Row]) -> None:
         if self._probe is not None:
-            self._probe.remember(rows)
+            self._probe.remember(rewarded, own)
 
     def observe(self, reward: float) -> None:
         if self._replica is not None:

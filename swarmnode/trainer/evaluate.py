@@ -43,6 +43,7 @@ class Evaluation:
         generator = engine.random_generator(GENERATOR_SEED)
         prompts = [prompt for _, prompt in asked]
         groups = engine.generate(prompts, Sampling(COMPLETIONS, cfg.max_completion_length, cfg.temperature, cfg.top_p), generator)
+        engine.remember([], [(group.prompt_ids, c.ids) for group in groups for c in group.completions])  # a newcomer has no others yet
         tokens = sum(len(c.ids) for group in groups for c in group.completions)
         counters.tokens_total += tokens
         counters.evaluation_tokens_total += tokens

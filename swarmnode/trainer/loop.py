@@ -149,7 +149,7 @@ class Loop:
 
     def _train(self, join_seconds: float) -> None:
         self._rest()
-        if self._counters.reward_held_out_start is None and not self._pauses.stop.is_set():
+        if (self._fresh or self._counters.reward_held_out_start is None) and not self._pauses.stop.is_set():
             self._evaluate()
         self._join(join_seconds)
         while not self._finished() and self._rest():
@@ -221,7 +221,8 @@ class Loop:
         self._external.request(self._counters.policy_version)
 
         experience = self._sampler(self._plan.own_groups)
-        self._engine.remember([row for group in experience.groups for row in best_rows(group)])
+        own = [row for group in experience.groups for row in group.rows]
+        self._engine.remember([row for group in experience.groups for row in best_rows(group)], own)
         self._external.publish(experience.messages)
         sampled = time.monotonic()
 

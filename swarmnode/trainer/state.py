@@ -4,6 +4,7 @@
     first.<name>        AdamW's first moment      second.<name>   its second moment
     optimizer.<k>.<name>  what another optimizer keeps of a parameter under its key k, as it is
     outer.phi.<name>    slow weights of the outer step, and outer.delta.<name> its momentum, where replicas are averaged
+    outer.undo.<…>      what these and the weights were before the last exchange, until a held-out reward has shown that it was good
     rng                 state of the sampling generator, u8
     metadata            counters and fingerprint, JSON
 
@@ -29,6 +30,7 @@ from swarmnode.errors import StateError
 from swarmnode.files import sync_directory
 from swarmnode.policy.load import check_shapes, overwrite, trainable
 from swarmnode.swarm import rollback
+from swarmnode.weights.revert_monitor import RevertMonitor
 
 FILE = rollback.STATE
 
@@ -66,6 +68,8 @@ class Counters(msgspec.Struct):
     """Number of outer steps, by fragment."""
     exchanges_total: int = 0
     solo_steps_total: int = 0
+    revert: RevertMonitor = RevertMonitor()
+    """What the last exchange is held to."""
     probation: bool = False
     """Our state is a neighbour's, and no exchange has shown yet that it fits."""
     peer: str = ""

@@ -44,13 +44,16 @@ from swarmnode.trainer.weights_worker import (
 )
 from swarmnode.weights import fragments, local
 from swarmnode.weights.fingerprint import LoraShape
-from swarmnode.weights.revert_monitor import RevertMonitor
-from swarmnode.weights.rule import make_rule, next_outer_step
+from swarmnode.weights.rule import LARGEST_OUTER_STEP, believed_outer_step, make_rule, next_outer_step
 
 log = logging.getLogger(__name__)
 
 EARLY = 0.5
 """Share of the time between two outer steps of a fragment: one taken so short a time ago counts for the one that is due now."""
+
+
+UNLEARNT = 2.0
+"""Nats per token by which our own completions may be less likely under a neighbour's state: a token in seven of what it was."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,8 @@ class Replica:
         self._parts = ReplicaParts(tensors, outer, counters, ExchangeTable(), AveragingGate())
         self._every = max(cfg.sync_every, len(tensors.parts))
         self._stepped_at = [-cfg.sync_every] * len(tensors.parts)
-        self._monitor = RevertMonitor()
+        self._behind: dict[str, int] = {}
+        """Partners that were too far behind us, with their claims, since the last that was not."""
         self._adoption: Adoption | None = None
         self._settled = threading.Event()
         self._distance: float | None = None
@@ -110,8 +114,8 @@ class Replica:
         self._parts.outer.load(tensors)
 
     def tensors(self) -> Tensors:
-        """φ and δ for the state file, not copied: they never change under a writer."""
-        return self._parts.outer.tensors()
+        """φ and δ for the state file, with what a revert needs, not copied: they never change under a writer."""
+        return self._parts.outer.tensors() | self._parts.outer.undo_tensors()
 
     def facts(self, fresh: bool) -> local.ReplicaFacts:
         tensors = self._parts.tensors
@@ -189,16 +193,28 @@ class Replica:
         elif found is None:
             self._parts.gate.refused(exchange.peer, examined.outcome, time.monotonic())
             if examined.outcome == "lagging":  # it has more to gain from us than we from it: it gets ours, and we step as if alone
+                self._doubt_our_counter(exchange)
                 self._go_on(exchange, "lagging", exchange.snapshot)
             else:
                 self._end(exchange, exchange.session, examined.outcome)
-        elif not self._is_measured(exchange.session, found):
+        elif found.mean is None:
             self._conclude(exchange, found, None)
+        else:
+            self._behind.clear()
+            answer = lambda losses: self._worker.arrived.append(AverageMeasured(exchange.session, found, losses))
+            if not self._probe.measure(dict(found.mine), found.mean, answer):
+                log.info("weights of %s are not taken: there is nothing of our own yet to judge them by", exchange.peer)
+                self._end(exchange, exchange.session, "local")
 
-    def _is_measured(self, session: bytes, found: Examination) -> bool:
-        """Have the probe look at the average. False: there is none, or too little to judge by."""
-        answer = lambda losses: self._worker.arrived.append(AverageMeasured(session, found, losses))
-        return found.mean is not None and self._probe.measure(dict(found.mine), found.mean, answer)
+    def _doubt_our_counter(self, exchange: Exchange) -> None:
+        counters = self._parts.counters
+        self._behind[exchange.peer] = exchange.their_outer_step or 0
+        believed = [believed_outer_step(clock, self._behind) for clock in counters.outer_clocks]
+        if believed != counters.outer_clocks:
+            log.warning("everybody is far behind us: our outer steps are %s, not %s", believed, counters.outer_clocks)
+            with self._parts.tensors.lock:
+                counters.outer_clocks = believed
+            self._behind.clear()
 
     def _measured(self, measured: AverageMeasured) -> None:
         exchange = self._parts.exchanges.get(measured.session)
@@ -233,7 +249,7 @@ class Replica:
         if exchange.outcome == "probation":
             counters.probation = False
         else:
-            self._monitor = self._monitor.committed(exchange.peer)
+            counters.revert = counters.revert.committed(exchange.peer)
         counters.exchanges_total += 1
         outer_step = counters.outer_clocks[exchange.fragment]
         self._send(local.ExchangeEnded(exchange.session, exchange.fragment, exchange.peer, exchange.outcome, True, outer_step))
@@ -250,7 +266,8 @@ class Replica:
             exchange = self._parts.copy(b"", exchange.fragment)
             exchange = dataclasses.replace(exchange, prepared=prepare(self._parts.outer.rule, exchange.slow, exchange.snapshot))
         self._parts.counters.solo_steps_total += 1
-        self._monitor = self._monitor.stepped_alone()
+        self._parts.counters.revert = self._parts.counters.revert.stepped_alone()
+        self._parts.outer.keep()
         self._worker.submit(PublishSnapshot(exchange))
         return True
 
@@ -285,6 +302,8 @@ class Replica:
         own = norm(parts.outer.phi)
         if not own / NORM_RATIO <= norm(slow.phi) <= own * NORM_RATIO:
             return "norm_ratio"
+        if read.outer_step > LARGEST_OUTER_STEP or not self._is_plausible(slow.phi):
+            return "worse"
         own_slow = parts.outer.slow(list(parts.tensors.parameters))
         before = Adoption(read.peer, counters.reward_held_out, own_slow, list(counters.outer_clocks))
         try:
@@ -298,15 +317,26 @@ class Replica:
         counters.probation = True
         return "adopted"
 
+    def _is_plausible(self, phi: Tensors) -> bool:
+        """Whether our own completions are still likely under a neighbour's weights: of a policy that has learnt for long they are less so,
+        of none at all hardly."""
+        verdicts: list[Losses | None] = []
+        mine = host_copy(self._parts.tensors.parameters)
+        if not self._probe.measure(mine, phi, verdicts.append) or not verdicts or verdicts[0] is None:
+            log.warning("a neighbour's state is not taken: there is nothing of our own to judge it by")
+            return False
+        return verdicts[0].after - verdicts[0].before <= UNLEARNT
+
     # ---- held-out reward ------------------------------------------------------------------------------------------------------------
 
     def observe(self, reward: float) -> bool:
         """A held-out reward was measured. Whether an exchange or a state was taken back because of it."""
         adoption, self._adoption = self._adoption, None
-        if adoption is not None and self._monitor.fell(reward, adoption.reward):
+        counters = self._parts.counters
+        if adoption is not None and counters.revert.fell(reward, adoption.reward):
             self._give_up(adoption, reward)
             return True
-        self._monitor, blamed = self._monitor.observed(reward)
+        counters.revert, blamed = counters.revert.observed(reward)
         if not blamed:
             self._parts.outer.keep()
             return False

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import msgspec
 
 from swarmnode.errors import BadMessage
+from swarmnode.weights.rule import LARGEST_OUTER_STEP
 from swarmnode.wire.fields import check_counter, check_length
 
 ASK = 3
@@ -53,11 +54,12 @@ def check_manifest(manifest: StateManifest, names: list[str]) -> None:
 
 
 def agreed_source(manifests: Mapping[str, StateManifest], fingerprint: bytes, agree: int = AGREE) -> str | None:
-    """The peer to take the state from, or None where fewer than `agree` compatible neighbours answered.
+    """The peer to take the state from, or None where fewer than `agree` compatible neighbours made a plausible claim.
 
     Among several at the agreed step the lowest peer id; who is asked is the caller's random choice.
     """
-    claims = sorted(((m.outer_step, peer) for peer, m in manifests.items() if m.fingerprint == fingerprint), reverse=True)
+    plausible = {peer: m for peer, m in manifests.items() if m.fingerprint == fingerprint and m.outer_step <= LARGEST_OUTER_STEP}
+    claims = sorted(((m.outer_step, peer) for peer, m in plausible.items()), reverse=True)
     if len(claims) < agree:
         return None
     step = claims[agree - 1][0]

@@ -9,6 +9,7 @@ are in benchmarks/outer_rules.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final, Literal
 
 import msgspec
@@ -16,6 +17,10 @@ import msgspec
 RuleName = Literal["noloco", "gossip"]
 ALPHA: Final = 0.5
 BETA: Final = 0.7
+LARGEST_OUTER_STEP: Final = 10**8
+"""No swarm has taken more outer steps: one a second for three years. A newcomer believes no state that claims to have."""
+WITNESSES: Final = 3
+"""Partners, each too far behind us and none other in between, after which our own counter is taken for wrong."""
 MAX_LAG: Final = 4.0
 """Outer steps. A partner further behind is served our weights, and its own are not mixed in."""
 
@@ -64,6 +69,15 @@ def mixing_weight(lag: float) -> float:
 def too_far_behind(lag: float) -> bool:
     """Whether a partner `lag` outer steps behind has more to gain from us than we from it."""
     return lag > MAX_LAG
+
+
+def believed_outer_step(mine: int, behind: Mapping[str, int]) -> int:
+    """Our outer step counter once all the partners in `behind`, each with its claim, were too far behind us, one after the other.
+
+    From WITNESSES of them on it is our counter that is wrong, and it becomes the highest of theirs: whoever was told an absurd one as a
+    newcomer would mix with nobody for ever. Lowering it can only have us mix with more.
+    """
+    return min(mine, max(behind.values())) if len(behind) >= WITNESSES else mine
 
 
 def next_outer_step(mine: int, theirs: int | None) -> int:

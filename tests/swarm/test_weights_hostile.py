@@ -43,7 +43,7 @@ async def victim_and_liar(directory, *kinds, cfg=CONFIG, **options):
     async with hosts(directory, 2, swarm=SWARM) as (one, other), trio.open_nursery() as nursery:
         key = identity.load_or_create(directory / "0" / "identity.key").private_key
         async with averaging(one, key, directory / "0", cfg=cfg) as victim:
-            victim.probe.remember([([1], [2])])
+            victim.probe.remember([([1], [2])], [])
             victim.step(0.05)
             victim.due()
             liar = WeightLiar(other, kinds, **options)

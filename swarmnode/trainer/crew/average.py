@@ -22,6 +22,7 @@ import torch
 import trio
 
 from swarmnode.averaging.averaged import AveragedTensors
+from swarmnode.averaging.outer import UNDO
 from swarmnode.config import WeightsConfig
 from swarmnode.errors import PeerError
 from swarmnode.files import write_atomically
@@ -88,7 +89,8 @@ class StageAveraging(Observer):
 
         Between two steps, in the thread that takes them: only there do they move, with the weights.
         """
-        return {**self._replica.tensors(), CLOCKS: torch.tensor(self._counters.outer_clocks)}
+        tensors = {n: t for n, t in self._replica.tensors().items() if not n.startswith(UNDO)}  # reward is the head's to see
+        return {**tensors, CLOCKS: torch.tensor(self._counters.outer_clocks)}
 
     def committed(self, worker: StageWorker) -> None:
         now = time.monotonic()

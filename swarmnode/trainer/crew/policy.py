@@ -175,7 +175,7 @@ class CrewPolicy:
         """Each stage does so by itself, when it has taken a step."""
         return False
 
-    def remember(self, rows: Sequence[Row]) -> None:
+    def remember(self, rewarded: Sequence[Row], own: Sequence[Row]) -> None:
         pass
 
     def observe(self, reward: float) -> None:

@@ -2,7 +2,8 @@
 
     here      the newest committed micro-batches, as they came to this stage, through it as it is and through it with the averaged weights
     others    both outputs through the stages behind it: the "run" of state streams, which a restored stage asks for too
-    loss      − log-probability of the completions that were better than their group, nats per token: what averaging must not unlearn
+    loss      − log-probability of the completions that were better than their group, nats per token: what averaging must not unlearn; while
+              there are too few of these, of all completions, and KL (`averaging.probe`)
 
 Both outputs meet the same weights behind this stage, so whatever changed in front of it or since is in neither's favour. Nothing waits for
 it: the stage works with its own weights until the verdict is there, and a verdict that does not come takes nobody's.
@@ -20,9 +21,8 @@ import structlog
 import torch
 import trio
 
-from swarmnode.averaging.gate import Losses
 from swarmnode.averaging.outer import Tensors
-from swarmnode.averaging.probe import LEAST_PROBE, Answer
+from swarmnode.averaging.probe import LEAST_PROBE, Answer, compare
 from swarmnode.errors import Incompatible, PeerError
 from swarmnode.pipeline import faults
 from swarmnode.pipeline.runtime import StageRuntime
@@ -63,11 +63,15 @@ class CrewProbe:
         if peer is None or token is None:
             return False
         known = _newest(peer)
-        if sum(len(_better(peer, edge)) for edge in known) < LEAST_PROBE:
+        rewarded = sum(len(_better(peer, edge)) for edge in known) >= LEAST_PROBE
+        chosen = _better if rewarded else _all
+        if sum(len(chosen(peer, edge)) for edge in known) < LEAST_PROBE:
             return False
 
+        judged = [(edge, chosen(peer, edge)) for edge in known]
+
         def begin() -> None:
-            if not peer.channel.spawn(lambda: _judge(peer, known, mine, mean, answer)):  # the crew has ended meanwhile
+            if not peer.channel.spawn(lambda: _judge(peer, judged, rewarded, mine, mean, answer)):  # the crew has ended meanwhile
                 answer(None)
 
         try:
@@ -78,22 +82,23 @@ class CrewProbe:
 
 
 async def _judge(
-    peer: StatePeer, known: Sequence[Edge], mine: Mapping[str, torch.Tensor], mean: Mapping[str, torch.Tensor],
-    answer: Answer,
+    peer: StatePeer, known: Sequence[tuple[Edge, list[int]]], rewarded: bool, mine: Mapping[str, torch.Tensor],
+    mean: Mapping[str, torch.Tensor], answer: Answer,
 ) -> None:  # fmt: skip
+    """known: micro-batches, each with the completions that count. rewarded: see `compare`."""
     losses = None
     try:
         with trio.move_on_after(SECONDS):  # around waiting only
             as_is, averaged = [await peer.channel.compute(partial(_with, peer.stage.runtime, tensors)) for tensors in (mine, mean)]
-            before, after, tokens = 0.0, 0.0, 0
-            for edge in known:
-                first, count = await _loss(peer, edge, as_is)
+            before, after = list[float](), list[float]()
+            for edge, chosen in known:
+                found = await _logprobs(peer, edge, chosen, as_is)
                 try:
-                    after += (await _loss(peer, edge, averaged))[0]
+                    after += await _logprobs(peer, edge, chosen, averaged)
                 except (Incompatible, ValueError):  # with theirs, a number somewhere is not finite
-                    after = math.inf
-                before, tokens = before + first, tokens + count
-            losses = Losses(before / tokens, after / tokens)
+                    after += [-math.inf] * len(found)
+                before += found
+            losses = compare(before, after, rewarded) if before else None
     except (PeerError, ValueError, RuntimeError, MemoryError) as error:
         if not isinstance(error, PeerError | ValueError) and not faults.of_device(error):
             raise
@@ -115,8 +120,12 @@ def _better(peer: StatePeer, edge: Edge) -> list[int]:
     return [] if loss is None else (unpack_logprobs(loss.advantages) > 0).nonzero()[0].tolist()
 
 
-async def _loss(peer: StatePeer, edge: Edge, runtime: StageRuntime) -> tuple[float, int]:
-    """(sum over their tokens, how many). Raises PeerError: a stage is gone; Incompatible or ValueError: a number is not finite."""
+def _all(peer: StatePeer, edge: Edge) -> list[int]:
+    return list(range(len(work_of(edge, peer.stage.limits).completion_lengths)))
+
+
+async def _logprobs(peer: StatePeer, edge: Edge, completions: list[int], runtime: StageRuntime) -> list[float]:
+    """Of the tokens of these completions. Raises PeerError: a stage is gone; Incompatible or ValueError: a number is not finite."""
     work, spec = work_of(edge, peer.stage.limits), peer.stage.spec
     x = b"" if spec.has_embedding else edge.body
     x = await peer.channel.compute(lambda: run_one(runtime, work, x, peer.stage.codec))
@@ -124,10 +133,10 @@ async def _loss(peer: StatePeer, edge: Edge, runtime: StageRuntime) -> tuple[flo
     for stage in range(spec.index + 1, spec.stages):
         x = await peer.fetch.run_at(stage, edge, tokens, x)
     rows = torch.from_numpy(unpack_logprobs(x).copy()).split(list(work.completion_lengths))
-    chosen = torch.cat([rows[i] for i in _better(peer, edge)] or [torch.zeros(0)])
+    chosen = torch.cat([rows[i] for i in completions] or [torch.zeros(0)])
     if not bool(torch.isfinite(chosen).all()):
         raise ValueError("a log-probability is not finite")
-    return -float(chosen.double().sum()), len(chosen)
+    return list(map(float, chosen))
 
 
 def _with(runtime: StageRuntime, tensors: Mapping[str, torch.Tensor]) -> StageRuntime:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from swarmnode.config import PolicyConfig
 from swarmnode.errors import Unavailable
 from swarmnode.policy import footprint as module
 from swarmnode.policy.device import count_parameters
-from swarmnode.policy.footprint import Method, Shape, footprint, layer_bytes, micro_batch
+from swarmnode.policy.footprint import Method, Shape, averaging_bytes, footprint, layer_bytes, micro_batch
 from swarmnode.policy.plan import CARD_BYTES, best, choices, settings
 from swarmnode.policy.published import published_shape
 
@@ -147,12 +148,33 @@ def test_the_command_says_what_fits(model_dir, capsys):
     out = capsys.readouterr().out
     assert "parameters; rows of 512 tokens in bfloat16, on a GPU" in out
     assert "Fits: all weights, micro-batches of up to" in out
+    assert "Averaging with others keeps in host memory: all weights: " in out
     assert run(["plan", str(directory), "--length", "512", "--memory", "100MB", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["parameters"] == published_shape(str(directory)).parameters
     assert not any(choice["micro_batch_tokens"] for choice in told["choices"])
     assert run(["plan", "embedded", "--device", "cpu"]) == 0
     assert "8 GB" in capsys.readouterr().out
+
+
+def test_what_averaging_keeps_in_host_memory_is_what_it_is_said_to():
+    from swarmnode.averaging.averaged import AveragedTensors
+    from swarmnode.averaging.outer import OuterState, host_copy, prepare
+    from swarmnode.weights.rule import make_rule
+
+    layers = {f"layers.{i}.w": torch.nn.Parameter(torch.randn(64, 64)) for i in range(4)}
+    shape = Shape(4, 64, 64, 64, 64, 64, False, 4 * 64 * 64, 0, 0)
+    averaged, outer = AveragedTensors(layers, "int8", 4, threading.Lock()), OuterState(layers, make_rule())
+    size = lambda tensors: sum(t.nbytes for t in tensors.values())
+    anchors = size(host_copy(layers))  # `AveragedTensors` keeps one, and does not show it
+    always, more = averaging_bytes(shape, Method("cpu", "float32"), 4)
+    assert size(outer.tensors()) + anchors == always
+    copy = averaged.copy(0)
+    prepared = prepare(outer.rule, outer.slow(averaged.names(0)), copy)
+    under_way = 3 * size(copy) + size(prepared.phi) + size(prepared.delta)  # ours, the partner's, their average
+    assert outer.take(prepared)
+    outer.commit(averaged.parameters, copy)
+    assert size(outer.undo_tensors()) + under_way == more
 
 
 def test_the_command_does_not_load_torch():

@@ -201,8 +201,14 @@ def manifest(step, fp=FP, names=("a", "b")):
 
 
 def test_a_lone_liar_cannot_say_how_far_the_swarm_is():
-    assert agreed_source({"liar": manifest(2**60), "p": manifest(40), "q": manifest(38)}, FP) == "p"
+    assert agreed_source({"liar": manifest(10**8), "p": manifest(40), "q": manifest(38)}, FP) == "p"
     assert agreed_source({"low": manifest(0), "p": manifest(40), "q": manifest(40)}, FP) == "p"
+
+
+def test_steps_that_nobody_can_have_taken_are_no_claim_whoever_agrees_on_them():
+    sybils = {"a": manifest(10**8 + 1), "b": manifest(2**62)}
+    assert agreed_source(sybils, FP) is None
+    assert agreed_source({**sybils, "p": manifest(40), "q": manifest(38)}, FP) == "q"
 
 
 def test_one_answer_agrees_with_nobody():

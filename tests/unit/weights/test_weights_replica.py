@@ -15,6 +15,7 @@ from swarmnode.trainer.weights import Replica
 from swarmnode.weights import local
 from swarmnode.weights.discovery import ASK_SECONDS, FRESH_SECONDS, MAX_PEERS, Claims
 from swarmnode.weights.manifest import TensorHash
+from swarmnode.weights.rule import LARGEST_OUTER_STEP
 from tests.support.replica import Judge, Tiny, identical, probe_of, settle, tensors_of
 
 SESSION = b"s" * 16
@@ -33,14 +34,21 @@ class Asking:
         return True
 
 
+class Silent:
+    """A probe that has nothing to judge by."""
+
+    def measure(self, mine, mean, answer):
+        return False
+
+
 class Made:
-    def __init__(self, directory, cfg=CFG, asking=False):
+    def __init__(self, directory, cfg=CFG, asking=False, probe=None):
         self.model = Tiny()
         self.counters = Counters(step=1)
         self.said = []
         self.directory = directory
         self.tensors = tensors_of(self.model, cfg)
-        self.probe = Asking() if asking else probe_of(self.model, Judge(self.model), self.tensors)
+        self.probe = probe or Asking() if asking or probe else probe_of(self.model, Judge(self.model), self.tensors)
         self.replica = Replica(self.tensors, cfg, self.counters, directory, send=self.said.append, probe=self.probe)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.rng = torch.Generator()
@@ -67,13 +75,13 @@ class Made:
         self.settle()
         return changed
 
-    def fetched(self, partner, session=SESSION, fragment=0):
+    def fetched(self, partner, session=SESSION, fragment=0, peer="peer", outer_step=0):
         """An exchange with `partner`'s weights as they are, until they have been examined."""
         self.replica.receive(local.TakeSnapshot(session, fragment))
         self.settle()
         path = self.directory / "in-x.bin"
         path.write_bytes(partner.tensors.encode(fragment, {n: partner.weights()[n] for n in partner.tensors.names(fragment)}))
-        self.replica.receive(local.ApplyPayload(session, fragment, "peer", 0, str(path)))
+        self.replica.receive(local.ApplyPayload(session, fragment, peer, outer_step, str(path)))
         self.settle()
 
     def exchange(self, partner, session=SESSION, fragment=0):
@@ -245,6 +253,60 @@ def test_a_fall_of_reward_takes_the_exchange_back(made):
     assert a.said[-1] == local.ExchangeReverted("peer")
 
 
+@pytest.mark.parametrize(("reward", "kept"), [(0.1, False), (0.5, True)])
+def test_an_exchange_is_taken_back_after_a_restart_as_it_would_have_been_without(made, tmp_path, reward, kept):
+    a, b, partner = made("a"), made("b"), made("c")
+    partner.step(seed=2)
+    a.step()
+    for _ in range(3):
+        a.replica.observe(0.5)
+    before, slow = a.weights(), a.phi()
+    a.exchange(partner)
+    a.between()
+    a.save(tmp_path / "s")
+    b.load(tmp_path / "s")
+    after = b.weights()
+    assert b.replica.observe(reward) != kept
+    assert identical(b.weights(), after if kept else before)
+    assert kept or (identical(b.phi(), slow) and b.said[-1] == local.ExchangeReverted("peer"))
+    b.save(tmp_path / "s")
+    again = made("d")
+    again.load(tmp_path / "s")
+    assert not again.replica.observe(0.0 if kept else reward), "taken back once"
+
+
+def test_a_step_alone_leaves_nothing_to_take_back(made):
+    a = made("a")
+    a.step()
+    a.solo(0)
+    assert not any(name.startswith("undo.") for name in a.replica.tensors())
+
+
+def test_nothing_is_taken_that_could_not_be_judged(made):
+    a, partner = made("a", probe=Silent()), made("c")
+    partner.step(seed=2)
+    before = a.weights()
+    a.fetched(partner)
+    assert not a.between()
+    assert identical(a.weights(), before)
+    assert ENDED_LOCALLY in [msgspec.structs.replace(m, peer="") for m in a.said if isinstance(m, local.ExchangeEnded)]
+
+
+def test_a_node_that_was_told_an_absurd_outer_step_finds_back_by_those_it_meets(made):
+    a, partner = made("a"), made("c")
+    partner.step(seed=2)
+    a.counters.outer_clocks = [10**8, 10**8]
+    for number, claim in enumerate((40, 41, 39)):
+        a.step()
+        a.fetched(partner, bytes([number]) * 16, peer=f"peer{number}", outer_step=claim)
+        a.between()
+        a.between()
+    assert a.counters.outer_clocks == [42, 41], "as if at the furthest of them, and one step taken alone"
+    a.step()
+    a.exchange(partner, b"z" * 16)
+    assert a.between()
+
+
 def test_without_a_network_process_the_outer_step_is_taken_alone(made):
     a = made("a")
     a.step()
@@ -362,6 +424,29 @@ def test_a_neighbours_state_is_taken_bit_by_bit_and_on_probation(made):
     assert identical(a.replica.tensors(), other.replica.tensors())
     assert a.counters.probation
     assert a.counters.outer_clocks == [30, 30]
+
+
+@pytest.mark.parametrize("losses", [Losses(1.0, 3.5), Losses(1.0, float("nan")), None])
+def test_a_state_that_would_not_say_what_we_say_is_not_taken(made, losses):
+    class Verdict:
+        def measure(self, mine, mean, answer):
+            if losses is not None:
+                answer(losses)
+            return losses is not None
+
+    a, other = made("a", probe=Verdict()), made("b")
+    other.step(seed=5)
+    before = a.weights()
+    assert adopt(a, other) == "worse"
+    assert identical(a.weights(), before)
+
+
+def test_a_state_after_more_outer_steps_than_there_can_be_is_not_taken(made):
+    a, other = made("a"), made("b")
+    other.step(seed=5)
+    before = a.weights()
+    assert adopt(a, other, step=LARGEST_OUTER_STEP + 1) == "worse"
+    assert identical(a.weights(), before)
 
 
 @pytest.mark.parametrize(("wrong", "outcome"), [("hash", "hash"), ("nan", "norm_ratio"), ("payload", "payload")])

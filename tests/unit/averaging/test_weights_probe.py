@@ -1,0 +1,85 @@
+"""The probe judges by own completions that earned something, by any own ones while there are none, and by nothing else."""
+
+import math
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from swarmnode.averaging.averaged import AveragedTensors
+from swarmnode.averaging.gate import EPSILON, AveragingGate
+from swarmnode.averaging.probe import LEAST_PROBE, LossProbe, compare
+
+LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0])
+
+
+class Scores:
+    """Log-probabilities of a policy that has one distribution for every token."""
+
+    def score(self, policy, rows, temperature):
+        return [torch.log_softmax(policy.w.detach(), 0)[completion].tolist() for _, completion in rows]
+
+
+@pytest.fixture
+def probe():
+    policy = SimpleNamespace(w=torch.nn.Parameter(LOGITS.clone()))
+    return LossProbe(policy, Scores(), 1.0, AveragedTensors({"w": policy.w}, "float32", 1, threading.Lock()))
+
+
+def rows(*tokens, count=16):
+    return [([0], list(tokens))] * count
+
+
+def drawn(seed=0):
+    """Completions of our own policy."""
+    generator = torch.Generator().manual_seed(seed)
+    return [([0], torch.multinomial(LOGITS.softmax(0), 50, True, generator=generator).tolist()) for _ in range(16)]
+
+
+def judged(probe, averaged):
+    """Losses, and what the gate makes of them."""
+    answers, mine = [], {"w": LOGITS.clone()}
+    assert probe.measure(mine, {"w": averaged}, answers.append)
+    gate = AveragingGate()
+    found = gate.examine("peer", mine, {"w": averaged}, 0.0, moved=100.0)
+    return answers[0], gate.conclude(found, 0.0, answers[0]).outcome
+
+
+def test_without_any_completion_of_our_own_there_is_no_judgement(probe):
+    probe.remember([], rows(count=LEAST_PROBE))  # none of which says anything
+    probe.remember([], rows(1, count=LEAST_PROBE - 1))
+    assert not probe.measure({"w": LOGITS}, {"w": LOGITS}, pytest.fail)
+
+
+def test_where_nothing_was_rewarded_own_completions_tell_a_neighbour_from_the_opposite(probe):
+    probe.remember([], drawn())
+    losses, outcome = judged(probe, LOGITS + torch.tensor([0.1, -0.1, 0.1, -0.1]))
+    assert losses.change < 0.02
+    assert outcome == "accepted"
+    losses, outcome = judged(probe, -LOGITS)
+    kl = float((LOGITS.softmax(0) * (LOGITS.log_softmax(0) - (-LOGITS).log_softmax(0))).sum())
+    assert losses.after - losses.before == pytest.approx(kl, rel=0.15)
+    assert outcome == "probe"
+
+
+def test_a_policy_that_only_repeats_what_is_likely_is_refused_although_it_likes_our_completions_better(probe):
+    probe.remember([], rows(1, 1, 1))
+    losses, outcome = judged(probe, torch.tensor([0.0, 9.0, 0.0, -1.0]))
+    assert losses.after < losses.before
+    assert losses.drift > EPSILON
+    assert outcome == "probe"
+
+
+def test_enough_rewarded_completions_are_all_that_counts(probe):
+    probe.remember(rows(0, count=LEAST_PROBE), rows(3))
+    losses, outcome = judged(probe, LOGITS + torch.tensor([3.0, 0.0, 0.0, -3.0]))
+    assert losses.after < losses.before
+    assert losses.drift == 0.0
+    assert outcome == "accepted"
+
+
+@pytest.mark.parametrize("after", [[-math.inf, -1.0], [math.nan, -1.0], [-80.0, -1.0]])
+@pytest.mark.parametrize("rewarded", [True, False])
+def test_what_is_not_finite_or_hardly_possible_is_never_within_a_tolerance(after, rewarded):
+    assert not compare([-1.0, -1.0], after, rewarded).change <= 4 * EPSILON
