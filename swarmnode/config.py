@@ -236,7 +236,7 @@ class WeightsConfig(Section):
     lora_a: Literal["shared", "trained"] = "shared"
     """With an adapter: freeze A at values that all nodes derive alike and average B, which is exact; or train and average both."""
     join_seconds: float = Field(default=15.0, ge=0)
-    """How long a node without state waits for that of its neighbours before it starts from the base policy."""
+    """How long a node without state waits for a neighbour to offer its own before it starts from the base policy."""
     join_from_one: bool = False
     """Take the state of a single neighbour where there is no second one to compare it with: for two nodes that trust each other."""
 

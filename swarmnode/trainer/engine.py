@@ -113,8 +113,8 @@ class Engine(Protocol):
 
     def averaging(self) -> WeightsReport | None: ...
 
-    def wait_for_state(self, seconds: float) -> bool:
-        """Whether it is known what there is to adopt from neighbours; at once where nothing ever will be."""
+    def wait_for_state(self, seconds: float, late: float) -> bool:
+        """See `Replica.wait_for_state`; at once where nothing will ever be adopted."""
         ...
 
     # ---- across restarts ------------------------------------------------------------------------------------------------
@@ -266,8 +266,8 @@ class WholePolicy:
     def averaging(self) -> WeightsReport | None:
         return self._replica.report() if self._replica is not None else None
 
-    def wait_for_state(self, seconds: float) -> bool:
-        return self._replica.wait_for_state(seconds) if self._replica is not None else True
+    def wait_for_state(self, seconds: float, late: float) -> bool:
+        return self._replica.wait_for_state(seconds, late) if self._replica is not None else True
 
     def receive(self, message: local.ToTrainer) -> None:
         """What the network process says about averaging; from the link's thread."""

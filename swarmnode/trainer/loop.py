@@ -196,11 +196,11 @@ class Loop:
         return True
 
     def _join(self, seconds: float) -> None:
-        """A node that has learnt nothing yet would rather start where its neighbours are; nobody waits for longer than configured."""
+        """A node that has learnt nothing yet would rather start where its neighbours are; for a state on its way it waits longer."""
         if not self._fresh:
             return
         late = time.monotonic() + seconds
-        while not self._pauses.stop.is_set() and time.monotonic() < late and not self._engine.wait_for_state(0.2):
+        while not self._pauses.stop.is_set() and not self._engine.wait_for_state(0.2, late):
             self._reporter.alive("loading, asking neighbours for their state")
             self._average(stepped=False)
         if self._average(stepped=False) and self._counters.step == 0:

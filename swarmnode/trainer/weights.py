@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -91,6 +92,7 @@ class Replica:
         """Partners that were too far behind us, with their claims, since the last that was not."""
         self._adoption: Adoption | None = None
         self._settled = threading.Event()
+        self._coming = threading.Event()
         self._distance: float | None = None
         self._stalled = 0.0
         self.set_counters(counters)
@@ -123,9 +125,10 @@ class Replica:
             tensors.layout, tensors.codec, len(tensors.parts), list(self._parts.counters.outer_clocks), fresh, self._adapter
         )  # fmt: skip
 
-    def wait_for_state(self, seconds: float) -> bool:
-        """Wait until the network process has said what there is to adopt; False after `seconds`."""
-        return self._settled.wait(seconds)
+    def wait_for_state(self, seconds: float, late: float = math.inf) -> bool:
+        """Wait `seconds` at most. Whether the wait is over: it is known what there is to adopt, or it is `late` (monotonic) and nothing is
+        on its way."""
+        return self._settled.wait(seconds) or (time.monotonic() >= late and not self._coming.is_set())
 
     def close(self) -> None:
         self._worker.close()
@@ -139,6 +142,8 @@ class Replica:
                 self._parts.exchanges.pop(session)
             case local.AdoptState(peer=""):
                 self._settled.set()
+            case local.AdoptState(path=""):
+                self._coming.set()
             case _:
                 self._worker.submit(message)
 
@@ -299,6 +304,8 @@ class Replica:
     def _replace(self, read: StateRead, slow: SlowWeights) -> str:
         """Become another replica, on probation. Of `outcomes.ADOPTIONS`."""
         parts, counters = self._parts, self._parts.counters
+        if counters.step or any(counters.outer_clocks):
+            return "local"  # it came too late: what was learnt here is not thrown away
         own = norm(parts.outer.phi)
         if not own / NORM_RATIO <= norm(slow.phi) <= own * NORM_RATIO:
             return "norm_ratio"

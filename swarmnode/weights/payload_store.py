@@ -20,6 +20,8 @@ from swarmnode.wire import limits
 MANIFEST_SECONDS: Final = 10.0
 PUBLISHED_SECONDS: Final = 3600.0
 """A copy stays open to whoever wants to pull it for so long, or until the next one."""
+SLOWEST: Final = 1e6
+"""Bytes per second. A transfer that is slower than this all the time is given up, here and where it is served."""
 TRIES: Final = 5
 RETRY_SECONDS: Final = 0.2
 LEFTOVERS: Final = ("out-*", "in-*", "state-*")
@@ -134,7 +136,8 @@ class PayloadStore:
             os.unlink(path)
 
     async def fetch(self, remote: RemotePayload, path: Path, limit: int, deadline: float) -> None:
-        """Fetch `remote`, at most `limit` bytes, into `path` before `deadline` (trio's clock), taking up again what broke off.
+        """Fetch `remote`, at most `limit` bytes, into `path` before `deadline` (trio's clock), taking up again what broke off: for as long
+        as something new comes, and TRIES times in which nothing does.
 
         Raises BadMessage for what cannot be honest, Declined, PeerTimeout, PeerError, Unavailable (our disk).
         """
@@ -147,6 +150,7 @@ class PayloadStore:
             left = deadline - trio.current_time()
             if left <= 0:
                 raise PeerTimeout(f"weights of {remote.peer} did not arrive in time")
+            lacking = len(sink.missing())
             try:
                 usual = self._bulk.deadline(remote.peer, remote.size)
                 await self._bulk.fetch(remote.peer, remote.transfer, manifest, sink, deadline=min(left, usual))
@@ -154,7 +158,7 @@ class PayloadStore:
             except BadMessage:
                 raise
             except PeerError as error:
-                tries += 1
+                tries = tries + 1 if len(sink.missing()) == lacking else 0
                 if tries == TRIES or (isinstance(error, Declined) and error.status != "busy"):
                     raise
             await trio.sleep(RETRY_SECONDS)

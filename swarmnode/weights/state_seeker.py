@@ -26,7 +26,7 @@ from swarmnode.weights.layout import payload_limit
 from swarmnode.weights.manifest import AGREE, ASK, StateManifest, agreed_source, check_manifest
 from swarmnode.weights.messages import STATE_BYTES, StateRequest, StateResponse, decode_state, encode_message
 from swarmnode.weights.outcomes import ADOPTIONS, PROOF
-from swarmnode.weights.payload_store import PayloadStore, RemotePayload
+from swarmnode.weights.payload_store import SLOWEST, PayloadStore, RemotePayload
 from swarmnode.weights.replica import LocalReplica
 from swarmnode.weights.state_server import ANSWER_SECONDS
 from swarmnode.wire import envelope, ids, strict
@@ -178,11 +178,12 @@ class StateSeeker:
         return payload_limit(self._replica.facts.state(), "float32") if self._replica.facts is not None else 0
 
     async def _take(self, offer: OfferedState) -> bool:
-        """Fetch a state and have the trainer adopt it. Whether it did."""
+        """Fetch a state, which the trainer waits for, and have it adopted. Whether it was."""
         remote, manifest = offer.payload, offer.manifest
         path = self._store.new_path()
-        deadline = trio.current_time() + 2 * self._network.bulk.deadline(remote.peer, remote.size)
+        deadline = trio.current_time() + max(2 * self._network.bulk.deadline(remote.peer, remote.size), remote.size / SLOWEST)
         try:
+            self._send_to_trainer(local.AdoptState(remote.peer, "", manifest.outer_step, []))
             await self._store.fetch(remote, path, self._limit(), deadline)
             self._adopted = trio.Event()
             self._source = remote.peer

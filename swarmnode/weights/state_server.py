@@ -20,7 +20,7 @@ from swarmnode.weights.driver import SendToTrainer
 from swarmnode.weights.manifest import StateManifest
 from swarmnode.weights.messages import STATE_BYTES, STATE_REQUEST_BYTES, StateRequest, StateResponse, decode_state, encode_message
 from swarmnode.weights.outcomes import PROOF
-from swarmnode.weights.payload_store import LocalPayload, PayloadStore
+from swarmnode.weights.payload_store import SLOWEST, LocalPayload, PayloadStore
 from swarmnode.weights.replica import LocalReplica
 from swarmnode.wire import codec, envelope, ids, strict
 from swarmnode.wire.envelope import Credentials
@@ -33,6 +33,11 @@ KEEP_FACTOR: Final = 20.0
 """A written state is given out for at least so long, and for so many times as long as it took to write: whoever asks how often, our trainer
 spends no more than a twentieth of its writing on it."""
 OFFER_SECONDS: Final = 600.0
+
+
+def offer_seconds(payload: LocalPayload) -> float:
+    """For how long a state can be fetched: in time for whoever is slow."""
+    return OFFER_SECONDS + payload.source.size / SLOWEST
 
 
 class WrittenState(msgspec.Struct, frozen=True):
@@ -78,7 +83,7 @@ class StateServer:
             signed = envelope.sign(strict.encode(manifest), self._credentials.key, ids.DOMAIN_STATE, self._credentials.swarm)
             now = trio.current_time()
             until = now + max(KEEP_SECONDS, KEEP_FACTOR * (now - self._asked_at))
-            self._store.offer(payload, until + OFFER_SECONDS, [])  # keeps the file for who comes later
+            self._store.offer(payload, until + offer_seconds(payload), [])  # keeps the file for who comes later
             self._state = WrittenState(until, codec.encode(signed), payload)
         if self._writing is not None:
             self._writing.set()
@@ -96,7 +101,7 @@ class StateServer:
         if self._replica.facts is None or request.fingerprint != self._replica.fingerprint:
             raise PeerError("another policy")
         state = await self._current()
-        offer = self._store.offer(state.payload, trio.current_time() + OFFER_SECONDS, [peer])
+        offer = self._store.offer(state.payload, trio.current_time() + offer_seconds(state.payload), [peer])
         self.served += 1
         return encode_message(StateResponse(state.manifest, offer.transfer, offer.root, offer.size))
 

@@ -39,7 +39,9 @@ from swarmnode.weights.fingerprint import LoraShape
 
 CLOCKS = "clocks"
 SEEK_SECONDS = 30.0
-"""For another crew to be found and to have sent its state; how long a transfer may take is the network process's business."""
+"""For another crew to be found."""
+FETCH_SECONDS = 240.0
+"""For its state to come: less than the five minutes after which the others give up a stage that makes no progress."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class StageAveraging(Observer):
         if isinstance(message, local.AdoptState):
             if seeking is not None:
                 seeking.put(message)
-            elif message.peer:  # one stage with another crew's weights, and the others with ours, would be no policy at all
+            elif message.path:  # one stage with another crew's weights, and the others with ours, would be no policy at all
                 self._send(local.StateAdopted(message.peer, "local", list(self._counters.outer_clocks)))
         elif seeking is None:
             self._replica.receive(message)
@@ -144,6 +146,8 @@ class StageAveraging(Observer):
         seeking = self._seeking
         try:
             message = await trio.to_thread.run_sync(lambda: seeking.get(timeout=SEEK_SECONDS))
+            if message.peer and not message.path:  # on its way
+                message = await trio.to_thread.run_sync(lambda: seeking.get(timeout=FETCH_SECONDS))
         except queue.Empty:
             raise PeerError("no other crew answers") from None
         if not message.peer:

@@ -189,7 +189,7 @@ class CrewPolicy:
         averaging = self._averaging()
         return averaging.report() if averaging is not None else None
 
-    def wait_for_state(self, seconds: float) -> bool:
+    def wait_for_state(self, seconds: float, late: float) -> bool:
         return True
 
     # ---- across restarts ------------------------------------------------------------------------------------------------

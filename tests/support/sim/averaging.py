@@ -117,7 +117,7 @@ class Averaging:
             case local.WriteState():
                 hashes = [TensorHash("skill", *(hashlib.sha256(part).digest() for part in (self._packed(), bytes(4 * SKILLS))))]
                 self._send(local.StateWritten(str(self._write("state", b"")), self.outer_step, hashes))
-            case local.AdoptState(peer, path, outer_step) if peer:
+            case local.AdoptState(peer, path, outer_step) if path:
                 self._adopt(peer, Path(path), outer_step)
 
     def _apply(self, message: local.ApplyPayload) -> None:

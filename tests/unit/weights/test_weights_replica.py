@@ -1,6 +1,7 @@
 """The trainer's half by itself: what a kill leaves behind, what is taken back, what a missing network process costs, who is asked."""
 
 import hashlib
+import time
 
 import msgspec
 import pytest
@@ -395,7 +396,8 @@ def test_a_step_that_a_partner_had_us_take_counts_for_the_one_that_is_due(ago, d
     assert [(4, m.fragment) for m in a.said if isinstance(m, local.OuterStepDue) and m.fragment == 1] == due
 
 
-def adopt(a, other, step=30, wrong=""):
+def adopt(a, other, step=30, wrong="", trained=0):
+    a.counters.step = trained
     tensors = other.replica.tensors()
     hashes = {n: hashlib.sha256(codecs.to_bytes(t, "<f4")).digest() for n, t in tensors.items()}
     if wrong == "hash":
@@ -424,6 +426,28 @@ def test_a_neighbours_state_is_taken_bit_by_bit_and_on_probation(made):
     assert identical(a.replica.tensors(), other.replica.tensors())
     assert a.counters.probation
     assert a.counters.outer_clocks == [30, 30]
+
+
+@pytest.mark.parametrize("how", ["trained", "averaged"])
+def test_a_state_that_comes_when_something_was_learnt_here_is_not_taken(made, how):
+    a, other = made("a"), made("b")
+    other.step(seed=5)
+    if how == "averaged":
+        a.solo(0)
+    before = a.weights()
+    assert adopt(a, other, trained=int(how == "trained")) == "local"
+    assert identical(a.weights(), before)
+
+
+def test_a_state_on_its_way_is_waited_for_and_nothing_else_for_longer_than_is_said(made):
+    a = made("a")
+    late = time.monotonic() - 1
+    assert a.replica.wait_for_state(0, late)
+    assert not a.replica.wait_for_state(0, late + 3600)
+    a.replica.receive(local.AdoptState("peer", "", 30, []))
+    assert not a.replica.wait_for_state(0, late)
+    a.replica.receive(local.AdoptState("", "", 0, []))
+    assert a.replica.wait_for_state(0)
 
 
 @pytest.mark.parametrize("losses", [Losses(1.0, 3.5), Losses(1.0, float("nan")), None])

@@ -1,0 +1,67 @@
+"""Fetching a payload: what breaks off is taken up again, for as long as something new comes."""
+
+import secrets
+
+import pytest
+import trio
+
+from swarmnode.errors import PeerError, PeerTimeout
+from swarmnode.p2p.bulk import BulkSource
+from swarmnode.weights import payload_store
+from swarmnode.weights.payload_store import TRIES, PayloadStore, RemotePayload
+
+CHUNK = 4096
+CHUNKS = 12
+
+
+class Breaking:
+    """Bulk transfers that break off after as many chunks as `moves` says, one after the other."""
+
+    def __init__(self, moves):
+        self.source = BulkSource(secrets.token_bytes(CHUNK * CHUNKS), chunk_bytes=CHUNK)
+        self.moves = list(moves)
+        self.sent = []
+
+    async def manifest(self, peer, transfer, *, deadline, root):
+        await trio.lowlevel.checkpoint()
+        return self.source.manifest(transfer)
+
+    async def fetch(self, peer, transfer, manifest, sink, *, deadline):
+        await trio.sleep(1.0)
+        for index in sink.missing()[: self.moves.pop(0) if self.moves else 0]:
+            sink.view(index)[:] = self.source.chunk(index)
+            sink.accept(index)
+            self.sent.append(index)
+        if sink.missing():
+            raise PeerTimeout("broken off")
+
+    def deadline(self, peer, count):
+        return 10.0
+
+
+async def fetch(bulk, tmp_path, seconds=1e6):
+    store = PayloadStore(bulk, tmp_path)
+    path = store.new_path()
+    remote = RemotePayload("peer", bytes(32), bulk.source.root, bulk.source.size)
+    await store.fetch(remote, path, bulk.source.size, trio.current_time() + seconds)
+    return path.read_bytes()
+
+
+async def test_a_transfer_that_breaks_off_again_and_again_arrives_as_long_as_something_comes(tmp_path, autojump_clock):
+    bulk = Breaking([0, 0, 1] * CHUNKS)
+    assert await fetch(bulk, tmp_path) == b"".join(bulk.source.chunk(i) for i in range(CHUNKS))
+    assert bulk.sent == list(range(CHUNKS)), "nothing is sent twice"
+
+
+async def test_where_nothing_new_comes_it_is_given_up_after_a_few_tries(tmp_path, autojump_clock):
+    bulk = Breaking([3, *[0] * (TRIES - 1), 0, 9])
+    with pytest.raises(PeerTimeout, match="broken off"):
+        await fetch(bulk, tmp_path)
+    assert bulk.moves == [9]
+
+
+async def test_a_trickle_ends_with_its_time(tmp_path, autojump_clock):
+    bulk = Breaking([1] * CHUNKS)
+    with pytest.raises(PeerError, match="in time"):
+        await fetch(bulk, tmp_path, seconds=5 * (1 + payload_store.RETRY_SECONDS))
+    assert 4 <= len(bulk.sent) <= 6
