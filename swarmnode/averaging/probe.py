@@ -84,6 +84,6 @@ class LossProbe:
         return True
 
     def _logprobs(self, tensors: Tensors, rows: list[Row]) -> list[float]:
-        """Of the tokens of `rows`, one after the other."""
+        """Log-probabilities of the tokens of `rows`, one after the other."""
         self._tensors.set(tensors)
         return [v for row in self._batcher.score(self._policy, rows, self._temperature) for v in row]

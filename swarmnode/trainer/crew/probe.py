@@ -125,7 +125,7 @@ def _all(peer: StatePeer, edge: Edge) -> list[int]:
 
 
 async def _logprobs(peer: StatePeer, edge: Edge, completions: list[int], runtime: StageRuntime) -> list[float]:
-    """Of the tokens of these completions. Raises PeerError: a stage is gone; Incompatible or ValueError: a number is not finite."""
+    """Log-probabilities of their tokens. Raises PeerError: a stage is gone; Incompatible or ValueError: a number is not finite."""
     work, spec = work_of(edge, peer.stage.limits), peer.stage.spec
     x = b"" if spec.has_embedding else edge.body
     x = await peer.channel.compute(lambda: run_one(runtime, work, x, peer.stage.codec))
