@@ -1,0 +1,50 @@
+"""All nodes are killed at once, and one node's disk is gone: the next crew begins at the newest step that is on the others'."""
+
+import shutil
+
+import pytest
+
+from swarmnode.demo.nodes import DemoNode
+from swarmnode.policy.build_deep import write_deep_model
+from swarmnode.recovery.journal import find_journals
+from swarmnode.recovery.snapshots import find_snapshots
+from tests.support.whole_crew import WholeCrew, restored, start, stop, until, whole_settings
+
+pytestmark = [pytest.mark.swarm, pytest.mark.long, pytest.mark.timeout(900)]
+
+STAGES = 3
+
+
+def newest_common(nodes):
+    """The newest step hash's step of which every stage is on the disk of one of `nodes`."""
+    found = {}
+    for directory in (node.directory / "trainer" for node in nodes):
+        for copy in find_journals(directory / "stage"):
+            found.setdefault((copy.step, copy.hash), set()).add(copy.spec.first)
+        for copy in find_snapshots(directory / "shadows"):
+            found.setdefault((copy.step, copy.hash), set()).add(copy.first)
+    return max(step for (step, _), stages in found.items() if len(stages) == STAGES)
+
+
+def test_all_killed_at_once_and_one_disk_gone_costs_nothing_that_is_on_another(tmp_path):
+    model = write_deep_model(tmp_path / "model", layers=6, middle=True)
+    settings = [whole_settings(model, i, STAGES, stages={"shadow_every": 2}) for i in range(STAGES)]
+    nodes = [DemoNode(f"node{i}", tmp_path / f"node{i}", of) for i, of in enumerate(settings)]
+    crew = WholeCrew(nodes, start(nodes), STAGES)
+    try:
+        before = until(lambda: crew.at(7), crew.story)
+        for node in nodes:
+            node.kill()
+        lost = before[1][0]
+        shutil.rmtree(lost.directory / "trainer")
+        step = newest_common([node for node in nodes if node is not lost])
+        assert step >= 4
+        for node in nodes:
+            (node.directory / "run" / "addresses.json").unlink(missing_ok=True)
+        crew.address = start(nodes)
+        after = until(lambda: crew.at(step + 1, before[0][1]["id"]), crew.story)
+        assert {restored(node)["step"] >= step for node, _ in after.values()} == {True}
+        assert after[1][0] is lost
+        assert restored(lost)["rung"] == "R2"
+    finally:
+        stop(nodes)
