@@ -1,12 +1,15 @@
 """What a schedule is made of: the cable, the order of the faults, and what is taken for a problem."""
 
 import socket
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
 
 from tests.support.cable import Cable
-from tests.support.chaos import schedule
+from tests.support.chaos import nodes, schedule
 from tests.support.chaos.faults import FAULTS
 
 
@@ -144,3 +147,14 @@ def test_an_error_is_a_problem_unless_the_fault_explains_it():
 
 def test_the_held_out_reward_of_a_swarm_is_of_the_second_half_of_the_same_steps():
     assert schedule.mean_of([{1: 0.0, 6: 0.4, 10: 0.6, 12: 9.0}, {5: 9.0, 8: 0.8}], 10) == pytest.approx(0.6)
+
+
+def test_what_is_put_inside_a_process_sets_its_clock_and_counts_its_tasks(tmp_path):
+    (tmp_path / "skew").write_text("3600")
+    environment = {"PYTHONPATH": str(nodes.INSIDE), "SKEW_FILE": str(tmp_path / "skew"), "TASKS_DIR": str(tmp_path)}
+    program = "import time, trio, os; trio.run(trio.sleep, 0.01); print(os.getpid(), time.time(), time.time_ns())"
+    told = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=True).stdout
+    pid, seconds, nanoseconds = told.split()
+    assert 3590 < float(seconds) - time.time() < 3660
+    assert 3590 < int(nanoseconds) / 1e9 - time.time() < 3660
+    assert int((tmp_path / pid).read_text()) >= 1

@@ -45,6 +45,7 @@ VECTORS = Path(__file__).parents[2] / "protocol" / "vectors"
 CORPUS = Path(__file__).parent / "corpus"
 SWARM = bytes.fromhex(json.loads((VECTORS / "valid.json").read_text())["swarm"])
 LONGEST_SEED = 8192
+CREW = b"\x66" * 32
 NOW = 1_790_000_000.0
 """When the vectors were signed, so that they are neither stale nor of the future."""
 AUTHOR = Author(SWARM)
@@ -129,7 +130,7 @@ def offered() -> Feed:
 
 def stream_open(data: bytes) -> None:
     """The first message of a stream between members of a crew, to its second stage, from whoever holds the first."""
-    members = stream_handshake.StreamPeers(b"\x66" * 32, 1, ("a", "b", "c"))
+    members = stream_handshake.StreamPeers(CREW, 1, ("a", "b", "c"))
     assert stream_handshake.refusal(members, "a", strict.decode(data, stream_handshake.StreamOpen)) in ("", *stream_handshake.REFUSALS)
 
 
@@ -214,6 +215,7 @@ def seeds() -> list[bytes]:
     found |= {f"/ip4/1.2.3.4/tcp/9/p2p/{AUTHOR.peer}/swarm/{SWARM.hex()}".encode(), f"{AUTHOR.peer:<64}1.2.3.4".encode()}
     found |= {f"/ip4/1.2.3.4/tcp/9/p2p/{AUTHOR.peer}/p2p-circuit/p2p/{AUTHOR.peer}".encode(), b"/dns4/a.example/tcp/1"}
     found |= {AUTHOR.frame(group := AUTHOR.group(7, NOW)), codec.encode(group) + b"\1"}  # its last bit has it signed, see `admission`
+    found.add(strict.encode(stream_handshake.StreamOpen(CREW, 0, 1, "frames")))  # the vectors are of other crews
     for path in sorted(VECTORS.glob("*.json")):
         found |= set(_frames(json.loads(path.read_text())["vectors"]))
     for frame in list(found):

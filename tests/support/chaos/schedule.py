@@ -104,6 +104,7 @@ def play(seed: int, directory: Path, *, nodes: int = 2, long: bool = False, name
         played.curves = [curve(node) for node in swarm.nodes]
         codes = [node.exit_code() for node in swarm.nodes]
         if any(codes):
+            tell(f"  asked to stop, they ended with {codes}")
             played.outcomes.append(Outcome("their end", "all", None, (f"asked to stop, they ended with {codes}",)))
     return played
 
