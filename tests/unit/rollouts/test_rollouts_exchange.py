@@ -14,12 +14,14 @@ from swarmnode.p2p.gossip import Validation
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import Draw, GroupRules, Judged
 from swarmnode.tasks.client import AsyncScorer
+from swarmnode.tasks.registry import task_version
+from swarmnode.tasks.seeds import bucket_seed
 from swarmnode.testing.network import MemorySwarm
 from swarmnode.testing.scorer import InProcessScorer
 from swarmnode.wire import codec, ids, limits
 from swarmnode.wire.envelope import Credentials
 from swarmnode.wire.listings import ListingRequest, ListingResponse
-from swarmnode.wire.messages import Announce, FetchRequest, FetchResponse
+from swarmnode.wire.messages import Announce, FetchRequest, FetchResponse, TaskRef
 
 SWARM = swarm_of()
 EPOCH = 1_800_000_000.0
@@ -28,7 +30,7 @@ EPOCH = 1_800_000_000.0
 class Swarm:
     """`count` exchanges on one in-memory network, in virtual time."""
 
-    def __init__(self, nursery, count=3, latency=0.0, scorer=None, **cfg):
+    def __init__(self, nursery, count=3, latency=0.0, scorer=None, spoken=ids.Spoken(), **cfg):  # noqa: B008 - immutable
         self.medium = MemorySwarm(latency)
         self.authors = [Author(SWARM, seed=n) for n in range(count)]
         self.networks = [self.medium.join(author.peer) for author in self.authors]
@@ -38,7 +40,7 @@ class Swarm:
                 network,
                 self.scorer,
                 Credentials(author.key, SWARM),
-                GroupRules(BUILTIN_TASKS),
+                GroupRules(BUILTIN_TASKS, spoken=spoken),
                 SharingConfig(**cfg),
                 clock=lambda: EPOCH + trio.current_time(),
                 rng=random.Random(0),
@@ -93,6 +95,20 @@ async def test_three_nodes_share_groups_and_each_draws_the_others(swarm, autojum
         assert (drawn.request, drawn.useful_arrived) == (5, 8)
         assert all(sum(group.rewards) >= 2 for group in drawn.groups)
         assert all(group.staleness == 1 for group in drawn.groups)
+
+
+async def test_where_members_choose_a_group_is_of_the_choice_that_its_seed_is_for(nursery, autojump_clock):
+    swarm = await Swarm(nursery, 2, spoken=ids.spoken_in(ids.BUCKET_PROTOCOLS)).start()
+    author = swarm.authors[0]
+    for sequence, name in enumerate(["builtin/copy", "builtin/sum"]):
+        seed, index = bucket_seed(SWARM, author.peer, sequence, name, 0)
+        task = TaskRef(name, task_version(name), seed, index)
+        assert await swarm.exchanges[0].publish(author.own_group(sequence, task=task)) == "gossip"
+    await swarm.exchanges[0].publish(author.own_group(2))  # as if there were no choice
+    await settle()
+    drawn = swarm.exchanges[1].draw(Draw(1, 4, 0, 4))
+    assert {group.group.task.id for group in drawn.groups} == {"builtin/copy", "builtin/sum"}
+    assert swarm.outcomes(1)["seed"] == 1
 
 
 async def test_useful_arrived_counts_since_the_last_draw(swarm, autojump_clock):
