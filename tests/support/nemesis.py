@@ -41,7 +41,7 @@ SETTINGS = Settings(
 )  # fmt: skip
 FAULT_SECONDS = 25.0
 """During which faults begin; what they break is mended soon after."""
-BOUND_SECONDS = 120.0
+BOUND_SECONDS = 240.0
 """After the last fault, until everybody runs or is free because it must be. Each liar adds `step_seconds`: one that holds the head's place
 and answers is not to be told from a slow head before, and before that nobody has seen anything of it. So it can cost whoever does not know
 it so much, once; what it costs later is bounded by how long it is left out then."""
