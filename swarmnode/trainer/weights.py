@@ -304,7 +304,7 @@ class Replica:
     def _replace(self, read: StateRead, slow: SlowWeights) -> str:
         """Become another replica, on probation. Of `outcomes.ADOPTIONS`."""
         parts, counters = self._parts, self._parts.counters
-        if counters.step or any(counters.outer_clocks):
+        if counters.step:
             return "local"  # it came too late: what was learnt here is not thrown away
         own = norm(parts.outer.phi)
         if not own / NORM_RATIO <= norm(slow.phi) <= own * NORM_RATIO:
@@ -332,7 +332,9 @@ class Replica:
         if not self._probe.measure(mine, phi, verdicts.append) or not verdicts or verdicts[0] is None:
             log.warning("a neighbour's state is not taken: there is nothing of our own to judge it by")
             return False
-        return verdicts[0].after - verdicts[0].before <= UNLEARNT
+        worse = verdicts[0].after - verdicts[0].before
+        log.info("a neighbour's state makes our own completions %.2f nats per token less likely", worse)
+        return worse <= UNLEARNT
 
     # ---- held-out reward ------------------------------------------------------------------------------------------------------------
 
