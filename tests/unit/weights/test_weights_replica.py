@@ -447,7 +447,7 @@ def test_a_state_on_its_way_is_waited_for_and_nothing_else_for_longer_than_is_sa
     assert a.replica.wait_for_state(0)
 
 
-@pytest.mark.parametrize("losses", [Losses(1.0, 3.5), Losses(1.0, float("nan")), None])
+@pytest.mark.parametrize("losses", [Losses(1.0, 7.5), Losses(1.0, float("nan")), None])
 def test_a_state_that_would_not_say_what_we_say_is_not_taken(made, losses):
     class Verdict:
         def measure(self, mine, mean, answer):
