@@ -1,15 +1,17 @@
 // 02, section 4.1 to 4.3: what becomes of a frame before its rewards are looked at.
-import { BYTES, contentOf, hex, openEnvelope, packedFloats, payloadOf, peerOf, Refused, REGISTRY, taskSeed, verify } from './messages.mjs'
+import {
+  BYTES, bucketSeed, contentOf, hex, openEnvelope, packedFloats, payloadOf, peerOf, Refused, REGISTRY, taskSeed, verify
+} from './messages.mjs'
 
 const UNWANTED = new RegExp('[\\u0000-\\u0008\\u000b\\u000c\\u000e-\\u001f\\u007f-\\u009f\\u202a-\\u202e\\u2066-\\u2069\\ufdd0-\\ufdef]|[\\ufffe\\uffff]')
 const { rollouts: POSSIBLE, seconds: SECONDS } = REGISTRY
 
 export const verdictOf = (reason) => reason === null ? 'accept' : Object.keys(REGISTRY.verdicts).find((verdict) => REGISTRY.verdicts[verdict].includes(reason))
 
-// swarm: id; own: peer id; tasks: id → version; rules, models: of the manifest, absent without one.
+// swarm: id; own: peer id; tasks: id → version; rules, models: of the manifest, absent without one. chooses: members choose their questions.
 export class Admission {
-  constructor ({ swarm, domain, own, tasks, rules = null, models = [] }) {
-    Object.assign(this, { swarm, domain, own, tasks, rules, models })
+  constructor ({ swarm, domain, own, tasks, rules = null, models = [], chooses = false }) {
+    Object.assign(this, { swarm, domain, own, tasks, rules, models, chooses })
     this.contents = new Set()
     this.sequences = new Set()
   }
@@ -53,7 +55,9 @@ export class Admission {
   #group (group, peer) {
     if (group.type !== 'rollout') return null
     const { task, completions } = group
-    const own = taskSeed(this.swarm, peer, group.sequence)
+    const own = this.chooses
+      ? bucketSeed(this.swarm, peer, group.sequence, task.id, task.difficulty)
+      : taskSeed(this.swarm, peer, group.sequence)
     if (task.seed !== own.seed || task.index !== own.index) return 'seed'
     if (!Object.hasOwn(this.tasks, task.id)) return 'unknown_task'
     if (this.tasks[task.id] !== task.version) return 'unknown_version'

@@ -323,6 +323,14 @@ export function taskSeed (swarm, peer, sequence) {
   return { seed, index: number & ((1n << INDEX_BITS) - 1n) }
 }
 
+// Of a question whose task and difficulty its signer has chosen.
+export function bucketSeed (swarm, peer, sequence, task, difficulty) {
+  const number = BigInt(sequence)
+  const choice = [Buffer.from([Number(difficulty)]), Buffer.from(task)]
+  const seed = blockOf(Buffer.concat([DOMAINS.bucket_seed, swarm, Buffer.from(peer), u64be(number >> INDEX_BITS), ...choice]))
+  return { seed, index: number & ((1n << INDEX_BITS) - 1n) }
+}
+
 export const evaluationSeed = (task, block) => (1n << 62n) + blockOf(Buffer.concat([DOMAINS.evaluation, Buffer.from(task), Buffer.from([0]), u64be(block)]))
 
 export function chooseTask (tasks, seed, index) {

@@ -2,7 +2,7 @@
 import fs from 'node:fs'
 import { Admission, verdictOf } from './admission.mjs'
 import {
-  BYTES, chooseTask, contentOf, evaluationSeed, falselyListed, hex, listedPositions, MESSAGES, openManifest, openRollout, openSession,
+  BYTES, bucketSeed, chooseTask, contentOf, evaluationSeed, falselyListed, hex, listedPositions, MESSAGES, openManifest, openRollout, openSession,
   openSummary, peerOf, read, Refused, swarmId, taskSeed
 } from './messages.mjs'
 import { question, versionOf } from './tasks.mjs'
@@ -47,6 +47,7 @@ const DERIVATIONS = {
   content_id: ({ envelope }) => contentOf(bytes(envelope)),
   swarm_id: ({ name, tasks, protocols }) => swarmId(name, tasks, protocols),
   task_seed: ({ swarm, peer, sequence }) => taskSeed(bytes(swarm), peer, sequence),
+  bucket_seed: ({ swarm, peer, sequence, task, difficulty }) => bucketSeed(bytes(swarm), peer, sequence, task, difficulty),
   evaluation_seed: ({ task, block }) => evaluationSeed(task, block),
   choose_task: ({ tasks, seed, index }) => chooseTask(tasks, seed, index),
   listing: ({ life, held, last, request }) => listedPositions(bytes(life), held, last, { life: bytes(request.life), position: request.position }),
@@ -57,8 +58,8 @@ const DERIVATIONS = {
 function outcome (vector, domain, swarm) {
   if (vector.derive) return { output: DERIVATIONS[vector.derive](vector.input, domain) }
   if (vector.admit) {
-    const { own, tasks, rules, models, now, after } = vector.admit
-    const admission = new Admission({ swarm, domain, own, tasks, rules, models })
+    const { own, tasks, rules, models, chooses, now, after } = vector.admit
+    const admission = new Admission({ swarm, domain, own, tasks, rules, models, chooses })
     const judged = [...after, vector.frame].map((parts) => admission.judge(joined(parts), now))
     const { reason } = judged.at(-1)
     return { verdict: verdictOf(reason), reason }

@@ -7,6 +7,7 @@ import pytest
 import torch
 import trio
 
+from swarmnode.averaging.gate import Losses
 from swarmnode.config import Config
 from swarmnode.crew.local import Assigned
 from swarmnode.crew.record import NO_HASH, Taken
@@ -14,6 +15,7 @@ from swarmnode.errors import PeerError
 from swarmnode.p2p import identity
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.trainer.crew.average import CLOCKS, averaged
+from swarmnode.trainer.crew.probe import CrewProbe
 from swarmnode.trainer.crew.stage import Stage
 from swarmnode.weights import discovery, driver
 from swarmnode.weights.service import WeightService
@@ -76,11 +78,18 @@ def distance(a, b):
     return float(sum((one[n] - other[n]).norm() for n in one))
 
 
+def as_good(_probe, _mine, _mean, answer):
+    """What a crew says of an average that harms nobody; no crew runs around these stages, and without a verdict nothing is taken."""
+    answer(Losses(1.0, 1.0))
+    return True
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     torch.set_num_threads(1)
     monkeypatch.setattr(driver, "OPEN_SECONDS", (1.0, 120.0))
     monkeypatch.setattr(discovery, "POLL_INTERVAL", 0.05)
+    monkeypatch.setattr(CrewProbe, "measure", as_good)
 
 
 @contextlib.asynccontextmanager

@@ -53,7 +53,8 @@ EXEMPT = {
 SECONDS = 240.0
 
 
-CREWS = re.compile(r"swarmnode_(?:crew|stage)_")
+MADE_UP = re.compile(r"swarmnode_(?:crew_|stage_|clock_offset_seconds|task_signal)")
+"""What two nodes cannot show: of crews, of two peers' clocks, of a swarm whose members choose difficulties."""
 
 
 def queries(nodes, member):
@@ -63,7 +64,7 @@ def queries(nodes, member):
         rows = json.loads(path.read_text())["panels"]
         for panel in [each for row in rows for each in (row, *row.get("panels", []))]:
             for target in panel.get("targets", []):
-                who = [member] if CREWS.search(target["expr"]) else nodes
+                who = [member] if MADE_UP.search(target["expr"]) else nodes
                 query = target["expr"].replace("$__rate_interval", "15s").replace("$instance", "|".join(map(re.escape, who)))
                 query = query.replace("\\", "\\\\")  # a string in a query
                 found.append((path.stem, panel["title"], query))
