@@ -9,7 +9,8 @@ from statistics import median
 from swarmnode.demo.nodes import View
 
 SHRINK = 0.8
-"""The last distance between replicas is at most this share of the largest one. Left alone, the last would be the largest."""
+"""The last distance of a replica from another is at most this share of the largest one of any that was there all the time. Left alone, the
+last would be the largest."""
 FEW = 5
 """So many distances or fewer are judged by the last one."""
 RISE = 0.05
@@ -40,6 +41,7 @@ def judge(
 ) -> list[Finding]:  # fmt: skip
     """Everything that has to be true, each with its numbers. `liars`: their peer ids."""
     killed = {kill.name for kill in kills}
+    furthest = max((distance for name, view in views if name not in killed for distance in view.distances), default=0.0)
     findings = []
     for name, view in views:
         start, end = view.held_out_start, view.held_out
@@ -54,7 +56,7 @@ def judge(
             findings.append(Finding(f"{name}: rejected from peers: {reasons}; {view.banned} banned", bool(view.rejected)))
             findings.append(Finding(f"{name}: trained on {believed} groups of the Byzantine node", believed == 0))
         if averaging:
-            findings.append(_consensus(name, view, whole=name not in killed))
+            findings.append(_consensus(name, view, furthest if name not in killed else None))
         if name not in killed:
             findings.append(Finding(f"{name}: {view.restarts} restarts", view.restarts == 0))
     for kill in kills:
@@ -65,11 +67,12 @@ def judge(
     return findings
 
 
-def _consensus(name: str, view: View, whole: bool) -> Finding:
+def _consensus(name: str, view: View, furthest: float | None) -> Finding:
     """Replicas are furthest apart while they learn fastest; averaging then brings them together again, or they would go on drifting.
 
-    whole: it was there all the time; of one that was not, it is enough that it averages. The last exchange may have been with one that
-    has just come back and learns fast: the median of the last three says where the replicas are.
+    furthest: the largest distance of all nodes that were there all the time; None for one that was not, of which it is enough that it
+    averages. The last exchange may have been with one that has just come back and learns fast: the median of the last three says where the
+    replicas are.
     """
     seen = view.distances
     if not seen:
@@ -77,7 +80,7 @@ def _consensus(name: str, view: View, whole: bool) -> Finding:
     refused = ", ".join(f"{cause} {n}" for cause, n in sorted(view.refused.items())) or "none"
     last = median(seen[-3:]) if len(seen) > FEW else seen[-1]
     text = f"{name}: averaged {view.exchanges} times; replicas were up to {max(seen):.2%} apart, then {last:.2%}; refused: {refused}"
-    return Finding(text, view.exchanges > 0 and (not whole or last <= max(seen) * SHRINK))
+    return Finding(text, view.exchanges > 0 and (furthest is None or last <= furthest * SHRINK))
 
 
 def _number(value: float | None) -> str:

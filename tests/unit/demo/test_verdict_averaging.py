@@ -28,6 +28,15 @@ def test_replicas_must_have_come_together_again(distances, exchanges, ok):
     assert finding(distances=distances, exchanges=exchanges).ok is ok
 
 
+def test_one_that_was_never_far_from_others_is_judged_by_how_far_they_were():
+    near, far = (View(held_out_start=0.0, held_out=0.5, distances=each, exchanges=9) for each in ([0.009, 0.0073], [0.017, 0.01]))
+    together = lambda *views: [f.ok for f in judge(views, sharing=False, averaging=True) if "averaged" in f.text]
+    assert together(("node0", near), ("node1", far)) == [True, True]
+    assert together(("node0", near)) == [False]
+    apart = View(held_out_start=0.0, held_out=0.5, distances=[0.01, 0.017], exchanges=9)
+    assert together(("node0", near), ("node1", apart)) == [True, False]
+
+
 def test_of_a_node_that_was_killed_averaging_at_all_is_enough():
     kill = Kill("node0", "p", 3, 4, "p")
     assert finding([kill], distances=[0.01, 0.02], exchanges=1).ok
