@@ -114,6 +114,8 @@ class DatasetConfig(Section):
     """Column of the question."""
     answer: str = "answer"
     """Column of the right answer."""
+    difficulty: str | None = None
+    """Column of how hard a row is; its values, at most 16, are the task's difficulties."""
     verifier: str = "exact"
     """Verifier: exact, numeric, choice, set, boxed, json, json_schema, or a reward function of your own, `module:function`."""
     extract: str = "auto"

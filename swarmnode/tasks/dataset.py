@@ -7,14 +7,19 @@ The rows file is what counts: the same questions and answers give the same hash,
 Rows are sorted by the hash of their prompt; the first ones are held out and never trained on, so a question that stands twice in a dataset
 is on one side only. A seed addresses a row (`DatasetTask.item`), so nobody can choose the rows that it is asked.
 
-    rows file:  header, a JSON line ─ rows, held out: 2 × u64 ─ offsets: (rows + 1) × u64 ─ rows: msgpack [prompt, answer, columns]
+    rows file:  header, a JSON line ─ rows, held out: 2 × u64 ─ [held out, others: 2 × u64 per difficulty] ─ offsets: (rows + 1) × u64
+                ─ rows: msgpack [prompt, answer, columns]
+
+With a column of difficulties each side is sorted by difficulty first, and of each difficulty a share is held out.
 """
 
 from __future__ import annotations
 
 import array
 import hashlib
+import itertools
 import json
+import math
 import mmap
 import subprocess
 import sys
@@ -43,7 +48,9 @@ LINE_BYTES = 2**20
 PROMPT_CHARACTERS = 65_536
 ANSWER_BYTES = 4096
 FETCH_SECONDS = 3600.0
-FORMAT = 1
+FORMAT = 2
+LEVELS = 16
+"""Difficulties of a task, at most."""
 
 Value = str | int | float | bool | None
 """What further columns hold, which reward functions are given; lists and objects are given as JSON text."""
@@ -60,6 +67,8 @@ class Source:
     rows: int
     held_out: int
     """The first of the rows, at least one."""
+    levels: int
+    """Difficulties; 1 without a column of them."""
     origin: str
     """For people: a file's name, or a name on the Hub with its revision."""
 
@@ -96,9 +105,9 @@ def prepare(task: str, config: DatasetConfig, directory: Path) -> Source:
     with tempfile.TemporaryDirectory() as scratch:
         lines = file if local and file.suffix == ".jsonl" else _converted(where, config, file if local else None, Path(scratch))
         rows = list(_rows(where, config, lines))
-    body, count, held_out = _arranged(where, rows, config.held_out)
+    body, count, held_out, levels = _arranged(where, rows, config.held_out)
     content = hashlib.blake2b(body, digest_size=16).hexdigest()
-    header = {"format": FORMAT, "rows": count, "held_out": held_out, "content": content}
+    header = {"format": FORMAT, "rows": count, "held_out": held_out, "levels": levels, "content": content}
     try:
         write_atomically(kept, json.dumps(header).encode() + b"\n" + body)
     except OSError as error:
@@ -106,13 +115,13 @@ def prepare(task: str, config: DatasetConfig, directory: Path) -> Source:
     for former in directory.glob(f"{name}-{'[0-9a-f]' * 16}.rows"):
         if former != kept:
             former.unlink(missing_ok=True)
-    return Source(str(kept), content, count, held_out, origin)
+    return Source(str(kept), content, count, held_out, levels, origin)
 
 
 def _key(config: DatasetConfig, file: Path | None) -> str:
     """A name for what was read and how: another file, another key."""
     seen: list[object] = [FORMAT, config.source, config.revision, config.subset, config.split]
-    seen += [config.prompt, config.answer, config.held_out]
+    seen += [config.prompt, config.answer, config.difficulty, config.held_out]
     seen.append(config.verifier)  # it has checked the answers, and decides whether further columns are kept
     if file is not None:
         stat = file.stat()
@@ -126,7 +135,7 @@ def _known(path: Path, origin: str) -> Source | None:
             header = json.loads(file.readline(4096))
         if header["format"] != FORMAT:
             return None
-        return Source(str(path), header["content"], header["rows"], header["held_out"], origin)
+        return Source(str(path), header["content"], header["rows"], header["held_out"], header["levels"], origin)
     except (OSError, ValueError, KeyError):
         return None
 
@@ -149,8 +158,12 @@ def _converted(where: str, config: DatasetConfig, file: Path | None, scratch: Pa
     return lines
 
 
-def _rows(where: str, config: DatasetConfig, lines: Path) -> Iterator[tuple[str, str, dict[str, Value]]]:
-    """(prompt, answer, further columns) of every line. Raises ConfigError."""
+Row = tuple[str, str, dict[str, Value]]
+"""Prompt, answer, further columns."""
+
+
+def _rows(where: str, config: DatasetConfig, lines: Path) -> Iterator[tuple[Row, Value]]:
+    """Every line and how hard it is. Raises ConfigError."""
     verifier = VERIFIERS.get(config.verifier)
     total = 0
     try:
@@ -169,8 +182,8 @@ def _rows(where: str, config: DatasetConfig, lines: Path) -> Iterator[tuple[str,
                 raise ConfigError(f"{row} is not JSON: {error}") from None
             if not isinstance(columns, dict):
                 raise ConfigError(f"{row} is not a JSON object")
-            for key, name in (("prompt", config.prompt), ("answer", config.answer)):
-                if name not in columns:
+            for key, name in (("prompt", config.prompt), ("answer", config.answer), ("difficulty", config.difficulty)):
+                if name is not None and name not in columns:
                     there = ", ".join(sorted(columns)[:12])
                     raise ConfigError(f"{row} has no column {name!r}, only {there}: set {key} to the one that is meant")
             prompt, answer = columns[config.prompt], _text(columns[config.answer])
@@ -188,7 +201,17 @@ def _rows(where: str, config: DatasetConfig, lines: Path) -> Iterator[tuple[str,
                     verifier.check(answer)
                 except ValueError as error:
                     raise ConfigError(f"{row}: verifier {config.verifier!r} cannot use the answer {answer[:60]!r}: {error}") from None
-            yield prompt, answer, further
+            yield (prompt, answer, further), _difficulty(row, config.difficulty, columns)
+
+
+def _difficulty(row: str, column: str | None, columns: Mapping[str, object]) -> Value:
+    """A number or a text; None where no column has it."""
+    if column is None:
+        return None
+    value = columns[column]
+    if isinstance(value, bool) or not isinstance(value, int | float | str) or (isinstance(value, float) and math.isnan(value)):
+        raise ConfigError(f"{row}: column {column!r} is {value!r}, neither a number nor a text: it cannot be a difficulty")
+    return value
 
 
 def _lines(where: str, file: Iterable[bytes]) -> Iterator[bytes]:
@@ -199,24 +222,41 @@ def _lines(where: str, file: Iterable[bytes]) -> Iterator[bytes]:
             yield line
 
 
-def _arranged(where: str, rows: Sequence[tuple[str, str, dict[str, Value]]], share: float) -> tuple[bytes, int, int]:
-    """Counts, offsets and rows as the file has them; how many rows, and how many of them are held out. Equal rows are there once."""
-    packed = {msgspec.msgpack.encode(row): _order(row[0]) for row in rows}
-    blobs = sorted(packed, key=lambda blob: (packed[blob], blob))
-    held_out = max(1, round(len(blobs) * share))
-    while held_out < len(blobs) and packed[blobs[held_out]] == packed[blobs[held_out - 1]]:
-        held_out += 1  # the same question with another answer stays on this side
-    if held_out >= len(blobs):
-        raise ConfigError(f"{where}: {len(blobs)} different rows are too few to train on some and hold others out")
-    offsets = array.array("Q", [0])
-    for blob in blobs:
-        offsets.append(offsets[-1] + len(blob))
-    if sys.byteorder != "little":
-        offsets.byteswap()
+def _arranged(where: str, rows: Sequence[tuple[Row, Value]], share: float) -> tuple[bytes, int, int, int]:
+    """Counts, offsets and rows as the file has them; how many rows, how many of them held out, how many difficulties.
+
+    Equal rows are there once. A question that stands at two difficulties is of the easier one.
+    """
+    values = sorted({value for _, value in rows} or {None}, key=lambda value: (isinstance(value, str), value))
+    if len(values) > LEVELS:
+        raise ConfigError(f"{where}: difficulty has {len(values)} different values, more than {LEVELS}: put them into classes")
+    level_of = {value: level for level, value in enumerate(values)}
+    levels: dict[bytes, int] = {}  # by question
+    for row, value in rows:
+        order = _order(row[0])
+        levels[order] = min(level_of[value], levels.get(order, LEVELS))
+    packed = {msgspec.msgpack.encode(row): _order(row[0]) for row, _ in rows}
+    sides: tuple[list[list[bytes]], list[list[bytes]]] = ([], [])
+    for level, value in enumerate(values):
+        blobs = sorted((blob for blob, order in packed.items() if levels[order] == level), key=lambda blob: (packed[blob], blob))
+        held_out = max(1, round(len(blobs) * share))
+        while held_out < len(blobs) and packed[blobs[held_out]] == packed[blobs[held_out - 1]]:
+            held_out += 1  # the same question with another answer stays on this side
+        if held_out >= len(blobs):
+            which = "" if value is None else f" of difficulty {value!r}"
+            raise ConfigError(f"{where}: {len(blobs)} different rows{which} are too few to train on some and hold others out")
+        sides[0].append(blobs[:held_out])
+        sides[1].append(blobs[held_out:])
+    ordered = [blob for side in sides for blobs in side for blob in blobs]
+    offsets = list(itertools.accumulate((len(blob) for blob in ordered), initial=0))
     if offsets[-1] > FILE_BYTES:
         raise ConfigError(f"{where}: its rows take {offsets[-1] >> 20} MiB, more than {FILE_BYTES >> 20}: take a part of it")
-    counts = len(blobs).to_bytes(8, "little") + held_out.to_bytes(8, "little")
-    return counts + offsets.tobytes() + b"".join(blobs), len(blobs), held_out
+    held_out = sum(map(len, sides[0]))
+    by_level = [len(side[level]) for level in range(len(values)) for side in sides] if len(values) > 1 else []
+    numbers = array.array("Q", [len(ordered), held_out, *by_level, *offsets])
+    if sys.byteorder != "little":
+        numbers.byteswap()
+    return numbers.tobytes() + b"".join(ordered), len(ordered), held_out, len(values)
 
 
 def _order(prompt: str) -> bytes:
@@ -274,20 +314,25 @@ class DatasetTask:
         if hashlib.blake2b(memoryview(self._rows)[start:], digest_size=16).hexdigest() != source.content:
             raise ConfigError(f"task.datasets.{task}: {source.path} has changed since this node started: restart it")
         self._count = int.from_bytes(self._rows[start : start + 8], "little")
-        self._held_out = int.from_bytes(self._rows[start + 8 : start + 16], "little")
-        self._offsets = start + 16
+        held_out = int.from_bytes(self._rows[start + 8 : start + 16], "little")
+        table = 16 * source.levels if source.levels > 1 else 0
+        counts = array.array("Q", self._rows[start + 16 : start + 16 + table])
+        if sys.byteorder != "little":
+            counts.byteswap()
+        counts = counts or array.array("Q", [held_out, self._count - held_out])
+        self._held_out = _spans(0, counts[0::2])
+        self._trained = _spans(held_out, counts[1::2])
+        self._offsets = start + 16 + table
         self._first = self._offsets + 8 * (self._count + 1)
-        self._decode = msgspec.msgpack.Decoder(tuple[str, str, dict[str, Value]]).decode
+        self._decode = msgspec.msgpack.Decoder(Row).decode
 
-    def item(self, seed: int, index: int) -> Item:
+    def item(self, seed: int, index: int, difficulty: int = 0) -> Item:
         """The question at (seed, index): of the rows that are held out for an evaluation seed, else of the others.
 
         A block of numbers begins at a row that its hash decides and goes on row by row: each is met once before one is met twice.
         """
-        if seeds.is_evaluation(seed):
-            row = (seed // seeds.INDEX_SPAN + index) % self._held_out
-        else:
-            row = self._held_out + (seed // seeds.INDEX_SPAN + index) % (self._count - self._held_out)
+        rows = (self._held_out if seeds.is_evaluation(seed) else self._trained)[difficulty]
+        row = rows[(seed // seeds.INDEX_SPAN + index) % len(rows)]
         prompt, answer, columns = self._row(row)
         question = self._template.replace("{prompt}", prompt)
         if self._reward is not None:
@@ -297,14 +342,14 @@ class DatasetTask:
         verifier = self._verifier
         return Item(question, answer, lambda text: verifier.reward(text, answer))
 
-    def _row(self, row: int) -> tuple[str, str, dict[str, Value]]:
+    def _row(self, row: int) -> Row:
         at = self._offsets + 8 * row
         start, end = int.from_bytes(self._rows[at : at + 8], "little"), int.from_bytes(self._rows[at + 8 : at + 16], "little")
         return self._decode(self._rows[self._first + start : self._first + end])
 
     def prove(self) -> None:
         """Judge a few rows' own answers, locked in as it will be. Raises ConfigError for what would go wrong later."""
-        for row in {0, self._held_out, self._count - 1}:
+        for row in {0, self._trained[0].start, self._count - 1}:
             prompt, answer, columns = self._row(row)
             try:
                 if self._reward is not None:
@@ -313,6 +358,11 @@ class DatasetTask:
                     self._verifier.check(answer)
             except Exception as error:
                 raise ConfigError(f"task.datasets.{self._task}: it does not work: {own.one_line(error)}") from error
+
+
+def _spans(first: int, counts: Sequence[int]) -> list[range]:
+    """The rows of each difficulty, one after the other from `first` on."""
+    return [range(start, end) for start, end in itertools.pairwise(itertools.accumulate(counts, initial=first))]
 
 
 def load(tasks: Mapping[str, tuple[Source, Mapping[str, object], own.Source | None]]) -> dict[str, DatasetTask]:

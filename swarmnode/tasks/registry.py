@@ -54,7 +54,9 @@ class TaskSpec:
 
     @property
     def levels(self) -> int:
-        """Difficulties, 0 the first: as many as a setting has numbers."""
+        """Difficulties, 0 the first: as many as a setting has numbers, or a dataset's column values."""
+        if self.rows is not None:
+            return self.rows.levels
         return next((len(value) for value in self.settings.values() if isinstance(value, list)), 1)
 
     def at(self, difficulty: int) -> TaskSpec:
@@ -101,8 +103,6 @@ TASKS: Mapping[str, TaskSpec] = MappingProxyType(_TASKS)
 OWN_ANSWER_BYTES = 4096
 LARGEST_SETTING = 10**6
 """Bound of a generator's number, by which it may loop."""
-LEVELS = 16
-"""Difficulties of a task, at most: a scorer makes a generator of each."""
 DATASETS = "datasets"
 """Folder of a data directory in which rows are kept."""
 DATASET_NAME = re.compile(r"data/[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -196,9 +196,9 @@ def _adjusted(spec: TaskSpec, given: Mapping[str, object]) -> TaskSpec:
         else:
             settings[name] = value
     lists = {name: value for name, value in settings.items() if isinstance(value, list)}
-    if any(not 2 <= len(value) <= LEVELS or len(value) != len(next(iter(lists.values()))) for value in lists.values()):
+    if any(not 2 <= len(value) <= dataset.LEVELS or len(value) != len(next(iter(lists.values()))) for value in lists.values()):
         told = ", ".join(f"{name} {len(value)}" for name, value in lists.items())
-        raise ConfigError(f"{where}: a list has a number for each difficulty, 2 to {LEVELS} and in all lists as many; here {told}")
+        raise ConfigError(f"{where}: a list has a number for each difficulty, 2 to {dataset.LEVELS} and in all lists as many; here {told}")
     return replace(spec, settings=MappingProxyType(settings), extract=extract)
 
 

@@ -33,8 +33,8 @@ class Judge:
         """The question at an address. Raises KeyError for a task that is not on the allow-list."""
         if task_id in self._gym:
             return self._gym[task_id][difficulty].item(seed, index)
-        if task_id in self._own:
-            return self._own[task_id].item(seed, index)
+        if (brought := self._own.get(task_id)) is not None:
+            return brought.item(seed, index, difficulty) if isinstance(brought, dataset.DatasetTask) else brought.item(seed, index)
         spec = TASKS[task_id]
         return builtin.GENERATORS[spec.generator](seed + index, **spec.settings)
 

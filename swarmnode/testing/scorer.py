@@ -46,16 +46,17 @@ class InProcessScorer:
 
     def _item(self, task_id: str, seed: int, index: int, difficulty: int) -> builtin.Item:
         if (task_id, difficulty) not in self._tasks:
-            self._tasks[task_id, difficulty] = _items(TASKS[task_id].at(difficulty))
+            self._tasks[task_id, difficulty] = _items(TASKS[task_id].at(difficulty), difficulty)
         return self._tasks[task_id, difficulty](seed, index)
 
 
-def _items(spec: TaskSpec) -> Items:
-    """The questions of a task. Runs the code of a task of your own."""
+def _items(spec: TaskSpec, difficulty: int) -> Items:
+    """The questions of a task at one difficulty. Runs the code of a task of your own."""
     if spec.rows is not None:
         settings = dataset.Settings.of(spec.settings)
         reward = own.reward_function(settings.verifier, spec.source) if spec.source is not None else None
-        return dataset.DatasetTask(spec.id, spec.rows, settings, reward).item
+        rows = dataset.DatasetTask(spec.id, spec.rows, settings, reward)
+        return lambda seed, index: rows.item(seed, index, difficulty)
     if spec.source is not None:
         return own.OwnTask(spec.id, spec.source, spec.settings).item
     if spec.kind == "builtin":

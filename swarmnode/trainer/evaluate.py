@@ -29,7 +29,7 @@ class Evaluation:
         self._training = training
         self._scorer = scorer
         self._refs = [
-            TaskRef(name, task_version(name), evaluation_seed(name), index, index % TASKS[name].levels)
+            TaskRef(name, task_version(name), evaluation_seed(name), index // TASKS[name].levels, index % TASKS[name].levels)
             for name in tasks.names
             for index in range(tasks.held_out_per_task)
         ]

@@ -58,7 +58,7 @@ def measure(policy: Policy, scorer: Scorer, task: str, request: Request, trainin
     """Ask the first held-out questions of `task`. Raises Unavailable when none of them can be asked."""
     batches = MicroBatcher(training.per_device_train_tokens)
     version, levels = registry.task_version(task), registry.TASKS[task].levels
-    refs = [TaskRef(task, version, evaluation_seed(task), index, index % levels) for index in range(request.questions)]
+    refs = [TaskRef(task, version, evaluation_seed(task), index // levels, index % levels) for index in range(request.questions)]
     asked = [
         (ref, result.prompt) for ref, result in zip(refs, scorer.score_many([(ref, []) for ref in refs]), strict=True)
         if isinstance(result, Scored) and result.prompt

@@ -131,6 +131,42 @@ def test_a_question_that_stands_twice_is_on_one_side_only(tmp_path):
     assert spec.rows.held_out % 6 == 0
 
 
+CLASSES = ["easy", 3, 1.5]
+CLASSED = [row | {"class": CLASSES[i % 3]} for i, row in enumerate(ROWS)] + [ROWS[0] | {"class": 3, "note": "again"}]
+
+
+def test_a_column_of_difficulties_puts_each_row_where_it_belongs(tmp_path):
+    spec = installed(tmp_path, CLASSED, difficulty="class")
+    assert spec.levels == 3, "1.5, 3, easy"
+    asked = {}
+    with Scorer() as scorer:
+        for difficulty in range(3):
+            for seed in (4 << 20, evaluation_seed(NAME)):
+                refs = [TaskRef(NAME, registry.task_version(NAME), seed, index, difficulty) for index in range(14)]
+                asked[difficulty, seed] = {number_of(scored.prompt) for scored in scorer.score_many([(each, []) for each in refs])}
+        with pytest.raises(TaskUnknown, match="only 0 to 2"):
+            scorer.prompt(TaskRef(NAME, registry.task_version(NAME), 0, 0, 3))
+        assert scorer.statistics().failures == 0
+    everything = sorted(number for numbers in asked.values() for number in numbers)
+    assert everything == list(range(40)), "each on one side of one difficulty"
+    for (difficulty, seed), numbers in asked.items():
+        assert len(numbers) == 1 or seed == 4 << 20
+        assert {CLASSES[number % 3] for number in numbers - {0}} <= {[1.5, 3, "easy"][difficulty]}
+    assert 0 in asked[1, 4 << 20] | asked[1, evaluation_seed(NAME)], "of two difficulties the first"
+
+
+def test_how_hard_rows_are_is_part_of_what_the_task_is(tmp_path):
+    installed(tmp_path)
+    versions = {registry.task_version(NAME)}
+    for rows in (CLASSED[:40], [*CLASSED[:39], CLASSED[39] | {"class": 1.5}], CLASSED[:40][::-1]):
+        installed(tmp_path, rows, difficulty="class")
+        versions.add(registry.task_version(NAME))
+    assert len(versions) == 3, "in whatever order they stand"
+    installed(tmp_path, [row | {"class": 7} for row in ROWS], difficulty="class")
+    assert registry.TASKS[NAME].levels == 1
+    assert registry.task_version(NAME) in versions, "one difficulty is none"
+
+
 def test_the_template_is_around_the_question(tmp_path):
     installed(tmp_path, template="{prompt}\nPut the result into \\boxed{}.")
     with Scorer() as scorer:
@@ -158,6 +194,10 @@ def test_the_template_is_around_the_question(tmp_path):
             r"verifier is 'nummeric', not one of exact, numeric, choice, set, boxed, json, json_schema or <module>:<function>",
         ),
         (ROWS, {"extract": "somewhere"}, r"extract is 'somewhere', not one of auto, tag"),
+        (ROWS, {"difficulty": "level"}, r"row 1 has no column 'level', only answer, note, prompt: set difficulty to"),
+        (ROWS, {"difficulty": "note"}, r"has 40 different values, more than 16: put them into classes"),
+        ([row | {"level": None} for row in ROWS], {"difficulty": "level"}, r"row 1: column 'level' is None, neither a number nor a text"),
+        ([row | {"level": i // 39} for i, row in enumerate(ROWS)], {"difficulty": "level"}, r"1 different rows of difficulty 1 are"),
         (ROWS, {"template": "Answer!"}, r"template does not contain {prompt}"),
         (ROWS, {"source": "/nowhere/rows.jsonl"}, r"/nowhere/rows.jsonl: no such file"),
         (ROWS, {"source": "openai/gsm8k"}, r"openai/gsm8k is a name on the Hub: set revision"),
