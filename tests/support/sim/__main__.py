@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from tests.support.sim.breaks import BREAKS
-from tests.support.sim.hostile import KINDS
+from tests.support.sim.hostile import KINDS, NOT_DRAWN
 from tests.support.sim.schedule import draw
 from tests.support.sim.world import Ended, simulate
 
@@ -22,7 +22,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, help="so many seeds")
     parser.add_argument("--seconds", type=float, default=60.0, help="seeds for so long, unless a count is given")
     parser.add_argument("--nodes", type=int, help="so many nodes, whatever the seed says")
-    parser.add_argument("--foes", nargs="*", default=[], choices=KINDS, help="one hostile node of each, and no others")
+    parser.add_argument("--foes", nargs="*", default=[], choices=(*KINDS, *NOT_DRAWN), help="one hostile node of each, and no others")
     parser.add_argument("--break", dest="broken", choices=sorted(BREAKS), default="", help="put a defect in; seeds go on until it is found")
     parser.add_argument("--history", type=Path, help="write what happened here")
     args = parser.parse_args()

@@ -9,10 +9,18 @@ peers     a peer exchange full of addresses where nobody is         never traine
 forger    token ids that do not spell the text                      drawn a few times, never trained on
 poet      text that no policy sampled, and that earns the reward    trained on where the trainer does not find it out
 storm     good groups, far more than anybody may send               as anybody's, and no more
+
+patient   good groups for an hour, then text that no policy sampled as poet
+taker     asks everybody for everything all the time                never gives anything
+clock     says of itself what is not so, a wrong time among it, over and over
+silent    nothing: what others are compared with
+
+These four no seed draws (`benchmarks.hostile`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 from pathlib import Path
 from typing import Any
@@ -22,13 +30,14 @@ import trio
 
 from swarmnode.demo.liar.author import Author, answer
 from swarmnode.demo.liar.frames import hostile_frames
-from swarmnode.errors import BadMessage
+from swarmnode.errors import BadMessage, PeerError
 from swarmnode.p2p.addresses import Address
 from swarmnode.p2p.gossip import Validation
 from swarmnode.weights import messages as weights
 from swarmnode.wire import codec, envelope, ids, limits
-from swarmnode.wire.listings import GroupsRequest, GroupsResponse, Listed, ListingResponse
-from swarmnode.wire.messages import Announce, FetchResponse, PeerAddresses, PeersResponse, RolloutGroup
+from swarmnode.wire.listings import GroupsRequest, GroupsResponse, Listed, ListingRequest, ListingResponse
+from swarmnode.wire.messages import Announce, FetchResponse, PeerAddresses, PeersResponse, RolloutGroup, Summary, SummaryRequest
+from swarmnode.wire.summary import seal_summary
 from tests.support.sim import determinism
 from tests.support.sim.learner import MADE_UP, TASKS, wrong
 from tests.support.sim.network import Medium, SimNetwork
@@ -36,6 +45,12 @@ from tests.support.sim.node import key_of
 
 NEVER_TRAINED_ON = ("garbage", "cherry", "stolen", "lister", "dripper", "peers", "vanisher", "forger")
 KINDS = (*NEVER_TRAINED_ON, "poet", "storm")
+NOT_DRAWN = ("patient", "taker", "clock", "silent")
+PATIENCE = 3600.0
+"""Seconds that a patient one is honest for."""
+ASKING_SECONDS = 0.5
+"""Between two rounds of asking everybody."""
+WRONG_MS = 3_600_000
 LEFT_OUT = ("zstd bomb", "map of a million", "deeply nested", "deeply nested payload", "stale", "future")
 """Frames that tests/unit/rollouts has: those that take long, and those that are good for who has another clock."""
 
@@ -51,6 +66,7 @@ class Hostile:
         self.bootstrap: list[tuple[Address, str]] = []
         self._directory = directory
         self._rng = random.Random(f"{seed} {name}")
+        self.network: SimNetwork | None = None
         self._sequence = 0
         self._overheard: list[RolloutGroup] = []
 
@@ -59,10 +75,13 @@ class Hostile:
         async with trio.open_nursery() as nursery:
             rng = random.Random(self._rng.getrandbits(64))
             network = SimNetwork(medium, self.peer, self.address, self.swarm, self._directory, self.bootstrap, rng, nursery)
+            self.network = network
             network.start()
             topic = ids.rollout_topic(self.swarm, ids.Spoken().rollouts)
             await network.gossip.join(topic, self._overhear)
             self._serve(network)
+            if self.kind in ("taker", "clock"):
+                nursery.start_soon(self._ask_everybody, network)
             task_status.started()
             while True:
                 await trio.sleep(self._rng.uniform(1.0, 8.0))
@@ -104,6 +123,8 @@ class Hostile:
                 return [self.author.frame(msgspec.structs.replace(group, completions=forged))]
             case "poet":
                 return [self.author.frame(self._group(now, MADE_UP))]
+            case "patient":
+                return [self.author.frame(self._group(now, MADE_UP if trio.current_time() > PATIENCE else ""))]
             case "storm":
                 frames = []
                 for _ in range(rng.choice((5, 50, 100))):
@@ -116,6 +137,36 @@ class Hostile:
         right = answer(self.author.task(self._sequence))
         texts = [right, *(wrong(right, self._rng) + mark for _ in range(3))]
         return self.author.group(self._sequence, now, texts=texts)
+
+    # -- what it asks
+
+    async def _ask_everybody(self, network: SimNetwork) -> None:
+        while True:
+            await trio.sleep(ASKING_SECONDS)
+            for peer in network.connected():
+                with contextlib.suppress(PeerError):
+                    await (self._take(network, peer) if self.kind == "taker" else self._tell(network, peer))
+
+    async def _take(self, network: SimNetwork, peer: str) -> None:
+        request = codec.encode(ListingRequest(self.swarm, b"", 0))
+        told = await network.requests.request(
+            peer, ids.LISTING_PROTOCOL, request, deadline=10.0, max_response_bytes=limits.LISTING_RESPONSE_BYTES
+        )  # fmt: skip
+        contents = [listed.content for listed in codec.decode(told, ListingResponse, limits.LISTING_RESPONSE_BYTES).groups[-16:]]
+        if contents:
+            request = codec.encode(GroupsRequest(contents))
+            await network.requests.request(
+                peer, ids.GROUPS_PROTOCOL, request, deadline=10.0, max_response_bytes=limits.GROUPS_RESPONSE_BYTES
+            )  # fmt: skip
+
+    async def _tell(self, network: SimNetwork, peer: str) -> None:
+        number = self._rng.randrange
+        when = int(determinism.now() * 1000) + self._rng.choice((-WRONG_MS, -60_000, 60_000, WRONG_MS))
+        lie = Summary("best", "9.9.9", when, number(2**40), number(2**30), number(2**30), self._rng.random(), number(2**30), number(2**10))
+        request = codec.encode(SummaryRequest(seal_summary(lie, self.author.key, self.swarm)))
+        await network.requests.request(
+            peer, ids.SUMMARY_PROTOCOL, request, deadline=10.0, max_response_bytes=limits.SUMMARY_RESPONSE_BYTES
+        )  # fmt: skip
 
     # -- what it answers
 

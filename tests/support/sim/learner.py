@@ -74,6 +74,8 @@ class Tally:
     used: Counter[str] = field(default_factory=Counter)
     """External groups by their author."""
     drawn: Counter[str] = field(default_factory=Counter)
+    made_up: int = 0
+    """Groups that were trained on, and that no policy sampled."""
     outcomes: Counter[str] = field(default_factory=Counter)
     averaged: Counter[str] = field(default_factory=Counter)
     """Outer steps by how they came about, see averaging.py."""
@@ -139,6 +141,7 @@ class Learner:
             self.tally.outcomes[outcome] += 1
             if outcome == "used":
                 self.tally.used[external.peer] += 1
+                self.tally.made_up += _made_up(external)
                 self.tally.last_external = trio.current_time()
                 learnt.append((_difficulty(external.group.task), -HARM if _made_up(external) else GAIN))
         for difficulty, change in learnt:

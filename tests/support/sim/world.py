@@ -70,6 +70,12 @@ class Ended:
     """Groups of others that were trained on."""
     averaged: int
     """Outer steps taken with a partner's weights."""
+    made_up: int
+    """Groups that no policy sampled, and that were trained on."""
+    received: int
+    """Bytes that reached the lives that were there at the end."""
+    wasted: int
+    """Bytes that hostile nodes sent."""
     problem: str = ""
 
 
@@ -104,11 +110,15 @@ def simulate(schedule: Schedule, lines: list[str] | None = None, broken: str = "
         logger.propagate = propagates
         shutil.rmtree(directory, ignore_errors=True)
     assert world is not None, problem
+    lives = [node.life for node in world.nodes.values() if node.life is not None]
+    hostile = [foe.network for foe in world.foes.values() if foe.network is not None]
     return Ended(
         schedule.seed, world.history.digest, world.history.events, world.now, time.process_time() - began, world.whole_after,
         len(world.nodes), sum(node.tally.steps for node in world.nodes.values()),
         sum(node.tally.used.total() for node in world.nodes.values()),
-        sum(node.tally.averaged["exchanged"] for node in world.nodes.values()), problem or "; ".join(handler.found[:3]),
+        sum(node.tally.averaged["exchanged"] for node in world.nodes.values()),
+        sum(node.tally.made_up for node in world.nodes.values()), sum(life.network.received.total() for life in lives),
+        sum(network.sent.total() for network in hostile), problem or "; ".join(handler.found[:3]),
     )  # fmt: skip
 
 
@@ -289,15 +299,13 @@ class World:
 
     def _check_foes(self, node: Node) -> None:
         """How much of what was trained on is from whom."""
-        total = node.tally.used.total()
-        made_up = 0
+        total, made_up = node.tally.used.total(), node.tally.made_up
         for foe in self.foes.values():
             used = node.tally.used[foe.peer]
             if used and foe.kind in NEVER_TRAINED_ON:
                 self._fail(f"{node.name} trains on groups of {foe.name}, a {foe.kind}")
             if foe.kind == "forger" and node.tally.drawn[foe.peer] > FORGED * node.lives:
                 self._fail(f"{node.name} has drawn {node.tally.drawn[foe.peer]} forged groups of {foe.name}")
-            made_up += used if foe.kind == "poet" else 0
         if made_up > MADE_UP_GROUPS + MADE_UP_SHARE * total:
             self._fail(f"{made_up} of {total} groups that {node.name} has trained on were made up")
 
