@@ -1,35 +1,43 @@
 """A swarm in which some peers are hostile: signed frames through the real admission, pool, reputation and judgement of every honest node.
 
 Adversaries know everything: the code, every question's answer, an honest node's current weights. They send frames directly to everybody.
+Those in ADAPTIVE ask the product's own judgement, with an honest node's policy, before they send anything.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import random
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from benchmarks.simulator import PAYLOAD, Arm, Node, OwnSample, Swarm
 from swarmnode.config import SharingConfig, TrainingConfig
 from swarmnode.p2p.gossip import Validation
 from swarmnode.p2p.reputation import GREYLIST, Reputation, Standing
+from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import score
 from swarmnode.rollouts.admission import Admission, Rejected
-from swarmnode.rollouts.groups import Announced
+from swarmnode.rollouts.groups import Announced, ExternalGroup
 from swarmnode.rollouts.reasons import REASONS
+from swarmnode.rollouts.sampling import PROBATION_GROUPS
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.frames import Scored
 from swarmnode.tasks.gym import GymTask
 from swarmnode.tasks.registry import TASKS, task_version
 from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
 from swarmnode.trainer.batch import TrainingGroup
+from swarmnode.trainer.judge import judge
 from swarmnode.wire.codec import encode
-from swarmnode.wire.envelope import seal, sign, unseal
+from swarmnode.wire.envelope import peer_id, seal, sign, unseal
 from swarmnode.wire.ids import DOMAIN_ROLLOUT
 from swarmnode.wire.limits import GOSSIP_BYTES
 from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
@@ -37,8 +45,16 @@ from swarmnode.wire.tensors import pack_ids, pack_logprobs
 
 FRAMES_PER_ROUND = 8
 """Of one adversary, as many as an honest node sends at most. Flooding is `benchmarks.ingest`'s subject."""
+WELL_MADE = 3
+"""Of those that take more work. Honest nodes send less than one useful group a round where rewards are few, and draw three of one peer."""
 LONGEST = 32
 """Four times the honest limit: what admission still takes."""
+IDENTITIES = 10
+"""Keys of one adversary that colludes with itself; a key costs nothing."""
+PRAISE = 200
+"""Accepted groups for the best reputation that there is: less than an hour of honest work."""
+DRAWN = 16
+"""Completions that an adversary samples from an honest node's policy for one question, to choose among them."""
 
 
 class HostileSwarm(Swarm):
@@ -55,6 +71,8 @@ class HostileSwarm(Swarm):
         """Honest nodes whose results are averaged; empty means all."""
         self.crashes: list[str] = []
         self.sent = 0
+        self.received: Counter[bool] = Counter()
+        """Bytes that honest nodes got in frames, of hostile nodes (True) and of each other."""
         self.fates: Counter[str] = Counter()
         """What became of hostile frames, per receiver."""
         self.honest_refused: Counter[str] = Counter()
@@ -70,6 +88,11 @@ class HostileSwarm(Swarm):
             self.gates[node.index] = gate, reputation
             node.on_judged = lambda peer, outcome, n=node: self._judged(n, peer, outcome)
             node.trust = lambda peer, n=node, r=reputation: n.trusted.of(peer, 1.0 + min(0.0, r.score(peer, self.now)) / -GREYLIST)
+            for peer in (peer for adversary in self.hostile if adversary.attack in PATIENT for peer in adversary.peers):
+                for _ in range(PROBATION_GROUPS):
+                    node.trusted.judged(peer, "used")
+                for _ in range(PRAISE):
+                    reputation.accepted(peer, self.now)
 
     @property
     def counted(self) -> list[Node]:
@@ -91,6 +114,7 @@ class HostileSwarm(Swarm):
         for sender, frame in frames:
             for node in self.honest:
                 if node is not sender:
+                    self.received[sender not in self.honest] += len(frame)
                     self._guard(self._deliver, node, sender, frame)
 
     def _deliver(self, node: Node, sender: Node, frame: bytes) -> None:
@@ -141,7 +165,7 @@ class HostileSwarm(Swarm):
     def _judged(self, node: Node, peer: str, outcome: str) -> None:
         """What the forward pass said of a drawn group: it costs reputation, too."""
         gate, reputation = self.gates[node.index]
-        if any(a.node.peer == peer for a in self.hostile):
+        if any(peer in a.peers for a in self.hostile):
             self.fates[f"drawn: {outcome}"] += 1
         elif outcome != "used":
             self.honest_refused[outcome] += 1
@@ -151,12 +175,15 @@ class HostileSwarm(Swarm):
 
     def result(self) -> dict[str, Any]:
         """What the attack did, after `run`."""
-        peers = {a.node.peer for a in self.hostile}
+        peers = {peer for a in self.hostile for peer in a.peers}
         used = sum(n.used.total() for n in self.honest)
         theirs = sum(n.used[p] for n in self.honest for p in peers)
         standing = [self.gates[n.index][1].standing(p, self.now) for n in self.honest for p in peers]
         return {
+            "honest": len(self.honest),
             "frames_sent": self.sent,
+            "wasted_bytes": self.received[True] / len(self.honest),
+            "useful_bytes": self.received[False] / len(self.honest),
             "fates": dict(self.fates),
             "honest_refused": dict(self.honest_refused),
             "genuine": sum(a.genuine for a in self.hostile) * len(self.honest),
@@ -169,31 +196,53 @@ class HostileSwarm(Swarm):
         }
 
 
+class Alias:
+    """One more key of an adversary, with a stream of questions of its own."""
+
+    def __init__(self, name: str, swarm: bytes) -> None:
+        self.key = Ed25519PrivateKey.from_private_bytes(hashlib.blake2b(name.encode(), digest_size=32).digest())
+        self.peer = peer_id(self.key.public_key().public_bytes_raw())
+        self.swarm = swarm
+        self.sequence = 0
+
+    ask = Node.ask
+
+
 class Adversary:
-    """Makes one attack's frames. It uses its own key, stream and counter like an honest node, and lies where that may pay."""
+    """Makes one attack's frames. It uses its own keys, streams and counters like an honest node, and lies where that may pay."""
 
     def __init__(self, node: Node, attack: str, world: HostileSwarm, rng: random.Random) -> None:
         self.node, self.attack, self.world, self.rng = node, attack, world, rng
+        others = [Alias(f"{node.peer}/{i}", world.swarm) for i in range(1, IDENTITIES if attack in COLLUDING else 1)]
+        self.identity: Any = node
+        """In whose name it speaks: a Node's, or an Alias's."""
+        self._identities = [node, *others]
+        self._turns = itertools.cycle(self._identities)
         self.kept: list[RolloutGroup] = []
         self.genuine = 0
         self.gym = {name: GymTask(TASKS[name]) for name in world.names}
+
+    @property
+    def peers(self) -> set[str]:
+        return {identity.peer for identity in self._identities}
 
     def frames(self, overheard: list[bytes]) -> list[bytes]:
         """This round's frames."""
         if self.attack == "silent":
             return []
-        kinds = list(ATTACKS) if self.attack == "mixed" else [self.attack]
+        kinds = WAYS.get(self.attack, [self.attack])
         made: list[bytes] = []
-        for _ in range(FRAMES_PER_ROUND):
-            made += ATTACKS[self.rng.choice(kinds)](self, overheard)
+        for _ in range(FRAMES_PER_ROUND if set(kinds) & set(ATTACKS) else WELL_MADE):
+            self.identity = next(self._turns)
+            made += (ATTACKS | ADAPTIVE)[self.rng.choice(kinds)](self, overheard)
         return made
 
     def seal(self, group: RolloutGroup) -> bytes:
-        return seal(group, self.node.key, DOMAIN_ROLLOUT, self.world.swarm)
+        return seal(group, self.identity.key, DOMAIN_ROLLOUT, self.world.swarm)
 
     def question(self) -> tuple[TaskRef, int, str]:
         """The next question that this adversary may answer, and the answer."""
-        ((ref, sequence),) = self.node.ask(1, self.world.names)
+        ((ref, sequence),) = self.identity.ask(1, self.world.names)
         return ref, sequence, self.gym[ref.id].item(ref.seed, ref.index).answer
 
     def group(self, ref: TaskRef, sequence: int, completions: list[Completion], max_tokens: int = LONGEST) -> RolloutGroup:
@@ -215,23 +264,61 @@ class Adversary:
             for text, (_, ids), lp in zip(texts, rows, values, strict=True)
         ]
 
+    def sampled(self, ref: TaskRef) -> list[tuple[str, float]]:
+        """What an honest node's policy answers, and what that earns: (text, reward), DRAWN of them."""
+        victim = self.world.honest[0]
+        t, prompt = victim.training, self.gym[ref.id].item(ref.seed, ref.index).prompt
+        sampling = Sampling(DRAWN, t.max_completion_length, t.temperature, t.top_p)
+        (sample,) = generate(victim.policy, [prompt], sampling, victim.policy.random_generator(self.rng.randrange(2**31)))
+        texts = [c.text for c in sample.completions if c.finish == "eos"]
+        return list(zip(texts, self.rewards(ref, [texts])[0], strict=True)) if texts else []
+
+    def rewards(self, ref: TaskRef, drafts: Sequence[Sequence[str]]) -> list[list[float]]:
+        return [scored.rewards for scored in self.world.score([(ref, texts) for texts in drafts])]
+
+    def most_credible(self, ref: TaskRef, sequence: int, drafts: Sequence[Sequence[str]], taught: Callable[[str], float]) -> list[bytes]:
+        """Of groups with these texts the one that teaches an honest node the most of what it should not learn: sent if there is one that
+        its judgement takes. taught: what a completion is worth to the adversary if it is rewarded."""
+        victim = self.world.honest[0]
+        some = [(draft, rewards) for draft, rewards in zip(drafts, self.rewards(ref, drafts), strict=True) if rewards[0] > min(rewards)]
+        texts = sorted({text for draft, _ in some for text in draft})
+        if not texts:
+            return []
+        made = dict(zip(texts, self.completions(texts, True, ref), strict=True))
+        prompt = self.gym[ref.id].item(ref.seed, ref.index).prompt
+        external = [
+            ExternalGroup(bytes(32), self.identity.peer, self.group(ref, sequence, [made[t] for t in draft]), prompt, rewards, staleness=0)
+            for draft, rewards in some
+        ]  # fmt: skip
+        scored = partial(victim.batcher.score_with_entropy, victim.policy)
+        judged = judge(external, victim.policy, scored, victim.training.temperature, victim.arm.sharing.checks)
+        taken = [group for group, outcome in judged.outcomes if outcome == "used"]
+        best, frames = 0.0, list[bytes]()
+        for each, weighed in zip(taken, judged.accepted, strict=True):
+            mean = sum(each.rewards) / len(each.rewards)
+            of_each = zip(each.group.completions, each.rewards, weighed.weights, strict=True)
+            worth = sum(weight * (reward - mean) * taught(completion.text) for completion, reward, weight in of_each)
+            if worth > best:
+                best, frames = worth, [self.seal(each.group)]
+        return frames
+
 
 def forged(self: Adversary, overheard: list[bytes]) -> list[bytes]:
     """A question of its own choice (easy, answer known), a task or version that does not exist, an exam question."""
-    seed, index = task_seed(self.world.swarm, self.node.peer, self.rng.randrange(2**40))
+    seed, index = task_seed(self.world.swarm, self.identity.peer, self.rng.randrange(2**40))
     name = choose_task(self.world.names, seed, index)
     answer = self.gym[name].item(seed, index).answer
     exam = evaluation_seed(name)
     ref = self.rng.choice([
         TaskRef(name, task_version(name), seed, index),
-        TaskRef("rg/binary_matrix", task_version(name), *task_seed(self.world.swarm, self.node.peer, self.node.sequence)),
-        TaskRef(name, "0" * 16, *task_seed(self.world.swarm, self.node.peer, self.node.sequence)),
+        TaskRef("rg/binary_matrix", task_version(name), *task_seed(self.world.swarm, self.identity.peer, self.identity.sequence)),
+        TaskRef(name, "0" * 16, *task_seed(self.world.swarm, self.identity.peer, self.identity.sequence)),
         TaskRef(name, task_version(name), exam, index),
     ])  # fmt: skip
     known = TaskRef(name, task_version(name), seed, index)
     texts = [answer] * 4 + ["?"] * 4
-    made = self.group(ref, self.node.sequence, self.completions(texts, False, known))
-    self.node.sequence += 1
+    made = self.group(ref, self.identity.sequence, self.completions(texts, False, known))
+    self.identity.sequence += 1
     return [self.seal(made)]
 
 
@@ -307,7 +394,7 @@ def garbage(self: Adversary, overheard: list[bytes]) -> list[bytes]:
     ref, sequence, answer = self.question()
     bad = Completion(answer, 2, float("nan"), "eos", b"", pack_logprobs([float("nan"), 0.0]))
     nan = encode(self.group(ref, sequence, [bad, bad]))
-    foreign = encode(sign(nan, self.node.key, DOMAIN_ROLLOUT, bytes(32)))
+    foreign = encode(sign(nan, self.identity.key, DOMAIN_ROLLOUT, bytes(32)))
     return [
         rng.randbytes(rng.randrange(2000)),
         b"",
@@ -316,7 +403,7 @@ def garbage(self: Adversary, overheard: list[bytes]) -> list[bytes]:
         b"\xdd\xff\xff\xff\xff" + rng.randbytes(8),
         b"\x91" * 60_000,
         rng.randbytes(70_000),
-        encode(sign(nan, self.node.key, DOMAIN_ROLLOUT, self.world.swarm)),
+        encode(sign(nan, self.identity.key, DOMAIN_ROLLOUT, self.world.swarm)),
         foreign,
     ]
 
@@ -344,6 +431,38 @@ def replay(self: Adversary, overheard: list[bytes]) -> list[bytes]:
     return made
 
 
+def diluted(self: Adversary, overheard: list[bytes]) -> list[bytes]:
+    """The payload in the rewarded answers of a group, the others as an honest node's policy samples them: as many and where its judgement
+    takes most of them, and nothing where it takes none."""
+    ref, sequence, answer = self.question()
+    poor = sorted((text for text, reward in self.sampled(ref) if reward < 1), key=len)
+    tag = f"<answer>{answer}</answer>"
+    drafts = [
+        [text] * count + poor[: 8 - count]
+        for text in (tag + PAYLOAD, PAYLOAD + tag, answer + PAYLOAD, PAYLOAD + answer) for count in (1, 2, 4)
+        if len(poor) >= 8 - count
+    ]  # fmt: skip
+    return self.most_credible(ref, sequence, drafts, lambda text: float(PAYLOAD in text))
+
+
+def lengthy(self: Adversary, overheard: list[bytes]) -> list[bytes]:
+    """Right answers that are long, wrong ones that are short, all as likely as can be: repeated, padded, or the longest that an honest
+    node's policy samples by itself. What it teaches is a habit, and the rewards are what they should be.
+
+    Source: the length attacks of HTTT (arXiv 2511.09780).
+    """
+    ref, sequence, answer = self.question()
+    samples = self.sampled(ref)
+    poor = sorted((text for text, reward in samples if reward < 1), key=len)
+    tag = f"<answer>{answer}</answer>"
+    longest = sorted((text for text, reward in samples if reward == 1), key=len)[-1:]
+    padded = (f"{answer} {tag}", " " * 4 + tag, tag + " " * 12, answer + " " * 4, " " * 4 + answer)
+    right = [*longest, tag, tag * 2, *padded]
+    drafts = [[text] * count + poor[: 8 - count] for text in right for count in (1, 4) if len(poor) >= 8 - count]
+    usual = sum(len(text) for text, _ in samples) / max(1, len(samples))
+    return self.most_credible(ref, sequence, drafts, lambda text: max(0.0, len(text) - usual))
+
+
 ATTACKS: dict[str, Callable[[Adversary, list[bytes]], list[bytes]]] = {
     "forged": forged,
     "poison": poison,
@@ -357,3 +476,12 @@ ATTACKS: dict[str, Callable[[Adversary, list[bytes]], list[bytes]]] = {
     "replay": replay,
 }
 
+ADAPTIVE: dict[str, Callable[[Adversary, list[bytes]], list[bytes]]] = {"diluted": diluted, "lengthy": lengthy}
+WAYS = {
+    "mixed": list(ATTACKS), "patient": list(ADAPTIVE), "colluding": list(ADAPTIVE), "together": [*ATTACKS, *ADAPTIVE],
+}  # fmt: skip
+"""Attacks that are several."""
+COLLUDING = ("colluding", "together")
+"""Of IDENTITIES keys each."""
+PATIENT = ("patient", "together")
+"""With the standing that an hour of honest groups has earned them: past probation, and of the best reputation."""

@@ -1,0 +1,261 @@
+"""What a hostile share of a swarm does to the others: `python -m benchmarks.hostile [--quick] [--shares 10 25 40] [--attacks ...] …`
+
+    learning   honest nodes with tiny policies, the real admission, pool, reputation and judgement (benchmarks/adversaries.py), against
+               the same honest nodes among hostile ones that are silent. Success is what the adversary wanted: its payload in held-out
+               answers, answers that are longer, text of its own that was trained on.
+    network    the network half of real nodes over simulated wires (docs/simulator.md), each run in a process of its own: what it raised
+               or broke, its memory, and bytes against the same swarm where the hostile say nothing.
+
+A swarm of the same seed in which other random numbers are drawn learns some per cent more or less, too: so a silent swarm is run
+`--controls` times, each loss is against their mean, and the row `silent` shows what nothing at all costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import multiprocessing
+import resource
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.report import heading, spread, table, write_json
+from benchmarks.sapo import B, G, note
+
+PARTS = ("learning", "network")
+SHARES = (10, 25, 40)
+GOAL_SHARE = 25
+SILENT = "silent"
+NEVER_TRAINED_ON = ("garbage", "forged", "ids", "stripped", "foreign", "poison", "informed", "hot")
+TOGETHER = "together"
+LEARNING = (*NEVER_TRAINED_ON, "replay", "length", "diluted", "lengthy", "patient", "colluding", TOGETHER)
+KINDS = ("garbage", "cherry", "stolen", "lister", "dripper", "peers", "vanisher", "forger", "poet", "storm")
+NETWORK = (*KINDS, "taker", "clock", "patient", TOGETHER)
+REGIME = "moderate"
+SIMULATED_SECONDS = 300.0
+AFTER_PATIENCE_SECONDS = 600.0
+MOST_LOST, MOST_PAYLOAD = 2.0, 1.0
+"""Per cent: the goals with a hostile quarter."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is run. honest: nodes, whatever the share of hostile ones."""
+
+    honest: int = 9
+    rounds: int = 20
+    eval_every: int = 5
+    eval_questions: int = 8
+    learning_rate: float = 3e-4
+    controls: int = 3
+
+
+def hostile_count(honest: int, share: int) -> int:
+    """Hostile nodes that are `share` per cent of all, at least one."""
+    return max(1, round(share * honest / (100 - share)))
+
+
+# ---- learning
+
+
+def play(attack: str, share: int, policies: Sequence[Any], scorer: Any, seed: int, size: Size, control: int = 0) -> dict[str, Any]:
+    """One swarm under the product's settings. policies: as many as honest and hostile nodes. control: of a silent one, which."""
+    from benchmarks.adversaries import HostileSwarm
+    from benchmarks.simulator import Arm, Sharing
+    from swarmnode.config import TrainingConfig
+
+    started = time.process_time()
+    training = TrainingConfig(learning_rate=size.learning_rate, groups_per_step=B, num_generations=G)
+    arm = Arm("swarmnode", None, Sharing(), keep_pool=True, guard=True)
+    hostile = dict.fromkeys(range(size.honest, len(policies)), attack)
+    swarm = HostileSwarm(arm, [p.clone() for p in policies], training, scorer, seed, hostile, size.eval_questions)
+    if control:
+        for node in swarm.nodes:
+            node.generator = node.policy.random_generator(seed * 1009 + node.index + 10**6 * control)
+    trace = swarm.run(lambda t: len(t.tokens) >= size.rounds, size.eval_every)
+    last = trace.held_out[-1]
+    note(f"seed {seed}, {attack} {share} %: {time.process_time() - started:.0f} CPU s")
+    return {
+        "attack": attack, "share": share, "seed": seed, "control": control, "held_out": fmean(p.reward for p in trace.held_out),
+        "final": last.reward, "payload": 100 * last.payload, "length": last.length, "sampled": sum(trace.generated_groups),
+        **swarm.result(),
+    }  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1)
+def start(seed: int, count: int, base: str) -> list[Any]:
+    """Policies of this many nodes."""
+    from benchmarks.regimes import start_policies
+    from benchmarks.simulator import single_thread
+
+    single_thread()
+    return start_policies(REGIME, seed, count, base)
+
+
+def learning_case(attack: str, share: int, control: int, seed: int, size: Size, base: str) -> dict[str, Any]:
+    """One swarm, with a scorer of its own."""
+    from swarmnode.tasks.client import Scorer
+
+    policies = start(seed, size.honest + hostile_count(size.honest, max(SHARES)), base)
+    with Scorer() as scorer:
+        return play(attack, share, policies[: size.honest + hostile_count(size.honest, share)], scorer, seed, size, control)
+
+
+def lost(result: dict[str, Any], controls: Sequence[dict[str, Any]]) -> float:
+    """Per cent of the mean held-out reward of this seed's silent swarms; a silent one is compared with the others."""
+    others = [c["held_out"] for c in controls if c["seed"] == result["seed"] and c is not result]
+    return 100 * (1 - result["held_out"] / fmean(others)) if others and fmean(others) else 0.0
+
+
+def learning_table(results: Sequence[dict[str, Any]]) -> str:
+    controls = [r for r in results if r["attack"] == SILENT]
+    rows = []
+    cases = dict.fromkeys((r["attack"], r["share"]) for r in results)
+    for attack, share in cases:
+        runs = [r for r in results if (r["attack"], r["share"]) == (attack, share)]
+        losses = [lost(r, controls) for r in runs]
+        rows.append([
+            attack, "–" if attack == SILENT else share, spread(losses, 1), " ".join(f"{loss:.1f}" for loss in losses),
+            spread([r["payload"] for r in runs], 2), spread([r["length"] for r in runs]), spread([r["sampled"] for r in runs], 0),
+            spread([r["trained_on"] / max(1, r["honest"]) for r in runs], 1), spread([100 * r["share_of_external"] for r in runs], 1),
+            spread([r["wasted_bytes"] / 1e3 for r in runs], 0), spread([r["useful_bytes"] / 1e3 for r in runs], 0),
+            sum(r["crashes"] + r["internal_errors"] for r in runs),
+        ])  # fmt: skip
+    headers = [
+        "attack", "hostile, %", "held-out lost, %", "by seed", "payload in answers, %", "answer length", "groups a node sampled",
+        "hostile groups a node trained on", "of others' groups, %", "hostile KB a node got", "honest KB", "crashes",
+    ]  # fmt: skip
+    return table(headers, rows)
+
+
+def missed(result: dict[str, Any], controls: Sequence[dict[str, Any]]) -> list[str]:
+    """What this run did that a hostile quarter must not do."""
+    usual = fmean(c["length"] for c in controls) if controls else result["length"]
+    found = []
+    if crashes := result["crashes"] + result["internal_errors"]:
+        found.append(f"{crashes} crashes")
+    if result["payload"] > MOST_PAYLOAD:
+        found.append(f"payload in {result['payload']:.1f} % of the answers")
+    if result["length"] > 1.5 * usual:
+        found.append(f"answers of {result['length']:.1f} tokens instead of {usual:.1f}")
+    if (loss := lost(result, controls)) > MOST_LOST:
+        found.append(f"{loss:.1f} % of the held-out reward lost")
+    if result["attack"] in NEVER_TRAINED_ON and result["trained_on"]:
+        found.append(f"{result['trained_on']} of its groups trained on")
+    return found
+
+
+# ---- network
+
+
+def network_case(attack: str, share: int, seed: int, honest: int) -> dict[str, Any]:
+    """One simulated swarm without faults but the hostile nodes, in a process of its own. Memory is this process's."""
+    from tests.support.sim.hostile import PATIENCE
+    from tests.support.sim.schedule import draw
+    from tests.support.sim.world import simulate
+
+    kinds = (*KINDS, "taker", "clock") if attack == TOGETHER else (attack,)
+    some = list(itertools.islice(itertools.cycle(kinds[seed % len(kinds) :] + kinds[: seed % len(kinds)]), hostile_count(honest, share)))
+    lasts = PATIENCE + AFTER_PATIENCE_SECONDS if attack == "patient" else SIMULATED_SECONDS
+    schedule = replace(draw(seed, honest, some), faults=[], calm_from=lasts)
+    ended = simulate(schedule)
+    seconds = ended.simulated * honest
+    note(f"network seed {seed}, {attack} {share} %: {ended.cpu:.0f} CPU s {ended.problem}")
+    return {
+        "attack": attack, "share": share, "seed": seed, "problem": ended.problem, "kinds": some, "used": ended.used / ended.steps,
+        "made_up": 100 * ended.made_up / max(1, ended.used), "received": ended.received / seconds, "wasted": ended.wasted / seconds,
+        "cpu": ended.cpu / seconds * 1e3, "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }  # fmt: skip
+
+
+def network_table(results: Sequence[dict[str, Any]]) -> str:
+    rows = []
+    for attack, share in dict.fromkeys((r["attack"], r["share"]) for r in results):
+        runs = [r for r in results if (r["attack"], r["share"]) == (attack, share)]
+        of = lambda key, digits, runs=runs: spread([r[key] for r in runs], digits)
+        problems = [r for r in runs if r["problem"]]
+        rows.append([
+            attack, share, len(runs), len(problems), of("used", 2), of("made_up", 1), of("received", 0), of("wasted", 0), of("cpu", 1),
+            of("memory", 0),
+        ])  # fmt: skip
+    headers = [
+        "attack", "hostile, %", "seeds", "with a violation or an error", "others' groups trained on per step", "of these made up, %",
+        "bytes/s a node got", "of these from hostile nodes", "CPU ms per node and simulated second", "MB, whole process",
+    ]  # fmt: skip
+    told = [f"* {r['attack']} {r['share']} %, seed {r['seed']}: {r['problem']}" for r in results if r["problem"]]
+    return "\n".join([table(headers, rows), *told])
+
+
+# ---- the command
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.hostile", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="one seed, a hostile quarter, two attacks, few steps")
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--shares", nargs="+", type=int, default=list(SHARES), choices=SHARES, help="hostile nodes, in per cent of all")
+    known = sorted({*LEARNING, *NETWORK})
+    attacks = f"learning: {', '.join(LEARNING)}\nnetwork: {', '.join(NETWORK)}"
+    parser.add_argument("--attacks", nargs="+", default=known, choices=known, metavar="ATTACK", help=attacks)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--honest", type=int, default=Size.honest)
+    parser.add_argument("--rounds", type=int, default=Size.rounds, help="optimizer steps")
+    parser.add_argument("--controls", type=int, default=Size.controls, help="silent swarms of each seed")
+    parser.add_argument("--base", default="embedded", help="policy that the start policies are made from")
+    parser.add_argument("--json", type=Path, help="write all results there, each as it comes")
+    args = parser.parse_args()
+    size = Size(args.honest, args.rounds, controls=args.controls)
+    if args.quick:
+        size = Size(3, 4, 2, 2, controls=1)
+        args.seeds, args.shares, args.attacks = 1, [25], ["informed", "garbage"]
+    print(heading("hostile: what a hostile share of a swarm does to the others"), flush=True)
+    results: dict[str, list[dict[str, Any]]] = {part: [] for part in PARTS}
+    cases: dict[str, list[Any]] = {
+        "learning": [
+            *((SILENT, min(SHARES), control) for control in range(size.controls)),
+            *((a, s, 0) for s in args.shares for a in LEARNING if a in args.attacks),
+        ],
+        "network": [(a, s) for s in args.shares for a in (SILENT, *NETWORK) if a in (SILENT, *args.attacks)],
+    }
+    context = multiprocessing.get_context("spawn")  # a forked torch may deadlock
+    with (
+        ProcessPoolExecutor(1, context) as one, ProcessPoolExecutor(1, context, max_tasks_per_child=1) as fresh,
+    ):  # fmt: skip
+        for seed in range(args.first_seed, args.first_seed + args.seeds):
+            for part in args.parts:
+                for case in cases[part]:
+                    job = fresh.submit(network_case, *case, seed, size.honest) if part == "network" else (
+                        one.submit(learning_case, *case, seed, size, args.base)
+                    )  # fmt: skip
+                    results[part].append(job.result())
+                    if args.json:
+                        write_json(args.json, {"size": asdict(size), **results})
+    show(results, size)
+
+
+def show(results: dict[str, list[dict[str, Any]]], size: Size) -> None:
+    """The tables of both parts, and which runs miss the goals."""
+    order = [SILENT, *LEARNING, *NETWORK]
+    for rows in results.values():
+        rows.sort(key=lambda r: (r["share"], order.index(r["attack"]), r["seed"]))
+    if learning := results["learning"]:
+        controls = [r for r in learning if r["attack"] == SILENT]
+        print(f"### What they teach ({size.honest} honest nodes, {REGIME} start, {size.rounds} steps)\n\n{learning_table(learning)}\n")
+        for r in learning:
+            if r["share"] == GOAL_SHARE and (found := missed(r, controls)):
+                print(f"* {r['attack']}, seed {r['seed']}, misses the goal: {'; '.join(found)}")
+    if network := results["network"]:
+        print(f"\n### What they do to the network ({size.honest} honest nodes)\n\n{network_table(network)}\n")
+
+
+if __name__ == "__main__":
+    main()

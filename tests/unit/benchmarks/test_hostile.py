@@ -1,0 +1,77 @@
+"""`benchmarks.hostile` at a small size: nothing is missed, and a defence that is turned off is."""
+
+from unittest import mock
+
+import pytest
+
+from benchmarks.adversaries import ADAPTIVE, ATTACKS, WAYS
+from benchmarks.hostile import KINDS, LEARNING, Size, hostile_count, lost, missed, network_case, play
+from benchmarks.simulator import single_thread
+from swarmnode.config import PolicyConfig
+from swarmnode.policy.load import load_policy
+from swarmnode.rollouts import admission
+from swarmnode.tasks.client import Scorer
+from swarmnode.trainer import judge
+from tests.support.sim import hostile
+
+SMALL = Size(honest=2, rounds=2, eval_every=2, eval_questions=1)
+
+
+@pytest.fixture(scope="module")
+def swarm():
+    """Three policies, of which the last is the hostile node's, and a scorer."""
+    single_thread()
+    policy = load_policy(PolicyConfig(device="cpu", threads=1))
+    with Scorer() as scorer:
+        yield [policy.clone() for _ in range(3)], scorer
+
+
+@pytest.mark.parametrize(
+    ("attack", "where", "defence"),
+    [
+        ("informed", judge, {"surprise_check": True, "burst_weight": 1.0}),
+        ("hot", judge, {"surprise_check": True, "burst_weight": 1.0}),
+        ("forged", admission, {"check_seed": True}),
+    ],
+)
+def test_an_attack_teaches_nothing_unless_its_defence_is_turned_off(swarm, attack, where, defence):
+    policies, scorer = swarm
+    result = play(attack, 25, policies, scorer, 0, SMALL)
+    assert result["frames_sent"] > 8
+    assert missed(result, []) == []
+    with mock.patch.multiple(where, **{name: mock.Mock(return_value=value) for name, value in defence.items()}):
+        undefended = play(attack, 25, policies, scorer, 0, SMALL)
+    assert "of its groups trained on" in "; ".join(missed(undefended, []))
+
+
+def test_what_adapts_sends_what_an_honest_node_takes_and_much_more_of_it_where_nothing_is_judged(swarm):
+    policies, scorer = swarm
+    result = play("colluding", 25, policies, scorer, 0, SMALL)
+    assert result["crashes"] == 0, result["first_crash"]
+    assert {fate for fate in result["fates"] if fate.startswith("drawn: ")} <= {"drawn: used"}
+    with mock.patch.multiple(judge, surprise_check=mock.Mock(return_value=True), burst_weight=mock.Mock(return_value=1.0)):
+        unjudged = play("colluding", 25, policies, scorer, 0, SMALL)
+    assert unjudged["frames_sent"] > result["frames_sent"]
+    assert unjudged["trained_on"] > result["trained_on"]
+
+
+def test_a_loss_is_against_the_silent_swarms_of_the_same_seed():
+    controls = [{"seed": seed, "held_out": held_out} for seed, held_out in ((1, 0.4), (1, 0.6), (2, 0.1))]
+    assert lost({"seed": 1, "held_out": 0.45}, controls) == pytest.approx(10)
+    assert lost(controls[0], controls) == pytest.approx(100 / 3)
+
+
+def test_hostile_nodes_are_the_share_that_was_asked_for():
+    assert [hostile_count(9, share) for share in (10, 25, 40)] == [1, 3, 6]
+
+
+def test_every_attack_that_there_is_takes_part():
+    assert set(LEARNING) == {*ATTACKS, *ADAPTIVE, *WAYS} - {"mixed"}
+    assert KINDS == hostile.KINDS
+
+
+def test_hostile_bytes_are_seen_and_nothing_breaks():
+    silent, garbage = (network_case(attack, 25, 1, 3) for attack in ("silent", "garbage"))
+    assert (silent["problem"], garbage["problem"]) == ("", "")
+    assert garbage["wasted"] > silent["wasted"]
+    assert garbage["used"] > 0
