@@ -24,8 +24,11 @@ def swarm(tmp_path, kinds, **settings):
         for name, outside, kind in (("a", "5.5.5.11", kinds[0]), ("b", "5.5.5.12", kinds[1])):
             net.behind_nat(name, outside, kind)
 
+        relays = []  # a host runs for as long as somebody holds it
+
         def start_relay():
-            return NatHost(net, "relay", tmp_path / "relay", **RELAY)
+            relays.append(NatHost(net, "relay", tmp_path / "relay", **RELAY))
+            return relays[-1]
 
         relay = start_relay()
         nodes = {"listen_addrs": ["/ip4/0.0.0.0/tcp/9100"], "initial_peers": relay.addrs, **settings}

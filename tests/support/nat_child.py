@@ -1,15 +1,14 @@
-"""`python -m tests.support.nat_child <data dir> <NetworkConfig as JSON> [<swarm id>]`: one real host, driven by lines of JSON on stdin.
+"""One real host in a network namespace, driven over a pipe: see nat_process.py, which is the other side.
 
-First line out: {"peer": …, "addrs": […]}. Then one line for each line in: {"do": "stat"}, {"do": "publish", "text": …}, {"do": "received"},
-{"do": "request", "peer": …, "bytes": …}. It ends with its standard input. Gossip and requests accept everything: the network is the test.
+It says first {"peer": …, "addrs": […]}. Then it answers each of {"do": "stat"}, {"do": "publish", "text": …}, {"do": "received"},
+{"do": "request", "peer": …, "bytes": …}. It ends when the pipe does. Gossip and requests accept everything: the network is the test.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
-import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,10 @@ from swarmnode.p2p import identity
 from swarmnode.p2p.gossip import Validation
 from swarmnode.p2p.host import open_host
 from swarmnode.p2p.network import Libp2pNetwork
+from tests.support.netns import enter
 
 TOPIC = "/test/nat/1"
 DIGEST = "/test/digest/1"
-SWARM = bytes([9]) * 32
 MOST = 2**20
 
 
@@ -60,7 +59,7 @@ class Child:
         return {"same": answer == data, "digest": hashlib.sha256(answer).hexdigest(), "seconds": trio.current_time() - at}
 
 
-async def main(data_dir: Path, cfg: NetworkConfig, swarm: bytes = SWARM) -> None:
+async def main(data_dir: Path, cfg: NetworkConfig, swarm: bytes, orders: Connection) -> None:
     async with open_host(cfg, identity.load_or_create(data_dir / "identity.key"), data_dir, swarm=swarm) as network:
         child = Child(network)
 
@@ -71,15 +70,23 @@ async def main(data_dir: Path, cfg: NetworkConfig, swarm: bytes = SWARM) -> None
         topic = await network.gossip.join(TOPIC, lambda data, peer: Validation.ACCEPT)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(child.collect, topic)
-            print(json.dumps({"peer": network.peer_id, "addrs": network.listen_addrs}), flush=True)
-            while line := await trio.to_thread.run_sync(sys.stdin.readline, abandon_on_cancel=True):
-                order = json.loads(line)
+            orders.send({"peer": network.peer_id, "addrs": network.listen_addrs})
+            while order := await trio.to_thread.run_sync(_next, orders, abandon_on_cancel=True):
                 what = order.pop("do")
-                result = {"texts": child.received} if what == "received" else await getattr(child, what)(**order)
-                print(json.dumps(result), flush=True)
+                orders.send({"texts": child.received} if what == "received" else await getattr(child, what)(**order))
             nursery.cancel_scope.cancel()
 
 
-if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(relativeCreated)d %(name)s %(message)s")
-    trio.run(main, Path(sys.argv[1]), NetworkConfig.model_validate_json(sys.argv[2]), *map(bytes.fromhex, sys.argv[3:]))
+def _next(orders: Connection) -> dict | None:
+    try:
+        return orders.recv()
+    except EOFError:
+        return None
+
+
+def run(namespace: str, data_dir: Path, settings: dict[str, Any], swarm: bytes, orders: Connection) -> None:
+    """What the process does. settings: fields of NetworkConfig."""
+    enter(namespace)
+    format = "%(relativeCreated)d %(name)s %(message)s"
+    logging.basicConfig(level=logging.INFO, filename=data_dir / "log", format=format, force=True)
+    trio.run(main, data_dir, NetworkConfig(**settings), swarm, orders)

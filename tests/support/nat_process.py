@@ -2,40 +2,47 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import multiprocessing
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.support import nat_child
 from tests.support.netns import Topology
+
+_context = multiprocessing.get_context("forkserver")  # one server imports libp2p, then each host is a fork: its imports are 1.5 s of CPU
+_context.set_forkserver_preload(["__main__", "tests.support.nat_process"])
+
+
+END_SECONDS = 5.0
 
 
 class NatHost:
     """`name`: the namespace. `swarm`: its id, 32 bytes in hex. `settings`: fields of NetworkConfig.
-    Its key and port stay in `directory`, so that it can be started again."""
+    It ends when it is killed or nobody holds it. Its key and port stay in `directory`, so that it can be started again."""
 
     def __init__(self, net: Topology, name: str, directory: Path, *, swarm: str = "09" * 32, **settings: object) -> None:
         directory.mkdir(exist_ok=True)
-        self._net = net
         self._log = directory / "log"
-        command = [sys.executable, "-m", "tests.support.nat_child", str(directory), json.dumps({"mdns": False, **settings}), swarm]
-        with open(self._log, "ab") as log:
-            self.process = net.spawn(name, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+        self._orders, orders = _context.Pipe()
+        options = (net.file(name), directory, {"mdns": False, **settings}, bytes.fromhex(swarm))
+        self.process = _context.Process(target=nat_child.run, args=(*options, orders), daemon=True)
+        self.process.start()
+        orders.close()
         hello = self._read()
         self.peer: str = hello["peer"]
         self.addrs: list[str] = hello["addrs"]
 
     def do(self, what: str, **arguments: object) -> dict[str, Any]:
         """See nat_child.py."""
-        self.process.stdin.write(json.dumps({"do": what, **arguments}) + "\n")
-        self.process.stdin.flush()
+        self._orders.send({"do": what, **arguments})
         return self._read()
 
     def kill(self) -> None:
-        self._net.kill(self.process)
+        """As a power cut would, as far as the process is concerned; its kernel still says goodbye."""
+        self.process.kill()
+        self.process.join(END_SECONDS)
 
     def log(self) -> str:
         return self._log.read_text()
@@ -46,10 +53,10 @@ class NatHost:
         return "" if known is None else "direct" if known["direct"] else "relayed"
 
     def _read(self) -> dict[str, Any]:
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the host ended: {self.log()[-2000:]}")
-        return json.loads(line)
+        try:
+            return self._orders.recv()
+        except EOFError:
+            raise RuntimeError(f"the host ended: {self.log()[-2000:]}") from None
 
 
 def wait_until(condition: Callable[[], Any], what: str, seconds: float = 120.0) -> Any:

@@ -51,6 +51,13 @@ def missing() -> str:
         subprocess.run(["ip", "netns", "del", probe], capture_output=True)
 
 
+def enter(namespace: str) -> None:
+    """Have the calling thread, and what it starts, in that network namespace. Raises OSError."""
+    with open(namespace) as file:
+        if LIBC.setns(file.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"setns to {namespace}")
+
+
 class Topology:
     """A bridge `5.5.5.0/24` and what hangs on it. Raises OSError when the kernel refuses something."""
 
@@ -152,9 +159,7 @@ class Topology:
         """What an HTTP server in the namespace answers; empty if it does not. A thread of this process asks: it may be done often."""
 
         def ask() -> str:
-            with open(f"/run/netns/{self._ns(name)}") as namespace:
-                if LIBC.setns(namespace.fileno(), CLONE_NEWNET):  # of this thread, which ends here
-                    raise OSError(ctypes.get_errno(), f"setns to {name}")
+            enter(self.file(name))  # this thread, which ends here
             try:
                 with urllib.request.urlopen(url, timeout=seconds) as answer:
                     return answer.read().decode()
@@ -163,6 +168,10 @@ class Topology:
 
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(ask).result()
+
+    def file(self, name: str) -> str:
+        """The namespace as `enter` takes it."""
+        return f"/run/netns/{self._ns(name)}"
 
     def _pids(self, name: str) -> list[int]:
         return self._pids_of(self._ns(name))
