@@ -45,7 +45,7 @@ def whole_settings(model: Path, number: int, members: int = STAGES, **sections: 
         "swarm": {"name": "crew"},
         "network": {"listen_addrs": ["/ip4/127.0.0.1/tcp/0"], "mdns": False},
         "policy": {"model": str(model), "threads": 1, "device": "cpu"},
-        "training": {"eval_every": 10_000, "seed": number},
+        "training": {"eval_every": 10_000, "seed": number, "step_interval": 0.2},
         "task": {"held_out_per_task": 1},
         "stages": {"mode": "always", "stages": members, "shadow_every": 5, "trust": "anyone"},
         "http": {"port": 0},

@@ -19,7 +19,7 @@ from swarmnode.config import TrainingConfig
 from swarmnode.demo.nodes import DemoNode, Liar
 from swarmnode.p2p import identity
 
-pytestmark = [pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.swarm, pytest.mark.long, pytest.mark.timeout(900)]
 
 OUTER_STEPS = 12
 SYNC_EVERY = 4
