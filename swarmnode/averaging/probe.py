@@ -65,9 +65,9 @@ class LossProbe:
     def remember(self, rewarded: Sequence[Row], own: Sequence[Row]) -> None:
         """Keep own completions: those that earned their group's highest reward, which averaged weights must not unlearn, and of all of a
         batch some."""
-        said = [row for row in own if row[1]]
+        completed = [row for row in own if row[1]]
         self._rewarded.extend(row for row in rewarded if row[1])
-        self._own.extend(said[:: max(1, len(said) // PROBE_SEQUENCES)])
+        self._own.extend(completed[:: max(1, len(completed) // PROBE_SEQUENCES)])
 
     def measure(self, mine: Tensors, mean: Tensors, answer: Answer) -> bool:
         rewarded = len(self._rewarded) >= LEAST_PROBE

@@ -29,7 +29,7 @@ HINTS_MOST = 2.0
 EXPLORE = 0.2
 """Share of the questions that are drawn from all buckets alike."""
 PEERS = 64
-"""Peers whose hints are remembered; who was heard longest ago makes room."""
+"""Peers whose hints are remembered; whose last hint is oldest makes room."""
 
 
 class Bucket(NamedTuple):
@@ -92,8 +92,8 @@ class Curriculum:
 
     def posterior(self, bucket: Bucket) -> tuple[float, float]:
         """(α, β) of the share of groups with a signal; (1, 1) where nothing is known."""
-        told = [known[bucket] for known in self._peers.values() if bucket in known]
-        hinted = _at_most(HINTS_MOST, sum(yes for yes, _ in told), sum(no for _, no in told))
+        hints = [known[bucket] for known in self._peers.values() if bucket in known]
+        hinted = _at_most(HINTS_MOST, sum(yes for yes, _ in hints), sum(no for _, no in hints))
         yes, no = self._own[bucket]
         return 1.0 + yes + hinted[0], 1.0 + no + hinted[1]
 

@@ -227,7 +227,7 @@ class Loop:
         sampled = time.monotonic()
 
         judgement = self._external.take()
-        self._questions.heard(judgement)
+        self._questions.take_hints(judgement)
         training = self._training
         rate = learning_rate(training, self._counters.step)
         rows = assemble(

@@ -53,7 +53,7 @@ class Questions:
         if self._curriculum is not None:
             self._curriculum.own(Bucket(ref.id, ref.difficulty), is_useful(rewards))
 
-    def heard(self, judgement: Judgement) -> None:
+    def take_hints(self, judgement: Judgement) -> None:
         """A step's groups from peers: those that are trained on say where a signal is."""
         if self._curriculum is None:
             return
