@@ -19,6 +19,7 @@ import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, Final, Literal
 
 import msgspec
@@ -28,7 +29,7 @@ from swarmnode.crew import events as ev
 from swarmnode.crew import local, messages
 from swarmnode.crew.detector import Signs, slowness_at
 from swarmnode.crew.events import Settings
-from swarmnode.crew.founding import Point, Waits, is_behind, plan_crew
+from swarmnode.crew.founding import LEAST_SECONDS, MOST_SECONDS, Point, Waits, is_behind, plan_crew
 from swarmnode.crew.messages import WITHOUT, Offer, Refuse, Status
 from swarmnode.crew.plan import stage_memory
 from swarmnode.crew.record import (
@@ -51,6 +52,8 @@ LONGEST_BAR_SECONDS: Final = 3600.0
 DOUBTS: Final = 8
 """Bars' worth of debt from which on a peer is left out on doubt alone."""
 LONG_AGO: Final = -1e18
+FARTHER: Final = 1 / 32
+"""The share by which a slower answer than the fastest makes a peer farther away."""
 LOADING: Final = Status("loading")
 
 
@@ -70,6 +73,8 @@ class Means:
     verify: Verify
     rng: random.Random
     trusts: Callable[[str], bool] = lambda peer: True
+    uplink: Callable[[], float] = lambda: math.inf
+    """Bytes per second that our line takes, as far as that was seen."""
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -90,6 +95,8 @@ class Peer(msgspec.Struct, frozen=True):
     """Proposals of its own in a row that we signed and that came to nothing."""
     deaf_until: float = LONG_AGO
     """What it proposes is not signed before: others have their turn."""
+    seconds: float | None = None
+    """What a message takes to it, one way: the fastest, nearly, of what was measured."""
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -159,11 +166,13 @@ class State(msgspec.Struct, frozen=True):
     turn_from: float = 0.0
     """The moment since which our place in the present plan counts."""
     planned: tuple[str, ...] = ()
-    """Members of that plan."""
+    """Members of that plan, as it is their turn."""
     retry_at: float = 0.0
     lapses: int = 0
     """Proposals of ours in a row that came to nothing."""
     offered_at: float = LONG_AGO
+    hop_said: float = 0.0
+    """What our last offer says of our line."""
     beat_at: float = LONG_AGO
     last_tick: float | None = None
     slowness: float = 1.0
@@ -205,6 +214,8 @@ class CrewStatistics(msgspec.Struct, frozen=True):
     """Seconds since a crew of ours last ran; 0 while it does, or where none ever did. None outside a crew."""
     recovery_seconds: float | None = None
     """From the last crew's standing still to its running again."""
+    peer_seconds: float = 0.0
+    """What a message takes to the usual peer, one way."""
 
 
 _CREW_STATES: Final[Mapping[Phase, CrewState]] = {
@@ -215,7 +226,7 @@ _CREW_STATES: Final[Mapping[Phase, CrewState]] = {
 def statistics(state: State, now: float, settings: Settings) -> CrewStatistics:
     crew, offers = state.crew, len(_offers(state, now, settings))
     if crew is None:
-        return CrewStatistics(offers=offers, recovery_seconds=state.recovery_seconds)
+        return CrewStatistics(offers=offers, recovery_seconds=state.recovery_seconds, peer_seconds=usual_seconds(state))
     slots = []
     for stage, (peer, layers) in enumerate((member.peer, member.layers) for member in crew.record.members):
         member = crew.members.get(peer)
@@ -230,6 +241,7 @@ def statistics(state: State, now: float, settings: Settings) -> CrewStatistics:
         offers=offers,
         standing_seconds=0.0 if state.stood_since is None else now - state.stood_since,
         recovery_seconds=state.recovery_seconds,
+        peer_seconds=usual_seconds(state),
     )
 
 
@@ -238,6 +250,12 @@ def advance(state: State, event: ev.Event, now: float, means: Means) -> tuple[St
     turn = _Turn(state, now, means)
     turn.handle(event)
     return turn.state, turn.actions
+
+
+def usual_seconds(state: State) -> float:
+    """What a message takes to a peer, one way: the median of those connected, whom a few that answer early or late do not move far."""
+    near = [known.seconds for known in state.peers.values() if known.connected and known.seconds is not None]
+    return min(MOST_SECONDS, median(near)) if near else 0.0
 
 
 def _offers(state: State, now: float, settings: Settings) -> dict[str, Offer]:
@@ -355,7 +373,9 @@ class _Turn:
             self._watch(state.crew)
         if self.state.crew is not None and self.now - self.state.beat_at >= settings.heartbeat_seconds - slack:
             self._send_heartbeats()
-        if self.now - self.state.offered_at >= settings.offer_seconds - slack:
+        hop, said = self._hop_seconds(), self.state.hop_said
+        news = self._offers_itself and abs(hop - said) > 0.5 * max(hop, said, LEAST_SECONDS)
+        if news or self.now - self.state.offered_at >= settings.offer_seconds - slack:
             self._send_offers()
         if self.state.proposal is not None and self.now >= self.state.proposal.until:
             self._lapse(self.state.proposal)
@@ -520,6 +540,10 @@ class _Turn:
 
     def _answered(self, event: ev.Answered) -> None:
         peer, request, answer, crew = event.peer, event.request, event.answer, self.state.crew
+        if event.seconds is not None and peer in self.state.peers:
+            known, took = self._peer(peer), event.seconds
+            before = took if known.seconds is None else known.seconds
+            self._set_peer(peer, replace(known, seconds=min(took, before + FARTHER * (took - before))))
         if isinstance(request, Offer) and event.foreign and peer in self.state.peers:
             self._set_peer(peer, replace(self._peer(peer), foreign_until=self.now + self.settings.foreign_seconds))
         if isinstance(answer, messages.Alive) and crew is not None and answer.crew == crew.id:
@@ -625,13 +649,18 @@ class _Turn:
             return Offer(NO_HASH, 0.0, 0.0, 0.0)
         capacity = offering.capacity
         out = [peer for peer, known in self.state.peers.items() if self.now < known.barred_until]
-        return Offer(offering.model, capacity.memory, capacity.speed, capacity.hop_seconds, offering.copies, tuple(out[:WITHOUT]))
+        return Offer(offering.model, capacity.memory, capacity.speed, self._hop_seconds(), offering.copies, tuple(out[:WITHOUT]))
+
+    def _hop_seconds(self) -> float:
+        """What a micro-batch takes from here to another stage: on our line, and from there to the usual one of our peers."""
+        line = self.state.offering.cost.batch_bytes / self.means.uplink() if self.state.offering is not None else 0.0
+        return min(MOST_SECONDS, line + usual_seconds(self.state))
 
     def _send_offers(self) -> None:
         """Send our offer to everybody connected; one that takes the last one back is sent once."""
         if not self._offers_itself and self.state.offered_at == LONG_AGO:
             return
-        self._set(offered_at=self.now if self._offers_itself else LONG_AGO)
+        self._set(offered_at=self.now if self._offers_itself else LONG_AGO, hop_said=self._hop_seconds())
         for peer, known in self.state.peers.items():
             if known.connected:
                 self._send_offer(peer)
@@ -668,21 +697,19 @@ class _Turn:
         offers = {peer: offer for peer, offer in _offers(state, self.now, settings).items() if self.means.trusts(peer)}
         offers[state.me] = self._own_offer()
         plan = plan_crew(
-            state.me, offers, offering.model, offering.cost, settings.stages, self._waited, self._waits,
+            state.me, offers, offering.cost, settings.stages, self._waited, self._waits,
             {peer: 1 - known.worked + math.ceil(max(0.0, known.debt - settings.bar_seconds)) for peer, known in state.peers.items()},
+            {peer: known.seconds for peer, known in state.peers.items() if known.seconds is not None},
         )  # fmt: skip
         if plan is None:
             self._set(planned=())
             return
-        members = peers_of(plan.record)
-        if members != state.planned:
-            self._set(planned=members, turn_from=self.now)
+        turns = plan.turns
+        if turns != state.planned:
+            self._set(planned=turns, turn_from=self.now)
         if not plan.exact and self.now - state.new_offer_at < settings.gather_seconds:
             return
-        place = members.index(state.me) if state.me in members else len(members)
-        if self.now - self.state.turn_from < place * settings.turn_seconds:
-            return
-        if state.me not in members:  # each had its turn: they do not want each other, or us
+        if state.me not in turns or self.now - self.state.turn_from < turns.index(state.me) * settings.turn_seconds:
             return
         lineage = plan.record.lineage if plan.record.step else self.means.rng.randbytes(HASH_BYTES)
         self._propose(msgspec.structs.replace(plan.record, lineage=lineage, nonce=self.means.rng.randbytes(NONCE_BYTES)))

@@ -71,6 +71,8 @@ class Answered(msgspec.Struct, frozen=True):
     answer: messages.Answer | None
     foreign: bool = False
     """It does not speak this protocol at all."""
+    seconds: float | None = None
+    """What a message takes to it, one way, by how long this answer took; None without one."""
 
 
 class StreamLost(msgspec.Struct, frozen=True):

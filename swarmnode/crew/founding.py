@@ -25,8 +25,8 @@ from types import MappingProxyType
 from typing import Final
 
 from swarmnode.crew.messages import Offer
-from swarmnode.crew.plan import MEMBERS, Capacity, ModelCost, make_plan, stage_memory
-from swarmnode.crew.record import NO_HASH, NONCE_BYTES, Copy, Member, Record, Taken
+from swarmnode.crew.plan import MEMBERS, Capacity, ModelCost, plan_apart, stage_memory
+from swarmnode.crew.record import NO_HASH, NONCE_BYTES, Copy, Member, Record, Taken, peers_of
 from swarmnode.errors import Refused
 
 CONSIDERED: Final = 12
@@ -42,6 +42,9 @@ OLDER: Final = 1000
 FETCHED: Final = 10**9
 """For a node that has no copy of the block: it has to be sent there."""
 
+LEAST_SECONDS: Final = 0.001
+MOST_SECONDS: Final = 10.0
+"""A shorter distance is none, a longer one counts as this."""
 RANKS: Final = 1000
 UNKNOWN: Final = 3
 """For a node with whom no step was taken, or that is in debt: more than the difference between memory and disk. At the head one more: who
@@ -66,6 +69,13 @@ class Plan:
     exact: bool
     """Nothing that anybody here has is lost."""
 
+    @property
+    def turns(self) -> tuple[str, ...]:
+        """Who proposes it: the first at once, the next one when nothing came of it. Where training begins, the order of stages is each
+        node's own."""
+        members = peers_of(self.record)
+        return members if self.record.step else tuple(sorted(members))
+
 
 @dataclass(frozen=True)
 class _Choice:
@@ -77,6 +87,7 @@ class _Choice:
     model: bytes
     cost: ModelCost
     ranks: Mapping[str, int]
+    distances: Mapping[str, float]
 
     def clash(self, one: str, other: str) -> bool:
         """Whether one of them would not be in a crew with the other."""
@@ -120,14 +131,16 @@ def is_behind(own: Iterable[Copy], point: Point, vouchers: int, members: int, wa
 
 
 def plan_crew(
-    me: str, offers: Mapping[str, Offer], model: bytes, cost: ModelCost, stages: int, waited: float, waits: Waits,
-    ranks: Mapping[str, int] = MappingProxyType({}),
+    me: str, offers: Mapping[str, Offer], cost: ModelCost, stages: int, waited: float, waits: Waits,
+    ranks: Mapping[str, int] = MappingProxyType({}), distances: Mapping[str, float] = MappingProxyType({}),
 ) -> Plan | None:  # fmt: skip
     """What to propose now; None where nothing can be founded yet. Whoever has the same offers plans the same crew.
 
     `offers` by peer, our own included; `waited`: seconds since this node has been free; `stages`: of a crew that begins, 0 for any number;
-    `ranks`: of two that would do equally well the lower one is taken, and the base is begun with the lowest that can.
+    `ranks`: of two that would do equally well the lower one is taken, and the base is begun with the lowest that can. `distances`: seconds
+    to a peer, one way, as this node has measured them.
     """
+    model = offers[me].model
     able = {peer: offer for peer, offer in offers.items() if offer.model == model and offer.memory > 0 and offer.speed > 0}
     if me not in able:
         return None
@@ -135,7 +148,7 @@ def plan_crew(
     learnt = any(copy.step > 0 for _, copy in copies)
     mine = newest(able[me].copies)
     lineages = [mine.lineage] if mine is not None else sorted({copy.lineage for _, copy in copies if copy.step > 0})
-    choice = _Choice(me, able, copies, model, cost, ranks)
+    choice = _Choice(me, able, copies, model, cost, ranks, distances)
     found = [plan for lineage in lineages if (plan := _continue(choice, lineage, waited, waits)) is not None]
     best = max(found, key=lambda plan: (plan.record.step, plan.record.lineage), default=None)
     if best is not None:
@@ -152,23 +165,40 @@ def plan_crew(
 
 
 def _begin(choice: _Choice, willing: Iterable[str], stages: int) -> Record | None:
-    """From the base, as `plan.make_plan` places its layers on the largest of those who would be together. A speed is a claim: it counts
-    half, as it were."""
+    """From the base, as `plan.plan_apart` places its layers on the nearest and largest of those who would be together. What others say of
+    their speed and their line are claims: they count half, as it were."""
     able, cost, model = choice.able, choice.cost, choice.model
+    near = {peer: 0.0 if peer == choice.me else _rough(choice.distances.get(peer, 0.0)) for peer in able}
     peers: list[str] = []
-    for peer in sorted(willing, key=lambda peer: (peer != choice.me, choice.ranks.get(peer, 0), -able[peer].memory, peer)):
+    for peer in sorted(willing, key=lambda peer: (peer != choice.me, choice.ranks.get(peer, 0), near[peer], -able[peer].memory, peer)):
         if len(peers) < MEMBERS and not any(choice.clash(peer, other) for other in peers):
             peers.append(peer)
-    peers.sort()
+    peers.sort(key=lambda peer: (near[peer], peer))
     if not peers:
         return None
-    usual = median(able[peer].speed for peer in peers)
+    speed, hop = median(able[peer].speed for peer in peers), median(able[peer].hop_seconds for peer in peers)
+    capacities = [
+        Capacity(able[peer].memory, math.sqrt(able[peer].speed * speed), math.sqrt(min(able[peer].hop_seconds, MOST_SECONDS) * hop))
+        for peer in peers
+    ]
+    apart = [[_apart(near[one], near[other], choice.me in (one, other)) if one != other else 0.0 for other in peers] for one in peers]
     try:
-        plan = make_plan(cost, [Capacity(able[p].memory, math.sqrt(able[p].speed * usual), able[p].hop_seconds) for p in peers], stages)
+        plan = plan_apart(cost, capacities, apart, stages)
     except Refused:
         return None
     members = tuple(Member(peers[member], layers) for member, layers in zip(plan.members, plan.layers, strict=True))
     return Record(NO_HASH, model, NO_HASH, 0, Taken(), members, bytes(NONCE_BYTES))
+
+
+def _rough(seconds: float) -> float:
+    """A power of two: no plan changes because a line was measured anew."""
+    return 0.0 if seconds < LEAST_SECONDS else 2.0 ** round(math.log2(min(seconds, MOST_SECONDS)))
+
+
+def _apart(one: float, other: float, exact: bool) -> float:
+    """Seconds between two that are so far from us, or of whom one is we (`exact`). Else they are between the difference and the sum of
+    these apart, and probably nearer to the difference: who is equally far is often in one place."""
+    return max(one, other) if exact else 0.75 * abs(one - other) + 0.25 * (one + other)
 
 
 def _continue(choice: _Choice, lineage: bytes, waited: float, waits: Waits) -> Plan | None:

@@ -38,18 +38,23 @@ class ModelCost:
     layers: tuple[Part, ...]
     head: Part
     """Norm and head; with tied embeddings it holds the embedding a second time."""
+    batch_bytes: float = 0.0
+    """What a stage sends of a micro-batch: activations to the next one, gradients to the one before."""
+    crossings: float = 0.0
+    """How often, for each micro-batch of a step, everybody waits for the way through all stages and back: once for each token that is
+    sampled, and while the pipeline fills and drains."""
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a member measured of itself."""
+    """What a member can do."""
 
     memory: float
     """Bytes it can give."""
     speed: float
     """Work per second, > 0."""
     hop_seconds: float = 0.0
-    """What it takes to send one micro-batch's activations on, where work does not hide it."""
+    """What it takes to send one micro-batch's activations on, where work does not hide it; measured by the network process."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,52 @@ def make_plan(model: ModelCost, members: Sequence[Capacity], stages: int = 0) ->
         else:
             found = better
     return search.earliest(found)
+
+
+def plan_apart(model: ModelCost, members: Sequence[Capacity], apart: Sequence[Sequence[float]], stages: int = 0) -> Plan:
+    """As `make_plan`, of members that are `apart[i][j]` seconds, one way; the nearest to us come first.
+
+    Each further member makes the slowest stage faster and the way through all of them longer: as many as make a step fastest. Their order
+    is the one, of those no slower, with the shortest way. Raises as `make_plan` does.
+    """
+    if not any(any(row) for row in apart):
+        return make_plan(model, members, stages)
+    best: tuple[float, Plan] | None = None
+    for count in range(max(1, stages), len(members) + 1):
+        try:
+            plan, way = _nearest(model, members, make_plan(model, members[:count], stages), apart)
+        except Refused:
+            if best is None and count == len(members):
+                raise
+            continue
+        seconds = plan.slowest_seconds + model.crossings * way
+        if best is None or seconds < best[0]:
+            best = seconds, plan
+    return best[1] if best is not None else make_plan(model, members, stages)
+
+
+def _nearest(model: ModelCost, members: Sequence[Capacity], plan: Plan, apart: Sequence[Sequence[float]]) -> tuple[Plan, float]:
+    """The order of the plan's members, each with as many layers as it has there and none slower than its slowest, with the shortest way;
+    and the seconds of that way, once through all of them and back to the first."""
+    search, chosen, bound = _Search(model, members), plan.members, plan.slowest_seconds
+    layers = dict(zip(chosen, plan.layers, strict=True))
+
+    def way(order: Sequence[int]) -> float:
+        return sum(apart[one][other] for one, other in pairwise(order))
+
+    ends: dict[tuple[int, int], tuple[int, ...]] = {}  # (those placed, the last of them) → the shortest order
+    for used in range(1, 1 << len(chosen)):
+        placed = [index for number, index in enumerate(chosen) if used >> number & 1]
+        end = sum(layers[index] for index in placed)
+        for number, index in enumerate(chosen):
+            if used >> number & 1 and search.seconds(index, end - layers[index], end) <= bound:
+                rest = used & ~(1 << number)
+                before = [(*ends[rest, other], index) for other in placed if (rest, other) in ends] if rest else [(index,)]
+                if before:
+                    ends[used, index] = min(before, key=way)
+    whole = [chosen, *(order for (used, _), order in ends.items() if used == (1 << len(chosen)) - 1)]
+    order = min(whole, key=way)
+    return Plan(order, tuple(layers[index] for index in order), bound), way(order) + apart[order[-1]][order[0]]
 
 
 class _Search:

@@ -45,6 +45,8 @@ REQUEST_TIMEOUT: Final = 10.0
 """The next heartbeat does not wait for the answer to the last: over a slow line that tensors fill it takes seconds."""
 LEAVE_SECONDS: Final = 3.0
 """For others to be told that this node is going."""
+ROUND_TRIPS: Final = 3
+"""A request takes so many: two until its stream is open, one for itself."""
 POLL_INTERVAL: Final = 5.0
 """Between two looks who is connected, whatever the network says."""
 PARTNERS: Final = "partners.json"
@@ -115,7 +117,7 @@ class StageService:
         self.proxy = StreamProxy(network.streams, data_dir, self._stream_lost, allows=node.allows, rejected=network.rejected)
         self._network = network
         self._node = node
-        self._means = Means(self.settings, key.sign, signed_by, rng or random.SystemRandom(), self._trusts)
+        self._means = Means(self.settings, key.sign, signed_by, rng or random.SystemRandom(), self._trusts, self.proxy.uplink)
         self._state = State(network.peer_id)
         self._nursery: trio.Nursery | None = None
         self._resting = ""
@@ -333,7 +335,8 @@ class StageService:
             self._counts.unanswered[type(message).__name__.lower()] += 1
         elif isinstance(message, messages.Heartbeat):
             self._counts.heartbeat_seconds = _now() - began
-        self._handle(ev.Answered(peer, message, answer, foreign))
+        seconds = (_now() - began) / (2 * ROUND_TRIPS)
+        self._handle(ev.Answered(peer, message, answer, foreign, seconds if answer is not None else None))
 
     async def _serve(self, peer: str, data: bytes) -> bytes:
         """The answer to a peer. Raises PeerError to reset the stream."""

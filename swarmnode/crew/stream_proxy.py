@@ -26,6 +26,7 @@ import trio
 
 from swarmnode.crew.local import Open, socket_file
 from swarmnode.crew.stream_handshake import Kind, StreamOpen, StreamPeers, StreamReady, framed, read_first, read_open, refusal
+from swarmnode.crew.uplink import Uplink
 from swarmnode.errors import BadMessage, PeerError, Unavailable
 from swarmnode.files import socket_address
 from swarmnode.p2p.api import PeerStream, Streams
@@ -102,8 +103,13 @@ class StreamProxy:
         self._nursery: trio.Nursery | None = None
         self._connections = 0
         self._counts = _Counts()
+        self._line = Uplink()
 
     # -- for the service
+
+    def uplink(self) -> float:
+        """Bytes per second that this node's line takes; infinite until streams had to wait for it."""
+        return self._line.bytes_per_second
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:  # type: ignore[name-defined]
         """Serve until cancelled. Raises Unavailable when the socket cannot be made."""
@@ -340,7 +346,9 @@ class StreamProxy:
             try:
                 while data := await pipe.unix.receive_some(READ_BYTES):
                     await self._within("serve")
+                    began = trio.current_time()
                     await stream.send(data)
+                    self._line.sent(len(data), trio.current_time() - began, trio.current_time())
                 first = first or "ours"
             except PeerError:
                 first = first or "theirs"

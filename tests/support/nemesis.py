@@ -107,7 +107,7 @@ class World:
         """Lineages of which some live node was as far as that: where nodes suffice for one crew only, one of them has to be given up."""
         self.nodes: dict[str, Node] = {}
         part = Part(1.0, 1.0)
-        self.cost = ModelCost(part, (part,) * self.stages, part)
+        self.cost = ModelCost(part, (part,) * self.stages, part, batch_bytes=1e6, crossings=8.0)
         self.settings = Settings(**{**{f: getattr(SETTINGS, f) for f in SETTINGS.__struct_fields__}, "stages": self.stages})
         for number in range(self.stages + self.spares):
             rate = rng.choice((1.0, 1.0, 0.98, 1.03)) if bad else 1.0
@@ -314,12 +314,12 @@ class World:
         if peer not in self.nodes or self._lost(node.name, peer):
             return
         for _ in range(2 if self.copies and self.rng.random() < self.copies else 1):
-            self.after(self._latency(), self._arrive, node.name, node.life, peer, self.nodes[peer].life, message)
+            self.after(self._latency(), self._arrive, node.name, node.life, peer, self.nodes[peer].life, message, self.now)
 
-    def _arrive(self, a: str, a_life: int, b: str, b_life: int, message: messages.Request) -> None:
+    def _arrive(self, a: str, a_life: int, b: str, b_life: int, message: messages.Request, asked: float = 0.0) -> None:
         node = self.nodes[b]
         if node.stopped_until > self.now:
-            self.at(node.stopped_until, self._arrive, a, a_life, b, b_life, message)
+            self.at(node.stopped_until, self._arrive, a, a_life, b, b_life, message, asked)
             return
         answer = self.event(b, b_life, ev.Received(a, message))
         if answer is None or self._lost(b, a):
@@ -327,7 +327,8 @@ class World:
         if self._encode:
             answer = messages.decode_answer(messages.encode_message(answer))
         if a in self.nodes:
-            self.after(self._latency(), self.event, a, a_life, ev.Answered(b, message, answer))
+            back = self._latency()
+            self.after(back, self.event, a, a_life, ev.Answered(b, message, answer, seconds=(self.now + back - asked) / 2))
 
     # ---- liars ----------------------------------------------------------------------------------------------------------------
 
@@ -374,7 +375,7 @@ class World:
                 answer = messages.Signature(crew, named_keys(liar)[0](messages.member_bytes(crew)))
             case messages.Heartbeat(crew) if self.rng.random() < 0.5:
                 answer = messages.Alive(crew, messages.Status("active", 10**9, 1))
-        self.event(a, a_life, ev.Answered(liar, request, answer))
+        self.event(a, a_life, ev.Answered(liar, request, answer, seconds=5.0 if liar == "x1" else 0.0))
 
     def _turn_coat(self) -> None:
         """One member lies from now on: it refuses every step, or says what is not so of itself."""

@@ -101,6 +101,7 @@ async def test_three_nodes_found_a_crew_and_take_steps(tmp_path):
         assert [slot.peer for slot in statistics.crew.slots] == [node.network.peer_id for node in nodes]
         assert statistics.streams.open == {"frames": 2, "state": 0}
         assert statistics.heartbeat_seconds is not None
+        assert 0 < statistics.crew.peer_seconds < statistics.heartbeat_seconds + 5, "which is what it offers of its line"
         assert all(notes(node)["broken"] == 0 for node in nodes)
 
 

@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from swarmnode.crew.local import Offering
 from swarmnode.crew.plan import Capacity, ModelCost, model_cost
 from swarmnode.errors import ConfigError, DeviceError, Refused, Unavailable
 from swarmnode.pipeline.context import CrewSettings
-from swarmnode.pipeline.frames import ActivationCodec, FrameLimits
+from swarmnode.pipeline.frames import ActivationCodec, FrameLimits, activation_bytes
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.spec import check_model_type, stage_specs
 from swarmnode.pipeline.split import adapt, load_stage
@@ -42,6 +42,8 @@ TOKENS = 16384
 """Padded tokens of a micro-batch or wave in any crew: what a member is ready to receive."""
 PROMPT_TOKENS = 64
 """A question's length, about: it says how much the caches of a step's waves take."""
+WAYS_OF_AN_UPDATE = 4
+"""To the last stage and back, while scores are computed and while gradients are."""
 SPEED_SIZE = 512
 """Side of the matrices that are multiplied to measure a machine."""
 SPEED_SECONDS = 0.1
@@ -193,7 +195,7 @@ def open_model(
         opened = stored(data_dir)
         if opened is not None:
             check_model(opened.manifest, text.fingerprint, text.tokenizer_hash)
-        cost = cost_of(training, cfg.lora, hf, placement)
+        cost = over_lines(cost_of(training, cfg.lora, hf, placement), training, int(hf.hidden_size), terms)
         room = capacity(stages.capacity, placement)
         memory = float(room if room is not None else whole_bytes(cfg, hf, placement))
         offering = Offering(terms.hash(identity), Capacity(memory / HEADROOM, measure_speed(placement)), cost)
@@ -246,6 +248,15 @@ def cost_of(cfg: TrainingConfig, adapter: LoraSettings, hf: PretrainedConfig, pl
         hf, batch_tokens=tokens, cached_tokens=cached, weight_bytes=placement.dtype.itemsize if lora else 4,
         trained_bytes=0 if lora else TRAINED_BYTES - 4,
     )  # fmt: skip
+
+
+def over_lines(cost: ModelCost, cfg: TrainingConfig, hidden: int, terms: CrewTerms) -> ModelCost:
+    """What a step costs lines besides: bytes of a micro-batch, and how often everybody waits for the way through all stages."""
+    tokens = min(cfg.per_device_train_tokens, TOKENS)
+    sampled = cfg.groups_per_step * cfg.num_generations * (PROMPT_TOKENS + cfg.max_completion_length)
+    both = activation_bytes(terms.codec, tokens, hidden) + activation_bytes(terms.gradient_codec, tokens, hidden)
+    ways = cfg.max_completion_length + WAYS_OF_AN_UPDATE
+    return replace(cost, batch_bytes=float(both), crossings=ways / max(1.0, sampled / tokens))
 
 
 def measure_speed(placement: Placement) -> float:

@@ -1,5 +1,6 @@
 """One node's part in crews, event by event: what it signs, what ends its crew, and what does not."""
 
+import math
 import random
 
 import msgspec
@@ -9,7 +10,7 @@ from msgspec.structs import replace
 from swarmnode.crew import events as ev
 from swarmnode.crew import local
 from swarmnode.crew import messages as m
-from swarmnode.crew.control import CrewStatistics, Means, Phase, SlotStatistics, State, advance, statistics
+from swarmnode.crew.control import CrewStatistics, Means, Phase, SlotStatistics, State, advance, statistics, usual_seconds
 from swarmnode.crew.plan import Capacity, ModelCost, Part
 from swarmnode.crew.record import NO_HASH, Copy, Founded, Member, Record, Signed, Taken, crew_id, member_bytes
 from tests.support.crew_trainer import named_keys
@@ -380,3 +381,46 @@ def test_a_member_that_has_not_joined_is_told_again_with_each_heartbeat_and_not_
     told = [a for a in node.does(ev.Answered("a", m.Heartbeat(crew, m.Status()), m.Refuse("crew", crew))) if isinstance(a, ev.Send)]
     assert [a.message for a in told] == [founded(of)]
     assert node.does(ev.Answered("a", founded(of), m.Refuse("crew", crew))) == [], "two that refuse each other would never end"
+
+
+def far_node(seconds, *, batch_bytes=0.0, uplink=math.inf):
+    """`b`, whose peers' answers have taken so long, one way; and what it offers then."""
+    node = Node()
+    node.means = Means(SETTINGS, node.means.sign, node.means.verify, random.Random(1), uplink=lambda: uplink)
+    cost = ModelCost(Part(0.0, 0.0), (Part(1.0, 1.0),) * 2, Part(0.0, 0.0), batch_bytes)
+    for peer, each in seconds.items():
+        node.does(ev.PeerBack(peer))
+        for one in each:
+            node.does(ev.Answered(peer, m.Offer(MODEL, 0.0, 0.0, 0.0), m.Noted(), seconds=one))
+    offering = local.Offering(MODEL, Capacity(1.0, 1.0), cost)
+    return node, [a.message for a in node.does(ev.TrainerOffers(offering)) if isinstance(a, ev.Send) and isinstance(a.message, m.Offer)]
+
+
+def test_a_node_offers_what_it_has_measured_of_its_line():
+    _, offers = far_node({"a": [0.05], "c": [0.07], "d": [0.06]}, batch_bytes=3e6, uplink=6e6)
+    assert offers
+    assert all(offer.hop_seconds == pytest.approx(0.06 + 0.5) for offer in offers)
+    assert all(offer.hop_seconds == 0.0 for offer in far_node({})[1]), "nothing was measured"
+
+
+def test_a_distance_is_that_of_the_fastest_answer_and_few_slow_ones_change_it_little():
+    node, _ = far_node({"a": [0.3, 0.05, 2.0]})
+    assert usual_seconds(node.state) == pytest.approx(0.05 + 1.95 / 32)
+    for lies in ([1e9] * 100, [0.0] * 100):
+        node, offers = far_node({"a": [0.05], "c": [0.06], "d": lies})
+        assert 0.05 <= usual_seconds(node.state) <= 0.06
+        assert 0.05 <= offers[0].hop_seconds <= 0.06
+
+
+def test_what_was_measured_since_is_offered_anew_at_once_and_small_changes_are_not():
+    node, _ = far_node({"a": [0.05]})
+    offers = lambda: [a for a in node.done if isinstance(a, ev.Send) and isinstance(a.message, m.Offer)]
+    node.does(ev.Tick())
+    node.done.clear()
+    answered = lambda seconds: node.does(ev.Answered("a", m.Offer(MODEL, 0.0, 0.0, 0.0), m.Noted(), seconds=seconds))
+    answered(0.04)
+    node.does(ev.Tick())
+    assert offers() == []
+    answered(0.01)
+    node.does(ev.Tick())
+    assert [a.message.hop_seconds for a in offers()] == [0.01]

@@ -26,7 +26,7 @@ def offer(*copies, memory=1.0, speed=1.0) -> Offer:
 
 
 def plan(offers, waited=0.0, me="a", **more):
-    return plan_crew(me, offers, MODEL, COST, 4, waited, WAITS, **more)
+    return plan_crew(me, offers, COST, 4, waited, WAITS, **more)
 
 
 def four(*steps, where="memory"):
@@ -94,8 +94,8 @@ def test_one_who_was_cut_off_for_long_brings_everything_back():
 
 def test_the_base_comes_last():
     offers = {name: offer(copy(0, 9), memory=4.0) for name in "ab"}
-    assert plan_crew("a", offers, MODEL, COST, 1, 99.0, WAITS) is None
-    assert plan_crew("a", offers, MODEL, COST, 1, 101.0, WAITS).record.step == 0
+    assert plan_crew("a", offers, COST, 1, 99.0, WAITS) is None
+    assert plan_crew("a", offers, COST, 1, 101.0, WAITS).record.step == 0
 
 
 def test_nobody_believes_a_single_other_node():
@@ -220,3 +220,35 @@ def test_who_has_learnt_nothing_waits_for_those_who_have_while_they_could_go_on(
 def test_the_newest_of_a_node_is_its_own():
     assert newest([copy(0, 3, "disk"), copy(0, 4), copy(1, 9, "neighbour")]).step == 4
     assert newest([copy(1, 9, "neighbour")]) is None
+
+
+def begins(distances, *, me="a", names="abcdefgh", crossings=100.0, hops=()):
+    cost = ModelCost(Part(0.0, 0.0), (Part(1.0, 1.0),) * 8, Part(0.0, 0.0), crossings=crossings)
+    offers = {name: Offer(MODEL, 4.0, 1.0, dict(hops).get(name, 0.0)) for name in names}
+    return plan_crew(me, offers, cost, 0, 0.0, WAITS, distances=distances)
+
+
+def test_a_crew_is_begun_with_those_nearby_and_no_more_of_them_than_pays():
+    assert len(peers_of(begins({}).record)) == 8
+    far = dict.fromkeys("bcdefgh", 0.05)
+    assert len(peers_of(begins(far).record)) == 2
+    assert set(peers_of(begins(far | {"f": 0.002}).record)) == {"a", "f"}
+    assert begins(far).turns == tuple(sorted(peers_of(begins(far).record))), "whose turn it is does not hang on what each has measured"
+
+
+def test_one_that_answers_late_or_claims_a_slow_line_moves_nobody_but_itself():
+    usual = dict.fromkeys("bcdefgh", 0.002)
+    assert len(peers_of(begins(usual).record)) == 8
+    assert begins(usual | {"h": 9.9}).record == begins(usual, names="abcdefg").record
+    others = dict.fromkeys("abcdefg", 0.002)
+    slow = begins(usual, hops=others | {"h": 1e30}).record
+    assert slow == begins(usual, hops=others | {"h": 10.0}).record, "a claim beyond all bounds is one of ten seconds"
+    assert set("abcdefg") <= set(peers_of(slow))
+
+
+def test_those_in_one_place_are_neighbours():
+    cost = ModelCost(Part(0.0, 0.0), (Part(1.0, 1.0),) * 4, Part(0.0, 0.0), crossings=1.0)
+    offers = {name: offer() for name in "abcd"}
+    found = plan_crew("a", offers, cost, 4, 0.0, WAITS, distances={"b": 0.064, "c": 0.001, "d": 0.064})
+    order = peers_of(found.record)
+    assert abs(order.index("a") - order.index("c")) == 1 == abs(order.index("b") - order.index("d"))

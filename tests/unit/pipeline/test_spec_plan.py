@@ -1,6 +1,6 @@
 """Specs name every tensor once (a tied embedding twice); plans are the best there are, within memory."""
 
-from itertools import permutations, product
+from itertools import pairwise, permutations, product
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarmnode.crew import plan as plan_module
-from swarmnode.crew.plan import Capacity, ModelCost, Part, Plan, make_plan, model_cost
+from swarmnode.crew.plan import Capacity, ModelCost, Part, Plan, make_plan, model_cost, plan_apart
 from swarmnode.errors import ConfigError, Refused
 from swarmnode.pipeline.spec import holders, stage_specs
 
@@ -111,3 +111,47 @@ def test_a_big_model_and_a_full_crew_are_planned_in_few_looks(monkeypatch):
     assert plan.slowest_seconds == cost(model, members, plan.members, plan.layers)
     assert sum(plan.layers) == 80
     assert plan.slowest_seconds < 80.5 / sum(member.speed for member in members) + 1.0  # as fast as all together, but for one layer
+
+
+def apart_by(places):
+    """Seconds between members that stand at these seconds of a line."""
+    return [[abs(one - other) for other in places] for one in places]
+
+
+def test_as_many_stages_as_make_a_step_fastest_and_no_more_where_members_are_far_apart():
+    model = ModelCost(Part(0, 0), (Part(1, 1),) * 8, Part(0, 0), crossings=100.0)
+    eight = [Capacity(4.0, 1.0)] * 8
+    everywhere = [[0.05 * (one != other) for other in range(8)] for one in range(8)]
+    assert len(plan_apart(model, eight, [[0.0] * 8] * 8).layers) == 8
+    assert plan_apart(model, eight, everywhere).layers == (4, 4), "the fewest that hold it"
+    near = [[seconds / 16 for seconds in row] for row in everywhere]
+    stages = len(plan_apart(model, eight, near).layers)
+    assert 2 < stages < 8, "a shorter way is worth some"
+    times = {n: make_plan(model, eight[:n]).slowest_seconds + 100 * n * 0.05 / 16 for n in range(2, 9)}
+    assert times[stages] == min(times.values())
+
+
+def test_neighbours_in_the_crew_are_near_each_other():
+    model = ModelCost(Part(0, 0), (Part(1, 1),) * 4, Part(0, 0), crossings=1.0)
+    places = [0.0, 0.25, 0.001, 0.251]  # two here, two far away, as they come
+    plan = plan_apart(model, [Capacity(1.0, 1.0)] * 4, apart_by(places), 4)
+    assert plan.members in ((0, 2, 1, 3), (2, 0, 1, 3), (0, 2, 3, 1), (2, 0, 3, 1), (1, 3, 2, 0), (3, 1, 0, 2), (1, 3, 0, 2), (3, 1, 2, 0))
+    assert sum(abs(places[a] - places[b]) for a, b in pairwise(plan.members)) <= 0.252
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(models, capacities, st.lists(st.sampled_from([0.0, 0.1, 2.0]), min_size=3, max_size=3))
+def test_an_order_for_the_way_s_sake_is_no_slower_and_has_the_shortest_way(model, members, places):
+    apart = apart_by(places[: len(members)])
+    try:
+        fastest = make_plan(model, members, len(members))
+    except Refused:
+        return
+    plan = plan_apart(model, members, apart, len(members))
+    layers = dict(zip(fastest.members, fastest.layers, strict=True))
+    seconds = lambda order: cost(model, members, order, [layers[i] for i in order])
+    way = lambda order: sum(apart[a][b] for a, b in pairwise(order))
+    possible = [order for order in permutations(layers) if (s := seconds(order)) is not None and s <= fastest.slowest_seconds]
+    assert dict(zip(plan.members, plan.layers, strict=True)) == layers
+    assert way(plan.members) == pytest.approx(min(map(way, possible)))
+    assert seconds(plan.members) <= fastest.slowest_seconds
