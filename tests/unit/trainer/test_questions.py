@@ -75,7 +75,7 @@ def test_peers_groups_that_are_trained_on_are_hints_and_refused_ones_are_not():
 
     questions, _ = series(curriculum=True, count=0)
     for _ in range(4):
-        questions.heard(Judgement([], judged("used", 1) + judged("surprise", 2)))
+        questions.take_hints(Judgement([], judged("used", 1) + judged("surprise", 2)))
     counts = Counter((ref.id, ref.difficulty) for _, ref in (questions.next() for _ in range(600)))
     assert counts["rg/gcd", 1] > 1.2 * max(counts["rg/gcd", 2], counts["rg/lcm", 0], counts["rg/gcd", 0])
 
