@@ -1,4 +1,4 @@
-"""Other nodes' groups of a step: asked for when it begins, taken when sampling has ended, judged."""
+"""Other nodes' groups of a step: asked for and taken when sampling has ended, so that they are the newest; judged."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from swarmnode.trainer.engine import Engine
 from swarmnode.trainer.judge import Judgement, judge, judge_until_full, reserve
 from swarmnode.trainer.plan import StepPlan
 
-ANSWER_SECONDS = 0.05
-"""How long a step waits for groups that the network process has but has not handed over yet."""
+ANSWER_SECONDS = 0.2
+"""How long a step waits at most for what the network process hands over: it answers in milliseconds, unless it is busy; what comes later
+is for the next step."""
 
 
 class ExternalGroups:
@@ -28,21 +29,15 @@ class ExternalGroups:
         self._temperature = temperature
         self._backlog: list[ExternalGroup] = []
 
-    def request(self, policy_version: int) -> None:
-        """Ask for as many groups as the step has room for, and some in place of those that it will refuse, less those that wait."""
+    def exchange(self, own: list[OwnGroup], policy_version: int) -> Judgement:
+        """Publish what the step has sampled, and judge what others have by now, until the step's room is full. `learnt` follows."""
         room = self._plan.external_room
-        missing = room + reserve(room) - len(self._backlog)
+        missing = room + reserve(room) - len(self._backlog)  # some in place of those that will be refused, less those that wait
         if missing > 0:
             self._link.request_external(missing, policy_version, most_per_peer(room))
-
-    def publish(self, messages: list[OwnGroup]) -> None:
         if self._sharing.enabled:
-            for message in messages:
+            for message in own:
                 self._link.send(message)
-
-    def take(self) -> Judgement:
-        """Judge what has arrived, until the step's room is full. `learnt` follows."""
-        room = self._plan.external_room
         arrived, useful = self._link.take_external(ANSWER_SECONDS) if room else ([], 0)
         judgement, left = judge_until_full(self._backlog + arrived, room, self._judge)
         self._backlog = left[: self._plan.groups]

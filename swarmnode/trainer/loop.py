@@ -218,15 +218,13 @@ class Loop:
     def _step(self) -> None:
         started = time.monotonic()
         self._identity.adopt()
-        self._external.request(self._counters.policy_version)
 
         experience = self._sampler(self._plan.own_groups)
         own = [row for group in experience.groups for row in group.rows]
         self._engine.remember([row for group in experience.groups for row in best_rows(group)], own)
-        self._external.publish(experience.messages)
         sampled = time.monotonic()
 
-        judgement = self._external.take()
+        judgement = self._external.exchange(experience.messages, self._counters.policy_version)
         self._questions.take_hints(judgement)
         training = self._training
         rate = learning_rate(training, self._counters.step)
