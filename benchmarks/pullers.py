@@ -36,15 +36,15 @@ class Puller:
         self.urgent = waiting < count
         self.asking.allow(plenty=len(self.offers) >= PLENTY * count, urgent=waiting < count)
 
-    def to_list(self, connected: Collection[str], now: float) -> list[tuple[str, ListingRequest]]:
-        """Whom to ask for a listing now, and what to ask; each is followed by `listed`."""
-        if self.wanted <= 0:
+    def to_list(self, connected: Collection[str], now: float, *, trial: bool = False) -> list[tuple[str, ListingRequest]]:
+        """Whom to ask for a listing now, and what to ask; each is followed by `listed`. trial: also where nothing is wanted."""
+        if self.wanted <= 0 and not trial:
             return []
         self.offers.keep(connected)
         return [(peer, ListingRequest(self.swarm, *self.offers.cursor(peer))) for peer in self.asking.next(connected, now, self.rng)]
 
     def listed(self, holder: str, response: ListingResponse | None, now: float) -> int:
-        """What came of a listing; None: nothing. Returns how many groups in it nobody listed before."""
+        """What came of a listing; None: nothing. Returns how many groups nobody listed before, as `Offers.take`."""
         self.asking.done(holder, now, lists=None if response is None else True)
         if response is None or response.status != "ok":
             return 0

@@ -287,7 +287,7 @@ def main() -> None:
 def _constants(constants: Constants) -> str:
     of = lambda name, what: f"{name} {what.cpu_ms:.2f} ms and {what.bytes:,.0f} bytes"
     return ", ".join([
-        of("a listing of 64", constants.listing), of("an empty one", constants.empty), of("a group", constants.pull),
+        of("a listing of 14", constants.listing), of("an empty one", constants.empty), of("a group", constants.pull),
         of("one more in the same request", constants.more), of("a connection, a second, one end", constants.idle),
     ])  # fmt: skip
 

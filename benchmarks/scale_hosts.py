@@ -44,7 +44,7 @@ class Cost(msgspec.Struct, frozen=True):
 
 class Constants(msgspec.Struct, frozen=True):
     listing: Cost
-    """Asking for a listing of 64 groups, and answering."""
+    """Asking for a listing that is full, and answering."""
     empty: Cost
     """The same where nothing is new."""
     pull: Cost
@@ -91,7 +91,7 @@ async def requests(size: int) -> tuple[Cost, Cost, Cost, Cost, float]:
                     deadline=10.0, max_response_bytes=limits.LISTING_RESPONSE_BYTES,
                 )  # fmt: skip
                 clock.pass_by()
-                assert len(codec.decode(data, ListingResponse, limits.LISTING_RESPONSE_BYTES).groups) == (0 if position else 64)
+                assert len(codec.decode(data, ListingResponse, limits.LISTING_RESPONSE_BYTES).groups) == (0 if position else limits.NEWEST)
 
             async def pull(contents: list[bytes]) -> None:
                 data = await client.requests.request(

@@ -1,6 +1,6 @@
 """Swarms of 10,000 and 100,000 nodes for benchmarks.scale, in numpy: steps in lockstep, and the rules of `rollouts.offers` simplified.
 
-In a step every node asks two of its sixteen neighbours for a listing, in turn; it draws from what these two and one of those before have
+In a step every node asks one of its sixteen neighbours for a listing, in turn; it draws from what this one and two of those before have
 listed, by spread × freshness, up to half from one of them. No trust, no liars, no failures: benchmarks.scale_events has those. What a node
 asks for does not depend on the number of nodes here, by construction; what comes of it may.
 """
@@ -13,13 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.scale_events import DEGREE, LEARNT, LIFE_SECONDS, MADE, ROOM, STEP_SECONDS, TURNOVER_SECONDS
-from swarmnode.rollouts.asking import AT_ONCE as MOST_AT_ONCE
 from swarmnode.rollouts.offers import HALF_LIFE_SECONDS, MOST_OFFERED
-from swarmnode.wire.limits import LISTED
+from swarmnode.wire.limits import NEWEST
 
 CHUNK = 10_000
 HOLDERS_AT_ONCE = 3
-AT_ONCE = MOST_AT_ONCE // 2
+AT_ONCE = 1
 """Listings in a step: there is plenty on offer."""
 SHELF = 64
 TAKEN = 24
@@ -89,7 +88,7 @@ class Model:
         entries = 0
         for place in turn:
             holders = self.linked[:, place]
-            entries += int(np.minimum(np.maximum(0, self.kept[holders] - self.cursors[:, place]), LISTED).sum())
+            entries += int(np.minimum(np.maximum(0, self.kept[holders] - self.cursors[:, place]), NEWEST).sum())
             self.cursors[:, place] = self.kept[holders]
         places = (turn + [(self.step * AT_ONCE - 1 - n) % self.degree for n in range(HOLDERS_AT_ONCE)])[:HOLDERS_AT_ONCE]
         took, pulls = np.full((nodes, ROOM), NOBODY, np.int64), 0

@@ -137,7 +137,7 @@ def read_groups_response(frame):
 def listing(life, held, last, request):
     """02, section 6: the positions that are listed, of those that are `held`; `last` was the last one given."""
     since = request["position"] if request["life"] == life and request["position"] <= last else 0
-    return [position for position in held if position > since][-COUNTS["listed"] :]
+    return [position for position in held if position > since][-COUNTS["newest"] :]
 
 
 def listed_falsely(listed, frame, domain, swarm):

@@ -105,12 +105,12 @@ def derivations() -> Iterator[Vector]:
     """What a responder lists, and what a listing said falsely."""
     held = list(range(3, 103))  # positions 1 and 2 were pushed out
     for name, request, ok in (
-        ("from the beginning", {"life": "", "position": 0}, held[-64:]),
+        ("from the beginning", {"life": "", "position": 0}, held[-limits.NEWEST :]),
         ("since a position", {"life": LIFE.hex(), "position": 99}, [100, 101, 102]),
-        ("since what was pushed out", {"life": LIFE.hex(), "position": 1}, held[-64:]),
+        ("since what was pushed out", {"life": LIFE.hex(), "position": 1}, held[-limits.NEWEST :]),
         ("since the last", {"life": LIFE.hex(), "position": 102}, []),
-        ("since a position of another life", {"life": "55" * 8, "position": 101}, held[-64:]),
-        ("since a position to come", {"life": LIFE.hex(), "position": 103}, held[-64:]),
+        ("since a position of another life", {"life": "55" * 8, "position": 101}, held[-limits.NEWEST :]),
+        ("since a position to come", {"life": LIFE.hex(), "position": 103}, held[-limits.NEWEST :]),
     ):
         given = {"life": LIFE.hex(), "held": held, "last": 102, "request": request}
         yield {"name": f"a listing {name}", "derive": "listing", "input": given, "output": ok}

@@ -1,6 +1,6 @@
 """What this node can give to whoever asks: its own newest groups and those of others that it admitted, as they were signed. Pure.
 
-    put ─▶ positions 1, 2, 3, … of this life ─ listing since a cursor ─▶ at most 64, the newest
+    put ─▶ positions 1, 2, 3, … of this life ─ listing since a cursor ─▶ the newest, at most 14
                                              └ groups by content id ──▶ at most 16, and 1 MiB
     each answer ─▶ charged to the peer's allowance; four times where it never gave anything
 
@@ -72,7 +72,7 @@ class Catalogue:
         known = request.position if request.life == self.life and request.position <= self._position else 0
         new: list[Listed] = []
         for kept in reversed(self._kept.values()):
-            if kept.position <= known or len(new) == limits.LISTED:
+            if kept.position <= known or len(new) == limits.NEWEST:
                 break
             new.append(kept.listed)
         return ListingResponse("ok", self.life, self._position, new[::-1])

@@ -73,8 +73,8 @@ class Offers:
         return (known.life, known.position) if known else (b"", 0)
 
     def take(self, holder: str, response: ListingResponse, now: float) -> int | None:
-        """Take an `ok` listing. Returns how many groups in it nobody listed before, or None where its cursor went back within one life: an
-        endless listing of the same."""
+        """Take an `ok` listing. Returns how many groups nobody listed before, of those that it leaves out as of those that it names, and 64
+        at most; or None where its cursor went back within one life: an endless listing of the same."""
         known = self._holders.pop(holder, None)
         if known is None or known.life != response.life:
             known = _Holder(response.life, 0, OrderedDict())
@@ -83,6 +83,7 @@ class Offers:
             self._holders.popitem(last=False)
         if response.position < known.position or response.position - known.position < len(response.groups):
             return None
+        since = min(response.position - known.position, limits.LISTED)
         known.position = response.position
         new = 0
         for listed in response.groups:
@@ -91,7 +92,7 @@ class Offers:
                 new += self._note(listed.content)
         while len(known.groups) > MOST_OFFERED:
             known.groups.popitem(last=False)
-        return new
+        return round(new * since / len(response.groups)) if new else 0
 
     def forget(self, holder: str, contents: Iterable[bytes]) -> None:
         """Do not ask `holder` for these again."""
@@ -121,16 +122,18 @@ class Offers:
         few: bool = False,
     ) -> list[Pull]:
         """Requests for up to `count` groups, at most half of them from one holder where there are several; what is asked for is no longer
-        offered. trust: of a peer as author; belief: in a peer as holder; busy: peers that are not to be asked now;
-        few: ask FEW_HOLDERS at most."""
+        offered. trust: of a peer as author, below that of a new one it is left out the more often, since each author has one group before
+        any has two; belief: in a peer as holder; busy: peers that are not to be asked now; few: ask FEW_HOLDERS at most."""
         if count <= 0:
             return []
         doubted = [holder for holder in self._holders if rng.random() >= belief(holder) / BELIEVED]
         held = self._held(now, is_known, {*busy, *doubted})
+        authors = {content: self._author_of(holders[0][1].author) for content, holders in held.items()}
+        heeded = {author for author in dict.fromkeys(authors.values()) if rng.random() < trust(author) / sampling.PROBATION_TRUST}
+        held = {content: holders for content, holders in held.items() if authors[content] in heeded}
         if not held:
             return []
         met = Counter(self._asked_of)
-        authors = {content: self._author_of(holders[0][1].author) for content, holders in held.items()}
         worth = {
             content: max(belief(holder) for holder, _ in holders) * _spread(holders, belief) * freshness(holders[0][1], now)
             * trust(authors[content]) / (1 + met[authors[content]])

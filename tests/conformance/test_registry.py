@@ -164,6 +164,7 @@ def test_caps_are_those_of_the_registry():
         "max_completions": limits.COMPLETIONS,
         "tokens": limits.TOKENS,
         "listed": limits.LISTED,
+        "newest": limits.NEWEST,
         "pulled": limits.PULLED,
         "peers": limits.PEERS,
         "peer_addresses": limits.PEER_ADDRESSES,

@@ -342,7 +342,7 @@ export function chooseTask (tasks, seed, index) {
 // Positions that are listed, of those that are `held`; `last` was the last one given.
 export function listedPositions (life, held, last, request) {
   const since = hex(life) === hex(request.life) && request.position <= last ? request.position : 0n
-  return held.filter((position) => position > since).slice(-COUNTS.listed)
+  return held.filter((position) => position > since).slice(-COUNTS.newest)
 }
 
 // `mismatch` where whoever listed a group said what its envelope contradicts, else null.

@@ -41,7 +41,7 @@ def ask(position=0, life=LIFE, swarm=SWARM):
 def test_a_listing_is_the_newest_and_a_cursor_of_this_life_leaves_out_what_is_known():
     kept = filled(100)
     first = kept.listing(ask(), NOW)
-    assert [group.content for group in first.groups] == [listed(n).content for n in range(36, 100)]
+    assert [group.content for group in first.groups] == [listed(n).content for n in range(86, 100)]
     assert kept.listing(ask(first.position), NOW).groups == []
     kept.put(b"new", listed(100))
     assert [group.content for group in kept.listing(ask(first.position), NOW).groups] == [listed(100).content]
@@ -49,7 +49,7 @@ def test_a_listing_is_the_newest_and_a_cursor_of_this_life_leaves_out_what_is_kn
 
 @pytest.mark.parametrize(("position", "life"), [(100, b"x" * 8), (101, LIFE), (2**63 - 1, LIFE)])
 def test_a_cursor_of_another_life_or_of_the_future_begins_anew(position, life):
-    assert len(filled(100).listing(ask(position, life), NOW).groups) == limits.LISTED
+    assert len(filled(100).listing(ask(position, life), NOW).groups) == limits.NEWEST
 
 
 def test_another_swarm_is_told_nothing():
@@ -187,6 +187,17 @@ def test_a_liar_is_asked_as_rarely_as_it_is_believed():
     assert 50 < sum(map(bool, alone)) < 100  # for want of others no oftener, but it can come back
 
 
+def test_authors_whose_groups_no_draw_would_take_have_no_place_before_others_second_group():
+    offered = [listed(n, author="ab"[n % 2]) for n in range(8)]
+    chosen = {}
+    for kind, worth in (("refused", 0.25 / 16), ("new", 0.25)):
+        trust = {"a": worth, "b": 1.0}.__getitem__
+        pulls = [pull for seed in range(300) for pull in choose(heard(h=offered), 2, seed, trust=trust)]
+        chosen[kind] = sum(group.author[:1] == b"a" for pull in pulls for group in pull.groups)
+    assert chosen["new"] == 300
+    assert 0 < chosen["refused"] < 40  # it can come back
+
+
 def pulled_among_liars(share, lie, seed, steps=100):
     """(share of hostile groups among those asked for, share of batches of six that honest ones filled), in the second half of `steps`, with
     16 neighbours. A liar lists as much as can be listed, of the highest spread, by authors that nobody has met."""
@@ -237,6 +248,14 @@ def test_a_cursor_that_goes_back_or_does_not_move_is_a_lie_and_another_life_is_n
     assert len(heard_) == 1  # what was listed in the other life is not there any more
 
 
+def test_what_a_listing_leaves_out_counts_like_what_it_names():
+    heard_, shelf = Offers(b"o" * 32, lambda key: "a"), [listed(n) for n in range(36)]
+    assert heard_.take("h", listing(*shelf[:24], position=40), NOW) == 40
+    assert heard_.take("same", listing(*shelf[:24], position=40), NOW) == 0
+    assert heard_.take("half", listing(*shelf[12:36], position=48), NOW) == 24
+    assert heard_.take("boasts", listing(listed(99), position=10**6), NOW) == limits.LISTED
+
+
 def test_offers_are_bounded_in_holders_and_groups_and_gone_with_the_connection():
     heard_ = Offers(b"o" * 32, lambda key: "a")
     for turn in range(10):
@@ -280,6 +299,17 @@ def test_one_peer_is_asked_where_there_is_enough():
         whom.done(peer, 0.0)
     whom.allow()
     assert len(whom.next(peers, 1.0, random.Random(0))) == asking.AT_ONCE
+
+
+def test_where_the_next_step_is_missing_and_little_is_on_offer_all_are_asked():
+    whom, peers, asked = Asking(), [str(n) for n in range(40)], []
+    whom.allow(urgent=True)
+    while some := whom.next(peers, 0.0, random.Random(0)):
+        assert len(some) <= asking.AT_ONCE
+        asked += some
+        for peer in some:
+            whom.done(peer, 0.0)
+    assert len(asked) == len(set(asked)) == asking.WHERE_SHORT
 
 
 def test_a_peer_is_mute_once_it_has_said_that_it_does_not_list():
