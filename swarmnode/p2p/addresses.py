@@ -6,6 +6,7 @@ Strings from peers come here before anything else looks at them, so the parser i
 from __future__ import annotations
 
 import dataclasses
+import functools
 import ipaddress
 import re
 
@@ -37,7 +38,7 @@ class Address:
     @property
     def ip(self) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         """The IP address, None for a name."""
-        return ipaddress.ip_address(self.host) if self.kind in ("ip4", "ip6") else None
+        return _ip(self.host) if self.kind in ("ip4", "ip6") else None
 
     @property
     def is_link_local(self) -> bool:
@@ -50,6 +51,12 @@ class Address:
     @property
     def prefix(self) -> str | None:
         return None if self.ip is None else prefix_of(self.ip)
+
+
+@functools.lru_cache(4096)
+def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Remembered, since each connection's is asked for again and again."""
+    return ipaddress.ip_address(host)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

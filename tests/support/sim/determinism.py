@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import itertools
+import math
 import os
 import random
 import secrets
@@ -15,19 +17,57 @@ from unittest import mock
 
 import trio
 import trio._core._run as scheduler
-import trio.testing
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from swarmnode.wire import envelope
+from tests.support.sim.wires import Timeline
 
 EPOCH = 1_800_000_000.0
 """Unix time at which every simulation begins."""
+LOOK_EVERY = 32
 
 
-def run(seed: int, main: Callable[[], Awaitable[None]]) -> None:
-    """`trio.run(main)` such that another run with this seed does the same: also in another process, with another PYTHONHASHSEED."""
+def run(seed: int, main: Callable[[Timeline], Awaitable[None]]) -> None:
+    """`trio.run` of main such that another run with this seed does the same: also in another process, with another PYTHONHASHSEED. What
+    main puts on the timeline is called when it is due."""
+    clock = _Clock()
     with _seeded(seed):
-        trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+        try:
+            trio.run(main, clock.timeline, clock=clock)
+        except trio.TrioInternalError:
+            if clock.failed is None:
+                raise
+            raise clock.failed from None
+
+
+class _Clock(trio.abc.Clock):
+    """Time passes when nothing can run: it is then the moment at which something is due next. trio asks how long to wait exactly then, so
+    that neither a wait nor a task is needed for a message to arrive, of which there are more than of anything else."""
+
+    def __init__(self) -> None:
+        self.timeline = Timeline()
+        self.failed: BaseException | None = None
+        """What a call raised, which trio takes for a defect of its own."""
+        self._now = 0.0
+
+    def start_clock(self) -> None:
+        """It stands at 0."""
+
+    def current_time(self) -> float:
+        return self._now
+
+    def deadline_to_sleep_time(self, deadline: float) -> float:
+        due = self.timeline.next
+        if due == deadline == math.inf:
+            return deadline
+        self._now = max(self._now, min(deadline, due))
+        if due < deadline:
+            try:
+                self.timeline.call()
+            except BaseException as error:
+                self.failed = error
+                raise
+        return 0.0
 
 
 def now() -> float:
@@ -54,6 +94,7 @@ def _seeded(seed: int) -> Iterator[None]:
     patches = [
         mock.patch.object(scheduler, "_r", random.Random(f"scheduler {seed}")),
         mock.patch.object(scheduler, "_ALLOW_DETERMINISTIC_SCHEDULING", True),
+        mock.patch.object(scheduler.TheIOManager, "get_events", _seldom(scheduler.TheIOManager.get_events)),
         mock.patch.object(trio.to_thread, "run_sync", _at_once),
         mock.patch.object(time, "time", now),
         mock.patch.object(random, "Random", Seeded),
@@ -72,6 +113,16 @@ def _seeded(seed: int) -> Iterator[None]:
         finally:
             if collecting:
                 gc.enable()
+
+
+def _seldom(get_events: Callable[[Any, float], Any]) -> Callable[[Any, float], Any]:
+    """A look at sockets after every LOOK_EVERY steps: there are none but trio's own, which says that there is something for its thread."""
+    step = itertools.count(1)
+
+    def look(manager: Any, timeout: float) -> Any:
+        return get_events(manager, timeout) if timeout > 0 or next(step) % LOOK_EVERY == 0 else []
+
+    return look
 
 
 async def _at_once(sync_fn: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -255,6 +255,14 @@ class SimNetwork:
     def traffic(self) -> TrafficStatistics:
         return TrafficStatistics(received=dict(self.received), sent=dict(self.sent))
 
+    def open_connections(self) -> list[SimConnection]:
+        """One with each peer, the oldest."""
+        found: dict[str, SimConnection] = {}
+        for each in self.connections:
+            if isinstance(each, SimConnection) and not each.is_closed:
+                found.setdefault(each.peer, each)
+        return list(found.values())
+
     def connection(self, peer: str) -> SimConnection:
         """Raises PeerError."""
         for each in self.connections.of(peer):
@@ -470,7 +478,7 @@ class SimGossip:
         self._send(topic, data, 2 * MESH, apart_from="")
 
     def peers(self, topic: str) -> list[str]:
-        return [peer for peer in self._network.connected() if self._network.connection(peer).other.gossip.listens(topic)]
+        return [each.peer for each in self._network.open_connections() if each.other.gossip.listens(topic)]
 
     def listens(self, topic: str) -> bool:
         return topic in self._listening
@@ -491,11 +499,10 @@ class SimGossip:
 
     def _send(self, topic: str, data: bytes, count: int, apart_from: str) -> None:
         network = self._network
-        neighbours = [peer for peer in self.peers(topic) if peer != apart_from]
+        neighbours = [each for each in network.open_connections() if each.peer != apart_from and each.other.gossip.listens(topic)]
         if len(neighbours) > count:
             neighbours = network.rng.sample(neighbours, count)
-        for peer in neighbours:
-            connection = network.connection(peer)
+        for connection in neighbours:
             other = connection.other.gossip
             network.transmit(connection, GOSSIP, len(data), lambda other=other: other.receive(topic, data, network.peer_id))  # type: ignore[misc]
 

@@ -39,29 +39,34 @@ class History:
 
 
 class Timeline:
-    """Calls at moments to come, by one task, in the order in which they were asked for where the moment is the same."""
+    """Calls at moments to come, in the order in which they were asked for where the moment is the same."""
 
     def __init__(self) -> None:
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
-        self._news = trio.Event()
 
     def at(self, when: float, call: Callable[[], None]) -> None:
         self._number += 1
         heapq.heappush(self._due, (when, self._number, call))
-        if self._due[0][1] == self._number:
-            self._news.set()
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
         self.at(trio.current_time() + seconds, call)
 
+    @property
+    def next(self) -> float:
+        """Of the earliest call."""
+        return self._due[0][0] if self._due else float("inf")
+
+    def call(self) -> None:
+        """The earliest."""
+        heapq.heappop(self._due)[2]()
+
     async def run(self) -> None:
-        while True:
-            while self._due and self._due[0][0] <= trio.current_time():
-                heapq.heappop(self._due)[2]()
-            self._news = trio.Event()
-            with trio.move_on_at(self._due[0][0] if self._due else float("inf")):
-                await self._news.wait()
+        """Until it is cancelled; nothing is called after that."""
+        try:
+            await trio.sleep_forever()
+        finally:
+            self._due.clear()
 
 
 @dataclass

@@ -86,9 +86,9 @@ def simulate(schedule: Schedule, lines: list[str] | None = None, broken: str = "
     directory = Path(tempfile.mkdtemp(prefix="swarmnode-sim-", dir=place))
     world: World | None = None
 
-    async def main() -> None:
+    async def main(timeline: Timeline) -> None:
         nonlocal world
-        world = World(schedule, directory, lines)
+        world = World(schedule, directory, timeline, lines)
         await world.run()
 
     handler = _Errors()
@@ -143,13 +143,13 @@ class _Errors(logging.Handler):
 
 
 class World:
-    def __init__(self, schedule: Schedule, directory: Path, lines: list[str] | None) -> None:
+    def __init__(self, schedule: Schedule, directory: Path, timeline: Timeline, lines: list[str] | None) -> None:
         self.schedule = schedule
         self.history = History(lines)
         self.swarm = swarm_of(tasks=TASKS)
-        self.timeline = Timeline()
-        self.wires = Wires(random.Random(f"wires {schedule.seed}"), self.timeline, self._make_way)
-        self.medium = Medium(self.wires, self.timeline, self.history)
+        self.timeline = timeline
+        self.wires = Wires(random.Random(f"wires {schedule.seed}"), timeline, self._make_way)
+        self.medium = Medium(self.wires, timeline, self.history)
         self.nodes: dict[str, Node] = {}
         self.now = 0.0
         self.whole_after = -1.0
