@@ -28,7 +28,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.report import heading, table
-from tests.support.chaos.nodes import NETWORK, SCORER, SUPERVISOR, TRAINER, ChaosNode, ChaosSwarm, swarm_of, until
+from tests.support.chaos.nodes import NETWORK, PACE, SCORER, SUPERVISOR, TRAINER, ChaosNode, ChaosSwarm, swarm_of, until
 from tests.support.chaos.schedule import errors, logged_since, now
 
 SAMPLE_SECONDS, POINTS = 10.0, 40
@@ -127,13 +127,13 @@ def churn(node: ChaosNode, swarm: ChaosSwarm, rng: random.Random) -> str:
     return how
 
 
-def soak(directory: Path, count: int, seconds: float, every: float, seed: int) -> int:
+def soak(directory: Path, count: int, seconds: float, every: float, pace: float, seed: int) -> int:
     rng = random.Random(seed)
-    with swarm_of(directory, count, small_disks=False) as swarm:
+    with swarm_of(directory, count, small_disks=False, pace=pace) as swarm:
         stay, come_and_go = swarm.nodes[: (count + 1) // 2], swarm.nodes[(count + 1) // 2 :]
         assert until(lambda: all(now(node) for node in swarm.nodes), 600.0), [node.log()[-800:] for node in swarm.nodes]
         watches, hows = [Watch(node) for node in stay], Counter[str]()
-        began, over = time.monotonic(), threading.Event()
+        began, over, late = time.monotonic(), threading.Event(), list[float]()
 
         def come_and_gone() -> None:
             while not over.wait(every):
@@ -144,7 +144,9 @@ def soak(directory: Path, count: int, seconds: float, every: float, seed: int) -
         while (at := time.monotonic()) < began + seconds:
             for watch in watches:
                 watch.look(at - began)
-            time.sleep(max(0.0, at + min(SAMPLE_SECONDS, seconds / POINTS) - time.monotonic()))
+            due = at + min(SAMPLE_SECONDS, seconds / POINTS)
+            time.sleep(max(0.0, due - time.monotonic()))
+            late.append(time.monotonic() - due)
         over.set()
         others.join()
         last = [now(node) for node in stay]
@@ -153,6 +155,8 @@ def soak(directory: Path, count: int, seconds: float, every: float, seed: int) -
     print(heading(f"soak: {count} nodes, {seconds / 60:.0f} minutes, one comes and goes every {every:.0f} s"))
     print(f"Came and went: {', '.join(f'{how} {times}' for how, times in sorted(hows.items()))}. Steps of those that stayed: "
           f"{', '.join(str(said.step if said else None) for said in last)}.\n")  # fmt: skip
+    waited = f"{statistics.median(late):.2f} s in the median, {max(late):.1f} s at most"
+    print(f"What the machine makes a process wait: this one was late to a look by {waited}.\n")
     rows, bad = report(watches, seconds / 4)
     assert rows, "nothing was measured"
     print(table(["series, of the nodes that stay", "points", "first", "median", "last", "slope per hour", "greatest |z|", "grows"], rows))
@@ -194,6 +198,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--nodes", type=int, default=8)
     parser.add_argument("--churn", type=float, default=20.0, help="seconds between two that come and go")
+    parser.add_argument("--pace", type=float, default=PACE, help="seconds that a step takes at the least; more where CPU is scarce")
     parser.add_argument("--seed", type=int, default=1, help="of who, when and how")
     parser.add_argument("--quick", action="store_true", help="three nodes, a minute")
     args = parser.parse_args()
@@ -201,7 +206,7 @@ def main() -> None:
         args.minutes, args.nodes = 1.0, 3
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory(prefix="soak") as directory:
-        sys.exit(soak(Path(directory), args.nodes, 60 * args.minutes, args.churn, args.seed))
+        sys.exit(soak(Path(directory), args.nodes, 60 * args.minutes, args.churn, args.pace, args.seed))
 
 
 if __name__ == "__main__":

@@ -25,10 +25,11 @@ INSIDE = Path(__file__).parents[1] / "inside"
 SUPERVISOR, NETWORK, TRAINER, SCORER = "supervisor", "swarmnode.daemon.node", "swarmnode.trainer", "swarmnode.tasks.scorer"
 PROCESSES = (SUPERVISOR, NETWORK, TRAINER, SCORER)
 DISK = "24m"
+PACE = 0.5
 SETTINGS: dict[str, dict[str, object]] = {
     "swarm": {"name": "chaos"},
     "policy": {"threads": 1},
-    "training": {"step_interval": 0.5, "groups_per_step": 4, "eval_every": 20, "eval_budget": 1.0, "save_every": 0.0},
+    "training": {"groups_per_step": 4, "eval_every": 20, "eval_budget": 1.0, "save_every": 0.0},
     "task": {"names": ["rg/chain_sum", "rg/spell_backward"], "held_out_per_task": 16},
     "weights": {"sync_every": 8, "fragments": 1, "join_seconds": 1.0},
     "http": {"port": 0},
@@ -36,9 +37,10 @@ SETTINGS: dict[str, dict[str, object]] = {
 
 
 class ChaosNode(DemoNode):
-    """A node whose data directory is a file system of its own, where `small_disk` says so; its log is elsewhere."""
+    """A node whose data directory is a file system of its own, where `small_disk` says so; its log is elsewhere. It takes a step in
+    `pace` seconds at the least."""
 
-    def __init__(self, number: int, directory: Path, small_disk: bool) -> None:
+    def __init__(self, number: int, directory: Path, small_disk: bool, pace: float) -> None:
         self.data, self.number = directory / "data", number
         self.small_disk = small_disk
         directory.mkdir(mode=0o700)
@@ -56,7 +58,7 @@ class ChaosNode(DemoNode):
             "listen_addrs": [f"/ip4/127.0.0.1/tcp/{self.port}"], "announce_addrs": [f"/ip4/127.0.0.1/tcp/{self.cable.port}"],
             "mdns": False, "bulk_port": -1,
         }  # fmt: skip
-        training = {**SETTINGS["training"], "seed": number}
+        training = {**SETTINGS["training"], "seed": number, "step_interval": pace}
         super().__init__(f"node{number}", self.data, {**SETTINGS, "network": network, "training": training})
         self.log_file = directory / "node.log"
         self.skew_file, self.tasks_dir = directory / "skew", directory / "tasks"
@@ -131,9 +133,9 @@ class ChaosNode(DemoNode):
 class ChaosSwarm:
     """Nodes that know each other. `can_mount`: whether their disks can be filled; each is a small file system of its own then."""
 
-    def __init__(self, directory: Path, count: int, small_disks: bool = True) -> None:
+    def __init__(self, directory: Path, count: int, small_disks: bool = True, pace: float = PACE) -> None:
         self.can_mount = small_disks and sys.platform == "linux" and os.geteuid() == 0
-        self.nodes = [ChaosNode(i, directory / f"node{i}", self.can_mount) for i in range(count)]
+        self.nodes = [ChaosNode(i, directory / f"node{i}", self.can_mount, pace) for i in range(count)]
 
     def start(self) -> None:
         for node in self.nodes:
@@ -152,8 +154,8 @@ class ChaosSwarm:
 
 
 @contextlib.contextmanager
-def swarm_of(directory: Path, count: int, small_disks: bool = True) -> Iterator[ChaosSwarm]:
-    swarm = ChaosSwarm(directory, count, small_disks)
+def swarm_of(directory: Path, count: int, small_disks: bool = True, pace: float = PACE) -> Iterator[ChaosSwarm]:
+    swarm = ChaosSwarm(directory, count, small_disks, pace)
     try:
         swarm.start()
         yield swarm
