@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,12 @@ from swarmnode.config import Config
 from swarmnode.observe import logs
 from swarmnode.process import Progress, die_with_parent, run_main
 from swarmnode.trainer.crew.run import make_trainer
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["__main__", "tests.support.crew_child"])
+from tests.support import forked
 
 
 def start(config: Config, log: Path) -> Any:
     """Start a trainer; `kill()` it. Its output is appended to `log`. A process."""
-    process = _context.Process(target=main, args=(config.model_dump_json(), log), daemon=True)
+    process = forked.context.Process(target=main, args=(config.model_dump_json(), log), daemon=True)
     process.start()
     return process
 

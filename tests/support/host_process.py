@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import trio
 
-from tests.support import attacker, host_child
+from tests.support import attacker, forked, host_child
 
 START_SECONDS = 120.0
 SERVE_SECONDS = 60.0
 """An honest peer is served within this time even on a busy machine."""
-
-_context = multiprocessing.get_context("forkserver")  # one server imports libp2p, then each child is a fork: 20 ms instead of 600
-_context.set_forkserver_preload(["__main__", "tests.support.host_process"])
 
 
 class HostProcess:
     """One child. `address`, `peer` (its id), `pid`."""
 
     def __init__(self, **options: object) -> None:
-        self._hello, hello = _context.Pipe(duplex=False)
-        self.process = _context.Process(target=host_child.main, args=(options, hello), daemon=True)
+        self._hello, hello = forked.context.Pipe(duplex=False)
+        self.process = forked.context.Process(target=host_child.main, args=(options, hello), daemon=True)
         self.process.start()
         hello.close()
         self.pid = self.process.pid

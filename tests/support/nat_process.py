@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.support import nat_child
+from tests.support import forked, nat_child
 from tests.support.netns import Topology
-
-_context = multiprocessing.get_context("forkserver")  # one server imports libp2p, then each host is a fork: its imports are 1.5 s of CPU
-_context.set_forkserver_preload(["__main__", "tests.support.nat_process"])
-
 
 END_SECONDS = 5.0
 
@@ -25,9 +20,9 @@ class NatHost:
     def __init__(self, net: Topology, name: str, directory: Path, *, swarm: str = "09" * 32, **settings: object) -> None:
         directory.mkdir(exist_ok=True)
         self._log = directory / "log"
-        self._orders, orders = _context.Pipe()
+        self._orders, orders = forked.context.Pipe()
         options = (net.file(name), directory, {"mdns": False, **settings}, bytes.fromhex(swarm))
-        self.process = _context.Process(target=nat_child.run, args=(*options, orders), daemon=True)
+        self.process = forked.context.Process(target=nat_child.run, args=(*options, orders), daemon=True)
         self.process.start()
         orders.close()
         hello = self._read()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable
@@ -15,19 +14,17 @@ import trio
 from swarmnode.p2p import identity
 from swarmnode.process import die_with_parent
 from swarmnode.weights import discovery, pairing
+from tests.support import forked
 from tests.support.hosts import host
 from tests.support.replica import SWARM, averaging
 from tests.support.waiting import until
-
-_context = multiprocessing.get_context("forkserver")  # one server imports torch and libp2p, each child is a fork of it
-_context.set_forkserver_preload(["__main__", "tests.support.replica_child"])
 
 START_SECONDS = 180.0
 
 
 def start(directory: Path, address: str, *, proposes: bool, die_in: str, linger: float) -> Any:
     """Start a node that joins through `address`. die_in: a phase, or "" to live. linger: seconds that it stays in it. A process."""
-    process = _context.Process(target=main, args=(directory, address, proposes, die_in, linger), daemon=True)
+    process = forked.context.Process(target=main, args=(directory, address, proposes, die_in, linger), daemon=True)
     process.start()
     return process
 
