@@ -1,7 +1,8 @@
 """How much of a step a peer's groups may be, by what became of those that were drawn. Pure.
 
-Whoever sends text that our policy would not have sampled is looked at half as often with each such group, down to one step in sixteen, and
-more again with each that is trained on: so that it can come back, also where it was our own policy that was far from everybody else's.
+Whoever sends text that our policy would not have sampled is looked at half as often with each such group, a quarter as often where nothing
+of it was trained on since the last one, down to one step in sixteen; and more again with each that is trained on: so that it can come back,
+also where it was our own policy that was far from everybody else's.
 """
 
 from __future__ import annotations
@@ -38,15 +39,17 @@ class PeerTrust:
             if (refused := self._refused.pop(peer, 0)) > 1:
                 self._refused[peer] = refused - 1
         elif outcome in DISTRUSTED:
-            self._used.pop(peer, None)
-            count(self._refused, peer, REFUSED_AT_MOST)
+            known = self._used.pop(peer, 0)
+            for _ in range(1 if known else 2):
+                count(self._refused, peer, REFUSED_AT_MOST)
 
     def of(self, peer: str, reputation: float) -> float:
         """How much its groups weigh in drawing, 0 to 1: `reputation` × probation (`sampling.trust`)."""
         return sampling.trust(reputation, self._used.get(peer, 0))
 
     def belief(self, peer: str) -> float:
-        """In what share of draws its groups take part at all: one half for each that was refused more than were used since."""
+        """In what share of draws its groups take part at all: one half for each that was refused more than were used since; those of
+        which nothing was used count twice."""
         return float(0.5 ** self._refused.get(peer, 0))
 
 
