@@ -5,7 +5,8 @@ changes as the policy learns. Thompson sampling over a Beta posterior of it asks
 as long as little is known there.
 
 A peer's group says how hard its bucket is, for nothing. But a peer's policy is another one, and a peer may lie: its word counts less than
-an own group, is bounded by peer and in all, and fades; and a share of the questions is drawn from all buckets alike, whatever is said.
+an own group, and less still once what it spoke of has disappointed; it is bounded by peer and in all, and fades; and a share of the
+questions is drawn from all buckets alike, whatever is said.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ PEER_MOST = 0.5
 """What one peer's hints count in a bucket, at most: of two own groups, a quarter."""
 HINTS_MOST = 2.0
 """What all hints count in a bucket, at most."""
+PRIOR = 2.0
+"""What the mean over all buckets counts in each, of an own group: where most are too hard, one that was not asked yet probably is."""
+RECORD = 0.98
+"""What is left of a peer's record when one of its hints was tried: about the last fifty count."""
 EXPLORE = 0.2
 """Share of the questions that are drawn from all buckets alike."""
 PEERS = 64
@@ -59,6 +64,8 @@ class Curriculum:
             raise ValueError("no bucket to choose from")
         self._own: dict[Bucket, tuple[float, float]] = dict.fromkeys(sorted(set(buckets)), (0.0, 0.0))
         self._peers: OrderedDict[str, dict[Bucket, tuple[float, float]]] = OrderedDict()
+        self._heeded: dict[str, tuple[float, float]] = {}
+        """How often a bucket that the peer had a word on had a signal here, and how often not."""
         self._explore = explore
 
     @property
@@ -67,8 +74,12 @@ class Curriculum:
         return list(self._own)
 
     def own(self, bucket: Bucket, useful: bool) -> None:
-        """Take an own group: whether its rewards differed."""
+        """Take an own group: whether its rewards differed. Peers who had a word on that bucket are remembered by it."""
         if bucket in self._own:
+            for peer, known in self._peers.items():
+                if bucket in known:
+                    right, wrong = self._heeded[peer]
+                    self._heeded[peer] = (RECORD * right + useful, RECORD * wrong + (not useful))
             yes, no = self._own[bucket]
             self._own[bucket] = (MEMORY * yes + useful, MEMORY * no + (not useful))
 
@@ -78,8 +89,9 @@ class Curriculum:
             return
         known = self._peers.setdefault(peer, {})
         self._peers.move_to_end(peer)
+        self._heeded.setdefault(peer, (0.0, 0.0))
         while len(self._peers) > PEERS:
-            self._peers.popitem(last=False)
+            del self._heeded[self._peers.popitem(last=False)[0]]
         chance = useful_chance(rewards)
         yes, no = known.get(bucket, (0.0, 0.0))
         known[bucket] = _at_most(PEER_MOST, yes + HINT * chance, no + HINT * (1.0 - chance))
@@ -91,11 +103,24 @@ class Curriculum:
                 known[bucket] = (FADES * yes, FADES * no)
 
     def posterior(self, bucket: Bucket) -> tuple[float, float]:
-        """(α, β) of the share of groups with a signal; (1, 1) where nothing is known."""
-        hints = [known[bucket] for known in self._peers.values() if bucket in known]
-        hinted = _at_most(HINTS_MOST, sum(yes for yes, _ in hints), sum(no for _, no in hints))
+        """(α, β) of the share of groups with a signal; (1, 1) where nothing is known of any bucket."""
+        return self._posterior(bucket, self._mean())
+
+    def _mean(self) -> float:
+        """The share of own groups with a signal, over all buckets. Of what is remembered, so that one bucket counts ten groups at most."""
+        yes, no = map(sum, zip(*self._own.values(), strict=True))
+        return (1.0 + yes) / (2.0 + yes + no)
+
+    def _posterior(self, bucket: Bucket, mean: float) -> tuple[float, float]:
+        hints = [(self._belief(peer, mean), *known[bucket]) for peer, known in self._peers.items() if bucket in known]
+        hinted = _at_most(HINTS_MOST, sum(belief * yes for belief, yes, _ in hints), sum(belief * no for belief, _, no in hints))
         yes, no = self._own[bucket]
-        return 1.0 + yes + hinted[0], 1.0 + no + hinted[1]
+        return PRIOR * mean + yes + hinted[0], PRIOR * (1.0 - mean) + no + hinted[1]
+
+    def _belief(self, peer: str, mean: float) -> float:
+        """What a peer's hints count, 0 to 1: less where what it spoke of has had fewer signals than questions have on the whole."""
+        right, wrong = self._heeded[peer]
+        return min(1.0, (PRIOR * mean + right) / (PRIOR + right + wrong) / mean)
 
     def expected(self) -> dict[Bucket, float]:
         """Mean of each posterior."""
@@ -105,7 +130,8 @@ class Curriculum:
         """The next question's bucket."""
         if rng.random() < self._explore:
             return rng.choice(self.buckets)
-        return max(self._own, key=lambda bucket: rng.betavariate(*self.posterior(bucket)))
+        mean = self._mean()
+        return max(self._own, key=lambda bucket: rng.betavariate(*self._posterior(bucket, mean)))
 
 
 def _at_most(most: float, yes: float, no: float) -> tuple[float, float]:

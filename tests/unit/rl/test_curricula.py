@@ -39,6 +39,16 @@ def test_the_bucket_with_signals_is_asked_most_and_the_others_go_on_being_asked(
     assert min(counts[EASY], counts[HARD]) > 0.7 * 2000 * EXPLORE / 3
 
 
+def test_where_most_buckets_are_too_hard_another_one_is_expected_to_be():
+    buckets = [Bucket("rg/gcd", difficulty) for difficulty in range(16)]
+    curriculum = Curriculum(buckets)
+    assert curriculum.posterior(buckets[-1]) == (1.0, 1.0)
+    for bucket in buckets[:8]:
+        curriculum.own(bucket, bucket == buckets[0])
+    assert curriculum.expected()[buckets[-1]] == pytest.approx((1 + 1) / (2 + 8))
+    assert drawn(curriculum)[buckets[0]] > 0.2 * 2000, "one that taught is asked again before all others were tried"
+
+
 def test_the_same_generator_makes_the_same_choices():
     one, other = Curriculum([EASY, GOOD, HARD]), Curriculum([HARD, GOOD, EASY])
     first, second = random.Random(7), random.Random(7)
@@ -72,6 +82,24 @@ def test_one_peer_counts_a_quarter_of_two_own_groups_whatever_it_sends():
     curriculum.own(HARD, False)
     curriculum.own(HARD, False)
     assert curriculum.expected()[HARD] < 0.5
+
+
+def test_a_peer_whose_word_was_tried_and_came_to_nothing_is_heeded_less():
+    buckets = [Bucket("rg/gcd", difficulty) for difficulty in range(16)]
+    curriculum = Curriculum(buckets)
+    for bucket in buckets[:8]:
+        curriculum.hint("liar", bucket, HALF)
+        curriculum.own(bucket, False)
+    for bucket in buckets[8:12]:
+        curriculum.hint("honest", bucket, HALF)
+        curriculum.own(bucket, True)
+    before = curriculum.expected()[buckets[15]]
+    curriculum.hint("liar", buckets[13], HALF)
+    curriculum.hint("honest", buckets[14], HALF)
+    said_by_liar, said_by_honest = curriculum.posterior(buckets[13])[0], curriculum.posterior(buckets[14])[0]
+    untold = curriculum.posterior(buckets[15])[0]
+    assert 0 < said_by_liar - untold < 0.5 * (said_by_honest - untold)
+    assert curriculum.expected()[buckets[15]] == before, "nobody spoke of it"
 
 
 @given(st.lists(st.tuples(st.integers(0, 500), st.sampled_from([EASY, GOOD, HARD]), st.sampled_from([HALF, RARE])), max_size=300))
