@@ -63,18 +63,15 @@ class Speed:
 class Crew:
     """The nodes, by what their status pages say."""
 
-    def __init__(self, directory: Path, nodes: int, mode: str) -> None:
-        options = DemoOptions(nodes=nodes, http_port=0)
-        model = write_model(directory / "model")
-        self.nodes = []
-        for i in range(nodes):
-            settings = crew_settings(options, i, model)
-            settings["stages"]["mode"] = mode
-            self.nodes.append(DemoNode(f"node{i}", directory / f"{mode}{i}", settings))
-        self.nodes[0].start([])
-        self._first = self.nodes[0].wait_for_address(time.monotonic() + FORM_SECONDS)
-        for node in self.nodes[1:]:
-            node.start(self._first)
+    def __init__(self, nodes: Sequence[DemoNode]) -> None:
+        self.nodes = nodes
+        self._known: list[str] = []
+
+    def start(self) -> None:
+        """Each knows all before it: behind a delay they are not seen where they can be reached, and so nobody is told of them."""
+        for node in self.nodes:
+            node.start(self._known)
+            self._known = [*self._known, *node.wait_for_address(time.monotonic() + FORM_SECONDS)]
 
     def holder(self, stage: int) -> DemoNode:
         """Raises LookupError while nobody says that it holds it."""
@@ -106,7 +103,7 @@ class Crew:
         for node, pid in zip(holders, pids, strict=True):
             if kind == "node":
                 node.kill()
-                node.start(self._first)
+                node.start([one for one in self._known if node.view.peer not in one])
             elif pid is not None:
                 psutil.Process(pid).kill()
                 if kind == "disk":
@@ -142,8 +139,15 @@ class Crew:
 
 @contextlib.contextmanager
 def crew(directory: Path, nodes: int, mode: str) -> Iterator[Crew]:
-    running = Crew(directory, nodes, mode)
+    options, model = DemoOptions(nodes=nodes, http_port=0), write_model(directory / "model")
+    made = []
+    for i in range(nodes):
+        settings = crew_settings(options, i, model)
+        settings["stages"]["mode"] = mode
+        made.append(DemoNode(f"node{i}", directory / f"{mode}{i}", settings))
+    running = Crew(made)
     try:
+        running.start()
         yield running
     finally:
         running.end()
@@ -194,8 +198,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="two kills")
     parser.add_argument("--rounds", type=int, default=2, help="how often each of the fifteen kills is done")
+    parser.add_argument("--distance", action="store_true", help="nodes that are apart, see benchmarks.crew_distance")
+    parser.add_argument("--milliseconds", type=int, nargs="+", help="with --distance: only these")
+    parser.add_argument("--steps", type=int, default=5, help="with --distance: that are timed")
+    parser.add_argument("--losses", type=int, default=3, help="with --distance: stages that are lost")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.distance:
+        from benchmarks import crew_distance  # late: it is about this module's crews
+
+        crew_distance.run(options.milliseconds or crew_distance.MILLISECONDS, options.steps, options.losses)
+        return
     with tempfile.TemporaryDirectory(prefix="swarmnode-crew-") as directory:
         speeds, recoveries = measure(Path(directory), options.rounds, options.quick)
     print(report.heading("crew: a lost stage, and what being split costs"))

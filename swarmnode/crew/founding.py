@@ -177,11 +177,11 @@ def _begin(choice: _Choice, willing: Iterable[str], stages: int) -> Record | Non
     if not peers:
         return None
     speed, hop = median(able[peer].speed for peer in peers), median(able[peer].hop_seconds for peer in peers)
-    capacities = [
+    capacities = tuple(
         Capacity(able[peer].memory, math.sqrt(able[peer].speed * speed), math.sqrt(min(able[peer].hop_seconds, MOST_SECONDS) * hop))
         for peer in peers
-    ]
-    apart = [[_apart(near[one], near[other], choice.me in (one, other)) if one != other else 0.0 for other in peers] for one in peers]
+    )
+    apart = tuple(tuple(_apart(near[a], near[b], choice.me in (a, b)) if a != b else 0.0 for b in peers) for a in peers)
     try:
         plan = plan_apart(cost, capacities, apart, stages)
     except Refused:
@@ -302,7 +302,8 @@ def _place(
     ranks = {peer: min(choice.ranks.get(peer, 0), RANKS - 1) for peer in costs}
     if choice.me in ranks and newest(able[choice.me].copies) is None:
         ranks[choice.me] = 1  # who has learnt nothing is no better known than the others: else it would take what they have
-    peers = sorted(costs, key=lambda peer: (min(costs[peer]), ranks[peer], -able[peer].speed, peer))[:CONSIDERED]
+    lines = {peer: _rough(offer.hop_seconds) for peer, offer in able.items()}  # as they say: each plans the same crew
+    peers = sorted(costs, key=lambda peer: (min(costs[peer]), ranks[peer], lines[peer], -able[peer].speed, peer))[:CONSIDERED]
     clashes = [sum(1 << number for number, other in enumerate(peers) if choice.clash(peer, other)) for peer in peers]
 
     @cache

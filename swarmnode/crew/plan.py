@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Final
 
@@ -101,7 +102,8 @@ def make_plan(model: ModelCost, members: Sequence[Capacity], stages: int = 0) ->
     return search.earliest(found)
 
 
-def plan_apart(model: ModelCost, members: Sequence[Capacity], apart: Sequence[Sequence[float]], stages: int = 0) -> Plan:
+@lru_cache(maxsize=8)
+def plan_apart(model: ModelCost, members: tuple[Capacity, ...], apart: tuple[tuple[float, ...], ...], stages: int = 0) -> Plan:
     """As `make_plan`, of members that are `apart[i][j]` seconds, one way; the nearest to us come first.
 
     Each further member makes the slowest stage faster and the way through all of them longer: as many as make a step fastest. Their order

@@ -56,6 +56,8 @@ class View:
     """Partners' weights that were not taken, by cause."""
     trainer_pid: int | None = None
     crew_state: str = "none"
+    peer_seconds: float = 0.0
+    """To its usual peer, one way, as it has measured."""
     stage: int | None = None
     """Stage that it holds, of which what follows tells; None without a crew."""
     stage_phase: str = ""
@@ -73,6 +75,8 @@ class DemoNode:
     def __init__(self, name: str, directory: Path, settings: dict[str, dict[str, object]]) -> None:
         self.name = name
         self.directory = directory
+        self.prefix: tuple[str, ...] = ()
+        """What its processes are started by, where that is not the system."""
         self.view = View()
         self.answered = False
         """Whether the process that runs now has answered yet."""
@@ -93,8 +97,9 @@ class DemoNode:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("SWARMNODE_")}
         environment["HF_HUB_OFFLINE"] = "1"
         with open(self.log_file, "ab") as log:
+            command = [*self.prefix, sys.executable, *arguments]
             self._process = subprocess.Popen(
-                [sys.executable, *arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
             )
 
     def wait_for_address(self, deadline: float) -> list[str]:
@@ -224,6 +229,7 @@ def view_of(snapshot: dict[str, Any], before: Sequence[float] = ()) -> View:
         refused={cause: n for cause, n in snapshot["weights"]["judged"].items() if cause not in TAKEN},
         trainer_pid=snapshot["trainer"]["pid"],
         crew_state=crew["state"],
+        peer_seconds=crew["peer_seconds"],
         stage=crew["stage"],
         stage_phase=own.get("phase", ""),
         stage_step=own.get("step", 0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -13,9 +14,24 @@ from safetensors.torch import save_file
 
 from swarmnode.errors import StateError
 from swarmnode.files import sync_directory
+from swarmnode.pipeline.optimizer import StepTaken
 
 About = Mapping[str, object]
 """What is said with the tensors: JSON."""
+
+
+@dataclass(frozen=True)
+class OnDisk:
+    """What is here of some layers of a lineage, whoever's stage they are."""
+
+    lineage: bytes
+    first: int
+    last: int
+    """Layers first … last − 1."""
+    step: int
+    hash: bytes
+    taken: StepTaken = field(default_factory=StepTaken)
+    """How that step was taken, where it was taken here."""
 
 
 def save(path: Path, tensors: Mapping[str, torch.Tensor], about: About) -> None:

@@ -165,18 +165,7 @@ class Journal:
                 self._error = str(error)
 
 
-@dataclass(frozen=True)
-class Found:
-    """What a directory of journals has of one lineage."""
-
-    lineage: bytes
-    spec: StageSpec
-    step: int
-    hash: bytes
-    taken: StepTaken
-
-
-def find_journals(directory: Path) -> list[Found]:
+def find_journals(directory: Path) -> list[disk.OnDisk]:
     """What can be read, of every lineage."""
     found = []
     for path in sorted(directory.glob(f"*/{FILE}")):
@@ -185,7 +174,7 @@ def find_journals(directory: Path) -> list[Found]:
             if about is not None:
                 a = _understand(path, about)
                 taken = StepTaken(a.attempt, a.clip, a.learning_rate)
-                found.append(Found(bytes.fromhex(a.lineage), a.spec, a.step, bytes.fromhex(a.hash), taken))
+                found.append(disk.OnDisk(bytes.fromhex(a.lineage), a.spec.first, a.spec.last, a.step, bytes.fromhex(a.hash), taken))
         except (StateError, ValueError) as error:
             log.warning("a journal that cannot be read: %s", error)
     return found

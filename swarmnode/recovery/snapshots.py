@@ -207,19 +207,7 @@ def _snapshot(about: disk.About) -> PeerSnapshot:
         raise StateError(f"not a snapshot: {error}") from None
 
 
-@dataclass(frozen=True)
-class KeptSnapshot:
-    """What is kept here of some layers of a lineage, whoever's stage they are."""
-
-    lineage: bytes
-    first: int
-    last: int
-    """Layers first … last − 1."""
-    step: int
-    hash: bytes
-
-
-def find_snapshots(directory: Path) -> list[KeptSnapshot]:
+def find_snapshots(directory: Path) -> list[disk.OnDisk]:
     """Below the directory of all lineages; what cannot be read is none."""
     found = []
     for ran in sorted(directory.glob(f"*/{RAN}")):
@@ -230,7 +218,7 @@ def find_snapshots(directory: Path) -> list[KeptSnapshot]:
             continue
         for stage, kept in _copies_in(ran.parent):
             if stage < len(layers):
-                found.append(KeptSnapshot(lineage, sum(layers[:stage]), sum(layers[: stage + 1]), kept.step, kept.hash))
+                found.append(disk.OnDisk(lineage, sum(layers[:stage]), sum(layers[: stage + 1]), kept.step, kept.hash))
     return found
 
 

@@ -19,9 +19,7 @@ def newest_common(nodes):
     """The newest step hash's step of which every stage is on the disk of one of `nodes`."""
     found = {}
     for directory in (node.directory / "trainer" for node in nodes):
-        for copy in find_journals(directory / "stage"):
-            found.setdefault((copy.step, copy.hash), set()).add(copy.spec.first)
-        for copy in find_snapshots(directory / "shadows"):
+        for copy in [*find_journals(directory / "stage"), *find_snapshots(directory / "shadows")]:
             found.setdefault((copy.step, copy.hash), set()).add(copy.first)
     return max(step for (step, _), stages in found.items() if len(stages) == STAGES)
 

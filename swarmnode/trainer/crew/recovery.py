@@ -19,13 +19,14 @@ import trio
 from swarmnode.averaging.lora import A_MARK
 from swarmnode.config import StagesConfig
 from swarmnode.crew.local import Assigned
-from swarmnode.crew.record import COPIES, Copy, Taken
+from swarmnode.crew.record import COPIES, Copy, Taken, Where
 from swarmnode.pipeline.fence import Fence
 from swarmnode.pipeline.frames import CREW_BYTES, Place
 from swarmnode.pipeline.spec import stage_specs
 from swarmnode.pipeline.worker import StageWorker
 from swarmnode.policy.load import lora_settings
 from swarmnode.recovery import restore as recovery
+from swarmnode.recovery.disk import OnDisk
 from swarmnode.recovery.journal import Journal, find_journals
 from swarmnode.recovery.local import LocalStage
 from swarmnode.recovery.restore import Base, Replica, base_adapter, base_stage
@@ -76,15 +77,9 @@ class StageRecovery:
         """What is on this node's disk: its own stages, and its neighbours'. In a thread."""
         if self._journal is not None:
             self._journal.flush()
-        own = [
-            Copy(j.lineage, j.spec.first, j.spec.last, j.step, j.hash, "disk", Taken(*astuple(j.taken)), b"")
-            for j in find_journals(self._directory / JOURNALS) if j.step > 0
-        ]  # fmt: skip
-        kept = [
-            Copy(s.lineage, s.first, s.last, s.step, s.hash, "neighbour", Taken(), b"")
-            for s in find_snapshots(self._directory / SNAPSHOTS) if s.step > 0
-        ]
-        newest = sorted([*own, *kept], key=lambda copy: -copy.step)
+        own, kept = find_journals(self._directory / JOURNALS), find_snapshots(self._directory / SNAPSHOTS)
+        found = [*(_copy("disk", one) for one in own), *(_copy("neighbour", one) for one in kept)]
+        newest = sorted((copy for copy in found if copy.step > 0), key=lambda copy: -copy.step)
         return tuple(newest[: COPIES - 1])  # and one in memory
 
     def prepare(self, assigned: Assigned) -> None:
@@ -192,6 +187,10 @@ class StageRecovery:
         if self._journal is not None:
             self._journal.close()
             self._journal = None
+
+
+def _copy(where: Where, found: OnDisk) -> Copy:
+    return Copy(found.lineage, found.first, found.last, found.step, found.hash, where, Taken(*astuple(found.taken)), b"")
 
 
 def recovery_settings(cfg: StagesConfig, upload_bytes_per_second: int) -> RecoverySettings:

@@ -252,3 +252,10 @@ def test_those_in_one_place_are_neighbours():
     found = plan_crew("a", offers, cost, 4, 0.0, WAITS, distances={"b": 0.064, "c": 0.001, "d": 0.064})
     order = peers_of(found.record)
     assert abs(order.index("a") - order.index("c")) == 1 == abs(order.index("b") - order.index("d"))
+
+
+def test_of_two_spares_the_one_with_the_better_line_is_taken_and_all_members_plan_the_same():
+    offers = four(9, 9, 9, 9)
+    del offers["d"]
+    offers |= {"c": offer(copy(2, 9), copy(3, 9, "neighbour")), "e": Offer(MODEL, 1.0, 9.0, 0.2), "f": Offer(MODEL, 1.0, 1.0, 0.01)}
+    assert {peers_of(plan(offers, me=me, distances={"e": 0.001, "f": 0.5}).record) for me in "abc"} == {("a", "b", "c", "f")}

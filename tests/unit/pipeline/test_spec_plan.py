@@ -115,16 +115,16 @@ def test_a_big_model_and_a_full_crew_are_planned_in_few_looks(monkeypatch):
 
 def apart_by(places):
     """Seconds between members that stand at these seconds of a line."""
-    return [[abs(one - other) for other in places] for one in places]
+    return tuple(tuple(abs(one - other) for other in places) for one in places)
 
 
 def test_as_many_stages_as_make_a_step_fastest_and_no_more_where_members_are_far_apart():
     model = ModelCost(Part(0, 0), (Part(1, 1),) * 8, Part(0, 0), crossings=100.0)
-    eight = [Capacity(4.0, 1.0)] * 8
-    everywhere = [[0.05 * (one != other) for other in range(8)] for one in range(8)]
-    assert len(plan_apart(model, eight, [[0.0] * 8] * 8).layers) == 8
+    eight = (Capacity(4.0, 1.0),) * 8
+    everywhere = tuple(tuple(0.05 * (one != other) for other in range(8)) for one in range(8))
+    assert len(plan_apart(model, eight, ((0.0,) * 8,) * 8).layers) == 8
     assert plan_apart(model, eight, everywhere).layers == (4, 4), "the fewest that hold it"
-    near = [[seconds / 16 for seconds in row] for row in everywhere]
+    near = tuple(tuple(seconds / 16 for seconds in row) for row in everywhere)
     stages = len(plan_apart(model, eight, near).layers)
     assert 2 < stages < 8, "a shorter way is worth some"
     times = {n: make_plan(model, eight[:n]).slowest_seconds + 100 * n * 0.05 / 16 for n in range(2, 9)}
@@ -134,7 +134,7 @@ def test_as_many_stages_as_make_a_step_fastest_and_no_more_where_members_are_far
 def test_neighbours_in_the_crew_are_near_each_other():
     model = ModelCost(Part(0, 0), (Part(1, 1),) * 4, Part(0, 0), crossings=1.0)
     places = [0.0, 0.25, 0.001, 0.251]  # two here, two far away, as they come
-    plan = plan_apart(model, [Capacity(1.0, 1.0)] * 4, apart_by(places), 4)
+    plan = plan_apart(model, (Capacity(1.0, 1.0),) * 4, apart_by(places), 4)
     assert plan.members in ((0, 2, 1, 3), (2, 0, 1, 3), (0, 2, 3, 1), (2, 0, 3, 1), (1, 3, 2, 0), (3, 1, 0, 2), (1, 3, 0, 2), (3, 1, 2, 0))
     assert sum(abs(places[a] - places[b]) for a, b in pairwise(plan.members)) <= 0.252
 
@@ -147,7 +147,7 @@ def test_an_order_for_the_way_s_sake_is_no_slower_and_has_the_shortest_way(model
         fastest = make_plan(model, members, len(members))
     except Refused:
         return
-    plan = plan_apart(model, members, apart, len(members))
+    plan = plan_apart(model, tuple(members), apart, len(members))
     layers = dict(zip(fastest.members, fastest.layers, strict=True))
     seconds = lambda order: cost(model, members, order, [layers[i] for i in order])
     way = lambda order: sum(apart[a][b] for a, b in pairwise(order))

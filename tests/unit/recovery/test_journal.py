@@ -168,8 +168,9 @@ def test_a_journal_of_other_layers_counts_as_none_and_each_lineage_has_its_own(m
     other.note(member)
     closed(other)
     found = find_journals(tmp_path)
-    assert [(one.lineage, one.spec, one.step, one.hash) for one in found] == [
-        (lineage, member.runtime.spec, 1, member.participant.hash) for lineage in (CREW, b"d" * 16)
+    spec = member.runtime.spec
+    assert [(one.lineage, one.first, one.last, one.step, one.hash) for one in found] == [
+        (lineage, spec.first, spec.last, 1, member.participant.hash) for lineage in (CREW, b"d" * 16)
     ]
     (tmp_path / CREW.hex() / FILE).write_bytes(b"noise")
     assert [one.lineage for one in find_journals(tmp_path)] == [b"d" * 16]

@@ -21,7 +21,7 @@ from swarmnode.recovery import messages as m
 from swarmnode.recovery.bodies import layers_layout, pack_floats
 from swarmnode.recovery.local import LocalStage
 from swarmnode.recovery.probes import Recorder
-from swarmnode.recovery.snapshots import KeptSnapshot, SnapshotStore, find_snapshots, ring
+from swarmnode.recovery.snapshots import SnapshotStore, find_snapshots, ring
 from swarmnode.recovery.sources import RecoverySettings
 from swarmnode.recovery.state import StageState, decode_state, encode_state, host_copy, layout_of, stage_layouts, trained
 from swarmnode.recovery.transfer import StatePeer
@@ -562,7 +562,7 @@ def test_a_lineage_that_takes_no_step_or_fewer_costs_another_none_of_its_copies(
     crew = lambda name: SnapshotStore(tmp_path, name * 16, {0: wire.layouts[0]}, {"layers": [2, 1, 1]})
     crew(b"c").put(0, have, body)
     crew(b"c").ran(9)
-    assert find_snapshots(tmp_path) == [KeptSnapshot(b"c" * 16, 0, 2, 9, HASH)]
+    assert find_snapshots(tmp_path) == [disk.OnDisk(b"c" * 16, 0, 2, 9, HASH)]
     for name in (b"d", b"e", b"f"):  # each is a stranger's, and pushes what it likes
         crew(name).put(0, have, body)
     assert sorted(path.name for path in tmp_path.iterdir()) == [(name * 16).hex() for name in (b"c", b"f")]

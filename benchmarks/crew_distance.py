@@ -1,0 +1,211 @@
+"""A crew whose nodes are apart: `python -m benchmarks.crew --distance`. Root, since each node has a network namespace of its own.
+
+Four whole nodes hold the embedded policy, eight layers deep, as four stages. The line of each takes 50 Mbit/s each way (tbf at both ends
+of it), and everything that is sent to a node arrives so many milliseconds later, and so do its answers (`swarmnode.demo.distance.join`).
+Measured from outside, ten times a second: seconds between steps that every stage has taken; then, stage after stage, the trainer is killed
+-9 with its own journal gone, so that its state comes over the lines: seconds from the kill to the next step, and of these from its
+assignment to its weights being there (`rung_seconds`).
+
+This policy's state is small. What a 7 B policy would take is computed below it, from the product's own sizes of what travels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import statistics
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import trio
+
+from benchmarks import report
+from benchmarks.crew import FORM_SECONDS, RETURN_SECONDS, STAGES, Crew, Recovery
+from swarmnode.demo.crew import crew_settings, write_model
+from swarmnode.demo.distance import join
+from swarmnode.demo.nodes import DemoNode
+from swarmnode.demo.run import DemoOptions
+from swarmnode.pipeline.frames import activation_bytes
+from tests.support.netns import Topology, enter, missing
+
+MILLISECONDS = (0, 10, 50, 100)
+RATE = "50mbit"
+PORT, BEHIND = 4001, 4002
+"""Where a node is reached, and where it listens behind its delay."""
+SAMPLES = 64
+"""Completions of a step: eight groups of eight."""
+
+
+@dataclass(frozen=True)
+class Apart:
+    """What was measured at one distance."""
+
+    milliseconds: int
+    formed: float | None
+    steps: tuple[float, ...]
+    """Seconds of each."""
+    recoveries: tuple[Recovery, ...]
+    restored: tuple[float, ...]
+    """Seconds from an assignment to the weights being there, of each recovery."""
+    measured: tuple[float, ...]
+    """Seconds one way that the nodes have measured, of each."""
+
+
+class FarNode(DemoNode):
+    """A node in a namespace of its own, which is asked from there."""
+
+    def __init__(self, name: str, directory: Path, settings: dict[str, dict[str, object]], namespace: str, *prefix: str) -> None:
+        super().__init__(name, directory, settings)
+        self.prefix = prefix
+        self._there = ThreadPoolExecutor(1, initializer=enter, initargs=(namespace,))
+
+    def ask(self) -> None:
+        self._there.submit(super().ask).result()
+
+
+class Delay:
+    """In front of a node: what comes to `address`:PORT goes to `address`:BEHIND so late, and back. A thread that is in its namespace."""
+
+    def __init__(self, namespace: str, address: str, seconds: float) -> None:
+        self._namespace, self._address, self._seconds = namespace, address, seconds
+        self._scope, self._token = trio.CancelScope(), None
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        self._ready.wait(10)
+
+    def close(self) -> None:
+        if self._token is not None:
+            self._token.run_sync_soon(self._scope.cancel)
+        self._thread.join(5)
+
+    def _run(self) -> None:
+        enter(self._namespace)
+        trio.run(self._serve)
+
+    async def _serve(self) -> None:
+        self._token = trio.lowlevel.current_trio_token()
+        listener = socket.create_server((self._address, PORT), backlog=64)
+        self._ready.set()
+        with self._scope:
+            await trio.serve_listeners(self._connected, [trio.SocketListener(trio.socket.from_stdlib_socket(listener))])
+
+    async def _connected(self, near: trio.SocketStream) -> None:
+        await trio.sleep(self._seconds)
+        with contextlib.suppress(OSError):
+            async with near:
+                await join(near, await trio.open_tcp_stream(self._address, BEHIND), self._seconds)
+
+
+@contextlib.contextmanager
+def far_crew(directory: Path, milliseconds: int) -> Iterator[Crew]:
+    """Four nodes so far apart, started."""
+    options = DemoOptions(nodes=STAGES, http_port=0)
+    model = write_model(directory / "model")
+    with Topology() as net, contextlib.ExitStack() as stack:
+        nodes: list[DemoNode] = []
+        for number in range(STAGES):
+            name, address = f"n{number}", f"10.5.5.{11 + number}"
+            net.public(name, address)
+            shape = ["root", "tbf", "rate", RATE, "burst", "64kb", "latency", "400ms"]
+            for place, device in ((name, "outside"), ("wan", f"p{number + 2}")):
+                net.run(place, ["tc", "qdisc", "add", "dev", device, *shape], check=True)
+            settings = crew_settings(options, number, model)
+            settings["training"] |= {"eval_every": 10_000}
+            behind = f"/ip4/{address}/tcp/{BEHIND if milliseconds else PORT}"
+            settings["network"] |= {"listen_addrs": [behind], "announce_addrs": [f"/ip4/{address}/tcp/{PORT}"]}
+            if milliseconds:
+                stack.callback(Delay(net.file(name), address, milliseconds / 1000).close)
+            prefix = ["ip", "netns", "exec", Path(net.file(name)).name]
+            nodes.append(FarNode(f"node{number}", directory / f"far{number}", settings, net.file(name), *prefix))
+        crew = Crew(nodes)
+        try:
+            crew.start()
+            yield crew
+        finally:
+            crew.end()
+
+
+def step_times(crew: Crew, count: int) -> tuple[float, ...]:
+    """Seconds of the next steps of all, the one under way not counted."""
+    seconds: list[float] = []
+    for _ in range(count + 1):
+        before = min(crew.steps())
+        took = crew.wait(lambda before=before: min(crew.steps()) > before, RETURN_SECONDS)
+        seconds.append((took if took is not None else float("nan")) / max(1, min(crew.steps()) - before))
+    return tuple(seconds[1:])
+
+
+def measure_at(milliseconds: int, steps: int, losses: int) -> Apart:
+    with tempfile.TemporaryDirectory(prefix="swarmnode-far-") as directory, far_crew(Path(directory), milliseconds) as crew:
+        formed = crew.wait(crew.running, FORM_SECONDS)
+        if formed is None:
+            print(f"{milliseconds} ms: the crew did not form: {[node.last_words() for node in crew.nodes]}", flush=True)
+            return Apart(milliseconds, None, (), (), (), ())
+        times = step_times(crew, steps)
+        measured = tuple(node.view.peer_seconds for node in crew.nodes)
+        recoveries, restored = [], []
+        for stage in range(losses):
+            before = max(crew.steps())
+            crew.wait(lambda before=before: crew.running() and min(crew.steps()) >= before + 2, RETURN_SECONDS)
+            lost = crew.lose("disk", (stage % STAGES,))
+            recoveries.append(lost)
+            with contextlib.suppress(LookupError):
+                restored.append(crew.holder(stage % STAGES).view.rung_seconds or float("nan"))
+            print(milliseconds, lost, restored[-1:], flush=True)
+        return Apart(milliseconds, formed, times, tuple(recoveries), tuple(restored), measured)
+
+
+def rows(found: Sequence[Apart]) -> list[list[str]]:
+    some = lambda values, spec=".1f": (
+        "–" if not values else f"{statistics.median(values):{spec}} [{min(values):{spec}} … {max(values):{spec}}]"
+    )
+    out = []
+    for one in found:
+        seconds = [r.seconds if r.seconds is not None else float("inf") for r in one.recoveries]
+        rungs = sorted({rung for r in one.recoveries for rung in r.rungs})
+        rate = f"{SAMPLES / statistics.median(one.steps):.1f}" if one.steps else "–"
+        out.append([
+            str(one.milliseconds), "–" if one.formed is None else f"{one.formed:.0f}", some(one.steps), rate,
+            some(one.restored), some(seconds),
+            ", ".join(f"{rung or 'none'} {sum(r.rungs.count(rung) for r in one.recoveries)}" for rung in rungs),
+            some([1000 * s for s in one.measured], ".0f"),
+        ])  # fmt: skip
+    return out
+
+
+HEADERS = [
+    "ms, one way", "s to form", "s per step", "samples/s", "s to restore a stage", "s from the kill to the next step", "by", "ms measured",
+]
+
+
+def seven_billion() -> list[list[str]]:
+    """What a line of so many Mbit/s takes, and nothing else, for a 7 B policy in four stages, of hidden size 4,096 with 32 layers."""
+    rows_of_a_step = 8 * 256 + 64 * 1024  # a prompt is there once for its eight completions
+    each = partial(activation_bytes, "int8", rows_of_a_step, 4096)
+    whole = 7e9 / STAGES
+    things = [
+        ("one update of 64 × (256 + 1,024) tokens, one way", each()),
+        ("the same, the line of an inner stage (forward and backward)", 2 * each()),
+        ("a stage, small (bfloat16)", 2 * whole),
+        ("a stage, exact (float32 with both moments)", 12 * whole),
+        ("adapters of rank 16, all of them, int8", 23e6),
+    ]
+    return [[what, f"{size / 1e6:,.0f}", *(f"{8 * size / (rate * 1e6):,.0f}" for rate in (25, 50, 100, 1000))] for what, size in things]
+
+
+def run(milliseconds: Sequence[int], steps: int, losses: int) -> list[Apart]:
+    """Measure and print. Raises SystemExit where there can be no namespaces."""
+    if why := missing():
+        raise SystemExit(why)
+    found = [measure_at(one, steps, losses) for one in milliseconds]
+    print(report.heading(f"crew: at a distance, {RATE} per node"))
+    print(report.table(HEADERS, rows(found)))
+    print()
+    print(report.table(["7 B, computed", "MB", "s at 25 Mbit/s", "50", "100", "1,000"], seven_billion()))
+    return found
