@@ -25,7 +25,7 @@ WEIGHTS_STATE = (
 )
 STATE_MANIFEST = {
     "type": ("state",), "fingerprint": bytes, "outer_step": int, "created_at": int,
-    "tensors": [{"name": str, "phi": bytes, "delta": bytes}],
+    "tensors": [{"name": str, "phi": bytes}],
 }  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def read_state_manifest(frame, swarm):
     require(len(manifest["fingerprint"]) == EXACT["fingerprint"])
     counter(manifest["outer_step"], manifest["created_at"])
     require(all(a["name"] < b["name"] for a, b in itertools.pairwise(manifest["tensors"])))
-    require(all(len(tensor["phi"]) == len(tensor["delta"]) == 32 for tensor in manifest["tensors"]))
+    require(all(len(tensor["phi"]) == 32 for tensor in manifest["tensors"]))
     return {"peer": peer_id(envelope["key"]), "manifest": manifest}
 
 

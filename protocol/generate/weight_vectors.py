@@ -69,7 +69,7 @@ def messages() -> Iterator[Vector]:
 
 def states() -> Iterator[Vector]:
     request = {"type": "state_request", "fingerprint": FINGERPRINT}
-    tensors = [{"name": name, "phi": b"\x51" * 32, "delta": b"\x52" * 32} for name, _, _ in TENSORS]
+    tensors = [{"name": name, "phi": b"\x51" * 32} for name, _, _ in TENSORS]
     manifest: dict[str, Any] = {
         "type": "state", "fingerprint": FINGERPRINT, "outer_step": 31, "created_at": 1_790_000_000_000, "tensors": tensors,
     }  # fmt: skip

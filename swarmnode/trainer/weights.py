@@ -45,6 +45,7 @@ from swarmnode.trainer.weights_worker import (
 )
 from swarmnode.weights import fragments, local
 from swarmnode.weights.fingerprint import LoraShape
+from swarmnode.weights.manifest import writing_seconds
 from swarmnode.weights.rule import LARGEST_OUTER_STEP, believed_outer_step, make_rule, next_outer_step
 
 log = logging.getLogger(__name__)
@@ -127,9 +128,10 @@ class Replica:
         )  # fmt: skip
 
     def wait_for_state(self, seconds: float, late: float = math.inf) -> bool:
-        """Wait `seconds` at most. Whether the wait is over: it is known what there is to adopt, or it is `late` (monotonic) and nothing is
-        on its way."""
-        return self._settled.wait(seconds) or (time.monotonic() >= late and not self._coming.is_set())
+        """Wait `seconds` at most. Whether the wait is over: it is known what there is to adopt, or it is `late` (monotonic), a neighbour
+        would have written its state since, and none is on its way."""
+        too_late = late + writing_seconds(self._parts.tensors.layout)
+        return self._settled.wait(seconds) or (time.monotonic() >= too_late and not self._coming.is_set())
 
     def close(self) -> None:
         self._worker.close()
@@ -294,8 +296,7 @@ class Replica:
     def _adopt(self, read: StateRead) -> bool:
         parts, outcome = self._parts, read.outcome
         if not outcome:
-            halves = {half: {name: read.tensors[f"{half}.{name}"] for name in parts.tensors.parameters} for half in ("phi", "delta")}
-            outcome = self._replace(read, SlowWeights(halves["phi"], halves["delta"]))
+            outcome = self._replace(read, SlowWeights(read.tensors, {name: torch.zeros_like(phi) for name, phi in read.tensors.items()}))
         self._send(local.StateAdopted(read.peer, outcome, list(parts.counters.outer_clocks)))
         if outcome == "adopted":
             log.info("took the state of %s, %d outer steps", read.peer, read.outer_step)

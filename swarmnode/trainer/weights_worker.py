@@ -31,7 +31,7 @@ from swarmnode.errors import BadMessage
 from swarmnode.trainer.state import Counters
 from swarmnode.weights import local
 from swarmnode.weights.layout import Layout
-from swarmnode.weights.manifest import TensorHash
+from swarmnode.weights.manifest import STATE_CODEC, TensorHash
 from swarmnode.weights.rule import mixing_weight, too_far_behind
 
 log = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class StepPrepared:
 
 @dataclass(frozen=True)
 class StateRead:
-    """φ and δ of somebody else."""
+    """φ of somebody else."""
 
     peer: str
     outer_step: int
@@ -239,27 +239,25 @@ class AveragingWorker:
     def _write_state(self) -> None:
         layout = self._parts.tensors.layout
         with self._parts.tensors.lock:
-            tensors, outer_step = self._parts.outer.tensors(), min(self._parts.counters.outer_clocks)
-        hashes = {name: _hash_of(tensor) for name, tensor in tensors.items()}
-        path = self._files.write([codecs.encode(tensors, local.state_layout(layout), "float32")])
-        entries = [TensorHash(s.name, hashes[f"phi.{s.name}"], hashes[f"delta.{s.name}"]) for s in layout]
-        self._send(local.StateWritten(path, outer_step, entries))
+            phi, outer_step = dict(self._parts.outer.phi), min(self._parts.counters.outer_clocks)
+        path = self._files.write([codecs.encode(phi, layout, STATE_CODEC)])
+        self._send(local.StateWritten(path, outer_step, [TensorHash(spec.name, _hash_of(phi[spec.name])) for spec in layout]))
 
 
 def read_state(message: local.AdoptState, layout: Layout) -> StateRead:
-    """φ and δ that the network process has fetched, held to the hashes that were signed."""
+    """φ that the network process has fetched, held to the hashes that were signed."""
     refused = lambda outcome: StateRead(message.peer, message.outer_step, {}, outcome)
     try:
-        tensors = codecs.decode(mapped(message.path), local.state_layout(layout), "float32")
+        tensors = codecs.decode(mapped(message.path), layout, STATE_CODEC)
     except BadMessage:
         return refused("payload")
     except (OSError, ValueError):
         return refused("local")
-    signed = {f"phi.{t.name}": t.phi for t in message.tensors} | {f"delta.{t.name}": t.delta for t in message.tensors}
+    signed = {tensor.name: tensor.phi for tensor in message.tensors}
     if any(_hash_of(tensor) != signed.get(name) for name, tensor in tensors.items()):
         return refused("hash")
     return StateRead(message.peer, message.outer_step, tensors)
 
 
 def _hash_of(tensor: torch.Tensor) -> bytes:
-    return hashlib.sha256(codecs.to_bytes(tensor, "<f4")).digest()
+    return hashlib.sha256(codecs.to_bytes(codecs.bfloat16_bits(tensor), "<i2")).digest()

@@ -9,8 +9,8 @@
                  forget it                      ◀─ DropExchange    any time before: it must not be applied any more
                  outer step without partner     ◀─ SoloStep
 
-    WriteState ◀─ a neighbour wants φ and δ        StateWritten ─▶ signed and offered
-    AdoptState ◀─ a neighbour's φ and δ            StateAdopted ─▶
+    WriteState ◀─ a neighbour wants φ              StateWritten ─▶ signed and offered
+    AdoptState ◀─ a neighbour's φ                  StateAdopted ─▶
 
 Five messages at most for an exchange. Either side may be replaced at any moment: an exchange that one of them does not know is forgotten
 by the other.
@@ -22,7 +22,7 @@ import msgspec
 
 from swarmnode.weights import fingerprint, fragments
 from swarmnode.weights.fingerprint import LoraShape
-from swarmnode.weights.layout import Codec, Layout, make_layout, payload_limit
+from swarmnode.weights.layout import Codec, Layout, payload_limit
 from swarmnode.weights.manifest import TensorHash
 
 DIRECTORY = "weights"
@@ -52,15 +52,6 @@ class ReplicaFacts(msgspec.Struct, frozen=True):
     def limits(self) -> list[int]:
         """Longest payload of each fragment, bytes."""
         return [payload_limit(part, self.codec) for part in self.parts()]
-
-    def state(self) -> Layout:
-        """φ and δ as one payload's tensors."""
-        return state_layout(self.layout)
-
-
-def state_layout(layout: Layout) -> Layout:
-    """`delta.<name>` and `phi.<name>` of every averaged tensor."""
-    return make_layout((f"{half}.{spec.name}", spec.shape, "float32") for spec in layout for half in ("delta", "phi"))
 
 
 # ---- trainer → network ----------------------------------------------------------------------------------------------------------

@@ -8,10 +8,12 @@ comes from the neighbour that claims just that, is held to the hashes of that ne
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 import msgspec
 
 from swarmnode.errors import BadMessage
+from swarmnode.weights.layout import Codec, Layout, payload_limit
 from swarmnode.weights.rule import LARGEST_OUTER_STEP
 from swarmnode.wire.fields import check_counter, check_length
 
@@ -19,18 +21,27 @@ ASK = 3
 """Neighbours to ask."""
 AGREE = 2
 HASH_BYTES = 32
+STATE_CODEC: Final[Codec] = "bfloat16"
+"""What slow weights travel in to a newcomer: it errs by about what late replicas differ by. δ is not sent: it has grown again after a few
+outer steps."""
+
+WRITTEN_PER_SECOND: Final = 1e8
+"""Bytes of slow weights that a trainer rounds, hashes and writes beside its work, at least."""
+
+
+def writing_seconds(layout: Layout) -> float:
+    """How much longer than that of a small policy a neighbour's answer may take, because it has to be written first."""
+    return payload_limit(layout, STATE_CODEC) / WRITTEN_PER_SECOND
 
 
 class TensorHash(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     phi: bytes
-    """32 bytes: SHA-256 of φ, float32 little-endian."""
-    delta: bytes
-    """32 bytes: SHA-256 of δ."""
+    """32 bytes: SHA-256 of φ, bfloat16 little-endian."""
 
 
 class StateManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="state"):
-    """A node's description of its outer state; it travels signed."""
+    """A node's description of its slow weights; it travels signed."""
 
     fingerprint: bytes
     """32 bytes."""
@@ -48,7 +59,6 @@ def check_manifest(manifest: StateManifest, names: list[str]) -> None:
         raise BadMessage("bounds", "tensors")
     for tensor in manifest.tensors:
         check_length("phi", tensor.phi, HASH_BYTES)
-        check_length("delta", tensor.delta, HASH_BYTES)
     check_counter("outer_step", manifest.outer_step)
     check_counter("created_at", manifest.created_at)
 

@@ -1,6 +1,6 @@
 """Getting the swarm's state from neighbours, for a node that is new or has lost its disk.
 
-    ask three for signed manifests ─▶ `manifest.agreed_source` ─▶ fetch φ, δ ─▶ AdoptState ─▶ trainer, on probation
+    ask three for signed manifests ─▶ `manifest.agreed_source` ─▶ fetch φ ─▶ AdoptState ─▶ trainer, on probation
 
 A running node never takes one: whoever could make it take a state could overwrite it. One that has fallen behind is served by those ahead,
 exchange by exchange, and each of these passes the gate.
@@ -23,12 +23,12 @@ from swarmnode.weights import local
 from swarmnode.weights.discovery import Discovery
 from swarmnode.weights.driver import SendToTrainer
 from swarmnode.weights.layout import payload_limit
-from swarmnode.weights.manifest import AGREE, ASK, StateManifest, agreed_source, check_manifest
+from swarmnode.weights.manifest import AGREE, ASK, STATE_CODEC, StateManifest, agreed_source, check_manifest, writing_seconds
 from swarmnode.weights.messages import STATE_BYTES, StateRequest, StateResponse, decode_state, encode_message
 from swarmnode.weights.outcomes import ADOPTIONS, PROOF
 from swarmnode.weights.payload_store import SLOWEST, PayloadStore, RemotePayload
 from swarmnode.weights.replica import LocalReplica
-from swarmnode.weights.state_server import ANSWER_SECONDS
+from swarmnode.weights.state_server import ANSWER_SECONDS, MARGIN_SECONDS, WRITE_SECONDS
 from swarmnode.wire import envelope, ids, strict
 
 log = logging.getLogger(__name__)
@@ -114,27 +114,30 @@ class StateSeeker:
     async def _search(self) -> bool:
         """Ask, choose, fetch, until a state was adopted or there is none. Whether one was."""
         began = trio.current_time()
-        deadline = began + self._cfg.join_seconds
+        deadline = began + self._cfg.join_seconds + self._writing_seconds()
         asked: set[str] = set()
+        silent: set[str] = set()
         offers: dict[str, OfferedState] = {}
-        while trio.current_time() < deadline:
-            others = [peer for peer in self._discovery.candidates() if peer not in asked]
-            chosen = self._rng.sample(others, min(len(others), max(0, ASK - len(offers))))
-            asked.update(chosen)
-            with trio.move_on_at(deadline):
-                async with trio.open_nursery() as nursery:
-                    for peer in chosen:
-                        nursery.start_soon(self._ask, peer, offers)
-            waited = trio.current_time() - began >= GRACE_SECONDS
-            source = self._source_among(offers, alone=waited) if waited or len(offers) >= ASK else None
-            if source is not None:
-                if await self._take(offers.pop(source)):
-                    return True
-                continue
-            enough = len(offers) >= min(ASK, len(self._network.connected()))
-            if waited and (enough or not others):
-                break  # nobody is ahead of us, or too few to agree
-            await trio.sleep(POLL_INTERVAL)
+        async with trio.open_nursery() as nursery:
+            while trio.current_time() < deadline:
+                others = [peer for peer in self._discovery.candidates() if peer not in asked]
+                chosen = self._rng.sample(others, min(len(others), max(0, ASK - len(offers) - len(silent))))
+                asked.update(chosen)
+                silent.update(chosen)
+                for peer in chosen:
+                    nursery.start_soon(self._ask, peer, offers, silent)
+                waited = trio.current_time() - began >= GRACE_SECONDS
+                source = self._source_among(offers, alone=waited and not silent) if waited or len(offers) >= ASK else None
+                if source is not None:
+                    if await self._take(offers.pop(source)):
+                        nursery.cancel_scope.cancel()
+                        return True
+                    continue
+                enough = len(offers) >= min(ASK, len(self._network.connected()))
+                if waited and not silent and (enough or not others):
+                    break  # nobody is ahead of us, or too few to agree
+                await trio.sleep(POLL_INTERVAL)
+            nursery.cancel_scope.cancel()
         steps = sorted((offer.manifest.outer_step for offer in offers.values()), reverse=True)
         log.info("no state to take: %d neighbours asked, their outer steps %s", len(asked), steps)
         return False
@@ -145,20 +148,30 @@ class StateSeeker:
         source = agreed_source({peer: offer.manifest for peer, offer in offers.items()}, self._replica.fingerprint, agree)
         return source if source is not None and offers[source].manifest.outer_step > 0 else None
 
-    async def _ask(self, peer: str, offers: dict[str, OfferedState]) -> None:
+    async def _ask(self, peer: str, offers: dict[str, OfferedState], silent: set[str]) -> None:
+        try:
+            offer = await self._offer_of(peer)
+            if offer is not None:
+                offers[peer] = offer
+        finally:
+            silent.discard(peer)
+
+    async def _offer_of(self, peer: str) -> OfferedState | None:
         try:
             data = await self._network.requests.request(
                 peer, ids.WEIGHTS_STATE_PROTOCOL, encode_message(StateRequest(self._replica.fingerprint)),
-                deadline=ANSWER_SECONDS, max_response_bytes=STATE_BYTES,
+                deadline=min(WRITE_SECONDS + MARGIN_SECONDS + self._writing_seconds(), ANSWER_SECONDS),
+                max_response_bytes=STATE_BYTES,
             )  # fmt: skip
         except PeerError as error:
             log.info("no state manifest of %s: %s", peer, error)
-            return
+            return None
         try:
-            offers[peer] = self._open(peer, data)
+            return self._open(peer, data)
         except BadMessage as bad:
             log.warning("state manifest of %s: %s", peer, bad)
             self._network.rejected(peer, "weights_manifest", PROOF)
+            return None
 
     def _open(self, peer: str, data: bytes) -> OfferedState:
         """Raises BadMessage unless it is `peer` that signed a manifest of exactly our tensors."""
@@ -174,8 +187,11 @@ class StateSeeker:
             raise BadMessage("oversize", f"{response.size} bytes of state")
         return OfferedState(manifest, RemotePayload(peer, response.transfer, response.root, response.size))
 
+    def _writing_seconds(self) -> float:
+        return writing_seconds(self._replica.facts.layout) if self._replica.facts is not None else 0.0
+
     def _limit(self) -> int:
-        return payload_limit(self._replica.facts.state(), "float32") if self._replica.facts is not None else 0
+        return payload_limit(self._replica.facts.layout, STATE_CODEC) if self._replica.facts is not None else 0
 
     async def _take(self, offer: OfferedState) -> bool:
         """Fetch a state, which the trainer waits for, and have it adopted. Whether it was."""

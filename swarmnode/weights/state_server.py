@@ -1,4 +1,4 @@
-"""Gives our outer state to neighbours that have none: signed, written once for all who ask.
+"""Gives our slow weights to neighbours that have none: signed, written once for all who ask.
 
     request ─▶ WriteState ─▶ trainer ─▶ StateWritten ─▶ sign, offer        one file at a time
 
@@ -17,7 +17,7 @@ from swarmnode.errors import BadMessage, PeerError
 from swarmnode.p2p.api import Network
 from swarmnode.weights import local
 from swarmnode.weights.driver import SendToTrainer
-from swarmnode.weights.manifest import StateManifest
+from swarmnode.weights.manifest import StateManifest, writing_seconds
 from swarmnode.weights.messages import STATE_BYTES, STATE_REQUEST_BYTES, StateRequest, StateResponse, decode_state, encode_message
 from swarmnode.weights.outcomes import PROOF
 from swarmnode.weights.payload_store import SLOWEST, LocalPayload, PayloadStore
@@ -26,8 +26,10 @@ from swarmnode.wire import codec, envelope, ids, strict
 from swarmnode.wire.envelope import Credentials
 
 WRITE_SECONDS: Final = 30.0
-"""Time for our trainer to write its state."""
-ANSWER_SECONDS: Final = WRITE_SECONDS + 10.0
+"""Time for our trainer to write its state, beside `writing_seconds`."""
+MARGIN_SECONDS: Final = 10.0
+ANSWER_SECONDS: Final = 400.0
+"""Nobody waits longer for an answer: at 16 billion weights."""
 KEEP_SECONDS: Final = 5.0
 KEEP_FACTOR: Final = 20.0
 """A written state is given out for at least so long, and for so many times as long as it took to write: whoever asks how often, our trainer
@@ -41,7 +43,7 @@ def offer_seconds(payload: LocalPayload) -> float:
 
 
 class WrittenState(msgspec.Struct, frozen=True):
-    """Our outer state in a file, and what we sign of it."""
+    """Our slow weights in a file, and what we sign of them."""
 
     until: float
     """Given to whoever asks until then, on trio's clock."""
@@ -76,7 +78,7 @@ class StateServer:
         self._state = self._writing = None
 
     async def written(self, message: local.StateWritten) -> None:
-        """The trainer has written φ and δ: sign what they are."""
+        """The trainer has written φ: sign what it is."""
         payload = await self._store.open(message.path)
         if payload is not None:
             manifest = StateManifest(self._replica.fingerprint, message.outer_step, int(time.time() * 1000), message.tensors)
@@ -111,7 +113,8 @@ class StateServer:
             if self._writing is None:  # once for all who wait
                 self._writing, self._asked_at = trio.Event(), trio.current_time()
                 self._send_to_trainer(local.WriteState())
-            with trio.move_on_after(WRITE_SECONDS):
+            layout = self._replica.facts.layout if self._replica.facts is not None else ()
+            with trio.move_on_after(min(WRITE_SECONDS + writing_seconds(layout), ANSWER_SECONDS - MARGIN_SECONDS)):
                 await self._writing.wait()
         if self._state is None:
             raise PeerError("no state now")

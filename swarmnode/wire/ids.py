@@ -83,8 +83,8 @@ BULK_SOCKET_PROTOCOL = "/swarmnode/bulk-socket/1"
 WEIGHTS_PROTOCOL = "/swarmnode/weights/1"
 """Request/response: what partners say about averaging. Not in `PROTOCOLS`: nodes share rollouts without it."""
 
-WEIGHTS_STATE_PROTOCOL = "/swarmnode/weights-state/1"
-"""Request/response: the signed manifest of an outer state, and where to fetch that. Not in `PROTOCOLS`."""
+WEIGHTS_STATE_PROTOCOL = "/swarmnode/weights-state/2"
+"""Request/response: the signed manifest of slow weights, and where to fetch them. Not in `PROTOCOLS`."""
 
 CREWS_PROTOCOL = "/swarmnode/crews/3"
 """Request/response: offers, records of crews to sign, heartbeats. Not in `PROTOCOLS`: whoever holds a whole policy does

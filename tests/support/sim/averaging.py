@@ -115,7 +115,7 @@ class Averaging:
                 self._stepped("solo")
                 self._send(local.SnapshotWritten(b"", 0, str(self._write("out", b"")), self.outer_step))
             case local.WriteState():
-                hashes = [TensorHash("skill", *(hashlib.sha256(part).digest() for part in (self._packed(), bytes(4 * SKILLS))))]
+                hashes = [TensorHash("skill", hashlib.sha256(self._packed()).digest())]
                 self._send(local.StateWritten(str(self._write("state", b"")), self.outer_step, hashes))
             case local.AdoptState(peer, path, outer_step) if path:
                 self._adopt(peer, Path(path), outer_step)

@@ -197,7 +197,7 @@ FP = b"f" * 32
 
 
 def manifest(step, fp=FP, names=("a", "b")):
-    return StateManifest(fp, step, 0, [TensorHash(n, bytes(32), bytes(32)) for n in names])
+    return StateManifest(fp, step, 0, [TensorHash(n, bytes(32)) for n in names])
 
 
 def test_a_lone_liar_cannot_say_how_far_the_swarm_is():

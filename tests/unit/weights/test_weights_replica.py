@@ -398,32 +398,34 @@ def test_a_step_that_a_partner_had_us_take_counts_for_the_one_that_is_due(ago, d
 
 def adopt(a, other, step=30, wrong="", trained=0):
     a.counters.step = trained
-    tensors = other.replica.tensors()
-    hashes = {n: hashlib.sha256(codecs.to_bytes(t, "<f4")).digest() for n, t in tensors.items()}
+    tensors = other.phi()
+    hash_of = lambda t: hashlib.sha256(codecs.to_bytes(codecs.bfloat16_bits(t), "<i2")).digest()
+    hashes = {n: hash_of(t) for n, t in tensors.items()}
     if wrong == "hash":
         hashes = dict.fromkeys(hashes, bytes(32))
     if wrong == "nan":
         tensors = {n: t * float("nan") for n, t in tensors.items()}
-        hashes = {n: hashlib.sha256(codecs.to_bytes(t, "<f4")).digest() for n, t in tensors.items()}
-    names = [spec.name for spec in a.tensors.layout]
+        hashes = {n: hash_of(t) for n, t in tensors.items()}
     path = a.directory / "in-state.bin"
-    path.write_bytes(codecs.encode(tensors, local.state_layout(a.tensors.layout), "float32"))
+    path.write_bytes(codecs.encode(tensors, a.tensors.layout, "bfloat16"))
     if wrong == "payload":
         path.write_bytes(path.read_bytes()[:-1])
-    listed = [TensorHash(n, hashes[f"phi.{n}"], hashes[f"delta.{n}"]) for n in names]
+    listed = [TensorHash(spec.name, hashes[spec.name]) for spec in a.tensors.layout]
     a.replica.receive(local.AdoptState("peer", str(path), step, listed))
     a.settle()
     a.replica.between_steps(True, 0.1, stepped=False)
     return a.said[-1].outcome
 
 
-def test_a_neighbours_state_is_taken_bit_by_bit_and_on_probation(made):
+def test_a_neighbours_slow_weights_are_taken_as_rounded_and_on_probation(made):
     a, other = made("a"), made("b")
     other.step(seed=5)
     other.solo(0)
     assert adopt(a, other) == "adopted"
-    assert identical(a.weights(), other.phi())
-    assert identical(a.replica.tensors(), other.replica.tensors())
+    rounded = {name: phi.to(torch.bfloat16).float() for name, phi in other.phi().items()}
+    assert identical(a.weights(), rounded)
+    delta = {name: torch.zeros_like(phi) for name, phi in rounded.items()}
+    assert identical(a.replica.tensors(), {f"phi.{n}": t for n, t in rounded.items()} | {f"delta.{n}": t for n, t in delta.items()})
     assert a.counters.probation
     assert a.counters.outer_clocks == [30, 30]
 
