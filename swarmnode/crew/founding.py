@@ -45,6 +45,10 @@ FETCHED: Final = 10**9
 LEAST_SECONDS: Final = 0.001
 MOST_SECONDS: Final = 10.0
 """A shorter distance is none, a longer one counts as this."""
+UNLIKE: Final = 4.0
+USUAL_SECONDS: Final = 0.01
+"""Who has a line that takes UNLIKE times what the usual one does, or this, gets a smaller block for it. All others are planned as if
+they had none: crews are cut alike, and can average, although each has measured something else."""
 RANKS: Final = 1000
 UNKNOWN: Final = 3
 """For a node with whom no step was taken, or that is in debt: more than the difference between memory and disk. At the head one more: who
@@ -165,8 +169,8 @@ def plan_crew(
 
 
 def _begin(choice: _Choice, willing: Iterable[str], stages: int) -> Record | None:
-    """From the base, as `plan.plan_apart` places its layers on the nearest and largest of those who would be together. What others say of
-    their speed and their line are claims: they count half, as it were."""
+    """From the base, as `plan.plan_apart` places its layers on the nearest and largest of those who would be together. A speed is a
+    claim: it counts half, as it were."""
     able, cost, model = choice.able, choice.cost, choice.model
     near = {peer: 0.0 if peer == choice.me else _rough(choice.distances.get(peer, 0.0)) for peer in able}
     peers: list[str] = []
@@ -176,11 +180,9 @@ def _begin(choice: _Choice, willing: Iterable[str], stages: int) -> Record | Non
     peers.sort(key=lambda peer: (near[peer], peer))
     if not peers:
         return None
-    speed, hop = median(able[peer].speed for peer in peers), median(able[peer].hop_seconds for peer in peers)
-    capacities = tuple(
-        Capacity(able[peer].memory, math.sqrt(able[peer].speed * speed), math.sqrt(min(able[peer].hop_seconds, MOST_SECONDS) * hop))
-        for peer in peers
-    )
+    speed, usual = median(able[peer].speed for peer in peers), median(able[peer].hop_seconds for peer in peers)
+    slow = {peer: min(hop, MOST_SECONDS) for peer in peers if (hop := able[peer].hop_seconds) > UNLIKE * max(usual, USUAL_SECONDS)}
+    capacities = tuple(Capacity(able[peer].memory, math.sqrt(able[peer].speed * speed), slow.get(peer, 0.0)) for peer in peers)
     apart = tuple(tuple(_apart(near[a], near[b], choice.me in (a, b)) if a != b else 0.0 for b in peers) for a in peers)
     try:
         plan = plan_apart(cost, capacities, apart, stages)

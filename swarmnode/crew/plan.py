@@ -126,27 +126,24 @@ def plan_apart(model: ModelCost, members: tuple[Capacity, ...], apart: tuple[tup
 
 
 def _nearest(model: ModelCost, members: Sequence[Capacity], plan: Plan, apart: Sequence[Sequence[float]]) -> tuple[Plan, float]:
-    """The order of the plan's members, each with as many layers as it has there and none slower than its slowest, with the shortest way;
-    and the seconds of that way, once through all of them and back to the first."""
+    """The order of the plan's members with the shortest way, none of whose stages is slower than its slowest; the blocks stay as they
+    are, since crews that are cut alike can average. And the seconds of that way, once through all of them and back to the first."""
     search, chosen, bound = _Search(model, members), plan.members, plan.slowest_seconds
-    layers = dict(zip(chosen, plan.layers, strict=True))
+    blocks = [*pairwise(accumulate((0, *plan.layers)))]
 
     def way(order: Sequence[int]) -> float:
         return sum(apart[one][other] for one, other in pairwise(order))
 
     ends: dict[tuple[int, int], tuple[int, ...]] = {}  # (those placed, the last of them) → the shortest order
     for used in range(1, 1 << len(chosen)):
-        placed = [index for number, index in enumerate(chosen) if used >> number & 1]
-        end = sum(layers[index] for index in placed)
         for number, index in enumerate(chosen):
-            if used >> number & 1 and search.seconds(index, end - layers[index], end) <= bound:
+            if used >> number & 1 and search.seconds(index, *blocks[used.bit_count() - 1]) <= bound:
                 rest = used & ~(1 << number)
-                before = [(*ends[rest, other], index) for other in placed if (rest, other) in ends] if rest else [(index,)]
+                before = [(*ends[rest, other], index) for other in chosen if (rest, other) in ends] if rest else [(index,)]
                 if before:
                     ends[used, index] = min(before, key=way)
-    whole = [chosen, *(order for (used, _), order in ends.items() if used == (1 << len(chosen)) - 1)]
-    order = min(whole, key=way)
-    return Plan(order, tuple(layers[index] for index in order), bound), way(order) + apart[order[-1]][order[0]]
+    order = min([chosen, *(order for (used, _), order in ends.items() if used == (1 << len(chosen)) - 1)], key=way)
+    return Plan(order, plan.layers, bound), way(order) + apart[order[-1]][order[0]]
 
 
 class _Search:

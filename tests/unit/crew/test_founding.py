@@ -259,3 +259,15 @@ def test_of_two_spares_the_one_with_the_better_line_is_taken_and_all_members_pla
     del offers["d"]
     offers |= {"c": offer(copy(2, 9), copy(3, 9, "neighbour")), "e": Offer(MODEL, 1.0, 9.0, 0.2), "f": Offer(MODEL, 1.0, 1.0, 0.01)}
     assert {peers_of(plan(offers, me=me, distances={"e": 0.001, "f": 0.5}).record) for me in "abc"} == {("a", "b", "c", "f")}
+
+
+def test_crews_are_cut_alike_although_each_has_measured_something_else():
+    cuts = set()
+    for number in range(8):
+        hops = {name: 0.004 * (1 + (number >> i & 1)) for i, name in enumerate("abc")}
+        near = {name: 0.003 * (1 + (number >> i & 1) * 3) for i, name in enumerate("bc")}
+        found = begins(near, names="abc", hops=hops, crossings=0.01).record
+        cuts.add(tuple(member.layers for member in found.members))
+    assert len(cuts) == 1
+    slow = begins({}, names="abc", hops={"a": 0.01, "b": 0.01, "c": 4.0}).record
+    assert peers_of(slow)[-1] == "c", "which sends nothing on"
