@@ -3,7 +3,7 @@
     GOSSIP ─ twelve times as much arrives as its trainer asks for ─▶ TRIAL ─ six times as much is listed ─▶ PULL
        ▲                                                               │ is not                              │
        ├───────────────────────── not again for RETRY_SECONDS ─────────┘                                     │
-       └──────────────────────── less than six times as much is listed, or half of what it asks for arrives ─┘
+       └────────────────────── less than three times as much is listed, or half of what it asks for arrives ─┘
 
     PULL ─ neighbours in the topic do not list ─▶ VISIT ─ twice as much arrived as is asked for, or they are gone ─▶ PULL
 
@@ -26,8 +26,9 @@ Choice = Literal["auto", "gossip", "pull"]
 LEAVE = 12.0
 """Groups that arrive for each that the trainer asks for, from which on the topic is not worth its cost: with eight useful groups
 of a node in a step and six asked for, those of ten nodes."""
-STAY = 6.0
-"""Groups that are listed for each that is asked for, from which on there is enough to choose from."""
+ENOUGH, STAY = 6.0, 3.0
+"""Groups that are listed for each that is asked for: from which on there is enough to choose from, and below which there is not any more.
+Half as much, since whoever pulls asks for few listings where there is plenty, and many of them name the same."""
 STARVED = 0.5
 """Groups gained by pulling, and on visits, for each that is asked for, below which listings are worth nothing."""
 VISIT_BEGINS, VISIT_ENDS = 1.0, 2.0
@@ -125,7 +126,7 @@ def count(state: ModeState, measured: Measured) -> ModeState:
 def _decide(state: ModeState, measured: Measured) -> ModeState:
     if measured.now - state.since < DWELL_SECONDS or state.wanted < EVIDENCE:
         return state
-    enough = state.listed >= STAY * state.wanted and measured.listers >= LISTERS
+    enough = state.listed >= (ENOUGH if state.phase is Phase.TRIAL else STAY) * state.wanted and measured.listers >= LISTERS
     if state.phase is Phase.GOSSIP:
         too_much = state.arrived > LEAVE * state.wanted and measured.now >= state.not_before
         return _enter(state, Phase.TRIAL) if too_much else state

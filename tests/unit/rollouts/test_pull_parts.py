@@ -365,7 +365,11 @@ def test_between_the_two_factors_nobody_moves():
 
 
 def test_a_swarm_that_shrinks_comes_back_to_gossip():
-    assert live(begin(Phase.PULL, 0.0), 1200, listed=30.0, gained=6.0, **STEP)[1] == [Phase.PULL, Phase.GOSSIP]
+    assert live(begin(Phase.PULL, 0.0), 1200, listed=15.0, gained=6.0, **STEP)[1] == [Phase.PULL, Phase.GOSSIP]
+
+
+def test_a_swarm_that_was_just_large_enough_is_not_left_again_for_listings_that_name_the_same():
+    assert live(begin(Phase.PULL, 0.0), 3600, listed=24.0, gained=6.0, **STEP)[1] == [Phase.PULL]
 
 
 def test_listings_that_bring_nothing_hold_nobody():
