@@ -199,7 +199,7 @@ class Node:
         world, now = self.world, self.world.now
         if self.mode.phase is Phase.GOSSIP or world.nodes.get(self.peer) is not self:
             return
-        for peer, listing in self.puller.to_list(self.linked, now, trial=self.mode.phase is Phase.TRIAL):
+        for peer, listing in self.puller.to_list(sorted(self.linked), now, trial=self.mode.phase is Phase.TRIAL):
             world.ask(self.peer, peer, LISTING_SECONDS, lambda other, r=listing: other.list(self, r), lambda a, p=peer: self._listed(p, a))
         if self.mode.phase is Phase.PULL:
             for pull in self.puller.to_pull(now, self._asks, world.seen_by(self.peer)):
