@@ -188,6 +188,7 @@ class HostileSwarm(Swarm):
             "honest_refused": dict(self.honest_refused),
             "genuine": sum(a.genuine for a in self.hostile) * len(self.honest),
             "trained_on": theirs,
+            "honest_trained_on": used - theirs,
             "share_of_external": theirs / used if used else 0.0,
             "shut_out": sum(s is not Standing.GOOD for s in standing) / len(standing) if standing else None,
             "internal_errors": sum(g.statistics().outcomes.get("internal", 0) for g, _ in self.gates.values()),

@@ -123,13 +123,15 @@ def learning_table(results: Sequence[dict[str, Any]]) -> str:
         rows.append([
             attack, "–" if attack == SILENT else share, spread(losses, 1), " ".join(f"{loss:.1f}" for loss in losses),
             spread([r["payload"] for r in runs], 2), spread([r["length"] for r in runs]), spread([r["sampled"] for r in runs], 0),
-            spread([r["trained_on"] / max(1, r["honest"]) for r in runs], 1), spread([100 * r["share_of_external"] for r in runs], 1),
+            spread([r["trained_on"] / r["honest"] for r in runs], 1), spread([100 * r["share_of_external"] for r in runs], 1),
+            spread([r["honest_trained_on"] / r["honest"] for r in runs], 1),
             spread([r["wasted_bytes"] / 1e3 for r in runs], 0), spread([r["useful_bytes"] / 1e3 for r in runs], 0),
             sum(r["crashes"] + r["internal_errors"] for r in runs),
         ])  # fmt: skip
     headers = [
         "attack", "hostile, %", "held-out lost, %", "by seed", "payload in answers, %", "answer length", "groups a node sampled",
-        "hostile groups a node trained on", "of others' groups, %", "hostile KB a node got", "honest KB", "crashes",
+        "hostile groups a node trained on", "of others' groups, %",
+        "honest groups of others", "hostile KB a node got", "honest KB", "crashes",
     ]  # fmt: skip
     return table(headers, rows)
 
@@ -161,7 +163,8 @@ def network_case(attack: str, share: int, seed: int, honest: int) -> dict[str, A
     from tests.support.sim.world import simulate
 
     kinds = (*KINDS, "taker", "clock") if attack == TOGETHER else (attack,)
-    some = list(itertools.islice(itertools.cycle(kinds[seed % len(kinds) :] + kinds[: seed % len(kinds)]), hostile_count(honest, share)))
+    count = hostile_count(honest, share)
+    some = list(itertools.islice(itertools.cycle(kinds), seed * count, (seed + 1) * count))  # with enough seeds each kind takes part
     lasts = PATIENCE + AFTER_PATIENCE_SECONDS if attack == "patient" else SIMULATED_SECONDS
     schedule = replace(draw(seed, honest, some), faults=[], calm_from=lasts)
     ended = simulate(schedule)
@@ -227,8 +230,10 @@ def main() -> None:
         "network": [(a, s) for s in args.shares for a in (SILENT, *NETWORK) if a in (SILENT, *args.attacks)],
     }
     context = multiprocessing.get_context("spawn")  # a forked torch may deadlock
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["tests.support.sim.world"])
     with (
-        ProcessPoolExecutor(1, context) as one, ProcessPoolExecutor(1, context, max_tasks_per_child=1) as fresh,
+        ProcessPoolExecutor(1, context) as one, ProcessPoolExecutor(1, server, max_tasks_per_child=1) as fresh,
     ):  # fmt: skip
         for seed in range(args.first_seed, args.first_seed + args.seeds):
             for part in args.parts:
