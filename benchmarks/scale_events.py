@@ -114,7 +114,7 @@ class Node:
         """Groups that a step had no room for, first in the next: `trainer.external`."""
         self.linked: set[str] = set()
         self.version = self.shown = self.read = 0
-        self.knows = False
+        self.knows = self.drained = False
         self.met: set[str] = set()
 
     def step(self) -> None:
@@ -147,9 +147,12 @@ class Node:
             world.counts.trained += used
             world.counts.full += used == ROOM
             world.fills.append((now, used / ROOM))
-        self.mode.note("wanted", count)
         self._make(MADE)
         self.puller.want(count, self.pool.waiting(self.trust.belief))
+        pulls = self.mode.phase is Phase.PULL
+        self.drained = pulls and (self.drained or self.puller.wanted > 0)
+        if self.drained or not pulls:
+            self.mode.note("wanted", count)
         self.mode.look(now, self.puller.asking.listers(self.linked))
         self._pump()
         if world.counting:

@@ -129,7 +129,10 @@ class Pulling:
         self._under_way.wanted = max(0, STEPS_AHEAD * count - waiting)
         self._under_way.urgent = waiting < count
         self._asking.allow(plenty=len(self._offers) >= PLENTY * count, urgent=waiting < count)
-        self._mode.note("wanted", count)
+        pulls = self._mode.phase is Phase.PULL
+        self._under_way.drained = pulls and (self._under_way.drained or self._under_way.wanted > 0)
+        if self._under_way.drained or not pulls:
+            self._mode.note("wanted", count)
         self._news.set()
 
     def scored(self, content: bytes, rewards: list[float]) -> None:
@@ -312,6 +315,8 @@ class _UnderWay:
         self.wanted = 0
         self.urgent = True
         """Whether the pool holds less than the next step's."""
+        self.drained = False
+        """Whether what the topic left in the pool has been used up: until then nothing is asked of listings, nor held against them."""
         self.pace = Throughput()
         self._groups_of: dict[str, int] = {}
 

@@ -12,6 +12,7 @@ from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, 
 from swarmnode.errors import PeerError
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import Draw, GroupRules
+from swarmnode.rollouts.pulling import Around, Pulling
 from swarmnode.rollouts.sampling import spread
 from swarmnode.testing.network import MemorySwarm
 from swarmnode.testing.scorer import InProcessScorer
@@ -68,9 +69,9 @@ class Swarm:
             own = author.long_group(sequence) if long else author.own_group(sequence)
             await self.exchanges[number].publish(msgspec.structs.replace(own, rewards=await rewards_of(own)))
 
-    async def draw(self, number, count=6):
+    async def draw(self, number, count=6, version=0):
         """A step: what is in the pool is drawn, and time goes by until what is asked for meanwhile is here."""
-        drawn = self.exchanges[number].draw(Draw(1, count, 0, -(-count // 2))).groups
+        drawn = self.exchanges[number].draw(Draw(1, count, version, -(-count // 2))).groups
         await trio.sleep(20)
         return drawn
 
@@ -369,17 +370,29 @@ async def test_a_peer_of_the_version_before_is_left_alone(nursery, autojump_cloc
     assert pulling.pulled["ok"] == 2
 
 
+async def test_what_the_topic_has_left_in_the_pool_says_nothing_about_listings(nursery, autojump_clock):
+    network = SimpleNamespace(peer_id="", connected=list, welcome=bool)
+    around = Around(allows=bool, trust=len, enqueue=print, in_topic=list)
+    pulling = Pulling(network, None, around, "pull", trio.current_time, random.Random(0))
+    nursery.start_soon(pulling.run)
+    for waiting, wanted in ((100, None), (0, 0.0)):
+        pulling.want(6, waiting)
+        await trio.sleep(5.0)
+        assert pulling.statistics().listed_per_wanted == wanted
+    nursery.cancel_scope.cancel()
+
+
 async def test_a_flooded_node_leaves_the_topic_by_itself_and_comes_back_when_the_swarm_has_shrunk(nursery, autojump_clock):
     swarm = await Swarm("auto", *["gossip"] * 3).start(nursery)
     topic, sequence = ids.rollout_topic(SWARM), 0
     modes, listening = [], []
-    for step in range(150):
+    for step in range(220):
         publishers = range(1, 4) if step < 80 else range(1, 2)
-        made = 9 if step < 80 else 5
+        made = 9 if step < 80 else 2
         for number in publishers:
             await swarm.publish(number, *range(sequence, sequence + made))
         sequence += made
-        await swarm.draw(0, count=2)
+        await swarm.draw(0, count=2, version=step)
         modes.append(swarm.told(0)[0].mode)
         listening.append(swarm.networks[0].gossip.has_joined(topic))
     order = [one for one, before in zip(modes, [None, *modes], strict=False) if one != before]
