@@ -34,7 +34,7 @@ def main() -> int:
 
 def schedules(seeds: Sequence[int], nodes: int, *, short: bool = False, names: Sequence[str] = (), alone: bool = False) -> int:
     """Plays all of them and prints the table. names: of faults, all if empty. alone: not compared with a swarm without faults."""
-    all_played, lines = [], list[str]()
+    all_played = []
     for seed in seeds:
         with tempfile.TemporaryDirectory(prefix="chaos") as directory:
             played = play(seed, Path(directory), nodes=nodes, long=not short, names=names, tell=told)
@@ -42,10 +42,9 @@ def schedules(seeds: Sequence[int], nodes: int, *, short: bool = False, names: S
         if played.problems:
             told(f"  replay: python -m tests.support.chaos --seed {seed} --nodes {nodes}" + (" --short" if short else ""))
         if not alone:
-            lines.append(compared(played))
+            told(f"  {compared(played)}")  # at once: what comes later may fail
     print("\n" + heading(f"{len(all_played)} schedules of faults, seeds from {seeds[0]}, {nodes} nodes"))
-    print(table_of(all_played))
-    print("".join(f"\n{line}" for line in lines), flush=True)
+    print(table_of(all_played), flush=True)
     return 1 if any(played.problems for played in all_played) else 0
 
 
