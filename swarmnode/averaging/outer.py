@@ -26,6 +26,11 @@ Tensors = dict[str, torch.Tensor]
 UNDO = "undo."
 
 
+def unmoved(phi: Tensors) -> Tensors:
+    """What `OuterState.load` takes for slow weights without momentum: φ, and δ = 0."""
+    return {f"phi.{n}": t for n, t in phi.items()} | {f"delta.{n}": torch.zeros_like(t) for n, t in phi.items()}
+
+
 def host_copy(parameters: Mapping[str, torch.Tensor], names: Iterable[str] | None = None) -> Tensors:
     """Independent float32 copies on the host of all `parameters`, or of those in `names`."""
     chosen = parameters if names is None else {name: parameters[name] for name in names}

@@ -24,7 +24,7 @@ import torch
 from swarmnode.averaging.averaged import AveragedTensors
 from swarmnode.averaging.exchanges import Exchange, ExchangeTable
 from swarmnode.averaging.gate import NORM_RATIO, AveragingGate, Examination, Losses, norm
-from swarmnode.averaging.outer import OuterState, SlowWeights, Tensors, host_copy, prepare
+from swarmnode.averaging.outer import OuterState, SlowWeights, Tensors, host_copy, prepare, unmoved
 from swarmnode.averaging.payload_files import PayloadFiles
 from swarmnode.averaging.probe import Probe
 from swarmnode.config import WeightsConfig
@@ -113,8 +113,7 @@ class Replica:
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take back what `tensors` gave; a state without it has φ = θ and δ = 0. Raises StateError for another policy's."""
         if not tensors:
-            phi = host_copy(self._parts.tensors.parameters)
-            tensors = {f"phi.{n}": t for n, t in phi.items()} | {f"delta.{n}": torch.zeros_like(t) for n, t in phi.items()}
+            tensors = unmoved(host_copy(self._parts.tensors.parameters))
         self._parts.outer.load(tensors)
 
     def tensors(self) -> Tensors:

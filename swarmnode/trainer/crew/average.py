@@ -22,7 +22,7 @@ import torch
 import trio
 
 from swarmnode.averaging.averaged import AveragedTensors
-from swarmnode.averaging.outer import UNDO
+from swarmnode.averaging.outer import UNDO, unmoved
 from swarmnode.config import WeightsConfig
 from swarmnode.errors import PeerError
 from swarmnode.files import write_atomically
@@ -156,8 +156,8 @@ class StageAveraging(Observer):
         self._send(local.StateAdopted(message.peer, read.outcome or "adopted", [message.outer_step] * len(self._counters.outer_clocks)))
         if read.outcome:
             raise PeerError(f"the state of {message.peer}: {read.outcome}")
-        phi = {n.removeprefix("phi."): t for n, t in read.tensors.items() if n.startswith("phi.")}
-        return Fetched(phi, {**read.tensors, CLOCKS: torch.tensor([message.outer_step] * len(self._counters.outer_clocks))})
+        clocks = torch.tensor([message.outer_step] * len(self._counters.outer_clocks))
+        return Fetched(read.tensors, {**unmoved(read.tensors), CLOCKS: clocks})
 
     def _mark(self) -> None:
         self._marked = True
