@@ -22,7 +22,7 @@ from swarmnode.p2p import turnover
 from swarmnode.p2p.peers import LetGo, PeerTable
 from swarmnode.p2p.turnover import Link
 
-TARGET, MOST = 16, 200
+TARGET = 16
 ROUND_SECONDS = 120.0
 ASKED, TOLD = 4, 32
 ROUNDS_PER_EXCHANGE = 5
@@ -34,12 +34,14 @@ HOSTILE_DIALS = 4
 
 @dataclass(frozen=True)
 class Attack:
-    """share: of hostile identities; networks: /24 prefixes that they are in, None for one each."""
+    """share: of hostile identities; networks: /24 prefixes that they are in, None for one each; places: connections that a node can have.
+    All come at once: with more nodes than the bootstrap peer has places, some are found by hostile ones first."""
 
     nodes: int = 2000
     share: float = 0.25
     networks: int | None = 50
     minutes: int = 180
+    places: int = 200
     turnover: bool = True
     seed: int = 0
 
@@ -129,7 +131,7 @@ class Swarm:
         """Whether `dialled` has a place for it."""
         if (there := self.nodes.get(dialled)) is not None:
             alike = sum(1 for each in there.links.values() if each.group == self.prefix(dialling))
-            if dialling in there.links or len(there.links) >= MOST or alike >= MOST // 4:
+            if dialling in there.links or len(there.links) >= self.attack.places or alike >= self.attack.places // 4:
                 return False
             self._link(dialled, dialling, inbound=True)
             there.table.claim(self.names[dialling], self.address(dialling), self.now)
@@ -159,7 +161,7 @@ class Swarm:
             self.nodes[number].table.add(peer, where, "exchange", self.now)
 
     def _make_room(self, number: int) -> None:
-        for peer in turnover.make_room(self.nodes[number].links.values(), MOST, self.now):
+        for peer in turnover.make_room(self.nodes[number].links.values(), self.attack.places, self.now):
             self._let_go(number, peer, "full")
 
     def _exchange(self, number: int) -> None:

@@ -32,7 +32,7 @@ ARMS = ("8/0", "8/0 + filter", "6/2", "4/4 unfiltered", "4/4", "4/4 + correction
 AVERAGING = ("8/0 + NoLoCo", "4/4 + NoLoCo", "8/0 + NoLoCo, bytes of 4/4", "4/4 + NoLoCo, bytes of 4/4")
 """Arms of their own: `--arms 8/0 4/4 "8/0 + NoLoCo" "4/4 + NoLoCo"`. With `bytes of 4/4` a node receives what it does in 4/4: alone, all of
 it weights; on top of sharing, half as many groups and weights for what that leaves."""
-PULLING = ("swarmnode", "swarmnode, pull from 4", "swarmnode, pull from 8")
+PULLING = ("swarmnode", "swarmnode, pull from 4", "swarmnode, pull from 15")
 """Arms of `--exchange pull`, in swarms of PULLING_NODES: every group to everybody, and what each asks few neighbours for."""
 PULLING_NODES = 16
 LAG = 16
@@ -92,7 +92,7 @@ def arms(names: Sequence[str], lag: int = LAG) -> list[Any]:
         Arm("adaptive", None),
         Arm("swarmnode", None, Sharing(), keep_pool=True, guard=True),
         Arm("swarmnode, pull from 4", None, Sharing(), keep_pool=True, guard=True, neighbours=4),
-        Arm("swarmnode, pull from 8", None, Sharing(), keep_pool=True, guard=True, neighbours=8),
+        Arm("swarmnode, pull from 15", None, Sharing(), keep_pool=True, guard=True, neighbours=15),
         Arm("lone, over-sampling", oversample=4 * B),
         Arm("8/0 + NoLoCo", average=AVERAGE_EVERY),
         Arm("4/4 + NoLoCo", 4, average=AVERAGE_EVERY),

@@ -48,6 +48,9 @@ HELD_BACKOFF = 4.0
 """Peers that somebody here depends on are retried this often."""
 IDLE_BOOTSTRAP_BACKOFF = 1200.0
 """Bootstrap peers are retried this seldom when enough peers are connected without them: a swarm has few of them and many members."""
+TRIES_TO_GET_IN = 40
+"""A bootstrap peer that never let us in is dialled so often, for some eight minutes, before others are asked instead: a full one has places
+again within one."""
 REST_SECONDS = 1800.0
 """A peer that was let go is not dialled for so long, unless nobody else is left."""
 ANCHOR_SHARE = 4
@@ -188,10 +191,14 @@ class PeerTable:
             known.rests_until = now + REST_SECONDS
 
     def heeds(self, peer: str) -> bool:
-        """Whether what `peer` tells of others is taken: it is of our own choosing, or those are too few. Whoever dials us shall not decide
-        whom we know."""
+        """Whether what `peer` tells of others is taken: it is of our own choosing, or those are too few, and not for want of a place at our
+        bootstrap peers, who are tried again first. Whoever dials us shall not decide whom we know."""
         known = self._peers.get(peer)
-        return known is not None and (not known.inbound or self._outbound() < self._target // OUTBOUND_SHARE)
+        if known is None or not known.inbound:
+            return known is not None
+        ways_in = self.bootstrap()
+        tried = not ways_in or any(each.last_seen > -math.inf or each.failures >= TRIES_TO_GET_IN for each in ways_in)
+        return tried and self._outbound() < self._target // OUTBOUND_SHARE
 
     # -- dialling
 
@@ -305,7 +312,8 @@ class PeerTable:
         self, limit: int, *, apart_from: str, scope: int, also: Callable[[str], list[str]] = lambda peer: []
     ) -> list[tuple[str, list[str]]]:
         """Peers to tell another of: connected now, a random `limit` of them, with addresses that reach at least as far as `scope`; where we
-        dialled enough of them, few that dialled us: else whoever dials everybody is told of by all.
+        dialled enough of them, few that dialled us: else whoever dials everybody is told of by all. Whoever has no bootstrap peer is one:
+        everybody dials it, so that its guests are the swarm.
 
         Only what we dialled or saw ourselves is told: hearsay passed on would let one liar send the whole swarm to dial its victim. That a
         call through a relay came about does not prove the relay's address: we may have been connected to it. `also(peer)`: more to tell.
@@ -318,7 +326,7 @@ class PeerTable:
                 told = [address for address in each.addresses if address in sure and _scope(address) >= scope] + also(each.peer)
                 if told:
                     (guests if each.inbound else found).append((each.peer, told))
-        if len(found) >= self._target // OUTBOUND_SHARE:
+        if self.bootstrap() and len(found) >= self._target // OUTBOUND_SHARE:
             guests = self._rng.sample(guests, min(len(found) // GUEST_SHARE, len(guests)))
         found += guests
         return self._rng.sample(found, min(limit, len(found)))

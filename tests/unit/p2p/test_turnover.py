@@ -101,8 +101,24 @@ def test_only_whom_we_chose_ourselves_tells_us_of_others_once_there_are_enough_o
     assert not known.heeds("unknown")
 
 
+def test_who_found_no_place_at_its_bootstrap_peer_does_not_ask_those_who_found_it():
+    known = table()
+    for name in ("boot", "other"):
+        known.add(name, address(len(name)), "bootstrap", 0.0)
+    known.add("finder", address(9), "exchange", 0.0)
+    connect(known, "finder", inbound=True)
+    for _ in range(peers.TRIES_TO_GET_IN):
+        assert not known.heeds("finder")
+        known.failed("boot", 0.0)
+    assert known.heeds("finder")  # whoever cannot be reached at all shall not keep a node alone
+    known.add("third", address(7), "bootstrap", 0.0)
+    connect(known, "other")
+    assert known.heeds("finder")
+
+
 def test_whoever_dials_everybody_is_not_told_of_by_all():
     known = table()
+    known.add("boot", address(200), "bootstrap", 0.0)
     for number in range(8):
         known.add(f"ours{number}", address(number), "exchange", 0.0)
         connect(known, f"ours{number}")
@@ -114,7 +130,19 @@ def test_whoever_dials_everybody_is_not_told_of_by_all():
     assert sum(peer.startswith("guest") for peer in told) == 8 // peers.GUEST_SHARE
     for number in range(8):
         known.disconnected(f"ours{number}", 100.0)
-    assert len(known.good(32, apart_from="x", scope=PUBLIC)) == 32  # a bootstrap peer tells of its guests
+    assert len(known.good(32, apart_from="x", scope=PUBLIC)) == 32  # there is nobody else
+
+
+def test_who_has_no_bootstrap_peer_is_one_and_tells_of_its_guests():
+    known = table()
+    for number in range(8):
+        known.add(f"ours{number}", address(number), "exchange", 0.0)
+        connect(known, f"ours{number}")
+    for number in range(90):
+        known.connected_to(f"guest{number}", inbound=True, now=0.0)
+        known.claim(f"guest{number}", address(100 + number), 0.0)
+    told = [peer for peer, _ in known.good(32, apart_from="x", scope=PUBLIC)]
+    assert sum(peer.startswith("guest") for peer in told) > 20
 
 
 def test_a_full_table_is_a_sample_of_all_that_was_told_however_often_the_liar_repeats_itself():
@@ -139,6 +167,12 @@ def test_those_of_one_network_are_dialled_last():
         connect(known, dial.peer, now=10.0)
         known.undialled(dial.peer)
     assert sum(peer.startswith("liar") for peer in known.connected()) == 2
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5])
+def test_of_a_crowd_larger_than_its_bootstrap_peer_has_places_hardly_anybody_is_surrounded(share):
+    outcome = Swarm(Attack(nodes=160, share=share, networks=4, minutes=40, places=40)).run()
+    assert outcome.surrounded < 0.05  # half of them were, once
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5])
