@@ -32,8 +32,8 @@ ARMS = ("8/0", "8/0 + filter", "6/2", "4/4 unfiltered", "4/4", "4/4 + correction
 AVERAGING = ("8/0 + NoLoCo", "4/4 + NoLoCo", "8/0 + NoLoCo, bytes of 4/4", "4/4 + NoLoCo, bytes of 4/4")
 """Arms of their own: `--arms 8/0 4/4 "8/0 + NoLoCo" "4/4 + NoLoCo"`. With `bytes of 4/4` a node receives what it does in 4/4: alone, all of
 it weights; on top of sharing, half as many groups and weights for what that leaves."""
-PULLING = ("swarmnode", "swarmnode, pull from 4", "swarmnode, pull from 15")
-"""Arms of `--exchange pull`, in swarms of PULLING_NODES: every group to everybody, and what each asks few neighbours for."""
+PULLING = ("swarmnode", "swarmnode, a step late", "swarmnode, pull from 4", "swarmnode, pull from 15")
+"""Arms of `--exchange pull`, in swarms of PULLING_NODES: every group to everybody, the same a step later, and what neighbours are asked."""
 PULLING_NODES = 16
 LAG = 16
 LAGGING = (
@@ -91,6 +91,7 @@ def arms(names: Sequence[str], lag: int = LAG) -> list[Any]:
         Arm("2/6", 6),
         Arm("adaptive", None),
         Arm("swarmnode", None, Sharing(), keep_pool=True, guard=True),
+        Arm("swarmnode, a step late", None, Sharing(), keep_pool=True, guard=True, late=True),
         Arm("swarmnode, pull from 4", None, Sharing(), keep_pool=True, guard=True, neighbours=4),
         Arm("swarmnode, pull from 15", None, Sharing(), keep_pool=True, guard=True, neighbours=15),
         Arm("lone, over-sampling", oversample=4 * B),

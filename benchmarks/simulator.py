@@ -151,6 +151,8 @@ class Arm:
     """Of a node's useful groups, one of so many is published."""
     neighbours: int = 0
     """Others that a node is connected with and pulls from; 0: every group reaches everybody."""
+    late: bool = False
+    """Every group reaches everybody, and is drawn a round later, as what is pulled is."""
     lag: int = 0
     """Updates between the policy that samples and the one that learns."""
     correction: str = ""
@@ -416,6 +418,7 @@ class Swarm:
         self.trace = Trace(arm.name)
         self._allowance = list(itertools.accumulate(allowance))
         self._received = 0.0
+        self._late: list[tuple[Node, ExternalGroup, int]] = []
         self._outer_steps = 0
         self._exam = self._make_exam(eval_questions)
 
@@ -521,6 +524,7 @@ class Swarm:
         """Everybody's groups to everybody else's pool, in memory."""
         if self.arm.external == 0:
             return
+        arriving: list[tuple[Node, ExternalGroup, int]] = []
         for sender in self.nodes:
             useful = [one for one in own[sender.index] if is_useful(one.rewards) or not self.arm.sharing.useful_only]
             for one in useful:
@@ -530,10 +534,14 @@ class Swarm:
                 rollout = sender.rollout(one, self.now)
                 size = len(seal(rollout, sender.key, DOMAIN_ROLLOUT, self.swarm))
                 group = ExternalGroup(content, sender.peer, rollout, one.prompt, one.rewards, staleness=0)
-                for receiver in self.nodes:
-                    if receiver is not sender:
-                        receiver.receive(group, self.now)
-                        self._received += size
+                arriving.append((sender, group, size))
+        if self.arm.late:
+            arriving, self._late = self._late, arriving
+        for sender, group, size in arriving:
+            for receiver in self.nodes:
+                if receiver is not sender:
+                    receiver.receive(group, self.now)
+                    self._received += size
 
     def score(self, items: Sequence[tuple[TaskRef, Sequence[str]]]) -> list[Scored]:
         """Through the real sandboxed scorer. Raises its error: with honest addresses there is none."""
