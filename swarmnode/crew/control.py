@@ -171,7 +171,7 @@ class State(msgspec.Struct, frozen=True):
     lapses: int = 0
     """Proposals of ours in a row that came to nothing."""
     offered_at: float = LONG_AGO
-    hop_said: float = 0.0
+    hop_offered: float = 0.0
     """What our last offer says of our line."""
     beat_at: float = LONG_AGO
     last_tick: float | None = None
@@ -373,7 +373,7 @@ class _Turn:
             self._watch(state.crew)
         if self.state.crew is not None and self.now - self.state.beat_at >= settings.heartbeat_seconds - slack:
             self._send_heartbeats()
-        hop, said = self._hop_seconds(), self.state.hop_said
+        hop, said = self._hop_seconds(), self.state.hop_offered
         news = self._offers_itself and abs(hop - said) > 0.5 * max(hop, said, LEAST_SECONDS)
         if news or self.now - self.state.offered_at >= settings.offer_seconds - slack:
             self._send_offers()
@@ -660,7 +660,7 @@ class _Turn:
         """Send our offer to everybody connected; one that takes the last one back is sent once."""
         if not self._offers_itself and self.state.offered_at == LONG_AGO:
             return
-        self._set(offered_at=self.now if self._offers_itself else LONG_AGO, hop_said=self._hop_seconds())
+        self._set(offered_at=self.now if self._offers_itself else LONG_AGO, hop_offered=self._hop_seconds())
         for peer, known in self.state.peers.items():
             if known.connected:
                 self._send_offer(peer)

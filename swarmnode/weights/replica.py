@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from swarmnode.weights import manifest
 from swarmnode.weights.local import ReplicaFacts
 
 
@@ -29,6 +30,11 @@ class LocalReplica:
     def least_outer_step(self) -> int:
         """Outer steps of the fragment that has fewest."""
         return min(self.outer_steps, default=0)
+
+    @property
+    def writing_seconds(self) -> float:
+        """As `manifest.writing_seconds`, of what is averaged here; 0 while that is nothing."""
+        return manifest.writing_seconds(self.facts.layout) if self.facts is not None else 0.0
 
     def has(self, fragment: int) -> bool:
         return 0 <= fragment < len(self.limits)

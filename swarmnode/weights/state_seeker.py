@@ -23,7 +23,7 @@ from swarmnode.weights import local
 from swarmnode.weights.discovery import Discovery
 from swarmnode.weights.driver import SendToTrainer
 from swarmnode.weights.layout import payload_limit
-from swarmnode.weights.manifest import AGREE, ASK, STATE_CODEC, StateManifest, agreed_source, check_manifest, writing_seconds
+from swarmnode.weights.manifest import AGREE, ASK, STATE_CODEC, StateManifest, agreed_source, check_manifest
 from swarmnode.weights.messages import STATE_BYTES, StateRequest, StateResponse, decode_state, encode_message
 from swarmnode.weights.outcomes import ADOPTIONS, PROOF
 from swarmnode.weights.payload_store import SLOWEST, PayloadStore, RemotePayload
@@ -114,7 +114,7 @@ class StateSeeker:
     async def _search(self) -> bool:
         """Ask, choose, fetch, until a state was adopted or there is none. Whether one was."""
         began = trio.current_time()
-        deadline = began + self._cfg.join_seconds + self._writing_seconds()
+        deadline = began + self._cfg.join_seconds + self._replica.writing_seconds
         asked: set[str] = set()
         silent: set[str] = set()
         offers: dict[str, OfferedState] = {}
@@ -160,7 +160,7 @@ class StateSeeker:
         try:
             data = await self._network.requests.request(
                 peer, ids.WEIGHTS_STATE_PROTOCOL, encode_message(StateRequest(self._replica.fingerprint)),
-                deadline=min(WRITE_SECONDS + MARGIN_SECONDS + self._writing_seconds(), ANSWER_SECONDS),
+                deadline=min(WRITE_SECONDS + MARGIN_SECONDS + self._replica.writing_seconds, ANSWER_SECONDS),
                 max_response_bytes=STATE_BYTES,
             )  # fmt: skip
         except PeerError as error:
@@ -186,9 +186,6 @@ class StateSeeker:
         if response.size > self._limit():
             raise BadMessage("oversize", f"{response.size} bytes of state")
         return OfferedState(manifest, RemotePayload(peer, response.transfer, response.root, response.size))
-
-    def _writing_seconds(self) -> float:
-        return writing_seconds(self._replica.facts.layout) if self._replica.facts is not None else 0.0
 
     def _limit(self) -> int:
         return payload_limit(self._replica.facts.layout, STATE_CODEC) if self._replica.facts is not None else 0

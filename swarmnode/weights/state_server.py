@@ -17,7 +17,7 @@ from swarmnode.errors import BadMessage, PeerError
 from swarmnode.p2p.api import Network
 from swarmnode.weights import local
 from swarmnode.weights.driver import SendToTrainer
-from swarmnode.weights.manifest import StateManifest, writing_seconds
+from swarmnode.weights.manifest import StateManifest
 from swarmnode.weights.messages import STATE_BYTES, STATE_REQUEST_BYTES, StateRequest, StateResponse, decode_state, encode_message
 from swarmnode.weights.outcomes import PROOF
 from swarmnode.weights.payload_store import SLOWEST, LocalPayload, PayloadStore
@@ -113,8 +113,7 @@ class StateServer:
             if self._writing is None:  # once for all who wait
                 self._writing, self._asked_at = trio.Event(), trio.current_time()
                 self._send_to_trainer(local.WriteState())
-            layout = self._replica.facts.layout if self._replica.facts is not None else ()
-            with trio.move_on_after(min(WRITE_SECONDS + writing_seconds(layout), ANSWER_SECONDS - MARGIN_SECONDS)):
+            with trio.move_on_after(min(WRITE_SECONDS + self._replica.writing_seconds, ANSWER_SECONDS - MARGIN_SECONDS)):
                 await self._writing.wait()
         if self._state is None:
             raise PeerError("no state now")

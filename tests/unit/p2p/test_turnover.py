@@ -116,15 +116,21 @@ def test_who_found_no_place_at_its_bootstrap_peer_does_not_ask_those_who_found_i
     assert known.heeds("finder")
 
 
-def test_whoever_dials_everybody_is_not_told_of_by_all():
+def crowded():
+    """A table with eight peers of its own choosing, and ninety guests."""
     known = table()
-    known.add("boot", address(200), "bootstrap", 0.0)
     for number in range(8):
         known.add(f"ours{number}", address(number), "exchange", 0.0)
         connect(known, f"ours{number}")
     for number in range(90):
         known.connected_to(f"guest{number}", inbound=True, now=0.0)
         known.claim(f"guest{number}", address(100 + number), 0.0)
+    return known
+
+
+def test_whoever_dials_everybody_is_not_told_of_by_all():
+    known = crowded()
+    known.add("boot", address(200), "bootstrap", 0.0)
     told = [peer for peer, _ in known.good(32, apart_from="x", scope=PUBLIC)]
     assert sum(peer.startswith("ours") for peer in told) == 8
     assert sum(peer.startswith("guest") for peer in told) == 8 // peers.GUEST_SHARE
@@ -134,14 +140,7 @@ def test_whoever_dials_everybody_is_not_told_of_by_all():
 
 
 def test_who_has_no_bootstrap_peer_is_one_and_tells_of_its_guests():
-    known = table()
-    for number in range(8):
-        known.add(f"ours{number}", address(number), "exchange", 0.0)
-        connect(known, f"ours{number}")
-    for number in range(90):
-        known.connected_to(f"guest{number}", inbound=True, now=0.0)
-        known.claim(f"guest{number}", address(100 + number), 0.0)
-    told = [peer for peer, _ in known.good(32, apart_from="x", scope=PUBLIC)]
+    told = [peer for peer, _ in crowded().good(32, apart_from="x", scope=PUBLIC)]
     assert sum(peer.startswith("guest") for peer in told) > 20
 
 
