@@ -190,3 +190,18 @@ def test_the_child_loads_nothing_heavy_and_no_refused_scorer():
     assert not {"torch", "transformers", "trio", "libp2p", "numpy", "sympy", "matplotlib", "pydantic"} & loaded
     refused = {"countdown", "puzzle24", "n_queens", "binary_matrix", "spiral_matrix", "string_insertion", "polynomial_multiplication"}
     assert not refused & {module.rpartition(".")[2] for module in loaded if module.startswith("reasoning_gym")}
+
+
+def test_questions_and_rewards_load_no_more_and_whoever_asks_for_the_whole_library_afterwards_gets_it():
+    code = """
+import sys
+from swarmnode.tasks.gym import GymTask
+from swarmnode.tasks.registry import TASKS
+for spec in [spec for spec in TASKS.values() if spec.kind == "reasoning_gym"]:
+    item = GymTask(spec).item(5, 0)
+    assert item.reward(item.answer) == 1.0
+assert not {"reasoning_gym", "sympy", "matplotlib"} & set(sys.modules)
+import reasoning_gym
+print(len(reasoning_gym.create_dataset("polynomial_multiplication", seed=1, size=1)))
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "1\n"
