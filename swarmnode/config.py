@@ -109,11 +109,11 @@ class PolicyConfig(Section):
 
 class DatasetConfig(Section):
     source: str
-    """A .jsonl or .parquet file, or a name on the Hugging Face Hub."""
+    """A .jsonl or .parquet file, a name on the Hugging Face Hub, or the URL of an OpenEnv server of yours, the task named `env/…` then."""
     prompt: str = "prompt"
-    """Column of the question."""
+    """Column of the question; of an environment, a field of its observation."""
     answer: str = "answer"
-    """Column of the right answer."""
+    """Column of the right answer; of an environment, the field of an action that holds the answer."""
     difficulty: str | None = None
     """Column of how hard a row is; its values, at most 16, are the task's difficulties."""
     verifier: str = "exact"
@@ -149,7 +149,8 @@ class TaskConfig(Section):
     """Arguments of such a task, by its name; of one of ours its generator's numbers (a list: one for each
     difficulty), and `extract`, where the answer stands."""
     datasets: dict[str, DatasetConfig] = {}
-    """Datasets to train on, by a name of yours that begins with `data/`; name it in `names` too. docs/own-task.md has their keys."""
+    """Datasets to train on, by a name of yours that begins with `data/`, or with `env/` for a server; name it in `names` too.
+    docs/own-task.md has their keys."""
     held_out_per_task: int = Field(default=16, ge=1)
     """Evaluation questions per task."""
 

@@ -23,7 +23,7 @@ from swarmnode.config import Config, PolicyConfig, TrainingConfig
 from swarmnode.errors import ConfigError, Refused
 from swarmnode.files import read_private
 from swarmnode.p2p import addresses
-from swarmnode.tasks.registry import TASKS, task_version
+from swarmnode.tasks.registry import ENVIRONMENT_NAME, TASKS, task_version
 from swarmnode.wire import ids, limits
 from swarmnode.wire.envelope import peer_id
 from swarmnode.wire.manifest import Opened, keeps_rules
@@ -84,6 +84,8 @@ def draft(config: Config, founder: bytes, models: Sequence[ModelRef], terms: Ter
     low, high = terms.completions or (max(limits.MIN_COMPLETIONS, size // 2), min(limits.COMPLETIONS, 2 * size))
     if not low <= size <= high - (training.advantage == "mc_grpo"):
         raise ConfigError(f"training.num_generations is {size}, outside the swarm's {low} to {high} (mc_grpo samples one more)")
+    if not terms.members and terms.secret is None:
+        refuse_environments(config.task.names, "it is founded with --private or --member")
     said = [key for key in AGREED_IF_SET if settings.value(config, key) != settings.value(Config(), key)]
     return SwarmManifest(
         name=config.swarm.name,
@@ -112,6 +114,13 @@ def _told(value: object, key: str) -> str:
     return text
 
 
+def refuse_environments(tasks: Collection[str], unless: str) -> None:
+    """Raises ConfigError for the first task that asks a server by URL: strangers' groups would have it asked, and no two need agree."""
+    for task in tasks:
+        if ENVIRONMENT_NAME.fullmatch(task):
+            raise ConfigError(f"task.names: {task!r} is an environment by URL, which no swarm may have unless {unless}")
+
+
 def commitment(secret: bytes) -> bytes:
     """What a manifest tells of a swarm's 32-byte secret: enough to know it again. It must be random, since guesses can be tried."""
     return hashlib.blake2b(ids.DOMAIN_SECRET + secret, digest_size=limits.SECRET_BYTES).digest()
@@ -123,6 +132,8 @@ def settings_text(task: str) -> str:
     settings = dict(spec.settings)
     if spec.kind in ("builtin", "reasoning_gym") and spec.extract != "tag":
         settings["extract"] = spec.extract
+    if spec.environment is not None:
+        settings = {"content": spec.environment.content, "extract": spec.extract, **settings}
     if spec.rows is not None:
         settings = {"source": spec.rows.origin, "rows": spec.rows.rows, "content": spec.rows.content, "extract": spec.extract, **settings}
     return json.dumps(settings, sort_keys=True)[: limits.SETTING_VALUE_BYTES]

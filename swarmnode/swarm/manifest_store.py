@@ -165,6 +165,8 @@ def honoured(config: Config, *, trains: bool = True) -> tuple[Config, Sequence[C
     data_dir = config.node.data_dir
     opened = stored(data_dir)
     if opened is None:
+        if trains and config.sharing.enabled:
+            manifest.refuse_environments(config.task.names, "it is private (init --private); sharing.enabled = false trains alone")
         return config, []
     refuse_if_any(can_honour(opened.manifest, config, trains=trains), opened)
     peers = dict.fromkeys([*config.network.initial_peers, *ManifestStore(data_dir).peers()])

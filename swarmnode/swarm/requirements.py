@@ -14,7 +14,7 @@ from swarmnode.config import Config
 from swarmnode.errors import ConfigError, Refused, Unavailable
 from swarmnode.swarm.manifest import AGREED, AGREED_IF_SET, chosen_model, commitment, members, settings_text, swarm_secret
 from swarmnode.tasks import own
-from swarmnode.tasks.registry import DATASET_NAME, REFUSED, TASKS, task_version
+from swarmnode.tasks.registry import DATASET_NAME, ENVIRONMENT_NAME, REFUSED, TASKS, task_version
 from swarmnode.wire import ids
 from swarmnode.wire.manifest import Opened
 from swarmnode.wire.messages import Access, SwarmManifest, TaskEntry
@@ -34,6 +34,8 @@ def can_honour(manifest: SwarmManifest, config: Config, peer: str = "", *, train
     if trains:
         for task in manifest.tasks:
             problems += task_problems(task)
+            if ENVIRONMENT_NAME.fullmatch(task.id) and not (manifest.access.members or manifest.access.secret):
+                problems.append(f"its task {task.id} is an environment by URL, which only a private swarm may have")
         for setting in manifest.settings:
             if setting.key not in (*AGREED, *AGREED_IF_SET):
                 problems.append(f"it sets {setting.key}, which this version does not know: upgrade")
@@ -82,6 +84,8 @@ def task_problems(task: TaskEntry) -> list[str]:
         return [f"its task {task.id} is refused because {REFUSED[task.id]}: a peer could run code on this machine"]
     if task.id not in TASKS and DATASET_NAME.fullmatch(task.id):
         return [f"its task {task.id} is a dataset, which this node lacks: get it and name it in task.datasets ({task.settings})"]
+    if task.id not in TASKS and ENVIRONMENT_NAME.fullmatch(task.id):
+        return [f"its task {task.id} is an environment, which this node lacks: run it and name its URL in task.datasets ({task.settings})"]
     if task.id not in TASKS and own.NAME.fullmatch(task.id):
         return [f"its task {task.id} is its founder's own: get that module, read it, install it, and name it in task.modules"]
     if task.id not in TASKS:
@@ -92,6 +96,9 @@ def task_problems(task: TaskEntry) -> list[str]:
         return [str(error)]
     if version == task.version:
         return []
+    if TASKS[task.id].environment is not None:
+        here = settings_text(task.id)
+        return [f"its task {task.id} is an environment that asks otherwise: the swarm's is {task.settings}, here it is {here}"]
     if TASKS[task.id].rows is not None:
         here = settings_text(task.id)
         return [f"its task {task.id} is a dataset with other rows or settings: the swarm's is {task.settings}, here it is {here}"]

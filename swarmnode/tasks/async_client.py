@@ -13,6 +13,7 @@ from typing import Self, TypeVar
 import trio
 
 from swarmnode.tasks.child import Child, Died, Wait
+from swarmnode.tasks.environments import Environments, by_url
 from swarmnode.tasks.frames import FRAME_GROUPS, Question, Scored, ScoreError, ScorerFailed, TaskUnknown, prepare
 from swarmnode.tasks.tally import ScorerStatistics, Tally
 from swarmnode.wire.messages import TaskRef
@@ -53,6 +54,7 @@ class AsyncScorer:
         self._news = trio.Event()
         self._running = False
         self._tally = Tally()
+        self._environments = Environments()
 
     async def __aenter__(self) -> Self:
         self._manager = trio.open_nursery()
@@ -113,9 +115,14 @@ class AsyncScorer:
         jobs = [result for result in results if isinstance(result, _Job)]
         if jobs and not self._running:
             raise ScorerFailed("the scorer is not running")
-        self._queue.extend(jobs)
+        self._queue.extend(job for job in jobs if not by_url(job.question))
         self._news.set()
         try:
+            if away := [job for job in jobs if by_url(job.question)]:
+                questions = [job.question for job in away]
+                scored = await trio.to_thread.run_sync(self._environments.judge, questions, abandon_on_cancel=True)
+                for job, found in zip(away, self._tally.frame(questions, scored), strict=True):
+                    job.settle(found)
             for job in jobs:
                 await job.done.wait()
         finally:

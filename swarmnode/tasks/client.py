@@ -16,6 +16,7 @@ from typing import Self, TypeVar
 from swarmnode.errors import ConfigError
 from swarmnode.tasks.async_client import AsyncScorer
 from swarmnode.tasks.child import Child, Died, Wait
+from swarmnode.tasks.environments import Environments, by_url
 from swarmnode.tasks.frames import FRAME_GROUPS, Question, Scored, ScoreError, ScorerFailed, TaskUnknown, prepare
 from swarmnode.tasks.tally import ScorerStatistics, Tally
 from swarmnode.wire.messages import TaskRef
@@ -42,6 +43,7 @@ class Scorer:
         self._child: Child | None = None
         self._lock = threading.Lock()
         self._tally = Tally()
+        self._environments = Environments(alive)
 
     def __enter__(self) -> Self:
         """Start the child, so that the first question need not wait for it. Raises ScorerFailed."""
@@ -81,6 +83,11 @@ class Scorer:
             except TaskUnknown as error:
                 results[place] = self._tally.unknown(error)
         with self._lock:
+            if away := [(place, question) for place, question in asked if by_url(question)]:
+                questions = [question for _, question in away]
+                for (place, _), result in zip(away, self._tally.frame(questions, self._environments.judge(questions)), strict=True):
+                    results[place] = result
+                asked = [(place, question) for place, question in asked if not by_url(question)]
             for start in range(0, len(asked), FRAME_GROUPS):
                 part = asked[start : start + FRAME_GROUPS]
                 for (place, _), result in zip(part, self._ask([question for _, question in part]), strict=True):

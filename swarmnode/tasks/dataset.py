@@ -82,10 +82,7 @@ def prepare(task: str, config: DatasetConfig, directory: Path) -> Source:
     Raises ConfigError, which names the row and the remedy.
     """
     where = f"task.datasets.{task}"
-    if config.extract != "auto" and config.extract not in EXTRACTS:
-        raise ConfigError(f"{where}: extract is {config.extract!r}, not one of auto, {', '.join(EXTRACTS)}")
-    if "{prompt}" not in config.template:
-        raise ConfigError(f"{where}: template does not contain {{prompt}}, so that every question would be the same")
+    check_asked(where, config)
     if config.verifier not in VERIFIERS and not own.NAME.fullmatch(config.verifier):
         raise ConfigError(f"{where}: verifier is {config.verifier!r}, not one of {', '.join(VERIFIERS)} or <module>:<function>")
     file = Path(config.source).expanduser()
@@ -116,6 +113,14 @@ def prepare(task: str, config: DatasetConfig, directory: Path) -> Source:
         if former != kept:
             former.unlink(missing_ok=True)
     return Source(str(kept), content, count, held_out, levels, origin)
+
+
+def check_asked(where: str, config: DatasetConfig) -> None:
+    """Raises ConfigError for a template, or a place of the answer, that cannot be."""
+    if config.extract != "auto" and config.extract not in EXTRACTS:
+        raise ConfigError(f"{where}: extract is {config.extract!r}, not one of auto, {', '.join(EXTRACTS)}")
+    if "{prompt}" not in config.template:
+        raise ConfigError(f"{where}: template does not contain {{prompt}}, so that every question would be the same")
 
 
 def _key(config: DatasetConfig, file: Path | None) -> str:

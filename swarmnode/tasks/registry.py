@@ -25,6 +25,7 @@ from swarmnode.wire.limits import TASK_ID_BYTES, TEXT_BYTES
 
 if TYPE_CHECKING:
     from swarmnode.config import DatasetConfig
+    from swarmnode.tasks import openenv
 
 ADAPTER_VERSION = "1"
 """Enters every task version: change it when the adapter (`gym`) or what counts as the answer (`answers.answer_of`) changes."""
@@ -35,10 +36,10 @@ class TaskSpec:
     """One task: where its questions come from and how long an answer may be."""
 
     id: str
-    kind: Literal["builtin", "reasoning_gym", "own", "dataset"]
+    kind: Literal["builtin", "reasoning_gym", "own", "dataset", "environment"]
     generator: str
     """Name within its kind: a key of `builtin.GENERATORS`, a module of reasoning_gym such as `arithmetic.chain_sum`, `module:function`, a
-    dataset's verifier."""
+    dataset's verifier, `openenv`."""
     settings: Mapping[str, object]
     """Arguments of the generator."""
     max_answer_bytes: int = 256
@@ -51,6 +52,8 @@ class TaskSpec:
     """Where the answer stands in a completion; see `answers`."""
     fallback: str = "whole"
     """The same when `extract` is `auto` and nothing marks the answer."""
+    environment: openenv.Source | None = None
+    """The operator's own server."""
 
     @property
     def levels(self) -> int:
@@ -106,6 +109,7 @@ LARGEST_SETTING = 10**6
 DATASETS = "datasets"
 """Folder of a data directory in which rows are kept."""
 DATASET_NAME = re.compile(r"data/[A-Za-z0-9][A-Za-z0-9._-]*")
+ENVIRONMENT_NAME = re.compile(r"env/[A-Za-z0-9][A-Za-z0-9._-]*")
 
 _EVAL = "its scorer passes the answer to eval()"
 _SYMPY = "its scorer passes the answer to sympy.parse_expr(), which is eval()"
@@ -133,6 +137,8 @@ def task_version(task_id: str) -> str:
     if spec.rows is not None:
         judge = ["own", spec.source.content] if spec.source is not None else ["swarmnode", verifiers.VERSION]
         source = ["dataset", spec.rows.content, spec.extract, *judge]
+    elif spec.environment is not None:
+        source = ["openenv", spec.environment.content, spec.extract]
     elif spec.source is not None:
         source = ["own/2", spec.source.content]
     elif spec.kind == "builtin":
@@ -218,6 +224,9 @@ def install_datasets(datasets: Mapping[str, DatasetConfig], directory: Path) -> 
     Raises ConfigError when one cannot be read, or has a row that cannot be used.
     """
     for task, config in datasets.items():
+        if _is_environment(task, config.source):
+            _TASKS[task] = _environment(task, config, directory)
+            continue
         if not DATASET_NAME.fullmatch(task) or len(task) > TASK_ID_BYTES:
             allowed = f"letters, digits, '.', '_', '-', up to {TASK_ID_BYTES} characters"
             raise ConfigError(f"task.datasets: {task!r} is not data/<name>: {allowed}")
@@ -237,6 +246,25 @@ def install_datasets(datasets: Mapping[str, DatasetConfig], directory: Path) -> 
     task_version.cache_clear()
 
 
+def _is_environment(task: str, source: str) -> bool:
+    """Raises ConfigError where name and source disagree: by the name alone others know what a manifest asks of them."""
+    named, by_url = bool(ENVIRONMENT_NAME.fullmatch(task)) and len(task) <= TASK_ID_BYTES, bool(re.match("(ws|http)s?://", source))
+    if named != by_url:
+        raise ConfigError(f"task.datasets: {task!r}: what has a URL for its source is named env/<name>, and nothing else is")
+    return named
+
+
+def _environment(task: str, config: DatasetConfig, directory: Path) -> TaskSpec:
+    from swarmnode.tasks import openenv
+
+    found = openenv.prepare(task, config, directory)
+    settings = {"observation": found.observation, "action": found.action, "template": found.template}
+    return TaskSpec(
+        task, "environment", "openenv", MappingProxyType(settings), TEXT_BYTES, environment=found,
+        extract="whole" if config.extract == "auto" else config.extract,
+    )  # fmt: skip
+
+
 def check_names(names: Iterable[str]) -> None:
     """Raises ConfigError for the first name that is not a task of this node, saying why and what is nearest."""
     seen: set[str] = set()
@@ -244,8 +272,8 @@ def check_names(names: Iterable[str]) -> None:
         if name in REFUSED:
             raise ConfigError(f"task.names: {name!r} is refused because {REFUSED[name]}: a peer could run code on this machine")
         if name not in TASKS:
-            if DATASET_NAME.fullmatch(name):
-                raise ConfigError(f"task.names: {name!r} is not in task.datasets, which says where its rows are")
+            if DATASET_NAME.fullmatch(name) or ENVIRONMENT_NAME.fullmatch(name):
+                raise ConfigError(f"task.names: {name!r} is not in task.datasets, which says where it is")
             if own.NAME.fullmatch(name):
                 raise ConfigError(f"task.names: {name!r} is not in task.modules, which names the modules that this node may load")
             close = difflib.get_close_matches(name, TASKS, n=1, cutoff=0.75)

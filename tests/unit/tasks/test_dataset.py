@@ -23,13 +23,7 @@ NAME = "data/sums"
 ROWS = [{"prompt": f"What is {i} + {i}?", "answer": f"Twice {i}.\n#### {2 * i}", "note": i} for i in range(40)]
 
 
-@pytest.fixture(autouse=True)
-def tasks_as_before():
-    before = dict(registry.TASKS)
-    yield
-    registry._TASKS.clear()
-    registry._TASKS.update(before)
-    registry.task_version.cache_clear()
+pytestmark = pytest.mark.usefixtures("tasks_as_before")
 
 
 def written(path, rows=ROWS):

@@ -1,0 +1,258 @@
+"""Environments by URL: questions and rewards of an OpenEnv server that the operator of this node runs. docs/own-task.md is the guide.
+
+    reset {seed} ─▶ an observation, of which one field is the question          step {field: answer} ─▶ the reward
+
+One turn, on a WebSocket of its own for each request (OpenEnv 0.10: one connection, one session). The URL is this configuration's: neither a
+manifest nor a peer can name one, and no redirection is followed. What the server says is bounded in bytes and in seconds; whatever else it
+does is one line and no reward. Every member asks a server of its own, so only a private swarm may have such a task.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+from urllib.parse import SplitResult, urlsplit
+
+import msgspec
+from wsproto import ConnectionType, WSConnection
+from wsproto.events import AcceptConnection, CloseConnection, Event, Message, Ping, RejectConnection, Request, TextMessage
+from wsproto.utilities import ProtocolError
+
+from swarmnode.errors import ConfigError, SwarmNodeError
+from swarmnode.files import write_atomically
+from swarmnode.tasks import seeds
+from swarmnode.tasks.dataset import PROMPT_CHARACTERS, check_asked
+
+if TYPE_CHECKING:
+    from swarmnode.config import DatasetConfig
+
+ANSWER_BYTES = 2**20
+"""An answer has at most so many, its frames included."""
+SECONDS = 10.0
+"""For a connection, and for each answer. A trainer that says nothing for half a minute is taken for hung."""
+PROBES = 4
+"""Questions by which an environment is known again, each asked twice."""
+
+
+class Failed(SwarmNodeError):
+    """Raised when a server cannot be reached, or says what no OpenEnv server says. The connection is of no more use."""
+
+
+class StepRefused(SwarmNodeError):
+    """Raised when the environment answers a message with an error; the session goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An environment that was asked and found usable."""
+
+    url: str
+    observation: str
+    """Field of an observation that is the question."""
+    action: str
+    """Field of an action that the answer goes into."""
+    template: str
+    content: str
+    """32 hex digits over the questions of the first seeds: servers that ask the same are one task."""
+
+
+class _Data(msgspec.Struct):
+    """What an `observation` has, or an `error`: `message`."""
+
+    observation: dict[str, msgspec.Raw] = {}
+    reward: float | bool | None = None
+    message: str = ""
+
+
+class _Reply(msgspec.Struct):
+    type: str
+    data: _Data
+
+
+_decode = msgspec.json.Decoder(_Reply).decode
+
+
+class Session:
+    """A connection to a server, and one episode after another on it. Every method raises Failed; a context manager."""
+
+    def __init__(self, url: str, seconds: float = SECONDS, alive: Callable[[], None] = lambda: None) -> None:
+        """seconds: until it is connected, and for each answer; alive: called after each."""
+        self._url, self._seconds, self._alive = url, seconds, alive
+        self._until, self._received = time.monotonic() + seconds, 0
+        self._protocol = WSConnection(ConnectionType.CLIENT)
+        parts = urlsplit(url)
+        try:
+            self._socket = _connected(parts, seconds)
+        except (OSError, UnicodeError) as error:
+            raise self._failed(error) from None
+        try:
+            path = f"{parts.path.rstrip('/').removesuffix('/ws')}/ws"
+            self._send(Request(host=parts.netloc, target=path))
+            answer = self._next()
+            if not isinstance(answer, AcceptConnection):
+                status = f"HTTP {answer.status_code}" if isinstance(answer, RejectConnection) else type(answer).__name__
+                raise Failed(f"{url} does not speak OpenEnv's WebSocket: {status} for {path}")
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def reset(self, seed: int, field: str) -> str:
+        """The text of an observation's field at the beginning of an episode. Raises StepRefused."""
+        observation = self._ask("reset", {"seed": seed}).observation
+        if field not in observation:
+            raise Failed(f"{self._url}: its observation has no field {field!r}, only {', '.join(sorted(observation)[:12])[:200]}")
+        raw = bytes(observation[field])
+        try:
+            text = msgspec.json.decode(raw, type=str) if raw.startswith(b'"') else raw.decode()
+        except (msgspec.MsgspecError, UnicodeError) as error:
+            raise self._failed(error) from None
+        if not 0 < len(text) <= PROMPT_CHARACTERS:
+            raise Failed(f"{self._url}: a question of {len(text)} characters, not 1 to {PROMPT_CHARACTERS}")
+        return text
+
+    def step(self, field: str, answer: str) -> float:
+        """The reward of an action, which may be any finite number. Raises StepRefused, also where there is none."""
+        reward = self._ask("step", {field: answer}).reward
+        if reward is None:
+            raise StepRefused("the first step gave no reward: only environments of one turn can be trained on")
+        return float(reward)
+
+    def _ask(self, kind: str, data: dict[str, object]) -> _Data:
+        self._until, self._received = time.monotonic() + self._seconds, 0
+        self._send(TextMessage(data=json.dumps({"type": kind, "data": data})))
+        parts: list[str] = []
+        while True:
+            event = self._next()
+            if not isinstance(event, TextMessage):
+                raise Failed(f"{self._url}: {type(event).__name__} instead of an answer")
+            parts.append(event.data)
+            if event.message_finished:
+                break
+        self._alive()
+        try:
+            reply = _decode("".join(parts))
+        except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+            raise Failed(f"{self._url}: not an answer of OpenEnv: {str(error)[:200]}") from None
+        if reply.type == "error":
+            raise StepRefused(f"{kind} was refused: {' '.join(reply.data.message.split())[:200] or 'without a word'}")
+        if reply.type != "observation":
+            raise Failed(f"{self._url}: {reply.type[:40]!r} instead of an observation")
+        return reply.data
+
+    def _next(self) -> Event:
+        """The next event that matters, within what is left of the time and of the bytes."""
+        try:
+            while True:
+                for event in self._protocol.events():
+                    if isinstance(event, Ping):
+                        self._send(event.response())
+                    elif isinstance(event, Message | AcceptConnection | RejectConnection):
+                        return event
+                    elif isinstance(event, CloseConnection):
+                        raise Failed(f"{self._url}: it closed the connection ({event.code} {(event.reason or '')[:80]})")
+                self._socket.settimeout(self._left())
+                data = self._socket.recv(65536)
+                self._received += len(data)
+                if self._received > ANSWER_BYTES:
+                    raise Failed(f"{self._url}: an answer of more than {ANSWER_BYTES >> 20} MiB")
+                self._protocol.receive_data(data or None)
+        except (OSError, ProtocolError) as error:
+            raise self._failed(error) from None
+
+    def _send(self, event: Event) -> None:
+        try:
+            self._socket.settimeout(self._left())
+            self._socket.sendall(self._protocol.send(event))
+        except (OSError, ProtocolError) as error:
+            raise self._failed(error) from None
+
+    def _left(self) -> float:
+        """Seconds that are left. Raises TimeoutError when none are."""
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        return left
+
+    def _failed(self, error: Exception) -> Failed:
+        why = f"no answer within {self._seconds:g} s" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
+        return Failed(f"{self._url}: {' '.join(why.split())[:200]}")
+
+
+def _connected(url: SplitResult, seconds: float) -> socket.socket:
+    secure = url.scheme in ("wss", "https")
+    assert url.hostname is not None
+    plain = socket.create_connection((url.hostname, url.port or (443 if secure else 80)), seconds)
+    if not secure:
+        return plain
+    try:
+        return ssl.create_default_context().wrap_socket(plain, server_hostname=url.hostname)
+    except BaseException:
+        plain.close()
+        raise
+
+
+def seed_of(seed: int, index: int) -> int:
+    """The seed that a server is given for an address: 32 bits, since NumPy's generators take no more, and odd for held-out questions."""
+    digest = hashlib.blake2b((seed + index).to_bytes(8, "big"), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1 << 1 | seeds.is_evaluation(seed)
+
+
+def content_of(session: Session, url: str, field: str) -> str:
+    """What an environment asks, as 32 hex digits. Raises Failed, also where the same seed gives two questions, and StepRefused."""
+    first, second = ([session.reset(seed, field) for seed in range(PROBES)] for _ in range(2))
+    if first != second:
+        raise Failed(f"{url}: the same seed gave two questions: reset has to draw everything from the seed that it is given")
+    return hashlib.blake2b(json.dumps(first).encode(), digest_size=16).hexdigest()
+
+
+def prepare(task: str, config: DatasetConfig, directory: Path) -> Source:
+    """Ask the server of `task` what it asks, or find what it said before: a node starts although its server does not run just now.
+
+    Raises ConfigError, which names the remedy.
+    """
+    where = f"task.datasets.{task}"
+    check_asked(where, config)
+    unused = sorted(config.model_fields_set - {"source", "prompt", "answer", "template", "extract"})
+    if unused:
+        raise ConfigError(f"{where}: {', '.join(unused)}: not of an environment, whose server asks and judges")
+    try:
+        parts = urlsplit(config.source)
+        usable = bool(parts.hostname) and parts.port != 0 and parts.username is None and not parts.query and not parts.fragment
+    except ValueError:
+        usable = False
+    if not usable:
+        raise ConfigError(f"{where}: {config.source[:120]!r} is not the URL of a server, such as ws://127.0.0.1:8000")
+    key = hashlib.blake2b(json.dumps([config.source, config.prompt]).encode(), digest_size=8).hexdigest()
+    kept = directory / f"{task.partition('/')[2]}-{key}.environment"
+    try:
+        content = kept.read_text()
+    except OSError:
+        content = ""
+    if not re.fullmatch("[0-9a-f]{32}", content):
+        try:
+            with Session(config.source) as session:
+                content = content_of(session, config.source, config.prompt)
+            write_atomically(kept, content.encode())
+        except (Failed, StepRefused) as error:
+            raise ConfigError(f"{where}: {error}") from None
+        except OSError as error:
+            raise ConfigError(f"{where}: cannot keep what it asks in {directory}: {error.strerror}") from None
+    return Source(config.source, config.prompt, config.answer, config.template, content)

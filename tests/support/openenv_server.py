@@ -1,0 +1,72 @@
+"""`python -m tests.support.openenv_server PORT`: a server as OpenEnv 0.10 has them, written from its wire, and some that are none.
+
+    /sums       what is seed % 10 plus 1? One step, reward 1 for the right answer, an error for the answer "raise"
+    /other      the same with other questions          /moody   another question at every reset
+    /odd        a reward of 7          /none   no reward          /silent   never answers          /huge   2 MiB in an answer
+    /nonsense   no JSON          /drop   closes at a step          /moved   sends elsewhere
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import hypercorn.trio
+import trio
+from hypercorn.config import Config
+from starlette.applications import Starlette
+from starlette.responses import RedirectResponse
+from starlette.routing import WebSocketRoute
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+REWARDS: dict[str, float | None] = {"odd": 7.0, "none": None}
+
+
+def observation(text: str, reward: float | None, done: bool) -> str:
+    data = {"observation": {"text": text, "turn": 0}, "reward": reward, "done": done, "metadata": {"by": "test"}}
+    return json.dumps({"type": "observation", "data": data})
+
+
+def error(message: str) -> str:
+    return json.dumps({"type": "error", "data": {"message": message, "code": "EXECUTION_ERROR"}})
+
+
+async def session(socket: WebSocket) -> None:
+    kind = socket.path_params["kind"]
+    if kind == "moved":
+        await socket.send_denial_response(RedirectResponse("/sums/ws"))
+        return
+    await socket.accept()
+    seed, resets = 0, 0
+    try:
+        while True:
+            message = json.loads(await socket.receive_text())
+            if kind == "silent":
+                await trio.sleep_forever()
+            if kind in ("nonsense", "huge"):
+                await socket.send_text("x" * 2**21 if kind == "huge" else "<html>")
+            elif message["type"] == "reset":
+                seed, resets = message["data"]["seed"], resets + 1
+                about = {"other": "minus", "moody": f"plus {resets} minus"}.get(kind, "plus")
+                await socket.send_text(observation(f"What is {seed % 10} {about} 1?", None, False))
+            elif kind == "drop":
+                await socket.close(1011, "crashed")
+                return
+            elif message["data"]["message"] == "raise":
+                await socket.send_text(error("cannot do\n that"))
+            else:
+                right = float(message["data"]["message"] == str(seed % 10 + 1))
+                await socket.send_text(observation("", REWARDS.get(kind, right), True))
+    except WebSocketDisconnect:
+        pass
+
+
+async def serve(port: int) -> None:
+    config = Config()
+    config.bind = [f"127.0.0.1:{port}"]
+    config.loglevel = "ERROR"
+    await hypercorn.trio.serve(Starlette(routes=[WebSocketRoute("/{kind}/ws", session)]), config)  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    trio.run(serve, int(sys.argv[1]))

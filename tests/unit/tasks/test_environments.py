@@ -1,0 +1,228 @@
+"""Environments by URL: a real server process as OpenEnv has them, and everything that one can do wrong.
+
+pytest tests/unit/tasks/test_environments.py
+"""
+
+import contextlib
+import re
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from swarmnode.config import Config, DatasetConfig
+from swarmnode.errors import ConfigError
+from swarmnode.swarm import manifest, manifest_store, requirements
+from swarmnode.tasks import openenv, registry
+from swarmnode.tasks.client import AsyncScorer, Scored, Scorer
+from swarmnode.tasks.environments import Environments
+from swarmnode.tasks.frames import Question
+from swarmnode.tasks.seeds import evaluation_seed
+from swarmnode.wire.messages import TaskEntry, TaskRef
+from tests.support.manifests import founded
+
+NAME = "env/sums"
+SEED = 4 << 20
+
+
+@pytest.fixture(scope="module")
+def server():
+    """The URL of a server process."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = subprocess.Popen([sys.executable, "-m", "tests.support.openenv_server", str(port)])
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), 1).close()
+                break
+            except ConnectionError:
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        yield f"ws://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+pytestmark = pytest.mark.usefixtures("tasks_as_before")
+
+
+def installed(tmp_path, url, name=NAME, **settings):
+    config = DatasetConfig(**{"source": url, "prompt": "text", "answer": "message", **settings})
+    registry.install_datasets({name: config}, tmp_path / "datasets")
+    return registry.TASKS[name]
+
+
+@pytest.fixture
+def turned(tmp_path, server, monkeypatch):
+    """The task of /sums, whose server is another one since it was installed."""
+    content = installed(tmp_path, f"{server}/sums").environment.content
+
+    def turn(url):
+        with monkeypatch.context() as kept:
+            kept.setattr(openenv, "Session", lambda url: contextlib.nullcontext())
+            kept.setattr(openenv, "content_of", lambda *asked: content)
+            installed(tmp_path, url)
+
+    return turn
+
+
+def ref(seed=SEED, index=0, name=NAME):
+    return TaskRef(name, registry.task_version(name), seed, index)
+
+
+def right_of(prompt):
+    return str(int(prompt.split()[2]) + 1)
+
+
+def test_a_question_and_the_rewards_of_its_answers_come_from_the_server(tmp_path, server):
+    installed(tmp_path, f"{server}/sums", template="{prompt} Say it.", extract="tag")
+    told = []
+    with Scorer(alive=lambda: told.append(1)) as scorer:
+        prompt = scorer.prompt(ref())
+        assert prompt.startswith("What is ")
+        assert prompt.endswith(" plus 1? Say it.")
+        right = right_of(prompt)
+        scored = scorer.score(ref(), [f"I think <answer>{right}</answer>", "<answer>no</answer>", "<answer>raise</answer>", "x" * 10**6])
+        assert (scored.prompt, scored.rewards, scored.errors) == (prompt, [1.0, 0.0, 0.0, 0.0], 1)
+        assert "step was refused: cannot do that" in scored.error
+        assert scorer.statistics().reward_errors == {NAME: 1}
+        mixed = scorer.score_many([(ref(), []), (ref(name="builtin/sum"), ["x"]), (ref(), [])])
+        assert [each.prompt == prompt for each in mixed] == [True, False, True]
+    assert len(told) > 10, "the trainer's watchdog hears of every answer"
+
+
+async def test_the_network_process_asks_it_too_for_what_peers_publish(tmp_path, server):
+    installed(tmp_path, f"{server}/sums")
+    async with AsyncScorer() as scorer:
+        prompt = await scorer.prompt(ref(index=3))
+        scored, other = await scorer.score_many([(ref(index=3), [right_of(prompt), "0"]), (ref(name="builtin/sum"), ["x"])])
+        assert (scored.prompt, scored.rewards) == (prompt, [1.0, 0.0])
+        assert isinstance(other, Scored)
+
+
+def test_seeds_suit_any_generator_and_held_out_ones_are_never_trained_on():
+    trained = {openenv.seed_of(SEED, index) for index in range(1000)}
+    held_out = {openenv.seed_of(evaluation_seed(NAME), index) for index in range(1000)}
+    assert max(trained | held_out) < 2**32
+    assert len(trained) == len(held_out) == 1000
+    assert not trained & held_out
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("nonsense", "not an answer of OpenEnv"),
+        ("huge", "an answer of more than 1 MiB"),
+        ("silent", "no answer within 0.3 s"),
+        ("drop", r"it closed the connection \(1011 crashed\)"),
+        ("moved", "does not speak OpenEnv's WebSocket: HTTP 307"),
+        ("nowhere/at/all", "does not speak OpenEnv's WebSocket: HTTP 403"),
+        ("other", "asks other questions than before"),
+        ("moody", "the same seed gave two questions"),
+    ],
+)
+def test_a_server_that_goes_wrong_costs_the_question_and_is_one_line(turned, server, kind, problem):
+    turned(f"{server}/{kind}")
+    environments = Environments(seconds=0.3)
+    began = time.monotonic()
+    results = environments.judge([Question(NAME, SEED, index, ["1", "2"]) for index in range(20)])
+    assert time.monotonic() - began < 5, "one that fails is not waited for again in the same call"
+    assert len(results) == 20
+    for result in results:
+        assert (result.prompt, result.rewards) == ("", [0.0, 0.0])
+        assert "\n" not in result.error
+    assert re.search(problem, results[0].error), results[0].error
+
+
+@pytest.mark.parametrize(("kind", "problem"), [("odd", "a reward of 7, not in 0 to 1"), ("none", "gave no reward")])
+def test_a_reward_that_is_none_is_0_and_counted(turned, server, kind, problem):
+    turned(f"{server}/{kind}")
+    with Scorer() as scorer:
+        scored = scorer.score(ref(), ["1", "2"])
+        assert (scored.rewards, scored.errors) == ([0.0, 0.0], 2)
+        assert problem in scored.error
+
+
+def test_a_server_that_is_gone_is_a_failed_question_and_not_the_others(turned, server):
+    turned("ws://127.0.0.1:1")
+    with Scorer() as scorer:
+        gone, other = scorer.score_many([(ref(), ["1"]), (ref(name="builtin/sum"), ["x"])])
+        assert "Connection refused" in str(gone)
+        assert isinstance(other, Scored)
+        turned(f"{server}/sums")
+        assert scorer.prompt(ref()), "it is back"
+
+
+def test_a_node_starts_while_its_server_does_not_run(tmp_path, server, monkeypatch):
+    version = (installed(tmp_path, f"{server}/sums"), registry.task_version(NAME))[1]
+    monkeypatch.setattr(socket, "create_connection", lambda *args: pytest.fail("asked again"))
+    installed(tmp_path, f"{server}/sums")
+    assert registry.task_version(NAME) == version
+
+
+def test_two_servers_are_one_task_where_they_ask_the_same(tmp_path, server):
+    versions = []
+    for url, settings in [("sums", {}), ("odd", {}), ("other", {}), ("sums", {"template": "{prompt}!"}), ("sums", {"extract": "tag"})]:
+        installed(tmp_path, f"{server}/{url}", **settings)
+        versions.append(registry.task_version(NAME))
+    assert versions[0] == versions[1]
+    assert len(set(versions)) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "settings", "problem"),
+    [
+        (NAME, "/moody", {}, "the same seed gave two questions: reset has to draw everything"),
+        (NAME, "/sums", {"prompt": "prompt"}, "its observation has no field 'prompt', only text, turn"),
+        (NAME, "/sums", {"verifier": "numeric", "held_out": 0.2}, "held_out, verifier: not of an environment"),
+        (NAME, "/sums", {"template": "Answer!"}, "template does not contain"),
+        (NAME, "/nowhere/at/all", {}, "does not speak OpenEnv"),
+        (NAME, "ws://127.0.0.1:1", {}, "Connection refused"),
+        (NAME, "ws://", {}, "is not the URL of a server"),
+        (NAME, "ws://me:password@127.0.0.1:1", {}, "is not the URL of a server"),
+        (NAME, "ws://127.0.0.1:99999", {}, "is not the URL of a server"),
+        ("data/sums", "/sums", {}, "is named env/<name>, and nothing else is"),
+        (NAME, "rows.jsonl", {}, "is named env/<name>, and nothing else is"),
+    ],
+)
+def test_what_is_wrong_with_an_environment_is_one_line_before_anything_starts(tmp_path, server, name, source, settings, problem):
+    with pytest.raises(ConfigError, match=problem) as raised:
+        installed(tmp_path, f"{server}{source}" if source.startswith("/") else source, name=name, **settings)
+    assert "\n" not in str(raised.value)
+    assert name in str(raised.value)
+    assert not list(tmp_path.glob("datasets/*"))
+
+
+def test_only_a_private_swarm_may_have_one(tmp_path, server):
+    installed(tmp_path, f"{server}/sums")
+    config = Config.model_validate({"task": {"names": [NAME]}, "node": {"data_dir": tmp_path}})
+    with pytest.raises(ConfigError, match="unless it is founded with --private or --member"):
+        founded(config=config)
+    with pytest.raises(ConfigError, match=r"unless it is private \(init --private\); sharing\.enabled = false trains alone"):
+        manifest_store.honoured(config)
+    alone = Config.model_validate({**config.model_dump(), "sharing": {"enabled": False}})
+    assert manifest_store.honoured(alone)[0] == alone
+    private = founded(config=config, secret=bytes(32))
+    (tmp_path / manifest.SECRET_FILE).write_text("00" * 32)
+    (tmp_path / manifest.SECRET_FILE).chmod(0o600)
+    assert requirements.can_honour(private.manifest, config) == []
+    forged = founded(tasks=private.manifest.tasks)
+    (problem,) = requirements.can_honour(forged.manifest, config)
+    assert problem == f"its task {NAME} is an environment by URL, which only a private swarm may have"
+
+
+def test_a_member_without_the_server_or_with_another_is_told(tmp_path, server):
+    installed(tmp_path, f"{server}/sums")
+    entry = TaskEntry(NAME, registry.task_version(NAME), manifest.settings_text(NAME))
+    assert server not in entry.settings, "where it runs is nobody's business"
+    assert requirements.task_problems(entry) == []
+    installed(tmp_path, f"{server}/other")
+    assert "an environment that asks otherwise" in requirements.task_problems(entry)[0]
+    (problem,) = requirements.task_problems(TaskEntry("env/absent", entry.version, entry.settings))
+    assert "which this node lacks: run it and name its URL in task.datasets" in problem
