@@ -83,13 +83,14 @@ class Machine:
 def use_each_other(machines, more_than=()):
     """Whether each has trained on groups of every other; beyond what it had in `more_than`, {name: {peer: count}}."""
     before = dict(more_than)
-    peers = {machine.name: machine.peer for machine in machines}
+    told = {machine.name: machine.snapshot() for machine in machines}
+    if not all(told.values()):
+        return False
+    peers = {name: snapshot["node"]["peer"] for name, snapshot in told.items()}
+    used = {name: (snapshot["trainer"]["report"] or {}).get("peers_used", {}) for name, snapshot in told.items()}
     return all(
-        machine.used().get(peer, 0) > before.get(machine.name, {}).get(peer, 0)
-        for machine in machines
-        for name, peer in peers.items()
-        if name != machine.name and peer
-    ) and all(peers.values())
+        used[one].get(peer, 0) > before.get(one, {}).get(peer, 0) for one in told for other, peer in peers.items() if one != other
+    )
 
 
 def wait_for(condition, what, seconds, machines):

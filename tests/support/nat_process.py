@@ -60,5 +60,5 @@ def wait_until(condition: Callable[[], Any], what: str, seconds: float = 120.0) 
     while time.monotonic() < deadline:
         if result := condition():
             return result
-        time.sleep(0.2)
+        time.sleep(0.5)
     raise AssertionError(f"not within {seconds:g} s: {what}")

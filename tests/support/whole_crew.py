@@ -61,7 +61,7 @@ def until(condition: Callable[[], T | None], what: Callable[[], object], seconds
     while time.monotonic() < deadline:
         if result := condition():
             return result
-        time.sleep(0.1)
+        time.sleep(0.3)
     raise AssertionError(f"not within {seconds} s: {what()}")
 
 

@@ -5,7 +5,6 @@ import functools
 import json
 import re
 import shutil
-import socket
 import subprocess
 import threading
 import time
@@ -80,12 +79,6 @@ def ask(url, path, **parameters):
         return None
 
 
-def free_port():
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        return chosen.getsockname()[1]
-
-
 @contextlib.contextmanager
 def watching(directory, targets):
     """Prometheus, scraping `targets` each second by the repository's own configuration; yields its URL."""
@@ -98,14 +91,18 @@ def watching(directory, targets):
     del config["alerting"]  # nobody listens there
     path = directory / "prometheus.yml"
     path.write_text(yaml.safe_dump(config))
-    url = f"127.0.0.1:{free_port()}"
-    with open(directory / "prometheus.log", "wb") as log:
+    said = directory / "prometheus.log"
+    with open(said, "wb") as log:
         process = subprocess.Popen(
-            [PROMETHEUS, f"--config.file={path}", f"--storage.tsdb.path={directory / 'data'}", f"--web.listen-address={url}"],
+            [PROMETHEUS, f"--config.file={path}", f"--storage.tsdb.path={directory / 'data'}", "--web.listen-address=127.0.0.1:0"],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log,
         )  # fmt: skip
         try:
-            yield f"http://{url}"
+            late = time.monotonic() + 120
+            while not (listens := re.search(r'"Listening on".* address=(\S+)', said.read_text())):
+                assert time.monotonic() < late, said.read_text()
+                time.sleep(0.1)
+            yield f"http://{listens[1]}"
         finally:
             process.terminate()
             process.wait(20)
