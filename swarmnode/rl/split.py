@@ -55,9 +55,11 @@ class AdaptiveSplit:
     def observe(self, useful_arrived: int, drawn: int | None = None, used: int = 0) -> None:
         """Take how many useful (non-zero-advantage) external groups arrived since the last step, drawn or not.
 
-        `drawn`, `used`: groups drawn for the step, and how many of them passed judgement; see `believed`.
+        `drawn`, `used`: groups drawn for the step, and how many of them passed judgement; see `believed`. Where these filled the room,
+        there was enough, whenever it had arrived: a node that pulls gets no more than it asks for.
         """
-        self.smoothed = (1.0 - SMOOTHING) * self.smoothed + SMOOTHING * believed(useful_arrived, drawn, used)
+        enough = self.external_room if used >= self.external_room else 0
+        self.smoothed = (1.0 - SMOOTHING) * self.smoothed + SMOOTHING * max(believed(useful_arrived, drawn, used), enough)
 
     def resize(self, batch: int) -> None:
         """Take another B from the next step on. Raises ValueError below 1."""

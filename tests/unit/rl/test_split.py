@@ -90,6 +90,16 @@ def test_half_of_the_drawn_passing_counts_half_of_the_arrived():
     assert split.smoothed == pytest.approx(2.0)
 
 
+def test_where_the_room_was_filled_there_was_enough_whenever_it_had_arrived():
+    pulls, short = AdaptiveSplit(8, smoothed=6.0), AdaptiveSplit(8, smoothed=6.0)
+    for arrived in (0, 12, 0, 12, 0, 0):  # what a node asked for comes when it comes
+        pulls.observe(arrived, drawn=6, used=6)
+        assert pulls.own_groups == 2
+    for _ in range(6):
+        short.observe(0, drawn=5, used=5)
+    assert short.own_groups == 8
+
+
 def test_floor_is_a_share_rounded_up_and_at_least_one():
     assert [floor_groups(1), floor_groups(2), floor_groups(5), floor_groups(8)] == [1, 1, 2, 2]
 
