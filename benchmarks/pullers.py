@@ -3,11 +3,12 @@ a simulation instead of by sockets. benchmarks.neighbours (learning) and benchma
 
 from __future__ import annotations
 
+import math
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 
-from swarmnode.rollouts.asking import PLENTY, Asking
+from swarmnode.rollouts.asking import PLENTY, Asking, Moments
 from swarmnode.rollouts.catalogue import Catalogue
 from swarmnode.rollouts.claims import Claims
 from swarmnode.rollouts.offers import Offers, Pull
@@ -23,21 +24,28 @@ class Puller:
         self.rng = rng
         self.catalogue = Catalogue(swarm, rng.randbytes(8))
         self.asking = Asking()
+        self.moments = Moments()
         self.offers = Offers(key, author_of)
         self.claims = Claims()
-        self.wanted = 0
-        self.urgent = True
+        self.step = self.wanted = 0
         self._asked: OrderedDict[bytes, tuple[str, Listed]] = OrderedDict()
         self._under_way: dict[str, int] = {}
 
-    def want(self, count: int, waiting: int) -> None:
+    @property
+    def urgent(self) -> bool:
+        """Whether the pool holds less than the next step's."""
+        return self.wanted > (STEPS_AHEAD - 1) * self.step
+
+    def want(self, count: int, waiting: int, now: float) -> None:
         """The trainer draws `count` groups, and `waiting` are in the pool after that."""
+        self.step = count
         self.wanted = max(0, STEPS_AHEAD * count - waiting)
-        self.urgent = waiting < count
-        self.asking.allow(plenty=len(self.offers) >= PLENTY * count, urgent=waiting < count)
+        self.moments.drew(now, urgent=self.urgent)
 
     def to_list(self, connected: Collection[str], now: float, *, trial: bool = False) -> list[tuple[str, ListingRequest]]:
         """Whom to ask for a listing now, and what to ask; each is followed by `listed`. trial: also where nothing is wanted."""
+        if self.moments.come(now):
+            self.asking.allow(plenty=len(self.offers) >= PLENTY * self.step, urgent=self.urgent)
         if self.wanted <= 0 and not trial:
             return []
         self.offers.keep(connected)
@@ -55,7 +63,7 @@ class Puller:
 
     def to_pull(self, now: float, trust: Callable[[str], float], has_seen: Callable[[bytes], bool]) -> list[Pull]:
         """What to ask whom for now; each is followed by `pulled`."""
-        if self.asking.waits and not self.urgent:
+        if not self.urgent and (self.asking.waits or self.moments.next < math.inf):
             return []
         missing = max(0, self.wanted - sum(self._under_way.values()))
         known = lambda content: content in self._asked or has_seen(content)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import itertools
+import math
 import os
 import random
 import time
@@ -148,13 +149,15 @@ class Node:
             world.counts.full += used == ROOM
             world.fills.append((now, used / ROOM))
         self._make(MADE)
-        self.puller.want(count, self.pool.waiting(self.trust.belief))
+        self.puller.want(count, self.pool.waiting(self.trust.belief), now)
         pulls = self.mode.phase is Phase.PULL
         self.drained = pulls and (self.drained or self.puller.wanted > 0)
         if self.drained or not pulls:
             self.mode.note("wanted", count)
         self.mode.look(now, self.puller.asking.listers(self.linked))
         self._pump()
+        if (next_moment := self.puller.moments.next) < math.inf:
+            world.after(next_moment - now + 1e-6, self._ask_before_next)
         if world.counting:
             world.counts.seconds += time.process_time() - began
 
@@ -196,6 +199,12 @@ class Node:
                 self._admit(group)
 
     # -- asking
+
+    def _ask_before_next(self) -> None:
+        began = time.process_time()
+        self._pump()
+        if self.world.counting:
+            self.world.counts.seconds += time.process_time() - began
 
     def _pump(self) -> None:
         """Start what is due."""

@@ -1,7 +1,8 @@
-"""N nodes in one process, in lockstep: the parts of a real node (policy, scorer, pool, split, corrections, update) without sockets.
+"""N nodes in one process: the parts of a real node (policy, scorer, pool, split, corrections, update) without sockets.
 
-One round of every node: generate I groups → score → share → draw external groups → judge → one optimizer step. Groups reach the other
-pools in the same round. `Share` decides how: in memory here; benchmarks.adversaries sends signed frames through admission.
+One round of every node: generate I groups → score → share → draw external groups → judge → one optimizer step, all nodes at once or in
+several turns. Groups reach the other pools in the same turn. `Share` decides how: in memory here; benchmarks.adversaries sends signed
+frames through admission.
 """
 
 from __future__ import annotations
@@ -151,8 +152,6 @@ class Arm:
     """Of a node's useful groups, one of so many is published."""
     neighbours: int = 0
     """Others that a node is connected with and pulls from; 0: every group reaches everybody."""
-    late: bool = False
-    """Every group reaches everybody, and is drawn a round later, as what is pulled is."""
     lag: int = 0
     """Updates between the policy that samples and the one that learns."""
     correction: str = ""
@@ -187,7 +186,8 @@ class Trace:
     evaluation_tokens: float = 0.0
     """Tokens sampled in all held-out evaluations, per node: the benchmark's own instrument, the same for every arm at the same rounds."""
     received: list[float] = field(default_factory=list)
-    """Bytes of others' signed groups and weights that reached a node in this round, each once; what gossip adds is not in it."""
+    """Bytes of others' signed groups, listings and weights that reached a node in this round, each once; what gossip and streams add is not
+    in it."""
     samples: list[float] = field(default_factory=list)
     """Groups in the optimizer's batch."""
     useful_samples: list[float] = field(default_factory=list)
@@ -403,7 +403,11 @@ class Node:
 
 
 class Swarm:
-    """Nodes in lockstep."""
+    """Nodes that take their steps one after another, or in lockstep."""
+
+    turns = 1
+    """Parts of a round, in each of which as many nodes take their step; 1 is lockstep."""
+    round_seconds = ROUND_SECONDS
 
     def __init__(
         self, arm: Arm, policies: Sequence[Policy], training: TrainingConfig, scorer: Scorer, seed: int, eval_questions: int = 12,
@@ -418,8 +422,8 @@ class Swarm:
         self.trace = Trace(arm.name)
         self._allowance = list(itertools.accumulate(allowance))
         self._received = 0.0
-        self._late: list[tuple[Node, ExternalGroup, int]] = []
         self._outer_steps = 0
+        self.stepping = self.nodes
         self._exam = self._make_exam(eval_questions)
 
     @property
@@ -445,15 +449,17 @@ class Swarm:
         return self.trace
 
     def round(self) -> None:
-        self.now += ROUND_SECONDS
-        own = self.generate()
-        self.share(own)
         rows: list[dict[str, float]] = []
-        for node in self.counted:
-            row: dict[str, float] = {}
-            node.learn(own[node.index], self.draw(node), row)
-            if node in self.reported:
-                rows.append(row)
+        for turn in range(self.turns):
+            self.now += self.round_seconds / self.turns
+            self.stepping = self.counted[turn :: self.turns]
+            own = self.generate()
+            self.share(own)
+            for node in self.stepping:
+                row: dict[str, float] = {}
+                node.learn(own[node.index], self.draw(node), row)
+                if node in self.reported:
+                    rows.append(row)
         for name in ("reward_own", "useful_own", "generated_groups", "tokens", "samples", "useful_samples", "external_scale"):
             getattr(self.trace, name).append(fmean(r[name] for r in rows))
         rounds = len(self.trace.tokens)
@@ -497,12 +503,12 @@ class Swarm:
         return node.draw(self.now)
 
     def generate(self) -> dict[int, list[OwnSample]]:
-        """Own groups of every counted node, scored: all nodes' questions in one request."""
-        own: dict[int, list[OwnSample]] = {n.index: [] for n in self.counted}
+        """Own groups of every node that takes its step now, scored: all nodes' questions in one request."""
+        own: dict[int, list[OwnSample]] = {n.index: [] for n in self.stepping}
         batch = self.training.groups_per_step
         while True:
             asked = []
-            for node in self.counted:
+            for node in self.stepping:
                 done = own[node.index]
                 if self.arm.oversample:
                     short = sum(is_useful(o.rewards) for o in done) < batch
@@ -514,7 +520,7 @@ class Swarm:
                 return own
             prompts = [s.prompt for s in self.score([(ref, []) for _, ref, _ in asked])]
             samples: list[GroupSample] = []
-            for node in self.counted:
+            for node in self.stepping:
                 samples += node.sample([p for p, (n, _, _) in zip(prompts, asked, strict=True) if n is node])
             scored = self.score([(ref, [c.text for c in s.completions]) for (_, ref, _), s in zip(asked, samples, strict=True)])
             for (node, ref, sequence), sample, result in zip(asked, samples, scored, strict=True):
@@ -524,8 +530,7 @@ class Swarm:
         """Everybody's groups to everybody else's pool, in memory."""
         if self.arm.external == 0:
             return
-        arriving: list[tuple[Node, ExternalGroup, int]] = []
-        for sender in self.nodes:
+        for sender in self.stepping:
             useful = [one for one in own[sender.index] if is_useful(one.rewards) or not self.arm.sharing.useful_only]
             for one in useful:
                 if one.sequence % self.arm.share_one_of:
@@ -534,14 +539,10 @@ class Swarm:
                 rollout = sender.rollout(one, self.now)
                 size = len(seal(rollout, sender.key, DOMAIN_ROLLOUT, self.swarm))
                 group = ExternalGroup(content, sender.peer, rollout, one.prompt, one.rewards, staleness=0)
-                arriving.append((sender, group, size))
-        if self.arm.late:
-            arriving, self._late = self._late, arriving
-        for sender, group, size in arriving:
-            for receiver in self.nodes:
-                if receiver is not sender:
-                    receiver.receive(group, self.now)
-                    self._received += size
+                for receiver in self.nodes:
+                    if receiver is not sender:
+                        receiver.receive(group, self.now)
+                        self._received += size
 
     def score(self, items: Sequence[tuple[TaskRef, Sequence[str]]]) -> list[Scored]:
         """Through the real sandboxed scorer. Raises its error: with honest addresses there is none."""

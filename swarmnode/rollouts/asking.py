@@ -1,9 +1,9 @@
-"""Which connected peers are asked for a listing next: a few for each time that the trainer draws. Pure, bounded."""
+"""When listings are asked for, and which connected peers are asked next: a few for each time that the trainer draws. Pure, bounded."""
 
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection
 
 import msgspec
@@ -24,6 +24,49 @@ FAILED_SECONDS = 60.0
 SILENT_SECONDS = 600.0
 """After the answer that the peer does not list: its version may have been replaced by then."""
 MOST_PEERS = 1024
+LEAD_SHARE = 0.25
+"""A node asks so long before it expects its next draw, as a share of its step's usual length: the later, the newer is what it gets; but a
+step may be shorter than usual."""
+USUAL_SHARE = 0.3
+"""Weight of the latest step in the usual length of one."""
+UNKNOWN_SECONDS = (10.0, 20.0, 40.0)
+"""After the first draw, while nobody knows how long a step takes."""
+MOST_LONGER = 2.0
+"""As many times the usual length a step counts at most: the trainer may have stood still."""
+
+
+class Moments:
+    """When a node asks: shortly before its trainer draws again, so that what it gets is as new as what is gossiped; and at once where
+    the pool holds less than the next step, or nobody knows how long a step takes. `now`: any monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._usual: float | None = None
+        self._drew: float | None = None
+        self._due: deque[float] = deque()
+
+    @property
+    def next(self) -> float:
+        """The next of them; infinite where there is none before the next draw."""
+        return self._due[0] if self._due else float("inf")
+
+    def drew(self, now: float, *, urgent: bool) -> None:
+        """The trainer draws. urgent: the pool has less than the next step."""
+        if self._drew is not None:
+            took = now - self._drew
+            usual = took if self._usual is None else self._usual
+            self._usual = (1 - USUAL_SHARE) * usual + USUAL_SHARE * min(took, MOST_LONGER * usual)
+        self._drew = now
+        waits = UNKNOWN_SECONDS if self._usual is None else (self._usual - max(PAUSE_SECONDS, LEAD_SHARE * self._usual),)
+        self._due = deque(now + wait for wait in waits if wait > 0)
+        if urgent or not self._due:
+            self._due.appendleft(now)
+
+    def come(self, now: float) -> bool:
+        """Whether one has come since this was last asked."""
+        came = self.next <= now
+        while self.next <= now:
+            self._due.popleft()
+        return came
 
 
 class _Peer(msgspec.Struct):

@@ -4,12 +4,14 @@
                             claims ◀─ as listed? ─ admission.check_pulled ◀─────────┘      └─ scored ─▶ as listed?
     what arrives, is asked for, is listed ─▶ mode ─▶ in the topic, or pulling
 
-Nothing goes by a timer: a node whose trainer does not draw asks nobody. Each request has its deadline, and while it runs others are asked.
-Where the pool holds the next step already, a choice waits for the listings that are under way, the newest, and is of few holders.
+A node whose trainer does not draw asks nobody. Each request has its deadline, and while it runs others are asked. Where the pool holds the
+next step already, a node asks shortly before the next draw, the choice waits for the listings that are under way, the newest, and is of few
+holders.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection
@@ -23,7 +25,7 @@ from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout
 from swarmnode.p2p.api import Network
 from swarmnode.p2p.gossip import Validation
 from swarmnode.rollouts.admission import Admission, Rejected
-from swarmnode.rollouts.asking import PLENTY, Asking
+from swarmnode.rollouts.asking import PLENTY, Asking, Moments
 from swarmnode.rollouts.claims import PROVEN, BeliefStatistics, Claims, Lie, contradiction, has_spread
 from swarmnode.rollouts.groups import Candidate, is_useful
 from swarmnode.rollouts.mode import PULLING, Choice, Mode, Phase
@@ -101,6 +103,7 @@ class Pulling:
         self._offers = Offers(envelope.peer_key(network.peer_id) or b"", envelope.peer_id)
         self._claims = Claims()
         self._asking = Asking()
+        self._moments = Moments()
         self._asked: OrderedDict[bytes, tuple[str, Listed]] = OrderedDict()
         self._under_way = _UnderWay()
         self._news = trio.Event()
@@ -118,7 +121,8 @@ class Pulling:
             while True:
                 self._start_what_is_due(nursery)
                 self._news = trio.Event()
-                await self._news.wait()
+                with trio.move_on_at(self._moments.next):
+                    await self._news.wait()
 
     def arrived(self) -> None:
         """A group came by gossip."""
@@ -126,9 +130,8 @@ class Pulling:
 
     def want(self, count: int, waiting: int) -> None:
         """The trainer draws `count` groups, and `waiting` are in the pool after that."""
-        self._under_way.wanted = max(0, STEPS_AHEAD * count - waiting)
-        self._under_way.urgent = waiting < count
-        self._asking.allow(plenty=len(self._offers) >= PLENTY * count, urgent=waiting < count)
+        self._under_way.want(count, waiting)
+        self._moments.drew(trio.current_time(), urgent=self._under_way.urgent)
         pulls = self._mode.phase is Phase.PULL
         self._under_way.drained = pulls and (self._under_way.drained or self._under_way.wanted > 0)
         if self._under_way.drained or not pulls:
@@ -166,6 +169,8 @@ class Pulling:
 
     def _start_what_is_due(self, nursery: trio.Nursery) -> None:
         phase = self._mode.phase
+        if self._moments.come(trio.current_time()):
+            self._asking.allow(plenty=len(self._offers) >= PLENTY * self._under_way.step, urgent=self._under_way.urgent)
         if phase is Phase.GOSSIP or (phase in PULLING and self._under_way.wanted <= 0) or not self._around.allows("fetch"):
             return
         connected = [peer for peer in self._network.connected() if self._network.welcome(peer)]
@@ -182,7 +187,8 @@ class Pulling:
 
     def _choose(self) -> list[Pull]:
         busy, urgent = self._under_way.holders, self._under_way.urgent
-        if len(busy) >= PULLS_AT_ONCE or (self._asking.waits and not urgent):
+        waits = self._asking.waits or self._moments.next < math.inf
+        if len(busy) >= PULLS_AT_ONCE or (waits and not urgent):
             return []
         return self._offers.choose(
             self._under_way.missing, self._clock(), self._rng, self._around.trust, self._claims.belief, self._is_known, busy, few=not urgent
@@ -312,13 +318,18 @@ class _UnderWay:
     """Groups that are wanted, and asked for now."""
 
     def __init__(self) -> None:
+        self.step = 0
+        """Groups that the trainer drew last."""
         self.wanted = 0
-        self.urgent = True
-        """Whether the pool holds less than the next step's."""
         self.drained = False
         """Whether what the topic left in the pool has been used up: until then nothing is asked of listings, nor held against them."""
         self.pace = Throughput()
         self._groups_of: dict[str, int] = {}
+
+    @property
+    def urgent(self) -> bool:
+        """Whether the pool holds less than the next step's."""
+        return self.wanted > (STEPS_AHEAD - 1) * self.step
 
     @property
     def holders(self) -> Collection[str]:
@@ -329,6 +340,10 @@ class _UnderWay:
     def missing(self) -> int:
         """Groups that are wanted and not asked for."""
         return max(0, self.wanted - sum(self._groups_of.values()))
+
+    def want(self, count: int, waiting: int) -> None:
+        self.step = count
+        self.wanted = max(0, STEPS_AHEAD * count - waiting)
 
     def begin(self, pull: Pull) -> None:
         self._groups_of[pull.holder] = len(pull.groups)

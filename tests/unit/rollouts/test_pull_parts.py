@@ -5,7 +5,7 @@ import random
 import pytest
 
 from swarmnode.rollouts import asking, catalogue, claims, mode, offers
-from swarmnode.rollouts.asking import Asking
+from swarmnode.rollouts.asking import Asking, Moments
 from swarmnode.rollouts.catalogue import Allowances, Catalogue
 from swarmnode.rollouts.claims import Claims
 from swarmnode.rollouts.mode import Measured, Phase, advance, begin
@@ -283,6 +283,36 @@ def test_a_draw_asks_a_few_peers_each_in_its_turn():
     assert sorted(asked) == peers  # each once in PAUSE_SECONDS
     assert whom.listers(peers) == 10
     assert whom.listers(["0", "x"]) == 1
+
+
+def test_a_node_asks_shortly_before_the_next_draw_and_at_once_where_it_lacks_that_step():
+    moments = Moments()
+    assert moments.next == float("inf")  # nobody draws
+    for step in range(20):
+        moments.drew(100.0 * step, urgent=False)
+        assert not step or moments.next == pytest.approx(100.0 * step + 75)
+    assert not moments.come(1974.0)
+    assert moments.come(1975.0)
+    assert moments.next == float("inf")
+    moments.drew(2000.0, urgent=True)
+    assert moments.come(2000.0)
+    assert moments.next == pytest.approx(2075.0)
+
+
+def test_a_node_asks_at_once_where_steps_are_short_and_now_and_then_where_their_length_is_not_known():
+    moments = Moments()
+    moments.drew(0.0, urgent=True)
+    assert [moments.come(second) for second in (0.0, 9.0, 11.0, 12.0, 50.0, 1e4)] == [True, False, True, False, True, False]
+    moments.drew(4.0, urgent=False)
+    assert moments.come(4.0)
+    assert moments.next == float("inf")
+
+
+def test_a_trainer_that_stood_still_has_not_become_slow():
+    moments = Moments()
+    for draw in (0.0, 40.0, 10_000.0):
+        moments.drew(draw, urgent=False)
+    assert moments.next < 10_000.0 + 60.0
 
 
 def test_one_peer_is_asked_where_there_is_enough():
