@@ -114,13 +114,15 @@ def prometheus(machine, directory):
     return True
 
 
-def test_found_a_swarm_join_it_from_behind_two_routers_and_lose_the_founder(tmp_path):
+@pytest.mark.parametrize("first", [(), pytest.param((PULL,), marks=pytest.mark.long)], ids=["auto, then pull", "pull"])
+def test_found_a_swarm_join_it_from_behind_two_routers_and_lose_the_founder(first, tmp_path):
+    """first: settings of the founder and of one member from the beginning; the other one pulls in any case."""
     with Topology() as net:
         net.public("f", "5.5.5.5")
         net.behind_nat("a", "5.5.5.11")
         net.behind_nat("b", "5.5.5.12")
-        founder = Machine(net, "f", tmp_path / "f", "5.5.5.5")
-        a, b = Machine(net, "a", tmp_path / "a", "0.0.0.0", PULL), Machine(net, "b", tmp_path / "b", "0.0.0.0")
+        founder = Machine(net, "f", tmp_path / "f", "5.5.5.5", *first)
+        a, b = Machine(net, "a", tmp_path / "a", "0.0.0.0", PULL), Machine(net, "b", tmp_path / "b", "0.0.0.0", *first)
         everybody = [founder, a, b]
 
         invite = founder.command("init", "--name", "evening")
