@@ -109,7 +109,8 @@ class PolicyConfig(Section):
 
 class DatasetConfig(Section):
     source: str
-    """A .jsonl or .parquet file, a name on the Hugging Face Hub, or the URL of an OpenEnv server of yours, the task named `env/…` then."""
+    """A .jsonl or .parquet file, a name on the Hugging Face Hub, `verifiers:<id>` for an installed taskset, or the URL of an OpenEnv server
+    of yours, the task named `env/…` then."""
     prompt: str = "prompt"
     """Column of the question; of an environment, a field of its observation."""
     answer: str = "answer"

@@ -33,7 +33,7 @@ import msgspec
 
 from swarmnode.errors import ConfigError
 from swarmnode.files import write_atomically
-from swarmnode.tasks import own, seeds
+from swarmnode.tasks import own, seeds, taskset
 from swarmnode.tasks.answers import EXTRACTS
 from swarmnode.tasks.builtin import Item
 from swarmnode.tasks.verifiers import VERIFIERS
@@ -83,7 +83,8 @@ def prepare(task: str, config: DatasetConfig, directory: Path) -> Source:
     """
     where = f"task.datasets.{task}"
     check_asked(where, config)
-    if config.verifier not in VERIFIERS and not own.NAME.fullmatch(config.verifier):
+    by_taskset = config.source.startswith(taskset.PREFIX)
+    if config.verifier not in VERIFIERS and not by_taskset and not own.NAME.fullmatch(config.verifier):
         raise ConfigError(f"{where}: verifier is {config.verifier!r}, not one of {', '.join(VERIFIERS)} or <module>:<function>")
     file = Path(config.source).expanduser()
     local = file.suffix in (".jsonl", ".parquet") or file.exists()
@@ -91,11 +92,13 @@ def prepare(task: str, config: DatasetConfig, directory: Path) -> Source:
         raise ConfigError(f"{where}: {file}: no such file")
     if local and file.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(f"{where}: {file} is neither .jsonl nor .parquet")
-    if not local and config.revision is None:
+    if not local and not by_taskset and config.revision is None:
         raise ConfigError(f"{where}: {config.source} is a name on the Hub: set revision, so that all nodes have the same rows")
-    origin = file.name if local else f"{config.source}@{config.revision} {config.subset or ''} {config.split}".replace("  ", " ")
+    hub = f"{config.source}@{config.revision} {config.subset or ''} {config.split}".replace("  ", " ")
+    origin = file.name if local else config.source if by_taskset else hub
     name = task.partition("/")[2]
-    kept = directory / f"{name}-{_key(config, file if local else None)}.rows"
+    code = taskset.find(config.source).content if by_taskset else ""
+    kept = directory / f"{name}-{_key(config, file if local else None, code)}.rows"
     found = _known(kept, origin)
     if found is not None:
         return found
@@ -123,11 +126,13 @@ def check_asked(where: str, config: DatasetConfig) -> None:
         raise ConfigError(f"{where}: template does not contain {{prompt}}, so that every question would be the same")
 
 
-def _key(config: DatasetConfig, file: Path | None) -> str:
-    """A name for what was read and how: another file, another key."""
+def _key(config: DatasetConfig, file: Path | None, code: str) -> str:
+    """A name for what was read and how: another file, another key. code: hash of what makes the rows, if something does."""
     seen: list[object] = [FORMAT, config.source, config.revision, config.subset, config.split]
     seen += [config.prompt, config.answer, config.difficulty, config.held_out]
     seen.append(config.verifier)  # it has checked the answers, and decides whether further columns are kept
+    if code:
+        seen.append(code)
     if file is not None:
         stat = file.stat()
         seen += [str(file.resolve()), stat.st_size, stat.st_mtime_ns]
@@ -146,7 +151,7 @@ def _known(path: Path, origin: str) -> Source | None:
 
 
 def _converted(where: str, config: DatasetConfig, file: Path | None, scratch: Path) -> Path:
-    """Parquet, or a dataset of the Hub, as JSON lines: made by a child, because what reads them is large and starts threads."""
+    """Parquet, a dataset of the Hub or a taskset, as JSON lines: made by a child, because what reads them is large and starts threads."""
     lines = scratch / "rows.jsonl"
     request = {
         "source": str(file) if file is not None else config.source, "local": file is not None, "revision": config.revision,
@@ -376,9 +381,12 @@ def load(tasks: Mapping[str, tuple[Source, Mapping[str, object], own.Source | No
     functions = {str(arguments["verifier"]): code for _, arguments, code in tasks.values() if code is not None}
     if functions:
         with own.importing(", ".join(functions)):
-            rewards = {name: own.reward_function(name, code) for name, code in functions.items()}
+            for name, code in functions.items():
+                rewards[name] = (taskset if name.startswith(taskset.PREFIX) else own).reward_function(name, code)
     loaded = {}
     for task, (source, arguments, _) in tasks.items():
         settings = Settings.of(arguments)
         loaded[task] = DatasetTask(task, source, settings, rewards.get(settings.verifier))
+        if settings.verifier.startswith(taskset.PREFIX):
+            loaded[task].prove()  # what it imports when it is first used, it imports now
     return loaded

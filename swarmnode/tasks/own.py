@@ -233,12 +233,12 @@ def reward_of(function: RewardFunction, prompt: str, completion: str, columns: M
 def _imported(setting: str, name: str, source: Source) -> Callable[..., Any]:
     """`module:function`, imported from exactly what was hashed. Raises ConfigError."""
     module, _, function = name.partition(":")
-    if _hash(Path(source.path), name) != source.content:
-        raise ConfigError(f"{name!r} has changed in {source.path} since this node started: restart it, or put the file back")
     try:
-        _import_top(source)
+        imported_from(source, name)
         found: Callable[..., Any] = getattr(importlib.import_module(module), function)
         return found
+    except ConfigError:
+        raise
     except Exception as error:  # whatever a module raises, it is its owner who has to hear of it
         raise ConfigError(f"{setting}: {name!r} cannot be imported: {one_line(error)}") from error
 
@@ -255,8 +255,13 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{where[:150]}"
 
 
-def _import_top(source: Source) -> None:
-    """Import exactly the file that was hashed: not another of that name on the path, nor bytecode that lies beside it."""
+def imported_from(source: Source, name: str) -> None:
+    """Import exactly the file that was hashed: not another of that name on the path, nor bytecode that lies beside it.
+
+    name: of the task, for people. Raises ConfigError when the file has changed, and whatever it raises.
+    """
+    if _hash(Path(source.path), name) != source.content:
+        raise ConfigError(f"{name!r} has changed in {source.path} since this node started: restart it, or put the file back")
     if source.top in sys.modules:
         return
     folder = Path(source.path)

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from swarmnode.errors import ConfigError, Unavailable
-from swarmnode.tasks import builtin, dataset, own, verifiers
+from swarmnode.tasks import builtin, dataset, own, taskset, verifiers
 from swarmnode.tasks.answers import EXTRACTS
 from swarmnode.wire.limits import TASK_ID_BYTES, TEXT_BYTES
 
@@ -230,10 +230,16 @@ def install_datasets(datasets: Mapping[str, DatasetConfig], directory: Path) -> 
         if not DATASET_NAME.fullmatch(task) or len(task) > TASK_ID_BYTES:
             allowed = f"letters, digits, '.', '_', '-', up to {TASK_ID_BYTES} characters"
             raise ConfigError(f"task.datasets: {task!r} is not data/<name>: {allowed}")
+        by_taskset = config.source.startswith(taskset.PREFIX)
+        if by_taskset:  # it judges what it asks
+            if said := sorted(config.model_fields_set & {"verifier", "prompt", "answer", "weights", "revision", "subset", "split"}):
+                raise ConfigError(f"task.datasets.{task}: {', '.join(said)}: a taskset of verifiers says that itself")
+            config = config.model_copy(update={"verifier": config.source})
         known = verifiers.VERIFIERS.get(config.verifier)
         rows = dataset.prepare(task, config, directory)
-        code = own.find(config.verifier) if known is None else None
+        code = taskset.find(config.source) if by_taskset else own.find(config.verifier) if known is None else None
         arguments: dict[str, object] = {"verifier": config.verifier, "template": config.template}
+        arguments |= {"verifiers": taskset.release()} if by_taskset else {}
         arguments |= {own.WEIGHT + name: weight for name, weight in sorted(config.weights.items())}
         own.check_weights(f"task.datasets.{task}", arguments)
         if config.weights and known is not None:

@@ -217,7 +217,7 @@ def test_the_guides_own_example_works(tmp_path, monkeypatch, package):
     """docs/own-task.md, as it stands there."""
     text = (Path(__file__).parents[3] / "docs" / "own-task.md").read_text()
     (module,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "def reverse(" in block)
-    *_, configuration = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    (configuration,) = (block for block in re.findall(r"```toml\n(.*?)```", text, re.DOTALL) if "modules = " in block)
     (tmp_path / "guide").mkdir()
     (tmp_path / "guide" / "words.py").write_text(module)
     (tmp_path / "swarm.toml").write_text(configuration)
