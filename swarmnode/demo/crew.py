@@ -214,7 +214,7 @@ def crew_table(nodes: Sequence[DemoNode], seconds: float, caption: str) -> Table
     out = slim_table(f"one policy on {len(nodes)} nodes, {seconds:.0f} s: crew {head.crew_state}, held-out {rise}", caption)
     for heading in ("stage", "node", "phase"):
         out.add_column(heading)
-    for heading in ("step", "rung", "in s", "copy age", "KL", "tokens/s", "restarts"):
+    for heading in ("step", "source", "in s", "copy age", "KL", "tokens/s", "restarts"):
         out.add_column(heading, justify="right")
     for node in sorted(nodes, key=lambda node: node.view.stage if node.view.stage is not None else len(nodes)):
         v = node.view

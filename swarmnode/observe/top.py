@@ -182,8 +182,8 @@ def _crew(stages: Status, me: str, names: Mapping[str, str]) -> RenderableType:
         f"crew {crew['state']}",
         f"standing still for {duration(crew['standing_seconds'])}" if crew["standing_seconds"] else "",
         f"recovered in {crew['recovery_seconds']:.1f} s" if crew["recovery_seconds"] is not None else "",
-        f"rung {own['rung']}" if own.get("rung") else "",
-        f"shadow {own['shadow_age_steps']} steps old" if own.get("shadow_age_steps") is not None else "",
+        f"weights from {own['rung']}" if own.get("rung") else "",
+        f"peer snapshot {own['shadow_age_steps']} steps old" if own.get("shadow_age_steps") is not None else "",
     ]  # fmt: skip
     well = crew["state"] == "running"
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))

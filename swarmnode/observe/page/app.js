@@ -418,7 +418,7 @@ function weights(s) {
 const SLOT_LOOKS = { active: "good", probation: "warn", loading: "warn", suspect: "warn", absent: "bad", failed: "bad" };
 const SLOT_WORDS = { suspect: "suspected", probation: "on probation" };
 const CREW_WORDS = { none: "In no crew", preparing: "Preparing", running: "Running", paused: "Paused" };
-const RUNG_WORDS = { R0: "own journal", R1: "another crew", R2: "a neighbour's shadow", R3: "the base model", R4: "an average of its neighbours",
+const RUNG_WORDS = { R0: "own journal", R1: "another crew", R2: "a neighbour's snapshot", R3: "the base model", R4: "an average of its neighbours",
   R5: "a copy of its neighbour", R6: "nothing was left" };
 const rungName = (rung) => (RUNG_WORDS[rung] ? `${rung}, ${RUNG_WORDS[rung]}` : rung);
 
@@ -454,7 +454,7 @@ function crew(s) {
     ["our stage", own ? `${c.stage}, ${own.phase}, step ${count(own.step)}` : `${c.stage}, not there yet`],
     ...(own ? [
       ["came from", own.rung ? `${rungName(own.rung)}${known(own.rung_seconds) ? `, in ${own.rung_seconds.toFixed(1)} s` : ""}` : "the base model, when the crew was founded"],
-      ["its shadow", known(own.shadow_step) ? `of step ${count(own.shadow_step)}, ${count(own.shadow_age_steps)} steps old` : c.slots.length > 1 ? "nobody has one yet" : ""],
+      ["newest snapshot at a neighbour", known(own.shadow_step) ? `of step ${count(own.shadow_step)}, ${count(own.shadow_age_steps)} steps old` : c.slots.length > 1 ? "nobody has one yet" : ""],
       ["probe", known(own.probe_kl) ? `${own.probe_kl.toPrecision(2)} nats per token between before and after` : ""],
       ["speed", [known(own.tokens_per_second) ? `${count(own.tokens_per_second)} tokens/s` : "", waits(own)].filter(Boolean).join(", ")],
       ["failed", own.phase === "failed" ? own.reason : ""],

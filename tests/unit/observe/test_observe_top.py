@@ -70,7 +70,7 @@ def test_shows_the_crew_in_the_order_of_its_stages_and_what_peers_claim() -> Non
     crew = msgspec.structs.replace(s.stages.crew, state="paused", slots=tuple(slots), standing_seconds=42.0)
     with_crew = lambda crew: msgspec.structs.replace(s, stages=msgspec.structs.replace(s.stages, crew=crew))
     shown = drawn(with_crew(crew), styles=False)
-    for expected in ("crew paused · standing still for 42 s · recovered in 6.4 s · rung R2", "shadow 10 steps old"):
+    for expected in ("crew paused · standing still for 42 s · recovered in 6.4 s · weights from R2", "peer snapshot 10 steps old"):
         assert expected in shown
     lines = [line.split() for line in shown.splitlines()]
     at = next(i for i, line in enumerate(lines) if line[1:3] == ["stage", "held"])
