@@ -271,6 +271,8 @@ SECURITY: dict[str, list[Panel]] = {
         p("Rejected share of what arrives",
           f"{rate('swarmnode_rollouts_rejected_total')} / {rate('swarmnode_rollouts_received_total')}", unit="percentunit", top=1),
         p("Drawn groups, by the trainer's verdict", (total("swarmnode_rollouts_judged_total", "outcome"), "{{outcome}}"), unit="ops"),
+        p("Groups passed on, or not: the share of their author or origin is used up",
+          (total("swarmnode_rollouts_forwarded_total", "outcome"), "{{outcome}}"), unit="ops"),
         p("Own groups that could not be published", rate("swarmnode_rollouts_publish_failures_total"), unit="ops"),
     ],
     "Between stages": [

@@ -36,6 +36,7 @@ from swarmnode.pipeline.faults import DEVICE
 from swarmnode.pipeline.fence import FENCE_REASONS
 from swarmnode.pipeline.frames import FRAME_REASONS
 from swarmnode.rollouts.claims import LIES
+from swarmnode.rollouts.forward_budget import OUTCOMES as FORWARDED
 from swarmnode.rollouts.groups import Outcome
 from swarmnode.rollouts.mode import Phase
 from swarmnode.rollouts.pulling import LISTINGS, PULLED
@@ -311,6 +312,9 @@ ROLLOUTS = (
     Metric("swarmnode_rollouts_rejected_total", "counter", "rollouts.admission.rejected",
            "Groups dropped as provably wrong, by reason; each cost its sender reputation. Honest nodes of the same version cause none.",
            ("reason",), REJECTED),
+    Metric("swarmnode_rollouts_forwarded_total", "counter", "rollouts.forwarding",
+           "Groups that came by gossip and were good, by whether they were passed on: `passed`; not, since their `author` or all of their "
+           "`origin` (a network, or those behind one relay) has used its share of this node's bytes up.", ("outcome",), FORWARDED),
     Metric("swarmnode_rollouts_drawn_total", "counter", "rollouts.pool.drawn", "Groups of peers that were handed to the trainer."),
     Metric("swarmnode_rollouts_used_total", "counter", "rollouts.judged.used", "Groups of peers that were trained on."),
     Metric("swarmnode_rollouts_judged_total", "counter", "rollouts.judged",

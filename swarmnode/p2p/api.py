@@ -93,6 +93,11 @@ class Connections(Protocol):
         """The address at which we see a connected peer; the port is ephemeral if it dialled us."""
         ...
 
+    def group(self, peer: str) -> str | None:
+        """What a connected peer has in common with others that may be the same operator's: its relay, or its /24 or /48. None on this
+        machine."""
+        ...
+
 
 class PeerScoring(Protocol):
     """What a peer's messages have earned it. See reputation.py for the rule."""

@@ -44,6 +44,11 @@ class TokenBucket:
         self._level = self.capacity
         self._at = now
 
+    def set_rate(self, rate: float, now: float) -> None:
+        """From now on another one; what may go by at once stays, as far as it fits."""
+        self.level(now)
+        self.rate, self.capacity = rate, max(rate * BURST_SECONDS, BURST_BYTES)
+
     def level(self, now: float) -> float:
         """Bytes that may go by at once; below zero in debt."""
         self._level = min(self.capacity, self._level + max(0.0, now - self._at) * self.rate)

@@ -153,15 +153,18 @@ class ConnectionTable:
         """Connections that come from or lead to this /24 or /48."""
         return sum(1 for each in self._live if each.remote is not None and each.remote.prefix == prefix)
 
+    def group(self, peer: str) -> str | None:
+        """The relay that `peer` is behind, or its /24 or /48; None on this machine."""
+        return next((f"relay {each.relay}" if each.relay else each.remote.prefix if each.remote else None for each in self.of(peer)), None)
+
     def links(self, depends_on: Callable[[str], bool]) -> list[Link]:
         """Everybody at the other end of a connection, for `turnover`. depends_on(peer): whether something here does."""
         return [self._link(peer, depends_on(peer)) for peer in self.peers()]
 
     def _link(self, peer: str, needed: bool) -> Link:
         ours = self.of(peer)
-        group = next((f"relay {each.relay}" if each.relay else each.remote.prefix if each.remote else None for each in ours), None)
         spare = not needed and not any(each.is_busy for each in ours)
-        return Link(peer, all(each.inbound for each in ours), min(map(self.since, ours)), group, spare)
+        return Link(peer, all(each.inbound for each in ours), min(map(self.since, ours)), self.group(peer), spare)
 
     # -- where peers are
 

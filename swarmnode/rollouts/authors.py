@@ -40,6 +40,10 @@ class Authors:
         """Groups of `peer` that were admitted; 0 once it is not among the MAX_PEERS latest any more."""
         return self._admitted.get(peer, 0)
 
+    def known(self, peer: str) -> bool:
+        """Whether a group of `peer` was trained on, and none refused by the trainer since."""
+        return self._trust.used(peer) > 0
+
     def admitted(self, peer: str, useful: bool) -> None:
         """A group of `peer` has reached the pool."""
         count(self._admitted, peer)

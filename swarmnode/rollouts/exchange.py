@@ -29,6 +29,7 @@ from swarmnode.rollouts.admission import Admission, AdmissionStatistics, Rejecte
 from swarmnode.rollouts.authors import Authors
 from swarmnode.rollouts.catalogue import Catalogue
 from swarmnode.rollouts.fetching import Fetching, FetchStatistics
+from swarmnode.rollouts.forward_budget import ForwardBudget
 from swarmnode.rollouts.groups import Announced, Candidate, Draw, Drawn, GroupRules, OwnGroup, PolicyFacts, is_useful, without_token_ids
 from swarmnode.rollouts.pool import Pool, PoolStatistics
 from swarmnode.rollouts.publisher import Publisher
@@ -76,6 +77,8 @@ class ExchangeStatistics(msgspec.Struct, frozen=True):
     fetching: FetchStatistics = FetchStatistics()
     pulling: PullStatistics = PullStatistics()
     serving: ServingStatistics = ServingStatistics()
+    forwarding: dict[str, int] = {}
+    """Admitted groups of others by whether they were passed on, of `forward_budget.OUTCOMES`."""
     waiting: int = 0
     """Candidates before the scorer."""
     pool: PoolStatistics = PoolStatistics()
@@ -83,6 +86,13 @@ class ExchangeStatistics(msgspec.Struct, frozen=True):
     """Drawn groups by what the trainer made of them."""
     peers_used: int = 0
     """Peers of which a group was trained on."""
+
+
+class _Bounds(NamedTuple):
+    """What this node spends on others, beside what it takes."""
+
+    budget: Budget
+    forwarding: ForwardBudget
 
 
 class _ByListing(NamedTuple):
@@ -111,7 +121,6 @@ class RolloutExchange:
         budget: Budget | None = None,
     ) -> None:
         self.cfg = cfg
-        self._budget: Budget = budget or Unlimited()
         self._network = network
         self._clock = clock
         self._rng = rng or random.Random()
@@ -127,19 +136,21 @@ class RolloutExchange:
         )
         self.pool = Pool()
         self.authors = Authors(network)
+        budget = budget or Unlimited()
+        self._bounds = _Bounds(budget, ForwardBudget(self.authors.known, clock))
         self._policy: PolicyFacts | None = None
         self._version = 0
         self.scoring = ScoringQueue(scorer, self._scored, self._refuse, clock)
-        self._fetching = Fetching(network, self._fetched, self._refuse, self._budget.allows, rules.spoken.fetch)
+        self._fetching = Fetching(network, self._fetched, self._refuse, budget.allows, rules.spoken.fetch)
         life = self._rng.randbytes(limits.LIFE_BYTES)
-        around = Around(self._budget.allows, self.authors.worth, self._enqueue, self._in_topic)
+        around = Around(budget.allows, self.authors.worth, self._enqueue, self._in_topic)
         gives = lambda peer: self.authors.admitted_of(peer) > 0
         self._by_listing = _ByListing(
-            Serving(Catalogue(credentials.swarm, life), self._budget.allows, gives, clock, rules.spoken.fetch),
+            Serving(Catalogue(credentials.swarm, life), budget.allows, gives, clock, rules.spoken.fetch),
             Pulling(network, self.admission, around, cfg.exchange, clock, self._rng),
         )
         self._publisher = Publisher(
-            network, credentials, rules, cfg.groups_per_second, self._budget.allows, self._by_listing.serving, clock
+            network, credentials, rules, cfg.groups_per_second, budget.allows, self._by_listing.serving, clock
         )
 
     # -- for the node
@@ -171,6 +182,7 @@ class RolloutExchange:
             fetching=fetching,
             pulling=self._by_listing.pulling.statistics(),
             serving=self._by_listing.serving.statistics(),
+            forwarding=self._bounds.forwarding.outcomes(),
             waiting=len(self.scoring),
             pool=self.pool.statistics(self._clock()),
             judged=self.authors.outcomes,
@@ -200,6 +212,7 @@ class RolloutExchange:
         )
         tokenizer = self._policy.tokenizer if self._policy else b""
         groups = [g if g.group.tokenizer == tokenizer else msgspec.structs.replace(g, group=without_token_ids(g.group)) for g in groups]
+        self._bounds.forwarding.want(request.count)
         self._by_listing.pulling.want(request.count, self.pool.waiting(self.authors.belief))
         return Drawn(request.request, groups, self.authors.arrived(request.per_peer))
 
@@ -218,8 +231,11 @@ class RolloutExchange:
                 self.admission.refuse(reason, result.peer)
         else:
             self._enqueue(result)
-        if not self._budget.allows("forward"):
+        if not self._bounds.budget.allows("forward"):
             return Validation.IGNORE  # taken, and not passed on
+        origin, near = self._network.group(forwarder) or forwarder, result.peer == forwarder
+        if not self._bounds.forwarding.allows(result.peer, origin, len(frame), near=near):
+            return Validation.IGNORE
         return Validation.ACCEPT  # even when we are too busy for it: others need not be
 
     def _in_topic(self) -> list[str]:
@@ -258,7 +274,7 @@ class RolloutExchange:
         """In the topic while there is budget for what others send and this node does not pull instead, out of it otherwise."""
         topic, listening = self._publisher.topic, True
         while True:
-            affordable = self._budget.listening()
+            affordable = self._bounds.budget.listening()
             if (affordable and self._by_listing.pulling.in_topic) != listening:
                 listening = not listening
                 why = "asking for groups instead" if affordable else "the budget is used up for now"

@@ -32,6 +32,10 @@ class PeerTrust:
         """Peers of which a group was trained on since the last one that was refused."""
         return len(self._used)
 
+    def used(self, peer: str) -> int:
+        """Groups of `peer` that were trained on since the last one that was refused."""
+        return self._used.get(peer, 0)
+
     def judged(self, peer: str, outcome: Outcome) -> None:
         """Take what the trainer made of a drawn group of `peer`."""
         if outcome == "used":
@@ -45,7 +49,7 @@ class PeerTrust:
 
     def of(self, peer: str, reputation: float) -> float:
         """How much its groups weigh in drawing, 0 to 1: `reputation` × probation (`sampling.trust`)."""
-        return sampling.trust(reputation, self._used.get(peer, 0))
+        return sampling.trust(reputation, self.used(peer))
 
     def belief(self, peer: str) -> float:
         """In what share of draws its groups take part at all: one half for each that was refused more than were used since; those of

@@ -111,6 +111,9 @@ class MemoryNetwork:
         """There are no addresses in memory."""
         return None
 
+    def group(self, peer: str) -> str | None:
+        return None
+
     def welcome(self, peer: str) -> bool:
         return self.reputation.standing(peer, trio.current_time()) is Standing.GOOD
 

@@ -232,6 +232,9 @@ class SimNetwork:
     def observed(self, peer: str) -> Address | None:
         return self.connections.observed(peer)
 
+    def group(self, peer: str) -> str | None:
+        return self.connections.group(peer)
+
     # -- api.PeerScoring
 
     @property

@@ -282,13 +282,18 @@ async def test_a_question_that_cannot_be_regenerated_costs_reputation(swarm, aut
 
 
 async def test_a_slow_scorer_makes_us_busy_but_groups_are_still_passed_on(nursery, autojump_clock):
-    swarm = await Swarm(nursery, scorer=InProcessScorer(seconds=5.0), groups_per_second=1000.0).start()
-    frames = [swarm.authors[0].frame(swarm.authors[0].group(n, EPOCH)) for n in range(150)]
-    verdicts = {swarm.exchanges[1].validate(frame, "forwarder") for frame in frames}
-    assert verdicts == {Validation.ACCEPT}
-    assert swarm.outcomes(1)["busy"] == 150 - 64
-    await settle()
-    assert swarm.outcomes(1)["admitted"] == 64
+    swarm = await Swarm(nursery, scorer=InProcessScorer(seconds=60.0), groups_per_second=1000.0).start()
+    frames = [swarm.authors[0].frame(swarm.authors[0].group(n, EPOCH)) for n in range(180)]
+    for frame in frames[:164]:
+        swarm.exchanges[1].validate(frame, "forwarder")
+        await trio.sleep(0.01)
+    busy = swarm.outcomes(1)["busy"]
+    assert 0 < busy <= 164 - 64
+    await trio.sleep(20)  # until it may pass sixteen on again
+    assert [swarm.exchanges[1].validate(frame, "forwarder") for frame in frames[164:]] == 16 * [Validation.ACCEPT]
+    assert swarm.outcomes(1)["busy"] == busy + 16
+    await trio.sleep(6000)
+    assert swarm.outcomes(1)["admitted"] == 164 - busy
 
 
 async def test_without_a_scorer_groups_are_dropped_and_counted(nursery, autojump_clock):
