@@ -199,15 +199,22 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two kills")
     parser.add_argument("--rounds", type=int, default=2, help="how often each of the fifteen kills is done")
     parser.add_argument("--distance", action="store_true", help="nodes that are apart, see benchmarks.crew_distance")
+    parser.add_argument("--generation", action="store_true", help="sampling from a whole copy, see benchmarks.crew_copies")
     parser.add_argument("--milliseconds", type=int, nargs="+", help="with --distance: only these")
-    parser.add_argument("--steps", type=int, default=5, help="with --distance: that are timed")
+    parser.add_argument("--steps", type=int, help="with --distance: that are timed (5); with --generation: of each run (120)")
+    parser.add_argument("--seeds", type=int, default=4, help="with --generation")
     parser.add_argument("--losses", type=int, default=3, help="with --distance: stages that are lost")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.distance:
         from benchmarks import crew_distance  # late: it is about this module's crews
 
-        crew_distance.run(options.milliseconds or crew_distance.MILLISECONDS, options.steps, options.losses)
+        crew_distance.run(options.milliseconds or crew_distance.MILLISECONDS, options.steps or 5, options.losses)
+        return
+    if options.generation:
+        from benchmarks import crew_copies
+
+        crew_copies.run(options.seeds, options.steps or 120, options.json)
         return
     with tempfile.TemporaryDirectory(prefix="swarmnode-crew-") as directory:
         speeds, recoveries = measure(Path(directory), options.rounds, options.quick)

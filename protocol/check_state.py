@@ -2,18 +2,19 @@
 
 import hashlib
 import math
+import struct
 
 from check_frames import BYTES, COUNTS, EXACT, FLOATS, Maybe, counter, decode, require
 from check_stages import CODEC, PLACE
 
-WHAT = ("shadow", "layers", "tied", "ends", "probes", "edges", "run", "ran")
+WHAT = ("shadow", "layers", "tied", "ends", "probes", "edges", "copy", "run", "ran")
 MESSAGES = {  # type → fields behind `place` and `request`
     "ask": {},
     "holds": {
         "loaded": bool, "rung": Maybe(int), "exhausted": bool, "shadow": Maybe(int), "root": bytes, "hash": bytes,
         "ends": Maybe(int), "probes": Maybe(int),
     },
-    "want": {"what": WHAT[:6]},
+    "want": {"what": WHAT[:7]},
     "have": {
         "answer": bool, "what": WHAT, "step": int, "size": int, "root": bytes, "hash": bytes, "form": ("exact", "small"), "codec": CODEC,
         "rows": int,
@@ -39,7 +40,7 @@ def read_message(data, domain, swarm):
     counter(place[2], *[value for value in header.values() if type(value) is int])
     root = EXACT["record_hash"] if header.get("shadow") is not None or header["type"] == "have" else 0
     require(len(header.get("root", b"")) == root)
-    snapshot = header.get("shadow") is not None or (header["type"] == "have" and header["what"] == "shadow")
+    snapshot = header.get("shadow") is not None or (header["type"] == "have" and header["what"] in ("shadow", "copy"))
     require(len(header.get("hash", b"")) == (EXACT["record_hash"] if snapshot else 0))
     if header["type"] == "have":
         require(math.isfinite(header["squared_norm"]) and math.isfinite(header["factor"]), "not_finite")
@@ -61,5 +62,21 @@ def state_root(body):
     return hashlib.blake2b(bytes.fromhex(body), digest_size=32).hexdigest()
 
 
+def copy_plain(base, now):
+    """A matrix's part of a `copy` before it is deflated, hex."""
+
+    def rounded(value):
+        return struct.unpack("<f", struct.pack("<f", value))[0]
+
+    def quantised(rows, scales):
+        pairs = [(value, scale) for row, scale in zip(rows, scales, strict=True) for value in row]
+        codes = [round(max(-127, min(127, value / scale))) if scale else 0 for value, scale in pairs]
+        return struct.pack(f"<{len(codes)}b{len(scales)}f", *codes, *scales)
+
+    own = [[rounded(max(map(abs, row)) / 127) for row in rows] for rows in (base, now)]
+    chosen = [first if needed <= 1.004 * first else needed for first, needed in zip(*own, strict=True)]
+    return bytes(a ^ b for a, b in zip(quantised(base, own[0]), quantised(now, chosen), strict=True)).hex()
+
+
 READERS = {"state_message": read_message}
-DERIVATIONS = {"state_bytes": state_bytes, "state_root": state_root}
+DERIVATIONS = {"state_bytes": state_bytes, "state_root": state_root, "copy_plain": copy_plain}

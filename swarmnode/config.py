@@ -258,8 +258,9 @@ class StagesConfig(Section):
     """How gradients travel."""
     shadow_every: int = Field(default=20, ge=1)
     """Committed steps between two copies of a stage at its neighbours."""
-    keep_policy: bool = False
-    """Keep a copy of every stage of the crew on this node's disk, so that `swarmnode export` can write the whole policy here."""
+    keep_policy: Literal["off", "disk", "memory", "both"] = "off"
+    """A whole copy of the crew's policy on this node: every stage on its `disk`, so that `swarmnode export` can write the policy here; in
+    `memory` in int8, which this node samples from as the crew's head, instead of token by token through all stages; or both."""
     paper_mode: Literal["off", "checkfree", "checkfree+"] = "off"
     """How a stage of a run from scratch comes back: from copies; or made of its neighbours as in the papers, `checkfree` for inner stages,
     `checkfree+` for all, trained for it with half of the micro-batches in swapped order."""
@@ -269,6 +270,12 @@ class StagesConfig(Section):
     """With whom this node is in a crew: peers that proved useful or took steps with it, those in `allowed`, or anyone."""
     allowed: list[str] = []
     """Peer ids for `trust = "allowed"`."""
+
+    @field_validator("keep_policy", mode="before")
+    @classmethod
+    def _formerly_on_disk(cls, value: object) -> object:
+        """Files that were written when it was true or false keep their meaning."""
+        return {True: "disk", False: "off"}[value] if isinstance(value, bool) else value
 
     @field_validator("paper_mode", mode="before")
     @classmethod

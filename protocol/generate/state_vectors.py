@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from protocol.generate.frames import Vector, accepted, pack, pairs, rejected, without
 from protocol.generate.stage_vectors import CREW, PLACE
+from swarmnode.pipeline.spec import StageSpec
+from swarmnode.recovery.copies import encode_copy
 from swarmnode.recovery.messages import root_of, state_bytes
 from swarmnode.weights.layout import make_layout
 
@@ -30,13 +35,28 @@ GOOD: list[dict[str, Any]] = [
     message("ask"),
     HOLDS,
     message("holds", loaded=False, rung=2, exhausted=True, shadow=None, root=b"", hash=b"", ends=0, probes=None),
-    *(message("want", what=what) for what in ("shadow", "layers", "tied", "ends", "probes", "edges")),
+    *(message("want", what=what) for what in ("shadow", "layers", "tied", "ends", "probes", "edges", "copy")),
     HAVE,
     {**HAVE, "answer": False, "what": "run", "hash": b"", "codec": "int8", "rows": 9, "about": 300, "form": "small", "factor": 2.0},
+    {**HAVE, "what": "copy", "form": "small", "squared_norm": 0.0, "factor": 1.0},
     message("kept", what="shadow", step=40),
     message("keep"),
     *(message("lack", answer=True, reason=reason) for reason in ("none", "loading", "refused", "busy", "failed")),
 ]  # fmt: skip
+
+
+COPIES = (
+    ("a copy of what has not moved", [[0.5, -1.984375], [0.0, 0.0]], [[0.5, -1.984375], [0.0, 0.0]]),
+    ("a copy of what moved by a step and more, within its row's scale", [[0.5, -1.984375]], [[0.515625, -1.25]]),
+    ("a copy of rows that do not fit their scale any more", [[0.5, -1.984375], [0.0, 0.0]], [[3.96875, 1.0], [1.984375, -0.25]]),
+)
+
+
+def copy_plain(base: list[list[float]], now: list[list[float]]) -> str:
+    """A matrix's part of a copy before it is deflated, hex."""
+    spec, name = StageSpec(0, 2, 0, 1, False), "model.layers.0.mlp.up_proj.weight"
+    layout = make_layout([(name, (len(base), len(base[0])), "float32")])
+    return zlib.decompress(encode_copy(spec, {name: torch.tensor(now)}, layout, lambda name: torch.tensor(base))).hex()
 
 
 def framed(head: dict[str, Any] | bytes, body: bytes = b"") -> bytes:
@@ -103,6 +123,8 @@ def derivations() -> Iterator[Vector]:
             given: dict[str, Any] = {"shapes": shapes, "form": form}
             name = f"bytes of a shadow of {len(shapes)} tensors, {form}"
             yield {"name": name, "derive": "state_bytes", "input": given, "output": state_bytes(layout, form)}  # type: ignore[arg-type]
+    for name, base, now in COPIES:
+        yield {"name": name, "derive": "copy_plain", "input": {"base": base, "now": now}, "output": copy_plain(base, now)}
     for body in (b"", b"abc"):
         name = f"root of {len(body)} bytes"
         yield {"name": name, "derive": "state_root", "input": {"body": body.hex()}, "output": root_of(body).hex()}

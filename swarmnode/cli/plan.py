@@ -58,7 +58,7 @@ def plan(
     found = choices(shape, device, computed, rank, length, room)
     told = {
         "model": model, "parameters": shape.parameters, "length": length, "device": device, "dtype": computed, "memory_bytes": room,
-        "cache_bytes_per_token": shape.cache_bytes,
+        "cache_bytes_per_token": shape.cache_bytes, "crew_copy_bytes": shape.parameters,
         "choices": [
             {"name": c.name, "optim": c.method.optim, "checkpointing": c.method.checkpointing, "need_bytes": c.row.total,
              "micro_batch_tokens": c.micro_batch, "card_gb": c.card, "set": settings(c), **asdict(c.row),
@@ -78,6 +78,7 @@ def plan(
     lines.append("Averaging with others keeps in host memory: " + "; ".join(
         f"{name}: {_size(always)}, {_size(always + more)} during an exchange" for name, (always, more) in averaged.items()
     ) + ".")  # fmt: skip
+    lines.append(f"In a crew, a whole copy to sample from (stages.keep_policy = memory) takes {_size(shape.parameters)} beside the stage.")
     if room is not None:
         chosen = best(found)
         lines.append(_advice(chosen.name, settings(chosen), chosen.micro_batch) if chosen else _too_small(found, memory or ""))

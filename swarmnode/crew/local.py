@@ -66,6 +66,10 @@ class StageStatus(msgspec.Struct, frozen=True, tag="stages_status"):
     """The step of the newest copy that a neighbour has of this stage."""
     shadow_age_steps: int | None = None
     """Steps that its loss would cost where only shadows are left: all of them while nobody has a copy. None in a crew of one."""
+    copy_age_steps: int | None = None
+    """Steps by which the whole copy that the head samples from is behind its crew; None where there is none."""
+    copy_bytes: int | None = None
+    """What came for its last refresh."""
     probe_kl: float | None = None
     """Nats per token, of the gate after the last recovery."""
     bubble_share: float | None = None

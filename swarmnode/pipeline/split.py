@@ -79,12 +79,25 @@ def load_stage(
     Raises Unavailable when a tensor is not there or a file is damaged.
     """
     config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    return build_stage(config, spec, tensors_of(directory), dtype=dtype, device=device)
+
+
+def tensors_of(directory: Path) -> Callable[[str], torch.Tensor]:
+    """What reads one tensor of a model's directory, by its name. Raises Unavailable, then or now, where it is not there or damaged."""
     try:
         handles = [safe_open(file, framework="pt") for file in weight_files(directory)]
         where = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118  (safe_open is no mapping)
-        return build_stage(config, spec, lambda name: where[name].get_tensor(name), dtype=dtype, device=device)
-    except (SafetensorError, KeyError) as error:
-        raise Unavailable(f"{directory}: no weights for layers {spec.first} to {spec.last - 1} ({error})") from None
+    except SafetensorError as error:
+        raise Unavailable(f"{directory} is damaged: {error}") from None
+
+    def read(name: str) -> torch.Tensor:
+        try:
+            tensor: torch.Tensor = where[name].get_tensor(name)
+        except (SafetensorError, KeyError) as error:
+            raise Unavailable(f"{directory}: no weights {name} ({error})") from None
+        return tensor
+
+    return read
 
 
 def split_model(model: Any, layers: Sequence[int]) -> list[tuple[StageSpec, PreTrainedModel]]:

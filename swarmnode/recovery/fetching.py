@@ -11,9 +11,11 @@ import trio
 from swarmnode.errors import BadMessage, PeerError, PeerTimeout
 from swarmnode.pipeline.activations import decode
 from swarmnode.pipeline.frames import activation_bytes
+from swarmnode.pipeline.spec import StageSpec
 from swarmnode.recovery import messages as m
 from swarmnode.recovery.bodies import ends_layout, layers_layout, read_floats, tied_layout
 from swarmnode.recovery.channel import Body, Channel, Loading
+from swarmnode.recovery.copies import Parts, copied, copy_bytes, decode_copy
 from swarmnode.recovery.local import LocalStage
 from swarmnode.recovery.probes import work_of
 from swarmnode.recovery.state import StageState, decode_state
@@ -76,6 +78,19 @@ class Fetcher:
         size = m.state_bytes(layout, "exact")
         have, body = await self._patiently(other, lambda: self._fetch(other, "tied", lambda have: size))
         return await self._channel.compute(lambda: decode_state(body, layout, "exact", have.step, 0.0, 1.0))
+
+    async def copy(self, spec: StageSpec) -> tuple[m.Have, Parts]:
+        """Another stage's weights as they are now, for a copy of the whole policy."""
+        layout, base = copied(spec, self._stage.layouts[spec.index]), self._stage.base
+
+        def size(have: m.Have) -> int:
+            most = copy_bytes(layout, adapter=base is None)
+            if have.size > most or (base is None and have.size != most):
+                raise BadMessage("size", f"{have.size} bytes of a copy, which has {most}")
+            return have.size
+
+        have, body = await self._fetch(spec.index, "copy", size)
+        return have, await self._channel.compute(lambda: decode_copy(spec, body, layout, base))
 
     async def probes(self, holder: int) -> list[m.Probe]:
         """At most `settings.memory`, oldest first, every one a micro-batch that this model can have been given."""

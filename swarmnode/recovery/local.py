@@ -13,6 +13,7 @@ from swarmnode.pipeline.spec import StageSpec
 from swarmnode.pipeline.work import read_f32
 from swarmnode.pipeline.worker import StageWorker
 from swarmnode.recovery import messages as m
+from swarmnode.recovery.copies import Base
 from swarmnode.recovery.probes import Recorder, work_of
 from swarmnode.recovery.snapshots import SnapshotStore
 from swarmnode.recovery.sources import RecoverySettings, SourceKind
@@ -43,6 +44,8 @@ class LocalStage:
     """The candidate's; NONE while there is none yet; None where nothing is being restored."""
     exhausted: bool = False
     """There is no other candidate left."""
+    base: Base | None = None
+    """What reads the base model's tensors; None where an adapter is trained."""
     restored: StageState | None = None
     """What the weights here were restored from, until there is a member: its moments are those of a tied embedding."""
 

@@ -33,8 +33,8 @@ FACTOR: Final = 2.0
 """A peer may make us train a stage with so many times the crew's learning rate, at most."""
 Form = Literal["exact", "small"]
 """A snapshot is float32 with AdamW's moments and counts, or bfloat16 without."""
-What = Literal["shadow", "layers", "tied", "ends", "probes", "edges", "run", "ran"]
-Wanted = Literal["shadow", "layers", "tied", "ends", "probes", "edges"]
+What = Literal["shadow", "layers", "tied", "ends", "probes", "edges", "copy", "run", "ran"]
+Wanted = Literal["shadow", "layers", "tied", "ends", "probes", "edges", "copy"]
 LackReason = Literal["none", "loading", "refused", "busy", "failed"]
 
 
@@ -83,7 +83,7 @@ class Have(StateMessage, frozen=True, tag="have"):
     root: bytes
     """32 bytes, blake2b of all."""
     hash: bytes = b""
-    """32 bytes: the step hash of a snapshot; empty of anything else."""
+    """32 bytes: the step hash of a snapshot or a copy; empty of anything else."""
     form: Form = "exact"
     codec: ActivationCodec = "float32"
     """Activations are in it: `edges`, `run`, `ran`."""
@@ -183,7 +183,7 @@ def _check(message: Message) -> None:
         check_length("hash", message.hash, 0 if message.shadow is None else HASH_BYTES)
     if isinstance(message, Have):
         check_length("root", message.root, ROOT_BYTES)
-        check_length("hash", message.hash, HASH_BYTES if message.what == "shadow" else 0)
+        check_length("hash", message.hash, HASH_BYTES if message.what in ("shadow", "copy") else 0)
         check_finite("factor", message.factor)
         check_between("squared_norm", message.squared_norm, 0.0, math.inf)
         check_positive("factor", message.factor, FACTOR)

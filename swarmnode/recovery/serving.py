@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from swarmnode.errors import BadMessage
+from swarmnode.errors import BadMessage, StateError
+from swarmnode.pipeline.commit import Participant
 from swarmnode.pipeline.frames import ABOUT_ITEM_BYTES, activation_bytes
 from swarmnode.pipeline.work import read_micro_batch
 from swarmnode.recovery import messages as m
 from swarmnode.recovery.bodies import ends_layout, layers_layout, pack_floats, read_floats, run_one, tied_layout
 from swarmnode.recovery.channel import Channel
+from swarmnode.recovery.copies import copied, encode_copy
 from swarmnode.recovery.local import LocalStage
 from swarmnode.recovery.pushing import Pusher, pack_items
 from swarmnode.recovery.snapshots import form_of, ring
@@ -43,7 +45,7 @@ class Server:
         )  # fmt: skip
 
     async def serve(self, stage: int, want: m.Want) -> None:
-        if want.what in ("layers", "tied") and self._stage.phase != "whole":
+        if want.what in ("layers", "tied", "copy") and self._stage.phase != "whole":
             self._channel.lack(stage, want.request, "loading")
             return
         step, body, more = await self._channel.compute(lambda: self._body(stage, want.what))
@@ -70,9 +72,20 @@ class Server:
         if what == "layers":
             norm = 0.0 if self._stage.worker is None else self._stage.worker.optimizer.squared_norm
             return self._channel.step, pack_floats(trained(self._stage.runtime), layers_layout(own)), {"squared_norm": norm}
+        if what == "copy" and self._stage.worker is not None:
+            return self._copy(self._stage.worker.participant)
         if what == "tied" and self._stage.spec.shares_embedding and tied_layout(self._stage.spec, own):
             return self._channel.step, self._tied(tied_layout(self._stage.spec, own)), {}
         return 0, b"", {}
+
+    def _copy(self, taken: Participant) -> tuple[int, bytes, dict[str, object]]:
+        """For who samples from the whole policy. Raises StateError where a step was taken meanwhile: some tensors may be of before it."""
+        step, digest = taken.step, taken.hash
+        layout = copied(self._stage.spec, self._stage.layouts[self._stage.spec.index])
+        body = encode_copy(self._stage.spec, trained(self._stage.runtime), layout, self._stage.base)
+        if taken.step != step:
+            raise StateError("a step was taken while it was copied")
+        return step, body, {"form": "small", "hash": digest}
 
     def _tied(self, layout: Layout) -> bytes:
         name = layout[0].name

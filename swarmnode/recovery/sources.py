@@ -55,6 +55,8 @@ class RecoverySettings:
 
     snapshot_every: int = 20
     """Committed steps between two snapshots of a stage."""
+    keep_policy: bool = False
+    """A copy of every stage is kept on this node's disk, and not of its ring neighbours' alone."""
     synthesis: Literal["checkfree", "uniform", "identity", "copy", "none"] = "checkfree"
     """How an inner stage is made of its neighbours'. `copy` is for the ends, `none` for neither."""
     mode: PaperMode = "off"

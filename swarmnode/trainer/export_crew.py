@@ -76,7 +76,7 @@ def read_stages(
     if crew.missing:
         raise Unavailable(
             f"of {len(crew.about.layers)} stages this node has no copy of {', '.join(map(str, crew.missing))}: it keeps its own and its "
-            "neighbours'. Run it with stages.keep_policy = true until the crew has copied its stages, then export again"
+            "neighbours'. Run it with stages.keep_policy = disk until the crew has copied its stages, then export again"
         )
     hf = AutoConfig.from_pretrained(base, trust_remote_code=False)
     specs = stage_specs(hf, crew.about.layers)

@@ -13,7 +13,7 @@ from types import ModuleType
 import msgspec
 import pytest
 
-from protocol.generate import crew_vectors, frames, stage_vectors, task_vectors, vectors
+from protocol.generate import crew_vectors, frames, stage_vectors, state_vectors, task_vectors, vectors
 from protocol.generate.stage_vectors import answers
 from swarmnode.averaging.codecs import int4_from_bytes
 from swarmnode.config import SharingConfig
@@ -297,6 +297,7 @@ def test_swarmnode_derives_what_is_recorded(vector):
         "stage_fingerprint": lambda: policy_fingerprint(bytes.fromhex(given["base"]), place_of(given["place"]), given["codec"]).hex(),
         "stage_route": lambda: [list(dataclasses.astuple(hop)) for hop in route(given)],
         "state_bytes": lambda: state_bytes(make_layout((str(n), s, "float32") for n, s in enumerate(given["shapes"])), given["form"]),
+        "copy_plain": lambda: state_vectors.copy_plain(given["base"], given["now"]),
         "state_root": lambda: root_of(bytes.fromhex(given["body"])).hex(),
         "crew_id": lambda: crew_id(crew_vectors.read(unplain(given["record"]), Record)).hex(),
         "step_hash": lambda: step_hash(

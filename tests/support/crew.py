@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,17 +35,17 @@ class Crew:
 @asynccontextmanager
 async def open_crew(
     runtimes: Sequence[StageRuntime], settings: CrewSettings, limits: FrameLimits, *, crew: bytes = b"\0" * frames.CREW_BYTES,
-    compute: Any = inline, seconds: float = 600.0, step: int = 0,
+    compute: Any = inline, seconds: float = 600.0, step: int = 0, far: Callable[[trio.abc.Stream], trio.abc.Stream] = lambda stream: stream,
 ) -> AsyncIterator[Crew]:  # fmt: skip
     """All stages in this process, over memory streams: Closed on leaving.
 
-    With `step` committed steps behind it; the members do nothing before the caller's first wait.
+    With `step` committed steps behind it; the members do nothing before the caller's first wait. far: what lies behind each end.
     """
     count = len(runtimes)
     streams: dict[tuple[int, int], trio.abc.Stream] = {}
     for i in range(count):
         for j in range(i):
-            streams[i, j], streams[j, i] = memory_stream_pair()
+            streams[i, j], streams[j, i] = map(far, memory_stream_pair())
     members: list[StageWorker] = []
     for i, runtime in enumerate(runtimes):
         links = Links(i, {j: streams[i, j] for j in range(count) if j != i}, limits)

@@ -455,6 +455,7 @@ function crew(s) {
     ...(own ? [
       ["came from", own.rung ? `${rungName(own.rung)}${known(own.rung_seconds) ? `, in ${own.rung_seconds.toFixed(1)} s` : ""}` : "the base model, when the crew was founded"],
       ["newest snapshot at a neighbour", known(own.shadow_step) ? `of step ${count(own.shadow_step)}, ${count(own.shadow_age_steps)} steps old` : c.slots.length > 1 ? "nobody has one yet" : ""],
+      ["samples from", known(own.copy_age_steps) ? `a whole copy, ${count(own.copy_age_steps)} steps old${known(own.copy_bytes) ? `, last refresh ${bytes(own.copy_bytes)}` : ""}` : ""],
       ["probe", known(own.probe_kl) ? `${own.probe_kl.toPrecision(2)} nats per token between before and after` : ""],
       ["speed", [known(own.tokens_per_second) ? `${count(own.tokens_per_second)} tokens/s` : "", waits(own)].filter(Boolean).join(", ")],
       ["failed", own.phase === "failed" ? own.reason : ""],

@@ -198,6 +198,8 @@ def open_model(
         cost = over_lines(cost_of(training, cfg.lora, hf, placement), training, int(hf.hidden_size), terms)
         room = capacity(stages.capacity, placement)
         memory = float(room if room is not None else whole_bytes(cfg, hf, placement))
+        if stages.keep_policy in ("memory", "both"):
+            memory = beside_copy(memory, copy_memory(cfg, training, hf), cost)
         offering = Offering(terms.hash(identity), Capacity(memory / HEADROOM, measure_speed(placement)), cost)
         report(f"{cfg.model} in stages: {offering.capacity.memory / 2**30:.2f} GiB of it here; {placement.reason}")
         yield CrewModel(directory, hf, text, placement, offering, pretrained, cfg, terms)
@@ -243,11 +245,33 @@ def cost_of(cfg: TrainingConfig, adapter: LoraSettings, hf: PretrainedConfig, pl
     """What the parts of the model cost as this swarm trains it."""
     lora = adapter.r > 0
     tokens = min(cfg.per_device_train_tokens, TOKENS)
-    cached = min(cfg.groups_per_step * cfg.num_generations * (PROMPT_TOKENS + cfg.max_completion_length), TOKENS)
     return model_cost(
-        hf, batch_tokens=tokens, cached_tokens=cached, weight_bytes=placement.dtype.itemsize if lora else 4,
+        hf, batch_tokens=tokens, cached_tokens=cached_tokens(cfg), weight_bytes=placement.dtype.itemsize if lora else 4,
         trained_bytes=0 if lora else TRAINED_BYTES - 4,
     )  # fmt: skip
+
+
+def cached_tokens(cfg: TrainingConfig) -> int:
+    """In the caches of a step's samples."""
+    return min(cfg.groups_per_step * cfg.num_generations * (PROMPT_TOKENS + cfg.max_completion_length), TOKENS)
+
+
+def copy_memory(policy: PolicyConfig, training: TrainingConfig, hf: PretrainedConfig) -> float:
+    """Bytes of a whole int8 copy to sample from, with its adapter and its caches."""
+    parameters, edges = count_parameters(hf)
+    caches = model_cost(hf, batch_tokens=1, cached_tokens=cached_tokens(training), weight_bytes=0, trained_bytes=0).layers
+    return parameters + 4.0 * policy.lora.r * edges + sum(layer.memory for layer in caches)
+
+
+def beside_copy(memory: float, copy: float, cost: ModelCost) -> float:
+    """Bytes that a copy leaves for a stage. Raises DeviceError where that is less than a layer."""
+    left, layer = memory - copy * HEADROOM, cost.layers[0].memory * HEADROOM
+    if left < layer:
+        raise DeviceError(
+            f"stages.keep_policy: a copy in memory needs {copy * HEADROOM / 2**30:.1f} GiB and one layer to train {layer / 2**30:.1f} GiB, "
+            f"and {memory / 2**30:.1f} GiB are here: set it to off or disk"
+        )
+    return left
 
 
 def over_lines(cost: ModelCost, cfg: TrainingConfig, hidden: int, terms: CrewTerms) -> ModelCost:

@@ -30,6 +30,7 @@ from swarmnode.policy.text import PolicyText
 from swarmnode.trainer import state
 from swarmnode.trainer.batch import Rows
 from swarmnode.trainer.crew.average import StageAveraging
+from swarmnode.trainer.crew.copies import WholeCopy
 from swarmnode.trainer.crew.model import CrewModel
 from swarmnode.trainer.crew.runner import StageRunner
 from swarmnode.trainer.engine import EngineGone, EngineStatistics
@@ -51,11 +52,11 @@ REFUSALS = 3
 
 class CrewPolicy:
     """lineage: whose head this node is. stop: ends all waiting. wait_seconds: for the crew to be together again. averaging: our own
-    stage's, if it is averaged now."""
+    stage's, if it is averaged now. copy: what training samples from, where it is new enough."""
 
     def __init__(
         self, training: TrainingConfig, model: CrewModel, runner: StageRunner, lineage: bytes, stop: threading.Event, wait_seconds: float,
-        averaging: Callable[[], StageAveraging | None] = lambda: None,
+        averaging: Callable[[], StageAveraging | None] = lambda: None, copy: WholeCopy | None = None,
     ) -> None:  # fmt: skip
         self._training = training
         self._wait_seconds = wait_seconds
@@ -64,6 +65,7 @@ class CrewPolicy:
         self._lineage = lineage
         self._stop = stop
         self._averaging = averaging
+        self._copy = copy
         self._owner = f"{model.text.fingerprint.hex()}/lora{model.policy.lora.r}/head"
 
     @property
@@ -93,7 +95,17 @@ class CrewPolicy:
         return [group for wave in waves for group in self._groups(wave)]
 
     def generation(self, sampling: Sampling, rng: torch.Generator) -> Generation:
-        return Lockstep(lambda prompts: self.generate(prompts, sampling, rng))
+        return Lockstep(lambda prompts: self._sample(prompts, sampling, rng))
+
+    def _sample(self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator) -> list[GroupSample]:
+        """For training. What is evaluated, and asked for otherwise, is the very policy, token by token through the stages."""
+        copy, stage = self._copy, self._runner.stage
+        if copy is None or stage is None:
+            return self.generate(prompts, sampling, rng)
+        step = self._head().participant.step
+        self._runner.call(lambda: copy.follow(stage.layers, step))
+        samples = copy.sample(step, prompts, sampling, rng)
+        return samples if samples is not None else self.generate(prompts, sampling, rng)
 
     def _groups(self, wave: Wave) -> list[GroupSample]:
         def sampled(i: int) -> Sampled:

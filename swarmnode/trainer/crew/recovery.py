@@ -23,6 +23,7 @@ from swarmnode.crew.record import COPIES, Copy, Taken, Where
 from swarmnode.pipeline.fence import Fence
 from swarmnode.pipeline.frames import CREW_BYTES, Place
 from swarmnode.pipeline.spec import stage_specs
+from swarmnode.pipeline.split import tensors_of
 from swarmnode.pipeline.worker import StageWorker
 from swarmnode.policy.load import lora_settings
 from swarmnode.recovery import restore as recovery
@@ -50,11 +51,12 @@ log = structlog.get_logger("swarmnode.crew")
 
 class StageRecovery:
     """`runner.Recovery` of this node, below the trainer's `directory`. averaging: that of the stage that is being restored; asked: called
-    when it seeks a replica, for the network process to be notified."""
+    when it seeks a replica, for the network process to be notified; more: what else `facts` says of a crew at a step."""
 
     def __init__(
-        self, directory: Path, settings: RecoverySettings, keep_policy: bool, model: CrewModel,
+        self, directory: Path, settings: RecoverySettings, model: CrewModel,
         averaging: Callable[[], StageAveraging | None] = lambda: None, asked: Callable[[], None] = lambda: None,
+        more: Callable[[int], dict[str, int]] = lambda step: {},
     ) -> None:  # fmt: skip
         self._averaging = averaging
         self._asked = asked
@@ -63,7 +65,7 @@ class StageRecovery:
         self._model = model
         self._directory = directory
         self._settings = settings
-        self._keep_policy = keep_policy
+        self._more = more
         self._journal: Journal | None = None
         self._store: SnapshotStore | None = None
         self._layouts: tuple[Layout, ...] = ()
@@ -94,7 +96,7 @@ class StageRecovery:
         self._layouts = stage_layouts(self._model.config, specs, lora)
         if terms.frozen_a:  # frozen, and everybody derives the same
             self._layouts = tuple(tuple(spec for spec in layout if A_MARK not in spec.name) for layout in self._layouts)
-        kept = range(spec.stages) if self._keep_policy else (spec.index, *ring(spec.index, spec.stages))
+        kept = range(spec.stages) if self._settings.keep_policy else (spec.index, *ring(spec.index, spec.stages))
         whose = state.owner(self._model.text.fingerprint, terms.lora.r, terms.frozen_a)
         about = {"layers": assigned.layers, "owner": whose}
         self._store = SnapshotStore(self._directory / SNAPSHOTS, assigned.lineage, {i: self._layouts[i] for i in kept}, about)
@@ -122,7 +124,7 @@ class StageRecovery:
         try:
             local = LocalStage(
                 stage.runtime, stage.runtime.spec, self._model.limits(), self._layouts, self._settings, self._model.terms.codec,
-                self._recorder, self._store,
+                self._recorder, self._store, base=None if self._model.terms.lora.r else tensors_of(self._model.directory),
             )  # fmt: skip
             self._peer = peer = StatePeer(local, Fence(place, len(assigned.layers)), streams, stage.meter)
             self._recorder.push = peer.push
@@ -178,9 +180,14 @@ class StageRecovery:
     def facts(self, step: int) -> dict[str, int]:
         kept = self._peer.statistics().kept if self._peer is not None else {}
         if not kept:  # its loss would cost all steps; in a crew of one nobody is there to keep a copy
-            return {"shadow_age_steps": step} if self._holders else {}
+            return {"shadow_age_steps": step, **self._more(step)} if self._holders else self._more(step)
         newest = max(kept.values())
-        return {"shadow_step": newest, "shadow_age_steps": max(0, step - newest)}
+        return {"shadow_step": newest, "shadow_age_steps": max(0, step - newest), **self._more(step)}
+
+    @property
+    def peer(self) -> StatePeer | None:
+        """Our end of the state streams, while there is a crew."""
+        return self._peer
 
     def close(self) -> None:
         """Writes what is pending."""
@@ -194,4 +201,5 @@ def _copy(where: Where, found: OnDisk) -> Copy:
 
 
 def recovery_settings(cfg: StagesConfig, upload_bytes_per_second: int) -> RecoverySettings:
-    return RecoverySettings(snapshot_every=cfg.shadow_every, mode=cfg.paper_mode, uplink=float(upload_bytes_per_second))
+    kept = cfg.keep_policy in ("disk", "both")
+    return RecoverySettings(cfg.shadow_every, kept, mode=cfg.paper_mode, uplink=float(upload_bytes_per_second))

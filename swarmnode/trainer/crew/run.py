@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
@@ -26,6 +27,7 @@ from swarmnode.policy.load import config_directory
 from swarmnode.process import Progress
 from swarmnode.tasks.client import Scorer
 from swarmnode.trainer.crew.average import StageAveraging, averaged
+from swarmnode.trainer.crew.copies import WholeCopy
 from swarmnode.trainer.crew.model import crew_terms, fits_whole, open_model
 from swarmnode.trainer.crew.policy import CrewPolicy
 from swarmnode.trainer.crew.recovery import StageRecovery, recovery_settings
@@ -61,6 +63,8 @@ class CrewTrainer:
         self._stop = threading.Event()
         self._loop: Loop | None = None
         self._averaging: StageAveraging | None = None
+        self.copy: WholeCopy | None = None
+        """What this node samples from as a head; None where it is to go through the stages."""
 
     def stop(self) -> None:
         """Finish what is under way, save and leave."""
@@ -74,9 +78,10 @@ class CrewTrainer:
             self._model = stack.enter_context(open_model(c.policy, c.stages, c.training, terms, c.node.data_dir, self._loading))
             settings = recovery_settings(c.stages, c.network.upload_bytes_per_second)
             directory = c.node.data_dir / "trainer"
-            self._recovery = StageRecovery(
-                directory, settings, c.stages.keep_policy, self._model, lambda: self._averaging, self._seek
-            )  # fmt: skip
+            more: Callable[[int], dict[str, int]] = lambda step: self.copy.facts(step) if self.copy is not None else {}
+            self._recovery = StageRecovery(directory, settings, self._model, lambda: self._averaging, self._seek, more)
+            if c.stages.keep_policy in ("memory", "both"):
+                self.copy = WholeCopy(self._model, lambda: self._recovery.peer, c.training.per_device_train_tokens)
             self._link = Link(self._config.node.data_dir, self._hello, self._about_weights, self._about_crew)
             self._offering = self._model.offering
             self._runner = StageRunner(
@@ -120,8 +125,8 @@ class CrewTrainer:
     def _lead(self, crew: bytes, scorer: Scorer) -> None:
         """The loop, as long as this node is the head of `crew`."""
         engine = CrewPolicy(
-            self._config.training, self._model, self._runner, crew, self._stop, self._config.stages.wait_seconds, self._averages
-        )
+            self._config.training, self._model, self._runner, crew, self._stop, self._config.stages.wait_seconds, self._averages, self.copy
+        )  # fmt: skip
         directory = self._config.node.data_dir / "trainer" / HEAD
         self._loop = Loop(self._config, engine, self._link, scorer, Counters(), directory, self._progress, self._stop)
         self._link.send(self._hello_now())
@@ -129,6 +134,8 @@ class CrewTrainer:
             self._loop.run(self._config.weights.join_seconds)
         finally:
             self._loop = None
+            if self.copy is not None:
+                self.copy.release()
 
     def _finished(self) -> bool:
         stage, limit = self._runner.stage, self._config.training.max_steps

@@ -12,13 +12,17 @@ from trio.testing import memory_stream_pair
 
 from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout, StateError
 from swarmnode.pipeline.compute import inline
+from swarmnode.pipeline.context import CrewSettings
 from swarmnode.pipeline.fence import Fence
 from swarmnode.pipeline.frames import FrameLimits, Place
+from swarmnode.pipeline.links import Links
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.split import split_model
+from swarmnode.pipeline.worker import StageWorker
 from swarmnode.recovery import channel, disk
 from swarmnode.recovery import messages as m
 from swarmnode.recovery.bodies import layers_layout, pack_floats
+from swarmnode.recovery.copies import copied, copy_bytes, decode_copy, encode_copy
 from swarmnode.recovery.local import LocalStage
 from swarmnode.recovery.probes import Recorder
 from swarmnode.recovery.snapshots import SnapshotStore, find_snapshots, ring
@@ -47,6 +51,17 @@ class Wire:
         recorder = Recorder(self.runtimes[1].spec, settings)
         stage = LocalStage(self.runtimes[1], self.runtimes[1].spec, LIMITS, self.layouts, settings, "float32", recorder, self.store)
         self.peer = StatePeer(stage, fence, far, inline)
+        self.model = model
+
+    def work(self):
+        """The stage is in order, after step 9."""
+        links = Links(1, {}, LIMITS)
+        self.worker = StageWorker(self.runtimes[1], links, Fence(Place(CREW, 1, 9), 3), CrewSettings(bytes(32)), inline)
+        self.worker.participant.hash = HASH
+        self.peer.attach(self.worker)
+
+    def step(self):
+        self.worker.participant.step += 1
 
     def place(self, sender, **other):
         fields = {"crew": CREW, "stage": sender, "step": 9}
@@ -358,7 +373,7 @@ class Liar:
 def giving(wire, what, body, root=None, size=None, **more):
     def reply(message):
         place = wire.place(0)
-        named = {"hash": HASH} if what == "shadow" else {}
+        named = {"hash": HASH} if what in ("shadow", "copy") else {}
         yield m.Have(place, message.request, True, what, 9, size or len(body), root or m.root_of(body), **named, **more)
         for at in range(0, len(body), 2**20):
             part = body[at : at + 2**20]
@@ -379,6 +394,47 @@ async def fetched(wire, reply, ask):
     if error is not None:
         raise error
     return result
+
+
+async def test_a_copy_is_given_to_whoever_asks_and_not_while_a_step_is_taken(wire, monkeypatch):
+    base = {name: tensor.clone() for name, tensor in wire.model.state_dict().items()}
+    wire.peer.stage.base = base.__getitem__
+    want = m.Want(wire.place(2), 7, "copy")
+    await wire.send(2, want)
+    assert (await wire.answer(2)).reason == "loading"
+    wire.work()
+    await wire.send(2, want)
+    have, body = await m.read(wire.ends[2]), await m.read(wire.ends[2])
+    assert (have[0].what, have[0].step, have[0].hash) == ("copy", 9, HASH)
+    spec = wire.runtimes[1].spec
+    layout = copied(spec, wire.layouts[1])
+    parts = decode_copy(spec, body[1], layout, wire.peer.stage.base)
+    assert set(parts) == {spec.whole(tensor.name) for tensor in layout}
+    monkeypatch.setattr(wire.peer.stage, "base", lambda name: wire.step() or base[name])
+    await wire.send(2, want)
+    assert (await wire.answer(2)).reason == "failed"
+
+
+async def test_a_copy_that_is_fetched_is_no_longer_than_its_stage(wire):
+    base = {name: tensor.clone() for name, tensor in wire.model.state_dict().items()}
+    spec = wire.runtimes[0].spec
+    layout = copied(spec, wire.layouts[0])
+    ask = lambda: wire.peer.fetch.copy(spec)
+    adapter = encode_copy(spec, trained(wire.runtimes[0]), layout, None)
+    have, parts = await fetched(wire, giving(wire, "copy", adapter), ask)
+    assert (have.step, have.hash) == (9, HASH)
+    assert set(parts) == {spec.whole(tensor.name) for tensor in layout}
+    most = copy_bytes(layout, adapter=False)
+    for given, reply, reason in (
+        (None, giving(wire, "copy", adapter[:-2]), "size"),
+        (None, giving(wire, "layers", adapter), "schema"),
+        (base.__getitem__, giving(wire, "copy", b"", size=most + 1, root=b"x" * 32), "size"),
+        (base.__getitem__, giving(wire, "copy", bytes(200)), "malformed"),
+    ):
+        wire.peer.stage.base = given
+        with pytest.raises(BadMessage) as caught:
+            await fetched(wire, reply, ask)
+        assert caught.value.reason == reason
 
 
 async def test_what_a_lost_stage_is_given_is_looked_at_before_it_is_used(wire):

@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from swarmnode.config import Config, PolicyConfig
 from swarmnode.errors import DeviceError, Refused, Unavailable
+from swarmnode.pipeline.head import Head
 from swarmnode.policy.build_deep import write_deep_model
+from swarmnode.policy.engine.protocol import Request
 from swarmnode.policy.generate import Sampling
 from swarmnode.policy.load import load_policy, trainable
 from swarmnode.policy.micro import MicroBatcher
@@ -22,6 +24,7 @@ from swarmnode.recovery.snapshots import read_copy
 from swarmnode.rollouts.groups import ExternalGroup
 from swarmnode.tasks.client import Scorer
 from swarmnode.trainer.batch import TrainingGroup, assemble
+from swarmnode.trainer.crew.copies import AGE
 from swarmnode.trainer.crew.policy import CrewPolicy
 from swarmnode.trainer.crew.run import CrewTrainer, make_trainer
 from swarmnode.trainer.engine import EngineGone
@@ -95,7 +98,8 @@ def whole(model):
 
 def engine_of(trainer):
     """The engine that the head's loop has, in its place: nobody else asks the head for anything then."""
-    return CrewPolicy(trainer._config.training, trainer._model, trainer._runner, trainer._runner.leads(), threading.Event(), 60.0)
+    told = trainer._config.training, trainer._model, trainer._runner, trainer._runner.leads(), threading.Event(), 60.0
+    return CrewPolicy(*told, copy=trainer.copy)
 
 
 async def in_thread(work, *args):
@@ -327,6 +331,74 @@ async def test_a_head_s_calls_outlive_a_crew_and_end_with_its_lineage(tmp_path, 
         network.end("for a test")
         with pytest.raises(EngineGone):
             await in_thread(engine.score, [([5, 6], [7])], 1.0)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+async def test_a_head_samples_from_a_whole_copy_that_follows_the_crew_and_outlives_a_member(tmp_path, model, monkeypatch, rank):
+    Idle(monkeypatch)
+    policy = {"lora": {"r": rank, "lora_alpha": 2 * rank}} if rank else {}
+    shared = {"policy": policy, "training": {"learning_rate": 1e-2 if rank else 1e-3}}
+    configs = make(tmp_path, model, 3, stages={"shadow_every": 1}, **shared)
+    configs[0] = config(tmp_path / "node0", model, stages={"shadow_every": 1, "keep_policy": "memory"}, **shared)
+    text, sampling = whole(model), Sampling(4, 8)
+    async with crew(tmp_path, configs, [1, 2, 1]) as (network, trainers):
+        engine, head = engine_of(trainers[0]), network.nodes[0]
+        generation = engine.generation(sampling, torch.Generator().manual_seed(1))
+        taken, through_stages, generate = [], [], Head.generate
+        monkeypatch.setattr(Head, "generate", lambda *args: through_stages.append(args) or generate(*args))
+
+        def sample():
+            for number, prompt in enumerate(PROMPTS):
+                generation.submit(Request(number, prompt))
+            return [done.sample for done in generation.finished(0)]
+
+        async def learnt(times):
+            for _ in range(times):
+                assert (await in_thread(engine.update, some_rows(text, len(taken)))).stepped
+                taken.append(1)
+
+        async def followed():
+            """The copy is of this very step, once it has been sampled from again."""
+            await in_thread(sample)
+            await until(lambda: trainers[0].copy.has(len(taken)))
+            return await in_thread(sample)
+
+        async def apart(samples):
+            """Mean nats per token between what was recorded and what the crew says."""
+            rows = [(one.prompt_ids, c.ids) for one in samples for c in one.completions]
+            scored = await in_thread(engine.score, rows, 1.0)
+            recorded = [c.logprobs for one in samples for c in one.completions]
+            both = [(x, y) for (a, _), b in zip(scored, recorded, strict=True) for x, y in zip(a, b, strict=True)]
+            return sum(abs(x - y) for x, y in both) / len(both)
+
+        first = await in_thread(sample)
+        assert 0 < await apart(first) < 0.05, "int8"
+        await learnt(3)
+        moved = await apart(first)
+        assert await apart(await followed()) < min(0.05, moved / 2)
+        await until(lambda: head.status.copy_age_steps == 0 and head.status.copy_bytes)
+        assert not through_stages, "no token went through the crew"
+
+        trainers[1].stop()
+        await until(lambda: not network.nodes[1].connected)
+        network.nodes[1].pid = 0  # another process
+        trainers[1] = CrewTrainer(configs[1], Progress())
+        trainers.nursery.start_soon(trio.to_thread.run_sync, trainers[1].run)
+        await until(lambda: network.running, seconds=40)
+        await learnt(2)
+        assert await apart(await followed()) < 0.05
+        assert not through_stages
+
+        await learnt(AGE + 1)
+        assert await apart(await in_thread(sample)) < 1e-4, "too old: the stages sample"
+        assert len(through_stages) == 1
+        assert 0 < await apart(await followed()) < 0.05
+        assert len(through_stages) <= 2, "once more at most, while the copy came"
+
+
+def test_a_copy_is_planned_beside_the_stage(tmp_path, model):
+    with pytest.raises(DeviceError, match="keep_policy"):
+        CrewTrainer(config(tmp_path, model, stages={"keep_policy": "memory", "capacity": 2**20}), Progress()).run()
 
 
 def test_who_needs_a_crew(tmp_path, model):

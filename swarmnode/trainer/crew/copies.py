@@ -1,0 +1,148 @@
+"""A whole copy of the crew's policy at its head, in int8, to sample from: a token needs no way through the stages.
+
+Training tolerates distance, decoding does not. After each step the head asks every stage for its weights (`recovery.copies`), in the
+background, while it samples from the copy as it is; so the copy is a step old as a rule. What it samples is recorded with the
+log-probabilities of the copy, and the crew's ratio is against these: rounding and age are corrected as any other policy's would be.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from functools import partial
+
+import structlog
+import torch
+import trio
+
+from swarmnode.averaging.lora import A_SEED, freeze_a
+from swarmnode.errors import PeerError
+from swarmnode.pipeline.compute import in_thread
+from swarmnode.pipeline.spec import StageSpec, stage_specs
+from swarmnode.pipeline.split import adapt, tensors_of
+from swarmnode.policy.generate import GroupSample, Sampling
+from swarmnode.policy.load import Policy, lora_settings, make_accelerator
+from swarmnode.policy.micro import MicroBatcher, free_memory, is_oom
+from swarmnode.policy.quantised import build_quantised
+from swarmnode.policy.text import PolicyText
+from swarmnode.recovery.copies import Parts, copied, decode_copy, encode_copy, install
+from swarmnode.recovery.messages import Have
+from swarmnode.recovery.state import trained
+from swarmnode.recovery.transfer import StatePeer
+from swarmnode.trainer.crew.model import CrewModel
+
+log = structlog.get_logger("swarmnode.crew")
+
+AGE = 4
+"""Steps by which a copy may be behind its crew and still be sampled from; else the stages sample until it has caught up."""
+
+
+class WholeCopy:
+    """peer: this node's end of the state streams, while there is a crew. tokens: padded tokens of a batch of samples.
+
+    `sample` and `release` are of the thread that leads; `follow` is of the crew's.
+    """
+
+    def __init__(self, model: CrewModel, peer: Callable[[], StatePeer | None], tokens: int) -> None:
+        self._model = model
+        self._peer = peer
+        self._batcher = MicroBatcher(tokens)
+        self._policy: Policy | None = None
+        self._lacks = False
+        """It did not fit: it is not tried again."""
+        self._step = 0
+        """What is in `_policy`; 0 is the base model."""
+        self._arrived: tuple[int, list[Parts]] | None = None
+        """A later step, not yet in it."""
+        self._busy = False
+        self._bytes: int | None = None
+
+    def facts(self, step: int) -> dict[str, int]:
+        """The fields of StageStatus about it, when the crew is at `step`."""
+        if self._policy is None:
+            return {}
+        return {"copy_age_steps": max(0, step - self._step), **({} if self._bytes is None else {"copy_bytes": self._bytes})}
+
+    def has(self, step: int) -> bool:
+        """Whether the next sample of a crew at `step` is of that step."""
+        arrived = self._arrived
+        return self._policy is not None and max(self._step, arrived[0] if arrived is not None else 0) >= step
+
+    def sample(self, step: int, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator) -> list[GroupSample] | None:
+        """Completions of each prompt, for a crew at `step`; None where there is no copy that is new enough."""
+        if self._policy is None and not self._lacks:
+            self._build()
+        arrived, self._arrived = self._arrived, None
+        policy = self._policy
+        if policy is None:
+            return None
+        if arrived is not None:
+            for parts in arrived[1]:
+                install(policy.model, parts)
+            self._step = arrived[0]
+        return self._batcher.generate(policy, prompts, sampling, rng) if step - self._step <= AGE else None
+
+    def release(self) -> None:
+        """Its memory; it is built again when it is needed."""
+        self._policy, self._arrived, self._step, self._bytes = None, None, 0, None
+        free_memory()
+
+    def _build(self) -> None:
+        model, started = self._model, time.monotonic()
+        place = model.placement
+        adapter = (lambda bare: adapt(bare, lora_settings(model.policy))) if model.terms.lora.r else (lambda bare: bare)
+        try:
+            built = build_quantised(model.config, tensors_of(model.directory), place.dtype, place.device, adapter)
+        except (RuntimeError, MemoryError) as error:
+            if not is_oom(error):
+                raise
+            self._lacks = True
+            log.warning("no copy of the whole policy fits: the stages sample")
+            return
+        if model.terms.frozen_a:
+            freeze_a(dict(built.named_parameters()), A_SEED)
+        text = {one.name: getattr(model.text, one.name) for one in fields(PolicyText)}
+        self._policy = Policy(**text, model=built, device=place.device, dtype=place.dtype, accelerator=make_accelerator(place))
+        log.info("a copy of the whole policy", seconds=round(time.monotonic() - started, 2))
+
+    # ---- in the crew's thread ------------------------------------------------------------------------------------------
+
+    async def follow(self, layers: Sequence[int], step: int) -> None:
+        """Begins to fetch what a crew at `step` has, cut into `layers`, unless that is here or on its way."""
+        peer = self._peer()
+        if peer is None or self._busy or self._policy is None or self.has(step):
+            return
+        self._busy = peer.channel.spawn(partial(self._fetch, peer, stage_specs(self._model.config, layers)))
+
+    async def _fetch(self, peer: StatePeer, specs: Sequence[StageSpec]) -> None:
+        found: list[tuple[Have | None, int, bytes, Parts]] = []
+
+        async def one(spec: StageSpec) -> None:
+            try:
+                if spec.index == peer.stage.spec.index:
+                    found.append((None, *await in_thread(partial(_own, peer, spec))))
+                    return
+                have, parts = await peer.fetch.copy(spec)
+                found.append((have, have.step, have.hash, parts))
+            except PeerError as error:
+                log.info("a stage gives no copy", stage=spec.index, reason=str(error))
+
+        try:
+            async with trio.open_nursery() as nursery:
+                for spec in specs:
+                    nursery.start_soon(one, spec)
+            if len(found) == len(specs) and len({(step, digest) for _, step, digest, _ in found}) == 1:
+                self._bytes = sum(have.size for have, _, _, _ in found if have is not None)
+                self._arrived = found[0][1], [parts for _, _, _, parts in found]
+        finally:
+            self._busy = False
+
+
+def _own(peer: StatePeer, spec: StageSpec) -> tuple[int, bytes, Parts]:
+    """Our own stage's, through the bytes that others would get."""
+    stage = peer.stage
+    assert stage.worker is not None
+    taken, layout = stage.worker.participant, copied(spec, stage.layouts[spec.index])
+    before = taken.step, taken.hash
+    return *before, decode_copy(spec, encode_copy(spec, trained(stage.runtime), layout, stage.base), layout, stage.base)
