@@ -9,10 +9,10 @@ from collections.abc import Collection
 import msgspec
 
 AT_ONCE = 4
-"""Listings under way, and what a step asks for where there is enough for the next one; the cursors see to it that nothing is missed until
-a peer's turn."""
+"""Listings under way, and what is asked for at a moment where there is enough for the next step; the cursors see to it that nothing is
+missed until a peer's turn."""
 WHERE_SHORT = 16
-"""Listings for a step where the pool has less than the next one and there is no plenty: what others have is then little, and listings
+"""Listings at a moment where the pool has less than the next one and there is no plenty: what others have is then little, and listings
 short."""
 PLENTY = 4
 """Groups on offer for each that is drawn, from which on fewer peers are asked: a listing costs some four milliseconds of CPU and
@@ -89,10 +89,9 @@ class Asking:
         return bool(self._under_way)
 
     def allow(self, *, plenty: bool = False, urgent: bool = False) -> None:
-        """The trainer draws: so many more may be asked, and none that were allowed before and not asked. plenty: PLENTY is on offer, so
-        that one is enough, or two where it is urgent: what is on offer may not be what it says."""
-        few, many = (AT_ONCE // 2, WHERE_SHORT) if urgent else (1, AT_ONCE)
-        self._allowed = few if plenty else many
+        """A moment has come: so many more may be asked, and none that were allowed before and not asked. plenty: PLENTY is on offer, so
+        that one is enough; where that was not what it says, the next moment is urgent."""
+        self._allowed = 1 if plenty else WHERE_SHORT if urgent else AT_ONCE
 
     def next(self, connected: Collection[str], now: float, rng: random.Random) -> list[str]:
         """Peers to ask now, those first that were not asked for longest. They are under way until `done`."""
