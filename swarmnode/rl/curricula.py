@@ -112,10 +112,13 @@ class Curriculum:
         return (1.0 + yes) / (2.0 + yes + no)
 
     def _posterior(self, bucket: Bucket, mean: float) -> tuple[float, float]:
-        hints = [(self._belief(peer, mean), *known[bucket]) for peer, known in self._peers.items() if bucket in known]
-        hinted = _at_most(HINTS_MOST, sum(belief * yes for belief, yes, _ in hints), sum(belief * no for belief, _, no in hints))
-        yes, no = self._own[bucket]
+        (yes, no), hinted = self._own[bucket], self._hinted(bucket, mean)
         return PRIOR * mean + yes + hinted[0], PRIOR * (1.0 - mean) + no + hinted[1]
+
+    def _hinted(self, bucket: Bucket, mean: float) -> tuple[float, float]:
+        """What peers' groups count for a signal, and against one."""
+        hints = [(self._belief(peer, mean), *known[bucket]) for peer, known in self._peers.items() if bucket in known]
+        return _at_most(HINTS_MOST, sum(belief * yes for belief, yes, _ in hints), sum(belief * no for belief, _, no in hints))
 
     def _belief(self, peer: str, mean: float) -> float:
         """What a peer's hints count, 0 to 1: less where what it spoke of has had fewer signals than questions have on the whole."""
@@ -125,6 +128,11 @@ class Curriculum:
     def expected(self) -> dict[Bucket, float]:
         """Mean of each posterior."""
         return {bucket: alpha / (alpha + beta) for bucket in self._own for alpha, beta in [self.posterior(bucket)]}
+
+    def evidence(self) -> dict[Bucket, tuple[float, float]]:
+        """What is known of each bucket, in own groups: from own ones, and from peers'."""
+        mean = self._mean()
+        return {bucket: (sum(counted), sum(self._hinted(bucket, mean))) for bucket, counted in self._own.items()}
 
     def choose(self, rng: random.Random) -> Bucket:
         """The next question's bucket."""

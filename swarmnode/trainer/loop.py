@@ -251,6 +251,7 @@ class Loop:
             generation_lag=_mean([float(lag) for lag in experience.lags]),
             generation_rows=experience.rows,
             signals=self._questions.signals(),
+            evidence=self._questions.evidence(),
         )
         self._reporter.enter("training", ended - started)
         self._keep(experience, judgement)

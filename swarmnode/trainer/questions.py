@@ -24,6 +24,7 @@ class Questions:
     def __init__(self, tasks: Sequence[str], counters: Counters, spoken: Spoken = Spoken(), curriculum: bool = False) -> None:  # noqa: B008 - immutable
         self._tasks = tasks
         self._chooses = spoken.chooses
+        self._alike = not curriculum
         self._counters = counters
         buckets = [Bucket(task, difficulty) for task in tasks for difficulty in range(TASKS[task].levels if spoken.chooses else 1)]
         self._curriculum = Curriculum(buckets) if curriculum else Curriculum(buckets, explore=1.0) if spoken.chooses else None
@@ -47,6 +48,12 @@ class Questions:
         if self._curriculum is None:
             return {}
         return {f"{task} {difficulty}": share for (task, difficulty), share in self._curriculum.expected().items()}
+
+    def evidence(self) -> dict[str, tuple[float, float]]:
+        """What that rests on, by the same names: own groups, and what peers' groups count of such. Empty where nothing is chosen by it."""
+        if self._curriculum is None or self._alike:
+            return {}
+        return {f"{task} {difficulty}": known for (task, difficulty), known in self._curriculum.evidence().items()}
 
     def answered(self, ref: TaskRef, rewards: list[float]) -> None:
         """What an own group earned. rewards: (G,)."""

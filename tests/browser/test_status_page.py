@@ -159,6 +159,17 @@ async def test_a_node_that_holds_its_policy_alone_shows_no_crew(tmp_path, monkey
     assert not re.search(r'id="crew-card"[^>]*hidden', seen.dom)
 
 
+@pytest.mark.parametrize("evidence", [{"rg/gcd 2": (9.5, 1.5), "rg/gcd 10": (2.26, 0.0), "a:b 0": (0.0, 0.0)}, {}])
+async def test_a_curriculum_shows_what_it_expects_and_what_that_rests_on(tmp_path, monkeypatch, evidence) -> None:
+    s = example()
+    report = msgspec.structs.replace(s.trainer.report, signals={"rg/gcd 2": 0.614, "rg/gcd 10": 0.05}, evidence=evidence)
+    seen = await visit(tmp_path, monkeypatch, lambda: msgspec.structs.replace(s, trainer=msgspec.structs.replace(s.trainer, report=report)))
+    assert bool(re.search(r'id="questions-card"[^>]*hidden', seen.dom)) == (not evidence)
+    if evidence:
+        assert "a:b 0 – 0.0 0.0 rg/gcd 2 61 % 9.5 1.5 rg/gcd 10 5 % 2.3 0.0" in re.sub(r"\s+", " ", seen.text)
+    assert seen.console == []
+
+
 async def test_a_budget_that_is_used_up_and_a_full_disk_are_said(tmp_path, monkeypatch) -> None:
     s = example()
     budget = msgspec.structs.replace(s.budget, paused={"quiet_hours": True, "month": True, "download": False}, level_bytes={"out": -2048.0})
@@ -196,7 +207,9 @@ async def test_hostile_strings_are_inert(tmp_path, monkeypatch) -> None:
             nat=NatStatistics(reach=ReachStatistics(verdict=evil), punch=PunchStatistics(1)),
         ),
         rollouts=msgspec.structs.replace(s.rollouts, admission=AdmissionStatistics(rejected={evil: 7}), unpublished={evil: 1}),
-        trainer=msgspec.structs.replace(s.trainer, report=msgspec.structs.replace(s.trainer.report, phase=evil, device=evil)),
+        trainer=msgspec.structs.replace(
+            s.trainer, report=msgspec.structs.replace(s.trainer.report, phase=evil, device=evil, evidence={f"{evil} 0": (1.0, 1.0)})
+        ),
     )
     seen = await visit(tmp_path, monkeypatch, lambda: snapshot, width=390)
     assert evil in seen.text

@@ -35,6 +35,7 @@ ALLOWED = {
     "swarmnode.weights.fingerprint.LoraShape: nobody reads r": "goes into the fingerprint's hash as a whole",
     "swarmnode.weights.fingerprint.LoraShape: nobody reads alpha": "the same",
     "swarmnode.weights.fingerprint.LoraShape: nobody reads target_modules": "the same",
+    "swarmnode.link.messages.Report: nobody reads evidence": "the page reads it from /status",
     "swarmnode.link.messages.WeightsReport: nobody reads exchanges_total": "the demo reads it from /status",
     "swarmnode.link.messages.WeightsReport: nobody reads solo_steps_total": "the same",
 }

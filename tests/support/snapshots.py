@@ -92,6 +92,7 @@ def example_at(t: float) -> NodeSnapshot:
         scorer_restarts_total=1,
         reward_by_task={"rg/chain_sum": 0.4 + 0.4 * learnt, "rg/gcd": 0.1 + 0.5 * learnt, "rg/lcm": 0.05 + 0.3 * learnt},
         signals={"rg/chain_sum 0": 0.7 - 0.4 * learnt, "rg/chain_sum 1": 0.2 + 0.5 * learnt},
+        evidence={"rg/chain_sum 0": (9.5, 1.5), "rg/chain_sum 1": (2.25, 0.5)},
         state_saved_step=steps, peers_used={PEERS[0]: used * 3 // 5, PEERS[1]: used * 2 // 5},
         weights=WeightsReport(
             rule="noloco", fragments=4, outer_step=steps // 50, exchanges_total=steps // 14, solo_steps_total=1, distance=0.021,

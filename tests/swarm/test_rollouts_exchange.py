@@ -1,7 +1,10 @@
 """The exchange over real libp2p hosts with the real scorer, and over the in-memory network: what holds on one must hold on the other."""
 
 import contextlib
+import math
 import random
+import re
+import string
 import time
 
 import msgspec
@@ -16,9 +19,13 @@ from swarmnode.link.messages import Hello
 from swarmnode.p2p import identity
 from swarmnode.p2p.gossip import Validation
 from swarmnode.rollouts.exchange import RolloutExchange
-from swarmnode.rollouts.groups import Draw, GroupRules
+from swarmnode.rollouts.groups import Draw, GroupRules, OwnGroup
+from swarmnode.tasks import registry
 from swarmnode.tasks.client import AsyncScorer
 from swarmnode.testing.network import MemorySwarm
+from swarmnode.trainer.judge import Judgement
+from swarmnode.trainer.questions import Questions
+from swarmnode.trainer.state import Counters
 from swarmnode.wire import ids, limits
 from swarmnode.wire.envelope import Credentials
 from tests.support.before import Before
@@ -47,19 +54,20 @@ async def networks(kind, directory, count):
 
 
 @contextlib.asynccontextmanager
-async def exchanges(kind, directory, count):
+async def exchanges(kind, directory, count, rules=GroupRules(BUILTIN_TASKS)):  # noqa: B008 - immutable
     """(exchange, author, network) for each node, meshed, with one scorer for all."""
+    topic = ids.rollout_topic(SWARM, rules.spoken.rollouts)
     async with networks(kind, directory, count) as nodes, AsyncScorer() as scorer, trio.open_nursery() as nursery:
         running = []
         for network, author in nodes:
             credentials = Credentials(author.key, SWARM)
-            exchange = RolloutExchange(network, scorer, credentials, GroupRules(BUILTIN_TASKS), SharingConfig(), rng=random.Random(0))
+            exchange = RolloutExchange(network, scorer, credentials, rules, SharingConfig(), rng=random.Random(0))
             exchange.set_policy(Hello(MODEL, TOKENIZER, 0))
             await nursery.start(exchange.run)
             running.append((exchange, author, network))
-        await until(lambda: all(len(network.gossip.peers(TOPIC)) == count - 1 for network, _ in nodes))
+        await until(lambda: all(len(network.gossip.peers(topic)) == count - 1 for network, _ in nodes))
         if kind == "libp2p":
-            await until(lambda: all(network.gossip.statistics().mesh[TOPIC] == count - 1 for network, _ in nodes))
+            await until(lambda: all(network.gossip.statistics().mesh[topic] == count - 1 for network, _ in nodes))
         yield running
         nursery.cancel_scope.cancel()
 
@@ -112,6 +120,49 @@ async def test_hostile_frames_are_counted_and_an_honest_peer_is_served(kind, tmp
         await until(lambda: len(expected & set(victim.admission.statistics().outcomes)) >= 4)
         assert victim.authors.trust(author.peer) == 0.0  # greylisted before it was through
         assert victim.authors.trust(honest_author.peer) > 0.0
+
+
+@pytest.fixture
+def levels():
+    registry.install([], {"rg/gcd": {"max_value": [20, 900]}})
+    yield
+    registry.install([], {"rg/gcd": {}})
+
+
+async def test_groups_of_chosen_difficulties_teach_another_node_what_to_ask(tmp_path, levels):
+    """By the ordinal for swarms whose members choose, between two hosts over sockets, whole and announced."""
+    spoken = ids.spoken_in(ids.BUCKET_PROTOCOLS)
+    rules = GroupRules(("rg/gcd",), spoken=spoken)
+    async with exchanges("libp2p", tmp_path, 2, rules) as ((teller, author, _), (asker, other, _)), AsyncScorer() as scorer:
+        told, asked = (
+            Questions(["rg/gcd"], Counters(peer=each.peer, swarm=SWARM.hex()), spoken, curriculum=True) for each in (author, other)
+        )
+        hard = [(sequence, ref) for sequence, ref in (told.next() for _ in range(24)) if ref.difficulty == 1]
+        assert 2 < len(hard) < 24
+
+        async def publish(sequence, ref, *wrong):
+            prompt = await scorer.prompt(ref)
+            right = str(math.gcd(*map(int, re.findall(r"\d+", prompt.partition(":")[2].partition(".")[0]))))
+            group = author.group(sequence, 0.0, task=ref, texts=[right, *wrong])
+            return await teller.publish(
+                OwnGroup(ref, 0, sequence, group.sampling, group.completions, [1.0] + [0.0] * len(wrong))
+            )
+
+        for sequence, ref in hard[:-1]:
+            assert await publish(sequence, ref, "x", "y", "z") == "gossip"
+        texts = ["".join(random.Random(n).choices(string.ascii_letters, k=12_000)) for n in range(7)]
+        assert await publish(*hard[-1], *texts) == "announced"
+        await until(lambda: admitted(asker) == len(hard))
+        drawn = asker.draw(Draw(1, len(hard), 0, len(hard))).groups
+        assert {group.group.task.difficulty for group in drawn} == {1}
+        assert all(group.rewards[0] == 1.0 and sum(group.rewards) == 1.0 for group in drawn), "it asks the same question and judges itself"
+        asked.take_hints(Judgement([], [(group, "used") for group in drawn]))
+        assert asked.evidence()["rg/gcd 0"] == (0.0, 0.0)
+        assert asked.evidence()["rg/gcd 1"] == (0.0, pytest.approx(0.45)), "half an own group is the most that one peer counts, a step ago"
+        assert asked.signals()["rg/gcd 1"] > asked.signals()["rg/gcd 0"] == 0.5
+        sequence, ref = hard[0]
+        await publish(sequence + 1000, msgspec.structs.replace(ref, difficulty=0), "x")
+        await until(lambda: asker.admission.statistics().outcomes.get("seed") == 1)
 
 
 # The promises of the two networks themselves.

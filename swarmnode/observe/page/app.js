@@ -415,6 +415,18 @@ function weights(s) {
   byId("no-weights").hidden = w.enabled;
 }
 
+// A curriculum's buckets, "task difficulty", in the order of their tasks.
+function questions(s) {
+  const { signals = {}, evidence = {} } = s.trainer.report || {};
+  const buckets = Object.entries(evidence).sort(([a], [b]) => a.localeCompare(b, undefined, { numeric: true }));
+  put(byId("questions").tBodies[0], ...buckets.map(([bucket, [own, peers]]) => {
+    const cut = bucket.lastIndexOf(" ");
+    return node("tr", {}, cell("Task", node("code", {}, bucket.slice(0, cut)), ""), cell("Difficulty", bucket.slice(cut + 1)),
+      cell("With a signal", known(signals[bucket]) ? `${Math.round(100 * signals[bucket])} %` : "–"), cell("Own groups", fixed(1)(own)), cell("From peers", fixed(1)(peers)));
+  }));
+  byId("questions-card").hidden = !buckets.length;
+}
+
 const SLOT_LOOKS = { active: "good", probation: "warn", loading: "warn", suspect: "warn", absent: "bad", failed: "bad" };
 const SLOT_WORDS = { suspect: "suspected", probation: "on probation" };
 const CREW_WORDS = { none: "In no crew", preparing: "Preparing", running: "Running", paused: "Paused" };
@@ -590,6 +602,7 @@ function render(told) {
   peers(s.peers, namesOf(s));
   reasons(s.rollouts);
   swarm(s);
+  questions(s);
   weights(s);
   resources(s);
   identity(s.node);

@@ -72,6 +72,10 @@ def test_peers_groups_say_where_signals_are():
         curriculum.hint(peer, HARD, (0.01,) + (0.0,) * 7)  # a thousandth of partial credit: hardly ever a signal
     expected = curriculum.expected()
     assert expected[GOOD] > expected[EASY] == 0.5 > expected[HARD]
+    curriculum.own(GOOD, True)
+    evidence = curriculum.evidence()
+    assert evidence[GOOD] == pytest.approx((1.0, 1.0)), "one of its own, and four peers' at a quarter each"
+    assert evidence[EASY] == (0.0, 0.0)
 
 
 def test_one_peer_counts_a_quarter_of_two_own_groups_whatever_it_sends():

@@ -64,6 +64,10 @@ def test_what_own_groups_earned_decides_what_is_asked():
         questions.answered(ref, [1.0, 0.0] if ref.difficulty == 1 else [0.0, 0.0])
     signals = questions.signals()
     assert max(signals, key=signals.get) == "rg/gcd 1"
+    evidence = questions.evidence()
+    assert evidence.keys() == signals.keys()
+    assert evidence["rg/gcd 1"] == (pytest.approx(10.0, abs=0.1), 0.0), "about the last ten groups, and none of a peer"
+    assert series()[0].evidence() == {}, "where all are asked alike nothing is expected"
     later = Counter(ref.difficulty for _, ref in (questions.next() for _ in range(200)))
     assert later[1] > 140
 
