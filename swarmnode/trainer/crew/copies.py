@@ -7,6 +7,7 @@ log-probabilities of the copy, and the crew's ratio is against these: rounding a
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -18,6 +19,7 @@ import trio
 
 from swarmnode.averaging.lora import A_SEED, freeze_a
 from swarmnode.errors import PeerError
+from swarmnode.pipeline.commit import NO_HASH
 from swarmnode.pipeline.compute import in_thread
 from swarmnode.pipeline.spec import StageSpec, stage_specs
 from swarmnode.pipeline.split import adapt, tensors_of
@@ -34,6 +36,9 @@ from swarmnode.trainer.crew.model import CrewModel
 
 log = structlog.get_logger("swarmnode.crew")
 
+At = tuple[int, bytes]
+"""Steps taken and the step hash: two crews may have gone on differently from one."""
+BASE: At = (0, NO_HASH)
 AGE = 4
 """Steps by which a copy may be behind its crew and still be sampled from; else the stages sample until it has caught up."""
 
@@ -51,10 +56,12 @@ class WholeCopy:
         self._policy: Policy | None = None
         self._lacks = False
         """It did not fit: it is not tried again."""
-        self._step = 0
-        """What is in `_policy`; 0 is the base model."""
-        self._arrived: tuple[int, list[Parts]] | None = None
-        """A later step, not yet in it."""
+        self._at = BASE
+        """What is in `_policy`."""
+        self._released = 0
+        """How often its memory was given up: what was asked for before is not of the policy that is built next."""
+        self._arrived: tuple[int, At, list[Parts]] | None = None
+        """What is not in it yet, and what `_released` was when it was asked for."""
         self._busy = False
         self._bytes: int | None = None
 
@@ -62,30 +69,38 @@ class WholeCopy:
         """The fields of StageStatus about it, when the crew is at `step`."""
         if self._policy is None:
             return {}
-        return {"copy_age_steps": max(0, step - self._step), **({} if self._bytes is None else {"copy_bytes": self._bytes})}
+        return {"copy_age_steps": max(0, step - self._at[0]), **({} if self._bytes is None else {"copy_bytes": self._bytes})}
 
-    def has(self, step: int) -> bool:
-        """Whether the next sample of a crew at `step` is of that step."""
+    def has(self, at: At) -> bool:
+        """Whether the next sample is of a policy `at` that step and hash."""
         arrived = self._arrived
-        return self._policy is not None and max(self._step, arrived[0] if arrived is not None else 0) >= step
+        return self._policy is not None and (arrived[1] if arrived is not None and arrived[0] == self._released else self._at) == at
 
     def sample(self, step: int, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator) -> list[GroupSample] | None:
-        """Completions of each prompt, for a crew at `step`; None where there is no copy that is new enough."""
+        """Completions of each prompt, for a crew at `step`. None where there is no copy that is new enough, or only one of steps that are
+        lost, and where its numbers are not finite."""
         if self._policy is None and not self._lacks:
             self._build()
         arrived, self._arrived = self._arrived, None
         policy = self._policy
         if policy is None:
             return None
-        if arrived is not None:
-            for parts in arrived[1]:
+        if arrived is not None and arrived[0] == self._released:
+            for parts in arrived[2]:
                 install(policy.model, parts)
-            self._step = arrived[0]
-        return self._batcher.generate(policy, prompts, sampling, rng) if step - self._step <= AGE else None
+            self._at = arrived[1]
+        if not 0 <= step - self._at[0] <= AGE:
+            return None
+        samples = self._batcher.generate(policy, prompts, sampling, rng)
+        if all(math.isfinite(math.fsum(c.logprobs)) for sample in samples for c in sample.completions):
+            return samples
+        log.warning("the copy's numbers are not finite", step=self._at[0])
+        return None
 
     def release(self) -> None:
         """Its memory; it is built again when it is needed."""
-        self._policy, self._arrived, self._step, self._bytes = None, None, 0, None
+        self._released += 1
+        self._policy, self._arrived, self._at, self._bytes = None, None, BASE, None
         free_memory()
 
     def _build(self) -> None:
@@ -108,15 +123,17 @@ class WholeCopy:
 
     # ---- in the crew's thread ------------------------------------------------------------------------------------------
 
-    async def follow(self, layers: Sequence[int], step: int) -> None:
-        """Begins to fetch what a crew at `step` has, cut into `layers`, unless that is here or on its way."""
+    async def follow(self, layers: Sequence[int], at: At) -> None:
+        """Begins to fetch what a crew has that is cut into `layers` and `at` this step and hash, unless that is here or something is on the
+        way."""
         peer = self._peer()
-        if peer is None or self._busy or self._policy is None or self.has(step):
+        if peer is None or self._busy or self._policy is None or self.has(at):
             return
         self._busy = peer.channel.spawn(partial(self._fetch, peer, stage_specs(self._model.config, layers)))
 
     async def _fetch(self, peer: StatePeer, specs: Sequence[StageSpec]) -> None:
         found: list[tuple[Have | None, int, bytes, Parts]] = []
+        released = self._released
 
         async def one(spec: StageSpec) -> None:
             try:
@@ -132,9 +149,10 @@ class WholeCopy:
             async with trio.open_nursery() as nursery:
                 for spec in specs:
                     nursery.start_soon(one, spec)
-            if len(found) == len(specs) and len({(step, digest) for _, step, digest, _ in found}) == 1:
+            of = {(step, digest) for _, step, digest, _ in found}
+            if len(found) == len(specs) and len(of) == 1:
                 self._bytes = sum(have.size for have, _, _, _ in found if have is not None)
-                self._arrived = found[0][1], [parts for _, _, _, parts in found]
+                self._arrived = released, of.pop(), [parts for _, _, _, parts in found]
         finally:
             self._busy = False
 

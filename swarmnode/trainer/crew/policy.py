@@ -102,9 +102,10 @@ class CrewPolicy:
         copy, stage = self._copy, self._runner.stage
         if copy is None or stage is None:
             return self.generate(prompts, sampling, rng)
-        step = self._head().participant.step
-        self._runner.call(lambda: copy.follow(stage.layers, step))
-        samples = copy.sample(step, prompts, sampling, rng)
+        taken = self._head().participant
+        at = taken.step, taken.hash
+        self._runner.call(lambda: copy.follow(stage.layers, at))
+        samples = copy.sample(at[0], prompts, sampling, rng)
         return samples if samples is not None else self.generate(prompts, sampling, rng)
 
     def _groups(self, wave: Wave) -> list[GroupSample]:

