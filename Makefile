@@ -38,7 +38,7 @@ demo: $(VENV)/.run
 	$(BIN)/swarmnode demo
 
 test: $(VENV)/.test
-	$(BIN)/pytest -n 3 --dist loadfile
+	$(BIN)/pytest -n 5 --dist loadfile
 
 long: $(VENV)/.test
 	$(BIN)/pytest -m long

@@ -1,6 +1,6 @@
 """The order of files, and which groups of tests may not be skipped.
 
-Three workers share the files (`--dist loadfile`) of two cores, since many tests wait. Whoever began a file of minutes last would be waited
+Five workers share the files (`--dist loadfile`) of two cores, since many tests wait. Whoever began a file of minutes last would be waited
 for.
 """
 

@@ -86,6 +86,8 @@ class Journal:
         except StateError as error:
             self._error = str(error)
         self._skipped = 0
+        self._missed: tuple[StageWorker, Tensors] | None = None
+        """Whose last step was not written, because the disk was busy."""
         self._condition = threading.Condition()
         self._pending: tuple[dict[str, torch.Tensor], _About] | None = None
         self._busy = self._closing = False
@@ -100,7 +102,9 @@ class Journal:
         with self._condition:
             if self._busy or self._pending is not None:
                 self._skipped += 1
+                self._missed = worker, outer
                 return
+            self._missed = None
         state = take(worker)
         tensors = {"rng": torch.get_rng_state().clone()}
         for part in ("weights", "first", "second"):
@@ -143,6 +147,13 @@ class Journal:
             self._closing = True
             self._condition.notify_all()
         self._thread.join()
+
+    def finish(self) -> None:
+        """Writes the worker's last step too, where the disk was busy when it was taken, and stops: when a trainer ends in good order."""
+        self.flush()
+        if self._missed is not None:
+            self.note(*self._missed)
+        self.close()
 
     def flush(self) -> None:
         """Returns once nothing is pending: when a node leaves in good order."""

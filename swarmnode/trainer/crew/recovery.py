@@ -190,9 +190,9 @@ class StageRecovery:
         return self._peer
 
     def close(self) -> None:
-        """Writes what is pending."""
+        """Writes the last step of our stage: the trainer ends."""
         if self._journal is not None:
-            self._journal.close()
+            self._journal.finish()
             self._journal = None
 
 

@@ -99,6 +99,26 @@ def test_only_the_newest_is_kept_and_a_busy_disk_costs_steps_and_no_time(models,
     assert closed(journal).step == 4
 
 
+def test_who_ends_in_good_order_has_its_last_step_on_its_disk_however_busy_that_was(models, tmp_path, monkeypatch):
+    import threading
+
+    member, begun, go = member_of(models), threading.Event(), threading.Event()
+    save = disk.save
+    monkeypatch.setattr(disk, "save", lambda *args: (begun.set(), go.wait(10), save(*args)))
+    journal = Journal(tmp_path, CREW, member.runtime.spec)
+    for _ in range(2):
+        train(member)
+        journal.note(member)
+        begun.wait(10)
+    go.set()
+    journal.finish()
+    kept = Journal(tmp_path, CREW, member.runtime.spec)
+    mine, theirs = trained(member.runtime), kept.read().state.weights
+    assert kept.step == 2
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    closed(kept)
+
+
 def test_a_full_disk_is_said_and_leaves_the_old_state(models, tmp_path, monkeypatch):
     member = member_of(models)
     journal = Journal(tmp_path, CREW, member.runtime.spec)
