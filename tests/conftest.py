@@ -6,6 +6,7 @@ for.
 
 import collections
 import gc
+import logging
 import os
 import sys
 from pathlib import Path
@@ -24,6 +25,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; also for the proc
 
 LONG = ("slow", "nat", "swarm")
 """Marks of what takes long, the longest first."""
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was():
+    """A command that runs in the test's process logs to that test's standard error, which ends with it."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    for handler in [handler for handler in root.handlers if handler not in handlers]:
+        root.removeHandler(handler)
+        handler.close()
+    root.setLevel(level)
 
 
 def pytest_collection_modifyitems(items):
