@@ -41,6 +41,10 @@ ONE_PASS_ELSEWHERE = 96
 LONG_ROW = {"cuda": 1024}
 """Tokens from which a row fills the device by itself, so that nothing is lost by running it alone."""
 LONG_ROW_ELSEWHERE = 256
+PACKED_GAIN = 1.25
+"""Tokens run with padding for each real one from which rows are packed: `benchmarks.packing`, on a CPU. On CUDA nobody has measured it."""
+PACKED_COLUMNS = 1024
+"""Tokens of a packed row, at most, but for a prompt with one answer: attention looks at all pairs, also those that it must not see."""
 WHOLE_SHARE = 1.25
 """Rows are run one by one while that is at most so many times the tokens of two passes, which share prompts and pad."""
 SPARE_SHARE = 0.8
@@ -120,6 +124,8 @@ def completion_logprobs(policy: Policy, batch: Batch, temperature: float) -> tup
             outputs = _one_pass(policy, batch, later, place)
         elif stands_alone(batch):
             outputs = _row_by_row(policy, batch, later, place)
+        elif fits_packed(policy, batch):
+            outputs = _packed(policy, batch, later, place)
         else:
             outputs = _two_passes(policy, batch, later, place)
     if len(row) > piece:
@@ -146,6 +152,28 @@ def stands_alone(batch: Batch) -> bool:
     whole = int(prompts[batch.prompt_of].sum() + answers.sum())
     long = LONG_ROW.get(answers.device.type, LONG_ROW_ELSEWHERE)
     return whole >= long * len(answers) and whole <= WHOLE_SHARE * (batch.prompt_ids.numel() + batch.completion_ids.numel())
+
+
+def fits_packed(policy: Policy, batch: Batch) -> bool:
+    """Whether lengths are so unlike that padding is worth leaving out, and the model takes a mask of ours as it is."""
+    real = int(batch.prompt_mask.sum() + batch.completion_mask.sum())
+    if batch.prompt_ids.device.type == "cuda" or batch.prompt_ids.numel() + batch.completion_ids.numel() < PACKED_GAIN * real:
+        return False
+    return has_fixed_form(policy.base, DynamicCache(config=policy.base.config))
+
+
+def packs(batch: Batch) -> list[tuple[int, list[int]]]:
+    """(prompt, rows that answer it) of every packed row: together at most PACKED_COLUMNS tokens, or a single answer."""
+    prompts, answers = batch.prompt_mask.sum(1).tolist(), batch.completion_mask.sum(1).tolist()
+    found: dict[int, list[list[int]]] = {}
+    room: dict[int, int] = {}
+    for row, owner in enumerate(batch.prompt_of.tolist()):
+        if room.get(owner, 0) < answers[row]:
+            found.setdefault(owner, []).append([])
+            room[owner] = PACKED_COLUMNS - prompts[owner]
+        found[owner][-1].append(row)
+        room[owner] -= answers[row]
+    return [(owner, rows) for owner, packed in found.items() for rows in packed]
 
 
 def needs_checkpointing(policy: Policy, batch: Batch) -> bool:
@@ -281,6 +309,26 @@ def _row_by_row(policy: Policy, batch: Batch, later: torch.Tensor, place: torch.
         outputs = _outputs(policy, ids, None, positions, keep=len(answer))[0]  # (T, ·)
         first.append(outputs[:1])
         others.append(outputs[1:])  # in the order of `later`
+    return torch.cat([*first, *others])
+
+
+def _packed(policy: Policy, batch: Batch, later: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """As `_one_pass`, with the answers to a prompt one behind the other in a row of its own: each sees the prompt and itself."""
+    lengths, device = batch.completion_mask.sum(1).tolist(), batch.prompt_ids.device
+    first, others = [torch.empty(0)] * len(lengths), [torch.empty(0)] * len(lengths)
+    for owner, rows in packs(batch):
+        prompt = batch.prompt_ids[owner][batch.prompt_mask[owner].bool()]
+        answers = [batch.completion_ids[row, : lengths[row] - 1] for row in rows]  # the last token predicts nothing that is wanted
+        counts = [len(prompt), *map(len, answers)]
+        segment = torch.arange(-1, len(rows), device=device).repeat_interleave(torch.tensor(counts, device=device))  # -1: the prompt
+        after = torch.cat([torch.arange(count, device=device) for count in counts])
+        column = torch.arange(sum(counts), device=device)
+        sees = (column <= column[:, None]) & ((segment == -1) | (segment == segment[:, None]))
+        positions = torch.where(segment == -1, after, len(prompt) + after)
+        keep = sum(counts[1:]) + 1  # from the last token of the prompt
+        outputs = _outputs(policy, torch.cat([prompt, *answers])[None], sees[None, None], positions[None], keep)[0]
+        for row, made in zip(rows, outputs[1:].split(counts[1:]), strict=True):
+            first[row], others[row] = outputs[:1], made
     return torch.cat([*first, *others])
 
 

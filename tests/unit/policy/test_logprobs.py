@@ -22,13 +22,15 @@ def naive(policy, row, temperature):
     return logp.gather(1, torch.tensor(completion)[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
-@pytest.fixture(params=["one pass", "two passes", "row by row", "checkpointed", "in pieces"])
+@pytest.fixture(params=["one pass", "packed", "two passes", "row by row", "checkpointed", "in pieces"])
 def passes(request, monkeypatch):
     """Each way, wherever the model allows it; in pieces: two tokens' logits at a time, of two passes."""
     monkeypatch.setattr(logprobs, "stands_alone", lambda batch: request.param == "row by row")
     monkeypatch.setattr(logprobs, "needs_checkpointing", lambda policy, batch: request.param == "checkpointed")
     monkeypatch.setattr(logprobs, "logits_tokens", lambda vocabulary, device: 2 if request.param == "in pieces" else 10**6)
     monkeypatch.setattr(logprobs.Batch, "padded_tokens", 10**6)  # whatever it costs
+    monkeypatch.setattr(logprobs, "PACKED_GAIN", 0.0 if request.param == "packed" else 10**6)
+    monkeypatch.setattr(logprobs, "PACKED_COLUMNS", 9)  # so that one prompt's answers are in two rows
     monkeypatch.setattr(logprobs, "ONE_PASS_ELSEWHERE", 1024 if request.param == "one pass" else 0)
     return request.param
 
@@ -77,7 +79,7 @@ def test_a_model_that_always_makes_all_logits_gives_the_same(embedded, monkeypat
     assert max(abs(a - b) for x, y in zip(expected, got, strict=True) for a, b in zip(x, y, strict=True)) < 1e-5
 
 
-@pytest.mark.parametrize("passes", ["one pass", "two passes"], indirect=True)
+@pytest.mark.parametrize("passes", ["one pass", "two passes", "packed"], indirect=True)
 def test_a_prompt_is_run_once_for_its_group_and_the_head_once_for_the_prompt(embedded, monkeypatch, passes):
     seen = []
     forward = type(embedded.model).forward
@@ -90,9 +92,11 @@ def test_a_prompt_is_run_once_for_its_group_and_the_head_once_for_the_prompt(emb
     monkeypatch.setattr(embedded.model, "forward", spy.__get__(embedded.model))
     monkeypatch.setattr(load, "takes_logits_to_keep", lambda kind: True)
     prompt = list(range(5, 25))
+    monkeypatch.setattr(logprobs, "PACKED_COLUMNS", 1024)
     score(embedded, [(prompt, [30, 31, 1])] * 8, 1.0)
     # 20 + 8 · 3 or 8 · 2 tokens, not 8 · 23
-    assert seen == ([((1, 44), (1, 25))] if passes == "one pass" else [((1, 20), (1, 1)), ((8, 2), (8, 2))])
+    expected = {"one pass": [((1, 44), (1, 25))], "packed": [((1, 36), (1, 17))]}
+    assert seen == expected.get(passes, [((1, 20), (1, 1)), ((8, 2), (8, 2))])
 
 
 def test_prompts_are_padded_on_the_left_completions_on_the_right():
@@ -117,6 +121,18 @@ def test_one_pass_is_for_short_rows_and_full_groups(embedded):
     assert not logprobs.fits_one_pass(embedded, batch([(p, c * 100) for p, c in group]))
     lonely = [([5, 9, 20 + i], [30, 31, 1]) for i in range(20)]
     assert not logprobs.fits_one_pass(embedded, batch(group + lonely))  # each would be padded to eight completions
+
+
+def test_rows_are_packed_where_their_lengths_are_unlike(embedded, policies):
+    batch = lambda lengths: collate([([5] * 20, [30] * length) for length in lengths], embedded.pad_id)
+    assert not logprobs.fits_packed(embedded, batch([100] * 8))
+    assert logprobs.fits_packed(embedded, batch([10] * 7 + [100]))
+    assert not logprobs.fits_packed(policies["mistral"], batch([10] * 7 + [100])), "it has masks of its own"
+
+
+def test_a_packed_row_is_bounded_and_every_answer_is_in_one():
+    rows = [([5] * 20, [30] * 400)] * 5 + [([6] * 20, [30] * 2000), ([7] * 2000, [30]), ([7] * 2000, [31]), ([5] * 20, [30])]
+    assert logprobs.packs(collate(rows, 0)) == [(0, [0, 1]), (0, [2, 3]), (0, [4, 8]), (1, [5]), (2, [6]), (2, [7])]
 
 
 class Largest(TorchDispatchMode):
