@@ -9,7 +9,7 @@ largest of a block of 64, and takes half the bytes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 
 from swarmnode.averaging.outer import Tensors
 from swarmnode.errors import BadMessage
-from swarmnode.weights.layout import BLOCK, RELATIVE, SMALL_BLOCK, Codec, Layout
+from swarmnode.weights.layout import BLOCK, RELATIVE, SMALL_BLOCK, Codec, Layout, TensorSpec
 from swarmnode.weights.payload import Header, TensorHeader, build, checksum, parse
 
 
@@ -41,18 +41,34 @@ def make_anchor(tensors: Mapping[str, torch.Tensor]) -> Anchor:
 def encode(tensors: Mapping[str, torch.Tensor], layout: Layout, codec: Codec, *, fragment: int = 0, anchor: Anchor | None = None) -> bytes:
     """The payload of `layout`'s tensors, which are float32 on the host. Raises ValueError for a relative codec without an anchor."""
     _check_anchor(codec, anchor)
-    bodies, base = [], anchor.tensors if anchor else {}
-    for spec in layout:
-        tensor = tensors[spec.name]
-        if codec == "float32":
-            bodies.append(to_bytes(tensor, "<f4"))
-        elif codec == "bfloat16":
-            bodies.append(to_bytes(bfloat16_bits(tensor), "<i2"))
-        else:
-            difference = (tensor - base[spec.name]).reshape(-1)
-            bodies.append(int8_to_bytes(difference, BLOCK) if codec == "int8" else int4_to_bytes(difference))
-    heads = [TensorHeader(s.name, s.shape, s.dtype, len(b), checksum(b)) for s, b in zip(layout, bodies, strict=True)]
+    bodies = [_body(tensors, spec, codec, anchor) for spec in layout]
+    heads = [_head(spec, body) for spec, body in zip(layout, bodies, strict=True)]
     return build(Header(codec, fragment, 0, anchor.hash if anchor else b"", heads), bodies)
+
+
+def encoded(tensors: Mapping[str, torch.Tensor], layout: Layout, codec: Codec) -> Iterator[bytes]:
+    """What `encode` gives without an anchor, a tensor at a time. Each is encoded twice, since the header has the checksums of all; none may
+    change until the last piece is taken."""
+    _check_anchor(codec, None)
+    heads = [_head(spec, _body(tensors, spec, codec, None)) for spec in layout]
+    yield build(Header(codec, 0, 0, b"", heads), [])
+    for spec in layout:
+        yield _body(tensors, spec, codec, None)
+
+
+def _head(spec: TensorSpec, body: bytes) -> TensorHeader:
+    return TensorHeader(spec.name, spec.shape, spec.dtype, len(body), checksum(body))
+
+
+def _body(tensors: Mapping[str, torch.Tensor], spec: TensorSpec, codec: Codec, anchor: Anchor | None) -> bytes:
+    tensor = tensors[spec.name]
+    if codec == "float32":
+        return to_bytes(tensor, "<f4")
+    if codec == "bfloat16":
+        return to_bytes(bfloat16_bits(tensor), "<i2")
+    assert anchor is not None
+    difference = (tensor - anchor.tensors[spec.name]).reshape(-1)
+    return int8_to_bytes(difference, BLOCK) if codec == "int8" else int4_to_bytes(difference)
 
 
 def decode(data: bytes | memoryview, layout: Layout, codec: Codec, *, fragment: int = 0, anchor: Anchor | None = None) -> Tensors:

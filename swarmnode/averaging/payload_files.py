@@ -7,7 +7,7 @@ import mmap
 import os
 import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -24,7 +24,7 @@ class PayloadFiles:
         self._directory = directory
         self._written: deque[Path] = deque()
 
-    def write(self, pieces: Sequence[bytes]) -> str:
+    def write(self, pieces: Iterable[bytes]) -> str:
         """Path of a new file; empty when there is no room. Not synced: it is worth nothing after a crash."""
         path = self._directory / f"out-{secrets.token_hex(8)}.bin"
         try:

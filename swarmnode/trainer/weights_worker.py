@@ -240,7 +240,7 @@ class AveragingWorker:
         layout = self._parts.tensors.layout
         with self._parts.tensors.lock:
             phi, outer_step = dict(self._parts.outer.phi), min(self._parts.counters.outer_clocks)
-        path = self._files.write([codecs.encode(phi, layout, STATE_CODEC)])
+        path = self._files.write(codecs.encoded(phi, layout, STATE_CODEC))
         self._send(local.StateWritten(path, outer_step, [TensorHash(spec.name, _hash_of(phi[spec.name])) for spec in layout]))
 
 

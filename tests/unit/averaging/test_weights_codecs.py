@@ -1,12 +1,15 @@
 """Payloads: what survives the journey, what it costs, and that hostile bytes only ever raise BadMessage with a known reason."""
 
 import random
+import tracemalloc
+from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
-from swarmnode.averaging.codecs import decode, encode, make_anchor
+from swarmnode.averaging.codecs import decode, encode, encoded, make_anchor
+from swarmnode.averaging.payload_files import PayloadFiles
 from swarmnode.errors import BadMessage
 from swarmnode.weights.layout import BLOCK, RELATIVE, SMALL_BLOCK, TensorSpec, body_bytes, elements, make_layout, payload_limit
 from swarmnode.weights.messages import MESSAGE_BYTES, Accept, Busy, Propose, Release, decode_message, encode_message
@@ -270,3 +273,31 @@ def test_any_bytes_are_a_message_or_a_bad_message():
         for _ in range(rng.randint(1, 4)):
             data[rng.randrange(len(data))] = rng.randrange(256)
         assert refusal(decode_message, bytes(data)) in (None, "oversize", "malformed", "schema", "bounds")
+
+
+@pytest.mark.parametrize("codec", ["float32", "bfloat16"])
+def test_a_state_in_pieces_is_the_payload(codec):
+    some = tensors()
+    assert b"".join(encoded(some, LAYOUT, codec)) == encode(some, LAYOUT, codec)
+
+
+def test_writing_a_state_takes_the_memory_of_a_tensor_and_not_of_the_state(tmp_path):
+    """Bytes of Python and numpy at the peak, for few and for many tensors of a quarter of a million values."""
+    files = PayloadFiles(tmp_path)
+
+    def peak(count):
+        state = {f"{number:02}": torch.full((512, 512), float(number)) for number in range(count)}
+        layout = make_layout((name, t.shape, "float32") for name, t in state.items())
+        tracemalloc.start()
+        try:
+            written = files.write(encoded(state, layout, "bfloat16"))
+            return tracemalloc.get_traced_memory()[1], Path(written).stat().st_size
+        finally:
+            tracemalloc.stop()
+
+    peak(1)  # whatever is imported or kept from the first time on
+    (few, small), (many, large) = peak(2), peak(32)
+    assert large > 15 * small
+    assert large > 32 * 2 * 512 * 512
+    assert many < few + 2**18, "a quarter of one more tensor"
+    assert few < 2**21, "a tensor of half a MiB, encoded and on its way"
