@@ -103,8 +103,8 @@ class Delay:
 
 
 @contextlib.contextmanager
-def far_crew(directory: Path, milliseconds: int) -> Iterator[Crew]:
-    """Four nodes so far apart, started."""
+def far_crew(directory: Path, milliseconds: int, copies: bool) -> Iterator[Crew]:
+    """Four nodes so far apart, started. copies: the head samples from a whole copy of its own."""
     options = DemoOptions(nodes=STAGES, http_port=0)
     model = write_model(directory / "model")
     with Topology() as net, contextlib.ExitStack() as stack:
@@ -117,6 +117,7 @@ def far_crew(directory: Path, milliseconds: int) -> Iterator[Crew]:
                 net.run(place, ["tc", "qdisc", "add", "dev", device, *shape], check=True)
             settings = crew_settings(options, number, model)
             settings["training"] |= {"eval_every": 10_000}
+            settings["stages"] |= {"keep_policy": "memory" if copies else "off"}
             behind = f"/ip4/{address}/tcp/{BEHIND if milliseconds else PORT}"
             settings["network"] |= {"listen_addrs": [behind], "announce_addrs": [f"/ip4/{address}/tcp/{PORT}"]}
             if milliseconds:
@@ -141,8 +142,8 @@ def step_times(crew: Crew, count: int) -> tuple[float, ...]:
     return tuple(seconds[1:])
 
 
-def measure_at(milliseconds: int, steps: int, losses: int) -> Apart:
-    with tempfile.TemporaryDirectory(prefix="swarmnode-far-") as directory, far_crew(Path(directory), milliseconds) as crew:
+def measure_at(milliseconds: int, steps: int, losses: int, copies: bool) -> Apart:
+    with tempfile.TemporaryDirectory(prefix="swarmnode-far-") as directory, far_crew(Path(directory), milliseconds, copies) as crew:
         formed = crew.wait(crew.running, FORM_SECONDS)
         if formed is None:
             print(f"{milliseconds} ms: the crew did not form: {[node.last_words() for node in crew.nodes]}", flush=True)
@@ -199,11 +200,11 @@ def seven_billion() -> list[list[str]]:
     return [[what, f"{size / 1e6:,.0f}", *(f"{8 * size / (rate * 1e6):,.0f}" for rate in (25, 50, 100, 1000))] for what, size in things]
 
 
-def run(milliseconds: Sequence[int], steps: int, losses: int) -> list[Apart]:
+def run(milliseconds: Sequence[int], steps: int, losses: int, copies: bool = False) -> list[Apart]:
     """Measure and print. Raises SystemExit where there can be no namespaces."""
     if why := missing():
         raise SystemExit(why)
-    found = [measure_at(one, steps, losses) for one in milliseconds]
+    found = [measure_at(one, steps, losses, copies) for one in milliseconds]
     print(report.heading(f"crew: at a distance, {RATE} per node"))
     print(report.table(HEADERS, rows(found)))
     print()
