@@ -44,7 +44,9 @@ LAGGING = (
 """Arms of `--lag`: each samples with the policy of so many updates ago and corrects for it in one way, or not at all. Four nodes that
 share, 4/4; and one arm without a lag."""
 LAGGING_NODES = 4
-KNOWN = (*ARMS, *AVERAGING, *PULLING[1:], "no lag", *LAGGING)
+AGAIN = "swarmnode, again"
+"""Samples about half of what the product does, and trains on useful groups of the last steps again: `--arms`."""
+KNOWN = (*ARMS, AGAIN, *AVERAGING, *PULLING[1:], "no lag", *LAGGING)
 AVERAGE_EVERY = 5
 FIXED = ("8/0", "6/2", "4/4", "2/6")
 ATTACKS = (
@@ -94,6 +96,7 @@ def arms(names: Sequence[str], lag: int = LAG) -> list[Any]:
         Arm("2/6", 6),
         Arm("adaptive", None),
         Arm("swarmnode", None, Sharing(), keep_pool=True, guard=True),
+        Arm(AGAIN, None, Sharing(), keep_pool=True, guard=True, again=2, eager=2.0),
         Arm("swarmnode, pull from 4", None, Sharing(), keep_pool=True, guard=True, neighbours=4),
         Arm("swarmnode, pull from 15", None, Sharing(), keep_pool=True, guard=True, neighbours=15),
         Arm("lone, over-sampling", oversample=4 * B),
@@ -302,7 +305,7 @@ def adaptive_verdict(by_arm: dict[str, list[dict[str, Any]]]) -> list[str]:
     """The adaptive split against the best fixed one of each seed, by each accounting."""
     fixed = [n for n in FIXED if n in by_arm]
     lines = []
-    for name in ("adaptive", "swarmnode"):
+    for name in ("adaptive", "swarmnode", AGAIN):
         if name not in by_arm or not fixed:
             continue
         parts = []
@@ -390,6 +393,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=40, help="optimizer steps")
+    parser.add_argument("--nodes", type=int, default=Size.nodes)
     parser.add_argument("--steps-only", action="store_true", help="no arm runs on for the tables of equal samples and tokens")
     parser.add_argument("--hostile-rounds", type=int, default=30)
     parser.add_argument("--learning-rate", type=float, default=3e-4, help="the default of training.learning_rate")
@@ -402,7 +406,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--base", default="embedded", help="policy that the start policies are made from")
     args = parser.parse_args()
-    size = Size(args.rounds, args.hostile_rounds, args.learning_rate, steps_only=args.steps_only)
+    size = Size(args.rounds, args.hostile_rounds, args.learning_rate, nodes=args.nodes, steps_only=args.steps_only)
     if args.quick:
         size = Size(14, 8, 3e-4, eval_every=4, eval_questions=6)
         args.seeds, args.arms, args.regimes, args.attacks = 1, ["8/0", "4/4", "adaptive"], ["sparse"], ["silent", "mixed"]
