@@ -166,6 +166,7 @@ def scope_of(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> int:
     return PUBLIC if ip.is_global else PRIVATE
 
 
+@functools.lru_cache(4096)
 def prefix_of(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str | None:
     """/24 or /48: what one operator can be expected to hold many addresses of. None for loopback, which is this machine."""
     if ip.is_loopback:

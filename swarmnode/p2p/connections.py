@@ -77,6 +77,8 @@ class ConnectionTable:
         self.listeners: list[Listener] = []
         self._live: dict[Connection, float] = {}
         """Each, and when it was opened, by trio's clock."""
+        self._of: dict[str, list[Connection]] = {}
+        """The same by peer, none without a connection."""
         self._punched: set[Connection] = set()
         self._changed = trio.Event()
 
@@ -88,6 +90,7 @@ class ConnectionTable:
         if connection.relay is None and self.circuits(connection.peer):
             self._punched.add(connection)
         self._live[connection] = trio.current_time()
+        self._of.setdefault(connection.peer, []).append(connection)
         for each in self.listeners:
             each.opened(connection, first)
         self._notify()
@@ -97,6 +100,9 @@ class ConnectionTable:
         if connection not in self._live:
             return
         del self._live[connection]
+        self._of[connection.peer].remove(connection)
+        if not self._of[connection.peer]:
+            del self._of[connection.peer]
         self._punched.discard(connection)
         last = not self.of(connection.peer)
         for each in self.listeners:
@@ -125,10 +131,10 @@ class ConnectionTable:
 
     def peers(self) -> list[str]:
         """Everybody at the other end of a connection."""
-        return list(dict.fromkeys(each.peer for each in self._live))
+        return list(self._of)
 
     def of(self, peer: str) -> list[Connection]:
-        return [each for each in self._live if each.peer == peer]
+        return list(self._of.get(peer, ()))
 
     def circuits(self, peer: str) -> list[Connection]:
         """Its connections through relays."""

@@ -262,8 +262,8 @@ class SimNetwork:
         """One with each peer, the oldest."""
         found: dict[str, SimConnection] = {}
         for each in self.connections:
-            if isinstance(each, SimConnection) and not each.is_closed:
-                found.setdefault(each.peer, each)
+            if each.link.open:  # type: ignore[attr-defined]
+                found.setdefault(each.peer, each)  # type: ignore[arg-type]
         return list(found.values())
 
     def connection(self, peer: str) -> SimConnection:
