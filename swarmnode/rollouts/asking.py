@@ -49,6 +49,11 @@ class Moments:
         """The next of them; infinite where there is none before the next draw."""
         return self._due[0] if self._due else float("inf")
 
+    @property
+    def lead(self) -> float:
+        """Seconds before the next draw in which a node asks, and between two times that it asks the same peers."""
+        return UNKNOWN_SECONDS[0] if self._usual is None else max(PAUSE_SECONDS, LEAD_SHARE * self._usual)
+
     def drew(self, now: float, *, urgent: bool) -> None:
         """The trainer draws. urgent: the pool has less than the next step."""
         if self._drew is not None:
@@ -56,7 +61,7 @@ class Moments:
             usual = took if self._usual is None else self._usual
             self._usual = (1 - USUAL_SHARE) * usual + USUAL_SHARE * min(took, MOST_LONGER * usual)
         self._drew = now
-        waits = UNKNOWN_SECONDS if self._usual is None else (self._usual - max(PAUSE_SECONDS, LEAD_SHARE * self._usual),)
+        waits = UNKNOWN_SECONDS if self._usual is None else (self._usual - self.lead,)
         self._due = deque(now + wait for wait in waits if wait > 0)
         if urgent or not self._due:
             self._due.appendleft(now)
@@ -87,6 +92,11 @@ class Asking:
     def waits(self) -> bool:
         """Whether a listing is under way."""
         return bool(self._under_way)
+
+    @property
+    def left(self) -> bool:
+        """Whether more may be asked, once the PAUSE_SECONDS of those that were asked are over."""
+        return self._allowed > 0
 
     def allow(self, *, plenty: bool = False, urgent: bool = False) -> None:
         """A moment has come: so many more may be asked, and none that were allowed before and not asked. plenty: PLENTY is on offer, so

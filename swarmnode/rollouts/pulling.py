@@ -121,7 +121,8 @@ class Pulling:
             while True:
                 self._start_what_is_due(nursery)
                 self._news = trio.Event()
-                with trio.move_on_at(self._moments.next):
+                again = self._moments.lead if self._under_way.wanted > 0 and self._asking.left else math.inf
+                with trio.move_on_at(min(self._moments.next, trio.current_time() + again)):
                     await self._news.wait()
 
     def arrived(self) -> None:
