@@ -13,7 +13,13 @@ from tests.support.waiting import still, until
 
 pytestmark = [pytest.mark.swarm, pytest.mark.slow]
 
-CREWS_4, STREAM_4 = ids.CREWS_PROTOCOL[:-1] + "4", ids.STAGE_STREAM_PROTOCOL[:-1] + "4"
+
+def next_of(protocol):
+    name, _, ordinal = protocol.rpartition("/")
+    return f"{name}/{int(ordinal) + 1}"
+
+
+NEXT_CREWS, NEXT_STREAM = next_of(ids.CREWS_PROTOCOL), next_of(ids.STAGE_STREAM_PROTOCOL)
 OFFER = messages.Offer(MODEL, 1.3e9, 1e9, 0.001)
 
 
@@ -38,7 +44,7 @@ class Newer:
 
     async def offer(self):
         """(ordinal, answer), the newest first."""
-        for ordinal in (CREWS_4, ids.CREWS_PROTOCOL):
+        for ordinal in (NEXT_CREWS, ids.CREWS_PROTOCOL):
             try:
                 data = messages.encode_message(OFFER)
                 said = await self.network.requests.request(self.peer, ordinal, data, deadline=10.0, max_response_bytes=65536)
@@ -51,19 +57,19 @@ class Newer:
 async def test_two_versions_speak_of_crews_by_the_older_ordinal(tmp_path):
     async with hosts(tmp_path, 2) as (present, network):
         newer = Newer(network, present.peer_id)
-        newer.serve(CREWS_4)  # it has dropped the older one: nothing in common, and nobody's fault
+        newer.serve(NEXT_CREWS)  # it has dropped the older one: nothing in common, and nobody's fault
         key = identity.load_or_create(tmp_path / "0" / "identity.key").private_key
         async with crew_node(present, key, tmp_path / "0") as node:
             await until(lambda: node.service.statistics().unanswered.get("offer", 0) > 0)
             await still(lambda: node.service.statistics().unanswered["offer"], seconds=5.0)  # it is not asked again and again
-            assert newer.heard[CREWS_4] == []
+            assert newer.heard[NEXT_CREWS] == []
             newer.serve(ids.CREWS_PROTOCOL)  # as the specification has it
             assert await newer.offer() == (ids.CREWS_PROTOCOL, messages.Noted())
             await until(lambda: newer.heard[ids.CREWS_PROTOCOL])  # it speaks of crews after all, and is offered to
             assert all(isinstance(message, messages.Offer) for message in newer.heard[ids.CREWS_PROTOCOL])
-            assert newer.heard[CREWS_4] == []
+            assert newer.heard[NEXT_CREWS] == []
             with pytest.raises(PeerError):
-                await network.streams.open(present.peer_id, STREAM_4, deadline=10.0)
+                await network.streams.open(present.peer_id, NEXT_STREAM, deadline=10.0)
             assert await newer.offer() == (ids.CREWS_PROTOCOL, messages.Noted())  # on the same connection
             assert node.service.statistics().malformed == 0
         assert present.reputation.statistics(trio.current_time()).rejected == {}
