@@ -29,7 +29,7 @@ class Machine:
         self.net, self.name, self.directory = net, name, directory
         directory.mkdir()
         sets = (
-            f'network.listen_addrs=["/ip4/{listen}/tcp/9512"]', "network.mdns=false", "policy.threads=1", "training.step_interval=0.5",
+            f'network.listen_addrs=["/ip4/{listen}/tcp/9512"]', "network.mdns=false", "policy.threads=1", "training.step_interval=1.0",
             "weights.join_seconds=1.0", *more,
         )  # fmt: skip
         self.options = ["--data-dir", str(directory / "data"), *(word for each in sets for word in ("--set", each))]

@@ -19,7 +19,7 @@ FAST = {
     "swarm": {"name": "test"},
     "network": {"listen_addrs": ["/ip4/127.0.0.1/tcp/0"], "mdns": False},
     "policy": {"threads": 1},
-    "training": {"step_interval": 0.5, "eval_every": 20, "eval_budget": 1.0, "save_every": 0.0},
+    "training": {"step_interval": 1.0, "eval_every": 20, "eval_budget": 1.0, "save_every": 0.0},
     "http": {"port": 0},
 }
 

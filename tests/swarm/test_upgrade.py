@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(900)]
 FAST = {
     "network": {"listen_addrs": ["/ip4/127.0.0.1/tcp/0"], "mdns": False},
     "policy": {"threads": 1},
-    "training": {"step_interval": 0.5, "eval_every": 1000},
+    "training": {"step_interval": 1.0, "eval_every": 1000},
     "task": {"names": ["builtin/copy", "builtin/sum"]},
     "weights": {"join_seconds": 1.0},
     "http": {"port": 0},

@@ -38,7 +38,7 @@ NODE = {
         "upload_bytes_per_second": 2**30, "download_bytes_per_second": 2**30, "monthly_bytes": 2**40,
     },
     "policy": {"threads": 1},
-    "training": {"step_interval": 0.5, "eval_every": 5, "eval_budget": 1.0, "save_every": 1.0, "beta": 0.001},
+    "training": {"step_interval": 1.0, "eval_every": 5, "eval_budget": 1.0, "save_every": 1.0, "beta": 0.001},
     "weights": {"rule": "noloco", "sync_every": 6, "fragments": 2, "join_seconds": 2.0},
     "http": {"port": 0},
 }  # fmt: skip
