@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 CONFTEST = Path(__file__).parents[1] / "conftest.py"
 TESTS = {
     "nat/test_skipped.py": "import pytest\n@pytest.mark.skipif(True, reason='no tool')\ndef test_it(): pass\ndef test_other(): pass\n",

@@ -12,7 +12,7 @@ import pytest
 from swarmnode.rollouts.sampling import spread
 from tests.support.foreign import Foreign, install, judged, missing, network_process, until
 
-pytestmark = [pytest.mark.skipif(bool(missing()), reason=f"{missing()} not installed"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=f"{missing()} not installed"), pytest.mark.timeout(600)]
 
 VECTORS = Path(__file__).parents[2] / "protocol" / "vectors"
 DOCUMENTS = (

@@ -1,5 +1,6 @@
 """Real hosts finding and finding again: exchange, the book, outages."""
 
+import pytest
 import trio
 
 from swarmnode.p2p import turnover
@@ -8,6 +9,8 @@ from swarmnode.wire import codec, ids, limits
 from swarmnode.wire.messages import PeerAddresses, PeersRequest, PeersResponse
 from tests.support.hosts import host, hosts
 from tests.support.waiting import until
+
+pytestmark = pytest.mark.slow
 
 NAME = "/test/topic/1"
 OTHER = bytes([7]) * 32

@@ -11,6 +11,8 @@ from benchmarks.staged import Corpus, build, tasks
 from swarmnode.averaging.outer import OuterState
 from swarmnode.weights.rule import make_rule
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def corpus():

@@ -12,6 +12,8 @@ import pytest
 from swarmnode import cli
 from swarmnode.tasks import registry
 
+pytestmark = pytest.mark.slow
+
 WORDS = """
 def reverse(rng):
     word = "".join(rng.choice("abcdefgh") for _ in range(4))

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import pytest
 import trio
 
 from swarmnode.config import NetworkConfig, SharingConfig
@@ -32,6 +33,8 @@ from swarmnode.wire.envelope import Credentials
 from swarmnode.wire.listings import GroupsRequest, ListingRequest
 from swarmnode.wire.messages import FetchRequest, Summary, SummaryRequest
 from swarmnode.wire.summary import seal_summary
+
+pytestmark = pytest.mark.slow
 
 SWARM = swarm_of("many peers")
 PEERS = 2000

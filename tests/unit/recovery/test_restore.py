@@ -17,6 +17,8 @@ from swarmnode.recovery.sources import RecoverySettings, Run, SourceKind
 from swarmnode.recovery.state import StageState, encode_state, host_copy, trained
 from tests.support.lost_stages import CREW, Fleet, quiet, rows_of
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = CrewSettings(b"b" * 32, "float32", "float32")
 CFG = TrainingConfig(per_device_train_tokens=64)
 SPLITS = {2: [2, 2], 3: [1, 2, 1], 4: [1, 1, 1, 1]}

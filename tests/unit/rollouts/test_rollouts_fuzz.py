@@ -4,6 +4,7 @@ import random
 
 import msgspec
 import psutil
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +15,8 @@ from swarmnode.rollouts.admission import SEEN_FRAMES, Admission, Rejected
 from swarmnode.rollouts.groups import Announced, Candidate
 from swarmnode.wire import codec
 from swarmnode.wire.messages import Announce
+
+pytestmark = pytest.mark.slow
 
 SWARM = swarm_of()
 NOW = 1_800_000_000.0

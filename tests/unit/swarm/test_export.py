@@ -15,6 +15,8 @@ from swarmnode.policy.load import Policy, load_policy
 from swarmnode.trainer import state
 from tests.support import exporting
 
+pytestmark = pytest.mark.slow
+
 IDS = torch.tensor([[5, 9, 17, 3, 8]])
 
 

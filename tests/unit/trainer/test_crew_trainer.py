@@ -39,6 +39,8 @@ from tests.support.crew_network import crew_network
 from tests.support.exporting import export
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ["What is 3 + 4?", "Calculate 10 + 8.", "Find the LCM of 6, 9"]
 
 

@@ -21,6 +21,8 @@ from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, Ta
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
 from tests.support.network_side import ME, SWARM, NetworkSide
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _one_thread():
