@@ -2,6 +2,7 @@
 
 import copy
 import json
+import threading
 from dataclasses import replace
 
 import pytest
@@ -52,6 +53,13 @@ def closed(journal):
     return journal
 
 
+def slow_disk(monkeypatch):
+    """(begun, go): set when it is written to, and what lets a write go on."""
+    begun, go, save = threading.Event(), threading.Event(), disk.save
+    monkeypatch.setattr(disk, "save", lambda *args: (begun.set(), go.wait(10), save(*args)))
+    return begun, go
+
+
 def test_a_member_goes_on_from_its_journal_bit_by_bit(models, tmp_path):
     member = member_of(models)
     member.optimizer.squared_norm, member.optimizer.lr_scale = 2.5, LrScale(1.1, 10)
@@ -80,11 +88,8 @@ def test_a_member_goes_on_from_its_journal_bit_by_bit(models, tmp_path):
 
 
 def test_only_the_newest_is_kept_and_a_busy_disk_costs_steps_and_no_time(models, tmp_path, monkeypatch):
-    import threading
-
-    member, begun, go = member_of(models), threading.Event(), threading.Event()
-    save = disk.save
-    monkeypatch.setattr(disk, "save", lambda *args: (begun.set(), go.wait(10), save(*args)))
+    member = member_of(models)
+    begun, go = slow_disk(monkeypatch)
     journal = Journal(tmp_path, CREW, member.runtime.spec)
     for _ in range(3):
         train(member)
@@ -100,11 +105,8 @@ def test_only_the_newest_is_kept_and_a_busy_disk_costs_steps_and_no_time(models,
 
 
 def test_who_ends_in_good_order_has_its_last_step_on_its_disk_however_busy_that_was(models, tmp_path, monkeypatch):
-    import threading
-
-    member, begun, go = member_of(models), threading.Event(), threading.Event()
-    save = disk.save
-    monkeypatch.setattr(disk, "save", lambda *args: (begun.set(), go.wait(10), save(*args)))
+    member = member_of(models)
+    begun, go = slow_disk(monkeypatch)
     journal = Journal(tmp_path, CREW, member.runtime.spec)
     for _ in range(2):
         train(member)
