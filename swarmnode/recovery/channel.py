@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 import msgspec
 import trio
 
-from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout, StateError
+from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout, StateError, Unavailable
 from swarmnode.pipeline import faults
 from swarmnode.pipeline.compute import Compute
 from swarmnode.pipeline.fence import Fence
@@ -464,7 +464,7 @@ class Channel:
         except BadMessage as error:
             self._refuse(stage, error)
             self.lack(stage, number, "refused")
-        except (StateError, OSError, ValueError):
+        except (StateError, Unavailable, OSError, ValueError):
             self._counts.failed += 1
             self.lack(stage, number, "failed")
         except (RuntimeError, MemoryError) as error:

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from swarmnode.errors import BadMessage
+from swarmnode.errors import BadMessage, StateError
 from swarmnode.pipeline.frames import ABOUT_ITEM_BYTES, ActivationCodec, FrameLimits, activation_bytes
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.spec import StageSpec
 from swarmnode.pipeline.work import read_f32
 from swarmnode.pipeline.worker import StageWorker
 from swarmnode.recovery import messages as m
-from swarmnode.recovery.copies import Base
+from swarmnode.recovery.copies import Base, copied, encode_copy
 from swarmnode.recovery.probes import Recorder, work_of
 from swarmnode.recovery.snapshots import SnapshotStore
 from swarmnode.recovery.sources import RecoverySettings, SourceKind
-from swarmnode.recovery.state import StageState
+from swarmnode.recovery.state import StageState, trained
 from swarmnode.weights.layout import Layout
 from swarmnode.wire import strict
 
@@ -66,6 +66,18 @@ class LocalStage:
         for probe in probes:
             read_f32("logprobs", probe.logprobs, sum(work_of(probe, self.limits).completion_lengths))
         return probes
+
+    def copy(self) -> tuple[int, bytes, bytes]:
+        """(steps, step hash, bytes) of our weights, for who samples from the whole policy. Raises StateError where there is no worker or a
+        step was taken meanwhile, since some tensors may be of before it; Unavailable where the base model cannot be read."""
+        if self.worker is None:
+            raise StateError("nothing is trained here yet")
+        taken = self.worker.participant
+        step, digest = taken.step, taken.hash
+        body = encode_copy(self.spec, trained(self.runtime), copied(self.spec, self.layouts[self.spec.index]), self.base)
+        if taken.step != step:
+            raise StateError("a step was taken while it was copied")
+        return step, digest, body
 
     def end(self, stage: int) -> StageSpec:
         """Another stage's spec; its layers do not matter here, only which end it is."""

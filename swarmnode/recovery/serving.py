@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from swarmnode.errors import BadMessage, StateError
-from swarmnode.pipeline.commit import Participant
+from swarmnode.errors import BadMessage
 from swarmnode.pipeline.frames import ABOUT_ITEM_BYTES, activation_bytes
 from swarmnode.pipeline.work import read_micro_batch
 from swarmnode.recovery import messages as m
 from swarmnode.recovery.bodies import ends_layout, layers_layout, pack_floats, read_floats, run_one, tied_layout
 from swarmnode.recovery.channel import Channel
-from swarmnode.recovery.copies import copied, encode_copy
 from swarmnode.recovery.local import LocalStage
 from swarmnode.recovery.pushing import Pusher, pack_items
 from swarmnode.recovery.snapshots import form_of, ring
@@ -56,7 +54,8 @@ class Server:
         self._channel.answer(stage, want.request, have, body)
 
     def _body(self, stage: int, what: str) -> tuple[int, bytes, dict[str, Any]]:
-        """(committed steps, bytes, fields of `Have`) of what `stage` wants; no bytes where it is not here. Raises StateError, OSError."""
+        """(committed steps, bytes, fields of `Have`) of what `stage` wants; no bytes where it is not here. Raises StateError and
+        OSError, and Unavailable where the base model cannot be read."""
         own = self._stage.layouts[self._stage.spec.index]
         if what == "shadow" and self._stage.store is not None and (snapshot := self._stage.store.get(stage)) is not None:
             more = {"form": snapshot.form, "squared_norm": snapshot.squared_norm, "factor": snapshot.factor, "hash": snapshot.hash}
@@ -73,19 +72,11 @@ class Server:
             norm = 0.0 if self._stage.worker is None else self._stage.worker.optimizer.squared_norm
             return self._channel.step, pack_floats(trained(self._stage.runtime), layers_layout(own)), {"squared_norm": norm}
         if what == "copy" and self._stage.worker is not None:
-            return self._copy(self._stage.worker.participant)
+            step, digest, body = self._stage.copy()
+            return step, body, {"form": "small", "hash": digest}
         if what == "tied" and self._stage.spec.shares_embedding and tied_layout(self._stage.spec, own):
             return self._channel.step, self._tied(tied_layout(self._stage.spec, own)), {}
         return 0, b"", {}
-
-    def _copy(self, taken: Participant) -> tuple[int, bytes, dict[str, object]]:
-        """For who samples from the whole policy. Raises StateError where a step was taken meanwhile: some tensors may be of before it."""
-        step, digest = taken.step, taken.hash
-        layout = copied(self._stage.spec, self._stage.layouts[self._stage.spec.index])
-        body = encode_copy(self._stage.spec, trained(self._stage.runtime), layout, self._stage.base)
-        if taken.step != step:
-            raise StateError("a step was taken while it was copied")
-        return step, body, {"form": "small", "hash": digest}
 
     def _tied(self, layout: Layout) -> bytes:
         name = layout[0].name

@@ -140,7 +140,8 @@ async def test_the_crew_is_drawn_in_the_order_of_its_stages_by_colour_and_by_wor
     assert re.findall(r'<li class="(\w*)" data-stage="(\d)"', seen.dom) == [("good", "0"), ("warn", "1"), ("bad", "2"), ("warn", "3")]
     for value in (
         "Preparing; no step for 42 s; 1 other node offers to hold a stage.",
-        "R2, a neighbour's snapshot, in 2.1 s", "of step 240, 10 steps old", "6.4 s until it ran again", "suspected 2, refuted 1, broken 1",
+        "R2, a neighbour's snapshot, in 2.1 s", "of step 240, 10 steps old", "a whole copy, 1 steps old, last refresh ",
+        "6.4 s until it ran again", "suspected 2, refuted 1, broken 1",
         "0.00070 nats per token", "crew 14, step 3", "the crew has taken no step for 42 s",
         "not by strangers; through relays, or where it dials", "2 through which it can be called", "succeeded 3, failed 1",
     ):  # fmt: skip

@@ -18,7 +18,7 @@ import torch
 import trio
 
 from swarmnode.averaging.lora import A_SEED, freeze_a
-from swarmnode.errors import PeerError
+from swarmnode.errors import PeerError, StateError, Unavailable
 from swarmnode.pipeline.commit import NO_HASH
 from swarmnode.pipeline.compute import in_thread
 from swarmnode.pipeline.spec import StageSpec, stage_specs
@@ -28,9 +28,8 @@ from swarmnode.policy.load import Policy, lora_settings, make_accelerator
 from swarmnode.policy.micro import MicroBatcher, free_memory, is_oom
 from swarmnode.policy.quantised import build_quantised
 from swarmnode.policy.text import PolicyText
-from swarmnode.recovery.copies import Parts, copied, decode_copy, encode_copy, install
+from swarmnode.recovery.copies import Parts, copied, decode_copy, install
 from swarmnode.recovery.messages import Have
-from swarmnode.recovery.state import trained
 from swarmnode.recovery.transfer import StatePeer
 from swarmnode.trainer.crew.model import CrewModel
 
@@ -142,7 +141,7 @@ class WholeCopy:
                     return
                 have, parts = await peer.fetch.copy(spec)
                 found.append((have, have.step, have.hash, parts))
-            except PeerError as error:
+            except (PeerError, StateError, Unavailable) as error:
                 log.info("a stage gives no copy", stage=spec.index, reason=str(error))
 
         try:
@@ -159,8 +158,5 @@ class WholeCopy:
 
 def _own(peer: StatePeer, spec: StageSpec) -> tuple[int, bytes, Parts]:
     """Our own stage's, through the bytes that others would get."""
-    stage = peer.stage
-    assert stage.worker is not None
-    taken, layout = stage.worker.participant, copied(spec, stage.layouts[spec.index])
-    before = taken.step, taken.hash
-    return *before, decode_copy(spec, encode_copy(spec, trained(stage.runtime), layout, stage.base), layout, stage.base)
+    step, digest, body = peer.stage.copy()
+    return step, digest, decode_copy(spec, body, copied(spec, peer.stage.layouts[spec.index]), peer.stage.base)

@@ -10,7 +10,7 @@ import torch
 import trio
 from trio.testing import memory_stream_pair
 
-from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout, StateError
+from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout, StateError, Unavailable
 from swarmnode.pipeline.compute import inline
 from swarmnode.pipeline.context import CrewSettings
 from swarmnode.pipeline.fence import Fence
@@ -411,6 +411,13 @@ async def test_a_copy_is_given_to_whoever_asks_and_not_while_a_step_is_taken(wir
     parts = decode_copy(spec, body[1], layout, wire.peer.stage.base)
     assert set(parts) == {spec.whole(tensor.name) for tensor in layout}
     monkeypatch.setattr(wire.peer.stage, "base", lambda name: wire.step() or base[name])
+    await wire.send(2, want)
+    assert (await wire.answer(2)).reason == "failed"
+
+    def gone(name):
+        raise Unavailable(f"no weights {name}")
+
+    monkeypatch.setattr(wire.peer.stage, "base", gone)  # a file of the base model was deleted: nobody's fault, and the end of nothing
     await wire.send(2, want)
     assert (await wire.answer(2)).reason == "failed"
 
