@@ -7,6 +7,7 @@ import threading
 from dataclasses import dataclass
 
 import torch
+import trio
 
 from swarmnode.errors import DeviceError
 from swarmnode.pipeline import faults
@@ -48,6 +49,8 @@ class StageOptimizer:
         self.last_commit = StepTaken()
         self.lock = threading.Lock()
         """Held while the weights move."""
+        self.moving = trio.Lock()
+        """Held from where a step is counted to where it is taken."""
         self._runtime = runtime
         self._most = most
 

@@ -225,9 +225,10 @@ class StageWorker:
             case frames.Propose() if sender == 0:
                 self._proposed(self.participant.propose(frame.place.step, frame.attempt, frame.micro_batches))
             case frames.Commit() if sender == 0:
-                action = self.participant.commit(frame.place.step, frame.attempt)
-                if isinstance(action, Take):
-                    await self.take(frame.clip, frame.learning_rate)
+                async with self.optimizer.moving:
+                    action = self.participant.commit(frame.place.step, frame.attempt)
+                    if isinstance(action, Take):
+                        await self.take(frame.clip, frame.learning_rate)
                 if action is not None:
                     self._confirm(frame.attempt)
             case frames.Abort() if sender == 0:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+import trio
+
 from swarmnode.errors import BadMessage, StateError
+from swarmnode.pipeline.compute import Compute
 from swarmnode.pipeline.frames import ABOUT_ITEM_BYTES, ActivationCodec, FrameLimits, activation_bytes
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.spec import StageSpec
@@ -48,6 +51,7 @@ class LocalStage:
     """What reads the base model's tensors; None where an adapter is trained."""
     restored: StageState | None = None
     """What the weights here were restored from, until there is a member: its moments are those of a tied embedding."""
+    _encoding: trio.Lock = field(default_factory=trio.Lock)
 
     def probe_bytes(self, have: m.Have) -> int:
         """What they say, up to a cap: a description is as long as its tokens need."""
@@ -67,17 +71,26 @@ class LocalStage:
             read_f32("logprobs", probe.logprobs, sum(work_of(probe, self.limits).completion_lengths))
         return probes
 
-    def copy(self) -> tuple[int, bytes, bytes]:
-        """(steps, step hash, bytes) of our weights, for who samples from the whole policy. Raises StateError where there is no worker or a
-        step was taken meanwhile, since some tensors may be of before it; Unavailable where the base model cannot be read."""
+    async def copy(self, compute: Compute) -> tuple[int, bytes, bytes]:
+        """(steps, step hash, bytes) of our weights, for who samples from the whole policy; encoded once for all who ask between two steps.
+
+        Raises StateError where there is no worker or a step was taken meanwhile, since some tensors may be of before it; Unavailable where
+        the base model cannot be read.
+        """
         if self.worker is None:
             raise StateError("nothing is trained here yet")
-        taken = self.worker.participant
-        step, digest = taken.step, taken.hash
-        body = encode_copy(self.spec, trained(self.runtime), copied(self.spec, self.layouts[self.spec.index]), self.base)
-        if taken.step != step:
-            raise StateError("a step was taken while it was copied")
-        return step, digest, body
+        layout = copied(self.spec, self.layouts[self.spec.index])
+        taken, recorder = self.worker.participant, self.recorder
+        async with self._encoding:
+            async with self.worker.optimizer.moving:  # never in the middle of a step
+                at = taken.step, taken.hash
+            if recorder.copy is None or recorder.copy[:2] != at:
+                recorder.copy = None
+                body = await compute(lambda: encode_copy(self.spec, trained(self.runtime), layout, self.base))
+                if (taken.step, taken.hash) != at:
+                    raise StateError("a step was taken while it was copied")
+                recorder.copy = (*at, body)
+            return recorder.copy
 
     def end(self, stage: int) -> StageSpec:
         """Another stage's spec; its layers do not matter here, only which end it is."""

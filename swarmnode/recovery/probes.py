@@ -55,6 +55,8 @@ class Recorder(Observer):
     edges: deque[Edge] = field(default_factory=deque)
     ends: dict[int, tuple[int, dict[str, torch.Tensor]]] = field(default_factory=dict)
     """Paper mode: end stage → (step, true copies of its embedding, or norm and head)."""
+    copy: tuple[int, bytes, bytes] | None = None
+    """(steps, step hash, bytes) of `LocalStage.copy`, if anybody has asked since the last step."""
     _pending: dict[int, _Pending] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -91,6 +93,7 @@ class Recorder(Observer):
             self._pending[micro_batch].logprobs = pack_logprobs(logprobs.numpy())
 
     def committed(self, worker: StageWorker) -> None:
+        self.copy = None
         step = worker.participant.step - 1
         for number, seen in sorted(self._pending.items()):
             rows = strict.decode(seen.about, MicroBatch).rows

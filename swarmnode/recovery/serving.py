@@ -17,6 +17,9 @@ from swarmnode.recovery.snapshots import form_of, ring
 from swarmnode.recovery.state import StageState, check_state, encode_state, host_copy, trained
 from swarmnode.weights.layout import Layout, elements
 
+Found = tuple[int, bytes, dict[str, Any]]
+"""(committed steps, bytes, fields of `Have`)."""
+
 
 class Server:
     """`channel.Serves`. What is said of our own snapshots elsewhere goes to `pusher`."""
@@ -46,16 +49,20 @@ class Server:
         if want.what in ("layers", "tied", "copy") and self._stage.phase != "whole":
             self._channel.lack(stage, want.request, "loading")
             return
-        step, body, more = await self._channel.compute(lambda: self._body(stage, want.what))
+        if want.what == "copy":
+            step, digest, body = await self._stage.copy(self._channel.compute)
+            found: Found = step, body, {"form": "small", "hash": digest}
+        else:
+            found = await self._channel.compute(lambda: self._body(stage, want.what))
+        step, body, more = found
         if not body:
             self._channel.lack(stage, want.request, "none")
             return
         have = await self._channel.compute(lambda: self._channel.have(want.what, step, body, **more))
         self._channel.answer(stage, want.request, have, body)
 
-    def _body(self, stage: int, what: str) -> tuple[int, bytes, dict[str, Any]]:
-        """(committed steps, bytes, fields of `Have`) of what `stage` wants; no bytes where it is not here. Raises StateError and
-        OSError, and Unavailable where the base model cannot be read."""
+    def _body(self, stage: int, what: str) -> Found:
+        """What `stage` wants; no bytes where it is not here. Raises StateError and OSError."""
         own = self._stage.layouts[self._stage.spec.index]
         if what == "shadow" and self._stage.store is not None and (snapshot := self._stage.store.get(stage)) is not None:
             more = {"form": snapshot.form, "squared_norm": snapshot.squared_norm, "factor": snapshot.factor, "hash": snapshot.hash}
@@ -71,9 +78,6 @@ class Server:
         if what == "layers":
             norm = 0.0 if self._stage.worker is None else self._stage.worker.optimizer.squared_norm
             return self._channel.step, pack_floats(trained(self._stage.runtime), layers_layout(own)), {"squared_norm": norm}
-        if what == "copy" and self._stage.worker is not None:
-            step, digest, body = self._stage.copy()
-            return step, body, {"form": "small", "hash": digest}
         if what == "tied" and self._stage.spec.shares_embedding and tied_layout(self._stage.spec, own):
             return self._channel.step, self._tied(tied_layout(self._stage.spec, own)), {}
         return 0, b"", {}

@@ -137,7 +137,9 @@ class WholeCopy:
         async def one(spec: StageSpec) -> None:
             try:
                 if spec.index == peer.stage.spec.index:
-                    found.append((None, *await in_thread(partial(_own, peer, spec))))
+                    step, digest, body = await peer.stage.copy(in_thread)  # through the bytes that others would get
+                    layout = copied(spec, peer.stage.layouts[spec.index])
+                    found.append((None, step, digest, await in_thread(partial(decode_copy, spec, body, layout, peer.stage.base))))
                     return
                 have, parts = await peer.fetch.copy(spec)
                 found.append((have, have.step, have.hash, parts))
@@ -154,9 +156,3 @@ class WholeCopy:
                 self._arrived = released, of.pop(), [parts for _, _, _, parts in found]
         finally:
             self._busy = False
-
-
-def _own(peer: StatePeer, spec: StageSpec) -> tuple[int, bytes, Parts]:
-    """Our own stage's, through the bytes that others would get."""
-    step, digest, body = peer.stage.copy()
-    return step, digest, decode_copy(spec, body, copied(spec, peer.stage.layouts[spec.index]), peer.stage.base)

@@ -19,7 +19,7 @@ from swarmnode.pipeline.links import Links
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.split import split_model
 from swarmnode.pipeline.worker import StageWorker
-from swarmnode.recovery import channel, disk
+from swarmnode.recovery import channel, disk, local
 from swarmnode.recovery import messages as m
 from swarmnode.recovery.bodies import layers_layout, pack_floats
 from swarmnode.recovery.copies import copied, copy_bytes, decode_copy, encode_copy
@@ -410,6 +410,7 @@ async def test_a_copy_is_given_to_whoever_asks_and_not_while_a_step_is_taken(wir
     layout = copied(spec, wire.layouts[1])
     parts = decode_copy(spec, body[1], layout, wire.peer.stage.base)
     assert set(parts) == {spec.whole(tensor.name) for tensor in layout}
+    wire.step()
     monkeypatch.setattr(wire.peer.stage, "base", lambda name: wire.step() or base[name])
     await wire.send(2, want)
     assert (await wire.answer(2)).reason == "failed"
@@ -420,6 +421,40 @@ async def test_a_copy_is_given_to_whoever_asks_and_not_while_a_step_is_taken(wir
     monkeypatch.setattr(wire.peer.stage, "base", gone)  # a file of the base model was deleted: nobody's fault, and the end of nothing
     await wire.send(2, want)
     assert (await wire.answer(2)).reason == "failed"
+
+
+async def test_a_copy_is_encoded_once_between_two_steps_however_many_ask(wire, monkeypatch):
+    wire.work()
+    encoded = []
+    monkeypatch.setattr(local, "encode_copy", lambda *args: encoded.append(wire.worker.participant.step) or encode_copy(*args))
+
+    async def later(work):
+        await quiet()
+        return work()
+
+    monkeypatch.setattr(wire.peer.channel, "compute", later)
+
+    async def asked(times):
+        for number in range(1, times + 1):
+            for stage in (0, 2):
+                await wire.ends[stage].send_all(m.pack(m.Want(wire.place(stage), number, "copy")))
+        with trio.fail_after(1):
+            got = [(await m.read(wire.ends[stage]), await m.read(wire.ends[stage])) for stage in (0, 2) for _ in range(times)]
+        assert len({body for _, (_, body) in got}) == 1
+        return {have.step for (have, _), _ in got}
+
+    assert await asked(channel.SERVED) == {9}
+    assert await asked(2) == {9}
+    assert encoded == [9]
+    async with trio.open_nursery() as nursery:
+        async with wire.worker.optimizer.moving:
+            wire.step()  # it is counted, and the weights still move
+            nursery.start_soon(asked, 2)
+            await quiet()
+            assert encoded == [9]
+    assert encoded == [9, 10]
+    wire.peer.stage.recorder.committed(wire.worker)
+    assert wire.peer.stage.recorder.copy is None, "what nobody will ask for again takes no memory"
 
 
 async def test_a_copy_that_is_fetched_is_no_longer_than_its_stage(wire):
