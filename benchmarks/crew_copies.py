@@ -159,8 +159,9 @@ async def learn(head: Head, training: TrainingConfig, samples: Sequence[tuple[Gr
     if not own:
         return False
     work = [
-        LearnRow(*rows.rows[i], rows.old_logprobs[i], float(rows.advantages[i]), float(rows.weights[i]), rows.groups[i]) for i in own
-    ]  # fmt: skip
+        LearnRow(*rows.rows[i], rows.recorded(i), float(rows.advantages[i]), float(rows.weights[i]), rows.groups[i], sampled=True)
+        for i in own
+    ]
     result = await head.update(work, training, normalizer(rows, training), training.learning_rate)
     return result.refused is None
 

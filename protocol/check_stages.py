@@ -12,7 +12,10 @@ PLACE = Row(crew=bytes, stage=int, step=int)
 BODIES = {  # type → fields behind `place`
     "forward": {"micro_batch": int, "purpose": ("learn", "score"), "codec": CODEC, "rows": int, "about": int},
     "backward": {"micro_batch": int, "codec": CODEC, "rows": int},
-    "learnt": {"micro_batch": int, "loss": float, "clipped": float, "kl": float, "entropy": float, "tokens": float},
+    "learnt": {
+        "micro_batch": int, "loss": float, "clipped": float, "kl": float, "entropy": float, "tokens": float, "weights": float,
+        "squares": float,
+    },
     "scores": {"micro_batch": int, "rows": int},
     "prefill": {"session": bytes, "fingerprint": bytes, "codec": CODEC, "rows": int, "about": int},
     "decode": {"session": bytes, "fingerprint": bytes, "codec": CODEC, "rows": int},
@@ -30,7 +33,8 @@ BODIES = {  # type → fields behind `place`
 HEADERS = [{"type": (tag,), "place": PLACE, **fields} for tag, fields in BODIES.items()]
 LOSS = {
     "old_logprobs": bytes, "reference": bytes, "advantages": bytes, "weights": bytes, "normalizer": float,
-    "loss_type": ("dapo", "grpo", "dr_grpo"), "epsilon": float, "epsilon_high": float, "delta": Maybe(float), "beta": float,
+    "loss_type": ("dapo", "grpo", "dr_grpo", "gspo", "cispo"), "epsilon": float, "epsilon_high": float, "delta": Maybe(float),
+    "beta": float, "sampled": [bool], "correction": ("tis", "mis", "icepop"), "level": ("token", "sequence"),
 }  # fmt: skip
 MICRO_BATCH = {
     "prompt_lengths": [int], "prompt_ids": bytes, "prompt_of": [int], "completion_lengths": [int], "completion_ids": bytes,
@@ -154,6 +158,7 @@ def read_micro_batch(data, rows, crew, purpose):
         finite(loss["reference"], sum(completions) if loss["beta"] > 0 else 0)
         finite(loss["advantages"], len(completions))
         finite(loss["weights"], len(completions))
+        require(len(loss["sampled"]) == len(completions), "shape")
         positive(loss["normalizer"], loss["epsilon"], loss["epsilon_high"], 1.0 if loss["delta"] is None else loss["delta"])
     return batch
 

@@ -26,6 +26,7 @@ NAN, INF = float("nan"), float("inf")
 LOSS: dict[str, Any] = {
     "old_logprobs": floats(-0.5, -1.0, -0.25), "reference": b"", "advantages": floats(1.0, -1.0), "weights": floats(1.0, 0.5),
     "normalizer": 12.0, "loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "delta": None, "beta": 0.0,
+    "sampled": [True, False], "correction": "tis", "level": "token",
 }  # fmt: skip
 BATCH: dict[str, Any] = {
     "prompt_lengths": [2], "prompt_ids": ids(7, 49), "prompt_of": [0, 0], "completion_lengths": [1, 2], "completion_ids": ids(3, 4, 5),
@@ -72,7 +73,7 @@ def bad(reason: str, name: str, frame: bytes, **given: Any) -> Vector:
 
 
 SMALL: list[dict[str, Any]] = [
-    header("learnt", micro_batch=9, loss=-0.5, clipped=1.0, kl=0.0, entropy=2.5, tokens=3.0),
+    header("learnt", micro_batch=9, loss=-0.5, clipped=1.0, kl=0.0, entropy=2.5, tokens=3.0, weights=2.5, squares=2.25),
     header("drop", session=WAVE),
     header("lost", session=WAVE, reason="session"),
     header("failed", micro_batch=2**63 - 1, reason="not_finite"),
@@ -103,6 +104,9 @@ def frames() -> Iterator[Vector]:
     penalty = {**BATCH, "loss": {**LOSS, "beta": 0.04, "reference": floats(-1.0, -2.0, -3.0), "delta": 4.0, "loss_type": "grpo"}}
     head = header("forward", **forward_fields(penalty))
     yield good("forward with a penalty", learn(penalty), {"header": head, "about": penalty, "values": floats(*VALUES)})
+    corrected = {**BATCH, "loss": {**LOSS, "loss_type": "cispo", "sampled": [False, False], "correction": "icepop", "level": "sequence"}}
+    head = header("forward", **forward_fields(corrected))
+    yield good("forward of what others have sampled", learn(corrected), {"header": head, "about": corrected, "values": floats(*VALUES)})
     bits = struct.pack("<12H", *(struct.unpack("<I", struct.pack("<f", v))[0] >> 16 for v in VALUES))
     head = header("forward", **{**forward_fields(BATCH), "codec": "bfloat16"})
     exact = {"header": head, "about": BATCH, "values": floats(*VALUES)}
@@ -197,6 +201,7 @@ def hostile_headers() -> Iterator[Vector]:
     yield bad("bounds", "a learning rate that climbs", joined({**commit, "learning_rate": -1e-6}))
     yield bad("bounds", "a clip factor that makes gradients larger", joined({**commit, "clip": 1.5}))
     yield bad("bounds", "fewer than no tokens", joined({**learnt, "tokens": -1.0}))
+    yield bad("bounds", "squares below 0", joined({**learnt, "squares": -1.0}))
     for value in (NAN, INF, -INF):
         yield bad("not_finite", f"a norm of {value}", joined({**commit, "norm": value}))
         yield bad("not_finite", f"a loss of {value}", joined({**learnt, "loss": value}))
@@ -219,6 +224,10 @@ def hostile_bodies() -> Iterator[Vector]:
     yield bad("schema", "a description with a reward", learn({**BATCH, "reward": 1.0}))
     yield bad("schema", "activations in a codec that is not the crew's", learn(), codec="int8")
     yield batch("schema", "an unknown loss", "loss.loss_type", "mse")
+    yield batch("schema", "an unknown correction", "loss.correction", "retrace")
+    yield batch("schema", "a correction of groups", "loss.level", "group")
+    yield batch("schema", "who sampled it as a number", "loss.sampled", [1, 0])
+    yield batch("shape", "nobody knows who sampled the second", "loss.sampled", [True])
     yield batch("shape", "ids for another length", "prompt_ids", ids(7, 48, 9))
     yield batch("shape", "one id short", "completion_ids", ids(3, 4))
     yield bad("shape", "rows that the description does not have", learn(values=floats(*VALUES[:8]), rows=2))

@@ -78,6 +78,10 @@ class Learnt(Header, frozen=True, tag="learnt"):
     kl: float
     entropy: float
     tokens: float
+    weights: float
+    """What the tokens weigh."""
+    squares: float
+    """The squares of that."""
 
 
 class Scores(Header, frozen=True, tag="scores"):
@@ -250,7 +254,8 @@ _ANY: Final = (-math.inf, math.inf)
 _NOT_NEGATIVE: Final = (0.0, math.inf)
 _AMOUNTS: Final = {
     "loss": _ANY, "clipped": _ANY, "kl": _ANY, "entropy": _ANY,
-    "tokens": _NOT_NEGATIVE, "squared_norm": _NOT_NEGATIVE, "norm": _NOT_NEGATIVE, "clip": (0.0, 1.0), "learning_rate": _NOT_NEGATIVE,
+    "tokens": _NOT_NEGATIVE, "weights": _NOT_NEGATIVE, "squares": _NOT_NEGATIVE,
+    "squared_norm": _NOT_NEGATIVE, "norm": _NOT_NEGATIVE, "clip": (0.0, 1.0), "learning_rate": _NOT_NEGATIVE,
 }  # fmt: skip
 
 

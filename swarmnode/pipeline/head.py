@@ -36,6 +36,7 @@ from swarmnode.pipeline.waves import Wave, cut
 from swarmnode.pipeline.work import MicroBatch, read_scores
 from swarmnode.pipeline.worker import StageWorker
 from swarmnode.policy.micro import micro_batches
+from swarmnode.rl.corrections import effective_share, rate_factor
 from swarmnode.rl.objectives import MAX_GRAD_NORM
 from swarmnode.wire import strict
 
@@ -54,6 +55,10 @@ class StepResult:
     kl: float | None = None
     entropy: float | None = None
     grad_norm: float | None = None
+    effective: float | None = None
+    """Effective sample size ÷ sample size of the tokens' weights, in (0, 1]."""
+    rate_factor: float = 1.0
+    """See `rl.corrections`."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +189,11 @@ class Head(StageWorker):
                     self._submit(number, "learn", describe(work, cfg.temperature, describe_loss(piece, cfg, normalizer)))
                 through = lambda: batch.finished >= pieces.keys() and batch.learnt.keys() >= pieces.keys()
                 await self.waiting.until(lambda: through() or batch.failed is not None)
+                sums = [batch.learnt[number] for number in pieces if number in batch.learnt]
+                count = sum(s.tokens for s in sums)
+                effective = effective_share(sum(s.weights for s in sums), sum(s.squares for s in sums), count)
+                factor = rate_factor(cfg.options, effective)
+                step.learning_rate *= factor
                 if batch.failed is not None:
                     self._send_decision(self.coordinator.give_up(batch.failed))
                 else:
@@ -203,14 +213,15 @@ class Head(StageWorker):
         if decided is None or decided.refused is not None:
             return StepResult(refused=decided.refused if decided else "timeout")
         self._judge(self._blame.taken(self.coordinator.norms))
-        sums = [batch.learnt[number] for number in pieces]
-        count = max(sum(s.tokens for s in sums), 1.0)
+        count = max(count, 1.0)
         return StepResult(
             loss=sum(s.loss for s in sums),
             clip_fraction=sum(s.clipped for s in sums) / count,
             kl=sum(s.kl for s in sums) / count if cfg.beta > 0 else None,
             entropy=sum(s.entropy for s in sums) / count,
             grad_norm=math.sqrt(decided.squared_norm),
+            effective=effective,
+            rate_factor=factor,
         )
 
     async def handle(self, sender: int, frame: Frame, body: bytes) -> None:

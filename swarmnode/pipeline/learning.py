@@ -11,7 +11,8 @@ from swarmnode.config import TrainingConfig
 from swarmnode.pipeline.sessions import Prompts
 from swarmnode.pipeline.work import Loss, MicroBatch, Questions
 from swarmnode.policy.logprobs import Batch, collate
-from swarmnode.rl.objectives import DELTA, EPSILON, EPSILON_HIGH, Objective, policy_loss
+from swarmnode.rl.corrections import against_sampler, own_correction
+from swarmnode.rl.objectives import Objective, policy_loss
 from swarmnode.wire.tensors import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 
 
@@ -28,6 +29,8 @@ class LearnRow:
     """Completions of one group go into one micro-batch where it can hold them, and share its prompt."""
     reference: list[float] = field(default_factory=list)
     """Log-probabilities under the reference policy; only with a KL penalty."""
+    sampled: bool = False
+    """`old_logprobs` are of what sampled it, and corrected for."""
 
 
 def describe(rows: Sequence[tuple[list[int], list[int]]], temperature: float, loss: Loss | None = None) -> MicroBatch:
@@ -46,8 +49,7 @@ def describe(rows: Sequence[tuple[list[int], list[int]]], temperature: float, lo
 
 
 def describe_loss(rows: Sequence[LearnRow], cfg: TrainingConfig, normalizer: float) -> Loss:
-    if cfg.loss_type == "gspo" or cfg.loss_type == "cispo":
-        raise ValueError(f"a frame has no word for the objective {cfg.loss_type}")  # refused before a crew is founded
+    objective, (correction, level) = Objective.of(cfg), own_correction(cfg.options)
     return Loss(
         old_logprobs=pack_logprobs([x for row in rows for x in row.old_logprobs]),
         reference=pack_logprobs([x for row in rows for x in row.reference]) if cfg.beta > 0 else b"",
@@ -55,10 +57,13 @@ def describe_loss(rows: Sequence[LearnRow], cfg: TrainingConfig, normalizer: flo
         weights=pack_logprobs([row.weight for row in rows]),
         normalizer=float(normalizer),
         loss_type=cfg.loss_type,
-        epsilon=EPSILON,
-        epsilon_high=EPSILON_HIGH,
-        delta=DELTA,
+        epsilon=objective.epsilon,
+        epsilon_high=objective.epsilon_high,
+        delta=objective.delta,
         beta=float(cfg.beta),
+        sampled=tuple(row.sampled for row in rows),
+        correction=correction,
+        level=level,
     )
 
 
@@ -78,19 +83,26 @@ def prompts_of(questions: Questions, device: torch.device) -> Prompts:
 
 
 def loss_of(work: MicroBatch, batch: Batch, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
-    """Loss to go backward from, and [loss, clipped, kl, entropy, tokens] summed over the tokens. logprobs, entropy (N, T)."""
+    """Loss to go backward from, and the sums of `frames.Learnt`. logprobs, entropy (N, T)."""
     loss = work.loss
     assert loss is not None
     mask = batch.completion_mask
     per_token = lambda data: torch.zeros(mask.shape).masked_scatter(mask.cpu(), torch.tensor(unpack_logprobs(data))).to(logprobs.device)
     per_row = lambda data: torch.tensor(unpack_logprobs(data), device=logprobs.device)
     objective = Objective(loss.loss_type, loss.beta, epsilon=loss.epsilon, epsilon_high=loss.epsilon_high, delta=loss.delta)
+    sampled = torch.tensor(loss.sampled, device=logprobs.device)
+    old, weights = against_sampler(
+        logprobs, per_token(loss.old_logprobs), sampled, per_row(loss.weights), mask, loss.correction, loss.level
+    )  # fmt: skip
     out = policy_loss(
-        logprobs, per_token(loss.old_logprobs), per_row(loss.advantages), mask, objective, loss.normalizer,
-        weights=per_row(loss.weights), ref_logprobs=per_token(loss.reference) if loss.beta > 0 else None,
+        logprobs, old, per_row(loss.advantages), mask, objective, loss.normalizer,
+        weights=weights, ref_logprobs=per_token(loss.reference) if loss.beta > 0 else None,
     )  # fmt: skip
     tokens = out.tokens.detach()
-    sums = [out.loss.detach(), out.clip_fraction * tokens, out.kl * tokens, (entropy * mask).sum(), tokens]
+    sums = [
+        out.loss.detach(), out.clip_fraction * tokens, out.kl * tokens, (entropy * mask).sum(), tokens, weights.sum(),
+        weights.square().sum(),
+    ]  # fmt: skip
     return out.loss, [float(x) for x in sums]
 
 

@@ -22,10 +22,10 @@ from swarmnode.wire.tensors import unpack_ids, unpack_logprobs
 
 
 class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Arguments of `rl.objectives.policy_loss`, see there."""
+    """Arguments of `rl.objectives.policy_loss` and `rl.corrections.against_sampler`, see there."""
 
     old_logprobs: bytes
-    """f32 per completion token."""
+    """f32 per completion token: as recorded, by who sampled it or by the policy of before."""
     reference: bytes
     """The same of the reference policy; empty where beta is 0."""
     advantages: bytes
@@ -34,11 +34,15 @@ class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """f32 per completion."""
     normalizer: float
     """The whole batch's, > 0."""
-    loss_type: Literal["dapo", "grpo", "dr_grpo"]
+    loss_type: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"]
     epsilon: float
     epsilon_high: float
     delta: float | None
     beta: float
+    sampled: tuple[bool, ...]
+    """Per completion: whether `old_logprobs` are its sampler's."""
+    correction: Literal["tis", "mis", "icepop"]
+    level: Literal["token", "sequence"]
 
 
 class MicroBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -162,6 +166,8 @@ def read_f32(name: str, data: bytes, count: int) -> NDArray[np.float32]:
 
 def _check_loss(loss: Loss, count: int, tokens: int) -> None:
     reference = tokens if loss.beta > 0 else 0
+    if len(loss.sampled) != count:
+        raise BadMessage("shape", f"sampled has {len(loss.sampled)} values, not {count}")
     for name, length in (("advantages", count), ("weights", count), ("old_logprobs", tokens), ("reference", reference)):
         read_f32(name, getattr(loss, name), length)
     for name in ("normalizer", "epsilon", "epsilon_high", "delta"):

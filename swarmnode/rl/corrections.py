@@ -65,9 +65,35 @@ def importance_weights(
     return weights.masked_fill(~inside | ~torch.isfinite(log_ratio), 0.0)
 
 
+def against_sampler(
+    now: torch.Tensor, recorded: torch.Tensor, sampled: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor, kind: Correction,
+    level: Level,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(N, T) what the objective's ratio is against, and what each token weighs; 0 on padding.
+
+    A completion whose `recorded` log-probabilities (N, T) are its sampler's (`sampled` (N,)) has the policy as it is `now` for its old one,
+    and `weights` (N,) times the correction for the sampler's. Any other has `recorded`, and `weights`.
+    """
+    now, sampled = now.detach().float(), sampled.unsqueeze(1)
+    correction = torch.where(sampled, importance_weights(now, recorded, mask, kind, level), mask.float())
+    return torch.where(sampled, now, recorded), weights.unsqueeze(1) * correction
+
+
 def effective_share(total: float, squares: float, count: float) -> float | None:
-    """Effective sample size ÷ sample size, in (0, 1]: (Σw)² / (n Σw²) of n weights; None of nothing, or where nothing has weight."""
-    return total * total / (count * squares) if count > 0 and squares > 0 else None
+    """Effective sample size ÷ sample size, in (0, 1]: (Σw)² / (n Σw²) of n weights; None of nothing, where nothing has weight, and of sums
+    that are of no weights."""
+    most = count * squares
+    share = total * total / most if most > 0 else 0.0
+    return min(share, 1.0) if 0 < share < math.inf else None
+
+
+def rate_factor(options: Collection[str], effective: float | None) -> float:
+    """What the learning rate is multiplied by where few samples carry the weight: √(effective share); 1 without the option.
+
+    An update varies as if it were of so many samples only (VCPO, arXiv 2602.17616), and Adam's rate goes with the root of the batch
+    (arXiv 2205.10287).
+    """
+    return math.sqrt(effective) if "effective_rate" in options and effective is not None else 1.0
 
 
 def sequence_correction(local_sum: torch.Tensor, sender_sum: torch.Tensor, tokens: torch.Tensor, floor: float = FLOOR) -> torch.Tensor:

@@ -3,8 +3,7 @@
     own group        ids and log-probabilities as sampled here     ratio 1, each token corrected for how far the sampler is
     external group   what `judge` has made of a peer's             ratio 1, weight in [0, 1] by how far the peer's policy is
 
-Ratio 1, since one step is taken on a batch: the old policy is the one that the step begins with. A crew, which has no second forward pass,
-takes the ratio of its own groups against what was recorded.
+Ratio 1, since one step is taken on a batch: the old policy is the one that the step begins with.
 """
 
 from __future__ import annotations
@@ -81,6 +80,14 @@ class Rows:
     """(N, T_i), a row's empty where its ratio is against `old_logprobs`; empty: every row's is."""
     masked: frozenset[int] = frozenset()
     """Rows that are neither learnt from nor counted, because they were cut."""
+
+    def is_sampled(self, i: int) -> bool:
+        """Whether what is recorded of row `i` is its sampler's, to be corrected for."""
+        return bool(self.sampler_logprobs and self.sampler_logprobs[i])
+
+    def recorded(self, i: int) -> list[float]:
+        """(T_i,) its sampler's log-probabilities where they are known, else what the ratio is against."""
+        return self.sampler_logprobs[i] if self.is_sampled(i) else self.old_logprobs[i]
 
     def informative(self, external: bool) -> list[int]:
         """Indices of the own or external rows that carry a gradient."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from swarmnode.policy.footprint import Optim
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import collate, completion_logprobs
 from swarmnode.policy.micro import MicroBatcher, RowTooLarge, free_memory
-from swarmnode.rl.corrections import Correction, Level, effective_share, importance_weights, own_correction
+from swarmnode.rl.corrections import against_sampler, effective_share, own_correction, rate_factor
 from swarmnode.rl.objectives import MAX_GRAD_NORM, WEIGHT_DECAY, Objective, policy_loss
 from swarmnode.rl.utility import AgreementProbe
 from swarmnode.trainer.batch import Rows
@@ -98,7 +97,11 @@ class Updater:
             batch = collate([rows.rows[i] for i in indices], self._policy.pad_id, self._policy.device)
             logprobs, entropy = completion_logprobs(self._policy, batch, self._cfg.temperature)  # (n, T)
             mask = batch.completion_mask.to(logprobs.device)
-            old, weights = _old_and_weights(rows, indices, logprobs, mask, own_correction(self._cfg.options))
+            sampled = torch.tensor([rows.is_sampled(i) for i in indices], device=logprobs.device)
+            old, weights = against_sampler(
+                logprobs, _padded([rows.recorded(i) for i in indices], logprobs), sampled, rows.weights[indices].to(logprobs.device), mask,
+                *own_correction(self._cfg.options),
+            )  # fmt: skip
             out = policy_loss(
                 logprobs,
                 old,
@@ -138,7 +141,9 @@ class Updater:
             agreement = self._probe.read() if own else None
         norm = self._policy.accelerator.clip_grad_norm_(self._policy.trainable_parameters(), MAX_GRAD_NORM)
         finite = norm is None or bool(torch.isfinite(norm))
-        factor = self._slow_down(_effective(totals))
+        factor = rate_factor(self._cfg.options, _effective(totals))
+        for group in self.optimizer.param_groups:
+            group["lr"] *= factor
         stepped = self._apply(finite)
         loss, clipped, kl, entropy, tokens, _, _ = totals.tolist()
         return UpdateStatistics(
@@ -153,19 +158,6 @@ class Updater:
             effective_external=effective_external,
             rate_factor=factor,
         )
-
-    def _slow_down(self, effective: float | None) -> float:
-        """Take less of the learning rate where few samples carry the weight: √(effective share). That factor; 1 without the option.
-
-        An update varies as if it were of so many samples only (VCPO, arXiv 2602.17616), and Adam's rate goes with the root of the batch
-        (arXiv 2205.10287).
-        """
-        if "effective_rate" not in self._cfg.options or effective is None:
-            return 1.0
-        factor = math.sqrt(effective)
-        for group in self.optimizer.param_groups:
-            group["lr"] *= factor
-        return factor
 
     def _apply(self, finite: bool) -> bool:
         """Take the optimizer step if the gradient is finite; whether it was.
@@ -211,25 +203,6 @@ SUMS = 7
 def _effective(totals: torch.Tensor) -> float | None:
     tokens, weights, squares = totals[4:].tolist()
     return effective_share(weights, squares, tokens)
-
-
-def _old_and_weights(
-    rows: Rows, indices: list[int], logprobs: torch.Tensor, mask: torch.Tensor, kind: tuple[Correction, Level]
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(n, T) what the ratio is against, and what each token weighs; 0 on padding.
-
-    A row whose sampler's log-probabilities are known has this policy, as it is now, for its old one, and is corrected for the sampler's:
-    `kind`.
-    """
-    old = _padded([rows.old_logprobs[i] for i in indices], logprobs)
-    weights = rows.weights[indices].to(logprobs.device).unsqueeze(1) * mask
-    if rows.sampler_logprobs:
-        recorded = [rows.sampler_logprobs[i] for i in indices]
-        known = torch.tensor([bool(row) for row in recorded], device=logprobs.device).unsqueeze(1)
-        now = logprobs.detach().float()
-        correction = importance_weights(now, _padded(recorded, logprobs), mask, *kind)
-        old, weights = torch.where(known, now, old), torch.where(known, weights * correction, weights)
-    return old, weights
 
 
 @contextlib.contextmanager

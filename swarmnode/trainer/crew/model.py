@@ -33,7 +33,6 @@ from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash, weight_fil
 from swarmnode.policy.load import configured_ends, local_directory, lora_settings, offline
 from swarmnode.policy.text import Chat, PolicyText
 from swarmnode.recovery.sources import LEARNING_RATE_FACTOR, PaperMode, Run, check_paper
-from swarmnode.rl.corrections import NAMED
 from swarmnode.rl.objectives import WEIGHT_DECAY
 from swarmnode.swarm.manifest import check_model
 from swarmnode.swarm.manifest_store import stored
@@ -229,12 +228,6 @@ def check_trainable(policy: PolicyConfig, training: TrainingConfig) -> None:
     """Raises Refused for what only a whole policy can do."""
     if training.beta > 0:
         raise Refused("a KL penalty needs a second, frozen policy, which no crew holds: set training.beta to 0, or stages.mode to off")
-    if training.loss_type in ("gspo", "cispo"):
-        named = training.loss_type
-        raise Refused(f"crews do not know the objective {named}: set training.loss_type to dapo, grpo or dr_grpo, or stages.mode to off")
-    for option in training.options:
-        if option in NAMED or option == "effective_rate":
-            raise Refused(f"crews do not know the option {option}: set training.options to a list without it, or stages.mode to off")
     if policy.quantization != "none":
         raise Refused("stages are not quantised: set policy.quantization to none, or stages.mode to off")
     if policy.optim != "adamw":

@@ -10,6 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -126,10 +127,12 @@ class CrewPolicy:
         if not own and not external:
             return UpdateStatistics(stepped=False)
         learn = [
-            LearnRow(*rows.rows[i], rows.old_logprobs[i], float(rows.advantages[i]), float(rows.weights[i]), rows.groups[i])
+            LearnRow(*rows.rows[i], rows.recorded(i), advantage, weight, rows.groups[i], sampled=rows.is_sampled(i))
             for i in own + external
+            for advantage, weight in [(float(rows.advantages[i]), float(rows.weights[i]))]
         ]
-        return self._one(learn, normalizer(rows, cfg), cfg.learning_rate if rate is None else rate)
+        done = self._one(learn, normalizer(rows, cfg), cfg.learning_rate if rate is None else rate)
+        return replace(done, effective_own=None) if external else done  # nobody says of whose tokens it is
 
     def _one(self, learn: list[LearnRow], divisor: float, rate: float) -> UpdateStatistics:
         cfg = self._training
@@ -145,7 +148,10 @@ class CrewPolicy:
             if result is None:
                 return UpdateStatistics(stepped=True)
             if result.refused is None:
-                return UpdateStatistics(True, result.loss, result.clip_fraction, result.kl, result.entropy, result.grad_norm)
+                return UpdateStatistics(
+                    True, result.loss, result.clip_fraction, result.kl, result.entropy, result.grad_norm,
+                    effective_own=result.effective, rate_factor=result.rate_factor,
+                )  # fmt: skip
             log.warning("no step", reason=result.refused)
             if result.refused == "not_finite":
                 break  # these rows will not become finite

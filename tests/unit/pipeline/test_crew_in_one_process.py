@@ -24,6 +24,7 @@ from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import trainable
 from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher
+from swarmnode.rl.objectives import Objective
 from swarmnode.trainer.batch import assemble, own_group
 from swarmnode.trainer.update import Updater
 from swarmnode.wire import strict
@@ -61,7 +62,7 @@ def policy(models, embedded):
     return build
 
 
-def experience(policy):
+def experience(policy, noise=0.1):
     prompts = [[5, 6, 7, 8, 9, 10], [2, 4]]
     generator = torch.Generator().manual_seed(2)
     rows, old = [], []
@@ -69,44 +70,43 @@ def experience(policy):
         for length in (3, 1, 5, 2):
             rows.append((prompt, torch.randint(2, 60, (length,), generator=generator).tolist()))
     for _, completion in rows:
-        old.append((torch.randn(len(completion), generator=generator) * 0.1).tolist())
+        old.append((torch.randn(len(completion), generator=generator) * noise).tolist())
     exact = score(policy, rows, 1.0)
     return rows, [[a + b for a, b in zip(x, y, strict=True)] for x, y in zip(exact, old, strict=True)]
 
 
-def grpo(policy):
-    """Rows as the unsplit trainer takes them, and as a crew does."""
-    rows, old = experience(policy)
+def grpo(policy, noise=0.1):
+    """Rows as the unsplit trainer takes them, and as a crew does: an own group, and a peer's."""
+    rows, old = experience(policy, noise)
 
     class Sample:
         def __init__(self, part):
             self.prompt_ids = rows[part[0]][0]
             self.completions = [type("C", (), {"ids": rows[i][1], "logprobs": old[i], "finish": "eos"}) for i in part]
 
-    groups = [own_group(Sample(range(4)), [1.0, 0.0, 0.0, 1.0]), own_group(Sample(range(4, 8)), [0.0, 1.0, 0.0, 0.0])]
-    assembled = replace(assemble(groups, "grpo"), sampler_logprobs=[])  # a crew's ratio is against what was recorded
+    own, other = own_group(Sample(range(4)), [1.0, 0.0, 0.0, 1.0]), own_group(Sample(range(4, 8)), [0.0, 1.0, 0.0, 0.0])
+    assembled = assemble([own, replace(other, peer="someone", sampler_logprobs=[], weights=[1.0, 0.5, 0.25, 1.0])], "grpo")
     learn = [
-        LearnRow(p, c, o, float(a), 1.0, g)
-        for (p, c), o, a, g in zip(assembled.rows, assembled.old_logprobs, assembled.advantages, assembled.groups, strict=True)
+        LearnRow(*row, assembled.recorded(i), float(assembled.advantages[i]), float(assembled.weights[i]), group, sampled=group == 0)
+        for i, (row, group) in enumerate(zip(assembled.rows, assembled.groups, strict=True))
     ]
     return assembled, learn
 
 
 def normalizer(rows, cfg):
-    if cfg.loss_type == "dapo":
-        return sum(len(row.completion_ids) for row in rows)
-    return len(rows) * (1 if cfg.loss_type == "grpo" else cfg.max_completion_length)
+    return Objective.of(cfg).normalizer([len(row.completion_ids) for row in rows])
 
 
 @pytest.mark.parametrize(
-    ("kind", "layers", "loss_type", "tokens"),
-    [("embedded", [1, 1], "dapo", 64), ("llama-tied", [1, 2, 1], "dapo", 64), ("llama", [1, 1, 1, 1], "grpo", 64),
-     ("qwen2", [2, 2], "dr_grpo", 4096), ("qwen3", [4], "dapo", 64)],
+    ("kind", "layers", "loss_type", "tokens", "options"),
+    [("embedded", [1, 1], "dapo", 64, []), ("llama-tied", [1, 2, 1], "dapo", 64, ["mis"]), ("llama", [1, 1, 1, 1], "grpo", 64, ["icepop"]),
+     ("qwen2", [2, 2], "dr_grpo", 4096, ["sequence_tis"]), ("qwen3", [4], "dapo", 64, ["sequence_mis"]),
+     ("llama", [2, 2], "gspo", 64, ["sequence_icepop"]), ("llama", [1, 3], "cispo", 4096, ["tis", "effective_rate"])],
 )  # fmt: skip
-async def test_two_grpo_steps_are_those_of_the_unsplit_trainer(policy, kind, layers, loss_type, tokens):
+async def test_two_grpo_steps_are_those_of_the_unsplit_trainer(policy, kind, layers, loss_type, tokens, options):
     whole = policy(kind)
-    cfg = TrainingConfig(loss_type=loss_type, per_device_train_tokens=tokens)
-    assembled, rows = grpo(whole)
+    cfg = TrainingConfig(loss_type=loss_type, per_device_train_tokens=tokens, options=options)
+    assembled, rows = grpo(whole, noise=1.0)  # beyond every correction's bounds
     start = {name: t.detach().clone() for name, t in trainable(whole.model).items()}
     async with crew_of(whole.model, layers) as crew:
         updater = Updater(whole, cfg, MicroBatcher(tokens))
@@ -118,6 +118,10 @@ async def test_two_grpo_steps_are_those_of_the_unsplit_trainer(policy, kind, lay
             assert got.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
             assert got.entropy == pytest.approx(expected.entropy, abs=1e-4)
             assert got.clip_fraction == pytest.approx(expected.clip_fraction, abs=1e-6)
+            assert expected.effective_own < 0.9
+            assert got.effective < 0.95
+            assert got.rate_factor == pytest.approx(expected.rate_factor, rel=1e-4)
+            assert ("effective_rate" in options) == (got.rate_factor < 1)
         mine = together(crew)
         assert mine.keys() == start.keys()
         for name, tensor in trainable(whole.model).items():

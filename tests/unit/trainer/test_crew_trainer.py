@@ -153,7 +153,8 @@ async def test_a_crew_s_step_is_that_of_the_whole_policy(tmp_path, model, monkey
     for i, peer in enumerate(["", "", "someone"]):
         rows = [(prompts[i], torch.randint(4, 100, (n,), generator=generator).tolist()) for n in (3, 1, 5, 2)]
         old = [[-4.0] * len(c) for _, c in rows]
-        groups.append(TrainingGroup(rows, old, [1.0, 0.0, 0.0, 1.0], [1.0, 0.9, 1.0, 0.8], peer))
+        weights, sampler = [1.0, 0.9, 1.0, 0.8], [] if peer else old
+        groups.append(TrainingGroup(rows, old, [1.0, 0.0, 0.0, 1.0], weights, peer, sampler_logprobs=sampler))
     rows = assemble(groups, "grpo")
     updater = Updater(policy, cfg, MicroBatcher(16384))
     async with crew(tmp_path, configs, [1, 1, 1, 1]) as (_, trainers):
