@@ -87,6 +87,11 @@ class Growing:
         self._position = self._position + 1
         return self._policy.logits(token[:, None], self._mask[:, : self._used], self._position, 1, self._cache)[:, -1]
 
+    def keep(self, rows: torch.Tensor) -> None:
+        """Go on with these rows only, by their numbers among those there are."""
+        self._cache.batch_select_indices(rows.cpu())  # layers may lie on several devices
+        self._position, self._mask = self._position[rows], self._mask[rows]
+
 
 class FixedLayer(DynamicLayer):
     """Keys and values of one layer, (N, heads, L, D) from the start; `column` (1,) is where a step writes."""

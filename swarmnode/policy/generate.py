@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from transformers import DynamicCache
 
-from swarmnode.policy.decode import decoder
+from swarmnode.policy.decode import Growing, decoder
 from swarmnode.policy.load import Policy
 
 
@@ -59,6 +59,8 @@ def generate(
 ) -> list[GroupSample]:
     """G completions for each of Q prompts, in order. `alive` is called after every decoding step.
 
+    When half of the rows have ended, the model is run on the others only, where the decoder can (on a CPU it can). What is drawn for a
+    row does not depend on it.
     Raises torch.OutOfMemoryError; give `MicroBatcher.generate` the call to have it retried in smaller pieces.
     """
     if not prompts:
@@ -75,6 +77,7 @@ def generate(
     done = torch.zeros(rows, dtype=torch.bool, device=policy.device)
     lengths = torch.full((rows,), max_tokens, device=policy.device)
     tokens, logprobs = [], []
+    under_way = torch.arange(rows, device=policy.device)  # (n,) those that the model is run on
     with policy.accelerator.autocast():  # around all steps, so that weights are cast to the compute dtype once and not at each of them
         cache = DynamicCache(config=policy.base.config)
         logits = policy.logits(ids, mask, positions, 1, cache)[:, -1].repeat_interleave(num_generations, 0)  # (N, V)
@@ -86,9 +89,15 @@ def generate(
             ended = torch.isin(token, ends) & ~done
             lengths[ended] = step + 1
             done |= ended
-            if step + 1 == max_tokens or bool(done.all()):
+            left = rows - int(done.sum())
+            if step + 1 == max_tokens or not left:
                 break
-            logits = advance(token)
+            if 2 * left <= len(under_way) and isinstance(advance, Growing):
+                going_on = (~done[under_way]).nonzero()[:, 0]
+                under_way = under_way[going_on]
+                advance.keep(going_on)
+            made = advance(token[under_way])
+            logits = made if len(made) == rows else logits.index_copy(0, under_way, made)  # of an ended row: as they were
             alive()
 
     drawn = torch.stack(tokens, 1).tolist()  # N lists of up to T, with junk after EOS

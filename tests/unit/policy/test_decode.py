@@ -35,6 +35,23 @@ def test_fixed_memory_computes_what_growing_memory_computes(policies, kind):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gpt2"])
+@torch.no_grad()
+def test_rows_that_are_kept_go_on_as_they_would_beside_the_others(policies, kind):
+    policy, count = policies[kind], len(PROMPTS) * GENERATIONS
+    all_of_them = decode.Growing(policy, *prefilled(policy), GENERATIONS, STEPS)
+    some = decode.Growing(policy, *prefilled(policy), GENERATIONS, STEPS)
+    tokens = torch.randint(4, 40, (STEPS, count), generator=torch.Generator().manual_seed(0))
+    left = torch.arange(count)
+    for number, token in enumerate(tokens):
+        torch.testing.assert_close(some(token[left]), all_of_them(token)[left], atol=1e-4, rtol=1e-4)
+        if number in (1, 4):
+            going_on = torch.arange(number % 2, len(left), 2)
+            some.keep(going_on)
+            left = left[going_on]
+    assert left.tolist() == [1, 5]
+
+
 @torch.no_grad()
 def test_memory_grows_when_it_is_used_up(policies, monkeypatch):
     monkeypatch.setattr(decode, "ROOM", 2)

@@ -1,9 +1,13 @@
 """Sampling: the tokens are the model's, and what is recorded is what training recomputes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from swarmnode.config import PolicyConfig
+from swarmnode.policy import generate as generation
+from swarmnode.policy.decode import decoder
 from swarmnode.policy.generate import Sampling, generate, sample
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import score
@@ -52,6 +56,26 @@ def test_shared_prefill_samples_what_separate_prompts_sample(policies, kind):
     assert [c for g in ids(shared) for c in g] == [c for g in ids(naive) for c in g]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_have_ended_are_left_out_and_change_nothing(policies, kind, monkeypatch):
+    policy, sampling = replace(policies[kind], eos_ids=frozenset(range(4, 14))), Sampling(8, 40)  # one in ten tokens ends
+    run = []
+    logits = type(policy).logits
+    monkeypatch.setattr(type(policy), "logits", lambda self, ids, *rest: run.append(len(ids)) or logits(self, ids, *rest))
+    groups = generate(policy, PROMPTS, sampling, policy.random_generator(3))
+    (prefilled, *steps), lengths = run, [len(c) for g in ids(groups) for c in g]
+    assert prefilled == len(PROMPTS)
+    under_way = [sum(length > step for length in lengths) for step in range(1, max(lengths))]
+    assert all(some <= rows < 2 * some for some, rows in zip(under_way, steps, strict=True)), "never half of them for nothing"
+    assert 4 * steps[-1] < steps[0] <= len(lengths)
+
+    monkeypatch.setattr(generation, "decoder", lambda *args: decoder(*args).__call__)  # one that takes no rows out
+    run.clear()
+    everything = generate(policy, PROMPTS, sampling, policy.random_generator(3))
+    assert run == [len(PROMPTS), *[len(lengths)] * len(steps)]
+    assert ids(everything) == ids(groups)
+
+
 def test_a_prompt_does_not_depend_on_its_neighbours(policies):
     for policy in policies.values():
         together = generate(policy, PROMPTS, Sampling(1, 6, 0.0), policy.random_generator(0))
@@ -90,8 +114,6 @@ def test_a_completion_that_is_cut_off_says_so(embedded):
 
 
 def test_every_end_token_stops(embedded):
-    from dataclasses import replace
-
     mark = embedded.tokenizer.convert_tokens_to_ids("?")
     two = replace(embedded, eos_ids=frozenset({embedded.eos_id, mark}))
     groups = generate(two, PROMPTS, Sampling(8, 8), two.random_generator(3))
