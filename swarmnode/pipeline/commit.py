@@ -2,7 +2,7 @@
 
     head:    propose(set) ──▶ all stages        "take the step of exactly these micro-batches"
     stage:   acknowledge ──▶ head               "their gradients are here" (prepared: it will wait for the decision), or why not
-    head:    commit ──▶ all, once everyone has acknowledged; abort ──▶ all at the first refusal, or at the deadline
+    head:    commit ──▶ all, once everyone has acknowledged; abort ──▶ all at the first refusal, or when nothing comes any more
     stage:   optimizer step, done ──▶ head      abort: gradients are dropped, weights stay
 
 The head takes its own step when it hears the first `done`. So "somebody else has taken it" is true whenever the head has, and when a head
@@ -75,14 +75,6 @@ class Confirm:
     attempt: int
 
 
-@dataclass(frozen=True)
-class ParticipantStatistics:
-    step: int
-    phase: Phase
-    micro_batches: int
-    refused: int
-
-
 class Participant:
     """One stage's side. `hash`: the step hash of what it begins with; `crew`: as in `step_hash`."""
 
@@ -96,10 +88,6 @@ class Participant:
         self._have: set[int] = set()
         self._norm = 0.0
         self._since = 0.0
-        self._refused = 0
-
-    def statistics(self) -> ParticipantStatistics:
-        return ParticipantStatistics(self.step, self.phase, len(self._have), self._refused)
 
     def may_accumulate(self, micro_batch: int) -> bool:
         """Whether the gradient of `micro_batch` may be added now: never twice, and never once a proposal is being answered."""
@@ -115,12 +103,12 @@ class Participant:
         if step < self.step:
             return Confirm(attempt) if step == self.step - 1 and attempt == self.attempt else None
         if step > self.step or attempt < self.attempt:
-            return self._refuse(attempt, "attempt") if attempt >= self.attempt else None
+            return Answer(attempt, "attempt") if attempt >= self.attempt else None
         if attempt == self.attempt and self.phase != "open":
             return Answer(attempt, None, self._norm) if self.phase == "prepared" else None
         self.attempt = attempt
         if self._have != set(micro_batches):
-            return self._refuse(attempt, "micro_batches")
+            return Answer(attempt, "micro_batches")
         self.phase = "preparing"
         return Prepare(attempt)
 
@@ -130,7 +118,7 @@ class Participant:
             return None
         if squared_norm is None:
             self.phase = "open"
-            return self._refuse(attempt, "not_finite")
+            return Answer(attempt, "not_finite")
         self.phase, self._norm, self._since = "prepared", squared_norm, now
         return Answer(attempt, None, squared_norm)
 
@@ -176,10 +164,6 @@ class Participant:
         self._since = now
         return Answer(self.attempt, None, self._norm)
 
-    def _refuse(self, attempt: int, reason: RefusalReason) -> Answer:
-        self._refused += 1
-        return Answer(attempt, reason)
-
     def _clear(self) -> None:
         self.phase = "open"
         self._have.clear()
@@ -197,12 +181,6 @@ class Decided:
     stages: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class CoordinatorStatistics:
-    committed: int
-    aborted: dict[str, int]
-
-
 @dataclass
 class Coordinator:
     """The head's side: one proposal at a time."""
@@ -213,21 +191,15 @@ class Coordinator:
     _done: set[int] = field(default_factory=set)
     _decision: Decided | None = None
     _open: bool = False
-    _deadline: float = 0.0
-    _committed: int = 0
-    _aborted: dict[str, int] = field(default_factory=dict)
 
-    def statistics(self) -> CoordinatorStatistics:
-        return CoordinatorStatistics(self._committed, dict(self._aborted))
-
-    def begin(self, deadline: float) -> int:
-        """Number of a new attempt, to be decided by `deadline`. Raises ValueError while one is undecided."""
+    def begin(self) -> int:
+        """Number of a new attempt. Raises ValueError while one is undecided."""
         if self._open:
             raise ValueError("a proposal is undecided")
         self.attempt += 1
         self._norms.clear()
         self._done.clear()
-        self._decision, self._open, self._deadline = None, True, deadline
+        self._decision, self._open = None, True
         return self.attempt
 
     def acknowledged(self, stage: int, attempt: int, refused: RefusalReason | None, squared_norm: float) -> Decided | None:
@@ -242,10 +214,6 @@ class Coordinator:
             return self._decide(refused)
         self._norms[stage] = squared_norm
         return self._decide(None) if len(self._norms) == self.stages else None
-
-    def extend(self, deadline: float) -> None:
-        """The present proposal may take longer: it is being worked at."""
-        self._deadline = max(self._deadline, deadline)
 
     @property
     def norms(self) -> Mapping[int, float]:
@@ -266,9 +234,6 @@ class Coordinator:
         """Abort, where nothing is decided yet."""
         return self._decide(reason) if self._open else None
 
-    def tick(self, now: float) -> Decided | None:
-        return self._decide("timeout") if self._open and now >= self._deadline else None
-
     def done(self, stage: int, attempt: int) -> bool:
         """Whether the head may now take its own step: the first other stage has. With one stage, `commits_alone`."""
         if attempt != self.attempt or self._decision is None or self._decision.refused is not None:
@@ -288,10 +253,6 @@ class Coordinator:
 
     def _decide(self, refused: RefusalReason | None) -> Decided:
         self._open = False
-        if refused is None:
-            self._committed += 1
-        else:
-            self._aborted[refused] = self._aborted.get(refused, 0) + 1
         norm = sum(self._norms.values()) if refused is None else 0.0
         self._decision = Decided(self.attempt, refused, norm, tuple(range(self.stages)))
         return self._decision

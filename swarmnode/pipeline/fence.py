@@ -7,7 +7,6 @@ which stage and at which step it was sent. A crew never changes, so whatever ano
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import Final
 
 from swarmnode.pipeline.frames import Place
@@ -16,21 +15,14 @@ FENCE_REASONS: Final = ("crew", "stage", "step", "newer")
 """Why a frame is dropped. `newer`: its step is ahead of ours: we missed something."""
 
 
-@dataclass(frozen=True)
-class FenceStatistics:
-    dropped: dict[str, int]
-
-
 class Fence:
     """For one member of a crew of `stages`; a new crew makes a new fence."""
 
     def __init__(self, place: Place, stages: int) -> None:
         self.place = place
         self._stages = stages
-        self._dropped: Counter[str] = Counter()
-
-    def statistics(self) -> FenceStatistics:
-        return FenceStatistics(dict(self._dropped))
+        self.dropped: Counter[str] = Counter()
+        """By FENCE_REASONS."""
 
     def check(self, place: Place, sender: int, step: int | None) -> str | None:
         """Why a frame that came from stage `sender` is to be dropped while we are at `step`; None where it counts.
@@ -39,7 +31,7 @@ class Fence:
         """
         reason = self._reason(place, sender, step)
         if reason:
-            self._dropped[reason] += 1
+            self.dropped[reason] += 1
         return reason
 
     def _reason(self, place: Place, sender: int, step: int | None) -> str | None:

@@ -15,13 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-import trio
-
 from swarmnode.config import TrainingConfig
 from swarmnode.errors import BadMessage, PeerError, PeerTimeout
 from swarmnode.pipeline import frames
 from swarmnode.pipeline.blame import Blame
-from swarmnode.pipeline.commit import Coordinator, CoordinatorStatistics, Decided
+from swarmnode.pipeline.commit import Coordinator, Decided
 from swarmnode.pipeline.compute import Compute, in_thread
 from swarmnode.pipeline.context import CrewSettings
 from swarmnode.pipeline.fence import Fence
@@ -61,14 +59,6 @@ class StepResult:
     """See `rl.corrections`."""
 
 
-@dataclass(frozen=True)
-class HeadStatistics:
-    coordinator: CoordinatorStatistics
-    waves: int
-    """In flight."""
-    begun_again: int
-
-
 @dataclass
 class BatchState:
     """What has come of the micro-batches of the present `score` or `update`; each call has one of its own."""
@@ -106,9 +96,6 @@ class Head(StageWorker):
         self._numbers = numbers
         self._batch = BatchState()
         self._step = StepState()
-
-    def head_statistics(self) -> HeadStatistics:
-        return HeadStatistics(self.coordinator.statistics(), len(self.generation.open), self.generation.begun_again)
 
     @property
     def usable(self) -> bool:
@@ -181,7 +168,7 @@ class Head(StageWorker):
         tokens_of = {number: sum(len(row.completion_ids) for row in piece) for number, piece in pieces.items()}
         batch, step = BatchState(tokens_of), StepState(learning_rate)
         self._batch, self._step = batch, step
-        attempt = self.coordinator.begin(trio.current_time() + self.waiting.seconds)
+        attempt = self.coordinator.begin()
         try:
             with self.waiting.deadline():
                 for number, piece in pieces.items():
@@ -227,7 +214,7 @@ class Head(StageWorker):
     async def handle(self, sender: int, frame: Frame, body: bytes) -> None:
         tail, batch = self.stages - 1, self._batch
         if self._is_progress(sender, frame):
-            self.coordinator.extend(self.waiting.extend())
+            self.waiting.extend()
         match frame:
             case frames.Tokens() if sender == tail:
                 self.generation.take(frame, body)
@@ -282,7 +269,7 @@ class Head(StageWorker):
 
     def _submit(self, number: int, purpose: frames.Purpose, work: MicroBatch) -> None:
         about = strict.encode(work)
-        self.links.send(0, frames.Forward(self.place, number, purpose, self.settings.codec, work.rows, len(about)), about)
+        self.links.send(0, frames.Forward(self.place, number, purpose, self.context.settings.codec, work.rows, len(about)), about)
 
     def _send_decision(self, decided: Decided | None) -> None:
         if decided is None:

@@ -43,16 +43,6 @@ class Arrival:
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class LinkStatistics:
-    bytes_sent: int
-    bytes_queued: int
-    """To all neighbours together, not sent yet."""
-    bytes_received: int
-    frames_received: int
-    refused: dict[str, int]
-
-
 class Inbox:
     """What arrived and was not handled yet, in order; bodies from others are counted. own: our stage."""
 
@@ -102,35 +92,32 @@ class Links:
         self._inbox = Inbox(stage)
         self._to_self, self._from_self = trio.open_memory_channel[Arrival](OUTBOX)
         self._out = {peer: trio.open_memory_channel[bytes](OUTBOX) for peer in self._streams}
-        self._queued = dict.fromkeys(self._streams, 0)
-        """Bytes, of those whose stream takes any."""
+        self.queued = dict.fromkeys(self._streams, 0)
+        """Bytes not sent yet, of those whose stream takes any."""
+        self.frames_received = 0
+        self.refused: Counter[str] = Counter()
+        """What was no frame, by FRAME_REASONS, and `unsent`: queues that were full."""
         self._nursery: trio.Nursery | None = None
-        self._sent = self._received = self._frames = 0
-        self._refused: Counter[str] = Counter()
-
-    def statistics(self) -> LinkStatistics:
-        return LinkStatistics(self._sent, sum(self._queued.values()), self._received, self._frames, dict(self._refused))
 
     def full(self, stage: int) -> bool:
         """Whether nothing new is to be begun that goes to `stage`. Never of a stream that is gone: its end arrives as such."""
-        return self._queued.get(stage, 0) >= OUTBOX_BYTES
+        return self.queued.get(stage, 0) >= OUTBOX_BYTES
 
     def send(self, stage: int, frame: Frame, body: bytes = b"") -> None:
         """Queues. To a stage whose stream is gone it does nothing; one whose queue has too many frames loses its stream."""
         if stage == self.stage:
             self._to_self.send_nowait(Arrival(stage, frame, body))
             return
-        if stage not in self._queued:
+        if stage not in self.queued:
             return
         data = pack_frame(frame, body)
         try:
             self._out[stage][0].send_nowait(data)
         except trio.WouldBlock:
-            self._refused["unsent"] += 1
+            self.refused["unsent"] += 1
             self._give_up(stage)
         else:
-            self._sent += len(data)
-            self._queued[stage] += len(data)
+            self.queued[stage] += len(data)
 
     def take_nowait(self) -> Arrival | None:
         """The next arrival; None: there is room again on a link that was full. Raises trio.WouldBlock."""
@@ -156,7 +143,7 @@ class Links:
 
     def _no_more(self, peer: int) -> None:
         """What was held back for it waits for nothing any more."""
-        self._queued.pop(peer, None)
+        self.queued.pop(peer, None)
         self._inbox.put_room()
 
     async def _loop_back(self) -> None:
@@ -171,12 +158,11 @@ class Links:
                 got = await read_frame(stream, self.limits)
                 if got is None:
                     break
-                self._frames += 1
-                self._received += len(got[1])
+                self.frames_received += 1
                 await self._inbox.put(Arrival(peer, *got))
         except BadMessage as error:
             reason = error.reason
-            self._refused[reason] += 1
+            self.refused[reason] += 1
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass  # the arrival below says it
         await self._inbox.put(Arrival(peer, None, b"", reason))
@@ -187,10 +173,10 @@ class Links:
                 for at in range(0, len(data), CHUNK_BYTES):
                     part = data[at : at + CHUNK_BYTES]
                     await stream.send_all(part)
-                    if peer not in self._queued:
+                    if peer not in self.queued:
                         return
                     was_full = self.full(peer)
-                    self._queued[peer] -= len(part)
+                    self.queued[peer] -= len(part)
                     if was_full and not self.full(peer):
                         self._inbox.put_room()
         except (trio.BrokenResourceError, trio.ClosedResourceError):

@@ -16,7 +16,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,17 +31,6 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(log-probabilities (N, T), entropies (N, T)) → scalar."""
 
 
-@dataclass(frozen=True)
-class RuntimeStatistics:
-    forwards: int
-    backwards: int
-    decode_steps: int
-    sessions: int
-    cache_bytes: int
-    tokens: int
-    """Tokens that were run forward: in training, for scores, in prompts and one by one."""
-
-
 class StageRuntime:
     """One stage on this machine. `model` is as `split` makes it; `dtype` what it computes in, float32 or bfloat16."""
 
@@ -52,13 +40,12 @@ class StageRuntime:
         self.dtype = dtype
         self.device = next(model.parameters()).device
         self.hidden_size = int(model.config.hidden_size)
-        self.sessions = Sessions(model.config)
-        self._forwards = self._backwards = self._decode_steps = self._tokens = 0
+        self.sessions = Sessions()
+        self.worked = 0
+        """Forwards, backwards and steps of decoding that were begun."""
+        self.tokens = 0
+        """Tokens that were run forward: in training, for scores, in prompts and one by one."""
         self._layers: Any = None
-
-    def statistics(self) -> RuntimeStatistics:
-        kept = self.sessions.statistics()
-        return RuntimeStatistics(self._forwards, self._backwards, self._decode_steps, kept.sessions, kept.bytes, self._tokens)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """The trained ones."""
@@ -102,42 +89,41 @@ class StageRuntime:
     @torch.no_grad()
     def forward(self, batch: Batch, x: torch.Tensor | None, part: Part = "all") -> torch.Tensor:
         """`x` (R, H), None where token ids go in → (R, H) for the next stage. Not for the last stage's head."""
-        self._forwards += 1
-        out = self._hidden(batch, x, part).float()
-        self._tokens += len(out)
+        self.worked += 1
+        out = self.hidden(batch, x, part)
+        self.tokens += len(out)
         return out
 
     def backward(self, batch: Batch, x: torch.Tensor | None, gradient: torch.Tensor, part: Part = "all") -> torch.Tensor | None:
         """Adds to the weights' gradients; `gradient` (R, H) of what `forward` gave → gradient of `x`, None on stage 0."""
-        self._backwards += 1
+        self.worked += 1
         inputs = None if x is None else x.detach().requires_grad_()
-        hidden = self._hidden(batch, inputs, part).float()
+        hidden = self.hidden(batch, inputs, part)
         if hidden.requires_grad:  # not so on a stage 0 in which nothing is trained
             hidden.backward(gradient.to(hidden.device))
         return None if inputs is None else inputs.grad
 
     def learn(self, batch: Batch, x: torch.Tensor | None, temperature: float, loss: Loss, part: Part = "all") -> torch.Tensor | None:
         """Last stage: forward, loss and backward in one → gradient of `x`, None where this is the only stage."""
-        self._forwards += 1
-        self._backwards += 1
-        self._tokens += _rows(batch, x)
+        self.worked += 2
+        self.tokens += _rows(batch, x)
         inputs = None if x is None else x.detach().requires_grad_()
-        loss(*self._logprobs(batch, inputs, temperature, part)).backward()
+        loss(*self.logprobs(batch, inputs, temperature, part)).backward()
         return None if inputs is None else inputs.grad
 
     @torch.no_grad()
     def score(self, batch: Batch, x: torch.Tensor | None, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Last stage, without gradient: log-probabilities and entropies, (N, T) each."""
-        self._forwards += 1
-        self._tokens += _rows(batch, x)
-        return self._logprobs(batch, x, temperature)
+        self.worked += 1
+        self.tokens += _rows(batch, x)
+        return self.logprobs(batch, x, temperature)
 
     @torch.no_grad()
     def prefill(self, session: bytes, fingerprint: bytes, prompts: Prompts, x: torch.Tensor | None) -> torch.Tensor:
         """Opens a session: `x` (prompt tokens, H), None on stage 0 → the same, or logits (Q, V) on the last stage."""
-        self._decode_steps += 1
+        self.worked += 1
         where = prompts.mask.nonzero(as_tuple=True)
-        self._tokens += len(where[0])
+        self.tokens += len(where[0])
         positions = (prompts.mask.cumsum(1) - 1).clamp(min=0)
         cache = DynamicCache(config=self.model.config)
         padded = prompts.ids if x is None else x.new_zeros(*prompts.mask.shape, x.shape[1]).index_put(where, x)
@@ -151,8 +137,8 @@ class StageRuntime:
 
         Rows that are left out are dropped from the cache for good. Raises BadMessage as `Sessions.step` does.
         """
-        self._decode_steps += 1
-        self._tokens += len(rows)
+        self.worked += 1
+        self.tokens += len(rows)
         kept = self.sessions.step(session, fingerprint, rows)
         out = self.run(x[:, None], kept.mask, kept.position, kept.cache, keep=1)
         return out[:, -1] if self.spec.has_head else out[:, 0].float()
@@ -162,19 +148,12 @@ class StageRuntime:
 
     def hidden(self, batch: Batch, x: torch.Tensor | None, part: Part = "all") -> torch.Tensor:
         """As `forward`, with gradient."""
-        return self._hidden(batch, x, part).float()
-
-    def logprobs(self, batch: Batch, x: torch.Tensor | None, temperature: float) -> torch.Tensor:
-        """Last stage, with gradient: log-probabilities (N, T)."""
-        return self._logprobs(batch, x, temperature)[0]
-
-    def _hidden(self, batch: Batch, x: torch.Tensor | None, part: Part) -> torch.Tensor:
         where = packing(batch)
         if part == "embed":
             embed = self.model.get_input_embeddings()
             with self._autocast():
-                return where.pack(embed(batch.prompt_ids), embed(batch.completion_ids[:, :-1]))
-        return where.pack(*self._both(batch, where, x, keep=0, part=part))
+                return where.pack(embed(batch.prompt_ids), embed(batch.completion_ids[:, :-1])).float()
+        return where.pack(*self._both(batch, where, x, keep=0, part=part)).float()
 
     def _both(
         self, batch: Batch, where: Packing, x: torch.Tensor | None, keep: int, part: Part = "all"
@@ -200,7 +179,8 @@ class StageRuntime:
         with self._autocast():
             return self.model.lm_head(self.model.model.norm(hidden.to(self.model.dtype)))
 
-    def _logprobs(self, batch: Batch, x: torch.Tensor | None, temperature: float, part: Part = "all") -> tuple[torch.Tensor, torch.Tensor]:
+    def logprobs(self, batch: Batch, x: torch.Tensor | None, temperature: float, part: Part = "all") -> tuple[torch.Tensor, torch.Tensor]:
+        """As `score`, with gradient."""
         where = packing(batch)
         first, later = self._both(batch, where, x, keep=1, part=part)
         row = torch.arange(len(batch.completion_ids), device=first.device)
@@ -216,7 +196,7 @@ class StageRuntime:
 
 
 def _rows(batch: Batch, x: torch.Tensor | None) -> int:
-    """Packed rows of a batch: those of `x`, or as `packing.Packing` counts them."""
+    """Packed rows of a batch: those of `x`, or as `packing` lays them out."""
     if x is not None:
         return len(x)
     return int(batch.prompt_mask.sum()) + int(batch.completion_mask.sum()) - len(batch.completion_ids)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Literal
 
 Visit = tuple[int, int]
@@ -24,43 +23,29 @@ Limit = Literal["counted", "free", "learn"]
 """Whether a forward waits for room. What is learnt at once needs none."""
 
 
-@dataclass(frozen=True)
-class ScheduleStatistics:
-    waiting: int
-    """Forwards that came and were not yet run."""
-    in_flight: int
-    """Micro-batches whose gradient is awaited: inputs kept."""
-    refused: int
-
-
 class Schedule:
     """A micro-batch that visits a stage twice has two names."""
 
     def __init__(self, stage: int, stages: int) -> None:
-        self._default: Limit = "learn" if stage == stages - 1 else "counted"
+        self.waiting: deque[tuple[Visit, Limit]] = deque()
+        """Forwards that came and were not yet run."""
+        self.in_flight: dict[Visit, Limit] = {}
+        """Micro-batches whose gradient is awaited: inputs kept."""
         self._room = stages - stage
-        self._forwards: deque[tuple[Visit, Limit]] = deque()
         self._backwards: deque[Visit] = deque()
-        self._in_flight: dict[Visit, Limit] = {}
         self._seen: set[Visit] = set()
-        self._refused = 0
 
-    def statistics(self) -> ScheduleStatistics:
-        return ScheduleStatistics(len(self._forwards), len(self._in_flight), self._refused)
-
-    def forward_arrived(self, micro_batch: Visit, limit: Limit | None = None) -> bool:
+    def forward_arrived(self, micro_batch: Visit, limit: Limit) -> bool:
         """False, and nothing changes, where it came before in this step."""
         if micro_batch in self._seen:
-            self._refused += 1
             return False
         self._seen.add(micro_batch)
-        self._forwards.append((micro_batch, limit or self._default))
+        self.waiting.append((micro_batch, limit))
         return True
 
     def backward_arrived(self, micro_batch: Visit) -> bool:
         """False, and nothing changes, where no such micro-batch waits for its gradient."""
-        if micro_batch not in self._in_flight or micro_batch in self._backwards:
-            self._refused += 1
+        if micro_batch not in self.in_flight or micro_batch in self._backwards:
             return False
         self._backwards.append(micro_batch)
         return True
@@ -71,16 +56,16 @@ class Schedule:
         """
         if self._backwards:
             micro_batch = self._backwards.popleft()
-            del self._in_flight[micro_batch]
+            del self.in_flight[micro_batch]
             return "backward", micro_batch
         ready = next(self._may_begin(blocked), None)
         if ready is None:
             return None
-        self._forwards.remove(ready)
+        self.waiting.remove(ready)
         micro_batch, limit = ready
         if limit == "learn":
             return "learn", micro_batch
-        self._in_flight[micro_batch] = limit
+        self.in_flight[micro_batch] = limit
         return "forward", micro_batch
 
     def ready(self, blocked: Callable[[Visit], bool] = lambda micro_batch: False) -> int:
@@ -88,14 +73,14 @@ class Schedule:
         return len(self._backwards) + sum(1 for _ in self._may_begin(blocked))
 
     def _may_begin(self, blocked: Callable[[Visit], bool]) -> Iterator[tuple[Visit, Limit]]:
-        full = sum(limit == "counted" for limit in list(self._in_flight.values())) >= self._room
-        for micro_batch, limit in list(self._forwards):
+        full = sum(limit == "counted" for limit in list(self.in_flight.values())) >= self._room
+        for micro_batch, limit in list(self.waiting):
             if limit == "learn" or not ((full and limit == "counted") or blocked(micro_batch)):
                 yield micro_batch, limit
 
     def clear(self) -> None:
         """The step is over, one way or the other."""
-        self._forwards.clear()
+        self.waiting.clear()
         self._backwards.clear()
-        self._in_flight.clear()
+        self.in_flight.clear()
         self._seen.clear()

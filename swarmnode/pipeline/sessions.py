@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from transformers import DynamicCache, PretrainedConfig
-from transformers.cache_utils import CacheLayerMixin
+from transformers import DynamicCache
 
 from swarmnode.errors import BadMessage
 
@@ -44,23 +43,12 @@ class Session:
     """(n, 1) of the latest token."""
 
 
-@dataclass(frozen=True)
-class SessionStatistics:
-    sessions: int
-    bytes: int
-    """Keys and values together."""
-
-
 class Sessions:
-    def __init__(self, config: PretrainedConfig) -> None:
-        self._config = config
+    def __init__(self) -> None:
         self._sessions: dict[bytes, Session] = {}
 
-    def statistics(self) -> SessionStatistics:
-        open_now = list(self._sessions.values())  # at once: who asks may do so while another thread computes
-        layers = [layer for s in open_now for layer in list(s.cache.layers) if isinstance(layer, CacheLayerMixin)]
-        tensors = [t for layer in layers if layer.is_initialized for t in (layer.keys, layer.values) if t is not None]
-        return SessionStatistics(len(open_now), sum(t.numel() * t.element_size() for t in tensors))
+    def __len__(self) -> int:
+        return len(self._sessions)
 
     def open(self, session: bytes, fingerprint: bytes, cache: DynamicCache, prompts: Prompts) -> None:
         """Keeps a prefilled cache of Q prompts, repeated for their completions. One that was open under this name is replaced."""

@@ -41,9 +41,7 @@ class Waiting:
         if scope.cancelled_caught:
             raise PeerTimeout("the crew did not answer in time")
 
-    def extend(self) -> float:
-        """Work arrived: a slow crew is waited for, a silent one is not. The new deadline."""
-        until = trio.current_time() + self.seconds
+    def extend(self) -> None:
+        """Work arrived: a slow crew is waited for, a silent one is not."""
         if self._scope is not None:
-            self._scope.deadline = until
-        return until
+            self._scope.deadline = trio.current_time() + self.seconds

@@ -63,7 +63,7 @@ class MicroBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def rows(self) -> int:
-        """Packed rows, as `packing.Packing` counts them."""
+        """Packed rows, as `packing` lays them out."""
         return sum(self.prompt_lengths) + sum(self.completion_lengths) - len(self.completion_lengths)
 
 

@@ -11,8 +11,7 @@ Everything happens in one task, one frame or one piece of work after the other; 
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
+from collections import Counter, deque
 
 import trio
 
@@ -22,30 +21,15 @@ from swarmnode.pipeline.commit import Answer, Confirm, Discard, Participant, Pre
 from swarmnode.pipeline.compute import Compute, in_thread
 from swarmnode.pipeline.context import CrewSettings, StageContext
 from swarmnode.pipeline.decoding import Decoding
-from swarmnode.pipeline.fence import Fence, FenceStatistics
+from swarmnode.pipeline.fence import Fence
 from swarmnode.pipeline.frames import Frame, Place
-from swarmnode.pipeline.links import Arrival, Links, LinkStatistics
+from swarmnode.pipeline.links import Arrival, Links
 from swarmnode.pipeline.micro_batches import MicroBatches
-from swarmnode.pipeline.observer import Observer
 from swarmnode.pipeline.optimizer import StageOptimizer, StepTaken
-from swarmnode.pipeline.runtime import RuntimeStatistics, StageRuntime
-from swarmnode.pipeline.schedule import ScheduleStatistics
+from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.tied import TiedEmbedding
 
 TICK_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class WorkerStatistics:
-    step: int
-    runtime: RuntimeStatistics
-    links: LinkStatistics
-    fence: FenceStatistics
-    schedule: ScheduleStatistics
-    refused: dict[str, int]
-    """Frames that passed their header and then were not what they said, by reason."""
-    squared_norm: float
-    """Its layers' last raw gradient's, before clipping: CheckFree weights this stage by it."""
 
 
 class StageWorker:
@@ -76,20 +60,8 @@ class StageWorker:
         return self.context.links
 
     @property
-    def settings(self) -> CrewSettings:
-        return self.context.settings
-
-    @property
     def participant(self) -> Participant:
         return self.context.participant
-
-    @property
-    def observer(self) -> Observer:
-        return self.context.observer
-
-    @observer.setter
-    def observer(self, observer: Observer) -> None:
-        self.context.observer = observer
 
     @property
     def index(self) -> int:
@@ -104,20 +76,10 @@ class StageWorker:
         return self.context.place
 
     @property
-    def fingerprint(self) -> bytes:
-        """32 bytes: the fingerprint of the policy that all stages together are at this step."""
-        return self.context.fingerprint
-
-    def statistics(self) -> WorkerStatistics:
-        return WorkerStatistics(
-            step=self.participant.step,
-            runtime=self.runtime.statistics(),
-            links=self.links.statistics(),
-            fence=self.context.fence.statistics(),
-            schedule=self.micro_batches.schedule.statistics(),
-            refused=dict(self.context.refused),
-            squared_norm=self.optimizer.squared_norm,
-        )
+    def dropped(self) -> Counter[str]:
+        """Frames that counted for nothing, by reason."""
+        counts = (self.context.fence.dropped, self.links.refused, self.context.refused)
+        return sum((counter.copy() for counter in counts), Counter())  # copies: another thread may count meanwhile
 
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
@@ -272,14 +234,14 @@ class StageWorker:
         self.optimizer.last_commit = StepTaken(self.participant.attempt, clip, learning_rate)
         with trio.CancelScope(shield=True):  # around computing only
             await self.context.compute(lambda: self.step(clip, learning_rate))
-            self.observer.stepped()
+            self.context.observer.stepped()
             self._drop_all()
 
     def step(self, clip: float, learning_rate: float) -> None:
         """What `take` computes. Raises DeviceError."""
         if not self.optimizer.step(clip, learning_rate):
             self.context.refused["bounds"] += 1
-        self.observer.committed(self)
+        self.context.observer.committed(self)
 
     def _drop_all(self) -> None:
         """Gradients, inputs and caches: they belong to weights that have moved, or to a step that will not be."""
@@ -287,5 +249,5 @@ class StageWorker:
             parameter.grad = None
         self.micro_batches.clear()
         self.tied.clear()
-        self.observer.dropped()
+        self.context.observer.dropped()
         self.waves.clear()

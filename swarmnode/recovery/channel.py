@@ -184,7 +184,7 @@ class Channel:
         self._nursery: trio.Nursery | None = None
 
     def statistics(self) -> ChannelStatistics:
-        fenced = self._fence.statistics().dropped
+        fenced = dict(self._fence.dropped)
         counts = self._counts
         return ChannelStatistics(counts.sent, counts.received, dict(counts.refused), fenced, counts.failed)
 

@@ -114,7 +114,7 @@ def _mean(runtime: StageRuntime, pairs: Sequence[Pair]) -> float:
 
 def _loss(runtime: StageRuntime, pair: Pair) -> torch.Tensor:
     if runtime.spec.has_head:
-        logprobs = runtime.logprobs(pair.batch, pair.x, pair.temperature)[pair.batch.completion_mask]
+        logprobs = runtime.logprobs(pair.batch, pair.x, pair.temperature)[0][pair.batch.completion_mask]
         return (logprobs - pair.y).square().mean()
     out = runtime.hidden(pair.batch, pair.x)
     return (out - pair.y).square().mean() / pair.y.square().mean().clamp_min(1e-12)

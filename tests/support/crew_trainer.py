@@ -94,6 +94,8 @@ class Trainer:
     resumed: bool = False
     fence: Fence | None = None
     coordinator: Coordinator | None = None
+    deadline: float = 0.0
+    """Of its attempt."""
     blame: Blame | None = None
     progress: int = 0
     learnt: tuple[int, ...] = ()
@@ -168,7 +170,7 @@ class Trainer:
             self._begin_step(now)
         elif what == "deadline" and self.coordinator is not None:
             silent = self.coordinator.silent
-            decided = self.coordinator.tick(now)
+            decided = self.coordinator.give_up("timeout") if now >= self.deadline else None
             if decided is not None and self.blame is not None:
                 self._blamed(self.blame.silent(silent))
             self._decided(decided, now)
@@ -233,7 +235,7 @@ class Trainer:
         elif self.in_step:
             return
         self.in_step = True
-        attempt = self.coordinator.begin(now + DEADLINE_SECONDS)
+        attempt, self.deadline = self.coordinator.begin(), now + DEADLINE_SECONDS
         self._later(DEADLINE_SECONDS + 0.01, "deadline")
         batches = tuple(self.participant.step * 10 + i for i in range(3))
         for kind in ("work", "propose"):

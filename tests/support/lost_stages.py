@@ -164,7 +164,7 @@ class Fleet:
             member.optimizer = old.optimizer
         elif station.spec.index in self.restored:
             self.restored[station.spec.index].install(member)
-        member.observer = station.watch
+        member.context.observer = station.watch
         station.member = member
         peer.attach(member)
 

@@ -123,18 +123,16 @@ class Stage:
         else:
             worker = StageWorker(self.runtime, links, fence, self._settings, self.meter, self.optimizer)
         worker.participant.hash = assigned.hash
-        worker.observer = Observers(self)
+        worker.context.observer = Observers(self)
         return worker
 
     def progress(self) -> int:
         """Grows with each piece of work done."""
-        done = self.runtime.statistics()
-        return done.forwards + done.backwards + done.decode_steps + self.worker.statistics().links.frames_received + self.step
+        return self.runtime.worked + self.worker.links.frames_received + self.step
 
     def dropped(self) -> dict[str, int]:
         """Frames that counted for nothing, in all crews, by reason."""
-        now = self.worker.statistics()
-        return dict(self._dropped + Counter(now.fence.dropped) + Counter(now.links.refused) + Counter(now.refused))
+        return dict(self._dropped + self.worker.dropped)
 
     def load(self) -> int:
         """Pieces of work in hand. What waits for a gradient, or for a slow link, is none: no new trainer would do it sooner."""
@@ -160,7 +158,7 @@ class Observers(Observer):
             observer.learnt(micro_batch, logprobs)
 
     def committed(self, worker: StageWorker) -> None:
-        self._stage.meter.step(self._stage.runtime.statistics().tokens)
+        self._stage.meter.step(self._stage.runtime.tokens)
         for observer in self._stage.observers:
             observer.committed(worker)
 

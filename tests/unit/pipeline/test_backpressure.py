@@ -103,7 +103,7 @@ async def test_a_crew_whose_links_are_always_full_does_the_same_and_keeps_little
         with trio.fail_after(120):
             weights, scores, tokens = await everything(crew)
         await quiet()
-        assert all(member.statistics().links.bytes_queued == 0 for member in crew.members)
+        assert all(not any(member.links.queued.values()) for member in crew.members)
     apart = 1e-4 if swapped else 0.0  # gradients of swapped micro-batches are added in the order in which there is room
     assert all(torch.allclose(tensor, expected[0][name], rtol=0.0, atol=apart) for name, tensor in weights.items())
     assert [len(logprobs) for logprobs, _ in scores] == [len(logprobs) for logprobs, _ in expected[1]]
@@ -134,7 +134,7 @@ async def test_what_nobody_reads_fills_a_link_and_all_of_it_arrives(monkeypatch)
             sent += 1
         await quiet()
         assert links.full(1)
-        assert 3000 <= links.statistics().bytes_queued < 3000 + FRAME
+        assert 3000 <= sum(links.queued.values()) < 3000 + FRAME
         assert not links.full(0)
         got = [(await frames.read_frame(theirs, LIMITS))[0].micro_batch for _ in range(sent)]
         assert got == list(range(sent))
@@ -142,7 +142,7 @@ async def test_what_nobody_reads_fills_a_link_and_all_of_it_arrives(monkeypatch)
             assert await links.take() is None  # there is room again
         await quiet()
         assert not links.full(1)
-        assert links.statistics().bytes_queued == 0
+        assert not any(links.queued.values())
         nursery.cancel_scope.cancel()
 
 
@@ -159,7 +159,7 @@ async def test_too_many_frames_for_one_neighbour_end_its_stream_and_drop_none_si
             while (arrival := await links.take()) is None:
                 pass
         assert (arrival.sender, arrival.frame) == (1, None)
-        assert links.statistics().refused == {"unsent": 1}
+        assert links.refused == {"unsent": 1}
         assert not links.full(1)
         nursery.cancel_scope.cancel()
 
@@ -174,7 +174,7 @@ async def test_who_sends_more_than_is_handled_is_not_read(monkeypatch):
         for number in range(20):
             await theirs.send_all(frames.pack_frame(*forward(number, "score")))
         await quiet()
-        assert links.statistics().frames_received == 2
+        assert links.frames_received == 2
         got = [(await links.take()).frame.micro_batch for _ in range(20)]
         assert got == list(range(20))
         nursery.cancel_scope.cancel()
@@ -183,18 +183,18 @@ async def test_who_sends_more_than_is_handled_is_not_read(monkeypatch):
 def test_what_waits_for_others_is_no_work_in_hand():
     one = Schedule(0, 2)
     for number in range(4):
-        assert one.forward_arrived(number)
+        assert one.forward_arrived(number, "counted")
     assert (one.ready(), one.ready(lambda number: True), one.next(lambda number: True)) == (4, 0, None)
     assert one.ready(lambda number: number != 2) == 1
     assert one.next(lambda number: number != 2) == ("forward", 2)
     assert one.next() == ("forward", 0)
-    assert (one.statistics().waiting, one.ready(), one.next()) == (2, 0, None)  # until a gradient comes
+    assert (len(one.waiting), one.ready(), one.next()) == (2, 0, None)  # until a gradient comes
     assert one.backward_arrived(2)
     assert one.ready(lambda number: True) == 1
     assert one.next(lambda number: True) == ("backward", 2)
     assert one.ready() == 2
     tail = Schedule(1, 2)
-    tail.forward_arrived(0)
+    tail.forward_arrived(0, "learn")
     assert tail.ready(lambda number: True) == 1
     assert tail.next(lambda number: True) == ("learn", 0)
 
@@ -205,7 +205,7 @@ async def test_a_stage_whose_link_is_full_is_not_taken_for_one_that_hangs(models
         monkeypatch.setattr(member.links, "full", lambda stage: stage == 2)
         crew.head.links.send(1, *forward(0, "learn", crew.head.place))
         await quiet()
-        assert (member.statistics().schedule.waiting, member.ready()) == (1, 0)
+        assert (len(member.micro_batches.schedule.waiting), member.ready()) == (1, 0)
         monkeypatch.setattr(member.links, "full", lambda stage: False)
         assert member.ready() == 1
 
@@ -230,7 +230,7 @@ async def test_few_micro_batches_are_scored_at_a_time(models):
             nursery.start_soon(score)
             await quiet(2000)
             assert waits == [1]
-            assert crew.members[0].statistics().runtime.forwards == SCORES * 3
+            assert crew.members[0].runtime.worked == SCORES * 3
             free.set()
     assert [len(logprobs) for logprobs, _ in got] == [len(row.completion_ids) for row in rows_of(30)]
 
@@ -243,12 +243,12 @@ async def test_a_neighbour_that_sends_more_than_is_ever_in_flight_is_refused(mod
             crew.head.links.send(1, *forward(number, "learn", crew.head.place))
         await quiet(2000)
         assert len(member.micro_batches.kept) == micro_batches_module.KEPT
-        assert member.statistics().refused == {"bounds": 10}
+        assert member.context.refused == {"bounds": 10}
         monkeypatch.setattr(member.links, "full", lambda stage: stage == 2)
         for number in range(LIMITS.sessions + 10):
             crew.head.links.send(1, *forward(1000 + number, "score", crew.head.place))
         await quiet(2000)
         assert len(member._held) == LIMITS.sessions
-        assert member.statistics().refused == {"bounds": 20}
+        assert member.context.refused == {"bounds": 20}
         with pytest.raises(PeerError, match="cannot score"):  # others go on, and hear of it
             await crew.head.score([([5, 6, 7], [8, 9])], 1.0)

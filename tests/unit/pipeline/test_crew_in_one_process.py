@@ -175,7 +175,7 @@ async def test_greedy_tokens_are_those_of_generate(embedded, layers):
         recorded = [x for wave in waves for row in wave.logprobs for x in row]
         assert recorded == pytest.approx([x for g in expected for c in g.completions for x in c.logprobs], abs=1e-4)
         await quiet()
-        assert all(member.runtime.statistics().sessions == 0 for member in crew.members)
+        assert all(not member.runtime.sessions for member in crew.members)
 
 
 async def quiet():
@@ -206,7 +206,7 @@ async def test_as_many_waves_as_stages_are_in_flight(models):
             async def watch():
                 nonlocal most
                 while True:
-                    most = max(most, crew.head.head_statistics().waves)
+                    most = max(most, len(crew.head.generation.open))
                     await trio.lowlevel.checkpoint()
 
             nursery.start_soon(watch)
@@ -231,7 +231,7 @@ async def test_a_wave_whose_caches_are_lost_goes_on_with_the_same_tokens(models)
 
         body.runtime.decode = forgetful
         waves = await crew.head.generate(HEADS, 3, 6, 0.9, 0.95, ENDS, random.Random(5))
-        assert crew.head.head_statistics().begun_again >= 2
+        assert crew.head.generation.begun_again >= 2
         assert texts(waves) == undisturbed
 
 
@@ -294,7 +294,7 @@ async def test_a_stage_whose_device_fails_drops_the_step_everywhere_and_goes_on(
         with fails(member.runtime, method, error):
             assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused == "frame"
             assert await all_dropped(crew)
-        assert member.statistics().refused["device"] >= 1
+        assert member.context.refused["device"] >= 1
         assert torch.equal(weights(crew), start)
         assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused is None
 
@@ -316,7 +316,7 @@ async def test_scores_and_waves_that_the_device_cannot_do_are_given_back(models)
             await crew.head.score([([5, 6], [7, 8])], 1.0)
         with fails(crew.members[1].runtime, "prefill", error), pytest.raises(PeerError, match="last: frame"):
             await crew.head.generate(HEADS, 2, 4, 1.0, 1.0, ENDS, random.Random(0))
-        assert crew.members[1].statistics().runtime.sessions == 0
+        assert not crew.members[1].runtime.sessions
         crew.head.waiting.gone = None
         assert len(await crew.head.score([([5, 6], [7, 8])], 1.0)) == 1
 
@@ -355,7 +355,7 @@ async def test_no_stage_goes_faster_than_its_own_node_allows(models, policy):
         for rate, taken, refused in ((1e-3, 1.1e-3, {}), (5.0, 1.1e-3, {"bounds": 1})):
             assert (await crew.head.update(rows, TrainingConfig(), 10.0, rate)).refused is None
             assert [group["lr"] for group in member.optimizer.adam.param_groups] == [pytest.approx(taken)]
-            assert member.statistics().refused == refused
+            assert member.context.refused == refused
 
 
 async def test_a_stage_that_says_nothing_costs_the_deadline_and_no_step(models, policy, autojump_clock):
@@ -405,8 +405,8 @@ async def test_frames_of_the_past_and_of_a_stranger_are_dropped(models):
         crew.head.links.send(1, frames.Drop(frames.Place(place.crew, 0, 1), b"s" * 16))
         crew.head.links.send(1, frames.Tokens(place, b"s" * 16, 1), b"\0" * 8)
         await quiet()
-        assert member.statistics().fence.dropped == {"crew": 1, "newer": 1}
-        assert member.statistics().refused == {"bounds": 1}
+        assert member.context.fence.dropped == {"crew": 1, "newer": 1}
+        assert member.context.refused == {"bounds": 1}
         assert member.participant.attempt == 0
 
 
@@ -414,10 +414,10 @@ async def test_bytes_that_are_no_frame_end_that_stream_and_nothing_else(models):
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
         await crew.streams[2, 1].send_all(b"\xff" * 64)
         await quiet()
-        assert crew.members[1].statistics().links.refused == {"oversize": 1}
+        assert crew.members[1].links.refused == {"oversize": 1}
         crew.head.links.send(1, frames.Drop(crew.head.place, b"s" * 16))  # still served
         await quiet()
-        assert crew.members[1].statistics().links.frames_received == 1
+        assert crew.members[1].links.frames_received == 1
 
 
 async def test_computing_beside_the_event_loop_gives_the_same(models):
@@ -432,7 +432,7 @@ async def test_what_checkfree_weights_a_stage_by_is_its_layers_raw_gradient(mode
     for layers in ([4], [1, 2, 1]):
         async with crew_of(whole.model, layers) as crew:
             result = await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)
-            norms[len(layers)] = [m.statistics().squared_norm for m in crew.members]
+            norms[len(layers)] = [m.optimizer.squared_norm for m in crew.members]
     assert sum(norms[3]) == pytest.approx(norms[1][0], rel=1e-4)
     assert min(norms[3]) > 1e-2  # not what clipping left
     assert sum(norms[3]) < result.grad_norm**2  # embedding and norm belong to no layer
@@ -523,18 +523,19 @@ async def test_what_does_not_fit_the_crew_is_refused_by_reason(models):
         head.links.send(1, frames.Forward(head.place, 1, "score", "bfloat16", work.rows, size), about + encode(rows, "bfloat16"))
         head.links.send(1, frames.Backward(head.place, 1, "float32", work.rows), encode(rows, "float32"))
         await quiet()
-        assert member.statistics().refused == {"schema": 1, "bounds": 1}  # another codec; a gradient from the stage before
+        assert member.context.refused == {"schema": 1, "bounds": 1}  # another codec; a gradient from the stage before
         wave = Wave(b"w" * 16, [[5, 6]], 2, 4, 1.0, 1.0, 3, ENDS)
         about = strict.encode(wave.questions())
         size = len(about)
         head.links.send(1, frames.Prefill(head.place, b"w" * 16, b"x" * 32, "float32", 2, size), about + encode(rows[:2], "float32"))
-        head.links.send(1, frames.Decode(head.place, b"w" * 16, head.fingerprint, "float32", 1), b"\0" * 4 + encode(rows[:1], "float32"))
+        decode = frames.Decode(head.place, b"w" * 16, head.context.fingerprint, "float32", 1)
+        head.links.send(1, decode, b"\0" * 4 + encode(rows[:1], "float32"))
         await quiet()
-        assert member.statistics().refused == {"schema": 1, "bounds": 1, "fingerprint": 1, "session": 1}
-        assert member.statistics().runtime.sessions == 0
+        assert member.context.refused == {"schema": 1, "bounds": 1, "fingerprint": 1, "session": 1}
+        assert not member.runtime.sessions
         head.generation.open[b"w" * 16] = wave
         member.links.send(0, frames.Tokens(member.place, b"w" * 16, 1), b"\0" * 8)  # there are two
         member.links.send(0, frames.Tokens(member.place, b"w" * 16, 2), pack_ids([60, 61]) + b"\0" * 8)  # there is no 61
         await quiet()
-        assert head.statistics().refused == {"shape": 1, "bounds": 1}
+        assert head.context.refused == {"shape": 1, "bounds": 1}
         assert wave.ids == [[], []]

@@ -138,7 +138,8 @@ def test_a_row_that_ended_leaves_the_others_as_they_are(models):
         stage.decode(b"s", b"f", [0, 1, 2], torch.tensor([1, 2, 3]))
     expected = all_rows.decode(b"s", b"f", [0, 1, 2], torch.tensor([4, 5, 6]))[[0, 2]]
     assert torch.allclose(some.decode(b"s", b"f", [0, 2], torch.tensor([4, 6])), expected, atol=1e-5)
-    assert some.statistics().cache_bytes < all_rows.statistics().cache_bytes
+    caches = [stage.sessions.step(b"s", b"f", rows).cache for stage, rows in ((some, [0, 2]), (all_rows, [0, 1, 2]))]
+    assert [len(cache.layers[0].keys) for cache in caches] == [2, 3]
 
 
 @pytest.mark.parametrize(
@@ -160,21 +161,20 @@ def test_every_stage_counts_each_token_that_went_through_it_once(models, layers)
     batch = collate(ROWS, 0, torch.device("cpu"))
     rows = 6 + 2 + (3 + 1 + 5 + 2) - 4  # two prompts once, and each completion without its last token
     through(stages, batch, torch.ones(batch.completion_ids.shape))
-    assert [stage.statistics().tokens for stage in stages] == [rows] * len(stages)
+    assert [stage.tokens for stage in stages] == [rows] * len(stages)
     x = None
     for stage in stages:
         x = stage.prefill(b"s", b"f", Prompts(torch.tensor([[0, 2, 4], [5, 6, 7]]), torch.tensor([[0, 1, 1], [1, 1, 1]]), 1), x)
     x = x.argmax(-1)
     for stage in stages:
         x = stage.decode(b"s", b"f", [0, 1], x)
-    assert [stage.statistics().tokens for stage in stages] == [rows + 5 + 2] * len(stages)
+    assert [stage.tokens for stage in stages] == [rows + 5 + 2] * len(stages)
 
 
 def test_packing_goes_there_and_back():
     batch = collate(ROWS, 0)
     where = packing(batch)
-    assert where.rows == 6 + 2 + (2 + 0 + 4 + 1)  # each prompt once, each completion without its last token
-    rows = torch.randn(where.rows, 5)
+    rows = torch.randn(6 + 2 + (2 + 0 + 4 + 1), 5)  # each prompt once, each completion without its last token
     assert torch.equal(where.pack(*where.unpack(rows)), rows)
 
 

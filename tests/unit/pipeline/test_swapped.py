@@ -97,7 +97,7 @@ async def test_two_swapped_steps_are_those_of_the_whole_model_in_swapped_order(m
         for name, tensor in unsplit.model.state_dict().items():
             assert torch.allclose(mine[name], tensor, atol=2e-4), name
         assert sum(float((mine[n] - t).abs().mean()) for n, t in unsplit.model.state_dict().items()) < 1e-4 * len(mine)
-        assert all(m.statistics().schedule.in_flight == 0 for m in crew.members)
+        assert all(not m.micro_batches.schedule.in_flight for m in crew.members)
 
 
 async def test_what_is_generated_and_scored_is_the_plain_policy(models):

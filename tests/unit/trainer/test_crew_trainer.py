@@ -327,7 +327,7 @@ async def test_a_head_s_calls_outlive_a_crew_and_end_with_its_lineage(tmp_path, 
         expected = await in_thread(engine.generate, PROMPTS * 8, Sampling(4, 8), torch.Generator().manual_seed(1))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask)
-            await until(lambda: trainers[0]._runner.head().head_statistics().waves)
+            await until(lambda: trainers[0]._runner.head().generation.open)
             network.end("for a test")
         assert network.founded == 2
         ids = lambda groups: [[c.ids for c in g.completions] for g in groups]
