@@ -260,7 +260,7 @@ class StagesConfig(Section):
     """Committed steps between two copies of a stage at its neighbours."""
     keep_policy: Literal["off", "disk", "memory", "both"] = "off"
     """A whole copy of the crew's policy on this node: every stage on its `disk`, so that `swarmnode export` can write the policy here; in
-    `memory` in int8, which this node samples from as the crew's head, instead of token by token through all stages; or both."""
+    `memory` in int8, which this node samples from, as the crew's head instead of token by token through all stages; or both."""
     paper_mode: Literal["off", "checkfree", "checkfree+"] = "off"
     """How a stage of a run from scratch comes back: from copies; or made of its neighbours as in the papers, `checkfree` for inner stages,
     `checkfree+` for all, trained for it with half of the micro-batches in swapped order."""

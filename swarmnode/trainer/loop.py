@@ -107,11 +107,7 @@ class Loop:
             counters = restored
             counters.swarm = config.swarm.id or counters.swarm
             log.info("restored", step=counters.step, policy_version=counters.policy_version)
-        top = config.node.data_dir / "trainer"  # as a whole node and as a crew's head it is one peer with one series of numbers
-        known = [kept.numbers for directory in (top, top / HEAD) for kept in rollback.states(directory)]
-        if restored is not None or known:
-            counters.sequence = max([counters.sequence, *(numbers.sequence for numbers in known)]) + SEQUENCE_MARGIN
-            counters.policy_version = max([counters.policy_version, *(numbers.policy_version for numbers in known)])
+        skip_used_numbers(counters, config.node.data_dir / "trainer")
         self._training = training
         self._engine = engine
         self._counters = counters
@@ -333,6 +329,14 @@ class Loop:
             log.info("held out", step=c.step, reward=round(reward, 4))
             self._engine.observe(reward)
         self._reporter.enter("evaluating")
+
+
+def skip_used_numbers(counters: Counters, trainer: Path) -> None:
+    """Go on behind every number that this node may have used: whole, as a head and beside a stage it is one peer with one series."""
+    known = [kept.numbers for directory in (trainer, trainer / HEAD) for kept in rollback.states(directory)]
+    if known:
+        counters.sequence = max([counters.sequence, *(numbers.sequence for numbers in known)]) + SEQUENCE_MARGIN
+        counters.policy_version = max([counters.policy_version, *(numbers.policy_version for numbers in known)])
 
 
 def best_rows(group: TrainingGroup) -> list[Row]:

@@ -20,6 +20,7 @@ import torch
 from swarmnode.config import TrainingConfig
 from swarmnode.errors import PeerError, PeerTimeout
 from swarmnode.link.messages import WeightsReport
+from swarmnode.pipeline.commit import Participant
 from swarmnode.pipeline.head import Head, StepResult
 from swarmnode.pipeline.learning import LearnRow
 from swarmnode.pipeline.waves import Wave
@@ -103,7 +104,7 @@ class CrewPolicy:
         copy, stage = self._copy, self._runner.stage
         if copy is None or stage is None:
             return self.generate(prompts, sampling, rng)
-        taken = self._head().participant
+        taken = self._participant()
         at = taken.step, taken.hash
         self._runner.call(lambda: copy.follow(stage.layers, at))
         samples = copy.sample(at[0], prompts, sampling, rng)
@@ -136,7 +137,7 @@ class CrewPolicy:
 
     def _one(self, learn: list[LearnRow], divisor: float, rate: float) -> UpdateStatistics:
         cfg = self._training
-        before = self._head().participant.step
+        before = self._participant().step
 
         async def work(head: Head) -> StepResult | None:
             if head.participant.step > before:
@@ -173,6 +174,9 @@ class CrewPolicy:
                     raise
                 if self._stop.is_set():
                     raise EngineGone("stopping") from None
+
+    def _participant(self) -> Participant:
+        return self._head().participant
 
     def _head(self) -> Head:
         """Waits for the crew to be together. Raises EngineGone when we are not its head any more, should stop, or waited too long."""
@@ -213,9 +217,9 @@ class CrewPolicy:
 
     # ---- across restarts ------------------------------------------------------------------------------------------------
 
-    def restore(self, directory: Path, rng: torch.Generator) -> Counters | None:
+    def restore(self, directory: Path, rng: torch.Generator) -> Counters:
         """What this node was as a head: all of it for the same crew, else only which group numbers are used. The crew says the step."""
-        step = self._head().participant.step
+        step = self._participant().step
         found = state.read(directory, self._owner)
         counters = Counters()
         if found is not None:

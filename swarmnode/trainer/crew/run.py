@@ -20,11 +20,15 @@ from swarmnode.config import Config
 from swarmnode.crew import local as stages
 from swarmnode.crew.local import Assigned
 from swarmnode.crew.plan import stage_memory
+from swarmnode.errors import LocalError
 from swarmnode.link.client import Link
 from swarmnode.link.messages import Hello
+from swarmnode.pauses import Told
 from swarmnode.policy.device import probe
 from swarmnode.policy.load import config_directory
 from swarmnode.process import Progress
+from swarmnode.swarm.manifest import spoken
+from swarmnode.swarm.manifest_store import stored
 from swarmnode.tasks.client import Scorer
 from swarmnode.trainer.crew.average import StageAveraging, averaged
 from swarmnode.trainer.crew.copies import WholeCopy
@@ -32,9 +36,11 @@ from swarmnode.trainer.crew.model import crew_terms, fits_whole, open_model
 from swarmnode.trainer.crew.policy import CrewPolicy
 from swarmnode.trainer.crew.recovery import StageRecovery, recovery_settings
 from swarmnode.trainer.crew.runner import StageRunner
+from swarmnode.trainer.crew.sampling import MemberPolicy, MemberSampler
 from swarmnode.trainer.crew.stage import Stage
 from swarmnode.trainer.engine import EngineGone, adapter_shape
-from swarmnode.trainer.loop import HEAD, Loop, Trainer
+from swarmnode.trainer.loop import HEAD, Identity, Loop, Pauses, Trainer
+from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.state import Counters
 from swarmnode.weights import local
 
@@ -64,7 +70,8 @@ class CrewTrainer:
         self._loop: Loop | None = None
         self._averaging: StageAveraging | None = None
         self.copy: WholeCopy | None = None
-        """What this node samples from as a head; None where it is to go through the stages."""
+        """What this node samples from; None where it is to go through the stages."""
+        self._beside: MemberSampler | None = None
 
     def stop(self) -> None:
         """Finish what is under way, save and leave."""
@@ -100,6 +107,7 @@ class CrewTrainer:
 
     def _wait_and_lead(self) -> None:
         scorer: Scorer | None = None
+        rests = Pauses(self._config.node.quiet_hours, Told(self._config.node.data_dir), 0.0, self._stop).reasons
         with contextlib.ExitStack() as stack:
             averages = False
             while not self._stop.is_set() and not self._finished():
@@ -107,16 +115,25 @@ class CrewTrainer:
                 if (self._averages() is not None) != averages:
                     averages = not averages
                     self._link.send(self._hello_now())
-                if crew is None:
+                if crew is None and (not self._may_sample() or rests()):
                     continue
-                if scorer is None:
-                    self._progress("loading tasks")
-                    scorer = stack.enter_context(Scorer())
                 try:
+                    if scorer is None:
+                        self._progress("loading tasks")
+                        scorer = stack.enter_context(Scorer())
+                    if crew is None:
+                        self._sample(scorer)
+                        continue
                     self._lead(crew, scorer)
                     return  # it was to stop, or has taken all its steps: steps in which there was nothing to learn are none of the crew's
                 except EngineGone as gone:
-                    log.info("not the head any more", reason=str(gone))
+                    log.info("not the head any more" if crew is not None else "nothing is sampled", reason=str(gone))
+                except (LocalError, OSError) as error:
+                    if crew is not None or self.copy is None:
+                        raise
+                    log.warning("the copy is given up, the stage is not", error=str(error))
+                    self.copy.release()
+                    self.copy = self._beside = None
 
     def _leads(self) -> bytes | None:
         """The crew that waits for us to begin."""
@@ -133,9 +150,30 @@ class CrewTrainer:
         try:
             self._loop.run(self._config.weights.join_seconds)
         finally:
-            self._loop = None
+            self._loop = self._beside = None
             if self.copy is not None:
                 self.copy.release()
+
+    def _may_sample(self) -> bool:
+        """Whether another leads a crew that works, and samples of ours can get to it."""
+        return self.copy is not None and self._config.sharing.enabled and self._runner.averages and self._runner.leads() is None
+
+    def _sample(self, scorer: Scorer) -> None:
+        """Once in each step of the crew, from our copy. Raises EngineGone, LocalError, OSError."""
+        c, stage = self._config, self._runner.stage
+        if stage is None or self.copy is None:
+            return
+        if self._beside is None or self._beside.lineage != stage.lineage:
+            if self._beside is not None:
+                self.copy.release()  # it may be of as many steps of the other one
+            engine = MemberPolicy(c.training, self._model, self._runner, stage.lineage, self._stop, 0.0, copy=self.copy)
+            speaks = spoken(stored(c.node.data_dir), c.task.names, c.training.options)
+            self._beside = MemberSampler(
+                stage.lineage, engine, c.training,
+                lambda counters: Questions(c.task.names, counters, speaks, "curriculum" in c.training.options),
+                lambda counters: Identity(self._link, counters, c.swarm.id), self._link, scorer, c.node.data_dir / "trainer",
+            )  # fmt: skip
+        self._beside.sample(stage)
 
     def _finished(self) -> bool:
         stage, limit = self._runner.stage, self._config.training.max_steps

@@ -293,19 +293,60 @@ async def test_a_crew_trains_an_adapter_and_gets_a_lost_stage_s_part_of_it_back(
         assert hello.replica is None or all("layers.1." in t.name or "layers.2." in t.name for t in hello.replica.layout)
 
 
+def as_received(published, policy):
+    """What a node published, as another one has it."""
+    with Scorer() as scorer:
+        prompts = [scorer.prompt(own.task) for own in published]
+    told = lambda own: (own.task, policy.fingerprint, policy.tokenizer_hash, own.policy_version, 0, own.sequence, own.sampling)
+    return [
+        ExternalGroup(bytes(32), "12D3KooWpeer", RolloutGroup(*told(own), own.completions), prompt, own.rewards, 0)
+        for own, prompt in zip(published, prompts, strict=True)
+    ]
+
+
+async def test_a_member_with_a_copy_samples_beside_its_stage_and_the_head_believes_it(tmp_path, model, monkeypatch):
+    Idle(monkeypatch)
+    configs = make(tmp_path, model, 3, training={"groups_per_step": 6})
+    configs[1] = config(tmp_path / "node1", model, stages={"keep_policy": "memory"}, training={"groups_per_step": 6})
+    policy = whole(model)
+    async with crew(tmp_path, configs, [1, 2, 1]) as (network, trainers):
+        engine, member = engine_of(trainers[0]), network.nodes[1]
+        for step in range(4):
+            if step:
+                assert (await in_thread(engine.update, some_rows(policy, step))).stepped
+            before = len(member.published)
+            await until(lambda before=before: len(member.published) > before, seconds=60)
+        judged = await in_thread(judge, as_received(member.published, policy), policy, engine.score, 1.0)
+        assert [outcome for _, outcome in judged.outcomes] == ["used"] * len(member.published)
+        versions = [group.policy_version for group in member.published]
+        assert versions == sorted(versions)
+        assert set(versions) <= {0, 1, 2, 3}
+        assert len(member.published) <= 8, "a third of six groups at each step"
+        trainers[1].stop()
+        await until(lambda: not member.connected)
+        said = [group.sequence for group in member.published]
+        member.pid = 0  # another process
+        trainers[1] = CrewTrainer(configs[1], Progress())
+        trainers.nursery.start_soon(trio.to_thread.run_sync, trainers[1].run)
+        await until(lambda: len(member.published) > len(said), seconds=60)
+        copy, disk = trainers[1].copy, lambda *_: (_ for _ in ()).throw(OSError("no space left"))
+        monkeypatch.setattr("swarmnode.trainer.state.write", disk)
+        assert (await in_thread(engine.update, some_rows(policy, 9))).stepped
+        await until(lambda: trainers[1].copy is None, seconds=60)
+        assert copy.facts(0) == {}, "its memory is free"
+        assert (await in_thread(engine.update, some_rows(policy, 10))).stepped, "its stage goes on"
+    assert len(said) == len(set(said))
+    assert min(group.sequence for group in member.published[len(said) :]) >= max(said) + SEQUENCE_MARGIN
+    assert not network.nodes[2].published, "it has no copy"
+
+
 async def test_a_whole_node_believes_what_a_crew_with_rounded_activations_publishes(tmp_path, model):
     configs = make(tmp_path, model, 2, codec="int8", training={"max_steps": 1})
     async with crew(tmp_path, configs, [2, 2]) as (network, _):
         await until(lambda: len(network.nodes[0].published) >= 4, seconds=60)
         policy = whole(model)
-        groups = []
-        with Scorer() as scorer:
-            prompts = [scorer.prompt(own.task) for own in network.nodes[0].published[:4]]
-        for own, prompt in zip(network.nodes[0].published, prompts, strict=False):
-            group = RolloutGroup(
-                own.task, policy.fingerprint, policy.tokenizer_hash, 0, 0, own.sequence, own.sampling, own.completions
-            )  # fmt: skip
-            groups.append(ExternalGroup(bytes(32), "12D3KooWpeer", group, prompt, own.rewards, 0))
+        groups = as_received(network.nodes[0].published[:4], policy)
+        for own in network.nodes[0].published[:4]:
             for completion in own.completions:
                 logprobs = unpack_logprobs(completion.logprobs)
                 assert len(logprobs) == len(unpack_ids(completion.token_ids)) == completion.tokens
