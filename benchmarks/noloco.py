@@ -207,10 +207,8 @@ class Swarm:
         if not self.arm.gate:
             self._commit(me, mine, blend(mine, theirs))
             return
-        judged = judge(
-            self.gates[me], f"peer{other}", mine, theirs, float(step), moved=norm(moved), fragment=fragment,
-            probe=lambda t: self._probe(me, t),
-        )  # fmt: skip
+        probe = lambda t: self._probe(me, t)
+        judged = judge(self.gates[me], f"peer{other}", mine, theirs, float(step), moved=norm(moved), probe=probe)
         self.judged["hostile " * (other == HOSTILE and bool(self.arm.hostile)) + judged.outcome] += 1
         self._commit(me, mine, judged.mean if judged.mean is not None else mine)
 
@@ -224,7 +222,7 @@ class Swarm:
         if self.arm.hostile == "flip":
             return {n: -t for n, t in host_copy(self.views[HOSTILE], mine).items()}
         length = norm(moved)
-        tau = self.gates[me].tau(0, norm(mine), length)
+        tau = self.gates[me].tau(mine, norm(mine), length)
         return {n: t - moved[n] * (0.99 * tau / max(length, 1e-12)) for n, t in mine.items()}
 
     def _probe(self, me: int, tensors: Tensors) -> float:

@@ -51,10 +51,10 @@ def outer_step_of_two_tensors(
 
 def judge(
     gate: AveragingGate, peer: str, mine: Tensors, theirs: Tensors, now: float, *, weight: float = 0.5, moved: float = 0.0,
-    fragment: int = 0, probe: Callable[[Mapping[str, torch.Tensor]], float] | None = None, probation: bool = False,
+    probe: Callable[[Mapping[str, torch.Tensor]], float] | None = None, probation: bool = False,
 ) -> GateDecision:  # fmt: skip
     """`examine`, the probe and `conclude` in one go, where nothing else has to go on meanwhile. probe: loss with these tensors, nats."""
-    found = gate.examine(peer, mine, theirs, now, weight=weight, moved=moved, fragment=fragment, probation=probation)
+    found = gate.examine(peer, mine, theirs, now, weight=weight, moved=moved, probation=probation)
     losses = None if probe is None or found.mean is None else Losses(probe(mine), probe(found.mean))
     return gate.conclude(found, now, losses)
 

@@ -238,7 +238,7 @@ class Averaging:
         """What the gate made of the partner's payload; the outer step is taken either way."""
         theirs = decode_averaged(payload, self.parts[fragment], "int8", fragment=fragment, anchor=self.anchors[fragment])
         slow = {name: self.outer.phi[name] for name in snapshot}
-        judged = judge_average(self.gate, peer, snapshot, theirs, now, moved=norm(snapshot, minus=slow), fragment=fragment)
+        judged = judge_average(self.gate, peer, snapshot, theirs, now, moved=norm(snapshot, minus=slow))
         outer_step(self.outer, judged.mean if judged.mean is not None else snapshot)
         self.outer.commit(self.parameters, snapshot)
         return judged.outcome

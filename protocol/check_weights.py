@@ -11,13 +11,13 @@ from check_frames import BYTES, COUNTS, ENVELOPE, EXACT, REGISTRY, counter, deco
 from check_join import peer_id
 
 WEIGHTS = (
-    {"type": ("here",), "fingerprint": bytes, "outer_step": int},
-    {"type": ("propose",), "nonce": bytes, "fingerprint": bytes, "fragment": int, "outer_step": int},
-    {"type": ("accept",), "nonce": bytes, "session": bytes, "fragment": int, "outer_step": int},
+    {"type": ("here",), "fingerprint": bytes, "outer_step": int, "blocks": bytes},
+    {"type": ("propose",), "nonce": bytes, "fingerprint": bytes, "fragment": int, "outer_step": int, "blocks": bytes},
+    {"type": ("accept",), "nonce": bytes, "session": bytes, "fragment": int, "outer_step": int, "blocks": bytes},
     {"type": ("busy",), "nonce": bytes, "reason": ("busy", "other_policy"), "retry_seconds": int},
     {"type": ("release",), "session": bytes},
     {"type": ("ready",), "session": bytes, "transfer": bytes, "root": bytes, "size": int, "outer_step": int},
-    {"type": ("latest",), "fingerprint": bytes, "fragment": int},
+    {"type": ("latest",), "fingerprint": bytes, "fragment": int, "blocks": bytes},
 )
 WEIGHTS_STATE = (
     {"type": ("state_request",), "fingerprint": bytes},
@@ -37,6 +37,8 @@ def read_weights(frame, cap, shapes):
     require(len(message.get("root", bytes(EXACT["chunk_hash"]))) == EXACT["chunk_hash"])
     counter(message.get("outer_step", 0), message.get("size", 1) - 1, message.get("size", 1))
     require(0 <= message.get("fragment", 0) < COUNTS["fragments"])
+    blocks = message.get("blocks", b"\1")
+    require(1 <= len(blocks) <= COUNTS["blocks"] // 8 and blocks[-1] != 0)
     require(0 <= message.get("retry_seconds", 0) <= COUNTS["retry_seconds"])
     return message
 
@@ -62,19 +64,22 @@ def edge_rank(epoch, one, other, swarm):
 
 def weights_fingerprint(swarm, base, tokenizer, layout, codec, fragments, adapter):
     hashes = [bytes.fromhex(value) for value in (swarm, base, tokenizer)]
-    return hashlib.sha256(msgpack.packb(["swarmnode/weights", 1, *hashes, sorted(layout), codec, fragments, adapter])).hexdigest()
+    dtypes = sorted({dtype for _, _, dtype in layout})
+    packed = (["swarmnode/weights", *what, codec, fragments, adapter] for what in ((2, *hashes, dtypes), (1, *hashes, sorted(layout))))
+    return [hashlib.sha256(msgpack.packb(content)).hexdigest() for content in packed]
 
 
 def weights_fragments(layout, fragments):
-    """03, section 1."""
-    layer = {name: re.search(r"(?:^|\.)([0-9]+)(?:\.|$)", name) for name, _, _ in layout}
-    layers = sorted({int(found[1]) for found in layer.values() if found})
-    size = {name: math.prod(shape) for name, shape, _ in layout}
-    count = max(1, min(fragments, len(layers)))
-    parts = [[name for name in layer if layer[name] and layers.index(int(layer[name][1])) % count == part] for part in range(count)]
-    for name in sorted((name for name in layer if not layer[name]), key=lambda name: (-size[name], name)):
-        min(parts, key=lambda part: sum(size[other] for other in part)).append(name)
-    return [sorted(part) for part in parts]
+    """03, section 1: names by fragment, and all blocks as they travel."""
+    block = {}
+    for name, _, _ in layout:
+        layer = re.search(r"(?:^|\.)([0-9]+)(?:\.|$)", name)
+        block[name] = min(2 + int(layer[1]), COUNTS["blocks"] - 1) if layer else 0 if "embed" in name else 1
+    fragment = {name: {0: 0, 1: fragments - 1}.get(number, (number - 2) % fragments) for name, number in block.items()}
+    bits = bytearray(max(block.values()) // 8 + 1)
+    for number in block.values():
+        bits[number // 8] |= 1 << number % 8
+    return [[sorted(name for name in block if fragment[name] == part) for part in range(fragments)], bits.hex()]
 
 
 def weights_int4(elements, body):

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from protocol.generate.frames import KEY, OTHER_PEER, OTHER_SWARM, PEER, SWARM, Vector, accepted, pack, rejected, without
-from swarmnode.weights.fingerprint import LoraShape, fingerprint
-from swarmnode.weights.fragments import cut
+from swarmnode.weights.fingerprint import LoraShape, fingerprint, state_fingerprint
+from swarmnode.weights.fragments import blocks_of, cut
 from swarmnode.weights.layout import make_layout
 from swarmnode.weights.partners import edge_rank
 from swarmnode.wire import ids
@@ -25,14 +25,14 @@ TENSORS = [
 
 def messages() -> Iterator[Vector]:
     good: list[dict[str, Any]] = [
-        {"type": "here", "fingerprint": FINGERPRINT, "outer_step": 12},
-        {"type": "propose", "nonce": NONCE, "fingerprint": FINGERPRINT, "fragment": 3, "outer_step": 2**63 - 1},
-        {"type": "accept", "nonce": NONCE, "session": SESSION, "fragment": 0, "outer_step": 0},
+        {"type": "here", "fingerprint": FINGERPRINT, "outer_step": 12, "blocks": b"\xff" * 128},
+        {"type": "propose", "nonce": NONCE, "fingerprint": FINGERPRINT, "fragment": 3, "outer_step": 2**63 - 1, "blocks": b"\x3d"},
+        {"type": "accept", "nonce": NONCE, "session": SESSION, "fragment": 0, "outer_step": 0, "blocks": b"\x01"},
         {"type": "busy", "nonce": NONCE, "reason": "busy", "retry_seconds": 3600},
         {"type": "busy", "nonce": NONCE, "reason": "other_policy", "retry_seconds": 0},
         {"type": "release", "session": SESSION},
         {"type": "ready", "session": SESSION, "transfer": TRANSFER, "root": ROOT, "size": 62_817, "outer_step": 5},
-        {"type": "latest", "fingerprint": FINGERPRINT, "fragment": 1023},
+        {"type": "latest", "fingerprint": FINGERPRINT, "fragment": 1023, "blocks": b"\x04"},
     ]
     for message in good:
         yield accepted(f"{message['type']} {message.get('reason', '')}".strip(), "weights", pack(message), message)
@@ -47,6 +47,10 @@ def messages() -> Iterator[Vector]:
     yield refused("bounds", "a fingerprint of 31 bytes", here, fingerprint=FINGERPRINT[1:])
     yield refused("bounds", "fragment 1024", propose, fragment=1024)
     yield refused("bounds", "fragment -1", latest, fragment=-1)
+    yield refused("bounds", "no blocks", propose, blocks=b"")
+    yield refused("bounds", "1032 blocks", latest, blocks=b"\1" * 129)
+    yield refused("bounds", "a byte without a block at the end", accept, blocks=b"\1\0")
+    yield refused("schema", "blocks as numbers", here, blocks=[2, 3])
     yield refused("bounds", "2**63 outer steps", propose, outer_step=2**63)
     yield refused("bounds", "-1 outer steps", here, outer_step=-1)
     yield refused("bounds", "an hour and a second", busy, retry_seconds=3601)
@@ -112,12 +116,13 @@ def derivations() -> Iterator[Vector]:
             "swarm": SWARM.hex(), "base": ROOT.hex(), "tokenizer": TRANSFER.hex(), "layout": TENSORS, "codec": "int8", "fragments": 3,
             "adapter": plain,
         }  # fmt: skip
-        output = fingerprint(SWARM, ROOT, TRANSFER, layout, "int8", 3, adapter).hex()
+        output = [of(SWARM, ROOT, TRANSFER, layout, "int8", 3, adapter).hex() for of in (fingerprint, state_fingerprint)]
         yield {"name": f"fingerprint {number}", "derive": "weights_fingerprint", "input": given, "output": output}
-    for count in (1, 2, 3):
-        parts = [[spec.name for spec in part] for part in cut(layout, count)]
-        given = {"layout": TENSORS, "fragments": count}
-        yield {"name": f"{count} fragments", "derive": "weights_fragments", "input": given, "output": parts}
+    for count, tensors in ((1, TENSORS), (2, TENSORS), (3, TENSORS), (3, TENSORS[2:3])):
+        held = make_layout((name, shape, dtype) for name, shape, dtype in tensors)
+        parts = [[spec.name for spec in part] for part in cut(held, count)]
+        given, blocks = {"layout": tensors, "fragments": count}, blocks_of(spec.name for spec in held)
+        yield {"name": f"{count} fragments of {len(held)}", "derive": "weights_fragments", "input": given, "output": [parts, blocks.hex()]}
     scale = lambda value: struct.pack(">f", value)[1::-1]  # the upper half, little-endian
     q = lambda *values: bytes(values)
     for name, count, body, output in (

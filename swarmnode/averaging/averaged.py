@@ -3,33 +3,41 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
 from swarmnode.averaging import codecs
 from swarmnode.averaging.outer import Tensors, host_copy
 from swarmnode.weights import fragments
-from swarmnode.weights.layout import RELATIVE, Codec, make_layout
+from swarmnode.weights.layout import RELATIVE, Codec, Layout, make_layout
 
 
 class AveragedTensors:
     """Make it before a saved state is restored: the base weights are what the codec is relative to.
 
-    parameters: by name, those that are averaged. lock: held by whoever moves the weights; hold it to copy or to set them.
+    parameters: by their names in the whole model, those that are averaged. lock: held by whoever moves the weights; hold it to copy or to
+    set them. layers: of the whole model, where not all are here.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], codec: Codec, wanted_fragments: int, lock: threading.Lock) -> None:
+    def __init__(
+        self, parameters: Mapping[str, torch.nn.Parameter], codec: Codec, wanted_fragments: int, lock: threading.Lock,
+        layers: int | None = None,
+    ) -> None:  # fmt: skip
         self.parameters = dict(parameters)
         self.lock = lock
         self.codec: Codec = codec
         self.layout = make_layout((n, p.shape, str(p.dtype).removeprefix("torch.")) for n, p in self.parameters.items())
-        self.parts = fragments.cut(self.layout, fragments.count(self.layout, wanted_fragments))
-        base = host_copy(self.parameters) if codec in RELATIVE else {}
-        self._anchors = [codecs.make_anchor({spec.name: base[spec.name] for spec in part}) if base else None for part in self.parts]
+        self.parts = fragments.cut(self.layout, fragments.count(self.layout, wanted_fragments, layers))
+        self._anchor = codecs.make_anchor(host_copy(self.parameters)) if codec in RELATIVE else None
 
     def names(self, fragment: int) -> list[str]:
         return [spec.name for spec in self.parts[fragment]]
+
+    def shared(self, fragment: int, blocks: bytes) -> list[str]:
+        """Names of what of the fragment is in `blocks`, packed."""
+        held = fragments.unpack(blocks)
+        return [name for name in self.names(fragment) if fragments.block_of(name) in held]
 
     def copy(self, fragment: int) -> Tensors:
         """The fragment's weights, float32 on the host."""
@@ -42,9 +50,15 @@ class AveragedTensors:
             self.parameters[name].copy_(tensor)
 
     def encode(self, fragment: int, tensors: Tensors) -> bytes:
-        """What partners are served of the fragment."""
-        return codecs.encode(tensors, self.parts[fragment], self.codec, fragment=fragment, anchor=self._anchors[fragment])
+        """What partners are served of the fragment: `tensors`, all of it or some."""
+        return codecs.encode(tensors, *self._format(fragment, tensors), fragment=fragment, anchor=self._anchor_of(tensors))
 
-    def decode(self, fragment: int, data: bytes | memoryview) -> Tensors:
-        """A partner's weights of the fragment. Raises BadMessage; whether the values make sense is the gate's question."""
-        return codecs.decode(data, self.parts[fragment], self.codec, fragment=fragment, anchor=self._anchors[fragment])
+    def decode(self, fragment: int, data: bytes | memoryview, names: Collection[str]) -> Tensors:
+        """A partner's weights `names` of the fragment. Raises BadMessage; whether the values make sense is the gate's question."""
+        return codecs.decode(data, *self._format(fragment, names), fragment=fragment, anchor=self._anchor_of(names))
+
+    def _format(self, fragment: int, names: Collection[str]) -> tuple[Layout, Codec]:
+        return tuple(spec for spec in self.parts[fragment] if spec.name in names), self.codec
+
+    def _anchor_of(self, names: Collection[str]) -> codecs.Anchor | None:
+        return self._anchor.of(names) if self._anchor is not None else None

@@ -9,7 +9,7 @@ largest of a block of 64, and takes half the bytes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,15 +27,25 @@ class Anchor:
 
     hash: bytes
     tensors: Tensors
+    digests: Mapping[str, bytes]
+    """SHA-256 of each tensor's bytes."""
+
+    def of(self, names: Iterable[str]) -> Anchor:
+        """The anchor of some of its tensors."""
+        return Anchor(_joined({name: self.digests[name] for name in names}), self.tensors, self.digests)
 
 
 def make_anchor(tensors: Mapping[str, torch.Tensor]) -> Anchor:
-    """float32 host tensors → an anchor; its hash is SHA-256 over name and bytes of each, by name."""
-    digest = hashlib.sha256(b"swarmnode/anchor/1")
-    for name in sorted(tensors):
-        digest.update(len(name.encode()).to_bytes(2, "big") + name.encode())
-        digest.update(to_bytes(tensors[name], "<f4"))
-    return Anchor(digest.digest(), dict(tensors))
+    """float32 host tensors → an anchor; its hash is SHA-256 over name and hash of each, by name."""
+    digests = {name: hashlib.sha256(to_bytes(tensor, "<f4")).digest() for name, tensor in tensors.items()}
+    return Anchor(_joined(digests), dict(tensors), digests)
+
+
+def _joined(digests: Mapping[str, bytes]) -> bytes:
+    joined = hashlib.sha256(b"swarmnode/anchor/2")
+    for name in sorted(digests):
+        joined.update(len(name.encode()).to_bytes(2, "big") + name.encode() + digests[name])
+    return joined.digest()
 
 
 def encode(tensors: Mapping[str, torch.Tensor], layout: Layout, codec: Codec, *, fragment: int = 0, anchor: Anchor | None = None) -> bytes:

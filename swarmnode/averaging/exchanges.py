@@ -21,7 +21,9 @@ class Exchange:
     """Empty for a solo step."""
     fragment: int
     snapshot: Tensors
-    """Our weights when the copy was made, float32 on the host."""
+    """Our weights of the fragment when the copy was made, float32 on the host."""
+    shared: Tensors
+    """Those of them that the partner holds too; the others take their outer step as if alone."""
     slow: SlowWeights
     """φ and δ in the same moment."""
     outer_step: int

@@ -2,7 +2,7 @@
 
     looked at at all?  greylisted, incompatible_peer; sizes were checked before anything was allocated (`weights.payload`)
     like mine?         names, dtype, shape, bounds → finite → norms: ‖θ_j‖ within [½, 2] ‖θ_i‖, ‖d‖ ≤ 10 τ
-    clip               θ̄ = θ_i + w · min(1, τ/‖d‖) · d,   d = θ_j − θ_i,   τ = 2 × running median of accepted ‖d‖
+    clip               θ̄ = θ_i + w · min(1, τ/‖d‖) · d,   d = θ_j − θ_i,   τ² = Σ (2 × running median of accepted ‖d‖ of a block)²
     probe              loss of θ̄ on sequences that no peer has seen, not worse than that of θ_i by more than ε
 
 `examine` is everything but the probe and needs no model, so another thread can do it while the model trains; `conclude` is the rest.
@@ -19,13 +19,14 @@ import math
 import statistics
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
 
 from swarmnode.averaging.outer import Tensors
+from swarmnode.weights.fragments import block_of
 from swarmnode.weights.outcomes import LIES, OUTCOMES, TAKEN, UNSUITABLE
 
 CLIP: Final = 2.0
@@ -41,7 +42,7 @@ STRIKES: Final = 3.0
 FORGIVEN: Final = 0.5
 """Strikes that one accepted exchange takes back: a peer cannot buy one attack with one good exchange."""
 WINDOW: Final = 32
-"""Accepted distances per fragment that the median runs over."""
+"""Accepted distances per block that the median runs over."""
 WINDOW_PER_PEER: Final = 4
 """Most of these from one peer: an eager peer must not set the threshold that it is held to."""
 GREYLIST_SECONDS: Final = 3600.0
@@ -83,15 +84,14 @@ class Examination:
     peer: str
     refusal: str
     mine: Mapping[str, torch.Tensor]
-    fragment: int = 0
     mean: Tensors | None = None
     """The average that the probe has to look at; for a newcomer not what will be taken."""
     relative_distance: float | None = None
     """‖d‖ / ‖θ_i‖."""
     scale: float = 0.0
     """min(1, τ/‖d‖)."""
-    remembered: float = 0.0
-    """Distance that goes into the median."""
+    remembered: Mapping[int, float] = field(default_factory=dict)
+    """Distance of each block that goes into its median."""
     probation: bool = False
 
 
@@ -117,7 +117,7 @@ class GateStatistics:
     relative_distance: float | None
     """Distance of the last exchange that was measured."""
     tau: dict[int, float]
-    """Threshold by fragment."""
+    """Threshold by block."""
     epsilon: float
     """Nats that the probe may be worse, now."""
     strikes: int
@@ -163,7 +163,7 @@ class AveragingGate:
 
     def examine(
         self, peer: str, mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], now: float, *,
-        weight: float = 0.5, moved: float = 0.0, fragment: int = 0, probation: bool = False,
+        weight: float = 0.5, moved: float = 0.0, probation: bool = False,
     ) -> Examination:  # fmt: skip
         """Look at `theirs` from `peer`; both are float32 on the host and neither is changed. Counts nothing.
 
@@ -172,7 +172,7 @@ class AveragingGate:
         """
 
         def refuse(outcome: str, relative: float | None = None) -> Examination:
-            return Examination(peer, outcome, mine, fragment, relative_distance=relative)
+            return Examination(peer, outcome, mine, relative_distance=relative)
 
         with self._lock:
             shut = self._records.shut_out(peer, now)
@@ -185,10 +185,10 @@ class AveragingGate:
             return refuse("own_not_finite")
         if refusal := _not_usable(theirs):
             return refuse(refusal)
-        tau = self.tau(fragment, own, moved)
-        with self._lock:
-            known = len(self._distances.get(fragment, ())) >= FIRST
-        other, distance = norm(theirs), norm(theirs, minus=mine)
+        tau, medians = self.tau(mine, own, moved), self._medians(mine)
+        known = None not in medians.values()
+        distances = _by_block(theirs, mine)
+        other, distance = norm(theirs), math.hypot(*distances.values())
         relative = distance / own if own > 0 else None
         # young LoRA factors are all but zero, and their ratio says nothing; then the distance decides
         if own > tau and not own / NORM_RATIO <= other <= own * NORM_RATIO:
@@ -199,8 +199,9 @@ class AveragingGate:
         step = scale * (0.5 if probation else min(max(weight, 0.0), 0.5))
         mean = {name: t + step * (theirs[name] - t) for name, t in mine.items()}
         # clipped, so that no accepted exchange can raise the threshold by more than the others would; whole while there is no threshold
-        remembered = min(distance, tau) if known else distance
-        return Examination(peer, "", mine, fragment, mean, relative, scale, remembered, probation)
+        limit = lambda block: max(CLIP * (medians[block] or 0.0), LEAST_TAU * own) if known else math.inf
+        remembered = {block: min(distance, limit(block)) for block, distance in distances.items()}
+        return Examination(peer, "", mine, mean, relative, scale, remembered, probation)
 
     def conclude(self, found: Examination, now: float, losses: Losses | None = None) -> GateDecision:
         """Decide about what was examined, and count it. losses: None where nothing is probed."""
@@ -214,7 +215,8 @@ class AveragingGate:
                 if not change <= self._tolerance():  # a NaN is refused too
                     return self._ended(found.peer, "probe", now)
                 _remember(self._changes, found.peer, abs(change))
-            _remember(self._distances.setdefault(found.fragment, deque(maxlen=WINDOW)), found.peer, found.remembered)
+            for block, distance in found.remembered.items():
+                _remember(self._distances.setdefault(block, deque(maxlen=WINDOW)), found.peer, distance)
             self._scales += found.scale
             if found.probation:
                 return self._ended(found.peer, "probation", now, dict(found.mine))
@@ -226,11 +228,17 @@ class AveragingGate:
         with self._lock:
             self._ended(peer, outcome, now)
 
-    def tau(self, fragment: int, own: float, moved: float) -> float:
-        """Length up to which a difference is taken whole. own: ‖θ_i‖ of the fragment."""
+    def tau(self, names: Iterable[str], own: float, moved: float) -> float:
+        """Length up to which a difference of these tensors is taken whole. own: their norm."""
+        medians = self._medians(names).values()
+        known = [median for median in medians if median is not None]
+        return max(CLIP * (math.hypot(*known) if len(known) == len(medians) else moved), LEAST_TAU * own)
+
+    def _medians(self, names: Iterable[str]) -> dict[int, float | None]:
+        """By block; None where too little of it was accepted."""
         with self._lock:
-            accepted = [distance for _, distance in self._distances.get(fragment, ())]
-        return max(CLIP * (statistics.median(accepted) if len(accepted) >= FIRST else moved), LEAST_TAU * own)
+            windows = {block: [d for _, d in self._distances.get(block, ())] for block in map(block_of, names)}
+        return {block: statistics.median(window) if len(window) >= FIRST else None for block, window in windows.items()}
 
     def statistics(self) -> GateStatistics:
         with self._lock:
@@ -239,7 +247,7 @@ class AveragingGate:
                 outcomes=dict(self._outcomes),
                 clip_ratio=self._scales / taken if taken else 1.0,
                 relative_distance=self._relative,
-                tau={f: CLIP * statistics.median(d for _, d in window) for f, window in self._distances.items()},
+                tau={block: CLIP * statistics.median(d for _, d in window) for block, window in self._distances.items()},
                 epsilon=self._tolerance(),
                 strikes=len(self._records.strikes),
                 greylisted=len(self._records.greylist),
@@ -269,6 +277,14 @@ def norm(tensors: Mapping[str, torch.Tensor], minus: Mapping[str, torch.Tensor] 
                 part -= other[start : start + CHUNK]
             total += float(part.dot(part))
     return math.sqrt(total) if total >= 0 else math.nan
+
+
+def _by_block(tensors: Mapping[str, torch.Tensor], minus: Mapping[str, torch.Tensor]) -> dict[int, float]:
+    """Norm of the difference in each block."""
+    blocks: dict[int, list[str]] = {}
+    for name in tensors:
+        blocks.setdefault(block_of(name), []).append(name)
+    return {block: norm({name: tensors[name] for name in names}, minus) for block, names in blocks.items()}
 
 
 def _unlike(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> str | None:

@@ -161,7 +161,7 @@ class Replica:
         while self._worker.arrived:
             changed |= self._do(self._worker.arrived.popleft())
         if stepped and (due := self._due()) is not None:
-            if connected:
+            if connected and self._parts.tensors.parts[due]:
                 self._send(local.OuterStepDue(due, self._parts.counters.outer_clocks[due], step_seconds))
             else:
                 self._worker.submit(local.SoloStep(due))
@@ -243,7 +243,7 @@ class Replica:
     def _go_on(self, exchange: Exchange, outcome: str, mean: Tensors) -> None:
         exchange = dataclasses.replace(exchange, outcome=outcome)
         if self._parts.exchanges.update(exchange):
-            self._worker.submit(PrepareStep(exchange, mean))
+            self._worker.submit(PrepareStep(exchange, {**exchange.snapshot, **mean}))
         else:
             self._end(None, exchange.session, "local")
 
@@ -272,6 +272,8 @@ class Replica:
         while not self._step(exchange):  # an exchange, a revert or a neighbour's state came in between: once more, from where we are now
             exchange = self._parts.copy(b"", exchange.fragment)
             exchange = dataclasses.replace(exchange, prepared=prepare(self._parts.outer.rule, exchange.slow, exchange.snapshot))
+        if not exchange.snapshot:  # of a stage without any of the fragment's layers
+            return False
         self._parts.counters.solo_steps_total += 1
         self._parts.counters.revert = self._parts.counters.revert.stepped_alone()
         self._parts.outer.keep()

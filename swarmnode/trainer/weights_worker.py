@@ -30,6 +30,7 @@ from swarmnode.averaging.payload_files import PayloadFiles, mapped
 from swarmnode.errors import BadMessage
 from swarmnode.trainer.state import Counters
 from swarmnode.weights import local
+from swarmnode.weights.fragments import blocks_of
 from swarmnode.weights.layout import Layout
 from swarmnode.weights.manifest import STATE_CODEC, TensorHash
 from swarmnode.weights.rule import mixing_weight, too_far_behind
@@ -56,11 +57,15 @@ class ReplicaParts:
     gate: AveragingGate
     """Any thread: it has a lock of its own."""
 
-    def copy(self, session: bytes, fragment: int) -> Exchange:
-        """A new exchange of `fragment`, in the table where it has a session. Waits for the optimizer, which is nearly always at rest."""
+    def copy(self, session: bytes, fragment: int, blocks: bytes | None = None) -> Exchange:
+        """A new exchange of `fragment`, in the table where it has a session. Waits for the optimizer, which is nearly always at rest.
+
+        blocks: what the partner holds, packed; None where there is none.
+        """
         with self.tensors.lock:
-            slow = self.outer.slow(self.tensors.names(fragment))
-            exchange = Exchange(session, fragment, self.tensors.copy(fragment), slow, self.counters.outer_clocks[fragment])
+            slow, snapshot = self.outer.slow(self.tensors.names(fragment)), self.tensors.copy(fragment)
+            shared = snapshot if blocks is None else {name: snapshot[name] for name in self.tensors.shared(fragment, blocks)}
+            exchange = Exchange(session, fragment, snapshot, shared, slow, self.counters.outer_clocks[fragment])
             if session:
                 self.exchanges.put(exchange)
         return exchange
@@ -171,9 +176,9 @@ class AveragingWorker:
 
     def _do(self, job: Job) -> None:
         match job:
-            case local.TakeSnapshot(session, fragment):
+            case local.TakeSnapshot(session, fragment, blocks):
                 if self._is_ours(fragment):
-                    self._publish(self._copy(session, fragment))
+                    self._publish(self._copy(session, fragment, blocks))
                 else:
                     self._send(local.SnapshotWritten(session, fragment, "", 0))
             case local.ApplyPayload():
@@ -195,9 +200,9 @@ class AveragingWorker:
     def _is_ours(self, fragment: int) -> bool:
         return 0 <= fragment < len(self._parts.tensors.parts)
 
-    def _copy(self, session: bytes, fragment: int) -> Exchange:
+    def _copy(self, session: bytes, fragment: int, blocks: bytes | None = None) -> Exchange:
         began = time.monotonic()
-        exchange = self._parts.copy(session, fragment)
+        exchange = self._parts.copy(session, fragment, blocks)
         self.copy_seconds += time.monotonic() - began
         return exchange
 
@@ -205,20 +210,21 @@ class AveragingWorker:
         return dataclasses.replace(exchange, prepared=prepare(self._parts.outer.rule, exchange.slow, mean))
 
     def _publish(self, exchange: Exchange) -> None:
-        data = self._parts.tensors.encode(exchange.fragment, exchange.snapshot)
-        self._send(local.SnapshotWritten(exchange.session, exchange.fragment, self._files.write([data]), exchange.outer_step))
+        data = self._parts.tensors.encode(exchange.fragment, exchange.shared)
+        path, blocks = self._files.write([data]), blocks_of(exchange.shared)
+        self._send(local.SnapshotWritten(exchange.session, exchange.fragment, path, exchange.outer_step, blocks))
 
     def _examine(self, message: local.ApplyPayload) -> PayloadExamined:
         """Read a partner's payload and do all of the gate but the probe, which is for between two steps."""
         session = message.session
         exchange = self._parts.exchanges.get(session)
         if exchange is None:  # a one-sided pull, our side of which starts now; or we gave it up meanwhile, and start afresh
-            exchange = self._copy(session, message.fragment)
+            exchange = self._copy(session, message.fragment, message.blocks)
         exchange = dataclasses.replace(exchange, peer=message.peer, their_outer_step=message.outer_step)
         if not self._parts.exchanges.update(exchange):
             return PayloadExamined(session, None, "local")
         try:
-            theirs = self._parts.tensors.decode(exchange.fragment, mapped(message.path))
+            theirs = self._parts.tensors.decode(exchange.fragment, mapped(message.path), exchange.shared)
         except BadMessage as bad:
             log.warning("weights of %s: %s", message.peer, bad)
             return PayloadExamined(session, None, bad.reason if bad.reason in NAMED else "payload")
@@ -228,11 +234,11 @@ class AveragingWorker:
         self.lag = float(exchange.outer_step - message.outer_step)
         if too_far_behind(self.lag):
             return PayloadExamined(session, None, "lagging")
-        if self._trains_a and not lora.residual(exchange.snapshot, theirs).allowed:
+        if self._trains_a and not lora.residual(exchange.shared, theirs).allowed:
             return PayloadExamined(session, None, "lora_residual")
         found = self._parts.gate.examine(
-            exchange.peer, exchange.snapshot, theirs, time.monotonic(), weight=mixing_weight(self.lag),
-            moved=norm(exchange.snapshot, minus=exchange.slow.phi), fragment=exchange.fragment, probation=self._parts.counters.probation,
+            exchange.peer, exchange.shared, theirs, time.monotonic(), weight=mixing_weight(self.lag),
+            moved=norm(exchange.shared, minus=exchange.slow.phi), probation=self._parts.counters.probation,
         )  # fmt: skip
         return PayloadExamined(session, found)
 

@@ -15,7 +15,8 @@ import trio
 
 from swarmnode.errors import PeerError
 from swarmnode.p2p.api import Network
-from swarmnode.weights.messages import Here
+from swarmnode.weights.fragments import common
+from swarmnode.weights.messages import Accept, Here, Propose
 from swarmnode.weights.partners import epoch_bucket, partner_order
 from swarmnode.weights.replica import LocalReplica
 from swarmnode.weights.requests import PeerRequests
@@ -35,6 +36,8 @@ class Claim(msgspec.Struct, frozen=True):
     """Empty: the peer does not average, or has not answered."""
     outer_step: int
     at: float
+    blocks: bytes = b""
+    """What the peer holds, packed."""
 
 
 class Claims:
@@ -46,10 +49,10 @@ class Claims:
     def __len__(self) -> int:
         return len(self._claims)
 
-    def received(self, peer: str, fingerprint: bytes, outer_step: int, now: float) -> None:
+    def received(self, peer: str, fingerprint: bytes, outer_step: int, now: float, blocks: bytes = b"") -> None:
         """`peer` averages this, and claims so many outer steps. fingerprint empty: it was asked and has not answered."""
         self._claims.pop(peer, None)
-        self._claims[peer] = Claim(fingerprint, outer_step, now)
+        self._claims[peer] = Claim(fingerprint, outer_step, now, blocks)
         if len(self._claims) > MAX_PEERS:
             self._claims.popitem(last=False)
 
@@ -67,6 +70,11 @@ class Claims:
             for peer in connected
             if (claim := self._claims.get(peer)) is not None and claim.fingerprint == fingerprint and now - claim.at < FRESH_SECONDS
         ]
+
+    def blocks(self, peer: str, fingerprint: bytes) -> bytes:
+        """What `peer` last claimed to hold, packed; of a policy of another fingerprint nothing."""
+        claim = self._claims.get(peer)
+        return claim.blocks if claim is not None and claim.fingerprint == fingerprint else b""
 
     def outer_step(self, peer: str) -> int:
         """What `peer` last claimed."""
@@ -104,20 +112,35 @@ class Discovery:
 
     def claim(self) -> Here:
         """Our own claim."""
-        return Here(self._replica.fingerprint, self._replica.least_outer_step)
+        return Here(self._replica.fingerprint, self._replica.least_outer_step, self._replica.blocks)
 
-    def received(self, peer: str, fingerprint: bytes, outer_step: int) -> None:
-        """`peer` claims to average this, and to have taken so many outer steps."""
-        self._claims.received(peer, fingerprint, outer_step, trio.current_time())
+    def received(self, peer: str, claim: Here | Propose | Accept) -> None:
+        """`peer` claims to average this, and to have taken so many outer steps. Who accepts means our fingerprint."""
+        fingerprint = self._replica.fingerprint if isinstance(claim, Accept) else claim.fingerprint
+        self._claims.received(peer, fingerprint, claim.outer_step, trio.current_time(), claim.blocks)
 
     def candidates(self) -> list[str]:
-        """Connected peers of our fingerprint, with a recent claim, in good standing."""
+        """Connected peers of our fingerprint that hold something that we hold, with a recent claim, in good standing."""
         peers = self._claims.candidates(self._network.connected(), self._replica.fingerprint, trio.current_time())
-        return [peer for peer in peers if self._network.welcome(peer)]
+        return [peer for peer in peers if self._network.welcome(peer) and self.shared(peer)]
 
-    def partners(self, outer_step: int) -> tuple[str, ...]:
-        """Candidates in the order in which they are asked; those far from `outer_step` last, for with them there is less to gain."""
-        order = partner_order(self._network.peer_id, self.candidates(), epoch_bucket(self._unix_time()), self._swarm)
+    def alike(self) -> list[str]:
+        """Candidates that hold exactly what we hold."""
+        return [peer for peer in self.candidates() if self._claims.blocks(peer, self._replica.fingerprint) == self._replica.blocks]
+
+    def shared(self, peer: str) -> bytes:
+        """What `peer`, as it claims, and we hold, packed."""
+        return common(self._claims.blocks(peer, self._replica.fingerprint), self._replica.blocks)
+
+    def shares(self, peer: str, fragment: int) -> bool:
+        """Whether there is something in `fragment` that `peer`, as it claims, and we hold."""
+        return bool(self._replica.within(self.shared(peer), fragment))
+
+    def partners(self, fragment: int, outer_step: int) -> tuple[str, ...]:
+        """Candidates for `fragment` in the order in which they are asked; those far from `outer_step` last, for with them there is less to
+        gain."""
+        peers = [peer for peer in self.candidates() if self.shares(peer, fragment)]
+        order = partner_order(self._network.peer_id, peers, epoch_bucket(self._unix_time()), self._swarm)
         return tuple(sorted(order, key=lambda peer: too_far_behind(abs(self._claims.outer_step(peer) - outer_step))))
 
     async def _ask(self, peer: str) -> None:
@@ -126,4 +149,4 @@ class Discovery:
         except PeerError:
             return  # it does not average, or its trainer is not there yet: then it will ask us
         if isinstance(answer, Here):
-            self.received(peer, answer.fingerprint, answer.outer_step)
+            self.received(peer, answer)

@@ -60,6 +60,8 @@ class ExchangeSession:
     peer: str
     fragment: int
     lease_seconds: float
+    blocks: bytes
+    """What the partner and we hold, packed, as it was when this began."""
     mine: PayloadOffer | None = None
     theirs: Ready | None = None
     path: Path | None = None
@@ -138,7 +140,7 @@ class ExchangeDriver:
         self._settings(
             open_seconds=min(OPEN_SECONDS[0] + 2 * step, OPEN_SECONDS[1]), apply_seconds=360 + 8 * step, rest_seconds=REST_SHARE * interval
         )  # fmt: skip
-        partners = self._discovery.partners(due.outer_step) if propose else ()
+        partners = self._discovery.partners(due.fragment, due.outer_step) if propose else ()
         lease = self._lease(partners[0] if partners else "", due.fragment)
         self._handle(pairing.Due(due.fragment, due.outer_step, partners, secrets.token_bytes(NONCE_BYTES), lease))
 
@@ -153,11 +155,13 @@ class ExchangeDriver:
 
     def proposed(self, peer: str, message: Propose) -> Accept | Busy:
         """The answer to a proposal. Raises PeerError."""
-        known = self._replica.has(message.fragment)  # not, only where the fingerprint is another one
-        outer_step, lease = (self._replica.outer_steps[message.fragment], self._lease(peer, message.fragment)) if known else (0, 0.0)
+        if not self._discovery.shares(peer, message.fragment):  # another fingerprint, or other layers
+            return Busy(message.nonce, "other_policy")
+        outer_step, lease = self._replica.outer_steps[message.fragment], self._lease(peer, message.fragment)
         for action in self._handle(pairing.Received(peer, message, outer_step, lease)):
             if isinstance(action, pairing.Send) and isinstance(action.message, Accept | Busy) and action.message.nonce == message.nonce:
-                return action.message
+                answer = action.message
+                return msgspec.structs.replace(answer, blocks=self._replica.blocks) if isinstance(answer, Accept) else answer
         raise PeerError("no answer")
 
     def released(self, peer: str, message: Release) -> None:
@@ -201,11 +205,11 @@ class ExchangeDriver:
             case pairing.Send(peer, Release() as message):
                 self._background.start(self._requests.notify, peer, message)
             case pairing.Pull(peer, name, fragment):
-                self._session = ExchangeSession(name, peer, fragment, self._pairing.state.lease_seconds)
+                self._session = ExchangeSession(name, peer, fragment, self._pairing.state.lease_seconds, self._discovery.shared(peer))
                 self._background.start(self._pull, self._session)
             case pairing.Apply(name) if session is not None and session.theirs is not None and session.path is not None:
-                payload = local.ApplyPayload(name, session.fragment, session.peer, session.theirs.outer_step, str(session.path))
-                self._send_or_fail(session, payload)
+                theirs, path = session.theirs.outer_step, str(session.path)
+                self._send_or_fail(session, local.ApplyPayload(name, session.fragment, session.peer, theirs, path, session.blocks))
             case pairing.Close(name):
                 self._send_to_trainer(local.DropExchange(name))
                 if session is not None and session.id == name:
@@ -229,9 +233,13 @@ class ExchangeDriver:
         """Both sides have agreed: now each needs a copy of its weights."""
         if self._session is not None:
             self._end(self._session, keep=True)
-        self._session = session = ExchangeSession(state.session, state.peer, state.fragment, state.lease_seconds)
+        shared = self._discovery.shared(state.peer)
+        self._session = session = ExchangeSession(state.session, state.peer, state.fragment, state.lease_seconds, shared)
         session.theirs = self._early.pop((session.peer, session.id), None)
-        self._send_or_fail(session, local.TakeSnapshot(session.id, session.fragment))
+        if self._discovery.shares(session.peer, session.fragment):
+            self._send_or_fail(session, local.TakeSnapshot(session.id, session.fragment, session.blocks))
+        else:  # both have proposed, and it claims other blocks than when we did
+            self._background.start(self._fail_soon, session.id, "declined")
 
     def _end(self, session: ExchangeSession, *, keep: bool) -> None:
         """keep: the partner may still be fetching."""
@@ -267,18 +275,22 @@ class ExchangeDriver:
 
     async def _propose(self, peer: str, message: Propose) -> None:
         try:
-            answer = await self._requests.ask(peer, message, self._pairing.settings.propose_seconds)
+            blocks = self._replica.blocks
+            answer = await self._requests.ask(peer, msgspec.structs.replace(message, blocks=blocks), self._pairing.settings.propose_seconds)
         except PeerTimeout:
             return  # the machine's own deadline
         except PeerError as error:
             log.info("%s cannot be proposed to: %s", peer, error)
             self._handle(pairing.Unreachable(peer, message.nonce))
             return
-        if isinstance(answer, Accept) and not self._replica.has(answer.fragment):
-            answer = None
+        if self._replica.blocks != blocks:  # another trainer, with other layers
+            self._handle(pairing.Unreachable(peer, message.nonce))
+            return
+        if isinstance(answer, Accept) and answer.nonce == message.nonce:
+            self._discovery.received(peer, answer)
+            if not self._discovery.shares(peer, answer.fragment):
+                answer = None
         if isinstance(answer, Accept | Busy) and answer.nonce == message.nonce:
-            if isinstance(answer, Accept):
-                self._discovery.received(peer, message.fingerprint, answer.outer_step)
             lease = self._lease(peer, message.fragment)
             self._handle(pairing.Received(peer, answer, self._replica.outer_steps[message.fragment], lease))
         else:
@@ -292,7 +304,7 @@ class ExchangeDriver:
             if session is not None:
                 self._fail(session.id, "snapshot")
             return
-        self._store.publish(payload, snapshot.fragment, snapshot.outer_step)
+        self._store.publish(payload, snapshot.fragment, snapshot.outer_step, snapshot.blocks)
         if session is not None and self._pairing.state.phase is Phase.PAIRED:
             until = trio.current_time() + self._pairing.settings.open_seconds + session.lease_seconds + LINGER_SECONDS
             session.mine = mine = self._store.offer(payload, until, [session.peer])
@@ -315,7 +327,7 @@ class ExchangeDriver:
     async def _pull(self, session: ExchangeSession) -> None:
         """Fetch what a busy peer published; it need not take part."""
         try:
-            answer = await self._requests.ask(session.peer, Latest(self._replica.fingerprint, session.fragment))
+            answer = await self._requests.ask(session.peer, Latest(self._replica.fingerprint, session.fragment, session.blocks))
         except PeerError:
             answer = None
         if isinstance(answer, Ready) and answer.size <= self._replica.limits[session.fragment]:

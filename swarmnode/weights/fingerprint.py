@@ -1,7 +1,8 @@
 """What two nodes must have in common before their weights may be averaged, as 32 bytes. No torch.
 
 Equal shapes are not enough: two models with the same shapes, or two LoRA adapters with other seeds, average to nonsense. Nodes with another
-fingerprint still share rollouts. Device, learning rate and outer rule are left out: replicas may differ in them.
+fingerprint still share rollouts. Device, learning rate and outer rule are left out: replicas may differ in them. So is which layers are
+held here: base and adapter say what a layer's tensors are, and partners average the blocks that both hold.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import msgspec
 
 from swarmnode.weights.layout import Codec, Layout
 
-WEIGHTS_VERSION = 1
+WEIGHTS_VERSION = 2
 """Ordinal of the exchange's protocol."""
+STATE_VERSION = 1
+"""The same number in a state's fingerprint."""
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -32,13 +35,23 @@ class LoraShape(msgspec.Struct, frozen=True, array_like=True):
 def fingerprint(
     swarm: bytes, base: bytes, tokenizer: bytes, layout: Layout, codec: Codec, fragments: int, lora: LoraShape | None = None
 ) -> bytes:
-    """SHA-256 over the msgpack array of everything that must agree.
+    """SHA-256 over the msgpack array of everything that partners must have in common. Of `layout` these are the dtypes.
 
     swarm, base, tokenizer: 32 bytes each; `base` is `Policy.fingerprint`, which covers architecture, configuration and base weights.
-    layout: of the averaged tensors only. Raises ValueError for a hash of another length.
+    Raises ValueError for a hash of another length.
     """
-    for name, value in (("swarm", swarm), ("base", base), ("tokenizer", tokenizer)):
+    return _hashed(WEIGHTS_VERSION, (swarm, base, tokenizer), sorted({spec.dtype for spec in layout}), (codec, fragments, lora))
+
+
+def state_fingerprint(
+    swarm: bytes, base: bytes, tokenizer: bytes, layout: Layout, codec: Codec, fragments: int, lora: LoraShape | None = None
+) -> bytes:
+    """The same of everything that a node and the one whose state it takes must have in common: they hold the same layers."""
+    return _hashed(STATE_VERSION, (swarm, base, tokenizer), sorted(layout, key=lambda s: s.name), (codec, fragments, lora))
+
+
+def _hashed(version: int, hashes: tuple[bytes, bytes, bytes], what: object, how: tuple[object, ...]) -> bytes:
+    for name, value in zip(("swarm", "base", "tokenizer"), hashes, strict=True):
         if len(value) != 32:
             raise ValueError(f"{name} has 32 bytes, not {len(value)}")
-    content = ["swarmnode/weights", WEIGHTS_VERSION, swarm, base, tokenizer, sorted(layout, key=lambda s: s.name), codec, fragments, lora]
-    return hashlib.sha256(_encoder.encode(content)).digest()
+    return hashlib.sha256(_encoder.encode(["swarmnode/weights", version, *hashes, what, *how])).digest()

@@ -45,9 +45,17 @@ class ReplicaFacts(msgspec.Struct, frozen=True):
         """The tensors of each fragment."""
         return fragments.cut(self.layout, self.fragments)
 
+    def blocks(self) -> bytes:
+        """What is held here, packed."""
+        return fragments.blocks_of(spec.name for spec in self.layout)
+
     def fingerprint(self, swarm: bytes, base: bytes, tokenizer: bytes) -> bytes:
         """32 bytes; equal on two nodes that may average."""
         return fingerprint.fingerprint(swarm, base, tokenizer, self.layout, self.codec, self.fragments, self.lora)
+
+    def state_fingerprint(self, swarm: bytes, base: bytes, tokenizer: bytes) -> bytes:
+        """32 bytes; equal on two nodes of which one may take the other's state."""
+        return fingerprint.state_fingerprint(swarm, base, tokenizer, self.layout, self.codec, self.fragments, self.lora)
 
     def limits(self) -> list[int]:
         """Longest payload of each fragment, bytes."""
@@ -73,6 +81,8 @@ class SnapshotWritten(msgspec.Struct, frozen=True, tag="weights_snapshot"):
     """Empty: it could not be written."""
     outer_step: int
     """Outer steps that the fragment had taken when it was copied."""
+    blocks: bytes = b""
+    """What of the fragment is in it, packed."""
 
 
 class ExchangeEnded(msgspec.Struct, frozen=True, tag="weights_ended"):
@@ -114,6 +124,8 @@ class StateAdopted(msgspec.Struct, frozen=True, tag="weights_adopted"):
 class TakeSnapshot(msgspec.Struct, frozen=True, tag="weights_take_snapshot"):
     session: bytes
     fragment: int
+    blocks: bytes
+    """What the partner and we hold, of this and other fragments, packed."""
 
 
 class ApplyPayload(msgspec.Struct, frozen=True, tag="weights_apply"):
@@ -125,6 +137,8 @@ class ApplyPayload(msgspec.Struct, frozen=True, tag="weights_apply"):
     outer_step: int
     """The partner's claim."""
     path: str
+    blocks: bytes
+    """As in `TakeSnapshot`, which is not sent before a pull."""
 
 
 class DropExchange(msgspec.Struct, frozen=True, tag="weights_drop"):

@@ -6,8 +6,9 @@ from typing import Final, Literal
 
 import msgspec
 
+from swarmnode.weights.fragments import BLOCKS
 from swarmnode.wire import strict
-from swarmnode.wire.fields import ANY_COUNTER, COUNTER, check_fields
+from swarmnode.wire.fields import ANY_COUNTER, COUNTER, check_between, check_fields
 
 MESSAGE_BYTES: Final = 256
 NONCE_BYTES: Final = 16
@@ -17,6 +18,7 @@ STATE_BYTES: Final = 4 * 2**20
 HASH_BYTES: Final = 32
 FRAGMENTS: Final = 1024
 RETRY_SECONDS: Final = 3600
+BLOCK_BYTES: Final = BLOCKS // 8
 
 
 class Propose(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="propose"):
@@ -29,6 +31,8 @@ class Propose(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="prop
     fragment: int
     outer_step: int
     """The sender's outer step counter: a claim, used for lag only."""
+    blocks: bytes = b""
+    """What the sender holds, as `fragments.pack` makes it, of 1 to 128 bytes; here and below."""
 
 
 class Accept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="accept"):
@@ -38,6 +42,7 @@ class Accept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="accep
     """The nonce of that proposal; of the lower peer id's where both proposed."""
     fragment: int
     outer_step: int
+    blocks: bytes = b""
 
 
 class Busy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="busy"):
@@ -57,6 +62,7 @@ class Here(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="here"):
 
     fingerprint: bytes
     outer_step: int
+    blocks: bytes = b""
 
 
 class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"):
@@ -78,6 +84,8 @@ class Latest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="lates
 
     fingerprint: bytes
     fragment: int
+    blocks: bytes = b""
+    """What both of us hold, as far as I know. Of a copy of anything else I could make nothing."""
 
 
 PairingMessage = Propose | Accept | Busy | Release
@@ -112,6 +120,9 @@ def decode_message(data: bytes) -> Message:
     """Raises BadMessage: oversize, malformed, schema or bounds."""
     message: Message = strict.decode(data, Message, MESSAGE_BYTES)
     check_fields(message, _LENGTHS, _RANGES)
+    if isinstance(message, Here | Propose | Accept | Latest):
+        check_between("blocks", len(message.blocks), 1, BLOCK_BYTES)
+        check_between("blocks' last byte", message.blocks[-1], 1, 255)
     return message
 
 

@@ -50,6 +50,8 @@ class PublishedCopy(msgspec.Struct, frozen=True):
 
     offer: PayloadOffer
     outer_step: int
+    blocks: bytes
+    """What of the fragment is in it, packed."""
 
 
 class RemotePayload(msgspec.Struct, frozen=True):
@@ -108,11 +110,11 @@ class PayloadStore:
             del self._uses[offer.path]
             offer.path.unlink(missing_ok=True)
 
-    def publish(self, payload: LocalPayload, fragment: int, outer_step: int) -> None:
+    def publish(self, payload: LocalPayload, fragment: int, outer_step: int, blocks: bytes) -> None:
         """Open a copy of `fragment` to whoever wants to pull it, in place of the one before."""
         before = self._published.get(fragment)
         offer = self.offer(payload, trio.current_time() + PUBLISHED_SECONDS, None)
-        self._published[fragment] = PublishedCopy(offer, outer_step)
+        self._published[fragment] = PublishedCopy(offer, outer_step, blocks)
         if before is not None:
             self.withdraw(before.offer)
 

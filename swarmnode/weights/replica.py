@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarmnode.weights import manifest
+from swarmnode.weights import fragments, manifest
 from swarmnode.weights.local import ReplicaFacts
 
 
@@ -12,15 +12,20 @@ class LocalReplica:
     def __init__(self) -> None:
         self.facts: ReplicaFacts | None = None
         self.fingerprint = b""
-        """32 bytes; equal on two nodes that may average."""
+        """32 bytes; equal on two nodes that may average what both hold."""
+        self.state_fingerprint = b""
+        """32 bytes; equal on two nodes that hold the same and may average it."""
+        self.blocks = b""
+        """What is held here, packed."""
         self.limits: list[int] = []
         """Longest payload of each fragment, bytes."""
         self.outer_steps: list[int] = []
         """Outer steps taken, by fragment."""
 
-    def start(self, facts: ReplicaFacts, fingerprint: bytes) -> None:
+    def start(self, facts: ReplicaFacts, swarm: bytes, base: bytes, tokenizer: bytes) -> None:
         """A trainer has said Hello."""
-        self.facts, self.fingerprint = facts, fingerprint
+        self.facts, self.blocks = facts, facts.blocks()
+        self.fingerprint, self.state_fingerprint = (of(swarm, base, tokenizer) for of in (facts.fingerprint, facts.state_fingerprint))
         self.limits, self.outer_steps = facts.limits(), list(facts.outer_steps)
 
     def stop(self) -> None:
@@ -38,3 +43,7 @@ class LocalReplica:
 
     def has(self, fragment: int) -> bool:
         return 0 <= fragment < len(self.limits)
+
+    def within(self, blocks: bytes, fragment: int) -> bytes:
+        """Those of `blocks` that are in `fragment`; packed, both."""
+        return fragments.within(blocks, fragment, len(self.limits)) if self.has(fragment) else b""

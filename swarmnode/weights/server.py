@@ -71,10 +71,10 @@ class RequestServer:
     def _answer(self, peer: str, message: Here | Propose | Release | Ready | Latest) -> Message | None:
         match message:
             case Here():
-                self._discovery.received(peer, message.fingerprint, message.outer_step)
+                self._discovery.received(peer, message)
                 return self._discovery.claim()
             case Propose():
-                self._discovery.received(peer, message.fingerprint, message.outer_step)
+                self._discovery.received(peer, message)
                 return self._driver.proposed(peer, message) if self._may_average() else Busy(message.nonce, "busy")
             case Release():
                 self._driver.released(peer, message)
@@ -89,6 +89,6 @@ class RequestServer:
 
     def _latest(self, message: Latest) -> Ready:
         copy = self._store.published(message.fragment) if self._averages(message.fingerprint) else None
-        if copy is None or not self._may_average():
+        if copy is None or copy.blocks != self._replica.within(message.blocks, message.fragment) or not self._may_average():
             raise PeerError("nothing to pull")
         return Ready(bytes(NONCE_BYTES), copy.offer.transfer, copy.offer.root, copy.offer.size, copy.outer_step)

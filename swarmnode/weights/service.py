@@ -111,7 +111,7 @@ class WeightService:
         if facts is None or not self._enabled:
             self._replica.stop()
             return
-        self._replica.start(facts, facts.fingerprint(self._swarm, base, tokenizer))
+        self._replica.start(facts, self._swarm, base, tokenizer)
         self._driver.trainer_started()
         self._discovery.forget()
         self._state_server.trainer_started()

@@ -120,7 +120,7 @@ class StateSeeker:
         offers: dict[str, OfferedState] = {}
         async with trio.open_nursery() as nursery:
             while trio.current_time() < deadline:
-                others = [peer for peer in self._discovery.candidates() if peer not in asked]
+                others = [peer for peer in self._discovery.alike() if peer not in asked]
                 chosen = self._rng.sample(others, min(len(others), max(0, ASK - len(offers) - len(silent))))
                 asked.update(chosen)
                 silent.update(chosen)
@@ -145,7 +145,7 @@ class StateSeeker:
     def _source_among(self, offers: dict[str, OfferedState], *, alone: bool) -> str | None:
         """Whose state to take; alone: a single neighbour's, where that was asked for."""
         agree = 1 if alone and self._cfg.join_from_one and len(offers) == 1 else AGREE
-        source = agreed_source({peer: offer.manifest for peer, offer in offers.items()}, self._replica.fingerprint, agree)
+        source = agreed_source({peer: offer.manifest for peer, offer in offers.items()}, self._replica.state_fingerprint, agree)
         return source if source is not None and offers[source].manifest.outer_step > 0 else None
 
     async def _ask(self, peer: str, offers: dict[str, OfferedState], silent: set[str]) -> None:
@@ -159,7 +159,7 @@ class StateSeeker:
     async def _offer_of(self, peer: str) -> OfferedState | None:
         try:
             data = await self._network.requests.request(
-                peer, ids.WEIGHTS_STATE_PROTOCOL, encode_message(StateRequest(self._replica.fingerprint)),
+                peer, ids.WEIGHTS_STATE_PROTOCOL, encode_message(StateRequest(self._replica.state_fingerprint)),
                 deadline=min(WRITE_SECONDS + MARGIN_SECONDS + self._replica.writing_seconds, ANSWER_SECONDS),
                 max_response_bytes=STATE_BYTES,
             )  # fmt: skip

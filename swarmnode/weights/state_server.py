@@ -81,7 +81,7 @@ class StateServer:
         """The trainer has written φ: sign what it is."""
         payload = await self._store.open(message.path)
         if payload is not None:
-            manifest = StateManifest(self._replica.fingerprint, message.outer_step, int(time.time() * 1000), message.tensors)
+            manifest = StateManifest(self._replica.state_fingerprint, message.outer_step, int(time.time() * 1000), message.tensors)
             signed = envelope.sign(strict.encode(manifest), self._credentials.key, ids.DOMAIN_STATE, self._credentials.swarm)
             now = trio.current_time()
             until = now + max(KEEP_SECONDS, KEEP_FACTOR * (now - self._asked_at))
@@ -100,7 +100,7 @@ class StateServer:
         except BadMessage:
             self._network.rejected(peer, "weights_malformed", PROOF)
             raise
-        if self._replica.facts is None or request.fingerprint != self._replica.fingerprint:
+        if self._replica.facts is None or request.fingerprint != self._replica.state_fingerprint:
             raise PeerError("another policy")
         state = await self._current()
         offer = self._store.offer(state.payload, trio.current_time() + offer_seconds(state.payload), [peer])

@@ -80,7 +80,7 @@ BULK_MANIFEST_PROTOCOL = "/swarmnode/bulk-manifest/1"
 BULK_SOCKET_PROTOCOL = "/swarmnode/bulk-socket/1"
 """Request/response: a port and a token for a TLS connection beside libp2p. Not in `PROTOCOLS`."""
 
-WEIGHTS_PROTOCOL = "/swarmnode/weights/1"
+WEIGHTS_PROTOCOL = "/swarmnode/weights/2"
 """Request/response: what partners say about averaging. Not in `PROTOCOLS`: nodes share rollouts without it."""
 
 WEIGHTS_STATE_PROTOCOL = "/swarmnode/weights-state/2"

@@ -182,6 +182,7 @@ def test_caps_are_those_of_the_registry():
         "integer_bits": limits.INTEGER_BITS,
         "difficulty": limits.DIFFICULTY,
         "fragments": weights_messages.FRAGMENTS,
+        "blocks": weights_messages.BLOCKS,
         "retry_seconds": weights_messages.RETRY_SECONDS,
         "stages": limits.STAGES,
         "crew_members": MEMBERS,
@@ -245,7 +246,7 @@ def test_every_limit_is_in_the_registry():
     said = weights_messages
     ours += [said.MESSAGE_BYTES, said.STATE_REQUEST_BYTES, said.STATE_BYTES, said.NONCE_BYTES, said.FRAGMENTS, said.RETRY_SECONDS]
     ours += [crews.MESSAGE_BYTES, crews.REASON_BYTES, record.HASH_BYTES, record.HASH_BYTES, record.COPIES, crews.WITHOUT]
-    ours += [record.NONCE_BYTES, FACTOR]
+    ours += [record.NONCE_BYTES, FACTOR, said.BLOCKS]
     ours += [record.LAYERS, MEMBERS, stream_handshake.OPEN_BYTES, stage_frames.CHUNK_BYTES, 1e30]
     assert sorted([*ours, seeds.BLOCK_BITS]) == sorted(registered)
 

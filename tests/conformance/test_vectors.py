@@ -33,8 +33,8 @@ from swarmnode.tasks.frames import prepare
 from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.scorer import judge as judge_answers
 from swarmnode.tasks.seeds import bucket_seed, choose_task, evaluation_seed, task_seed
-from swarmnode.weights.fingerprint import LoraShape, fingerprint
-from swarmnode.weights.fragments import cut
+from swarmnode.weights.fingerprint import LoraShape, fingerprint, state_fingerprint
+from swarmnode.weights.fragments import blocks_of, cut
 from swarmnode.weights.layout import make_layout
 from swarmnode.weights.messages import decode_message, decode_state
 from swarmnode.weights.partners import edge_rank
@@ -117,10 +117,16 @@ def weights_int4(given: dict) -> list[float] | str:
         return bad.reason
 
 
-def weights_fingerprint(given: dict) -> str:
+def weights_fingerprint(given: dict) -> list[str]:
     hashes = [bytes.fromhex(given[name]) for name in ("swarm", "base", "tokenizer")]
     adapter = given["adapter"] and LoraShape(*given["adapter"][:2], tuple(given["adapter"][2]), given["adapter"][3])
-    return fingerprint(*hashes, make_layout(given["layout"]), given["codec"], given["fragments"], adapter).hex()
+    layout = make_layout(given["layout"])
+    return [of(*hashes, layout, given["codec"], given["fragments"], adapter).hex() for of in (fingerprint, state_fingerprint)]
+
+
+def weights_fragments(given: dict) -> list:
+    layout = make_layout(given["layout"])
+    return [[[spec.name for spec in part] for part in cut(layout, given["fragments"])], blocks_of(spec.name for spec in layout).hex()]
 
 
 def listed_positions(given: dict) -> list[int]:
@@ -293,7 +299,7 @@ def test_swarmnode_derives_what_is_recorded(vector):
         "edge_rank": lambda: edge_rank(given["epoch"], given["one"], given["other"], bytes.fromhex(given["swarm"])).hex(),
         "weights_fingerprint": lambda: weights_fingerprint(given),
         "weights_int4": lambda: weights_int4(given),
-        "weights_fragments": lambda: [[spec.name for spec in part] for part in cut(make_layout(given["layout"]), given["fragments"])],
+        "weights_fragments": lambda: weights_fragments(given),
         "stage_fingerprint": lambda: policy_fingerprint(bytes.fromhex(given["base"]), place_of(given["place"]), given["codec"]).hex(),
         "stage_route": lambda: [list(dataclasses.astuple(hop)) for hop in route(given)],
         "state_bytes": lambda: state_bytes(make_layout((str(n), s, "float32") for n, s in enumerate(given["shapes"])), given["form"]),

@@ -122,6 +122,9 @@ class Node:
     def fingerprint(self) -> bytes:
         return self.replica.facts(self.fresh).fingerprint(SWARM, BASE, TOKENIZER)
 
+    def blocks(self) -> bytes:
+        return self.replica.facts(self.fresh).blocks()
+
     def weights(self) -> Tensors:
         return {n: p.detach().clone() for n, p in self.model.named_parameters()}
 
@@ -177,7 +180,7 @@ async def averaging(
 def settle(receive: Callable[[local.ToTrainer], None], said: list[local.FromTrainer]) -> None:
     """Wait until a replica's worker has done everything before this: what it cannot copy it answers in its turn."""
     ping = local.SnapshotWritten(secrets.token_bytes(16), 99, "", 0)
-    receive(local.TakeSnapshot(ping.session, ping.fragment))
+    receive(local.TakeSnapshot(ping.session, ping.fragment, b""))
     deadline = time.monotonic() + 10
     while ping not in said:
         assert time.monotonic() < deadline, "the worker is stuck"

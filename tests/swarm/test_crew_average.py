@@ -1,4 +1,4 @@
-"""Stages of different crews are averaged with each other over real hosts: those of the same layers, and nobody with anybody else."""
+"""Stages of different crews are averaged with each other over real hosts, in the layers that both hold, and nobody with anybody else."""
 
 import contextlib
 from types import SimpleNamespace
@@ -31,10 +31,12 @@ SWARM = b"\x21" * 32
 class Holder:
     """One node: a stage, its averaging, the network half. Steps are taken by the test."""
 
-    def __init__(self, network, directory, config, model, crew, index, seed):
+    def __init__(self, network, directory, config, model, seat, seed):
+        crew, index, *cut = seat
+        layers = tuple(cut) or (2, 2)
         self.model = model
-        assigned = Assigned(bytes([crew]) * 32, SWARM, index, (2, 2), ("a", "b"), 0, NO_HASH, Taken(), "")
-        self.stage = Stage(assigned, model.build((2, 2), index), model.settings(), model.limits())
+        assigned = Assigned(bytes([crew]) * 32, SWARM, index, layers, ("a", "b"), 0, NO_HASH, Taken(), "")
+        self.stage = Stage(assigned, model.build(layers, index), model.settings(), model.limits())
         key = identity.load_or_create(directory / "identity.key").private_key
         self.service = WeightService(network, Credentials(key, SWARM), config.weights, directory, self._tell)
         self._token = trio.lowlevel.current_trio_token()
@@ -74,8 +76,9 @@ def phi_of(holder):
 
 
 def distance(a, b):
+    """In what both hold."""
     one, other = a.weights(), b.weights()
-    return float(sum((one[n] - other[n]).norm() for n in one))
+    return float(sum((one[n] - other[n]).norm() for n in one.keys() & other.keys()))
 
 
 def as_good(_probe, _mine, _mean, answer):
@@ -94,7 +97,8 @@ def quick(monkeypatch):
 
 @contextlib.asynccontextmanager
 async def stages(tmp_path, seats):
-    """A holder for each (crew, stage), hosts connected and weight planes running; nobody is connected to its own plane yet."""
+    """A holder for each (crew, stage, and how the crew is cut, unless in two halves), hosts connected and weight planes running; nobody is
+    connected to its own plane yet."""
     path = write_deep_model(tmp_path / "model", layers=4)
     weights = {"rule": "gossip", "codec": "float32", "fragments": 1, "sync_every": 4}
 
@@ -104,11 +108,11 @@ async def stages(tmp_path, seats):
 
     async with hosts(tmp_path, len(seats), swarm=SWARM) as networks, contextlib.AsyncExitStack() as stack, trio.open_nursery() as nursery:
         holders = []
-        for number, (network, (crew, index)) in enumerate(zip(networks, seats, strict=True)):
+        for number, (network, seat) in enumerate(zip(networks, seats, strict=True)):
             await network.wait_connected(len(seats) - 1)
             directory = tmp_path / str(number)
             model = stack.enter_context(opened(config(directory)))
-            holders.append(Holder(network, directory, config(directory), model, crew, index, number))
+            holders.append(Holder(network, directory, config(directory), model, seat, number))
             stack.callback(holders[-1].averaging.close)
             await nursery.start(holders[-1].service.run)
         yield holders
@@ -144,6 +148,23 @@ async def test_a_stage_is_averaged_with_the_same_layers_of_another_crew_and_with
         before, others = await meet(first, second), head.weights()
         assert distance(first, second) < 0.1 * before
         assert all(torch.equal(t, others[n]) for n, t in head.weights().items())
+
+
+async def test_stages_of_crews_that_are_cut_differently_are_averaged_in_the_layers_that_both_hold(tmp_path):
+    async with stages(tmp_path, [(1, 1), (2, 1, 1, 3)]) as (half, long):
+        shared = half.weights().keys() & long.weights().keys()
+        assert shared == half.weights().keys()
+        assert {name.split(".")[2] for name in long.weights().keys() - shared} == {"1"}
+        for holder in (half, long):
+            holder.connect()
+        await until(lambda: half.candidates() == long.candidates() == 1)
+        before = await meet(half, long)
+        assert distance(half, long) < 0.1 * before
+        # neither is a source of the other's whole state
+        half.averaging.seek()
+        half.service.set_policy(half.averaging.facts(), half.model.text.fingerprint, half.model.text.tokenizer_hash)
+        with trio.fail_after(30), pytest.raises(PeerError, match="no other crew"):
+            await half.averaging.fetch()
 
 
 async def test_a_stage_that_is_lost_gets_its_state_from_other_crews(tmp_path):

@@ -10,7 +10,9 @@ from swarmnode.demo.liar.weights import MANNERS, PAYLOADS, WeightLiar
 from swarmnode.errors import PeerError
 from swarmnode.p2p import identity
 from swarmnode.weights import discovery, driver, local
+from swarmnode.weights.fragments import pack
 from swarmnode.weights.messages import Accept, Busy, Here, Latest, Propose
+from swarmnode.wire import ids
 from tests.support.hosts import hosts
 from tests.support.replica import CONFIG, SWARM, averaging, identical
 from tests.support.waiting import until
@@ -63,7 +65,7 @@ async def published(victim, liar):
     with trio.fail_after(30):
         while True:
             with contextlib.suppress(PeerError):
-                return (await liar.ask(victim.network.peer_id, Latest(victim.fingerprint(), 0))).size
+                return (await liar.ask(victim.network.peer_id, Latest(victim.fingerprint(), 0, victim.blocks()))).size
             await trio.sleep(0.05)
 
 
@@ -162,10 +164,16 @@ async def test_a_replayed_proposal_opens_nothing(tmp_path):
         assert victim.outcome("applied") == 1
 
 
-async def test_another_fingerprint_is_told_so_and_blameless(tmp_path):
+async def test_another_fingerprint_or_other_layers_are_told_so_and_blameless(tmp_path):
     async with victim_and_liar(tmp_path) as (victim, liar, peer):
-        answer = await liar.ask(victim.network.peer_id, Propose(b"n" * 16, bytes(32), 1023, 0))
+        answer = await liar.ask(victim.network.peer_id, Propose(b"n" * 16, bytes(32), 1023, 0, victim.blocks()))
         assert answer == Busy(b"n" * 16, "other_policy")
+        elsewhere = pack({0, 1, 500})
+        answer = await liar.ask(victim.network.peer_id, Propose(b"m" * 16, victim.fingerprint(), 0, 0, elsewhere))
+        assert answer == Busy(b"m" * 16, "other_policy")
+        assert victim.candidates() == 0
+        with pytest.raises(PeerError):  # what it published is of layers that are not asked for
+            await liar.ask(victim.network.peer_id, Latest(victim.fingerprint(), 0, elsewhere))
         assert score(victim, peer) >= 0
 
 
@@ -174,7 +182,7 @@ async def test_claims_of_a_great_lead_move_the_clock_by_one(tmp_path):
         await liar.propose(victim.network.peer_id)
         await until(lambda: victim.outcome("applied") == 1)
         assert victim.counters.outer_clocks == [3]  # one alone, and this one with the one that is ahead
-        await liar.ask(victim.network.peer_id, Here(liar.fingerprint, 2**63 - 1))
+        await liar.ask(victim.network.peer_id, Here(liar.fingerprint, 2**63 - 1, liar.blocks))
         await until(lambda: victim.service.statistics().catch_up.source == "")
         assert victim.service.statistics().catch_up.adoptions == {}
 
@@ -184,7 +192,7 @@ async def test_garbage_costs_standing_and_nothing_else(data, tmp_path):
     async with victim_and_liar(tmp_path) as (victim, liar, peer):
         with contextlib.suppress(Exception):
             await liar._network.requests.request(
-                victim.network.peer_id, "/swarmnode/weights/1", data, deadline=5.0, max_response_bytes=256
+                victim.network.peer_id, ids.WEIGHTS_PROTOCOL, data, deadline=5.0, max_response_bytes=256
             )  # fmt: skip
         assert score(victim, peer) < -1
         victim.due()
@@ -194,7 +202,7 @@ async def test_garbage_costs_standing_and_nothing_else(data, tmp_path):
 async def test_an_answer_to_nothing_is_refused(tmp_path):
     async with victim_and_liar(tmp_path) as (victim, liar, peer):
         with contextlib.suppress(Exception):
-            await liar.ask(victim.network.peer_id, Accept(b"n" * 16, b"n" * 16, 0, 0))
+            await liar.ask(victim.network.peer_id, Accept(b"n" * 16, b"n" * 16, 0, 0, b"\1"))
         assert score(victim, peer) < -1
         assert victim.service.statistics().phase == "idle"
 
@@ -212,7 +220,7 @@ async def test_a_partner_that_is_cut_off_in_the_middle_leaves_everything_as_it_w
 
 async def test_a_node_that_may_not_average_proposes_accepts_and_leaves_nothing(tmp_path):
     async with victim_and_liar(tmp_path) as (victim, liar, _):
-        latest = Latest(victim.fingerprint(), 0)
+        latest = Latest(victim.fingerprint(), 0, victim.blocks())
         victim.may_average = False
         assert isinstance(await liar.propose(victim.network.peer_id, follow=False), Busy)
         with pytest.raises(PeerError):

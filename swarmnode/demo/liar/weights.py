@@ -115,6 +115,8 @@ class WeightLiar:
         self._patterns: dict[int, bytes] = {}
         self._nursery: trio.Nursery | None = None
         self.fingerprint = b""
+        self.blocks = b"\1"
+        """Those of the peer that it has learnt of last."""
         self.sessions: list[bytes] = []
 
     async def run(self, *, proposes: bool = False, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -132,13 +134,13 @@ class WeightLiar:
 
     async def learn(self, peer: str) -> None:
         """Ask `peer` what it averages, and for what it has published. Raises PeerError."""
-        answer = await self.ask(peer, Here(self.fingerprint or bytes(32), self._step or 0))
+        answer = await self.ask(peer, Here(self.fingerprint or bytes(32), self._step or 0, self.blocks))
         if isinstance(answer, Here):
-            self.fingerprint = answer.fingerprint
-            await self.ask(peer, Here(self.fingerprint, self._step if self._step is not None else answer.outer_step))
+            self.fingerprint, self.blocks = answer.fingerprint, answer.blocks
+            await self.ask(peer, Here(self.fingerprint, self._step if self._step is not None else answer.outer_step, self.blocks))
         for fragment in range(64):
             try:
-                ready = await self.ask(peer, Latest(self.fingerprint, fragment))
+                ready = await self.ask(peer, Latest(self.fingerprint, fragment, self.blocks))
             except PeerError:
                 return
             if isinstance(ready, Ready):
@@ -157,7 +159,7 @@ class WeightLiar:
     async def propose(self, peer: str, fragment: int = 0, *, follow: bool = True, nonce: bytes = b"") -> Message | None:
         """follow: go on with a lie when it accepts; else vanish."""
         nonce = nonce or secrets.token_bytes(NONCE_BYTES)
-        answer = await self.ask(peer, Propose(nonce, self.fingerprint, fragment, self._step or 0))
+        answer = await self.ask(peer, Propose(nonce, self.fingerprint, fragment, self._step or 0, self.blocks))
         if isinstance(answer, Accept) and follow:
             await self._lie(peer, answer.session, answer.fragment)
         return answer
@@ -176,7 +178,7 @@ class WeightLiar:
         message = decode_message(data)
         if isinstance(message, Here):
             self.fingerprint = self.fingerprint or message.fingerprint
-            return encode_message(Here(message.fingerprint, self._step if self._step is not None else message.outer_step))
+            return encode_message(Here(message.fingerprint, self._claim(message.outer_step), message.blocks))
         if isinstance(message, Propose) and self._nursery is not None:
             self.sessions.append(message.nonce)
             kind = self._kind(peek=True)
@@ -184,7 +186,7 @@ class WeightLiar:
                 await trio.sleep(5.0)
             nonce = bytes(NONCE_BYTES) if kind == "other_nonce" else message.nonce
             self._nursery.start_soon(self._lie, peer, message.nonce, message.fragment)
-            return encode_message(Accept(nonce, message.nonce, message.fragment, self._claim(message.outer_step)))
+            return encode_message(Accept(nonce, message.nonce, message.fragment, self._claim(message.outer_step), message.blocks))
         return b""
 
     def _claim(self, theirs: int) -> int:

@@ -1,8 +1,8 @@
-"""NoLoCo of one stage, with the same stage of other crews: the replica of `trainer.weights`, over this stage's tensors alone.
+"""NoLoCo of one stage, with whoever holds some of its layers: the replica of `trainer.weights`, over this stage's tensors alone.
 
-Names are the whole model's, so the layout, and with it the fingerprint that partners compare, says which layers these are: a stage pairs
-with holders of exactly the same ones, and a whole policy with none of them. Corrections are applied where a step has just been taken, the
-one moment at which all stages move and no wave is under way.
+Names are the whole model's, so that a block of layers is the same one to everybody: a stage pairs with any stage of another crew, and any
+whole policy, that has one in common with it. Corrections are applied where a step has just been taken, the one moment at which all stages
+move and no wave is under way.
 
 Not averaged is a tied embedding that is trained: both ends hold it, and two partners would make two of it. No stage can say
 alone whether an average makes the policy worse: it asks those behind it (`crew_probe`).
@@ -71,7 +71,7 @@ class StageAveraging(Observer):
         self._marked = False
         self._seeking: queue.SimpleQueue[local.AdoptState] | None = None
         self.probe = CrewProbe()
-        self._tensors = AveragedTensors(averaged(stage), cfg.codec, cfg.fragments, stage.optimizer.lock)
+        self._tensors = AveragedTensors(averaged(stage), cfg.codec, cfg.fragments, stage.optimizer.lock, sum(stage.layers))
         self._replica = Replica(self._tensors, cfg, self._counters, data_dir, send=send, probe=self.probe, adapter=adapter)
 
     def begin(self, outer: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:

@@ -17,11 +17,13 @@ import msgspec
 import trio
 
 from swarmnode.weights import local
+from swarmnode.weights.fragments import blocks_of
 from swarmnode.weights.layout import make_layout
 from swarmnode.weights.manifest import TensorHash
 
 SKILLS = 8
 LAYOUT = make_layout([("skill", (SKILLS,), "float32")])
+BLOCKS = blocks_of(["skill"])
 READ_SECONDS = (0.05, 2.0)
 """To copy and write weights, or to read and judge them: a draw between these."""
 
@@ -106,14 +108,14 @@ class Averaging:
         match message:
             case local.TakeSnapshot(session):
                 if session not in self._dropped:
-                    self._send(local.SnapshotWritten(session, 0, str(self._write("out", session)), self.outer_step))
+                    self._send(local.SnapshotWritten(session, 0, str(self._write("out", session)), self.outer_step, BLOCKS))
             case local.ApplyPayload():
                 self._judging = None
                 if message.session not in self._dropped:
                     self._apply(message)
             case local.SoloStep():
                 self._stepped("solo")
-                self._send(local.SnapshotWritten(b"", 0, str(self._write("out", b"")), self.outer_step))
+                self._send(local.SnapshotWritten(b"", 0, str(self._write("out", b"")), self.outer_step, BLOCKS))
             case local.WriteState():
                 hashes = [TensorHash("skill", hashlib.sha256(self._packed()).digest())]
                 self._send(local.StateWritten(str(self._write("state", b"")), self.outer_step, hashes))

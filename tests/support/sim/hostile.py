@@ -187,8 +187,8 @@ class Hostile:
         match weights.decode_message(request):
             case weights.Here() as here:
                 return weights.encode_message(here)
-            case weights.Propose(nonce, _, fragment, outer_step):
-                return weights.encode_message(weights.Accept(nonce, nonce, fragment, outer_step))
+            case weights.Propose(nonce, _, fragment, outer_step, blocks):
+                return weights.encode_message(weights.Accept(nonce, nonce, fragment, outer_step, blocks))
         return b""
 
     async def _list(self, peer: str, request: bytes) -> bytes:

@@ -245,7 +245,8 @@ def test_a_layout_is_sorted_and_refuses_what_cannot_be_averaged():
 
 
 @pytest.mark.parametrize("message", [
-    Propose(b"n" * 16, bytes(32), 3, 2**63 - 1), Accept(b"n" * 16, b"s" * 16, 0, 0), Busy(b"n" * 16, "busy", 30), Release(b"s" * 16),
+    Propose(b"n" * 16, bytes(32), 3, 2**63 - 1, b"\1" * 128), Accept(b"n" * 16, b"s" * 16, 0, 0, b"\1"),
+    Busy(b"n" * 16, "busy", 30), Release(b"s" * 16),
 ])  # fmt: skip
 def test_messages_travel_and_their_bounds_hold(message):
     data = encode_message(message)

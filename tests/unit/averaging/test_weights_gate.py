@@ -91,7 +91,7 @@ def test_no_partner_moves_the_weights_further_than_the_bound():
         gate = trained_gate(mine, norm(mine) * 10 ** rng.uniform(-3, -1)) if rng.random() < 0.7 else AveragingGate()
         moved = norm(mine) * 10 ** rng.uniform(-4, -1)
         for exchange in range(4):
-            tau = gate.tau(0, norm(mine), moved)
+            tau = gate.tau(mine, norm(mine), moved)
             theirs = near(mine, norm(mine) * 10 ** rng.uniform(-4, 2), seed=1000 * trial + exchange)
             if rng.random() < 0.3:
                 make, _ = HOSTILE[rng.choice(list(HOSTILE))]
@@ -110,11 +110,11 @@ def test_a_patient_attacker_cannot_raise_its_own_threshold():
     gate = trained_gate(mine, 0.1)
     for i in range(FIRST, 3 * FIRST):
         judge(gate, f"honest{i}", mine, near(mine, 0.1, seed=i), 0.0)
-    tau = gate.tau(0, norm(mine), 0.0)
+    tau = gate.tau(mine, norm(mine), 0.0)
     for i in range(100):
-        distance = 0.9 * FAR * gate.tau(0, norm(mine), 0.0)
+        distance = 0.9 * FAR * gate.tau(mine, norm(mine), 0.0)
         judge(gate, "attacker", mine, near(mine, distance, seed=i), 0.0)
-    assert gate.tau(0, norm(mine), 0.0) <= 1.01 * tau
+    assert gate.tau(mine, norm(mine), 0.0) <= 1.01 * tau
 
 
 def test_even_as_half_of_the_partners_it_raises_the_threshold_slowly():
@@ -122,7 +122,7 @@ def test_even_as_half_of_the_partners_it_raises_the_threshold_slowly():
     gate = trained_gate(mine, 0.1)
     for i in range(4):
         judge(gate, "attacker", mine, near(mine, 1.8, seed=i), 0.0)
-    assert gate.tau(0, norm(mine), 0.0) <= 2 * 0.2
+    assert gate.tau(mine, norm(mine), 0.0) <= 2 * 0.2
 
 
 def test_before_anything_was_accepted_our_own_progress_is_the_measure():
@@ -133,7 +133,7 @@ def test_before_anything_was_accepted_our_own_progress_is_the_measure():
     gate = AveragingGate()
     for i in range(FIRST):
         judge(gate, f"p{i}", mine, near(mine, 5.0, seed=i), 0.0, moved=0.5)
-    assert gate.tau(0, norm(mine), 0.5) == pytest.approx(10.0, rel=1e-3)  # what others trained, and not what was taken of it
+    assert gate.tau(mine, norm(mine), 0.5) == pytest.approx(10.0, rel=1e-3)  # what others trained, and not what was taken of it
     assert gate.statistics().clip_ratio == pytest.approx(0.2, rel=1e-3)
 
 
@@ -282,11 +282,38 @@ def test_outcomes_of_others_are_counted_with_ours_and_unknown_ones_are_a_bug():
         gate.refused("p", "because", 0.0)
 
 
-def test_fragments_have_thresholds_of_their_own():
-    mine = weights()
-    gate = trained_gate(mine, 0.1)
-    assert gate.tau(0, norm(mine), 3.0) == pytest.approx(0.2, rel=1e-3)
-    assert gate.tau(1, norm(mine), 3.0) == 6.0
+def layered(distance, seed=0):
+    """Two layers, each so far from those of seed 0 and distance 0."""
+    mine = {f"layers.{i}.{name}": t for i in range(2) for name, t in weights().items()}
+    each = {f"layers.{i}.{name}": t for i in range(2) for name, t in near(weights(), distance, seed).items()}
+    return each if distance else mine
+
+
+def test_blocks_have_thresholds_of_their_own():
+    mine, gate = layered(0.0), AveragingGate()
+    first = {n: t for n, t in mine.items() if n.startswith("layers.0")}
+    for i in range(4):
+        judge(gate, f"p{i}", first, {n: layered(0.1, i)[n] for n in first}, 0.0)
+    assert gate.tau(first, norm(first), 3.0) == pytest.approx(0.2, rel=1e-3)
+    assert gate.tau(mine, norm(mine), 3.0) == 6.0  # of the other layer nothing was accepted yet
+    for i in range(4):
+        judge(gate, f"p{i}", mine, layered(0.1, i), 0.0)
+    assert gate.tau(mine, norm(mine), 3.0) == pytest.approx(0.2 * math.sqrt(2), rel=1e-3)
+    assert gate.tau(first, norm(first), 3.0) == pytest.approx(0.2, rel=1e-3)
+
+
+def test_a_hostile_partner_moves_a_part_by_no_more_than_an_honest_one_of_that_part_does():
+    mine, gate = layered(0.0), AveragingGate()
+    for i in range(8):
+        judge(gate, f"p{i}", mine, layered(0.1, i), 0.0)
+    first = {n: t for n, t in mine.items() if n.startswith("layers.0")}
+    far = {n: layered(1.5)[n] for n in first}
+    assert judge(gate, "q", mine, {**mine, **{n: layered(3.5)[n] for n in first}}, 0.0).outcome == "too_far"
+    for _ in range(20):  # it holds one layer, and says so
+        taken = judge(gate, "q", first, far, 0.0)
+        assert taken.outcome == "clipped"
+        assert norm(taken.mean, minus=first) <= 0.5 * 0.2 * 1.01
+    assert gate.tau(first, norm(first), 0.0) <= 0.2 * 1.01
 
 
 def test_a_flood_of_identities_does_not_grow_the_gate():

@@ -17,10 +17,12 @@ from swarmnode.trainer.crew import probe as crew_probe
 from swarmnode.trainer.crew.policy import CrewPolicy
 from swarmnode.trainer.crew.run import CrewTrainer
 from swarmnode.weights import local
+from swarmnode.weights.fragments import pack
 from tests.support.crew_network import crew_network
 from tests.support.waiting import until
 
 WEIGHTS = {"rule": "noloco", "codec": "float32", "fragments": 1}
+EVERYTHING = pack(range(64))
 STAGES = {"mode": "always", "codec": "float32", "gradient_codec": "float32"}
 
 
@@ -86,10 +88,10 @@ async def test_every_stage_hears_what_an_average_does_before_it_takes_it(tmp_pat
         for step in range(2):
             await update(step)  # 8 completions that were better than their group
         for node in network.nodes:
-            node.link.send_to_trainer(local.TakeSnapshot(b"s" * 16, 0))
+            node.link.send_to_trainer(local.TakeSnapshot(b"s" * 16, 0, EVERYTHING))
             await until(lambda node=node: said(node, local.SnapshotWritten))
             (ours,) = said(node, local.SnapshotWritten)  # of a partner that is exactly where we are
-            node.link.send_to_trainer(local.ApplyPayload(b"s" * 16, 0, "peer", ours.outer_step, ours.path))
+            node.link.send_to_trainer(local.ApplyPayload(b"s" * 16, 0, "peer", ours.outer_step, ours.path, EVERYTHING))
         for step in range(2, 40):
             await update(step)
             await trio.sleep(0.05)
@@ -111,7 +113,7 @@ async def test_an_exchange_that_comes_when_the_crew_is_over_is_refused_at_once_a
         head.link.send_to_trainer(Released("a member is gone"))
         await until(lambda: not all(trainer._runner.active for trainer in trainers), seconds=20)  # it is handled in another thread
         await until(lambda: head.offering is not None, seconds=60)  # it is in no crew now
-        head.link.send_to_trainer(local.ApplyPayload(b"s" * 16, 0, "peer", 1, str(tmp_path / "payload")))
-        head.link.send_to_trainer(local.TakeSnapshot(b"t" * 16, 0))
+        head.link.send_to_trainer(local.ApplyPayload(b"s" * 16, 0, "peer", 1, str(tmp_path / "payload"), EVERYTHING))
+        head.link.send_to_trainer(local.TakeSnapshot(b"t" * 16, 0, EVERYTHING))
         await until(lambda: len(ended(head)) == 2, seconds=60)
         assert ended(head) == [local.ExchangeEnded(session, 0, "", "local", False, 0) for session in (b"s" * 16, b"t" * 16)]

@@ -4,12 +4,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from swarmnode.averaging.lora import A_MARK
 from swarmnode.config import Config, PolicyConfig, TrainingConfig
+from swarmnode.crew.local import Assigned
+from swarmnode.crew.record import NO_HASH, Taken
 from swarmnode.errors import Refused
 from swarmnode.pipeline.spec import StageSpec
+from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.load import local_directory
+from swarmnode.trainer.crew.average import averaged
 from swarmnode.trainer.crew.model import check_trainable, is_untrained
 from swarmnode.trainer.crew.recovery import recovery_settings
+from swarmnode.trainer.crew.stage import Stage
+from swarmnode.trainer.engine import open_policy
+from swarmnode.weights.fragments import EMBEDDING, block_of
 from tests.support.crew_models import opened
 
 
@@ -17,6 +25,11 @@ def config_of(tmp_path, **stages) -> Config:
     return Config.model_validate(
         {"node": {"data_dir": str(tmp_path / "data")}, "policy": {"device": "cpu"}, "stages": {"mode": "always", **stages}}
     )
+
+
+def stage_of(model, cut, index) -> Stage:
+    assigned = Assigned(b"c" * 32, b"l" * 32, index, cut, ("a",) * len(cut), 0, NO_HASH, Taken(), "")
+    return Stage(assigned, model.build(cut, index), model.settings(), model.limits())
 
 
 def test_a_model_is_untrained_until_something_was_learnt(tmp_path):
@@ -73,3 +86,28 @@ def test_what_only_a_whole_policy_can_do_is_refused_with_the_remedy():
     check_trainable(PolicyConfig(), TrainingConfig(loss_type="gspo", options=["sequence_mis", "effective_rate"]))
     with pytest.raises(Refused, match=r"set training\.\w+ to .*stages.mode to off"):
         check_trainable(PolicyConfig(), TrainingConfig(beta=0.1))
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_block_is_the_same_in_a_stage_and_in_the_whole_policy_however_the_crew_is_cut(tmp_path, rank):
+    path = write_deep_model(tmp_path / "model", layers=4)
+    policy = {"model": str(path), "device": "cpu", "lora": {"r": rank}}
+    config = Config.model_validate({"node": {"data_dir": str(tmp_path)}, "policy": policy, "stages": {"mode": "always"}})
+    whole = open_policy(config.policy, None, rank > 0, lambda line: None)
+    trained = {name: p for name, p in whole.model.named_parameters() if p.requires_grad}
+    seeded = {name: p for name, p in whole.model.named_parameters() if A_MARK in name}
+    by_block = lambda parameters, block: {n: (p.shape, p.dtype) for n, p in parameters.items() if block_of(n) == block}
+    with opened(config) as model:
+        assert (model.text.fingerprint, model.text.tokenizer_hash) == (whole.fingerprint, whole.tokenizer_hash)
+        for cut in ((1, 3), (2, 2), (2, 1, 1)):
+            held = set()
+            for index in range(len(cut)):
+                stage = stage_of(model, cut, index)
+                mine = averaged(stage)
+                blocks = {block_of(name) for name in mine}
+                assert not held & blocks
+                held |= blocks
+                assert all(by_block(mine, block) == by_block(trained, block) for block in blocks)
+                names = {stage.runtime.spec.whole(n): p for n, p in stage.runtime.model.named_parameters() if A_MARK in n}
+                assert all(torch.equal(p, seeded[n]) for n, p in names.items())
+            assert held == {block_of(name) for name in trained} - {EMBEDDING}  # tied: both ends hold it, and neither averages it

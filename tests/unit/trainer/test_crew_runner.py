@@ -164,7 +164,7 @@ def test_a_suspended_stage_gives_nothing_away():
     got, refused = [], []
     averaging = SimpleNamespace(receive=got.append, refuse=refused.append)
     node = SimpleNamespace(_averaging=averaging, _runner=SimpleNamespace(active=True, averages=False))
-    away = [local.TakeSnapshot(b"s" * 16, 0), local.WriteState()]
+    away = [local.TakeSnapshot(b"s" * 16, 0, b""), local.WriteState()]
     for message in (*away, local.DropExchange(b"s" * 16)):
         CrewTrainer._about_weights(node, message)
     assert got == [local.DropExchange(b"s" * 16)]

@@ -13,9 +13,9 @@ import torch
 
 from swarmnode.averaging.lora import RESIDUAL_LIMIT, freeze_a, pairs, residual, shared_a
 from swarmnode.errors import BadMessage
-from swarmnode.weights.fingerprint import LoraShape, fingerprint
-from swarmnode.weights.fragments import check_schedule, cut, due, layer_of
-from swarmnode.weights.layout import elements, make_layout
+from swarmnode.weights.fingerprint import LoraShape, fingerprint, state_fingerprint
+from swarmnode.weights.fragments import block_of, check_schedule, common, count, cut, due, layer_of, pack, unpack, within
+from swarmnode.weights.layout import make_layout
 from swarmnode.weights.manifest import StateManifest, TensorHash, agreed_source, check_manifest
 
 LLAMA = [
@@ -31,15 +31,30 @@ def test_fragments_are_a_partition_with_strided_layers():
     assert sorted(s.name for part in parts for s in part) == [s.name for s in layout]
     for f, part in enumerate(parts):
         assert {layer for s in part if (layer := layer_of(s.name)) is not None} == set(range(f, 10, 4))
-    # embedding and head are larger than a layer: on different fragments, and none of them where there are three layers
-    sizes = [elements(part) for part in parts]
-    assert max(sizes) < 2 * min(sizes) + 64_000
-    assert len({f for f, part in enumerate(parts) for s in part if s.elements == 64_000}) == 2
+    # embedding and head are larger than a layer: on different fragments
+    assert [f for f, part in enumerate(parts) for s in part if s.elements == 64_000] == [0, 3]
 
 
-def test_large_tensors_without_a_layer_are_placed_first():
-    parts = cut(make_layout([("a", (1,), "float32"), ("b", (1,), "float32"), ("c", (100,), "float32")]), 2)
-    assert [[s.name for s in part] for part in parts] == [["c"], ["a", "b"]]
+def test_a_tensor_is_of_one_block_whoever_holds_it():
+    assert [block_of(name) for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")] == [0, 1, 1]
+    assert block_of("base_model.model.model.layers.11.mlp.up_proj.lora_B.default.weight") == block_of("model.layers.11.a") == 13
+    assert block_of("layers.1021.a") == block_of("layers.1000000.a") == 1023
+    whole = cut(make_layout(LLAMA), 4)
+    for first, last in ((0, 1), (0, 7), (3, 10), (9, 10)):
+        held = [spec for spec in LLAMA if (layer := layer_of(spec[0])) is not None and first <= layer < last]
+        for part, of_whole in zip(cut(make_layout(held), 4), whole, strict=True):
+            assert set(part) == {spec for spec in of_whole if spec in make_layout(held)}
+
+
+def test_sets_of_blocks_travel_in_bits():
+    assert [pack(blocks).hex() for blocks in ((), (0,), (1, 2, 9), (1023,))] == ["", "01", "0602", "00" * 127 + "80"]
+    for seed in range(50):
+        rng = random.Random(seed)
+        one, other = (frozenset(rng.sample(range(1024), rng.randrange(60))) for _ in range(2))
+        assert unpack(pack(one)) == one
+        assert unpack(common(pack(one), pack(other))) == one & other
+        parts = [unpack(within(pack(one), f, 5)) for f in range(5)]
+        assert sorted(block for part in parts for block in part) == sorted(one)
 
 
 def test_the_cut_depends_on_names_and_shapes_only():
@@ -56,9 +71,10 @@ def test_layers_are_found_in_the_names_of_models_and_adapters():
     assert layer_of("lm_head2.weight") is None
 
 
-def test_more_fragments_than_there_are_pieces_is_an_error():
-    with pytest.raises(ValueError, match="do not make"):
-        cut(make_layout(LLAMA), 14)
+def test_there_is_a_fragment_for_each_layer_at_most_and_one_at_least():
+    assert [count(make_layout(LLAMA), wanted) for wanted in (1, 4, 14)] == [1, 4, 10]
+    assert count(make_layout(LLAMA[-2:]), 4, layers=10) == 4  # as for the whole model
+    assert count(make_layout(LLAMA[:1]), 4) == 1
     with pytest.raises(ValueError, match="at least one"):
         cut(make_layout(LLAMA), 0)
 
@@ -91,19 +107,25 @@ LORA = LoraShape(16, 32, ("k_proj", "q_proj"), 7)
 def test_everything_that_must_agree_changes_the_fingerprint():
     other = [
         {"swarm": b"S" * 32}, {"base": b"B" * 32}, {"tokenizer": b"T" * 32}, {"codec": "int8"}, {"fragments": 3}, {"lora": LORA},
-        {"layout": make_layout(LLAMA[1:])}, {"layout": make_layout([("renamed", *LLAMA[0][1:]), *LLAMA[1:]])},
-        {"layout": make_layout([(LLAMA[0][0], (64, 1000), "float32"), *LLAMA[1:]])},
         {"layout": make_layout([(LLAMA[0][0], (1000, 64), "bfloat16"), *LLAMA[1:]])},
         *({"lora": msgspec.structs.replace(LORA, **change)}
           for change in ({"r": 8}, {"alpha": 16}, {"target_modules": ("q_proj",)}, {"a_seed": 8}, {"a_seed": None})),
     ]  # fmt: skip
-    found = {fingerprint(**BASE), *(fingerprint(**{**BASE, **change}) for change in other)}
-    assert len(found) == len(other) + 1
-    assert all(len(f) == 32 for f in found)
+    held = [
+        {"layout": make_layout(LLAMA[1:])}, {"layout": make_layout([("renamed", *LLAMA[0][1:]), *LLAMA[1:]])},
+        {"layout": make_layout([(LLAMA[0][0], (64, 1000), "float32"), *LLAMA[1:]])},
+    ]  # fmt: skip
+    for of, differ in ((fingerprint, other), (state_fingerprint, other + held)):
+        found = {of(**BASE), *(of(**{**BASE, **change}) for change in differ)}
+        assert len(found) == len(differ) + 1
+        assert all(len(f) == 32 for f in found)
+    # whoever holds other layers of the same base is a partner for those that both hold, and no source of a state
+    assert {fingerprint(**{**BASE, **change}) for change in held} == {fingerprint(**BASE)}
 
 
 def test_the_order_of_tensors_does_not():
-    assert fingerprint(**{**BASE, "layout": BASE["layout"][::-1]}) == fingerprint(**BASE)
+    for of in (fingerprint, state_fingerprint):
+        assert of(**{**BASE, "layout": BASE["layout"][::-1]}) == of(**BASE)
 
 
 def test_a_hash_of_another_length_is_our_bug():
@@ -114,11 +136,15 @@ def test_a_hash_of_another_length_is_our_bug():
 def test_the_fingerprint_is_pinned():
     """It is on the wire: another value is another protocol."""
     layout = make_layout([("w", (2, 3), "float32")])
-    got = fingerprint(bytes(32), bytes(32), bytes(32), layout, "bfloat16", 1, LoraShape(8, 16, ("q_proj",), 1))
-    assert got.hex() == PINNED
+    got = [of(bytes(32), bytes(32), bytes(32), layout, "bfloat16", 1, LoraShape(8, 16, ("q_proj",), 1)).hex()
+           for of in (state_fingerprint, fingerprint)]  # fmt: skip
+    assert got == PINNED
 
 
-PINNED = "b96ddd61cf10151eff1685a3eb36029c9dbc5443031660a5c0c815b91dc1db54"
+PINNED = [
+    "b96ddd61cf10151eff1685a3eb36029c9dbc5443031660a5c0c815b91dc1db54",
+    "4a8f7168936f9151689c5caf3ed3aa7ff5109c3908ae5c20358a1d9e9d4e0d9d",
+]
 
 
 # ---- adapters -----------------------------------------------------------------------------------------------------------------------

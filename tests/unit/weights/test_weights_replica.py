@@ -15,11 +15,13 @@ from swarmnode.trainer.state import Counters
 from swarmnode.trainer.weights import Replica
 from swarmnode.weights import local
 from swarmnode.weights.discovery import ASK_SECONDS, FRESH_SECONDS, MAX_PEERS, Claims
+from swarmnode.weights.fragments import blocks_of
 from swarmnode.weights.manifest import TensorHash
 from swarmnode.weights.rule import LARGEST_OUTER_STEP
 from tests.support.replica import Judge, Tiny, identical, probe_of, settle, tensors_of
 
 SESSION = b"s" * 16
+BLOCKS = blocks_of(["layers.0.w", "layers.1.w"])
 
 CFG = WeightsConfig(rule="noloco", codec="float32", fragments=2, sync_every=4)
 
@@ -78,11 +80,11 @@ class Made:
 
     def fetched(self, partner, session=SESSION, fragment=0, peer="peer", outer_step=0):
         """An exchange with `partner`'s weights as they are, until they have been examined."""
-        self.replica.receive(local.TakeSnapshot(session, fragment))
+        self.replica.receive(local.TakeSnapshot(session, fragment, BLOCKS))
         self.settle()
         path = self.directory / "in-x.bin"
         path.write_bytes(partner.tensors.encode(fragment, {n: partner.weights()[n] for n in partner.tensors.names(fragment)}))
-        self.replica.receive(local.ApplyPayload(session, fragment, peer, outer_step, str(path)))
+        self.replica.receive(local.ApplyPayload(session, fragment, peer, outer_step, str(path), BLOCKS))
         self.settle()
 
     def exchange(self, partner, session=SESSION, fragment=0):
@@ -150,7 +152,7 @@ def test_a_kill_before_the_commit_loses_the_exchange_whole(when, made, tmp_path)
     partner.step(seed=2)
     before = a.weights()
     if when == "copied":
-        a.replica.receive(local.TakeSnapshot(SESSION, 0))
+        a.replica.receive(local.TakeSnapshot(SESSION, 0, BLOCKS))
         a.settle()
     elif when == "examined":
         a.fetched(partner)
@@ -179,7 +181,7 @@ def test_a_dropped_exchange_is_not_applied_any_more(when, made):
     partner.step(seed=2)
     before = a.weights()
     if when == "copied":
-        a.replica.receive(local.TakeSnapshot(SESSION, 0))
+        a.replica.receive(local.TakeSnapshot(SESSION, 0, BLOCKS))
         a.settle()
     elif when == "examined":
         a.fetched(partner)
@@ -364,7 +366,7 @@ def test_nothing_is_corrected_against_weights_that_a_revert_has_undone(made):
 def test_what_goes_wrong_in_the_worker_thread_is_not_lost(made, monkeypatch):
     a = made("a")
     monkeypatch.setattr(codecs, "encode", lambda *args, **options: 1 / 0)
-    a.replica.receive(local.TakeSnapshot(SESSION, 0))
+    a.replica.receive(local.TakeSnapshot(SESSION, 0, BLOCKS))
     a.settle()
     with pytest.raises(ZeroDivisionError):
         a.replica.between_steps(True, 0.1, stepped=False)

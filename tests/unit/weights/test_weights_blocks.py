@@ -1,0 +1,199 @@
+"""What two parties that hold different layers of one policy do to each other: crews cut two ways, and nodes that hold all of it."""
+
+import random
+import threading
+
+import pytest
+import torch
+
+from swarmnode.averaging.averaged import AveragedTensors
+from swarmnode.averaging.gate import Losses
+from swarmnode.config import WeightsConfig
+from swarmnode.trainer.state import Counters
+from swarmnode.trainer.weights import Replica
+from swarmnode.weights import local
+from swarmnode.weights.fragments import block_of, common, pack, within
+from tests.support.replica import settle
+
+LAYERS = 4
+FRAGMENTS = 2
+ENDS = {"model.embed_tokens.weight": (20, 4), "model.norm.weight": (4,), "lm_head.weight": (20, 4)}
+SHAPES = ENDS | {f"model.layers.{i}.w": (8, 4) for i in range(LAYERS)}
+WHOLE = range(LAYERS + 2)
+HEAD, TAIL = {0, 2, 3}, {1, 4, 5}
+"""Two layers each, by blocks."""
+SHORT, LONG = {0, 2}, {1, 3, 4, 5}
+"""The same policy, cut after the first layer."""
+
+
+class Agreeable:
+    """A probe that finds any average as good as what it replaces."""
+
+    def measure(self, mine, mean, answer):
+        self.judged = set(mine), set(mean)
+        answer(Losses(1.0, 1.0))
+        return True
+
+
+class Party:
+    """The trainer's half of somebody who holds `blocks`; steps are taken by the test."""
+
+    def __init__(self, directory, blocks, seed, codec="float32", shapes=SHAPES):
+        held = {name: shape for name, shape in shapes.items() if block_of(name) in blocks}
+        base = torch.Generator().manual_seed(0)
+        start = {name: torch.randn(shape, generator=base) for name, shape in shapes.items()}
+        self.parameters = {name: torch.nn.Parameter(start[name]) for name in held}
+        self.tensors = AveragedTensors(self.parameters, codec, FRAGMENTS, threading.Lock(), LAYERS)
+        self.counters, self.probe, self.said = Counters(step=1), Agreeable(), []
+        config = WeightsConfig(rule="gossip", codec=codec, fragments=FRAGMENTS, sync_every=4)
+        directory.mkdir()
+        self.replica = Replica(self.tensors, config, self.counters, directory, send=self.said.append, probe=self.probe)
+        self.facts = self.replica.facts(False)
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def train(self, size=0.01):
+        with torch.no_grad():
+            for parameter in self.parameters.values():
+                parameter.add_(size * torch.randn(parameter.shape, generator=self._generator))
+        self.counters.step += 1
+
+    def weights(self):
+        return {name: p.detach().clone() for name, p in self.parameters.items()}
+
+    def do(self, message):
+        """Hand it a message, and have everything done that follows. What it says."""
+        self.said.clear()
+        self.replica.receive(message)
+        for _ in range(3):
+            settle(self.replica.receive, self.said)
+            self.replica.between_steps(True, 0.1, stepped=False)
+        return list(self.said)
+
+
+def blocks_shared(one, other):
+    return common(one.facts.blocks(), other.facts.blocks())
+
+
+def exchange(one, other, fragment, session):
+    """Both copy what both hold of the fragment, and each gets the other's. How it ended for each."""
+    blocks, ended = blocks_shared(one, other), []
+    copies = [party.do(local.TakeSnapshot(session, fragment, blocks))[0] for party in (one, other)]
+    for party, theirs in ((one, copies[1]), (other, copies[0])):
+        said = party.do(local.ApplyPayload(session, fragment, "peer", theirs.outer_step, theirs.path, blocks))
+        ended += [message.outcome for message in said if isinstance(message, local.ExchangeEnded)]
+    return ended
+
+
+@pytest.fixture
+def parties(tmp_path):
+    made = []
+
+    def make(*held, **options):
+        made.extend(Party(tmp_path / str(len(made) + i), blocks, 1 + len(made) + i, **options) for i, blocks in enumerate(held))
+        return made[-len(held) :]
+
+    yield make
+    for party in made:
+        party.replica.close()
+
+
+@pytest.mark.parametrize("codec", ["float32", "int8"])
+def test_what_both_hold_is_averaged_and_the_rest_takes_its_step_alone(parties, codec):
+    head, long = parties(HEAD, LONG, codec=codec)
+    for party in (head, long):
+        party.train()
+    before = [party.weights() for party in (head, long)]
+    assert exchange(head, long, 1, b"s" * 16) == ["accepted"] * 2
+    shared = {"model.layers.1.w"}  # of fragment 1, which has the odd layers and the end
+    assert [party.probe.judged for party in (head, long)] == [(shared, shared)] * 2
+    for party, old in zip((head, long), before, strict=True):
+        mean = (before[0]["model.layers.1.w"] + before[1]["model.layers.1.w"]) / 2
+        torch.testing.assert_close(party.weights()["model.layers.1.w"], mean, atol=1e-3 if codec == "int8" else 1e-6, rtol=0)
+        assert all(torch.equal(t, old[name]) for name, t in party.weights().items() if name not in shared)
+        assert party.counters.outer_clocks == [0, 1]
+        phi = {name.removeprefix("phi."): t for name, t in party.replica.tensors().items() if name.startswith("phi.")}
+        for name in party.tensors.names(1):
+            assert torch.equal(phi[name], party.weights()[name])  # what was learnt alone is in its slow weights too
+
+
+def test_whoever_holds_a_part_has_nothing_to_do_with_other_parts(parties):
+    short, tail, whole = parties(SHORT, TAIL, WHOLE)
+    assert blocks_shared(short, tail) == b""
+    assert blocks_shared(whole, tail) == tail.facts.blocks()
+    assert {party.facts.fingerprint(bytes(32), bytes(32), bytes(32)) for party in (short, tail, whole)} == {
+        whole.facts.fingerprint(bytes(32), bytes(32), bytes(32))
+    }
+    assert len({party.facts.state_fingerprint(bytes(32), bytes(32), bytes(32)) for party in (short, tail, whole)}) == 3
+    # of fragment 1 it holds nothing at all, and a step of it asks nobody, changes nothing and is counted
+    assert within(short.facts.blocks(), 1, FRAGMENTS) == b""
+    before, version = short.weights(), short.counters.policy_version
+    short.counters.step = 4
+    short.replica.between_steps(True, 0.1)
+    short.do(local.DropExchange(b"x" * 16))
+    assert not any(isinstance(message, local.OuterStepDue) for message in short.said)
+    assert (short.counters.outer_clocks, short.counters.solo_steps_total, short.counters.policy_version) == ([0, 1], 0, version)
+    assert all(torch.equal(t, before[name]) for name, t in short.weights().items())
+
+
+def spread(parties):
+    """Standard deviation of each tensor among those who hold it, the largest of all tensors."""
+    held = {name: [party.weights()[name] for party in parties if name in party.parameters] for name in SHAPES}
+    return max(float(torch.stack(copies).std(0).norm() / copies[0].numel() ** 0.5) for copies in held.values())
+
+
+def test_two_crews_cut_differently_and_a_whole_node_stay_together_and_agree_when_they_learn_no_more(parties):
+    everybody = parties(WHOLE, HEAD, TAIL, SHORT, LONG)
+    alone = parties(WHOLE, HEAD, TAIL, SHORT, LONG)
+    rng, names = random.Random(0), iter(range(10**6))
+
+    def take_part(fragment):
+        free = rng.sample(everybody, len(everybody))
+        while free:
+            one = free.pop()
+            partner = next((p for p in free if within(blocks_shared(one, p), fragment, FRAGMENTS)), None)
+            if partner is None:
+                one.do(local.SoloStep(fragment))
+                continue
+            free.remove(partner)
+            assert set(exchange(one, partner, fragment, next(names).to_bytes(16, "big"))) <= {"accepted", "clipped"}
+
+    def learn(rounds, size):
+        for _ in range(rounds):
+            for party in everybody:
+                party.train(size)
+            for fragment in range(FRAGMENTS):
+                take_part(fragment)
+
+    learn(12, 0.01)
+    for party in alone:
+        for _ in range(12):
+            party.train()
+    together, apart = spread(everybody), spread(alone)
+    assert together < 0.6 * apart
+    learn(8, 0.001)
+    assert spread(everybody) < 0.2 * apart
+
+
+def test_a_tensor_of_another_shape_or_of_another_base_is_refused(parties):
+    (whole,) = parties(WHOLE, codec="int8")
+    (other,) = parties(HEAD, codec="int8", shapes={**SHAPES, "model.layers.1.w": (4, 8)})
+    before = whole.weights()
+    assert exchange(whole, other, 1, b"s" * 16) == ["shape"] * 2
+    (stranger,) = parties(TAIL, codec="int8")
+    stranger.train(size=1.0)
+    elsewhere = AveragedTensors(stranger.parameters, "int8", FRAGMENTS, threading.Lock(), LAYERS)
+    stranger.tensors.encode = elsewhere.encode  # it means the difference to something else
+    assert exchange(whole, stranger, 0, b"t" * 16)[0] == "payload"
+    assert all(torch.equal(t, before[name]) for name, t in whole.weights().items())
+
+
+def test_what_is_sent_beyond_what_both_hold_is_refused(parties):
+    head, long = parties(HEAD, LONG)
+    blocks = blocks_shared(head, long)
+    head.do(local.TakeSnapshot(b"s" * 16, 1, blocks))
+    (everything,) = long.do(local.TakeSnapshot(b"s" * 16, 1, long.facts.blocks()))[:1]
+    before = head.weights()
+    said = head.do(local.ApplyPayload(b"s" * 16, 1, "peer", 0, everything.path, blocks))
+    assert [message.outcome for message in said if isinstance(message, local.ExchangeEnded)] == ["payload"]
+    assert all(torch.equal(t, before[name]) for name, t in head.weights().items())
+    assert everything.blocks == pack({1, 3, 5})
