@@ -11,7 +11,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import trio
@@ -23,6 +23,9 @@ from swarmnode.pipeline.fence import Fence
 from swarmnode.pipeline.frames import CHUNK_BYTES, Place
 from swarmnode.recovery import messages as m
 from swarmnode.recovery.outbox import Outbox
+
+if TYPE_CHECKING:
+    from swarmnode.recovery.serving import Server
 
 SERVED: Final = 4
 """Requests and transfers of one peer at a time; answers that it has not read yet are among them."""
@@ -59,18 +62,6 @@ class _Call:
 
     def progressed(self) -> None:
         self.scope.deadline = trio.current_time() + self.seconds
-
-
-@dataclass(frozen=True)
-class ChannelStatistics:
-    bytes_sent: int
-    bytes_received: int
-    refused: dict[str, int]
-    """What peers sent, by reason of STATE_REASONS."""
-    fenced: dict[str, int]
-    """Messages of the past, by reason of `fence.FENCE_REASONS`."""
-    failed: int
-    """Requests of peers that we could not answer: our disk, our device, or our numbers."""
 
 
 class _Calls:
@@ -119,44 +110,13 @@ class _Calls:
 
 
 @dataclass
-class _Counts:
-    """See `ChannelStatistics`."""
-
-    sent: int = 0
-    received: int = 0
+class Counts:
     failed: int = 0
+    """What was not done for our own disk's, device's or numbers' sake."""
     refused: Counter[str] = field(default_factory=Counter)
+    """What peers sent, by reason of STATE_REASONS."""
     blame: Counter[int] = field(default_factory=Counter)
     """Stage → refusals."""
-
-
-class Serves(Protocol):
-    """Who answers what others ask for, and keeps what they push."""
-
-    def holds(self, stage: int, number: int) -> m.Holds:
-        """What there is here of `stage`, asked as `number`."""
-        ...
-
-    async def serve(self, stage: int, want: m.Want) -> None:
-        """Answers with `answer` or `lack`. What it raises (BadMessage, StateError, OSError, ValueError, `faults.of_device`) is answered and
-        counted."""
-        ...
-
-    def expected(self, stage: int, have: m.Have) -> int:
-        """How long what `stage` begins to send must be. Raises BadMessage for what it has no business to send."""
-        ...
-
-    async def pushed(self, stage: int, have: m.Have, body: bytearray) -> None:
-        """It arrived, with the hash that was promised. Raises as `serve` does."""
-        ...
-
-    def kept(self, stage: int, message: m.Kept) -> None:
-        """What we pushed is stored there."""
-        ...
-
-    def keeps(self, stage: int) -> None:
-        """It wants our next snapshot."""
-        ...
 
 
 class Channel:
@@ -179,14 +139,9 @@ class Channel:
         self._serving: Counter[int] = Counter()
         self._storing: set[int] = set()
         """Stages whose snapshot has arrived and is being stored."""
-        self._counts = _Counts()
-        self._server: Serves | None = None
+        self.counts = Counts()
+        self._server: Server | None = None
         self._nursery: trio.Nursery | None = None
-
-    def statistics(self) -> ChannelStatistics:
-        fenced = dict(self._fence.dropped)
-        counts = self._counts
-        return ChannelStatistics(counts.sent, counts.received, dict(counts.refused), fenced, counts.failed)
 
     @property
     def progress(self) -> int:
@@ -202,7 +157,7 @@ class Channel:
         p = self._fence.place
         return Place(p.crew, p.stage, self.step)
 
-    async def run(self, server: Serves) -> None:
+    async def run(self, server: Server) -> None:
         self._server = server
         try:
             async with trio.open_nursery() as nursery:
@@ -231,10 +186,6 @@ class Channel:
     def incoming(self) -> list[tuple[int, bool, int]]:
         """(stage, whether it is an answer, number) of each transfer on its way to us."""
         return list(self._incoming)
-
-    def failed(self) -> None:
-        """Something was not done for our own disk's sake."""
-        self._counts.failed += 1
 
     def snapshots_coming(self) -> set[int]:
         """Stages whose snapshot is on its way to us."""
@@ -272,7 +223,6 @@ class Channel:
                 if data is None:
                     await outbox.wait()
                     continue
-                self._counts.sent += len(data)
                 await stream.send_all(data)
                 if out is not None and not out.push and not out.have.answer:
                     self._calls.progressed(stage, out.have.request)
@@ -319,27 +269,26 @@ class Channel:
         reason = "closed"
         try:
             while stage not in self.gone and (got := await m.read(stream)) is not None:
-                self._counts.received += len(got[1])
                 if self._fence.check(got[0].place, stage, None):
                     continue
                 try:
                     self._arrived(stage, *got)
                 except BadMessage as error:
                     self._refuse(stage, error)
-                if self._counts.blame[stage] >= MISBEHAVED:
+                if self.counts.blame[stage] >= MISBEHAVED:
                     reason = "misbehaved"
                     break
         except BadMessage as error:
             reason = error.reason
-            self._counts.refused[reason] += 1
+            self.counts.refused[reason] += 1
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass  # whoever waits is told by `_lose`
         self._lose(stage, reason)
         await trio.aclose_forcefully(stream)
 
     def _refuse(self, stage: int, error: BadMessage) -> None:
-        self._counts.refused[error.reason if error.reason in m.STATE_REASONS else "schema"] += 1
-        self._counts.blame[stage] += 1
+        self.counts.refused[error.reason if error.reason in m.STATE_REASONS else "schema"] += 1
+        self.counts.blame[stage] += 1
 
     def _lose(self, stage: int, reason: str) -> None:
         if stage in self.gone:
@@ -359,9 +308,9 @@ class Channel:
             case m.Have():
                 self._begins(stage, message, server)
             case m.Kept():
-                server.kept(stage, message)
+                server.pusher.kept(stage, message)
             case m.Keep():
-                server.keeps(stage)
+                server.pusher.keeps(stage)
             case m.Holds():
                 self._calls.answered(stage, message.request, message)
             case m.Lack():
@@ -374,7 +323,7 @@ class Channel:
             case m.Want():
                 self._soon(stage, message.request, lambda: server.serve(stage, message))
 
-    def _begins(self, stage: int, have: m.Have, server: Serves) -> None:
+    def _begins(self, stage: int, have: m.Have, server: Server) -> None:
         call = self._calls.get(stage, have.request) if have.answer else None
         if have.answer and call is None:
             return  # too late: its chunks are dropped
@@ -396,7 +345,7 @@ class Channel:
             raise
         self._incoming[key] = _Incoming(have)
 
-    def _chunk(self, stage: int, chunk: m.Chunk, body: bytes, server: Serves) -> None:
+    def _chunk(self, stage: int, chunk: m.Chunk, body: bytes, server: Server) -> None:
         key = (stage, chunk.answer, chunk.request)
         incoming = self._incoming.get(key)
         if incoming is None:
@@ -421,7 +370,7 @@ class Channel:
             else:
                 self._soon(stage, have.request, lambda: self._complete(stage, have, incoming.body, server))
 
-    async def _store_snapshot(self, stage: int, have: m.Have, body: bytearray, server: Serves) -> None:
+    async def _store_snapshot(self, stage: int, have: m.Have, body: bytearray, server: Server) -> None:
         try:
             await self._complete(stage, have, body, server)
         finally:
@@ -434,7 +383,7 @@ class Channel:
         else:
             self.lack(stage, have.request, "refused")
 
-    async def _complete(self, stage: int, have: m.Have, body: bytearray, server: Serves) -> None:
+    async def _complete(self, stage: int, have: m.Have, body: bytearray, server: Server) -> None:
         if await self.compute(lambda: m.root_of(body)) != have.root:
             error = BadMessage("hash", f"{have.what} from stage {stage}")
             if not have.answer:
@@ -465,12 +414,12 @@ class Channel:
             self._refuse(stage, error)
             self.lack(stage, number, "refused")
         except (StateError, Unavailable, OSError, ValueError):
-            self._counts.failed += 1
+            self.counts.failed += 1
             self.lack(stage, number, "failed")
         except (RuntimeError, MemoryError) as error:
             if not faults.of_device(error):
                 raise
-            self._counts.failed += 1
+            self.counts.failed += 1
             self.lack(stage, number, "failed")
         finally:
             self._serving[stage] -= 1

@@ -48,35 +48,28 @@ class _About(msgspec.Struct, frozen=True):
     pace: LrScale
 
 
-@dataclass(frozen=True)
-class JournalStatistics:
-    step: int | None
-    """Committed steps in the file; None without one."""
-    skipped: int
-    """Steps after which the disk was still busy with an earlier one."""
-    error: str | None
-    """Why the last write failed, or what is wrong with the file that was there; None after a write that succeeded."""
-
-
-@dataclass(frozen=True)
+@dataclass
 class Kept:
-    """What a journal gives back."""
+    """A stage as a journal gives it back, or as it was had elsewhere: what its member goes on with."""
 
     state: StageState
     lr_scale: LrScale
-    rng: torch.Tensor
     outer: Tensors = field(default_factory=dict)
+    """What averaging kept with these very weights; empty where they are others."""
+    rng: torch.Tensor | None = None
 
 
 class Journal:
     """One stage of one lineage, in a directory of the lineage below `directory`. A file of other layers counts as none, and is overwritten;
-    so does one that is damaged, and `statistics` says so: there are other sources."""
+    so does one that is damaged, and `error` says so: there are other sources."""
 
     def __init__(self, directory: Path, lineage: bytes, spec: StageSpec) -> None:
         self.path = directory / lineage.hex() / FILE
         self._lineage, self._spec = lineage.hex(), spec
-        self._error: str | None = None
+        self.error: str | None = None
+        """Why the last write failed, or what is wrong with the file that was there; None after a write that succeeded."""
         self.step: int | None = None
+        """Committed steps in the file; None without one."""
         self.hash = b""
         try:
             about = disk.read_about(self.path)
@@ -84,8 +77,9 @@ class Journal:
             if known is not None and self._is_ours(known):
                 self.step, self.hash = known.step, bytes.fromhex(known.hash)
         except StateError as error:
-            self._error = str(error)
-        self._skipped = 0
+            self.error = str(error)
+        self.skipped = 0
+        """Steps after which the disk was still busy with an earlier one."""
         self._missed: tuple[StageWorker, Tensors] | None = None
         """Whose last step was not written, because the disk was busy."""
         self._condition = threading.Condition()
@@ -94,14 +88,11 @@ class Journal:
         self._thread = threading.Thread(target=self._run, name="stage journal", daemon=True)
         self._thread.start()
 
-    def statistics(self) -> JournalStatistics:
-        return JournalStatistics(self.step, self._skipped, self._error)
-
     def note(self, worker: StageWorker, outer: Tensors = MappingProxyType({})) -> None:
         """Between two steps, in any thread. Copies the state unless the disk is busy; `outer`, which must never change, is not copied."""
         with self._condition:
             if self._busy or self._pending is not None:
-                self._skipped += 1
+                self.skipped += 1
                 self._missed = worker, outer
                 return
             self._missed = None
@@ -134,7 +125,7 @@ class Journal:
             counts = {name: float(steps) for name, steps in part("counts").items()}
             weights, norm, lr_scale = part("weights"), known.squared_norm, known.pace
             state = StageState(known.step, weights, part("first"), part("second"), counts, norm, lr_scale.factor)
-            return Kept(state, lr_scale, tensors["rng"], outer)
+            return Kept(state, lr_scale, outer, tensors["rng"])
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"{self.path} lacks something: {error}") from None
 
@@ -171,9 +162,9 @@ class Journal:
                 (tensors, about), self._pending, self._busy = self._pending, None, True
             try:
                 disk.save(self.path, tensors, msgspec.to_builtins(about))
-                self.step, self.hash, self._error = about.step, bytes.fromhex(about.hash), None
+                self.step, self.hash, self.error = about.step, bytes.fromhex(about.hash), None
             except OSError as error:
-                self._error = str(error)
+                self.error = str(error)
 
 
 def find_journals(directory: Path) -> list[disk.OnDisk]:

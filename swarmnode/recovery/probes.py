@@ -37,13 +37,6 @@ class _Pending:
     logprobs: bytes = b""
 
 
-@dataclass(frozen=True)
-class RecorderStatistics:
-    probes: int
-    edges: int
-    edge_bytes: int
-
-
 @dataclass
 class Recorder(Observer):
     """Remembers for stage `spec`. Swapped micro-batches are left out: they are not run as the policy is."""
@@ -63,9 +56,6 @@ class Recorder(Observer):
         swap = self.settings.mode == "checkfree+"
         self._plain = Routes(self.spec.stages, swap).of(0)
         self._routes = Routes(self.spec.stages, swap)
-
-    def statistics(self) -> RecorderStatistics:
-        return RecorderStatistics(len(self.probes), len(self.edges), sum(len(edge.body) for edge in self.edges))
 
     def received(self, micro_batch: int, about: bytes, sender: int, body: bytes) -> None:
         if self._routes.of(micro_batch) == self._plain:

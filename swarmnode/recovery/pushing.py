@@ -65,7 +65,7 @@ class Pusher:
             try:
                 await self._channel.compute(lambda: store.put(ours, have, bytearray(body)))
             except OSError:
-                self._channel.failed()
+                self._channel.counts.failed += 1
         others = store.stages - {ours, *ring(ours, self._stage.spec.stages)}
         steps = {stage: snapshot.step if (snapshot := store.get(stage)) else -1 for stage in others}
         room = 0 if self._channel.snapshots_coming() & others else max(self._stage.settings.exact_bytes, 1)
@@ -75,9 +75,11 @@ class Pusher:
                 room -= m.state_bytes(self._stage.layouts[stage], form_of(self._stage.layouts[stage], self._stage.settings))
 
     def keeps(self, stage: int) -> None:
+        """It wants our next snapshot."""
         self._keepers.add(stage)
 
     def kept(self, stage: int, message: m.Kept) -> None:
+        """What we pushed is stored there."""
         if message.what == "shadow":
             self.stored[stage] = max(message.step, self.stored.get(stage, 0))
 

@@ -32,7 +32,7 @@ from swarmnode.policy.micro import free_memory, is_oom
 from swarmnode.recovery.fetching import AGAIN_SECONDS, ASK_SECONDS
 from swarmnode.recovery.gate import judge
 from swarmnode.recovery.healing import Healing, heal, pairs_of
-from swarmnode.recovery.journal import Journal
+from swarmnode.recovery.journal import Journal, Kept
 from swarmnode.recovery.messages import Holds, Probe
 from swarmnode.recovery.snapshots import ring
 from swarmnode.recovery.sources import Found, RecoveryOrder, RecoverySettings, Run, Source, SourceKind, Verdict
@@ -54,9 +54,6 @@ class Replica:
     """φ."""
     outer: Tensors = field(default_factory=dict)
     """Whatever the outer step keeps; handed through."""
-    second: Tensors = field(default_factory=dict)
-    """AdamW's second moments, where they came along; not used alone."""
-    step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -87,14 +84,6 @@ class Restored:
         worker.optimizer.lr_scale = replace(self.lr_scale)
         if self.rng is not None:
             torch.set_rng_state(self.rng)
-
-
-@dataclass
-class _Candidate:
-    state: StageState
-    lr_scale: LrScale
-    outer: Tensors = field(default_factory=dict)
-    rng: torch.Tensor | None = None
 
 
 async def restore(
@@ -212,10 +201,10 @@ class _Recovery:
                 return None
             healings.append(healing)
             fresh = {name: host_copy(tensor) for name, tensor in trained(peer.stage.runtime).items()}
-            candidate = _Candidate(_without_moments(candidate.state, fresh, peer), _new_lr_scale(settings, candidate.lr_scale.factor))
+            candidate = Kept(_without_moments(candidate.state, fresh, peer), _new_lr_scale(settings, candidate.lr_scale.factor))
             peer.stage.restored = candidate.state
 
-    async def _put_in_stage(self, source: Source) -> _Candidate | None:
+    async def _put_in_stage(self, source: Source) -> Kept | None:
         """What `source` gives, in the stage. None where it is not there or not what it was said to be."""
         peer = self.peer
         self.notify("loading", source.kind)
@@ -268,7 +257,7 @@ class _Recovery:
     def _judges(self) -> list[Probe]:
         return self.probes[-self.peer.stage.settings.probes :]
 
-    def _done(self, source: Source, candidate: _Candidate, verdict: Verdict | None, healings: list[Healing]) -> Restored:
+    def _done(self, source: Source, candidate: Kept, verdict: Verdict | None, healings: list[Healing]) -> Restored:
         self.peer.stage.phase, self.peer.stage.kind, self.peer.stage.exhausted = "whole", None, False
         return Restored(
             source.kind, source.step, source.holder, trio.current_time() - self.started, verdict, tuple(healings),
@@ -289,29 +278,28 @@ class _Loader:
     replica: Callable[[], Awaitable[Replica]] | None
     judged: set[tuple[SourceKind, int | None]] = field(default_factory=set)
 
-    async def load(self, source: Source) -> _Candidate:
+    async def load(self, source: Source) -> Kept:
         """Raises PeerError, StateError, Unavailable, Refused, OSError where the source is not what it was said to be."""
         spec, settings = self.peer.stage.spec, self.peer.stage.settings
         match source.kind:
             case SourceKind.JOURNAL:
                 assert self.journal is not None
-                kept = await self.peer.channel.compute(self.journal.read)
-                return _Candidate(kept.state, kept.lr_scale, kept.outer, kept.rng)
+                return await self.peer.channel.compute(self.journal.read)
             case SourceKind.REPLICA:
                 assert self.replica is not None
                 theirs = await self.replica()
-                return _Candidate(StageState(theirs.step or 0, theirs.weights), _new_lr_scale(settings), theirs.outer)
+                return Kept(StageState(0, theirs.weights), _new_lr_scale(settings), theirs.outer)
             case SourceKind.SNAPSHOT:
                 assert source.holder is not None
                 state = await self.peer.fetch.snapshot(source.holder, self.holds[source.holder].root)
                 if state.step != source.step:
                     raise Incompatible(f"a snapshot of step {state.step}, not {source.step}")
-                return _Candidate(state, LrScale(state.factor) if state.counts else _new_lr_scale(settings, state.factor))
+                return Kept(state, LrScale(state.factor) if state.counts else _new_lr_scale(settings, state.factor))
             case SourceKind.BASE:
                 assert self.base is not None
                 weights = await self.peer.channel.compute(self.base)
                 last = await self._last_adapter(weights) if self.run.adapter else None
-                return _Candidate(StageState(0, weights) if last is None else last, _new_lr_scale(settings))
+                return Kept(StageState(0, weights) if last is None else last, _new_lr_scale(settings))
         before = None if spec.has_embedding else await self.peer.fetch.layers(spec.index - 1)
         after = None if spec.has_head else await self.peer.fetch.layers(spec.index + 1)
         ends = None
@@ -323,7 +311,7 @@ class _Loader:
         paper = not settings.keeps_copies(spec)
         made = await self.peer.channel.compute(lambda: synthesise(method, spec, before, after, self.run, ends=ends, paper=paper))
         lr_scale = LrScale(made.learning_rate_factor) if paper else _new_lr_scale(settings)
-        return _Candidate(StageState(0, made.state), lr_scale)
+        return Kept(StageState(0, made.state), lr_scale)
 
     async def _last_adapter(self, base: Tensors) -> StageState | None:
         """The newest adapter of this stage of this crew up to `step`, however old: as a source of its own it could not be had, and is asked
@@ -349,7 +337,7 @@ class _Loader:
         return None
 
 
-async def _tie(peer: StatePeer, candidate: _Candidate, holds: Mapping[int, Holds]) -> None:
+async def _tie(peer: StatePeer, candidate: Kept, holds: Mapping[int, Holds]) -> None:
     """A tied embedding is one tensor with one optimizer: both are the other end's. Where both ends are lost, they are the head's."""
     spec = peer.stage.spec
     if peer.stage.runtime.embedding() is None:

@@ -22,20 +22,15 @@ Found = tuple[int, bytes, dict[str, Any]]
 
 
 class Server:
-    """`channel.Serves`. What is said of our own snapshots elsewhere goes to `pusher`."""
+    """Answers what others ask for, and keeps what they push; what is said of our own snapshots elsewhere is `pusher`'s to know."""
 
     def __init__(self, channel: Channel, stage: LocalStage, pusher: Pusher) -> None:
         self._channel = channel
         self._stage = stage
-        self._pusher = pusher
-
-    def keeps(self, stage: int) -> None:
-        self._pusher.keeps(stage)
-
-    def kept(self, stage: int, message: m.Kept) -> None:
-        self._pusher.kept(stage, message)
+        self.pusher = pusher
 
     def holds(self, stage: int, number: int) -> m.Holds:
+        """What there is here of `stage`, asked as `number`."""
         snapshot = self._stage.store.get(stage) if self._stage.store is not None else None
         ends, probes = self._stage.recorder.ends.get(stage), self._stage.recorder.probes
         kind = None if self._stage.kind is None else int(self._stage.kind)
@@ -46,6 +41,7 @@ class Server:
         )  # fmt: skip
 
     async def serve(self, stage: int, want: m.Want) -> None:
+        """What it raises (BadMessage, StateError, OSError, ValueError, `faults.of_device`) is answered and counted by the channel."""
         if want.what in ("layers", "tied", "copy") and self._stage.phase != "whole":
             self._channel.lack(stage, want.request, "loading")
             return
@@ -97,6 +93,7 @@ class Server:
         return encode_state(StageState(self._channel.step, kept, first, second, {name: float(moments["step"])}), layout, "exact")
 
     def expected(self, stage: int, have: m.Have) -> int:
+        """How long what `stage` begins to send must be. Raises BadMessage for what it has no business to send."""
         ours, stages = self._stage.spec.index, self._stage.spec.stages
         kept = self._stage.store.stages if self._stage.store is not None else frozenset()
         if have.what == "shadow" and (stage in ring(ours, stages) or stage in kept):
@@ -115,6 +112,7 @@ class Server:
         raise BadMessage("bounds", f"{have.what} from stage {stage}")
 
     async def pushed(self, stage: int, have: m.Have, body: bytearray) -> None:
+        """It arrived, with the hash that was promised. Raises as `serve` does."""
         if have.what == "run":
             await self._run(stage, have, bytes(body))
             return

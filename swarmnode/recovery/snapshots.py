@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import torch
@@ -36,6 +36,9 @@ from swarmnode.recovery.state import StageState, Tensors, host_copy, take
 from swarmnode.recovery.synthesis import end_names
 from swarmnode.weights.layout import Layout
 
+if TYPE_CHECKING:
+    from swarmnode.recovery.pushing import Pusher
+
 log = logging.getLogger(__name__)
 
 SNAPSHOTS: Final = "shadows"
@@ -44,7 +47,6 @@ OTHERS_EVERY: Final = 20
 """Steps between two looks at what is kept of other lineages."""
 RAN: Final = "ran"
 """A file in the directory of a crew that has taken a step with this node; in it, as JSON, what the crew trains."""
-KEYS: Final = {"step": int, "form": str, "root": str, "squared_norm": float, "factor": float, "hash": str}
 
 
 def ring(stage: int, stages: int) -> tuple[int, ...]:
@@ -70,15 +72,6 @@ class PeerSnapshot:
     """The step hash."""
 
 
-@dataclass(frozen=True)
-class StoreStatistics:
-    steps: dict[int, int]
-    """Stage → committed steps in its snapshot here."""
-    bytes: int
-    damaged: int
-    """Files that were not what they said, and are gone."""
-
-
 class SnapshotStore:
     """Snapshots of some stages of one lineage, in `directory`/<lineage>. One per stage, the newest. Those of another lineage are deleted
     once this one has as many steps behind it as they have (`ran`), those of lineages that never took a step at once: a crew that does
@@ -96,7 +89,6 @@ class SnapshotStore:
         self._snapshots: dict[int, PeerSnapshot] = {}
         self._lock = threading.Lock()
         """One file is written or read at a time, and `_snapshots` says what is in it."""
-        self._damaged = 0
         self._ran = False
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         for other in directory.iterdir():
@@ -118,10 +110,6 @@ class SnapshotStore:
                     shutil.rmtree(other)
         except OSError as error:
             log.warning("the snapshots of another lineage stay: %s", error)
-
-    def statistics(self) -> StoreStatistics:
-        size = sum(state_bytes(self._layouts[stage], snapshot.form) for stage, snapshot in self._snapshots.items())
-        return StoreStatistics({stage: snapshot.step for stage, snapshot in self._snapshots.items()}, size, self._damaged)
 
     @property
     def stages(self) -> frozenset[int]:
@@ -174,7 +162,6 @@ class SnapshotStore:
             self._forget(stage)
 
     def _forget(self, stage: int) -> None:
-        self._damaged += 1
         self._snapshots.pop(stage, None)
         self._path(stage).unlink(missing_ok=True)
 
@@ -198,12 +185,10 @@ def read_copy(directory: Path, stage: int) -> tuple[PeerSnapshot, bytes]:
 
 
 def _snapshot(about: disk.About) -> PeerSnapshot:
-    if not all(isinstance(about.get(key), kind) for key, kind in KEYS.items()) or about["form"] not in ("exact", "small"):
-        raise StateError("not a snapshot")
     try:
         hashes = {name: bytes.fromhex(str(about[name])) for name in ("root", "hash")}
         return msgspec.convert({**about, **hashes}, PeerSnapshot)
-    except (ValueError, TypeError) as error:
+    except (KeyError, ValueError, msgspec.ValidationError) as error:
         raise StateError(f"not a snapshot: {error}") from None
 
 
@@ -232,12 +217,6 @@ def _copies_in(directory: Path) -> Iterator[tuple[int, PeerSnapshot]]:
             continue
 
 
-class Push(Protocol):
-    def snapshot(self, state: StageState) -> None: ...
-    def ends(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None: ...
-    def probes(self) -> None: ...
-
-
 class SnapshotRecorder(Recorder):
     """Observer of one member. Set `push` once there are state streams; without one, it only remembers.
 
@@ -248,9 +227,7 @@ class SnapshotRecorder(Recorder):
         outer: Callable[[], Tensors] = dict,
     ) -> None:  # fmt: skip
         super().__init__(spec, settings)
-        self.push: Push | None = None
-        self.copied = 0
-        """Snapshots taken."""
+        self.push: Pusher | None = None
         self._journal = journal
         self._store = store
         self._outer = outer
@@ -276,7 +253,6 @@ class SnapshotRecorder(Recorder):
         if self.push is None:
             return
         if state is not None:
-            self.copied += 1
             self.push.snapshot(state)
         if ends is not None:
             self.push.ends(*ends)

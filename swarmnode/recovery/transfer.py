@@ -8,27 +8,17 @@ served    snapshots, the stage's layers and ω, a tied embedding, copies of an e
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import trio
 
 from swarmnode.pipeline.compute import Compute, in_thread
 from swarmnode.pipeline.fence import Fence
 from swarmnode.pipeline.worker import StageWorker
-from swarmnode.recovery.channel import Channel, ChannelStatistics
+from swarmnode.recovery.channel import Channel
 from swarmnode.recovery.fetching import Fetcher
 from swarmnode.recovery.local import LocalStage
 from swarmnode.recovery.pushing import Pusher
 from swarmnode.recovery.serving import Server
-
-
-@dataclass(frozen=True)
-class StatePeerStatistics:
-    channel: ChannelStatistics
-    kept: dict[int, int]
-    """Stage → committed steps in our snapshot there."""
-    skipped: int
-    """Snapshots that were not sent because an earlier one was still on its way."""
 
 
 class StatePeer:
@@ -45,9 +35,6 @@ class StatePeer:
         self.fetch = Fetcher(self.channel, stage)
         self.push = Pusher(self.channel, stage)
         self.server = Server(self.channel, stage, self.push)
-
-    def statistics(self) -> StatePeerStatistics:
-        return StatePeerStatistics(self.channel.statistics(), dict(self.push.stored), self.push.skipped)
 
     async def run(self) -> None:
         await self.channel.run(self.server)

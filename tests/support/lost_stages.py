@@ -183,6 +183,11 @@ class Fleet:
             station.journal.close()
 
 
+def snapshots_in(store: SnapshotStore) -> dict[int, int]:
+    """Stage → committed steps in its snapshot there."""
+    return {stage: kept.step for stage in sorted(store.stages) if (kept := store.get(stage)) is not None}
+
+
 def rows_of(seed: int, count: int = 12) -> list[LearnRow]:
     """Something to learn from, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)

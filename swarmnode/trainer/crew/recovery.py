@@ -178,7 +178,7 @@ class StageRecovery:
         return self._peer.channel.progress if self._peer is not None else 0
 
     def facts(self, step: int) -> dict[str, int]:
-        kept = self._peer.statistics().kept if self._peer is not None else {}
+        kept = dict(self._peer.push.stored) if self._peer is not None else {}
         if not kept:  # its loss would cost all steps; in a crew of one nobody is there to keep a copy
             return {"shadow_age_steps": step, **self._more(step)} if self._holders else self._more(step)
         newest = max(kept.values())

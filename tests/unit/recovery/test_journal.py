@@ -95,7 +95,7 @@ def test_only_the_newest_is_kept_and_a_busy_disk_costs_steps_and_no_time(models,
         train(member)
         journal.note(member)  # returns at once; the second and third find the disk busy
         begun.wait(10)
-    assert journal.statistics().skipped == 2
+    assert journal.skipped == 2
     go.set()
     journal.flush()
     assert journal.step == 1
@@ -135,11 +135,11 @@ def test_a_full_disk_is_said_and_leaves_the_old_state(models, tmp_path, monkeypa
     train(member)
     journal.note(member)
     journal.flush()
-    assert journal.statistics().error == "no space left on device"
+    assert journal.error == "no space left on device"
     assert journal.read().state.step == 1
     monkeypatch.undo()
     journal.note(member)
-    assert closed(journal).statistics().error is None
+    assert closed(journal).error is None
     assert journal.step == 2
 
 
@@ -167,7 +167,7 @@ def test_a_damaged_journal_is_no_source(models, tmp_path, damage):
             again.read()
     else:
         assert again.step is None
-        assert "damaged" in again.statistics().error
+        assert "damaged" in again.error
         with pytest.raises(StateError):
             again.read()
     again.note(member)  # it is overwritten
@@ -244,7 +244,7 @@ def test_what_was_not_committed_is_not_remembered_and_what_was_is_bounded(models
         seen(small, number)
         assert sum(len(p.arrived) + len(p.sent) for p in small._pending.values()) <= 30
     small.committed(member)
-    assert small.statistics().edge_bytes == 24
+    assert sum(len(edge.body) for edge in small.edges) == 24
     assert {edge.micro_batch for edge in small.edges} == {3}
 
 

@@ -20,7 +20,7 @@ from swarmnode.recovery.sources import RecoverySettings
 from swarmnode.trainer import state
 from swarmnode.trainer.export_crew import find_copies
 from tests.support.exporting import export
-from tests.support.lost_stages import Fleet, quiet, rows_of
+from tests.support.lost_stages import Fleet, quiet, rows_of, snapshots_in
 
 SETTINGS = CrewSettings(b"b" * 32, "float32", "float32")
 CFG = TrainingConfig(per_device_train_tokens=64)
@@ -98,7 +98,7 @@ def whole(fleet):
 async def test_who_keeps_the_policy_exports_what_all_stages_have_learnt(fleet, base, tmp_path):
     crew = fleet()
     await train(crew, 4)
-    assert crew.stations[1].store.statistics().steps == dict.fromkeys(range(4), 4)
+    assert snapshots_in(crew.stations[1].store) == dict.fromkeys(range(4), 4)
     told = export(config_of(crew, base, 1), tmp_path / "out", merge=False)
     assert (told.kind, told.step, told.stages) == ("weights", 4, (4, 4, 4, 4))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
@@ -109,7 +109,7 @@ async def test_who_keeps_the_policy_exports_what_all_stages_have_learnt(fleet, b
 async def test_who_does_not_is_told_which_stages_it_lacks(fleet, base, tmp_path):
     crew = fleet()
     await train(crew, 4)
-    assert sorted(crew.stations[0].store.statistics().steps) == [0, 1, 3]
+    assert sorted(snapshots_in(crew.stations[0].store)) == [0, 1, 3]
     with pytest.raises(Unavailable, match=r"no copy of 2\b.*keep_policy"):
         export(config_of(crew, base, 0), tmp_path / "out", merge=False)
     assert not (tmp_path / "out").exists()
@@ -166,4 +166,4 @@ async def test_a_shadow_that_was_not_asked_for_is_refused(fleet):
         stranger = crew.peers[2].channel  # no ring neighbour of stage 0
         stranger.push(0, stranger.have("shadow", 1, b"x" * m.state_bytes(crew.layouts[2], "exact"), hash=b"h" * 32), b"x" * 8)
         await quiet()
-        assert crew.peers[0].statistics().channel.refused == {"bounds": 1}
+        assert crew.peers[0].channel.counts.refused == {"bounds": 1}

@@ -15,7 +15,7 @@ from swarmnode.recovery.restore import Replica, base_adapter
 from swarmnode.recovery.snapshots import RAN
 from swarmnode.recovery.sources import RecoverySettings, Run, SourceKind
 from swarmnode.recovery.state import StageState, encode_state, host_copy, trained
-from tests.support.lost_stages import CREW, Fleet, quiet, rows_of
+from tests.support.lost_stages import CREW, Fleet, quiet, rows_of, snapshots_in
 
 pytestmark = pytest.mark.slow
 
@@ -179,7 +179,7 @@ async def test_r1_a_replica_is_taken_verbatim_and_what_its_outer_step_keeps_is_h
     delta = {name: torch.ones_like(tensor) for name, tensor in theirs.items()}
 
     async def replica():
-        return Replica(theirs, delta, step=7)
+        return Replica(theirs, delta)
 
     mine.kill(1).replica = replica
     async with mine.up() as crew:
@@ -395,7 +395,7 @@ async def test_checkfree_averages_an_inner_stage_and_copies_an_end(fleet, lost):
         await quiet()
         before = mine.weights()
         norms = [member.optimizer.squared_norm for member in crew.members]
-        assert [sorted(station.store.statistics().steps) for station in mine.stations] == [[0, 3], [0], [3], [0, 3]]
+        assert [sorted(snapshots_in(station.store)) for station in mine.stations] == [[0, 3], [0], [3], [0, 3]]
     mine.kill(lost, disk=lost == 1)
     async with mine.up() as crew:
         assert crew is not None, mine.failed
