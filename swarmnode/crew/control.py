@@ -20,7 +20,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import msgspec
 from msgspec.structs import replace
@@ -218,11 +218,6 @@ class CrewStatistics(msgspec.Struct, frozen=True):
     """What a message takes to the usual peer, one way."""
 
 
-_CREW_STATES: Final[Mapping[Phase, CrewState]] = {
-    Phase.FREE: "none", Phase.PREPARING: "preparing", Phase.RUNNING: "running", Phase.PAUSED: "paused",
-}  # fmt: skip
-
-
 def statistics(state: State, now: float, settings: Settings) -> CrewStatistics:
     crew, offers = state.crew, len(_offers(state, now, settings))
     if crew is None:
@@ -234,7 +229,7 @@ def statistics(state: State, now: float, settings: Settings) -> CrewStatistics:
         suspected = member is not None and member.signs.suspected
         slots.append(SlotStatistics(stage, peer, "suspect" if suspected else status.phase, status.step, layers))
     return CrewStatistics(
-        state=_CREW_STATES[state.phase],
+        state=cast("CrewState", state.phase.value),  # of one in a crew
         id=crew.id.hex(),
         stage=crew.stage,
         slots=tuple(slots),
@@ -284,12 +279,12 @@ class _Turn:
                 self._do(ev.Answer(self._received(event.peer, event.message)))
             case ev.Answered():
                 self._answered(event)
-            case ev.TrainerOffers():
-                self._trainer_offers(event.offering)
-            case ev.TrainerStatus():
-                self._trainer_status(event.status)
-            case ev.TrainerBlames():
-                self._blames(event.blames)
+            case local.Offering():
+                self._trainer_offers(event)
+            case local.StageStatus():
+                self._trainer_status(event)
+            case local.Blames():
+                self._blames(event)
             case ev.TrainerLeft():
                 self._set(offering=None)
                 self._break("our trainer is gone")
@@ -312,6 +307,9 @@ class _Turn:
 
     def _set_crew(self, crew: Crew) -> None:
         self._set(crew=crew)
+
+    def _set_member(self, crew: Crew, peer: str, member: Member) -> None:
+        self._set_crew(replace(crew, members={**crew.members, peer: member}))
 
     def _set_peer(self, peer: str, known: Peer) -> None:
         self._set(peers={**self.state.peers, peer: known})
@@ -478,14 +476,12 @@ class _Turn:
     # ---- peers --------------------------------------------------------------------------------------------------------------
 
     def _peer_back(self, peer: str) -> None:
-        known = self._peer(peer)
-        if peer not in self.state.peers and len(self.state.peers) >= self.settings.most_peers and not self._forget_one():
+        if not self._has_room(peer):
             return
-        self._set_peer(peer, replace(known, connected=True))
+        self._set_peer(peer, replace(self._peer(peer), connected=True))
         crew = self.state.crew
         if crew is not None and (member := crew.members.get(peer)) is not None:
-            members = {**crew.members, peer: replace(member, signs=replace(member.signs, gone_since=None))}
-            self._set_crew(replace(crew, members=members))
+            self._set_member(crew, peer, replace(member, signs=replace(member.signs, gone_since=None)))
             self._do(ev.Send(peer, messages.Heartbeat(crew.id, crew.own)))
         elif self._offers_itself:
             self._send_offer(peer)
@@ -496,15 +492,16 @@ class _Turn:
         crew = self.state.crew
         if crew is not None and (member := crew.members.get(peer)) is not None and member.signs.gone_since is None:
             self._note("suspected", f"{peer}: no connection")
-            members = {**crew.members, peer: replace(member, signs=replace(member.signs, gone_since=self.now, suspected=True))}
-            self._set_crew(replace(crew, members=members))
+            self._set_member(crew, peer, replace(member, signs=replace(member.signs, gone_since=self.now, suspected=True)))
             self._run_or_pause()
 
-    def _forget_one(self) -> bool:
-        """Room for another peer: one that is not connected, and not left out, is forgotten."""
-        for peer, known in self.state.peers.items():
+    def _has_room(self, peer: str) -> bool:
+        """Whether `peer` is known, or may be: where there are too many, one that is not connected, and not left out, is forgotten."""
+        if peer in self.state.peers or len(self.state.peers) < self.settings.most_peers:
+            return True
+        for other, known in self.state.peers.items():
             if not known.connected and self.now >= known.barred_until:
-                self._set(peers={name: one for name, one in self.state.peers.items() if name != peer})
+                self._set(peers={name: one for name, one in self.state.peers.items() if name != other})
                 return True
         return False
 
@@ -566,7 +563,7 @@ class _Turn:
         if not member.joined:
             self._do(ev.Send(peer, crew.founded))
         elif member.refused_at is None:
-            self._set_crew(replace(crew, members={**crew.members, peer: replace(member, refused_at=self.now)}))
+            self._set_member(crew, peer, replace(member, refused_at=self.now))
         elif self.now - member.refused_at >= 0.5 * self.settings.heartbeat_seconds:
             self._charge(peer)
             self._break("is not in this crew any more", peer)
@@ -589,9 +586,8 @@ class _Turn:
             self._note("refuted", peer)
         moved = (status.phase, status.progress) != (member.status.phase, member.status.progress)
         signs = replace(member.signs.seen(self.now), gone_since=None)
-        seen = Member(signs, status, self.now if moved else member.status_since, joined=True)
         changed = member.signs.suspected or status.phase != member.status.phase
-        self._set_crew(replace(crew, members={**crew.members, peer: seen}))
+        self._set_member(crew, peer, Member(signs, status, self.now if moved else member.status_since, joined=True))
         if status.phase in ("absent", "failed"):
             self._charge(peer)
             self._break(f"its stage is {status.phase}", peer)
@@ -671,7 +667,7 @@ class _Turn:
 
     def _take_offer(self, peer: str, offer: Offer) -> None:
         known = self._peer(peer)
-        if peer not in self.state.peers and len(self.state.peers) >= self.settings.most_peers and not self._forget_one():
+        if not self._has_room(peer):
             return
         news = known.offer is None or known.offer.copies != offer.copies or known.offer.model != offer.model
         fresh = known.foreign_until > self.now

@@ -94,22 +94,6 @@ class PeerBack(msgspec.Struct, frozen=True):
     peer: str
 
 
-class TrainerOffers(msgspec.Struct, frozen=True):
-    """Our trainer is there, works in no crew, and can hold a stage; `offering.copies` is what it has of the model."""
-
-    offering: local.Offering
-
-
-class TrainerStatus(msgspec.Struct, frozen=True):
-    status: local.StageStatus
-
-
-class TrainerBlames(msgspec.Struct, frozen=True):
-    """Our trainer, the head's, cannot take steps with the holder of a stage."""
-
-    blames: local.Blames
-
-
 class TrainerLeft(msgspec.Struct, frozen=True):
     """The trainer's connection ended, or its process did."""
 
@@ -120,7 +104,8 @@ class Drain(msgspec.Struct, frozen=True):
     reason: str
 
 
-Event = Tick | Received | Answered | StreamLost | PeerGone | PeerBack | TrainerOffers | TrainerStatus | TrainerBlames | TrainerLeft | Drain
+Event = Tick | Received | Answered | StreamLost | PeerGone | PeerBack | local.FromTrainer | TrainerLeft | Drain
+"""What our trainer says is an event as it is."""
 
 
 class Answer(msgspec.Struct, frozen=True):

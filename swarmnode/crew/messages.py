@@ -44,10 +44,9 @@ WITHOUT: Final = 16
 StagePhase = Literal["absent", "loading", "probation", "active", "failed"]
 """How a stage is at its holder. `absent`: the trainer is gone, its network process is there. `active`: it could take the next step.
 `failed`: no source of its weights is left."""
-REFUSALS: Final = ("busy", "crew", "trust", "model", "behind", "record")
+Refusal = Literal["busy", "crew", "trust", "model", "behind", "record"]
 """`busy`: promised to another proposer. `crew`: in a crew that works, or not in that one. `trust`: not with one of those. `model`: we train
 another. `behind`: what we have is newer, and may still be founded from. `record`: it does not name us, or its proposer."""
-Refusal = Literal["busy", "crew", "trust", "model", "behind", "record"]
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

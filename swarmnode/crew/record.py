@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Final, Literal
 
 import msgspec
@@ -115,14 +114,6 @@ def crew_id(record: Record) -> bytes:
 def member_bytes(crew: bytes) -> bytes:
     """What a member signs."""
     return MEMBER_DOMAIN + crew
-
-
-def blocks(record: Record) -> tuple[tuple[int, int], ...]:
-    """(first, last) of each stage's layers."""
-    ends = [0]
-    for member in record.members:
-        ends.append(ends[-1] + member.layers)
-    return tuple(pairwise(ends))
 
 
 def peers_of(record: Record) -> tuple[str, ...]:

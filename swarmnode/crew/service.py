@@ -2,7 +2,7 @@
 
     peers ─ /swarmnode/crews/5 ─▶ Received ─┐                           ┌─▶ Answer, Send ─▶ peers
     connections ─▶ PeerGone, PeerBack ──────┤                           ├─▶ SendToTrainer ─▶ link ─▶ trainer
-    trainer ─ link ─▶ TrainerOffers, … ─────┼─▶ control.advance (one at ├─▶ OpenStreams, CloseStreams ─▶ stream proxy
+    trainer ─ link ─▶ Offering, … ──────────┼─▶ control.advance (one at ├─▶ OpenStreams, CloseStreams ─▶ stream proxy
     stream proxy ─▶ StreamLost ─────────────┤   a time, in order) ──────┴─▶ Note
     clock ─▶ Tick ──────────────────────────┘
 
@@ -194,9 +194,6 @@ class StageService:
         match message:
             case local.Offering():
                 trainer.offering = message
-                self._handle(ev.TrainerOffers(message))
-            case local.Blames():
-                self._handle(ev.TrainerBlames(message))
             case local.StageStatus():
                 trainer.status = message
                 self._counts.last_reason = message.reason or self._counts.last_reason
@@ -205,7 +202,7 @@ class StageService:
                     self._counts.rungs[message.rung if message.rung in local.RUNGS else "other"] += 1
                 if self._state.phase == Phase.RUNNING:
                     trainer.progress.report(message.step, message.progress, message.load, _now())
-                self._handle(ev.TrainerStatus(message))
+        self._handle(message)
 
     def trainer_left(self) -> None:
         """Its connection has ended."""
@@ -292,7 +289,7 @@ class StageService:
             for peer in self._connections.known:
                 self._handle(ev.PeerBack(peer))
             if self._trainer.offering is not None:
-                self._handle(ev.TrainerOffers(self._trainer.offering))
+                self._handle(self._trainer.offering)
 
     async def _watch_connections(self) -> None:
         while True:

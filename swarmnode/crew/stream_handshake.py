@@ -14,7 +14,7 @@ import trio
 from swarmnode.crew.local import Open
 from swarmnode.errors import BadMessage, PeerError
 from swarmnode.p2p.api import PeerStream
-from swarmnode.wire import strict
+from swarmnode.wire import headed, strict
 
 OPEN_BYTES: Final = 512
 """Open, StreamOpen, StreamReady: encoded, at most."""
@@ -60,11 +60,6 @@ def refusal(peers: StreamPeers | None, peer: str, opened: StreamOpen) -> str:
     return "" if peers.members[opened.from_stage] == peer else "peer"
 
 
-def framed(message: msgspec.Struct) -> bytes:
-    data = strict.encode(message)
-    return len(data).to_bytes(4, "big") + data
-
-
 async def read_first(stream: PeerStream, kind: type[M]) -> M:
     """The first message on a stream; what follows it stays there. Raises BadMessage, PeerError."""
     data = b""
@@ -80,13 +75,7 @@ async def read_first(stream: PeerStream, kind: type[M]) -> M:
 
 async def read_open(unix: trio.SocketStream) -> Open | None:
     """None when the trainer said nothing. Raises BadMessage, and what the socket raises."""
-    data = b""
-    while (end := _end(data)) is None or len(data) < end:
-        more = await unix.receive_some(4 if end is None else end - len(data))
-        if not more:
-            return None
-        data += more
-    opened: Open = strict.decode(data[4:end], Open)
+    opened: Open | None = await headed.read_header(unix, lambda data: strict.decode(data, Open), OPEN_BYTES)
     return opened
 
 

@@ -25,12 +25,12 @@ import msgspec
 import trio
 
 from swarmnode.crew.local import Open, socket_file
-from swarmnode.crew.stream_handshake import Kind, StreamOpen, StreamPeers, StreamReady, framed, read_first, read_open, refusal
+from swarmnode.crew.stream_handshake import Kind, StreamOpen, StreamPeers, StreamReady, read_first, read_open, refusal
 from swarmnode.crew.uplink import Uplink
 from swarmnode.errors import BadMessage, PeerError, Unavailable
 from swarmnode.files import socket_address
 from swarmnode.p2p.api import PeerStream, Streams
-from swarmnode.wire import ids
+from swarmnode.wire import headed, ids
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,6 @@ class StreamProxy:
         self._allows = allows
         self._rejected = rejected
         self._peers: StreamPeers | None = None
-        self._life = trio.CancelScope()
         self._pipes: dict[Key, _Pipe] = {}
         self._parked: dict[Key, PeerStream] = {}
         self._moved = trio.Event()
@@ -244,7 +243,7 @@ class StreamProxy:
             stream: PeerStream | None = None
             try:
                 stream = await self._streams.open(peers.members[stage], ids.STAGE_STREAM_PROTOCOL, deadline=DIAL_SECONDS)
-                await stream.send(framed(StreamOpen(peers.crew, peers.stage, stage, kind)))
+                await stream.send(headed.pack(StreamOpen(peers.crew, peers.stage, stage, kind)))
                 with trio.move_on_after(PARK_SECONDS + DIAL_SECONDS):
                     ready = await read_first(stream, StreamReady)
                     if ready.crew == peers.crew:
@@ -266,7 +265,7 @@ class StreamProxy:
             stream = self._parked.pop(key, None)
             if stream is not None and not stream.closed.is_set():
                 try:
-                    await stream.send(framed(StreamReady(peers.crew)))
+                    await stream.send(headed.pack(StreamReady(peers.crew)))
                     return stream
                 except PeerError:
                     continue  # given up meanwhile; it dials again

@@ -436,17 +436,17 @@ class World:
     def offers(self, trainer: Trainer) -> None:
         node = self.nodes[trainer.node]
         if node.trainer is trainer:
-            self.after(0.001, self._said, trainer, node.life, ev.TrainerOffers(trainer.offering()))
+            self.after(0.001, self._said, trainer, node.life, trainer.offering())
 
     def report(self, trainer: Trainer, status: local.StageStatus) -> None:
         node = self.nodes[trainer.node]
         if node.trainer is trainer:
-            self.after(0.001, self._said, trainer, node.life, ev.TrainerStatus(status))
+            self.after(0.001, self._said, trainer, node.life, status)
         if status.phase == "loading":
             self._trigger("loading", trainer.node)
 
     def blames(self, trainer: Trainer, blames: local.Blames) -> None:
-        self.after(0.001, self._said, trainer, self.nodes[trainer.node].life, ev.TrainerBlames(blames))
+        self.after(0.001, self._said, trainer, self.nodes[trainer.node].life, blames)
 
     def _said(self, trainer: Trainer, life: int, event: ev.Event) -> None:
         if self.nodes[trainer.node].trainer is trainer and trainer.linked:

@@ -30,7 +30,7 @@ class Node:
         self.state, self.now, self.done = State("b"), 100.0, []
         self.does(ev.PeerBack("a"))
         cost = ModelCost(Part(0.0, 0.0), (Part(1.0, 1.0),) * layers, Part(0.0, 0.0))
-        self.does(ev.TrainerOffers(local.Offering(MODEL, Capacity(1.0, 1.0), cost, copies)))
+        self.does(local.Offering(MODEL, Capacity(1.0, 1.0), cost, copies))
 
     def does(self, event):
         self.state, actions = advance(self.state, event, self.now, self.means)
@@ -66,7 +66,7 @@ def running(*copies, peers=("a", "b"), step=0):
     of = record(*peers, step=step)
     assert isinstance(node.answers("a", m.Propose(of)), m.Signature)
     assert node.answers("a", founded(of)) == m.Noted()
-    node.does(ev.TrainerStatus(local.StageStatus(node.state.crew.id, 1, "active", step)))
+    node.does(local.StageStatus(node.state.crew.id, 1, "active", step))
     for peer in set(peers) - {"b"}:
         node.answers(peer, m.Heartbeat(node.state.crew.id, m.Status("active", step, 1)))
     assert node.state.phase == Phase.RUNNING
@@ -85,7 +85,7 @@ def test_what_is_shown_of_a_crew_and_of_none():
     node.answers("c", m.Offer(MODEL, 1.0, 1.0, 0.0))
     assert statistics(node.state, node.now, SETTINGS) == CrewStatistics(offers=1)
     node = running(step=0)
-    node.does(ev.TrainerStatus(local.StageStatus(node.state.crew.id, 1, "active", 3)))
+    node.does(local.StageStatus(node.state.crew.id, 1, "active", 3))
     shown = statistics(node.state, node.now, SETTINGS)
     assert (shown.state, shown.id, shown.stage, shown.standing_seconds) == ("running", node.state.crew.id.hex(), 1, 0.0)
     assert shown.slots == (SlotStatistics(0, "a", "active", 0, 1), SlotStatistics(1, "b", "active", 3, 1))
@@ -185,7 +185,7 @@ def test_silence_pauses_then_ends_and_a_sign_of_life_refutes():
         lambda crew: ev.Received("a", m.Leave(crew, "drained")), lambda crew: ev.Received("a", m.Heartbeat(crew, m.Status("absent"))),
         lambda crew: ev.Received("a", m.Heartbeat(crew, m.Status("failed"))), lambda crew: ev.StreamLost("a", crew),
         lambda crew: ev.TrainerLeft(), lambda crew: ev.Drain("quiet hours"),
-        lambda crew: ev.TrainerBlames(local.Blames(crew, 0, "refused 5 steps")),
+        lambda crew: local.Blames(crew, 0, "refused 5 steps"),
     ],
 )  # fmt: skip
 def test_what_ends_a_crew_ends_it_at_once_and_everybody_is_told(event):
@@ -199,17 +199,17 @@ def test_what_ends_a_crew_ends_it_at_once_and_everybody_is_told(event):
 
 def test_a_member_that_was_blamed_is_left_out_for_a_while_and_for_longer_each_time():
     node = running()
-    node.does(ev.TrainerBlames(local.Blames(node.state.crew.id, 0, "refused 5 steps")))
+    node.does(local.Blames(node.state.crew.id, 0, "refused 5 steps"))
     barred = node.state.peers["a"].barred_until - node.now
-    node.does(ev.TrainerOffers(local.Offering(MODEL, Capacity(1.0, 1.0), COST)))
+    node.does(local.Offering(MODEL, Capacity(1.0, 1.0), COST))
     assert node.answers("a", m.Propose(record("a", "b"))).reason == "trust"
     node.now += barred
     of = record("a", "b", nonce=b"2" * 8)
     assert isinstance(node.answers("a", m.Propose(of)), m.Signature)
     node.answers("a", founded(of))
-    node.does(ev.TrainerBlames(local.Blames(node.state.crew.id, 0, "again")))
+    node.does(local.Blames(node.state.crew.id, 0, "again"))
     assert node.state.peers["a"].barred_until - node.now >= 2 * barred
-    assert node.does(ev.TrainerOffers(local.Offering(MODEL, Capacity(1.0, 1.0), COST))) == [], "nothing is offered to it"
+    assert node.does(local.Offering(MODEL, Capacity(1.0, 1.0), COST)) == [], "nothing is offered to it"
 
 
 def test_what_happens_to_everybody_is_free_once_and_working_pays_for_it():
@@ -218,11 +218,11 @@ def test_what_happens_to_everybody_is_free_once_and_working_pays_for_it():
         for last in (False, True):
             if works:
                 node.waits(2 * SETTINGS.bar_seconds, alive=("a",))
-                node.does(ev.TrainerStatus(local.StageStatus(node.state.crew.id, 1, "active", 1)))
+                node.does(local.StageStatus(node.state.crew.id, 1, "active", 1))
             node.does(ev.Received("a", m.Heartbeat(node.state.crew.id, m.Status("failed", 40, 1))))
             assert (node.now < node.state.peers["a"].barred_until) == (last and not works)
             if not last:
-                node.does(ev.TrainerOffers(local.Offering(MODEL, Capacity(1.0, 1.0), COST)))
+                node.does(local.Offering(MODEL, Capacity(1.0, 1.0), COST))
                 again(node)
 
 
@@ -230,7 +230,7 @@ def test_a_stranger_that_ends_a_crew_which_stood_still_owes_all_that_it_cost():
     for steps in (False, True):
         node = running()
         if steps:
-            node.does(ev.TrainerStatus(local.StageStatus(node.state.crew.id, 1, "active", 1)))
+            node.does(local.StageStatus(node.state.crew.id, 1, "active", 1))
         node.waits(2 * SETTINGS.bar_seconds, alive=("a",))
         node.does(ev.Received("a", m.Leave(node.state.crew.id, "because")))
         assert (node.state.peers["a"].barred_until >= node.now + 4 * SETTINGS.bar_seconds) == (not steps)
@@ -241,7 +241,7 @@ def again(node):
     of = record("a", "b", nonce=b"2" * 8)
     assert isinstance(node.answers("a", m.Propose(of)), m.Signature)
     node.answers("a", founded(of))
-    node.does(ev.TrainerStatus(local.StageStatus(node.state.crew.id, 1, "active", 0)))
+    node.does(local.StageStatus(node.state.crew.id, 1, "active", 0))
     node.answers("a", m.Heartbeat(node.state.crew.id, m.Status("active", 0, 1)))
 
 
@@ -317,7 +317,7 @@ def test_whom_everybody_waits_for_is_charged_and_not_who_says_so_first():
     assert node.state.peers["a"].debt == 0
     assert node.state.peers["c"].barred_until > node.now
     offering = local.Offering(MODEL, Capacity(1.0, 1.0), ModelCost(Part(0.0, 0.0), (Part(1.0, 1.0),) * 3, Part(0.0, 0.0)))
-    offers = [one.message for one in node.does(ev.TrainerOffers(offering)) if isinstance(one, ev.Send)]
+    offers = [one.message for one in node.does(offering) if isinstance(one, ev.Send)]
     assert [offer.without for offer in offers] == [("c",)]
 
 
@@ -328,7 +328,7 @@ def test_offers_are_made_while_free_and_taken_back_in_a_crew():
     assert sent[-1] == 0
     node.does(ev.Received("a", m.Leave(node.state.crew.id, "drained")))
     assert not any(isinstance(a, ev.Send) and isinstance(a.message, m.Offer) for a in node.does(ev.Tick())), "its trainer has not stopped"
-    actions = node.does(ev.TrainerOffers(local.Offering(MODEL, Capacity(1.0, 1.0), COST, (OURS,))))
+    actions = node.does(local.Offering(MODEL, Capacity(1.0, 1.0), COST, (OURS,)))
     assert [a.message.copies for a in actions if isinstance(a, ev.Send) and isinstance(a.message, m.Offer)] == [(OURS,)]
 
 
@@ -393,7 +393,7 @@ def far_node(seconds, *, batch_bytes=0.0, uplink=math.inf):
         for one in each:
             node.does(ev.Answered(peer, m.Offer(MODEL, 0.0, 0.0, 0.0), m.Noted(), seconds=one))
     offering = local.Offering(MODEL, Capacity(1.0, 1.0), cost)
-    return node, [a.message for a in node.does(ev.TrainerOffers(offering)) if isinstance(a, ev.Send) and isinstance(a.message, m.Offer)]
+    return node, [a.message for a in node.does(offering) if isinstance(a, ev.Send) and isinstance(a.message, m.Offer)]
 
 
 def test_a_node_offers_what_it_has_measured_of_its_line():

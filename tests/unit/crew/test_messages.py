@@ -16,7 +16,6 @@ from swarmnode.crew.record import (
     Record,
     Signed,
     Taken,
-    blocks,
     check_founded,
     crew_id,
     member_bytes,
@@ -119,6 +118,5 @@ def test_a_signature_is_of_the_record_that_was_asked_for():
             m.check_signature(record, peer, good, VERIFY)
 
 
-def test_what_a_record_says_of_layers():
-    assert blocks(RECORD) == ((0, 2), (2, 5))
+def test_who_holds_which_stage():
     assert [stage_of(RECORD, peer) for peer in ("a", "b", "c")] == [0, 1, None]

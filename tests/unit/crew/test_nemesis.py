@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from swarmnode.crew.control import advance
-from swarmnode.crew.events import TrainerOffers
+from swarmnode.crew.local import Offering
 from swarmnode.pipeline.fence import Fence
 from tests.support.crew_history import Violation
 from tests.support.nemesis import World, check
@@ -42,9 +42,9 @@ def test_whatever_goes_down_the_crew_afterwards_begins_at_the_newest_step_that_i
 
 def test_nodes_that_offer_nothing_of_what_is_on_their_disks_lose_what_was_learnt():
     def forgetful(state, event, now, means):
-        if isinstance(event, TrainerOffers):
-            kept = tuple(copy for copy in event.offering.copies if copy.where == "memory")
-            event = TrainerOffers(msgspec.structs.replace(event.offering, copies=kept))
+        if isinstance(event, Offering):
+            kept = tuple(copy for copy in event.copies if copy.where == "memory")
+            event = msgspec.structs.replace(event, copies=kept)
         return advance(state, event, now, means)
 
     assert "begins at step 0" in first_violation(range(20), kind="losses", advance=forgetful)

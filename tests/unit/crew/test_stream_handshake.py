@@ -10,12 +10,12 @@ from swarmnode.crew.stream_handshake import (
     StreamOpen,
     StreamPeers,
     StreamReady,
-    framed,
     read_first,
     read_open,
     refusal,
 )
 from swarmnode.errors import BadMessage, PeerError
+from swarmnode.wire import headed
 
 CREW = b"c" * 32
 PEERS = StreamPeers(CREW, 2, ("a", "b", "me", "d"))
@@ -67,18 +67,19 @@ class Pieces:
 
 @pytest.mark.parametrize("size", [1, 3, 4, 5, 1000])
 async def test_what_follows_the_first_message_stays_on_the_stream(size):
-    stream = Pieces(framed(OPEN) + b"and more", size)
+    stream = Pieces(headed.pack(OPEN) + b"and more", size)
     assert await read_first(stream, StreamOpen) == OPEN
     assert stream.left + b"".join(stream.pieces) == b"and more"
 
 
 async def test_of_the_trainers_socket_no_byte_is_read_beyond_the_first_message():
     opened = Open(CREW, 1, "state")
-    stream = Pieces(framed(opened) + b"and more", 1000)
+    stream = Pieces(headed.pack(opened) + b"and more", 1000)
     assert await read_open(stream) == opened
     assert b"".join(stream.pieces) == b"and more"
     assert await read_open(Pieces(b"", 1)) is None
-    assert await read_open(Pieces(framed(opened)[:-1], 1)) is None
+    with pytest.raises(BadMessage, match="bytes"):
+        await read_open(Pieces(headed.pack(opened)[:-1], 1))
 
 
 @pytest.mark.parametrize("length", [0, OPEN_BYTES + 1, 2**32 - 1])
@@ -90,8 +91,8 @@ async def test_a_length_that_no_first_message_has_is_refused_before_more_is_read
 
 
 async def test_a_stream_that_ends_early_or_says_something_else():
-    for data in (b"", framed(OPEN)[:3], framed(OPEN)[:-1]):
+    for data in (b"", headed.pack(OPEN)[:3], headed.pack(OPEN)[:-1]):
         with pytest.raises(PeerError):
             await read_first(Pieces(data, 1000), StreamOpen)
     with pytest.raises(BadMessage):
-        await read_first(Pieces(framed(OPEN), 1000), StreamReady)
+        await read_first(Pieces(headed.pack(OPEN), 1000), StreamReady)
