@@ -35,7 +35,6 @@ from swarmnode.pipeline.frames import ActivationCodec, FrameLimits
 from swarmnode.pipeline.head import Head
 from swarmnode.pipeline.learning import LearnRow
 from swarmnode.pipeline.runtime import StageRuntime
-from swarmnode.pipeline.split import split_model, whole_state
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.generate import GroupSample, Sampled, Sampling, generate
 from swarmnode.policy.load import Policy, load_policy
@@ -47,6 +46,7 @@ from swarmnode.trainer.batch import assemble, own_group
 from swarmnode.trainer.update import normalizer
 from swarmnode.trainer.update import trained as rows_trained
 from tests.support.crew import open_crew
+from tests.support.split_models import split_model, whole_state
 
 STAGES, LAYERS = 4, 8
 MILLISECONDS = (0, 50)

@@ -16,11 +16,12 @@ from benchmarks.staged import STAGES, WINDOW, StageCopy, Staged
 from swarmnode.errors import Refused
 from swarmnode.pipeline.packing import packing
 from swarmnode.pipeline.runtime import StageRuntime
-from swarmnode.pipeline.split import build_stage, whole_state
+from swarmnode.pipeline.split import build_stage
 from swarmnode.policy.logprobs import Batch
 from swarmnode.recovery.healing import Pair, heal
 from swarmnode.recovery.sources import RecoverySettings, Run
 from swarmnode.recovery.synthesis import Method, Neighbour, synthesise
+from tests.support.split_models import whole_state
 
 SETTINGS = RecoverySettings()
 """What the product does if nobody says otherwise."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from protocol.generate.frames import Vector, accepted, changed, pack, pairs, rejected, without
-from swarmnode.pipeline.commit import Answer, Confirm, Discard, Participant, Prepare, Take
+from swarmnode.pipeline.commit import Answer, Participant
 from swarmnode.pipeline.fence import Fence
 from swarmnode.pipeline.frames import Place, policy_fingerprint
 from swarmnode.pipeline.routes import Routes
@@ -395,17 +395,17 @@ def _answer(stage: Participant, event: str, *given: Any) -> list[Any]:
     if event == "propose":
         step, attempt, micro_batches, norm = given
         action = stage.propose(step, attempt, micro_batches)
-        if isinstance(action, Prepare):
+        if action == "prepare":
             action = stage.prepared(attempt, norm, 0.0)
     else:
         action = stage.commit(*given) if event == "commit" else stage.abort(*given)
     match action:
         case Answer():
             return ["acknowledge", action.attempt, action.refused, action.squared_norm]
-        case Confirm():
-            return ["done", action.attempt]
-        case Take():
-            return ["step", "done", action.attempt]
-        case Discard():
+        case "confirm":
+            return ["done", given[1]]
+        case "take":
+            return ["step", "done", given[1]]
+        case True:
             return ["drop"]
     return []

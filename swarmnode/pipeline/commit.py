@@ -38,11 +38,9 @@ def step_hash(before: bytes, crew: bytes, step: int, attempt: int, micro_batches
 
 
 # What a stage does next.
-@dataclass(frozen=True)
-class Prepare:
-    """Bring the gradients into their final form (sum a tied embedding's halves, measure the norm), then call `prepared`."""
-
-    attempt: int
+Next = Literal["prepare", "take", "confirm"]
+"""`prepare`: bring the gradients into their final form (sum a tied embedding's halves, measure the norm), then call `prepared`. `take`:
+optimizer step, then send `done`. `confirm`: send `done` again, this commit was taken before."""
 
 
 @dataclass(frozen=True)
@@ -52,27 +50,6 @@ class Answer:
     attempt: int
     refused: RefusalReason | None
     squared_norm: float = 0.0
-
-
-@dataclass(frozen=True)
-class Take:
-    """Optimizer step, then send `done`."""
-
-    attempt: int
-
-
-@dataclass(frozen=True)
-class Discard:
-    """Zero the gradients."""
-
-    attempt: int
-
-
-@dataclass(frozen=True)
-class Confirm:
-    """Send `done` again: this commit was taken before."""
-
-    attempt: int
 
 
 class Participant:
@@ -99,9 +76,9 @@ class Participant:
             raise ValueError(f"micro-batch {micro_batch} must not be added")
         self._have.add(micro_batch)
 
-    def propose(self, step: int, attempt: int, micro_batches: Iterable[int]) -> Prepare | Answer | Confirm | None:
+    def propose(self, step: int, attempt: int, micro_batches: Iterable[int]) -> Next | Answer | None:
         if step < self.step:
-            return Confirm(attempt) if step == self.step - 1 and attempt == self.attempt else None
+            return "confirm" if step == self.step - 1 and attempt == self.attempt else None
         if step > self.step or attempt < self.attempt:
             return Answer(attempt, "attempt") if attempt >= self.attempt else None
         if attempt == self.attempt and self.phase != "open":
@@ -110,7 +87,7 @@ class Participant:
         if self._have != set(micro_batches):
             return Answer(attempt, "micro_batches")
         self.phase = "preparing"
-        return Prepare(attempt)
+        return "prepare"
 
     def prepared(self, attempt: int, squared_norm: float | None, now: float) -> Answer | None:
         """Gradients are final; `squared_norm` is None where they are not finite. None where the attempt is over."""
@@ -122,22 +99,23 @@ class Participant:
         self.phase, self._norm, self._since = "prepared", squared_norm, now
         return Answer(attempt, None, squared_norm)
 
-    def commit(self, step: int, attempt: int) -> Take | Confirm | None:
+    def commit(self, step: int, attempt: int) -> Next | None:
         if step == self.step - 1 and attempt == self.attempt:
-            return Confirm(attempt)
+            return "confirm"
         if step != self.step or attempt != self.attempt or self.phase != "prepared":
             return None
         self.hash = self._hash_after()
         self._clear()
         self.step += 1
-        return Take(attempt)
+        return "take"
 
-    def abort(self, step: int, attempt: int) -> Discard | None:
+    def abort(self, step: int, attempt: int) -> bool:
+        """Whether the gradients are to be zeroed."""
         if step != self.step or attempt < self.attempt:
-            return None
+            return False
         self.attempt = attempt
         self._clear()
-        return Discard(attempt)
+        return True
 
     def lose(self) -> bool:
         """Whether the gradients may be dropped without a decision, e.g. because a neighbour is gone; then they count as dropped.

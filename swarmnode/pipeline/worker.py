@@ -17,7 +17,7 @@ import trio
 
 from swarmnode.errors import BadMessage
 from swarmnode.pipeline import frames
-from swarmnode.pipeline.commit import Answer, Confirm, Discard, Participant, Prepare, Take
+from swarmnode.pipeline.commit import Answer, Next, Participant
 from swarmnode.pipeline.compute import Compute, in_thread
 from swarmnode.pipeline.context import CrewSettings, StageContext
 from swarmnode.pipeline.decoding import Decoding
@@ -185,31 +185,31 @@ class StageWorker:
                 if self.tied.take_part(frame, body):
                     self._prepared()
             case frames.Propose() if sender == 0:
-                self._proposed(self.participant.propose(frame.place.step, frame.attempt, frame.micro_batches))
+                self._proposed(frame.attempt, self.participant.propose(frame.place.step, frame.attempt, frame.micro_batches))
             case frames.Commit() if sender == 0:
                 async with self.optimizer.moving:
                     action = self.participant.commit(frame.place.step, frame.attempt)
-                    if isinstance(action, Take):
+                    if action == "take":
                         await self.take(frame.clip, frame.learning_rate)
                 if action is not None:
                     self._confirm(frame.attempt)
             case frames.Abort() if sender == 0:
-                if isinstance(self.participant.abort(frame.place.step, frame.attempt), Discard):
+                if self.participant.abort(frame.place.step, frame.attempt):
                     self._drop_all()
             case _:
                 raise BadMessage("bounds", f"{type(frame).__name__} from stage {sender}")
 
     # Taking a step.
 
-    def _proposed(self, action: Prepare | Answer | Confirm | None) -> None:
-        if isinstance(action, Confirm):
-            self._confirm(action.attempt)
+    def _proposed(self, attempt: int, action: Next | Answer | None) -> None:
+        if action == "confirm":
+            self._confirm(attempt)
         elif isinstance(action, Answer):
             self._answer(action)
-        elif isinstance(action, Prepare):
+        elif action == "prepare":
             shared = self.runtime.embedding()
             if shared is not None:
-                self.tied.begin(action.attempt, shared)
+                self.tied.begin(attempt, shared)
             self._prepared()
 
     def _prepared(self) -> None:

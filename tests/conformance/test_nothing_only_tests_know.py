@@ -31,7 +31,6 @@ ALLOWED = {
         ),
         "names what it is; on the wire",
     ),
-    "swarmnode.pipeline.commit.Take: nobody reads attempt": "the participant has it",
     "swarmnode.weights.fingerprint.LoraShape: nobody reads r": "goes into the fingerprint's hash as a whole",
     "swarmnode.weights.fingerprint.LoraShape: nobody reads alpha": "the same",
     "swarmnode.weights.fingerprint.LoraShape: nobody reads target_modules": "the same",

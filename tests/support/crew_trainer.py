@@ -10,7 +10,7 @@ from swarmnode.crew import local
 from swarmnode.crew.plan import Capacity
 from swarmnode.crew.record import Copy, Taken
 from swarmnode.pipeline.blame import Blame
-from swarmnode.pipeline.commit import NO_HASH, Answer, Confirm, Coordinator, Decided, Participant, Prepare, Take
+from swarmnode.pipeline.commit import NO_HASH, Answer, Coordinator, Decided, Next, Participant
 from swarmnode.pipeline.fence import Fence
 from swarmnode.pipeline.frames import Place
 from tests.support.crew_history import Violation
@@ -262,17 +262,17 @@ class Trainer:
             self.progress += 1
         elif message.kind == "propose":
             action = participant.propose(step, attempt, message.micro_batches)
-            if isinstance(action, Prepare):
-                action = participant.prepared(action.attempt, None if self.refuses else 1.0, now)
+            if action == "prepare":
+                action = participant.prepared(attempt, None if self.refuses else 1.0, now)
             if isinstance(action, Answer):
                 self._send(0, "acknowledge", action.attempt, refused=action.refused)
                 self.world.acknowledged(self)
-            elif isinstance(action, Confirm):
-                self._send(0, "done", action.attempt)
+            elif action == "confirm":
+                self._send(0, "done", attempt)
         elif message.kind == "commit":
             self._take(participant.commit(step, attempt), now, Taken(attempt, 1.0, 1e-3))
         elif message.kind == "abort":
-            if participant.abort(step, attempt) is not None:
+            if participant.abort(step, attempt):
                 self.learnt = ()
         elif self.coordinator is not None and message.kind == "acknowledge":
             if message.refused is not None and self.blame is not None and attempt == self.coordinator.attempt:
@@ -305,9 +305,9 @@ class Trainer:
             self.in_step = False
             self._later(self.world.step_seconds, "step")
 
-    def _take(self, action: Take | Confirm | None, now: float, taken: Taken) -> None:
+    def _take(self, action: Next | None, now: float, taken: Taken) -> None:
         assert self.assigned is not None
-        if isinstance(action, Take):
+        if action == "take":
             assert self.held is not None
             batches = tuple(sorted(self.learnt))
             self.learnt = ()
@@ -321,7 +321,7 @@ class Trainer:
             if self.world.dies_after_step(self):
                 return
         if action is not None and self.phase == "active":
-            self._send(0, "done", action.attempt)
+            self._send(0, "done", taken.attempt)
 
     def report(self) -> None:
         """Tells the network process how it is."""

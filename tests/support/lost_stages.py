@@ -21,7 +21,6 @@ from swarmnode.pipeline.frames import FrameLimits, Place
 from swarmnode.pipeline.learning import LearnRow
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.spec import StageSpec
-from swarmnode.pipeline.split import split_model
 from swarmnode.pipeline.worker import StageWorker
 from swarmnode.recovery.journal import Journal
 from swarmnode.recovery.local import LocalStage
@@ -31,6 +30,7 @@ from swarmnode.recovery.sources import RecoverySettings, Run
 from swarmnode.recovery.state import stage_layouts
 from swarmnode.recovery.transfer import StatePeer
 from tests.support.crew import Crew, open_crew
+from tests.support.split_models import split_model
 
 CREW = b"c" * frames.CREW_BYTES
 

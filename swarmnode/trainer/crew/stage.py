@@ -12,7 +12,6 @@ import trio
 
 from swarmnode.crew.local import Assigned
 from swarmnode.crew.record import Copy, Taken, Where
-from swarmnode.pipeline.commit import Take
 from swarmnode.pipeline.context import CrewSettings
 from swarmnode.pipeline.fence import Fence
 from swarmnode.pipeline.frames import CREW_BYTES, FrameLimits, Place
@@ -90,7 +89,7 @@ class Stage:
         participant = self.worker.participant
         if self.source is None:  # its crew ended before they were there
             return False
-        if participant.next_hash == assigned.hash and isinstance(participant.commit(self.step, participant.attempt), Take):
+        if participant.next_hash == assigned.hash and participant.commit(self.step, participant.attempt) == "take":
             await self.worker.take(assigned.taken.clip, assigned.taken.learning_rate)
         return participant.hash == assigned.hash
 

@@ -23,11 +23,11 @@ from swarmnode.pipeline.learning import LearnRow, describe, describe_loss
 from swarmnode.pipeline.links import Links
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.schedule import Schedule
-from swarmnode.pipeline.split import split_model, whole_state
 from swarmnode.pipeline.worker import StageWorker
 from swarmnode.wire import strict
 from tests.support.crew import open_crew
 from tests.support.lost_stages import quiet
+from tests.support.split_models import split_model, whole_state
 
 EXACT = CrewSettings(b"b" * 32, "float32", "float32")
 CFG = TrainingConfig(per_device_train_tokens=64)

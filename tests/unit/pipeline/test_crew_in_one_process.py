@@ -18,7 +18,6 @@ from swarmnode.pipeline.context import CrewSettings
 from swarmnode.pipeline.frames import FrameLimits
 from swarmnode.pipeline.learning import LearnRow, describe
 from swarmnode.pipeline.runtime import StageRuntime
-from swarmnode.pipeline.split import split_model, whole_state
 from swarmnode.pipeline.waves import Wave
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import trainable
@@ -30,6 +29,7 @@ from swarmnode.trainer.update import Updater
 from swarmnode.wire import strict
 from swarmnode.wire.tensors import pack_ids
 from tests.support.crew import open_crew
+from tests.support.split_models import split_model, whole_state
 
 BASE = b"b" * 32
 EXACT = CrewSettings(BASE, "float32", "float32")

@@ -13,8 +13,9 @@ from swarmnode.pipeline.packing import packing
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.sessions import Prompts
 from swarmnode.pipeline.spec import stage_specs
-from swarmnode.pipeline.split import load_stage, load_whole_state, split_model, whole_state
+from swarmnode.pipeline.split import load_stage
 from swarmnode.policy.logprobs import collate, completion_logprobs
+from tests.support.split_models import load_whole_state, split_model, whole_state
 
 KINDS = ["llama", "llama-tied", "qwen2", "qwen3", "mistral"]
 SPLITS = [[4], [2, 2], [1, 3], [1, 2, 1], [1, 1, 1, 1]]

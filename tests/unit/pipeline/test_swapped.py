@@ -14,11 +14,11 @@ from swarmnode.pipeline.frames import FrameLimits
 from swarmnode.pipeline.learning import LearnRow
 from swarmnode.pipeline.routes import Hop, Routes, arriving, returning, swapped
 from swarmnode.pipeline.runtime import StageRuntime
-from swarmnode.pipeline.split import split_model, whole_state
 from swarmnode.policy.logprobs import collate, completion_logprobs
 from swarmnode.policy.micro import micro_batches
 from swarmnode.rl.objectives import Objective, policy_loss
 from tests.support.crew import open_crew
+from tests.support.split_models import split_model, whole_state
 
 SETTINGS = CrewSettings(b"b" * 32, "float32", "float32", swapped=True)
 CFG = TrainingConfig(per_device_train_tokens=64)

@@ -8,11 +8,12 @@ import torch
 from peft import LoraConfig
 
 from swarmnode.errors import BadMessage
-from swarmnode.pipeline.split import adapt, split_model
+from swarmnode.pipeline.split import adapt
 from swarmnode.policy.load import LORA_MODULES
 from swarmnode.policy.quantised import Int8Matrix, build_quantised, quantise
 from swarmnode.recovery.copies import copied, copy_bytes, decode_copy, encode_copy, install
 from swarmnode.recovery.state import layout_of
+from tests.support.split_models import split_model
 
 IDS = torch.tensor([[5, 9, 17, 3, 8, 40]])
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules=LORA_MODULES, task_type="CAUSAL_LM")

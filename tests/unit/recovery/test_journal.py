@@ -18,7 +18,6 @@ from swarmnode.pipeline.learning import describe
 from swarmnode.pipeline.links import Links
 from swarmnode.pipeline.optimizer import LrScale
 from swarmnode.pipeline.runtime import StageRuntime
-from swarmnode.pipeline.split import split_model
 from swarmnode.pipeline.worker import StageWorker
 from swarmnode.policy.fingerprint import fingerprint
 from swarmnode.recovery import disk
@@ -28,6 +27,7 @@ from swarmnode.recovery.restore import base_stage
 from swarmnode.recovery.sources import RecoverySettings
 from swarmnode.recovery.state import load_moments, load_weights, take, trained
 from swarmnode.wire import strict
+from tests.support.split_models import split_model
 
 CREW = b"c" * 16
 

@@ -17,7 +17,6 @@ from swarmnode.pipeline.fence import Fence
 from swarmnode.pipeline.frames import FrameLimits, Place
 from swarmnode.pipeline.links import Links
 from swarmnode.pipeline.runtime import StageRuntime
-from swarmnode.pipeline.split import split_model
 from swarmnode.pipeline.worker import StageWorker
 from swarmnode.recovery import channel, disk, local
 from swarmnode.recovery import messages as m
@@ -29,6 +28,7 @@ from swarmnode.recovery.snapshots import SnapshotStore, find_snapshots, ring
 from swarmnode.recovery.sources import RecoverySettings
 from swarmnode.recovery.state import StageState, decode_state, encode_state, host_copy, layout_of, stage_layouts, trained
 from swarmnode.recovery.transfer import StatePeer
+from tests.support.split_models import split_model
 
 CREW = b"c" * 16
 HASH = b"h" * 32

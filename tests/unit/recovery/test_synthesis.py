@@ -6,9 +6,9 @@ import torch
 from swarmnode.errors import Incompatible, Refused
 from swarmnode.pipeline.routes import swapped_order
 from swarmnode.pipeline.runtime import StageRuntime
-from swarmnode.pipeline.split import split_model
 from swarmnode.recovery.sources import Run
 from swarmnode.recovery.synthesis import Neighbour, synthesise
+from tests.support.split_models import split_model
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 

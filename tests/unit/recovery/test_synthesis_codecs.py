@@ -11,10 +11,10 @@ from swarmnode.config import TrainingConfig
 from swarmnode.pipeline.context import CrewSettings
 from swarmnode.pipeline.frames import FrameLimits
 from swarmnode.pipeline.runtime import StageRuntime
-from swarmnode.pipeline.split import split_model
 from swarmnode.recovery.sources import RecoverySettings, Run, SourceKind
 from tests.support.crew import open_crew
 from tests.support.lost_stages import Fleet, quiet, rows_of
+from tests.support.split_models import split_model
 
 CFG = TrainingConfig(per_device_train_tokens=64)
 LAYERS = [1, 1, 1, 1]
