@@ -18,7 +18,7 @@ import msgspec
 
 from swarmnode.crew.plan import MEMBERS
 from swarmnode.errors import BadMessage
-from swarmnode.pipeline.commit import HASH_BYTES, NO_HASH
+from swarmnode.pipeline.commit import HASH_BYTES, NO_HASH, Taken
 from swarmnode.wire import strict
 from swarmnode.wire.fields import ANY_COUNTER, check_between, check_counter, check_fields, check_length, check_name
 from swarmnode.wire.limits import PEER_ID_BYTES, SIGNATURE_BYTES
@@ -40,14 +40,6 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     peer: str
     layers: int
-
-
-class Taken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How the last step was taken: what a stage that has prepared for it needs to take it too."""
-
-    attempt: int = 0
-    clip: float = 1.0
-    learning_rate: float = 0.0
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

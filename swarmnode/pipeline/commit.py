@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+import msgspec
+
 from swarmnode.pipeline.frames import RefusalReason
 
 Phase = Literal["open", "preparing", "prepared"]
@@ -26,6 +28,14 @@ NO_HASH: Final = bytes(HASH_BYTES)
 STEP_DOMAIN: Final = b"swarmnode/crew-step/1"
 DECISION_SECONDS: Final = 30.0
 """A stage that has prepared and heard nothing for so long acknowledges again."""
+
+
+class Taken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """How the last step was taken: what a stage that has prepared for it needs to take it too."""
+
+    attempt: int = 0
+    clip: float = 1.0
+    learning_rate: float = 0.0
 
 
 def step_hash(before: bytes, crew: bytes, step: int, attempt: int, micro_batches: Iterable[int]) -> bytes:

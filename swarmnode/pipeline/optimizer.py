@@ -11,17 +11,9 @@ import trio
 
 from swarmnode.errors import DeviceError
 from swarmnode.pipeline import faults
+from swarmnode.pipeline.commit import Taken
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.rl.objectives import WEIGHT_DECAY
-
-
-@dataclass(frozen=True)
-class StepTaken:
-    """What another stage needs to take the same step."""
-
-    attempt: int = 0
-    clip: float = 1.0
-    learning_rate: float = 0.0
 
 
 @dataclass
@@ -46,7 +38,7 @@ class StageOptimizer:
         self.lr_scale = LrScale()
         self.squared_norm = 0.0
         """The last raw gradient's over the layers, before clipping: CheckFree weights this stage by it."""
-        self.last_commit = StepTaken()
+        self.last_commit = Taken()
         self.lock = threading.Lock()
         """Held while the weights move."""
         self.moving = trio.Lock()

@@ -17,7 +17,7 @@ import trio
 
 from swarmnode.errors import BadMessage
 from swarmnode.pipeline import frames
-from swarmnode.pipeline.commit import Answer, Next, Participant
+from swarmnode.pipeline.commit import Answer, Next, Participant, Taken
 from swarmnode.pipeline.compute import Compute, in_thread
 from swarmnode.pipeline.context import CrewSettings, StageContext
 from swarmnode.pipeline.decoding import Decoding
@@ -25,7 +25,7 @@ from swarmnode.pipeline.fence import Fence
 from swarmnode.pipeline.frames import Frame, Place
 from swarmnode.pipeline.links import Arrival, Links
 from swarmnode.pipeline.micro_batches import MicroBatches
-from swarmnode.pipeline.optimizer import StageOptimizer, StepTaken
+from swarmnode.pipeline.optimizer import StageOptimizer
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.tied import TiedEmbedding
 
@@ -231,7 +231,7 @@ class StageWorker:
 
         Raises DeviceError where the device fails in the middle of it: what these weights are then, nobody knows.
         """
-        self.optimizer.last_commit = StepTaken(self.participant.attempt, clip, learning_rate)
+        self.optimizer.last_commit = Taken(self.participant.attempt, clip, learning_rate)
         with trio.CancelScope(shield=True):  # around computing only
             await self.context.compute(lambda: self.step(clip, learning_rate))
             self.context.observer.stepped()

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from swarmnode.errors import StateError
 from swarmnode.files import sync_directory
-from swarmnode.pipeline.optimizer import StepTaken
+from swarmnode.pipeline.commit import Taken
 
 About = Mapping[str, object]
 """What is said with the tensors: JSON."""
@@ -30,7 +30,7 @@ class OnDisk:
     """Layers first … last − 1."""
     step: int
     hash: bytes
-    taken: StepTaken = field(default_factory=StepTaken)
+    taken: Taken = field(default_factory=Taken)
     """How that step was taken, where it was taken here."""
 
 

@@ -20,7 +20,8 @@ import msgspec
 import torch
 
 from swarmnode.errors import StateError
-from swarmnode.pipeline.optimizer import LrScale, StepTaken
+from swarmnode.pipeline.commit import Taken
+from swarmnode.pipeline.optimizer import LrScale
 from swarmnode.pipeline.spec import StageSpec
 from swarmnode.pipeline.worker import StageWorker
 from swarmnode.recovery import disk
@@ -175,7 +176,7 @@ def find_journals(directory: Path) -> list[disk.OnDisk]:
             about = disk.read_about(path)
             if about is not None:
                 a = _understand(path, about)
-                taken = StepTaken(a.attempt, a.clip, a.learning_rate)
+                taken = Taken(a.attempt, a.clip, a.learning_rate)
                 found.append(disk.OnDisk(bytes.fromhex(a.lineage), a.spec.first, a.spec.last, a.step, bytes.fromhex(a.hash), taken))
         except (StateError, ValueError) as error:
             log.warning("a journal that cannot be read: %s", error)

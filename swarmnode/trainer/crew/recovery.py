@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import trio
 from swarmnode.averaging.lora import A_MARK
 from swarmnode.config import StagesConfig
 from swarmnode.crew.local import Assigned
-from swarmnode.crew.record import COPIES, Copy, Taken, Where
+from swarmnode.crew.record import COPIES, Copy, Where
 from swarmnode.pipeline.fence import Fence
 from swarmnode.pipeline.frames import CREW_BYTES, Place
 from swarmnode.pipeline.spec import stage_specs
@@ -197,7 +196,7 @@ class StageRecovery:
 
 
 def _copy(where: Where, found: OnDisk) -> Copy:
-    return Copy(found.lineage, found.first, found.last, found.step, found.hash, where, Taken(*astuple(found.taken)), b"")
+    return Copy(found.lineage, found.first, found.last, found.step, found.hash, where, found.taken, b"")
 
 
 def recovery_settings(cfg: StagesConfig, upload_bytes_per_second: int) -> RecoverySettings:

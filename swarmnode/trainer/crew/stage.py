@@ -11,7 +11,7 @@ import torch
 import trio
 
 from swarmnode.crew.local import Assigned
-from swarmnode.crew.record import Copy, Taken, Where
+from swarmnode.crew.record import Copy, Where
 from swarmnode.pipeline.context import CrewSettings
 from swarmnode.pipeline.fence import Fence
 from swarmnode.pipeline.frames import CREW_BYTES, FrameLimits, Place
@@ -100,8 +100,7 @@ class Stage:
         if participant.step == 0 or self.source is None:
             return None
         where: Where = "memory" if self.source in ("", "R0") or participant.step > self._began else "neighbour"
-        taken = Taken(last.attempt, last.clip, last.learning_rate)
-        return Copy(self.lineage, spec.first, spec.last, participant.step, participant.hash, where, taken, participant.next_hash)
+        return Copy(self.lineage, spec.first, spec.last, participant.step, participant.hash, where, last, participant.next_hash)
 
     def begin(self, assigned: Assigned, streams: dict[int, trio.abc.Stream]) -> StageWorker:
         """A new worker in a new crew, with the stage's weights and optimizer. To be `run`."""

@@ -11,7 +11,6 @@ from swarmnode.crew.local import Assigned
 from swarmnode.crew.record import Taken
 from swarmnode.errors import DeviceError, PeerError
 from swarmnode.pipeline.commit import NO_HASH, Answer
-from swarmnode.pipeline.optimizer import StepTaken
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.device import Placement
 from swarmnode.trainer.crew import model as crew_model
@@ -75,7 +74,7 @@ async def test_a_prepared_step_that_others_took_is_taken_with_their_numbers(stag
     assert await stage.follow(following)
     assert (stage.step, stage.worker.participant.hash) == (1, following.hash)
     assert moved(stage, before) == pytest.approx(0.01, rel=1e-3)  # Adam's first step is the learning rate
-    assert stage.worker.optimizer.last_commit == StepTaken(3, 0.5, 0.01)
+    assert stage.worker.optimizer.last_commit == Taken(3, 0.5, 0.01)
     again = stage.begin(following, {})
     assert (again.participant.step, again.participant.hash) == (1, following.hash)
     kept = stage.copy()
