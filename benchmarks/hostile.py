@@ -72,7 +72,7 @@ def play(attack: str, share: int, policies: Sequence[Any], scorer: Any, seed: in
 
     started = time.process_time()
     training = TrainingConfig(learning_rate=size.learning_rate, groups_per_step=B, num_generations=G)
-    arm = Arm("swarmnode", None, Sharing(), keep_pool=True, guard=True)
+    arm = Arm("swarmnode", None, Sharing(), keep_pool=True, guard=True, replay=True)
     hostile = dict.fromkeys(range(size.honest, len(policies)), attack)
     swarm = HostileSwarm(arm, [p.clone() for p in policies], training, scorer, seed, hostile, size.eval_questions)
     if control:

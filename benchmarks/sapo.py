@@ -44,9 +44,9 @@ LAGGING = (
 """Arms of `--lag`: each samples with the policy of so many updates ago and corrects for it in one way, or not at all. Four nodes that
 share, 4/4; and one arm without a lag."""
 LAGGING_NODES = 4
-AGAIN = "swarmnode, again"
-"""Samples about half of what the product does, and trains on useful groups of the last steps again: `--arms`."""
-KNOWN = (*ARMS, AGAIN, *AVERAGING, *PULLING[1:], "no lag", *LAGGING)
+ONCE = "swarmnode, once"
+"""The product without replay, as with `training.options = ["train_once"]`: `--arms`."""
+KNOWN = (*ARMS, ONCE, *AVERAGING, *PULLING[1:], "no lag", *LAGGING)
 AVERAGE_EVERY = 5
 FIXED = ("8/0", "6/2", "4/4", "2/6")
 ATTACKS = (
@@ -95,10 +95,10 @@ def arms(names: Sequence[str], lag: int = LAG) -> list[Any]:
         Arm("4/4 + correction", 4, replace(PAPER, corrected=True)),
         Arm("2/6", 6),
         Arm("adaptive", None),
-        Arm("swarmnode", None, Sharing(), keep_pool=True, guard=True),
-        Arm(AGAIN, None, Sharing(), keep_pool=True, guard=True, again=2, eager=2.0),
-        Arm("swarmnode, pull from 4", None, Sharing(), keep_pool=True, guard=True, neighbours=4),
-        Arm("swarmnode, pull from 15", None, Sharing(), keep_pool=True, guard=True, neighbours=15),
+        Arm("swarmnode", None, Sharing(), keep_pool=True, guard=True, replay=True),
+        Arm(ONCE, None, Sharing(), keep_pool=True, guard=True),
+        Arm("swarmnode, pull from 4", None, Sharing(), keep_pool=True, guard=True, replay=True, neighbours=4),
+        Arm("swarmnode, pull from 15", None, Sharing(), keep_pool=True, guard=True, replay=True, neighbours=15),
         Arm("lone, over-sampling", oversample=4 * B),
         Arm("8/0 + NoLoCo", average=AVERAGE_EVERY),
         Arm("4/4 + NoLoCo", 4, average=AVERAGE_EVERY),
@@ -178,7 +178,7 @@ def run_hostile(seed: int, attacks: Sequence[str], size: Size, base: str) -> lis
 
     single_thread()
     training = TrainingConfig(learning_rate=size.learning_rate, groups_per_step=B, num_generations=G)
-    product = Arm("swarmnode", None, Sharing(), keep_pool=True, guard=True)
+    product = Arm("swarmnode", None, Sharing(), keep_pool=True, guard=True, replay=True)
     policies = start_policies(HOSTILE_REGIME, seed, NODES, base)
     results = []
     with Scorer() as scorer:
@@ -305,7 +305,7 @@ def adaptive_verdict(by_arm: dict[str, list[dict[str, Any]]]) -> list[str]:
     """The adaptive split against the best fixed one of each seed, by each accounting."""
     fixed = [n for n in FIXED if n in by_arm]
     lines = []
-    for name in ("adaptive", "swarmnode", AGAIN):
+    for name in ("adaptive", "swarmnode", ONCE):
         if name not in by_arm or not fixed:
             continue
         parts = []

@@ -46,6 +46,7 @@ from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
 from swarmnode.trainer.batch import TrainingGroup, assemble, own_group
 from swarmnode.trainer.judge import ExternalChecks, judge, judge_until_full, reserve
+from swarmnode.trainer.replay import USES, ReplayBuffer, lacking
 from swarmnode.trainer.update import Updater
 from swarmnode.weights.fragments import cut
 from swarmnode.weights.layout import make_layout
@@ -152,10 +153,8 @@ class Arm:
     """Of a node's useful groups, one of so many is published."""
     neighbours: int = 0
     """Others that a node is connected with and pulls from; 0: every group reaches everybody."""
-    again: int = 0
-    """How often a useful group is trained on again where a batch has room, at most, within AGAIN_STEPS of when it was fresh."""
-    eager: float = 1.0
-    """What the adaptive split makes of the groups that arrived: with 2, half as many others leave room for it to sample less."""
+    replay: bool = False
+    """A batch that lacks useful groups is filled with those of the last steps, as in a real node."""
     lag: int = 0
     """Updates between the policy that samples and the one that learns."""
     correction: str = ""
@@ -268,30 +267,6 @@ class Past:
         return [parameter.detach().clone() for parameter in self._now.trainable_parameters()]
 
 
-AGAIN_STEPS = 4
-
-
-@dataclass
-class Kept:
-    """A group that was trained on."""
-
-    group: TrainingGroup
-    step: int
-    uses: int = 0
-
-
-class EagerSplit(AdaptiveSplit):
-    """The product's, which leaves room for `eager` times what arrives."""
-
-    def __init__(self, batch: int, eager: float) -> None:
-        super().__init__(batch)
-        self._eager = eager
-
-    @property
-    def own_groups(self) -> int:
-        return self.batch - min(self.external_room, math.floor(self._eager * self.smoothed + 0.5))
-
-
 class Node:
     """One simulated node: identity, policy, optimizer, pool."""
 
@@ -309,8 +284,8 @@ class Node:
         self.updater = Updater(policy, training, self.batcher)
         self.pool = self._new_pool()
         batch = training.groups_per_step
-        self.split: AdaptiveSplit | FixedSplit = EagerSplit(batch, arm.eager) if arm.external is None else FixedSplit(batch, arm.external)
-        self._kept: list[Kept] = []
+        self.split: AdaptiveSplit | FixedSplit = AdaptiveSplit(batch) if arm.external is None else FixedSplit(batch, arm.external)
+        self.replay = ReplayBuffer(USES if arm.replay else 0)
         self.guard = UtilityGuard() if arm.guard else None
         self.sequence = self.version = self.step = 0
         self.arrived = self.drawn = self.passed = 0
@@ -395,8 +370,8 @@ class Node:
         if self.arm.oversample:
             mine = mine[: self.training.groups_per_step]
         batch = mine + external
-        if self.arm.again:
-            batch += self._once_more([group for group in batch if is_useful(group.rewards)])
+        fresh, again = batch, self.replay.take(lacking(self.training.groups_per_step, batch))
+        batch = fresh + again
         agreement = None
         if batch:
             done = self.updater.update(assemble(batch, self.training.advantage))
@@ -407,6 +382,9 @@ class Node:
             if self.past:
                 self.past.learnt()
         self.step += 1
+        self.replay.keep(fresh, self.step)
+        if isinstance(self.split, AdaptiveSplit):
+            self.split.replayable = len(self.replay)
         self.split.observe(self.arrived, self.drawn, self.passed)
         reward = fmean(fmean(o.rewards) for o in own)
         if self.guard:
@@ -424,16 +402,6 @@ class Node:
         if agreement is not None:
             trace["agreement"] = agreement
 
-
-    def _once_more(self, fresh: list[TrainingGroup]) -> list[TrainingGroup]:
-        """Useful groups of the last steps, for as many as the batch lacks; those that were used least, and the newest, first."""
-        kept = [one for one in self._kept if self.step - one.step <= AGAIN_STEPS and one.uses < self.arm.again]
-        kept.sort(key=lambda one: (one.uses, -one.step))
-        taken = kept[: max(0, self.training.groups_per_step - len(fresh))]
-        for one in taken:
-            one.uses += 1
-        self._kept = kept + [Kept(group, self.step) for group in fresh]
-        return [one.group for one in taken]
 
     def _without_correction(self, group: TrainingGroup) -> TrainingGroup:
         """As the arm wants it: against the present policy, against the sampler, or as the product corrects it."""

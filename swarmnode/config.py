@@ -175,7 +175,7 @@ class TrainingConfig(Section):
         Literal[
             "warmup", "linear", "cosine", "effective_rate", "dynamic_sampling", "mask_truncated", "overlong_shaping", "lockstep",
             "continuous", "tis", "mis", "icepop", "sequence_tis", "sequence_mis", "sequence_icepop",
-            "curriculum",
+            "curriculum", "train_once",
         ]
     ] = []  # fmt: skip
     """Any of: `warmup`, `linear` or `cosine` (the learning rate; the last two fall to 0 at max_steps), `effective_rate` (times the root of
@@ -183,7 +183,8 @@ class TrainingConfig(Section):
     (what was cut is left out, or costs reward), `lockstep` or `continuous` (the engine that samples; neither: the faster one, found by
     measuring, or lockstep for answers of at most 32 tokens), `tis` (the default), `mis`, `icepop`, `sequence_tis`, `sequence_mis` or
     `sequence_icepop` (what corrects own completions for the policy that sampled them, by token or by sequence),
-    `curriculum` (ask where a signal is likely, by own groups and peers'; a swarm founded with it lets members choose)."""
+    `curriculum` (ask where a signal is likely, by own groups and peers'; a swarm founded with it lets members choose), `train_once` (no
+    group of an earlier step is trained on again where a batch has room)."""
     advantage: Literal["grpo", "dr_grpo", "mc_grpo", "gdpo"] = "grpo"
     """Advantage estimator."""
     loss_type: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"] = "dapo"

@@ -247,8 +247,10 @@ LEARNING = (
     Metric("swarmnode_zero_advantage_share", "gauge", "trainer.report.zero_advantage_share",
            "Share of the node's own groups whose rewards were all equal, so that they teach nothing. Near 1 the tasks are too hard or too "
            "easy for this policy."),
-    Metric("swarmnode_batch_groups", "gauge", {"own": "trainer.report.own_groups", "external": "trainer.report.external_groups"},
-           "Groups in the last batch: the node's own (I) and its peers' (J).", ("source",), when=reports),
+    Metric("swarmnode_batch_groups", "gauge",
+           {"own": "trainer.report.own_groups", "external": "trainer.report.external_groups",
+            "replayed": "trainer.report.replayed_groups"},
+           "Groups in the last batch: the node's own (I), its peers' (J), and those of earlier steps that were trained on again.", ("source",), when=reports),
     Metric("swarmnode_trained_groups_total", "counter",
            {"own": "trainer.report.own_groups_total", "external": "trainer.report.external_groups_total"},
            "Groups that this node has trained on, its own and its peers'.", ("source",), when=reports),

@@ -37,10 +37,10 @@ def _check(batch: int, scale: float) -> None:
 
 
 class AdaptiveSplit:
-    """I = B − min(room, round(s)), s ← 0.6 s + 0.4 · arrived, and room = B − floor external groups whatever s is.
+    """I = B − min(room, round(s) + k), s ← 0.6 s + 0.4 · arrived, and room = B − floor external groups whatever s is.
 
     Room does not shrink with s: rare successes come in bursts, and a burst refused is the only signal of many steps. A step may
-    therefore train on more than B groups.
+    therefore train on more than B groups. k: groups of the last steps that can be trained on again (`trainer.replay`).
     """
 
     def __init__(self, batch: int, smoothed: float = 0.0, external_scale: float = 1.0) -> None:
@@ -51,6 +51,8 @@ class AdaptiveSplit:
         """Useful external groups that arrived per step, averaged: s."""
         self.external_scale = external_scale
         """Set by the utility guard: what is left of J, 0 to 1."""
+        self.replayable = 0
+        """Useful groups that the next step can train on again, k."""
 
     def observe(self, useful_arrived: int, drawn: int | None = None, used: int = 0) -> None:
         """Take how many useful (non-zero-advantage) external groups arrived since the last step, drawn or not.
@@ -75,4 +77,4 @@ class AdaptiveSplit:
     def own_groups(self) -> int:
         """Groups to generate for the next step, I."""
         # half up, not Python's half to even: 0.5 and 2.5 should not differ in kind
-        return self.batch - min(self.external_room, math.floor(self.smoothed + 0.5))
+        return self.batch - min(self.external_room, math.floor(self.smoothed + 0.5) + self.replayable)

@@ -1,9 +1,9 @@
 """The trainer process: sample, share, learn, save; one step after the other, whatever the network does.
 
-    plan → ask the network for J groups → sample I groups, score, publish → judge the J → one update → average → save → report
+    plan → sample I groups, score, publish → ask the network for J groups, judge them → one update → average → save → report
 
-The network process is asked at the start of a step and its answer taken at the end of sampling, so a step never waits
-for it. What arrives late is there for the next step.
+The network process is asked when sampling has ended, so that its groups are the newest, and waited for a fifth of a second at most. What
+arrives late is there for the next step. Where useful groups are few, some of the last steps are trained on again (replay.py).
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from swarmnode.trainer.judge import Judgement
 from swarmnode.trainer.plan import StepPlan
 from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.records import Records, own_sample, peers_samples
+from swarmnode.trainer.replay import USES, ReplayBuffer, lacking
 from swarmnode.trainer.reporting import Reporter
 from swarmnode.trainer.sampler import Experience, Sampler
 from swarmnode.trainer.state import SEQUENCE_MARGIN, Counters
@@ -118,6 +119,7 @@ class Loop:
         self._questions = Questions(config.task.names, counters, speaks, "curriculum" in training.options)
         self._sampler = Sampler(training, self._questions, engine, scorer, rng, counters)
         self._external = ExternalGroups(link, engine, self._plan, sharing, training.temperature)
+        self._replay = ReplayBuffer(0 if "train_once" in training.options or not sharing.enabled else USES)
         self._evaluation = Evaluation(config.task, training, scorer)
         self._checkpoints = Checkpoints(directory, training.save_every, engine, rng, counters)
         self._reporter = Reporter(progress, link, engine, scorer, self._checkpoints, counters)
@@ -224,14 +226,18 @@ class Loop:
         self._questions.take_hints(judgement)
         training = self._training
         rate = learning_rate(training, self._counters.step)
+        fresh = [*experience.trained, *judgement.accepted]
+        again = self._replay.take(lacking(self._plan.groups, fresh))
         rows = assemble(
-            [*experience.trained, *judgement.accepted],
+            [*fresh, *again],
             training.advantage,
             shape_to=training.max_completion_length if "overlong_shaping" in training.options else 0,
             mask_cut="mask_truncated" in training.options,
         )
         result = self._engine.update(rows, rate)
         external = self._external.learnt(judgement, {group - len(experience.trained) for group in result.too_large})
+        self._replay.keep([*experience.trained, *external], self._counters.step)
+        self._plan.kept(len(self._replay))
         self._count(experience.tokens, experience.groups, external, result)
         self._measure(experience.groups, external, result, rate)
         by_task = reward_by_task(experience.messages)
@@ -248,6 +254,7 @@ class Loop:
             generation_rows=experience.rows,
             signals=self._questions.signals(),
             evidence=self._questions.evidence(),
+            replayed_groups=len(again),
         )
         self._reporter.enter("training", ended - started)
         self._keep(experience, judgement)

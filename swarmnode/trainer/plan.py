@@ -79,6 +79,10 @@ class StepPlan:
         self._split.observe(useful, drawn, used)
         self._counters.useful_per_step = self._split.smoothed
 
+    def kept(self, replayable: int) -> None:
+        """Take how many useful groups of the last steps the next one can train on again: it samples as many fewer."""
+        self._split.replayable = replayable
+
     def measured(
         self, reward_own: float | None, agreement: float | None, external_share: float, reward_held_out: float | None = None
     ) -> None:

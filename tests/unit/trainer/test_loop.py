@@ -29,11 +29,12 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
-async def train(data_dir, network, **training):
+async def train(data_dir, network, sharing=True, **training):
     (data_dir / "run").mkdir(exist_ok=True, parents=True)
-    config = Config.model_validate(
-        {"node": {"data_dir": data_dir}, "training": training, "task": {"held_out_per_task": 8}, "weights": {"join_seconds": 0}}
-    )
+    config = Config.model_validate({
+        "node": {"data_dir": data_dir}, "training": training, "task": {"held_out_per_task": 8}, "weights": {"join_seconds": 0},
+        "sharing": {"enabled": sharing},
+    })  # fmt: skip
     async with trio.open_nursery() as nursery:
         await nursery.start(LinkServer(data_dir, network).run)
         trainer = Trainer(config, Progress())
@@ -48,8 +49,9 @@ async def test_a_lone_trainer_learns_and_publishes_what_says_something(tmp_path)
     assert last.step == 40
     assert last.reward_held_out > last.reward_held_out_start + 0.1
     assert last.state_saved_step == 40 or last.phase == "draining"
-    assert last.own_groups_total == 40 * 8
-    assert 0.97 * 40 * 8 < len(network.published) <= 40 * 8, "all but those in which a special token hides"
+    assert 40 * 2 < last.own_groups_total < 40 * 8, "it samples as many fewer as it can train on again"
+    assert 0.97 * last.own_groups_total < len(network.published) <= last.own_groups_total, "all but those in which a special token hides"
+    assert max(report.replayed_groups for report in network.reports) > 0
     assert [(due.fragment, due.outer_step) for due in network.averaging] == [(0, 0)]  # of two fragments, after 25 steps of 50
     assert last.weights.outer_step == last.weights.exchanges_total == 0  # nobody has found a partner for it
     sequences = [group.sequence for group in network.published]
@@ -57,6 +59,14 @@ async def test_a_lone_trainer_learns_and_publishes_what_says_something(tmp_path)
     for group in network.published[:5]:
         assert (group.task.seed, group.task.index) == task_seed(SWARM, ME, group.sequence)
         assert len(group.rewards) == len(group.completions) == 8
+
+
+async def test_with_train_once_or_by_itself_a_node_samples_whole_batches(tmp_path):
+    for name, sharing, options in (("once", True, ["train_once"]), ("alone", False, [])):
+        network = NetworkSide()
+        await train(tmp_path / name, network, sharing, max_steps=12, options=options)
+        assert network.reports[-1].own_groups_total == 12 * 8
+        assert max(report.replayed_groups for report in network.reports) == 0
 
 
 async def test_a_restarted_trainer_goes_on_where_it_stopped_and_repeats_no_question(tmp_path):

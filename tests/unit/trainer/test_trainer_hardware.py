@@ -57,7 +57,8 @@ class Allocator:
 
 async def test_a_memory_limit_is_learnt_in_one_run_and_known_in_the_next(tmp_path, monkeypatch):
     allocator = Allocator(monkeypatch, tokens=80)
-    first = await train(tmp_path, max_steps=2, eval_every=100)
+    once = {"eval_every": 100, "options": ["train_once"]}  # steps alike: one that trains on more rows may find a limit of its own
+    first = await train(tmp_path, max_steps=2, **once)
     assert first[-1].step == 2
     assert first[-1].oom_retries_total > 0
     limit = first[-1].generation_tokens
@@ -66,7 +67,7 @@ async def test_a_memory_limit_is_learnt_in_one_run_and_known_in_the_next(tmp_pat
     assert allocator.failures == first[-1].oom_retries_total
 
     allocator.failures = 0
-    second = await train(tmp_path, max_steps=4, eval_every=100)
+    second = await train(tmp_path, max_steps=4, **once)
     assert second[-1].step == 4
     assert allocator.failures == 0
     assert second[-1].generation_tokens == limit

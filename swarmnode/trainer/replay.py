@@ -1,0 +1,66 @@
+"""Experience replay: a batch that lacks useful groups is filled with those of the last steps.
+
+A useful group is rare at the start and dear always, since it was sampled. One that was trained on once still says something a few updates
+later: its ratios, and a peer's corrections, are against what was recorded, so that what the policy has become since then is accounted for
+as it is for a peer's. What can be trained on again leaves room for sampling less (`rl.split`): measured, as much is learnt by half of the
+tokens (benchmarks/RESULTS.md, "sapo: groups that are trained on again").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swarmnode.rollouts.groups import is_useful
+from swarmnode.trainer.batch import TrainingGroup
+
+USES = 4
+"""How often a group is trained on again, at most. More were not tried."""
+STEPS = 8
+"""How long a group is kept. The bias of what is that old is in benchmarks/RESULTS.md, under corrections: 0.2 where tokens are corrected."""
+TOKENS = 1_000_000
+"""Of completions, kept in all, some 70 bytes each: beyond that the oldest groups go first."""
+
+
+@dataclass
+class Kept:
+    group: TrainingGroup
+    step: int
+    uses: int = 0
+
+
+class ReplayBuffer:
+    """Useful groups of the last steps. It is not saved: after a restart the first steps fill it again."""
+
+    def __init__(self, uses: int = USES) -> None:
+        """uses: 0 keeps nothing."""
+        self._uses = uses
+        self._kept: list[Kept] = []
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def take(self, count: int) -> list[TrainingGroup]:
+        """At most `count` groups for the present step, those that were used least and the newest first."""
+        taken = sorted(self._kept, key=lambda kept: (kept.uses, -kept.step))[: max(0, count)]
+        for kept in taken:
+            kept.uses += 1
+        return [kept.group for kept in taken]
+
+    def keep(self, groups: Sequence[TrainingGroup], step: int) -> None:
+        """After a step: what it has learnt from for the first time; and nothing that cannot be used at the next."""
+        if not self._uses:
+            return
+        self._kept = [kept for kept in self._kept if kept.uses < self._uses and step + 1 - kept.step <= STEPS]
+        self._kept += [Kept(group, step) for group in groups if is_useful(group.rewards)]
+        room = TOKENS
+        for number in reversed(range(len(self._kept))):
+            room -= sum(len(ids) for _, ids in self._kept[number].group.rows)
+            if room < 0:
+                del self._kept[: number + 1]
+                break
+
+
+def lacking(batch: int, groups: Sequence[TrainingGroup]) -> int:
+    """How many useful groups `groups` lack of a batch."""
+    return max(0, batch - sum(is_useful(group.rewards) for group in groups))
