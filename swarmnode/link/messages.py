@@ -107,7 +107,7 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     external_groups: int = 0
     """J of the last step."""
     replayed_groups: int = 0
-    """Of the last step: groups of earlier steps, own and peers', that it has trained on once more."""
+    """Groups of earlier steps, own and peers', that the last step has trained on once more."""
     own_groups_total: int = 0
     external_groups_total: int = 0
     tokens_total: int = 0

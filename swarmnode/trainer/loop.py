@@ -40,7 +40,6 @@ from swarmnode.trainer.judge import Judgement
 from swarmnode.trainer.plan import StepPlan
 from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.records import Records, own_sample, peers_samples
-from swarmnode.trainer.replay import USES, ReplayBuffer, lacking
 from swarmnode.trainer.reporting import Reporter
 from swarmnode.trainer.sampler import Experience, Sampler
 from swarmnode.trainer.state import SEQUENCE_MARGIN, Counters
@@ -119,7 +118,6 @@ class Loop:
         self._questions = Questions(config.task.names, counters, speaks, "curriculum" in training.options)
         self._sampler = Sampler(training, self._questions, engine, scorer, rng, counters)
         self._external = ExternalGroups(link, engine, self._plan, sharing, training.temperature)
-        self._replay = ReplayBuffer(0 if "train_once" in training.options or not sharing.enabled else USES)
         self._evaluation = Evaluation(config.task, training, scorer)
         self._checkpoints = Checkpoints(directory, training.save_every, engine, rng, counters)
         self._reporter = Reporter(progress, link, engine, scorer, self._checkpoints, counters)
@@ -227,7 +225,7 @@ class Loop:
         training = self._training
         rate = learning_rate(training, self._counters.step)
         fresh = [*experience.trained, *judgement.accepted]
-        again = self._replay.take(lacking(self._plan.groups, fresh))
+        again = self._plan.again(fresh)
         rows = assemble(
             [*fresh, *again],
             training.advantage,
@@ -236,8 +234,7 @@ class Loop:
         )
         result = self._engine.update(rows, rate)
         external = self._external.learnt(judgement, {group - len(experience.trained) for group in result.too_large})
-        self._replay.keep([*experience.trained, *external], self._counters.step)
-        self._plan.kept(len(self._replay))
+        self._plan.learnt([*experience.trained, *external])
         self._count(experience.tokens, experience.groups, external, result)
         self._measure(experience.groups, external, result, rate)
         by_task = reward_by_task(experience.messages)

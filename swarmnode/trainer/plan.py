@@ -7,12 +7,15 @@ takes smaller batches. What a step costs besides its groups need not be known, s
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import structlog
 
 from swarmnode.config import SharingConfig, TrainingConfig
 from swarmnode.rl.split import AdaptiveSplit
 from swarmnode.rl.utility import UtilityGuard
+from swarmnode.trainer.batch import TrainingGroup
+from swarmnode.trainer.replay import USES, ReplayBuffer, lacking
 from swarmnode.trainer.state import Counters
 
 log = structlog.get_logger("swarmnode.trainer")
@@ -51,6 +54,7 @@ class StepPlan:
         self._split = AdaptiveSplit(self._configured, counters.useful_per_step, counters.external_scale)
         self._split.resize(self.groups)
         self._guard = UtilityGuard(counters.external_scale)
+        self._replay = ReplayBuffer(USES if self._shares and "train_once" not in training.options else 0)
 
     @property
     def groups(self) -> int:
@@ -79,9 +83,14 @@ class StepPlan:
         self._split.observe(useful, drawn, used)
         self._counters.useful_per_step = self._split.smoothed
 
-    def kept(self, replayable: int) -> None:
-        """Take how many useful groups of the last steps the next one can train on again: it samples as many fewer."""
-        self._split.replayable = replayable
+    def again(self, fresh: Sequence[TrainingGroup]) -> list[TrainingGroup]:
+        """Useful groups of the last steps, as many as the step's own and external ones lack of a batch."""
+        return self._replay.take(lacking(self.groups, fresh))
+
+    def learnt(self, fresh: Sequence[TrainingGroup]) -> None:
+        """Take what the step, the `Counters.step`th, has learnt from for the first time: the next ones sample as many fewer."""
+        self._replay.keep(fresh, self._counters.step)
+        self._split.replayable = len(self._replay)
 
     def measured(
         self, reward_own: float | None, agreement: float | None, external_share: float, reward_held_out: float | None = None

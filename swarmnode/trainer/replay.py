@@ -19,7 +19,7 @@ USES = 4
 STEPS = 8
 """How long a group is kept. The bias of what is that old is in benchmarks/RESULTS.md, under corrections: 0.2 where tokens are corrected."""
 TOKENS = 1_000_000
-"""Of completions, kept in all, some 70 bytes each: beyond that the oldest groups go first."""
+"""Tokens of completions that are kept, some 70 bytes each: beyond that the oldest groups go first."""
 
 
 @dataclass
