@@ -5,8 +5,8 @@ The embedded policy eight layers deep in four stages, all in this process, over 
 
     speed      64 samples of eight questions, by either way, at each distance; and one update through the crew, which both need
     learning   the same run by either way, from equal weights, at distance 0: `pipeline` samples the present policy through all stages,
-               `copies` from an int8 copy of what the policy was one step before. Either trains on the recorded log-probabilities: the
-               crew's ratio is against what was sampled. Held-out reward of the trained float32 policy, greedy, at equal steps
+               `copies` from an int8 copy of what the policy was one step before. Either is corrected for the recorded log-probabilities,
+               by `tis`. Held-out reward of the trained float32 policy, at equal steps
     refresh    bytes of each copy's refresh, as it would travel, against the weights; once more at the learning rate of a large model
 """
 
