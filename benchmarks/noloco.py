@@ -23,12 +23,12 @@ from typing import Any
 import torch
 
 from benchmarks.outer_rules import DILOCO, OFF, average, blend, judge, outer_step, outer_step_of_two_tensors
-from benchmarks.replicas import Parameters, Text, batches, initial, learning_rate, losses, read_text
+from benchmarks.replicas import LAYERS, Parameters, Text, batches, initial, learning_rate, losses, read_text
 from benchmarks.report import heading, spread, table, write_json
 from swarmnode.averaging.codecs import Anchor, decode, encode, make_anchor
 from swarmnode.averaging.gate import AveragingGate, norm
 from swarmnode.averaging.outer import OuterState, Tensors, host_copy
-from swarmnode.weights.fragments import cut, due
+from swarmnode.weights.fragments import EMBEDDING, END, block_of, cut, due
 from swarmnode.weights.layout import RELATIVE, Codec, Layout, elements, make_layout
 from swarmnode.weights.rule import Rule, make_rule
 
@@ -54,6 +54,8 @@ class Arm:
     """Training steps that pass between the copy and the commit."""
     unequal: bool = False
     """Replicas take a training step in SPEEDS of the time."""
+    stages: int = 1
+    """Partners hold one of so many equal parts of the layers, another one each time; the rest of a fragment is stepped alone."""
     hostile: str = ""
     """What the last replica does: flip sends −θ; informed sends the worst that passes its partner's clip; silent exchanges nothing."""
 
@@ -77,6 +79,9 @@ ARMS = (
     Arm("one informed peer, gate", gate=True, hostile="informed"),
     Arm("as shipped, int8", codec="int8", fragments=4, gate=True, dropped=0.1, in_flight=2, unequal=True),
     Arm("as shipped, int4", codec="int4", fragments=4, gate=True, dropped=0.1, in_flight=2, unequal=True),
+    Arm("as shipped, 2 fragments", codec="int8", fragments=2, gate=True, dropped=0.1, in_flight=2, unequal=True),
+    Arm("as shipped, 2 fragments, half shared", codec="int8", fragments=2, gate=True, dropped=0.1, in_flight=2, unequal=True, stages=2),
+    Arm("as shipped, 2 fragments, half as often", codec="int8", fragments=2, gate=True, dropped=0.55, in_flight=2, unequal=True),
 )
 QUICK = ("no averaging", "DDP, every step", "DiLoCo, H", "gossip", "NoLoCo", "one peer sends −θ, no gate", "one peer sends −θ, gate")
 
@@ -124,6 +129,7 @@ class Swarm:
         """Commits under way: the step that they are for, replica, its copy, and the averages."""
         self.rng = random.Random(f"noloco pairs {self.seed}")
         self.faults = random.Random(f"noloco faults {self.seed}")
+        self.parts = random.Random(f"noloco parts {self.seed}")
 
     def run(self, data: torch.Tensor) -> None:
         optimizer = torch.optim.Adam(self.parameters.values(), lr=self.size.peak)
@@ -184,17 +190,26 @@ class Swarm:
                 self._commit(i, snapshots[i], snapshots[i])
                 self._commit(j, snapshots[j], snapshots[j])
                 continue
+            shared = self._shared(piece)
             for me, other in ((i, j), (j, i)):
                 if arm.hostile and me == HOSTILE:
                     self._commit(me, snapshots[me], snapshots[me])
                 else:
-                    self._exchange(me, other, snapshots, fragment, step)
+                    self._exchange(me, other, snapshots, fragment, step, shared)
         self.syncs += 1 if fragment == arm.fragments - 1 else 0
 
-    def _exchange(self, me: int, other: int, snapshots: list[Tensors], fragment: int, step: int) -> None:
-        """What `me` makes of what `other` sends."""
-        piece, anchor, mine = self.pieces[fragment], self.anchors[fragment], snapshots[me]
-        sent = snapshots[other]
+    def _shared(self, piece: Layout) -> Layout:
+        """What of a fragment both of a pair hold."""
+        part, ends = self.parts.randrange(self.arm.stages), {0: EMBEDDING, self.arm.stages - 1: END}
+        held = {END + 1 + layer for layer in range(LAYERS) if layer * self.arm.stages // LAYERS == part}
+        held |= {EMBEDDING, END} if self.arm.stages == 1 else {ends.get(part, -1)}
+        return tuple(spec for spec in piece if block_of(spec.name) in held)
+
+    def _exchange(self, me: int, other: int, snapshots: list[Tensors], fragment: int, step: int, piece: Layout) -> None:
+        """What `me` makes of what `other` sends; piece: what of the fragment both hold."""
+        whole, names = snapshots[me], [spec.name for spec in piece]
+        anchor, mine, sent = self.anchors[fragment], {n: whole[n] for n in names}, {n: snapshots[other][n] for n in names}
+        anchor = anchor.of(names) if anchor is not None else None
         moved = {n: t - self.states[me].phi[n] for n, t in mine.items()}
         if self.arm.hostile and other == HOSTILE:
             sent = self._attack(me, mine, moved)
@@ -205,12 +220,12 @@ class Swarm:
             self._commit(me, mine, blend(mine, theirs), blend(slow, their_slow))
             return
         if not self.arm.gate:
-            self._commit(me, mine, blend(mine, theirs))
+            self._commit(me, whole, {**whole, **blend(mine, theirs)})
             return
         probe = lambda t: self._probe(me, t)
         judged = judge(self.gates[me], f"peer{other}", mine, theirs, float(step), moved=norm(moved), probe=probe)
         self.judged["hostile " * (other == HOSTILE and bool(self.arm.hostile)) + judged.outcome] += 1
-        self._commit(me, mine, judged.mean if judged.mean is not None else mine)
+        self._commit(me, whole, {**whole, **(judged.mean or {})})
 
     def _travel(self, tensors: Tensors, piece: Layout, fragment: int, anchor: Anchor | None) -> Tensors:
         payload = encode(tensors, piece, self.arm.codec, fragment=fragment, anchor=anchor)

@@ -137,11 +137,13 @@ class Discovery:
         return bool(self._replica.within(self.shared(peer), fragment))
 
     def partners(self, fragment: int, outer_step: int) -> tuple[str, ...]:
-        """Candidates for `fragment` in the order in which they are asked; those far from `outer_step` last, for with them there is less to
-        gain."""
+        """Candidates for `fragment` in the order in which they are asked; those far from `outer_step` last, and before them those that lack
+        some of what we hold: with these there is less to gain."""
         peers = [peer for peer in self.candidates() if self.shares(peer, fragment)]
         order = partner_order(self._network.peer_id, peers, epoch_bucket(self._unix_time()), self._swarm)
-        return tuple(sorted(order, key=lambda peer: too_far_behind(abs(self._claims.outer_step(peer) - outer_step))))
+        far = lambda peer: too_far_behind(abs(self._claims.outer_step(peer) - outer_step))
+        within = lambda blocks: self._replica.within(blocks, fragment)
+        return tuple(sorted(order, key=lambda peer: (far(peer), within(self.shared(peer)) != within(self._replica.blocks))))
 
     async def _ask(self, peer: str) -> None:
         try:

@@ -12,7 +12,10 @@ from swarmnode.config import WeightsConfig
 from swarmnode.trainer.state import Counters
 from swarmnode.trainer.weights import Replica
 from swarmnode.weights import local
+from swarmnode.weights.discovery import Discovery
 from swarmnode.weights.fragments import block_of, common, pack, within
+from swarmnode.weights.messages import Here
+from swarmnode.weights.replica import LocalReplica
 from tests.support.replica import settle
 
 LAYERS = 4
@@ -24,6 +27,17 @@ HEAD, TAIL = {0, 2, 3}, {1, 4, 5}
 """Two layers each, by blocks."""
 SHORT, LONG = {0, 2}, {1, 3, 4, 5}
 """The same policy, cut after the first layer."""
+
+
+class StubNetwork:
+    def __init__(self, peer_id, peers):
+        self.peer_id, self._peers = peer_id, peers
+
+    def connected(self):
+        return self._peers
+
+    def welcome(self, peer):
+        return True
 
 
 class Agreeable:
@@ -197,3 +211,20 @@ def test_what_is_sent_beyond_what_both_hold_is_refused(parties):
     assert [message.outcome for message in said if isinstance(message, local.ExchangeEnded)] == ["payload"]
     assert all(torch.equal(t, before[name]) for name, t in head.weights().items())
     assert everything.blocks == pack({1, 3, 5})
+
+
+async def test_who_has_all_that_we_hold_of_a_fragment_is_asked_first_and_who_has_nothing_of_it_is_not(parties):
+    whole, head = parties(WHOLE, HEAD)
+    replica = LocalReplica()
+    held = {"w1": WHOLE, "h": HEAD, "w2": WHOLE, "s": SHORT, "l": LONG, "far": WHOLE, "none": {500}}
+    network = StubNetwork("me", [*held, "other"])
+    asked = Discovery(network, None, replica, bytes(32), lambda: 0.0)
+    for party, expected in ((whole, ({"w1", "w2", "l"}, {"h"})), (head, ({"w1", "w2", "h", "l"}, set()))):
+        replica.start(party.facts, bytes(32), bytes(32), bytes(32))
+        for peer, blocks in held.items():
+            asked.received(peer, Here(replica.fingerprint, 100 if peer == "far" else 3, pack(blocks)))
+        asked.received("other", Here(b"x" * 32, 3, pack(WHOLE)))
+        first, then = expected
+        order = asked.partners(1, 3)
+        assert [set(order[: len(first)]), set(order[len(first) : -1]), order[-1]] == [first, then, "far"]
+    assert set(asked.alike()) == {"h"}
