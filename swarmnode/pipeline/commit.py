@@ -13,7 +13,7 @@ dropped. Attempts number the tries of one step; messages of a lower attempt are 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -175,7 +175,8 @@ class Coordinator:
 
     stages: int
     attempt: int = 0
-    _norms: dict[int, float] = field(default_factory=dict)
+    norms: dict[int, float] = field(default_factory=dict)
+    """Squared norms of the present attempt, by stage."""
     _done: set[int] = field(default_factory=set)
     _decision: Decided | None = None
     _open: bool = False
@@ -185,7 +186,7 @@ class Coordinator:
         if self._open:
             raise ValueError("a proposal is undecided")
         self.attempt += 1
-        self._norms.clear()
+        self.norms.clear()
         self._done.clear()
         self._decision, self._open = None, True
         return self.attempt
@@ -200,18 +201,13 @@ class Coordinator:
             return None
         if refused is not None:
             return self._decide(refused)
-        self._norms[stage] = squared_norm
-        return self._decide(None) if len(self._norms) == self.stages else None
-
-    @property
-    def norms(self) -> Mapping[int, float]:
-        """Squared norms of the present attempt, by stage."""
-        return self._norms
+        self.norms[stage] = squared_norm
+        return self._decide(None) if len(self.norms) == self.stages else None
 
     @property
     def silent(self) -> frozenset[int]:
         """Stages that have not acknowledged the present attempt."""
-        return frozenset(range(self.stages)) - self._norms.keys()
+        return frozenset(range(self.stages)) - self.norms.keys()
 
     @property
     def unfinished(self) -> frozenset[int]:
@@ -223,24 +219,15 @@ class Coordinator:
         return self._decide(reason) if self._open else None
 
     def done(self, stage: int, attempt: int) -> bool:
-        """Whether the head may now take its own step: the first other stage has. With one stage, `commits_alone`."""
+        """Whether the head may now take its own step: the first other stage has. A head without others commits alone."""
         if attempt != self.attempt or self._decision is None or self._decision.refused is not None:
             return False
         first = not self._done - {0} and stage != 0
         self._done.add(stage)
         return first
 
-    @property
-    def commits_alone(self) -> bool:
-        return self.stages == 1
-
-    @property
-    def resolved(self) -> bool:
-        """Whether every stage has taken the step that was decided."""
-        return len(self._done) == self.stages
-
     def _decide(self, refused: RefusalReason | None) -> Decided:
         self._open = False
-        norm = sum(self._norms.values()) if refused is None else 0.0
+        norm = sum(self.norms.values()) if refused is None else 0.0
         self._decision = Decided(self.attempt, refused, norm, tuple(range(self.stages)))
         return self._decision

@@ -186,7 +186,7 @@ class Head(StageWorker):
                 else:
                     for stage in range(self.stages):
                         self.links.send(stage, frames.Propose(self.place, attempt, tuple(sorted(pieces))))
-                over = lambda: step.decided is not None and (step.decided.refused is not None or self.coordinator.resolved)
+                over = lambda: step.decided is not None and (step.decided.refused is not None or not self.coordinator.unfinished)
                 await self.waiting.until(over)
         except PeerError as error:
             if isinstance(error, PeerTimeout):
@@ -195,7 +195,7 @@ class Head(StageWorker):
             if not isinstance(error, PeerTimeout):
                 raise
         decided = step.decided
-        if decided is not None and decided.refused is None and not self.coordinator.resolved:
+        if decided is not None and decided.refused is None and self.coordinator.unfinished:
             raise PeerTimeout("a stage has not said that it took the step which was decided")
         if decided is None or decided.refused is not None:
             return StepResult(refused=decided.refused if decided else "timeout")
@@ -278,7 +278,7 @@ class Head(StageWorker):
         for stage in decided.stages:
             if decided.refused is not None:
                 self.links.send(stage, frames.Abort(self.place, decided.attempt, decided.refused))
-            elif stage > 0 or self.coordinator.commits_alone:
+            elif stage > 0 or self.stages == 1:
                 self._send_commit(stage)
 
     def _send_commit(self, stage: int) -> None:

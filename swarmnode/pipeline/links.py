@@ -69,9 +69,11 @@ class Inbox:
             self._send.send_nowait(None)
 
     def take_nowait(self) -> Arrival | None:
+        """The next arrival; None: there is room again on a link that was full. Raises trio.WouldBlock."""
         return self._taken(self._receive.receive_nowait())
 
     async def take(self) -> Arrival | None:
+        """As `take_nowait`, once there is something."""
         return self._taken(await self._receive.receive())
 
     def _taken(self, arrival: Arrival | None) -> Arrival | None:
@@ -89,7 +91,7 @@ class Links:
         self.stage = stage
         self.limits = limits
         self._streams = dict(streams)
-        self._inbox = Inbox(stage)
+        self.inbox = Inbox(stage)
         self._to_self, self._from_self = trio.open_memory_channel[Arrival](OUTBOX)
         self._out = {peer: trio.open_memory_channel[bytes](OUTBOX) for peer in self._streams}
         self.queued = dict.fromkeys(self._streams, 0)
@@ -119,14 +121,6 @@ class Links:
         else:
             self.queued[stage] += len(data)
 
-    def take_nowait(self) -> Arrival | None:
-        """The next arrival; None: there is room again on a link that was full. Raises trio.WouldBlock."""
-        return self._inbox.take_nowait()
-
-    async def take(self) -> Arrival | None:
-        """As `take_nowait`, once there is something."""
-        return await self._inbox.take()
-
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
@@ -144,28 +138,28 @@ class Links:
     def _no_more(self, peer: int) -> None:
         """What was held back for it waits for nothing any more."""
         self.queued.pop(peer, None)
-        self._inbox.put_room()
+        self.inbox.put_room()
 
     async def _loop_back(self) -> None:
         async for arrival in self._from_self:
-            await self._inbox.put(arrival)
+            await self.inbox.put(arrival)
 
     async def _read(self, peer: int, stream: trio.abc.Stream) -> None:
         reason = "closed"
         try:
             while True:
-                await self._inbox.room()
+                await self.inbox.room()
                 got = await read_frame(stream, self.limits)
                 if got is None:
                     break
                 self.frames_received += 1
-                await self._inbox.put(Arrival(peer, *got))
+                await self.inbox.put(Arrival(peer, *got))
         except BadMessage as error:
             reason = error.reason
             self.refused[reason] += 1
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass  # the arrival below says it
-        await self._inbox.put(Arrival(peer, None, b"", reason))
+        await self.inbox.put(Arrival(peer, None, b"", reason))
 
     async def _write(self, peer: int, stream: trio.abc.Stream) -> None:
         try:
@@ -178,6 +172,6 @@ class Links:
                     was_full = self.full(peer)
                     self.queued[peer] -= len(part)
                     if was_full and not self.full(peer):
-                        self._inbox.put_room()
+                        self.inbox.put_room()
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             self._no_more(peer)

@@ -7,15 +7,11 @@ goes wrong, a session is dropped, and its head begins again from token ids: they
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from transformers import DynamicCache
 
 from swarmnode.errors import BadMessage
-
-SESSION_REASONS: Final = ("session", "fingerprint", "rows")
-"""Every reason with which a session refuses a step: not open, of another policy, or rows that it does not have."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,7 @@ class Sessions:
         self._sessions[session] = Session(fingerprint, cache, list(prompts.names or range(len(mask))), mask, position)
 
     def step(self, session: bytes, fingerprint: bytes, rows: list[int]) -> Session:
-        """The session, one token further, with `rows` only. Raises BadMessage with a reason of SESSION_REASONS."""
+        """The session, one token further, with `rows` only. Raises BadMessage: session (not open), fingerprint (another policy), rows."""
         kept = self._sessions.get(session)
         if kept is None:
             raise BadMessage("session", "not open here")

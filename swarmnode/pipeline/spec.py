@@ -107,8 +107,3 @@ def check_model_type(config: ModelShape) -> None:
     """Raises ConfigError for an architecture that cannot be split."""
     if config.model_type not in MODEL_TYPES:
         raise ConfigError(f"a {config.model_type!r} model cannot be held in stages; {', '.join(MODEL_TYPES)} can")
-
-
-def holders(specs: Sequence[StageSpec], name: str) -> list[int]:
-    """Indices of the stages that hold the whole model's tensor `name`: one, or both ends for a tied embedding."""
-    return [spec.index for spec in specs if spec.local(name) is not None]

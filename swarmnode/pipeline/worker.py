@@ -96,11 +96,11 @@ class StageWorker:
         """Frames first: a gradient that has arrived goes before the next forward. What arrives is always taken; see `links`."""
         while True:
             try:
-                arrival = self.links.take_nowait()
+                arrival = self.links.inbox.take_nowait()
             except trio.WouldBlock:
                 if await self._go_on():
                     continue
-                arrival = await self.links.take()
+                arrival = await self.links.inbox.take()
             if arrival is not None:
                 await self._arrived(arrival)
 

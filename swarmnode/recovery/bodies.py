@@ -13,7 +13,7 @@ from swarmnode.pipeline.learning import batch_of
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.spec import StageSpec
 from swarmnode.pipeline.work import MicroBatch
-from swarmnode.recovery.state import Tensors, host_copy
+from swarmnode.recovery.state import Tensors, by_name, host_copy
 from swarmnode.recovery.synthesis import end_names
 from swarmnode.weights.layout import Layout
 from swarmnode.wire.tensors import pack_logprobs
@@ -45,8 +45,7 @@ def read_floats(body: bytes | bytearray, layout: Layout) -> dict[str, torch.Tens
     flat = torch.from_numpy(np.frombuffer(body, "<f4").copy())
     if not bool(torch.isfinite(flat).all()):
         raise BadMessage("not_finite", "weights")
-    pieces = flat.split([spec.elements for spec in layout])
-    return {spec.name: piece.view(spec.shape) for spec, piece in zip(layout, pieces, strict=True)}
+    return by_name(flat, layout)
 
 
 def run_one(runtime: StageRuntime, work: MicroBatch, x: bytes, codec: ActivationCodec) -> bytes:

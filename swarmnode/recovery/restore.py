@@ -65,25 +65,20 @@ class Restored:
     """Committed steps in the weights; None where that cannot be said."""
     holder: int | None
     """Stage that had them; None: this machine, a replica, or made of neighbours."""
-    seconds: float
     verdict: Verdict | None
     """None where nobody had a probe."""
     healings: tuple[Healing, ...]
     tried: tuple[tuple[SourceKind, str], ...]
     """What was refused before, and why."""
-    state: StageState
-    lr_scale: LrScale
-    outer: Tensors
-    """What averaging kept with these very weights (R0, R1); empty where they are others."""
-    rng: torch.Tensor | None
+    kept: Kept
 
     def install(self, worker: StageWorker) -> None:
         """Moments, norm, learning rate, generator. The weights are in the runtime already."""
-        load_moments(worker, self.state)
-        worker.optimizer.squared_norm = self.state.squared_norm
-        worker.optimizer.lr_scale = replace(self.lr_scale)
-        if self.rng is not None:
-            torch.set_rng_state(self.rng)
+        load_moments(worker, self.kept.state)
+        worker.optimizer.squared_norm = self.kept.state.squared_norm
+        worker.optimizer.lr_scale = replace(self.kept.lr_scale)
+        if self.kept.rng is not None:
+            torch.set_rng_state(self.kept.rng)
 
 
 async def restore(
@@ -97,7 +92,7 @@ async def restore(
 
     Raises Refused where no source is left (R6), with every source's reason, and PeerError when a stage that is needed for judging is gone.
     """
-    settings, started = peer.stage.settings, trio.current_time()
+    settings = peer.stage.settings
     peer.stage.phase, peer.stage.kind, peer.stage.restored, peer.stage.exhausted = "empty", SourceKind.NONE, None, False
     holds = await _ask(peer)
     kept = {stage: holds[stage] for stage in ring(peer.stage.spec.index, peer.stage.spec.stages) if stage in holds}
@@ -115,7 +110,7 @@ async def restore(
     )
     order = RecoveryOrder(found, peer.stage.spec, step, run, settings)
     loader = _Loader(peer, holds, step, run, journal, base, replica)
-    return await _Recovery(peer, order, loader, await _probes(peer, holds), notify, started).run()
+    return await _Recovery(peer, order, loader, await _probes(peer, holds), notify).run()
 
 
 @dataclass
@@ -127,7 +122,6 @@ class _Recovery:
     loader: _Loader
     probes: list[Probe]
     notify: Notify
-    started: float
     first: Source | None = None
     """The best source that was there."""
 
@@ -259,10 +253,7 @@ class _Recovery:
 
     def _done(self, source: Source, candidate: Kept, verdict: Verdict | None, healings: list[Healing]) -> Restored:
         self.peer.stage.phase, self.peer.stage.kind, self.peer.stage.exhausted = "whole", None, False
-        return Restored(
-            source.kind, source.step, source.holder, trio.current_time() - self.started, verdict, tuple(healings),
-            tuple(self.order.tried), candidate.state, candidate.lr_scale, candidate.outer, candidate.rng,
-        )  # fmt: skip
+        return Restored(source.kind, source.step, source.holder, verdict, tuple(healings), tuple(self.order.tried), candidate)
 
 
 @dataclass

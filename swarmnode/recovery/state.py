@@ -23,7 +23,7 @@ from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.spec import StageSpec
 from swarmnode.pipeline.split import adapt, cut_ends, stage_config
 from swarmnode.recovery.messages import Form, state_bytes
-from swarmnode.weights.layout import Layout, make_layout
+from swarmnode.weights.layout import Layout, elements, make_layout
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -144,7 +144,7 @@ def check_state(body: bytes | bytearray | memoryview, layout: Layout, form: Form
     if len(body) != state_bytes(layout, form):
         raise BadMessage("size", f"{len(body)} bytes of a state of {state_bytes(layout, form)}")
     values = np.frombuffer(body, "<u2" if form == "small" else "<f4")
-    weights = sum(spec.elements for spec in layout)
+    weights = elements(layout)
     for start in range(0, len(values), BLOCK):
         block = values[start : start + BLOCK]
         if not ((block & 0x7F80) != 0x7F80).all() if form == "small" else not np.isfinite(block).all():  # bfloat16's exponent
@@ -159,17 +159,16 @@ def decode_state(
     """Raises BadMessage: size, not_finite, bounds (a second moment or a count below zero)."""
     check_state(body, layout, form)
     if form == "small":
-        flat = bfloat16_values(torch.from_numpy(np.frombuffer(body, "<i2").copy()))
-    else:
-        flat = torch.from_numpy(np.frombuffer(body, "<f4").copy())
-    sizes = [spec.elements for spec in layout]
-    pieces = list(flat.split(sizes * (1 if form == "small" else 3) + ([] if form == "small" else [len(layout)])))
-    named = lambda part: {spec.name: piece.view(spec.shape) for spec, piece in zip(layout, part, strict=True)}
-    count = len(layout)
-    if form == "small":
-        return StageState(step, named(pieces), squared_norm=squared_norm, factor=factor)
-    first, second, counts = named(pieces[count : 2 * count]), named(pieces[2 * count : 3 * count]), pieces[-1].tolist()
-    names = [spec.name for spec, steps in zip(layout, counts, strict=True) if steps > 0]
-    keep = lambda tensors: {name: tensors[name] for name in names}
-    by_name = {spec.name: steps for spec, steps in zip(layout, counts, strict=True) if steps > 0}
-    return StageState(step, named(pieces[:count]), keep(first), keep(second), by_name, squared_norm, factor)
+        values = bfloat16_values(torch.from_numpy(np.frombuffer(body, "<i2").copy()))
+        return StageState(step, by_name(values, layout), squared_norm=squared_norm, factor=factor)
+    flat, size = torch.from_numpy(np.frombuffer(body, "<f4").copy()), elements(layout)
+    weights, first, second = (by_name(flat[i * size : (i + 1) * size], layout) for i in range(3))
+    counts = {spec.name: steps for spec, steps in zip(layout, flat[3 * size :].tolist(), strict=True) if steps > 0}
+    keep = lambda tensors: {name: tensors[name] for name in counts}
+    return StageState(step, weights, keep(first), keep(second), counts, squared_norm, factor)
+
+
+def by_name(flat: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:
+    """Tensor after tensor: parts of `flat`, which has all their values."""
+    pieces = flat.split([spec.elements for spec in layout])
+    return {spec.name: piece.view(spec.shape) for spec, piece in zip(layout, pieces, strict=True)}

@@ -282,7 +282,7 @@ class Trainer:
         elif self.coordinator is not None and message.kind == "done" and step in (participant.step, participant.step + 1):
             if self.coordinator.done(sender, attempt) and step == participant.step + 1:
                 self._handle(0, Message(self._place(), "commit", attempt), now)
-            if self.coordinator is not None and self.coordinator.resolved and self.in_step:
+            if self.coordinator is not None and not self.coordinator.unfinished and self.in_step:
                 self.in_step = False
                 if self.blame is not None:
                     self.blame.taken({})

@@ -150,7 +150,7 @@ class StageRecovery:
             notify=lambda phase, kind: notify(phase, f"R{int(kind)}"),
         )  # fmt: skip
         restored.install(stage.worker)
-        self.outer = restored.outer
+        self.outer = restored.kept.outer
         for kind, why in restored.tried:
             log.info("source not taken", rung=f"R{int(kind)}", reason=why)
         log.info("weights are back", rung=f"R{int(restored.kind)}", step=assigned.step, source_step=restored.step)

@@ -139,7 +139,7 @@ async def test_what_nobody_reads_fills_a_link_and_all_of_it_arrives(monkeypatch)
         got = [(await frames.read_frame(theirs, LIMITS))[0].micro_batch for _ in range(sent)]
         assert got == list(range(sent))
         with trio.fail_after(1):
-            assert await links.take() is None  # there is room again
+            assert await links.inbox.take() is None  # there is room again
         await quiet()
         assert not links.full(1)
         assert not any(links.queued.values())
@@ -156,7 +156,7 @@ async def test_too_many_frames_for_one_neighbour_end_its_stream_and_drop_none_si
         for number in range(6):
             links.send(1, frames.Done(PLACE, number))
         with trio.fail_after(1):
-            while (arrival := await links.take()) is None:
+            while (arrival := await links.inbox.take()) is None:
                 pass
         assert (arrival.sender, arrival.frame) == (1, None)
         assert links.refused == {"unsent": 1}
@@ -175,7 +175,7 @@ async def test_who_sends_more_than_is_handled_is_not_read(monkeypatch):
             await theirs.send_all(frames.pack_frame(*forward(number, "score")))
         await quiet()
         assert links.frames_received == 2
-        got = [(await links.take()).frame.micro_batch for _ in range(20)]
+        got = [(await links.inbox.take()).frame.micro_batch for _ in range(20)]
         assert got == list(range(20))
         nursery.cancel_scope.cancel()
 

@@ -167,7 +167,6 @@ def test_one_proposal_at_a_time_and_only_its_own_answers_decide_it():
     assert head.acknowledged(1, second, None, 1.0) == Decided(second, None, 2.0, (0, 1))
     assert not head.done(1, first)
     assert head.done(1, second)
-    assert [Coordinator(stages).commits_alone for stages in (1, 2)] == [True, False]
 
 
 def test_a_stage_that_hears_nothing_asks_and_gets_the_old_decision():
@@ -288,7 +287,7 @@ def test_the_head_steps_with_the_first_other_stage_and_not_before_a_decision():
     assert not head.done(0, attempt)
     assert head.done(1, attempt)
     assert not head.done(2, attempt)
-    assert head.resolved
+    assert not head.unfinished
     head.acknowledged(1, head.begin(), "not_finite", 0.0)
     assert not head.done(1, head.attempt)
-    assert not head.resolved
+    assert head.unfinished

@@ -10,12 +10,16 @@ from hypothesis import strategies as st
 from swarmnode.crew import plan as plan_module
 from swarmnode.crew.plan import Capacity, ModelCost, Part, Plan, make_plan, model_cost, plan_apart
 from swarmnode.errors import ConfigError, Refused
-from swarmnode.pipeline.spec import holders, stage_specs
+from swarmnode.pipeline.spec import stage_specs
 
 CONFIG = SimpleNamespace(
     model_type="qwen2", num_hidden_layers=4, tie_word_embeddings=True, hidden_size=8, num_attention_heads=2, num_key_value_heads=1,
     intermediate_size=16, vocab_size=32,
 )  # fmt: skip
+
+
+def holders(specs, name):
+    return [spec.index for spec in specs if spec.local(name) is not None]
 
 
 @pytest.mark.parametrize("prefix", ["", "base_model.model."])

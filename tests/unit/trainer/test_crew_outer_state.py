@@ -61,10 +61,10 @@ class Node:
         """As `restore` does with R0, but for asking the others."""
         kept = self.journal.read()
         load_weights(self.stage.runtime, kept.state.weights)
-        restored = Restored(SourceKind.JOURNAL, kept.state.step, None, 0.0, None, (), (), kept.state, kept.lr_scale, kept.outer, kept.rng)
+        restored = Restored(SourceKind.JOURNAL, kept.state.step, None, None, (), (), kept)
         restored.install(self.stage.worker)
         self.stage.worker.participant.step = kept.state.step
-        self.begin(restored.outer)
+        self.begin(kept.outer)
 
     def train(self, steps):
         for _ in range(steps):
