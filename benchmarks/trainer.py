@@ -12,7 +12,8 @@ Gradient checkpointing, TRL's default, is off.
     long prompts       the same, prompts of 17 to 185 tokens (mean 83): ours runs a prompt once, TRL once per completion
     --lengths          answers that end by chance (geometric, mean 100, at most 512), prompts of 17 to 185 tokens, 3.5 M parameters: our two
                        engines against TRL with `generate`, and against TRL with transformers' continuous batching. The learning rate is
-                       tiny, so that lengths stay what they are. Lengths of few completions differ by chance: compare tokens per second
+                       tiny, so that lengths stay what they are. Lengths of few completions differ by chance: compared are tokens per CPU
+                       second, seed by seed
     --shape NAME       on a GPU: random weights of that shape (benchmarks/shapes.py) with few, with many prompt tokens, and long completions
 
 Before the first step, loss and gradient of both are compared on one batch; tests/unit/rl/test_trl.py holds them equal, mode by mode.
@@ -28,7 +29,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,6 @@ PAGE = 32
 """Tokens of a page in transformers' continuous batching, which gets room for all completions at their longest: by default it takes half of
 the machine's free memory, and clears it, at every step."""
 WARM = 2  # steps of each that are not counted
-SWARM = bytes(32)
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ class Case:
     dtype: str = "float32"
     tokens: int = TrainingConfig().per_device_train_tokens
     """Bound of a micro-batch, ours; TRL runs its batch in one piece."""
-    engine: str = ""
-    """Ours, of `training.options`; empty: as the product chooses."""
+    engines: tuple[str, ...] = ("",)
+    """Ours, of `training.options`; empty: as the product chooses. Each has a policy of its own and takes its step after TRL's."""
     paged: bool = False
     """TRL generates by transformers' continuous batching."""
     even: bool = False
@@ -93,8 +93,9 @@ class Case:
     learning_rate: float = TrainingConfig().learning_rate
     groups: int = B
     ahead: int = 0
-    """Steps of ours before the first that is compared, until as much is under way as ever will be."""
+    """Steps of ours before the first that is compared, until as much is under way as ever will be; in lockstep nothing ever is."""
     warm: int = WARM
+    seed: int = 0
 
 
 @dataclass
@@ -103,12 +104,17 @@ class Result:
     parameters: int
     real_rewards: bool
     groups: int = B
+    engine: str = ""
+    seed: int = 0
     ours_seconds: list[float] = field(default_factory=list)
     trl_seconds: list[float] = field(default_factory=list)
     ours_cpu_seconds: list[float] = field(default_factory=list)
     trl_cpu_seconds: list[float] = field(default_factory=list)
     ours_generate_seconds: list[float] = field(default_factory=list)
     """Sampling and scoring; the rest of a step is the update."""
+    ours_generate_cpu_seconds: list[float] = field(default_factory=list)
+    trl_generate_cpu_seconds: list[float] = field(default_factory=list)
+    """Until it asks for rewards."""
     ours_tokens: list[float] = field(default_factory=list)
     """Mean length of a completion."""
     trl_tokens: list[float] = field(default_factory=list)
@@ -128,35 +134,43 @@ class Result:
         ours, theirs = (self.ours_cpu_seconds, self.trl_cpu_seconds) if cpu else (self.ours_seconds, self.trl_seconds)
         return sum(theirs) / sum(ours)
 
+    def token_rates(self) -> tuple[float, float]:
+        """Tokens sampled and learnt from per CPU second of a step, ours and TRL's."""
+        rate = lambda tokens, seconds: self.groups * G * sum(tokens) / sum(seconds)
+        return rate(self.ours_tokens, self.ours_cpu_seconds), rate(self.trl_tokens, self.trl_cpu_seconds)
+
+
+def swarm_of(case: Case) -> bytes:
+    """From which questions follow."""
+    return bytes([case.seed]) * 32
+
 
 def step_of_ours(case: Case, policy: Policy, scorer: Scorer, result: Result) -> Callable[[], None]:
     """Our local step, the parts that `swarmnode.trainer.loop` is made of."""
     training = TrainingConfig(
         num_generations=G, groups_per_step=case.groups, max_completion_length=case.new_tokens, per_device_train_tokens=case.tokens,
-        learning_rate=case.learning_rate, options=[case.engine] if case.engine else [],
+        learning_rate=case.learning_rate, options=[result.engine] if result.engine else [],
     )  # fmt: skip
     config = Config(training=training, weights=WeightsConfig(rule="off"))
-    counters = Counters(peer="ours", swarm=SWARM.hex())
+    counters = Counters(peer="ours", swarm=swarm_of(case).hex())
     engine = make_whole_policy(config, policy, counters, send=lambda message: None)
-    sampler = Sampler(training, Questions(config.task.names, counters), engine, scorer, policy.random_generator(0), counters)
-    count = 0
+    sampler = Sampler(training, Questions(config.task.names, counters), engine, scorer, policy.random_generator(case.seed), counters)
 
     def step() -> None:
-        nonlocal count
         wall, cpu = now(), time.process_time()
         experience = sampler(case.groups)
-        groups, sampled = experience.groups, now()
+        groups, sampled, sampled_cpu = experience.groups, now(), time.process_time()
         if not case.real_rewards:
             groups = [replace(g, rewards=alternating(len(g.rewards))) for g in groups]
         counters.policy_version += engine.update(assemble(groups, training.advantage)).stepped
         result.ours_seconds.append(now() - wall)
         result.ours_cpu_seconds.append(time.process_time() - cpu)
         result.ours_generate_seconds.append(sampled - wall)
+        result.ours_generate_cpu_seconds.append(sampled_cpu - cpu)
         result.ours_tokens.append(experience.tokens / sum(len(g.rows) for g in groups))
         result.ours_lag.append(statistics.fmean(experience.lags))
         result.ours_useful_groups.append(statistics.fmean(len(set(g.rewards)) > 1 for g in groups))
         result.ours_reward.append(statistics.fmean(r for g in groups for r in g.rewards))
-        count += 1
 
     return step
 
@@ -173,9 +187,9 @@ def alternating(count: int) -> list[float]:
 
 
 class Turns(TrainerCallback):
-    """Times TRL's steps, and takes one of ours after each."""
+    """Times TRL's steps, and takes one of each of ours after it."""
 
-    def __init__(self, ours: Callable[[], None], result: Result) -> None:
+    def __init__(self, ours: Sequence[Callable[[], None]], result: Result) -> None:
         self._ours = ours
         self._result = result
         self._start = (0.0, 0.0)
@@ -186,15 +200,20 @@ class Turns(TrainerCallback):
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self._result.trl_seconds.append(now() - self._start[0])
         self._result.trl_cpu_seconds.append(time.process_time() - self._start[1])
-        self._ours()
+        for step in self._ours:
+            step()
+
+    def sampled(self) -> None:
+        """TRL has its completions."""
+        self._result.trl_generate_cpu_seconds.append(time.process_time() - self._start[1])
 
 
-def trl_trainer(case: Case, policy: Policy, scorer: Scorer, result: Result, folder: str, callback: TrainerCallback) -> trl.GRPOTrainer:
+def trl_trainer(case: Case, policy: Policy, scorer: Scorer, result: Result, folder: str, turns: Turns) -> trl.GRPOTrainer:
     """GRPOTrainer with our settings, on an equal copy of the model, on questions of its own from the same tasks."""
     names = Config().task.names
     refs = []
     for sequence in range((case.steps + case.warm) * case.groups):
-        seed, index = task_seed(SWARM, "trl", sequence)
+        seed, index = task_seed(swarm_of(case), "trl", sequence)
         name = choose_task(names, seed, index)
         refs.append(TaskRef(name, task_version(name), seed, index))
     prompts = [s.prompt for s in scorer.score_many([(r, []) for r in refs]) if isinstance(s, Scored)]
@@ -203,6 +222,7 @@ def trl_trainer(case: Case, policy: Policy, scorer: Scorer, result: Result, fold
 
     def reward(completions: list[str], number: list[int], completion_ids: list[list[int]], **_: Any) -> list[float]:
         """Rows come as B questions × G completions in a row, as TRL's sampler repeats them."""
+        turns.sampled()
         asked = [(refs[number[i]], completions[i : i + G]) for i in range(0, len(completions), G)]
         rewards = [r for s in scorer.score_many(asked) for r in (s.rewards if isinstance(s, Scored) else [0.0] * G)]
         result.trl_reward.append(statistics.fmean(rewards))
@@ -212,7 +232,7 @@ def trl_trainer(case: Case, policy: Policy, scorer: Scorer, result: Result, fold
     ours = TrainingConfig()
     settings = trl.GRPOConfig(
         output_dir=folder, use_cpu=case.device == "cpu", bf16=case.dtype == "bfloat16", gradient_checkpointing=False,
-        disable_dropout=True, seed=0,
+        disable_dropout=True, seed=case.seed,
         per_device_train_batch_size=case.groups * G, gradient_accumulation_steps=1, num_generations=G, max_steps=case.steps + case.warm,
         max_completion_length=case.new_tokens, temperature=ours.temperature, top_p=ours.top_p, learning_rate=case.learning_rate,
         lr_scheduler_type="constant", weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM, loss_type=ours.loss_type,
@@ -221,33 +241,41 @@ def trl_trainer(case: Case, policy: Policy, scorer: Scorer, result: Result, fold
         use_transformers_continuous_batching=case.paged, transformers_continuous_batching_config=pages(case) if case.paged else None,
     )  # fmt: skip
     model = policy.clone().model
-    return trl.GRPOTrainer(model, reward, settings, data, processing_class=policy.tokenizer, callbacks=[callback])
+    return trl.GRPOTrainer(model, reward, settings, data, processing_class=policy.tokenizer, callbacks=[turns])
 
 
 def pages(case: Case) -> dict[str, int]:
     return {"page_size": PAGE, "num_blocks": case.groups * G * ((200 + case.new_tokens) // PAGE + 1), "max_batch_tokens": 2048}
 
 
-def run(case: Case, scorer: Scorer) -> Result:
-    """`case.steps` steps of each, in turns."""
+def run(case: Case, scorer: Scorer) -> list[Result]:
+    """`case.steps` steps of each, in turns. A result for each of our engines, all against the same steps of TRL."""
     with tempfile.TemporaryDirectory() as folder:
         policy = load_policy(PolicyConfig(model=model_of(case, folder), device=case.device, dtype=case.dtype))
-        result = Result(case.name, policy.statistics().parameters, case.real_rewards, case.groups)
-        ours = step_of_ours(case, policy, scorer, result)
-        for _ in range(case.ahead):
-            ours()
-        for name, values in vars(result).items():
-            if name.startswith("ours"):
-                values.clear()
-        turns = Turns(ours, result)
-        trainer = trl_trainer(case, policy, scorer, result, folder, turns)
+        size = policy.statistics().parameters
+        theirs = Result(case.name, size, case.real_rewards, case.groups)
+        results = [Result(case.name, size, case.real_rewards, case.groups, engine, case.seed) for engine in case.engines]
+        ours = [step_of_ours(case, policy.clone() if i else policy, scorer, result) for i, result in enumerate(results)]
+        turns = Turns(ours, theirs)
+        trainer = trl_trainer(case, policy, scorer, theirs, folder, turns)
         trainer.remove_callback(PrinterCallback)
-        result.loss_difference, result.gradient_difference = differences(case, policy, trainer)
+        loss, gradient = differences(case, policy, trainer)
+        for step, result in zip(ours, results, strict=True):
+            for _ in range(case.ahead if result.engine != "lockstep" else 0):
+                step()
+            for name, values in vars(result).items():
+                if name.startswith("ours"):
+                    values.clear()
         trainer.train()
-    for values in vars(result).values():
-        if isinstance(values, list):
-            del values[: case.warm]
-    return result
+    for result in results:
+        result.loss_difference, result.gradient_difference = loss, gradient
+        for name, values in vars(theirs).items():
+            if name.startswith("trl"):
+                setattr(result, name, list(values))
+        for values in vars(result).values():
+            if isinstance(values, list):
+                del values[: case.warm]
+    return results
 
 
 def differences(case: Case, policy: Policy, trainer: trl.GRPOTrainer) -> tuple[float, float]:
@@ -299,7 +327,7 @@ def random_model(case: Case, folder: str, tokenizer: Any) -> str:
         num_attention_heads=case.hidden // 32, max_position_embeddings=1024, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
-    torch.manual_seed(0)
+    torch.manual_seed(case.seed)
     directory = Path(folder) / "model"
     model = LlamaForCausalLM(config)
     if case.even:
@@ -331,18 +359,26 @@ def show(results: list[Result]) -> str:
 
 
 def show_lengths(results: list[Result]) -> str:
+    """Seed by seed, and what is in the middle."""
     headers = [
-        "case", "mean length, ours", "TRL", "lag, updates", "tokens/s of a step, ours", "TRL", "of sampling alone, ours",
+        "ours against TRL", "seed", "mean length, ours", "TRL", "lag, updates", "CPU s a step, ours", "of it sampling", "TRL",
+        "of it sampling", "tokens per CPU s, ours", "TRL", "ratio",
     ]  # fmt: skip
-    rate = lambda groups, tokens, seconds: f"{groups * G * sum(tokens) / sum(seconds):.0f}"
-    rows = [
-        [
-            r.case, *(f"{statistics.fmean(each):.0f}" for each in (r.ours_tokens, r.trl_tokens)), f"{statistics.fmean(r.ours_lag):.1f}",
-            rate(r.groups, r.ours_tokens, r.ours_seconds), rate(r.groups, r.trl_tokens, r.trl_seconds),
-            rate(r.groups, r.ours_tokens, r.ours_generate_seconds),
-        ]
-        for r in results
-    ]  # fmt: skip
+    rows: list[list[object]] = []
+    for kind in dict.fromkeys((r.engine, r.case) for r in results):
+        name = f"{kind[0] or 'as chosen'}; {kind[1]}"
+        some = [r for r in results if (r.engine, r.case) == kind]
+        rates = [r.token_rates() for r in some]
+        ratios = [ours / theirs for ours, theirs in rates]
+        for r, (ours, theirs), ratio in zip(some, rates, ratios, strict=True):
+            lengths = [f"{statistics.fmean(each):.0f}" for each in (r.ours_tokens, r.trl_tokens)]
+            each_second = (r.ours_cpu_seconds, r.ours_generate_cpu_seconds, r.trl_cpu_seconds, r.trl_generate_cpu_seconds)
+            seconds = [f"{statistics.fmean(each):.1f}" for each in each_second]
+            lag = f"{statistics.fmean(r.ours_lag):.1f}"
+            rows.append([name, r.seed, *lengths, lag, *seconds, f"{ours:.0f}", f"{theirs:.0f}", f"{ratio:.2f}"])
+        if len(some) > 1:
+            mine, trls = zip(*rates, strict=True)
+            rows.append([name, "median", *["–"] * 7, f"{statistics.median(mine):.0f}", f"{statistics.median(trls):.0f}", middle(ratios)])
     return table(headers, rows)
 
 
@@ -353,6 +389,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--shape", default="", choices=("", *SHAPES), help="random weights of this shape instead of the small policies")
     parser.add_argument("--lengths", nargs="?", type=int, const=3, default=0, metavar="STEPS", help="only answers of different lengths")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of weights, questions and draws, with --lengths; below 256")
     parser.add_argument("--groups", type=int, default=B, help="of 8 completions in a step, with --lengths")
     parser.add_argument("--engines", nargs="+", default=["lockstep", "continuous"], help="ours, with --lengths")
     parser.add_argument("--json", type=Path, help="write the same as JSON")
@@ -377,23 +414,25 @@ def main() -> None:
         ][: 1 if args.quick else 3]
     elif args.lengths:
         uneven: dict[str, Any] = place | {
-            "hidden": 256, "long_prompts": True, "even": True, "learning_rate": 1e-6, "tokens": 65_536, "warm": 1, "ahead": 3,
-            "groups": args.groups,
+            "hidden": 256, "long_prompts": True, "even": True, "learning_rate": 1e-6, "tokens": 65_536, "warm": 0, "ahead": 3,
+            "groups": args.groups, "engines": tuple(args.engines),
         }  # fmt: skip
         cases = [
-            Case(f"{engine}; TRL with {theirs}", args.lengths, 512, False, engine=engine, paged=paged, **uneven)
-            for theirs, paged in (("generate", False), ("continuous batching", True))
-            for engine in args.engines
+            Case(theirs, args.lengths, 512, False, paged=theirs == "continuous batching", seed=seed, **uneven)
+            for seed in args.seeds
+            for theirs in ("generate", "continuous batching")
         ]
     elif not args.quick:
         cases.append(Case("random Llama, 256 wide, every group useful", 12, 32, False, hidden=256, **place))
         cases.append(Case("the same, long prompts", 12, 32, False, hidden=256, long_prompts=True, **place))
+    results: list[Result] = []
     with Scorer() as scorer:
-        results = [run(case, scorer) for case in cases]
+        for case in cases:
+            results += run(case, scorer)
+            if args.lengths:
+                print(show_lengths(results[-len(case.engines) :]), flush=True)  # each takes minutes
     print(heading(f"trainer: local step against TRL {trl.__version__} GRPOTrainer"))
-    print(show(results))
-    if args.lengths:
-        print(f"\n{show_lengths(results)}")
+    print(show_lengths(results) if args.lengths else show(results))
     if args.json:
         write_json(args.json, [asdict(r) | {"ratio": r.ratio(), "ratio_cpu": r.ratio(cpu=True), "trl": trl.__version__} for r in results])
 
