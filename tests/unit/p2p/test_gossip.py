@@ -5,7 +5,7 @@ import trio
 
 from swarmnode.p2p.gossip import Message, Topic, Validation
 from swarmnode.wire.limits import GOSSIP_BYTES
-from tests.support.hosts import hosts
+from tests.support.hosts import host, hosts
 from tests.support.waiting import until
 
 NAME = "/test/topic/1"
@@ -52,6 +52,22 @@ async def test_what_is_not_accepted_is_neither_delivered_nor_forwarded(tmp_path,
         statistics = b.gossip.statistics()
         assert (statistics.received, statistics.accepted, statistics.ignored + statistics.rejected) == (2, 1, 1)
         assert (b.reputation.score(a.peer_id, trio.current_time()) < 0) is (verdict is Validation.REJECT)
+
+
+async def test_who_was_started_again_is_heard_however_much_it_had_said(tmp_path):
+    """A message is known by its sender and number: numbers that begin at the clock's seconds come twice from who sends many a second."""
+    said = 40
+    async with host(tmp_path / "stays") as a:
+        topic = await a.gossip.join(NAME, accept)
+        for life in range(2):
+            async with host(tmp_path / "again", initial_peers=[a.listen_addrs[0]]) as b:
+                await b.gossip.join(NAME, accept)
+                await until(lambda: a.gossip.statistics().mesh[NAME] == 1 and b.gossip.statistics().mesh[NAME] == 1, seconds=70)
+                for number in range(said):
+                    await b.gossip.publish(NAME, b"%d %d" % (life, number))
+                with trio.fail_after(30):
+                    assert sorted([(await topic.get()).data for _ in range(said)]) == sorted(b"%d %d" % (life, n) for n in range(said))
+            await until(lambda: not a.connected())
 
 
 async def test_a_validator_that_raises_costs_one_message(tmp_path, caplog):

@@ -296,7 +296,7 @@ async def frames_of_nobody(box):
 def opening(kind, errors, connected=lambda: True):
     """A pubsub whose streams fail with `errors`, one by one, before one opens."""
     one, remaining = object.__new__(kind), list(errors)
-    one.subscribed_topics_receive, one.peer_queues = {}, {}
+    one.subscribed_topics_receive, one.peer_queues, one.opening = {}, {}, {}
 
     async def open_stream(peer):
         await trio.lowlevel.checkpoint()
@@ -359,6 +359,37 @@ async def test_a_neighbour_that_was_busy_for_too_long_is_gossiped_with_once_it_a
         assert await persists.serves()
 
 
+@pytest.mark.parametrize(("kind", "streams"), [(Pubsub, 2), (guards.GuardedPubsub, 1)])
+async def test_two_connections_to_a_peer_open_one_stream(autojump_clock, kind, streams):
+    """Of two, one would take the other's place, whose sender waits for ever."""
+    one, opened = opening(kind, []), []
+
+    async def open_stream(peer):
+        """As stock: it looks, waits for the stream, and only then the peer is one that has one."""
+        if peer not in one.peers:
+            await trio.sleep(1)
+            opened.append(peer)
+            one.peers[peer] = None
+
+    vars(one).update(_handle_new_peer=open_stream)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(one.ensure_peer_stream, PEERS[0], 60)
+        nursery.start_soon(one.ensure_peer_stream, PEERS[0], 60)
+    assert len(opened) == streams, "upstream fixed this: remove the second part of guard _handle_new_peer_with_retry"
+    assert PEERS[0] in one.peers
+    assert not getattr(one, "opening", None)
+
+
+async def test_who_waits_for_another_tasks_stream_waits_no_longer_than_it_was_told(autojump_clock):
+    one = opening(guards.GuardedPubsub, [slow() for _ in range(1000)])
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(one.ensure_peer_stream, PEERS[0], 300)
+        await trio.sleep(1)
+        began = trio.current_time()
+        assert not await one.ensure_peer_stream(PEERS[0], 5)
+        assert trio.current_time() - began == 5
+
+
 # -- subscriptions
 
 
@@ -374,7 +405,7 @@ async def test_a_topic_that_is_joined_while_the_first_message_is_written_is_told
     monkeypatch.setattr(Pubsub, "_handle_new_peer", begun)
     one = object.__new__(guards.GuardedPubsub)
     one.host = new_host(key_pair=create_new_key_pair(bytes([1]) * 32))
-    one.subscribed_topics_receive, one.peer_queues = {"stays": None, "left": None}, {}
+    one.subscribed_topics_receive, one.peer_queues, one.opening = {"stays": None, "left": None}, {}, {}
     monkeypatch.setattr(one, "_enqueue_or_retry_announce", lambda to, queue, packet, announced: told.append((to, packet)), raising=False)
     await one._handle_new_peer_with_retry(peer)
     assert [(to, each.topicid, each.subscribe) for to, packet in told for each in packet.subscriptions] == [
