@@ -200,7 +200,7 @@ class TrainingConfig(Section):
     save_every: float = Field(default=60.0, ge=0)
     """Seconds between two saves of the state: what a crash costs at most. 0 saves after every step."""
     max_steps: int = Field(default=0, ge=0)
-    """Stop after this many steps; 0 is never."""
+    """Stop after this many steps; 0 is never. Who holds a later stage of a crew stays until its head has ended, or takes another step."""
     seed: int = Field(default=0, ge=0)
     """Seed of sampling and initialisation."""
     step_interval: float = Field(default=0.0, ge=0)

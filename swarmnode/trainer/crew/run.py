@@ -61,7 +61,7 @@ def make_trainer(config: Config, progress: Progress) -> Trainer | CrewTrainer:
 
 
 class CrewTrainer:
-    """`run` returns when `stop` was called, or `max_steps` are done in the crew."""
+    """`run` returns when `stop` was called, or `max_steps` are done in the crew and its head has ended, or goes on."""
 
     def __init__(self, config: Config, progress: Progress) -> None:
         self._config = config
@@ -110,7 +110,7 @@ class CrewTrainer:
         rests = Pauses(self._config.node.quiet_hours, Told(self._config.node.data_dir), 0.0, self._stop).reasons
         with contextlib.ExitStack() as stack:
             averages = False
-            while not self._stop.is_set() and not self._finished():
+            while not self._stop.is_set() and not self._runner.finished(self._config.training.max_steps):
                 crew = self._runner.wait(self._leads, POLL_INTERVAL)
                 if (self._averages() is not None) != averages:
                     averages = not averages
@@ -174,10 +174,6 @@ class CrewTrainer:
                 lambda counters: Identity(self._link, counters, c.swarm.id), self._link, scorer, c.node.data_dir / "trainer",
             )  # fmt: skip
         self._beside.sample(stage)
-
-    def _finished(self) -> bool:
-        stage, limit = self._runner.stage, self._config.training.max_steps
-        return stage is not None and bool(limit) and stage.step >= limit
 
     # ---- the stage -----------------------------------------------------------------------------------------------------
 

@@ -178,6 +178,13 @@ class StageRunner:
         """As `TrioThread.call`."""
         return self._thread.call(work)
 
+    def finished(self, limit: int) -> bool:
+        """Whether `limit` steps are taken (0 is none to take), and nobody needs our stage for what comes after the last one, such as the
+        head's evaluation: the crew is over, or has gone on to a step that is none of ours."""
+        stage = self.stage
+        more = stage.step - limit if stage is not None and limit else -1
+        return more > 0 or (more == 0 and self._session is None)
+
     @property
     def active(self) -> bool:
         session = self._session

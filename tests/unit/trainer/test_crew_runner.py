@@ -193,6 +193,37 @@ def test_a_trainer_that_is_released_says_what_it_has_and_leads_nothing():
         runner.stop()
 
 
+class Waiting(Restoring):
+    """A stage whose weights are on their way for ever."""
+
+    def __init__(self):
+        pass
+
+    async def restore(self, stage, assigned, tell):
+        await trio.sleep_forever()
+
+
+def test_a_member_stays_after_the_last_step_until_the_crew_is_over_or_goes_on():
+    """The head evaluates what the last step has made of the policy, and for that it needs every stage."""
+    stage = SimpleNamespace(step=2, worker=None, is_of=lambda other: False)
+    runner = StageRunner(lambda assigned: stage, Waiting(), lambda status: None, lambda what: None)
+    assert not runner.finished(3), "no stage yet"
+    runner.start()
+    try:
+        runner.receive(assigned_to(stage=1, step=2))
+        assert runner.wait(lambda: runner.stage, 10)
+        assert not runner.finished(3)
+        stage.step = 3
+        assert not runner.finished(3), "the head may still want to evaluate"
+        assert not runner.finished(0), "no limit"
+        assert runner.finished(2), "the head goes on"
+        runner.receive(Released("the head has ended"))
+        assert runner.wait(lambda: runner.finished(3), 10)
+        assert not runner.finished(4), "the next crew takes it"
+    finally:
+        runner.stop()
+
+
 def test_while_weights_arrive_the_crew_is_shown_progress():
     """It waits for a stage that is being restored as long as that makes progress."""
 
