@@ -60,7 +60,7 @@ class Narrow:
 
         def noting(links, stage, frame, body=b""):
             send(links, stage, frame, body)
-            queued = links._queued.get(stage, 0)
+            queued = links.queued.get(stage, 0)
             self.most = max(self.most, queued)
             if isinstance(frame, frames.Embedding):
                 self.embedding = max(self.embedding, queued)
