@@ -2,8 +2,8 @@
 
 A useful group is rare at the start and dear always, since it was sampled. One that was trained on once still says something a few updates
 later: its ratios, and a peer's corrections, are against what was recorded, so that what the policy has become since then is accounted for
-as it is for a peer's. What can be trained on again leaves room for sampling less (`rl.split`): measured, as much is learnt by half of the
-tokens (benchmarks/RESULTS.md, "sapo: groups that are trained on again").
+as it is for a peer's. What can be trained on again leaves room for sampling less (`rl.split`): measured, as much is learnt in as many
+steps from half of the tokens (benchmarks/RESULTS.md, "sapo: groups that are trained on again").
 """
 
 from __future__ import annotations
