@@ -34,6 +34,8 @@ MESSAGE_OVERHEAD_BYTES = 2048
 """Ids, topic, key and signature of one message."""
 RETRY_SECONDS, LONGEST_RETRY_SECONDS = 0.5, 60.0
 """Between two attempts to open our stream to a neighbour; twice as long after each."""
+LONGEST_OPENING_SECONDS = 12.0
+"""How long another task that opens it is waited for: a negotiation ends after ten."""
 NOT_SPOKEN = "protocols not supported"
 """How the library says that a peer does not speak a protocol; it has no exception type for that."""
 SEEN_SECONDS = 120.0
@@ -172,25 +174,11 @@ class GuardedPubsub(Pubsub):
         waits for messages for ever: 17 tasks more in an hour at each of eight nodes among which one comes and goes every 20 s. Here: the
         second waits for the first. Cost: none. Not needed any more when stock does the same.
         """
-        deadline = math.inf if timeout is None else trio.current_time() + timeout
-        while (other := self.opening.get(peer_id)) is not None:
-            with trio.move_on_at(deadline) as late:
-                await other.wait()
-            if late.cancelled_caught:
-                return
-        done = self.opening[peer_id] = trio.Event()
-        try:
-            await self._open_until(peer_id, deadline)
-        finally:
-            del self.opening[peer_id]
-            done.set()
-
-    async def _open_until(self, peer_id: ID, deadline: float) -> None:
-        delay = RETRY_SECONDS
+        delay, deadline = RETRY_SECONDS, math.inf if timeout is None else trio.current_time() + timeout
         while trio.current_time() < deadline:
             topics = set(self.topic_ids)
             with contained("stream_unopened", peer_id) as failure:
-                await self._handle_new_peer(peer_id)
+                await self._open_alone(peer_id)
                 self._announce_changes(peer_id, topics)
             if not self._peer_is_connected(peer_id) or (failure.error is not None and NOT_SPOKEN in str(failure.error.__cause__)):
                 return
@@ -201,6 +189,21 @@ class GuardedPubsub(Pubsub):
                 self._begin_again(peer_id)  # its connection ended while nobody knew that our stream was on it
             await trio.sleep(delay)
             delay = min(2 * delay, LONGEST_RETRY_SECONDS)
+
+    async def _open_alone(self, peer_id: ID) -> None:
+        """Open our stream unless another task has meanwhile; one that hangs is not waited for."""
+        while (other := self.opening.get(peer_id)) is not None:
+            with trio.move_on_after(LONGEST_OPENING_SECONDS) as late:
+                await other.wait()
+            if late.cancelled_caught:
+                break
+        done = self.opening[peer_id] = trio.Event()
+        try:
+            await self._handle_new_peer(peer_id)
+        finally:
+            if self.opening.get(peer_id) is done:
+                del self.opening[peer_id]
+            done.set()
 
     def _announce_changes(self, peer_id: ID, topics: set[str]) -> None:
         """Tell a new peer of subscriptions that have changed since our stream to it was begun with `topics`.

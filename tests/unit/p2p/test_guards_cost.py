@@ -380,14 +380,29 @@ async def test_two_connections_to_a_peer_open_one_stream(autojump_clock, kind, s
     assert not getattr(one, "opening", None)
 
 
-async def test_who_waits_for_another_tasks_stream_waits_no_longer_than_it_was_told(autojump_clock):
-    one = opening(guards.GuardedPubsub, [slow() for _ in range(1000)])
+async def test_a_task_that_hangs_or_sleeps_holds_up_no_other(autojump_clock):
+    one, began = opening(guards.GuardedPubsub, [slow()]), trio.current_time()
+    opens = vars(one)["_handle_new_peer"]
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(one.ensure_peer_stream, PEERS[0], 300)  # fails, and waits for half a second
+        await trio.sleep(0.1)
+        assert await one.ensure_peer_stream(PEERS[0], 60)
+        assert trio.current_time() - began < 0.2
+    one.peers.clear()
+
+    async def hangs(peer):
+        await trio.sleep_forever()
+
+    vars(one).update(_handle_new_peer=hangs)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(one.ensure_peer_stream, PEERS[0], 300)
         await trio.sleep(1)
+        vars(one).update(_handle_new_peer=opens)
         began = trio.current_time()
-        assert not await one.ensure_peer_stream(PEERS[0], 5)
-        assert trio.current_time() - began == 5
+        assert await one.ensure_peer_stream(PEERS[0], 60)
+        assert 5 < trio.current_time() - began < 20
+        nursery.cancel_scope.cancel()
+    assert one.opening == {}
 
 
 # -- subscriptions
