@@ -388,7 +388,7 @@ class Node:
         self.split.observe(self.arrived, self.drawn, self.passed)
         reward = fmean(fmean(o.rewards) for o in own)
         if self.guard:
-            share = len(external) / len(batch) if batch else 0.0
+            share = len(external) / len(fresh) if fresh else 0.0  # as the trainer counts it
             self.split.external_scale = self.guard.observe(reward, agreement, share)
         trace |= {
             "reward_own": reward,

@@ -44,7 +44,10 @@ def fragment_of(block: int, fragments: int) -> int:
 
 def pack(blocks: Iterable[int]) -> bytes:
     """A set of blocks as it travels: block b is bit b mod 8 of byte b // 8, and the last byte is not 0; empty for none."""
-    bits = sum(1 << block for block in set(blocks))
+    return _shortest(sum(1 << block for block in set(blocks)))
+
+
+def _shortest(bits: int) -> bytes:
     return bits.to_bytes(-(-bits.bit_length() // 8), "little")
 
 
@@ -59,7 +62,7 @@ def blocks_of(names: Iterable[str]) -> bytes:
 
 def common(one: bytes, other: bytes) -> bytes:
     """What two packed sets have in common, packed."""
-    return pack(unpack(one) & unpack(other))
+    return _shortest(int.from_bytes(one, "little") & int.from_bytes(other, "little"))
 
 
 def within(blocks: bytes, fragment: int, fragments: int) -> bytes:

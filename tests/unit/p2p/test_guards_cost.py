@@ -1,5 +1,6 @@
 """What a gossiped message costs: what a stock py-libp2p pays for many times, and a guarded one once."""
 
+from types import SimpleNamespace
 
 import pytest
 import trio
@@ -378,6 +379,19 @@ async def test_two_connections_to_a_peer_open_one_stream(autojump_clock, kind, s
     assert len(opened) == streams, "upstream fixed this: remove the second part of guard _handle_new_peer_with_retry"
     assert PEERS[0] in one.peers
     assert not getattr(one, "opening", None)
+
+
+async def test_a_stream_on_a_connection_that_ended_meanwhile_is_opened_again(autojump_clock):
+    """The notice that the connection has ended came before anybody knew that our stream was on it."""
+    one, connections = opening(guards.GuardedPubsub, []), [True, False]
+
+    async def open_stream(peer):
+        await trio.sleep(1)
+        one.peers[peer] = SimpleNamespace(muxed_conn=SimpleNamespace(is_closed=connections.pop(0)))
+
+    vars(one).update(_handle_new_peer=open_stream, _begin_again=lambda peer: one.peers.pop(peer))
+    assert await one.ensure_peer_stream(PEERS[0], 60)
+    assert connections == []
 
 
 async def test_a_task_that_hangs_or_sleeps_holds_up_no_other(autojump_clock):
