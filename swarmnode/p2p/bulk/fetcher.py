@@ -94,7 +94,7 @@ class Fetcher:
             if scope.cancelled_caught:
                 raise PeerTimeout(f"{pull.moved} of {pull.size} bytes came from {peer} within {deadline:g} s")
             outcome = "ok"
-        except trio.Cancelled:
+        except (trio.Cancelled, BaseExceptionGroup):  # out of a nursery it comes in a group
             outcome = "cancelled"
             raise
         except PeerError as error:

@@ -27,6 +27,7 @@ def handshake(raw: socket.socket, context: ssl.SSLContext, expected: Container[s
     Raises PeerError unless there is a certificate, and it proves one of the `expected` peer ids.
     """
     try:
+        raw.getpeername()  # of one that is reset already, `wrap_socket` of Python 3.11 leaves its own socket to the garbage collector
         tls = context.wrap_socket(raw, server_side=server_side, do_handshake_on_connect=False)
     except (OSError, ValueError) as error:  # reset before we got here
         raw.close()
@@ -122,7 +123,7 @@ async def in_thread(
             finally:
                 if not done.is_set():
                     shut_down(control)
-    except trio.Cancelled:
+    except BaseException:  # cancelled, which comes out of a nursery in a group
         for late in result:
             discard(late)
         raise

@@ -148,6 +148,7 @@ async def test_a_cancelled_fetch_writes_nothing_more_and_leaves_the_connection_w
             await until(lambda: server.bulk.statistics().serving == 0)  # it may be told a little later, and until then is busy with us
         await fetch(client, server, sink, path=path)
         assert same(source, sink)
+        assert set().union(*client.bulk.statistics().fetched.values()) == {"ok", "cancelled"}
         assert client.peers.statistics().dials == 1  # never reconnected
         await until(lambda: server.bulk.statistics().serving == client.bulk.statistics().fetching == 0)
 
