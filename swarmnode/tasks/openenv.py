@@ -65,6 +65,12 @@ class Source:
     """32 hex digits over the questions of the first seeds: servers that ask the same are one task."""
 
 
+_UNTRUSTED = "whoever issued it has to be trusted by this machine, or be in the file that SSL_CERT_FILE names"
+_MISNAMED = "name the server as its certificate does"
+_REMEDIES = {18: _UNTRUSTED, 19: _UNTRUSTED, 20: _UNTRUSTED, 62: _MISNAMED, 64: _MISNAMED}
+"""By OpenSSL's X509_V_ERR: self-signed, by itself and in a chain; no issuer found; another host name; another address."""
+
+
 class _Data(msgspec.Struct):
     """What an `observation` has, or an `error`: `message`."""
 
@@ -193,6 +199,10 @@ class Session:
 
     def _failed(self, error: Exception) -> Failed:
         why = f"no answer within {self._seconds:g} s" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
+        if isinstance(error, ssl.SSLCertVerificationError):
+            why = f"its certificate: {error.verify_message[:90]}; {_REMEDIES.get(error.verify_code, 'nobody is asked without a valid one')}"
+        elif isinstance(error, ssl.SSLError):
+            why = f"{(error.reason or why)[:120]}: a server without TLS is named with http:// or ws://"
         return Failed(f"{self._url}: {' '.join(why.split())[:200]}")
 
 

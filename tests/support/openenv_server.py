@@ -1,4 +1,5 @@
-"""`python -m tests.support.openenv_server PORT`: a server as OpenEnv 0.10 has them, written from its wire, and some that are none.
+"""`python -m tests.support.openenv_server PORT TLS_PORT CERTIFICATE KEY`: a server as OpenEnv 0.10 has them, written from its wire, and
+some that are none, without TLS and with it.
 
     /sums       what is seed % 10 plus 1? One step, reward 1 for the right answer, an error for the answer "raise"
     /other      the same with other questions          /moody   another question at every reset
@@ -61,12 +62,14 @@ async def session(socket: WebSocket) -> None:
         pass
 
 
-async def serve(port: int) -> None:
+async def serve(port: str, tls_port: str, certificate: str, key: str) -> None:
     config = Config()
-    config.bind = [f"127.0.0.1:{port}"]
+    config.insecure_bind = [f"127.0.0.1:{port}"]
+    config.bind = [f"127.0.0.1:{tls_port}"]
+    config.certfile, config.keyfile = certificate, key
     config.loglevel = "ERROR"
     await hypercorn.trio.serve(Starlette(routes=[WebSocketRoute("/{kind}/ws", session)]), config)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":
-    trio.run(serve, int(sys.argv[1]))
+    trio.run(serve, *sys.argv[1:])

@@ -4,13 +4,20 @@ pytest tests/unit/tasks/test_environments.py
 """
 
 import contextlib
+import ipaddress
 import re
 import socket
 import subprocess
 import sys
 import time
+from datetime import UTC, datetime, timedelta
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 
 from swarmnode.config import Config, DatasetConfig
 from swarmnode.errors import ConfigError
@@ -27,26 +34,56 @@ NAME = "env/sums"
 SEED = 4 << 20
 
 
+def certificate_for(address):
+    """A certificate that its own key signed, and that key, as PEM."""
+    now, key = datetime.now(UTC), ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "test")])
+    signed = (
+        x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key()).serial_number(1)
+        .not_valid_before(now - timedelta(days=1)).not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))]), critical=False)
+        .sign(key, hashes.SHA256())
+    )  # fmt: skip
+    return signed.public_bytes(Encoding.PEM), key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
 @pytest.fixture(scope="module")
-def server():
-    """The URL of a server process."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    process = subprocess.Popen([sys.executable, "-m", "tests.support.openenv_server", str(port)])
+def certificate(tmp_path_factory):
+    """The file of what the server process shows, issued by nobody that this machine trusts."""
+    directory = tmp_path_factory.mktemp("tls")
+    shown, key = certificate_for("127.0.0.1")
+    (directory / "cert.pem").write_bytes(shown)
+    (directory / "key.pem").write_bytes(key)
+    return directory / "cert.pem"
+
+
+@pytest.fixture(scope="module")
+def servers(certificate):
+    """The URLs of a server process, without TLS and with it."""
+    with socket.create_server(("127.0.0.1", 0)) as free, socket.create_server(("127.0.0.1", 0)) as another:
+        ports = [one.getsockname()[1] for one in (free, another)]
+    told = [*map(str, ports), str(certificate), str(certificate.with_name("key.pem"))]
+    process = subprocess.Popen([sys.executable, "-m", "tests.support.openenv_server", *told])
     try:
         deadline = time.monotonic() + 60
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                break
-            except ConnectionError:
-                assert process.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-        yield f"ws://127.0.0.1:{port}"
+        for port in ports:
+            while True:
+                try:
+                    socket.create_connection(("127.0.0.1", port), 1).close()
+                    break
+                except ConnectionError:
+                    assert process.poll() is None
+                    assert time.monotonic() < deadline
+                    time.sleep(0.05)
+        yield f"ws://127.0.0.1:{ports[0]}", f"https://127.0.0.1:{ports[1]}"
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(servers):
+    return servers[0]
 
 
 pytestmark = pytest.mark.usefixtures("tasks_as_before")
@@ -197,6 +234,35 @@ def test_what_is_wrong_with_an_environment_is_one_line_before_anything_starts(tm
     assert "\n" not in str(raised.value)
     assert name in str(raised.value)
     assert not list(tmp_path.glob("datasets/*"))
+
+
+def test_a_server_with_tls_is_asked_once_its_certificate_is_trusted(tmp_path, servers, certificate, monkeypatch):
+    with pytest.raises(ConfigError, match=r"its certificate: self.signed certificate; .* in the file that SSL_CERT_FILE names"):
+        installed(tmp_path, f"{servers[1]}/sums")
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    installed(tmp_path, f"{servers[1]}/sums")
+    with Scorer() as scorer:
+        right = right_of(scorer.prompt(ref()))
+        assert scorer.score(ref(), [right, "no"]).rewards == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("named", "problem"),
+    [
+        ("https://localhost", "certificate is not valid for 'localhost'.*; name the server as its certificate does"),
+        ("http://127.0.0.1", "closed|reset|HTTP"),
+    ],
+)
+def test_a_certificate_of_another_name_and_tls_that_was_not_meant_are_one_line(tmp_path, servers, certificate, monkeypatch, named, problem):
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    with pytest.raises(ConfigError, match=problem) as raised:
+        installed(tmp_path, f"{named}:{servers[1].rpartition(':')[2]}/sums")
+    assert "\n" not in str(raised.value)
+
+
+def test_tls_where_there_is_none_says_how_the_server_is_named(tmp_path, server):
+    with pytest.raises(ConfigError, match=r"a server without TLS is named with http:// or ws://"):
+        installed(tmp_path, f"{server.replace('ws://', 'wss://')}/sums")
 
 
 def test_only_a_private_swarm_may_have_one(tmp_path, server):
