@@ -198,7 +198,7 @@ class TrainingConfig(Section):
     eval_budget: float = Field(default=0.05, gt=0, le=1)
     """Share of all sampled tokens that held-out evaluations may take; one that would come too early is put off. 1 is no limit."""
     save_every: float = Field(default=60.0, ge=0)
-    """Seconds between two saves of the state: what a crash costs at most. 0 saves after every step."""
+    """Seconds of work that a crash costs at most if a step and a write of the state take below half of it. 0 saves after every step."""
     max_steps: int = Field(default=0, ge=0)
     """Stop after this many steps; 0 is never. Who holds a later stage of a crew stays until its head has ended, or takes another step."""
     seed: int = Field(default=0, ge=0)

@@ -15,6 +15,8 @@ FEW = 5
 """So many distances or fewer are judged by the last one."""
 RISE = 0.05
 """Least rise of held-out reward on every node. Sampling 576 answers leaves a standard error of at most 0.02."""
+LOST_STEPS = 3
+"""Steps that a killed node may lose: those of the demo's second between two saves, and one while a state is written."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ def judge(
         if name not in killed:
             findings.append(Finding(f"{name}: {view.restarts} restarts", view.restarts == 0))
     for kill in kills:
-        came_back = kill.step_after is not None and kill.peer_after == kill.peer_before and kill.step_after >= kill.step_before - 1
+        kept = kill.step_after is not None and kill.step_after >= kill.step_before - LOST_STEPS
+        came_back = kept and kill.peer_after == kill.peer_before
         after = "never" if kill.step_after is None else f"at step {kill.step_after}"
         findings.append(Finding(f"{kill.name}: killed -9 at step {kill.step_before}, came back {after} as the same peer", came_back))
     findings += [Finding(f"{line}", False) for line in crashed]

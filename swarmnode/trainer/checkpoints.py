@@ -1,9 +1,10 @@
 """When the state is saved, off the training's path, and which older states are kept to go back to.
 
-    main thread      every `save_every` seconds, between two steps: hold the optimizer's lock ─▶ go on with the next step
+    main thread      in time, between two steps: hold the optimizer's lock ─▶ go on with the next step
     saver's thread   copy to host memory, let go of the lock ─▶ write, sync, rename ─▶ now and then keep a former state
 
 Generation and backward passes go on meanwhile; only an optimizer step waits for the copy, which is as long as copying memory takes.
+A crash loses what came after the last state that is *on disk*, so one is taken a step and a write before `save_every` seconds are over.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class Saver:
 
     def __init__(self, directory: Path, history_seconds: float = HISTORY_SECONDS) -> None:
         self.saved_step = 0
+        self.seconds = 0.0
+        """How long the last write took, with the copy."""
         self.error: str | None = None
         """Why the last write failed; None after one that succeeded. Training goes on either way."""
         self._directory = directory
@@ -91,6 +94,7 @@ class Saver:
                 snapshot = self._snapshot
             if snapshot is None:
                 return
+            began = time.monotonic()
             try:
                 state.write(self._directory, snapshot, self._keep)
                 self.saved_step, self.error = snapshot.counters.step, None
@@ -98,6 +102,7 @@ class Saver:
                 self.error = str(error)
                 if "No space left" in self.error:
                     self._forget()
+            self.seconds = time.monotonic() - began
             with self._condition:
                 self._snapshot = None
                 self._condition.notify_all()
@@ -142,6 +147,7 @@ class Checkpoints:
         self._rng = rng
         self._counters = counters
         self._taken_at = self._complain_at = float("-inf")
+        self._asked_at = time.monotonic()
         self._taken_sequence = counters.sequence
 
     def __enter__(self) -> Self:
@@ -169,12 +175,15 @@ class Checkpoints:
     def save(self, last: bool = False) -> None:
         """Have the state saved, if that is due and the disk is not busy with an earlier one. last: in any case.
 
-        It is due by time, and before the numbers of groups that a restart skips are used up.
+        It is due by time, and before the numbers of groups that a restart skips are used up. By time: where the next chance, a step from
+        now, and a write would make it too late; but not before half of `save_every`, however slow the disk is.
         """
         now = time.monotonic()
+        ahead = min(now - self._asked_at + self._saver.seconds, self._save_every / 2)
+        self._asked_at = now
         if last:
             self._saver.wait()
-        due = now - self._taken_at >= self._save_every or self._counters.sequence - self._taken_sequence > SEQUENCE_MARGIN // 2
+        due = now - self._taken_at + ahead >= self._save_every or self._counters.sequence - self._taken_sequence > SEQUENCE_MARGIN // 2
         if last or (due and self.idle):
             self._taken_at, self._taken_sequence = now, self._counters.sequence
             self._saver.submit(self._source.snapshot(self._rng, self._counters))

@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from itertools import pairwise
 
 import pytest
 import torch
@@ -64,13 +65,36 @@ def test_the_state_is_saved_by_time_and_at_the_end(tmp_path, clock):
                 time.sleep(0.001)
             assert step - saved(tmp_path)[0].step < 60, "more than save_every would be lost"
             clock[0] += 1.0
-        assert source.taken == 4
+        assert source.taken == 4  # at 0, 59, 118 and 177 s: a step before it would be too late
         source.step()
         counters.step = 201
         kept.save(last=True)
     numbers, weight = saved(tmp_path)
     assert numbers.step == 201
     assert torch.equal(weight, source.weight())
+
+
+def test_a_write_that_takes_time_begins_as_much_earlier(tmp_path, clock, monkeypatch):
+    """What a crash costs counts from the step of the state that is on disk, not from when a newer one was begun."""
+    source, counters, steps = Source(), Counters(), []
+    write = state.write
+
+    def slowly(*args):
+        write(*args)
+        clock[0] += 10.0
+
+    monkeypatch.setattr(checkpoints.state, "write", slowly)
+    with Checkpoints(tmp_path, 60.0, source, torch.Generator(), counters) as kept:
+        for _ in range(40):  # five seconds each, or more while a state is written
+            kept.save()
+            while not kept.idle:
+                time.sleep(0.001)
+            if source.taken > len(steps):
+                steps.append(clock[0] - 10.0)
+            clock[0] += 5.0
+    gaps = [after - before for before, after in pairwise(steps)]
+    assert len(gaps) >= 3
+    assert all(gap + 10.0 <= 60.0 for gap in gaps), "more than save_every would be lost by a crash just before the write has ended"
 
 
 def test_before_the_numbers_that_a_restart_skips_are_used_up_it_is_saved_whatever_the_time(tmp_path, clock):
