@@ -166,7 +166,7 @@ def test_seeds_suit_any_generator_and_held_out_ones_are_never_trained_on():
 )
 def test_a_server_that_goes_wrong_costs_the_question_and_is_one_line(turned, server, kind, problem):
     turned(f"{server}/{kind}")
-    environments = Environments(seconds=0.3)
+    environments = Environments(seconds=0.3 if kind == "silent" else 10.0)  # the others are to answer, on a busy machine too
     began = time.monotonic()
     results = environments.judge([Question(NAME, SEED, index, ["1", "2"]) for index in range(20)])
     assert time.monotonic() - began < 5, "one that fails is not waited for again in the same call"
