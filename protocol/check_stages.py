@@ -13,7 +13,7 @@ BODIES = {  # type → fields behind `place`
     "forward": {"micro_batch": int, "purpose": ("learn", "score"), "codec": CODEC, "rows": int, "about": int},
     "backward": {"micro_batch": int, "codec": CODEC, "rows": int},
     "learnt": {
-        "micro_batch": int, "loss": float, "clipped": float, "kl": float, "entropy": float, "tokens": float, "weights": float,
+        "micro_batch": int, "loss": float, "clipped": float, "entropy": float, "tokens": float, "weights": float,
         "squares": float,
     },
     "scores": {"micro_batch": int, "rows": int},
@@ -32,9 +32,9 @@ BODIES = {  # type → fields behind `place`
 }
 HEADERS = [{"type": (tag,), "place": PLACE, **fields} for tag, fields in BODIES.items()]
 LOSS = {
-    "old_logprobs": bytes, "reference": bytes, "advantages": bytes, "weights": bytes, "normalizer": float,
+    "old_logprobs": bytes, "advantages": bytes, "weights": bytes, "normalizer": float,
     "loss_type": ("dapo", "grpo", "dr_grpo", "gspo", "cispo"), "epsilon": float, "epsilon_high": float, "delta": Maybe(float),
-    "beta": float, "sampled": [bool], "correction": ("tis", "mis", "icepop"), "level": ("token", "sequence"),
+    "sampled": [bool], "correction": ("tis", "mis", "icepop"), "level": ("token", "sequence"),
 }  # fmt: skip
 MICRO_BATCH = {
     "prompt_lengths": [int], "prompt_ids": bytes, "prompt_of": [int], "completion_lengths": [int], "completion_ids": bytes,
@@ -74,7 +74,7 @@ def body_bytes(header, crew):
     for field, value in header.items():
         if isinstance(value, float):
             require(math.isfinite(value), "not_finite")
-            require(value >= 0 or field in ("loss", "clipped", "kl", "entropy"))
+            require(value >= 0 or field in ("loss", "clipped", "entropy"))
             require(value <= 1 or field != "clip")
     activations = rows * hidden_bytes(header.get("codec", "float32"), crew["hidden"])
     if header["type"] == "propose":
@@ -152,10 +152,7 @@ def read_micro_batch(data, rows, crew, purpose):
     loss = batch["loss"]
     require((loss is not None) == (purpose == "learn"))
     if loss is not None:
-        require(math.isfinite(loss["beta"]), "not_finite")
-        require(loss["beta"] >= 0)
         finite(loss["old_logprobs"], sum(completions))
-        finite(loss["reference"], sum(completions) if loss["beta"] > 0 else 0)
         finite(loss["advantages"], len(completions))
         finite(loss["weights"], len(completions))
         require(len(loss["sampled"]) == len(completions), "shape")

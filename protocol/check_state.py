@@ -5,31 +5,31 @@ import math
 import struct
 
 from check_frames import BYTES, COUNTS, EXACT, FLOATS, Maybe, counter, decode, require
-from check_stages import CODEC, PLACE
+from check_stages import CODEC, PLACE, hidden_bytes
 
-WHAT = ("shadow", "layers", "tied", "ends", "probes", "edges", "copy", "run", "ran")
+WHAT = ("shadow", "layers", "tied", "ends", "probes", "edges", "copy", "ran")
 MESSAGES = {  # type → fields behind `place` and `request`
     "ask": {},
     "holds": {
         "loaded": bool, "rung": Maybe(int), "exhausted": bool, "shadow": Maybe(int), "root": bytes, "hash": bytes,
         "ends": Maybe(int), "probes": Maybe(int),
     },
-    "want": {"what": WHAT[:7]},
+    "want": {"what": WHAT[:7], "of": int},
+    "run": {"codec": Maybe(CODEC), "rows": int, "about": int},
     "have": {
-        "answer": bool, "what": WHAT, "step": int, "size": int, "root": bytes, "hash": bytes, "form": ("exact", "small"), "codec": CODEC,
-        "rows": int,
-        "about": int, "squared_norm": float, "factor": float,
+        "what": WHAT, "step": int, "size": int, "root": bytes, "hash": bytes, "form": ("exact", "small"), "squared_norm": float,
+        "factor": float,
     },
-    "chunk": {"answer": bool, "at": int, "length": int},
-    "kept": {"what": WHAT, "step": int},
-    "keep": {},
-    "lack": {"answer": bool, "reason": ("none", "loading", "refused", "busy", "failed")},
+    "chunk": {"at": int, "length": int},
+    "made": {"what": ("shadow", "ends", "probes")},
+    "kept": {"step": int},
+    "lack": {"reason": ("none", "loading", "refused", "busy", "failed")},
 }  # fmt: skip
 HEADERS = [{"type": (tag,), "place": PLACE, "request": int, **fields} for tag, fields in MESSAGES.items()]
 
 
-def read_message(data, domain, swarm):
-    """One message, all of `data`."""
+def read_message(data, crew):
+    """One message, all of `data`, in a crew with `hidden` and `tokens`."""
     require(len(data) >= 4, "truncated")
     length = int.from_bytes(data[:4], "big")
     require(0 < length <= BYTES["stage_header"], "oversize")
@@ -45,8 +45,12 @@ def read_message(data, domain, swarm):
     if header["type"] == "have":
         require(math.isfinite(header["squared_norm"]) and math.isfinite(header["factor"]), "not_finite")
         require(header["squared_norm"] >= 0 and 0 < header["factor"] <= FLOATS["crew_factor"])
-    require(1 <= header.get("length", 1) <= BYTES["stage_chunk"])
+    require(1 <= header.get("length", 1) <= BYTES["stage_chunk"] and 0 <= header.get("of", 0) < COUNTS["stages"])
     size = header.get("length", 0)
+    if header["type"] == "run":
+        require(1 <= header["rows"] <= crew["tokens"])
+        require(1 <= header["about"] <= BYTES["stage_about_item"] * (crew["tokens"] + 16))
+        size = header["about"] + (header["rows"] * hidden_bytes(header["codec"], crew["hidden"]) if header["codec"] else 0)
     require(len(body) >= size, "truncated")
     require(len(body) == size, "size")
     return {"header": header, "body": body}

@@ -24,8 +24,8 @@ floats = lambda *values: struct.pack(f"<{len(values)}f", *values)
 NAN, INF = float("nan"), float("inf")
 
 LOSS: dict[str, Any] = {
-    "old_logprobs": floats(-0.5, -1.0, -0.25), "reference": b"", "advantages": floats(1.0, -1.0), "weights": floats(1.0, 0.5),
-    "normalizer": 12.0, "loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "delta": None, "beta": 0.0,
+    "old_logprobs": floats(-0.5, -1.0, -0.25), "advantages": floats(1.0, -1.0), "weights": floats(1.0, 0.5),
+    "normalizer": 12.0, "loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "delta": None,
     "sampled": [True, False], "correction": "tis", "level": "token",
 }  # fmt: skip
 BATCH: dict[str, Any] = {
@@ -73,7 +73,7 @@ def bad(reason: str, name: str, frame: bytes, **given: Any) -> Vector:
 
 
 SMALL: list[dict[str, Any]] = [
-    header("learnt", micro_batch=9, loss=-0.5, clipped=1.0, kl=0.0, entropy=2.5, tokens=3.0, weights=2.5, squares=2.25),
+    header("learnt", micro_batch=9, loss=-0.5, clipped=1.0, entropy=2.5, tokens=3.0, weights=2.5, squares=2.25),
     header("drop", session=WAVE),
     header("lost", session=WAVE, reason="session"),
     header("failed", micro_batch=2**63 - 1, reason="not_finite"),
@@ -101,9 +101,9 @@ def frames() -> Iterator[Vector]:
     head = header("forward", **{**forward_fields(scored), "purpose": "score"})
     told = {"header": head, "about": scored, "values": floats(*VALUES)}
     yield good("forward to score", joined(head, pack(scored) + floats(*VALUES)), told)
-    penalty = {**BATCH, "loss": {**LOSS, "beta": 0.04, "reference": floats(-1.0, -2.0, -3.0), "delta": 4.0, "loss_type": "grpo"}}
-    head = header("forward", **forward_fields(penalty))
-    yield good("forward with a penalty", learn(penalty), {"header": head, "about": penalty, "values": floats(*VALUES)})
+    bounded = {**BATCH, "loss": {**LOSS, "delta": 4.0, "loss_type": "grpo"}}
+    head = header("forward", **forward_fields(bounded))
+    yield good("forward with a bound on the ratio", learn(bounded), {"header": head, "about": bounded, "values": floats(*VALUES)})
     corrected = {**BATCH, "loss": {**LOSS, "loss_type": "cispo", "sampled": [False, False], "correction": "icepop", "level": "sequence"}}
     head = header("forward", **forward_fields(corrected))
     yield good("forward of what others have sampled", learn(corrected), {"header": head, "about": corrected, "values": floats(*VALUES)})
@@ -234,8 +234,6 @@ def hostile_bodies() -> Iterator[Vector]:
     yield batch("shape", "one log-probability short", "loss.old_logprobs", floats(-0.5, -1.0))
     yield batch("shape", "three advantages for two completions", "loss.advantages", floats(1.0, -1.0, 0.0))
     yield batch("shape", "no weights", "loss.weights", b"")
-    yield batch("shape", "a reference without a penalty", "loss.reference", floats(-1.0, -1.0, -1.0))
-    yield batch("shape", "a penalty without a reference", "loss.beta", 0.04)
     yield batch("bounds", "ids of seven bytes", "prompt_ids", ids(7, 49)[:-1])
     yield batch("bounds", "a token id of vocab", "completion_ids", ids(3, 4, VOCAB))
     yield batch("bounds", "token id 2**32 - 1", "prompt_ids", ids(7, 2**32 - 1))
@@ -261,13 +259,11 @@ def hostile_bodies() -> Iterator[Vector]:
     yield batch("bounds", "a normalizer of 0", "loss.normalizer", 0.0)
     yield batch("bounds", "an epsilon below 0", "loss.epsilon", -0.2)
     yield batch("bounds", "a delta of 0", "loss.delta", 0.0)
-    yield batch("bounds", "a beta below 0", "loss.beta", -0.04)
     yield batch("not_finite", "a temperature of nan", "temperature", NAN)
     yield batch("not_finite", "an advantage of infinity", "loss.advantages", floats(INF, 0.0))
     yield batch("not_finite", "a weight of nan", "loss.weights", floats(1.0, NAN))
     yield batch("not_finite", "a log-probability of nan", "loss.old_logprobs", floats(-0.5, NAN, -0.25))
     yield batch("not_finite", "a normalizer of infinity", "loss.normalizer", INF)
-    yield batch("not_finite", "a beta of nan", "loss.beta", NAN)
     for value in (NAN, INF):
         yield bad("not_finite", f"an activation of {value}", learn(values=floats(*VALUES[:-1], value)))
         head = header("backward", micro_batch=9, codec="float32", rows=ROWS)

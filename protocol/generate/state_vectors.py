@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from protocol.generate.frames import Vector, accepted, pack, pairs, rejected, without
-from protocol.generate.stage_vectors import CREW, PLACE
+from protocol.generate.stage_vectors import CREW, GIVEN, PLACE
+from swarmnode.pipeline.frames import activation_bytes
 from swarmnode.pipeline.spec import StageSpec
 from swarmnode.recovery.copies import encode_copy
 from swarmnode.recovery.messages import root_of, state_bytes
@@ -26,22 +27,21 @@ def message(tag: str, **fields: Any) -> dict[str, Any]:
 
 
 HAVE = message(
-    "have", answer=True, what="shadow", step=40, size=24_576, root=ROOT, hash=HASH, form="exact", codec="float32", rows=0, about=0,
-    squared_norm=0.5,
-    factor=1.1,
+    "have", what="shadow", step=40, size=24_576, root=ROOT, hash=HASH, form="exact", squared_norm=0.5, factor=1.1,
 )  # fmt: skip
+RUN = message("run", codec="float32", rows=2, about=5)
 HOLDS = message("holds", loaded=True, rung=None, exhausted=False, shadow=40, root=ROOT, hash=HASH, ends=None, probes=38)
 GOOD: list[dict[str, Any]] = [
     message("ask"),
     HOLDS,
     message("holds", loaded=False, rung=2, exhausted=True, shadow=None, root=b"", hash=b"", ends=0, probes=None),
-    *(message("want", what=what) for what in ("shadow", "layers", "tied", "ends", "probes", "edges", "copy")),
+    *(message("want", what=what, of=2) for what in ("shadow", "layers", "tied", "ends", "probes", "edges", "copy")),
     HAVE,
-    {**HAVE, "answer": False, "what": "run", "hash": b"", "codec": "int8", "rows": 9, "about": 300, "form": "small", "factor": 2.0},
+    {**HAVE, "what": "ran", "hash": b"", "form": "small", "factor": 2.0},
     {**HAVE, "what": "copy", "form": "small", "squared_norm": 0.0, "factor": 1.0},
-    message("kept", what="shadow", step=40),
-    message("keep"),
-    *(message("lack", answer=True, reason=reason) for reason in ("none", "loading", "refused", "busy", "failed")),
+    *(message("made", what=what) for what in ("shadow", "ends", "probes")),
+    message("kept", step=40),
+    *(message("lack", reason=reason) for reason in ("none", "loading", "refused", "busy", "failed")),
 ]  # fmt: skip
 
 
@@ -59,6 +59,14 @@ def copy_plain(base: list[list[float]], now: list[list[float]]) -> str:
     return zlib.decompress(encode_copy(spec, {name: torch.tensor(now)}, layout, lambda name: torch.tensor(base))).hex()
 
 
+def right(name: str, header: dict[str, Any], body: bytes = b"") -> Vector:
+    return {**accepted(name, "state_message", framed(header, body), {"header": header, "body": body}), "given": GIVEN}
+
+
+def wrong(reason: str, name: str, data: bytes) -> Vector:
+    return {**rejected(reason, name, data, "state_message"), "given": GIVEN}
+
+
 def framed(head: dict[str, Any] | bytes, body: bytes = b"") -> bytes:
     data = head if isinstance(head, bytes) else pack(head)
     return struct.pack(">I", len(data)) + data + body
@@ -66,13 +74,16 @@ def framed(head: dict[str, Any] | bytes, body: bytes = b"") -> bytes:
 
 def messages() -> Iterator[Vector]:
     for number, good in enumerate(GOOD):
-        yield accepted(f"{good['type']} {number}", "state_message", framed(good), {"header": good, "body": b""})
-    chunk = message("chunk", answer=True, at=2**20, length=3)
-    yield accepted("a chunk", "state_message", framed(chunk, b"abc"), {"header": chunk, "body": b"abc"})
+        yield right(f"{good['type']} {number}", good)
+    chunk = message("chunk", at=2**20, length=3)
+    yield right("a chunk", chunk, b"abc")
+    for codec in ("float32", "bfloat16", "int8"):
+        yield right(f"a run in {codec}", {**RUN, "codec": codec}, b"about" + bytes(activation_bytes(codec, 2, GIVEN["hidden"])))
+    yield right("a run of the first stage", {**RUN, "codec": None}, b"about")
 
     def bad(reason: str, name: str, head: dict[str, Any] | bytes, body: bytes = b"", /, **fields: Any) -> Vector:
         whole = head if isinstance(head, bytes) else framed({**head, **fields}, body)
-        return rejected(reason, name, whole, "state_message")
+        return wrong(reason, name, whole)
 
     yield bad("oversize", "no header", bytes(4))
     yield bad("oversize", "a header of 4 GiB", b"\xff\xff\xff\xff")
@@ -85,17 +96,23 @@ def messages() -> Iterator[Vector]:
     yield bad("malformed", "a header in another order", framed(pairs([("type", "ask"), ("request", 5), ("place", PLACE)])))
     yield bad("malformed", "a norm as integer", HAVE, squared_norm=1)
     yield bad("schema", "an unknown message", message("take"))
-    yield bad("schema", "something unknown to want", message("want", what="keys"))
-    yield bad("schema", "a run that is wanted", message("want", what="run"))
+    yield bad("schema", "something unknown to want", message("want", what="keys", of=2))
+    yield bad("schema", "what was run, wanted", message("want", what="ran", of=2))
+    yield bad("schema", "layers that are made", message("made", what="layers"))
     yield bad("schema", "an unknown form", HAVE, form="half")
-    yield bad("schema", "an unknown codec", HAVE, codec="int4")
-    yield bad("schema", "an answer that is 1", HAVE, answer=1)
-    yield bad("schema", "an unknown excuse", message("lack", answer=True, reason="tired"))
+    yield bad("schema", "an unknown codec", RUN, codec="int4")
+    yield bad("schema", "an unknown excuse", message("lack", reason="tired"))
     yield bad("schema", "the address of a chunk", {**chunk, "address": 0}, b"abc")
-    yield rejected("schema", "a have without a root", framed(without(HAVE, "root")), "state_message")
-    yield bad("bounds", "a chunk of nothing", message("chunk", answer=True, at=0, length=0))
-    yield bad("bounds", "a chunk of 1,048,577 bytes", message("chunk", answer=True, at=0, length=2**20 + 1))
-    yield bad("bounds", "a chunk at -1", message("chunk", answer=True, at=-1, length=3), b"abc")
+    yield wrong("schema", "a have without a root", framed(without(HAVE, "root")))
+    yield bad("truncated", "a run without its last byte", RUN, bytes(5 + 4 * 2 * GIVEN["hidden"] - 1))
+    yield bad("bounds", "a run of no rows", RUN, rows=0)
+    yield bad("bounds", "a run of more rows than the crew has tokens", RUN, rows=GIVEN["tokens"] + 1)
+    yield bad("bounds", "a run without a description", RUN, about=0)
+    yield bad("bounds", "a run with a description that no micro-batch has", RUN, about=48 * (GIVEN["tokens"] + 16) + 1)
+    yield bad("bounds", "a shadow of stage 64", message("want", what="shadow", of=64))
+    yield bad("bounds", "a chunk of nothing", message("chunk", at=0, length=0))
+    yield bad("bounds", "a chunk of 1,048,577 bytes", message("chunk", at=0, length=2**20 + 1))
+    yield bad("bounds", "a chunk at -1", message("chunk", at=-1, length=3), b"abc")
     yield bad("bounds", "2**63 bytes", HAVE, size=2**63)
     yield bad("bounds", "a size of -1", HAVE, size=-1)
     yield bad("bounds", "a root of 31 bytes", HAVE, root=ROOT[1:])

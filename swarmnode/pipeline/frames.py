@@ -75,7 +75,6 @@ class Learnt(Header, frozen=True, tag="learnt"):
     micro_batch: int
     loss: float
     clipped: float
-    kl: float
     entropy: float
     tokens: float
     weights: float
@@ -253,7 +252,7 @@ _LENGTHS: Final = {"session": SESSION_BYTES, "fingerprint": FINGERPRINT_BYTES}
 _ANY: Final = (-math.inf, math.inf)
 _NOT_NEGATIVE: Final = (0.0, math.inf)
 _AMOUNTS: Final = {
-    "loss": _ANY, "clipped": _ANY, "kl": _ANY, "entropy": _ANY,
+    "loss": _ANY, "clipped": _ANY, "entropy": _ANY,
     "tokens": _NOT_NEGATIVE, "weights": _NOT_NEGATIVE, "squares": _NOT_NEGATIVE,
     "squared_norm": _NOT_NEGATIVE, "norm": _NOT_NEGATIVE, "clip": (0.0, 1.0), "learning_rate": _NOT_NEGATIVE,
 }  # fmt: skip

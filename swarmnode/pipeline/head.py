@@ -50,7 +50,6 @@ class StepResult:
     """Why the step was dropped by all; None where it was taken by all."""
     loss: float | None = None
     clip_fraction: float | None = None
-    kl: float | None = None
     entropy: float | None = None
     grad_norm: float | None = None
     effective: float | None = None
@@ -204,7 +203,6 @@ class Head(StageWorker):
         return StepResult(
             loss=sum(s.loss for s in sums),
             clip_fraction=sum(s.clipped for s in sums) / count,
-            kl=sum(s.kl for s in sums) / count if cfg.beta > 0 else None,
             entropy=sum(s.entropy for s in sums) / count,
             grad_norm=math.sqrt(decided.squared_norm),
             effective=effective,

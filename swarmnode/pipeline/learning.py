@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -27,8 +27,6 @@ class LearnRow:
     weight: float = 1.0
     group: int = 0
     """Completions of one group go into one micro-batch where it can hold them, and share its prompt."""
-    reference: list[float] = field(default_factory=list)
-    """Log-probabilities under the reference policy; only with a KL penalty."""
     sampled: bool = False
     """`old_logprobs` are of what sampled it, and corrected for."""
 
@@ -52,7 +50,6 @@ def describe_loss(rows: Sequence[LearnRow], cfg: TrainingConfig, normalizer: flo
     objective, (correction, level) = Objective.of(cfg), own_correction(cfg.options)
     return Loss(
         old_logprobs=pack_logprobs([x for row in rows for x in row.old_logprobs]),
-        reference=pack_logprobs([x for row in rows for x in row.reference]) if cfg.beta > 0 else b"",
         advantages=pack_logprobs([row.advantage for row in rows]),
         weights=pack_logprobs([row.weight for row in rows]),
         normalizer=float(normalizer),
@@ -60,7 +57,6 @@ def describe_loss(rows: Sequence[LearnRow], cfg: TrainingConfig, normalizer: flo
         epsilon=objective.epsilon,
         epsilon_high=objective.epsilon_high,
         delta=objective.delta,
-        beta=float(cfg.beta),
         sampled=tuple(row.sampled for row in rows),
         correction=correction,
         level=level,
@@ -89,20 +85,14 @@ def loss_of(work: MicroBatch, batch: Batch, logprobs: torch.Tensor, entropy: tor
     mask = batch.completion_mask
     per_token = lambda data: torch.zeros(mask.shape).masked_scatter(mask.cpu(), torch.tensor(unpack_logprobs(data))).to(logprobs.device)
     per_row = lambda data: torch.tensor(unpack_logprobs(data), device=logprobs.device)
-    objective = Objective(loss.loss_type, loss.beta, epsilon=loss.epsilon, epsilon_high=loss.epsilon_high, delta=loss.delta)
+    objective = Objective(loss.loss_type, epsilon=loss.epsilon, epsilon_high=loss.epsilon_high, delta=loss.delta)
     sampled = torch.tensor(loss.sampled, device=logprobs.device)
     old, weights = against_sampler(
         logprobs, per_token(loss.old_logprobs), sampled, per_row(loss.weights), mask, loss.correction, loss.level
     )  # fmt: skip
-    out = policy_loss(
-        logprobs, old, per_row(loss.advantages), mask, objective, loss.normalizer,
-        weights=weights, ref_logprobs=per_token(loss.reference) if loss.beta > 0 else None,
-    )  # fmt: skip
+    out = policy_loss(logprobs, old, per_row(loss.advantages), mask, objective, loss.normalizer, weights=weights)
     tokens = out.tokens.detach()
-    sums = [
-        out.loss.detach(), out.clip_fraction * tokens, out.kl * tokens, (entropy * mask).sum(), tokens, weights.sum(),
-        weights.square().sum(),
-    ]  # fmt: skip
+    sums = [out.loss.detach(), out.clip_fraction * tokens, (entropy * mask).sum(), tokens, weights.sum(), weights.square().sum()]
     return out.loss, [float(x) for x in sums]
 
 

@@ -26,8 +26,6 @@ class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     old_logprobs: bytes
     """f32 per completion token: as recorded, by who sampled it or by the policy of before."""
-    reference: bytes
-    """The same of the reference policy; empty where beta is 0."""
     advantages: bytes
     """f32 per completion."""
     weights: bytes
@@ -38,7 +36,6 @@ class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     epsilon: float
     epsilon_high: float
     delta: float | None
-    beta: float
     sampled: tuple[bool, ...]
     """Per completion: whether `old_logprobs` are its sampler's."""
     correction: Literal["tis", "mis", "icepop"]
@@ -165,16 +162,13 @@ def read_f32(name: str, data: bytes, count: int) -> NDArray[np.float32]:
 
 
 def _check_loss(loss: Loss, count: int, tokens: int) -> None:
-    reference = tokens if loss.beta > 0 else 0
     if len(loss.sampled) != count:
         raise BadMessage("shape", f"sampled has {len(loss.sampled)} values, not {count}")
-    for name, length in (("advantages", count), ("weights", count), ("old_logprobs", tokens), ("reference", reference)):
+    for name, length in (("advantages", count), ("weights", count), ("old_logprobs", tokens)):
         read_f32(name, getattr(loss, name), length)
     for name in ("normalizer", "epsilon", "epsilon_high", "delta"):
         if getattr(loss, name) is not None:
             check_positive(name, getattr(loss, name))
-    if loss.beta != 0:
-        check_positive("beta", loss.beta)
 
 
 def _lengths(lengths: tuple[int, ...], limits: FrameLimits) -> None:

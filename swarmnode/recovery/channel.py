@@ -1,13 +1,14 @@
 """Requests and bodies over state streams: one duplex stream to every other member, beside those that carry activations. No torch.
 
 A request fails when nothing comes of it for `seconds`: what arrives or leaves of it chunk by chunk may take as long as the link makes it.
-A fetch goes before a push, chunk by chunk, and pushes take no more of the uplink than they are allowed. Whatever a peer sends is refused
-and counted before it is kept; after MISBEHAVED refusals its stream is closed.
+What a restored stage waits for goes before what is kept for later, chunk by chunk, and that takes no more of the uplink than it may.
+Whatever a peer sends is refused and counted before it is kept; after MISBEHAVED refusals its stream is closed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,15 +21,16 @@ from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout, S
 from swarmnode.pipeline import faults
 from swarmnode.pipeline.compute import Compute
 from swarmnode.pipeline.fence import Fence
-from swarmnode.pipeline.frames import CHUNK_BYTES, Place
+from swarmnode.pipeline.frames import CHUNK_BYTES, FrameLimits, Place
 from swarmnode.recovery import messages as m
 from swarmnode.recovery.outbox import Outbox
 
 if TYPE_CHECKING:
     from swarmnode.recovery.serving import Server
+    from swarmnode.recovery.sharing import Sharing
 
 SERVED: Final = 4
-"""Requests and transfers of one peer at a time; answers that it has not read yet are among them."""
+"""Requests of one peer at a time; answers that it has not read yet are among them."""
 MISBEHAVED: Final = 16
 QUEUED: Final = 1024
 """Messages to one peer; who lets so many wait is gone."""
@@ -43,14 +45,8 @@ Answer = m.Holds | Body
 
 
 @dataclass
-class _Incoming:
-    have: m.Have
-    body: bytearray = field(default_factory=bytearray)
-
-
-@dataclass
 class _Call:
-    """Somebody waits for the answer to a request."""
+    """Somebody waits for the answer to a request. Nobody is shown progress by what may take for ever."""
 
     seconds: float
     """At most, between two signs that it is being worked at."""
@@ -59,6 +55,9 @@ class _Call:
     """How long the answer must be. Raises BadMessage for one that was not asked for."""
     done: trio.Event = field(default_factory=trio.Event)
     answer: Answer | Exception | None = None
+    have: m.Have | None = None
+    body: bytearray = field(default_factory=bytearray)
+    """What has come of it."""
 
     def progressed(self) -> None:
         self.scope.deadline = trio.current_time() + self.seconds
@@ -93,12 +92,12 @@ class _Calls:
         call = self.get(stage, number)
         if call is not None:
             call.progressed()
-            self.progress += 1
+            self.progress += math.isfinite(call.seconds)
 
     def answered(self, stage: int, number: int, answer: Answer | Exception) -> None:
         call = self.get(stage, number)
         if call is not None and not call.done.is_set():
-            self.progress += 1
+            self.progress += math.isfinite(call.seconds)
             call.answer = answer
             call.done.set()
 
@@ -120,27 +119,25 @@ class Counts:
 
 
 class Channel:
-    """`run` it in a nursery; it ends by cancellation. push_rate: bytes per second to one peer, 0 is no limit. step: committed steps."""
+    """`run` it in a nursery; it ends by cancellation. pace: bytes per second to one peer of what is kept for later, 0 is no limit.
+    step: committed steps."""
 
     def __init__(
-        self, fence: Fence, streams: Mapping[int, trio.abc.Stream], seconds: float, push_rate: float, compute: Compute,
+        self, fence: Fence, streams: Mapping[int, trio.abc.Stream], limits: FrameLimits, seconds: float, pace: float, compute: Compute,
         step: Callable[[], int],
     ) -> None:  # fmt: skip
         self.compute = compute
         self.gone: dict[int, str] = {}
         """Stage → why its stream ended."""
         self.streams = dict(streams)
-        self.outboxes = {stage: Outbox(push_rate) for stage in streams}
+        self.outboxes = {stage: Outbox(pace) for stage in streams}
         self._fence = fence
+        self._limits = limits
         self._seconds = seconds
         self._step = step
         self._calls = _Calls()
-        self._incoming: dict[tuple[int, bool, int], _Incoming] = {}
         self._serving: Counter[int] = Counter()
-        self._storing: set[int] = set()
-        """Stages whose snapshot has arrived and is being stored."""
         self.counts = Counts()
-        self._server: Server | None = None
         self._nursery: trio.Nursery | None = None
 
     @property
@@ -157,50 +154,35 @@ class Channel:
         p = self._fence.place
         return Place(p.crew, p.stage, self.step)
 
-    async def run(self, server: Server) -> None:
-        self._server = server
+    async def run(self, server: Server, sharing: Sharing) -> None:
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
                 for stage, stream in self.streams.items():
-                    nursery.start_soon(self._read, stage, stream)
+                    nursery.start_soon(self._read, stage, stream, server, sharing)
                     nursery.start_soon(self._write, stage, stream)
-                await trio.sleep_forever()  # answers and pushes come and go
+                await trio.sleep_forever()  # answers come and go
         finally:
             self._nursery = None
 
     # Sending.
 
-    def have(self, what: m.What, step: int, body: bytes, **more: Any) -> m.Have:
-        return m.Have(self.place, 0, False, what, step, len(body), m.root_of(body), **more)
-
-    def answer(self, stage: int, request: int, have: m.Have, body: bytes) -> None:
-        self._transfer(stage, msgspec.structs.replace(have, request=request, answer=True), body)
+    async def answer(
+        self, stage: int, request: int, what: m.What, step: int, body: bytes | memoryview, *, paced: bool = False, **more: Any
+    ) -> None:  # fmt: skip
+        root = more.pop("root", b"") or await self.compute(lambda: m.root_of(body))
+        if stage not in self.gone:
+            self.outboxes[stage].transfer(m.Have(self.place, request, what, step, len(body), root, **more), body, paced)
 
     def lack(self, stage: int, request: int, reason: m.LackReason) -> None:
-        self.send(stage, m.Lack(self.place, request, True, reason))
+        self.send(stage, m.Lack(self.place, request, reason))
 
-    def pushing(self, stage: int, what: m.What) -> bool:
-        return stage in self.outboxes and self.outboxes[stage].pushing(what)
-
-    def incoming(self) -> list[tuple[int, bool, int]]:
-        """(stage, whether it is an answer, number) of each transfer on its way to us."""
-        return list(self._incoming)
-
-    def snapshots_coming(self) -> set[int]:
-        """Stages whose snapshot is on its way to us."""
-        return {stage for (stage, answer, _), incoming in self._incoming.items() if not answer and incoming.have.what == "shadow"}
-
-    def push(self, stage: int, have: m.Have, body: bytes) -> None:
-        """In the background. One of its kind that has not begun is replaced. To a stage that is gone it does nothing."""
-        if stage in self.outboxes:
-            self._transfer(stage, msgspec.structs.replace(have, request=self._calls.number()), body, push=True)
-
-    def send(self, stage: int, message: m.Message) -> None:
+    def send(self, stage: int, message: m.Message, body: bytes = b"", call: int = 0) -> None:
+        """call: the number of the request of ours that it is."""
         if stage in self.gone:
             return
         outbox = self.outboxes[stage]
-        outbox.add(m.pack(message))
+        outbox.add(m.pack(message, body), call)
         if len(outbox.messages) > QUEUED:
             self._lose(stage, "does not read")
 
@@ -211,30 +193,27 @@ class Channel:
         self._nursery.start_soon(work)
         return True
 
-    def _transfer(self, stage: int, have: m.Have, body: bytes, push: bool = False) -> None:
-        if stage not in self.gone:
-            self.outboxes[stage].transfer(have, body, push)
-
     async def _write(self, stage: int, stream: trio.abc.Stream) -> None:
         outbox = self.outboxes[stage]
         try:
             while stage not in self.gone:
-                out, data = outbox.next(self.place)
-                if data is None:
+                if (ready := outbox.next(self.place)) is None:
                     await outbox.wait()
                     continue
-                await stream.send_all(data)
-                if out is not None and not out.push and not out.have.answer:
-                    self._calls.progressed(stage, out.have.request)
+                call, data = ready
+                for at in range(0, len(data), 2 * CHUNK_BYTES):  # a chunk with its header is written as one
+                    await stream.send_all(data[at : at + 2 * CHUNK_BYTES])
+                    self._calls.progressed(stage, call)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             self._lose(stage, "closed")
 
     # Asking.
 
     async def call(
-        self, stage: int, message: m.Message, size: Callable[[m.Have], int], upload: bytes | None = None, seconds: float | None = None
+        self, stage: int, message: m.Message, size: Callable[[m.Have], int], body: bytes = b"", seconds: float | None = None
     ) -> Answer:
-        """Holds, or (Have, body) with the hash that was promised. `size` says how long the answer must be, or raises BadMessage.
+        """Holds, or (Have, body) with the hash that was promised. `size` says how long the answer must be, or raises BadMessage. seconds:
+        other than those of the channel; math.inf for what nobody waits for.
 
         Raises PeerError: BadMessage for what was not what it said, PeerTimeout, Loading, and for a stage that is gone or has nothing.
         """
@@ -243,38 +222,36 @@ class Channel:
         message = msgspec.structs.replace(message, request=self._calls.number())
         within = self._seconds if seconds is None else seconds
         with self._calls.open(stage, message.request, within, size) as call:
-            if isinstance(message, m.Have):
-                self._transfer(stage, message, upload or b"")
-            else:
-                self.send(stage, message)
+            self.send(stage, message, body, message.request)
             with call.scope:  # around waiting only
                 await call.done.wait()
         if not call.done.is_set():
             raise PeerTimeout(f"nothing came of a request to stage {stage} for {within:.0f} s")
+        if isinstance(call.answer, BadMessage):
+            self.refuse(stage, call.answer)
         if isinstance(call.answer, Exception):
             raise call.answer
         assert call.answer is not None
         return call.answer
 
-    async def call_for_body(self, stage: int, message: m.Message, size: Callable[[m.Have], int], upload: bytes | None = None) -> Body:
+    async def call_for_body(
+        self, stage: int, message: m.Message, size: Callable[[m.Have], int], body: bytes = b"", seconds: float | None = None
+    ) -> Body:
         """As `call`, of something that has a body."""
-        answer = await self.call(stage, message, size, upload)
+        answer = await self.call(stage, message, size, body, seconds)
         if not isinstance(answer, tuple):
             raise BadMessage("schema", "an answer to another question")
         return answer
 
     # Receiving.
 
-    async def _read(self, stage: int, stream: trio.abc.Stream) -> None:
+    async def _read(self, stage: int, stream: trio.abc.Stream, server: Server, sharing: Sharing) -> None:
         reason = "closed"
         try:
-            while stage not in self.gone and (got := await m.read(stream)) is not None:
+            while stage not in self.gone and (got := await m.read(stream, self._limits)) is not None:
                 if self._fence.check(got[0].place, stage, None):
                     continue
-                try:
-                    self._arrived(stage, *got)
-                except BadMessage as error:
-                    self._refuse(stage, error)
+                self._arrived(stage, *got, server, sharing)
                 if self.counts.blame[stage] >= MISBEHAVED:
                     reason = "misbehaved"
                     break
@@ -286,7 +263,8 @@ class Channel:
         self._lose(stage, reason)
         await trio.aclose_forcefully(stream)
 
-    def _refuse(self, stage: int, error: BadMessage) -> None:
+    def refuse(self, stage: int, error: BadMessage) -> None:
+        """What `stage` sent is not what it has to be."""
         self.counts.refused[error.reason if error.reason in m.STATE_REASONS else "schema"] += 1
         self.counts.blame[stage] += 1
 
@@ -296,21 +274,17 @@ class Channel:
         self.gone[stage] = reason
         self._calls.lost(stage, PeerError(f"stage {stage} is gone: {reason}"))
         self.outboxes[stage].clear()
-        for key in [key for key in self._incoming if key[0] == stage]:
-            del self._incoming[key]
 
-    def _arrived(self, stage: int, message: m.Message, body: bytes) -> None:
-        server = self._server
-        assert server is not None
+    def _arrived(self, stage: int, message: m.Message, body: bytes, server: Server, sharing: Sharing) -> None:
         match message:
             case m.Chunk():
-                self._chunk(stage, message, body, server)
+                self._chunk(stage, message, body)
             case m.Have():
-                self._begins(stage, message, server)
+                self._begins(stage, message)
             case m.Kept():
-                server.pusher.kept(stage, message)
-            case m.Keep():
-                server.pusher.keeps(stage)
+                sharing.kept(stage, message)
+            case m.Made():
+                sharing.made(stage, message)
             case m.Holds():
                 self._calls.answered(stage, message.request, message)
             case m.Lack():
@@ -322,96 +296,53 @@ class Channel:
                 self.send(stage, server.holds(stage, message.request))
             case m.Want():
                 self._soon(stage, message.request, lambda: server.serve(stage, message))
+            case m.Run():
+                self._soon(stage, message.request, lambda: server.run(stage, message, body))
 
-    def _begins(self, stage: int, have: m.Have, server: Server) -> None:
-        call = self._calls.get(stage, have.request) if have.answer else None
-        if have.answer and call is None:
+    def _begins(self, stage: int, have: m.Have) -> None:
+        call = self._calls.get(stage, have.request)
+        if call is None or call.have is not None:
             return  # too late: its chunks are dropped
-        key = (stage, have.answer, have.request)
         try:
-            size = call.size(have) if call is not None else server.expected(stage, have)
+            size = call.size(have)
             if have.size != size or size < 1:
                 raise BadMessage("size", f"{have.size} bytes of {have.what}, which has {size}")
-            if key in self._incoming or sum(k[0] == stage for k in self._incoming) >= SERVED:
-                raise BadMessage("bounds", "too many transfers at once")
-            if call is None and have.what == "shadow":  # as large as a stage: there is room for one of each neighbour
-                if stage in self.snapshots_coming():
-                    raise BadMessage("bounds", "two snapshots at once")
-                if stage in self._storing:
-                    self.lack(stage, have.request, "busy")
-                    return
+            call.have = have
         except BadMessage as error:
-            self._reject(stage, have, error)
-            raise
-        self._incoming[key] = _Incoming(have)
-
-    def _chunk(self, stage: int, chunk: m.Chunk, body: bytes, server: Server) -> None:
-        key = (stage, chunk.answer, chunk.request)
-        incoming = self._incoming.get(key)
-        if incoming is None:
-            return  # of something that was refused
-        have = incoming.have
-        if chunk.at != len(incoming.body) or chunk.length != min(CHUNK_BYTES, have.size - chunk.at):
-            del self._incoming[key]
-            error = BadMessage("size", "a chunk out of place")
-            self._reject(stage, have, error)
-            raise error
-        incoming.body += body
-        if chunk.answer:
-            self._calls.progressed(stage, chunk.request)
-        if len(incoming.body) == have.size:
-            del self._incoming[key]
-            if have.answer:
-                self.spawn(lambda: self._complete(stage, have, incoming.body, server))
-            elif have.what == "shadow":
-                self._storing.add(stage)
-                if not self._soon(stage, have.request, lambda: self._store_snapshot(stage, have, incoming.body, server)):
-                    self._storing.discard(stage)
-            else:
-                self._soon(stage, have.request, lambda: self._complete(stage, have, incoming.body, server))
-
-    async def _store_snapshot(self, stage: int, have: m.Have, body: bytearray, server: Server) -> None:
-        try:
-            await self._complete(stage, have, body, server)
-        finally:
-            self._storing.discard(stage)
-
-    def _reject(self, stage: int, have: m.Have, error: BadMessage) -> None:
-        """Tells whoever waits for it: here, or there."""
-        if have.answer:
             self._calls.answered(stage, have.request, error)
-        else:
-            self.lack(stage, have.request, "refused")
 
-    async def _complete(self, stage: int, have: m.Have, body: bytearray, server: Server) -> None:
-        if await self.compute(lambda: m.root_of(body)) != have.root:
-            error = BadMessage("hash", f"{have.what} from stage {stage}")
-            if not have.answer:
-                raise error
-            self._refuse(stage, error)
-            self._calls.answered(stage, have.request, error)
-        elif have.answer:
-            self._calls.answered(stage, have.request, (have, body))
-        else:
-            await server.pushed(stage, have, body)
+    def _chunk(self, stage: int, chunk: m.Chunk, part: bytes) -> None:
+        call = self._calls.get(stage, chunk.request)
+        if call is None or call.have is None or call.done.is_set():
+            return  # of something that was refused, or that nobody waits for
+        if chunk.at != len(call.body) or chunk.length != min(CHUNK_BYTES, call.have.size - chunk.at):
+            self._calls.answered(stage, chunk.request, BadMessage("size", "a chunk out of place"))
+            return
+        call.body += part
+        self._calls.progressed(stage, chunk.request)
+        if len(call.body) == call.have.size:
+            have, body = call.have, call.body
+            self.spawn(lambda: self._complete(stage, have, body))
+
+    async def _complete(self, stage: int, have: m.Have, body: bytearray) -> None:
+        right = await self.compute(lambda: m.root_of(body)) == have.root
+        self._calls.answered(stage, have.request, (have, body) if right else BadMessage("hash", f"{have.what} from stage {stage}"))
 
     # Serving.
 
-    def _soon(self, stage: int, number: int, work: Callable[[], Awaitable[None]]) -> bool:
-        """Whether it will be done."""
-        unread = self.outboxes[stage].unread  # who asks and does not read gets no more of them
+    def _soon(self, stage: int, number: int, work: Callable[[], Awaitable[None]]) -> None:
+        unread = len(self.outboxes[stage].transfers)  # who asks and does not read gets no more of them
         if self._serving[stage] + unread >= SERVED:
             self.lack(stage, number, "busy")
-            return False
+            return
         self._serving[stage] += 1
         self.spawn(lambda: self._guarded(stage, number, work))
-        return True
 
     async def _guarded(self, stage: int, number: int, work: Callable[[], Awaitable[None]]) -> None:
         try:
             await work()
         except BadMessage as error:
-            self._refuse(stage, error)
+            self.refuse(stage, error)
             self.lack(stage, number, "refused")
         except (StateError, Unavailable, OSError, ValueError):
             self.counts.failed += 1

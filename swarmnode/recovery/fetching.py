@@ -13,7 +13,7 @@ from swarmnode.pipeline.activations import decode
 from swarmnode.pipeline.frames import activation_bytes
 from swarmnode.pipeline.spec import StageSpec
 from swarmnode.recovery import messages as m
-from swarmnode.recovery.bodies import ends_layout, layers_layout, read_floats, tied_layout
+from swarmnode.recovery.bodies import layers_layout, read_floats, tied_layout
 from swarmnode.recovery.channel import Body, Channel, Loading
 from swarmnode.recovery.copies import Parts, copied, copy_bytes, decode_copy
 from swarmnode.recovery.local import LocalStage
@@ -52,9 +52,9 @@ class Fetcher:
         return found
 
     async def snapshot(self, holder: int, root: bytes) -> StageState:
-        """The one that it said it has."""
+        """The one of ours that it said it has."""
         layout = self._stage.layouts[self._stage.spec.index]
-        have, body = await self._fetch(holder, "shadow", lambda have: m.state_bytes(layout, have.form))
+        have, body = await self.given(holder, "shadow", self._stage.spec.index)
         if have.root != root:
             raise BadMessage("hash", f"another snapshot than stage {holder} named")
         return await self._channel.compute(lambda: decode_state(body, layout, have.form, have.step, have.squared_norm, have.factor))
@@ -67,9 +67,9 @@ class Fetcher:
 
     async def ends(self, holder: int) -> dict[str, torch.Tensor]:
         """True copies of our embedding, or norm and head."""
-        layout = ends_layout(self._stage.spec, self._stage.layouts[self._stage.spec.index])
-        _, body = await self._fetch(holder, "ends", lambda have: 4 * elements(layout))
-        return await self._channel.compute(lambda: read_floats(body, layout))
+        own = self._stage.spec.index
+        _, body = await self.given(holder, "ends", own)
+        return await self._channel.compute(lambda: self._stage.read_ends(own, body))
 
     async def tied(self) -> StageState:
         """The tied embedding as the other end has it now, with its moments, by our own name for it. Waits for one that is restored."""
@@ -94,7 +94,7 @@ class Fetcher:
 
     async def probes(self, holder: int) -> list[m.Probe]:
         """At most `settings.memory`, oldest first, every one a micro-batch that this model can have been given."""
-        _, body = await self._fetch(holder, "probes", self._stage.probe_bytes)
+        _, body = await self.given(holder, "probes", holder)
         return self._stage.read_probes(body)
 
     async def edges(self, holder: int) -> list[m.Edge]:
@@ -118,22 +118,28 @@ class Fetcher:
         last = stage == self._stage.spec.stages - 1
 
         def size(have: m.Have) -> int:
-            if have.what != "ran" or have.codec != self._stage.codec:
+            if have.what != "ran":
                 raise BadMessage("schema", "not what was asked for")
             return 4 * tokens if last else activation_bytes(self._stage.codec, probe.rows, self._stage.runtime.hidden_size)
 
-        upload = probe.about + x
-        have = self._channel.have("run", self._channel.step, upload, codec=self._stage.codec, rows=probe.rows, about=len(probe.about))
-        _, body = await self._patiently(stage, lambda: self._channel.call_for_body(stage, have, size, upload))
+        run = m.Run(self._channel.place, 0, self._stage.codec if stage else None, probe.rows, len(probe.about))
+        _, body = await self._patiently(stage, lambda: self._channel.call_for_body(stage, run, size, probe.about + x))
         return bytes(body)
 
-    async def _fetch(self, stage: int, what: m.Wanted, size: Callable[[m.Have], int]) -> tuple[m.Have, bytearray]:
+    async def given(self, holder: int, what: m.Given, of: int, seconds: float | None = None) -> Body:
+        """What `holder` keeps of stage `of`, which is ours or its own, as it came. seconds: as of `Channel.call`."""
+        return await self._fetch(holder, what, lambda have: self._stage.size(of, have), of, seconds)
+
+    async def _fetch(
+        self, stage: int, what: m.Wanted, size: Callable[[m.Have], int], of: int | None = None, seconds: float | None = None
+    ) -> Body:  # fmt: skip
         def checked(have: m.Have) -> int:
             if have.what != what:
                 raise BadMessage("schema", f"{have.what} is not {what}")
             return size(have)
 
-        return await self._channel.call_for_body(stage, m.Want(self._channel.place, 0, what), checked)
+        want = m.Want(self._channel.place, 0, what, stage if of is None else of)
+        return await self._channel.call_for_body(stage, want, checked, seconds=seconds)
 
     async def _patiently(self, stage: int, ask: Callable[[], Awaitable[Body]]) -> Body:
         until = trio.current_time() + self._stage.settings.neighbour_seconds

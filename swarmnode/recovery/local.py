@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 import trio
 
 from swarmnode.errors import BadMessage, StateError
@@ -16,12 +17,13 @@ from swarmnode.pipeline.spec import StageSpec
 from swarmnode.pipeline.work import read_f32
 from swarmnode.pipeline.worker import StageWorker
 from swarmnode.recovery import messages as m
+from swarmnode.recovery.bodies import ends_layout, read_floats
 from swarmnode.recovery.copies import Base, copied, encode_copy
 from swarmnode.recovery.probes import Recorder, work_of
-from swarmnode.recovery.snapshots import SnapshotStore
+from swarmnode.recovery.snapshots import SnapshotStore, form_of
 from swarmnode.recovery.sources import RecoverySettings, SourceKind
 from swarmnode.recovery.state import StageState, trained
-from swarmnode.weights.layout import Layout
+from swarmnode.weights.layout import Layout, elements
 from swarmnode.wire import strict
 
 Phase = Literal["empty", "candidate", "whole"]
@@ -53,8 +55,15 @@ class LocalStage:
     """What the weights here were restored from, until there is a member: its moments are those of a tied embedding."""
     _encoding: trio.Lock = field(default_factory=trio.Lock)
 
-    def probe_bytes(self, have: m.Have) -> int:
-        """What they say, up to a cap: a description is as long as its tokens need."""
+    def size(self, of: int, have: m.Have) -> int:
+        """How long what one stage keeps of another, `of`, is. Raises BadMessage for what it cannot be."""
+        if have.what == "shadow":
+            if have.form != form_of(self.layouts[of], self.settings):
+                raise BadMessage("bounds", f"a snapshot in form {have.form}")
+            return m.state_bytes(self.layouts[of], have.form)
+        if have.what == "ends":
+            return 4 * elements(ends_layout(self.end(of), self.layouts[of]))
+        # probes: what they say, up to a cap: a description is as long as its tokens need
         each = ABOUT_ITEM_BYTES * (self.limits.tokens + 16) + 4 * self.limits.tokens + 256
         return _at_most(have, self.settings.memory * each + 16)
 
@@ -62,6 +71,10 @@ class LocalStage:
         about = ABOUT_ITEM_BYTES * (self.limits.tokens + 16) + 256
         bodies = 2 * self.settings.memory * activation_bytes("float32", self.limits.tokens, self.limits.hidden)
         return _at_most(have, 2 * self.settings.memory * about + min(bodies, self.settings.pair_bytes) + 16)
+
+    def read_ends(self, of: int, body: bytearray) -> dict[str, torch.Tensor]:
+        """Raises BadMessage: not_finite."""
+        return read_floats(body, ends_layout(self.end(of), self.layouts[of]))
 
     def read_probes(self, body: bytearray) -> list[m.Probe]:
         probes: list[m.Probe] = strict.decode(bytes(body), list[m.Probe])

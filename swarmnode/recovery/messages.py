@@ -2,14 +2,14 @@
 
     u32be header length ‖ header (canonical msgpack, tagged by `type`) ‖ body of a Chunk
 
-    Ask ──▶ Holds                         what is there for the asker's stage
-    Want ──▶ Have, Chunk … | Lack         one of SERVED
-    Have, Chunk … ──▶ Kept | Lack         pushed: a snapshot, an end's copy, probes
-    Have, Chunk … ──▶ Have, Chunk … | Lack    `run`: activations in, activations or log-probabilities out
-    Keep ──▶                              the next snapshot is pushed to the sender, too
+    Ask ──▶ Holds                    what is there for the asker's stage
+    Want ──▶ Have, Chunk … | Lack    some part of a stage
+    Run ──▶ Have, Chunk … | Lack     activations in, activations or log-probabilities out
+    Made ──▶                         there is a new one of ours: who keeps it wants it, and says Kept
 
-How long a transfer is follows from the model, for the few things where it cannot it is capped; a `size` that differs is refused before
-memory is taken. No chunk is longer than 1 MiB, and what arrives is looked at only once its hash is the promised one.
+Nothing large comes unasked. How long it must be follows from the model, for the few things where it cannot it is capped; a `size` that
+differs is refused before memory is taken. No chunk is longer than 1 MiB, and what arrives is looked at only once its hash is the promised
+one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,17 @@ from typing import Final, Literal
 import msgspec
 
 from swarmnode.pipeline.commit import HASH_BYTES
-from swarmnode.pipeline.frames import CHUNK_BYTES, HEADER_BYTES, ActivationCodec, Place, check_place
+from swarmnode.pipeline.frames import (
+    ABOUT_ITEM_BYTES,
+    CHUNK_BYTES,
+    HEADER_BYTES,
+    STAGES,
+    ActivationCodec,
+    FrameLimits,
+    Place,
+    activation_bytes,
+    check_place,
+)
 from swarmnode.weights.layout import Layout, elements
 from swarmnode.wire import headed, strict
 from swarmnode.wire.fields import ANY_COUNTER, check_between, check_fields, check_finite, check_length, check_positive
@@ -33,7 +43,9 @@ FACTOR: Final = 2.0
 """A peer may make us train a stage with so many times the crew's learning rate, at most."""
 Form = Literal["exact", "small"]
 """A snapshot is float32 with AdamW's moments and counts, or bfloat16 without."""
-What = Literal["shadow", "layers", "tied", "ends", "probes", "edges", "copy", "run", "ran"]
+What = Literal["shadow", "layers", "tied", "ends", "probes", "edges", "copy", "ran"]
+Given = Literal["shadow", "ends", "probes"]
+"""What others keep of a stage."""
 Wanted = Literal["shadow", "layers", "tied", "ends", "probes", "edges", "copy"]
 LackReason = Literal["none", "loading", "refused", "busy", "failed"]
 
@@ -69,13 +81,23 @@ class Holds(StateMessage, frozen=True, tag="holds"):
 
 class Want(StateMessage, frozen=True, tag="want"):
     what: Wanted
+    of: int
+    """Whose, of what one stage keeps of another (GIVEN); else the asked stage."""
+
+
+class Run(StateMessage, frozen=True, tag="run"):
+    """Body: a description (`work.MicroBatch`) ‖ activations."""
+
+    codec: ActivationCodec | None
+    """None for the first stage, which takes no activations."""
+    rows: int
+    about: int
+    """Bytes of the description."""
 
 
 class Have(StateMessage, frozen=True, tag="have"):
     """`size` bytes follow in chunks."""
 
-    answer: bool
-    """To a request of the receiver, or the beginning of one."""
     what: What
     step: int
     """Committed steps in it."""
@@ -85,11 +107,6 @@ class Have(StateMessage, frozen=True, tag="have"):
     hash: bytes = b""
     """32 bytes: the step hash of a snapshot or a copy; empty of anything else."""
     form: Form = "exact"
-    codec: ActivationCodec = "float32"
-    """Activations are in it: `edges`, `run`, `ran`."""
-    rows: int = 0
-    about: int = 0
-    """Bytes of the description before the activations of `run`."""
     squared_norm: float = 0.0
     """The stage's last raw gradient's over its layers: CheckFree weights it by this."""
     factor: float = 1.0
@@ -97,28 +114,27 @@ class Have(StateMessage, frozen=True, tag="have"):
 
 
 class Chunk(StateMessage, frozen=True, tag="chunk"):
-    answer: bool
     at: int
     length: int
 
 
-class Kept(StateMessage, frozen=True, tag="kept"):
-    """What was pushed is stored."""
-
-    what: What
-    step: int
-
-
 class Lack(StateMessage, frozen=True, tag="lack"):
-    answer: bool
     reason: LackReason
 
 
-class Keep(StateMessage, frozen=True, tag="keep"):
-    """Push me your next snapshot, too: I keep the whole policy."""
+class Made(StateMessage, frozen=True, tag="made"):
+    """There is a new one of the sender's. `request` is 0."""
+
+    what: Given
 
 
-Message = Ask | Holds | Want | Have | Chunk | Kept | Lack | Keep
+class Kept(StateMessage, frozen=True, tag="kept"):
+    """The receiver's shadow of this step is stored here. `request` is 0."""
+
+    step: int
+
+
+Message = Ask | Holds | Want | Run | Have | Chunk | Lack | Made | Kept
 
 
 class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -160,24 +176,30 @@ def pack(message: Message, body: bytes | memoryview = b"") -> bytes:
     return headed.pack(message, body)
 
 
-async def read(stream: headed.Reader) -> tuple[Message, bytes] | None:
-    """The next message and a chunk's bytes; None at the end. Raises BadMessage: oversize, malformed, schema, bounds, truncated."""
+async def read(stream: headed.Reader, limits: FrameLimits) -> tuple[Message, bytes] | None:
+    """The next message and its body; None at the end. Raises BadMessage: oversize, malformed, schema, bounds, truncated."""
     message: Message | None = await headed.read_header(stream, lambda data: strict.decode(data, Message), HEADER_BYTES)
     if message is None:
         return None
-    _check(message)
-    return message, (await headed.read_exactly(stream, message.length) or b"") if isinstance(message, Chunk) else b""
+    _check(message, limits)
+    size = 0
+    if isinstance(message, Chunk):
+        size = message.length
+    elif isinstance(message, Run):
+        size = message.about + (activation_bytes(message.codec, message.rows, limits.hidden) if message.codec is not None else 0)
+    return message, await headed.read_exactly(stream, size) or b""
 
 
 _RANGES: Final = {
-    **dict.fromkeys(("request", "step", "size", "rows", "about", "at", "rung", "shadow", "ends", "probes"), ANY_COUNTER),
+    **dict.fromkeys(("request", "step", "size", "at", "rung", "shadow", "ends", "probes"), ANY_COUNTER),
     "length": (1, CHUNK_BYTES),
+    "of": (0, STAGES - 1),
 }
 
 
-def _check(message: Message) -> None:
+def _check(message: Message, limits: FrameLimits) -> None:
     check_place(message.place)
-    check_fields(message, {}, _RANGES)
+    check_fields(message, {}, {**_RANGES, "rows": (1, limits.tokens), "about": (1, ABOUT_ITEM_BYTES * (limits.tokens + 16))})
     if isinstance(message, Holds):
         check_length("root", message.root, 0 if message.shadow is None else ROOT_BYTES)
         check_length("hash", message.hash, 0 if message.shadow is None else HASH_BYTES)

@@ -47,7 +47,7 @@ class Recorder(Observer):
     """The newest, oldest first: own ones at the tail, the tail's elsewhere."""
     edges: deque[Edge] = field(default_factory=deque)
     ends: dict[int, tuple[int, dict[str, torch.Tensor]]] = field(default_factory=dict)
-    """Paper mode: end stage → (step, true copies of its embedding, or norm and head)."""
+    """Paper mode: end stage, our own or the one beside us → (step, true copies of its embedding, or norm and head)."""
     copy: tuple[int, bytes, bytes] | None = None
     """(steps, step hash, bytes) of `LocalStage.copy`, if anybody has asked since the last step."""
     _pending: dict[int, _Pending] = field(default_factory=dict)

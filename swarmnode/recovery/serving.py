@@ -1,4 +1,4 @@
-"""What others ask a stage for, and what they push to it. Torch."""
+"""What others ask a stage for. Torch."""
 
 from __future__ import annotations
 
@@ -6,28 +6,25 @@ from dataclasses import replace
 from typing import Any
 
 from swarmnode.errors import BadMessage
-from swarmnode.pipeline.frames import ABOUT_ITEM_BYTES, activation_bytes
 from swarmnode.pipeline.work import read_micro_batch
 from swarmnode.recovery import messages as m
-from swarmnode.recovery.bodies import ends_layout, layers_layout, pack_floats, read_floats, run_one, tied_layout
+from swarmnode.recovery.bodies import ends_layout, layers_layout, pack_floats, run_one, tied_layout
 from swarmnode.recovery.channel import Channel
 from swarmnode.recovery.local import LocalStage
-from swarmnode.recovery.pushing import Pusher, pack_items
-from swarmnode.recovery.snapshots import form_of, ring
-from swarmnode.recovery.state import StageState, check_state, encode_state, host_copy, trained
-from swarmnode.weights.layout import Layout, elements
+from swarmnode.recovery.state import StageState, encode_state, host_copy, trained
+from swarmnode.weights.layout import Layout
+from swarmnode.wire import strict
 
-Found = tuple[int, bytes, dict[str, Any]]
+Found = tuple[int, bytes | memoryview, dict[str, Any]]
 """(committed steps, bytes, fields of `Have`)."""
 
 
 class Server:
-    """Answers what others ask for, and keeps what they push; what is said of our own snapshots elsewhere is `pusher`'s to know."""
+    """Answers what others ask for. A snapshot is sent from its file: it takes no memory, however many ask, and however slow they are."""
 
-    def __init__(self, channel: Channel, stage: LocalStage, pusher: Pusher) -> None:
+    def __init__(self, channel: Channel, stage: LocalStage) -> None:
         self._channel = channel
         self._stage = stage
-        self.pusher = pusher
 
     def holds(self, stage: int, number: int) -> m.Holds:
         """What there is here of `stage`, asked as `number`."""
@@ -46,31 +43,34 @@ class Server:
             self._channel.lack(stage, want.request, "loading")
             return
         if want.what == "copy":
-            step, digest, body = await self._stage.copy(self._channel.compute)
-            found: Found = step, body, {"form": "small", "hash": digest}
+            at, digest, copied = await self._stage.copy(self._channel.compute)
+            found: Found = at, copied, {"form": "small", "hash": digest}
         else:
-            found = await self._channel.compute(lambda: self._body(stage, want.what))
+            found = await self._channel.compute(lambda: self._body(stage, want.what, want.of))
         step, body, more = found
         if not body:
             self._channel.lack(stage, want.request, "none")
             return
-        have = await self._channel.compute(lambda: self._channel.have(want.what, step, body, **more))
-        self._channel.answer(stage, want.request, have, body)
+        paced = want.what == "shadow" and want.of != stage  # kept for later
+        await self._channel.answer(stage, want.request, want.what, step, body, paced=paced, **more)
 
-    def _body(self, stage: int, what: str) -> Found:
+    def _body(self, stage: int, what: str, of: int) -> Found:
         """What `stage` wants; no bytes where it is not here. Raises StateError and OSError."""
-        own = self._stage.layouts[self._stage.spec.index]
-        if what == "shadow" and self._stage.store is not None and (snapshot := self._stage.store.get(stage)) is not None:
-            more = {"form": snapshot.form, "squared_norm": snapshot.squared_norm, "factor": snapshot.factor, "hash": snapshot.hash}
-            return snapshot.step, self._stage.store.read(stage), more
-        if what == "ends" and stage in self._stage.recorder.ends:
-            step, tensors = self._stage.recorder.ends[stage]
-            return step, pack_floats(tensors, ends_layout(self._stage.end(stage), self._stage.layouts[stage])), {}
+        own, store = self._stage.layouts[self._stage.spec.index], self._stage.store
+        if of not in (stage, self._stage.spec.index):
+            return 0, b"", {}
+        if what == "shadow" and store is not None and store.get(of) is not None:
+            kept, body = store.read(of)
+            more = {"root": kept.root, "form": kept.form, "squared_norm": kept.squared_norm, "factor": kept.factor, "hash": kept.hash}
+            return kept.step, body, more
+        if what == "ends" and of in self._stage.recorder.ends:
+            step, tensors = self._stage.recorder.ends[of]
+            return step, pack_floats(tensors, ends_layout(self._stage.end(of), self._stage.layouts[of])), {}
         if what == "probes" and self._stage.recorder.probes:
-            return self._stage.recorder.probes[-1].step, pack_items(self._stage.recorder.probes), {}
+            return self._stage.recorder.probes[-1].step, strict.encode(list(self._stage.recorder.probes)), {}
         if what == "edges":
             edges = [edge for edge in self._stage.recorder.edges if stage in (edge.source, edge.target)]
-            return self._channel.step, pack_items(edges) if edges else b"", {"codec": self._stage.codec}
+            return self._channel.step, strict.encode(edges) if edges else b"", {}
         if what == "layers":
             norm = 0.0 if self._stage.worker is None else self._stage.worker.optimizer.squared_norm
             return self._channel.step, pack_floats(trained(self._stage.runtime), layers_layout(own)), {"squared_norm": norm}
@@ -92,48 +92,14 @@ class Server:
         first, second = {name: host_copy(moments["exp_avg"])}, {name: host_copy(moments["exp_avg_sq"])}
         return encode_state(StageState(self._channel.step, kept, first, second, {name: float(moments["step"])}), layout, "exact")
 
-    def expected(self, stage: int, have: m.Have) -> int:
-        """How long what `stage` begins to send must be. Raises BadMessage for what it has no business to send."""
-        ours, stages = self._stage.spec.index, self._stage.spec.stages
-        kept = self._stage.store.stages if self._stage.store is not None else frozenset()
-        if have.what == "shadow" and (stage in ring(ours, stages) or stage in kept):
-            if have.form != form_of(self._stage.layouts[stage], self._stage.settings):
-                raise BadMessage("bounds", f"a snapshot in form {have.form}")
-            return m.state_bytes(self._stage.layouts[stage], have.form)
-        if have.what == "ends" and (stage, ours) in ((0, 1), (stages - 1, stages - 2)):
-            return 4 * elements(ends_layout(self._stage.end(stage), self._stage.layouts[stage]))
-        if have.what == "probes" and stage == stages - 1 and stage in ring(ours, stages):
-            return self._stage.probe_bytes(have)
-        if have.what == "run":
-            most = ABOUT_ITEM_BYTES * (self._stage.limits.tokens + 16)
-            if have.codec != self._stage.codec or not 1 <= have.rows <= self._stage.limits.tokens or not 1 <= have.about <= most:
-                raise BadMessage("bounds", "not a micro-batch of this crew")
-            return have.about + (0 if ours == 0 else activation_bytes(self._stage.codec, have.rows, self._stage.runtime.hidden_size))
-        raise BadMessage("bounds", f"{have.what} from stage {stage}")
-
-    async def pushed(self, stage: int, have: m.Have, body: bytearray) -> None:
-        """It arrived, with the hash that was promised. Raises as `serve` does."""
-        if have.what == "run":
-            await self._run(stage, have, bytes(body))
+    async def run(self, stage: int, asked: m.Run, body: bytes) -> None:
+        """A micro-batch through our stage as it is. Raises as `serve` does."""
+        at = self._stage
+        if asked.codec != (None if at.spec.has_embedding else at.codec):
+            raise BadMessage("schema", "not activations of this crew")
+        if at.phase == "empty":
+            self._channel.lack(stage, asked.request, "loading")
             return
-        if have.what == "shadow" and self._stage.store is not None:
-            await self._channel.compute(lambda: self._keep_snapshot(stage, have, body))
-        elif have.what == "ends":
-            self._stage.recorder.ends[stage] = have.step, read_floats(body, ends_layout(self._stage.end(stage), self._stage.layouts[stage]))
-        elif have.what == "probes":
-            self._stage.recorder.probes[:] = self._stage.read_probes(body)
-        self._channel.send(stage, m.Kept(self._channel.place, have.request, have.what, have.step))
-
-    def _keep_snapshot(self, stage: int, have: m.Have, body: bytearray) -> None:
-        assert self._stage.store is not None
-        check_state(body, self._stage.layouts[stage], have.form)
-        self._stage.store.put(stage, have, body)
-
-    async def _run(self, stage: int, have: m.Have, body: bytes) -> None:
-        if self._stage.phase == "empty":
-            self._channel.lack(stage, have.request, "loading")
-            return
-        work = read_micro_batch(body[: have.about], have.rows, self._stage.limits, "learn")
-        out = await self._channel.compute(lambda: run_one(self._stage.runtime, work, body[have.about :], self._stage.codec))
-        ran = self._channel.have("ran", self._channel.step, out, codec=self._stage.codec, rows=have.rows)
-        self._channel.answer(stage, have.request, ran, out)
+        work = read_micro_batch(body[: asked.about], asked.rows, at.limits, "learn")
+        out = await self._channel.compute(lambda: run_one(at.runtime, work, body[asked.about :], at.codec))
+        await self._channel.answer(stage, asked.request, "ran", self._channel.step, out)

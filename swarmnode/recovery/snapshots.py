@@ -1,6 +1,6 @@
 """R2: a stage's state at both its ring neighbours, as of every K-th committed step. Torch.
 
-    SnapshotRecorder   observes a worker: copies its state between two steps, gives it to the `StatePeer`, which sends when there is room
+    SnapshotRecorder   observes a worker: copies its state between two steps, gives it to the `StatePeer`, which stores it and says so
     SnapshotStore      the neighbours' states here, on disk, each with the hash it was sent with; our own, too, and on a node that keeps
                        the whole policy every stage's: what `swarmnode export` writes a policy from
 
@@ -32,12 +32,12 @@ from swarmnode.recovery.journal import Journal
 from swarmnode.recovery.messages import Form, Have, root_of, state_bytes
 from swarmnode.recovery.probes import Recorder
 from swarmnode.recovery.sources import RecoverySettings
-from swarmnode.recovery.state import StageState, Tensors, host_copy, take
+from swarmnode.recovery.state import StageState, Tensors, check_state, host_copy, take
 from swarmnode.recovery.synthesis import end_names
 from swarmnode.weights.layout import Layout
 
 if TYPE_CHECKING:
-    from swarmnode.recovery.pushing import Pusher
+    from swarmnode.recovery.sharing import Sharing
 
 log = logging.getLogger(__name__)
 
@@ -120,17 +120,14 @@ class SnapshotStore:
         return self._snapshots.get(stage)
 
     def put(self, stage: int, have: Have, body: bytearray) -> None:
-        """Stores a snapshot of `stage`, unless a newer one is here; in any thread.
+        """Stores a snapshot of `stage` whose root was compared, unless a newer one is here; in any thread.
 
-        Raises BadMessage: bounds, size, hash; OSError for the disk.
+        Raises BadMessage: bounds, size, not_finite; OSError for the disk.
         """
         layout = self._layouts.get(stage)
         if layout is None:
             raise BadMessage("bounds", f"no snapshot of stage {stage} belongs here")
-        if len(body) != state_bytes(layout, have.form):
-            raise BadMessage("size", f"{len(body)} bytes of a snapshot of {state_bytes(layout, have.form)}")
-        if root_of(body) != have.root:
-            raise BadMessage("hash", "a snapshot")
+        check_state(body, layout, have.form)
         snapshot = PeerSnapshot(have.step, have.form, have.root, have.squared_norm, have.factor, have.hash)
         about = {**asdict(snapshot), "root": have.root.hex(), "hash": have.hash.hex()}
         with self._lock:
@@ -140,15 +137,15 @@ class SnapshotStore:
             disk.save(self._path(stage), {"body": torch.frombuffer(body, dtype=torch.uint8)}, about)
             self._snapshots[stage] = snapshot
 
-    def read(self, stage: int) -> bytes:
-        """The bytes of `stage`'s snapshot. Raises StateError where they are not those that were stored; the snapshot is gone then."""
+    def read(self, stage: int) -> tuple[PeerSnapshot, memoryview]:
+        """`stage`'s snapshot and its bytes. Raises StateError where they are not those that were stored; the snapshot is gone then."""
         with self._lock:
             try:
                 snapshot = self._snapshots[stage]
                 found, body = read_copy(self._directory, stage)
                 if found.root != snapshot.root:
                     raise StateError(f"{self._path(stage)} is damaged")
-                return body
+                return found, body
             except (StateError, KeyError) as error:
                 self._forget(stage)
                 raise StateError(str(error)) from None
@@ -174,11 +171,11 @@ def copy_file(directory: Path, stage: int) -> Path:
     return directory / f"stage-{stage}.safetensors"
 
 
-def read_copy(directory: Path, stage: int) -> tuple[PeerSnapshot, bytes]:
-    """What a crew's directory has of `stage`. Raises StateError where there is nothing, or it is damaged."""
+def read_copy(directory: Path, stage: int) -> tuple[PeerSnapshot, memoryview]:
+    """What a crew's directory has of `stage`, mapped. Raises StateError where there is nothing, or it is damaged."""
     tensors, about = disk.load(copy_file(directory, stage))
     snapshot = _snapshot(about)
-    body = tensors["body"].numpy().tobytes() if "body" in tensors else b""
+    body = memoryview(tensors["body"].numpy().data if "body" in tensors else b"")
     if root_of(body) != snapshot.root:
         raise StateError(f"{copy_file(directory, stage)} is damaged")
     return snapshot, body
@@ -218,7 +215,7 @@ def _copies_in(directory: Path) -> Iterator[tuple[int, PeerSnapshot]]:
 
 
 class SnapshotRecorder(Recorder):
-    """Observer of one member. Set `push` once there are state streams; without one, it only remembers.
+    """Observer of one member. Set `sharing` once there are state streams; without one, it only remembers.
 
     outer: what averaging keeps with the weights, for the journal."""
 
@@ -227,12 +224,11 @@ class SnapshotRecorder(Recorder):
         outer: Callable[[], Tensors] = dict,
     ) -> None:  # fmt: skip
         super().__init__(spec, settings)
-        self.push: Pusher | None = None
+        self.sharing: Sharing | None = None
         self._journal = journal
         self._store = store
         self._outer = outer
         self._state: StageState | None = None
-        self._ends: tuple[int, dict[str, torch.Tensor]] | None = None
 
     def committed(self, worker: StageWorker) -> None:
         super().committed(worker)
@@ -245,16 +241,15 @@ class SnapshotRecorder(Recorder):
             self._state = take(worker)
         if self.settings.mode == "checkfree+" and (self.spec.has_embedding or self.spec.has_head):
             state = dict(worker.runtime.model.named_parameters())
-            self._ends = step, {name: host_copy(state[name]) for name in end_names(self.spec)}
+            self.ends[self.spec.index] = step, {name: host_copy(state[name]) for name in end_names(self.spec)}
 
     def stepped(self) -> None:
         state, self._state = self._state, None
-        ends, self._ends = self._ends, None
-        if self.push is None:
+        if self.sharing is None:
             return
         if state is not None:
-            self.push.snapshot(state)
-        if ends is not None:
-            self.push.ends(*ends)
+            self.sharing.snapshot(state)
+        if self.spec.index in self.ends:
+            self.sharing.announce("ends")
         if self.spec.has_head and self.probes:
-            self.push.probes()
+            self.sharing.announce("probes")

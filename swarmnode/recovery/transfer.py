@@ -1,7 +1,7 @@
-"""A member's end of the state streams: what a lost stage fetches, what a stage in good order pushes and serves. Torch.
+"""A member's end of the state streams: what a lost stage fetches, what a stage in good order shares and serves. Torch.
 
-pushed    snapshots to both ring neighbours, and to whoever keeps the whole policy; the tail's probes to its own; in paper mode embedding
-          and head to the second and last but one
+shared    snapshots with both ring neighbours, and whoever keeps the whole policy; the tail's probes with its own; in paper mode embedding
+          and head with the second and last but one
 served    snapshots, the stage's layers and ω, a tied embedding, copies of an end, probes, activations, and running a micro-batch
 """
 
@@ -17,8 +17,8 @@ from swarmnode.pipeline.worker import StageWorker
 from swarmnode.recovery.channel import Channel
 from swarmnode.recovery.fetching import Fetcher
 from swarmnode.recovery.local import LocalStage
-from swarmnode.recovery.pushing import Pusher
 from swarmnode.recovery.serving import Server
+from swarmnode.recovery.sharing import Sharing
 
 
 class StatePeer:
@@ -31,13 +31,13 @@ class StatePeer:
         step = lambda: stage.worker.participant.step if stage.worker is not None else fence.place.step
         rate = settings.uplink * settings.uplink_share / 2  # two neighbours
         self.stage = stage
-        self.channel = Channel(fence, streams, settings.seconds, rate, compute, step)
+        self.channel = Channel(fence, streams, stage.limits, settings.seconds, rate, compute, step)
         self.fetch = Fetcher(self.channel, stage)
-        self.push = Pusher(self.channel, stage)
-        self.server = Server(self.channel, stage, self.push)
+        self.sharing = Sharing(self.channel, stage, self.fetch)
+        self.server = Server(self.channel, stage)
 
     async def run(self) -> None:
-        await self.channel.run(self.server)
+        await self.channel.run(self.server, self.sharing)
 
     def attach(self, worker: StageWorker) -> None:
         """The stage is in order: `worker` runs it."""

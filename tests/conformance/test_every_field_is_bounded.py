@@ -20,7 +20,7 @@ from tests.support.stage_reading import Bytes
 
 VECTORS = Path(__file__).parents[2] / "protocol" / "vectors"
 LIMITS = FrameLimits(hidden=4, vocab=50, tokens=64)
-STREAMS = {"stage_frame": functools.partial(read_frame, limits=LIMITS), "state_message": read_state}
+STREAMS = {"stage_frame": functools.partial(read_frame, limits=LIMITS), "state_message": functools.partial(read_state, limits=LIMITS)}
 READERS = {
     "crews_request": crews.decode_request, "crews_answer": crews.decode_answer, "weights": decode_message, "weights_state": decode_state,
 }  # fmt: skip

@@ -27,7 +27,7 @@ ALLOWED = {
     **dict.fromkeys(
         (
             "swarmnode.recovery.messages.Edge: nobody reads micro_batch", "swarmnode.recovery.messages.Edge: nobody reads step",
-            "swarmnode.recovery.messages.Probe: nobody reads micro_batch", "swarmnode.recovery.messages.Lack: nobody reads answer",
+            "swarmnode.recovery.messages.Probe: nobody reads micro_batch",
         ),
         "names what it is; on the wire",
     ),

@@ -95,7 +95,6 @@ MESSAGES = {
     "bulk_socket_request": (BulkSocketRequest, limits.BULK_SOCKET_REQUEST_BYTES),
     "bulk_socket_response": (BulkSocketResponse, limits.BULK_SOCKET_RESPONSE_BYTES),
 }
-STATE = ("state_message",)
 CREWS = {"crews_request": crews.decode_request, "crews_answer": crews.decode_answer}
 WEIGHTS = {"weights": decode_message, "weights_state": decode_state}
 OPEN_REFUSALS = {reason for reason in stream_handshake.REFUSALS if reason not in ("malformed", "timeout")}
@@ -176,7 +175,7 @@ def read_stream_open(frame: bytes, given: dict) -> dict:
     return msgspec.to_builtins(opened, builtin_types=(bytes,))
 
 
-STAGES = {"stage_frame": read_whole, "stage_stream_open": read_stream_open}
+STAGES = {"stage_frame": read_whole, "state_message": read_state, "stage_stream_open": read_stream_open}
 """Read with what the vector gives: a crew's shapes, or who is in it."""
 
 
@@ -205,8 +204,6 @@ def judge(read_as: str, frame: bytes, domain: bytes, swarm: bytes, given: dict |
             value = hexed(STAGES[read_as](frame, given))
         elif read_as in MESSAGES:
             value = plain(decode(frame, *MESSAGES[read_as]))
-        elif read_as in STATE:
-            value = hexed(read_state(frame))
         elif read_as == "crews_founded":
             value = hexed(read_founded(frame))
         elif read_as in CREWS:
@@ -331,7 +328,7 @@ def test_every_reason_and_every_reader_has_a_vector():
     accepted = {vector["read_as"] for _, vector in FRAMES if vector["verdict"] == "accept"}
     refused = {vector["read_as"] for _, vector in FRAMES if vector["verdict"] == "reject"}
     others = {"crews_founded", "state_manifest", "manifest", "session", "summary"}
-    readers = {*ENVELOPES, *MESSAGES, *WEIGHTS, *STAGES, *STATE, *CREWS, *others}
+    readers = {*ENVELOPES, *MESSAGES, *WEIGHTS, *STAGES, *CREWS, *others}
     assert accepted == refused == readers
 
 

@@ -201,7 +201,7 @@ TARGETS: dict[str, tuple[Callable[[], Feed], tuple[type[Exception], ...]]] = {
     "crew-answer": (lambda: decode_answer, (BadMessage,)),
     "stage-frame": (lambda: lambda data: drive(read_frame(Bytes(data), FRAMES)), (BadMessage,)),
     "stream-open": (lambda: stream_open, (BadMessage,)),
-    "state-frame": (lambda: lambda data: drive(read_state(Bytes(data))), (BadMessage,)),
+    "state-frame": (lambda: lambda data: drive(read_state(Bytes(data), FRAMES)), (BadMessage,)),
     "gossip": (lambda: lambda data: rpc.parse(data, ["t"]), (rpc.Undecodable,)),
     "address": (lambda: text(addresses.parse_any), (ValueError,)),
     "mdns": (lambda: lambda data: parse_service({b"id": data[:64].strip()}, [data[64:].decode(errors="replace")], 9), (ValueError,)),

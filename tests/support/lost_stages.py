@@ -126,7 +126,7 @@ class Fleet:
                 station.store,
             )  # fmt: skip
             peer = StatePeer(local, fence, streams[i], inline)
-            station.watch.push = peer.push
+            station.watch.sharing = peer.sharing
             self.peers.append(peer)
         self.restored, self.failed = {}, {}
         async with trio.open_nursery() as nursery:

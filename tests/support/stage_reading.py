@@ -40,10 +40,10 @@ def read_whole(data: bytes, given: dict[str, Any]) -> dict[str, Any]:
     return {"header": msgspec.to_builtins(frame, builtin_types=(bytes,)), **_body(frame, body, limits, given["codec"])}
 
 
-def read_state(data: bytes) -> dict[str, Any]:
-    """One message of a state stream. Raises BadMessage with a reason of STATE_REASONS."""
+def read_state(data: bytes, given: dict[str, Any]) -> dict[str, Any]:
+    """One message of a state stream; `given` as above. Raises BadMessage with a reason of STATE_REASONS."""
     stream = Bytes(data)
-    got = trio.run(recovery.read, stream)
+    got = trio.run(recovery.read, stream, FrameLimits(given["hidden"], given["vocab"], given["tokens"]))
     if got is None:
         raise BadMessage("truncated", "nothing")
     if stream.data:

@@ -150,7 +150,7 @@ class CrewPolicy:
                 return UpdateStatistics(stepped=True)
             if result.refused is None:
                 return UpdateStatistics(
-                    True, result.loss, result.clip_fraction, result.kl, result.entropy, result.grad_norm,
+                    True, result.loss, result.clip_fraction, None, result.entropy, result.grad_norm,
                     effective_own=result.effective, rate_factor=result.rate_factor,
                 )  # fmt: skip
             log.warning("no step", reason=result.refused)

@@ -126,7 +126,7 @@ class StageRecovery:
                 self._recorder, self._store, base=None if self._model.terms.lora.r else tensors_of(self._model.directory),
             )  # fmt: skip
             self._peer = peer = StatePeer(local, Fence(place, len(assigned.layers)), streams, stage.meter)
-            self._recorder.push = peer.push
+            self._recorder.sharing = peer.sharing
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(peer.run)
                 if averaging is not None:
@@ -134,7 +134,7 @@ class StageRecovery:
                 yield
                 nursery.cancel_scope.cancel()
         finally:
-            self._peer = self._recorder.push = None
+            self._peer = self._recorder.sharing = None
             if averaging is not None:
                 averaging.probe.close()
             with trio.CancelScope(shield=True):
@@ -170,14 +170,14 @@ class StageRecovery:
         self._peer.attach(worker)
         holders = tuple(assigned.members[i] for i in ring(assigned.stage, len(assigned.layers)))
         if holders != self._holders and self._settings.keeps_copies(worker.runtime.spec):
-            self._peer.push.snapshot(take(worker))  # a neighbour that is new has none of ours, and the next comes in many steps
+            self._peer.sharing.snapshot(take(worker))  # a neighbour that is new has none of ours, and the next comes in many steps
         self._holders = holders
 
     def progress(self) -> int:
         return self._peer.channel.progress if self._peer is not None else 0
 
     def facts(self, step: int) -> dict[str, int]:
-        kept = dict(self._peer.push.stored) if self._peer is not None else {}
+        kept = dict(self._peer.sharing.stored) if self._peer is not None else {}
         if not kept:  # its loss would cost all steps; in a crew of one nobody is there to keep a copy
             return {"shadow_age_steps": step, **self._more(step)} if self._holders else self._more(step)
         newest = max(kept.values())

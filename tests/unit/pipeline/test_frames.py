@@ -143,8 +143,8 @@ async def test_a_body_is_read_in_chunks(autojump_clock):
 
 
 def micro(**keys) -> MicroBatch:
-    numbers = (pack_logprobs([-1.0] * 4), b"", pack_logprobs([1.0, -1.0]), pack_logprobs([1.0, 1.0]))
-    loss = Loss(*numbers, 4.0, "dapo", 0.2, 0.28, None, 0.0, (True, True), "tis", "token")
+    numbers = (pack_logprobs([-1.0] * 4), pack_logprobs([1.0, -1.0]), pack_logprobs([1.0, 1.0]))
+    loss = Loss(*numbers, 4.0, "dapo", 0.2, 0.28, None, (True, True), "tis", "token")
     fields = {
         "prompt_lengths": (3,), "prompt_ids": pack_ids([1, 2, 3]), "prompt_of": (0, 0), "completion_lengths": (1, 3),
         "completion_ids": pack_ids([4, 5, 6, 7]), "temperature": 1.0, "loss": loss,
@@ -164,7 +164,7 @@ def micro(**keys) -> MicroBatch:
         ({"prompt_of": (0,)}, "bounds"), ({"completion_lengths": (0, 4)}, "bounds"), ({"prompt_lengths": ()}, "bounds"),
         ({"completion_lengths": (2, 3)}, "shape"), ({"completion_lengths": (2**62, 3)}, "bounds"), ({"temperature": 0.0}, "bounds"),
         ({"temperature": float("nan")}, "not_finite"), ({"loss": None}, "bounds"), ({"old_logprobs": pack_logprobs([1.0])}, "shape"),
-        ({"advantages": pack_logprobs([1.0, float("inf")])}, "not_finite"), ({"normalizer": 0.0}, "bounds"), ({"beta": 1.0}, "shape"),
+        ({"advantages": pack_logprobs([1.0, float("inf")])}, "not_finite"), ({"normalizer": 0.0}, "bounds"),
         ({"sampled": (True,)}, "shape"),
         ({"epsilon": float("nan")}, "not_finite"), ({"loss_type": "other"}, "schema"), ({"prompt_ids": b"abc"}, "bounds"),
     ],

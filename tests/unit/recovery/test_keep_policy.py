@@ -15,7 +15,6 @@ from swarmnode.errors import StateError, Unavailable
 from swarmnode.pipeline.context import CrewSettings
 from swarmnode.policy.fingerprint import fingerprint
 from swarmnode.policy.load import lora_settings
-from swarmnode.recovery import messages as m
 from swarmnode.recovery.sources import RecoverySettings
 from swarmnode.trainer import state
 from swarmnode.trainer.export_crew import find_copies
@@ -158,12 +157,3 @@ async def test_copies_of_another_model_and_damaged_ones_are_refused(fleet, base,
 
 def test_without_a_crew_there_are_no_copies(tmp_path):
     assert find_copies(tmp_path) is None
-
-
-async def test_a_shadow_that_was_not_asked_for_is_refused(fleet):
-    crew = fleet(keepers=())
-    async with crew.up():
-        stranger = crew.peers[2].channel  # no ring neighbour of stage 0
-        stranger.push(0, stranger.have("shadow", 1, b"x" * m.state_bytes(crew.layouts[2], "exact"), hash=b"h" * 32), b"x" * 8)
-        await quiet()
-        assert crew.peers[0].channel.counts.refused == {"bounds": 1}

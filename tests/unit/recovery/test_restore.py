@@ -292,7 +292,7 @@ async def test_r3_does_not_take_an_adapter_that_was_judged(fleet, models):
     async with mine.up() as crew:
         await learn(crew, 2, rate=1e-5)
         body = bytearray(encode_state(StageState(1, noise_for(runtime)), mine.layouts[1], "exact"))
-        mine.stations[0].store.put(1, Have(crew.head.place, 1, False, "shadow", 1, len(body), root_of(body), b"h" * 32), body)
+        mine.stations[0].store.put(1, Have(crew.head.place, 1, "shadow", 1, len(body), root_of(body), b"h" * 32), body)
     mine.kill(1).base = read
     async with mine.up():
         got = mine.restored[1]

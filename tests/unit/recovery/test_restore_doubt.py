@@ -50,7 +50,7 @@ def weights_of(fleet):
 def lie(fleet, place, holder, weights, step=3):
     """`holder` keeps, and names the hash of, other weights of the lost stage than were pushed to it."""
     body = bytearray(encode_state(StageState(step, weights), fleet.layouts[LOST], "exact"))
-    fleet.stations[holder].store.put(LOST, Have(place, 1, False, "shadow", step, len(body), root_of(body), b"h" * 32), body)
+    fleet.stations[holder].store.put(LOST, Have(place, 1, "shadow", step, len(body), root_of(body), b"h" * 32), body)
 
 
 def moved(weights, by):

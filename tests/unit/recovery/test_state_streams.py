@@ -3,6 +3,7 @@
 import copy
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -14,7 +15,7 @@ from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout, S
 from swarmnode.pipeline.compute import inline
 from swarmnode.pipeline.context import CrewSettings
 from swarmnode.pipeline.fence import Fence
-from swarmnode.pipeline.frames import FrameLimits, Place
+from swarmnode.pipeline.frames import FrameLimits, Place, activation_bytes
 from swarmnode.pipeline.links import Links
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.worker import StageWorker
@@ -43,7 +44,8 @@ class Wire:
         pieces = split_model(model, [1, 2, 1])
         self.layouts = stage_layouts(model.config, [spec for spec, _ in pieces])
         self.runtimes = [StageRuntime(spec, stage) for spec, stage in pieces]
-        self.store = SnapshotStore(tmp_path, CREW, {i: self.layouts[i] for i in (0, 2)})
+        self.store = SnapshotStore(tmp_path, CREW, {i: self.layouts[i] for i in range(3)})
+        self.directory = tmp_path / CREW.hex()
         self.ends, far = {}, {}
         for stage in (0, 2):
             self.ends[stage], far[stage] = memory_stream_pair()
@@ -76,19 +78,27 @@ class Wire:
             await self.ends[stage].send_all(m.pack(*message) if isinstance(message, tuple) else m.pack(message))
         await quiet()
 
-    async def push(self, stage, what, body, size=None, root=None, **more):
+    async def give(self, stage, what, body, answered=None, size=None, root=None, **more):
+        """Says that there is a new one, and answers whoever wants it."""
+        await self.send(stage, m.Made(self.place(stage), 0, what))
+        want = await self.answer(stage)
+        assert (want.what, want.of) == (what, stage)
+        await self.body(stage, want.request, answered or what, body, size, root, **more)
+
+    async def body(self, stage, request, what, body, size=None, root=None, **more):
         more |= {"hash": HASH} if what == "shadow" else {}
-        have = m.Have(self.place(stage), 1, False, what, 9, len(body) if size is None else size, root or m.root_of(body), **more)
-        await self.send(stage, have)
+        await self.send(
+            stage, m.Have(self.place(stage), request, what, 9, len(body) if size is None else size, root or m.root_of(body), **more)
+        )
         for at in range(0, len(body), 2**20):
             part = body[at : at + 2**20]
-            await self.send(stage, (m.Chunk(self.place(stage), 1, False, at, len(part)), part))
+            await self.send(stage, (m.Chunk(self.place(stage), request, at, len(part)), part))
         await quiet()
 
     async def answer(self, stage):
         """The next message to `stage`."""
         with trio.fail_after(1):
-            return (await m.read(self.ends[stage]))[0]
+            return (await m.read(self.ends[stage], LIMITS))[0]
 
     def refused(self):
         return self.peer.channel.counts.refused
@@ -131,22 +141,26 @@ def test_a_state_survives_its_bytes(models):
 
 async def test_a_shadow_is_stored_confirmed_and_given_back(wire):
     body = encode_state(wire.state(0), wire.layouts[0], "exact")
-    await wire.push(0, "shadow", body, squared_norm=2.5)
-    assert isinstance(await wire.answer(0), m.Kept)
+    await wire.give(0, "shadow", body, squared_norm=2.5)
+    assert (await wire.answer(0)).step == 9
     await wire.send(0, m.Ask(wire.place(0), 5))
     holds = await wire.answer(0)
     assert (holds.shadow, holds.root, holds.hash, holds.loaded) == (9, m.root_of(body), HASH, False)
-    await wire.send(0, m.Want(wire.place(0), 6, "shadow"))
+    await wire.send(0, m.Want(wire.place(0), 6, "shadow", 0))
     have = await wire.answer(0)
     assert (have.size, have.root, have.squared_norm) == (len(body), m.root_of(body), 2.5)
-    assert wire.store.read(0) == body
+    assert wire.store.read(0)[1] == body
+    for sender, of in ((0, 2), (2, 0)):  # what is kept of a third is none of theirs
+        await wire.send(sender, m.Want(wire.place(sender), 7, "shadow", of))
+    assert (await wire.answer(2)).reason == "none"
 
 
 async def hostile(wire, stage, what, body, reason, **more):
-    await wire.push(stage, what, body, **more)
+    await wire.give(stage, what, body, **more)
     assert wire.refused() == {reason: 1}
     assert wire.store.get(stage) is None
-    assert (await wire.answer(stage)).reason == "refused"
+    await wire.send(stage, m.Ask(wire.place(stage), 5))
+    assert isinstance(await wire.answer(stage), m.Holds), "nothing was said to have been kept"
 
 
 async def test_a_wrong_hash_is_refused(wire):
@@ -173,60 +187,62 @@ async def test_numbers_that_are_none_are_refused_in_bfloat16_too(models, tmp_pat
         nursery.start_soon(wire.peer.run)
         await quiet()
         await hostile(wire, 0, "shadow", encode_state(state, wire.layouts[0], "small"), "not_finite", form="small")
-        await wire.push(0, "shadow", encode_state(wire.state(0), wire.layouts[0], "small"), form="small")
+        await wire.give(0, "shadow", encode_state(wire.state(0), wire.layouts[0], "small"), form="small")
         assert wire.store.get(0).form == "small"
         nursery.cancel_scope.cancel()
 
 
 async def test_another_stages_shape_is_refused_before_a_byte_of_it_is_kept(wire):
     await hostile(wire, 0, "shadow", encode_state(wire.state(1), wire.layouts[1], "exact"), "size")
-    assert not wire.peer.channel.incoming()
 
 
 async def test_a_claim_beyond_the_model_takes_no_memory(wire):
     await hostile(wire, 0, "shadow", b"", "size", size=2**50, root=b"x" * 32)
-    assert not wire.peer.channel.incoming()
+    await wire.send(0, (m.Chunk(wire.place(0), 1, 0, 2**20), bytes(2**20)))  # of what was refused
+    assert wire.refused() == {"size": 1}
 
 
-@pytest.mark.parametrize(("stage", "what", "more"), [
-    (0, "layers", {}), (0, "ran", {}), (0, "tied", {}), (0, "probes", {}),
-    (0, "shadow", {"form": "small"}), (0, "run", {"rows": 65, "about": 1}), (0, "run", {"rows": 4, "about": 8}),
+@pytest.mark.parametrize(("what", "answered", "more", "reason"), [
+    ("shadow", "layers", {}, "schema"), ("shadow", "ends", {}, "schema"), ("shadow", "shadow", {"form": "small"}, "bounds"),
+    ("ends", "ends", {}, "size"),
 ])  # fmt: skip
-async def test_what_a_peer_has_no_business_to_send_is_refused(wire, stage, what, more):
-    await hostile(wire, stage, what, b"x" * 64, "size" if what == "run" and more["rows"] == 4 else "bounds", **more)
+async def test_what_was_not_asked_for_is_refused(wire, what, answered, more, reason):
+    await hostile(wire, 0, what, b"x" * 64, reason, answered=answered, **more)
+
+
+@pytest.mark.parametrize(("stage", "what"), [(0, "probes"), (2, "shadow")])
+async def test_what_is_not_kept_here_is_not_fetched(wire, stage, what, tmp_path):
+    wire.peer.stage.store = SnapshotStore(tmp_path / "other", CREW, {0: wire.layouts[0]})
+    await wire.send(stage, m.Made(wire.place(stage), 0, what))
+    await wire.send(stage, m.Ask(wire.place(stage), 5))
+    assert isinstance(await wire.answer(stage), m.Holds)
+
+
+async def test_nothing_comes_unasked(wire):
+    body = encode_state(wire.state(0), wire.layouts[0], "exact")
+    await wire.body(0, 1, "shadow", body)
+    assert wire.store.get(0) is None
+    assert wire.refused() == {}
 
 
 async def test_chunks_out_of_place_end_a_transfer(wire):
     body = encode_state(wire.state(0), wire.layouts[0], "exact")
-    await wire.send(0, m.Have(wire.place(0), 1, False, "shadow", 9, len(body), m.root_of(body), HASH))
-    await wire.send(0, (m.Chunk(wire.place(0), 1, False, 100, 8), b"x" * 8))
-    assert wire.refused() == {"size": 1}
-    await wire.send(0, (m.Chunk(wire.place(0), 1, False, 0, 8), b"x" * 8))  # of nothing that is expected
-    assert wire.refused() == {"size": 1}
-    await wire.send(0, m.Have(wire.place(0), 2, False, "shadow", 9, len(body), m.root_of(body), HASH))
-    await wire.send(0, (m.Chunk(wire.place(0), 2, False, 5, len(body) - 5), body[5:]))
-    assert wire.refused() == {"size": 2}
-
-
-async def test_shadows_are_taken_of_ring_neighbours_and_of_stages_that_are_kept_only(wire, tmp_path):
-    size = m.state_bytes(wire.layouts[0], "exact")
-    have = m.Have(wire.place(0), 1, False, "shadow", 9, size, b"x" * 32, HASH)
-    assert wire.peer.server.expected(0, have) == size
-    wire.peer.stage.spec = replace(wire.peer.stage.spec, index=3, stages=5)
-    assert wire.peer.server.expected(0, have) == size
-    wire.peer.stage.store = SnapshotStore(tmp_path / "other", CREW, {2: wire.layouts[2]})
-    with pytest.raises(BadMessage, match="bounds"):
-        wire.peer.server.expected(0, have)
+    for at, part, count in ((100, b"x" * 8, 1), (5, body[5:], 2)):
+        await wire.send(0, m.Made(wire.place(0), 0, "shadow"))
+        number = (await wire.answer(0)).request
+        await wire.send(0, m.Have(wire.place(0), number, "shadow", 9, len(body), m.root_of(body), HASH))
+        await wire.send(0, (m.Chunk(wire.place(0), number, at, len(part)), part))
+        assert wire.refused() == {"size": count}
+        await wire.send(0, (m.Chunk(wire.place(0), number, 0, 8), b"x" * 8))  # of nothing that is expected
+        assert wire.refused() == {"size": count}
 
 
 async def test_messages_of_the_past_and_of_strangers_do_nothing(wire):
-    body = encode_state(wire.state(0), wire.layouts[0], "exact")
     for other in ({"crew": b"x" * 16}, {"stage": 2}, {"crew": b"y" * 16}):
         place = wire.place(0, **other)
-        await wire.send(0, m.Have(place, 1, False, "shadow", 9, len(body), m.root_of(body), HASH))
+        await wire.send(0, m.Made(place, 0, "shadow"))
     assert wire.fence.dropped == {"crew": 2, "stage": 1}
     assert wire.refused() == {}
-    assert not wire.peer.channel.incoming()
 
 
 @pytest.mark.parametrize(
@@ -250,54 +266,41 @@ async def test_bytes_that_are_no_message_end_that_stream_and_no_other(wire, data
 
 
 async def test_who_does_not_stop_is_cut_off(wire):
+    run = lambda number: m.Run(wire.place(0), number, "int8", 1, 1)  # the crew's activations are float32
     for number in range(channel.MISBEHAVED):
         assert 0 not in wire.peer.channel.gone
-        await wire.send(0, m.Have(wire.place(0), number, False, "layers", 9, 8, b"x" * 32))
+        await wire.send(0, (run(number), bytes(1 + activation_bytes("int8", 1, LIMITS.hidden))))
+    await wire.send(0, m.Ask(wire.place(0), 1))
     assert wire.peer.channel.gone == {0: "misbehaved"}
+    assert wire.refused() == {"schema": channel.MISBEHAVED}
 
 
-async def test_more_than_a_few_transfers_at_once_are_refused(wire):
-    for number in range(channel.SERVED + 1):
-        have = m.Have(wire.place(0), number, False, "run", 9, 8 + 4 * 4 * 32, b"x" * 32, codec="float32", rows=4, about=8)
-        await wire.send(0, have)
-    assert wire.refused() == {"bounds": 1}
-
-
-async def test_one_shadow_of_a_neighbour_at_a_time_is_kept_in_memory(wire):
-    body = encode_state(wire.state(0), wire.layouts[0], "exact")
-    have = lambda number: m.Have(wire.place(0), number, False, "shadow", 9, len(body), m.root_of(body), HASH)
-    await wire.send(0, have(1), have(2))
-    assert wire.refused() == {"bounds": 1}
+async def test_a_run_that_is_none_is_refused_and_one_of_a_stage_without_weights_waits(wire):
+    body = b"nothing" + bytes(activation_bytes("float32", 4, LIMITS.hidden))
+    run = m.Run(wire.place(0), 3, "float32", 4, 7)
+    await wire.send(0, (run, body))
+    assert (await wire.answer(0)).reason == "loading"
+    wire.peer.stage.phase = "whole"
+    await wire.send(0, (run, body))
     assert (await wire.answer(0)).reason == "refused"
-    assert [key for key in wire.peer.channel.incoming()] == [(0, False, 1)]
-    storing, go_on = wire.peer.channel.compute, trio.Event()
+    assert sum(wire.refused().values()) == 1
 
-    async def slow(work):
-        await go_on.wait()
-        return await storing(work)
 
-    wire.peer.channel.compute = slow
-    for at in range(0, len(body), 2**20):
-        part = body[at : at + 2**20]
-        await wire.send(0, (m.Chunk(wire.place(0), 1, False, at, len(part)), part))
-    await wire.send(0, have(3))  # the disk is slow, which is not the neighbour's fault
-    assert (await wire.answer(0)).reason == "busy"
-    assert wire.refused() == {"bounds": 1}
-    assert not wire.peer.channel.incoming()
-    go_on.set()
-    await quiet()
+async def test_one_snapshot_of_a_neighbour_is_fetched_at_a_time_and_then_the_newest(wire):
+    body = encode_state(wire.state(0), wire.layouts[0], "exact")
+    for _ in range(5):
+        await wire.send(0, m.Made(wire.place(0), 0, "shadow"))
+    first = await wire.answer(0)
+    await wire.send(0, m.Ask(wire.place(0), 1))
+    assert isinstance(await wire.answer(0), m.Holds)
+    await wire.body(0, first.request, "shadow", body)
     assert isinstance(await wire.answer(0), m.Kept)
-    await wire.push(0, "shadow", body)
+    again = await wire.answer(0)
+    assert (again.what, again.request) == ("shadow", first.request + 1)
+    await wire.body(0, again.request, "shadow", body)
     assert isinstance(await wire.answer(0), m.Kept)
-
-
-async def test_two_pushes_of_one_kind_go_one_after_the_other(wire):
-    wire.peer.channel.push(0, wire.peer.channel.have("shadow", 8, bytes(2**21), hash=HASH), bytes(2**21))
-    await quiet()
-    assert isinstance(await wire.answer(0), m.Have)
-    wire.peer.channel.push(0, wire.peer.channel.have("shadow", 9, bytes(2**21), hash=HASH), bytes(2**21))
-    got = [await wire.answer(0) for _ in range(5)]
-    assert [type(one).__name__ for one in got] == ["Chunk", "Chunk", "Have", "Chunk", "Chunk"]
+    await wire.send(0, m.Ask(wire.place(0), 1))
+    assert isinstance(await wire.answer(0), m.Holds)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +312,7 @@ async def test_what_the_device_cannot_do_is_answered_and_the_member_goes_on(wire
 
     wire.peer.stage.phase = "whole"
     monkeypatch.setattr(wire.peer.server, "_body", fails)
-    await wire.send(0, m.Want(wire.place(0), 5, "layers"))
+    await wire.send(0, m.Want(wire.place(0), 5, "layers", 1))
     assert (await wire.answer(0)).reason == "failed"
     assert wire.peer.channel.counts.failed == 1
     await wire.send(2, m.Ask(wire.place(2), 1))
@@ -329,7 +332,7 @@ async def test_our_own_defects_are_not_swallowed(models, tmp_path, error, monkey
         async with trio.open_nursery() as nursery:
             nursery.start_soon(wire.peer.run)
             await quiet()
-            await wire.send(0, m.Want(wire.place(0), 5, "layers"))
+            await wire.send(0, m.Want(wire.place(0), 5, "layers", 1))
 
 
 def test_shadows_that_are_stored_in_two_threads_end_in_one_whole_file(models, tmp_path, monkeypatch):
@@ -346,7 +349,7 @@ def test_shadows_that_are_stored_in_two_threads_end_in_one_whole_file(models, tm
         inside.pop()
 
     monkeypatch.setattr(disk, "save", watched)
-    have = lambda step: m.Have(wire.place(0), 1, False, "shadow", step, len(bodies[step]), m.root_of(bodies[step]), HASH)
+    have = lambda step: m.Have(wire.place(0), 1, "shadow", step, len(bodies[step]), m.root_of(bodies[step]), HASH)
     threads = [threading.Thread(target=wire.store.put, args=(0, have(step), bodies[step])) for step in (8, 9) * 4]
     for thread in threads:
         thread.start()
@@ -354,7 +357,7 @@ def test_shadows_that_are_stored_in_two_threads_end_in_one_whole_file(models, tm
         thread.join()
     assert max(most) == 1
     assert wire.store.get(0).step == 9
-    assert wire.store.read(0) == bodies[9]
+    assert wire.store.read(0)[1] == bodies[9]
 
 
 class Liar:
@@ -365,7 +368,7 @@ class Liar:
         nursery.start_soon(self.serve, reply)
 
     async def serve(self, reply):
-        while (got := await m.read(self.wire.ends[0])) is not None:
+        while (got := await m.read(self.wire.ends[0], LIMITS)) is not None:
             for message in reply(got[0]) if not isinstance(got[0], m.Chunk) else []:
                 await self.wire.ends[0].send_all(m.pack(*message) if isinstance(message, tuple) else m.pack(message))
 
@@ -374,10 +377,10 @@ def giving(wire, what, body, root=None, size=None, **more):
     def reply(message):
         place = wire.place(0)
         named = {"hash": HASH} if what in ("shadow", "copy") else {}
-        yield m.Have(place, message.request, True, what, 9, size or len(body), root or m.root_of(body), **named, **more)
+        yield m.Have(place, message.request, what, 9, size or len(body), root or m.root_of(body), **named, **more)
         for at in range(0, len(body), 2**20):
             part = body[at : at + 2**20]
-            yield m.Chunk(place, message.request, True, at, len(part)), part
+            yield m.Chunk(place, message.request, at, len(part)), part
 
     return reply
 
@@ -399,12 +402,12 @@ async def fetched(wire, reply, ask):
 async def test_a_copy_is_given_to_whoever_asks_and_not_while_a_step_is_taken(wire, monkeypatch):
     base = {name: tensor.clone() for name, tensor in wire.model.state_dict().items()}
     wire.peer.stage.base = base.__getitem__
-    want = m.Want(wire.place(2), 7, "copy")
+    want = m.Want(wire.place(2), 7, "copy", 1)
     await wire.send(2, want)
     assert (await wire.answer(2)).reason == "loading"
     wire.work()
     await wire.send(2, want)
-    have, body = await m.read(wire.ends[2]), await m.read(wire.ends[2])
+    have, body = await m.read(wire.ends[2], LIMITS), await m.read(wire.ends[2], LIMITS)
     assert (have[0].what, have[0].step, have[0].hash) == ("copy", 9, HASH)
     spec = wire.runtimes[1].spec
     layout = copied(spec, wire.layouts[1])
@@ -437,9 +440,10 @@ async def test_a_copy_is_encoded_once_between_two_steps_however_many_ask(wire, m
     async def asked(times):
         for number in range(1, times + 1):
             for stage in (0, 2):
-                await wire.ends[stage].send_all(m.pack(m.Want(wire.place(stage), number, "copy")))
+                await wire.ends[stage].send_all(m.pack(m.Want(wire.place(stage), number, "copy", 1)))
         with trio.fail_after(1):
-            got = [(await m.read(wire.ends[stage]), await m.read(wire.ends[stage])) for stage in (0, 2) for _ in range(times)]
+            read = lambda stage: m.read(wire.ends[stage], LIMITS)
+            got = [(await read(stage), await read(stage)) for stage in (0, 2) for _ in range(times)]
         assert len({body for _, (_, body) in got}) == 1
         return {have.step for (have, _), _ in got}
 
@@ -516,13 +520,13 @@ async def test_a_transfer_may_take_long_while_something_comes_of_it(wire, autoju
     began = trio.current_time()
 
     async def slowly():
-        (message, _) = await m.read(wire.ends[0])
+        (message, _) = await m.read(wire.ends[0], LIMITS)
         place, number = wire.place(0), message.request
-        await wire.send(0, m.Have(place, number, True, "layers", 9, len(body), m.root_of(body)))
+        await wire.send(0, m.Have(place, number, "layers", 9, len(body), m.root_of(body)))
         for at in every[:pieces]:
             await trio.sleep(4.0)
             part = body[at : at + 8192]
-            await wire.send(0, (m.Chunk(place, number, True, at, len(part)), part))
+            await wire.send(0, (m.Chunk(place, number, at, len(part)), part))
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(slowly)
@@ -556,7 +560,7 @@ async def test_a_stage_that_is_being_restored_is_waited_for_and_not_for_ever(wir
     def loading(message):
         nonlocal asked
         asked += 1
-        yield m.Lack(wire.place(0), message.request, True, "loading")
+        yield m.Lack(wire.place(0), message.request, "loading")
 
     wire.peer.stage.spec = replace(wire.peer.stage.spec, tied=True)
     with pytest.raises(PeerTimeout, match="not restored within"):
@@ -566,59 +570,57 @@ async def test_a_stage_that_is_being_restored_is_waited_for_and_not_for_ever(wir
         await fetched(wire, loading, lambda: wire.peer.fetch.layers(0))
 
 
-async def test_a_fetch_goes_before_a_push_and_pushes_keep_to_their_share(models, tmp_path, autojump_clock):
+async def test_what_somebody_waits_for_goes_before_what_is_kept_for_later_which_keeps_to_its_share(models, tmp_path, autojump_clock):
     settings = RecoverySettings(uplink=2e5, uplink_share=0.1)  # 1e4 bytes per second to each neighbour
     wire = Wire(copy.deepcopy(models["llama-tied"]), tmp_path, settings)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(wire.peer.run)
         await quiet()
         wire.peer.stage.phase = "whole"
-        state = wire.state(1)
-        wire.peer.push.snapshot(state)
-        wire.peer.push.snapshot(state)  # the first is still under way
+        wire.peer.sharing.snapshot(wire.state(1))
         await quiet()
+        assert (await wire.answer(0)).what == "shadow"
+        started, want = trio.current_time(), m.Want(wire.place(0), 7, "shadow", 1)
         size = m.state_bytes(wire.layouts[1], "exact")
+        await wire.send(0, want, msgspec.structs.replace(want, request=8))
         assert isinstance(await wire.answer(0), m.Have)
-        first = await wire.answer(0)
-        assert first.length == min(size, 2**20)
-        started = trio.current_time()
-        await wire.send(0, m.Want(wire.place(0), 7, "layers"))
-        assert (await wire.answer(0)).what == "layers"
+        assert (await wire.answer(0)).length == min(size, 2**20)
+        await wire.send(0, m.Want(wire.place(0), 9, "layers", 1))
+        assert [(await wire.answer(0)).request for _ in range(2)] == [9, 9]
         assert trio.current_time() == started
-        body = b"p" * 1000
-        wire.peer.channel.push(0, wire.peer.channel.have("probes", 9, body), body)
-        await wire.answer(0)  # the chunk of layers
         with trio.fail_after(100):
-            late = (await m.read(wire.ends[0]))[0]
-        assert late.what == "probes"
+            late = (await m.read(wire.ends[0], LIMITS))[0]
+        assert late.request == 8
         assert trio.current_time() - started == pytest.approx(size / 1e4, rel=0.01)
         nursery.cancel_scope.cancel()
 
 
-async def test_a_shadow_is_skipped_while_the_last_one_is_on_its_way(models, tmp_path, autojump_clock):
-    wire = Wire(copy.deepcopy(models["llama-tied"]), tmp_path, RecoverySettings(uplink=2e4))
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(wire.peer.run)
-        await quiet()
-        wire.peer.channel.push(0, wire.peer.channel.have("probes", 9, b"p" * 100), b"p" * 100)
-        await quiet()
-        wire.peer.push.snapshot(wire.state(1))
-        await quiet()
-        wire.peer.push.snapshot(wire.state(1))
-        await quiet()
-        assert wire.peer.push.skipped >= 1
-        nursery.cancel_scope.cancel()
+def in_a_file(data, path):
+    """Whether it is that file, mapped."""
+    address = torch.frombuffer(data, dtype=torch.uint8).data_ptr()
+    mapped = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(path))]
+    return any(int(start, 16) <= address < int(end, 16) for start, end in mapped)
+
+
+async def test_a_snapshot_that_is_sent_takes_no_memory(wire, monkeypatch):
+    wire.peer.sharing.snapshot(wire.state(1))
+    await quiet()
+    mapped = []
+    monkeypatch.setattr(wire.peer.channel.outboxes[0], "transfer", lambda have, body, paced: mapped.append(body))
+    assert isinstance(await wire.answer(0), m.Made)
+    await wire.send(0, m.Want(wire.place(0), 7, "shadow", 1))
+    assert in_a_file(mapped[0], wire.directory / "stage-1.safetensors")
 
 
 def test_a_store_forgets_what_is_damaged_and_remembers_what_is_not(models, tmp_path):
     wire = Wire(models["llama"], tmp_path)
     body = bytearray(encode_state(wire.state(0), wire.layouts[0], "exact"))
-    have = m.Have(wire.place(0), 1, False, "shadow", 9, len(body), m.root_of(body), HASH)
+    have = m.Have(wire.place(0), 1, "shadow", 9, len(body), m.root_of(body), HASH)
     wire.store.put(0, have, body)
     wire.store.put(0, msgspec.structs.replace(have, step=8), body)  # older: kept out
     again = SnapshotStore(tmp_path, CREW, {0: wire.layouts[0]})
     assert again.get(0).step == 9
-    assert again.read(0) == body
+    assert again.read(0)[1] == body
     file = next(tmp_path.rglob("stage-0.safetensors"))
     data = bytearray(file.read_bytes())
     data[-5] ^= 1
@@ -629,8 +631,8 @@ def test_a_store_forgets_what_is_damaged_and_remembers_what_is_not(models, tmp_p
     file.write_bytes(b"not a file of tensors")
     assert SnapshotStore(tmp_path, CREW, {0: wire.layouts[0]}).get(0) is None
     assert not file.exists()
-    with pytest.raises(BadMessage, match="hash"):
-        again.put(0, have, body[:-1] + b"x")
+    with pytest.raises(BadMessage, match="size"):
+        again.put(0, have, body[:-1])
     with pytest.raises(BadMessage, match="belongs"):
         again.put(1, have, body)
     SnapshotStore(tmp_path, b"d" * 16, {0: wire.layouts[0]})
@@ -647,7 +649,7 @@ async def test_who_asks_and_does_not_read_gets_no_more_than_a_few_answers(wire):
     wire.peer.stage.phase = "whole"
     wire.peer.channel.streams[0].send_stream.send_all_hook = trio.sleep_forever
     for number in range(1, 4 * channel.SERVED):
-        await wire.send(0, m.Want(wire.place(0), number, "layers"))
+        await wire.send(0, m.Want(wire.place(0), number, "layers", 1))
     waiting = wire.peer.channel.outboxes[0].transfers
     assert len(waiting) <= channel.SERVED
     assert wire.peer.channel.counts.failed == 0
@@ -656,7 +658,7 @@ async def test_who_asks_and_does_not_read_gets_no_more_than_a_few_answers(wire):
 def test_a_lineage_that_takes_no_step_or_fewer_costs_another_none_of_its_copies(models, tmp_path):
     wire = Wire(models["llama"], tmp_path)
     body = bytearray(encode_state(wire.state(0), wire.layouts[0], "exact"))
-    have = m.Have(wire.place(0), 1, False, "shadow", 9, len(body), m.root_of(body), HASH)
+    have = m.Have(wire.place(0), 1, "shadow", 9, len(body), m.root_of(body), HASH)
     crew = lambda name: SnapshotStore(tmp_path, name * 16, {0: wire.layouts[0]}, {"layers": [2, 1, 1]})
     crew(b"c").put(0, have, body)
     crew(b"c").ran(9)
