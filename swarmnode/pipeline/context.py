@@ -44,7 +44,7 @@ class StageContext:
     settings: CrewSettings
     compute: Compute
     participant: Participant
-    observer: Observer = field(default_factory=Observer)
+    observers: list[Observer] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
     """Frames that passed their header and then were not what they said, by reason."""
 

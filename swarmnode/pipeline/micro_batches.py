@@ -72,7 +72,8 @@ class MicroBatches:
             (frame.micro_batch, hop), self._limit(kept)
         ):
             self.kept[frame.micro_batch, hop] = kept
-            at.observer.received(frame.micro_batch, about, sender, body[frame.about :])
+            for observer in at.observers:
+                observer.received(frame.micro_batch, about, sender, body[frame.about :])
 
     def backward(self, sender: int, frame: frames.Backward, body: bytes) -> None:
         """The gradient of what was sent on. Raises BadMessage."""
@@ -140,7 +141,8 @@ class MicroBatches:
         def loss(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
             value, parts = loss_of(kept.work, kept.batch, logprobs, entropy)
             sums.extend(parts)
-            at.observer.learnt(micro_batch, logprobs.detach()[kept.batch.completion_mask].float().cpu())
+            for observer in at.observers:
+                observer.learnt(micro_batch, logprobs.detach()[kept.batch.completion_mask].float().cpu())
             return value
 
         return at.runtime.learn(kept.batch, kept.x, kept.work.temperature, loss, kept.route[kept.hop].part)
@@ -160,8 +162,8 @@ class MicroBatches:
         frame = frames.Forward(at.place, micro_batch, purpose, at.settings.codec, kept.work.rows, len(kept.about))
         body, receiver = encode(y, at.settings.codec), kept.route[kept.hop + 1].stage
         at.links.send(receiver, frame, kept.about + body)
-        if purpose == "learn":
-            at.observer.sent(micro_batch, receiver, body)
+        for observer in at.observers if purpose == "learn" else ():
+            observer.sent(micro_batch, receiver, body)
 
     def clear(self) -> None:
         self.schedule.clear()

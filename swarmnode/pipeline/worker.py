@@ -234,14 +234,16 @@ class StageWorker:
         self.optimizer.last_commit = Taken(self.participant.attempt, clip, learning_rate)
         with trio.CancelScope(shield=True):  # around computing only
             await self.context.compute(lambda: self.step(clip, learning_rate))
-            self.context.observer.stepped()
+            for observer in self.context.observers:
+                observer.stepped()
             self._drop_all()
 
     def step(self, clip: float, learning_rate: float) -> None:
         """What `take` computes. Raises DeviceError."""
         if not self.optimizer.step(clip, learning_rate):
             self.context.refused["bounds"] += 1
-        self.context.observer.committed(self)
+        for observer in self.context.observers:
+            observer.committed(self)
 
     def _drop_all(self) -> None:
         """Gradients, inputs and caches: they belong to weights that have moved, or to a step that will not be."""
@@ -249,5 +251,6 @@ class StageWorker:
             parameter.grad = None
         self.micro_batches.clear()
         self.tied.clear()
-        self.context.observer.dropped()
+        for observer in self.context.observers:
+            observer.dropped()
         self.waves.clear()

@@ -164,7 +164,7 @@ class Fleet:
             member.optimizer = old.optimizer
         elif station.spec.index in self.restored:
             self.restored[station.spec.index].install(member)
-        member.context.observer = station.watch
+        member.context.observers = [station.watch]
         station.member = member
         peer.attach(member)
 

@@ -49,7 +49,7 @@ log = structlog.get_logger("swarmnode.crew")
 
 
 class StageRecovery:
-    """`runner.Recovery` of this node, below the trainer's `directory`. averaging: that of the stage that is being restored; asked: called
+    """It keeps its files below the trainer's `directory`. averaging: that of the stage that is being restored; asked: called
     when it seeks a replica, for the network process to be notified; more: what else `facts` says of a crew at a step."""
 
     def __init__(
@@ -101,6 +101,7 @@ class StageRecovery:
         self._store = SnapshotStore(self._directory / SNAPSHOTS, assigned.lineage, {i: self._layouts[i] for i in kept}, about)
 
     def built(self, stage: Stage) -> None:
+        """A stage with the base model's weights is there."""
         self.outer = {}
         spec = stage.runtime.spec
         adapter = self._model.terms.lora.r > 0
@@ -116,6 +117,7 @@ class StageRecovery:
 
     @contextlib.asynccontextmanager
     async def open(self, assigned: Assigned, stage: Stage) -> AsyncIterator[None]:
+        """While it is open, others' stages can be asked and are answered. Raises PeerError."""
         assert self._recorder is not None
         place = Place(assigned.crew[:CREW_BYTES], assigned.stage, assigned.step)
         averaging = self._averaging()
@@ -141,6 +143,7 @@ class StageRecovery:
                 await close_all(streams)
 
     async def restore(self, stage: Stage, assigned: Assigned, notify: Notify) -> tuple[str, float | None]:
+        """Fill `stage`: (source, KL of the probe). Raises Refused where no source is left, PeerError where somebody is lost meanwhile."""
         assert self._peer is not None
         averaging = self._averaging()
         met = averaging is not None and averaging.met()
@@ -166,6 +169,7 @@ class StageRecovery:
         return Replica(weights, outer=found.outer)
 
     def attach(self, assigned: Assigned, worker: StageWorker) -> None:
+        """The stage is in order; `worker` has not begun."""
         assert self._peer is not None
         self._peer.attach(worker)
         holders = tuple(assigned.members[i] for i in ring(assigned.stage, len(assigned.layers)))
@@ -174,9 +178,11 @@ class StageRecovery:
         self._holders = holders
 
     def progress(self) -> int:
+        """Grows while weights arrive: a stage that is being restored over a slow link is no stage that is stuck."""
         return self._peer.channel.progress if self._peer is not None else 0
 
     def facts(self, step: int) -> dict[str, int]:
+        """Fields of StageStatus about copies: shadow_step, shadow_age_steps, and `more`."""
         kept = dict(self._peer.sharing.stored) if self._peer is not None else {}
         if not kept:  # its loss would cost all steps; in a crew of one nobody is there to keep a copy
             return {"shadow_age_steps": step, **self._more(step)} if self._holders else self._more(step)

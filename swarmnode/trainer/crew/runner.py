@@ -15,9 +15,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 import trio
@@ -27,12 +26,14 @@ from swarmnode.crew.local import Assigned, StageStatus
 from swarmnode.errors import DeviceError, PeerError, SwarmNodeError
 from swarmnode.pipeline import faults
 from swarmnode.pipeline.head import Head
-from swarmnode.pipeline.worker import StageWorker
 from swarmnode.policy.micro import free_memory, is_oom
 from swarmnode.process import Progress
 from swarmnode.trainer.crew.stage import Stage
 from swarmnode.trainer.crew.streams import Gate, close_all, connect_all
 from swarmnode.trainer.crew.trio_thread import TrioThread
+
+if TYPE_CHECKING:
+    from swarmnode.trainer.crew.recovery import StageRecovery
 
 log = structlog.get_logger("swarmnode.crew")
 
@@ -42,38 +43,6 @@ STATUS_SECONDS = 1.0
 
 Notify = Callable[[local.StagePhase, str], None]
 """What is being done now: phase, and source of `local.RUNGS`."""
-
-
-class Recovery(Protocol):
-    """How a stage that is not in memory gets its weights, and what keeps them safe from then on."""
-
-    def prepare(self, assigned: Assigned) -> None:
-        """Opens what this node has on disk of the stage. In a thread."""
-        ...
-
-    def built(self, stage: Stage) -> None:
-        """A stage with the base model's weights is there."""
-        ...
-
-    def open(self, assigned: Assigned, stage: Stage) -> AbstractAsyncContextManager[None]:
-        """While it is open, others' stages can be asked and are answered. Raises PeerError."""
-        ...
-
-    async def restore(self, stage: Stage, assigned: Assigned, notify: Notify) -> tuple[str, float | None]:
-        """Fill `stage`: (source, KL of the probe). Raises Refused where no source is left, PeerError where somebody is lost meanwhile."""
-        ...
-
-    def attach(self, assigned: Assigned, worker: StageWorker) -> None:
-        """The stage is in order; `member` has not begun."""
-        ...
-
-    def progress(self) -> int:
-        """Grows while weights arrive: a stage that is being restored over a slow link is no stage that is stuck."""
-        ...
-
-    def facts(self, step: int) -> dict[str, int]:
-        """The fields of StageStatus about copies at neighbours: shadow_step, shadow_age_steps."""
-        ...
 
 
 def _first(group: BaseExceptionGroup) -> str:
@@ -107,7 +76,7 @@ class StageRunner:
     this is in memory; in a thread."""
 
     def __init__(
-        self, build: Callable[[Assigned], Stage], recovery: Recovery, send: Callable[[local.FromTrainer], None], progress: Progress,
+        self, build: Callable[[Assigned], Stage], recovery: StageRecovery, send: Callable[[local.FromTrainer], None], progress: Progress,
         built: Callable[[Stage], None] = lambda stage: None, lacked: Callable[[Assigned], None] = lambda assigned: None,
         offer: Callable[[Stage | None], None] = lambda stage: None,
     ) -> None:  # fmt: skip

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
 import trio
 
 from swarmnode.crew.local import Assigned
@@ -27,7 +26,7 @@ HEAD_SECONDS = 120.0
 """Bounds each of a head's calls: a crew that does less in that time is too slow to train, or hangs."""
 
 
-class Meter:
+class Meter(Observer):
     """Computes in a thread, and says how much of the time that was."""
 
     def __init__(self) -> None:
@@ -49,9 +48,8 @@ class Meter:
             self.computing -= 1
             self._busy += time.monotonic() - started
 
-    def step(self, tokens: int) -> None:
-        """A step was taken; `tokens` have gone through so far."""
-        now = time.monotonic()
+    def committed(self, worker: StageWorker) -> None:
+        now, tokens = time.monotonic(), worker.runtime.tokens
         elapsed = max(now - self._since, 1e-9)
         self.waited_share = max(0.0, 1.0 - self._busy / elapsed)
         self.tokens_per_second = (tokens - self._tokens) / elapsed
@@ -66,7 +64,7 @@ class Stage:
         self.runtime = runtime
         self.meter = Meter()
         self.optimizer = StageOptimizer(runtime, settings.learning_rate)
-        self.observers: list[Observer] = []
+        self.observers: list[Observer] = [self.meter]
         self._settings = settings
         self._limits = limits
         self._began = assigned.step
@@ -121,7 +119,7 @@ class Stage:
         else:
             worker = StageWorker(self.runtime, links, fence, self._settings, self.meter, self.optimizer)
         worker.participant.hash = assigned.hash
-        worker.context.observer = Observers(self)
+        worker.context.observers = self.observers
         return worker
 
     def progress(self) -> int:
@@ -135,35 +133,3 @@ class Stage:
     def load(self) -> int:
         """Pieces of work in hand. What waits for a gradient, or for a slow link, is none: no new trainer would do it sooner."""
         return self.meter.computing + self.worker.ready()
-
-
-class Observers(Observer):
-    """All of a stage's observers as one; the meter first."""
-
-    def __init__(self, stage: Stage) -> None:
-        self._stage = stage
-
-    def received(self, micro_batch: int, about: bytes, sender: int, body: bytes) -> None:
-        for observer in self._stage.observers:
-            observer.received(micro_batch, about, sender, body)
-
-    def sent(self, micro_batch: int, receiver: int, body: bytes) -> None:
-        for observer in self._stage.observers:
-            observer.sent(micro_batch, receiver, body)
-
-    def learnt(self, micro_batch: int, logprobs: torch.Tensor) -> None:
-        for observer in self._stage.observers:
-            observer.learnt(micro_batch, logprobs)
-
-    def committed(self, worker: StageWorker) -> None:
-        self._stage.meter.step(self._stage.runtime.tokens)
-        for observer in self._stage.observers:
-            observer.committed(worker)
-
-    def stepped(self) -> None:
-        for observer in self._stage.observers:
-            observer.stepped()
-
-    def dropped(self) -> None:
-        for observer in self._stage.observers:
-            observer.dropped()
