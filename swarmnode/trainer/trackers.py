@@ -11,10 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import structlog
+from accelerate.state import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
 log = structlog.get_logger("swarmnode.trainer")
 PROJECT = "swarmnode"
+WANDB_LEAVES_OUT = {
+    "console": "off", "disable_code": True, "disable_git": True, "host": "", "x_disable_meta": True, "x_disable_stats": True,
+    "x_save_requirements": False,
+}  # fmt: skip
+"""What W&B takes by itself is more than anybody was told: all that is printed (a log with addresses and peers), the machine, its packages,
+the repository of the working directory."""
 
 
 class Trackers:
@@ -26,12 +33,14 @@ class Trackers:
             self._try(each, functools.partial(self._start, each, data_dir, name, told))
 
     def _start(self, kind: str, data_dir: Path, name: str, told: Mapping[str, object]) -> None:
+        PartialState(cpu=True)  # the trackers of W&B and trackio cannot be started before it
         made = LOGGER_TYPE_TO_CLASS[kind]
         folder = data_dir / "log"
         if made.requires_logging_directory:
             tracker = made(PROJECT, logging_dir=str(folder / kind))
         else:
-            tracker = made(PROJECT, **({"name": name} if name else {}), **({"dir": str(folder)} if kind == "wandb" else {}))
+            its = {"dir": str(folder), "settings": WANDB_LEAVES_OUT} if kind == "wandb" else {}
+            tracker = made(PROJECT, **({"name": name} if name else {}), **its)
         if hasattr(tracker, "start"):  # accelerate before 1.8 starts it when it is made
             tracker.start()
         tracker.store_init_configuration(dict(told))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 
 import pytest
 import structlog.testing
@@ -50,6 +52,39 @@ def test_every_step_goes_to_the_tracker_with_what_it_measured(tmp_path, tensorbo
     assert values["reward_by_task/rg/gcd"] == [0.5, 7]
     assert not {"device", "loss", "peers_used", "phase"} & values.keys()
     assert told[-1] == ["closed", True]
+
+
+WANDB = """
+told = []
+class Config:
+    def update(self, values, **kwargs): told.append(["told", values])
+config = Config()
+class Run:
+    def log(self, values, step=None, **kwargs): told.append([step, values])
+    def finish(self): told.append(["closed", True])
+def init(**kwargs):
+    told.append(["init", kwargs])
+    return Run()
+"""
+
+
+@pytest.mark.parametrize("kind", ["wandb", "trackio"])
+def test_wandb_and_trackio_start_in_a_process_that_has_no_accelerator_and_are_told_the_same(tmp_path, monkeypatch, kind) -> None:
+    state = pytest.importorskip("accelerate.state")
+    (tmp_path / f"{kind}.py").write_text(WANDB)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, kind, raising=False)
+    state.PartialState._reset_state()
+    kept = Records(tmp_path / "data", Trackers([kind], tmp_path / "data", "me", {"training/learning_rate": 1e-5}))
+    kept.step(1.0, Report("training", step=7, reward_own=0.25, device="cpu"))
+    kept.close()
+    (_, given), told, (step, values), closed = importlib.import_module(kind).told
+    assert (given["project"], given["name"]) == ("swarmnode", "me")
+    assert (told, step, values["reward_own"], closed) == (["told", {"training/learning_rate": 1e-5}], 7, 0.25, ["closed", True])
+    if kind == "wandb":
+        leaves_out = given["settings"]
+        assert leaves_out["console"] == "off", "the trainer's log has addresses and peers"
+        assert leaves_out["x_disable_meta"], "so has the machine's description"
 
 
 def test_a_tracker_that_fails_is_done_without(tmp_path, tensorboard) -> None:
