@@ -7,7 +7,9 @@
                or broke, its memory, and bytes against the same swarm where the hostile say nothing.
 
 A swarm of the same seed in which other random numbers are drawn learns some per cent more or less, too: so a silent swarm is run
-`--controls` times, each loss is against their mean, and the row `silent` shows what nothing at all costs.
+`--controls` times, and the row `silent` shows what nothing at all costs, each against the others. An attack that changes nothing is the
+first of these, number by number, with whatever luck that had: with `--draws` it is run with as many of their random numbers, and its
+loss is that of its mean against the mean of the silent ones with the same.
 """
 
 from __future__ import annotations
@@ -107,10 +109,18 @@ def learning_case(attack: str, share: int, control: int, seed: int, size: Size, 
         return play(attack, share, policies[: size.honest + hostile_count(size.honest, share)], scorer, seed, size, control)
 
 
-def lost(result: dict[str, Any], controls: Sequence[dict[str, Any]]) -> float:
-    """Per cent of the mean held-out reward of this seed's silent swarms; a silent one is compared with the others."""
-    others = [c["held_out"] for c in controls if c["seed"] == result["seed"] and c is not result]
-    return 100 * (1 - result["held_out"] / fmean(others)) if others and fmean(others) else 0.0
+def lost(runs: Sequence[dict[str, Any]], controls: Sequence[dict[str, Any]]) -> float:
+    """Per cent of what the silent swarms of the same seed and random numbers had; a silent one is compared with the seed's others."""
+    seed, draws = runs[0]["seed"], {r["control"] for r in runs}
+    silent = runs[0]["attack"] == SILENT
+    usual = [c["held_out"] for c in controls if c["seed"] == seed and (c["control"] in draws) != silent]
+    return 100 * (1 - fmean(r["held_out"] for r in runs) / fmean(usual)) if usual and fmean(usual) else 0.0
+
+
+def of_each_seed(runs: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """What is one loss: an attack's runs with other random numbers, a silent swarm by itself."""
+    cases = dict.fromkeys((r["seed"], r["control"] if r["attack"] == SILENT else 0) for r in runs)
+    return [[r for r in runs if r["seed"] == seed and (r["attack"] != SILENT or r["control"] == control)] for seed, control in cases]
 
 
 def learning_table(results: Sequence[dict[str, Any]]) -> str:
@@ -119,7 +129,7 @@ def learning_table(results: Sequence[dict[str, Any]]) -> str:
     cases = dict.fromkeys((r["attack"], r["share"]) for r in results)
     for attack, share in cases:
         runs = [r for r in results if (r["attack"], r["share"]) == (attack, share)]
-        losses = [lost(r, controls) for r in runs]
+        losses = [lost(same, controls) for same in of_each_seed(runs)]
         rows.append([
             attack, "–" if attack == SILENT else share, spread(losses, 1), " ".join(f"{loss:.1f}" for loss in losses),
             spread([r["payload"] for r in runs], 2), spread([r["length"] for r in runs]), spread([r["sampled"] for r in runs], 0),
@@ -136,20 +146,20 @@ def learning_table(results: Sequence[dict[str, Any]]) -> str:
     return table(headers, rows)
 
 
-def missed(result: dict[str, Any], controls: Sequence[dict[str, Any]]) -> list[str]:
-    """What this run did that a hostile quarter must not do."""
-    usual = fmean(c["length"] for c in controls) if controls else result["length"]
-    found = []
-    if crashes := result["crashes"] + result["internal_errors"]:
+def missed(runs: Sequence[dict[str, Any]], controls: Sequence[dict[str, Any]]) -> list[str]:
+    """What an attack did with one seed that a hostile quarter must not do."""
+    length, found = fmean(r["length"] for r in runs), []
+    usual = fmean(c["length"] for c in controls) if controls else length
+    if crashes := sum(r["crashes"] + r["internal_errors"] for r in runs):
         found.append(f"{crashes} crashes")
-    if result["payload"] > MOST_PAYLOAD:
-        found.append(f"payload in {result['payload']:.1f} % of the answers")
-    if result["length"] > 1.5 * usual:
-        found.append(f"answers of {result['length']:.1f} tokens instead of {usual:.1f}")
-    if (loss := lost(result, controls)) > MOST_LOST:
+    if (payload := max(r["payload"] for r in runs)) > MOST_PAYLOAD:
+        found.append(f"payload in {payload:.1f} % of the answers")
+    if length > 1.5 * usual:
+        found.append(f"answers of {length:.1f} tokens instead of {usual:.1f}")
+    if (loss := lost(runs, controls)) > MOST_LOST:
         found.append(f"{loss:.1f} % of the held-out reward lost")
-    if result["attack"] in NEVER_TRAINED_ON and result["trained_on"]:
-        found.append(f"{result['trained_on']} of its groups trained on")
+    if runs[0]["attack"] in NEVER_TRAINED_ON and (trained_on := sum(r["trained_on"] for r in runs)):
+        found.append(f"{trained_on} of its groups trained on")
     return found
 
 
@@ -213,6 +223,7 @@ def main() -> None:
     parser.add_argument("--honest", type=int, default=Size.honest)
     parser.add_argument("--rounds", type=int, default=Size.rounds, help="optimizer steps")
     parser.add_argument("--controls", type=int, default=Size.controls, help="silent swarms of each seed")
+    parser.add_argument("--draws", type=int, default=1, help="runs of an attack with each seed, each with a silent swarm's random numbers")
     parser.add_argument("--base", default="embedded", help="policy that the start policies are made from")
     parser.add_argument("--json", type=Path, help="write all results there, each as it comes")
     args = parser.parse_args()
@@ -225,7 +236,7 @@ def main() -> None:
     cases: dict[str, list[Any]] = {
         "learning": [
             *((SILENT, min(SHARES), control) for control in range(size.controls)),
-            *((a, s, 0) for s in args.shares for a in LEARNING if a in args.attacks),
+            *((a, s, draw) for s in args.shares for a in LEARNING if a in args.attacks for draw in range(min(args.draws, size.controls))),
         ],
         "network": [(a, s) for s in args.shares for a in (SILENT, *NETWORK) if a in (SILENT, *args.attacks)],
     }
@@ -255,9 +266,11 @@ def show(results: dict[str, list[dict[str, Any]]], size: Size) -> None:
     if learning := results["learning"]:
         controls = [r for r in learning if r["attack"] == SILENT]
         print(f"### What they teach ({size.honest} honest nodes, {REGIME} start, {size.rounds} steps)\n\n{learning_table(learning)}\n")
-        for r in learning:
-            if r["share"] == GOAL_SHARE and (found := missed(r, controls)):
-                print(f"* {r['attack']}, seed {r['seed']}, misses the goal: {'; '.join(found)}")
+        judged = [r for r in learning if r["share"] == GOAL_SHARE and r["attack"] != SILENT]
+        for attack in dict.fromkeys(r["attack"] for r in judged):
+            for runs in of_each_seed([r for r in judged if r["attack"] == attack]):
+                if found := missed(runs, controls):
+                    print(f"* {attack}, seed {runs[0]['seed']}, misses the goal: {'; '.join(found)}")
     if network := results["network"]:
         print(f"\n### What they do to the network ({size.honest} honest nodes)\n\n{network_table(network)}\n")
 
