@@ -14,7 +14,7 @@ MESSAGES = {  # type → fields behind `place` and `request`
         "loaded": bool, "rung": Maybe(int), "exhausted": bool, "shadow": Maybe(int), "root": bytes, "hash": bytes,
         "ends": Maybe(int), "probes": Maybe(int),
     },
-    "want": {"what": WHAT[:7], "of": int},
+    "want": {"what": WHAT[:7], "of": int, "at": int},
     "run": {"codec": Maybe(CODEC), "rows": int, "about": int},
     "have": {
         "what": WHAT, "step": int, "size": int, "root": bytes, "hash": bytes, "form": ("exact", "small"), "squared_norm": float,

@@ -53,11 +53,11 @@ class _Call:
     scope: trio.CancelScope
     size: Callable[[m.Have], int]
     """How long the answer must be. Raises BadMessage for one that was not asked for."""
+    body: bytearray
+    """What has come of it, here or before."""
+    have: m.Have | None = None
     done: trio.Event = field(default_factory=trio.Event)
     answer: Answer | Exception | None = None
-    have: m.Have | None = None
-    body: bytearray = field(default_factory=bytearray)
-    """What has come of it."""
 
     def progressed(self) -> None:
         self.scope.deadline = trio.current_time() + self.seconds
@@ -77,8 +77,8 @@ class _Calls:
         return self._last
 
     @contextlib.contextmanager
-    def open(self, stage: int, number: int, seconds: float, size: Callable[[m.Have], int]) -> Iterator[_Call]:
-        call = self._open[stage, number] = _Call(seconds, trio.CancelScope(), size)
+    def open(self, stage: int, number: int, seconds: float, size: Callable[[m.Have], int], body: bytearray) -> Iterator[_Call]:
+        call = self._open[stage, number] = _Call(seconds, trio.CancelScope(), size, body)
         call.progressed()
         try:
             yield call
@@ -168,11 +168,12 @@ class Channel:
     # Sending.
 
     async def answer(
-        self, stage: int, request: int, what: m.What, step: int, body: bytes | memoryview, *, paced: bool = False, **more: Any
+        self, stage: int, request: int, what: m.What, step: int, body: bytes | memoryview, *, paced: bool = False, at: int = 0,
+        **more: Any,
     ) -> None:  # fmt: skip
         root = more.pop("root", b"") or await self.compute(lambda: m.root_of(body))
         if stage not in self.gone:
-            self.outboxes[stage].transfer(m.Have(self.place, request, what, step, len(body), root, **more), body, paced)
+            self.outboxes[stage].transfer(m.Have(self.place, request, what, step, len(body), root, **more), body, paced, at)
 
     def lack(self, stage: int, request: int, reason: m.LackReason) -> None:
         self.send(stage, m.Lack(self.place, request, reason))
@@ -210,10 +211,12 @@ class Channel:
     # Asking.
 
     async def call(
-        self, stage: int, message: m.Message, size: Callable[[m.Have], int], body: bytes = b"", seconds: float | None = None
-    ) -> Answer:
+        self, stage: int, message: m.Message, size: Callable[[m.Have], int], body: bytes = b"", seconds: float | None = None,
+        had: bytearray | None = None,
+    ) -> Answer:  # fmt: skip
         """Holds, or (Have, body) with the hash that was promised. `size` says how long the answer must be, or raises BadMessage. seconds:
-        other than those of the channel; math.inf for what nobody waits for.
+        other than those of the channel; math.inf for what nobody waits for. had: the beginning of the answer's body, and where the rest
+        goes as it comes.
 
         Raises PeerError: BadMessage for what was not what it said, PeerTimeout, Loading, and for a stage that is gone or has nothing.
         """
@@ -221,7 +224,7 @@ class Channel:
             raise PeerError(f"stage {stage} is gone: {self.gone.get(stage, 'no stream')}")
         message = msgspec.structs.replace(message, request=self._calls.number())
         within = self._seconds if seconds is None else seconds
-        with self._calls.open(stage, message.request, within, size) as call:
+        with self._calls.open(stage, message.request, within, size, bytearray() if had is None else had) as call:
             self.send(stage, message, body, message.request)
             with call.scope:  # around waiting only
                 await call.done.wait()
@@ -235,10 +238,11 @@ class Channel:
         return call.answer
 
     async def call_for_body(
-        self, stage: int, message: m.Message, size: Callable[[m.Have], int], body: bytes = b"", seconds: float | None = None
-    ) -> Body:
+        self, stage: int, message: m.Message, size: Callable[[m.Have], int], body: bytes = b"", seconds: float | None = None,
+        had: bytearray | None = None,
+    ) -> Body:  # fmt: skip
         """As `call`, of something that has a body."""
-        answer = await self.call(stage, message, size, body, seconds)
+        answer = await self.call(stage, message, size, body, seconds, had)
         if not isinstance(answer, tuple):
             raise BadMessage("schema", "an answer to another question")
         return answer

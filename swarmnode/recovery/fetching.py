@@ -18,6 +18,7 @@ from swarmnode.recovery.channel import Body, Channel, Loading
 from swarmnode.recovery.copies import Parts, copied, copy_bytes, decode_copy
 from swarmnode.recovery.local import LocalStage
 from swarmnode.recovery.probes import work_of
+from swarmnode.recovery.snapshots import form_of
 from swarmnode.recovery.state import StageState, decode_state
 from swarmnode.recovery.synthesis import Neighbour
 from swarmnode.weights.layout import elements
@@ -52,11 +53,27 @@ class Fetcher:
         return found
 
     async def snapshot(self, holder: int, root: bytes) -> StageState:
-        """The one of ours that it said it has."""
-        layout = self._stage.layouts[self._stage.spec.index]
-        have, body = await self.given(holder, "shadow", self._stage.spec.index)
-        if have.root != root:
-            raise BadMessage("hash", f"another snapshot than stage {holder} named")
+        """The one of ours that it said it has; what came of it before, from whomever, is not sent again."""
+        own, begun = self._stage.spec.index, self._stage.begun
+        layout = self._stage.layouts[own]
+        had = begun.get(root, bytearray())
+        del had[m.state_bytes(layout, form_of(layout, self._stage.settings)) - 1 :]  # something is asked for
+        begun.clear()
+        resumed, begun[root] = len(had) > 0, had
+
+        def size(have: m.Have) -> int:
+            if have.root != root:
+                raise BadMessage("hash", f"another snapshot than stage {holder} named")
+            return self._stage.size(own, have)
+
+        try:
+            have, body = await self._fetch(holder, "shadow", size, own, had=had)
+        except BadMessage:
+            begun.clear()
+            if not resumed:
+                raise
+            return await self.snapshot(holder, root)  # who gave the beginning may be the one who lied
+        begun.clear()
         return await self._channel.compute(lambda: decode_state(body, layout, have.form, have.step, have.squared_norm, have.factor))
 
     async def layers(self, stage: int) -> Neighbour:
@@ -131,15 +148,16 @@ class Fetcher:
         return await self._fetch(holder, what, lambda have: self._stage.size(of, have), of, seconds)
 
     async def _fetch(
-        self, stage: int, what: m.Wanted, size: Callable[[m.Have], int], of: int | None = None, seconds: float | None = None
+        self, stage: int, what: m.Wanted, size: Callable[[m.Have], int], of: int | None = None, seconds: float | None = None,
+        had: bytearray | None = None,
     ) -> Body:  # fmt: skip
         def checked(have: m.Have) -> int:
             if have.what != what:
                 raise BadMessage("schema", f"{have.what} is not {what}")
             return size(have)
 
-        want = m.Want(self._channel.place, 0, what, stage if of is None else of)
-        return await self._channel.call_for_body(stage, want, checked, seconds=seconds)
+        want = m.Want(self._channel.place, 0, what, stage if of is None else of, len(had or b""))
+        return await self._channel.call_for_body(stage, want, checked, seconds=seconds, had=had)
 
     async def _patiently(self, stage: int, ask: Callable[[], Awaitable[Body]]) -> Body:
         until = trio.current_time() + self._stage.settings.neighbour_seconds

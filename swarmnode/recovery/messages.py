@@ -82,7 +82,9 @@ class Holds(StateMessage, frozen=True, tag="holds"):
 class Want(StateMessage, frozen=True, tag="want"):
     what: Wanted
     of: int
-    """Whose, of what one stage keeps of another (GIVEN); else the asked stage."""
+    """Whose, of what one stage keeps of another (Given); else the asked stage."""
+    at: int
+    """Bytes of it that are here: the rest will do."""
 
 
 class Run(StateMessage, frozen=True, tag="run"):

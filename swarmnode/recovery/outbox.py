@@ -16,10 +16,12 @@ from swarmnode.recovery import messages as m
 class Outgoing:
     """One transfer on its way out."""
 
-    have: m.Have
+    request: int
+    head: bytes
+    """What goes before the first chunk; empty from then on."""
     body: memoryview
     paced: bool
-    at: int = 0
+    at: int
 
 
 class Outbox:
@@ -38,8 +40,9 @@ class Outbox:
         self.messages.append((request, message))
         self._wake.set()
 
-    def transfer(self, have: m.Have, body: bytes | memoryview, paced: bool) -> None:
-        self.transfers.append(Outgoing(have, memoryview(body), paced))
+    def transfer(self, have: m.Have, body: bytes | memoryview, paced: bool, at: int) -> None:
+        """`body` from `at` on."""
+        self.transfers.append(Outgoing(have.request, m.pack(have), memoryview(body), paced, at))
         self._wake.set()
 
     def clear(self) -> None:
@@ -57,9 +60,9 @@ class Outbox:
             return None
         out = ready[0]
         self.transfers.remove(out)
-        head = m.pack(out.have) if out.at == 0 else b""
+        head, out.head = out.head, b""
         part = out.body[out.at : out.at + CHUNK_BYTES]
-        chunk = m.pack(m.Chunk(place, out.have.request, out.at, len(part)), part)
+        chunk = m.pack(m.Chunk(place, out.request, out.at, len(part)), part)
         out.at += len(part)
         if out.at < len(out.body):
             self.transfers.append(out)  # in turn

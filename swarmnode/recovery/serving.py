@@ -51,8 +51,10 @@ class Server:
         if not body:
             self._channel.lack(stage, want.request, "none")
             return
+        if want.at >= len(body):
+            raise BadMessage("bounds", f"{want.what} from byte {want.at} of {len(body)}")
         paced = want.what == "shadow" and want.of != stage  # kept for later
-        await self._channel.answer(stage, want.request, want.what, step, body, paced=paced, **more)
+        await self._channel.answer(stage, want.request, want.what, step, body, paced=paced, at=want.at, **more)
 
     def _body(self, stage: int, what: str, of: int) -> Found:
         """What `stage` wants; no bytes where it is not here. Raises StateError and OSError."""

@@ -68,7 +68,8 @@ class StageRecovery:
         self._journal: Journal | None = None
         self._store: SnapshotStore | None = None
         self._layouts: tuple[Layout, ...] = ()
-        self._base: Base | None = None
+        self._begun: dict[bytes, bytearray] = {}
+        """As `LocalStage.begun`: the next crew goes on with it."""
         self._recorder: SnapshotRecorder | None = None
         self._peer: StatePeer | None = None
         self._holders: tuple[str, ...] = ()
@@ -103,16 +104,9 @@ class StageRecovery:
     def built(self, stage: Stage) -> None:
         """A stage with the base model's weights is there."""
         self.outer = {}
-        spec = stage.runtime.spec
-        adapter = self._model.terms.lora.r > 0
-        self._base = None
-        if adapter:
-            self._base = base_adapter(stage.runtime)
-        elif self._model.pretrained:  # of a run from scratch it is worth nothing
-            self._base = base_stage(self._model.directory, spec, self._model.text.fingerprint)
         averaging = self._averaging()
         outer = averaging.tensors if averaging is not None else dict
-        self._recorder = SnapshotRecorder(spec, self._settings, self._journal, self._store, outer)
+        self._recorder = SnapshotRecorder(stage.runtime.spec, self._settings, self._journal, self._store, outer)
         stage.observers.append(self._recorder)
 
     @contextlib.asynccontextmanager
@@ -126,6 +120,7 @@ class StageRecovery:
             local = LocalStage(
                 stage.runtime, stage.runtime.spec, self._model.limits(), self._layouts, self._settings, self._model.terms.codec,
                 self._recorder, self._store, base=None if self._model.terms.lora.r else tensors_of(self._model.directory),
+                begun=self._begun,
             )  # fmt: skip
             self._peer = peer = StatePeer(local, Fence(place, len(assigned.layers)), streams, stage.meter)
             self._recorder.sharing = peer.sharing
@@ -148,16 +143,25 @@ class StageRecovery:
         averaging = self._averaging()
         met = averaging is not None and averaging.met()
         restored = await recovery.restore(
-            self._peer, step=assigned.step, hash=assigned.hash, run=self._model.run, journal=self._journal, base=self._base,
+            self._peer, step=assigned.step, hash=assigned.hash, run=self._model.run, journal=self._journal, base=self._base(stage),
             replica=partial(self._replica, stage, averaging) if averaging is not None and met else None,
             notify=lambda phase, kind: notify(phase, f"R{int(kind)}"),
         )  # fmt: skip
+        self._begun.clear()
         restored.install(stage.worker)
         self.outer = restored.kept.outer
         for kind, why in restored.tried:
             log.info("source not taken", rung=f"R{int(kind)}", reason=why)
         log.info("weights are back", rung=f"R{int(restored.kind)}", step=assigned.step, source_step=restored.step)
         return f"R{int(restored.kind)}", restored.verdict.kl if restored.verdict is not None else None
+
+    def _base(self, stage: Stage) -> Base | None:
+        """R3. To be called before anything is restored."""
+        if self._model.terms.lora.r > 0:
+            return base_adapter(stage.runtime)
+        if self._model.pretrained:  # of a run from scratch it is worth nothing
+            return base_stage(self._model.directory, stage.runtime.spec, self._model.text.fingerprint)
+        return None
 
     async def _replica(self, stage: Stage, averaging: StageAveraging) -> Replica:
         """R1. Raises PeerError."""

@@ -40,7 +40,7 @@ SETTINGS = RecoverySettings(seconds=5.0, neighbour_seconds=5.0)
 class Wire:
     """Stage 1 of three with a real `StatePeer`; the test is stages 0 and 2."""
 
-    def __init__(self, model, tmp_path, settings=SETTINGS):
+    def __init__(self, model, tmp_path, settings=SETTINGS, **more):
         pieces = split_model(model, [1, 2, 1])
         self.layouts = stage_layouts(model.config, [spec for spec, _ in pieces])
         self.runtimes = [StageRuntime(spec, stage) for spec, stage in pieces]
@@ -51,7 +51,8 @@ class Wire:
             self.ends[stage], far[stage] = memory_stream_pair()
         self.fence = Fence(Place(CREW, 1, 9), 3)
         recorder = Recorder(self.runtimes[1].spec, settings)
-        stage = LocalStage(self.runtimes[1], self.runtimes[1].spec, LIMITS, self.layouts, settings, "float32", recorder, self.store)
+        spec = self.runtimes[1].spec
+        stage = LocalStage(self.runtimes[1], spec, LIMITS, self.layouts, settings, "float32", recorder, self.store, **more)
         self.peer = StatePeer(stage, self.fence, far, inline)
         self.model = model
 
@@ -146,12 +147,12 @@ async def test_a_shadow_is_stored_confirmed_and_given_back(wire):
     await wire.send(0, m.Ask(wire.place(0), 5))
     holds = await wire.answer(0)
     assert (holds.shadow, holds.root, holds.hash, holds.loaded) == (9, m.root_of(body), HASH, False)
-    await wire.send(0, m.Want(wire.place(0), 6, "shadow", 0))
+    await wire.send(0, m.Want(wire.place(0), 6, "shadow", 0, 0))
     have = await wire.answer(0)
     assert (have.size, have.root, have.squared_norm) == (len(body), m.root_of(body), 2.5)
     assert wire.store.read(0)[1] == body
     for sender, of in ((0, 2), (2, 0)):  # what is kept of a third is none of theirs
-        await wire.send(sender, m.Want(wire.place(sender), 7, "shadow", of))
+        await wire.send(sender, m.Want(wire.place(sender), 7, "shadow", of, 0))
     assert (await wire.answer(2)).reason == "none"
 
 
@@ -312,7 +313,7 @@ async def test_what_the_device_cannot_do_is_answered_and_the_member_goes_on(wire
 
     wire.peer.stage.phase = "whole"
     monkeypatch.setattr(wire.peer.server, "_body", fails)
-    await wire.send(0, m.Want(wire.place(0), 5, "layers", 1))
+    await wire.send(0, m.Want(wire.place(0), 5, "layers", 1, 0))
     assert (await wire.answer(0)).reason == "failed"
     assert wire.peer.channel.counts.failed == 1
     await wire.send(2, m.Ask(wire.place(2), 1))
@@ -332,7 +333,7 @@ async def test_our_own_defects_are_not_swallowed(models, tmp_path, error, monkey
         async with trio.open_nursery() as nursery:
             nursery.start_soon(wire.peer.run)
             await quiet()
-            await wire.send(0, m.Want(wire.place(0), 5, "layers", 1))
+            await wire.send(0, m.Want(wire.place(0), 5, "layers", 1, 0))
 
 
 def test_shadows_that_are_stored_in_two_threads_end_in_one_whole_file(models, tmp_path, monkeypatch):
@@ -402,7 +403,7 @@ async def fetched(wire, reply, ask):
 async def test_a_copy_is_given_to_whoever_asks_and_not_while_a_step_is_taken(wire, monkeypatch):
     base = {name: tensor.clone() for name, tensor in wire.model.state_dict().items()}
     wire.peer.stage.base = base.__getitem__
-    want = m.Want(wire.place(2), 7, "copy", 1)
+    want = m.Want(wire.place(2), 7, "copy", 1, 0)
     await wire.send(2, want)
     assert (await wire.answer(2)).reason == "loading"
     wire.work()
@@ -440,7 +441,7 @@ async def test_a_copy_is_encoded_once_between_two_steps_however_many_ask(wire, m
     async def asked(times):
         for number in range(1, times + 1):
             for stage in (0, 2):
-                await wire.ends[stage].send_all(m.pack(m.Want(wire.place(stage), number, "copy", 1)))
+                await wire.ends[stage].send_all(m.pack(m.Want(wire.place(stage), number, "copy", 1, 0)))
         with trio.fail_after(1):
             read = lambda stage: m.read(wire.ends[stage], LIMITS)
             got = [(await read(stage), await read(stage)) for stage in (0, 2) for _ in range(times)]
@@ -492,13 +493,67 @@ async def test_what_a_lost_stage_is_given_is_looked_at_before_it_is_used(wire):
     for reply, wanted, reason in (
         (giving(wire, "shadow", good, root=b"y" * 32), b"y" * 32, "hash"),
         (giving(wire, "shadow", good), b"z" * 32, "hash"),
-        (giving(wire, "shadow", good[:-4]), None, "size"),
+        (giving(wire, "shadow", good[:-4], root=m.root_of(good)), None, "size"),
         (giving(wire, "shadow", good, size=2**40), None, "size"),
         (giving(wire, "layers", good), None, "schema"),
     ):
         with pytest.raises(BadMessage) as caught:
             await fetched(wire, reply, ask(wanted))
         assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize("lied", [False, True])
+async def test_a_snapshot_that_came_in_part_is_completed_in_the_next_crew_by_another(models, tmp_path, monkeypatch, lied):
+    monkeypatch.setattr(channel, "CHUNK_BYTES", 8192)
+    begun, asked = {}, []
+    wires = [Wire(copy.deepcopy(models["llama-tied"]), tmp_path, begun=begun) for _ in range(2)]
+    good = encode_state(wires[0].state(1), wires[0].layouts[1], "exact")
+    root, came = m.root_of(good), 3 * 8192
+    assert len(good) > came + 8192
+
+    async def give(wire, stage, body, until, request=None):
+        want, _ = await m.read(wire.ends[stage], LIMITS)
+        asked.append((stage, want.at))
+        await wire.send(stage, m.Have(wire.place(stage), want.request, "shadow", 9, len(body), root, HASH))
+        for at in range(want.at, until, 8192):
+            part = body[at : min(at + 8192, until)]
+            await wire.send(stage, (m.Chunk(wire.place(stage), want.request, at, len(part)), part))
+
+    async def first(wire):
+        await give(wire, 0, bytes(len(good)) if lied else good, came)
+        await wire.ends[0].aclose()
+
+    async def second(wire):
+        for _ in range(1 + lied):
+            await give(wire, 2, good, len(good))
+
+    for wire, holder, holding in zip(wires, (0, 2), (first, second), strict=True):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wire.peer.run)
+            nursery.start_soon(holding, wire)
+            if holder == 0:
+                with pytest.raises(PeerError, match="gone"):
+                    await wire.peer.fetch.snapshot(0, root)
+                assert list(begun) == [root]
+            else:
+                state = await wire.peer.fetch.snapshot(2, root)
+            nursery.cancel_scope.cancel()
+    assert asked == [(0, 0), (2, came), *([(2, 0)] if lied else [])]
+    expected = wires[0].state(1).weights
+    assert all(torch.equal(state.weights[name], tensor) for name, tensor in expected.items())
+
+
+async def test_a_snapshot_is_sent_from_where_it_is_wanted(wire):
+    wire.peer.sharing.snapshot(wire.state(1))
+    await quiet()
+    assert isinstance(await wire.answer(0), m.Made)
+    size = m.state_bytes(wire.layouts[1], "exact")
+    await wire.send(0, m.Want(wire.place(0), 7, "shadow", 1, size - 10))
+    assert (await wire.answer(0)).size == size
+    chunk = await wire.answer(0)
+    assert (chunk.at, chunk.length) == (size - 10, 10)
+    await wire.send(0, m.Want(wire.place(0), 8, "shadow", 1, size))
+    assert (await wire.answer(0)).reason == "refused"
 
 
 async def test_waiting_for_somebody_who_says_nothing_ends(wire, autojump_clock):
@@ -580,12 +635,12 @@ async def test_what_somebody_waits_for_goes_before_what_is_kept_for_later_which_
         wire.peer.sharing.snapshot(wire.state(1))
         await quiet()
         assert (await wire.answer(0)).what == "shadow"
-        started, want = trio.current_time(), m.Want(wire.place(0), 7, "shadow", 1)
+        started, want = trio.current_time(), m.Want(wire.place(0), 7, "shadow", 1, 0)
         size = m.state_bytes(wire.layouts[1], "exact")
         await wire.send(0, want, msgspec.structs.replace(want, request=8))
         assert isinstance(await wire.answer(0), m.Have)
         assert (await wire.answer(0)).length == min(size, 2**20)
-        await wire.send(0, m.Want(wire.place(0), 9, "layers", 1))
+        await wire.send(0, m.Want(wire.place(0), 9, "layers", 1, 0))
         assert [(await wire.answer(0)).request for _ in range(2)] == [9, 9]
         assert trio.current_time() == started
         with trio.fail_after(100):
@@ -606,9 +661,9 @@ async def test_a_snapshot_that_is_sent_takes_no_memory(wire, monkeypatch):
     wire.peer.sharing.snapshot(wire.state(1))
     await quiet()
     mapped = []
-    monkeypatch.setattr(wire.peer.channel.outboxes[0], "transfer", lambda have, body, paced: mapped.append(body))
+    monkeypatch.setattr(wire.peer.channel.outboxes[0], "transfer", lambda have, body, paced, at: mapped.append(body))
     assert isinstance(await wire.answer(0), m.Made)
-    await wire.send(0, m.Want(wire.place(0), 7, "shadow", 1))
+    await wire.send(0, m.Want(wire.place(0), 7, "shadow", 1, 0))
     assert in_a_file(mapped[0], wire.directory / "stage-1.safetensors")
 
 
@@ -649,7 +704,7 @@ async def test_who_asks_and_does_not_read_gets_no_more_than_a_few_answers(wire):
     wire.peer.stage.phase = "whole"
     wire.peer.channel.streams[0].send_stream.send_all_hook = trio.sleep_forever
     for number in range(1, 4 * channel.SERVED):
-        await wire.send(0, m.Want(wire.place(0), number, "layers", 1))
+        await wire.send(0, m.Want(wire.place(0), number, "layers", 1, 0))
     waiting = wire.peer.channel.outboxes[0].transfers
     assert len(waiting) <= channel.SERVED
     assert wire.peer.channel.counts.failed == 0
