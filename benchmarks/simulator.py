@@ -365,6 +365,7 @@ class Node:
     def learn(self, own: list[OwnSample], external: list[TrainingGroup], trace: dict[str, float]) -> None:
         """One optimizer step; tells split and guard."""
         mine = [self._without_correction(own_group(o.sample, o.rewards)) for o in own]
+        self.replay.sampled(mine)
         if self.arm.filter_own or self.arm.oversample:
             mine = [g for g in mine if is_useful(g.rewards)]
         if self.arm.oversample:

@@ -234,7 +234,7 @@ class Loop:
         )
         result = self._engine.update(rows, rate)
         external = self._external.learnt(judgement, {group - len(experience.trained) for group in result.too_large})
-        self._plan.learnt([*experience.trained, *external])
+        self._plan.learnt([*experience.trained, *external], experience.groups)
         self._count(experience.tokens, experience.groups, external, result)
         self._measure(experience.groups, external, result, rate)
         by_task = reward_by_task(experience.messages)

@@ -87,8 +87,10 @@ class StepPlan:
         """Useful groups of the last steps, as many as the step's own and external ones lack of a batch."""
         return self._replay.take(lacking(self.groups, fresh))
 
-    def learnt(self, fresh: Sequence[TrainingGroup]) -> None:
-        """Take what the step, the `Counters.step`th, has learnt from for the first time: the next ones sample as many fewer."""
+    def learnt(self, fresh: Sequence[TrainingGroup], sampled: Sequence[TrainingGroup]) -> None:
+        """Take what the step, the `Counters.step`th, has learnt from for the first time: while useful groups are rare among those that were
+        sampled, the next steps sample as many fewer."""
+        self._replay.sampled(sampled)
         self._replay.keep(fresh, self._counters.step)
         self._split.replayable = len(self._replay)
 

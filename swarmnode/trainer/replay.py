@@ -1,9 +1,9 @@
-"""Experience replay: a batch that lacks useful groups is filled with those of the last steps.
+"""Experience replay: while useful groups are rare, a batch that lacks some is filled with those of the last steps.
 
-A useful group is rare at the start and dear always, since it was sampled. One that was trained on once still says something a few updates
-later: its ratios, and a peer's corrections, are against what was recorded, so that what the policy has become since then is accounted for
-as it is for a peer's. What can be trained on again leaves room for sampling less (`rl.split`): measured, as much is learnt in as many
-steps from half of the tokens (benchmarks/RESULTS.md, "sapo: groups that are trained on again").
+Where nearly everything that is sampled fails, a group that says something is dear. It still says it a few updates later: its ratios, and a
+peer's corrections, are against what was recorded, so that what the policy has become since then is accounted for as for a peer's. What can
+be trained on again leaves room for sampling less (`rl.split`). Once a signal is found this ends: measured, the start takes a fraction of
+the tokens, but who goes on so learns less, from as many tokens too (benchmarks/RESULTS.md, "sapo: groups that are trained on again").
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ USES = 4
 """How often a group is trained on again, at most. More were not tried."""
 STEPS = 8
 """How long a group is kept. The bias of what is that old is in benchmarks/RESULTS.md, under corrections: 0.2 where tokens are corrected."""
+RARE = 0.2
+"""Useful share of sampled groups from which on they are not rare: nothing is trained on again until the trainer is started anew."""
+SMOOTHING = 0.05
+"""Weight of the newest sampled group in that share."""
 TOKENS = 1_000_000
 """Tokens of completions that are kept, some 70 bytes each: beyond that the oldest groups go first."""
 
@@ -35,6 +39,8 @@ class ReplayBuffer:
     def __init__(self, uses: int = USES) -> None:
         """uses: 0 keeps nothing."""
         self._uses = uses
+        self._useful = 0.0
+        """Share of what was sampled that was useful, smoothed."""
         self._kept: list[Kept] = []
 
     def __len__(self) -> int:
@@ -46,6 +52,13 @@ class ReplayBuffer:
         for kept in taken:
             kept.uses += 1
         return [kept.group for kept in taken]
+
+    def sampled(self, groups: Sequence[TrainingGroup]) -> None:
+        """Take what a step has sampled, useful or not: whether a useful group is still rare."""
+        for group in groups:
+            self._useful += SMOOTHING * (is_useful(group.rewards) - self._useful)
+        if self._useful >= RARE:
+            self._uses, self._kept = 0, []
 
     def keep(self, groups: Sequence[TrainingGroup], step: int) -> None:
         """After a step: what it has learnt from for the first time; and nothing that cannot be used at the next."""

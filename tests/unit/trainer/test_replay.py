@@ -5,7 +5,7 @@ import pytest
 from swarmnode.rl.split import AdaptiveSplit
 from swarmnode.trainer import replay
 from swarmnode.trainer.batch import TrainingGroup
-from swarmnode.trainer.replay import STEPS, USES, ReplayBuffer, lacking
+from swarmnode.trainer.replay import RARE, SMOOTHING, STEPS, USES, ReplayBuffer, lacking
 
 
 def group(name, *rewards, tokens=4, peer=""):
@@ -68,6 +68,29 @@ def test_a_buffer_of_no_uses_keeps_nothing():
     kept = ReplayBuffer(0)
     kept.keep([group(1)], step=0)
     assert len(kept) == 0
+
+
+def test_once_useful_groups_are_not_rare_nothing_is_trained_on_again():
+    kept = ReplayBuffer()
+    useful, useless = [group(1)], [group(2, 0.0, 0.0)]
+    for _ in range(100):
+        kept.sampled(9 * useless + useful)
+        kept.keep(useful, step=0)
+    assert len(kept) == 100, "one in ten is rare"
+    for _ in range(100):
+        kept.sampled(2 * useless + useful)
+    assert len(kept) == 0
+    kept.sampled(100 * useless)
+    kept.keep(useful, step=1)
+    assert kept.take(8) == [], "nor where everything fails, or succeeds, later on"
+
+
+def test_one_lucky_group_at_the_start_is_rare():
+    kept = ReplayBuffer()
+    kept.sampled([group(1)])
+    kept.keep([group(1)], step=0)
+    assert len(kept) == 1
+    assert SMOOTHING < RARE
 
 
 def test_a_batch_lacks_what_is_not_useful():
