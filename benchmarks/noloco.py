@@ -37,6 +37,8 @@ RING_BYTES = 2 * 2 * (REPLICAS - 1) / REPLICAS
 """Sent per node and parameter by a ring all-reduce in bfloat16."""
 SPEEDS = (1.0, 1.0, 1.0, 0.75, 0.75, 0.5, 0.5, 0.25)
 """Share of the steps that each replica takes where they are unequal."""
+Snapshots = list[Tensors] | dict[int, Tensors]
+"""Weights by replica: of all, or of some."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class Arm:
     """Replicas take a training step in SPEEDS of the time."""
     stages: int = 1
     """Partners hold one of so many equal parts of the layers, another one each time; the rest of a fragment is stepped alone."""
+    later: bool = False
+    """Instead, the rest stays due until midway to the next fragment, when somebody is asked who has it."""
     hostile: str = ""
     """What the last replica does: flip sends −θ; informed sends the worst that passes its partner's clip; silent exchanges nothing."""
 
@@ -81,6 +85,8 @@ ARMS = (
     Arm("as shipped, int4", codec="int4", fragments=4, gate=True, dropped=0.1, in_flight=2, unequal=True),
     Arm("as shipped, 2 fragments", codec="int8", fragments=2, gate=True, dropped=0.1, in_flight=2, unequal=True),
     Arm("as shipped, 2 fragments, half shared", codec="int8", fragments=2, gate=True, dropped=0.1, in_flight=2, unequal=True, stages=2),
+    Arm("as shipped, 2 fragments, half shared, the rest later", codec="int8", fragments=2, gate=True, dropped=0.1, in_flight=2,
+        unequal=True, stages=2, later=True),
     Arm("as shipped, 2 fragments, half as often", codec="int8", fragments=2, gate=True, dropped=0.55, in_flight=2, unequal=True),
 )
 QUICK = ("no averaging", "DDP, every step", "DiLoCo, H", "gossip", "NoLoCo", "one peer sends −θ, no gate", "one peer sends −θ, gate")
@@ -130,6 +136,8 @@ class Swarm:
         self.rng = random.Random(f"noloco pairs {self.seed}")
         self.faults = random.Random(f"noloco faults {self.seed}")
         self.parts = random.Random(f"noloco parts {self.seed}")
+        self.lacked: dict[int, Layout] = {}
+        """By replica: what of the fragment that was due last its partner had not."""
 
     def run(self, data: torch.Tensor) -> None:
         optimizer = torch.optim.Adam(self.parameters.values(), lr=self.size.peak)
@@ -172,6 +180,9 @@ class Swarm:
             self.curve.append((rate, self.deviation()))
         if arm.rule in ("ddp", "off"):
             return
+        midway = (every // arm.fragments + 1) // 2
+        if arm.later and step > midway and (fragment := due(step - midway, every, arm.fragments)) is not None:
+            self._sync_rest(fragment, step)
         fragment = due(step, every, arm.fragments)
         if fragment is None:
             return
@@ -198,6 +209,22 @@ class Swarm:
                     self._exchange(me, other, snapshots, fragment, step, shared)
         self.syncs += 1 if fragment == arm.fragments - 1 else 0
 
+    def _sync_rest(self, fragment: int, step: int) -> None:
+        """What was not averaged when `fragment` was due, among those who lack the same; who finds nobody steps it alone."""
+        lacked, self.lacked = self.lacked, {}
+        snapshots = {i: host_copy(self.views[i], [s.name for s in piece]) for i, piece in lacked.items()}
+        for piece in dict.fromkeys(lacked.values()):
+            order = [i for i in lacked if lacked[i] == piece]
+            self.rng.shuffle(order)
+            while order:
+                i, j = order.pop(), order.pop() if order else None
+                if j is None or self.faults.random() < self.arm.dropped:
+                    for me in (i,) if j is None else (i, j):
+                        self._commit(me, snapshots[me], snapshots[me])
+                    continue
+                for me, other in ((i, j), (j, i)):
+                    self._exchange(me, other, snapshots, fragment, step, piece)
+
     def _shared(self, piece: Layout) -> Layout:
         """What of a fragment both of a pair hold."""
         part, ends = self.parts.randrange(self.arm.stages), {0: EMBEDDING, self.arm.stages - 1: END}
@@ -205,7 +232,7 @@ class Swarm:
         held |= {EMBEDDING, END} if self.arm.stages == 1 else {ends.get(part, -1)}
         return tuple(spec for spec in piece if block_of(spec.name) in held)
 
-    def _exchange(self, me: int, other: int, snapshots: list[Tensors], fragment: int, step: int, piece: Layout) -> None:
+    def _exchange(self, me: int, other: int, snapshots: Snapshots, fragment: int, step: int, piece: Layout) -> None:
         """What `me` makes of what `other` sends; piece: what of the fragment both hold."""
         whole, names = snapshots[me], [spec.name for spec in piece]
         anchor, mine, sent = self.anchors[fragment], {n: whole[n] for n in names}, {n: snapshots[other][n] for n in names}
@@ -225,6 +252,10 @@ class Swarm:
         probe = lambda t: self._probe(me, t)
         judged = judge(self.gates[me], f"peer{other}", mine, theirs, float(step), moved=norm(moved), probe=probe)
         self.judged["hostile " * (other == HOSTILE and bool(self.arm.hostile)) + judged.outcome] += 1
+        if self.arm.later and judged.mean is not None and len(mine) < len(whole):
+            self.lacked[me] = tuple(spec for spec in self.pieces[fragment] if spec.name not in mine)
+            self._commit(me, mine, judged.mean)
+            return
         self._commit(me, whole, {**whole, **(judged.mean or {})})
 
     def _travel(self, tensors: Tensors, piece: Layout, fragment: int, anchor: Anchor | None) -> Tensors:

@@ -23,11 +23,11 @@ class Exchange:
     snapshot: Tensors
     """Our weights of the fragment when the copy was made, float32 on the host."""
     shared: Tensors
-    """Those of them that the partner holds too; the others take their outer step as if alone."""
+    """Those of them that the partner holds too."""
     slow: SlowWeights
     """φ and δ in the same moment."""
     outer_step: int
-    """Outer steps that the fragment had taken."""
+    """Outer steps that the fragment had taken; of what is left of the last one, without that."""
     peer: str = ""
     their_outer_step: int | None = None
     """The partner's claim."""

@@ -67,6 +67,11 @@ class Prepared:
     before: Tensors
     """φ that it starts from."""
 
+    def of(self, names: Collection[str]) -> Prepared:
+        """The same for the tensors in `names` alone."""
+        phi, delta = {n: self.phi[n] for n in names}, {n: self.delta[n] for n in names}
+        return Prepared(phi, delta, {n: self.squares[n] for n in names}, {n: self.before[n] for n in names})
+
 
 @dataclass(frozen=True)
 class _Undo:
@@ -120,12 +125,17 @@ class OuterState:
         with self._lock:
             return SlowWeights({n: self.phi[n] for n in names}, {n: self.delta[n] for n in names})
 
-    def take(self, prepared: Prepared) -> bool:
-        """φ and δ become what was prepared. False, and nothing changes, where φ has moved since."""
+    def take(self, prepared: Prepared, *, rest: bool = False) -> bool:
+        """φ and δ become what was prepared. False, and nothing changes, where φ has moved since.
+
+        rest: it belongs to the last step, which was of other tensors, and a revert takes both back.
+        """
         with self._lock:
             if any(self.phi[name] is not old for name, old in prepared.before.items()):
                 return False
-            self._undo = _Undo({n: self.phi[n] for n in prepared.phi}, {n: self.delta[n] for n in prepared.phi}, {})
+            undo = self._undo if rest and self._undo is not None else _Undo({}, {}, {})
+            phi, delta = {n: self.phi[n] for n in prepared.phi}, {n: self.delta[n] for n in prepared.phi}
+            self._undo = _Undo({**undo.phi, **phi}, {**undo.delta, **delta}, dict(undo.weights))
             self.phi.update(prepared.phi)
             self.delta.update(prepared.delta)
             self._squares.update(prepared.squares)

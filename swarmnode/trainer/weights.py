@@ -47,12 +47,9 @@ from swarmnode.weights import fragments, local
 from swarmnode.weights.fingerprint import LoraShape
 from swarmnode.weights.manifest import writing_seconds
 from swarmnode.weights.rule import LARGEST_OUTER_STEP, believed_outer_step, make_rule, next_outer_step
+from swarmnode.weights.schedule import OuterSchedule
 
 log = logging.getLogger(__name__)
-
-EARLY = 0.5
-"""Share of the time between two outer steps of a fragment: one taken so short a time ago counts for the one that is due now."""
-
 
 UNLEARNT = 6.0
 """Nats per token by which our own completions may be less likely under a neighbour's state. That of a policy that had learnt for 25 outer
@@ -87,9 +84,8 @@ class Replica:
         self._send = send
         self._probe = probe
         outer = OuterState(tensors.parameters, make_rule(cfg.rule))
-        self._parts = ReplicaParts(tensors, outer, counters, ExchangeTable(), AveragingGate())
-        self._every = max(cfg.sync_every, len(tensors.parts))
-        self._stepped_at = [-cfg.sync_every] * len(tensors.parts)
+        schedule = OuterSchedule(cfg.sync_every, len(tensors.parts))
+        self._parts = ReplicaParts(tensors, outer, counters, ExchangeTable(), AveragingGate(), schedule)
         self._behind: dict[str, int] = {}
         """Partners that were too far behind us, with their claims, since the last that was not."""
         self._adoption: Adoption | None = None
@@ -160,20 +156,15 @@ class Replica:
         changed = False
         while self._worker.arrived:
             changed |= self._do(self._worker.arrived.popleft())
-        if stepped and (due := self._due()) is not None:
+        if stepped and (due := self._parts.schedule.due(self._parts.counters.step)) is not None:
             if connected and self._parts.tensors.parts[due]:
-                self._send(local.OuterStepDue(due, self._parts.counters.outer_clocks[due], step_seconds))
+                left = fragments.blocks_of(self._parts.schedule.left(due))
+                self._send(local.OuterStepDue(due, self._parts.counters.outer_clocks[due], step_seconds, left))
             else:
                 self._worker.submit(local.SoloStep(due))
         self._parts.counters.policy_version += int(changed)
         self._stalled += time.monotonic() - started
         return changed
-
-    def _due(self) -> int | None:
-        """The fragment whose outer step is due; None where a partner that proposed has had us take it a moment ago."""
-        step = self._parts.counters.step
-        due = fragments.due(step, self._every, len(self._stepped_at))
-        return due if due is not None and step - self._stepped_at[due] >= self._every * EARLY else None
 
     def _do(self, arrival: Arrival) -> bool:
         """Whether the policy's weights have changed."""
@@ -201,15 +192,19 @@ class Replica:
             self._parts.gate.refused(exchange.peer, examined.outcome, time.monotonic())
             if examined.outcome == "lagging":  # it has more to gain from us than we from it: it gets ours, and we step as if alone
                 self._doubt_our_counter(exchange)
-                self._go_on(exchange, "lagging", exchange.snapshot)
+                alone = {name: exchange.snapshot[name] for name in self._parts.schedule.takes(exchange.fragment, exchange.snapshot)}
+                self._go_on(exchange, "lagging", alone)
             else:
                 self._end(exchange, exchange.session, examined.outcome)
         elif found.mean is None:
             self._conclude(exchange, found, None)
         else:
             self._behind.clear()
+            taken = self._parts.schedule.takes(exchange.fragment, found.mean)
+            mine, mean = {name: found.mine[name] for name in taken}, {name: found.mean[name] for name in taken}
+            found = dataclasses.replace(found, mine=mine, mean=mean)
             answer = lambda losses: self._worker.arrived.append(AverageMeasured(exchange.session, found, losses))
-            if not self._probe.measure(dict(found.mine), found.mean, answer):
+            if not self._probe.measure(mine, mean, answer):
                 log.info("weights of %s are not taken: there is nothing of our own yet to judge them by", exchange.peer)
                 self._end(exchange, exchange.session, "local")
 
@@ -243,7 +238,8 @@ class Replica:
     def _go_on(self, exchange: Exchange, outcome: str, mean: Tensors) -> None:
         exchange = dataclasses.replace(exchange, outcome=outcome)
         if self._parts.exchanges.update(exchange):
-            self._worker.submit(PrepareStep(exchange, {**exchange.snapshot, **mean}))
+            leaves = self._parts.schedule.leaves(exchange.fragment, mean)
+            self._worker.submit(PrepareStep(exchange, mean if leaves else {**exchange.snapshot, **mean}))
         else:
             self._end(None, exchange.session, "local")
 
@@ -269,27 +265,40 @@ class Replica:
         self._send(local.ExchangeEnded(session, fragment, peer, outcome, False, self._parts.counters.outer_clocks[fragment]))
 
     def _commit_solo(self, exchange: Exchange) -> bool:
+        rest = bool(self._parts.schedule.left(exchange.fragment))
         while not self._step(exchange):  # an exchange, a revert or a neighbour's state came in between: once more, from where we are now
             exchange = self._parts.copy(b"", exchange.fragment)
             exchange = dataclasses.replace(exchange, prepared=prepare(self._parts.outer.rule, exchange.slow, exchange.snapshot))
         if not exchange.snapshot:  # of a stage without any of the fragment's layers
             return False
-        self._parts.counters.solo_steps_total += 1
-        self._parts.counters.revert = self._parts.counters.revert.stepped_alone()
-        self._parts.outer.keep()
+        counters = self._parts.counters
+        counters.solo_steps_total += 1
+        if not rest:
+            counters.revert = counters.revert.stepped_alone()
+        if not counters.revert.peer:  # what is left of an exchange is taken back with it
+            self._parts.outer.keep()
         self._worker.submit(PublishSnapshot(exchange))
         return True
 
     def _step(self, exchange: Exchange) -> bool:
-        """Take the outer step that was prepared, unless φ has moved since the copy was made."""
-        parts, outer_steps = self._parts, self._parts.counters.outer_clocks
+        """Take the outer step that was prepared: of an exchange all of it, alone what is left to take. False where φ has moved since the
+        copy was made, or where something that the exchange leaves has become due meanwhile."""
+        parts, clocks, fragment, prepared = self._parts, self._parts.counters.outer_clocks, exchange.fragment, exchange.prepared
+        held = parts.tensors.names(fragment)
+        if prepared is None:
+            return False
+        if not exchange.session:
+            prepared = prepared.of(parts.schedule.takes(fragment, prepared.phi))
+        if len(prepared.phi) < len(held) and not parts.schedule.leaves(fragment, prepared.phi):
+            return False
+        rest = parts.schedule.is_rest(fragment, prepared.phi)
         with parts.tensors.lock:
-            if exchange.prepared is None or not parts.outer.take(exchange.prepared):
+            if not parts.outer.take(prepared, rest=rest):
                 return False
-            parts.outer.commit(parts.tensors.parameters, exchange.snapshot)
-            outer_steps[exchange.fragment] = next_outer_step(outer_steps[exchange.fragment], exchange.their_outer_step)
-            parts.exchanges.drop_fragment(exchange.fragment)
-        self._stepped_at[exchange.fragment] = parts.counters.step
+            parts.outer.commit(parts.tensors.parameters, {name: exchange.snapshot[name] for name in prepared.phi})
+            clocks[fragment] = next_outer_step(clocks[fragment], exchange.their_outer_step) - int(rest)
+            parts.exchanges.drop_fragment(fragment)
+            parts.schedule.stepped(fragment, prepared.phi, held, parts.counters.step)
         return True
 
     # ---- a neighbour's state --------------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from swarmnode.weights.fragments import blocks_of
 from swarmnode.weights.layout import Layout
 from swarmnode.weights.manifest import STATE_CODEC, TensorHash
 from swarmnode.weights.rule import mixing_weight, too_far_behind
+from swarmnode.weights.schedule import OuterSchedule
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,8 @@ class ReplicaParts:
     """Any thread: it has a lock of its own."""
     gate: AveragingGate
     """Any thread: it has a lock of its own."""
+    schedule: OuterSchedule
+    """The trainer's thread; what is left while it holds `tensors.lock`."""
 
     def copy(self, session: bytes, fragment: int, blocks: bytes | None = None) -> Exchange:
         """A new exchange of `fragment`, in the table where it has a session. Waits for the optimizer, which is nearly always at rest.
@@ -65,7 +68,8 @@ class ReplicaParts:
         with self.tensors.lock:
             slow, snapshot = self.outer.slow(self.tensors.names(fragment)), self.tensors.copy(fragment)
             shared = snapshot if blocks is None else {name: snapshot[name] for name in self.tensors.shared(fragment, blocks)}
-            exchange = Exchange(session, fragment, snapshot, shared, slow, self.counters.outer_clocks[fragment])
+            rest = self.schedule.is_rest(fragment, self.schedule.takes(fragment, shared))  # of the outer step that was counted already
+            exchange = Exchange(session, fragment, snapshot, shared, slow, max(0, self.counters.outer_clocks[fragment] - int(rest)))
             if session:
                 self.exchanges.put(exchange)
         return exchange

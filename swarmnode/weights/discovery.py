@@ -136,14 +136,14 @@ class Discovery:
         """Whether there is something in `fragment` that `peer`, as it claims, and we hold."""
         return bool(self._replica.within(self.shared(peer), fragment))
 
-    def partners(self, fragment: int, outer_step: int) -> tuple[str, ...]:
-        """Candidates for `fragment` in the order in which they are asked; those far from `outer_step` last, and before them those that lack
-        some of what we hold: with these there is less to gain."""
-        peers = [peer for peer in self.candidates() if self.shares(peer, fragment)]
+    def partners(self, fragment: int, outer_step: int, blocks: bytes = b"") -> tuple[str, ...]:
+        """Candidates for `fragment`, or for these `blocks` of it (packed), in the order in which they are asked; those far from
+        `outer_step` last, and before them those that lack some of it: with these there is less to gain."""
+        due = blocks or self._replica.within(self._replica.blocks, fragment)
+        peers = [peer for peer in self.candidates() if common(self.shared(peer), due)]
         order = partner_order(self._network.peer_id, peers, epoch_bucket(self._unix_time()), self._swarm)
         far = lambda peer: too_far_behind(abs(self._claims.outer_step(peer) - outer_step))
-        within = lambda blocks: self._replica.within(blocks, fragment)
-        return tuple(sorted(order, key=lambda peer: (far(peer), within(self.shared(peer)) != within(self._replica.blocks))))
+        return tuple(sorted(order, key=lambda peer: (far(peer), common(self.shared(peer), due) != due)))
 
     async def _ask(self, peer: str) -> None:
         try:

@@ -140,7 +140,7 @@ class ExchangeDriver:
         self._settings(
             open_seconds=min(OPEN_SECONDS[0] + 2 * step, OPEN_SECONDS[1]), apply_seconds=360 + 8 * step, rest_seconds=REST_SHARE * interval
         )  # fmt: skip
-        partners = self._discovery.partners(due.fragment, due.outer_step) if propose else ()
+        partners = self._discovery.partners(due.fragment, due.outer_step, due.blocks) if propose else ()
         lease = self._lease(partners[0] if partners else "", due.fragment)
         self._handle(pairing.Due(due.fragment, due.outer_step, partners, secrets.token_bytes(NONCE_BYTES), lease))
 

@@ -71,6 +71,8 @@ class OuterStepDue(msgspec.Struct, frozen=True, tag="weights_due"):
     """Outer steps that this fragment has taken."""
     step_seconds: float
     """Duration of a training step here, which decides how long our answers may take."""
+    blocks: bytes = b""
+    """What of the fragment is due, packed; empty for all of it."""
 
 
 class SnapshotWritten(msgspec.Struct, frozen=True, tag="weights_snapshot"):

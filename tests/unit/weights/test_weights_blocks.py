@@ -43,23 +43,25 @@ class StubNetwork:
 class Agreeable:
     """A probe that finds any average as good as what it replaces."""
 
+    after = 1.0
+
     def measure(self, mine, mean, answer):
         self.judged = set(mine), set(mean)
-        answer(Losses(1.0, 1.0))
+        answer(Losses(1.0, self.after))
         return True
 
 
 class Party:
     """The trainer's half of somebody who holds `blocks`; steps are taken by the test."""
 
-    def __init__(self, directory, blocks, seed, codec="float32", shapes=SHAPES):
+    def __init__(self, directory, blocks, seed, codec="float32", shapes=SHAPES, sync_every=4):
         held = {name: shape for name, shape in shapes.items() if block_of(name) in blocks}
         base = torch.Generator().manual_seed(0)
         start = {name: torch.randn(shape, generator=base) for name, shape in shapes.items()}
         self.parameters = {name: torch.nn.Parameter(start[name]) for name in held}
         self.tensors = AveragedTensors(self.parameters, codec, FRAGMENTS, threading.Lock(), LAYERS)
         self.counters, self.probe, self.said = Counters(step=1), Agreeable(), []
-        config = WeightsConfig(rule="gossip", codec=codec, fragments=FRAGMENTS, sync_every=4)
+        config = WeightsConfig(rule="gossip", codec=codec, fragments=FRAGMENTS, sync_every=sync_every)
         directory.mkdir()
         self.replica = Replica(self.tensors, config, self.counters, directory, send=self.said.append, probe=self.probe)
         self.facts = self.replica.facts(False)
@@ -73,6 +75,9 @@ class Party:
 
     def weights(self):
         return {name: p.detach().clone() for name, p in self.parameters.items()}
+
+    def phi(self):
+        return {name.removeprefix("phi."): t for name, t in self.replica.tensors().items() if name.startswith("phi.")}
 
     def do(self, message):
         """Hand it a message, and have everything done that follows. What it says."""
@@ -112,7 +117,7 @@ def parties(tmp_path):
 
 
 @pytest.mark.parametrize("codec", ["float32", "int8"])
-def test_what_both_hold_is_averaged_and_the_rest_takes_its_step_alone(parties, codec):
+def test_what_both_hold_is_averaged_and_where_outer_steps_are_close_the_rest_takes_its_step_alone_at_once(parties, codec):
     head, long = parties(HEAD, LONG, codec=codec)
     for party in (head, long):
         party.train()
@@ -125,9 +130,122 @@ def test_what_both_hold_is_averaged_and_the_rest_takes_its_step_alone(parties, c
         torch.testing.assert_close(party.weights()["model.layers.1.w"], mean, atol=1e-3 if codec == "int8" else 1e-6, rtol=0)
         assert all(torch.equal(t, old[name]) for name, t in party.weights().items() if name not in shared)
         assert party.counters.outer_clocks == [0, 1]
-        phi = {name.removeprefix("phi."): t for name, t in party.replica.tensors().items() if name.startswith("phi.")}
         for name in party.tensors.names(1):
-            assert torch.equal(phi[name], party.weights()[name])  # what was learnt alone is in its slow weights too
+            assert torch.equal(party.phi()[name], party.weights()[name])  # what was learnt alone is in its slow weights too
+
+
+ODD = {"model.layers.1.w"}
+"""Fragment 1 as HEAD has it."""
+LEFT = {"model.layers.3.w", "model.norm.weight", "lm_head.weight"}
+"""And what HEAD lacks of it."""
+
+
+def moved(party, before):
+    """Names of what has taken an outer step since φ was `before`."""
+    return {name for name, phi in party.phi().items() if phi is not before[name]}
+
+
+def met_half(parties):
+    """One that has everything, after an exchange of fragment 1 with one that has half of it, and one that has the rest."""
+    whole, head, tail = parties(WHOLE, HEAD, TAIL, sync_every=16)
+    for party in (whole, head, tail):
+        party.counters.step = 15
+        party.train()
+    for _ in range(3):
+        assert not whole.replica.observe(0.5)
+    before = whole.phi()
+    assert exchange(whole, head, 1, b"s" * 16) == ["accepted"] * 2
+    assert moved(whole, before) == ODD
+    return whole, head, tail
+
+
+def test_what_a_partner_lacked_is_averaged_with_a_second_one_midway_to_the_next_fragment(parties):
+    whole, _, tail = met_half(parties)
+    asked = []
+    for _ in range(4):
+        whole.train()
+        tail.train()
+        whole.replica.between_steps(True, 0.1)
+        asked += [(whole.counters.step, m.fragment, m.blocks) for m in whole.said if isinstance(m, local.OuterStepDue)]
+    assert asked == [(20, 1, pack({1, 5}))]
+    before, weights, theirs = whole.phi(), whole.weights(), tail.weights()
+    assert exchange(whole, tail, 1, b"t" * 16) == ["accepted"] * 2
+    assert moved(whole, before) == LEFT
+    for name in LEFT:
+        torch.testing.assert_close(whole.weights()[name], (weights[name] + theirs[name]) / 2, atol=1e-6, rtol=0)
+    assert all(torch.equal(t, weights[name]) for name, t in whole.weights().items() if name not in LEFT)
+
+
+def test_what_was_left_is_the_same_outer_step_here_and_one_like_any_other_for_the_partner(parties):
+    whole, head, tail = met_half(parties)
+    assert whole.counters.outer_clocks == [0, 1]
+    exchange(whole, tail, 1, b"t" * 16)
+    assert [party.counters.outer_clocks for party in (whole, head, tail)] == [[0, 1]] * 3, "nobody met one that was ahead"
+    exchange(whole, tail, 1, b"u" * 16)
+    assert [party.counters.outer_clocks for party in (whole, tail)] == [[0, 2]] * 2
+
+
+def test_a_reward_that_falls_takes_back_both_parts_of_an_outer_step(parties):
+    whole, _, tail = met_half(parties)
+    (other,) = parties(WHOLE, sync_every=16)
+    other.train(0.0)
+    before = {name: t for name, t in whole.phi().items() if name in LEFT}
+    exchange(whole, tail, 1, b"t" * 16)
+    whole.train()
+    after = whole.weights()
+    assert whole.replica.observe(0.1)
+    for name, phi in whole.phi().items():
+        assert torch.equal(phi, other.weights()[name]), "as before the first outer step"
+    assert all(whole.phi()[name] is phi for name, phi in before.items())
+    assert {name for name, t in whole.weights().items() if not torch.equal(t, after[name])} == ODD | LEFT
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_what_nobody_has_takes_its_step_alone_once(parties, refused):
+    whole, _, tail = met_half(parties)
+    before = whole.phi()
+    if refused:
+        whole.probe.after = 9.0
+        assert exchange(whole, tail, 1, b"t" * 16)[0] == "probe"
+        assert moved(whole, before) == set()
+    whole.do(local.SoloStep(1))
+    assert moved(whole, before) == LEFT
+    assert whole.counters.outer_clocks == [0, 1]
+    assert whole.counters.revert.peer == "peer", "the exchange that it belongs to can be taken back still"
+    before = whole.phi()
+    whole.do(local.SoloStep(1))
+    assert moved(whole, before) == ODD | LEFT
+    assert whole.counters.outer_clocks == [0, 2]
+    assert not whole.counters.revert.peer
+
+
+def test_one_that_has_the_same_half_again_and_again_keeps_nothing_from_its_step(parties):
+    whole, head, _ = met_half(parties)
+    taken = []
+    for number in range(4):
+        for party in (whole, head):
+            party.train()
+        before = whole.phi()
+        exchange(whole, head, 1, bytes([number]) * 16)
+        taken.append(moved(whole, before))
+    assert taken == [ODD | LEFT, ODD, ODD | LEFT, ODD]
+
+
+def test_an_exchange_that_would_leave_what_has_become_due_meanwhile_is_given_up(parties):
+    whole, _, _ = met_half(parties)
+    (long,) = parties({5}, sync_every=16)
+    blocks = blocks_shared(whole, long)
+    theirs = long.do(local.TakeSnapshot(b"t" * 16, 1, blocks))[0]
+    whole.do(local.TakeSnapshot(b"t" * 16, 1, blocks))
+    whole.replica.receive(local.ApplyPayload(b"t" * 16, 1, "peer", 0, theirs.path, blocks))
+    settle(whole.replica.receive, whole.said)
+    whole.counters.step, before = 32, whole.phi()
+    whole.replica.between_steps(True, 0.1)  # judged, as some of what is left; and then all of the fragment is due
+    assert whole.probe.judged == ({"model.layers.3.w"},) * 2
+    settle(whole.replica.receive, whole.said)
+    whole.replica.between_steps(True, 0.1, stepped=False)
+    assert moved(whole, before) == set()
+    assert whole.said[-1] == local.ExchangeEnded(b"t" * 16, 0, "", "local", False, 0)
 
 
 def test_whoever_holds_a_part_has_nothing_to_do_with_other_parts(parties):
