@@ -45,10 +45,11 @@ class Terminal:
         os.write(self._ours, keys)
 
     def until(self, expected: str, seconds: float = 30.0) -> str:
-        """What was written until `expected` was, without escape sequences."""
+        """What was written until `expected` was, without escape sequences; a screen drawn over another begins on a line of its own."""
         written, late = b"", time.monotonic() + seconds
         while True:
-            plain = re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", written).decode(errors="replace")
+            screens = written.replace(b"\x1b[H", b"\n")
+            plain = re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", screens).decode(errors="replace")
             if expected in plain:
                 return plain
             assert time.monotonic() < late, f"never written: {expected!r}; but: {plain[-3000:]}"
