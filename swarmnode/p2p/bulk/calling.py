@@ -61,14 +61,10 @@ class Calling:
                     control, self._limiter, self._introduce, raw, response.token, pull, discard=ssl.SSLSocket.close
                 )
             raise Fallback("handshake")
-        except Declined:
+        except BaseException as error:
             control.close()
-            raise
-        except PeerError as error:
-            control.close()
-            raise Fallback("handshake") from error
-        except BaseException:
-            control.close()
+            if isinstance(error, PeerError) and not isinstance(error, Declined):
+                raise Fallback("handshake") from error
             raise
 
     async def _agree(self, pull: Pull) -> BulkSocketResponse:

@@ -38,11 +38,10 @@ def handshake(raw: socket.socket, context: ssl.SSLContext, expected: Container[s
         if peer not in expected:
             raise PeerError(f"{peer} was not expected")
         return tls, peer
-    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+    except BaseException as error:
         tls.close()
-        raise PeerError(f"the handshake failed: {error}") from error
-    except BaseException:
-        tls.close()
+        if isinstance(error, (OSError, ValueError)):  # ssl.SSLError is an OSError
+            raise PeerError(f"the handshake failed: {error}") from error
         raise
 
 
