@@ -33,6 +33,8 @@ class View:
     peer: str = ""
     phase: str = "starting"
     step: int = 0
+    saved_step: int = 0
+    """Step of the state on disk, since it was started."""
     peers: int = 0
     reward_own: float | None = None
     reward_external: float | None = None
@@ -209,6 +211,7 @@ def view_of(snapshot: dict[str, Any], before: Sequence[float] = ()) -> View:
         peer=snapshot["node"]["peer"],
         phase=report.get("phase", "loading"),
         step=report.get("step", 0),
+        saved_step=report.get("state_saved_step", 0),
         peers=network["peers"]["connected"],
         reward_own=report.get("reward_own"),
         reward_external=report.get("reward_external"),

@@ -176,7 +176,7 @@ class Swarm:
     def _kill(self) -> None:
         """kill -9 the last nodes, all their processes, and start them again from what is on disk."""
         for node in self.nodes[-min(self._options.kill, len(self.nodes) - 1) :]:
-            self._kills[node.name] = Kill(node.name, node.view.peer, node.view.step, None)
+            self._kills[node.name] = Kill(node.name, node.view.peer, node.view.step, node.view.saved_step)
             node.kill()
             node.start(self._first)
 

@@ -15,8 +15,8 @@ FEW = 5
 """So many distances or fewer are judged by the last one."""
 RISE = 0.05
 """Least rise of held-out reward on every node. Sampling 576 answers leaves a standard error of at most 0.02."""
-LOST_STEPS = 3
-"""Steps that a killed node may lose: those of the demo's second between two saves, and one while a state is written."""
+LOST_STEPS = 6
+"""Steps that a killed node may lose: those of two writes of the state, of less than two seconds each on a busy disk."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,9 @@ class Kill:
     name: str
     peer_before: str
     step_before: int
-    step_after: int | None
+    saved_before: int
+    """Step of the state that it said was on disk."""
+    step_after: int | None = None
     """First step seen after its return; None if it never returned."""
     peer_after: str = ""
 
@@ -62,10 +64,11 @@ def judge(
         if name not in killed:
             findings.append(Finding(f"{name}: {view.restarts} restarts", view.restarts == 0))
     for kill in kills:
-        kept = kill.step_after is not None and kill.step_after >= kill.step_before - LOST_STEPS
+        kept = kill.step_after is not None and kill.step_after >= max(kill.saved_before, kill.step_before - LOST_STEPS)
         came_back = kept and kill.peer_after == kill.peer_before
         after = "never" if kill.step_after is None else f"at step {kill.step_after}"
-        findings.append(Finding(f"{kill.name}: killed -9 at step {kill.step_before}, came back {after} as the same peer", came_back))
+        before = f"killed -9 at step {kill.step_before} (on disk: {kill.saved_before})"
+        findings.append(Finding(f"{kill.name}: {before}, came back {after} as the same peer", came_back))
     findings += [Finding(f"{line}", False) for line in crashed]
     return findings
 

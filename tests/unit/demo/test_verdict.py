@@ -50,11 +50,14 @@ def test_a_liar_that_nobody_rejected_is_a_failure():
 
 @pytest.mark.parametrize(
     "kill",
-    [Kill("node0", "a", 40, None), Kill("node0", "a", 40, 36, "a"), Kill("node0", "a", 40, 41, "other")],
-)
+    [
+        Kill("node0", "a", 40, 38), Kill("node0", "a", 40, 38, 37, "a"), Kill("node0", "a", 40, 33, 33, "a"),
+        Kill("node0", "a", 40, 38, 41, "other"),
+    ],
+)  # fmt: skip
 def test_a_killed_node_must_come_back_as_itself_with_its_work(kill):
     assert any("killed -9 at step 40" in text for text in failed(replace(GOOD, restarts=1), kills=[kill]))
-    assert failed(replace(GOOD, restarts=1), kills=[Kill("node0", "a", 40, 37, "a")]) == []
+    assert failed(replace(GOOD, restarts=1), kills=[Kill("node0", "a", 40, 36, 36, "a")]) == []
 
 
 def test_a_node_that_ended_is_a_failure():
@@ -79,4 +82,5 @@ def test_a_view_is_read_from_a_real_status():
     view = view_of(json.loads(msgspec.json.encode(example())))
     assert view.peer == example().node.peer
     assert view.step == example().trainer.report.step
+    assert view.saved_step == example().trainer.report.state_saved_step > 0
     assert view.rejected == example().rollouts.admission.rejected

@@ -38,7 +38,7 @@ def test_one_that_was_never_far_from_others_is_judged_by_how_far_they_were():
 
 
 def test_of_a_node_that_was_killed_averaging_at_all_is_enough():
-    kill = Kill("node0", "p", 3, 4, "p")
+    kill = Kill("node0", "p", 3, 3, 4, "p")
     assert finding([kill], distances=[0.01, 0.02], exchanges=1).ok
 
 
