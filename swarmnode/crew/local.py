@@ -67,7 +67,7 @@ class StageStatus(msgspec.Struct, frozen=True, tag="stages_status"):
     shadow_age_steps: int | None = None
     """Steps that its loss would cost where only shadows are left: all of them while nobody has a copy. None in a crew of one."""
     copy_age_steps: int | None = None
-    """Steps by which the whole copy that the head samples from is behind its crew; None where there is none."""
+    """Steps by which the whole copy that this node samples from is behind its crew; None where there is none."""
     copy_bytes: int | None = None
     """What came for its last refresh."""
     probe_kl: float | None = None

@@ -40,7 +40,6 @@ class Numbers:
 class Generation:
     def __init__(self, context: StageContext, numbers: Numbers) -> None:
         self.open: dict[bytes, Wave] = {}
-        self.begun_again = 0
         self._context = context
         self._numbers = numbers
 
@@ -72,7 +71,6 @@ class Generation:
         if wave is None:
             return None
         self.end(session)
-        self.begun_again += 1
         wave.begun_again += 1
         if wave.begun_again > BEGIN_AGAIN:
             return f"a wave was lost {BEGIN_AGAIN + 1} times, last: {reason}"

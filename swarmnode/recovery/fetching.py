@@ -96,8 +96,9 @@ class Fetcher:
         have, body = await self._patiently(other, lambda: self._fetch(other, "tied", lambda have: size))
         return await self._channel.compute(lambda: decode_state(body, layout, "exact", have.step, 0.0, 1.0))
 
-    async def copy(self, spec: StageSpec) -> tuple[m.Have, Parts]:
-        """Another stage's weights as they are now, for a copy of the whole policy."""
+    async def copy(self, spec: StageSpec) -> tuple[int, tuple[int, bytes], Parts]:
+        """(bytes that came, (steps, step hash), weights) of a stage as it is now, for a copy of the whole policy. Ours go through the bytes
+        that others would get: what `LocalStage.copy` raises is raised."""
         layout, base = copied(spec, self._stage.layouts[spec.index]), self._stage.base
 
         def size(have: m.Have) -> int:
@@ -106,8 +107,12 @@ class Fetcher:
                 raise BadMessage("size", f"{have.size} bytes of a copy, which has {most}")
             return have.size
 
+        decoded = lambda body: self._channel.compute(lambda: decode_copy(spec, body, layout, base))
+        if spec.index == self._stage.spec.index:
+            step, digest, ours = await self._stage.copy(self._channel.compute)
+            return 0, (step, digest), await decoded(ours)
         have, body = await self._fetch(spec.index, "copy", size)
-        return have, await self._channel.compute(lambda: decode_copy(spec, body, layout, base))
+        return have.size, (have.step, have.hash), await decoded(body)
 
     async def probes(self, holder: int) -> list[m.Probe]:
         """At most `settings.memory`, oldest first, every one a micro-batch that this model can have been given."""

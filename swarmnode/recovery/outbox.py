@@ -12,7 +12,7 @@ from swarmnode.pipeline.frames import CHUNK_BYTES, Place
 from swarmnode.recovery import messages as m
 
 
-@dataclass
+@dataclass(eq=False)  # two of one request are two
 class Outgoing:
     """One transfer on its way out."""
 

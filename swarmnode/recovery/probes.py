@@ -53,12 +53,10 @@ class Recorder(Observer):
     _pending: dict[int, _Pending] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        swap = self.settings.mode == "checkfree+"
-        self._plain = Routes(self.spec.stages, swap).of(0)
-        self._routes = Routes(self.spec.stages, swap)
+        self._routes = Routes(self.spec.stages, self.settings.mode == "checkfree+")
 
     def received(self, micro_batch: int, about: bytes, sender: int, body: bytes) -> None:
-        if self._routes.of(micro_batch) == self._plain:
+        if self._routes.of(micro_batch) == self._routes.of(0):
             self._pending[micro_batch] = _Pending(about, sender, body)
             self._trim()
 

@@ -11,7 +11,7 @@ from swarmnode.recovery import messages as m
 from swarmnode.recovery.bodies import ends_layout, layers_layout, pack_floats, run_one, tied_layout
 from swarmnode.recovery.channel import Channel
 from swarmnode.recovery.local import LocalStage
-from swarmnode.recovery.state import StageState, encode_state, host_copy, trained
+from swarmnode.recovery.state import StageState, encode_state, host_copy, take, trained
 from swarmnode.weights.layout import Layout
 from swarmnode.wire import strict
 
@@ -82,17 +82,10 @@ class Server:
 
     def _tied(self, layout: Layout) -> bytes:
         name = layout[0].name
-        weight = trained(self._stage.runtime)[name]
-        kept = {name: host_copy(weight)}
-        if self._stage.worker is None:
-            state = StageState(self._channel.step, kept) if self._stage.restored is None else replace(self._stage.restored, weights=kept)
-            return encode_state(state, layout, "exact")
-        adam = self._stage.worker.optimizer.adam
-        moments = adam.state.get(weight) if adam is not None else None
-        if not moments:
-            return encode_state(StageState(self._channel.step, kept), layout, "exact")
-        first, second = {name: host_copy(moments["exp_avg"])}, {name: host_copy(moments["exp_avg_sq"])}
-        return encode_state(StageState(self._channel.step, kept, first, second, {name: float(moments["step"])}), layout, "exact")
+        if self._stage.worker is not None:
+            return encode_state(take(self._stage.worker, name), layout, "exact")
+        restored = self._stage.restored or StageState(self._channel.step, {})
+        return encode_state(replace(restored, weights={name: host_copy(trained(self._stage.runtime)[name])}), layout, "exact")
 
     async def run(self, stage: int, asked: m.Run, body: bytes) -> None:
         """A micro-batch through our stage as it is. Raises as `serve` does."""

@@ -2,7 +2,7 @@
 
     R0  journal    this node's own disk                                                    R4  synthesis  from the neighbours' layers
     R1  replica    the same stage of another crew                                          R5  copy       an end from its neighbour
-    R2  snapshot     a snapshot at a ring neighbour                                          R6  none       the crew dissolves
+    R2  snapshot   a snapshot at a ring neighbour                                          R6  none       the crew dissolves
     R3  base       the stage that training began with
 
 Expected harm rises from first to last, but for a journal that is older than a snapshot: then the younger one goes first. A source that is
@@ -92,7 +92,6 @@ class RecoverySettings:
     """A transfer fails when not a byte of it came for so long. Reading and hashing a stage of 7 B at its holder takes a part of this."""
     neighbour_seconds: float = 3600.0
     """Waiting for a neighbour that is being restored as well, and says so: half of 7 B in two bytes each takes 19 minutes at 50 Mbit/s."""
-
 
     def keeps_copies(self, spec: StageSpec) -> bool:
         """Whether this stage is copied to others and comes back from copies; else it is made of its neighbours."""

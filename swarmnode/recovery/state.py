@@ -73,12 +73,12 @@ def stage_layouts(config: PretrainedConfig, specs: Sequence[StageSpec], lora: Lo
     return tuple(layouts)
 
 
-def take(worker: StageWorker) -> StageState:
-    """A copy on the host. Between two steps; writing or sending it needs the member no more."""
+def take(worker: StageWorker, only: str = "") -> StageState:
+    """A copy on the host. Between two steps; writing or sending it needs the member no more. only: a name; else all that is trained."""
     weights, first, second, counts = {}, {}, {}, {}
     optimizer, adam = worker.optimizer, worker.optimizer.adam
-    for name, parameter in worker.runtime.model.named_parameters():
-        if not parameter.requires_grad:
+    for name, parameter in trained(worker.runtime).items():
+        if only not in ("", name):
             continue
         weights[name] = host_copy(parameter)
         moments = adam.state.get(parameter) if adam is not None else None

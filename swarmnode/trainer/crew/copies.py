@@ -1,8 +1,8 @@
-"""A whole copy of the crew's policy at its head, in int8, to sample from: a token needs no way through the stages.
+"""A whole copy of the crew's policy at a member, in int8, to sample from: a token needs no way through the stages.
 
-Training tolerates distance, decoding does not. After each step the head asks every stage for its weights (`recovery.copies`), in the
+Training tolerates distance, decoding does not. After each step the member asks every stage for its weights (`recovery.copies`), in the
 background, while it samples from the copy as it is; so the copy is a step old as a rule. What it samples is recorded with the
-log-probabilities of the copy, and the crew's ratio is against these: rounding and age are corrected as any other policy's would be.
+log-probabilities of the copy, and the crew corrects for these: rounding and age weigh as any other policy's would.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import trio
 from swarmnode.averaging.lora import A_SEED, freeze_a
 from swarmnode.errors import PeerError, StateError, Unavailable
 from swarmnode.pipeline.commit import NO_HASH
-from swarmnode.pipeline.compute import in_thread
 from swarmnode.pipeline.spec import StageSpec, stage_specs
 from swarmnode.pipeline.split import adapt, tensors_of
 from swarmnode.policy.generate import GroupSample, Sampling
@@ -28,8 +27,7 @@ from swarmnode.policy.load import Policy, lora_settings, make_accelerator
 from swarmnode.policy.micro import MicroBatcher, free_memory, is_oom
 from swarmnode.policy.quantised import build_quantised
 from swarmnode.policy.text import PolicyText
-from swarmnode.recovery.copies import Parts, copied, decode_copy, install
-from swarmnode.recovery.messages import Have
+from swarmnode.recovery.copies import Parts, install
 from swarmnode.recovery.transfer import StatePeer
 from swarmnode.trainer.crew.model import CrewModel
 
@@ -45,7 +43,7 @@ AGE = 4
 class WholeCopy:
     """peer: this node's end of the state streams, while there is a crew. tokens: padded tokens of a batch of samples.
 
-    `sample` and `release` are of the thread that leads; `follow` is of the crew's.
+    `sample` and `release` are of the thread that samples; `follow` is of the crew's.
     """
 
     def __init__(self, model: CrewModel, peer: Callable[[], StatePeer | None], tokens: int) -> None:
@@ -131,18 +129,12 @@ class WholeCopy:
         self._busy = peer.channel.spawn(partial(self._fetch, peer, stage_specs(self._model.config, layers)))
 
     async def _fetch(self, peer: StatePeer, specs: Sequence[StageSpec]) -> None:
-        found: list[tuple[Have | None, int, bytes, Parts]] = []
+        found: list[tuple[int, At, Parts]] = []
         released = self._released
 
         async def one(spec: StageSpec) -> None:
             try:
-                if spec.index == peer.stage.spec.index:
-                    step, digest, body = await peer.stage.copy(in_thread)  # through the bytes that others would get
-                    layout = copied(spec, peer.stage.layouts[spec.index])
-                    found.append((None, step, digest, await in_thread(partial(decode_copy, spec, body, layout, peer.stage.base))))
-                    return
-                have, parts = await peer.fetch.copy(spec)
-                found.append((have, have.step, have.hash, parts))
+                found.append(await peer.fetch.copy(spec))
             except (PeerError, StateError, Unavailable) as error:
                 log.info("a stage gives no copy", stage=spec.index, reason=str(error))
 
@@ -150,9 +142,9 @@ class WholeCopy:
             async with trio.open_nursery() as nursery:
                 for spec in specs:
                     nursery.start_soon(one, spec)
-            of = {(step, digest) for _, step, digest, _ in found}
+            of = {at for _, at, _ in found}
             if len(found) == len(specs) and len(of) == 1:
-                self._bytes = sum(have.size for have, _, _, _ in found if have is not None)
-                self._arrived = released, of.pop(), [parts for _, _, _, parts in found]
+                self._bytes = sum(size for size, _, _ in found)
+                self._arrived = released, of.pop(), [parts for _, _, parts in found]
         finally:
             self._busy = False

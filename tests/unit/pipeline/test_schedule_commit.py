@@ -87,7 +87,7 @@ def test_a_different_set_of_micro_batches_is_refused_and_dropped():
     stage = Participant()
     stage.accumulated(1)
     assert stage.propose(0, 1, [1, 2]) == Answer(1, "micro_batches")
-    assert stage.abort(0, 1) 
+    assert stage.abort(0, 1)
     assert stage.step == 0
     assert stage.may_accumulate(1)
 

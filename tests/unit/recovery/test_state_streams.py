@@ -468,8 +468,8 @@ async def test_a_copy_that_is_fetched_is_no_longer_than_its_stage(wire):
     layout = copied(spec, wire.layouts[0])
     ask = lambda: wire.peer.fetch.copy(spec)
     adapter = encode_copy(spec, trained(wire.runtimes[0]), layout, None)
-    have, parts = await fetched(wire, giving(wire, "copy", adapter), ask)
-    assert (have.step, have.hash) == (9, HASH)
+    size, at, parts = await fetched(wire, giving(wire, "copy", adapter), ask)
+    assert (size, at) == (len(adapter), (9, HASH))
     assert set(parts) == {spec.whole(tensor.name) for tensor in layout}
     most = copy_bytes(layout, adapter=False)
     for given, reply, reason in (

@@ -8,7 +8,7 @@ import torch
 import trio
 
 from swarmnode.config import Config, LoraSettings
-from swarmnode.pipeline.compute import inline
+from swarmnode.pipeline.compute import in_thread, inline
 from swarmnode.pipeline.fence import Fence
 from swarmnode.pipeline.frames import Place
 from swarmnode.pipeline.links import Links
@@ -49,7 +49,7 @@ class One:
         layouts = (layout_of(runtime.model),)
         recorder = Recorder(runtime.spec, settings)
         local = LocalStage(runtime, runtime.spec, model.limits(), layouts, settings, "float32", recorder, base=tensors_of(model.directory))
-        self.peer, self.layers = StatePeer(local, fence, {}, inline), layers
+        self.peer, self.layers = StatePeer(local, fence, {}, in_thread), layers
         self.worker = StageWorker(runtime, Links(0, {}, model.limits()), fence, model.settings(), inline)
         self.peer.attach(self.worker)
         self.copy = WholeCopy(model, lambda: self.peer, 4096)
