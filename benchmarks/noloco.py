@@ -127,9 +127,7 @@ class Swarm:
         self.honest = [i for i in range(REPLICAS) if not (self.arm.hostile and i == HOSTILE)]
         if self.arm.rule != "ddp":
             self.states = [OuterState(view, rule_of(self.arm)) for view in self.views]
-        start = host_copy(self.views[0])
-        anchored = self.arm.codec in RELATIVE
-        self.anchors = [make_anchor({s.name: start[s.name] for s in piece}) if anchored else None for piece in self.pieces]
+        self.anchor = make_anchor(host_copy(self.views[0])) if self.arm.codec in RELATIVE else None
         self.gates = [AveragingGate() for _ in range(REPLICAS)]
         self.late: deque[tuple[int, int, Tensors, Tensors, Tensors | None]] = deque()
         """Commits under way: the step that they are for, replica, its copy, and the averages."""
@@ -235,8 +233,8 @@ class Swarm:
     def _exchange(self, me: int, other: int, snapshots: Snapshots, fragment: int, step: int, piece: Layout) -> None:
         """What `me` makes of what `other` sends; piece: what of the fragment both hold."""
         whole, names = snapshots[me], [spec.name for spec in piece]
-        anchor, mine, sent = self.anchors[fragment], {n: whole[n] for n in names}, {n: snapshots[other][n] for n in names}
-        anchor = anchor.of(names) if anchor is not None else None
+        anchor = self.anchor.of(names) if self.anchor is not None else None
+        mine, sent = {n: whole[n] for n in names}, {n: snapshots[other][n] for n in names}
         moved = {n: t - self.states[me].phi[n] for n, t in mine.items()}
         if self.arm.hostile and other == HOSTILE:
             sent = self._attack(me, mine, moved)

@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import math
 import random
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -24,11 +25,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from benchmarks.outer_rules import judge as judge_average
 from benchmarks.outer_rules import outer_step
-from swarmnode.averaging.codecs import decode as decode_averaged
-from swarmnode.averaging.codecs import encode as encode_averaged
-from swarmnode.averaging.codecs import make_anchor
+from swarmnode.averaging.averaged import AveragedTensors
 from swarmnode.averaging.gate import AveragingGate, norm
-from swarmnode.averaging.outer import OuterState, Tensors, host_copy
+from swarmnode.averaging.outer import OuterState, Tensors
 from swarmnode.config import TaskConfig, TrainingConfig
 from swarmnode.policy.generate import GroupSample, Sampling, generate
 from swarmnode.policy.load import Policy, trainable
@@ -48,8 +47,6 @@ from swarmnode.trainer.batch import TrainingGroup, assemble, own_group
 from swarmnode.trainer.judge import ExternalChecks, judge, judge_until_full, reserve
 from swarmnode.trainer.replay import USES, ReplayBuffer, lacking
 from swarmnode.trainer.update import Updater
-from swarmnode.weights.fragments import cut
-from swarmnode.weights.layout import make_layout
 from swarmnode.weights.rule import make_rule
 from swarmnode.wire.envelope import peer_id, seal
 from swarmnode.wire.ids import DOMAIN_ROLLOUT
@@ -220,26 +217,22 @@ class Averaging:
     """A node's slow weights, gate and codec: what `trainer.weights.Replica` has, without files and threads."""
 
     def __init__(self, policy: Policy, parts: int) -> None:
-        self.parameters = trainable(policy.model)
-        layout = make_layout((name, p.shape, "float32") for name, p in self.parameters.items())
-        self.parts = cut(layout, parts)
-        base = host_copy(self.parameters)
-        self.anchors = [make_anchor({spec.name: base[spec.name] for spec in part}) for part in self.parts]
-        self.outer = OuterState(self.parameters, make_rule("noloco"))
+        self.tensors = AveragedTensors(trainable(policy.model), "int8", parts, threading.Lock())
+        self.outer = OuterState(self.tensors.parameters, make_rule("noloco"))
         self.gate = AveragingGate()
 
     def copy(self, fragment: int) -> tuple[Tensors, bytes]:
         """Weights, and the payload that a partner gets of them."""
-        snapshot = host_copy(self.parameters, [spec.name for spec in self.parts[fragment]])
-        return snapshot, encode_averaged(snapshot, self.parts[fragment], "int8", fragment=fragment, anchor=self.anchors[fragment])
+        snapshot = self.tensors.copy(fragment)
+        return snapshot, self.tensors.encode(fragment, snapshot)
 
     def step(self, peer: str, fragment: int, snapshot: Tensors, payload: bytes, now: float) -> str:
         """What the gate made of the partner's payload; the outer step is taken either way."""
-        theirs = decode_averaged(payload, self.parts[fragment], "int8", fragment=fragment, anchor=self.anchors[fragment])
+        theirs = self.tensors.decode(fragment, payload, snapshot)
         slow = {name: self.outer.phi[name] for name in snapshot}
         judged = judge_average(self.gate, peer, snapshot, theirs, now, moved=norm(snapshot, minus=slow))
         outer_step(self.outer, judged.mean if judged.mean is not None else snapshot)
-        self.outer.commit(self.parameters, snapshot)
+        self.outer.commit(self.tensors.parameters, snapshot)
         return judged.outcome
 
 
@@ -370,9 +363,8 @@ class Node:
             mine = [g for g in mine if is_useful(g.rewards)]
         if self.arm.oversample:
             mine = mine[: self.training.groups_per_step]
-        batch = mine + external
-        fresh, again = batch, self.replay.take(lacking(self.training.groups_per_step, batch))
-        batch = fresh + again
+        fresh = mine + external
+        batch = fresh + self.replay.take(lacking(self.training.groups_per_step, fresh))
         agreement = None
         if batch:
             done = self.updater.update(assemble(batch, self.training.advantage))
@@ -402,7 +394,6 @@ class Node:
         }
         if agreement is not None:
             trace["agreement"] = agreement
-
 
     def _without_correction(self, group: TrainingGroup) -> TrainingGroup:
         """As the arm wants it: against the present policy, against the sampler, or as the product corrects it."""

@@ -51,14 +51,14 @@ class AveragedTensors:
 
     def encode(self, fragment: int, tensors: Tensors) -> bytes:
         """What partners are served of the fragment: `tensors`, all of it or some."""
-        return codecs.encode(tensors, *self._format(fragment, tensors), fragment=fragment, anchor=self._anchor_of(tensors))
+        layout, anchor = self._format(fragment, tensors)
+        return codecs.encode(tensors, layout, self.codec, fragment=fragment, anchor=anchor)
 
     def decode(self, fragment: int, data: bytes | memoryview, names: Collection[str]) -> Tensors:
         """A partner's weights `names` of the fragment. Raises BadMessage; whether the values make sense is the gate's question."""
-        return codecs.decode(data, *self._format(fragment, names), fragment=fragment, anchor=self._anchor_of(names))
+        layout, anchor = self._format(fragment, names)
+        return codecs.decode(data, layout, self.codec, fragment=fragment, anchor=anchor)
 
-    def _format(self, fragment: int, names: Collection[str]) -> tuple[Layout, Codec]:
-        return tuple(spec for spec in self.parts[fragment] if spec.name in names), self.codec
-
-    def _anchor_of(self, names: Collection[str]) -> codecs.Anchor | None:
-        return self._anchor.of(names) if self._anchor is not None else None
+    def _format(self, fragment: int, names: Collection[str]) -> tuple[Layout, codecs.Anchor | None]:
+        layout = tuple(spec for spec in self.parts[fragment] if spec.name in names)
+        return layout, self._anchor.of(names) if self._anchor is not None else None

@@ -140,10 +140,10 @@ class Discovery:
         """Candidates for `fragment`, or for these `blocks` of it (packed), in the order in which they are asked; those far from
         `outer_step` last, and before them those that lack some of it: with these there is less to gain."""
         due = blocks or self._replica.within(self._replica.blocks, fragment)
-        peers = [peer for peer in self.candidates() if common(self.shared(peer), due)]
-        order = partner_order(self._network.peer_id, peers, epoch_bucket(self._unix_time()), self._swarm)
+        has = {peer: some for peer in self.candidates() if (some := common(self.shared(peer), due))}
+        order = partner_order(self._network.peer_id, list(has), epoch_bucket(self._unix_time()), self._swarm)
         far = lambda peer: too_far_behind(abs(self._claims.outer_step(peer) - outer_step))
-        return tuple(sorted(order, key=lambda peer: (far(peer), common(self.shared(peer), due) != due)))
+        return tuple(sorted(order, key=lambda peer: (far(peer), has[peer] != due)))
 
     async def _ask(self, peer: str) -> None:
         try:

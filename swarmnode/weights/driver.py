@@ -236,7 +236,7 @@ class ExchangeDriver:
         shared = self._discovery.shared(state.peer)
         self._session = session = ExchangeSession(state.session, state.peer, state.fragment, state.lease_seconds, shared)
         session.theirs = self._early.pop((session.peer, session.id), None)
-        if self._discovery.shares(session.peer, session.fragment):
+        if self._replica.within(shared, session.fragment):
             self._send_or_fail(session, local.TakeSnapshot(session.id, session.fragment, session.blocks))
         else:  # both have proposed, and it claims other blocks than when we did
             self._background.start(self._fail_soon, session.id, "declined")
