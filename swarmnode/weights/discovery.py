@@ -33,11 +33,13 @@ MAX_PEERS: Final = 1024
 
 class Claim(msgspec.Struct, frozen=True):
     fingerprint: bytes
-    """Empty: the peer does not average, or has not answered."""
+    """Empty: the peer does not average, or has not answered yet."""
     outer_step: int
-    at: float
-    blocks: bytes = b""
+    blocks: bytes
     """What the peer holds, packed."""
+    at: float
+    asked: float
+    """When it was asked or claimed it, whichever is later."""
 
 
 class Claims:
@@ -49,10 +51,17 @@ class Claims:
     def __len__(self) -> int:
         return len(self._claims)
 
+    def asked(self, peer: str, now: float) -> None:
+        """`peer` is asked: until it answers, what it last claimed stands."""
+        self._keep(peer, msgspec.structs.replace(self._claims.get(peer, Claim(b"", 0, b"", now, now)), asked=now))
+
     def received(self, peer: str, fingerprint: bytes, outer_step: int, now: float, blocks: bytes = b"") -> None:
-        """`peer` averages this, and claims so many outer steps. fingerprint empty: it was asked and has not answered."""
+        """`peer` averages this, and claims so many outer steps."""
+        self._keep(peer, Claim(fingerprint, outer_step, blocks, now, now))
+
+    def _keep(self, peer: str, claim: Claim) -> None:
         self._claims.pop(peer, None)
-        self._claims[peer] = Claim(fingerprint, outer_step, now, blocks)
+        self._claims[peer] = claim
         if len(self._claims) > MAX_PEERS:
             self._claims.popitem(last=False)
 
@@ -60,8 +69,8 @@ class Claims:
         self._claims.clear()
 
     def to_ask(self, connected: Iterable[str], now: float) -> list[str]:
-        """Connected peers that have claimed nothing lately."""
-        return [peer for peer in connected if (claim := self._claims.get(peer)) is None or now - claim.at >= ASK_SECONDS]
+        """Connected peers that have claimed nothing lately, and were not asked."""
+        return [peer for peer in connected if (claim := self._claims.get(peer)) is None or now - claim.asked >= ASK_SECONDS]
 
     def candidates(self, connected: Iterable[str], fingerprint: bytes, now: float) -> list[str]:
         """Connected peers that have claimed our fingerprint lately."""
@@ -101,7 +110,7 @@ class Discovery:
             while True:
                 now = trio.current_time()
                 for peer in self._claims.to_ask(self._network.connected(), now) if self._replica.facts is not None else ():
-                    self._claims.received(peer, b"", 0, now)
+                    self._claims.asked(peer, now)
                     if self._network.welcome(peer):
                         nursery.start_soon(self._ask, peer)
                 await trio.sleep(POLL_INTERVAL)

@@ -327,7 +327,8 @@ class ExchangeDriver:
     async def _pull(self, session: ExchangeSession) -> None:
         """Fetch what a busy peer published; it need not take part."""
         try:
-            answer = await self._requests.ask(session.peer, Latest(self._replica.fingerprint, session.fragment, session.blocks))
+            latest = Latest(self._replica.fingerprint, session.fragment, session.blocks)
+            answer = await self._requests.ask(session.peer, latest) if session.blocks else None  # none: it averages something else by now
         except PeerError:
             answer = None
         if isinstance(answer, Ready) and answer.size <= self._replica.limits[session.fragment]:

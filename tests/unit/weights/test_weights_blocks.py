@@ -2,9 +2,11 @@
 
 import random
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
+import trio
 
 from swarmnode.averaging.averaged import AveragedTensors
 from swarmnode.averaging.gate import Losses
@@ -12,9 +14,11 @@ from swarmnode.config import WeightsConfig
 from swarmnode.trainer.state import Counters
 from swarmnode.trainer.weights import Replica
 from swarmnode.weights import local
+from swarmnode.weights.background import Background
 from swarmnode.weights.discovery import Discovery
+from swarmnode.weights.driver import ExchangeDriver
 from swarmnode.weights.fragments import block_of, common, pack, within
-from swarmnode.weights.messages import Here
+from swarmnode.weights.messages import Busy, Here, Propose
 from swarmnode.weights.replica import LocalReplica
 from tests.support.replica import settle
 
@@ -346,3 +350,32 @@ async def test_who_has_all_that_we_hold_of_a_fragment_is_asked_first_and_who_has
         order = asked.partners(1, 3)
         assert [set(order[: len(first)]), set(order[len(first) : -1]), order[-1]] == [first, then, "far"]
     assert set(asked.alike()) == {"h"}
+
+
+async def test_of_a_busy_peer_that_averages_something_else_by_now_nothing_is_asked(parties, autojump_clock):
+    """A question about no blocks is no message, and would cost the asker its standing."""
+    (party,) = parties(WHOLE)
+    replica, network, background, said, asked = LocalReplica(), StubNetwork("a", ["b"]), Background(), [], []
+    network.bulk = SimpleNamespace(deadline=lambda peer, size: 1.0)
+    replica.start(party.facts, bytes(32), bytes(32), bytes(32))
+    discovery = Discovery(network, None, replica, bytes(32), lambda: 0.0)
+
+    async def ask(peer, message, seconds=1.0):
+        await trio.lowlevel.checkpoint()
+        asked.append(message)
+        discovery.received(peer, Here(b"x" * 32, 0, b"\1"))
+        return Busy(message.nonce, "busy")
+
+    store = SimpleNamespace(expire=lambda now: None)
+    driver = ExchangeDriver(network, SimpleNamespace(ask=ask), replica, discovery, store, lambda m: not said.append(m), background, 4)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(background.run)
+        nursery.start_soon(driver.run)
+        driver.trainer_started()
+        discovery.received("b", Here(replica.fingerprint, 0, replica.blocks))
+        driver.outer_step_due(local.OuterStepDue(0, 0, 0.01), propose=True)
+        await trio.sleep(600.0)  # of the jumping clock
+        nursery.cancel_scope.cancel()
+    assert local.SoloStep(0) in said
+    assert [type(message) for message in asked] == [Propose]
+    assert driver.totals.failures == {"declined": 1}

@@ -507,6 +507,11 @@ def test_candidates_are_connected_alike_and_have_claimed_so_lately():
     assert claims.candidates(["a"], b"f", FRESH_SECONDS) == []
     assert claims.to_ask(["a", "d"], ASK_SECONDS - 1) == ["d"]
     assert claims.to_ask(["a", "d"], ASK_SECONDS) == ["a", "d"]
+    for peer in ("a", "d"):
+        claims.asked(peer, ASK_SECONDS)
+    assert claims.to_ask(["a", "d"], ASK_SECONDS + 1) == []
+    assert claims.candidates(["a", "d"], b"f", ASK_SECONDS + 1) == ["a"], "what it claimed stands until it answers"
+    assert claims.candidates(["a"], b"f", FRESH_SECONDS) == [], "and no longer for having been asked"
 
 
 def test_claims_are_bounded():
