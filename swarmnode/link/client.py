@@ -7,6 +7,7 @@ next step asks. The thread reconnects for ever; a trainer whose network process 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import selectors
 import socket
@@ -21,6 +22,8 @@ from swarmnode.crew import local as stages_local
 from swarmnode.link.frames import FrameError, Unpacker, pack, socket_path, to_trainer
 from swarmnode.link.messages import Draw, Drawn, ExternalGroup, Hello, ToNetwork, ToTrainer, Welcome
 from swarmnode.weights import local
+
+log = logging.getLogger(__name__)
 
 QUEUED_FRAMES = 512
 RETRY_SECONDS = 0.2
@@ -100,6 +103,7 @@ class Link:
     # ---- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        said = ""
         while not self._closing:
             try:
                 path, directory = socket_path(self._data_dir)
@@ -110,8 +114,11 @@ class Link:
                 finally:
                     if directory is not None:
                         os.close(directory)
-            except (OSError, FrameError):
+            except OSError:
                 pass  # the network process is away or was replaced: connect again
+            except FrameError as error:
+                if str(error) != said:  # once: it is tried again several times a second
+                    log.warning("what the network process says is no message, as if it was of another version: %s", said := str(error))
             self._inbox.disconnect()
             if not self._closing:
                 time.sleep(RETRY_SECONDS)

@@ -148,6 +148,17 @@ async def test_a_bad_frame_closes_the_connection_and_is_counted(data_dir, data):
         nursery.cancel_scope.cancel()
 
 
+async def test_a_network_process_that_says_what_is_no_message_is_told_of_once_and_tried_again(data_dir, caplog):
+    recorder = Recorder()
+    recorder.hello = lambda hello: hello  # as one of another version may
+    async with trio.open_nursery() as nursery:
+        await nursery.start(LinkServer(data_dir, recorder).run)
+        with Link(data_dir, lambda: HELLO) as link:
+            await until(lambda: link.statistics().connections >= 3)
+        nursery.cancel_scope.cancel()
+    assert len([record for record in caplog.records if "another version" in record.message]) == 1
+
+
 async def test_the_outbox_is_bounded_and_drops_the_oldest(data_dir):
     link = Link(data_dir, lambda: HELLO)  # not started: nothing leaves
     for step in range(QUEUED_FRAMES + 3):
