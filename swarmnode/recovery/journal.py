@@ -78,7 +78,7 @@ class Journal:
             if known is not None and self._is_ours(known):
                 self.step, self.hash = known.step, bytes.fromhex(known.hash)
         except StateError as error:
-            self.error = str(error)
+            self._failed(error)
         self.skipped = 0
         """Steps after which the disk was still busy with an earlier one."""
         self._missed: tuple[StageWorker, Tensors] | None = None
@@ -165,7 +165,12 @@ class Journal:
                 disk.save(self.path, tensors, msgspec.to_builtins(about))
                 self.step, self.hash, self.error = about.step, bytes.fromhex(about.hash), None
             except OSError as error:
-                self.error = str(error)
+                self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        if str(error) != self.error:  # once, not after each step
+            log.warning("the journal of our stage: %s", error)
+        self.error = str(error)
 
 
 def find_journals(directory: Path) -> list[disk.OnDisk]:
