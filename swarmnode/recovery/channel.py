@@ -8,7 +8,6 @@ Whatever a peer sends is refused and counted before it is kept; after MISBEHAVED
 from __future__ import annotations
 
 import contextlib
-import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
 SERVED: Final = 4
 """Requests of one peer at a time; answers that it has not read yet are among them."""
 MISBEHAVED: Final = 16
+LATER_SECONDS: Final = 1800.0
+"""Given to what is kept for later, between two parts of it: all that somebody waits for goes before."""
 QUEUED: Final = 1024
 """Messages to one peer; who lets so many wait is gone."""
 
@@ -46,7 +47,7 @@ Answer = m.Holds | Body
 
 @dataclass
 class _Call:
-    """Somebody waits for the answer to a request. Nobody is shown progress by what may take for ever."""
+    """Somebody waits for the answer to a request. Nobody is shown progress by what is kept for later."""
 
     seconds: float
     """At most, between two signs that it is being worked at."""
@@ -92,12 +93,12 @@ class _Calls:
         call = self.get(stage, number)
         if call is not None:
             call.progressed()
-            self.progress += math.isfinite(call.seconds)
+            self.progress += call.seconds < LATER_SECONDS
 
     def answered(self, stage: int, number: int, answer: Answer | Exception) -> None:
         call = self.get(stage, number)
         if call is not None and not call.done.is_set():
-            self.progress += math.isfinite(call.seconds)
+            self.progress += call.seconds < LATER_SECONDS
             call.answer = answer
             call.done.set()
 
@@ -215,8 +216,8 @@ class Channel:
         had: bytearray | None = None,
     ) -> Answer:  # fmt: skip
         """Holds, or (Have, body) with the hash that was promised. `size` says how long the answer must be, or raises BadMessage. seconds:
-        other than those of the channel; math.inf for what nobody waits for. had: the beginning of the answer's body, and where the rest
-        goes as it comes.
+        other than those of the channel; LATER_SECONDS for what nobody waits for. had: the beginning of the answer's body, and where
+        the rest goes as it comes.
 
         Raises PeerError: BadMessage for what was not what it said, PeerTimeout, Loading, and for a stage that is gone or has nothing.
         """

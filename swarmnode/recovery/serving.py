@@ -71,7 +71,7 @@ class Server:
         if what == "probes" and self._stage.recorder.probes:
             return self._stage.recorder.probes[-1].step, strict.encode(list(self._stage.recorder.probes)), {}
         if what == "edges":
-            edges = [edge for edge in self._stage.recorder.edges if stage in (edge.source, edge.target)]
+            edges = [edge for edge in list(self._stage.recorder.edges) if stage in (edge.source, edge.target)]  # a step may end meanwhile
             return self._channel.step, strict.encode(edges) if edges else b"", {}
         if what == "layers":
             norm = 0.0 if self._stage.worker is None else self._stage.worker.optimizer.squared_norm

@@ -6,13 +6,11 @@ the other; what is superseded before it was fetched is left out.
 
 from __future__ import annotations
 
-import math
-
 import trio
 
 from swarmnode.errors import BadMessage, PeerError
 from swarmnode.recovery import messages as m
-from swarmnode.recovery.channel import Channel
+from swarmnode.recovery.channel import LATER_SECONDS, Channel
 from swarmnode.recovery.fetching import Fetcher
 from swarmnode.recovery.local import LocalStage
 from swarmnode.recovery.snapshots import SnapshotStore, form_of, ring
@@ -99,7 +97,7 @@ class Sharing:
     async def _take(self, stage: int, what: m.Given) -> None:
         store, recorder = self._stage.store, self._stage.recorder
         try:
-            have, body = await self._fetch.given(stage, what, stage, math.inf)
+            have, body = await self._fetch.given(stage, what, stage, LATER_SECONDS)
         except PeerError:
             return  # the next one will be announced as well
         try:

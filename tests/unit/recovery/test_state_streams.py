@@ -29,6 +29,7 @@ from swarmnode.recovery.snapshots import SnapshotStore, find_snapshots, ring
 from swarmnode.recovery.sources import RecoverySettings
 from swarmnode.recovery.state import StageState, decode_state, encode_state, host_copy, layout_of, stage_layouts, trained
 from swarmnode.recovery.transfer import StatePeer
+from swarmnode.wire import strict
 from tests.support.split_models import split_model
 
 CREW = b"c" * 16
@@ -302,6 +303,35 @@ async def test_one_snapshot_of_a_neighbour_is_fetched_at_a_time_and_then_the_new
     assert isinstance(await wire.answer(0), m.Kept)
     await wire.send(0, m.Ask(wire.place(0), 1))
     assert isinstance(await wire.answer(0), m.Holds)
+
+
+async def test_who_says_that_there_is_something_and_gives_nothing_is_not_waited_for_for_ever(wire, autojump_clock):
+    await wire.send(0, m.Made(wire.place(0), 0, "shadow"))
+    first = await wire.answer(0)
+    await trio.sleep(channel.LATER_SECONDS)
+    await wire.give(0, "shadow", encode_state(wire.state(0), wire.layouts[0], "exact"))
+    assert first.what == "shadow"
+    assert wire.store.get(0).step == 9
+    assert wire.peer.channel.progress == 0, "a stage that is being restored does not go on by it"
+
+
+async def test_edges_are_given_while_a_step_ends(wire):
+    wire.peer.stage.phase, edges = "whole", wire.peer.stage.recorder.edges
+
+    class Ending:
+        """A step that ends in another thread, while this edge is looked at."""
+
+        target = None
+
+        @property
+        def source(self):
+            edges.append(m.Edge(2, 9, 0, 1, 1, b"a", b"b"))
+
+    edges += [m.Edge(1, 9, 0, 1, 1, b"a", b"b"), Ending()]
+    await wire.send(0, m.Want(wire.place(0), 5, "edges", 1, 0))
+    have, (_, body) = await wire.answer(0), await m.read(wire.ends[0], LIMITS)
+    assert have.what == "edges"
+    assert [edge.micro_batch for edge in strict.decode(body, list[m.Edge])] == [1]
 
 
 @pytest.mark.parametrize(
