@@ -51,7 +51,7 @@ check: $(VENV)/.check $(VENV)/.test
 	$(BIN)/pytest tests/conformance/test_house_rules.py tests/conformance/test_nothing_only_tests_know.py
 
 bench: $(VENV)/.test
-	for name in sapo trainer ingest gossip scale noloco exchange budget checkfree recovery crew reroute tolerance corrections hostile; do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
+	for name in sapo trainer packing ingest gossip pulls scale eclipse noloco exchange budget checkfree recovery crew reroute tolerance corrections hostile; do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
 
 sim: $(VENV)/.test
 	$(BIN)/python -m tests.support.sim --seconds $(or $(SIM_SECONDS),60)

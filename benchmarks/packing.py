@@ -78,12 +78,15 @@ def timed(gain: float, policy: Policy, rows: Sequence[Row]) -> tuple[float, list
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--quick", action="store_true", help="one case, one group, one seed")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--groups", type=int, default=4, help="of 8 answers in a step")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--json", type=Path, help="write the same as JSON")
     args = parser.parse_args()
+    if args.quick:
+        args.cases, args.groups, args.seeds = args.cases[:1], 1, 1
     torch.set_num_threads(1)
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:

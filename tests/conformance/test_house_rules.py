@@ -108,6 +108,12 @@ def test_every_page_is_listed():
     assert {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"} == listed
 
 
+def test_make_bench_runs_every_benchmark_that_has_a_quick_form():
+    quick = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if 'add_argument("--quick"' in path.read_text()}
+    (named,) = re.findall(r"^\tfor name in (.*?); do .* --quick", (ROOT / "Makefile").read_text(), re.M)
+    assert quick - {"soak"} == set(named.split())  # soak is a target by itself, and lasts
+
+
 def test_torch_is_pinned_for_set_up_and_open_for_everybody_else():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "torch>=2.6" in project["project"]["optional-dependencies"]["trainer"]
