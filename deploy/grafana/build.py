@@ -128,6 +128,7 @@ NODE: dict[str, list[Panel]] = {
           (rate("swarmnode_stage_throttled_seconds_total"), "for the byte budget, streams together"), unit="percentunit", width=6),
         p("Tokens per second through the stage", gauge("swarmnode_stage_tokens_per_second"), width=6),
         p("Frames that counted for nothing", (rate("swarmnode_stage_frames_dropped_total", "reason"), "{{reason}}"), unit="ops", width=6),
+        p("State refused, or not given", (rate("swarmnode_stage_state_refused_total", "reason"), "{{reason}}"), unit="ops", width=6),
         p("Between stages", (rate("swarmnode_stage_bytes_total", "kind, direction"), "{{kind}} {{direction}}"), unit="Bps", width=6),
         p("Streams", (gauge("swarmnode_stage_streams"), "{{kind}} open"),
           (f"increase(swarmnode_stage_streams_lost_total{{{I}}}[1h])", "{{kind}} lost per hour"),
@@ -281,6 +282,7 @@ SECURITY: dict[str, list[Panel]] = {
         p("Streams refused", (total("swarmnode_stage_streams_refused_total", "reason"), "{{reason}}"), unit="ops"),
         p("Frames that counted for nothing", (total("swarmnode_stage_frames_dropped_total", "reason"), "{{reason}}"),
           unit="ops"),
+        p("State refused, or not given", (total("swarmnode_stage_state_refused_total", "reason"), "{{reason}}"), unit="ops"),
         p("Requests about crews that were none", rate("swarmnode_crew_malformed_total"), unit="ops"),
     ],
     "Who is kept away": [

@@ -81,6 +81,8 @@ class StageStatus(msgspec.Struct, frozen=True, tag="stages_status"):
     """Pieces of work in hand: nothing done while there are some is a trainer that hangs."""
     dropped: dict[str, int] = {}
     """Frames that counted for nothing, by reason of `fence` and `frames`; of this trainer process."""
+    state_refused: dict[str, int] = {}
+    """What others sent on state streams that is not what it has to be, and what they asked for and did not get, by reason; in this crew."""
 
 
 class Blames(msgspec.Struct, frozen=True, tag="stages_blames"):

@@ -35,6 +35,7 @@ from swarmnode.p2p.summaries import OUTCOMES as SUMMARY_OUTCOMES
 from swarmnode.pipeline.faults import DEVICE
 from swarmnode.pipeline.fence import FENCE_REASONS
 from swarmnode.pipeline.frames import FRAME_REASONS
+from swarmnode.recovery.messages import STATE_REFUSALS
 from swarmnode.rollouts.claims import LIES
 from swarmnode.rollouts.forward_budget import OUTCOMES as FORWARDED
 from swarmnode.rollouts.groups import Outcome
@@ -473,7 +474,7 @@ CREW = (
     Metric("swarmnode_stage_shadow_age_steps", "gauge", "stages.own.shadow_age_steps",
            "Steps that would be lost with this node's stage, were only its neighbours' copies left.", when=has_stage),
     Metric("swarmnode_stage_copy_age_steps", "gauge", "stages.own.copy_age_steps",
-           "Steps by which the whole copy that this node samples from, as its crew's head, is behind the crew.", when=has_stage),
+           "Steps by which the whole copy that this node samples from is behind its crew.", when=has_stage),
     Metric("swarmnode_stage_copy_bytes", "gauge", "stages.own.copy_bytes",
            "Bytes that came from other stages for the last refresh of that copy.", when=has_stage),
     Metric("swarmnode_stage_probe_kl", "gauge", "stages.own.probe_kl",
@@ -486,6 +487,10 @@ CREW = (
     Metric("swarmnode_stage_frames_dropped_total", "counter", lambda s: s.stages.own.dropped if s.stages.own else {},
            "Frames between stages that counted for nothing, by reason. `crew` and `step` are what the end of a "
            "crew leaves behind.", ("reason",), (*FENCE_REASONS, *FRAME_REASONS, DEVICE), when=has_crew),
+    Metric("swarmnode_stage_state_refused_total", "counter", "stages.own.state_refused",
+           "What other stages sent of their state that is not what it has to be, and what they asked for and did not get, by reason, in "
+           "this crew. `busy`: too much at a time; `repeated`: one thing again and again; `failed`: this node's own disk or device.",
+           ("reason",), STATE_REFUSALS, when=has_stage),
     Metric("swarmnode_stage_streams", "gauge", "stages.streams.open", "Open streams to other stages, by kind.", ("kind",), KINDS),
     Metric("swarmnode_stage_streams_lost_total", "counter", "stages.streams.lost",
            "Streams to other stages that the other side ended, or that broke, by kind.", ("kind",), KINDS),

@@ -109,16 +109,6 @@ class _Calls:
                 self.answered(stage, number, error)
 
 
-@dataclass
-class Counts:
-    failed: int = 0
-    """What was not done for our own disk's, device's or numbers' sake."""
-    refused: Counter[str] = field(default_factory=Counter)
-    """What peers sent, by reason of STATE_REASONS."""
-    blame: Counter[int] = field(default_factory=Counter)
-    """Stage → refusals."""
-
-
 class Channel:
     """`run` it in a nursery; it ends by cancellation. pace: bytes per second to one peer of what is kept for later, 0 is no limit.
     step: committed steps."""
@@ -138,7 +128,10 @@ class Channel:
         self._step = step
         self._calls = _Calls()
         self._serving: Counter[int] = Counter()
-        self.counts = Counts()
+        self.refused: Counter[str] = Counter()
+        """What peers sent that is not what it has to be, and what they asked for and did not get, by reason of STATE_REFUSALS."""
+        self._blame: Counter[int] = Counter()
+        """Stage → how much of that was what it sent."""
         self._nursery: trio.Nursery | None = None
 
     @property
@@ -257,12 +250,12 @@ class Channel:
                 if self._fence.check(got[0].place, stage, None):
                     continue
                 self._arrived(stage, *got, server, sharing)
-                if self.counts.blame[stage] >= MISBEHAVED:
+                if self._blame[stage] >= MISBEHAVED:
                     reason = "misbehaved"
                     break
         except BadMessage as error:
             reason = error.reason
-            self.counts.refused[reason] += 1
+            self.refused[reason] += 1
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass  # whoever waits is told by `_lose`
         self._lose(stage, reason)
@@ -270,8 +263,8 @@ class Channel:
 
     def refuse(self, stage: int, error: BadMessage) -> None:
         """What `stage` sent is not what it has to be."""
-        self.counts.refused[error.reason if error.reason in m.STATE_REASONS else "schema"] += 1
-        self.counts.blame[stage] += 1
+        self.refused[error.reason if error.reason in m.STATE_REASONS else "schema"] += 1
+        self._blame[stage] += 1
 
     def _lose(self, stage: int, reason: str) -> None:
         if stage in self.gone:
@@ -338,6 +331,7 @@ class Channel:
     def _soon(self, stage: int, number: int, work: Callable[[], Awaitable[None]]) -> None:
         unread = len(self.outboxes[stage].transfers)  # who asks and does not read gets no more of them
         if self._serving[stage] + unread >= SERVED:
+            self.refused["busy"] += 1
             self.lack(stage, number, "busy")
             return
         self._serving[stage] += 1
@@ -350,12 +344,12 @@ class Channel:
             self.refuse(stage, error)
             self.lack(stage, number, "refused")
         except (StateError, Unavailable, OSError, ValueError):
-            self.counts.failed += 1
+            self.refused["failed"] += 1
             self.lack(stage, number, "failed")
         except (RuntimeError, MemoryError) as error:
             if not faults.of_device(error):
                 raise
-            self.counts.failed += 1
+            self.refused["failed"] += 1
             self.lack(stage, number, "failed")
         finally:
             self._serving[stage] -= 1

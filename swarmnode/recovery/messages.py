@@ -38,6 +38,8 @@ from swarmnode.wire.fields import ANY_COUNTER, check_between, check_fields, chec
 
 STATE_REASONS: Final = ("oversize", "malformed", "schema", "bounds", "size", "hash", "not_finite", "shape", "truncated")
 """Every reason with which a state stream's messages and bodies raise BadMessage."""
+STATE_REFUSALS: Final = (*STATE_REASONS, "busy", "failed", "repeated")
+"""Beside what is sent: too many requests at a time; our own disk's, device's or numbers' matter; one thing too often."""
 ROOT_BYTES: Final = 32
 FACTOR: Final = 2.0
 """A peer may make us train a stage with so many times the crew's learning rate, at most."""

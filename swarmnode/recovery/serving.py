@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from swarmnode.errors import BadMessage
 from swarmnode.pipeline.work import read_micro_batch
@@ -15,8 +16,34 @@ from swarmnode.recovery.state import StageState, encode_state, host_copy, take, 
 from swarmnode.weights.layout import Layout
 from swarmnode.wire import strict
 
-Found = tuple[int, bytes | memoryview, dict[str, Any]]
-"""(committed steps, bytes, fields of `Have`)."""
+Found = tuple[int, Callable[[], tuple[bytes | memoryview, dict[str, Any]]]]
+"""(committed steps, what reads it: bytes, fields of `Have`)."""
+TIMES: Final[Mapping[m.Wanted, int]] = {"copy": 2, "layers": 4, "ends": 4, "probes": 4, "shadow": 8, "tied": 16, "edges": 16}
+"""So often a stage is sent one thing whole. A copy: it may not have fitted the others', which were of a step before. The rest: what a stage
+may want that is being restored: it tries every source, some of them twice, and heals what it has of them."""
+LEAST: Final = 1 / 16
+"""What the end of something counts for, however short: all of it is read and hashed."""
+
+
+class Rations:
+    """What each stage was sent, so that nobody who reads quickly is sent one thing for ever."""
+
+    def __init__(self) -> None:
+        self._sent: dict[tuple[int, m.Wanted, int], tuple[int, float]] = {}
+        """(stage, what, of) → (committed steps in it, times)."""
+
+    def take(self, stage: int, want: m.Want, step: int) -> bool:
+        """Whether `stage` may have it once more; it counts as sent whole."""
+        before, times = self._sent.get((stage, want.what, want.of), (step, 0.0))
+        times = times if before == step else 0.0
+        self._sent[stage, want.what, want.of] = step, times + (allowed := times < TIMES[want.what])
+        return allowed
+
+    def resumed(self, stage: int, want: m.Want, step: int, size: int) -> None:
+        """What was taken was sent from `want.at` of `size` on."""
+        before, times = self._sent[stage, want.what, want.of]
+        if before == step:
+            self._sent[stage, want.what, want.of] = step, times - min(want.at / size, 1.0 - LEAST)
 
 
 class Server:
@@ -25,6 +52,7 @@ class Server:
     def __init__(self, channel: Channel, stage: LocalStage) -> None:
         self._channel = channel
         self._stage = stage
+        self._rations = Rations()
 
     def holds(self, stage: int, number: int) -> m.Holds:
         """What there is here of `stage`, asked as `number`."""
@@ -42,43 +70,54 @@ class Server:
         if want.what in ("layers", "tied", "copy") and self._stage.phase != "whole":
             self._channel.lack(stage, want.request, "loading")
             return
-        if want.what == "copy":
-            at, digest, copied = await self._stage.copy(self._channel.compute)
-            found: Found = at, copied, {"form": "small", "hash": digest}
-        else:
-            found = await self._channel.compute(lambda: self._body(stage, want.what, want.of))
-        step, body, more = found
-        if not body:
+        found = await self._copy() if want.what == "copy" else self.find(stage, want.what, want.of)
+        if found is None:
             self._channel.lack(stage, want.request, "none")
             return
+        step, read = found
+        once = want.what in ("layers", "tied", "edges")  # by who is restored: the crew has taken no step yet
+        if not self._rations.take(stage, want, 0 if once else step):
+            self._channel.refused["repeated"] += 1
+            self._channel.lack(stage, want.request, "refused")
+            return
+        body, more = await self._channel.compute(read)
         if want.at >= len(body):
             raise BadMessage("bounds", f"{want.what} from byte {want.at} of {len(body)}")
+        self._rations.resumed(stage, want, 0 if once else step, len(body))
         paced = want.what == "shadow" and want.of != stage  # kept for later
         await self._channel.answer(stage, want.request, want.what, step, body, paced=paced, at=want.at, **more)
 
-    def _body(self, stage: int, what: str, of: int) -> Found:
-        """What `stage` wants; no bytes where it is not here. Raises StateError and OSError."""
-        own, store = self._stage.layouts[self._stage.spec.index], self._stage.store
-        if of not in (stage, self._stage.spec.index):
-            return 0, b"", {}
-        if what == "shadow" and store is not None and store.get(of) is not None:
-            kept, body = store.read(of)
-            more = {"root": kept.root, "form": kept.form, "squared_norm": kept.squared_norm, "factor": kept.factor, "hash": kept.hash}
-            return kept.step, body, more
-        if what == "ends" and of in self._stage.recorder.ends:
-            step, tensors = self._stage.recorder.ends[of]
-            return step, pack_floats(tensors, ends_layout(self._stage.end(of), self._stage.layouts[of])), {}
-        if what == "probes" and self._stage.recorder.probes:
-            return self._stage.recorder.probes[-1].step, strict.encode(list(self._stage.recorder.probes)), {}
+    async def _copy(self) -> Found:
+        step, digest, body = await self._stage.copy(self._channel.compute)
+        return step, lambda: (body, {"form": "small", "hash": digest})
+
+    def find(self, stage: int, what: str, of: int) -> Found | None:
+        """What `stage` wants; None where it is not here. Reading it raises StateError and OSError."""
+        spec, store, recorder = self._stage.spec, self._stage.store, self._stage.recorder
+        own = self._stage.layouts[spec.index]
+        if of not in (stage, spec.index):
+            return None
+        if what == "shadow" and store is not None and (snapshot := store.get(of)) is not None:
+            return snapshot.step, lambda: self._snapshot(of)
+        if what == "ends" and of in recorder.ends:
+            step, tensors = recorder.ends[of]
+            return step, lambda: (pack_floats(tensors, ends_layout(self._stage.end(of), self._stage.layouts[of])), {})
+        if what == "probes" and (probes := list(recorder.probes)):
+            return probes[-1].step, lambda: (strict.encode(probes), {})
         if what == "edges":
-            edges = [edge for edge in list(self._stage.recorder.edges) if stage in (edge.source, edge.target)]  # a step may end meanwhile
-            return self._channel.step, strict.encode(edges) if edges else b"", {}
-        if what == "layers":
+            edges = [edge for edge in list(recorder.edges) if stage in (edge.source, edge.target)]  # a step may end meanwhile
+            return (self._channel.step, lambda: (strict.encode(edges), {})) if edges else None
+        if what == "layers" and abs(stage - spec.index) == 1 and (layout := layers_layout(own)):
             norm = 0.0 if self._stage.worker is None else self._stage.worker.optimizer.squared_norm
-            return self._channel.step, pack_floats(trained(self._stage.runtime), layers_layout(own)), {"squared_norm": norm}
-        if what == "tied" and self._stage.spec.shares_embedding and tied_layout(self._stage.spec, own):
-            return self._channel.step, self._tied(tied_layout(self._stage.spec, own)), {}
-        return 0, b"", {}
+            return self._channel.step, lambda: (pack_floats(trained(self._stage.runtime), layout), {"squared_norm": norm})
+        if what == "tied" and stage in (0, spec.stages - 1) and spec.shares_embedding and (layout := tied_layout(spec, own)):
+            return self._channel.step, lambda: (self._tied(layout), {})
+        return None
+
+    def _snapshot(self, of: int) -> tuple[memoryview, dict[str, Any]]:
+        assert self._stage.store is not None
+        kept, body = self._stage.store.read(of)
+        return body, {"root": kept.root, "form": kept.form, "squared_norm": kept.squared_norm, "factor": kept.factor, "hash": kept.hash}
 
     def _tied(self, layout: Layout) -> bytes:
         name = layout[0].name

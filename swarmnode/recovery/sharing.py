@@ -59,7 +59,7 @@ class Sharing:
         try:
             await self._channel.compute(put)
         except (BadMessage, OSError):
-            self._channel.counts.failed += 1
+            self._channel.refused["failed"] += 1
             return
         self.announce("shadow")
 
@@ -111,4 +111,4 @@ class Sharing:
         except BadMessage as error:
             self._channel.refuse(stage, error)
         except OSError:
-            self._channel.counts.failed += 1
+            self._channel.refused["failed"] += 1

@@ -130,7 +130,7 @@ def example_at(t: float) -> NodeSnapshot:
             b"\x9b\x1c\x40\xe2" * 8, 0, "active", step=steps, rung="R2", rung_seconds=2.1, shadow_step=steps // 20 * 20,
             shadow_age_steps=steps % 20,
             copy_age_steps=1, copy_bytes=5_800_000, probe_kl=0.0007, bubble_share=0.18 + 0.03 * _wobble(t, 0.5), tokens_per_second=540.0,
-            dropped={"crew": 14, "step": 3},
+            dropped={"crew": 14, "step": 3}, state_refused={"busy": 2},
         ),
         streams=StreamProxyStatistics(
             open={"frames": 3, "state": 0}, lost={"frames": 1}, refused={"crew": 2},

@@ -193,6 +193,10 @@ class StageRecovery:
         newest = max(kept.values())
         return {"shadow_step": newest, "shadow_age_steps": max(0, step - newest), **self._more(step)}
 
+    def refused(self) -> dict[str, int]:
+        """What others sent on state streams that is not what it has to be, and what they asked for and did not get, by reason."""
+        return dict(self._peer.channel.refused) if self._peer is not None else {}
+
     @property
     def peer(self) -> StatePeer | None:
         """Our end of the state streams, while there is a crew."""

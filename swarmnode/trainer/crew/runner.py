@@ -173,13 +173,14 @@ class StageRunner:
         if stage is None or not stage.is_of(a) or session.phase in ("loading", "probation"):
             return StageStatus(
                 a.crew, a.stage, session.phase, step=a.step, progress=self._recovery.progress(), rung=session.source, reason=session.reason,
-                load=1,
+                load=1, state_refused=self._recovery.refused(),
             )  # fmt: skip
         return StageStatus(
             a.crew, a.stage, session.phase, step=stage.step, progress=stage.progress(), rung=session.source,
             rung_seconds=session.restore_seconds, probe_kl=session.probe_kl,
             bubble_share=stage.meter.waited_share, tokens_per_second=stage.meter.tokens_per_second, reason=session.reason,
-            load=stage.load(), dropped=stage.dropped(), **self._recovery.facts(stage.step),
+            load=stage.load(), dropped=stage.dropped(), state_refused=self._recovery.refused(),
+            **self._recovery.facts(stage.step),
         )  # fmt: skip
 
     # ---- the thread ----------------------------------------------------------------------------------------------------

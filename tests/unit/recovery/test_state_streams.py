@@ -19,7 +19,7 @@ from swarmnode.pipeline.frames import FrameLimits, Place, activation_bytes
 from swarmnode.pipeline.links import Links
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.worker import StageWorker
-from swarmnode.recovery import channel, disk, local
+from swarmnode.recovery import channel, disk, local, serving
 from swarmnode.recovery import messages as m
 from swarmnode.recovery.bodies import layers_layout, pack_floats
 from swarmnode.recovery.copies import copied, copy_bytes, decode_copy, encode_copy
@@ -103,7 +103,7 @@ class Wire:
             return (await m.read(self.ends[stage], LIMITS))[0]
 
     def refused(self):
-        return self.peer.channel.counts.refused
+        return self.peer.channel.refused
 
 
 async def quiet():
@@ -342,10 +342,10 @@ async def test_what_the_device_cannot_do_is_answered_and_the_member_goes_on(wire
         raise error
 
     wire.peer.stage.phase = "whole"
-    monkeypatch.setattr(wire.peer.server, "_body", fails)
+    monkeypatch.setattr(wire.peer.server, "find", lambda *_: (9, fails))
     await wire.send(0, m.Want(wire.place(0), 5, "layers", 1, 0))
     assert (await wire.answer(0)).reason == "failed"
-    assert wire.peer.channel.counts.failed == 1
+    assert wire.refused() == {"failed": 1}
     await wire.send(2, m.Ask(wire.place(2), 1))
     assert isinstance(await wire.answer(2), m.Holds)
 
@@ -358,7 +358,7 @@ async def test_our_own_defects_are_not_swallowed(models, tmp_path, error, monkey
         raise error
 
     wire.peer.stage.phase = "whole"
-    monkeypatch.setattr(wire.peer.server, "_body", fails)
+    monkeypatch.setattr(wire.peer.server, "find", lambda *_: (9, fails))
     with pytest.RaisesGroup(type(error), flatten_subgroups=True):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(wire.peer.run)
@@ -478,8 +478,8 @@ async def test_a_copy_is_encoded_once_between_two_steps_however_many_ask(wire, m
         assert len({body for _, (_, body) in got}) == 1
         return {have.step for (have, _), _ in got}
 
-    assert await asked(channel.SERVED) == {9}
-    assert await asked(2) == {9}
+    assert await asked(1) == {9}
+    assert await asked(1) == {9}
     assert encoded == [9]
     async with trio.open_nursery() as nursery:
         async with wire.worker.optimizer.moving:
@@ -490,6 +490,76 @@ async def test_a_copy_is_encoded_once_between_two_steps_however_many_ask(wire, m
     assert encoded == [9, 10]
     wire.peer.stage.recorder.committed(wire.worker)
     assert wire.peer.stage.recorder.copy is None, "what nobody will ask for again takes no memory"
+
+
+async def test_a_copy_is_sent_twice_in_one_step_and_not_a_third_time(wire):
+    wire.work()
+
+    async def asked(stage):
+        await wire.send(stage, m.Want(wire.place(stage), 7, "copy", 1, 0))
+        answer = await wire.answer(stage)
+        if isinstance(answer, m.Have):
+            assert isinstance(await wire.answer(stage), m.Chunk)
+        return answer
+
+    assert [type(await asked(0)) for _ in range(2)] == [m.Have, m.Have]
+    assert [(await asked(0)).reason for _ in range(2 * channel.MISBEHAVED)] == ["refused"] * 2 * channel.MISBEHAVED
+    assert wire.refused() == {"repeated": 2 * channel.MISBEHAVED}
+    assert wire.peer.channel.gone == {}, "it is held against nobody"
+    assert isinstance(await asked(2), m.Have), "each stage has its own share"
+    wire.step()
+    wire.peer.stage.recorder.committed(wire.worker)
+    assert (await asked(0)).step == 10
+
+
+@pytest.mark.parametrize("what", ["layers", "shadow"])
+async def test_what_a_lost_stage_may_want_is_not_sent_for_ever_and_layers_not_again_after_a_step(wire, what):
+    wire.work()
+    body = bytearray(encode_state(wire.state(0), wire.layouts[0], "exact"))
+    wire.store.put(0, m.Have(wire.place(0), 1, "shadow", 9, len(body), m.root_of(body), HASH), body)
+    of = 0 if what == "shadow" else 1
+
+    async def refused():
+        await wire.send(0, m.Want(wire.place(0), 7, what, of, 0))
+        answer = await wire.answer(0)
+        return isinstance(answer, m.Lack) or not isinstance(await wire.answer(0), m.Chunk)
+
+    times = serving.TIMES[what]
+    assert [await refused() for _ in range(times + 2)] == [False] * times + [True] * 2
+    wire.step()
+    wire.store.put(0, m.Have(wire.place(0), 1, "shadow", 10, len(body), m.root_of(body), HASH), body)
+    assert await refused() == (what == "layers"), "nobody is restored in a crew that has taken a step; a newer snapshot is another one"
+
+
+def test_what_is_resumed_counts_for_its_rest():
+    rations, size = serving.Rations(), 1000
+    want = lambda at: m.Want(Place(CREW, 0, 9), 1, "copy", 1, at)
+
+    def sent(at, step=9):
+        allowed = rations.take(0, want(at), step)
+        if allowed:
+            rations.resumed(0, want(at), step, size)
+        return allowed
+
+    assert [sent(at) for at in (0, 500, 750, 0, 0)] == [True] * 4 + [False], "one and three quarters, and a whole one"
+    assert sent(0, 10)
+    least = [sent(999, 11) for _ in range(100)]
+    assert least == [True] * 32 + [False] * 68, "all of it is read for its last byte"
+    assert rations.take(0, want(0), 12)
+    assert rations.take(0, want(900), 13)
+    rations.resumed(0, want(0), 12, size)  # it took until the next step
+    assert [sent(0, 13) for _ in range(2)] == [True, False]
+
+
+@pytest.mark.parametrize("what", ["layers", "tied"])
+def test_layers_are_the_neighbours_and_a_tied_embedding_the_other_ends(models, what):
+    pieces = split_model(copy.deepcopy(models["llama-tied"]), [1, 1, 1, 1])
+    specs, layouts = [spec for spec, _ in pieces], stage_layouts(models["llama-tied"].config, [spec for spec, _ in pieces])
+    runtime = StageRuntime(*pieces[3])
+    at = LocalStage(runtime, specs[3], LIMITS, layouts, SETTINGS, "float32", Recorder(specs[3], SETTINGS), phase="whole")
+    server = StatePeer(at, Fence(Place(CREW, 3, 9), 4), {}, inline).server
+    who = [asker for asker in range(3) if server.find(asker, what, 3) is not None]
+    assert who == ([2] if what == "layers" else [0])
 
 
 async def test_a_copy_that_is_fetched_is_no_longer_than_its_stage(wire):
@@ -737,7 +807,7 @@ async def test_who_asks_and_does_not_read_gets_no_more_than_a_few_answers(wire):
         await wire.send(0, m.Want(wire.place(0), number, "layers", 1, 0))
     waiting = wire.peer.channel.outboxes[0].transfers
     assert len(waiting) <= channel.SERVED
-    assert wire.peer.channel.counts.failed == 0
+    assert set(wire.refused()) <= {"busy", "repeated"}
 
 
 def test_a_lineage_that_takes_no_step_or_fewer_costs_another_none_of_its_copies(models, tmp_path):

@@ -31,6 +31,9 @@ class NoRecovery:
     def progress(self):
         return 0
 
+    def refused(self):
+        return {"busy": 1}
+
 
 @pytest.mark.parametrize("error", [ConfigError, DeviceError, StateError, PeerError])
 def test_a_stage_that_cannot_be_built_is_said_to_have_failed(error):
@@ -238,3 +241,4 @@ def test_while_weights_arrive_the_crew_is_shown_progress():
     runner._session = StageSession(assigned_to(step=3), phase="loading")
     assert [runner.status().progress for _ in range(3)] == [1, 2, 3]
     assert runner.status().step == 3
+    assert runner.status().state_refused == {"busy": 1}
