@@ -245,9 +245,12 @@ class Bulk(Protocol):
 class Gossip(Protocol):
     """Publish and subscribe. Messages have at most `wire.limits.GOSSIP_BYTES` bytes, and may be lost."""
 
-    async def join(self, topic: str, validator: Validator, *, messages: int = QUEUE_MESSAGES, size: int = QUEUE_BYTES) -> Topic:
+    async def join(
+        self, topic: str, validator: Validator, *, messages: int = QUEUE_MESSAGES, size: int = QUEUE_BYTES, rate: float = 0.0
+    ) -> Topic:
         """Subscribes. `messages`, `size` (bytes): bounds of the queue. `validator` sees each message once, and must be fast; what it
-        accepts is forwarded and delivered. Raises ValueError if this topic is joined already."""
+        accepts is forwarded and delivered. `rate`: messages per second that one peer may publish; a neighbour that goes on publishing
+        twice as many is disconnected. 0 is any number. Raises ValueError if this topic is joined already."""
         ...
 
     async def leave(self, topic: str) -> None:

@@ -1,7 +1,8 @@
 """Publish and subscribe over GossipSub, with the sharp edges of the library kept inside.
 
     peer ─▶ pubsub ─▶ _judge (forwarder's standing, validator)  ─ACCEPT▶ into our queue ─▶ async for message in topic
-                                                                └ACCEPT▶ forwarded to the mesh
+               │                                                └ACCEPT▶ forwarded to the mesh
+               └ its own ─▶ _may_publish: far more than anybody may, and it is disconnected
 
 The validator is synchronous because py-libp2p's asynchronous ones race its duplicate check: a 20 ms validator at 50 messages per second let
 499 of 1200 duplicates through (and forwarded them). It cannot raise past this file: what it raises is counted and the message ignored.
@@ -20,12 +21,14 @@ from typing import TYPE_CHECKING
 import msgspec
 import trio
 
+from swarmnode.p2p.storms import Storms
 from swarmnode.wire.limits import GOSSIP_BYTES
 
-if TYPE_CHECKING:  # loads libp2p
+if TYPE_CHECKING:  # loads libp2p, or us
     from libp2p.peer.id import ID
 
     from swarmnode.p2p.library.objects import GossipMessage, Pubsub, Router
+    from swarmnode.p2p.scoring import PeerScores
 
 log = logging.getLogger(__name__)
 
@@ -116,32 +119,26 @@ class Topic:
 
 
 class Libp2pGossip:
-    """`pubsub`, `router`: the library's objects, guarded. `welcome(peer)`: False if nothing of this peer is to be looked at.
-    `judged(peer, verdict, reason)`: told of each verdict, for reputation."""
+    """`pubsub`, `router`: the library's objects, guarded."""
 
-    def __init__(
-        self,
-        pubsub: Pubsub,
-        router: Router,
-        own: str,
-        nursery: trio.Nursery,
-        *,
-        welcome: Callable[[str], bool] = lambda peer: True,
-        judged: Callable[[str, Validation, str], None] = lambda peer, verdict, reason: None,
-    ) -> None:
+    def __init__(self, pubsub: Pubsub, router: Router, own: str, nursery: trio.Nursery, scores: PeerScores) -> None:
         self._pubsub = pubsub
         self._router = router
         self._own = own
         self._nursery = nursery
-        self._welcome = welcome
-        self._judged = judged
+        self._scores = scores
+        self._storms = Storms()
+        pubsub.may_publish = self._may_publish
         self._topics: dict[str, Topic] = {}
         self._count = collections.Counter[str]()
 
-    async def join(self, topic: str, validator: Validator, *, messages: int = QUEUE_MESSAGES, size: int = QUEUE_BYTES) -> Topic:
-        """Subscribes. `messages`, `size` (bytes): bounds of the queue. Raises ValueError if this topic is joined already."""
+    async def join(
+        self, topic: str, validator: Validator, *, messages: int = QUEUE_MESSAGES, size: int = QUEUE_BYTES, rate: float = 0.0
+    ) -> Topic:
+        """See `api.Gossip.join`."""
         if topic in self._topics:
             raise ValueError(f"{topic} is joined already")
+        self._storms.allow(rate)
         joined = self._topics[topic] = Topic(topic, validator, messages, size)
         self._pubsub.set_topic_validator(topic, lambda forwarder, message: self._judge(joined, forwarder, message), False)
         subscription = await self._pubsub.subscribe(topic)
@@ -186,6 +183,14 @@ class Libp2pGossip:
             mesh={name: len(self._router.mesh.get(name, ())) for name in self._topics},
         )
 
+    def _may_publish(self, forwarder: ID) -> bool:
+        """What pubsub calls for each message that a neighbour hands over as its own, whatever becomes of it. False drops it."""
+        peer = forwarder.to_base58()
+        storm = self._storms.found(peer, trio.current_time())
+        if storm:
+            self._scores.stormed(peer)
+        return not storm
+
     def _judge(self, topic: Topic, forwarder: ID, message: GossipMessage) -> bool:
         """What pubsub calls for each new message, our own included. True forwards and delivers it."""
         peer = forwarder.to_base58()
@@ -196,11 +201,11 @@ class Libp2pGossip:
         self._count[verdict.value] += 1
         if verdict is Validation.ACCEPT:
             topic.put(Message(bytes(message.data), peer))
-        self._judged(peer, verdict, reason)
+        self._scores.judged(peer, verdict, reason)
         return verdict is Validation.ACCEPT
 
     def _verdict(self, topic: Topic, peer: str, message: GossipMessage) -> tuple[Validation, str]:
-        if not self._welcome(peer):
+        if not self._scores.welcome(peer):
             self._count["unwelcome"] += 1
             return Validation.IGNORE, "unwelcome"
         try:

@@ -106,7 +106,7 @@ class Libp2pNetwork:
         self.peers = PeerTable(host.peer_id, target, rng, wanted=scores.wanted)
         self.connections = ConnectionTable()
         self.traffic = Traffic()
-        self.gossip = Libp2pGossip(pubsub, router, host.peer_id, host.nursery, welcome=scores.welcome, judged=scores.judged)
+        self.gossip = Libp2pGossip(pubsub, router, host.peer_id, host.nursery, scores)
         self.requests = Libp2pRequests(host, scores.welcome)
         self.streams = Libp2pStreams(host, scores.welcome)
         self.bulk = Libp2pBulk(host, self.requests, self.connections, scores, self.traffic, own.listen, cfg.bulk_port)
@@ -120,7 +120,7 @@ class Libp2pNetwork:
         self._gater = gater
         admission = Admission(host.peer_id, self.connections, scores, cfg.max_connections, swarm.members, self.nat.reach.arrived)
         gater.admits = admission.admits
-        scores.banned = self.disconnect
+        scores.disconnect = self.disconnect
         self.connections.listeners += [self.nat, self.manager]
 
     def keep_to(self, allows: Callable[[str], bool]) -> None:

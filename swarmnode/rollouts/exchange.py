@@ -43,6 +43,8 @@ from swarmnode.wire.envelope import Credentials
 log = logging.getLogger(__name__)
 
 EXPIRE_SECONDS = 30.0
+LEAST_RATE = 16.0
+"""Groups per second that nobody is disconnected for: without a manifest that says how many, another node's setting may be another."""
 BUDGET_SECONDS = 1.0
 """Between two looks whether the budget still lets us listen."""
 
@@ -161,7 +163,8 @@ class RolloutExchange:
             task_status.started()
             await trio.sleep_forever()
         self._by_listing.serving.start(self._network.requests)
-        topic = await self._network.gossip.join(self._publisher.topic, self.validate)
+        rate = max(self.cfg.groups_per_second, LEAST_RATE)
+        topic = await self._network.gossip.join(self._publisher.topic, self.validate, rate=rate)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_drain, topic)
             nursery.start_soon(self._expire)

@@ -22,6 +22,8 @@ from swarmnode.p2p.addresses import Address
 from swarmnode.p2p.api import Network, RequestHandler
 from swarmnode.p2p.gossip import QUEUE_BYTES, QUEUE_MESSAGES, Message, Topic, Validation, Validator
 from swarmnode.p2p.reputation import COST, Reputation, Standing
+from swarmnode.p2p.scoring import STORM_COST
+from swarmnode.p2p.storms import Storms
 from swarmnode.testing.streams import MemoryBulk, MemoryStreams
 from swarmnode.wire.limits import GOSSIP_BYTES
 
@@ -141,6 +143,7 @@ class MemoryGossip:
         self._swarm = swarm
         self._topics: dict[str, Topic] = {}
         self._left: dict[str, Topic] = {}
+        self._storms = Storms()
 
     async def leave(self, topic: str) -> None:
         self._left[topic] = self._topics.pop(topic)
@@ -150,9 +153,12 @@ class MemoryGossip:
         self._topics[topic] = self._left.pop(topic)
         await trio.lowlevel.checkpoint()
 
-    async def join(self, topic: str, validator: Validator, *, messages: int = QUEUE_MESSAGES, size: int = QUEUE_BYTES) -> Topic:
+    async def join(
+        self, topic: str, validator: Validator, *, messages: int = QUEUE_MESSAGES, size: int = QUEUE_BYTES, rate: float = 0.0
+    ) -> Topic:
         if topic in self._topics:
             raise ValueError(f"{topic} is joined already")
+        self._storms.allow(rate)
         joined = self._topics[topic] = Topic(topic, validator, messages, size)
         await trio.lowlevel.checkpoint()
         return joined
@@ -168,7 +174,7 @@ class MemoryGossip:
             for peer in self._swarm.neighbours(forwarder):
                 if peer not in seen:
                     seen.add(peer)
-                    if self._swarm.nodes[peer].gossip.receive(topic, data, forwarder):
+                    if self._swarm.nodes[peer].gossip.receive(topic, data, forwarder, own=forwarder == self._network.peer_id):
                         forwarders.append(peer)
 
     def peers(self, topic: str) -> list[str]:
@@ -177,8 +183,12 @@ class MemoryGossip:
     def has_joined(self, topic: str) -> bool:
         return topic in self._topics
 
-    def receive(self, name: str, data: bytes, forwarder: str) -> bool:
-        """A neighbour forwards a message. Returns whether we forward it, too."""
+    def receive(self, name: str, data: bytes, forwarder: str, *, own: bool) -> bool:
+        """A neighbour forwards a message, or one of its own. Returns whether we forward it, too."""
+        if own and self._storms.found(forwarder, trio.current_time()):
+            self._network.rejected(forwarder, "storm", STORM_COST)
+            self._network.disconnect(forwarder)
+            return False
         topic = self._topics.get(name)
         if topic is None or not self._network.welcome(forwarder):
             return False

@@ -34,6 +34,7 @@ NAMES = (
     "message_unsigned",        # signature missing, wrong, or with a poisoned key
     "validator_failed",        # a topic validator raised
     "forwarder_paced",         # a forwarder was made to wait
+    "publisher_refused",       # a neighbour published far more than anybody may, and was disconnected
     "cache_evicted",           # the message cache gave up its oldest message to stay below its bytes
     "queue_full",              # an outbound RPC did not fit in a peer's queue
     "heartbeat_failed",        # a GossipSub heartbeat raised and was restarted

@@ -8,6 +8,7 @@ import collections
 import dataclasses
 import math
 import time
+from collections.abc import Callable
 
 import trio
 from libp2p.abc import INetStream
@@ -101,6 +102,8 @@ class GuardedPubsub(Pubsub):
         needed any more when a stock node's messages arrive after its restart."""
         self.opening: dict[ID, trio.Event] = {}
         """Peers to whom a task opens our stream, and what is set when it has ended."""
+        self.may_publish: Callable[[ID], bool] = lambda peer: True
+        """Asked for each message that a peer hands over as its own."""
 
     def set_topic_validator(self, topic: str, validator: ValidatorFn, is_async_validator: bool = False) -> None:
         """Register `validator(forwarder: ID, message) -> bool`, which must not await; `ValueError` for an asynchronous one."""
@@ -245,6 +248,9 @@ class GuardedPubsub(Pubsub):
     async def push_msg(self, msg_forwarder: ID, msg: rpc_pb2.Message) -> None:
         """Judge, deliver and forward one message. Never raises for a peer's message; for our own, what the router raises."""
         own = msg_forwarder == self.my_id
+        if not own and msg.from_id == msg_forwarder.to_bytes() and not self.may_publish(msg_forwarder):
+            fired("publisher_refused", msg_forwarder)
+            return
         if not own and (queue := self.peer_queues.get(msg_forwarder)) is not None:
             queue.drop(self.get_message_id(msg))
         if self._is_msg_seen(msg):

@@ -128,6 +128,8 @@ class GossipMessage(Protocol):
 class Pubsub(Protocol):
     """Publish and subscribe."""
 
+    may_publish: Callable[[ID], bool]
+
     @property
     def topic_ids(self) -> Collection[str]: ...
     @property

@@ -8,14 +8,15 @@ dripper   announcements, listings and transfers that never come     never traine
 peers     a peer exchange full of addresses where nobody is         never trained on
 forger    token ids that do not spell the text                      drawn a few times, never trained on
 poet      text that no policy sampled, and that earns the reward    trained on where the trainer does not find it out
-storm     good groups, far more than anybody may send               as anybody's, and no more
+storm     good groups, as many as anybody may send                  as anybody's, and no more
 
 patient   good groups for an hour, then text that no policy sampled as poet
 taker     asks everybody for everything all the time                never gives anything
 clock     says of itself what is not so, a wrong time among it, over and over
+flood     good groups, seven times as many as anybody may send      disconnected, and soon not let in again
 silent    nothing: what others are compared with
 
-These four no seed draws (`benchmarks.hostile`).
+These five no seed draws (`benchmarks.hostile`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from swarmnode.demo.liar.frames import hostile_frames
 from swarmnode.errors import BadMessage, PeerError
 from swarmnode.p2p.addresses import Address
 from swarmnode.p2p.gossip import Validation
+from swarmnode.rollouts.exchange import LEAST_RATE
 from swarmnode.weights import messages as weights
 from swarmnode.wire import codec, envelope, ids, limits
 from swarmnode.wire.listings import GroupsRequest, GroupsResponse, Listed, ListingRequest, ListingResponse
@@ -45,9 +47,11 @@ from tests.support.sim.node import key_of
 
 NEVER_TRAINED_ON = ("garbage", "cherry", "stolen", "lister", "dripper", "peers", "vanisher", "forger")
 KINDS = (*NEVER_TRAINED_ON, "poet", "storm")
-NOT_DRAWN = ("patient", "taker", "clock", "silent")
+NOT_DRAWN = ("patient", "taker", "clock", "flood", "silent")
 PATIENCE = 3600.0
 """Seconds that a patient one is honest for."""
+FLOOD = 500
+"""Groups that one that floods publishes at a time."""
 ASKING_SECONDS = 0.5
 """Between two rounds of asking everybody."""
 WRONG_MS = 3_600_000
@@ -78,7 +82,7 @@ class Hostile:
             self.network = network
             network.start()
             topic = ids.rollout_topic(self.swarm, ids.Spoken().rollouts)
-            await network.gossip.join(topic, self._overhear)
+            await network.gossip.join(topic, self._overhear, rate=LEAST_RATE)
             self._serve(network)
             if self.kind in ("taker", "clock"):
                 nursery.start_soon(self._ask_everybody, network)
@@ -125,9 +129,9 @@ class Hostile:
                 return [self.author.frame(self._group(now, MADE_UP))]
             case "patient":
                 return [self.author.frame(self._group(now, MADE_UP if trio.current_time() > PATIENCE else ""))]
-            case "storm":
+            case "storm" | "flood":
                 frames = []
-                for _ in range(rng.choice((5, 50, 100))):
+                for _ in range(rng.choice((5, 50, 100)) if self.kind == "storm" else FLOOD):
                     self._sequence += 1
                     frames.append(self.author.frame(self._group(now)))
                 return frames

@@ -34,6 +34,7 @@ from swarmnode.p2p.peers import PeerTable
 from swarmnode.p2p.reputation import COST, Reputation
 from swarmnode.p2p.scoring import PeerScores
 from swarmnode.p2p.slots import PeerCap, PeerSlots
+from swarmnode.p2p.storms import Storms
 from swarmnode.p2p.traffic import TrafficStatistics
 from swarmnode.wire import bulk
 from swarmnode.wire.limits import GOSSIP_BYTES
@@ -188,7 +189,7 @@ class SimNetwork:
         keeping = Keeping(max_connections, TARGET_PEERS, lambda peer: False, rng)
         self.manager = ConnectionManager(SimHost(self, nursery), self.connections, self.peers, scores, dialer, exchange, keeping)  # type: ignore[arg-type]
         self.admission = Admission(peer_id, self.connections, scores, max_connections, None, lambda peer: None)
-        scores.banned = self.disconnect
+        scores.disconnect = self.disconnect
         self.connections.listeners.append(self.manager)
 
     def start(self) -> None:
@@ -456,10 +457,14 @@ class SimGossip:
         self._topics: dict[str, Topic] = {}
         self._listening: set[str] = set()
         self._seen: OrderedDict[bytes, float] = OrderedDict()
+        self._storms = Storms()
 
-    async def join(self, topic: str, validator: Validator, *, messages: int = QUEUE_MESSAGES, size: int = QUEUE_BYTES) -> Topic:
+    async def join(
+        self, topic: str, validator: Validator, *, messages: int = QUEUE_MESSAGES, size: int = QUEUE_BYTES, rate: float = 0.0
+    ) -> Topic:
         if topic in self._topics:
             raise ValueError(f"{topic} is joined already")
+        self._storms.allow(rate)
         joined = self._topics[topic] = Topic(topic, validator, messages, size)
         self._listening.add(topic)
         await trio.lowlevel.checkpoint()
@@ -486,8 +491,11 @@ class SimGossip:
     def listens(self, topic: str) -> bool:
         return topic in self._listening
 
-    def receive(self, name: str, data: bytes, forwarder: str) -> None:
-        """A neighbour's message is here."""
+    def receive(self, name: str, data: bytes, forwarder: str, *, own: bool) -> None:
+        """A neighbour's message is here, or one of its `own`."""
+        if own and self._storms.found(forwarder, trio.current_time()):
+            self._network.scores.stormed(forwarder)
+            return
         topic = self._topics.get(name)
         if topic is None or name not in self._listening or not self._note(data):
             return
@@ -507,7 +515,8 @@ class SimGossip:
             neighbours = network.rng.sample(neighbours, count)
         for connection in neighbours:
             other = connection.other.gossip
-            network.transmit(connection, GOSSIP, len(data), lambda other=other: other.receive(topic, data, network.peer_id))  # type: ignore[misc]
+            arrive = lambda other=other: other.receive(topic, data, network.peer_id, own=not apart_from)  # type: ignore[misc]
+            network.transmit(connection, GOSSIP, len(data), arrive)
 
     def _note(self, data: bytes) -> bool:
         """Whether it is new."""

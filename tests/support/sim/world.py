@@ -37,6 +37,9 @@ LONGEST_EXCHANGE = 180.0
 """An exchange of weights is over by then, whatever the partner does, and with it what the trainer has committed is known."""
 WHOLE_SECONDS = 420.0
 """After the last fault, until everybody is connected, trains on others' groups and has learnt."""
+FLOODED_BYTES = 3_000_000
+"""What one that floods gets to send each life of each node, hostile ones among them: two storms of 1920 groups, and what is under way
+when it is found."""
 FORGED = 12
 """Groups of one forger that a node draws in one life, at most, until it listens to it no more."""
 MADE_UP_GROUPS, MADE_UP_SHARE = 6, 0.08
@@ -298,12 +301,16 @@ class World:
             self._fail(f"{node.name} has sent {sent} bytes in {now - life.began:.0f} s, with {cap} a second")
 
     def _check_foes(self, node: Node) -> None:
-        """How much of what was trained on is from whom."""
+        """How much of what was trained on is from whom, and how much one that floods gets to send."""
         total, made_up = node.tally.used.total(), node.tally.made_up
         for foe in self.foes.values():
             used = node.tally.used[foe.peer]
             if used and foe.kind in NEVER_TRAINED_ON:
                 self._fail(f"{node.name} trains on groups of {foe.name}, a {foe.kind}")
+            if foe.kind == "flood" and foe.network is not None:
+                sent, lives = foe.network.sent.total(), len(self.foes) + sum(each.lives for each in self.honest())
+                if sent > FLOODED_BYTES * lives:
+                    self._fail(f"{foe.name}, which floods, has sent {sent} bytes to {lives} lives of nodes")
             if foe.kind == "forger" and node.tally.drawn[foe.peer] > FORGED * node.lives:
                 self._fail(f"{node.name} has drawn {node.tally.drawn[foe.peer]} forged groups of {foe.name}")
         if made_up > MADE_UP_GROUPS + MADE_UP_SHARE * total:

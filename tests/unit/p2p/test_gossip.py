@@ -3,6 +3,7 @@
 import pytest
 import trio
 
+from swarmnode.p2p import storms
 from swarmnode.p2p.gossip import Message, Topic, Validation
 from swarmnode.wire.limits import GOSSIP_BYTES
 from tests.support.hosts import host, hosts
@@ -15,9 +16,12 @@ def accept(data: bytes, peer: str) -> Validation:
     return Validation.ACCEPT
 
 
-async def join(networks, *validators) -> list[Topic]:
-    """Everybody joins; returns once every pair of connected hosts knows that of each other and is in each other's mesh."""
-    topics = [await network.gossip.join(NAME, validator) for network, validator in zip(networks, validators, strict=True)]
+async def join(networks, *validators, last_rate=0.0) -> list[Topic]:
+    """Everybody joins, the last with a rate; returns once every pair of connected hosts knows that of each other and is in each
+    other's mesh."""
+    rates = [0.0] * (len(networks) - 1) + [last_rate]
+    joined = zip(networks, validators, rates, strict=True)
+    topics = [await network.gossip.join(NAME, validator, rate=rate) for network, validator, rate in joined]
     told = lambda: all(len(network.gossip.peers(NAME)) == len(network.connected()) for network in networks)
     await until(told, seconds=70)
     await until(lambda: all(network.gossip.statistics().mesh[NAME] == len(network.connected()) for network in networks))
@@ -52,6 +56,25 @@ async def test_what_is_not_accepted_is_neither_delivered_nor_forwarded(tmp_path,
         statistics = b.gossip.statistics()
         assert (statistics.received, statistics.accepted, statistics.ignored + statistics.rejected) == (2, 1, 1)
         assert (b.reputation.score(a.peer_id, trio.current_time()) < 0) is (verdict is Validation.REJECT)
+
+
+async def test_who_publishes_far_more_than_it_may_is_disconnected_and_who_passes_it_on_is_not(tmp_path):
+    messages = int(storms.TIMES * storms.SECONDS) + 40
+    async with hosts(tmp_path, 3, line=True) as (a, b, c):
+        *_, at_c = await join((a, b, c), accept, accept, accept, last_rate=1.0)
+        for number in range(messages):
+            await a.gossip.publish(NAME, b"of a %d" % number)
+        with trio.fail_after(30):
+            assert {(await at_c.get()).forwarder for _ in range(messages)} == {b.peer_id}
+        assert c.reputation.score(b.peer_id, trio.current_time()) == 0
+        for number in range(messages):
+            await b.gossip.publish(NAME, b"of b %d" % number)
+        with trio.fail_after(30):
+            while c.connected():
+                await c.changed()
+        assert c.reputation.statistics(trio.current_time()).rejected == {"storm": 1}
+        assert not c.welcome(b.peer_id)
+        assert a.connected() == [b.peer_id], "whoever said no number bears it"
 
 
 async def test_who_was_started_again_is_heard_however_much_it_had_said(tmp_path):
