@@ -150,7 +150,13 @@ class Fetcher:
 
     async def given(self, holder: int, what: m.Given, of: int, seconds: float | None = None) -> Body:
         """What `holder` keeps of stage `of`, which is ours or its own, as it came. seconds: as of `Channel.call`."""
-        return await self._fetch(holder, what, lambda have: self._stage.size(of, have), of, seconds)
+
+        def size(have: m.Have) -> int:
+            if have.step > self._channel.step + 1:  # stages are at most one apart
+                raise BadMessage("bounds", f"{what} of step {have.step}, which the crew has not taken")
+            return self._stage.size(of, have)
+
+        return await self._fetch(holder, what, size, of, seconds)
 
     async def _fetch(
         self, stage: int, what: m.Wanted, size: Callable[[m.Have], int], of: int | None = None, seconds: float | None = None,

@@ -26,7 +26,7 @@ LEAST: Final = 1 / 16
 
 
 class Rations:
-    """What each stage was sent, so that nobody who reads quickly is sent one thing for ever."""
+    """What a stage was sent, or gave, so that no one thing goes back and forth for ever."""
 
     def __init__(self) -> None:
         self._sent: dict[tuple[int, m.Wanted, int], tuple[int, float]] = {}

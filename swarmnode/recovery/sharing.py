@@ -13,6 +13,7 @@ from swarmnode.recovery import messages as m
 from swarmnode.recovery.channel import LATER_SECONDS, Channel
 from swarmnode.recovery.fetching import Fetcher
 from swarmnode.recovery.local import LocalStage
+from swarmnode.recovery.serving import Rations
 from swarmnode.recovery.snapshots import SnapshotStore, form_of, ring
 from swarmnode.recovery.state import StageState, encode_state
 
@@ -26,6 +27,8 @@ class Sharing:
         self._fetch = fetch
         self._news: dict[tuple[int, m.Given], bool] = {}
         """(stage, what) that is being fetched → whether there is a newer one."""
+        self._rations = Rations()
+        """What is announced again and again is not written to our disk again and again."""
         self._room = trio.Lock()
         """There is memory for one snapshot at a time of the stages that are no neighbours."""
 
@@ -87,7 +90,9 @@ class Sharing:
         key = stage, what
         while self._news[key]:
             self._news[key] = False
-            if what == "shadow" and stage not in ring(self._stage.spec.index, self._stage.spec.stages):
+            if not self._rations.take(stage, m.Want(self._channel.place, 0, what, stage, 0), self._channel.step):
+                self._channel.refused["repeated"] += 1
+            elif what == "shadow" and stage not in ring(self._stage.spec.index, self._stage.spec.stages):
                 async with self._room:
                     await self._take(stage, what)
             else:
@@ -102,8 +107,8 @@ class Sharing:
             return  # the next one will be announced as well
         try:
             if what == "shadow" and store is not None:
-                await self._channel.compute(lambda: store.put(stage, have, body))
-                self._channel.send(stage, m.Kept(self._channel.place, 0, have.step))
+                if await self._channel.compute(lambda: store.put(stage, have, body)):
+                    self._channel.send(stage, m.Kept(self._channel.place, 0, have.step))
             elif what == "ends":
                 recorder.ends[stage] = have.step, self._stage.read_ends(stage, body)
             else:

@@ -119,8 +119,9 @@ class SnapshotStore:
     def get(self, stage: int) -> PeerSnapshot | None:
         return self._snapshots.get(stage)
 
-    def put(self, stage: int, have: Have, body: bytearray) -> None:
-        """Stores a snapshot of `stage` whose root was compared, unless a newer one is here; in any thread.
+    def put(self, stage: int, have: Have, body: bytearray) -> bool:
+        """Stores a snapshot of `stage` whose root was compared, unless a newer one is here, of a continuation that may yet come back; says
+        whether it did. In any thread.
 
         Raises BadMessage: bounds, size, not_finite; OSError for the disk.
         """
@@ -133,9 +134,10 @@ class SnapshotStore:
         with self._lock:
             old = self._snapshots.get(stage)
             if old is not None and old.step > have.step:
-                return
+                return False
             disk.save(self._path(stage), {"body": torch.frombuffer(body, dtype=torch.uint8)}, about)
             self._snapshots[stage] = snapshot
+        return True
 
     def read(self, stage: int) -> tuple[PeerSnapshot, memoryview]:
         """`stage`'s snapshot and its bytes. Raises StateError where they are not those that were stored; the snapshot is gone then."""

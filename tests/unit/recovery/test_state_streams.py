@@ -88,9 +88,9 @@ class Wire:
         await self.body(stage, want.request, answered or what, body, size, root, **more)
 
     async def body(self, stage, request, what, body, size=None, root=None, **more):
-        more |= {"hash": HASH} if what == "shadow" else {}
+        more = {"step": 9, "hash": HASH if what == "shadow" else b"", **more}
         await self.send(
-            stage, m.Have(self.place(stage), request, what, 9, len(body) if size is None else size, root or m.root_of(body), **more)
+            stage, m.Have(self.place(stage), request, what, size=len(body) if size is None else size, root=root or m.root_of(body), **more)
         )
         for at in range(0, len(body), 2**20):
             part = body[at : at + 2**20]
@@ -303,6 +303,35 @@ async def test_one_snapshot_of_a_neighbour_is_fetched_at_a_time_and_then_the_new
     assert isinstance(await wire.answer(0), m.Kept)
     await wire.send(0, m.Ask(wire.place(0), 1))
     assert isinstance(await wire.answer(0), m.Holds)
+
+
+async def test_who_announces_something_again_and_again_has_it_fetched_a_few_times_in_a_step(wire):
+    body = encode_state(wire.state(0), wire.layouts[0], "exact")
+    for _ in range(serving.TIMES["shadow"]):
+        await wire.give(0, "shadow", body)
+        assert isinstance(await wire.answer(0), m.Kept)
+    await wire.send(0, m.Made(wire.place(0), 0, "shadow"), m.Ask(wire.place(0), 1))
+    assert isinstance(await wire.answer(0), m.Holds), "it is not wanted"
+    assert wire.refused() == {"repeated": 1}
+    wire.work()
+    wire.step()
+    await wire.give(0, "shadow", body)
+    assert isinstance(await wire.answer(0), m.Kept)
+
+
+async def test_a_snapshot_of_a_step_that_nobody_has_taken_is_refused(wire):
+    body = encode_state(wire.state(0), wire.layouts[0], "exact")
+    await hostile(wire, 0, "shadow", body, "bounds", step=11)
+    await wire.give(0, "shadow", body, step=10)  # the crew is at 9, and some stages take a step before others
+    assert (await wire.answer(0)).step == 10
+
+
+async def test_kept_is_said_of_what_is_kept(wire):
+    body = bytearray(encode_state(wire.state(0), wire.layouts[0], "exact"))
+    wire.store.put(0, m.Have(wire.place(0), 1, "shadow", 20, len(body), m.root_of(body), HASH), body)  # the crew has begun again at 9
+    await wire.give(0, "shadow", body)
+    await wire.send(0, m.Ask(wire.place(0), 1))
+    assert (await wire.answer(0)).shadow == 20
 
 
 async def test_who_says_that_there_is_something_and_gives_nothing_is_not_waited_for_for_ever(wire, autojump_clock):
