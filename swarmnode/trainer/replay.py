@@ -18,7 +18,7 @@ USES = 4
 """How often a group is trained on again, at most. More were not tried."""
 STEPS = 8
 """How long a group is kept. The bias of what is that old is in benchmarks/RESULTS.md, under corrections: 0.2 where tokens are corrected."""
-RARE = 0.2
+RARE = 0.35
 """Useful share of sampled groups from which on they are not rare: nothing is trained on again until the trainer is started anew."""
 SMOOTHING = 0.05
 """Weight of the newest sampled group in that share."""
