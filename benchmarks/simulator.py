@@ -38,7 +38,7 @@ from swarmnode.rl.utility import UtilityGuard
 from swarmnode.rollouts.groups import ExternalGroup, is_useful
 from swarmnode.rollouts.pool import Pool
 from swarmnode.rollouts.sampling import most_per_peer
-from swarmnode.rollouts.trust import Arrivals, PeerTrust
+from swarmnode.rollouts.trust import PeerTrust
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.frames import Scored
 from swarmnode.tasks.registry import task_version
@@ -96,8 +96,8 @@ class FixedSplit:
         self.external = external
         self.external_scale = external_scale
 
-    def observe(self, useful_arrived: int, drawn: int | None = None, used: int = 0) -> None:
-        """What arrives changes nothing."""
+    def observe(self, used: int) -> None:
+        """What others have changes nothing."""
 
     @property
     def external_room(self) -> int:
@@ -281,8 +281,6 @@ class Node:
         self.replay = ReplayBuffer(USES if arm.replay else 0)
         self.guard = UtilityGuard() if arm.guard else None
         self.sequence = self.version = self.step = 0
-        self.arrived = self.drawn = self.passed = 0
-        self._arrivals = Arrivals()
         self._backlog: list[ExternalGroup] = []
         self.asked = 0
         """Groups that its last draw asked for."""
@@ -325,18 +323,18 @@ class Node:
 
     def receive(self, group: ExternalGroup, now: float) -> None:
         """An admitted external group."""
-        if self.pool.add(group, now, self.version) and is_useful(group.rewards):
-            self._arrivals.add(group.peer)
+        self.pool.add(group, now, self.version)
 
     def draw(self, now: float) -> list[TrainingGroup]:
         """External groups for this round, judged: what `trainer.external` does."""
         room, uniform = self.split.external_room, self.arm.sharing.uniform
         count = self.asked = max(0, room if uniform else room + reserve(room) - len(self._backlog))
-        drawn = self.pool.draw(count, self.version, now, self.rng, self.trust, self.trusted.belief, most_per_peer(room))
+        more = lambda count: self.pool.draw(count, self.version, now, self.rng, self.trust, self.trusted.belief, most_per_peer(room))
+        drawn = more(count)
         scored = partial(self.batcher.score_with_entropy, self.policy)
         checks, temperature = self.arm.sharing.checks, self.training.temperature
         judging = lambda some: judge(some, self.policy, scored, temperature, checks)
-        judged, left = (judging(drawn), []) if uniform else judge_until_full(self._backlog + drawn, room, judging)
+        judged, left = (judging(drawn), []) if uniform else judge_until_full(self._backlog + drawn, room, judging, more)
         self._backlog = left if self.arm.keep_pool else []
         for group, outcome in judged.outcomes:
             self.outcomes[outcome] += 1
@@ -344,8 +342,6 @@ class Node:
             self.used[group.peer] += outcome == "used"
             self.trusted.judged(group.peer, outcome)
             self.on_judged(group.peer, outcome)
-        self.drawn, self.passed = len(judged.outcomes), len(judged.accepted)
-        self.arrived = self._arrivals.take(most_per_peer(room), self.trusted.belief)
         if not self.arm.keep_pool:
             self.pool = self._new_pool()
         if not self.arm.sharing.corrected:
@@ -378,7 +374,7 @@ class Node:
         self.replay.keep(fresh, self.step)
         if isinstance(self.split, AdaptiveSplit):
             self.split.replayable = len(self.replay)
-        self.split.observe(self.arrived, self.drawn, self.passed)
+        self.split.observe(sum(is_useful(group.rewards) for group in external))
         reward = fmean(fmean(o.rewards) for o in own)
         if self.guard:
             share = len(external) / len(fresh) if fresh else 0.0  # as the trainer counts it

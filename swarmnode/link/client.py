@@ -86,8 +86,8 @@ class Link:
         if request is not None:
             self.send(Draw(request, count, policy_version, per_peer))
 
-    def take_external(self, seconds: float) -> tuple[list[ExternalGroup], int]:
-        """Groups that have arrived, and how many useful ones the network process admitted since it was last asked.
+    def take_external(self, seconds: float) -> list[ExternalGroup]:
+        """Groups that have arrived.
 
         Waits up to `seconds` for the answer to the newest request. The caller keeps what it has no room for.
         """
@@ -227,7 +227,6 @@ class Inbox:
         self._changed = threading.Condition()
         self._welcome: Welcome | None = None
         self._groups: list[ExternalGroup] = []
-        self._useful_arrived = 0
         self._requests = 0
         self._answered = 0
 
@@ -247,7 +246,6 @@ class Inbox:
                 self._welcome = message
             else:
                 self._groups += message.groups
-                self._useful_arrived += message.useful_arrived
                 self._answered = max(self._answered, message.request)
             self._changed.notify_all()
 
@@ -264,9 +262,8 @@ class Inbox:
             self._requests += 1
             return self._requests
 
-    def take(self, seconds: float) -> tuple[list[ExternalGroup], int]:
+    def take(self, seconds: float) -> list[ExternalGroup]:
         with self._changed:
             self._changed.wait_for(lambda: self._answered >= self._requests or not self.connected, timeout=seconds)
             groups, self._groups = self._groups, []
-            useful, self._useful_arrived = self._useful_arrived, 0
-            return groups, useful
+            return groups

@@ -1,8 +1,8 @@
 """How much of a training batch a node samples itself, and how much room it leaves for others' groups.
 
 With q the share of own groups that carry a signal, N nodes and a batch of B = I + J groups, a node trains on
-I·q + min(J, (N−1)·I·q) useful groups, at most where I* = B / (1 + (N−1)·q). No node knows N or q. Each knows how many useful
-groups arrived: `AdaptiveSplit` needs nothing else, and when everybody does the same its fixed point is I*. No torch here.
+I·q + min(J, (N−1)·I·q) useful groups, at most where I* = B / (1 + (N−1)·q). No node knows N or q. Each knows how many useful groups of
+others it was trained on: `AdaptiveSplit` needs nothing else, and when everybody does the same its fixed point is I*. No torch here.
 """
 
 from __future__ import annotations
@@ -20,24 +20,13 @@ def floor_groups(batch: int) -> int:
     return min(batch, max(1, math.ceil(batch * OWN_SHARE - 1e-9)))
 
 
-def believed(useful_arrived: int, drawn: int | None, used: int) -> float:
-    """How many of the arrived groups count: the share that passed judgement among those that were drawn.
-
-    Counting what merely arrived would let a liar stop a node from generating: its groups look useful until they are judged. When
-    nothing was drawn although groups arrived, nobody's were trusted. `drawn=None`: not known, all count.
-    """
-    if drawn is None:
-        return float(useful_arrived)
-    return useful_arrived * min(used, drawn) / drawn if drawn > 0 else 0.0
-
-
 def _check(batch: int, scale: float) -> None:
     if batch < 1 or not 0.0 <= scale <= 1.0:
         raise ValueError(f"batch must be >= 1 and external_scale in [0, 1], not {batch}, {scale}")
 
 
 class AdaptiveSplit:
-    """I = B − min(room, round(s) + k), s ← 0.6 s + 0.4 · arrived, and room = B − floor external groups whatever s is.
+    """I = B − min(room, round(s) + k), s ← 0.6 s + 0.4 · used, and room = B − floor external groups whatever s is.
 
     Room does not shrink with s: rare successes come in bursts, and a burst refused is the only signal of many steps. A step may
     therefore train on more than B groups. k: groups of the last steps that can be trained on again (`trainer.replay`).
@@ -48,20 +37,19 @@ class AdaptiveSplit:
         _check(batch, external_scale)
         self.batch = batch
         self.smoothed = smoothed
-        """Useful external groups that arrived per step, averaged: s."""
+        """Useful external groups that a step was trained on, averaged: s."""
         self.external_scale = external_scale
         """Set by the utility guard: what is left of J, 0 to 1."""
         self.replayable = 0
         """Useful groups that the next step can train on again, k."""
 
-    def observe(self, useful_arrived: int, drawn: int | None = None, used: int = 0) -> None:
-        """Take how many useful (non-zero-advantage) external groups arrived since the last step, drawn or not.
+    def observe(self, used: int) -> None:
+        """Take how many useful (non-zero-advantage) external groups a step was trained on.
 
-        `drawn`, `used`: groups drawn for the step, and how many of them passed judgement; see `believed`. Where these filled the room,
-        there was enough, whenever it had arrived: a node that pulls gets no more than it asks for.
+        What merely arrives does not count: until they are judged a liar's groups look useful, and whoever sends enough of them would keep
+        a node from sampling without teaching it anything.
         """
-        enough = self.external_room if used >= self.external_room else 0
-        self.smoothed = (1.0 - SMOOTHING) * self.smoothed + SMOOTHING * max(believed(useful_arrived, drawn, used), enough)
+        self.smoothed = (1.0 - SMOOTHING) * self.smoothed + SMOOTHING * used
 
     def resize(self, batch: int) -> None:
         """Take another B from the next step on. Raises ValueError below 1."""

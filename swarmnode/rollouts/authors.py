@@ -9,7 +9,7 @@ from swarmnode.p2p.gossip import Validation
 from swarmnode.p2p.reputation import GREYLIST
 from swarmnode.rollouts.groups import Judged
 from swarmnode.rollouts.reasons import REASONS
-from swarmnode.rollouts.trust import Arrivals, PeerTrust, count
+from swarmnode.rollouts.trust import PeerTrust, count
 
 
 class Authors:
@@ -19,7 +19,6 @@ class Authors:
         self._network = network
         self._trust = PeerTrust()
         self._admitted: OrderedDict[str, int] = OrderedDict()
-        self._arrivals = Arrivals()
         self._outcomes: Counter[str] = Counter()
 
     @property
@@ -44,15 +43,9 @@ class Authors:
         """Whether a group of `peer` was trained on, and none refused by the trainer since."""
         return self._trust.used(peer) > 0
 
-    def admitted(self, peer: str, useful: bool) -> None:
+    def admitted(self, peer: str) -> None:
         """A group of `peer` has reached the pool."""
         count(self._admitted, peer)
-        if useful:
-            self._arrivals.add(peer)
-
-    def arrived(self, per_peer: int) -> int:
-        """Useful groups since this was last asked, as `Arrivals` counts them."""
-        return self._arrivals.take(per_peer, self.belief)
 
     def judged(self, judged: Judged) -> None:
         """What the trainer made of a drawn group: builds its author's trust, or costs it."""

@@ -30,7 +30,7 @@ from swarmnode.rollouts.authors import Authors
 from swarmnode.rollouts.catalogue import Catalogue
 from swarmnode.rollouts.fetching import Fetching, FetchStatistics
 from swarmnode.rollouts.forward_budget import ForwardBudget
-from swarmnode.rollouts.groups import Announced, Candidate, Draw, Drawn, GroupRules, OwnGroup, PolicyFacts, is_useful, without_token_ids
+from swarmnode.rollouts.groups import Announced, Candidate, Draw, Drawn, GroupRules, OwnGroup, PolicyFacts, without_token_ids
 from swarmnode.rollouts.pool import Pool, PoolStatistics
 from swarmnode.rollouts.publisher import Publisher
 from swarmnode.rollouts.pulling import Around, Pulling, PullStatistics
@@ -217,7 +217,7 @@ class RolloutExchange:
         groups = [g if g.group.tokenizer == tokenizer else msgspec.structs.replace(g, group=without_token_ids(g.group)) for g in groups]
         self._bounds.forwarding.want(request.count)
         self._by_listing.pulling.want(request.count, self.pool.waiting(self.authors.belief))
-        return Drawn(request.request, groups, self.authors.arrived(request.per_peer))
+        return Drawn(request.request, groups)
 
     # -- in
 
@@ -256,7 +256,7 @@ class RolloutExchange:
         group = msgspec.structs.replace(group, components=scored.components)
         if self.pool.add(group, self._clock(), self._version):
             self.admission.note_admitted()
-            self.authors.admitted(candidate.peer, is_useful(group.rewards))
+            self.authors.admitted(candidate.peer)
             self._by_listing.serving.put(candidate.group, candidate.peer, candidate.envelope, group.rewards)
         else:
             self.admission.refuse("pool_full", candidate.peer)

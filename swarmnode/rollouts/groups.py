@@ -47,7 +47,7 @@ class Draw(msgspec.Struct, frozen=True, tag="draw"):
     count: int
     policy_version: int
     per_peer: int
-    """How many of one author's groups the step uses at most, and so how many of them count as arrived."""
+    """How many of one author's groups the step uses at most."""
 
 
 class ExternalGroup(msgspec.Struct, frozen=True):
@@ -67,12 +67,10 @@ class ExternalGroup(msgspec.Struct, frozen=True):
 
 
 class Drawn(msgspec.Struct, frozen=True, tag="drawn"):
-    """Network → trainer: the answer to Draw. `useful_arrived` counts non-zero-advantage groups admitted since the last Draw, of each
-    author as many as the step uses at most, and by how far it is believed."""
+    """Network → trainer: the answer to Draw."""
 
     request: int
     groups: list[ExternalGroup]
-    useful_arrived: int
 
 
 class Judged(msgspec.Struct, frozen=True, tag="judged"):

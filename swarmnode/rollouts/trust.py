@@ -8,7 +8,6 @@ also where it was our own policy that was far from everybody else's.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 
 from swarmnode.rollouts import sampling
 from swarmnode.rollouts.groups import Outcome
@@ -55,29 +54,6 @@ class PeerTrust:
         """In what share of draws its groups take part at all: one half for each that was refused more than were used since; those of
         which nothing was used count twice."""
         return float(0.5 ** self._refused.get(peer, 0))
-
-
-class Arrivals:
-    """Useful groups that arrived since the trainer last asked, by author, bounded.
-
-    A node samples less where others' groups arrive. So what arrives counts only as far as a step could use it: a peer that sends more than
-    it may fill, or whose groups are refused, would otherwise keep a node from sampling without teaching it anything.
-    """
-
-    def __init__(self) -> None:
-        self._of: OrderedDict[str, int] = OrderedDict()
-        self._rest = 0.0
-
-    def add(self, peer: str) -> None:
-        count(self._of, peer)
-
-    def take(self, per_peer: int, belief: Callable[[str], float]) -> int:
-        """How many count, `per_peer` of one author at most and each by `belief`; what is left of one is kept, and all else forgotten."""
-        self._rest += sum(min(number, per_peer) * belief(peer) for peer, number in self._of.items())
-        self._of.clear()
-        whole = int(self._rest)
-        self._rest -= whole
-        return whole
 
 
 def count(counts: OrderedDict[str, int], peer: str, most: int | None = None) -> None:

@@ -14,8 +14,8 @@ from swarmnode.trainer.judge import Judgement, judge, judge_until_full, reserve
 from swarmnode.trainer.plan import StepPlan
 
 ANSWER_SECONDS = 0.2
-"""How long a step waits at most for what the network process hands over: it answers in milliseconds, unless it is busy; what comes later
-is for the next step."""
+"""How long a step waits at most for what the network process hands over, once or twice: it answers in milliseconds, unless it is busy; what
+comes later is for the next step."""
 
 
 class ExternalGroups:
@@ -33,15 +33,20 @@ class ExternalGroups:
         """Publish what the step has sampled, and judge what others have by now, until the step's room is full. `learnt` follows."""
         room = self._plan.external_room
         missing = room + reserve(room) - len(self._backlog)  # some in place of those that will be refused, less those that wait
+        ask = lambda count: self._link.request_external(count, policy_version, most_per_peer(room))
         if missing > 0:
-            self._link.request_external(missing, policy_version, most_per_peer(room))
+            ask(missing)
         if self._sharing.enabled:
             for message in own:
                 self._link.send(message)
-        arrived, useful = self._link.take_external(ANSWER_SECONDS) if room else ([], 0)
-        judgement, left = judge_until_full(self._backlog + arrived, room, self._judge)
+        arrived = self._link.take_external(ANSWER_SECONDS) if room else []
+
+        def more(count: int) -> list[ExternalGroup]:
+            ask(count)
+            return self._link.take_external(ANSWER_SECONDS)
+
+        judgement, left = judge_until_full(self._backlog + arrived, room, self._judge, more)
         self._backlog = left[: self._plan.groups]
-        self._plan.arrived(useful, len(judgement.outcomes), len(judgement.accepted))
         return judgement
 
     def _judge(self, groups: Sequence[ExternalGroup]) -> Judgement:

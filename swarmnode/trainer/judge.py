@@ -101,20 +101,26 @@ def judge(
 
 
 def judge_until_full(
-    groups: Sequence[ExternalGroup], room: int, judged: Callable[[Sequence[ExternalGroup]], Judgement]
-) -> tuple[Judgement, list[ExternalGroup]]:
+    groups: Sequence[ExternalGroup], room: int, judged: Callable[[Sequence[ExternalGroup]], Judgement],
+    more: Callable[[int], list[ExternalGroup]] = lambda count: [],
+) -> tuple[Judgement, list[ExternalGroup]]:  # fmt: skip
     """Judge from the front until `room` groups are accepted, at most half of them one peer's. Also the groups that were not looked at.
 
-    What is refused leaves its place to the next one, so that refused groups take no place from others.
+    What is refused leaves its place to the next one, so that refused groups take no place from others. more: asked once for so many others
+    in their place, where there are not enough.
     """
-    total, left = Judgement(), list(groups)
+    total, left, asked = Judgement(), list(groups), False
     while True:
-        some, left = _first(left, room - len(total.accepted), most_per_peer(room), Counter(group.peer for group in total.accepted))
-        if not some:
+        lacking = room - len(total.accepted)
+        some, left = _first(left, lacking, most_per_peer(room), Counter(group.peer for group in total.accepted))
+        if some:
+            judgement = judged(some)
+            total.accepted += judgement.accepted
+            total.outcomes += judgement.outcomes
+        elif lacking > 0 and len(total.accepted) < len(total.outcomes) and not asked:
+            left, asked = left + more(lacking + reserve(lacking)), True
+        else:
             return total, left
-        judgement = judged(some)
-        total.accepted += judgement.accepted
-        total.outcomes += judgement.outcomes
 
 
 def _first(

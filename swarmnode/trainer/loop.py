@@ -2,8 +2,9 @@
 
     plan → sample I groups, score, publish → ask the network for J groups, judge them → one update → average → save → report
 
-The network process is asked when sampling has ended, so that its groups are the newest, and waited for a fifth of a second at most. What
-arrives late is there for the next step. Where useful groups are few, some of the last steps are trained on again (replay.py).
+The network process is asked when sampling has ended, so that its groups are the newest, and waited for a fifth of a second at most; once
+more where too much of what it gave is refused. What arrives late is there for the next step. Where useful groups are few, some of the last
+steps are trained on again (replay.py).
 """
 
 from __future__ import annotations

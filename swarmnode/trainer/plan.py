@@ -14,6 +14,7 @@ import structlog
 from swarmnode.config import SharingConfig, TrainingConfig
 from swarmnode.rl.split import AdaptiveSplit
 from swarmnode.rl.utility import UtilityGuard
+from swarmnode.rollouts.groups import is_useful
 from swarmnode.trainer.batch import TrainingGroup
 from swarmnode.trainer.replay import USES, ReplayBuffer, lacking
 from swarmnode.trainer.state import Counters
@@ -78,18 +79,15 @@ class StepPlan:
             log.info("groups per step", groups=self.groups, step_seconds=round(seconds, 2))
             self._split.resize(self.groups)
 
-    def arrived(self, useful: int, drawn: int, used: int) -> None:
-        """Take how many useful external groups arrived, how many were drawn, and how many of those passed judgement."""
-        self._split.observe(useful, drawn, used)
-        self._counters.useful_per_step = self._split.smoothed
-
     def again(self, fresh: Sequence[TrainingGroup]) -> list[TrainingGroup]:
         """Useful groups of the last steps, as many as the step's own and external ones lack of a batch."""
         return self._replay.take(lacking(self.groups, fresh))
 
     def learnt(self, fresh: Sequence[TrainingGroup], sampled: Sequence[TrainingGroup]) -> None:
-        """Take what the step, the `Counters.step`th, has learnt from for the first time: while useful groups are rare among those that were
-        sampled, the next steps sample as many fewer."""
+        """Take what the step, the `Counters.step`th, has learnt from for the first time. The next steps sample fewer by what came of peers,
+        and while useful groups are rare among those that were sampled, by what can be trained on again."""
+        self._split.observe(sum(bool(group.peer) and is_useful(group.rewards) for group in fresh))
+        self._counters.useful_per_step = self._split.smoothed
         self._replay.sampled(sampled)
         self._replay.keep(fresh, self._counters.step)
         self._split.replayable = len(self._replay)

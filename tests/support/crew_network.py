@@ -61,7 +61,7 @@ class Node:
         self.published.append(group)
 
     def draw(self, draw: Any) -> Drawn:
-        return Drawn(draw.request, [], useful_arrived=0)
+        return Drawn(draw.request, [])
 
     def judged(self, judged: Any) -> None:
         pass

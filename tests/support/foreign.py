@@ -137,7 +137,7 @@ class NetworkProcess:
     def draw(self, count: int = 6) -> list[Any]:
         """Groups of others that were admitted and not drawn before, as a step would train on them."""
         self._link.request_external(count, 0, count)
-        return self._link.take_external(0.2)[0]
+        return self._link.take_external(0.2)
 
     def status(self) -> dict[str, Any]:
         with urllib.request.urlopen(f"{self._node.url}/status?points=1", timeout=10) as answer:

@@ -29,7 +29,7 @@ class NetworkSide:
 
     def draw(self, draw: Draw) -> Drawn:
         some, self.external = self.external[: draw.count], self.external[draw.count :]
-        return Drawn(draw.request, some, useful_arrived=len(some))
+        return Drawn(draw.request, some)
 
     def judged(self, judged: Judged) -> None:
         self.outcomes.append(judged.outcome)

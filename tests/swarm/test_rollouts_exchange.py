@@ -89,7 +89,6 @@ async def test_three_nodes_share_groups(kind, tmp_path):
         for exchange, author, _ in nodes:
             drawn = exchange.draw(Draw(1, 6, 1, 4))
             assert len(drawn.groups) == 6
-            assert drawn.useful_arrived == 8
             assert author.peer not in {group.peer for group in drawn.groups}
             assert all(sum(group.rewards) >= 2 for group in drawn.groups)
 

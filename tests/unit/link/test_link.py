@@ -13,10 +13,12 @@ from swarmnode.link.client import QUEUED_FRAMES, Link
 from swarmnode.link.frames import FrameError, Unpacker, pack, socket_path, to_network
 from swarmnode.link.messages import Drawn, Hello, Report, Welcome
 from swarmnode.link.server import LinkServer
+from tests.support.groups import external_group
 from tests.support.waiting import until
 
 HELLO = Hello(model=b"m" * 32, tokenizer=b"t" * 32, policy_version=3)
 WELCOME = Welcome(peer="12D3KooWtest", swarm=b"s" * 32)
+THEIRS = external_group("peer", 0)
 
 
 class Recorder:
@@ -33,7 +35,7 @@ class Recorder:
         self.seen.append(group)
 
     def draw(self, draw):
-        return Drawn(draw.request, [], useful_arrived=draw.count)
+        return Drawn(draw.request, [THEIRS] * draw.count)
 
     def judged(self, judged):
         self.seen.append(judged)
@@ -74,8 +76,8 @@ async def test_a_draw_is_answered_without_the_step_waiting(data_dir):
         with Link(data_dir, lambda: HELLO) as link:
             await trio.to_thread.run_sync(link.welcome, 30.0)
             link.request_external(6, policy_version=3, per_peer=2)
-            assert await trio.to_thread.run_sync(link.take_external, 5.0) == ([], 6)
-            assert link.take_external(0.0) == ([], 0)
+            assert await trio.to_thread.run_sync(link.take_external, 5.0) == [THEIRS] * 6
+            assert link.take_external(0.0) == []
         nursery.cancel_scope.cancel()
 
 
@@ -105,7 +107,7 @@ async def test_the_network_process_restarts_and_nothing_queued_is_lost(data_dir)
     with Link(data_dir, lambda: HELLO) as link:
         link.send(Report(phase="training", step=1))
         link.request_external(4, 0, 2)
-        assert link.take_external(5.0) == ([], 0)  # nobody there: returns at once, does not wait 5 s
+        assert link.take_external(5.0) == []  # nobody there: returns at once, does not wait 5 s
         async with trio.open_nursery() as nursery:
             await nursery.start(LinkServer(data_dir, recorder).run)
             await until(lambda: recorder.reports() == [1])

@@ -4,7 +4,7 @@ import random
 from collections import Counter
 
 from swarmnode.rollouts.pool import Pool
-from swarmnode.rollouts.trust import DISTRUSTED, MAX_PEERS, REFUSED_AT_MOST, Arrivals, PeerTrust
+from swarmnode.rollouts.trust import DISTRUSTED, MAX_PEERS, REFUSED_AT_MOST, PeerTrust
 from tests.support.groups import external_group
 
 
@@ -62,28 +62,3 @@ def test_a_peer_that_nobody_believes_takes_no_place_from_others():
         drawn.update(group.peer for group in pool.draw(2, 0, 0.0, rng, lambda peer: trust.of(peer, 1.0), trust.belief))
     assert 5 < drawn["liar"] < 60
     assert drawn["honest"] >= 400
-
-
-def test_of_one_peers_arrivals_no_more_count_than_a_step_uses():
-    arrivals = Arrivals()
-    for peer in ["flood"] * 50 + ["honest"] * 2:
-        arrivals.add(peer)
-    assert arrivals.take(3, lambda peer: 1.0) == 5
-    assert arrivals.take(3, lambda peer: 1.0) == 0, "counted once"
-
-
-def test_arrivals_count_by_how_far_their_author_is_believed_when_they_are_counted():
-    arrivals, trust = Arrivals(), PeerTrust()
-    for _ in range(8):
-        arrivals.add("liar")
-    trust.judged("liar", "surprise")
-    assert arrivals.take(3, trust.belief) == 0
-    arrivals.add("liar")
-    assert arrivals.take(3, trust.belief) == 1, "three quarters were left, and one more"
-
-
-def test_arrivals_of_many_peers_are_bounded():
-    arrivals = Arrivals()
-    for number in range(2 * MAX_PEERS):
-        arrivals.add(str(number))
-    assert arrivals.take(3, lambda peer: 1.0) == MAX_PEERS

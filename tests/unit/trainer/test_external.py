@@ -1,17 +1,26 @@
-"""When a step asks for others' groups."""
+"""When a step asks for others' groups, and how many of its own it then samples."""
 
 from types import SimpleNamespace
 
-from swarmnode.config import SharingConfig
+import pytest
+
+from swarmnode.config import SharingConfig, TrainingConfig
 from swarmnode.rollouts.groups import Judged
+from swarmnode.trainer import external as module
+from swarmnode.trainer.batch import TrainingGroup
 from swarmnode.trainer.external import ExternalGroups
+from swarmnode.trainer.judge import Judgement
+from swarmnode.trainer.plan import StepPlan
+from swarmnode.trainer.state import Counters
+from tests.support.groups import external_group
 
 
 class Link:
-    """Notes what it is asked in which order."""
+    """Notes what it is asked in which order. answers: what comes, one after the other; then nothing."""
 
-    def __init__(self):
+    def __init__(self, *answers):
         self.calls = []
+        self._answers = iter(answers)
 
     def request_external(self, count, policy_version, per_peer):
         self.calls.append(("request", count, policy_version, per_peer))
@@ -21,25 +30,63 @@ class Link:
 
     def take_external(self, seconds):
         self.calls.append(("take", seconds > 0))
-        return [], 3
+        return next(self._answers, [])
 
 
-def external(room, **sharing):
-    seen = []
-    plan = SimpleNamespace(external_room=room, groups=8, arrived=lambda *counts: seen.append(counts))
-    link = Link()
-    return ExternalGroups(link, None, plan, SharingConfig(**sharing), 1.0), link, seen
+def external(room, *answers, **sharing):
+    plan = SimpleNamespace(external_room=room, groups=8)
+    link = Link(*answers)
+    return ExternalGroups(link, SimpleNamespace(text=None, score=None), plan, SharingConfig(**sharing), 1.0), link
 
 
 def test_a_step_that_has_sampled_asks_first_publishes_meanwhile_and_takes_what_came():
-    groups, link, seen = external(room=6)
+    groups, link = external(room=6)
     own = [Judged("a", "used"), Judged("b", "used")]  # anything that can be sent
     judgement = groups.exchange(own, policy_version=7)
     assert link.calls == [("request", 9, 7, 3), ("send", own[0]), ("send", own[1]), ("take", True)]
-    assert (judgement.outcomes, judgement.accepted, seen) == ([], [], [(3, 0, 0)])
+    assert (judgement.outcomes, judgement.accepted) == ([], [])
 
 
 def test_a_step_without_room_asks_nobody_and_one_that_does_not_share_publishes_nothing():
-    groups, link, _ = external(room=0, enabled=False)
+    groups, link = external(room=0, enabled=False)
     groups.exchange([Judged("a", "used")], policy_version=7)
     assert link.calls == []
+
+
+def only_the_honest(groups, *_):
+    """A judge that refuses whatever is not of `honest`."""
+    judged = Judgement(outcomes=[(group, "used" if group.peer.startswith("honest") else "surprise") for group in groups])
+    ours = [group for group, outcome in judged.outcomes if outcome == "used"]
+    judged.accepted = [TrainingGroup([([1], [2])] * 2, [[-1.0]] * 2, group.rewards, [1.0] * 2, group.peer) for group in ours]
+    return judged
+
+
+@pytest.fixture
+def _judged(monkeypatch):
+    monkeypatch.setattr(module, "judge", only_the_honest)
+
+
+def drawn(*peers):
+    return [external_group(peer, number) for number, peer in enumerate(peers)]
+
+
+@pytest.mark.usefixtures("_judged")
+def test_in_place_of_what_was_refused_a_step_draws_once_more():
+    groups, link = external(6, drawn(*"abcdefg", "honest", "honest2"), drawn("honest3", "a", "honest4", "b", "c", "d"))
+    judgement = groups.exchange([], policy_version=7)
+    assert link.calls == [("request", 9, 7, 3), ("take", True), ("request", 6, 7, 3), ("take", True)]
+    assert [group.peer for group in judgement.accepted] == ["honest", "honest2", "honest3", "honest4"]
+
+
+@pytest.mark.usefixtures("_judged")
+@pytest.mark.parametrize(("too_large", "sampled"), [(set(), 5), ({1}, 6)])
+def test_a_node_samples_less_by_what_it_is_trained_on_and_not_by_what_arrives(too_large, sampled):
+    arrive = [*drawn("honest", "honest", "honest2", *"abcdefgh"), external_group("honest3", 20, rewards=[1.0, 1.0])]
+    plan = StepPlan(TrainingConfig(groups_per_step=8, options=["train_once"]), SharingConfig(), Counters())
+    link = Link(*[arrive, []] * 20)
+    groups = ExternalGroups(link, SimpleNamespace(text=None, score=None), plan, SharingConfig(), 1.0)
+    for _ in range(20):
+        judgement = groups.exchange([], policy_version=0)
+        assert len(judgement.accepted) == 4
+        plan.learnt(groups.learnt(judgement, too_large), [])
+    assert plan.own_groups == sampled

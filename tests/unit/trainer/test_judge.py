@@ -254,6 +254,25 @@ def test_refused_groups_take_no_place_from_others():
     assert batches == [6, 3]
 
 
+@pytest.mark.parametrize(("there", "drawn", "asked", "accepted"), [
+    ("axbxcx", "dyef", [5], "abcdef"),  # lying outnumbers what was drawn for it
+    ("axbxcx", "xdxx", [5], "abcd"),  # once: a step does not wait for whoever lies for ever
+    ("axbxcdef", "", [], "abcdef"),
+    ("abc", "", [], "abc"),  # nobody has more
+])  # fmt: skip
+def test_in_place_of_what_was_refused_others_are_drawn_once(there, drawn, asked, accepted):
+    counts = []
+
+    def more(count):
+        counts.append(count)
+        return [external_group(peer, 20 + number) for number, peer in enumerate(drawn)]
+
+    groups = [external_group(peer, number) for number, peer in enumerate(there)]
+    judgement, _ = judge_until_full(groups, 6, refusing({"x", "y"}, []), more)
+    assert counts == asked
+    assert "".join(group.peer for group in judgement.accepted) == accepted
+
+
 def test_what_a_full_step_has_not_looked_at_is_left():
     groups = [external_group(peer, number) for number, peer in enumerate("abcdefgh")]
     batches = []
