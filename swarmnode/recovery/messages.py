@@ -34,7 +34,7 @@ from swarmnode.pipeline.frames import (
 )
 from swarmnode.weights.layout import Layout, elements
 from swarmnode.wire import headed, strict
-from swarmnode.wire.fields import ANY_COUNTER, check_between, check_fields, check_finite, check_length, check_positive
+from swarmnode.wire.fields import ANY_COUNTER, check_between, check_fields, check_length, check_positive
 
 STATE_REASONS: Final = ("oversize", "malformed", "schema", "bounds", "size", "hash", "not_finite", "shape", "truncated")
 """Every reason with which a state stream's messages and bodies raise BadMessage."""
@@ -210,6 +210,5 @@ def _check(message: Message, limits: FrameLimits) -> None:
     if isinstance(message, Have):
         check_length("root", message.root, ROOT_BYTES)
         check_length("hash", message.hash, HASH_BYTES if message.what in ("shadow", "copy") else 0)
-        check_finite("factor", message.factor)
         check_between("squared_norm", message.squared_norm, 0.0, math.inf)
         check_positive("factor", message.factor, FACTOR)
