@@ -128,10 +128,15 @@ def is_behind(own: Iterable[Copy], point: Point, vouchers: int, members: int, wa
             return True
     if point.step == 0 or point.is_of(own) or (mine is not None and mine.lineage == point.lineage and point.step <= mine.step):
         return False
-    if mine is None and waited >= 4 * waits.exact:  # nothing to lose, and what one node alone still has would be lost
+    if waited >= 4 * waits.exact and _is_near(point, mine):  # what one node alone still has would be lost
         return vouchers < 1
     far = mine is not None and point.step > mine.step + PLAUSIBLE and waited < waits.lost
     return vouchers < (2 if far else min(2, members - 1))
+
+
+def _is_near(point: Point, mine: Copy | None) -> bool:
+    """Whether little would be lost with a single node that only says that it has been there, by who has learnt `mine`."""
+    return mine is None or (mine.lineage == point.lineage and point.step <= mine.step + PLAUSIBLE)
 
 
 def plan_crew(
@@ -209,9 +214,11 @@ def _continue(choice: _Choice, lineage: bytes, waited: float, waits: Waits) -> P
     mine = [(peer, copy) for peer, copy in choice.copies if copy.lineage == lineage and copy.step > 0]
     points = sorted(_points(mine), key=lambda point: (-point.step, point.hash))
     sayers = {point: {peer for peer, copy in mine if _has(point, copy)} for point in points}
-    backed = {point for point in points if me in sayers[point] or len(sayers[point]) > 1}
+    own, alone = newest(able[me].copies), waited >= 4 * waits.exact
+    learnt = own is not None
+    believed = lambda point: me in sayers[point] or len(sayers[point]) > 1 or (alone and learnt and _is_near(point, own))
+    backed = {point for point in points if believed(point)}
     newest_step = max((point.step for point in backed), default=0)
-    learnt = newest(able[me].copies) is not None
     for point in points:
         cut = _cut(point, mine, len(cost.layers))
         if cut is None or (learnt and point not in backed):

@@ -172,7 +172,20 @@ def test_what_one_node_alone_still_has_is_gone_on_from_by_those_who_have_nothing
     assert is_behind([], as_point(9), 1, 4, 39.0, WAITS)
     assert not is_behind([], as_point(9), 1, 4, 41.0, WAITS)
     assert is_behind([], as_point(9), 0, 4, 41.0, WAITS)
-    assert is_behind([copy(0, 5)], as_point(9), 1, 4, 41.0, WAITS), "who has learnt something wants two"
+    mine = copy(0, 5)
+    assert is_behind([mine], as_point(9), 1, 4, 39.0, WAITS), "who has learnt something wants two"
+    assert not is_behind([mine], as_point(5 + PLAUSIBLE), 1, 4, 41.0, WAITS), "and has little to lose with one"
+    assert is_behind([mine], as_point(5 + PLAUSIBLE + 1), 1, 4, 41.0, WAITS)
+    assert is_behind([copy(0, 5, lineage=b"x" * 32)], as_point(9), 1, 4, 41.0, WAITS)
+
+
+def test_what_one_node_alone_still_has_goes_before_what_one_has_that_is_a_step_behind():
+    """All were killed at once; one lost its disk, and the last step was not yet on another's."""
+    kept = lambda step, *stages: (copy(stage, step, "neighbour") for stage in stages)
+    offers = {"a": offer(copy(0, 9, "disk"), *kept(9, 1, 2, 3)), "b": offer(), "c": offer()}
+    offers["d"] = offer(copy(3, 8, "disk"), *kept(5, 0, 1, 2))
+    assert {plan(offers, 41.0, me=me).record.step for me in offers} == {9}
+    assert [plan(offers, 39.0, me=me) for me in offers] == [None] * 4
 
 
 def test_who_would_not_be_together_is_not_put_together():

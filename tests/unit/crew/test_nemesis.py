@@ -16,6 +16,7 @@ SCHEDULES = 40
 FOUND = {
     "faults": (46, 65, 76, 90, 92, 104, 108, 168, 199, 209, 235, 238, 269, 283, 308, 365, 371, 373, 377, 460, 695, 883, 2137, 2164, 2177),
     "calm": (83, 98, 238, 2041),
+    "losses": (4605,),
     "member": (51, 52, 60, 71, 82, 86, 87, 97, 104, 120, 125, 133, 134, 147, 160, 181, 191, 195, 401),
 }
 """Schedules that found something once."""
@@ -35,7 +36,7 @@ def test_a_crew_goes_on_without_a_member_that_lies():
 def test_whatever_goes_down_the_crew_afterwards_begins_at_the_newest_step_that_is_somewhere():
     """Some cut off for a second to an hour, everybody killed at once, one disk of them gone, all members replaced one by one."""
     outages = Counter()
-    for seed in range(20):
+    for seed in (*range(20), *FOUND["losses"]):
         outages += check(seed, "losses").counts
     assert all(outages[how] > 1 for how in ("cut", "everybody", "disk", "replace"))
 
