@@ -157,8 +157,9 @@ class World:
         self.now = 0.0
         self.whole_after = -1.0
         self.foes: dict[str, Hostile] = {}
-        self._exchanging: dict[str, float] = {}
-        """Since when a node has been in an exchange whenever anybody looked."""
+        self._exchanging: dict[str, tuple[str, float]] = {}
+        """With whom a node has been in an exchange whenever anybody looked, and since when. One that takes a minute for a step may wait two
+        for each of several that agree and vanish."""
         self._places: dict[str, Place | Foe] = {str(place.address): place for place in (*schedule.places, *schedule.foes)}
         self._nursery: trio.Nursery
         for place in schedule.places:
@@ -288,9 +289,10 @@ class World:
             self._fail(node.defects[0])
         told = life.weights.statistics()
         if told.phase != "idle" or life.learner is None or life.learner.averaging.busy:
-            since = self._exchanging.setdefault(node.name, now)
-            if now - since > LONGEST_EXCHANGE:
-                self._fail(f"{node.name} has been in an exchange ({told.phase}) for {now - since:.0f} s")
+            partner, since = self._exchanging.get(node.name, (told.partner, now))
+            self._exchanging[node.name] = told.partner, since if told.partner == partner else now
+            if now - self._exchanging[node.name][1] > LONGEST_EXCHANGE:
+                self._fail(f"{node.name} has been in an exchange with {self._name(told.partner)} ({told.phase}) for {now - since:.0f} s")
             return
         self._exchanging.pop(node.name, None)
 
