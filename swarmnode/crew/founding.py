@@ -214,14 +214,16 @@ def _continue(choice: _Choice, lineage: bytes, waited: float, waits: Waits) -> P
     mine = [(peer, copy) for peer, copy in choice.copies if copy.lineage == lineage and copy.step > 0]
     points = sorted(_points(mine), key=lambda point: (-point.step, point.hash))
     sayers = {point: {peer for peer, copy in mine if _has(point, copy)} for point in points}
-    own, alone = newest(able[me].copies), waited >= 4 * waits.exact
-    learnt = own is not None
-    believed = lambda point: me in sayers[point] or len(sayers[point]) > 1 or (alone and learnt and _is_near(point, own))
-    backed = {point for point in points if believed(point)}
+    backed = {point for point in points if me in sayers[point] or len(sayers[point]) > 1}
     newest_step = max((point.step for point in backed), default=0)
+    own = newest(able[me].copies)
     for point in points:
         cut = _cut(point, mine, len(cost.layers))
-        if cut is None or (learnt and point not in backed):
+        if cut is None:
+            continue
+        if own is not None and point not in backed and (
+            point.step <= own.step or is_behind(able[me].copies, point, len(sayers[point]), len(cut), waited, waits)
+        ):  # we would not sign it
             continue
         exact = sum(_exact(point, mine, block) for block in cut)
         if exact == len(cut):

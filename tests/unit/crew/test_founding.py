@@ -188,6 +188,16 @@ def test_what_one_node_alone_still_has_goes_before_what_one_has_that_is_a_step_b
     assert [plan(offers, 39.0, me=me) for me in offers] == [None] * 4
 
 
+def test_who_was_cut_off_for_long_proposes_what_it_would_sign():
+    """One of two went on without it, far beyond what a single node is believed, and is here alone now."""
+    cost = ModelCost(Part(0.0, 0.0), (Part(1.0, 1.0),) * 2, Part(0.0, 0.0))
+    far = 9 + PLAUSIBLE + 1
+    offers = {"a": offer(copy(0, far, "disk"), copy(1, far, "neighbour")), "b": offer(copy(1, 9), copy(0, 9, "neighbour"))}
+    step = lambda me, waited: plan_crew(me, offers, cost, 2, waited, WAITS).record.step
+    assert step("b", 99.0) == 9
+    assert step("b", 101.0) == step("a", 101.0) == far
+
+
 def test_who_would_not_be_together_is_not_put_together():
     offers = {**four(9, 9, 9, 9), "e": offer(copy(1, 9, "disk"))}
     assert peers_of(plan(offers).record) == tuple("abcd")
