@@ -268,7 +268,7 @@ def test_what_the_registry_calls_blameless_is_ignored():
 def test_what_becomes_of_a_stage_s_frames_is_what_the_registry_says():
     assert {name: set(reasons) for name, reasons in REGISTRY["stage_verdicts"].items()} == {
         "reject": {*stage_frames.FRAME_REASONS, *STATE_REASONS, "signature"},
-        "ignore": {*FENCE_REASONS, *stream_handshake.REFUSALS} - {"malformed"},
+        "ignore": {*FENCE_REASONS, *stream_handshake.REFUSALS, "repeated"} - {"malformed"},
     }  # fmt: skip
 
 
