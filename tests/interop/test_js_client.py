@@ -71,6 +71,12 @@ def outcomes(node, fault):
     return Counter(node.outcomes())
 
 
+def told(node):
+    """What a node that has not done what was expected says of it."""
+    network = node.status()["network"]
+    return node.outcomes(), {name: network[name] for name in ("guards", "reputation", "peers")}, node.last_words()
+
+
 def drawn(node, count):
     """`count` groups of others, as soon as they are there."""
     groups = []
@@ -170,7 +176,7 @@ def test_what_is_malformed_is_refused_for_the_reason_that_the_vectors_name(forei
         def refused(fault=fault, before=before):
             return {reason for reason, count in outcomes(gossiping, fault).items() if count > before[reason]} - OF_AN_ADMITTED_GROUP
 
-        found[fault] = until(refused, lambda fault=fault: fault)
+        found[fault] = until(refused, lambda fault=fault, name=name: (fault, foreign("meshed", name=name), told(gossiping)))
         blamed += 1
     assert found == {fault: {expected[fault]} for fault in faults}
     assert gossiping.status()["rollouts"]["admission"]["last_internal_error"] == ""
