@@ -1,5 +1,6 @@
 // A member of a swarm that has a manifest: it joins by an invite, tells what members tell each other, and shares groups both ways.
 import crypto from 'node:crypto'
+import { setTimeout as sleep } from 'node:timers/promises'
 import { Admission, verdictOf } from './admission.mjs'
 import {
   BYTES, chooseTask, contentOf, DOMAINS, equal, falselyListed, hash, hex, listedPositions, openManifest, openSession, openSummary, PAYLOAD,
@@ -174,8 +175,9 @@ export class Member {
     return hex(contentOf(frame))
   }
 
+  // Again until it has left for somebody: a subscription of the other's is known before our own stream to it is open.
   async send (frame) {
-    await this.node.gossip.publish(this.topic, frame)
+    while ((await this.node.gossip.publish(this.topic, frame)).recipients.length === 0) await sleep(50)
     return hex(contentOf(frame))
   }
 
