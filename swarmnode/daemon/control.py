@@ -30,7 +30,9 @@ log = structlog.get_logger("swarmnode.daemon.control")
 SOCKET = Path("run") / "control"
 """Below the data directory."""
 ASK_SECONDS = 5.0
-"""A client that says nothing for so long, or takes so long to listen, is hung up on; a node that does so is not answering."""
+"""A client that says nothing for so long, or takes so long to listen, is hung up on."""
+ANSWER_SECONDS = 60.0
+"""A node that takes so long is not answering. It writes before it answers, to a disk that may be busy with gigabytes of a state."""
 MESSAGE_BYTES = 4096
 POLL_INTERVAL = 5.0
 """Between two looks at the machine."""
@@ -191,7 +193,7 @@ def ask(data_dir: Path, command: Command, agreed: Callable[[], None] = lambda: N
     Raises Unavailable where no node runs or it cannot do that, Refused where the node is another user's.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(ASK_SECONDS)
+        connection.settimeout(ANSWER_SECONDS)
         try:
             _connect(connection, data_dir)
             connection.sendall(msgspec.json.encode(Request(command)) + b"\n")

@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import stat
+import threading
 from contextlib import asynccontextmanager, suppress
 from types import SimpleNamespace
 
@@ -156,6 +157,15 @@ async def test_a_pause_that_cannot_be_kept_is_refused(tmp_path, capsys, monkeypa
         monkeypatch.undo()
         assert await said("resume", "-d", tmp_path) == 0
     assert last_line(capsys) == "it was not paused"
+
+
+async def test_a_disk_that_is_busy_for_longer_than_a_client_may_hesitate_is_waited_for(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(control, "ASK_SECONDS", 0.05)
+    kept = pauses.write_atomically
+    async with controlled(tmp_path):
+        monkeypatch.setattr(pauses, "write_atomically", lambda *how: (threading.Event().wait(6 * control.ASK_SECONDS), kept(*how)))
+        assert await said("pause", "-d", tmp_path) == 0
+    assert last_line(capsys) == "the node rests after the step that runs; `swarmnode resume` goes on"
 
 
 def full(*_):
