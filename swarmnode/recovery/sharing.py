@@ -52,19 +52,20 @@ class Sharing:
         layout = self._stage.layouts[own]
         form = form_of(layout, self._stage.settings)
 
-        def put() -> None:
+        def put() -> bool:
             body = bytearray(encode_state(state, layout, form))
             have = m.Have(
                 self._channel.place, 0, "shadow", state.step, len(body), m.root_of(body), state.hash, form, state.squared_norm, state.factor
             )  # fmt: skip
-            store.put(own, have, body)
+            return store.put(own, have, body)
 
         try:
-            await self._channel.compute(put)
+            stored = await self._channel.compute(put)
         except (BadMessage, OSError):
             self._channel.refused["failed"] += 1
             return
-        self.announce("shadow")
+        if stored:
+            self.announce("shadow")
 
     # Others'.
 

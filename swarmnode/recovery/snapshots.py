@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -77,6 +78,9 @@ class SnapshotStore:
     once this one has as many steps behind it as they have (`ran`), those of lineages that never took a step at once: a crew that does
     nothing costs another one none of its copies. about: what the lineage trains, for who reads the copies without a crew.
 
+    Where a crew goes on from an older step than a snapshot's, that one is of steps which may yet come back. It is set aside, and offered to
+    whoever founds a crew, until this crew has gone as far; meanwhile the stage has a second snapshot.
+
     No more than the form's size of every stage's layout is ever kept: what a peer claims has no part in it.
     """
 
@@ -111,6 +115,27 @@ class SnapshotStore:
         except OSError as error:
             log.warning("the snapshots of another lineage stay: %s", error)
 
+    def begins(self, step: int) -> None:
+        """A crew goes on from `step`. In a thread, before anything is given or taken."""
+        with self._lock:
+            for stage in self._layouts:
+                try:
+                    self._begins(stage, step)
+                except OSError as error:
+                    log.warning("a snapshot of stage %d stays where it is: %s", stage, error)
+
+    def _begins(self, stage: int, step: int) -> None:
+        path, aside = self._path(stage), aside_file(self._directory, stage)
+        kept, later = self._snapshots.get(stage), _read(aside)
+        if later is not None and later.step <= step and (kept is None or kept.step < later.step):  # these steps have come back
+            os.replace(aside, path)
+            self._snapshots[stage] = kept = later
+            later = None
+        if kept is not None and kept.step > step:
+            if later is None or later.step < kept.step:
+                os.replace(path, aside)
+            self._forget(stage)
+
     @property
     def stages(self) -> frozenset[int]:
         """Those that are kept here."""
@@ -120,8 +145,7 @@ class SnapshotStore:
         return self._snapshots.get(stage)
 
     def put(self, stage: int, have: Have, body: bytearray) -> bool:
-        """Stores a snapshot of `stage` whose root was compared, unless a newer one is here, of a continuation that may yet come back; says
-        whether it did. In any thread.
+        """Stores a snapshot of `stage` whose root was compared, unless this crew's newer one is here; says whether it did. In any thread.
 
         Raises BadMessage: bounds, size, not_finite; OSError for the disk.
         """
@@ -137,6 +161,10 @@ class SnapshotStore:
                 return False
             disk.save(self._path(stage), {"body": torch.frombuffer(body, dtype=torch.uint8)}, about)
             self._snapshots[stage] = snapshot
+            aside = aside_file(self._directory, stage)
+            later = _read(aside)
+            if later is not None and later.step <= have.step:
+                aside.unlink(missing_ok=True)
         return True
 
     def read(self, stage: int) -> tuple[PeerSnapshot, memoryview]:
@@ -173,6 +201,11 @@ def copy_file(directory: Path, stage: int) -> Path:
     return directory / f"stage-{stage}.safetensors"
 
 
+def aside_file(directory: Path, stage: int) -> Path:
+    """What was set aside; `_copies_in` finds both."""
+    return directory / f"later-{stage}.safetensors"
+
+
 def read_copy(directory: Path, stage: int) -> tuple[PeerSnapshot, memoryview]:
     """What a crew's directory has of `stage`, mapped. Raises StateError where there is nothing, or it is damaged."""
     tensors, about = disk.load(copy_file(directory, stage))
@@ -207,13 +240,19 @@ def find_snapshots(directory: Path) -> list[disk.OnDisk]:
 
 
 def _copies_in(directory: Path) -> Iterator[tuple[int, PeerSnapshot]]:
-    for path in sorted(directory.glob("stage-*.safetensors")):
-        try:
-            about = disk.read_about(path)
-            if about is not None:
-                yield int(path.stem.removeprefix("stage-")), _snapshot(about)
-        except (StateError, ValueError):
-            continue
+    for path in sorted(directory.glob("*-*.safetensors")):
+        snapshot, stage = _read(path), path.stem.partition("-")[2]
+        if snapshot is not None and stage.isdecimal():
+            yield int(stage), snapshot
+
+
+def _read(path: Path) -> PeerSnapshot | None:
+    """What is said of the file; None where there is none, or it is damaged."""
+    try:
+        about = disk.read_about(path)
+        return None if about is None else _snapshot(about)
+    except StateError:
+        return None
 
 
 class SnapshotRecorder(Recorder):

@@ -31,12 +31,17 @@ class StatePeer:
         step = lambda: stage.worker.participant.step if stage.worker is not None else fence.place.step
         rate = settings.uplink * settings.uplink_share / 2  # two neighbours
         self.stage = stage
+        self._begins_at = fence.place.step
         self.channel = Channel(fence, streams, stage.limits, settings.seconds, rate, compute, step)
         self.fetch = Fetcher(self.channel, stage)
         self.sharing = Sharing(self.channel, stage, self.fetch)
         self.server = Server(self.channel, stage)
 
-    async def run(self) -> None:
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Started once what is kept here is what the crew can go on from."""
+        if (store := self.stage.store) is not None:
+            await self.channel.compute(lambda: store.begins(self._begins_at))
+        task_status.started()
         await self.channel.run(self.server, self.sharing)
 
     def attach(self, worker: StageWorker) -> None:

@@ -125,7 +125,7 @@ class StageRecovery:
             self._peer = peer = StatePeer(local, Fence(place, len(assigned.layers)), streams, stage.meter)
             self._recorder.sharing = peer.sharing
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(peer.run)
+                await nursery.start(peer.run)
                 if averaging is not None:
                     averaging.probe.open(peer)
                 yield
@@ -177,7 +177,8 @@ class StageRecovery:
         assert self._peer is not None
         self._peer.attach(worker)
         holders = tuple(assigned.members[i] for i in ring(assigned.stage, len(assigned.layers)))
-        if holders != self._holders and self._settings.keeps_copies(worker.runtime.spec):
+        lacking = holders != self._holders or (self._store is not None and self._store.get(assigned.stage) is None)
+        if lacking and self._settings.keeps_copies(worker.runtime.spec):
             self._peer.sharing.snapshot(take(worker))  # a neighbour that is new has none of ours, and the next comes in many steps
         self._holders = holders
 

@@ -13,7 +13,7 @@ from swarmnode.pipeline.context import CrewSettings
 from swarmnode.recovery.fetching import Fetcher
 from swarmnode.recovery.messages import Have, root_of
 from swarmnode.recovery.restore import Replica, base_adapter
-from swarmnode.recovery.snapshots import RAN
+from swarmnode.recovery.snapshots import RAN, SNAPSHOTS, find_snapshots
 from swarmnode.recovery.sources import RecoverySettings, Run, SourceKind
 from swarmnode.recovery.state import StageState, encode_state, host_copy, trained
 from tests.support.lost_stages import CREW, Fleet, quiet, rows_of, snapshots_in
@@ -152,6 +152,23 @@ async def test_r2_is_taken_where_every_step_moves_the_policy_further_than_the_ga
         got = mine.restored[1]
         assert (got.kind, got.step, got.tried, got.healings) == (SourceKind.SNAPSHOT, 2, (), ())
         assert got.verdict.kl > 0.02
+
+
+async def test_r2_a_crew_that_began_again_at_an_older_step_has_copies_of_its_own_and_keeps_the_newer_ones_until_it_is_as_far(fleet):
+    mine = fleet(settings={"snapshot_every": 2})
+    async with mine.up() as crew:
+        await learn(crew, 4)
+    known = lambda: [(copy.first, copy.step) for copy in find_snapshots(mine.stations[0].directory / SNAPSHOTS)]
+    assert known() == [(0, 4), (1, 4), (3, 4)]
+    async with mine.up(step=1) as crew:
+        await learn(crew, 1)
+    assert sorted(known()) == [(0, 2), (0, 4), (1, 2), (1, 4), (3, 2), (3, 4)]
+    mine.kill(1)
+    async with mine.up() as crew:
+        assert (mine.restored[1].kind, mine.restored[1].step) == (SourceKind.SNAPSHOT, 2)
+        await learn(crew, 2)
+        assert crew.head.participant.step == 4
+    assert known() == [(0, 4), (1, 4), (3, 4)]
 
 
 @pytest.mark.parametrize(("lost", "kind"), [([0], "qwen3"), ([0, 3], "llama-tied")])

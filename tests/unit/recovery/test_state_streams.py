@@ -823,6 +823,28 @@ def test_a_store_forgets_what_is_damaged_and_remembers_what_is_not(models, tmp_p
     assert not list(tmp_path.rglob("stage-*"))  # another crew's
 
 
+def test_a_snapshot_of_steps_that_a_crew_does_not_have_is_put_aside_until_they_come_back_or_are_passed(models, tmp_path):
+    wire = Wire(models["llama"], tmp_path)
+    body = bytearray(encode_state(wire.state(0), wire.layouts[0], "exact"))
+    have = m.Have(wire.place(0), 1, "shadow", 9, len(body), m.root_of(body), HASH)
+    at = lambda step: msgspec.structs.replace(have, step=step, hash=bytes([step]) * 32)
+    assert wire.store.put(0, at(9), body)
+    wire.store.begins(7)
+    assert wire.store.get(0) is None
+    assert wire.store.put(0, at(8), body)
+    wire.store.begins(8)
+    assert wire.store.get(0).step == 8
+    SnapshotStore(tmp_path, CREW, {0: wire.layouts[0]}).begins(12)  # another process; step 9 is back
+    again = SnapshotStore(tmp_path, CREW, {0: wire.layouts[0]})
+    assert (again.get(0).step, again.get(0).hash) == (9, at(9).hash)
+    again.begins(3)
+    again.put(0, at(6), body)
+    again.begins(4)  # of two that are later the newest is kept
+    assert again.get(0) is None
+    again.put(0, at(9), body)
+    assert [path.name for path in tmp_path.rglob("*.safetensors")] == ["stage-0.safetensors"]
+
+
 def test_a_ring_of_two_has_one_neighbour():
     assert [ring(i, 2) for i in range(2)] == [(1,), (0,)]
     assert [ring(i, 4) for i in range(4)] == [(3, 1), (0, 2), (1, 3), (2, 0)]

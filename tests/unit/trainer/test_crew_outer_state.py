@@ -3,8 +3,10 @@
 
 import threading
 
+import msgspec
 import pytest
 import torch
+import trio
 
 from swarmnode.config import Config
 from swarmnode.crew.local import Assigned
@@ -13,6 +15,7 @@ from swarmnode.errors import StateError
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.recovery import disk
 from swarmnode.recovery.restore import Restored
+from swarmnode.recovery.sharing import Sharing
 from swarmnode.recovery.snapshots import SnapshotRecorder
 from swarmnode.recovery.sources import RecoverySettings, SourceKind
 from swarmnode.recovery.state import load_weights, trained
@@ -44,6 +47,7 @@ class Node:
         config, crew_model = model
         config = config.model_copy(update={"node": config.node.model_copy(update={"data_dir": directory})})
         assigned = Assigned(CREW, b"l" * 32, 1, (1, 1, 1), ("a", "b", "c"), 0, NO_HASH, Taken(), "")
+        self.assigned = assigned
         self.stage = Stage(assigned, crew_model.build((1, 1, 1), 1), crew_model.settings(), crew_model.limits())
         self.said = []
         self.averaging = averaging_of(config, self.stage, self.said.append, connected=lambda: False)
@@ -177,3 +181,21 @@ def test_slow_weights_of_other_layers_are_refused(node):
     with pytest.raises(StateError):
         one.averaging.begin(other)
     assert one.averaging.tensors().keys() != other.keys()
+
+
+async def test_a_stage_that_begins_again_at_an_older_step_gives_its_neighbours_a_copy_at_once(node, monkeypatch):
+    async def nobody(assigned, kind, gate):
+        return {}
+
+    monkeypatch.setattr("swarmnode.trainer.crew.recovery.connect_all", nobody)
+    one, stored = node(), []
+    monkeypatch.setattr(Sharing, "announce", lambda self, what: stored[-1].set())
+    for step, gives in ((9, True), (12, False), (5, True)):
+        crew = msgspec.structs.replace(one.assigned, step=step)
+        stored.append(trio.Event())
+        async with one.recovery.open(crew, one.stage):
+            one.recovery.attach(crew, one.stage.begin(crew, {}))
+            if gives:
+                with trio.fail_after(30):
+                    await stored[-1].wait()
+        assert stored[-1].is_set() == gives
