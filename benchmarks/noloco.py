@@ -16,15 +16,16 @@ import statistics
 import sys
 import time
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.outer_rules import DILOCO, OFF, average, blend, judge, outer_step, outer_step_of_two_tensors
+from benchmarks.outer_rules import DILOCO, GASLOC, OFF, average, blend, judge, outer_step, outer_step_of_gasloc, outer_step_of_two_tensors
 from benchmarks.replicas import LAYERS, Parameters, Text, batches, initial, learning_rate, losses, read_text
 from benchmarks.report import heading, spread, table, write_json
+from benchmarks.sparse import ErrorFeedback, sparse_bytes
 from swarmnode.averaging.codecs import Anchor, decode, encode, make_anchor
 from swarmnode.averaging.gate import AveragingGate, norm
 from swarmnode.averaging.outer import OuterState, Tensors, host_copy
@@ -60,6 +61,10 @@ class Arm:
     """Partners hold one of so many equal parts of the layers, another one each time; the rest of a fragment is stepped alone."""
     later: bool = False
     """Instead, the rest stays due until midway to the next fragment, when somebody is asked who has it."""
+    outer: tuple[float, float] | None = None
+    """Momentum and step of the rule, where they are not its own."""
+    whole_every: int = 1
+    """One outer step of so many exchanges a fragment whole, the others a 64th of what was learnt, in two bits with error feedback."""
     hostile: str = ""
     """What the last replica does: flip sends −θ; informed sends the worst that passes its partner's clip; silent exchanges nothing."""
 
@@ -83,6 +88,9 @@ ARMS = (
     Arm("one informed peer, gate", gate=True, hostile="informed"),
     Arm("as shipped, int8", codec="int8", fragments=4, gate=True, dropped=0.1, in_flight=2, unequal=True),
     Arm("as shipped, int4", codec="int4", fragments=4, gate=True, dropped=0.1, in_flight=2, unequal=True),
+    Arm("as shipped, GASLoC", "gasloc", codec="int8", fragments=4, gate=True, dropped=0.1, in_flight=2, unequal=True),
+    Arm("as shipped, sparse", codec="int4", fragments=4, gate=True, dropped=0.1, in_flight=2, unequal=True, whole_every=8),
+    Arm("as shipped without gate, sparse", codec="int4", fragments=4, dropped=0.1, in_flight=2, unequal=True, whole_every=8),
     Arm("as shipped, 2 fragments", codec="int8", fragments=2, gate=True, dropped=0.1, in_flight=2, unequal=True),
     Arm("as shipped, 2 fragments, half shared", codec="int8", fragments=2, gate=True, dropped=0.1, in_flight=2, unequal=True, stages=2),
     Arm("as shipped, 2 fragments, half shared, the rest later", codec="int8", fragments=2, gate=True, dropped=0.1, in_flight=2,
@@ -128,6 +136,7 @@ class Swarm:
         if self.arm.rule != "ddp":
             self.states = [OuterState(view, rule_of(self.arm)) for view in self.views]
         self.anchor = make_anchor(host_copy(self.views[0])) if self.arm.codec in RELATIVE else None
+        self.feedback = [ErrorFeedback(view) for view in self.views]
         self.gates = [AveragingGate() for _ in range(REPLICAS)]
         self.late: deque[tuple[int, int, Tensors, Tensors, Tensors | None]] = deque()
         """Commits under way: the step that they are for, replica, its copy, and the averages."""
@@ -193,16 +202,18 @@ class Swarm:
             for i in range(REPLICAS):
                 self._commit(i, snapshots[i], mean)
             return
+        for feedback, state, copy in zip(self.feedback, self.states, snapshots, strict=True):
+            feedback.add({n: t - state.phi[n] for n, t in copy.items()})
         order = self.rng.sample(range(REPLICAS), REPLICAS)
         for i, j in zip(order[::2], order[1::2], strict=True):
             if self.faults.random() < arm.dropped or (arm.hostile == "silent" and HOSTILE in (i, j)):
-                self._commit(i, snapshots[i], snapshots[i])
-                self._commit(j, snapshots[j], snapshots[j])
+                self._alone(i, snapshots[i])
+                self._alone(j, snapshots[j])
                 continue
             shared = self._shared(piece)
             for me, other in ((i, j), (j, i)):
                 if arm.hostile and me == HOSTILE:
-                    self._commit(me, snapshots[me], snapshots[me])
+                    self._alone(me, snapshots[me])
                 else:
                     self._exchange(me, other, snapshots, fragment, step, shared)
         self.syncs += 1 if fragment == arm.fragments - 1 else 0
@@ -218,7 +229,7 @@ class Swarm:
                 i, j = order.pop(), order.pop() if order else None
                 if j is None or self.faults.random() < self.arm.dropped:
                     for me in (i,) if j is None else (i, j):
-                        self._commit(me, snapshots[me], snapshots[me])
+                        self._alone(me, snapshots[me])
                     continue
                 for me, other in ((i, j), (j, i)):
                     self._exchange(me, other, snapshots, fragment, step, piece)
@@ -232,20 +243,24 @@ class Swarm:
 
     def _exchange(self, me: int, other: int, snapshots: Snapshots, fragment: int, step: int, piece: Layout) -> None:
         """What `me` makes of what `other` sends; piece: what of the fragment both hold."""
-        whole, names = snapshots[me], [spec.name for spec in piece]
+        whole, names = self._proposed(me, snapshots[me]), [spec.name for spec in piece]
         anchor = self.anchor.of(names) if self.anchor is not None else None
-        mine, sent = {n: whole[n] for n in names}, {n: snapshots[other][n] for n in names}
+        mine, sent = {n: whole[n] for n in names}, self._proposed(other, {n: snapshots[other][n] for n in names})
         moved = {n: t - self.states[me].phi[n] for n, t in mine.items()}
         if self.arm.hostile and other == HOSTILE:
             sent = self._attack(me, mine, moved)
-        theirs = self._travel(sent, piece, fragment, anchor)
+        if self._whole(step):
+            theirs = self._travel(sent, piece, fragment, anchor)
+            self.feedback[other].clear(names)
+        else:
+            theirs = self._travel_sparse(other, mine)
         if self.arm.rule == "noloco_two":
             slow = {n: self.states[me].phi[n] for n in mine}
             their_slow = self._travel({n: self._phi_before[other][n] for n in mine}, piece, fragment, anchor)
             self._commit(me, mine, blend(mine, theirs), blend(slow, their_slow))
             return
         if not self.arm.gate:
-            self._commit(me, whole, {**whole, **blend(mine, theirs)})
+            self._commit(me, snapshots[me], {**whole, **blend(mine, theirs)})
             return
         probe = lambda t: self._probe(me, t)
         judged = judge(self.gates[me], f"peer{other}", mine, theirs, float(step), moved=norm(moved), probe=probe)
@@ -254,7 +269,27 @@ class Swarm:
             self.lacked[me] = tuple(spec for spec in self.pieces[fragment] if spec.name not in mine)
             self._commit(me, mine, judged.mean)
             return
-        self._commit(me, whole, {**whole, **(judged.mean or {})})
+        self._commit(me, snapshots[me], {**whole, **(judged.mean or {})})
+
+    def _proposed(self, me: int, snapshot: Tensors) -> Tensors:
+        """What is averaged of a copy: θ, or GASLoC's y."""
+        if self.arm.rule != "gasloc":
+            return snapshot
+        state = self.states[me]
+        return blend({n: state.phi[n] for n in snapshot}, snapshot, state.rule.beta)
+
+    def _alone(self, me: int, snapshot: Tensors) -> None:
+        self._commit(me, snapshot, self._proposed(me, snapshot))
+
+    def _whole(self, step: int) -> bool:
+        """Whether the outer step that is due exchanges all of its fragment."""
+        return (-(-step // self.size.sync_every)) % self.arm.whole_every == 0
+
+    def _travel_sparse(self, other: int, mine: Tensors) -> Tensors:
+        """What `mine` becomes with the largest of what `other` has learnt added."""
+        self.sent += sparse_bytes(sum(t.numel() for t in mine.values())) / elements(self.layout) / REPLICAS
+        learnt = self.feedback[other].send(mine)
+        return {n: t + learnt[n] for n, t in mine.items()}
 
     def _travel(self, tensors: Tensors, piece: Layout, fragment: int, anchor: Anchor | None) -> Tensors:
         payload = encode(tensors, piece, self.arm.codec, fragment=fragment, anchor=anchor)
@@ -288,6 +323,8 @@ class Swarm:
         if self.arm.rule == "noloco_two":
             before = self._phi_before
             outer_step_of_two_tensors(state, mean, mean_phi or {n: before[me][n] for n in mean})
+        elif self.arm.rule == "gasloc":
+            outer_step_of_gasloc(state, self._proposed(me, snapshot), mean)
         else:
             outer_step(state, mean)
         state.commit(self.views[me], snapshot)
@@ -326,7 +363,8 @@ def _moments(optimizer: torch.optim.Adam, parameter: torch.Tensor) -> list[torch
 
 def rule_of(arm: Arm) -> Rule:
     """The paper's two tensors have NoLoCo's numbers."""
-    return {"off": OFF, "diloco": DILOCO, "noloco_two": make_rule("noloco")}.get(arm.rule) or make_rule(arm.rule)
+    rules = {"off": OFF, "diloco": DILOCO, "gasloc": GASLOC, "noloco_two": make_rule("noloco")}
+    return Rule(arm.rule, *arm.outer) if arm.outer else rules.get(arm.rule) or make_rule(arm.rule)
 
 
 def run(arm: Arm, size: Size, text: Text, data: torch.Tensor, seed: int) -> dict[str, Any]:
@@ -387,6 +425,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4, help="windows of 32 tokens per replica and step")
     parser.add_argument("--own-share", type=float, default=0.75, help="of a replica's windows from its own task; 0 is IID")
     parser.add_argument("--arms", nargs="+", default=names, choices=names, metavar="ARM", help="; ".join(names))
+    parser.add_argument("--outer", nargs=2, type=float, metavar=("MOMENTUM", "STEP"), help="of the outer rule: α β, or γ η")
     args = parser.parse_args()
     if args.quick:
         args.seeds, args.steps, args.sync_every, args.arms = 1, 120, 10, list(QUICK)
@@ -406,7 +445,7 @@ def main() -> None:
         for arm in ARMS:
             if arm.name not in args.arms:
                 continue
-            results.append(run(arm, size, text, data, seed))
+            results.append(run(replace(arm, outer=args.outer) if args.outer else arm, size, text, data, seed))
             r = results[-1]
             line = f"seed {seed} {arm.name}: {r['held_out']:.3f}, {r['cpu_seconds']:.0f} CPU s {r['judged'] or ''}"
             print(time.strftime("%H:%M:%S"), line, file=sys.stderr, flush=True)

@@ -2,6 +2,7 @@
 
     noloco_two   the paper's form: δ ← α δ + β (θ̄ − φ̄) + γ (φ̄ − φ), which needs the partner's φ as well as its θ
     diloco       θ̄ over all replicas at once
+    gasloc       GASLoC (arXiv 2606.11081): y = φ + η (θ − φ) travels; φ ← ȳ + γ (y − y of the last outer step), ȳ their mean
     off          every replica steps alone: θ̄ = θ, so that φ follows θ
 """
 
@@ -19,6 +20,8 @@ from swarmnode.weights.rule import Rule
 
 OFF: Final = Rule("off", 0.0, 1.0)
 DILOCO: Final = Rule("diloco", 0.3, 0.7)
+GASLOC: Final = Rule("gasloc", 0.5, 0.7)
+"""γ and η."""
 PAIR: Final = 0.5
 """Share of the disagreement that averaging with one partner removes in the mean, of many replicas."""
 
@@ -47,6 +50,14 @@ def outer_step_of_two_tensors(
         slow = mean_phi[name]
         delta = rule.alpha * state.delta[name] + rule.beta * (theta - slow) + rule.beta * (slow - state.phi[name])
         state.delta[name], state.phi[name] = delta, state.phi[name] + delta
+
+
+def outer_step_of_gasloc(state: OuterState, proposed: Mapping[str, torch.Tensor], mixed: Mapping[str, torch.Tensor]) -> None:
+    """φ ← ȳ + γ (y − y of the last outer step), of y = `proposed` and ȳ = `mixed`. δ is φ less the y that it came from, at first 0."""
+    for name, y_mean in mixed.items():
+        before = state.phi[name] - state.delta[name]
+        state.phi[name] = y_mean + state.rule.alpha * (proposed[name] - before)
+        state.delta[name] = state.phi[name] - proposed[name]
 
 
 def judge(

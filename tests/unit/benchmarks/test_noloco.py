@@ -55,7 +55,7 @@ def test_the_learning_rate_warms_up_and_ends_at_a_tenth():
 @pytest.mark.parametrize(("arm", "per_sync"), [
     (Arm("off", "off"), 0.0), (Arm("ddp", "ddp"), 3.5), (Arm("diloco", "diloco"), 3.5), (Arm("noloco"), 2.0),
     (Arm("two", "noloco_two"), 4.0), (Arm("int8", codec="int8"), 1.0), (Arm("fragments", fragments=4), 2.0),
-    (Arm("drop", dropped=1.0), 0.0),
+    (Arm("drop", dropped=1.0), 0.0), (Arm("gasloc", "gasloc"), 2.0), (Arm("sparse", whole_every=2), (2.0 + 116 / 4096) / 2),
 ])  # fmt: skip
 def test_bytes_are_counted_per_node_and_parameter(arm, per_sync):
     size = Size(steps=8, sync_every=4, batch=1, warmup=1)
@@ -69,10 +69,22 @@ def test_averaging_brings_replicas_together_and_ddp_keeps_them_equal():
     size = Size(steps=8, sync_every=4, batch=1, warmup=1)
     data = batches(text(), REPLICAS, size.steps, size.batch, 0.5, 0)
     ends = {}
-    for rule in ("off", "noloco", "diloco", "ddp"):
+    for rule in ("off", "noloco", "gasloc", "diloco", "ddp"):
         swarm = Swarm(Arm(rule, rule), size, text(), 0, initial(0, REPLICAS, 20))
         swarm.run(data)
         ends[rule] = swarm.deviation()
-    assert ends["off"] > ends["noloco"] > 0
+    assert ends["off"] > max(ends["noloco"], ends["gasloc"]) > 0
     assert ends["ddp"] < 1e-6
     assert ends["diloco"] < 1e-6
+
+
+def test_what_is_learnt_alone_is_learnt_by_either_rule():
+    size = Size(steps=8, sync_every=4, batch=1, warmup=1)
+    data = batches(text(), REPLICAS, size.steps, size.batch, 0.5, 0)
+    moved = {}
+    for rule in ("noloco", "gasloc"):
+        swarm = Swarm(Arm(rule, rule, dropped=1.0, outer=(0.0, 0.5)), size, text(), 0, initial(0, REPLICAS, 20))
+        swarm.run(data)
+        moved[rule] = swarm.parameters["embed.weight"].detach()
+    torch.testing.assert_close(moved["noloco"], moved["gasloc"], rtol=0, atol=1e-5)
+    assert float((moved["noloco"] - initial(0, REPLICAS, 20)["embed.weight"]).abs().max()) > 1e-3
