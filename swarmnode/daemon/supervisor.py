@@ -24,6 +24,7 @@ import trio
 from swarmnode.config import SupervisorConfig
 from swarmnode.daemon.control import Control
 from swarmnode.daemon.machine import Machine, Rules
+from swarmnode.daemon.starvation import Starvation
 from swarmnode.daemon.watchdog import End, Watchdog
 from swarmnode.errors import SwarmNodeError, Unavailable
 from swarmnode.files import lock_data_dir, write_atomically
@@ -206,15 +207,19 @@ class Supervisor:
                         self._write_statistics()
 
     async def _kill_when_stalled(self, child: Child) -> None:
+        assert child.process is not None
+        starvation = Starvation(child.process.pid, trio.current_time())
         while True:
             await trio.sleep(WATCH_INTERVAL_SECONDS)
-            if trio.current_time() > child.watchdog.deadline() and not self._stopping.is_set():
+            now = trio.current_time()
+            if starvation.due(now) or now > child.watchdog.deadline():
+                child.watchdog.starved(starvation.since(child.watchdog.last_progress, now))
+            if now > child.watchdog.deadline() and not self._stopping.is_set():
                 status = child.watchdog.statistics().status
                 log.error("no progress", process=child.name, status=status)
                 child.watchdog.stalled()
                 child.ended = f"it made no progress while {status}, and was ended"
-                if child.process is not None:
-                    child.process.kill()
+                child.process.kill()
                 await child.exited.wait()
 
     async def _notify(self) -> None:

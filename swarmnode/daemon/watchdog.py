@@ -91,6 +91,7 @@ class Watchdog:
         self._breaker = CrashBreaker(rng)
         self._started_at = 0.0
         self._last_progress: float | None = None
+        self._starved_seconds = 0.0
         self._ever_ran = self._past_loading = False
         self._exited_at: float | None = None
         self._step_seconds: deque[float] = deque(maxlen=STEPS_REMEMBERED)
@@ -102,6 +103,7 @@ class Watchdog:
     def started(self, now: float) -> None:
         self._started_at = now
         self._last_progress = None
+        self._starved_seconds = 0.0
         self._past_loading = False
 
     def progressed(self, now: float, step_seconds: float | None, status: str) -> None:
@@ -113,16 +115,29 @@ class Watchdog:
         if step_seconds is not None and math.isfinite(step_seconds):
             self._step_seconds.append(step_seconds)
         self._last_progress = now
+        self._starved_seconds = 0.0
         self._status = status
+
+    @property
+    def last_progress(self) -> float | None:
+        """When it last made some, None before the first of this process."""
+        return self._last_progress
+
+    def starved(self, seconds: float) -> None:
+        """For so long since its last progress the process could not help being silent (starvation.py)."""
+        self._starved_seconds = seconds
 
     def deadline(self) -> float:
         """The time at which the process counts as stalled unless it makes progress first."""
         if self._last_progress is None:
-            return self._started_at + self._config.startup_seconds
+            return self._started_at + self._config.startup_seconds + self._starved_seconds
+        return self._last_progress + self._patience_seconds() + self._starved_seconds
+
+    def _patience_seconds(self) -> float:
         loads = not self._past_loading or not self._step_seconds  # what an earlier process needed for a step says nothing of loading
         if loads and self._status.startswith(LOADING):
-            return self._last_progress + self._config.startup_seconds
-        return self._last_progress + max(STALL_FLOOR_SECONDS, 4 * self._p99_step_seconds())
+            return self._config.startup_seconds
+        return max(STALL_FLOOR_SECONDS, 4 * self._p99_step_seconds())
 
     def drained_by(self, asked_at: float) -> float:
         """When a process that was asked to stop at `asked_at` has to be gone: `drain_seconds` beside a long step. One that saves its state

@@ -32,6 +32,19 @@ def test_deadline_is_start_up_then_floor_then_four_times_p99(watchdog):
     assert watchdog.deadline() == 8 + 20
 
 
+def test_time_in_which_a_process_had_no_processor_is_no_silence_of_its_own(watchdog):
+    watchdog.starved(30.0)
+    assert watchdog.deadline() == 130
+    watchdog.progressed(6.0, None, "generating")
+    assert watchdog.deadline() == 16
+    watchdog.starved(9.0)
+    assert watchdog.deadline() == 25
+    watchdog.starved(40.0)
+    assert watchdog.deadline() == 56
+    watchdog.progressed(50.0, None, "generating")
+    assert watchdog.deadline() == 60
+
+
 def test_a_process_that_loads_again_has_the_time_that_it_had_at_first_however_fast_its_steps_were(watchdog):
     watchdog.progressed(5.0, None, "loading model")
     watchdog.progressed(6.0, 1.0, "training")
