@@ -424,7 +424,7 @@ def main() -> None:
     parser.add_argument("--sync-every", type=int, default=20, help="H")
     parser.add_argument("--batch", type=int, default=4, help="windows of 32 tokens per replica and step")
     parser.add_argument("--own-share", type=float, default=0.75, help="of a replica's windows from its own task; 0 is IID")
-    parser.add_argument("--arms", nargs="+", default=names, choices=names, metavar="ARM", help="; ".join(names))
+    parser.add_argument("--arms", nargs="+", default=names, choices=names, metavar="ARM", help="; ".join(names).replace("%", "%%"))
     parser.add_argument("--outer", nargs=2, type=float, metavar=("MOMENTUM", "STEP"), help="of the outer rule: α β, or γ η")
     args = parser.parse_args()
     if args.quick:

@@ -1,4 +1,4 @@
-"""Tensors to payloads and back: float32 (full state), bfloat16, and int8 or int4 of the difference to an anchor.
+"""Tensors to payloads and back: float32, bfloat16 (a newcomer's state), and int8 or int4 of the difference to an anchor.
 
 bfloat16 of a raw weight errs by 2⁻⁹ of the weight, about as much as late replicas differ; int8 of a raw weight would err by far more.
 int8 of the difference to something both sides have errs by 1/254 of the largest difference in a block of 256, and costs nothing
