@@ -258,13 +258,12 @@ async def test_nodes_that_gossip_that_pull_and_of_the_version_before_get_each_ot
 
         number = 0
         everybody = set(held)
+        asked = lambda: [exchange.statistics().pulling.pulled.get("ok", 0) for exchange, _, _ in nodes[:2]]
         with trio.fail_after(90):
-            while any(everybody - {peer} - got for peer, got in held.items()):
+            while any(everybody - {peer} - got for peer, got in held.items()) or min(asked()) < 3:
                 await step(number)
                 number += 1
                 await trio.sleep(1)
         for exchange, _, _ in nodes[:2]:
-            pulling = exchange.statistics().pulling
-            assert pulling.pulled["ok"] >= 3
-            assert not set(pulling.claims.lies) - {"absent", "slow"}
+            assert not set(exchange.statistics().pulling.claims.lies) - {"absent", "slow"}
         assert nodes[2][0].statistics().serving.served["group"] >= 1

@@ -188,8 +188,10 @@ async def test_garbage_on_the_port_is_counted_and_peers_are_served_meanwhile(tmp
             async with stream:
                 await stream.send_all(garbage)
         await until(lambda: server.statistics().failed_handshakes == 5)
-        await server.discovery.exchange.ask(client.peer_id)
-        assert server.requests.statistics().requests["/swarmnode/peers/1"]["ok"] >= 1
+        served = lambda: server.requests.statistics().requests.get("/swarmnode/peers/1", {}).get("ok", 0)
+        with trio.fail_after(30):
+            while not served():  # of two connections that were dialled at once one is closed, with what is asked over it
+                await server.discovery.exchange.ask(client.peer_id)
         assert server.connected() == [client.peer_id]
 
 
