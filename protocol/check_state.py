@@ -14,7 +14,7 @@ MESSAGES = {  # type → fields behind `place` and `request`
         "loaded": bool, "rung": Maybe(int), "exhausted": bool, "shadow": Maybe(int), "root": bytes, "hash": bytes,
         "ends": Maybe(int), "probes": Maybe(int),
     },
-    "want": {"what": WHAT[:7], "of": int, "at": int},
+    "want": {"what": WHAT[:7], "of": int, "at": int, "until": Maybe(int)},
     "run": {"codec": Maybe(CODEC), "rows": int, "about": int},
     "have": {
         "what": WHAT, "step": int, "size": int, "root": bytes, "hash": bytes, "form": ("exact", "small"), "squared_norm": float,
@@ -46,6 +46,9 @@ def read_message(data, crew):
         require(math.isfinite(header["squared_norm"]) and math.isfinite(header["factor"]), "not_finite")
         require(header["squared_norm"] >= 0 and 0 < header["factor"] <= FLOATS["crew_factor"])
     require(1 <= header.get("length", 1) <= BYTES["stage_chunk"] and 0 <= header.get("of", 0) < COUNTS["stages"])
+    if header["type"] == "want":
+        require(header["what"] == "shadow" or (header["at"], header["until"]) == (0, None))
+        require(header["until"] is None or header["at"] < header["until"])
     size = header.get("length", 0)
     if header["type"] == "run":
         require(1 <= header["rows"] <= crew["tokens"])

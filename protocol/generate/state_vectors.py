@@ -33,10 +33,11 @@ RUN = message("run", codec="float32", rows=2, about=5)
 HOLDS = message("holds", loaded=True, rung=None, exhausted=False, shadow=40, root=ROOT, hash=HASH, ends=None, probes=38)
 GOOD: list[dict[str, Any]] = [
     message("ask"),
-    message("want", what="shadow", of=1, at=2**20),
+    message("want", what="shadow", of=1, at=2**20, until=None),
+    message("want", what="shadow", of=1, at=2**20, until=2**20 + 1),
     HOLDS,
     message("holds", loaded=False, rung=2, exhausted=True, shadow=None, root=b"", hash=b"", ends=0, probes=None),
-    *(message("want", what=what, of=2, at=0) for what in ("shadow", "layers", "tied", "ends", "probes", "edges", "copy")),
+    *(message("want", what=what, of=2, at=0, until=None) for what in ("shadow", "layers", "tied", "ends", "probes", "edges", "copy")),
     HAVE,
     {**HAVE, "what": "ran", "hash": b"", "form": "small", "factor": 2.0},
     {**HAVE, "what": "copy", "form": "small", "squared_norm": 0.0, "factor": 1.0},
@@ -97,8 +98,9 @@ def messages() -> Iterator[Vector]:
     yield bad("malformed", "a header in another order", framed(pairs([("type", "ask"), ("request", 5), ("place", PLACE)])))
     yield bad("malformed", "a norm as integer", HAVE, squared_norm=1)
     yield bad("schema", "an unknown message", message("take"))
-    yield bad("schema", "something unknown to want", message("want", what="keys", of=2, at=0))
-    yield bad("schema", "what was run, wanted", message("want", what="ran", of=2, at=0))
+    yield bad("schema", "something unknown to want", message("want", what="keys", of=2, at=0, until=None))
+    yield bad("schema", "what was run, wanted", message("want", what="ran", of=2, at=0, until=None))
+    yield bad("schema", "a shadow to an end that is not said", message("want", what="shadow", of=2, at=0))
     yield bad("schema", "layers that are made", message("made", what="layers"))
     yield bad("schema", "an unknown form", HAVE, form="half")
     yield bad("schema", "an unknown codec", RUN, codec="int4")
@@ -110,8 +112,13 @@ def messages() -> Iterator[Vector]:
     yield bad("bounds", "a run of more rows than the crew has tokens", RUN, rows=GIVEN["tokens"] + 1)
     yield bad("bounds", "a run without a description", RUN, about=0)
     yield bad("bounds", "a run with a description that no micro-batch has", RUN, about=48 * (GIVEN["tokens"] + 16) + 1)
-    yield bad("bounds", "a shadow of stage 64", message("want", what="shadow", of=64, at=0))
-    yield bad("bounds", "a shadow from byte -1 on", message("want", what="shadow", of=2, at=-1))
+    yield bad("bounds", "a shadow of stage 64", message("want", what="shadow", of=64, at=0, until=None))
+    yield bad("bounds", "a shadow from byte -1 on", message("want", what="shadow", of=2, at=-1, until=None))
+    yield bad("bounds", "no byte of a shadow", message("want", what="shadow", of=2, at=5, until=5))
+    yield bad("bounds", "a shadow to byte -1", message("want", what="shadow", of=2, at=0, until=-1))
+    yield bad("bounds", "a shadow to byte 2**63", message("want", what="shadow", of=2, at=0, until=2**63))
+    yield bad("bounds", "layers from byte 1 on", message("want", what="layers", of=2, at=1, until=None))
+    yield bad("bounds", "the first byte of a copy", message("want", what="copy", of=2, at=0, until=1))
     yield bad("bounds", "a chunk of nothing", message("chunk", at=0, length=0))
     yield bad("bounds", "a chunk of 1,048,577 bytes", message("chunk", at=0, length=2**20 + 1))
     yield bad("bounds", "a chunk at -1", message("chunk", at=-1, length=3), b"abc")

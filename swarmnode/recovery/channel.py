@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from swarmnode.recovery.serving import Server
     from swarmnode.recovery.sharing import Sharing
 
-SERVED: Final = 4
-"""Requests of one peer at a time; answers that it has not read yet are among them."""
+SERVED: Final = 6
+"""Requests of one peer at a time; answers that it has not read yet are among them. A stage that is restored wants two parts of a snapshot
+beside what is new of ours: snapshot, ends, probes."""
 MISBEHAVED: Final = 16
 LATER_SECONDS: Final = 1800.0
 """Given to what is kept for later, between two parts of it: all that somebody waits for goes before."""
@@ -45,6 +46,15 @@ Body = tuple[m.Have, bytearray]
 Answer = m.Holds | Body
 
 
+@dataclass(eq=False)
+class Part:
+    """Bytes `at` … `until` − 1 of a body, and where they go; `at` moves as they come."""
+
+    body: bytearray | memoryview
+    at: int
+    until: int
+
+
 @dataclass
 class _Call:
     """Somebody waits for the answer to a request. Nobody is shown progress by what is kept for later."""
@@ -54,8 +64,9 @@ class _Call:
     scope: trio.CancelScope
     size: Callable[[m.Have], int]
     """How long the answer must be. Raises BadMessage for one that was not asked for."""
-    body: bytearray
-    """What has come of it, here or before."""
+    part: Part | None
+    """What was asked for; None: all, and it goes into `body`."""
+    body: bytearray = field(default_factory=bytearray)
     have: m.Have | None = None
     done: trio.Event = field(default_factory=trio.Event)
     answer: Answer | Exception | None = None
@@ -78,8 +89,8 @@ class _Calls:
         return self._last
 
     @contextlib.contextmanager
-    def open(self, stage: int, number: int, seconds: float, size: Callable[[m.Have], int], body: bytearray) -> Iterator[_Call]:
-        call = self._open[stage, number] = _Call(seconds, trio.CancelScope(), size, body)
+    def open(self, stage: int, number: int, seconds: float, size: Callable[[m.Have], int], part: Part | None) -> Iterator[_Call]:
+        call = self._open[stage, number] = _Call(seconds, trio.CancelScope(), size, part)
         call.progressed()
         try:
             yield call
@@ -162,12 +173,13 @@ class Channel:
     # Sending.
 
     async def answer(
-        self, stage: int, request: int, what: m.What, step: int, body: bytes | memoryview, *, paced: bool = False, at: int = 0,
-        **more: Any,
+        self, stage: int, request: int, what: m.What, step: int, body: bytes | memoryview, *, paced: bool = False,
+        part: tuple[int, int | None] = (0, None), **more: Any,
     ) -> None:  # fmt: skip
         root = more.pop("root", b"") or await self.compute(lambda: m.root_of(body))
         if stage not in self.gone:
-            self.outboxes[stage].transfer(m.Have(self.place, request, what, step, len(body), root, **more), body, paced, at)
+            have = m.Have(self.place, request, what, step, len(body), root, **more)
+            self.outboxes[stage].transfer(have, memoryview(body)[: part[1]], paced, part[0])
 
     def lack(self, stage: int, request: int, reason: m.LackReason) -> None:
         self.send(stage, m.Lack(self.place, request, reason))
@@ -206,11 +218,11 @@ class Channel:
 
     async def call(
         self, stage: int, message: m.Message, size: Callable[[m.Have], int], body: bytes = b"", seconds: float | None = None,
-        had: bytearray | None = None,
+        part: Part | None = None,
     ) -> Answer:  # fmt: skip
-        """Holds, or (Have, body) with the hash that was promised. `size` says how long the answer must be, or raises BadMessage. seconds:
-        other than those of the channel; LATER_SECONDS for what nobody waits for. had: the beginning of the answer's body, and where
-        the rest goes as it comes.
+        """Holds, or (Have, body) with the hash that was promised. `size` says how long all of the answer must be, or raises BadMessage.
+        seconds: other than those of the channel; LATER_SECONDS for what nobody waits for. part: as the message asks for; it is filled
+        as it comes, and no hash is of it alone.
 
         Raises PeerError: BadMessage for what was not what it said, PeerTimeout, Loading, and for a stage that is gone or has nothing.
         """
@@ -218,7 +230,7 @@ class Channel:
             raise PeerError(f"stage {stage} is gone: {self.gone.get(stage, 'no stream')}")
         message = msgspec.structs.replace(message, request=self._calls.number())
         within = self._seconds if seconds is None else seconds
-        with self._calls.open(stage, message.request, within, size, bytearray() if had is None else had) as call:
+        with self._calls.open(stage, message.request, within, size, part) as call:
             self.send(stage, message, body, message.request)
             with call.scope:  # around waiting only
                 await call.done.wait()
@@ -233,10 +245,10 @@ class Channel:
 
     async def call_for_body(
         self, stage: int, message: m.Message, size: Callable[[m.Have], int], body: bytes = b"", seconds: float | None = None,
-        had: bytearray | None = None,
+        part: Part | None = None,
     ) -> Body:  # fmt: skip
         """As `call`, of something that has a body."""
-        answer = await self.call(stage, message, size, body, seconds, had)
+        answer = await self.call(stage, message, size, body, seconds, part)
         if not isinstance(answer, tuple):
             raise BadMessage("schema", "an answer to another question")
         return answer
@@ -305,22 +317,25 @@ class Channel:
             size = call.size(have)
             if have.size != size or size < 1:
                 raise BadMessage("size", f"{have.size} bytes of {have.what}, which has {size}")
-            call.have = have
+            call.have, call.part = have, call.part or Part(call.body, 0, size)
         except BadMessage as error:
             self._calls.answered(stage, have.request, error)
 
-    def _chunk(self, stage: int, chunk: m.Chunk, part: bytes) -> None:
+    def _chunk(self, stage: int, chunk: m.Chunk, data: bytes) -> None:
         call = self._calls.get(stage, chunk.request)
-        if call is None or call.have is None or call.done.is_set():
+        if call is None or call.have is None or call.part is None or call.done.is_set():
             return  # of something that was refused, or that nobody waits for
-        if chunk.at != len(call.body) or chunk.length != min(CHUNK_BYTES, call.have.size - chunk.at):
+        have, part = call.have, call.part
+        if chunk.at != part.at or chunk.length != min(CHUNK_BYTES, part.until - part.at):
             self._calls.answered(stage, chunk.request, BadMessage("size", "a chunk out of place"))
             return
-        call.body += part
+        part.body[part.at : part.at + chunk.length] = data
+        part.at += chunk.length
         self._calls.progressed(stage, chunk.request)
-        if len(call.body) == call.have.size:
-            have, body = call.have, call.body
-            self.spawn(lambda: self._complete(stage, have, body))
+        if part.at == part.until and part.body is not call.body:
+            self._calls.answered(stage, chunk.request, (have, call.body))
+        elif part.at == part.until:
+            self.spawn(lambda: self._complete(stage, have, call.body))
 
     async def _complete(self, stage: int, have: m.Have, body: bytearray) -> None:
         right = await self.compute(lambda: m.root_of(body)) == have.root

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 import torch
@@ -14,8 +14,9 @@ from swarmnode.pipeline.frames import activation_bytes
 from swarmnode.pipeline.spec import StageSpec
 from swarmnode.recovery import messages as m
 from swarmnode.recovery.bodies import layers_layout, read_floats, tied_layout
-from swarmnode.recovery.channel import Body, Channel, Loading
+from swarmnode.recovery.channel import Body, Channel, Loading, Part
 from swarmnode.recovery.copies import Parts, copied, copy_bytes, decode_copy
+from swarmnode.recovery.gathering import Gathering, nothing_of
 from swarmnode.recovery.local import LocalStage
 from swarmnode.recovery.probes import work_of
 from swarmnode.recovery.snapshots import form_of
@@ -52,29 +53,49 @@ class Fetcher:
                 nursery.start_soon(one, stage)
         return found
 
-    async def snapshot(self, holder: int, root: bytes) -> StageState:
-        """The one of ours that it said it has; what came of it before, from whomever, is not sent again."""
-        own, begun = self._stage.spec.index, self._stage.begun
-        layout = self._stage.layouts[own]
-        had = begun.get(root, bytearray())
-        del had[m.state_bytes(layout, form_of(layout, self._stage.settings)) - 1 :]  # something is asked for
-        begun.clear()
-        resumed, begun[root] = len(had) > 0, had
+    async def snapshot(self, holders: Sequence[int], step: int, root: bytes) -> StageState:
+        """The one of ours that all `holders` said they have, from all of them at once; what came of it before, from whomever, is not sent
+        again. Where the whole is not what they named, it is fetched from each alone, until one gives it."""
+        crowd, left = holders, list(holders)
+        while True:
+            try:
+                got = await self._gathered(crowd, step, root)
+            except PeerError:
+                if not left or crowd is holders:
+                    raise
+                got = None
+            if isinstance(got, StageState):
+                return got
+            self._stage.begun.clear()
+            left = [holder for holder in left if holder != got]
+            if not left:
+                raise BadMessage("hash", f"a snapshot of step {step}, of all who named it")
+            crowd, left = left[:1], left[1:]
 
-        def size(have: m.Have) -> int:
-            if have.root != root:
-                raise BadMessage("hash", f"another snapshot than stage {holder} named")
+    async def _gathered(self, holders: Sequence[int], step: int, root: bytes) -> StageState | int | None:
+        """The snapshot; or, where it has another root, who is to blame for it: None if more than one gave it."""
+        own, begun, layout = self._stage.spec.index, self._stage.begun, self._stage.layouts[self._stage.spec.index]
+        size = m.state_bytes(layout, form_of(layout, self._stage.settings))
+        of = begun[root] if root in begun else nothing_of(size)
+        begun.clear()
+        begun[root] = of
+
+        def checked(have: m.Have) -> int:
+            if (have.step, have.root) != (step, root):
+                raise BadMessage("hash", "another snapshot than was named")
             return self._stage.size(own, have)
 
-        try:
-            have, body = await self._fetch(holder, "shadow", size, own, had=had)
-        except BadMessage:
-            begun.clear()
-            if not resumed:
-                raise
-            return await self.snapshot(holder, root)  # who gave the beginning may be the one who lied
+        async def ask(holder: int, part: Part) -> m.Have:
+            return (await self._fetch(holder, "shadow", checked, own, part=part))[0]
+
+        gathering = Gathering(of, holders, ask)
+        have = await gathering.run()
+        if await self._channel.compute(lambda: m.root_of(of.body)) != root:
+            if (liar := gathering.alone) is not None:
+                self._channel.refuse(liar, BadMessage("hash", f"a snapshot from stage {liar}"))
+            return liar
         begun.clear()
-        return await self._channel.compute(lambda: decode_state(body, layout, have.form, have.step, have.squared_norm, have.factor))
+        return await self._channel.compute(lambda: decode_state(of.body, layout, have.form, step, have.squared_norm, have.factor))
 
     async def layers(self, stage: int) -> Neighbour:
         """A neighbour's layers as they are now, and ω."""
@@ -160,15 +181,16 @@ class Fetcher:
 
     async def _fetch(
         self, stage: int, what: m.Wanted, size: Callable[[m.Have], int], of: int | None = None, seconds: float | None = None,
-        had: bytearray | None = None,
+        part: Part | None = None,
     ) -> Body:  # fmt: skip
         def checked(have: m.Have) -> int:
             if have.what != what:
                 raise BadMessage("schema", f"{have.what} is not {what}")
             return size(have)
 
-        want = m.Want(self._channel.place, 0, what, stage if of is None else of, len(had or b""))
-        return await self._channel.call_for_body(stage, want, checked, seconds=seconds, had=had)
+        at, until = (part.at, part.until) if part is not None else (0, None)
+        want = m.Want(self._channel.place, 0, what, stage if of is None else of, at, until)
+        return await self._channel.call_for_body(stage, want, checked, seconds=seconds, part=part)
 
     async def _patiently(self, stage: int, ask: Callable[[], Awaitable[Body]]) -> Body:
         until = trio.current_time() + self._stage.settings.neighbour_seconds

@@ -19,6 +19,7 @@ from swarmnode.pipeline.worker import StageWorker
 from swarmnode.recovery import messages as m
 from swarmnode.recovery.bodies import ends_layout, read_floats
 from swarmnode.recovery.copies import Base, copied, encode_copy
+from swarmnode.recovery.gathering import Begun
 from swarmnode.recovery.probes import Recorder, work_of
 from swarmnode.recovery.snapshots import SnapshotStore, form_of
 from swarmnode.recovery.sources import RecoverySettings, SourceKind
@@ -53,7 +54,7 @@ class LocalStage:
     """What reads the base model's tensors; None where an adapter is trained."""
     restored: StageState | None = None
     """What the weights here were restored from, until there is a member: its moments are those of a tied embedding."""
-    begun: dict[bytes, bytearray] = field(default_factory=dict)
+    begun: dict[bytes, Begun] = field(default_factory=dict)
     """Root of a snapshot of ours → what has come of it; one at most. It may outlive a crew."""
     _encoding: trio.Lock = field(default_factory=trio.Lock)
 

@@ -3,7 +3,7 @@
     u32be header length ‖ header (canonical msgpack, tagged by `type`) ‖ body of a Chunk
 
     Ask ──▶ Holds                    what is there for the asker's stage
-    Want ──▶ Have, Chunk … | Lack    some part of a stage
+    Want ──▶ Have, Chunk … | Lack    something of a stage, or a part of a snapshot
     Run ──▶ Have, Chunk … | Lack     activations in, activations or log-probabilities out
     Made ──▶                         there is a new one of ours: who keeps it wants it, and says Kept
 
@@ -20,6 +20,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from swarmnode.errors import BadMessage
 from swarmnode.pipeline.commit import HASH_BYTES
 from swarmnode.pipeline.frames import (
     ABOUT_ITEM_BYTES,
@@ -86,7 +87,8 @@ class Want(StateMessage, frozen=True, tag="want"):
     of: int
     """Whose, of what one stage keeps of another (Given); else the asked stage."""
     at: int
-    """Bytes of it that are here: the rest will do."""
+    until: int | None
+    """Its bytes `at` … `until` − 1, of a shadow; None: to its end. 0 and None of anything else."""
 
 
 class Run(StateMessage, frozen=True, tag="run"):
@@ -100,7 +102,7 @@ class Run(StateMessage, frozen=True, tag="run"):
 
 
 class Have(StateMessage, frozen=True, tag="have"):
-    """`size` bytes follow in chunks."""
+    """It has `size` bytes; those that were wanted follow in chunks."""
 
     what: What
     step: int
@@ -195,7 +197,7 @@ async def read(stream: headed.Reader, limits: FrameLimits) -> tuple[Message, byt
 
 
 _RANGES: Final = {
-    **dict.fromkeys(("request", "step", "size", "at", "rung", "shadow", "ends", "probes"), ANY_COUNTER),
+    **dict.fromkeys(("request", "step", "size", "at", "until", "rung", "shadow", "ends", "probes"), ANY_COUNTER),
     "length": (1, CHUNK_BYTES),
     "of": (0, STAGES - 1),
 }
@@ -204,6 +206,11 @@ _RANGES: Final = {
 def _check(message: Message, limits: FrameLimits) -> None:
     check_place(message.place)
     check_fields(message, {}, {**_RANGES, "rows": (1, limits.tokens), "about": (1, ABOUT_ITEM_BYTES * (limits.tokens + 16))})
+    if isinstance(message, Want) and (message.at, message.until) != (0, None):
+        if message.what != "shadow":
+            raise BadMessage("bounds", f"a part of {message.what}")
+        if message.until is not None:
+            check_between("until", message.until, message.at + 1, math.inf)
     if isinstance(message, Holds):
         check_length("root", message.root, 0 if message.shadow is None else ROOT_BYTES)
         check_length("hash", message.hash, 0 if message.shadow is None else HASH_BYTES)

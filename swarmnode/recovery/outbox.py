@@ -41,7 +41,7 @@ class Outbox:
         self._wake.set()
 
     def transfer(self, have: m.Have, body: bytes | memoryview, paced: bool, at: int) -> None:
-        """`body` from `at` on."""
+        """`body` from byte `at` on."""
         self.transfers.append(Outgoing(have.request, m.pack(have), memoryview(body), paced, at))
         self._wake.set()
 

@@ -20,7 +20,7 @@ from typing import Literal, TypeVar
 import torch
 import trio
 
-from swarmnode.errors import Incompatible, PeerError, Refused, StateError, Unavailable
+from swarmnode.errors import PeerError, Refused, StateError, Unavailable
 from swarmnode.pipeline import faults
 from swarmnode.pipeline.optimizer import LrScale
 from swarmnode.pipeline.runtime import StageRuntime
@@ -282,9 +282,7 @@ class _Loader:
                 return Kept(StageState(0, theirs.weights), _new_lr_scale(settings), theirs.outer)
             case SourceKind.SNAPSHOT:
                 assert source.holder is not None
-                state = await self.peer.fetch.snapshot(source.holder, self.holds[source.holder].root)
-                if state.step != source.step:
-                    raise Incompatible(f"a snapshot of step {state.step}, not {source.step}")
+                state = await self._snapshot(source.holder)
                 return Kept(state, LrScale(state.factor) if state.counts else _new_lr_scale(settings, state.factor))
             case SourceKind.BASE:
                 assert self.base is not None
@@ -304,6 +302,14 @@ class _Loader:
         lr_scale = LrScale(made.learning_rate_factor) if paper else _new_lr_scale(settings)
         return Kept(StageState(0, made.state), lr_scale)
 
+    async def _snapshot(self, holder: int) -> StageState:
+        """From all who name the same one, our neighbours first."""
+        named = lambda holds: (holds.shadow, holds.root, holds.hash)
+        same = [stage for stage, holds in self.holds.items() if named(holds) == named(self.holds[holder])]
+        near, step = ring(self.peer.stage.spec.index, self.peer.stage.spec.stages), self.holds[holder].shadow
+        assert step is not None
+        return await self.peer.fetch.snapshot(sorted(same, key=lambda stage: (stage not in near, stage)), step, self.holds[holder].root)
+
     async def _last_adapter(self, base: Tensors) -> StageState | None:
         """The newest adapter of this stage of this crew up to `step`, however old: as a source of its own it could not be had, and is asked
         for again. None where there is none that fits. Not one that was judged: it would not pass on the same base either, and an
@@ -317,7 +323,7 @@ class _Loader:
                 continue
             try:
                 if holder is not None:
-                    state = await self.peer.fetch.snapshot(holder, self.holds[holder].root)
+                    state = await self._snapshot(holder)
                 else:
                     assert journal is not None
                     state = (await self.peer.channel.compute(journal.read)).state

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from swarmnode.errors import BadMessage
+from swarmnode.pipeline.frames import CHUNK_BYTES
 from swarmnode.pipeline.work import read_micro_batch
 from swarmnode.recovery import messages as m
 from swarmnode.recovery.bodies import ends_layout, layers_layout, pack_floats, run_one, tied_layout
@@ -21,29 +22,24 @@ Found = tuple[int, Callable[[], tuple[bytes | memoryview, dict[str, Any]]]]
 TIMES: Final[Mapping[m.Wanted, int]] = {"copy": 2, "layers": 4, "ends": 4, "probes": 4, "shadow": 8, "tied": 16, "edges": 16}
 """So often a stage is sent one thing whole. A copy: it may not have fitted the others', which were of a step before. The rest: what a stage
 may want that is being restored: it tries every source, some of them twice, and heals what it has of them."""
-LEAST: Final = 1 / 16
-"""What the end of something counts for, however short: all of it is read and hashed."""
+LEAST: Final = CHUNK_BYTES
+"""What a part of a snapshot counts for, however short: its file is opened for it."""
 
 
 class Rations:
     """What a stage was sent, or gave, so that no one thing goes back and forth for ever."""
 
     def __init__(self) -> None:
-        self._sent: dict[tuple[int, m.Wanted, int], tuple[int, float]] = {}
-        """(stage, what, of) → (committed steps in it, times)."""
+        self._sent: dict[tuple[int, m.Wanted, int], tuple[int, int]] = {}
+        """(stage, what, of) → (committed steps in it, how much of it)."""
 
-    def take(self, stage: int, want: m.Want, step: int) -> bool:
-        """Whether `stage` may have it once more; it counts as sent whole."""
-        before, times = self._sent.get((stage, want.what, want.of), (step, 0.0))
-        times = times if before == step else 0.0
-        self._sent[stage, want.what, want.of] = step, times + (allowed := times < TIMES[want.what])
+    def take(self, stage: int, want: m.Want, step: int, part: int = 1, whole: int = 1) -> bool:
+        """Whether `stage` may have `part` of `whole` once more; it counts as sent."""
+        before, sent = self._sent.get((stage, want.what, want.of), (step, 0))
+        sent = (sent if before == step else 0) + part
+        if allowed := sent <= TIMES[want.what] * whole:
+            self._sent[stage, want.what, want.of] = step, sent
         return allowed
-
-    def resumed(self, stage: int, want: m.Want, step: int, size: int) -> None:
-        """What was taken was sent from `want.at` of `size` on."""
-        before, times = self._sent[stage, want.what, want.of]
-        if before == step:
-            self._sent[stage, want.what, want.of] = step, times - min(want.at / size, 1.0 - LEAST)
 
 
 class Server:
@@ -75,17 +71,26 @@ class Server:
             self._channel.lack(stage, want.request, "none")
             return
         step, read = found
+        part, whole = self._part(want)
         once = want.what in ("layers", "tied", "edges")  # by who is restored: the crew has taken no step yet
-        if not self._rations.take(stage, want, 0 if once else step):
+        if not self._rations.take(stage, want, 0 if once else step, part, whole):
             self._channel.refused["repeated"] += 1
             self._channel.lack(stage, want.request, "refused")
             return
         body, more = await self._channel.compute(read)
-        if want.at >= len(body):
-            raise BadMessage("bounds", f"{want.what} from byte {want.at} of {len(body)}")
-        self._rations.resumed(stage, want, 0 if once else step, len(body))
         paced = want.what == "shadow" and want.of != stage  # kept for later
-        await self._channel.answer(stage, want.request, want.what, step, body, paced=paced, at=want.at, **more)
+        await self._channel.answer(stage, want.request, want.what, step, body, paced=paced, part=(want.at, want.until), **more)
+
+    def _part(self, want: m.Want) -> tuple[int, int]:
+        """(how much is wanted, of how much). Bytes of a snapshot, LEAST at least; of anything else all, once. Raises BadMessage: bounds."""
+        store = self._stage.store
+        if want.what != "shadow" or store is None or (kept := store.get(want.of)) is None:
+            return 1, 1
+        size = m.state_bytes(self._stage.layouts[want.of], kept.form)
+        until = size if want.until is None else want.until
+        if not want.at < until <= size:
+            raise BadMessage("bounds", f"bytes {want.at} to {until} of {size}")
+        return min(size, max(LEAST, until - want.at)), size
 
     async def _copy(self) -> Found:
         step, digest, body = await self._stage.copy(self._channel.compute)

@@ -91,7 +91,7 @@ class Sharing:
         key = stage, what
         while self._news[key]:
             self._news[key] = False
-            if not self._rations.take(stage, m.Want(self._channel.place, 0, what, stage, 0), self._channel.step):
+            if not self._rations.take(stage, m.Want(self._channel.place, 0, what, stage, 0, None), self._channel.step):
                 self._channel.refused["repeated"] += 1
             elif what == "shadow" and stage not in ring(self._stage.spec.index, self._stage.spec.stages):
                 async with self._room:

@@ -27,6 +27,7 @@ from swarmnode.pipeline.worker import StageWorker
 from swarmnode.policy.load import lora_settings
 from swarmnode.recovery import restore as recovery
 from swarmnode.recovery.disk import OnDisk
+from swarmnode.recovery.gathering import Begun
 from swarmnode.recovery.journal import Journal, find_journals
 from swarmnode.recovery.local import LocalStage
 from swarmnode.recovery.restore import Base, Replica, base_adapter, base_stage
@@ -68,7 +69,7 @@ class StageRecovery:
         self._journal: Journal | None = None
         self._store: SnapshotStore | None = None
         self._layouts: tuple[Layout, ...] = ()
-        self._begun: dict[bytes, bytearray] = {}
+        self._begun: dict[bytes, Begun] = {}
         """As `LocalStage.begun`: the next crew goes on with it."""
         self._recorder: SnapshotRecorder | None = None
         self._peer: StatePeer | None = None

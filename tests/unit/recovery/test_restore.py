@@ -285,11 +285,11 @@ async def test_r3_takes_the_newest_adapter_that_could_not_be_had_before(fleet, m
     mine.kill(1).base = read
     fetch, asked = Fetcher.snapshot, []
 
-    async def late(peer, holder, root):
-        asked.append(holder)
+    async def late(peer, holders, step, root):
+        asked.append(holders)
         if len(asked) <= 2:
-            raise PeerTimeout(f"stage {holder}")
-        return await fetch(peer, holder, root)
+            raise PeerTimeout(f"stages {holders}")
+        return await fetch(peer, holders, step, root)
 
     monkeypatch.setattr(Fetcher, "snapshot", late)
     async with mine.up() as crew:

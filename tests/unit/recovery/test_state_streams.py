@@ -19,7 +19,7 @@ from swarmnode.pipeline.frames import FrameLimits, Place, activation_bytes
 from swarmnode.pipeline.links import Links
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.worker import StageWorker
-from swarmnode.recovery import channel, disk, local, serving
+from swarmnode.recovery import channel, disk, local, serving, snapshots
 from swarmnode.recovery import messages as m
 from swarmnode.recovery.bodies import layers_layout, pack_floats
 from swarmnode.recovery.copies import copied, copy_bytes, decode_copy, encode_copy
@@ -148,12 +148,12 @@ async def test_a_shadow_is_stored_confirmed_and_given_back(wire):
     await wire.send(0, m.Ask(wire.place(0), 5))
     holds = await wire.answer(0)
     assert (holds.shadow, holds.root, holds.hash, holds.loaded) == (9, m.root_of(body), HASH, False)
-    await wire.send(0, m.Want(wire.place(0), 6, "shadow", 0, 0))
+    await wire.send(0, m.Want(wire.place(0), 6, "shadow", 0, 0, None))
     have = await wire.answer(0)
     assert (have.size, have.root, have.squared_norm) == (len(body), m.root_of(body), 2.5)
     assert wire.store.read(0)[1] == body
     for sender, of in ((0, 2), (2, 0)):  # what is kept of a third is none of theirs
-        await wire.send(sender, m.Want(wire.place(sender), 7, "shadow", of, 0))
+        await wire.send(sender, m.Want(wire.place(sender), 7, "shadow", of, 0, None))
     assert (await wire.answer(2)).reason == "none"
 
 
@@ -357,7 +357,7 @@ async def test_edges_are_given_while_a_step_ends(wire):
             edges.append(m.Edge(2, 9, 0, 1, 1, b"a", b"b"))
 
     edges += [m.Edge(1, 9, 0, 1, 1, b"a", b"b"), Ending()]
-    await wire.send(0, m.Want(wire.place(0), 5, "edges", 1, 0))
+    await wire.send(0, m.Want(wire.place(0), 5, "edges", 1, 0, None))
     have, (_, body) = await wire.answer(0), await m.read(wire.ends[0], LIMITS)
     assert have.what == "edges"
     assert [edge.micro_batch for edge in strict.decode(body, list[m.Edge])] == [1]
@@ -372,7 +372,7 @@ async def test_what_the_device_cannot_do_is_answered_and_the_member_goes_on(wire
 
     wire.peer.stage.phase = "whole"
     monkeypatch.setattr(wire.peer.server, "find", lambda *_: (9, fails))
-    await wire.send(0, m.Want(wire.place(0), 5, "layers", 1, 0))
+    await wire.send(0, m.Want(wire.place(0), 5, "layers", 1, 0, None))
     assert (await wire.answer(0)).reason == "failed"
     assert wire.refused() == {"failed": 1}
     await wire.send(2, m.Ask(wire.place(2), 1))
@@ -392,7 +392,7 @@ async def test_our_own_defects_are_not_swallowed(models, tmp_path, error, monkey
         async with trio.open_nursery() as nursery:
             nursery.start_soon(wire.peer.run)
             await quiet()
-            await wire.send(0, m.Want(wire.place(0), 5, "layers", 1, 0))
+            await wire.send(0, m.Want(wire.place(0), 5, "layers", 1, 0, None))
 
 
 def test_shadows_that_are_stored_in_two_threads_end_in_one_whole_file(models, tmp_path, monkeypatch):
@@ -462,7 +462,7 @@ async def fetched(wire, reply, ask):
 async def test_a_copy_is_given_to_whoever_asks_and_not_while_a_step_is_taken(wire, monkeypatch):
     base = {name: tensor.clone() for name, tensor in wire.model.state_dict().items()}
     wire.peer.stage.base = base.__getitem__
-    want = m.Want(wire.place(2), 7, "copy", 1, 0)
+    want = m.Want(wire.place(2), 7, "copy", 1, 0, None)
     await wire.send(2, want)
     assert (await wire.answer(2)).reason == "loading"
     wire.work()
@@ -500,7 +500,7 @@ async def test_a_copy_is_encoded_once_between_two_steps_however_many_ask(wire, m
     async def asked(times):
         for number in range(1, times + 1):
             for stage in (0, 2):
-                await wire.ends[stage].send_all(m.pack(m.Want(wire.place(stage), number, "copy", 1, 0)))
+                await wire.ends[stage].send_all(m.pack(m.Want(wire.place(stage), number, "copy", 1, 0, None)))
         with trio.fail_after(1):
             read = lambda stage: m.read(wire.ends[stage], LIMITS)
             got = [(await read(stage), await read(stage)) for stage in (0, 2) for _ in range(times)]
@@ -525,7 +525,7 @@ async def test_a_copy_is_sent_twice_in_one_step_and_not_a_third_time(wire):
     wire.work()
 
     async def asked(stage):
-        await wire.send(stage, m.Want(wire.place(stage), 7, "copy", 1, 0))
+        await wire.send(stage, m.Want(wire.place(stage), 7, "copy", 1, 0, None))
         answer = await wire.answer(stage)
         if isinstance(answer, m.Have):
             assert isinstance(await wire.answer(stage), m.Chunk)
@@ -549,7 +549,7 @@ async def test_what_a_lost_stage_may_want_is_not_sent_for_ever_and_layers_not_ag
     of = 0 if what == "shadow" else 1
 
     async def refused():
-        await wire.send(0, m.Want(wire.place(0), 7, what, of, 0))
+        await wire.send(0, m.Want(wire.place(0), 7, what, of, 0, None))
         answer = await wire.answer(0)
         return isinstance(answer, m.Lack) or not isinstance(await wire.answer(0), m.Chunk)
 
@@ -560,24 +560,17 @@ async def test_what_a_lost_stage_may_want_is_not_sent_for_ever_and_layers_not_ag
     assert await refused() == (what == "layers"), "nobody is restored in a crew that has taken a step; a newer snapshot is another one"
 
 
-def test_what_is_resumed_counts_for_its_rest():
-    rations, size = serving.Rations(), 1000
-    want = lambda at: m.Want(Place(CREW, 0, 9), 1, "copy", 1, at)
-
-    def sent(at, step=9):
-        allowed = rations.take(0, want(at), step)
-        if allowed:
-            rations.resumed(0, want(at), step, size)
-        return allowed
-
-    assert [sent(at) for at in (0, 500, 750, 0, 0)] == [True] * 4 + [False], "one and three quarters, and a whole one"
-    assert sent(0, 10)
-    least = [sent(999, 11) for _ in range(100)]
-    assert least == [True] * 32 + [False] * 68, "all of it is read for its last byte"
-    assert rations.take(0, want(0), 12)
-    assert rations.take(0, want(900), 13)
-    rations.resumed(0, want(0), 12, size)  # it took until the next step
-    assert [sent(0, 13) for _ in range(2)] == [True, False]
+def test_parts_count_for_their_bytes_and_the_whole_is_sent_eight_times():
+    size, piece = 209 * 2**24 + 77, 2**24
+    want = m.Want(Place(CREW, 0, 9), 1, "shadow", 1, 0, None)
+    rations = serving.Rations()
+    pieces = [min(piece, size - at) for at in range(0, size, piece)]
+    whole = lambda step: [rations.take(0, want, step, length, size) for length in pieces]
+    assert [all(whole(9)) for _ in range(9)] == [True] * 8 + [False]
+    assert not any(whole(9))
+    assert rations.take(2, want, 9, piece, size), "each stage has its own share"
+    assert all(whole(10))
+    assert [rations.take(0, want, 11) for _ in range(9)] == [True] * 8 + [False]
 
 
 @pytest.mark.parametrize("what", ["layers", "tied"])
@@ -615,7 +608,7 @@ async def test_a_copy_that_is_fetched_is_no_longer_than_its_stage(wire):
 
 async def test_what_a_lost_stage_is_given_is_looked_at_before_it_is_used(wire):
     good = encode_state(wire.state(1), wire.layouts[1], "exact")
-    ask = lambda root=None: lambda: wire.peer.fetch.snapshot(0, root or m.root_of(good))
+    ask = lambda root=None: lambda: wire.peer.fetch.snapshot([0], 9, root or m.root_of(good))
     state = await fetched(wire, giving(wire, "shadow", good), ask())
     assert state.squared_norm == 0.0
     assert state.weights.keys() == trained(wire.runtimes[1]).keys()
@@ -662,27 +655,69 @@ async def test_a_snapshot_that_came_in_part_is_completed_in_the_next_crew_by_ano
             nursery.start_soon(holding, wire)
             if holder == 0:
                 with pytest.raises(PeerError, match="gone"):
-                    await wire.peer.fetch.snapshot(0, root)
+                    await wire.peer.fetch.snapshot([0], 9, root)
                 assert list(begun) == [root]
             else:
-                state = await wire.peer.fetch.snapshot(2, root)
+                state = await wire.peer.fetch.snapshot([2], 9, root)
             nursery.cancel_scope.cancel()
     assert asked == [(0, 0), (2, came), *([(2, 0)] if lied else [])]
     expected = wires[0].state(1).weights
     assert all(torch.equal(state.weights[name], tensor) for name, tensor in expected.items())
 
 
-async def test_a_snapshot_is_sent_from_where_it_is_wanted(wire):
+async def test_the_part_of_a_snapshot_that_is_wanted_is_sent(wire):
     wire.peer.sharing.snapshot(wire.state(1))
     await quiet()
     assert isinstance(await wire.answer(0), m.Made)
-    size = m.state_bytes(wire.layouts[1], "exact")
-    await wire.send(0, m.Want(wire.place(0), 7, "shadow", 1, size - 10))
-    assert (await wire.answer(0)).size == size
-    chunk = await wire.answer(0)
-    assert (chunk.at, chunk.length) == (size - 10, 10)
-    await wire.send(0, m.Want(wire.place(0), 8, "shadow", 1, size))
-    assert (await wire.answer(0)).reason == "refused"
+    body = encode_state(wire.state(1), wire.layouts[1], "exact")
+    size = len(body)
+    for at, until in ((size - 10, None), (100, 107), (size - 1, size)):
+        await wire.send(0, m.Want(wire.place(0), 7, "shadow", 1, at, until))
+        assert (await wire.answer(0)).size == size
+        with trio.fail_after(1):
+            chunk, part = await m.read(wire.ends[0], LIMITS)
+        assert (chunk.at, part) == (at, body[at:until])
+    for at, until in ((size, None), (0, size + 1), (size + 1, size + 2), (2**60, None)):
+        await wire.send(0, m.Want(wire.place(0), 8, "shadow", 1, at, until))
+        assert (await wire.answer(0)).reason == "refused"
+    assert wire.refused() == {"bounds": 4}
+
+
+async def test_what_is_wanted_in_parts_is_hashed_once_and_again_when_its_file_changes(wire, monkeypatch):
+    wire.peer.sharing.snapshot(wire.state(1))
+    await quiet()
+    hashed, size = [], m.state_bytes(wire.layouts[1], "exact")
+    monkeypatch.setattr(snapshots, "root_of", lambda body: hashed.append(len(body)) or m.root_of(body))
+    assert isinstance(await wire.answer(0), m.Made)
+
+    async def part(at):
+        await wire.send(0, m.Want(wire.place(0), 7, "shadow", 1, at, at + 9))
+        answer = await wire.answer(0)
+        return isinstance(answer, m.Have) and isinstance(await wire.answer(0), m.Chunk)
+
+    assert [await part(at) for at in (0, 5000, 7, 9000)] == [True] * 4
+    assert hashed == [size]
+    file = wire.directory / "stage-1.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(bytes(data))
+    assert not await part(0)
+    assert wire.store.get(1) is None
+
+
+async def test_tiny_parts_are_not_had_for_ever(wire):
+    """Each has a file opened, so each counts for a chunk, or for the whole where that is less."""
+    wire.peer.sharing.snapshot(wire.state(1))
+    await quiet()
+    assert isinstance(await wire.answer(0), m.Made)
+
+    async def given(at):
+        await wire.send(0, m.Want(wire.place(0), 7, "shadow", 1, at, at + 1))
+        answer = await wire.answer(0)
+        return isinstance(answer, m.Have) and isinstance(await wire.answer(0), m.Chunk)
+
+    assert [await given(at) for at in range(10)] == [True] * 8 + [False] * 2
+    assert wire.refused() == {"repeated": 2}
 
 
 async def test_waiting_for_somebody_who_says_nothing_ends(wire, autojump_clock):
@@ -764,12 +799,12 @@ async def test_what_somebody_waits_for_goes_before_what_is_kept_for_later_which_
         wire.peer.sharing.snapshot(wire.state(1))
         await quiet()
         assert (await wire.answer(0)).what == "shadow"
-        started, want = trio.current_time(), m.Want(wire.place(0), 7, "shadow", 1, 0)
+        started, want = trio.current_time(), m.Want(wire.place(0), 7, "shadow", 1, 0, None)
         size = m.state_bytes(wire.layouts[1], "exact")
         await wire.send(0, want, msgspec.structs.replace(want, request=8))
         assert isinstance(await wire.answer(0), m.Have)
         assert (await wire.answer(0)).length == min(size, 2**20)
-        await wire.send(0, m.Want(wire.place(0), 9, "layers", 1, 0))
+        await wire.send(0, m.Want(wire.place(0), 9, "layers", 1, 0, None))
         assert [(await wire.answer(0)).request for _ in range(2)] == [9, 9]
         assert trio.current_time() == started
         with trio.fail_after(100):
@@ -792,7 +827,7 @@ async def test_a_snapshot_that_is_sent_takes_no_memory(wire, monkeypatch):
     mapped = []
     monkeypatch.setattr(wire.peer.channel.outboxes[0], "transfer", lambda have, body, paced, at: mapped.append(body))
     assert isinstance(await wire.answer(0), m.Made)
-    await wire.send(0, m.Want(wire.place(0), 7, "shadow", 1, 0))
+    await wire.send(0, m.Want(wire.place(0), 7, "shadow", 1, 0, None))
     assert in_a_file(mapped[0], wire.directory / "stage-1.safetensors")
 
 
@@ -855,7 +890,7 @@ async def test_who_asks_and_does_not_read_gets_no_more_than_a_few_answers(wire):
     wire.peer.stage.phase = "whole"
     wire.peer.channel.streams[0].send_stream.send_all_hook = trio.sleep_forever
     for number in range(1, 4 * channel.SERVED):
-        await wire.send(0, m.Want(wire.place(0), number, "layers", 1, 0))
+        await wire.send(0, m.Want(wire.place(0), number, "layers", 1, 0, None))
     waiting = wire.peer.channel.outboxes[0].transfers
     assert len(waiting) <= channel.SERVED
     assert set(wire.refused()) <= {"busy", "repeated"}
