@@ -1,7 +1,7 @@
 """One snapshot from all who keep it, in pieces: whoever is free is asked for the next, so that each gives what its line carries. No torch.
 
-Who fails, or is silent for as long as anything is waited for, costs what it was asked for and has not sent: others are asked for that. Who is
-slow has the rest of its piece taken over, once nothing else is left. What has come stays, also when the crew ends.
+Who fails, or is silent for as long as anything is waited for, costs what it was asked for and has not sent: others are asked for that.
+Who is slow has the rest of its piece taken over, once nothing else is left. What has come stays, also when the crew ends.
 """
 
 from __future__ import annotations

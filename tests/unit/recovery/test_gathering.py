@@ -161,33 +161,33 @@ class End(trio.abc.Stream):
     def __init__(self, rate, delay):
         self.rate, self.delay = rate, delay
         self.sent = 0
-        self._into, self._from = trio.open_memory_channel(1000)
-        self._left, self._closed = b"", trio.Event()
+        self.into, self.comes = trio.open_memory_channel(1000)
+        self.left, self.closed = b"", trio.Event()
 
     async def send_all(self, data):
-        if self._closed.is_set() or self.other._closed.is_set():
+        if self.closed.is_set() or self.other.closed.is_set():
             raise trio.BrokenResourceError
         await trio.sleep(len(data) / self.rate)
         self.sent += len(data)
-        self.other._into.send_nowait((trio.current_time() + self.delay, bytes(data)))
+        self.other.into.send_nowait((trio.current_time() + self.delay, bytes(data)))
 
     async def receive_some(self, most=None):
-        if not self._left:
+        if not self.left:
             try:
-                due, self._left = await self._from.receive()
+                due, self.left = await self.comes.receive()
             except trio.EndOfChannel:
                 return b""
             await trio.sleep_until(due)
-        some, self._left = self._left[:most], self._left[most:]
+        some, self.left = self.left[:most], self.left[most:]
         return some
 
     async def wait_send_all_might_not_block(self):
         pass
 
     async def aclose(self):
-        self._closed.set()
-        self._into.close()
-        self.other._into.close()
+        self.closed.set()
+        self.into.close()
+        self.other.into.close()
         await trio.lowlevel.checkpoint()
 
 
@@ -219,10 +219,9 @@ class Crew:
                 store.put(1, have, self.body)
                 if stage in (lies or {}):
                     self.lie(store, lies[stage])
-            local = LocalStage(
-                runtimes[stage], specs[stage], FrameLimits(32, 61, 64), layouts, settings, "float32", Recorder(specs[stage], settings), store,
-                begun={} if begun is None or stage != 1 else begun,
-            )  # fmt: skip
+            spec, kept = specs[stage], begun if begun is not None and stage == 1 else {}
+            recorder, limits = Recorder(spec, settings), FrameLimits(32, 61, 64)
+            local = LocalStage(runtimes[stage], spec, limits, layouts, settings, "float32", recorder, store, begun=kept)
             streams = mine if stage == 1 else {1: self.ends[stage]}
             self.peers[stage] = StatePeer(local, Fence(Place(CREW, stage, 9), 4), streams, inline)
 

@@ -27,9 +27,9 @@ OUT = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 def fleet(models, tmp_path):
     made = []
 
-    def build(**settings):
+    def build(keepers=(), **settings):
         chosen = RecoverySettings(**{"snapshot_every": 1, "seconds": 30.0, "neighbour_seconds": 30.0, "healings": 0, **settings})
-        made.append(Fleet(copy.deepcopy(models["llama"]), [1, 1, 1, 1], tmp_path / "crew", SETTINGS, chosen, Run()))
+        made.append(Fleet(copy.deepcopy(models["llama"]), [1, 1, 1, 1], tmp_path / "crew", SETTINGS, chosen, Run(), keepers))
         return made[-1]
 
     yield build
@@ -99,6 +99,23 @@ async def test_nobody_but_ring_neighbours_is_asked_for_a_shadow(fleet):
         got = mine.restored[LOST]
         assert (got.kind, got.holder, got.tried) == (SourceKind.SNAPSHOT, 0, ())
         assert len(mine.told) == 2  # two neighbours agree: nothing had to be compared
+
+
+@pytest.mark.parametrize("same", [True, False])
+async def test_who_keeps_the_whole_policy_gives_a_part_of_what_the_neighbours_vouch_for(fleet, monkeypatch, same):
+    mine = fleet(keepers=(3,))
+    async with mine.up() as crew:
+        await learn(crew, 3)
+        true = weights_of(mine)
+        if not same:
+            lie(mine, crew.head.place, 3, moved(true, 1.0))
+    mine.kill(LOST)
+    asked, snapshot = [], Fetcher.snapshot
+    monkeypatch.setattr(Fetcher, "snapshot", lambda peer, holders, *more: asked.append(holders) or snapshot(peer, holders, *more))
+    async with mine.up():
+        assert asked == [[0, 2, 3] if same else [0, 2]]
+        assert (mine.restored[LOST].kind, mine.restored[LOST].tried) == (SourceKind.SNAPSHOT, ())
+        assert all(torch.equal(tensor, true[name]) for name, tensor in weights_of(mine).items())
 
 
 def test_without_a_probe_no_disputed_copy_is_trusted():
