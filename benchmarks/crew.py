@@ -200,6 +200,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="how often each of the fifteen kills is done")
     parser.add_argument("--distance", action="store_true", help="nodes that are apart, see benchmarks.crew_distance")
     parser.add_argument("--generation", action="store_true", help="sampling from a whole copy, see benchmarks.crew_copies")
+    parser.add_argument("--restoring", action="store_true", help="a stage from several holders, see benchmarks.crew_restoring")
     parser.add_argument("--copies", action="store_true", help="with --distance: the head samples from a whole copy")
     parser.add_argument("--milliseconds", type=int, nargs="+", help="with --distance: only these")
     parser.add_argument("--steps", type=int, help="with --distance: that are timed (5); with --generation: of each run (120)")
@@ -211,6 +212,11 @@ def main() -> None:
         from benchmarks import crew_distance  # late: it is about this module's crews
 
         crew_distance.run(options.milliseconds or crew_distance.MILLISECONDS, options.steps or 5, options.losses, options.copies)
+        return
+    if options.restoring:
+        from benchmarks import crew_restoring
+
+        crew_restoring.run(3)
         return
     if options.generation:
         from benchmarks import crew_copies

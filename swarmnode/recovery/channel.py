@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from swarmnode.recovery.serving import Server
     from swarmnode.recovery.sharing import Sharing
 
-SERVED: Final = 6
+SERVED: Final = 5
 """Requests of one peer at a time; answers that it has not read yet are among them. A stage that is restored wants two parts of a snapshot
 beside what is new of ours: snapshot, ends, probes."""
 MISBEHAVED: Final = 16

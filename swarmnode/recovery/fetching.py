@@ -76,7 +76,9 @@ class Fetcher:
         """The snapshot; or, where it has another root, who is to blame for it: None if more than one gave it."""
         own, begun, layout = self._stage.spec.index, self._stage.begun, self._stage.layouts[self._stage.spec.index]
         size = m.state_bytes(layout, form_of(layout, self._stage.settings))
-        of = begun[root] if root in begun else nothing_of(size)
+        of = begun.get(root)
+        if of is None or len(of.body) != size:  # whoever names one of before may lie
+            of = nothing_of(size)
         begun.clear()
         begun[root] = of
 
