@@ -442,7 +442,7 @@ class _Turn:
         crew = self.state.crew
         if crew is None or (status.crew, status.stage) != (crew.id, crew.stage):
             if crew is None:  # its connection was down when the crew ended
-                self._do(ev.SendToTrainer(local.Released("that crew is over")))
+                self._do(local.Released("that crew is over"))
             return
         before = crew.own
         own = Status(status.phase, status.step, status.progress)
@@ -613,11 +613,11 @@ class _Turn:
                 self._set_crew(replace(crew, stepped_at=self.now))
             self._set(phase=Phase.RUNNING, stood_since=None, recovery_seconds=recovered or self.state.recovery_seconds)
             self._note("running", "" if recovered is None else f"{recovered:.3f}")
-            self._do(ev.SendToTrainer(local.Resumed(crew.id)))
+            self._do(local.Resumed(crew.id))
         elif not well and phase == Phase.RUNNING:
             self._set(phase=Phase.PAUSED, stood_since=self.now)
             self._note("paused")
-            self._do(ev.SendToTrainer(local.Suspended("a member is in doubt")))
+            self._do(local.Suspended("a member is in doubt"))
 
     def _break(self, why: str, because: str = "") -> None:
         """Out of the crew: what was learnt stays with its copies. `because` of whom, where it is another member."""
@@ -630,8 +630,7 @@ class _Turn:
         stood = self.now if self.state.phase == Phase.RUNNING else self.state.stood_since
         self._set(phase=Phase.FREE, crew=None, offering=None, free_since=since, new_offer_at=self.now, stood_since=stood, planned=())
         self._note("broken", f"{because} {why}".strip())
-        self._do(ev.CloseStreams())
-        self._do(ev.SendToTrainer(local.Released(why)))
+        self._do(local.Released(why))
 
     # ---- offers ---------------------------------------------------------------------------------------------------------------
 
@@ -829,11 +828,8 @@ class _Turn:
         )
         self._send_offers()  # takes ours back
         self._note("founded", f"step {record.step}, stage {stage} of {len(record.members)}")
-        self._do(ev.OpenStreams(founded))
         layers = tuple(member.layers for member in record.members)
-        self._do(ev.SendToTrainer(local.Assigned(
-            crew, record.lineage, stage, layers, peers_of(record), record.step, record.previous, record.taken, ""
-        )))  # fmt: skip
+        self._do(local.Assigned(crew, record.lineage, stage, layers, peers_of(record), record.step, record.previous, record.taken, ""))
         self._send_heartbeats()
 
 

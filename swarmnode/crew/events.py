@@ -9,7 +9,6 @@ from __future__ import annotations
 import msgspec
 
 from swarmnode.crew import local, messages
-from swarmnode.crew.record import Founded
 
 NOTES = ("proposed", "founded", "running", "paused", "suspected", "refuted", "broken", "refused", "blamed", "left")
 
@@ -76,7 +75,7 @@ class Answered(msgspec.Struct, frozen=True):
 
 
 class StreamLost(msgspec.Struct, frozen=True):
-    """A stage stream to `peer` in this crew broke or was reset. Not for those that CloseStreams or a newer crew ended."""
+    """A stage stream to `peer` in this crew broke or was reset. Not for those that the end of the crew or a newer one ended."""
 
     peer: str
     crew: bytes
@@ -121,22 +120,6 @@ class Send(msgspec.Struct, frozen=True):
     message: messages.Request
 
 
-class SendToTrainer(msgspec.Struct, frozen=True):
-    """`Assigned.socket` is empty: whoever owns the socket fills it in."""
-
-    message: local.ToTrainer
-
-
-class OpenStreams(msgspec.Struct, frozen=True):
-    """Streams of this crew are welcome and of no other; those of an earlier one end."""
-
-    crew: Founded
-
-
-class CloseStreams(msgspec.Struct, frozen=True):
-    """No stage stream is welcome."""
-
-
 class Note(msgspec.Struct, frozen=True):
     """For logs and metrics: `what` is one of NOTES."""
 
@@ -144,4 +127,6 @@ class Note(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
-Action = Answer | Send | SendToTrainer | OpenStreams | CloseStreams | Note
+Action = Answer | Send | local.ToTrainer | Note
+"""What our trainer is to be told is an action as it is, and says what becomes of stage streams: from an Assigned on (its `socket` is empty,
+whoever owns the socket fills it in) they are welcome of this crew and of no other, after a Released of none."""

@@ -1,8 +1,8 @@
 """The stage service: carries what crew control decides to peers, trainer and streams, and decides nothing. No torch.
 
     peers ─ /swarmnode/crews/7 ─▶ Received ─┐                           ┌─▶ Answer, Send ─▶ peers
-    connections ─▶ PeerGone, PeerBack ──────┤                           ├─▶ SendToTrainer ─▶ link ─▶ trainer
-    trainer ─ link ─▶ Offering, … ──────────┼─▶ control.advance (one at ├─▶ OpenStreams, CloseStreams ─▶ stream proxy
+    connections ─▶ PeerGone, PeerBack ──────┤                           ├─▶ Assigned, Released ─▶ stream proxy ─┐
+    trainer ─ link ─▶ Offering, … ──────────┼─▶ control.advance (one at ├─▶ Suspended, Resumed ─────────────────┴─▶ link ─▶ trainer
     stream proxy ─▶ StreamLost ─────────────┤   a time, in order) ──────┴─▶ Note
     clock ─▶ Tick ──────────────────────────┘
 
@@ -30,7 +30,7 @@ from swarmnode.crew import events as ev
 from swarmnode.crew import local, messages
 from swarmnode.crew.control import CrewStatistics, Means, Phase, State, advance, statistics
 from swarmnode.crew.detector import Progress
-from swarmnode.crew.record import Founded, check_founded, crew_id, peers_of
+from swarmnode.crew.record import Founded, check_founded
 from swarmnode.crew.stream_handshake import StreamPeers
 from swarmnode.crew.stream_proxy import StreamProxy, StreamProxyStatistics
 from swarmnode.errors import BadMessage, Incompatible, PeerError
@@ -229,14 +229,10 @@ class StageService:
                 case ev.Send():
                     if self._nursery is not None:
                         self._nursery.start_soon(self._send, action.peer, action.message)
-                case ev.SendToTrainer():
-                    self._notify_trainer(action.message)
-                case ev.OpenStreams():
-                    self.proxy.assign(_stream_peers(action.crew, self._state.me))
-                case ev.CloseStreams():
-                    self.proxy.release()
                 case ev.Note():
                     self._note(action.what, action.detail)
+                case _:
+                    self._notify_trainer(action)
         crew = self._state.crew
         self._connections.hold(frozenset() if crew is None else frozenset(crew.members))
         return answer
@@ -244,8 +240,10 @@ class StageService:
     def _notify_trainer(self, message: local.ToTrainer) -> None:
         match message:
             case local.Assigned():
+                self.proxy.assign(StreamPeers(message.crew, message.stage, message.members))
                 message = msgspec.structs.replace(message, socket=str(self.proxy.path))
             case local.Released():
+                self.proxy.release()
                 self._trainer.status = None
                 self._trainer.progress.restart()
             case local.Suspended():
@@ -437,8 +435,3 @@ def _now() -> float:
         return trio.current_time()
     except RuntimeError:  # asked from outside the loop, by whoever watches
         return 0.0
-
-
-def _stream_peers(founded: Founded, me: str) -> StreamPeers:
-    members = peers_of(founded.record)
-    return StreamPeers(crew_id(founded.record), members.index(me), members)

@@ -288,11 +288,11 @@ class World:
                     answer = action.message
                 case ev.Send():
                     self._send(node, action.peer, action.message)
-                case ev.SendToTrainer():
-                    if node.trainer is not None and node.trainer.linked:
-                        node.trainer.notified(action.message, self.now)
                 case ev.Note():
                     self.history.note(self.now, action.what, name, action.detail)
+                case _:
+                    if node.trainer is not None and node.trainer.linked:
+                        node.trainer.notified(action, self.now)
         return answer
 
     # ---- messages between network processes -----------------------------------------------------------------------------------

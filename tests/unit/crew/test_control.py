@@ -48,7 +48,7 @@ class Node:
             self.does(ev.Tick())
 
     def told(self):
-        return [action.message for action in self.done if isinstance(action, ev.SendToTrainer)]
+        return [action for action in self.done if isinstance(action, local.ToTrainer)]
 
 
 def record(*peers, step=0, lineage=LINEAGE, nonce=b"n" * 8):
@@ -194,7 +194,7 @@ def test_what_ends_a_crew_ends_it_at_once_and_everybody_is_told(event):
     actions = node.does(event(crew))
     assert node.state.phase == Phase.FREE
     assert any(isinstance(a, ev.Send) and isinstance(a.message, m.Leave) for a in actions)
-    assert any(isinstance(a, ev.CloseStreams) for a in actions)
+    assert any(isinstance(a, local.Released) for a in actions)
 
 
 def test_a_member_that_was_blamed_is_left_out_for_a_while_and_for_longer_each_time():
